@@ -1,0 +1,1 @@
+"""Pipeline-parallel training of Keras 3 models on TensorFlow over MPI."""

@@ -1,0 +1,1 @@
+"""The command line: launch a script on several ranks, make and show plans, check the machine."""

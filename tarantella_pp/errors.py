@@ -1,0 +1,35 @@
+"""The exceptions of this library: one base class, one class for each kind of mistake."""
+
+from __future__ import annotations
+
+
+class TarantellaError(Exception):
+    """Base class of every exception that this library raises on its own account."""
+
+
+class ConfigurationError(TarantellaError, ValueError):
+    """An option has a value that cannot work, alone or together with the others."""
+
+
+class UnsupportedModelError(TarantellaError, ValueError):
+    """A Keras model, layer, loss or optimizer that the pipeline does not support."""
+
+
+class GraphError(TarantellaError, ValueError):
+    """A layer graph is malformed: a cycle, an unknown node, a negative or missing cost."""
+
+
+class PlanError(TarantellaError, ValueError):
+    """A plan is malformed, belongs to another model, or cannot meet its limits."""
+
+
+class ScheduleError(TarantellaError, ValueError):
+    """A schedule breaks one of the laws of pipeline schedules, or cannot be made."""
+
+
+class CommunicationError(TarantellaError, RuntimeError):
+    """A message between ranks is missing, late or not what the receiver expects."""
+
+
+class LaunchError(TarantellaError, RuntimeError):
+    """The ranks of a job could not be started, or are not what the job needs."""

@@ -1,0 +1,1 @@
+"""From a Keras model to a plan: layer graph, costs, solvers, plan and its pictures."""

@@ -1,0 +1,40 @@
+"""Pipeline schedules as data: generate, lower to messages, validate, then run, simulate or draw.
+
+The list of actions that is validated and drawn is the one that runs.
+"""
+
+from __future__ import annotations
+
+from tarantella_pp.runtime.schedule.actions import (
+    Action,
+    Compute,
+    Direction,
+    Kind,
+    Link,
+    Message,
+    Operation,
+    Transfer,
+    parse_action,
+)
+from tarantella_pp.runtime.schedule.catalogue import SCHEDULE_NAMES, Backward, make_schedule
+from tarantella_pp.runtime.schedule.lowering import lower
+from tarantella_pp.runtime.schedule.schedule import Schedule
+from tarantella_pp.runtime.schedule.validator import validate
+
+__all__ = [
+    "SCHEDULE_NAMES",
+    "Action",
+    "Backward",
+    "Compute",
+    "Direction",
+    "Kind",
+    "Link",
+    "Message",
+    "Operation",
+    "Schedule",
+    "Transfer",
+    "lower",
+    "make_schedule",
+    "parse_action",
+    "validate",
+]

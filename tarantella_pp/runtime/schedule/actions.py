@@ -1,0 +1,94 @@
+"""The smallest piece of a schedule: one computation of a stage, or one end of a message."""
+
+from __future__ import annotations
+
+import re
+from typing import Literal, NamedTuple, TypeAlias
+
+from tarantella_pp.errors import ScheduleError
+
+Kind: TypeAlias = Literal["F", "B", "W", "BW"]
+Direction: TypeAlias = Literal["F", "B"]
+Operation: TypeAlias = Literal["S", "R"]
+Link: TypeAlias = tuple[int, int]
+Message: TypeAlias = tuple[int, int, int]
+
+_COMPUTE = re.compile(r"(\d+)(F|BW|B|W)(\d+)")
+_TRANSFER = re.compile(r"(\d+)>(\d+)([SR])([FB])(\d+)")
+
+
+class Compute(NamedTuple):
+    """One computation of one stage for one micro-batch, written ``2F0``.
+
+    Attributes:
+        stage: The stage, from 0.
+        kind: ``F`` forward, ``B`` gradient with respect to the stage's inputs, ``W`` gradient
+            with respect to its weights, ``BW`` both at once (the full backward).
+        micro_batch: The micro-batch, from 0.
+    """
+
+    stage: int
+    kind: Kind
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.micro_batch}"
+
+
+class Transfer(NamedTuple):
+    """One end of a message between two stages, written ``0>1SF3`` (send) or ``0>1RF3`` (receive).
+
+    A message carries all tensors that go from one stage to another for one micro-batch, in one
+    direction. `source` is always the stage that sends: activations of micro-batch 3 go as
+    ``0>1SF3``, and their gradients come back as ``1>0SB3``.
+
+    Attributes:
+        source: The stage that sends.
+        target: The stage that receives.
+        operation: ``S`` hands the message over here, ``R`` needs it to have arrived here.
+        direction: ``F`` for activations, ``B`` for gradients.
+        micro_batch: The micro-batch, from 0.
+    """
+
+    source: int
+    target: int
+    operation: Operation
+    direction: Direction
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.source}>{self.target}{self.operation}{self.direction}{self.micro_batch}"
+
+    @property
+    def message(self) -> Message:
+        """What both ends of a message have in common: source, target and micro-batch."""
+        return (self.source, self.target, self.micro_batch)
+
+
+Action: TypeAlias = Compute | Transfer
+
+
+def parse_action(text: str) -> Action:
+    """Reads an action as `str` writes it.
+
+    Args:
+        text: For example ``2F0``, ``1BW3``, ``0>1SF3`` or ``1>0RB3``.
+
+    Returns:
+        The action.
+
+    Raises:
+        ScheduleError: If `text` is not an action.
+    """
+    found = _COMPUTE.fullmatch(text)
+    if found:
+        return Compute(int(found[1]), found[2], int(found[3]))  # type: ignore[arg-type]
+    found = _TRANSFER.fullmatch(text)
+    if found:
+        source, target, operation, direction, micro_batch = found.groups()
+        return Transfer(int(source), int(target), operation, direction, int(micro_batch))  # type: ignore[arg-type]
+    raise ScheduleError(
+        "Expected an action: stage, F, B, W or BW, micro-batch (such as 2F0 or 1BW3), or source "
+        "stage, '>', target stage, S or R, F or B, micro-batch (such as 0>1SF3 or 1>0RB3). "
+        f"Received: {text!r}"
+    )

@@ -1,0 +1,116 @@
+"""All ranks walking through their lists of actions, each as far as the others let it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tarantella_pp.runtime.schedule.actions import Action, Compute, Message, Transfer
+
+
+class Machine:
+    """Plays the actions of all ranks; the one place that knows what an exchange means.
+
+    A rank runs its actions in order. When it enters an exchange (the communication between two
+    computations) the receives of that exchange are posted. A receive waits until its send is
+    reached; a blocking send waits until its receive is posted, as MPI's large sends do. Lists
+    that get through so get through with any kind of send.
+
+    Args:
+        programs: The actions of each rank.
+        blocking: Whether a send waits until its receive is posted.
+    """
+
+    def __init__(self, programs: Sequence[Sequence[Action]], *, blocking: bool) -> None:
+        self.programs = [list(program) for program in programs]
+        self.position = [0] * len(programs)
+        self.blocking = blocking
+        self._posted: set[Message] = set()
+        self._sent: set[Message] = set()
+        self._waiting: dict[Message, int] = {}
+        self._runnable = list(range(len(programs)))
+        for rank in range(len(programs)):
+            self._enter_exchange(rank)
+
+    def run(self) -> list[int]:
+        """Lets every rank go as far as it can.
+
+        Returns:
+            The ranks that did not reach the end of their lists: none, or a deadlock.
+        """
+        while self._runnable:
+            self._walk(self._runnable.pop())
+        return [rank for rank, own in enumerate(self.programs) if self.position[rank] < len(own)]
+
+    def hoist(self, receive: Transfer, rank: int) -> None:
+        """Moves a receive of a stuck rank forward, to the end of the exchange it is stuck in.
+
+        Args:
+            receive: The receive.
+            rank: The rank that has it further down its list.
+        """
+        program = self.programs[rank]
+        old = program.index(receive, self.position[rank])
+        new = self.position[rank]
+        while isinstance(program[new], Transfer):
+            new += 1
+        program.insert(new, program.pop(old))
+        self._post(rank, receive)
+
+    def compute(self, rank: int, action: Compute) -> None:
+        """Is called for each computation; a machine with a clock adds its time."""
+
+    def post(self, rank: int, message: Message) -> None:
+        """Is called when a receive is posted."""
+
+    def send(self, rank: int, action: Transfer) -> None:
+        """Is called when a send gets through."""
+
+    def receive(self, rank: int, action: Transfer) -> None:
+        """Is called when a receive gets through."""
+
+    def _walk(self, rank: int) -> None:
+        program = self.programs[rank]
+        while self.position[rank] < len(program):
+            action = program[self.position[rank]]
+            if isinstance(action, Compute):
+                self.compute(rank, action)
+                self.position[rank] += 1
+                self._enter_exchange(rank)
+            elif self._is_ready(action):
+                self.position[rank] += 1
+                self._transfer(rank, action)
+            else:
+                self._waiting[action.message] = rank
+                return
+
+    def _is_ready(self, action: Transfer) -> bool:
+        if action.operation == "R":
+            return action.message in self._sent
+        return not self.blocking or action.message in self._posted
+
+    def _transfer(self, rank: int, action: Transfer) -> None:
+        if action.operation == "R":
+            self.receive(rank, action)
+            return
+        self.send(rank, action)
+        self._sent.add(action.message)
+        self._wake(action.message)
+
+    def _enter_exchange(self, rank: int) -> None:
+        program = self.programs[rank]
+        for index in range(self.position[rank], len(program)):
+            action = program[index]
+            if isinstance(action, Compute):
+                return
+            if action.operation == "R":
+                self._post(rank, action)
+
+    def _post(self, rank: int, receive: Transfer) -> None:
+        self._posted.add(receive.message)
+        self.post(rank, receive.message)
+        self._wake(receive.message)
+
+    def _wake(self, message: Message) -> None:
+        rank = self._waiting.pop(message, None)
+        if rank is not None:
+            self._runnable.append(rank)

@@ -1,0 +1,94 @@
+"""The command `tarantella`: finds the subcommand and runs it."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import sys
+from collections.abc import Sequence
+
+from tarantella_pp.errors import TarantellaError
+
+COMMANDS = {
+    "run": "start a script on several ranks (the default)",
+    "plan": "make, show and compare plans",
+    "simulate": "step time, bubble and memory of a schedule",
+    "doctor": "check versions, MPI, cores and the link between two ranks",
+}
+"""Subcommands and their help. Each is a module of this package with `add_arguments(parser)` and
+`run(arguments) -> exit code`; one whose module does not exist is not offered."""
+
+USAGE_ERROR = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line.
+
+    Args:
+        argv: Its arguments, without the program's name. None: those of this process.
+
+    Returns:
+        The exit code.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    commands = available_commands()
+    explicit = bool(arguments) and arguments[0] in commands
+    name = arguments.pop(0) if explicit else "run"
+    module = importlib.import_module(f"tarantella_pp.cli.{name}")
+    parser = _parser(name if explicit else "", commands)
+    module.add_arguments(parser)
+    if not explicit and not arguments:
+        parser.print_help(sys.stderr)
+        return USAGE_ERROR
+    try:
+        return int(module.run(parser.parse_args(arguments)))
+    except TarantellaError as error:
+        sys.stderr.write(f"tarantella: {error}\n")
+        return USAGE_ERROR
+    except KeyboardInterrupt:
+        return 130
+
+
+def available_commands() -> dict[str, str]:
+    """Returns the subcommands that exist, with their help."""
+    return {
+        name: text
+        for name, text in COMMANDS.items()
+        if importlib.util.find_spec(f"tarantella_pp.cli.{name}") is not None
+    }
+
+
+def _parser(name: str, commands: dict[str, str]) -> argparse.ArgumentParser:
+    """Returns the parser of a subcommand; the empty name is `tarantella` without one."""
+    if name:
+        return argparse.ArgumentParser(
+            f"tarantella {name}", description=commands[name], allow_abbrev=False
+        )
+    lines = "\n".join(f"  {key:10s} {text}" for key, text in commands.items())
+    parser = argparse.ArgumentParser(
+        "tarantella",
+        usage="tarantella [options] [--] script.py ...\n       tarantella COMMAND [options]",
+        description="Trains Keras models in a pipeline over MPI ranks.\n\n"
+        f"commands (`tarantella COMMAND --help` explains each):\n{lines}",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action=_Version, help="print the version and leave")
+    return parser
+
+
+class _Version(argparse.Action):
+    """Looks the version up only when it is asked for: that takes longer than all else here."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None) -> None:
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, help=help)
+
+    def __call__(self, parser: argparse.ArgumentParser, *unused: object) -> None:
+        from importlib import metadata
+
+        sys.stdout.write(f"tarantella-pp {metadata.version('tarantella-pp')}\n")
+        parser.exit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

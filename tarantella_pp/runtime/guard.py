@@ -1,0 +1,346 @@
+"""Keeps a job from hanging when one of its ranks fails or leaves early.
+
+An uncaught exception on one rank leaves the others waiting for its messages for ever, for MPI
+knows nothing of Python's exceptions. The guard of a rank writes how the rank ended into a record
+that the other ranks and the launcher read, and tells when the rank waits for one that has ended.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import pathlib
+import shutil
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import types
+from collections.abc import Callable, Iterable
+from typing import NoReturn
+
+from tarantella_pp.errors import CommunicationError, LaunchError
+from tarantella_pp.runtime import whereabouts
+from tarantella_pp.runtime.records import (
+    ENDED,
+    FAILED,
+    RETURNED,
+    SIZE_VARIABLE,
+    STARTED,
+    Record,
+    RunDirectory,
+    find_deadlock,
+    first_failure,
+)
+
+LOOK_SECONDS = 0.5
+"""How often records are looked at."""
+
+GRACE_SECONDS = 5.0
+"""How long a message may still be under way from a rank whose script has ended."""
+
+STUCK_SECONDS = 3.0
+"""How long a rank sits in one MPI call, after another has ended, before it counts as waiting."""
+
+
+class PeerFailedError(CommunicationError):
+    """Another rank has failed, or has ended while this one waits for it.
+
+    Attributes:
+        culprit: The other rank.
+    """
+
+    def __init__(self, message: str, culprit: int) -> None:
+        super().__init__(message)
+        self.culprit = culprit
+
+
+class Guard:
+    """Watches over one rank of a job.
+
+    Args:
+        rank: Number of this rank.
+        size: Number of ranks of the job.
+        directory: Where the ranks of the job keep their records; None when they share none.
+        abort: Ends the whole job with the exit code it is given. None when a launcher does so as
+            soon as it reads a failure in the records.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        directory: RunDirectory | None,
+        abort: Callable[[int], object] | None,
+    ) -> None:
+        self.rank = rank
+        self.size = size
+        self.directory = directory
+        self.record = Record.of_this_process(rank, STARTED)
+        self._abort = abort
+        self._lock = threading.Lock()
+        self._last_look = 0.0
+        self._write(self.record)
+
+    def start(self) -> None:
+        """Hooks into uncaught exceptions and starts to watch for waits that cannot end."""
+        sys.excepthook = self._on_exception
+        threading.excepthook = self._on_thread_exception
+        if self.directory is not None:
+            main = threading.main_thread().ident
+            threading.Thread(target=self._watch, args=(main,), daemon=True).start()
+
+    def fail(self, error: BaseException | None, cause: str, exit_code: int) -> None:
+        """Puts on record that this rank has failed, and ends the job.
+
+        Args:
+            error: The exception, whose traceback is kept. None when there is none.
+            cause: One line that says what happened.
+            exit_code: Exit code of the job.
+        """
+        details = "" if error is None else "".join(traceback.format_exception(error))
+        culprit = error.culprit if isinstance(error, PeerFailedError) else None
+        with self._lock:
+            if not self._is_alive():
+                return
+            self.record = self.record.becomes(
+                FAILED,
+                cause=cause,
+                details=details,
+                exit_code=exit_code & 0xFF or 1,
+                culprit=culprit,
+            )
+            self._write(self.record)
+        if self._abort is not None:
+            self._end_job(self.record, self._abort)
+
+    def leave(self, cause: str) -> None:
+        """Puts on record that the script of this rank has ended normally.
+
+        Args:
+            cause: How: `"its script ended"`, or the call of `sys.exit`.
+        """
+        with self._lock:
+            if self._is_alive():
+                self.record = self.record.becomes(RETURNED, cause=cause, waiting_at="")
+                self._write(self.record)
+
+    def check(self, peers: int | Iterable[int] | None = None) -> None:
+        """Raises when a wait of this rank cannot end; see `guard.check`."""
+        now = time.monotonic()
+        if self.directory is None or now - self._last_look < LOOK_SECONDS:
+            return
+        self._last_look = now
+        records = self.directory.read()
+        failure = first_failure(records)
+        if failure is not None and failure.rank != self.rank:
+            raise PeerFailedError(f"rank {failure.rank} failed: {failure.cause}", failure.rank)
+        for peer in [peers] if isinstance(peers, int) else peers or ():
+            record = records.get(peer)
+            if peer == self.rank or record is None or record.state not in ENDED:
+                continue
+            if time.time() - record.time >= GRACE_SECONDS:
+                raise PeerFailedError(
+                    f"rank {self.rank} waits for rank {peer}, but {record.cause} there", peer
+                )
+
+    def _is_alive(self) -> bool:
+        """Whether this is the rank itself, not a process it forked, and it has not ended."""
+        return self.record.pid == os.getpid() and self.record.state == STARTED
+
+    def _write(self, record: Record) -> None:
+        if self.directory is not None:
+            self.directory.write(record)
+
+    def _on_exception(
+        self, kind: type[BaseException], error: BaseException, trace: types.TracebackType | None
+    ) -> None:
+        if self.record.pid != os.getpid():
+            sys.__excepthook__(kind, error, trace)
+            return
+        self.fail(error, describe(error), exit_code_of(error))
+
+    def _on_thread_exception(self, arguments: threading.ExceptHookArgs) -> None:
+        error = arguments.exc_value
+        if error is None or isinstance(error, SystemExit):
+            return
+        name = arguments.thread.name if arguments.thread is not None else "unknown"
+        self.fail(error, f"{describe(error)} (in thread {name})", exit_code_of(error))
+
+    def _end_job(self, record: Record, abort: Callable[[int], object]) -> NoReturn:
+        """Says why, once for the rank that failed, and ends every rank."""
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.write(f"{record.details}{headline(record, self.size)}\n")
+            sys.stderr.flush()
+        if self.directory is not None:
+            shutil.rmtree(self.directory.path, ignore_errors=True)
+        abort(record.exit_code)
+        os._exit(record.exit_code)
+
+    def _watch(self, thread_id: int) -> None:
+        """Looks, once another rank has ended, whether this one sits in an MPI call for good."""
+        seen, since = (0, 0), time.monotonic()
+        while self.directory is not None and self._is_alive():
+            time.sleep(LOOK_SECONDS)
+            records = self.directory.read()
+            if not any(r.state in ENDED for r in records.values() if r.rank != self.rank):
+                continue
+            now, place = whereabouts.position(thread_id), ""
+            if now != seen:
+                seen, since = now, time.monotonic()
+            elif time.monotonic() - since >= STUCK_SECONDS:
+                place = whereabouts.blocking_call(thread_id)
+            self._wait_at(place)
+            if self._abort is not None and place and self._speaks(records):
+                deadlock = find_deadlock(records, self.size, patience=2 * LOOK_SECONDS)
+                if deadlock is not None:
+                    self._end_job(deadlock, self._abort)
+
+    def _speaks(self, records: dict[int, Record]) -> bool:
+        """Whether this is the first of the waiting ranks, which reports for all of them."""
+        return self.rank == min((r.rank for r in records.values() if r.waiting_at), default=-1)
+
+    def _wait_at(self, place: str) -> None:
+        with self._lock:
+            if self._is_alive() and place != self.record.waiting_at:
+                self.record = self.record.becomes(STARTED, waiting_at=place)
+                self._write(self.record)
+
+
+_guard: Guard | None = None
+
+
+def current() -> Guard | None:
+    """Returns the guard of this process, if there is one."""
+    return _guard
+
+
+def install(
+    rank: int,
+    size: int,
+    abort: Callable[[int], object] | None = None,
+    share: Callable[[str], str] | None = None,
+) -> None:
+    """Makes an uncaught exception or an early exit of this rank end the whole job.
+
+    To be called on every rank when MPI is first used. Does nothing the second time, and nothing
+    in a job of one rank.
+
+    Args:
+        rank: Number of this rank.
+        size: Number of ranks of the job.
+        abort: Ends the whole job with an exit code, such as `comm.Abort`. Not used under
+            `tarantella`, which ends the job itself; required otherwise.
+        share: Gives the string of rank 0 to every rank (collective). Used once, in jobs that
+            `tarantella` did not start, to agree on a directory for the records. None leaves the
+            ranks without records: a rank that raises still ends the job, one that leaves early
+            does not.
+
+    Raises:
+        LaunchError: The launcher started another number of ranks than MPI sees.
+    """
+    global _guard
+    _check_size(size)
+    if _guard is not None or size == 1:
+        return
+    directory = None
+    if share is not None:
+        directory = RunDirectory(share(tempfile.mkdtemp(prefix="tarantella-") if not rank else ""))
+    _guard = Guard(rank, size, directory, abort)
+    _guard.start()
+    _watch_exit(_guard)
+
+
+def adopt(guard: Guard) -> None:
+    """Makes `guard` the one of this process, for the launcher's worker."""
+    global _guard
+    _guard = guard
+
+
+def check(peers: int | Iterable[int] | None = None) -> None:
+    """Raises when a wait of this rank cannot end, because another rank has.
+
+    For the inside of a polling wait: the records are looked at twice a second at most.
+
+    Args:
+        peers: The ranks without which this wait cannot end. None: only failures are noticed.
+
+    Raises:
+        PeerFailedError: A rank has failed, or one of `peers` ended its script some seconds ago.
+    """
+    if _guard is not None:
+        _guard.check(peers)
+
+
+def describe(error: BaseException) -> str:
+    """Returns an exception in one line, as the last line of its traceback has it."""
+    text = "".join(traceback.format_exception_only(error)).strip()
+    return text.splitlines()[-1] if text else type(error).__name__
+
+
+def headline(record: Record, size: int) -> str:
+    """Returns the line that names the rank that failed first, and why."""
+    return (
+        f"tarantella: rank {record.rank} of {size} on host {record.host} failed first: "
+        f"{record.cause}"
+    )
+
+
+def exit_code_of(error: BaseException) -> int:
+    """Returns the exit code Python itself gives to an uncaught exception."""
+    return 130 if isinstance(error, KeyboardInterrupt) else 1
+
+
+def _watch_exit(guard: Guard) -> None:
+    """Puts the end of this process on record; MPI then waits for the other ranks.
+
+    Python does not tell the functions it calls at exit with which code it exits, hence the
+    wrapper of `sys.exit`.
+    """
+    codes: list[object] = []
+    python_exit = sys.exit
+
+    def exit_with(code: object = None, /) -> NoReturn:
+        codes.append(code)
+        python_exit(code)  # type: ignore[arg-type]
+
+    def at_exit() -> None:
+        code = codes[-1] if codes else None
+        if code in (None, 0):
+            guard.leave("sys.exit(0)" if codes else "its script ended")
+            _remove_last(guard)
+        else:
+            guard.fail(None, f"sys.exit({code!r})", code if isinstance(code, int) else 1)
+
+    sys.exit = exit_with
+    atexit.register(at_exit)
+
+
+def _remove_last(guard: Guard) -> None:
+    """Removes the records when this rank is the last to end."""
+    if guard.directory is None or guard.record.pid != os.getpid():
+        return
+    records = guard.directory.read()
+    if len(records) == guard.size and all(r.state == RETURNED for r in records.values()):
+        shutil.rmtree(guard.directory.path, ignore_errors=True)
+
+
+def _check_size(size: int) -> None:
+    """Notices ranks that were started together but do not know of each other."""
+    for variable in (SIZE_VARIABLE, "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"):
+        expected = os.environ.get(variable, "")
+        if expected.isdigit() and int(expected) != size:
+            break
+    else:
+        return
+    if size > 1 and variable != SIZE_VARIABLE:
+        return
+    raise LaunchError(
+        f"This process is one of {expected} ({variable}={expected}), but MPI sees {size}: the "
+        "launcher belongs to another MPI than the library that mpi4py has loaded "
+        f"({pathlib.Path(sys.prefix)}). Start the job with `tarantella`, with the mpiexec of the "
+        "same installation, or under Slurm with a matching `srun --mpi=...`."
+    )

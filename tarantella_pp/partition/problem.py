@@ -1,0 +1,303 @@
+"""The partition problem in numbers: what the solvers work on, free of Keras and TensorFlow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from tarantella_pp.errors import GraphError, PlanError
+
+Objective = Literal["memory", "time", "flops", "load"]
+Tied = Literal["together", "free"]
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorCost:
+    """A value that travels between stages when its nodes do not all share one.
+
+    Attributes:
+        producer: Node that makes it, or None for an input of the model.
+        nodes: Every node that touches it, the producer among them.
+        comm: Time that each stage pays which touches the tensor without holding all its nodes.
+        bytes: Size on the wire, used to break ties (cut bytes).
+        receive_bytes: Bytes per micro-batch in flight that a stage keeps when it receives the
+            tensor from an earlier stage.
+    """
+
+    producer: int | None
+    nodes: tuple[int, ...]
+    comm: float = 0.0
+    bytes: float = 0.0
+    receive_bytes: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """What a plan costs, stage by stage.
+
+    Attributes:
+        value: The objective: the largest of `stage_values`.
+        stage_values: Value of each stage in the objective's unit.
+        stage_memory: Bytes of each stage.
+        stage_work: Work (time or FLOPs) of each stage.
+        stage_comm: Communication time of each stage.
+        cut_comm: Sum over cut tensors of comm x (touching stages - 1).
+        cut_bytes: Sum over cut tensors of bytes x (touching stages - 1).
+    """
+
+    value: float
+    stage_values: FloatArray
+    stage_memory: FloatArray
+    stage_work: FloatArray
+    stage_comm: FloatArray
+    cut_comm: float
+    cut_bytes: float
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Problem:
+    """One partition problem: nodes, precedence, tensors, stages, objective and limits.
+
+    The memory of stage s is, in bytes,
+    `sum(static_memory) + in_flight[s] * (sum(activation_memory) + sum(receive_bytes))`
+    over the stage's nodes and over the tensors it receives from earlier stages.
+
+    Attributes:
+        num_stages: Stages of the pipeline; at most that many are used (see `exactly`).
+        objective: What the largest stage is measured in. "memory": bytes; "time" and "flops":
+            sum of work; "load": work plus communication.
+        work: Time or FLOPs of each node, shape `(n,)`.
+        static_memory: Bytes of each node that do not depend on micro-batches, shape `(n,)`.
+        activation_memory: Bytes of each node per micro-batch in flight, shape `(n,)`.
+        tensors: The values that travel.
+        edges: Precedence pairs `(before, after)`, shape `(m, 2)`. None: from the tensors,
+            producer before each other node.
+        in_flight: Micro-batches held on each stage; None: one on each.
+        groups: Nodes that share weights.
+        tied: "together": the nodes of a group share a stage. "free": they are kept together
+            only where that costs nothing; otherwise the group's first node (in topological
+            order) holds the weights, no other node of the group runs on an earlier stage, and
+            each later stage with a node of the group pays `group_bytes` of memory, and each
+            touching stage `group_comm` of load.
+        group_bytes: Bytes of each group's weights; empty: 0 each.
+        group_comm: Time to exchange each group's gradients; empty: 0 each.
+        memory_limit: Bytes that a stage may hold, one number or one per stage; None: no limit.
+        exactly: Whether each of the stages must have at least one node.
+
+    Raises:
+        GraphError: A cost, node id or edge is malformed.
+        PlanError: An option is out of range.
+    """
+
+    num_stages: int
+    objective: Objective
+    work: FloatArray
+    static_memory: FloatArray
+    activation_memory: FloatArray
+    tensors: tuple[TensorCost, ...] = ()
+    edges: IntArray | None = None
+    in_flight: Sequence[int] | None = None
+    groups: tuple[tuple[int, ...], ...] = ()
+    tied: Tied = "together"
+    group_bytes: Sequence[float] = ()
+    group_comm: Sequence[float] = ()
+    memory_limit: float | Sequence[float] | None = None
+    exactly: bool = False
+    precedence: IntArray = field(init=False)
+    flight: FloatArray = field(init=False)
+    limits: FloatArray | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        for name in ("work", "static_memory", "activation_memory"):
+            object.__setattr__(self, name, _costs(name, getattr(self, name), len(self.work)))
+        object.__setattr__(self, "tensors", tuple(self.tensors))
+        object.__setattr__(self, "groups", tuple(tuple(group) for group in self.groups))
+        _check_options(self)
+        _check_tensors(self)
+        object.__setattr__(self, "flight", _in_flight(self))
+        object.__setattr__(self, "limits", _limits(self))
+        object.__setattr__(self, "precedence", _precedence(self))
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes."""
+        return len(self.work)
+
+    def evaluate(self, assignment: Sequence[int] | IntArray) -> Evaluation:
+        """Prices a plan.
+
+        Args:
+            assignment: Stage of each node, in node order.
+
+        Returns:
+            The cost of each stage and of the cuts.
+
+        Raises:
+            PlanError: The assignment has the wrong length or a stage out of range.
+        """
+        stages = np.asarray(assignment, dtype=np.int64)
+        if stages.shape != (self.num_nodes,):
+            raise PlanError(
+                f"An assignment names one stage for each of the {self.num_nodes} nodes. "
+                f"Received: shape {stages.shape}"
+            )
+        S = self.num_stages
+        if len(stages) and (stages.min() < 0 or stages.max() >= S):
+            raise PlanError(f"A stage lies outside 0..{S - 1}. Received: {stages.tolist()[:20]}")
+        work = weighted_counts(stages, self.work, S)
+        static = weighted_counts(stages, self.static_memory, S)
+        held = weighted_counts(stages, self.activation_memory, S)
+        comm, cut_comm, cut_bytes = np.zeros(S), 0.0, 0.0
+        for tensor in self.tensors:
+            touching = {int(stages[node]) for node in tensor.nodes}
+            if len(touching) > 1:
+                comm[list(touching)] += tensor.comm
+                cut_comm += tensor.comm * (len(touching) - 1)
+                cut_bytes += tensor.bytes * (len(touching) - 1)
+                if tensor.receive_bytes and tensor.producer is not None:
+                    made = stages[tensor.producer]
+                    held[[s for s in touching if s > made]] += tensor.receive_bytes
+        if self.tied == "free":
+            self._price_groups(stages, static, comm)
+        memory = static + self.flight * held
+        values = {"memory": memory, "load": work + comm}.get(self.objective, work)
+        value = float(values.max()) if S else 0.0
+        return Evaluation(value, values, memory, work, comm, cut_comm, cut_bytes)
+
+    def _price_groups(self, stages: IntArray, static: FloatArray, comm: FloatArray) -> None:
+        for index, group in enumerate(self.groups):
+            touching = sorted({int(stages[node]) for node in group})
+            if len(touching) > 1:
+                static[touching[1:]] += self.group_bytes[index] if self.group_bytes else 0.0
+                comm[touching] += self.group_comm[index] if self.group_comm else 0.0
+
+    def violation(self, assignment: Sequence[int] | IntArray) -> str | None:
+        """Says what is wrong with a plan, if anything.
+
+        Args:
+            assignment: Stage of each node, in node order.
+
+        Returns:
+            None for a valid plan, otherwise the first broken rule in words.
+        """
+        stages = np.asarray(assignment, dtype=np.int64)
+        back = np.flatnonzero(stages[self.precedence[:, 0]] > stages[self.precedence[:, 1]])
+        if len(back):
+            before, after = self.precedence[back[0]].tolist()
+            return f"node {after} on stage {stages[after]} needs node {before}, a later stage's"
+        if self.tied == "together":
+            for group in self.groups:
+                if len({int(stages[node]) for node in group}) > 1:
+                    return f"nodes {list(group)} share weights and lie on several stages"
+        if self.exactly and len(np.unique(stages)) < self.num_stages:
+            return f"a stage is empty, and exactly {self.num_stages} are asked for"
+        if self.limits is not None:
+            over = self.evaluate(stages).stage_memory - self.limits * (1 + 1e-9)
+            if (over > 0).any():
+                return f"stage {int(over.argmax())} is above its memory limit"
+        return None
+
+
+def weighted_counts(index: IntArray, weights: FloatArray, size: int) -> FloatArray:
+    """Sums weights by index: entry i of the result is the sum of the weights of index i.
+
+    Args:
+        index: Indices in 0..size - 1.
+        weights: One weight for each.
+        size: Length of the result.
+
+    Returns:
+        The sums, shape `(size,)`.
+    """
+    counts: FloatArray = np.bincount(index, weights, size).astype(np.float64, copy=False)
+    return counts
+
+
+def _costs(name: str, values: ArrayLike, count: int) -> FloatArray:
+    array = np.array(values, dtype=np.float64)
+    if array.shape != (count,):
+        raise GraphError(f"`{name}` has one number for each node. Received: shape {array.shape}")
+    if not np.isfinite(array).all() or (array < 0).any():
+        where = int(np.flatnonzero(~(np.isfinite(array) & (array >= 0)))[0])
+        raise GraphError(
+            f"`{name}` of node {where} must be finite and not negative. Received: {array[where]}"
+        )
+    array.flags.writeable = False
+    return array
+
+
+def _check_options(problem: Problem) -> None:
+    if isinstance(problem.num_stages, bool) or problem.num_stages < 1:
+        raise PlanError(f"A pipeline has at least one stage. Received: {problem.num_stages=}")
+    if problem.objective not in get_args(Objective):
+        raise PlanError(
+            f"`objective` is one of {get_args(Objective)}. Received: {problem.objective!r}"
+        )
+    if problem.tied not in get_args(Tied):
+        raise PlanError(f"`tied` is one of {get_args(Tied)}. Received: {problem.tied!r}")
+    for name in ("group_bytes", "group_comm"):
+        values = getattr(problem, name)
+        if len(values) not in (0, len(problem.groups)) or any(not 0 <= v < 1e300 for v in values):
+            raise PlanError(f"`{name}` has one number for each group. Received: {values}")
+
+
+def _check_tensors(problem: Problem) -> None:
+    n = problem.num_nodes
+    for index, tensor in enumerate(problem.tensors):
+        producer = () if tensor.producer is None else (tensor.producer,)
+        if any(not 0 <= node < n for node in (*tensor.nodes, *producer)):
+            raise GraphError(f"Tensor {index} names a node outside 0..{n - 1}. Received: {tensor}")
+        if producer and tensor.producer not in tensor.nodes:
+            raise GraphError(f"Tensor {index} lacks its producer among its nodes: {tensor}")
+        if any(not 0 <= v < 1e300 for v in (tensor.comm, tensor.bytes, tensor.receive_bytes)):
+            raise GraphError(f"Tensor {index} has a negative or infinite cost: {tensor}")
+    for group in problem.groups:
+        if any(not 0 <= node < n for node in group):
+            raise GraphError(f"A group names a node outside 0..{n - 1}. Received: {group}")
+
+
+def _in_flight(problem: Problem) -> FloatArray:
+    S = problem.num_stages
+    flight = np.ones(S) if problem.in_flight is None else np.array(problem.in_flight, float)
+    if flight.shape != (S,) or not np.isfinite(flight).all() or (flight < 0).any():
+        raise PlanError(
+            f"`in_flight` has one count for each of the {S} stages. Received: {problem.in_flight}"
+        )
+    return flight
+
+
+def _limits(problem: Problem) -> FloatArray | None:
+    if problem.memory_limit is None:
+        return None
+    limits = np.array(problem.memory_limit, dtype=np.float64)
+    if limits.ndim == 0:
+        limits = np.full(problem.num_stages, float(limits))
+    if limits.shape != (problem.num_stages,) or not (limits > 0).all():
+        raise PlanError(
+            "`memory_limit` is one positive number of bytes, or one for each stage. "
+            f"Received: {problem.memory_limit}"
+        )
+    return limits
+
+
+def _precedence(problem: Problem) -> IntArray:
+    n = problem.num_nodes
+    if problem.edges is None:
+        pairs = [
+            (tensor.producer, node)
+            for tensor in problem.tensors
+            if tensor.producer is not None
+            for node in tensor.nodes
+            if node != tensor.producer
+        ]
+        return np.array(sorted(set(pairs)), dtype=np.int64).reshape(-1, 2)
+    edges = np.array(problem.edges, dtype=np.int64).reshape(-1, 2)
+    if len(edges) and (edges.min() < 0 or edges.max() >= n or (edges[:, 0] == edges[:, 1]).any()):
+        raise GraphError(f"An edge leaves 0..{n - 1} or returns to its own node.")
+    return np.unique(edges, axis=0)

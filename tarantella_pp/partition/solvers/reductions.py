@@ -1,0 +1,174 @@
+"""Exact reductions: from a problem to a smaller one with the same optimum."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import networkx as nx
+import numpy as np
+
+from tarantella_pp.errors import GraphError
+from tarantella_pp.partition.problem import IntArray, Problem, weighted_counts
+from tarantella_pp.partition.solvers.instance import Instance, Resource, Terms, topological
+from tarantella_pp.partition.solvers.joins import Draft, Joiner
+
+
+def reduce_problem(problem: Problem, *, together: bool = True) -> Instance:
+    """Fuses what must share a stage, joins what may share one, and drops what costs nothing.
+
+    Args:
+        problem: The problem.
+        together: Whether nodes of a group must share a stage; False prices the groups.
+
+    Returns:
+        The reduced instance; its optimum is that of the problem.
+
+    Raises:
+        GraphError: The precedence has a cycle.
+    """
+    n = problem.num_nodes
+    edges = problem.precedence
+    rank = _ranks(n, edges)
+    owner = np.arange(n)
+    if together and problem.groups:
+        owner = _fuse(n, edges, problem.groups)
+    elif problem.groups:
+        edges = np.vstack([edges, *(_holder_edges(g, rank) for g in problem.groups)])
+    joiner = Joiner(owner, edges, _drafts(problem, rank, together), strict=problem.exactly)
+    joiner.run()
+    return _instance(problem, joiner, rank)
+
+
+def _drafts(problem: Problem, rank: IntArray, together: bool) -> list[Draft]:
+    zero = np.zeros(problem.num_nodes)
+    memory = Draft(problem, problem.static_memory, problem.activation_memory)
+    for tensor in problem.tensors:
+        if tensor.receive_bytes and tensor.producer is not None:
+            memory.tensors.append((tensor.nodes, tensor.producer, 0.0, 0.0, tensor.receive_bytes))
+    work = Draft(problem, problem.work, zero)
+    if problem.objective == "load":
+        for tensor in problem.tensors:
+            if tensor.comm:
+                work.tensors.append((tensor.nodes, -1, tensor.comm, 0.0, 0.0))
+    if not together:
+        for index, group in enumerate(problem.groups):
+            if problem.group_bytes:
+                first = min(group, key=lambda node: rank[node])
+                memory.tensors.append((group, first, 0.0, problem.group_bytes[index], 0.0))
+            if problem.group_comm and problem.objective == "load":
+                work.tensors.append((group, -1, problem.group_comm[index], 0.0, 0.0))
+    drafts = [memory] if problem.objective == "memory" else [work]
+    if problem.limits is not None:
+        memory.cap = problem.limits
+        if problem.objective != "memory":
+            drafts.append(memory)
+    return drafts
+
+
+def _ranks(n: int, edges: IntArray) -> IntArray:
+    preds, succs = _adjacency(n, edges)
+    order = topological(preds, succs)
+    if len(order) < n:
+        cycle = nx.find_cycle(nx.DiGraph(edges.tolist()))
+        path = " -> ".join(str(pair[0]) for pair in cycle)
+        raise GraphError(f"The graph has a cycle, so it has no pipeline order: nodes {path}")
+    rank = np.empty(n, np.int64)
+    rank[order] = np.arange(n)
+    return rank
+
+
+def _adjacency(n: int, edges: IntArray) -> tuple[list[list[int]], list[list[int]]]:
+    preds: list[list[int]] = [[] for _ in range(n)]
+    succs: list[list[int]] = [[] for _ in range(n)]
+    for before, after in edges.tolist():
+        preds[after].append(before)
+        succs[before].append(after)
+    return preds, succs
+
+
+def _fuse(n: int, edges: IntArray, groups: Iterable[tuple[int, ...]]) -> IntArray:
+    """Names for each node the one that stands for all that must share its stage."""
+    graph = nx.DiGraph()
+    graph.add_nodes_from(range(n))
+    graph.add_edges_from(edges.tolist())
+    for group in groups:
+        # A ring makes the group one strong component, with whatever lies between its members.
+        graph.add_edges_from(zip(group, (*group[1:], group[0]), strict=True) if group else ())
+    owner = np.arange(n)
+    for component in nx.strongly_connected_components(graph):
+        owner[list(component)] = min(component)
+    return owner
+
+
+def _holder_edges(group: tuple[int, ...], rank: IntArray) -> IntArray:
+    first = min(group, key=lambda node: rank[node], default=-1)
+    pairs = [(first, node) for node in group if node != first]
+    return np.array(pairs, dtype=np.int64).reshape(-1, 2)
+
+
+def _instance(problem: Problem, joiner: Joiner, rank: IntArray) -> Instance:
+    alive = sorted(joiner.alive, key=lambda node: rank[node])
+    number = {node: index for index, node in enumerate(alive)}
+    preds = [[number[before] for before in joiner.preds[node]] for node in alive]
+    succs = [[number[after] for after in joiner.succs[node]] for node in alive]
+    order = topological(preds, succs)
+    place_of = {alive[index]: place for place, index in enumerate(order)}
+    owner = joiner.owners()
+    place = np.array([place_of.get(int(node), -1) for node in owner], dtype=np.int64)
+    renumber = np.empty(len(order), np.int64)
+    renumber[order] = np.arange(len(order))
+    resources = tuple(_resource(draft, place, len(order)) for draft in joiner.drafts)
+    return Instance(
+        num_stages=problem.num_stages,
+        preds=tuple(tuple(sorted(int(renumber[b]) for b in preds[i])) for i in order),
+        succs=tuple(tuple(sorted(int(renumber[a]) for a in succs[i])) for i in order),
+        resources=resources,
+        strict=problem.exactly,
+        place=place,
+    )
+
+
+def _resource(draft: Draft, place: IntArray, count: int) -> Resource:
+    kept = place >= 0
+    alpha = weighted_counts(place[kept], draft.alpha[kept], count)
+    beta = weighted_counts(place[kept], draft.beta[kept], count)
+    merged: dict[tuple[tuple[int, ...], int], list[float]] = {}
+    for pins, producer, touch, receive, held in draft.tensors:
+        # Nodes that cost nothing carry no tensor here: they are dropped only without terms.
+        nodes = tuple(sorted({int(place[pin]) for pin in pins} - {-1}))
+        if len(nodes) > 1:
+            maker = int(place[producer]) if producer >= 0 else -1
+            cost = merged.setdefault((nodes, maker), [0.0, 0.0, 0.0])
+            cost[0] += touch
+            cost[1] += receive
+            cost[2] += held
+    costs = np.array(list(merged.values())).reshape(-1, 3)
+    terms = Terms(
+        pins=tuple(key[0] for key in merged),
+        producer=np.array([key[1] for key in merged], dtype=np.int64),
+        touch=costs[:, 0].copy(),
+        receive=costs[:, 1].copy(),
+        receive_held=costs[:, 2].copy(),
+    )
+    return Resource(alpha, beta, draft.factor, draft.scale, draft.cap, terms)
+
+
+def expand(problem: Problem, instance: Instance, stages: IntArray) -> IntArray:
+    """Gives every original node its stage.
+
+    Args:
+        problem: The original problem.
+        instance: Its reduction.
+        stages: Stage of each node of the reduction.
+
+    Returns:
+        Stage of each original node.
+    """
+    place = instance.place
+    full = np.where(place >= 0, stages[np.maximum(place, 0)] if len(stages) else 0, 0)
+    if (place < 0).any():
+        preds, succs = _adjacency(problem.num_nodes, problem.precedence)
+        for node in topological(preds, succs):
+            if place[node] < 0 and preds[node]:
+                full[node] = max(full[before] for before in preds[node])
+    return full.astype(np.int64)

@@ -17,8 +17,11 @@ from tarantella_pp.runtime.schedule.actions import (
     parse_action,
 )
 from tarantella_pp.runtime.schedule.catalogue import SCHEDULE_NAMES, Backward, make_schedule
+from tarantella_pp.runtime.schedule.costs import Costs, LinkCosts, StageCosts
 from tarantella_pp.runtime.schedule.lowering import lower
 from tarantella_pp.runtime.schedule.schedule import Schedule
+from tarantella_pp.runtime.schedule.simulator import simulate
+from tarantella_pp.runtime.schedule.timeline import Event, Timeline
 from tarantella_pp.runtime.schedule.validator import validate
 
 __all__ = [
@@ -26,15 +29,21 @@ __all__ = [
     "Action",
     "Backward",
     "Compute",
+    "Costs",
     "Direction",
+    "Event",
     "Kind",
     "Link",
+    "LinkCosts",
     "Message",
     "Operation",
     "Schedule",
+    "StageCosts",
+    "Timeline",
     "Transfer",
     "lower",
     "make_schedule",
     "parse_action",
+    "simulate",
     "validate",
 ]

@@ -45,7 +45,8 @@ class Transfer(NamedTuple):
     Attributes:
         source: The stage that sends.
         target: The stage that receives.
-        operation: ``S`` hands the message over here, ``R`` needs it to have arrived here.
+        operation: ``S`` hands the message over here, ``R`` has its receive posted here at the
+            latest; the computation that needs the message waits for it.
         direction: ``F`` for activations, ``B`` for gradients.
         micro_batch: The micro-batch, from 0.
     """

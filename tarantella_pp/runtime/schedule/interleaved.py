@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from tarantella_pp.runtime.schedule.actions import Compute
 
 
@@ -11,9 +13,10 @@ def interleaved(
     """Orders one rank that owns stages rank, rank + num_ranks, ....
 
     Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
-    Megatron-LM", SC 2021. That order needs a multiple of `num_ranks` micro-batches; for other
-    numbers it is made for the next multiple and loses those that do not exist, which keeps it
-    legal: micro-batches do not depend on each other.
+    Megatron-LM", SC 2021. Micro-batches pass through the stages in groups, there of `num_ranks`.
+    Where that does not come out even, groups are larger; with fewer micro-batches than ranks,
+    those that are missing from the one group are left out. That keeps the order legal, since
+    micro-batches do not depend on each other.
 
     Args:
         rank: The rank, from 0.
@@ -24,21 +27,27 @@ def interleaved(
     Returns:
         The rank's computations in order.
     """
-    rounds = -(-num_micro_batches // num_ranks)
-    total = rounds * num_ranks * stages_per_rank
-    warm_up = 2 * (num_ranks - rank - 1) + (stages_per_rank - 1) * num_ranks
-    warm_up = min(warm_up, total) if stages_per_rank > 1 else min(num_ranks - rank - 1, total)
-
-    def pick(index: int, backward: bool) -> Compute:
-        turn, within = divmod(index, num_ranks * stages_per_rank)
-        chunk, offset = divmod(within, num_ranks)
-        chunk = stages_per_rank - 1 - chunk if backward else chunk
-        kind = "BW" if backward else "F"
-        return Compute(chunk * num_ranks + rank, kind, turn * num_ranks + offset)  # type: ignore[arg-type]
-
-    order = [pick(index, backward=False) for index in range(warm_up)]
-    for index in range(total):
-        if warm_up + index < total:
-            order.append(pick(warm_up + index, backward=False))
-        order.append(pick(index, backward=True))
+    padded = max(num_ranks, num_micro_batches)
+    groups = _groups(padded, padded // num_ranks)
+    forwards: list[Compute] = []
+    backwards: list[Compute] = []
+    for group in groups:
+        for chunk in range(stages_per_rank):
+            stage = chunk * num_ranks + rank
+            last = (stages_per_rank - 1 - chunk) * num_ranks + rank
+            forwards += [Compute(stage, "F", i) for i in group]
+            backwards += [Compute(last, "BW", i) for i in group]
+    warm_up = num_ranks - rank - 1
+    if stages_per_rank > 1:
+        warm_up = 2 * warm_up + (stages_per_rank - 1) * len(groups[0])
+    order = forwards[:warm_up]
+    for index, action in enumerate(backwards):
+        order += [*forwards[warm_up + index : warm_up + index + 1], action]
     return tuple(action for action in order if action.micro_batch < num_micro_batches)
+
+
+def _groups(num_micro_batches: int, count: int) -> list[range]:
+    """Cuts the micro-batches into groups, as even as can be, the larger ones first."""
+    size, larger = divmod(num_micro_batches, count)
+    starts = [index * size + min(index, larger) for index in range(count + 1)]
+    return [range(*pair) for pair in pairwise(starts)]

@@ -8,16 +8,20 @@ from tarantella_pp.runtime.schedule.actions import Action, Compute, Message, Tra
 
 
 class Machine:
-    """Plays the actions of all ranks; the one place that knows what an exchange means.
+    """Plays the actions of all ranks; the one place that knows what they mean to each other.
 
-    A rank runs its actions in order. When it enters an exchange (the communication between two
-    computations) the receives of that exchange are posted. A receive waits until its send is
-    reached; a blocking send waits until its receive is posted, as MPI's large sends do. Lists
-    that get through so get through with any kind of send.
+    The communication between two computations of a rank is one exchange; its receives are posted
+    when the rank enters it.
+
+    * With sends that block, as MPI's large ones may, a send waits until its receive is posted,
+      and a receive waits where it stands until its send is reached. Lists that get through so
+      get through with any kind of send.
+    * Otherwise, as in the runtime, sends go on by themselves, and a receive is waited for by the
+      computation that needs it.
 
     Args:
         programs: The actions of each rank.
-        blocking: Whether a send waits until its receive is posted.
+        blocking: Whether sends and receives block.
     """
 
     def __init__(self, programs: Sequence[Sequence[Action]], *, blocking: bool) -> None:
@@ -26,6 +30,7 @@ class Machine:
         self.blocking = blocking
         self._posted: set[Message] = set()
         self._sent: set[Message] = set()
+        self._expected: dict[tuple[int, str, int], list[Transfer]] = {}
         self._waiting: dict[Message, int] = {}
         self._runnable = list(range(len(programs)))
         for rank in range(len(programs)):
@@ -72,29 +77,37 @@ class Machine:
         program = self.programs[rank]
         while self.position[rank] < len(program):
             action = program[self.position[rank]]
-            if isinstance(action, Compute):
-                self.compute(rank, action)
-                self.position[rank] += 1
-                self._enter_exchange(rank)
-            elif self._is_ready(action):
-                self.position[rank] += 1
-                self._transfer(rank, action)
-            else:
-                self._waiting[action.message] = rank
+            missing = self._missing(action)
+            if missing is not None:
+                self._waiting[missing] = rank
                 return
+            self.position[rank] += 1
+            if isinstance(action, Compute):
+                for receive in self._expected.pop(_key(action), ()):
+                    self.receive(rank, receive)
+                self.compute(rank, action)
+                self._enter_exchange(rank)
+            elif action.operation == "S":
+                self.send(rank, action)
+                self._sent.add(action.message)
+                self._wake(action.message)
+            elif self.blocking:
+                self.receive(rank, action)
+            else:
+                key = (action.target, action.direction, action.micro_batch)
+                self._expected.setdefault(key, []).append(action)
 
-    def _is_ready(self, action: Transfer) -> bool:
-        if action.operation == "R":
-            return action.message in self._sent
-        return not self.blocking or action.message in self._posted
-
-    def _transfer(self, rank: int, action: Transfer) -> None:
-        if action.operation == "R":
-            self.receive(rank, action)
-            return
-        self.send(rank, action)
-        self._sent.add(action.message)
-        self._wake(action.message)
+    def _missing(self, action: Action) -> Message | None:
+        """Returns a message for which `action` has to wait, or None."""
+        if isinstance(action, Compute):
+            for receive in self._expected.get(_key(action), ()):
+                if receive.message not in self._sent:
+                    return receive.message
+        elif self.blocking:
+            ready = self._posted if action.operation == "S" else self._sent
+            if action.message not in ready:
+                return action.message
+        return None
 
     def _enter_exchange(self, rank: int) -> None:
         program = self.programs[rank]
@@ -114,3 +127,8 @@ class Machine:
         rank = self._waiting.pop(message, None)
         if rank is not None:
             self._runnable.append(rank)
+
+
+def _key(action: Compute) -> tuple[int, str, int]:
+    """Returns under which key the messages that `action` needs are expected."""
+    return (action.stage, action.kind[0], action.micro_batch)

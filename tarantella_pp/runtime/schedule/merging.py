@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 from tarantella_pp.runtime.schedule.actions import Compute, Kind
 
+Preference: TypeAlias = Callable[[Compute], tuple[Any, ...]]
+
 _UNITS: dict[Kind, int] = {"F": 1, "B": 1, "W": 1, "BW": 2}
+# What a rank takes first; which is best depends on the numbers of ranks, stages and micro-batches.
+_PREFERENCES: tuple[Preference, ...] = (
+    lambda action: (action.kind == "F", action.micro_batch, -action.stage),
+    lambda action: (action.kind == "F", action.stage if action.kind == "F" else -action.stage),
+    lambda action: (action.kind != "F", action.micro_batch, -action.stage),
+    lambda action: (action.kind != "F", -action.stage),
+)
 
 
 def merge(
@@ -16,8 +26,8 @@ def merge(
     """Interleaves the orders of the stages that share a rank.
 
     All ranks are played at once in unit time; a free rank takes, of the stages whose next
-    computation has its inputs, the one to run. Orders found by playing can be played again, so
-    no rank ever waits for itself.
+    computation has its inputs, the one that it prefers. Of a few preferences the one that ends
+    first counts. Orders found by playing can be played again, so no rank ever waits for itself.
 
     Args:
         orders: The computations of each stage in order; those of a chain of stages.
@@ -31,6 +41,18 @@ def merge(
         own[rank].append(stage)
     if all(len(stages) == 1 for stages in own):
         return tuple(tuple(orders[stages[0]]) for stages in own)
+    played = [_play(orders, placement, own, preference) for preference in _PREFERENCES]
+    _, merged = min(played, key=lambda outcome: outcome[0])
+    return tuple(map(tuple, merged))
+
+
+def _play(
+    orders: Sequence[Sequence[Compute]],
+    placement: Sequence[int],
+    own: Sequence[Sequence[int]],
+    preference: Preference,
+) -> tuple[int, list[list[Compute]]]:
+    """Plays all ranks; returns the time of the end and what each rank did."""
     merged: list[list[Compute]] = [[] for _ in own]
     taken = [0] * len(placement)
     free = [0] * len(own)
@@ -48,7 +70,7 @@ def merge(
         ]
         if not ready:
             continue
-        action = min(ready, key=_preference)
+        action = min(ready, key=preference)
         merged[rank].append(action)
         taken[action.stage] += 1
         free[rank] = end = now + _UNITS[action.kind]
@@ -57,7 +79,7 @@ def merge(
         neighbour = action.stage + (1 if action.kind == "F" else -1)
         if action.kind != "W" and 0 <= neighbour < len(placement):
             heapq.heappush(queue, (end, placement[neighbour]))
-    return tuple(map(tuple, merged))
+    return max(free), merged
 
 
 def _inputs_end(action: Compute, ends: dict[tuple[int, str, int], int], num_stages: int) -> float:
@@ -70,8 +92,3 @@ def _inputs_end(action: Compute, ends: dict[tuple[int, str, int], int], num_stag
         return ends.get((stage, "B", i), never)
     own = ends.get((stage, "F", i), never)
     return own if stage == num_stages - 1 else max(own, ends.get((stage + 1, "B", i), never))
-
-
-def _preference(action: Compute) -> tuple[bool, int, int]:
-    """Backwards first, they free memory; then the oldest micro-batch, then the deepest stage."""
-    return (action.kind == "F", action.micro_batch, -action.stage)

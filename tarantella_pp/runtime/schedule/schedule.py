@@ -16,10 +16,10 @@ class Schedule:
     """What every rank does in one step, as data.
 
     A schedule comes from `make_schedule` or from a text file with computations only; `lower`
-    adds the messages. The communication between two computations of a rank is one *exchange*:
-    the receives of an exchange are posted when the rank enters it, then its actions run in
-    order. A send hands its message over where it stands; a receive stands where the message must
-    have arrived.
+    adds the messages. The communication between two computations of a rank is one *exchange*,
+    whose receives are posted when the rank enters it. A send hands its message over where it
+    stands. A receive stands where it must have been posted at the latest; the computation that
+    needs the message, the next of its stage and micro-batch, waits for it.
 
     Args:
         name: For example ``1f1b``.

@@ -1,0 +1,113 @@
+"""How long a step takes, and how much memory, without running it."""
+
+from __future__ import annotations
+
+from tarantella_pp.errors import ScheduleError
+from tarantella_pp.runtime.schedule.actions import Compute, Message, Transfer
+from tarantella_pp.runtime.schedule.costs import Costs
+from tarantella_pp.runtime.schedule.machine import Machine
+from tarantella_pp.runtime.schedule.schedule import Schedule
+from tarantella_pp.runtime.schedule.timeline import Event, Timeline
+
+
+def simulate(schedule: Schedule, costs: Costs, *, blocking: bool = False) -> Timeline:
+    """Plays one step of a lowered schedule with a clock on each rank.
+
+    Args:
+        schedule: The schedule with its messages.
+        costs: Seconds and bytes of stages and messages.
+        blocking: Whether a send holds its rank until the message has been taken. Default: sends
+            go on by themselves, as in the runtime.
+
+    Returns:
+        The timeline.
+
+    Raises:
+        ScheduleError: If the schedule has no messages yet, `costs` are of another number of
+            stages or ranks, or the ranks deadlock.
+    """
+    if not schedule.is_lowered:
+        raise ScheduleError("Expected a schedule with messages; pass it to lower() first")
+    if len(costs.stages) != schedule.num_stages:
+        raise ScheduleError(
+            f"Expected costs of {schedule.num_stages} stages. Received: {len(costs.stages)}"
+        )
+    if costs.rank_speeds is not None and len(costs.rank_speeds) != schedule.num_ranks:
+        raise ScheduleError(
+            f"Expected speeds of {schedule.num_ranks} ranks. "
+            f"Received: rank_speeds={costs.rank_speeds}"
+        )
+    machine = _ClockedMachine(schedule, costs, blocking=blocking)
+    stuck = machine.run()
+    if stuck:
+        raise ScheduleError(f"Deadlock: ranks {stuck} wait forever; validate() says for what")
+    serial = costs.serial_seconds(schedule.num_micro_batches, has_backward=schedule.has_backward)
+    events = tuple(map(tuple, machine.events))
+    return Timeline(schedule.name, events, serial, _peak_bytes(schedule, costs))
+
+
+class _ClockedMachine(Machine):
+    """A machine in which computations and messages take their time.
+
+    A rank depends on others through messages only, so each has a clock of its own and no order
+    between ranks has to be kept.
+    """
+
+    def __init__(self, schedule: Schedule, costs: Costs, *, blocking: bool) -> None:
+        self.events: list[list[Event]] = [[] for _ in schedule.actions]
+        self._costs = costs
+        self._placement = schedule.placement
+        self._clock = [0.0] * schedule.num_ranks
+        self._posted_at: dict[Message, float] = {}
+        self._arrival: dict[Message, float] = {}
+        self._channel_free: dict[tuple[int, int], float] = {}
+        self._seconds = [
+            {kind: stage.seconds(kind) / costs.speed(rank) for kind in ("F", "B", "W", "BW")}
+            for stage, rank in zip(costs.stages, schedule.placement, strict=True)
+        ]
+        super().__init__(schedule.actions, blocking=blocking)
+
+    def compute(self, rank: int, action: Compute) -> None:
+        start = self._clock[rank]
+        self._clock[rank] = end = start + self._seconds[action.stage][action.kind]
+        self.events[rank].append(Event(rank, start, end, action))
+
+    def post(self, rank: int, message: Message) -> None:
+        self._posted_at[message] = self._clock[rank]
+
+    def send(self, rank: int, action: Transfer) -> None:
+        start = self._clock[rank]
+        end = start + self._costs.send_seconds
+        channel = (rank, self._placement[action.target])
+        link = self._costs.link(action.source, action.target)
+        begin = max(end, self._channel_free.get(channel, 0.0))
+        if self.blocking:
+            begin = max(begin, self._posted_at[action.message])
+        self._channel_free[channel] = begin + link.seconds
+        self._arrival[action.message] = arrival = begin + link.seconds + link.latency
+        self._clock[rank] = end = arrival if self.blocking else end
+        self.events[rank].append(Event(rank, start, end, action))
+
+    def receive(self, rank: int, action: Transfer) -> None:
+        start = self._clock[rank]
+        end = max(start, self._arrival[action.message]) + self._costs.receive_seconds
+        self._clock[rank] = end
+        self.events[rank].append(Event(rank, start, end, action))
+
+
+def _peak_bytes(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
+    """Returns the most bytes that each rank holds at a time."""
+    peaks = []
+    releases = schedule.releases
+    for rank, own in enumerate(schedule.actions):
+        held = peak = sum(costs.stages[stage].static_bytes for stage in schedule.stages_of(rank))
+        for action in own:
+            if isinstance(action, Transfer) or not schedule.has_backward:
+                continue
+            if action.kind == "F":
+                held += costs.stages[action.stage].activation_bytes
+                peak = max(peak, held)
+            elif action in releases:
+                held -= costs.stages[action.stage].activation_bytes
+        peaks.append(peak)
+    return tuple(peaks)

@@ -1,0 +1,292 @@
+"""The layer graph: the operations of a model, the tensors between them and what each costs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from typing import Any, Literal
+
+import msgspec
+import networkx as nx
+
+from tarantella_pp.errors import GraphError
+
+Source = Literal["analytic", "estimated", "measured"]
+"""Where a figure comes from: a rule for that layer, a general guess, or a measurement."""
+
+
+class Weight(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One variable of the model; several nodes may use it.
+
+    Attributes:
+        id: Position in `LayerGraph.weights`.
+        name: Path of the variable, e.g. `"dense/kernel"`; for messages only.
+        shape: Shape of the variable.
+        dtype: Dtype of the variable, e.g. `"float32"`.
+        trainable: Whether it gets a gradient and optimizer slots.
+        bytes: Size of its value in bytes.
+    """
+
+    id: int
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    trainable: bool
+    bytes: int
+
+
+class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One call of one operation.
+
+    Attributes:
+        id: Position in `LayerGraph.nodes`, which is a topological order.
+        name: Unique name: path through nested models, `":1"` for a second call.
+        kind: Class name of the operation, e.g. `"Dense"`.
+        inputs: Ids of the tensors it reads, each once.
+        outputs: Ids of the tensors it makes, in the order of its flattened result.
+        weights: Ids of the variables it uses.
+        parameters: Bytes of its trainable variables (shared ones count in each of their nodes).
+        constants: Bytes of its other variables.
+        flops: Floating point operations of the forward pass, per sample.
+        flops_source: Whether `flops` follows a rule for this layer or is a guess.
+        keeps: Ids of those inputs and outputs that its backward pass needs again.
+        residual_bytes: Bytes per sample kept for its backward pass that are no tensor of the graph.
+        residual_source: Where `keeps` and `residual_bytes` come from.
+    """
+
+    id: int
+    name: str
+    kind: str
+    inputs: tuple[int, ...] = ()
+    outputs: tuple[int, ...] = ()
+    weights: tuple[int, ...] = ()
+    parameters: int = 0
+    constants: int = 0
+    flops: float = 0.0
+    flops_source: Source = "estimated"
+    keeps: tuple[int, ...] = ()
+    residual_bytes: float = 0.0
+    residual_source: Source = "estimated"
+
+
+class Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A value that one node makes, or the model is given, and nodes read.
+
+    Attributes:
+        id: Position in `LayerGraph.tensors`.
+        name: Name of its producer, with `"[i]"` where that makes several.
+        shape: Shape with the batch first; `None` where it is not fixed.
+        dtype: Dtype, e.g. `"float32"`.
+        producer: Id of the node that makes it; `None` for an input of the model.
+        consumers: Ids of the nodes that read it, ascending.
+        bytes_per_sample: Size of one sample of it.
+        has_gradient: Whether the backward pass sends a gradient over it: it is floating point
+            and some trainable variable is upstream.
+        mask_shape: Shape of the Keras mask that travels with the value; `None` without one.
+        kept: Whether the backward pass of a node needs it again.
+    """
+
+    id: int
+    name: str
+    shape: tuple[int | None, ...]
+    dtype: str
+    producer: int | None = None
+    consumers: tuple[int, ...] = ()
+    bytes_per_sample: int = 0
+    has_gradient: bool = False
+    mask_shape: tuple[int | None, ...] | None = None
+    kept: bool = False
+
+
+class LayerGraph(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
+    """A model as an acyclic graph of operations; pure data.
+
+    Attributes:
+        nodes: All operations, in a topological order. Inputs of the model are no nodes.
+        tensors: All tensors between them, inputs of the model first.
+        inputs: Ids of the model's inputs, in its order.
+        outputs: Ids of the model's outputs, in its order; an id may occur twice.
+        weights: All variables of all nodes, each once.
+        assumed_size: Size that unknown dimensions other than the batch were counted with;
+            `None` where there are none.
+    """
+
+    nodes: tuple[Node, ...]
+    tensors: tuple[Tensor, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    weights: tuple[Weight, ...] = ()
+    assumed_size: int | None = None
+
+    def __post_init__(self) -> None:
+        """Checks that all ids fit together.
+
+        Raises:
+            GraphError: An id is out of range, an edge runs backwards, a number is negative or
+                not finite, or a name occurs twice.
+        """
+        _check_ids(self)
+        _check_edges(self)
+        _check_numbers(self)
+
+    @cached_property
+    def groups(self) -> tuple[frozenset[int], ...]:
+        """Sets of nodes that share a variable, directly or over others; each of two or more."""
+        sharing = nx.Graph()
+        for node in self.nodes:
+            sharing.add_edges_from((("weight", w), node.id) for w in node.weights)
+        found = (
+            frozenset(n for n in part if isinstance(n, int))
+            for part in nx.connected_components(sharing)
+        )
+        return tuple(sorted((g for g in found if len(g) > 1), key=min))
+
+    @cached_property
+    def digraph(self) -> nx.DiGraph:
+        """The nodes as a frozen directed graph.
+
+        Node attributes are `name` and `kind`; edge attributes are `tensors`, the ids that run
+        along it, and `bytes`, their size per sample.
+        """
+        graph = nx.DiGraph()
+        for node in self.nodes:
+            graph.add_node(node.id, name=node.name, kind=node.kind)
+        for tensor in self.tensors:
+            for consumer in tensor.consumers if tensor.producer is not None else ():
+                before = graph.get_edge_data(tensor.producer, consumer, {"tensors": (), "bytes": 0})
+                graph.add_edge(
+                    tensor.producer,
+                    consumer,
+                    tensors=(*before["tensors"], tensor.id),
+                    bytes=before["bytes"] + tensor.bytes_per_sample,
+                )
+        return nx.freeze(graph)
+
+    def fingerprint(self) -> str:
+        """Hash of the structure: operations, shapes, dtypes, edges and shared variables.
+
+        Names, frozen layers and costs are left out: Keras numbers layers anew in every process,
+        and a plan stays valid when a layer is frozen.
+
+        Returns:
+            64 hexadecimal digits (SHA-256).
+        """
+        structure = {
+            "nodes": [(n.kind, n.inputs, n.outputs, n.weights) for n in self.nodes],
+            "tensors": [(t.shape, t.dtype) for t in self.tensors],
+            "weights": [(w.shape, w.dtype) for w in self.weights],
+            "inputs": self.inputs,
+            "outputs": self.outputs,
+        }
+        text = json.dumps(structure, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the graph as plain dicts, lists, numbers and strings, ready for JSON."""
+        return {**msgspec.to_builtins(self), "format": "tarantella_pp.layer_graph"}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> LayerGraph:
+        """Makes a graph from what `to_dict` gave.
+
+        Args:
+            data: The dict; every field is checked and unknown ones are refused.
+
+        Returns:
+            The graph.
+
+        Raises:
+            GraphError: The dict is no valid graph.
+        """
+        fields = dict(data)
+        if fields.pop("format", None) != "tarantella_pp.layer_graph":
+            raise GraphError(
+                "This is no layer graph: the field 'format' must be 'tarantella_pp.layer_graph'. "
+                f"Received: format={data.get('format')!r}"
+            )
+        try:
+            return msgspec.convert(fields, cls)
+        except msgspec.ValidationError as error:
+            if isinstance(error.__cause__, GraphError):
+                raise error.__cause__ from None
+            raise GraphError(f"This is no valid layer graph: {error}") from None
+
+
+def _check_ids(graph: LayerGraph) -> None:
+    for field in ("nodes", "tensors", "weights"):
+        for position, item in enumerate(getattr(graph, field)):
+            if item.id != position:
+                raise GraphError(
+                    f"Ids must be positions. Received: {field}[{position}].id={item.id}"
+                )
+    for name, times in Counter(node.name for node in graph.nodes).most_common(1):
+        if times > 1:
+            raise GraphError(f"Node names must be unique. Received: {name!r} {times} times")
+    _check_range("inputs", graph.inputs, len(graph.tensors))
+    _check_range("outputs", graph.outputs, len(graph.tensors))
+    for node in graph.nodes:
+        _check_range(f"inputs of node {node.name!r}", node.inputs, len(graph.tensors))
+        _check_range(f"outputs of node {node.name!r}", node.outputs, len(graph.tensors))
+        _check_range(f"weights of node {node.name!r}", node.weights, len(graph.weights))
+        if not set(node.keeps) <= {*node.inputs, *node.outputs}:
+            raise GraphError(
+                f"Node {node.name!r} can keep only its own inputs and outputs. "
+                f"Received: keeps={node.keeps}"
+            )
+
+
+def _check_range(what: str, ids: Iterable[int], count: int) -> None:
+    for i in ids:
+        if not 0 <= i < count:
+            raise GraphError(f"The {what} must lie in 0..{count - 1}. Received: {i}")
+
+
+def _check_edges(graph: LayerGraph) -> None:
+    producer: dict[int, int] = {}
+    consumers: dict[int, list[int]] = {tensor.id: [] for tensor in graph.tensors}
+    for node in graph.nodes:
+        for t in dict.fromkeys(node.inputs):
+            if t not in producer and t not in graph.inputs:
+                raise GraphError(
+                    f"Nodes must be in topological order without a cycle: node {node.name!r} reads "
+                    f"tensor {graph.tensors[t].name!r}, which no earlier node makes."
+                )
+            consumers[t].append(node.id)
+        for t in node.outputs:
+            if t in producer or t in graph.inputs:
+                raise GraphError(f"Tensor {graph.tensors[t].name!r} is made twice.")
+            producer[t] = node.id
+    for tensor in graph.tensors:
+        if tensor.producer != producer.get(tensor.id):
+            raise GraphError(
+                f"Tensor {tensor.name!r} must name the node that makes it, "
+                f"{producer.get(tensor.id)}. Received: producer={tensor.producer}"
+            )
+        if list(tensor.consumers) != consumers[tensor.id]:
+            raise GraphError(
+                f"Tensor {tensor.name!r} must name the nodes that read it, {consumers[tensor.id]}. "
+                f"Received: consumers={list(tensor.consumers)}"
+            )
+        if tensor.producer is None and tensor.id not in graph.inputs:
+            raise GraphError(f"Nothing makes tensor {tensor.name!r}, and it is no input.")
+
+
+def _check_numbers(graph: LayerGraph) -> None:
+    fields = {
+        "nodes": ("parameters", "constants", "flops", "residual_bytes"),
+        "tensors": ("bytes_per_sample",),
+        "weights": ("bytes",),
+    }
+    for kind, names in fields.items():
+        for item in getattr(graph, kind):
+            for name in names:
+                value = getattr(item, name)
+                if not (math.isfinite(value) and value >= 0):
+                    raise GraphError(
+                        f"{kind}[{item.id}].{name} ({item.name!r}) must be finite and "
+                        f"not negative. Received: {value}"
+                    )

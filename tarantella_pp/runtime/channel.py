@@ -1,0 +1,267 @@
+"""Messages of tensors between two ranks: nothing is copied, nothing is waited for before needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from numpy.typing import NDArray
+
+from tarantella_pp.errors import CommunicationError
+from tarantella_pp.runtime.memory import Bytes, MemoryPool, aligned_memory
+from tarantella_pp.runtime.message import (
+    DESCRIPTION_BYTES,
+    TensorSpec,
+    as_array,
+    as_bytes,
+    describe,
+    description_text,
+    numpy_dtype,
+    pieces,
+)
+from tarantella_pp.runtime.recorder import FlightRecorder
+from tarantella_pp.runtime.waiting import Waiter
+
+
+class Delivery:
+    """A message on its way out; keeps its memory alive until MPI has read all of it."""
+
+    __slots__ = ("_memory", "_requests", "dest", "label", "nbytes", "tag")
+
+    def __init__(self, label: str, dest: int, tag: int) -> None:
+        self.label = label
+        self.dest = dest
+        self.tag = tag
+        self.nbytes = 0
+        self._memory: list[Bytes] = []
+        self._requests: list[Any] = []
+
+    def add(self, data: Bytes, request: Any) -> None:
+        """Adds a piece that `request` sends."""
+        self.nbytes += data.size
+        self._memory.append(data)
+        self._requests.append(request)
+
+    def done(self) -> bool:
+        """Whether the memory may change again."""
+        while self._requests:
+            if not self._requests[-1].Test():
+                return False
+            self._requests.pop()
+        return True
+
+    def expectation(self) -> str:
+        """Returns what a wait for this message waits for."""
+        return f"the arrival of {self}"
+
+    def __str__(self) -> str:
+        return f"{self.label or 'a message'} to rank {self.dest} (tag {self.tag})"
+
+
+class Receipt:
+    """A message that this rank is ready to receive.
+
+    Attributes:
+        label: What the message is, for reports.
+        source: The sending rank.
+        tag: Number of the message.
+        nbytes: Size of its tensors in bytes.
+    """
+
+    __slots__ = (
+        "_arrays", "_channel", "_description", "_next", "_parts", "_specs", "_status",
+        "label", "nbytes", "source", "tag",
+    )  # fmt: skip
+
+    def __init__(
+        self, channel: Channel, specs: Sequence[TensorSpec], source: int, tag: int, label: str
+    ) -> None:
+        self.label = label
+        self.source = source
+        self.tag = tag
+        self.nbytes = 0
+        self._channel = channel
+        self._specs = specs
+        self._status = channel.new_status()
+        self._arrays: list[NDArray[Any]] = []
+        self._parts: list[tuple[Bytes, Any]] = []
+        self._next = 0
+        self._description: Bytes | None = None
+
+    def add_description(self, memory: Bytes, request: Any) -> None:
+        """Adds the description that goes ahead of the first message with a tag."""
+        self._description = memory
+        self._parts.append((memory, request))
+
+    def add_tensor(self, array: NDArray[Any], parts: Sequence[tuple[Bytes, Any]]) -> None:
+        """Adds a tensor that arrives in the given pieces, each with its request."""
+        self._arrays.append(array)
+        self._parts.extend(parts)
+        self.nbytes += array.nbytes
+
+    def ready(self) -> bool:
+        """Whether the whole message is here; never waits.
+
+        Raises:
+            CommunicationError: What has arrived is not what was expected.
+        """
+        while self._next < len(self._parts):
+            memory, request = self._parts[self._next]
+            try:
+                if not request.Test(self._status):
+                    return False
+            except self._channel.mpi_error as error:
+                raise self._mismatch(f"more than {memory.size} bytes at once ({error})") from error
+            self._check(memory, self._channel.bytes_of(self._status))
+            self._next += 1
+            if self._next == len(self._parts):
+                self._channel.received(self)
+        return True
+
+    def wait(self) -> list[NDArray[Any]]:
+        """Waits for the message.
+
+        Returns:
+            The tensors. Their memory is theirs alone, starts at a multiple of 64 bytes, and is
+            not used again while an array or a tensor looks at it.
+
+        Raises:
+            CommunicationError: The message is late, or not what was expected.
+        """
+        self._channel.waiter.until(self.ready, self.__str__, self._channel.peers(self.source))
+        return self._arrays
+
+    def _check(self, memory: Bytes, got: int) -> None:
+        if memory is self._description:
+            expected = describe(self._specs)
+            if memory[:got].tobytes() != expected.tobytes():
+                raise self._mismatch(description_text(memory[:got]))
+        elif got != memory.size:
+            raise self._mismatch(f"{got} bytes where {memory.size} were expected")
+
+    def _mismatch(self, got: str) -> CommunicationError:
+        expected = " ".join(map(str, self._specs)) or "no tensors"
+        return CommunicationError(
+            f"Rank {self._channel.rank} expects {self} to hold {expected} ({self.nbytes} bytes), "
+            f"but rank {self.source} sent {got}."
+        )
+
+    def __str__(self) -> str:
+        return f"{self.label or 'a message'} from rank {self.source} (tag {self.tag})"
+
+
+class Channel:
+    """Sends and receives the tensors of one rank.
+
+    Every tensor is an MPI message of its own, larger ones several: MPI keeps messages with the
+    same tag in order. A datatype over all of them would make MPI copy them; packing them would
+    copy them here. The first message with a tag says what it holds, and the receiver compares.
+
+    Args:
+        mpi: The module `mpi4py.MPI`.
+        comm: Communicator of mpi4py.
+        world_ranks: Rank among all ranks of the job of each rank of `comm`.
+        recorder: Where events are noted.
+        make_waiter: Makes the waiter of this rank from what it calls between polls.
+    """
+
+    def __init__(
+        self,
+        mpi: Any,
+        comm: Any,
+        world_ranks: Sequence[int],
+        recorder: FlightRecorder,
+        make_waiter: Callable[[Callable[[], object]], Waiter],
+    ) -> None:
+        self.rank: int = comm.Get_rank()
+        self.mpi_error: type[Exception] = mpi.Exception
+        self.new_status: Callable[[], Any] = mpi.Status
+        self.waiter = make_waiter(self.progress)
+        self._world_ranks = world_ranks
+        self._comm = comm
+        self._byte = mpi.BYTE
+        self._recorder = recorder
+        self._pool = MemoryPool()
+        self._outgoing: list[Delivery] = []
+        self._expected: dict[int, Receipt] = {}
+        self._described: set[tuple[bool, int, int]] = set()
+
+    def peers(self, rank: int) -> tuple[int]:
+        """Returns who a wait for a message from or to `rank` depends on, for the guard."""
+        return (self._world_ranks[rank],)
+
+    def bytes_of(self, status: Any) -> int:
+        """Returns the size in bytes of a message that has arrived."""
+        return int(status.Get_count(self._byte))
+
+    def send(self, arrays: Sequence[Any], dest: int, tag: int, label: str) -> None:
+        """Starts to send a message."""
+        tensors = [as_array(array) for array in arrays]
+        delivery = Delivery(label, dest, tag)
+        if self._is_first(True, dest, tag):
+            self._send_piece(delivery, describe(tensors))
+        for tensor in tensors:
+            for piece in pieces(as_bytes(tensor)):
+                self._send_piece(delivery, piece)
+        self._recorder.add("sending", label, dest, tag, delivery.nbytes)
+        self._outgoing.append(delivery)
+
+    def _send_piece(self, delivery: Delivery, piece: Bytes) -> None:
+        request = self._comm.Isend((piece, self._byte), delivery.dest, delivery.tag)
+        delivery.add(piece, request)
+
+    def receive(self, specs: Sequence[TensorSpec], source: int, tag: int, label: str) -> Receipt:
+        """Makes ready to receive a message."""
+        receipt = Receipt(self, specs, source, tag, label)
+        if self._is_first(False, source, tag):
+            memory = aligned_memory(DESCRIPTION_BYTES)
+            receipt.add_description(memory, self._comm.Irecv((memory, self._byte), source, tag))
+        for spec in specs:
+            memory = self._pool.take(spec.nbytes)
+            parts = [
+                (piece, self._comm.Irecv((piece, self._byte), source, tag))
+                for piece in pieces(memory)
+            ]
+            receipt.add_tensor(memory.view(numpy_dtype(spec.dtype)).reshape(spec.shape), parts)
+        self._recorder.add("expecting", label, source, tag, receipt.nbytes)
+        self._expected[id(receipt)] = receipt
+        return receipt
+
+    def received(self, receipt: Receipt) -> None:
+        """Notes that a message is here."""
+        self._recorder.add("received", receipt.label, receipt.source, receipt.tag, receipt.nbytes)
+        del self._expected[id(receipt)]
+
+    def progress(self) -> None:
+        """Lets go of what has been sent."""
+        if not self._outgoing:
+            return
+        remaining = []
+        for delivery in self._outgoing:
+            if delivery.done():
+                self._recorder.add(
+                    "sent", delivery.label, delivery.dest, delivery.tag, delivery.nbytes
+                )
+            else:
+                remaining.append(delivery)
+        self._outgoing = remaining
+
+    def flush(self) -> None:
+        """Waits until everything has been sent."""
+        while self._outgoing:
+            delivery = self._outgoing[0]
+            self.waiter.until(delivery.done, delivery.expectation, self.peers(delivery.dest))
+            self.progress()
+
+    def outstanding(self) -> list[str]:
+        """Returns what is on its way, one line each."""
+        return [f"expected: {receipt}" for receipt in self._expected.values()] + [
+            f"not yet taken: {delivery}" for delivery in self._outgoing
+        ]
+
+    def _is_first(self, outgoing: bool, peer: int, tag: int) -> bool:
+        key = (outgoing, peer, tag)
+        if key in self._described:
+            return False
+        self._described.add(key)
+        return True

@@ -1,0 +1,191 @@
+"""The group of several ranks: messages and collectives over MPI, all of them non-blocking."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from tarantella_pp.errors import CommunicationError
+from tarantella_pp.runtime.channel import Channel, Receipt
+from tarantella_pp.runtime.communicator import Communicator
+from tarantella_pp.runtime.message import TensorSpec, as_bytes, pieces
+from tarantella_pp.runtime.recorder import FlightRecorder
+from tarantella_pp.runtime.waiting import Limits, Waiter
+
+_Json = TypeVar("_Json")
+_EVENTS_REPORTED = 20
+
+
+class RankCommunicator(Communicator):
+    """A group of several ranks, seen from one of them.
+
+    The collectives are MPI's non-blocking ones: its blocking calls would keep the core busy.
+
+    Args:
+        mpi: The module `mpi4py.MPI`.
+        comm: Communicator of mpi4py that nobody else uses.
+        limits: How long a wait may take.
+    """
+
+    def __init__(self, mpi: Any, comm: Any, limits: Limits) -> None:
+        self.rank = comm.Get_rank()
+        self.size = comm.Get_size()
+        self.largest_tag = int(comm.Get_attr(mpi.TAG_UB))
+        self.recorder = FlightRecorder()
+        self._mpi = mpi
+        self._comm = comm
+        self._limits = limits
+        group = mpi.COMM_WORLD.Get_group()
+        self._world_ranks = comm.Get_group().Translate_ranks(range(self.size), group)
+        self._channel = Channel(mpi, comm, self._world_ranks, self.recorder, self._make_waiter)
+
+    @classmethod
+    def of_world(cls, mpi: Any) -> RankCommunicator:
+        """Returns the group of all ranks of the job; all of them must call this."""
+        limits = Limits.from_environment()
+        comm, request = mpi.COMM_WORLD.Idup()
+        waiter = Waiter(mpi.COMM_WORLD.Get_rank(), limits, lambda: None, str)
+        waiter.until(request.Test, lambda: "all ranks to start")
+        return cls(mpi, comm, limits)
+
+    def send(self, arrays: Sequence[Any], dest: int, tag: int, *, label: str = "") -> None:
+        """Starts to send tensors; see `Communicator.send`."""
+        self._check_peer("dest", dest, tag, label)
+        self._channel.send(arrays, dest, tag, label)
+
+    def post_receive(
+        self, specs: Sequence[TensorSpec], source: int, tag: int, *, label: str = ""
+    ) -> Receipt:
+        """Makes ready to receive tensors; see `Communicator.post_receive`."""
+        self._check_peer("source", source, tag, label)
+        return self._channel.receive(specs, source, tag, label)
+
+    def progress(self) -> None:
+        """Lets go of the tensors that have been sent; never waits."""
+        self._channel.progress()
+
+    def flush(self) -> None:
+        """Waits until everything that was sent has left this rank."""
+        self._channel.flush()
+
+    def barrier(self) -> None:
+        """Waits until every rank of the group has come here."""
+        self._run("barrier", self._comm.Ibarrier())
+
+    def broadcast(self, array: NDArray[Any], root: int = 0) -> None:
+        """Overwrites an array with that of rank `root`; see `Communicator.broadcast`."""
+        buffer = np.ascontiguousarray(array)
+        for piece in pieces(as_bytes(buffer)):
+            self._run(
+                f"broadcast from rank {root}", self._comm.Ibcast((piece, self._mpi.BYTE), root)
+            )
+        if self.rank != root and not np.may_share_memory(buffer, array):
+            array[...] = buffer
+
+    def allreduce(self, array: NDArray[Any], op: str = "sum") -> None:
+        """Overwrites an array with the combination of all ranks'; see `Communicator.allreduce`."""
+        operation = {"sum": self._mpi.SUM, "max": self._mpi.MAX, "min": self._mpi.MIN}.get(op)
+        if operation is None:
+            raise CommunicationError(f'op is "sum", "max" or "min". Received: op={op!r}')
+        narrow = array.dtype.kind not in "iufc" or array.dtype == np.float16
+        buffer = np.ascontiguousarray(array, np.float32 if narrow else array.dtype)
+        for piece in pieces(buffer.reshape(-1)):
+            request = self._comm.Iallreduce(self._mpi.IN_PLACE, piece, operation)
+            self._run(f"allreduce ({op})", request)
+        if buffer is not array:
+            array[...] = buffer.astype(array.dtype, copy=False)
+
+    def broadcast_json(self, value: _Json | None, root: int = 0) -> _Json:
+        """Returns the value of rank `root`; see `Communicator.broadcast_json`."""
+        data = _encode(value) if self.rank == root else np.empty(0, np.uint8)
+        size = np.array([data.size], np.int64)
+        self.broadcast(size, root)
+        if self.rank != root:
+            data = np.empty(int(size[0]), np.uint8)
+        self.broadcast(data, root)
+        decoded: _Json = _decode(data)
+        return decoded
+
+    def gather_json(self, value: _Json, root: int = 0) -> list[_Json] | None:
+        """Returns the values of all ranks on rank `root`; see `Communicator.gather_json`."""
+        values = self.allgather_json(value)
+        return values if self.rank == root else None
+
+    def allgather_json(self, value: _Json) -> list[_Json]:
+        """Returns the values of all ranks; see `Communicator.allgather_json`."""
+        data = _encode(value)
+        sizes = np.zeros(self.size, np.int64)
+        own = np.array([data.size], np.int64)
+        self._run("allgather of sizes", self._comm.Iallgather(own, sizes))
+        ends = np.cumsum(sizes)
+        everything = np.empty(int(ends[-1]), np.uint8)
+        target = (everything, (sizes, ends - sizes), self._mpi.BYTE)
+        self._run("allgather", self._comm.Iallgatherv((data, self._mpi.BYTE), target))
+        return [_decode(part) for part in np.split(everything, ends[:-1])]
+
+    def split(self, color: int, key: int = 0) -> RankCommunicator:
+        """Returns the group of the ranks with the same `color`; see `Communicator.split`."""
+        # MPI has no non-blocking split: let all ranks come here first.
+        self.barrier()
+        return RankCommunicator(self._mpi, self._comm.Split(color, key), self._limits)
+
+    def abort(self, code: int = 1) -> None:
+        """Ends all ranks of the job at once, with an exit code other than 0."""
+        self._comm.Abort(code)
+
+    def meet_before_exit(self) -> None:
+        """Waits, as long as it takes, until every rank has come to the end of its script."""
+        self._run("exit", self._comm.Ibarrier(), limited=False)
+
+    def _run(self, name: str, request: Any, *, limited: bool = True) -> None:
+        """Waits for a collective."""
+        self.recorder.add("entered", name)
+        peers = self._world_ranks if limited else ()
+        self._channel.waiter.until(
+            request.Test, lambda: f"the other ranks in {name}", peers, limited=limited
+        )
+        self.recorder.add("left", name)
+
+    def _make_waiter(self, between: Callable[[], object]) -> Waiter:
+        return Waiter(self.rank, self._limits, between, self._report)
+
+    def _report(self) -> str:
+        lines = self._channel.outstanding() or ["nothing else"]
+        events = self.recorder.lines(_EVENTS_REPORTED)
+        return "\n  ".join(["On its way:", *lines]) + "\n  ".join(["\nLast events:", *events])
+
+    def _check_peer(self, name: str, peer: int, tag: int, label: str) -> None:
+        if peer == self.rank:
+            raise CommunicationError(
+                f"Rank {peer} cannot exchange messages with itself. "
+                f"Received: {name}={peer} for {label or 'a message'}"
+            )
+        if not 0 <= peer < self.size:
+            raise CommunicationError(
+                f"{name} is a rank from 0 to {self.size - 1}. "
+                f"Received: {name}={peer} for {label or 'a message'}"
+            )
+        if not 0 <= tag <= self.largest_tag:
+            raise CommunicationError(
+                f"A tag is a number from 0 to {self.largest_tag}, the limit of this MPI. "
+                f"Received: tag={tag} for {label or 'a message'}"
+            )
+
+
+def _encode(value: Any) -> NDArray[np.uint8]:
+    """Returns a value as bytes; MessagePack rather than JSON, which has no NaN and no bytes."""
+    return np.frombuffer(msgspec.msgpack.encode(value, enc_hook=_plain), np.uint8)
+
+
+def _decode(data: NDArray[np.uint8]) -> Any:
+    return msgspec.msgpack.decode(data.data)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.generic):
+        return value.item()
+    raise NotImplementedError(f"Cannot send a {type(value).__name__} to other ranks: {value!r}")

@@ -84,9 +84,9 @@ class _Version(argparse.Action):
         super().__init__(option_strings, argparse.SUPPRESS, nargs=0, help=help)
 
     def __call__(self, parser: argparse.ArgumentParser, *unused: object) -> None:
-        from importlib import metadata
+        from tarantella_pp.cli.doctor import version_of
 
-        sys.stdout.write(f"tarantella-pp {metadata.version('tarantella-pp')}\n")
+        sys.stdout.write(f"tarantella-pp {version_of('tarantella-pp') or '(not installed)'}\n")
         parser.exit(0)
 
 

@@ -141,7 +141,7 @@ def find_launcher(name: str = "auto") -> Launcher:
     raise LaunchError(
         f"Found no {wanted} to start ranks with (seen: {', '.join(seen) or 'nothing'}). Install "
         f"one with `pip install 'tarantella-pp[{wheel}]'`, or load the MPI module of your site, so "
-        "that `mpiexec` is on PATH. A script that runs in one process needs none: `python script.py`."
+        "that `mpiexec` is on PATH. One process needs none: `python script.py`."
     )
 
 

@@ -3,10 +3,45 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
+import pathlib
 import time
 
 import psutil
+
+_FOLDER = "/dev/shm/"  # noqa: S108 (files are only removed here)
+_SHARED_MEMORY = ("mpich_shm_", "sm_segment.", "vader_segment.", "ucx_shm_")
+"""What the names of the files begin with, in which MPI libraries share memory between ranks."""
+
+
+def shared_memory_of_descendants() -> set[str]:
+    """Returns the shared-memory files of MPI that processes of the job have mapped.
+
+    A killed rank does not remove its own, and the memory stays taken until a reboot.
+    """
+    found = set()
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(OSError):
+            for line in pathlib.Path(f"/proc/{process.pid}/maps").read_text().splitlines():
+                path = line.partition(_FOLDER)[2]
+                if path.startswith(_SHARED_MEMORY):
+                    found.add(_FOLDER + path.removesuffix(" (deleted)"))
+    return found
+
+
+def remove_shared_memory(paths: set[str]) -> None:
+    """Removes shared-memory files, with those of ranks of the same job that were dead already.
+
+    Args:
+        paths: What `shared_memory_of_descendants` returned before the job was killed.
+    """
+    for path in paths:
+        stem, dot, rank = path.rpartition(".")
+        siblings = glob.glob(f"{glob.escape(stem)}.*") if dot and rank.isdigit() else []
+        for name in {path, *siblings}:
+            with contextlib.suppress(OSError):
+                os.unlink(name)
 
 
 def kill_descendants(seconds: float = 3.0) -> list[int]:

@@ -15,7 +15,11 @@ import types
 from collections.abc import Mapping, Sequence
 
 from tarantella_pp.cli.prctl import adopt_orphans, describe_exit, die_with_parent
-from tarantella_pp.cli.processes import kill_descendants
+from tarantella_pp.cli.processes import (
+    kill_descendants,
+    remove_shared_memory,
+    shared_memory_of_descendants,
+)
 from tarantella_pp.errors import LaunchError
 from tarantella_pp.runtime.guard import headline
 from tarantella_pp.runtime.records import (
@@ -90,7 +94,9 @@ class Supervisor:
         try:
             return self._wait(self._start(command, environment))
         finally:
+            leftovers = shared_memory_of_descendants()
             kill_descendants()
+            remove_shared_memory(leftovers)
             shutil.rmtree(self.directory.path, ignore_errors=True)
             for number, handler in previous.items():
                 signal.signal(number, handler)
@@ -167,9 +173,13 @@ class Supervisor:
         if self._all(records, (FINISHED,)):
             return Exit.OK
         missing = [rank for rank in range(self._num_ranks) if rank not in records]
-        what = f"ranks {missing} never started" if missing else "its ranks were still at work"
+        what = (
+            f"ranks {missing} never started"
+            if missing
+            else "its ranks were still at work (MPI_Abort?)"
+        )
         _tell(f"{self._name} {describe_exit(launcher.returncode)}, but {what}")
-        return Exit.FAILED
+        return max(launcher.returncode, Exit.FAILED)
 
     def _on_signal(self, number: int, frame: types.FrameType | None) -> None:
         """Notes the first signal; the second one ends the patience with the ranks."""

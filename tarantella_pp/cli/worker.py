@@ -35,7 +35,7 @@ RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 _STANDARD_OUTPUT = 1
 LINGER_SECONDS = 8.0
-"""How long a minder stays after a failure, for the launcher to end the job in order."""
+"""How long a failed rank stays for the launcher to end the job."""
 
 
 def main() -> int:
@@ -57,9 +57,7 @@ def main() -> int:
         return run_script(sys.argv[1:], guard.Guard(rank, size, directory, abort=None))
     record = _mind(child, rank, directory, watched)
     if record.state == FAILED:
-        deadline = time.monotonic() + LINGER_SECONDS
-        while directory.path.exists() and time.monotonic() < deadline:
-            time.sleep(0.1)
+        _linger(directory)
     return record.exit_code
 
 
@@ -79,9 +77,9 @@ def run_script(command: list[str], keeper: guard.Guard) -> int:
     keeper.start()
     if keeper.rank != keeper.size - 1 and os.environ.get(OUTPUT_VARIABLE) != "1":
         _silence_output()
-    # Through a pipe Python would hold lines back until its buffer is full, or until a kill.
+    # Whole lines, at once: not held back until the buffer is full, and not in pieces either.
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)
+        sys.stdout.reconfigure(line_buffering=True, write_through=False)
     sys.argv = command
     sys.path[0] = os.path.dirname(os.path.abspath(command[0]))
     try:
@@ -99,6 +97,7 @@ def run_script(command: list[str], keeper: guard.Guard) -> int:
         keeper.leave("its script ended")
     if keeper.record.state == FAILED:
         _flush()
+        _linger(RunDirectory(os.environ[DIRECTORY_VARIABLE]))
         os._exit(keeper.record.exit_code)
     return 0
 
@@ -145,6 +144,17 @@ def _conclude(child: int, rank: int, directory: RunDirectory, status: int) -> Re
         record = record.becomes(FAILED, cause=cause, exit_code=status)
     directory.write(record)
     return record
+
+
+def _linger(directory: RunDirectory) -> None:
+    """Stays until the launcher has read the failure and ends the job, all ranks at once.
+
+    So MPI does not notice, and has nothing to add to the message; and what the rank shares with
+    the others is still known when it comes to cleaning up.
+    """
+    deadline = time.monotonic() + LINGER_SECONDS
+    while directory.path.exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
 
 
 def _rank() -> int:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import pathlib
 import shutil
 import sys
 import tempfile
@@ -21,17 +20,17 @@ import types
 from collections.abc import Callable, Iterable
 from typing import NoReturn
 
-from tarantella_pp.errors import CommunicationError, LaunchError
+from tarantella_pp.errors import CommunicationError
 from tarantella_pp.runtime import whereabouts
 from tarantella_pp.runtime.records import (
     ENDED,
     FAILED,
     RETURNED,
-    SIZE_VARIABLE,
     STARTED,
     Record,
     RunDirectory,
     find_deadlock,
+    first_failed,
     first_failure,
 )
 
@@ -114,7 +113,7 @@ class Guard:
             )
             self._write(self.record)
         if self._abort is not None:
-            self._end_job(self.record, self._abort)
+            self._report(self._abort)
 
     def leave(self, cause: str) -> None:
         """Puts on record that the script of this rank has ended normally.
@@ -136,6 +135,8 @@ class Guard:
         records = self.directory.read()
         failure = first_failure(records)
         if failure is not None and failure.rank != self.rank:
+            if self._abort is None:
+                time.sleep(GRACE_SECONDS)  # the launcher is about to end this rank
             raise PeerFailedError(f"rank {failure.rank} failed: {failure.cause}", failure.rank)
         for peer in [peers] if isinstance(peers, int) else peers or ():
             record = records.get(peer)
@@ -168,6 +169,15 @@ class Guard:
             return
         name = arguments.thread.name if arguments.thread is not None else "unknown"
         self.fail(error, f"{describe(error)} (in thread {name})", exit_code_of(error))
+
+    def _report(self, abort: Callable[[int], object]) -> NoReturn:
+        """Ends the job, and says why if this rank is the first that failed."""
+        records = self.directory.read() if self.directory is not None else {}
+        speaker = first_failed(records) or self.record
+        if speaker.rank != self.rank:
+            time.sleep(GRACE_SECONDS)  # the other rank is about to end this one
+            abort(self.record.exit_code)
+        self._end_job(first_failure(records) or self.record, abort)
 
     def _end_job(self, record: Record, abort: Callable[[int], object]) -> NoReturn:
         """Says why, once for the rank that failed, and ends every rank."""
@@ -238,12 +248,8 @@ def install(
             `tarantella` did not start, to agree on a directory for the records. None leaves the
             ranks without records: a rank that raises still ends the job, one that leaves early
             does not.
-
-    Raises:
-        LaunchError: The launcher started another number of ranks than MPI sees.
     """
     global _guard
-    _check_size(size)
     if _guard is not None or size == 1:
         return
     directory = None
@@ -326,21 +332,3 @@ def _remove_last(guard: Guard) -> None:
     records = guard.directory.read()
     if len(records) == guard.size and all(r.state == RETURNED for r in records.values()):
         shutil.rmtree(guard.directory.path, ignore_errors=True)
-
-
-def _check_size(size: int) -> None:
-    """Notices ranks that were started together but do not know of each other."""
-    for variable in (SIZE_VARIABLE, "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"):
-        expected = os.environ.get(variable, "")
-        if expected.isdigit() and int(expected) != size:
-            break
-    else:
-        return
-    if size > 1 and variable != SIZE_VARIABLE:
-        return
-    raise LaunchError(
-        f"This process is one of {expected} ({variable}={expected}), but MPI sees {size}: the "
-        "launcher belongs to another MPI than the library that mpi4py has loaded "
-        f"({pathlib.Path(sys.prefix)}). Start the job with `tarantella`, with the mpiexec of the "
-        "same installation, or under Slurm with a matching `srun --mpi=...`."
-    )

@@ -109,16 +109,21 @@ class RunDirectory:
         return {int(path.name[len("stop-") :]) for path in self.path.glob("stop-*")}
 
 
-def first_failure(records: dict[int, Record]) -> Record | None:
-    """Returns the record of the rank that failed first, or None.
-
-    A rank that failed because it waited for one that had ended shows that this one ended too
-    early: then that is the failure.
-    """
+def first_failed(records: dict[int, Record]) -> Record | None:
+    """Returns the record of the rank that failed first, those that name a culprit last."""
     failed = [record for record in records.values() if record.state == FAILED]
-    if not failed:
+    return min(failed, key=lambda record: (record.culprit is not None, record.time), default=None)
+
+
+def first_failure(records: dict[int, Record]) -> Record | None:
+    """Returns the failure that the job is to be ended with, or None.
+
+    It is the first one. But when a rank failed because it waited for one that had ended, that one
+    ended too early, and this is the failure.
+    """
+    first = first_failed(records)
+    if first is None:
         return None
-    first = min(failed, key=lambda record: (record.culprit is not None, record.time))
     culprit = records.get(first.rank if first.culprit is None else first.culprit, first)
     if culprit.state == FAILED:
         return culprit

@@ -26,7 +26,7 @@ def blocking_call(thread_id: int) -> str:
     if frame is None or "mpi4py" not in sys.modules:
         return ""
     call = _current_call(frame)
-    if call is None or not _is_mpi(_evaluate(call.func, frame)):
+    if call is None or not _is_mpi(call.func, frame):
         return ""
     file = os.path.basename(frame.f_code.co_filename)
     return f"{file}:{frame.f_lineno} {ast.unparse(call.func)}"
@@ -70,8 +70,11 @@ def _evaluate(expression: ast.expr, frame: types.FrameType) -> object:
     return None
 
 
-def _is_mpi(function: object) -> bool:
-    """Whether a function, or the class that a method belongs to, is mpi4py's."""
+def _is_mpi(expression: ast.expr, frame: types.FrameType) -> bool:
+    """Whether what is called is a function or method of mpi4py, or a method of its result."""
+    if isinstance(expression, ast.Attribute) and isinstance(expression.value, ast.Call):
+        return _is_mpi(expression.value.func, frame)
+    function = _evaluate(expression, frame)
     owner = getattr(function, "__objclass__", None)
     module = getattr(owner, "__module__", None) or getattr(function, "__module__", None)
     return isinstance(module, str) and module.split(".")[0] == "mpi4py"

@@ -1,1 +1,76 @@
-"""Pipeline-parallel training of Keras 3 models on TensorFlow over MPI."""
+"""Pipeline-parallel training of Keras 3 models on TensorFlow over MPI.
+
+    import tarantella_pp as tnt
+
+    model = tnt.PipelineModel(keras_model, num_stages=4)
+
+Names are loaded when they are first used: importing this package loads neither Keras nor
+TensorFlow nor MPI, so that plans and schedules can be handled where there are none.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tarantella_pp import errors as errors
+    from tarantella_pp.partition.plan import Plan as Plan
+    from tarantella_pp.partition.planner import make_plan as make_plan
+    from tarantella_pp.pipeline_model import PipelineModel as PipelineModel
+    from tarantella_pp.ranks import barrier as barrier
+    from tarantella_pp.ranks import get_master_rank as get_master_rank
+    from tarantella_pp.ranks import get_rank as get_rank
+    from tarantella_pp.ranks import get_size as get_size
+    from tarantella_pp.ranks import init as init
+    from tarantella_pp.ranks import is_master_rank as is_master_rank
+
+    __version__: str
+
+_HOME = {
+    "PipelineModel": "tarantella_pp.pipeline_model",
+    "Plan": "tarantella_pp.partition.plan",
+    "barrier": "tarantella_pp.ranks",
+    "get_master_rank": "tarantella_pp.ranks",
+    "get_rank": "tarantella_pp.ranks",
+    "get_size": "tarantella_pp.ranks",
+    "init": "tarantella_pp.ranks",
+    "is_master_rank": "tarantella_pp.ranks",
+    "make_plan": "tarantella_pp.partition.planner",
+}
+"""Module of each public name."""
+
+__all__ = [
+    "PipelineModel",
+    "Plan",
+    "__version__",
+    "barrier",
+    "errors",
+    "get_master_rank",
+    "get_rank",
+    "get_size",
+    "init",
+    "is_master_rank",
+    "make_plan",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Loads a public name when it is first used (PEP 562)."""
+    if name in _HOME:
+        value = getattr(importlib.import_module(_HOME[name]), name)
+    elif name == "errors":
+        value = importlib.import_module("tarantella_pp.errors")
+    elif name == "__version__":
+        from importlib import metadata
+
+        value = metadata.version("tarantella-pp")
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """Lists the public names, loaded or not."""
+    return sorted({*globals(), *__all__})

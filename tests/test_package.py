@@ -1,0 +1,135 @@
+"""The package as a whole: what it offers, what it loads, what it ships."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+import tarantella_pp as tnt
+
+ROOT = Path(__file__).parent.parent
+HEAVY = {"tensorflow", "keras", "mpi4py"}
+LIGHT_MODULES = [
+    "tarantella_pp.cli.main",
+    "tarantella_pp.partition.solvers",
+    "tarantella_pp.partition.solvers.solve",
+    "tarantella_pp.partition.graph",
+    "tarantella_pp.partition.plan",
+    "tarantella_pp.partition.report",
+    "tarantella_pp.runtime.schedule",
+    "tarantella_pp.runtime.communicator",
+    "tarantella_pp.ranks",
+]
+
+
+def all_loaded_by(code: str) -> set[str]:
+    """Runs code in a fresh interpreter and returns the modules it has loaded."""
+    report = "import json, sys; sys.stderr.write(json.dumps(sorted(sys.modules)))"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}\n{report}"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    return set(json.loads(done.stderr))
+
+
+def loaded_by(code: str) -> set[str]:
+    """Returns the top-level modules that some code loads."""
+    return {name.split(".")[0] for name in all_loaded_by(code)}
+
+
+def test_the_top_level_loads_nothing_heavy():
+    assert not loaded_by("import tarantella_pp") & (HEAVY | {"numpy", "networkx", "rich"})
+
+
+def test_the_top_level_is_imported_in_a_blink():
+    few = 40  # modules of the standard library; 0.02 s. Version look-ups alone would load 100
+    assert len(all_loaded_by("import tarantella_pp") - all_loaded_by("pass")) < few
+
+
+def test_listing_the_names_loads_nothing_heavy():
+    assert not loaded_by("import tarantella_pp; dir(tarantella_pp)") & HEAVY
+
+
+@pytest.mark.parametrize("module", LIGHT_MODULES)
+def test_plans_schedules_and_ranks_do_without_tensorflow(module):
+    assert not loaded_by(f"import {module}") & HEAVY
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["run", "--help"]])
+def test_the_command_line_does_without_tensorflow(arguments):
+    code = f"""
+from tarantella_pp.cli.main import main
+try:
+    main({arguments!r})
+except SystemExit as end:
+    if end.code:
+        raise
+"""
+    assert not loaded_by(code) & HEAVY
+
+
+def test_a_process_alone_needs_no_mpi():
+    code = "import tarantella_pp as tnt; tnt.init(); tnt.barrier(); tnt.is_master_rank()"
+    assert "mpi4py" not in loaded_by(code)
+
+
+def test_a_process_alone_is_the_master_rank():
+    assert (tnt.get_rank(), tnt.get_size(), tnt.get_master_rank()) == (0, 1, 0)
+    assert tnt.is_master_rank()
+
+
+def test_names_without_keras_are_there():
+    for name in sorted(set(tnt.__all__) - {"PipelineModel"}):
+        assert getattr(tnt, name) is not None
+    assert set(tnt.__all__) <= set(dir(tnt))
+
+
+@pytest.mark.keras
+def test_every_public_name_has_a_docstring():
+    names = [name for name in tnt.__all__ if name != "__version__"]
+    assert [name for name in names if not (getattr(tnt, name).__doc__ or "").strip()] == []
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match=r"'tarantella_pp' has no attribute 'PipelinModel'"):
+        _ = tnt.PipelinModel
+
+
+def test_the_version_is_that_of_the_project_file_and_of_the_change_log():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert tnt.__version__ == metadata.version("tarantella-pp") == project["version"]
+    change_log = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert re.search(rf"^## \[{re.escape(project['version'])}\]", change_log, re.MULTILINE)
+    assert f"version: {project['version']}\n" in citation
+
+
+def test_the_package_is_marked_as_typed():
+    assert (Path(tnt.__file__).parent / "py.typed").is_file()
+
+
+def test_the_rooms_can_be_entered_at_the_root():
+    for room in ("partition", "runtime"):
+        assert (ROOT / room).resolve() == ROOT / "tarantella_pp" / room
+
+
+def test_the_documents_link_to_files_that_exist():
+    documents = [*ROOT.glob("*.md"), *ROOT.glob("examples/*.md"), *ROOT.glob("docs/*.md")]
+    links = [
+        (document, target)
+        for document in documents
+        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", document.read_text(encoding="utf-8"))
+        if "://" not in target
+    ]
+    assert len(links) > 5
+    assert [(d.name, target) for d, target in links if not (d.parent / target).exists()] == []

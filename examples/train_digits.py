@@ -1,0 +1,132 @@
+"""Trains a small residual network on handwritten digits, in a pipeline of several stages.
+
+The data are scikit-learn's 1,797 digits of 8 x 8 pixels, which come with it: nothing is downloaded.
+
+    python examples/train_digits.py                                 one process owns all stages
+    tarantella -n 2 -- examples/train_digits.py                     two stages on two ranks
+    tarantella -n 4 -- examples/train_digits.py --stages 4          four stages on four ranks
+
+All of them train the same network to the same numbers. Three lines make it a pipeline; each is
+marked with an arrow.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+os.environ.setdefault("KERAS_BACKEND", "tensorflow")
+
+import keras
+import numpy as np
+from keras import layers
+
+import tarantella_pp as tnt  # <-- 1
+
+
+def residual_block(x: keras.KerasTensor, filters: int) -> keras.KerasTensor:
+    """Adds two convolutions to what goes past them.
+
+    Layers are normalised, not batches: a pipeline works on micro-batches, and only what treats
+    each sample by itself comes to the same for every number of them.
+    """
+    shortcut = x
+    for _ in range(2):
+        x = layers.LayerNormalization()(x)
+        x = layers.Activation("relu")(x)
+        x = layers.Conv2D(filters, 3, padding="same", use_bias=False)(x)
+    return layers.Add()([shortcut, x])
+
+
+def build_model(image_shape: tuple[int, ...], filters: int = 16) -> keras.Model:
+    """Builds a residual network of eight blocks with ten outputs, one for each digit."""
+    image = keras.Input(image_shape)
+    x = layers.Conv2D(filters, 3, padding="same")(image)
+    for _ in range(4):
+        x = residual_block(x, filters)
+    x = layers.Conv2D(2 * filters, 2, strides=2)(x)
+    for _ in range(4):
+        x = residual_block(x, 2 * filters)
+    x = layers.LayerNormalization()(x)
+    x = layers.Activation("relu")(x)
+    x = layers.GlobalAveragePooling2D()(x)
+    return keras.Model(image, layers.Dense(10)(x), name="digits")
+
+
+def load_data(dataset: str) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
+    """Returns the images, from 0 to 1, and the digits on them, for training and for testing."""
+    if dataset == "mnist":
+        if tnt.is_master_rank():
+            keras.datasets.mnist.load_data()  # downloads it; the other ranks find it there
+        tnt.barrier()
+        (x, y), (x_test, y_test) = keras.datasets.mnist.load_data()
+        largest = 255.0
+    else:
+        from sklearn.datasets import load_digits
+        from sklearn.model_selection import train_test_split
+
+        digits = load_digits()
+        x, x_test, y, y_test = train_test_split(
+            digits.images, digits.target, test_size=0.2, stratify=digits.target, random_state=0
+        )
+        largest = 16.0
+
+    def images(values: np.ndarray) -> np.ndarray:
+        return (values[..., np.newaxis] / largest).astype("float32")
+
+    return (images(x), y.astype("int32")), (images(x_test), y_test.astype("int32"))
+
+
+def make_optimizer(steps: int) -> keras.optimizers.Optimizer:
+    """Returns AdamW with a rate that rises over the first steps and falls to 0 at the last."""
+    rising = steps // 6
+    rate = keras.optimizers.schedules.CosineDecay(
+        0.0, steps - rising, warmup_target=3e-3, warmup_steps=rising
+    )
+    return keras.optimizers.AdamW(rate, weight_decay=1e-2)
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--stages", type=int, default=2, help="pipeline stages (default: 2)")
+    add("--micro-batches", type=int, default=4, help="parts of a batch (default: 4)")
+    add("--schedule", help="gpipe, 1f1b, ... (default: the library's choice)")
+    add("--epochs", type=int, default=12)
+    add("--batch-size", type=int, default=64)
+    add("--dataset", choices=("digits", "mnist"), default="digits")
+    add("--seed", type=int, default=1)
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Trains the network, then tests it."""
+    args = parse_arguments()
+    keras.utils.set_random_seed(args.seed)
+    (x, y), (x_test, y_test) = load_data(args.dataset)
+
+    model = build_model(x.shape[1:])
+    model = tnt.PipelineModel(  # <-- 2
+        model,
+        num_stages=args.stages,
+        num_micro_batches=args.micro_batches,
+        schedule=args.schedule,
+    )
+    steps = args.epochs * -(-len(x) // args.batch_size)
+    model.compile(
+        optimizer=make_optimizer(steps),
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy"],
+    )
+    if tnt.is_master_rank():
+        print(model.plan)  # <-- 3
+    model.fit(x, y, batch_size=args.batch_size, epochs=args.epochs)
+    loss, accuracy = model.evaluate(x_test, y_test, batch_size=args.batch_size, verbose=0)
+    if tnt.is_master_rank():
+        print(f"test loss: {loss:.6f}")
+        print(f"test accuracy: {accuracy:.4f}")
+
+
+if __name__ == "__main__":
+    main()

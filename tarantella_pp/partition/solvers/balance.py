@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tarantella_pp.partition.problem import FloatArray, IntArray
-from tarantella_pp.partition.solvers.ideals import Lattice, unpack
+from tarantella_pp.partition.solvers.ideals import Lattice
 from tarantella_pp.partition.solvers.instance import Instance
 
 #: Below this mean number of steps per level, lists beat array operations.
@@ -72,7 +72,7 @@ class _Probe:
         self._cap = instance.objective.cap
         self._lattice = lattice
         self._n = instance.num_nodes
-        level = unpack(lattice.words, self._n).sum(axis=0, dtype=np.int32)
+        level = lattice.size
         order = np.argsort(level[lattice.target], kind="stable")
         self._source = lattice.source[order]
         self._target = lattice.target[order]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +14,11 @@ from tarantella_pp.partition.problem import FloatArray, IntArray
 from tarantella_pp.partition.solvers.family import Family, Pricer
 from tarantella_pp.partition.solvers.ideals import unpack
 from tarantella_pp.partition.solvers.instance import Resource
+
+#: What looking at one ideal costs, whatever follows it, in pairs.
+PAIRS_PER_ROW = 1000
+
+Goal = Literal["bottleneck", "sum", "any"]
 
 
 class OutOfTimeError(TarantellaError):
@@ -40,25 +46,27 @@ class ChainSearch:
     Args:
         family: The ideals to use; its instance gives stages and resources. The empty ideal is
             the first row, the full one the last.
+        max_pairs: Pairs looked at before the search gives up; unlike a time, the same anywhere.
     """
 
-    def __init__(self, family: Family) -> None:
+    def __init__(self, family: Family, max_pairs: float = float("inf")) -> None:
         self._family = family
+        self._pairs_left = max_pairs
         self._instance = family.instance
         self._pricers = [Pricer.of(self._instance, i) for i in range(len(family.sums))]
         uniform = all(resource.uniform for resource in self._instance.resources)
         self._carry = uniform and not self._instance.strict
 
     def run(
-        self, capacity: float, deadline: float, *, by_sum: bool = False
+        self, capacity: float, deadline: float, *, goal: Goal = "bottleneck"
     ) -> tuple[float, IntArray] | None:
         """Finds the best chain whose stages all keep within a capacity.
 
         Args:
             capacity: Largest objective value allowed for a stage.
             deadline: `time.perf_counter()` at which to give up.
-            by_sum: Whether to minimise the sum of the last resource over the stages, rather
-                than the largest objective.
+            goal: What makes one chain better than another: a smaller "bottleneck", a smaller
+                "sum" of the last resource over the stages, or nothing ("any" chain will do).
 
         Returns:
             The best value and the stages, or None: no chain of the family keeps within it.
@@ -75,7 +83,7 @@ class ChainSearch:
         for boundary in range(1, S + 1):
             rows = self._family.window(boundary, caps) if boundary < S else np.array([last])
             rows = rows[np.argsort(self._family.sums[0].fixed[rows], kind="stable")]
-            front = self._advance(fronts[-1], rows, boundary - 1, caps, deadline, by_sum)
+            front = self._advance(fronts[-1], rows, boundary - 1, caps, deadline, goal)
             if not len(front.rows):
                 return None
             fronts.append(front)
@@ -88,7 +96,7 @@ class ChainSearch:
         stage: int,
         caps: list[FloatArray],
         deadline: float,
-        by_sum: bool,
+        goal: Goal,
     ) -> _Front:
         """Extends every chain of a front by one stage."""
         begin, end = self._family.take(front.rows), self._family.take(rows)
@@ -101,14 +109,18 @@ class ChainSearch:
             _, ours, theirs = np.intersect1d(rows, front.rows, return_indices=True)
             best[ours], parent[ours] = front.value[theirs], theirs
         known = best.copy()
+        open_rows = np.isinf(best) if goal == "any" else None
         for at in np.flatnonzero(front.fresh).tolist():
-            if not at & 63 and time.perf_counter() > deadline:
-                raise OutOfTimeError("The chain search ran out of time.")
-            near = self._near(begin, at, end, stage, caps[0][stage])
+            if self._pairs_left < 0 or (not at & 63 and time.perf_counter() > deadline):
+                raise OutOfTimeError("The chain search ran out of time or pairs.")
+            near = self._near(begin, at, end, stage, caps[0][stage], open_rows)
             column = np.ascontiguousarray(inside[:, at])
-            cost = self._cost(begin, at, column, end, near, member, stage, caps, by_sum)
-            value = front.value[at] + cost if by_sum else np.maximum(front.value[at], cost)
+            cost = self._cost(begin, at, column, end, near, member, stage, caps, goal)
+            before = front.value[at]
+            value = np.maximum(before, cost) if goal == "bottleneck" else before + cost
             better = value < best[near]
+            if open_rows is not None:
+                open_rows[near[better]] = False
             best[near[better]] = value[better]
             parent[near[better]] = at
         kept = np.flatnonzero(np.isfinite(best))
@@ -116,7 +128,13 @@ class ChainSearch:
         return _Front(rows[kept], best[kept], parent[kept], fresh[kept])
 
     def _near(
-        self, begin: Family, at: int, end: Family, stage: int, cap: float
+        self,
+        begin: Family,
+        at: int,
+        end: Family,
+        stage: int,
+        cap: float,
+        wanted: NDArray[np.bool_] | None,
     ) -> NDArray[np.intp]:
         """Lists the ideals of the next front that contain one and may be a stage away."""
         resource = self._instance.objective
@@ -127,7 +145,10 @@ class ChainSearch:
         # A tensor cut on one side only is paid in full.
         jump = np.abs(end.sums[0].touch[low:high] - begin.sums[0].touch[at])
         within = fixed[low:high] - start + jump <= cap / resource.scale[stage] + slack
+        if wanted is not None:
+            within &= wanted[low:high]
         near = low + np.flatnonzero(within)
+        self._pairs_left -= PAIRS_PER_ROW + len(within)
         ours = begin.words[:, at]
         for word in np.flatnonzero(ours):
             near = near[(end.words[word, near] & ours[word]) == ours[word]]
@@ -145,7 +166,7 @@ class ChainSearch:
         member: NDArray[np.uint8],
         stage: int,
         caps: list[FloatArray],
-        by_sum: bool,
+        goal: Goal,
     ) -> FloatArray:
         """Prices the stages; infinite where one is above a cap."""
         result = np.zeros(len(near))
@@ -155,7 +176,7 @@ class ChainSearch:
             fixed, held = pricer.stage(begin, at, inside, end, near, member)
             cost = resource.price(stage, fixed, held)
             allowed &= cost <= cap[stage]
-            if pricer.index == (len(caps) - 1 if by_sum else 0):
+            if goal != "any" and pricer.index == (len(caps) - 1 if goal == "sum" else 0):
                 result = cost
         return np.where(allowed, result, np.inf)
 

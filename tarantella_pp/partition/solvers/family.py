@@ -145,19 +145,26 @@ class Pricer:
         held += at.receive_held[row]
         if not len(terms):
             return fixed, held
-        counts = np.add.reduceat(inside[self.flat], self.starts, dtype=np.int64)
-        for t in np.flatnonzero((counts > 0) & (counts < self.sizes)).tolist():
+        # Which tensors are cut, and how many of their pins lie outside.
+        absent = 1 - inside[self.flat].astype(np.int64)
+        outside = np.add.reduceat(absent, self.starts)
+        producer = terms.producer
+        live = (producer == ANY) | ((producer != INPUT) & (inside[producer] > 0))
+        cut = (outside > 0) & (outside < self.sizes)
+        lone = np.flatnonzero(cut & (outside == 1))
+        if len(lone):
+            # One pin left: the tensor stays cut where that pin stays out, and is then missed.
+            last = np.add.reduceat(absent * self.flat, self.starts)[lone]
+            missing = 1.0 - member[last[:, None], rows[None, :]]
+            fixed -= (2 * terms.touch[lone] + terms.receive[lone] * live[lone]) @ missing
+            held -= (terms.receive_held[lone] * live[lone]) @ missing
+        for t in np.flatnonzero(cut & (outside > 1)).tolist():
             rest = np.array([pin for pin in terms.pins[t] if not inside[pin]])
-            if len(rest) == 1:
-                both = 1 - member[rest[0], rows]
-                missed = both
-            else:
-                more = member[np.ix_(rest, rows)].sum(axis=0, dtype=np.int64)
-                both, missed = more < len(rest), more == 0
+            more = member[rest[:, None], rows[None, :]].sum(axis=0, dtype=np.int64)
+            both, missed = more < len(rest), more == 0
             if terms.touch[t]:
                 fixed -= terms.touch[t] * both + terms.touch[t] * missed
-            producer = terms.producer[t]
-            if producer == ANY or (producer != INPUT and inside[producer]):
+            if live[t]:
                 fixed -= terms.receive[t] * missed
                 held -= terms.receive_held[t] * missed
         return fixed, held

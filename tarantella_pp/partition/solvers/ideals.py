@@ -23,12 +23,14 @@ class Lattice:
 
     Attributes:
         words: Bit sets, shape `(words, ideals)`; the empty ideal first, the full one last.
+        size: Number of nodes of each ideal.
         source: Ideal before each step, steps ordered by the ideal they lead to.
         target: Ideal after each step.
         node: Node that the step adds.
     """
 
     words: Words
+    size: NDArray[np.int32]
     source: NDArray[np.int32]
     target: NDArray[np.int32]
     node: NDArray[np.int32]
@@ -57,6 +59,7 @@ def enumerate_ideals(instance: Instance, limit: int, *, steps: bool = False) -> 
     n, width = instance.num_nodes, max(1, (instance.num_nodes + 63) // 64)
     limit = min(limit, MEMORY_LIMIT // (8 * width))
     words = np.zeros((width, 1024), np.uint64)
+    size = np.zeros(1, np.int32)
     count = 1
     walk = _Steps() if steps else None
     for node in range(n):
@@ -70,13 +73,14 @@ def enumerate_ideals(instance: Instance, limit: int, *, steps: bool = False) -> 
         if total > words.shape[1]:
             words = np.concatenate([words, np.zeros((width, total), np.uint64)], axis=1)
         words[:, count:total] = words[:, grown]
+        size = np.concatenate([size, size[grown] + 1])
         words[node >> 6, count:total] |= np.uint64(1 << (node & 63))
         if walk is not None:
             walk.insert(node, grown, count)
         count = total
     empty = np.zeros(0, np.int32)
     source, target, added = walk.arrays() if walk is not None else (empty, empty, empty)
-    return Lattice(words[:, :count], source, target, added)
+    return Lattice(words[:, :count], size, source, target, added)
 
 
 class _Steps:
@@ -159,14 +163,17 @@ def pack(member: NDArray[np.bool_]) -> Words:
     width = max(1, (n + 63) // 64)
     padded = np.zeros((64 * width, count), bool)
     padded[:n] = member
-    packed = np.packbits(padded.T, axis=1, bitorder="little")
+    packed = np.ascontiguousarray(np.packbits(padded.T, axis=1, bitorder="little"))
     return np.ascontiguousarray(packed.view(np.uint64).T)
 
 
 def unpack(words: Words, num_nodes: int) -> NDArray[np.uint8]:
     """Unpacks words into membership tables of 0 and 1, shape `(nodes, ideals)`."""
-    rows = np.ascontiguousarray(words.T).view(np.uint8)
-    return np.ascontiguousarray(np.unpackbits(rows, axis=1, bitorder="little")[:, :num_nodes].T)
+    member = np.empty((num_nodes, words.shape[1]), np.uint8)
+    one = np.uint64(1)
+    for node in range(num_nodes):
+        member[node] = (words[node >> 6] >> np.uint64(node & 63)) & one
+    return member
 
 
 @dataclass(frozen=True, eq=False, slots=True)

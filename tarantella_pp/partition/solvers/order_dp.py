@@ -25,28 +25,31 @@ class OrderDP:
         self._max_cuts = max_cuts
         self._layouts = [_Layout(resource.terms) for resource in instance.resources]
 
-    def solve(self, order: IntArray) -> tuple[float, IntArray]:
+    def solve(self, order: IntArray, capacity: float | None = None) -> tuple[float, IntArray]:
         """Cuts one order.
 
         Args:
             order: The nodes in a topological order.
+            capacity: Where given, the sum of the last resource is minimised instead, and no
+                stage may have a larger objective than this.
 
         Returns:
-            The bottleneck (infinite: no cuts keep the limits) and the stage of each node.
+            The bottleneck or the sum (infinite: no cuts keep the limits), and the stage of each
+            node.
         """
         n = len(order)
         position = np.empty(n, np.int64)
         position[order] = np.arange(n)
         if n < self._max_cuts:
-            return self._cut(order, position, np.arange(n + 1))
+            return self._cut(order, position, np.arange(n + 1), capacity)
         cuts = self._thin(order, position)
-        value, stages = self._cut(order, position, cuts)
+        value, stages = self._cut(order, position, cuts, capacity)
         if np.isfinite(value):
             bounds = np.searchsorted(stages[order], np.arange(1, self._instance.num_stages))
             reach = self._max_cuts // (2 * self._instance.num_stages) + 1
             near = (bounds[:, None] + np.arange(-reach, reach + 1)[None, :]).ravel()
             cuts = np.unique(np.concatenate([[0, n], near[(near >= 0) & (near <= n)]]))
-            finer = self._cut(order, position, cuts)
+            finer = self._cut(order, position, cuts, capacity)
             value, stages = min((value, stages), finer, key=lambda pair: pair[0])
         return value, stages
 
@@ -63,14 +66,17 @@ class OrderDP:
         first = best[np.flatnonzero(np.diff(slices[best], prepend=-1))]
         return np.unique(np.concatenate([[0], first + 1, [n]]))
 
-    def _cut(self, order: IntArray, position: IntArray, cuts: IntArray) -> tuple[float, IntArray]:
-        costs = self._stage_costs(order, position, cuts)
+    def _cut(
+        self, order: IntArray, position: IntArray, cuts: IntArray, capacity: float | None
+    ) -> tuple[float, IntArray]:
+        costs = self._stage_costs(order, position, cuts, capacity)
         count, S = len(cuts), self._instance.num_stages
         best = np.full(count, np.inf)
         best[0] = 0.0
         parents = []
         for stage in range(S):
-            reached = np.maximum(best[:, None], costs(stage))
+            cost = costs(stage)
+            reached = np.maximum(best[:, None], cost) if capacity is None else best[:, None] + cost
             parent = reached.argmin(axis=0)
             best = reached[parent, np.arange(count)]
             parents.append(parent)
@@ -82,7 +88,9 @@ class OrderDP:
             at = begin
         return float(best[-1]), stages
 
-    def _stage_costs(self, order: IntArray, position: IntArray, cuts: IntArray) -> StageCosts:
+    def _stage_costs(
+        self, order: IntArray, position: IntArray, cuts: IntArray, capacity: float | None
+    ) -> StageCosts:
         tables = []
         backward = np.tril(
             np.ones((len(cuts), len(cuts)), bool), 0 if self._instance.strict else -1
@@ -93,14 +101,19 @@ class OrderDP:
             fixed, held = layout.add(fixed, held, position, cuts)
             fixed[backward] = np.inf
             tables.append((resource, fixed, held))
-        return StageCosts(tables)
+        return StageCosts(tables, capacity)
 
 
 class StageCosts:
     """Costs of all stages between two cuts, `(cuts, cuts)`; infinite where not allowed."""
 
-    def __init__(self, tables: list[tuple[Resource, FloatArray, FloatArray | None]]) -> None:
+    def __init__(
+        self,
+        tables: list[tuple[Resource, FloatArray, FloatArray | None]],
+        capacity: float | None = None,
+    ) -> None:
         self._tables = tables
+        self._capacity = capacity
         self._same = all(resource.uniform for resource, _, _ in tables)
         self._known: FloatArray | None = None
 
@@ -108,18 +121,22 @@ class StageCosts:
         """Returns the table of one stage."""
         if self._known is not None:
             return self._known
-        objective: FloatArray | None = None
-        for resource, fixed, held in self._tables:
+        costs, allowed = [], None
+        for index, (resource, fixed, held) in enumerate(self._tables):
             cost = fixed if held is None else fixed + resource.factor[stage] * held
             if resource.scale[stage] != 1.0:
                 cost = resource.scale[stage] * cost
-            first = cost if objective is None else objective
             cap = resource.cap[stage]
-            objective = first if np.isinf(cap) else np.where(cost <= cap, first, np.inf)
-        if objective is None:
-            raise IndexError("An instance has at least one resource.")
-        self._known = objective if self._same else None
-        return objective
+            if index == 0 and self._capacity is not None:
+                cap = min(cap, self._capacity)
+            if np.isfinite(cap):
+                within = cost <= cap
+                allowed = within if allowed is None else allowed & within
+            costs.append(cost)
+        wanted = costs[0] if self._capacity is None else costs[-1]
+        table = wanted if allowed is None else np.where(allowed, wanted, np.inf)
+        self._known = table if self._same else None
+        return table
 
 
 def _differences(weights: FloatArray, order: IntArray, cuts: IntArray) -> FloatArray:

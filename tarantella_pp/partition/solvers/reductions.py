@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import networkx as nx
 import numpy as np
 
 from tarantella_pp.errors import GraphError
 from tarantella_pp.partition.problem import IntArray, Problem, weighted_counts
+from tarantella_pp.partition.solvers.contract import strong_owners
 from tarantella_pp.partition.solvers.instance import Instance, Resource, Terms, topological
 from tarantella_pp.partition.solvers.joins import Draft, Joiner
 
 
-def reduce_problem(problem: Problem, *, together: bool = True) -> Instance:
+def reduce_problem(problem: Problem, *, together: bool = True, join: bool = True) -> Instance:
     """Fuses what must share a stage, joins what may share one, and drops what costs nothing.
 
     Args:
         problem: The problem.
         together: Whether nodes of a group must share a stage; False prices the groups.
+        join: Whether nodes that cost nothing may be joined to others or left out.
 
     Returns:
         The reduced instance; its optimum is that of the problem.
@@ -31,10 +31,12 @@ def reduce_problem(problem: Problem, *, together: bool = True) -> Instance:
     rank = _ranks(n, edges)
     owner = np.arange(n)
     if together and problem.groups:
-        owner = _fuse(n, edges, problem.groups)
+        owner = strong_owners(n, edges.tolist(), problem.groups)
     elif problem.groups:
         edges = np.vstack([edges, *(_holder_edges(g, rank) for g in problem.groups)])
-    joiner = Joiner(owner, edges, _drafts(problem, rank, together), strict=problem.exactly)
+    joiner = Joiner(
+        owner, edges, _drafts(problem, rank, together), strict=problem.exactly or not join
+    )
     joiner.run()
     return _instance(problem, joiner, rank)
 
@@ -84,20 +86,6 @@ def _adjacency(n: int, edges: IntArray) -> tuple[list[list[int]], list[list[int]
         preds[after].append(before)
         succs[before].append(after)
     return preds, succs
-
-
-def _fuse(n: int, edges: IntArray, groups: Iterable[tuple[int, ...]]) -> IntArray:
-    """Names for each node the one that stands for all that must share its stage."""
-    graph = nx.DiGraph()
-    graph.add_nodes_from(range(n))
-    graph.add_edges_from(edges.tolist())
-    for group in groups:
-        # A ring makes the group one strong component, with whatever lies between its members.
-        graph.add_edges_from(zip(group, (*group[1:], group[0]), strict=True) if group else ())
-    owner = np.arange(n)
-    for component in nx.strongly_connected_components(graph):
-        owner[list(component)] = min(component)
-    return owner
 
 
 def _holder_edges(group: tuple[int, ...], rank: IntArray) -> IntArray:
@@ -172,3 +160,17 @@ def expand(problem: Problem, instance: Instance, stages: IntArray) -> IntArray:
             if place[node] < 0 and preds[node]:
                 full[node] = max(full[before] for before in preds[node])
     return full.astype(np.int64)
+
+
+def cut_tensors(problem: Problem) -> list[tuple[tuple[int, ...], float]]:
+    """Lists what cuts cost, to break ties: comm, or bytes where no tensor has comm.
+
+    Args:
+        problem: The problem.
+
+    Returns:
+        The nodes and the cost of each tensor that costs something.
+    """
+    by_comm = any(tensor.comm for tensor in problem.tensors)
+    costs = [(t.nodes, t.comm if by_comm else t.bytes) for t in problem.tensors]
+    return [(nodes, cost) for nodes, cost in costs if cost > 0 and len(nodes) > 1]

@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import numpy as np
 
 from tarantella_pp.errors import PlanError
-from tarantella_pp.partition.certificate import Certificate, Solution
+from tarantella_pp.partition.certificate import TOLERANCE, Certificate, Solution
 from tarantella_pp.partition.problem import IntArray, Problem
-from tarantella_pp.partition.solvers.balance import solve_balance
-from tarantella_pp.partition.solvers.bounds import simple_bound
-from tarantella_pp.partition.solvers.chain import ChainSearch
-from tarantella_pp.partition.solvers.family import Family
-from tarantella_pp.partition.solvers.ideals import enumerate_ideals
-from tarantella_pp.partition.solvers.instance import Instance
-from tarantella_pp.partition.solvers.order_dp import OrderDP
-from tarantella_pp.partition.solvers.orders import starting_orders
 from tarantella_pp.partition.solvers.reductions import expand, reduce_problem
-
-MAX_IDEALS = 400_000
+from tarantella_pp.partition.solvers.search import Found, search
+from tarantella_pp.partition.solvers.ties import break_ties
 
 
 def solve(problem: Problem, *, time_budget: float = 30.0) -> Solution:
     """Partitions a graph into the stages of a pipeline.
+
+    Where the down-sets of the graph can be listed the plan is exactly optimal over all
+    topological orders, and the same on every call and machine. Elsewhere it is the best found
+    within the time budget, with a proven bound; such plans may differ from run to run, so make
+    them once and hand them around.
+
+    Among plans of equal value those that cut less (comm, or bytes where nothing has comm) are
+    preferred, as far as they can be listed.
 
     Args:
         problem: The graph, the objective and the limits.
@@ -33,44 +34,82 @@ def solve(problem: Problem, *, time_budget: float = 30.0) -> Solution:
         The plan and its certificate.
 
     Raises:
-        PlanError: No plan keeps the limits.
+        PlanError: No plan keeps the limits, or has a node for each stage; the message names the
+            smallest limit that works.
         GraphError: The precedence has a cycle.
     """
     started = time.perf_counter()
     deadline = started + time_budget
-    instance = reduce_problem(problem)
-    stages, lower, method = _solve(instance, deadline)
-    if stages is None:
-        raise PlanError("no plan")
-    assignment = expand(problem, instance, stages)
+    if problem.num_nodes == 0:
+        raise PlanError("There is nothing to partition: the graph has no nodes.")
+    if problem.exactly and problem.num_nodes < problem.num_stages:
+        raise PlanError(
+            f"{problem.num_stages} stages need as many nodes, and the graph has "
+            f"{problem.num_nodes}. Ask for fewer stages."
+        )
+    if problem.groups and problem.tied == "free":
+        found, assignment = _tied_free(problem, deadline)
+    else:
+        found, assignment = _plan(problem, deadline, together=True)
+    if assignment is None:
+        raise PlanError(_refusal(problem, found, deadline))
     value = problem.evaluate(assignment).value
     seconds = time.perf_counter() - started
-    certificate = Certificate.of(value, lower, method, seconds)
+    certificate = Certificate.of(value, found.lower_bound, found.method, seconds)
     return Solution(tuple(assignment.tolist()), certificate)
 
 
-def _solve(instance: Instance, deadline: float) -> tuple[IntArray | None, float, str]:
-    lower = simple_bound(instance)
-    dp = OrderDP(instance)
-    value, best = np.inf, None
-    for order in starting_orders(instance):
-        new, stages = dp.solve(order)
-        if new < value:
-            value, best = new, stages
-    if value <= lower * (1 + 1e-10):
-        return best, lower, "order DP"
-    lattice = enumerate_ideals(instance, MAX_IDEALS, steps=instance.additive)
-    if lattice is None:
-        return best, lower, "order DP"
-    if instance.additive and not instance.strict:
-        total = float(instance.objective.node_costs().max(axis=0).sum())
-        result = solve_balance(instance, lattice, lower, min(value, total), deadline)
+def _plan(problem: Problem, deadline: float, *, together: bool) -> tuple[Found, IntArray | None]:
+    """Solves a problem with its groups fused or priced."""
+    instance = reduce_problem(problem, together=together)
+    if problem.exactly and instance.num_nodes < problem.num_stages:
+        return Found(None, np.inf, "too few nodes apart", True), None
+    found = search(instance, deadline)
+    if found.stages is None:
+        return found, None
+    assignment = expand(problem, instance, found.stages)
+    return found, break_ties(problem, assignment, deadline, together=together)
+
+
+def _tied_free(problem: Problem, deadline: float) -> tuple[Found, IntArray | None]:
+    """Prefers the plan that keeps groups together, where that costs nothing."""
+    free, apart = _plan(problem, deadline, together=False)
+    tied, close = _plan(problem, deadline, together=True)
+    bound = replace(tied, lower_bound=min(free.lower_bound, tied.lower_bound))
+    if apart is None or close is None:
+        return (bound, close) if apart is None else (free, apart)
+    ours, theirs = problem.evaluate(close).value, problem.evaluate(apart).value
+    return (bound, close) if ours <= theirs * (1 + TOLERANCE) else (free, apart)
+
+
+def _refusal(problem: Problem, found: Found, deadline: float) -> str:
+    """Says which limit would work."""
+    S = problem.num_stages
+    relaxed = replace(problem, objective="memory", memory_limit=None)
+    instance = reduce_problem(relaxed, together=problem.tied == "together")
+    if problem.limits is None or (instance.num_nodes < S and problem.exactly):
         return (
-            (result.stages if result.stages is not None else best),
-            result.lower_bound,
-            f"assembly-line DP, {lattice.count} ideals",
+            f"No plan has a node on each of {S} stages: only {instance.num_nodes} groups of "
+            "nodes can be told apart. Ask for fewer stages."
         )
-    found = ChainSearch(Family(instance, lattice.words)).run(value * (1 - 1e-12), deadline)
-    if found is None:
-        return best, value, f"chain DP, {lattice.count} ideals"
-    return found[1], found[0], f"chain DP, {lattice.count} ideals"
+    level = (problem.limits == problem.limits[0]).all()
+    if not level:
+        objective = replace(instance.objective, scale=1 / problem.limits)
+        instance = instance.with_objective(objective)
+    best = search(instance, max(deadline, time.perf_counter() + 1.0))
+    if best.stages is None:
+        return f"No plan of {S} stages was found within the time budget."
+    value = instance.value(best.stages)
+    proven = best.lower_bound * (1 + TOLERANCE) >= value
+    known = "smallest that works" if proven else "smallest found to work"
+    proof = "No plan" if found.exhausted else "No plan was found that"
+    if level:
+        limit = problem.limits[0]
+        advice = f"The {known} is {value:.0f} bytes, {100 * (value / limit - 1):.3g} % more."
+    else:
+        advice = f"The {known} is {value:.6g} times these limits."
+    return (
+        f"{proof} of {S} stages keeps the memory limit. Received: "
+        f"memory_limit={problem.memory_limit}. {advice} More stages, more micro-batches of a "
+        "smaller size or recomputation need less."
+    )

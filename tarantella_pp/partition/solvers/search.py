@@ -1,0 +1,136 @@
+"""One instance, from the first plan to the proof: which solver runs when."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from tarantella_pp.partition.problem import IntArray
+from tarantella_pp.partition.solvers.balance import solve_balance
+from tarantella_pp.partition.solvers.bounds import simple_bound
+from tarantella_pp.partition.solvers.chain import ChainSearch, OutOfTimeError
+from tarantella_pp.partition.solvers.contract import fuse_uncuttable
+from tarantella_pp.partition.solvers.family import Family
+from tarantella_pp.partition.solvers.ideals import Lattice, enumerate_ideals
+from tarantella_pp.partition.solvers.instance import Instance
+from tarantella_pp.partition.solvers.local_search import improve, spread, start
+from tarantella_pp.partition.solvers.order_dp import OrderDP
+
+#: Ideals listed at most; beyond them plans are searched for and bounded.
+MAX_IDEALS = 600_000
+#: Values closer than this (relative) are the same.
+EQUAL = 1e-11
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Found:
+    """What a search found and proved.
+
+    Attributes:
+        stages: Stage of each node of the instance, or None.
+        lower_bound: No plan has a smaller bottleneck.
+        method: How, in words.
+        exhausted: Whether the absence of a plan is proven, where there is none.
+    """
+
+    stages: IntArray | None
+    lower_bound: float
+    method: str
+    exhausted: bool = False
+
+
+def search(instance: Instance, deadline: float) -> Found:
+    """Finds the best plan of an instance.
+
+    Args:
+        instance: The instance.
+        deadline: `time.perf_counter()` at which to hand back the best found.
+
+    Returns:
+        The plan and what is proven.
+    """
+    lower = simple_bound(instance)
+    if instance.num_stages == 1:
+        whole: IntArray = np.zeros(instance.num_nodes, np.int64)
+        alone = instance.value(whole)
+        return Found(whole if np.isfinite(alone) else None, alone, "one stage", True)
+    orders = OrderDP(instance)
+    value, stages = start(instance, orders, lower)
+    if value <= lower * (1 + EQUAL):
+        return Found(stages, lower, "order DP meets the bound")
+    try:
+        found = _exact(instance, lower, value, stages, deadline)
+    except OutOfTimeError:
+        found = None
+    if found is not None:
+        return found
+    value, stages, lower = improve(instance, orders, stages, lower, deadline)
+    return Found(stages, lower, "order DP, local search and bounds")
+
+
+def _exact(
+    instance: Instance, lower: float, value: float, stages: IntArray | None, deadline: float
+) -> Found | None:
+    """Solves an instance whose ideals can be listed; None where they cannot."""
+    if instance.additive:
+        lattice = enumerate_ideals(instance, MAX_IDEALS, steps=True)
+        if lattice is None:
+            return None
+        found = _balance(instance, lattice, lower, value, stages, deadline)
+        if found.stages is None or not instance.strict:
+            return found
+        spreaded = spread(instance, found.stages)
+        best = min(instance.value(spreaded), value)
+        if best <= found.lower_bound * (1 + EQUAL):
+            better = instance.value(spreaded) <= value
+            return replace(found, stages=spreaded if better else stages)
+        if instance.value(spreaded) < value:
+            value, stages = instance.value(spreaded), spreaded
+        return _chains(instance, lattice, found.lower_bound, value, stages, deadline)
+    small, place = instance, np.arange(instance.num_nodes)
+    if np.isfinite(value):
+        small, place = fuse_uncuttable(instance, value)
+        lower = max(lower, min(simple_bound(small), value))
+    lattice = enumerate_ideals(small, MAX_IDEALS)
+    if lattice is None:
+        return None
+    found = _chains(small, lattice, lower, value, None, deadline)
+    # Only better plans are looked for among the fused nodes; without one, ours is the best.
+    return replace(found, stages=stages if found.stages is None else found.stages[place])
+
+
+def _balance(
+    instance: Instance,
+    lattice: Lattice,
+    lower: float,
+    value: float,
+    stages: IntArray | None,
+    deadline: float,
+) -> Found:
+    most = float(instance.objective.node_costs().max(axis=0).sum()) * (1 + 1e-9)
+    loose = replace(instance, strict=False)
+    result = solve_balance(loose, lattice, lower, min(value, most), deadline)
+    method = f"assembly-line DP, {lattice.count} ideals"
+    best = stages if result.stages is None else result.stages
+    return Found(best, result.lower_bound, method, True)
+
+
+def _chains(
+    instance: Instance,
+    lattice: Lattice,
+    lower: float,
+    value: float,
+    stages: IntArray | None,
+    deadline: float,
+) -> Found:
+    chains = ChainSearch(Family(instance, lattice.words))
+    method = f"chain DP, {lattice.count} ideals"
+    # Whether anything better exists is often quickly refuted; the best is sought only if so.
+    better = chains.run(value * (1 - EQUAL), deadline, goal="any")
+    if better is None:
+        return Found(stages, value, method, True)
+    value = instance.value(better[1])
+    best = chains.run(value * (1 + EQUAL), deadline)
+    stages = better[1] if best is None else best[1]
+    return Found(stages, instance.value(stages), method, True)

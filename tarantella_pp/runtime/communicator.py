@@ -99,7 +99,7 @@ class Communicator:
     def allreduce(self, array: NDArray[Any], op: str = "sum") -> None:
         """Overwrites an array with the combination of the arrays of all ranks.
 
-        Elements of 16 bits or fewer are combined in float32.
+        Floats of 16 bits or fewer are combined in float32; sums of small integers wrap around.
 
         Args:
             array: Writable array of the same shape and dtype on every rank.

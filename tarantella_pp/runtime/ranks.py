@@ -34,7 +34,7 @@ class RankCommunicator(Communicator):
     def __init__(self, mpi: Any, comm: Any, limits: Limits) -> None:
         self.rank = comm.Get_rank()
         self.size = comm.Get_size()
-        self.largest_tag = int(comm.Get_attr(mpi.TAG_UB))
+        self.largest_tag = int(mpi.COMM_WORLD.Get_attr(mpi.TAG_UB))
         self.recorder = FlightRecorder()
         self._mpi = mpi
         self._comm = comm
@@ -91,8 +91,7 @@ class RankCommunicator(Communicator):
         operation = {"sum": self._mpi.SUM, "max": self._mpi.MAX, "min": self._mpi.MIN}.get(op)
         if operation is None:
             raise CommunicationError(f'op is "sum", "max" or "min". Received: op={op!r}')
-        narrow = array.dtype.kind not in "iufc" or array.dtype == np.float16
-        buffer = np.ascontiguousarray(array, np.float32 if narrow else array.dtype)
+        buffer = np.ascontiguousarray(array, _dtype_to_combine(array.dtype))
         for piece in pieces(buffer.reshape(-1)):
             request = self._comm.Iallreduce(self._mpi.IN_PLACE, piece, operation)
             self._run(f"allreduce ({op})", request)
@@ -174,6 +173,13 @@ class RankCommunicator(Communicator):
                 f"A tag is a number from 0 to {self.largest_tag}, the limit of this MPI. "
                 f"Received: tag={tag} for {label or 'a message'}"
             )
+
+
+def _dtype_to_combine(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Returns in which dtype ranks combine: MPI has no bfloat16, and some saturate small ints."""
+    if dtype.itemsize > 2:
+        return dtype
+    return np.dtype(np.int32 if dtype.kind in "iub" else np.float32)
 
 
 def _encode(value: Any) -> NDArray[np.uint8]:

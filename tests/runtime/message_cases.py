@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 import traceback
-import warnings
 from collections.abc import Callable
 
 import numpy as np
@@ -50,10 +49,10 @@ def array_of(shape: tuple[int, ...], dtype: str, seed: int) -> np.ndarray:
     return np.asarray(data).astype(kind)
 
 
-def same(one: np.ndarray, other: np.ndarray) -> None:
+def same(one: np.ndarray, other: np.ndarray, about: str = "") -> None:
     assert one.dtype == other.dtype
     assert one.shape == other.shape
-    assert one.tobytes() == other.tobytes()
+    assert one.tobytes() == other.tobytes(), f"{about}: {one} is not {other}"
 
 
 def raised(function: Callable[[], object]) -> str:
@@ -235,10 +234,10 @@ def allreduce_as_numpy_does(ranks: Communicator) -> None:
             for op, function in numpy_op.items():
                 array = everyone[ranks.rank].copy()
                 ranks.allreduce(array, op)
-                wide = np.stack([one.astype(np.float64) for one in everyone])
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")
-                    same(array, np.asarray(function(wide, axis=0)).astype(array.dtype))
+                wide = np.int64 if everyone[0].dtype.kind in "iub" else np.float64
+                stack = np.stack([one.astype(wide) for one in everyone])
+                expected = np.asarray(function(stack, axis=0)).astype(array.dtype)
+                same(array, expected, f"{op} of {dtype}{shape}")
     array = np.full((4, 3), 1 + 2j * ranks.rank)
     ranks.allreduce(array.T)
     assert (array == ranks.size + 1j * ranks.size * (ranks.size - 1)).all()

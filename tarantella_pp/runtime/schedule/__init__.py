@@ -17,6 +17,11 @@ from tarantella_pp.runtime.schedule.actions import (
     parse_action,
 )
 from tarantella_pp.runtime.schedule.catalogue import SCHEDULE_NAMES, Backward, make_schedule
+from tarantella_pp.runtime.schedule.closed_forms import (
+    bubble_fraction,
+    in_flight_bounds,
+    speed_up_bound,
+)
 from tarantella_pp.runtime.schedule.costs import Costs, LinkCosts, StageCosts
 from tarantella_pp.runtime.schedule.lowering import lower
 from tarantella_pp.runtime.schedule.schedule import Schedule
@@ -41,9 +46,12 @@ __all__ = [
     "StageCosts",
     "Timeline",
     "Transfer",
+    "bubble_fraction",
+    "in_flight_bounds",
     "lower",
     "make_schedule",
     "parse_action",
     "simulate",
+    "speed_up_bound",
     "validate",
 ]

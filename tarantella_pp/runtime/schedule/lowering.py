@@ -71,6 +71,7 @@ def _program(schedule: Schedule, own: Sequence[Action], routes: Routes) -> list[
 def _transfers(
     action: Compute, pairs: Iterable[Link], operation: Operation, placement: Sequence[int]
 ) -> list[Transfer]:
+    """Returns one end of the messages of a computation that cross ranks."""
     direction: Direction = "F" if action.kind == "F" else "B"
     return [
         Transfer(source, target, operation, direction, action.micro_batch)

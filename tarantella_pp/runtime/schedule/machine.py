@@ -74,6 +74,7 @@ class Machine:
         """Is called when a receive gets through."""
 
     def _walk(self, rank: int) -> None:
+        """Lets one rank go as far as it can, and notes for what it waits then."""
         program = self.programs[rank]
         while self.position[rank] < len(program):
             action = program[self.position[rank]]
@@ -110,6 +111,7 @@ class Machine:
         return None
 
     def _enter_exchange(self, rank: int) -> None:
+        """Posts the receives up to the next computation."""
         program = self.programs[rank]
         for index in range(self.position[rank], len(program)):
             action = program[index]
@@ -119,11 +121,13 @@ class Machine:
                 self._post(rank, action)
 
     def _post(self, rank: int, receive: Transfer) -> None:
+        """Posts a receive and wakes its sender."""
         self._posted.add(receive.message)
         self.post(rank, receive.message)
         self._wake(receive.message)
 
     def _wake(self, message: Message) -> None:
+        """Lets the rank go on that waits for a message, if there is one."""
         rank = self._waiting.pop(message, None)
         if rank is not None:
             self._runnable.append(rank)

@@ -111,6 +111,7 @@ class Schedule:
 
     @cached_property
     def _in_flight(self) -> tuple[int, ...]:
+        """The peak of each stage."""
         held, peak = [0] * self.num_stages, [0] * self.num_stages
         if self.has_backward:
             releases = self.releases
@@ -174,4 +175,5 @@ class Schedule:
 
 
 def _links_to_text(links: Iterable[Link]) -> str:
+    """Writes links as `from_text` reads them."""
     return " ".join(f"{source}>{target}" for source, target in links)

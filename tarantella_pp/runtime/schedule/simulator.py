@@ -68,14 +68,17 @@ class _ClockedMachine(Machine):
         super().__init__(schedule.actions, blocking=blocking)
 
     def compute(self, rank: int, action: Compute) -> None:
+        """Lets a computation take its seconds."""
         start = self._clock[rank]
         self._clock[rank] = end = start + self._seconds[action.stage][action.kind]
         self.events[rank].append(Event(rank, start, end, action))
 
     def post(self, rank: int, message: Message) -> None:
+        """Notes when a receive is posted, for sends that wait for it."""
         self._posted_at[message] = self._clock[rank]
 
     def send(self, rank: int, action: Transfer) -> None:
+        """Puts a message on its way, behind the earlier ones of its channel."""
         start = self._clock[rank]
         end = start + self._costs.send_seconds
         channel = (rank, self._placement[action.target])
@@ -89,6 +92,7 @@ class _ClockedMachine(Machine):
         self.events[rank].append(Event(rank, start, end, action))
 
     def receive(self, rank: int, action: Transfer) -> None:
+        """Waits until a message has arrived."""
         start = self._clock[rank]
         end = max(start, self._arrival[action.message]) + self._costs.receive_seconds
         self._clock[rank] = end

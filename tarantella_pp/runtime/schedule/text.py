@@ -103,6 +103,7 @@ def _fields(
 
 
 def _actions(number: int, value: str) -> tuple[Action, ...]:
+    """Reads the actions of one rank."""
     try:
         return tuple(parse_action(word) for word in value.split())
     except ScheduleError as error:
@@ -110,6 +111,7 @@ def _actions(number: int, value: str) -> tuple[Action, ...]:
 
 
 def _number(header: Mapping[str, tuple[int, str]], key: str, default: int) -> int:
+    """Reads a header line of one number."""
     if key not in header:
         return default
     number, value = header[key]
@@ -120,6 +122,7 @@ def _number(header: Mapping[str, tuple[int, str]], key: str, default: int) -> in
 
 
 def _numbers(number: int, value: str) -> list[int]:
+    """Reads whole numbers."""
     words = value.split()
     if not all(word.isdecimal() for word in words):
         raise _error(number, "expected whole numbers", value)
@@ -127,6 +130,7 @@ def _numbers(number: int, value: str) -> list[int]:
 
 
 def _links(header: Mapping[str, tuple[int, str]], key: str) -> tuple[Link, ...] | None:
+    """Reads a header line of links."""
     if key not in header:
         return None
     number, value = header[key]
@@ -140,4 +144,5 @@ def _links(header: Mapping[str, tuple[int, str]], key: str) -> tuple[Link, ...] 
 
 
 def _error(number: int, expected: str, received: str) -> ScheduleError:
+    """Makes the error that names a line."""
     return ScheduleError(f"Line {number} of the schedule: {expected}. Received: {received!r}")

@@ -1,36 +1,21 @@
 from __future__ import annotations
 
+from fractions import Fraction
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from schedule_strategies import lowered_schedules, schedules
 
 from tarantella_pp.errors import ScheduleError
-from tarantella_pp.runtime.schedule import SCHEDULE_NAMES, Schedule, lower, make_schedule, validate
-
-
-@st.composite
-def schedules(draw, names=SCHEDULE_NAMES) -> Schedule:
-    name = draw(st.sampled_from(names))
-    num_stages = draw(st.integers(1, 6))
-    divisors = [ranks for ranks in range(1, num_stages + 1) if num_stages % ranks == 0]
-    backward = draw(st.sampled_from(["fused", "split"])) if name[:2] not in ("zb", "fo") else None
-    return make_schedule(
-        name,
-        num_stages,
-        draw(st.integers(1, 12)),
-        draw(st.sampled_from(divisors)),
-        backward=backward,
-    )
-
-
-@st.composite
-def linked(draw) -> Schedule:
-    schedule = draw(schedules())
-    stages = range(schedule.num_stages)
-    every = [(source, target) for target in stages for source in range(target)]
-    links = draw(st.lists(st.sampled_from(every), unique=True)) if every else []
-    gradient_links = draw(st.lists(st.sampled_from(links), unique=True)) if links else []
-    return lower(schedule, links, gradient_links)
+from tarantella_pp.runtime.schedule import (
+    bubble_fraction,
+    in_flight_bounds,
+    lower,
+    make_schedule,
+    speed_up_bound,
+    validate,
+)
 
 
 @given(schedules())
@@ -40,7 +25,7 @@ def test_every_schedule_of_a_chain_is_legal(schedule):
     assert [list(lowered.computations())] == [list(schedule.computations())]
 
 
-@given(linked())
+@given(lowered_schedules())
 def test_every_schedule_is_legal_whatever_the_skips(schedule):
     validate(schedule)
 
@@ -57,24 +42,28 @@ def test_every_stage_runs_micro_batches_in_increasing_order(schedule):
             assert order == list(range(schedule.num_micro_batches))
 
 
-@given(st.integers(1, 6), st.integers(1, 12))
-def test_in_flight_of_one_stage_per_rank(p, m):
-    for name, most in (
-        ("gpipe", lambda s: m),
-        ("1f1b", lambda s: min(p - s, m)),
-        ("zb-h1", lambda s: min(p, m)),
-        ("forward", lambda s: 0),
-    ):
-        schedule = make_schedule(name, p, m)
-        assert [schedule.in_flight(s) for s in range(p)] == [most(s) for s in range(p)], name
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1", "forward"])
+@given(ranks=st.integers(1, 4), depth=st.integers(1, 3), m=st.integers(1, 12))
+def test_in_flight_is_as_the_formula_says_on_any_number_of_ranks(name, ranks, depth, m):
+    schedule = make_schedule(name, ranks * depth, m, ranks)
+    peaks = tuple(schedule.in_flight(stage) for stage in range(ranks * depth))
+    assert peaks == in_flight_bounds(name, ranks * depth, m)
 
 
-@given(st.integers(1, 6), st.integers(1, 12))
-def test_one_rank_holds_no_more_than_many(p, m):
-    for name in ("gpipe", "1f1b"):
-        one, many = make_schedule(name, p, m, 1), make_schedule(name, p, m)
-        for stage in range(p):
-            assert one.in_flight(stage) == many.in_flight(stage)
+def test_formulas_of_large_pipelines():
+    assert bubble_fraction("1f1b", 4096, 8192) == Fraction(4095, 8192 + 4095)
+    assert bubble_fraction("interleaved", 4096, 8192, 4) == Fraction(4095, 4 * 8192 + 4095)
+    assert bubble_fraction("zb-h1", 4096, 8192) == Fraction(4095, 3 * 8192 + 4095)
+    assert speed_up_bound("1f1b", 2, 8) == Fraction(16, 9)
+    assert in_flight_bounds("1f1b", 4096, 8192)[0] == 4096
+
+
+@pytest.mark.parametrize(
+    "arguments", [("zb-auto", 2, 2), ("1f1b", 0, 2), ("1f1b", 2, 2, 2), ("zb-h1", 2, 2, 0)]
+)
+def test_formulas_that_do_not_exist(arguments):
+    with pytest.raises(ScheduleError, match="Received"):
+        bubble_fraction(*arguments)
 
 
 def test_megatron_order():
@@ -101,6 +90,12 @@ def test_megatron_order():
         ({"placement": (0, 2, 0, 2)}, "placement=(0, 2, 0, 2)"),
         ({"name": "interleaved", "placement": (0, 1, 1, 0)}, "placement=(0, 1, 1, 0)"),
         ({"name": "zb-h1", "backward": "fused"}, "zb-h1"),
+        ({"name": "zb-v", "num_stages": 3}, "num_stages=3"),
+        ({"name": "zb-v", "num_ranks": 4}, "num_ranks=4"),
+        ({"name": "zb-v", "placement": (0, 1, 0, 1)}, "placement=(0, 1, 0, 1)"),
+        ({"name": "zb-auto", "in_flight_limit": 0}, "in_flight_limit=0"),
+        ({"name": "zb-auto", "in_flight_limit": (2, 2)}, "in_flight_limit=(2, 2)"),
+        ({"name": "1f1b", "in_flight_limit": 2}, "1f1b"),
     ],
 )
 def test_wrong_options_are_refused_by_name(options, named):

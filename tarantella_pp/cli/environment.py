@@ -18,7 +18,6 @@ def rank_environment(
     log_level: str,
     output_on_all_devices: bool,
     given: Mapping[str, str],
-    exported: Mapping[str, str],
     force_threads: bool = False,
 ) -> dict[str, str]:
     """Returns the variables to set for every rank, on top of those given already.
@@ -27,8 +26,7 @@ def rank_environment(
         threads: Threads of one rank.
         log_level: One of `LOG_LEVELS`.
         output_on_all_devices: Whether all ranks print, not only the master rank.
-        given: The environment of the user. What it sets is left alone.
-        exported: What the user asks for with `-x`. It wins over all else.
+        given: The environment of the user, `-x` included. What it sets is left alone.
         force_threads: Whether `threads` wins over what the user's environment sets.
     """
     defaults = {"TF_CPP_MIN_LOG_LEVEL": LOG_LEVELS[log_level], **allocator_variables()}
@@ -42,7 +40,7 @@ def rank_environment(
     else:
         defaults |= counts
     unset = {name: value for name, value in defaults.items() if name not in given}
-    return {**unset, **ours, **exported}
+    return {**unset, **ours}
 
 
 def allocator_variables() -> dict[str, str]:

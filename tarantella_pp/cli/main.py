@@ -8,7 +8,7 @@ import importlib.util
 import sys
 from collections.abc import Sequence
 
-from tarantella_pp.errors import TarantellaError
+from tarantella_pp.errors import ConfigurationError, TarantellaError
 
 COMMANDS = {
     "run": "start a script on several ranks (the default)",
@@ -19,7 +19,7 @@ COMMANDS = {
 """Subcommands and their help. Each is a module of this package with `add_arguments(parser)` and
 `run(arguments) -> exit code`; one whose module does not exist is not offered."""
 
-USAGE_ERROR = 2
+FAILURE, USAGE_ERROR = 1, 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(module.run(parser.parse_args(arguments)))
     except TarantellaError as error:
         sys.stderr.write(f"tarantella: {error}\n")
-        return USAGE_ERROR
+        return USAGE_ERROR if isinstance(error, ConfigurationError) else FAILURE
     except KeyboardInterrupt:
         return 130
 

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterable
 
-from tarantella_pp.errors import LaunchError
+from tarantella_pp.errors import ConfigurationError, LaunchError
 
 NAMES = ("auto", "mpich", "openmpi", "slurm")
 
@@ -103,6 +103,11 @@ class Slurm(Launcher):
 
     def command(self, job: Job) -> list[str]:
         """Returns the command that starts a job."""
+        if job.hostfile:
+            raise ConfigurationError(
+                "Slurm chooses the hosts itself. "
+                f"Received: --hostfile {job.hostfile} with {self.executable}. Leave it out."
+            )
         label = ["--label"] if job.label_output else []
         options = ["--kill-on-bad-exit=1", "--export=ALL"]
         return [self.executable, f"--ntasks={job.num_ranks}", *options, *label, *job.command]

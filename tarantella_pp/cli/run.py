@@ -7,8 +7,12 @@ import os
 import pathlib
 import shlex
 import sys
+from typing import TYPE_CHECKING
 
-from tarantella_pp.errors import LaunchError
+from tarantella_pp.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from tarantella_pp.cli import mpi
 
 EPILOG = """\
 exit codes: 0 all ranks finished; 2 usage; 75 stopped by SIGTERM; 124 --timeout; 130 Ctrl-C;
@@ -42,56 +46,79 @@ def run(arguments: argparse.Namespace) -> int:
     """Runs the script; returns the exit code of the job.
 
     Raises:
-        LaunchError: The script or an MPI is missing, or the MPI launcher cannot be started.
-        ConfigurationError: An option is malformed.
+        ConfigurationError: The script is missing, or an option is malformed.
+        LaunchError: There is no MPI, or its launcher cannot be started.
     """
-    from tarantella_pp.cli import environment, mpi
+    from tarantella_pp.cli import mpi
+    from tarantella_pp.cli.environment import parse_exports
 
     script = _script(arguments.command)
-    num_ranks = arguments.num_ranks or _default_ranks(arguments.hostfile)
-    launcher = mpi.find_launcher(arguments.mpi)
+    exported = parse_exports(arguments.exports, os.environ)
     hosts = _hosts(arguments.hostfile)
-    num_nodes = max(1, len(hosts) or int(os.environ.get("SLURM_NNODES", "1")))
-    threads = arguments.threads or environment.threads_per_rank(num_ranks, num_nodes, os.environ)
-    ours = environment.rank_environment(
-        threads,
-        arguments.log_level,
-        arguments.output_on_all_devices,
-        given=os.environ,
-        exported=environment.parse_exports(arguments.exports, os.environ),
-        force_threads=arguments.threads is not None,
-    )
-    from tarantella_pp.runtime.records import DIRECTORY_VARIABLE, SIZE_VARIABLE
-
-    job = mpi.Job(
-        command=(sys.executable, "-m", "tarantella_pp.cli.worker", *script),
-        num_ranks=num_ranks,
-        cores=environment.cores_of_node(),
-        hostfile=arguments.hostfile,
-        names=(*sorted(ours), DIRECTORY_VARIABLE, SIZE_VARIABLE),
-        label_output=arguments.output_on_all_devices,
-    )
-    command = launcher.command(job)
+    num_nodes = max(1, len(set(hosts)) or int(os.environ.get("SLURM_NNODES", "1")))
+    num_ranks = arguments.num_ranks or _default_ranks(hosts)
+    launcher = mpi.find_launcher(arguments.mpi)
+    variables = _variables(arguments, num_ranks, num_nodes, exported)
+    command = launcher.command(_job(arguments, script, num_ranks, [*variables, *exported]))
     if arguments.dry_run:
-        for name, value in sorted(ours.items()):
-            sys.stdout.write(f"{name}={shlex.quote(value)}\n")
-        sys.stdout.write(f"{shlex.join(command)}\n")
+        _show(command, variables, exported)
         return 0
 
     from tarantella_pp.cli.supervise import Supervisor
 
-    supervisor = Supervisor(num_ranks, arguments.timeout, shared=num_nodes > 1)
+    shared = num_nodes > 1 or bool(hosts)
+    supervisor = Supervisor(num_ranks, arguments.timeout, shared)
     own = launcher.environment(str(supervisor.directory.path))
-    return supervisor.run(command, {**os.environ, **own, **ours})
+    return supervisor.run(command, {**os.environ, **own, **variables, **exported})
+
+
+def _variables(
+    arguments: argparse.Namespace, num_ranks: int, num_nodes: int, exported: dict[str, str]
+) -> dict[str, str]:
+    """Returns the environment of the ranks, as far as it is not the user's."""
+    from tarantella_pp.cli import environment
+
+    threads = arguments.threads or environment.threads_per_rank(num_ranks, num_nodes, os.environ)
+    return environment.rank_environment(
+        threads,
+        arguments.log_level,
+        arguments.output_on_all_devices,
+        given={**os.environ, **exported},
+        force_threads=arguments.threads is not None,
+    )
+
+
+def _job(
+    arguments: argparse.Namespace, script: list[str], num_ranks: int, names: list[str]
+) -> mpi.Job:
+    """Returns what the MPI launcher has to know."""
+    from tarantella_pp.cli import environment, mpi
+    from tarantella_pp.runtime.records import DIRECTORY_VARIABLE, SIZE_VARIABLE
+
+    return mpi.Job(
+        command=(sys.executable, "-m", "tarantella_pp.cli.worker", *script),
+        num_ranks=num_ranks,
+        cores=environment.cores_of_node(),
+        hostfile=arguments.hostfile,
+        names=tuple(sorted({*names, DIRECTORY_VARIABLE, SIZE_VARIABLE})),
+        label_output=arguments.output_on_all_devices,
+    )
+
+
+def _show(command: list[str], variables: dict[str, str], exported: dict[str, str]) -> None:
+    """Prints what would be run; the values of `-x` are the user's own, and may be secret."""
+    lines = [f"{name}={shlex.quote(value)}" for name, value in sorted(variables.items())]
+    lines += [f"{name}=<from -x>" for name in sorted(exported)]
+    sys.stdout.write("\n".join([*lines, shlex.join(command), ""]))
 
 
 def _script(command: list[str]) -> list[str]:
     """Returns the script and its arguments, without the `--` before them."""
     script = command[1:] if command[:1] == ["--"] else command
     if not script:
-        raise LaunchError("No script to run. Usage: tarantella -n 2 -- script.py arguments...")
+        raise ConfigurationError("No script to run. Usage: tarantella -n 2 -- script.py ...")
     if not pathlib.Path(script[0]).is_file():
-        raise LaunchError(f"There is no script {script[0]!r} in {os.getcwd()}.")
+        raise ConfigurationError(f"There is no script {script[0]!r} in {os.getcwd()}.")
     return script
 
 
@@ -99,27 +126,28 @@ def _hosts(hostfile: str | None) -> list[str]:
     """Returns the lines of the hostfile that name a host.
 
     Raises:
-        LaunchError: It cannot be read, names no host, or a name that ssh would take for an option.
+        ConfigurationError: It cannot be read, or has no host, or one that ssh takes for an
+            option.
     """
     if hostfile is None:
         return []
     try:
         lines = pathlib.Path(hostfile).read_text(encoding="utf-8").splitlines()
     except OSError as error:
-        raise LaunchError(f"Cannot read --hostfile {hostfile}: {error}") from error
+        raise ConfigurationError(f"Cannot read --hostfile {hostfile}: {error}") from error
     hosts = [line for line in (text.split("#")[0].strip() for text in lines) if line]
     wrong = [host for host in hosts if host.startswith("-")]
     if wrong or not hosts:
-        raise LaunchError(
+        raise ConfigurationError(
             f"--hostfile {hostfile}: expected host names. Received: {wrong or 'none'}"
         )
     return hosts
 
 
-def _default_ranks(hostfile: str | None) -> int:
-    """Returns the number of ranks when -n is not given: Slurm's tasks, one per host, or one."""
+def _default_ranks(hosts: list[str]) -> int:
+    """Returns the number of ranks when -n is not given: one per host, Slurm's tasks, or one."""
     tasks = os.environ.get("SLURM_NTASKS", "")
-    return int(tasks) if tasks.isdigit() else len(_hosts(hostfile)) or 1
+    return len(hosts) or (int(tasks) if tasks.isdigit() else 1)
 
 
 def _positive_int(text: str) -> int:

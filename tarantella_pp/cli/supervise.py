@@ -21,7 +21,6 @@ from tarantella_pp.cli.processes import (
     shared_memory_of_descendants,
 )
 from tarantella_pp.errors import LaunchError
-from tarantella_pp.runtime.guard import headline
 from tarantella_pp.runtime.records import (
     DIRECTORY_VARIABLE,
     ENDED,
@@ -31,6 +30,7 @@ from tarantella_pp.runtime.records import (
     RunDirectory,
     find_deadlock,
     first_failure,
+    headline,
 )
 
 POLL_SECONDS = 0.1

@@ -19,6 +19,7 @@ import types
 
 from tarantella_pp.cli.prctl import die_with_parent, signal_name
 from tarantella_pp.runtime import guard
+from tarantella_pp.runtime.guarded_rank import LOOK_SECONDS, Guard, describe, exit_code_of
 from tarantella_pp.runtime.records import (
     DIRECTORY_VARIABLE,
     FAILED,
@@ -54,14 +55,14 @@ def main() -> int:
     if child == 0:
         die_with_parent(minder)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        return run_script(sys.argv[1:], guard.Guard(rank, size, directory, abort=None))
+        return run_script(sys.argv[1:], Guard(rank, size, directory, abort=None))
     record = _mind(child, rank, directory, watched)
     if record.state == FAILED:
         _linger(directory)
     return record.exit_code
 
 
-def run_script(command: list[str], keeper: guard.Guard) -> int:
+def run_script(command: list[str], keeper: Guard) -> int:
     """Runs a script as `python script.py arguments` would, and puts on record how it ended.
 
     Args:
@@ -92,7 +93,7 @@ def run_script(command: list[str], keeper: guard.Guard) -> int:
             keeper.leave(f"sys.exit({'' if exit_.code is None else 0})")
     except BaseException as error:
         error.__traceback__ = _of_script(error.__traceback__)
-        keeper.fail(error, guard.describe(error), guard.exit_code_of(error))
+        keeper.fail(error, describe(error), exit_code_of(error))
     else:
         keeper.leave("its script ended")
     if keeper.record.state == FAILED:
@@ -114,7 +115,7 @@ def _mind(child: int, rank: int, directory: RunDirectory, watched: set[signal.Si
     """Waits for the rank, passing on signals, and returns how it ended, put on record."""
     passed_on: set[int] = set()
     while True:
-        received = signal.sigtimedwait(watched, guard.LOOK_SECONDS)
+        received = signal.sigtimedwait(watched, LOOK_SECONDS)
         if received is not None and received.si_signo != signal.SIGCHLD:
             os.kill(child, received.si_signo)
         ended, status = os.waitpid(child, os.WNOHANG)

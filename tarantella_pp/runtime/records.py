@@ -152,6 +152,14 @@ def find_deadlock(records: dict[int, Record], size: int, patience: float) -> Rec
     return dataclasses.replace(first, state=FAILED, cause=cause, exit_code=1)
 
 
+def headline(record: Record, size: int) -> str:
+    """Returns the line that names the rank that failed first, and why."""
+    return (
+        f"tarantella: rank {record.rank} of {size} on host {record.host} failed first: "
+        f"{record.cause}"
+    )
+
+
 def _load(path: pathlib.Path) -> Record | None:
     """Reads one record; a file that has just gone or is not one of ours counts as none."""
     try:

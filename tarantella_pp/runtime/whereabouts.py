@@ -66,7 +66,7 @@ def _evaluate(expression: ast.expr, frame: types.FrameType) -> object:
         found = inspect.getattr_static(owner, expression.attr, None)
         if isinstance(found, types.MemberDescriptorType):  # an attribute kept in __slots__
             return found.__get__(owner)
-        return found
+        return getattr(found, "__func__", found)  # class and static methods are wrapped
     return None
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import keras
 
-Shape = tuple[int | None, ...]
+from tarantella_pp.partition.sizes import Shape
 
 
 @dataclass(frozen=True, slots=True)

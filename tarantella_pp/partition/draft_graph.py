@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import math
-import re
 from typing import Any
 
-from tarantella_pp.partition.draft import Call, Draft, Shape
+from tarantella_pp.partition.draft import Call, Draft
+from tarantella_pp.partition.flops import forward_flops
 from tarantella_pp.partition.graph import LayerGraph, Node, Tensor, Weight
+from tarantella_pp.partition.residuals import residuals
+from tarantella_pp.partition.sized import SizedTensor, sized_call
+from tarantella_pp.partition.sizes import item_bytes, sample_shape
+
+#: Operations whose result is a view of what they are given.
+_ALIASES = {
+    *("Reshape", "Flatten", "Squeeze", "ExpandDims", "Ravel", "Identity", "StopGradient"),
+    "ActivityRegularization",
+}
 
 
 def graph_of(
@@ -33,32 +42,15 @@ def graph_of(
     weights = tuple(_weight(i, variable) for i, variable in enumerate(variables))
     weight_ids = {id(variable): i for i, variable in enumerate(variables)}
     uses = [tuple(weight_ids[id(v)] for v in call.variables) for call in draft.calls]
-    gradients = _gradients(draft, weights, uses)
-    producers = {t: i for i, call in enumerate(draft.calls) for t in call.outputs}
-    consumers: list[list[int]] = [[] for _ in draft.tensors]
-    for i, call in enumerate(draft.calls):
-        for t in call.inputs:
-            consumers[t].append(i)
-    tensors = tuple(
-        Tensor(
-            id=t,
-            name=tensor.name,
-            shape=tensor.shape,
-            dtype=tensor.dtype,
-            producer=producers.get(t),
-            consumers=tuple(consumers[t]),
-            bytes_per_sample=item_bytes(tensor.dtype) * sample_size(tensor.shape, assumed_size),
-            has_gradient=gradients[t],
-            mask_shape=tensor.mask_shape,
-        )
-        for t, tensor in enumerate(draft.tensors)
+    sized = _sized_tensors(draft, _gradients(draft, weights, uses), assumed_size)
+    nodes = tuple(
+        _node(i, call, sized, tuple(weights[w] for w in used))
+        for i, (call, used) in enumerate(zip(draft.calls, uses, strict=True))
     )
-    unknown = any(sample_size(t.shape, 1) != sample_size(t.shape, 2) for t in draft.tensors)
+    unknown = any(sample_shape(t.shape, 1) != sample_shape(t.shape, 2) for t in draft.tensors)
     return LayerGraph(
-        nodes=tuple(
-            _node(i, call, tuple(weights[w] for w in uses[i])) for i, call in enumerate(draft.calls)
-        ),
-        tensors=tensors,
+        nodes=nodes,
+        tensors=_tensors(draft, nodes, sized),
         inputs=inputs,
         outputs=outputs,
         weights=weights,
@@ -66,28 +58,56 @@ def graph_of(
     )
 
 
-def sample_size(shape: Shape, assumed_size: int) -> int:
-    """Returns the number of elements of one sample.
+def _tensors(draft: Draft, nodes: tuple[Node, ...], sized: list[SizedTensor]) -> tuple[Tensor, ...]:
+    producers = {t: node.id for node in nodes for t in node.outputs}
+    consumers: list[list[int]] = [[] for _ in draft.tensors]
+    aliases: dict[int, int] = {}
+    for node in nodes:
+        for t in node.inputs:
+            consumers[t].append(node.id)
+        if node.kind in _ALIASES and len(node.inputs) == len(node.outputs) == 1:
+            aliases[node.outputs[0]] = node.inputs[0]
+    kept = {t for node in nodes for t in node.keeps}
+    return tuple(
+        Tensor(
+            id=t,
+            name=tensor.name,
+            shape=tensor.shape,
+            dtype=tensor.dtype,
+            producer=producers.get(t),
+            consumers=tuple(consumers[t]),
+            bytes_per_sample=sized[t].bytes,
+            has_gradient=sized[t].has_gradient,
+            mask_shape=tensor.mask_shape,
+            kept=t in kept,
+            alias_of=aliases.get(t),
+        )
+        for t, tensor in enumerate(draft.tensors)
+    )
 
-    Args:
-        shape: Shape of the tensor; its first unknown dimension is the batch.
-        assumed_size: Size to count the other unknown dimensions with.
-    """
-    sizes = list(shape)
-    if None in sizes:
-        sizes.remove(None)
-    elif sizes:
-        sizes.pop(0)
-    return math.prod(assumed_size if size is None else size for size in sizes)
+
+def _sized_tensors(draft: Draft, gradients: list[bool], assumed_size: int) -> list[SizedTensor]:
+    return [
+        SizedTensor(
+            id=t,
+            shape=sample_shape(tensor.shape, assumed_size),
+            itemsize=item_bytes(tensor.dtype),
+            has_gradient=gradients[t],
+        )
+        for t, tensor in enumerate(draft.tensors)
+    ]
 
 
-def item_bytes(dtype: str) -> int:
-    """Returns the bytes of one element of a dtype, given by name, e.g. `"bfloat16"`."""
-    digits = re.search(r"\d+", dtype)
-    return 1 if digits is None else max(1, int(digits.group()) // 8)
-
-
-def _node(i: int, call: Call, weights: tuple[Weight, ...]) -> Node:
+def _node(i: int, call: Call, sized: list[SizedTensor], weights: tuple[Weight, ...]) -> Node:
+    described = sized_call(
+        call.operation,
+        call.arguments,
+        {key: sized[t] for key, t in call.bindings.items()},
+        tuple(sized[t] for t in call.outputs),
+        tuple(weight.shape for weight in weights if weight.trainable),
+    )
+    flops, flops_source = forward_flops(described)
+    kept = residuals(described)
     return Node(
         id=i,
         name=call.name,
@@ -97,6 +117,11 @@ def _node(i: int, call: Call, weights: tuple[Weight, ...]) -> Node:
         weights=tuple(weight.id for weight in weights),
         parameters=sum(weight.bytes for weight in weights if weight.trainable),
         constants=sum(weight.bytes for weight in weights if not weight.trainable),
+        flops=flops,
+        flops_source=flops_source,
+        keeps=kept.tensors,
+        residual_bytes=kept.bytes,
+        residual_source=kept.source,
     )
 
 

@@ -18,8 +18,9 @@ from tarantella_pp.partition.keras_internals import (
     states_of,
     tree,
 )
-from tarantella_pp.partition.masks import Shape, mask_flow, symbolic
+from tarantella_pp.partition.masks import mask_flow, symbolic
 from tarantella_pp.partition.nested import opened_inputs
+from tarantella_pp.partition.sizes import Shape
 from tarantella_pp.partition.supported import (
     check_input,
     check_operation,

@@ -88,6 +88,7 @@ class Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             and some trainable variable is upstream.
         mask_shape: Shape of the Keras mask that travels with the value; `None` without one.
         kept: Whether the backward pass of a node needs it again.
+        alias_of: Id of the tensor whose memory it shares, e.g. the one it is a reshape of.
     """
 
     id: int
@@ -100,6 +101,7 @@ class Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     has_gradient: bool = False
     mask_shape: tuple[int | None, ...] | None = None
     kept: bool = False
+    alias_of: int | None = None
 
 
 class LayerGraph(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
@@ -166,6 +168,16 @@ class LayerGraph(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
                 )
         return nx.freeze(graph)
 
+    def storage(self, tensor: int) -> int:
+        """Returns the id of the tensor whose memory a tensor shares; its own where it has its own.
+
+        Args:
+            tensor: Id of a tensor.
+        """
+        while (other := self.tensors[tensor].alias_of) is not None:
+            tensor = other
+        return tensor
+
     def fingerprint(self) -> str:
         """Hash of the structure: operations, shapes, dtypes, edges and shared variables.
 
@@ -226,6 +238,12 @@ def _check_ids(graph: LayerGraph) -> None:
     for name, times in Counter(node.name for node in graph.nodes).most_common(1):
         if times > 1:
             raise GraphError(f"Node names must be unique. Received: {name!r} {times} times")
+    for tensor in graph.tensors:
+        if tensor.alias_of is not None and not 0 <= tensor.alias_of < tensor.id:
+            raise GraphError(
+                f"Tensor {tensor.name!r} can share memory only with an earlier tensor, "
+                f"0..{tensor.id - 1}. Received: alias_of={tensor.alias_of}"
+            )
     _check_range("inputs", graph.inputs, len(graph.tensors))
     _check_range("outputs", graph.outputs, len(graph.tensors))
     for node in graph.nodes:

@@ -18,6 +18,7 @@ from keras.src.ops.function import Function
 __all__ = [
     "Function",
     "Functional",
+    "class_of_keras",
     "compute_output_spec",
     "get_mask",
     "is_default",
@@ -151,6 +152,22 @@ def is_own_layer(operation: Any) -> bool:
     others = (keras.layers.Lambda, keras.layers.Pipeline, keras.layers.ReversibleEmbedding)
     kind = type(operation)
     return kind.__module__.startswith("keras.src.layers.") and kind not in others
+
+
+def class_of_keras(operation: Any) -> str:
+    """Returns the name of the class of Keras that defines what an operation computes.
+
+    Args:
+        operation: A layer or another Keras operation.
+
+    Returns:
+        The name; empty where the operation is not Keras' own or overrides `call`.
+    """
+    kind: Any = type(operation)
+    for base in kind.__mro__:
+        if base.__module__.startswith(("keras.src.layers.", "keras.src.ops.")):
+            return str(base.__name__) if kind.call is base.call else ""
+    return ""
 
 
 def get_mask(tensor: Any) -> Any:

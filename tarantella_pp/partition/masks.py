@@ -19,8 +19,7 @@ from tarantella_pp.partition.keras_internals import (
     set_mask,
     tree,
 )
-
-Shape = tuple[int | None, ...]
+from tarantella_pp.partition.sizes import Shape
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,107 @@
+"""The parts of a plan: stages, the tensors cut between them, and how good it is known to be."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from tarantella_pp.partition.certificate import Certificate
+
+
+class StagePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One stage and what it costs.
+
+    Attributes:
+        first: Name of its first node.
+        last: Name of its last node.
+        nodes: Number of its nodes.
+        parameter_bytes: Trainable variables.
+        constant_bytes: Other variables.
+        gradient_bytes: Gradients of the trainable variables.
+        optimizer_bytes: Slots of the optimizer.
+        activation_bytes: What the backward pass needs again, for one micro-batch.
+        in_flight: Most micro-batches that the schedule holds on this stage at a time.
+        buffer_bytes: Messages under way: cut tensors of one micro-batch and their gradients.
+        flops: Floating point operations of the forward pass, per sample.
+    """
+
+    first: str
+    last: str
+    nodes: int
+    parameter_bytes: int
+    constant_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    activation_bytes: int
+    in_flight: int
+    buffer_bytes: int
+    flops: float
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes that do not depend on micro-batches: variables, gradients, optimizer slots."""
+        return (
+            self.parameter_bytes + self.constant_bytes + self.gradient_bytes + self.optimizer_bytes
+        )
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of everything: state, activations of all micro-batches in flight, buffers."""
+        return self.state_bytes + self.in_flight * self.activation_bytes + self.buffer_bytes
+
+
+class CutEdge(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A tensor that is sent from one stage to later ones.
+
+    Attributes:
+        tensor: Name of the tensor.
+        source: Stage that makes it.
+        targets: Stages that read it, ascending; the last stage also where it is an output of
+            the model.
+        dtype: Dtype of the tensor.
+        bytes: Bytes of one micro-batch of it.
+        has_gradient: Whether a gradient of the same size comes back from each target.
+        mask_bytes: Bytes of the mask that travels with it, 0 without one.
+    """
+
+    tensor: str
+    source: int
+    targets: tuple[int, ...]
+    dtype: str
+    bytes: int
+    has_gradient: bool
+    mask_bytes: int = 0
+
+
+class Proof(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How good the plan is known to be; see `Certificate`.
+
+    Attributes:
+        value: Bottleneck of the plan, in bytes or FLOPs: the largest stage.
+        lower_bound: No other plan within the same limits has a smaller one.
+        gap: `value / lower_bound - 1`; `None` where the bound is 0.
+        optimal: Whether the value is proven optimal.
+        method: Which solver found and proved it.
+        seconds: Wall-clock time that it took.
+    """
+
+    value: float
+    lower_bound: float
+    gap: float | None
+    optimal: bool
+    method: str
+    seconds: float
+
+    @classmethod
+    def of(cls, certificate: Certificate) -> Proof:
+        """Makes it from what a solver hands back."""
+        gap = certificate.gap if math.isfinite(certificate.gap) else None
+        return cls(
+            value=certificate.value,
+            lower_bound=certificate.lower_bound,
+            gap=gap,
+            optimal=certificate.optimal,
+            method=certificate.method,
+            seconds=certificate.seconds,
+        )

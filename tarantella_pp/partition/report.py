@@ -1,0 +1,129 @@
+"""What people look at: the table of a plan."""
+
+from __future__ import annotations
+
+import io
+import shutil
+
+from rich import box
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from tarantella_pp.partition.plan import Plan
+from tarantella_pp.partition.plan_parts import StagePlan
+from tarantella_pp.partition.sizes import format_bytes
+
+
+def table(plan: Plan) -> Group:
+    """Makes the table of a plan: one row for each stage, then what holds for all of it.
+
+    Args:
+        plan: The plan.
+
+    Returns:
+        Something that `rich` prints.
+    """
+    rows = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    rows.add_column("Stage", justify="right", no_wrap=True)
+    rows.add_column("Layers", ratio=1, overflow="fold", min_width=12)
+    for name in ("Weights", "State", "Activations", "Memory", "FLOPs", "Sends"):
+        rows.add_column(name, justify="right", no_wrap=True)
+    total = sum(stage.flops for stage in plan.stages) or 1.0
+    largest = max(stage.memory_bytes for stage in plan.stages)
+    for i, stage in enumerate(plan.stages):
+        memory = format_bytes(stage.memory_bytes, short=True)
+        rows.add_row(
+            _ranks(plan, i),
+            _layers(stage),
+            format_bytes(stage.parameter_bytes + stage.constant_bytes, short=True),
+            format_bytes(stage.state_bytes, short=True),
+            f"{stage.in_flight} x {format_bytes(stage.activation_bytes, short=True)}",
+            Text(memory, style="bold" if stage.memory_bytes == largest else ""),
+            f"{100 * stage.flops / total:.1f}%",
+            _sends(plan, i),
+        )
+    return Group(Text(_title(plan), style="bold"), rows, *(Text(line) for line in _footer(plan)))
+
+
+def as_text(plan: Plan, width: int | None = None) -> str:
+    """Writes the table of a plan as plain text.
+
+    Args:
+        plan: The plan.
+        width: Columns. Default: those of the terminal, 80 in a pipe.
+
+    Returns:
+        The lines, without colours or blanks at their ends.
+    """
+    columns = shutil.get_terminal_size((80, 24)).columns if width is None else width
+    console = Console(file=io.StringIO(), width=columns, color_system=None, force_terminal=False)
+    with console.capture() as captured:
+        console.print(table(plan), soft_wrap=False)
+    return "\n".join(line.rstrip() for line in captured.get().strip("\n").split("\n"))
+
+
+def _title(plan: Plan) -> str:
+    nodes = len(plan.node_names)
+    return f"Plan of '{plan.model}': {nodes} operations on {plan.num_stages} stages"
+
+
+def _ranks(plan: Plan, stage: int) -> str:
+    return str(stage) if plan.num_replicas == 1 else f"{stage} x{plan.num_replicas}"
+
+
+def _layers(stage: StagePlan) -> str:
+    if stage.nodes == 1:
+        return stage.first
+    return f"{stage.first} ..\n{stage.last} ({stage.nodes})"
+
+
+def _sends(plan: Plan, stage: int) -> str:
+    """What a stage sends forward for one micro-batch."""
+    sent = [(cut, len(cut.targets)) for cut in plan.cuts if cut.source == stage]
+    if not sent:
+        return "-"
+    total = sum((cut.bytes + cut.mask_bytes) * times for cut, times in sent)
+    messages = sum(times * (2 if cut.mask_bytes else 1) for cut, times in sent)
+    size = format_bytes(total, short=True)
+    return size if messages == 1 else f"{size} ({messages})"
+
+
+def _footer(plan: Plan) -> list[str]:
+    bubble = "" if plan.bubble is None else f", bubble {100 * plan.bubble:.1f} %"
+    replicas = "" if plan.num_replicas == 1 else f" on {plan.num_replicas} replicas"
+    lines = [
+        (
+            f"Schedule {plan.schedule}: {plan.num_micro_batches} micro-batches of "
+            f"{plan.micro_batch_size} samples, batch of {plan.batch_size}{replicas}{bubble}."
+        ),
+        _quality(plan),
+        f"State: weights, gradients, slots of {plan.optimizer}. Activations: micro-batches x one.",
+    ]
+    if plan.memory_limit is not None:
+        lines.append(f"Memory limit of a stage: {format_bytes(plan.memory_limit)}.")
+    if plan.assumed_size is not None:
+        lines.append(f"Unknown dimensions are counted as {plan.assumed_size}.")
+    if plan.estimated:
+        lines.append(f"Costs are guesses for: {', '.join(plan.estimated)}.")
+    return lines
+
+
+def _quality(plan: Plan) -> str:
+    proof = plan.certificate
+    flops = plan.balance == "flops"
+    value, bound = (
+        f"{v:.4g} FLOPs per sample" if flops else format_bytes(v)
+        for v in (proof.value, proof.lower_bound)
+    )
+    without = "" if flops else " without buffers"
+    if proof.optimal:
+        verdict = "optimal"
+    elif proof.gap is None:
+        verdict = "no lower bound"
+    else:
+        verdict = f"lower bound {bound}, gap <= {100 * proof.gap:.2g} %"
+    return (
+        f"Balanced by {plan.balance}: largest stage {value}{without}, {verdict} "
+        f"({proof.method}, {proof.seconds:.2g} s)."
+    )

@@ -1,0 +1,76 @@
+"""Sizes of shapes and dtypes, and bytes in words: `"16GB"` to a number and back."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from tarantella_pp.errors import ConfigurationError
+
+Shape = tuple[int | None, ...]
+_UNITS = {"": 1, "K": 1, "M": 2, "G": 3, "T": 4, "P": 5}
+
+
+def parse_bytes(value: int | float | str, name: str) -> int:
+    """Reads a number of bytes.
+
+    Args:
+        value: A number, or text such as `"16GB"` (1000-based) or `"16GiB"` (1024-based).
+        name: The option's name, for the message.
+
+    Returns:
+        The number of bytes.
+
+    Raises:
+        ConfigurationError: It is no positive number of bytes.
+    """
+    number = None
+    if isinstance(value, str):
+        found = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([KMGTP]?)(i?)B?\s*", value, re.IGNORECASE)
+        if found and not (found[3] and not found[2]):
+            base = 1024 if found[3] else 1000
+            number = float(found[1]) * base ** (_UNITS[found[2].upper()] if found[2] else 0)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        number = float(value)
+    if number is None or not math.isfinite(number) or number < 1:
+        raise ConfigurationError(
+            f"Expected a number of bytes or text such as '16GB' or '512MiB'. "
+            f"Received: {name}={value!r}"
+        )
+    return int(number)
+
+
+def format_bytes(value: float, *, short: bool = False) -> str:
+    """Writes a number of bytes with three significant digits, 1024-based, e.g. `"14.9 GiB"`.
+
+    Args:
+        value: Number of bytes.
+        short: Whether to write `"14.9G"` instead, for tables.
+    """
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if value < 999.5 or unit == "TiB":
+            break
+        value /= 1024
+    digits = 0 if unit == "B" or value >= 99.95 else 1 if value >= 9.995 else 2
+    return f"{value:.{digits}f}{unit[0]}" if short else f"{value:.{digits}f} {unit}"
+
+
+def sample_shape(shape: Shape, assumed_size: int) -> tuple[int, ...]:
+    """Returns the shape of one sample.
+
+    Args:
+        shape: Shape of the tensor; its first unknown dimension is the batch.
+        assumed_size: Size to count the other unknown dimensions with.
+    """
+    sizes = list(shape)
+    if None in sizes:
+        sizes.remove(None)
+    elif sizes:
+        sizes.pop(0)
+    return tuple(assumed_size if size is None else size for size in sizes)
+
+
+def item_bytes(dtype: str) -> int:
+    """Returns the bytes of one element of a dtype, given by name, e.g. `"bfloat16"`."""
+    digits = re.search(r"\d+", dtype)
+    return 1 if digits is None else max(1, int(digits.group()) // 8)

@@ -1,0 +1,117 @@
+"""Weights and files of a model that is spread over ranks, as Keras' own methods."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import keras
+import numpy as np
+
+from tarantella_pp.errors import ConfigurationError
+from tarantella_pp.saving import save_plain
+
+if TYPE_CHECKING:
+    from tarantella_pp.pipeline import Pipeline
+
+
+class CollectiveModel(keras.Model):
+    """A Keras model whose weights are on the ranks of a pipeline.
+
+    Its methods gather the weights first, so all ranks must call them.
+    """
+
+    _pipeline: Pipeline
+
+    def get_weights(self) -> list[np.ndarray[Any, Any]]:
+        """Returns all weights, on every rank; all ranks must call it."""
+        self._pipeline.state.gather()
+        weights: list[np.ndarray[Any, Any]] = super().get_weights()
+        return weights
+
+    def get_config(self) -> dict[str, Any]:
+        """Returns the configuration of the wrapped model."""
+        config: dict[str, Any] = self._pipeline.extracted.model.get_config()
+        return config
+
+    def save(
+        self,
+        filepath: str | Path,
+        overwrite: bool = True,
+        zipped: bool | None = None,
+        include_optimizer: bool = True,
+    ) -> None:
+        """Saves the wrapped model as a plain `.keras` file, which stock Keras loads and trains on.
+
+        All ranks must call it; the last one writes. The file replaces an older one only when it
+        is complete.
+
+        Args:
+            filepath: Path that ends in `.keras`.
+            overwrite: Whether to replace an existing file.
+            zipped: Must not be `False`: the file is always a zip file.
+            include_optimizer: Whether to save the optimizer and what was compiled.
+
+        Raises:
+            ConfigurationError: If the format is another, or the file must not be replaced.
+        """
+        pipeline = self._pipeline
+        path = Path(filepath)
+        if path.suffix != ".keras" or zipped is False:
+            raise ConfigurationError(
+                "A PipelineModel is saved as one file that ends in '.keras'. "
+                f"Received: filepath='{filepath}', zipped={zipped}"
+            )
+        pipeline.refuse_existing(path, overwrite)
+        pipeline.state.gather()
+        with_optimizer = include_optimizer and self.compiled and self.optimizer is not None
+        optimizer = None
+        if with_optimizer:
+            optimizer = pipeline.state.full_optimizer(self.optimizer, self.trainable_variables)
+
+        def write() -> None:
+            config = self.get_compile_config() if with_optimizer else None
+            save_plain(pipeline.extracted, config, optimizer, path)
+
+        pipeline.on_one_rank("save", write)
+
+    def save_weights(
+        self, filepath: str | Path, overwrite: bool = True, max_shard_size: float | None = None
+    ) -> None:
+        """Saves the weights as plain Keras does; all ranks must call it, the last one writes.
+
+        Args:
+            filepath: Path that ends in `.weights.h5`, or `.weights.json` for several files.
+            overwrite: Whether to replace existing files.
+            max_shard_size: Largest size of one file, in GB.
+
+        Raises:
+            ConfigurationError: If the file exists and may not be replaced.
+        """
+        pipeline = self._pipeline
+        pipeline.refuse_existing(Path(filepath), overwrite)
+        pipeline.state.gather()
+        optimizer = self.optimizer if self.compiled else None
+        if optimizer is not None and optimizer.built:
+            optimizer = pipeline.state.full_optimizer(optimizer, self.trainable_variables)
+
+        def write() -> None:
+            plain = keras.Model(
+                pipeline.extracted.inputs_struct, pipeline.extracted.outputs_struct, name=self.name
+            )
+            if optimizer is not None:
+                plain.compile(optimizer)
+            plain.save_weights(filepath, overwrite=True, max_shard_size=max_shard_size)
+
+        pipeline.on_one_rank("save_weights", write)
+
+    def export(self, *args: Any, **kwargs: Any) -> None:
+        """Refuses: save the model and export it with stock Keras.
+
+        Raises:
+            ConfigurationError: Always.
+        """
+        raise ConfigurationError(
+            "A PipelineModel cannot be exported as it is. Save it with `save('model.keras')`, and "
+            "call `keras.saving.load_model('model.keras').export(...)` in one process."
+        )

@@ -1,0 +1,209 @@
+"""What stands behind a `PipelineModel`: plan, engine, feed and the state that ranks share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import keras
+
+from tarantella_pp.errors import ConfigurationError, PlanError
+from tarantella_pp.feeding import BatchIterator, shared_adapters
+from tarantella_pp.model_state import ModelState
+from tarantella_pp.partition.extraction import ExtractedModel
+from tarantella_pp.partition.graph import LayerGraph
+from tarantella_pp.partition.plan import Plan
+from tarantella_pp.runtime.communicator import Communicator
+from tarantella_pp.runtime.engine import Engine
+from tarantella_pp.runtime.feed import Batch
+from tarantella_pp.runtime.keras_training import get_data_adapter, standardize_inputs
+
+
+class Pipeline:
+    """One rank's part of a model's pipeline; not a Keras object, so Keras tracks nothing of it.
+
+    Args:
+        model: The `PipelineModel`.
+        extracted: Graph and calls of the user's model.
+        plan: The plan in force.
+        schedule: Name of the schedule that the user asked for; `None` for the best.
+        communicator: The ranks of the pipeline.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        extracted: ExtractedModel,
+        plan: Plan,
+        schedule: str | None,
+        communicator: Communicator,
+    ) -> None:
+        self.extracted = extracted
+        self.plan = plan
+        self.communicator = communicator
+        self.logs: dict[str, float] = {}
+        self.engine = Engine(
+            model,
+            extracted,
+            plan.assignment,
+            plan.num_stages,
+            plan.num_micro_batches,
+            schedule,
+            communicator,
+        )
+        self.feed = self.engine.feed(lambda x: standardize_inputs(model, x))
+        self.state = ModelState(extracted, plan.assignment, self.engine.placement, communicator)
+
+    @property
+    def prints(self) -> bool:
+        """Whether this rank shows progress: the last one, where losses are born."""
+        return self.communicator.rank == self.communicator.size - 1
+
+    def batches(self, iterator: Any) -> Iterator[Batch]:
+        """This rank's batches from what Keras' loops hand to a step function."""
+        if isinstance(iterator, BatchIterator):
+            return iterator
+        return self.feed.batches(iterator)
+
+    def open_data(
+        self, x: Any, y: Any, sample_weight: Any, batch_size: int | None, steps: int | None
+    ) -> Any:
+        """Opens data to evaluate or predict, on the rank that reads; returns an adapter."""
+
+        def make() -> list[Any]:
+            return [get_data_adapter(x, y, sample_weight, batch_size, steps)]
+
+        return shared_adapters(self.communicator, self.feed, make)[0]
+
+    def stepper(
+        self, step: Callable[[Batch], dict[str, float]], steps_per_execution: int
+    ) -> Callable[[Any], dict[str, float]]:
+        """Makes a step function as Keras' loops expect it.
+
+        Args:
+            step: Runs one batch and returns logs.
+            steps_per_execution: How many batches to run at a time.
+
+        Returns:
+            A function of an iterator, which raises `StopIteration` at the end of the data.
+        """
+
+        def run(iterator: Any) -> dict[str, float]:
+            batches = self.batches(iterator)
+            self.logs = step(next(batches))
+            for _, batch in zip(range(steps_per_execution - 1), batches, strict=False):
+                self.logs = step(batch)
+            return self.logs
+
+        return run
+
+    def predict(self, data: Sequence[Any]) -> Any:
+        """Runs prediction steps, as Keras' loops expect it.
+
+        Args:
+            data: Batches, or on `predict_on_batch` what the user passed.
+
+        Returns:
+            The outputs of all batches, in the structure of the model.
+        """
+        batches = [b if isinstance(b, Batch) else next(self.feed.batches(iter([b]))) for b in data]
+        outputs = [self.engine.predict(batch) for batch in batches]
+        return keras.tree.map_structure(lambda *parts: keras.ops.concatenate(parts), *outputs)
+
+    def agree(self, method: str, **facts: Any) -> None:
+        """Makes sure that all ranks make the same call.
+
+        Args:
+            method: The method.
+            **facts: What must be equal on all ranks.
+
+        Raises:
+            ConfigurationError: On all ranks, if they do not; says who differs.
+        """
+        mine = {"method": method, **facts}
+        calls = self.communicator.allgather_json(mine)
+        for rank, call in enumerate(calls):
+            for name in sorted({*call, *calls[0]}):
+                if call.get(name) != calls[0].get(name):
+                    raise ConfigurationError(
+                        "All ranks must make the same call of a PipelineModel. Received: "
+                        f"{name}={calls[0].get(name)!r} on rank 0, "
+                        f"{name}={call.get(name)!r} on rank {rank}."
+                    )
+
+    def refuse_existing(self, path: Path, overwrite: bool) -> None:
+        """Refuses, on all ranks, to replace a file that must not be replaced.
+
+        Args:
+            path: The file.
+            overwrite: Whether it may be replaced.
+
+        Raises:
+            ConfigurationError: If it exists and may not be replaced.
+        """
+        exists = self.communicator.broadcast_json(path.exists(), self.communicator.size - 1)
+        if exists and not overwrite:
+            raise ConfigurationError(
+                f"File '{path}' exists. Received: overwrite=False. Choose another name, or pass "
+                "overwrite=True."
+            )
+
+    def on_one_rank(self, what: str, write: Callable[[], None]) -> None:
+        """Lets the last rank do something alone; all ranks wait for it and learn of a failure.
+
+        Args:
+            what: Name of it, for the message.
+            write: What to do.
+
+        Raises:
+            ConfigurationError: On the other ranks, if it failed.
+        """
+        failure: Exception | None = None
+        if self.prints:
+            try:
+                write()
+            except Exception as error:
+                failure = error
+        message = self.communicator.broadcast_json(
+            None if failure is None else f"{type(failure).__name__}: {failure}",
+            self.communicator.size - 1,
+        )
+        if failure is not None:
+            raise failure
+        if message is not None:
+            raise ConfigurationError(
+                f"{what} failed on rank {self.communicator.size - 1}: {message}"
+            )
+
+
+def agreed_plan(make: Callable[[], Plan], graph: LayerGraph, communicator: Communicator) -> Plan:
+    """Makes a plan on one rank and gives it to all, whose models it must fit.
+
+    Args:
+        make: Makes or loads the plan.
+        graph: The layer graph of this rank's model.
+        communicator: The ranks of the pipeline.
+
+    Returns:
+        The plan, the same on every rank.
+
+    Raises:
+        PlanError: On all ranks, if the plan cannot be made, or does not fit a rank's model.
+    """
+    made: Plan | None = None
+    failure: Exception | None = None
+    if communicator.rank == 0:
+        try:
+            made = make()
+        except Exception as error:
+            failure = error
+    news = [None if failure is None else str(failure), None if made is None else made.to_json()]
+    message, text = communicator.broadcast_json(news)
+    if failure is not None:
+        raise failure
+    if message is not None:
+        raise PlanError(f"Rank 0 could not make the plan: {message}")
+    plan = made or Plan.from_json(text or "")
+    plan.check(graph)
+    return plan

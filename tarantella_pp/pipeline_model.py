@@ -1,0 +1,305 @@
+"""`PipelineModel`: a Keras model whose layers are spread over pipeline stages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import keras
+
+from tarantella_pp import checks
+from tarantella_pp.callbacks import callbacks_of_rank
+from tarantella_pp.collective_model import CollectiveModel
+from tarantella_pp.errors import ConfigurationError
+from tarantella_pp.feeding import shared_adapters
+from tarantella_pp.partition.extraction import extract
+from tarantella_pp.partition.plan import Plan
+from tarantella_pp.partition.planner import make_plan
+from tarantella_pp.pipeline import Pipeline, agreed_plan
+from tarantella_pp.runtime.communicator import world
+from tarantella_pp.runtime.keras_training import get_data_adapter, train_validation_split
+
+
+class PipelineModel(CollectiveModel):
+    """Trains a Keras model as a pipeline of stages, one or more on each MPI rank.
+
+    Wrap a Functional or Sequential model, launch the script on as many ranks as there are stages
+    and use it like any Keras model: `compile`, `fit`, `evaluate`, `predict`, `save`, callbacks and
+    all kinds of data. The numbers are those of the wrapped model in one process, whatever the
+    number of stages, ranks and micro-batches; only batch statistics (BatchNormalization) see a
+    micro-batch instead of the batch. In one process, not started by MPI, that process owns all
+    stages. All ranks must make the same calls: `fit`, `evaluate`, `predict`, `save` and
+    `get_weights` are collective. Only rank 0 reads data, only the last rank prints.
+
+    Args:
+        model: The Functional or Sequential model. It is neither copied nor changed, but its
+            layers hold the weights that are trained.
+        num_stages: Number of pipeline stages. Default: the number of ranks.
+        num_micro_batches: Number of micro-batches that each batch is cut into. Default: chosen so
+            that the pipeline is busy most of the time, see `make_plan`.
+        schedule: `"gpipe"`, `"1f1b"` or another name of `runtime.schedule`. Default: `"1f1b"`
+            where the loss can be computed one micro-batch at a time, otherwise `"gpipe"`.
+        balance: What the stages are balanced by: `"memory"` or `"flops"`.
+        memory_limit: Largest memory of a stage, in bytes or as in `"16GB"`. Default: none.
+        batch_size: Batch size to plan memory for. Default: 32, Keras' own. Training takes any.
+        plan: A `Plan` or the path of one, instead of the five options before.
+
+    Raises:
+        ConfigurationError: If an option cannot work, alone or with the number of ranks.
+        UnsupportedModelError: If the model cannot be cut into stages.
+        PlanError: If `plan` belongs to another model, or no plan meets `memory_limit`.
+
+    Example:
+        ```python
+        model = tnt.PipelineModel(keras_model, num_stages=4)
+        model.compile("adam", "sparse_categorical_crossentropy", metrics=["accuracy"])
+        model.fit(x, y, batch_size=64, epochs=10)
+        ```
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        num_stages: int | None = None,
+        num_micro_batches: int | None = None,
+        schedule: str | None = None,
+        balance: str = "memory",
+        memory_limit: int | str | None = None,
+        batch_size: int = 32,
+        plan: Plan | str | Path | None = None,
+    ) -> None:
+        checks.check_backend()
+        checks.check_model(model)
+        communicator = world()
+        extracted = extract(model)
+        checks.check_trainable(model)
+        stages = communicator.size if num_stages is None else num_stages
+
+        def make() -> Plan:
+            if plan is not None:
+                return plan if isinstance(plan, Plan) else Plan.load(plan)
+            checks.check_ranks(stages, communicator.size)
+            return make_plan(
+                model,
+                stages,
+                num_micro_batches=num_micro_batches,
+                schedule=schedule or "1f1b",
+                balance=balance,
+                memory_limit=memory_limit,
+                batch_size=batch_size,
+            )
+
+        plan = agreed_plan(make, extracted.graph, communicator)
+        checks.check_ranks(plan.num_stages, communicator.size)
+        super().__init__(extracted.inputs_struct, extracted.outputs_struct, name=model.name)
+        self._pipeline = Pipeline(self, extracted, plan, schedule, communicator)
+        self._pipeline.state.start_alike()
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in force; `print(model.plan)` shows it as a table."""
+        return self._pipeline.plan
+
+    def call(self, inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
+        """Runs the whole model, where one process owns all of it.
+
+        Args:
+            inputs: As of the wrapped model.
+            training: Whether layers run in training mode.
+            mask: Masks of the inputs.
+
+        Returns:
+            The outputs of the model.
+
+        Raises:
+            ConfigurationError: If the weights are spread over several ranks.
+        """
+        if self._pipeline.communicator.size > 1:
+            raise ConfigurationError(
+                f"The weights of '{self.name}' are on {self._pipeline.communicator.size} ranks: "
+                "no rank can call the model alone. Use `predict` on all ranks."
+            )
+        return super().call(inputs, training=training, mask=mask)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Configures training; takes what `keras.Model.compile` takes.
+
+        Args:
+            *args: As of `keras.Model.compile`.
+            **kwargs: As of `keras.Model.compile`; `run_eagerly` and `jit_compile` must stay off.
+
+        Raises:
+            ConfigurationError: If an option would be ignored, or be wrong on several ranks.
+        """
+        super().compile(*args, **kwargs)
+        checks.check_compilation(self.optimizer, kwargs, self._pipeline.communicator.size)
+        self._pipeline.engine.forget_compilation()
+
+    def make_train_function(self, force: bool = False) -> None:
+        """Builds this rank's training step; called by Keras' own loops."""
+        if force:
+            self._pipeline.engine.forget_compilation()
+        if force or self.train_function is None:
+            step = self._pipeline.engine.train
+            self.train_function: Any = self._pipeline.stepper(step, self.steps_per_execution)
+
+    def make_test_function(self, force: bool = False) -> None:
+        """Builds this rank's evaluation step; called by Keras' own loops."""
+        if force or self.test_function is None:
+            step = self._pipeline.engine.test
+            self.test_function: Any = self._pipeline.stepper(step, self.steps_per_execution)
+
+    def make_predict_function(self, force: bool = False) -> None:
+        """Builds this rank's prediction step; called by Keras' own loops."""
+        self.predict_function = self._pipeline.predict
+
+    def get_metrics_result(self) -> dict[str, float]:
+        """Returns the logs of the last step, which are the same on every rank."""
+        return dict(self._pipeline.logs)
+
+    def fit(
+        self,
+        x: Any = None,
+        y: Any = None,
+        batch_size: int | None = None,
+        epochs: int = 1,
+        verbose: str | int = "auto",
+        callbacks: Any = None,
+        validation_split: float = 0.0,
+        validation_data: Any = None,
+        shuffle: bool = True,
+        class_weight: Any = None,
+        sample_weight: Any = None,
+        initial_epoch: int = 0,
+        steps_per_epoch: int | None = None,
+        validation_steps: int | None = None,
+        validation_batch_size: int | None = None,
+        validation_freq: int = 1,
+    ) -> keras.callbacks.History:
+        """Trains the model; takes and returns what `keras.Model.fit` does.
+
+        Only rank 0 reads `x`, `y` and validation data, and only the last rank shows progress.
+        Logs, and with them the history, are the same on every rank.
+
+        Args:
+            x: As of `keras.Model.fit`, like all that follow.
+            y: Targets.
+            batch_size: Samples per step, in all micro-batches together. Default: 32.
+            epochs: Number of the last epoch.
+            verbose: Verbosity of the rank that prints.
+            callbacks: Keras callbacks; they run on every rank.
+            validation_split: Share of the data to validate with.
+            validation_data: Data to validate with.
+            shuffle: Whether to shuffle arrays before each epoch.
+            class_weight: Weights of classes.
+            sample_weight: Weights of samples.
+            initial_epoch: Number of the first epoch.
+            steps_per_epoch: Steps per epoch.
+            validation_steps: Steps per validation.
+            validation_batch_size: Batch size of validation.
+            validation_freq: Validate every so many epochs.
+
+        Returns:
+            The history.
+
+        Raises:
+            ConfigurationError: If the ranks do not agree on the call.
+        """
+        pipeline = self._pipeline
+        pipeline.agree("fit", epochs=epochs, steps=steps_per_epoch, initial_epoch=initial_epoch)
+
+        def open_data() -> list[Any]:
+            data, held_out = (x, y, sample_weight), validation_data
+            if validation_split and held_out is None:
+                data, held_out = train_validation_split(data, validation_split)
+            first = get_data_adapter(
+                *data, batch_size, steps_per_epoch, shuffle=shuffle, class_weight=class_weight
+            )
+            if held_out is None:
+                return [first, None]
+            size = validation_batch_size or batch_size
+            parts = keras.utils.unpack_x_y_sample_weight(held_out)
+            return [first, get_data_adapter(*parts, size, validation_steps)]
+
+        train, validation = shared_adapters(pipeline.communicator, pipeline.feed, open_data)
+        return super().fit(
+            train,
+            epochs=epochs,
+            verbose=verbose if pipeline.prints else 0,
+            callbacks=callbacks_of_rank(callbacks, pipeline.prints),
+            validation_data=validation,
+            initial_epoch=initial_epoch,
+            steps_per_epoch=steps_per_epoch,
+            validation_steps=validation_steps,
+            validation_freq=validation_freq,
+        )
+
+    def evaluate(
+        self,
+        x: Any = None,
+        y: Any = None,
+        batch_size: int | None = None,
+        verbose: str | int = "auto",
+        sample_weight: Any = None,
+        steps: int | None = None,
+        callbacks: Any = None,
+        return_dict: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """Evaluates the model; takes and returns what `keras.Model.evaluate` does, on all ranks.
+
+        Args:
+            x: As of `keras.Model.evaluate`, like all that follow.
+            y: Targets.
+            batch_size: Samples per step. Default: 32.
+            verbose: Verbosity of the rank that prints.
+            sample_weight: Weights of samples.
+            steps: Number of steps.
+            callbacks: Keras callbacks; they run on every rank.
+            return_dict: Whether to return a dict.
+            **kwargs: What Keras' own `fit` passes for validation.
+
+        Returns:
+            Loss and metrics, the same on every rank.
+        """
+        pipeline = self._pipeline
+        if not kwargs:
+            pipeline.agree("evaluate", steps=steps)
+            x = pipeline.open_data(x, y, sample_weight, batch_size, steps)
+        return super().evaluate(
+            x,
+            verbose=verbose if pipeline.prints else 0,
+            steps=steps,
+            callbacks=callbacks_of_rank(callbacks, pipeline.prints),
+            return_dict=return_dict,
+            **kwargs,
+        )
+
+    def predict(
+        self,
+        x: Any,
+        batch_size: int | None = None,
+        verbose: str | int = "auto",
+        steps: int | None = None,
+        callbacks: Any = None,
+    ) -> Any:
+        """Predicts; takes and returns what `keras.Model.predict` does, on all ranks.
+
+        Args:
+            x: As of `keras.Model.predict`, like all that follow.
+            batch_size: Samples per step. Default: 32.
+            verbose: Verbosity of the rank that prints.
+            steps: Number of steps.
+            callbacks: Keras callbacks; they run on every rank.
+
+        Returns:
+            The predictions, the same on every rank.
+        """
+        pipeline = self._pipeline
+        pipeline.agree("predict", steps=steps)
+        return super().predict(
+            pipeline.open_data(x, None, None, batch_size, steps),
+            verbose=verbose if pipeline.prints else 0,
+            steps=steps,
+            callbacks=callbacks_of_rank(callbacks, pipeline.prints),
+        )

@@ -1,0 +1,59 @@
+"""What a stage computes with: its nodes and the sums of its weights' gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tarantella_pp.partition.draft import Call
+from tarantella_pp.runtime.gradient_sums import GradientSums
+from tarantella_pp.runtime.layout import StageLayout
+from tarantella_pp.runtime.runner import StageLayer
+
+
+class StageBody:
+    """The nodes of one stage, and one gradient sum for each of its trainable weights.
+
+    Args:
+        layout: The border of the stage.
+        calls: The stage's calls, in topological order.
+    """
+
+    def __init__(self, layout: StageLayout, calls: Sequence[Call]) -> None:
+        self.layout = layout
+        self.layer = StageLayer(calls, layout)
+        self.sums = GradientSums(self.layer.trainable_variables)
+
+    @property
+    def variables(self) -> list[Any]:
+        """TensorFlow's variables of the trainable weights, to differentiate by."""
+        return [weight.value for weight in self.sums.weights]
+
+    def run(self, inputs: Sequence[tf.Tensor], training: bool) -> tuple[list[tf.Tensor], tf.Tensor]:
+        """Runs the nodes on one micro-batch.
+
+        Args:
+            inputs: One tensor for each port of `layout.inputs`.
+            training: Whether layers run in training mode.
+
+        Returns:
+            One tensor for each port of `layout.outputs`, and the sum of the losses that the
+            layers added, in Keras' default float type.
+        """
+        outputs, losses = self.layer(inputs, training=training)
+        dtype = keras.config.floatx()
+        added = [tf.cast(tf.reduce_sum(loss), dtype) for loss in losses]
+        return outputs, tf.add_n([tf.zeros((), dtype), *added])
+
+    def sources(self, inputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Those of `inputs` whose gradient the stage sends back."""
+        ports = dict(zip(self.layout.inputs, inputs, strict=True))
+        return [ports[port] for port in self.layout.input_gradients]
+
+    def targets(self, outputs: Sequence[tf.Tensor], added: tf.Tensor) -> list[tf.Tensor]:
+        """What is differentiated: the added losses, then each output that a gradient reaches."""
+        ports = dict(zip(self.layout.outputs, outputs, strict=True))
+        return [added, *(ports[port] for port in self.layout.seeded)]

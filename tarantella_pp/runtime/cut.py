@@ -1,0 +1,179 @@
+"""Cuts one traced graph of a stage into its forward, input-gradient and weight-gradient parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from tarantella_pp.errors import TarantellaError
+from tarantella_pp.runtime.carve import Carver
+
+_READS = ("ReadVariableOp", "Placeholder", "ResourceGather", "ResourceGatherNd")
+_WRITES = ("AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp")
+# Cheap enough to repeat in the backward pass when nothing but weights goes in.
+_REPEATABLE = {
+    *("Const", "Identity", "Cast", "Reshape", "ExpandDims", "Squeeze", "Shape", "Transpose"),
+    *("StridedSlice", "Pack", "Prod", "ConcatV2", "Range", "Fill", "Sub", "Add", "AddV2", "Mul"),
+}
+
+
+class CutError(TarantellaError):
+    """A traced graph that cannot be cut into forward and backward parts."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One micro-batch of a stage, forward and backward, as one TensorFlow graph.
+
+    Attributes:
+        function: The concrete function that holds the graph.
+        inputs: Placeholders of the stage's inputs.
+        seeds: Placeholders of the gradients that come in.
+        outputs: What the forward pass hands on.
+        input_gradients: Gradients to hand back.
+        weight_gradients: Components of the gradients of the weights, flattened.
+    """
+
+    function: Any
+    inputs: Sequence[tf.Tensor]
+    seeds: Sequence[tf.Tensor]
+    outputs: Sequence[tf.Tensor]
+    input_gradients: Sequence[tf.Tensor]
+    weight_gradients: Sequence[tf.Tensor]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The parts of a traced stage.
+
+    Attributes:
+        forward: inputs -> outputs + residuals.
+        backward_input: seeds + residuals -> input gradients + between.
+        backward_weight: seeds + residuals + between -> weight gradients.
+        backward: seeds + residuals -> input gradients + weight gradients.
+        residuals: What the backward pass needs of the forward pass.
+        between: What the weight gradients need of the input-gradient pass.
+    """
+
+    forward: Callable[..., list[tf.Tensor]]
+    backward_input: Callable[..., list[tf.Tensor]]
+    backward_weight: Callable[..., list[tf.Tensor]]
+    backward: Callable[..., list[tf.Tensor]]
+    residuals: tuple[tf.Tensor, ...]
+    between: tuple[tf.Tensor, ...]
+
+
+def cut(trace: Trace) -> Cut:
+    """Cuts a traced stage in three: F, B and W.
+
+    F is what the outputs need, B the part of the backward pass that the input gradients need, W
+    the rest of what the weight gradients need (Qi et al., "Zero Bubble Pipeline Parallelism",
+    2023). What crosses from F into B or W are the residuals, and nothing else has to be kept
+    for a micro-batch. Reads of weights are not kept but repeated.
+
+    Args:
+        trace: The traced stage.
+
+    Returns:
+        The three parts, and B and W together.
+
+    Raises:
+        CutError: If the backward pass has side effects, or needs a resource of the forward pass.
+    """
+    after = _after(trace.seeds, trace.function.graph.get_operations())
+    b_ops = _ancestors(trace.input_gradients) & after
+    w_ops = (_ancestors(trace.weight_gradients) & after) - b_ops
+    repeatable = _Repeatable(trace)
+
+    def is_residual(tensor: tf.Tensor) -> bool:
+        return tensor.op not in after and not repeatable(tensor.op)
+
+    def is_between(tensor: tf.Tensor) -> bool:
+        return tensor.op in b_ops
+
+    gradients = (*trace.input_gradients, *trace.weight_gradients)
+    ordered = trace.function.graph.get_operations()
+    both = [op for op in ordered if op in b_ops or op in w_ops]
+    residuals = _crossing(both, gradients, is_residual)
+    between = _crossing([op for op in ordered if op in w_ops], trace.weight_gradients, is_between)
+    for tensor in (*residuals, *between):
+        if tensor.dtype == tf.resource:
+            raise CutError(f"{tensor.op.type} '{tensor.op.name}' cannot be kept between passes")
+    seeds = list(trace.seeds)
+    for op in b_ops | w_ops:
+        if _has_effect(op):
+            raise CutError(f"the backward pass has a side effect: {op.type} '{op.name}'")
+    carve = Carver(trace.function).carve
+    return Cut(
+        forward=carve(trace.inputs, [*trace.outputs, *residuals], _effects(trace, after)),
+        backward_input=carve([*seeds, *residuals], [*trace.input_gradients, *between]),
+        backward_weight=carve([*seeds, *residuals, *between], trace.weight_gradients),
+        backward=carve([*seeds, *residuals], gradients),
+        residuals=residuals,
+        between=between,
+    )
+
+
+def _effects(trace: Trace, after: set[tf.Operation]) -> list[tf.Operation]:
+    """Operations that the forward pass must run although nothing uses their results."""
+    operations = trace.function.graph.get_operations()
+    return [op for op in operations if op not in after and _has_effect(op)]
+
+
+def _has_effect(op: tf.Operation) -> bool:
+    return op.op_def is not None and op.op_def.is_stateful and op.type not in _READS
+
+
+class _Repeatable:
+    """Whether an operation depends on nothing but constants and weights that F does not write."""
+
+    def __init__(self, trace: Trace) -> None:
+        operations = trace.function.graph.get_operations()
+        self._written = {op.inputs[0].ref() for op in operations if op.type in _WRITES}
+        self._fed = {tensor.op for tensor in trace.inputs}
+        self._known: dict[tf.Operation, bool] = {}
+
+    def __call__(self, op: tf.Operation) -> bool:
+        if op not in self._known:
+            self._known[op] = self._decide(op)
+        return self._known[op]
+
+    def _decide(self, op: tf.Operation) -> bool:
+        if op.type == "Placeholder":
+            return op not in self._fed
+        if op.type == "ReadVariableOp":
+            return op.inputs[0].ref() not in self._written and self(op.inputs[0].op)
+        return op.type in _REPEATABLE and all(self(tensor.op) for tensor in op.inputs)
+
+
+def _after(seeds: Iterable[tf.Tensor], operations: Iterable[tf.Operation]) -> set[tf.Operation]:
+    """Everything that depends on the incoming gradients; `operations` are in creation order."""
+    after = {seed.op for seed in seeds}
+    for op in operations:
+        if any(t.op in after for t in op.inputs) or any(c in after for c in op.control_inputs):
+            after.add(op)
+    return after
+
+
+def _ancestors(tensors: Iterable[tf.Tensor]) -> set[tf.Operation]:
+    seen: set[tf.Operation] = set()
+    todo = [tensor.op for tensor in tensors]
+    while todo:
+        op = todo.pop()
+        if op not in seen:
+            seen.add(op)
+            todo += [tensor.op for tensor in op.inputs] + list(op.control_inputs)
+    return seen
+
+
+def _crossing(
+    operations: Iterable[tf.Operation],
+    fetched: Iterable[tf.Tensor],
+    crosses: Callable[[tf.Tensor], bool],
+) -> tuple[tf.Tensor, ...]:
+    """The tensors that `operations` use, or that are results themselves, from the other side."""
+    used = [tensor for op in operations for tensor in op.inputs] + list(fetched)
+    return tuple({t.ref(): t for t in used if crosses(t)}.values())

@@ -1,0 +1,165 @@
+"""Forward and backward of a stage from one traced graph, cut in three."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tarantella_pp.runtime.body import StageBody
+from tarantella_pp.runtime.cut import CutError, Trace, cut
+from tarantella_pp.runtime.gradient_sums import Slices
+from tarantella_pp.runtime.store import Store
+
+
+class CutPass:
+    """Traces a stage once, forward and backward, and cuts the graph into F, B and W.
+
+    Residuals stay inside TensorFlow, in a `Store`: only activations and their gradients cross
+    into Python.
+
+    Args:
+        body: The stage's nodes and weights.
+        specs: Shape and dtype of each of the stage's inputs.
+
+    Raises:
+        CutError: If the graph cannot be cut.
+    """
+
+    def __init__(self, body: StageBody, specs: Sequence[tf.TensorSpec]) -> None:
+        self._body = body
+        self._kinds: list[Callable[[Iterator[tf.Tensor]], Any]] = []
+        trace = self._trace(specs)
+        self._cut = cut(trace)
+        self._residuals = Store(self._cut.residuals)
+        self._between = Store(self._cut.between)
+        self._seeds = Store(trace.seeds)
+        self._num_outputs = len(trace.outputs)
+        self._num_back = len(trace.input_gradients)
+        key = tf.TensorSpec([], tf.int64)
+        seeds = [tf.TensorSpec(seed.shape, seed.dtype) for seed in trace.seeds]
+        self._forward = _compile(self._run_forward, key, list(specs))
+        self._backward = _compile(self._run_backward, key, seeds)
+        self._backward_input = _compile(self._run_backward_input, key, seeds)
+        self._backward_weight = _compile(self._run_backward_weight, key)
+
+    @property
+    def residual_bytes(self) -> int:
+        """Bytes kept for each micro-batch; rows of unknown number count as one."""
+        sizes = {
+            tensor.ref(): tensor.dtype.size
+            * int(tf.TensorShape(_one_row(tensor.shape)).num_elements())
+            for tensor in self._cut.residuals
+        }
+        return sum(sizes.values())
+
+    def forward(self, key: int, inputs: Sequence[tf.Tensor]) -> tuple[list[tf.Tensor], tf.Tensor]:
+        """Runs micro-batch `key` forward and keeps its residuals."""
+        *outputs, added = self._forward(tf.constant(key, tf.int64), list(inputs))
+        return outputs, added
+
+    def backward(self, key: int, seeds: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Runs `key` backward: accumulates weight gradients, returns the input gradients."""
+        back, slices = self._backward(tf.constant(key, tf.int64), list(seeds))
+        self._body.sums.add_slices(slices)
+        return list(back)
+
+    def backward_input(self, key: int, seeds: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Runs B of `key` and keeps what W needs."""
+        return list(self._backward_input(tf.constant(key, tf.int64), list(seeds)))
+
+    def backward_weight(self, key: int) -> None:
+        """Runs W of `key` and drops what was kept."""
+        self._body.sums.add_slices(self._backward_weight(tf.constant(key, tf.int64)))
+
+    def clear(self) -> None:
+        """Drops what is kept for micro-batches in flight."""
+        for store in (self._residuals, self._between, self._seeds):
+            store.clear()
+
+    def _run_forward(self, key: tf.Tensor, inputs: list[tf.Tensor]) -> list[tf.Tensor]:
+        found = self._cut.forward(*inputs)
+        self._residuals.put(key, found[self._num_outputs :])
+        return found[: self._num_outputs]
+
+    def _run_backward(self, key: tf.Tensor, seeds: list[tf.Tensor]) -> Any:
+        found = self._cut.backward(*seeds, *self._residuals.take(key))
+        return found[: self._num_back], self._accumulate(found[self._num_back :])
+
+    def _run_backward_input(self, key: tf.Tensor, seeds: list[tf.Tensor]) -> list[tf.Tensor]:
+        found = self._cut.backward_input(*seeds, *self._residuals.peek(key))
+        self._between.put(key, found[self._num_back :])
+        self._seeds.put(key, seeds)
+        return found[: self._num_back]
+
+    def _run_backward_weight(self, key: tf.Tensor) -> list[Slices]:
+        kept = [*self._seeds.take(key), *self._residuals.take(key), *self._between.take(key)]
+        return self._accumulate(self._cut.backward_weight(*kept))
+
+    def _accumulate(self, components: Sequence[tf.Tensor]) -> list[Slices]:
+        """Adds up the dense gradients, and returns the sparse ones."""
+        left = iter(components)
+        gradients = [rebuild(left) for rebuild in self._kinds]
+        self._body.sums.add_dense(gradients)
+        return self._body.sums.slices_of(gradients)
+
+    def _trace(self, specs: Sequence[tf.TensorSpec]) -> Trace:
+        """Forward and gradients of one micro-batch, in one graph."""
+        found: dict[str, Any] = {}
+
+        def whole(*inputs: tf.Tensor) -> list[tf.Tensor]:
+            outputs, added = self._body.run(inputs, training=True)
+            targets = self._body.targets(outputs, added)
+            seeds = [tf.compat.v1.placeholder(t.dtype, t.shape) for t in targets]
+            sources = self._body.sources(inputs)
+            wanted = [*sources, *self._body.variables]
+            gradients = tf.gradients(targets, wanted, grad_ys=seeds)
+            back = [
+                tf.zeros_like(s) if g is None else tf.convert_to_tensor(g)
+                for s, g in zip(sources, gradients[: len(sources)], strict=True)
+            ]
+            found["weights"] = gradients[len(sources) :]
+            found.update(inputs=inputs, seeds=seeds, outputs=[*outputs, added], back=back)
+            return [*outputs, added]
+
+        traced = tf.function(whole, input_signature=list(specs), autograph=False)
+        try:
+            function = traced.get_concrete_function()
+        except (NotImplementedError, LookupError) as error:
+            raise CutError(f"TensorFlow cannot differentiate the graph: {error}") from error
+        self._body.sums.prepare(found["weights"])
+        return Trace(
+            function=function,
+            inputs=found["inputs"],
+            seeds=found["seeds"],
+            outputs=found["outputs"],
+            input_gradients=found["back"],
+            weight_gradients=self._components(found["weights"]),
+        )
+
+    def _components(self, gradients: Sequence[Any]) -> list[tf.Tensor]:
+        """Dense gradients as they are, sparse ones as values and indices; notes which is which."""
+        components: list[tf.Tensor] = []
+        for gradient in gradients:
+            if gradient is None:
+                self._kinds.append(lambda _: None)
+            elif isinstance(gradient, tf.IndexedSlices):
+                components += [gradient.values, gradient.indices]
+                self._kinds.append(lambda left: tf.IndexedSlices(next(left), next(left)))
+            else:
+                components.append(gradient)
+                self._kinds.append(next)
+        return components
+
+
+def _compile(function: Callable[..., Any], *signature: Any) -> Callable[..., Any]:
+    """Compiles a part again: without it the optimizer passes of TensorFlow are lost."""
+    compiled: Callable[..., Any] = tf.function(
+        function, input_signature=list(signature), autograph=False
+    )
+    return compiled
+
+
+def _one_row(shape: tf.TensorShape) -> list[int]:
+    return [1 if size is None else size for size in shape.as_list()]

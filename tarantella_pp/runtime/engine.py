@@ -1,0 +1,171 @@
+"""One rank's part of training: its stages, its messages and its share of every step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tarantella_pp.errors import ConfigurationError
+from tarantella_pp.partition.extraction import ExtractedModel
+from tarantella_pp.runtime.communicator import Communicator
+from tarantella_pp.runtime.exchange import Exchange
+from tarantella_pp.runtime.execution import Execution
+from tarantella_pp.runtime.feed import Batch, Feed
+from tarantella_pp.runtime.keras_training import build_metrics
+from tarantella_pp.runtime.layout import links_of, stage_layouts
+from tarantella_pp.runtime.news import News
+from tarantella_pp.runtime.outputs import pack_outputs, unpacked
+from tarantella_pp.runtime.programs import Programs, runs_all_forwards_first
+from tarantella_pp.runtime.scoring import Scoring, loss_coupling
+from tarantella_pp.runtime.stage import Stage
+from tarantella_pp.runtime.step import BatchStep, micro_batch_sizes
+from tarantella_pp.runtime.structure import rebuild, tensors_in
+from tarantella_pp.runtime.update import Update
+
+
+class Engine:
+    """Trains, tests and predicts on one rank of a pipeline.
+
+    Args:
+        model: The Keras model of the user's side: compiled loss, metrics and optimizer.
+        extracted: The model's graph and calls.
+        assignment: Stage of each node.
+        num_stages: Number of stages.
+        num_micro_batches: Wanted number of micro-batches of a batch.
+        schedule: Name of the schedule; `None` for 1F1B where the loss allows it, else GPipe.
+        communicator: The ranks of the pipeline; stage s is on rank s modulo their number.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        extracted: ExtractedModel,
+        assignment: Sequence[int],
+        num_stages: int,
+        num_micro_batches: int,
+        schedule: str | None,
+        communicator: Communicator,
+    ) -> None:
+        self._model = model
+        self._extracted = extracted
+        self._communicator = communicator
+        self._num_micro_batches = num_micro_batches
+        self._schedule = schedule
+        self._layouts = stage_layouts(extracted.graph, assignment, num_stages)
+        self.placement = tuple(stage % communicator.size for stage in range(num_stages))
+        self.scorer = self.placement[-1]
+        places = {tensor: i for i, tensor in enumerate(extracted.graph.inputs)}
+        self._data = [[places[p.tensor] for p in layout.data] for layout in self._layouts]
+        self.stages = {
+            layout.index: Stage(layout, [extracted.calls[node] for node in layout.nodes])
+            for layout in self._layouts
+            if self.placement[layout.index] == communicator.rank
+        }
+        links = links_of(self._layouts)
+        exchange = Exchange(communicator, extracted.graph, links, self.placement)
+        self._execution = Execution(self.stages, exchange)
+        self._programs = Programs(num_stages, communicator.size, links)
+        self._news = News(communicator, self.scorer)
+        self._scoring: Scoring | None = None
+        self._update: Update | None = None
+
+    def feed(self, standardize: Callable[[Any], list[tf.Tensor]]) -> Feed:
+        """Makes the feed that hands every rank its part of each batch.
+
+        Args:
+            standardize: Makes the flat list of model inputs of what the data set gives for `x`.
+        """
+        needs: list[set[int]] = [set() for _ in range(self._communicator.size)]
+        for stage, places in enumerate(self._data):
+            needs[self.placement[stage]].update(places)
+        return Feed(self._communicator, [sorted(n) for n in needs], self.scorer, standardize)
+
+    def train(self, batch: Batch) -> dict[str, float]:
+        """Runs one training step; returns Keras' logs, the same on all ranks."""
+        update = self._prepare(batch)
+        sizes = self._sizes(batch)
+        schedule, coupled = self._training_schedule(batch)
+        step = BatchStep(batch, sizes, self._data, self._scoring, training=True, coupled=coupled)
+        penalty = update.penalty()
+        self._run(schedule, step, sizes)
+        update.apply()
+        return self._logs("train", step, penalty)
+
+    def test(self, batch: Batch) -> dict[str, float]:
+        """Runs one evaluation step; returns Keras' logs, the same on all ranks."""
+        update = self._prepare(batch)
+        sizes = self._sizes(batch)
+        step = BatchStep(batch, sizes, self._data, self._scoring, training=False)
+        self._run("forward", step, sizes)
+        return self._logs("test", step, update.penalty())
+
+    def predict(self, batch: Batch) -> Any:
+        """Runs one prediction step; returns the model's outputs, on all ranks."""
+        sizes = self._sizes(batch)
+        step = BatchStep(batch, sizes, self._data, None, training=False)
+        self._run("forward", step, sizes)
+        parts = zip(*step.results, strict=True) if self._news.is_source else ()
+        results = self._news.share_tensors([tf.concat(part, 0) for part in parts])
+        values = dict(zip(self._layouts[-1].results, results, strict=True))
+        return pack_outputs(self._extracted, values)
+
+    def forget_compilation(self) -> None:
+        """Makes the next step look at the model's loss, metrics and optimizer anew."""
+        self._scoring = None
+        self._update = None
+        self._news.forget_names()
+
+    def _run(self, schedule: str, step: BatchStep, sizes: Sequence[int]) -> None:
+        program = self._programs.schedule(schedule, len(sizes)).actions[self._communicator.rank]
+        try:
+            self._execution.run(program, dict(enumerate(sizes)), step)
+        except BaseException:
+            for stage in self.stages.values():
+                stage.clear()
+            raise
+
+    def _logs(self, kind: str, step: BatchStep, penalty: tf.Tensor) -> dict[str, float]:
+        elsewhere = self._news.gather_loss(step.added + penalty)
+        if not self._news.is_source:
+            return self._news.share_logs(kind, None)
+        return self._news.share_logs(kind, step.logs(penalty + elsewhere))
+
+    def _sizes(self, batch: Batch) -> tuple[int, ...]:
+        return micro_batch_sizes(batch.rows, self._num_micro_batches)
+
+    def _prepare(self, batch: Batch) -> Update:
+        """Builds metrics on every rank alike, loss and optimizer where they are needed."""
+        if self._update is None:
+            y, weight = (_symbolic(description) for description in batch.targets)
+            build_metrics(self._model, y, unpacked(self._extracted.outputs_struct), weight)
+            bodies = [stage.body for stage in self.stages.values()]
+            weights = self._model.trainable_variables
+            self._update = Update(self._model.optimizer, bodies, weights)
+            if self._news.is_source:
+                results = self._layouts[-1].results
+                self._scoring = Scoring(self._model, self._extracted, results)
+        return self._update
+
+    def _training_schedule(self, batch: Batch) -> tuple[str, bool]:
+        """The schedule of a training step, and whether the loss sees the whole batch at once."""
+        count = len(self._sizes(batch))
+        weighted = bool(tensors_in(batch.targets[1]))
+        reason = loss_coupling(self._model, self._layouts[-1].results, weighted)
+        if reason is None or count == 1:
+            return self._schedule or "1f1b", False
+        name = self._schedule or "gpipe"
+        last = len(self._layouts) - 1
+        if not runs_all_forwards_first(self._programs.schedule(name, count), last):
+            raise ConfigurationError(
+                f"Received: schedule={name!r}, which computes the loss of one micro-batch after "
+                f"the other, but {reason}. Leave `schedule` out, or use schedule='gpipe'."
+            )
+        return name, True
+
+
+def _symbolic(description: Any) -> Any:
+    leaves = [keras.KerasTensor(shape, dtype) for shape, dtype in tensors_in(description)]
+    return rebuild(description, leaves)

@@ -1,0 +1,155 @@
+"""Messages between stages: one for each link, micro-batch and direction."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tarantella_pp.partition.graph import LayerGraph
+from tarantella_pp.runtime.buffers import to_buffer, to_tensor
+from tarantella_pp.runtime.channel import Receipt
+from tarantella_pp.runtime.communicator import Communicator, TensorSpec
+from tarantella_pp.runtime.layout import Link, Port
+from tarantella_pp.runtime.schedule import Transfer
+
+_FIRST_TAG = 1024
+_MICRO_BATCH_TAGS = 64
+_AHEAD = 2
+
+
+class Exchange:
+    """Sends and receives what crosses the cuts, for one rank.
+
+    Receives are posted ahead of the computation that needs them; sends are never waited for.
+    Where a dimension other than the batch is not known from the model, a message with the shapes
+    goes first.
+
+    Args:
+        communicator: The ranks of the pipeline.
+        graph: The layer graph, for dtypes and shapes.
+        links: All links of the pipeline, in an order that all ranks share.
+        placement: Rank of each stage.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        graph: LayerGraph,
+        links: Sequence[Link],
+        placement: Sequence[int],
+    ) -> None:
+        self._communicator = communicator
+        self._graph = graph
+        self._links = {(link.source, link.target): link for link in links}
+        self._numbers = {pair: number for number, pair in enumerate(self._links)}
+        self._placement = placement
+        self._rows: Mapping[int, int] = {}
+        self._expected: list[Transfer] = []
+        self._posted: dict[Transfer, Receipt] = {}
+
+    def begin(self, program: Sequence[Any], rows: Mapping[int, int]) -> None:
+        """Posts the first receives of a step.
+
+        Args:
+            program: This rank's actions.
+            rows: Number of samples of each micro-batch.
+        """
+        self._rows = rows
+        receives = (a for a in program if isinstance(a, Transfer) and a.operation == "R")
+        self._expected = list(reversed([a for a in receives if not self._is_dynamic(a)]))
+        self._posted.clear()
+        for _ in range(_AHEAD):
+            self._post_next()
+
+    def send(self, action: Transfer, values: Sequence[tf.Tensor]) -> None:
+        """Hands a message over and returns at once.
+
+        Args:
+            action: The send.
+            values: One tensor for each port of the message.
+        """
+        target, tag, label = self._placement[action.target], self._tag(action), _label(action)
+        arrays = [to_buffer(value) for value in values]
+        if self._is_dynamic(action):
+            sizes = np.array([size for a in arrays for size in a.shape], np.int64)
+            self._communicator.send([sizes], target, tag, label=f"shapes of {label}")
+        self._communicator.send(arrays, target, tag, label=label)
+
+    def expect(self, action: Transfer) -> None:
+        """Posts a receive, at the place in the program where it must be posted at the latest.
+
+        Args:
+            action: The receive.
+        """
+        while action in self._expected:
+            self._post_next()
+
+    def receive(self, action: Transfer) -> list[tf.Tensor]:
+        """Waits for a message.
+
+        Args:
+            action: The receive, which `expect` has seen.
+
+        Returns:
+            One tensor for each port of the message.
+        """
+        receipt = self._posted.pop(action, None)
+        if receipt is None:
+            receipt = self._post_dynamic(action)
+        arrays = receipt.wait()
+        self._post_next()
+        return [to_tensor(array) for array in arrays]
+
+    def _post_next(self) -> None:
+        if self._expected:
+            action = self._expected.pop()
+            rows = self._rows[action.micro_batch]
+            specs = [
+                self._spec(port, (rows, *self._shape(port)[1:])) for port in self._ports(action)
+            ]
+            self._posted[action] = self._post(action, specs)
+
+    def _post_dynamic(self, action: Transfer) -> Receipt:
+        ports = self._ports(action)
+        ranks = [len(self._shape(port)) for port in ports]
+        shapes = [TensorSpec((sum(ranks),), np.dtype(np.int64))]
+        sizes = self._post(action, shapes, "shapes of ").wait()[0].tolist()
+        specs = []
+        for port, rank in zip(ports, ranks, strict=True):
+            specs.append(self._spec(port, tuple(sizes[:rank])))
+            sizes = sizes[rank:]
+        return self._post(action, specs)
+
+    def _post(self, action: Transfer, specs: Sequence[TensorSpec], what: str = "") -> Receipt:
+        source, tag = self._placement[action.source], self._tag(action)
+        return self._communicator.post_receive(specs, source, tag, label=what + _label(action))
+
+    def _spec(self, port: Port, shape: tuple[Any, ...]) -> TensorSpec:
+        dtype = "bool" if port.mask else self._graph.tensors[port.tensor].dtype
+        return TensorSpec(shape, tf.as_dtype(dtype).as_numpy_dtype)
+
+    def _shape(self, port: Port) -> tuple[int | None, ...]:
+        tensor = self._graph.tensors[port.tensor]
+        return (tensor.mask_shape or ()) if port.mask else tensor.shape
+
+    def _is_dynamic(self, action: Transfer) -> bool:
+        return any(None in self._shape(port)[1:] for port in self._ports(action))
+
+    def _ports(self, action: Transfer) -> tuple[Port, ...]:
+        if action.direction == "F":
+            return self._links[action.source, action.target].ports
+        return self._links[action.target, action.source].gradients
+
+    def _tag(self, action: Transfer) -> int:
+        forward = action.direction == "F"
+        pair = (action.source, action.target) if forward else (action.target, action.source)
+        channel = 2 * self._numbers[pair] + forward
+        return _FIRST_TAG + channel * _MICRO_BATCH_TAGS + action.micro_batch % _MICRO_BATCH_TAGS
+
+
+def _label(action: Transfer) -> str:
+    what = "activations" if action.direction == "F" else "gradients"
+    return f"{what} {action.source}>{action.target}, micro-batch {action.micro_batch}"

@@ -1,0 +1,130 @@
+"""Runs one rank's list of actions; owns nothing but the loop."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import tensorflow as tf
+
+from tarantella_pp.runtime.exchange import Exchange
+from tarantella_pp.runtime.layout import Port
+from tarantella_pp.runtime.schedule import Action, Compute, Direction, Message, Transfer
+from tarantella_pp.runtime.stage import Stage
+
+Values = dict[Port, tf.Tensor]
+
+
+class Step(Protocol):
+    """What the loop asks of the training, test or prediction step that it runs in."""
+
+    training: bool
+
+    def data(self, stage: int, micro_batch: int) -> Sequence[tf.Tensor]:
+        """The model inputs of a stage: one tensor for each port of its `data`."""
+
+    def add(self, stage: int, micro_batch: int, loss: tf.Tensor) -> None:
+        """Takes the sum of the losses that the stage's layers added."""
+
+    def finish(self, micro_batch: int, results: Sequence[tf.Tensor]) -> None:
+        """Takes the model's outputs, on the rank of the last stage."""
+
+    def factor(self, micro_batch: int) -> tf.Tensor:
+        """The factor of a micro-batch's added losses in the loss of the whole batch."""
+
+    def loss_gradients(self, micro_batch: int) -> Mapping[Port, tf.Tensor]:
+        """Gradient of the loss with respect to the model's outputs."""
+
+
+class Execution:
+    """Interprets a schedule's actions on the stages of one rank.
+
+    Args:
+        stages: This rank's stages.
+        exchange: Its messages.
+    """
+
+    def __init__(self, stages: Mapping[int, Stage], exchange: Exchange) -> None:
+        self._stages = stages
+        self._exchange = exchange
+        self._activations: dict[Message, Sequence[tf.Tensor]] = {}
+        self._gradients: dict[Message, Sequence[tf.Tensor]] = {}
+        self._awaited: dict[tuple[Direction, Message], Transfer] = {}
+
+    def run(self, program: Sequence[Action], rows: Mapping[int, int], step: Step) -> None:
+        """Runs one step.
+
+        Args:
+            program: This rank's actions, in order.
+            rows: Number of samples of each micro-batch.
+            step: Where data comes from and results go.
+        """
+        self._activations.clear()
+        self._gradients.clear()
+        self._awaited.clear()
+        self._exchange.begin(program, rows)
+        for action in program:
+            if isinstance(action, Compute):
+                self._compute(action, step)
+            else:
+                self._transfer(action)
+
+    def _transfer(self, action: Transfer) -> None:
+        forward = action.direction == "F"
+        kept = self._activations if forward else self._gradients
+        if action.operation == "S":
+            self._exchange.send(action, kept.pop(action.message))
+        else:
+            self._exchange.expect(action)
+            self._awaited[action.direction, action.message] = action
+
+    def _arrived(self, direction: Direction, message: Message) -> Sequence[tf.Tensor]:
+        """The tensors of a message: from this rank, or from another once they are here."""
+        action = self._awaited.pop((direction, message), None)
+        if action is not None:
+            return self._exchange.receive(action)
+        return (self._activations if direction == "F" else self._gradients).pop(message)
+
+    def _compute(self, action: Compute, step: Step) -> None:
+        stage = self._stages[action.stage]
+        if action.kind == "F":
+            self._forward(stage, action.micro_batch, step)
+        elif action.kind == "W":
+            stage.backward_weight(action.micro_batch)
+        else:
+            self._backward(stage, action, step)
+
+    def _forward(self, stage: Stage, key: int, step: Step) -> None:
+        layout = stage.layout
+        inputs = list(step.data(layout.index, key))
+        for link in layout.receives:
+            inputs += self._arrived("F", (link.source, link.target, key))
+        if step.training:
+            outputs, added = stage.forward(key, inputs)
+        else:
+            outputs, added = stage.evaluate(inputs)
+        values: Values = dict(zip(layout.outputs, outputs, strict=True))
+        for link in layout.sends:
+            self._activations[link.source, link.target, key] = _pick(values, link.ports)
+        step.add(layout.index, key, added)
+        if layout.results:
+            step.finish(key, _pick(values, layout.results))
+
+    def _backward(self, stage: Stage, action: Compute, step: Step) -> None:
+        layout, key = stage.layout, action.micro_batch
+        found: Values = dict(step.loss_gradients(key)) if layout.results else {}
+        for link in layout.sends:
+            back = self._arrived("B", (link.target, link.source, key)) if link.gradients else ()
+            for port, gradient in zip(link.gradients, back, strict=True):
+                found[port] = found[port] + gradient if port in found else gradient
+        seeds = [step.factor(key), *(found[port] for port in layout.seeded)]
+        run = stage.backward if action.kind == "BW" else stage.backward_input
+        gradients = dict(zip(layout.input_gradients, run(key, seeds), strict=True))
+        for link in layout.receives:
+            if link.gradients:
+                message = (link.target, link.source, key)
+                self._gradients[message] = _pick(gradients, link.gradients)
+
+
+def _pick(values: Values, ports: Sequence[Port]) -> list[tf.Tensor]:
+    return [values[port] for port in ports]

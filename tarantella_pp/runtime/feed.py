@@ -1,0 +1,163 @@
+"""Batches for every rank from the one rank that reads the data set.
+
+Unseeded shuffles differ between ranks: inputs and targets must come from one reader, and only it
+opens the data set. Every rank gets the parts of a batch that its stages use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import msgspec
+import numpy as np
+import tensorflow as tf
+
+from tarantella_pp.runtime.buffers import to_buffer, to_tensor
+from tarantella_pp.runtime.communicator import Communicator, TensorSpec
+from tarantella_pp.runtime.structure import describe, rebuild, tensors_in
+
+READER = 0
+_HEADER_TAG, _SIGNATURE_TAG, _DATA_TAG = 1, 2, 3
+_END = -1
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One rank's part of a batch.
+
+    Attributes:
+        rows: Number of samples.
+        inputs: The model inputs that this rank's stages use, by position among all inputs.
+        y: The targets, on the last rank; elsewhere `None`.
+        sample_weight: The weights of the samples likewise.
+        targets: Description of `y` and of `sample_weight`, on every rank.
+    """
+
+    rows: int
+    inputs: Mapping[int, tf.Tensor]
+    y: Any
+    sample_weight: Any
+    targets: tuple[Any, Any]
+
+
+class Feed:
+    """Hands every rank its part of each batch.
+
+    Args:
+        communicator: The ranks of the pipeline.
+        needs: For each rank, the positions of the model inputs that it uses.
+        scorer: The rank that gets targets and sample weights.
+        standardize: Makes the flat list of model inputs of what the data set gives for `x`.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        needs: Sequence[Sequence[int]],
+        scorer: int,
+        standardize: Callable[[Any], list[tf.Tensor]],
+    ) -> None:
+        self._communicator = communicator
+        self._needs = [tuple(need) for need in needs]
+        self._scorer = scorer
+        self._standardize = standardize
+        self._sent: bytes = b""
+        self._signature: Any = None
+
+    def batches(self, source: Iterator[Any] | None) -> Iterator[Batch]:
+        """Iterates over the batches of one epoch, on all ranks together.
+
+        Args:
+            source: What the data set gives, on the reader; ignored elsewhere.
+
+        Yields:
+            This rank's part of each batch.
+        """
+        if self._communicator.rank == READER:
+            yield from self._read(iter(source or ()))
+        else:
+            while (batch := self._receive()) is not None:
+                yield batch
+
+    def _read(self, source: Iterator[Any]) -> Iterator[Batch]:
+        while True:
+            try:
+                data = next(source)
+            except (StopIteration, tf.errors.OutOfRangeError):
+                self._announce(_END, b"")
+                return
+            yield self._distribute(data)
+
+    def _distribute(self, data: Any) -> Batch:
+        x, y, weight = keras.utils.unpack_x_y_sample_weight(_without_optionals(data))
+        inputs = self._standardize(x)
+        y_struct, y_leaves = describe(y)
+        w_struct, w_leaves = describe(weight)
+        specs = [([None, *t.shape[1:]], t.dtype.name) for t in inputs]
+        signature = msgspec.msgpack.encode([specs, y_struct, w_struct])
+        rows = int(inputs[0].shape[0])
+        self._announce(rows, signature)
+        targets = [tf.convert_to_tensor(leaf) for leaf in (*y_leaves, *w_leaves)]
+        for rank, need in enumerate(self._needs):
+            if rank != self._communicator.rank:
+                extra = targets if rank == self._scorer else []
+                arrays = [to_buffer(tensor) for tensor in [*(inputs[i] for i in need), *extra]]
+                if arrays:
+                    self._communicator.send(arrays, rank, _DATA_TAG, label="data")
+        mine = {i: inputs[i] for i in self._needs[self._communicator.rank]}
+        return self._batch(rows, mine, targets, y_struct, w_struct)
+
+    def _batch(
+        self, rows: int, inputs: Mapping[int, Any], leaves: Sequence[Any], y: Any, weight: Any
+    ) -> Batch:
+        if self._communicator.rank != self._scorer:
+            return Batch(rows, inputs, None, None, (y, weight))
+        count = len(tensors_in(y))
+        return Batch(
+            rows, inputs, rebuild(y, leaves[:count]), rebuild(weight, leaves[count:]), (y, weight)
+        )
+
+    def _announce(self, rows: int, signature: bytes) -> None:
+        """Tells every rank the size of the next batch, and its structure if that is new."""
+        news = np.frombuffer(signature if signature != self._sent else b"", np.uint8)
+        header = np.array([rows, news.size], np.int64)
+        for rank in range(self._communicator.size):
+            if rank != self._communicator.rank:
+                self._communicator.send([header], rank, _HEADER_TAG, label="batch header")
+                if news.size:
+                    self._communicator.send([news], rank, _SIGNATURE_TAG, label="batch structure")
+        if rows != _END:
+            self._sent = signature
+
+    def _receive(self) -> Batch | None:
+        rows, news = self._get([TensorSpec((2,), np.dtype(np.int64))], _HEADER_TAG)[0].tolist()
+        if rows == _END:
+            return None
+        if news:
+            data = self._get([TensorSpec((news,), np.dtype(np.uint8))], _SIGNATURE_TAG)[0]
+            self._signature = msgspec.msgpack.decode(data.tobytes())
+        specs, y, weight = self._signature
+        need = self._needs[self._communicator.rank]
+        wanted = [specs[i] for i in need]
+        if self._communicator.rank == self._scorer:
+            wanted += [*tensors_in(y), *tensors_in(weight)]
+        buffers = [
+            TensorSpec((rows, *shape[1:]), tf.as_dtype(dtype).as_numpy_dtype)
+            for shape, dtype in wanted
+        ]
+        arrays = self._get(buffers, _DATA_TAG) if buffers else []
+        tensors = [to_tensor(array) for array in arrays]
+        inputs = dict(zip(need, tensors, strict=False))
+        return self._batch(rows, inputs, tensors[len(need) :], y, weight)
+
+    def _get(self, specs: Sequence[TensorSpec], tag: int) -> list[np.ndarray[Any, Any]]:
+        return self._communicator.post_receive(specs, READER, tag, label="data").wait()
+
+
+def _without_optionals(data: Any) -> Any:
+    return keras.tree.map_structure(
+        lambda item: None if isinstance(item, tf.experimental.Optional) else item, data
+    )

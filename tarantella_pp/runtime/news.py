@@ -1,0 +1,113 @@
+"""What the ranks of a pipeline tell each other beside activations: losses, logs, predictions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tarantella_pp.runtime.buffers import to_buffer, to_tensor
+from tarantella_pp.runtime.communicator import Communicator, TensorSpec
+
+_LOSS_TAG, _LOGS_TAG = 4, 5
+_FLOAT = np.dtype(np.float64)
+
+
+class News:
+    """Small messages to and from the rank where losses, metrics and predictions are born.
+
+    Args:
+        communicator: The ranks of the pipeline.
+        source: The rank of the last stage.
+    """
+
+    def __init__(self, communicator: Communicator, source: int) -> None:
+        self._communicator = communicator
+        self._source = source
+        self._names: dict[str, list[str]] = {}
+
+    @property
+    def is_source(self) -> bool:
+        """Whether this rank has the last stage."""
+        return self._communicator.rank == self._source
+
+    def gather_loss(self, loss: tf.Tensor) -> float:
+        """Sums a loss over the other ranks, on the rank of the last stage.
+
+        Args:
+            loss: This rank's scalar.
+
+        Returns:
+            The sum of what the *other* ranks passed; 0 elsewhere than on the last stage's rank.
+        """
+        if not self.is_source:
+            value = np.array([float(loss)], _FLOAT)
+            self._communicator.send([value], self._source, _LOSS_TAG, label="added losses")
+            return 0.0
+        spec = [TensorSpec((1,), _FLOAT)]
+        receipts = [
+            self._communicator.post_receive(spec, rank, _LOSS_TAG, label="added losses")
+            for rank in self._others()
+        ]
+        return sum(float(receipt.wait()[0][0]) for receipt in receipts)
+
+    def share_logs(self, kind: str, logs: Mapping[str, Any] | None) -> dict[str, float]:
+        """Gives every rank the logs of the rank of the last stage.
+
+        Args:
+            kind: What step they are of; logs of one kind always have the same names.
+            logs: The logs, on the rank of the last stage.
+
+        Returns:
+            The logs, on every rank.
+        """
+        flat = {name: float(value) for name, value in _flatten(logs or {}).items()}
+        if kind not in self._names:
+            self._names[kind] = self._communicator.broadcast_json(list(flat), self._source)
+        names = self._names[kind]
+        if self.is_source:
+            values = np.array([flat[name] for name in names], _FLOAT)
+            for rank in self._others():
+                self._communicator.send([values], rank, _LOGS_TAG, label="logs")
+            return flat
+        spec = [TensorSpec((len(names),), _FLOAT)]
+        receipt = self._communicator.post_receive(spec, self._source, _LOGS_TAG, label="logs")
+        return dict(zip(names, receipt.wait()[0].tolist(), strict=True))
+
+    def forget_names(self) -> None:
+        """Makes the next logs carry their names again, after `compile()`."""
+        self._names.clear()
+
+    def share_tensors(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Gives every rank the tensors of the rank of the last stage.
+
+        Args:
+            tensors: The tensors there; ignored elsewhere.
+
+        Returns:
+            The tensors, on every rank.
+        """
+        specs = [[list(tensor.shape), tensor.dtype.name] for tensor in tensors]
+        specs = self._communicator.broadcast_json(specs, self._source)
+        if self.is_source:
+            for tensor in tensors:
+                self._communicator.broadcast(to_buffer(tensor), self._source)
+            return list(tensors)
+        received = []
+        for shape, dtype in specs:
+            array = np.empty(shape, tf.as_dtype(dtype).as_numpy_dtype)
+            self._communicator.broadcast(array, self._source)
+            received.append(to_tensor(array))
+        return received
+
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self._communicator.size) if rank != self._source]
+
+
+def _flatten(logs: Mapping[str, Any]) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in logs.items():
+        flat.update(_flatten(value) if isinstance(value, Mapping) else {name: value})
+    return flat

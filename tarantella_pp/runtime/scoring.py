@@ -1,0 +1,155 @@
+"""Loss and metrics on the rank of the last stage, as Keras computes them in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tarantella_pp.partition.extraction import ExtractedModel
+from tarantella_pp.runtime.keras_training import compiled_losses, is_keras_loss, second_loss
+from tarantella_pp.runtime.layout import Port
+from tarantella_pp.runtime.outputs import pack_outputs
+
+_MEANS = ("sum_over_batch_size", "mean")
+
+
+class Scoring:
+    """The compiled loss and metrics of a model, applied to the outputs of a pipeline.
+
+    Gradients come from the loss of each micro-batch, weighted by its share of the batch, where
+    that sums up to the loss of the batch; otherwise from the loss of the whole batch. Metrics
+    always see the whole batch at once.
+
+    Args:
+        model: The compiled model, its metrics built.
+        extracted: The model's graph.
+        results: The model's outputs with their masks, as the last stage gives them.
+    """
+
+    def __init__(self, model: Any, extracted: ExtractedModel, results: Sequence[Port]) -> None:
+        self._model = model
+        self._extracted = extracted
+        self._results = tuple(results)
+        self._loss = second_loss(model)
+        self._sources = [
+            i
+            for i, port in enumerate(self._results)
+            if not port.mask and extracted.graph.tensors[port.tensor].has_gradient
+        ]
+        self._differentiate = tf.function(self._gradients, autograph=False, reduce_retracing=True)
+        self._finish = tf.function(self._update, autograph=False, reduce_retracing=True)
+
+    @property
+    def keeps_outputs(self) -> bool:
+        """Whether logs need the outputs of the whole batch, and not only the loss."""
+        outputs = len(self._extracted.graph.outputs)
+        return outputs > 1 or self._model._compile_metrics is not None
+
+    def gradients(
+        self, y: Any, results: Sequence[tf.Tensor], sample_weight: Any, factor: tf.Tensor
+    ) -> tuple[tf.Tensor, dict[Port, tf.Tensor]]:
+        """Loss of some samples, and its gradient.
+
+        Args:
+            y: Their targets.
+            results: The model's outputs with their masks.
+            sample_weight: Their weights, or `None`.
+            factor: Scalar to multiply the loss with.
+
+        Returns:
+            The scaled loss, and its gradient with respect to each output.
+        """
+        loss, found = self._differentiate(y, list(results), sample_weight, factor)
+        ports = [self._results[i] for i in self._sources]
+        return loss, dict(zip(ports, found, strict=True))
+
+    def finish(
+        self,
+        y: Any,
+        results: Sequence[Sequence[tf.Tensor]],
+        sample_weight: Any,
+        loss: tf.Tensor,
+        rows: int,
+    ) -> Mapping[str, Any]:
+        """Updates loss tracker and metrics with one batch.
+
+        Args:
+            y: Targets of the batch.
+            results: For each micro-batch the model's outputs; empty unless `keeps_outputs`.
+            sample_weight: Weights of the samples, or `None`.
+            loss: What adds to the loss of the outputs, or with it if `results` is empty.
+            rows: Number of samples.
+
+        Returns:
+            Keras' logs.
+        """
+        parts = [list(part) for part in zip(*results, strict=True)]
+        logs: Mapping[str, Any] = self._finish(y, parts, sample_weight, loss, tf.constant(rows))
+        return logs
+
+    def _gradients(
+        self, y: Any, results: list[tf.Tensor], sample_weight: Any, factor: tf.Tensor
+    ) -> tuple[tf.Tensor, list[tf.Tensor]]:
+        sources = [results[i] for i in self._sources]
+        if self._loss is None:
+            return tf.zeros((), factor.dtype), [tf.zeros_like(source) for source in sources]
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch(sources)
+            loss = self._loss(y, self._pack(results), sample_weight)
+            scaled = loss * tf.cast(factor, loss.dtype)
+        zero = tf.UnconnectedGradients.ZERO
+        found = tape.gradient(scaled, sources, unconnected_gradients=zero)
+        return tf.cast(scaled, factor.dtype), found
+
+    def _update(
+        self,
+        y: Any,
+        parts: list[list[tf.Tensor]],
+        sample_weight: Any,
+        loss: tf.Tensor,
+        rows: tf.Tensor,
+    ) -> Mapping[str, Any]:
+        model = self._model
+        whole = [_any_rows(tf.concat(part, 0)) for part in parts]
+        if whole:
+            y_pred = self._pack(whole)
+            if model._compile_loss is not None:
+                loss += tf.cast(model._compile_loss(y, y_pred, sample_weight), loss.dtype)
+        model._loss_tracker.update_state(loss, sample_weight=rows)
+        if whole and model._compile_metrics is not None:
+            model._compile_metrics.update_state(y, y_pred, sample_weight)
+        logs: Mapping[str, Any] = keras.Model.get_metrics_result(model)
+        return logs
+
+    def _pack(self, results: Sequence[tf.Tensor]) -> Any:
+        return pack_outputs(self._extracted, dict(zip(self._results, results, strict=True)))
+
+
+def loss_coupling(model: Any, results: Sequence[Port], weighted: bool) -> str | None:
+    """Why the loss of a batch is not the mean of the losses of its micro-batches.
+
+    Args:
+        model: The compiled model, its losses built.
+        results: The model's outputs with their masks.
+        weighted: Whether there are sample weights.
+
+    Returns:
+        The reason, or `None` if it is.
+    """
+    if any(port.mask for port in results):
+        return "the model's output carries a mask, and its loss counts unmasked entries only"
+    for loss in compiled_losses(model):
+        if not is_keras_loss(loss):
+            return f"loss '{loss.name}' may look at several samples at once"
+        by_weight = loss.reduction == "mean_with_sample_weight"
+        if loss.reduction not in _MEANS and not (by_weight and not weighted):
+            return f"loss '{loss.name}' has reduction={loss.reduction!r}"
+    return None
+
+
+def _any_rows(tensor: tf.Tensor) -> tf.Tensor:
+    """Forgets the static number of rows, as in Keras' own step, whose loss trackers look at it."""
+    return tf.compat.v1.placeholder_with_default(tensor, [None, *tensor.shape[1:]])

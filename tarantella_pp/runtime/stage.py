@@ -1,0 +1,127 @@
+"""One stage of the pipeline, compiled; with the two kinds of pass, the room that differentiates."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Protocol
+
+import tensorflow as tf
+
+from tarantella_pp.partition.draft import Call
+from tarantella_pp.runtime.body import StageBody
+from tarantella_pp.runtime.cut import CutError
+from tarantella_pp.runtime.cut_pass import CutPass
+from tarantella_pp.runtime.layout import StageLayout
+from tarantella_pp.runtime.tape_pass import TapePass
+
+logger = logging.getLogger(__name__)
+
+
+class TrainingPass(Protocol):
+    """Forward and backward of one stage, for micro-batches of one size or of any size."""
+
+    def forward(self, key: int, inputs: Sequence[tf.Tensor]) -> tuple[list[tf.Tensor], tf.Tensor]:
+        """Runs micro-batch `key` forward: the outputs, and the sum of the added losses."""
+
+    def backward(self, key: int, seeds: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Runs `key` backward: accumulates weight gradients, returns the input gradients."""
+
+    def backward_input(self, key: int, seeds: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """The part of `backward` that the input gradients need."""
+
+    def backward_weight(self, key: int) -> None:
+        """The rest of `backward`."""
+
+    def clear(self) -> None:
+        """Drops what is kept for micro-batches in flight."""
+
+
+class Stage:
+    """Runs one stage's nodes forward and backward, one micro-batch at a time.
+
+    The gradients of the stage's trainable weights add up in `body.sums`, in the order in which
+    the micro-batches run backward.
+
+    Args:
+        layout: The border of the stage.
+        calls: The stage's calls, in topological order.
+    """
+
+    def __init__(self, layout: StageLayout, calls: Sequence[Call]) -> None:
+        self.layout = layout
+        self.body = StageBody(layout, calls)
+        self.fallback: str | None = None
+        self._passes: dict[int | None, TrainingPass] = {}
+        self._running: dict[int, TrainingPass] = {}
+        self._evaluate = tf.function(self._run_inference, autograph=False, reduce_retracing=True)
+
+    def forward(self, key: int, inputs: Sequence[tf.Tensor]) -> tuple[list[tf.Tensor], tf.Tensor]:
+        """Runs one micro-batch forward in training mode and keeps what backward needs.
+
+        Args:
+            key: The micro-batch.
+            inputs: One tensor for each port of `layout.inputs`.
+
+        Returns:
+            One tensor for each port of `layout.outputs`, and the sum of the losses that the
+            stage's layers added.
+        """
+        work = self._running[key] = self._pass_for(inputs)
+        return work.forward(key, inputs)
+
+    def backward(self, key: int, seeds: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Runs one micro-batch backward (action BW).
+
+        Args:
+            key: The micro-batch.
+            seeds: The factor of the added losses, then the gradient of each of `layout.seeded`.
+
+        Returns:
+            One gradient for each port of `layout.input_gradients`.
+        """
+        return self._running.pop(key).backward(key, seeds)
+
+    def backward_input(self, key: int, seeds: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Runs the input-gradient part of the backward pass (action B); see `backward`."""
+        return self._running[key].backward_input(key, seeds)
+
+    def backward_weight(self, key: int) -> None:
+        """Runs the weight-gradient part of the backward pass (action W)."""
+        self._running.pop(key).backward_weight(key)
+
+    def evaluate(self, inputs: Sequence[tf.Tensor]) -> tuple[list[tf.Tensor], tf.Tensor]:
+        """Runs one micro-batch forward in inference mode; returns what `forward` does."""
+        outputs, added = self._evaluate(list(inputs))
+        return outputs, added
+
+    def clear(self) -> None:
+        """Forgets the micro-batches in flight and the gradients so far."""
+        self._running.clear()
+        for work in self._passes.values():
+            work.clear()
+        self.body.sums.reset_dense()
+        self.body.sums.reset_slices()
+
+    def _run_inference(self, inputs: list[tf.Tensor]) -> tuple[list[tf.Tensor], tf.Tensor]:
+        return self.body.run(inputs, training=False)
+
+    def _pass_for(self, inputs: Sequence[tf.Tensor]) -> TrainingPass:
+        """One pass for the first size seen, fast for its static shapes; one for all others."""
+        size = int(inputs[0].shape[0])
+        if size in self._passes:
+            return self._passes[size]
+        rows = None if self._passes else size
+        if rows not in self._passes:
+            self._passes[rows] = self._make_pass(inputs, rows)
+        return self._passes[rows]
+
+    def _make_pass(self, inputs: Sequence[tf.Tensor], rows: int | None) -> TrainingPass:
+        if self.fallback is None:
+            specs = [tf.TensorSpec([rows, *t.shape[1:]], t.dtype) for t in inputs]
+            try:
+                return CutPass(self.body, specs)
+            except CutError as error:
+                self.fallback = str(error)
+                logger.info("stage %d runs on a gradient tape: %s", self.layout.index, error)
+        return TapePass(self.body)

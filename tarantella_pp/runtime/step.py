@@ -1,0 +1,152 @@
+"""One training, test or prediction step: a batch cut into micro-batches, and what becomes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tarantella_pp.runtime.feed import Batch
+from tarantella_pp.runtime.layout import Port
+from tarantella_pp.runtime.scoring import Scoring
+
+
+def micro_batch_sizes(rows: int, num_micro_batches: int) -> tuple[int, ...]:
+    """Cuts a batch into micro-batches whose sizes differ by one at most.
+
+    Args:
+        rows: Number of samples in the batch.
+        num_micro_batches: Wanted number of micro-batches; fewer samples give fewer.
+
+    Returns:
+        Size of each micro-batch, the larger ones first.
+    """
+    count = max(1, min(num_micro_batches, rows))
+    small, larger = divmod(rows, count)
+    return tuple(small + (i < larger) for i in range(count))
+
+
+class BatchStep:
+    """The data and the results of one step on one rank.
+
+    Args:
+        batch: This rank's part of the batch.
+        sizes: Size of each micro-batch.
+        data: For each stage, the positions of the model inputs that it uses.
+        scoring: Loss and metrics, on the rank of the last stage when there are targets.
+        training: Whether the step trains.
+        coupled: Whether the loss needs the outputs of the whole batch at once.
+    """
+
+    def __init__(
+        self,
+        batch: Batch,
+        sizes: Sequence[int],
+        data: Sequence[Sequence[int]],
+        scoring: Scoring | None,
+        training: bool,
+        coupled: bool = False,
+    ) -> None:
+        self.training = training
+        self.results: list[Sequence[tf.Tensor]] = [()] * len(sizes)
+        self._batch = batch
+        self._sizes = tuple(sizes)
+        self._data = data
+        self._scoring = scoring
+        self._coupled = coupled
+        self._dtype = keras.config.floatx()
+        self._pieces = {i: self._split(x) for i, x in batch.inputs.items()}
+        self._factors = [tf.constant(size / batch.rows, self._dtype) for size in sizes]
+        self._loss = tf.zeros((), self._dtype)
+        self._added = tf.zeros((), self._dtype)
+        self._targets: list[tuple[Any, Any]] | None = None
+        self._gradients: list[Mapping[Port, tf.Tensor]] | None = None
+
+    @property
+    def added(self) -> tf.Tensor:
+        """Losses that this rank's layers added, as they count in the loss of the whole batch."""
+        return self._added
+
+    def data(self, stage: int, micro_batch: int) -> Sequence[tf.Tensor]:
+        """The model inputs of a stage."""
+        return [self._pieces[i][micro_batch] for i in self._data[stage]]
+
+    def add(self, stage: int, micro_batch: int, loss: tf.Tensor) -> None:
+        """Takes the sum of the losses that the stage's layers added."""
+        self._added += loss * self._factors[micro_batch]
+
+    def finish(self, micro_batch: int, results: Sequence[tf.Tensor]) -> None:
+        """Takes the model's outputs, on the rank of the last stage."""
+        self.results[micro_batch] = results
+
+    def factor(self, micro_batch: int) -> tf.Tensor:
+        """The share of a micro-batch in the batch."""
+        return self._factors[micro_batch]
+
+    def loss_gradients(self, micro_batch: int) -> Mapping[Port, tf.Tensor]:
+        """Gradient of the loss of the batch with respect to the model's outputs."""
+        if self._coupled:
+            if self._gradients is None:
+                self._gradients = self._gradients_of_whole()
+            return self._gradients[micro_batch]
+        if self._targets is None:
+            self._targets = self._split_targets()
+        y, weight = self._targets[micro_batch]
+        loss, gradients = self._require_scoring().gradients(
+            y, self.results[micro_batch], weight, self._factors[micro_batch]
+        )
+        self._loss += loss
+        if not self._require_scoring().keeps_outputs:
+            self.results[micro_batch] = ()
+        return gradients
+
+    def logs(self, elsewhere: float) -> Mapping[str, Any]:
+        """Loss and metrics after the step, on the rank of the last stage.
+
+        Args:
+            elsewhere: Regularizers, and the losses that layers of other ranks added.
+
+        Returns:
+            Keras' logs.
+        """
+        scoring = self._require_scoring()
+        loss = self._added + tf.cast(elsewhere, self._dtype)
+        whole = not self.training or self._coupled or scoring.keeps_outputs
+        if not whole:
+            loss += self._loss
+        return scoring.finish(
+            self._batch.y,
+            self.results if whole else (),
+            self._batch.sample_weight,
+            loss,
+            self._batch.rows,
+        )
+
+    def _gradients_of_whole(self) -> list[Mapping[Port, tf.Tensor]]:
+        whole = [tf.concat(parts, 0) for parts in zip(*self.results, strict=True)]
+        one = tf.ones((), self._dtype)
+        _, gradients = self._require_scoring().gradients(
+            self._batch.y, whole, self._batch.sample_weight, one
+        )
+        pieces = {port: self._split(gradient) for port, gradient in gradients.items()}
+        return [{port: parts[i] for port, parts in pieces.items()} for i in range(len(self._sizes))]
+
+    def _split_targets(self) -> list[tuple[Any, Any]]:
+        whole = (self._batch.y, self._batch.sample_weight)
+        starts = [sum(self._sizes[:i]) for i in range(len(self._sizes))]
+        return [
+            keras.tree.map_structure(
+                lambda x, a=start, b=start + size: None if x is None else x[a:b], whole
+            )
+            for start, size in zip(starts, self._sizes, strict=True)
+        ]
+
+    def _split(self, tensor: tf.Tensor) -> list[tf.Tensor]:
+        return [tensor] if len(self._sizes) == 1 else list(tf.split(tensor, self._sizes))
+
+    def _require_scoring(self) -> Scoring:
+        if self._scoring is None:
+            raise RuntimeError("loss and metrics are computed on the rank of the last stage only")
+        return self._scoring

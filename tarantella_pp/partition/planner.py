@@ -6,18 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import keras
-import numpy as np
 
-from tarantella_pp.errors import ConfigurationError, PlanError
-from tarantella_pp.partition.certificate import Solution
+from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.partition.cost import Costs
 from tarantella_pp.partition.extraction import extract
-from tarantella_pp.partition.graph import LayerGraph
+from tarantella_pp.partition.formulation import best_solution
 from tarantella_pp.partition.options import PlanOptions
 from tarantella_pp.partition.plan import Plan, Proof
-from tarantella_pp.partition.problem import Problem, TensorCost
 from tarantella_pp.partition.slots import optimizer_name, slot_bytes
-from tarantella_pp.partition.solvers.solve import solve
 
 
 def make_plan(
@@ -80,7 +76,7 @@ def make_plan(
             f"{len(graph.nodes)} stages. Received: num_stages={num_stages}"
         )
     costs = Costs(graph, slot_bytes(optimizer, graph.weights), options.rows)
-    solution = _solution(costs, options)
+    solution = best_solution(costs, options)
     estimated = [n for n in graph.nodes if "estimated" in (n.flops_source, n.residual_source)]
     return Plan(
         model=model.name,
@@ -102,77 +98,3 @@ def make_plan(
         assumed_size=graph.assumed_size,
         estimated=tuple(dict.fromkeys(node.kind for node in estimated)),
     )
-
-
-def problem_of(costs: Costs, options: PlanOptions, limit: float | None) -> Problem:
-    """Puts the costs of a layer graph into the numbers that solvers work on.
-
-    Memory that several nodes need again is counted for the first of them, and once more for
-    each later stage that has another; a shared variable for its first node.
-
-    Args:
-        costs: The graph and its costs.
-        options: The options of the plan.
-        limit: Largest memory of a stage in bytes, buffers of messages left out.
-    """
-    graph, rows = costs.graph, costs.rows
-    static = np.zeros(len(graph.nodes))
-    activations = np.array([rows * node.residual_bytes for node in graph.nodes])
-    seen: set[int] = set()
-    for node in graph.nodes:
-        static[node.id] = sum(costs.state_bytes(w) for w in node.weights if w not in seen)
-        seen.update(node.weights)
-    tensors = []
-    for tensor, nodes in costs.keepers().items():
-        size = rows * graph.tensors[tensor].bytes_per_sample
-        activations[nodes[0]] += size
-        if len(nodes) > 1:
-            tensors.append(TensorCost(nodes[0], tuple(nodes), receive_bytes=size))
-    for found in graph.tensors:
-        if found.producer is not None and found.consumers:
-            size = rows * found.bytes_per_sample * (1 + found.has_gradient)
-            nodes = [found.producer, *found.consumers]
-            tensors.append(
-                TensorCost(found.producer, tuple(nodes), bytes=size + costs.mask_bytes(found))
-            )
-    return Problem(
-        num_stages=options.num_stages,
-        objective="flops" if options.balance == "flops" else "memory",
-        work=np.array([node.flops for node in graph.nodes]),
-        static_memory=static,
-        activation_memory=activations,
-        tensors=tuple(tensors),
-        edges=np.array(sorted(graph.digraph.edges), dtype=np.int64).reshape(-1, 2),
-        in_flight=options.in_flight,
-        groups=tuple(tuple(sorted(group)) for group in graph.groups),
-        memory_limit=limit,
-        exactly=True,
-    )
-
-
-def _solution(costs: Costs, options: PlanOptions) -> Solution:
-    """Solves, and again with less memory allowed where buffers of messages exceed the limit."""
-    allowed = options.memory_limit
-    limit: float | None = allowed
-    while limit is None or limit >= 1:
-        try:
-            solution = solve(problem_of(costs, options, limit))
-        except PlanError as error:
-            raise PlanError(f"{error}{_shared(costs.graph)}") from None
-        stages = costs.stages(solution.assignment, options.in_flight)
-        largest = max(stage.memory_bytes for stage in stages)
-        if allowed is None or limit is None or largest <= allowed:
-            return solution
-        limit -= largest - allowed
-    raise PlanError(
-        "No plan was found that keeps the memory limit together with the buffers of its messages. "
-        f"Received: memory_limit={allowed}. More stages or smaller micro-batches need less."
-    )
-
-
-def _shared(graph: LayerGraph) -> str:
-    if not graph.groups:
-        return ""
-    first = max(graph.groups, key=len)
-    names = ", ".join(graph.nodes[i].name for i in sorted(first)[:4])
-    return f" Operations that share variables must stay on one stage, e.g. {names}."

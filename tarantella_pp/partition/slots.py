@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -75,7 +76,7 @@ def _optimizer(optimizer: Any) -> Any:
 
 def _slots(config: dict[str, Any], weight: Weight) -> list[tuple[tuple[int, ...], int]]:
     """The slots of variables of this rank: the dimensions that each has, and its item size."""
-    optimizer = keras.optimizers.deserialize(config)
+    optimizer = keras.optimizers.deserialize(copy.deepcopy(config))
     shape = _PRIMES[: len(weight.shape)]
     variable = keras.Variable(keras.ops.zeros(shape, weight.dtype), dtype=weight.dtype)
     variable._path = weight.name

@@ -8,8 +8,14 @@ import numpy as np
 
 from tarantella_pp.partition.problem import IntArray
 from tarantella_pp.partition.solvers.instance import Instance
+from tarantella_pp.partition.solvers.neighbourhood import Reach, recombine
 from tarantella_pp.partition.solvers.order_dp import OrderDP
 from tarantella_pp.partition.solvers.orders import random_order, starting_orders
+from tarantella_pp.partition.solvers.pool import Pool
+from tarantella_pp.partition.solvers.windows import Closure
+
+#: Ideals around a boundary, times the cube of the stages.
+MAX_NEIGHBOURS = 200_000
 
 
 def start(instance: Instance, orders: OrderDP, lower: float) -> tuple[float, IntArray | None]:
@@ -33,32 +39,77 @@ def start(instance: Instance, orders: OrderDP, lower: float) -> tuple[float, Int
     return (value, best) if best is None else (instance.value(best), best)
 
 
-def improve(
-    instance: Instance,
-    orders: OrderDP,
-    stages: IntArray | None,
-    lower: float,
-    deadline: float,
-) -> tuple[float, IntArray | None, float]:
-    """Draws orders that keep the plan's stages whole and cuts them anew, until time is up.
+class LocalSearch:
+    """Better plans from a plan, for graphs whose ideals are too many to list.
+
+    Each round cuts random orders that keep the plan's stages whole, recombines the ideals around
+    its boundaries, and, where tensors cost their stages, least cuts between its boundaries.
+    Deterministic but for the moment at which time runs out.
 
     Args:
         instance: The instance.
         orders: Cuts orders of the instance.
-        stages: The plan to start from, if there is one.
-        lower: A bound; a plan that meets it ends the search.
-        deadline: `time.perf_counter()` at which to stop.
-
-    Returns:
-        The bottleneck, the stages and the bound.
+        closure: Its ancestors' and descendants' work, where there is one.
     """
-    random = np.random.default_rng(0)
-    value = float("inf") if stages is None else instance.value(stages)
-    while time.perf_counter() < deadline and value > lower * (1 + 1e-12):
-        reached, other = orders.solve(random_order(instance, random, stages))
-        if reached <= value and np.isfinite(reached):
-            value, stages = reached, other
-    return value, stages, lower
+
+    def __init__(self, instance: Instance, orders: OrderDP, closure: Closure | None) -> None:
+        self._instance = instance
+        self._orders = orders
+        self._random = np.random.default_rng(0)
+        cuts = instance.objective.terms.has_touch and instance.objective.uniform
+        self._pool = Pool(instance, closure) if cuts and closure is not None else None
+
+    def run(
+        self, stages: IntArray | None, lower: float, deadline: float
+    ) -> tuple[float, IntArray | None]:
+        """Improves a plan until time is up or the bound is met.
+
+        Args:
+            stages: The plan to start from, if there is one.
+            lower: A bound.
+            deadline: `time.perf_counter()` at which to stop.
+
+        Returns:
+            The bottleneck and the stages.
+        """
+        value = float("inf") if stages is None else self._instance.value(stages)
+        if self._pool is not None:
+            self._pool.add_grid(60, deadline)
+        while time.perf_counter() < deadline and value > lower * (1 + 1e-12):
+            value, stages = self._cut_orders(value, stages, deadline)
+            if stages is None:
+                continue
+            for better in (self._from_pool, self._from_neighbours):
+                other = better(value, stages, deadline)
+                if other is not None:
+                    value, stages = self._instance.value(other), other
+        return value, stages
+
+    def _cut_orders(
+        self, value: float, stages: IntArray | None, deadline: float
+    ) -> tuple[float, IntArray | None]:
+        for _ in range(4):
+            if time.perf_counter() > deadline:
+                break
+            order = random_order(self._instance, self._random, stages)
+            reached, other = self._orders.solve(order)
+            if reached <= value and np.isfinite(reached):
+                value, stages = reached, other
+        return (value, stages) if stages is None else (self._instance.value(stages), stages)
+
+    def _from_pool(self, value: float, stages: IntArray, deadline: float) -> IntArray | None:
+        if self._pool is None:
+            return None
+        self._pool.add_around(stages, self._random, 10, deadline)
+        self._pool.cross(stages, self._random, 20)
+        return self._pool.recombine(value, deadline)
+
+    def _from_neighbours(self, value: float, stages: IntArray, deadline: float) -> IntArray | None:
+        nodes = int(self._random.integers(20, 90))
+        few = MAX_NEIGHBOURS // self._instance.num_stages**3
+        reach = Reach(nodes, max(100, min(few, MAX_NEIGHBOURS // 10)))
+        order = random_order(self._instance, self._random, stages)
+        return recombine(self._instance, stages, order, reach, deadline)
 
 
 def spread(instance: Instance, stages: IntArray) -> IntArray:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from tarantella_pp.partition.problem import IntArray
 from tarantella_pp.partition.solvers.balance import solve_balance
-from tarantella_pp.partition.solvers.bounds import simple_bound
+from tarantella_pp.partition.solvers.bounds import ends_bound, granular, simple_bound
 from tarantella_pp.partition.solvers.chain import ChainSearch, OutOfTimeError
 from tarantella_pp.partition.solvers.contract import fuse_uncuttable
 from tarantella_pp.partition.solvers.family import Family
 from tarantella_pp.partition.solvers.ideals import Lattice, enumerate_ideals
 from tarantella_pp.partition.solvers.instance import Instance
-from tarantella_pp.partition.solvers.local_search import improve, spread, start
+from tarantella_pp.partition.solvers.local_search import LocalSearch, spread, start
 from tarantella_pp.partition.solvers.order_dp import OrderDP
+from tarantella_pp.partition.solvers.windows import MAX_NODES, Closure, CutBound, window_bound
 
 #: Ideals listed at most; beyond them plans are searched for and bounded.
 MAX_IDEALS = 600_000
@@ -65,8 +67,33 @@ def search(instance: Instance, deadline: float) -> Found:
         found = None
     if found is not None:
         return found
-    value, stages, lower = improve(instance, orders, stages, lower, deadline)
-    return Found(stages, lower, "order DP, local search and bounds")
+    return _heuristic(instance, orders, lower, stages, deadline)
+
+
+def _heuristic(
+    instance: Instance,
+    orders: OrderDP,
+    lower: float,
+    stages: IntArray | None,
+    deadline: float,
+) -> Found:
+    """Searches and bounds, by turns, an instance whose ideals cannot be listed."""
+    closure = Closure.of(instance) if instance.num_nodes <= MAX_NODES else None
+    begun = time.perf_counter()
+    search_more = LocalSearch(instance, orders, closure)
+    quarter = (deadline - begun) / 4
+    if closure is not None and instance.objective.uniform:
+        total = float(instance.objective.node_costs().max(axis=0).sum())
+        lower = window_bound(instance, closure, lower, max(total, lower))
+        lower = max(lower, ends_bound(instance, lower))
+        lower = granular(instance, lower)
+    value, stages = search_more.run(stages, lower, begun + 2 * quarter)
+    if closure is not None and instance.objective.uniform and instance.objective.terms.has_touch:
+        cut_bound = CutBound(instance, closure)
+        lower = cut_bound.improve(lower, value, time.perf_counter() + quarter)
+    if value > lower * (1 + EQUAL):
+        value, stages = search_more.run(stages, lower, deadline)
+    return Found(stages, min(lower, value), "order DP, neighbourhoods, least cuts and their bounds")
 
 
 def _exact(

@@ -1,0 +1,190 @@
+"""Ideals of least cut: closures by maximum flow."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tarantella_pp.partition.problem import FloatArray
+from tarantella_pp.partition.solvers.instance import Instance
+
+_INFINITE = 1e300
+
+
+class Flow:
+    """A flow network for Dinic's algorithm (Soviet Math. Dokl. 11, 1970).
+
+    Args:
+        nodes: Number of nodes to begin with; node 0 is the source, node 1 the sink.
+    """
+
+    def __init__(self, nodes: int) -> None:
+        self._arcs: list[list[int]] = [[] for _ in range(nodes)]
+        self._head: list[int] = []
+        self._room: list[float] = []
+
+    def node(self) -> int:
+        """Adds a node and returns its number."""
+        self._arcs.append([])
+        return len(self._arcs) - 1
+
+    def arc(self, tail: int, head: int, room: float, back: float = 0.0) -> None:
+        """Adds an arc with a capacity each way."""
+        self._arcs[tail].append(len(self._head))
+        self._arcs[head].append(len(self._head) + 1)
+        self._head += [head, tail]
+        self._room += [room, back]
+
+    def run(self) -> float:
+        """Pushes as much as fits from node 0 to node 1 and returns how much."""
+        largest = max((room for room in self._room if room < _INFINITE / 2), default=0.0)
+        tiny = 1e-13 * largest
+        total = 0.0
+        while True:
+            level = self._levels(tiny)
+            if level[1] < 0:
+                return total
+            pointer = [0] * len(self._arcs)
+            while True:
+                pushed = self._augment(level, pointer, tiny)
+                if pushed <= tiny:
+                    break
+                total += pushed
+
+    def _levels(self, tiny: float) -> list[int]:
+        level = [-1] * len(self._arcs)
+        level[0] = 0
+        queue = deque([0])
+        head, room = self._head, self._room
+        while queue:
+            node = queue.popleft()
+            for arc in self._arcs[node]:
+                after = head[arc]
+                if level[after] < 0 and room[arc] > tiny:
+                    level[after] = level[node] + 1
+                    queue.append(after)
+        return level
+
+    def _augment(self, level: list[int], pointer: list[int], tiny: float) -> float:
+        """Finds one more path of the level graph and fills it."""
+        head, room, arcs = self._head, self._room, self._arcs
+        path: list[int] = []
+        node = 0
+        while node != 1:
+            at = arcs[node]
+            while pointer[node] < len(at):
+                arc = at[pointer[node]]
+                if room[arc] > tiny and level[head[arc]] == level[node] + 1:
+                    break
+                pointer[node] += 1
+            if pointer[node] < len(at):
+                path.append(at[pointer[node]])
+                node = head[path[-1]]
+            elif path:
+                arc = path.pop()
+                node = head[arc ^ 1]
+                pointer[node] += 1
+            else:
+                return 0.0
+        pushed = min(room[arc] for arc in path)
+        for arc in path:
+            room[arc] -= pushed
+            room[arc ^ 1] += pushed
+        return pushed
+
+    def source_side(self) -> list[bool]:
+        """Tells for each node whether the source still reaches it after `run`."""
+        largest = max((room for room in self._room if room < _INFINITE / 2), default=0.0)
+        return [level >= 0 for level in self._levels(1e-13 * largest)]
+
+
+def least_cut(
+    instance: Instance,
+    touch: FloatArray,
+    inside: NDArray[np.bool_],
+    outside: NDArray[np.bool_],
+    price: FloatArray,
+) -> tuple[float, NDArray[np.bool_]]:
+    """Finds the ideal of least cut and price between two ideals.
+
+    The nodes of the ideal are the source's side of a minimum cut; an arc of infinite capacity
+    leads from each node to its predecessors, and each tensor is an arc (Picard, "Maximal
+    closure of a graph", Management Science 22, 1976, with the hyperedge gadget of Lawler 1973).
+
+    Args:
+        instance: The graph and, as its objective's terms, its tensors.
+        touch: Cost of each tensor where it is cut.
+        inside: Nodes that the ideal must hold, itself an ideal.
+        outside: Nodes that it must not hold, itself closed under successors.
+        price: What each node inside the ideal costs, or earns where negative.
+
+    Returns:
+        The cut and the price of the other nodes together, and membership of the ideal.
+    """
+    free = np.flatnonzero(~(inside | outside)).tolist()
+    number = {node: index + 2 for index, node in enumerate(free)}
+    flow = Flow(len(free) + 2)
+    constant = 0.0
+    for node in free:
+        cost = float(price[node])
+        if cost > 0:
+            flow.arc(number[node], 1, cost)
+        elif cost < 0:
+            flow.arc(0, number[node], -cost)
+            constant += cost
+        for before in instance.preds[node]:
+            if before in number:
+                flow.arc(number[node], number[before], _INFINITE)
+    for t, pins in enumerate(instance.objective.terms.pins):
+        if touch[t] > 0:
+            constant += _tensor(flow, pins, float(touch[t]), number, inside, outside)
+    total = constant + flow.run()
+    side = flow.source_side()
+    member = inside.copy()
+    for node in free:
+        member[node] = side[number[node]]
+    return total, member
+
+
+def _tensor(
+    flow: Flow,
+    pins: tuple[int, ...],
+    touch: float,
+    number: dict[int, int],
+    inside: NDArray[np.bool_],
+    outside: NDArray[np.bool_],
+) -> float:
+    """Adds a tensor to the network; returns its cost where it is cut in any case."""
+    loose = [number[pin] for pin in pins if pin in number]
+    known_in = any(inside[pin] for pin in pins)
+    known_out = any(outside[pin] for pin in pins)
+    if known_in and known_out:
+        return touch
+    if not loose:
+        return 0.0
+    if len(loose) == 1:
+        if known_in:
+            flow.arc(0, loose[0], touch)
+        elif known_out:
+            flow.arc(loose[0], 1, touch)
+        return 0.0
+    if len(loose) == 2 and not (known_in or known_out):
+        flow.arc(loose[0], loose[1], touch, touch)
+        return 0.0
+    gate = 0 if known_in else flow.node()
+    exit_ = 1 if known_out else flow.node()
+    if known_in:
+        gate_out = flow.node()
+        flow.arc(0, gate_out, touch)
+        for pin in loose:
+            flow.arc(gate_out, pin, _INFINITE)
+        return 0.0
+    for pin in loose:
+        flow.arc(pin, gate, _INFINITE)
+    flow.arc(gate, exit_, touch)
+    if not known_out:
+        for pin in loose:
+            flow.arc(exit_, pin, _INFINITE)
+    return 0.0

@@ -20,6 +20,7 @@ FAULTS = {
     "sigkill": (137, "killed by SIGKILL"),
     "sigsegv": (139, "killed by SIGSEGV"),
     "interrupt": (130, "KeyboardInterrupt"),
+    "orphan": (1, "ValueError: a bad apple"),
     "thread": (1, "ZeroDivisionError: division by zero (in thread"),
 }
 EARLY = {"exit0": "sys.exit(0) while", "return": "its script ended while"}
@@ -28,6 +29,7 @@ EARLY = {"exit0": "sys.exit(0) while", "return": "its script ended while"}
 def expect_failure(
     python: str, fault: str, wait: str, code: int, cause: str, ranks: int = 2
 ) -> None:
+    """Runs a job with a fault on rank 1, and checks how it ends, and when."""
     with tarantella(python, "-n", str(ranks), "--", "fault.py", fault, wait) as job:
         job.wait_until_ready()
         result = job.result()
@@ -38,7 +40,8 @@ def expect_failure(
     assert f"tarantella: rank 1 of {ranks} on host " in headlines[0]
     assert cause in headlines[0]
     assert not left
-    assert result.seconds < 15
+    # Ten seconds are promised. Without its reaction to the record, the launcher takes nine.
+    assert result.seconds < (15 if fault in EARLY else 8)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -83,6 +86,7 @@ def test_a_signal_to_the_launcher_ends_all_ranks(
         result = job.result()
         assert result.code == code, result.stderr
         assert not job.wait_until_gone(seconds=5)
+        assert result.seconds < 15  # what takes no notice is killed after 30 s
     if number != signal.SIGKILL:
         assert f"the job was stopped by {number.name}" in result.stderr
         assert "failed first" not in result.stderr

@@ -7,6 +7,7 @@ Rank 1 does FAULT; all other ranks, and rank 1 if FAULT is "none", do WAIT.
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -27,7 +28,9 @@ if comm.rank == 0:
 
 def fail() -> None:
     time.sleep(0.2)
-    if fault == "raise":
+    if fault == "orphan":
+        subprocess.Popen(["setsid", "sleep", "60"])
+    if fault in ("raise", "orphan"):
         raise ValueError("a bad apple")
     if fault == "exit5":
         sys.exit(5)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from numpy.typing import NDArray
 
 from tarantella_pp.errors import CommunicationError
+from tarantella_pp.runtime.doorbell import Doorbell
 from tarantella_pp.runtime.memory import Bytes, MemoryPool, aligned_memory
 from tarantella_pp.runtime.message import (
     DESCRIPTION_BYTES,
@@ -20,7 +22,7 @@ from tarantella_pp.runtime.message import (
     pieces,
 )
 from tarantella_pp.runtime.recorder import FlightRecorder
-from tarantella_pp.runtime.waiting import Waiter
+from tarantella_pp.runtime.waiting import Outgoing, Waiter
 
 
 class Delivery:
@@ -66,20 +68,28 @@ class Receipt:
         source: The sending rank.
         tag: Number of the message.
         nbytes: Size of its tensors in bytes.
+        number: How many messages with this tag from this rank were expected before.
     """
 
     __slots__ = (
         "_arrays", "_channel", "_description", "_next", "_parts", "_specs", "_status",
-        "label", "nbytes", "source", "tag",
+        "label", "nbytes", "number", "source", "tag",
     )  # fmt: skip
 
     def __init__(
-        self, channel: Channel, specs: Sequence[TensorSpec], source: int, tag: int, label: str
+        self,
+        channel: Channel,
+        specs: Sequence[TensorSpec],
+        source: int,
+        tag: int,
+        label: str,
+        number: int,
     ) -> None:
         self.label = label
         self.source = source
         self.tag = tag
         self.nbytes = 0
+        self.number = number
         self._channel = channel
         self._specs = specs
         self._status = channel.new_status()
@@ -128,8 +138,13 @@ class Receipt:
         Raises:
             CommunicationError: The message is late, or not what was expected.
         """
-        self._channel.waiter.until(self.ready, self.__str__, self._channel.peers(self.source))
+        peers = self._channel.peers(self.source)
+        self._channel.waiter.until(self.ready, self.__str__, peers, rings=True, coming=self.coming)
         return self._arrays
+
+    def coming(self) -> int:
+        """Returns the size in bytes if the message is known to be on its way, else 0."""
+        return self.nbytes if self._channel.is_announced(self) else 0
 
     def _check(self, memory: Bytes, got: int) -> None:
         if memory is self._description:
@@ -162,6 +177,8 @@ class Channel:
         comm: Communicator of mpi4py.
         world_ranks: Rank among all ranks of the job of each rank of `comm`.
         recorder: Where events are noted.
+        bell: Rings for the ranks that messages go to.
+        group: Number of the group, the same on all of its ranks.
         make_waiter: Makes the waiter of this rank from what it calls between polls.
     """
 
@@ -171,7 +188,9 @@ class Channel:
         comm: Any,
         world_ranks: Sequence[int],
         recorder: FlightRecorder,
-        make_waiter: Callable[[Callable[[], object]], Waiter],
+        bell: Doorbell,
+        group: int,
+        make_waiter: Callable[[Callable[[], Outgoing]], Waiter],
     ) -> None:
         self.rank: int = comm.Get_rank()
         self.mpi_error: type[Exception] = mpi.Exception
@@ -181,14 +200,21 @@ class Channel:
         self._comm = comm
         self._byte = mpi.BYTE
         self._recorder = recorder
+        self._bell = bell
+        self._group = group
         self._pool = MemoryPool()
         self._outgoing: list[Delivery] = []
         self._expected: dict[int, Receipt] = {}
-        self._described: set[tuple[bool, int, int]] = set()
+        self._sent: Counter[tuple[int, int]] = Counter()
+        self._posted: Counter[tuple[int, int]] = Counter()
 
     def peers(self, rank: int) -> tuple[int]:
         """Returns who a wait for a message from or to `rank` depends on, for the guard."""
         return (self._world_ranks[rank],)
+
+    def is_announced(self, receipt: Receipt) -> bool:
+        """Whether a message is known to be on its way."""
+        return self._bell.is_announced(self._group, receipt.source, receipt.tag, receipt.number)
 
     def bytes_of(self, status: Any) -> int:
         """Returns the size in bytes of a message that has arrived."""
@@ -198,13 +224,16 @@ class Channel:
         """Starts to send a message."""
         tensors = [as_array(array) for array in arrays]
         delivery = Delivery(label, dest, tag)
-        if self._is_first(True, dest, tag):
+        number = self._sent[dest, tag]
+        self._sent[dest, tag] += 1
+        if number == 0:
             self._send_piece(delivery, describe(tensors))
         for tensor in tensors:
             for piece in pieces(as_bytes(tensor)):
                 self._send_piece(delivery, piece)
         self._recorder.add("sending", label, dest, tag, delivery.nbytes)
         self._outgoing.append(delivery)
+        self._bell.announce(self._world_ranks[dest], self._group, self.rank, tag, number)
 
     def _send_piece(self, delivery: Delivery, piece: Bytes) -> None:
         request = self._comm.Isend((piece, self._byte), delivery.dest, delivery.tag)
@@ -212,8 +241,9 @@ class Channel:
 
     def receive(self, specs: Sequence[TensorSpec], source: int, tag: int, label: str) -> Receipt:
         """Makes ready to receive a message."""
-        receipt = Receipt(self, specs, source, tag, label)
-        if self._is_first(False, source, tag):
+        receipt = Receipt(self, specs, source, tag, label, self._posted[source, tag])
+        self._posted[source, tag] += 1
+        if receipt.number == 0:
             memory = aligned_memory(DESCRIPTION_BYTES)
             receipt.add_description(memory, self._comm.Irecv((memory, self._byte), source, tag))
         for spec in specs:
@@ -232,10 +262,10 @@ class Channel:
         self._recorder.add("received", receipt.label, receipt.source, receipt.tag, receipt.nbytes)
         del self._expected[id(receipt)]
 
-    def progress(self) -> None:
-        """Lets go of what has been sent."""
+    def progress(self) -> Outgoing:
+        """Lets go of what has been sent; returns receiver and bytes of each message that is not."""
         if not self._outgoing:
-            return
+            return ()
         remaining = []
         for delivery in self._outgoing:
             if delivery.done():
@@ -245,6 +275,7 @@ class Channel:
             else:
                 remaining.append(delivery)
         self._outgoing = remaining
+        return [(self._world_ranks[delivery.dest], delivery.nbytes) for delivery in remaining]
 
     def flush(self) -> None:
         """Waits until everything has been sent."""
@@ -258,10 +289,3 @@ class Channel:
         return [f"expected: {receipt}" for receipt in self._expected.values()] + [
             f"not yet taken: {delivery}" for delivery in self._outgoing
         ]
-
-    def _is_first(self, outgoing: bool, peer: int, tag: int) -> bool:
-        key = (outgoing, peer, tag)
-        if key in self._described:
-            return False
-        self._described.add(key)
-        return True

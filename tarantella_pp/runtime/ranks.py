@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -12,9 +13,10 @@ from numpy.typing import NDArray
 from tarantella_pp.errors import CommunicationError
 from tarantella_pp.runtime.channel import Channel, Receipt
 from tarantella_pp.runtime.communicator import Communicator
+from tarantella_pp.runtime.doorbell import Doorbell
 from tarantella_pp.runtime.message import TensorSpec, as_bytes, pieces
 from tarantella_pp.runtime.recorder import FlightRecorder
-from tarantella_pp.runtime.waiting import Limits, Waiter
+from tarantella_pp.runtime.waiting import Limits, Outgoing, Waiter
 
 _Json = TypeVar("_Json")
 _EVENTS_REPORTED = 20
@@ -28,29 +30,39 @@ class RankCommunicator(Communicator):
     Args:
         mpi: The module `mpi4py.MPI`.
         comm: Communicator of mpi4py that nobody else uses.
+        bell: The doorbell of this rank; not yet connected.
         limits: How long a wait may take.
+        group: Number of the group for the doorbell, the same on all of its ranks.
     """
 
-    def __init__(self, mpi: Any, comm: Any, limits: Limits) -> None:
+    def __init__(self, mpi: Any, comm: Any, bell: Doorbell, limits: Limits, group: int = 0) -> None:
         self.rank = comm.Get_rank()
         self.size = comm.Get_size()
         self.largest_tag = int(mpi.COMM_WORLD.Get_attr(mpi.TAG_UB))
         self.recorder = FlightRecorder()
         self._mpi = mpi
         self._comm = comm
+        self._bell = bell
+        self._group = group
+        self._splits = 0
         self._limits = limits
-        group = mpi.COMM_WORLD.Get_group()
-        self._world_ranks = comm.Get_group().Translate_ranks(range(self.size), group)
-        self._channel = Channel(mpi, comm, self._world_ranks, self.recorder, self._make_waiter)
+        everyone = mpi.COMM_WORLD.Get_group()
+        self._world_ranks = comm.Get_group().Translate_ranks(range(self.size), everyone)
+        self._channel = Channel(
+            mpi, comm, self._world_ranks, self.recorder, bell, group, self._make_waiter
+        )
 
     @classmethod
     def of_world(cls, mpi: Any) -> RankCommunicator:
         """Returns the group of all ranks of the job; all of them must call this."""
         limits = Limits.from_environment()
         comm, request = mpi.COMM_WORLD.Idup()
-        waiter = Waiter(mpi.COMM_WORLD.Get_rank(), limits, lambda: None, str)
+        bell = Doorbell()
+        waiter = Waiter(mpi.COMM_WORLD.Get_rank(), limits, tuple, bell, str)
         waiter.until(request.Test, lambda: "all ranks to start")
-        return cls(mpi, comm, limits)
+        ranks = cls(mpi, comm, bell, limits)
+        bell.connect(ranks.allgather_json(bell.address))
+        return ranks
 
     def send(self, arrays: Sequence[Any], dest: int, tag: int, *, label: str = "") -> None:
         """Starts to send tensors; see `Communicator.send`."""
@@ -130,7 +142,10 @@ class RankCommunicator(Communicator):
         """Returns the group of the ranks with the same `color`; see `Communicator.split`."""
         # MPI has no non-blocking split: let all ranks come here first.
         self.barrier()
-        return RankCommunicator(self._mpi, self._comm.Split(color, key), self._limits)
+        self._splits += 1
+        group = zlib.crc32(repr((self._group, self._splits, color)).encode())
+        comm = self._comm.Split(color, key)
+        return RankCommunicator(self._mpi, comm, self._bell, self._limits, group)
 
     def abort(self, code: int = 1) -> None:
         """Ends all ranks of the job at once, with an exit code other than 0."""
@@ -143,14 +158,16 @@ class RankCommunicator(Communicator):
     def _run(self, name: str, request: Any, *, limited: bool = True) -> None:
         """Waits for a collective."""
         self.recorder.add("entered", name)
+        for peer in self._world_ranks:
+            self._bell.ring(peer)
         peers = self._world_ranks if limited else ()
         self._channel.waiter.until(
             request.Test, lambda: f"the other ranks in {name}", peers, limited=limited
         )
         self.recorder.add("left", name)
 
-    def _make_waiter(self, between: Callable[[], object]) -> Waiter:
-        return Waiter(self.rank, self._limits, between, self._report)
+    def _make_waiter(self, between: Callable[[], Outgoing]) -> Waiter:
+        return Waiter(self.rank, self._limits, between, self._bell, self._report)
 
     def _report(self) -> str:
         lines = self._channel.outstanding() or ["nothing else"]

@@ -6,21 +6,47 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tarantella_pp.errors import CommunicationError, ConfigurationError
 from tarantella_pp.runtime import guard
+from tarantella_pp.runtime.doorbell import Doorbell
 
 _LOG = logging.getLogger(__name__)
 
 # MPI's own waits never give up the core. Here the first moments of a wait poll, each time letting
-# whoever else wants the core have it; afterwards the process sleeps between polls, a fixed share
-# of the time it has already waited: a message is noticed at most that much late.
-SPIN_SECONDS = 400e-6
-SLEEP_SHARE = 0.05
-LONGEST_SLEEP = 1e-3
+# whoever else wants the core have it; afterwards the process sleeps between polls.
+SPIN_SECONDS = 100e-6
 _CHECK_SECONDS = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How long to sleep between polls.
+
+    Attributes:
+        share: Sleep as a share of the wait so far: how much later at most its end is noticed.
+        longest: Longest sleep in seconds.
+    """
+
+    share: float
+    longest: float
+
+
+# A rank that is rung for polls for safety only.
+RUNG_FOR = Pace(0.5, 10e-3)
+NOT_RUNG_FOR = Pace(0.05, 1e-3)
+
+# Where MPI may read the memory of another process, one poll fetches all of a message that is on
+# its way. Elsewhere a large one goes over in many small parts, for which both ranks must poll:
+# they wake each other, and do so for as long as it takes at this rate in bytes per second.
+SLOWEST_RATE = 100e6
+LARGE = 16 << 10
+_HEAD_START = 10e-3
+_ASK_SECONDS = 1e-3
+
+Outgoing = Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +91,9 @@ class Waiter:
     Args:
         rank: This rank, for messages.
         limits: When to warn, when to give up.
-        between: Called while waiting, to move other messages on.
+        between: Called while waiting, to move other messages on; returns for each that this rank
+            has not yet got rid of its receiver and its bytes.
+        bell: Ends the sleep when a message comes.
         report: What else is under way, for the message of a wait that took too long.
     """
 
@@ -73,20 +101,24 @@ class Waiter:
         self,
         rank: int,
         limits: Limits,
-        between: Callable[[], object],
+        between: Callable[[], Outgoing],
+        bell: Doorbell,
         report: Callable[[], str],
     ) -> None:
         self._rank = rank
         self._limits = limits
         self._between = between
+        self._bell = bell
         self._report = report
 
     def until(
         self,
         done: Callable[[], bool],
         what: Callable[[], str],
-        peers: Iterable[int] = (),
+        peers: Sequence[int] = (),
         *,
+        rings: bool = False,
+        coming: Callable[[], int] = int,
         limited: bool = True,
     ) -> None:
         """Returns as soon as `done()` is true.
@@ -94,7 +126,9 @@ class Waiter:
         Args:
             done: The condition; calls into MPI, so that messages move.
             what: What is waited for, for messages.
-            peers: The ranks without which the wait cannot end.
+            peers: The ranks without which the wait cannot end, by their number in the job.
+            rings: Whether they ring when there is something to notice.
+            coming: Returns the bytes of the message that is waited for, 0 if it is not on its way.
             limited: Whether the time limits hold.
 
         Raises:
@@ -107,18 +141,20 @@ class Waiter:
             os.sched_yield()
             if done():
                 return
-        self._sleep_until(done, what, peers, start, self._limits if limited else Limits(0.0, 0.0))
+        rings = rings and all(map(self._bell.reaches, peers))
+        sleep = _Sleep(self._bell, peers, RUNG_FOR if rings else NOT_RUNG_FOR, coming)
+        self._sleep_until(done, what, peers, sleep, self._limits if limited else Limits(0.0, 0.0))
 
     def _sleep_until(
         self,
         done: Callable[[], bool],
         what: Callable[[], str],
-        peers: Iterable[int],
-        start: float,
+        peers: Sequence[int],
+        sleep: _Sleep,
         limits: Limits,
     ) -> None:
-        warn = limits.warn
-        next_check = _CHECK_SECONDS
+        start = time.perf_counter()
+        warn, next_check = limits.warn, _CHECK_SECONDS
         while not done():
             waited = time.perf_counter() - start
             if waited >= next_check:
@@ -129,11 +165,49 @@ class Waiter:
                     _LOG.warning("rank %d has waited %.0f s for %s", self._rank, waited, what())
                 if 0 < limits.timeout <= waited:
                     self._give_up(what(), waited)
-            self._between()
-            time.sleep(min(waited * SLEEP_SHARE, LONGEST_SLEEP))
+            sleep.once(self._between())
 
     def _give_up(self, what: str, waited: float) -> None:
         raise CommunicationError(
             f"Rank {self._rank} waited {waited:.1f} s for {what} and gives up "
             f"(TNT_TIMEOUT={self._limits.timeout:g}; 0 waits for ever).\n{self._report()}"
         )
+
+
+class _Sleep:
+    """The sleeps of one wait: short at first, ended by rings, none while a message goes over."""
+
+    def __init__(
+        self, bell: Doorbell, peers: Sequence[int], pace: Pace, coming: Callable[[], int]
+    ) -> None:
+        self._bell = bell
+        self._peers = peers
+        self._pace = pace
+        self._coming = coming
+        self._since = time.perf_counter()
+        self._next_ask = 0.0
+        self._bell.sleep(0.0)  # what was announced while this rank had other things to do
+
+    def once(self, outgoing: Outgoing) -> None:
+        """Sleeps until the next poll; call it after one.
+
+        Args:
+            outgoing: Receiver and bytes of each message this rank has not yet got rid of.
+        """
+        now = time.perf_counter()
+        busy = self._coming()
+        if self._bell.asked:
+            busy += sum(nbytes for _, nbytes in outgoing)
+            self._bell.asked = bool(outgoing)
+        waited = now - self._since
+        if busy >= LARGE and waited < _HEAD_START + busy / SLOWEST_RATE:
+            if now >= self._next_ask:
+                self._next_ask = now + _ASK_SECONDS
+                for rank in {*self._peers, *(rank for rank, _ in outgoing)}:
+                    self._bell.ring(rank)
+            os.sched_yield()
+            pause = 0.0
+        else:
+            pause = min(waited * self._pace.share, self._pace.longest)
+        if self._bell.sleep(pause):
+            self._since = time.perf_counter()

@@ -4,6 +4,7 @@ import functools
 import gc
 import json
 import os
+import socket
 import subprocess
 import sys
 
@@ -16,18 +17,27 @@ from hypothesis.extra import numpy as hnp
 from tarantella_pp.errors import CommunicationError, ConfigurationError
 from tarantella_pp.runtime import memory, message
 from tarantella_pp.runtime.communicator import Communicator, TensorSpec
+from tarantella_pp.runtime.doorbell import Doorbell
 from tarantella_pp.runtime.environment import Launch, detect_launch
 from tarantella_pp.runtime.recorder import FlightRecorder
-from tarantella_pp.runtime.waiting import Limits, Waiter
+from tarantella_pp.runtime.waiting import LARGE, Limits, Waiter
 from tests.mpi import PYTHONS, ROOT, MpiRun, find_mpiexec, mpi_run
 from tests.runtime.message_cases import CASES, end_before_the_others, run_cases, wait_in_vain
 
 needs_mpi = pytest.mark.skipif(find_mpiexec() is None, reason="no mpiexec")
 
 
+# As on hosts where a process may not read the memory of another one.
+NO_SINGLE_COPY = {
+    "MPIR_CVAR_CH4_CMA_ENABLE": "0",
+    "UCX_TLS": "posix,self",
+    "OMPI_MCA_smsc": "^cma,xpmem,knem",
+}
+
+
 @functools.cache
-def run_of_cases(python: str, ranks: int) -> MpiRun:
-    env = {"TNT_TIMEOUT": "20"}
+def run_of_cases(python: str, ranks: int, single_copy: bool = True) -> MpiRun:
+    env = {"TNT_TIMEOUT": "20", **({} if single_copy else NO_SINGLE_COPY)}
     return mpi_run(ranks, run_cases, list(CASES), timeout=100, env=env, python=python)
 
 
@@ -39,6 +49,14 @@ def run_of_cases(python: str, ranks: int) -> MpiRun:
 def test_several_ranks(python: str, ranks: int, name: str) -> None:
     run = run_of_cases(python, ranks).check()
     assert [failures.get(name) for failures in run.results] == [None] * ranks
+
+
+@needs_mpi
+@pytest.mark.mpi
+@pytest.mark.parametrize("name", ["megabytes_both_ways_at_once", "large_messages_in_pieces"])
+def test_ranks_that_cannot_read_each_others_memory(name: str) -> None:
+    run = run_of_cases(sys.executable, 2, single_copy=False).check()
+    assert [failures.get(name) for failures in run.results] == [None] * 2
 
 
 @needs_mpi
@@ -234,7 +252,7 @@ def test_limits() -> None:
 
 def test_a_wait_polls_and_lets_other_messages_move() -> None:
     calls: list[str] = []
-    waiter = Waiter(0, Limits(), lambda: calls.append("between"), str)
+    waiter = Waiter(0, Limits(), lambda: calls.append("between") or (), Doorbell(), str)
     answers = iter([False] * 2000 + [True])
     waiter.until(lambda: next(answers), lambda: "nothing")
     assert next(answers, None) is None
@@ -242,9 +260,75 @@ def test_a_wait_polls_and_lets_other_messages_move() -> None:
 
 
 def test_a_wait_ends_with_the_limit() -> None:
-    waiter = Waiter(3, Limits(0, 0.1), lambda: None, lambda: "the report")
+    waiter = Waiter(3, Limits(0, 0.1), tuple, Doorbell(), lambda: "the report")
     with pytest.raises(CommunicationError, match=r"(?s)Rank 3 waited 0\.\d s for a ball.*report"):
         waiter.until(lambda: False, lambda: "a ball")
+
+
+def connected_bells() -> list[Doorbell]:
+    bells = [Doorbell(), Doorbell()]
+    for bell in bells:
+        bell.connect([one.address for one in bells] + ["elsewhere 00"])
+    return bells
+
+
+def test_a_bell_ends_a_sleep_and_says_what_comes() -> None:
+    here, there = connected_bells()
+    assert here.reaches(1)
+    assert not here.reaches(2)
+    assert not here.reaches(3)
+    here.ring(2)
+    assert not there.sleep(0.0)
+    here.announce(1, 7, 0, 5, 0)
+    here.announce(1, 7, 0, 5, 1)
+    assert there.sleep(30.0)
+    assert not there.sleep(0.0)
+    assert not there.asked
+    for number, announced in ((0, True), (1, True), (2, False)):
+        assert there.is_announced(7, 0, 5, number) is announced
+    for group, source, tag in ((8, 0, 5), (7, 1, 5), (7, 0, 4)):
+        assert not there.is_announced(group, source, tag, 0)
+    here.ring(1)
+    assert there.sleep(30.0)
+    assert there.asked
+
+
+def test_a_bell_never_holds_up_who_rings() -> None:
+    here, there = connected_bells()
+    for number in range(1000):
+        here.announce(1, 0, 0, 0, number)
+    assert there.sleep(0.0)
+    there._socket.close()
+    here.ring(1)
+
+
+def test_a_rank_without_a_bell_just_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError
+
+    monkeypatch.setattr(socket, "socket", refuse)
+    bell = Doorbell()
+    bell.connect(["", bell.address])
+    assert not bell.reaches(0)
+    bell.ring(0)
+    assert not bell.sleep(0.001)
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_while_a_large_message_goes_over_both_ranks_are_kept_awake(large: bool) -> None:
+    here, there = connected_bells()
+    polls = []
+    waiter = Waiter(0, Limits(), tuple, here, str)
+    answers = iter([False] * (3000 if large else 200) + [True])
+
+    def done() -> bool:
+        polls.append(there.sleep(0.0))
+        return next(answers)
+
+    nbytes = LARGE if large else 0
+    waiter.until(done, lambda: "x", (1,), rings=True, coming=lambda: nbytes * 1000, limited=False)
+    assert any(polls) is large
+    assert there.asked is large
 
 
 def test_the_recorder_keeps_the_last_events() -> None:

@@ -25,6 +25,7 @@ from tarantella_pp.runtime.records import (
     DIRECTORY_VARIABLE,
     ENDED,
     FINISHED,
+    RETURNED,
     SIZE_VARIABLE,
     Record,
     RunDirectory,
@@ -39,6 +40,8 @@ SETTLE_SECONDS = 0.4
 DEADLOCK_SECONDS = 1.0
 CLOSING_SECONDS = 5.0
 """How long the MPI launcher may take to end after its ranks have."""
+SHUTDOWN_SECONDS = 300.0
+"""How long ranks may take to leave after the scripts of all have ended."""
 GRACE_SECONDS = {signal.SIGTERM: 30.0, signal.SIGINT: 5.0}
 """How long the ranks may take to end after the launcher was told to stop."""
 
@@ -141,6 +144,14 @@ class Supervisor:
             elif gone:
                 time.sleep(SETTLE_SECONDS)
                 return self._report_loss(launcher, self.directory.read())
+            elif self._all(records, ENDED) and _age(records) > SHUTDOWN_SECONDS:
+                stuck = sorted(rank for rank in records if records[rank].state == RETURNED)
+                _tell(
+                    f"ranks {stuck} did not leave within {SHUTDOWN_SECONDS:g} s of the end of "
+                    "every script, and were killed: MPI waits for a message or a collective call "
+                    "that another rank has left out"
+                )
+                return Exit.FAILED
             elif self._timeout is not None and time.monotonic() - start > self._timeout:
                 _tell(f"the job was killed after {self._timeout:g} s (--timeout)")
                 return Exit.TIMEOUT
@@ -195,6 +206,11 @@ class Supervisor:
     def _report_stop(self, number: signal.Signals) -> int:
         _tell(f"the job was stopped by {number.name}")
         return Exit.INTERRUPTED if number == signal.SIGINT else Exit.PREEMPTED
+
+
+def _age(records: Mapping[int, Record]) -> float:
+    """Returns the seconds since the last rank came into its present state."""
+    return time.time() - max(record.time for record in records.values())
 
 
 def _tell(message: str) -> None:

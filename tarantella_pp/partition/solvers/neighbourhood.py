@@ -143,8 +143,8 @@ def _fairest(cut: FloatArray, limit: int) -> NDArray[np.intp]:
 
 
 def _has(words: Words, node: int) -> NDArray[np.bool_]:
-    bits = (words[node >> 6] >> np.uint64(node & 63)) & np.uint64(1)
-    return bits.astype(bool)
+    bits: NDArray[np.bool_] = ((words[node >> 6] >> np.uint64(node & 63)) & np.uint64(1)) > 0
+    return bits
 
 
 class _CutPricer:

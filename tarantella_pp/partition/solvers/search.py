@@ -17,6 +17,7 @@ from tarantella_pp.partition.solvers.ideals import Lattice, enumerate_ideals
 from tarantella_pp.partition.solvers.instance import Instance
 from tarantella_pp.partition.solvers.local_search import LocalSearch, spread, start
 from tarantella_pp.partition.solvers.order_dp import OrderDP
+from tarantella_pp.partition.solvers.two_stages import TwoStages
 from tarantella_pp.partition.solvers.windows import MAX_NODES, Closure, CutBound, window_bound
 
 #: Ideals listed at most; beyond them plans are searched for and bounded.
@@ -87,8 +88,20 @@ def _heuristic(
         lower = window_bound(instance, closure, lower, max(total, lower))
         lower = max(lower, ends_bound(instance, lower))
         lower = granular(instance, lower)
+    cuts = instance.objective.uniform and instance.objective.terms.has_touch
+    if (
+        closure is not None
+        and cuts
+        and instance.num_stages == 2
+        and not instance.strict
+        and len(instance.resources) == 1
+    ):
+        value, stages = search_more.run(stages, lower, begun + quarter / 2)
+        bound, better = TwoStages(instance).run(value, deadline)
+        best = stages if better is None else better
+        return Found(best, max(lower, bound), "least cuts, branch and bound")
     value, stages = search_more.run(stages, lower, begun + 2 * quarter)
-    if closure is not None and instance.objective.uniform and instance.objective.terms.has_touch:
+    if closure is not None and cuts:
         cut_bound = CutBound(instance, closure)
         lower = cut_bound.improve(lower, value, time.perf_counter() + quarter)
     if value > lower * (1 + EQUAL):

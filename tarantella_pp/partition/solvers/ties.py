@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -36,7 +37,7 @@ def break_ties(
         A plan whose value is not larger (to rounding) and that cuts no more.
     """
     costs = cut_tensors(problem)
-    if not costs:
+    if not costs or time.perf_counter() > deadline:
         return assignment
     instance = reduce_problem(problem, together=together, join=False)
     instance = replace(instance, resources=(*instance.resources, _cuts(instance, costs)))

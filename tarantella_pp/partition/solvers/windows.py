@@ -126,11 +126,10 @@ class CutBound:
             return True, weights
         most = np.maximum.reduceat(last[self._flat], self._starts)
         least = np.minimum.reduceat(first[self._flat], self._starts)
-        crossings = np.maximum(most - least, 1)
         best = weights
         step = 0.3
         for _ in range(12):
-            bound, loads = self._weighted(weights, first, last, crossings)
+            bound, loads = self._weighted(weights, first, last, most, least)
             if bound > capacity:
                 return True, weights
             if time.perf_counter() > deadline:
@@ -145,18 +144,25 @@ class CutBound:
         return False, best
 
     def _weighted(
-        self, weights: FloatArray, first: IntArray, last: IntArray, crossings: IntArray
+        self, weights: FloatArray, first: IntArray, last: IntArray, most: IntArray, least: IntArray
     ) -> tuple[float, FloatArray]:
         """Returns the bound for some weights, and the loads of the cuts that gave it."""
         S = self._instance.num_stages
         bound = float(weights[-1] * self._work.sum())
         loads = np.zeros(S)
         loads[-1] = self._work.sum()
+        crossings = np.maximum(most - least, 1)
         once = crossings == 1
+        # The two ends of a tensor weigh at least twice the smallest weight it can meet.
+        smallest = np.full(len(most), np.inf)
+        for stage in range(S):
+            meets = (least <= stage) & (stage <= most)
+            smallest = np.where(meets, np.minimum(smallest, weights[stage]), smallest)
+        thin = 2 * smallest / crossings
         for boundary in range(1, S):
             inside, outside = last < boundary, first >= boundary
             ends = weights[boundary - 1] + weights[boundary]
-            share = np.where(once, ends, 2 * weights.min() / crossings)
+            share = np.where(once, ends, thin)
             price = (weights[boundary - 1] - weights[boundary]) * self._work
             cost, member = least_cut(self._instance, share * self._touch, inside, outside, price)
             bound += cost + float(price[inside].sum())

@@ -1,0 +1,153 @@
+"""The solvers for graphs too large to list, on graphs small enough to check them."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from benchmarks.graphs import branching, gpt, layered
+from tarantella_pp.partition.neutral import graph_from_dict, to_problem
+from tarantella_pp.partition.solvers import search as search_module
+from tarantella_pp.partition.solvers import ties as ties_module
+from tarantella_pp.partition.solvers.bounds import ends_bound, granular, simple_bound
+from tarantella_pp.partition.solvers.ideals import enumerate_ideals, unpack
+from tarantella_pp.partition.solvers.local_search import LocalSearch
+from tarantella_pp.partition.solvers.mincut import least_cut
+from tarantella_pp.partition.solvers.order_dp import OrderDP
+from tarantella_pp.partition.solvers.reductions import expand, reduce_problem
+from tarantella_pp.partition.solvers.solve import solve
+from tarantella_pp.partition.solvers.two_stages import TwoStages
+from tarantella_pp.partition.solvers.windows import Closure, CutBound, window_bound
+from tests.partition.problems import loads, optimum, problems
+
+SLOW = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+def soon(seconds=0.3):
+    return time.perf_counter() + seconds
+
+
+def ready(problem, stages=2):
+    """Returns the instance and the optimum, or None for problems that are trivial."""
+    best = optimum(problem)
+    instance = reduce_problem(problem)
+    if best is None or problem.num_stages < stages or instance.num_nodes < 2:
+        return None
+    return instance, best
+
+
+@SLOW
+@given(loads(), st.integers(0, 10**6))
+def test_least_cuts_are_least(problem, seed):
+    instance = reduce_problem(problem, join=False)
+    n, terms = instance.num_nodes, instance.objective.terms
+    random = np.random.default_rng(seed)
+    member = unpack(enumerate_ideals(instance, 10_000).words, n).astype(bool)
+    low = member[:, random.integers(member.shape[1])]
+    high = member[:, random.integers(member.shape[1])]
+    inside, outside = low & high, ~(low | high)
+    price = random.normal(size=n)
+    total, found = least_cut(instance, terms.touch, inside, outside, price)
+
+    def cost(column):
+        cut = sum(
+            touch
+            for pins, touch in zip(terms.pins, terms.touch, strict=True)
+            if len({bool(column[pin]) for pin in pins}) > 1
+        )
+        return cut + price[column & ~inside].sum()
+
+    able = [c for c in member.T if (c >= inside).all() and not (c & outside).any()]
+    assert total == pytest.approx(min(cost(column) for column in able), abs=1e-9)
+    assert cost(found) == pytest.approx(total, abs=1e-9)
+    assert any((column == found).all() for column in able)
+
+
+@settings(SLOW, max_examples=300)
+@given(loads())
+def test_two_stages_are_solved(problem):
+    problem = replace(problem, num_stages=2, in_flight=None)
+    if given_ := ready(problem):
+        instance, best = given_
+        whole = instance.value(np.zeros(instance.num_nodes, np.int64))
+        bound, stages = TwoStages(instance).run(whole, soon(20))
+        assert bound == pytest.approx(best, rel=1e-8)
+        value = whole if stages is None else instance.value(stages)
+        assert value == pytest.approx(best, rel=1e-8)
+
+
+@SLOW
+@given(loads())
+def test_bounds_of_loads_hold(problem):
+    if given_ := ready(problem):
+        instance, best = given_
+        closure = Closure.of(instance)
+        bound = window_bound(instance, closure, simple_bound(instance), 1000.0)
+        assert bound <= best * (1 + 1e-9)
+        assert CutBound(instance, closure).improve(bound, 1.5 * best, soon()) <= best * (1 + 1e-9)
+
+
+@SLOW
+@given(problems(whole=True))
+def test_bounds_of_balance_hold(problem):
+    problem = replace(problem, objective="time", tied="together", memory_limit=None, in_flight=None)
+    if given_ := ready(problem):
+        instance, best = given_
+        bound = window_bound(instance, Closure.of(instance), simple_bound(instance), 1000.0)
+        bound = ends_bound(instance, bound)
+        assert bound <= best * (1 + 1e-9)
+        assert granular(instance, bound) <= best * (1 + 1e-9)
+
+
+def test_a_bound_is_rounded_up_to_the_unit():
+    from tarantella_pp.partition.problem import Problem
+
+    work = [0.5, 0.5, 1.5]
+    problem = Problem(2, "time", work, work, work, edges=np.array([(0, 1), (1, 2)]))
+    assert granular(reduce_problem(problem), 1.26) == pytest.approx(1.5)
+    assert granular(reduce_problem(replace(problem, work=[0.5, 0.5, np.pi])), 1.26) == 1.26
+
+
+@settings(SLOW, max_examples=25)
+@given(problems())
+def test_local_search_gives_plans(problem):
+    problem = replace(problem, tied="together")
+    if given_ := ready(problem):
+        instance, best = given_
+        closure = Closure.of(instance)
+        search = LocalSearch(instance, OrderDP(instance), closure)
+        value, stages = search.run(None, best, soon(0.2))
+        if stages is not None:
+            assert value >= best * (1 - 1e-9)
+            assert problem.violation(expand(problem, instance, stages)) is None
+
+
+@pytest.mark.parametrize("objective", ["time", "memory", "load"])
+@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("make", [branching, layered, lambda: gpt(120)])
+def test_what_is_searched_agrees_with_what_is_exact(monkeypatch, make, stages, objective):
+    problem = to_problem(graph_from_dict(make()), stages, objective)
+    exact = solve(problem).certificate
+    assert exact.optimal
+    monkeypatch.setattr(search_module, "MAX_IDEALS", 5)
+    monkeypatch.setattr(ties_module, "MAX_IDEALS", 5)
+    searched = solve(problem, time_budget=1.0)
+    assert problem.violation(searched.assignment) is None
+    assert searched.certificate.lower_bound <= exact.value * (1 + 1e-9)
+    assert searched.certificate.value >= exact.value * (1 - 1e-9)
+    assert searched.certificate.value <= exact.value * 1.15
+    if searched.certificate.optimal:
+        assert searched.certificate.value == pytest.approx(exact.value)
+
+
+@pytest.mark.slow
+def test_a_large_gpt_is_certified():
+    problem = to_problem(graph_from_dict(gpt(5000)), 8, "load")
+    certificate = solve(problem).certificate
+    assert certificate.optimal
+    assert problem.num_nodes > 4900

@@ -26,6 +26,7 @@ class StageBody:
         self.layout = layout
         self.layer = StageLayer(calls, layout)
         self.sums = GradientSums(self.layer.trainable_variables)
+        self.adds_losses = False
 
     @property
     def variables(self) -> list[Any]:
@@ -45,6 +46,7 @@ class StageBody:
         """
         outputs, losses = self.layer(inputs, training=training)
         dtype = keras.config.floatx()
+        self.adds_losses = bool(losses)
         added = [tf.cast(tf.reduce_sum(loss), dtype) for loss in losses]
         return outputs, tf.add_n([tf.zeros((), dtype), *added])
 

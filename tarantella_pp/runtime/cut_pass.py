@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from tarantella_pp.runtime.body import StageBody
+from tarantella_pp.runtime.compiled import Compiled
 from tarantella_pp.runtime.cut import CutError, Trace, cut
 from tarantella_pp.runtime.gradient_sums import Slices
 from tarantella_pp.runtime.store import Store
@@ -39,10 +41,10 @@ class CutPass:
         self._num_back = len(trace.input_gradients)
         key = tf.TensorSpec([], tf.int64)
         seeds = [tf.TensorSpec(seed.shape, seed.dtype) for seed in trace.seeds]
-        self._forward = _compile(self._run_forward, key, list(specs))
-        self._backward = _compile(self._run_backward, key, seeds)
-        self._backward_input = _compile(self._run_backward_input, key, seeds)
-        self._backward_weight = _compile(self._run_backward_weight, key)
+        self._forward = Compiled(self._run_forward, [key, *specs])
+        self._backward = Compiled(self._run_backward, [key, *seeds])
+        self._backward_input = Compiled(self._run_backward_input, [key, *seeds])
+        self._backward_weight = Compiled(self._run_backward_weight, [key])
 
     @property
     def residual_bytes(self) -> int:
@@ -54,40 +56,42 @@ class CutPass:
         }
         return sum(sizes.values())
 
-    def forward(self, key: int, inputs: Sequence[tf.Tensor]) -> tuple[list[tf.Tensor], tf.Tensor]:
+    def forward(
+        self, key: int, inputs: Sequence[tf.Tensor]
+    ) -> tuple[list[tf.Tensor], tf.Tensor | None]:
         """Runs micro-batch `key` forward and keeps its residuals."""
-        *outputs, added = self._forward(tf.constant(key, tf.int64), list(inputs))
-        return outputs, added
+        *outputs, added = self._forward(_key(key), *inputs)
+        return outputs, added if self._body.adds_losses else None
 
     def backward(self, key: int, seeds: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Runs `key` backward: accumulates weight gradients, returns the input gradients."""
-        back, slices = self._backward(tf.constant(key, tf.int64), list(seeds))
-        self._body.sums.add_slices(slices)
-        return list(back)
+        found = self._backward(_key(key), *seeds)
+        self._body.sums.add_slices(_pairs(found[self._num_back :]))
+        return found[: self._num_back]
 
     def backward_input(self, key: int, seeds: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Runs B of `key` and keeps what W needs."""
-        return list(self._backward_input(tf.constant(key, tf.int64), list(seeds)))
+        return self._backward_input(_key(key), *seeds)
 
     def backward_weight(self, key: int) -> None:
         """Runs W of `key` and drops what was kept."""
-        self._body.sums.add_slices(self._backward_weight(tf.constant(key, tf.int64)))
+        self._body.sums.add_slices(_pairs(self._backward_weight(_key(key))))
 
     def clear(self) -> None:
         """Drops what is kept for micro-batches in flight."""
         for store in (self._residuals, self._between, self._seeds):
             store.clear()
 
-    def _run_forward(self, key: tf.Tensor, inputs: list[tf.Tensor]) -> list[tf.Tensor]:
+    def _run_forward(self, key: tf.Tensor, *inputs: tf.Tensor) -> list[tf.Tensor]:
         found = self._cut.forward(*inputs)
         self._residuals.put(key, found[self._num_outputs :])
         return found[: self._num_outputs]
 
-    def _run_backward(self, key: tf.Tensor, seeds: list[tf.Tensor]) -> Any:
+    def _run_backward(self, key: tf.Tensor, *seeds: tf.Tensor) -> Any:
         found = self._cut.backward(*seeds, *self._residuals.take(key))
         return found[: self._num_back], self._accumulate(found[self._num_back :])
 
-    def _run_backward_input(self, key: tf.Tensor, seeds: list[tf.Tensor]) -> list[tf.Tensor]:
+    def _run_backward_input(self, key: tf.Tensor, *seeds: tf.Tensor) -> list[tf.Tensor]:
         found = self._cut.backward_input(*seeds, *self._residuals.peek(key))
         self._between.put(key, found[self._num_back :])
         self._seeds.put(key, seeds)
@@ -153,12 +157,13 @@ class CutPass:
         return components
 
 
-def _compile(function: Callable[..., Any], *signature: Any) -> Callable[..., Any]:
-    """Compiles a part again: without it the optimizer passes of TensorFlow are lost."""
-    compiled: Callable[..., Any] = tf.function(
-        function, input_signature=list(signature), autograph=False
-    )
-    return compiled
+@functools.cache
+def _key(micro_batch: int) -> tf.Tensor:
+    return tf.constant(micro_batch, tf.int64)
+
+
+def _pairs(tensors: Sequence[tf.Tensor]) -> list[Slices]:
+    return list(zip(tensors[::2], tensors[1::2], strict=True))
 
 
 def _one_row(shape: tf.TensorShape) -> list[int]:

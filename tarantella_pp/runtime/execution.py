@@ -23,8 +23,8 @@ class Step(Protocol):
     def data(self, stage: int, micro_batch: int) -> Sequence[tf.Tensor]:
         """The model inputs of a stage: one tensor for each port of its `data`."""
 
-    def add(self, stage: int, micro_batch: int, loss: tf.Tensor) -> None:
-        """Takes the sum of the losses that the stage's layers added."""
+    def add(self, micro_batch: int, loss: tf.Tensor) -> None:
+        """Takes the sum of the losses that a stage's layers added."""
 
     def finish(self, micro_batch: int, results: Sequence[tf.Tensor]) -> None:
         """Takes the model's outputs, on the rank of the last stage."""
@@ -106,7 +106,8 @@ class Execution:
         values: Values = dict(zip(layout.outputs, outputs, strict=True))
         for link in layout.sends:
             self._activations[link.source, link.target, key] = _pick(values, link.ports)
-        step.add(layout.index, key, added)
+        if added is not None:
+            step.add(key, added)
         if layout.results:
             step.finish(key, _pick(values, layout.results))
 

@@ -34,6 +34,7 @@ class Batch:
         y: The targets, on the last rank; elsewhere `None`.
         sample_weight: The weights of the samples likewise.
         targets: Description of `y` and of `sample_weight`, on every rank.
+        signature: Names the structure, shapes and dtypes of the batch, but for its rows.
     """
 
     rows: int
@@ -41,6 +42,7 @@ class Batch:
     y: Any
     sample_weight: Any
     targets: tuple[Any, Any]
+    signature: bytes
 
 
 class Feed:
@@ -64,7 +66,7 @@ class Feed:
         self._needs = [tuple(need) for need in needs]
         self._scorer = scorer
         self._standardize = standardize
-        self._sent: bytes = b""
+        self._known: bytes = b""
         self._signature: Any = None
 
     def batches(self, source: Iterator[Any] | None) -> Iterator[Batch]:
@@ -108,21 +110,20 @@ class Feed:
                 if arrays:
                     self._communicator.send(arrays, rank, _DATA_TAG, label="data")
         mine = {i: inputs[i] for i in self._needs[self._communicator.rank]}
-        return self._batch(rows, mine, targets, y_struct, w_struct)
+        return self._batch(rows, mine, targets, (y_struct, w_struct))
 
     def _batch(
-        self, rows: int, inputs: Mapping[int, Any], leaves: Sequence[Any], y: Any, weight: Any
+        self, rows: int, inputs: Mapping[int, Any], leaves: Sequence[Any], targets: tuple[Any, Any]
     ) -> Batch:
         if self._communicator.rank != self._scorer:
-            return Batch(rows, inputs, None, None, (y, weight))
-        count = len(tensors_in(y))
-        return Batch(
-            rows, inputs, rebuild(y, leaves[:count]), rebuild(weight, leaves[count:]), (y, weight)
-        )
+            return Batch(rows, inputs, None, None, targets, self._known)
+        count = len(tensors_in(targets[0]))
+        y, weight = rebuild(targets[0], leaves[:count]), rebuild(targets[1], leaves[count:])
+        return Batch(rows, inputs, y, weight, targets, self._known)
 
     def _announce(self, rows: int, signature: bytes) -> None:
         """Tells every rank the size of the next batch, and its structure if that is new."""
-        news = np.frombuffer(signature if signature != self._sent else b"", np.uint8)
+        news = np.frombuffer(signature if signature != self._known else b"", np.uint8)
         header = np.array([rows, news.size], np.int64)
         for rank in range(self._communicator.size):
             if rank != self._communicator.rank:
@@ -130,7 +131,7 @@ class Feed:
                 if news.size:
                     self._communicator.send([news], rank, _SIGNATURE_TAG, label="batch structure")
         if rows != _END:
-            self._sent = signature
+            self._known = signature
 
     def _receive(self) -> Batch | None:
         rows, news = self._get([TensorSpec((2,), np.dtype(np.int64))], _HEADER_TAG)[0].tolist()
@@ -138,7 +139,8 @@ class Feed:
             return None
         if news:
             data = self._get([TensorSpec((news,), np.dtype(np.uint8))], _SIGNATURE_TAG)[0]
-            self._signature = msgspec.msgpack.decode(data.tobytes())
+            self._known = data.tobytes()
+            self._signature = msgspec.msgpack.decode(self._known)
         specs, y, weight = self._signature
         need = self._needs[self._communicator.rank]
         wanted = [specs[i] for i in need]
@@ -151,7 +153,7 @@ class Feed:
         arrays = self._get(buffers, _DATA_TAG) if buffers else []
         tensors = [to_tensor(array) for array in arrays]
         inputs = dict(zip(need, tensors, strict=False))
-        return self._batch(rows, inputs, tensors[len(need) :], y, weight)
+        return self._batch(rows, inputs, tensors[len(need) :], (y, weight))
 
     def _get(self, specs: Sequence[TensorSpec], tag: int) -> list[np.ndarray[Any, Any]]:
         return self._communicator.post_receive(specs, READER, tag, label="data").wait()

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tarantella_pp.partition.extraction import ExtractedModel
+from tarantella_pp.runtime.compiled import Compiled, dense_tensors
 from tarantella_pp.runtime.keras_training import compiled_losses, is_keras_loss, second_loss
 from tarantella_pp.runtime.layout import Port
 from tarantella_pp.runtime.outputs import pack_outputs
 
+_COMPILED_SIGNATURES = 8
 _MEANS = ("sum_over_batch_size", "mean")
 
 
@@ -40,6 +42,7 @@ class Scoring:
             if not port.mask and extracted.graph.tensors[port.tensor].has_gradient
         ]
         self._differentiate = tf.function(self._gradients, autograph=False, reduce_retracing=True)
+        self._compiled: dict[Hashable, Compiled] = {}
         self._finish = tf.function(self._update, autograph=False, reduce_retracing=True)
 
     @property
@@ -49,7 +52,12 @@ class Scoring:
         return outputs > 1 or self._model._compile_metrics is not None
 
     def gradients(
-        self, y: Any, results: Sequence[tf.Tensor], sample_weight: Any, factor: tf.Tensor
+        self,
+        y: Any,
+        results: Sequence[tf.Tensor],
+        sample_weight: Any,
+        factor: tf.Tensor,
+        signature: Hashable,
     ) -> tuple[tf.Tensor, dict[Port, tf.Tensor]]:
         """Loss of some samples, and its gradient.
 
@@ -58,11 +66,18 @@ class Scoring:
             results: The model's outputs with their masks.
             sample_weight: Their weights, or `None`.
             factor: Scalar to multiply the loss with.
+            signature: Names the structure, shapes and dtypes of the arguments.
 
         Returns:
             The scaled loss, and its gradient with respect to each output.
         """
-        loss, found = self._differentiate(y, list(results), sample_weight, factor)
+        arguments = (y, list(results), sample_weight, factor)
+        if signature not in self._compiled and len(self._compiled) < _COMPILED_SIGNATURES:
+            self._compiled[signature] = Compiled.like(self._gradients, arguments)
+        if signature in self._compiled:
+            loss, *found = self._compiled[signature](*dense_tensors(arguments))
+        else:
+            loss, found = self._differentiate(*arguments)
         ports = [self._results[i] for i in self._sources]
         return loss, dict(zip(ports, found, strict=True))
 

@@ -21,7 +21,9 @@ logger = logging.getLogger(__name__)
 class TrainingPass(Protocol):
     """Forward and backward of one stage, for micro-batches of one size or of any size."""
 
-    def forward(self, key: int, inputs: Sequence[tf.Tensor]) -> tuple[list[tf.Tensor], tf.Tensor]:
+    def forward(
+        self, key: int, inputs: Sequence[tf.Tensor]
+    ) -> tuple[list[tf.Tensor], tf.Tensor | None]:
         """Runs micro-batch `key` forward: the outputs, and the sum of the added losses."""
 
     def backward(self, key: int, seeds: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -56,7 +58,9 @@ class Stage:
         self._running: dict[int, TrainingPass] = {}
         self._evaluate = tf.function(self._run_inference, autograph=False, reduce_retracing=True)
 
-    def forward(self, key: int, inputs: Sequence[tf.Tensor]) -> tuple[list[tf.Tensor], tf.Tensor]:
+    def forward(
+        self, key: int, inputs: Sequence[tf.Tensor]
+    ) -> tuple[list[tf.Tensor], tf.Tensor | None]:
         """Runs one micro-batch forward in training mode and keeps what backward needs.
 
         Args:
@@ -65,7 +69,7 @@ class Stage:
 
         Returns:
             One tensor for each port of `layout.outputs`, and the sum of the losses that the
-            stage's layers added.
+            stage's layers added, `None` if they added none.
         """
         work = self._running[key] = self._pass_for(inputs)
         return work.forward(key, inputs)
@@ -90,10 +94,10 @@ class Stage:
         """Runs the weight-gradient part of the backward pass (action W)."""
         self._running.pop(key).backward_weight(key)
 
-    def evaluate(self, inputs: Sequence[tf.Tensor]) -> tuple[list[tf.Tensor], tf.Tensor]:
+    def evaluate(self, inputs: Sequence[tf.Tensor]) -> tuple[list[tf.Tensor], tf.Tensor | None]:
         """Runs one micro-batch forward in inference mode; returns what `forward` does."""
         outputs, added = self._evaluate(list(inputs))
-        return outputs, added
+        return outputs, added if self.body.adds_losses else None
 
     def clear(self) -> None:
         """Forgets the micro-batches in flight and the gradients so far."""

@@ -59,7 +59,7 @@ class BatchStep:
         self._dtype = keras.config.floatx()
         self._pieces = {i: self._split(x) for i, x in batch.inputs.items()}
         self._factors = [tf.constant(size / batch.rows, self._dtype) for size in sizes]
-        self._loss = tf.zeros((), self._dtype)
+        self._losses: list[tf.Tensor] = []
         self._added = tf.zeros((), self._dtype)
         self._targets: list[tuple[Any, Any]] | None = None
         self._gradients: list[Mapping[Port, tf.Tensor]] | None = None
@@ -73,8 +73,8 @@ class BatchStep:
         """The model inputs of a stage."""
         return [self._pieces[i][micro_batch] for i in self._data[stage]]
 
-    def add(self, stage: int, micro_batch: int, loss: tf.Tensor) -> None:
-        """Takes the sum of the losses that the stage's layers added."""
+    def add(self, micro_batch: int, loss: tf.Tensor) -> None:
+        """Takes the sum of the losses that a stage's layers added."""
         self._added += loss * self._factors[micro_batch]
 
     def finish(self, micro_batch: int, results: Sequence[tf.Tensor]) -> None:
@@ -95,9 +95,13 @@ class BatchStep:
             self._targets = self._split_targets()
         y, weight = self._targets[micro_batch]
         loss, gradients = self._require_scoring().gradients(
-            y, self.results[micro_batch], weight, self._factors[micro_batch]
+            y,
+            self.results[micro_batch],
+            weight,
+            self._factors[micro_batch],
+            signature=(self._batch.signature, self._sizes[micro_batch]),
         )
-        self._loss += loss
+        self._losses.append(loss)
         if not self._require_scoring().keeps_outputs:
             self.results[micro_batch] = ()
         return gradients
@@ -115,7 +119,7 @@ class BatchStep:
         loss = self._added + tf.cast(elsewhere, self._dtype)
         whole = not self.training or self._coupled or scoring.keeps_outputs
         if not whole:
-            loss += self._loss
+            loss += tf.add_n(self._losses)
         return scoring.finish(
             self._batch.y,
             self.results if whole else (),
@@ -128,7 +132,11 @@ class BatchStep:
         whole = [tf.concat(parts, 0) for parts in zip(*self.results, strict=True)]
         one = tf.ones((), self._dtype)
         _, gradients = self._require_scoring().gradients(
-            self._batch.y, whole, self._batch.sample_weight, one
+            self._batch.y,
+            whole,
+            self._batch.sample_weight,
+            one,
+            signature=(self._batch.signature, self._batch.rows),
         )
         pieces = {port: self._split(gradient) for port, gradient in gradients.items()}
         return [{port: parts[i] for port, parts in pieces.items()} for i in range(len(self._sizes))]

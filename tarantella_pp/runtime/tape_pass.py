@@ -26,14 +26,16 @@ class TapePass:
         self._waiting: dict[int, list[Any]] = {}
         self._forward = tf.function(self._run, autograph=False, reduce_retracing=True)
 
-    def forward(self, key: int, inputs: Sequence[tf.Tensor]) -> tuple[list[tf.Tensor], tf.Tensor]:
+    def forward(
+        self, key: int, inputs: Sequence[tf.Tensor]
+    ) -> tuple[list[tf.Tensor], tf.Tensor | None]:
         """Runs micro-batch `key` forward on a tape of its own."""
         sources = self._body.sources(inputs)
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch([*sources, *self._body.variables])
             outputs, added = self._forward(list(inputs))
         self._tapes[key] = tape, sources, self._body.targets(outputs, added)
-        return outputs, added
+        return outputs, added if self._body.adds_losses else None
 
     def backward(self, key: int, seeds: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Runs `key` backward: accumulates weight gradients, returns the input gradients."""

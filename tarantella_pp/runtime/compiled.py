@@ -1,0 +1,54 @@
+"""Compiled functions that cost little to call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+
+class Compiled:
+    """A function compiled for one signature, called with flat tensors.
+
+    `tf.function` matches its arguments against signatures at every call, which takes half a
+    millisecond: as long as a small stage computes. A stage always gets what it was compiled for,
+    so this calls the compiled function directly, in a fifth of the time.
+
+    Args:
+        function: Takes tensors, returns a list of tensors; may be nested.
+        specs: Shape and dtype of each argument.
+    """
+
+    def __init__(self, function: Callable[..., Any], specs: Sequence[tf.TensorSpec]) -> None:
+        traced = tf.function(function, input_signature=list(specs), autograph=False)
+        self._concrete = traced.get_concrete_function()
+        self._call = self._concrete.inference_fn.call_flat
+        self._captured = list(self._concrete.captured_inputs)
+
+    def __call__(self, *tensors: tf.Tensor) -> list[tf.Tensor]:
+        """Calls the function; returns its tensors, flattened."""
+        found = self._call(*tensors, *self._captured)
+        return found if isinstance(found, list) else []  # TensorFlow gives `None` for nothing
+
+    @classmethod
+    def like(cls, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Compiled:
+        """Compiles a function for nested arguments, `None` among them.
+
+        Args:
+            function: Takes the arguments.
+            arguments: Example of them; a call is given `dense_tensors(arguments)`.
+        """
+        flat = tf.nest.flatten(arguments)
+
+        def flattened(*tensors: tf.Tensor) -> Any:
+            given = iter(tensors)
+            filled = [None if value is None else next(given) for value in flat]
+            return function(*tf.nest.pack_sequence_as(arguments, filled))
+
+        return cls(flattened, [tf.TensorSpec(t.shape, t.dtype) for t in flat if t is not None])
+
+
+def dense_tensors(arguments: tuple[Any, ...]) -> list[tf.Tensor]:
+    """The tensors in nested arguments, in the order in which `Compiled.like` takes them."""
+    return [value for value in tf.nest.flatten(arguments) if value is not None]

@@ -77,17 +77,44 @@ class ChainSearch:
         S = self._instance.num_stages
         caps = [resource.cap.copy() for resource in self._instance.resources]
         caps[0] = np.minimum(caps[0], capacity)
-        last = len(self._family) - 1
         zero = np.zeros(1, np.intp)
         fronts = [_Front(zero, np.zeros(1), zero, np.ones(1, bool))]
-        for boundary in range(1, S + 1):
-            rows = self._family.window(boundary, caps) if boundary < S else np.array([last])
+        for boundary in range(1, S):
+            rows = self._family.window(boundary, caps)
             rows = rows[np.argsort(self._family.sums[0].fixed[rows], kind="stable")]
             front = self._advance(fronts[-1], rows, boundary - 1, caps, deadline, goal)
             if not len(front.rows):
                 return None
             fronts.append(front)
-        return float(fronts[-1].value[0]), self._stages(fronts)
+        final = self._finish(fronts[-1], caps, goal)
+        if final is None:
+            return None
+        fronts.append(final)
+        return float(final.value[0]), self._stages(fronts)
+
+    def _finish(self, front: _Front, caps: list[FloatArray], goal: Goal) -> _Front | None:
+        """Closes every chain of a front with the last stage, all at once."""
+        last, stage = len(self._family) - 1, self._instance.num_stages - 1
+        begin = self._family.take(front.rows)
+        result, allowed = np.zeros(len(front.rows)), np.ones(len(front.rows), bool)
+        for resource, sums, whole, cap in zip(
+            self._instance.resources, begin.sums, self._family.sums, caps, strict=True
+        ):
+            fixed = whole.fixed[last] - sums.fixed + sums.touch + sums.receive
+            cost = resource.price(stage, fixed, whole.held[last] - sums.held + sums.receive_held)
+            allowed &= cost <= cap[stage]
+            wanted = caps[-1] if goal == "sum" else caps[0]
+            if goal != "any" and cap is wanted:
+                result = cost
+        if self._instance.strict:
+            allowed &= front.rows != last
+        value = np.maximum(front.value, result) if goal == "bottleneck" else front.value + result
+        value = np.where(allowed, value, np.inf)
+        best = int(value.argmin())
+        if not np.isfinite(value[best]):
+            return None
+        at = np.array([best])
+        return _Front(np.array([last]), value[at], at, np.ones(1, bool))
 
     def _advance(
         self,

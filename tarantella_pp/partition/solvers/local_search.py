@@ -85,6 +85,27 @@ class LocalSearch:
                     value, stages = self._instance.value(other), other
         return value, stages
 
+    def tighten(self, stages: IntArray, rounds: int, deadline: float) -> IntArray:
+        """Improves a plan by a fixed number of small rounds: the same plan on every machine.
+
+        Args:
+            stages: The plan.
+            rounds: Number of rounds.
+            deadline: `time.perf_counter()` at which to stop all the same.
+
+        Returns:
+            A plan at least as good.
+        """
+        value = self._instance.value(stages)
+        for _ in range(rounds):
+            value, better = self._cut_orders(value, stages, deadline)
+            stages = stages if better is None else better
+            order = random_order(self._instance, self._random, stages)
+            other = recombine(self._instance, stages, order, Reach(15, 200), deadline)
+            if other is not None:
+                value, stages = self._instance.value(other), other
+        return stages
+
     def _cut_orders(
         self, value: float, stages: IntArray | None, deadline: float
     ) -> tuple[float, IntArray | None]:

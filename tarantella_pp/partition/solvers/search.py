@@ -22,6 +22,9 @@ from tarantella_pp.partition.solvers.windows import MAX_NODES, Closure, CutBound
 
 #: Ideals listed at most; beyond them plans are searched for and bounded.
 MAX_IDEALS = 600_000
+#: Ideals from which on a better plan is sought before the proof, in so many rounds.
+MANY_IDEALS = 5_000
+ROUNDS = 6
 #: Values closer than this (relative) are the same.
 EQUAL = 1e-11
 
@@ -63,7 +66,9 @@ def search(instance: Instance, deadline: float) -> Found:
     if value <= lower * (1 + EQUAL):
         return Found(stages, lower, "order DP meets the bound")
     try:
-        found = _exact(instance, lower, value, stages, deadline)
+        # A proof that takes too long leaves time to search instead.
+        now = time.perf_counter()
+        found = _exact(instance, orders, lower, value, stages, now + 0.6 * (deadline - now))
     except OutOfTimeError:
         found = None
     if found is not None:
@@ -110,7 +115,12 @@ def _heuristic(
 
 
 def _exact(
-    instance: Instance, lower: float, value: float, stages: IntArray | None, deadline: float
+    instance: Instance,
+    orders: OrderDP,
+    lower: float,
+    value: float,
+    stages: IntArray | None,
+    deadline: float,
 ) -> Found | None:
     """Solves an instance whose ideals can be listed; None where they cannot."""
     if instance.additive:
@@ -128,13 +138,20 @@ def _exact(
         if instance.value(spreaded) < value:
             value, stages = instance.value(spreaded), spreaded
         return _chains(instance, lattice, found.lower_bound, value, stages, deadline)
-    small, place = instance, np.arange(instance.num_nodes)
-    if np.isfinite(value):
-        small, place = fuse_uncuttable(instance, value)
-        lower = max(lower, min(simple_bound(small), value))
-    lattice = enumerate_ideals(small, MAX_IDEALS)
+    lattice = enumerate_ideals(instance, MAX_IDEALS)
     if lattice is None:
         return None
+    small, place = instance, np.arange(instance.num_nodes)
+    if stages is not None:
+        if lattice.count > MANY_IDEALS:
+            stages = LocalSearch(instance, orders, None).tighten(stages, ROUNDS, deadline)
+            value = instance.value(stages)
+        small, place = fuse_uncuttable(instance, value)
+        lower = max(lower, min(simple_bound(small), value))
+        if small.num_nodes < instance.num_nodes:
+            lattice = enumerate_ideals(small, MAX_IDEALS)
+            if lattice is None:
+                return None
     found = _chains(small, lattice, lower, value, None, deadline)
     # Only better plans are looked for among the fused nodes; without one, ours is the best.
     return replace(found, stages=stages if found.stages is None else found.stages[place])
@@ -171,6 +188,9 @@ def _chains(
     if better is None:
         return Found(stages, value, method, True)
     value = instance.value(better[1])
-    best = chains.run(value * (1 + EQUAL), deadline)
+    try:
+        best = chains.run(value * (1 + EQUAL), deadline)
+    except OutOfTimeError:
+        return Found(better[1], lower, f"{method}, cut off")
     stages = better[1] if best is None else best[1]
     return Found(stages, instance.value(stages), method, True)

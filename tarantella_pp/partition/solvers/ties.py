@@ -19,7 +19,7 @@ from tarantella_pp.partition.solvers.reductions import cut_tensors, expand, redu
 
 #: Ideals listed, and pairs of them priced, to break ties; both are counted, not timed.
 MAX_IDEALS = 4_000
-MAX_PAIRS = 1_500_000
+MAX_PAIRS = 800_000
 
 
 def break_ties(

@@ -1,0 +1,128 @@
+"""What the subcommands write: JSON or tables to stdout, one line for an error to stderr."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from tarantella_pp.errors import ConfigurationError, TarantellaError
+
+FAILURE, USAGE_ERROR = 1, 2
+BROKEN_PIPE = 141
+"""As a shell says that SIGPIPE ended a command."""
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that says in one line what is wrong."""
+
+    def error(self, message: str) -> NoReturn:
+        """Ends the process with the message.
+
+        Args:
+            message: What is wrong.
+        """
+        self.exit(USAGE_ERROR, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+def guarded(command: str, run: Callable[[], int]) -> int:
+    """Runs a command, with its errors as one line on stderr.
+
+    Args:
+        command: What stands before the message, e.g. `"tarantella plan"`.
+        run: The command.
+
+    Returns:
+        Its exit code: 0 for success, 1 for failure, 2 for wrong usage.
+    """
+    try:
+        code = run()
+        sys.stdout.flush()
+    except TarantellaError as error:
+        sys.stderr.write(f"{command}: {one_line(error)}\n")
+        return USAGE_ERROR if isinstance(error, ConfigurationError) else FAILURE
+    except BrokenPipeError:
+        # The reader is gone, e.g. `| head`: there is nobody left to tell, now or at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    return code
+
+
+def one_line(error: BaseException, limit: int = 1000) -> str:
+    """Returns the message of an exception without line breaks.
+
+    Args:
+        error: The exception.
+        limit: Most characters.
+    """
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
+def write_json(value: Any) -> None:
+    """Writes a value to stdout as JSON.
+
+    Args:
+        value: Dicts, lists, strings and finite numbers.
+    """
+    sys.stdout.write(f"{json.dumps(value, indent=1, allow_nan=False)}\n")
+
+
+def write_table(*parts: Any) -> None:
+    """Writes tables and lines to stdout: as wide as the terminal, plain in a pipe.
+
+    `NO_COLOR` and `COLUMNS` are respected, and lines in a pipe are not wrapped.
+
+    Args:
+        *parts: What `rich` prints; text is printed as it is.
+    """
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False, markup=False, emoji=False)
+    for part in parts:
+        whole = not console.is_terminal and isinstance(part, str | Text)
+        console.print(part, soft_wrap=whole)
+
+
+def existing_file(path: str) -> Path:
+    """Returns the path of a file that is there.
+
+    Args:
+        path: The path.
+
+    Raises:
+        ConfigurationError: There is no such file.
+    """
+    if not Path(path).is_file():
+        kind = "is no file" if Path(path).exists() else "does not exist"
+        raise ConfigurationError(f"{path!r} {kind}.")
+    return Path(path)
+
+
+def check_target(path: str | None) -> None:
+    """Checks, before the work is done, that a file can be written.
+
+    Args:
+        path: The file; `None` for none.
+
+    Raises:
+        ConfigurationError: Its folder is missing, or it is a folder itself.
+    """
+    if path is None:
+        return
+    target = Path(path)
+    if target.is_dir():
+        raise ConfigurationError(f"{path!r} is a folder. Received: --output={path}")
+    if not target.parent.is_dir():
+        raise ConfigurationError(
+            f"There is no folder {str(target.parent)!r}. Received: --output={path}"
+        )
+    if not os.access(target.parent, os.W_OK):
+        raise ConfigurationError(
+            f"The folder {str(target.parent)!r} cannot be written. Received: --output={path}"
+        )

@@ -1,0 +1,68 @@
+"""`tarantella plan check`: whether a plan belongs to a model."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from tarantella_pp.cli import model_source
+from tarantella_pp.cli.output import FAILURE, one_line, write_json, write_table
+from tarantella_pp.errors import PlanError
+
+if TYPE_CHECKING:
+    from tarantella_pp.cli.plan_files import AnyPlan
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `tarantella plan check`."""
+    parser.add_argument("plan", help="the plan's JSON file")
+    parser.add_argument("model", metavar="MODEL", help=model_source.HELP)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Says whether the plan fits; returns 1 if it does not.
+
+    Raises:
+        PlanError: It does not fit, and no JSON is asked for.
+    """
+    from tarantella_pp.cli.plan_files import load_plan
+
+    plan = load_plan(arguments.plan)
+    try:
+        _check(plan, arguments.model)
+    except PlanError as error:
+        if not arguments.json:
+            raise
+        write_json({"fits": False, "difference": one_line(error)})
+        return FAILURE
+    if arguments.json:
+        write_json({"fits": True, "difference": None})
+    else:
+        write_table(
+            f"{arguments.plan} is a plan of {arguments.model}: {len(plan.assignment)} nodes on "
+            f"{plan.num_stages} stages."
+        )
+    return 0
+
+
+def _check(plan: AnyPlan, source: str) -> None:
+    """Checks a plan against a MODEL.
+
+    Raises:
+        PlanError: It is a plan of another one.
+    """
+    from tarantella_pp.partition.plan import Plan
+
+    if not isinstance(plan, Plan):
+        if not model_source.is_graph(source):
+            raise PlanError(f"This is the plan of a neutral graph. Received: MODEL={source!r}")
+        from tarantella_pp.partition.graph_planner import check_plan
+
+        check_plan(plan, model_source.read_graph(source))
+        return
+    if model_source.is_graph(source):
+        raise PlanError(f"This is the plan of a Keras model. Received: MODEL={source!r}")
+    model = model_source.build_model(source)
+    from tarantella_pp.partition.extraction import extract
+
+    plan.check(extract(model).graph)

@@ -1,0 +1,137 @@
+"""`tarantella plan compare`: our plan beside those of other libraries' rules."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, get_args
+
+from tarantella_pp.cli import model_source, plan_make
+from tarantella_pp.cli.output import write_json, write_table
+from tarantella_pp.cli.quantities import positive_int
+from tarantella_pp.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from tarantella_pp.partition.comparison import Comparison
+
+DESCRIPTION = """\
+Prices four plans by their largest stage: ours; equal numbers of layers; parameter balance, as
+DeepSpeed's partition_method="parameters"; block partition, as torchgpipe balances. The other rules
+cut the order of the graph; ours chooses among all orders."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `tarantella plan compare`."""
+    parser.description = DESCRIPTION
+    add = parser.add_argument
+    add("model", metavar="MODEL", help=model_source.HELP)
+    add("--stages", dest="num_stages", type=positive_int, required=True, metavar="S",
+        help="number of pipeline stages")  # fmt: skip
+    plan_make.add_model_options(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the comparison."""
+    if model_source.is_graph(arguments.model):
+        name, found = _of_graph(arguments)
+    else:
+        name, found = _of_model(arguments)
+    if arguments.json:
+        objectives = {comparison.objective: comparison.to_dict() for comparison in found}
+        write_json({"model": name, "num_stages": arguments.num_stages, "objectives": objectives})
+    else:
+        write_table(*_tables(name, arguments.num_stages, found))
+    return 0
+
+
+def _of_graph(arguments: argparse.Namespace) -> tuple[str, list[Comparison]]:
+    """Compares for a neutral graph: memory, time and load, and FLOPs where it names them."""
+    plan_make.refuse_model_options(arguments)
+    graph = model_source.read_graph(arguments.model)
+    from tarantella_pp.partition.comparison import compare
+    from tarantella_pp.partition.neutral import to_problem
+    from tarantella_pp.partition.problem import Objective
+    from tarantella_pp.partition.solvers.solve import solve
+
+    found = []
+    for objective in get_args(Objective):
+        if objective == "flops" and not any(node.flops for node in graph.nodes):
+            continue
+        problem = to_problem(graph, arguments.num_stages, objective)
+
+        def value(assignment: Sequence[int], problem: Any = problem) -> float:
+            return float(problem.evaluate(assignment).value)
+
+        found.append(compare(problem, solve(problem), value))
+    return graph.name, found
+
+
+def _of_model(arguments: argparse.Namespace) -> tuple[str, list[Comparison]]:
+    """Compares for a Keras model: memory without message buffers, and FLOPs."""
+    model = model_source.build_model(arguments.model)
+    from tarantella_pp.partition.comparison import compare
+    from tarantella_pp.partition.cost import Costs
+    from tarantella_pp.partition.extraction import extract
+    from tarantella_pp.partition.formulation import best_solution, problem_of
+    from tarantella_pp.partition.options import PlanOptions
+    from tarantella_pp.partition.slots import slot_bytes
+
+    given: dict[str, Any] = {"batch_size": 32, "num_micro_batches": None, "schedule": "1f1b"}
+    given |= plan_make.model_options(arguments)
+    optimizer = given.pop("optimizer", None) or model_source.optimizer_of(arguments.model, model)
+    graph = extract(model).graph
+    if arguments.num_stages > len(graph.nodes):
+        raise ConfigurationError(
+            f"{arguments.model} has {len(graph.nodes)} operations. "
+            f"Received: --stages={arguments.num_stages}"
+        )
+    found = []
+    for balance in ("memory", "flops"):
+        options = PlanOptions.checked(
+            num_stages=arguments.num_stages, balance=balance, num_replicas=1,
+            memory_limit=None, in_flight=None, **given,
+        )  # fmt: skip
+        costs = Costs(graph, slot_bytes(optimizer, graph.weights), options.rows)
+
+        def value(assignment: Sequence[int], costs: Any = costs, options: Any = options) -> float:
+            stages = costs.stages(assignment, options.in_flight)
+            if options.balance == "flops":
+                return float(max(stage.flops for stage in stages))
+            return float(max(stage.memory_bytes - stage.buffer_bytes for stage in stages))
+
+        problem = problem_of(costs, options)
+        found.append(compare(problem, best_solution(costs, options), value, balance))
+    return model.name, found
+
+
+def _tables(name: str, num_stages: int, found: Sequence[Comparison]) -> list[Any]:
+    """Makes the table: a row for each rule, a value and a ratio for each objective."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    rows = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    rows.add_column("Rule")
+    for comparison in found:
+        rows.add_column(_title(comparison), justify="right", no_wrap=True)
+        rows.add_column("/ ours", justify="right", no_wrap=True)
+    for rule in found[0].values:
+        cells = []
+        for comparison in found:
+            ratio = comparison.ratio(rule)
+            cells += [f"{comparison.values[rule]:.6g}", "-" if ratio is None else f"{ratio:.3f}"]
+        rows.add_row(rule, *cells)
+    title = f"Largest stage of '{name}' on {num_stages} stages"
+    return [Text(title, style="bold"), rows, *(Text(_proof(one)) for one in found)]
+
+
+def _proof(comparison: Comparison) -> str:
+    """Says how good our plan is known to be."""
+    certificate = comparison.certificate
+    known = "optimal" if certificate.optimal else f"gap <= {100 * certificate.gap:.2g} %"
+    return f"{_title(comparison)}: ours is {known} ({certificate.method})."
+
+
+def _title(comparison: Comparison) -> str:
+    objective = comparison.objective
+    return "FLOPs" if objective == "flops" else objective.capitalize()

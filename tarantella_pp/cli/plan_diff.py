@@ -1,0 +1,103 @@
+"""`tarantella plan diff`: what two plans do differently."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from tarantella_pp.cli.output import write_json, write_table
+from tarantella_pp.errors import PlanError
+
+if TYPE_CHECKING:
+    from tarantella_pp.partition.plan_difference import Difference
+
+_OPTIONS = (
+    "model", "num_stages", "num_micro_batches", "num_replicas", "batch_size", "schedule",
+    "balance", "optimizer", "memory_limit",
+)  # fmt: skip
+_GRAPH_OPTIONS = ("graph", "num_stages", "balance", "memory_limit")
+_MOST_LINES = 40
+"""More moves or names than this are counted, not listed; --json has them all."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `tarantella plan diff`."""
+    parser.add_argument("before", help="JSON file of the first plan")
+    parser.add_argument("after", help="JSON file of the second plan")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the difference; plans that differ are no failure.
+
+    Raises:
+        PlanError: One plan is of a Keras model, and the other of a neutral graph.
+    """
+    from tarantella_pp.cli.plan_files import load_plan
+    from tarantella_pp.partition.plan import Plan
+    from tarantella_pp.partition.plan_difference import difference
+
+    before, after = load_plan(arguments.before), load_plan(arguments.after)
+    of_models = isinstance(before, Plan)
+    if of_models != isinstance(after, Plan):
+        raise PlanError(
+            "The plan of a Keras model and that of a neutral graph have nothing to compare. "
+            f"Received: {arguments.before}, {arguments.after}"
+        )
+    options = _OPTIONS if of_models else _GRAPH_OPTIONS
+    figures = ("memory_bytes", "flops") if of_models else ("memory", "work", "comm")
+    found = difference(before, after, options, figures)
+    if arguments.json:
+        write_json(found.to_dict())
+    else:
+        _print(found, of_models=of_models)
+    return 0
+
+
+def _print(found: Difference, *, of_models: bool) -> None:
+    if found.same:
+        write_table("The plans are the same.")
+        return
+    lines = [f"{name}: {a} -> {b}" for name, (a, b) in found.options.items()]
+    for text, names in (("only in the first", found.removed), ("only in the second", found.added)):
+        if names:
+            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+            lines.append(f"{len(names)} nodes {text}: {', '.join(names[:5])}{more}")
+    moved = sum(move.nodes for move in found.moves)
+    lines.append(f"{moved} nodes on another stage{':' if moved else '.'}")
+    for move in found.moves[:_MOST_LINES]:
+        layers = move.first if move.nodes == 1 else f"{move.first} .. {move.last} ({move.nodes})"
+        lines.append(f"  {move.before} -> {move.after}  {layers}")
+    if len(found.moves) > _MOST_LINES:
+        lines.append(f"  and {len(found.moves) - _MOST_LINES} more such moves")
+    write_table(*lines, _stage_table(found, of_models=of_models))
+
+
+def _stage_table(found: Difference, *, of_models: bool) -> Any:
+    """Makes the table of what stages cost: before, after and the change."""
+    from rich import box
+    from rich.table import Table
+
+    from tarantella_pp.partition.sizes import format_bytes
+
+    rows = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    rows.add_column("Stage", justify="right")
+    rows.add_column("")
+    for name in ("Before", "After", "Change"):
+        rows.add_column(name, justify="right", no_wrap=True)
+    for index, stage in enumerate(found.stages):
+        for place, (name, values) in enumerate(stage.items()):
+            title = "FLOPs" if name == "flops" else name.removesuffix("_bytes")
+            as_bytes = of_models and name == "memory_bytes"
+            shown = [
+                "-" if v is None else format_bytes(v) if as_bytes else f"{v:.6g}" for v in values
+            ]
+            rows.add_row("" if place else str(index), title, *shown, _change(*values))
+    return rows
+
+
+def _change(before: float | None, after: float | None) -> str:
+    if before is None or after is None:
+        return "new" if before is None else "gone"
+    if before == after:
+        return "="
+    return f"{100 * (after / before - 1):+.1f} %" if before else "new"

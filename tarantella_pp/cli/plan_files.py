@@ -1,0 +1,76 @@
+"""Reads plans of either kind: of a Keras model, or of a neutral graph."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+from tarantella_pp.cli.output import existing_file
+from tarantella_pp.errors import PlanError
+from tarantella_pp.partition.graph_plan import GraphPlan
+from tarantella_pp.partition.plan import Plan
+
+AnyPlan: TypeAlias = Plan | GraphPlan
+MAX_FILE_BYTES = 256 * 2**20
+"""No more of a file is read; each kind has a limit of its own below."""
+
+
+class _Kind(msgspec.Struct):
+    """The field that tells the kinds apart."""
+
+    format: str = ""
+
+
+def load_plan(path: str) -> AnyPlan:
+    """Reads a plan.
+
+    Args:
+        path: Its file.
+
+    Returns:
+        The plan.
+
+    Raises:
+        ConfigurationError: There is no such file.
+        PlanError: It holds no valid plan.
+    """
+    try:
+        with existing_file(path).open("rb") as file:
+            text = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise PlanError(f"Cannot read the plan {path!r}: {error.strerror}") from error
+    try:
+        return (GraphPlan if _is_of_graph(text) else Plan).from_json(text)
+    except PlanError as error:
+        raise PlanError(f"{path}: {error}") from None
+
+
+def load_model_plan(path: str, purpose: str) -> Plan:
+    """Reads the plan of a Keras model.
+
+    Args:
+        path: Its file.
+        purpose: What it is needed for.
+
+    Returns:
+        The plan.
+
+    Raises:
+        ConfigurationError: There is no such file.
+        PlanError: It holds no valid plan, or that of a neutral graph.
+    """
+    plan = load_plan(path)
+    if not isinstance(plan, Plan):
+        raise PlanError(
+            f"{path}: this is the plan of a neutral graph; {purpose} needs that of a Keras model."
+        )
+    return plan
+
+
+def _is_of_graph(text: bytes) -> bool:
+    """Whether a file says that it is the plan of a neutral graph."""
+    try:
+        return msgspec.json.decode(text, type=_Kind).format == "tarantella_pp.graph_plan"
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        return False

@@ -1,0 +1,145 @@
+"""`tarantella plan make`: plans the stages of a model or of a neutral graph."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from tarantella_pp.cli import model_source
+from tarantella_pp.cli.output import check_target
+from tarantella_pp.cli.quantities import positive_int
+from tarantella_pp.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from tarantella_pp.partition.graph_plan import GraphPlan
+    from tarantella_pp.partition.plan import Plan
+
+_OF_MODELS = ("batch_size", "num_micro_batches", "num_replicas", "schedule", "optimizer")
+"""Options that say what a graph's own memory and time already hold."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `tarantella plan make`."""
+    add = parser.add_argument
+    add("model", metavar="MODEL", help=model_source.HELP)
+    add("--stages", dest="num_stages", type=positive_int, required=True, metavar="S",
+        help="number of pipeline stages; of a graph, the most that are used")  # fmt: skip
+    add("--balance", metavar="WHAT",
+        help="memory (default) or flops; of a graph, time or load as well")  # fmt: skip
+    add("--memory-limit", metavar="BYTES",
+        help="memory of a stage, e.g. 16GB; of a graph in its units, "
+        "or one for each stage: 8e9,8e9,16e9")  # fmt: skip
+    add_model_options(parser)
+    add("--replicas", dest="num_replicas", type=positive_int, metavar="R",
+        help="pipelines side by side, which share the batch (default: 1)")  # fmt: skip
+    add("-o", "--output", metavar="FILE", help="write the plan to this JSON file")
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that say what a step of a Keras model needs.
+
+    Args:
+        parser: The parser of a subcommand.
+    """
+    add = parser.add_argument
+    add("--batch-size", type=positive_int, metavar="N", help="samples of a step (default: 32)")
+    add("--micro-batches", dest="num_micro_batches", type=positive_int, metavar="M",
+        help="micro-batches of a step (default: as make_plan chooses)")  # fmt: skip
+    add("--schedule", metavar="NAME", help="1f1b (default), gpipe or zb-h1")
+    add("--optimizer", metavar="NAME",
+        help="whose slots count as memory (default: the model's, else Adam's two)")  # fmt: skip
+
+
+def model_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Returns those of the model's options that were given.
+
+    Args:
+        arguments: The command line.
+    """
+    values = {name: getattr(arguments, name, None) for name in _OF_MODELS}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def refuse_model_options(arguments: argparse.Namespace) -> None:
+    """Refuses options that mean nothing for a neutral graph.
+
+    Args:
+        arguments: The command line.
+
+    Raises:
+        ConfigurationError: One of them is given.
+    """
+    for name, value in model_options(arguments).items():
+        option = name.removeprefix("num_").replace("_", "-")
+        raise ConfigurationError(
+            "Memory and time of a neutral graph count as its file gives them; leave out "
+            f"--{option}. Received: --{option}={value}"
+        )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Makes the plan, writes it to its file and prints it."""
+    from tarantella_pp.cli.plan_show import show
+
+    check_target(arguments.output)
+    graph = model_source.is_graph(arguments.model)
+    plan = _plan_of_graph(arguments) if graph else _plan_of_model(arguments)
+    if arguments.output is not None:
+        try:
+            plan.save(arguments.output)
+        except OSError as error:
+            raise ConfigurationError(
+                f"Cannot write the plan: {error.strerror}. Received: --output={arguments.output}"
+            ) from error
+    show(plan, as_json=arguments.json)
+    return 0
+
+
+def _plan_of_graph(arguments: argparse.Namespace) -> GraphPlan:
+    refuse_model_options(arguments)
+    balance: Any = arguments.balance or "memory"
+    if balance not in ("memory", "time", "flops", "load"):
+        raise ConfigurationError(
+            f"Expected memory, time, flops or load. Received: --balance={balance}"
+        )
+    limit = _graph_limit(arguments.memory_limit, arguments.num_stages)
+    graph = model_source.read_graph(arguments.model)
+    from tarantella_pp.partition.graph_planner import plan_graph
+
+    return plan_graph(graph, arguments.num_stages, balance, limit)
+
+
+def _graph_limit(text: str | None, num_stages: int) -> float | list[float] | None:
+    """Reads one limit in the graph's units, or one for each stage."""
+    from tarantella_pp.partition.sizes import parse_bytes
+
+    if text is None:
+        return None
+    limits = []
+    for part in text.split(","):
+        try:
+            limit = float(part)
+        except ValueError:
+            limit = float(parse_bytes(part, "--memory-limit"))
+        if not 0 < limit < float("inf"):
+            raise ConfigurationError(f"Expected positive numbers. Received: --memory-limit={text}")
+        limits.append(limit)
+    if len(limits) not in (1, num_stages):
+        raise ConfigurationError(
+            f"Expected one limit, or one for each of the {num_stages} stages. "
+            f"Received: --memory-limit={text}"
+        )
+    return limits[0] if len(limits) == 1 else limits
+
+
+def _plan_of_model(arguments: argparse.Namespace) -> Plan:
+    model = model_source.build_model(arguments.model)
+    from tarantella_pp.partition.planner import make_plan
+
+    options = model_options(arguments)
+    if "optimizer" not in options:
+        options["optimizer"] = model_source.optimizer_of(arguments.model, model)
+    for name in ("balance", "memory_limit"):
+        if getattr(arguments, name) is not None:
+            options[name] = getattr(arguments, name)
+    return make_plan(model, arguments.num_stages, **options)

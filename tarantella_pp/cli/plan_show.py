@@ -1,0 +1,71 @@
+"""`tarantella plan show`: the table of a plan."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING, Any
+
+from tarantella_pp.cli.output import write_table
+
+if TYPE_CHECKING:
+    from tarantella_pp.cli.plan_files import AnyPlan
+    from tarantella_pp.partition.graph_plan import GraphPlan
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `tarantella plan show`."""
+    parser.add_argument("plan", help="the plan's JSON file")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the plan."""
+    from tarantella_pp.cli.plan_files import load_plan
+
+    show(load_plan(arguments.plan), as_json=arguments.json)
+    return 0
+
+
+def show(plan: AnyPlan, *, as_json: bool) -> None:
+    """Writes a plan to stdout.
+
+    Args:
+        plan: The plan.
+        as_json: Whether to write JSON instead of a table.
+    """
+    from tarantella_pp.partition.plan import Plan
+
+    if as_json:
+        sys.stdout.write(f"{plan.to_json()}\n")
+    else:
+        write_table(*([plan] if isinstance(plan, Plan) else _graph_table(plan)))
+
+
+def _graph_table(plan: GraphPlan) -> list[Any]:
+    """Makes the table of a neutral graph's plan, in the graph's own units."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    work = "FLOPs" if plan.balance == "flops" else "Time"
+    rows = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("Stage", "Nodes", "Memory", work, "Communication", f"{work} + comm."):
+        rows.add_column(name, justify="right")
+    for index, stage in enumerate(plan.stages):
+        figures = (stage.memory, stage.work, stage.comm, stage.work + stage.comm)
+        rows.add_row(str(index), str(stage.nodes), *(f"{value:.6g}" for value in figures))
+    title = f"Plan of '{plan.graph}': {len(plan.assignment)} nodes on {plan.num_stages} stages"
+    proof = plan.certificate
+    if proof.optimal:
+        verdict = "optimal"
+    elif proof.gap is None:
+        verdict = "no lower bound"
+    else:
+        verdict = f"lower bound {proof.lower_bound:.6g}, gap <= {100 * proof.gap:.2g} %"
+    quality = (
+        f"Balanced by {plan.balance}: largest stage {proof.value:.6g}, {verdict} "
+        f"({proof.method}, {proof.seconds:.2g} s)."
+    )
+    cut = f"Cut: {plan.cut_bytes:.6g} bytes, {plan.cut_comm:.6g} of communication."
+    units = "Figures are in the units of the graph."
+    return [Text(title, style="bold"), rows, quality, cut, units]

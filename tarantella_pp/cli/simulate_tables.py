@@ -1,0 +1,107 @@
+"""The tables that `tarantella simulate` prints."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from tarantella_pp.partition.sizes import format_bytes
+from tarantella_pp.runtime.schedule.scaling import PipelineStep
+from tarantella_pp.simulation import PlanSimulation, ScalePoint
+
+
+def summary(simulation: PlanSimulation, step: PipelineStep, point: ScalePoint) -> list[Any]:
+    """Makes the lines at the top.
+
+    Args:
+        simulation: The plan on its machine.
+        step: The step of one replica.
+        point: The step of all of them.
+    """
+    plan = simulation.plan
+    sums = point.step_seconds - step.step_seconds
+    summed = f", of which {_seconds(sums)} wait for sums of gradients" if sums else ""
+    limit = plan.memory_limit
+    over = ""
+    if limit is not None:
+        fits = max(step.peak_bytes) <= limit
+        over = f", {'within' if fits else 'ABOVE'} the plan's limit of {format_bytes(limit)}"
+    title = (
+        f"A step of '{plan.model}': {plan.num_stages} stages on {point.num_ranks} ranks, "
+        f"{simulation.schedule}, {simulation.num_micro_batches} micro-batches of "
+        f"{simulation.micro_batch_size}, {_count(point.num_replicas, 'replica')}"
+    )
+    return [
+        Text(title, style="bold"),
+        f"Step:       {_seconds(point.step_seconds)}{summed}",
+        f"Throughput: {point.samples_per_second:.4g} samples/s, {point.speed_up:.2f} x one rank",
+        f"Bubble:     {100 * step.bubble_fraction:.1f} %",
+        f"Memory:     {format_bytes(max(step.peak_bytes))} on the largest rank{over}",
+    ]
+
+
+def rank_table(step: PipelineStep) -> Any:
+    """Makes the table of the ranks of one pipeline.
+
+    Args:
+        step: Its step.
+    """
+    rows = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("Rank", "Stages", "Computes", "Idle", "Memory"):
+        rows.add_column(name, justify="right")
+    for rank, (busy, peak) in enumerate(zip(step.busy_seconds, step.peak_bytes, strict=True)):
+        stages = [str(s) for s, owner in enumerate(step.placement) if owner == rank]
+        idle = 1 - busy / (step.step_seconds or 1.0)
+        rows.add_row(
+            str(rank), " ".join(stages), _seconds(busy), f"{100 * idle:.1f} %", format_bytes(peak)
+        )
+    return rows
+
+
+def curve_table(curve: list[ScalePoint]) -> Any:
+    """Makes the table of the scaling curve.
+
+    Args:
+        curve: Its points.
+    """
+    rows = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("Ranks", "Replicas", "Step", "Samples/s", "Speed-up", "Efficiency"):
+        rows.add_column(name, justify="right")
+    for point in curve:
+        rows.add_row(
+            f"{point.num_ranks:,}",
+            f"{point.num_replicas:,}",
+            _seconds(point.step_seconds),
+            f"{point.samples_per_second:.4g}",
+            f"{point.speed_up:.4g}",
+            f"{100 * point.efficiency:.1f} %",
+        )
+    return rows
+
+
+def drawing(step: PipelineStep) -> str:
+    """Draws the timeline as wide as the terminal.
+
+    Args:
+        step: The step of one pipeline.
+    """
+    if step.timeline is None:
+        return "The pipeline is too large to be played, so there is no timeline."
+    columns = shutil.get_terminal_size((100, 24)).columns
+    return step.timeline.to_text(max(40, columns - 12))
+
+
+def _seconds(value: float) -> str:
+    """Writes a time in the unit that suits it."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if value >= scale:
+            return f"{value / scale:.3g} {unit}"
+    return f"{value / 1e-9:.3g} ns" if value else "0 s"
+
+
+def _count(number: int, name: str) -> str:
+    return f"{number} {name}{'' if number == 1 else 's'}"

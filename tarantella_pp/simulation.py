@@ -1,0 +1,185 @@
+"""The step of a plan before it is run: what `tarantella simulate` shows."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from tarantella_pp.partition.plan import Plan, micro_batch_size
+from tarantella_pp.runtime.schedule.actions import Link
+from tarantella_pp.runtime.schedule.costs import Costs, LinkCosts, StageCosts
+from tarantella_pp.runtime.schedule.scaling import (
+    Network,
+    PipelineStep,
+    pipeline_step,
+    replicated_seconds,
+)
+
+MOST_RANKS = 4096
+"""Where the scaling curve ends."""
+BACKWARD = 2.0
+"""Arithmetic of a backward pass, in forward passes: a gradient for the inputs and the weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """The ranks and what connects them.
+
+    Attributes:
+        flops_per_second: Floating point operations per second of a rank.
+        bandwidth: Bytes per second of the link between two ranks, in each direction.
+        latency: Seconds of each message more.
+    """
+
+    flops_per_second: float = 1e12
+    bandwidth: float = 10e9
+    latency: float = 5e-6
+
+
+@dataclass(frozen=True, slots=True)
+class ScalePoint:
+    """A plan's step on a number of ranks.
+
+    Attributes:
+        num_ranks: Number of ranks.
+        num_replicas: Number of pipelines side by side.
+        step_seconds: Seconds of a step, gradients summed over replicas.
+        samples: Samples of a step.
+        speed_up: How many times more samples per second than one rank alone.
+        played: Whether the pipeline was played event by event; otherwise from closed forms.
+    """
+
+    num_ranks: int
+    num_replicas: int
+    step_seconds: float
+    samples: int
+    speed_up: float
+    played: bool
+
+    @property
+    def samples_per_second(self) -> float:
+        """Samples of a step by its seconds."""
+        return self.samples / self.step_seconds if self.step_seconds else 0.0
+
+    @property
+    def efficiency(self) -> float:
+        """Speed-up by the number of ranks."""
+        return self.speed_up / self.num_ranks
+
+
+@dataclass(frozen=True, slots=True)
+class PlanSimulation:
+    """A plan on a machine.
+
+    Each replica has the micro-batches that the plan gives it, so that a batch grows with the
+    number of replicas.
+
+    Attributes:
+        plan: The plan.
+        machine: The machine.
+        schedule: Name of the schedule.
+        num_micro_batches: Micro-batches of a step on each replica.
+    """
+
+    plan: Plan
+    machine: Machine
+    schedule: str
+    num_micro_batches: int
+
+    @property
+    def samples(self) -> int:
+        """Samples of a step on one replica."""
+        return -(-self.plan.batch_size // self.plan.num_replicas)
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Samples of one micro-batch, rounded up."""
+        return micro_batch_size(self.samples, 1, self.num_micro_batches)
+
+    def costs(self) -> Costs:
+        """Returns the seconds and bytes of the plan's stages and messages."""
+        planned = self.plan.micro_batch_size
+        rows = self.micro_batch_size
+        # Memory must hold the largest micro-batch; time is that of all of them together.
+        mean = self.samples / self.num_micro_batches
+        stages = []
+        for stage in self.plan.stages:
+            forward = mean * stage.flops / self.machine.flops_per_second
+            part = forward * BACKWARD / 2
+            buffers = stage.buffer_bytes * rows / planned
+            kept = stage.activation_bytes * rows / planned
+            stages.append(StageCosts(forward, part, part, None, kept, stage.state_bytes + buffers))
+        sizes: Counter[Link] = Counter()
+        for cut in self.plan.cuts:
+            for target in cut.targets:
+                sizes[cut.source, target] += cut.bytes + cut.mask_bytes
+                sizes[target, cut.source] += cut.bytes if cut.has_gradient else 0
+        links = {
+            pair: LinkCosts.of_bytes(
+                size * mean / planned, self.machine.bandwidth, self.machine.latency
+            )
+            for pair, size in sizes.items()
+        }
+        return Costs(tuple(stages), links)
+
+    def step(self, num_ranks: int | None = None) -> PipelineStep:
+        """Plays the step of one replica.
+
+        Args:
+            num_ranks: Ranks of the pipeline, a divisor of the number of stages. Default: one for
+                each stage, or for each two with `zb-v`.
+
+        Returns:
+            The step.
+
+        Raises:
+            ScheduleError: The schedule is unknown, or does not work with so many ranks.
+        """
+        links = {(cut.source, target) for cut in self.plan.cuts for target in cut.targets}
+        backward = {
+            (cut.source, target)
+            for cut in self.plan.cuts
+            for target in cut.targets
+            if cut.has_gradient
+        }
+        return pipeline_step(
+            self.schedule, self.costs(), self.num_micro_batches, num_ranks,
+            links=links, gradient_links=backward,
+        )  # fmt: skip
+
+    def point(self, step: PipelineStep, num_replicas: int) -> ScalePoint:
+        """Returns the step of several replicas.
+
+        Args:
+            step: The step of one of them.
+            num_replicas: Their number.
+        """
+        gradients = [stage.gradient_bytes for stage in self.plan.stages]
+        network = Network(self.machine.bandwidth, self.machine.latency)
+        seconds = replicated_seconds(step, gradients, network, num_replicas)
+        serial = num_replicas * step.serial_seconds
+        return ScalePoint(
+            num_ranks=num_replicas * step.num_ranks,
+            num_replicas=num_replicas,
+            step_seconds=seconds,
+            samples=num_replicas * self.samples,
+            speed_up=serial / seconds if seconds else 0.0,
+            played=step.timeline is not None,
+        )
+
+    def curve(self, step: PipelineStep) -> list[ScalePoint]:
+        """Returns the steps on 2 to 4,096 ranks.
+
+        Up to a rank for each stage there is one pipeline, whose ranks own several stages; from
+        then on there are 2, 4, 8 ... replicas of it.
+
+        Args:
+            step: The step of one replica.
+        """
+        size = step.num_ranks
+        shared = step.timeline is not None and self.schedule != "zb-v"
+        fewer = [ranks for ranks in range(2, size) if shared and size % ranks == 0]
+        points = [self.point(self.step(ranks), 1) for ranks in fewer]
+        replicas = [2**k for k in range(MOST_RANKS.bit_length())]
+        points += [self.point(step, r) for r in replicas if 2 <= r * size <= MOST_RANKS]
+        return points

@@ -1,6 +1,6 @@
 """Two ranks with one thread each against one process with one thread, on the same micro-batches.
 
-    tarantella -n 2 --threads 1 --output-on-all-devices -- benchmarks/pipeline.py
+    tarantella -n 2 --threads 1 -- benchmarks/pipeline.py
     ... benchmarks/pipeline.py --models mlp cnn --micro-batches 4 8 --schedules 1f1b zb-h1
 
 Both run in the same launch, in turn (A B A B ...): while one process trains alone, the other rank
@@ -61,9 +61,10 @@ def seconds(step: Callable[[], None], steps: int) -> list[float]:
 
 
 def compare(name: str, micro_batches: int, schedules: list[str], rounds: int) -> list[list[str]]:
-    """Times one process and every schedule in turn; returns table rows on rank 0."""
+    """Times one process and every schedule in turn; returns table rows on the last rank."""
     ranks = world()
-    alone = make_step(name, 1, micro_batches, None, alone=True) if ranks.rank == 0 else None
+    last = ranks.rank == ranks.size - 1
+    alone = make_step(name, 1, micro_batches, None, alone=True) if last else None
     pipelines = {s: make_step(name, ranks.size, micro_batches, s, alone=False) for s in schedules}
     serial: list[float] = []
     parallel: dict[str, list[float]] = {schedule: [] for schedule in schedules}
@@ -109,7 +110,7 @@ def main() -> None:
         for micro_batches in args.micro_batches:
             for row in compare(name, micro_batches, args.schedules, args.rounds):
                 table.add_row(*row)
-    if world().rank == 0:
+    if tnt.is_master_rank():
         Console().print(table)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,7 +66,7 @@ class Cut:
     between: tuple[tf.Tensor, ...]
 
 
-def cut(trace: Trace) -> Cut:
+def cut(trace: Trace, recompute: bool = False) -> Cut:
     """Cuts a traced stage in three: F, B and W.
 
     F is what the outputs need, B the part of the backward pass that the input gradients need, W
@@ -74,8 +74,13 @@ def cut(trace: Trace) -> Cut:
     2023). What crosses from F into B or W are the residuals, and nothing else has to be kept
     for a micro-batch. Reads of weights are not kept but repeated.
 
+    With `recompute` the backward parts repeat the forward pass from the stage's inputs, and
+    nothing else is kept (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016).
+    Random numbers come out the same, because what is kept includes the state of their generators.
+
     Args:
         trace: The traced stage.
+        recompute: Whether to keep the inputs only.
 
     Returns:
         The three parts, and B and W together.
@@ -83,22 +88,20 @@ def cut(trace: Trace) -> Cut:
     Raises:
         CutError: If the backward pass has side effects, or needs a resource of the forward pass.
     """
-    after = _after(trace.seeds, trace.function.graph.get_operations())
+    operations = trace.function.graph.get_operations()
+    after = _after(trace.seeds, operations)
     b_ops = _ancestors(trace.input_gradients) & after
     w_ops = (_ancestors(trace.weight_gradients) & after) - b_ops
-    repeatable = _Repeatable(trace)
-
-    def is_residual(tensor: tf.Tensor) -> bool:
-        return tensor.op not in after and not repeatable(tensor.op)
-
-    def is_between(tensor: tf.Tensor) -> bool:
-        return tensor.op in b_ops
-
+    of_weights = _Repeatable(trace)
+    repeats = _is_pure(trace, of_weights) if recompute else of_weights
     gradients = (*trace.input_gradients, *trace.weight_gradients)
-    ordered = trace.function.graph.get_operations()
-    both = [op for op in ordered if op in b_ops or op in w_ops]
-    residuals = _crossing(both, gradients, is_residual)
-    between = _crossing([op for op in ordered if op in w_ops], trace.weight_gradients, is_between)
+    order = {op: place for place, op in enumerate(operations)}
+    kept, _ = _needed_of_forward(b_ops | w_ops, gradients, after, repeats)
+    _, repeated = _needed_of_forward(b_ops, trace.input_gradients, after, repeats)
+    made_by_b = b_ops | {op for op in repeated if not of_weights(op)}
+    residuals = _in_order(kept, order)
+    used_by_w = [tensor for op in w_ops for tensor in op.inputs] + list(trace.weight_gradients)
+    between = _in_order([t for t in used_by_w if t.op in made_by_b], order)
     for tensor in (*residuals, *between):
         if tensor.dtype == tf.resource:
             raise CutError(f"{tensor.op.type} '{tensor.op.name}' cannot be kept between passes")
@@ -125,6 +128,17 @@ def _effects(trace: Trace, after: set[tf.Operation]) -> list[tf.Operation]:
 
 def _has_effect(op: tf.Operation) -> bool:
     return op.op_def is not None and op.op_def.is_stateful and op.type not in _READS
+
+
+def _is_pure(trace: Trace, of_weights: _Repeatable) -> Callable[[tf.Operation], bool]:
+    """Whether an operation gives the same again once the stage's inputs are there."""
+    fed = {tensor.op for tensor in trace.inputs}
+
+    def is_pure(op: tf.Operation) -> bool:
+        stateful = op.op_def is None or op.op_def.is_stateful
+        return of_weights(op) or not (op in fed or stateful)
+
+    return is_pure
 
 
 class _Repeatable:
@@ -169,11 +183,41 @@ def _ancestors(tensors: Iterable[tf.Tensor]) -> set[tf.Operation]:
     return seen
 
 
-def _crossing(
-    operations: Iterable[tf.Operation],
+def _needed_of_forward(
+    backward: Iterable[tf.Operation],
     fetched: Iterable[tf.Tensor],
-    crosses: Callable[[tf.Tensor], bool],
+    after: set[tf.Operation],
+    repeats: Callable[[tf.Operation], bool],
+) -> tuple[list[tf.Tensor], set[tf.Operation]]:
+    """What part of the backward pass needs of the forward pass.
+
+    Args:
+        backward: Operations of the backward pass.
+        fetched: Its results, which may be tensors of the forward pass themselves.
+        after: All operations of the backward pass.
+        repeats: Whether an operation of the forward pass is repeated rather than kept.
+
+    Returns:
+        The tensors to keep, and the operations to repeat.
+    """
+    kept: list[tf.Tensor] = []
+    repeated: set[tf.Operation] = set()
+    todo = [tensor for op in backward for tensor in op.inputs] + list(fetched)
+    while todo:
+        tensor = todo.pop()
+        if tensor.op in after or tensor.op in repeated:
+            continue
+        if repeats(tensor.op):
+            repeated.add(tensor.op)
+            todo += tensor.op.inputs
+        else:
+            kept.append(tensor)
+    return kept, repeated
+
+
+def _in_order(
+    tensors: Iterable[tf.Tensor], order: Mapping[tf.Operation, int]
 ) -> tuple[tf.Tensor, ...]:
-    """The tensors that `operations` use, or that are results themselves, from the other side."""
-    used = [tensor for op in operations for tensor in op.inputs] + list(fetched)
-    return tuple({t.ref(): t for t in used if crosses(t)}.values())
+    """Each tensor once, in the order in which the graph was made."""
+    unique = {tensor.ref(): tensor for tensor in tensors}.values()
+    return tuple(sorted(unique, key=lambda t: (order[t.op], t.value_index)))

@@ -24,16 +24,19 @@ class CutPass:
     Args:
         body: The stage's nodes and weights.
         specs: Shape and dtype of each of the stage's inputs.
+        recompute: Whether to keep the inputs only, and repeat the forward pass.
 
     Raises:
         CutError: If the graph cannot be cut.
     """
 
-    def __init__(self, body: StageBody, specs: Sequence[tf.TensorSpec]) -> None:
+    def __init__(
+        self, body: StageBody, specs: Sequence[tf.TensorSpec], recompute: bool = False
+    ) -> None:
         self._body = body
         self._kinds: list[Callable[[Iterator[tf.Tensor]], Any]] = []
         trace = self._trace(specs)
-        self._cut = cut(trace)
+        self._cut = cut(trace, recompute)
         self._residuals = Store(self._cut.residuals)
         self._between = Store(self._cut.between)
         self._seeds = Store(trace.seeds)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import keras
@@ -37,6 +37,7 @@ class Engine:
         num_micro_batches: Wanted number of micro-batches of a batch.
         schedule: Name of the schedule; `None` for 1F1B where the loss allows it, else GPipe.
         communicator: The ranks of the pipeline; stage s is on rank s modulo their number.
+        recompute: Stages that keep the inputs of a micro-batch only.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Engine:
         num_micro_batches: int,
         schedule: str | None,
         communicator: Communicator,
+        recompute: Collection[int] = (),
     ) -> None:
         self._model = model
         self._extracted = extracted
@@ -60,7 +62,11 @@ class Engine:
         places = {tensor: i for i, tensor in enumerate(extracted.graph.inputs)}
         self._data = [[places[p.tensor] for p in layout.data] for layout in self._layouts]
         self.stages = {
-            layout.index: Stage(layout, [extracted.calls[node] for node in layout.nodes])
+            layout.index: Stage(
+                layout,
+                [extracted.calls[node] for node in layout.nodes],
+                recompute=layout.index in recompute,
+            )
             for layout in self._layouts
             if self.placement[layout.index] == communicator.rank
         }

@@ -48,9 +48,11 @@ class Stage:
     Args:
         layout: The border of the stage.
         calls: The stage's calls, in topological order.
+        recompute: Whether to keep a micro-batch's inputs only, and repeat its forward pass.
     """
 
-    def __init__(self, layout: StageLayout, calls: Sequence[Call]) -> None:
+    def __init__(self, layout: StageLayout, calls: Sequence[Call], recompute: bool = False) -> None:
+        self._recompute = recompute
         self.layout = layout
         self.body = StageBody(layout, calls)
         self.fallback: str | None = None
@@ -124,7 +126,7 @@ class Stage:
         if self.fallback is None:
             specs = [tf.TensorSpec([rows, *t.shape[1:]], t.dtype) for t in inputs]
             try:
-                return CutPass(self.body, specs)
+                return CutPass(self.body, specs, self._recompute)
             except CutError as error:
                 self.fallback = str(error)
                 logger.info("stage %d runs on a gradient tape: %s", self.layout.index, error)

@@ -137,9 +137,10 @@ def least_cut(
         for before in instance.preds[node]:
             if before in number:
                 flow.arc(number[node], number[before], _INFINITE)
-    for t, pins in enumerate(instance.objective.terms.pins):
-        if touch[t] > 0:
-            constant += _tensor(flow, pins, float(touch[t]), number, inside, outside)
+    known_in, known_out = inside.tolist(), outside.tolist()
+    for pins, cost in zip(instance.objective.terms.pins, touch.tolist(), strict=True):
+        if cost > 0:
+            constant += _tensor(flow, pins, cost, number, known_in, known_out)
     total = constant + flow.run()
     side = flow.source_side()
     member = inside.copy()
@@ -153,13 +154,19 @@ def _tensor(
     pins: tuple[int, ...],
     touch: float,
     number: dict[int, int],
-    inside: NDArray[np.bool_],
-    outside: NDArray[np.bool_],
+    inside: list[bool],
+    outside: list[bool],
 ) -> float:
     """Adds a tensor to the network; returns its cost where it is cut in any case."""
-    loose = [number[pin] for pin in pins if pin in number]
-    known_in = any(inside[pin] for pin in pins)
-    known_out = any(outside[pin] for pin in pins)
+    known_in = known_out = False
+    loose = []
+    for pin in pins:
+        if inside[pin]:
+            known_in = True
+        elif outside[pin]:
+            known_out = True
+        else:
+            loose.append(number[pin])
     if known_in and known_out:
         return touch
     if not loose:

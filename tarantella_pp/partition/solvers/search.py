@@ -101,7 +101,7 @@ def _heuristic(
         and not instance.strict
         and len(instance.resources) == 1
     ):
-        value, stages = search_more.run(stages, lower, begun + quarter / 2)
+        value = np.inf if stages is None else instance.value(stages)
         bound, better = TwoStages(instance).run(value, deadline)
         best = stages if better is None else better
         return Found(best, max(lower, bound), "least cuts, branch and bound")

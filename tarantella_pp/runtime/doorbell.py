@@ -26,11 +26,13 @@ class Doorbell:
 
     Attributes:
         address: Where to ring, for the other ranks; empty where there are no such sockets.
+        neighbours: How many ranks this one reaches, itself included.
         asked: Whether another rank has asked this one to poll, for a message to go over.
     """
 
     def __init__(self) -> None:
         self.address = ""
+        self.neighbours = 1
         self.asked = False
         self._announced: dict[tuple[int, int, int], int] = {}
         self._peers: list[bytes] = []
@@ -50,6 +52,7 @@ class Doorbell:
         for address in addresses:
             there, _, name = address.partition(" ")
             self._peers.append(bytes.fromhex(name) if place and there == place else b"")
+        self.neighbours = max(1, sum(map(bool, self._peers)))
 
     def reaches(self, rank: int) -> bool:
         """Whether `rank` and this rank can ring for each other."""

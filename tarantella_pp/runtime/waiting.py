@@ -16,8 +16,13 @@ from tarantella_pp.runtime.doorbell import Doorbell
 _LOG = logging.getLogger(__name__)
 
 # MPI's own waits never give up the core. Here the first moments of a wait poll, each time letting
-# whoever else wants the core have it; afterwards the process sleeps between polls.
-SPIN_SECONDS = 100e-6
+# whoever else wants the core have it, and only while nobody does: a yield that takes longer than
+# _CONTENDED_SECONDS means that somebody else has computed meanwhile. Then the process sleeps
+# between polls. Where ranks share cores even short polling is felt by those that compute.
+SPIN_SECONDS = 1e-3
+SPIN_SECONDS_SHARED = 50e-6
+_CONTENDED_SECONDS = 30e-6
+_CORES = os.cpu_count() or 1
 _CHECK_SECONDS = 0.05
 
 
@@ -136,9 +141,12 @@ class Waiter:
         """
         if done():
             return
-        start = time.perf_counter()
-        while time.perf_counter() - start < SPIN_SECONDS:
+        shared = self._bell.neighbours > _CORES
+        end = time.perf_counter() + (SPIN_SECONDS_SHARED if shared else SPIN_SECONDS)
+        contended = False
+        while not contended and (now := time.perf_counter()) < end:
             os.sched_yield()
+            contended = time.perf_counter() - now > _CONTENDED_SECONDS
             if done():
                 return
         rings = rings and all(map(self._bell.reaches, peers))

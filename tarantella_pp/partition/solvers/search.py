@@ -22,8 +22,10 @@ from tarantella_pp.partition.solvers.windows import MAX_NODES, Closure, CutBound
 
 #: Ideals listed at most; beyond them plans are searched for and bounded.
 MAX_IDEALS = 600_000
-#: Ideals from which on a better plan is sought before the proof, in so many rounds.
+#: Ideals, and ideals for each node, from which on a better plan is sought before the proof, in
+#: so many rounds.
 MANY_IDEALS = 5_000
+WIDE = 20
 ROUNDS = 6
 #: Values closer than this (relative) are the same.
 EQUAL = 1e-11
@@ -143,7 +145,7 @@ def _exact(
         return None
     small, place = instance, np.arange(instance.num_nodes)
     if stages is not None:
-        if lattice.count > MANY_IDEALS:
+        if lattice.count > max(MANY_IDEALS, WIDE * instance.num_nodes):
             stages = LocalSearch(instance, orders, None).tighten(stages, ROUNDS, deadline)
             value = instance.value(stages)
         small, place = fuse_uncuttable(instance, value)

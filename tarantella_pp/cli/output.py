@@ -28,6 +28,20 @@ class Parser(argparse.ArgumentParser):
         """
         self.exit(USAGE_ERROR, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Reads arguments, and refuses those it does not know itself.
+
+        Otherwise the parser of the whole command would, in several lines.
+
+        Args:
+            args: The arguments.
+            namespace: Where their values go.
+        """
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return found, unknown
+
 
 def guarded(command: str, run: Callable[[], int]) -> int:
     """Runs a command, with its errors as one line on stderr.

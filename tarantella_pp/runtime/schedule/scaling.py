@@ -168,7 +168,10 @@ def _gradients_ready(timeline: Timeline, num_stages: int) -> tuple[float, ...]:
 def _calculated(
     name: str, costs: Costs, num_micro_batches: int, num_ranks: int | None
 ) -> PipelineStep:
-    """Calculates a step as if every rank took as long as the slowest, so it is an upper bound."""
+    """Calculates a step as if every rank took as long as the slowest.
+
+    Messages are counted once there and once back, as if they were hidden but for that.
+    """
     stages, m = len(costs.stages), num_micro_batches
     placement = make_placement(stages, num_ranks, None, v_shaped=name == "zb-v")
     ranks = 1 + max(placement)

@@ -1,0 +1,194 @@
+"""`tarantella plan` on Keras models, from wherever they come."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from tests.cli.commands import VGG, Command
+
+pytestmark = pytest.mark.keras
+
+SCRIPT = """
+import keras
+
+print("a script may print what it likes")
+WIDTH = 8
+
+def small(depth=4):
+    print("so may a function")
+    layers = [keras.layers.Dense(WIDTH, activation="relu") for _ in range(depth)]
+    return keras.Sequential([keras.Input((WIDTH,)), *layers])
+
+def compiled():
+    model = small()
+    model.compile("sgd", "mse")
+    return model
+
+def other():
+    return small(5)
+
+def subclassed():
+    class Own(keras.Model):
+        def call(self, x):
+            return x
+    return Own()
+
+def needs(width, depth, *rest, activation="relu", seed):
+    raise AssertionError
+
+def raises():
+    raise ValueError("no such\\nluck")
+
+def leaves():
+    raise SystemExit(7)
+
+def text():
+    return "a model"
+
+ready = small()
+not_callable = 3
+
+if __name__ == "__main__":
+    raise AssertionError("run as a program")
+"""
+
+
+@pytest.fixture
+def command(capsys):
+    return Command(capsys)
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    (tmp_path / "planned_models.py").write_text(SCRIPT)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield "planned_models.py"
+    sys.modules.pop("planned_models", None)
+
+
+def make(command, source, *options):
+    """Makes a plan of two stages; a model's own code may write to stderr."""
+    assert command("plan", "make", source, "--stages", 2, "--json", *options) == 0, command.stderr
+    return json.loads(command.stdout)
+
+
+@pytest.mark.parametrize("name", ["small", "ready"])
+@pytest.mark.parametrize("place", ["planned_models.py", "planned_models", "./planned_models.py"])
+def test_a_model_of_a_script(command, script, place, name) -> None:
+    made = make(command, f"{place}:{name}", "--balance", "flops")
+    assert made["assignment"] == [0, 0, 1, 1]
+    assert made["certificate"]["optimal"]
+    assert made["optimizer"] == "Adam (assumed)"
+    assert "a script may print what it likes" in command.stderr
+
+
+def test_options_reach_the_plan(command, script) -> None:
+    made = make(
+        command, f"{script}:small", "--batch-size", 48, "--micro-batches", 6, "--replicas", 2,
+        "--schedule", "gpipe", "--optimizer", "rmsprop", "--memory-limit", "1MB",
+    )  # fmt: skip
+    found = {key: made[key] for key in ("batch_size", "num_micro_batches", "num_replicas")}
+    assert found == {"batch_size": 48, "num_micro_batches": 6, "num_replicas": 2}
+    assert (made["schedule"], made["optimizer"]) == ("gpipe", "RMSprop")
+    assert made["memory_limit"] == 1_000_000
+
+
+def test_the_optimizer_of_a_compiled_model_is_counted(command, script) -> None:
+    assert make(command, f"{script}:compiled")["optimizer"] == "SGD"
+    assert make(command, f"{script}:compiled", "--optimizer", "adam")["optimizer"] == "Adam"
+
+
+def test_a_keras_file(command, script, tmp_path) -> None:
+    import keras
+
+    model = keras.Sequential([keras.Input((8,)), *(keras.layers.Dense(8) for _ in range(4))])
+    # A loss that no other process knows must not be needed to read the optimizer.
+    model.compile("sgd", lambda y, z: keras.ops.mean(y - z))
+    model.save("saved.keras")
+    made = make(command, "saved.keras")
+    assert made["optimizer"] == "SGD"
+    assert all(stage["optimizer_bytes"] <= 16 for stage in made["stages"])
+    (tmp_path / "broken.keras").write_bytes(b"not a zip file")
+    assert "broken.keras raised" in command.fails(1, "plan", "make", "broken.keras", "--stages", 2)
+
+
+def test_an_application(command, script) -> None:
+    made = make(command, "mobilenet", "-o", "plan.json")
+    assert made["model"].startswith("mobilenet")
+    assert command("plan", "check", "plan.json", "MobileNet") == 0
+    assert "is a plan of MobileNet" in command.stdout
+    message = command.fails(2, "plan", "make", "MobilNet", "--stages", 2)
+    assert "MobileNet" in message.replace("'MobilNet'", "")
+
+
+def test_check_of_another_model(command, script) -> None:
+    make(command, f"{script}:small", "-o", "plan.json")
+    assert command("plan", "check", "plan.json", f"{script}:compiled") == 0
+    assert command("plan", "check", "plan.json", f"{script}:other") == 1
+    assert command.stderr.splitlines()[-1] == (
+        "tarantella plan: This is a plan of another model: it has 4 nodes, and this model 5."
+    )
+    assert command("plan", "check", "plan.json", f"{script}:other", "--json") == 1
+    assert json.loads(command.stdout)["fits"] is False
+
+
+def test_compare(command, script) -> None:
+    assert command("plan", "compare", f"{script}:small", "--stages", 3, "--json") == 0
+    found = json.loads(command.stdout)["objectives"]
+    assert set(found) == {"memory", "flops"}
+    for one in found.values():
+        assert one["optimal"]
+        assert all(rule["ratio"] >= 1 for rule in one["rules"].values())
+    # Four equal layers on three stages: one stage must have two, whatever the rule.
+    assert {rule["ratio"] for rule in found["flops"]["rules"].values()} == {1.0}
+    assert command("plan", "compare", f"{script}:small", "--stages", 3) == 0
+    assert "FLOPs: ours is optimal" in command.stdout
+
+
+@pytest.mark.parametrize(
+    ("code", "source", "complaint"),
+    [
+        (2, "planned_models.py:smal", "There is no function 'smal' in planned_models.py. Is it"),
+        (2, "planned_models:nothing", "There is no function 'nothing'"),
+        (2, "planned_models.py:not_callable", "There is no function 'not_callable'"),
+        (2, "no_such_module:small", "There is no module 'no_such_module'"),
+        (2, "no.such.module:small", "There is no module 'no'"),
+        (2, "planned_models.py:needs", "which needs width, depth, seed"),
+        (1, "planned_models.py:raises", "raised ValueError: no such luck"),
+        (1, "planned_models.py:raises", "planned_models.py, line "),
+        (1, "planned_models.py:leaves", "raised SystemExit: 7"),
+        (1, "planned_models.py:text", "Received: a value of type str"),
+        (1, "planned_models.py:subclassed", "is a subclassed model"),
+        (1, "syntax.py:f", "SyntaxError"),
+        (1, "importing:f", "No module named 'not_there'"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(command, script, tmp_path, code, source, complaint) -> None:
+    (tmp_path / "syntax.py").write_text("def f(:\n")
+    (tmp_path / "importing.py").write_text("import not_there\n")
+    assert command("plan", "make", source, "--stages", 2) == code
+    assert command.stdout == ""
+    last = command.stderr.splitlines()[-1]
+    assert last.startswith("tarantella plan: ")
+    assert complaint in last
+    assert "Traceback" not in command.stderr
+
+
+def test_options_of_the_planner_are_refused_by_it(command, script) -> None:
+    for options in (["--balance", "load"], ["--schedule", "x"], ["--memory-limit", "much"]):
+        assert command("plan", "make", f"{script}:small", "--stages", 2, *options) == 2
+        assert options[1] in command.stderr.splitlines()[-1]
+    assert command("plan", "make", f"{script}:small", "--stages", 9) == 2
+    assert command("plan", "make", f"{script}:small", "--stages", 2, "--memory-limit", 64) == 1
+    assert "memory limit" in command.stderr.splitlines()[-1]
+    assert command("plan", "compare", f"{script}:small", "--stages", 9) == 2
+
+
+def test_a_plan_of_a_graph_is_none_of_a_model(command, script) -> None:
+    assert command("plan", "make", VGG, "--stages", 2, "-o", "plan.json") == 0
+    message = command.fails(1, "plan", "check", "plan.json", f"{script}:small")
+    assert "neutral graph" in message

@@ -2,22 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import tensorflow as tf
+from numpy.typing import NDArray
 
 from tarantella_pp.partition.graph import LayerGraph
-from tarantella_pp.runtime.buffers import to_buffer, to_tensor
 from tarantella_pp.runtime.channel import Receipt
 from tarantella_pp.runtime.communicator import Communicator, TensorSpec
 from tarantella_pp.runtime.layout import Link, Port
+from tarantella_pp.runtime.message import numpy_dtype
 from tarantella_pp.runtime.schedule import Transfer
+
+if TYPE_CHECKING:
+    import tensorflow as tf
 
 _FIRST_TAG = 1024
 _MICRO_BATCH_TAGS = 64
 _AHEAD = 2
+
+
+class Conversion(NamedTuple):
+    """How the tensors of a message become arrays and arrays become tensors.
+
+    Attributes:
+        to_buffer: Returns an array on the memory of a tensor, for sending.
+        to_tensor: Returns a tensor on the memory of an array that was received.
+    """
+
+    to_buffer: Callable[[Any], NDArray[Any]]
+    to_tensor: Callable[[NDArray[Any]], Any]
+
+    @classmethod
+    def of_tensorflow(cls) -> Conversion:
+        """Returns that of TensorFlow's eager tensors."""
+        from tarantella_pp.runtime import buffers
+
+        return cls(buffers.to_buffer, buffers.to_tensor)
 
 
 class Exchange:
@@ -32,6 +54,7 @@ class Exchange:
         graph: The layer graph, for dtypes and shapes.
         links: All links of the pipeline, in an order that all ranks share.
         placement: Rank of each stage.
+        conversion: Makes arrays of tensors and back. Default: that of TensorFlow.
     """
 
     def __init__(
@@ -40,7 +63,9 @@ class Exchange:
         graph: LayerGraph,
         links: Sequence[Link],
         placement: Sequence[int],
+        conversion: Conversion | None = None,
     ) -> None:
+        self._conversion = conversion or Conversion.of_tensorflow()
         self._communicator = communicator
         self._graph = graph
         self._links = {(link.source, link.target): link for link in links}
@@ -72,7 +97,7 @@ class Exchange:
             values: One tensor for each port of the message.
         """
         target, tag, label = self._placement[action.target], self._tag(action), _label(action)
-        arrays = [to_buffer(value) for value in values]
+        arrays = [self._conversion.to_buffer(value) for value in values]
         if self._is_dynamic(action):
             sizes = np.array([size for a in arrays for size in a.shape], np.int64)
             self._communicator.send([sizes], target, tag, label=f"shapes of {label}")
@@ -101,7 +126,7 @@ class Exchange:
             receipt = self._post_dynamic(action)
         arrays = receipt.wait()
         self._post_next()
-        return [to_tensor(array) for array in arrays]
+        return [self._conversion.to_tensor(array) for array in arrays]
 
     def _post_next(self) -> None:
         if self._expected:
@@ -129,7 +154,7 @@ class Exchange:
 
     def _spec(self, port: Port, shape: tuple[Any, ...]) -> TensorSpec:
         dtype = "bool" if port.mask else self._graph.tensors[port.tensor].dtype
-        return TensorSpec(shape, tf.as_dtype(dtype).as_numpy_dtype)
+        return TensorSpec(shape, numpy_dtype(dtype))
 
     def _shape(self, port: Port) -> tuple[int | None, ...]:
         tensor = self._graph.tensors[port.tensor]

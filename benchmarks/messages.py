@@ -103,7 +103,7 @@ def measure(ranks: Communicator, nbytes: int) -> Row:
     """Medians over all turns, ours and raw one after the other."""
     from mpi4py import MPI
 
-    repetitions = max(5, min(400, (512 << 20) // nbytes))
+    repetitions = max(3, min(400, (256 << 20) // nbytes))
     exchanges = {
         "raw": raw_exchange(MPI.COMM_WORLD, MPI, nbytes, fresh=False),
         "ours": our_exchange(ranks, nbytes),

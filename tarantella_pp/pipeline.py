@@ -42,7 +42,7 @@ class Pipeline:
         self.extracted = extracted
         self.plan = plan
         self.communicator = communicator
-        self.logs: dict[str, float] = {}
+        self.logs: dict[str, Any] = {}
         self.engine = Engine(
             model,
             extracted,
@@ -77,8 +77,8 @@ class Pipeline:
         return shared_adapters(self.communicator, self.feed, make)[0]
 
     def stepper(
-        self, step: Callable[[Batch], dict[str, float]], steps_per_execution: int
-    ) -> Callable[[Any], dict[str, float]]:
+        self, step: Callable[[Batch], dict[str, Any]], steps_per_execution: int
+    ) -> Callable[[Any], dict[str, Any]]:
         """Makes a step function as Keras' loops expect it.
 
         Args:
@@ -89,7 +89,7 @@ class Pipeline:
             A function of an iterator, which raises `StopIteration` at the end of the data.
         """
 
-        def run(iterator: Any) -> dict[str, float]:
+        def run(iterator: Any) -> dict[str, Any]:
             batches = self.batches(iterator)
             self.logs = step(next(batches))
             for _, batch in zip(range(steps_per_execution - 1), batches, strict=False):

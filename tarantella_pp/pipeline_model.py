@@ -153,7 +153,7 @@ class PipelineModel(CollectiveModel):
         """Builds this rank's prediction step; called by Keras' own loops."""
         self.predict_function = self._pipeline.predict
 
-    def get_metrics_result(self) -> dict[str, float]:
+    def get_metrics_result(self) -> dict[str, Any]:
         """Returns the logs of the last step, which are the same on every rank."""
         return dict(self._pipeline.logs)
 

@@ -89,24 +89,29 @@ class Engine:
             needs[self.placement[stage]].update(places)
         return Feed(self._communicator, [sorted(n) for n in needs], self.scorer, standardize)
 
-    def train(self, batch: Batch) -> dict[str, float]:
+    def train(self, batch: Batch) -> dict[str, Any]:
         """Runs one training step; returns Keras' logs, the same on all ranks."""
         update = self._prepare(batch)
         sizes = self._sizes(batch)
         schedule, coupled = self._training_schedule(batch)
-        step = BatchStep(batch, sizes, self._data, self._scoring, training=True, coupled=coupled)
-        penalty = update.penalty()
+        step = BatchStep(
+            batch, sizes, self._data, self._scoring, training=True, coupled=coupled,
+            penalty=update.penalty(), report=self._news.report_loss,
+        )  # fmt: skip
         self._run(schedule, step, sizes)
         update.apply()
-        return self._logs("train", step, penalty)
+        return self._logs("train", step)
 
-    def test(self, batch: Batch) -> dict[str, float]:
+    def test(self, batch: Batch) -> dict[str, Any]:
         """Runs one evaluation step; returns Keras' logs, the same on all ranks."""
-        update = self._prepare(batch)
+        penalty = self._prepare(batch).penalty()
         sizes = self._sizes(batch)
-        step = BatchStep(batch, sizes, self._data, self._scoring, training=False)
+        step = BatchStep(
+            batch, sizes, self._data, self._scoring, training=False,
+            penalty=penalty, report=self._news.report_loss,
+        )  # fmt: skip
         self._run("forward", step, sizes)
-        return self._logs("test", step, update.penalty())
+        return self._logs("test", step)
 
     def predict(self, batch: Batch) -> Any:
         """Runs one prediction step; returns the model's outputs, on all ranks."""
@@ -133,11 +138,10 @@ class Engine:
                 stage.clear()
             raise
 
-    def _logs(self, kind: str, step: BatchStep, penalty: tf.Tensor) -> dict[str, float]:
-        elsewhere = self._news.gather_loss(step.added + penalty)
-        if not self._news.is_source:
-            return self._news.share_logs(kind, None)
-        return self._news.share_logs(kind, step.logs(penalty + elsewhere))
+    def _logs(self, kind: str, step: BatchStep) -> dict[str, Any]:
+        if self._news.is_source:
+            return self._news.send_logs(kind, step.logs(self._news.reported_losses()))
+        return self._news.expect_logs(kind)
 
     def _sizes(self, batch: Batch) -> tuple[int, ...]:
         return micro_batch_sizes(batch.rows, self._num_micro_batches)

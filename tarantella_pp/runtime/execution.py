@@ -29,6 +29,9 @@ class Step(Protocol):
     def finish(self, micro_batch: int, results: Sequence[tf.Tensor]) -> None:
         """Takes the model's outputs, on the rank of the last stage."""
 
+    def forwards_done(self) -> None:
+        """Learns that this rank has run all its forwards."""
+
     def factor(self, micro_batch: int) -> tf.Tensor:
         """The factor of a micro-batch's added losses in the loss of the whole batch."""
 
@@ -63,11 +66,16 @@ class Execution:
         self._gradients.clear()
         self._awaited.clear()
         self._exchange.begin(program, rows)
+        forwards = sum(isinstance(a, Compute) and a.kind == "F" for a in program)
         for action in program:
-            if isinstance(action, Compute):
-                self._compute(action, step)
-            else:
+            if not isinstance(action, Compute):
                 self._transfer(action)
+                continue
+            self._compute(action, step)
+            if action.kind == "F":
+                forwards -= 1
+                if not forwards:
+                    step.forwards_done()
 
     def _transfer(self, action: Transfer) -> None:
         forward = action.direction == "F"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -38,6 +38,8 @@ class BatchStep:
         scoring: Loss and metrics, on the rank of the last stage when there are targets.
         training: Whether the step trains.
         coupled: Whether the loss needs the outputs of the whole batch at once.
+        penalty: What the weight regularizers of this rank add to the loss.
+        report: Takes what this rank adds to the loss, once its forwards are done.
     """
 
     def __init__(
@@ -48,6 +50,8 @@ class BatchStep:
         scoring: Scoring | None,
         training: bool,
         coupled: bool = False,
+        penalty: tf.Tensor | None = None,
+        report: Callable[[tf.Tensor], None] | None = None,
     ) -> None:
         self.training = training
         self.results: list[Sequence[tf.Tensor]] = [()] * len(sizes)
@@ -60,14 +64,10 @@ class BatchStep:
         self._pieces = {i: self._split(x) for i, x in batch.inputs.items()}
         self._factors = [tf.constant(size / batch.rows, self._dtype) for size in sizes]
         self._losses: list[tf.Tensor] = []
-        self._added = tf.zeros((), self._dtype)
+        self._added = tf.zeros((), self._dtype) if penalty is None else penalty
+        self._report = report
         self._targets: list[tuple[Any, Any]] | None = None
         self._gradients: list[Mapping[Port, tf.Tensor]] | None = None
-
-    @property
-    def added(self) -> tf.Tensor:
-        """Losses that this rank's layers added, as they count in the loss of the whole batch."""
-        return self._added
 
     def data(self, stage: int, micro_batch: int) -> Sequence[tf.Tensor]:
         """The model inputs of a stage."""
@@ -80,6 +80,11 @@ class BatchStep:
     def finish(self, micro_batch: int, results: Sequence[tf.Tensor]) -> None:
         """Takes the model's outputs, on the rank of the last stage."""
         self.results[micro_batch] = results
+
+    def forwards_done(self) -> None:
+        """Reports what this rank adds to the loss, while it goes on with the backward passes."""
+        if self._report is not None:
+            self._report(self._added)
 
     def factor(self, micro_batch: int) -> tf.Tensor:
         """The share of a micro-batch in the batch."""
@@ -110,13 +115,13 @@ class BatchStep:
         """Loss and metrics after the step, on the rank of the last stage.
 
         Args:
-            elsewhere: Regularizers, and the losses that layers of other ranks added.
+            elsewhere: Regularizers of other ranks, and the losses that their layers added.
 
         Returns:
             Keras' logs.
         """
         scoring = self._require_scoring()
-        loss = self._added + tf.cast(elsewhere, self._dtype)
+        loss = self._added + tf.constant(elsewhere, self._dtype)
         whole = not self.training or self._coupled or scoring.keeps_outputs
         if not whole:
             loss += tf.add_n(self._losses)

@@ -42,6 +42,7 @@ class RankCommunicator(Communicator):
         self.recorder = FlightRecorder()
         self._mpi = mpi
         self._comm = comm
+        self._exit = comm
         self._bell = bell
         self._group = group
         self._splits = 0
@@ -61,6 +62,9 @@ class RankCommunicator(Communicator):
         waiter = Waiter(mpi.COMM_WORLD.Get_rank(), limits, tuple, bell, str)
         waiter.until(request.Test, lambda: "all ranks to start")
         ranks = cls(mpi, comm, bell, limits)
+        # A barrier of its own: a rank that leaves early must not complete that of the others.
+        ranks._exit, request = mpi.COMM_WORLD.Idup()
+        waiter.until(request.Test, lambda: "all ranks to start")
         bell.connect(ranks.allgather_json(bell.address))
         return ranks
 
@@ -153,7 +157,7 @@ class RankCommunicator(Communicator):
 
     def meet_before_exit(self) -> None:
         """Waits, as long as it takes, until every rank has come to the end of its script."""
-        self._run("exit", self._comm.Ibarrier(), limited=False)
+        self._run("exit", self._exit.Ibarrier(), limited=False)
 
     def _run(self, name: str, request: Any, *, limited: bool = True) -> None:
         """Waits for a collective."""

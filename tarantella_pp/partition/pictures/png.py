@@ -1,0 +1,119 @@
+"""Timeline and memory as PNG files; with matplotlib, which is optional."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import Any
+
+from tarantella_pp.errors import ConfigurationError
+from tarantella_pp.partition.pictures.bars import StepBars
+from tarantella_pp.partition.pictures.memory_picture import axis, limit_fits, parts
+from tarantella_pp.partition.pictures.palette import KIND_NAMES, KINDS, LIGHT, PARTS
+from tarantella_pp.partition.pictures.svg import needs
+from tarantella_pp.partition.pictures.timeline_picture import ticks
+from tarantella_pp.partition.pictures.words import percent
+from tarantella_pp.partition.plan import Plan
+from tarantella_pp.partition.sizes import format_bytes
+
+
+def save_png(
+    path: str | os.PathLike[str],
+    plan: Plan,
+    kind: str = "sheet",
+    *,
+    timeline: StepBars | None = None,
+) -> None:
+    """Draws a plan's timeline, its memory, or both, into a PNG file.
+
+    Args:
+        path: The file.
+        plan: The plan.
+        kind: `"timeline"`, `"memory"`, or `"sheet"` for both.
+        timeline: The step, for `"timeline"` and `"sheet"`.
+
+    Raises:
+        ConfigurationError: There is no such kind, the timeline is missing, or matplotlib is.
+    """
+    kinds = {"sheet": ["timeline", "memory"]}.get(kind, [kind])
+    if not set(kinds) <= {"timeline", "memory"}:
+        raise ConfigurationError(
+            f"Expected 'timeline', 'memory' or 'sheet'. Received: kind={kind!r}"
+        )
+    step = needs(kind, timeline) if "timeline" in kinds else None
+    heights = [1 + 0.32 * len(step.rank_names) if step and k == "timeline" else 4 for k in kinds]
+    figure = _figure(min(40.0, max(11.0, 0.9 * plan.num_stages)), min(60.0, sum(heights)))
+    axes = figure.subplots(len(kinds), 1, squeeze=False, height_ratios=heights)[:, 0]
+    for one, place in zip(kinds, axes, strict=True):
+        if step is not None and one == "timeline":
+            _draw_timeline(place, step)
+        else:
+            _draw_memory(place, plan)
+    figure.suptitle(f"Plan of '{plan.model}'", parse_math=False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing", UserWarning)  # of exotic names
+        figure.savefig(path, format="png", dpi=150)
+
+
+def _figure(width: float, height: float) -> Any:
+    """Returns a figure in inches that leaves the state of `pyplot` alone."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigurationError(
+            "PNG files need matplotlib: pip install 'tarantella-pp[viz]'. SVG files do without."
+        ) from error
+    figure = Figure(figsize=(width, height), layout="constrained", facecolor=LIGHT.card)
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _draw_timeline(axes: Any, step: StepBars) -> None:
+    ranks = range(len(step.rank_names))
+    waiting = {"color": LIGHT.page, "edgecolor": LIGHT.idle, "hatch": "////", "linewidth": 0}
+    axes.barh(ranks, step.length, height=0.8, label=f"bubble {percent(step.bubble)}", **waiting)
+    for kind in step.kinds:
+        label: str | None = f"{kind} {KIND_NAMES[kind]}"
+        for rank in ranks:
+            own = [b for b in step.of_rank(rank) if b.kind == kind]
+            spans = [(bar.start, bar.end - bar.start) for bar in own]
+            look = {"facecolor": KINDS[kind], "edgecolor": LIGHT.card, "linewidth": 0.4}
+            axes.broken_barh(spans, (rank - 0.4, 0.8), label=label if spans else None, **look)
+            label = None if spans else label
+    names = [f"{n}\nidle {percent(i)}" for n, i in zip(step.rank_names, step.idle, strict=True)]
+    axes.set_yticks(ranks, names, fontsize=7, parse_math=False)
+    axes.invert_yaxis()
+    marks = ticks(step)
+    axes.set_xticks([at for at, _ in marks], [text for _, text in marks], fontsize=8)
+    axes.set_xlim(0, step.length or 1)
+    _finish(axes, f"Timeline, {step.name}")
+
+
+def _draw_memory(axes: Any, plan: Plan) -> None:
+    stages = range(plan.num_stages)
+    sizes = [parts(stage) for stage in plan.stages]
+    level = [0.0] * plan.num_stages
+    for part, colour in PARTS.items():
+        own = [size[part] for size in sizes]
+        axes.bar(stages, own, 0.65, bottom=level, label=part, color=colour, edgecolor=LIGHT.card)
+        level = [below + size for below, size in zip(level, own, strict=True)]
+    top, step = axis(plan)
+    if plan.memory_limit is not None:
+        label = f"limit {format_bytes(plan.memory_limit)}"
+        if limit_fits(plan):
+            axes.axhline(plan.memory_limit, color=LIGHT.warning, linestyle="--", label=label)
+        else:
+            axes.plot([], [], color=LIGHT.warning, linestyle="--", label=f"{label}, far above")
+    totals = [f"Stage {i}\n{format_bytes(plan.stages[i].memory_bytes)}" for i in stages]
+    axes.set_xticks(stages, totals, fontsize=8)
+    levels = [step * i for i in range(round(top / step) + 1)]
+    axes.set_yticks(levels, [format_bytes(value) for value in levels], fontsize=8)
+    axes.set_ylim(0, top)
+    _finish(axes, "Memory")
+
+
+def _finish(axes: Any, title: str) -> None:
+    axes.set_title(title, loc="left", fontsize=10, parse_math=False)
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False, fontsize=8)
+    axes.spines[["top", "right"]].set_visible(False)

@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import msgspec
+import pytest
+
+from tarantella_pp.errors import ScheduleError
+from tarantella_pp.pictures import flop_costs, simulated_step, step_bars
+from tarantella_pp.runtime.schedule import Costs, LinkCosts, lower, make_schedule, simulate
+from tests.partition.pictured import plan_of, residual_graph
+
+
+def even_plan(**options):
+    """A plan whose stages have equal FLOPs."""
+    return plan_of(residual_graph(32), 4, **options)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
+def test_equal_stages_have_the_bubble_of_the_formula(schedule):
+    plan = even_plan(schedule=schedule)
+    step = simulated_step(plan)
+    assert step.bubble == pytest.approx(plan.bubble)
+    assert step.rank_names[2] == "rank 2 (stage 2)"
+    assert not step.in_seconds
+
+
+def test_rows_are_those_of_the_timeline():
+    plan = even_plan()
+    costs = Costs.uniform(4, forward=0.5, link=LinkCosts(0.1, 0.05))
+    schedule = lower(make_schedule("1f1b", 4, 8))
+    timeline = simulate(schedule, costs)
+    step = step_bars(schedule, timeline)
+    assert step.length == timeline.step_seconds
+    assert step.bubble == pytest.approx(timeline.bubble_fraction)
+    assert [bar.label for bar in step.of_rank(3)][:4] == ["F0", "BW0", "F1", "BW1"]
+    assert simulated_step(plan, costs).in_seconds
+
+
+def test_several_stages_on_a_rank_are_named():
+    plan = msgspec.structs.replace(even_plan(), schedule="interleaved")
+    step = simulated_step(plan, num_ranks=2)
+    assert step.rank_names == ("rank 0 (stages 0, 2)", "rank 1 (stages 1, 3)")
+    assert {bar.label[:2] for bar in step.of_rank(0)} >= {"0F", "2F"}
+
+
+def test_searched_schedules_get_their_costs():
+    plan = msgspec.structs.replace(even_plan(micro_batches=4), schedule="zb-auto")
+    assert simulated_step(plan).bubble < 0.5
+
+
+def test_stages_without_flops_take_equally_long():
+    plan = even_plan()
+    stages = tuple(msgspec.structs.replace(stage, flops=0.0) for stage in plan.stages)
+    costs = flop_costs(msgspec.structs.replace(plan, stages=stages))
+    assert {stage.forward for stage in costs.stages} == {1.0}
+
+
+def test_unknown_schedules_are_refused():
+    with pytest.raises(ScheduleError, match="mine"):
+        simulated_step(msgspec.structs.replace(even_plan(), schedule="mine"))
+
+
+def test_neither_tensorflow_nor_matplotlib_is_loaded():
+    code = (
+        "import sys, tarantella_pp.pictures; "
+        "sys.exit(not {'tensorflow', 'keras', 'mpi4py', 'matplotlib'}.isdisjoint(sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

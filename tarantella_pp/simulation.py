@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tarantella_pp.partition.plan import Plan, micro_batch_size
 from tarantella_pp.runtime.schedule.actions import Link
@@ -146,6 +147,10 @@ class PlanSimulation:
             self.schedule, self.costs(), self.num_micro_batches, num_ranks,
             links=links, gradient_links=backward,
         )  # fmt: skip
+
+    def without_messages(self) -> PlanSimulation:
+        """Returns the same on a machine whose links take no time: what balance alone costs."""
+        return replace(self, machine=replace(self.machine, bandwidth=math.inf, latency=0.0))
 
     def point(self, step: PipelineStep, num_replicas: int) -> ScalePoint:
         """Returns the step of several replicas.

@@ -63,10 +63,12 @@ def _simulate(arguments: argparse.Namespace) -> int:
     step = simulation.step(arguments.ranks)
     point = simulation.point(step, arguments.replicas or plan.num_replicas)
     curve = simulation.curve(step)
+    balance = simulation.without_messages().step(arguments.ranks).bubble_fraction
     if arguments.json:
-        write_json(_as_dict(simulation, step, point, curve))
+        found = _as_dict(simulation, step, point, curve)
+        write_json({**found, "bubble_without_messages": balance})
         return 0
-    write_table(*summary(simulation, step, point), rank_table(step))
+    write_table(*summary(simulation, step, point, balance), rank_table(step))
     if arguments.timeline:
         write_table(drawing(step))
     write_table("Scaling, with the same work for each replica:", curve_table(curve))

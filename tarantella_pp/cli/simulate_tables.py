@@ -14,13 +14,16 @@ from tarantella_pp.runtime.schedule.scaling import PipelineStep
 from tarantella_pp.simulation import PlanSimulation, ScalePoint
 
 
-def summary(simulation: PlanSimulation, step: PipelineStep, point: ScalePoint) -> list[Any]:
+def summary(
+    simulation: PlanSimulation, step: PipelineStep, point: ScalePoint, balance: float
+) -> list[Any]:
     """Makes the lines at the top.
 
     Args:
         simulation: The plan on its machine.
         step: The step of one replica.
         point: The step of all of them.
+        balance: The bubble if messages took no time.
     """
     plan = simulation.plan
     sums = point.step_seconds - step.step_seconds
@@ -30,6 +33,7 @@ def summary(simulation: PlanSimulation, step: PipelineStep, point: ScalePoint) -
     if limit is not None:
         fits = max(step.peak_bytes) <= limit
         over = f", {'within' if fits else 'ABOVE'} the plan's limit of {format_bytes(limit)}"
+    bubble = f"{100 * step.bubble_fraction:.1f} %, {100 * balance:.1f} % if messages took no time"
     title = (
         f"A step of '{plan.model}': {plan.num_stages} stages on {point.num_ranks} ranks, "
         f"{simulation.schedule}, {simulation.num_micro_batches} micro-batches of "
@@ -39,7 +43,7 @@ def summary(simulation: PlanSimulation, step: PipelineStep, point: ScalePoint) -
         Text(title, style="bold"),
         f"Step:       {_seconds(point.step_seconds)}{summed}",
         f"Throughput: {point.samples_per_second:.4g} samples/s, {point.speed_up:.2f} x one rank",
-        f"Bubble:     {100 * step.bubble_fraction:.1f} %",
+        f"Bubble:     {bubble}",
         f"Memory:     {format_bytes(max(step.peak_bytes))} on the largest rank{over}",
     ]
 

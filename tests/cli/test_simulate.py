@@ -76,6 +76,8 @@ def test_messages_take_their_time(command, plan) -> None:
     messages = 6 * (32 * 32 / 1000 + 1e-3)
     compute = STAGES * 3 * SAMPLES * FLOPS / 1e9
     assert found["step_seconds"] == pytest.approx(messages + compute, rel=1e-9)
+    assert found["bubble"] > found["bubble_without_messages"]
+    assert found["bubble_without_messages"] == pytest.approx(3 / 4, rel=1e-9)
 
 
 def test_replicas_sum_gradients_in_a_ring(command, plan) -> None:

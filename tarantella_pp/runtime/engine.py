@@ -19,6 +19,8 @@ from tarantella_pp.runtime.layout import links_of, stage_layouts
 from tarantella_pp.runtime.news import News
 from tarantella_pp.runtime.outputs import pack_outputs, unpacked
 from tarantella_pp.runtime.programs import Programs, runs_all_forwards_first
+from tarantella_pp.runtime.recorded_execution import RecordedExecution
+from tarantella_pp.runtime.recording import LOGS, UPDATE, Recorder, Unrecorded
 from tarantella_pp.runtime.scoring import Scoring, loss_coupling
 from tarantella_pp.runtime.stage import Stage
 from tarantella_pp.runtime.step import BatchStep, micro_batch_sizes
@@ -71,8 +73,10 @@ class Engine:
             if self.placement[layout.index] == communicator.rank
         }
         links = links_of(self._layouts)
-        exchange = Exchange(communicator, extracted.graph, links, self.placement)
-        self._execution = Execution(self.stages, exchange)
+        self._exchange = Exchange(communicator, extracted.graph, links, self.placement)
+        self._execution = Execution(self.stages, self._exchange)
+        self._training = self._execution
+        self._recorder = Unrecorded()
         self._programs = Programs(num_stages, communicator.size, links)
         self._news = News(communicator, self.scorer)
         self._scoring: Scoring | None = None
@@ -91,6 +95,10 @@ class Engine:
 
     def train(self, batch: Batch) -> dict[str, Any]:
         """Runs one training step; returns Keras' logs, the same on all ranks."""
+        with self._recorder.step():
+            return self._train(batch)
+
+    def _train(self, batch: Batch) -> dict[str, Any]:
         update = self._prepare(batch)
         sizes = self._sizes(batch)
         schedule, coupled = self._training_schedule(batch)
@@ -98,9 +106,12 @@ class Engine:
             batch, sizes, self._data, self._scoring, training=True, coupled=coupled,
             penalty=update.penalty(), report=self._news.report_loss,
         )  # fmt: skip
+        self._recorder.runs(self._programs.schedule(schedule, len(sizes)), batch.rows)
         self._run(schedule, step, sizes)
-        update.apply()
-        return self._logs("train", step)
+        with self._recorder.span(UPDATE):
+            update.apply()
+        with self._recorder.span(LOGS):
+            return self._logs("train", step)
 
     def test(self, batch: Batch) -> dict[str, Any]:
         """Runs one evaluation step; returns Keras' logs, the same on all ranks."""
@@ -129,10 +140,24 @@ class Engine:
         self._update = None
         self._news.forget_names()
 
+    def record(self, recorder: Recorder | None) -> None:
+        """Makes training steps tell when they do what.
+
+        Args:
+            recorder: Where it is noted; `None` to take no more notes.
+        """
+        if recorder is None:
+            self._recorder = Unrecorded()
+            self._training = self._execution
+        else:
+            self._recorder = recorder
+            self._training = RecordedExecution(self.stages, self._exchange, recorder)
+
     def _run(self, schedule: str, step: BatchStep, sizes: Sequence[int]) -> None:
         program = self._programs.schedule(schedule, len(sizes)).actions[self._communicator.rank]
+        execution = self._training if step.training else self._execution
         try:
-            self._execution.run(program, dict(enumerate(sizes)), step)
+            execution.run(program, dict(enumerate(sizes)), step)
         except BaseException:
             for stage in self.stages.values():
                 stage.clear()

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
-
-import tensorflow as tf
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from tarantella_pp.runtime.exchange import Exchange
-from tarantella_pp.runtime.layout import Port
+from tarantella_pp.runtime.layout import Port, StageLayout
 from tarantella_pp.runtime.schedule import Action, Compute, Direction, Message, Transfer
-from tarantella_pp.runtime.stage import Stage
 
-Values = dict[Port, tf.Tensor]
+if TYPE_CHECKING:
+    import tensorflow as tf
+
+    from tarantella_pp.runtime.stage import Stage
+
+Values: TypeAlias = "dict[Port, tf.Tensor]"
 
 
 class Step(Protocol):
@@ -78,35 +80,58 @@ class Execution:
                     step.forwards_done()
 
     def _transfer(self, action: Transfer) -> None:
-        forward = action.direction == "F"
-        kept = self._activations if forward else self._gradients
         if action.operation == "S":
-            self._exchange.send(action, kept.pop(action.message))
+            self._send(action)
         else:
             self._exchange.expect(action)
             self._awaited[action.direction, action.message] = action
+
+    def _send(self, action: Transfer) -> None:
+        kept = self._activations if action.direction == "F" else self._gradients
+        self._exchange.send(action, kept.pop(action.message))
+
+    def _receive(self, action: Transfer) -> Sequence[tf.Tensor]:
+        return self._exchange.receive(action)
+
+    def _compute(self, action: Compute, step: Step) -> None:
+        stage = self._stages[action.stage]
+        arrived = self._await_messages(stage.layout, action)
+        self._perform(stage, action, arrived, step)
+
+    def _await_messages(self, layout: StageLayout, action: Compute) -> list[tf.Tensor]:
+        """The tensors that a computation needs of other stages, once all of them are here."""
+        key = action.micro_batch
+        arrived: list[tf.Tensor] = []
+        if action.kind == "F":
+            for link in layout.receives:
+                arrived += self._arrived("F", (link.source, link.target, key))
+        elif action.kind != "W":
+            for link in layout.sends:
+                if link.gradients:
+                    arrived += self._arrived("B", (link.target, link.source, key))
+        return arrived
 
     def _arrived(self, direction: Direction, message: Message) -> Sequence[tf.Tensor]:
         """The tensors of a message: from this rank, or from another once they are here."""
         action = self._awaited.pop((direction, message), None)
         if action is not None:
-            return self._exchange.receive(action)
+            return self._receive(action)
         return (self._activations if direction == "F" else self._gradients).pop(message)
 
-    def _compute(self, action: Compute, step: Step) -> None:
-        stage = self._stages[action.stage]
+    def _perform(
+        self, stage: Stage, action: Compute, arrived: Sequence[tf.Tensor], step: Step
+    ) -> None:
+        """Runs a computation all of whose messages have arrived."""
         if action.kind == "F":
-            self._forward(stage, action.micro_batch, step)
+            self._forward(stage, action.micro_batch, arrived, step)
         elif action.kind == "W":
             stage.backward_weight(action.micro_batch)
         else:
-            self._backward(stage, action, step)
+            self._backward(stage, action, arrived, step)
 
-    def _forward(self, stage: Stage, key: int, step: Step) -> None:
+    def _forward(self, stage: Stage, key: int, arrived: Sequence[tf.Tensor], step: Step) -> None:
         layout = stage.layout
-        inputs = list(step.data(layout.index, key))
-        for link in layout.receives:
-            inputs += self._arrived("F", (link.source, link.target, key))
+        inputs = [*step.data(layout.index, key), *arrived]
         if step.training:
             outputs, added = stage.forward(key, inputs)
         else:
@@ -119,13 +144,14 @@ class Execution:
         if layout.results:
             step.finish(key, _pick(values, layout.results))
 
-    def _backward(self, stage: Stage, action: Compute, step: Step) -> None:
+    def _backward(
+        self, stage: Stage, action: Compute, arrived: Sequence[tf.Tensor], step: Step
+    ) -> None:
         layout, key = stage.layout, action.micro_batch
         found: Values = dict(step.loss_gradients(key)) if layout.results else {}
-        for link in layout.sends:
-            back = self._arrived("B", (link.target, link.source, key)) if link.gradients else ()
-            for port, gradient in zip(link.gradients, back, strict=True):
-                found[port] = found[port] + gradient if port in found else gradient
+        ports = [port for link in layout.sends for port in link.gradients]
+        for port, gradient in zip(ports, arrived, strict=True):
+            found[port] = found[port] + gradient if port in found else gradient
         seeds = [step.factor(key), *(found[port] for port in layout.seeded)]
         run = stage.backward if action.kind == "BW" else stage.backward_input
         gradients = dict(zip(layout.input_gradients, run(key, seeds), strict=True))

@@ -1,0 +1,52 @@
+"""The loop over a rank's actions, with a clock."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from tarantella_pp.runtime.exchange import Exchange
+from tarantella_pp.runtime.execution import Execution, Step
+from tarantella_pp.runtime.recording import Recorder, Span
+from tarantella_pp.runtime.schedule import Compute, Transfer
+
+if TYPE_CHECKING:
+    import tensorflow as tf
+
+    from tarantella_pp.runtime.stage import Stage
+
+
+class RecordedExecution(Execution):
+    """Notes when each action begins and ends.
+
+    The loop itself is that of `Execution`, which so needs no checks whether to take notes. On a
+    GPU a computation ends when it has been handed over, as far as these notes can tell.
+
+    Args:
+        stages: This rank's stages.
+        exchange: Its messages.
+        recorder: Where to note.
+    """
+
+    def __init__(self, stages: Mapping[int, Stage], exchange: Exchange, recorder: Recorder) -> None:
+        super().__init__(stages, exchange)
+        self._recorder = recorder
+
+    def _send(self, action: Transfer) -> None:
+        start = time.perf_counter()
+        super()._send(action)
+        self._recorder.spans.append(Span(action, start, time.perf_counter()))
+
+    def _receive(self, action: Transfer) -> Sequence[tf.Tensor]:
+        start = time.perf_counter()
+        arrived = super()._receive(action)
+        self._recorder.spans.append(Span(action, start, time.perf_counter()))
+        return arrived
+
+    def _perform(
+        self, stage: Stage, action: Compute, arrived: Sequence[tf.Tensor], step: Step
+    ) -> None:
+        start = time.perf_counter()
+        super()._perform(stage, action, arrived, step)
+        self._recorder.spans.append(Span(action, start, time.perf_counter()))

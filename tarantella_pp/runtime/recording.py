@@ -1,0 +1,179 @@
+"""What one rank does in its training steps, and when."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from statistics import median
+from typing import NamedTuple
+
+from tarantella_pp.errors import ConfigurationError
+from tarantella_pp.runtime.schedule import Action, Compute, Schedule, Transfer
+
+UPDATE, LOGS = "update", "logs"
+"""Names of the spans of a step that are no actions of its schedule."""
+
+
+class Span(NamedTuple):
+    """Something that a rank did.
+
+    Attributes:
+        what: An action of the schedule, or one of the names above.
+        start: Seconds of the rank's own clock.
+        end: Seconds of the rank's own clock.
+    """
+
+    what: Action | str
+    start: float
+    end: float
+
+
+@dataclass
+class StepRecord:
+    """One training step of one rank.
+
+    Attributes:
+        number: Number of the step since recording began, from 0.
+        start: Seconds of the rank's own clock.
+        end: Seconds of the rank's own clock; `start` until the step has ended.
+        schedule: The schedule that it ran, with its messages.
+        rows: Samples of the batch.
+        spans: What the rank did, in order; those of a receive are the waits for its message.
+    """
+
+    number: int
+    start: float
+    end: float
+    schedule: Schedule | None = None
+    rows: int = 0
+    spans: list[Span] = field(default_factory=list)
+
+    def seconds(self, busy: bool) -> float:
+        """Returns how long the rank computed in this step, or else how long it waited."""
+        of_kind = is_busy if busy else is_wait
+        return sum(span.end - span.start for span in self.spans if of_kind(span.what))
+
+
+class Shares(NamedTuple):
+    """How a rank spends its time, in parts of it.
+
+    Attributes:
+        busy: Computing: forward and backward passes and the update of the weights.
+        wait: Waiting for messages.
+    """
+
+    busy: float
+    wait: float
+
+
+class Unrecorded:
+    """Takes no notes: what stands in for a `Recorder` where nobody has asked for one."""
+
+    def step(self) -> contextlib.AbstractContextManager[None]:
+        """Is around each training step."""
+        return contextlib.nullcontext()
+
+    def runs(self, schedule: Schedule, rows: int) -> None:
+        """Is told what the current step runs.
+
+        Args:
+            schedule: The schedule with its messages.
+            rows: Samples of the batch.
+        """
+
+    def span(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """Is around a part of a step that is no action of its schedule.
+
+        Args:
+            what: Name of it.
+        """
+        return contextlib.nullcontext()
+
+
+class Recorder(Unrecorded):
+    """Notes what this rank does in its training steps.
+
+    Of every step it keeps how long the rank computed and waited, of some all that happened.
+
+    Args:
+        steps: The steps to keep: so many last ones, or a range of their numbers.
+
+    Raises:
+        ConfigurationError: If `steps` names no step.
+    """
+
+    def __init__(self, steps: int | range) -> None:
+        if isinstance(steps, bool) or not isinstance(steps, int | range) or not _some(steps):
+            raise ConfigurationError(
+                "Expected how many of the last steps to keep, or a range of their numbers such as "
+                f"range(10, 15). Received: steps={steps!r}"
+            )
+        self._numbers = None if isinstance(steps, int) else steps
+        self._kept: deque[StepRecord] = deque(maxlen=steps if isinstance(steps, int) else None)
+        self._count = 0
+        self._begun: list[tuple[float, float, float, float]] = []
+        self.spans: list[Span] = []
+        self._current = StepRecord(0, 0.0, 0.0)
+
+    @property
+    def steps(self) -> list[StepRecord]:
+        """The steps that are kept, in order."""
+        return list(self._kept)
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Records what is done inside as one step; a step that fails is not kept."""
+        start = time.perf_counter()
+        self._current = step = StepRecord(self._count, start, start)
+        self.spans = step.spans
+        yield
+        step.end = time.perf_counter()
+        self._count += 1
+        self._begun.append((step.start, step.end, step.seconds(True), step.seconds(False)))
+        if self._numbers is None or step.number in self._numbers:
+            self._kept.append(step)
+
+    def runs(self, schedule: Schedule, rows: int) -> None:
+        """Notes what the current step runs."""
+        self._current.schedule = schedule
+        self._current.rows = rows
+
+    @contextlib.contextmanager
+    def span(self, what: str) -> Iterator[None]:
+        """Records what is done inside under a name."""
+        start = time.perf_counter()
+        yield
+        self.spans.append(Span(what, start, time.perf_counter()))
+
+    def take_shares(self) -> Shares:
+        """Returns how this rank spent its time since the last call, by the median of its steps.
+
+        A step lasts until the next one begins, the last one until its own end. The median leaves
+        out the steps in which TensorFlow traces its functions.
+        """
+        steps, self._begun = self._begun, []
+        if not steps:
+            return Shares(0.0, 0.0)
+        ends = [*(step[0] for step in steps[1:]), steps[-1][1]]
+        shares = [
+            (busy / (end - start), wait / (end - start))
+            for (start, _, busy, wait), end in zip(steps, ends, strict=True)
+        ]
+        return Shares(median(b for b, _ in shares), median(w for _, w in shares))
+
+
+def is_busy(what: Action | str) -> bool:
+    """Whether a rank computes meanwhile."""
+    return isinstance(what, Compute) or what == UPDATE
+
+
+def is_wait(what: Action | str) -> bool:
+    """Whether a rank waits for a message meanwhile."""
+    return isinstance(what, Transfer) and what.operation == "R"
+
+
+def _some(steps: int | range) -> bool:
+    return steps > 0 if isinstance(steps, int) else len(steps) > 0 and steps[0] >= 0

@@ -40,16 +40,21 @@ def plan_graph(
         )
     problem = to_problem(graph, num_stages, balance, memory_limit=memory_limit)
     solution = solve(problem)
-    found = problem.evaluate(solution.assignment)
     limits = problem.limits
+    assignment = solution.assignment
+    if limits is None or len(set(limits.tolist())) == 1:
+        # Stages that differ in nothing may be left empty anywhere: let it be the last ones.
+        places = {stage: place for place, stage in enumerate(sorted(set(assignment)))}
+        assignment = tuple(places[stage] for stage in assignment)
+    found = problem.evaluate(assignment)
     return GraphPlan(
         graph=graph.name,
         num_stages=num_stages,
         balance=balance,
         memory_limit=None if limits is None else tuple(limits.tolist()),
-        assignment=solution.assignment,
+        assignment=assignment,
         certificate=Proof.of(solution.certificate),
-        stages=tuple(_stages(problem, solution.assignment)),
+        stages=tuple(_stages(problem, assignment)),
         cut_bytes=found.cut_bytes,
         cut_comm=found.cut_comm,
         node_names=tuple(node.name for node in graph.nodes),

@@ -52,6 +52,8 @@ def test_figures_are_those_of_the_graph(balance, value) -> None:
 def test_no_more_stages_are_used_than_help() -> None:
     plan = plan_graph(GRAPH, 9, "load")
     assert len(plan.stages) == 9
+    used = [stage.nodes > 0 for stage in plan.stages]
+    assert used == sorted(used, reverse=True)
     assert plan.certificate.optimal
     check_plan(plan, GRAPH)
 

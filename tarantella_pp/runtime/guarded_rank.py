@@ -31,6 +31,9 @@ from tarantella_pp.runtime.records import (
 LOOK_SECONDS = 0.5
 """How often records are looked at."""
 
+FORWARD_SECONDS = 0.3
+"""How long mpiexec gets to pass a rank's last words on before the job is aborted."""
+
 GRACE_SECONDS = 5.0
 """How long a message may still be under way from a rank whose script has ended."""
 
@@ -179,6 +182,7 @@ class Guard:
             sys.stdout.flush()
             sys.stderr.write(f"{record.details}{headline(record, self.size)}\n")
             sys.stderr.flush()
+        time.sleep(FORWARD_SECONDS)
         if self.directory is not None:
             shutil.rmtree(self.directory.path, ignore_errors=True)
         abort(record.exit_code)

@@ -20,13 +20,18 @@ class StageBody:
     Args:
         layout: The border of the stage.
         calls: The stage's calls, in topological order.
+
+    Attributes:
+        adds_losses: Whether layers add losses, in training and otherwise; known once it has run.
+        blocks: Whether some input gets no gradient although it could; set by the passes.
     """
 
     def __init__(self, layout: StageLayout, calls: Sequence[Call]) -> None:
         self.layout = layout
         self.layer = StageLayer(calls, layout)
         self.sums = GradientSums(self.layer.trainable_variables)
-        self.adds_losses = False
+        self.adds_losses = {True: False, False: False}
+        self.blocks = False
 
     @property
     def variables(self) -> list[Any]:
@@ -46,7 +51,7 @@ class StageBody:
         """
         outputs, losses = self.layer(inputs, training=training)
         dtype = keras.config.floatx()
-        self.adds_losses = bool(losses)
+        self.adds_losses[training] = bool(losses)
         added = [tf.cast(tf.reduce_sum(loss), dtype) for loss in losses]
         return outputs, tf.add_n([tf.zeros((), dtype), *added])
 
@@ -59,3 +64,30 @@ class StageBody:
         """What is differentiated: the added losses, then each output that a gradient reaches."""
         ports = dict(zip(self.layout.outputs, outputs, strict=True))
         return [added, *(ports[port] for port in self.layout.seeded)]
+
+    def connected(
+        self, specs: Sequence[tf.TensorSpec], coming: Sequence[bool]
+    ) -> tuple[list[bool], list[bool]]:
+        """Finds out where gradients get to; runs nothing.
+
+        Args:
+            specs: Shape and dtype of each input.
+            coming: For each of `layout.seeded` whether a gradient comes in there.
+
+        Returns:
+            For each of `layout.input_gradients`, and for each trainable weight, whether a
+            gradient reaches it.
+        """
+        found: list[bool] = []
+
+        def trace(*inputs: tf.Tensor) -> None:
+            wanted = [*self.sources(inputs), *self.variables]
+            with tf.GradientTape(watch_accessed_variables=False) as tape:
+                tape.watch(wanted)
+                targets = self.targets(*self.run(inputs, training=True))
+                kept = [t for t, comes in zip(targets, [True, *coming], strict=True) if comes]
+            found.extend(gradient is not None for gradient in tape.gradient(kept, wanted))
+
+        tf.function(trace, input_signature=list(specs), autograph=False).get_concrete_function()
+        inputs = len(self.layout.input_gradients)
+        return found[:inputs], found[inputs:]

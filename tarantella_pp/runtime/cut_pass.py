@@ -64,7 +64,7 @@ class CutPass:
     ) -> tuple[list[tf.Tensor], tf.Tensor | None]:
         """Runs micro-batch `key` forward and keeps its residuals."""
         *outputs, added = self._forward(_key(key), *inputs)
-        return outputs, added if self._body.adds_losses else None
+        return outputs, added if self._body.adds_losses[True] else None
 
     def backward(self, key: int, seeds: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Runs `key` backward: accumulates weight gradients, returns the input gradients."""
@@ -122,6 +122,7 @@ class CutPass:
             sources = self._body.sources(inputs)
             wanted = [*sources, *self._body.variables]
             gradients = tf.gradients(targets, wanted, grad_ys=seeds)
+            self._body.blocks |= any(g is None for g in gradients[: len(sources)])
             back = [
                 tf.zeros_like(s) if g is None else tf.convert_to_tensor(g)
                 for s, g in zip(sources, gradients[: len(sources)], strict=True)

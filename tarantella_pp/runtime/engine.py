@@ -19,6 +19,7 @@ from tarantella_pp.runtime.layout import links_of, stage_layouts
 from tarantella_pp.runtime.news import News
 from tarantella_pp.runtime.outputs import pack_outputs, unpacked
 from tarantella_pp.runtime.programs import Programs, runs_all_forwards_first
+from tarantella_pp.runtime.reach import find_reach
 from tarantella_pp.runtime.recorded_execution import RecordedExecution
 from tarantella_pp.runtime.recording import LOGS, UPDATE, Recorder, Unrecorded
 from tarantella_pp.runtime.scoring import Scoring, loss_coupling
@@ -81,6 +82,7 @@ class Engine:
         self._news = News(communicator, self.scorer)
         self._scoring: Scoring | None = None
         self._update: Update | None = None
+        self._reach_known = False
 
     def feed(self, standardize: Callable[[Any], list[tf.Tensor]]) -> Feed:
         """Makes the feed that hands every rank its part of each batch.
@@ -108,6 +110,8 @@ class Engine:
         )  # fmt: skip
         self._recorder.runs(self._programs.schedule(schedule, len(sizes)), batch.rows)
         self._run(schedule, step, sizes)
+        if not self._reach_known:
+            self._find_reach()
         with self._recorder.span(UPDATE):
             update.apply()
         with self._recorder.span(LOGS):
@@ -138,6 +142,7 @@ class Engine:
         """Makes the next step look at the model's loss, metrics and optimizer anew."""
         self._scoring = None
         self._update = None
+        self._reach_known = False
         self._news.forget_names()
 
     def record(self, recorder: Recorder | None) -> None:
@@ -167,6 +172,11 @@ class Engine:
         if self._news.is_source:
             return self._news.send_logs(kind, step.logs(self._news.reported_losses()))
         return self._news.expect_logs(kind)
+
+    def _find_reach(self) -> None:
+        scored = self._scoring.reached if self._scoring is not None else ()
+        find_reach(self._layouts, self.stages, self.placement, self._communicator, scored)
+        self._reach_known = True
 
     def _sizes(self, batch: Batch) -> tuple[int, ...]:
         return micro_batch_sizes(batch.rows, self._num_micro_batches)

@@ -19,10 +19,15 @@ class GradientSums:
 
     Args:
         weights: The trainable weights.
+
+    Attributes:
+        reached: For each weight whether the gradient of the loss gets as far as this stage's
+            gradient of the weight; where not, the sum is nothing but zeros.
     """
 
     def __init__(self, weights: Sequence[Any]) -> None:
         self.weights = list(weights)
+        self.reached = [True] * len(self.weights)
         self._kinds: list[str | None] | None = None
         self._dense: list[tf.Variable | None] = [None] * len(self.weights)
         self._slices: dict[int, list[Slices]] = {}
@@ -77,6 +82,8 @@ class GradientSums:
         Returns:
             A tensor, `tf.IndexedSlices`, or `None` if no gradient reaches the weight.
         """
+        if not self.reached[index]:
+            return None
         total = self._dense[index]
         if total is not None:
             return tf.convert_to_tensor(total)

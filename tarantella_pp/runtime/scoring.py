@@ -29,6 +29,9 @@ class Scoring:
         model: The compiled model, its metrics built.
         extracted: The model's graph.
         results: The model's outputs with their masks, as the last stage gives them.
+
+    Attributes:
+        reached: The output tensors that the loss depends on; known once gradients were computed.
     """
 
     def __init__(self, model: Any, extracted: ExtractedModel, results: Sequence[Port]) -> None:
@@ -36,6 +39,7 @@ class Scoring:
         self._extracted = extracted
         self._results = tuple(results)
         self._loss = second_loss(model)
+        self.reached: set[int] = set()
         self._sources = [
             i
             for i, port in enumerate(self._results)
@@ -115,9 +119,13 @@ class Scoring:
             tape.watch(sources)
             loss = self._loss(y, self._pack(results), sample_weight)
             scaled = loss * tf.cast(factor, loss.dtype)
-        zero = tf.UnconnectedGradients.ZERO
-        found = tape.gradient(scaled, sources, unconnected_gradients=zero)
-        return tf.cast(scaled, factor.dtype), found
+        found = tape.gradient(scaled, sources)
+        pairs = list(zip(self._sources, found, strict=True))
+        self.reached = {self._results[i].tensor for i, gradient in pairs if gradient is not None}
+        gradients = [
+            tf.zeros_like(s) if g is None else g for s, g in zip(sources, found, strict=True)
+        ]
+        return tf.cast(scaled, factor.dtype), gradients
 
     def _update(
         self,

@@ -17,6 +17,8 @@ from tarantella_pp.runtime.tape_pass import TapePass
 
 logger = logging.getLogger(__name__)
 
+Shapes = tuple[tf.TensorShape, ...]
+
 
 class TrainingPass(Protocol):
     """Forward and backward of one stage, for micro-batches of one size or of any size."""
@@ -56,7 +58,9 @@ class Stage:
         self.layout = layout
         self.body = StageBody(layout, calls)
         self.fallback: str | None = None
-        self._passes: dict[int | None, TrainingPass] = {}
+        self._specs: list[tf.TensorSpec] = []
+        self._general: TrainingPass | None = None
+        self._passes: dict[Shapes, TrainingPass] = {}
         self._running: dict[int, TrainingPass] = {}
         self._evaluate = tf.function(self._run_inference, autograph=False, reduce_retracing=True)
 
@@ -99,12 +103,28 @@ class Stage:
     def evaluate(self, inputs: Sequence[tf.Tensor]) -> tuple[list[tf.Tensor], tf.Tensor | None]:
         """Runs one micro-batch forward in inference mode; returns what `forward` does."""
         outputs, added = self._evaluate(list(inputs))
-        return outputs, added if self.body.adds_losses else None
+        return outputs, added if self.body.adds_losses[False] else None
+
+    def reached(self, coming: Sequence[bool]) -> list[bool]:
+        """Finds out where gradients get to, and notes in the sums which weights they do not reach.
+
+        Args:
+            coming: For each of `layout.seeded` whether a gradient comes in there.
+
+        Returns:
+            For each of `layout.input_gradients` whether a gradient goes out there.
+        """
+        sums = self.body.sums
+        if all(coming) and not self.body.blocks:
+            sums.reached = [True] * len(sums.weights)
+            return [True] * len(self.layout.input_gradients)
+        found, sums.reached = self.body.connected(self._specs, coming)
+        return found
 
     def clear(self) -> None:
         """Forgets the micro-batches in flight and the gradients so far."""
         self._running.clear()
-        for work in self._passes.values():
+        for work in set(self._passes.values()):
             work.clear()
         self.body.sums.reset_dense()
         self.body.sums.reset_slices()
@@ -113,21 +133,33 @@ class Stage:
         return self.body.run(inputs, training=False)
 
     def _pass_for(self, inputs: Sequence[tf.Tensor]) -> TrainingPass:
-        """One pass for the first size seen, fast for its static shapes; one for all others."""
-        size = int(inputs[0].shape[0])
-        if size in self._passes:
-            return self._passes[size]
-        rows = None if self._passes else size
-        if rows not in self._passes:
-            self._passes[rows] = self._make_pass(inputs, rows)
-        return self._passes[rows]
+        """One pass for the first shapes seen, fast for they are static; one for all others."""
+        shapes = tuple(tensor.shape for tensor in inputs)
+        if shapes not in self._passes:
+            self._passes[shapes] = self._new_pass(inputs)
+        return self._passes[shapes]
 
-    def _make_pass(self, inputs: Sequence[tf.Tensor], rows: int | None) -> TrainingPass:
+    def _new_pass(self, inputs: Sequence[tf.Tensor]) -> TrainingPass:
+        if self._general is None:
+            self._specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in inputs]
+            self._general = self._make_pass(self._specs)
+        pairs = list(zip(self._specs, inputs, strict=True))
+        if not all(spec.is_compatible_with(tensor) for spec, tensor in pairs):
+            self._specs = [tf.TensorSpec(_covering(s.shape, t.shape), t.dtype) for s, t in pairs]
+            self._general = self._make_pass(self._specs)
+        return self._general
+
+    def _make_pass(self, specs: Sequence[tf.TensorSpec]) -> TrainingPass:
         if self.fallback is None:
-            specs = [tf.TensorSpec([rows, *t.shape[1:]], t.dtype) for t in inputs]
             try:
                 return CutPass(self.body, specs, self._recompute)
             except CutError as error:
                 self.fallback = str(error)
                 logger.info("stage %d runs on a gradient tape: %s", self.layout.index, error)
         return TapePass(self.body)
+
+
+def _covering(first: tf.TensorShape, second: tf.TensorShape) -> list[int | None]:
+    """The shape that fits both, and any number of rows."""
+    sizes = zip(first.as_list(), second.as_list(), strict=True)
+    return [None, *(a if a == b else None for a, b in list(sizes)[1:])]

@@ -35,7 +35,7 @@ class TapePass:
             tape.watch([*sources, *self._body.variables])
             outputs, added = self._forward(list(inputs))
         self._tapes[key] = tape, sources, self._body.targets(outputs, added)
-        return outputs, added if self._body.adds_losses else None
+        return outputs, added if self._body.adds_losses[True] else None
 
     def backward(self, key: int, seeds: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Runs `key` backward: accumulates weight gradients, returns the input gradients."""
@@ -48,6 +48,7 @@ class TapePass:
         tape, sources, targets = self._tapes.pop(key)
         wanted = [*sources, *self._body.variables]
         found = tape.gradient(targets, wanted, output_gradients=list(seeds))
+        self._body.blocks |= any(gradient is None for gradient in found[: len(sources)])
         weight_gradients = found[len(sources) :]
         self._body.sums.prepare(weight_gradients)
         self._waiting[key] = weight_gradients

@@ -1,0 +1,171 @@
+"""A pipeline gives the numbers of plain Keras: every logged number, predictions, all weights."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import keras
+import pytest
+import tensorflow as tf
+
+from tarantella_pp.errors import ConfigurationError
+from tarantella_pp.runtime import gradient_sums
+from tarantella_pp.runtime.execution import Execution
+from tarantella_pp.runtime.step import BatchStep
+from tests.training import (
+    CASES,
+    WEIGHTED,
+    Case,
+    X,
+    Y,
+    adamw,
+    distance,
+    finish,
+    make,
+    mlp,
+    piped,
+    regression,
+    serial,
+    sgd,
+)
+
+pytestmark = pytest.mark.keras
+
+ROUNDING = 1e-10
+BITS = 1e-13
+"""For the same sums elsewhere: one micro-batch, or another number of stages."""
+
+EXACT = [name for name, case in CASES.items() if not case.batch_statistics]
+COMMON = ("two_in_two_out", "long_skip", "causal_attention", "embedding_adamw", "masked_output")
+
+
+def slow_but(quick, names):
+    return [n if n in quick else pytest.param(n, marks=pytest.mark.slow) for n in names]
+
+
+@pytest.mark.parametrize("name", slow_but(COMMON, EXACT))
+def test_every_kind_of_model_gives_the_numbers_of_keras(name):
+    assert distance(serial(name), piped(name, 3, 3, CASES[name].schedules[0])) < ROUNDING
+
+
+@pytest.mark.parametrize("name", slow_but(("residual_cnn",), ("residual_cnn", "unreached", "sum")))
+def test_other_schedules_give_them_too(name):
+    assert distance(serial(name), piped(name, 4, 8, "gpipe")) < ROUNDING
+
+
+@pytest.mark.parametrize(
+    "name", slow_but(("batch_norm",), ("batch_norm", "regularized", "embedding_sgd", "recurrent"))
+)
+def test_one_micro_batch_gives_them_to_the_last_bits(name):
+    assert distance(serial(name), piped(name, 2, 1, None)) < BITS
+
+
+@pytest.mark.parametrize(
+    "name", slow_but(("dropout",), ("dropout", "batch_norm", "two_in_two_out"))
+)
+def test_the_number_of_stages_and_the_schedule_change_no_bits(name):
+    one = piped(name, 1, 3, "gpipe")
+    for stages, schedule in ((2, "gpipe"), (4, "1f1b")):
+        assert distance(one, piped(name, stages, 3, schedule)) < BITS
+
+
+OPTIMIZERS = {"sgd": sgd, "adamw": adamw}
+MATRIX = list(itertools.product((1, 2, 3, 4), (1, 2, 3, 8), ("gpipe", "1f1b")))
+QUICK = {(1, 8, "1f1b"), (2, 2, "gpipe"), (4, 3, "1f1b")}
+
+
+def fitted(model):
+    told = model.fit(X, Y, batch_size=8, epochs=2, shuffle=False, verbose=0, **WEIGHTED)
+    return {"history": told.history, "weights": model.get_weights()}
+
+
+@functools.cache
+def fitted_mlp(optimizer):
+    return fitted(make(Case(mlp, X, Y, regression(optimizer=OPTIMIZERS[optimizer]))))
+
+
+@pytest.mark.parametrize(
+    ("stages", "micro_batches", "schedule"),
+    [pytest.param(*m, marks=() if m in QUICK else pytest.mark.slow) for m in MATRIX],
+)
+def test_matrix(stages, micro_batches, schedule):
+    options = {"num_stages": stages, "num_micro_batches": micro_batches, "schedule": schedule}
+    model = make(Case(mlp, X, Y, regression(optimizer=sgd)), **options)
+    start = model.get_weights()
+    for name, optimizer in OPTIMIZERS.items():
+        model.set_weights(start)
+        model.compile(optimizer(), "mse")
+        limit = BITS if micro_batches == 1 else ROUNDING
+        assert distance(fitted_mlp(name), fitted(model)) < limit
+    assert sorted(model._pipeline.engine.stages) == list(range(stages))
+
+
+class WrongShare(BatchStep):
+    """Takes all micro-batches to be of the same size."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self._factors = [tf.cast(1 / len(self._factors), f.dtype) for f in self._factors]
+
+
+def forgetful(run):
+    """Leaves out the backward pass of the second micro-batch."""
+
+    def without(self, stage, action, step, *args):
+        sums = stage.body.sums
+        before = [None if d is None else d.numpy() for d in sums._dense]
+        run(self, stage, action, step, *args)
+        if action.micro_batch == 1:
+            for total, value in zip(sums._dense, before, strict=True):
+                if total is not None and value is not None:
+                    total.assign(value)
+
+    return without
+
+
+def test_a_wrong_share_of_a_micro_batch_is_noticed(monkeypatch):
+    monkeypatch.setattr("tarantella_pp.runtime.engine.BatchStep", WrongShare)
+    found = finish(make(CASES["mlp"], num_stages=2, num_micro_batches=3), CASES["mlp"])
+    assert distance(serial("mlp"), found) > 1e-4
+
+
+def test_a_micro_batch_without_gradients_is_noticed(monkeypatch):
+    monkeypatch.setattr(Execution, "_backward", forgetful(Execution._backward))
+    found = finish(make(CASES["mlp"], num_stages=2, num_micro_batches=3), CASES["mlp"])
+    assert distance(serial("mlp"), found) > 1e-4
+
+
+def test_merged_rows_of_an_embedding_are_noticed(monkeypatch):
+    """Keras' Adam treats the slices of a row one by one; a merged sum gives other numbers."""
+    honest = gradient_sums.GradientSums.gradient
+
+    def merged(self, index, collected):
+        gradient = honest(self, index, collected)
+        if isinstance(gradient, tf.IndexedSlices):
+            return tf.convert_to_tensor(gradient)
+        return gradient
+
+    monkeypatch.setattr(gradient_sums.GradientSums, "gradient", merged)
+    name = "embedding_adamw"
+    found = finish(make(CASES[name], num_stages=2, num_micro_batches=1), CASES[name])
+    assert distance(serial(name), found) > 1e-6
+
+
+@pytest.mark.parametrize("name", ["masked_output", "sum", "mean_with_sample_weight", "custom_loss"])
+def test_losses_of_the_whole_batch_refuse_1f1b(name):
+    case = CASES[name]
+    model = make(case, num_stages=2, num_micro_batches=2, schedule="1f1b")
+    before = model.get_weights()
+    with pytest.raises(ConfigurationError, match="schedule='gpipe'"):
+        finish(model, case)
+    assert distance(before, model.get_weights()) == 0
+
+
+def test_dropout_is_on_in_training_and_off_in_evaluation():
+    model = make(CASES["dropout"], num_stages=2, num_micro_batches=2)
+    first, second = (model.predict(X, verbose=0) for _ in range(2))
+    assert distance(first, second) == 0
+    model.compile(keras.optimizers.SGD(0.0), "mse")
+    losses = model.fit(X, Y, batch_size=22, epochs=2, verbose=0).history["loss"]
+    assert losses[0] != losses[1]

@@ -14,6 +14,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tarantella_pp import callbacks as callbacks
     from tarantella_pp import errors as errors
     from tarantella_pp.partition.plan import Plan as Plan
     from tarantella_pp.partition.planner import make_plan as make_plan
@@ -39,12 +40,15 @@ _HOME = {
     "make_plan": "tarantella_pp.partition.planner",
 }
 """Module of each public name."""
+_MODULES = ("callbacks", "errors")
+"""Modules that are public names themselves."""
 
 __all__ = [
     "PipelineModel",
     "Plan",
     "__version__",
     "barrier",
+    "callbacks",
     "errors",
     "get_master_rank",
     "get_rank",
@@ -59,8 +63,8 @@ def __getattr__(name: str) -> Any:
     """Loads a public name when it is first used (PEP 562)."""
     if name in _HOME:
         value = getattr(importlib.import_module(_HOME[name]), name)
-    elif name == "errors":
-        value = importlib.import_module("tarantella_pp.errors")
+    elif name in _MODULES:
+        value = importlib.import_module(f"tarantella_pp.{name}")
     elif name == "__version__":
         from importlib import metadata
 

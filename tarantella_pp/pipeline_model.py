@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import keras
 
 from tarantella_pp import checks
-from tarantella_pp.callbacks import callbacks_of_rank
+from tarantella_pp.callbacks.rank_rules import callbacks_of_rank
+from tarantella_pp.callbacks.timeline import timelines_in, with_trace
 from tarantella_pp.collective_model import CollectiveModel
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.feeding import shared_adapters
@@ -206,7 +208,12 @@ class PipelineModel(CollectiveModel):
             ConfigurationError: If the ranks do not agree on the call.
         """
         pipeline = self._pipeline
-        pipeline.agree("fit", epochs=epochs, steps=steps_per_epoch, initial_epoch=initial_epoch)
+        callbacks = with_trace(callbacks, self, os.environ)
+        pipeline.agree(
+            "fit", epochs=epochs, steps=steps_per_epoch, initial_epoch=initial_epoch,
+            timelines=timelines_in(callbacks),
+        )  # fmt: skip
+        pipeline.engine.record(None)
 
         def open_data() -> list[Any]:
             data, held_out = (x, y, sample_weight), validation_data

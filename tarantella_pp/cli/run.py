@@ -34,6 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of the library and of TensorFlow's native code (default: WARNING)")  # fmt: skip
     add("--output-on-all-devices", action="store_true",
         help="show what every rank prints, not only the last one")  # fmt: skip
+    add("--trace", metavar="FILE",
+        help="record training, for Perfetto and chrome://tracing")  # fmt: skip
     add("--timeout", type=_positive_float, metavar="S", help="kill the job after S seconds")
     add("--dry-run", action="store_true", help="print the command and environment, run nothing")
     add("command", nargs=argparse.REMAINDER, metavar="[--] script.py ...",
@@ -77,15 +79,19 @@ def _variables(
 ) -> dict[str, str]:
     """Returns the environment of the ranks, as far as it is not the user's."""
     from tarantella_pp.cli import environment
+    from tarantella_pp.runtime.environment import TRACE_VARIABLE
 
     threads = arguments.threads or environment.threads_per_rank(num_ranks, num_nodes, os.environ)
-    return environment.rank_environment(
+    variables = environment.rank_environment(
         threads,
         arguments.log_level,
         arguments.output_on_all_devices,
         given={**os.environ, **exported},
         force_threads=arguments.threads is not None,
     )
+    if arguments.trace is not None:
+        variables[TRACE_VARIABLE] = os.path.abspath(arguments.trace)
+    return variables
 
 
 def _job(

@@ -6,6 +6,9 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+TRACE_VARIABLE = "TNT_TRACE"
+"""Names the file that training is to be recorded in, whatever the script says."""
+
 
 @dataclass(frozen=True, slots=True)
 class Launch:

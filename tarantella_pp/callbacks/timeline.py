@@ -1,0 +1,175 @@
+"""`Timeline`: records what every rank does in training, and when."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+from collections.abc import Mapping, MutableMapping
+from pathlib import Path
+from typing import Any
+
+import keras
+from rich.console import Console
+
+from tarantella_pp.callbacks.timeline_summary import summary_table
+from tarantella_pp.errors import ConfigurationError
+from tarantella_pp.runtime.clock import clock_offset
+from tarantella_pp.runtime.environment import TRACE_VARIABLE
+from tarantella_pp.runtime.measured_costs import alike, simulated
+from tarantella_pp.runtime.measured_step import MeasuredStep, gather_steps
+from tarantella_pp.runtime.recording import Recorder
+from tarantella_pp.runtime.trace import write_trace
+
+_TRACED = itertools.count(1)
+_LOG = logging.getLogger(__name__)
+
+
+class Timeline(keras.callbacks.Callback):
+    """Records what every rank of a pipeline does, and writes it as a trace.
+
+    At the end of training one file has the forward and backward passes, sends and waits of all
+    ranks, on one clock, with an arrow from each send to its receive. Open it at
+    https://ui.perfetto.dev or in chrome://tracing. Below the ranks it has them once more as the
+    simulator predicts them from the median times of what was recorded.
+
+    At the end of each epoch the logs get how ranks spent their time, on average: `busy` is the
+    part in which they compute, `wait` that in which they wait for messages, and `bubble` all in
+    which they do not compute. Recording takes about a microsecond for each pass and message.
+
+    Every rank must have the callback. Steps are counted from 0 over all epochs.
+
+    Args:
+        path: The file, in Chrome's trace format. Default: none is written.
+        steps: The steps in the file: so many last ones, or a range of their numbers such as
+            `range(10, 15)`.
+
+    Raises:
+        ConfigurationError: If `steps` names no step.
+
+    Example:
+        ```python
+        timeline = tnt.callbacks.Timeline("trace.json")
+        model.fit(x, y, callbacks=[timeline])
+        timeline.summary()
+        ```
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None = None, steps: int | range = 10) -> None:
+        super().__init__()
+        self._path = None if path is None else Path(path).absolute()
+        self._wanted = steps
+        self._recorder = Recorder(steps)
+        self._steps: tuple[MeasuredStep, ...] = ()
+
+    @property
+    def steps(self) -> tuple[MeasuredStep, ...]:
+        """The recorded steps, on every rank; empty until training has ended."""
+        return self._steps
+
+    def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
+        """Begins to record.
+
+        Args:
+            logs: Not used.
+
+        Raises:
+            ConfigurationError: If the model is no pipeline.
+        """
+        self._recorder = Recorder(self._wanted)
+        self._steps = ()
+        self._pipeline().engine.record(self._recorder)
+        if self._path is not None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+
+    def on_epoch_end(self, epoch: int, logs: MutableMapping[str, Any] | None = None) -> None:
+        """Adds `bubble`, `busy` and `wait` to the logs; all ranks come here together.
+
+        Args:
+            epoch: Not used.
+            logs: The logs of the epoch.
+        """
+        ranks = self._pipeline().communicator.allgather_json(list(self._recorder.take_shares()))
+        busy, wait = (sum(part) / len(ranks) for part in zip(*ranks, strict=True))
+        if logs is not None:
+            logs.update(bubble=1.0 - busy, busy=busy, wait=wait)
+
+    def on_train_end(self, logs: Mapping[str, Any] | None = None) -> None:
+        """Ends recording and writes the file; all ranks come here together.
+
+        Args:
+            logs: Not used.
+        """
+        pipeline = self._pipeline()
+        pipeline.engine.record(None)
+        offset = clock_offset(pipeline.communicator)
+        self._steps = gather_steps(self._recorder.steps, offset, pipeline.communicator)
+        if self._path is not None and pipeline.prints:
+            same = alike(self._steps)
+            simulation = (simulated(same), same[-1].origin) if same else None
+            write_trace(self._path, self._steps, simulation)
+
+    def summary(self) -> None:
+        """Prints where each rank's time went, and how it compares with the simulator's.
+
+        Raises:
+            ConfigurationError: If nothing was recorded.
+        """
+        same = alike(self._steps)
+        if not same:
+            raise ConfigurationError(
+                "No steps were recorded: a Timeline has a summary once `fit` has ended, if it had "
+                f"the steps that were asked for. Received: steps={self._wanted!r}"
+            )
+        Console().print(summary_table(same, simulated(same)))
+
+    def _pipeline(self) -> Any:
+        pipeline = getattr(self.model, "_pipeline", None)
+        if pipeline is None:
+            raise ConfigurationError(
+                "Timeline records the ranks of a tnt.PipelineModel. "
+                f"Received: a model of class {type(self.model).__name__}"
+            )
+        return pipeline
+
+
+def with_trace(callbacks: Any, model: Any, environ: Mapping[str, str]) -> Any:
+    """Adds the callback that `tarantella --trace FILE` asks for.
+
+    Args:
+        callbacks: What `fit` was given: a callback, a list, Keras' container, or `None`.
+        model: The model that is trained.
+        environ: The environment.
+
+    Returns:
+        The callbacks, with a `Timeline` if the environment names a file and there is none yet.
+        The first training writes that file; the second one of `trace.json` is `trace-2.json`.
+    """
+    path = Path(environ.get(TRACE_VARIABLE, ""))
+    if not path.name:
+        return callbacks
+    if timelines_in(callbacks):
+        _LOG.warning("--trace %s is left out: the script has a Timeline of its own", path)
+        return callbacks
+    number = next(_TRACED)
+    timeline = Timeline(path if number == 1 else path.with_stem(f"{path.stem}-{number}"))
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        timeline.set_model(model)
+        callbacks.append(timeline)
+        return callbacks
+    return [*_listed(callbacks), timeline]
+
+
+def timelines_in(callbacks: Any) -> int:
+    """Returns how many of the callbacks record timelines, which must be so on all ranks.
+
+    Args:
+        callbacks: A callback, a list, Keras' container, or `None`.
+    """
+    return sum(isinstance(callback, Timeline) for callback in _listed(callbacks))
+
+
+def _listed(callbacks: Any) -> list[Any]:
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        return list(callbacks.callbacks)
+    return [callback for callback in keras.tree.flatten(callbacks) if callback is not None]

@@ -1,0 +1,96 @@
+"""What a pipeline costs by its recorded steps, and the simulation with these costs."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from statistics import median
+
+from tarantella_pp.runtime.measured_step import MeasuredStep
+from tarantella_pp.runtime.schedule import (
+    Compute,
+    Costs,
+    Kind,
+    Link,
+    LinkCosts,
+    StageCosts,
+    Timeline,
+    simulate,
+)
+
+
+def alike(steps: Sequence[MeasuredStep]) -> list[MeasuredStep]:
+    """Returns the steps of the schedule and batch size that occur most.
+
+    The last batch of a data set is often smaller, and takes less time.
+
+    Args:
+        steps: Any steps.
+    """
+    kinds = Counter((id(step.schedule), step.rows) for step in steps)
+    most = max(kinds, key=lambda kind: kinds[kind], default=None)
+    return [step for step in steps if (id(step.schedule), step.rows) == most]
+
+
+def measured_costs(steps: Sequence[MeasuredStep]) -> Costs:
+    """Estimates the costs of stages and messages, by medians.
+
+    Handing over costs the sender what its sends take, and taking a message that is there costs
+    the receiver what its shortest waits take: those for messages sent before it asked for them.
+    Where the receiver waited already when a message was sent, the time until it had it is the
+    latency of the link.
+
+    Args:
+        steps: Steps of one schedule and batch size; at least one.
+
+    Returns:
+        The costs, for `simulate`.
+    """
+    computing: defaultdict[tuple[int, Kind], list[float]] = defaultdict(list)
+    for step in steps:
+        for own in step.spans:
+            for what, start, end in own:
+                if isinstance(what, Compute):
+                    computing[what.stage, what.kind].append(end - start)
+    sending: list[float] = []
+    taking: list[float] = []
+    coming: defaultdict[Link, list[float]] = defaultdict(list)
+    for step in steps:
+        for action, send, wait in step.messages():
+            sending.append(send.end - send.start)
+            if send.start < wait.start:
+                taking.append(wait.end - wait.start)
+            else:
+                coming[action.source, action.target].append(max(0.0, wait.end - send.end))
+    receive = _median(taking)
+    links = {pair: LinkCosts(0.0, max(0.0, _median(s) - receive)) for pair, s in coming.items()}
+    others = _median([link.latency for link in links.values()])
+    stages = range(steps[0].schedule.num_stages)
+    return Costs(
+        tuple(_stage_costs(stage, computing) for stage in stages),
+        links,
+        LinkCosts(0.0, others),
+        send_seconds=_median(sending),
+        receive_seconds=receive,
+    )
+
+
+def simulated(steps: Sequence[MeasuredStep]) -> Timeline:
+    """Simulates the steps' own schedule with the costs that they show.
+
+    Args:
+        steps: Steps of one schedule and batch size; at least one.
+
+    Returns:
+        The timeline of one step.
+    """
+    return simulate(steps[0].schedule, measured_costs(steps))
+
+
+def _stage_costs(stage: int, computing: dict[tuple[int, Kind], list[float]]) -> StageCosts:
+    seconds = {kind: _median(computing.get((stage, kind), [])) for kind in ("F", "B", "W", "BW")}
+    return StageCosts(seconds["F"], seconds["B"], seconds["W"], seconds["BW"] or None)
+
+
+def _median(values: Sequence[float]) -> float:
+    return median(values) if values else 0.0

@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from tarantella_pp.cli import model_source
+from tarantella_pp.cli import model_source, plan_pictures
 from tarantella_pp.cli.output import check_target
 from tarantella_pp.cli.quantities import positive_int
 from tarantella_pp.errors import ConfigurationError
 
 if TYPE_CHECKING:
+    from tarantella_pp.cli.plan_files import AnyPlan
+    from tarantella_pp.partition.graph import LayerGraph
     from tarantella_pp.partition.graph_plan import GraphPlan
     from tarantella_pp.partition.plan import Plan
 
@@ -33,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--replicas", dest="num_replicas", type=positive_int, metavar="R",
         help="pipelines side by side, which share the batch (default: 1)")  # fmt: skip
     add("-o", "--output", metavar="FILE", help="write the plan to this JSON file")
+    plan_pictures.add_arguments(parser)
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -78,12 +81,12 @@ def refuse_model_options(arguments: argparse.Namespace) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Makes the plan, writes it to its file and prints it."""
-    from tarantella_pp.cli.plan_show import show
+    """Makes the plan, writes it to its file, draws and prints it."""
+    from tarantella_pp.cli.plan_show import draw, show
 
     check_target(arguments.output)
-    graph = model_source.is_graph(arguments.model)
-    plan = _plan_of_graph(arguments) if graph else _plan_of_model(arguments)
+    plan_pictures.check(arguments)
+    plan, graph = _planned(arguments)
     if arguments.output is not None:
         try:
             plan.save(arguments.output)
@@ -91,8 +94,26 @@ def run(arguments: argparse.Namespace) -> int:
             raise ConfigurationError(
                 f"Cannot write the plan: {error.strerror}. Received: --output={arguments.output}"
             ) from error
+    draw(plan, graph, arguments)
     show(plan, as_json=arguments.json)
     return 0
+
+
+def _planned(arguments: argparse.Namespace) -> tuple[AnyPlan, LayerGraph | None]:
+    """Makes the plan; with it comes the layer graph where pictures need it."""
+    from tarantella_pp.cli.plan_show import is_drawn, no_pictures
+
+    if model_source.is_graph(arguments.model):
+        if is_drawn(arguments):
+            raise no_pictures()
+        return _plan_of_graph(arguments), None
+    model = model_source.build_model(arguments.model)
+    plan = _plan_of_model(arguments, model)
+    if not is_drawn(arguments):
+        return plan, None
+    from tarantella_pp.partition.extraction import extract
+
+    return plan, extract(model).graph
 
 
 def _plan_of_graph(arguments: argparse.Namespace) -> GraphPlan:
@@ -132,9 +153,8 @@ def _graph_limit(text: str | None, num_stages: int) -> float | list[float] | Non
     return limits[0] if len(limits) == 1 else limits
 
 
-def _plan_of_model(arguments: argparse.Namespace) -> Plan:
-    model = model_source.build_model(arguments.model)
-    from tarantella_pp.partition.planner import make_plan
+def _plan_of_model(arguments: argparse.Namespace, model: Any) -> Plan:
+    from tarantella_pp import make_plan
 
     options = model_options(arguments)
     if "optimizer" not in options:

@@ -6,24 +6,69 @@ import argparse
 import sys
 from typing import TYPE_CHECKING, Any
 
+from tarantella_pp.cli import plan_pictures
 from tarantella_pp.cli.output import write_table
+from tarantella_pp.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from tarantella_pp.cli.plan_files import AnyPlan
+    from tarantella_pp.partition.graph import LayerGraph
     from tarantella_pp.partition.graph_plan import GraphPlan
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `tarantella plan show`."""
     parser.add_argument("plan", help="the plan's JSON file")
+    plan_pictures.add_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the plan."""
+    """Prints the plan, and draws it where that is asked for."""
     from tarantella_pp.cli.plan_files import load_plan
 
-    show(load_plan(arguments.plan), as_json=arguments.json)
+    plan_pictures.check(arguments)
+    plan = load_plan(arguments.plan)
+    draw(plan, None, arguments)
+    show(plan, as_json=arguments.json)
     return 0
+
+
+def draw(plan: AnyPlan, graph: LayerGraph | None, arguments: argparse.Namespace) -> None:
+    """Draws a plan, if that is asked for.
+
+    Args:
+        plan: The plan.
+        graph: The model's layer graph, where it is at hand.
+        arguments: The command line.
+
+    Raises:
+        ConfigurationError: There is no picture of the plan of a neutral graph.
+    """
+    from tarantella_pp.partition.plan import Plan
+
+    if not is_drawn(arguments):
+        return
+    if not isinstance(plan, Plan):
+        raise no_pictures()
+    for path in plan_pictures.write(plan, graph, arguments):
+        if not arguments.json:
+            write_table(f"Wrote {path}.")
+
+
+def is_drawn(arguments: argparse.Namespace) -> bool:
+    """Whether the command line asks for a picture.
+
+    Args:
+        arguments: The command line.
+    """
+    return any(getattr(arguments, kind) is not None for kind in ("html", "svg", "png", "dot"))
+
+
+def no_pictures() -> ConfigurationError:
+    """Returns the error that the plan of a neutral graph has no pictures."""
+    return ConfigurationError(
+        "The plan of a neutral graph has no pictures; leave out --html, --svg, --png and --dot."
+    )
 
 
 def show(plan: AnyPlan, *, as_json: bool) -> None:

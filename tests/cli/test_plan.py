@@ -122,6 +122,28 @@ def test_show_a_plan_of_a_model(command, plan_file) -> None:
     assert command.json("plan", "show", path)["assignment"] == [0, 0, 1, 1]
 
 
+def test_show_draws(command, plan_file, tmp_path) -> None:
+    path, page, dot = plan_file([0, 0, 1, 1]), tmp_path / "a.html", tmp_path / "a.dot"
+    assert command("plan", "show", path, "--html", page, "--dot", dot) == 0
+    assert f"Wrote {page}." in command.stdout
+    assert "dense_3" in page.read_text()
+    assert dot.read_text().startswith("digraph")
+    svg = tmp_path / "a.svg"
+    assert command.json("plan", "show", path, "--svg", svg)["num_stages"] == 2
+    assert svg.exists()
+
+
+@pytest.mark.parametrize("how", ["make", "show"])
+def test_graphs_are_not_drawn(command, tmp_path, how) -> None:
+    path, page = tmp_path / "plan.json", tmp_path / "a.html"
+    assert command("plan", "make", VGG, "--stages", 2, "-o", path) == 0
+    arguments = (VGG, "--stages", 2) if how == "make" else (path,)
+    assert "no pictures" in command.fails(2, "plan", how, *arguments, "--html", page)
+    assert not page.exists()
+    wrong = tmp_path / "a.txt"
+    assert "ends in .html" in command.fails(2, "plan", how, *arguments, "--html", wrong)
+
+
 def test_diff(command, plan_file) -> None:
     before = plan_file([0, 0, 0, 1], "a.json")
     after = plan_file([0, 1, 1, 1], "b.json", schedule="gpipe")

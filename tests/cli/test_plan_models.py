@@ -97,6 +97,13 @@ def test_options_reach_the_plan(command, script) -> None:
     assert made["memory_limit"] == 1_000_000
 
 
+def test_the_plan_is_drawn_with_its_layers(command, script, tmp_path) -> None:
+    make(command, f"{script}:small", "--html", "a.html", "--dot", "a.dot")
+    assert "</html>" in (tmp_path / "a.html").read_text()
+    # Within a stage, too: only the layer graph knows these edges.
+    assert "n0 -> n1;" in (tmp_path / "a.dot").read_text()
+
+
 def test_the_optimizer_of_a_compiled_model_is_counted(command, script) -> None:
     assert make(command, f"{script}:compiled")["optimizer"] == "SGD"
     assert make(command, f"{script}:compiled", "--optimizer", "adam")["optimizer"] == "Adam"

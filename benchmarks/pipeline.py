@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 import tarantella_pp as tnt
+from tarantella_pp import pipeline_model
 from tarantella_pp.feeding import BatchIterator
 from tarantella_pp.runtime.communicator import Communicator, world
 from tarantella_pp.runtime.schedule import speed_up_bound
@@ -36,7 +37,7 @@ def make_step(
     """Compiles a pipeline and returns a function that trains one batch."""
     keras.utils.set_random_seed(0)
     ranks = Communicator() if alone else world()
-    with mock.patch("tarantella_pp.pipeline_model.world", return_value=ranks):
+    with mock.patch.object(pipeline_model, "world", return_value=ranks):
         model = tnt.PipelineModel(
             BUILDERS[name](), stages, micro_batches, schedule, balance="flops"
         )

@@ -7,8 +7,11 @@ import msgspec
 import pytest
 
 from tarantella_pp.errors import ScheduleError
-from tarantella_pp.pictures import flop_costs, simulated_step, step_bars
-from tarantella_pp.runtime.schedule import Costs, LinkCosts, lower, make_schedule, simulate
+from tarantella_pp.partition.pictures import render_html
+from tarantella_pp.pictures import simulated_step, step_bars
+from tarantella_pp.runtime.schedule import Costs, LinkCosts
+from tarantella_pp.runtime.schedule.scaling import pipeline_step
+from tarantella_pp.simulation import Machine
 from tests.partition.pictured import plan_of, residual_graph
 
 
@@ -27,15 +30,19 @@ def test_equal_stages_have_the_bubble_of_the_formula(schedule):
 
 
 def test_rows_are_those_of_the_timeline():
-    plan = even_plan()
-    costs = Costs.uniform(4, forward=0.5, link=LinkCosts(0.1, 0.05))
-    schedule = lower(make_schedule("1f1b", 4, 8))
-    timeline = simulate(schedule, costs)
-    step = step_bars(schedule, timeline)
-    assert step.length == timeline.step_seconds
-    assert step.bubble == pytest.approx(timeline.bubble_fraction)
+    played = pipeline_step("1f1b", Costs.uniform(4, forward=0.5, link=LinkCosts(0.1, 0.05)), 8)
+    step = step_bars(played)
+    assert step.length == played.step_seconds
+    assert step.bubble == pytest.approx(played.bubble_fraction)
     assert [bar.label for bar in step.of_rank(3)][:4] == ["F0", "BW0", "F1", "BW1"]
-    assert simulated_step(plan, costs).in_seconds
+
+
+def test_on_a_machine_messages_take_time():
+    plan = even_plan()
+    step = simulated_step(plan, Machine(latency=1e-3))
+    assert step.in_seconds
+    assert step.bubble > simulated_step(plan).bubble
+    assert "what links allow" in step.note
 
 
 def test_several_stages_on_a_rank_are_named():
@@ -50,11 +57,20 @@ def test_searched_schedules_get_their_costs():
     assert simulated_step(plan).bubble < 0.5
 
 
-def test_stages_without_flops_take_equally_long():
+def test_stages_without_flops_can_be_drawn():
     plan = even_plan()
     stages = tuple(msgspec.structs.replace(stage, flops=0.0) for stage in plan.stages)
-    costs = flop_costs(msgspec.structs.replace(plan, stages=stages))
-    assert {stage.forward for stage in costs.stages} == {1.0}
+    plan = msgspec.structs.replace(plan, stages=stages)
+    step = simulated_step(plan)
+    assert step.length == 0.0
+    assert "Ranks wait 0.0 % of the time" in render_html(plan, None, step)
+
+
+def test_steps_too_large_to_be_played_are_refused():
+    with pytest.raises(ScheduleError, match="too large to be drawn"):
+        simulated_step(
+            msgspec.structs.replace(even_plan(), num_micro_batches=6000, batch_size=6000)
+        )
 
 
 def test_unknown_schedules_are_refused():

@@ -106,6 +106,18 @@ def test_every_name_is_escaped(graph, model):
         ElementTree.fromstring(svg.encode())
 
 
+@settings(max_examples=60)
+@given(EVIL)
+def test_every_text_of_a_step_is_escaped(text):
+    graph, plan = small()
+    step = StepBars(text, (text,), (Bar(0, 0.0, 1.0, text, "F"),), note=text)
+    parser = Balance()
+    parser.feed(render_html(plan, graph, step))
+    assert parser.open == []
+    assert not parser.seen & {"script", "b"}
+    parsed(render_html(plan, graph, step))
+
+
 def test_names_are_shown_as_they_are():
     graph = graph_of(["<script>alert(1)</script>", "a & b", "'\""], [{-1}, {0}, {1}])
     rows = cells(page(graph, plan_of(graph, 3)), "Table of operations", "tbody")
@@ -228,6 +240,11 @@ def test_long_steps_are_drawn_without_details_or_not_at_all():
         render_svg(plan, "timeline", timeline=over)
 
 
+def test_without_a_step_the_page_says_so():
+    graph, plan = small()
+    assert "the step was not simulated" in render_html(plan, graph)
+
+
 def test_one_stage_and_no_graph():
     graph = residual_graph(3)
     for known in (graph, None):
@@ -245,5 +262,7 @@ def test_what_cannot_be_drawn_is_refused():
         render_html(plan, residual_graph(21))
     with pytest.raises(PlanError, match="no cut for"):
         render_html(msgspec.structs.replace(plan, cuts=plan.cuts[1:]), graph)
+    with pytest.raises(PlanError, match="no cut for"):
+        render_html(msgspec.structs.replace(plan, cuts=plan.cuts[::-1]), graph)
     with pytest.raises(PlanError, match="stays on its stage"):
         render_html(msgspec.structs.replace(plan, cuts=plan.cuts * 2), graph)

@@ -31,7 +31,7 @@ def render_html(
     Args:
         plan: The plan.
         graph: The model's layer graph. Default: none, and then no tensors within stages.
-        timeline: The step to draw. Default: none.
+        timeline: The step to draw. Default: none, and the page says so.
 
     Returns:
         The page; it needs no network, adapts to narrow screens and to light and dark.
@@ -55,7 +55,7 @@ def render_html(
         tiles(plan, timeline),
         _stages(plan),
         tag("div", _memory(plan), _cuts(plan), class_="pair"),
-        *([_timeline(plan, timeline)] if timeline is not None else []),
+        _timeline(plan, timeline),
         _graph(plan, graph),
         _operations(plan, graph),
         _footer(plan),
@@ -108,7 +108,9 @@ def _cuts(plan: Plan) -> Markup:
     return _section("Sent between stages", note, table)
 
 
-def _timeline(plan: Plan, step: StepBars) -> Markup:
+def _timeline(plan: Plan, step: StepBars | None) -> Markup:
+    if step is None:
+        return _section("Timeline", "Not drawn, for the step was not simulated.")
     length = f"One step takes {seconds(step.length)}. " if step.in_seconds else ""
     replicas = " All replicas do the same." if plan.num_replicas > 1 else ""
     note = (

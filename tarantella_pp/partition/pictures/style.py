@@ -89,7 +89,7 @@ p{margin:0 0 12px;max-width:100ch;overflow-wrap:anywhere}
 section{border:1px solid;border-radius:10px;padding:16px;margin:16px 0 0;min-width:0}
 .pair{display:flex;flex-wrap:wrap;gap:0 16px}
 .pair>section{flex:1 1 340px}
-.pair>section:last-child{flex:2 1 420px}
+.pair>section:last-child{flex:2 1 540px}
 .tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(160px,1fr));gap:10px;
 margin:16px 0 0}
 .tiles div{border:1px solid;border-radius:10px;padding:10px 12px}

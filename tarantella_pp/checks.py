@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import keras
 
 from tarantella_pp.errors import ConfigurationError, UnsupportedModelError
+from tarantella_pp.partition.plan import Plan
+from tarantella_pp.runtime.keras_training import layers_in
 
+_PLAN_DEFAULTS = {"balance": "memory", "batch_size": 32}
 _OWN_STEPS = ("train_step", "test_step", "predict_step", "compute_loss", "compute_metrics")
 
 
@@ -32,11 +38,10 @@ def check_model(model: Any) -> None:
         model: What the user passed.
 
     Raises:
-        TypeError: If it is no Keras model.
-        UnsupportedModelError: If it overrides a step, or has nothing to train.
+        UnsupportedModelError: If it is no Keras model, needs loss scaling or overrides a step.
     """
     if not isinstance(model, keras.Model):
-        raise TypeError(
+        raise UnsupportedModelError(
             f"Expected a Keras model. Received: model={model!r} of type {type(model).__name__}"
         )
     if model.dtype_policy.name == "mixed_float16":
@@ -78,6 +83,10 @@ def check_ranks(num_stages: int, num_ranks: int) -> None:
     Raises:
         ConfigurationError: If they do not fit; says which numbers would.
     """
+    if isinstance(num_stages, bool) or not hasattr(num_stages, "__index__") or num_stages < 1:
+        raise ConfigurationError(
+            f"Expected a whole number from 1 on. Received: num_stages={num_stages!r}"
+        )
     if num_stages % num_ranks == 0:
         return
     if num_ranks % num_stages == 0:
@@ -92,6 +101,54 @@ def check_ranks(num_stages: int, num_ranks: int) -> None:
         f"The stages do not spread evenly over the ranks. Received: num_stages={num_stages} on "
         f"{num_ranks} ranks. Start one of {fitting} ranks, or use num_stages={num_ranks}."
     )
+
+
+def check_plan(plan: Any, options: Mapping[str, Any]) -> None:
+    """Refuses what is no plan, and options that the plan has decided already.
+
+    Args:
+        plan: What the user passed.
+        options: The other options that the user passed, by name.
+
+    Raises:
+        ConfigurationError: Names the option.
+    """
+    if not isinstance(plan, (Plan, str, Path)):
+        raise ConfigurationError(
+            f"Expected a Plan or the path of one. Received: plan={plan!r} of type "
+            f"{type(plan).__name__}"
+        )
+    for name, value in options.items():
+        if value is not None and value != _PLAN_DEFAULTS.get(name):
+            raise ConfigurationError(
+                f"The plan says how the pipeline is made. Received: plan together with "
+                f"{name}={value!r}. Leave one of the two out."
+            )
+
+
+def warn_of_batch_statistics(calls: Iterable[Any], num_micro_batches: int) -> None:
+    """Warns where the numbers are not those of plain Keras.
+
+    Args:
+        calls: The calls of the model's graph.
+        num_micro_batches: Number of micro-batches.
+    """
+    names = {
+        layer.name: None
+        for call in calls
+        if isinstance(call.operation, keras.layers.Layer)
+        for layer in layers_in(call.operation)
+        if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable
+    }
+    if names and num_micro_batches > 1:
+        warnings.warn(
+            f"BatchNormalization layers {', '.join(names)} take their statistics of each of the "
+            f"num_micro_batches={num_micro_batches} micro-batches instead of the batch, and update "
+            "their moving averages as often, so the numbers differ from those of one process. "
+            "LayerNormalization and GroupNormalization do not depend on the batch.",
+            UserWarning,
+            stacklevel=3,
+        )
 
 
 def check_compilation(optimizer: Any, options: dict[str, Any], num_ranks: int) -> None:

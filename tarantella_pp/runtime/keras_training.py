@@ -25,6 +25,7 @@ __all__ = [
     "count_step",
     "get_data_adapter",
     "is_keras_loss",
+    "layers_in",
     "second_loss",
     "standardize_inputs",
     "train_validation_split",
@@ -40,7 +41,16 @@ def added_losses(layer: Any) -> list[Any]:
     Args:
         layer: A layer that has just been called.
     """
-    return [loss for part in layer._flatten_layers() for loss in part._get_own_losses()]
+    return [loss for part in layers_in(layer) for loss in part._get_own_losses()]
+
+
+def layers_in(layer: Any) -> list[Any]:
+    """A layer and all layers in it.
+
+    Args:
+        layer: A layer.
+    """
+    return list(layer._flatten_layers())
 
 
 def build_metrics(model: Any, y: Any, y_pred: Any, sample_weight: Any) -> None:

@@ -1,0 +1,238 @@
+"""What cannot work is refused before any training, with the option, its value and what to do."""
+
+from __future__ import annotations
+
+import warnings
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+from tarantella_pp.errors import (
+    ConfigurationError,
+    LaunchError,
+    PlanError,
+    TarantellaError,
+    UnsupportedModelError,
+)
+from tarantella_pp.partition.planner import make_plan
+from tarantella_pp.pipeline_model import PipelineModel
+from tarantella_pp.runtime import communicator as communicators
+from tests.training import mlp, residual_cnn, two_in_two_out, unreached
+
+pytestmark = pytest.mark.keras
+
+
+class Ranks(communicators.Communicator):
+    """A rank of several, as far as checks look."""
+
+    size = 3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_stages": 5}, "at most 4 stages. Received: num_stages=5"),
+        ({"num_stages": 0}, "num_stages=0"),
+        ({"num_stages": True}, "num_stages=True"),
+        ({"num_stages": "2"}, "num_stages='2'"),
+        ({"num_stages": 2.0}, "num_stages=2.0"),
+        ({"num_micro_batches": 0}, "num_micro_batches=0"),
+        ({"num_micro_batches": 1.5}, "num_micro_batches=1.5"),
+        ({"num_micro_batches": False}, "num_micro_batches=False"),
+        ({"schedule": "1b1f"}, "schedule='1b1f'"),
+        ({"schedule": 3}, "schedule=3"),
+        ({"balance": "luck"}, "balance='luck'"),
+        ({"batch_size": "8"}, "batch_size='8'"),
+        ({"memory_limit": "much"}, "'much'"),
+        ({"plan": 3}, "plan=3"),
+    ],
+)
+def test_options(options, message):
+    with pytest.raises((ConfigurationError, PlanError)) as caught:
+        PipelineModel(mlp(), **options)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("stages", "hint"), [(4, r"\[1, 2, 4\]"), (2, "num_stages=3"), (1, "3 repl")]
+)
+def test_ranks_that_the_stages_do_not_spread_over(monkeypatch, stages, hint):
+    monkeypatch.setattr("tarantella_pp.pipeline_model.world", Ranks)
+    with pytest.raises(ConfigurationError, match=hint):
+        PipelineModel(mlp(), num_stages=stages)
+
+
+class Subclassed(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.dense = layers.Dense(2)
+
+    def call(self, inputs):
+        return self.dense(inputs)
+
+
+class OwnStep(keras.Model):
+    def train_step(self, data):
+        return {"loss": 0.0}
+
+
+def frozen_mlp():
+    model = mlp()
+    model.trainable = False
+    return model
+
+
+def half_precision():
+    policy = keras.config.dtype_policy()
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        return mlp()
+    finally:
+        keras.config.set_dtype_policy(policy)
+
+
+def own_step():
+    inputs = keras.Input((6,))
+    return OwnStep(inputs, layers.Dense(3)(inputs))
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (Subclassed, "subclassed model"),
+        (lambda: keras.Sequential([layers.Dense(2)]), "not built"),
+        (frozen_mlp, "no trainable weights"),
+        (half_precision, "mixed_bfloat16"),
+        (own_step, "overrides train_step"),
+    ],
+)
+def test_models(build, message):
+    with pytest.raises(UnsupportedModelError, match=message):
+        PipelineModel(build(), num_stages=1)
+
+
+def test_what_is_no_model():
+    with pytest.raises(TarantellaError, match=r"Received: model='mlp\.keras'"):
+        PipelineModel("mlp.keras", num_stages=1)
+
+
+def test_another_backend(monkeypatch):
+    monkeypatch.setattr(keras.backend, "backend", lambda: "jax")
+    with pytest.raises(ConfigurationError, match="KERAS_BACKEND='jax'"):
+        PipelineModel(mlp(), num_stages=1)
+
+
+def test_several_processes_without_mpi(monkeypatch):
+    for name, value in (("OMPI_COMM_WORLD_SIZE", "2"), ("OMPI_COMM_WORLD_RANK", "0")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(communicators, "_world", None)
+    monkeypatch.setitem(__import__("sys").modules, "mpi4py", None)
+    with pytest.raises(LaunchError, match="mpi4py"):
+        PipelineModel(mlp(), num_stages=2)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return PipelineModel(mlp(), num_stages=2, num_micro_batches=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"run_eagerly": True}, "run_eagerly=True"),
+        ({"jit_compile": True}, "jit_compile=True"),
+        ({"optimizer": "scaled"}, "LossScaleOptimizer"),
+    ],
+)
+def test_compilation(model, options, message):
+    if "optimizer" in options:
+        options = {"optimizer": keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())}
+    with pytest.raises(ConfigurationError, match=message):
+        model.compile(**{"optimizer": "sgd", "loss": "mse", **options})
+
+
+@pytest.mark.parametrize("option", [{"global_clipnorm": 1.0}, {"use_ema": True}])
+def test_optimizers_that_look_at_all_weights(monkeypatch, option):
+    model = PipelineModel(mlp(), num_stages=3)
+    monkeypatch.setattr(model._pipeline, "communicator", Ranks())
+    with pytest.raises(ConfigurationError, match=next(iter(option))):
+        model.compile(keras.optimizers.SGD(0.1, **option), "mse")
+
+
+def test_callbacks_that_save_one_process(model, tmp_path):
+    model.compile("sgd", "mse")
+    before = model.get_weights()
+    backup = keras.callbacks.BackupAndRestore(tmp_path / "backup")
+    with pytest.raises(ConfigurationError, match="BackupAndRestore"):
+        model.fit(np.ones((4, 6)), np.ones((4, 3)), callbacks=[backup], verbose=0)
+    assert all((a == b).all() for a, b in zip(before, model.get_weights(), strict=True))
+
+
+def test_training_before_compile():
+    model = PipelineModel(mlp(), num_stages=2)
+    with pytest.raises(ValueError, match="compile"):
+        model.fit(np.ones((4, 6)), np.ones((4, 3)), verbose=0)
+
+
+def test_plans_of_other_models(tmp_path):
+    plan = make_plan(two_in_two_out(), 2)
+    with pytest.raises(PlanError, match="another model"):
+        PipelineModel(mlp(), plan=plan)
+    plan.save(tmp_path / "plan.json")
+    with pytest.raises(PlanError, match="another model"):
+        PipelineModel(mlp(), plan=tmp_path / "plan.json")
+    with pytest.raises((PlanError, FileNotFoundError)):
+        PipelineModel(mlp(), plan=tmp_path / "none.json")
+
+
+def test_a_plan_decides_alone():
+    plan = make_plan(mlp(), 2, num_micro_batches=3, schedule="gpipe")
+    for option in ({"num_stages": 2}, {"num_micro_batches": 4}, {"schedule": "1f1b"}):
+        with pytest.raises(ConfigurationError, match=next(iter(option))):
+            PipelineModel(mlp(), plan=plan, **option)
+    model = PipelineModel(mlp(), plan=plan)
+    assert model._pipeline.engine._schedule == "gpipe"
+    assert model.plan.num_micro_batches == 3
+
+
+def test_batch_statistics_are_warned_of():
+    def cnn():
+        return residual_cnn(layers.BatchNormalization)
+
+    with pytest.warns(
+        UserWarning, match=r"batch_normalization\w*, batch_normalization.*micro"
+    ) as w:
+        PipelineModel(cnn(), num_stages=2, num_micro_batches=2)
+    assert len(w) == 1
+    assert w[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        PipelineModel(cnn(), num_stages=2, num_micro_batches=1)
+        PipelineModel(residual_cnn(), num_stages=2, num_micro_batches=2)
+        model = cnn()
+        for layer in model.layers:
+            layer.trainable = not isinstance(layer, layers.BatchNormalization)
+        PipelineModel(model, num_stages=2, num_micro_batches=2)
+
+
+def test_export_and_formats(model, tmp_path):
+    with pytest.raises(ConfigurationError, match="save"):
+        model.export(tmp_path / "model")
+    with pytest.raises(ConfigurationError, match=r"model\.h5"):
+        model.save(tmp_path / "model.h5")
+    (tmp_path / "model.keras").write_text("mine")
+    with pytest.raises(ConfigurationError, match="overwrite=False"):
+        model.save(tmp_path / "model.keras", overwrite=False)
+    assert (tmp_path / "model.keras").read_text() == "mine"
+
+
+def test_outputs_without_a_loss_and_data_without_targets(model):
+    unused = PipelineModel(unreached(), num_stages=2)
+    unused.compile("sgd", {"nothing": "mse"})
+    with pytest.raises(ValueError, match="nothing"):
+        unused.fit(np.ones((4, 6)), {"used": np.ones((4, 3))}, verbose=0)
+    model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match="cardinality"):
+        model.fit(np.ones((4, 6)), np.ones((3, 3)), verbose=0)

@@ -1,0 +1,201 @@
+"""A pipeline without layers: stages that sleep instead of computing and hand on what they get.
+
+All else is the runtime itself: its loop over the actions, its messages, its schedules. Nothing
+here loads TensorFlow, so that many ranks start at once on a small machine.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tarantella_pp.partition.graph import LayerGraph, Node, Tensor
+from tarantella_pp.runtime.communicator import Communicator
+from tarantella_pp.runtime.exchange import Conversion, Exchange
+from tarantella_pp.runtime.execution import Execution
+from tarantella_pp.runtime.layout import Port, StageLayout, links_of, stage_layouts
+from tarantella_pp.runtime.recorded_execution import RecordedExecution
+from tarantella_pp.runtime.recording import Recorder
+from tarantella_pp.runtime.schedule import Costs, Schedule, lower, make_schedule, validate
+
+ROWS = 4
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """How long a stage sleeps for each kind of computation."""
+
+    forward: float = 0.0
+    input_gradient: float = 0.0
+    weight_gradient: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """For one micro-batch."""
+        return self.forward + self.input_gradient + self.weight_gradient
+
+
+class SleepingStage:
+    """A stage as the runtime's loop knows it; see `runtime.stage.Stage` for the methods."""
+
+    def __init__(self, layout: StageLayout, seconds: Seconds) -> None:
+        self.layout = layout
+        self._seconds = seconds
+        self._kept: dict[int, Any] = {}
+
+    def forward(self, key: int, inputs: Sequence[Any]) -> tuple[list[Any], None]:
+        self._kept[key] = inputs[0]
+        return self.evaluate(inputs)
+
+    def evaluate(self, inputs: Sequence[Any]) -> tuple[list[Any], None]:
+        _SLEEPER.sleep(self._seconds.forward)
+        return [inputs[0] for _ in self.layout.outputs], None
+
+    def backward(self, key: int, seeds: Sequence[Any]) -> list[Any]:
+        found = self.backward_input(key, seeds)
+        self.backward_weight(key)
+        return found
+
+    def backward_input(self, key: int, seeds: Sequence[Any]) -> list[Any]:
+        _SLEEPER.sleep(self._seconds.input_gradient)
+        return [seeds[1] for _ in self.layout.input_gradients]
+
+    def backward_weight(self, key: int) -> None:
+        _SLEEPER.sleep(self._seconds.weight_gradient)
+        del self._kept[key]
+
+
+class StubStep:
+    """Data and loss of a step, all of them one array; see `runtime.execution.Step`."""
+
+    def __init__(self, training: bool, array: np.ndarray, results: Sequence[Port]) -> None:
+        self.training = training
+        self.finished: list[int] = []
+        self._array = array
+        self._gradients = dict.fromkeys(results, array)
+
+    def data(self, stage: int, micro_batch: int) -> Sequence[Any]:
+        return [self._array] if stage == 0 else []
+
+    def add(self, micro_batch: int, loss: Any) -> None:
+        """Stages without layers add no losses."""
+
+    def finish(self, micro_batch: int, results: Sequence[Any]) -> None:
+        self.finished.append(micro_batch)
+
+    def forwards_done(self) -> None:
+        """Nobody waits for this."""
+
+    def factor(self, micro_batch: int) -> Any:
+        return self._array
+
+    def loss_gradients(self, micro_batch: int) -> Mapping[Port, Any]:
+        return self._gradients
+
+
+class StubPipeline:
+    """One rank's part of a pipeline without layers.
+
+    Args:
+        name: Name of the schedule.
+        num_stages: Number of stages.
+        num_micro_batches: Number of micro-batches.
+        seconds: How long each stage sleeps.
+        communicator: The ranks.
+        width: Elements of a row; a message has `ROWS` rows of float32.
+        recorder: Where to note what happens, if anywhere.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        num_stages: int,
+        num_micro_batches: int,
+        seconds: Seconds,
+        communicator: Communicator,
+        width: int = 128,
+        recorder: Recorder | None = None,
+    ) -> None:
+        graph = chain(num_stages, width)
+        layouts = stage_layouts(graph, range(num_stages), num_stages)
+        costs = None
+        if name == "zb-auto":
+            parts = (seconds.forward, seconds.input_gradient, seconds.weight_gradient)
+            costs = Costs.uniform(num_stages, *parts)
+        plain = make_schedule(name, num_stages, num_micro_batches, communicator.size, costs=costs)
+        self.schedule: Schedule = lower(plain)
+        validate(self.schedule)
+        own = self.schedule.stages_of(communicator.rank)
+        stages: Any = {stage: SleepingStage(layouts[stage], seconds) for stage in own}
+        exchange = Exchange(
+            communicator,
+            graph,
+            links_of(layouts),
+            self.schedule.placement,
+            Conversion(lambda tensor: tensor, lambda array: array),
+        )
+        self._program = self.schedule.actions[communicator.rank]
+        self._recorder = recorder
+        self._results = layouts[-1].results
+        self._array = np.zeros((ROWS, width), np.float32)
+        if recorder is None:
+            self._execution = Execution(stages, exchange)
+        else:
+            self._execution = RecordedExecution(stages, exchange, recorder)
+
+    def step(self) -> StubStep:
+        """Runs one step."""
+        step = StubStep(self.schedule.has_backward, self._array, self._results)
+        rows = dict.fromkeys(range(self.schedule.num_micro_batches), ROWS)
+        if self._recorder is None:
+            self._execution.run(self._program, rows, step)
+            return step
+        with self._recorder.step():
+            self._recorder.runs(self.schedule, sum(rows.values()))
+            self._execution.run(self._program, rows, step)
+        return step
+
+
+def chain(num_stages: int, width: int) -> LayerGraph:
+    """A graph of one node for each stage, one after the other."""
+    nodes = tuple(
+        Node(i, f"node_{i}", "Stub", inputs=(i,), outputs=(i + 1,)) for i in range(num_stages)
+    )
+    tensors = tuple(
+        Tensor(
+            i,
+            f"tensor_{i}",
+            (None, width),
+            "float32",
+            producer=None if i == 0 else i - 1,
+            consumers=(i,) if i < num_stages else (),
+            bytes_per_sample=4 * width,
+            has_gradient=i > 0,
+        )
+        for i in range(num_stages + 1)
+    )
+    return LayerGraph(nodes, tensors, (0,), (num_stages,))
+
+
+class _Sleeper:
+    """Sleeps as long as it is told, on the whole: the system wakes everybody up a little late."""
+
+    def __init__(self) -> None:
+        self._late: deque[float] = deque([0.0], maxlen=15)
+
+    def sleep(self, seconds: float) -> None:
+        if seconds <= 0:
+            return
+        start = time.perf_counter()
+        wanted = max(0.0, seconds - statistics.median(self._late))
+        time.sleep(wanted)
+        self._late.append(time.perf_counter() - start - wanted)
+
+
+_SLEEPER = _Sleeper()

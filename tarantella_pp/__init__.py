@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tarantella_pp import callbacks as callbacks
     from tarantella_pp import errors as errors
+    from tarantella_pp.choice import make_plan as make_plan
     from tarantella_pp.partition.plan import Plan as Plan
-    from tarantella_pp.partition.planner import make_plan as make_plan
     from tarantella_pp.pipeline_model import PipelineModel as PipelineModel
     from tarantella_pp.ranks import barrier as barrier
     from tarantella_pp.ranks import get_master_rank as get_master_rank
@@ -37,7 +37,7 @@ _HOME = {
     "get_size": "tarantella_pp.ranks",
     "init": "tarantella_pp.ranks",
     "is_master_rank": "tarantella_pp.ranks",
-    "make_plan": "tarantella_pp.partition.planner",
+    "make_plan": "tarantella_pp.choice",
 }
 """Module of each public name."""
 _MODULES = ("callbacks", "errors")

@@ -11,7 +11,7 @@ import keras
 from tarantella_pp.errors import ConfigurationError, PlanError
 from tarantella_pp.feeding import BatchIterator, shared_adapters
 from tarantella_pp.model_state import ModelState
-from tarantella_pp.partition.extraction import ExtractedModel
+from tarantella_pp.partition.extraction import ExtractedModel, extract
 from tarantella_pp.partition.graph import LayerGraph
 from tarantella_pp.partition.plan import Plan
 from tarantella_pp.runtime.communicator import Communicator
@@ -42,6 +42,7 @@ class Pipeline:
         self.extracted = extracted
         self.plan = plan
         self.communicator = communicator
+        self._schedule = schedule
         self.logs: dict[str, Any] = {}
         self.engine = Engine(
             model,
@@ -51,9 +52,22 @@ class Pipeline:
             plan.num_micro_batches,
             schedule,
             communicator,
+            plan.recompute,
         )
         self.feed = self.engine.feed(lambda x: standardize_inputs(model, x))
         self.state = ModelState(extracted, plan.assignment, self.engine.placement, communicator)
+
+    def up_to_date(self, model: Any) -> Pipeline:
+        """Returns this pipeline, or one like it if other weights are trainable by now.
+
+        Args:
+            model: The `PipelineModel`.
+        """
+        pairs = zip(self.extracted.graph.weights, self.extracted.variables, strict=True)
+        if all(weight.trainable == bool(variable.trainable) for weight, variable in pairs):
+            return self
+        extracted = extract(self.extracted.model)
+        return Pipeline(model, extracted, self.plan, self._schedule, self.communicator)
 
     @property
     def prints(self) -> bool:

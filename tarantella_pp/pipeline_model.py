@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,12 @@ import keras
 from tarantella_pp import checks
 from tarantella_pp.callbacks.rank_rules import callbacks_of_rank
 from tarantella_pp.callbacks.timeline import timelines_in, with_trace
+from tarantella_pp.choice import make_plan
 from tarantella_pp.collective_model import CollectiveModel
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.feeding import shared_adapters
 from tarantella_pp.partition.extraction import extract
 from tarantella_pp.partition.plan import Plan
-from tarantella_pp.partition.planner import make_plan
 from tarantella_pp.pipeline import Pipeline, agreed_plan
 from tarantella_pp.runtime.communicator import world
 from tarantella_pp.runtime.keras_training import get_data_adapter, train_validation_split
@@ -37,14 +38,17 @@ class PipelineModel(CollectiveModel):
         model: The Functional or Sequential model. It is neither copied nor changed, but its
             layers hold the weights that are trained.
         num_stages: Number of pipeline stages. Default: the number of ranks.
-        num_micro_batches: Number of micro-batches that each batch is cut into. Default: chosen so
-            that the pipeline is busy most of the time, see `make_plan`.
+        num_micro_batches: Number of micro-batches that each batch is cut into. Default: the one
+            with which a step is fastest, see `make_plan`.
         schedule: `"gpipe"`, `"1f1b"` or another name of `runtime.schedule`. Default: `"1f1b"`
             where the loss can be computed one micro-batch at a time, otherwise `"gpipe"`.
         balance: What the stages are balanced by: `"memory"` or `"flops"`.
         memory_limit: Largest memory of a stage, in bytes or as in `"16GB"`. Default: none.
         batch_size: Batch size to plan memory for. Default: 32, Keras' own. Training takes any.
-        plan: A `Plan` or the path of one, instead of the five options before.
+        recompute: Stages that keep the inputs of a micro-batch only and repeat its forward pass
+            in the backward pass, which saves memory: `"all"`, `"none"` or their numbers. Default:
+            where the limit needs it.
+        plan: A `Plan` or the path of one, instead of the options before.
 
     Raises:
         ConfigurationError: If an option cannot work, alone or with the number of ranks.
@@ -68,6 +72,7 @@ class PipelineModel(CollectiveModel):
         balance: str = "memory",
         memory_limit: int | str | None = None,
         batch_size: int = 32,
+        recompute: str | Sequence[int] | None = None,
         plan: Plan | str | Path | None = None,
     ) -> None:
         checks.check_backend()
@@ -77,8 +82,19 @@ class PipelineModel(CollectiveModel):
         checks.check_trainable(model)
         stages = communicator.size if num_stages is None else num_stages
 
+        given = {
+            "num_stages": num_stages,
+            "num_micro_batches": num_micro_batches,
+            "schedule": schedule,
+            "balance": balance,
+            "memory_limit": memory_limit,
+            "batch_size": batch_size,
+            "recompute": recompute,
+        }
+
         def make() -> Plan:
             if plan is not None:
+                checks.check_plan(plan, given)
                 return plan if isinstance(plan, Plan) else Plan.load(plan)
             checks.check_ranks(stages, communicator.size)
             return make_plan(
@@ -89,13 +105,17 @@ class PipelineModel(CollectiveModel):
                 balance=balance,
                 memory_limit=memory_limit,
                 batch_size=batch_size,
+                recompute=recompute,
             )
 
-        plan = agreed_plan(make, extracted.graph, communicator)
-        checks.check_ranks(plan.num_stages, communicator.size)
+        agreed = agreed_plan(make, extracted.graph, communicator)
+        checks.check_ranks(agreed.num_stages, communicator.size)
+        wanted = schedule if plan is None else agreed.schedule
         super().__init__(extracted.inputs_struct, extracted.outputs_struct, name=model.name)
-        self._pipeline = Pipeline(self, extracted, plan, schedule, communicator)
+        self._pipeline = Pipeline(self, extracted, agreed, wanted, communicator)
         self._pipeline.state.start_alike()
+        if self._pipeline.prints:
+            checks.warn_of_batch_statistics(extracted.calls, agreed.num_micro_batches)
 
     @property
     def plan(self) -> Plan:
@@ -126,15 +146,20 @@ class PipelineModel(CollectiveModel):
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Configures training; takes what `keras.Model.compile` takes.
 
+        As in plain Keras it is what makes a change of `trainable` take effect.
+
         Args:
             *args: As of `keras.Model.compile`.
             **kwargs: As of `keras.Model.compile`; `run_eagerly` and `jit_compile` must stay off.
 
         Raises:
             ConfigurationError: If an option would be ignored, or be wrong on several ranks.
+            UnsupportedModelError: If all weights have been frozen.
         """
+        checks.check_trainable(self)
         super().compile(*args, **kwargs)
         checks.check_compilation(self.optimizer, kwargs, self._pipeline.communicator.size)
+        self._pipeline = self._pipeline.up_to_date(self)
         self._pipeline.engine.forget_compilation()
 
     def make_train_function(self, force: bool = False) -> None:

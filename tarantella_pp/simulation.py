@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass, replace
 
-from tarantella_pp.partition.plan import Plan, micro_batch_size
+from tarantella_pp.partition.plan import Plan, StagePlan, micro_batch_size
 from tarantella_pp.runtime.schedule.actions import Link
 from tarantella_pp.runtime.schedule.costs import Costs, LinkCosts, StageCosts
 from tarantella_pp.runtime.schedule.scaling import (
@@ -30,11 +30,16 @@ class Machine:
         flops_per_second: Floating point operations per second of a rank.
         bandwidth: Bytes per second of the link between two ranks, in each direction.
         latency: Seconds of each message more.
+        action_seconds: Seconds that starting one computation takes.
+        memory_bandwidth: Bytes per second at which weights are read and gradients added up, for
+            each micro-batch anew; `None` where that is not counted.
     """
 
     flops_per_second: float = 1e12
     bandwidth: float = 10e9
     latency: float = 5e-6
+    action_seconds: float = 0.0
+    memory_bandwidth: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,16 +105,12 @@ class PlanSimulation:
     def costs(self) -> Costs:
         """Returns the seconds and bytes of the plan's stages and messages."""
         planned = self.plan.micro_batch_size
-        rows = self.micro_batch_size
         # Memory must hold the largest micro-batch; time is that of all of them together.
         mean = self.samples / self.num_micro_batches
-        stages = []
-        for stage in self.plan.stages:
-            forward = mean * stage.flops / self.machine.flops_per_second
-            part = forward * BACKWARD / 2
-            buffers = stage.buffer_bytes * rows / planned
-            kept = stage.activation_bytes * rows / planned
-            stages.append(StageCosts(forward, part, part, None, kept, stage.state_bytes + buffers))
+        stages = [
+            self._stage(stage, mean, repeats=i in self.plan.recompute)
+            for i, stage in enumerate(self.plan.stages)
+        ]
         sizes: Counter[Link] = Counter()
         for cut in self.plan.cuts:
             for target in cut.targets:
@@ -122,6 +123,26 @@ class PlanSimulation:
             for pair, size in sizes.items()
         }
         return Costs(tuple(stages), links)
+
+    def _stage(self, stage: StagePlan, mean: float, *, repeats: bool) -> StageCosts:
+        """Costs of a stage, whose micro-batches have so many samples on average."""
+        machine = self.machine
+        forward = mean * stage.flops / machine.flops_per_second
+        backward = forward * BACKWARD / 2
+        traffic = stage.parameter_bytes / (machine.memory_bandwidth or math.inf)
+        once = machine.action_seconds + traffic
+        larger = self.micro_batch_size / self.plan.micro_batch_size
+        static = stage.state_bytes + larger * (stage.buffer_bytes + stage.recomputed_bytes)
+        again = forward + traffic if repeats else 0.0
+        return StageCosts(
+            forward=once + forward,
+            input_gradient=once + again + backward,
+            # Weight gradients are written, read, and added to a sum.
+            weight_gradient=once + 3 * traffic + backward,
+            full_backward=once + again + 4 * traffic + 2 * backward,
+            activation_bytes=larger * stage.activation_bytes,
+            static_bytes=static,
+        )
 
     def step(self, num_ranks: int | None = None) -> PipelineStep:
         """Plays the step of one replica.

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
-from tarantella_pp.partition.graph import LayerGraph, Tensor
+from tarantella_pp.partition.graph import LayerGraph, Node, Tensor
 from tarantella_pp.partition.plan_parts import CutEdge, StagePlan
 from tarantella_pp.partition.sizes import sample_shape
+
+NOTHING: Mapping[int, int] = MappingProxyType({})
+"""No stage repeats its forward pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,30 +92,42 @@ class Costs:
                 )
         return tuple(found)
 
-    def stages(self, assignment: Sequence[int], in_flight: Sequence[int]) -> tuple[StagePlan, ...]:
+    def stages(
+        self,
+        assignment: Sequence[int],
+        in_flight: Sequence[int],
+        repeats: Mapping[int, int] = NOTHING,
+    ) -> tuple[StagePlan, ...]:
         """Returns what each stage costs.
 
         Args:
             assignment: Stage of each node; every stage has one.
             in_flight: Most micro-batches that each stage holds at a time.
+            repeats: Stages that keep the inputs of a micro-batch only and repeat their forward
+                pass, and for how many micro-batches at a time they hold what that makes.
         """
         cuts = self.cuts(assignment)
+        nodes: list[list[int]] = [[] for _ in in_flight]
+        for node, stage in enumerate(assignment):
+            nodes[stage].append(node)
         return tuple(
-            self._stage([i for i, s in enumerate(assignment) if s == stage], stage, held, cuts)
+            self._stage(nodes[stage], stage, held, cuts, repeats.get(stage, 0))
             for stage, held in enumerate(in_flight)
         )
 
     def _stage(
-        self, ids: list[int], stage: int, in_flight: int, cuts: tuple[CutEdge, ...]
+        self,
+        ids: Sequence[int],
+        stage: int,
+        in_flight: int,
+        cuts: tuple[CutEdge, ...],
+        repeats: int,
     ) -> StagePlan:
-        graph = self.graph
-        nodes = [graph.nodes[i] for i in ids]
+        nodes = [self.graph.nodes[i] for i in ids]
         used = {w for node in nodes for w in node.weights}
-        weights = [graph.weights[w] for w in used]
+        weights = [self.graph.weights[w] for w in used]
         parameters = sum(weight.bytes for weight in weights if weight.trainable)
-        kept = {graph.storage(tensor) for node in nodes for tensor in node.keeps}
-        per_sample = sum(graph.tensors[tensor].bytes_per_sample for tensor in kept)
-        per_sample += math.ceil(sum(node.residual_bytes for node in nodes))
+        kept, repeated = self._kept_bytes(nodes, again=repeats > 0)
         touching = [cut for cut in cuts if stage == cut.source or stage in cut.targets]
         return StagePlan(
             first=nodes[0].name,
@@ -121,8 +137,23 @@ class Costs:
             constant_bytes=sum(weight.bytes for weight in weights if not weight.trainable),
             gradient_bytes=parameters,
             optimizer_bytes=sum(self.slots[w] for w in used),
-            activation_bytes=self.rows * per_sample,
+            activation_bytes=kept,
             in_flight=in_flight,
             buffer_bytes=sum(c.bytes * (1 + c.has_gradient) + c.mask_bytes for c in touching),
             flops=sum(node.flops for node in nodes),
+            recomputed_bytes=repeats * repeated,
         )
+
+    def _kept_bytes(self, nodes: Sequence[Node], *, again: bool) -> tuple[int, int]:
+        """Returns what a stage of these nodes keeps of a micro-batch, and what it makes again."""
+        tensors = self.graph.tensors
+        kept = {self.graph.storage(tensor) for node in nodes for tensor in node.keeps}
+        inside = math.ceil(self.rows * sum(node.residual_bytes for node in nodes))
+        if not again:
+            return self.rows * sum(tensors[t].bytes_per_sample for t in kept) + inside, 0
+        made = {tensor for node in nodes for tensor in node.outputs}
+        given = {tensor for node in nodes for tensor in node.inputs} - made
+        inputs = {self.graph.storage(tensor) for tensor in given}
+        masks = sum(self.mask_bytes(tensors[t]) for t in given if tensors[t].producer is not None)
+        repeated = self.rows * sum(tensors[t].bytes_per_sample for t in kept - inputs) + inside
+        return self.rows * sum(tensors[t].bytes_per_sample for t in inputs) + masks, repeated

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,20 +21,26 @@ class PlanOptions:
     Attributes:
         num_stages: Number of pipeline stages.
         num_micro_batches: Micro-batches of a step.
+        num_replicas: Number of pipelines side by side.
+        batch_size: Samples of a step, over all replicas.
         rows: Samples of one micro-batch on one replica.
         schedule: Name of the schedule.
         balance: What the stages are balanced by.
         memory_limit: Largest memory of a stage in bytes; `None` for any.
         in_flight: Most micro-batches that each stage holds at a time.
+        recompute: The stages that repeat their forward pass, ascending.
     """
 
     num_stages: int
     num_micro_batches: int
+    num_replicas: int
+    batch_size: int
     rows: int
     schedule: str
     balance: str
     memory_limit: int | None
     in_flight: tuple[int, ...]
+    recompute: tuple[int, ...] = ()
 
     @property
     def bubble(self) -> float | None:
@@ -43,6 +49,18 @@ class PlanOptions:
         if self.schedule == "zb-h1":
             works *= 3
         return waits / (works + waits) if self.schedule in SCHEDULES else None
+
+    @property
+    def repeats(self) -> dict[int, int]:
+        """Stages that repeat their forward pass, and for how many micro-batches at a time.
+
+        For one, where both gradients are computed together. Where weight gradients wait, what
+        they need waits with them: stage s of zb-h1 puts off up to s of them.
+        """
+        waiting = {"zb-h1": range(self.num_stages)}.get(self.schedule, self.in_flight)
+        if not self.schedule.startswith("zb-"):
+            waiting = (0,) * self.num_stages
+        return {s: min(1 + waiting[s], self.in_flight[s]) for s in self.recompute}
 
     @classmethod
     def checked(
@@ -56,14 +74,18 @@ class PlanOptions:
         balance: str,
         memory_limit: int | float | str | None,
         in_flight: Sequence[int] | None,
+        recompute: str | Sequence[int] = "none",
     ) -> PlanOptions:
         """Checks the arguments of `make_plan`, which says what they mean, and chooses defaults.
 
         Raises:
             ConfigurationError: One of them cannot work, alone or with the others.
         """
-        stages = _count("num_stages", num_stages)
-        batch, replicas = _count("batch_size", batch_size), _count("num_replicas", num_replicas)
+        stages = checked_count("num_stages", num_stages)
+        batch, replicas = (
+            checked_count("batch_size", batch_size),
+            checked_count("num_replicas", num_replicas),
+        )
         if batch < replicas:
             raise ConfigurationError(
                 "Each replica needs a sample of the batch. "
@@ -72,11 +94,13 @@ class PlanOptions:
         if num_micro_batches is None:
             micro_batches = 1 if stages == 1 else min(4 * (stages - 1), max(2, batch // replicas))
         else:
-            micro_batches = _count("num_micro_batches", num_micro_batches)
+            micro_batches = checked_count("num_micro_batches", num_micro_batches)
         _choice("balance", balance, BALANCES)
         return cls(
             num_stages=stages,
             num_micro_batches=micro_batches,
+            num_replicas=replicas,
+            batch_size=batch,
             rows=micro_batch_size(batch, replicas, micro_batches),
             schedule=schedule,
             balance=balance,
@@ -84,10 +108,47 @@ class PlanOptions:
             if memory_limit is None
             else parse_bytes(memory_limit, "memory_limit"),
             in_flight=_in_flight(schedule, stages, micro_batches, in_flight),
+            recompute=stages_to_recompute(recompute, stages),
         )
 
 
-def _count(name: str, value: Any) -> int:
+def stages_to_recompute(recompute: Any, num_stages: int) -> tuple[int, ...]:
+    """Reads the option `recompute`.
+
+    Args:
+        recompute: `"all"`, `"none"` or the stages.
+        num_stages: Number of stages.
+
+    Returns:
+        The stages, ascending.
+
+    Raises:
+        ConfigurationError: It is none of these.
+    """
+    named: dict[Any, tuple[int, ...]] = {"none": (), "all": tuple(range(num_stages))}
+    if isinstance(recompute, str) and recompute in named:
+        return named[recompute]
+    given = list(recompute) if isinstance(recompute, Iterable) else [recompute]
+    whole = all(hasattr(s, "__index__") and not isinstance(s, bool) for s in given)
+    stages = tuple(sorted(s.__index__() for s in given)) if whole else ()
+    if whole and len(set(stages)) == len(given) and set(stages) <= set(range(num_stages)):
+        return stages
+    raise ConfigurationError(
+        f"Expected 'all', 'none' or different stages from 0 to {num_stages - 1}. "
+        f"Received: recompute={recompute!r}"
+    )
+
+
+def checked_count(name: str, value: Any) -> int:
+    """Reads an option that is a whole number from 1 on.
+
+    Args:
+        name: Its name, for the message.
+        value: What was given.
+
+    Raises:
+        ConfigurationError: It is none.
+    """
     if isinstance(value, bool) or not hasattr(value, "__index__") or value.__index__() < 1:
         raise ConfigurationError(f"Expected a whole number from 1 on. Received: {name}={value!r}")
     return int(value.__index__())
@@ -104,7 +165,7 @@ def _in_flight(
     if given is not None:
         if not isinstance(schedule, str) or not schedule:
             raise ConfigurationError(f"Expected a name. Received: schedule={schedule!r}")
-        counts = tuple(_count("in_flight", held) for held in given)
+        counts = tuple(checked_count("in_flight", held) for held in given)
         if len(counts) != stages:
             raise ConfigurationError(
                 f"Expected one count for each of the {stages} stages. Received: in_flight={counts}"

@@ -50,6 +50,8 @@ class Plan(
         bubble: Share of a step that a rank waits, by the schedule's formula; `None` without one.
         assumed_size: Size that unknown dimensions other than the batch were counted with.
         estimated: Kinds of layers whose costs are guesses.
+        recompute: Stages that keep the inputs of a micro-batch only and repeat its forward pass,
+            ascending.
     """
 
     model: str
@@ -70,6 +72,7 @@ class Plan(
     bubble: float | None = None
     assumed_size: int | None = None
     estimated: tuple[str, ...] = ()
+    recompute: tuple[int, ...] = ()
     version: int = 1
 
     def __post_init__(self) -> None:

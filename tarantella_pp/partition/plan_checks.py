@@ -26,6 +26,7 @@ def problems(plan: Plan) -> Iterator[str]:
     """
     yield from _wrong_numbers(plan)
     yield from _wrong_stages(plan)
+    yield from _wrong_recomputation(plan)
     yield from _wrong_cuts(plan)
 
 
@@ -74,6 +75,15 @@ def _wrong_stages(plan: Plan) -> Iterator[str]:
                 f"stages[{i}] must name the first, the last and the number of its nodes. "
                 f"Received: {stage.first!r}, {stage.last!r}, {stage.nodes}"
             )
+
+
+def _wrong_recomputation(plan: Plan) -> Iterator[str]:
+    stages = set(plan.recompute)
+    if list(plan.recompute) != sorted(stages) or not stages <= set(range(plan.num_stages)):
+        yield f"recompute must name stages, ascending. Received: {list(plan.recompute)}"
+    for i, stage in enumerate(plan.stages):
+        if stage.recomputed_bytes and i not in stages:
+            yield f"stages[{i}] recomputes nothing. Received: {stage.recomputed_bytes} bytes of it"
 
 
 def _wrong_cuts(plan: Plan) -> Iterator[str]:

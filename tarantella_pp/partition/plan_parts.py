@@ -20,10 +20,12 @@ class StagePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         constant_bytes: Other variables.
         gradient_bytes: Gradients of the trainable variables.
         optimizer_bytes: Slots of the optimizer.
-        activation_bytes: What the backward pass needs again, for one micro-batch.
+        activation_bytes: What is kept of one micro-batch until its backward pass is done.
         in_flight: Most micro-batches that the schedule holds on this stage at a time.
         buffer_bytes: Messages under way: cut tensors of one micro-batch and their gradients.
         flops: Floating point operations of the forward pass, per sample.
+        recomputed_bytes: What a stage that repeats its forward pass makes again, of all the
+            micro-batches that run backward at a time, which is one but for split backward passes.
     """
 
     first: str
@@ -37,6 +39,7 @@ class StagePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     in_flight: int
     buffer_bytes: int
     flops: float
+    recomputed_bytes: int = 0
 
     @property
     def state_bytes(self) -> int:
@@ -47,8 +50,9 @@ class StagePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of everything: state, activations of all micro-batches in flight, buffers."""
-        return self.state_bytes + self.in_flight * self.activation_bytes + self.buffer_bytes
+        """Bytes of everything: state, what is kept of all micro-batches in flight, buffers."""
+        kept = self.in_flight * self.activation_bytes + self.recomputed_bytes
+        return self.state_bytes + kept + self.buffer_bytes
 
 
 class CutEdge(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

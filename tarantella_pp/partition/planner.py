@@ -3,98 +3,135 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import keras
 
 from tarantella_pp.errors import ConfigurationError
+from tarantella_pp.partition.certificate import Solution
 from tarantella_pp.partition.cost import Costs
 from tarantella_pp.partition.extraction import extract
 from tarantella_pp.partition.formulation import best_solution
+from tarantella_pp.partition.graph import LayerGraph
 from tarantella_pp.partition.options import PlanOptions
 from tarantella_pp.partition.plan import Plan, Proof
 from tarantella_pp.partition.slots import optimizer_name, slot_bytes
 
+#: Layers whose forward pass the runtime cannot repeat: it cannot cut TensorFlow's loops.
+LOOPS = (
+    *("LSTM", "GRU", "SimpleRNN", "RNN", "Bidirectional"),
+    *("ConvLSTM1D", "ConvLSTM2D", "ConvLSTM3D"),
+)
 
-def make_plan(
-    model: keras.Model,
-    num_stages: int,
-    *,
-    batch_size: int = 32,
-    num_micro_batches: int | None = None,
-    num_replicas: int = 1,
-    schedule: str = "1f1b",
-    balance: str = "memory",
-    memory_limit: int | float | str | None = None,
-    optimizer: Any = None,
-    in_flight: Sequence[int] | None = None,
-) -> Plan:
-    """Plans the stages of a model's pipeline; needs neither MPI nor data, and runs nothing.
 
-    The plan is the best over all orders in which the operations can run, or comes with a bound
-    on how much better one could be. Operations that share variables stay on one stage.
+@dataclass(frozen=True, slots=True)
+class Planner:
+    """Makes plans of one model, for any options.
 
-    Args:
-        model: A Functional or built Sequential model.
-        num_stages: Number of pipeline stages; each gets at least one operation.
-        batch_size: Samples of a step, over all replicas.
-        num_micro_batches: Micro-batches of a step. Default: the smallest number that keeps the
-            bubble (p - 1) / (m + p - 1) of p stages at or below 20 %, which is 4 (p - 1), but not
-            more than there are samples; 1 for one stage.
-        num_replicas: Number of pipelines side by side, among which a batch is split.
-        schedule: `"gpipe"`, `"1f1b"` or `"zb-h1"`; another one together with `in_flight`.
-        balance: `"memory"` for the smallest largest memory of a stage, buffers of messages left
-            out; `"flops"` for the smallest largest number of operations.
-        memory_limit: Largest memory of a stage, in bytes or as in `"16GB"`. Default: none.
-        optimizer: The optimizer whose slots count as memory: a Keras optimizer or its name.
-            Default: two slots for each variable, as Adam has.
-        in_flight: Most micro-batches that the schedule holds on each stage at a time. Default:
-            what the schedule's formula says.
-
-    Returns:
-        The plan.
-
-    Raises:
-        ConfigurationError: An option cannot work, alone or with this model.
-        UnsupportedModelError: The model cannot be cut into stages.
-        PlanError: No plan keeps the limit, or has an operation for each stage.
+    Attributes:
+        model: Name of the model.
+        graph: Its layer graph.
+        optimizer: Name of the optimizer whose slots count.
+        slots: Bytes of its slots for each variable of the graph.
     """
-    options = PlanOptions.checked(
-        num_stages=num_stages,
-        batch_size=batch_size,
-        num_micro_batches=num_micro_batches,
-        num_replicas=num_replicas,
-        schedule=schedule,
-        balance=balance,
-        memory_limit=memory_limit,
-        in_flight=in_flight,
-    )
-    graph = extract(model).graph
-    if num_stages > len(graph.nodes):
-        raise ConfigurationError(
-            f"Model '{model.name}' has {len(graph.nodes)} operations, so it can have at most "
-            f"{len(graph.nodes)} stages. Received: num_stages={num_stages}"
+
+    model: str
+    graph: LayerGraph
+    optimizer: str
+    slots: Sequence[int]
+
+    @classmethod
+    def of(cls, model: keras.Model, optimizer: Any = None) -> Planner:
+        """Reads a model.
+
+        Args:
+            model: A Functional or built Sequential model.
+            optimizer: The optimizer whose slots count as memory: a Keras optimizer or its name.
+                Default: two slots for each variable, as Adam has.
+
+        Raises:
+            ConfigurationError: There is no such optimizer.
+            UnsupportedModelError: The model cannot be cut into stages.
+        """
+        graph = extract(model).graph
+        slots = slot_bytes(optimizer, graph.weights)
+        return cls(model.name, graph, optimizer_name(optimizer), slots)
+
+    def costs(self, options: PlanOptions) -> Costs:
+        """Returns the costs of the nodes for micro-batches of these options."""
+        return Costs(self.graph, self.slots, options.rows)
+
+    def plan(self, options: PlanOptions) -> Plan:
+        """Makes the plan that is best for these options, or comes with a bound of the best.
+
+        Args:
+            options: What the plan is for.
+
+        Raises:
+            ConfigurationError: There are more stages than operations, or one that cannot
+                recompute would have to.
+            PlanError: No plan keeps the limit, or has an operation for each stage.
+        """
+        return self.write(self.solve(options), options)
+
+    def solve(self, options: PlanOptions) -> Solution:
+        """Finds the best stages for these options; raises what `plan` does.
+
+        Args:
+            options: What they are for.
+        """
+        nodes = len(self.graph.nodes)
+        if options.num_stages > nodes:
+            raise ConfigurationError(
+                f"Model '{self.model}' has {nodes} operations, so it can have at most {nodes} "
+                f"stages. Received: num_stages={options.num_stages}"
+            )
+        return best_solution(self.costs(options), options)
+
+    def write(self, solution: Solution, options: PlanOptions) -> Plan:
+        """Writes down the plan of an assignment.
+
+        Args:
+            solution: The stage of each node, and how good that is.
+            options: What the plan is for.
+
+        Raises:
+            ConfigurationError: A stage that cannot recompute would have to.
+        """
+        graph, assignment, costs = self.graph, solution.assignment, self.costs(options)
+        self._check_recomputation(assignment, options)
+        guessed = [
+            n.kind for n in graph.nodes if "estimated" in (n.flops_source, n.residual_source)
+        ]
+        return Plan(
+            model=self.model,
+            num_stages=options.num_stages,
+            num_micro_batches=options.num_micro_batches,
+            num_replicas=options.num_replicas,
+            batch_size=options.batch_size,
+            schedule=options.schedule,
+            balance=options.balance,
+            optimizer=self.optimizer,
+            memory_limit=options.memory_limit,
+            fingerprint=graph.fingerprint(),
+            node_names=tuple(node.name for node in graph.nodes),
+            assignment=assignment,
+            stages=costs.stages(assignment, options.in_flight, options.repeats),
+            cuts=costs.cuts(assignment),
+            certificate=Proof.of(solution.certificate),
+            bubble=options.bubble,
+            assumed_size=graph.assumed_size,
+            estimated=tuple(dict.fromkeys(guessed)),
+            recompute=options.recompute,
         )
-    costs = Costs(graph, slot_bytes(optimizer, graph.weights), options.rows)
-    solution = best_solution(costs, options)
-    estimated = [n for n in graph.nodes if "estimated" in (n.flops_source, n.residual_source)]
-    return Plan(
-        model=model.name,
-        num_stages=num_stages,
-        num_micro_batches=options.num_micro_batches,
-        num_replicas=num_replicas,
-        batch_size=batch_size,
-        schedule=schedule,
-        balance=balance,
-        optimizer=optimizer_name(optimizer),
-        memory_limit=options.memory_limit,
-        fingerprint=graph.fingerprint(),
-        node_names=tuple(node.name for node in graph.nodes),
-        assignment=solution.assignment,
-        stages=costs.stages(solution.assignment, options.in_flight),
-        cuts=costs.cuts(solution.assignment),
-        certificate=Proof.of(solution.certificate),
-        bubble=options.bubble,
-        assumed_size=graph.assumed_size,
-        estimated=tuple(dict.fromkeys(node.kind for node in estimated)),
-    )
+
+    def _check_recomputation(self, assignment: Sequence[int], options: PlanOptions) -> None:
+        """Refuses stages that the runtime would run without repeating them."""
+        for node in self.graph.nodes:
+            if node.kind in LOOPS and assignment[node.id] in options.recompute:
+                raise ConfigurationError(
+                    f"Stage {assignment[node.id]} cannot recompute: it has {node.kind} "
+                    f"'{node.name}', whose loop TensorFlow cannot repeat in a backward pass. "
+                    f"Received: recompute={options.recompute}. Leave that stage out."
+                )

@@ -38,7 +38,7 @@ def table(plan: Plan) -> Group:
             _layers(stage),
             format_bytes(stage.parameter_bytes + stage.constant_bytes, short=True),
             format_bytes(stage.state_bytes, short=True),
-            f"{stage.in_flight} x {format_bytes(stage.activation_bytes, short=True)}",
+            _activations(stage),
             Text(memory, style="bold" if stage.memory_bytes == largest else ""),
             f"{100 * stage.flops / total:.1f}%",
             _sends(plan, i),
@@ -78,6 +78,13 @@ def _layers(stage: StagePlan) -> str:
     return f"{stage.first} ..\n{stage.last} ({stage.nodes})"
 
 
+def _activations(stage: StagePlan) -> str:
+    kept = f"{stage.in_flight} x {format_bytes(stage.activation_bytes, short=True)}"
+    if not stage.recomputed_bytes:
+        return kept
+    return f"{kept}\n+ {format_bytes(stage.recomputed_bytes, short=True)}"
+
+
 def _sends(plan: Plan, stage: int) -> str:
     """What a stage sends forward for one micro-batch."""
     sent = [(cut, len(cut.targets)) for cut in plan.cuts if cut.source == stage]
@@ -100,6 +107,9 @@ def _footer(plan: Plan) -> list[str]:
         _quality(plan),
         f"State: weights, gradients, slots of {plan.optimizer}. Activations: micro-batches x one.",
     ]
+    if plan.recompute:
+        which = ", ".join(map(str, plan.recompute))
+        lines.append(f"Recomputing, keeping inputs only: {which}; + is what one makes again.")
     if plan.memory_limit is not None:
         lines.append(f"Memory limit of a stage: {format_bytes(plan.memory_limit)}.")
     if plan.assumed_size is not None:

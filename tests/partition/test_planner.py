@@ -8,17 +8,34 @@ import pytest
 from keras import layers
 
 from tarantella_pp.errors import ConfigurationError, PlanError, UnsupportedModelError
-from tarantella_pp.partition.cost import Costs
+from tarantella_pp.partition.cost import NOTHING, Costs
 from tarantella_pp.partition.extraction import extract
 from tarantella_pp.partition.formulation import problem_of
 from tarantella_pp.partition.options import PlanOptions
 from tarantella_pp.partition.plan import Plan
-from tarantella_pp.partition.planner import make_plan
+from tarantella_pp.partition.planner import Planner
+from tarantella_pp.partition.recomputation import recomputing
 from tarantella_pp.partition.slots import slot_bytes
 from tests.partition import models
 from tests.partition.runner import random_stages
 
 pytestmark = pytest.mark.keras
+
+
+DEFAULTS = {
+    "batch_size": 32,
+    "num_micro_batches": None,
+    "num_replicas": 1,
+    "schedule": "1f1b",
+    "balance": "memory",
+    "memory_limit": None,
+    "in_flight": None,
+}
+
+
+def make_plan(model, num_stages, optimizer=None, **options):
+    options = PlanOptions.checked(num_stages=num_stages, **{**DEFAULTS, **options})
+    return Planner.of(model, optimizer).plan(options)
 
 
 def tower(*widths):
@@ -43,7 +60,7 @@ def test_every_model_is_planned(build, balance):
     assert Plan.from_json(plan.to_json()) == plan
 
 
-def best_by_hand(costs, in_flight):
+def best_by_hand(costs, in_flight, repeats=NOTHING):
     """The smallest largest memory without buffers, over all assignments that respect edges."""
     graph, best = costs.graph, float("inf")
     for assignment in itertools.product(range(len(in_flight)), repeat=len(graph.nodes)):
@@ -51,7 +68,7 @@ def best_by_hand(costs, in_flight):
             continue
         if any(assignment[a] > assignment[b] for a, b in graph.digraph.edges):
             continue
-        stages = costs.stages(assignment, in_flight)
+        stages = costs.stages(assignment, in_flight, repeats)
         best = min(best, max(stage.memory_bytes - stage.buffer_bytes for stage in stages))
     return best
 
@@ -76,18 +93,53 @@ def test_the_plan_is_the_best_of_all(build, num_stages):
 
 def options_of(**changes):
     return PlanOptions.checked(
-        **{
-            "num_stages": 3,
-            "batch_size": 12,
-            "num_micro_batches": 4,
-            "num_replicas": 1,
-            "schedule": "1f1b",
-            "balance": "memory",
-            "memory_limit": None,
-            "in_flight": None,
-            **changes,
-        }
+        **{**DEFAULTS, "num_stages": 3, "batch_size": 12, "num_micro_batches": 4, **changes}
     )
+
+
+@pytest.mark.parametrize("build", [models.mlp, models.long_skip, models.causal_attention])
+@pytest.mark.parametrize("recompute", ["all", (0,), (1,), (0, 1)])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_the_plan_is_the_best_of_all_that_recompute(build, recompute, schedule):
+    options = options_of(recompute=recompute, schedule=schedule)
+    planner = Planner.of(build()[0], "sgd")
+    plan = planner.plan(options)
+    best = best_by_hand(planner.costs(options), options.in_flight, options.repeats)
+    assert plan.certificate.lower_bound <= best <= plan.certificate.value
+    assert plan.certificate.value == max(s.memory_bytes - s.buffer_bytes for s in plan.stages)
+    if recompute == "all":
+        assert plan.certificate.value <= 1.05 * best
+    if plan.certificate.optimal:
+        assert plan.certificate.value == best
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_a_recomputing_stage_keeps_its_inputs_and_makes_the_rest_again():
+    """Six dense layers with relu: each keeps its input and its output."""
+    options = {"batch_size": 64, "num_micro_batches": 4, "balance": "flops"}
+    plain = make_plan(tower(*[16] * 6), 2, **options)
+    plan = make_plan(tower(*[16] * 6), 2, **options, recompute=[0])
+    assert plan.assignment == plain.assignment == (0, 0, 0, 1, 1, 1)
+    one = 16 * 16 * 4  # a tensor of a micro-batch
+    assert [stage.activation_bytes for stage in plain.stages] == [4 * one, 4 * one]
+    assert [stage.activation_bytes for stage in plan.stages] == [one, 4 * one]
+    assert [stage.recomputed_bytes for stage in plan.stages] == [3 * one, 0]
+    first, old = plan.stages[0], plain.stages[0]
+    assert first.memory_bytes == old.memory_bytes - (2 * 4 * one) + (2 + 3) * one
+    assert plan.recompute == (0,)
+    assert "2 x 1.00K" in str(plan)
+    assert "Recomputing, keeping inputs only: 0" in str(plan)
+
+
+@pytest.mark.parametrize(("schedule", "repeats"), [("1f1b", (1, 1, 1)), ("zb-h1", (1, 2, 3))])
+def test_weight_gradients_that_wait_keep_what_was_recomputed(schedule, repeats):
+    options = options_of(schedule=schedule, recompute="all")
+    assert options.repeats == dict(enumerate(repeats))
+
+
+def test_loops_cannot_recompute():
+    with pytest.raises(ConfigurationError, match=r"Stage 1 cannot recompute: it has LSTM 'lstm"):
+        make_plan(models.attention_kwargs()[0], 2, recompute=[1])
 
 
 @pytest.mark.parametrize("build", models.ALL, ids=lambda build: build.__name__)
@@ -96,9 +148,11 @@ def test_solvers_and_tables_count_the_same_memory(build):
     graph = extract(build()[0]).graph
     costs, options = Costs(graph, slot_bytes(None, graph.weights), rows=3), options_of()
     exact, cautious = (problem_of(costs, options, cautious=c) for c in (False, True))
+    repeating = options_of(recompute="all")
+    repeated = recomputing(problem_of(costs, repeating), costs, repeating)
 
-    def memory(assignment):
-        stages = costs.stages(assignment, options.in_flight)
+    def memory(assignment, repeats=NOTHING):
+        stages = costs.stages(assignment, options.in_flight, repeats)
         return [stage.memory_bytes - stage.buffer_bytes for stage in stages]
 
     for seed in range(20):
@@ -106,6 +160,8 @@ def test_solvers_and_tables_count_the_same_memory(build):
         groups_together = all(len({assignment[n] for n in g}) == 1 for g in graph.groups)
         if set(assignment) != {0, 1, 2} or not groups_together:
             continue
+        real = np.array(memory(assignment, repeating.repeats))
+        assert (repeated.evaluate(assignment).stage_memory <= real + 30).all()
         real = np.array(memory(assignment))
         assert (exact.evaluate(assignment).stage_memory <= real + 30).all()
         assert (cautious.evaluate(assignment).stage_memory >= real - 30).all()
@@ -166,6 +222,11 @@ def test_options_that_are_left_open(options, micro_batches, in_flight, bubble):
         ({"optimizer": "adamm"}, "optimizer='adamm'"),
         ({"in_flight": [1]}, r"each of the 2 stages. Received: in_flight=\(1,\)"),
         ({"in_flight": [1, 0]}, "in_flight=0"),
+        ({"recompute": "some"}, "recompute='some'"),
+        ({"recompute": [2]}, r"from 0 to 1. Received: recompute=\[2\]"),
+        ({"recompute": [0, 0]}, r"different stages.*recompute=\[0, 0\]"),
+        ({"recompute": [True]}, r"recompute=\[True\]"),
+        ({"recompute": 1.5}, "recompute=1.5"),
     ],
 )
 def test_options_that_cannot_work_are_refused(options, message):

@@ -31,6 +31,14 @@ def test_json_and_back(tmp_path):
     assert data["assignment"] == [0, 0, 1, 1]
 
 
+def test_files_from_before_recomputation_are_read():
+    data = json.loads(PLAN.to_json())
+    del data["recompute"]
+    for stage in data["stages"]:
+        del stage["recomputed_bytes"]
+    assert Plan.from_json(json.dumps(data)) == PLAN
+
+
 def test_stages_say_what_they_cost():
     first, second = PLAN.stages
     assert (first.first, first.last, first.nodes) == ("dense", "dense_1", 2)
@@ -118,6 +126,9 @@ def edited(**changes):
         ({"cuts__0__targets": [2]}, "to later ones"),
         ({"certificate__value": 4000.0}, "optimal plan has the value of its bound"),
         ({"bubble": -0.5}, "plan.bubble"),
+        ({"recompute": [1, 0]}, r"recompute must name stages, ascending. Received: \[1, 0\]"),
+        ({"recompute": [2]}, "recompute must name stages"),
+        ({"stages__0__recomputed_bytes": 8}, "stages.0. recomputes nothing. Received: 8"),
     ],
 )
 def test_a_plan_that_does_not_fit_together_is_refused(changes, message):

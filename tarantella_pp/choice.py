@@ -1,0 +1,125 @@
+"""`make_plan`: a plan whose open options are chosen by the simulated time of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tarantella_pp.chooser import Chooser
+from tarantella_pp.errors import ConfigurationError, PlanError
+from tarantella_pp.partition.options import checked_count
+from tarantella_pp.partition.plan import Plan
+from tarantella_pp.partition.planner import Planner
+from tarantella_pp.refusal import refusal
+from tarantella_pp.simulation import Machine
+
+CORE = Machine(flops_per_second=6e10, action_seconds=3e-4, memory_bandwidth=1e10)
+"""One core of a CPU, as measured with the models of `benchmarks/`."""
+ACCELERATOR = Machine(flops_per_second=1e13, action_seconds=3e-4, memory_bandwidth=1e12)
+"""A GPU."""
+
+
+def make_plan(
+    model: keras.Model,
+    num_stages: int | None = None,
+    *,
+    batch_size: int = 32,
+    num_micro_batches: int | None = None,
+    num_replicas: int | None = None,
+    num_ranks: int | None = None,
+    schedule: str = "1f1b",
+    balance: str = "memory",
+    memory_limit: int | float | str | None = None,
+    recompute: str | Sequence[int] | None = None,
+    optimizer: Any = None,
+    in_flight: Sequence[int] | None = None,
+    machine: Machine | None = None,
+) -> Plan:
+    """Plans the stages of a model's pipeline; needs neither MPI nor data, and trains nothing.
+
+    The plan is the best over all orders in which the operations can run, or comes with a bound
+    on how much better one could be. Operations that share variables stay on one stage. Options
+    that are left open are chosen by the simulated seconds of a step.
+
+    Args:
+        model: A Functional or built Sequential model.
+        num_stages: Number of pipeline stages; each gets at least one operation. Default: with
+            `num_ranks`, the number that makes a step fastest.
+        batch_size: Samples of a step, over all replicas.
+        num_micro_batches: Micro-batches of a step. Default: the number that divides the batch,
+            or a power of two where none does, and makes a step fastest: more of them keep the
+            pipeline busier, and each costs time of its own. With batch normalization a
+            micro-batch keeps four samples.
+        num_replicas: Number of pipelines side by side, among which a batch is split. Default: 1,
+            or with `num_ranks` what is left for each stage.
+        num_ranks: Number of ranks for stages x replicas. Default: one for each stage.
+        schedule: `"gpipe"`, `"1f1b"` or `"zb-h1"`; another one together with `in_flight`, whose
+            time counts as that of `"1f1b"`.
+        balance: `"memory"` for the smallest largest memory of a stage, buffers of messages left
+            out; `"flops"` for the smallest largest number of operations.
+        memory_limit: Largest memory of a stage, in bytes or as in `"16GB"`. Default: none.
+        recompute: Stages that keep the inputs of a micro-batch only and repeat its forward pass
+            in the backward pass: `"all"`, `"none"` or their numbers. Default: none, or where
+            the limit needs it those with which a step is fastest.
+        optimizer: The optimizer whose slots count as memory: a Keras optimizer or its name.
+            Default: two slots for each variable, as Adam has.
+        in_flight: Most micro-batches that the schedule holds on each stage at a time. Default:
+            what the schedule's formula says.
+        machine: Speed of a rank and of the links, for the simulation. Default: one core of a
+            CPU, or a GPU where there is one.
+
+    Returns:
+        The plan.
+
+    Raises:
+        ConfigurationError: An option cannot work, alone or with this model.
+        UnsupportedModelError: The model cannot be cut into stages.
+        PlanError: No plan keeps the limit, or has an operation for each stage. The message names
+            the smallest limit that works, and what else would.
+    """
+    planner = Planner.of(model, optimizer)
+    given = {
+        "batch_size": batch_size,
+        "num_micro_batches": num_micro_batches,
+        "schedule": schedule,
+        "balance": balance,
+        "memory_limit": memory_limit,
+        "recompute": recompute,
+        "in_flight": in_flight,
+    }
+    machine = machine or (ACCELERATOR if tf.config.list_physical_devices("GPU") else CORE)
+    choosers = [
+        Chooser(planner, machine, {**given, "num_stages": stages, "num_replicas": replicas})
+        for stages, replicas in _shapes(num_stages, num_replicas, num_ranks)
+    ]
+    if len(choosers) > 1:
+        nodes = len(planner.graph.nodes)
+        choosers = [c for c in choosers if c.given["num_stages"] <= nodes]
+        choosers = [c for c in choosers if c.given["num_replicas"] <= batch_size]
+    found = [timed for timed in map(Chooser.best, choosers) if timed is not None]
+    if found:
+        return min(found, key=lambda timed: timed[0])[1]
+    raise PlanError(refusal(choosers[-1]))
+
+
+def _shapes(
+    num_stages: int | None, num_replicas: int | None, num_ranks: int | None
+) -> list[tuple[int, int]]:
+    """Returns the pairs of stages and replicas to choose from."""
+    given = [("num_stages", num_stages), ("num_replicas", num_replicas)]
+    counts = [checked_count(name, value) for name, value in given if value is not None]
+    if num_ranks is None:
+        stages = checked_count("num_stages", num_stages)
+        return [(stages, 1 if num_replicas is None else counts[-1])]
+    ranks = checked_count("num_ranks", num_ranks)
+    shapes = [(n, ranks // n) for n in range(1, ranks + 1) if ranks % n == 0]
+    shapes = [(s, r) for s, r in shapes if num_stages in (None, s) and num_replicas in (None, r)]
+    if not shapes:
+        raise ConfigurationError(
+            f"Ranks are stages x replicas. Received: num_ranks={ranks}, num_stages={num_stages}, "
+            f"num_replicas={num_replicas}"
+        )
+    return shapes

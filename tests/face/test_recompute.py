@@ -1,0 +1,84 @@
+"""Stages that recompute: the same numbers, dropout included, and less memory."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+from tarantella_pp.errors import ConfigurationError
+from tarantella_pp.pipeline_model import PipelineModel
+from tests.training import CASES, distance, finish, make, serial
+
+pytestmark = pytest.mark.keras
+
+
+def train(case, **options):
+    return finish(make(case, **options), case)
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [
+        ("dropout", "1f1b"),
+        ("dropout", "zb-h1"),
+        *(
+            pytest.param(name, schedule, marks=pytest.mark.slow)
+            for name in ("causal_attention", "batch_norm", "regularized")
+            for schedule in ("1f1b", "zb-h1")
+        ),
+    ],
+)
+def test_recomputation_changes_no_number(name, schedule):
+    options = {"num_stages": 3, "num_micro_batches": 2, "schedule": schedule}
+    plain, repeated = (train(CASES[name], **options, recompute=r) for r in ("none", "all"))
+    assert distance(plain, repeated) < 1e-13
+
+
+@pytest.mark.parametrize("name", ["dropout", pytest.param("batch_norm", marks=pytest.mark.slow)])
+def test_one_micro_batch_that_recomputes_equals_plain_keras(name):
+    found = train(CASES[name], num_stages=2, num_micro_batches=1, recompute="all")
+    assert distance(serial(name), found) < 1e-10
+
+
+def test_only_inputs_are_kept_and_the_plan_says_how_much():
+    """What the traced stages keep is what the plan counts, with and without recomputation."""
+    kept = {}
+    for recompute in ("none", (0,)):
+        x = inputs = keras.Input((16,))
+        for seed in range(6):
+            x = layers.Dense(16, activation="relu")(x)
+            x = layers.Dropout(0.5, seed=seed)(x)
+        model = PipelineModel(
+            keras.Model(inputs, layers.Dense(1)(x)), 2, 2, batch_size=16, recompute=recompute
+        )
+        model.compile("sgd", "mse")
+        model.fit(np.ones((16, 16)), np.ones((16, 1)), batch_size=16, verbose=0)
+        stages = model._pipeline.engine.stages
+        kept[recompute] = [next(iter(stages[i]._passes.values())).residual_bytes for i in (0, 1)]
+        planned = [stage.activation_bytes for stage in model.plan.stages]
+        states = [24 * 8, 24 * 8]  # of random number generators, at most
+        for real, count, more in zip(kept[recompute], planned, states, strict=True):
+            assert count <= real <= count + more
+    assert kept[0,][0] < kept["none"][0] / 4
+
+
+def test_the_limit_decides_which_stages_recompute():
+    x = inputs = keras.Input((64,))
+    for _ in range(12):
+        x = layers.Dense(64, activation="relu")(x)
+    model = keras.Model(inputs, x)
+    options = {"num_stages": 2, "num_micro_batches": 4, "batch_size": 4096}
+    free = PipelineModel(model, **options)
+    assert free.plan.recompute == ()
+    limit = int(0.9 * max(stage.memory_bytes for stage in free.plan.stages))
+    bound = PipelineModel(model, **options, memory_limit=limit)
+    assert bound.plan.recompute == (0,)
+    assert max(stage.memory_bytes for stage in bound.plan.stages) <= limit
+
+
+def test_a_stage_with_a_loop_is_refused():
+    case = CASES["recurrent"]
+    with pytest.raises(ConfigurationError, match="cannot recompute: it has LSTM"):
+        train(case, num_stages=2, recompute="all")

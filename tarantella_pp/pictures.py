@@ -33,6 +33,8 @@ def simulated_step(
     if machine is None:
         simulation = simulation.without_messages()
     note = "Times follow the FLOPs of the stages; each gradient takes as long as the forward pass"
+    if plan.recompute:
+        note += ", which stages that recompute repeat"
     messages = "messages take no time" if machine is None else "messages take what links allow"
     step = simulation.step(num_ranks)
     return step_bars(step, in_seconds=machine is not None, note=f"{note}, and {messages}.")

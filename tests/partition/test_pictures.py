@@ -141,6 +141,21 @@ def test_stage_table_has_the_figures_of_the_plan_and_their_sums():
     assert total[11] == format_bytes(sum(c.bytes * len(c.targets) for c in plan.cuts))
 
 
+def test_what_is_recomputed_is_counted():
+    graph, plan = small(recompute=(1,))
+    stages = [*plan.stages]
+    stages[1] = msgspec.structs.replace(stages[1], recomputed_bytes=3 * 2**20)
+    plan = msgspec.structs.replace(plan, stages=tuple(stages))
+    text = page(graph, plan)
+    rows = cells(text, "Table of stages", "tbody")
+    assert rows[1][6].endswith(" + 3.00 MiB")
+    assert rows[1][8] == format_bytes(stages[1].memory_bytes)
+    assert "repeat their forward pass: 1;" in text
+    (total,) = cells(text, "Table of stages", "tfoot")
+    assert total[8] == format_bytes(sum(stage.memory_bytes for stage in stages))
+    assert "part-recomputed" in render_svg(plan, "memory")
+
+
 def test_cuts_are_listed_and_their_bytes_stand_on_the_edges():
     graph, plan = small()
     rows = cells(page(graph, plan), "Table of tensors between stages", "tbody")
@@ -153,7 +168,10 @@ def test_cuts_are_listed_and_their_bytes_stand_on_the_edges():
 
 
 def test_memory_bars_are_as_high_as_their_parts():
-    _, plan = small(memory_limit=None)
+    _, plan = small(memory_limit=None, recompute=(2,))
+    again = msgspec.structs.replace(plan.stages[2], recomputed_bytes=2**17)
+    stages = (*plan.stages[:2], again, plan.stages[3])
+    plan = msgspec.structs.replace(plan, stages=stages)
     root = ElementTree.fromstring(render_svg(plan, "memory"))
     heights = {}
     for group in root.iter(f"{SVG}g"):

@@ -84,6 +84,12 @@ def _stages(plan: Plan) -> Markup:
         "one. Buffers are messages under way. FLOPs are of the forward pass, per sample. Sends "
         "are of one micro-batch, forward."
     )
+    if plan.recompute:
+        which = ", ".join(map(str, plan.recompute))
+        note += (
+            f" Stages that keep their inputs only and repeat their forward pass: {which}; what "
+            "follows + is what they make again."
+        )
     return _section("Stages", note, scrolling(stage_table(plan), "Table of stages"))
 
 

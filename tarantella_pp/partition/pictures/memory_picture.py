@@ -26,6 +26,7 @@ def parts(stage: StagePlan) -> dict[str, int]:
         "gradients": stage.gradient_bytes,
         "optimizer": stage.optimizer_bytes,
         "activations": stage.in_flight * stage.activation_bytes,
+        "recomputed": stage.recomputed_bytes,
         "buffers": stage.buffer_bytes,
     }
 
@@ -65,7 +66,7 @@ def memory_picture(plan: Plan) -> Picture:
         plan: The plan.
     """
     top, step = axis(plan)
-    width = max(LEFT + COLUMN * plan.num_stages + 8, LEGEND_COLUMN + 190)
+    width = max(LEFT + COLUMN * plan.num_stages + 8, 2 * LEGEND_COLUMN)
     pieces = []
     for i in range(round(top / step) + 1):
         y = TOP + PLOT * (1 - i * step / top)
@@ -76,14 +77,14 @@ def memory_picture(plan: Plan) -> Picture:
     if plan.memory_limit is not None:
         pieces.append(_limit(plan, plan.memory_limit, top, width))
     base = TOP + PLOT + (62 if plan.memory_limit is not None else 48)
-    for i, part in enumerate(PARTS):
+    shown = [part for part in PARTS if any(parts(stage)[part] for stage in plan.stages)]
+    for i, part in enumerate(shown):
         x, y = 8 + LEGEND_COLUMN * (i % 2), base + 20 * (i // 2)
         pieces.append(tag("rect", class_=f"part-{part}", x=x, y=y, width=12, height=12, rx=2))
-        label = "activations in flight" if part == "activations" else part
-        pieces.append(tag("text", label, x=x + 18, y=y + 10))
+        pieces.append(tag("text", part, x=x + 18, y=y + 10))
     largest = max(stage.memory_bytes for stage in plan.stages)
     text = f"Memory of each stage, the largest {format_bytes(largest)}"
-    return Picture(width, base + 20 * 3, join(pieces), text)
+    return Picture(width, base + 20 * -(-len(shown) // 2), join(pieces), text)
 
 
 def _column(plan: Plan, index: int, top: float) -> Markup:

@@ -96,6 +96,7 @@ PARTS = {
     "gradients": "#8fcbec",
     "optimizer": "#2ab98a",
     "activations": "#e69f00",
+    "recomputed": "#f0e442",
     "buffers": "#cc79a7",
 }
 """Colour of each part of a stage's memory, from the bottom."""

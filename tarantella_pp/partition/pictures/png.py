@@ -96,6 +96,8 @@ def _draw_memory(axes: Any, plan: Plan) -> None:
     level = [0.0] * plan.num_stages
     for part, colour in PARTS.items():
         own = [size[part] for size in sizes]
+        if not any(own):
+            continue
         axes.bar(stages, own, 0.65, bottom=level, label=part, color=colour, edgecolor=LIGHT.card)
         level = [below + size for below, size in zip(level, own, strict=True)]
     top, step = axis(plan)

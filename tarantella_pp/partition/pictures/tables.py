@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from tarantella_pp.partition.graph import LayerGraph
 from tarantella_pp.partition.pictures.markup import Markup, tag
 from tarantella_pp.partition.pictures.memory_picture import parts
-from tarantella_pp.partition.pictures.palette import stage_class
+from tarantella_pp.partition.pictures.palette import PARTS, stage_class
 from tarantella_pp.partition.pictures.words import flops, percent
 from tarantella_pp.partition.plan import CutEdge, Plan, StagePlan
 from tarantella_pp.partition.sizes import format_bytes
@@ -129,7 +129,9 @@ def _span(stage: StagePlan) -> str:
 
 def _memory(stage: StagePlan) -> list[str]:
     sizes = {name: format_bytes(size) for name, size in parts(stage).items()}
-    sizes["activations"] = f"{stage.in_flight} × {format_bytes(stage.activation_bytes)}"
+    kept = f"{stage.in_flight} × {format_bytes(stage.activation_bytes)}"
+    again = sizes.pop("recomputed")
+    sizes["activations"] = f"{kept} + {again}" if stage.recomputed_bytes else kept
     return [*sizes.values(), format_bytes(stage.memory_bytes)]
 
 
@@ -144,14 +146,15 @@ def _sends(cuts: Iterable[CutEdge], stage: int) -> str:
 
 
 def _totals(plan: Plan, limited: bool) -> list[str]:
-    sums = [sum(values) for values in zip(*(parts(s).values() for s in plan.stages), strict=True)]
+    sums = {part: sum(parts(stage)[part] for stage in plan.stages) for part in PARTS}
+    sums["activations"] += sums.pop("recomputed")
     memory = sum(stage.memory_bytes for stage in plan.stages)
     sent = sum((cut.bytes + cut.mask_bytes) * len(cut.targets) for cut in plan.cuts)
     return [
         "All",
         "",
         f"{len(plan.node_names):,}",
-        *map(format_bytes, sums),
+        *map(format_bytes, sums.values()),
         format_bytes(memory),
         *([""] if limited else []),
         flops(sum(stage.flops for stage in plan.stages)),

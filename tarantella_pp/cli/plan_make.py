@@ -16,7 +16,10 @@ if TYPE_CHECKING:
     from tarantella_pp.partition.graph_plan import GraphPlan
     from tarantella_pp.partition.plan import Plan
 
-_OF_MODELS = ("batch_size", "num_micro_batches", "num_replicas", "schedule", "optimizer")
+_OF_MODELS = (
+    "batch_size", "num_micro_batches", "num_replicas", "num_ranks", "schedule", "optimizer",
+    "recompute",
+)  # fmt: skip
 """Options that say what a graph's own memory and time already hold."""
 
 
@@ -24,8 +27,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `tarantella plan make`."""
     add = parser.add_argument
     add("model", metavar="MODEL", help=model_source.HELP)
-    add("--stages", dest="num_stages", type=positive_int, required=True, metavar="S",
+    add("--stages", dest="num_stages", type=positive_int, metavar="S",
         help="number of pipeline stages; of a graph, the most that are used")  # fmt: skip
+    add("--ranks", dest="num_ranks", type=positive_int, metavar="N",
+        help="ranks for stages x replicas, instead of these: choose the fastest")  # fmt: skip
     add("--balance", metavar="WHAT",
         help="memory (default) or flops; of a graph, time or load as well")  # fmt: skip
     add("--memory-limit", metavar="BYTES",
@@ -34,6 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_options(parser)
     add("--replicas", dest="num_replicas", type=positive_int, metavar="R",
         help="pipelines side by side, which share the batch (default: 1)")  # fmt: skip
+    add("--recompute", metavar="STAGES",
+        help="all, none, or stages such as 0,1 that repeat their forward pass to save memory "
+        "(default: only where the limit needs it)")  # fmt: skip
     add("-o", "--output", metavar="FILE", help="write the plan to this JSON file")
     plan_pictures.add_arguments(parser)
 
@@ -107,6 +115,10 @@ def _planned(arguments: argparse.Namespace) -> tuple[AnyPlan, LayerGraph | None]
         if is_drawn(arguments):
             raise no_pictures()
         return _plan_of_graph(arguments), None
+    if arguments.num_stages is None and arguments.num_ranks is None:
+        raise ConfigurationError(
+            "Expected --stages, or --ranks to choose their number. Received: neither"
+        )
     model = model_source.build_model(arguments.model)
     plan = _plan_of_model(arguments, model)
     if not is_drawn(arguments):
@@ -118,6 +130,8 @@ def _planned(arguments: argparse.Namespace) -> tuple[AnyPlan, LayerGraph | None]
 
 def _plan_of_graph(arguments: argparse.Namespace) -> GraphPlan:
     refuse_model_options(arguments)
+    if arguments.num_stages is None:
+        raise ConfigurationError("Expected the number of stages. Received: no --stages")
     balance: Any = arguments.balance or "memory"
     if balance not in ("memory", "time", "flops", "load"):
         raise ConfigurationError(
@@ -157,9 +171,21 @@ def _plan_of_model(arguments: argparse.Namespace, model: Any) -> Plan:
     from tarantella_pp import make_plan
 
     options = model_options(arguments)
+    if "recompute" in options:
+        options["recompute"] = _stages(arguments.recompute)
     if "optimizer" not in options:
         options["optimizer"] = model_source.optimizer_of(arguments.model, model)
     for name in ("balance", "memory_limit"):
         if getattr(arguments, name) is not None:
             options[name] = getattr(arguments, name)
     return make_plan(model, arguments.num_stages, **options)
+
+
+def _stages(text: str) -> str | list[int]:
+    """Reads `all`, `none` or numbers of stages."""
+    try:
+        return text if text in ("all", "none") else [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigurationError(
+            f"Expected all, none, or stages such as 0,1. Received: --recompute={text}"
+        ) from None

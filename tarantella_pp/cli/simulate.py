@@ -119,6 +119,9 @@ def _assumptions(simulation: PlanSimulation, step: PipelineStep) -> list[str]:
         "replicas sum the gradients of a stage in a ring once all are there.",
         "updates of weights, reading data and the framework's own time are left out.",
     ]
+    if repeated := simulation.plan.recompute:
+        stages = ", ".join(map(str, repeated))
+        lines.append(f"stages that recompute ({stages}) repeat their forward pass once.")
     if step.timeline is None:
         lines.append(
             "the pipeline is too large to be played: closed forms, as if every rank took as long "

@@ -97,6 +97,26 @@ def test_options_reach_the_plan(command, script) -> None:
     assert made["memory_limit"] == 1_000_000
 
 
+@pytest.mark.parametrize(
+    ("given", "stages"), [("all", [0, 1]), ("none", []), ("1", [1]), ("0,1", [0, 1])]
+)
+def test_recomputation(command, script, tmp_path, given, stages) -> None:
+    made = make(command, f"{script}:small", "--recompute", given, "-o", "plan.json")
+    assert made["recompute"] == stages
+    assert command("simulate", "plan.json") == 0
+    assert ("repeat their forward pass" in command.stdout) == bool(stages)
+
+
+def test_ranks_are_shared_among_stages_and_replicas(command, script) -> None:
+    assert command("plan", "make", f"{script}:small", "--ranks", 4, "--json") == 0
+    made = json.loads(command.stdout)
+    assert made["num_stages"] * made["num_replicas"] == 4
+    assert made["num_stages"] == len(made["stages"])
+    source = f"{script}:small"
+    assert command("plan", "make", source, "--ranks", 4, "--stages", 3) == 2
+    assert "num_ranks=4" in command.stderr.splitlines()[-1]
+
+
 def test_the_plan_is_drawn_with_its_layers(command, script, tmp_path) -> None:
     make(command, f"{script}:small", "--html", "a.html", "--dot", "a.dot")
     assert "</html>" in (tmp_path / "a.html").read_text()
@@ -186,7 +206,10 @@ def test_mistakes_are_told_in_one_line(command, script, tmp_path, code, source, 
 
 
 def test_options_of_the_planner_are_refused_by_it(command, script) -> None:
-    for options in (["--balance", "load"], ["--schedule", "x"], ["--memory-limit", "much"]):
+    for options in (
+        ["--balance", "load"], ["--schedule", "x"], ["--memory-limit", "much"],
+        ["--recompute", "some"], ["--recompute", "7"],
+    ):  # fmt: skip
         assert command("plan", "make", f"{script}:small", "--stages", 2, *options) == 2
         assert options[1] in command.stderr.splitlines()[-1]
     assert command("plan", "make", f"{script}:small", "--stages", 9) == 2

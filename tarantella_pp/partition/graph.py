@@ -8,12 +8,14 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import cached_property
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
-import networkx as nx
 
 from tarantella_pp.errors import GraphError
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 Source = Literal["analytic", "estimated", "measured"]
 """Where a figure comes from: a rule for that layer, a general guess, or a measurement."""
@@ -138,6 +140,8 @@ class LayerGraph(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
     @cached_property
     def groups(self) -> tuple[frozenset[int], ...]:
         """Sets of nodes that share a variable, directly or over others; each of two or more."""
+        import networkx as nx  # here, because showing a plan does not need it
+
         sharing = nx.Graph()
         for node in self.nodes:
             sharing.add_edges_from((("weight", w), node.id) for w in node.weights)
@@ -154,6 +158,8 @@ class LayerGraph(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
         Node attributes are `name` and `kind`; edge attributes are `tensors`, the ids that run
         along it, and `bytes`, their size per sample.
         """
+        import networkx as nx
+
         graph = nx.DiGraph()
         for node in self.nodes:
             graph.add_node(node.id, name=node.name, kind=node.kind)

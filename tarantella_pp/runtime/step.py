@@ -148,12 +148,13 @@ class BatchStep:
 
     def _split_targets(self) -> list[tuple[Any, Any]]:
         whole = (self._batch.y, self._batch.sample_weight)
-        starts = [sum(self._sizes[:i]) for i in range(len(self._sizes))]
+        count = len(self._sizes)
+        pieces = [
+            [None] * count if leaf is None else self._split(leaf)
+            for leaf in keras.tree.flatten(whole)
+        ]
         return [
-            keras.tree.map_structure(
-                lambda x, a=start, b=start + size: None if x is None else x[a:b], whole
-            )
-            for start, size in zip(starts, self._sizes, strict=True)
+            keras.tree.pack_sequence_as(whole, list(leaves)) for leaves in zip(*pieces, strict=True)
         ]
 
     def _split(self, tensor: tf.Tensor) -> list[tf.Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from statistics import median
+from statistics import fmean, median
 
 from tarantella_pp.runtime.measured_step import MeasuredStep
 from tarantella_pp.runtime.schedule import (
@@ -33,7 +33,10 @@ def alike(steps: Sequence[MeasuredStep]) -> list[MeasuredStep]:
 
 
 def measured_costs(steps: Sequence[MeasuredStep]) -> Costs:
-    """Estimates the costs of stages and messages, by medians.
+    """Estimates the costs of stages and messages, by medians over the steps.
+
+    The first of a stage's micro-batches may take longer than the others, so that computations
+    cost the mean of all micro-batches' medians.
 
     Handing over costs the sender what its sends take, and taking a message that is there costs
     the receiver what its shortest waits take: those for messages sent before it asked for them.
@@ -46,12 +49,12 @@ def measured_costs(steps: Sequence[MeasuredStep]) -> Costs:
     Returns:
         The costs, for `simulate`.
     """
-    computing: defaultdict[tuple[int, Kind], list[float]] = defaultdict(list)
+    computing: defaultdict[Compute, list[float]] = defaultdict(list)
     for step in steps:
         for own in step.spans:
             for what, start, end in own:
                 if isinstance(what, Compute):
-                    computing[what.stage, what.kind].append(end - start)
+                    computing[what].append(end - start)
     sending: list[float] = []
     taking: list[float] = []
     coming: defaultdict[Link, list[float]] = defaultdict(list)
@@ -65,9 +68,12 @@ def measured_costs(steps: Sequence[MeasuredStep]) -> Costs:
     receive = _median(taking)
     links = {pair: LinkCosts(0.0, max(0.0, _median(s) - receive)) for pair, s in coming.items()}
     others = _median([link.latency for link in links.values()])
+    usual: defaultdict[tuple[int, Kind], list[float]] = defaultdict(list)
+    for one, seconds in computing.items():
+        usual[one.stage, one.kind].append(median(seconds))
     stages = range(steps[0].schedule.num_stages)
     return Costs(
-        tuple(_stage_costs(stage, computing) for stage in stages),
+        tuple(_stage_costs(stage, usual) for stage in stages),
         links,
         LinkCosts(0.0, others),
         send_seconds=_median(sending),
@@ -87,8 +93,11 @@ def simulated(steps: Sequence[MeasuredStep]) -> Timeline:
     return simulate(steps[0].schedule, measured_costs(steps))
 
 
-def _stage_costs(stage: int, computing: dict[tuple[int, Kind], list[float]]) -> StageCosts:
-    seconds = {kind: _median(computing.get((stage, kind), [])) for kind in ("F", "B", "W", "BW")}
+def _stage_costs(stage: int, usual: dict[tuple[int, Kind], list[float]]) -> StageCosts:
+    seconds = {
+        kind: fmean(usual[stage, kind]) if (stage, kind) in usual else 0.0
+        for kind in ("F", "B", "W", "BW")
+    }
     return StageCosts(seconds["F"], seconds["B"], seconds["W"], seconds["BW"] or None)
 
 

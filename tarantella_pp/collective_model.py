@@ -96,14 +96,37 @@ class CollectiveModel(keras.Model):
             optimizer = pipeline.state.full_optimizer(optimizer, self.trainable_variables)
 
         def write() -> None:
-            plain = keras.Model(
-                pipeline.extracted.inputs_struct, pipeline.extracted.outputs_struct, name=self.name
-            )
-            if optimizer is not None:
-                plain.compile(optimizer)
+            plain = self._plain(optimizer)
             plain.save_weights(filepath, overwrite=True, max_shard_size=max_shard_size)
 
         pipeline.on_one_rank("save_weights", write)
+
+    def load_weights(
+        self, filepath: str | Path, skip_mismatch: bool = False, **kwargs: Any
+    ) -> None:
+        """Loads weights as plain Keras does, each rank those of the optimizer that it needs.
+
+        Args:
+            filepath: Path of a file of weights that all ranks can read.
+            skip_mismatch: Whether to skip weights that do not fit.
+            **kwargs: As of `keras.Model.load_weights`.
+        """
+        state, optimizer = self._pipeline.state, self.optimizer if self.compiled else None
+        if self._pipeline.communicator.size == 1 or optimizer is None or not optimizer.built:
+            super().load_weights(filepath, skip_mismatch=skip_mismatch, **kwargs)
+            return
+        full = state.full_optimizer(optimizer, self.trainable_variables)
+        plain = self._plain(full)
+        plain.load_weights(filepath, skip_mismatch=skip_mismatch, **kwargs)
+        state.own_optimizer(optimizer, full)
+
+    def _plain(self, optimizer: Any) -> keras.Model:
+        """A stock Keras model of the same layers."""
+        extracted = self._pipeline.extracted
+        plain = keras.Model(extracted.inputs_struct, extracted.outputs_struct, name=self.name)
+        if optimizer is not None:
+            plain.compile(optimizer)
+        return plain
 
     def export(self, *args: Any, **kwargs: Any) -> None:
         """Refuses: save the model and export it with stock Keras.

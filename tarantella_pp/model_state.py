@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from tarantella_pp.errors import UnsupportedModelError
 from tarantella_pp.partition.extraction import ExtractedModel
 from tarantella_pp.runtime.communicator import Communicator
@@ -72,10 +74,21 @@ class ModelState:
                 self._share(slot, holders[0])
         return full
 
+    def own_optimizer(self, optimizer: Any, full: Any) -> None:
+        """Sets a rank's optimizer to its part of that of the whole model.
+
+        Args:
+            optimizer: This rank's optimizer.
+            full: What `full_optimizer` made, with other values by now.
+        """
+        values = _by_name(full)
+        for name, slot in _by_name(optimizer).items():
+            slot.assign(values[name].value)
+
     def _share(self, variable: Any, root: int) -> None:
         if self._communicator.size == 1:
             return
-        value = variable.numpy().copy()
+        value = np.array(variable.numpy())  # a scalar would be no array
         self._communicator.broadcast(value, root)
         if self._communicator.rank != root:
             variable.assign(value)

@@ -1,0 +1,116 @@
+"""Keras' callbacks, in a pipeline and in plain Keras."""
+
+from __future__ import annotations
+
+import csv
+
+import keras
+import numpy as np
+import pytest
+
+from tarantella_pp.callbacks.rank_rules import callbacks_of_rank
+from tests.training import CASES, Case, X, Y, distance, make, mlp, regression, sgd
+
+pytestmark = pytest.mark.keras
+
+ROUNDING = 1e-10
+
+
+def fast():
+    return keras.optimizers.SGD(0.5, momentum=0.9)
+
+
+def halving(epoch, rate):
+    return rate * 0.5
+
+
+def monitors(folder):
+    return [
+        keras.callbacks.EarlyStopping("val_loss", patience=1, restore_best_weights=True),
+        keras.callbacks.ReduceLROnPlateau("loss", factor=0.1, patience=0, min_delta=0.1),
+        keras.callbacks.CSVLogger(folder / "log.csv"),
+        keras.callbacks.ModelCheckpoint(
+            folder / "{epoch}-{val_mae:.3f}.keras", "val_mae", save_best_only=True
+        ),
+    ]
+
+
+def schedulers(folder):
+    return [
+        keras.callbacks.LearningRateScheduler(halving),
+        keras.callbacks.TerminateOnNaN(),
+        keras.callbacks.ModelCheckpoint(
+            folder / "{epoch}.weights.h5", save_weights_only=True, save_freq=2
+        ),
+    ]
+
+
+@pytest.mark.parametrize("make_callbacks", [monitors, schedulers])
+def test_callbacks_see_and_do_what_they_do_in_keras(tmp_path, make_callbacks):
+    case = Case(mlp, X, Y, regression(optimizer=fast, metrics=["mae"]))
+    found = []
+    held_out = X[:9], Y[9:18]
+    for kind, options in (("plain", {}), ("piped", {"num_stages": 2, "num_micro_batches": 2})):
+        (tmp_path / kind).mkdir()
+        model = make(case, **options)
+        told = model.fit(
+            X, Y, batch_size=8, epochs=5, shuffle=False, verbose=0, validation_data=held_out,
+            callbacks=make_callbacks(tmp_path / kind),
+        ).history  # fmt: skip
+        found.append((told, float(model.optimizer.learning_rate), model.get_weights()))
+    for first, second in zip(*found, strict=True):
+        assert distance(first, second) < ROUNDING
+    names = [sorted(p.name for p in (tmp_path / kind).iterdir()) for kind in ("plain", "piped")]
+    assert names[0] == names[1]
+    assert found[0][1] < 0.5
+    if make_callbacks is monitors:
+        assert len(told["loss"]) < 5
+        files = [tmp_path / kind / "log.csv" for kind in ("plain", "piped")]
+        assert distance(*(read_csv(file) for file in files)) < ROUNDING
+        for name in names[0][:-1]:
+            loaded = [keras.saving.load_model(file.parent / name) for file in files]
+            assert distance(*(model.get_weights() for model in loaded)) < ROUNDING
+
+
+def read_csv(file):
+    with open(file) as lines:
+        return [[float(value) for value in row.values()] for row in csv.DictReader(lines)]
+
+
+def test_not_a_number_stops_training():
+    case = Case(mlp, X, Y, regression(optimizer=lambda: keras.optimizers.SGD(1e200)))
+    model = make(case, num_stages=2, num_micro_batches=2)
+    told = model.fit(
+        X, Y, batch_size=8, epochs=5, verbose=0, callbacks=[keras.callbacks.TerminateOnNaN()]
+    )
+    assert len(told.history["loss"]) == 1
+    assert not np.isfinite(told.history["loss"][0])
+
+
+def test_a_callback_that_stops_training():
+    class Stop(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            if epoch == 1:
+                self.model.stop_training = True
+
+    model = make(CASES["mlp"], num_stages=2, num_micro_batches=2)
+    told = model.fit(X, Y, batch_size=8, epochs=5, verbose=0, callbacks=Stop()).history
+    assert len(told["loss"]) == 2
+
+
+def test_one_rank_writes():
+    every = [
+        keras.callbacks.CSVLogger("log.csv"),
+        keras.callbacks.EarlyStopping("loss"),
+        keras.callbacks.ModelCheckpoint("a.keras"),
+    ]
+    assert callbacks_of_rank(every, prints=True) == every
+    assert callbacks_of_rank(every, prints=False) == every[1:]
+
+
+def test_the_progress_bar_is_that_of_keras(capsys):
+    model = make(Case(mlp, X, Y, regression(optimizer=sgd)), num_stages=2, num_micro_batches=2)
+    model.fit(X, Y, batch_size=8, epochs=2, verbose=2)
+    printed = capsys.readouterr().out
+    assert printed.count("Epoch ") == 2
+    assert printed.count("3/3 - ") == 2

@@ -1,0 +1,237 @@
+"""Pipelines over MPI ranks: the numbers of one process, work and data where they belong."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+
+from tarantella_pp.errors import ConfigurationError
+from tarantella_pp.pipeline_model import PipelineModel
+from tarantella_pp.runtime.communicator import world
+from tarantella_pp.runtime.stage import Stage
+from tests.mpi import mpi_run
+from tests.training import (
+    CASES,
+    FIELDS,
+    SAMPLES,
+    Case,
+    X,
+    Y,
+    adamw,
+    distance,
+    finish,
+    make,
+    mlp,
+    piped,
+    regression,
+    serial,
+    sgd,
+    use_float64,
+)
+
+pytestmark = [pytest.mark.keras, pytest.mark.mpi]
+
+ROUNDING, BITS = 1e-10, 1e-13
+
+TWO = [
+    ("mlp", 2, 1, None),
+    ("two_in_two_out", 4, 3, "1f1b"),
+    ("masked_output", 2, 3, None),
+    ("embedding_adamw", 2, 3, "1f1b"),
+    ("dropout", 4, 3, "gpipe"),
+    ("batch_norm", 2, 3, "1f1b"),
+]
+FOUR = [
+    ("mlp", 4, 8, "1f1b"),
+    ("long_skip", 4, 3, "gpipe"),
+    ("regularized", 4, 3, "1f1b"),
+    ("unreached", 4, 8, "1f1b"),
+    ("recurrent", 4, 3, "1f1b"),
+    ("frozen", 4, 3, "1f1b"),
+    ("nested", 4, 1, "gpipe"),
+    ("schedule_clipnorm", 4, 3, "zb-h1"),
+    ("dropout", 4, 3, "1f1b"),
+]
+
+
+class Forbidden:
+    """Data of a rank that must not open it."""
+
+    def __getattribute__(self, name):
+        raise AssertionError("only the first rank may open the data")
+
+
+def data_of_rank(case):
+    if world().rank == 0:
+        return case
+    hidden = Forbidden()
+    return dataclasses.replace(case, x=hidden, y=hidden, fit=dict.fromkeys(case.fit, hidden))
+
+
+def train_cases(cases):
+    """Trains on this rank; returns the outcomes and what the rank had to do for them."""
+    use_float64()
+    ran = []
+    forward = Stage.forward
+
+    def counted(self, key, inputs):
+        ran.append(self.layout.index)
+        return forward(self, key, inputs)
+
+    Stage.forward = counted
+    found = []
+    for name, stages, micro_batches, schedule in cases:
+        options = {"num_stages": stages, "num_micro_batches": micro_batches, "schedule": schedule}
+        ran.clear()
+        model = make(CASES[name], **options)
+        outcome = finish(model, data_of_rank(CASES[name]))
+        slots = [v.path for v in model.optimizer.variables if len(v.shape)]
+        facts = {"ran": list(ran), "slots": slots, "weights": len(model.trainable_variables)}
+        found.append([json.loads(json.dumps(outcome.plain())), facts])
+    return found
+
+
+def check(run, cases, ranks):
+    for i, (name, stages, micro_batches, _) in enumerate(cases):
+        outcomes = [result[i][0] for result in run.results]
+        facts = [result[i][1] for result in run.results]
+        for outcome in outcomes:
+            assert outcome == outcomes[0], name
+            assert set(outcome) == set(FIELDS)
+        one_process = piped(name, 1, micro_batches, "gpipe").plain()
+        assert distance(one_process, outcomes[0]) < BITS, name
+        if not CASES[name].batch_statistics:
+            limit = BITS if micro_batches == 1 else ROUNDING
+            assert distance(serial(name).plain(), outcomes[0]) < limit, name
+        runs = 2 * sum(min(micro_batches, rows) for rows in (8, 8, 6))
+        for rank, fact in enumerate(facts):
+            own = list(range(rank, stages, ranks))
+            assert sorted(set(fact["ran"])) == own, (name, rank)
+            assert len(fact["ran"]) == runs * len(own)
+        slots = [slot for fact in facts for slot in fact["slots"]]
+        assert len(slots) == len(set(slots)), name
+
+
+def test_two_ranks():
+    check(mpi_run(2, train_cases, TWO, timeout=240).check(), TWO, 2)
+
+
+@pytest.mark.slow
+def test_four_ranks():
+    check(mpi_run(4, train_cases, FOUR, timeout=300).check(), FOUR, 4)
+
+
+QUIET = {"batch_size": 8, "epochs": 1, "shuffle": False, "verbose": 0}
+
+
+def refused(call):
+    try:
+        call()
+    except ConfigurationError as error:
+        return str(error)
+    return ""
+
+
+def use_everything(folder):
+    """One session of a user, on each rank."""
+    use_float64()
+    rank, folder = world().rank, Path(folder)
+    found = {}
+    # Nothing is seeded alike: weights, shuffles and data come from the first rank.
+    keras.utils.set_random_seed(rank)
+    model = PipelineModel(mlp(), num_stages=4, num_micro_batches=3)
+    found["start"] = [w.tolist() for w in model.get_weights()]
+    model.compile(adamw(), "mse", metrics=["mae"])
+    found["before"] = model.evaluate(X + rank, Y, verbose=0)
+    told = model.fit(
+        X, Y, batch_size=4, epochs=6, verbose=2, validation_split=0.4,
+        callbacks=[
+            keras.callbacks.EarlyStopping("val_loss", patience=0, min_delta=10.0),
+            keras.callbacks.ReduceLROnPlateau("loss", patience=0, min_delta=10.0, factor=0.5),
+            keras.callbacks.CSVLogger(folder / "log.csv"),
+            keras.callbacks.ModelCheckpoint(folder / "{epoch}-{val_mae:.3f}.keras"),
+            keras.callbacks.ModelCheckpoint(folder / "last.weights.h5", save_weights_only=True),
+        ],
+    )  # fmt: skip
+    found["history"] = told.history
+    found["rate"] = float(model.optimizer.learning_rate)
+    model.save(folder / "model.keras")
+    model.save_weights(folder / "model.weights.h5")
+    found["weights"] = [w.tolist() for w in model.get_weights()]
+    found["on"] = model.fit(X, Y, **QUIET).history
+    found["predicted"] = model.predict(X, verbose=0).tolist()
+    # Back to the file, slots of the optimizer included: the same again.
+    model.load_weights(folder / "model.weights.h5")
+    found["again"] = model.fit(X, Y, **QUIET).history
+    model.set_weights([np.zeros_like(w) for w in model.get_weights()])
+    found["zeros"] = float(np.abs(model.predict(X, verbose=0)).max())
+    found["batch"] = [model.train_on_batch(X, Y), model.test_on_batch(X[:2], Y[:2])]
+    found["one"] = model.predict_on_batch(X[:1]).tolist()
+
+    def generator():
+        if rank:
+            raise AssertionError("only the first rank may open the data")
+        while True:
+            yield X[:8], Y[:8]
+
+    found["generated"] = model.fit(generator(), steps_per_epoch=2, verbose=0).history
+    found["refused"] = [
+        refused(lambda: model.fit(X, Y, epochs=2 + rank, verbose=0)),
+        refused(lambda: (model.evaluate if rank else model.predict)(X, verbose=0)),
+        refused(lambda: model(X)),
+        refused(lambda: model.save(folder / "model.keras", overwrite=False)),
+        refused(lambda: model.compile(keras.optimizers.SGD(global_clipnorm=1.0), "mse")),
+    ]
+    try:
+        model.fit(X, Y[:3], verbose=0)
+    except (ValueError, ConfigurationError) as error:
+        found["data"] = str(error)
+    other = make(Case(mlp, X, Y, regression(optimizer=sgd)), num_stages=2, num_micro_batches=2)
+    found["other"] = other.fit(X, Y, **QUIET).history
+    return found
+
+
+def test_a_session_on_two_ranks(tmp_path):
+    run = mpi_run(2, use_everything, str(tmp_path), timeout=240).check()
+    first, second = run.results
+    for name in first:
+        if name not in ("refused", "data"):
+            assert first[name] == second[name], name
+    assert first["zeros"] == 0
+    assert distance(first["on"], first["again"]) == 0
+    assert len(first["history"]["loss"]) == 2  # stopped early
+    assert first["rate"] < 0.01
+    # one rank shows progress, one writes
+    assert run.stdout.count("Epoch 1/6") == 1
+    with open(tmp_path / "log.csv") as lines:
+        rows = list(csv.DictReader(lines))
+    assert [float(row["loss"]) for row in rows] == first["history"]["loss"]
+    names = {f"{i + 1}-{mae:.3f}.keras" for i, mae in enumerate(first["history"]["val_mae"])}
+    kept = {"log.csv", "last.weights.h5", "model.keras", "model.weights.h5"}
+    assert {path.name for path in tmp_path.iterdir()} == names | kept
+    for result in run.results:
+        epochs, method, call, save, clip = result["refused"]
+        assert "epochs=2 on rank 0, epochs=3 on rank 1" in epochs
+        assert "method='predict' on rank 0, method='evaluate' on rank 1" in method
+        assert "2 ranks" in call
+        assert "overwrite=False" in save
+        assert "global_clipnorm" in clip
+        assert "cardinality" in result["data"]
+    # plain Keras loads the file and trains on as the ranks did
+    stock = keras.saving.load_model(tmp_path / "model.keras")
+    assert distance([w.tolist() for w in stock.get_weights()], first["weights"], "weights") == 0
+    assert distance(stock.fit(X, Y, **QUIET).history, first["on"]) < ROUNDING
+    assert distance(stock.predict(X, verbose=0).tolist(), first["predicted"]) < ROUNDING
+    assert int(stock.optimizer.iterations) == 2 * int(np.ceil(0.6 * SAMPLES / 4)) + 3
+    other = serial_of_other()
+    assert distance(other, first["other"]) < ROUNDING
+
+
+def serial_of_other():
+    return make(Case(mlp, X, Y, regression(optimizer=sgd))).fit(X, Y, **QUIET).history

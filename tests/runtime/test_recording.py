@@ -1,0 +1,174 @@
+from __future__ import annotations
+
+import functools
+import time
+
+import pytest
+
+from benchmarks.stubs import Seconds, StubPipeline
+from tarantella_pp.errors import ConfigurationError
+from tarantella_pp.runtime import clock
+from tarantella_pp.runtime.communicator import Communicator, world
+from tarantella_pp.runtime.measured_costs import alike
+from tarantella_pp.runtime.measured_step import gather_steps
+from tarantella_pp.runtime.recording import UPDATE, Recorder, Span
+from tarantella_pp.runtime.schedule import Compute, Transfer, make_schedule
+from tests.mpi import find_mpiexec, mpi_run
+
+needs_mpi = pytest.mark.skipif(find_mpiexec() is None, reason="no mpiexec")
+SCHEDULES = {"gpipe": 3, "1f1b": 3, "interleaved": 6, "zb-h1": 3, "zb-v": 6, "forward": 3}
+AHEAD = 1000.0
+"""Seconds that the clock of rank 1 is set ahead."""
+
+
+class Clock:
+    """Stands in for the module `time`, on a host whose clock is ahead."""
+
+    @staticmethod
+    def perf_counter():
+        return time.perf_counter() + AHEAD * world().rank
+
+
+def record_all():
+    """Runs on every rank: two steps of each schedule, recorded, and one that is not."""
+    ranks, found = world(), {}
+    for name, stages in SCHEDULES.items():
+        recorder = Recorder(2)
+        pipeline = StubPipeline(name, stages, 5, Seconds(), ranks, recorder=recorder)
+        finished = [pipeline.step().finished for _ in range(2)]
+        plain = StubPipeline(name, stages, 5, Seconds(), ranks).step().finished
+        steps = gather_steps(recorder.steps, clock.clock_offset(ranks), ranks)
+        found[name] = {
+            "finished": [*finished, plain],
+            "programs": [[str(a) for a in own] for own in pipeline.schedule.actions],
+            "steps": [
+                [[[str(s.what), s.start, s.end] for s in own] for own in step.spans]
+                for step in steps
+            ],
+            "messages": [
+                [str(a), send.start, wait.end]
+                for step in steps
+                for a, send, wait in step.messages()
+            ],
+            "numbers": [step.number for step in steps],
+        }
+    same = clock.clock_offset(ranks)
+    clock.time = Clock
+    return found, same, clock.clock_offset(ranks)
+
+
+@functools.cache
+def recorded():
+    return mpi_run(3, record_all, timeout=60).check().results
+
+
+@needs_mpi
+@pytest.mark.mpi
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_action_is_recorded_once_and_in_order(name):
+    found = recorded()[0][0][name]
+    assert found["numbers"] == [0, 1]
+    for step in found["steps"]:
+        for program, spans in zip(found["programs"], step, strict=True):
+            names = [what for what, _, _ in spans]
+            assert sorted(names) == sorted(program)
+            assert [n for n in names if ">" not in n] == [n for n in program if ">" not in n]
+
+
+@needs_mpi
+@pytest.mark.mpi
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_rank_does_one_thing_at_a_time(name):
+    for step in recorded()[0][0][name]["steps"]:
+        for spans in step:
+            edges = [moment for _, start, end in spans for moment in (start, end)]
+            assert edges == sorted(edges)
+
+
+@needs_mpi
+@pytest.mark.mpi
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_message_arrives_after_it_was_sent(name):
+    found = recorded()[0][0][name]
+    sends = [
+        action for own in found["programs"] for action in own if ">" in action and "S" in action
+    ]
+    assert sorted(action for action, _, _ in found["messages"]) == sorted(2 * sends)
+    assert all(sent < arrived for _, sent, arrived in found["messages"])
+
+
+@needs_mpi
+@pytest.mark.mpi
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_all_ranks_have_the_same_records_and_results_do_not_depend_on_them(name):
+    ranks = [found[name] for found, _, _ in recorded()]
+    assert ranks[0]["steps"] == ranks[1]["steps"] == ranks[2]["steps"]
+    for rank in ranks:
+        assert rank["finished"][0] == rank["finished"][1] == rank["finished"][2]
+    assert sum(len(rank["finished"][0]) for rank in ranks) == 5
+
+
+@needs_mpi
+@pytest.mark.mpi
+def test_clocks_of_one_host_are_one_clock_and_others_are_set_right():
+    assert [same for _, same, _ in recorded()] == [0.0, 0.0, 0.0]
+    offsets = [offset for _, _, offset in recorded()]
+    assert offsets[0] == 0.0
+    assert offsets[1:] == pytest.approx([-AHEAD, -2 * AHEAD], abs=1.0)
+
+
+def run_steps(recorder, count):
+    schedule = make_schedule("1f1b", 1, 2)
+    for _ in range(count):
+        with recorder.step():
+            recorder.runs(schedule, 8)
+            recorder.spans.append(Span(Compute(0, "F", 0), 0.0, 0.5))
+            recorder.spans.append(Span(Transfer(0, 1, "R", "F", 0), 0.5, 0.75))
+            with recorder.span(UPDATE):
+                pass
+
+
+@pytest.mark.parametrize(
+    ("steps", "kept"), [(2, [3, 4]), (9, [0, 1, 2, 3, 4]), (range(1, 3), [1, 2]), (range(7, 9), [])]
+)
+def test_the_wanted_steps_are_kept(steps, kept):
+    recorder = Recorder(steps)
+    run_steps(recorder, 5)
+    assert [step.number for step in recorder.steps] == kept
+
+
+@pytest.mark.parametrize("steps", [0, -1, True, 1.5, "all", range(3, 3), range(-2, 2), None])
+def test_steps_that_name_no_step_are_refused(steps):
+    with pytest.raises(ConfigurationError, match=r"how many of the last steps.*Received: steps="):
+        Recorder(steps)
+
+
+def test_a_step_that_fails_is_not_kept():
+    recorder = Recorder(3)
+    with pytest.raises(ZeroDivisionError), recorder.step():
+        recorder.spans.append(Span(UPDATE, 0.0, 1 / 0))
+    run_steps(recorder, 1)
+    assert [step.number for step in recorder.steps] == [0]
+    assert len(recorder.steps[0].spans) == 3
+
+
+def test_shares_are_of_the_time_from_step_to_step(monkeypatch):
+    recorder = Recorder(1)
+    # Two readings at the bounds of each of three steps, two around the update: a step begins
+    # every 2 seconds and takes 1.
+    clocks = iter([0.0, 0.9, 0.9, 1.0, 2.0, 2.9, 2.9, 3.0, 4.0, 4.9, 4.9, 5.0])
+    monkeypatch.setattr("tarantella_pp.runtime.recording.time.perf_counter", lambda: next(clocks))
+    run_steps(recorder, 3)
+    assert recorder.take_shares() == pytest.approx((0.25, 0.125))
+    assert recorder.take_shares() == (0.0, 0.0)
+
+
+def test_steps_alike_have_the_schedule_and_batch_size_of_most():
+    recorder = Recorder(9)
+    first, other = make_schedule("1f1b", 1, 2), make_schedule("1f1b", 1, 3)
+    for schedule, rows in ((first, 8), (first, 8), (first, 6), (other, 8)):
+        with recorder.step():
+            recorder.runs(schedule, rows)
+    steps = gather_steps(recorder.steps, 0.0, Communicator())
+    assert [step.number for step in alike(steps)] == [0, 1]
+    assert alike([]) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,8 @@ from tarantella_pp.simulation import Machine, PlanSimulation
 
 MOST_SUBSETS = 4
 """Stages up to which every set of recomputing ones is tried; of more, the first stages."""
+PATIENCE = 60.0
+"""Seconds after which no more is tried."""
 QUICK = 0.2
 """Seconds of a solver up to which more is tried than what is likely to be best."""
 LEAST_ROWS = 4
@@ -66,10 +69,11 @@ class Chooser:
         if self.given["memory_limit"] is None:
             return self._timed(self.planner.plan(self.options(num_micro_batches=counts[0][1])))
         found: list[Timed] = []
+        deadline = time.monotonic() + PATIENCE
         for seconds, count in counts:
             if found and seconds >= min(found, key=_seconds)[0]:
                 break
-            found += self._fitting(count)
+            found += map(self._timed, self._fitting(count, deadline))
         return min(found, key=_seconds, default=None)
 
     def least(self) -> Plan:
@@ -85,7 +89,7 @@ class Chooser:
         for stages in self._sets():
             if len(found) > 1 and found[0].certificate.seconds > QUICK:
                 break
-            found += [plan for _, plan in self._try(**free, recompute=stages)]
+            found += self._try(**free, recompute=stages)
         return min(found, key=largest_stage)
 
     def _timed(self, plan: Plan) -> Timed:
@@ -97,8 +101,7 @@ class Chooser:
     def _by_seconds(self) -> list[tuple[float, int]]:
         """Returns the numbers of micro-batches with the seconds of a step, fastest first.
 
-        All are played with the stages that are best for one of them: which is fastest depends
-        little on where exactly the cuts are.
+        Where solving takes its time, all are played with the stages that are best for one of them.
         """
         counts = self._counts(limited=self.given["memory_limit"] is not None)
         if len(counts) == 1:
@@ -106,8 +109,10 @@ class Chooser:
         solution = self.planner.solve(self.options(memory_limit=None))
         timed = []
         for count in counts:
-            plan = self.planner.write(solution, self.options(num_micro_batches=count))
-            timed.append((self._timed(plan)[0], count))
+            options = self.options(num_micro_batches=count, memory_limit=None)
+            if solution.certificate.seconds < QUICK:
+                solution = self.planner.solve(options)
+            timed.append((self._timed(self.planner.write(solution, options))[0], count))
         return sorted(timed)
 
     def _counts(self, *, limited: bool) -> list[int]:
@@ -127,24 +132,27 @@ class Chooser:
             counts += [2**k for k in range(most.bit_length()) if samples % 2**k]
         return counts
 
-    def _fitting(self, count: int) -> list[Timed]:
+    def _fitting(self, count: int, deadline: float) -> list[Plan]:
         """Returns plans that keep the limit, with as few recomputing stages as that needs."""
         found = self._try(num_micro_batches=count)
-        if found:
+        options = self.options(num_micro_batches=count)
+        if found or self.planner.least_memory(options) > (options.memory_limit or 0):
             return found
         needed = 0
         for stages in self._sets():
-            if found and len(stages) > needed and found[0][1].certificate.seconds > QUICK:
+            if needed and len(stages) > needed and found[0].certificate.seconds > QUICK:
+                break
+            if time.monotonic() > deadline:
                 break
             found += self._try(num_micro_batches=count, recompute=stages)
             needed = needed or (len(stages) if found else 0)
         return found
 
-    def _try(self, **changes: Any) -> list[Timed]:
+    def _try(self, **changes: Any) -> list[Plan]:
         """Makes a plan, if there is one: a limit, or what cannot recompute, may be in the way."""
         options = self.options(**changes)
         try:
-            return [self._timed(self.planner.plan(options))]
+            return [self.planner.plan(options)]
         except PlanError:
             if options.memory_limit is None:
                 raise

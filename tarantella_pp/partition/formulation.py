@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from typing import TypeAlias
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -21,8 +20,10 @@ from tarantella_pp.partition.solvers.solve import solve
 
 OBJECTIVES: dict[str, Objective] = {"memory": "memory", "flops": "flops"}
 """What solvers make small for each way to balance."""
-Formulation: TypeAlias = Callable[[float | None], Problem]
-"""Makes a problem from a memory limit."""
+MOST_ATTEMPTS = 6
+"""How often less memory is allowed, where buffers of messages come on top."""
+SHARES = (1.0, 0.9, 0.75, 0.6)
+"""Shares of a limit that are tried for all but buffers."""
 
 
 def problem_of(
@@ -101,9 +102,11 @@ def best_solution(costs: Costs, options: PlanOptions) -> Solution:
     """
     best: Solution | None = None
     bound, seconds = 0.0, 0.0
-    for build, bounds in _formulations(costs, options):
-        solution, lowest, spent = _within_limit(costs, options, build, proves=bounds)
-        bound, seconds = max(bound, lowest if bounds else 0.0), seconds + spent
+    for one in _formulations(costs, options):
+        if best is not None and one.is_last_resort:
+            break
+        solution, lowest, spent = _within_limit(costs, options, one)
+        bound, seconds = max(bound, lowest if one.bounds else 0.0), seconds + spent
         if solution is not None:
             solutions = [solution] if best is None else [best, solution]
             best = min(solutions, key=lambda one: _value(costs, options, one))
@@ -121,16 +124,50 @@ def best_solution(costs: Costs, options: PlanOptions) -> Solution:
     return Solution(best.assignment, Certificate.of(value, bound, method, seconds))
 
 
-def _formulations(costs: Costs, options: PlanOptions) -> Iterator[tuple[Formulation, bool]]:
-    """Yields problems of which one may be exact, and whether each counts no more than is real."""
+@dataclass(frozen=True, slots=True)
+class _Formulation:
+    """A problem to solve in place of the real one.
+
+    Attributes:
+        build: Makes the problem from a memory limit.
+        bounds: Whether it counts no more memory than is real, and makes the same thing small.
+        is_last_resort: Whether it is for limits only that nothing before it keeps.
+        attempts: How often to solve it, each time with less memory allowed.
+    """
+
+    build: Callable[[float | None], Problem]
+    bounds: bool = True
+    is_last_resort: bool = False
+    attempts: int = 1
+
+
+def _formulations(costs: Costs, options: PlanOptions) -> Iterator[_Formulation]:
     base = functools.partial(problem_of, costs, options)
+    # What needs the least memory cannot do with less.
+    attempts = 1 if options.balance == "memory" else MOST_ATTEMPTS
     if options.repeats:
-        yield lambda limit: recomputing(base(limit), costs, options), True
-    yield base, True
+        repeating = functools.partial(_recomputing, costs, options)
+        yield _Formulation(repeating, attempts=attempts)
+    yield _Formulation(base, attempts=attempts)
     if options.balance == "memory" or options.memory_limit is not None:
-        yield functools.partial(base, cautious=True), False
-    if options.balance != "memory" and options.memory_limit is not None:
-        yield lambda limit: replace(base(limit), objective="memory"), False
+        yield _Formulation(functools.partial(base, cautious=True), bounds=False)
+    if options.memory_limit is not None:
+        yield _Formulation(lambda limit: replace(base(limit), objective="memory"), False, True)
+        for share in SHARES:
+            thin = functools.partial(_thin, costs, options, share)
+            yield _Formulation(thin, bounds=False, is_last_resort=True)
+
+
+def _recomputing(costs: Costs, options: PlanOptions, limit: float | None) -> Problem:
+    return recomputing(problem_of(costs, options, limit), costs, options)
+
+
+def _thin(costs: Costs, options: PlanOptions, share: float, limit: float | None) -> Problem:
+    """Makes buffers small, with a share of the limit for all else."""
+    problem = problem_of(costs, options, None if limit is None else share * limit)
+    tensors = [replace(tensor, comm=tensor.bytes) for tensor in problem.tensors]
+    nothing = np.zeros(problem.num_nodes)
+    return replace(problem, objective="load", work=nothing, tensors=tuple(tensors))
 
 
 def _value(costs: Costs, options: PlanOptions, solution: Solution) -> float:
@@ -141,15 +178,15 @@ def _value(costs: Costs, options: PlanOptions, solution: Solution) -> float:
 
 
 def _within_limit(
-    costs: Costs, options: PlanOptions, build: Formulation, *, proves: bool
+    costs: Costs, options: PlanOptions, formulation: _Formulation
 ) -> tuple[Solution | None, float, float]:
     """Solves, and again with less memory allowed where a plan really needs more than the limit.
 
     Args:
         costs: The graph and its costs.
         options: The options of the plan.
-        build: Makes the problem.
-        proves: Whether no plan keeps the limit if none does in this problem.
+        formulation: The problem; if it bounds the real one, a limit that nothing keeps in it is
+            refused.
 
     Returns:
         The solution, if there is one, a lower bound of all that keep the limit, and seconds.
@@ -157,11 +194,11 @@ def _within_limit(
     allowed = options.memory_limit
     limit: float | None = allowed
     bound, seconds = math.inf, 0.0
-    while limit is None or limit >= 1:
+    for _ in range(formulation.attempts):
         try:
-            solution = solve(build(limit))
+            solution = solve(formulation.build(limit))
         except PlanError as error:
-            if limit == allowed and proves:
+            if limit == allowed and formulation.bounds:
                 raise PlanError(f"{error}{_shared(costs.graph)}") from None
             break
         bound = min(bound, solution.certificate.lower_bound)
@@ -170,7 +207,7 @@ def _within_limit(
         largest = max(stage.memory_bytes for stage in stages)
         if allowed is None or limit is None or largest <= allowed:
             return solution, bound, seconds
-        limit -= largest - allowed
+        limit = max(1.0, limit - (largest - allowed))
     return None, bound, seconds
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import keras
@@ -12,11 +12,12 @@ from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.partition.certificate import Solution
 from tarantella_pp.partition.cost import Costs
 from tarantella_pp.partition.extraction import extract
-from tarantella_pp.partition.formulation import best_solution
+from tarantella_pp.partition.formulation import best_solution, problem_of
 from tarantella_pp.partition.graph import LayerGraph
 from tarantella_pp.partition.options import PlanOptions
 from tarantella_pp.partition.plan import Plan, Proof
 from tarantella_pp.partition.slots import optimizer_name, slot_bytes
+from tarantella_pp.partition.solvers.solve import solve
 
 #: Layers whose forward pass the runtime cannot repeat: it cannot cut TensorFlow's loops.
 LOOPS = (
@@ -88,6 +89,16 @@ class Planner:
                 f"stages. Received: num_stages={options.num_stages}"
             )
         return best_solution(self.costs(options), options)
+
+    def least_memory(self, options: PlanOptions) -> float:
+        """Returns bytes that some stage of every plan needs, whichever stages recompute.
+
+        Args:
+            options: What the plans are for; all stages may recompute.
+        """
+        everywhere = tuple(range(options.num_stages))
+        free = replace(options, recompute=everywhere, balance="memory", memory_limit=None)
+        return solve(problem_of(self.costs(free), free)).certificate.lower_bound
 
     def write(self, solution: Solution, options: PlanOptions) -> Plan:
         """Writes down the plan of an assignment.

@@ -35,7 +35,7 @@ class Timeline(keras.callbacks.Callback):
 
     At the end of each epoch the logs get how ranks spent their time, on average: `busy` is the
     part in which they compute, `wait` that in which they wait for messages, and `bubble` all in
-    which they do not compute. Recording takes about a microsecond for each pass and message.
+    which they do not compute. Recording takes one or two microseconds for each pass and message.
 
     Every rank must have the callback. Steps are counted from 0 over all epochs.
 

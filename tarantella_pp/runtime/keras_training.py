@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 # Losses of Keras that reduce over the whole batch at once.
-_COUPLED = (keras.losses.Dice, keras.losses.Tversky)
+_COUPLED = (keras.losses.dice, keras.losses.tversky, keras.losses.circle)
 
 
 def added_losses(layer: Any) -> list[Any]:
@@ -97,10 +97,10 @@ def is_keras_loss(loss: Any) -> bool:
     Args:
         loss: A loss of a compiled model.
     """
-    if isinstance(loss, _COUPLED) or type(loss).__call__ is not keras.losses.Loss.__call__:
+    if type(loss).__call__ is not keras.losses.Loss.__call__:
         return False
     source = loss.fn if isinstance(loss, LossFunctionWrapper) else type(loss)
-    return str(source.__module__).startswith("keras.src.losses")
+    return source not in _COUPLED and str(source.__module__).startswith("keras.src.losses")
 
 
 def count_step(optimizer: Any) -> None:

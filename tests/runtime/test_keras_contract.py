@@ -1,0 +1,181 @@
+"""The private parts of Keras and TensorFlow that training relies on, one by one.
+
+When one of these fails after an upgrade, the file that it names is the place to mend.
+"""
+
+from __future__ import annotations
+
+import inspect
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+from keras.src import backend
+from keras.src.losses.losses import LossFunctionWrapper
+from keras.src.trainers import data_adapters, epoch_iterator
+from keras.src.trainers.compile_utils import CompileLoss
+from keras.src.trainers.data_adapters import get_data_adapter
+from keras.src.trainers.data_adapters.array_slicing import train_validation_split
+from keras.src.trainers.data_adapters.data_adapter import DataAdapter
+
+from tarantella_pp.runtime import keras_training
+from tarantella_pp.runtime.compiled import Compiled
+
+pytestmark = pytest.mark.keras
+
+ADVICE = (
+    f"Keras {keras.__version__} has changed a private part that "
+    "tarantella_pp/runtime/keras_training.py uses: "
+)
+
+
+@pytest.fixture
+def model():
+    inputs = keras.Input((3,))
+    x = layers.Dense(4, activity_regularizer="l2", kernel_regularizer="l2")(inputs)
+    model = keras.Model(inputs, layers.Dense(2)(x))
+    model.compile("sgd", "mse", metrics=["mae"], loss_weights=2.0)
+    return model
+
+
+def test_layers_know_what_they_added(model):
+    model(np.ones((2, 3)))
+    dense = model.layers[1]
+    assert list(dense._flatten_layers()) == [dense], ADVICE + "Layer._flatten_layers"
+    assert len(dense._get_own_losses()) == 1, ADVICE + "Layer._get_own_losses"
+    assert len(dense.losses) == 2
+    assert model.layers[1] in keras_training.layers_in(model)
+
+
+def test_losses_and_metrics_are_built_without_data(model):
+    y = keras.KerasTensor((None, 2))
+    assert isinstance(model._compile_loss, CompileLoss), ADVICE + "Model._compile_loss"
+    keras_training.build_metrics(model, y, keras.KerasTensor((None, 2)), None)
+    assert model._compile_loss.built, ADVICE + "backend.compute_output_spec builds CompileLoss"
+    assert model._compile_metrics.built, ADVICE + "CompileMetrics.build"
+    assert [loss.name for loss in keras_training.compiled_losses(model)] == ["mse"]
+    assert model._loss_tracker in model.metrics, ADVICE + "Model._loss_tracker"
+    assert set(keras.Model.get_metrics_result(model)) == {"loss", "mae"}
+    assert callable(backend.compute_output_spec)
+
+
+def test_a_second_loss_gives_the_values_of_the_first(model):
+    names = {"_user_loss", "_user_loss_weights", "output_names"}
+    assert names <= set(vars(model._compile_loss)), ADVICE + "attributes of CompileLoss"
+    y, p = np.ones((4, 2), "float32"), np.arange(8, dtype="float32").reshape(4, 2)
+    second = keras_training.second_loss(model)
+    assert float(second(y, p)) == float(model._compile_loss(y, p))
+    assert second is not model._compile_loss
+
+
+def losses_of_keras():
+    for name, kind in inspect.getmembers(keras.losses, inspect.isclass):
+        if issubclass(kind, keras.losses.Loss) and kind not in (
+            keras.losses.Loss,
+            keras.losses.CTC,
+        ):
+            yield name
+
+
+@pytest.mark.parametrize("name", list(losses_of_keras()))
+def test_losses_that_look_at_several_samples_are_known(name):
+    """Where the mean over two halves is another than over the batch, the loss must be listed."""
+    loss = getattr(keras.losses, name)()
+    rng = np.random.default_rng(0)
+    p = rng.uniform(0.1, 0.9, size=(6, 3)).astype("float32")
+    y = rng.uniform(0.1, 0.9, size=(6, 3)).astype("float32")
+    y[:3] /= 4
+    if name in ("SparseCategoricalCrossentropy", "CategoricalGeneralizedCrossEntropy", "Circle"):
+        y = np.array([0, 1, 0, 1, 1, 0])
+    whole = float(loss(y, p))
+    halves = (float(loss(y[:3], p[:3])) + float(loss(y[3:], p[3:]))) / 2
+    assert keras_training.is_keras_loss(loss) == (abs(whole - halves) < 1e-5 * max(1, abs(whole)))
+
+
+@pytest.mark.parametrize("name", ["circle", "dice", "tversky", "mse", "huber"])
+def test_losses_named_by_a_string_are_known_as_well(name):
+    inputs = keras.Input((3,))
+    model = keras.Model(inputs, layers.Dense(3)(inputs))
+    model.compile("sgd", name)
+    y = keras.KerasTensor((None, 1 if name == "circle" else 3))
+    keras_training.build_metrics(model, y, keras.KerasTensor((None, 3)), None)
+    (loss,) = keras_training.compiled_losses(model)
+    assert keras_training.is_keras_loss(loss) == (name in ("mse", "huber"))
+
+
+def test_own_losses_are_not_taken_for_those_of_keras():
+    class Own(keras.losses.MeanSquaredError):
+        def __call__(self, y_true, y_pred, sample_weight=None):
+            return keras.ops.max(super().__call__(y_true, y_pred))
+
+    assert not keras_training.is_keras_loss(Own())
+    assert not keras_training.is_keras_loss(LossFunctionWrapper(lambda a, b: a - b))
+    assert keras_training.is_keras_loss(LossFunctionWrapper(keras.losses.mean_squared_error))
+
+
+def test_optimizers_count_their_steps(model):
+    model.optimizer.build(model.trainable_variables)
+    keras_training.count_step(model.optimizer)
+    assert int(model.optimizer.iterations) == 1, ADVICE + "Optimizer._iterations"
+
+
+def test_inputs_are_standardized(model):
+    assert hasattr(model, "_standardize_inputs"), ADVICE + "Functional._standardize_inputs"
+    (flat,) = keras_training.standardize_inputs(model, np.ones((2, 3), "float64"))
+    assert flat.dtype == "float32"
+
+
+def test_data_adapters_pass_through_the_loops_of_keras():
+    class Own(DataAdapter):
+        num_batches = 2
+
+        def get_tf_dataset(self):
+            return [1, 2]
+
+    own = Own()
+    assert get_data_adapter(own) is own, ADVICE + "get_data_adapter passes adapters on"
+    assert data_adapters.get_data_adapter is get_data_adapter
+    assert epoch_iterator.EpochIterator(own).data_adapter is own
+    given = list(inspect.signature(get_data_adapter).parameters)
+    expected = [
+        "x",
+        "y",
+        "sample_weight",
+        "batch_size",
+        "steps_per_epoch",
+        "shuffle",
+        "class_weight",
+    ]
+    assert given == expected, ADVICE + "arguments of get_data_adapter"
+    (x, _, _), held_out = train_validation_split((np.arange(10), None, None), 0.2)
+    assert list(x) == list(range(8)), ADVICE + "train_validation_split"
+    assert list(held_out[0]) == [8, 9]
+
+
+@pytest.mark.parametrize("name", ["fit", "evaluate", "predict"])
+def test_loops_are_those_that_are_overridden(name):
+    """The pipeline hands every argument on by name."""
+    from tarantella_pp.pipeline_model import PipelineModel
+
+    theirs = inspect.signature(getattr(keras.Model, name)).parameters
+    ours = inspect.signature(getattr(PipelineModel, name)).parameters
+    assert list(ours) == list(theirs), ADVICE + f"arguments of Model.{name}"
+    defaults = [p.default for p in ours.values() if p.name not in ("self", "kwargs")]
+    assert defaults == [p.default for p in theirs.values() if p.name not in ("self", "kwargs")]
+
+
+def test_compiled_functions_are_called_directly():
+    advice = f"TensorFlow {tf.__version__} has changed what runtime/compiled.py uses: "
+    variable = tf.Variable(2.0)
+    compiled = Compiled(lambda x: [x * variable, x + 1.0], [tf.TensorSpec([None], tf.float32)])
+    for name in ("inference_fn", "captured_inputs"):
+        assert hasattr(compiled._concrete, name), advice + f"ConcreteFunction.{name}"
+    assert hasattr(compiled._concrete.inference_fn, "call_flat"), advice + "call_flat"
+    first, second = compiled(tf.constant([1.0, 3.0]))
+    assert first.numpy().tolist() == [2.0, 6.0]
+    assert second.numpy().tolist() == [2.0, 4.0]
+    variable.assign(3.0)
+    assert compiled(tf.constant([1.0]))[0].numpy().tolist() == [3.0]
+    assert Compiled(lambda x: None, [tf.TensorSpec([], tf.float32)])(tf.constant(1.0)) == []

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import json
 import os
 import socket
@@ -223,7 +222,6 @@ def test_memory_in_use_is_never_handed_out(requests: list[tuple[int, bool]]) -> 
         if keep:
             kept.append((number % 251, array[nbytes // 3 :].view(np.int8)))
         del array
-    gc.collect()
     assert all((view.view(np.uint8) == number).all() for number, view in kept)
 
 

@@ -45,7 +45,9 @@ def schedulers(folder):
     ]
 
 
-@pytest.mark.parametrize("make_callbacks", [monitors, schedulers])
+@pytest.mark.parametrize(
+    "make_callbacks", [monitors, pytest.param(schedulers, marks=pytest.mark.slow)]
+)
 def test_callbacks_see_and_do_what_they_do_in_keras(tmp_path, make_callbacks):
     case = Case(mlp, X, Y, regression(optimizer=fast, metrics=["mae"]))
     found = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import keras
@@ -36,10 +37,24 @@ ROUNDING = 1e-10
 MLP = Case(mlp, X, Y, regression(optimizer=sgd, metrics=["mae"]))
 
 
+@functools.cache
+def pipelined_mlp():
+    """One pipeline for most tests, for its stages take longest to compile."""
+    model = make(MLP, num_stages=2, num_micro_batches=3)
+    return model, model.get_weights()
+
+
 def both(use, case=MLP, **options):
     """What `use` returns for a model of plain Keras, and for a pipeline."""
-    pipeline = make(case, **{"num_stages": 2, "num_micro_batches": 3, **options})
-    return use(make(case)), use(pipeline)
+    plain = use(make(case))
+    if case is not MLP or options:
+        return plain, use(make(case, **{"num_stages": 2, "num_micro_batches": 3, **options}))
+    model, start = pipelined_mlp()
+    model.set_weights(start)
+    model.compile(**case.compiled())
+    keras.utils.set_random_seed(1)
+    make(case)  # what building draws of the seed
+    return plain, use(model)
 
 
 def histories(case=MLP, options=None, **fit):
@@ -103,6 +118,7 @@ DATA = {
         "x": X, "y": Y, "epochs": 4, "validation_data": (X, Y), "validation_freq": [2, 4],
         "initial_epoch": 1,
     },
+    "one row": {"x": X[:1], "y": Y[:1]},
     "small batches": {"x": X, "y": Y, "batch_size": 2, "epochs": 1},
 }  # fmt: skip
 
@@ -133,6 +149,7 @@ def dictionaries():
     return keras.Model(inputs, outputs)
 
 
+@pytest.mark.slow
 def test_dictionaries():
     compiled = regression(lambda: {"first": "mse", "second": "mae"}, metrics={"second": ["mse"]})
     x = {"a": floats(4), "b": floats(5)}
@@ -148,6 +165,7 @@ def test_dictionaries():
     assert set(second[2]) == {"first", "second"}
 
 
+@pytest.mark.slow
 def test_several_steps_per_execution():
     """Keras reports the last batches' logs of each execution; numbers of the epoch are the same."""
     compiled = regression(optimizer=sgd, metrics=["mae"], steps_per_execution=2)
@@ -190,6 +208,7 @@ def test_single_batches():
         assert distance(a, b) < ROUNDING
 
 
+@pytest.mark.slow
 def test_class_weights_of_single_batches():
     case = Case(mlp, X, LABELS, lambda: {"optimizer": adamw(), "loss": logits()})
 
@@ -203,6 +222,7 @@ def logits():
     return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
+@pytest.mark.slow
 def test_before_and_between_trainings():
     def use(model):
         told = [model.predict(X, verbose=0), model.evaluate(X, Y, verbose=0)]
@@ -226,6 +246,7 @@ def test_prediction_without_compilation():
     assert distance(model.predict(X, batch_size=8, verbose=0), found) < ROUNDING
 
 
+@pytest.mark.slow
 def test_layers_frozen_and_thawed_between_trainings():
     def use(model):
         told = []
@@ -242,6 +263,7 @@ def test_layers_frozen_and_thawed_between_trainings():
         assert distance(a, b) < ROUNDING
 
 
+@pytest.mark.slow
 def test_a_model_that_is_wrapped_frozen_trains_once_thawed():
     def use(model):
         told = model.fit(X, Y, batch_size=8, shuffle=False, verbose=0).history
@@ -254,6 +276,7 @@ def test_a_model_that_is_wrapped_frozen_trains_once_thawed():
     assert distance(*both(use, case, num_stages=4)) < ROUNDING
 
 
+@pytest.mark.slow
 def test_two_pipelines_take_turns():
     models = [
         make(CASES[name], num_stages=stages, num_micro_batches=3)
@@ -293,6 +316,7 @@ def any_length():
     return keras.Model(ids, layers.Dense(2)(layers.GlobalAveragePooling1D()(x)))
 
 
+@pytest.mark.slow
 def test_sequences_of_any_length_and_losses_in_training_only():
     signature = (tf.TensorSpec([None, None], tf.int32), tf.TensorSpec([None, 2], tf.float64))
 
@@ -309,13 +333,14 @@ def test_sequences_of_any_length_and_losses_in_training_only():
         assert distance(a, b) < ROUNDING
 
 
+@pytest.mark.slow
 def test_data_that_fails_leaves_a_model_that_trains_on():
     def broken():
         yield X[:8], Y[:8]
         raise RuntimeError("no more rows")
 
-    model = make(MLP, num_stages=2, num_micro_batches=3)
-    start = model.get_weights()
+    model, start = pipelined_mlp()
+    model.compile(**MLP.compiled())
     with pytest.raises(RuntimeError, match="no more rows"):
         model.fit(broken(), verbose=0)
     model.set_weights(start)
@@ -325,6 +350,7 @@ def test_data_that_fails_leaves_a_model_that_trains_on():
     assert distance(plain[0], told) < ROUNDING
 
 
+@pytest.mark.slow
 def test_a_step_that_fails_leaves_nothing_behind():
     labels = LABELS.copy()
     model = make(CASES["embedding_sgd"], num_stages=2, num_micro_batches=4)
@@ -339,6 +365,7 @@ def test_a_step_that_fails_leaves_nothing_behind():
     assert distance(serial("embedding_sgd").history, told) < ROUNDING
 
 
+@pytest.mark.slow
 def test_metrics_are_those_of_the_epoch():
     case = Case(CASES["residual_cnn"].build, floats(6, 6, 2), LABELS, classification())
     model = make(case, num_stages=2, num_micro_batches=3)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from keras import layers
 
+from tarantella_pp.choice import make_plan
 from tarantella_pp.errors import (
     ConfigurationError,
     LaunchError,
@@ -16,7 +17,6 @@ from tarantella_pp.errors import (
     TarantellaError,
     UnsupportedModelError,
 )
-from tarantella_pp.choice import make_plan
 from tarantella_pp.pipeline_model import PipelineModel
 from tarantella_pp.runtime import communicator as communicators
 from tests.training import mlp, residual_cnn, two_in_two_out, unreached

@@ -21,7 +21,6 @@ from tests.training import (
     regularized,
     residual_cnn,
     sequential,
-    sgd,
     two_in_two_out,
 )
 
@@ -44,11 +43,9 @@ def trained(name, optimizer, **options):
     ("name", "optimizer"),
     [
         ("sequential", adamw),
-        pytest.param("nested", sgd, marks=pytest.mark.slow),
+        pytest.param("nested", decaying, marks=pytest.mark.slow),
         pytest.param("two_in_two_out", adamw, marks=pytest.mark.slow),
-        pytest.param("regularized", decaying, marks=pytest.mark.slow),
         pytest.param("frozen", adamw, marks=pytest.mark.slow),
-        pytest.param("embedding_sgd", adamw, marks=pytest.mark.slow),
     ],
 )
 def test_stock_keras_trains_on_identically(tmp_path, name, optimizer):
@@ -70,6 +67,7 @@ def test_stock_keras_trains_on_identically(tmp_path, name, optimizer):
     assert int(stock.optimizer.iterations) == int(model.optimizer.iterations) == 9
 
 
+@pytest.mark.slow
 def test_a_saved_pipeline_becomes_a_pipeline_again(tmp_path):
     model, case = trained("sequential", adamw)
     model.save(tmp_path / "model.keras")
@@ -81,6 +79,7 @@ def test_a_saved_pipeline_becomes_a_pipeline_again(tmp_path):
     assert distance(model.get_weights(), again.get_weights()) < BITS
 
 
+@pytest.mark.slow
 def test_files_without_optimizer(tmp_path):
     model, case = trained("sequential", adamw)
     model.save(tmp_path / "model.keras", include_optimizer=False)
@@ -115,6 +114,7 @@ def test_weights_are_in_the_order_of_keras(tmp_path, build):
     assert distance(model.get_weights(), values) == 0
 
 
+@pytest.mark.slow
 def test_weights_with_optimizer(tmp_path):
     model, case = trained("mlp", adamw)
     model.save_weights(tmp_path / "a.weights.h5")
@@ -135,6 +135,7 @@ def test_architecture_and_layers_are_those_of_the_model():
     assert distance(np.asarray(model(X)), np.asarray(plain(X))) == 0
 
 
+@pytest.mark.slow
 def test_custom_objects(tmp_path):
     @keras.saving.register_keras_serializable("tests")
     class Shift(layers.Layer):

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from tarantella_pp import errors as errors
     from tarantella_pp.choice import make_plan as make_plan
     from tarantella_pp.partition.plan import Plan as Plan
+    from tarantella_pp.partition.profile import Profile as Profile
     from tarantella_pp.pipeline_model import PipelineModel as PipelineModel
+    from tarantella_pp.profiling import profile as profile
     from tarantella_pp.ranks import barrier as barrier
     from tarantella_pp.ranks import get_master_rank as get_master_rank
     from tarantella_pp.ranks import get_rank as get_rank
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 _HOME = {
     "PipelineModel": "tarantella_pp.pipeline_model",
     "Plan": "tarantella_pp.partition.plan",
+    "Profile": "tarantella_pp.partition.profile",
     "barrier": "tarantella_pp.ranks",
     "get_master_rank": "tarantella_pp.ranks",
     "get_rank": "tarantella_pp.ranks",
@@ -38,6 +41,7 @@ _HOME = {
     "init": "tarantella_pp.ranks",
     "is_master_rank": "tarantella_pp.ranks",
     "make_plan": "tarantella_pp.choice",
+    "profile": "tarantella_pp.profiling",
 }
 """Module of each public name."""
 _MODULES = ("callbacks", "errors")
@@ -46,6 +50,7 @@ _MODULES = ("callbacks", "errors")
 __all__ = [
     "PipelineModel",
     "Plan",
+    "Profile",
     "__version__",
     "barrier",
     "callbacks",
@@ -56,6 +61,7 @@ __all__ = [
     "init",
     "is_master_rank",
     "make_plan",
+    "profile",
 ]
 
 

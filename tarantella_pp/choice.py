@@ -13,6 +13,8 @@ from tarantella_pp.errors import ConfigurationError, PlanError
 from tarantella_pp.partition.options import checked_count
 from tarantella_pp.partition.plan import Plan
 from tarantella_pp.partition.planner import Planner
+from tarantella_pp.partition.profile import Profile
+from tarantella_pp.profiling import profile as measure
 from tarantella_pp.refusal import refusal
 from tarantella_pp.simulation import Machine
 
@@ -20,6 +22,8 @@ CORE = Machine(flops_per_second=6e10, action_seconds=3e-4, memory_bandwidth=1e10
 """One core of a CPU, as measured with the models of `benchmarks/`."""
 ACCELERATOR = Machine(flops_per_second=1e13, action_seconds=3e-4, memory_bandwidth=1e12)
 """A GPU."""
+MICRO_BATCHES = 8
+"""Into how many a batch is cut to measure operations, where that is open."""
 
 
 def make_plan(
@@ -36,6 +40,7 @@ def make_plan(
     recompute: str | Sequence[int] | None = None,
     optimizer: Any = None,
     in_flight: Sequence[int] | None = None,
+    profile: Profile | None = None,
     machine: Machine | None = None,
 ) -> Plan:
     """Plans the stages of a model's pipeline; needs neither MPI nor data, and trains nothing.
@@ -59,7 +64,8 @@ def make_plan(
         schedule: `"gpipe"`, `"1f1b"` or `"zb-h1"`; another one together with `in_flight`, whose
             time counts as that of `"1f1b"`.
         balance: `"memory"` for the smallest largest memory of a stage, buffers of messages left
-            out; `"flops"` for the smallest largest number of operations.
+            out; `"time"` for the smallest largest time of a stage, measured on this machine;
+            `"flops"` for the smallest largest number of floating point operations.
         memory_limit: Largest memory of a stage, in bytes or as in `"16GB"`. Default: none.
         recompute: Stages that keep the inputs of a micro-batch only and repeat its forward pass
             in the backward pass: `"all"`, `"none"` or their numbers. Default: none, or where
@@ -68,6 +74,8 @@ def make_plan(
             Default: two slots for each variable, as Adam has.
         in_flight: Most micro-batches that the schedule holds on each stage at a time. Default:
             what the schedule's formula says.
+        profile: What `tnt.profile` measured of this model. The plan and its simulation use it
+            whatever they balance. Default: for `balance="time"`, measured now with random inputs.
         machine: Speed of a rank and of the links, for the simulation. Default: one core of a
             CPU, or a GPU where there is one.
 
@@ -80,7 +88,11 @@ def make_plan(
         PlanError: No plan keeps the limit, or has an operation for each stage. The message names
             the smallest limit that works, and what else would.
     """
-    planner = Planner.of(model, optimizer)
+    shapes = _shapes(num_stages, num_replicas, num_ranks)
+    if balance == "time" and profile is None:
+        parts = (num_micro_batches or MICRO_BATCHES) * shapes[0][1]
+        profile = measure(model, max(1, checked_count("batch_size", batch_size) // parts))
+    planner = Planner.of(model, optimizer, profile)
     given = {
         "batch_size": batch_size,
         "num_micro_batches": num_micro_batches,
@@ -93,7 +105,7 @@ def make_plan(
     machine = machine or (ACCELERATOR if tf.config.list_physical_devices("GPU") else CORE)
     choosers = [
         Chooser(planner, machine, {**given, "num_stages": stages, "num_replicas": replicas})
-        for stages, replicas in _shapes(num_stages, num_replicas, num_ranks)
+        for stages, replicas in shapes
     ]
     if len(choosers) > 1:
         nodes = len(planner.graph.nodes)

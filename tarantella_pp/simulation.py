@@ -127,9 +127,14 @@ class PlanSimulation:
     def _stage(self, stage: StagePlan, mean: float, *, repeats: bool) -> StageCosts:
         """Costs of a stage, whose micro-batches have so many samples on average."""
         machine = self.machine
-        forward = mean * stage.flops / machine.flops_per_second
-        backward = forward * BACKWARD / 2
-        traffic = stage.parameter_bytes / (machine.memory_bandwidth or math.inf)
+        if stage.forward_seconds is None or stage.backward_seconds is None:
+            forward = mean * stage.flops / machine.flops_per_second
+            backward = forward * BACKWARD / 2
+            traffic = stage.parameter_bytes / (machine.memory_bandwidth or math.inf)
+        else:
+            share = mean / self.plan.micro_batch_size
+            forward, backward = share * stage.forward_seconds, share * stage.backward_seconds / 2
+            traffic = 0.0  # measured with the rest
         once = machine.action_seconds + traffic
         larger = self.micro_batch_size / self.plan.micro_batch_size
         static = stage.state_bytes + larger * (stage.buffer_bytes + stage.recomputed_bytes)

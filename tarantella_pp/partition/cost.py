@@ -26,11 +26,14 @@ class Costs:
         graph: The layer graph.
         slots: Bytes of optimizer slots for each variable of the graph.
         rows: Samples of one micro-batch.
+        seconds: Seconds of each node's forward and backward pass for one micro-batch; `None`
+            where nothing was measured.
     """
 
     graph: LayerGraph
     slots: Sequence[int]
     rows: int
+    seconds: Sequence[tuple[float, float]] | None = None
 
     def state_bytes(self, weight: int) -> int:
         """Returns the bytes of a variable, its gradient and its optimizer slots.
@@ -128,6 +131,7 @@ class Costs:
         weights = [self.graph.weights[w] for w in used]
         parameters = sum(weight.bytes for weight in weights if weight.trainable)
         kept, repeated = self._kept_bytes(nodes, again=repeats > 0)
+        times = None if self.seconds is None else [self.seconds[i] for i in ids]
         touching = [cut for cut in cuts if stage == cut.source or stage in cut.targets]
         return StagePlan(
             first=nodes[0].name,
@@ -141,6 +145,8 @@ class Costs:
             in_flight=in_flight,
             buffer_bytes=sum(c.bytes * (1 + c.has_gradient) + c.mask_bytes for c in touching),
             flops=sum(node.flops for node in nodes),
+            forward_seconds=None if times is None else sum(f for f, _ in times),
+            backward_seconds=None if times is None else sum(b for _, b in times),
             recomputed_bytes=repeats * repeated,
         )
 

@@ -14,11 +14,11 @@ from tarantella_pp.partition.certificate import TOLERANCE, Certificate, Solution
 from tarantella_pp.partition.cost import Costs
 from tarantella_pp.partition.graph import LayerGraph
 from tarantella_pp.partition.options import PlanOptions
-from tarantella_pp.partition.problem import Objective, Problem, TensorCost
+from tarantella_pp.partition.problem import FloatArray, Objective, Problem, TensorCost
 from tarantella_pp.partition.recomputation import recomputing
 from tarantella_pp.partition.solvers.solve import solve
 
-OBJECTIVES: dict[str, Objective] = {"memory": "memory", "flops": "flops"}
+OBJECTIVES: dict[str, Objective] = {"memory": "memory", "time": "time", "flops": "flops"}
 """What solvers make small for each way to balance."""
 MOST_ATTEMPTS = 6
 """How often less memory is allowed, where buffers of messages come on top."""
@@ -75,7 +75,7 @@ def problem_of(
     return Problem(
         num_stages=options.num_stages,
         objective=OBJECTIVES[options.balance],
-        work=np.array([node.flops for node in graph.nodes]),
+        work=_work(costs, options),
         static_memory=static,
         activation_memory=activations,
         tensors=tuple(tensors),
@@ -85,6 +85,14 @@ def problem_of(
         memory_limit=limit,
         exactly=True,
     )
+
+
+def _work(costs: Costs, options: PlanOptions) -> FloatArray:
+    """FLOPs or seconds of each node; a repeated forward pass counts where all stages repeat it."""
+    if options.balance != "time" or costs.seconds is None:
+        return np.array([node.flops for node in costs.graph.nodes])
+    forwards = 1 + (len(options.repeats) == options.num_stages)
+    return np.array([forwards * forward + backward for forward, backward in costs.seconds])
 
 
 def best_solution(costs: Costs, options: PlanOptions) -> Solution:
@@ -174,6 +182,11 @@ def _value(costs: Costs, options: PlanOptions, solution: Solution) -> float:
     stages = costs.stages(solution.assignment, options.in_flight, options.repeats)
     if options.balance == "flops":
         return max(stage.flops for stage in stages)
+    if options.balance == "time":
+        return max(
+            (stage.seconds or 0.0) + (stage.forward_seconds or 0.0) * (i in options.repeats)
+            for i, stage in enumerate(stages)
+        )
     return float(max(stage.memory_bytes - stage.buffer_bytes for stage in stages))
 
 

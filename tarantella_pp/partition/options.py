@@ -11,7 +11,7 @@ from tarantella_pp.partition.plan import micro_batch_size
 from tarantella_pp.partition.sizes import parse_bytes
 
 SCHEDULES = ("gpipe", "1f1b", "zb-h1")
-BALANCES = ("memory", "flops")
+BALANCES = ("memory", "time", "flops")
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ class Plan(
         num_replicas: Number of pipelines side by side; a batch is split among them.
         batch_size: Samples of a step, over all replicas, that memory was planned for.
         schedule: Name of the schedule that memory was planned for.
-        balance: What the stages are balanced by, `"memory"` or `"flops"`.
+        balance: What the stages are balanced by, `"memory"`, `"time"` or `"flops"`.
         optimizer: The optimizer whose slots are counted.
         memory_limit: Largest memory of a stage that was allowed, in bytes; `None` for any.
         fingerprint: Fingerprint of the model's layer graph.
@@ -49,7 +49,8 @@ class Plan(
         certificate: How good the plan is known to be.
         bubble: Share of a step that a rank waits, by the schedule's formula; `None` without one.
         assumed_size: Size that unknown dimensions other than the batch were counted with.
-        estimated: Kinds of layers whose costs are guesses.
+        estimated: Kinds of layers whose costs are guesses; all others follow rules or, where
+            stages have seconds, measurements.
         recompute: Stages that keep the inputs of a micro-batch only and repeat its forward pass,
             ascending.
     """

@@ -26,6 +26,8 @@ class StagePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         flops: Floating point operations of the forward pass, per sample.
         recomputed_bytes: What a stage that repeats its forward pass makes again, of all the
             micro-batches that run backward at a time, which is one but for split backward passes.
+        forward_seconds: Seconds of the forward pass of one micro-batch, where measured.
+        backward_seconds: Seconds of its backward pass, without a repeated forward pass.
     """
 
     first: str
@@ -40,6 +42,8 @@ class StagePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     buffer_bytes: int
     flops: float
     recomputed_bytes: int = 0
+    forward_seconds: float | None = None
+    backward_seconds: float | None = None
 
     @property
     def state_bytes(self) -> int:
@@ -47,6 +51,13 @@ class StagePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return (
             self.parameter_bytes + self.constant_bytes + self.gradient_bytes + self.optimizer_bytes
         )
+
+    @property
+    def seconds(self) -> float | None:
+        """Seconds of one micro-batch, forward and backward, where measured."""
+        if self.forward_seconds is None or self.backward_seconds is None:
+            return None
+        return self.forward_seconds + self.backward_seconds
 
     @property
     def memory_bytes(self) -> int:

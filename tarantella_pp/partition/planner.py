@@ -16,10 +16,11 @@ from tarantella_pp.partition.formulation import best_solution, problem_of
 from tarantella_pp.partition.graph import LayerGraph
 from tarantella_pp.partition.options import PlanOptions
 from tarantella_pp.partition.plan import Plan, Proof
+from tarantella_pp.partition.profile import Profile
 from tarantella_pp.partition.slots import optimizer_name, slot_bytes
 from tarantella_pp.partition.solvers.solve import solve
 
-#: Layers whose forward pass the runtime cannot repeat: it cannot cut TensorFlow's loops.
+#: Layers whose forward pass is not repeated: TensorFlow keeps its loops with all they made.
 LOOPS = (
     *("LSTM", "GRU", "SimpleRNN", "RNN", "Bidirectional"),
     *("ConvLSTM1D", "ConvLSTM2D", "ConvLSTM3D"),
@@ -35,33 +36,43 @@ class Planner:
         graph: Its layer graph.
         optimizer: Name of the optimizer whose slots count.
         slots: Bytes of its slots for each variable of the graph.
+        profile: What was measured of the operations, if anything.
     """
 
     model: str
     graph: LayerGraph
     optimizer: str
     slots: Sequence[int]
+    profile: Profile | None = None
 
     @classmethod
-    def of(cls, model: keras.Model, optimizer: Any = None) -> Planner:
+    def of(
+        cls, model: keras.Model, optimizer: Any = None, profile: Profile | None = None
+    ) -> Planner:
         """Reads a model.
 
         Args:
             model: A Functional or built Sequential model.
             optimizer: The optimizer whose slots count as memory: a Keras optimizer or its name.
                 Default: two slots for each variable, as Adam has.
+            profile: What was measured of the model; bytes in it take the place of guesses.
 
         Raises:
             ConfigurationError: There is no such optimizer.
+            PlanError: The profile is one of another model.
             UnsupportedModelError: The model cannot be cut into stages.
         """
         graph = extract(model).graph
+        if profile is not None:
+            profile.check(graph)
+            graph = profile.apply(graph)
         slots = slot_bytes(optimizer, graph.weights)
-        return cls(model.name, graph, optimizer_name(optimizer), slots)
+        return cls(model.name, graph, optimizer_name(optimizer), slots, profile)
 
     def costs(self, options: PlanOptions) -> Costs:
         """Returns the costs of the nodes for micro-batches of these options."""
-        return Costs(self.graph, self.slots, options.rows)
+        seconds = None if self.profile is None else self.profile.seconds(options.rows)
+        return Costs(self.graph, self.slots, options.rows, seconds)
 
     def plan(self, options: PlanOptions) -> Plan:
         """Makes the plan that is best for these options, or comes with a bound of the best.
@@ -82,6 +93,10 @@ class Planner:
         Args:
             options: What they are for.
         """
+        if options.balance == "time" and self.profile is None:
+            raise ConfigurationError(
+                "Time is balanced with a profile. Received: balance='time', profile=None"
+            )
         nodes = len(self.graph.nodes)
         if options.num_stages > nodes:
             raise ConfigurationError(
@@ -113,7 +128,10 @@ class Planner:
         graph, assignment, costs = self.graph, solution.assignment, self.costs(options)
         self._check_recomputation(assignment, options)
         guessed = [
-            n.kind for n in graph.nodes if "estimated" in (n.flops_source, n.residual_source)
+            n.kind
+            for n in graph.nodes
+            if n.residual_source == "estimated"
+            or (n.flops_source == "estimated" and self.profile is None)
         ]
         return Plan(
             model=self.model,
@@ -143,6 +161,6 @@ class Planner:
             if node.kind in LOOPS and assignment[node.id] in options.recompute:
                 raise ConfigurationError(
                     f"Stage {assignment[node.id]} cannot recompute: it has {node.kind} "
-                    f"'{node.name}', whose loop TensorFlow cannot repeat in a backward pass. "
+                    f"'{node.name}', and TensorFlow keeps all of a loop for its backward pass. "
                     f"Received: recompute={options.recompute}. Leave that stage out."
                 )

@@ -27,7 +27,9 @@ def table(plan: Plan) -> Group:
     rows = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     rows.add_column("Stage", justify="right", no_wrap=True)
     rows.add_column("Layers", ratio=1, overflow="fold", min_width=12)
-    for name in ("Weights", "State", "Activations", "Memory", "FLOPs", "Sends"):
+    measured = all(stage.seconds is not None for stage in plan.stages)
+    work = "Time" if measured else "FLOPs"
+    for name in ("Weights", "State", "Activations", "Memory", work, "Sends"):
         rows.add_column(name, justify="right", no_wrap=True)
     total = sum(stage.flops for stage in plan.stages) or 1.0
     largest = max(stage.memory_bytes for stage in plan.stages)
@@ -40,7 +42,9 @@ def table(plan: Plan) -> Group:
             format_bytes(stage.state_bytes, short=True),
             _activations(stage),
             Text(memory, style="bold" if stage.memory_bytes == largest else ""),
-            f"{100 * stage.flops / total:.1f}%",
+            f"{1e3 * (stage.seconds or 0.0):.3g}ms"
+            if measured
+            else f"{100 * stage.flops / total:.1f}%",
             _sends(plan, i),
         )
     return Group(Text(_title(plan), style="bold"), rows, *(Text(line) for line in _footer(plan)))
@@ -114,6 +118,8 @@ def _footer(plan: Plan) -> list[str]:
         lines.append(f"Memory limit of a stage: {format_bytes(plan.memory_limit)}.")
     if plan.assumed_size is not None:
         lines.append(f"Unknown dimensions are counted as {plan.assumed_size}.")
+    if all(stage.seconds is not None for stage in plan.stages):
+        lines.append("Time is measured, of one micro-batch forward and backward.")
     if plan.estimated:
         lines.append(f"Costs are guesses for: {', '.join(plan.estimated)}.")
     return lines
@@ -121,12 +127,12 @@ def _footer(plan: Plan) -> list[str]:
 
 def _quality(plan: Plan) -> str:
     proof = plan.certificate
-    flops = plan.balance == "flops"
+    units = {"flops": "{:.4g} FLOPs per sample", "time": "{:.4g} s per micro-batch"}
     value, bound = (
-        f"{v:.4g} FLOPs per sample" if flops else format_bytes(v)
+        units[plan.balance].format(v) if plan.balance in units else format_bytes(v)
         for v in (proof.value, proof.lower_bound)
     )
-    without = "" if flops else " without buffers"
+    without = "" if plan.balance in units else " without buffers"
     if proof.optimal:
         verdict = "optimal"
     elif proof.gap is None:

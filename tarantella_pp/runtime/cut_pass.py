@@ -14,6 +14,9 @@ from tarantella_pp.runtime.cut import CutError, Trace, cut
 from tarantella_pp.runtime.gradient_sums import Slices
 from tarantella_pp.runtime.store import Store
 
+_VIEWS = ("Reshape", "Identity", "ExpandDims", "Squeeze")
+"""Operations whose result is in the memory of what they are given."""
+
 
 class CutPass:
     """Traces a stage once, forward and backward, and cuts the graph into F, B and W.
@@ -50,14 +53,18 @@ class CutPass:
         self._backward_weight = Compiled(self._run_backward_weight, [key])
 
     @property
-    def residual_bytes(self) -> int:
-        """Bytes kept for each micro-batch; rows of unknown number count as one."""
-        sizes = {
-            tensor.ref(): tensor.dtype.size
-            * int(tf.TensorShape(_one_row(tensor.shape)).num_elements())
-            for tensor in self._cut.residuals
-        }
-        return sum(sizes.values())
+    def residual_bytes(self) -> int | None:
+        """Bytes kept for each micro-batch; rows of unknown number count as one.
+
+        `None` where lists of tensors are kept, as loops make them.
+        """
+        if any(tensor.dtype == tf.variant for tensor in self._cut.residuals):
+            return None
+        memory = {_storage(tensor).ref(): tensor for tensor in self._cut.residuals}
+        return sum(
+            int(tensor.dtype.size) * int(tf.TensorShape(_one_row(tensor.shape)).num_elements())
+            for tensor in memory.values()
+        )
 
     def forward(
         self, key: int, inputs: Sequence[tf.Tensor]
@@ -168,6 +175,13 @@ def _key(micro_batch: int) -> tf.Tensor:
 
 def _pairs(tensors: Sequence[tf.Tensor]) -> list[Slices]:
     return list(zip(tensors[::2], tensors[1::2], strict=True))
+
+
+def _storage(tensor: tf.Tensor) -> tf.Tensor:
+    """The tensor whose memory a tensor shares."""
+    while tensor.op.type in _VIEWS:
+        tensor = tensor.op.inputs[0]
+    return tensor
 
 
 def _one_row(shape: tf.TensorShape) -> list[int]:

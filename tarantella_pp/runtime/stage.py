@@ -64,6 +64,11 @@ class Stage:
         self._running: dict[int, TrainingPass] = {}
         self._evaluate = tf.function(self._run_inference, autograph=False, reduce_retracing=True)
 
+    @property
+    def residual_bytes(self) -> int | None:
+        """Bytes kept of a micro-batch of the shapes seen first; `None` for loops and on tapes."""
+        return self._general.residual_bytes if isinstance(self._general, CutPass) else None
+
     def forward(
         self, key: int, inputs: Sequence[tf.Tensor]
     ) -> tuple[list[tf.Tensor], tf.Tensor | None]:

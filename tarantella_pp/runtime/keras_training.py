@@ -1,6 +1,6 @@
 """The private names of Keras that training needs, all in this one file.
 
-Written against Keras 3.14 and 3.15; `tests/runtime/test_keras_contract.py` says which of them a
+Written against Keras 3.14 and 3.15; `tests/runtime/test_training_contract.py` says which of them a
 new version of Keras has changed.
 """
 

@@ -53,6 +53,10 @@ class Plan(
             stages have seconds, measurements.
         recompute: Stages that keep the inputs of a micro-batch only and repeat its forward pass,
             ascending.
+        program: Text of the schedule where its name does not say all: a user's own, or one that
+            was searched for.
+        fallbacks: The stages whose backward pass the runtime could not cut in two, and why; known
+            once they have trained.
     """
 
     model: str
@@ -74,6 +78,8 @@ class Plan(
     assumed_size: int | None = None
     estimated: tuple[str, ...] = ()
     recompute: tuple[int, ...] = ()
+    program: str | None = None
+    fallbacks: tuple[str, ...] = ()
     version: int = 1
 
     def __post_init__(self) -> None:

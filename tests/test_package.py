@@ -15,7 +15,7 @@ import pytest
 import tarantella_pp as tnt
 
 ROOT = Path(__file__).parent.parent
-HEAVY = {"tensorflow", "keras", "mpi4py"}
+HEAVY = {"tensorflow", "keras", "mpi4py", "networkx", "matplotlib"}
 LIGHT_MODULES = [
     "tarantella_pp.cli.main",
     "tarantella_pp.partition.solvers",
@@ -48,7 +48,7 @@ def loaded_by(code: str) -> set[str]:
 
 
 def test_the_top_level_loads_nothing_heavy():
-    assert not loaded_by("import tarantella_pp") & (HEAVY | {"numpy", "networkx", "rich"})
+    assert not loaded_by("import tarantella_pp") & (HEAVY | {"numpy", "rich"})
 
 
 def test_the_top_level_is_imported_in_a_blink():
@@ -61,12 +61,12 @@ def test_listing_the_names_loads_nothing_heavy():
 
 
 @pytest.mark.parametrize("module", LIGHT_MODULES)
-def test_plans_schedules_and_ranks_do_without_tensorflow(module):
+def test_plans_schedules_and_ranks_load_nothing_heavy(module):
     assert not loaded_by(f"import {module}") & HEAVY
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["run", "--help"]])
-def test_the_command_line_does_without_tensorflow(arguments):
+def test_the_command_line_loads_nothing_heavy(arguments):
     code = f"""
 from tarantella_pp.cli.main import main
 try:

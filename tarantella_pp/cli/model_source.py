@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 import json
-import zipfile
 from typing import TYPE_CHECKING, Any
 
-from tarantella_pp.cli.model_function import call
 from tarantella_pp.cli.output import existing_file
 from tarantella_pp.cli.quiet_keras import quiet_keras
 from tarantella_pp.errors import ConfigurationError
@@ -64,6 +61,8 @@ def build_model(source: str) -> Any:
         with quiet_keras(source) as keras:
             return keras.models.load_model(path, compile=False)
     if ":" in source:
+        from tarantella_pp.cli.model_function import call
+
         return call(source)
     if source.endswith(".py"):
         raise ConfigurationError(
@@ -87,6 +86,8 @@ def optimizer_of(source: str, model: Any) -> Any:
     """
     if not source.endswith(".keras"):
         return getattr(model, "optimizer", None)
+    import zipfile
+
     with quiet_keras(source) as keras:
         # Not by compiling: that would need the custom losses and metrics of the file as well.
         with zipfile.ZipFile(source) as archive:
@@ -105,6 +106,8 @@ def _application(name: str) -> Any:
         }
         if name.lower() in known:
             return getattr(keras.applications, known[name.lower()])(weights=None)
+    import difflib
+
     close = difflib.get_close_matches(name.lower(), known, n=3)
     hint = f"Is it {' or '.join(known[key] for key in close)}?" if close else f"Expected {FORMS}."
     raise ConfigurationError(f"keras.applications has no {name}. {hint} Received: MODEL={name!r}")

@@ -44,10 +44,10 @@ def draw(plan: AnyPlan, graph: LayerGraph | None, arguments: argparse.Namespace)
     Raises:
         ConfigurationError: There is no picture of the plan of a neutral graph.
     """
-    from tarantella_pp.partition.plan import Plan
-
     if not is_drawn(arguments):
         return
+    from tarantella_pp.partition.plan import Plan
+
     if not isinstance(plan, Plan):
         raise no_pictures()
     for path in plan_pictures.write(plan, graph, arguments):
@@ -78,12 +78,12 @@ def show(plan: AnyPlan, *, as_json: bool) -> None:
         plan: The plan.
         as_json: Whether to write JSON instead of a table.
     """
-    from tarantella_pp.partition.plan import Plan
-
     if as_json:
         sys.stdout.write(f"{plan.to_json()}\n")
-    else:
-        write_table(*([plan] if isinstance(plan, Plan) else _graph_table(plan)))
+        return
+    from tarantella_pp.partition.plan import Plan
+
+    write_table(*([plan] if isinstance(plan, Plan) else _graph_table(plan)))
 
 
 def _graph_table(plan: GraphPlan) -> list[Any]:

@@ -45,7 +45,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _simulate(arguments: argparse.Namespace) -> int:
     from tarantella_pp.cli.plan_files import load_model_plan
-    from tarantella_pp.cli.simulate_tables import curve_table, drawing, rank_table, summary
     from tarantella_pp.simulation import Machine, PlanSimulation
 
     plan = load_model_plan(arguments.plan, "a simulation")
@@ -68,6 +67,8 @@ def _simulate(arguments: argparse.Namespace) -> int:
         found = _as_dict(simulation, step, point, curve)
         write_json({**found, "bubble_without_messages": balance})
         return 0
+    from tarantella_pp.cli.simulate_tables import curve_table, drawing, rank_table, summary
+
     write_table(*summary(simulation, step, point, balance), rank_table(step))
     if arguments.timeline:
         write_table(drawing(step))

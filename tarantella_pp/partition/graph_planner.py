@@ -10,7 +10,6 @@ from tarantella_pp.partition.graph_plan import GraphPlan, GraphStage
 from tarantella_pp.partition.neutral import NeutralGraph, to_problem
 from tarantella_pp.partition.plan_parts import Proof
 from tarantella_pp.partition.problem import Objective, Problem
-from tarantella_pp.partition.solvers.solve import solve
 
 
 def plan_graph(
@@ -38,6 +37,8 @@ def plan_graph(
         raise ConfigurationError(
             f"Graph {graph.name!r} names no flops for its nodes. Received: balance='flops'"
         )
+    from tarantella_pp.partition.solvers.solve import solve  # here: checking a plan needs none
+
     problem = to_problem(graph, num_stages, balance, memory_limit=memory_limit)
     solution = solve(problem)
     limits = problem.limits

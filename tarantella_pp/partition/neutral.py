@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import networkx as nx
 import numpy as np
 
 from tarantella_pp.errors import GraphError
+from tarantella_pp.partition.digraph import adjacency, find_cycle
 from tarantella_pp.partition.problem import Objective, Problem, TensorCost
 
 #: Files larger than this are refused before they are read.
@@ -57,14 +57,6 @@ class NeutralGraph:
     nodes: tuple[NeutralNode, ...]
     edges: tuple[tuple[int, int], ...]
     tensors: tuple[TensorCost, ...]
-
-    @property
-    def digraph(self) -> nx.DiGraph:
-        """The precedence as a networkx graph."""
-        graph = nx.DiGraph()
-        graph.add_nodes_from(range(len(self.nodes)))
-        graph.add_edges_from(self.edges)
-        return graph
 
 
 def load_graph(path: str | Path) -> NeutralGraph:
@@ -263,10 +255,10 @@ def _tensors_of_edges(records: list[dict[str, Any]]) -> tuple[TensorCost, ...]:
 
 
 def _check_acyclic(graph: NeutralGraph) -> None:
-    digraph = graph.digraph
-    if not nx.is_directed_acyclic_graph(digraph):
-        cycle = " -> ".join(str(before) for before, _ in nx.find_cycle(digraph))
-        raise GraphError(f"The graph has a cycle, so it has no pipeline order: nodes {cycle}")
+    preds, _ = adjacency(len(graph.nodes), graph.edges)
+    if cycle := find_cycle(preds):
+        path = " -> ".join(map(str, cycle))
+        raise GraphError(f"The graph has a cycle, so it has no pipeline order: nodes {path}")
 
 
 def _record(value: Any, where: str, known: frozenset[str], needed: Sequence[str]) -> dict[str, Any]:

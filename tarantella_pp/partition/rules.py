@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import numpy as np
 
+from tarantella_pp.partition.digraph import topological
 from tarantella_pp.partition.problem import FloatArray, IntArray, Problem, weighted_counts
 from tarantella_pp.partition.solvers.contract import strong_owners
-from tarantella_pp.partition.solvers.instance import topological
 
 
 def equal_layers(problem: Problem) -> IntArray:

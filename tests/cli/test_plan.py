@@ -14,7 +14,7 @@ from tests.cli.commands import BERT, GNMT, GRAPHS, ROOT, VGG, Command, modules_a
 from tests.partition.plans import chain_graph, plan_of
 
 OPTIMA = json.loads((GRAPHS / "optima.json").read_text())
-HEAVY = {"tensorflow", "keras", "mpi4py"}
+HEAVY = {"tensorflow", "keras", "mpi4py", "networkx", "matplotlib"}
 
 
 @pytest.fixture
@@ -318,21 +318,26 @@ def test_a_graph_is_no_plan_and_a_plan_no_graph(command, plan_file) -> None:
         ["plan", "compare", VGG, "--stages", "2"],
         ["plan", "show", "GRAPH_PLAN"],
         ["plan", "check", "GRAPH_PLAN", VGG],
-        ["plan", "show", "PLAN"],
+        ["plan", "show", "PLAN", "--json"],
         ["plan", "diff", "PLAN", "PLAN"],
         ["simulate", "PLAN"],
+        ["simulate", "PLAN", "--json"],
     ],
-    ids=lambda arguments: " ".join(arguments[:2]),
+    ids=" ".join,
 )
-def test_no_tensorflow_where_none_is_needed(command, plan_file, tmp_path, arguments) -> None:
+def test_nothing_heavy_is_loaded_where_it_is_not_needed(
+    command, plan_file, tmp_path, arguments
+) -> None:
     graph_plan = tmp_path / "graph_plan.json"
     assert command("plan", "make", VGG, "--stages", "3", "-o", graph_plan) == 0
     files = {"PLAN": plan_file([0, 0, 1, 1]), "GRAPH_PLAN": graph_plan}
     loaded = modules_after(*(files.get(argument, argument) for argument in arguments))
     assert "tarantella_pp.cli.output" in loaded
     assert not loaded & HEAVY
-    if arguments[1] in ("show", "diff"):
-        assert not {"numpy", "tarantella_pp.partition.solvers.solve"} & loaded
+    if arguments[1] != "make" and arguments[1] != "compare":
+        assert "tarantella_pp.partition.solvers.solve" not in loaded
+        assert ("numpy" in loaded) == (arguments[1] == "check")
+    assert ("rich" in loaded) == ("--json" not in arguments)
 
 
 def test_help_loads_nothing_but_the_standard_library() -> None:

@@ -5,18 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-import networkx as nx
 import numpy as np
 
+from tarantella_pp.partition.digraph import adjacency, strong_components, topological
 from tarantella_pp.partition.problem import IntArray, weighted_counts
-from tarantella_pp.partition.solvers.instance import (
-    ANY,
-    INPUT,
-    Instance,
-    Resource,
-    Terms,
-    topological,
-)
+from tarantella_pp.partition.solvers.instance import ANY, INPUT, Instance, Resource, Terms
 
 
 def strong_owners(
@@ -34,16 +27,14 @@ def strong_owners(
     Returns:
         The smallest node fused with each node, shape `(n,)`.
     """
-    graph = nx.DiGraph()
-    graph.add_nodes_from(range(n))
-    graph.add_edges_from(edges)
+    pairs = list(edges)
     for one in sets:
         # A ring makes the set one strong component, with whatever lies between its nodes.
         ring = list(one)
-        graph.add_edges_from(zip(ring, [*ring[1:], *ring[:1]], strict=True))
+        pairs += zip(ring, [*ring[1:], *ring[:1]], strict=True)
     owner = np.arange(n)
-    for component in nx.strongly_connected_components(graph):
-        owner[list(component)] = min(component)
+    for component in strong_components(*adjacency(n, pairs)):
+        owner[component] = min(component)
     return owner
 
 

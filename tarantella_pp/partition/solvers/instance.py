@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tarantella_pp.partition.problem import FloatArray, IntArray, weighted_counts
 
@@ -149,26 +147,3 @@ class Instance:
     def with_objective(self, objective: Resource) -> Instance:
         """Returns the same nodes under another objective, without limits."""
         return replace(self, resources=(objective,))
-
-
-def topological(preds: Sequence[Sequence[int]], succs: Sequence[Sequence[int]]) -> list[int]:
-    """Orders nodes, smallest number first among the ready ones; shorter than n on a cycle."""
-    import heapq
-
-    waiting = [len(before) for before in preds]
-    ready = [node for node, count in enumerate(waiting) if count == 0]
-    heapq.heapify(ready)
-    order = []
-    while ready:
-        node = heapq.heappop(ready)
-        order.append(node)
-        for after in succs[node]:
-            waiting[after] -= 1
-            if waiting[after] == 0:
-                heapq.heappush(ready, after)
-    return order
-
-
-def prefix_sums(values: FloatArray, order: NDArray[np.int64]) -> FloatArray:
-    """Returns the sums of the first 0, 1, ... n values along an order."""
-    return np.concatenate([[0.0], np.cumsum(values[order])])

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import networkx as nx
 import numpy as np
 
 from tarantella_pp.errors import GraphError
+from tarantella_pp.partition.digraph import adjacency, find_cycle, topological
 from tarantella_pp.partition.problem import IntArray, Problem, weighted_counts
 from tarantella_pp.partition.solvers.contract import strong_owners
-from tarantella_pp.partition.solvers.instance import Instance, Resource, Terms, topological
+from tarantella_pp.partition.solvers.instance import Instance, Resource, Terms
 from tarantella_pp.partition.solvers.joins import Draft, Joiner
 
 
@@ -68,24 +68,14 @@ def _drafts(problem: Problem, rank: IntArray, together: bool) -> list[Draft]:
 
 
 def _ranks(n: int, edges: IntArray) -> IntArray:
-    preds, succs = _adjacency(n, edges)
+    preds, succs = adjacency(n, edges.tolist())
     order = topological(preds, succs)
     if len(order) < n:
-        cycle = nx.find_cycle(nx.DiGraph(edges.tolist()))
-        path = " -> ".join(str(pair[0]) for pair in cycle)
+        path = " -> ".join(map(str, find_cycle(preds)))
         raise GraphError(f"The graph has a cycle, so it has no pipeline order: nodes {path}")
     rank = np.empty(n, np.int64)
     rank[order] = np.arange(n)
     return rank
-
-
-def _adjacency(n: int, edges: IntArray) -> tuple[list[list[int]], list[list[int]]]:
-    preds: list[list[int]] = [[] for _ in range(n)]
-    succs: list[list[int]] = [[] for _ in range(n)]
-    for before, after in edges.tolist():
-        preds[after].append(before)
-        succs[before].append(after)
-    return preds, succs
 
 
 def _holder_edges(group: tuple[int, ...], rank: IntArray) -> IntArray:
@@ -155,7 +145,7 @@ def expand(problem: Problem, instance: Instance, stages: IntArray) -> IntArray:
     place = instance.place
     full = np.where(place >= 0, stages[np.maximum(place, 0)] if len(stages) else 0, 0)
     if (place < 0).any():
-        preds, succs = _adjacency(problem.num_nodes, problem.precedence)
+        preds, succs = adjacency(problem.num_nodes, problem.precedence.tolist())
         for node in topological(preds, succs):
             if place[node] < 0 and preds[node]:
                 full[node] = max(full[before] for before in preds[node])

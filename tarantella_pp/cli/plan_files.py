@@ -9,11 +9,10 @@ import msgspec
 from tarantella_pp.cli.output import existing_file
 from tarantella_pp.errors import PlanError
 from tarantella_pp.partition.graph_plan import GraphPlan
+from tarantella_pp.partition.json_record import read
 from tarantella_pp.partition.plan import Plan
 
 AnyPlan: TypeAlias = Plan | GraphPlan
-MAX_FILE_BYTES = 256 * 2**20
-"""No more of a file is read; each kind has a limit of its own below."""
 
 
 class _Kind(msgspec.Struct):
@@ -35,11 +34,7 @@ def load_plan(path: str) -> AnyPlan:
         ConfigurationError: There is no such file.
         PlanError: It holds no valid plan.
     """
-    try:
-        with existing_file(path).open("rb") as file:
-            text = file.read(MAX_FILE_BYTES + 1)
-    except OSError as error:
-        raise PlanError(f"Cannot read the plan {path!r}: {error.strerror}") from error
+    text = read(existing_file(path), "plan")
     try:
         return (GraphPlan if _is_of_graph(text) else Plan).from_json(text)
     except PlanError as error:

@@ -96,12 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
     plan_pictures.check(arguments)
     plan, graph = _planned(arguments)
     if arguments.output is not None:
-        try:
-            plan.save(arguments.output)
-        except OSError as error:
-            raise ConfigurationError(
-                f"Cannot write the plan: {error.strerror}. Received: --output={arguments.output}"
-            ) from error
+        plan.save(arguments.output)
     draw(plan, graph, arguments)
     show(plan, as_json=arguments.json)
     return 0

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 import msgspec
 
 from tarantella_pp.errors import PlanError
+from tarantella_pp.partition.json_record import JsonRecord
 from tarantella_pp.partition.plan_parts import Proof
-
-MAX_FILE_BYTES = 200 * 2**20
 
 
 class GraphStage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -33,13 +30,7 @@ class GraphStage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     comm: float
 
 
-class GraphPlan(
-    msgspec.Struct,
-    frozen=True,
-    forbid_unknown_fields=True,
-    tag_field="format",
-    tag="tarantella_pp.graph_plan",
-):
+class GraphPlan(JsonRecord, frozen=True, tag_field="format", tag="tarantella_pp.graph_plan"):
     """Which stage runs which node of a neutral graph, and what that costs.
 
     Attributes:
@@ -55,6 +46,8 @@ class GraphPlan(
         node_names: Name of each node.
         version: Version of the format.
     """
+
+    noun: ClassVar[str] = "plan"
 
     graph: str
     num_stages: int
@@ -76,42 +69,6 @@ class GraphPlan(
         """
         for problem in _problems(self):
             raise PlanError(f"This is no valid plan: {problem}")
-
-    def to_json(self) -> str:
-        """Returns the plan as JSON text."""
-        return msgspec.json.format(msgspec.json.encode(self), indent=1).decode()
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> GraphPlan:
-        """Reads a plan from JSON text; every field is checked and unknown ones are refused.
-
-        Args:
-            text: What `to_json` gave.
-
-        Returns:
-            The plan.
-
-        Raises:
-            PlanError: The text is no valid plan of a graph.
-        """
-        if len(text) > MAX_FILE_BYTES:
-            raise PlanError(
-                f"A plan has at most {MAX_FILE_BYTES} bytes. Received: {len(text)} bytes"
-            )
-        try:
-            return msgspec.json.decode(text, type=cls)
-        except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-            if isinstance(error.__cause__, PlanError):
-                raise error.__cause__ from None
-            raise PlanError(f"This is no valid plan: {error}") from None
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the plan to a JSON file.
-
-        Args:
-            path: Where to.
-        """
-        Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
 
 
 def _problems(plan: GraphPlan) -> Iterator[str]:

@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
-from pathlib import Path
-from typing import Any
-
-import msgspec
+from typing import Any, ClassVar
 
 from tarantella_pp.errors import PlanError
 from tarantella_pp.partition.graph import LayerGraph
+from tarantella_pp.partition.json_record import MAX_FILE_BYTES, JsonRecord
 from tarantella_pp.partition.plan_checks import difference, problems
 from tarantella_pp.partition.plan_parts import CutEdge, Proof, StagePlan
 
-__all__ = ["CutEdge", "Plan", "Proof", "StagePlan", "micro_batch_size"]
-
-MAX_FILE_BYTES = 64 * 2**20
+__all__ = ["MAX_FILE_BYTES", "CutEdge", "Plan", "Proof", "StagePlan", "micro_batch_size"]
 
 
-class Plan(
-    msgspec.Struct,
-    frozen=True,
-    forbid_unknown_fields=True,
-    tag_field="format",
-    tag="tarantella_pp.plan",
-):
+class Plan(JsonRecord, frozen=True, tag_field="format", tag="tarantella_pp.plan"):
     """Which stage runs which operation of a model, and what that costs.
 
     `print(plan)` shows a table. `make_plan` makes one; `save` and `load` keep it as JSON.
@@ -58,6 +46,8 @@ class Plan(
         fallbacks: The stages whose backward pass the runtime could not cut in two, and why; known
             once they have trained.
     """
+
+    noun: ClassVar[str] = "plan"
 
     model: str
     num_stages: int
@@ -114,70 +104,6 @@ class Plan(
                     f"'{self.node_names[before]}', which the plan puts on the later stage "
                     f"{self.assignment[before]}."
                 )
-
-    def to_json(self) -> str:
-        """Returns the plan as JSON text."""
-        return msgspec.json.format(msgspec.json.encode(self), indent=1).decode()
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> Plan:
-        """Reads a plan from JSON text; every field is checked and unknown ones are refused.
-
-        Args:
-            text: What `to_json` gave.
-
-        Returns:
-            The plan.
-
-        Raises:
-            PlanError: The text is no valid plan.
-        """
-        if len(text) > MAX_FILE_BYTES:
-            raise PlanError(
-                f"A plan has at most {MAX_FILE_BYTES} bytes. Received: {len(text)} bytes"
-            )
-        try:
-            return msgspec.json.decode(text, type=cls)
-        except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-            if isinstance(error.__cause__, PlanError):
-                raise error.__cause__ from None
-            raise PlanError(f"This is no valid plan: {error}") from None
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the plan to a JSON file; a file that is there is replaced in one step.
-
-        Args:
-            path: Where to.
-        """
-        target = Path(path)
-        with tempfile.NamedTemporaryFile(
-            "w", encoding="utf-8", dir=target.parent, prefix=f".{target.name}.", delete=False
-        ) as file:
-            file.write(self.to_json() + "\n")
-        Path(file.name).replace(target)
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Plan:
-        """Reads a plan from a JSON file.
-
-        Args:
-            path: The file.
-
-        Returns:
-            The plan.
-
-        Raises:
-            PlanError: The file cannot be read or holds no valid plan.
-        """
-        try:
-            with Path(path).open("rb") as file:
-                text = file.read(MAX_FILE_BYTES + 1)
-        except OSError as error:
-            raise PlanError(f"Cannot read the plan '{path}': {error.strerror}") from error
-        try:
-            return cls.from_json(text)
-        except PlanError as error:
-            raise PlanError(f"{path}: {error}") from None
 
     def __str__(self) -> str:
         """Returns the table of the plan, as wide as the terminal, without colours."""

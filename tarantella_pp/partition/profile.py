@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 from collections.abc import Iterator
-from pathlib import Path
+from typing import ClassVar
 
 import msgspec
 
 from tarantella_pp.errors import PlanError
 from tarantella_pp.partition.graph import LayerGraph
-
-MAX_FILE_BYTES = 64 * 2**20
+from tarantella_pp.partition.json_record import JsonRecord
 
 
 class NodeProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -33,13 +31,7 @@ class NodeProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     residual_bytes: tuple[int, ...] | None = None
 
 
-class Profile(
-    msgspec.Struct,
-    frozen=True,
-    forbid_unknown_fields=True,
-    tag_field="format",
-    tag="tarantella_pp.profile",
-):
+class Profile(JsonRecord, frozen=True, tag_field="format", tag="tarantella_pp.profile"):
     """Seconds and bytes of every operation of a model, measured on one machine.
 
     Attributes:
@@ -50,6 +42,8 @@ class Profile(
         nodes: The operations, in the order of the graph.
         version: Version of the format.
     """
+
+    noun: ClassVar[str] = "profile"
 
     model: str
     fingerprint: str
@@ -114,41 +108,6 @@ class Profile(
             for node, found in zip(graph.nodes, self.nodes, strict=True)
         ]
         return msgspec.structs.replace(graph, nodes=tuple(nodes))
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the profile to a JSON file.
-
-        Args:
-            path: Where to.
-        """
-        text = msgspec.json.format(msgspec.json.encode(self), indent=1)
-        Path(path).write_bytes(text + b"\n")
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Profile:
-        """Reads a profile from a JSON file.
-
-        Args:
-            path: The file.
-
-        Returns:
-            The profile.
-
-        Raises:
-            PlanError: The file cannot be read or holds no valid profile.
-        """
-        try:
-            with Path(path).open("rb") as file:
-                text = file.read(MAX_FILE_BYTES + 1)
-        except OSError as error:
-            raise PlanError(f"Cannot read the profile '{path}': {error.strerror}") from error
-        if len(text) > MAX_FILE_BYTES:
-            raise PlanError(f"{path}: a profile has at most {MAX_FILE_BYTES} bytes.")
-        try:
-            return msgspec.json.decode(text, type=cls)
-        except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-            cause = error.__cause__ if isinstance(error.__cause__, PlanError) else error
-            raise PlanError(f"{path}: This is no valid profile: {cause}") from None
 
 
 def _at(rows: int, sizes: tuple[int, ...], values: tuple[float, ...]) -> float:

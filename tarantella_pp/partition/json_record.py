@@ -1,0 +1,129 @@
+"""Data that goes to JSON and back: checked on the way in, whole or absent on disk."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from pathlib import Path
+from typing import ClassVar, Self
+
+import msgspec
+
+from tarantella_pp.errors import ConfigurationError, PlanError
+
+#: Files larger than this are refused before they are parsed.
+MAX_FILE_BYTES = 256 * 2**20
+
+
+class JsonRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A struct that is kept as JSON; one that cannot be right raises `PlanError` when made.
+
+    Attributes:
+        noun: What messages call it.
+    """
+
+    noun: ClassVar[str]
+
+    def to_json(self) -> str:
+        """Returns the JSON text."""
+        return msgspec.json.format(msgspec.json.encode(self), indent=1).decode()
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Self:
+        """Reads JSON text; every field is checked and unknown ones are refused.
+
+        Args:
+            text: What `to_json` gave.
+
+        Returns:
+            What the text says.
+
+        Raises:
+            PlanError: The text is not valid.
+        """
+        if len(text) > MAX_FILE_BYTES:
+            raise PlanError(
+                f"A {cls.noun} has at most {MAX_FILE_BYTES} bytes. Received: {len(text)} bytes"
+            )
+        try:
+            return msgspec.json.decode(text, type=cls)
+        except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+            if isinstance(error.__cause__, PlanError):
+                raise error.__cause__ from None
+            raise PlanError(f"This is no valid {cls.noun}: {error}") from None
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes a JSON file; one that is there is replaced in one step.
+
+        Args:
+            path: Where to.
+
+        Raises:
+            ConfigurationError: It cannot be written there; what was there is still there.
+        """
+        data = f"{self.to_json()}\n".encode()
+        try:
+            _write(Path(os.path.realpath(path)), data)
+        except OSError as error:
+            raise ConfigurationError(
+                f"Cannot write the {self.noun} '{path}': {error.strerror or error}. "
+                "Name a file that can be written."
+            ) from error
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Reads a JSON file.
+
+        Args:
+            path: The file.
+
+        Returns:
+            What the file says.
+
+        Raises:
+            PlanError: The file cannot be read or is not valid.
+        """
+        text = read(path, cls.noun)
+        try:
+            return cls.from_json(text)
+        except PlanError as error:
+            raise PlanError(f"{path}: {error}") from None
+
+
+def read(path: str | os.PathLike[str], noun: str) -> bytes:
+    """Reads a file, a byte more than is allowed at the most.
+
+    Args:
+        path: The file.
+        noun: What it should hold.
+
+    Returns:
+        Its bytes.
+
+    Raises:
+        PlanError: It cannot be read.
+    """
+    try:
+        with Path(path).open("rb") as file:
+            return file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise PlanError(f"Cannot read the {noun} '{path}': {error.strerror or error}") from error
+
+
+def _write(target: Path, data: bytes) -> None:
+    """Replaces a file by one with the mode that it has, or that the umask gives it."""
+    if target.exists() and not target.is_file():
+        # A pipe or a device is written to, not replaced; a folder is an error.
+        target.write_bytes(data)
+        return
+    partial = target.with_name(f".{secrets.token_hex(8)}.partial")
+    try:
+        with partial.open("xb") as file:
+            if target.exists():
+                shutil.copymode(target, partial)
+            file.write(data)
+        partial.replace(target)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise

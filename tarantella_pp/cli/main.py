@@ -8,6 +8,7 @@ import importlib.util
 import sys
 from collections.abc import Sequence
 
+from tarantella_pp.cli.output import Parser
 from tarantella_pp.errors import ConfigurationError, TarantellaError
 
 COMMANDS = {
@@ -62,9 +63,7 @@ def available_commands() -> dict[str, str]:
 def _parser(name: str, commands: dict[str, str]) -> argparse.ArgumentParser:
     """Returns the parser of a subcommand; the empty name is `tarantella` without one."""
     if name:
-        return argparse.ArgumentParser(
-            f"tarantella {name}", description=commands[name], allow_abbrev=False
-        )
+        return Parser(f"tarantella {name}", description=commands[name], allow_abbrev=False)
     lines = "\n".join(f"  {key:10s} {text}" for key, text in commands.items())
     parser = argparse.ArgumentParser(
         "tarantella",

@@ -10,9 +10,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tarantella_pp.errors import ConfigurationError, TarantellaError
+from tarantella_pp.errors import (
+    ConfigurationError,
+    GraphError,
+    ScheduleError,
+    TarantellaError,
+)
 
 FAILURE, USAGE_ERROR = 1, 2
+WRONG_INPUT = (ConfigurationError, GraphError, ScheduleError)
+"""What options and files that make no sense raise; everything else is a failure."""
 BROKEN_PIPE = 141
 """As a shell says that SIGPIPE ended a command."""
 
@@ -51,14 +58,14 @@ def guarded(command: str, run: Callable[[], int]) -> int:
         run: The command.
 
     Returns:
-        Its exit code: 0 for success, 1 for failure, 2 for wrong usage.
+        Its exit code: 0 for success, 1 for failure, 2 for wrong usage and malformed files.
     """
     try:
         code = run()
         sys.stdout.flush()
     except TarantellaError as error:
         sys.stderr.write(f"{command}: {one_line(error)}\n")
-        return USAGE_ERROR if isinstance(error, ConfigurationError) else FAILURE
+        return USAGE_ERROR if isinstance(error, WRONG_INPUT) else FAILURE
     except BrokenPipeError:
         # The reader is gone, e.g. `| head`: there is nobody left to tell, now or at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `tarantella plan check`."""
-    parser.add_argument("plan", help="the plan's JSON file")
+    parser.add_argument("plan", metavar="PLAN", help="the plan's JSON file")
     parser.add_argument("model", metavar="MODEL", help=model_source.HELP)
 
 

@@ -22,6 +22,7 @@ cut the order of the graph; ours chooses among all orders."""
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `tarantella plan compare`."""
+    parser.usage = "%(prog)s MODEL --stages S [options]"
     parser.description = DESCRIPTION
     add = parser.add_argument
     add("model", metavar="MODEL", help=model_source.HELP)

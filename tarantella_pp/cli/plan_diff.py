@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from tarantella_pp.cli.output import write_json, write_table
-from tarantella_pp.errors import PlanError
+from tarantella_pp.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from tarantella_pp.partition.plan_difference import Difference
@@ -22,15 +22,15 @@ _MOST_LINES = 40
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `tarantella plan diff`."""
-    parser.add_argument("before", help="JSON file of the first plan")
-    parser.add_argument("after", help="JSON file of the second plan")
+    parser.add_argument("before", metavar="BEFORE", help="JSON file of the first plan")
+    parser.add_argument("after", metavar="AFTER", help="JSON file of the second plan")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the difference; plans that differ are no failure.
 
     Raises:
-        PlanError: One plan is of a Keras model, and the other of a neutral graph.
+        ConfigurationError: One plan is of a Keras model, and the other of a neutral graph.
     """
     from tarantella_pp.cli.plan_files import load_plan
     from tarantella_pp.partition.plan import Plan
@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
     before, after = load_plan(arguments.before), load_plan(arguments.after)
     of_models = isinstance(before, Plan)
     if of_models != isinstance(after, Plan):
-        raise PlanError(
+        raise ConfigurationError(
             "The plan of a Keras model and that of a neutral graph have nothing to compare. "
             f"Received: {arguments.before}, {arguments.after}"
         )

@@ -7,7 +7,7 @@ from typing import TypeAlias
 import msgspec
 
 from tarantella_pp.cli.output import existing_file
-from tarantella_pp.errors import PlanError
+from tarantella_pp.errors import ConfigurationError, PlanError
 from tarantella_pp.partition.graph_plan import GraphPlan
 from tarantella_pp.partition.json_record import read
 from tarantella_pp.partition.plan import Plan
@@ -31,14 +31,14 @@ def load_plan(path: str) -> AnyPlan:
         The plan.
 
     Raises:
-        ConfigurationError: There is no such file.
-        PlanError: It holds no valid plan.
+        ConfigurationError: There is no such file, or it holds no valid plan.
     """
-    text = read(existing_file(path), "plan")
+    file = existing_file(path)
     try:
+        text = read(file, "plan")
         return (GraphPlan if _is_of_graph(text) else Plan).from_json(text)
     except PlanError as error:
-        raise PlanError(f"{path}: {error}") from None
+        raise ConfigurationError(f"{path}: {error}") from None
 
 
 def load_model_plan(path: str, purpose: str) -> Plan:
@@ -52,12 +52,12 @@ def load_model_plan(path: str, purpose: str) -> Plan:
         The plan.
 
     Raises:
-        ConfigurationError: There is no such file.
-        PlanError: It holds no valid plan, or that of a neutral graph.
+        ConfigurationError: There is no such file, or it holds no valid plan, or that of a neutral
+            graph.
     """
     plan = load_plan(path)
     if not isinstance(plan, Plan):
-        raise PlanError(
+        raise ConfigurationError(
             f"{path}: this is the plan of a neutral graph; {purpose} needs that of a Keras model."
         )
     return plan

@@ -25,6 +25,7 @@ _OF_MODELS = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `tarantella plan make`."""
+    parser.usage = "%(prog)s MODEL --stages S [options]"
     add = parser.add_argument
     add("model", metavar="MODEL", help=model_source.HELP)
     add("--stages", dest="num_stages", type=positive_int, metavar="S",

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `tarantella plan show`."""
-    parser.add_argument("plan", help="the plan's JSON file")
+    parser.usage = "%(prog)s PLAN [options]"
+    parser.add_argument("plan", metavar="PLAN", help="the plan's JSON file")
     plan_pictures.add_arguments(parser)
 
 

@@ -9,6 +9,7 @@ import shlex
 import sys
 from typing import TYPE_CHECKING
 
+from tarantella_pp.cli.quantities import positive_int
 from tarantella_pp.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -22,11 +23,11 @@ otherwise the exit code of the rank that failed first (128 + signal if it was ki
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `tarantella run`."""
     add = parser.add_argument
-    add("-n", "--num-ranks", type=_positive_int, metavar="N", help="number of ranks (default: 1)")
+    add("-n", "--num-ranks", type=positive_int, metavar="N", help="number of ranks (default: 1)")
     add("--hostfile", metavar="F", help="hosts to run on, one per line; MPI's own format")
     add("--mpi", default="auto", choices=("auto", "mpich", "openmpi", "slurm"),
         help="MPI that starts the ranks (default: the one mpi4py loads)")  # fmt: skip
-    add("--threads", type=_positive_int, metavar="K",
+    add("--threads", type=positive_int, metavar="K",
         help="threads per rank (default: cores / ranks on a node)")  # fmt: skip
     add("-x", dest="exports", action="append", default=[], metavar="NAME[=VALUE]",
         help="set an environment variable on all ranks; may be repeated")  # fmt: skip
@@ -154,13 +155,6 @@ def _default_ranks(hosts: list[str]) -> int:
     """Returns the number of ranks when -n is not given: one per host, Slurm's tasks, or one."""
     tasks = os.environ.get("SLURM_NTASKS", "")
     return len(hosts) or (int(tasks) if tasks.isdigit() else 1)
-
-
-def _positive_int(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1. Received: {text}")
-    return value
 
 
 def _positive_float(text: str) -> float:

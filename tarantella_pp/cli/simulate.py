@@ -15,14 +15,22 @@ if TYPE_CHECKING:
     from tarantella_pp.simulation import PlanSimulation, ScalePoint
 
 
+DESCRIPTION = """\
+Plays one step of a plan on ranks that need not be there: step time, bubble, peak memory, and how it
+scales with replicas. Stages that were measured take the seconds that the plan has; others take
+their arithmetic at --speed."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `tarantella simulate`."""
+    parser.usage = "%(prog)s PLAN [options]"
+    parser.description = DESCRIPTION
     add = parser.add_argument
-    add("plan", help="the plan's JSON file, of a Keras model")
+    add("plan", metavar="PLAN", help="the plan's JSON file, of a Keras model")
     add("--replicas", type=quantities.positive_int, metavar="R",
         help="pipelines side by side, each with its own batch (default: the plan's)")  # fmt: skip
     add("--speed", type=quantities.flops_per_second, default="1", metavar="TFLOPS",
-        help="TFLOP/s that a rank reaches, or e.g. 500GFLOPs (default: 1)")  # fmt: skip
+        help="what a rank reaches, in TFLOP/s or e.g. 500GFLOPs (default: 1 TFLOP/s)")  # fmt: skip
     add("--link-bandwidth", type=quantities.bytes_per_second, default="10GB", metavar="B",
         help="between ranks, in each direction, e.g. 10GB or 100Gbit (default: 10GB)")  # fmt: skip
     add("--link-latency", type=quantities.seconds, default="5us", metavar="T",
@@ -35,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="ranks of one pipeline, a divisor of the stages (default: one per stage)")  # fmt: skip
     add("--timeline", action="store_true", help="draw what each rank does when")
     add("--json", action="store_true", help="print JSON instead of tables")
-    parser.epilog = "exit codes: 0 done; 1 failed; 2 usage."
+    parser.epilog = "exit codes: 0 done; 1 failed; 2 usage, or a malformed file."
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -52,8 +52,8 @@ def test_help_names_the_commands_that_exist() -> None:
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["-n", "0", "x.py"], "must be at least 1. Received: 0"),
-        (["-n", "two", "x.py"], "two"),
+        (["-n", "0", "x.py"], "Expected a whole number from 1 on. Received: '0'"),
+        (["-n", "two", "x.py"], "Expected a whole number from 1 on. Received: 'two'"),
         (["--timeout", "0", "x.py"], "must be positive. Received: 0"),
         (["-n", "2"], "No script to run"),
         (["-n", "2", "--"], "No script to run"),

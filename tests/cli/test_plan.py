@@ -188,7 +188,7 @@ def test_diff_knows_layers_of_one_model_that_are_numbered_anew(command, plan_fil
 def test_diff_refuses_plans_of_different_kinds(command, plan_file, tmp_path) -> None:
     graph_plan = tmp_path / "graph_plan.json"
     assert command("plan", "make", VGG, "--stages", 2, "-o", graph_plan) == 0
-    assert "nothing to compare" in command.fails(1, "plan", "diff", plan_file([0, 1]), graph_plan)
+    assert "nothing to compare" in command.fails(2, "plan", "diff", plan_file([0, 1]), graph_plan)
 
 
 def test_compare(command) -> None:
@@ -238,8 +238,8 @@ def broken(**changes):
 def test_broken_graphs_are_refused_in_one_line(command, tmp_path, text, complaint) -> None:
     path = tmp_path / "graph.json"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    assert complaint in command.fails(1, "plan", "make", path, "--stages", 2)
-    assert complaint in command.fails(1, "plan", "compare", path, "--stages", 2)
+    assert complaint in command.fails(2, "plan", "make", path, "--stages", 2)
+    assert complaint in command.fails(2, "plan", "compare", path, "--stages", 2)
 
 
 @pytest.mark.parametrize(
@@ -262,7 +262,7 @@ def test_broken_plans_are_refused_in_one_line(command, tmp_path, change, complai
     change(plan)
     path.write_text(json.dumps(plan))
     for rest in (("show", path), ("check", path, VGG), ("diff", path, path)):
-        assert complaint in command.fails(1, "plan", *rest)
+        assert complaint in command.fails(2, "plan", *rest)
 
 
 @pytest.mark.parametrize(
@@ -305,9 +305,9 @@ def test_wrong_usage_is_told_in_one_line(command, arguments, complaint) -> None:
 
 
 def test_a_graph_is_no_plan_and_a_plan_no_graph(command, plan_file) -> None:
-    assert "no valid plan" in command.fails(1, "plan", "show", VGG)
+    assert "no valid plan" in command.fails(2, "plan", "show", VGG)
     path = plan_file([0, 1])
-    assert "unknown field" in command.fails(1, "plan", "make", path, "--stages", "2")
+    assert "unknown field" in command.fails(2, "plan", "make", path, "--stages", "2")
     assert "Keras model" in command.fails(1, "plan", "check", path, VGG)
 
 

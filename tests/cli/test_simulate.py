@@ -133,9 +133,9 @@ def test_the_limit_of_the_plan_is_watched(command, tmp_path, spare, verdict) -> 
     ("code", "arguments", "complaint"),
     [
         (2, ["missing.json"], "does not exist"),
-        (1, [VGG], "no valid plan"),
-        (1, ["PLAN", "--schedule", "fastest"], "schedule='fastest'"),
-        (1, ["PLAN", "--ranks", "3"], "num_ranks=3"),
+        (2, [VGG], "no valid plan"),
+        (2, ["PLAN", "--schedule", "fastest"], "schedule='fastest'"),
+        (2, ["PLAN", "--ranks", "3"], "num_ranks=3"),
         (2, ["PLAN", "--micro-batches", "33"], "32. Received: --micro-batches=33"),
         (2, ["PLAN", "--schedule", "forward"], "forward"),
     ],
@@ -166,5 +166,5 @@ def test_malformed_numbers_are_usage_errors(command, plan, option, value) -> Non
 def test_the_plan_of_a_graph_has_no_steps(command, tmp_path) -> None:
     path = tmp_path / "plan.json"
     assert command("plan", "make", VGG, "--stages", 2, "-o", path) == 0
-    assert "needs that of a Keras model" in command.fails(1, "simulate", path)
+    assert "needs that of a Keras model" in command.fails(2, "simulate", path)
     assert json.loads(path.read_text())["format"] == "tarantella_pp.graph_plan"

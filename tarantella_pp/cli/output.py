@@ -74,14 +74,20 @@ def guarded(command: str, run: Callable[[], int]) -> int:
 
 
 def one_line(error: BaseException, limit: int = 1000) -> str:
-    """Returns the message of an exception without line breaks.
+    """Returns the message of an exception without line breaks and control characters.
 
     Args:
         error: The exception.
         limit: Most characters.
     """
-    text = " ".join(str(error).split()) or type(error).__name__
+    text = _plain(" ".join(str(error).split())) or type(error).__name__
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
+def _plain(text: str) -> str:
+    """Spells out control characters, which a name in a file may have to fool a terminal."""
+    safe = (c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+    return text if text.isprintable() else "".join(safe)
 
 
 def write_json(value: Any) -> None:
@@ -107,7 +113,7 @@ def write_table(*parts: Any) -> None:
     console = Console(highlight=False, markup=False, emoji=False)
     for part in parts:
         whole = not console.is_terminal and isinstance(part, str | Text)
-        console.print(part, soft_wrap=whole)
+        console.print(_plain(part) if isinstance(part, str) else part, soft_wrap=whole)
 
 
 def existing_file(path: str) -> Path:

@@ -100,7 +100,7 @@ def _graph_table(plan: GraphPlan) -> list[Any]:
     for index, stage in enumerate(plan.stages):
         figures = (stage.memory, stage.work, stage.comm, stage.work + stage.comm)
         rows.add_row(str(index), str(stage.nodes), *(f"{value:.6g}" for value in figures))
-    title = f"Plan of '{plan.graph}': {len(plan.assignment)} nodes on {plan.num_stages} stages"
+    title = f"Plan of {plan.graph!r}: {len(plan.assignment)} nodes on {plan.num_stages} stages"
     proof = plan.certificate
     if proof.optimal:
         verdict = "optimal"
@@ -113,5 +113,8 @@ def _graph_table(plan: GraphPlan) -> list[Any]:
         f"({proof.method}, {proof.seconds:.2g} s)."
     )
     cut = f"Cut: {plan.cut_bytes:.6g} bytes, {plan.cut_comm:.6g} of communication."
-    units = "Figures are in the units of the graph."
+    units = "Figures are in the units of the graph"
+    if plan.units:
+        units += ": " + ", ".join(f"{name} in {unit}" for name, unit in plan.units.items())
+    units += "."
     return [Text(title, style="bold"), rows, quality, cut, units]

@@ -44,6 +44,7 @@ class GraphPlan(JsonRecord, frozen=True, tag_field="format", tag="tarantella_pp.
         cut_bytes: Sum over cut tensors of bytes x (touching stages - 1).
         cut_comm: Sum over cut tensors of comm x (touching stages - 1).
         node_names: Name of each node.
+        units: What the graph's costs are measured in, as far as its file says.
         version: Version of the format.
     """
 
@@ -59,6 +60,7 @@ class GraphPlan(JsonRecord, frozen=True, tag_field="format", tag="tarantella_pp.
     cut_bytes: float
     cut_comm: float
     node_names: tuple[str, ...]
+    units: dict[str, str] = msgspec.field(default_factory=dict)
     version: int = 1
 
     def __post_init__(self) -> None:

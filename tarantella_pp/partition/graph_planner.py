@@ -30,7 +30,8 @@ def plan_graph(
         The plan.
 
     Raises:
-        ConfigurationError: The graph names no FLOPs, and they are to be balanced.
+        ConfigurationError: The graph names no FLOPs, and they are to be balanced, or there are
+            more stages than any pipeline has.
         PlanError: No plan keeps the limit.
     """
     if balance == "flops" and not any(node.flops for node in graph.nodes):
@@ -59,6 +60,7 @@ def plan_graph(
         cut_bytes=found.cut_bytes,
         cut_comm=found.cut_comm,
         node_names=tuple(node.name for node in graph.nodes),
+        units=dict(graph.units),
     )
 
 

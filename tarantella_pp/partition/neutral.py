@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tarantella_pp.errors import GraphError
+from tarantella_pp.errors import ConfigurationError, GraphError
+from tarantella_pp.partition import json_fields as fields
 from tarantella_pp.partition.digraph import adjacency, find_cycle
+from tarantella_pp.partition.json_fields import no_constant, no_repeats, shown
 from tarantella_pp.partition.problem import Objective, Problem, TensorCost
 
+#: Stages of a pipeline at the most.
+MAX_STAGES = 4096
 #: Files larger than this are refused before they are read.
 MAX_BYTES = 512 * 1024 * 1024
 _NODE_COSTS = ("time", "memory", "flops", "time_cpu", "fw_time", "bw_time", "params", "activation")
@@ -22,7 +25,6 @@ _NODE_FIELDS = frozenset(["id", "name", "members", *_NODE_COSTS])
 _EDGE_FIELDS = frozenset(["src", "dst", "comm", "bytes", "tensor"])
 _TENSOR_FIELDS = frozenset(["id", "src", "nodes", "comm", "bytes", "kind"])
 _TOP_FIELDS = frozenset(["name", "family", "mode", "units", "meta", "nodes", "edges", "tensors"])
-_LARGEST = 1e200
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +53,14 @@ class NeutralGraph:
         nodes: The operations; their ids are their places in this tuple.
         edges: Precedence pairs (before, after).
         tensors: What travels between stages.
+        units: What costs are measured in, for people, e.g. `{"time": "ms", "memory": "bytes"}`.
     """
 
     name: str
     nodes: tuple[NeutralNode, ...]
     edges: tuple[tuple[int, int], ...]
     tensors: tuple[TensorCost, ...]
+    units: Mapping[str, str] = field(default_factory=dict, hash=False)
 
 
 def load_graph(path: str | Path) -> NeutralGraph:
@@ -103,7 +107,7 @@ def loads_graph(text: str) -> NeutralGraph:
         GraphError: The text is not JSON or breaks a rule of the format.
     """
     try:
-        data = json.loads(text, parse_constant=_no_constant, object_pairs_hook=_no_repeats)
+        data = json.loads(text, parse_constant=no_constant, object_pairs_hook=no_repeats)
     except GraphError:
         raise
     except (ValueError, RecursionError) as error:
@@ -124,19 +128,17 @@ def graph_from_dict(data: Any) -> NeutralGraph:
     Raises:
         GraphError: It breaks a rule of the format.
     """
-    top = _record(data, "graph", _TOP_FIELDS, ("nodes", "edges"))
-    nodes = _nodes(_list(top["nodes"], "nodes"))
+    top = fields.record(data, "graph", _TOP_FIELDS, ("nodes", "edges"))
+    nodes = _nodes(fields.items(top["nodes"], "nodes"))
     count = len(nodes)
-    edges, loose = _edges(_list(top["edges"], "edges"), count)
+    edges, loose = _edges(fields.items(top["edges"], "edges"), count)
     if "tensors" in top:
-        tensors = _tensors(_list(top["tensors"], "tensors"), count)
+        tensors = _tensors(fields.items(top["tensors"], "tensors"), count)
         _check_references(loose, len(tensors))
     else:
         tensors = _tensors_of_edges(top["edges"])
-    name = top.get("name", "graph")
-    if not isinstance(name, str):
-        raise GraphError(f"`name` is a string. Received: {_show(name)}")
-    graph = NeutralGraph(name, nodes, edges, tensors)
+    name = fields.text(top.get("name", "graph"), "`name`")
+    graph = NeutralGraph(name, nodes, edges, tensors, _units(top.get("units", {})))
     _check_acyclic(graph)
     return graph
 
@@ -160,7 +162,15 @@ def to_problem(
 
     Returns:
         The problem.
+
+    Raises:
+        ConfigurationError: There are more stages than any pipeline has.
+        PlanError: An option is out of range.
     """
+    if num_stages > MAX_STAGES:
+        raise ConfigurationError(
+            f"A pipeline has at most {MAX_STAGES} stages. Received: num_stages={num_stages}"
+        )
     work = [node.flops if objective == "flops" else node.time for node in graph.nodes]
     return Problem(
         num_stages=num_stages,
@@ -175,21 +185,27 @@ def to_problem(
     )
 
 
+def _units(value: Any) -> dict[str, str]:
+    found = fields.record(value, "units", None, ())
+    return {
+        fields.text(key, "a key of units"): fields.text(unit, f"units.{key}")
+        for key, unit in found.items()
+    }
+
+
 def _nodes(records: list[Any]) -> tuple[NeutralNode, ...]:
     if not records:
         raise GraphError("A graph has at least one node. Received: nodes=[]")
     nodes = []
     for place, record in enumerate(records):
         where = f"nodes[{place}]"
-        node = _record(record, where, _NODE_FIELDS, ("id", "time", "memory"))
-        if _index(node["id"], f"{where}.id", len(records)) != place:
+        node = fields.record(record, where, _NODE_FIELDS, ("id", "time", "memory"))
+        if fields.index(node["id"], f"{where}.id", len(records)) != place:
             raise GraphError(
-                f"{where}.id: node ids count 0, 1, 2 ... in order. Received: {_show(node['id'])}"
+                f"{where}.id: node ids count 0, 1, 2 ... in order. Received: {shown(node['id'])}"
             )
-        name = node.get("name", f"node{place}")
-        if not isinstance(name, str):
-            raise GraphError(f"{where}.name is a string. Received: {_show(name)}")
-        costs = {key: _cost(node.get(key, 0.0), f"{where}.{key}") for key in _NODE_COSTS}
+        name = fields.text(node.get("name", f"node{place}"), f"{where}.name")
+        costs = {key: fields.cost(node.get(key, 0.0), f"{where}.{key}") for key in _NODE_COSTS}
         nodes.append(NeutralNode(name, costs["time"], costs["memory"], costs["flops"]))
     return tuple(nodes)
 
@@ -199,13 +215,13 @@ def _edges(records: list[Any], count: int) -> tuple[tuple[tuple[int, int], ...],
     edges, named = [], []
     for place, record in enumerate(records):
         where = f"edges[{place}]"
-        edge = _record(record, where, _EDGE_FIELDS, ("src", "dst"))
-        before = _index(edge["src"], f"{where}.src", count)
-        after = _index(edge["dst"], f"{where}.dst", count)
+        edge = fields.record(record, where, _EDGE_FIELDS, ("src", "dst"))
+        before = fields.index(edge["src"], f"{where}.src", count)
+        after = fields.index(edge["dst"], f"{where}.dst", count)
         if before == after:
             raise GraphError(f"{where} leads from node {before} to itself.")
         for key in ("comm", "bytes"):
-            _cost(edge.get(key, 0.0), f"{where}.{key}")
+            fields.cost(edge.get(key, 0.0), f"{where}.{key}")
         edges.append((before, after))
         named.append((where, edge.get("tensor")))
     return tuple(edges), named
@@ -214,29 +230,29 @@ def _edges(records: list[Any], count: int) -> tuple[tuple[tuple[int, int], ...],
 def _check_references(named: Iterable[tuple[str, Any]], count: int) -> None:
     for where, tensor in named:
         if tensor is not None:
-            _index(tensor, f"{where}.tensor", count)
+            fields.index(tensor, f"{where}.tensor", count)
 
 
 def _tensors(records: list[Any], count: int) -> tuple[TensorCost, ...]:
     tensors = []
     for place, record in enumerate(records):
         where = f"tensors[{place}]"
-        tensor = _record(record, where, _TENSOR_FIELDS, ("id", "nodes", "comm"))
-        if _index(tensor["id"], f"{where}.id", len(records)) != place:
+        tensor = fields.record(record, where, _TENSOR_FIELDS, ("id", "nodes", "comm"))
+        if fields.index(tensor["id"], f"{where}.id", len(records)) != place:
             raise GraphError(f"{where}.id: tensor ids count 0, 1, 2 ... in order.")
         nodes = [
-            _index(node, f"{where}.nodes", count)
-            for node in _list(tensor["nodes"], f"{where}.nodes")
+            fields.index(node, f"{where}.nodes", count)
+            for node in fields.items(tensor["nodes"], f"{where}.nodes")
         ]
         source = tensor.get("src")
         if source is not None:
-            source = _index(source, f"{where}.src", count)
+            source = fields.index(source, f"{where}.src", count)
             if source not in nodes:
-                raise GraphError(f"{where}.nodes lacks its own src. Received: {_show(nodes)}")
+                raise GraphError(f"{where}.nodes lacks its own src. Received: {shown(nodes)}")
         if not nodes or len(set(nodes)) < len(nodes):
-            raise GraphError(f"{where}.nodes names each node once. Received: {_show(nodes)}")
-        comm = _cost(tensor["comm"], f"{where}.comm")
-        size = _cost(tensor.get("bytes", 0.0), f"{where}.bytes")
+            raise GraphError(f"{where}.nodes names each node once. Received: {shown(nodes)}")
+        comm = fields.cost(tensor["comm"], f"{where}.comm")
+        size = fields.cost(tensor.get("bytes", 0.0), f"{where}.bytes")
         tensors.append(TensorCost(source, tuple(nodes), comm, size))
     return tuple(tensors)
 
@@ -259,58 +275,3 @@ def _check_acyclic(graph: NeutralGraph) -> None:
     if cycle := find_cycle(preds):
         path = " -> ".join(map(str, cycle))
         raise GraphError(f"The graph has a cycle, so it has no pipeline order: nodes {path}")
-
-
-def _record(value: Any, where: str, known: frozenset[str], needed: Sequence[str]) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise GraphError(f"{where} is a JSON object. Received: {_show(value)}")
-    unknown = sorted(set(value) - known)
-    if unknown:
-        raise GraphError(
-            f"{where} has an unknown field {unknown[0]!r}. Known: {', '.join(sorted(known))}"
-        )
-    for key in needed:
-        if key not in value:
-            raise GraphError(f"{where} lacks the field {key!r}.")
-    return value
-
-
-def _list(value: Any, where: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise GraphError(f"{where} is a JSON array. Received: {_show(value)}")
-    return value
-
-
-def _index(value: Any, where: str, count: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < count:
-        raise GraphError(f"{where} is a whole number in 0..{count - 1}. Received: {_show(value)}")
-    return value
-
-
-def _cost(value: Any, where: str) -> float:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not 0 <= value <= _LARGEST or math.isnan(value):
-        raise GraphError(f"{where} is a finite number, not negative. Received: {_show(value)}")
-    return float(value)
-
-
-def _show(value: Any) -> str:
-    try:
-        text = repr(value)
-    except ValueError:
-        # Whole numbers of thousands of digits have no decimal form.
-        text = f"a {type(value).__name__}"
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
-def _no_constant(name: str) -> float:
-    raise GraphError(f"A cost is a finite number. Received: {name}")
-
-
-def _no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    record = dict(pairs)
-    if len(record) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise GraphError(f"A JSON object has the field {twice!r} twice.")
-    return record

@@ -242,6 +242,17 @@ def test_broken_graphs_are_refused_in_one_line(command, tmp_path, text, complain
     assert complaint in command.fails(2, "plan", "compare", path, "--stages", 2)
 
 
+def test_names_cannot_steer_a_terminal(command, tmp_path) -> None:
+    path = tmp_path / "graph.json"
+    path.write_text(broken(name="\x1b[31mred", units={"time": "ms\x1b[2J"}))
+    assert command("plan", "make", path, "--stages", 2) == 0
+    assert "Plan of '\\x1b[31mred'" in command.stdout
+    assert "time in ms\\x1b[2J" in command.stdout
+    assert "\x1b" not in command.stdout
+    path.write_text(broken(name=["\x1b[31m"], **{"\x1b[2J": 1}))
+    assert "\\x1b[2J" in command.fails(2, "plan", "make", path, "--stages", 2)
+
+
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
@@ -281,6 +292,8 @@ def test_broken_plans_are_refused_in_one_line(command, tmp_path, change, complai
         (["make", VGG, "--stages", "2", "--recompute", "all"], "leave out --recompute"),
         (["make", VGG, "--stages", "0"], "from 1 on. Received: '0'"),
         (["make", VGG, "--stages", "two"], "'two'"),
+        (["make", VGG, "--stages", "9" * 30], "at most 4096 stages"),
+        (["compare", VGG, "--stages", "9" * 30], "at most 4096 stages"),
         (["make", VGG, "--stages", "2", "--balance", "fun"], "fun"),
         (["make", VGG, "--stages", "2", "--balance", "flops"], "names no flops"),
         (["make", VGG, "--stages", "2", "--schedule", "gpipe"], "leave out --schedule"),

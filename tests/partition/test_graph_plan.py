@@ -16,6 +16,7 @@ from tarantella_pp.partition.neutral import graph_from_dict
 
 DIAMOND = {
     "name": "diamond",
+    "units": {"time": "ms"},
     "nodes": [
         {"id": i, "time": 1.0 + i, "memory": 2.0, "flops": 3.0, "name": name}
         for i, name in enumerate("abcd")
@@ -46,6 +47,7 @@ def test_figures_are_those_of_the_graph(balance, value) -> None:
     assert sum(stage.memory for stage in plan.stages) == 8.0
     assert sum(stage.work for stage in plan.stages) == (12.0 if balance == "flops" else 10.0)
     check_plan(plan, GRAPH)
+    assert plan.units == {"time": "ms"}
     assert GraphPlan.from_json(plan.to_json()) == plan
 
 

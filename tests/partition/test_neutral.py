@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tarantella_pp.errors import GraphError
+from tarantella_pp.errors import ConfigurationError, GraphError
 from tarantella_pp.partition import neutral
 from tarantella_pp.partition.neutral import graph_from_dict, load_graph, loads_graph, to_problem
 from tarantella_pp.partition.solvers.solve import solve
@@ -20,6 +20,7 @@ GRAPHS = Path(__file__).parent / "graphs"
 OPTIMA = json.loads((GRAPHS / "optima.json").read_text())
 SMALL = {
     "name": "small",
+    "units": {"time": "ms", "memory": "bytes"},
     "nodes": [
         {"id": 0, "name": "a", "time": 1.0, "memory": 4},
         {"id": 1, "name": "b", "time": 2.0, "memory": 5},
@@ -50,10 +51,16 @@ def test_a_graph_is_read_as_it_stands():
     assert [node.name for node in graph.nodes] == ["a", "b", "c"]
     assert graph.edges == ((0, 1), (1, 2))
     assert graph.tensors[0].comm == 0.5
+    assert graph.units == {"time": "ms", "memory": "bytes"}
     problem = to_problem(graph, 2, "load", memory_limit=100)
     assert problem.work.tolist() == [1.0, 2.0, 3.0]
     assert problem.static_memory.tolist() == [4.0, 5.0, 6.0]
     assert problem.evaluate((0, 1, 1)).value == 5.5
+
+
+def test_there_are_no_pipelines_of_ten_thousand_stages():
+    with pytest.raises(ConfigurationError, match="num_stages=10000"):
+        to_problem(graph_from_dict(SMALL), 10_000, "load")
 
 
 def test_edges_alone_make_tensors():
@@ -102,6 +109,10 @@ def change(path, value):
         (("tensors", 0, "nodes"), [], "lacks its own src"),
         (("tensors", 0, "comm"), -0.1, "not negative"),
         (("name",), None, "string"),
+        (("name",), "\ud800", "string"),
+        (("nodes", 1, "name"), "b\udfff", "string"),
+        (("units",), "ms", "units is a JSON object"),
+        (("units", "time"), 3, "units.time is a string"),
         (("surprise",), 1, "unknown field"),
     ],
 )

@@ -138,7 +138,7 @@ class StubPipeline:
             graph,
             links_of(layouts),
             self.schedule.placement,
-            Conversion(lambda tensor: tensor, lambda array: array),
+            Conversion(lambda tensor, dtype: tensor, lambda array, dtype: array),
         )
         self._program = self.schedule.actions[communicator.rank]
         self._recorder = recorder

@@ -73,6 +73,22 @@ def check_trainable(model: Any) -> None:
         )
 
 
+def check_wire_dtype(wire_dtype: Any) -> None:
+    """Refuses types that numbers do not travel in.
+
+    Args:
+        wire_dtype: What the user passed.
+
+    Raises:
+        ConfigurationError: If it is none of them.
+    """
+    if wire_dtype not in (None, "bfloat16"):
+        raise ConfigurationError(
+            f"Expected 'bfloat16', or None for the numbers' own type. "
+            f"Received: wire_dtype={wire_dtype!r}"
+        )
+
+
 def check_ranks(num_stages: int, num_ranks: int) -> None:
     """Refuses numbers of ranks that do not fit the number of stages.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -16,6 +17,7 @@ from tarantella_pp.partition.planner import Planner
 from tarantella_pp.partition.profile import Profile
 from tarantella_pp.profiling import profile as measure
 from tarantella_pp.refusal import refusal
+from tarantella_pp.runtime.schedule import Recipe, Schedule, read_schedule
 from tarantella_pp.simulation import Machine
 
 CORE = Machine(flops_per_second=6e10, action_seconds=3e-4, memory_bandwidth=1e10)
@@ -34,12 +36,12 @@ def make_plan(
     num_micro_batches: int | None = None,
     num_replicas: int | None = None,
     num_ranks: int | None = None,
-    schedule: str = "1f1b",
+    stages_per_rank: int | None = None,
+    schedule: str | Path | Schedule = "1f1b",
     balance: str = "memory",
     memory_limit: int | float | str | None = None,
     recompute: str | Sequence[int] | None = None,
     optimizer: Any = None,
-    in_flight: Sequence[int] | None = None,
     profile: Profile | None = None,
     machine: Machine | None = None,
 ) -> Plan:
@@ -51,8 +53,8 @@ def make_plan(
 
     Args:
         model: A Functional or built Sequential model.
-        num_stages: Number of pipeline stages; each gets at least one operation. Default: with
-            `num_ranks`, the number that makes a step fastest.
+        num_stages: Number of pipeline stages; each gets at least one operation. Default: that of
+            a schedule of your own, or with `num_ranks` the number that makes a step fastest.
         batch_size: Samples of a step, over all replicas.
         num_micro_batches: Micro-batches of a step. Default: the number that divides the batch,
             or a power of two where none does, and makes a step fastest: more of them keep the
@@ -60,9 +62,13 @@ def make_plan(
             micro-batch keeps four samples.
         num_replicas: Number of pipelines side by side, among which a batch is split. Default: 1,
             or with `num_ranks` what is left for each stage.
-        num_ranks: Number of ranks for stages x replicas. Default: one for each stage.
-        schedule: `"gpipe"`, `"1f1b"` or `"zb-h1"`; another one together with `in_flight`, whose
-            time counts as that of `"1f1b"`.
+        num_ranks: Number of ranks for stages x replicas. Default: one for each stage, or for as
+            many as `stages_per_rank` says.
+        stages_per_rank: Number of stages of a rank. Default: 2 for `"interleaved"` and `"zb-v"`,
+            that of a schedule of your own, otherwise 1.
+        schedule: `"gpipe"`, `"1f1b"`, `"interleaved"`, `"zb-h1"`, `"zb-v"`, `"zb-auto"`, which is
+            planned like `"zb-h1"` and searched for in the first training steps, or a schedule of
+            your own: a `runtime.schedule.Schedule` or the path of a text file with one.
         balance: `"memory"` for the smallest largest memory of a stage, buffers of messages left
             out; `"time"` for the smallest largest time of a stage, measured on this machine;
             `"flops"` for the smallest largest number of floating point operations.
@@ -72,8 +78,6 @@ def make_plan(
             the limit needs it those with which a step is fastest.
         optimizer: The optimizer whose slots count as memory: a Keras optimizer or its name.
             Default: two slots for each variable, as Adam has.
-        in_flight: Most micro-batches that the schedule holds on each stage at a time. Default:
-            what the schedule's formula says.
         profile: What `tnt.profile` measured of this model. The plan and its simulation use it
             whatever they balance. Default: for `balance="time"`, measured now with random inputs.
         machine: Speed of a rank and of the links, for the simulation. Default: one core of a
@@ -84,11 +88,18 @@ def make_plan(
 
     Raises:
         ConfigurationError: An option cannot work, alone or with this model.
+        ScheduleError: There is no such schedule, or it is none for so many stages and ranks.
         UnsupportedModelError: The model cannot be cut into stages.
         PlanError: No plan keeps the limit, or has an operation for each stage. The message names
             the smallest limit that works, and what else would.
     """
-    shapes = _shapes(num_stages, num_replicas, num_ranks)
+    own = read_schedule(schedule)
+    per_rank = _stages_per_rank(stages_per_rank, schedule, own)
+    if own is not None:
+        num_stages = own.num_stages if num_stages is None else num_stages
+        if num_micro_batches is None:
+            num_micro_batches = own.num_micro_batches
+    shapes = _shapes(num_stages, num_replicas, num_ranks, per_rank)
     if balance == "time" and profile is None:
         parts = (num_micro_batches or MICRO_BATCHES) * shapes[0][1]
         profile = measure(model, max(1, checked_count("batch_size", batch_size) // parts))
@@ -96,15 +107,19 @@ def make_plan(
     given = {
         "batch_size": batch_size,
         "num_micro_batches": num_micro_batches,
-        "schedule": schedule,
         "balance": balance,
         "memory_limit": memory_limit,
         "recompute": recompute,
-        "in_flight": in_flight,
+        "in_flight": None,
     }
     machine = machine or (ACCELERATOR if tf.config.list_physical_devices("GPU") else CORE)
     choosers = [
-        Chooser(planner, machine, {**given, "num_stages": stages, "num_replicas": replicas})
+        Chooser(
+            planner,
+            machine,
+            {**given, "num_stages": stages, "num_replicas": replicas},
+            Recipe.of(own or schedule, stages, stages // per_rank),
+        )
         for stages, replicas in shapes
     ]
     if len(choosers) > 1:
@@ -117,21 +132,32 @@ def make_plan(
     raise PlanError(refusal(choosers[-1]))
 
 
+def _stages_per_rank(given: int | None, schedule: Any, own: Schedule | None) -> int:
+    if given is not None:
+        return checked_count("stages_per_rank", given)
+    if own is not None:
+        return own.num_stages // own.num_ranks
+    return 2 if schedule in ("interleaved", "zb-v") else 1
+
+
 def _shapes(
-    num_stages: int | None, num_replicas: int | None, num_ranks: int | None
+    num_stages: int | None, num_replicas: int | None, num_ranks: int | None, per_rank: int
 ) -> list[tuple[int, int]]:
     """Returns the pairs of stages and replicas to choose from."""
     given = [("num_stages", num_stages), ("num_replicas", num_replicas)]
     counts = [checked_count(name, value) for name, value in given if value is not None]
     if num_ranks is None:
         stages = checked_count("num_stages", num_stages)
-        return [(stages, 1 if num_replicas is None else counts[-1])]
-    ranks = checked_count("num_ranks", num_ranks)
-    shapes = [(n, ranks // n) for n in range(1, ranks + 1) if ranks % n == 0]
+        shapes = [(stages, 1 if num_replicas is None else counts[-1])]
+    else:
+        ranks = checked_count("num_ranks", num_ranks)
+        shapes = [(n * per_rank, ranks // n) for n in range(1, ranks + 1) if ranks % n == 0]
     shapes = [(s, r) for s, r in shapes if num_stages in (None, s) and num_replicas in (None, r)]
+    shapes = [(s, r) for s, r in shapes if s % per_rank == 0]
     if not shapes:
         raise ConfigurationError(
-            f"Ranks are stages x replicas. Received: num_ranks={ranks}, num_stages={num_stages}, "
-            f"num_replicas={num_replicas}"
+            "Ranks are stages x replicas / stages_per_rank. Received: num_ranks="
+            f"{num_ranks}, num_stages={num_stages}, num_replicas={num_replicas}, "
+            f"stages_per_rank={per_rank}"
         )
     return shapes

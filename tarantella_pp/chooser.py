@@ -8,10 +8,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from tarantella_pp.errors import ConfigurationError, PlanError
+from tarantella_pp.partition.certificate import Solution
 from tarantella_pp.partition.options import SCHEDULES, PlanOptions
 from tarantella_pp.partition.plan import Plan
 from tarantella_pp.partition.planner import Planner
+from tarantella_pp.runtime.schedule import BEFORE_SEARCH, SEARCHED, Recipe
 from tarantella_pp.simulation import Machine, PlanSimulation
 
 MOST_SUBSETS = 4
@@ -35,11 +39,13 @@ class Chooser:
         machine: Speed of a rank and of the links.
         given: The arguments of `PlanOptions.checked`; `num_micro_batches` and `recompute` may be
             `None`, to be chosen.
+        recipe: The schedule.
     """
 
     planner: Planner
     machine: Machine
     given: Mapping[str, Any]
+    recipe: Recipe
 
     def options(self, **changes: Any) -> PlanOptions:
         """Returns the options, with defaults for those that are open.
@@ -50,7 +56,9 @@ class Chooser:
         Raises:
             ConfigurationError: One of them cannot work.
         """
-        arguments = {**self.given, **changes}
+        arguments = {**self.given, **changes, "schedule": self.recipe.name}
+        if self.recipe.name not in SCHEDULES:
+            arguments["in_flight"] = self.recipe.in_flight
         if arguments["recompute"] is None:
             arguments["recompute"] = "none"
         return PlanOptions.checked(**arguments)
@@ -67,7 +75,8 @@ class Chooser:
         """
         counts = self._by_seconds()
         if self.given["memory_limit"] is None:
-            return self._timed(self.planner.plan(self.options(num_micro_batches=counts[0][1])))
+            options = self.options(num_micro_batches=counts[0][1])
+            return self._timed(self._written(self.planner.solve(options), options))
         found: list[Timed] = []
         deadline = time.monotonic() + PATIENCE
         for seconds, count in counts:
@@ -85,18 +94,30 @@ class Chooser:
         """
         most = max(self._counts(limited=True))  # smaller micro-batches need less
         free = {"balance": "memory", "memory_limit": None, "num_micro_batches": most}
-        found = [self.planner.plan(self.options(**free))]
+        options = self.options(**free)
+        found = [self._written(self.planner.solve(options), options)]
         for stages in self._sets():
             if len(found) > 1 and found[0].certificate.seconds > QUICK:
                 break
             found += self._try(**free, recompute=stages)
         return min(found, key=largest_stage)
 
+    def _written(self, solution: Solution, options: PlanOptions) -> Plan:
+        """Writes down a plan, with what only the schedule itself can say."""
+        plan = self.planner.write(solution, options)
+        if options.schedule in SCHEDULES:
+            return plan
+        own = self.recipe.own
+        bubble = self.recipe.bubble(options.num_micro_batches)
+        program = None if own is None else own.to_text()
+        return msgspec.structs.replace(plan, bubble=bubble, program=program)
+
     def _timed(self, plan: Plan) -> Timed:
-        """Plays a step of a plan; without formulas, a schedule counts as 1F1B."""
-        name = plan.schedule if plan.schedule in SCHEDULES else "1f1b"
+        """Plays a step of a plan; a schedule that is searched for counts as it is before."""
+        name = BEFORE_SEARCH if plan.schedule == SEARCHED else plan.schedule
         simulation = PlanSimulation(plan, self.machine, name, plan.num_micro_batches)
-        return simulation.point(simulation.step(), plan.num_replicas).step_seconds, plan
+        step = simulation.step(self.recipe.num_ranks)
+        return simulation.point(step, plan.num_replicas).step_seconds, plan
 
     def _by_seconds(self) -> list[tuple[float, int]]:
         """Returns the numbers of micro-batches with the seconds of a step, fastest first.
@@ -112,7 +133,7 @@ class Chooser:
             options = self.options(num_micro_batches=count, memory_limit=None)
             if solution.certificate.seconds < QUICK:
                 solution = self.planner.solve(options)
-            timed.append((self._timed(self.planner.write(solution, options))[0], count))
+            timed.append((self._timed(self._written(solution, options))[0], count))
         return sorted(timed)
 
     def _counts(self, *, limited: bool) -> list[int]:
@@ -152,7 +173,7 @@ class Chooser:
         """Makes a plan, if there is one: a limit, or what cannot recompute, may be in the way."""
         options = self.options(**changes)
         try:
-            return [self.planner.plan(options)]
+            return [self._written(self.planner.solve(options), options)]
         except PlanError:
             if options.memory_limit is None:
                 raise

@@ -14,8 +14,10 @@ from tarantella_pp.model_state import ModelState
 from tarantella_pp.partition.extraction import ExtractedModel, extract
 from tarantella_pp.partition.graph import LayerGraph
 from tarantella_pp.partition.plan import Plan
+from tarantella_pp.planned_schedule import recipe_of, search_limits, with_findings
 from tarantella_pp.runtime.communicator import Communicator
 from tarantella_pp.runtime.engine import Engine
+from tarantella_pp.runtime.engine_options import EngineOptions
 from tarantella_pp.runtime.feed import Batch
 from tarantella_pp.runtime.keras_training import get_data_adapter, standardize_inputs
 
@@ -26,9 +28,10 @@ class Pipeline:
     Args:
         model: The `PipelineModel`.
         extracted: Graph and calls of the user's model.
-        plan: The plan in force.
-        schedule: Name of the schedule that the user asked for; `None` for the best.
+        plan: The plan.
         communicator: The ranks of the pipeline.
+        free_schedule: Whether another schedule than the plan's may run where the loss needs it.
+        wire_dtype: The type in which floating point numbers travel; `None` for their own.
     """
 
     def __init__(
@@ -36,26 +39,33 @@ class Pipeline:
         model: Any,
         extracted: ExtractedModel,
         plan: Plan,
-        schedule: str | None,
         communicator: Communicator,
+        free_schedule: bool = False,
+        wire_dtype: str | None = None,
     ) -> None:
         self.extracted = extracted
-        self.plan = plan
         self.communicator = communicator
-        self._schedule = schedule
+        self._plan = plan
+        self._options = EngineOptions(
+            free_schedule, plan.recompute, search_limits(plan), wire_dtype
+        )
         self.logs: dict[str, Any] = {}
         self.engine = Engine(
             model,
             extracted,
             plan.assignment,
-            plan.num_stages,
             plan.num_micro_batches,
-            schedule,
+            recipe_of(plan, communicator.size),
             communicator,
-            plan.recompute,
+            self._options,
         )
         self.feed = self.engine.feed(lambda x: standardize_inputs(model, x))
         self.state = ModelState(extracted, plan.assignment, self.engine.placement, communicator)
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in force, with what is known by now of the schedule and of the stages."""
+        return with_findings(self._plan, self.engine.recipe, self.engine.fallbacks)
 
     def up_to_date(self, model: Any) -> Pipeline:
         """Returns this pipeline, or one like it if other weights are trainable by now.
@@ -67,7 +77,8 @@ class Pipeline:
         if all(weight.trainable == bool(variable.trainable) for weight, variable in pairs):
             return self
         extracted = extract(self.extracted.model)
-        return Pipeline(model, extracted, self.plan, self._schedule, self.communicator)
+        free, wire = self._options.free_schedule, self._options.wire_dtype
+        return Pipeline(model, extracted, self._plan, self.communicator, free, wire)
 
     @property
     def prints(self) -> bool:

@@ -21,6 +21,7 @@ from tarantella_pp.partition.plan import Plan
 from tarantella_pp.pipeline import Pipeline, agreed_plan
 from tarantella_pp.runtime.communicator import world
 from tarantella_pp.runtime.keras_training import get_data_adapter, train_validation_split
+from tarantella_pp.runtime.schedule import Schedule, read_schedule
 
 
 class PipelineModel(CollectiveModel):
@@ -40,7 +41,9 @@ class PipelineModel(CollectiveModel):
         num_stages: Number of pipeline stages. Default: the number of ranks.
         num_micro_batches: Number of micro-batches that each batch is cut into. Default: the one
             with which a step is fastest, see `make_plan`.
-        schedule: `"gpipe"`, `"1f1b"` or another name of `runtime.schedule`. Default: `"1f1b"`
+        schedule: `"gpipe"`, `"1f1b"`, `"interleaved"`, `"zb-h1"`, `"zb-v"`, `"zb-auto"`, which
+            the first steps search for by what they cost, or a schedule of your own: a
+            `runtime.schedule.Schedule` or the path of a text file with one. Default: `"1f1b"`
             where the loss can be computed one micro-batch at a time, otherwise `"gpipe"`.
         balance: What the stages are balanced by: `"memory"` or `"flops"`.
         memory_limit: Largest memory of a stage, in bytes or as in `"16GB"`. Default: none.
@@ -49,9 +52,13 @@ class PipelineModel(CollectiveModel):
             in the backward pass, which saves memory: `"all"`, `"none"` or their numbers. Default:
             where the limit needs it.
         plan: A `Plan` or the path of one, instead of the options before.
+        wire_dtype: `"bfloat16"` to halve what travels from rank to rank: floating point
+            activations and gradients are rounded to its 8 bits of precision, so that the numbers
+            are no longer those of one process. Default: their own type, and the exact numbers.
 
     Raises:
         ConfigurationError: If an option cannot work, alone or with the number of ranks.
+        ScheduleError: If there is no such schedule, or it is none for so many stages and ranks.
         UnsupportedModelError: If the model cannot be cut into stages.
         PlanError: If `plan` belongs to another model, or no plan meets `memory_limit`.
 
@@ -68,19 +75,23 @@ class PipelineModel(CollectiveModel):
         model: keras.Model,
         num_stages: int | None = None,
         num_micro_batches: int | None = None,
-        schedule: str | None = None,
+        schedule: str | Path | Schedule | None = None,
         balance: str = "memory",
         memory_limit: int | str | None = None,
         batch_size: int = 32,
         recompute: str | Sequence[int] | None = None,
         plan: Plan | str | Path | None = None,
+        wire_dtype: str | None = None,
     ) -> None:
         checks.check_backend()
         checks.check_model(model)
+        checks.check_wire_dtype(wire_dtype)
         communicator = world()
         extracted = extract(model)
         checks.check_trainable(model)
-        stages = communicator.size if num_stages is None else num_stages
+        own = read_schedule(schedule or "1f1b")
+        stages = communicator.size if own is None else own.num_stages
+        stages = stages if num_stages is None else num_stages
 
         given = {
             "num_stages": num_stages,
@@ -97,11 +108,15 @@ class PipelineModel(CollectiveModel):
                 checks.check_plan(plan, given)
                 return plan if isinstance(plan, Plan) else Plan.load(plan)
             checks.check_ranks(stages, communicator.size)
+            stages_per_rank: int | None = stages // communicator.size
+            if communicator.size == 1:  # which plans for the ranks that it stands for
+                stages_per_rank = None if own is not None or stages % 2 == 0 else 1
             return make_plan(
                 model,
                 stages,
                 num_micro_batches=num_micro_batches,
-                schedule=schedule or "1f1b",
+                stages_per_rank=stages_per_rank,
+                schedule=own or schedule or "1f1b",
                 balance=balance,
                 memory_limit=memory_limit,
                 batch_size=batch_size,
@@ -110,9 +125,9 @@ class PipelineModel(CollectiveModel):
 
         agreed = agreed_plan(make, extracted.graph, communicator)
         checks.check_ranks(agreed.num_stages, communicator.size)
-        wanted = schedule if plan is None else agreed.schedule
         super().__init__(extracted.inputs_struct, extracted.outputs_struct, name=model.name)
-        self._pipeline = Pipeline(self, extracted, agreed, wanted, communicator)
+        free = plan is None and schedule is None
+        self._pipeline = Pipeline(self, extracted, agreed, communicator, free, wire_dtype)
         self._pipeline.state.start_alike()
         if self._pipeline.prints:
             checks.warn_of_batch_statistics(extracted.calls, agreed.num_micro_batches)

@@ -15,6 +15,7 @@ from tarantella_pp.runtime.schedule.scaling import (
     pipeline_step,
     replicated_seconds,
 )
+from tarantella_pp.runtime.schedule.schedule import Schedule
 
 MOST_RANKS = 4096
 """Where the scaling curve ends."""
@@ -154,7 +155,8 @@ class PlanSimulation:
 
         Args:
             num_ranks: Ranks of the pipeline, a divisor of the number of stages. Default: one for
-                each stage, or for each two with `zb-v`.
+                each stage, or for each two with `zb-v`. A schedule that comes with the plan says
+                it itself.
 
         Returns:
             The step.
@@ -169,9 +171,12 @@ class PlanSimulation:
             for target in cut.targets
             if cut.has_gradient
         }
+        own = None
+        if self.plan.program is not None and self.schedule == self.plan.schedule:
+            own = Schedule.from_text(self.plan.program).first(self.num_micro_batches)
         return pipeline_step(
             self.schedule, self.costs(), self.num_micro_batches, num_ranks,
-            links=links, gradient_links=backward,
+            own=own, links=links, gradient_links=backward,
         )  # fmt: skip
 
     def without_messages(self) -> PlanSimulation:

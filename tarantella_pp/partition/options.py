@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,10 +73,13 @@ class PlanOptions:
         schedule: str,
         balance: str,
         memory_limit: int | float | str | None,
-        in_flight: Sequence[int] | None,
+        in_flight: Sequence[int] | Callable[[int], Sequence[int]] | None,
         recompute: str | Sequence[int] = "none",
     ) -> PlanOptions:
         """Checks the arguments of `make_plan`, which says what they mean, and chooses defaults.
+
+        A schedule other than `SCHEDULES` has no formula: `in_flight` says what it holds, or is a
+        function of the number of micro-batches that does.
 
         Raises:
             ConfigurationError: One of them cannot work, alone or with the others.
@@ -160,8 +163,13 @@ def _choice(name: str, value: Any, choices: Sequence[str]) -> None:
 
 
 def _in_flight(
-    schedule: str, stages: int, micro_batches: int, given: Sequence[int] | None
+    schedule: str,
+    stages: int,
+    micro_batches: int,
+    given: Sequence[int] | Callable[[int], Sequence[int]] | None,
 ) -> tuple[int, ...]:
+    if callable(given):
+        given = given(micro_batches)
     if given is not None:
         if not isinstance(schedule, str) or not schedule:
             raise ConfigurationError(f"Expected a name. Received: schedule={schedule!r}")

@@ -52,3 +52,24 @@ def to_tensor(array: np.ndarray[Any, Any]) -> tf.Tensor:
     if aligned and array.dtype in _DLPACK and array.flags.writeable:
         return tf.experimental.dlpack.from_dlpack(array.__dlpack__())
     return tf.convert_to_tensor(array)
+
+
+def to_buffer_of(tensor: tf.Tensor, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    """Returns `to_buffer` of a tensor, converted first if it is not of this dtype.
+
+    Args:
+        tensor: An eager tensor of numbers.
+        dtype: The dtype to send.
+    """
+    return to_buffer(tensor if tensor.dtype == dtype else tf.cast(tensor, dtype))
+
+
+def to_tensor_of(array: np.ndarray[Any, Any], dtype: np.dtype[Any]) -> tf.Tensor:
+    """Returns `to_tensor` of an array, converted then if it is not of this dtype.
+
+    Args:
+        array: As of `to_tensor`.
+        dtype: The dtype of the tensor.
+    """
+    tensor = to_tensor(array)
+    return tensor if array.dtype == dtype else tf.cast(tensor, dtype)

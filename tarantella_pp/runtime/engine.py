@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -11,6 +11,7 @@ import tensorflow as tf
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.partition.extraction import ExtractedModel
 from tarantella_pp.runtime.communicator import Communicator
+from tarantella_pp.runtime.engine_options import EngineOptions
 from tarantella_pp.runtime.exchange import Exchange
 from tarantella_pp.runtime.execution import Execution
 from tarantella_pp.runtime.feed import Batch, Feed
@@ -21,11 +22,13 @@ from tarantella_pp.runtime.outputs import pack_outputs, unpacked
 from tarantella_pp.runtime.programs import Programs, runs_all_forwards_first
 from tarantella_pp.runtime.reach import find_reach
 from tarantella_pp.runtime.recorded_execution import RecordedExecution
-from tarantella_pp.runtime.recording import LOGS, UPDATE, Recorder, Unrecorded
+from tarantella_pp.runtime.recording import LOGS, UPDATE, Recorder, StepRecord, Unrecorded
+from tarantella_pp.runtime.schedule import SEARCHED, Recipe, Schedule
 from tarantella_pp.runtime.scoring import Scoring, loss_coupling
 from tarantella_pp.runtime.stage import Stage
 from tarantella_pp.runtime.step import BatchStep, micro_batch_sizes
 from tarantella_pp.runtime.structure import rebuild, tensors_in
+from tarantella_pp.runtime.tuning import Tuning
 from tarantella_pp.runtime.update import Update
 
 
@@ -36,11 +39,14 @@ class Engine:
         model: The Keras model of the user's side: compiled loss, metrics and optimizer.
         extracted: The model's graph and calls.
         assignment: Stage of each node.
-        num_stages: Number of stages.
         num_micro_batches: Wanted number of micro-batches of a batch.
-        schedule: Name of the schedule; `None` for 1F1B where the loss allows it, else GPipe.
-        communicator: The ranks of the pipeline; stage s is on rank s modulo their number.
-        recompute: Stages that keep the inputs of a micro-batch only.
+        recipe: Which schedule it runs, and on which rank each stage is.
+        communicator: The ranks of the pipeline.
+        options: What else the user chose.
+
+    Attributes:
+        recipe: The schedule by now; a schedule that is searched for changes.
+        fallbacks: Stages of any rank that could not be cut in three, and why, once trained.
     """
 
     def __init__(
@@ -48,19 +54,19 @@ class Engine:
         model: Any,
         extracted: ExtractedModel,
         assignment: Sequence[int],
-        num_stages: int,
         num_micro_batches: int,
-        schedule: str | None,
+        recipe: Recipe,
         communicator: Communicator,
-        recompute: Collection[int] = (),
+        options: EngineOptions,
     ) -> None:
         self._model = model
         self._extracted = extracted
         self._communicator = communicator
         self._num_micro_batches = num_micro_batches
-        self._schedule = schedule
-        self._layouts = stage_layouts(extracted.graph, assignment, num_stages)
-        self.placement = tuple(stage % communicator.size for stage in range(num_stages))
+        self.recipe = recipe
+        self._options = options
+        self._layouts = stage_layouts(extracted.graph, assignment, recipe.num_stages)
+        self.placement = recipe.placement
         self.scorer = self.placement[-1]
         places = {tensor: i for i, tensor in enumerate(extracted.graph.inputs)}
         self._data = [[places[p.tensor] for p in layout.data] for layout in self._layouts]
@@ -68,21 +74,27 @@ class Engine:
             layout.index: Stage(
                 layout,
                 [extracted.calls[node] for node in layout.nodes],
-                recompute=layout.index in recompute,
+                recompute=layout.index in options.recompute,
             )
             for layout in self._layouts
             if self.placement[layout.index] == communicator.rank
         }
         links = links_of(self._layouts)
-        self._exchange = Exchange(communicator, extracted.graph, links, self.placement)
+        self._exchange = Exchange(
+            communicator, extracted.graph, links, self.placement, wire_dtype=options.wire_dtype
+        )
         self._execution = Execution(self.stages, self._exchange)
-        self._training = self._execution
-        self._recorder = Unrecorded()
-        self._programs = Programs(num_stages, communicator.size, links)
+        self._programs = Programs(self.placement, links)
+        self._tuning: Tuning | None = None
+        if recipe.name == SEARCHED and recipe.own is None:
+            limit = options.in_flight_limit or (num_micro_batches,) * recipe.num_stages
+            self._tuning = Tuning(recipe, num_micro_batches, limit, communicator)
+        self.record(None)
         self._news = News(communicator, self.scorer)
         self._scoring: Scoring | None = None
         self._update: Update | None = None
         self._reach_known = False
+        self.fallbacks: dict[int, str] = {}
 
     def feed(self, standardize: Callable[[Any], list[tf.Tensor]]) -> Feed:
         """Makes the feed that hands every rank its part of each batch.
@@ -98,20 +110,25 @@ class Engine:
     def train(self, batch: Batch) -> dict[str, Any]:
         """Runs one training step; returns Keras' logs, the same on all ranks."""
         with self._recorder.step():
-            return self._train(batch)
+            logs = self._train(batch)
+        if self._tuning is not None and isinstance(self._recorder, Recorder):
+            self._learn(self._tuning, self._recorder.last)
+        return logs
 
     def _train(self, batch: Batch) -> dict[str, Any]:
         update = self._prepare(batch)
         sizes = self._sizes(batch)
-        schedule, coupled = self._training_schedule(batch)
+        recipe, coupled = self._training_recipe(batch)
+        schedule = self._programs.training(recipe, len(sizes))
         step = BatchStep(
             batch, sizes, self._data, self._scoring, training=True, coupled=coupled,
             penalty=update.penalty(), report=self._news.report_loss,
         )  # fmt: skip
-        self._recorder.runs(self._programs.schedule(schedule, len(sizes)), batch.rows)
+        self._recorder.runs(schedule, batch.rows)
         self._run(schedule, step, sizes)
         if not self._reach_known:
             self._find_reach()
+            self._find_fallbacks()
         with self._recorder.span(UPDATE):
             update.apply()
         with self._recorder.span(LOGS):
@@ -125,14 +142,14 @@ class Engine:
             batch, sizes, self._data, self._scoring, training=False,
             penalty=penalty, report=self._news.report_loss,
         )  # fmt: skip
-        self._run("forward", step, sizes)
+        self._run(self._programs.inference(len(sizes)), step, sizes)
         return self._logs("test", step)
 
     def predict(self, batch: Batch) -> Any:
         """Runs one prediction step; returns the model's outputs, on all ranks."""
         sizes = self._sizes(batch)
         step = BatchStep(batch, sizes, self._data, None, training=False)
-        self._run("forward", step, sizes)
+        self._run(self._programs.inference(len(sizes)), step, sizes)
         parts = zip(*step.results, strict=True) if self._news.is_source else ()
         results = self._news.share_tensors([tf.concat(part, 0) for part in parts])
         values = dict(zip(self._layouts[-1].results, results, strict=True))
@@ -151,6 +168,9 @@ class Engine:
         Args:
             recorder: Where it is noted; `None` to take no more notes.
         """
+        self._asked = recorder
+        if recorder is None and self._tuning is not None:
+            recorder = Recorder(1)
         if recorder is None:
             self._recorder = Unrecorded()
             self._training = self._execution
@@ -158,8 +178,16 @@ class Engine:
             self._recorder = recorder
             self._training = RecordedExecution(self.stages, self._exchange, recorder)
 
-    def _run(self, schedule: str, step: BatchStep, sizes: Sequence[int]) -> None:
-        program = self._programs.schedule(schedule, len(sizes)).actions[self._communicator.rank]
+    def _learn(self, tuning: Tuning, step: StepRecord) -> None:
+        """Goes on with the schedule that the steps so far lead to, once there are enough."""
+        found = tuning.learn(step)
+        if found is not None:
+            self.recipe = found
+            self._tuning = None
+            self.record(self._asked)
+
+    def _run(self, schedule: Schedule, step: BatchStep, sizes: Sequence[int]) -> None:
+        program = schedule.actions[self._communicator.rank]
         execution = self._training if step.training else self._execution
         try:
             execution.run(program, dict(enumerate(sizes)), step)
@@ -178,6 +206,12 @@ class Engine:
         find_reach(self._layouts, self.stages, self.placement, self._communicator, scored)
         self._reach_known = True
 
+    def _find_fallbacks(self) -> None:
+        """Learns on every rank which stages could not be cut."""
+        mine = {str(i): stage.fallback for i, stage in self.stages.items() if stage.fallback}
+        for theirs in self._communicator.allgather_json(mine):
+            self.fallbacks.update({int(i): reason for i, reason in theirs.items()})
+
     def _sizes(self, batch: Batch) -> tuple[int, ...]:
         return micro_batch_sizes(batch.rows, self._num_micro_batches)
 
@@ -194,21 +228,24 @@ class Engine:
                 self._scoring = Scoring(self._model, self._extracted, results)
         return self._update
 
-    def _training_schedule(self, batch: Batch) -> tuple[str, bool]:
-        """The schedule of a training step, and whether the loss sees the whole batch at once."""
+    def _training_recipe(self, batch: Batch) -> tuple[Recipe, bool]:
+        """What a training step runs, and whether the loss sees the whole batch at once."""
         count = len(self._sizes(batch))
         weighted = bool(tensors_in(batch.targets[1]))
         reason = loss_coupling(self._model, self._layouts[-1].results, weighted)
+        recipe = self.recipe if self._tuning is None else self._tuning.recipe
         if reason is None or count == 1:
-            return self._schedule or "1f1b", False
-        name = self._schedule or "gpipe"
+            return recipe, False
+        if self._options.free_schedule:
+            recipe = Recipe("gpipe", len(self._layouts), self._communicator.size)
         last = len(self._layouts) - 1
-        if not runs_all_forwards_first(self._programs.schedule(name, count), last):
+        if not runs_all_forwards_first(self._programs.training(recipe, count), last):
             raise ConfigurationError(
-                f"Received: schedule={name!r}, which computes the loss of one micro-batch after "
-                f"the other, but {reason}. Leave `schedule` out, or use schedule='gpipe'."
+                f"Received: schedule={self.recipe.name!r}, which computes the loss of one "
+                f"micro-batch after the other, but {reason}. Leave `schedule` out, or use "
+                "schedule='gpipe'."
             )
-        return name, True
+        return recipe, True
 
 
 def _symbolic(description: Any) -> Any:

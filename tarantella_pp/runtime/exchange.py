@@ -27,19 +27,21 @@ class Conversion(NamedTuple):
     """How the tensors of a message become arrays and arrays become tensors.
 
     Attributes:
-        to_buffer: Returns an array on the memory of a tensor, for sending.
-        to_tensor: Returns a tensor on the memory of an array that was received.
+        to_buffer: Returns an array for sending, of the dtype given: on the tensor's own memory,
+            where it has that dtype already.
+        to_tensor: Returns a tensor of the dtype given, likewise on the memory of an array that
+            was received.
     """
 
-    to_buffer: Callable[[Any], NDArray[Any]]
-    to_tensor: Callable[[NDArray[Any]], Any]
+    to_buffer: Callable[[Any, np.dtype[Any]], NDArray[Any]]
+    to_tensor: Callable[[NDArray[Any], np.dtype[Any]], Any]
 
     @classmethod
     def of_tensorflow(cls) -> Conversion:
         """Returns that of TensorFlow's eager tensors."""
         from tarantella_pp.runtime import buffers
 
-        return cls(buffers.to_buffer, buffers.to_tensor)
+        return cls(buffers.to_buffer_of, buffers.to_tensor_of)
 
 
 class Exchange:
@@ -55,6 +57,7 @@ class Exchange:
         links: All links of the pipeline, in an order that all ranks share.
         placement: Rank of each stage.
         conversion: Makes arrays of tensors and back. Default: that of TensorFlow.
+        wire_dtype: The type in which wider floating point numbers travel; `None` for their own.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class Exchange:
         links: Sequence[Link],
         placement: Sequence[int],
         conversion: Conversion | None = None,
+        wire_dtype: str | None = None,
     ) -> None:
         self._conversion = conversion or Conversion.of_tensorflow()
         self._communicator = communicator
@@ -71,6 +75,7 @@ class Exchange:
         self._links = {(link.source, link.target): link for link in links}
         self._numbers = {pair: number for number, pair in enumerate(self._links)}
         self._placement = placement
+        self._wire_dtype = None if wire_dtype is None else numpy_dtype(wire_dtype)
         self._rows: Mapping[int, int] = {}
         self._expected: list[Transfer] = []
         self._posted: dict[Transfer, Receipt] = {}
@@ -97,7 +102,10 @@ class Exchange:
             values: One tensor for each port of the message.
         """
         target, tag, label = self._placement[action.target], self._tag(action), _label(action)
-        arrays = [self._conversion.to_buffer(value) for value in values]
+        arrays = [
+            self._conversion.to_buffer(value, self._on_wire(port))
+            for value, port in zip(values, self._ports(action), strict=True)
+        ]
         if self._is_dynamic(action):
             sizes = np.array([size for a in arrays for size in a.shape], np.int64)
             self._communicator.send([sizes], target, tag, label=f"shapes of {label}")
@@ -126,7 +134,10 @@ class Exchange:
             receipt = self._post_dynamic(action)
         arrays = receipt.wait()
         self._post_next()
-        return [self._conversion.to_tensor(array) for array in arrays]
+        return [
+            self._conversion.to_tensor(array, self._dtype(port))
+            for array, port in zip(arrays, self._ports(action), strict=True)
+        ]
 
     def _post_next(self) -> None:
         if self._expected:
@@ -153,8 +164,16 @@ class Exchange:
         return self._communicator.post_receive(specs, source, tag, label=what + _label(action))
 
     def _spec(self, port: Port, shape: tuple[Any, ...]) -> TensorSpec:
-        dtype = "bool" if port.mask else self._graph.tensors[port.tensor].dtype
-        return TensorSpec(shape, numpy_dtype(dtype))
+        return TensorSpec(shape, self._on_wire(port))
+
+    def _dtype(self, port: Port) -> np.dtype[Any]:
+        return numpy_dtype("bool" if port.mask else self._graph.tensors[port.tensor].dtype)
+
+    def _on_wire(self, port: Port) -> np.dtype[Any]:
+        """The type in which a tensor travels."""
+        own, wire = self._dtype(port), self._wire_dtype
+        narrows = wire is not None and own.kind == "f" and own.itemsize > wire.itemsize
+        return wire if narrows else own  # type: ignore[return-value]  # mypy forgets `narrows`
 
     def _shape(self, port: Port) -> tuple[int | None, ...]:
         tensor = self._graph.tensors[port.tensor]

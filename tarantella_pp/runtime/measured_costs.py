@@ -44,7 +44,7 @@ def measured_costs(steps: Sequence[MeasuredStep]) -> Costs:
     latency of the link.
 
     Args:
-        steps: Steps of one schedule and batch size; at least one.
+        steps: Steps of one batch size, at least one; the schedules may differ in their orders.
 
     Returns:
         The costs, for `simulate`.

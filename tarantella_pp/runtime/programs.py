@@ -5,42 +5,58 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tarantella_pp.runtime.layout import Link
-from tarantella_pp.runtime.schedule import Compute, Schedule, lower, make_schedule, validate
+from tarantella_pp.runtime.schedule import Compute, Recipe, Schedule, lower, make_schedule, validate
 
 
 class Programs:
     """Makes the schedules that the ranks of a pipeline run.
 
     Args:
-        num_stages: Number of stages.
-        num_ranks: Number of ranks; stage s is on rank s modulo their number.
+        placement: Rank of each stage.
         links: All links between stages.
     """
 
-    def __init__(self, num_stages: int, num_ranks: int, links: Sequence[Link]) -> None:
-        self._num_stages = num_stages
-        self._num_ranks = num_ranks
+    def __init__(self, placement: Sequence[int], links: Sequence[Link]) -> None:
+        self._placement = tuple(placement)
         self._links = [(link.source, link.target) for link in links]
         self._gradient_links = [(link.source, link.target) for link in links if link.gradients]
-        self._made: dict[tuple[str, int], Schedule] = {}
+        self._made: dict[tuple[Recipe | str, int], Schedule] = {}
 
-    def schedule(self, name: str, num_micro_batches: int) -> Schedule:
-        """Returns a schedule with its messages, which has passed all laws.
+    def training(self, recipe: Recipe, num_micro_batches: int) -> Schedule:
+        """Returns the schedule of a training step with its messages, which has passed all laws.
 
         Args:
-            name: Name of the schedule.
+            recipe: Which schedule.
             num_micro_batches: Number of micro-batches of the step.
 
         Returns:
             The schedule, the same on every rank.
         """
-        key = (name, num_micro_batches)
+        key = (recipe, num_micro_batches)
         if key not in self._made:
-            plain = make_schedule(name, self._num_stages, num_micro_batches, self._num_ranks)
-            lowered = lower(plain, self._links, self._gradient_links)
-            validate(lowered)
-            self._made[key] = lowered
+            self._made[key] = self._complete(recipe.make(num_micro_batches))
         return self._made[key]
+
+    def inference(self, num_micro_batches: int) -> Schedule:
+        """Returns the schedule of a step that runs forward only.
+
+        Args:
+            num_micro_batches: Number of micro-batches of the step.
+
+        Returns:
+            The schedule, the same on every rank.
+        """
+        key = ("forward", num_micro_batches)
+        if key not in self._made:
+            stages = len(self._placement)
+            plain = make_schedule("forward", stages, num_micro_batches, placement=self._placement)
+            self._made[key] = self._complete(plain)
+        return self._made[key]
+
+    def _complete(self, plain: Schedule) -> Schedule:
+        lowered = lower(plain, self._links, self._gradient_links)
+        validate(lowered)
+        return lowered
 
 
 def runs_all_forwards_first(schedule: Schedule, stage: int) -> bool:

@@ -123,6 +123,11 @@ class Recorder(Unrecorded):
         """The steps that are kept, in order."""
         return list(self._kept)
 
+    @property
+    def last(self) -> StepRecord:
+        """The step that was recorded last, kept or not."""
+        return self._current
+
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         """Records what is done inside as one step; a step that fails is not kept."""

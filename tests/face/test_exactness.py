@@ -12,6 +12,7 @@ import tensorflow as tf
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.runtime import gradient_sums
 from tarantella_pp.runtime.execution import Execution
+from tarantella_pp.runtime.schedule import TRAINING_NAMES, Recipe
 from tarantella_pp.runtime.step import BatchStep
 from tests.training import (
     CASES,
@@ -86,12 +87,17 @@ def test_matrix(stages, micro_batches):
     model = make(case, num_stages=stages, num_micro_batches=micro_batches)
     start = model.get_weights()
     limit = BITS if micro_batches == 1 else ROUNDING
-    for schedule, (name, optimizer) in itertools.product(("gpipe", "1f1b"), OPTIMIZERS.items()):
-        # The compiled stages know nothing of the schedule, and are not compiled again for it.
-        model._pipeline.engine._schedule = schedule
-        model.set_weights(start)
+    schedules = [name for name in TRAINING_NAMES if name != "zb-v" or stages % 2 == 0]
+    for name, optimizer in OPTIMIZERS.items():
         model.compile(optimizer(), "mse")
-        assert distance(fitted_mlp(name), fitted(model)) < limit
+        for schedule in schedules:
+            # The compiled stages know nothing of the schedule, and are not compiled again for it.
+            model._pipeline.engine.recipe = Recipe(schedule, stages, 1)
+            model.set_weights(start)
+            for variable in model.optimizer.variables:
+                if variable is not model.optimizer.learning_rate:
+                    variable.assign(keras.ops.zeros_like(variable))
+            assert distance(fitted_mlp(name), fitted(model)) < limit, schedule
     assert sorted(model._pipeline.engine.stages) == list(range(stages))
 
 

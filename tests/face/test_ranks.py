@@ -13,7 +13,9 @@ import pytest
 
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.pipeline_model import PipelineModel
+from tarantella_pp.runtime import tuning
 from tarantella_pp.runtime.communicator import world
+from tarantella_pp.runtime.schedule import Schedule
 from tarantella_pp.runtime.stage import Stage
 from tests.mpi import mpi_run
 from tests.training import (
@@ -45,6 +47,8 @@ TWO = [
     ("masked_output", 2, 3, None),
     ("embedding_adamw", 2, 3, "1f1b"),
     ("dropout", 4, 3, "gpipe"),
+    ("long_skip", 4, 3, "interleaved"),
+    ("two_in_two_out", 4, 3, "zb-v"),
 ]
 FOUR = [
     ("mlp", 4, 8, "1f1b"),
@@ -94,7 +98,7 @@ def train_cases(cases):
 
 
 def check(run, cases, ranks):
-    for i, (name, stages, micro_batches, _) in enumerate(cases):
+    for i, (name, stages, micro_batches, schedule) in enumerate(cases):
         outcomes = [result[i][0] for result in run.results]
         facts = [result[i][1] for result in run.results]
         for outcome in outcomes:
@@ -107,7 +111,8 @@ def check(run, cases, ranks):
             assert distance(serial(name).plain(), outcomes[0]) < limit, name
         runs = 2 * sum(min(micro_batches, rows) for rows in (8, 8, 6))
         for rank, fact in enumerate(facts):
-            own = list(range(rank, stages, ranks))
+            own = [rank, stages - 1 - rank] if schedule == "zb-v" else range(rank, stages, ranks)
+            own = list(own)
             assert sorted(set(fact["ran"])) == own, (name, rank)
             assert len(fact["ran"]) == runs * len(own)
         slots = [slot for fact in facts for slot in fact["slots"]]
@@ -122,6 +127,52 @@ def test_two_ranks():
 @pytest.mark.slow
 def test_four_ranks():
     check(mpi_run(4, train_cases, FOUR, timeout=300).check(), FOUR, 4)
+
+
+def search_and_narrow(folder):
+    """Trains with a schedule that is searched for, with one of the user's, and in bfloat16."""
+    use_float64()
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.setattr(tuning, "MEASURED", 1)
+    found = {}
+    model = make(CASES["mlp"], num_stages=4, num_micro_batches=3, schedule="zb-auto")
+    found["planned"] = [stage.in_flight for stage in model.plan.stages]
+    found["searched"] = finish(model, CASES["mlp"]).plain()
+    found["placement"] = model._pipeline.engine.placement
+    found["program"], found["held"] = model.plan.program, [s.in_flight for s in model.plan.stages]
+    model.plan.save(Path(folder) / f"{world().rank}.json")
+    again = make(CASES["mlp"], plan=Path(folder) / f"{world().rank}.json")
+    found["again"] = finish(again, CASES["mlp"]).plain()
+    found["own"] = finish(
+        make(CASES["mlp"], schedule=str(Path(folder) / "own")), CASES["mlp"]
+    ).plain()
+    narrow = make(CASES["mlp"], num_stages=2, num_micro_batches=3, wire_dtype="bfloat16")
+    found["narrow"] = finish(narrow, CASES["mlp"]).plain()
+    return found
+
+
+OWN = """
+schedule: mine
+placement: 0 0 1 1
+rank 0: 0F0 0F1 1F0 1F1 1B0 1W0 0BW0 1BW1 0BW1 0F2 1F2 1BW2 0BW2
+rank 1: 2F0 3F0 3BW0 2BW0 2F1 3F1 3BW1 2BW1 2F2 3F2 3BW2 2BW2
+"""
+
+
+@pytest.mark.slow
+def test_schedules_that_are_searched_for_and_the_users_own(tmp_path):
+    (tmp_path / "own").write_text(OWN)
+    run = mpi_run(2, search_and_narrow, str(tmp_path), timeout=240).check()
+    expected = serial("mlp").plain()
+    for result in run.results:
+        for name in ("searched", "again", "own"):
+            assert distance(expected, result[name]) < ROUNDING, name
+        assert result["program"] == run.results[0]["program"]
+        assert result["placement"] == [0, 1, 1, 0]
+        schedule = Schedule.from_text(result["program"])
+        assert (schedule.name, schedule.num_micro_batches) == ("zb-auto", 3)
+        assert result["held"] == [schedule.in_flight(stage) for stage in range(4)]
+        assert 1e-6 < distance(expected, result["narrow"]) < 0.05
 
 
 QUIET = {"batch_size": 8, "epochs": 1, "shuffle": False, "verbose": 0}

@@ -14,6 +14,7 @@ from tarantella_pp.errors import (
     ConfigurationError,
     LaunchError,
     PlanError,
+    ScheduleError,
     TarantellaError,
     UnsupportedModelError,
 )
@@ -43,6 +44,8 @@ class Ranks(communicators.Communicator):
         ({"num_micro_batches": False}, "num_micro_batches=False"),
         ({"schedule": "1b1f"}, "schedule='1b1f'"),
         ({"schedule": 3}, "schedule=3"),
+        ({"schedule": "zb-v", "num_stages": 3}, "num_stages=3"),
+        ({"wire_dtype": "float16"}, "wire_dtype='float16'"),
         ({"balance": "luck"}, "balance='luck'"),
         ({"batch_size": "8"}, "batch_size='8'"),
         ({"memory_limit": "much"}, "'much'"),
@@ -50,7 +53,7 @@ class Ranks(communicators.Communicator):
     ],
 )
 def test_options(options, message):
-    with pytest.raises((ConfigurationError, PlanError)) as caught:
+    with pytest.raises((ConfigurationError, PlanError, ScheduleError)) as caught:
         PipelineModel(mlp(), **options)
     assert message in str(caught.value)
 
@@ -193,7 +196,7 @@ def test_a_plan_decides_alone():
         with pytest.raises(ConfigurationError, match=next(iter(option))):
             PipelineModel(mlp(), plan=plan, **option)
     model = PipelineModel(mlp(), plan=plan)
-    assert model._pipeline.engine._schedule == "gpipe"
+    assert model._pipeline.engine.recipe.name == "gpipe"
     assert model.plan.num_micro_batches == 3
 
 

@@ -24,13 +24,23 @@ from tarantella_pp.runtime.schedule.closed_forms import (
 )
 from tarantella_pp.runtime.schedule.costs import Costs, LinkCosts, StageCosts
 from tarantella_pp.runtime.schedule.lowering import lower
+from tarantella_pp.runtime.schedule.recipe import (
+    BEFORE_SEARCH,
+    SEARCHED,
+    TRAINING_NAMES,
+    Recipe,
+    read_schedule,
+)
 from tarantella_pp.runtime.schedule.schedule import Schedule
 from tarantella_pp.runtime.schedule.simulator import simulate
 from tarantella_pp.runtime.schedule.timeline import Event, Timeline
 from tarantella_pp.runtime.schedule.validator import validate
 
 __all__ = [
+    "BEFORE_SEARCH",
     "SCHEDULE_NAMES",
+    "SEARCHED",
+    "TRAINING_NAMES",
     "Action",
     "Backward",
     "Compute",
@@ -42,6 +52,7 @@ __all__ = [
     "LinkCosts",
     "Message",
     "Operation",
+    "Recipe",
     "Schedule",
     "StageCosts",
     "Timeline",
@@ -51,6 +62,7 @@ __all__ = [
     "lower",
     "make_schedule",
     "parse_action",
+    "read_schedule",
     "simulate",
     "speed_up_bound",
     "validate",

@@ -12,6 +12,7 @@ from tarantella_pp.runtime.schedule.closed_forms import bubble_fraction, in_flig
 from tarantella_pp.runtime.schedule.costs import Costs
 from tarantella_pp.runtime.schedule.lowering import lower
 from tarantella_pp.runtime.schedule.placement import make_placement
+from tarantella_pp.runtime.schedule.schedule import Schedule
 from tarantella_pp.runtime.schedule.simulator import simulate
 from tarantella_pp.runtime.schedule.timeline import Timeline
 
@@ -90,6 +91,7 @@ def pipeline_step(
     num_micro_batches: int,
     num_ranks: int | None = None,
     *,
+    own: Schedule | None = None,
     links: Iterable[Link] | None = None,
     gradient_links: Iterable[Link] | None = None,
 ) -> PipelineStep:
@@ -101,6 +103,7 @@ def pipeline_step(
         num_micro_batches: Number of micro-batches.
         num_ranks: Number of ranks, a divisor of the number of stages. Default: as of
             `make_schedule`.
+        own: The schedule itself, where it is none of the named ones.
         links: Pairs of stages that exchange activations. Default: each stage and the next.
         gradient_links: The links over which gradients flow back. Default: all.
 
@@ -112,9 +115,9 @@ def pipeline_step(
             schedule has no closed forms.
     """
     most = MOST_SEARCHED if name == "zb-auto" else MOST_PLAYED
-    if len(costs.stages) * num_micro_batches > most:
+    if len(costs.stages) * num_micro_batches > most and own is None:
         return _calculated(name, costs, num_micro_batches, num_ranks)
-    schedule = make_schedule(
+    schedule = own or make_schedule(
         name, len(costs.stages), num_micro_batches, num_ranks,
         costs=costs if name == "zb-auto" else None,
     )  # fmt: skip

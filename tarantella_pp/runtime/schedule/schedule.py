@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from tarantella_pp.errors import ScheduleError
@@ -131,6 +131,32 @@ class Schedule:
             if action.kind != "F":
                 last[action.stage, action.micro_batch] = action
         return frozenset(last.values())
+
+    def first(self, num_micro_batches: int) -> Schedule:
+        """Returns the same order for the first micro-batches alone: what is left stays legal.
+
+        Args:
+            num_micro_batches: Number of micro-batches to keep.
+
+        Returns:
+            The schedule, itself if it has no more.
+
+        Raises:
+            ScheduleError: If it has fewer, or its messages already.
+        """
+        if num_micro_batches == self.num_micro_batches:
+            return self
+        if num_micro_batches > self.num_micro_batches or self.is_lowered:
+            raise ScheduleError(
+                f"The schedule '{self.name}' has {self.num_micro_batches} micro-batches"
+                f"{' and messages' if self.is_lowered else ''}. Received: "
+                f"num_micro_batches={num_micro_batches}"
+            )
+        actions = tuple(
+            tuple(action for action in own if action.micro_batch < num_micro_batches)
+            for own in self.actions
+        )
+        return replace(self, num_micro_batches=num_micro_batches, actions=actions)
 
     def to_text(self) -> str:
         """Returns the schedule as text that `from_text` reads and that can be edited by hand."""

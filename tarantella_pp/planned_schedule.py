@@ -1,0 +1,69 @@
+"""The schedule of a plan: what a pipeline runs, and what it writes down of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from tarantella_pp.partition.plan import Plan
+from tarantella_pp.runtime.schedule import Recipe, Schedule
+
+
+def recipe_of(plan: Plan, num_ranks: int) -> Recipe:
+    """Returns the recipe of a plan's schedule.
+
+    Args:
+        plan: The plan.
+        num_ranks: Number of ranks of the pipeline.
+
+    Raises:
+        ScheduleError: The plan's schedule does not work with so many ranks.
+    """
+    if plan.program is None:
+        return Recipe.of(plan.schedule, plan.num_stages, num_ranks)
+    return Recipe.found(Schedule.from_text(plan.program), plan.num_stages, num_ranks)
+
+
+def search_limits(plan: Plan) -> tuple[int, ...]:
+    """Returns how many micro-batches a schedule that is searched for may hold on each stage.
+
+    As many as the memory limit leaves room for; without a limit up to twice as many as there are
+    stages, less one, with which no bubble is left: Qi et al., "Zero Bubble Pipeline Parallelism",
+    ICLR 2024. Never fewer than planned.
+
+    Args:
+        plan: The plan.
+    """
+    bounds = []
+    for i, stage in enumerate(plan.stages):
+        bound = 2 * plan.num_stages - 1
+        if plan.memory_limit is not None:
+            left = max(0, plan.memory_limit - stage.memory_bytes)
+            bound = stage.in_flight + left // max(1, stage.activation_bytes)
+        if i in plan.recompute:
+            bound = stage.in_flight  # what waits for its weight gradients is not planned for
+        bounds.append(min(plan.num_micro_batches, max(bound, stage.in_flight)))
+    return tuple(bounds)
+
+
+def with_findings(plan: Plan, recipe: Recipe, fallbacks: Mapping[int, str]) -> Plan:
+    """Returns a plan with what training has shown.
+
+    Args:
+        plan: The plan as it was made.
+        recipe: The schedule by now.
+        fallbacks: The stages whose backward pass could not be cut in two, and why.
+    """
+    changes: dict[str, object] = {}
+    if fallbacks:
+        changes["fallbacks"] = tuple(f"stage {s}: {fallbacks[s]}" for s in sorted(fallbacks))
+    if recipe.own is not None and plan.program is None:
+        held = recipe.in_flight(plan.num_micro_batches)
+        changes["stages"] = tuple(
+            msgspec.structs.replace(stage, in_flight=count)
+            for stage, count in zip(plan.stages, held, strict=True)
+        )
+        changes["program"] = recipe.own.to_text()
+        changes["bubble"] = recipe.bubble(plan.num_micro_batches)
+    return msgspec.structs.replace(plan, **changes) if changes else plan

@@ -1,0 +1,89 @@
+"""The schedule `zb-auto`: searched for with what the first training steps of a pipeline cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tarantella_pp.runtime.clock import clock_offset
+from tarantella_pp.runtime.communicator import Communicator
+from tarantella_pp.runtime.measured_costs import measured_costs
+from tarantella_pp.runtime.measured_step import gather_steps
+from tarantella_pp.runtime.recording import StepRecord
+from tarantella_pp.runtime.schedule import Costs, Recipe, Schedule, make_schedule
+
+WARM_UP = 1
+"""Steps of each kind that are not measured, for TensorFlow compiles in them."""
+MEASURED = 4
+"""Steps of each kind that are measured."""
+
+
+class Tuning:
+    """Searches for the fastest schedule while the pipeline trains.
+
+    Some steps run with both gradients of a micro-batch in one, some with one after the other.
+    Then rank 0 searches with the medians of what these cost, and all ranks go on with what it
+    finds. All these steps train: gradients are summed in the same order in every schedule.
+
+    Args:
+        recipe: The recipe of a schedule that is searched for.
+        num_micro_batches: Number of micro-batches of a batch of the usual size.
+        in_flight_limit: The most micro-batches that each stage may hold.
+        communicator: The ranks of the pipeline.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        num_micro_batches: int,
+        in_flight_limit: Sequence[int],
+        communicator: Communicator,
+    ) -> None:
+        self._wanted = recipe
+        self._num_micro_batches = num_micro_batches
+        self._limit = tuple(in_flight_limit)
+        self._communicator = communicator
+        self._rows = 0
+        self._steps: list[StepRecord] = []
+        fused = make_schedule(
+            "1f1b", recipe.num_stages, num_micro_batches, placement=recipe.placement
+        )
+        self._trials = [self._recipe_of(fused), recipe]
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe of the next step."""
+        return self._trials[len(self._steps) // (WARM_UP + MEASURED)]
+
+    def learn(self, step: StepRecord) -> Recipe | None:
+        """Takes notice of a step that has ended; all ranks must call this alike.
+
+        Args:
+            step: What this rank did.
+
+        Returns:
+            After the last of the steps, the recipe to go on with.
+        """
+        self._rows = self._rows or step.rows
+        if step.rows != self._rows:
+            return None  # the last batch of a data set is often smaller, and takes less time
+        self._steps.append(step)
+        if len(self._steps) < len(self._trials) * (WARM_UP + MEASURED):
+            return None
+        ranks = self._communicator
+        kept = [s for i, s in enumerate(self._steps) if i % (WARM_UP + MEASURED) >= WARM_UP]
+        costs = measured_costs(gather_steps(kept, clock_offset(ranks), ranks))
+        text = self._search(costs).to_text() if ranks.rank == 0 else None
+        return self._recipe_of(Schedule.from_text(ranks.broadcast_json(text, 0)))
+
+    def _recipe_of(self, schedule: Schedule) -> Recipe:
+        return Recipe.found(schedule, self._wanted.num_stages, self._wanted.num_ranks)
+
+    def _search(self, costs: Costs) -> Schedule:
+        return make_schedule(
+            self._wanted.name,
+            self._wanted.num_stages,
+            self._num_micro_batches,
+            placement=self._wanted.placement,
+            costs=costs,
+            in_flight_limit=self._limit,
+        )

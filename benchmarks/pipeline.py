@@ -4,7 +4,9 @@
     ... benchmarks/pipeline.py --models mlp cnn --micro-batches 4 8 --schedules 1f1b zb-h1
 
 Both run in the same launch, in turn (A B A B ...): while one process trains alone, the other rank
-sleeps. Printed are the medians, their ratio, and the schedule's bound on it.
+sleeps. Printed are the medians, their ratio, and the schedule's bound on it for equal stages. The
+last columns compare recorded steps with the simulator's prediction from the medians of what their
+computations and messages cost.
 """
 
 from __future__ import annotations
@@ -14,7 +16,6 @@ import itertools
 import os
 import statistics
 import time
-from collections.abc import Callable
 from unittest import mock
 
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
@@ -27,92 +28,146 @@ from rich.table import Table
 import tarantella_pp as tnt
 from tarantella_pp import pipeline_model
 from tarantella_pp.feeding import BatchIterator
+from tarantella_pp.runtime.clock import clock_offset
 from tarantella_pp.runtime.communicator import Communicator, world
-from tarantella_pp.runtime.schedule import speed_up_bound
+from tarantella_pp.runtime.measured_costs import simulated
+from tarantella_pp.runtime.measured_step import gather_steps
+from tarantella_pp.runtime.recording import Recorder
+from tarantella_pp.runtime.schedule import TRAINING_NAMES, speed_up_bound
+from tarantella_pp.runtime.tuning import MEASURED, WARM_UP
+
+STAGES_PER_RANK = {"interleaved": 2, "zb-v": 2}
+SEARCH_STEPS = 2 * (WARM_UP + MEASURED)
 
 
-def make_step(
-    name: str, stages: int, micro_batches: int, schedule: str | None, alone: bool
-) -> Callable[[], None]:
-    """Compiles a pipeline and returns a function that trains one batch."""
-    keras.utils.set_random_seed(0)
-    ranks = Communicator() if alone else world()
-    with mock.patch.object(pipeline_model, "world", return_value=ranks):
-        model = tnt.PipelineModel(
-            BUILDERS[name](), stages, micro_batches, schedule, balance="flops"
+class Trainer:
+    """A pipeline that trains the same batch again and again.
+
+    Args:
+        name: Name of the model.
+        stages: Number of stages.
+        micro_batches: Number of micro-batches.
+        schedule: Name of the schedule.
+        ranks: The ranks of the pipeline.
+    """
+
+    def __init__(
+        self, name: str, stages: int, micro_batches: int, schedule: str | None, ranks: Communicator
+    ) -> None:
+        keras.utils.set_random_seed(0)
+        with mock.patch.object(pipeline_model, "world", return_value=ranks):
+            self.model = tnt.PipelineModel(
+                BUILDERS[name](), stages, micro_batches, schedule, balance="flops"
+            )
+        self.model.compile(
+            keras.optimizers.SGD(1e-3, momentum=0.9),
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         )
-    model.compile(
-        keras.optimizers.SGD(1e-3, momentum=0.9),
-        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-    )
-    model.make_train_function()
-    x, y = data_for(name, ROWS[name] * micro_batches)
-    batch = (keras.ops.convert_to_tensor(x), keras.ops.convert_to_tensor(y))
-    batches = BatchIterator(model._pipeline.feed.batches(itertools.repeat(batch)))
-    return lambda: model.train_function(batches)
+        self.model.make_train_function()
+        x, y = data_for(name, ROWS[name] * micro_batches)
+        batch = (keras.ops.convert_to_tensor(x), keras.ops.convert_to_tensor(y))
+        self._ranks = ranks
+        self._batches = BatchIterator(self.model._pipeline.feed.batches(itertools.repeat(batch)))
 
+    def step(self) -> None:
+        """Trains one batch."""
+        self.model.train_function(self._batches)
 
-def seconds(step: Callable[[], None], steps: int) -> list[float]:
-    times = []
-    for _ in range(steps):
-        start = time.perf_counter()
-        step()
-        times.append(time.perf_counter() - start)
-    return times
+    def seconds(self, steps: int) -> list[float]:
+        """Trains; returns how long each step took on this rank."""
+        times = []
+        for _ in range(steps):
+            start = time.perf_counter()
+            self.step()
+            times.append(time.perf_counter() - start)
+        return times
+
+    def recorded(self, steps: int) -> tuple[float, float]:
+        """Trains; returns the seconds of a step by the clock and by simulation, on all ranks."""
+        recorder, engine = Recorder(steps), self.model._pipeline.engine
+        engine.record(recorder)
+        self.seconds(steps)
+        engine.record(None)
+        measured = gather_steps(recorder.steps, clock_offset(self._ranks), self._ranks)
+        clock = statistics.median(step.timeline.step_seconds for step in measured)
+        return clock, simulated(measured).step_seconds
 
 
 def compare(name: str, micro_batches: int, schedules: list[str], rounds: int) -> list[list[str]]:
     """Times one process and every schedule in turn; returns table rows on the last rank."""
     ranks = world()
     last = ranks.rank == ranks.size - 1
-    alone = make_step(name, 1, micro_batches, None, alone=True) if last else None
-    pipelines = {s: make_step(name, ranks.size, micro_batches, s, alone=False) for s in schedules}
+    alone = Trainer(name, 1, micro_batches, None, Communicator()) if last else None
+    pipelines = {}
+    for schedule in schedules:
+        stages = ranks.size * STAGES_PER_RANK.get(schedule, 1)
+        pipelines[schedule] = Trainer(name, stages, micro_batches, schedule, ranks)
+        pipelines[schedule].seconds(SEARCH_STEPS if schedule == "zb-auto" else 0)
     serial: list[float] = []
     parallel: dict[str, list[float]] = {schedule: [] for schedule in schedules}
     for turn in range(rounds + 1):
         steps = 4 if turn else 3
         ranks.barrier()
-        own = seconds(alone, steps) if alone is not None else []
+        own = alone.seconds(steps) if alone is not None else []
         ranks.barrier()
         serial += own if turn else []
-        for schedule, step in pipelines.items():
-            found = seconds(step, steps)
+        for schedule, trainer in pipelines.items():
+            found = trainer.seconds(steps)
             ranks.barrier()
             parallel[schedule] += found if turn else []
+    recorded = {schedule: trainer.recorded(8) for schedule, trainer in pipelines.items()}
     if alone is None:
         return []
     one = statistics.median(serial)
     rows = []
     for schedule, times in parallel.items():
         ratio = one / statistics.median(times)
-        bound = float(speed_up_bound(schedule, ranks.size, micro_batches))
+        bound = bound_of(schedule, pipelines[schedule].model.plan, ranks.size)
+        clock, predicted = recorded[schedule]
         rows.append(
             [
                 name, str(micro_batches), schedule, f"{1e3 * one:.1f}",
                 f"{1e3 * statistics.median(times):.1f}", f"{ratio:.2f}", f"{bound:.2f}",
-                f"{ratio / bound:.2f}",
+                f"{ratio / bound:.2f}", f"{1e3 * clock:.1f}", f"{1e3 * predicted:.1f}",
+                f"{100 * (predicted / clock - 1):+.1f} %",
             ]
         )  # fmt: skip
     return rows
 
 
+def bound_of(schedule: str, plan: tnt.Plan, ranks: int) -> float:
+    """The bound on the speed-up, of equal stages; of a schedule found by its own bubble."""
+    if schedule == "zb-auto":
+        return ranks * (1 - (plan.bubble or 0.0))
+    per_rank = STAGES_PER_RANK.get(schedule, 1)
+    return float(speed_up_bound(schedule, ranks, plan.num_micro_batches, per_rank))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", nargs="+", default=["mlp", "cnn", "transformer"])
+    parser.add_argument("--models", nargs="+", default=list(BUILDERS), choices=BUILDERS)
     parser.add_argument("--micro-batches", nargs="+", type=int, default=[8])
-    parser.add_argument("--schedules", nargs="+", default=["gpipe", "1f1b"])
+    parser.add_argument("--schedules", nargs="+", default=list(TRAINING_NAMES))
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
-    table = Table(title=f"{world().size} ranks, one thread each, against one process")
-    heads = ("model", "m", "schedule", "1 process ms", "pipeline ms", "speed-up", "bound", "ratio")
-    for head in heads:
-        table.add_column(head, justify="left" if head in ("model", "schedule") else "right")
     for name in args.models:
         for micro_batches in args.micro_batches:
-            for row in compare(name, micro_batches, args.schedules, args.rounds):
-                table.add_row(*row)
-    if tnt.is_master_rank():
-        Console().print(table)
+            rows = compare(name, micro_batches, args.schedules, args.rounds)
+            if tnt.is_master_rank():
+                Console(width=130).print(table_of(rows))
+
+
+def table_of(rows: list[list[str]]) -> Table:
+    """The table of some rows."""
+    table = Table(title=f"{world().size} ranks, one thread each, against one process")
+    for head in (
+        *("model", "m", "schedule", "1 process ms", "pipeline ms", "speed-up", "bound", "ratio"),
+        *("recorded ms", "simulated ms", "off"),
+    ):
+        table.add_column(head, justify="left" if head in ("model", "schedule") else "right")
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tarantella_pp.cli import model_source, plan_pictures
@@ -17,8 +18,8 @@ if TYPE_CHECKING:
     from tarantella_pp.partition.plan import Plan
 
 _OF_MODELS = (
-    "batch_size", "num_micro_batches", "num_replicas", "num_ranks", "schedule", "optimizer",
-    "recompute",
+    "batch_size", "num_micro_batches", "num_replicas", "num_ranks", "stages_per_rank", "schedule",
+    "optimizer", "recompute",
 )  # fmt: skip
 """Options that say what a graph's own memory and time already hold."""
 
@@ -32,6 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="number of pipeline stages; of a graph, the most that are used")  # fmt: skip
     add("--ranks", dest="num_ranks", type=positive_int, metavar="N",
         help="ranks for stages x replicas, instead of these: choose the fastest")  # fmt: skip
+    add("--stages-per-rank", type=positive_int, metavar="V",
+        help="stages of a rank (default: 2 with interleaved and zb-v, else 1)")  # fmt: skip
     add("--balance", metavar="WHAT",
         help="memory (default) or flops; of a graph, time or load as well")  # fmt: skip
     add("--memory-limit", metavar="BYTES",
@@ -57,7 +60,9 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     add("--batch-size", type=positive_int, metavar="N", help="samples of a step (default: 32)")
     add("--micro-batches", dest="num_micro_batches", type=positive_int, metavar="M",
         help="micro-batches of a step (default: as make_plan chooses)")  # fmt: skip
-    add("--schedule", metavar="NAME", help="1f1b (default), gpipe or zb-h1")
+    add("--schedule", metavar="NAME",
+        help="1f1b (default), gpipe or zb-h1; to make a plan interleaved, zb-v, zb-auto or the "
+        "text file of a schedule as well")  # fmt: skip
     add("--optimizer", metavar="NAME",
         help="whose slots count as memory (default: the model's, else Adam's two)")  # fmt: skip
 
@@ -111,7 +116,8 @@ def _planned(arguments: argparse.Namespace) -> tuple[AnyPlan, LayerGraph | None]
         if is_drawn(arguments):
             raise no_pictures()
         return _plan_of_graph(arguments), None
-    if arguments.num_stages is None and arguments.num_ranks is None:
+    open_stages = arguments.num_stages is None and arguments.num_ranks is None
+    if open_stages and not Path(arguments.schedule or "1f1b").is_file():
         raise ConfigurationError(
             "Expected --stages, or --ranks to choose their number. Received: neither"
         )

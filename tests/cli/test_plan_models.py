@@ -98,6 +98,33 @@ def test_options_reach_the_plan(command, script) -> None:
 
 
 @pytest.mark.parametrize(
+    ("given", "in_flight"), [("interleaved", [2, 1]), ("zb-v", [2, 1]), ("zb-auto", [2, 2])]
+)
+def test_schedules_of_several_stages_on_a_rank(command, script, given, in_flight) -> None:
+    options = ["--stages-per-rank", 2, "--micro-batches", 4, "-o", "plan.json"]
+    made = make(command, f"{script}:small", "--schedule", given, *options)
+    assert made["schedule"] == given
+    assert [stage["in_flight"] for stage in made["stages"]] == in_flight
+    assert command("simulate", "plan.json", "--ranks", 1) == 0
+    assert given in command.stdout
+
+
+def test_a_schedule_of_ones_own(command, script, tmp_path) -> None:
+    text = "rank 0: 0F0 0F1 0BW0 0BW1\nrank 1: 1F0 1F1 1BW0 1BW1"
+    (tmp_path / "mine").write_text(text)
+    arguments = ["plan", "make", f"{script}:small", "--schedule", "mine", "-o", "plan.json"]
+    assert command(*arguments, "--json") == 0
+    made = json.loads(command.stdout)
+    assert (made["num_stages"], made["num_micro_batches"]) == (2, 2)
+    assert [stage["in_flight"] for stage in made["stages"]] == [2, 2]
+    assert "rank 0: 0F0 0F1 0BW0 0BW1" in made["program"]
+    assert command("simulate", "plan.json") == 0
+    assert "2 stages on 2 ranks" in command.stdout
+    assert command("plan", "make", f"{script}:small", "--schedule", "2f2b", "--stages", 2) == 2
+    assert "schedule='2f2b'" in command.stderr
+
+
+@pytest.mark.parametrize(
     ("given", "stages"), [("all", [0, 1]), ("none", []), ("1", [1]), ("0,1", [0, 1])]
 )
 def test_recomputation(command, script, tmp_path, given, stages) -> None:

@@ -1,4 +1,8 @@
-"""What holds for every test: its backend, few threads, nothing left behind, an end in sight."""
+"""What holds for every test: its backend, few threads, nothing left behind, an end in sight.
+
+With pytest-xdist this is imported in the process that was started, which runs no tests then, and
+in its workers, which do. Each has a mark and a clock of its own.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -25,18 +30,23 @@ settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 SESSION_SECONDS = float(os.environ.get("TNT_TEST_SESSION_SECONDS", "2100"))
 """A session that takes longer hangs, and is ended."""
+MOST_WORKERS = 4
+"""More would need more memory than a small machine has: each loads TensorFlow."""
 
-# Inherited by every process of the session, so that those are found whose parents are gone.
-_MARK = ("TNT_TEST_SESSION", str(os.getpid()))
-os.environ[_MARK[0]] = _MARK[1]
+_WORKER = os.environ.get("PYTEST_XDIST_WORKER")  # set in workers only
+# Inherited by every process of the session, so that those are found whose parents are gone. The
+# mark of a worker begins with that of the process that started it, so that this finds them all.
+_MARK = "TNT_TEST_SESSION"
+_MINE = f"{os.environ[_MARK]}{_WORKER}/" if _WORKER else f"{os.getpid()}/"
+os.environ[_MARK] = _MINE
 
 
 def processes_of_session() -> list[psutil.Process]:
-    """Returns the processes that tests have started and that still run."""
+    """Returns the processes that tests of this process, or of its workers, have started."""
     found = []
     for process in psutil.process_iter():
         try:
-            ours = process.environ().get(_MARK[0]) == _MARK[1] and process.pid != os.getpid()
+            ours = process.environ().get(_MARK, "").startswith(_MINE) and process.pid != os.getpid()
             # Python's own helper lives as long as the process that started it.
             if ours and "resource_tracker" not in " ".join(process.cmdline()):
                 found.append(process)
@@ -53,22 +63,45 @@ def _kill(processes: list[psutil.Process]) -> None:
             continue
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Shares the tests among the cores, but for single files, which one process has sooner."""
+    option = config.option
+    if _WORKER or not hasattr(option, "numprocesses"):  # or without pytest-xdist
+        return
+    whole = all(Path(name).is_dir() for name in option.file_or_dir)
+    if option.numprocesses is None and whole and not (option.usepdb or option.collectonly):
+        cores = min(len(os.sched_getaffinity(0)), MOST_WORKERS)
+        option.numprocesses = cores if cores > 1 else None
+    if option.numprocesses and option.dist == "no":
+        # Neighbours stay together as long as possible, and share what they have computed.
+        option.dist = "worksteal"
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Sets the clock that ends a session that hangs, with the stacks of all threads."""
     stderr = os.fdopen(os.dup(sys.__stderr__.fileno()), "w")  # pytest captures the other one
+    # The process with workers ends them only after they have had the time to show their stacks.
+    seconds = SESSION_SECONDS + (40 if config.getoption("numprocesses", None) else 0)
 
     def end() -> None:
-        stderr.write(f"\nThe tests take longer than {SESSION_SECONDS:g} s: ended.\n")
+        name = f" in worker {_WORKER}" if _WORKER else ""
+        stderr.write(f"\nThe tests take longer than {SESSION_SECONDS:g} s{name}: ended.\n")
         stderr.flush()
         faulthandler.dump_traceback(stderr)
         _kill(processes_of_session())
         os._exit(3)
 
-    clock = threading.Timer(SESSION_SECONDS, end)
+    clock = threading.Timer(seconds, end)
     clock.daemon = True
     clock.start()
     # A thread that waits with the interpreter's lock held stops the clock, but not this one.
-    faulthandler.dump_traceback_later(SESSION_SECONDS + 30, exit=True, file=stderr)
+    faulthandler.dump_traceback_later(seconds + 30, exit=True, file=stderr)
+
+
+def pytest_unconfigure() -> None:
+    """Ends what tests have left that crashed with their worker, before anything could see it."""
+    _kill(processes_of_session())
 
 
 @pytest.fixture(scope="session", autouse=True)

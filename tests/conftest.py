@@ -26,10 +26,13 @@ for _name in ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "OMP_NUM_THREA
 
 settings.register_profile("default", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
-settings.load_profile("ci" if os.environ.get("CI") else "default")
+_PROFILE = "ci" if os.environ.get("CI") else "default"
+settings.load_profile(_PROFILE)
 
 SESSION_SECONDS = float(os.environ.get("TNT_TEST_SESSION_SECONDS", "2100"))
 """A session that takes longer hangs, and is ended."""
+QUICK_EXAMPLES = 40
+"""Of each property in a session without slow tests, instead of a hundred."""
 MOST_WORKERS = 4
 """More would need more memory than a small machine has: each loads TensorFlow."""
 
@@ -79,7 +82,11 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Sets the clock that ends a session that hangs, with the stacks of all threads."""
+    """Sets the number of examples, and the clock that ends a session that hangs with its stacks."""
+    if "not slow" in config.option.markexpr:
+        few = settings(settings.get_profile(_PROFILE), max_examples=QUICK_EXAMPLES)
+        settings.register_profile("quick", few)
+        settings.load_profile("quick")
     stderr = os.fdopen(os.dup(sys.__stderr__.fileno()), "w")  # pytest captures the other one
     # The process with workers ends them only after they have had the time to show their stacks.
     seconds = SESSION_SECONDS + (40 if config.getoption("numprocesses", None) else 0)

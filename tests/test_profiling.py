@@ -45,7 +45,13 @@ def made_up(model, forward, backward, rows=(8,)):
 
 
 @pytest.mark.parametrize(
-    "build", [models.mlp, models.two_in_two_out, models.masked_recurrent, models.causal_attention]
+    "build",
+    [
+        models.mlp,
+        models.two_in_two_out,
+        pytest.param(models.masked_recurrent, marks=pytest.mark.slow),
+        models.causal_attention,
+    ],
 )
 def test_every_operation_is_measured_and_the_model_stays_as_it_was(build):
     model, data = build()

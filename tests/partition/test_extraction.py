@@ -17,8 +17,11 @@ from tests.partition.runner import random_stages, run
 pytestmark = pytest.mark.keras
 
 
+SLOW = (models.masked_recurrent, models.nested_masked)
+
+
 def state(model):
-    return [np.array(v) for v in model.variables]
+    return [v.numpy() for v in model.variables]
 
 
 def restore(model, values):
@@ -27,7 +30,11 @@ def restore(model, values):
 
 
 @pytest.mark.filterwarnings("ignore:Layer '.*was passed an input with a mask")
-@pytest.mark.parametrize("build", models.ALL, ids=lambda build: build.__name__)
+@pytest.mark.parametrize(
+    "build",
+    [pytest.param(b, marks=pytest.mark.slow) if b in SLOW else b for b in models.ALL],
+    ids=lambda build: build.__name__,
+)
 def test_stages_give_bitwise_what_the_model_gives(build):
     keras.utils.set_random_seed(1)
     model, data = build()

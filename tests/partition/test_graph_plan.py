@@ -6,13 +6,14 @@ import copy
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tarantella_pp.errors import PlanError
 from tarantella_pp.partition.graph_plan import GraphPlan
 from tarantella_pp.partition.graph_planner import check_plan, plan_graph
 from tarantella_pp.partition.neutral import graph_from_dict
+from tests.draws import examples
 
 DIAMOND = {
     "name": "diamond",
@@ -72,7 +73,7 @@ def test_check_sees_every_node(place) -> None:
         check_plan(plan_graph(GRAPH, 2), graph_from_dict(other))
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(st.data())
 def test_whatever_is_read_is_a_plan_or_refused(data) -> None:
     plan = json.loads(plan_graph(GRAPH, 2, "load").to_json())

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tarantella_pp.errors import ConfigurationError, GraphError
 from tarantella_pp.partition import neutral
 from tarantella_pp.partition.neutral import graph_from_dict, load_graph, loads_graph, to_problem
 from tarantella_pp.partition.solvers.solve import solve
+from tests.draws import examples
 
 GRAPHS = Path(__file__).parent / "graphs"
 OPTIMA = json.loads((GRAPHS / "optima.json").read_text())
@@ -182,7 +183,7 @@ def places(value, path=()):
         yield from places(inner, (*path, key))
 
 
-@settings(max_examples=600, deadline=None, suppress_health_check=list(HealthCheck))
+@examples(600)
 @given(st.data())
 def test_fuzzed_graphs_are_refused_or_sound(data):
     spoiled = copy.deepcopy(SMALL)
@@ -201,7 +202,7 @@ def test_fuzzed_graphs_are_refused_or_sound(data):
     assert problem.violation(solve(problem).assignment) is None
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(st.text(max_size=60) | st.binary(max_size=60).map(lambda raw: raw.decode("latin-1")))
 def test_fuzzed_text_is_refused(text):
     with pytest.raises(GraphError):

@@ -33,6 +33,7 @@ def test_png_is_written(tmp_path, kind):
     assert height >= 300
 
 
+@pytest.mark.slow
 @needs_matplotlib
 def test_many_stages_stay_within_bounds(tmp_path):
     plan = plan_of(residual_graph(128), 128, micro_batches=4, limit="1GiB")

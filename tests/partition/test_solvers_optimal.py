@@ -7,13 +7,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 
 from tarantella_pp.errors import PlanError
 from tarantella_pp.partition.solvers.solve import solve
+from tests.draws import examples
 from tests.partition.problems import costs, loads, optimum, plans, problems
-
-SLOW = settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 def check(problem):
@@ -32,25 +31,25 @@ def check(problem):
     assert certificate.gap == 0.0
 
 
-@SLOW
+@examples(250)
 @given(problems())
 def test_every_plan_is_optimal_and_claimed_so(problem):
     check(problem)
 
 
-@settings(SLOW, max_examples=400)
+@examples(400)
 @given(loads())
 def test_loads_are_optimal(problem):
     check(problem)
 
 
-@settings(SLOW, max_examples=40)
+@examples(40)
 @given(problems(max_nodes=9, max_stages=3))
 def test_nine_nodes(problem):
     check(problem)
 
 
-@SLOW
+@examples(250)
 @given(problems())
 def test_the_price_of_a_plan_is_that_of_the_definition(problem):
     table = plans(problem, problem.tied == "together")[:50]
@@ -60,7 +59,7 @@ def test_the_price_of_a_plan_is_that_of_the_definition(problem):
             assert problem.evaluate(row).value == pytest.approx(value, rel=1e-9, abs=1e-12)
 
 
-@SLOW
+@examples(250)
 @given(problems())
 def test_a_refused_limit_names_the_smallest_that_works(problem):
     problem = replace(problem, tied="together", memory_limit=1e-3)
@@ -76,7 +75,7 @@ def test_a_refused_limit_names_the_smallest_that_works(problem):
     assert named == pytest.approx(values.min(), abs=0.5)
 
 
-@SLOW
+@examples(250)
 @given(problems(whole=True))
 def test_ties_go_to_the_plan_that_cuts_least(problem):
     problem = replace(problem, groups=(), group_bytes=(), group_comm=(), tied="together")
@@ -95,7 +94,7 @@ def test_ties_go_to_the_plan_that_cuts_least(problem):
     assert getattr(ours, cut) == pytest.approx(least, abs=1e-9)
 
 
-@settings(SLOW, max_examples=50)
+@examples(50)
 @given(problems())
 def test_the_same_problem_has_the_same_plan(problem):
     if optimum(problem) is not None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import networkx as nx
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tarantella_pp.partition.solvers.balance import solve_balance
@@ -20,9 +20,9 @@ from tarantella_pp.partition.solvers.ideals import enumerate_ideals, pack, unpac
 from tarantella_pp.partition.solvers.order_dp import OrderDP
 from tarantella_pp.partition.solvers.orders import random_order, starting_orders
 from tarantella_pp.partition.solvers.reductions import expand, reduce_problem
+from tests.draws import examples
 from tests.partition.problems import loads, optimum, plans, problems
 
-SLOW = settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 FOREVER = time.perf_counter() + 1e6
 
 
@@ -30,7 +30,7 @@ def close(value):
     return pytest.approx(value, rel=1e-9, abs=1e-12)
 
 
-@SLOW
+@examples(200)
 @given(problems(), st.booleans())
 def test_chains_alone_find_the_optimum(problem, join):
     problem = replace(problem, tied="together")
@@ -50,7 +50,7 @@ def test_chains_alone_find_the_optimum(problem, join):
             assert ChainSearch(Family(instance, lattice.words)).run(less, FOREVER) is None
 
 
-@SLOW
+@examples(200)
 @given(problems())
 def test_balance_alone_finds_the_optimum(problem):
     objective = "memory" if problem.objective == "load" else problem.objective
@@ -78,7 +78,7 @@ def test_balance_alone_finds_the_optimum(problem):
         assert result.lower_bound == pytest.approx(best, rel=1e-9, abs=1e-9)
 
 
-@SLOW
+@examples(200)
 @given(problems())
 def test_bounds_stay_below_and_orders_above(problem):
     problem = replace(problem, tied="together")
@@ -98,7 +98,7 @@ def test_bounds_stay_below_and_orders_above(problem):
             assert problem.violation(expand(problem, instance, stages)) is None
 
 
-@SLOW
+@examples(200)
 @given(problems())
 def test_thinned_orders_still_give_plans(problem):
     problem = replace(problem, tied="together", exactly=False, memory_limit=None)
@@ -107,7 +107,7 @@ def test_thinned_orders_still_give_plans(problem):
     assert instance.value(stages) == close(value)
 
 
-@SLOW
+@examples(200)
 @given(problems(), st.integers(0, 10**6))
 def test_the_stage_between_two_ideals_costs_what_it_should(problem, seed):
     problem = replace(problem, tied="together", exactly=False)
@@ -128,7 +128,7 @@ def test_the_stage_between_two_ideals_costs_what_it_should(problem, seed):
             assert resource.price(1, fixed, held)[at] == pytest.approx(expected, abs=1e-9)
 
 
-@settings(SLOW, max_examples=300)
+@examples(300)
 @given(loads(), st.sampled_from([0.8, 1.0001, 1.1, 1.5]))
 def test_fusing_loads_loses_no_better_plan(problem, part):
     best = optimum(problem)
@@ -144,7 +144,7 @@ def test_fusing_loads_loses_no_better_plan(problem, part):
         assert instance.value(stages[place]) == close(best)
 
 
-@SLOW
+@examples(200)
 @given(problems(), st.floats(0.5, 1.5))
 def test_fusing_loses_no_better_plan(problem, part):
     problem = replace(problem, tied="together", exactly=False)
@@ -159,7 +159,7 @@ def test_fusing_loses_no_better_plan(problem, part):
         assert instance.value(found[1][place]) == close(best)
 
 
-@SLOW
+@examples(200)
 @given(problems())
 def test_every_ideal_is_listed_once(problem):
     instance = reduce_problem(replace(problem, tied="together"), join=False)

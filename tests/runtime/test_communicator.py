@@ -43,7 +43,7 @@ def run_of_cases(python: str, ranks: int, single_copy: bool = True) -> MpiRun:
 @needs_mpi
 @pytest.mark.mpi
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("python", PYTHONS)
 def test_several_ranks(python: str, ranks: int, name: str) -> None:
     run = run_of_cases(python, ranks).check()

@@ -278,7 +278,7 @@ def test_other_precisions(kind, policy, limit):
         check(stage, graph, limit)
 
 
-@pytest.mark.parametrize("mask_zero", [False, True])
+@pytest.mark.parametrize("mask_zero", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_embeddings_keep_the_slices_of_every_token(mask_zero):
     with in_precision("float64", "float64"):
         ids = keras.Input((5,), dtype="int32")

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, event, given, settings
+from hypothesis import assume, event, given
 from hypothesis import strategies as st
 from schedule_strategies import lowered_schedules
 
@@ -20,6 +20,7 @@ from tarantella_pp.runtime.schedule import (
     parse_action,
     validate,
 )
+from tests.draws import examples
 
 
 def is_legal(schedule: Schedule, original: Schedule) -> bool:
@@ -122,7 +123,7 @@ def mutants(draw) -> tuple[Schedule, Schedule]:
     return original, replace(original, actions=tuple(map(tuple, lists)))
 
 
-@settings(max_examples=800)
+@examples(800)
 @given(mutants())
 def test_mutants_are_rejected_unless_they_are_legal(pair):
     original, mutant = pair

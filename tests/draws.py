@@ -1,0 +1,20 @@
+"""How many examples a property is tried with."""
+
+from __future__ import annotations
+
+from hypothesis import HealthCheck, settings
+
+
+def examples(count: int) -> settings:
+    """Settings for a property that needs more examples than others, drawn slowly or not.
+
+    Args:
+        count: Number of examples in a session with all tests. In one without the slow ones it
+            shrinks as that of other properties does (see `tests/conftest.py`).
+    """
+    share = settings().max_examples / 100
+    return settings(
+        max_examples=max(1, round(count * share)),
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )

@@ -49,22 +49,30 @@ class Trainer:
         micro_batches: Number of micro-batches.
         schedule: Name of the schedule.
         ranks: The ranks of the pipeline.
+        balance: What the stages are balanced by.
     """
 
     def __init__(
-        self, name: str, stages: int, micro_batches: int, schedule: str | None, ranks: Communicator
+        self,
+        name: str,
+        stages: int,
+        micro_batches: int,
+        schedule: str | None,
+        ranks: Communicator,
+        balance: str = "flops",
     ) -> None:
         keras.utils.set_random_seed(0)
+        rows = ROWS[name] * micro_batches
         with mock.patch.object(pipeline_model, "world", return_value=ranks):
             self.model = tnt.PipelineModel(
-                BUILDERS[name](), stages, micro_batches, schedule, balance="flops"
+                BUILDERS[name](), stages, micro_batches, schedule, balance, batch_size=rows
             )
         self.model.compile(
             keras.optimizers.SGD(1e-3, momentum=0.9),
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         )
         self.model.make_train_function()
-        x, y = data_for(name, ROWS[name] * micro_batches)
+        x, y = data_for(name, rows)
         batch = (keras.ops.convert_to_tensor(x), keras.ops.convert_to_tensor(y))
         self._ranks = ranks
         self._batches = BatchIterator(self.model._pipeline.feed.batches(itertools.repeat(batch)))
@@ -93,7 +101,9 @@ class Trainer:
         return clock, simulated(measured).step_seconds
 
 
-def compare(name: str, micro_batches: int, schedules: list[str], rounds: int) -> list[list[str]]:
+def compare(
+    name: str, micro_batches: int, schedules: list[str], rounds: int, balance: str
+) -> list[list[str]]:
     """Times one process and every schedule in turn; returns table rows on the last rank."""
     ranks = world()
     last = ranks.rank == ranks.size - 1
@@ -101,7 +111,7 @@ def compare(name: str, micro_batches: int, schedules: list[str], rounds: int) ->
     pipelines = {}
     for schedule in schedules:
         stages = ranks.size * STAGES_PER_RANK.get(schedule, 1)
-        pipelines[schedule] = Trainer(name, stages, micro_batches, schedule, ranks)
+        pipelines[schedule] = Trainer(name, stages, micro_batches, schedule, ranks, balance)
         pipelines[schedule].seconds(SEARCH_STEPS if schedule == "zb-auto" else 0)
     serial: list[float] = []
     parallel: dict[str, list[float]] = {schedule: [] for schedule in schedules}
@@ -149,10 +159,11 @@ def main() -> None:
     parser.add_argument("--micro-batches", nargs="+", type=int, default=[8])
     parser.add_argument("--schedules", nargs="+", default=list(TRAINING_NAMES))
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--balance", default="flops", choices=("memory", "time", "flops"))
     args = parser.parse_args()
     for name in args.models:
         for micro_batches in args.micro_batches:
-            rows = compare(name, micro_batches, args.schedules, args.rounds)
+            rows = compare(name, micro_batches, args.schedules, args.rounds, args.balance)
             if tnt.is_master_rank():
                 Console(width=130).print(table_of(rows))
 

@@ -45,7 +45,8 @@ class PipelineModel(CollectiveModel):
             the first steps search for by what they cost, or a schedule of your own: a
             `runtime.schedule.Schedule` or the path of a text file with one. Default: `"1f1b"`
             where the loss can be computed one micro-batch at a time, otherwise `"gpipe"`.
-        balance: What the stages are balanced by: `"memory"` or `"flops"`.
+        balance: What the stages are balanced by: `"memory"`; `"time"`, for which rank 0 measures
+            each operation while the others wait; or `"flops"`.
         memory_limit: Largest memory of a stage, in bytes or as in `"16GB"`. Default: none.
         batch_size: Batch size to plan memory for. Default: 32, Keras' own. Training takes any.
         recompute: Stages that keep the inputs of a micro-batch only and repeat its forward pass

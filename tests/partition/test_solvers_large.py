@@ -14,13 +14,15 @@ from benchmarks.graphs import branching, gpt, layered
 from tarantella_pp.partition.neutral import graph_from_dict, to_problem
 from tarantella_pp.partition.solvers import search as search_module
 from tarantella_pp.partition.solvers import ties as ties_module
-from tarantella_pp.partition.solvers.bounds import ends_bound, granular, simple_bound
+from tarantella_pp.partition.solvers.boundaries import Boundaries
+from tarantella_pp.partition.solvers.bounds import granular, simple_bound, unit_of
 from tarantella_pp.partition.solvers.ideals import enumerate_ideals, unpack
 from tarantella_pp.partition.solvers.local_search import LocalSearch
 from tarantella_pp.partition.solvers.mincut import least_cut
 from tarantella_pp.partition.solvers.order_dp import OrderDP
 from tarantella_pp.partition.solvers.reductions import expand, reduce_problem
 from tarantella_pp.partition.solvers.solve import solve
+from tarantella_pp.partition.solvers.sweep import Span, Sweep
 from tarantella_pp.partition.solvers.two_stages import TwoStages
 from tarantella_pp.partition.solvers.windows import Closure, CutBound, window_bound
 from tests.partition.problems import loads, optimum, problems
@@ -68,6 +70,96 @@ def test_least_cuts_are_least(problem, seed):
     assert any((column == found).all() for column in able)
 
 
+def cut_of(terms, column):
+    """What an ideal cuts."""
+    return sum(
+        touch
+        for pins, touch in zip(terms.pins, terms.touch, strict=True)
+        if len({bool(column[pin]) for pin in pins}) > 1
+    )
+
+
+@SLOW
+@given(loads(), st.integers(0, 10**6), st.booleans())
+def test_a_sweep_finds_the_least_cut_of_each_work(problem, seed, known):
+    instance = reduce_problem(problem, join=False)
+    n, objective = instance.num_nodes, instance.objective
+    random = np.random.default_rng(seed)
+    member = unpack(enumerate_ideals(instance, 10_000).words, n).astype(bool)
+    ends = member[:, random.integers(member.shape[1], size=2) if known else [0, -1]]
+    inside, outside = ends.all(axis=1), ~ends.any(axis=1)
+    low, high = sorted(random.uniform(0, objective.alpha.sum(), 2))
+    expected: dict[float, float] = {}
+    for column in member.T:
+        if (column >= inside).all() and not (column & outside).any():
+            work, cut = float(objective.alpha @ column), cut_of(objective.terms, column)
+            if work - cut >= low and work + cut <= high:
+                key = round(work, 6)
+                expected[key] = min(expected.get(key, np.inf), cut)
+    sweep = Sweep(instance, objective.alpha, objective.terms.touch)
+    free = np.flatnonzero(~(inside | outside))
+    span = Span(inside, free, low / sweep.unit, high / sweep.unit)
+    swept = sweep.run(span, soon(20), limit=10_000)
+    columns = swept.members(np.arange(len(swept))).T
+    found: dict[float, float] = {}
+    for column, work, cut in zip(columns, swept.work, swept.cut, strict=True):
+        assert any((column == other).all() for other in member.T)
+        assert cut * sweep.unit == pytest.approx(cut_of(objective.terms, column), abs=1e-9)
+        assert work * sweep.unit == pytest.approx(objective.alpha @ column, abs=1e-9)
+        found[round(work * sweep.unit, 6)] = cut * sweep.unit
+    assert found == pytest.approx(expected, abs=1e-9)
+    assert len(swept) == len(found)
+    few = sweep.run(span, soon(20), limit=2, random=random)
+    assert len(few) <= 2
+    assert len(swept) == 0 or len(free) == 0 or sweep.run(span, soon(20), limit=0) is None
+    assert sweep.run(span, soon(-1), limit=10) is None or not len(free)
+
+
+@SLOW
+@given(problems(whole=True), st.booleans())
+def test_weights_at_boundaries_bound_and_lead_to_plans(problem, irregular):
+    changes = {"objective": "time", "tied": "together", "memory_limit": None, "in_flight": None}
+    if irregular:
+        changes["work"] = problem.work * np.pi
+    problem = replace(problem, exactly=False, **changes)
+    if given_ := ready(problem):
+        instance, best = given_
+        whole = np.zeros(instance.num_nodes, np.int64)
+        boundaries = Boundaries(instance, Closure.of(instance))
+        lower = boundaries.bound(simple_bound(instance), instance.value(whole), soon(20))
+        assert simple_bound(instance) <= lower <= best * (1 + 1e-9)
+        if problem.num_stages == 2:
+            assert lower == pytest.approx(best, rel=1e-9)
+        random = np.random.default_rng(0)
+        start_value = instance.value(whole)
+        bound, value, stages = boundaries.search(start_value, whole, lower, random, soon(0.5))
+        assert bound <= best * (1 + 1e-9)
+        assert value >= best * (1 - 1e-9)
+        assert value == instance.value(stages)
+        assert problem.violation(expand(problem, instance, stages)) is None
+        if bound >= best * (1 - 1e-9):
+            assert value == pytest.approx(best, rel=1e-9)
+
+
+def test_boundaries_that_are_too_many_to_list_bound_nothing(monkeypatch):
+    from tarantella_pp.partition.solvers import boundaries as module
+
+    problem = to_problem(graph_from_dict(branching()), 4, "memory")
+    instance = reduce_problem(problem)
+    lower, upper = simple_bound(instance), 1.2 * simple_bound(instance)
+    full = Boundaries(instance, Closure.of(instance)).bound(lower, upper, soon(20))
+    monkeypatch.setattr(module, "MAX_WEIGHTS", 40)
+    part = Boundaries(instance, Closure.of(instance)).bound(lower, upper, soon(20))
+    assert lower <= part <= full
+
+
+@pytest.mark.parametrize(
+    ("costs", "unit"), [([0.5, 1.5], 0.5), ([4, 6], 2), ([np.pi, 1], 0), ([0, 0], 0)]
+)
+def test_units(costs, unit):
+    assert unit_of(np.array(costs, float)) == pytest.approx(unit)
+
+
 @settings(SLOW, max_examples=300)
 @given(loads())
 def test_two_stages_are_solved(problem):
@@ -99,7 +191,6 @@ def test_bounds_of_balance_hold(problem):
     if given_ := ready(problem):
         instance, best = given_
         bound = window_bound(instance, Closure.of(instance), simple_bound(instance), 1000.0)
-        bound = ends_bound(instance, bound)
         assert bound <= best * (1 + 1e-9)
         assert granular(instance, bound) <= best * (1 + 1e-9)
 

@@ -16,6 +16,8 @@ from tarantella_pp.partition.solvers.windows import Closure
 
 #: Ideals around a boundary, times the cube of the stages.
 MAX_NEIGHBOURS = 200_000
+#: Rounds without a better plan after which the search begins anew.
+PATIENCE = 5
 
 
 def start(instance: Instance, orders: OrderDP, lower: float) -> tuple[float, IntArray | None]:
@@ -43,7 +45,8 @@ class LocalSearch:
     """Better plans from a plan, for graphs whose ideals are too many to list.
 
     Each round cuts random orders that keep the plan's stages whole, recombines the ideals around
-    its boundaries, and, where tensors cost their stages, least cuts between its boundaries.
+    its boundaries, and, where tensors cost their stages, least cuts between its boundaries. After
+    some rounds in vain it begins again with the first plan, and other luck.
     Deterministic but for the moment at which time runs out.
 
     Args:
@@ -56,6 +59,7 @@ class LocalSearch:
         self._instance = instance
         self._orders = orders
         self._random = np.random.default_rng(0)
+        self._first: tuple[float, IntArray | None] | None = None
         cuts = instance.objective.terms.has_touch and instance.objective.uniform
         self._pool = Pool(instance, closure) if cuts and closure is not None else None
 
@@ -75,7 +79,12 @@ class LocalSearch:
         value = float("inf") if stages is None else self._instance.value(stages)
         if self._pool is not None:
             self._pool.add_grid(60, deadline)
+        best = value, stages
+        if self._first is None:
+            self._first = best
+        idle = 0
         while time.perf_counter() < deadline and value > lower * (1 + 1e-12):
+            before = value
             value, stages = self._cut_orders(value, stages, deadline)
             if stages is None:
                 continue
@@ -83,7 +92,14 @@ class LocalSearch:
                 other = better(value, stages, deadline)
                 if other is not None:
                     value, stages = self._instance.value(other), other
-        return value, stages
+            idle = 0 if value < before else idle + 1
+            if value < best[0]:
+                best = value, stages
+            if idle == PATIENCE and self._pool is not None:
+                # Nothing better is near: another way from the start may lead elsewhere.
+                (value, stages), idle = self._first, 0
+                self._pool.forget()
+        return best
 
     def tighten(self, stages: IntArray, rounds: int, deadline: float) -> IntArray:
         """Improves a plan by a fixed number of small rounds: the same plan on every machine.
@@ -101,7 +117,7 @@ class LocalSearch:
             value, better = self._cut_orders(value, stages, deadline)
             stages = stages if better is None else better
             order = random_order(self._instance, self._random, stages)
-            other = recombine(self._instance, stages, order, Reach(15, 200), deadline)
+            other = recombine(self._instance, stages, order, Reach(15, 200), self._random, deadline)
             if other is not None:
                 value, stages = self._instance.value(other), other
         return stages
@@ -130,7 +146,7 @@ class LocalSearch:
         few = MAX_NEIGHBOURS // self._instance.num_stages**3
         reach = Reach(nodes, max(100, min(few, MAX_NEIGHBOURS // 10)))
         order = random_order(self._instance, self._random, stages)
-        return recombine(self._instance, stages, order, reach, deadline)
+        return recombine(self._instance, stages, order, reach, self._random, deadline)
 
 
 def spread(instance: Instance, stages: IntArray) -> IntArray:

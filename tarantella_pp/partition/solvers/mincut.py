@@ -39,65 +39,71 @@ class Flow:
 
     def run(self) -> float:
         """Pushes as much as fits from node 0 to node 1 and returns how much."""
-        largest = max((room for room in self._room if room < _INFINITE / 2), default=0.0)
-        tiny = 1e-13 * largest
+        tiny = self._tiny()
         total = 0.0
         while True:
-            level = self._levels(tiny)
-            if level[1] < 0:
+            level = self._levels(1, tiny, backward=True)
+            if level[0] < 0:
                 return total
-            pointer = [0] * len(self._arcs)
-            while True:
-                pushed = self._augment(level, pointer, tiny)
-                if pushed <= tiny:
-                    break
-                total += pushed
+            total += self._block(level, tiny)
 
-    def _levels(self, tiny: float) -> list[int]:
+    def _tiny(self) -> float:
+        """Returns the room that counts as none."""
+        return 1e-13 * max((room for room in self._room if room < _INFINITE / 2), default=0.0)
+
+    def _levels(self, start: int, tiny: float, *, backward: bool) -> list[int]:
+        """Returns each node's distance from one, or to it; -1 where there is no way."""
         level = [-1] * len(self._arcs)
-        level[0] = 0
-        queue = deque([0])
-        head, room = self._head, self._room
+        level[start] = 0
+        head, room, turn = self._head, self._room, int(backward)
+        queue = deque([start])
         while queue:
             node = queue.popleft()
+            further = level[node] + 1
             for arc in self._arcs[node]:
                 after = head[arc]
-                if level[after] < 0 and room[arc] > tiny:
-                    level[after] = level[node] + 1
+                if level[after] < 0 and room[arc ^ turn] > tiny:
+                    level[after] = further
                     queue.append(after)
         return level
 
-    def _augment(self, level: list[int], pointer: list[int], tiny: float) -> float:
-        """Finds one more path of the level graph and fills it."""
+    def _block(self, level: list[int], tiny: float) -> float:
+        """Pushes along shortest paths, by their distance to node 1, until none is left."""
         head, room, arcs = self._head, self._room, self._arcs
+        pointer = [0] * len(arcs)
         path: list[int] = []
-        node = 0
-        while node != 1:
-            at = arcs[node]
-            while pointer[node] < len(at):
-                arc = at[pointer[node]]
-                if room[arc] > tiny and level[head[arc]] == level[node] + 1:
+        node, total = 0, 0.0
+        while True:
+            if node == 1:
+                pushed = min([room[arc] for arc in path])
+                total += pushed
+                full = 0
+                for place, arc in enumerate(path):
+                    room[arc] -= pushed
+                    room[arc ^ 1] += pushed
+                    if not full and room[arc] <= tiny:
+                        full = place + 1
+                # What lies before the first full arc is the begin of the next path.
+                node = head[path[full - 1] ^ 1]
+                del path[full - 1 :]
+            at, closer = arcs[node], level[node] - 1
+            for place in range(pointer[node], len(at)):
+                arc = at[place]
+                if level[head[arc]] == closer and room[arc] > tiny:
+                    pointer[node] = place
+                    path.append(arc)
+                    node = head[arc]
                     break
-                pointer[node] += 1
-            if pointer[node] < len(at):
-                path.append(at[pointer[node]])
-                node = head[path[-1]]
-            elif path:
-                arc = path.pop()
-                node = head[arc ^ 1]
-                pointer[node] += 1
             else:
-                return 0.0
-        pushed = min(room[arc] for arc in path)
-        for arc in path:
-            room[arc] -= pushed
-            room[arc ^ 1] += pushed
-        return pushed
+                if not path:
+                    return total
+                pointer[node] = len(at)
+                node = head[path.pop() ^ 1]
+                pointer[node] += 1
 
     def source_side(self) -> list[bool]:
         """Tells for each node whether the source still reaches it after `run`."""
-        largest = max((room for room in self._room if room < _INFINITE / 2), default=0.0)
-        return [level >= 0 for level in self._levels(1e-13 * largest)]
+        return [level >= 0 for level in self._levels(0, self._tiny(), backward=False)]
 
 
 def least_cut(

@@ -36,6 +36,7 @@ class Pool:
         self._total = float(self._work.sum())
         n = instance.num_nodes
         self._words: Words = pack(np.array([[False, True]] * n))
+        self._grid: Words = self._words
 
     def __len__(self) -> int:
         """Returns the number of ideals."""
@@ -67,6 +68,11 @@ class Pool:
                 outside = self._closure.before > target + slack
                 found.append(least_cut(self._instance, touch, inside, outside, zero)[1])
         self.add(found)
+        self._grid = self._words
+
+    def forget(self) -> None:
+        """Drops what was added since the last grid."""
+        self._words = self._grid
 
     def add_around(
         self, stages: IntArray, random: np.random.Generator, draws: int, deadline: float

@@ -9,7 +9,8 @@ import numpy as np
 
 from tarantella_pp.partition.problem import IntArray
 from tarantella_pp.partition.solvers.balance import solve_balance
-from tarantella_pp.partition.solvers.bounds import ends_bound, granular, simple_bound
+from tarantella_pp.partition.solvers.boundaries import Boundaries
+from tarantella_pp.partition.solvers.bounds import granular, simple_bound
 from tarantella_pp.partition.solvers.chain import ChainSearch, OutOfTimeError
 from tarantella_pp.partition.solvers.contract import fuse_uncuttable
 from tarantella_pp.partition.solvers.family import Family
@@ -93,8 +94,9 @@ def _heuristic(
     if closure is not None and instance.objective.uniform:
         total = float(instance.objective.node_costs().max(axis=0).sum())
         lower = window_bound(instance, closure, lower, max(total, lower))
-        lower = max(lower, ends_bound(instance, lower))
         lower = granular(instance, lower)
+        if instance.additive:
+            return _by_boundaries(instance, closure, search_more, lower, stages, deadline)
     cuts = instance.objective.uniform and instance.objective.terms.has_touch
     if (
         closure is not None
@@ -114,6 +116,28 @@ def _heuristic(
     if value > lower * (1 + EQUAL):
         value, stages = search_more.run(stages, lower, deadline)
     return Found(stages, min(lower, value), "order DP, neighbourhoods, least cuts and their bounds")
+
+
+def _by_boundaries(
+    instance: Instance,
+    closure: Closure,
+    search_more: LocalSearch,
+    lower: float,
+    stages: IntArray | None,
+    deadline: float,
+) -> Found:
+    """Plans along the weights that boundaries can have, and searches around what that leaves."""
+    boundaries = Boundaries(instance, closure)
+    most = float(instance.objective.node_costs()[0].sum())
+    value = most if stages is None else instance.value(stages)
+    random = np.random.default_rng(0)
+    while True:
+        now = time.perf_counter()
+        until = now + (deadline - now) / 3
+        lower, value, stages = boundaries.search(value, stages, lower, random, until)
+        if value <= lower * (1 + EQUAL) or time.perf_counter() + 0.1 > deadline:
+            return Found(stages, min(lower, value), "weights at boundaries")
+        value, stages = search_more.run(stages, lower, until + (deadline - until) / 3)
 
 
 def _exact(

@@ -46,11 +46,21 @@ class CutPass:
         self._num_outputs = len(trace.outputs)
         self._num_back = len(trace.input_gradients)
         key = tf.TensorSpec([], tf.int64)
-        seeds = [tf.TensorSpec(seed.shape, seed.dtype) for seed in trace.seeds]
+        self._arguments = [key, *(tf.TensorSpec(seed.shape, seed.dtype) for seed in trace.seeds)]
         self._forward = Compiled(self._run_forward, [key, *specs])
-        self._backward = Compiled(self._run_backward, [key, *seeds])
-        self._backward_input = Compiled(self._run_backward_input, [key, *seeds])
-        self._backward_weight = Compiled(self._run_backward_weight, [key])
+
+    # A schedule uses either the one or the two others, and each takes long to compile.
+    @functools.cached_property
+    def _backward(self) -> Compiled:
+        return Compiled(self._run_backward, self._arguments)
+
+    @functools.cached_property
+    def _backward_input(self) -> Compiled:
+        return Compiled(self._run_backward_input, self._arguments)
+
+    @functools.cached_property
+    def _backward_weight(self) -> Compiled:
+        return Compiled(self._run_backward_weight, self._arguments[:1])
 
     @property
     def residual_bytes(self) -> int | None:

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from benchmarks.graphs import branching, gpt, layered
 from tarantella_pp.partition.neutral import graph_from_dict, to_problem
+from tarantella_pp.partition.solvers import ideals as ideals_module
 from tarantella_pp.partition.solvers import search as search_module
 from tarantella_pp.partition.solvers import ties as ties_module
 from tarantella_pp.partition.solvers.boundaries import Boundaries
-from tarantella_pp.partition.solvers.bounds import granular, simple_bound, unit_of
+from tarantella_pp.partition.solvers.bounds import company_bound, granular, simple_bound, unit_of
 from tarantella_pp.partition.solvers.ideals import enumerate_ideals, unpack
 from tarantella_pp.partition.solvers.local_search import LocalSearch
 from tarantella_pp.partition.solvers.mincut import least_cut
@@ -181,6 +182,7 @@ def test_bounds_of_loads_hold(problem):
         closure = Closure.of(instance)
         bound = window_bound(instance, closure, simple_bound(instance), 1000.0)
         assert bound <= best * (1 + 1e-9)
+        assert bound <= company_bound(instance, bound) <= best * (1 + 1e-9)
         assert CutBound(instance, closure).improve(bound, 1.5 * best, soon()) <= best * (1 + 1e-9)
 
 
@@ -234,6 +236,18 @@ def test_what_is_searched_agrees_with_what_is_exact(monkeypatch, make, stages, o
     assert searched.certificate.value <= exact.value * 1.15
     if searched.certificate.optimal:
         assert searched.certificate.value == pytest.approx(exact.value)
+
+
+@pytest.mark.slow
+def test_a_gpt_too_large_to_list_has_a_gap(monkeypatch):
+    monkeypatch.setattr(ideals_module, "MEMORY_LIMIT", 1_000_000)
+    problem = to_problem(graph_from_dict(gpt(5000)), 8, "load")
+    solution = solve(problem, time_budget=4.0)
+    certificate = solution.certificate
+    assert problem.violation(solution.assignment) is None
+    assert not certificate.optimal
+    assert 0 < certificate.gap < 0.1
+    assert "gap <=" in str(certificate)
 
 
 @pytest.mark.slow

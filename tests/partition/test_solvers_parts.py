@@ -11,12 +11,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tarantella_pp.partition.problem import Problem, TensorCost
 from tarantella_pp.partition.solvers.balance import solve_balance
 from tarantella_pp.partition.solvers.bounds import simple_bound
 from tarantella_pp.partition.solvers.chain import ChainSearch, OutOfTimeError
 from tarantella_pp.partition.solvers.contract import contract, fuse_uncuttable
 from tarantella_pp.partition.solvers.family import Family, Pricer
 from tarantella_pp.partition.solvers.ideals import enumerate_ideals, pack, unpack
+from tarantella_pp.partition.solvers.mirror import (
+    mirrored,
+    mirrored_family,
+    mirrored_stages,
+)
 from tarantella_pp.partition.solvers.order_dp import OrderDP
 from tarantella_pp.partition.solvers.orders import random_order, starting_orders
 from tarantella_pp.partition.solvers.reductions import expand, reduce_problem
@@ -194,9 +200,39 @@ def test_every_ideal_is_listed_once(problem):
     assert enumerate_ideals(instance, lattice.count - 1) is None
 
 
-def test_contracting_fuses_what_lies_between():
-    from tarantella_pp.partition.problem import Problem
+@examples(200)
+@given(problems())
+def test_from_behind_all_is_the_same(problem):
+    instance = reduce_problem(replace(problem, tied="together"))
+    turned = mirrored(instance)
+    if turned is None or not instance.num_nodes:
+        assert turned is None or not turned.num_nodes
+        return
+    family = Family(instance, enumerate_ideals(instance, 10_000).words)
+    behind = ChainSearch(mirrored_family(family)).run(np.inf, FOREVER)
+    ahead = ChainSearch(family).run(np.inf, FOREVER)
+    assert (behind is None) == (ahead is None)
+    if behind is not None:
+        stages = mirrored_stages(behind[1], instance.num_stages)
+        assert behind[0] == close(ahead[0])
+        assert instance.value(stages) == close(ahead[0])
 
+
+def test_a_heavy_end_is_searched_from_behind():
+    # Long tensors over a chain, and a last node as heavy as a stage may be.
+    n = 60
+    work = np.array([1.0] * (n - 1) + [30.0])
+    tensors = tuple(TensorCost(i, (i, i + 1), 0.3) for i in range(n - 1))
+    problem = Problem(4, "load", work, work, work, tensors=tensors)
+    instance = reduce_problem(problem)
+    family = Family(instance, enumerate_ideals(instance, 1000).words)
+    ahead, behind = ChainSearch(family), ChainSearch(mirrored_family(family))
+    assert behind.pairs(30.5) < ahead.pairs(30.5)
+    assert behind.run(30.2, FOREVER) is None
+    assert behind.run(30.3 + 1e-9, FOREVER)[0] == close(30.3)
+
+
+def test_contracting_fuses_what_lies_between():
     ones = np.ones(4)
     problem = Problem(2, "time", ones, ones, ones, edges=np.array([(0, 1), (1, 2), (2, 3)]))
     small, place = contract(reduce_problem(problem), [(0, 2)])
@@ -205,8 +241,6 @@ def test_contracting_fuses_what_lies_between():
 
 
 def test_a_search_stops_after_its_pairs():
-    from tarantella_pp.partition.problem import Problem
-
     ones = np.ones(30)
     problem = Problem(4, "time", ones, ones, ones, edges=np.array([(i, i + 1) for i in range(29)]))
     instance = reduce_problem(problem)
@@ -219,8 +253,6 @@ def test_a_search_stops_after_its_pairs():
 
 def test_reductions_keep_precedence_acyclic():
     random = np.random.default_rng(1)
-    from tarantella_pp.partition.problem import Problem
-
     for _ in range(50):
         n = 12
         edges = [(i, j) for i in range(n) for j in range(i + 1, n) if random.random() < 0.2]

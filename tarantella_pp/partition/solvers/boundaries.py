@@ -67,6 +67,7 @@ class Boundaries:
         self._before, self._after = scale * closure.before, scale * closure.after
         self._order = depth_first_order(instance, backward=True)
         self._weights: list[FloatArray | None] = [None] * (instance.num_stages - 1)
+        self._failed = [np.inf] * (instance.num_stages - 1)
 
     def bound(self, lower: float, upper: float, deadline: float) -> float:
         """Raises a bound.
@@ -82,11 +83,15 @@ class Boundaries:
         S, capacity = self._instance.num_stages, upper / self._unit
         none = np.zeros(self._instance.num_nodes, bool)
         for boundary in range(1, S):
-            # Weights below a larger value hold those below a smaller one.
-            if self._weights[boundary - 1] is None:
+            # Weights below a larger value hold those below a smaller one. Where they were too
+            # many, half as wide a window is worth another try.
+            half = lower / self._unit + (self._failed[boundary - 1] - lower / self._unit) / 2
+            if self._weights[boundary - 1] is None and capacity <= half:
                 swept = self._swept(none, boundary, capacity, deadline)
                 if swept is not None:
                     self._weights[boundary - 1] = np.unique(swept.work)
+                elif time.perf_counter() < deadline:
+                    self._failed[boundary - 1] = capacity
         low, high = lower / self._unit, capacity
         for _ in range(60):
             if high - low <= 1e-12 * high:

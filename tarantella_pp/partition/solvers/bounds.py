@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 
 from tarantella_pp.partition.problem import FloatArray
 from tarantella_pp.partition.solvers.instance import Instance
+from tarantella_pp.partition.solvers.mincut import least_cut
+
+#: Nodes around which a cut is sought.
+MAX_COMPANIES = 12
 
 
 def simple_bound(instance: Instance) -> float:
@@ -39,6 +44,42 @@ def _pairs(costs: FloatArray, stages: int) -> float:
         if k > 64:
             break
     return best
+
+
+def company_bound(instance: Instance, lower: float) -> float:
+    """Bounds a load by what any stage pays that holds one of the costliest nodes.
+
+    Whatever else the stage holds, it pays for that and for the tensors that it shares: at least
+    a minimum cut around the node. Where one operation and its tensors dominate a graph, this is
+    the optimum for any number of stages.
+
+    Args:
+        instance: The instance.
+        lower: A bound known.
+
+    Returns:
+        A bound, at least `lower`.
+    """
+    resource, n = instance.objective, instance.num_nodes
+    terms, scale = resource.terms, float(resource.scale.min())
+    weight = resource.alpha + float(resource.factor.min()) * resource.beta
+    alone = weight.copy()
+    for pins, touch in zip(terms.pins, terms.touch.tolist(), strict=True):
+        alone[list(pins)] += touch
+    # Any nodes may keep company here, whatever lies between them.
+    loose = replace(instance, preds=((),) * n, succs=((),) * n)
+    nobody, covered = np.zeros(n, bool), np.zeros(n, bool)
+    for _ in range(MAX_COMPANIES):
+        node = int(np.where(covered, -1.0, alone).argmax())
+        if covered[node] or scale * alone[node] <= lower:
+            break
+        itself = nobody.copy()
+        itself[node] = True
+        cost, company = least_cut(loose, terms.touch, itself, nobody, weight)
+        lower = max(lower, scale * (cost + float(weight[node])) * (1 - 1e-12))
+        # The others of the company are bounded by no more.
+        covered |= company
+    return lower
 
 
 def unit_of(costs: FloatArray) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from dataclasses import dataclass
 from typing import Literal
@@ -75,8 +76,7 @@ class ChainSearch:
             OutOfTimeError: The deadline came first.
         """
         S = self._instance.num_stages
-        caps = [resource.cap.copy() for resource in self._instance.resources]
-        caps[0] = np.minimum(caps[0], capacity)
+        caps = self._caps(capacity)
         zero = np.zeros(1, np.intp)
         fronts = [_Front(zero, np.zeros(1), zero, np.ones(1, bool))]
         for boundary in range(1, S):
@@ -91,6 +91,26 @@ class ChainSearch:
             return None
         fronts.append(final)
         return float(final.value[0]), self._stages(fronts)
+
+    def pairs(self, capacity: float) -> float:
+        """Estimates the work of a run within a capacity, from the ideals at each boundary.
+
+        The first boundaries count most: a search that fails there is over.
+
+        Args:
+            capacity: Largest objective value allowed for a stage.
+
+        Returns:
+            Pairs of ideals at neighbouring boundaries, those farther on counting less.
+        """
+        caps = self._caps(capacity)
+        sizes = [1, *(len(self._family.window(b, caps)) for b in range(1, len(caps[0])))]
+        return sum(a * b / 4.0**i for i, (a, b) in enumerate(itertools.pairwise(sizes)))
+
+    def _caps(self, capacity: float) -> list[FloatArray]:
+        caps = [resource.cap.copy() for resource in self._instance.resources]
+        caps[0] = np.minimum(caps[0], capacity)
+        return caps
 
     def _finish(self, front: _Front, caps: list[FloatArray], goal: Goal) -> _Front | None:
         """Closes every chain of a front with the last stage, all at once."""

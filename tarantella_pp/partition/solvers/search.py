@@ -10,13 +10,14 @@ import numpy as np
 from tarantella_pp.partition.problem import IntArray
 from tarantella_pp.partition.solvers.balance import solve_balance
 from tarantella_pp.partition.solvers.boundaries import Boundaries
-from tarantella_pp.partition.solvers.bounds import granular, simple_bound
+from tarantella_pp.partition.solvers.bounds import company_bound, granular, simple_bound
 from tarantella_pp.partition.solvers.chain import ChainSearch, OutOfTimeError
 from tarantella_pp.partition.solvers.contract import fuse_uncuttable
 from tarantella_pp.partition.solvers.family import Family
 from tarantella_pp.partition.solvers.ideals import Lattice, enumerate_ideals
 from tarantella_pp.partition.solvers.instance import Instance
 from tarantella_pp.partition.solvers.local_search import LocalSearch, spread, start
+from tarantella_pp.partition.solvers.mirror import mirrored_family, mirrored_stages
 from tarantella_pp.partition.solvers.order_dp import OrderDP
 from tarantella_pp.partition.solvers.two_stages import TwoStages
 from tarantella_pp.partition.solvers.windows import MAX_NODES, Closure, CutBound, window_bound
@@ -68,6 +69,10 @@ def search(instance: Instance, deadline: float) -> Found:
     value, stages = start(instance, orders, lower)
     if value <= lower * (1 + EQUAL):
         return Found(stages, lower, "order DP meets the bound")
+    if instance.objective.terms.has_touch and instance.num_nodes <= MAX_NODES:
+        lower = company_bound(instance, lower)
+        if value <= lower * (1 + EQUAL):
+            return Found(stages, lower, "order DP meets the bound of a node and its tensors")
     try:
         # A proof that takes too long leaves time to search instead.
         now = time.perf_counter()
@@ -133,11 +138,11 @@ def _by_boundaries(
     random = np.random.default_rng(0)
     while True:
         now = time.perf_counter()
-        until = now + (deadline - now) / 3
+        until = now + 0.6 * (deadline - now)
         lower, value, stages = boundaries.search(value, stages, lower, random, until)
         if value <= lower * (1 + EQUAL) or time.perf_counter() + 0.1 > deadline:
             return Found(stages, min(lower, value), "weights at boundaries")
-        value, stages = search_more.run(stages, lower, until + (deadline - until) / 3)
+        value, stages = search_more.run(stages, lower, until + 0.6 * (deadline - until))
 
 
 def _exact(
@@ -207,16 +212,24 @@ def _chains(
     stages: IntArray | None,
     deadline: float,
 ) -> Found:
-    chains = ChainSearch(Family(instance, lattice.words))
+    family = Family(instance, lattice.words)
+    chains, behind = ChainSearch(family), False
+    turned = mirrored_family(family)
+    if turned is not None:
+        other = ChainSearch(turned)
+        # Where heavy nodes lie at the end, few ideals can begin the last stages.
+        behind = other.pairs(value) < chains.pairs(value)
+        chains = other if behind else chains
     method = f"chain DP, {lattice.count} ideals"
     # Whether anything better exists is often quickly refuted; the best is sought only if so.
     better = chains.run(value * (1 - EQUAL), deadline, goal="any")
     if better is None:
         return Found(stages, value, method, True)
-    value = instance.value(better[1])
+    stages = mirrored_stages(better[1], instance.num_stages) if behind else better[1]
     try:
-        best = chains.run(value * (1 + EQUAL), deadline)
+        best = chains.run(instance.value(stages) * (1 + EQUAL), deadline)
     except OutOfTimeError:
-        return Found(better[1], lower, f"{method}, cut off")
-    stages = better[1] if best is None else best[1]
+        return Found(stages, lower, f"{method}, cut off")
+    if best is not None:
+        stages = mirrored_stages(best[1], instance.num_stages) if behind else best[1]
     return Found(stages, instance.value(stages), method, True)

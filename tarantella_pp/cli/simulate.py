@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -120,20 +121,35 @@ def _assumptions(simulation: PlanSimulation, step: PipelineStep) -> list[str]:
     """Says what the figures rest on."""
     machine = simulation.machine
     bandwidth, latency = machine.bandwidth / 1e9, machine.latency * 1e6
-    lines = [
-        f"a rank does {machine.flops_per_second / 1e12:g} TFLOP/s on every layer.",
-        "a backward pass takes twice its forward pass, half for inputs and half for weights.",
+    stages = simulation.plan.stages
+    measured = [i for i, stage in enumerate(stages) if stage.forward_seconds is not None]
+    lines = []
+    if len(measured) < len(stages):
+        lines += [
+            f"a rank does {machine.flops_per_second / 1e12:g} TFLOP/s on every layer.",
+            "a backward pass takes twice its forward pass, half for inputs and half for weights.",
+        ]
+    if measured:
+        which = "stages" if len(measured) == len(stages) else f"stages {_list(measured)}"
+        lines.append(
+            f"{which} take the seconds that the plan has of them, measured on one machine and in "
+            "proportion to the samples of a micro-batch; half of a backward pass is for weights."
+        )
+    lines += [
         f"links do {bandwidth:g} GB/s in each direction after {latency:g} us, while ranks compute.",
         "the batch grows with the replicas, each of which has the plan's samples.",
         "replicas sum the gradients of a stage in a ring once all are there.",
         "updates of weights, reading data and the framework's own time are left out.",
     ]
     if repeated := simulation.plan.recompute:
-        stages = ", ".join(map(str, repeated))
-        lines.append(f"stages that recompute ({stages}) repeat their forward pass once.")
+        lines.append(f"stages that recompute ({_list(repeated)}) repeat their forward pass once.")
     if step.timeline is None:
         lines.append(
             "the pipeline is too large to be played: closed forms, as if every rank took as long "
             "as the slowest."
         )
     return lines
+
+
+def _list(numbers: Iterable[int]) -> str:
+    return ", ".join(map(str, numbers))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from msgspec.structs import replace
 
 from tests.cli.commands import VGG, Command
 from tests.partition.plans import chain_graph, plan_of
@@ -42,6 +43,28 @@ def test_equal_stages_have_the_bubble_of_the_formula(command, plan, schedule) ->
     assert found["samples_per_second"] == pytest.approx(SAMPLES / found["step_seconds"])
     assert found["speed_up"] == pytest.approx(STAGES * MICRO_BATCHES / slots, rel=1e-6)
     assert found["num_ranks"] == STAGES
+
+
+@pytest.mark.parametrize("measured", [[0, 1, 2, 3], [1]])
+def test_measured_seconds_take_the_place_of_arithmetic(command, tmp_path, measured) -> None:
+    whole = plan_of(chain_graph(STAGES), [0, 1, 2, 3])
+    stages = [
+        replace(stage, forward_seconds=0.01, backward_seconds=0.03) if i in measured else stage
+        for i, stage in enumerate(whole.stages)
+    ]
+    path = tmp_path / "plan.json"
+    replace(whole, stages=tuple(stages)).save(path)
+    found = command.json("simulate", path, *fast_links())
+    busy = [rank["busy_seconds"] for rank in found["ranks"]]
+    arithmetic = 3 * SAMPLES * FLOPS / 1e9
+    for stage, seconds in enumerate(busy):
+        wanted = MICRO_BATCHES * 0.04 if stage in measured else arithmetic
+        assert seconds == pytest.approx(wanted, rel=1e-9)
+    half = command.json("simulate", path, *fast_links("--micro-batches", 2 * MICRO_BATCHES))
+    assert half["ranks"][1]["busy_seconds"] == pytest.approx(busy[1], rel=1e-9)
+    text = " ".join(found["assumptions"])
+    assert ("stages 1 take" if len(measured) == 1 else "stages take") in text
+    assert ("TFLOP/s" in text) == (len(measured) < STAGES)
 
 
 def test_memory_is_that_of_the_plan(command, plan) -> None:

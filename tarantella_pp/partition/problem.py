@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
-from tarantella_pp.errors import GraphError, PlanError
+from tarantella_pp.errors import PlanError
+from tarantella_pp.partition import problem_checks
 
 Objective = Literal["memory", "time", "flops", "load"]
 Tied = Literal["together", "free"]
@@ -115,14 +116,15 @@ class Problem:
 
     def __post_init__(self) -> None:
         for name in ("work", "static_memory", "activation_memory"):
-            object.__setattr__(self, name, _costs(name, getattr(self, name), len(self.work)))
+            checked = problem_checks.costs(name, getattr(self, name), len(self.work))
+            object.__setattr__(self, name, checked)
         object.__setattr__(self, "tensors", tuple(self.tensors))
         object.__setattr__(self, "groups", tuple(tuple(group) for group in self.groups))
-        _check_options(self)
-        _check_tensors(self)
-        object.__setattr__(self, "flight", _in_flight(self))
-        object.__setattr__(self, "limits", _limits(self))
-        object.__setattr__(self, "precedence", _precedence(self))
+        problem_checks.check_options(self, get_args(Objective), get_args(Tied))
+        problem_checks.check_tensors(self)
+        object.__setattr__(self, "flight", problem_checks.in_flight(self))
+        object.__setattr__(self, "limits", problem_checks.limits(self))
+        object.__setattr__(self, "precedence", problem_checks.precedence(self))
 
     @property
     def num_nodes(self) -> int:
@@ -217,87 +219,3 @@ def weighted_counts(index: IntArray, weights: FloatArray, size: int) -> FloatArr
     """
     counts: FloatArray = np.bincount(index, weights, size).astype(np.float64, copy=False)
     return counts
-
-
-def _costs(name: str, values: ArrayLike, count: int) -> FloatArray:
-    array = np.array(values, dtype=np.float64)
-    if array.shape != (count,):
-        raise GraphError(f"`{name}` has one number for each node. Received: shape {array.shape}")
-    if not np.isfinite(array).all() or (array < 0).any():
-        where = int(np.flatnonzero(~(np.isfinite(array) & (array >= 0)))[0])
-        raise GraphError(
-            f"`{name}` of node {where} must be finite and not negative. Received: {array[where]}"
-        )
-    array.flags.writeable = False
-    return array
-
-
-def _check_options(problem: Problem) -> None:
-    if isinstance(problem.num_stages, bool) or problem.num_stages < 1:
-        raise PlanError(f"A pipeline has at least one stage. Received: {problem.num_stages=}")
-    if problem.objective not in get_args(Objective):
-        raise PlanError(
-            f"`objective` is one of {get_args(Objective)}. Received: {problem.objective!r}"
-        )
-    if problem.tied not in get_args(Tied):
-        raise PlanError(f"`tied` is one of {get_args(Tied)}. Received: {problem.tied!r}")
-    for name in ("group_bytes", "group_comm"):
-        values = getattr(problem, name)
-        if len(values) not in (0, len(problem.groups)) or any(not 0 <= v < 1e300 for v in values):
-            raise PlanError(f"`{name}` has one number for each group. Received: {values}")
-
-
-def _check_tensors(problem: Problem) -> None:
-    n = problem.num_nodes
-    for index, tensor in enumerate(problem.tensors):
-        producer = () if tensor.producer is None else (tensor.producer,)
-        if any(not 0 <= node < n for node in (*tensor.nodes, *producer)):
-            raise GraphError(f"Tensor {index} names a node outside 0..{n - 1}. Received: {tensor}")
-        if producer and tensor.producer not in tensor.nodes:
-            raise GraphError(f"Tensor {index} lacks its producer among its nodes: {tensor}")
-        if any(not 0 <= v < 1e300 for v in (tensor.comm, tensor.bytes, tensor.receive_bytes)):
-            raise GraphError(f"Tensor {index} has a negative or infinite cost: {tensor}")
-    for group in problem.groups:
-        if any(not 0 <= node < n for node in group):
-            raise GraphError(f"A group names a node outside 0..{n - 1}. Received: {group}")
-
-
-def _in_flight(problem: Problem) -> FloatArray:
-    S = problem.num_stages
-    flight = np.ones(S) if problem.in_flight is None else np.array(problem.in_flight, float)
-    if flight.shape != (S,) or not np.isfinite(flight).all() or (flight < 0).any():
-        raise PlanError(
-            f"`in_flight` has one count for each of the {S} stages. Received: {problem.in_flight}"
-        )
-    return flight
-
-
-def _limits(problem: Problem) -> FloatArray | None:
-    if problem.memory_limit is None:
-        return None
-    limits = np.array(problem.memory_limit, dtype=np.float64)
-    if limits.ndim == 0:
-        limits = np.full(problem.num_stages, float(limits))
-    if limits.shape != (problem.num_stages,) or not (limits > 0).all():
-        raise PlanError(
-            "`memory_limit` is one positive number of bytes, or one for each stage. "
-            f"Received: {problem.memory_limit}"
-        )
-    return limits
-
-
-def _precedence(problem: Problem) -> IntArray:
-    n = problem.num_nodes
-    if problem.edges is None:
-        pairs = [
-            (tensor.producer, node)
-            for tensor in problem.tensors
-            if tensor.producer is not None
-            for node in tensor.nodes
-            if node != tensor.producer
-        ]
-        return np.array(sorted(set(pairs)), dtype=np.int64).reshape(-1, 2)
-    edges = np.array(problem.edges, dtype=np.int64).reshape(-1, 2)
-    if len(edges) and (edges.min() < 0 or edges.max() >= n or (edges[:, 0] == edges[:, 1]).any()):
-        raise GraphError(f"An edge leaves 0..{n - 1} or returns to its own node.")
-    return np.unique(edges, axis=0)

@@ -197,7 +197,7 @@ def _seconds(stage: Stage, inputs: Sequence[tf.Tensor], repeats: int) -> Measure
         stage.backward(0, seeds)
         tf.test.experimental.sync_devices()
         backward.append(time.perf_counter() - start)
-        stage.body.sums.reset_slices()
+        stage.body.sums.reset()
     kept = stage.residual_bytes
     return _without_call(forward), _without_call(backward), kept
 

@@ -14,6 +14,7 @@ from tarantella_pp.runtime.cut import CutError, Trace, cut
 from tarantella_pp.runtime.gradient_sums import Slices
 from tarantella_pp.runtime.store import Store
 
+_KEY, _FLAG = tf.TensorSpec([], tf.int64), tf.TensorSpec([], tf.bool)
 _VIEWS = ("Reshape", "Identity", "ExpandDims", "Squeeze")
 """Operations whose result is in the memory of what they are given."""
 
@@ -45,22 +46,22 @@ class CutPass:
         self._seeds = Store(trace.seeds)
         self._num_outputs = len(trace.outputs)
         self._num_back = len(trace.input_gradients)
-        key = tf.TensorSpec([], tf.int64)
-        self._arguments = [key, *(tf.TensorSpec(seed.shape, seed.dtype) for seed in trace.seeds)]
-        self._forward = Compiled(self._run_forward, [key, *specs])
+        seeds = [tf.TensorSpec(seed.shape, seed.dtype) for seed in trace.seeds]
+        self._signatures = [[_KEY, _FLAG, *seeds], [_KEY, *seeds], [_KEY, _FLAG]]
+        self._forward = Compiled(self._run_forward, [_KEY, *specs])
 
     # A schedule uses either the one or the two others, and each takes long to compile.
     @functools.cached_property
     def _backward(self) -> Compiled:
-        return Compiled(self._run_backward, self._arguments)
+        return Compiled(self._run_backward, self._signatures[0])
 
     @functools.cached_property
     def _backward_input(self) -> Compiled:
-        return Compiled(self._run_backward_input, self._arguments)
+        return Compiled(self._run_backward_input, self._signatures[1])
 
     @functools.cached_property
     def _backward_weight(self) -> Compiled:
-        return Compiled(self._run_backward_weight, self._arguments[:1])
+        return Compiled(self._run_backward_weight, self._signatures[2])
 
     @property
     def residual_bytes(self) -> int | None:
@@ -85,7 +86,7 @@ class CutPass:
 
     def backward(self, key: int, seeds: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Runs `key` backward: accumulates weight gradients, returns the input gradients."""
-        found = self._backward(_key(key), *seeds)
+        found = self._backward(_key(key), _flag(self._body.sums.begin()), *seeds)
         self._body.sums.add_slices(_pairs(found[self._num_back :]))
         return found[: self._num_back]
 
@@ -95,7 +96,8 @@ class CutPass:
 
     def backward_weight(self, key: int) -> None:
         """Runs W of `key` and drops what was kept."""
-        self._body.sums.add_slices(_pairs(self._backward_weight(_key(key))))
+        found = self._backward_weight(_key(key), _flag(self._body.sums.begin()))
+        self._body.sums.add_slices(_pairs(found))
 
     def clear(self) -> None:
         """Drops what is kept for micro-batches in flight."""
@@ -107,9 +109,9 @@ class CutPass:
         self._residuals.put(key, found[self._num_outputs :])
         return found[: self._num_outputs]
 
-    def _run_backward(self, key: tf.Tensor, *seeds: tf.Tensor) -> Any:
+    def _run_backward(self, key: tf.Tensor, first: tf.Tensor, *seeds: tf.Tensor) -> Any:
         found = self._cut.backward(*seeds, *self._residuals.take(key))
-        return found[: self._num_back], self._accumulate(found[self._num_back :])
+        return found[: self._num_back], self._accumulate(found[self._num_back :], first)
 
     def _run_backward_input(self, key: tf.Tensor, *seeds: tf.Tensor) -> list[tf.Tensor]:
         found = self._cut.backward_input(*seeds, *self._residuals.peek(key))
@@ -117,15 +119,15 @@ class CutPass:
         self._seeds.put(key, seeds)
         return found[: self._num_back]
 
-    def _run_backward_weight(self, key: tf.Tensor) -> list[Slices]:
+    def _run_backward_weight(self, key: tf.Tensor, first: tf.Tensor) -> list[Slices]:
         kept = [*self._seeds.take(key), *self._residuals.take(key), *self._between.take(key)]
-        return self._accumulate(self._cut.backward_weight(*kept))
+        return self._accumulate(self._cut.backward_weight(*kept), first)
 
-    def _accumulate(self, components: Sequence[tf.Tensor]) -> list[Slices]:
+    def _accumulate(self, components: Sequence[tf.Tensor], first: tf.Tensor) -> list[Slices]:
         """Adds up the dense gradients, and returns the sparse ones."""
         left = iter(components)
         gradients = [rebuild(left) for rebuild in self._kinds]
-        self._body.sums.add_dense(gradients)
+        self._body.sums.add_dense(gradients, first)
         return self._body.sums.slices_of(gradients)
 
     def _trace(self, specs: Sequence[tf.TensorSpec]) -> Trace:
@@ -181,6 +183,11 @@ class CutPass:
 @functools.cache
 def _key(micro_batch: int) -> tf.Tensor:
     return tf.constant(micro_batch, tf.int64)
+
+
+@functools.cache
+def _flag(value: bool) -> tf.Tensor:
+    return tf.constant(value)
 
 
 def _pairs(tensors: Sequence[tf.Tensor]) -> list[Slices]:

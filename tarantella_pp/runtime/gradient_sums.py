@@ -31,6 +31,7 @@ class GradientSums:
         self._kinds: list[str | None] | None = None
         self._dense: list[tf.Variable | None] = [None] * len(self.weights)
         self._slices: dict[int, list[Slices]] = {}
+        self._empty = True
 
     def prepare(self, gradients: Sequence[Any]) -> None:
         """Learns from the gradients of one micro-batch what kind each weight's is.
@@ -48,11 +49,32 @@ class GradientSums:
             elif kind == "sparse":
                 self._slices[i] = []
 
-    def add_dense(self, gradients: Sequence[Any]) -> None:
-        """Adds the dense ones of a micro-batch's gradients; works inside a `tf.function`."""
-        for total, gradient in zip(self._dense, gradients, strict=True):
-            if total is not None:
-                total.assign_add(gradient)
+    def begin(self) -> bool:
+        """Returns whether nothing has been added since the last reset; from now on something has."""
+        empty, self._empty = self._empty, False
+        return empty
+
+    def add_dense(self, gradients: Sequence[Any], first: tf.Tensor | bool) -> None:
+        """Adds the dense ones of a micro-batch's gradients; works inside a `tf.function`.
+
+        The first ones take the place of what is there: their memory becomes that of the sum,
+        which need neither be set to zero nor be read.
+
+        Args:
+            gradients: One for each weight.
+            first: What `begin` said.
+        """
+        pairs = zip(self._dense, gradients, strict=True)
+        dense = [(total, gradient) for total, gradient in pairs if total is not None]
+
+        def replace() -> tf.Operation:
+            return tf.group(*(total.assign(gradient) for total, gradient in dense))
+
+        def add() -> tf.Operation:
+            return tf.group(*(total.assign_add(gradient) for total, gradient in dense))
+
+        if dense:
+            tf.cond(first, replace, add)
 
     def slices_of(self, gradients: Sequence[Any]) -> list[Slices]:
         """The sparse ones of a micro-batch's gradients, as `add_slices` takes them."""
@@ -92,14 +114,9 @@ class GradientSums:
             return tf.IndexedSlices(values, indices, tf.constant(list(self.weights[index].shape)))
         return None
 
-    def reset_dense(self) -> None:
-        """Sets the dense sums to zero; works inside a `tf.function`."""
-        for total in self._dense:
-            if total is not None:
-                total.assign(tf.zeros_like(total))
-
-    def reset_slices(self) -> None:
-        """Forgets the sparse gradients."""
+    def reset(self) -> None:
+        """Forgets all gradients so far."""
+        self._empty = True
         for kept in self._slices.values():
             kept.clear()
 

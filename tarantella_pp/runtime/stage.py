@@ -131,8 +131,7 @@ class Stage:
         self._running.clear()
         for work in set(self._passes.values()):
             work.clear()
-        self.body.sums.reset_dense()
-        self.body.sums.reset_slices()
+        self.body.sums.reset()
 
     def _run_inference(self, inputs: list[tf.Tensor]) -> tuple[list[tf.Tensor], tf.Tensor]:
         return self.body.run(inputs, training=False)

@@ -60,7 +60,7 @@ class TapePass:
     def backward_weight(self, key: int) -> None:
         """Adds the weight gradients of `key` to the sums."""
         gradients = self._waiting.pop(key)
-        self._body.sums.add_dense(gradients)
+        self._body.sums.add_dense(gradients, self._body.sums.begin())
         self._body.sums.add_slices(self._body.sums.slices_of(gradients))
 
     def clear(self) -> None:

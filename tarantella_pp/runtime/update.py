@@ -41,10 +41,10 @@ class Update:
         return self._penalty()
 
     def apply(self) -> None:
-        """Updates the weights with the gradients summed so far, and sets the sums to zero."""
+        """Updates the weights with the gradients summed so far, and begins new sums."""
         self._step([sums.collected() for sums in self._sums])
         for sums in self._sums:
-            sums.reset_slices()
+            sums.reset()
 
     def _regularization(self) -> tf.Tensor:
         dtype = keras.config.floatx()
@@ -58,8 +58,6 @@ class Update:
             count_step(self._optimizer)
         else:
             self._optimizer.apply(gradients, [weight for weight, _, _ in self._own])
-        for sums in self._sums:
-            sums.reset_dense()
 
     def _gradient(
         self, weight: Any, sums: GradientSums, index: int, collected: dict[int, Slices]

@@ -193,8 +193,7 @@ def by_stage(stage, batches, split):
     sums = stage.body.sums
     collected = sums.collected()
     totals = [dense(sums.gradient(i, collected)) for i in range(len(sums.weights))]
-    sums.reset_dense()
-    sums.reset_slices()
+    sums.reset()
     return found, totals
 
 

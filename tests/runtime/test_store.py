@@ -55,7 +55,7 @@ def test_sums_of_dense_sparse_and_missing_gradients():
         )
         gradients = [tf.fill((2,), step), sparse, None]
         sums.prepare(gradients)
-        sums.add_dense(gradients)
+        sums.add_dense(gradients, sums.begin())
         sums.add_slices(sums.slices_of(gradients))
     collected = sums.collected()
     assert sums.gradient(0, collected).numpy().tolist() == [3, 3]
@@ -65,11 +65,12 @@ def test_sums_of_dense_sparse_and_missing_gradients():
     assert sums.gradient(2, collected) is None
     sums.reached = [False, True, True]
     assert sums.gradient(0, collected) is None
-    sums.reset_dense()
-    sums.reset_slices()
+    sums.reset()
     assert sums.collected() == {}
     sums.reached[0] = True
-    assert sums.gradient(0, {}).numpy().tolist() == [0, 0]
+    sums.add_dense([tf.fill((2,), 5.0), None, None], sums.begin())
+    assert sums.gradient(0, {}).numpy().tolist() == [5, 5]
+    assert not sums.begin()
 
 
 @given(st.integers(0, 200), st.integers(1, 64))

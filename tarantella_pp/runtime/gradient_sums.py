@@ -50,7 +50,7 @@ class GradientSums:
                 self._slices[i] = []
 
     def begin(self) -> bool:
-        """Returns whether nothing has been added since the last reset; from now on something has."""
+        """Returns whether nothing has been added since the last reset; call it before adding."""
         empty, self._empty = self._empty, False
         return empty
 

@@ -33,10 +33,10 @@ def alike(steps: Sequence[MeasuredStep]) -> list[MeasuredStep]:
 
 
 def measured_costs(steps: Sequence[MeasuredStep]) -> Costs:
-    """Estimates the costs of stages and messages, by medians over the steps.
+    """Estimates the costs of stages and messages.
 
-    The first of a stage's micro-batches may take longer than the others, so that computations
-    cost the mean of all micro-batches' medians.
+    Computations cost their mean over all micro-batches and typical steps: whatever makes one of
+    them take longer now and then is in there, for it makes steps longer, too.
 
     Handing over costs the sender what its sends take, and taking a message that is there costs
     the receiver what its shortest waits take: those for messages sent before it asked for them.
@@ -49,12 +49,12 @@ def measured_costs(steps: Sequence[MeasuredStep]) -> Costs:
     Returns:
         The costs, for `simulate`.
     """
-    computing: defaultdict[Compute, list[float]] = defaultdict(list)
-    for step in steps:
+    usual: defaultdict[tuple[int, Kind], list[float]] = defaultdict(list)
+    for step in _typical(steps):
         for own in step.spans:
             for what, start, end in own:
                 if isinstance(what, Compute):
-                    computing[what].append(end - start)
+                    usual[what.stage, what.kind].append(end - start)
     sending: list[float] = []
     taking: list[float] = []
     coming: defaultdict[Link, list[float]] = defaultdict(list)
@@ -68,9 +68,6 @@ def measured_costs(steps: Sequence[MeasuredStep]) -> Costs:
     receive = _median(taking)
     links = {pair: LinkCosts(0.0, max(0.0, _median(s) - receive)) for pair, s in coming.items()}
     others = _median([link.latency for link in links.values()])
-    usual: defaultdict[tuple[int, Kind], list[float]] = defaultdict(list)
-    for one, seconds in computing.items():
-        usual[one.stage, one.kind].append(median(seconds))
     stages = range(steps[0].schedule.num_stages)
     return Costs(
         tuple(_stage_costs(stage, usual) for stage in stages),
@@ -91,6 +88,16 @@ def simulated(steps: Sequence[MeasuredStep]) -> Timeline:
         The timeline of one step.
     """
     return simulate(steps[0].schedule, measured_costs(steps))
+
+
+def _typical(steps: Sequence[MeasuredStep]) -> list[MeasuredStep]:
+    """Returns the middle half of the steps of each schedule, by their length."""
+    lengths: defaultdict[int, list[MeasuredStep]] = defaultdict(list)
+    for step in sorted(steps, key=lambda step: step.timeline.step_seconds):
+        lengths[id(step.schedule)].append(step)
+    return [
+        step for own in lengths.values() for step in own[len(own) // 4 : -(len(own) // 4) or None]
+    ]
 
 
 def _stage_costs(stage: int, usual: dict[tuple[int, Kind], list[float]]) -> StageCosts:

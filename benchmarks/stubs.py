@@ -138,7 +138,7 @@ class StubPipeline:
             graph,
             links_of(layouts),
             self.schedule.placement,
-            Conversion(lambda tensor, dtype: tensor, lambda array, dtype: array),
+            Conversion(lambda tensor: tensor, lambda array: array, lambda tensor, dtype: tensor),
         )
         self._program = self.schedule.actions[communicator.rank]
         self._recorder = recorder

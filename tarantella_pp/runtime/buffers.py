@@ -54,22 +54,11 @@ def to_tensor(array: np.ndarray[Any, Any]) -> tf.Tensor:
     return tf.convert_to_tensor(array)
 
 
-def to_buffer_of(tensor: tf.Tensor, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-    """Returns `to_buffer` of a tensor, converted first if it is not of this dtype.
+def cast(tensor: tf.Tensor, dtype: np.dtype[Any]) -> tf.Tensor:
+    """Returns a tensor in another dtype.
 
     Args:
         tensor: An eager tensor of numbers.
-        dtype: The dtype to send.
+        dtype: The dtype; that of the tensor leaves it as it is.
     """
-    return to_buffer(tensor if tensor.dtype == dtype else tf.cast(tensor, dtype))
-
-
-def to_tensor_of(array: np.ndarray[Any, Any], dtype: np.dtype[Any]) -> tf.Tensor:
-    """Returns `to_tensor` of an array, converted then if it is not of this dtype.
-
-    Args:
-        array: As of `to_tensor`.
-        dtype: The dtype of the tensor.
-    """
-    tensor = to_tensor(array)
-    return tensor if array.dtype == dtype else tf.cast(tensor, dtype)
+    return tf.cast(tensor, dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -13,7 +14,7 @@ from tarantella_pp.runtime.channel import Receipt
 from tarantella_pp.runtime.communicator import Communicator, TensorSpec
 from tarantella_pp.runtime.layout import Link, Port
 from tarantella_pp.runtime.message import numpy_dtype
-from tarantella_pp.runtime.schedule import Transfer
+from tarantella_pp.runtime.schedule import Direction, Message, Transfer
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -27,21 +28,44 @@ class Conversion(NamedTuple):
     """How the tensors of a message become arrays and arrays become tensors.
 
     Attributes:
-        to_buffer: Returns an array for sending, of the dtype given: on the tensor's own memory,
-            where it has that dtype already.
-        to_tensor: Returns a tensor of the dtype given, likewise on the memory of an array that
-            was received.
+        to_buffer: Returns an array on the memory of a tensor, for sending.
+        to_tensor: Returns a tensor on the memory of an array that was received.
+        cast: Returns a tensor in another dtype.
     """
 
-    to_buffer: Callable[[Any, np.dtype[Any]], NDArray[Any]]
-    to_tensor: Callable[[NDArray[Any], np.dtype[Any]], Any]
+    to_buffer: Callable[[Any], NDArray[Any]]
+    to_tensor: Callable[[NDArray[Any]], Any]
+    cast: Callable[[Any, np.dtype[Any]], Any]
 
     @classmethod
     def of_tensorflow(cls) -> Conversion:
         """Returns that of TensorFlow's eager tensors."""
         from tarantella_pp.runtime import buffers
 
-        return cls(buffers.to_buffer_of, buffers.to_tensor_of)
+        return cls(buffers.to_buffer, buffers.to_tensor, buffers.cast)
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """What there is to know of a message before it is sent, found once for each.
+
+    Attributes:
+        tag: Tag of its MPI messages.
+        label: What it is, for people.
+        ports: What it holds.
+        dtypes: The dtype of each tensor.
+        on_wire: The dtype in which each travels.
+        narrows: Whether these differ.
+        is_dynamic: Whether its shapes are not known from the model.
+    """
+
+    tag: int
+    label: str
+    ports: tuple[Port, ...]
+    dtypes: tuple[np.dtype[Any], ...]
+    on_wire: tuple[np.dtype[Any], ...]
+    narrows: bool
+    is_dynamic: bool
 
 
 class Exchange:
@@ -76,6 +100,7 @@ class Exchange:
         self._numbers = {pair: number for number, pair in enumerate(self._links)}
         self._placement = placement
         self._wire_dtype = None if wire_dtype is None else numpy_dtype(wire_dtype)
+        self._ways: dict[tuple[Direction, Message], _Way] = {}
         self._rows: Mapping[int, int] = {}
         self._expected: list[Transfer] = []
         self._posted: dict[Transfer, Receipt] = {}
@@ -89,7 +114,8 @@ class Exchange:
         """
         self._rows = rows
         receives = (a for a in program if isinstance(a, Transfer) and a.operation == "R")
-        self._expected = list(reversed([a for a in receives if not self._is_dynamic(a)]))
+        static = [a for a in receives if not self._way(a).is_dynamic]
+        self._expected = static[::-1]
         self._posted.clear()
         for _ in range(_AHEAD):
             self._post_next()
@@ -101,15 +127,14 @@ class Exchange:
             action: The send.
             values: One tensor for each port of the message.
         """
-        target, tag, label = self._placement[action.target], self._tag(action), _label(action)
-        arrays = [
-            self._conversion.to_buffer(value, self._on_wire(port))
-            for value, port in zip(values, self._ports(action), strict=True)
-        ]
-        if self._is_dynamic(action):
+        target, way = self._placement[action.target], self._way(action)
+        if way.narrows:
+            values = list(map(self._conversion.cast, values, way.on_wire))
+        arrays = [self._conversion.to_buffer(value) for value in values]
+        if way.is_dynamic:
             sizes = np.array([size for a in arrays for size in a.shape], np.int64)
-            self._communicator.send([sizes], target, tag, label=f"shapes of {label}")
-        self._communicator.send(arrays, target, tag, label=label)
+            self._communicator.send([sizes], target, way.tag, label=f"shapes of {way.label}")
+        self._communicator.send(arrays, target, way.tag, label=way.label)
 
     def expect(self, action: Transfer) -> None:
         """Posts a receive, at the place in the program where it must be posted at the latest.
@@ -134,64 +159,63 @@ class Exchange:
             receipt = self._post_dynamic(action)
         arrays = receipt.wait()
         self._post_next()
-        return [
-            self._conversion.to_tensor(array, self._dtype(port))
-            for array, port in zip(arrays, self._ports(action), strict=True)
-        ]
+        values = [self._conversion.to_tensor(array) for array in arrays]
+        way = self._way(action)
+        return list(map(self._conversion.cast, values, way.dtypes)) if way.narrows else values
 
     def _post_next(self) -> None:
         if self._expected:
             action = self._expected.pop()
-            rows = self._rows[action.micro_batch]
-            specs = [
-                self._spec(port, (rows, *self._shape(port)[1:])) for port in self._ports(action)
-            ]
+            rows, way = self._rows[action.micro_batch], self._way(action)
+            shapes: list[tuple[Any, ...]] = [(rows, *self._shape(port)[1:]) for port in way.ports]
+            specs = list(map(TensorSpec, shapes, way.on_wire))
             self._posted[action] = self._post(action, specs)
 
     def _post_dynamic(self, action: Transfer) -> Receipt:
-        ports = self._ports(action)
-        ranks = [len(self._shape(port)) for port in ports]
+        way = self._way(action)
+        ranks = [len(self._shape(port)) for port in way.ports]
         shapes = [TensorSpec((sum(ranks),), np.dtype(np.int64))]
         sizes = self._post(action, shapes, "shapes of ").wait()[0].tolist()
         specs = []
-        for port, rank in zip(ports, ranks, strict=True):
-            specs.append(self._spec(port, tuple(sizes[:rank])))
+        for dtype, rank in zip(way.on_wire, ranks, strict=True):
+            specs.append(TensorSpec(tuple(sizes[:rank]), dtype))
             sizes = sizes[rank:]
         return self._post(action, specs)
 
     def _post(self, action: Transfer, specs: Sequence[TensorSpec], what: str = "") -> Receipt:
-        source, tag = self._placement[action.source], self._tag(action)
-        return self._communicator.post_receive(specs, source, tag, label=what + _label(action))
+        source, way = self._placement[action.source], self._way(action)
+        return self._communicator.post_receive(specs, source, way.tag, label=what + way.label)
 
-    def _spec(self, port: Port, shape: tuple[Any, ...]) -> TensorSpec:
-        return TensorSpec(shape, self._on_wire(port))
+    def _way(self, action: Transfer) -> _Way:
+        key = (action.direction, action.message)
+        if key not in self._ways:
+            self._ways[key] = self._find_way(action)
+        return self._ways[key]
 
-    def _dtype(self, port: Port) -> np.dtype[Any]:
-        return numpy_dtype("bool" if port.mask else self._graph.tensors[port.tensor].dtype)
-
-    def _on_wire(self, port: Port) -> np.dtype[Any]:
-        """The type in which a tensor travels."""
-        own, wire = self._dtype(port), self._wire_dtype
-        narrows = wire is not None and own.kind == "f" and own.itemsize > wire.itemsize
-        return wire if narrows else own  # type: ignore[return-value]  # mypy forgets `narrows`
+    def _find_way(self, action: Transfer) -> _Way:
+        forward = action.direction == "F"
+        pair = (action.source, action.target) if forward else (action.target, action.source)
+        ports = self._links[pair].ports if forward else self._links[pair].gradients
+        channel = 2 * self._numbers[pair] + forward
+        tag = _FIRST_TAG + channel * _MICRO_BATCH_TAGS + action.micro_batch % _MICRO_BATCH_TAGS
+        dtypes = tuple(map(self._dtype, ports))
+        on_wire = tuple(map(self._on_wire, dtypes))
+        is_dynamic = any(None in self._shape(port)[1:] for port in ports)
+        return _Way(tag, _label(action), ports, dtypes, on_wire, dtypes != on_wire, is_dynamic)
 
     def _shape(self, port: Port) -> tuple[int | None, ...]:
         tensor = self._graph.tensors[port.tensor]
         return (tensor.mask_shape or ()) if port.mask else tensor.shape
 
-    def _is_dynamic(self, action: Transfer) -> bool:
-        return any(None in self._shape(port)[1:] for port in self._ports(action))
+    def _dtype(self, port: Port) -> np.dtype[Any]:
+        return numpy_dtype("bool" if port.mask else self._graph.tensors[port.tensor].dtype)
 
-    def _ports(self, action: Transfer) -> tuple[Port, ...]:
-        if action.direction == "F":
-            return self._links[action.source, action.target].ports
-        return self._links[action.target, action.source].gradients
-
-    def _tag(self, action: Transfer) -> int:
-        forward = action.direction == "F"
-        pair = (action.source, action.target) if forward else (action.target, action.source)
-        channel = 2 * self._numbers[pair] + forward
-        return _FIRST_TAG + channel * _MICRO_BATCH_TAGS + action.micro_batch % _MICRO_BATCH_TAGS
+    def _on_wire(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
+        """The type in which numbers of a type travel."""
+        wire = self._wire_dtype
+        if wire is not None and dtype.kind == "f" and dtype.itemsize > wire.itemsize:
+            return wire
+        return dtype
 
 
 def _label(action: Transfer) -> str:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.graphs import branching, gpt, layered
@@ -26,9 +26,8 @@ from tarantella_pp.partition.solvers.solve import solve
 from tarantella_pp.partition.solvers.sweep import Span, Sweep
 from tarantella_pp.partition.solvers.two_stages import TwoStages
 from tarantella_pp.partition.solvers.windows import Closure, CutBound, window_bound
+from tests.draws import examples
 from tests.partition.problems import loads, optimum, problems
-
-SLOW = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 def soon(seconds=0.3):
@@ -44,7 +43,7 @@ def ready(problem, stages=2):
     return instance, best
 
 
-@SLOW
+@examples(150)
 @given(loads(), st.integers(0, 10**6))
 def test_least_cuts_are_least(problem, seed):
     instance = reduce_problem(problem, join=False)
@@ -80,7 +79,7 @@ def cut_of(terms, column):
     )
 
 
-@SLOW
+@examples(150)
 @given(loads(), st.integers(0, 10**6), st.booleans())
 def test_a_sweep_finds_the_least_cut_of_each_work(problem, seed, known):
     instance = reduce_problem(problem, join=False)
@@ -116,7 +115,7 @@ def test_a_sweep_finds_the_least_cut_of_each_work(problem, seed, known):
     assert sweep.run(span, soon(-1), limit=10) is None or not len(free)
 
 
-@SLOW
+@examples(150)
 @given(problems(whole=True), st.booleans())
 def test_weights_at_boundaries_bound_and_lead_to_plans(problem, irregular):
     changes = {"objective": "time", "tied": "together", "memory_limit": None, "in_flight": None}
@@ -161,7 +160,7 @@ def test_units(costs, unit):
     assert unit_of(np.array(costs, float)) == pytest.approx(unit)
 
 
-@settings(SLOW, max_examples=300)
+@examples(300)
 @given(loads())
 def test_two_stages_are_solved(problem):
     problem = replace(problem, num_stages=2, in_flight=None)
@@ -174,7 +173,7 @@ def test_two_stages_are_solved(problem):
         assert value == pytest.approx(best, rel=1e-8)
 
 
-@SLOW
+@examples(150)
 @given(loads())
 def test_bounds_of_loads_hold(problem):
     if given_ := ready(problem):
@@ -186,7 +185,7 @@ def test_bounds_of_loads_hold(problem):
         assert CutBound(instance, closure).improve(bound, 1.5 * best, soon()) <= best * (1 + 1e-9)
 
 
-@SLOW
+@examples(150)
 @given(problems(whole=True))
 def test_bounds_of_balance_hold(problem):
     problem = replace(problem, objective="time", tied="together", memory_limit=None, in_flight=None)
@@ -206,7 +205,7 @@ def test_a_bound_is_rounded_up_to_the_unit():
     assert granular(reduce_problem(replace(problem, work=[0.5, 0.5, np.pi])), 1.26) == 1.26
 
 
-@settings(SLOW, max_examples=25)
+@examples(25)
 @given(problems())
 def test_local_search_gives_plans(problem):
     problem = replace(problem, tied="together")

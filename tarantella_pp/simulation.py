@@ -138,7 +138,8 @@ class PlanSimulation:
             traffic = 0.0  # measured with the rest
         once = machine.action_seconds + traffic
         larger = self.micro_batch_size / self.plan.micro_batch_size
-        static = stage.state_bytes + larger * (stage.buffer_bytes + stage.recomputed_bytes)
+        moving = stage.working_bytes + stage.buffer_bytes + stage.recomputed_bytes
+        static = stage.state_bytes + larger * moving
         again = forward + traffic if repeats else 0.0
         return StageCosts(
             forward=once + forward,

@@ -98,7 +98,7 @@ def _of_model(arguments: argparse.Namespace) -> tuple[str, list[Comparison]]:
             stages = costs.stages(assignment, options.in_flight)
             if options.balance == "flops":
                 return float(max(stage.flops for stage in stages))
-            return float(max(stage.memory_bytes - stage.buffer_bytes for stage in stages))
+            return float(max(stage.lasting_bytes for stage in stages))
 
         problem = problem_of(costs, options)
         found.append(compare(problem, best_solution(costs, options), value, balance))

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from tarantella_pp.partition.graph import LayerGraph, Node, Tensor
 from tarantella_pp.partition.plan_parts import CutEdge, StagePlan
 from tarantella_pp.partition.sizes import sample_shape
+from tarantella_pp.partition.working import backward_bytes, message_bytes, update_bytes
 
 NOTHING: Mapping[int, int] = MappingProxyType({})
 """No stage repeats its forward pass."""
@@ -131,8 +132,11 @@ class Costs:
         weights = [self.graph.weights[w] for w in used]
         parameters = sum(weight.bytes for weight in weights if weight.trainable)
         kept, repeated = self._kept_bytes(nodes, again=repeats > 0)
+        names = {self.graph.tensors[t].name for t in self._kept(nodes, again=repeats > 0)}
+        received, sent, returned = message_bytes(cuts, stage, in_flight, names)
+        backward = returned + backward_bytes(self.graph, nodes, self.rows)
+        update = update_bytes(self.graph, weights, self.slots)
         times = None if self.seconds is None else [self.seconds[i] for i in ids]
-        touching = [cut for cut in cuts if stage == cut.source or stage in cut.targets]
         return StagePlan(
             first=nodes[0].name,
             last=nodes[-1].name,
@@ -143,23 +147,31 @@ class Costs:
             optimizer_bytes=sum(self.slots[w] for w in used),
             activation_bytes=kept,
             in_flight=in_flight,
-            buffer_bytes=sum(c.bytes * (1 + c.has_gradient) + c.mask_bytes for c in touching),
+            buffer_bytes=received,
             flops=sum(node.flops for node in nodes),
             forward_seconds=None if times is None else sum(f for f, _ in times),
             backward_seconds=None if times is None else sum(b for _, b in times),
             recomputed_bytes=repeats * repeated,
+            working_bytes=max(backward, sent, update - in_flight * kept - repeats * repeated),
         )
+
+    def _kept(self, nodes: Sequence[Node], *, again: bool) -> set[int]:
+        """Returns the tensors that a stage of these nodes keeps of a micro-batch."""
+        if not again:
+            return {self.graph.storage(tensor) for node in nodes for tensor in node.keeps}
+        made = {tensor for node in nodes for tensor in node.outputs}
+        return {self.graph.storage(t) for node in nodes for t in node.inputs if t not in made}
 
     def _kept_bytes(self, nodes: Sequence[Node], *, again: bool) -> tuple[int, int]:
         """Returns what a stage of these nodes keeps of a micro-batch, and what it makes again."""
         tensors = self.graph.tensors
-        kept = {self.graph.storage(tensor) for node in nodes for tensor in node.keeps}
+        kept = self._kept(nodes, again=False)
         inside = math.ceil(self.rows * sum(node.residual_bytes for node in nodes))
         if not again:
             return self.rows * sum(tensors[t].bytes_per_sample for t in kept) + inside, 0
+        inputs = self._kept(nodes, again=True)
         made = {tensor for node in nodes for tensor in node.outputs}
         given = {tensor for node in nodes for tensor in node.inputs} - made
-        inputs = {self.graph.storage(tensor) for tensor in given}
         masks = sum(self.mask_bytes(tensors[t]) for t in given if tensors[t].producer is not None)
         repeated = self.rows * sum(tensors[t].bytes_per_sample for t in kept - inputs) + inside
         return self.rows * sum(tensors[t].bytes_per_sample for t in inputs) + masks, repeated

@@ -21,9 +21,9 @@ from tarantella_pp.partition.solvers.solve import solve
 OBJECTIVES: dict[str, Objective] = {"memory": "memory", "time": "time", "flops": "flops"}
 """What solvers make small for each way to balance."""
 MOST_ATTEMPTS = 6
-"""How often less memory is allowed, where buffers of messages come on top."""
+"""How often less memory is allowed, where messages and what is there for a moment come on top."""
 SHARES = (1.0, 0.9, 0.75, 0.6)
-"""Shares of a limit that are tried for all but buffers."""
+"""Shares of a limit that are tried for what lasts."""
 
 
 def problem_of(
@@ -42,7 +42,7 @@ def problem_of(
     Args:
         costs: The graph and its costs.
         options: The options of the plan.
-        limit: Largest memory of a stage in bytes, buffers of messages left out.
+        limit: Largest memory of a stage in bytes, of state and activations.
         cautious: Whether to count such memory for its producer instead, or for each node where
             it is an input of the model: an upper bound of the real memory.
     """
@@ -103,7 +103,7 @@ def best_solution(costs: Costs, options: PlanOptions) -> Solution:
         options: The options of the plan.
 
     Returns:
-        The assignment, with a certificate of the real memory (buffers left out) or work.
+        The assignment, with a certificate of the real memory (of state and activations) or work.
 
     Raises:
         PlanError: No plan keeps the limit, or has an operation for each stage.
@@ -187,7 +187,7 @@ def _value(costs: Costs, options: PlanOptions, solution: Solution) -> float:
             (stage.seconds or 0.0) + (stage.forward_seconds or 0.0) * (i in options.repeats)
             for i, stage in enumerate(stages)
         )
-    return float(max(stage.memory_bytes - stage.buffer_bytes for stage in stages))
+    return float(max(stage.lasting_bytes for stage in stages))
 
 
 def _within_limit(

@@ -22,10 +22,13 @@ class StagePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         optimizer_bytes: Slots of the optimizer.
         activation_bytes: What is kept of one micro-batch until its backward pass is done.
         in_flight: Most micro-batches that the schedule holds on this stage at a time.
-        buffer_bytes: Messages under way: cut tensors of one micro-batch and their gradients.
+        buffer_bytes: What messages are received into.
         flops: Floating point operations of the forward pass, per sample.
         recomputed_bytes: What a stage that repeats its forward pass makes again, of all the
             micro-batches that run backward at a time, which is one but for split backward passes.
+        working_bytes: What there is besides for a moment, at the most: gradients on their way back
+            through the stage, messages sent that nobody has received yet, or temporaries of the
+            optimizer that need more than `kept_bytes`.
         forward_seconds: Seconds of the forward pass of one micro-batch, where measured.
         backward_seconds: Seconds of its backward pass, without a repeated forward pass.
     """
@@ -42,6 +45,7 @@ class StagePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     buffer_bytes: int
     flops: float
     recomputed_bytes: int = 0
+    working_bytes: int = 0
     forward_seconds: float | None = None
     backward_seconds: float | None = None
 
@@ -60,10 +64,19 @@ class StagePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.forward_seconds + self.backward_seconds
 
     @property
+    def kept_bytes(self) -> int:
+        """Bytes that micro-batches in flight keep, or make again, for their backward passes."""
+        return self.in_flight * self.activation_bytes + self.recomputed_bytes
+
+    @property
+    def lasting_bytes(self) -> int:
+        """Bytes that plans balance: state and what is kept of micro-batches."""
+        return self.state_bytes + self.kept_bytes
+
+    @property
     def memory_bytes(self) -> int:
-        """Bytes of everything: state, what is kept of all micro-batches in flight, buffers."""
-        kept = self.in_flight * self.activation_bytes + self.recomputed_bytes
-        return self.state_bytes + kept + self.buffer_bytes
+        """Bytes of everything, at the most."""
+        return self.lasting_bytes + self.working_bytes + self.buffer_bytes
 
 
 class CutEdge(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -110,6 +110,7 @@ def _footer(plan: Plan) -> list[str]:
         ),
         _quality(plan),
         f"State: weights, gradients, slots of {plan.optimizer}. Activations: micro-batches x one.",
+        "Memory: these, what is there for a moment at the most, and messages.",
     ]
     if plan.recompute:
         which = ", ".join(map(str, plan.recompute))
@@ -132,7 +133,7 @@ def _quality(plan: Plan) -> str:
         units[plan.balance].format(v) if plan.balance in units else format_bytes(v)
         for v in (proof.value, proof.lower_bound)
     )
-    without = "" if plan.balance in units else " without buffers"
+    without = "" if plan.balance in units else " of state and activations"
     if proof.optimal:
         verdict = "optimal"
     elif proof.gap is None:

@@ -45,7 +45,8 @@ _ACTIVATIONS: dict[str, tuple[str, float]] = by_name(
         ("", 0.0): "linear",
         ("out", 0.0): "relu relu6 elu selu tanh sigmoid softmax exponential",
         ("in", 0.0): "leaky_relu softsign",
-        ("", 1.0): "softplus hard_sigmoid silu log_softmax celu",
+        ("", 1.0): "softplus hard_sigmoid log_softmax celu",
+        ("in", 1.0): "silu",
         ("in", 2.0): "mish hard_silu",
         ("", 3.0): "gelu",
     }
@@ -78,8 +79,8 @@ _SORTS = by_name(
 #: Layers that keep what they are given and so many more tensors of its size.
 _NORMALIZATIONS = by_name(
     {
-        1: "BatchNormalization GroupNormalization UnitNormalization Normalize",
-        2: "LayerNormalization RMSNormalization",
+        0: "BatchNormalization GroupNormalization",
+        1: "LayerNormalization RMSNormalization UnitNormalization Normalize",
     }
 )
 
@@ -278,8 +279,8 @@ _RULES: dict[str, Callable[[SizedCall], Residuals]] = {
     "UpSampling2D": _upsampling,
     **dict.fromkeys(("MultiHeadAttention", "GroupedQueryAttention"), _attention),
     "Attention": _dot_attention,
-    "LSTM": _recurrent(12),
-    "GRU": _recurrent(10),
-    "SimpleRNN": _recurrent(3),
+    "LSTM": _recurrent(8),
+    "GRU": _recurrent(8),
+    "SimpleRNN": _recurrent(2),
     "Bidirectional": _bidirectional,
 }

@@ -222,6 +222,7 @@ class Channel:
 
     def send(self, arrays: Sequence[Any], dest: int, tag: int, label: str) -> None:
         """Starts to send a message."""
+        self.progress()  # or a rank that never waits keeps all that it has sent
         tensors = [as_array(array) for array in arrays]
         delivery = Delivery(label, dest, tag)
         number = self._sent[dest, tag]

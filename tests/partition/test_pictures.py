@@ -132,13 +132,14 @@ def test_stage_table_has_the_figures_of_the_plan_and_their_sums():
         shown = [weights, stage.gradient_bytes, stage.optimizer_bytes]
         assert row[3:6] == [format_bytes(size) for size in shown]
         assert row[6] == f"{stage.in_flight} × {format_bytes(stage.activation_bytes)}"
-        assert row[8] == format_bytes(stage.memory_bytes)
-        assert row[9] == f"{100 * stage.memory_bytes / plan.memory_limit:.1f} %"
+        assert row[7] == format_bytes(stage.working_bytes)
+        assert row[9] == format_bytes(stage.memory_bytes)
+        assert row[10] == f"{100 * stage.memory_bytes / plan.memory_limit:.1f} %"
     (total,) = cells(text, "Table of stages", "tfoot")
     assert total[2] == "20"
     assert total[6] == format_bytes(sum(s.in_flight * s.activation_bytes for s in plan.stages))
-    assert total[8] == format_bytes(sum(stage.memory_bytes for stage in plan.stages))
-    assert total[11] == format_bytes(sum(c.bytes * len(c.targets) for c in plan.cuts))
+    assert total[9] == format_bytes(sum(stage.memory_bytes for stage in plan.stages))
+    assert total[12] == format_bytes(sum(c.bytes * len(c.targets) for c in plan.cuts))
 
 
 def test_what_is_recomputed_is_counted():
@@ -149,10 +150,10 @@ def test_what_is_recomputed_is_counted():
     text = page(graph, plan)
     rows = cells(text, "Table of stages", "tbody")
     assert rows[1][6].endswith(" + 3.00 MiB")
-    assert rows[1][8] == format_bytes(stages[1].memory_bytes)
+    assert rows[1][9] == format_bytes(stages[1].memory_bytes)
     assert "repeat their forward pass: 1;" in text
     (total,) = cells(text, "Table of stages", "tfoot")
-    assert total[8] == format_bytes(sum(stage.memory_bytes for stage in stages))
+    assert total[9] == format_bytes(sum(stage.memory_bytes for stage in stages))
     assert "part-recomputed" in render_svg(plan, "memory")
 
 

@@ -61,7 +61,7 @@ def test_every_model_is_planned(build, balance):
 
 
 def best_by_hand(costs, in_flight, repeats=NOTHING):
-    """The smallest largest memory without buffers, over all assignments that respect edges."""
+    """The smallest largest memory of state and activations, over all legal assignments."""
     graph, best = costs.graph, float("inf")
     for assignment in itertools.product(range(len(in_flight)), repeat=len(graph.nodes)):
         if set(assignment) != set(range(len(in_flight))):
@@ -69,7 +69,7 @@ def best_by_hand(costs, in_flight, repeats=NOTHING):
         if any(assignment[a] > assignment[b] for a, b in graph.digraph.edges):
             continue
         stages = costs.stages(assignment, in_flight, repeats)
-        best = min(best, max(stage.memory_bytes - stage.buffer_bytes for stage in stages))
+        best = min(best, max(stage.lasting_bytes for stage in stages))
     return best
 
 
@@ -85,7 +85,7 @@ def test_the_plan_is_the_best_of_all(build, num_stages):
     best = best_by_hand(costs, list(range(num_stages, 0, -1)))
     assert plan.certificate.value == best
     assert plan.certificate.lower_bound <= best
-    largest = max(stage.memory_bytes - stage.buffer_bytes for stage in plan.stages)
+    largest = max(stage.lasting_bytes for stage in plan.stages)
     assert largest == plan.certificate.value
     if build is not models.two_in_two_out:  # its branches part after a tensor both need again
         assert plan.certificate.optimal
@@ -106,7 +106,7 @@ def test_the_plan_is_the_best_of_all_that_recompute(build, recompute, schedule):
     plan = planner.plan(options)
     best = best_by_hand(planner.costs(options), options.in_flight, options.repeats)
     assert plan.certificate.lower_bound <= best <= plan.certificate.value
-    assert plan.certificate.value == max(s.memory_bytes - s.buffer_bytes for s in plan.stages)
+    assert plan.certificate.value == max(s.lasting_bytes for s in plan.stages)
     if recompute == "all":
         assert plan.certificate.value <= 1.05 * best
     if plan.certificate.optimal:
@@ -153,7 +153,7 @@ def test_solvers_and_tables_count_the_same_memory(build):
 
     def memory(assignment, repeats=NOTHING):
         stages = costs.stages(assignment, options.in_flight, repeats)
-        return [stage.memory_bytes - stage.buffer_bytes for stage in stages]
+        return [stage.lasting_bytes for stage in stages]
 
     for seed in range(20):
         assignment = random_stages(graph, 3, seed)
@@ -243,7 +243,7 @@ def test_a_limit_holds_with_buffers_or_is_refused():
     assert max(stage.memory_bytes for stage in fitting.stages) <= largest
     with pytest.raises(PlanError, match="memory limit"):
         make_plan(model, 3, memory_limit=largest // 3)
-    tight = int(free.certificate.value)  # enough without buffers only
+    tight = int(free.certificate.value)  # enough for what lasts only
     with pytest.raises(PlanError, match="memory"):
         make_plan(model, 3, memory_limit=tight)
 

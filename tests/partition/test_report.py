@@ -23,15 +23,16 @@ def test_the_table():
         "",
         " Stage  Layers        Weights  State  Activations  Memory  FLOPs  Sends",
         " ──────────────────────────────────────────────────────────────────────",
-        "     0  dense ..         512B  2.00K     2 x 512B   3.50K  50.0%   256B",
+        "     0  dense ..         512B  2.00K     2 x 512B   4.50K  50.0%   256B",
         "        dense_1 (2)",
-        "     1  dense_2 ..       512B  2.00K     1 x 512B   3.00K  50.0%      -",
+        "     1  dense_2 ..       512B  2.00K     1 x 512B   4.25K  50.0%      -",
         "        dense_3 (2)",
         "",
         "Schedule 1f1b: 4 micro-batches of 8 samples, batch of 32, bubble 20.0 %.",
-        "Balanced by memory: largest stage 3.00 KiB without buffers, optimal (chain DP, 5",
-        "ideals, 0.001 s).",
+        "Balanced by memory: largest stage 3.00 KiB of state and activations, optimal",
+        "(chain DP, 5 ideals, 0.001 s).",
         "State: weights, gradients, slots of Adam. Activations: micro-batches x one.",
+        "Memory: these, what is there for a moment at the most, and messages.",
     ]
 
 
@@ -56,7 +57,8 @@ def test_the_footer_says_how_good_the_plan_is():
     plan = msgspec.structs.replace(PLAN, certificate=gap, memory_limit=2**20, assumed_size=256)
     plan = msgspec.structs.replace(plan, estimated=("LSTM", "Mixer"), bubble=None, num_replicas=2)
     text = " ".join(as_text(plan, 200).split())
-    assert "largest stage 3.22 KiB without buffers, lower bound 2.93 KiB, gap <= 10 %" in text
+    lasting = "of state and activations"
+    assert f"largest stage 3.22 KiB {lasting}, lower bound 2.93 KiB, gap <= 10 %" in text
     assert "Memory limit of a stage: 1.00 MiB." in text
     assert "Unknown dimensions are counted as 256." in text
     assert "Costs are guesses for: LSTM, Mixer." in text

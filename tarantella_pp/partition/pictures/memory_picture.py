@@ -27,6 +27,7 @@ def parts(stage: StagePlan) -> dict[str, int]:
         "optimizer": stage.optimizer_bytes,
         "activations": stage.in_flight * stage.activation_bytes,
         "recomputed": stage.recomputed_bytes,
+        "working": stage.working_bytes,
         "buffers": stage.buffer_bytes,
     }
 

@@ -97,6 +97,7 @@ PARTS = {
     "optimizer": "#2ab98a",
     "activations": "#e69f00",
     "recomputed": "#f0e442",
+    "working": "#a6761d",
     "buffers": "#cc79a7",
 }
 """Colour of each part of a stage's memory, from the bottom."""

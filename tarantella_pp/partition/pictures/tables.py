@@ -50,10 +50,10 @@ def stage_table(plan: Plan) -> Markup:
         plan: The plan.
     """
     heads = ["Stage", "Operations", "Number", "Weights", "Gradients", "Optimizer"]
-    heads += ["Activations", "Buffers", "Memory", "FLOPs", "Sends"]
+    heads += ["Activations", "Working", "Buffers", "Memory", "FLOPs", "Sends"]
     limited = plan.memory_limit is not None
     if limited:
-        heads.insert(9, "Of limit")
+        heads.insert(10, "Of limit")
     work = sum(stage.flops for stage in plan.stages)
     body = []
     for i, stage in enumerate(plan.stages):

@@ -1,0 +1,142 @@
+"""Plans of every model of `keras.applications`, a GPT-like decoder stack and a U-Net.
+
+    python benchmarks/applications.py [MODEL ...] [--stages 2 4 8] [--markdown docs/applications.md]
+
+The models have no weights of their own and are planned by memory, for 1F1B, a batch of 32 and
+four micro-batches a stage. Seconds are those of the solvers; building and reading the model are
+not in them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import gc
+import inspect
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+os.environ.setdefault("KERAS_BACKEND", "tensorflow")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import keras
+from keras import layers
+from rich.console import Console
+from rich.table import Table
+
+from tarantella_pp.errors import TarantellaError
+from tarantella_pp.partition.options import PlanOptions
+from tarantella_pp.partition.planner import Planner
+from tarantella_pp.partition.sizes import format_bytes
+
+HEADS = ("model", "operations", "stages", "largest stage", "gap", "seconds", "method")
+PAGE = """\
+# Plans of well-known models
+
+Every model of `keras.applications`, a decoder stack as of GPT-2 and a U-Net, planned for 2, 4 and 8
+stages: the memory of the largest stage with Adam, a batch of 32 in 1F1B with four micro-batches a
+stage (buffers of messages left out), how far from the best of all plans it can be at most, and
+the seconds that the solvers took on one core of a shared machine. Made by
+
+    python benchmarks/applications.py --markdown docs/applications.md
+
+"""
+
+
+def gpt(blocks: int = 12, width: int = 768, length: int = 1024) -> keras.Model:
+    """A decoder stack with the sizes of GPT-2's smallest."""
+    ids = keras.Input((length,), dtype="int32")
+    x = layers.Embedding(50257, width)(ids)
+    for _ in range(blocks):
+        y = layers.LayerNormalization()(x)
+        attention = layers.MultiHeadAttention(width // 64, 64, dropout=0.1)
+        x = layers.Add()([x, attention(y, y, use_causal_mask=True)])
+        y = layers.Dense(4 * width, activation="gelu")(layers.LayerNormalization()(x))
+        x = layers.Add()([x, layers.Dropout(0.1)(layers.Dense(width)(y))])
+    return keras.Model(ids, layers.Dense(50257)(layers.LayerNormalization()(x)), name="GPT")
+
+
+def unet(size: int = 256) -> keras.Model:
+    """Ronneberger et al., "U-Net: convolutional networks for biomedical image segmentation"."""
+
+    def block(x: keras.KerasTensor, filters: int) -> keras.KerasTensor:
+        for _ in range(2):
+            x = layers.Conv2D(filters, 3, padding="same", activation="relu")(x)
+        return x
+
+    x = inputs = keras.Input((size, size, 3))
+    skips = []
+    for filters in (64, 128, 256, 512):
+        x = block(x, filters)
+        skips.append(x)
+        x = layers.MaxPooling2D()(x)
+    x = block(x, 1024)
+    for filters, skip in zip((512, 256, 128, 64), reversed(skips), strict=True):
+        x = layers.Conv2DTranspose(filters, 2, strides=2)(x)
+        x = block(layers.Concatenate()([skip, x]), filters)
+    return keras.Model(inputs, layers.Conv2D(2, 1)(x), name="UNet")
+
+
+def builders() -> dict[str, Callable[[], keras.Model]]:
+    """All models by name."""
+    found: dict[str, Callable[[], keras.Model]] = {}
+    for name, value in sorted(vars(keras.applications).items()):
+        if inspect.isfunction(value):
+            found[name] = functools.partial(application, value)
+    return {**found, "GPT": gpt, "UNet": unet}
+
+
+def application(build: Callable[..., keras.Model]) -> keras.Model:
+    """A model of `keras.applications`, for images of its own size, or of 224 x 224 for any size."""
+    model = build(weights=None)
+    if None in model.input_shape[1:]:
+        model = build(weights=None, input_shape=(224, 224, 3))
+    return model
+
+
+def rows(name: str, build: Callable[[], keras.Model], stages: list[int]) -> Iterator[list[str]]:
+    """Plans a model for each number of stages."""
+    try:
+        planner = Planner.of(build())
+    except (TarantellaError, ImportError, ValueError) as error:
+        yield [name, "-", "-", str(error).split(".")[0], "-", "-", "-"]
+        return
+    for count in stages:
+        options = PlanOptions.checked(
+            num_stages=count, batch_size=32, num_micro_batches=min(32, 4 * count),
+            num_replicas=1, schedule="1f1b", balance="memory", memory_limit=None, in_flight=None,
+        )  # fmt: skip
+        start = time.perf_counter()
+        proof = planner.plan(options).certificate
+        seconds = time.perf_counter() - start
+        gap = "optimal" if proof.optimal else f"{100 * (proof.gap or 0.0):.2f} %"
+        size = format_bytes(proof.value)
+        nodes = str(len(planner.graph.nodes))
+        yield [name, nodes, str(count), size, gap, f"{seconds:.2f}", proof.method]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("models", nargs="*", metavar="MODEL")
+    parser.add_argument("--stages", nargs="+", type=int, default=[2, 4, 8])
+    parser.add_argument("--markdown", type=Path, help="write the table to this page as well")
+    args = parser.parse_args()
+    known = builders()
+    table = Table(*HEADS)
+    lines = [f"| {' | '.join(HEADS)} |", f"| {' | '.join(['---'] * len(HEADS))} |"]
+    for name in args.models or known:
+        for row in rows(name, known[name], args.stages):
+            table.add_row(*row)
+            lines.append(f"| {' | '.join(row)} |")
+            print(lines[-1], flush=True)
+        keras.backend.clear_session()
+        gc.collect()
+    if args.markdown:
+        args.markdown.write_text(PAGE + "\n".join(lines) + "\n", encoding="utf-8")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

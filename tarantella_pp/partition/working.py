@@ -1,0 +1,128 @@
+"""What a stage has in memory for a moment: gradients, messages, temporaries of the update."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Container, Iterable, Sequence
+
+from tarantella_pp.partition.graph import LayerGraph, Node, Weight
+from tarantella_pp.partition.plan_parts import CutEdge
+
+AT_ONCE = 5
+"""Variables whose update TensorFlow has begun and not ended at a time, at the most: it goes on
+with one of the operations that are ready and leaves the others for later."""
+AHEAD = 2
+"""Messages that a rank is ready to receive before it needs them."""
+DENSE_COPIES = 1.5
+"""Tensors of a variable's size that Keras makes for each slot where the gradient is sparse."""
+INSIDE = 0.25
+"""Share of what an operation keeps inside that its gradients there need at a time: operations that
+keep something there, such as attention and loops, keep about eight tensors, and what is kept goes
+as gradients come, so that there are two of these at most."""
+
+
+def backward_bytes(graph: LayerGraph, nodes: Sequence[Node], rows: int) -> int:
+    """Plays the backward pass of a stage for one micro-batch, operation by operation.
+
+    The gradient of a tensor is there from when the last of its readers runs backward until its
+    producer has, that of a weight until it is added to its sum. What is kept of the forward pass
+    goes with the last operation that needs it.
+
+    Args:
+        graph: The layer graph.
+        nodes: The stage's nodes, in topological order.
+        rows: Samples of the micro-batch.
+
+    Returns:
+        How much more there is than what is kept of the forward pass, at the most.
+    """
+    users = Counter(tensor for node in nodes for tensor in _kept(graph, node))
+    gradients: dict[int, int] = {}
+    now = most = 0.0
+    for node in reversed(nodes):
+        made = _sizes(graph, node.outputs, rows)
+        now += sum(size for tensor, size in made.items() if tensor not in gradients)
+        gradients |= made
+        inside = rows * node.residual_bytes
+        last = [tensor for tensor in _kept(graph, node) if users[tensor] == 1]
+        users.subtract(_kept(graph, node))
+        results = {graph.storage(tensor) for tensor in node.outputs}
+        free = {t: rows * graph.tensors[t].bytes_per_sample for t in last}
+        # The gradient of an activation function is written over its result.
+        now -= sum(free[t] for t in last if t in results)
+        given = {t: s for t, s in _sizes(graph, node.inputs, rows).items() if t not in gradients}
+        gradients |= given
+        now += sum(given.values())
+        most = max(most, now + node.parameters * bool(made) + inside * INSIDE)
+        now -= sum(made.values()) + inside + sum(free[t] for t in last if t not in results)
+    return math.ceil(most)
+
+
+def _kept(graph: LayerGraph, node: Node) -> set[int]:
+    return {graph.storage(tensor) for tensor in node.keeps}
+
+
+def _sizes(graph: LayerGraph, tensors: Iterable[int], rows: int) -> dict[int, int]:
+    """Bytes of the gradients of tensors; views share them."""
+    found = (graph.tensors[graph.storage(tensor)] for tensor in tensors)
+    return {t.id: rows * t.bytes_per_sample for t in found if t.has_gradient}
+
+
+def update_bytes(graph: LayerGraph, weights: Iterable[Weight], slots: Sequence[int]) -> int:
+    """Counts what the optimizer makes while it updates weights.
+
+    Args:
+        graph: The layer graph.
+        weights: The variables of a stage.
+        slots: Bytes of optimizer slots for each variable of the graph.
+
+    Returns:
+        One more copy of the trainable weights, of no more than `AT_ONCE` of the largest; those
+        whose gradient is sparse count by their slots.
+    """
+    looked_up = {w for node in graph.nodes if node.kind == "Embedding" for w in node.weights}
+    elsewhere = {w for node in graph.nodes if node.kind != "Embedding" for w in node.weights}
+    sparse = looked_up - elsewhere
+    trainable = [weight for weight in weights if weight.trainable]
+    dense = sorted((weight.bytes for weight in trainable if weight.id not in sparse), reverse=True)
+    slices = sum(slots[weight.id] for weight in trainable if weight.id in sparse)
+    return min(sum(dense), AT_ONCE * max(dense, default=0)) + math.ceil(DENSE_COPIES * slices)
+
+
+def message_bytes(
+    cuts: Iterable[CutEdge], stage: int, in_flight: int, kept: Container[str]
+) -> tuple[int, int, int]:
+    """Counts the memory of messages.
+
+    Receives are posted ahead; what has arrived is there while it is used, or longer where it is
+    kept. What has been sent stays until it is received, and no rank waits for that: activations
+    until their gradient comes back, at the latest. Gradients are gone when the next ones are made,
+    because a stage that waits for messages in between sees to its own; the last one hardly waits.
+
+    Args:
+        cuts: The tensors that are sent between stages.
+        stage: The stage.
+        in_flight: Most micro-batches that it holds at a time.
+        kept: Names of the tensors that it keeps for its backward pass.
+
+    Returns:
+        Bytes that it receives into besides what it keeps, of activations that it has sent, and of
+        gradients that it has sent while it makes the next ones.
+    """
+    messages: Counter[tuple[str, int]] = Counter()
+    fresh = waiting = returned = 0
+    for cut in cuts:
+        new = cut.bytes * (cut.tensor not in kept) + cut.mask_bytes
+        if stage in cut.targets:
+            messages["activations", cut.source] += cut.bytes + cut.mask_bytes
+            fresh += new
+            returned += cut.bytes * cut.has_gradient
+        elif stage == cut.source:
+            waiting += new
+            for target in cut.targets if cut.has_gradient else ():
+                messages["gradients", target] += cut.bytes
+    back = sum(size for (what, _), size in messages.items() if what == "gradients")
+    ahead = sorted(messages.values()) if len(messages) > 1 else AHEAD * [*messages.values()]
+    received = sum(ahead[-AHEAD:]) + back + fresh
+    return received, in_flight * waiting, 0 if back else AHEAD * returned

@@ -38,7 +38,9 @@ PAGE = """\
 Every model of `keras.applications`, a decoder stack as of GPT-2 and a U-Net, planned for 2, 4 and 8
 stages: the memory of the largest stage with Adam, a batch of 32 in 1F1B with four micro-batches a
 stage (buffers of messages left out), how far from the best of all plans it can be at most, and
-the seconds that the solvers took on one core of a shared machine. Made by
+the seconds that the solvers took on one core of a shared machine. The NASNets have too many ways
+to be cut for an exact answer where tensors are kept by several of their operations; their bound is
+weak. Made by
 
     python benchmarks/applications.py --markdown docs/applications.md
 

@@ -121,6 +121,7 @@ def _footer(plan: Plan) -> list[str]:
         lines.append(f"Unknown dimensions are counted as {plan.assumed_size}.")
     if all(stage.seconds is not None for stage in plan.stages):
         lines.append("Time is measured, of one micro-batch forward and backward.")
+    lines += [f"No split backward pass, {reason}." for reason in plan.fallbacks]
     if plan.estimated:
         lines.append(f"Costs are guesses for: {', '.join(plan.estimated)}.")
     return lines

@@ -131,3 +131,8 @@ def test_shapes_and_dtypes():
     assert sample_shape((), 256) == ()
     sizes = {"float32": 4, "bfloat16": 2, "bool": 1, "int64": 8, "float8_e4m3fn": 1, "int4": 1}
     assert {dtype: item_bytes(dtype) for dtype in sizes} == sizes
+
+
+def test_stages_that_cannot_be_cut_are_named():
+    plan = msgspec.structs.replace(PLAN, fallbacks=("stage 1: TensorFlow cannot differentiate",))
+    assert "No split backward pass, stage 1: TensorFlow cannot differentiate." in as_text(plan, 200)

@@ -81,8 +81,9 @@ def _summary(plan: Plan) -> Markup:
 def _stages(plan: Plan) -> Markup:
     note = (
         "Activations are what the backward pass needs again: micro-batches in flight × bytes of "
-        "one. Buffers are messages under way. FLOPs are of the forward pass, per sample. Sends "
-        "are of one micro-batch, forward."
+        "one. Working is what there is besides for a moment, buffers are what messages are "
+        "received into. FLOPs are of the forward pass, per sample. Sends are of one micro-batch, "
+        "forward."
     )
     if plan.recompute:
         which = ", ".join(map(str, plan.recompute))

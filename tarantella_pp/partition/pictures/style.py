@@ -100,7 +100,7 @@ dd small{display:block;font-size:12px;font-weight:400}
 .scroll.tall{overflow:auto;max-height:480px}
 svg{display:block;max-width:none}
 table{border-collapse:collapse;font-size:13px;font-variant-numeric:tabular-nums;width:100%}
-th,td{padding:6px 10px;border-bottom:1px solid;text-align:right;white-space:nowrap;
+th,td{padding:6px 7px;border-bottom:1px solid;text-align:right;white-space:nowrap;
 vertical-align:top}
 th{font-weight:600;font-size:12px}
 tfoot td,tfoot th{font-weight:650;border-bottom:0}

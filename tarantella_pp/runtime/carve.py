@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import tensorflow as tf
+
+NOTHING: Mapping[str, Iterable[str]] = MappingProxyType({})
+"""No operation waits for one that it is given nothing by."""
 
 
 class Carver:
@@ -30,6 +34,7 @@ class Carver:
         feeds: Sequence[tf.Tensor],
         fetches: Sequence[tf.Tensor],
         effects: Sequence[tf.Operation] = (),
+        first: Mapping[str, Iterable[str]] = NOTHING,
     ) -> Callable[..., list[tf.Tensor]]:
         """Makes a part callable.
 
@@ -37,6 +42,7 @@ class Carver:
             feeds: Tensors of the traced graph that the part is given.
             fetches: Tensors that it returns.
             effects: Operations that it runs besides, for their side effects.
+            first: By the name of an operation, those that it has to wait for.
 
         Returns:
             A function of one tensor for each feed, for use inside a `tf.function`.
@@ -46,7 +52,7 @@ class Carver:
         inner = [name for name in dict.fromkeys(names) if name not in fed]
         wanted = [*inner, *(f"{op.name}:0" for op in effects)]
         nodes, used = self._needed(wanted, {*fed, *self._captures})
-        part = self._part(nodes)
+        part = self._part(nodes, first)
 
         def call(*values: tf.Tensor) -> list[tf.Tensor]:
             given = dict(zip(fed, values, strict=True))
@@ -77,7 +83,7 @@ class Carver:
                 todo += [_full(i) for i in self._nodes[name].input if not i.startswith("^")]
         return nodes, used
 
-    def _part(self, names: set[str]) -> Any:
+    def _part(self, names: set[str], first: Mapping[str, Iterable[str]]) -> Any:
         """The graph definition of some nodes; order constraints from outside are dropped."""
         part = tf.compat.v1.GraphDef()
         part.versions.CopyFrom(self._definition.versions)
@@ -88,7 +94,8 @@ class Carver:
                 copy.CopyFrom(node)
                 kept = [i for i in node.input if not i.startswith("^") or i[1:] in names]
                 del copy.input[:]
-                copy.input.extend(kept)
+                before = [f"^{name}" for name in first.get(node.name, ()) if name in names]
+                copy.input.extend([*kept, *before])
                 copy.attr.pop("_class", None)  # asks to stay beside nodes of another part
         return part
 

@@ -114,10 +114,38 @@ def cut(trace: Trace, recompute: bool = False) -> Cut:
         forward=carve(trace.inputs, [*trace.outputs, *residuals], _effects(trace, after)),
         backward_input=carve([*seeds, *residuals], [*trace.input_gradients, *between]),
         backward_weight=carve([*seeds, *residuals, *between], trace.weight_gradients),
-        backward=carve([*seeds, *residuals], gradients),
+        backward=carve([*seeds, *residuals], gradients, first=_weights_first(b_ops, w_ops, order)),
         residuals=residuals,
         between=between,
     )
+
+
+def _weights_first(
+    b_ops: set[tf.Operation], w_ops: set[tf.Operation], order: Mapping[tf.Operation, int]
+) -> dict[str, list[str]]:
+    """Has weight gradients computed as soon as the gradient that they need is there.
+
+    Left to itself TensorFlow may run ahead with the input gradients, and all that the weight
+    gradients need is in memory until they are computed. What follows from the same gradient cannot
+    be needed for them, so that nothing waits for itself.
+
+    Args:
+        b_ops: What input gradients need.
+        w_ops: What weight gradients need besides.
+        order: Place of each operation, after all that it is given.
+
+    Returns:
+        For names of operations of `b_ops`, names of those of `w_ops` that have to run before.
+    """
+    latest: dict[tf.Operation, tf.Operation] = {}
+    first: dict[str, list[str]] = {}
+    for op in sorted(w_ops, key=order.__getitem__):
+        above = [latest.get(t.op, t.op) for t in op.inputs if t.op in latest or t.op in b_ops]
+        if above:
+            latest[op] = max(above, key=order.__getitem__)
+            for reader in {r for t in latest[op].outputs for r in t.consumers()} & b_ops:
+                first.setdefault(reader.name, []).append(op.name)
+    return first
 
 
 def _effects(trace: Trace, after: set[tf.Operation]) -> list[tf.Operation]:

@@ -22,6 +22,8 @@ OBJECTIVES: dict[str, Objective] = {"memory": "memory", "time": "time", "flops":
 """What solvers make small for each way to balance."""
 MOST_ATTEMPTS = 6
 """How often less memory is allowed, where messages and what is there for a moment come on top."""
+SECONDS = 10.0
+"""How long one problem is searched where the best plan cannot be proven."""
 SHARES = (1.0, 0.9, 0.75, 0.6)
 """Shares of a limit that are tried for what lasts."""
 
@@ -209,7 +211,7 @@ def _within_limit(
     bound, seconds = math.inf, 0.0
     for _ in range(formulation.attempts):
         try:
-            solution = solve(formulation.build(limit))
+            solution = solve(formulation.build(limit), time_budget=SECONDS)
         except PlanError as error:
             if limit == allowed and formulation.bounds:
                 raise PlanError(f"{error}{_shared(costs.graph)}") from None

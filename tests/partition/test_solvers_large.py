@@ -17,6 +17,7 @@ from tarantella_pp.partition.solvers import search as search_module
 from tarantella_pp.partition.solvers import ties as ties_module
 from tarantella_pp.partition.solvers.boundaries import Boundaries
 from tarantella_pp.partition.solvers.bounds import company_bound, granular, simple_bound, unit_of
+from tarantella_pp.partition.solvers.cut_bound import CutBound
 from tarantella_pp.partition.solvers.ideals import enumerate_ideals, unpack
 from tarantella_pp.partition.solvers.local_search import LocalSearch
 from tarantella_pp.partition.solvers.mincut import least_cut
@@ -25,7 +26,7 @@ from tarantella_pp.partition.solvers.reductions import expand, reduce_problem
 from tarantella_pp.partition.solvers.solve import solve
 from tarantella_pp.partition.solvers.sweep import Span, Sweep
 from tarantella_pp.partition.solvers.two_stages import TwoStages
-from tarantella_pp.partition.solvers.windows import Closure, CutBound, window_bound
+from tarantella_pp.partition.solvers.windows import Closure, window_bound
 from tests.draws import examples
 from tests.partition.problems import loads, optimum, problems
 
@@ -179,7 +180,7 @@ def test_bounds_of_loads_hold(problem):
     if given_ := ready(problem):
         instance, best = given_
         closure = Closure.of(instance)
-        bound = window_bound(instance, closure, simple_bound(instance), 1000.0)
+        bound = window_bound(closure, simple_bound(instance), 1000.0)
         assert bound <= best * (1 + 1e-9)
         assert bound <= company_bound(instance, bound) <= best * (1 + 1e-9)
         assert CutBound(instance, closure).improve(bound, 1.5 * best, soon()) <= best * (1 + 1e-9)
@@ -191,9 +192,37 @@ def test_bounds_of_balance_hold(problem):
     problem = replace(problem, objective="time", tied="together", memory_limit=None, in_flight=None)
     if given_ := ready(problem):
         instance, best = given_
-        bound = window_bound(instance, Closure.of(instance), simple_bound(instance), 1000.0)
+        bound = window_bound(Closure.of(instance), simple_bound(instance), 1000.0)
         assert bound <= best * (1 + 1e-9)
         assert granular(instance, bound) <= best * (1 + 1e-9)
+
+
+@examples(300)
+@given(problems())
+def test_bounds_hold_for_every_objective(problem):
+    problem = replace(problem, tied="together")
+    if given_ := ready(problem):
+        instance, best = given_
+        closure = Closure.of(instance)
+        bound = window_bound(closure, simple_bound(instance), 1.5 * best + 1)
+        assert bound <= best * (1 + 1e-9)
+        assert CutBound(instance, closure).improve(bound, 1.5 * best, soon()) <= best * (1 + 1e-9)
+
+
+def test_prices_bound_what_stages_hold_that_count_unlike_numbers_of_micro_batches():
+    problem = to_problem(graph_from_dict(branching()), 4, "memory")
+    nothing = np.zeros(problem.num_nodes)
+    problem = replace(
+        problem,
+        static_memory=nothing,
+        activation_memory=problem.work,
+        in_flight=[4, 3, 2, 1],
+    )
+    instance = reduce_problem(problem)
+    best = solve(problem).certificate
+    assert best.optimal
+    bound = CutBound(instance, Closure.of(instance)).improve(0.0, 2 * best.value, soon(20))
+    assert 0.97 * best.value <= bound <= best.value * (1 + 1e-9)
 
 
 def test_a_bound_is_rounded_up_to_the_unit():

@@ -25,12 +25,14 @@ def simple_bound(instance: Instance) -> float:
         The largest of the bounds that hold for its objective.
     """
     S, resource = instance.num_stages, instance.objective
-    lean = float(resource.factor.min())
-    weight = resource.alpha + lean * resource.beta
+    factor, room = resource.factor, 1 / resource.scale
+    fixed, held = float(resource.alpha.sum()), float(resource.beta.sum())
     # Stages of scale a hold at most C / a each, so all together C * sum(1 / a).
-    mean = float(weight.sum() / (1 / resource.scale).sum())
+    mean = (fixed + factor.min() * held) / room.sum()
+    if factor.min() > 0:
+        mean = max(mean, (fixed / factor.max() + held) / (room / factor).sum())
     costs = resource.node_costs().min(axis=0)
-    return max(mean, float(costs.max(initial=0.0)), _pairs(costs, S))
+    return max(float(mean), float(costs.max(initial=0.0)), _pairs(costs, S))
 
 
 def _pairs(costs: FloatArray, stages: int) -> float:

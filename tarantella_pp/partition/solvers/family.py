@@ -64,14 +64,11 @@ class Family:
         """
         keep = np.ones(len(self), bool)
         for resource, sums, cap in zip(self.instance.resources, self.sums, caps, strict=True):
-            room = cap / resource.scale
-            lean = resource.factor[:boundary].min(initial=np.inf) if boundary else 0.0
-            before = sums.fixed + sums.touch + lean * sums.held
-            keep &= before <= room[:boundary].sum()
-            rest = resource.factor[boundary:].min(initial=np.inf) if boundary < len(cap) else 0.0
+            before, behind = slice(0, boundary), slice(boundary, len(cap))
+            keep &= resource.fits(before, cap, sums.fixed + sums.touch, sums.held)
             left = resource.alpha.sum() - sums.fixed + sums.touch + sums.receive
             held = resource.beta.sum() - sums.held + sums.receive_held
-            keep &= left + rest * held <= room[boundary:].sum()
+            keep &= resource.fits(behind, cap, left, held)
         return np.flatnonzero(keep)
 
 

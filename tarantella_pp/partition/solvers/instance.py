@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tarantella_pp.partition.problem import FloatArray, IntArray, weighted_counts
 
@@ -64,6 +65,32 @@ class Resource:
         same = (self.scale == self.scale[0]).all() and (self.cap == self.cap[0]).all()
         held = self.beta.any() or self.terms.receive_held.any()
         return bool(same and (not held or (self.factor == self.factor[0]).all()))
+
+    def fits(
+        self, stages: slice, caps: FloatArray, fixed: FloatArray, held: FloatArray
+    ) -> NDArray[np.bool_]:
+        """Tells what may fit in some stages together, as far as sums can tell.
+
+        Stages that hold a_s and b_s of it have room for a_s + f_s b_s each. Added up, that is at
+        least `a + f_min b`; weighted by 1 / f_s, so that b counts in full, at least
+        `a / f_max + b`.
+
+        Args:
+            stages: The stages.
+            caps: Largest cost of each stage of the plan, shape `(S,)`.
+            fixed: Fixed parts.
+            held: Per-micro-batch parts, of the same shape.
+
+        Returns:
+            Whether each may fit.
+        """
+        room, factor = caps[stages] / self.scale[stages], self.factor[stages]
+        slack = 1e-9 * room.max(initial=0.0)
+        fits: NDArray[np.bool_] = fixed + factor.min(initial=np.inf) * held <= room.sum() + slack
+        if len(factor) and factor.min() > 0:
+            most = factor.max()
+            fits &= fixed / most + held <= (room / factor).sum() + slack / most
+        return fits
 
     def price(self, stage: int, fixed: FloatArray, held: FloatArray) -> FloatArray:
         """Returns the cost on a stage of its fixed and its per-micro-batch part."""

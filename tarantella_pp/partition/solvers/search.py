@@ -13,6 +13,7 @@ from tarantella_pp.partition.solvers.boundaries import Boundaries
 from tarantella_pp.partition.solvers.bounds import company_bound, granular, simple_bound
 from tarantella_pp.partition.solvers.chain import ChainSearch, OutOfTimeError
 from tarantella_pp.partition.solvers.contract import fuse_uncuttable
+from tarantella_pp.partition.solvers.cut_bound import CutBound
 from tarantella_pp.partition.solvers.family import Family
 from tarantella_pp.partition.solvers.ideals import Lattice, enumerate_ideals
 from tarantella_pp.partition.solvers.instance import Instance
@@ -20,7 +21,7 @@ from tarantella_pp.partition.solvers.local_search import LocalSearch, spread, st
 from tarantella_pp.partition.solvers.mirror import mirrored_family, mirrored_stages
 from tarantella_pp.partition.solvers.order_dp import OrderDP
 from tarantella_pp.partition.solvers.two_stages import TwoStages
-from tarantella_pp.partition.solvers.windows import MAX_NODES, Closure, CutBound, window_bound
+from tarantella_pp.partition.solvers.windows import MAX_NODES, Closure, window_bound
 
 #: Ideals listed at most; beyond them plans are searched for and bounded.
 MAX_IDEALS = 600_000
@@ -96,16 +97,17 @@ def _heuristic(
     begun = time.perf_counter()
     search_more = LocalSearch(instance, orders, closure)
     quarter = (deadline - begun) / 4
-    if closure is not None and instance.objective.uniform:
+    uniform = instance.objective.uniform
+    if closure is not None:
         total = float(instance.objective.node_costs().max(axis=0).sum())
-        lower = window_bound(instance, closure, lower, max(total, lower))
+        lower = window_bound(closure, lower, max(total, lower))
         lower = granular(instance, lower)
-        if instance.additive:
+        if uniform and instance.additive:
             return _by_boundaries(instance, closure, search_more, lower, stages, deadline)
-    cuts = instance.objective.uniform and instance.objective.terms.has_touch
     if (
         closure is not None
-        and cuts
+        and uniform
+        and instance.objective.terms.has_touch
         and instance.num_stages == 2
         and not instance.strict
         and len(instance.resources) == 1
@@ -115,7 +117,7 @@ def _heuristic(
         best = stages if better is None else better
         return Found(best, max(lower, bound), "least cuts, branch and bound")
     value, stages = search_more.run(stages, lower, begun + 2 * quarter)
-    if closure is not None and cuts:
+    if closure is not None:
         cut_bound = CutBound(instance, closure)
         lower = cut_bound.improve(lower, value, time.perf_counter() + quarter)
     if value > lower * (1 + EQUAL):

@@ -23,7 +23,9 @@ OBJECTIVES: dict[str, Objective] = {"memory": "memory", "time": "time", "flops":
 MOST_ATTEMPTS = 6
 """How often less memory is allowed, where messages and what is there for a moment come on top."""
 SECONDS = 10.0
-"""How long one problem is searched where the best plan cannot be proven."""
+"""How long one problem is searched where the best plan cannot be told by listing."""
+CLOSE = 1e-3
+"""Relative distance from the bound at which that search ends before."""
 SHARES = (1.0, 0.9, 0.75, 0.6)
 """Shares of a limit that are tried for what lasts."""
 
@@ -120,7 +122,8 @@ def best_solution(costs: Costs, options: PlanOptions) -> Solution:
         if solution is not None:
             solutions = [solution] if best is None else [best, solution]
             best = min(solutions, key=lambda one: _value(costs, options, one))
-            if _value(costs, options, best) <= bound * (1 + TOLERANCE):
+            near = TOLERANCE if solution.certificate.optimal else CLOSE
+            if _value(costs, options, best) <= bound * (1 + near):
                 break
     if best is None:
         raise PlanError(
@@ -211,7 +214,7 @@ def _within_limit(
     bound, seconds = math.inf, 0.0
     for _ in range(formulation.attempts):
         try:
-            solution = solve(formulation.build(limit), time_budget=SECONDS)
+            solution = solve(formulation.build(limit), time_budget=SECONDS, gap=CLOSE)
         except PlanError as error:
             if limit == allowed and formulation.bounds:
                 raise PlanError(f"{error}{_shared(costs.graph)}") from None

@@ -51,12 +51,14 @@ class Found:
     exhausted: bool = False
 
 
-def search(instance: Instance, deadline: float) -> Found:
+def search(instance: Instance, deadline: float, gap: float = 0.0) -> Found:
     """Finds the best plan of an instance.
 
     Args:
         instance: The instance.
         deadline: `time.perf_counter()` at which to hand back the best found.
+        gap: Relative distance from the bound at which a plan will do, where the best cannot be
+            told by listing.
 
     Returns:
         The plan and what is proven.
@@ -82,7 +84,7 @@ def search(instance: Instance, deadline: float) -> Found:
         found = None
     if found is not None:
         return found
-    return _heuristic(instance, orders, lower, stages, deadline)
+    return _heuristic(instance, orders, lower, stages, deadline, gap)
 
 
 def _heuristic(
@@ -91,6 +93,7 @@ def _heuristic(
     lower: float,
     stages: IntArray | None,
     deadline: float,
+    gap: float,
 ) -> Found:
     """Searches and bounds, by turns, an instance whose ideals cannot be listed."""
     closure = Closure.of(instance) if instance.num_nodes <= MAX_NODES else None
@@ -116,12 +119,12 @@ def _heuristic(
         bound, better = TwoStages(instance).run(value, deadline)
         best = stages if better is None else better
         return Found(best, max(lower, bound), "least cuts, branch and bound")
-    value, stages = search_more.run(stages, lower, begun + 2 * quarter)
+    value, stages = search_more.run(stages, lower * (1 + gap), begun + quarter)
     if closure is not None:
         cut_bound = CutBound(instance, closure)
         lower = cut_bound.improve(lower, value, time.perf_counter() + quarter)
-    if value > lower * (1 + EQUAL):
-        value, stages = search_more.run(stages, lower, deadline)
+    if value > lower * (1 + max(gap, EQUAL)):
+        value, stages = search_more.run(stages, lower * (1 + gap), deadline)
     return Found(stages, min(lower, value), "order DP, neighbourhoods, least cuts and their bounds")
 
 

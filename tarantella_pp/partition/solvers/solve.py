@@ -18,7 +18,7 @@ from tarantella_pp.partition.solvers.ties import break_ties
 LARGE = 10_000
 
 
-def solve(problem: Problem, *, time_budget: float = 30.0) -> Solution:
+def solve(problem: Problem, *, time_budget: float = 30.0, gap: float = 0.0) -> Solution:
     """Partitions a graph into the stages of a pipeline.
 
     Where the down-sets of the graph can be listed the plan is exactly optimal over all
@@ -32,6 +32,8 @@ def solve(problem: Problem, *, time_budget: float = 30.0) -> Solution:
     Args:
         problem: The graph, the objective and the limits.
         time_budget: Seconds after which searches are cut off.
+        gap: Relative distance from the bound at which a search may end before, where the best
+            plan cannot be told by listing.
 
     Returns:
         The plan and its certificate.
@@ -53,9 +55,9 @@ def solve(problem: Problem, *, time_budget: float = 30.0) -> Solution:
             f"{problem.num_nodes}. Ask for fewer stages."
         )
     if problem.groups and problem.tied == "free":
-        found, assignment = _tied_free(problem, deadline)
+        found, assignment = _tied_free(problem, deadline, gap)
     else:
-        found, assignment = _plan(problem, deadline, together=True)
+        found, assignment = _plan(problem, deadline, gap, together=True)
     if assignment is None:
         raise PlanError(_refusal(problem, found, deadline))
     value = problem.evaluate(assignment).value
@@ -64,22 +66,24 @@ def solve(problem: Problem, *, time_budget: float = 30.0) -> Solution:
     return Solution(tuple(assignment.tolist()), certificate)
 
 
-def _plan(problem: Problem, deadline: float, *, together: bool) -> tuple[Found, IntArray | None]:
+def _plan(
+    problem: Problem, deadline: float, gap: float, *, together: bool
+) -> tuple[Found, IntArray | None]:
     """Solves a problem with its groups fused or priced."""
     instance = reduce_problem(problem, together=together)
     if problem.exactly and instance.num_nodes < problem.num_stages:
         return Found(None, np.inf, "too few nodes apart", True), None
-    found = search(instance, deadline)
+    found = search(instance, deadline, gap)
     if found.stages is None:
         return found, None
     assignment = expand(problem, instance, found.stages)
     return found, break_ties(problem, assignment, deadline, together=together)
 
 
-def _tied_free(problem: Problem, deadline: float) -> tuple[Found, IntArray | None]:
+def _tied_free(problem: Problem, deadline: float, gap: float) -> tuple[Found, IntArray | None]:
     """Prefers the plan that keeps groups together, where that costs nothing."""
-    free, apart = _plan(problem, deadline, together=False)
-    tied, close = _plan(problem, deadline, together=True)
+    free, apart = _plan(problem, deadline, gap, together=False)
+    tied, close = _plan(problem, deadline, gap, together=True)
     bound = replace(tied, lower_bound=min(free.lower_bound, tied.lower_bound))
     if apart is None or close is None:
         return (bound, close) if apart is None else (free, apart)

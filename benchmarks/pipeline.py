@@ -4,9 +4,12 @@
     ... benchmarks/pipeline.py --models mlp cnn --micro-batches 4 8 --schedules 1f1b zb-h1
 
 Both run in the same launch, in turn (A B A B ...): while one process trains alone, the other rank
-sleeps. Printed are the medians, their ratio, and the schedule's bound on it for equal stages. The
-last columns compare recorded steps with the simulator's prediction from the medians of what their
-computations and messages cost.
+sleeps. Printed are the medians, their ratio, and the schedule's bound on it for equal stages.
+
+"Machine" is what the cores give together: how much more all ranks get done that train alone, each a
+model of its own, at the same time. Cores that share caches and memory give less than their number,
+and no schedule can do better than that share of its bound. The last columns compare recorded steps
+with the simulator's prediction from the medians of what their computations and messages cost.
 """
 
 from __future__ import annotations
@@ -107,28 +110,34 @@ def compare(
     """Times one process and every schedule in turn; returns table rows on the last rank."""
     ranks = world()
     last = ranks.rank == ranks.size - 1
-    alone = Trainer(name, 1, micro_batches, None, Communicator()) if last else None
+    alone = Trainer(name, 1, micro_batches, None, Communicator())
     pipelines = {}
     for schedule in schedules:
         stages = ranks.size * STAGES_PER_RANK.get(schedule, 1)
         pipelines[schedule] = Trainer(name, stages, micro_batches, schedule, ranks, balance)
         pipelines[schedule].seconds(SEARCH_STEPS if schedule == "zb-auto" else 0)
     serial: list[float] = []
+    together: list[float] = []
     parallel: dict[str, list[float]] = {schedule: [] for schedule in schedules}
     for turn in range(rounds + 1):
         steps = 4 if turn else 3
         ranks.barrier()
-        own = alone.seconds(steps) if alone is not None else []
+        own = alone.seconds(steps) if last else []
         ranks.barrier()
-        serial += own if turn else []
+        beside_others = alone.seconds(steps)
+        ranks.barrier()
+        if turn:
+            serial += own
+            together += beside_others
         for schedule, trainer in pipelines.items():
             found = trainer.seconds(steps)
             ranks.barrier()
             parallel[schedule] += found if turn else []
     recorded = {schedule: trainer.recorded(8) for schedule, trainer in pipelines.items()}
-    if alone is None:
+    if not last:
         return []
     one = statistics.median(serial)
+    machine = ranks.size * one / statistics.median(together)
     rows = []
     for schedule, times in parallel.items():
         ratio = one / statistics.median(times)
@@ -138,7 +147,9 @@ def compare(
             [
                 name, str(micro_batches), schedule, f"{1e3 * one:.1f}",
                 f"{1e3 * statistics.median(times):.1f}", f"{ratio:.2f}", f"{bound:.2f}",
-                f"{ratio / bound:.2f}", f"{1e3 * clock:.1f}", f"{1e3 * predicted:.1f}",
+                f"{ratio / bound:.2f}", f"{machine:.2f}",
+                f"{ratio / bound * ranks.size / machine:.2f}",
+                f"{1e3 * clock:.1f}", f"{1e3 * predicted:.1f}",
                 f"{100 * (predicted / clock - 1):+.1f} %",
             ]
         )  # fmt: skip
@@ -165,7 +176,7 @@ def main() -> None:
         for micro_batches in args.micro_batches:
             rows = compare(name, micro_batches, args.schedules, args.rounds, args.balance)
             if tnt.is_master_rank():
-                Console(width=130).print(table_of(rows))
+                Console(width=150).print(table_of(rows))
 
 
 def table_of(rows: list[list[str]]) -> Table:
@@ -173,7 +184,7 @@ def table_of(rows: list[list[str]]) -> Table:
     table = Table(title=f"{world().size} ranks, one thread each, against one process")
     for head in (
         *("model", "m", "schedule", "1 process ms", "pipeline ms", "speed-up", "bound", "ratio"),
-        *("recorded ms", "simulated ms", "off"),
+        *("machine", "of both", "recorded ms", "simulated ms", "off"),
     ):
         table.add_column(head, justify="left" if head in ("model", "schedule") else "right")
     for row in rows:

@@ -12,10 +12,11 @@ from tarantella_pp.partition.plan_parts import CutEdge
 AT_ONCE = 5
 """Variables whose update TensorFlow has begun and not ended at a time, at the most: it goes on
 with one of the operations that are ready and leaves the others for later."""
-AHEAD = 2
-"""Messages that a rank is ready to receive before it needs them."""
-DENSE_COPIES = 1.5
-"""Tensors of a variable's size that Keras makes for each slot where the gradient is sparse."""
+ON_THEIR_WAY = 2
+"""Gradients of micro-batches that the last stage has sent and the one before not yet fetched."""
+DENSE_COPIES = 1.75
+"""Tensors of a variable's size that Keras makes for each slot where the gradient is sparse: three
+or four for the two of Adam, as it happens."""
 INSIDE = 0.25
 """Share of what an operation keeps inside that its gradients there need at a time: operations that
 keep something there, such as attention and loops, keep about eight tensors, and what is kept goes
@@ -95,8 +96,8 @@ def message_bytes(
 ) -> tuple[int, int, int]:
     """Counts the memory of messages.
 
-    Receives are posted ahead; what has arrived is there while it is used, or longer where it is
-    kept. What has been sent stays until it is received, and no rank waits for that: activations
+    The next receive is posted ahead; what has arrived is there while it is used, or longer where
+    it is kept. What has been sent stays until it is received, and no rank waits for that: activations
     until their gradient comes back, at the latest. Gradients are gone when the next ones are made,
     because a stage that waits for messages in between sees to its own; the last one hardly waits.
 
@@ -123,6 +124,5 @@ def message_bytes(
             for target in cut.targets if cut.has_gradient else ():
                 messages["gradients", target] += cut.bytes
     back = sum(size for (what, _), size in messages.items() if what == "gradients")
-    ahead = sorted(messages.values()) if len(messages) > 1 else AHEAD * [*messages.values()]
-    received = sum(ahead[-AHEAD:]) + back + fresh
-    return received, in_flight * waiting, 0 if back else AHEAD * returned
+    received = max(messages.values(), default=0) + back + fresh
+    return received, in_flight * waiting, 0 if back else ON_THEIR_WAY * returned

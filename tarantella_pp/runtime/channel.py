@@ -222,7 +222,6 @@ class Channel:
 
     def send(self, arrays: Sequence[Any], dest: int, tag: int, label: str) -> None:
         """Starts to send a message."""
-        self.progress()  # or a rank that never waits keeps all that it has sent
         tensors = [as_array(array) for array in arrays]
         delivery = Delivery(label, dest, tag)
         number = self._sent[dest, tag]
@@ -232,9 +231,11 @@ class Channel:
         for tensor in tensors:
             for piece in pieces(as_bytes(tensor)):
                 self._send_piece(delivery, piece)
-        self._recorder.add("sending", label, dest, tag, delivery.nbytes)
-        self._outgoing.append(delivery)
         self._bell.announce(self._world_ranks[dest], self._group, self.rank, tag, number)
+        # The receiver is on its way; what follows is not waited for.
+        self._recorder.add("sending", label, dest, tag, delivery.nbytes)
+        self.progress()  # or a rank that never waits keeps all that it has sent
+        self._outgoing.append(delivery)
 
     def _send_piece(self, delivery: Delivery, piece: Bytes) -> None:
         request = self._comm.Isend((piece, self._byte), delivery.dest, delivery.tag)

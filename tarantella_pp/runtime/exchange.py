@@ -117,8 +117,7 @@ class Exchange:
         static = [a for a in receives if not self._way(a).is_dynamic]
         self._expected = static[::-1]
         self._posted.clear()
-        for _ in range(_AHEAD):
-            self._post_next()
+        self._post_ahead()
 
     def send(self, action: Transfer, values: Sequence[tf.Tensor]) -> None:
         """Hands a message over and returns at once.
@@ -135,6 +134,7 @@ class Exchange:
             sizes = np.array([size for a in arrays for size in a.shape], np.int64)
             self._communicator.send([sizes], target, way.tag, label=f"shapes of {way.label}")
         self._communicator.send(arrays, target, way.tag, label=way.label)
+        self._post_ahead()
 
     def expect(self, action: Transfer) -> None:
         """Posts a receive, at the place in the program where it must be posted at the latest.
@@ -154,22 +154,26 @@ class Exchange:
         Returns:
             One tensor for each port of the message.
         """
+        self._post_ahead()
         receipt = self._posted.pop(action, None)
         if receipt is None:
             receipt = self._post_dynamic(action)
+        # The next receive is posted after a send, when no other stage waits for this one.
         arrays = receipt.wait()
-        self._post_next()
         values = [self._conversion.to_tensor(array) for array in arrays]
         way = self._way(action)
         return list(map(self._conversion.cast, values, way.dtypes)) if way.narrows else values
 
+    def _post_ahead(self) -> None:
+        while self._expected and len(self._posted) < _AHEAD:
+            self._post_next()
+
     def _post_next(self) -> None:
-        if self._expected:
-            action = self._expected.pop()
-            rows, way = self._rows[action.micro_batch], self._way(action)
-            shapes: list[tuple[Any, ...]] = [(rows, *self._shape(port)[1:]) for port in way.ports]
-            specs = list(map(TensorSpec, shapes, way.on_wire))
-            self._posted[action] = self._post(action, specs)
+        action = self._expected.pop()
+        rows, way = self._rows[action.micro_batch], self._way(action)
+        shapes: list[tuple[Any, ...]] = [(rows, *self._shape(port)[1:]) for port in way.ports]
+        specs = list(map(TensorSpec, shapes, way.on_wire))
+        self._posted[action] = self._post(action, specs)
 
     def _post_dynamic(self, action: Transfer) -> Receipt:
         way = self._way(action)

@@ -175,8 +175,8 @@ def test_cuts_carry_skips_masks_and_outputs():
     assert cuts[0].bytes == 2 * 6 * 4
     assert all(cut.has_gradient for cut in cuts)
     stages = costs.stages([0, 1, 1, 2, 2], [3, 2, 1])
-    # Two messages ahead, the gradients in use, and the skip, which the last stage does not keep.
-    assert [stage.buffer_bytes for stage in stages] == [96 + 96, 96 + 48, 96 + 48]
+    # One message ahead, the gradients in use, and the skip, which the last stage does not keep.
+    assert [stage.buffer_bytes for stage in stages] == [48 + 96, 48 + 48, 48 + 48]
     graph = extract(models.multi_output_lstm()[0]).graph
     costs = Costs(graph, slot_bytes(None, graph.weights), rows=2)
     targets = {cut.tensor: cut.targets for cut in costs.cuts([0, 1, 2])}

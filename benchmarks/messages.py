@@ -21,7 +21,7 @@ from rich.table import Table
 from tarantella_pp.runtime.communicator import Communicator, TensorSpec, world
 from tarantella_pp.runtime.memory import Bytes, aligned_memory
 
-SIZES = tuple(4096 << shift for shift in range(0, 17, 2))
+SIZES = tuple(4096 << shift for shift in range(0, 17))
 TURNS = 3
 
 
@@ -148,7 +148,7 @@ def main() -> None:
     if ranks.size != 2:
         parser.error(f"2 ranks are needed. Received: {ranks.size}")
     rows = [measure(ranks, nbytes) for nbytes in SIZES if nbytes <= arguments.largest]
-    if ranks.rank == 0:
+    if ranks.rank == ranks.size - 1:
         from mpi4py import MPI
 
         library = MPI.Get_library_version().splitlines()[0].split(",")[0]

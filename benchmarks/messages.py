@@ -21,7 +21,7 @@ from rich.table import Table
 from tarantella_pp.runtime.communicator import Communicator, TensorSpec, world
 from tarantella_pp.runtime.memory import Bytes, aligned_memory
 
-SIZES = tuple(4096 << shift for shift in range(0, 17))
+SIZES = tuple(4096 << shift for shift in range(17))
 TURNS = 3
 
 

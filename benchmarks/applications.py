@@ -39,8 +39,8 @@ Every model of `keras.applications`, a decoder stack as of GPT-2 and a U-Net, pl
 stages: the memory of the largest stage with Adam, a batch of 32 in 1F1B with four micro-batches a
 stage (buffers of messages left out), how far from the best of all plans it can be at most, and
 the seconds that the solvers took on one core of a shared machine. The NASNets have too many ways
-to be cut for an exact answer where tensors are kept by several of their operations; their bound is
-weak. Made by
+to be cut for an exact answer: they are searched and bounded, for at most 15 seconds for each of two
+ways to count memory that several operations keep. Made by
 
     python benchmarks/applications.py --markdown docs/applications.md
 

@@ -22,7 +22,7 @@ OBJECTIVES: dict[str, Objective] = {"memory": "memory", "time": "time", "flops":
 """What solvers make small for each way to balance."""
 MOST_ATTEMPTS = 6
 """How often less memory is allowed, where messages and what is there for a moment come on top."""
-SECONDS = 10.0
+SECONDS = 15.0
 """How long one problem is searched where the best plan cannot be told by listing."""
 CLOSE = 1e-3
 """Relative distance from the bound at which that search ends before."""

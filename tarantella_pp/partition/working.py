@@ -97,9 +97,10 @@ def message_bytes(
     """Counts the memory of messages.
 
     The next receive is posted ahead; what has arrived is there while it is used, or longer where
-    it is kept. What has been sent stays until it is received, and no rank waits for that: activations
-    until their gradient comes back, at the latest. Gradients are gone when the next ones are made,
-    because a stage that waits for messages in between sees to its own; the last one hardly waits.
+    it is kept. What has been sent stays until it is received, and no rank waits for that:
+    activations until their gradient comes back, at the latest. Gradients are gone when the next
+    ones are made, because a stage that waits for messages in between sees to its own; the last one
+    hardly waits.
 
     Args:
         cuts: The tensors that are sent between stages.

@@ -17,6 +17,7 @@ from tarantella_pp.partition.solvers import search as search_module
 from tarantella_pp.partition.solvers import ties as ties_module
 from tarantella_pp.partition.solvers.boundaries import Boundaries
 from tarantella_pp.partition.solvers.bounds import company_bound, granular, simple_bound, unit_of
+from tarantella_pp.partition.solvers.chain import OutOfTimeError
 from tarantella_pp.partition.solvers.cut_bound import CutBound
 from tarantella_pp.partition.solvers.ideals import enumerate_ideals, unpack
 from tarantella_pp.partition.solvers.local_search import LocalSearch
@@ -223,6 +224,31 @@ def test_prices_bound_what_stages_hold_that_count_unlike_numbers_of_micro_batche
     assert best.optimal
     bound = CutBound(instance, Closure.of(instance)).improve(0.0, 2 * best.value, soon(20))
     assert 0.97 * best.value <= bound <= best.value * (1 + 1e-9)
+
+
+def test_an_exact_search_that_is_cut_off_has_the_bound_of_prices(monkeypatch):
+    problem = to_problem(graph_from_dict(branching()), 4, "memory")
+    problem = replace(
+        problem,
+        static_memory=np.zeros(problem.num_nodes),
+        activation_memory=problem.work,
+        in_flight=[4, 3, 2, 1],
+        tensors=tuple(replace(one, receive_bytes=0.1) for one in problem.tensors),
+    )
+    exact = solve(problem).certificate
+    assert exact.optimal
+    whole = search_module.ChainSearch.run
+
+    def cut_off(self, capacity, deadline, *, goal="bottleneck"):
+        if goal == "bottleneck":
+            raise OutOfTimeError("cut off")
+        return whole(self, capacity, deadline, goal=goal)
+
+    monkeypatch.setattr(search_module.ChainSearch, "run", cut_off)
+    found = solve(problem).certificate
+    assert "cut off" in found.method
+    assert exact.value * 0.97 <= found.lower_bound <= exact.value * (1 + 1e-9)
+    assert found.value >= exact.value * (1 - 1e-9)
 
 
 def test_a_bound_is_rounded_up_to_the_unit():

@@ -83,8 +83,17 @@ def search(instance: Instance, deadline: float, gap: float = 0.0) -> Found:
     except OutOfTimeError:
         found = None
     if found is not None:
-        return found
+        return found if found.exhausted else _bounded(instance, found, deadline)
     return _heuristic(instance, orders, lower, stages, deadline, gap)
+
+
+def _bounded(instance: Instance, found: Found, deadline: float) -> Found:
+    """Bounds what an exact search was cut off from proving."""
+    if found.stages is None or instance.num_nodes > MAX_NODES:
+        return found
+    bound = CutBound(instance, Closure.of(instance))
+    value = instance.value(found.stages)
+    return replace(found, lower_bound=bound.improve(found.lower_bound, value, deadline))
 
 
 def _heuristic(

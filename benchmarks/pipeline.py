@@ -2,6 +2,7 @@
 
     tarantella -n 2 --threads 1 -- benchmarks/pipeline.py
     ... benchmarks/pipeline.py --models mlp cnn --micro-batches 4 8 --schedules 1f1b zb-h1
+    ... benchmarks/pipeline.py --times 4
 
 Both run in the same launch, in turn (A B A B ...): while one process trains alone, the other rank
 sleeps. Printed are the medians, their ratio, and the schedule's bound on it for equal stages.
@@ -41,6 +42,7 @@ from tarantella_pp.runtime.schedule import TRAINING_NAMES, Costs, simulate, spee
 from tarantella_pp.runtime.tuning import MEASURED, WARM_UP
 
 STAGES_PER_RANK = {"interleaved": 2, "zb-v": 2}
+STEPS = 4
 SEARCH_STEPS = 2 * (WARM_UP + MEASURED)
 
 
@@ -54,6 +56,7 @@ class Trainer:
         schedule: Name of the schedule.
         ranks: The ranks of the pipeline.
         balance: What the stages are balanced by.
+        times: Size of a micro-batch, as a multiple of the usual one.
     """
 
     def __init__(
@@ -64,9 +67,10 @@ class Trainer:
         schedule: str | None,
         ranks: Communicator,
         balance: str = "flops",
+        times: int = 1,
     ) -> None:
         keras.utils.set_random_seed(0)
-        rows = ROWS[name] * micro_batches
+        rows = times * ROWS[name] * micro_batches
         with mock.patch.object(pipeline_model, "world", return_value=ranks):
             self.model = tnt.PipelineModel(
                 BUILDERS[name](), stages, micro_batches, schedule, balance, batch_size=rows
@@ -111,30 +115,29 @@ class Trainer:
         return clock, simulated(measured).step_seconds, free.step_seconds
 
 
-def compare(
-    name: str, micro_batches: int, schedules: list[str], rounds: int, balance: str
-) -> list[list[str]]:
+def compare(name: str, micro_batches: int, args: argparse.Namespace) -> list[list[str]]:
     """Times one process and every schedule in turn; returns table rows on the last rank."""
-    ranks = world()
+    ranks, schedules = world(), args.schedules
+    more = args.balance, args.times
     last = ranks.rank == ranks.size - 1
-    alone = Trainer(name, 1, micro_batches, None, Communicator()) if last else None
+    alone = Trainer(name, 1, micro_batches, None, Communicator(), *more) if last else None
     pipelines = {}
     for schedule in schedules:
         stages = ranks.size * STAGES_PER_RANK.get(schedule, 1)
-        pipelines[schedule] = Trainer(name, stages, micro_batches, schedule, ranks, balance)
+        pipelines[schedule] = Trainer(name, stages, micro_batches, schedule, ranks, *more)
         pipelines[schedule].seconds(SEARCH_STEPS if schedule == "zb-auto" else 0)
     serial: list[float] = []
     parallel: dict[str, list[float]] = {schedule: [] for schedule in schedules}
-    for turn in range(rounds + 1):
-        steps = 2 if turn else 3
+    for turn in range(args.rounds + 1):
         ranks.barrier()
-        own = alone.seconds(steps) if alone is not None else []
+        own = alone.seconds(STEPS) if alone is not None else []
         ranks.barrier()
-        serial += own if turn else []
+        # The first step of a turn fetches weights that the others have pushed out of the caches.
+        serial += own[1:] if turn else []
         for schedule, trainer in pipelines.items():
-            found = trainer.seconds(steps)
+            found = trainer.seconds(STEPS)
             ranks.barrier()
-            parallel[schedule] += found if turn else []
+            parallel[schedule] += found[1:] if turn else []
     recorded = {schedule: trainer.recorded(8) for schedule, trainer in pipelines.items()}
     if alone is None:
         return []
@@ -146,10 +149,11 @@ def compare(
         clock, predicted, free = recorded[schedule]
         rows.append(
             [
-                name, str(micro_batches), schedule, f"{1e3 * one:.1f}",
-                f"{1e3 * statistics.median(times):.1f}", f"{ratio:.2f}", f"{bound:.2f}",
-                f"{ratio / bound:.2f}", f"{free / clock:.2f}", f"{1e3 * clock:.1f}",
-                f"{1e3 * predicted:.1f}", f"{100 * (predicted / clock - 1):+.1f} %",
+                name, str(args.times * ROWS[name]), str(micro_batches), schedule,
+                f"{1e3 * one:.1f}", f"{1e3 * statistics.median(times):.1f}",
+                f"{ratio:.2f}", f"{bound:.2f}", f"{ratio / bound:.2f}", f"{free / clock:.2f}",
+                f"{1e3 * clock:.1f}", f"{1e3 * predicted:.1f}",
+                f"{100 * (predicted / clock - 1):+.1f} %",
             ]
         )  # fmt: skip
     return rows
@@ -168,12 +172,13 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(BUILDERS), choices=BUILDERS)
     parser.add_argument("--micro-batches", nargs="+", type=int, default=[8])
     parser.add_argument("--schedules", nargs="+", default=list(TRAINING_NAMES))
-    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--balance", default="flops", choices=("memory", "time", "flops"))
+    parser.add_argument("--times", type=int, default=1, help="rows of a micro-batch: so many more")
     args = parser.parse_args()
     for name in args.models:
         for micro_batches in args.micro_batches:
-            rows = compare(name, micro_batches, args.schedules, args.rounds, args.balance)
+            rows = compare(name, micro_batches, args)
             if tnt.is_master_rank():
                 Console(width=150).print(table_of(rows))
 
@@ -182,7 +187,17 @@ def table_of(rows: list[list[str]]) -> Table:
     """The table of some rows."""
     table = Table(title=f"{world().size} ranks, one thread each, against one process")
     for head in (
-        *("model", "m", "schedule", "1 process ms", "pipeline ms", "speed-up", "bound", "ratio"),
+        *(
+            "model",
+            "rows",
+            "m",
+            "schedule",
+            "1 process ms",
+            "pipeline ms",
+            "speed-up",
+            "bound",
+            "ratio",
+        ),
         *("runtime", "recorded ms", "simulated ms", "off"),
     ):
         table.add_column(head, justify="left" if head in ("model", "schedule") else "right")

@@ -8,6 +8,8 @@ import ml_dtypes
 import numpy as np
 import tensorflow as tf
 
+from tarantella_pp.runtime.memory import ALIGNMENT
+
 # What TensorFlow's DLPack import takes; everything else is copied.
 _DLPACK = {
     np.dtype(name)
@@ -16,6 +18,8 @@ _DLPACK = {
         *("uint8", "uint16", "uint32", "uint64"),
     )
 }
+
+_from_dlpack = tf.experimental.dlpack.from_dlpack
 
 
 def to_buffer(tensor: tf.Tensor) -> np.ndarray[Any, Any]:
@@ -29,11 +33,13 @@ def to_buffer(tensor: tf.Tensor) -> np.ndarray[Any, Any]:
     Returns:
         An array not to be written to.
     """
-    if tensor.dtype == tf.bfloat16:
-        return to_buffer(tf.bitcast(tensor, tf.uint16)).view(ml_dtypes.bfloat16)
+    # Everything here runs after a computation that has pushed it out of the caches: what looks
+    # like a few microseconds of Python is ten times as much.
     try:
         return np.asarray(memoryview(tensor))
     except (BufferError, TypeError, ValueError):  # on a GPU, or a dtype without a buffer
+        if tensor.dtype == tf.bfloat16:
+            return to_buffer(tf.bitcast(tensor, tf.uint16)).view(ml_dtypes.bfloat16)
         return np.asarray(tensor.numpy())
 
 
@@ -41,16 +47,18 @@ def to_tensor(array: np.ndarray[Any, Any]) -> tf.Tensor:
     """An eager tensor on the memory of a NumPy array, for what was received.
 
     Args:
-        array: Freshly received, 64-byte aligned, not written to afterwards.
+        array: Freshly received, not written to afterwards; copied unless it is contiguous and
+            starts at a multiple of 64 bytes, as the memory of channels does.
 
     Returns:
         The tensor; it keeps the memory alive.
     """
+    if array.dtype in _DLPACK and array.size:
+        flags, begin = array.flags, array.__array_interface__["data"][0]
+        if begin % ALIGNMENT == 0 and flags.c_contiguous and flags.writeable:
+            return _from_dlpack(array.__dlpack__())
     if array.dtype == ml_dtypes.bfloat16:
         return tf.bitcast(to_tensor(array.view(np.uint16)), tf.bfloat16)
-    aligned = array.ctypes.data % 64 == 0 and array.flags.c_contiguous and array.size > 0
-    if aligned and array.dtype in _DLPACK and array.flags.writeable:
-        return tf.experimental.dlpack.from_dlpack(array.__dlpack__())
     return tf.convert_to_tensor(array)
 
 

@@ -72,7 +72,7 @@ class Receipt:
     """
 
     __slots__ = (
-        "_arrays", "_channel", "_description", "_next", "_parts", "_specs", "_status",
+        "_arrays", "_channel", "_description", "_next", "_parts", "_specs",
         "label", "nbytes", "number", "source", "tag",
     )  # fmt: skip
 
@@ -92,7 +92,6 @@ class Receipt:
         self.number = number
         self._channel = channel
         self._specs = specs
-        self._status = channel.new_status()
         self._arrays: list[NDArray[Any]] = []
         self._parts: list[tuple[Bytes, Any]] = []
         self._next = 0
@@ -118,11 +117,11 @@ class Receipt:
         while self._next < len(self._parts):
             memory, request = self._parts[self._next]
             try:
-                if not request.Test(self._status):
+                if not request.Test(self._channel.status):
                     return False
             except self._channel.mpi_error as error:
                 raise self._mismatch(f"more than {memory.size} bytes at once ({error})") from error
-            self._check(memory, self._channel.bytes_of(self._status))
+            self._check(memory, self._channel.bytes_received())
             self._next += 1
             if self._next == len(self._parts):
                 self._channel.received(self)
@@ -194,7 +193,7 @@ class Channel:
     ) -> None:
         self.rank: int = comm.Get_rank()
         self.mpi_error: type[Exception] = mpi.Exception
-        self.new_status: Callable[[], Any] = mpi.Status
+        self.status: Any = mpi.Status()
         self.waiter = make_waiter(self.progress)
         self._world_ranks = world_ranks
         self._comm = comm
@@ -216,9 +215,9 @@ class Channel:
         """Whether a message is known to be on its way."""
         return self._bell.is_announced(self._group, receipt.source, receipt.tag, receipt.number)
 
-    def bytes_of(self, status: Any) -> int:
-        """Returns the size in bytes of a message that has arrived."""
-        return int(status.Get_count(self._byte))
+    def bytes_received(self) -> int:
+        """Returns the size in bytes of the message that `status` is about."""
+        return int(self.status.Get_count(self._byte))
 
     def send(self, arrays: Sequence[Any], dest: int, tag: int, label: str) -> None:
         """Starts to send a message."""

@@ -101,6 +101,7 @@ class Exchange:
         self._placement = placement
         self._wire_dtype = None if wire_dtype is None else numpy_dtype(wire_dtype)
         self._ways: dict[tuple[Direction, Message], _Way] = {}
+        self._specs: dict[tuple[int, int], list[TensorSpec]] = {}
         self._rows: Mapping[int, int] = {}
         self._expected: list[Transfer] = []
         self._posted: dict[Transfer, Receipt] = {}
@@ -171,9 +172,10 @@ class Exchange:
     def _post_next(self) -> None:
         action = self._expected.pop()
         rows, way = self._rows[action.micro_batch], self._way(action)
-        shapes: list[tuple[Any, ...]] = [(rows, *self._shape(port)[1:]) for port in way.ports]
-        specs = list(map(TensorSpec, shapes, way.on_wire))
-        self._posted[action] = self._post(action, specs)
+        if (way.tag, rows) not in self._specs:
+            shapes: list[tuple[Any, ...]] = [(rows, *self._shape(port)[1:]) for port in way.ports]
+            self._specs[way.tag, rows] = list(map(TensorSpec, shapes, way.on_wire))
+        self._posted[action] = self._post(action, self._specs[way.tag, rows])
 
     def _post_dynamic(self, action: Transfer) -> Receipt:
         way = self._way(action)

@@ -42,7 +42,6 @@ from tarantella_pp.runtime.schedule import TRAINING_NAMES, Costs, simulate, spee
 from tarantella_pp.runtime.tuning import MEASURED, WARM_UP
 
 STAGES_PER_RANK = {"interleaved": 2, "zb-v": 2}
-STEPS = 4
 SEARCH_STEPS = 2 * (WARM_UP + MEASURED)
 
 
@@ -115,48 +114,37 @@ class Trainer:
         return clock, simulated(measured).step_seconds, free.step_seconds
 
 
-def compare(name: str, micro_batches: int, args: argparse.Namespace) -> list[list[str]]:
-    """Times one process and every schedule in turn; returns table rows on the last rank."""
-    ranks, schedules = world(), args.schedules
-    more = args.balance, args.times
+def compare(
+    name: str, micro_batches: int, schedule: str, args: argparse.Namespace
+) -> list[str] | None:
+    """Times one process and a pipeline in turn; returns a table row on the last rank."""
+    ranks, more = world(), (args.balance, args.times)
     last = ranks.rank == ranks.size - 1
     alone = Trainer(name, 1, micro_batches, None, Communicator(), *more) if last else None
-    pipelines = {}
-    for schedule in schedules:
-        stages = ranks.size * STAGES_PER_RANK.get(schedule, 1)
-        pipelines[schedule] = Trainer(name, stages, micro_batches, schedule, ranks, *more)
-        pipelines[schedule].seconds(SEARCH_STEPS if schedule == "zb-auto" else 0)
+    stages = ranks.size * STAGES_PER_RANK.get(schedule, 1)
+    pipeline = Trainer(name, stages, micro_batches, schedule, ranks, *more)
+    pipeline.seconds(SEARCH_STEPS if schedule == "zb-auto" else 1)
     serial: list[float] = []
-    parallel: dict[str, list[float]] = {schedule: [] for schedule in schedules}
+    parallel: list[float] = []
     for turn in range(args.rounds + 1):
         ranks.barrier()
-        own = alone.seconds(STEPS) if alone is not None else []
+        own = alone.seconds(3) if alone is not None else []
         ranks.barrier()
-        # The first step of a turn fetches weights that the others have pushed out of the caches.
+        found = pipeline.seconds(5)
+        # The first step of a turn fetches weights that the other has pushed out of the caches.
         serial += own[1:] if turn else []
-        for schedule, trainer in pipelines.items():
-            found = trainer.seconds(STEPS)
-            ranks.barrier()
-            parallel[schedule] += found[1:] if turn else []
-    recorded = {schedule: trainer.recorded(8) for schedule, trainer in pipelines.items()}
+        parallel += found[1:] if turn else []
+    clock, predicted, free = pipeline.recorded(8)
     if alone is None:
-        return []
-    one = statistics.median(serial)
-    rows = []
-    for schedule, times in parallel.items():
-        ratio = one / statistics.median(times)
-        bound = bound_of(schedule, pipelines[schedule].model.plan, ranks.size)
-        clock, predicted, free = recorded[schedule]
-        rows.append(
-            [
-                name, str(args.times * ROWS[name]), str(micro_batches), schedule,
-                f"{1e3 * one:.1f}", f"{1e3 * statistics.median(times):.1f}",
-                f"{ratio:.2f}", f"{bound:.2f}", f"{ratio / bound:.2f}", f"{free / clock:.2f}",
-                f"{1e3 * clock:.1f}", f"{1e3 * predicted:.1f}",
-                f"{100 * (predicted / clock - 1):+.1f} %",
-            ]
-        )  # fmt: skip
-    return rows
+        return None
+    one, step = statistics.median(serial), statistics.median(parallel)
+    bound = bound_of(schedule, pipeline.model.plan, ranks.size)
+    return [
+        name, str(args.times * ROWS[name]), str(micro_batches), schedule,
+        f"{1e3 * one:.1f}", f"{1e3 * step:.1f}", f"{one / step:.2f}", f"{bound:.2f}",
+        f"{one / step / bound:.2f}", f"{free / clock:.2f}", f"{1e3 * clock:.1f}",
+        f"{1e3 * predicted:.1f}", f"{100 * (predicted / clock - 1):+.1f} %",
+    ]  # fmt: skip
 
 
 def bound_of(schedule: str, plan: tnt.Plan, ranks: int) -> float:
@@ -176,11 +164,16 @@ def main() -> None:
     parser.add_argument("--balance", default="flops", choices=("memory", "time", "flops"))
     parser.add_argument("--times", type=int, default=1, help="rows of a micro-batch: so many more")
     args = parser.parse_args()
-    for name in args.models:
-        for micro_batches in args.micro_batches:
-            rows = compare(name, micro_batches, args)
-            if tnt.is_master_rank():
-                Console(width=150).print(table_of(rows))
+    rows = []
+    for name, micro_batches in itertools.product(args.models, args.micro_batches):
+        for schedule in args.schedules:
+            row = compare(name, micro_batches, schedule, args)
+            keras.backend.clear_session()
+            if row is not None:
+                rows.append(row)
+                print(" ".join(row), flush=True)
+    if rows:
+        Console(width=150).print(table_of(rows))
 
 
 def table_of(rows: list[list[str]]) -> Table:

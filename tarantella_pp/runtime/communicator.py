@@ -17,8 +17,8 @@ from tarantella_pp.runtime.environment import Launch, detect_launch
 from tarantella_pp.runtime.message import TensorSpec
 
 if TYPE_CHECKING:
-    from tarantella_pp.runtime.channel import Receipt
     from tarantella_pp.runtime.ranks import RankCommunicator
+    from tarantella_pp.runtime.receipt import Receipt
 
 __all__ = ["Communicator", "TensorSpec", "world"]
 

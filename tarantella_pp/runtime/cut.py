@@ -10,14 +10,9 @@ import tensorflow as tf
 
 from tarantella_pp.errors import TarantellaError
 from tarantella_pp.runtime.carve import Carver
+from tarantella_pp.runtime.repeatable import OfWeights, is_pure
 
 _READS = ("ReadVariableOp", "Placeholder", "ResourceGather", "ResourceGatherNd")
-_WRITES = ("AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp")
-# Cheap enough to repeat in the backward pass when nothing but weights goes in.
-_REPEATABLE = {
-    *("Const", "Identity", "Cast", "Reshape", "ExpandDims", "Squeeze", "Shape", "Transpose"),
-    *("StridedSlice", "Pack", "Prod", "ConcatV2", "Range", "Fill", "Sub", "Add", "AddV2", "Mul"),
-}
 
 
 class CutError(TarantellaError):
@@ -92,8 +87,8 @@ def cut(trace: Trace, recompute: bool = False) -> Cut:
     after = _after(trace.seeds, operations)
     b_ops = _ancestors(trace.input_gradients) & after
     w_ops = (_ancestors(trace.weight_gradients) & after) - b_ops
-    of_weights = _Repeatable(trace)
-    repeats = _is_pure(trace, of_weights) if recompute else of_weights
+    of_weights = OfWeights(trace)
+    repeats = is_pure(trace, of_weights) if recompute else of_weights
     gradients = (*trace.input_gradients, *trace.weight_gradients)
     order = {op: place for place, op in enumerate(operations)}
     kept, _ = _needed_of_forward(b_ops | w_ops, gradients, after, repeats)
@@ -156,39 +151,6 @@ def _effects(trace: Trace, after: set[tf.Operation]) -> list[tf.Operation]:
 
 def _has_effect(op: tf.Operation) -> bool:
     return op.op_def is not None and op.op_def.is_stateful and op.type not in _READS
-
-
-def _is_pure(trace: Trace, of_weights: _Repeatable) -> Callable[[tf.Operation], bool]:
-    """Whether an operation gives the same again once the stage's inputs are there."""
-    fed = {tensor.op for tensor in trace.inputs}
-
-    def is_pure(op: tf.Operation) -> bool:
-        stateful = op.op_def is None or op.op_def.is_stateful
-        return of_weights(op) or not (op in fed or stateful)
-
-    return is_pure
-
-
-class _Repeatable:
-    """Whether an operation depends on nothing but constants and weights that F does not write."""
-
-    def __init__(self, trace: Trace) -> None:
-        operations = trace.function.graph.get_operations()
-        self._written = {op.inputs[0].ref() for op in operations if op.type in _WRITES}
-        self._fed = {tensor.op for tensor in trace.inputs}
-        self._known: dict[tf.Operation, bool] = {}
-
-    def __call__(self, op: tf.Operation) -> bool:
-        if op not in self._known:
-            self._known[op] = self._decide(op)
-        return self._known[op]
-
-    def _decide(self, op: tf.Operation) -> bool:
-        if op.type == "Placeholder":
-            return op not in self._fed
-        if op.type == "ReadVariableOp":
-            return op.inputs[0].ref() not in self._written and self(op.inputs[0].op)
-        return op.type in _REPEATABLE and all(self(tensor.op) for tensor in op.inputs)
 
 
 def _after(seeds: Iterable[tf.Tensor], operations: Iterable[tf.Operation]) -> set[tf.Operation]:

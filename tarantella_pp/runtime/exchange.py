@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tarantella_pp.partition.graph import LayerGraph
-from tarantella_pp.runtime.channel import Receipt
 from tarantella_pp.runtime.communicator import Communicator, TensorSpec
 from tarantella_pp.runtime.layout import Link, Port
 from tarantella_pp.runtime.message import numpy_dtype
+from tarantella_pp.runtime.receipt import Receipt
 from tarantella_pp.runtime.schedule import Direction, Message, Transfer
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ import numpy as np
 import tensorflow as tf
 
 from tarantella_pp.runtime.buffers import to_buffer, to_tensor
-from tarantella_pp.runtime.channel import Receipt
 from tarantella_pp.runtime.communicator import Communicator, TensorSpec
+from tarantella_pp.runtime.receipt import Receipt
 
 _LOSS_TAG, _LOGS_TAG = 4, 5
 _FLOAT = np.dtype(np.float64)

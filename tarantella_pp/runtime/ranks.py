@@ -11,10 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tarantella_pp.errors import CommunicationError
-from tarantella_pp.runtime.channel import Channel, Receipt
+from tarantella_pp.runtime.channel import Channel
 from tarantella_pp.runtime.communicator import Communicator
 from tarantella_pp.runtime.doorbell import Doorbell
 from tarantella_pp.runtime.message import TensorSpec, as_bytes, pieces
+from tarantella_pp.runtime.receipt import Receipt
 from tarantella_pp.runtime.recorder import FlightRecorder
 from tarantella_pp.runtime.waiting import Limits, Outgoing, Waiter
 

@@ -210,15 +210,19 @@ def test_bounds_hold_for_every_objective(problem):
         assert CutBound(instance, closure).improve(bound, 1.5 * best, soon()) <= best * (1 + 1e-9)
 
 
-def test_prices_bound_what_stages_hold_that_count_unlike_numbers_of_micro_batches():
+def counted_unlike():
+    """Returns a problem whose four stages hold what they keep 4, 3, 2 and 1 times."""
     problem = to_problem(graph_from_dict(branching()), 4, "memory")
-    nothing = np.zeros(problem.num_nodes)
-    problem = replace(
+    return replace(
         problem,
-        static_memory=nothing,
+        static_memory=np.zeros(problem.num_nodes),
         activation_memory=problem.work,
         in_flight=[4, 3, 2, 1],
     )
+
+
+def test_prices_bound_what_stages_hold_that_count_unlike_numbers_of_micro_batches():
+    problem = counted_unlike()
     instance = reduce_problem(problem)
     best = solve(problem).certificate
     assert best.optimal
@@ -227,14 +231,9 @@ def test_prices_bound_what_stages_hold_that_count_unlike_numbers_of_micro_batche
 
 
 def test_an_exact_search_that_is_cut_off_has_the_bound_of_prices(monkeypatch):
-    problem = to_problem(graph_from_dict(branching()), 4, "memory")
-    problem = replace(
-        problem,
-        static_memory=np.zeros(problem.num_nodes),
-        activation_memory=problem.work,
-        in_flight=[4, 3, 2, 1],
-        tensors=tuple(replace(one, receive_bytes=0.1) for one in problem.tensors),
-    )
+    problem = counted_unlike()
+    tensors = tuple(replace(one, receive_bytes=0.1) for one in problem.tensors)
+    problem = replace(problem, tensors=tensors)
     exact = solve(problem).certificate
     assert exact.optimal
     whole = search_module.ChainSearch.run

@@ -23,6 +23,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import keras
 from keras import layers
+from models import unet
 from rich.console import Console
 from rich.table import Table
 
@@ -60,24 +61,9 @@ def gpt(blocks: int = 12, width: int = 768, length: int = 1024) -> keras.Model:
     return keras.Model(ids, layers.Dense(50257)(layers.LayerNormalization()(x)), name="GPT")
 
 
-def unet(size: int = 256) -> keras.Model:
-    """Ronneberger et al., "U-Net: convolutional networks for biomedical image segmentation"."""
-
-    def block(x: keras.KerasTensor, filters: int) -> keras.KerasTensor:
-        for _ in range(2):
-            x = layers.Conv2D(filters, 3, padding="same", activation="relu")(x)
-        return x
-
-    x = inputs = keras.Input((size, size, 3))
-    skips = []
-    for filters in (64, 128, 256, 512):
-        x = block(x, filters)
-        skips.append(x)
-        x = layers.MaxPooling2D()(x)
-    x = block(x, 1024)
-    for filters, skip in zip((512, 256, 128, 64), reversed(skips), strict=True):
-        x = layers.Conv2DTranspose(filters, 2, strides=2)(x)
-        x = block(layers.Concatenate()([skip, x]), filters)
+def segmentation() -> keras.Model:
+    """A U-Net for images of 256 x 256 and two classes."""
+    inputs, x = unet(256, (64, 128, 256, 512, 1024))
     return keras.Model(inputs, layers.Conv2D(2, 1)(x), name="UNet")
 
 
@@ -87,7 +73,7 @@ def builders() -> dict[str, Callable[[], keras.Model]]:
     for name, value in sorted(vars(keras.applications).items()):
         if inspect.isfunction(value):
             found[name] = functools.partial(application, value)
-    return {**found, "GPT": gpt, "UNet": unet}
+    return {**found, "GPT": gpt, "UNet": segmentation}
 
 
 def application(build: Callable[..., keras.Model]) -> keras.Model:

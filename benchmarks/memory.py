@@ -23,6 +23,7 @@ each rank:
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import json
 import os
@@ -39,6 +40,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras import layers
+from models import mlp, unet
 from rich.console import Console
 from rich.table import Table
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
@@ -47,13 +49,6 @@ from tarantella_pp.runtime.memory import MemoryPool
 
 MICRO_BATCHES = 4
 STEP = "training step"
-
-
-def mlp() -> keras.Model:
-    x = inputs = keras.Input((1536,))
-    for _ in range(12):
-        x = layers.Dense(1536, activation="relu")(x)
-    return keras.Model(inputs, layers.Dense(10)(x))
 
 
 def cnn() -> keras.Model:
@@ -73,22 +68,8 @@ def transformer() -> keras.Model:
     return keras.Model(inputs, layers.Dense(10)(layers.GlobalAveragePooling1D()(x)))
 
 
-def unet() -> keras.Model:
-    def block(x, filters):
-        for _ in range(2):
-            x = layers.Conv2D(filters, 3, padding="same", activation="relu")(x)
-        return x
-
-    x = inputs = keras.Input((64, 64, 3))
-    skips = []
-    for filters in (24, 48, 96):
-        x = block(x, filters)
-        skips.append(x)
-        x = layers.MaxPooling2D()(x)
-    x = block(x, 192)
-    for filters, skip in zip((96, 48, 24), reversed(skips), strict=True):
-        x = layers.Conv2DTranspose(filters, 2, strides=2)(x)
-        x = block(layers.Concatenate()([x, skip]), filters)
+def small_unet() -> keras.Model:
+    inputs, x = unet(64, (24, 48, 96, 192))
     return keras.Model(inputs, layers.Dense(10)(layers.GlobalAveragePooling2D()(x)))
 
 
@@ -113,10 +94,10 @@ def resnet() -> keras.Model:
 
 
 BUILDERS: dict[str, tuple[Callable[[], keras.Model], int]] = {
-    "mlp": (mlp, 512),
+    "mlp": (functools.partial(mlp, 1536, 12), 512),
     "cnn": (cnn, 48),
     "transformer": (transformer, 8),
-    "unet": (unet, 12),
+    "unet": (small_unet, 12),
     "language": (language, 48),
     "resnet": (resnet, 16),
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import keras
 import numpy as np
@@ -36,6 +36,35 @@ def transformer(width: int = 256, blocks: int = 4) -> keras.Model:
         x = layers.Add()([x, layers.Dense(width)(y)])
     outputs = layers.Dense(10)(layers.GlobalAveragePooling1D()(x))
     return keras.Model(inputs, outputs, name="transformer")
+
+
+def unet(size: int, filters: Sequence[int]) -> tuple[keras.KerasTensor, keras.KerasTensor]:
+    """Ronneberger et al., "U-Net: convolutional networks for biomedical image segmentation".
+
+    Args:
+        size: Height and width of the images.
+        filters: Of each level, the lowest last.
+
+    Returns:
+        The inputs, and the features of each pixel that a head goes on from.
+    """
+
+    def block(x: keras.KerasTensor, width: int) -> keras.KerasTensor:
+        for _ in range(2):
+            x = layers.Conv2D(width, 3, padding="same", activation="relu")(x)
+        return x
+
+    x = inputs = keras.Input((size, size, 3))
+    skips = []
+    for width in filters[:-1]:
+        x = block(x, width)
+        skips.append(x)
+        x = layers.MaxPooling2D()(x)
+    x = block(x, filters[-1])
+    for width, skip in zip(filters[-2::-1], reversed(skips), strict=True):
+        x = layers.Conv2DTranspose(width, 2, strides=2)(x)
+        x = block(layers.Concatenate()([skip, x]), width)
+    return inputs, x
 
 
 def unbalanced() -> keras.Model:

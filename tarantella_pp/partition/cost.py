@@ -159,8 +159,7 @@ class Costs:
         """Returns the tensors that a stage of these nodes keeps of a micro-batch."""
         if not again:
             return {self.graph.storage(tensor) for node in nodes for tensor in node.keeps}
-        made = {tensor for node in nodes for tensor in node.outputs}
-        return {self.graph.storage(t) for node in nodes for t in node.inputs if t not in made}
+        return {self.graph.storage(tensor) for tensor in _given(nodes)}
 
     def _kept_bytes(self, nodes: Sequence[Node], *, again: bool) -> tuple[int, int]:
         """Returns what a stage of these nodes keeps of a micro-batch, and what it makes again."""
@@ -170,8 +169,13 @@ class Costs:
         if not again:
             return self.rows * sum(tensors[t].bytes_per_sample for t in kept) + inside, 0
         inputs = self._kept(nodes, again=True)
-        made = {tensor for node in nodes for tensor in node.outputs}
-        given = {tensor for node in nodes for tensor in node.inputs} - made
-        masks = sum(self.mask_bytes(tensors[t]) for t in given if tensors[t].producer is not None)
+        given = (tensors[t] for t in _given(nodes))
+        masks = sum(self.mask_bytes(one) for one in given if one.producer is not None)
         repeated = self.rows * sum(tensors[t].bytes_per_sample for t in kept - inputs) + inside
         return self.rows * sum(tensors[t].bytes_per_sample for t in inputs) + masks, repeated
+
+
+def _given(nodes: Sequence[Node]) -> set[int]:
+    """Returns the tensors that nodes read and do not make themselves."""
+    made = {tensor for node in nodes for tensor in node.outputs}
+    return {tensor for node in nodes for tensor in node.inputs} - made

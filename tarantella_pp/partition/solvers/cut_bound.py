@@ -41,9 +41,7 @@ class CutBound:
         self._touch = resource.scale[:, None] * terms.touch
         held = terms.receive + resource.factor[:, None] * terms.receive_held
         self._receive = resource.scale[:, None] * held * self._received()
-        self._flat = np.array([pin for one in terms.pins for pin in one], dtype=np.int64)
-        sizes = np.array([len(one) for one in terms.pins], dtype=np.int64)
-        self._starts = np.cumsum(sizes) - sizes
+        self._flat, self._starts = terms.flat()
 
     def improve(self, lower: float, upper: float, deadline: float) -> float:
         """Raises a bound by bisection.

@@ -108,10 +108,8 @@ class Pricer:
     def of(cls, instance: Instance, index: int) -> Pricer:
         """Makes the pricer of one resource of an instance."""
         resource = instance.resources[index]
-        sizes = np.array([len(pins) for pins in resource.terms.pins], dtype=np.int64)
-        flat = np.array([pin for pins in resource.terms.pins for pin in pins], dtype=np.int64)
-        starts = np.cumsum(sizes) - sizes
-        return cls(resource, index, flat, starts, sizes)
+        flat, starts = resource.terms.flat()
+        return cls(resource, index, flat, starts, np.diff(starts, append=len(flat)))
 
     def stage(
         self,

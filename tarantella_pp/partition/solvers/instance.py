@@ -33,6 +33,12 @@ class Terms:
         """Returns the number of tensors."""
         return len(self.pins)
 
+    def flat(self) -> tuple[IntArray, IntArray]:
+        """Returns the pins of all tensors one after another, and where those of each begin."""
+        pins: IntArray = np.array([pin for one in self.pins for pin in one], dtype=np.int64)
+        sizes: IntArray = np.array([len(one) for one in self.pins], dtype=np.int64)
+        return pins, np.cumsum(sizes) - sizes
+
     @property
     def has_touch(self) -> bool:
         """Whether any tensor costs its touching stages."""

@@ -156,7 +156,7 @@ class _Layout:
     def __init__(self, terms: Terms) -> None:
         self._terms = terms
         self._tensor = np.repeat(np.arange(len(terms)), [len(pins) for pins in terms.pins])
-        self._flat = np.array([pin for pins in terms.pins for pin in pins], dtype=np.int64)
+        self._flat, _ = terms.flat()
 
     def crossing(self, position: IntArray, n: int) -> FloatArray:
         """Returns the touch and receive cost of the tensors across each cut, `(n + 1,)`."""

@@ -1,4 +1,4 @@
-"""Memory of each rank as planned, against what it really is: six models on 2 to 4 stages.
+"""Memory of each rank as planned, against what it really is: seven models on 2 to 4 stages.
 
     python benchmarks/memory.py
     python benchmarks/memory.py --models mlp cnn --stages 2 --recompute all
@@ -81,6 +81,19 @@ def language() -> keras.Model:
     return keras.Model(ids, layers.Dense(10)(layers.GlobalAveragePooling1D()(x)))
 
 
+def tied() -> keras.Model:
+    """A decoder stack whose last layer has the weights of its first."""
+    ids = keras.Input((32,), dtype="int32")
+    table = layers.ReversibleEmbedding(4000, 256)
+    x = table(ids)
+    for _ in range(4):
+        y = layers.LayerNormalization()(x)
+        x = layers.Add()([x, layers.MultiHeadAttention(4, 64)(y, y, use_causal_mask=True)])
+        y = layers.Dense(1024, activation="gelu")(layers.LayerNormalization()(x))
+        x = layers.Add()([x, layers.Dense(256)(y)])
+    return keras.Model(ids, table(layers.LayerNormalization()(x), reverse=True))
+
+
 def resnet() -> keras.Model:
     x = inputs = keras.Input((64, 64, 3))
     x = layers.Conv2D(32, 3, padding="same")(x)
@@ -100,6 +113,7 @@ BUILDERS: dict[str, tuple[Callable[[], keras.Model], int]] = {
     "unet": (small_unet, 12),
     "language": (language, 48),
     "resnet": (resnet, 16),
+    "tied": (tied, 16),
 }
 """Each model, and the samples of a micro-batch."""
 
@@ -128,7 +142,8 @@ def train(name: str, stages: int, recompute: str, steps: int = 5) -> dict[str, A
     shape, integers = model.input_shape[1:], model.inputs[0].dtype.startswith("int")
     rng = np.random.default_rng(0)
     x = rng.integers(0, 100, (batch, *shape)) if integers else rng.random((batch, *shape))
-    x, y = x.astype("int32" if integers else "float32"), rng.integers(0, 10, batch)
+    x = x.astype("int32" if integers else "float32")
+    y = rng.integers(0, 10, (batch, *model.output_shape[1:-1]))
     piped = tnt.PipelineModel(
         model, stages, MICRO_BATCHES, batch_size=batch, schedule="1f1b", recompute=recompute
     )

@@ -30,12 +30,11 @@ class ModelState:
         communicator: Communicator,
     ) -> None:
         self._communicator = communicator
-        owners: dict[int, int] = {}
-        for node in extracted.graph.nodes:
-            for weight in node.weights:
-                owners.setdefault(weight, placement[assignment[node.id]])
-        self._owned = [(v, owners.get(i, 0)) for i, v in enumerate(extracted.variables)]
-        self._owners = {id(variable): owner for variable, owner in self._owned}
+        users = extracted.graph.users(assignment)
+        self._owned = [
+            (variable, placement[stages[0]])
+            for variable, stages in zip(extracted.variables, users, strict=True)
+        ]
 
     def start_alike(self) -> None:
         """Gives every rank the first rank's values: initial weights and seeds."""

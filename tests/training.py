@@ -155,6 +155,37 @@ def shared():
     return keras.Model(inputs, layers.Dense(3)(layers.Dense(6)(twice(x))))
 
 
+def tied_head():
+    """A language model whose last layer has the weights of its first."""
+    ids = keras.Input((5,), dtype="int32")
+    table = layers.ReversibleEmbedding(6, 4, embeddings_regularizer=keras.regularizers.L2(0.1))
+    x = table(ids)
+    for _ in range(2):
+        x = layers.Add()([x, layers.Dense(4, activation="tanh")(x)])
+    return keras.Model(ids, table(layers.LayerNormalization()(x), reverse=True))
+
+
+def looked_up_again():
+    """The second look into the embedding depends on the first, and both gradients are sparse."""
+    ids = keras.Input((5,), dtype="int32")
+    table = layers.Embedding(6, 4)
+    x = layers.Dense(4, activation="tanh")(table(ids))
+    x = layers.Add()([layers.Dense(4)(x), table(ops.argmax(x, axis=-1))])
+    x = layers.Dense(4, activation="tanh")(layers.GlobalAveragePooling1D()(x))
+    return keras.Model(ids, layers.Dense(3, activation="softmax")(x))
+
+
+def tied_blocks():
+    """The same layer in every other place, once before a branch whose gradient is stopped."""
+    x = inputs = keras.Input((6,))
+    block = layers.Dense(6, activation="tanh")
+    frozen = layers.Dense(6, activation="tanh", trainable=False)
+    for _ in range(3):
+        x = layers.Dense(6, activation="elu")(frozen(block(x)))
+    dead = ops.stop_gradient(block(x))
+    return keras.Model(inputs, layers.Dense(3)(layers.Add()([x, dead])))
+
+
 def frozen():
     x = inputs = keras.Input((6,))
     for width, trainable in ((6, False), (7, False), (6, True), (7, False), (3, True)):
@@ -201,6 +232,11 @@ def classification(optimizer=adamw, metrics=("accuracy",), **more):
         "metrics": list(metrics),
         **more,
     }
+
+
+def logits():
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    return {"optimizer": adamw(), "loss": loss, "metrics": ["accuracy"]}
 
 
 def decaying():
@@ -257,6 +293,9 @@ CASES = {
     "regularized": Case(regularized, X, Y, regression(), WEIGHTED),
     "nested": Case(nested, X, Y, regression()),
     "shared": Case(shared, X, Y, regression(optimizer=sgd)),
+    "tied_head": Case(tied_head, IDS, integers(6, 5, seed=8), logits),
+    "looked_up_again": Case(looked_up_again, IDS, LABELS, classification(), WEIGHTED),
+    "tied_blocks": Case(tied_blocks, X, Y, regression(optimizer=sgd), WEIGHTED),
     "frozen": Case(frozen, X, Y, regression(), WEIGHTED),
     "unreached": Case(
         unreached,

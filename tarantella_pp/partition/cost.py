@@ -8,9 +8,14 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from tarantella_pp.partition.graph import LayerGraph, Node, Tensor
-from tarantella_pp.partition.plan_parts import CutEdge, StagePlan
+from tarantella_pp.partition.plan_parts import CutEdge, StagePlan, Tie
 from tarantella_pp.partition.sizes import sample_shape
-from tarantella_pp.partition.working import backward_bytes, message_bytes, update_bytes
+from tarantella_pp.partition.working import (
+    backward_bytes,
+    message_bytes,
+    tie_bytes,
+    update_bytes,
+)
 
 NOTHING: Mapping[int, int] = MappingProxyType({})
 """No stage repeats its forward pass."""
@@ -42,8 +47,16 @@ class Costs:
         Args:
             weight: Id of the variable.
         """
+        return self.copy_bytes(weight) + self.slots[weight]
+
+    def copy_bytes(self, weight: int) -> int:
+        """Returns the bytes of a variable and its gradient, on a stage that does not train it.
+
+        Args:
+            weight: Id of the variable.
+        """
         found = self.graph.weights[weight]
-        return found.bytes * (2 if found.trainable else 1) + self.slots[weight]
+        return found.bytes * (2 if found.trainable else 1)
 
     def keepers(self) -> dict[int, list[int]]:
         """Returns which nodes need which memory again in their backward pass.
@@ -96,6 +109,19 @@ class Costs:
                 )
         return tuple(found)
 
+    def ties(self, assignment: Sequence[int]) -> tuple[Tie, ...]:
+        """Returns the trainable variables that several stages use.
+
+        Args:
+            assignment: Stage of each node.
+        """
+        pairs = zip(self.graph.weights, self.graph.users(assignment), strict=True)
+        return tuple(
+            Tie(weight.name, stages, weight.bytes)
+            for weight, stages in pairs
+            if weight.trainable and len(stages) > 1
+        )
+
     def stages(
         self,
         assignment: Sequence[int],
@@ -110,12 +136,12 @@ class Costs:
             repeats: Stages that keep the inputs of a micro-batch only and repeat their forward
                 pass, and for how many micro-batches at a time they hold what that makes.
         """
-        cuts = self.cuts(assignment)
+        cuts, users = self.cuts(assignment), self.graph.users(assignment)
         nodes: list[list[int]] = [[] for _ in in_flight]
         for node, stage in enumerate(assignment):
             nodes[stage].append(node)
         return tuple(
-            self._stage(nodes[stage], stage, held, cuts, repeats.get(stage, 0))
+            self._stage(nodes[stage], stage, held, cuts, users, repeats.get(stage, 0))
             for stage, held in enumerate(in_flight)
         )
 
@@ -125,6 +151,7 @@ class Costs:
         stage: int,
         in_flight: int,
         cuts: tuple[CutEdge, ...],
+        users: Sequence[tuple[int, ...]],
         repeats: int,
     ) -> StagePlan:
         nodes = [self.graph.nodes[i] for i in ids]
@@ -135,7 +162,8 @@ class Costs:
         names = {self.graph.tensors[t].name for t in self._kept(nodes, again=repeats > 0)}
         received, sent, returned = message_bytes(cuts, stage, in_flight, names)
         backward = returned + backward_bytes(self.graph, nodes, self.rows)
-        update = update_bytes(self.graph, weights, self.slots)
+        own = [weight for weight in weights if users[weight.id][0] == stage]
+        update = update_bytes(self.graph, own, self.slots) + tie_bytes(weights, users, stage)
         times = None if self.seconds is None else [self.seconds[i] for i in ids]
         return StagePlan(
             first=nodes[0].name,
@@ -144,7 +172,7 @@ class Costs:
             parameter_bytes=parameters,
             constant_bytes=sum(weight.bytes for weight in weights if not weight.trainable),
             gradient_bytes=parameters,
-            optimizer_bytes=sum(self.slots[w] for w in used),
+            optimizer_bytes=sum(self.slots[weight.id] for weight in own),
             activation_bytes=kept,
             in_flight=in_flight,
             buffer_bytes=received,

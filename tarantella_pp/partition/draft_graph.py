@@ -8,6 +8,7 @@ from typing import Any
 from tarantella_pp.partition.draft import Call, Draft
 from tarantella_pp.partition.flops import forward_flops
 from tarantella_pp.partition.graph import LayerGraph, Node, Tensor, Weight
+from tarantella_pp.partition.keras_internals import trained_variables
 from tarantella_pp.partition.residuals import residuals
 from tarantella_pp.partition.sized import SizedTensor, sized_call
 from tarantella_pp.partition.sizes import item_bytes, sample_shape
@@ -39,7 +40,8 @@ def graph_of(
     Returns:
         The graph.
     """
-    weights = tuple(_weight(i, variable) for i, variable in enumerate(variables))
+    trained = {id(v) for call in draft.calls for v in trained_variables(call.operation)}
+    weights = tuple(_weight(i, v, id(v) not in trained) for i, v in enumerate(variables))
     weight_ids = {id(variable): i for i, variable in enumerate(variables)}
     uses = [tuple(weight_ids[id(v)] for v in call.variables) for call in draft.calls]
     sized = _sized_tensors(draft, _gradients(draft, weights, uses), assumed_size)
@@ -125,7 +127,7 @@ def _node(i: int, call: Call, sized: list[SizedTensor], weights: tuple[Weight, .
     )
 
 
-def _weight(i: int, variable: Any) -> Weight:
+def _weight(i: int, variable: Any, stateful: bool) -> Weight:
     shape = tuple(int(size) for size in variable.shape)
     return Weight(
         id=i,
@@ -134,6 +136,7 @@ def _weight(i: int, variable: Any) -> Weight:
         dtype=variable.dtype,
         trainable=bool(variable.trainable),
         bytes=math.prod(shape) * item_bytes(variable.dtype),
+        stateful=stateful,
     )
 
 

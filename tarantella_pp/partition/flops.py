@@ -142,6 +142,13 @@ def _matmul(call: SizedCall) -> float:
     return 2.0 * call.output.size * call.inputs[0].shape[-1] if call.inputs[0].shape else 2.0
 
 
+def _reversible_embedding(call: SizedCall) -> float:
+    if not call.arguments.get("reverse"):
+        return 0.0
+    capped = call.operation.logit_soft_cap is not None
+    return _matmul(call) + (_ACTIVATIONS["tanh"] + 2) * call.output.size * capped
+
+
 def _dot(call: SizedCall) -> float:
     axes = getattr(call.operation, "axes", -1)
     axis = axes if isinstance(axes, int) else axes[0]
@@ -259,6 +266,7 @@ _RULES: dict[str, Callable[[SizedCall], Any]] = {
     "Einsum": _einsum,
     "Matmul": _matmul,
     "Dot": _dot,
+    "ReversibleEmbedding": _reversible_embedding,
     **dict.fromkeys(("Conv1D", "Conv2D", "Conv3D"), _conv),
     **dict.fromkeys(("DepthwiseConv1D", "DepthwiseConv2D"), _depthwise_conv),
     **dict.fromkeys(("SeparableConv1D", "SeparableConv2D"), _separable_conv),

@@ -14,7 +14,7 @@ from tarantella_pp.partition.certificate import TOLERANCE, Certificate, Solution
 from tarantella_pp.partition.cost import Costs
 from tarantella_pp.partition.graph import LayerGraph
 from tarantella_pp.partition.options import PlanOptions
-from tarantella_pp.partition.problem import FloatArray, Objective, Problem, TensorCost
+from tarantella_pp.partition.problem import FloatArray, Objective, Problem, TensorCost, Tied
 from tarantella_pp.partition.recomputation import recomputing
 from tarantella_pp.partition.solvers.solve import solve
 
@@ -35,10 +35,12 @@ def problem_of(
 ) -> Problem:
     """Puts the costs of a layer graph into the numbers that solvers work on.
 
-    A shared variable counts for its first node. Memory that several nodes need again counts for
-    the first of them, and once more for each later stage that has another. Where those nodes
-    lie on parallel branches this misses a stage that comes before that of the first node, so
-    that the problem's memory is a lower bound of the real one, and equal to it elsewhere.
+    A shared variable counts for its first node, whose stage trains it; no node that shares it may
+    run on an earlier stage, and on later stages its value and gradient count once more. Memory
+    that several nodes need again counts for the first of them, and once more for each later stage
+    that has another. Where those nodes lie on parallel branches this misses a stage that comes
+    before that of the first node, so that the problem's memory is a lower bound of the real one,
+    and equal to it elsewhere.
 
     A stage that recomputes counts as if it held only as many micro-batches as run backward at a
     time, which is a lower bound as well; `recomputing` gives another one.
@@ -85,10 +87,20 @@ def problem_of(
         tensors=tuple(tensors),
         edges=np.array(sorted(graph.digraph.edges), dtype=np.int64).reshape(-1, 2),
         in_flight=[options.repeats.get(s, held) for s, held in enumerate(options.in_flight)],
-        groups=tuple(tuple(sorted(group)) for group in graph.groups),
+        groups=(*graph.ties, *(tuple(sorted(group)) for group in graph.groups)),
+        tied=_tied(graph),
+        group_bytes=[sum(map(costs.copy_bytes, weights)) for weights in graph.ties.values()]
+        + [0.0] * len(graph.groups),
         memory_limit=limit,
         exactly=True,
     )
+
+
+def _tied(graph: LayerGraph) -> tuple[Tied, ...]:
+    """Copies of what only the optimizer changes may be on several stages."""
+    free, together = len(graph.ties), len(graph.groups)
+    kinds: tuple[Tied, Tied] = ("free", "together")
+    return kinds[:1] * free + kinds[1:] * together
 
 
 def _work(costs: Costs, options: PlanOptions) -> FloatArray:
@@ -234,4 +246,7 @@ def _shared(graph: LayerGraph) -> str:
         return ""
     first = max(graph.groups, key=len)
     names = ", ".join(graph.nodes[i].name for i in sorted(first)[:4])
-    return f" Operations that share variables must stay on one stage, e.g. {names}."
+    return (
+        " Operations that share statistics or seeds, which change whenever one of them runs, must "
+        f"stay on one stage, e.g. {names}."
+    )

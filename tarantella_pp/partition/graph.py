@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -30,6 +30,7 @@ class Weight(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         dtype: Dtype of the variable, e.g. `"float32"`.
         trainable: Whether it gets a gradient and optimizer slots.
         bytes: Size of its value in bytes.
+        stateful: Whether the nodes that use it change it when they run: statistics, seeds.
     """
 
     id: int
@@ -38,6 +39,7 @@ class Weight(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dtype: str
     trainable: bool
     bytes: int
+    stateful: bool = False
 
 
 class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -138,17 +140,50 @@ class LayerGraph(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
 
     @cached_property
     def groups(self) -> tuple[frozenset[int], ...]:
-        """Sets of nodes that share a variable, directly or over others; each of two or more."""
+        """Sets of nodes that must share a stage, each of two or more.
+
+        They share a variable, directly or over others, that changes whenever one of them runs.
+        """
         import networkx as nx  # here, because showing a plan does not need it
 
         sharing = nx.Graph()
         for node in self.nodes:
-            sharing.add_edges_from((("weight", w), node.id) for w in node.weights)
+            states = [w for w in node.weights if self.weights[w].stateful]
+            sharing.add_edges_from((("weight", w), node.id) for w in states)
         found = (
             frozenset(n for n in part if isinstance(n, int))
             for part in nx.connected_components(sharing)
         )
         return tuple(sorted((g for g in found if len(g) > 1), key=min))
+
+    @cached_property
+    def ties(self) -> dict[tuple[int, ...], tuple[int, ...]]:
+        """Variables that several nodes may use on different stages, by the nodes that do.
+
+        Only the optimizer changes such a variable, so each stage can have a copy.
+        """
+        users: dict[int, list[int]] = {}
+        for node in self.nodes:
+            for w in node.weights:
+                if not self.weights[w].stateful:
+                    users.setdefault(w, []).append(node.id)
+        found: dict[tuple[int, ...], list[int]] = {}
+        for w, nodes in users.items():
+            if len(nodes) > 1 and not any(group.issuperset(nodes) for group in self.groups):
+                found.setdefault(tuple(nodes), []).append(w)
+        return {nodes: tuple(weights) for nodes, weights in found.items()}
+
+    def users(self, assignment: Sequence[int]) -> list[tuple[int, ...]]:
+        """Returns the stages that use each variable, ascending: the first one trains it.
+
+        Args:
+            assignment: Stage of each node.
+        """
+        stages: list[set[int]] = [set() for _ in self.weights]
+        for node in self.nodes:
+            for w in node.weights:
+                stages[w].add(assignment[node.id])
+        return [tuple(sorted(found)) for found in stages]
 
     @cached_property
     def digraph(self) -> nx.DiGraph:

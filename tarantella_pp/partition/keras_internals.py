@@ -33,6 +33,7 @@ __all__ = [
     "set_mask",
     "states_of",
     "sublayers",
+    "trained_variables",
     "tree",
 ]
 
@@ -115,6 +116,15 @@ def states_of(operation: Any, arguments: Any) -> list[Any]:
         value for value in tree.flatten((arguments.args, arguments.kwargs)) if is_variable(value)
     ]
     return list({id(variable): variable for variable in found}.values())
+
+
+def trained_variables(operation: Any) -> list[Any]:
+    """Returns the variables of a call that only optimizers change, whether frozen now or not.
+
+    Args:
+        operation: A layer or another Keras operation.
+    """
+    return [v for layer in sublayers(operation) for v in layer._trainable_variables]
 
 
 def reads_variables(network: Any) -> bool:

@@ -8,9 +8,9 @@ from tarantella_pp.errors import PlanError
 from tarantella_pp.partition.graph import LayerGraph
 from tarantella_pp.partition.json_record import MAX_FILE_BYTES, JsonRecord
 from tarantella_pp.partition.plan_checks import difference, problems
-from tarantella_pp.partition.plan_parts import CutEdge, Proof, StagePlan
+from tarantella_pp.partition.plan_parts import CutEdge, Proof, StagePlan, Tie
 
-__all__ = ["MAX_FILE_BYTES", "CutEdge", "Plan", "Proof", "StagePlan", "micro_batch_size"]
+__all__ = ["MAX_FILE_BYTES", "CutEdge", "Plan", "Proof", "StagePlan", "Tie", "micro_batch_size"]
 
 
 class Plan(JsonRecord, frozen=True, tag_field="format", tag="tarantella_pp.plan"):
@@ -34,6 +34,7 @@ class Plan(JsonRecord, frozen=True, tag_field="format", tag="tarantella_pp.plan"
         assignment: Stage of each node.
         stages: The stages.
         cuts: The tensors that are sent between them.
+        ties: The variables that several of them use.
         certificate: How good the plan is known to be.
         bubble: Share of a step that a rank waits, by the schedule's formula; `None` without one.
         assumed_size: Size that unknown dimensions other than the batch were counted with.
@@ -64,6 +65,7 @@ class Plan(JsonRecord, frozen=True, tag_field="format", tag="tarantella_pp.plan"
     stages: tuple[StagePlan, ...]
     cuts: tuple[CutEdge, ...]
     certificate: Proof
+    ties: tuple[Tie, ...] = ()
     bubble: float | None = None
     assumed_size: int | None = None
     estimated: tuple[str, ...] = ()
@@ -97,6 +99,14 @@ class Plan(JsonRecord, frozen=True, tag_field="format", tag="tarantella_pp.plan"
         """
         if self.fingerprint != graph.fingerprint():
             raise PlanError(f"This is a plan of another model: {difference(self, graph)}")
+        for group in graph.groups:
+            stages = {self.assignment[node]: self.node_names[node] for node in sorted(group)}
+            if len(stages) > 1:
+                raise PlanError(
+                    f"Nodes {list(stages.values())} share statistics or seeds, which change "
+                    "whenever one of them runs, so they must be on one stage. The plan puts them "
+                    f"on stages {list(stages)}."
+                )
         for before, after in graph.digraph.edges:
             if self.assignment[before] > self.assignment[after]:
                 raise PlanError(

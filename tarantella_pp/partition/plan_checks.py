@@ -28,6 +28,7 @@ def problems(plan: Plan) -> Iterator[str]:
     yield from _wrong_stages(plan)
     yield from _wrong_recomputation(plan)
     yield from _wrong_cuts(plan)
+    yield from _wrong_ties(plan)
 
 
 def _wrong_numbers(plan: Plan) -> Iterator[str]:
@@ -42,6 +43,7 @@ def _wrong_numbers(plan: Plan) -> Iterator[str]:
     parts: list[tuple[str, Any]] = [("plan", plan), ("certificate", proof)]
     parts += [(f"stages[{i}]", stage) for i, stage in enumerate(plan.stages)]
     parts += [(f"cuts[{i}]", cut) for i, cut in enumerate(plan.cuts)]
+    parts += [(f"ties[{i}]", tie) for i, tie in enumerate(plan.ties)]
     for where, part in parts:
         for name in part.__struct_fields__:
             value = getattr(part, name)
@@ -95,6 +97,17 @@ def _wrong_cuts(plan: Plan) -> Iterator[str]:
                 f"cuts[{i}] must run from a stage to later ones. Received: {cut.source} to "
                 f"{list(cut.targets)}"
             )
+
+
+def _wrong_ties(plan: Plan) -> Iterator[str]:
+    for i, tie in enumerate(plan.ties):
+        rises = all(a < b for a, b in itertools.pairwise(tie.stages))
+        if (
+            len(tie.stages) < 2
+            or not rises
+            or not 0 <= tie.stages[0] <= tie.stages[-1] < plan.num_stages
+        ):
+            yield f"ties[{i}] must name two stages or more, ascending. Received: {tie.stages}"
 
 
 def difference(plan: Plan, graph: LayerGraph) -> str:

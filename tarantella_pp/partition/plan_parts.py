@@ -102,6 +102,23 @@ class CutEdge(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     mask_bytes: int = 0
 
 
+class Tie(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A variable that several stages use.
+
+    Once a step its gradients go to the first of them, which trains it, and the new value comes
+    back.
+
+    Attributes:
+        weight: Name of the variable.
+        stages: The stages, ascending.
+        bytes: Size of the variable.
+    """
+
+    weight: str
+    stages: tuple[int, ...]
+    bytes: int
+
+
 class Proof(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How good the plan is known to be; see `Certificate`.
 

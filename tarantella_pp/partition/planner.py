@@ -148,6 +148,7 @@ class Planner:
             assignment=assignment,
             stages=costs.stages(assignment, options.in_flight, options.repeats),
             cuts=costs.cuts(assignment),
+            ties=costs.ties(assignment),
             certificate=Proof.of(solution.certificate),
             bubble=options.bubble,
             assumed_size=graph.assumed_size,

@@ -81,11 +81,11 @@ class Problem:
             producer before each other node.
         in_flight: Micro-batches held on each stage; None: one on each.
         groups: Nodes that share weights.
-        tied: "together": the nodes of a group share a stage. "free": they are kept together
-            only where that costs nothing; otherwise the group's first node (in topological
-            order) holds the weights, no other node of the group runs on an earlier stage, and
-            each later stage with a node of the group pays `group_bytes` of memory, and each
-            touching stage `group_comm` of load.
+        tied: For all groups, or one for each. "together": the nodes of a group share a stage.
+            "free": they are kept together only where that costs nothing; otherwise the group's
+            first node (in topological order) holds the weights, no other node of the group runs
+            on an earlier stage, and each later stage with a node of the group pays `group_bytes`
+            of memory, and each touching stage `group_comm` of load.
         group_bytes: Bytes of each group's weights; empty: 0 each.
         group_comm: Time to exchange each group's gradients; empty: 0 each.
         memory_limit: Bytes that a stage may hold, one number or one per stage; None: no limit.
@@ -105,11 +105,12 @@ class Problem:
     edges: IntArray | None = None
     in_flight: Sequence[int] | None = None
     groups: tuple[tuple[int, ...], ...] = ()
-    tied: Tied = "together"
+    tied: Tied | Sequence[Tied] = "together"
     group_bytes: Sequence[float] = ()
     group_comm: Sequence[float] = ()
     memory_limit: float | Sequence[float] | None = None
     exactly: bool = False
+    apart: tuple[bool, ...] = field(init=False)
     precedence: IntArray = field(init=False)
     flight: FloatArray = field(init=False)
     limits: FloatArray | None = field(init=False)
@@ -120,7 +121,8 @@ class Problem:
             object.__setattr__(self, name, checked)
         object.__setattr__(self, "tensors", tuple(self.tensors))
         object.__setattr__(self, "groups", tuple(tuple(group) for group in self.groups))
-        problem_checks.check_options(self, get_args(Objective), get_args(Tied))
+        problem_checks.check_options(self, get_args(Objective))
+        object.__setattr__(self, "apart", problem_checks.apart(self, get_args(Tied)))
         problem_checks.check_tensors(self)
         object.__setattr__(self, "flight", problem_checks.in_flight(self))
         object.__setattr__(self, "limits", problem_checks.limits(self))
@@ -165,8 +167,7 @@ class Problem:
                 if tensor.receive_bytes and tensor.producer is not None:
                     made = stages[tensor.producer]
                     held[[s for s in touching if s > made]] += tensor.receive_bytes
-        if self.tied == "free":
-            self._price_groups(stages, static, comm)
+        self._price_groups(stages, static, comm)
         memory = static + self.flight * held
         values = {"memory": memory, "load": work + comm}.get(self.objective, work)
         value = float(values.max()) if S else 0.0
@@ -175,7 +176,7 @@ class Problem:
     def _price_groups(self, stages: IntArray, static: FloatArray, comm: FloatArray) -> None:
         for index, group in enumerate(self.groups):
             touching = sorted({int(stages[node]) for node in group})
-            if len(touching) > 1:
+            if self.apart[index] and len(touching) > 1:
                 static[touching[1:]] += self.group_bytes[index] if self.group_bytes else 0.0
                 comm[touching] += self.group_comm[index] if self.group_comm else 0.0
 
@@ -193,10 +194,9 @@ class Problem:
         if len(back):
             before, after = self.precedence[back[0]].tolist()
             return f"node {after} on stage {stages[after]} needs node {before}, a later stage's"
-        if self.tied == "together":
-            for group in self.groups:
-                if len({int(stages[node]) for node in group}) > 1:
-                    return f"nodes {list(group)} share weights and lie on several stages"
+        for group, apart in zip(self.groups, self.apart, strict=True):
+            if not apart and len({int(stages[node]) for node in group}) > 1:
+                return f"nodes {list(group)} share weights and lie on several stages"
         if self.exactly and len(np.unique(stages)) < self.num_stages:
             return f"a stage is empty, and exactly {self.num_stages} are asked for"
         if self.limits is not None:

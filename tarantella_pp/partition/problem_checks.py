@@ -39,13 +39,12 @@ def costs(name: str, values: ArrayLike, count: int) -> FloatArray:
     return array
 
 
-def check_options(problem: Problem, objectives: tuple[str, ...], ties: tuple[str, ...]) -> None:
+def check_options(problem: Problem, objectives: tuple[str, ...]) -> None:
     """Checks the options of a problem.
 
     Args:
         problem: The problem.
         objectives: What may be minimised.
-        ties: What may be done with groups.
 
     Raises:
         PlanError: One is out of range.
@@ -54,12 +53,31 @@ def check_options(problem: Problem, objectives: tuple[str, ...], ties: tuple[str
         raise PlanError(f"A pipeline has at least one stage. Received: {problem.num_stages=}")
     if problem.objective not in objectives:
         raise PlanError(f"`objective` is one of {objectives}. Received: {problem.objective!r}")
-    if problem.tied not in ties:
-        raise PlanError(f"`tied` is one of {ties}. Received: {problem.tied!r}")
     for name in ("group_bytes", "group_comm"):
         values = getattr(problem, name)
         if len(values) not in (0, len(problem.groups)) or any(not 0 <= v < 1e300 for v in values):
             raise PlanError(f"`{name}` has one number for each group. Received: {values}")
+
+
+def apart(problem: Problem, ties: tuple[str, ...]) -> tuple[bool, ...]:
+    """Reads which groups may part.
+
+    Args:
+        problem: The problem.
+        ties: What may be done with groups.
+
+    Returns:
+        One flag for each group.
+
+    Raises:
+        PlanError: What to do with them is not one of `ties`, or not one for each.
+    """
+    tied = problem.tied
+    each = [tied for _ in problem.groups] if isinstance(tied, str) else list(tied)
+    named = {tied} if isinstance(tied, str) else set(each)
+    if len(each) != len(problem.groups) or not named <= set(ties):
+        raise PlanError(f"`tied` is one of {ties}, or one for each group. Received: {tied!r}")
+    return tuple(one == "free" for one in each)
 
 
 def check_tensors(problem: Problem) -> None:

@@ -112,6 +112,10 @@ def _footer(plan: Plan) -> list[str]:
         f"State: weights, gradients, slots of {plan.optimizer}. Activations: micro-batches x one.",
         "Memory: these, what is there for a moment at the most, and messages.",
     ]
+    for tie in plan.ties:
+        where = ", ".join(map(str, tie.stages))
+        size = format_bytes(tie.bytes)
+        lines.append(f"Stages {where} share {tie.weight} ({size}): {tie.stages[0]} trains it.")
     if plan.recompute:
         which = ", ".join(map(str, plan.recompute))
         lines.append(f"Recomputing, keeping inputs only: {which}; + is what one makes again.")

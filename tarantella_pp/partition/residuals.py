@@ -183,10 +183,10 @@ def _one_more_input(call: SizedCall) -> Residuals:
 
 
 def _product(call: SizedCall) -> Residuals:
-    """Each factor is needed for the gradient of the others."""
+    """Each factor is needed for the gradient of the others, of which some may be variables."""
     flat = tree.flatten(list(call.arguments.values()))
     factors = [value for value in flat if isinstance(value, SizedTensor)]
-    flowing = sum(factor.has_gradient for factor in factors)
+    flowing = sum(factor.has_gradient for factor in factors) + len(call.weights)
     return Residuals(tuple({f.id: None for f in factors if flowing > f.has_gradient}))
 
 
@@ -212,6 +212,15 @@ def _clip(call: SizedCall) -> Residuals:
 
 def _embedding(call: SizedCall) -> Residuals:
     return Residuals((), float(call.inputs[0].bytes))
+
+
+def _reversible_embedding(call: SizedCall) -> Residuals:
+    layer = call.operation
+    if not call.arguments.get("reverse"):
+        return _embedding(call)
+    capped = layer.logit_soft_cap is not None
+    source: Source = "analytic" if layer.reverse_dtype is None else "estimated"
+    return Residuals(_ids(call.inputs), call.output.bytes if capped else 0.0, source)
 
 
 def _upsampling(call: SizedCall) -> Residuals:
@@ -276,6 +285,7 @@ _RULES: dict[str, Callable[[SizedCall], Residuals]] = {
     **dict.fromkeys(("Maximum", "Minimum"), _comparison),
     "Clip": _clip,
     "Embedding": _embedding,
+    "ReversibleEmbedding": _reversible_embedding,
     "UpSampling2D": _upsampling,
     **dict.fromkeys(("MultiHeadAttention", "GroupedQueryAttention"), _attention),
     "Attention": _dot_attention,

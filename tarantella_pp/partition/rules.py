@@ -72,7 +72,7 @@ def _by_sequence(
     """Cuts the topological order; nodes that must share a stage are one item of it."""
     n = problem.num_nodes
     edges = problem.precedence.tolist()
-    together = problem.groups if problem.tied == "together" else ()
+    together = [g for g, apart in zip(problem.groups, problem.apart, strict=True) if not apart]
     owner = strong_owners(n, [(before, after) for before, after in edges], together)
     preds: list[set[int]] = [set() for _ in range(n)]
     succs: list[set[int]] = [set() for _ in range(n)]

@@ -91,6 +91,21 @@ def update_bytes(graph: LayerGraph, weights: Iterable[Weight], slots: Sequence[i
     return min(sum(dense), AT_ONCE * max(dense, default=0)) + math.ceil(DENSE_COPIES * slices)
 
 
+def tie_bytes(weights: Iterable[Weight], users: Sequence[Sequence[int]], stage: int) -> int:
+    """Counts what arrives, once a step, for variables that several stages use.
+
+    Args:
+        weights: The variables of the stage.
+        users: For each variable of the graph the stages that use it, the one that trains it first.
+        stage: The stage.
+
+    Returns:
+        Bytes of gradients where the variable is trained, of new values elsewhere.
+    """
+    tied = [w for w in weights if w.trainable and len(users[w.id]) > 1]
+    return sum(w.bytes * (len(users[w.id]) - 1 if users[w.id][0] == stage else 1) for w in tied)
+
+
 def message_bytes(
     cuts: Iterable[CutEdge], stage: int, in_flight: int, kept: Container[str]
 ) -> tuple[int, int, int]:

@@ -28,6 +28,7 @@ from tarantella_pp.runtime.scoring import Scoring, loss_coupling
 from tarantella_pp.runtime.stage import Stage
 from tarantella_pp.runtime.step import BatchStep, micro_batch_sizes
 from tarantella_pp.runtime.structure import rebuild, tensors_in
+from tarantella_pp.runtime.tied_weights import TiedWeights, weights_of_several_ranks
 from tarantella_pp.runtime.tuning import Tuning
 from tarantella_pp.runtime.update import Update
 
@@ -84,6 +85,8 @@ class Engine:
             communicator, extracted.graph, links, self.placement, wire_dtype=options.wire_dtype
         )
         self._execution = Execution(self.stages, self._exchange)
+        tied = weights_of_several_ranks(extracted, assignment, self.placement)
+        self._ties = TiedWeights(tied, communicator)
         self._programs = Programs(self.placement, links)
         self._tuning: Tuning | None = None
         if recipe.name == SEARCHED and recipe.own is None:
@@ -132,7 +135,10 @@ class Engine:
         with self._recorder.span(UPDATE):
             update.apply()
         with self._recorder.span(LOGS):
-            return self._logs("train", step)
+            logs = self._logs("train", step)
+        with self._recorder.span(UPDATE):
+            self._ties.refresh()
+        return logs
 
     def test(self, batch: Batch) -> dict[str, Any]:
         """Runs one evaluation step; returns Keras' logs, the same on all ranks."""
@@ -222,7 +228,7 @@ class Engine:
             build_metrics(self._model, y, unpacked(self._extracted.outputs_struct), weight)
             bodies = [stage.body for stage in self.stages.values()]
             weights = self._model.trainable_variables
-            self._update = Update(self._model.optimizer, bodies, weights)
+            self._update = Update(self._model.optimizer, bodies, weights, self._ties)
             if self._news.is_source:
                 results = self._layouts[-1].results
                 self._scoring = Scoring(self._model, self._extracted, results)

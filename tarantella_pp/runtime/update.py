@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
 
 import keras
 import tensorflow as tf
@@ -11,6 +11,9 @@ import tensorflow as tf
 from tarantella_pp.runtime.body import StageBody
 from tarantella_pp.runtime.gradient_sums import GradientSums, Slices
 from tarantella_pp.runtime.keras_training import count_step
+from tarantella_pp.runtime.tied_weights import Gradient, TiedWeights, total
+
+Collected: TypeAlias = dict[int, Slices]
 
 
 class Update:
@@ -20,19 +23,26 @@ class Update:
         optimizer: The rank's optimizer; it is built for the rank's own weights.
         bodies: The rank's stages.
         order: The model's trainable variables, in its order.
+        ties: Weights that other ranks use or train, too.
     """
 
-    def __init__(self, optimizer: Any, bodies: Sequence[StageBody], order: Sequence[Any]) -> None:
-        found = {
-            id(weight): (weight, body.sums, i)
-            for body in bodies
-            for i, weight in enumerate(body.sums.weights)
-        }
-        self._own = [found[id(weight)] for weight in order if id(weight) in found]
+    def __init__(
+        self,
+        optimizer: Any,
+        bodies: Sequence[StageBody],
+        order: Sequence[Any],
+        ties: TiedWeights,
+    ) -> None:
+        self._places: dict[int, list[tuple[GradientSums, int]]] = {}
+        for body in bodies:
+            for i, weight in enumerate(body.sums.weights):
+                self._places.setdefault(id(weight), []).append((body.sums, i))
+        self._own = [w for w in order if id(w) in self._places and not ties.is_borrowed(w)]
         self._sums = [body.sums for body in bodies]
+        self._ties = ties
         self._optimizer = optimizer
         if not optimizer.built and self._own:
-            optimizer.build([weight for weight, _, _ in self._own])
+            optimizer.build(self._own)
         self._step = tf.function(self._apply, autograph=False, reduce_retracing=True)
         self._penalty = tf.function(self._regularization, autograph=False)
 
@@ -42,27 +52,38 @@ class Update:
 
     def apply(self) -> None:
         """Updates the weights with the gradients summed so far, and begins new sums."""
-        self._step([sums.collected() for sums in self._sums])
+        collected = [sums.collected() for sums in self._sums]
+        self._ties.hand_over(lambda weight: self._summed(weight, self._by_sums(collected)))
+        arrived = self._ties.collect()
+        self._step(collected, [arrived.get(id(weight), []) for weight in self._own])
+        self._ties.publish()
         for sums in self._sums:
             sums.reset()
 
     def _regularization(self) -> tf.Tensor:
         dtype = keras.config.floatx()
-        terms = [tf.cast(w.regularizer(w), dtype) for w, _, _ in self._own if w.regularizer]
+        terms = [tf.cast(w.regularizer(w), dtype) for w in self._own if w.regularizer]
         return tf.add_n([tf.zeros((), dtype), *terms])
 
-    def _apply(self, collected: list[dict[int, Slices]]) -> None:
-        slices = {id(sums): each for sums, each in zip(self._sums, collected, strict=True)}
-        gradients = [self._gradient(w, sums, i, slices[id(sums)]) for w, sums, i in self._own]
+    def _apply(self, collected: list[Collected], arrived: list[list[Gradient]]) -> None:
+        slices = self._by_sums(collected)
+        pairs = zip(self._own, arrived, strict=True)
+        gradients = [self._gradient(w, total([self._summed(w, slices), *far])) for w, far in pairs]
         if all(gradient is None for gradient in gradients):
             count_step(self._optimizer)
         else:
-            self._optimizer.apply(gradients, [weight for weight, _, _ in self._own])
+            self._optimizer.apply(gradients, self._own)
 
-    def _gradient(
-        self, weight: Any, sums: GradientSums, index: int, collected: dict[int, Slices]
-    ) -> Any:
-        gradient = sums.gradient(index, collected)
+    def _by_sums(self, collected: list[Collected]) -> dict[int, Collected]:
+        return {id(sums): each for sums, each in zip(self._sums, collected, strict=True)}
+
+    def _summed(self, weight: Any, slices: Mapping[int, Collected]) -> Gradient:
+        """The sum of a weight's gradients over micro-batches and over this rank's stages."""
+        places = self._places[id(weight)]
+        return total([sums.gradient(index, slices[id(sums)]) for sums, index in places])
+
+    def _gradient(self, weight: Any, gradient: Gradient) -> Any:
+        """Adds the gradient of the weight's regularizer."""
         if weight.regularizer is None:
             return gradient
         with tf.GradientTape() as tape:

@@ -49,6 +49,9 @@ TWO = [
     ("dropout", 4, 3, "gpipe"),
     ("long_skip", 4, 3, "interleaved"),
     ("two_in_two_out", 4, 3, "zb-v"),
+    ("tied_head", 2, 1, None),
+    ("looked_up_again", 4, 3, "1f1b"),
+    ("tied_head", 4, 3, "zb-v"),
 ]
 FOUR = [
     ("mlp", 4, 8, "1f1b"),
@@ -57,6 +60,8 @@ FOUR = [
     ("unreached", 4, 8, "1f1b"),
     ("frozen", 4, 1, "gpipe"),
     ("dropout", 4, 3, "zb-h1"),
+    ("tied_blocks", 4, 3, "zb-h1"),
+    ("tied_head", 4, 8, "1f1b"),
 ]
 
 

@@ -31,10 +31,10 @@ def problems(draw, max_nodes=7, max_stages=4, whole=None):
             if draw(st.booleans()):
                 # What goes back: from a later node to an earlier one, no precedence.
                 tensors.append(TensorCost(None, (later[0], node), draw(number)))
-    groups, group_bytes, group_comm = (), (), ()
-    if n > 1 and draw(st.booleans()):
+    groups = []
+    for _ in range(draw(st.integers(0, 2)) if n > 1 else 0):
         group = draw(st.lists(st.integers(0, n - 1), min_size=2, max_size=3, unique=True))
-        groups, group_bytes, group_comm = (tuple(group),), (draw(number),), (draw(number),)
+        groups.append(tuple(group))
     limit = None
     if draw(st.booleans()):
         one = st.floats(1, 60)
@@ -55,26 +55,24 @@ def problems(draw, max_nodes=7, max_stages=4, whole=None):
         tensors=tuple(tensors),
         edges=np.array(edges).reshape(-1, 2),
         in_flight=flight,
-        groups=groups,
-        tied=draw(st.sampled_from(["together", "free"])),
-        group_bytes=group_bytes,
-        group_comm=group_comm,
+        groups=tuple(groups),
+        tied=tuple(draw(st.sampled_from(["together", "free"])) for _ in groups),
+        group_bytes=tuple(draw(number) for _ in groups),
+        group_comm=tuple(draw(number) for _ in groups),
         memory_limit=limit,
         exactly=draw(st.booleans()),
     )
 
 
-def plans(problem, together):
+def plans(problem):
     """Lists every plan within the rules, limits aside, one row each."""
     S, n = problem.num_stages, problem.num_nodes
     table = np.array(list(itertools.product(range(S), repeat=n)), dtype=np.int64).reshape(-1, n)
     for before, after in problem.precedence.tolist():
         table = table[table[:, before] <= table[:, after]]
-    for group in problem.groups:
-        if together:
-            table = table[(table[:, list(group)] == table[:, [group[0]]]).all(axis=1)]
-        else:
-            table = table[(table[:, list(group)] >= table[:, [min(group)]]).all(axis=1)]
+    for group, apart in zip(problem.groups, problem.apart, strict=True):
+        nodes, first = table[:, list(group)], table[:, [min(group)]]
+        table = table[(nodes >= first if apart else nodes == first).all(axis=1)]
     if problem.exactly:
         used = np.stack([(table == stage).any(axis=1) for stage in range(S)], axis=1)
         table = table[used.all(axis=1)]
@@ -98,13 +96,12 @@ def costs(problem, table):
                 held += tensor.receive_bytes * (
                     at.any(axis=1) & (table[:, tensor.producer] < stage)
                 )
-        if problem.tied == "free":
-            for index, group in enumerate(problem.groups):
-                stages = table[:, list(group)]
-                at = stages == stage
-                cut = at.any(axis=1) & ~at.all(axis=1)
-                static += problem.group_bytes[index] * (cut & (stages.min(axis=1) < stage))
-                comm += problem.group_comm[index] * cut
+        for index in np.flatnonzero(problem.apart):
+            stages = table[:, list(problem.groups[index])]
+            at = stages == stage
+            cut = at.any(axis=1) & ~at.all(axis=1)
+            static += problem.group_bytes[index] * (cut & (stages.min(axis=1) < stage))
+            comm += problem.group_comm[index] * cut
         memory = static + problem.flight[stage] * held
         values.append({"memory": memory, "load": work + comm}.get(problem.objective, work))
         over.append(memory / problem.limits[stage] if problem.limits is not None else 0 * memory)
@@ -113,7 +110,7 @@ def costs(problem, table):
 
 def optimum(problem):
     """Returns the best value over all plans within the limits, or None."""
-    table = plans(problem, problem.tied == "together")
+    table = plans(problem)
     if not len(table):
         return None
     values, over = costs(problem, table)
@@ -136,6 +133,7 @@ def loads(draw):
         work=work,
         tensors=tensors,
         groups=(),
+        tied="together",
         group_bytes=(),
         group_comm=(),
         memory_limit=None,

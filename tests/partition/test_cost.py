@@ -35,6 +35,11 @@ def start():
     return layers.Dense(16)
 
 
+def tied_head(**options):
+    table = layers.ReversibleEmbedding(11, 16, **options)
+    return chain((9,), table, start(), lambda x: table(x, reverse=True), dtype="int32")
+
+
 def image(*steps):
     return chain((8, 8, 4), layers.Conv2D(4, 3, padding="same"), *steps)
 
@@ -74,6 +79,9 @@ RULES = {
     "matmul": lambda: chain((6, 16), start(), lambda x: ops.matmul(x, ops.transpose(x, (0, 2, 1)))),
     "square": lambda: chain((6, 16), start(), lambda x: ops.mean(ops.square(x), -1)),
     "slices": lambda: chain((6, 16), start(), lambda x: ops.concatenate([x[:, :2], x[:, 3:]], 1)),
+    "tied head": lambda: tied_head(),
+    "capped tied head": lambda: tied_head(logit_soft_cap=3.0),
+    "tied variable": lambda: models.tied_variable()[0],
     "mlp": lambda: models.mlp()[0],
     "residual cnn": lambda: models.residual_cnn()[0],
     "two in two out": lambda: models.two_in_two_out()[0],

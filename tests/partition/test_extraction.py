@@ -135,16 +135,26 @@ def test_a_mask_computed_only_for_a_nested_model_is_no_node():
     assert "NotEqual" not in kinds
 
 
-def test_groups_are_the_calls_that_share_a_variable():
-    def group_names(model):
+def test_ties_are_the_calls_that_share_weights():
+    def tied(model):
         graph = extract(model).graph
-        return [{graph.nodes[i].name for i in group} for group in graph.groups]
+        return [{graph.nodes[i].name.split("_")[0] for i in nodes} for nodes in graph.ties]
 
-    assert group_names(models.mlp()[0]) == []
-    assert group_names(models.shared_layer()[0]) == [{"shared", "shared:1"}]
-    (tied,) = group_names(models.tied_variable()[0])
-    assert {name.split("_")[0] for name in tied} == {"embedding", "einsum"}
-    assert len(group_names(models.nested_twice()[0])) == 3  # dense, batch norm, dropout's seed
+    assert tied(models.mlp()[0]) == []
+    assert tied(models.shared_layer()[0]) == [{"shared", "shared:1"}]
+    assert tied(models.tied_variable()[0]) == [{"embedding", "einsum"}]
+    frozen = models.shared_layer()[0]
+    frozen.trainable = False
+    assert tied(frozen) == [{"shared", "shared:1"}]
+
+
+def test_groups_are_the_calls_that_share_statistics_or_seeds():
+    graph = extract(models.shared_layer()[0]).graph
+    assert graph.groups == ()
+    graph = extract(models.nested_twice()[0]).graph
+    kinds = [{graph.nodes[i].kind for i in group} for group in graph.groups]
+    assert kinds == [{"Dropout"}, {"BatchNormalization"}]
+    assert [len(nodes) for nodes in graph.ties] == [2]  # those of the dense layer
 
 
 def test_gradients_flow_over_floats_below_trainable_weights_only():

@@ -44,6 +44,14 @@ def test_rules(layer, shapes, expected):
     assert flops_of(layer, *shapes) == (expected, "analytic")
 
 
+def test_an_embedding_read_backwards_is_a_product():
+    table = layers.ReversibleEmbedding(11, 4)
+    assert flops_of(table, (5,), dtype="int32") == (0.0, "analytic")
+    assert flops_of(table, (5, 4), reverse=True) == (2 * 5 * 11 * 4, "analytic")
+    capped = layers.ReversibleEmbedding(11, 4, logit_soft_cap=30.0)
+    assert flops_of(capped, (5, 4), reverse=True)[0] > 2 * 5 * 11 * 4 + 5 * 11
+
+
 def test_bidirectional_is_twice_its_layer():
     once, _ = flops_of(layers.GRU(4), (6, 5))
     assert flops_of(layers.Bidirectional(layers.GRU(4)), (6, 5)) == (2 * once, "analytic")

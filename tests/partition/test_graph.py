@@ -47,8 +47,17 @@ def test_digraph_has_an_edge_where_a_tensor_runs():
         digraph.add_edge(3, 0)
 
 
-def test_groups_share_a_variable():
-    assert diamond().groups == (frozenset({1, 3}),)
+def test_variables_that_change_in_a_call_keep_their_nodes_together():
+    first, shared = diamond().weights
+    stateful = diamond(weights=(first, msgspec.structs.replace(shared, stateful=True)))
+    assert stateful.groups == (frozenset({1, 3}),)
+    assert stateful.ties == {}
+
+
+def test_variables_that_only_the_optimizer_changes_tie_their_nodes():
+    assert diamond().groups == ()
+    assert diamond().ties == {(1, 3): (1,)}
+    assert diamond().users([0, 1, 1, 2]) == [(0,), (1, 2)]
 
 
 def test_dict_and_back():

@@ -45,6 +45,16 @@ def test_functional_keeps_its_structures(model):
     assert hasattr(model, "_outputs_struct"), ADVICE + "Functional._outputs_struct"
 
 
+def test_layers_know_what_they_train_even_when_frozen():
+    norm = layers.BatchNormalization()
+    norm.build((None, 3))
+    for norm.trainable in (True, False):
+        trained = getattr(norm, "_trainable_variables", None)
+        assert [v.name for v in trained or ()] == ["gamma", "beta"], (
+            ADVICE + "Layer._trainable_variables"
+        )
+
+
 def test_sequential_holds_a_functional():
     built = keras.Sequential([keras.Input((3,)), layers.Dense(2)])
     from keras.src.models.functional import Functional

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tarantella_pp.errors import ConfigurationError, PlanError
 from tarantella_pp.partition.pictures import Bar, StepBars, render_html, render_svg
+from tarantella_pp.partition.plan import Tie
 from tarantella_pp.partition.sizes import format_bytes
 from tarantella_pp.pictures import simulated_step
 from tests.partition.pictured import graph_of, graphs, plan_of, residual_graph, small
@@ -166,6 +167,14 @@ def test_cuts_are_listed_and_their_bytes_stand_on_the_edges():
     drawing = ElementTree.fromstring(render_svg(plan, "graph", graph=graph))
     texts = [element.text for element in drawing.iter(f"{SVG}text")]
     assert texts.count(format_bytes(plan.cuts[0].bytes)) == len(plan.cuts)
+
+
+def test_weights_of_several_stages_are_mentioned():
+    graph, plan = small()
+    tie = Tie(weight="a/kernel", stages=(0, 1), bytes=2048)
+    tied = msgspec.structs.replace(plan, ties=(tie,))
+    assert "1 weight of several stages, 2.00 KiB: once a step" in page(graph, tied)
+    assert "of several stages" not in page(graph, plan)
 
 
 def test_memory_bars_are_as_high_as_their_parts():

@@ -31,6 +31,12 @@ def test_json_and_back(tmp_path):
     assert data["assignment"] == [0, 0, 1, 1]
 
 
+def test_weights_of_several_stages_are_named():
+    plan = Plan.from_json(edited(ties=[tie()]))
+    assert "Stages 0, 1 share dense/kernel (256 B): 0 trains it." in str(plan)
+    assert Plan.from_json(plan.to_json()) == plan
+
+
 def test_files_from_before_recomputation_are_read():
     data = json.loads(PLAN.to_json())
     del data["recompute"]
@@ -101,6 +107,10 @@ def edited(**changes):
     return json.dumps(data)
 
 
+def tie(**changes):
+    return {"weight": "dense/kernel", "stages": [0, 1], "bytes": 256, **changes}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -128,6 +138,10 @@ def edited(**changes):
         ({"cuts__0__targets": []}, "to later ones"),
         ({"cuts__0__source": -1}, "cuts.0..source must be finite and not negative"),
         ({"cuts__0__targets": [2]}, "to later ones"),
+        ({"ties": [tie(stages=[0])]}, "ties.0. must name two stages or more, ascending"),
+        ({"ties": [tie(stages=[1, 0])]}, "ties.0. must name two"),
+        ({"ties": [tie(stages=[0, 2])]}, "ties.0. must name two"),
+        ({"ties": [tie(bytes=-1)]}, "ties.0..bytes must be finite and not negative"),
         ({"certificate__value": 4000.0}, "optimal plan has the value of its bound"),
         ({"bubble": -0.5}, "plan.bubble"),
         ({"recompute": [1, 0]}, r"recompute must name stages, ascending. Received: \[1, 0\]"),

@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 
 import keras
+import msgspec
 import numpy as np
 import pytest
 from keras import layers
@@ -50,11 +51,10 @@ def tower(*widths):
 def test_every_model_is_planned(build, balance):
     model, _ = build()
     graph = extract(model).graph
-    num_stages = 1 if build is models.tied_variable else 2
-    plan = make_plan(model, num_stages, balance=balance)
+    plan = make_plan(model, 2, balance=balance)
     plan.check(graph)
     assert plan.certificate.optimal
-    assert set(plan.assignment) == set(range(num_stages))
+    assert set(plan.assignment) == {0, 1}
     for group in graph.groups:
         assert len({plan.assignment[node] for node in group}) == 1
     assert Plan.from_json(plan.to_json()) == plan
@@ -74,7 +74,15 @@ def best_by_hand(costs, in_flight, repeats=NOTHING):
 
 
 @pytest.mark.parametrize(
-    "build", [models.mlp, models.long_skip, models.two_in_two_out, models.causal_attention]
+    "build",
+    [
+        models.mlp,
+        models.long_skip,
+        models.two_in_two_out,
+        models.causal_attention,
+        models.tied_variable,
+        models.shared_layer,
+    ],
 )
 @pytest.mark.parametrize("num_stages", [2, 3])
 def test_the_plan_is_the_best_of_all(build, num_stages):
@@ -142,6 +150,13 @@ def test_loops_cannot_recompute():
         make_plan(models.attention_kwargs()[0], 2, recompute=[1])
 
 
+def is_legal(graph, assignment):
+    """Whether nodes that share statistics are together, and no tie begins behind its first node."""
+    stages = [[assignment[node] for node in sorted(nodes)] for nodes in graph.groups]
+    tied = [[assignment[node] for node in nodes] for nodes in graph.ties]
+    return all(len(set(s)) == 1 for s in stages) and all(s[0] == min(s) for s in tied)
+
+
 @pytest.mark.parametrize("build", models.ALL, ids=lambda build: build.__name__)
 def test_solvers_and_tables_count_the_same_memory(build):
     """Exactly in the order of the nodes, and between the bounds in any other."""
@@ -157,8 +172,7 @@ def test_solvers_and_tables_count_the_same_memory(build):
 
     for seed in range(20):
         assignment = random_stages(graph, 3, seed)
-        groups_together = all(len({assignment[n] for n in g}) == 1 for g in graph.groups)
-        if set(assignment) != {0, 1, 2} or not groups_together:
+        if set(assignment) != {0, 1, 2} or not is_legal(graph, assignment):
             continue
         real = np.array(memory(assignment, repeating.repeats))
         assert (repeated.evaluate(assignment).stage_memory <= real + 30).all()
@@ -248,9 +262,50 @@ def test_a_limit_holds_with_buffers_or_is_refused():
         make_plan(model, 3, memory_limit=tight)
 
 
-def test_shared_variables_that_leave_too_few_stages_are_named():
-    with pytest.raises(PlanError, match=r"share variables must stay on one stage, e\.g\. shared"):
-        make_plan(models.shared_layer()[0], 3)
+def test_shared_statistics_that_leave_too_few_stages_are_named():
+    pattern = r"share statistics or seeds, which .* must stay on one stage, e\.g\. inner/dropout"
+    with pytest.raises(PlanError, match=pattern):
+        make_plan(models.nested_twice()[0], 5)
+
+
+def test_a_plan_that_parts_shared_statistics_is_refused():
+    model, _ = models.nested_twice()
+    graph, plan = extract(model).graph, make_plan(model, 2)
+    later = [int(i > 3) for i in range(len(graph.nodes))]
+    ends = [
+        {"first": names[0], "last": names[-1], "nodes": len(names)}
+        for names in ([n.name for n in graph.nodes if later[n.id] == s] for s in (0, 1))
+    ]
+    stages = [msgspec.structs.replace(s, **end) for s, end in zip(plan.stages, ends, strict=True)]
+    wrong = msgspec.structs.replace(plan, assignment=tuple(later), stages=tuple(stages))
+    with pytest.raises(PlanError, match=r"share statistics or seeds.*on stages \[0, 1\]"):
+        wrong.check(graph)
+
+
+def test_tied_weights_are_kept_together_where_that_is_free_and_otherwise_priced():
+    def language_model(width, tokens=512):
+        ids = keras.Input((8,), dtype="int32")
+        table = layers.ReversibleEmbedding(tokens, width)
+        x = table(ids)
+        for _ in range(6):
+            x = layers.Add()([x, layers.Dense(width, activation="relu")(x)])
+        return keras.Model(ids, table(x, reverse=True))
+
+    plan = make_plan(language_model(64), 2, num_micro_batches=2, batch_size=4)
+    (tie,) = plan.ties
+    size = 512 * 64 * 4
+    assert (tie.stages, tie.bytes) == ((0, 1), size)
+    assert tie.weight.endswith("embeddings")
+    first, last = plan.stages
+    assert first.optimizer_bytes - last.optimizer_bytes >= 2 * size - 6 * 64 * 65 * 8
+    assert "Stages 0, 1 share " in str(plan)
+    assert Plan.from_json(plan.to_json()) == plan
+    inputs = keras.Input((8,))
+    twice = layers.Dense(8)
+    x = layers.Dense(64)(twice(twice(inputs)))
+    together = make_plan(keras.Model(inputs, x), 2, num_micro_batches=2, batch_size=4)
+    assert together.assignment == (0, 0, 1)
+    assert together.ties == ()
 
 
 def test_the_optimizer_counts():

@@ -52,7 +52,7 @@ def test_nine_nodes(problem):
 @examples(250)
 @given(problems())
 def test_the_price_of_a_plan_is_that_of_the_definition(problem):
-    table = plans(problem, problem.tied == "together")[:50]
+    table = plans(problem)[:50]
     if len(table):
         values, _ = costs(problem, table)
         for row, value in zip(table, values, strict=True):
@@ -63,7 +63,7 @@ def test_the_price_of_a_plan_is_that_of_the_definition(problem):
 @given(problems())
 def test_a_refused_limit_names_the_smallest_that_works(problem):
     problem = replace(problem, tied="together", memory_limit=1e-3)
-    table = plans(problem, together=True)
+    table = plans(problem)
     if not len(table):
         return
     values, _ = costs(replace(problem, objective="memory"), table)
@@ -79,7 +79,7 @@ def test_a_refused_limit_names_the_smallest_that_works(problem):
 @given(problems(whole=True))
 def test_ties_go_to_the_plan_that_cuts_least(problem):
     problem = replace(problem, groups=(), group_bytes=(), group_comm=(), tied="together")
-    table = plans(problem, together=True)
+    table = plans(problem)
     if not len(table):
         return
     values, over = costs(problem, table)

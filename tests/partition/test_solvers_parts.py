@@ -181,12 +181,12 @@ def test_every_ideal_is_listed_once(problem):
             num_stages=2,
             exactly=False,
             groups=(),
+            tied="together",
             group_bytes=(),
             group_comm=(),
             in_flight=None,
             memory_limit=None,
-        ),
-        together=False,
+        )
     )
     if not problem.groups:
         assert lattice.count == len(table)

@@ -19,6 +19,7 @@ from tarantella_pp.partition.pictures.tiles import tiles
 from tarantella_pp.partition.pictures.timeline_picture import MOST_BARS, timeline_picture
 from tarantella_pp.partition.pictures.words import count, percent, seconds
 from tarantella_pp.partition.plan import Plan
+from tarantella_pp.partition.sizes import format_bytes
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
@@ -111,6 +112,12 @@ def _cuts(plan: Plan) -> Markup:
     if not plan.cuts:
         return _section("Sent between stages", "Nothing: there is one stage.")
     note = "Tensors that cross stages, for one micro-batch, on each of their ways."
+    if plan.ties:
+        size = format_bytes(sum(tie.bytes for tie in plan.ties))
+        note += (
+            f" {count(len(plan.ties), 'weight')} of several stages, {size}: once a step gradients "
+            "go to the first of them, and the new value back."
+        )
     table = scrolling(cut_table(plan), "Table of tensors between stages", tall=True)
     return _section("Sent between stages", note, table)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from tarantella_pp.errors import GraphError
@@ -17,7 +19,8 @@ def reduce_problem(problem: Problem, *, together: bool = True, join: bool = True
 
     Args:
         problem: The problem.
-        together: Whether nodes of a group must share a stage; False prices the groups.
+        together: Whether nodes of all groups must share a stage; False prices those that may
+            part.
         join: Whether nodes that cost nothing may be joined to others or left out.
 
     Returns:
@@ -30,18 +33,20 @@ def reduce_problem(problem: Problem, *, together: bool = True, join: bool = True
     edges = problem.precedence
     rank = _ranks(n, edges)
     owner = np.arange(n)
-    if together and problem.groups:
-        owner = strong_owners(n, edges.tolist(), problem.groups)
-    elif problem.groups:
-        edges = np.vstack([edges, *(_holder_edges(g, rank) for g in problem.groups)])
+    priced = [] if together else [i for i, apart in enumerate(problem.apart) if apart]
+    fused = [group for i, group in enumerate(problem.groups) if i not in priced]
+    if priced:
+        edges = np.vstack([edges, *(_holder_edges(problem.groups[i], rank) for i in priced)])
+    if fused:
+        owner = strong_owners(n, edges.tolist(), fused)
     joiner = Joiner(
-        owner, edges, _drafts(problem, rank, together), strict=problem.exactly or not join
+        owner, edges, _drafts(problem, rank, priced), strict=problem.exactly or not join
     )
     joiner.run()
     return _instance(problem, joiner, rank)
 
 
-def _drafts(problem: Problem, rank: IntArray, together: bool) -> list[Draft]:
+def _drafts(problem: Problem, rank: IntArray, priced: Sequence[int]) -> list[Draft]:
     zero = np.zeros(problem.num_nodes)
     memory = Draft(problem, problem.static_memory, problem.activation_memory)
     for tensor in problem.tensors:
@@ -52,13 +57,13 @@ def _drafts(problem: Problem, rank: IntArray, together: bool) -> list[Draft]:
         for tensor in problem.tensors:
             if tensor.comm:
                 work.tensors.append((tensor.nodes, -1, tensor.comm, 0.0, 0.0))
-    if not together:
-        for index, group in enumerate(problem.groups):
-            if problem.group_bytes:
-                first = min(group, key=lambda node: rank[node])
-                memory.tensors.append((group, first, 0.0, problem.group_bytes[index], 0.0))
-            if problem.group_comm and problem.objective == "load":
-                work.tensors.append((group, -1, problem.group_comm[index], 0.0, 0.0))
+    for index in priced:
+        group = problem.groups[index]
+        if problem.group_bytes:
+            first = min(group, key=lambda node: rank[node])
+            memory.tensors.append((group, first, 0.0, problem.group_bytes[index], 0.0))
+        if problem.group_comm and problem.objective == "load":
+            work.tensors.append((group, -1, problem.group_comm[index], 0.0, 0.0))
     drafts = [memory] if problem.objective == "memory" else [work]
     if problem.limits is not None:
         memory.cap = problem.limits

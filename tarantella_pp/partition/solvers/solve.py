@@ -54,7 +54,7 @@ def solve(problem: Problem, *, time_budget: float = 30.0, gap: float = 0.0) -> S
             f"{problem.num_stages} stages need as many nodes, and the graph has "
             f"{problem.num_nodes}. Ask for fewer stages."
         )
-    if problem.groups and problem.tied == "free":
+    if any(problem.apart):
         found, assignment = _tied_free(problem, deadline, gap)
     else:
         found, assignment = _plan(problem, deadline, gap, together=True)
@@ -69,7 +69,7 @@ def solve(problem: Problem, *, time_budget: float = 30.0, gap: float = 0.0) -> S
 def _plan(
     problem: Problem, deadline: float, gap: float, *, together: bool
 ) -> tuple[Found, IntArray | None]:
-    """Solves a problem with its groups fused or priced."""
+    """Solves a problem with the groups that may part fused, too, or priced."""
     instance = reduce_problem(problem, together=together)
     if problem.exactly and instance.num_nodes < problem.num_stages:
         return Found(None, np.inf, "too few nodes apart", True), None
@@ -95,7 +95,7 @@ def _refusal(problem: Problem, found: Found, deadline: float) -> str:
     """Says which limit would work."""
     S = problem.num_stages
     relaxed = replace(problem, objective="memory", memory_limit=None)
-    instance = reduce_problem(relaxed, together=problem.tied == "together")
+    instance = reduce_problem(relaxed, together=False)
     if problem.limits is None or (instance.num_nodes < S and problem.exactly):
         return (
             f"No plan has a node on each of {S} stages: only {instance.num_nodes} groups of "

@@ -36,29 +36,34 @@ HEADS = ("model", "operations", "stages", "largest stage", "gap", "seconds", "me
 PAGE = """\
 # Plans of well-known models
 
-Every model of `keras.applications`, a decoder stack as of GPT-2 and a U-Net, planned for 2, 4 and 8
-stages: the memory of the largest stage with Adam, a batch of 32 in 1F1B with four micro-batches a
-stage (buffers of messages left out), how far from the best of all plans it can be at most, and
-the seconds that the solvers took on one core of a shared machine. The NASNets have too many ways
-to be cut for an exact answer: they are searched and bounded, for at most 15 seconds for each of two
-ways to count memory that several operations keep. Made by
+Every model of `keras.applications`, a decoder stack as of GPT-2 (tied: its head has the weights of
+the embedding, of which the last stage then has a copy) and a U-Net, planned for 2, 4 and 8 stages:
+the memory of the largest stage with Adam, a batch of 32 in 1F1B with four micro-batches a stage
+(buffers of messages left out), how far from the best of all plans it can be at most, and the
+seconds that the solvers took on one core of a shared machine. The NASNets have too many ways to be
+cut for an exact answer: they are searched and bounded, for at most 15 seconds for each of two ways
+to count memory that several operations keep. Made by
 
     python benchmarks/applications.py --markdown docs/applications.md
 
 """
 
 
-def gpt(blocks: int = 12, width: int = 768, length: int = 1024) -> keras.Model:
-    """A decoder stack with the sizes of GPT-2's smallest."""
+def gpt(
+    blocks: int = 12, width: int = 768, length: int = 1024, *, tied: bool = False
+) -> keras.Model:
+    """A decoder stack with the sizes of GPT-2's smallest; its head may have the first weights."""
     ids = keras.Input((length,), dtype="int32")
-    x = layers.Embedding(50257, width)(ids)
+    table = (layers.ReversibleEmbedding if tied else layers.Embedding)(50257, width)
+    x = table(ids)
     for _ in range(blocks):
         y = layers.LayerNormalization()(x)
         attention = layers.MultiHeadAttention(width // 64, 64, dropout=0.1)
         x = layers.Add()([x, attention(y, y, use_causal_mask=True)])
         y = layers.Dense(4 * width, activation="gelu")(layers.LayerNormalization()(x))
         x = layers.Add()([x, layers.Dropout(0.1)(layers.Dense(width)(y))])
-    return keras.Model(ids, layers.Dense(50257)(layers.LayerNormalization()(x)), name="GPT")
+    x = layers.LayerNormalization()(x)
+    return keras.Model(ids, table(x, reverse=True) if tied else layers.Dense(50257)(x), name="GPT")
 
 
 def segmentation() -> keras.Model:
@@ -73,7 +78,12 @@ def builders() -> dict[str, Callable[[], keras.Model]]:
     for name, value in sorted(vars(keras.applications).items()):
         if inspect.isfunction(value):
             found[name] = functools.partial(application, value)
-    return {**found, "GPT": gpt, "UNet": segmentation}
+    return {
+        **found,
+        "GPT": gpt,
+        "GPT, tied": functools.partial(gpt, tied=True),
+        "UNet": segmentation,
+    }
 
 
 def application(build: Callable[..., keras.Model]) -> keras.Model:

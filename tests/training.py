@@ -60,6 +60,14 @@ def mlp():
     return keras.Model(inputs, layers.Dense(3)(x))
 
 
+def wide():
+    """Gradients of wide layers are collected by their factors, the last one's too."""
+    x = inputs = keras.Input((24,))
+    for activation in ("tanh", "relu", None):
+        x = layers.Dense(24, activation=activation)(x)
+    return keras.Model(inputs, layers.Add()([x, layers.Dense(24, use_bias=False)(x)]))
+
+
 def whole_sample_norm():
     return layers.LayerNormalization(axis=[1, 2, 3])
 
@@ -255,6 +263,7 @@ IDS = integers(6, 5, seed=3)
 
 CASES = {
     "mlp": Case(mlp, X, Y, regression(optimizer=sgd, metrics=["mae"]), WEIGHTED),
+    "wide": Case(wide, floats(24), floats(24, seed=1), regression(), WEIGHTED),
     "sequential": Case(sequential, X, Y, regression()),
     "residual_cnn": Case(residual_cnn, floats(6, 6, 2), LABELS, classification(sgd), WEIGHTED),
     "batch_norm": Case(

@@ -11,7 +11,8 @@ import tensorflow as tf
 from tarantella_pp.runtime.body import StageBody
 from tarantella_pp.runtime.compiled import Compiled
 from tarantella_pp.runtime.cut import CutError, Trace, cut
-from tarantella_pp.runtime.gradient_sums import Slices
+from tarantella_pp.runtime.gradient_sums import Pair
+from tarantella_pp.runtime.product import Product
 from tarantella_pp.runtime.store import Store
 
 _KEY, _FLAG = tf.TensorSpec([], tf.int64), tf.TensorSpec([], tf.bool)
@@ -29,15 +30,21 @@ class CutPass:
         body: The stage's nodes and weights.
         specs: Shape and dtype of each of the stage's inputs.
         recompute: Whether to keep the inputs only, and repeat the forward pass.
+        micro_batches: Most micro-batches that a step adds up the gradients of.
 
     Raises:
         CutError: If the graph cannot be cut.
     """
 
     def __init__(
-        self, body: StageBody, specs: Sequence[tf.TensorSpec], recompute: bool = False
+        self,
+        body: StageBody,
+        specs: Sequence[tf.TensorSpec],
+        recompute: bool = False,
+        micro_batches: int = 1,
     ) -> None:
         self._body = body
+        self._micro_batches = micro_batches
         self._kinds: list[Callable[[Iterator[tf.Tensor]], Any]] = []
         trace = self._trace(specs)
         self._cut = cut(trace, recompute)
@@ -87,7 +94,7 @@ class CutPass:
     def backward(self, key: int, seeds: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Runs `key` backward: accumulates weight gradients, returns the input gradients."""
         found = self._backward(_key(key), _flag(self._body.sums.begin()), *seeds)
-        self._body.sums.add_slices(_pairs(found[self._num_back :]))
+        self._body.sums.add_pairs(_pairs(found[self._num_back :]))
         return found[: self._num_back]
 
     def backward_input(self, key: int, seeds: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -97,7 +104,7 @@ class CutPass:
     def backward_weight(self, key: int) -> None:
         """Runs W of `key` and drops what was kept."""
         found = self._backward_weight(_key(key), _flag(self._body.sums.begin()))
-        self._body.sums.add_slices(_pairs(found))
+        self._body.sums.add_pairs(_pairs(found))
 
     def clear(self) -> None:
         """Drops what is kept for micro-batches in flight."""
@@ -119,16 +126,16 @@ class CutPass:
         self._seeds.put(key, seeds)
         return found[: self._num_back]
 
-    def _run_backward_weight(self, key: tf.Tensor, first: tf.Tensor) -> list[Slices]:
+    def _run_backward_weight(self, key: tf.Tensor, first: tf.Tensor) -> list[Pair]:
         kept = [*self._seeds.take(key), *self._residuals.take(key), *self._between.take(key)]
         return self._accumulate(self._cut.backward_weight(*kept), first)
 
-    def _accumulate(self, components: Sequence[tf.Tensor], first: tf.Tensor) -> list[Slices]:
-        """Adds up the dense gradients, and returns the sparse ones."""
+    def _accumulate(self, components: Sequence[tf.Tensor], first: tf.Tensor) -> list[Pair]:
+        """Adds up the dense gradients, and returns those that are collected."""
         left = iter(components)
         gradients = [rebuild(left) for rebuild in self._kinds]
         self._body.sums.add_dense(gradients, first)
-        return self._body.sums.slices_of(gradients)
+        return self._body.sums.pairs_of(gradients)
 
     def _trace(self, specs: Sequence[tf.TensorSpec]) -> Trace:
         """Forward and gradients of one micro-batch, in one graph."""
@@ -146,7 +153,7 @@ class CutPass:
                 tf.zeros_like(s) if g is None else tf.convert_to_tensor(g)
                 for s, g in zip(sources, gradients[: len(sources)], strict=True)
             ]
-            found["weights"] = gradients[len(sources) :]
+            found["weights"] = self._products(gradients[len(sources) :])
             found.update(inputs=inputs, seeds=seeds, outputs=[*outputs, added], back=back)
             return [*outputs, added]
 
@@ -165,8 +172,19 @@ class CutPass:
             weight_gradients=self._components(found["weights"]),
         )
 
+    def _products(self, gradients: Sequence[Any]) -> list[Any]:
+        """Has small products collected by their factors."""
+        found: list[Any] = list(gradients)
+        for i, gradient in enumerate(gradients):
+            product = Product.of(gradient) if isinstance(gradient, tf.Tensor) else None
+            if product is not None:
+                known = self._body.sums.collects_products(i)
+                if product.is_small(self._micro_batches) if known is None else known:
+                    found[i] = product
+        return found
+
     def _components(self, gradients: Sequence[Any]) -> list[tf.Tensor]:
-        """Dense gradients as they are, sparse ones as values and indices; notes which is which."""
+        """Dense gradients as they are, others as their two parts; notes which is which."""
         components: list[tf.Tensor] = []
         for gradient in gradients:
             if gradient is None:
@@ -174,6 +192,9 @@ class CutPass:
             elif isinstance(gradient, tf.IndexedSlices):
                 components += [gradient.values, gradient.indices]
                 self._kinds.append(lambda left: tf.IndexedSlices(next(left), next(left)))
+            elif isinstance(gradient, Product):
+                components += [gradient.left, gradient.right]
+                self._kinds.append(lambda left: Product(next(left), next(left)))
             else:
                 components.append(gradient)
                 self._kinds.append(next)
@@ -190,7 +211,7 @@ def _flag(value: bool) -> tf.Tensor:
     return tf.constant(value)
 
 
-def _pairs(tensors: Sequence[tf.Tensor]) -> list[Slices]:
+def _pairs(tensors: Sequence[tf.Tensor]) -> list[Pair]:
     return list(zip(tensors[::2], tensors[1::2], strict=True))
 
 

@@ -76,6 +76,7 @@ class Engine:
                 layout,
                 [extracted.calls[node] for node in layout.nodes],
                 recompute=layout.index in options.recompute,
+                micro_batches=num_micro_batches,
             )
             for layout in self._layouts
             if self.placement[layout.index] == communicator.rank

@@ -7,7 +7,9 @@ from typing import Any
 
 import tensorflow as tf
 
-Slices = tuple[tf.Tensor, tf.Tensor]
+from tarantella_pp.runtime.product import Product
+
+Pair = tuple[tf.Tensor, tf.Tensor]
 
 
 class GradientSums:
@@ -15,7 +17,9 @@ class GradientSums:
 
     Dense gradients add up in place. Sparse ones (of an embedding) are collected as they are:
     Keras' optimizers treat the slices of a batch one by one, so merging those of equal rows would
-    change the result. Weights that no gradient reaches have no sum, as in plain Keras.
+    change the result. Gradients that are small products are collected, too: one product of the
+    factors of all micro-batches is their sum. Weights that no gradient reaches have no sum, as in
+    plain Keras.
 
     Args:
         weights: The trainable weights.
@@ -30,14 +34,14 @@ class GradientSums:
         self.reached = [True] * len(self.weights)
         self._kinds: list[str | None] | None = None
         self._dense: list[tf.Variable | None] = [None] * len(self.weights)
-        self._slices: dict[int, list[Slices]] = {}
+        self._pairs: dict[int, list[Pair]] = {}
         self._empty = True
 
     def prepare(self, gradients: Sequence[Any]) -> None:
         """Learns from the gradients of one micro-batch what kind each weight's is.
 
         Args:
-            gradients: A tensor, `tf.IndexedSlices` or `None` for each weight.
+            gradients: A tensor, `tf.IndexedSlices`, `Product` or `None` for each weight.
         """
         if self._kinds is not None:
             return
@@ -46,8 +50,12 @@ class GradientSums:
             if kind == "dense":
                 zeros = tf.zeros(weight.shape, weight.dtype)
                 self._dense[i] = tf.Variable(zeros, trainable=False, name="gradient_sum")
-            elif kind == "sparse":
-                self._slices[i] = []
+            elif kind is not None:
+                self._pairs[i] = []
+
+    def collects_products(self, index: int) -> bool | None:
+        """Whether the gradient of a weight is collected by its factors; `None` before `prepare`."""
+        return None if self._kinds is None else self._kinds[index] == "product"
 
     def begin(self) -> bool:
         """Returns whether nothing has been added since the last reset; call it before adding."""
@@ -76,30 +84,33 @@ class GradientSums:
         if dense:
             tf.cond(first, replace, add)
 
-    def slices_of(self, gradients: Sequence[Any]) -> list[Slices]:
-        """The sparse ones of a micro-batch's gradients, as `add_slices` takes them."""
-        sparse = [gradients[i] for i in self._slices]
-        return [(gradient.values, gradient.indices) for gradient in sparse]
+    def pairs_of(self, gradients: Sequence[Any]) -> list[Pair]:
+        """Those of a micro-batch's gradients that are collected, as `add_pairs` takes them."""
+        return [_pair(gradients[i]) for i in self._pairs]
 
-    def add_slices(self, slices: Sequence[Slices]) -> None:
-        """Collects the sparse gradients of a micro-batch."""
-        for kept, pair in zip(self._slices.values(), slices, strict=True):
+    def add_pairs(self, pairs: Sequence[Pair]) -> None:
+        """Collects gradients of a micro-batch."""
+        for kept, pair in zip(self._pairs.values(), pairs, strict=True):
             kept.append(pair)
 
-    def collected(self) -> dict[int, Slices]:
-        """The sparse gradients of all micro-batches so far, by weight."""
-        return {
-            i: (tf.concat([v for v, _ in kept], 0), tf.concat([n for _, n in kept], 0))
-            for i, kept in self._slices.items()
-            if kept
-        }
+    def take_collected(self) -> dict[int, Pair]:
+        """What was collected of the gradients of all micro-batches so far, by weight; forgets it.
 
-    def gradient(self, index: int, collected: dict[int, Slices]) -> Any:
+        Weight by weight, so that not all of it is there twice at a time.
+        """
+        found: dict[int, Pair] = {}
+        for i, kept in self._pairs.items():
+            if kept:
+                found[i] = tf.concat([a for a, _ in kept], 0), tf.concat([b for _, b in kept], 0)
+                kept.clear()
+        return found
+
+    def gradient(self, index: int, collected: dict[int, Pair]) -> Any:
         """The sum for one weight, for the optimizer; works inside a `tf.function`.
 
         Args:
             index: The weight.
-            collected: What `collected` returned.
+            collected: What `take_collected` returned.
 
         Returns:
             A tensor, `tf.IndexedSlices`, or `None` if no gradient reaches the weight.
@@ -109,19 +120,31 @@ class GradientSums:
         total = self._dense[index]
         if total is not None:
             return tf.convert_to_tensor(total)
-        if index in collected:
-            values, indices = collected[index]
-            return tf.IndexedSlices(values, indices, tf.constant(list(self.weights[index].shape)))
-        return None
+        if index not in collected:
+            return None
+        if self.collects_products(index):
+            return Product(*collected[index]).value()
+        values, indices = collected[index]
+        return tf.IndexedSlices(values, indices, tf.constant(list(self.weights[index].shape)))
 
     def reset(self) -> None:
         """Forgets all gradients so far."""
         self._empty = True
-        for kept in self._slices.values():
+        for kept in self._pairs.values():
             kept.clear()
 
 
 def _kind(gradient: Any) -> str | None:
     if gradient is None:
         return None
+    if isinstance(gradient, Product):
+        return "product"
     return "sparse" if isinstance(gradient, tf.IndexedSlices) else "dense"
+
+
+def _pair(gradient: Any) -> Pair:
+    if isinstance(gradient, tf.IndexedSlices):
+        return gradient.values, gradient.indices
+    if not isinstance(gradient, Product):  # where another pass of the stage found no product
+        gradient = Product(tf.eye(gradient.shape[0], dtype=gradient.dtype), gradient)
+    return gradient.left, gradient.right

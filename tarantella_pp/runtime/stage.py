@@ -51,10 +51,18 @@ class Stage:
         layout: The border of the stage.
         calls: The stage's calls, in topological order.
         recompute: Whether to keep a micro-batch's inputs only, and repeat its forward pass.
+        micro_batches: Most micro-batches of a step.
     """
 
-    def __init__(self, layout: StageLayout, calls: Sequence[Call], recompute: bool = False) -> None:
+    def __init__(
+        self,
+        layout: StageLayout,
+        calls: Sequence[Call],
+        recompute: bool = False,
+        micro_batches: int = 1,
+    ) -> None:
         self._recompute = recompute
+        self._micro_batches = micro_batches
         self.layout = layout
         self.body = StageBody(layout, calls)
         self.fallback: str | None = None
@@ -156,7 +164,7 @@ class Stage:
     def _make_pass(self, specs: Sequence[tf.TensorSpec]) -> TrainingPass:
         if self.fallback is None:
             try:
-                return CutPass(self.body, specs, self._recompute)
+                return CutPass(self.body, specs, self._recompute, self._micro_batches)
             except CutError as error:
                 self.fallback = str(error)
                 logger.info("stage %d runs on a gradient tape: %s", self.layout.index, error)

@@ -61,7 +61,7 @@ class TapePass:
         """Adds the weight gradients of `key` to the sums."""
         gradients = self._waiting.pop(key)
         self._body.sums.add_dense(gradients, self._body.sums.begin())
-        self._body.sums.add_slices(self._body.sums.slices_of(gradients))
+        self._body.sums.add_pairs(self._body.sums.pairs_of(gradients))
 
     def clear(self) -> None:
         """Drops what is kept for micro-batches in flight."""

@@ -9,11 +9,11 @@ import keras
 import tensorflow as tf
 
 from tarantella_pp.runtime.body import StageBody
-from tarantella_pp.runtime.gradient_sums import GradientSums, Slices
+from tarantella_pp.runtime.gradient_sums import GradientSums, Pair
 from tarantella_pp.runtime.keras_training import count_step
 from tarantella_pp.runtime.tied_weights import Gradient, TiedWeights, total
 
-Collected: TypeAlias = dict[int, Slices]
+Collected: TypeAlias = dict[int, Pair]
 
 
 class Update:
@@ -52,7 +52,7 @@ class Update:
 
     def apply(self) -> None:
         """Updates the weights with the gradients summed so far, and begins new sums."""
-        collected = [sums.collected() for sums in self._sums]
+        collected = [sums.take_collected() for sums in self._sums]
         self._ties.hand_over(lambda weight: self._summed(weight, self._by_sums(collected)))
         arrived = self._ties.collect()
         self._step(collected, [arrived.get(id(weight), []) for weight in self._own])
@@ -66,9 +66,11 @@ class Update:
         return tf.add_n([tf.zeros((), dtype), *terms])
 
     def _apply(self, collected: list[Collected], arrived: list[list[Gradient]]) -> None:
-        slices = self._by_sums(collected)
-        pairs = zip(self._own, arrived, strict=True)
-        gradients = [self._gradient(w, total([self._summed(w, slices), *far])) for w, far in pairs]
+        pairs = self._by_sums(collected)
+        gradients = [
+            self._gradient(weight, total([self._summed(weight, pairs), *far]))
+            for weight, far in zip(self._own, arrived, strict=True)
+        ]
         if all(gradient is None for gradient in gradients):
             count_step(self._optimizer)
         else:
@@ -77,10 +79,10 @@ class Update:
     def _by_sums(self, collected: list[Collected]) -> dict[int, Collected]:
         return {id(sums): each for sums, each in zip(self._sums, collected, strict=True)}
 
-    def _summed(self, weight: Any, slices: Mapping[int, Collected]) -> Gradient:
+    def _summed(self, weight: Any, pairs: Mapping[int, Collected]) -> Gradient:
         """The sum of a weight's gradients over micro-batches and over this rank's stages."""
         places = self._places[id(weight)]
-        return total([sums.gradient(index, slices[id(sums)]) for sums, index in places])
+        return total([sums.gradient(index, pairs[id(sums)]) for sums, index in places])
 
     def _gradient(self, weight: Any, gradient: Gradient) -> Any:
         """Adds the gradient of the weight's regularizer."""

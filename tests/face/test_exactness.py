@@ -101,6 +101,16 @@ def test_matrix(stages, micro_batches):
     assert sorted(model._pipeline.engine.stages) == list(range(stages))
 
 
+@pytest.mark.parametrize(("micro_batches", "kind"), [(3, "product"), (1, "dense")])
+def test_gradients_of_wide_layers_are_collected_by_their_factors(micro_batches, kind):
+    model = make(CASES["wide"], num_stages=2, num_micro_batches=micro_batches)
+    model.train_on_batch(CASES["wide"].x[:8], CASES["wide"].y[:8])
+    for stage in model._pipeline.engine.stages.values():
+        sums = stage.body.sums
+        kinds = {len(w.shape): k for w, k in zip(sums.weights, sums._kinds, strict=True)}
+        assert kinds in ({2: kind, 1: "dense"}, {2: kind})
+
+
 class WrongShare(BatchStep):
     """Takes all micro-batches to be of the same size."""
 

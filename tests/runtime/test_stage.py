@@ -191,7 +191,7 @@ def by_stage(stage, batches, split):
         for key in range(len(batches)):
             stage.backward_weight(key)
     sums = stage.body.sums
-    collected = sums.collected()
+    collected = sums.take_collected()
     totals = [dense(sums.gradient(i, collected)) for i in range(len(sums.weights))]
     sums.reset()
     return found, totals
@@ -292,7 +292,7 @@ def test_embeddings_keep_the_slices_of_every_token(mask_zero):
         for key, (inputs, seeds) in enumerate(micro_batches(stage, extracted.graph)):
             stage.forward(key, inputs)
             stage.backward(key, seeds)
-        ((values, indices),) = stage.body.sums.collected().values()
+        ((values, indices),) = stage.body.sums.take_collected().values()
     assert indices.shape == (5 * sum(ROWS),)
     assert values.shape == (5 * sum(ROWS), 4)
 

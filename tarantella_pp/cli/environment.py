@@ -6,6 +6,7 @@ import os
 import platform
 from collections.abc import Mapping, Sequence
 
+from tarantella_pp.cli.binding import BIND_VARIABLE, cores_to_share
 from tarantella_pp.errors import ConfigurationError
 
 THREAD_VARIABLES = ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "OMP_NUM_THREADS")
@@ -41,6 +42,23 @@ def rank_environment(
         defaults |= counts
     unset = {name: value for name, value in defaults.items() if name not in given}
     return {**unset, **ours}
+
+
+def binding(
+    threads: int, ranks_of_node: int, given: Mapping[str, str], force_threads: bool
+) -> dict[str, str]:
+    """Returns what has the ranks of a node bound to cores of their own, where they should be.
+
+    Args:
+        threads: Threads of one rank.
+        ranks_of_node: Ranks on a node.
+        given: The environment of the user; its own numbers of threads leave ranks unbound.
+        force_threads: Whether `threads` wins over what the user's environment sets.
+    """
+    if not force_threads and any(name in given for name in THREAD_VARIABLES):
+        return {}
+    cores = cores_to_share(cores_of_node(), ranks_of_node, threads)
+    return {} if cores is None else {BIND_VARIABLE: str(cores)}
 
 
 def allocator_variables() -> dict[str, str]:

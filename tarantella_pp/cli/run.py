@@ -29,6 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="MPI that starts the ranks (default: the one mpi4py loads)")  # fmt: skip
     add("--threads", type=positive_int, metavar="K",
         help="threads per rank (default: cores / ranks on a node)")  # fmt: skip
+    add("--bind", default="auto", choices=("auto", "none"),
+        help="give each rank cores of its own where the ranks' threads fill the node (default), "
+        "or none")  # fmt: skip
     add("-x", dest="exports", action="append", default=[], metavar="NAME[=VALUE]",
         help="set an environment variable on all ranks; may be repeated")  # fmt: skip
     add("--log-level", default="WARNING", choices=("DEBUG", "INFO", "WARNING", "ERROR"),
@@ -82,14 +85,17 @@ def _variables(
     from tarantella_pp.cli import environment
     from tarantella_pp.runtime.environment import TRACE_VARIABLE
 
+    given, forced = {**os.environ, **exported}, arguments.threads is not None
     threads = arguments.threads or environment.threads_per_rank(num_ranks, num_nodes, os.environ)
     variables = environment.rank_environment(
         threads,
         arguments.log_level,
         arguments.output_on_all_devices,
-        given={**os.environ, **exported},
-        force_threads=arguments.threads is not None,
+        given=given,
+        force_threads=forced,
     )
+    if arguments.bind == "auto":
+        variables |= environment.binding(threads, -(-num_ranks // num_nodes), given, forced)
     if arguments.trace is not None:
         variables[TRACE_VARIABLE] = os.path.abspath(arguments.trace)
     return variables

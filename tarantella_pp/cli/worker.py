@@ -17,6 +17,7 @@ import sys
 import time
 import types
 
+from tarantella_pp.cli.binding import bind_to_share
 from tarantella_pp.cli.prctl import die_with_parent, signal_name
 from tarantella_pp.runtime import guard
 from tarantella_pp.runtime.guarded_rank import LOOK_SECONDS, Guard, describe, exit_code_of
@@ -55,6 +56,7 @@ def main() -> int:
     if child == 0:
         die_with_parent(minder)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        bind_to_share(os.environ)
         return run_script(sys.argv[1:], Guard(rank, size, directory, abort=None))
     record = _mind(child, rank, directory, watched)
     if record.state == FAILED:

@@ -35,6 +35,8 @@ def run_torch(name: str, micro_batches: int, rank: int, folder: Path) -> None:
     from torch_models import data_for, stages_of
 
     torch.set_num_threads(1)
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})  # as the launcher does with our ranks
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     x, y = data_for(name, ROWS[name] * micro_batches)
     loss = torch.nn.CrossEntropyLoss()

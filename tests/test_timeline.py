@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import json
@@ -14,7 +15,7 @@ import pytest
 
 from tarantella_pp.runtime.measured_costs import measured_costs, simulated
 from tarantella_pp.runtime.measured_step import MeasuredStep
-from tarantella_pp.runtime.recording import LOGS, UPDATE, Span
+from tarantella_pp.runtime.recording import LOGS, TIES, UPDATE, Span
 from tarantella_pp.runtime.schedule import (
     Costs,
     LinkCosts,
@@ -100,6 +101,16 @@ def test_a_trace_has_no_overlaps_and_an_arrow_for_each_message(name, tmp_path):
         **{rank: f"rank {rank}" for rank in range(3)},
         **{3 + rank: f"rank {rank} simulated" for rank in range(3)},
     }
+
+
+def test_the_exchange_of_tied_weights_is_a_wait():
+    (step,) = recorded("1f1b", steps=1)
+    own = step.spans[0]
+    exchange = Span(TIES, own[-1].end, own[-1].end + 0.5)
+    tied = dataclasses.replace(step, spans=((*own, exchange), *step.spans[1:]))
+    (found,) = [e for e in trace_events([tied]) if e.get("name") == TIES]
+    assert (found["tid"], found["cat"], found["args"]) == (COMMUNICATION, "wait", {"step": 0})
+    check_trace(trace_events([tied]))
 
 
 def test_a_slice_says_what_it_is():

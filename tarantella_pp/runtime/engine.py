@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ from tarantella_pp.runtime.outputs import pack_outputs, unpacked
 from tarantella_pp.runtime.programs import Programs, runs_all_forwards_first
 from tarantella_pp.runtime.reach import find_reach
 from tarantella_pp.runtime.recorded_execution import RecordedExecution
-from tarantella_pp.runtime.recording import LOGS, UPDATE, Recorder, StepRecord, Unrecorded
+from tarantella_pp.runtime.recording import LOGS, TIES, UPDATE, Recorder, StepRecord, Unrecorded
 from tarantella_pp.runtime.schedule import SEARCHED, Recipe, Schedule
 from tarantella_pp.runtime.scoring import Scoring, loss_coupling
 from tarantella_pp.runtime.stage import Stage
@@ -133,11 +134,13 @@ class Engine:
         if not self._reach_known:
             self._find_reach()
             self._find_fallbacks()
+        with self._exchange_of_ties():
+            gradients = update.gather()
         with self._recorder.span(UPDATE):
-            update.apply()
+            update.apply(gradients)
         with self._recorder.span(LOGS):
             logs = self._logs("train", step)
-        with self._recorder.span(UPDATE):
+        with self._exchange_of_ties():
             self._ties.refresh()
         return logs
 
@@ -202,6 +205,9 @@ class Engine:
             for stage in self.stages.values():
                 stage.clear()
             raise
+
+    def _exchange_of_ties(self) -> contextlib.AbstractContextManager[None]:
+        return self._recorder.span(TIES) if self._ties.exist else contextlib.nullcontext()
 
     def _logs(self, kind: str, step: BatchStep) -> dict[str, Any]:
         if self._news.is_source:

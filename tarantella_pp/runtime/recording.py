@@ -13,7 +13,7 @@ from typing import NamedTuple
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.runtime.schedule import Action, Compute, Schedule, Transfer
 
-UPDATE, LOGS = "update", "logs"
+UPDATE, LOGS, TIES = "update", "logs", "tied weights"
 """Names of the spans of a step that are no actions of its schedule."""
 
 
@@ -177,7 +177,7 @@ def is_busy(what: Action | str) -> bool:
 
 def is_wait(what: Action | str) -> bool:
     """Whether a rank waits for a message meanwhile."""
-    return isinstance(what, Transfer) and what.operation == "R"
+    return what == TIES or (isinstance(what, Transfer) and what.operation == "R")
 
 
 def _some(steps: int | range) -> bool:

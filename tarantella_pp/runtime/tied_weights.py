@@ -78,6 +78,11 @@ class TiedWeights:
                 self._borrowers.setdefault(rank, []).append(tied.variable)
         self._borrowed = {id(v) for variables in self._lenders.values() for v in variables}
 
+    @property
+    def exist(self) -> bool:
+        """Whether this rank has any weights that others have, too."""
+        return bool(self._lenders or self._borrowers)
+
     def is_borrowed(self, variable: Any) -> bool:
         """Returns whether another rank trains a variable of this one."""
         return id(variable) in self._borrowed

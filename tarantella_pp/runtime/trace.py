@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from tarantella_pp.runtime.measured_step import MeasuredStep
-from tarantella_pp.runtime.recording import Span, is_busy
+from tarantella_pp.runtime.recording import Span, is_busy, is_wait
 from tarantella_pp.runtime.schedule import Action, Compute, Timeline, Transfer
 
 COMPUTE, COMMUNICATION, STEPS = 0, 1, 2
@@ -143,9 +143,9 @@ def _look(what: Action | str) -> tuple[str, str | None]:
     """Returns category and colour."""
     if isinstance(what, Compute):
         return _KINDS[what.kind]
-    if isinstance(what, Transfer):
-        return ("send", None) if what.operation == "S" else ("wait", _WAIT_COLOUR)
-    return "step", None
+    if is_wait(what):
+        return "wait", _WAIT_COLOUR
+    return ("send" if isinstance(what, Transfer) else "step"), None
 
 
 def _name(what: Action | str) -> str:

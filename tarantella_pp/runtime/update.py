@@ -14,6 +14,7 @@ from tarantella_pp.runtime.keras_training import count_step
 from tarantella_pp.runtime.tied_weights import Gradient, TiedWeights, total
 
 Collected: TypeAlias = dict[int, Pair]
+Gathered: TypeAlias = tuple[list[Collected], list[list[Gradient]]]
 
 
 class Update:
@@ -50,12 +51,20 @@ class Update:
         """The sum of the weight regularizers, once per batch; in Keras' default float type."""
         return self._penalty()
 
-    def apply(self) -> None:
-        """Updates the weights with the gradients summed so far, and begins new sums."""
+    def gather(self) -> Gathered:
+        """Brings together the gradients that have been summed up, those of other ranks, too."""
         collected = [sums.take_collected() for sums in self._sums]
         self._ties.hand_over(lambda weight: self._summed(weight, self._by_sums(collected)))
         arrived = self._ties.collect()
-        self._step(collected, [arrived.get(id(weight), []) for weight in self._own])
+        return collected, [arrived.get(id(weight), []) for weight in self._own]
+
+    def apply(self, gradients: Gathered) -> None:
+        """Updates the weights, and begins new sums.
+
+        Args:
+            gradients: What `gather` returned.
+        """
+        self._step(*gradients)
         self._ties.publish()
         for sums in self._sums:
             sums.reset()

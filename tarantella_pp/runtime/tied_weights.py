@@ -58,8 +58,7 @@ class TiedWeights:
     """One rank's copies of weights that others train, and others' copies of what it trains.
 
     Once a step, gradients summed over the micro-batches go to the rank of the first stage that
-    uses the weight. That rank trains it and sends the new value back, as early as the first
-    forward pass of the next step.
+    uses the weight. That rank trains it and sends the new value back before the step ends.
 
     Args:
         weights: The weights that several ranks have, in the same order on all ranks.

@@ -12,6 +12,8 @@ import sys
 from collections import defaultdict
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tarantella_pp.runtime.measured_costs import measured_costs, simulated
 from tarantella_pp.runtime.measured_step import MeasuredStep
@@ -65,16 +67,17 @@ def check_trace(events):
         track = (event["pid"], event["tid"])
         if event["ph"] == "X":
             assert event["dur"] >= 0
-            slices[track].append((event["ts"], event["ts"] + event["dur"], event["name"]))
+            start, length = (round(1000 * event[field]) for field in ("ts", "dur"))  # as Perfetto
+            slices[track].append((start, start + length, event["name"]))
         elif event["ph"] in "sf":
             assert event["ph"] not in arrows[event["id"]], "an arrow has one beginning and one end"
-            arrows[event["id"]][event["ph"]] = (track, event["ts"])
+            arrows[event["id"]][event["ph"]] = (track, round(1000 * event["ts"]))
         elif event["name"] == "process_name":
             names[event["pid"]] = event["args"]["name"]
     for track, own in slices.items():
         own.sort()
         for (_, end, name), (start, _, after) in itertools.pairwise(own):
-            assert end <= start + 1e-6, f"{name} and {after} overlap on track {track}"
+            assert end <= start, f"{name} and {after} overlap on track {track}"
     transfers = [s for track, own in slices.items() if track[1] == COMMUNICATION for s in own]
     ends = {
         kind: sum(name.startswith(kind) for _, _, name in transfers) for kind in ("send", "receive")
@@ -84,8 +87,8 @@ def check_trace(events):
         (sender, sent), (receiver, arrived) = ends["s"], ends["f"]
         assert sender != receiver
         assert sent <= arrived, "an arrow does not go back in time"
-        begins = [n for a, b, n in slices[sender] if a - 1e-6 <= sent <= b]
-        arrives = [n for a, b, n in slices[receiver] if a - 1e-6 <= arrived <= b]
+        begins = [n for a, b, n in slices[sender] if a <= sent <= b]
+        arrives = [n for a, b, n in slices[receiver] if a <= arrived <= b]
         message = next(n for n in begins if n.startswith("send")).removeprefix("send")
         assert f"receive{message}" in arrives
     return names
@@ -101,6 +104,16 @@ def test_a_trace_has_no_overlaps_and_an_arrow_for_each_message(name, tmp_path):
         **{rank: f"rank {rank}" for rank in range(3)},
         **{3 + rank: f"rank {rank} simulated" for rank in range(3)},
     }
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.floats(0, 0.1), min_size=2, max_size=30))
+def test_slices_that_touch_do_not_overlap_by_rounding(lengths):
+    (step,) = recorded("gpipe", steps=1)
+    ends = [ZERO, *itertools.accumulate(lengths, initial=ZERO)]
+    spans = tuple(Span(UPDATE, a, b) for a, b in itertools.pairwise(ends))
+    touching = dataclasses.replace(step, spans=(spans,), bounds=((ZERO, ends[-1]),))
+    check_trace(trace_events([touching]))
 
 
 def test_the_exchange_of_tied_weights_is_a_wait():

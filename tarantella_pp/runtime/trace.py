@@ -7,6 +7,7 @@ it computes, for its messages and for its steps, and an arrow from each send to 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,8 @@ _KINDS = {
 }
 """Category and colour, among those that chrome://tracing knows."""
 _WAIT_COLOUR = "thread_state_iowait"
-_INSIDE = 1e-8
-"""Seconds: what belongs to a slice must not be at its very end."""
+_INSIDE = 10
+"""Nanoseconds: what belongs to a slice must not be at its very end."""
 
 TraceEvent = dict[str, Any]
 
@@ -120,23 +121,38 @@ def _pictured(
 
 def _slice(process: int, track: int, span: Span, zero: float, facts: dict[str, Any]) -> TraceEvent:
     category, colour = _look(span.what)
+    start, end = _nanoseconds(span.start - zero), _nanoseconds(span.end - zero)
     event = {
         "ph": "X", "pid": process, "tid": track, "name": _name(span.what), "cat": category,
-        "ts": 1e6 * (span.start - zero), "dur": 1e6 * (span.end - span.start), "args": facts,
+        "ts": _written(start), "dur": _written(max(0, end - start - 1)), "args": facts,
     }  # fmt: skip
     return event if colour is None else {**event, "cname": colour}
 
 
 def _arrow(process: int, what: Transfer, span: Span, zero: float, number: int) -> TraceEvent:
     """Makes one end of an arrow: at the start of a send, just before the end of a receive."""
+    start, end = _nanoseconds(span.start - zero), _nanoseconds(span.end - zero)
     if what.operation == "S":
-        kind, moment = {"ph": "s"}, span.start
+        kind, moment = {"ph": "s"}, start
     else:
-        kind, moment = {"ph": "f", "bp": "e"}, max(span.start, span.end - _INSIDE)
+        kind, moment = {"ph": "f", "bp": "e"}, max(start, end - _INSIDE)
     return {
         **kind, "pid": process, "tid": COMMUNICATION, "id": number, "name": "message",
-        "cat": "message", "ts": 1e6 * (moment - zero),
+        "cat": "message", "ts": _written(moment),
     }  # fmt: skip
+
+
+def _nanoseconds(seconds: float) -> int:
+    return math.floor(1e9 * seconds)
+
+
+def _written(nanoseconds: int) -> float:
+    """Writes a time in microseconds from which Perfetto reads the same number of nanoseconds.
+
+    It makes whole nanoseconds of starts and lengths by themselves, and drops a slice that begins
+    one of them before the last one has ended.
+    """
+    return (nanoseconds + 0.25) / 1000
 
 
 def _look(what: Action | str) -> tuple[str, str | None]:

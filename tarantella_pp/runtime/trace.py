@@ -18,7 +18,7 @@ from tarantella_pp.runtime.measured_step import MeasuredStep
 from tarantella_pp.runtime.recording import Span, is_busy, is_wait
 from tarantella_pp.runtime.schedule import Action, Compute, Timeline, Transfer
 
-COMPUTE, COMMUNICATION, STEPS = 0, 1, 2
+COMPUTE, COMMUNICATION, STEPS = 1, 2, 3
 _TRACKS = {COMPUTE: "compute", COMMUNICATION: "communication", STEPS: "steps"}
 _KINDS = {
     "F": ("forward", "thread_state_running"),
@@ -88,16 +88,29 @@ def _names(first: int, placement: Sequence[int], suffix: str) -> Iterator[TraceE
     for rank in range(max(placement) + 1):
         stages = ", ".join(str(s) for s, owner in enumerate(placement) if owner == rank)
         process = first + rank
-        yield _metadata(process, 0, "process_name", name=f"rank {rank}{suffix}")
-        yield _metadata(process, 0, "process_labels", labels=f"stage {stages}")
-        yield _metadata(process, 0, "process_sort_index", sort_index=process)
+        yield _metadata(process, COMPUTE, "process_name", name=f"rank {rank}{suffix}")
+        yield _metadata(process, COMPUTE, "process_labels", labels=f"stage {stages}")
+        yield _metadata(process, COMPUTE, "process_sort_index", sort_index=process)
         for track, name in _TRACKS.items():
             yield _metadata(process, track, "thread_name", name=name)
             yield _metadata(process, track, "thread_sort_index", sort_index=track)
 
 
+def thread_id(process: int, track: int) -> int:
+    """Returns the number of a track, one that no other track of any process has.
+
+    Perfetto takes tracks with the number 0, or that of their process, for one and the same.
+
+    Args:
+        process: Number of the process.
+        track: `COMPUTE`, `COMMUNICATION` or `STEPS`.
+    """
+    return 10 * process + track
+
+
 def _metadata(process: int, track: int, kind: str, **values: Any) -> TraceEvent:
-    return {"ph": "M", "pid": process, "tid": track, "name": kind, "args": values}
+    tid = thread_id(process, track)
+    return {"ph": "M", "pid": process, "tid": tid, "name": kind, "args": values}
 
 
 def _pictured(
@@ -123,8 +136,9 @@ def _slice(process: int, track: int, span: Span, zero: float, facts: dict[str, A
     category, colour = _look(span.what)
     start, end = _nanoseconds(span.start - zero), _nanoseconds(span.end - zero)
     event = {
-        "ph": "X", "pid": process, "tid": track, "name": _name(span.what), "cat": category,
-        "ts": _written(start), "dur": _written(max(0, end - start - 1)), "args": facts,
+        "ph": "X", "pid": process, "tid": thread_id(process, track),
+        "name": _name(span.what), "cat": category, "args": facts,
+        "ts": _written(start), "dur": _written(max(0, end - start - 1)),
     }  # fmt: skip
     return event if colour is None else {**event, "cname": colour}
 
@@ -137,8 +151,8 @@ def _arrow(process: int, what: Transfer, span: Span, zero: float, number: int) -
     else:
         kind, moment = {"ph": "f", "bp": "e"}, max(start, end - _INSIDE)
     return {
-        **kind, "pid": process, "tid": COMMUNICATION, "id": number, "name": "message",
-        "cat": "message", "ts": _written(moment),
+        **kind, "pid": process, "tid": thread_id(process, COMMUNICATION),
+        "id": number, "name": "message", "cat": "message", "ts": _written(moment),
     }  # fmt: skip
 
 

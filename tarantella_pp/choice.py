@@ -39,7 +39,7 @@ def make_plan(
     stages_per_rank: int | None = None,
     schedule: str | Path | Schedule = "1f1b",
     balance: str = "memory",
-    memory_limit: int | float | str | None = None,
+    memory_limit: int | float | str | Sequence[int | float | str] | None = None,
     recompute: str | Sequence[int] | None = None,
     optimizer: Any = None,
     profile: Profile | None = None,
@@ -48,8 +48,8 @@ def make_plan(
     """Plans the stages of a model's pipeline; needs neither MPI nor data, and trains nothing.
 
     The plan is the best over all orders in which the operations can run, or comes with a bound
-    on how much better one could be. Operations that share variables stay on one stage. Options
-    that are left open are chosen by the simulated seconds of a step.
+    on how much better one could be. Operations that share statistics or seeds stay on one stage.
+    Options that are left open are chosen by the simulated seconds of a step.
 
     Args:
         model: A Functional or built Sequential model.
@@ -72,7 +72,8 @@ def make_plan(
         balance: `"memory"` for the smallest largest memory of a stage, buffers of messages left
             out; `"time"` for the smallest largest time of a stage, measured on this machine;
             `"flops"` for the smallest largest number of floating point operations.
-        memory_limit: Largest memory of a stage, in bytes or as in `"16GB"`. Default: none.
+        memory_limit: Largest memory of a stage, in bytes or as in `"16GB"`; for unequal devices
+            one for each stage, as in `["16GB", "8GB"]`. Default: none.
         recompute: Stages that keep the inputs of a micro-batch only and repeat its forward pass
             in the backward pass: `"all"`, `"none"` or their numbers. Default: none, or where
             the limit needs it those with which a step is fastest.

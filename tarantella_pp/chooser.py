@@ -157,7 +157,7 @@ class Chooser:
         """Returns plans that keep the limit, with as few recomputing stages as that needs."""
         found = self._try(num_micro_batches=count)
         options = self.options(num_micro_batches=count)
-        if found or self.planner.least_memory(options) > (options.memory_limit or 0):
+        if found or self.planner.least_memory(options) > max(options.limits or (0,)):
             return found
         needed = 0
         for stages in self._sets():

@@ -47,7 +47,8 @@ class PipelineModel(CollectiveModel):
             where the loss can be computed one micro-batch at a time, otherwise `"gpipe"`.
         balance: What the stages are balanced by: `"memory"`; `"time"`, for which rank 0 measures
             each operation while the others wait; or `"flops"`.
-        memory_limit: Largest memory of a stage, in bytes or as in `"16GB"`. Default: none.
+        memory_limit: Largest memory of a stage, in bytes or as in `"16GB"`, one or one for each
+            stage. Default: none.
         batch_size: Batch size to plan memory for. Default: 32, Keras' own. Training takes any.
         recompute: Stages that keep the inputs of a micro-batch only and repeat its forward pass
             in the backward pass, which saves memory: `"all"`, `"none"` or their numbers. Default:
@@ -78,7 +79,7 @@ class PipelineModel(CollectiveModel):
         num_micro_batches: int | None = None,
         schedule: str | Path | Schedule | None = None,
         balance: str = "memory",
-        memory_limit: int | str | None = None,
+        memory_limit: int | str | Sequence[int | str] | None = None,
         batch_size: int = 32,
         recompute: str | Sequence[int] | None = None,
         plan: Plan | str | Path | None = None,

@@ -38,8 +38,8 @@ def search_limits(plan: Plan) -> tuple[int, ...]:
     bounds = []
     for i, stage in enumerate(plan.stages):
         bound = 2 * plan.num_stages - 1
-        if plan.memory_limit is not None:
-            left = max(0, plan.memory_limit - stage.memory_bytes)
+        if plan.limits is not None:
+            left = max(0, plan.limits[i] - stage.memory_bytes)
             bound = stage.in_flight + left // max(1, stage.activation_bytes)
         if i in plan.recompute:
             bound = stage.in_flight  # what waits for its weight gradients is not planned for

@@ -25,8 +25,12 @@ def refusal(chooser: Chooser) -> str:
         PlanError: No plan has an operation for each stage.
     """
     least = chooser.least()
-    size, limit = largest_stage(least), chooser.options().memory_limit or 0
+    size, limits = largest_stage(least), chooser.options().limits or (0,)
+    limit, equal = min(limits), len(set(limits)) == 1
     known = "that works" if least.certificate.optimal else "found to work"
+    if not equal:
+        known = f"one for all stages {known}"
+    named = format_bytes(limit) if equal else "each of its stages"
     others = [
         f"{text} ({format_bytes(other)}, {'fits' if other <= limit else 'too much as well'})"
         for text, plan in _alternatives(chooser)
@@ -34,7 +38,7 @@ def refusal(chooser: Chooser) -> str:
     ]
     advice = f" Less is needed with {' or '.join(others)}." if others else ""
     return (
-        f"No plan of {least.num_stages} stages keeps the memory limit of {format_bytes(limit)}. "
+        f"No plan of {least.num_stages} stages keeps the memory limit of {named}. "
         f"Received: memory_limit={chooser.given['memory_limit']!r}. The smallest {known} is {size} "
         f"bytes ({format_bytes(size)}), with num_micro_batches={least.num_micro_batches}, "
         f"recompute={least.recompute}.{advice}"

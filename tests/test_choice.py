@@ -123,6 +123,20 @@ def test_a_refused_limit_names_the_smallest_that_works(options):
         make_plan(model, 3, **given, memory_limit=smallest - 1000)
 
 
+def test_limits_of_unequal_devices_choose_and_refuse():
+    model, given = tower(9), {"batch_size": 512}
+    free = make_plan(model, 3, **given)
+    sizes = [stage.memory_bytes for stage in free.stages]
+    limits = [2 * sizes[0], sizes[1] // 2, 2 * sizes[2]]
+    plan = make_plan(model, 3, **given, memory_limit=limits)
+    pairs = zip(plan.stages, limits, strict=True)
+    assert all(stage.memory_bytes <= limit for stage, limit in pairs)
+    with pytest.raises(PlanError, match="limit of each of its stages") as caught:
+        make_plan(model, 3, **given, memory_limit=["1kB", "9GB", "9GB"])
+    found = re.search(r"The smallest one for all stages .* is (\d+) bytes", str(caught.value))
+    assert largest(make_plan(model, 3, **given, memory_limit=int(found[1]))) <= int(found[1])
+
+
 def test_a_refusal_says_what_would_fit():
     model, given = tower(12), {"batch_size": 4096}
     fixed = {"num_micro_batches": 4, "recompute": "none"}

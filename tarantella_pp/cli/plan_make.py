@@ -38,8 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--balance", metavar="WHAT",
         help="memory (default) or flops; of a graph, time or load as well")  # fmt: skip
     add("--memory-limit", metavar="BYTES",
-        help="memory of a stage, e.g. 16GB; of a graph in its units, "
-        "or one for each stage: 8e9,8e9,16e9")  # fmt: skip
+        help="memory of a stage, e.g. 16GB, or one for each stage: 16GB,8GB; "
+        "of a graph in its units")  # fmt: skip
     add_model_options(parser)
     add("--replicas", dest="num_replicas", type=positive_int, metavar="R",
         help="pipelines side by side, which share the batch (default: 1)")  # fmt: skip
@@ -177,9 +177,11 @@ def _plan_of_model(arguments: argparse.Namespace, model: Any) -> Plan:
         options["recompute"] = _stages(arguments.recompute)
     if "optimizer" not in options:
         options["optimizer"] = model_source.optimizer_of(arguments.model, model)
-    for name in ("balance", "memory_limit"):
-        if getattr(arguments, name) is not None:
-            options[name] = getattr(arguments, name)
+    if arguments.balance is not None:
+        options["balance"] = arguments.balance
+    if arguments.memory_limit is not None:
+        limits = arguments.memory_limit.split(",")
+        options["memory_limit"] = limits if len(limits) > 1 else limits[0]
     return make_plan(model, arguments.num_stages, **options)
 
 

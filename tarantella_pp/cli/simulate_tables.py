@@ -28,11 +28,14 @@ def summary(
     plan = simulation.plan
     sums = point.step_seconds - step.step_seconds
     summed = f", of which {_seconds(sums)} wait for sums of gradients" if sums else ""
-    limit = plan.memory_limit
     over = ""
-    if limit is not None:
-        fits = max(step.peak_bytes) <= limit
-        over = f", {'within' if fits else 'ABOVE'} the plan's limit of {format_bytes(limit)}"
+    if plan.limits is not None:
+        least = min(plan.limits)  # a rank that has several stages has no other limit
+        own = plan.limits if len(plan.limits) == len(step.peak_bytes) else (least,)
+        limits = own if len(own) > 1 else own * len(step.peak_bytes)
+        fits = all(peak <= own for peak, own in zip(step.peak_bytes, limits, strict=True))
+        size = format_bytes(least) if least == max(plan.limits) else "each stage"
+        over = f", {'within' if fits else 'ABOVE'} the plan's limit of {size}"
     bubble = f"{100 * step.bubble_fraction:.1f} %, {100 * balance:.1f} % if messages took no time"
     title = (
         f"A step of '{plan.model}': {plan.num_stages} stages on {point.num_ranks} ranks, "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -26,12 +26,14 @@ SECONDS = 15.0
 """How long one problem is searched where the best plan cannot be told by listing."""
 CLOSE = 1e-3
 """Relative distance from the bound at which that search ends before."""
+Limits = Sequence[float]
+"""Largest memory of each stage in bytes."""
 SHARES = (1.0, 0.9, 0.75, 0.6)
 """Shares of a limit that are tried for what lasts."""
 
 
 def problem_of(
-    costs: Costs, options: PlanOptions, limit: float | None = None, *, cautious: bool = False
+    costs: Costs, options: PlanOptions, limit: Limits | None = None, *, cautious: bool = False
 ) -> Problem:
     """Puts the costs of a layer graph into the numbers that solvers work on.
 
@@ -48,7 +50,7 @@ def problem_of(
     Args:
         costs: The graph and its costs.
         options: The options of the plan.
-        limit: Largest memory of a stage in bytes, of state and activations.
+        limit: Largest memory of each stage in bytes, of state and activations.
         cautious: Whether to count such memory for its producer instead, or for each node where
             it is an input of the model: an upper bound of the real memory.
     """
@@ -154,13 +156,13 @@ class _Formulation:
     """A problem to solve in place of the real one.
 
     Attributes:
-        build: Makes the problem from a memory limit.
+        build: Makes the problem from memory limits.
         bounds: Whether it counts no more memory than is real, and makes the same thing small.
         is_last_resort: Whether it is for limits only that nothing before it keeps.
         attempts: How often to solve it, each time with less memory allowed.
     """
 
-    build: Callable[[float | None], Problem]
+    build: Callable[[Limits | None], Problem]
     bounds: bool = True
     is_last_resort: bool = False
     attempts: int = 1
@@ -183,13 +185,13 @@ def _formulations(costs: Costs, options: PlanOptions) -> Iterator[_Formulation]:
             yield _Formulation(thin, bounds=False, is_last_resort=True)
 
 
-def _recomputing(costs: Costs, options: PlanOptions, limit: float | None) -> Problem:
+def _recomputing(costs: Costs, options: PlanOptions, limit: Limits | None) -> Problem:
     return recomputing(problem_of(costs, options, limit), costs, options)
 
 
-def _thin(costs: Costs, options: PlanOptions, share: float, limit: float | None) -> Problem:
+def _thin(costs: Costs, options: PlanOptions, share: float, limit: Limits | None) -> Problem:
     """Makes buffers small, with a share of the limit for all else."""
-    problem = problem_of(costs, options, None if limit is None else share * limit)
+    problem = problem_of(costs, options, limit and [share * each for each in limit])
     tensors = [replace(tensor, comm=tensor.bytes) for tensor in problem.tensors]
     nothing = np.zeros(problem.num_nodes)
     return replace(problem, objective="load", work=nothing, tensors=tuple(tensors))
@@ -221,8 +223,8 @@ def _within_limit(
     Returns:
         The solution, if there is one, a lower bound of all that keep the limit, and seconds.
     """
-    allowed = options.memory_limit
-    limit: float | None = allowed
+    allowed = options.limits
+    limit: Limits | None = allowed
     bound, seconds = math.inf, 0.0
     for _ in range(formulation.attempts):
         try:
@@ -234,10 +236,13 @@ def _within_limit(
         bound = min(bound, solution.certificate.lower_bound)
         seconds += solution.certificate.seconds
         stages = costs.stages(solution.assignment, options.in_flight, options.repeats)
-        largest = max(stage.memory_bytes for stage in stages)
-        if allowed is None or limit is None or largest <= allowed:
+        if allowed is None or limit is None:
             return solution, bound, seconds
-        limit = max(1.0, limit - (largest - allowed))
+        pairs = zip(stages, allowed, strict=True)
+        above = max(stage.memory_bytes - own for stage, own in pairs)
+        if above <= 0:
+            return solution, bound, seconds
+        limit = [max(1.0, own - above) for own in limit]
     return None, bound, seconds
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tarantella_pp.errors import ConfigurationError
-from tarantella_pp.partition.plan import micro_batch_size
+from tarantella_pp.partition.plan import MemoryLimit, limit_of_each, micro_batch_size
 from tarantella_pp.partition.sizes import parse_bytes
 
 SCHEDULES = ("gpipe", "1f1b", "zb-h1")
@@ -26,7 +26,8 @@ class PlanOptions:
         rows: Samples of one micro-batch on one replica.
         schedule: Name of the schedule.
         balance: What the stages are balanced by.
-        memory_limit: Largest memory of a stage in bytes; `None` for any.
+        memory_limit: Largest memory of a stage in bytes, one number or one for each stage; `None`
+            for any.
         in_flight: Most micro-batches that each stage holds at a time.
         recompute: The stages that repeat their forward pass, ascending.
     """
@@ -38,9 +39,14 @@ class PlanOptions:
     rows: int
     schedule: str
     balance: str
-    memory_limit: int | None
+    memory_limit: MemoryLimit | None
     in_flight: tuple[int, ...]
     recompute: tuple[int, ...] = ()
+
+    @property
+    def limits(self) -> tuple[int, ...] | None:
+        """The memory limit of each stage; `None` for any."""
+        return limit_of_each(self.memory_limit, self.num_stages)
 
     @property
     def bubble(self) -> float | None:
@@ -72,7 +78,7 @@ class PlanOptions:
         num_replicas: int,
         schedule: str,
         balance: str,
-        memory_limit: int | float | str | None,
+        memory_limit: int | float | str | Sequence[int | float | str] | None,
         in_flight: Sequence[int] | Callable[[int], Sequence[int]] | None,
         recompute: str | Sequence[int] = "none",
     ) -> PlanOptions:
@@ -107,9 +113,7 @@ class PlanOptions:
             rows=micro_batch_size(batch, replicas, micro_batches),
             schedule=schedule,
             balance=balance,
-            memory_limit=None
-            if memory_limit is None
-            else parse_bytes(memory_limit, "memory_limit"),
+            memory_limit=_memory_limit(memory_limit, stages),
             in_flight=_in_flight(schedule, stages, micro_batches, in_flight),
             recompute=stages_to_recompute(recompute, stages),
         )
@@ -155,6 +159,18 @@ def checked_count(name: str, value: Any) -> int:
     if isinstance(value, bool) or not hasattr(value, "__index__") or value.__index__() < 1:
         raise ConfigurationError(f"Expected a whole number from 1 on. Received: {name}={value!r}")
     return int(value.__index__())
+
+
+def _memory_limit(given: Any, stages: int) -> MemoryLimit | None:
+    if given is None or isinstance(given, int | float | str):
+        return None if given is None else parse_bytes(given, "memory_limit")
+    limits = tuple(parse_bytes(limit, "memory_limit") for limit in given)
+    if len(limits) != stages:
+        raise ConfigurationError(
+            f"Expected one limit, or one for each of the {stages} stages. "
+            f"Received: memory_limit={given!r}"
+        )
+    return limits
 
 
 def _choice(name: str, value: Any, choices: Sequence[str]) -> None:

@@ -10,6 +10,9 @@ from tarantella_pp.partition.json_record import MAX_FILE_BYTES, JsonRecord
 from tarantella_pp.partition.plan_checks import difference, problems
 from tarantella_pp.partition.plan_parts import CutEdge, Proof, StagePlan, Tie
 
+MemoryLimit = int | tuple[int, ...]
+"""Bytes that each stage may have, or one number for each."""
+
 __all__ = ["MAX_FILE_BYTES", "CutEdge", "Plan", "Proof", "StagePlan", "Tie", "micro_batch_size"]
 
 
@@ -28,7 +31,8 @@ class Plan(JsonRecord, frozen=True, tag_field="format", tag="tarantella_pp.plan"
         schedule: Name of the schedule that memory was planned for.
         balance: What the stages are balanced by, `"memory"`, `"time"` or `"flops"`.
         optimizer: The optimizer whose slots are counted.
-        memory_limit: Largest memory of a stage that was allowed, in bytes; `None` for any.
+        memory_limit: Largest memory of a stage that was allowed, in bytes, one number or one for
+            each stage; `None` for any.
         fingerprint: Fingerprint of the model's layer graph.
         node_names: Name of each node of that graph.
         assignment: Stage of each node.
@@ -58,7 +62,7 @@ class Plan(JsonRecord, frozen=True, tag_field="format", tag="tarantella_pp.plan"
     schedule: str
     balance: str
     optimizer: str
-    memory_limit: int | None
+    memory_limit: MemoryLimit | None
     fingerprint: str
     node_names: tuple[str, ...]
     assignment: tuple[int, ...]
@@ -87,6 +91,11 @@ class Plan(JsonRecord, frozen=True, tag_field="format", tag="tarantella_pp.plan"
     def micro_batch_size(self) -> int:
         """Samples of one micro-batch on one replica, rounded up."""
         return micro_batch_size(self.batch_size, self.num_replicas, self.num_micro_batches)
+
+    @property
+    def limits(self) -> tuple[int, ...] | None:
+        """The memory limit of each stage; `None` for any."""
+        return limit_of_each(self.memory_limit, self.num_stages)
 
     def check(self, graph: LayerGraph) -> None:
         """Checks that the plan is one of this model.
@@ -126,6 +135,16 @@ class Plan(JsonRecord, frozen=True, tag_field="format", tag="tarantella_pp.plan"
         from tarantella_pp.partition.report import table
 
         return table(self)
+
+
+def limit_of_each(limit: MemoryLimit | None, num_stages: int) -> tuple[int, ...] | None:
+    """Returns the memory limit of each stage.
+
+    Args:
+        limit: One for all, one for each, or `None` for any.
+        num_stages: Number of stages.
+    """
+    return (limit,) * num_stages if isinstance(limit, int) else limit
 
 
 def micro_batch_size(batch_size: int, num_replicas: int, num_micro_batches: int) -> int:

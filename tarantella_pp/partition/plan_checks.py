@@ -37,6 +37,12 @@ def _wrong_numbers(plan: Plan) -> Iterator[str]:
     for name in ("num_stages", "num_micro_batches", "num_replicas", "batch_size"):
         if getattr(plan, name) < 1:
             yield f"{name} must be at least 1. Received: {name}={getattr(plan, name)}"
+    limits = plan.limits
+    if limits is not None and (len(limits) != plan.num_stages or min(limits, default=0) < 1):
+        yield (
+            "memory_limit must be one positive number, or one for each stage. "
+            f"Received: {plan.memory_limit}"
+        )
     if not re.fullmatch("[0-9a-f]{64}", plan.fingerprint):
         yield f"its fingerprint must be 64 hexadecimal digits. Received: {plan.fingerprint[:80]!r}"
     proof = plan.certificate

@@ -119,8 +119,10 @@ def _footer(plan: Plan) -> list[str]:
     if plan.recompute:
         which = ", ".join(map(str, plan.recompute))
         lines.append(f"Recomputing, keeping inputs only: {which}; + is what one makes again.")
-    if plan.memory_limit is not None:
-        lines.append(f"Memory limit of a stage: {format_bytes(plan.memory_limit)}.")
+    if plan.limits is not None:
+        equal = len(set(plan.limits)) == 1
+        sizes = ", ".join(map(format_bytes, plan.limits[:1] if equal else plan.limits))
+        lines.append(f"Memory limit of {'a stage' if equal else 'the stages'}: {sizes}.")
     if plan.assumed_size is not None:
         lines.append(f"Unknown dimensions are counted as {plan.assumed_size}.")
     if all(stage.seconds is not None for stage in plan.stages):

@@ -95,6 +95,8 @@ def test_options_reach_the_plan(command, script) -> None:
     assert found == {"batch_size": 48, "num_micro_batches": 6, "num_replicas": 2}
     assert (made["schedule"], made["optimizer"]) == ("gpipe", "RMSprop")
     assert made["memory_limit"] == 1_000_000
+    made = make(command, f"{script}:small", "--memory-limit", "1MB,2MB")
+    assert made["memory_limit"] == [1_000_000, 2_000_000]
 
 
 @pytest.mark.parametrize(

@@ -206,6 +206,22 @@ def test_limit_is_drawn_and_what_exceeds_it_is_marked(limit, shown):
     assert ('class="over' in text) == (limit == 1000)
 
 
+def test_limits_of_unequal_devices_are_drawn_stage_by_stage():
+    graph, plan = small()
+    sizes = [stage.memory_bytes for stage in plan.stages]
+    limits = tuple(size + (-1 if i == 1 else 1) * 100 for i, size in enumerate(sizes))
+    plan = msgspec.structs.replace(plan, memory_limit=limits)
+    rows = cells(page(graph, plan), "Table of stages", "tbody")
+    shares = [f"{100 * size / limit:.1f} %" for size, limit in zip(sizes, limits, strict=True)]
+    assert [row[10] for row in rows] == shares
+    drawing = ElementTree.fromstring(render_svg(plan, "memory"))
+    (line,) = [e for e in drawing.iter(f"{SVG}path") if e.get("class") == "limit"]
+    assert line.get("d").count("M") == len(sizes)
+    over = [e for e in drawing.iter(f"{SVG}text") if "over" in (e.get("class") or "")]
+    assert [e.text for e in over] == [shares[1]]
+    assert f"{shares[1]} of {format_bytes(limits[1])}" in page(graph, plan)
+
+
 def test_bubble_is_that_of_the_bars():
     graph, plan = small()
     step = simulated_step(plan)

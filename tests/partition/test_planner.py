@@ -234,6 +234,8 @@ def test_options_that_are_left_open(options, micro_batches, in_flight, bubble):
         ({"balance": ["memory"]}, "balance="),
         ({"memory_limit": "lots"}, "memory_limit='lots'"),
         ({"memory_limit": -1}, "memory_limit=-1"),
+        ({"memory_limit": ["1GB"]}, "one for each of the 2 stages"),
+        ({"memory_limit": ["1GB", "some"]}, "memory_limit='some'"),
         ({"optimizer": "adamm"}, "optimizer='adamm'"),
         ({"in_flight": [1]}, r"each of the 2 stages. Received: in_flight=\(1,\)"),
         ({"in_flight": [1, 0]}, "in_flight=0"),
@@ -260,6 +262,28 @@ def test_a_limit_holds_with_buffers_or_is_refused():
     tight = int(free.certificate.value)  # enough for what lasts only
     with pytest.raises(PlanError, match="memory"):
         make_plan(model, 3, memory_limit=tight)
+
+
+@pytest.mark.parametrize("balance", ["memory", "flops"])
+def test_unequal_devices_have_limits_of_their_own(balance):
+    model = tower(*[16] * 8)
+    even = make_plan(model, 2, num_micro_batches=2, balance=balance)
+    sizes = [stage.memory_bytes for stage in even.stages]
+    limits = [int(0.7 * sizes[0]), 2 * sizes[1]]
+    plan = make_plan(model, 2, num_micro_batches=2, balance=balance, memory_limit=limits)
+    assert plan.limits == plan.memory_limit == tuple(limits)
+    pairs = zip(plan.stages, limits, strict=True)
+    assert all(stage.memory_bytes <= limit for stage, limit in pairs)
+    assert plan.stages[0].nodes < even.stages[0].nodes
+    assert Plan.from_json(plan.to_json()) == plan
+    assert f"Memory limit of the stages: {limits[0] / 1024:.1f} KiB, " in str(plan)
+    one, two = (
+        make_plan(model, 2, num_micro_batches=2, balance=balance, memory_limit=limit)
+        for limit in (sizes[0] + 99, [sizes[0] + 99] * 2)
+    )
+    assert one.assignment == two.assignment
+    with pytest.raises(PlanError, match=r"smallest that works is .* times these limits"):
+        make_plan(model, 2, num_micro_batches=2, memory_limit=[limits[0] // 9, limits[1]])
 
 
 def test_shared_statistics_that_leave_too_few_stages_are_named():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from tarantella_pp.partition.pictures.markup import Markup, join, tag
 from tarantella_pp.partition.pictures.palette import PARTS
@@ -41,8 +42,7 @@ def axis(plan: Plan) -> tuple[float, float]:
         plan: The plan.
     """
     most = float(max(stage.memory_bytes for stage in plan.stages)) or 1.0
-    limit = plan.memory_limit or 0
-    top = max(most, limit) if limit_fits(plan) else most
+    top = max(most, *plan.limits) if plan.limits and limit_fits(plan) else most
     unit = 1024.0 ** min(4, math.floor(math.log(max(top, 1), 1024)))
     rough = top / unit / 4
     size = 10.0 ** math.floor(math.log10(rough))
@@ -57,7 +57,20 @@ def limit_fits(plan: Plan) -> bool:
         plan: The plan.
     """
     most = max(stage.memory_bytes for stage in plan.stages)
-    return plan.memory_limit is not None and plan.memory_limit <= 4 * most
+    return plan.limits is not None and max(plan.limits) <= 4 * most
+
+
+def limit_label(plan: Plan) -> str:
+    """Returns what to call the limit, empty without one.
+
+    Args:
+        plan: The plan.
+    """
+    if plan.limits is None:
+        return ""
+    equal = len(set(plan.limits)) == 1
+    text = f"limit {format_bytes(plan.limits[0])}" if equal else "limits"
+    return text if limit_fits(plan) else f"{text}, far above"
 
 
 def memory_picture(plan: Plan) -> Picture:
@@ -75,8 +88,8 @@ def memory_picture(plan: Plan) -> Picture:
         label = format_bytes(i * step) if i else "0"
         pieces.append(tag("text", label, class_="muted right", x=LEFT - 6, y=y + 4))
     pieces += [_column(plan, i, top) for i in range(plan.num_stages)]
-    if plan.memory_limit is not None:
-        pieces.append(_limit(plan, plan.memory_limit, top, width))
+    if plan.limits is not None:
+        pieces.append(_limit(plan, plan.limits, top, width))
     base = TOP + PLOT + (62 if plan.memory_limit is not None else 48)
     shown = [part for part in PARTS if any(parts(stage)[part] for stage in plan.stages)]
     for i, part in enumerate(shown):
@@ -110,9 +123,9 @@ def _column(plan: Plan, index: int, top: float) -> Markup:
     total = format_bytes(stage.memory_bytes)
     pieces.append(tag("text", f"Stage {index}", class_="muted middle", x=middle, y=below + 16))
     pieces.append(tag("text", total, class_="middle", x=middle, y=below + 31))
-    if plan.memory_limit is not None:
-        over = stage.memory_bytes > plan.memory_limit
-        share = percent(stage.memory_bytes, plan.memory_limit)
+    if plan.limits is not None:
+        over = stage.memory_bytes > plan.limits[index]
+        share = percent(stage.memory_bytes, plan.limits[index])
         name = "over middle" if over else "muted middle"
         pieces.append(tag("text", share, class_=name, x=middle, y=below + 46))
     return tag("g", *pieces)
@@ -127,13 +140,18 @@ def _slices(x: float, y: float, height: float, in_flight: int) -> Markup:
     return tag("path", class_="slice", d=lines) if lines else Markup()
 
 
-def _limit(plan: Plan, limit: int, top: float, width: float) -> Markup:
+def _limit(plan: Plan, limits: Sequence[int], top: float, width: float) -> Markup:
+    """A line across all stages, or one for each where limits differ."""
     fits = limit_fits(plan)
-    y = TOP + PLOT * (1 - limit / top) if fits else TOP - 8
-    text = f"limit {format_bytes(limit)}{'' if fits else ', far above'}"
+    heights = [TOP + PLOT * (1 - limit / top) if fits else TOP - 8 for limit in limits]
+    path = f"M{LEFT} {heights[0]:.1f}H{width - 4:.1f}"
+    if len(set(limits)) > 1:
+        columns = [LEFT + COLUMN * i for i in range(len(limits))]
+        pairs = zip(columns, heights, strict=True)
+        path = "".join(f"M{x + 4} {y:.1f}h{COLUMN - 8}" for x, y in pairs)
     return join(
         [
-            tag("path", class_="limit", d=f"M{LEFT} {y:.1f}H{width - 4:.1f}"),
-            tag("text", text, class_="halo", x=LEFT + 4, y=y - 6),
+            tag("path", class_="limit", d=path),
+            tag("text", limit_label(plan), class_="halo", x=LEFT + 4, y=heights[0] - 6),
         ]
     )

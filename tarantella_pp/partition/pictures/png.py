@@ -8,7 +8,7 @@ from typing import Any
 
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.partition.pictures.bars import StepBars
-from tarantella_pp.partition.pictures.memory_picture import axis, limit_fits, parts
+from tarantella_pp.partition.pictures.memory_picture import axis, limit_fits, limit_label, parts
 from tarantella_pp.partition.pictures.palette import KIND_NAMES, KINDS, LIGHT, PARTS
 from tarantella_pp.partition.pictures.svg import needs
 from tarantella_pp.partition.pictures.timeline_picture import ticks
@@ -101,12 +101,14 @@ def _draw_memory(axes: Any, plan: Plan) -> None:
         axes.bar(stages, own, 0.65, bottom=level, label=part, color=colour, edgecolor=LIGHT.card)
         level = [below + size for below, size in zip(level, own, strict=True)]
     top, step = axis(plan)
-    if plan.memory_limit is not None:
-        label = f"limit {format_bytes(plan.memory_limit)}"
-        if limit_fits(plan):
-            axes.axhline(plan.memory_limit, color=LIGHT.warning, linestyle="--", label=label)
+    if plan.limits is not None:
+        line = {"color": LIGHT.warning, "linestyle": "--", "label": limit_label(plan)}
+        if not limit_fits(plan):
+            axes.plot([], [], **line)
+        elif len(set(plan.limits)) == 1:
+            axes.axhline(plan.limits[0], **line)
         else:
-            axes.plot([], [], color=LIGHT.warning, linestyle="--", label=f"{label}, far above")
+            axes.hlines(plan.limits, [i - 0.45 for i in stages], [i + 0.45 for i in stages], **line)
     totals = [f"Stage {i}\n{format_bytes(plan.stages[i].memory_bytes)}" for i in stages]
     axes.set_xticks(stages, totals, fontsize=8)
     levels = [step * i for i in range(round(top / step) + 1)]

@@ -51,15 +51,15 @@ def stage_table(plan: Plan) -> Markup:
     """
     heads = ["Stage", "Operations", "Number", "Weights", "Gradients", "Optimizer"]
     heads += ["Activations", "Working", "Buffers", "Memory", "FLOPs", "Sends"]
-    limited = plan.memory_limit is not None
+    limited = plan.limits is not None
     if limited:
         heads.insert(10, "Of limit")
     work = sum(stage.flops for stage in plan.stages)
     body = []
     for i, stage in enumerate(plan.stages):
         cells: list[str] = [chip(i), _span(stage), f"{stage.nodes:,}", *_memory(stage)]
-        if limited:
-            cells.append(_of_limit(stage.memory_bytes, plan.memory_limit or 1))
+        if plan.limits is not None:
+            cells.append(_of_limit(stage.memory_bytes, plan.limits[i]))
         cells.append(f"{percent(stage.flops, work)} · {flops(stage.flops)}")
         cells.append(_sends(plan.cuts, i))
         body.append(_row(cells))

@@ -32,11 +32,14 @@ def _tile(name: str, value: str, note: str) -> Markup:
 
 
 def _largest(plan: Plan) -> tuple[str, str]:
-    size = max(stage.memory_bytes for stage in plan.stages)
-    if plan.memory_limit is None:
-        return format_bytes(size), "no limit"
-    note = f"{percent(size, plan.memory_limit)} of {format_bytes(plan.memory_limit)}"
-    over = size > plan.memory_limit
+    sizes = [stage.memory_bytes for stage in plan.stages]
+    if plan.limits is None:
+        return format_bytes(max(sizes)), "no limit"
+    # Of unequal devices, the one that is fullest.
+    pairs = zip(sizes, plan.limits, strict=True)
+    size, limit = max(pairs, key=lambda pair: (pair[0] / pair[1], pair[0]))
+    note = f"{percent(size, limit)} of {format_bytes(limit)}"
+    over = size > limit
     return (tag("span", format_bytes(size), class_="over") if over else format_bytes(size)), note
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from tarantella_pp.chooser import Chooser, largest_stage
 from tarantella_pp.errors import ConfigurationError, PlanError
-from tarantella_pp.partition.plan import Plan
+from tarantella_pp.partition.plan import Plan, common_limit
 from tarantella_pp.partition.sizes import format_bytes
 
 MORE_STAGES = (2, 4)
@@ -26,11 +26,13 @@ def refusal(chooser: Chooser) -> str:
     """
     least = chooser.least()
     size, limits = largest_stage(least), chooser.options().limits or (0,)
-    limit, equal = min(limits), len(set(limits)) == 1
-    known = "that works" if least.certificate.optimal else "found to work"
-    if not equal:
-        known = f"one for all stages {known}"
-    named = format_bytes(limit) if equal else "each of its stages"
+    limit = min(limits)
+    known, named = (
+        "that works" if least.certificate.optimal else "found to work",
+        format_bytes(limit),
+    )
+    if common_limit(limits) is None:
+        known, named = f"one for all stages {known}", "each of its stages"
     others = [
         f"{text} ({format_bytes(other)}, {'fits' if other <= limit else 'too much as well'})"
         for text, plan in _alternatives(chooser)

@@ -123,5 +123,14 @@ def threads_per_rank(num_ranks: int, num_nodes: int, given: Mapping[str, str]) -
     per_task = given.get("SLURM_CPUS_PER_TASK", "")
     if per_task.isdigit() and int(per_task) > 0:
         return int(per_task)
-    ranks_of_node = -(-num_ranks // num_nodes)
-    return max(1, cores_of_node() // ranks_of_node)
+    return max(1, cores_of_node() // ranks_of_node(num_ranks, num_nodes))
+
+
+def ranks_of_node(num_ranks: int, num_nodes: int) -> int:
+    """Returns the most ranks of a job on one node.
+
+    Args:
+        num_ranks: Number of ranks of the job.
+        num_nodes: Number of nodes they are spread over.
+    """
+    return -(-num_ranks // num_nodes)

@@ -95,7 +95,8 @@ def _variables(
         force_threads=forced,
     )
     if arguments.bind == "auto":
-        variables |= environment.binding(threads, -(-num_ranks // num_nodes), given, forced)
+        ranks = environment.ranks_of_node(num_ranks, num_nodes)
+        variables |= environment.binding(threads, ranks, given, forced)
     if arguments.trace is not None:
         variables[TRACE_VARIABLE] = os.path.abspath(arguments.trace)
     return variables

@@ -9,6 +9,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from tarantella_pp.partition.plan import common_limit
 from tarantella_pp.partition.sizes import format_bytes
 from tarantella_pp.runtime.schedule.scaling import PipelineStep
 from tarantella_pp.simulation import PlanSimulation, ScalePoint
@@ -29,12 +30,12 @@ def summary(
     sums = point.step_seconds - step.step_seconds
     summed = f", of which {_seconds(sums)} wait for sums of gradients" if sums else ""
     over = ""
-    if plan.limits is not None:
-        least = min(plan.limits)  # a rank that has several stages has no other limit
-        own = plan.limits if len(plan.limits) == len(step.peak_bytes) else (least,)
-        limits = own if len(own) > 1 else own * len(step.peak_bytes)
+    if (limits := plan.limits) is not None:
+        limit = common_limit(limits)
+        size = "each stage" if limit is None else format_bytes(limit)
+        if len(limits) != len(step.peak_bytes):  # limits are of stages, not of ranks with several
+            limits = (min(limits),) * len(step.peak_bytes)
         fits = all(peak <= own for peak, own in zip(step.peak_bytes, limits, strict=True))
-        size = format_bytes(least) if least == max(plan.limits) else "each stage"
         over = f", {'within' if fits else 'ABOVE'} the plan's limit of {size}"
     bubble = f"{100 * step.bubble_fraction:.1f} %, {100 * balance:.1f} % if messages took no time"
     title = (

@@ -80,6 +80,7 @@ def problem_of(
             tensors.append(
                 TensorCost(found.producer, tuple(nodes), bytes=size + costs.mask_bytes(found))
             )
+    sharing = _sharing(costs)
     return Problem(
         num_stages=options.num_stages,
         objective=OBJECTIVES[options.balance],
@@ -89,20 +90,22 @@ def problem_of(
         tensors=tuple(tensors),
         edges=np.array(sorted(graph.digraph.edges), dtype=np.int64).reshape(-1, 2),
         in_flight=[options.repeats.get(s, held) for s, held in enumerate(options.in_flight)],
-        groups=(*graph.ties, *(tuple(sorted(group)) for group in graph.groups)),
-        tied=_tied(graph),
-        group_bytes=[sum(map(costs.copy_bytes, weights)) for weights in graph.ties.values()]
-        + [0.0] * len(graph.groups),
+        groups=tuple(nodes for nodes, _, _ in sharing),
+        tied=tuple(tied for _, tied, _ in sharing),
+        group_bytes=tuple(size for _, _, size in sharing),
         memory_limit=limit,
         exactly=True,
     )
 
 
-def _tied(graph: LayerGraph) -> tuple[Tied, ...]:
-    """Copies of what only the optimizer changes may be on several stages."""
-    free, together = len(graph.ties), len(graph.groups)
-    kinds: tuple[Tied, Tied] = ("free", "together")
-    return kinds[:1] * free + kinds[1:] * together
+def _sharing(costs: Costs) -> list[tuple[tuple[int, ...], Tied, float]]:
+    """Nodes that share variables, whether they may part, and the bytes of a copy then."""
+    ties, groups = costs.graph.ties, costs.graph.groups
+    found: list[tuple[tuple[int, ...], Tied, float]] = [
+        (nodes, "free", float(sum(map(costs.copy_bytes, weights))))
+        for nodes, weights in ties.items()
+    ]
+    return found + [(tuple(sorted(group)), "together", 0.0) for group in groups]
 
 
 def _work(costs: Costs, options: PlanOptions) -> FloatArray:

@@ -162,8 +162,10 @@ def checked_count(name: str, value: Any) -> int:
 
 
 def _memory_limit(given: Any, stages: int) -> MemoryLimit | None:
-    if given is None or isinstance(given, int | float | str):
-        return None if given is None else parse_bytes(given, "memory_limit")
+    if given is None:
+        return None
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        return parse_bytes(given, "memory_limit")
     limits = tuple(parse_bytes(limit, "memory_limit") for limit in given)
     if len(limits) != stages:
         raise ConfigurationError(

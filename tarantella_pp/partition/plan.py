@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from tarantella_pp.errors import PlanError
@@ -145,6 +146,15 @@ def limit_of_each(limit: MemoryLimit | None, num_stages: int) -> tuple[int, ...]
         num_stages: Number of stages.
     """
     return (limit,) * num_stages if isinstance(limit, int) else limit
+
+
+def common_limit(limits: Sequence[int]) -> int | None:
+    """Returns the memory limit of all stages, `None` where they have different ones.
+
+    Args:
+        limits: The limit of each stage.
+    """
+    return limits[0] if len(set(limits)) == 1 else None
 
 
 def micro_batch_size(batch_size: int, num_replicas: int, num_micro_batches: int) -> int:

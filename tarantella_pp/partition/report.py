@@ -10,7 +10,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from tarantella_pp.partition.plan import Plan
+from tarantella_pp.partition.plan import Plan, common_limit
 from tarantella_pp.partition.plan_parts import StagePlan
 from tarantella_pp.partition.sizes import format_bytes
 
@@ -120,9 +120,9 @@ def _footer(plan: Plan) -> list[str]:
         which = ", ".join(map(str, plan.recompute))
         lines.append(f"Recomputing, keeping inputs only: {which}; + is what one makes again.")
     if plan.limits is not None:
-        equal = len(set(plan.limits)) == 1
-        sizes = ", ".join(map(format_bytes, plan.limits[:1] if equal else plan.limits))
-        lines.append(f"Memory limit of {'a stage' if equal else 'the stages'}: {sizes}.")
+        limit = common_limit(plan.limits)
+        where, shown = ("the stages", plan.limits) if limit is None else ("a stage", (limit,))
+        lines.append(f"Memory limit of {where}: {', '.join(map(format_bytes, shown))}.")
     if plan.assumed_size is not None:
         lines.append(f"Unknown dimensions are counted as {plan.assumed_size}.")
     if all(stage.seconds is not None for stage in plan.stages):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import keras
 import tensorflow as tf
 
 from tarantella_pp.runtime.body import StageBody
-from tarantella_pp.runtime.gradient_sums import GradientSums, Pair
+from tarantella_pp.runtime.gradient_sums import Pair
 from tarantella_pp.runtime.keras_training import count_step
 from tarantella_pp.runtime.tied_weights import Gradient, TiedWeights, total
 
@@ -34,10 +34,10 @@ class Update:
         order: Sequence[Any],
         ties: TiedWeights,
     ) -> None:
-        self._places: dict[int, list[tuple[GradientSums, int]]] = {}
-        for body in bodies:
+        self._places: dict[int, list[tuple[int, int]]] = {}
+        for stage, body in enumerate(bodies):
             for i, weight in enumerate(body.sums.weights):
-                self._places.setdefault(id(weight), []).append((body.sums, i))
+                self._places.setdefault(id(weight), []).append((stage, i))
         self._own = [w for w in order if id(w) in self._places and not ties.is_borrowed(w)]
         self._sums = [body.sums for body in bodies]
         self._ties = ties
@@ -54,7 +54,7 @@ class Update:
     def gather(self) -> Gathered:
         """Brings together the gradients that have been summed up, those of other ranks, too."""
         collected = [sums.take_collected() for sums in self._sums]
-        self._ties.hand_over(lambda weight: self._summed(weight, self._by_sums(collected)))
+        self._ties.hand_over(lambda weight: self._summed(weight, collected))
         arrived = self._ties.collect()
         return collected, [arrived.get(id(weight), []) for weight in self._own]
 
@@ -75,9 +75,8 @@ class Update:
         return tf.add_n([tf.zeros((), dtype), *terms])
 
     def _apply(self, collected: list[Collected], arrived: list[list[Gradient]]) -> None:
-        pairs = self._by_sums(collected)
         gradients = [
-            self._gradient(weight, total([self._summed(weight, pairs), *far]))
+            self._gradient(weight, total([self._summed(weight, collected), *far]))
             for weight, far in zip(self._own, arrived, strict=True)
         ]
         if all(gradient is None for gradient in gradients):
@@ -85,13 +84,10 @@ class Update:
         else:
             self._optimizer.apply(gradients, self._own)
 
-    def _by_sums(self, collected: list[Collected]) -> dict[int, Collected]:
-        return {id(sums): each for sums, each in zip(self._sums, collected, strict=True)}
-
-    def _summed(self, weight: Any, pairs: Mapping[int, Collected]) -> Gradient:
+    def _summed(self, weight: Any, collected: Sequence[Collected]) -> Gradient:
         """The sum of a weight's gradients over micro-batches and over this rank's stages."""
         places = self._places[id(weight)]
-        return total([sums.gradient(index, pairs[id(sums)]) for sums, index in places])
+        return total([self._sums[s].gradient(i, collected[s]) for s, i in places])
 
     def _gradient(self, weight: Any, gradient: Gradient) -> Any:
         """Adds the gradient of the weight's regularizer."""

@@ -234,6 +234,7 @@ def test_options_that_are_left_open(options, micro_batches, in_flight, bubble):
         ({"balance": ["memory"]}, "balance="),
         ({"memory_limit": "lots"}, "memory_limit='lots'"),
         ({"memory_limit": -1}, "memory_limit=-1"),
+        ({"memory_limit": 1j}, "memory_limit=1j"),
         ({"memory_limit": ["1GB"]}, "one for each of the 2 stages"),
         ({"memory_limit": ["1GB", "some"]}, "memory_limit='some'"),
         ({"optimizer": "adamm"}, "optimizer='adamm'"),

@@ -9,7 +9,7 @@ from tarantella_pp.partition.pictures.markup import Markup, join, tag
 from tarantella_pp.partition.pictures.palette import PARTS
 from tarantella_pp.partition.pictures.picture import Picture
 from tarantella_pp.partition.pictures.words import percent
-from tarantella_pp.partition.plan import Plan, StagePlan
+from tarantella_pp.partition.plan import Plan, StagePlan, common_limit
 from tarantella_pp.partition.sizes import format_bytes
 
 LEFT, TOP, PLOT, COLUMN, BAR = 68, 30, 240, 72, 46
@@ -68,8 +68,8 @@ def limit_label(plan: Plan) -> str:
     """
     if plan.limits is None:
         return ""
-    equal = len(set(plan.limits)) == 1
-    text = f"limit {format_bytes(plan.limits[0])}" if equal else "limits"
+    limit = common_limit(plan.limits)
+    text = "limits" if limit is None else f"limit {format_bytes(limit)}"
     return text if limit_fits(plan) else f"{text}, far above"
 
 
@@ -145,7 +145,7 @@ def _limit(plan: Plan, limits: Sequence[int], top: float, width: float) -> Marku
     fits = limit_fits(plan)
     heights = [TOP + PLOT * (1 - limit / top) if fits else TOP - 8 for limit in limits]
     path = f"M{LEFT} {heights[0]:.1f}H{width - 4:.1f}"
-    if len(set(limits)) > 1:
+    if common_limit(limits) is None:
         columns = [LEFT + COLUMN * i for i in range(len(limits))]
         pairs = zip(columns, heights, strict=True)
         path = "".join(f"M{x + 4} {y:.1f}h{COLUMN - 8}" for x, y in pairs)

@@ -13,7 +13,7 @@ from tarantella_pp.partition.pictures.palette import KIND_NAMES, KINDS, LIGHT, P
 from tarantella_pp.partition.pictures.svg import needs
 from tarantella_pp.partition.pictures.timeline_picture import ticks
 from tarantella_pp.partition.pictures.words import percent
-from tarantella_pp.partition.plan import Plan
+from tarantella_pp.partition.plan import Plan, common_limit
 from tarantella_pp.partition.sizes import format_bytes
 
 
@@ -105,8 +105,8 @@ def _draw_memory(axes: Any, plan: Plan) -> None:
         line = {"color": LIGHT.warning, "linestyle": "--", "label": limit_label(plan)}
         if not limit_fits(plan):
             axes.plot([], [], **line)
-        elif len(set(plan.limits)) == 1:
-            axes.axhline(plan.limits[0], **line)
+        elif (limit := common_limit(plan.limits)) is not None:
+            axes.axhline(limit, **line)
         else:
             axes.hlines(plan.limits, [i - 0.45 for i in stages], [i + 0.45 for i in stages], **line)
     totals = [f"Stage {i}\n{format_bytes(plan.stages[i].memory_bytes)}" for i in stages]

@@ -13,6 +13,8 @@ from tarantella_pp.runtime.carve import Carver
 from tarantella_pp.runtime.repeatable import OfWeights, is_pure
 
 _READS = ("ReadVariableOp", "Placeholder", "ResourceGather", "ResourceGatherNd")
+_PRODUCTS = ("MatMul", "Conv", "Einsum", "While", "Call")
+"""Parts of the types of operations that take long; whatever a function calls counts as one."""
 
 
 class CutError(TarantellaError):
@@ -47,18 +49,25 @@ class Cut:
     Attributes:
         forward: inputs -> outputs + residuals.
         backward_input: seeds + residuals -> input gradients + between.
-        backward_weight: seeds + residuals + between -> weight gradients.
+        backward_weight: late + between -> weight gradients.
         backward: seeds + residuals -> input gradients + weight gradients.
-        residuals: What the backward pass needs of the forward pass.
-        between: What the weight gradients need of the input-gradient pass.
+        early: Residuals that the input-gradient pass alone needs.
+        late: Residuals that the weight-gradient pass needs.
+        between: What the weight-gradient pass needs of the input-gradient pass and its seeds.
     """
 
     forward: Callable[..., list[tf.Tensor]]
     backward_input: Callable[..., list[tf.Tensor]]
     backward_weight: Callable[..., list[tf.Tensor]]
     backward: Callable[..., list[tf.Tensor]]
-    residuals: tuple[tf.Tensor, ...]
+    early: tuple[tf.Tensor, ...]
+    late: tuple[tf.Tensor, ...]
     between: tuple[tf.Tensor, ...]
+
+    @property
+    def residuals(self) -> tuple[tf.Tensor, ...]:
+        """What the backward pass needs of the forward pass."""
+        return self.early + self.late
 
 
 def cut(trace: Trace, recompute: bool = False) -> Cut:
@@ -66,8 +75,10 @@ def cut(trace: Trace, recompute: bool = False) -> Cut:
 
     F is what the outputs need, B the part of the backward pass that the input gradients need, W
     the rest of what the weight gradients need (Qi et al., "Zero Bubble Pipeline Parallelism",
-    2023). What crosses from F into B or W are the residuals, and nothing else has to be kept
-    for a micro-batch. Reads of weights are not kept but repeated.
+    2023). Weight gradients that are no products, such as sums over rows for biases, are left to B:
+    they take less time than to fetch again what they need. What crosses from F into B or W are the
+    residuals, and nothing else has to be kept for a micro-batch. Reads of weights are not kept but
+    repeated.
 
     With `recompute` the backward parts repeat the forward pass from the stage's inputs, and
     nothing else is kept (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016).
@@ -84,35 +95,56 @@ def cut(trace: Trace, recompute: bool = False) -> Cut:
         CutError: If the backward pass has side effects, or needs a resource of the forward pass.
     """
     operations = trace.function.graph.get_operations()
+    order = {op: place for place, op in enumerate(operations)}
     after = _after(trace.seeds, operations)
     b_ops = _ancestors(trace.input_gradients) & after
     w_ops = (_ancestors(trace.weight_gradients) & after) - b_ops
-    of_weights = OfWeights(trace)
-    repeats = is_pure(trace, of_weights) if recompute else of_weights
-    gradients = (*trace.input_gradients, *trace.weight_gradients)
-    order = {op: place for place, op in enumerate(operations)}
-    kept, _ = _needed_of_forward(b_ops | w_ops, gradients, after, repeats)
-    _, repeated = _needed_of_forward(b_ops, trace.input_gradients, after, repeats)
-    made_by_b = b_ops | {op for op in repeated if not of_weights(op)}
-    residuals = _in_order(kept, order)
-    used_by_w = [tensor for op in w_ops for tensor in op.inputs] + list(trace.weight_gradients)
-    between = _in_order([t for t in used_by_w if t.op in made_by_b], order)
-    for tensor in (*residuals, *between):
-        if tensor.dtype == tf.resource:
-            raise CutError(f"{tensor.op.type} '{tensor.op.name}' cannot be kept between passes")
-    seeds = list(trace.seeds)
     for op in b_ops | w_ops:
         if _has_effect(op):
             raise CutError(f"the backward pass has a side effect: {op.type} '{op.name}'")
+    of_weights = OfWeights(trace)
+    repeats = is_pure(trace, of_weights) if recompute else of_weights
+
+    def is_kept(tensor: tf.Tensor) -> bool:
+        return tensor.op not in after and not repeats(tensor.op)
+
+    gradients = (*trace.input_gradients, *trace.weight_gradients)
+    kept, _ = _border(gradients, is_kept)
+    quick = _quick(trace, w_ops, order) if trace.input_gradients else []
+    _, run_by_b = _border([*trace.input_gradients, *quick], is_kept)
+    made_by_b = {op for op in run_by_b if not of_weights(op)} | {seed.op for seed in trace.seeds}
+    used_by_w, _ = _border(
+        trace.weight_gradients, lambda tensor: tensor.op in made_by_b or is_kept(tensor)
+    )
+    between = _in_order([tensor for tensor in used_by_w if tensor.op in made_by_b], order)
+    late = _in_order([tensor for tensor in used_by_w if tensor.op not in made_by_b], order)
+    waits = {tensor.ref() for tensor in late}
+    early = _in_order([tensor for tensor in kept if tensor.ref() not in waits], order)
+    for tensor in (*early, *late, *between):
+        if tensor.dtype == tf.resource:
+            raise CutError(f"{tensor.op.type} '{tensor.op.name}' cannot be kept between passes")
+    seeds, residuals = trace.seeds, (*early, *late)
     carve = Carver(trace.function).carve
     return Cut(
         forward=carve(trace.inputs, [*trace.outputs, *residuals], _effects(trace, after)),
         backward_input=carve([*seeds, *residuals], [*trace.input_gradients, *between]),
-        backward_weight=carve([*seeds, *residuals, *between], trace.weight_gradients),
+        backward_weight=carve([*late, *between], trace.weight_gradients),
         backward=carve([*seeds, *residuals], gradients, first=_weights_first(b_ops, w_ops, order)),
-        residuals=residuals,
+        early=early,
+        late=late,
         between=between,
     )
+
+
+def _quick(
+    trace: Trace, w_ops: set[tf.Operation], order: Mapping[tf.Operation, int]
+) -> list[tf.Tensor]:
+    """The weight gradients that do not follow from a product of the backward pass."""
+    slow: set[tf.Operation] = set()
+    for op in sorted(w_ops, key=order.__getitem__):
+        if any(part in op.type for part in _PRODUCTS) or any(t.op in slow for t in op.inputs):
+            slow.add(op)
+    return [gradient for gradient in trace.weight_gradients if gradient.op in w_ops - slow]
 
 
 def _weights_first(
@@ -173,36 +205,29 @@ def _ancestors(tensors: Iterable[tf.Tensor]) -> set[tf.Operation]:
     return seen
 
 
-def _needed_of_forward(
-    backward: Iterable[tf.Operation],
-    fetched: Iterable[tf.Tensor],
-    after: set[tf.Operation],
-    repeats: Callable[[tf.Operation], bool],
+def _border(
+    wanted: Iterable[tf.Tensor], is_given: Callable[[tf.Tensor], bool]
 ) -> tuple[list[tf.Tensor], set[tf.Operation]]:
-    """What part of the backward pass needs of the forward pass.
+    """What `wanted` is computed from.
 
     Args:
-        backward: Operations of the backward pass.
-        fetched: Its results, which may be tensors of the forward pass themselves.
-        after: All operations of the backward pass.
-        repeats: Whether an operation of the forward pass is repeated rather than kept.
+        wanted: Tensors of the traced graph.
+        is_given: Whether a tensor need not be computed.
 
     Returns:
-        The tensors to keep, and the operations to repeat.
+        The given tensors that are needed, and the operations that have to run.
     """
-    kept: list[tf.Tensor] = []
-    repeated: set[tf.Operation] = set()
-    todo = [tensor for op in backward for tensor in op.inputs] + list(fetched)
+    given: list[tf.Tensor] = []
+    run: set[tf.Operation] = set()
+    todo = list(wanted)
     while todo:
         tensor = todo.pop()
-        if tensor.op in after or tensor.op in repeated:
-            continue
-        if repeats(tensor.op):
-            repeated.add(tensor.op)
+        if is_given(tensor):
+            given.append(tensor)
+        elif tensor.op not in run:
+            run.add(tensor.op)
             todo += tensor.op.inputs
-        else:
-            kept.append(tensor)
-    return kept, repeated
+    return given, run
 
 
 def _in_order(

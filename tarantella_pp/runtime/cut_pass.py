@@ -48,9 +48,9 @@ class CutPass:
         self._kinds: list[Callable[[Iterator[tf.Tensor]], Any]] = []
         trace = self._trace(specs)
         self._cut = cut(trace, recompute)
-        self._residuals = Store(self._cut.residuals)
+        self._early, self._late = Store(self._cut.early), Store(self._cut.late)
         self._between = Store(self._cut.between)
-        self._seeds = Store(trace.seeds)
+        self._seeds: dict[int, Sequence[tf.Tensor]] = {}
         self._num_outputs = len(trace.outputs)
         self._num_back = len(trace.input_gradients)
         seeds = [tf.TensorSpec(seed.shape, seed.dtype) for seed in trace.seeds]
@@ -98,36 +98,45 @@ class CutPass:
         return found[: self._num_back]
 
     def backward_input(self, key: int, seeds: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Runs B of `key` and keeps what W needs."""
-        return self._backward_input(_key(key), *seeds)
+        """Runs B of `key` and keeps what W needs; with no input gradients, W does it all."""
+        if self._num_back:
+            return self._backward_input(_key(key), *seeds)
+        self._seeds[key] = seeds
+        return []
 
     def backward_weight(self, key: int) -> None:
         """Runs W of `key` and drops what was kept."""
-        found = self._backward_weight(_key(key), _flag(self._body.sums.begin()))
-        self._body.sums.add_pairs(_pairs(found))
+        if self._num_back:
+            found = self._backward_weight(_key(key), _flag(self._body.sums.begin()))
+            self._body.sums.add_pairs(_pairs(found))
+        else:
+            self.backward(key, self._seeds.pop(key))
 
     def clear(self) -> None:
         """Drops what is kept for micro-batches in flight."""
-        for store in (self._residuals, self._between, self._seeds):
+        self._seeds.clear()
+        for store in (self._early, self._late, self._between):
             store.clear()
 
     def _run_forward(self, key: tf.Tensor, *inputs: tf.Tensor) -> list[tf.Tensor]:
         found = self._cut.forward(*inputs)
-        self._residuals.put(key, found[self._num_outputs :])
+        early = self._num_outputs + len(self._cut.early)
+        self._early.put(key, found[self._num_outputs : early])
+        self._late.put(key, found[early:])
         return found[: self._num_outputs]
 
     def _run_backward(self, key: tf.Tensor, first: tf.Tensor, *seeds: tf.Tensor) -> Any:
-        found = self._cut.backward(*seeds, *self._residuals.take(key))
+        found = self._cut.backward(*seeds, *self._early.take(key), *self._late.take(key))
         return found[: self._num_back], self._accumulate(found[self._num_back :], first)
 
     def _run_backward_input(self, key: tf.Tensor, *seeds: tf.Tensor) -> list[tf.Tensor]:
-        found = self._cut.backward_input(*seeds, *self._residuals.peek(key))
+        kept = [*self._early.take(key), *self._late.peek(key)]
+        found = self._cut.backward_input(*seeds, *kept)
         self._between.put(key, found[self._num_back :])
-        self._seeds.put(key, seeds)
         return found[: self._num_back]
 
     def _run_backward_weight(self, key: tf.Tensor, first: tf.Tensor) -> list[Pair]:
-        kept = [*self._seeds.take(key), *self._residuals.take(key), *self._between.take(key)]
+        kept = [*self._late.take(key), *self._between.take(key)]
         return self._accumulate(self._cut.backward_weight(*kept), first)
 
     def _accumulate(self, components: Sequence[tf.Tensor], first: tf.Tensor) -> list[Pair]:

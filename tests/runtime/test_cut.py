@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -9,16 +11,16 @@ import tensorflow as tf
 from tarantella_pp.runtime.cut import Trace, cut
 
 
-def traced(weights):
+def traced(weights, biases=()):
     """A chain of products, one for each weight, with its gradients."""
     found = {}
 
     def run(x):
         y = x
-        for weight in weights:
-            y = tf.tanh(tf.matmul(y, weight))
+        for weight, bias in itertools.zip_longest(weights, biases, fillvalue=0.0):
+            y = tf.nn.softplus(tf.matmul(y, weight) + bias)
         seed = tf.compat.v1.placeholder(y.dtype, y.shape)
-        variables = list({id(weight): weight for weight in weights}.values())
+        variables = list({id(weight): weight for weight in (*weights, *biases)}.values())
         back, *gradients = tf.gradients(y, [x, *variables], grad_ys=seed)
         found.update(x=x, seed=seed, y=y, back=back, gradients=gradients)
         return y
@@ -56,6 +58,54 @@ def test_each_weight_gradient_comes_before_the_input_gradient_of_its_operation()
     assert all(gradient.op in before for gradient in gradients)
 
 
+def operations_of(part, fed):
+    """The types of the operations of a part, and what it returns."""
+    found = []
+    specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in fed]
+    run = tf.function(lambda *given: found.extend(part(*given)), specs, autograph=False)
+    graph = run.get_concrete_function().graph
+    return [op.type for op in graph.get_operations()], found
+
+
+def test_sums_over_rows_are_made_with_the_input_gradients():
+    trace = traced([new_weight(0), new_weight(1)], [tf.Variable(np.zeros(4)) for _ in range(2)])
+    parts = cut(trace)
+    weight_part, gradients = operations_of(parts.backward_weight, [*parts.late, *parts.between])
+    input_part, _ = operations_of(parts.backward_input, [*trace.seeds, *parts.residuals])
+    assert weight_part.count("MatMul") == 2
+    assert "Sum" not in weight_part
+    assert input_part.count("Sum") == 2
+    assert [tuple(g.shape) for g in gradients] == [(4, 4), (4, 4), (4,), (4,)]
+
+
+def test_only_operands_of_products_are_kept_for_the_weight_gradients():
+    trace = traced([new_weight(0), new_weight(1)], [tf.Variable(np.zeros(4)) for _ in range(2)])
+    parts = cut(trace)
+    assert [tensor.op.type for tensor in parts.early] == ["Sigmoid", "Sigmoid"]
+    assert [tensor.op.type for tensor in parts.late] == ["Placeholder", "Softplus"]
+    kept = [tuple(tensor.shape) for tensor in parts.between]
+    assert sorted(kept) == [(3, 4), (3, 4), (4,), (4,)]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_one_after_the_other_the_parts_make_what_both_make_at_once(recompute):
+    trace = traced([new_weight(i) for i in range(3)], [tf.Variable(np.ones(4)) for _ in range(3)])
+    parts = cut(trace, recompute)
+    x, seed = (tf.constant(np.random.default_rng(i).normal(size=(3, 4))) for i in (8, 9))
+
+    def both(x, seed):
+        return parts.backward(seed, *parts.forward(x)[1:])
+
+    def apart(x, seed):
+        kept = parts.forward(x)[1:]
+        back, *between = parts.backward_input(seed, *kept)
+        return [back, *parts.backward_weight(*kept[len(parts.early) :], *between)]
+
+    at_once, in_turn = (tf.function(run, autograph=False)(x, seed) for run in (both, apart))
+    for one, other in zip(in_turn, at_once, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 @pytest.mark.parametrize("uses", [[0, 1, 0], [0, 0, 0], [0, 1, 2, 1, 0]])
 def test_a_weight_may_be_used_again(uses):
     variables = [new_weight(i) for i in range(3)]
@@ -71,7 +121,7 @@ def test_a_weight_may_be_used_again(uses):
         tape.watch(x)
         y = x
         for weight in weights:
-            y = tf.tanh(tf.matmul(y, weight))
+            y = tf.nn.softplus(tf.matmul(y, weight))
     expected = tape.gradient(y, [x, *used], output_gradients=seed)
     for found, right in zip(tf.function(run, autograph=False)(x, seed), expected, strict=True):
         np.testing.assert_allclose(found, right, rtol=1e-12)

@@ -71,7 +71,8 @@ def make_plan(
             your own: a `runtime.schedule.Schedule` or the path of a text file with one.
         balance: `"memory"` for the smallest largest memory of a stage, buffers of messages left
             out; `"time"` for the smallest largest time of a stage, measured on this machine;
-            `"flops"` for the smallest largest number of floating point operations.
+            `"flops"` for the smallest largest number of floating point operations. Of ranks with
+            several stages the largest counts, not the largest stage.
         memory_limit: Largest memory of a stage, in bytes or as in `"16GB"`; for unequal devices
             one for each stage, as in `["16GB", "8GB"]`. Default: none.
         recompute: Stages that keep the inputs of a micro-batch only and repeat its forward pass

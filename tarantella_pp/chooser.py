@@ -56,7 +56,10 @@ class Chooser:
         Raises:
             ConfigurationError: One of them cannot work.
         """
-        arguments = {**self.given, **changes, "schedule": self.recipe.name}
+        placement = self.recipe.placement if self.recipe.num_ranks > 1 else ()
+        shared = len(set(placement)) < len(placement)
+        arguments = {"ranks": placement if shared else (), **self.given, **changes}
+        arguments["schedule"] = self.recipe.name
         if self.recipe.name not in SCHEDULES:
             arguments["in_flight"] = self.recipe.in_flight
         if arguments["recompute"] is None:
@@ -93,7 +96,9 @@ class Chooser:
             PlanError: No plan has an operation for each stage.
         """
         most = max(self._counts(limited=True))  # smaller micro-batches need less
-        free = {"balance": "memory", "memory_limit": None, "num_micro_batches": most}
+        free = {
+            "balance": "memory", "memory_limit": None, "num_micro_batches": most, "ranks": (),
+        }  # fmt: skip
         options = self.options(**free)
         found = [self._written(self.planner.solve(options), options)]
         for stages in self._sets():

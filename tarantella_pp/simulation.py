@@ -155,9 +155,9 @@ class PlanSimulation:
         """Plays the step of one replica.
 
         Args:
-            num_ranks: Ranks of the pipeline, a divisor of the number of stages. Default: one for
-                each stage, or for each two with `zb-v`. A schedule that comes with the plan says
-                it itself.
+            num_ranks: Ranks of the pipeline, a divisor of the number of stages. Default: those
+                of the plan, or for `zb-v` one for each two stages. A schedule that comes with the
+                plan says it itself.
 
         Returns:
             The step.
@@ -165,6 +165,8 @@ class PlanSimulation:
         Raises:
             ScheduleError: The schedule is unknown, or does not work with so many ranks.
         """
+        if num_ranks is None and self.plan.ranks:
+            num_ranks = self.plan.num_ranks
         links = {(cut.source, target) for cut in self.plan.cuts for target in cut.targets}
         backward = {
             (cut.source, target)

@@ -16,6 +16,7 @@ from tarantella_pp.partition.graph import LayerGraph
 from tarantella_pp.partition.options import PlanOptions
 from tarantella_pp.partition.problem import FloatArray, Objective, Problem, TensorCost, Tied
 from tarantella_pp.partition.recomputation import recomputing
+from tarantella_pp.partition.shared_ranks import balance_ranks, lower_bound, rank_totals
 from tarantella_pp.partition.solvers.solve import solve
 
 OBJECTIVES: dict[str, Objective] = {"memory": "memory", "time": "time", "flops": "flops"}
@@ -149,7 +150,11 @@ def best_solution(costs: Costs, options: PlanOptions) -> Solution:
             "micro-batches need less."
         )
     value, method = _value(costs, options, best), best.certificate.method
-    if value > bound * (1 + TOLERANCE):
+    if options.ranks:
+        best = _over_ranks(costs, options, best)
+        bound = max(bound, lower_bound(problem_of(costs, options), options.ranks))
+        value, method = _value(costs, options, best), f"{method}, then over ranks"
+    elif value > bound * (1 + TOLERANCE):
         method += ", parts of the memory bounded"
     return Solution(best.assignment, Certificate.of(value, bound, method, seconds))
 
@@ -200,16 +205,32 @@ def _thin(costs: Costs, options: PlanOptions, share: float, limit: Limits | None
     return replace(problem, objective="load", work=nothing, tensors=tuple(tensors))
 
 
+def _over_ranks(costs: Costs, options: PlanOptions, solution: Solution) -> Solution:
+    """Makes the largest rank smaller where ranks have several stages, within the limits."""
+    problem = problem_of(costs, options, options.limits)
+    moved = balance_ranks(problem, solution.assignment, options.ranks)
+    other = replace(solution, assignment=moved)
+    stages = costs.stages(moved, options.in_flight, options.repeats)
+    fits = options.limits is None or all(
+        stage.memory_bytes <= limit for stage, limit in zip(stages, options.limits, strict=True)
+    )
+    better = _value(costs, options, other) < _value(costs, options, solution)
+    return other if fits and better else solution
+
+
 def _value(costs: Costs, options: PlanOptions, solution: Solution) -> float:
+    """The largest stage, or rank where ranks have several."""
     stages = costs.stages(solution.assignment, options.in_flight, options.repeats)
     if options.balance == "flops":
-        return max(stage.flops for stage in stages)
-    if options.balance == "time":
-        return max(
+        values = [stage.flops for stage in stages]
+    elif options.balance == "time":
+        values = [
             (stage.seconds or 0.0) + (stage.forward_seconds or 0.0) * (i in options.repeats)
             for i, stage in enumerate(stages)
-        )
-    return float(max(stage.lasting_bytes for stage in stages))
+        ]
+    else:
+        values = [float(stage.lasting_bytes) for stage in stages]
+    return float(max(rank_totals(values, options.ranks)))
 
 
 def _within_limit(

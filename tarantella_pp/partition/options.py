@@ -30,6 +30,7 @@ class PlanOptions:
             for any.
         in_flight: Most micro-batches that each stage holds at a time.
         recompute: The stages that repeat their forward pass, ascending.
+        ranks: Rank of each stage; empty where each has its own.
     """
 
     num_stages: int
@@ -42,6 +43,7 @@ class PlanOptions:
     memory_limit: MemoryLimit | None
     in_flight: tuple[int, ...]
     recompute: tuple[int, ...] = ()
+    ranks: tuple[int, ...] = ()
 
     @property
     def limits(self) -> tuple[int, ...] | None:
@@ -81,6 +83,7 @@ class PlanOptions:
         memory_limit: int | float | str | Sequence[int | float | str] | None,
         in_flight: Sequence[int] | Callable[[int], Sequence[int]] | None,
         recompute: str | Sequence[int] = "none",
+        ranks: tuple[int, ...] = (),
     ) -> PlanOptions:
         """Checks the arguments of `make_plan`, which says what they mean, and chooses defaults.
 
@@ -116,6 +119,7 @@ class PlanOptions:
             memory_limit=_memory_limit(memory_limit, stages),
             in_flight=_in_flight(schedule, stages, micro_batches, in_flight),
             recompute=stages_to_recompute(recompute, stages),
+            ranks=ranks,
         )
 
 

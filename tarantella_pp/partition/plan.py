@@ -49,6 +49,7 @@ class Plan(JsonRecord, frozen=True, tag_field="format", tag="tarantella_pp.plan"
             ascending.
         program: Text of the schedule where its name does not say all: a user's own, or one that
             was searched for.
+        ranks: Rank of each stage that the plan was made for; empty where each has its own.
         fallbacks: The stages whose backward pass the runtime could not cut in two, and why; known
             once they have trained.
     """
@@ -76,6 +77,7 @@ class Plan(JsonRecord, frozen=True, tag_field="format", tag="tarantella_pp.plan"
     estimated: tuple[str, ...] = ()
     recompute: tuple[int, ...] = ()
     program: str | None = None
+    ranks: tuple[int, ...] = ()
     fallbacks: tuple[str, ...] = ()
     version: int = 1
 
@@ -92,6 +94,11 @@ class Plan(JsonRecord, frozen=True, tag_field="format", tag="tarantella_pp.plan"
     def micro_batch_size(self) -> int:
         """Samples of one micro-batch on one replica, rounded up."""
         return micro_batch_size(self.batch_size, self.num_replicas, self.num_micro_batches)
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of one pipeline that the plan was made for."""
+        return 1 + max(self.ranks) if self.ranks else self.num_stages
 
     @property
     def limits(self) -> tuple[int, ...] | None:

@@ -26,6 +26,7 @@ def problems(plan: Plan) -> Iterator[str]:
     """
     yield from _wrong_numbers(plan)
     yield from _wrong_stages(plan)
+    yield from _wrong_ranks(plan)
     yield from _wrong_recomputation(plan)
     yield from _wrong_cuts(plan)
     yield from _wrong_ties(plan)
@@ -83,6 +84,15 @@ def _wrong_stages(plan: Plan) -> Iterator[str]:
                 f"stages[{i}] must name the first, the last and the number of its nodes. "
                 f"Received: {stage.first!r}, {stage.last!r}, {stage.nodes}"
             )
+
+
+def _wrong_ranks(plan: Plan) -> Iterator[str]:
+    used = set(plan.ranks)
+    if plan.ranks and (len(plan.ranks) != plan.num_stages or used != set(range(len(used)))):
+        yield (
+            "ranks must name one for each stage, or none, and leave none out. "
+            f"Received: {list(plan.ranks)}"
+        )
 
 
 def _wrong_recomputation(plan: Plan) -> Iterator[str]:

@@ -123,7 +123,8 @@ class Proof(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How good the plan is known to be; see `Certificate`.
 
     Attributes:
-        value: Bottleneck of the plan, in bytes or FLOPs: the largest stage.
+        value: Bottleneck of the plan, in bytes, seconds or FLOPs: the largest stage, or the
+            largest rank where ranks have several.
         lower_bound: No other plan within the same limits has a smaller one.
         gap: `value / lower_bound - 1`; `None` where the bound is 0.
         optimal: Whether the value is proven optimal.

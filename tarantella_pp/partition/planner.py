@@ -154,6 +154,7 @@ class Planner:
             assumed_size=graph.assumed_size,
             estimated=tuple(dict.fromkeys(guessed)),
             recompute=options.recompute,
+            ranks=options.ranks,
         )
 
     def _check_recomputation(self, assignment: Sequence[int], options: PlanOptions) -> None:

@@ -69,7 +69,8 @@ def as_text(plan: Plan, width: int | None = None) -> str:
 
 def _title(plan: Plan) -> str:
     nodes = len(plan.node_names)
-    return f"Plan of '{plan.model}': {nodes} operations on {plan.num_stages} stages"
+    ranks = f", {plan.num_ranks} ranks" if plan.ranks else ""
+    return f"Plan of '{plan.model}': {nodes} operations on {plan.num_stages} stages{ranks}"
 
 
 def _ranks(plan: Plan, stage: int) -> str:
@@ -112,6 +113,8 @@ def _footer(plan: Plan) -> list[str]:
         f"State: weights, gradients, slots of {plan.optimizer}. Activations: micro-batches x one.",
         "Memory: these, what is there for a moment at the most, and messages.",
     ]
+    if plan.ranks:
+        lines.append(f"Ranks: {'; '.join(_rank(plan, rank) for rank in range(plan.num_ranks))}.")
     for tie in plan.ties:
         where = ", ".join(map(str, tie.stages))
         size = format_bytes(tie.bytes)
@@ -133,6 +136,13 @@ def _footer(plan: Plan) -> list[str]:
     return lines
 
 
+def _rank(plan: Plan, rank: int) -> str:
+    """The stages of a rank, and what they need together."""
+    stages = [i for i, own in enumerate(plan.ranks) if own == rank]
+    memory = format_bytes(sum(plan.stages[i].memory_bytes for i in stages), short=True)
+    return f"{rank} has stages {', '.join(map(str, stages))} ({memory})"
+
+
 def _quality(plan: Plan) -> str:
     proof = plan.certificate
     units = {"flops": "{:.4g} FLOPs per sample", "time": "{:.4g} s per micro-batch"}
@@ -147,7 +157,8 @@ def _quality(plan: Plan) -> str:
         verdict = "no lower bound"
     else:
         verdict = f"lower bound {bound}, gap <= {100 * proof.gap:.2g} %"
+    what = "rank" if plan.ranks else "stage"
     return (
-        f"Balanced by {plan.balance}: largest stage {value}{without}, {verdict} "
+        f"Balanced by {plan.balance}: largest {what} {value}{without}, {verdict} "
         f"({proof.method}, {proof.seconds:.2g} s)."
     )

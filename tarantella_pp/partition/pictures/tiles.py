@@ -71,7 +71,7 @@ def _batch(plan: Plan) -> tuple[str, str]:
 
 def _ranks(plan: Plan, timeline: StepBars | None) -> tuple[str, str]:
     replicas = count(plan.num_replicas, "replica")
-    own = plan.num_stages if timeline is None else len(timeline.rank_names)
+    own = plan.num_ranks if timeline is None else len(timeline.rank_names)
     return f"{own * plan.num_replicas:,}", f"{count(plan.num_stages, 'stage')} × {replicas}"
 
 

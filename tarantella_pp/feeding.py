@@ -39,10 +39,20 @@ class FedData:
     def __init__(self, feed: Feed, adapter: DataAdapter | None) -> None:
         self._feed = feed
         self._adapter = adapter
+        self._dataset: Any = None
 
     def __iter__(self) -> BatchIterator:
-        source = None if self._adapter is None else iter(self._adapter.get_tf_dataset())
-        return BatchIterator(self._feed.batches(source))
+        return BatchIterator(self._feed.batches(None if self._adapter is None else self._read()))
+
+    def _read(self) -> Iterator[Any]:
+        """Reads the data set from when the first batch is asked for.
+
+        Keras' loops make an iterator at the end of each epoch that they drop unread, and an open
+        one of TensorFlow reads ahead and takes its time to stop.
+        """
+        if self._dataset is None and self._adapter is not None:
+            self._dataset = self._adapter.get_tf_dataset()
+        yield from self._dataset
 
 
 class FeedAdapter(DataAdapter):

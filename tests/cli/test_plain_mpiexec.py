@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pathlib
-import tempfile
 
 import pytest
 
@@ -36,11 +35,12 @@ def test_a_failed_rank_ends_the_job(python: str, fault: str, wait: str, cause: s
     assert result.seconds < 15
 
 
-def test_a_job_that_ends_well_leaves_nothing(python: str) -> None:
-    folder = pathlib.Path(tempfile.gettempdir())
-    before = set(folder.glob("tarantella-*"))
+def test_a_job_that_ends_well_leaves_nothing(
+    python: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     with mpiexec(python, 2, "fault.py", "return", "none", "--guard") as job:
         result = job.result()
     assert result.code == 0, result.stderr
     assert "failed" not in result.stderr
-    assert set(folder.glob("tarantella-*")) <= before
+    assert not list(tmp_path.glob("tarantella-*"))

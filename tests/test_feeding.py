@@ -1,0 +1,40 @@
+"""The data that Keras' loops read, opened when it is needed."""
+
+from __future__ import annotations
+
+import keras
+import pytest
+import tensorflow as tf
+
+from tarantella_pp.feeding import FedData
+from tarantella_pp.runtime.communicator import Communicator
+from tarantella_pp.runtime.feed import Feed
+
+pytestmark = pytest.mark.keras
+
+
+class Opened:
+    """A data adapter that counts how often it is opened, and its data set how often it is read."""
+
+    def __init__(self):
+        self.opened = 0
+        self.read = 0
+
+    def get_tf_dataset(self):
+        self.opened += 1
+        return self
+
+    def __iter__(self):
+        self.read += 1
+        yield tf.ones((2, 3)), tf.zeros((2,))
+        yield tf.ones((1, 3)), tf.zeros((1,))
+
+
+def test_a_data_set_is_opened_once_and_read_when_a_batch_is_asked_for():
+    adapter = Opened()
+    data = FedData(Feed(Communicator(), [[0]], 0, keras.tree.flatten), adapter)
+    assert [batch.rows for batch in data] == [2, 1]
+    iter(data)  # as Keras does at the end of an epoch
+    assert (adapter.opened, adapter.read) == (1, 1)
+    assert [batch.rows for batch in data] == [2, 1]
+    assert (adapter.opened, adapter.read) == (1, 2)

@@ -10,6 +10,8 @@ from tarantella_pp.cli.binding import BIND_VARIABLE, cores_to_share
 from tarantella_pp.errors import ConfigurationError
 
 THREAD_VARIABLES = ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "OMP_NUM_THREADS")
+UNBOUND = {BIND_VARIABLE: ""}
+"""What leaves the ranks of a node unbound, even in a job that was started by a rank of another."""
 LOG_LEVELS = {"DEBUG": "0", "INFO": "1", "WARNING": "2", "ERROR": "3"}
 """The library's log levels, with the level of TensorFlow's native log that goes with each."""
 
@@ -56,9 +58,9 @@ def binding(
         force_threads: Whether `threads` wins over what the user's environment sets.
     """
     if not force_threads and any(name in given for name in THREAD_VARIABLES):
-        return {}
+        return UNBOUND
     cores = cores_to_share(cores_of_node(), ranks_of_node, threads)
-    return {} if cores is None else {BIND_VARIABLE: str(cores)}
+    return UNBOUND if cores is None else {BIND_VARIABLE: str(cores)}
 
 
 def allocator_variables() -> dict[str, str]:

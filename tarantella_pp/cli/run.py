@@ -94,6 +94,7 @@ def _variables(
         given=given,
         force_threads=forced,
     )
+    variables |= environment.UNBOUND
     if arguments.bind == "auto":
         ranks = environment.ranks_of_node(num_ranks, num_nodes)
         variables |= environment.binding(threads, ranks, given, forced)

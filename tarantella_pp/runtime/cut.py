@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
 
 from tarantella_pp.errors import TarantellaError
+from tarantella_pp.runtime.ancestry import ancestors, border, dependents, in_order
 from tarantella_pp.runtime.carve import Carver
 from tarantella_pp.runtime.repeatable import OfWeights, is_pure
 
@@ -94,79 +95,101 @@ def cut(trace: Trace, recompute: bool = False) -> Cut:
     Raises:
         CutError: If the backward pass has side effects, or needs a resource of the forward pass.
     """
-    operations = trace.function.graph.get_operations()
-    order = {op: place for place, op in enumerate(operations)}
-    after = _after(trace.seeds, operations)
-    b_ops = _ancestors(trace.input_gradients) & after
-    w_ops = (_ancestors(trace.weight_gradients) & after) - b_ops
-    for op in b_ops | w_ops:
-        if _has_effect(op):
-            raise CutError(f"the backward pass has a side effect: {op.type} '{op.name}'")
-    of_weights = OfWeights(trace)
-    repeats = is_pure(trace, of_weights) if recompute else of_weights
-
-    def is_kept(tensor: tf.Tensor) -> bool:
-        return tensor.op not in after and not repeats(tensor.op)
-
-    gradients = (*trace.input_gradients, *trace.weight_gradients)
-    kept, _ = _border(gradients, is_kept)
-    quick = _quick(trace, w_ops, order) if trace.input_gradients else []
-    _, run_by_b = _border([*trace.input_gradients, *quick], is_kept)
-    made_by_b = {op for op in run_by_b if not of_weights(op)} | {seed.op for seed in trace.seeds}
-    used_by_w, _ = _border(
-        trace.weight_gradients, lambda tensor: tensor.op in made_by_b or is_kept(tensor)
-    )
-    between = _in_order([tensor for tensor in used_by_w if tensor.op in made_by_b], order)
-    late = _in_order([tensor for tensor in used_by_w if tensor.op not in made_by_b], order)
-    waits = {tensor.ref() for tensor in late}
-    early = _in_order([tensor for tensor in kept if tensor.ref() not in waits], order)
+    sides = _Sides.of(trace)
+    early, late, between = _kept(trace, sides, recompute)
     for tensor in (*early, *late, *between):
         if tensor.dtype == tf.resource:
             raise CutError(f"{tensor.op.type} '{tensor.op.name}' cannot be kept between passes")
     seeds, residuals = trace.seeds, (*early, *late)
+    gradients = (*trace.input_gradients, *trace.weight_gradients)
     carve = Carver(trace.function).carve
     return Cut(
-        forward=carve(trace.inputs, [*trace.outputs, *residuals], _effects(trace, after)),
+        forward=carve(trace.inputs, [*trace.outputs, *residuals], _effects(trace, sides.after)),
         backward_input=carve([*seeds, *residuals], [*trace.input_gradients, *between]),
         backward_weight=carve([*late, *between], trace.weight_gradients),
-        backward=carve([*seeds, *residuals], gradients, first=_weights_first(b_ops, w_ops, order)),
+        backward=carve([*seeds, *residuals], gradients, first=_weights_first(sides)),
         early=early,
         late=late,
         between=between,
     )
 
 
-def _quick(
-    trace: Trace, w_ops: set[tf.Operation], order: Mapping[tf.Operation, int]
-) -> list[tf.Tensor]:
+@dataclass(frozen=True)
+class _Sides:
+    """The operations of the backward pass.
+
+    Attributes:
+        order: Place of each operation of the graph, after all that it is given.
+        after: All operations that depend on the seeds.
+        b_ops: What input gradients need.
+        w_ops: What weight gradients need besides.
+    """
+
+    order: Mapping[tf.Operation, int]
+    after: set[tf.Operation]
+    b_ops: set[tf.Operation]
+    w_ops: set[tf.Operation]
+
+    @classmethod
+    def of(cls, trace: Trace) -> _Sides:
+        """Finds them; raises `CutError` if one has side effects."""
+        operations = trace.function.graph.get_operations()
+        after = dependents(trace.seeds, operations)
+        b_ops = ancestors(trace.input_gradients) & after
+        w_ops = (ancestors(trace.weight_gradients) & after) - b_ops
+        for op in b_ops | w_ops:
+            if _has_effect(op):
+                raise CutError(f"the backward pass has a side effect: {op.type} '{op.name}'")
+        return cls({op: place for place, op in enumerate(operations)}, after, b_ops, w_ops)
+
+
+def _kept(
+    trace: Trace, sides: _Sides, recompute: bool
+) -> tuple[tuple[tf.Tensor, ...], tuple[tf.Tensor, ...], tuple[tf.Tensor, ...]]:
+    """What is kept of a micro-batch: `early`, `late` and `between` of `Cut`."""
+    of_weights = OfWeights(trace)
+    repeats = is_pure(trace, of_weights) if recompute else of_weights
+
+    def is_residual(tensor: tf.Tensor) -> bool:
+        return tensor.op not in sides.after and not repeats(tensor.op)
+
+    residuals, _ = border([*trace.input_gradients, *trace.weight_gradients], is_residual)
+    quick = _quick(trace, sides) if trace.input_gradients else []
+    _, run_by_b = border([*trace.input_gradients, *quick], is_residual)
+    of_b = {op for op in run_by_b if not of_weights(op)} | {seed.op for seed in trace.seeds}
+    used_by_w, _ = border(trace.weight_gradients, lambda t: t.op in of_b or is_residual(t))
+    late = in_order([t for t in used_by_w if t.op not in of_b], sides.order)
+    waits = {tensor.ref() for tensor in late}
+    return (
+        in_order([t for t in residuals if t.ref() not in waits], sides.order),
+        late,
+        in_order([t for t in used_by_w if t.op in of_b], sides.order),
+    )
+
+
+def _quick(trace: Trace, sides: _Sides) -> list[tf.Tensor]:
     """The weight gradients that do not follow from a product of the backward pass."""
     slow: set[tf.Operation] = set()
-    for op in sorted(w_ops, key=order.__getitem__):
+    for op in sorted(sides.w_ops, key=sides.order.__getitem__):
         if any(part in op.type for part in _PRODUCTS) or any(t.op in slow for t in op.inputs):
             slow.add(op)
-    return [gradient for gradient in trace.weight_gradients if gradient.op in w_ops - slow]
+    return [gradient for gradient in trace.weight_gradients if gradient.op in sides.w_ops - slow]
 
 
-def _weights_first(
-    b_ops: set[tf.Operation], w_ops: set[tf.Operation], order: Mapping[tf.Operation, int]
-) -> dict[str, list[str]]:
+def _weights_first(sides: _Sides) -> dict[str, list[str]]:
     """Has weight gradients computed as soon as the gradient that they need is there.
 
     Left to itself TensorFlow may run ahead with the input gradients, and all that the weight
     gradients need is in memory until they are computed. What follows from the same gradient cannot
     be needed for them, so that nothing waits for itself.
 
-    Args:
-        b_ops: What input gradients need.
-        w_ops: What weight gradients need besides.
-        order: Place of each operation, after all that it is given.
-
     Returns:
         For names of operations of `b_ops`, names of those of `w_ops` that have to run before.
     """
+    b_ops, order = sides.b_ops, sides.order
     latest: dict[tf.Operation, tf.Operation] = {}
     first: dict[str, list[str]] = {}
-    for op in sorted(w_ops, key=order.__getitem__):
+    for op in sorted(sides.w_ops, key=order.__getitem__):
         above = [latest.get(t.op, t.op) for t in op.inputs if t.op in latest or t.op in b_ops]
         if above:
             latest[op] = max(above, key=order.__getitem__)
@@ -183,56 +206,3 @@ def _effects(trace: Trace, after: set[tf.Operation]) -> list[tf.Operation]:
 
 def _has_effect(op: tf.Operation) -> bool:
     return op.op_def is not None and op.op_def.is_stateful and op.type not in _READS
-
-
-def _after(seeds: Iterable[tf.Tensor], operations: Iterable[tf.Operation]) -> set[tf.Operation]:
-    """Everything that depends on the incoming gradients; `operations` are in creation order."""
-    after = {seed.op for seed in seeds}
-    for op in operations:
-        if any(t.op in after for t in op.inputs) or any(c in after for c in op.control_inputs):
-            after.add(op)
-    return after
-
-
-def _ancestors(tensors: Iterable[tf.Tensor]) -> set[tf.Operation]:
-    seen: set[tf.Operation] = set()
-    todo = [tensor.op for tensor in tensors]
-    while todo:
-        op = todo.pop()
-        if op not in seen:
-            seen.add(op)
-            todo += [tensor.op for tensor in op.inputs] + list(op.control_inputs)
-    return seen
-
-
-def _border(
-    wanted: Iterable[tf.Tensor], is_given: Callable[[tf.Tensor], bool]
-) -> tuple[list[tf.Tensor], set[tf.Operation]]:
-    """What `wanted` is computed from.
-
-    Args:
-        wanted: Tensors of the traced graph.
-        is_given: Whether a tensor need not be computed.
-
-    Returns:
-        The given tensors that are needed, and the operations that have to run.
-    """
-    given: list[tf.Tensor] = []
-    run: set[tf.Operation] = set()
-    todo = list(wanted)
-    while todo:
-        tensor = todo.pop()
-        if is_given(tensor):
-            given.append(tensor)
-        elif tensor.op not in run:
-            run.add(tensor.op)
-            todo += tensor.op.inputs
-    return given, run
-
-
-def _in_order(
-    tensors: Iterable[tf.Tensor], order: Mapping[tf.Operation, int]
-) -> tuple[tf.Tensor, ...]:
-    """Each tensor once, in the order in which the graph was made."""
-    unique = {tensor.ref(): tensor for tensor in tensors}.values()
-    return tuple(sorted(unique, key=lambda t: (order[t.op], t.value_index)))

@@ -34,8 +34,8 @@ def test_ranks_are_bound_where_their_threads_fill_the_node(
 def test_the_users_own_threads_leave_ranks_unbound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "cores_of_node", lambda: 8)
     assert environment.binding(4, 2, {}, False) == {binding.BIND_VARIABLE: "8"}
-    assert environment.binding(4, 2, {"OMP_NUM_THREADS": "4"}, False) == {}
-    assert environment.binding(4, 2, {"OMP_NUM_THREADS": "4"}, True) != {}
+    assert environment.binding(4, 2, {"OMP_NUM_THREADS": "4"}, False) == environment.UNBOUND
+    assert environment.binding(4, 2, {"OMP_NUM_THREADS": "4"}, True) != environment.UNBOUND
 
 
 def test_shares_are_neighbours_and_disjoint(
@@ -83,7 +83,11 @@ def test_a_rank_is_bound_once_and_only_by_us(
 @pytest.mark.skipif(CORES < 2, reason="needs two cores")
 @pytest.mark.parametrize("python", PYTHONS)
 @pytest.mark.parametrize(("option", "own"), [("auto", True), ("none", False)])
-def test_ranks_of_a_job_run_on_cores_of_their_own(python: str, option: str, own: bool) -> None:
+def test_ranks_of_a_job_run_on_cores_of_their_own(
+    python: str, option: str, own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if option == "none":
+        monkeypatch.setenv(binding.BIND_VARIABLE, str(CORES))  # of a job around this one
     options = ["-n", "2", "--threads", str(CORES // 2), "--bind", option]
     with tarantella(python, *options, "cores.py") as job:
         result = job.result()

@@ -42,16 +42,17 @@ class FedData:
         self._dataset: Any = None
 
     def __iter__(self) -> BatchIterator:
-        return BatchIterator(self._feed.batches(None if self._adapter is None else self._read()))
+        source = None if self._adapter is None else self._read(self._adapter)
+        return BatchIterator(self._feed.batches(source))
 
-    def _read(self) -> Iterator[Any]:
+    def _read(self, adapter: DataAdapter) -> Iterator[Any]:
         """Reads the data set from when the first batch is asked for.
 
         Keras' loops make an iterator at the end of each epoch that they drop unread, and an open
         one of TensorFlow reads ahead and takes its time to stop.
         """
-        if self._dataset is None and self._adapter is not None:
-            self._dataset = self._adapter.get_tf_dataset()
+        if self._dataset is None:
+            self._dataset = adapter.get_tf_dataset()
         yield from self._dataset
 
 

@@ -94,10 +94,11 @@ def _variables(
         given=given,
         force_threads=forced,
     )
-    variables |= environment.UNBOUND
+    ranks = environment.ranks_of_node(num_ranks, num_nodes)
     if arguments.bind == "auto":
-        ranks = environment.ranks_of_node(num_ranks, num_nodes)
         variables |= environment.binding(threads, ranks, given, forced)
+    else:
+        variables |= environment.UNBOUND
     if arguments.trace is not None:
         variables[TRACE_VARIABLE] = os.path.abspath(arguments.trace)
     return variables

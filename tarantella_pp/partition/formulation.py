@@ -151,8 +151,9 @@ def best_solution(costs: Costs, options: PlanOptions) -> Solution:
         )
     value, method = _value(costs, options, best), best.certificate.method
     if options.ranks:
-        best = _over_ranks(costs, options, best)
-        bound = max(bound, lower_bound(problem_of(costs, options), options.ranks))
+        problem = problem_of(costs, options, options.limits)
+        best = _over_ranks(costs, options, problem, best)
+        bound = max(bound, lower_bound(problem, options.ranks))
         value, method = _value(costs, options, best), f"{method}, then over ranks"
     elif value > bound * (1 + TOLERANCE):
         method += ", parts of the memory bounded"
@@ -205,17 +206,21 @@ def _thin(costs: Costs, options: PlanOptions, share: float, limit: Limits | None
     return replace(problem, objective="load", work=nothing, tensors=tuple(tensors))
 
 
-def _over_ranks(costs: Costs, options: PlanOptions, solution: Solution) -> Solution:
+def _over_ranks(
+    costs: Costs, options: PlanOptions, problem: Problem, solution: Solution
+) -> Solution:
     """Makes the largest rank smaller where ranks have several stages, within the limits."""
-    problem = problem_of(costs, options, options.limits)
     moved = balance_ranks(problem, solution.assignment, options.ranks)
     other = replace(solution, assignment=moved)
-    stages = costs.stages(moved, options.in_flight, options.repeats)
-    fits = options.limits is None or all(
-        stage.memory_bytes <= limit for stage, limit in zip(stages, options.limits, strict=True)
-    )
     better = _value(costs, options, other) < _value(costs, options, solution)
-    return other if fits and better else solution
+    return other if better and _excess(costs, options, other) <= 0 else solution
+
+
+def _excess(costs: Costs, options: PlanOptions, solution: Solution) -> float:
+    """Bytes of the stage that is most above its limit; 0 or less where all keep it."""
+    stages = costs.stages(solution.assignment, options.in_flight, options.repeats)
+    limits = options.limits or (math.inf,) * len(stages)
+    return max(stage.memory_bytes - own for stage, own in zip(stages, limits, strict=True))
 
 
 def _value(costs: Costs, options: PlanOptions, solution: Solution) -> float:
@@ -259,12 +264,8 @@ def _within_limit(
             break
         bound = min(bound, solution.certificate.lower_bound)
         seconds += solution.certificate.seconds
-        stages = costs.stages(solution.assignment, options.in_flight, options.repeats)
-        if allowed is None or limit is None:
-            return solution, bound, seconds
-        pairs = zip(stages, allowed, strict=True)
-        above = max(stage.memory_bytes - own for stage, own in pairs)
-        if above <= 0:
+        above = _excess(costs, options, solution)
+        if limit is None or above <= 0:
             return solution, bound, seconds
         limit = [max(1.0, own - above) for own in limit]
     return None, bound, seconds

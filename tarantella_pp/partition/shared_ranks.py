@@ -63,11 +63,10 @@ def balance_ranks(
         Stage of each node.
     """
     line = _Line(problem, assignment, ranks)
-    bounds = line.bounds
-    score, improved = line.score(bounds), True
+    score, bounds = line.score(line.bounds), line.bounds
     if line.choices <= MOST_CHOICES:
-        score, bounds = min((score, bounds), line.best_of_all())
-        improved = False
+        return line.assignment(min((score, bounds), line.best_of_all())[1])
+    improved = True
     while improved:
         improved = False
         for i, j in itertools.combinations(range(1, problem.num_stages), 2):

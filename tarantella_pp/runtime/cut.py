@@ -154,8 +154,7 @@ def _kept(
         return tensor.op not in sides.after and not repeats(tensor.op)
 
     residuals, _ = border([*trace.input_gradients, *trace.weight_gradients], is_residual)
-    quick = _quick(trace, sides) if trace.input_gradients else []
-    _, run_by_b = border([*trace.input_gradients, *quick], is_residual)
+    _, run_by_b = border([*trace.input_gradients, *_quick(trace, sides)], is_residual)
     of_b = {op for op in run_by_b if not of_weights(op)} | {seed.op for seed in trace.seeds}
     used_by_w, _ = border(trace.weight_gradients, lambda t: t.op in of_b or is_residual(t))
     late = in_order([t for t in used_by_w if t.op not in of_b], sides.order)

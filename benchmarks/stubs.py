@@ -57,6 +57,9 @@ class SleepingStage:
         _SLEEPER.sleep(self._seconds.forward)
         return [inputs[0] for _ in self.layout.outputs], None
 
+    def work_ahead(self) -> bool:
+        return False
+
     def backward(self, key: int, seeds: Sequence[Any]) -> list[Any]:
         found = self.backward_input(key, seeds)
         self.backward_weight(key)

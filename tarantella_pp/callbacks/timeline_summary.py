@@ -11,13 +11,15 @@ from rich.table import Table
 from rich.text import Text
 
 from tarantella_pp.runtime.measured_step import MeasuredStep
-from tarantella_pp.runtime.recording import UPDATE, Span, is_busy, is_wait
+from tarantella_pp.runtime.recording import SUMS, UPDATE, Span, is_busy, is_wait
 from tarantella_pp.runtime.schedule import Compute, Timeline
 
 _COLUMNS: dict[str, Callable[[Span], bool]] = {
     "F": lambda span: isinstance(span.what, Compute) and span.what.kind == "F",
     "B": lambda span: isinstance(span.what, Compute) and span.what.kind in ("B", "BW"),
-    "W": lambda span: isinstance(span.what, Compute) and span.what.kind == "W",
+    "W": lambda span: (
+        span.what == SUMS or (isinstance(span.what, Compute) and span.what.kind == "W")
+    ),
     "Update": lambda span: span.what == UPDATE,
     "Wait": lambda span: is_wait(span.what),
 }

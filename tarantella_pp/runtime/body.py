@@ -20,16 +20,17 @@ class StageBody:
     Args:
         layout: The border of the stage.
         calls: The stage's calls, in topological order.
+        micro_batches: Most micro-batches of a step.
 
     Attributes:
         adds_losses: Whether layers add losses, in training and otherwise; known once it has run.
         blocks: Whether some input gets no gradient although it could; set by the passes.
     """
 
-    def __init__(self, layout: StageLayout, calls: Sequence[Call]) -> None:
+    def __init__(self, layout: StageLayout, calls: Sequence[Call], micro_batches: int = 1) -> None:
         self.layout = layout
         self.layer = StageLayer(calls, layout)
-        self.sums = GradientSums(self.layer.trainable_variables)
+        self.sums = GradientSums(self.layer.trainable_variables, micro_batches)
         self.adds_losses = {True: False, False: False}
         self.blocks = False
 

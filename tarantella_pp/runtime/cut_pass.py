@@ -30,21 +30,15 @@ class CutPass:
         body: The stage's nodes and weights.
         specs: Shape and dtype of each of the stage's inputs.
         recompute: Whether to keep the inputs only, and repeat the forward pass.
-        micro_batches: Most micro-batches that a step adds up the gradients of.
 
     Raises:
         CutError: If the graph cannot be cut.
     """
 
     def __init__(
-        self,
-        body: StageBody,
-        specs: Sequence[tf.TensorSpec],
-        recompute: bool = False,
-        micro_batches: int = 1,
+        self, body: StageBody, specs: Sequence[tf.TensorSpec], recompute: bool = False
     ) -> None:
         self._body = body
-        self._micro_batches = micro_batches
         self._kinds: list[Callable[[Iterator[tf.Tensor]], Any]] = []
         trace = self._trace(specs)
         self._cut = cut(trace, recompute)
@@ -186,10 +180,8 @@ class CutPass:
         found: list[Any] = list(gradients)
         for i, gradient in enumerate(gradients):
             product = Product.of(gradient) if isinstance(gradient, tf.Tensor) else None
-            if product is not None:
-                known = self._body.sums.collects_products(i)
-                if product.is_small(self._micro_batches) if known is None else known:
-                    found[i] = product
+            if product is not None and self._body.sums.collects(i, product):
+                found[i] = product
         return found
 
     def _components(self, gradients: Sequence[Any]) -> list[tf.Tensor]:

@@ -23,7 +23,15 @@ from tarantella_pp.runtime.outputs import pack_outputs, unpacked
 from tarantella_pp.runtime.programs import Programs, runs_all_forwards_first
 from tarantella_pp.runtime.reach import find_reach
 from tarantella_pp.runtime.recorded_execution import RecordedExecution
-from tarantella_pp.runtime.recording import LOGS, TIES, UPDATE, Recorder, StepRecord, Unrecorded
+from tarantella_pp.runtime.recording import (
+    LOGS,
+    SUMS,
+    TIES,
+    UPDATE,
+    Recorder,
+    StepRecord,
+    Unrecorded,
+)
 from tarantella_pp.runtime.schedule import SEARCHED, Recipe, Schedule
 from tarantella_pp.runtime.scoring import Scoring, loss_coupling
 from tarantella_pp.runtime.stage import Stage
@@ -134,6 +142,8 @@ class Engine:
         if not self._reach_known:
             self._find_reach()
             self._find_fallbacks()
+        with self._recorder.span(SUMS):
+            update.finish_sums()
         with self._exchange_of_ties():
             gradients = update.gather()
         with self._recorder.span(UPDATE):

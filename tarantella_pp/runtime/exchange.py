@@ -146,11 +146,14 @@ class Exchange:
         while action in self._expected:
             self._post_next()
 
-    def receive(self, action: Transfer) -> list[tf.Tensor]:
+    def receive(
+        self, action: Transfer, meanwhile: Callable[[], bool] | None = None
+    ) -> list[tf.Tensor]:
         """Waits for a message.
 
         Args:
             action: The receive, which `expect` has seen.
+            meanwhile: Does some work that can be done while waiting; returns whether there was any.
 
         Returns:
             One tensor for each port of the message.
@@ -160,7 +163,7 @@ class Exchange:
         if receipt is None:
             receipt = self._post_dynamic(action)
         # The next receive is posted after a send, when no other stage waits for this one.
-        arrays = receipt.wait()
+        arrays = receipt.wait(meanwhile)
         values = [self._conversion.to_tensor(array) for array in arrays]
         way = self._way(action)
         return list(map(self._conversion.cast, values, way.dtypes)) if way.narrows else values

@@ -91,7 +91,11 @@ class Execution:
         self._exchange.send(action, kept.pop(action.message))
 
     def _receive(self, action: Transfer) -> Sequence[tf.Tensor]:
-        return self._exchange.receive(action)
+        return self._exchange.receive(action, self._work_ahead)
+
+    def _work_ahead(self) -> bool:
+        """Does a piece of what can be done while waiting; returns whether there was any."""
+        return any(stage.work_ahead() for stage in self._stages.values())
 
     def _compute(self, action: Compute, step: Step) -> None:
         stage = self._stages[action.stage]

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import tensorflow as tf
 
 from tarantella_pp.runtime.product import Product
+from tarantella_pp.runtime.product_sum import ProductSum
 
-Pair = tuple[tf.Tensor, tf.Tensor]
+Pair: TypeAlias = tuple[tf.Tensor, tf.Tensor]
+Collected: TypeAlias = tf.Tensor | Pair
 
 
 class GradientSums:
@@ -17,24 +21,26 @@ class GradientSums:
 
     Dense gradients add up in place. Sparse ones (of an embedding) are collected as they are:
     Keras' optimizers treat the slices of a batch one by one, so merging those of equal rows would
-    change the result. Gradients that are small products are collected, too: one product of the
-    factors of all micro-batches is their sum. Weights that no gradient reaches have no sum, as in
-    plain Keras.
+    change the result. Those that are small products are collected, too, see `ProductSum`. Weights
+    that no gradient reaches have no sum, as in plain Keras.
 
     Args:
         weights: The trainable weights.
+        micro_batches: Most micro-batches of a step.
 
     Attributes:
         reached: For each weight whether the gradient of the loss gets as far as this stage's
             gradient of the weight; where not, the sum is nothing but zeros.
     """
 
-    def __init__(self, weights: Sequence[Any]) -> None:
+    def __init__(self, weights: Sequence[Any], micro_batches: int = 1) -> None:
         self.weights = list(weights)
+        self._micro_batches = micro_batches
         self.reached = [True] * len(self.weights)
         self._kinds: list[str | None] | None = None
         self._dense: list[tf.Variable | None] = [None] * len(self.weights)
-        self._pairs: dict[int, list[Pair]] = {}
+        self._sparse: dict[int, list[Pair]] = {}
+        self._products: dict[int, ProductSum] = {}
         self._empty = True
 
     def prepare(self, gradients: Sequence[Any]) -> None:
@@ -50,12 +56,21 @@ class GradientSums:
             if kind == "dense":
                 zeros = tf.zeros(weight.shape, weight.dtype)
                 self._dense[i] = tf.Variable(zeros, trainable=False, name="gradient_sum")
-            elif kind is not None:
-                self._pairs[i] = []
+            elif kind == "sparse":
+                self._sparse[i] = []
+            elif kind == "product":
+                self._products[i] = ProductSum(self._micro_batches, gradients[i])
 
-    def collects_products(self, index: int) -> bool | None:
-        """Whether the gradient of a weight is collected by its factors; `None` before `prepare`."""
-        return None if self._kinds is None else self._kinds[index] == "product"
+    def collects(self, index: int, product: Product) -> bool:
+        """Whether the gradients of a weight are collected by their factors.
+
+        Args:
+            index: The weight.
+            product: Its gradient of one micro-batch; looked at until `prepare` was called.
+        """
+        if self._kinds is None:
+            return ProductSum.pays(self._micro_batches, product)
+        return self._kinds[index] == "product"
 
     def begin(self) -> bool:
         """Returns whether nothing has been added since the last reset; call it before adding."""
@@ -86,26 +101,58 @@ class GradientSums:
 
     def pairs_of(self, gradients: Sequence[Any]) -> list[Pair]:
         """Those of a micro-batch's gradients that are collected, as `add_pairs` takes them."""
-        return [_pair(gradients[i]) for i in self._pairs]
+        products = (_as_product(gradients[i]) for i in self._products)
+        return [
+            *((gradients[i].values, gradients[i].indices) for i in self._sparse),
+            *((product.left, product.right) for product in products),
+        ]
 
     def add_pairs(self, pairs: Sequence[Pair]) -> None:
         """Collects gradients of a micro-batch."""
-        for kept, pair in zip(self._pairs.values(), pairs, strict=True):
+        for kept, pair in zip(self._sparse.values(), pairs, strict=False):
             kept.append(pair)
+        rest = pairs[len(self._sparse) :]
+        for products, factors in zip(self._products.values(), rest, strict=True):
+            products.add(Product(*factors))
+        self._keep_up()
 
-    def take_collected(self) -> dict[int, Pair]:
+    def _keep_up(self) -> None:
+        """Multiplies evenly as much as it takes not to keep more factors than fit."""
+        late = sorted((p for p in self._products.values() if p.due), key=lambda p: p.room)
+        pieces = itertools.accumulate(products.due for products in late)
+        needed = (math.ceil(n / p.room) for n, p in zip(pieces, late, strict=True))
+        for _ in range(max(needed, default=0)):
+            next(products for products in late if products.due).multiply()
+
+    def multiply(self) -> bool:
+        """Multiplies a piece of what is due; returns whether there was one."""
+        due = next((products for products in self._products.values() if products.due), None)
+        if due is not None:
+            due.multiply()
+        return due is not None
+
+    def finish(self) -> None:
+        """Does all multiplications that are left."""
+        for products in self._products.values():
+            products.finish()
+
+    def take_collected(self) -> dict[int, Collected]:
         """What was collected of the gradients of all micro-batches so far, by weight; forgets it.
 
         Weight by weight, so that not all of it is there twice at a time.
         """
-        found: dict[int, Pair] = {}
-        for i, kept in self._pairs.items():
+        found: dict[int, Collected] = {}
+        for i, kept in self._sparse.items():
             if kept:
                 found[i] = tf.concat([a for a, _ in kept], 0), tf.concat([b for _, b in kept], 0)
                 kept.clear()
+        for i, products in self._products.items():
+            total = products.take()
+            if total is not None:
+                found[i] = total
         return found
 
-    def gradient(self, index: int, collected: dict[int, Pair]) -> Any:
+    def gradient(self, index: int, collected: dict[int, Collected]) -> Any:
         """The sum for one weight, for the optimizer; works inside a `tf.function`.
 
         Args:
@@ -120,18 +167,18 @@ class GradientSums:
         total = self._dense[index]
         if total is not None:
             return tf.convert_to_tensor(total)
-        if index not in collected:
-            return None
-        if self.collects_products(index):
-            return Product(*collected[index]).value()
+        if index not in self._sparse or index not in collected:
+            return collected.get(index)
         values, indices = collected[index]
         return tf.IndexedSlices(values, indices, tf.constant(list(self.weights[index].shape)))
 
     def reset(self) -> None:
         """Forgets all gradients so far."""
         self._empty = True
-        for kept in self._pairs.values():
+        for kept in self._sparse.values():
             kept.clear()
+        for products in self._products.values():
+            products.reset()
 
 
 def _kind(gradient: Any) -> str | None:
@@ -142,9 +189,8 @@ def _kind(gradient: Any) -> str | None:
     return "sparse" if isinstance(gradient, tf.IndexedSlices) else "dense"
 
 
-def _pair(gradient: Any) -> Pair:
-    if isinstance(gradient, tf.IndexedSlices):
-        return gradient.values, gradient.indices
-    if not isinstance(gradient, Product):  # where another pass of the stage found no product
-        gradient = Product(tf.eye(gradient.shape[0], dtype=gradient.dtype), gradient)
-    return gradient.left, gradient.right
+def _as_product(gradient: Any) -> Product:
+    """A gradient that is collected, also where another pass of the stage found no product."""
+    if isinstance(gradient, Product):
+        return gradient
+    return Product(tf.eye(gradient.shape[0], dtype=gradient.dtype), gradient)

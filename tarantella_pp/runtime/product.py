@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import tensorflow as tf
@@ -10,10 +11,6 @@ import tensorflow as tf
 @dataclass(frozen=True, slots=True, eq=False)
 class Product:
     """The gradient `left^T @ right` of a weight, not computed yet.
-
-    The sum of such products is the product of what they are made of, put one below the other:
-    one multiplication for all micro-batches instead of one for each, each with a sum to read and
-    to write, which for few rows costs more than the multiplication.
 
     Attributes:
         left: What the layer was given, shape `(rows, inputs)`.
@@ -38,16 +35,37 @@ class Product:
             return None
         return cls(*op.inputs)
 
-    def is_small(self, micro_batches: int) -> bool:
-        """Returns whether the factors of all micro-batches take no more memory than the gradient.
+    @classmethod
+    def below_each_other(cls, products: Sequence[Product]) -> Product:
+        """Returns the sum of some products as one product."""
+        lefts, rights = [p.left for p in products], [p.right for p in products]
+        return cls(tf.concat(lefts, 0), tf.concat(rights, 0))
+
+    @property
+    def fitting(self) -> int:
+        """How often the factors fit into the memory of the gradient; 0 if that is not known."""
+        (rows, inputs), outputs = self.left.shape.as_list(), self.right.shape[1]
+        if not rows or None in (inputs, outputs):
+            return 0
+        return int(inputs * outputs // (rows * (inputs + outputs)))
+
+    @property
+    def operations(self) -> int:
+        """Floating point operations of the multiplication; needs static shapes."""
+        return int(2 * self.left.shape.num_elements() * self.right.shape[1])
+
+    def pieces(self, number: int) -> list[Product]:
+        """Returns products whose values, one below the other, are the value of this one.
 
         Args:
-            micro_batches: Number of micro-batches of a step; with one there is nothing to gain.
+            number: Number of pieces; where they are too small for that, there are fewer.
         """
-        (rows, inputs), outputs = self.left.shape.as_list(), self.right.shape[1]
-        if micro_batches < 2 or None in (rows, inputs, outputs):
-            return False
-        return bool(micro_batches * rows * (inputs + outputs) <= inputs * outputs)
+        columns = self.left.shape[1]
+        width = -(-columns // number)
+        return [
+            Product(self.left[:, first : first + width], self.right)
+            for first in range(0, columns, width)
+        ]
 
     def value(self) -> tf.Tensor:
         """Computes it."""

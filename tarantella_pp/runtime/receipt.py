@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from numpy.typing import NDArray
@@ -82,8 +82,11 @@ class Receipt:
                 self._channel.received(self)
         return True
 
-    def wait(self) -> list[NDArray[Any]]:
+    def wait(self, meanwhile: Callable[[], bool] | None = None) -> list[NDArray[Any]]:
         """Waits for the message.
+
+        Args:
+            meanwhile: As of `Waiter.until`.
 
         Returns:
             The tensors. Their memory is theirs alone, starts at a multiple of 64 bytes, and is
@@ -93,7 +96,9 @@ class Receipt:
             CommunicationError: The message is late, or not what was expected.
         """
         peers = self._channel.peers(self.source)
-        self._channel.waiter.until(self.ready, self.__str__, peers, rings=True, coming=self.coming)
+        self._channel.waiter.until(
+            self.ready, self.__str__, peers, rings=True, coming=self.coming, meanwhile=meanwhile
+        )
         return self._arrays
 
     def coming(self) -> int:

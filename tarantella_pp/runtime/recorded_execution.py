@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from tarantella_pp.runtime.exchange import Exchange
 from tarantella_pp.runtime.execution import Execution, Step
-from tarantella_pp.runtime.recording import Recorder, Span
+from tarantella_pp.runtime.recording import SUMS, Recorder, Span
 from tarantella_pp.runtime.schedule import Compute, Transfer
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ class RecordedExecution(Execution):
     def __init__(self, stages: Mapping[int, Stage], exchange: Exchange, recorder: Recorder) -> None:
         super().__init__(stages, exchange)
         self._recorder = recorder
+        self._waits_since = 0.0
 
     def _send(self, action: Transfer) -> None:
         start = time.perf_counter()
@@ -39,10 +40,18 @@ class RecordedExecution(Execution):
         self._recorder.spans.append(Span(action, start, time.perf_counter()))
 
     def _receive(self, action: Transfer) -> Sequence[tf.Tensor]:
-        start = time.perf_counter()
+        self._waits_since = time.perf_counter()
         arrived = super()._receive(action)
-        self._recorder.spans.append(Span(action, start, time.perf_counter()))
+        self._recorder.spans.append(Span(action, self._waits_since, time.perf_counter()))
         return arrived
+
+    def _work_ahead(self) -> bool:
+        start = time.perf_counter()
+        found = super()._work_ahead()
+        if found:
+            self._waits_since = time.perf_counter()
+            self._recorder.spans.append(Span(SUMS, start, self._waits_since))
+        return found
 
     def _perform(
         self, stage: Stage, action: Compute, arrived: Sequence[tf.Tensor], step: Step

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.runtime.schedule import Action, Compute, Schedule, Transfer
 
-UPDATE, LOGS, TIES = "update", "logs", "tied weights"
+UPDATE, LOGS, TIES, SUMS = "update", "logs", "tied weights", "gradient sums"
 """Names of the spans of a step that are no actions of its schedule."""
 
 
@@ -172,7 +172,7 @@ class Recorder(Unrecorded):
 
 def is_busy(what: Action | str) -> bool:
     """Whether a rank computes meanwhile."""
-    return isinstance(what, Compute) or what == UPDATE
+    return isinstance(what, Compute) or what in (UPDATE, SUMS)
 
 
 def is_wait(what: Action | str) -> bool:

@@ -62,9 +62,8 @@ class Stage:
         micro_batches: int = 1,
     ) -> None:
         self._recompute = recompute
-        self._micro_batches = micro_batches
         self.layout = layout
-        self.body = StageBody(layout, calls)
+        self.body = StageBody(layout, calls, micro_batches)
         self.fallback: str | None = None
         self._specs: list[tf.TensorSpec] = []
         self._general: TrainingPass | None = None
@@ -112,6 +111,14 @@ class Stage:
     def backward_weight(self, key: int) -> None:
         """Runs the weight-gradient part of the backward pass (action W)."""
         self._running.pop(key).backward_weight(key)
+
+    def work_ahead(self) -> bool:
+        """Does a piece of what is left for after the last backward pass, as far as it can be done.
+
+        Returns:
+            Whether there was any.
+        """
+        return self.body.sums.multiply()
 
     def evaluate(self, inputs: Sequence[tf.Tensor]) -> tuple[list[tf.Tensor], tf.Tensor | None]:
         """Runs one micro-batch forward in inference mode; returns what `forward` does."""
@@ -164,7 +171,7 @@ class Stage:
     def _make_pass(self, specs: Sequence[tf.TensorSpec]) -> TrainingPass:
         if self.fallback is None:
             try:
-                return CutPass(self.body, specs, self._recompute, self._micro_batches)
+                return CutPass(self.body, specs, self._recompute)
             except CutError as error:
                 self.fallback = str(error)
                 logger.info("stage %d runs on a gradient tape: %s", self.layout.index, error)

@@ -9,12 +9,12 @@ import keras
 import tensorflow as tf
 
 from tarantella_pp.runtime.body import StageBody
-from tarantella_pp.runtime.gradient_sums import Pair
+from tarantella_pp.runtime.gradient_sums import Collected
 from tarantella_pp.runtime.keras_training import count_step
 from tarantella_pp.runtime.tied_weights import Gradient, TiedWeights, total
 
-Collected: TypeAlias = dict[int, Pair]
-Gathered: TypeAlias = tuple[list[Collected], list[list[Gradient]]]
+OfStage: TypeAlias = dict[int, Collected]
+Gathered: TypeAlias = tuple[list[OfStage], list[list[Gradient]]]
 
 
 class Update:
@@ -51,6 +51,11 @@ class Update:
         """The sum of the weight regularizers, once per batch; in Keras' default float type."""
         return self._penalty()
 
+    def finish_sums(self) -> None:
+        """Does what is left of summing up gradients, after the last backward pass."""
+        for sums in self._sums:
+            sums.finish()
+
     def gather(self) -> Gathered:
         """Brings together the gradients that have been summed up, those of other ranks, too."""
         collected = [sums.take_collected() for sums in self._sums]
@@ -74,7 +79,7 @@ class Update:
         terms = [tf.cast(w.regularizer(w), dtype) for w in self._own if w.regularizer]
         return tf.add_n([tf.zeros((), dtype), *terms])
 
-    def _apply(self, collected: list[Collected], arrived: list[list[Gradient]]) -> None:
+    def _apply(self, collected: list[OfStage], arrived: list[list[Gradient]]) -> None:
         gradients = [
             self._gradient(weight, total([self._summed(weight, collected), *far]))
             for weight, far in zip(self._own, arrived, strict=True)
@@ -84,7 +89,7 @@ class Update:
         else:
             self._optimizer.apply(gradients, self._own)
 
-    def _summed(self, weight: Any, collected: Sequence[Collected]) -> Gradient:
+    def _summed(self, weight: Any, collected: Sequence[OfStage]) -> Gradient:
         """The sum of a weight's gradients over micro-batches and over this rank's stages."""
         places = self._places[id(weight)]
         return total([self._sums[s].gradient(i, collected[s]) for s, i in places])

@@ -125,6 +125,7 @@ class Waiter:
         rings: bool = False,
         coming: Callable[[], int] = int,
         limited: bool = True,
+        meanwhile: Callable[[], bool] | None = None,
     ) -> None:
         """Returns as soon as `done()` is true.
 
@@ -135,6 +136,8 @@ class Waiter:
             rings: Whether they ring when there is something to notice.
             coming: Returns the bytes of the message that is waited for, 0 if it is not on its way.
             limited: Whether the time limits hold.
+            meanwhile: Does some work that can be done while waiting; returns whether there was
+                any. Not called in the first moments.
 
         Raises:
             CommunicationError: The wait took longer than the limit, or another rank has ended.
@@ -147,6 +150,9 @@ class Waiter:
         while not contended and (now := time.perf_counter()) < end:
             os.sched_yield()
             contended = time.perf_counter() - now > _CONTENDED_SECONDS
+            if done():
+                return
+        while meanwhile is not None and meanwhile():
             if done():
                 return
         rings = rings and all(map(self._bell.reaches, peers))

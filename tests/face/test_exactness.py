@@ -111,6 +111,26 @@ def test_gradients_of_wide_layers_are_collected_by_their_factors(micro_batches, 
         assert kinds in ({2: kind, 1: "dense"}, {2: kind})
 
 
+def test_gradients_of_wide_layers_that_do_not_all_fit_give_the_numbers_of_keras(monkeypatch):
+    on_the_way = []
+    keep_up = gradient_sums.GradientSums._keep_up
+
+    def counted(self):
+        before = sum(products.due for products in self._products.values())
+        keep_up(self)
+        on_the_way.append(before - sum(products.due for products in self._products.values()))
+
+    monkeypatch.setattr(gradient_sums.GradientSums, "_keep_up", counted)
+    case = CASES["wide"]
+    options = {"num_stages": 2, "num_micro_batches": 8, "schedule": "zb-h1"}
+    models = make(case), make(case, **options)
+    for model in models:
+        model.fit(case.x[:16], case.y[:16], batch_size=16, epochs=2, shuffle=False, verbose=0)
+    assert sum(on_the_way) > 0
+    plain, pipeline = (model.get_weights() for model in models)
+    assert distance(plain, pipeline) < ROUNDING
+
+
 class WrongShare(BatchStep):
     """Takes all micro-batches to be of the same size."""
 

@@ -257,6 +257,25 @@ def test_a_wait_polls_and_lets_other_messages_move() -> None:
     assert calls
 
 
+def test_a_wait_is_used_for_other_work_until_it_ends_or_there_is_none() -> None:
+    slept: list[float] = []
+    bell = Doorbell()
+    bell.sleep = slept.append  # type: ignore[assignment]
+    waiter = Waiter(0, Limits(), tuple, bell, str)
+    done: list[str] = []
+
+    def work() -> bool:
+        done.append("piece")
+        return len(done) < 4
+
+    waiter.until(lambda: len(done) == 2, lambda: "the second piece", meanwhile=work)
+    assert (len(done), slept) == (2, [])
+    waiter.until(lambda: len(slept) > 1, lambda: "a sleep", meanwhile=work)
+    assert len(done) == 4
+    waiter.until(lambda: True, lambda: "nothing", meanwhile=work)
+    assert len(done) == 4
+
+
 def test_a_wait_ends_with_the_limit() -> None:
     waiter = Waiter(3, Limits(0, 0.1), tuple, Doorbell(), lambda: "the report")
     with pytest.raises(CommunicationError, match=r"(?s)Rank 3 waited 0\.\d s for a ball.*report"):

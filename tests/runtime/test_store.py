@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from tarantella_pp.errors import UnsupportedModelError
 from tarantella_pp.runtime.buffers import to_buffer, to_tensor
 from tarantella_pp.runtime.gradient_sums import GradientSums
-from tarantella_pp.runtime.product import Product
 from tarantella_pp.runtime.step import micro_batch_sizes
 from tarantella_pp.runtime.store import Store
 from tarantella_pp.runtime.structure import describe, rebuild, tensors_in
@@ -72,45 +71,6 @@ def test_sums_of_dense_sparse_and_missing_gradients():
     sums.add_dense([tf.fill((2,), 5.0), None, None], sums.begin())
     assert sums.gradient(0, {}).numpy().tolist() == [5, 5]
     assert not sums.begin()
-
-
-def test_products_are_added_up_by_one_multiplication():
-    rng = np.random.default_rng(0)
-    sums = GradientSums([keras.Variable(np.zeros((4, 5)))])
-    whole = np.zeros((4, 5))
-    for rows in (3, 2):
-        left, right = rng.normal(size=(rows, 4)), rng.normal(size=(rows, 5))
-        gradient = Product(tf.constant(left), tf.constant(right))
-        sums.prepare([gradient])
-        sums.add_pairs(sums.pairs_of([gradient]))
-        whole += left.T @ right
-    plain = rng.normal(size=(4, 5))  # of a pass that found no product
-    sums.add_pairs(sums.pairs_of([tf.constant(plain)]))
-    assert sums.collects_products(0)
-    found = sums.gradient(0, sums.take_collected())
-    np.testing.assert_allclose(found, whole + plain, atol=1e-14)
-    assert sums.gradient(0, sums.take_collected()) is None
-
-
-def test_products_are_found_and_collected_where_that_takes_no_more_memory():
-    @tf.function(input_signature=[tf.TensorSpec((4, 16)), tf.TensorSpec((4, 8))], autograph=False)
-    def trace(x, upstream):
-        kernel, turned, bias = tf.ones((16, 8)), tf.ones((8, 16)), tf.ones(8)
-        for weight, y in (
-            (kernel, tf.matmul(x, kernel)),
-            (turned, tf.matmul(x, turned, transpose_b=True)),
-        ):
-            product = Product.of(tf.gradients(y, weight, upstream)[0])
-            assert (product.value().shape, product.left.shape[0]) == (weight.shape, 4)
-        assert Product.of(tf.gradients(x[:, :8] + bias, bias, upstream)[0]) is None
-        # 24 numbers in a row, 128 in the gradient.
-        assert Product(x[:1], upstream[:1]).is_small(5)
-        assert not Product(x[:1], upstream[:1]).is_small(6)
-        assert not Product(x[:1], upstream[:1]).is_small(1)
-        assert not Product(x[: tf.shape(x)[0]], upstream).is_small(2)
-        return x
-
-    trace.get_concrete_function()
 
 
 @given(st.integers(0, 200), st.integers(1, 64))

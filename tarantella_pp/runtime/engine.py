@@ -142,8 +142,9 @@ class Engine:
         if not self._reach_known:
             self._find_reach()
             self._find_fallbacks()
-        with self._recorder.span(SUMS):
-            update.finish_sums()
+        if update.multiplies:
+            with self._recorder.span(SUMS):
+                update.finish_sums()
         with self._exchange_of_ties():
             gradients = update.gather()
         with self._recorder.span(UPDATE):

@@ -124,6 +124,11 @@ class GradientSums:
         for _ in range(max(needed, default=0)):
             next(products for products in late if products.due).multiply()
 
+    @property
+    def multiplies(self) -> bool:
+        """Whether some gradients are collected by their factors."""
+        return bool(self._products)
+
     def multiply(self) -> bool:
         """Multiplies a piece of what is due; returns whether there was one."""
         due = next((products for products in self._products.values() if products.due), None)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from statistics import fmean, median
 
 from tarantella_pp.runtime.measured_step import MeasuredStep
+from tarantella_pp.runtime.recording import SUMS
 from tarantella_pp.runtime.schedule import (
     Compute,
     Costs,
@@ -15,6 +17,7 @@ from tarantella_pp.runtime.schedule import (
     LinkCosts,
     StageCosts,
     Timeline,
+    Transfer,
     simulate,
 )
 
@@ -87,7 +90,31 @@ def simulated(steps: Sequence[MeasuredStep]) -> Timeline:
     Returns:
         The timeline of one step.
     """
-    return simulate(steps[0].schedule, measured_costs(steps))
+    costs = replace(measured_costs(steps), meanwhile=work_in_waits(steps))
+    return simulate(steps[0].schedule, costs)
+
+
+def work_in_waits(steps: Sequence[MeasuredStep]) -> dict[Transfer, float]:
+    """Returns how long ranks worked at sums of gradients instead of waiting for a message.
+
+    Args:
+        steps: Steps of one schedule and batch size.
+
+    Returns:
+        Mean seconds in typical steps for each receive, as `Costs.meanwhile`.
+    """
+    typical = _typical(steps)
+    total: defaultdict[Transfer, float] = defaultdict(float)
+    for step in typical:
+        for own in step.spans:
+            worked = 0.0
+            for what, start, end in own:
+                if what == SUMS:
+                    worked += end - start
+                elif isinstance(what, Transfer) and worked:
+                    total[what] += worked / len(typical)
+                    worked = 0.0
+    return dict(total)
 
 
 def _typical(steps: Sequence[MeasuredStep]) -> list[MeasuredStep]:

@@ -51,6 +51,11 @@ class Update:
         """The sum of the weight regularizers, once per batch; in Keras' default float type."""
         return self._penalty()
 
+    @property
+    def multiplies(self) -> bool:
+        """Whether there are sums to finish; known after the first backward pass."""
+        return any(sums.multiplies for sums in self._sums)
+
     def finish_sums(self) -> None:
         """Does what is left of summing up gradients, after the last backward pass."""
         for sums in self._sums:

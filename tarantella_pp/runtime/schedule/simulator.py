@@ -93,7 +93,7 @@ class _ClockedMachine(Machine):
 
     def receive(self, rank: int, action: Transfer) -> None:
         """Waits until a message has arrived."""
-        start = self._clock[rank]
+        start = self._clock[rank] + self._costs.meanwhile.get(action, 0.0)
         end = max(start, self._arrival[action.message]) + self._costs.receive_seconds
         self._clock[rank] = end
         self.events[rank].append(Event(rank, start, end, action))

@@ -15,6 +15,7 @@ from tarantella_pp.runtime.schedule import (
     LinkCosts,
     Schedule,
     StageCosts,
+    Transfer,
     bubble_fraction,
     lower,
     make_schedule,
@@ -112,6 +113,16 @@ def test_links_may_differ():
 def test_ranks_may_differ():
     costs = replace(Costs.uniform(2), rank_speeds=(1.0, 0.5))
     assert play("1f1b", 2, 1, costs=costs).step_seconds == 3 + 6
+
+
+def test_other_work_fills_a_wait_and_may_outlast_it():
+    first = Transfer(1, 0, "R", "B", 0)
+    for seconds, step in ((0.0, 6.0), (2.0, 6.0), (3.0, 6.0), (3.5, 6.5)):  # a wait of 3 seconds
+        costs = replace(Costs.uniform(2), meanwhile={first: seconds})
+        timeline = play("1f1b", 2, 1, costs=costs)
+        assert timeline.step_seconds == step
+        wait = next(event for event in timeline.events[0] if event.action == first)
+        assert wait.start == 1.0 + seconds
 
 
 def test_fused_backward_may_cost_less():

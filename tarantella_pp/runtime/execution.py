@@ -94,7 +94,7 @@ class Execution:
         return self._exchange.receive(action, self._work_ahead)
 
     def _work_ahead(self) -> bool:
-        """Does a piece of what can be done while waiting; returns whether there was any."""
+        """Does some of what can be done while waiting; returns whether there was any."""
         return any(stage.work_ahead() for stage in self._stages.values())
 
     def _compute(self, action: Compute, step: Step) -> None:

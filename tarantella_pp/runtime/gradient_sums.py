@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, TypeAlias
@@ -118,11 +117,10 @@ class GradientSums:
 
     def _keep_up(self) -> None:
         """Multiplies evenly as much as it takes not to keep more factors than fit."""
-        late = sorted((p for p in self._products.values() if p.due), key=lambda p: p.room)
-        pieces = itertools.accumulate(products.due for products in late)
-        needed = (math.ceil(n / p.room) for n, p in zip(pieces, late, strict=True))
-        for _ in range(max(needed, default=0)):
-            next(products for products in late if products.due).multiply()
+        due = sorted((p for p in self._products.values() if p.is_due), key=lambda p: p.room)
+        needed = [math.ceil(number / products.room) for number, products in enumerate(due, 1)]
+        for products in due[: max(needed, default=0)]:
+            products.multiply()
 
     @property
     def multiplies(self) -> bool:
@@ -130,8 +128,8 @@ class GradientSums:
         return bool(self._products)
 
     def multiply(self) -> bool:
-        """Multiplies a piece of what is due; returns whether there was one."""
-        due = next((products for products in self._products.values() if products.due), None)
+        """Multiplies one of the chunks that are due; returns whether there was one."""
+        due = next((products for products in self._products.values() if products.is_due), None)
         if due is not None:
             due.multiply()
         return due is not None

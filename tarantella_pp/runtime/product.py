@@ -50,22 +50,9 @@ class Product:
         return int(inputs * outputs // (rows * (inputs + outputs)))
 
     @property
-    def operations(self) -> int:
-        """Floating point operations of the multiplication; needs static shapes."""
-        return int(2 * self.left.shape.num_elements() * self.right.shape[1])
-
-    def pieces(self, number: int) -> list[Product]:
-        """Returns products whose values, one below the other, are the value of this one.
-
-        Args:
-            number: Number of pieces; where they are too small for that, there are fewer.
-        """
-        columns = self.left.shape[1]
-        width = -(-columns // number)
-        return [
-            Product(self.left[:, first : first + width], self.right)
-            for first in range(0, columns, width)
-        ]
+    def rows(self) -> int:
+        """Rows of the factors; needs static shapes."""
+        return int(self.left.shape[0])
 
     def value(self) -> tf.Tensor:
         """Computes it."""

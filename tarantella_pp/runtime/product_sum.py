@@ -8,8 +8,8 @@ import tensorflow as tf
 
 from tarantella_pp.runtime.product import Product
 
-_PIECE = 6e8
-"""Operations of one piece: what a core does in some milliseconds, so that others hardly wait."""
+_MANY_ROWS = 512
+"""A product of so many rows takes several times as long as adding it to a sum."""
 
 
 class ProductSum:
@@ -17,10 +17,10 @@ class ProductSum:
 
     The sum of products is the product of their factors put one below the other: one
     multiplication for several micro-batches instead of one for each with a sum to read and to
-    write, which for few rows costs more than the multiplication. And it need not be done at once:
-    a rank does it piece by piece while it waits for others, and what is left after its last
-    backward pass. What is multiplied with what does not depend on when that is, so that the sum
-    is the same in each run.
+    write, which for few rows costs more than the multiplication. Where there are rows enough, it
+    is not left to the end of the step: a rank can multiply the first chunk while it waits for
+    others. What is multiplied with what does not depend on when that is, so that the sum is the
+    same in each run.
 
     Args:
         micro_batches: Most micro-batches of a step.
@@ -29,14 +29,14 @@ class ProductSum:
 
     def __init__(self, micro_batches: int, product: Product) -> None:
         fitting = product.fitting
-        # Two chunks at least: one is multiplied while the next is collected.
-        chunks = max(2, -(-micro_batches // max(2, fitting // 2)))
-        self._chunk = max(2, -(-micro_batches // chunks))
         self._fits = micro_batches <= fitting
-        self._num_pieces = math.ceil(self._chunk * product.operations / _PIECE)
+        if self._fits:
+            chunks = 2 if micro_batches * product.rows >= 2 * _MANY_ROWS else 1
+        else:  # one is multiplied while the next is collected
+            chunks = -(-micro_batches // (fitting // 2))
+        self._chunk = -(-micro_batches // chunks)
         self._factors: list[Product] = []
-        self._pieces: list[Product] = []
-        self._sums: dict[int, tf.Tensor] = {}
+        self._total: tf.Tensor | None = None
 
     @staticmethod
     def pays(micro_batches: int, product: Product) -> bool:
@@ -48,40 +48,33 @@ class ProductSum:
         self._factors.append(product)
 
     @property
-    def due(self) -> int:
-        """Pieces that can be multiplied by now, those of whole chunks."""
-        return len(self._pieces) + len(self._factors) // self._chunk * self._num_pieces
+    def is_due(self) -> bool:
+        """Whether there is a whole chunk to multiply."""
+        return len(self._factors) >= self._chunk
 
     @property
     def room(self) -> float:
         """How many more micro-batches fit before what is due has to be done."""
-        if self._fits:
-            return math.inf
-        return 2 * self._chunk - len(self._factors) - self._chunk * bool(self._pieces)
+        return math.inf if self._fits else 2 * self._chunk - len(self._factors)
 
     def multiply(self) -> None:
-        """Multiplies a piece, and adds the product to the sum."""
-        if not self._pieces:
-            chunk = Product.below_each_other(self._factors[: self._chunk])
-            del self._factors[: self._chunk]
-            self._pieces = chunk.pieces(self._num_pieces)
-        gradient = self._pieces.pop().value()
-        place = len(self._pieces)
-        self._sums[place] = self._sums[place] + gradient if place in self._sums else gradient
+        """Multiplies a chunk, and adds the product to the sum."""
+        product = Product.below_each_other(self._factors[: self._chunk]).value()
+        del self._factors[: self._chunk]
+        self._total = product if self._total is None else self._total + product
 
     def finish(self) -> None:
         """Multiplies what is left, chunk by chunk."""
-        while self._factors or self._pieces:
+        while self._factors:
             self.multiply()
 
     def take(self) -> tf.Tensor | None:
         """Returns the sum, `None` if nothing was added, and begins a new one."""
         self.finish()
-        sums = [self._sums.pop(place) for place in sorted(self._sums)]
-        return tf.concat(sums, 0) if len(sums) > 1 else next(iter(sums), None)
+        total, self._total = self._total, None
+        return total
 
     def reset(self) -> None:
         """Forgets all gradients so far."""
         self._factors.clear()
-        self._pieces.clear()
-        self._sums.clear()
+        self._total = None

@@ -113,7 +113,7 @@ class Stage:
         self._running.pop(key).backward_weight(key)
 
     def work_ahead(self) -> bool:
-        """Does a piece of what is left for after the last backward pass, as far as it can be done.
+        """Does some of what is left for after the last backward pass, as far as it can be done.
 
         Returns:
             Whether there was any.

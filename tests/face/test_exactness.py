@@ -116,9 +116,9 @@ def test_gradients_of_wide_layers_that_do_not_all_fit_give_the_numbers_of_keras(
     keep_up = gradient_sums.GradientSums._keep_up
 
     def counted(self):
-        before = sum(products.due for products in self._products.values())
+        before = sum(products.is_due for products in self._products.values())
         keep_up(self)
-        on_the_way.append(before - sum(products.due for products in self._products.values()))
+        on_the_way.append(before - sum(products.is_due for products in self._products.values()))
 
     monkeypatch.setattr(gradient_sums.GradientSums, "_keep_up", counted)
     case = CASES["wide"]

@@ -9,10 +9,10 @@ from typing import Any, TypeAlias
 import tensorflow as tf
 
 from tarantella_pp.runtime.product import Product
-from tarantella_pp.runtime.product_sum import ProductSum
+from tarantella_pp.runtime.product_sum import Parts, ProductSum
 
 Pair: TypeAlias = tuple[tf.Tensor, tf.Tensor]
-Collected: TypeAlias = tf.Tensor | Pair
+Collected: TypeAlias = Pair | Parts
 
 
 class GradientSums:
@@ -124,8 +124,8 @@ class GradientSums:
 
     @property
     def multiplies(self) -> bool:
-        """Whether some gradients are collected by their factors."""
-        return bool(self._products)
+        """Whether there are multiplications to do before the optimizer's step."""
+        return any(products.has_chunks for products in self._products.values())
 
     def multiply(self) -> bool:
         """Multiplies one of the chunks that are due; returns whether there was one."""
@@ -135,7 +135,7 @@ class GradientSums:
         return due is not None
 
     def finish(self) -> None:
-        """Does all multiplications that are left."""
+        """Does all multiplications that are left, but those of the optimizer's step."""
         for products in self._products.values():
             products.finish()
 
@@ -150,9 +150,9 @@ class GradientSums:
                 found[i] = tf.concat([a for a, _ in kept], 0), tf.concat([b for _, b in kept], 0)
                 kept.clear()
         for i, products in self._products.items():
-            total = products.take()
-            if total is not None:
-                found[i] = total
+            parts = products.take()
+            if parts:
+                found[i] = parts
         return found
 
     def gradient(self, index: int, collected: dict[int, Collected]) -> Any:
@@ -170,9 +170,12 @@ class GradientSums:
         total = self._dense[index]
         if total is not None:
             return tf.convert_to_tensor(total)
-        if index not in self._sparse or index not in collected:
-            return collected.get(index)
-        values, indices = collected[index]
+        parts = collected.get(index)
+        if parts is None:
+            return None
+        if isinstance(parts, dict):
+            return ProductSum.value(parts)
+        values, indices = parts
         return tf.IndexedSlices(values, indices, tf.constant(list(self.weights[index].shape)))
 
     def reset(self) -> None:

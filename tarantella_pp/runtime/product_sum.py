@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import TypeAlias
 
 import tensorflow as tf
 
@@ -11,16 +12,21 @@ from tarantella_pp.runtime.product import Product
 _MANY_ROWS = 512
 """A product of so many rows takes several times as long as adding it to a sum."""
 
+_MANY_FACTORS = 8
+"""Where not all factors fit: two chunks of four are well worth it, two of two are not."""
+
+Parts: TypeAlias = dict[str, tf.Tensor]
+
 
 class ProductSum:
     """Collects the factors of a weight's gradients, and multiplies them a chunk at a time.
 
     The sum of products is the product of their factors put one below the other: one
     multiplication for several micro-batches instead of one for each with a sum to read and to
-    write, which for few rows costs more than the multiplication. Where there are rows enough, it
-    is not left to the end of the step: a rank can multiply the first chunk while it waits for
-    others. What is multiplied with what does not depend on when that is, so that the sum is the
-    same in each run.
+    write, which for few rows costs more than the multiplication. The last chunk is multiplied in
+    the optimizer's step; where there are rows enough, there is one before, which a rank can
+    multiply while it waits for others. What is multiplied with what does not depend on when that
+    is, so that the sum is the same in each run.
 
     Args:
         micro_batches: Most micro-batches of a step.
@@ -29,6 +35,7 @@ class ProductSum:
 
     def __init__(self, micro_batches: int, product: Product) -> None:
         fitting = product.fitting
+        self._micro_batches = micro_batches
         self._fits = micro_batches <= fitting
         if self._fits:
             chunks = 2 if micro_batches * product.rows >= 2 * _MANY_ROWS else 1
@@ -41,16 +48,21 @@ class ProductSum:
     @staticmethod
     def pays(micro_batches: int, product: Product) -> bool:
         """Returns whether there are enough factors that fit to collect them."""
-        return 2 <= min(micro_batches, 4) <= product.fitting
+        return 2 <= min(micro_batches, _MANY_FACTORS) <= product.fitting
 
     def add(self, product: Product) -> None:
         """Adds the gradient of a micro-batch."""
         self._factors.append(product)
 
     @property
+    def has_chunks(self) -> bool:
+        """Whether there are several chunks, so that some are multiplied before the last."""
+        return self._chunk < self._micro_batches
+
+    @property
     def is_due(self) -> bool:
-        """Whether there is a whole chunk to multiply."""
-        return len(self._factors) >= self._chunk
+        """Whether there is a chunk to multiply that is not the last one."""
+        return len(self._factors) > self._chunk
 
     @property
     def room(self) -> float:
@@ -64,15 +76,29 @@ class ProductSum:
         self._total = product if self._total is None else self._total + product
 
     def finish(self) -> None:
-        """Multiplies what is left, chunk by chunk."""
-        while self._factors:
+        """Multiplies all chunks but the last one."""
+        while len(self._factors) > self._chunk:
             self.multiply()
 
-    def take(self) -> tf.Tensor | None:
-        """Returns the sum, `None` if nothing was added, and begins a new one."""
+    def take(self) -> Parts:
+        """Returns what the sum is made of, for `value`, and begins a new one."""
         self.finish()
-        total, self._total = self._total, None
-        return total
+        parts = {} if self._total is None else {"total": self._total}
+        if self._factors:
+            last = Product.below_each_other(self._factors)
+            parts |= {"left": last.left, "right": last.right}
+        self.reset()
+        return parts
+
+    @staticmethod
+    def value(parts: Parts) -> tf.Tensor:
+        """Computes the sum; works inside a `tf.function`.
+
+        Args:
+            parts: What `take` returned, not empty.
+        """
+        product = Product(parts["left"], parts["right"]).value()
+        return parts["total"] + product if "total" in parts else product
 
     def reset(self) -> None:
         """Forgets all gradients so far."""

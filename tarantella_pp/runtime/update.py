@@ -57,7 +57,7 @@ class Update:
         return any(sums.multiplies for sums in self._sums)
 
     def finish_sums(self) -> None:
-        """Does what is left of summing up gradients, after the last backward pass."""
+        """Does what is left of summing up gradients, as far as it is no part of `apply`."""
         for sums in self._sums:
             sums.finish()
 

@@ -122,7 +122,7 @@ def test_gradients_of_wide_layers_that_do_not_all_fit_give_the_numbers_of_keras(
 
     monkeypatch.setattr(gradient_sums.GradientSums, "_keep_up", counted)
     case = CASES["wide"]
-    options = {"num_stages": 2, "num_micro_batches": 8, "schedule": "zb-h1"}
+    options = {"num_stages": 2, "num_micro_batches": 16, "schedule": "zb-h1"}
     models = make(case), make(case, **options)
     for model in models:
         model.fit(case.x[:16], case.y[:16], batch_size=16, epochs=2, shuffle=False, verbose=0)

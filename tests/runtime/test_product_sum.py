@@ -47,7 +47,7 @@ def test_products_are_found_in_a_graph():
         # 24 numbers in a row, 128 in the gradient.
         one = Product(x[:1], upstream[:1])
         assert (one.fitting, one.rows) == (5, 1)
-        assert [ProductSum.pays(m, one) for m in (1, 2, 5, 99)] == [False, True, True, True]
+        assert [ProductSum.pays(m, one) for m in (1, 2, 5, 6)] == [False, True, True, False]
         three = Product(tf.zeros((2, 16)), tf.zeros((2, 12)))
         assert three.fitting == 3
         assert [ProductSum.pays(m, three) for m in (2, 3, 4, 99)] == [True, True, False, False]
@@ -79,8 +79,8 @@ def test_the_sum_has_the_same_bits_whenever_it_is_worked_at(count, micro_batches
                 total.add(product)
                 if wait and total.is_due:
                     total.multiply()
-            found.append(total.take().numpy())
-            assert total.take() is None
+            found.append(ProductSum.value(total.take()).numpy())
+            assert total.take() == {}
     np.testing.assert_array_equal(*found)
     np.testing.assert_allclose(found[0], plain_sum(given_ones), atol=1e-12)
 
@@ -95,7 +95,8 @@ def test_a_sum_that_was_reset_begins_anew(monkeypatch):
     total.reset()
     assert not total.is_due
     total.add(given_ones[0])
-    np.testing.assert_allclose(total.take(), plain_sum(given_ones[:1]), atol=1e-14)
+    found = ProductSum.value(total.take())
+    np.testing.assert_allclose(found, plain_sum(given_ones[:1]), atol=1e-14)
 
 
 def test_products_and_plain_gradients_of_a_weight_add_up():
@@ -113,14 +114,14 @@ def test_products_and_plain_gradients_of_a_weight_add_up():
     assert sums.gradient(0, sums.take_collected()) is None
 
 
-@pytest.mark.parametrize("micro_batches", [4, 5, 7, 16, 40])
+@pytest.mark.parametrize("micro_batches", [4, 8, 9, 16, 40])
 def test_no_more_factors_wait_than_fit(monkeypatch, micro_batches):
     """Stages whose factors do not all fit multiply as they go, some for each micro-batch."""
-    shapes = [(INPUTS, OUTPUTS), (14, 16), (30, 30)]
+    shapes = [(17, 16), (18, 17), (30, 30)]
     sums = GradientSums([keras.Variable(np.zeros(shape)) for shape in shapes], micro_batches)
     columns = [products(micro_batches, 1, *shape) for shape in shapes]
     fitting = [column[0].fitting for column in columns]
-    assert fitting == [5, 7, 15]
+    assert fitting == [8, 8, 15]
     work = []
     multiply = ProductSum.multiply
     monkeypatch.setattr(ProductSum, "multiply", lambda self: work.append(1) or multiply(self))
@@ -140,7 +141,7 @@ def test_no_more_factors_wait_than_fit(monkeypatch, micro_batches):
         np.testing.assert_allclose(sums.gradient(i, collected), plain_sum(column), atol=1e-12)
 
 
-@pytest.mark.parametrize(("many", "multiplied"), [(512, [0, 0, 0, 0, 1]), (2, [0, 0, 1, 0, 0])])
+@pytest.mark.parametrize(("many", "multiplied"), [(512, [0, 0, 0, 0, 0]), (2, [0, 0, 0, 1, 0])])
 def test_what_is_due_is_done_where_there_is_time(monkeypatch, many, multiplied):
     """With rows enough in half of the micro-batches, that half need not wait for the others."""
     monkeypatch.setattr(product_sum, "_MANY_ROWS", many)

@@ -35,7 +35,7 @@ from tarantella_pp import pipeline_model
 from tarantella_pp.feeding import BatchIterator
 from tarantella_pp.runtime.clock import clock_offset
 from tarantella_pp.runtime.communicator import Communicator, world
-from tarantella_pp.runtime.measured_costs import measured_costs, simulated, work_in_waits
+from tarantella_pp.runtime.measured_costs import measured_costs, simulated, work_between
 from tarantella_pp.runtime.measured_step import gather_steps
 from tarantella_pp.runtime.recording import Recorder
 from tarantella_pp.runtime.schedule import TRAINING_NAMES, Costs, simulate, speed_up_bound
@@ -110,8 +110,8 @@ class Trainer:
         measured = gather_steps(recorder.steps, clock_offset(self._ranks), self._ranks)
         clock = statistics.median(step.timeline.step_seconds for step in measured)
         costs = measured_costs(measured)
-        work = work_in_waits(measured)
-        free = simulate(measured[0].schedule, Costs(costs.stages, meanwhile=work))
+        work = work_between(measured)
+        free = simulate(measured[0].schedule, Costs(costs.stages, before=work))
         return clock, simulated(measured).step_seconds, free.step_seconds
 
 

@@ -60,6 +60,9 @@ class SleepingStage:
     def work_ahead(self) -> bool:
         return False
 
+    def keep_up(self) -> bool:
+        return False
+
     def backward(self, key: int, seeds: Sequence[Any]) -> list[Any]:
         found = self.backward_input(key, seeds)
         self.backward_weight(key)

@@ -15,10 +15,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tarantella_pp.runtime.measured_costs import measured_costs, simulated, work_in_waits
+from tarantella_pp.runtime.measured_costs import measured_costs, simulated, work_between
 from tarantella_pp.runtime.measured_step import MeasuredStep
 from tarantella_pp.runtime.recording import LOGS, SUMS, TIES, UPDATE, Span
 from tarantella_pp.runtime.schedule import (
+    Compute,
     Costs,
     LinkCosts,
     StageCosts,
@@ -54,8 +55,8 @@ def recorded(name, costs=None, steps=2):
             mine = []
             for event in own:
                 start = zero + event.start
-                if costs is not None and event.action in costs.meanwhile:
-                    mine.append(Span(SUMS, start - costs.meanwhile[event.action], start))
+                if costs is not None and event.action in costs.before:
+                    mine.append(Span(SUMS, start - costs.before[event.action], start))
                 mine.append(Span(event.action, start, zero + event.end))
             mine.append(Span(UPDATE, mine[-1].end, mine[-1].end + 1.0))
             mine.append(Span(LOGS, mine[-1].end, mine[-1].end + 0.5))
@@ -217,11 +218,15 @@ def test_a_slow_first_micro_batch_counts():
     assert measured_costs([slower]).stages[2].forward == pytest.approx(3.0 + 10.0 / 5)
 
 
-def test_work_in_waits_is_found_again_and_simulated():
+def test_other_work_is_found_again_and_simulated():
     costs = Costs.uniform(3, 3.0, 2.0, 1.0, LinkCosts(0.0, 0.5))
-    work = {Transfer(1, 0, "R", "B", 0): 2.0, Transfer(2, 1, "R", "B", 1): 6.0}
-    steps = recorded("1f1b", dataclasses.replace(costs, meanwhile=work))
-    assert work_in_waits(steps) == pytest.approx(work)
+    work = {
+        Transfer(1, 0, "R", "B", 0): 2.0,
+        Transfer(2, 1, "R", "B", 1): 6.0,
+        Compute(0, "F", 3): 1.0,
+    }
+    steps = recorded("1f1b", dataclasses.replace(costs, before=work))
+    assert work_between(steps) == pytest.approx(work)
     slower = simulated(steps).step_seconds
     assert slower == pytest.approx(steps[0].timeline.step_seconds)
     assert slower > simulated(recorded("1f1b", costs)).step_seconds

@@ -97,8 +97,13 @@ class Execution:
         """Does some of what can be done while waiting; returns whether there was any."""
         return any(stage.work_ahead() for stage in self._stages.values())
 
+    def _keep_up(self, stage: Stage) -> bool:
+        """Does what must not be left for later; returns whether there was any."""
+        return stage.keep_up()
+
     def _compute(self, action: Compute, step: Step) -> None:
         stage = self._stages[action.stage]
+        self._keep_up(stage)  # only now, for others wait for what was computed before
         arrived = self._await_messages(stage.layout, action)
         self._perform(stage, action, arrived, step)
 

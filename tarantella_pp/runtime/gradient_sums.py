@@ -113,14 +113,19 @@ class GradientSums:
         rest = pairs[len(self._sparse) :]
         for products, factors in zip(self._products.values(), rest, strict=True):
             products.add(Product(*factors))
-        self._keep_up()
 
-    def _keep_up(self) -> None:
-        """Multiplies evenly as much as it takes not to keep more factors than fit."""
+    def keep_up(self) -> bool:
+        """Multiplies evenly as much as it takes not to keep more factors than fit.
+
+        Returns:
+            Whether that was anything.
+        """
         due = sorted((p for p in self._products.values() if p.is_due), key=lambda p: p.room)
         needed = [math.ceil(number / products.room) for number, products in enumerate(due, 1)]
-        for products in due[: max(needed, default=0)]:
+        late = due[: max(needed, default=0)]
+        for products in late:
             products.multiply()
+        return bool(late)
 
     @property
     def multiplies(self) -> bool:

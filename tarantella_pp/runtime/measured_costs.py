@@ -10,6 +10,7 @@ from statistics import fmean, median
 from tarantella_pp.runtime.measured_step import MeasuredStep
 from tarantella_pp.runtime.recording import SUMS
 from tarantella_pp.runtime.schedule import (
+    Action,
     Compute,
     Costs,
     Kind,
@@ -17,7 +18,6 @@ from tarantella_pp.runtime.schedule import (
     LinkCosts,
     StageCosts,
     Timeline,
-    Transfer,
     simulate,
 )
 
@@ -90,28 +90,28 @@ def simulated(steps: Sequence[MeasuredStep]) -> Timeline:
     Returns:
         The timeline of one step.
     """
-    costs = replace(measured_costs(steps), meanwhile=work_in_waits(steps))
+    costs = replace(measured_costs(steps), before=work_between(steps))
     return simulate(steps[0].schedule, costs)
 
 
-def work_in_waits(steps: Sequence[MeasuredStep]) -> dict[Transfer, float]:
-    """Returns how long ranks worked at sums of gradients instead of waiting for a message.
+def work_between(steps: Sequence[MeasuredStep]) -> dict[Action, float]:
+    """Returns how long ranks worked at sums of gradients before they went on.
 
     Args:
         steps: Steps of one schedule and batch size.
 
     Returns:
-        Mean seconds in typical steps for each receive, as `Costs.meanwhile`.
+        Mean seconds in typical steps before each action, as `Costs.before`.
     """
     typical = _typical(steps)
-    total: defaultdict[Transfer, float] = defaultdict(float)
+    total: defaultdict[Action, float] = defaultdict(float)
     for step in typical:
         for own in step.spans:
             worked = 0.0
             for what, start, end in own:
                 if what == SUMS:
                     worked += end - start
-                elif isinstance(what, Transfer) and worked:
+                elif worked and not isinstance(what, str):
                     total[what] += worked / len(typical)
                     worked = 0.0
     return dict(total)

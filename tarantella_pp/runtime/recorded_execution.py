@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from tarantella_pp.runtime.exchange import Exchange
@@ -46,8 +47,15 @@ class RecordedExecution(Execution):
         return arrived
 
     def _work_ahead(self) -> bool:
+        return self._noted(super()._work_ahead)
+
+    def _keep_up(self, stage: Stage) -> bool:
+        return self._noted(functools.partial(super()._keep_up, stage))
+
+    def _noted(self, work: Callable[[], bool]) -> bool:
+        """Notes some work at sums of gradients, if there was any."""
         start = time.perf_counter()
-        found = super()._work_ahead()
+        found = work()
         if found:
             self._waits_since = time.perf_counter()
             self._recorder.spans.append(Span(SUMS, start, self._waits_since))

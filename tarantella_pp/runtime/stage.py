@@ -120,6 +120,14 @@ class Stage:
         """
         return self.body.sums.multiply()
 
+    def keep_up(self) -> bool:
+        """Does what must not be left for later; call it between computations.
+
+        Returns:
+            Whether there was any.
+        """
+        return self.body.sums.keep_up()
+
     def evaluate(self, inputs: Sequence[tf.Tensor]) -> tuple[list[tf.Tensor], tf.Tensor | None]:
         """Runs one micro-batch forward in inference mode; returns what `forward` does."""
         outputs, added = self._evaluate(list(inputs))

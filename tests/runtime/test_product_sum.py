@@ -130,6 +130,7 @@ def test_no_more_factors_wait_than_fit(monkeypatch, micro_batches):
         sums.prepare(gradients)
         before = len(work)
         sums.add_pairs(sums.pairs_of(gradients))
+        assert sums.keep_up() == (len(work) > before)
         steps.append(len(work) - before)
         kept = [len(one._factors) for one in sums._products.values()]
         assert all(rows <= fits for rows, fits in zip(kept, fitting, strict=True))
@@ -151,6 +152,7 @@ def test_what_is_due_is_done_where_there_is_time(monkeypatch, many, multiplied):
     for product in given_ones:
         sums.prepare([product])
         sums.add_pairs(sums.pairs_of([product]))
+        assert not sums.keep_up()
         found.append(0)
         while sums.multiply():
             found[-1] += 1

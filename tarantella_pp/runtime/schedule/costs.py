@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from tarantella_pp.errors import ScheduleError
-from tarantella_pp.runtime.schedule.actions import Kind, Link, Transfer
+from tarantella_pp.runtime.schedule.actions import Action, Kind, Link
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,8 @@ class Costs:
         send_seconds: Seconds that handing over a message takes from the sending rank.
         receive_seconds: Seconds that taking a message takes from the receiving rank.
         rank_speeds: How much faster than the measured seconds each rank is. Default: all 1.
-        meanwhile: Seconds of other work that the receiving rank does before it takes a message,
-            whether that has arrived or not. Default: none.
+        before: Seconds of other work that a rank does before a computation, or before it takes
+            a message, whether that has arrived or not. Default: none.
     """
 
     stages: tuple[StageCosts, ...]
@@ -98,7 +98,7 @@ class Costs:
     send_seconds: float = 0.0
     receive_seconds: float = 0.0
     rank_speeds: tuple[float, ...] | None = None
-    meanwhile: Mapping[Transfer, float] = field(default_factory=dict)
+    before: Mapping[Action, float] = field(default_factory=dict)
 
     @classmethod
     def uniform(

@@ -69,7 +69,7 @@ class _ClockedMachine(Machine):
 
     def compute(self, rank: int, action: Compute) -> None:
         """Lets a computation take its seconds."""
-        start = self._clock[rank]
+        start = self._clock[rank] + self._costs.before.get(action, 0.0)
         self._clock[rank] = end = start + self._seconds[action.stage][action.kind]
         self.events[rank].append(Event(rank, start, end, action))
 
@@ -93,7 +93,7 @@ class _ClockedMachine(Machine):
 
     def receive(self, rank: int, action: Transfer) -> None:
         """Waits until a message has arrived."""
-        start = self._clock[rank] + self._costs.meanwhile.get(action, 0.0)
+        start = self._clock[rank] + self._costs.before.get(action, 0.0)
         end = max(start, self._arrival[action.message]) + self._costs.receive_seconds
         self._clock[rank] = end
         self.events[rank].append(Event(rank, start, end, action))

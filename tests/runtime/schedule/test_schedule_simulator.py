@@ -118,11 +118,13 @@ def test_ranks_may_differ():
 def test_other_work_fills_a_wait_and_may_outlast_it():
     first = Transfer(1, 0, "R", "B", 0)
     for seconds, step in ((0.0, 6.0), (2.0, 6.0), (3.0, 6.0), (3.5, 6.5)):  # a wait of 3 seconds
-        costs = replace(Costs.uniform(2), meanwhile={first: seconds})
+        costs = replace(Costs.uniform(2), before={first: seconds})
         timeline = play("1f1b", 2, 1, costs=costs)
         assert timeline.step_seconds == step
         wait = next(event for event in timeline.events[0] if event.action == first)
         assert wait.start == 1.0 + seconds
+    costs = replace(Costs.uniform(2), before={Compute(1, "F", 0): 0.5})
+    assert play("1f1b", 2, 1, costs=costs).step_seconds == 6.5
 
 
 def test_fused_backward_may_cost_less():

@@ -94,8 +94,8 @@ def _variables(
         given=given,
         force_threads=forced,
     )
-    ranks = environment.ranks_of_node(num_ranks, num_nodes)
     if arguments.bind == "auto":
+        ranks = environment.ranks_of_node(num_ranks, num_nodes)
         variables |= environment.binding(threads, ranks, given, forced)
     else:
         variables |= environment.UNBOUND

@@ -31,16 +31,19 @@ class ProductSum:
     Args:
         micro_batches: Most micro-batches of a step.
         product: The gradient of one of them.
+
+    Attributes:
+        has_chunks: Whether there are several chunks, so that some are multiplied before the last.
     """
 
     def __init__(self, micro_batches: int, product: Product) -> None:
         fitting = product.fitting
-        self._micro_batches = micro_batches
         self._fits = micro_batches <= fitting
         if self._fits:
             chunks = 2 if micro_batches * product.rows >= 2 * _MANY_ROWS else 1
         else:  # one is multiplied while the next is collected
             chunks = -(-micro_batches // (fitting // 2))
+        self.has_chunks = chunks > 1
         self._chunk = -(-micro_batches // chunks)
         self._factors: list[Product] = []
         self._total: tf.Tensor | None = None
@@ -53,11 +56,6 @@ class ProductSum:
     def add(self, product: Product) -> None:
         """Adds the gradient of a micro-batch."""
         self._factors.append(product)
-
-    @property
-    def has_chunks(self) -> bool:
-        """Whether there are several chunks, so that some are multiplied before the last."""
-        return self._chunk < self._micro_batches
 
     @property
     def is_due(self) -> bool:

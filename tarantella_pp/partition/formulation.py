@@ -210,10 +210,16 @@ def _over_ranks(
     costs: Costs, options: PlanOptions, problem: Problem, solution: Solution
 ) -> Solution:
     """Makes the largest rank smaller where ranks have several stages, within the limits."""
-    moved = balance_ranks(problem, solution.assignment, options.ranks)
+    moved = balance_ranks(problem, solution.assignment, options.ranks, options.fill)
     other = replace(solution, assignment=moved)
-    better = _value(costs, options, other) < _value(costs, options, solution)
+    better = _step(costs, options, other) < _step(costs, options, solution)
     return other if better and _excess(costs, options, other) <= 0 else solution
+
+
+def _step(costs: Costs, options: PlanOptions, solution: Solution) -> float:
+    """What `balance_ranks` makes small, but for what is cut."""
+    values = _values(costs, options, solution)
+    return float(max(rank_totals(values, options.ranks))) + options.fill * max(values)
 
 
 def _excess(costs: Costs, options: PlanOptions, solution: Solution) -> float:
@@ -225,17 +231,20 @@ def _excess(costs: Costs, options: PlanOptions, solution: Solution) -> float:
 
 def _value(costs: Costs, options: PlanOptions, solution: Solution) -> float:
     """The largest stage, or rank where ranks have several."""
+    return float(max(rank_totals(_values(costs, options, solution), options.ranks)))
+
+
+def _values(costs: Costs, options: PlanOptions, solution: Solution) -> list[float]:
+    """FLOPs, seconds or bytes of each stage."""
     stages = costs.stages(solution.assignment, options.in_flight, options.repeats)
     if options.balance == "flops":
-        values = [stage.flops for stage in stages]
-    elif options.balance == "time":
-        values = [
+        return [stage.flops for stage in stages]
+    if options.balance == "time":
+        return [
             (stage.seconds or 0.0) + (stage.forward_seconds or 0.0) * (i in options.repeats)
             for i, stage in enumerate(stages)
         ]
-    else:
-        values = [float(stage.lasting_bytes) for stage in stages]
-    return float(max(rank_totals(values, options.ranks)))
+    return [float(stage.lasting_bytes) for stage in stages]
 
 
 def _within_limit(

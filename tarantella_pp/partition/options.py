@@ -59,6 +59,13 @@ class PlanOptions:
         return waits / (works + waits) if self.schedule in SCHEDULES else None
 
     @property
+    def fill(self) -> float:
+        """How much the largest stage counts in a step's time besides the largest rank."""
+        if self.balance == "memory" or not self.ranks:
+            return 0.0
+        return max(self.ranks) / self.num_micro_batches
+
+    @property
     def repeats(self) -> dict[int, int]:
         """Stages that repeat their forward pass, and for how many micro-batches at a time.
 

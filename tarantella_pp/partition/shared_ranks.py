@@ -15,8 +15,8 @@ MOST_POSITIONS = 300
 """Positions of a boundary that are tried at a time: those around it, and some of all others."""
 MOST_CHOICES = 200_000
 """Sets of boundaries up to which all of them are tried."""
-NEXT, LAST = 1e-2, 1e-4
-"""How much the largest stage, and then what is cut, count besides the largest rank."""
+LEAST_FILL, LAST = 1e-2, 1e-4
+"""How much the largest stage at least, and then what is cut, count besides the largest rank."""
 
 
 def rank_totals(values: Sequence[float] | FloatArray, ranks: Sequence[int]) -> FloatArray:
@@ -43,26 +43,30 @@ def lower_bound(problem: Problem, ranks: Sequence[int]) -> float:
 
 
 def balance_ranks(
-    problem: Problem, assignment: Sequence[int], ranks: Sequence[int]
+    problem: Problem, assignment: Sequence[int], ranks: Sequence[int], fill: float = 0.0
 ) -> tuple[int, ...]:
     """Makes the largest rank small, beginning with stages of which the largest is small.
 
     A step takes as long as the largest rank needs for all its stages, whatever each of them has,
-    and stages that are as equal as layers allow add up to unequal ranks. The nodes are laid out in
-    a line that keeps the stages, and its best boundaries are found: among all of them, or where
-    these are too many by moving two at a time until nothing gets better. Where the largest rank
-    makes little difference, the largest stage decides, which says how long a pipeline takes to
-    fill, and then what is cut.
+    and stages that are as equal as layers allow add up to unequal ranks. Besides, every stage but
+    the last must have had a turn before all ranks work, which takes longer the larger they are. The
+    nodes are laid out in a line that keeps the stages, and its best boundaries are found: among all
+    of them, or where these are too many by moving two at a time until nothing gets better. What is
+    cut decides between equals.
 
     Args:
         problem: The problem; what stages receive counts for neither their memory nor their limit.
         assignment: Stage of each node.
         ranks: Rank of each stage.
+        fill: How much the largest stage counts besides the largest rank. In the time of a step
+            that is (ranks - 1) / micro-batches (Narayanan et al., "Efficient large-scale language
+            model training on GPU clusters using Megatron-LM", 2021, section 2.2). A little in any
+            case.
 
     Returns:
         Stage of each node.
     """
-    line = _Line(problem, assignment, ranks)
+    line = _Line(problem, assignment, ranks, max(fill, LEAST_FILL))
     score, bounds = line.score(line.bounds), line.bounds
     if line.choices <= MOST_CHOICES:
         return line.assignment(min((score, bounds), line.best_of_all())[1])
@@ -83,15 +87,18 @@ class _Line:
         problem: The problem.
         assignment: Stage of each node.
         ranks: Rank of each stage.
+        fill: How much the largest stage counts.
     """
 
-    def __init__(self, problem: Problem, assignment: Sequence[int], ranks: Sequence[int]) -> None:
+    def __init__(
+        self, problem: Problem, assignment: Sequence[int], ranks: Sequence[int], fill: float
+    ) -> None:
         edges = [(int(before), int(after)) for before, after in problem.precedence]
         order = topological(*adjacency(problem.num_nodes, edges))
         place = np.empty(problem.num_nodes, np.int64)
         place[order] = np.arange(problem.num_nodes)
         stages = np.asarray(assignment)
-        self._problem, self._ranks = problem, list(ranks)
+        self._problem, self._ranks, self._fill = problem, list(ranks), fill
         self._order: IntArray = np.lexsort((place, stages))
         self._place = np.argsort(self._order)
         counts = np.bincount(stages, minlength=problem.num_stages)
@@ -164,7 +171,7 @@ class _Line:
                 too_much = np.where(memory > problem.limits[stage], np.inf, too_much)
         worst = np.maximum.reduce(np.broadcast_arrays(*totals))
         cut = sum((self._cut[bound] for bound in bounds[1:-1]), np.zeros(()))
-        scores: FloatArray = (worst + NEXT * largest) / self._total + LAST * cut + too_much
+        scores: FloatArray = (worst + self._fill * largest) / self._total + LAST * cut + too_much
         return scores
 
     def _positions(self, low: int, high: int, now: int) -> IntArray:

@@ -16,13 +16,13 @@ pytestmark = pytest.mark.keras
 
 @pytest.fixture(scope="module")
 def made():
-    """Makes plans of layers that grow wider."""
-    x = inputs = keras.Input((64,))
-    for width in (64, 64, 64, 64, 64, 192):
-        x = keras.layers.Dense(width)(x)
-    model = keras.Model(inputs, x, name="widening")
+    """Makes plans of layers of some widths, unless told otherwise of some that grow wider."""
 
-    def make(**options):
+    def make(widths=(64, 64, 64, 64, 64, 192), **options):
+        x = inputs = keras.Input((widths[0],))
+        for width in widths:
+            x = keras.layers.Dense(width)(x)
+        model = keras.Model(inputs, x, name="widening")
         given = {"num_stages": 4, "num_micro_batches": 4, "balance": "flops", **options}
         return make_plan(model, given.pop("num_stages"), **given)
 
@@ -47,6 +47,15 @@ def test_equal_ranks_of_unequal_stages(made):
     plan = made(schedule="zb-v")
     assert plan.certificate.value == sum(stage.flops for stage in plan.stages) / 2
     assert plan.certificate.optimal
+
+
+def test_few_micro_batches_ask_for_equal_stages(made):
+    """The more micro-batches, the less it counts how long the pipeline takes to fill."""
+    almost_equal = (100, 100, 98, 104, 1)
+    few, many = (made(almost_equal, schedule="zb-v", num_micro_batches=m) for m in (1, 1000))
+    assert max(s.flops for s in few.stages) < max(s.flops for s in many.stages)
+    assert few.certificate.value > many.certificate.value
+    assert few.certificate.gap > 0
 
 
 def test_the_table_names_the_ranks(made):

@@ -98,6 +98,9 @@ class StubStep:
     def forwards_done(self) -> None:
         """Nobody waits for this."""
 
+    def update(self, stage: int) -> bool:
+        return False
+
     def factor(self, micro_batch: int) -> Any:
         return self._array
 

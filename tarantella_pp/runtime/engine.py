@@ -136,6 +136,7 @@ class Engine:
         step = BatchStep(
             batch, sizes, self._data, self._scoring, training=True, coupled=coupled,
             penalty=update.penalty(), report=self._news.report_loss,
+            update=update.ahead if self._reach_known else None,
         )  # fmt: skip
         self._recorder.runs(schedule, batch.rows)
         self._run(schedule, step, sizes)
@@ -215,6 +216,8 @@ class Engine:
         except BaseException:
             for stage in self.stages.values():
                 stage.clear()
+            if self._update is not None:
+                self._update.clear()
             raise
 
     def _exchange_of_ties(self) -> contextlib.AbstractContextManager[None]:
@@ -244,7 +247,7 @@ class Engine:
         if self._update is None:
             y, weight = (_symbolic(description) for description in batch.targets)
             build_metrics(self._model, y, unpacked(self._extracted.outputs_struct), weight)
-            bodies = [stage.body for stage in self.stages.values()]
+            bodies = {i: stage.body for i, stage in self.stages.items()}
             weights = self._model.trainable_variables
             self._update = Update(self._model.optimizer, bodies, weights, self._ties)
             if self._news.is_source:

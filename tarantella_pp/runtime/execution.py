@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
@@ -34,6 +35,13 @@ class Step(Protocol):
     def forwards_done(self) -> None:
         """Learns that this rank has run all its forwards."""
 
+    def update(self, stage: int) -> bool:
+        """Updates the weights of a stage whose backward passes are done.
+
+        Called while this rank waits; returns whether there was anything that can be done before
+        the step ends.
+        """
+
     def factor(self, micro_batch: int) -> tf.Tensor:
         """The factor of a micro-batch's added losses in the loss of the whole batch."""
 
@@ -55,6 +63,8 @@ class Execution:
         self._activations: dict[Message, Sequence[tf.Tensor]] = {}
         self._gradients: dict[Message, Sequence[tf.Tensor]] = {}
         self._awaited: dict[tuple[Direction, Message], Transfer] = {}
+        self._left: Counter[str | int] = Counter()
+        self._step: Step
 
     def run(self, program: Sequence[Action], rows: Mapping[int, int], step: Step) -> None:
         """Runs one step.
@@ -68,16 +78,16 @@ class Execution:
         self._gradients.clear()
         self._awaited.clear()
         self._exchange.begin(program, rows)
-        forwards = sum(isinstance(a, Compute) and a.kind == "F" for a in program)
+        self._step, self._left = step, Counter(map(_goal, program))
         for action in program:
-            if not isinstance(action, Compute):
+            if isinstance(action, Compute):
+                self._compute(action, step)
+            else:
                 self._transfer(action)
-                continue
-            self._compute(action, step)
-            if action.kind == "F":
-                forwards -= 1
-                if not forwards:
-                    step.forwards_done()
+            goal = _goal(action)
+            self._left[goal] -= 1
+            if goal == "F" and not self._left[goal]:
+                step.forwards_done()
 
     def _transfer(self, action: Transfer) -> None:
         if action.operation == "S":
@@ -95,7 +105,16 @@ class Execution:
 
     def _work_ahead(self) -> bool:
         """Does some of what can be done while waiting; returns whether there was any."""
+        return self._multiply_ahead() or self._update_ahead()
+
+    def _multiply_ahead(self) -> bool:
         return any(stage.work_ahead() for stage in self._stages.values())
+
+    def _update_ahead(self) -> bool:
+        if self._left["S"]:  # others would wait for this rank
+            return False
+        done = (stage for stage in self._stages if not self._left[stage])
+        return any(map(self._step.update, done))
 
     def _keep_up(self, stage: Stage) -> bool:
         """Does what must not be left for later; returns whether there was any."""
@@ -168,6 +187,15 @@ class Execution:
             if link.gradients:
                 message = (link.target, link.source, key)
                 self._gradients[message] = _pick(gradients, link.gradients)
+
+
+def _goal(action: Action) -> str | int:
+    """What an action brings nearer: the end of all sends or forwards, or of a stage's backwards."""
+    if not isinstance(action, Compute):
+        return action.operation
+    if action.kind in ("W", "BW"):
+        return action.stage
+    return action.kind
 
 
 def _pick(values: Values, ports: Sequence[Port]) -> list[tf.Tensor]:

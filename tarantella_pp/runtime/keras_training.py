@@ -29,10 +29,13 @@ __all__ = [
     "second_loss",
     "standardize_inputs",
     "train_validation_split",
+    "updates_weights_alone",
 ]
 
 # Losses of Keras that reduce over the whole batch at once.
 _COUPLED = (keras.losses.dice, keras.losses.tversky, keras.losses.circle)
+# Optimizers of Keras that change more with each step than weights, slots and the number of steps.
+_STEPPING = ("LossScaleOptimizer", "MultiOptimizer", "Nadam")
 
 
 def added_losses(layer: Any) -> list[Any]:
@@ -110,6 +113,22 @@ def count_step(optimizer: Any) -> None:
         optimizer: A built optimizer.
     """
     optimizer._iterations.assign_add(1)
+
+
+def updates_weights_alone(optimizer: Any) -> bool:
+    """Whether a step for some weights, and one for the others, is the same as one for all.
+
+    The number of steps has to be set back in between.
+
+    Args:
+        optimizer: Any optimizer; nothing is known of those that are not Keras' own.
+    """
+    name = type(optimizer).__name__
+    known = getattr(keras.optimizers, name, None) is type(optimizer)
+    if not known or name in _STEPPING:
+        return False
+    options = ("global_clipnorm", "use_ema", "gradient_accumulation_steps")
+    return not any(getattr(optimizer, option) for option in options)
 
 
 def standardize_inputs(model: Any, x: Any) -> list[Any]:

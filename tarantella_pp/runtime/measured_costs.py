@@ -8,7 +8,7 @@ from dataclasses import replace
 from statistics import fmean, median
 
 from tarantella_pp.runtime.measured_step import MeasuredStep
-from tarantella_pp.runtime.recording import SUMS
+from tarantella_pp.runtime.recording import SUMS, UPDATE
 from tarantella_pp.runtime.schedule import (
     Action,
     Compute,
@@ -95,7 +95,7 @@ def simulated(steps: Sequence[MeasuredStep]) -> Timeline:
 
 
 def work_between(steps: Sequence[MeasuredStep]) -> dict[Action, float]:
-    """Returns how long ranks worked at sums of gradients before they went on.
+    """Returns how long ranks worked at sums of gradients and updates before they went on.
 
     Args:
         steps: Steps of one schedule and batch size.
@@ -109,7 +109,7 @@ def work_between(steps: Sequence[MeasuredStep]) -> dict[Action, float]:
         for own in step.spans:
             worked = 0.0
             for what, start, end in own:
-                if what == SUMS:
+                if what in (SUMS, UPDATE):
                     worked += end - start
                 elif worked and not isinstance(what, str):
                     total[what] += worked / len(typical)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from tarantella_pp.runtime.exchange import Exchange
 from tarantella_pp.runtime.execution import Execution, Step
-from tarantella_pp.runtime.recording import SUMS, Recorder, Span
+from tarantella_pp.runtime.recording import SUMS, UPDATE, Recorder, Span
 from tarantella_pp.runtime.schedule import Compute, Transfer
 
 if TYPE_CHECKING:
@@ -46,19 +46,22 @@ class RecordedExecution(Execution):
         self._recorder.spans.append(Span(action, self._waits_since, time.perf_counter()))
         return arrived
 
-    def _work_ahead(self) -> bool:
-        return self._noted(super()._work_ahead)
+    def _multiply_ahead(self) -> bool:
+        return self._noted(SUMS, super()._multiply_ahead)
+
+    def _update_ahead(self) -> bool:
+        return self._noted(UPDATE, super()._update_ahead)
 
     def _keep_up(self, stage: Stage) -> bool:
-        return self._noted(functools.partial(super()._keep_up, stage))
+        return self._noted(SUMS, functools.partial(super()._keep_up, stage))
 
-    def _noted(self, work: Callable[[], bool]) -> bool:
-        """Notes some work at sums of gradients, if there was any."""
+    def _noted(self, name: str, work: Callable[[], bool]) -> bool:
+        """Notes some work that is no action of the schedule, if there was any."""
         start = time.perf_counter()
         found = work()
         if found:
             self._waits_since = time.perf_counter()
-            self._recorder.spans.append(Span(SUMS, start, self._waits_since))
+            self._recorder.spans.append(Span(name, start, self._waits_since))
         return found
 
     def _perform(

@@ -40,6 +40,7 @@ class BatchStep:
         coupled: Whether the loss needs the outputs of the whole batch at once.
         penalty: What the weight regularizers of this rank add to the loss.
         report: Takes what this rank adds to the loss, once its forwards are done.
+        update: Updates the weights of a stage whose backward passes are done, if it can.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class BatchStep:
         coupled: bool = False,
         penalty: tf.Tensor | None = None,
         report: Callable[[tf.Tensor], None] | None = None,
+        update: Callable[[int], bool] | None = None,
     ) -> None:
         self.training = training
         self.results: list[Sequence[tf.Tensor]] = [()] * len(sizes)
@@ -66,6 +68,7 @@ class BatchStep:
         self._losses: list[tf.Tensor] = []
         self._added = tf.zeros((), self._dtype) if penalty is None else penalty
         self._report = report
+        self._update = update
         self._targets: list[tuple[Any, Any]] | None = None
         self._gradients: list[Mapping[Port, tf.Tensor]] | None = None
 
@@ -85,6 +88,10 @@ class BatchStep:
         """Reports what this rank adds to the loss, while it goes on with the backward passes."""
         if self._report is not None:
             self._report(self._added)
+
+    def update(self, stage: int) -> bool:
+        """Updates the weights of a stage whose backward passes are done, while this rank waits."""
+        return self._update is not None and self._update(stage)
 
     def factor(self, micro_batch: int) -> tf.Tensor:
         """The share of a micro-batch in the batch."""

@@ -76,6 +76,7 @@ class TiedWeights:
             for rank in others if communicator.rank == first else ():
                 self._borrowers.setdefault(rank, []).append(tied.variable)
         self._borrowed = {id(v) for variables in self._lenders.values() for v in variables}
+        self._tied = {id(tied.variable) for tied in weights}
 
     @property
     def exist(self) -> bool:
@@ -85,6 +86,10 @@ class TiedWeights:
     def is_borrowed(self, variable: Any) -> bool:
         """Returns whether another rank trains a variable of this one."""
         return id(variable) in self._borrowed
+
+    def is_tied(self, variable: Any) -> bool:
+        """Returns whether several ranks have a variable."""
+        return id(variable) in self._tied
 
     def hand_over(self, gradient_of: Callable[[Any], Gradient]) -> None:
         """Sends the gradients of weights that other ranks train.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import keras
@@ -10,15 +11,21 @@ import tensorflow as tf
 
 from tarantella_pp.runtime.body import StageBody
 from tarantella_pp.runtime.gradient_sums import Collected
-from tarantella_pp.runtime.keras_training import count_step
+from tarantella_pp.runtime.keras_training import count_step, updates_weights_alone
 from tarantella_pp.runtime.tied_weights import Gradient, TiedWeights, total
 
 OfStage: TypeAlias = dict[int, Collected]
-Gathered: TypeAlias = tuple[list[OfStage], list[list[Gradient]]]
+Collections: TypeAlias = dict[int, OfStage]
+Gathered: TypeAlias = tuple[Collections, list[list[Gradient]]]
 
 
 class Update:
     """Applies the optimizer to the weights of one rank's stages.
+
+    It does so stage by stage, so that a rank with several can update those that have run all their
+    backward passes while it waits for others. The first stage is last, together with weights that
+    several stages use, and with all weights if the optimizer does not treat each by itself. Which
+    weights are updated together does not depend on when that is.
 
     Args:
         optimizer: The rank's optimizer; it is built for the rank's own weights.
@@ -30,22 +37,38 @@ class Update:
     def __init__(
         self,
         optimizer: Any,
-        bodies: Sequence[StageBody],
-        order: Sequence[Any],
+        bodies: Mapping[int, StageBody],
+        order: list[Any],
         ties: TiedWeights,
     ) -> None:
         self._places: dict[int, list[tuple[int, int]]] = {}
-        for stage, body in enumerate(bodies):
+        for stage, body in bodies.items():
             for i, weight in enumerate(body.sums.weights):
                 self._places.setdefault(id(weight), []).append((stage, i))
-        self._own = [w for w in order if id(w) in self._places and not ties.is_borrowed(w)]
-        self._sums = [body.sums for body in bodies]
+        own = [w for w in order if id(w) in self._places and not ties.is_borrowed(w)]
+        self._sums = {stage: body.sums for stage, body in bodies.items()}
         self._ties = ties
         self._optimizer = optimizer
-        if not optimizer.built and self._own:
-            optimizer.build(self._own)
-        self._step = tf.function(self._apply, autograph=False, reduce_retracing=True)
+        if not optimizer.built and own:
+            optimizer.build(own)
+        self._last = min(bodies)
+        self._groups: dict[int, list[Any]] = {stage: [] for stage in bodies}
+        for weight in own:
+            self._groups[self._stage_of(weight)].append(weight)
+        self._steps = {
+            stage: tf.function(
+                functools.partial(self._apply, stage), autograph=False, reduce_retracing=True
+            )
+            for stage in bodies
+        }
+        self._ahead: Collections = {}
         self._penalty = tf.function(self._regularization, autograph=False)
+
+    def _stage_of(self, weight: Any) -> int:
+        """The stage with which a weight is updated."""
+        (stage, _), *others = self._places[id(weight)]
+        alone = not others and not self._ties.is_tied(weight)
+        return stage if alone and updates_weights_alone(self._optimizer) else self._last
 
     def penalty(self) -> tf.Tensor:
         """The sum of the weight regularizers, once per batch; in Keras' default float type."""
@@ -54,47 +77,85 @@ class Update:
     @property
     def multiplies(self) -> bool:
         """Whether there are sums to finish; known after the first backward pass."""
-        return any(sums.multiplies for sums in self._sums)
+        return any(sums.multiplies for sums in self._sums.values())
 
     def finish_sums(self) -> None:
         """Does what is left of summing up gradients, as far as it is no part of `apply`."""
-        for sums in self._sums:
+        for sums in self._sums.values():
             sums.finish()
+
+    def ahead(self, stage: int) -> bool:
+        """Updates the weights of a stage before the step ends.
+
+        Args:
+            stage: A stage that has run all its backward passes.
+
+        Returns:
+            Whether there was anything to do that need not wait for other stages.
+        """
+        if stage == self._last or stage in self._ahead or not self._groups[stage]:
+            return False
+        self._ahead[stage] = self._apply_stage(stage, self._sums[stage].take_collected())
+        return True
 
     def gather(self) -> Gathered:
         """Brings together the gradients that have been summed up, those of other ranks, too."""
-        collected = [sums.take_collected() for sums in self._sums]
+        collected = {
+            stage: self._ahead[stage] if stage in self._ahead else sums.take_collected()
+            for stage, sums in self._sums.items()
+        }
         self._ties.hand_over(lambda weight: self._summed(weight, collected))
         arrived = self._ties.collect()
-        return collected, [arrived.get(id(weight), []) for weight in self._own]
+        return collected, [arrived.get(id(weight), []) for weight in self._groups[self._last]]
 
     def apply(self, gradients: Gathered) -> None:
-        """Updates the weights, and begins new sums.
+        """Updates the weights that have not been, and begins new sums.
 
         Args:
             gradients: What `gather` returned.
         """
-        self._step(*gradients)
+        collected, arrived = gradients
+        for stage, weights in self._groups.items():
+            if weights and stage != self._last and stage not in self._ahead:
+                collected[stage] = self._apply_stage(stage, collected[stage])
+        self._steps[self._last](collected, arrived)
+        self._ahead.clear()
         self._ties.publish()
-        for sums in self._sums:
+        for sums in self._sums.values():
             sums.reset()
+
+    def clear(self) -> None:
+        """Forgets which stages have been updated ahead, of a step that does not end."""
+        self._ahead.clear()
+
+    def _apply_stage(self, stage: int, collected: OfStage) -> OfStage:
+        """Updates the weights of one stage; returns what was collected of others that it has."""
+        weights = self._groups[stage]
+        self._steps[stage]({stage: collected}, [[]] * len(weights))
+        done = set(map(id, weights))
+        every = self._sums[stage].weights
+        return {i: parts for i, parts in collected.items() if id(every[i]) not in done}
 
     def _regularization(self) -> tf.Tensor:
         dtype = keras.config.floatx()
-        terms = [tf.cast(w.regularizer(w), dtype) for w in self._own if w.regularizer]
+        own = [weight for weights in self._groups.values() for weight in weights]
+        terms = [tf.cast(w.regularizer(w), dtype) for w in own if w.regularizer]
         return tf.add_n([tf.zeros((), dtype), *terms])
 
-    def _apply(self, collected: list[OfStage], arrived: list[list[Gradient]]) -> None:
+    def _apply(self, stage: int, collected: Collections, arrived: list[list[Gradient]]) -> None:
+        weights = self._groups[stage]
         gradients = [
             self._gradient(weight, total([self._summed(weight, collected), *far]))
-            for weight, far in zip(self._own, arrived, strict=True)
+            for weight, far in zip(weights, arrived, strict=True)
         ]
-        if all(gradient is None for gradient in gradients):
-            count_step(self._optimizer)
+        if any(gradient is not None for gradient in gradients):
+            self._optimizer.apply(gradients, weights)
         else:
-            self._optimizer.apply(gradients, self._own)
+            count_step(self._optimizer)
+        if stage != self._last:  # all of them are one step
+            self._optimizer.iterations.assign_sub(1)
 
-    def _summed(self, weight: Any, collected: Sequence[OfStage]) -> Gradient:
+    def _summed(self, weight: Any, collected: Collections) -> Gradient:
         """The sum of a weight's gradients over micro-batches and over this rank's stages."""
         places = self._places[id(weight)]
         return total([self._sums[s].gradient(i, collected[s]) for s, i in places])

@@ -130,6 +130,41 @@ def test_gradients_of_wide_layers_that_do_not_all_fit_give_the_numbers_of_keras(
     assert distance(plain, pipeline) < ROUNDING
 
 
+@pytest.fixture
+def updated_ahead(monkeypatch):
+    """Lets a rank believe that it waits before each computation; counts the updates it does."""
+    ahead = []
+    compute = Execution._compute
+
+    def waiting(self, action, step):
+        while self._update_ahead():
+            ahead.append(action)
+        compute(self, action, step)
+
+    monkeypatch.setattr(Execution, "_compute", waiting)
+    return ahead
+
+
+@pytest.mark.parametrize(
+    "name", quick(("mlp", "embedding_adamw", "tied_head", "accumulation", "frozen"), "mlp")
+)
+def test_stages_updated_while_their_rank_waits_get_the_numbers_of_keras(name, updated_ahead):
+    model = make(CASES[name], num_stages=3, num_micro_batches=2, schedule="gpipe")
+    assert distance(serial(name), finish(model, CASES[name])) < ROUNDING
+    assert bool(updated_ahead) == (name != "accumulation")
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", pytest.param("Nadam", marks=pytest.mark.slow)])
+def test_a_step_that_is_taken_stage_by_stage_counts_once(optimizer, updated_ahead):
+    case = Case(mlp, X, Y, regression(optimizer=getattr(keras.optimizers, optimizer)))
+    plain, pipeline = make(case), make(case, num_stages=3, num_micro_batches=2)
+    for model in (plain, pipeline):
+        model.fit(X, Y, batch_size=8, epochs=2, shuffle=False, verbose=0)
+    assert distance(plain.get_weights(), pipeline.get_weights()) < ROUNDING
+    assert int(plain.optimizer.iterations) == int(pipeline.optimizer.iterations)
+    assert bool(updated_ahead) == (optimizer == "SGD")
+
+
 class WrongShare(BatchStep):
     """Takes all micro-batches to be of the same size."""
 

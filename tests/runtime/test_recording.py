@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from benchmarks.stubs import Seconds, SleepingStage, StubPipeline
+from benchmarks.stubs import Seconds, SleepingStage, StubPipeline, StubStep
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.runtime import clock
 from tarantella_pp.runtime.communicator import Communicator, world
@@ -143,6 +143,41 @@ def test_a_wait_is_used_for_other_work_and_the_rest_of_it_recorded():
     edges = [moment for _, start, end in spans for moment in (start, end)]
     assert edges == sorted(edges)
     assert is_busy("gradient sums")
+
+
+def update_in_waits():
+    """Runs on every rank: steps with stages whose weights can be updated before the end.
+
+    One in which the second rank is slow, so that the first waits, and one the other way round.
+    """
+    recorder, ranks = Recorder(2), world()
+    for slow in (1, 0):
+        left = {0, 1, 2, 3}
+
+        def update(self, stage, left=left):
+            found = stage in left
+            left.discard(stage)
+            return found
+
+        StubStep.update = update
+        seconds = Seconds(*[0.04 if ranks.rank == slow else 0.01] * 2)
+        pipeline = StubPipeline("interleaved", 4, 4, seconds, ranks, recorder=recorder)
+        pipeline.step()
+    return [[str(span.what) for span in step.spans] for step in recorder.steps]
+
+
+@needs_mpi
+@pytest.mark.mpi
+def test_stages_that_are_done_are_updated_while_no_other_rank_waits():
+    first, second = mpi_run(2, update_in_waits, timeout=60).check().results
+    place = first[0].index("update")
+    assert "2BW3" in first[0][:place]
+    assert not any(">" in what and "S" in what for what in first[0][place:])
+    assert first[0].count("update") == 1
+    assert first[0][-1] == "0BW3"
+    # The second rank waits, too, and is done with stage 3 long before its last computation. But it
+    # sends gradients till then.
+    assert "update" not in {*first[1], *second[0], *second[1]}
 
 
 def run_steps(recorder, count):

@@ -121,6 +121,48 @@ def test_optimizers_count_their_steps(model):
     assert int(model.optimizer.iterations) == 1, ADVICE + "Optimizer._iterations"
 
 
+def optimizers_of_keras():
+    for name, kind in inspect.getmembers(keras.optimizers, inspect.isclass):
+        if issubclass(kind, keras.optimizers.Optimizer) and name not in (
+            "Optimizer",
+            "LossScaleOptimizer",  # refused
+            "MultiOptimizer",  # made of others
+        ):
+            yield name
+
+
+def three_steps(optimizer, groups):
+    """Trains two weights, group by group as the stages of a rank are."""
+    values = np.arange(12.0).reshape(3, 4) / 9, np.ones((4, 2))
+    weights = [keras.Variable(value, dtype="float32") for value in values]
+    optimizer.build(weights)
+    for step in range(3):
+        gradients = [keras.ops.cos(weight + step) for weight in weights]
+        for group in groups:
+            optimizer.apply([gradients[i] for i in group], [weights[i] for i in group])
+            if group is not groups[-1]:
+                optimizer.iterations.assign_sub(1)
+    return [weight.numpy() for weight in weights]
+
+
+@pytest.mark.parametrize("name", list(optimizers_of_keras()))
+def test_optimizers_that_do_not_treat_weights_one_by_one_are_known(name):
+    kind = getattr(keras.optimizers, name)
+    whole, parts = three_steps(kind(), [[0, 1]]), three_steps(kind(), [[0], [1]])
+    same = all(np.array_equal(a, b) for a, b in zip(whole, parts, strict=True))
+    assert keras_training.updates_weights_alone(kind()) == same, ADVICE + "_STEPPING"
+
+
+def test_optimizers_of_which_nothing_is_known_treat_all_weights_at_once():
+    class Own(keras.optimizers.SGD):
+        pass
+
+    several = {"global_clipnorm": 1.0, "use_ema": True, "gradient_accumulation_steps": 2}
+    options = [keras.optimizers.SGD(**{name: value}) for name, value in several.items()]
+    assert not any(map(keras_training.updates_weights_alone, [Own(), *options]))
+    assert keras_training.updates_weights_alone(keras.optimizers.SGD(clipnorm=1.0))
+
+
 def test_inputs_are_standardized(model):
     assert hasattr(model, "_standardize_inputs"), ADVICE + "Functional._standardize_inputs"
     (flat,) = keras_training.standardize_inputs(model, np.ones((2, 3), "float64"))

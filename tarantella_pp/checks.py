@@ -167,24 +167,26 @@ def warn_of_batch_statistics(calls: Iterable[Any], num_micro_batches: int) -> No
         )
 
 
-def check_compilation(optimizer: Any, options: dict[str, Any], num_ranks: int) -> None:
+def check_compilation(given: Mapping[str, Any], policy: str, num_ranks: int) -> None:
     """Refuses what of `compile()` would silently be ignored or be wrong on several ranks.
 
     Args:
-        optimizer: The compiled optimizer.
-        options: The values of `run_eagerly` and `jit_compile` that the user passed.
+        given: The arguments of `keras.Model.compile`, defaults included.
+        policy: Name of the model's dtype policy.
         num_ranks: Number of MPI ranks.
 
     Raises:
         ConfigurationError: Names the option and what to do.
     """
     for name in ("run_eagerly", "jit_compile"):
-        if options.get(name) is True:
+        if given[name] is True:
             raise ConfigurationError(
                 f"A pipeline compiles each stage by itself. Received: {name}=True. Leave it out; "
                 "to debug layers, train the Keras model itself."
             )
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+    optimizer = keras.optimizers.get(given["optimizer"])
+    scales = given["auto_scale_loss"] and policy == "mixed_float16"
+    if scales or isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         raise ConfigurationError(
             "Loss scaling (LossScaleOptimizer, used with mixed_float16) is not supported in a "
             "pipeline. Use the dtype policy 'mixed_bfloat16', which needs none."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -163,7 +164,8 @@ class PipelineModel(CollectiveModel):
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Configures training; takes what `keras.Model.compile` takes.
 
-        As in plain Keras it is what makes a change of `trainable` take effect.
+        As in plain Keras it is what makes a change of `trainable` take effect. What is refused
+        changes nothing.
 
         Args:
             *args: As of `keras.Model.compile`.
@@ -174,8 +176,11 @@ class PipelineModel(CollectiveModel):
             UnsupportedModelError: If all weights have been frozen.
         """
         checks.check_trainable(self)
+        given = inspect.signature(keras.Model.compile).bind(self, *args, **kwargs)
+        given.apply_defaults()
+        ranks = self._pipeline.communicator.size
+        checks.check_compilation(given.arguments, self.dtype_policy.name, ranks)
         super().compile(*args, **kwargs)
-        checks.check_compilation(self.optimizer, kwargs, self._pipeline.communicator.size)
         self._pipeline = self._pipeline.up_to_date(self)
         self._pipeline.engine.forget_compilation()
 

@@ -141,19 +141,48 @@ def model():
     return PipelineModel(mlp(), num_stages=2, num_micro_batches=2)
 
 
+def scaled():
+    return keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
+
+
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("arguments", "message"),
     [
-        ({"run_eagerly": True}, "run_eagerly=True"),
-        ({"jit_compile": True}, "jit_compile=True"),
-        ({"optimizer": "scaled"}, "LossScaleOptimizer"),
+        (lambda: {"run_eagerly": True}, "run_eagerly=True"),
+        (lambda: ["sgd", "mse", None, None, None, True], "run_eagerly=True"),
+        (lambda: {"jit_compile": True}, "jit_compile=True"),
+        (lambda: {"optimizer": scaled()}, "LossScaleOptimizer"),
+        (lambda: [scaled(), "mae"], "LossScaleOptimizer"),
     ],
 )
-def test_compilation(model, options, message):
-    if "optimizer" in options:
-        options = {"optimizer": keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())}
+def test_a_compilation_that_is_refused_changes_nothing(model, arguments, message):
+    model.compile("sgd", "mse")
+    before = model.optimizer
+    given = arguments()
+    named = {"optimizer": "adam", "loss": "mae", **given} if isinstance(given, dict) else {}
     with pytest.raises(ConfigurationError, match=message):
-        model.compile(**{"optimizer": "sgd", "loss": "mse", **options})
+        model.compile(*([] if named else given), **named)
+    assert model.optimizer is before
+    assert model.loss == "mse"
+
+
+def test_loss_scaling_by_a_policy_is_refused():
+    policy = keras.config.dtype_policy()
+    plain = mlp()
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        model = PipelineModel(plain, num_stages=1)
+        with pytest.raises(ConfigurationError, match="mixed_bfloat16"):
+            model.compile("sgd", "mse")
+        assert not model.compiled
+        model.compile("sgd", "mse", auto_scale_loss=False)
+    finally:
+        keras.config.set_dtype_policy(policy)
+
+
+def test_arguments_that_keras_does_not_have(model):
+    with pytest.raises(TypeError, match="optimiser"):
+        model.compile(optimiser="sgd")
 
 
 @pytest.mark.parametrize("option", [{"global_clipnorm": 1.0}, {"use_ema": True}])

@@ -70,13 +70,14 @@ class CutPass:
 
         `None` where lists of tensors are kept, as loops make them.
         """
-        if any(tensor.dtype == tf.variant for tensor in self._cut.residuals):
-            return None
-        memory = {_storage(tensor).ref(): tensor for tensor in self._cut.residuals}
-        return sum(
-            int(tensor.dtype.size) * int(tf.TensorShape(_one_row(tensor.shape)).num_elements())
-            for tensor in memory.values()
-        )
+        return _bytes_of(self._cut.residuals)
+
+    @property
+    def waiting_bytes(self) -> int | None:
+        """Bytes kept for a micro-batch after its B until its W, as of `residual_bytes`."""
+        if not self._num_back:
+            return self.residual_bytes
+        return _bytes_of((*self._cut.late, *self._cut.between))
 
     def forward(
         self, key: int, inputs: Sequence[tf.Tensor]
@@ -214,6 +215,17 @@ def _flag(value: bool) -> tf.Tensor:
 
 def _pairs(tensors: Sequence[tf.Tensor]) -> list[Pair]:
     return list(zip(tensors[::2], tensors[1::2], strict=True))
+
+
+def _bytes_of(tensors: Sequence[tf.Tensor]) -> int | None:
+    """Bytes of tensors, each memory once; `None` if lists of tensors are among them."""
+    if any(tensor.dtype == tf.variant for tensor in tensors):
+        return None
+    memory = {_storage(tensor).ref(): tensor for tensor in tensors}
+    return sum(
+        int(tensor.dtype.size) * int(tf.TensorShape(_one_row(tensor.shape)).num_elements())
+        for tensor in memory.values()
+    )
 
 
 def _storage(tensor: tf.Tensor) -> tf.Tensor:

@@ -76,6 +76,11 @@ class Stage:
         """Bytes kept of a micro-batch of the shapes seen first; `None` for loops and on tapes."""
         return self._general.residual_bytes if isinstance(self._general, CutPass) else None
 
+    @property
+    def waiting_bytes(self) -> int | None:
+        """As `residual_bytes`, of a micro-batch that has run B and waits for W."""
+        return self._general.waiting_bytes if isinstance(self._general, CutPass) else None
+
     def forward(
         self, key: int, inputs: Sequence[tf.Tensor]
     ) -> tuple[list[tf.Tensor], tf.Tensor | None]:

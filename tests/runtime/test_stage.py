@@ -250,6 +250,17 @@ def test_a_stage_that_cannot_be_cut_runs_on_a_tape(monkeypatch, kind):
     assert {type(work) for work in stage._passes.values()} == {TapePass}
 
 
+def test_a_micro_batch_that_waits_for_its_weight_gradients_keeps_their_operands():
+    with in_precision("float64", "float64"):
+        stage, graph = stage_of(FLAT, lambda x: layers.Dense(3, "relu")(layers.Dense(5, "tanh")(x)))
+        inputs, _ = next(micro_batches(stage, graph))
+        stage.forward(0, inputs)
+    width, row = FLAT[-1], 8 * len(inputs[0])
+    assert stage.residual_bytes == (width + 5 + 3) * row  # inputs of both layers, outputs of both
+    # Inputs of both and gradients of what they made, and the gradients of both biases.
+    assert stage.waiting_bytes == (width + 5 + 5 + 3) * row + 8 * (5 + 3)
+
+
 @pytest.mark.parametrize("kind", ["bottleneck", "attention"])
 def test_recomputation_repeats_random_numbers_and_statistics(kind):
     with in_precision("float64", "float64"):

@@ -232,6 +232,15 @@ def test_other_work_is_found_again_and_simulated():
     assert slower > simulated(recorded("1f1b", costs)).step_seconds
 
 
+def test_other_work_is_that_of_the_median_step():
+    costs = Costs.uniform(3, 3.0, 2.0, 1.0, LinkCosts(0.0, 0.5))
+    work = {Transfer(1, 0, "R", "B", 0): 20.0}
+    with_work = recorded("1f1b", dataclasses.replace(costs, before=work))
+    steps = [*with_work, *recorded("1f1b", costs, steps=1)]
+    assert work_between(steps) == pytest.approx(work)
+    assert work_between([*steps, *recorded("1f1b", costs)]) == {}
+
+
 def test_messages_pair_each_send_with_its_wait():
     [step] = recorded("interleaved", steps=1)
     pairs = list(step.messages())

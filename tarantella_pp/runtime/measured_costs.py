@@ -101,20 +101,20 @@ def work_between(steps: Sequence[MeasuredStep]) -> dict[Action, float]:
         steps: Steps of one schedule and batch size.
 
     Returns:
-        Mean seconds in typical steps before each action, as `Costs.before`.
+        Seconds before each action, as `Costs.before`, in the step of median length: a mean would be
+        of steps in which a rank finds the time in one wait, in another, or in none.
     """
-    typical = _typical(steps)
-    total: defaultdict[Action, float] = defaultdict(float)
-    for step in typical:
-        for own in step.spans:
-            worked = 0.0
-            for what, start, end in own:
-                if what in (SUMS, UPDATE):
-                    worked += end - start
-                elif worked and not isinstance(what, str):
-                    total[what] += worked / len(typical)
-                    worked = 0.0
-    return dict(total)
+    ordered = sorted(steps, key=lambda step: step.timeline.step_seconds)
+    found: dict[Action, float] = {}
+    for own in ordered[len(ordered) // 2].spans:
+        worked = 0.0
+        for what, start, end in own:
+            if what in (SUMS, UPDATE):
+                worked += end - start
+            elif worked and not isinstance(what, str):
+                found[what] = worked
+                worked = 0.0
+    return found
 
 
 def _typical(steps: Sequence[MeasuredStep]) -> list[MeasuredStep]:

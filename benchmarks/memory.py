@@ -1,11 +1,12 @@
-"""Memory of each rank as planned, against what it really is: seven models on 2 to 4 stages.
+"""Memory of each rank as planned, against what it really is: eight models on 2 to 4 stages.
 
     python benchmarks/memory.py
     python benchmarks/memory.py --models mlp cnn --stages 2 --recompute all
 
-Each line is of three launches: as many ranks as stages, one thread each, 1F1B, four micro-batches,
-Adam, five training steps after a first one that compiles. It is the launch with the median peak of
-that rank; TensorFlow runs operations that could run in any order in another one in each process.
+Each line is of three launches: as many ranks as stages, one thread each, 1F1B, four micro-batches
+(of "small" sixteen small ones, whose weight gradients are multiplied in chunks), Adam, five
+training steps after a first one that compiles. It is the launch with the median peak of that rank;
+TensorFlow runs operations that could run in any order in another one in each process.
 What is measured, on each rank:
 
 * kept: bytes of the variables that are really there (weights of the rank's stage, sums of their
@@ -33,7 +34,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 
@@ -48,7 +49,6 @@ from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 from tarantella_pp.runtime.memory import MemoryPool
 
-MICRO_BATCHES = 4
 STEP = "training step"
 
 
@@ -107,16 +107,24 @@ def resnet() -> keras.Model:
     return keras.Model(inputs, layers.Dense(10)(layers.GlobalAveragePooling2D()(x)))
 
 
-BUILDERS: dict[str, tuple[Callable[[], keras.Model], int]] = {
-    "mlp": (functools.partial(mlp, 1536, 12), 512),
-    "cnn": (cnn, 48),
-    "transformer": (transformer, 8),
-    "unet": (small_unet, 12),
-    "language": (language, 48),
-    "resnet": (resnet, 16),
-    "tied": (tied, 16),
+class Subject(NamedTuple):
+    """What is trained: a model, the samples of a micro-batch, and micro-batches of a step."""
+
+    build: Callable[[], keras.Model]
+    rows: int
+    micro_batches: int = 4
+
+
+SUBJECTS = {
+    "mlp": Subject(functools.partial(mlp, 1536, 12), 512),
+    "small": Subject(functools.partial(mlp, 1536, 12), 64, 16),
+    "cnn": Subject(cnn, 48),
+    "transformer": Subject(transformer, 8),
+    "unet": Subject(small_unet, 12),
+    "language": Subject(language, 48),
+    "resnet": Subject(resnet, 16),
+    "tied": Subject(tied, 16),
 }
-"""Each model, and the samples of a micro-batch."""
 
 
 def status(field: str) -> int:
@@ -136,17 +144,17 @@ def train(name: str, stages: int, recompute: str, steps: int = 5) -> dict[str, A
     import tarantella_pp as tnt
     from tarantella_pp.runtime.schedule import in_flight_bounds
 
-    build, rows = BUILDERS[name]
+    build, rows, micro_batches = SUBJECTS[name]
     keras.utils.set_random_seed(0)
     before = status("VmRSS")
-    model, batch = build(), rows * MICRO_BATCHES
+    model, batch = build(), rows * micro_batches
     shape, integers = model.input_shape[1:], model.inputs[0].dtype.startswith("int")
     rng = np.random.default_rng(0)
     x = rng.integers(0, 100, (batch, *shape)) if integers else rng.random((batch, *shape))
     x = x.astype("int32" if integers else "float32")
     y = rng.integers(0, 10, (batch, *model.output_shape[1:-1]))
     piped = tnt.PipelineModel(
-        model, stages, MICRO_BATCHES, batch_size=batch, schedule="1f1b", recompute=recompute
+        model, stages, micro_batches, batch_size=batch, schedule="1f1b", recompute=recompute
     )
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     piped.compile("adam", loss)
@@ -162,7 +170,7 @@ def train(name: str, stages: int, recompute: str, steps: int = 5) -> dict[str, A
     dense = nbytes(weight for weight, total in sums if total is not None)
     slots = nbytes(v for v in piped.optimizer.variables if len(v.shape))
     plan, residual = piped.plan.stages[rank], own.residual_bytes
-    held = in_flight_bounds("1f1b", stages, MICRO_BATCHES)[rank]
+    held = in_flight_bounds("1f1b", stages, micro_batches)[rank]
     kept = None
     if residual is not None:
         again = plan.recomputed_bytes
@@ -277,7 +285,7 @@ HEADS = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", nargs="+", default=list(BUILDERS), choices=BUILDERS)
+    parser.add_argument("--models", nargs="+", default=list(SUBJECTS), choices=SUBJECTS)
     parser.add_argument("--stages", nargs="+", type=int, default=[2, 3, 4])
     parser.add_argument("--recompute", default="none")
     parser.add_argument("--launches", type=int, default=3)

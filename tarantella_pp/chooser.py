@@ -15,6 +15,7 @@ from tarantella_pp.partition.certificate import Solution
 from tarantella_pp.partition.options import SCHEDULES, PlanOptions
 from tarantella_pp.partition.plan import Plan
 from tarantella_pp.partition.planner import Planner
+from tarantella_pp.partition.working import factor_bytes
 from tarantella_pp.runtime.schedule import BEFORE_SEARCH, SEARCHED, Recipe
 from tarantella_pp.simulation import Machine, PlanSimulation
 
@@ -95,9 +96,21 @@ class Chooser:
             ConfigurationError: An option cannot work.
             PlanError: No plan has an operation for each stage.
         """
-        most = max(self._counts(limited=True))  # smaller micro-batches need less
+        counts = sorted(self._counts(limited=True), reverse=True)
+        options, graph = self.options(num_micro_batches=counts[0]), self.planner.graph
+        if not any(factor_bytes(graph, graph.nodes, options.rows, counts[0])):
+            counts = counts[:1]  # smaller micro-batches need less of all else
+        found: list[Plan] = []
+        for count in counts:
+            found += self._least_of(count)
+            if found[0].certificate.seconds > QUICK:
+                break
+        return min(found, key=largest_stage)
+
+    def _least_of(self, count: int) -> list[Plan]:
+        """Makes plans with little memory, for a number of micro-batches."""
         free = {
-            "balance": "memory", "memory_limit": None, "num_micro_batches": most, "ranks": (),
+            "balance": "memory", "memory_limit": None, "num_micro_batches": count, "ranks": (),
         }  # fmt: skip
         options = self.options(**free)
         found = [self._written(self.planner.solve(options), options)]
@@ -105,7 +118,7 @@ class Chooser:
             if len(found) > 1 and found[0].certificate.seconds > QUICK:
                 break
             found += self._try(**free, recompute=stages)
-        return min(found, key=largest_stage)
+        return found
 
     def _written(self, solution: Solution, options: PlanOptions) -> Plan:
         """Writes down a plan, with what only the schedule itself can say."""

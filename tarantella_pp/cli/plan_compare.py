@@ -92,7 +92,8 @@ def _of_model(arguments: argparse.Namespace) -> tuple[str, list[Comparison]]:
             num_stages=arguments.num_stages, balance=balance, num_replicas=1,
             memory_limit=None, in_flight=None, **given,
         )  # fmt: skip
-        costs = Costs(graph, slot_bytes(optimizer, graph.weights), options.rows)
+        slots, count = slot_bytes(optimizer, graph.weights), options.num_micro_batches
+        costs = Costs(graph, slots, options.rows, micro_batches=count)
 
         def value(assignment: Sequence[int], costs: Any = costs, options: Any = options) -> float:
             stages = costs.stages(assignment, options.in_flight)

@@ -12,6 +12,7 @@ from tarantella_pp.partition.plan_parts import CutEdge, StagePlan, Tie
 from tarantella_pp.partition.sizes import sample_shape
 from tarantella_pp.partition.working import (
     backward_bytes,
+    factor_bytes,
     message_bytes,
     tie_bytes,
     update_bytes,
@@ -34,12 +35,14 @@ class Costs:
         rows: Samples of one micro-batch.
         seconds: Seconds of each node's forward and backward pass for one micro-batch; `None`
             where nothing was measured.
+        micro_batches: Micro-batches of a step.
     """
 
     graph: LayerGraph
     slots: Sequence[int]
     rows: int
     seconds: Sequence[tuple[float, float]] | None = None
+    micro_batches: int = 1
 
     def state_bytes(self, weight: int) -> int:
         """Returns the bytes of a variable, its gradient and its optimizer slots.
@@ -164,6 +167,8 @@ class Costs:
         backward = returned + backward_bytes(self.graph, nodes, self.rows)
         own = [weight for weight in weights if users[weight.id][0] == stage]
         update = update_bytes(self.graph, own, self.slots) + tie_bytes(weights, users, stage)
+        update -= in_flight * kept + repeats * repeated  # which is gone by then
+        factors, product = factor_bytes(self.graph, nodes, self.rows, self.micro_batches)
         times = None if self.seconds is None else [self.seconds[i] for i in ids]
         return StagePlan(
             first=nodes[0].name,
@@ -180,7 +185,7 @@ class Costs:
             forward_seconds=None if times is None else sum(f for f, _ in times),
             backward_seconds=None if times is None else sum(b for _, b in times),
             recomputed_bytes=repeats * repeated,
-            working_bytes=max(backward, sent, update - in_flight * kept - repeats * repeated),
+            working_bytes=factors + max(backward, sent, update, product),
         )
 
     def _kept(self, nodes: Sequence[Node], *, again: bool) -> set[int]:

@@ -72,7 +72,7 @@ class Planner:
     def costs(self, options: PlanOptions) -> Costs:
         """Returns the costs of the nodes for micro-batches of these options."""
         seconds = None if self.profile is None else self.profile.seconds(options.rows)
-        return Costs(self.graph, self.slots, options.rows, seconds)
+        return Costs(self.graph, self.slots, options.rows, seconds, options.num_micro_batches)
 
     def plan(self, options: PlanOptions) -> Plan:
         """Makes the plan that is best for these options, or comes with a bound of the best.

@@ -6,8 +6,10 @@ import math
 from collections import Counter
 from collections.abc import Container, Iterable, Sequence
 
+from tarantella_pp.partition.chunking import Chunking
 from tarantella_pp.partition.graph import LayerGraph, Node, Weight
 from tarantella_pp.partition.plan_parts import CutEdge
+from tarantella_pp.partition.sizes import item_bytes
 
 AT_ONCE = 5
 """Variables whose update TensorFlow has begun and not ended at a time, at the most: it goes on
@@ -89,6 +91,38 @@ def update_bytes(graph: LayerGraph, weights: Iterable[Weight], slots: Sequence[i
     dense = sorted((weight.bytes for weight in trainable if weight.id not in sparse), reverse=True)
     slices = sum(slots[weight.id] for weight in trainable if weight.id in sparse)
     return min(sum(dense), AT_ONCE * max(dense, default=0)) + math.ceil(DENSE_COPIES * slices)
+
+
+def factor_bytes(
+    graph: LayerGraph, nodes: Iterable[Node], rows: int, micro_batches: int
+) -> tuple[int, int]:
+    """Counts what is collected of gradients of dense layers, where it is multiplied in chunks.
+
+    In one chunk it takes the place of the gradients.
+
+    Args:
+        graph: The layer graph.
+        nodes: The stage's nodes.
+        rows: Samples of a micro-batch.
+        micro_batches: Micro-batches of a step.
+
+    Returns:
+        Bytes of factors besides the sums, and what multiplying a chunk takes for a moment.
+    """
+    besides = most = 0
+    for node in nodes:
+        kernels = [w for w in map(graph.weights.__getitem__, node.weights) if len(w.shape) == 2]
+        if node.kind != "Dense" or len(kernels) != 1 or not kernels[0].trainable:
+            continue
+        given, made = graph.tensors[node.inputs[0]], graph.tensors[node.outputs[0]]
+        inputs, outputs = kernels[0].shape
+        samples = made.bytes_per_sample // item_bytes(made.dtype) // outputs
+        chunking = Chunking.of(micro_batches, rows * samples, inputs, outputs)
+        if chunking is not None and chunking.number > 1:
+            factors = rows * (given.bytes_per_sample + made.bytes_per_sample)
+            besides += chunking.beside_sum * factors
+            most = max(most, 2 * kernels[0].bytes + chunking.size * factors)
+    return besides, most
 
 
 def tie_bytes(weights: Iterable[Weight], users: Sequence[Sequence[int]], stage: int) -> int:

@@ -57,8 +57,8 @@ class GradientSums:
                 self._dense[i] = tf.Variable(zeros, trainable=False, name="gradient_sum")
             elif kind == "sparse":
                 self._sparse[i] = []
-            elif kind == "product":
-                self._products[i] = ProductSum(self._micro_batches, gradients[i])
+            elif kind == "product" and (chunking := gradients[i].chunking(self._micro_batches)):
+                self._products[i] = ProductSum(chunking)
 
     def collects(self, index: int, product: Product) -> bool:
         """Whether the gradients of a weight are collected by their factors.
@@ -68,7 +68,7 @@ class GradientSums:
             product: Its gradient of one micro-batch; looked at until `prepare` was called.
         """
         if self._kinds is None:
-            return ProductSum.pays(self._micro_batches, product)
+            return product.chunking(self._micro_batches) is not None
         return self._kinds[index] == "product"
 
     def begin(self) -> bool:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import tensorflow as tf
 
+from tarantella_pp.partition.chunking import Chunking
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Product:
@@ -41,18 +43,16 @@ class Product:
         lefts, rights = [p.left for p in products], [p.right for p in products]
         return cls(tf.concat(lefts, 0), tf.concat(rights, 0))
 
-    @property
-    def fitting(self) -> int:
-        """How often the factors fit into the memory of the gradient; 0 if that is not known."""
-        (rows, inputs), outputs = self.left.shape.as_list(), self.right.shape[1]
-        if not rows or None in (inputs, outputs):
-            return 0
-        return int(inputs * outputs // (rows * (inputs + outputs)))
+    def chunking(self, micro_batches: int) -> Chunking | None:
+        """Returns how such gradients are collected by their factors; `None` if they are not.
 
-    @property
-    def rows(self) -> int:
-        """Rows of the factors; needs static shapes."""
-        return int(self.left.shape[0])
+        Args:
+            micro_batches: Most micro-batches of a step.
+        """
+        (rows, inputs), outputs = self.left.shape.as_list(), self.right.shape[1]
+        if None in (rows, inputs, outputs):
+            return None
+        return Chunking.of(micro_batches, rows, inputs, outputs)
 
     def value(self) -> tf.Tensor:
         """Computes it."""

@@ -7,13 +7,8 @@ from typing import TypeAlias
 
 import tensorflow as tf
 
+from tarantella_pp.partition.chunking import Chunking
 from tarantella_pp.runtime.product import Product
-
-_MANY_ROWS = 512
-"""A product of so many rows takes several times as long as adding it to a sum."""
-
-_MANY_FACTORS = 8
-"""Where not all factors fit: two chunks of four are well worth it, two of two are not."""
 
 Parts: TypeAlias = dict[str, tf.Tensor]
 
@@ -29,29 +24,18 @@ class ProductSum:
     is, so that the sum is the same in each run.
 
     Args:
-        micro_batches: Most micro-batches of a step.
-        product: The gradient of one of them.
+        chunking: How many chunks there are, of how many micro-batches.
 
     Attributes:
         has_chunks: Whether there are several chunks, so that some are multiplied before the last.
     """
 
-    def __init__(self, micro_batches: int, product: Product) -> None:
-        fitting = product.fitting
-        self._fits = micro_batches <= fitting
-        if self._fits:
-            chunks = 2 if micro_batches * product.rows >= 2 * _MANY_ROWS else 1
-        else:  # one is multiplied while the next is collected
-            chunks = -(-micro_batches // (fitting // 2))
-        self.has_chunks = chunks > 1
-        self._chunk = -(-micro_batches // chunks)
+    def __init__(self, chunking: Chunking) -> None:
+        self.has_chunks = chunking.number > 1
+        self._chunk = chunking.size
+        self._fits = chunking.fits
         self._factors: list[Product] = []
         self._total: tf.Tensor | None = None
-
-    @staticmethod
-    def pays(micro_batches: int, product: Product) -> bool:
-        """Returns whether there are enough factors that fit to collect them."""
-        return 2 <= min(micro_batches, _MANY_FACTORS) <= product.fitting
 
     def add(self, product: Product) -> None:
         """Adds the gradient of a micro-batch."""

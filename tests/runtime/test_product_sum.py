@@ -9,7 +9,8 @@ import tensorflow as tf
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tarantella_pp.runtime import product_sum
+from tarantella_pp.partition import chunking
+from tarantella_pp.partition.chunking import Chunking
 from tarantella_pp.runtime.gradient_sums import GradientSums
 from tarantella_pp.runtime.product import Product
 from tarantella_pp.runtime.product_sum import ProductSum
@@ -44,17 +45,12 @@ def test_products_are_found_in_a_graph():
             product = Product.of(tf.gradients(y, weight, upstream)[0])
             assert (product.value().shape, product.left.shape[0]) == (weight.shape, 4)
         assert Product.of(tf.gradients(x[:, :8] + bias, bias, upstream)[0]) is None
-        # 24 numbers in a row, 128 in the gradient.
-        one = Product(x[:1], upstream[:1])
-        assert (one.fitting, one.rows) == (5, 1)
-        assert [ProductSum.pays(m, one) for m in (1, 2, 5, 6)] == [False, True, True, False]
-        three = Product(tf.zeros((2, 16)), tf.zeros((2, 12)))
-        assert three.fitting == 3
-        assert [ProductSum.pays(m, three) for m in (2, 3, 4, 99)] == [True, True, False, False]
+        assert Product(x[:1], upstream[:1]).chunking(5) == Chunking.of(5, 1, 16, 8)
+        assert Product(x[:1], upstream[:1]).chunking(6) is None
         return x
 
     def of_any_rows(x, upstream):
-        assert Product(x, upstream).fitting == 0
+        assert Product(x, upstream).chunking(2) is None
         return x
 
     for rows, function in ((4, trace), (None, of_any_rows)):
@@ -64,31 +60,27 @@ def test_products_are_found_in_a_graph():
 
 @given(
     count=st.integers(1, 9),
-    micro_batches=st.integers(2, 9),
-    many=st.sampled_from([1, 512]),
+    size=st.integers(1, 9),
     waits=st.lists(st.booleans(), min_size=9, max_size=9),
 )
-def test_the_sum_has_the_same_bits_whenever_it_is_worked_at(count, micro_batches, many, waits):
+def test_the_sum_has_the_same_bits_whenever_it_is_worked_at(count, size, waits):
     given_ones = products(count)
     found = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(product_sum, "_MANY_ROWS", many)
-        for used in (waits, [False] * 9):
-            total = ProductSum(micro_batches, given_ones[0])
-            for product, wait in zip(given_ones, used, strict=False):
-                total.add(product)
-                if wait and total.is_due:
-                    total.multiply()
-            found.append(ProductSum.value(total.take()).numpy())
-            assert total.take() == {}
+    for used in (waits, [False] * 9):
+        total = ProductSum(Chunking(-(-9 // size), size, fits=True))
+        for product, wait in zip(given_ones, used, strict=False):
+            total.add(product)
+            if wait and total.is_due:
+                total.multiply()
+        found.append(ProductSum.value(total.take()).numpy())
+        assert total.take() == {}
     np.testing.assert_array_equal(*found)
     np.testing.assert_allclose(found[0], plain_sum(given_ones), atol=1e-12)
 
 
-def test_a_sum_that_was_reset_begins_anew(monkeypatch):
-    monkeypatch.setattr(product_sum, "_MANY_ROWS", 1)
+def test_a_sum_that_was_reset_begins_anew():
     given_ones = products(5)
-    total = ProductSum(5, given_ones[0])
+    total = ProductSum(Chunking(2, 3, fits=True))
     for product in given_ones:
         total.add(product)
     total.multiply()
@@ -120,8 +112,7 @@ def test_no_more_factors_wait_than_fit(monkeypatch, micro_batches):
     shapes = [(17, 16), (18, 17), (30, 30)]
     sums = GradientSums([keras.Variable(np.zeros(shape)) for shape in shapes], micro_batches)
     columns = [products(micro_batches, 1, *shape) for shape in shapes]
-    fitting = [column[0].fitting for column in columns]
-    assert fitting == [8, 8, 15]
+    fitting = [8, 8, 15]
     work = []
     multiply = ProductSum.multiply
     monkeypatch.setattr(ProductSum, "multiply", lambda self: work.append(1) or multiply(self))
@@ -145,7 +136,7 @@ def test_no_more_factors_wait_than_fit(monkeypatch, micro_batches):
 @pytest.mark.parametrize(("many", "multiplied"), [(512, [0, 0, 0, 0, 0]), (2, [0, 0, 0, 1, 0])])
 def test_what_is_due_is_done_where_there_is_time(monkeypatch, many, multiplied):
     """With rows enough in half of the micro-batches, that half need not wait for the others."""
-    monkeypatch.setattr(product_sum, "_MANY_ROWS", many)
+    monkeypatch.setattr(chunking, "_MANY_ROWS", many)
     sums = GradientSums([keras.Variable(np.zeros((INPUTS, OUTPUTS)))], micro_batches=5)
     given_ones = products(5)
     found = []

@@ -98,7 +98,8 @@ def factor_bytes(
 ) -> tuple[int, int]:
     """Counts what is collected of gradients of dense layers, where it is multiplied in chunks.
 
-    In one chunk it takes the place of the gradients.
+    In one chunk it takes the place of the gradients. A kernel of several nodes counts for each of
+    them, although its gradients are added up.
 
     Args:
         graph: The layer graph.
@@ -111,18 +112,25 @@ def factor_bytes(
     """
     besides = most = 0
     for node in nodes:
-        kernels = [w for w in map(graph.weights.__getitem__, node.weights) if len(w.shape) == 2]
-        if node.kind != "Dense" or len(kernels) != 1 or not kernels[0].trainable:
-            continue
-        given, made = graph.tensors[node.inputs[0]], graph.tensors[node.outputs[0]]
-        inputs, outputs = kernels[0].shape
-        samples = made.bytes_per_sample // item_bytes(made.dtype) // outputs
-        chunking = Chunking.of(micro_batches, rows * samples, inputs, outputs)
-        if chunking is not None and chunking.number > 1:
-            factors = rows * (given.bytes_per_sample + made.bytes_per_sample)
-            besides += chunking.beside_sum * factors
-            most = max(most, 2 * kernels[0].bytes + chunking.size * factors)
+        for kernel in _kernels(graph, node):
+            given, made = graph.tensors[node.inputs[0]], graph.tensors[node.outputs[0]]
+            inputs, outputs = kernel.shape
+            samples = made.bytes_per_sample // item_bytes(made.dtype) // outputs
+            chunking = Chunking.of(micro_batches, rows * samples, inputs, outputs)
+            if chunking is not None and chunking.number > 1:
+                factors = rows * (given.bytes_per_sample + made.bytes_per_sample)
+                besides += chunking.beside_sum * factors
+                most = max(most, 2 * kernel.bytes + chunking.size * factors)
     return besides, most
+
+
+def _kernels(graph: LayerGraph, node: Node) -> list[Weight]:
+    """The kernel of a dense layer that trains it in the type in which it computes."""
+    if node.kind != "Dense":
+        return []
+    made = graph.tensors[node.outputs[0]].dtype
+    weights = [graph.weights[i] for i in node.weights]
+    return [w for w in weights if len(w.shape) == 2 and w.trainable and w.dtype == made]
 
 
 def tie_bytes(weights: Iterable[Weight], users: Sequence[Sequence[int]], stage: int) -> int:

@@ -50,6 +50,15 @@ def test_chunks_hold_all_micro_batches_and_no_more_factors_than_fit(count, rows,
 
 
 @pytest.mark.keras
+def test_gradients_that_are_cast_are_not_collected():
+    inputs = keras.Input((WIDTH,))
+    for policy, counted in (("float32", True), ("mixed_bfloat16", False)):
+        dense = layers.Dense(WIDTH, dtype=policy)
+        graph = extract(keras.Model(inputs, dense(inputs))).graph
+        assert any(factor_bytes(graph, graph.nodes, 64, 16)) == counted
+
+
+@pytest.mark.keras
 def test_a_plan_counts_factors_besides_sums():
     inputs = keras.Input((WIDTH,))
     x = layers.Dense(WIDTH, activation="relu")(inputs)

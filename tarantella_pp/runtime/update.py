@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import keras
@@ -38,7 +38,7 @@ class Update:
         self,
         optimizer: Any,
         bodies: Mapping[int, StageBody],
-        order: list[Any],
+        order: Sequence[Any],
         ties: TiedWeights,
     ) -> None:
         self._places: dict[int, list[tuple[int, int]]] = {}
@@ -53,8 +53,9 @@ class Update:
             optimizer.build(own)
         self._last = min(bodies)
         self._groups: dict[int, list[Any]] = {stage: [] for stage in bodies}
+        apart = updates_weights_alone(optimizer)
         for weight in own:
-            self._groups[self._stage_of(weight)].append(weight)
+            self._groups[self._stage_of(weight) if apart else self._last].append(weight)
         self._steps = {
             stage: tf.function(
                 functools.partial(self._apply, stage), autograph=False, reduce_retracing=True
@@ -65,10 +66,9 @@ class Update:
         self._penalty = tf.function(self._regularization, autograph=False)
 
     def _stage_of(self, weight: Any) -> int:
-        """The stage with which a weight is updated."""
+        """The stage with which a weight is updated, if they need not all be updated at once."""
         (stage, _), *others = self._places[id(weight)]
-        alone = not others and not self._ties.is_tied(weight)
-        return stage if alone and updates_weights_alone(self._optimizer) else self._last
+        return self._last if others or self._ties.is_tied(weight) else stage
 
     def penalty(self) -> tf.Tensor:
         """The sum of the weight regularizers, once per batch; in Keras' default float type."""

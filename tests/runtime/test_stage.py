@@ -283,6 +283,8 @@ def test_recomputation_repeats_random_numbers_and_statistics(kind):
     ],
 )
 def test_other_precisions(kind, policy, limit):
+    # With some weights a unit of ReLU is so close to zero that rounding switches it on or off.
+    keras.utils.set_random_seed(0)
     with in_precision("float32", policy):
         stage, graph = stage_of(*KINDS[kind])
         check(stage, graph, limit)

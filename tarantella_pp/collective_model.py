@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 import numpy as np
 
+from tarantella_pp.collective import collective, digest
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.saving import save_plain
 
@@ -23,17 +24,31 @@ class CollectiveModel(keras.Model):
 
     _pipeline: Pipeline
 
+    @collective()
     def get_weights(self) -> list[np.ndarray[Any, Any]]:
         """Returns all weights, on every rank; all ranks must call it."""
         self._pipeline.state.gather()
         weights: list[np.ndarray[Any, Any]] = super().get_weights()
         return weights
 
+    @collective(weights=lambda given: digest(given["weights"]))
+    def set_weights(self, weights: Any) -> None:
+        """Sets all weights; all ranks must call it, with the same values.
+
+        Args:
+            weights: Arrays in the order of `get_weights`.
+
+        Raises:
+            ConfigurationError: If the values differ between ranks.
+        """
+        super().set_weights(weights)
+
     def get_config(self) -> dict[str, Any]:
         """Returns the configuration of the wrapped model."""
         config: dict[str, Any] = self._pipeline.extracted.model.get_config()
         return config
 
+    @collective("filepath", "overwrite", "include_optimizer")
     def save(
         self,
         filepath: str | Path,
@@ -75,6 +90,7 @@ class CollectiveModel(keras.Model):
 
         pipeline.on_one_rank("save", write)
 
+    @collective("filepath", "overwrite", "max_shard_size")
     def save_weights(
         self, filepath: str | Path, overwrite: bool = True, max_shard_size: float | None = None
     ) -> None:
@@ -101,6 +117,7 @@ class CollectiveModel(keras.Model):
 
         pipeline.on_one_rank("save_weights", write)
 
+    @collective("skip_mismatch")
     def load_weights(
         self, filepath: str | Path, skip_mismatch: bool = False, **kwargs: Any
     ) -> None:

@@ -136,27 +136,6 @@ class Pipeline:
         outputs = [self.engine.predict(batch) for batch in batches]
         return keras.tree.map_structure(lambda *parts: keras.ops.concatenate(parts), *outputs)
 
-    def agree(self, method: str, **facts: Any) -> None:
-        """Makes sure that all ranks make the same call.
-
-        Args:
-            method: The method.
-            **facts: What must be equal on all ranks.
-
-        Raises:
-            ConfigurationError: On all ranks, if they do not; says who differs.
-        """
-        mine = {"method": method, **facts}
-        calls = self.communicator.allgather_json(mine)
-        for rank, call in enumerate(calls):
-            for name in sorted({*call, *calls[0]}):
-                if call.get(name) != calls[0].get(name):
-                    raise ConfigurationError(
-                        "All ranks must make the same call of a PipelineModel. Received: "
-                        f"{name}={calls[0].get(name)!r} on rank 0, "
-                        f"{name}={call.get(name)!r} on rank {rank}."
-                    )
-
     def refuse_existing(self, path: Path, overwrite: bool) -> None:
         """Refuses, on all ranks, to replace a file that must not be replaced.
 

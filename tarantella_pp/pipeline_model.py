@@ -11,9 +11,10 @@ from typing import Any
 import keras
 
 from tarantella_pp import checks
-from tarantella_pp.callbacks.rank_rules import callbacks_of_rank
-from tarantella_pp.callbacks.timeline import timelines_in, with_trace
+from tarantella_pp.callbacks.rank_rules import callbacks_of_rank, kinds_of_all_ranks
+from tarantella_pp.callbacks.timeline import with_trace
 from tarantella_pp.choice import make_plan
+from tarantella_pp.collective import collective, compiled_facts
 from tarantella_pp.collective_model import CollectiveModel
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.feeding import shared_adapters
@@ -126,12 +127,14 @@ class PipelineModel(CollectiveModel):
                 recompute=recompute,
             )
 
-        agreed = agreed_plan(make, extracted.graph, communicator)
-        checks.check_ranks(agreed.num_stages, communicator.size)
-        super().__init__(extracted.inputs_struct, extracted.outputs_struct, name=model.name)
-        free = plan is None and schedule is None
-        self._pipeline = Pipeline(self, extracted, agreed, communicator, free, wire_dtype)
-        self._pipeline.state.start_alike()
+        facts = {**given, "plan": plan is not None, "wire_dtype": wire_dtype}
+        with communicator.call("PipelineModel", **facts):
+            agreed = agreed_plan(make, extracted.graph, communicator)
+            checks.check_ranks(agreed.num_stages, communicator.size)
+            super().__init__(extracted.inputs_struct, extracted.outputs_struct, name=model.name)
+            free = plan is None and schedule is None
+            self._pipeline = Pipeline(self, extracted, agreed, communicator, free, wire_dtype)
+            self._pipeline.state.start_alike()
         if self._pipeline.prints:
             checks.warn_of_batch_statistics(extracted.calls, agreed.num_micro_batches)
 
@@ -180,9 +183,11 @@ class PipelineModel(CollectiveModel):
         given.apply_defaults()
         ranks = self._pipeline.communicator.size
         checks.check_compilation(given.arguments, self.dtype_policy.name, ranks)
-        super().compile(*args, **kwargs)
-        self._pipeline = self._pipeline.up_to_date(self)
-        self._pipeline.engine.forget_compilation()
+        facts = compiled_facts(given.arguments)
+        with self._pipeline.communicator.call("compile", **facts):
+            super().compile(*args, **kwargs)
+            self._pipeline = self._pipeline.up_to_date(self)
+            self._pipeline.engine.forget_compilation()
 
     def make_train_function(self, force: bool = False) -> None:
         """Builds this rank's training step; called by Keras' own loops."""
@@ -206,6 +211,10 @@ class PipelineModel(CollectiveModel):
         """Returns the logs of the last step, which are the same on every rank."""
         return dict(self._pipeline.logs)
 
+    @collective(
+        "epochs", "initial_epoch", "steps_per_epoch", "validation_steps", "validation_freq",
+        callbacks=lambda given: kinds_of_all_ranks(given["callbacks"]),
+    )  # fmt: skip
     def fit(
         self,
         x: Any = None,
@@ -256,10 +265,6 @@ class PipelineModel(CollectiveModel):
         """
         pipeline = self._pipeline
         callbacks = with_trace(callbacks, self, os.environ)
-        pipeline.agree(
-            "fit", epochs=epochs, steps=steps_per_epoch, initial_epoch=initial_epoch,
-            timelines=timelines_in(callbacks),
-        )  # fmt: skip
         pipeline.engine.record(None)
 
         def open_data() -> list[Any]:
@@ -288,6 +293,7 @@ class PipelineModel(CollectiveModel):
             validation_freq=validation_freq,
         )
 
+    @collective("steps")
     def evaluate(
         self,
         x: Any = None,
@@ -318,7 +324,6 @@ class PipelineModel(CollectiveModel):
         """
         pipeline = self._pipeline
         if not kwargs:
-            pipeline.agree("evaluate", steps=steps)
             x = pipeline.open_data(x, y, sample_weight, batch_size, steps)
         return super().evaluate(
             x,
@@ -329,6 +334,7 @@ class PipelineModel(CollectiveModel):
             **kwargs,
         )
 
+    @collective("steps")
     def predict(
         self,
         x: Any,
@@ -350,10 +356,47 @@ class PipelineModel(CollectiveModel):
             The predictions, the same on every rank.
         """
         pipeline = self._pipeline
-        pipeline.agree("predict", steps=steps)
         return super().predict(
             pipeline.open_data(x, None, None, batch_size, steps),
             verbose=verbose if pipeline.prints else 0,
             steps=steps,
             callbacks=callbacks_of_rank(callbacks, pipeline.prints),
         )
+
+    @collective()
+    def train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """Trains on one batch, of which only rank 0 reads the data; all ranks must call it.
+
+        Args:
+            *args: As of `keras.Model.train_on_batch`.
+            **kwargs: As of `keras.Model.train_on_batch`.
+
+        Returns:
+            Loss and metrics, the same on every rank.
+        """
+        return super().train_on_batch(*args, **kwargs)
+
+    @collective()
+    def test_on_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluates one batch, of which only rank 0 reads the data; all ranks must call it.
+
+        Args:
+            *args: As of `keras.Model.test_on_batch`.
+            **kwargs: As of `keras.Model.test_on_batch`.
+
+        Returns:
+            Loss and metrics, the same on every rank.
+        """
+        return super().test_on_batch(*args, **kwargs)
+
+    @collective()
+    def predict_on_batch(self, x: Any) -> Any:
+        """Predicts one batch, of which only rank 0 reads the data; all ranks must call it.
+
+        Args:
+            x: The inputs.
+
+        Returns:
+            The predictions, the same on every rank.
+        """
+        return super().predict_on_batch(x)

@@ -41,5 +41,10 @@ def is_master_rank() -> bool:
 
 
 def barrier() -> None:
-    """Waits until every rank of the job has come here; returns at once if there is only one."""
-    world().barrier()
+    """Waits until every rank of the job has come here; returns at once if there is only one.
+
+    Raises:
+        ConfigurationError: On all ranks, if one makes another call instead, or ends.
+    """
+    with world().call("tnt.barrier"):
+        pass

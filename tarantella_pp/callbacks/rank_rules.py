@@ -6,6 +6,7 @@ from typing import Any
 
 import keras
 
+from tarantella_pp.callbacks.timeline import Timeline
 from tarantella_pp.errors import ConfigurationError
 
 # They write one file or send one report for the whole job.
@@ -15,11 +16,37 @@ _ONE_RANK = (
     keras.callbacks.RemoteMonitor,
     keras.callbacks.TensorBoard,
 )
+# They change or stop training, or save the model.
+_ALL_RANKS = (
+    Timeline,
+    keras.callbacks.EarlyStopping,
+    keras.callbacks.LearningRateScheduler,
+    keras.callbacks.ModelCheckpoint,
+    keras.callbacks.ReduceLROnPlateau,
+    keras.callbacks.SwapEMAWeights,
+    keras.callbacks.TensorBoard,
+    keras.callbacks.TerminateOnNaN,
+)
 _REFUSED = tuple(
     getattr(keras.callbacks, name)
     for name in ("BackupAndRestore", "OrbaxCheckpoint")
     if hasattr(keras.callbacks, name)
 )
+
+
+def kinds_of_all_ranks(callbacks: Any) -> list[str]:
+    """Names the callbacks that none may have alone, for all ranks must do as they do.
+
+    Args:
+        callbacks: A callback, a list of them, Keras' own container of them, or `None`.
+    """
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        callbacks = callbacks.callbacks
+    return sorted(
+        type(callback).__name__
+        for callback in keras.tree.flatten(callbacks)
+        if isinstance(callback, _ALL_RANKS)
+    )
 
 
 def callbacks_of_rank(callbacks: Any, prints: bool) -> Any:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from tarantella_pp.runtime.agreement import Agreement
 from tarantella_pp.runtime.delivery import Delivery
 from tarantella_pp.runtime.doorbell import Doorbell
 from tarantella_pp.runtime.memory import Bytes, MemoryPool, aligned_memory
@@ -37,6 +38,7 @@ class Channel:
         recorder: Where events are noted.
         bell: Rings for the ranks that messages go to.
         group: Number of the group, the same on all of its ranks.
+        agreement: Learns what is sent, and knows what will not be.
         make_waiter: Makes the waiter of this rank from what it calls between polls.
     """
 
@@ -48,6 +50,7 @@ class Channel:
         recorder: FlightRecorder,
         bell: Doorbell,
         group: int,
+        agreement: Agreement,
         make_waiter: Callable[[Callable[[], Outgoing]], Waiter],
     ) -> None:
         self.rank: int = comm.Get_rank()
@@ -60,10 +63,10 @@ class Channel:
         self._recorder = recorder
         self._bell = bell
         self._group = group
+        self._agreement = agreement
         self._pool = MemoryPool()
         self._outgoing: list[Delivery] = []
         self._expected: dict[int, Receipt] = {}
-        self._sent: Counter[tuple[int, int]] = Counter()
         self._posted: Counter[tuple[int, int]] = Counter()
 
     def peers(self, rank: int) -> tuple[int]:
@@ -74,6 +77,11 @@ class Channel:
         """Whether a message is known to be on its way."""
         return self._bell.is_announced(self._group, receipt.source, receipt.tag, receipt.number)
 
+    def check(self, receipt: Receipt) -> None:
+        """Refuses to wait for a message that will not come; see `Agreement.check_message`."""
+        source = self._world_ranks[receipt.source]
+        self._agreement.check_message(self.waiter, source, self._group, receipt.tag, receipt.number)
+
     def bytes_received(self) -> int:
         """Returns the size in bytes of the message that `status` is about."""
         return int(self.status.Get_count(self._byte))
@@ -82,8 +90,9 @@ class Channel:
         """Starts to send a message."""
         tensors = [as_array(array) for array in arrays]
         delivery = Delivery(label, dest, tag)
-        number = self._sent[dest, tag]
-        self._sent[dest, tag] += 1
+        key = self._group, self._world_ranks[dest], tag
+        number = self._agreement.sent[key]
+        self._agreement.sent[key] += 1
         if number == 0:
             self._send_piece(delivery, describe(tensors))
         for tensor in tensors:

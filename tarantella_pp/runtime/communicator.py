@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import sys
@@ -123,6 +124,30 @@ class Communicator:
     def allgather_json(self, value: _Json) -> list[_Json]:
         """Returns the list of the values that all ranks pass, on every rank."""
         return [value]
+
+    def call(self, method: str, **facts: Any) -> contextlib.AbstractContextManager[None]:
+        """Surrounds a call of the user's script that all ranks must make, and waits for them.
+
+        Args:
+            method: The method.
+            **facts: What must be the same on all ranks.
+
+        Raises:
+            ConfigurationError: On all ranks, if they do not make the same call.
+        """
+        return contextlib.nullcontext()
+
+    @property
+    def call_number(self) -> int:
+        """How many calls all ranks have made together; the same on all ranks."""
+        return 0
+
+    def breaks(self, error: BaseException) -> None:
+        """Notes that an error has ended a call in the middle of messages, so that none may follow.
+
+        Args:
+            error: The error.
+        """
 
     def split(self, color: int, key: int = 0) -> Communicator:
         """Returns the group of the ranks that pass the same `color`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -11,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tarantella_pp.errors import CommunicationError
+from tarantella_pp.runtime.agreement import Agreement
 from tarantella_pp.runtime.channel import Channel
 from tarantella_pp.runtime.communicator import Communicator
 from tarantella_pp.runtime.doorbell import Doorbell
@@ -33,17 +35,26 @@ class RankCommunicator(Communicator):
         comm: Communicator of mpi4py that nobody else uses.
         bell: The doorbell of this rank; not yet connected.
         limits: How long a wait may take.
+        agreement: The calls of this rank and those of the others.
         group: Number of the group for the doorbell, the same on all of its ranks.
     """
 
-    def __init__(self, mpi: Any, comm: Any, bell: Doorbell, limits: Limits, group: int = 0) -> None:
+    def __init__(
+        self,
+        mpi: Any,
+        comm: Any,
+        bell: Doorbell,
+        limits: Limits,
+        agreement: Agreement,
+        group: int = 0,
+    ) -> None:
         self.rank = comm.Get_rank()
         self.size = comm.Get_size()
         self.largest_tag = int(mpi.COMM_WORLD.Get_attr(mpi.TAG_UB))
         self.recorder = FlightRecorder()
         self._mpi = mpi
         self._comm = comm
-        self._exit = comm
+        self._agreement = agreement
         self._bell = bell
         self._group = group
         self._splits = 0
@@ -51,21 +62,21 @@ class RankCommunicator(Communicator):
         everyone = mpi.COMM_WORLD.Get_group()
         self._world_ranks = comm.Get_group().Translate_ranks(range(self.size), everyone)
         self._channel = Channel(
-            mpi, comm, self._world_ranks, self.recorder, bell, group, self._make_waiter
+            mpi, comm, self._world_ranks, self.recorder, bell, group, agreement, self._make_waiter
         )
 
     @classmethod
     def of_world(cls, mpi: Any) -> RankCommunicator:
         """Returns the group of all ranks of the job; all of them must call this."""
         limits = Limits.from_environment()
-        comm, request = mpi.COMM_WORLD.Idup()
         bell = Doorbell()
         waiter = Waiter(mpi.COMM_WORLD.Get_rank(), limits, tuple, bell, str)
-        waiter.until(request.Test, lambda: "all ranks to start")
-        ranks = cls(mpi, comm, bell, limits)
-        # A barrier of its own: a rank that leaves early must not complete that of the others.
-        ranks._exit, request = mpi.COMM_WORLD.Idup()
-        waiter.until(request.Test, lambda: "all ranks to start")
+        copies = []
+        for _ in range(2):
+            copy, request = mpi.COMM_WORLD.Idup()
+            waiter.until(request.Test, lambda: "all ranks to start")
+            copies.append(copy)
+        ranks = cls(mpi, copies[0], bell, limits, Agreement(mpi, copies[1], bell.ring))
         bell.connect(ranks.allgather_json(bell.address))
         return ranks
 
@@ -150,7 +161,20 @@ class RankCommunicator(Communicator):
         self._splits += 1
         group = zlib.crc32(repr((self._group, self._splits, color)).encode())
         comm = self._comm.Split(color, key)
-        return RankCommunicator(self._mpi, comm, self._bell, self._limits, group)
+        return RankCommunicator(self._mpi, comm, self._bell, self._limits, self._agreement, group)
+
+    def call(self, method: str, **facts: Any) -> contextlib.AbstractContextManager[None]:
+        """Surrounds a call that all ranks must make; see `Communicator.call`."""
+        return self._agreement.call(self._channel.waiter, method, facts)
+
+    @property
+    def call_number(self) -> int:
+        """How many calls all ranks have made together."""
+        return self._agreement.number
+
+    def breaks(self, error: BaseException) -> None:
+        """Notes that an error came in the middle of a call; see `Communicator.breaks`."""
+        self._agreement.breaks(error)
 
     def abort(self, code: int = 1) -> None:
         """Ends all ranks of the job at once, with an exit code other than 0."""
@@ -158,21 +182,26 @@ class RankCommunicator(Communicator):
 
     def meet_before_exit(self) -> None:
         """Waits, as long as it takes, until every rank has come to the end of its script."""
-        self._run("exit", self._exit.Ibarrier(), limited=False)
+        self._agreement.end(self._channel.waiter)
 
-    def _run(self, name: str, request: Any, *, limited: bool = True) -> None:
+    def _run(self, name: str, request: Any) -> None:
         """Waits for a collective."""
         self.recorder.add("entered", name)
+        self._agreement.entered[self._group] += 1
         for peer in self._world_ranks:
             self._bell.ring(peer)
-        peers = self._world_ranks if limited else ()
-        self._channel.waiter.until(
-            request.Test, lambda: f"the other ranks in {name}", peers, limited=limited
+        waiter, peers = self._channel.waiter, self._world_ranks
+        waiter.until(
+            request.Test,
+            lambda: f"the other ranks in {name}",
+            peers,
+            check=lambda: self._agreement.check_collective(waiter, peers, self._group),
         )
         self.recorder.add("left", name)
 
     def _make_waiter(self, between: Callable[[], Outgoing]) -> Waiter:
-        return Waiter(self.rank, self._limits, between, self._bell, self._report)
+        where = self._agreement.where
+        return Waiter(self.rank, self._limits, between, self._bell, self._report, where)
 
     def _report(self) -> str:
         lines = self._channel.outstanding() or ["nothing else"]

@@ -95,9 +95,14 @@ class Receipt:
         Raises:
             CommunicationError: The message is late, or not what was expected.
         """
-        peers = self._channel.peers(self.source)
         self._channel.waiter.until(
-            self.ready, self.__str__, peers, rings=True, coming=self.coming, meanwhile=meanwhile
+            self.ready,
+            self.__str__,
+            self._channel.peers(self.source),
+            rings=True,
+            coming=self.coming,
+            meanwhile=meanwhile,
+            check=lambda: self._channel.check(self),
         )
         return self._arrays
 

@@ -100,6 +100,7 @@ class Waiter:
             has not yet got rid of its receiver and its bytes.
         bell: Ends the sleep when a message comes.
         report: What else is under way, for the message of a wait that took too long.
+        where: In which call of the user's script this rank is, for messages.
     """
 
     def __init__(
@@ -109,12 +110,14 @@ class Waiter:
         between: Callable[[], Outgoing],
         bell: Doorbell,
         report: Callable[[], str],
+        where: Callable[[], str] = str,
     ) -> None:
         self._rank = rank
         self._limits = limits
         self._between = between
         self._bell = bell
         self._report = report
+        self._where = where
 
     def until(
         self,
@@ -126,6 +129,7 @@ class Waiter:
         coming: Callable[[], int] = int,
         limited: bool = True,
         meanwhile: Callable[[], bool] | None = None,
+        check: Callable[[], None] | None = None,
     ) -> None:
         """Returns as soon as `done()` is true.
 
@@ -138,6 +142,7 @@ class Waiter:
             limited: Whether the time limits hold.
             meanwhile: Does some work that can be done while waiting; returns whether there was
                 any. Not called in the first moments.
+            check: Raises if the wait cannot end; called now and then.
 
         Raises:
             CommunicationError: The wait took longer than the limit, or another rank has ended.
@@ -157,13 +162,20 @@ class Waiter:
                 return
         rings = rings and all(map(self._bell.reaches, peers))
         sleep = _Sleep(self._bell, peers, RUNG_FOR if rings else NOT_RUNG_FOR, coming)
-        self._sleep_until(done, what, peers, sleep, self._limits if limited else Limits(0.0, 0.0))
+        limits = self._limits if limited else Limits(0.0, 0.0)
+
+        def look() -> None:
+            if check is not None:
+                check()
+            guard.check(peers)
+
+        self._sleep_until(done, what, look, sleep, limits)
 
     def _sleep_until(
         self,
         done: Callable[[], bool],
         what: Callable[[], str],
-        peers: Sequence[int],
+        look: Callable[[], None],
         sleep: _Sleep,
         limits: Limits,
     ) -> None:
@@ -173,17 +185,20 @@ class Waiter:
             waited = time.perf_counter() - start
             if waited >= next_check:
                 next_check = waited + _CHECK_SECONDS
-                guard.check(peers)
+                look()
                 if 0 < warn <= waited:
                     warn = 0.0
-                    _LOG.warning("rank %d has waited %.0f s for %s", self._rank, waited, what())
+                    where = self._where()
+                    _LOG.warning(
+                        "rank %d has waited %.0f s%s for %s", self._rank, waited, where, what()
+                    )
                 if 0 < limits.timeout <= waited:
                     self._give_up(what(), waited)
             sleep.once(self._between())
 
     def _give_up(self, what: str, waited: float) -> None:
         raise CommunicationError(
-            f"Rank {self._rank} waited {waited:.1f} s for {what} and gives up "
+            f"Rank {self._rank} waited {waited:.1f} s{self._where()} for {what} and gives up "
             f"(TNT_TIMEOUT={self._limits.timeout:g}; 0 waits for ever).\n{self._report()}"
         )
 

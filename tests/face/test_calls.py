@@ -1,0 +1,120 @@
+"""Methods that take all ranks, called by some of them only, or not alike."""
+
+from __future__ import annotations
+
+import re
+
+import keras
+import pytest
+
+import tarantella_pp as tnt
+from tarantella_pp.errors import ConfigurationError
+from tests.mpi import mpi_run
+from tests.training import X, Y, mlp, sgd, use_float64
+
+pytestmark = [pytest.mark.keras, pytest.mark.mpi]
+
+QUIET = {"batch_size": 8, "shuffle": False, "verbose": 0}
+
+
+def refused(call):
+    try:
+        call()
+    except ConfigurationError as error:
+        return str(error)
+    return ""
+
+
+def pipeline(**options):
+    use_float64()
+    keras.utils.set_random_seed(1)
+    model = tnt.PipelineModel(mlp(), num_stages=2, num_micro_batches=2, **options)
+    model.compile(sgd(), "mse")
+    return model
+
+
+class Saves(keras.callbacks.Callback):
+    """What users write who think of the rank that prints."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.path = path
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 1 and tnt.is_master_rank():
+            self.model.save(self.path)
+
+
+def make_calls_that_differ(folder):
+    """Calls that ranks do not make alike; each is refused on all of them, and nothing changes."""
+    model = pipeline()
+    master = tnt.is_master_rank()
+    before = [w.tolist() for w in model.get_weights()]
+    zeros = [w * 0.0 for w in model.get_weights()]
+
+    def save_on_master():
+        if master:
+            model.save(f"{folder}/model.keras")
+        else:
+            model.evaluate(X, Y, verbose=0)
+
+    def set_on_master():
+        if master:
+            model.set_weights(zeros)
+        else:
+            model.evaluate(X, Y, verbose=0)
+
+    def set_other_values():
+        model.set_weights([w + float(master) for w in zeros])
+
+    def set_other_rate():
+        model.compile(keras.optimizers.SGD(0.1 if master else 0.2), "mse")
+
+    def have_callbacks_of_ones_own():
+        callbacks = [keras.callbacks.EarlyStopping("loss")] if master else []
+        model.fit(X, Y, callbacks=callbacks, **QUIET)
+
+    def train_and_test_on_batch():
+        (model.train_on_batch if master else model.test_on_batch)(X, Y)
+
+    def make_another_model():
+        tnt.PipelineModel(mlp(), num_stages=2, num_micro_batches=3 if master else 2)
+
+    def wait():
+        if master:
+            tnt.barrier()
+        else:
+            model.get_weights()
+
+    calls = (
+        save_on_master, set_on_master, set_other_values, set_other_rate,
+        have_callbacks_of_ones_own, train_and_test_on_batch, make_another_model, wait,
+    )  # fmt: skip
+    found = [refused(call) for call in calls]
+    after = [w.tolist() for w in model.get_weights()]
+    history = model.fit(X, Y, epochs=2, **QUIET).history
+    in_fit = refused(lambda: model.fit(X, Y, callbacks=Saves(f"{folder}/model.keras"), **QUIET))
+    return found, before == after, history, in_fit
+
+
+def test_calls_that_differ_are_refused_on_all_ranks(tmp_path):
+    run = mpi_run(2, make_calls_that_differ, str(tmp_path), timeout=120, env={"TNT_TIMEOUT": "60"})
+    first, second = run.check().results
+    assert first == second
+    texts, unchanged, history, in_fit = first
+    for text, one, other in zip(
+        texts,
+        ("evaluate()", "evaluate()", "set_weights(weights=", "compile(optimizer.learning_rate=0.2",
+         "fit(callbacks=[])", "test_on_batch()", "PipelineModel(num_micro_batches=2)",
+         "get_weights()"),
+        ("save()", "set_weights()", "set_weights(weights=", "compile(optimizer.learning_rate=0.1",
+         "fit(callbacks=['EarlyStopping'])", "train_on_batch()",
+         "PipelineModel(num_micro_batches=3)", "tnt.barrier()"),
+        strict=True,
+    ):  # fmt: skip
+        place = r".* at \S*test_calls\.py:\d+ on rank "
+        assert re.search(re.escape(one) + place + "0; " + re.escape(other) + place + "1", text)
+    assert unchanged
+    assert history["loss"][1] < history["loss"][0]
+    assert re.search(r"fit\(\) at \S*:\d+, not finished, on rank 0; save\(\) at .* rank 1", in_fit)
+    assert not list(tmp_path.iterdir())

@@ -32,12 +32,15 @@ class Compiled:
         return found if isinstance(found, list) else []  # TensorFlow gives `None` for nothing
 
     @classmethod
-    def like(cls, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Compiled:
+    def like(
+        cls, function: Callable[..., Any], arguments: tuple[Any, ...], any_rows: bool = False
+    ) -> Compiled:
         """Compiles a function for nested arguments, `None` among them.
 
         Args:
             function: Takes the arguments.
             arguments: Example of them; a call is given `dense_tensors(arguments)`.
+            any_rows: Whether their first dimension may be another in each call.
         """
         flat = tf.nest.flatten(arguments)
 
@@ -46,7 +49,11 @@ class Compiled:
             filled = [None if value is None else next(given) for value in flat]
             return function(*tf.nest.pack_sequence_as(arguments, filled))
 
-        return cls(flattened, [tf.TensorSpec(t.shape, t.dtype) for t in flat if t is not None])
+        return cls(flattened, [_spec(t, any_rows) for t in flat if t is not None])
+
+
+def _spec(tensor: tf.Tensor, any_rows: bool) -> tf.TensorSpec:
+    return tf.TensorSpec([None, *tensor.shape[1:]] if any_rows else tensor.shape, tensor.dtype)
 
 
 def dense_tensors(arguments: tuple[Any, ...]) -> list[tf.Tensor]:

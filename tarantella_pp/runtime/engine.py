@@ -107,6 +107,7 @@ class Engine:
         self._scoring: Scoring | None = None
         self._update: Update | None = None
         self._reach_known = False
+        self._outputs_for: dict[bytes, str | None] = {}
         self.fallbacks: dict[int, str] = {}
 
     def feed(self, standardize: Callable[[Any], list[tf.Tensor]]) -> Feed:
@@ -135,7 +136,8 @@ class Engine:
         schedule = self._programs.training(recipe, len(sizes))
         step = BatchStep(
             batch, sizes, self._data, self._scoring, training=True, coupled=coupled,
-            penalty=update.penalty(), report=self._news.report_loss,
+            by_parts=self._metrics_by_parts(batch), penalty=update.penalty(),
+            report=self._news.report_loss,
             update=update.ahead if self._reach_known else None,
         )  # fmt: skip
         self._recorder.runs(schedule, batch.rows)
@@ -162,7 +164,8 @@ class Engine:
         sizes = self._sizes(batch)
         step = BatchStep(
             batch, sizes, self._data, self._scoring, training=False,
-            penalty=penalty, report=self._news.report_loss,
+            by_parts=self._metrics_by_parts(batch), penalty=penalty,
+            report=self._news.report_loss,
         )  # fmt: skip
         self._run(self._programs.inference(len(sizes)), step, sizes)
         return self._logs("test", step)
@@ -182,6 +185,7 @@ class Engine:
         self._scoring = None
         self._update = None
         self._reach_known = False
+        self._outputs_for.clear()
         self._news.forget_names()
 
     def record(self, recorder: Recorder | None) -> None:
@@ -218,15 +222,16 @@ class Engine:
                 stage.clear()
             if self._update is not None:
                 self._update.clear()
+            if self._scoring is not None:
+                self._scoring.metrics.clear()
             raise
 
     def _exchange_of_ties(self) -> contextlib.AbstractContextManager[None]:
         return self._recorder.span(TIES) if self._ties.exist else contextlib.nullcontext()
 
     def _logs(self, kind: str, step: BatchStep) -> dict[str, Any]:
-        if self._news.is_source:
-            return self._news.send_logs(kind, step.logs(self._news.reported_losses()))
-        return self._news.expect_logs(kind)
+        found = step.logs(self._news.reported_losses()) if self._news.is_source else {}
+        return self._news.share_logs(kind, found)
 
     def _find_reach(self) -> None:
         scored = self._scoring.reached if self._scoring is not None else ()
@@ -254,6 +259,14 @@ class Engine:
                 results = self._layouts[-1].results
                 self._scoring = Scoring(self._model, self._extracted, results)
         return self._update
+
+    def _metrics_by_parts(self, batch: Batch) -> bool:
+        """Whether metrics are updated with each micro-batch, which all ranks learn."""
+        if batch.signature not in self._outputs_for:
+            reason = None if self._scoring is None else self._scoring.why_whole(batch)
+            reason = self._communicator.broadcast_json(reason, self.scorer)
+            self._outputs_for[batch.signature] = reason
+        return self._outputs_for[batch.signature] is None
 
     def _training_recipe(self, batch: Batch) -> tuple[Recipe, bool]:
         """What a training step runs, and whether the loss sees the whole batch at once."""

@@ -42,6 +42,15 @@ class Step(Protocol):
         the step ends.
         """
 
+    def work_ahead(self) -> bool:
+        """Does some of what is to be done with the model's outputs, while this rank waits.
+
+        Returns whether there was any.
+        """
+
+    def keep_up(self) -> bool:
+        """Does what of this must not be left for later; returns whether there was any."""
+
     def factor(self, micro_batch: int) -> tf.Tensor:
         """The factor of a micro-batch's added losses in the loss of the whole batch."""
 
@@ -105,7 +114,10 @@ class Execution:
 
     def _work_ahead(self) -> bool:
         """Does some of what can be done while waiting; returns whether there was any."""
-        return self._multiply_ahead() or self._update_ahead()
+        return self._score_ahead() or self._multiply_ahead() or self._update_ahead()
+
+    def _score_ahead(self) -> bool:
+        return self._step.work_ahead()
 
     def _multiply_ahead(self) -> bool:
         return any(stage.work_ahead() for stage in self._stages.values())
@@ -120,9 +132,13 @@ class Execution:
         """Does what must not be left for later; returns whether there was any."""
         return stage.keep_up()
 
+    def _keep_up_scores(self) -> bool:
+        return self._step.keep_up()
+
     def _compute(self, action: Compute, step: Step) -> None:
         stage = self._stages[action.stage]
         self._keep_up(stage)  # only now, for others wait for what was computed before
+        self._keep_up_scores()
         arrived = self._await_messages(stage.layout, action)
         self._perform(stage, action, arrived, step)
 

@@ -69,6 +69,8 @@ def build_metrics(model: Any, y: Any, y_pred: Any, sample_weight: Any) -> None:
         backend.compute_output_spec(model._compile_loss, y, y_pred, sample_weight)
     if model._compile_metrics is not None and not model._compile_metrics.built:
         model._compile_metrics.build(y, y_pred)
+        # Some metrics make their variables in their first update.
+        backend.compute_output_spec(model._compile_metrics.update_state, y, y_pred, sample_weight)
 
 
 def second_loss(model: Any) -> Any:

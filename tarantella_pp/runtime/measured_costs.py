@@ -8,7 +8,7 @@ from dataclasses import replace
 from statistics import fmean, median
 
 from tarantella_pp.runtime.measured_step import MeasuredStep
-from tarantella_pp.runtime.recording import SUMS, UPDATE
+from tarantella_pp.runtime.recording import METRICS, SUMS, UPDATE
 from tarantella_pp.runtime.schedule import (
     Action,
     Compute,
@@ -109,7 +109,7 @@ def work_between(steps: Sequence[MeasuredStep]) -> dict[Action, float]:
     for own in ordered[len(ordered) // 2].spans:
         worked = 0.0
         for what, start, end in own:
-            if what in (SUMS, UPDATE):
+            if what in (METRICS, SUMS, UPDATE):
                 worked += end - start
             elif worked and not isinstance(what, str):
                 found[what] = worked

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from tarantella_pp.runtime.communicator import Communicator
-from tarantella_pp.runtime.recording import LOGS, SUMS, TIES, UPDATE, Span, StepRecord
+from tarantella_pp.runtime.recording import LOGS, METRICS, SUMS, TIES, UPDATE, Span, StepRecord
 from tarantella_pp.runtime.schedule import (
     Compute,
     Event,
@@ -110,7 +110,9 @@ def gather_steps(
 
 def _span(fields: Sequence[Any]) -> Span:
     what, start, end = fields
-    return Span(what if what in (UPDATE, LOGS, TIES, SUMS) else parse_action(what), start, end)
+    return Span(
+        what if what in (UPDATE, LOGS, TIES, SUMS, METRICS) else parse_action(what), start, end
+    )
 
 
 def _computes(span: Span) -> bool:

@@ -2,38 +2,23 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.runtime.buffers import to_buffer, to_tensor
 from tarantella_pp.runtime.communicator import Communicator, TensorSpec
-from tarantella_pp.runtime.receipt import Receipt
 
 _LOSS_TAG, _LOGS_TAG = 4, 5
 _FLOAT = np.dtype(np.float64)
 
-
-class LateFloat:
-    """A number that is still on its way; `float()` waits for it.
-
-    Args:
-        message: Waits for the message that it comes in.
-        place: Its place there.
-    """
-
-    def __init__(self, message: Callable[[], Sequence[float]], place: int) -> None:
-        self._message = message
-        self._place = place
-
-    def __float__(self) -> float:
-        return float(self._message()[self._place])
-
-    def __repr__(self) -> str:
-        return repr(float(self))
+Array = np.ndarray[Any, Any]
+Form = list[Any]
+"""Name, shape and dtype of a value in the logs."""
 
 
 class News:
@@ -47,8 +32,7 @@ class News:
     def __init__(self, communicator: Communicator, source: int) -> None:
         self._communicator = communicator
         self._source = source
-        self._names: dict[str, list[str]] = {}
-        self._late: list[Receipt] = []
+        self._forms: dict[str, list[Form]] = {}
 
     @property
     def is_source(self) -> bool:
@@ -74,49 +58,41 @@ class News:
         ]
         return sum(float(receipt.wait()[0][0]) for receipt in receipts)
 
-    def send_logs(self, kind: str, logs: Mapping[str, Any]) -> dict[str, float]:
-        """Sends the logs of a step to the other ranks, from the rank of the last stage.
+    def share_logs(self, kind: str, logs: Mapping[str, Any]) -> dict[str, Any]:
+        """Gives every rank the logs of a step.
 
         Args:
-            kind: What step they are of; logs of one kind always have the same names.
-            logs: The logs.
+            kind: What step they are of; values of one kind always have the same names and shapes.
+            logs: The logs on the rank of the last stage; ignored elsewhere.
 
         Returns:
-            The logs.
+            The logs as Keras gives them to callbacks: floats, and arrays where they are no scalars.
+
+        Raises:
+            ConfigurationError: If a value has another shape than in the step before.
         """
-        flat = {name: float(value) for name, value in _flatten(logs).items()}
-        names = self._names_of(kind, list(flat))
-        values = np.array([flat[name] for name in names], _FLOAT)
+        found = {name: np.asarray(value) for name, value in _flatten(logs).items()}
+        forms = [[name, list(value.shape), value.dtype.name] for name, value in found.items()]
+        if kind not in self._forms:
+            self._forms[kind] = self._communicator.broadcast_json(forms, self._source)
+        known = self._forms[kind]
+        if not self.is_source:
+            spec = [TensorSpec((sum(_size(form) for form in known),), _FLOAT)]
+            receipt = self._communicator.post_receive(spec, self._source, _LOGS_TAG, label="logs")
+            return _unpacked(receipt.wait()[0], known)
+        if forms != known:
+            raise ConfigurationError(
+                "The result of a metric must have the same shape in every step. "
+                f"Received: {_difference(known, forms)}"
+            )
+        values = np.concatenate([np.zeros(0), *(v.ravel() for v in found.values())], dtype=_FLOAT)
         for rank in self._others():
             self._communicator.send([values], rank, _LOGS_TAG, label="logs")
-        return flat
-
-    def expect_logs(self, kind: str) -> dict[str, LateFloat]:
-        """Receives the logs of a step, without waiting for them.
-
-        The first stage is a step ahead of the last one's logs, and must not stop for them.
-
-        Args:
-            kind: What step they are of.
-
-        Returns:
-            Values that wait when somebody looks at them.
-        """
-        names = self._names_of(kind, [])
-        spec = [TensorSpec((len(names),), _FLOAT)]
-        receipt = self._communicator.post_receive(spec, self._source, _LOGS_TAG, label="logs")
-        self._late = [late for late in self._late if not late.ready()] + [receipt]
-        message = functools.cache(lambda: receipt.wait()[0].tolist())
-        return {name: LateFloat(message, place) for place, name in enumerate(names)}
-
-    def _names_of(self, kind: str, names: list[str]) -> list[str]:
-        if kind not in self._names:
-            self._names[kind] = self._communicator.broadcast_json(names, self._source)
-        return self._names[kind]
+        return _unpacked(values, known)
 
     def forget_names(self) -> None:
-        """Makes the next logs carry their names again, after `compile()`."""
-        self._names.clear()
+        """Makes the next logs carry their names and shapes again, after `compile()`."""
+        self._forms.clear()
 
     def share_tensors(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Gives every rank the tensors of the rank of the last stage.
@@ -145,7 +121,28 @@ class News:
 
 
 def _flatten(logs: Mapping[str, Any]) -> dict[str, Any]:
+    """Takes results that are dicts apart, as Keras does."""
     flat: dict[str, Any] = {}
-    for name, value in logs.items():
+    for name, value in sorted(logs.items()):
         flat.update(_flatten(value) if isinstance(value, Mapping) else {name: value})
     return flat
+
+
+def _size(form: Form) -> int:
+    return math.prod(form[1])
+
+
+def _unpacked(values: Array, forms: Sequence[Form]) -> dict[str, Any]:
+    ends = np.cumsum([_size(form) for form in forms])
+    parts = np.split(values, ends[:-1]) if len(forms) else []
+    return {
+        name: part.reshape(shape).astype(dtype) if shape else float(part[0])
+        for (name, shape, dtype), part in zip(forms, parts, strict=True)
+    }
+
+
+def _difference(known: Sequence[Form], found: Sequence[Form]) -> str:
+    before = {name: shape for name, shape, _ in known}
+    now = {name: shape for name, shape, _ in found}
+    changed = sorted(n for n in {*before, *now} if before.get(n) != now.get(n))
+    return ", ".join(f"{n} of shape {before.get(n)}, then {now.get(n)}" for n in changed)

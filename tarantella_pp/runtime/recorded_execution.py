@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from tarantella_pp.runtime.exchange import Exchange
 from tarantella_pp.runtime.execution import Execution, Step
-from tarantella_pp.runtime.recording import SUMS, UPDATE, Recorder, Span
+from tarantella_pp.runtime.recording import METRICS, SUMS, UPDATE, Recorder, Span
 from tarantella_pp.runtime.schedule import Compute, Transfer
 
 if TYPE_CHECKING:
@@ -45,6 +45,12 @@ class RecordedExecution(Execution):
         arrived = super()._receive(action)
         self._recorder.spans.append(Span(action, self._waits_since, time.perf_counter()))
         return arrived
+
+    def _score_ahead(self) -> bool:
+        return self._noted(METRICS, super()._score_ahead)
+
+    def _keep_up_scores(self) -> bool:
+        return self._noted(METRICS, super()._keep_up_scores)
 
     def _multiply_ahead(self) -> bool:
         return self._noted(SUMS, super()._multiply_ahead)

@@ -14,6 +14,7 @@ from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.runtime.schedule import Action, Compute, Schedule, Transfer
 
 UPDATE, LOGS, TIES, SUMS = "update", "logs", "tied weights", "gradient sums"
+METRICS = "metrics"
 """Names of the spans of a step that are no actions of its schedule."""
 
 
@@ -172,7 +173,7 @@ class Recorder(Unrecorded):
 
 def is_busy(what: Action | str) -> bool:
     """Whether a rank computes meanwhile."""
-    return isinstance(what, Compute) or what in (UPDATE, SUMS)
+    return isinstance(what, Compute) or what in (UPDATE, SUMS, METRICS)
 
 
 def is_wait(what: Action | str) -> bool:

@@ -10,8 +10,10 @@ import tensorflow as tf
 
 from tarantella_pp.partition.extraction import ExtractedModel
 from tarantella_pp.runtime.compiled import Compiled, dense_tensors
+from tarantella_pp.runtime.feed import Batch
 from tarantella_pp.runtime.keras_training import compiled_losses, is_keras_loss, second_loss
 from tarantella_pp.runtime.layout import Port
+from tarantella_pp.runtime.metric_updates import MetricUpdates
 from tarantella_pp.runtime.outputs import pack_outputs
 
 _COMPILED_SIGNATURES = 8
@@ -22,8 +24,7 @@ class Scoring:
     """The compiled loss and metrics of a model, applied to the outputs of a pipeline.
 
     Gradients come from the loss of each micro-batch, weighted by its share of the batch, where
-    that sums up to the loss of the batch; otherwise from the loss of the whole batch. Metrics
-    always see the whole batch at once.
+    that sums up to the loss of the batch; otherwise from the loss of the whole batch.
 
     Args:
         model: The compiled model, its metrics built.
@@ -31,6 +32,7 @@ class Scoring:
         results: The model's outputs with their masks, as the last stage gives them.
 
     Attributes:
+        metrics: Updates the metrics.
         reached: The output tensors that the loss depends on; known once gradients were computed.
     """
 
@@ -39,6 +41,7 @@ class Scoring:
         self._extracted = extracted
         self._results = tuple(results)
         self._loss = second_loss(model)
+        self.metrics = MetricUpdates(model._compile_metrics, self._pack)
         self.reached: set[int] = set()
         self._sources = [
             i
@@ -51,9 +54,16 @@ class Scoring:
 
     @property
     def keeps_outputs(self) -> bool:
-        """Whether logs need the outputs of the whole batch, and not only the loss."""
-        outputs = len(self._extracted.graph.outputs)
-        return outputs > 1 or self._model._compile_metrics is not None
+        """Whether the logs of losses need the outputs of the whole batch."""
+        return len(self._extracted.graph.outputs) > 1
+
+    def why_whole(self, batch: Batch) -> str | None:
+        """Finds out why the metrics need all outputs of a batch at once; `None` if they do not.
+
+        Args:
+            batch: A batch with its targets; of batches of one structure the first decides.
+        """
+        return self.metrics.why_whole(batch, [self._spec(port) for port in self._results])
 
     def gradients(
         self,
@@ -88,16 +98,16 @@ class Scoring:
     def finish(
         self,
         y: Any,
-        results: Sequence[Sequence[tf.Tensor]],
+        results: Sequence[tf.Tensor],
         sample_weight: Any,
         loss: tf.Tensor,
         rows: int,
     ) -> Mapping[str, Any]:
-        """Updates loss tracker and metrics with one batch.
+        """Updates the loss tracker with one batch, and the metrics with what is left of it.
 
         Args:
             y: Targets of the batch.
-            results: For each micro-batch the model's outputs; empty unless `keeps_outputs`.
+            results: The model's outputs with their masks; empty where they were let go.
             sample_weight: Weights of the samples, or `None`.
             loss: What adds to the loss of the outputs, or with it if `results` is empty.
             rows: Number of samples.
@@ -105,8 +115,9 @@ class Scoring:
         Returns:
             Keras' logs.
         """
-        parts = [list(part) for part in zip(*results, strict=True)]
-        logs: Mapping[str, Any] = self._finish(y, parts, sample_weight, loss, tf.constant(rows))
+        self.metrics.finish()
+        arguments = (y, list(results), sample_weight, loss, tf.constant(rows))
+        logs: Mapping[str, Any] = self._finish(*arguments)
         return logs
 
     def _gradients(
@@ -130,22 +141,24 @@ class Scoring:
     def _update(
         self,
         y: Any,
-        parts: list[list[tf.Tensor]],
+        results: list[tf.Tensor],
         sample_weight: Any,
         loss: tf.Tensor,
         rows: tf.Tensor,
     ) -> Mapping[str, Any]:
         model = self._model
-        whole = [_any_rows(tf.concat(part, 0)) for part in parts]
-        if whole:
-            y_pred = self._pack(whole)
-            if model._compile_loss is not None:
-                loss += tf.cast(model._compile_loss(y, y_pred, sample_weight), loss.dtype)
+        if results and model._compile_loss is not None:
+            y_pred = self._pack([_any_rows(result) for result in results])
+            loss += tf.cast(model._compile_loss(y, y_pred, sample_weight), loss.dtype)
         model._loss_tracker.update_state(loss, sample_weight=rows)
-        if whole and model._compile_metrics is not None:
-            model._compile_metrics.update_state(y, y_pred, sample_weight)
         logs: Mapping[str, Any] = keras.Model.get_metrics_result(model)
         return logs
+
+    def _spec(self, port: Port) -> tf.TensorSpec:
+        tensor = self._extracted.graph.tensors[port.tensor]
+        if port.mask:
+            return tf.TensorSpec(tensor.mask_shape, tf.bool)
+        return tf.TensorSpec(tensor.shape, tensor.dtype)
 
     def _pack(self, results: Sequence[tf.Tensor]) -> Any:
         return pack_outputs(self._extracted, dict(zip(self._results, results, strict=True)))

@@ -38,6 +38,7 @@ class BatchStep:
         scoring: Loss and metrics, on the rank of the last stage when there are targets.
         training: Whether the step trains.
         coupled: Whether the loss needs the outputs of the whole batch at once.
+        by_parts: Whether metrics are updated with each micro-batch.
         penalty: What the weight regularizers of this rank add to the loss.
         report: Takes what this rank adds to the loss, once its forwards are done.
         update: Updates the weights of a stage whose backward passes are done, if it can.
@@ -51,6 +52,7 @@ class BatchStep:
         scoring: Scoring | None,
         training: bool,
         coupled: bool = False,
+        by_parts: bool = False,
         penalty: tf.Tensor | None = None,
         report: Callable[[tf.Tensor], None] | None = None,
         update: Callable[[int], bool] | None = None,
@@ -62,6 +64,9 @@ class BatchStep:
         self._data = data
         self._scoring = scoring
         self._coupled = coupled
+        self._by_parts = by_parts
+        keeps = not training or coupled or not by_parts
+        self._keeps_outputs = keeps or (scoring is not None and scoring.keeps_outputs)
         self._dtype = keras.config.floatx()
         self._pieces = {i: self._split(x) for i, x in batch.inputs.items()}
         self._factors = [tf.constant(size / batch.rows, self._dtype) for size in sizes]
@@ -83,6 +88,17 @@ class BatchStep:
     def finish(self, micro_batch: int, results: Sequence[tf.Tensor]) -> None:
         """Takes the model's outputs, on the rank of the last stage."""
         self.results[micro_batch] = results
+        if self._scoring is not None and self._by_parts:
+            y, weight = self._targets_of(micro_batch)
+            self._scoring.metrics.add(y, results, weight, self._batch.signature)
+
+    def work_ahead(self) -> bool:
+        """Updates metrics while this rank waits; returns whether there was anything to do."""
+        return self._scoring is not None and self._scoring.metrics.work_ahead()
+
+    def keep_up(self) -> bool:
+        """Updates metrics for which outputs must not wait; returns whether there were any."""
+        return self._scoring is not None and self._scoring.metrics.keep_up()
 
     def forwards_done(self) -> None:
         """Reports what this rank adds to the loss, while it goes on with the backward passes."""
@@ -103,9 +119,7 @@ class BatchStep:
             if self._gradients is None:
                 self._gradients = self._gradients_of_whole()
             return self._gradients[micro_batch]
-        if self._targets is None:
-            self._targets = self._split_targets()
-        y, weight = self._targets[micro_batch]
+        y, weight = self._targets_of(micro_batch)
         loss, gradients = self._require_scoring().gradients(
             y,
             self.results[micro_batch],
@@ -114,7 +128,7 @@ class BatchStep:
             signature=(self._batch.signature, self._sizes[micro_batch]),
         )
         self._losses.append(loss)
-        if not self._require_scoring().keeps_outputs:
+        if not self._keeps_outputs:
             self.results[micro_batch] = ()
         return gradients
 
@@ -129,16 +143,15 @@ class BatchStep:
         """
         scoring = self._require_scoring()
         loss = self._added + tf.constant(elsewhere, self._dtype)
-        whole = not self.training or self._coupled or scoring.keeps_outputs
-        if not whole:
+        y, weight = self._batch.y, self._batch.sample_weight
+        results: list[tf.Tensor] = []
+        if self._keeps_outputs:
+            results = [tf.concat(parts, 0) for parts in zip(*self.results, strict=True)]
+        else:
             loss += tf.add_n(self._losses)
-        return scoring.finish(
-            self._batch.y,
-            self.results if whole else (),
-            self._batch.sample_weight,
-            loss,
-            self._batch.rows,
-        )
+        if not self._by_parts:
+            scoring.metrics.add(y, results, weight, self._batch.signature)
+        return scoring.finish(y, results, weight, loss, self._batch.rows)
 
     def _gradients_of_whole(self) -> list[Mapping[Port, tf.Tensor]]:
         whole = [tf.concat(parts, 0) for parts in zip(*self.results, strict=True)]
@@ -152,6 +165,12 @@ class BatchStep:
         )
         pieces = {port: self._split(gradient) for port, gradient in gradients.items()}
         return [{port: parts[i] for port, parts in pieces.items()} for i in range(len(self._sizes))]
+
+    def _targets_of(self, micro_batch: int) -> tuple[Any, Any]:
+        """Targets and sample weights of a micro-batch."""
+        if self._targets is None:
+            self._targets = self._split_targets()
+        return self._targets[micro_batch]
 
     def _split_targets(self) -> list[tuple[Any, Any]]:
         whole = (self._batch.y, self._batch.sample_weight)

@@ -49,12 +49,27 @@ def test_layers_know_what_they_added(model):
     assert model.layers[1] in keras_training.layers_in(model)
 
 
+def test_metrics_make_their_variables_without_data():
+    model = keras.Sequential([keras.Input((3,)), layers.Dense(2)])
+    model.compile("sgd", "mse", metrics=[keras.metrics.F1Score()])
+    symbols = [keras.KerasTensor((None, 2)) for _ in range(2)]
+    keras_training.build_metrics(model, *symbols, None)
+    assert model._compile_metrics.variables, ADVICE + "compute_output_spec of update_state"
+
+
 def test_losses_and_metrics_are_built_without_data(model):
     y = keras.KerasTensor((None, 2))
     assert isinstance(model._compile_loss, CompileLoss), ADVICE + "Model._compile_loss"
     keras_training.build_metrics(model, y, keras.KerasTensor((None, 2)), None)
     assert model._compile_loss.built, ADVICE + "backend.compute_output_spec builds CompileLoss"
-    assert model._compile_metrics.built, ADVICE + "CompileMetrics.build"
+    metrics = model._compile_metrics
+    assert metrics.built, ADVICE + "CompileMetrics.build"
+    owned = [variable for metric in metrics.metrics for variable in metric.variables]
+    assert owned == metrics.variables, ADVICE + "CompileMetrics.variables are those of its metrics"
+    before = [float(v) for v in owned]
+    after = metrics.stateless_update_state(owned, np.ones((4, 2)), np.zeros((4, 2)))
+    assert [float(v) for v in after] == [4.0, 4.0], ADVICE + "stateless_update_state"
+    assert [float(v) for v in owned] == before
     assert [loss.name for loss in keras_training.compiled_losses(model)] == ["mse"]
     assert model._loss_tracker in model.metrics, ADVICE + "Model._loss_tracker"
     assert set(keras.Model.get_metrics_result(model)) == {"loss", "mae"}

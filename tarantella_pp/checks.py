@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import keras
+import tensorflow as tf
 
+from tarantella_pp.collective_model import CollectiveModel
 from tarantella_pp.errors import ConfigurationError, UnsupportedModelError
 from tarantella_pp.partition.plan import Plan
-from tarantella_pp.runtime.keras_training import layers_in
+from tarantella_pp.runtime.keras_training import layers_in, strategy_of
 
 _PLAN_DEFAULTS = {"balance": "memory", "batch_size": 32}
 _OWN_STEPS = ("train_step", "test_step", "predict_step", "compute_loss", "compute_metrics")
@@ -38,7 +40,8 @@ def check_model(model: Any) -> None:
         model: What the user passed.
 
     Raises:
-        UnsupportedModelError: If it is no Keras model, needs loss scaling or overrides a step.
+        UnsupportedModelError: If it is no Keras model, a pipeline already, needs loss scaling or
+            overrides a step.
     """
     if not isinstance(model, keras.Model):
         raise UnsupportedModelError(
@@ -49,6 +52,10 @@ def check_model(model: Any) -> None:
             f"Model '{model.name}' has the dtype policy 'mixed_float16', whose loss scaling a "
             "pipeline does not support. Use 'mixed_bfloat16', which needs none."
         )
+    if isinstance(model, CollectiveModel):
+        raise UnsupportedModelError(
+            f"Model '{model.name}' is a pipeline already. Wrap the model that it was made of."
+        )
     own = [n for n in _OWN_STEPS if getattr(type(model), n) is not getattr(keras.Model, n)]
     if own:
         raise UnsupportedModelError(
@@ -57,19 +64,74 @@ def check_model(model: Any) -> None:
         )
 
 
-def check_trainable(model: Any) -> None:
-    """Refuses models that have nothing to train.
+def check_strategy(model: Any) -> None:
+    """Refuses TensorFlow's own distribution, which would spread what the pipeline spreads already.
 
     Args:
-        model: A Keras model.
+        model: A Keras model, which remembers the scope it was made in.
 
     Raises:
-        UnsupportedModelError: If it has no trainable weights.
+        ConfigurationError: Names the strategy.
     """
-    if not model.trainable_weights:
-        raise UnsupportedModelError(
-            f"Model '{model.name}' has no trainable weights: there is nothing to train. Set "
-            "`trainable = True` on some of its layers before you make the pipeline."
+    strategy = strategy_of(model)
+    if strategy is not None:
+        raise ConfigurationError(
+            "A pipeline spreads a model over MPI ranks and does not work with tf.distribute. "
+            f"Received: model '{model.name}' in the scope of {type(strategy).__name__}. Make and "
+            "train it outside of any strategy's scope, and start one rank for each device."
+        )
+
+
+def check_replicas(num_replicas: Any) -> None:
+    """Refuses more than one pipeline side by side.
+
+    Args:
+        num_replicas: What the user passed, or a plan says.
+
+    Raises:
+        ConfigurationError: If there are several.
+    """
+    if num_replicas not in (None, 1):
+        raise ConfigurationError(
+            "This version trains one pipeline and no replicas of it yet. "
+            f"Received: num_replicas={num_replicas!r}. Leave it out, and start as many ranks as "
+            "there are stages; `make_plan(..., num_replicas=1)` and `tarantella plan make "
+            "--stages` make plans of one pipeline."
+        )
+
+
+def check_optimizer(model: Any) -> None:
+    """Refuses to train weights without an optimizer.
+
+    Args:
+        model: The compiled `PipelineModel`.
+
+    Raises:
+        ConfigurationError: If it has none.
+    """
+    if model.optimizer is None and model.trainable_weights:
+        raise ConfigurationError(
+            f"Training model '{model.name}' needs an optimizer. Received: optimizer=None in "
+            "`compile()`; so compiled it can evaluate and predict."
+        )
+
+
+def check_step_by_hand(method: str, compiled: bool) -> None:
+    """Refuses steps that cannot run where they are called.
+
+    Args:
+        method: The method that was called.
+        compiled: Whether the model is compiled, if it has to be.
+
+    Raises:
+        ConfigurationError: Says what to do.
+    """
+    if not compiled:
+        raise ConfigurationError(f"Call `compile()` before `{method}()`.")
+    if tf.inside_function():
+        raise ConfigurationError(
+            f"`{method}()` of a pipeline exchanges messages, which a `tf.function` cannot. Call it "
+            "outside of any; the stages are compiled all the same."
         )
 
 
@@ -171,20 +233,15 @@ def check_compilation(given: Mapping[str, Any], policy: str, num_ranks: int) -> 
     """Refuses what of `compile()` would silently be ignored or be wrong on several ranks.
 
     Args:
-        given: The arguments of `keras.Model.compile`, defaults included.
+        given: The arguments of `keras.Model.compile`, defaults included; the optimizer an object,
+            or a name, which cannot say any of what is refused.
         policy: Name of the model's dtype policy.
         num_ranks: Number of MPI ranks.
 
     Raises:
         ConfigurationError: Names the option and what to do.
     """
-    for name in ("run_eagerly", "jit_compile"):
-        if given[name] is True:
-            raise ConfigurationError(
-                f"A pipeline compiles each stage by itself. Received: {name}=True. Leave it out; "
-                "to debug layers, train the Keras model itself."
-            )
-    optimizer = keras.optimizers.get(given["optimizer"])
+    optimizer = given["optimizer"]
     scales = given["auto_scale_loss"] and policy == "mixed_float16"
     if scales or isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         raise ConfigurationError(
@@ -199,3 +256,19 @@ def check_compilation(given: Mapping[str, Any], policy: str, num_ranks: int) -> 
                     f"on {num_ranks} ranks. Received: {option}={getattr(optimizer, option)}. Leave "
                     "it out (`clipnorm` and `clipvalue` work), or run all stages in one process."
                 )
+
+
+def warn_of_compilation(given: Mapping[str, Any]) -> None:
+    """Warns of options that a pipeline does not follow, and whose numbers are the same.
+
+    Args:
+        given: The arguments of `keras.Model.compile`, defaults included.
+    """
+    ignored = [f"{name}=True" for name in ("run_eagerly", "jit_compile") if given[name] is True]
+    if ignored:
+        warnings.warn(
+            f"A pipeline compiles each stage by itself, without XLA, and ignores {ignored[0]}: the "
+            "numbers are the same. To debug layers line by line, train the Keras model itself.",
+            UserWarning,
+            stacklevel=3,
+        )

@@ -68,17 +68,26 @@ class Pipeline:
         return with_findings(self._plan, self.engine.recipe, self.engine.fallbacks)
 
     def up_to_date(self, model: Any) -> Pipeline:
-        """Returns this pipeline, or one like it if other weights are trainable by now.
+        """Returns this pipeline, or one like it if its stages have run or weights were frozen.
+
+        As in plain Keras stages are traced with their layers as they are, so what has been frozen
+        since, or changed in another way, takes effect in new ones.
 
         Args:
             model: The `PipelineModel`.
+
+        Raises:
+            PlanError: If layers have come or gone since the plan was made.
         """
         pairs = zip(self.extracted.graph.weights, self.extracted.variables, strict=True)
-        if all(weight.trainable == bool(variable.trainable) for weight, variable in pairs):
+        same = all(weight.trainable == bool(variable.trainable) for weight, variable in pairs)
+        if same and not self.engine.has_run:
             return self
         extracted = extract(self.extracted.model)
+        self._plan.check(extracted.graph)
+        plan = with_findings(self._plan, self.engine.recipe, {})
         free, wire = self._options.free_schedule, self._options.wire_dtype
-        return Pipeline(model, extracted, self._plan, self.communicator, free, wire)
+        return Pipeline(model, extracted, plan, self.communicator, free, wire)
 
     @property
     def prints(self) -> bool:

@@ -59,6 +59,7 @@ class PipelineModel(CollectiveModel):
         wire_dtype: `"bfloat16"` to halve what travels from rank to rank: floating point
             activations and gradients are rounded to its 8 bits of precision, so that the numbers
             are no longer those of one process. Default: their own type, and the exact numbers.
+        num_replicas: Number of pipelines side by side; this version trains one.
 
     Raises:
         ConfigurationError: If an option cannot work, alone or with the number of ranks.
@@ -86,13 +87,15 @@ class PipelineModel(CollectiveModel):
         recompute: str | Sequence[int] | None = None,
         plan: Plan | str | Path | None = None,
         wire_dtype: str | None = None,
+        num_replicas: int | None = None,
     ) -> None:
         checks.check_backend()
         checks.check_model(model)
+        checks.check_strategy(model)
         checks.check_wire_dtype(wire_dtype)
+        checks.check_replicas(num_replicas)
         communicator = world()
         extracted = extract(model)
-        checks.check_trainable(model)
         own = read_schedule(schedule or "1f1b")
         stages = communicator.size if own is None else own.num_stages
         stages = stages if num_stages is None else num_stages
@@ -130,6 +133,7 @@ class PipelineModel(CollectiveModel):
         facts = {**given, "plan": plan is not None, "wire_dtype": wire_dtype}
         with communicator.call("PipelineModel", **facts):
             agreed = agreed_plan(make, extracted.graph, communicator)
+            checks.check_replicas(agreed.num_replicas)
             checks.check_ranks(agreed.num_stages, communicator.size)
             super().__init__(extracted.inputs_struct, extracted.outputs_struct, name=model.name)
             free = plan is None and schedule is None
@@ -137,6 +141,23 @@ class PipelineModel(CollectiveModel):
             self._pipeline.state.start_alike()
         if self._pipeline.prints:
             checks.warn_of_batch_statistics(extracted.calls, agreed.num_micro_batches)
+
+    @property
+    def layers(self) -> list[keras.layers.Layer]:
+        """The layers of the wrapped model, as it lists them itself."""
+        if "_pipeline" not in self.__dict__:  # Keras asks for them while it makes this model
+            return list(super().layers)
+        return list(self._pipeline.extracted.model.layers)
+
+    @property
+    def distribute_strategy(self) -> Any:
+        """TensorFlow's default strategy; Keras' loops ask for it before they read data.
+
+        Raises:
+            ConfigurationError: In the scope of another one.
+        """
+        checks.check_strategy(self)
+        return super().distribute_strategy
 
     @property
     def plan(self) -> Plan:
@@ -172,27 +193,41 @@ class PipelineModel(CollectiveModel):
 
         Args:
             *args: As of `keras.Model.compile`.
-            **kwargs: As of `keras.Model.compile`; `run_eagerly` and `jit_compile` must stay off.
+            **kwargs: As of `keras.Model.compile`; `run_eagerly` and `jit_compile` change nothing,
+                and are warned of.
 
         Raises:
-            ConfigurationError: If an option would be ignored, or be wrong on several ranks.
-            UnsupportedModelError: If all weights have been frozen.
+            ConfigurationError: If an option would be wrong, or be wrong on several ranks.
         """
-        checks.check_trainable(self)
+        checks.check_strategy(self)
         given = inspect.signature(keras.Model.compile).bind(self, *args, **kwargs)
         given.apply_defaults()
+        if isinstance(given.arguments["optimizer"], dict):
+            given.arguments["optimizer"] = keras.optimizers.get(given.arguments["optimizer"])
         ranks = self._pipeline.communicator.size
         checks.check_compilation(given.arguments, self.dtype_policy.name, ranks)
         facts = compiled_facts(given.arguments)
         with self._pipeline.communicator.call("compile", **facts):
-            super().compile(*args, **kwargs)
-            self._pipeline = self._pipeline.up_to_date(self)
-            self._pipeline.engine.forget_compilation()
+            super().compile(*given.args[1:], **given.kwargs)
+            self._renew()
+        if self._pipeline.prints:
+            checks.warn_of_compilation(given.arguments)
+
+    def _renew(self) -> None:
+        """Makes changes of layers, loss, metrics and optimizer take effect."""
+        self._pipeline = self._pipeline.up_to_date(self)
+        self._pipeline.engine.forget_compilation()
 
     def make_train_function(self, force: bool = False) -> None:
-        """Builds this rank's training step; called by Keras' own loops."""
+        """Builds this rank's training step; called by Keras' own loops.
+
+        Raises:
+            ConfigurationError: If the model is compiled without an optimizer and has weights to
+                train.
+        """
+        checks.check_optimizer(self)
         if force:
-            self._pipeline.engine.forget_compilation()
+            self._renew()
         if force or self.train_function is None:
             step = self._pipeline.engine.train
             self.train_function: Any = self._pipeline.stepper(step, self.steps_per_execution)
@@ -206,6 +241,36 @@ class PipelineModel(CollectiveModel):
     def make_predict_function(self, force: bool = False) -> None:
         """Builds this rank's prediction step; called by Keras' own loops."""
         self.predict_function = self._pipeline.predict
+
+    @collective()
+    def train_step(self, data: Any) -> dict[str, Any]:
+        """Trains on one batch, for loops of your own; all ranks must call it.
+
+        Args:
+            data: What a data set gives: inputs, or a tuple with targets and sample weights.
+
+        Returns:
+            The logs so far, the same on every rank.
+
+        Raises:
+            ConfigurationError: If it is called inside a `tf.function`, or before `compile`.
+        """
+        checks.check_step_by_hand("train_step", self.compiled)
+        self.make_train_function()
+        return self.train_function(iter([data]))  # type: ignore[no-any-return]
+
+    @collective()
+    def test_step(self, data: Any) -> dict[str, Any]:
+        """Evaluates one batch, for loops of your own; as `train_step`."""
+        checks.check_step_by_hand("test_step", self.compiled)
+        self.make_test_function()
+        return self.test_function(iter([data]))  # type: ignore[no-any-return]
+
+    @collective()
+    def predict_step(self, data: Any) -> Any:
+        """Predicts one batch, for loops of your own; as `train_step`, but needs no `compile`."""
+        checks.check_step_by_hand("predict_step", True)
+        return self._pipeline.predict([data])
 
     def get_metrics_result(self) -> dict[str, Any]:
         """Returns the logs of the last step, which are the same on every rank."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -105,6 +106,11 @@ def run(arguments: argparse.Namespace) -> int:
         plan.save(arguments.output)
     draw(plan, graph, arguments)
     show(plan, as_json=arguments.json)
+    if getattr(plan, "num_replicas", 1) > 1:
+        sys.stderr.write(
+            "tarantella plan make: this version trains no replicas yet, so this plan is for "
+            "simulations; --stages makes a plan of one pipeline.\n"
+        )
     return 0
 
 

@@ -57,6 +57,7 @@ class Engine:
     Attributes:
         recipe: The schedule by now; a schedule that is searched for changes.
         fallbacks: Stages of any rank that could not be cut in three, and why, once trained.
+        has_run: Whether stages have been traced, with their layers as they were.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class Engine:
         self._reach_known = False
         self._outputs_for: dict[bytes, str | None] = {}
         self.fallbacks: dict[int, str] = {}
+        self.has_run = False
 
     def feed(self, standardize: Callable[[Any], list[tf.Tensor]]) -> Feed:
         """Makes the feed that hands every rank its part of each batch.
@@ -213,6 +215,7 @@ class Engine:
             self.record(self._asked)
 
     def _run(self, schedule: Schedule, step: BatchStep, sizes: Sequence[int]) -> None:
+        self.has_run = True
         program = schedule.actions[self._communicator.rank]
         execution = self._training if step.training else self._execution
         try:

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import tensorflow as tf
 
+from tarantella_pp.errors import UnsupportedModelError
 from tarantella_pp.runtime.buffers import to_buffer, to_tensor
 from tarantella_pp.runtime.communicator import Communicator, TensorSpec
 from tarantella_pp.runtime.structure import describe, rebuild, tensors_in
@@ -95,14 +96,14 @@ class Feed:
 
     def _distribute(self, data: Any) -> Batch:
         x, y, weight = keras.utils.unpack_x_y_sample_weight(_without_optionals(data))
-        inputs = self._standardize(x)
+        inputs = [_dense(tensor, "an input") for tensor in self._standardize(x)]
         y_struct, y_leaves = describe(y)
         w_struct, w_leaves = describe(weight)
         specs = [([None, *t.shape[1:]], t.dtype.name) for t in inputs]
         signature = msgspec.msgpack.encode([specs, y_struct, w_struct])
         rows = int(inputs[0].shape[0])
         self._announce(rows, signature)
-        targets = [tf.convert_to_tensor(leaf) for leaf in (*y_leaves, *w_leaves)]
+        targets = [tf.convert_to_tensor(_dense(t, "a target")) for t in (*y_leaves, *w_leaves)]
         for rank, need in enumerate(self._needs):
             if rank != self._communicator.rank:
                 extra = targets if rank == self._scorer else []
@@ -157,6 +158,17 @@ class Feed:
 
     def _get(self, specs: Sequence[TensorSpec], tag: int) -> list[np.ndarray[Any, Any]]:
         return self._communicator.post_receive(specs, READER, tag, label="data").wait()
+
+
+def _dense(value: Any, what: str) -> Any:
+    """Refuses what no buffer holds; plain Keras computes with it, each layer in its own way."""
+    if isinstance(value, (tf.RaggedTensor, tf.SparseTensor)):
+        raise UnsupportedModelError(
+            f"Expected dense tensors from the data. Received: {what} that is a "
+            f"{type(value).__name__}. Make it dense in the data pipeline, with `to_tensor()` or "
+            "`tf.sparse.to_dense()`, and mask what it is filled up with."
+        )
+    return value
 
 
 def _without_optionals(data: Any) -> Any:

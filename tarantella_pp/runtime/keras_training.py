@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import keras
+import tensorflow as tf
 from keras.src import backend
 from keras.src.losses.losses import LossFunctionWrapper
 from keras.src.trainers.compile_utils import CompileLoss
@@ -28,6 +29,7 @@ __all__ = [
     "layers_in",
     "second_loss",
     "standardize_inputs",
+    "strategy_of",
     "train_validation_split",
     "updates_weights_alone",
 ]
@@ -141,3 +143,13 @@ def standardize_inputs(model: Any, x: Any) -> list[Any]:
         x: What a data set gives for the inputs.
     """
     return list(model._standardize_inputs(x))
+
+
+def strategy_of(model: Any) -> Any:
+    """The strategy of `tf.distribute` that a model was made in, or that is in force now, if any.
+
+    Args:
+        model: A Keras model.
+    """
+    now = tf.distribute.get_strategy() if tf.distribute.has_strategy() else None
+    return model._distribute_strategy or now

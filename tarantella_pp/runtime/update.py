@@ -28,7 +28,8 @@ class Update:
     weights are updated together does not depend on when that is.
 
     Args:
-        optimizer: The rank's optimizer; it is built for the rank's own weights.
+        optimizer: The rank's optimizer; it is built for the rank's own weights. `None` for a
+            model that is only evaluated, or has nothing to train.
         bodies: The rank's stages.
         order: The model's trainable variables, in its order.
         ties: Weights that other ranks use or train, too.
@@ -49,7 +50,7 @@ class Update:
         self._sums = {stage: body.sums for stage, body in bodies.items()}
         self._ties = ties
         self._optimizer = optimizer
-        if not optimizer.built and own:
+        if optimizer is not None and not optimizer.built and own:
             optimizer.build(own)
         self._last = min(bodies)
         self._groups: dict[int, list[Any]] = {stage: [] for stage in bodies}
@@ -63,6 +64,7 @@ class Update:
             for stage in bodies
         }
         self._ahead: Collections = {}
+        self._trains = bool(order)
         self._penalty = tf.function(self._regularization, autograph=False)
 
     def _stage_of(self, weight: Any) -> int:
@@ -150,7 +152,7 @@ class Update:
         ]
         if any(gradient is not None for gradient in gradients):
             self._optimizer.apply(gradients, weights)
-        else:
+        elif self._trains:
             count_step(self._optimizer)
         if stage != self._last:  # all of them are one step
             self._optimizer.iterations.assign_sub(1)

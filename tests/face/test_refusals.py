@@ -81,12 +81,6 @@ class OwnStep(keras.Model):
         return {"loss": 0.0}
 
 
-def frozen_mlp():
-    model = mlp()
-    model.trainable = False
-    return model
-
-
 def half_precision():
     policy = keras.config.dtype_policy()
     keras.config.set_dtype_policy("mixed_float16")
@@ -106,7 +100,6 @@ def own_step():
     [
         (Subclassed, "subclassed model"),
         (lambda: keras.Sequential([layers.Dense(2)]), "not built"),
-        (frozen_mlp, "no trainable weights"),
         (half_precision, "mixed_bfloat16"),
         (own_step, "overrides train_step"),
     ],
@@ -148,9 +141,6 @@ def scaled():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (lambda: {"run_eagerly": True}, "run_eagerly=True"),
-        (lambda: ["sgd", "mse", None, None, None, True], "run_eagerly=True"),
-        (lambda: {"jit_compile": True}, "jit_compile=True"),
         (lambda: {"optimizer": scaled()}, "LossScaleOptimizer"),
         (lambda: [scaled(), "mae"], "LossScaleOptimizer"),
     ],

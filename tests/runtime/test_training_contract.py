@@ -236,3 +236,12 @@ def test_compiled_functions_are_called_directly():
     variable.assign(3.0)
     assert compiled(tf.constant([1.0]))[0].numpy().tolist() == [3.0]
     assert Compiled(lambda x: None, [tf.TensorSpec([], tf.float32)])(tf.constant(1.0)) == []
+
+
+def test_models_remember_the_strategy_they_were_made_in(model):
+    assert model._distribute_strategy is None, ADVICE + "Model._distribute_strategy"
+    assert keras_training.strategy_of(model) is None
+    with tf.distribute.OneDeviceStrategy("CPU:0").scope():
+        made = keras.Sequential([keras.Input((2,)), layers.Dense(1)])
+    assert made._distribute_strategy is not None
+    assert keras_training.strategy_of(made) is made._distribute_strategy

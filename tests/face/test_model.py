@@ -1,0 +1,213 @@
+"""What else people do with a model that trains: as plain Keras does it, or refused by name."""
+
+from __future__ import annotations
+
+import warnings
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers, ops
+
+from tarantella_pp.choice import make_plan
+from tarantella_pp.errors import ConfigurationError, UnsupportedModelError
+from tarantella_pp.pipeline_model import PipelineModel
+from tests.training import SAMPLES, X, Y, distance, mlp, sequential
+
+pytestmark = pytest.mark.keras
+
+ROUNDING = 1e-10
+
+
+def both(use, build=mlp, **options):
+    """What `use` returns for a model of plain Keras, and for a pipeline."""
+    found = []
+    for wrap in (lambda model: model, lambda model: PipelineModel(model, **options)):
+        keras.utils.set_random_seed(1)
+        found.append(use(wrap(build())))
+    return found
+
+
+def trained(model, **fit):
+    return model.fit(X, Y, **{"batch_size": 8, "shuffle": False, "verbose": 0, **fit}).history
+
+
+CUT = {"num_stages": 2, "num_micro_batches": 3}
+
+
+def test_steps_by_hand():
+    def use(model):
+        model.compile("adam", "mse", metrics=["mae"])
+        data = (tf.constant(X), tf.constant(Y))
+        logs = [model.train_step(data), model.train_step(data), model.test_step(data)]
+        told = [{name: float(value) for name, value in log.items()} for log in logs]
+        return told, np.array(model.predict_step(data[:1])), model.get_weights()
+
+    plain, found = both(use, **CUT)
+    assert [list(log) for log in found[0]] == [["loss", "mae"]] * 3
+    assert distance(plain, found) < ROUNDING
+
+
+def test_steps_by_hand_where_they_cannot_run():
+    model = PipelineModel(mlp(), **CUT)
+    data = (tf.constant(X), tf.constant(Y))
+    with pytest.raises(ConfigurationError, match=r"compile\(\)` before `train_step"):
+        model.train_step(data)
+    model.compile("sgd", "mse")
+    compiled = tf.function(lambda: model.train_step(data), autograph=False)
+    with pytest.raises(ConfigurationError, match=r"`train_step\(\)` .* outside"):
+        compiled()
+
+
+def test_an_optimizer_is_made_once():
+    keras.backend.clear_session()
+    model = PipelineModel(mlp(), **CUT)
+    model.compile("adam", "mse")
+    assert model.optimizer.name == "adam"
+    model.compile({"class_name": "sgd", "config": {"learning_rate": 0.5}}, "mse")
+    assert model.optimizer.name == "sgd"
+    assert float(model.optimizer.learning_rate) == 0.5
+
+
+@pytest.mark.parametrize("build", [sequential, mlp])
+def test_layers_and_names_are_those_of_the_wrapped_model(build):
+    plain = build()
+    model = PipelineModel(plain, **CUT)
+    model.compile("adam", "mse", metrics=["mae"])
+    plain.compile("adam", "mse", metrics=["mae"])
+    assert model.layers == plain.layers
+    assert model.get_layer(index=0) is plain.get_layer(index=0)
+    assert [id(w) for w in model.weights] == [id(w) for w in plain.weights]
+    for name in ("name", "input_shape", "output_shape", "metrics_names", "loss"):
+        assert getattr(model, name) == getattr(plain, name)
+    assert model.count_params() == plain.count_params()
+    model.layers.clear()
+    assert model.layers == plain.layers
+
+
+def test_a_model_without_an_optimizer_is_evaluated():
+    def use(model):
+        model.compile(optimizer=None, loss="mse", metrics=["mae"])
+        return model.evaluate(X, Y, verbose=0), model.predict(X, verbose=0)
+
+    assert distance(*both(use, **CUT)) < ROUNDING
+    model = PipelineModel(mlp(), **CUT)
+    model.compile(optimizer=None, loss="mse")
+    for train in (model.fit, model.train_on_batch):
+        with pytest.raises(ConfigurationError, match="optimizer=None"):
+            train(X, Y)
+
+
+def without_weights():
+    inputs = keras.Input((6,))
+    x = layers.Dropout(0.5, seed=3)(inputs)
+    return keras.Model(inputs, layers.Activation("tanh")(layers.Rescaling(2.0)(x))[:, :3])
+
+
+def frozen():
+    model = mlp()
+    model.trainable = False
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:The model does not have any trainable weights")
+@pytest.mark.parametrize(("build", "parts"), [(without_weights, 1), (frozen, 3)])
+def test_a_model_with_nothing_to_train(build, parts):
+    def use(model):
+        first = model.predict(X, verbose=0)
+        model.compile("adam", "mse", metrics=["mae"])
+        told = [model.evaluate(X, Y, verbose=0), trained(model, epochs=2)]
+        assert int(model.optimizer.iterations) == 0
+        return [*told, first, model.get_weights()]
+
+    assert distance(*both(use, build, num_stages=2, num_micro_batches=parts)) < ROUNDING
+
+
+@pytest.mark.parametrize("option", ["run_eagerly", "jit_compile"])
+def test_how_stages_are_compiled_is_warned_of_and_changes_nothing(option):
+    def use(model):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model.compile("sgd", "mse", **{option: True})
+        said = [w for w in caught if option in str(w.message)]
+        if isinstance(model, PipelineModel):
+            assert len(said) == 1
+            assert said[0].filename == __file__
+        assert getattr(model, option) is True
+        return trained(model)
+
+    assert distance(*both(use, **CUT)) < ROUNDING
+
+
+def test_what_is_changed_in_layers_takes_effect_at_compile():
+    def build():
+        x = inputs = keras.Input((6,))
+        x = layers.BatchNormalization(scale=False, center=False)(layers.Dense(5)(x))
+        return keras.Model(inputs, layers.Dense(3)(layers.Dropout(0.5, seed=3)(x)))
+
+    def use(model):
+        model.compile("sgd", "mse")
+        told = [trained(model)]
+        _, _, norm, drop, _ = model.layers
+        norm.trainable, drop.rate = False, 0.1
+        model.compile("sgd", "mse")
+        return [*told, trained(model), model.get_weights()]
+
+    assert distance(*both(use, build, num_stages=2, num_micro_batches=1)) < ROUNDING
+
+
+def test_training_functions_that_are_forced():
+    class Thaw(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            self.model.layers[1].trainable = epoch > 0
+            self.model.make_train_function(force=True)
+
+    def use(model):
+        model.layers[1].trainable = True
+        model.compile("sgd", "mse")
+        model.optimizer.build(model.trainable_variables)
+        return trained(model, epochs=2, callbacks=[Thaw()]), model.get_weights()
+
+    assert distance(*both(use, **CUT)) < ROUNDING
+
+
+def test_strategies_of_tensorflow_are_refused():
+    strategy = tf.distribute.MirroredStrategy(["CPU:0"])
+    with strategy.scope():
+        inside = mlp()
+        with pytest.raises(ConfigurationError, match="MirroredStrategy"):
+            PipelineModel(inside, **CUT)
+    with pytest.raises(ConfigurationError, match="MirroredStrategy"):
+        PipelineModel(inside, **CUT)
+    model = PipelineModel(mlp(), **CUT)
+    model.compile("sgd", "mse")
+    with strategy.scope(), pytest.raises(ConfigurationError, match="MirroredStrategy"):
+        model.fit(X, Y, verbose=0)
+    assert trained(model)
+
+
+def test_replicas_are_refused():
+    with pytest.raises(ConfigurationError, match="num_replicas=2"):
+        PipelineModel(mlp(), num_replicas=2, **CUT)
+    with pytest.raises(ConfigurationError, match="num_replicas=2"):
+        PipelineModel(mlp(), plan=make_plan(mlp(), 2, num_replicas=2))
+    assert PipelineModel(mlp(), num_replicas=1, **CUT).plan.num_replicas == 1
+
+
+def test_a_pipeline_is_not_wrapped_again():
+    with pytest.raises(UnsupportedModelError, match="pipeline already"):
+        PipelineModel(PipelineModel(mlp(), **CUT), **CUT)
+
+
+def test_data_that_is_not_dense_is_refused():
+    inputs = keras.Input((None,))
+    model = keras.Model(inputs, layers.Dense(1)(ops.mean(inputs, axis=1, keepdims=True)))
+    model = PipelineModel(model, **CUT)
+    model.compile("sgd", "mse")
+    ragged = tf.ragged.constant([[1.0], [2.0, 3.0]] * (SAMPLES // 2), dtype="float64")
+    with pytest.raises(UnsupportedModelError, match="an input that is a RaggedTensor"):
+        model.fit(ragged, Y[:, :1], verbose=0)
+    with pytest.raises(UnsupportedModelError, match="a target that is a RaggedTensor"):
+        model.fit(X, ragged, verbose=0)
+    assert model.fit(X, Y[:, :1], verbose=0).history

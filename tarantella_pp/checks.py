@@ -64,6 +64,24 @@ def check_model(model: Any) -> None:
         )
 
 
+def check_subclass(kind: type, base: type) -> None:
+    """Refuses subclasses of the pipeline's own model whose code its steps would not run.
+
+    Args:
+        kind: Class of the model that is made.
+        base: The pipeline's own class.
+
+    Raises:
+        UnsupportedModelError: If it overrides a step or the call.
+    """
+    own = [n for n in (*_OWN_STEPS, "call") if getattr(kind, n) is not getattr(base, n)]
+    if own:
+        raise UnsupportedModelError(
+            f"Class {kind.__name__} overrides {', '.join(own)}, which the stages of a pipeline "
+            "do not run. Move the code into layers, the loss or metrics."
+        )
+
+
 def check_strategy(model: Any) -> None:
     """Refuses TensorFlow's own distribution, which would spread what the pipeline spreads already.
 

@@ -22,7 +22,11 @@ from tarantella_pp.partition.extraction import extract
 from tarantella_pp.partition.plan import Plan
 from tarantella_pp.pipeline import Pipeline, agreed_plan
 from tarantella_pp.runtime.communicator import world
-from tarantella_pp.runtime.keras_training import get_data_adapter, train_validation_split
+from tarantella_pp.runtime.keras_training import (
+    forget_validation,
+    get_data_adapter,
+    train_validation_split,
+)
 from tarantella_pp.runtime.schedule import Schedule, read_schedule
 
 
@@ -92,6 +96,7 @@ class PipelineModel(CollectiveModel):
         checks.check_backend()
         checks.check_model(model)
         checks.check_strategy(model)
+        checks.check_subclass(type(self), PipelineModel)
         checks.check_wire_dtype(wire_dtype)
         checks.check_replicas(num_replicas)
         communicator = world()
@@ -331,6 +336,7 @@ class PipelineModel(CollectiveModel):
         pipeline = self._pipeline
         callbacks = with_trace(callbacks, self, os.environ)
         pipeline.engine.record(None)
+        forget_validation(self)
 
         def open_data() -> list[Any]:
             data, held_out = (x, y, sample_weight), validation_data

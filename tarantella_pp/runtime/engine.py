@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -16,6 +16,7 @@ from tarantella_pp.runtime.engine_options import EngineOptions
 from tarantella_pp.runtime.exchange import Exchange
 from tarantella_pp.runtime.execution import Execution
 from tarantella_pp.runtime.feed import Batch, Feed
+from tarantella_pp.runtime.interrupts import interrupts_put_off
 from tarantella_pp.runtime.keras_training import build_metrics
 from tarantella_pp.runtime.layout import links_of, stage_layouts
 from tarantella_pp.runtime.news import News
@@ -109,6 +110,7 @@ class Engine:
         self._update: Update | None = None
         self._reach_known = False
         self._outputs_for: dict[bytes, str | None] = {}
+        self._exchanges = False
         self.fallbacks: dict[int, str] = {}
         self.has_run = False
 
@@ -125,7 +127,7 @@ class Engine:
 
     def train(self, batch: Batch) -> dict[str, Any]:
         """Runs one training step; returns Keras' logs, the same on all ranks."""
-        with self._recorder.step():
+        with self._whole_or_nothing(), self._recorder.step():
             logs = self._train(batch)
         if self._tuning is not None and isinstance(self._recorder, Recorder):
             self._learn(self._tuning, self._recorder.last)
@@ -162,23 +164,25 @@ class Engine:
 
     def test(self, batch: Batch) -> dict[str, Any]:
         """Runs one evaluation step; returns Keras' logs, the same on all ranks."""
-        penalty = self._prepare(batch).penalty()
-        sizes = self._sizes(batch)
-        step = BatchStep(
-            batch, sizes, self._data, self._scoring, training=False,
-            by_parts=self._metrics_by_parts(batch), penalty=penalty,
-            report=self._news.report_loss,
-        )  # fmt: skip
-        self._run(self._programs.inference(len(sizes)), step, sizes)
-        return self._logs("test", step)
+        with self._whole_or_nothing():
+            penalty = self._prepare(batch).penalty()
+            sizes = self._sizes(batch)
+            step = BatchStep(
+                batch, sizes, self._data, self._scoring, training=False,
+                by_parts=self._metrics_by_parts(batch), penalty=penalty,
+                report=self._news.report_loss,
+            )  # fmt: skip
+            self._run(self._programs.inference(len(sizes)), step, sizes)
+            return self._logs("test", step)
 
     def predict(self, batch: Batch) -> Any:
         """Runs one prediction step; returns the model's outputs, on all ranks."""
         sizes = self._sizes(batch)
         step = BatchStep(batch, sizes, self._data, None, training=False)
-        self._run(self._programs.inference(len(sizes)), step, sizes)
-        parts = zip(*step.results, strict=True) if self._news.is_source else ()
-        results = self._news.share_tensors([tf.concat(part, 0) for part in parts])
+        with self._whole_or_nothing():
+            self._run(self._programs.inference(len(sizes)), step, sizes)
+            parts = zip(*step.results, strict=True) if self._news.is_source else ()
+            results = self._news.share_tensors([tf.concat(part, 0) for part in parts])
         values = dict(zip(self._layouts[-1].results, results, strict=True))
         return pack_outputs(self._extracted, values)
 
@@ -218,15 +222,32 @@ class Engine:
         self.has_run = True
         program = schedule.actions[self._communicator.rank]
         execution = self._training if step.training else self._execution
+        self._exchanges = True
+        execution.run(program, dict(enumerate(sizes)), step)
+
+    @contextlib.contextmanager
+    def _whole_or_nothing(self) -> Iterator[None]:
+        """Leaves nothing behind of a step that an error ends.
+
+        One process goes on from there. Several ranks do not: what the others sent meanwhile, and
+        whether they have updated their weights, is not known.
+        """
+        self._exchanges = False
+        alone = self._communicator.size == 1
         try:
-            execution.run(program, dict(enumerate(sizes)), step)
-        except BaseException:
+            with interrupts_put_off() if alone else contextlib.nullcontext():
+                yield
+        except BaseException as error:
+            for execution in (self._execution, self._training):
+                execution.clear()
             for stage in self.stages.values():
                 stage.clear()
             if self._update is not None:
-                self._update.clear()
+                self._update.clear(error)
             if self._scoring is not None:
                 self._scoring.metrics.clear()
+            if self._exchanges:
+                self._communicator.breaks(error)
             raise
 
     def _exchange_of_ties(self) -> contextlib.AbstractContextManager[None]:
@@ -256,11 +277,11 @@ class Engine:
             y, weight = (_symbolic(description) for description in batch.targets)
             build_metrics(self._model, y, unpacked(self._extracted.outputs_struct), weight)
             bodies = {i: stage.body for i, stage in self.stages.items()}
-            weights = self._model.trainable_variables
-            self._update = Update(self._model.optimizer, bodies, weights, self._ties)
             if self._news.is_source:
                 results = self._layouts[-1].results
                 self._scoring = Scoring(self._model, self._extracted, results)
+            weights = self._model.trainable_variables
+            self._update = Update(self._model.optimizer, bodies, weights, self._ties)
         return self._update
 
     def _metrics_by_parts(self, batch: Batch) -> bool:

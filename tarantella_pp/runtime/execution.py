@@ -83,9 +83,7 @@ class Execution:
             rows: Number of samples of each micro-batch.
             step: Where data comes from and results go.
         """
-        self._activations.clear()
-        self._gradients.clear()
-        self._awaited.clear()
+        self.clear()
         self._exchange.begin(program, rows)
         self._step, self._left = step, Counter(map(_goal, program))
         for action in program:
@@ -97,6 +95,12 @@ class Execution:
             self._left[goal] -= 1
             if goal == "F" and not self._left[goal]:
                 step.forwards_done()
+
+    def clear(self) -> None:
+        """Drops what is left of a step that did not end."""
+        self._activations.clear()
+        self._gradients.clear()
+        self._awaited.clear()
 
     def _transfer(self, action: Transfer) -> None:
         if action.operation == "S":

@@ -50,8 +50,8 @@ class GradientSums:
         """
         if self._kinds is not None:
             return
-        self._kinds = [_kind(gradient) for gradient in gradients]
-        for i, (kind, weight) in enumerate(zip(self._kinds, self.weights, strict=True)):
+        kinds = [_kind(gradient) for gradient in gradients]
+        for i, (kind, weight) in enumerate(zip(kinds, self.weights, strict=True)):
             if kind == "dense":
                 zeros = tf.zeros(weight.shape, weight.dtype)
                 self._dense[i] = tf.Variable(zeros, trainable=False, name="gradient_sum")
@@ -59,6 +59,7 @@ class GradientSums:
                 self._sparse[i] = []
             elif kind == "product" and (chunking := gradients[i].chunking(self._micro_batches)):
                 self._products[i] = ProductSum(chunking)
+        self._kinds = kinds  # last, for an error may come before
 
     def collects(self, index: int, product: Product) -> bool:
         """Whether the gradients of a weight are collected by their factors.

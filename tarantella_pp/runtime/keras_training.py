@@ -24,6 +24,7 @@ __all__ = [
     "build_metrics",
     "compiled_losses",
     "count_step",
+    "forget_validation",
     "get_data_adapter",
     "is_keras_loss",
     "layers_in",
@@ -117,6 +118,16 @@ def count_step(optimizer: Any) -> None:
         optimizer: A built optimizer.
     """
     optimizer._iterations.assign_add(1)
+
+
+def forget_validation(model: Any) -> None:
+    """Makes the next training validate with its own data, also after one that an error ended.
+
+    Args:
+        model: A model.
+    """
+    if getattr(model, "_eval_epoch_iterator", None) is not None:
+        del model._eval_epoch_iterator
 
 
 def updates_weights_alone(optimizer: Any) -> bool:

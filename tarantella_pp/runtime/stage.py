@@ -177,8 +177,8 @@ class Stage:
             self._general = self._make_pass(self._specs)
         pairs = list(zip(self._specs, inputs, strict=True))
         if not all(spec.is_compatible_with(tensor) for spec, tensor in pairs):
-            self._specs = [tf.TensorSpec(_covering(s.shape, t.shape), t.dtype) for s, t in pairs]
-            self._general = self._make_pass(self._specs)
+            specs = [tf.TensorSpec(_covering(s.shape, t.shape), t.dtype) for s, t in pairs]
+            self._general, self._specs = self._make_pass(specs), specs
         return self._general
 
     def _make_pass(self, specs: Sequence[tf.TensorSpec]) -> TrainingPass:

@@ -69,6 +69,13 @@ class Tuning:
         self._steps.append(step)
         if len(self._steps) < len(self._trials) * (WARM_UP + MEASURED):
             return None
+        try:
+            return self._found()
+        except BaseException:
+            self._steps.pop()  # measured and searched for again
+            raise
+
+    def _found(self) -> Recipe:
         ranks = self._communicator
         kept = [s for i, s in enumerate(self._steps) if i % (WARM_UP + MEASURED) >= WARM_UP]
         costs = measured_costs(gather_steps(kept, clock_offset(ranks), ranks))

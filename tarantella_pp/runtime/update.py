@@ -65,6 +65,7 @@ class Update:
         }
         self._ahead: Collections = {}
         self._trains = bool(order)
+        self._applying = False
         self._penalty = tf.function(self._regularization, autograph=False)
 
     def _stage_of(self, weight: Any) -> int:
@@ -97,6 +98,7 @@ class Update:
         """
         if stage == self._last or stage in self._ahead or not self._groups[stage]:
             return False
+        self._applying = True
         self._ahead[stage] = self._apply_stage(stage, self._sums[stage].take_collected())
         return True
 
@@ -117,18 +119,30 @@ class Update:
             gradients: What `gather` returned.
         """
         collected, arrived = gradients
+        self._applying = True
         for stage, weights in self._groups.items():
             if weights and stage != self._last and stage not in self._ahead:
                 collected[stage] = self._apply_stage(stage, collected[stage])
         self._steps[self._last](collected, arrived)
+        self._applying = False
         self._ahead.clear()
-        self._ties.publish()
         for sums in self._sums.values():
             sums.reset()
+        self._ties.publish()
 
-    def clear(self) -> None:
-        """Forgets which stages have been updated ahead, of a step that does not end."""
+    def clear(self, error: BaseException) -> None:
+        """Forgets a step that an error ended; says so if weights have been updated in part.
+
+        Args:
+            error: The error.
+        """
         self._ahead.clear()
+        if self._applying:
+            self._applying = False
+            error.add_note(
+                "This came while the optimizer updated the weights: some may have made the step, "
+                "others not. Load weights before you train on."
+            )
 
     def _apply_stage(self, stage: int, collected: OfStage) -> OfStage:
         """Updates the weights of one stage; returns what was collected of others that it has."""

@@ -109,6 +109,16 @@ def test_models(build, message):
         PipelineModel(build(), num_stages=1)
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["train_step", "test_step", "predict_step", "compute_loss", "compute_metrics", "call"],
+)
+def test_subclasses_with_steps_of_their_own(name):
+    kind = type("Own", (PipelineModel,), {name: lambda self, *args, **kwargs: {"loss": 0.0}})
+    with pytest.raises(UnsupportedModelError, match=f"Class Own overrides {name}"):
+        kind(mlp(), num_stages=1)
+
+
 def test_what_is_no_model():
     with pytest.raises(TarantellaError, match=r"Received: model='mlp\.keras'"):
         PipelineModel("mlp.keras", num_stages=1)

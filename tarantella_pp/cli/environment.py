@@ -12,7 +12,8 @@ from tarantella_pp.errors import ConfigurationError
 THREAD_VARIABLES = ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "OMP_NUM_THREADS")
 UNBOUND = {BIND_VARIABLE: ""}
 """What leaves the ranks of a node unbound, even in a job that was started by a rank of another."""
-LOG_LEVELS = {"DEBUG": "0", "INFO": "1", "WARNING": "2", "ERROR": "3"}
+LOG_VARIABLE = "TF_CPP_MIN_LOG_LEVEL"
+LOG_LEVELS = {"DEBUG": "0", "INFO": "0", "WARNING": "1", "ERROR": "2"}
 """The library's log levels, with the level of TensorFlow's native log that goes with each."""
 
 
@@ -32,7 +33,7 @@ def rank_environment(
         given: The environment of the user, `-x` included. What it sets is left alone.
         force_threads: Whether `threads` wins over what the user's environment sets.
     """
-    defaults = {"TF_CPP_MIN_LOG_LEVEL": LOG_LEVELS[log_level], **allocator_variables()}
+    defaults = {LOG_VARIABLE: LOG_LEVELS[log_level], **allocator_variables()}
     counts = dict.fromkeys(THREAD_VARIABLES, str(threads))
     ours = {
         "TNT_LOG_LEVEL": log_level,
@@ -108,10 +109,10 @@ def parse_exports(options: Sequence[str], given: Mapping[str, str]) -> dict[str,
 
 
 def cores_of_node() -> int:
-    """Returns the number of cores this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    """Returns the number of cores this process may run on, and its job, where that is Slurm's."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    allocated = os.environ.get("SLURM_CPUS_ON_NODE", "")
+    return min(cores or 1, int(allocated) if allocated.isdigit() and int(allocated) else 1 << 20)
 
 
 def threads_per_rank(num_ranks: int, num_nodes: int, given: Mapping[str, str]) -> int:

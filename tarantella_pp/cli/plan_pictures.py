@@ -71,8 +71,8 @@ def write(plan: Plan, graph: LayerGraph | None, arguments: argparse.Namespace) -
         The files that were written.
 
     Raises:
-        ConfigurationError: An option cannot work, matplotlib is missing, or a file cannot be
-            written.
+        ConfigurationError: An option cannot work, or a file cannot be written.
+        MissingDependencyError: matplotlib is not installed.
         PlanError: The graph is one of another model.
     """
     check(arguments)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import traceback
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-from tarantella_pp.cli.output import one_line
-from tarantella_pp.errors import ConfigurationError, UnsupportedModelError
+from tarantella_pp.dependencies import needed_for
+from tarantella_pp.errors import (
+    ConfigurationError,
+    MissingDependencyError,
+    UnsupportedModelError,
+)
+from tarantella_pp.runtime.cause import describe
 
 _VARIABLES = {
     "CUDA_VISIBLE_DEVICES": "-1",
@@ -25,37 +28,29 @@ oneDNN saves a line on stderr."""
 
 @contextlib.contextmanager
 def quiet_keras(what: str) -> Iterator[Any]:
-    """Yields Keras while code of others runs: stdout stays ours, and what it raises is told.
+    """Yields Keras while code of others runs, and tells what that raises.
+
+    Its output does not mix with ours, nor do our options look like its own.
 
     Args:
         what: What runs, for the message.
 
     Raises:
+        MissingDependencyError: TensorFlow, or what else the code needs, is not installed.
         UnsupportedModelError: The code raised, or ended the program.
     """
     for name, value in _VARIABLES.items():
         os.environ.setdefault(name, value)
+    arguments, sys.argv = sys.argv, sys.argv[:1]
     with contextlib.redirect_stdout(sys.stderr):
         try:
-            import keras
+            with needed_for(what):
+                import keras
 
-            yield keras
-        except (ConfigurationError, KeyboardInterrupt):
+                yield keras
+        except (ConfigurationError, MissingDependencyError, KeyboardInterrupt):
             raise
         except (Exception, SystemExit) as error:
-            raise UnsupportedModelError(
-                f"{what} raised {type(error).__name__}: {one_line(error, 500)}{_place(error)}"
-            ) from error
-
-
-def _place(error: BaseException) -> str:
-    """Returns the line of the user's code that raised, where it is known."""
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if "site-packages" not in frame.filename
-        and not frame.filename.startswith("<")
-        and Path(frame.filename) != Path(__file__)
-        and f"{os.sep}importlib{os.sep}" not in frame.filename
-    ]
-    return f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+            raise UnsupportedModelError(f"{what} raised {describe(error)}") from error
+        finally:
+            sys.argv = arguments

@@ -32,6 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--bind", default="auto", choices=("auto", "none"),
         help="give each rank cores of its own where the ranks' threads fill the node (default), "
         "or none")  # fmt: skip
+    add("--share-gpus", action="store_true",
+        help="let ranks of a host share its GPUs; by default each has one of its own")  # fmt: skip
     add("-x", dest="exports", action="append", default=[], metavar="NAME[=VALUE]",
         help="set an environment variable on all ranks; may be repeated")  # fmt: skip
     add("--log-level", default="WARNING", choices=("DEBUG", "INFO", "WARNING", "ERROR"),
@@ -56,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
         LaunchError: There is no MPI, or its launcher cannot be started.
     """
     from tarantella_pp.cli import mpi
-    from tarantella_pp.cli.environment import parse_exports
+    from tarantella_pp.cli.environment import LOG_VARIABLE, parse_exports
 
     script = _script(arguments.command)
     exported = parse_exports(arguments.exports, os.environ)
@@ -65,7 +67,8 @@ def run(arguments: argparse.Namespace) -> int:
     num_ranks = arguments.num_ranks or _default_ranks(hosts)
     launcher = mpi.find_launcher(arguments.mpi)
     variables = _variables(arguments, num_ranks, num_nodes, exported)
-    command = launcher.command(_job(arguments, script, num_ranks, [*variables, *exported]))
+    job = _job(arguments, script, num_ranks, num_nodes, [*variables, *exported])
+    command = launcher.command(job)
     if arguments.dry_run:
         _show(command, variables, exported)
         return 0
@@ -73,9 +76,11 @@ def run(arguments: argparse.Namespace) -> int:
     from tarantella_pp.cli.supervise import Supervisor
 
     shared = num_nodes > 1 or bool(hosts)
-    supervisor = Supervisor(num_ranks, arguments.timeout, shared)
+    quiet = arguments.log_level in ("WARNING", "ERROR") and LOG_VARIABLE in variables
+    supervisor = Supervisor(num_ranks, arguments.timeout, shared, quiet=quiet)
     own = launcher.environment(str(supervisor.directory.path))
-    return supervisor.run(command, {**os.environ, **own, **variables, **exported})
+    inherited = mpi.without_other_jobs(os.environ)
+    return supervisor.run(command, {**inherited, **own, **variables, **exported})
 
 
 def _variables(
@@ -84,6 +89,7 @@ def _variables(
     """Returns the environment of the ranks, as far as it is not the user's."""
     from tarantella_pp.cli import environment
     from tarantella_pp.runtime.environment import TRACE_VARIABLE
+    from tarantella_pp.runtime.gpus import SHARE_VARIABLE
 
     given, forced = {**os.environ, **exported}, arguments.threads is not None
     threads = arguments.threads or environment.threads_per_rank(num_ranks, num_nodes, os.environ)
@@ -99,24 +105,37 @@ def _variables(
         variables |= environment.binding(threads, ranks, given, forced)
     else:
         variables |= environment.UNBOUND
+    if arguments.share_gpus:
+        variables[SHARE_VARIABLE] = "1"
     if arguments.trace is not None:
         variables[TRACE_VARIABLE] = os.path.abspath(arguments.trace)
     return variables
 
 
 def _job(
-    arguments: argparse.Namespace, script: list[str], num_ranks: int, names: list[str]
+    arguments: argparse.Namespace,
+    script: list[str],
+    num_ranks: int,
+    num_nodes: int,
+    names: list[str],
 ) -> mpi.Job:
     """Returns what the MPI launcher has to know."""
     from tarantella_pp.cli import environment, mpi
-    from tarantella_pp.runtime.records import DIRECTORY_VARIABLE, SIZE_VARIABLE
+    from tarantella_pp.runtime.records import (
+        DIRECTORY_VARIABLE,
+        LOCAL_RANK_VARIABLE,
+        RANK_VARIABLE,
+        SIZE_VARIABLE,
+    )
 
+    own = {DIRECTORY_VARIABLE, SIZE_VARIABLE, RANK_VARIABLE, LOCAL_RANK_VARIABLE}
     return mpi.Job(
         command=(sys.executable, "-m", "tarantella_pp.cli.worker", *script),
         num_ranks=num_ranks,
         cores=environment.cores_of_node(),
+        cores_per_rank=environment.threads_per_rank(num_ranks, num_nodes, os.environ),
         hostfile=arguments.hostfile,
-        names=tuple(sorted({*names, DIRECTORY_VARIABLE, SIZE_VARIABLE})),
+        names=tuple(sorted({*names, *own})),
         label_output=arguments.output_on_all_devices,
     )
 

@@ -14,6 +14,7 @@ import time
 import types
 from collections.abc import Mapping, Sequence
 
+from tarantella_pp.cli.native_log import QuietStderr
 from tarantella_pp.cli.prctl import adopt_orphans, describe_exit, die_with_parent
 from tarantella_pp.cli.processes import (
     kill_descendants,
@@ -67,12 +68,22 @@ class Supervisor:
     Args:
         num_ranks: Number of ranks.
         timeout: Seconds after which the job is killed, or None.
-        shared: Whether ranks run on other hosts, which only see the current directory.
+        shared: Whether ranks run on other hosts, which see the current directory at best.
+        quiet: Whether to leave out what TensorFlow's native code has to say before training.
     """
 
-    def __init__(self, num_ranks: int, timeout: float | None = None, shared: bool = False) -> None:
+    def __init__(
+        self,
+        num_ranks: int,
+        timeout: float | None = None,
+        shared: bool = False,
+        *,
+        quiet: bool = False,
+    ) -> None:
         folder = os.getcwd() if shared else None
         self.directory = RunDirectory(tempfile.mkdtemp(prefix=".tarantella-", dir=folder))
+        self._shared = shared
+        self._stderr = QuietStderr() if quiet else None
         self._num_ranks = num_ranks
         self._name = "mpiexec"
         self._timeout = timeout
@@ -97,8 +108,11 @@ class Supervisor:
         try:
             return self._wait(self._start(command, environment))
         finally:
+            _tell_hidden(self.directory.read())
             leftovers = shared_memory_of_descendants()
             kill_descendants()
+            if self._stderr is not None:
+                self._stderr.finish()
             remove_shared_memory(leftovers)
             shutil.rmtree(self.directory.path, ignore_errors=True)
             for number, handler in previous.items():
@@ -115,14 +129,19 @@ class Supervisor:
             SIZE_VARIABLE: str(self._num_ranks),
         }
         try:
-            return subprocess.Popen(
+            launcher = subprocess.Popen(
                 list(command),
                 env=variables,
+                stderr=None if self._stderr is None else self._stderr.descriptor,
                 start_new_session=True,
                 preexec_fn=lambda: die_with_parent(parent),
             )
         except OSError as error:
             raise LaunchError(f"Cannot start {command[0]}: {error}") from error
+        finally:
+            if self._stderr is not None:
+                self._stderr.start()
+        return launcher
 
     def _wait(self, launcher: subprocess.Popen[bytes]) -> int:
         """Looks at the records until the job has ended or must be ended."""
@@ -184,13 +203,26 @@ class Supervisor:
         if self._all(records, (FINISHED,)):
             return Exit.OK
         missing = [rank for rank in range(self._num_ranks) if rank not in records]
-        what = (
-            f"ranks {missing} never started"
-            if missing
-            else "its ranks were still at work (MPI_Abort?)"
-        )
+        unseen = f"ranks {missing} left no record, for their hosts do not see {self.directory.path}"
+        if missing and self._shared and self._all_well(launcher, records):
+            _tell(f"{unseen}; start in a folder that all hosts share to be told who failed first")
+            return Exit.OK
+        what = "its ranks were still at work (MPI_Abort?)"
+        if missing:
+            what = (
+                f"{unseen}, or they never started"
+                if self._shared
+                else f"ranks {missing} never started"
+            )
         _tell(f"{self._name} {describe_exit(launcher.returncode)}, but {what}")
         return max(launcher.returncode, Exit.FAILED)
+
+    def _all_well(self, launcher: subprocess.Popen[bytes], records: Mapping[int, Record]) -> bool:
+        """Whether all that is known of a job says that it has succeeded.
+
+        A rank whose script failed ends with an exit code other than 0, and so does its launcher.
+        """
+        return launcher.returncode == 0 and all(r.state == FINISHED for r in records.values())
 
     def _on_signal(self, number: int, frame: types.FrameType | None) -> None:
         """Notes the first signal; the second one ends the patience with the ranks."""
@@ -206,6 +238,16 @@ class Supervisor:
     def _report_stop(self, number: signal.Signals) -> int:
         _tell(f"the job was stopped by {number.name}")
         return Exit.INTERRUPTED if number == signal.SIGINT else Exit.PREEMPTED
+
+
+def _tell_hidden(records: Mapping[int, Record]) -> None:
+    """Mentions lines that were printed and not shown."""
+    ranks = sorted(rank for rank, record in records.items() if record.hidden_lines)
+    lines = sum(record.hidden_lines for record in records.values())
+    if ranks:
+        who = f"rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks other than the last"
+        what = "1 line that is" if lines == 1 else f"{lines} lines that are"
+        _tell(f"{who} printed {what} not shown; --output-on-all-devices shows all")
 
 
 def _age(records: Mapping[int, Record]) -> float:

@@ -12,28 +12,35 @@ import faulthandler
 import io
 import os
 import runpy
+import shutil
 import signal
 import sys
+import tempfile
 import time
 import types
+from typing import Any
 
 from tarantella_pp.cli.binding import bind_to_share
 from tarantella_pp.cli.prctl import die_with_parent, signal_name
-from tarantella_pp.runtime import guard
-from tarantella_pp.runtime.guarded_rank import LOOK_SECONDS, Guard, describe, exit_code_of
+from tarantella_pp.errors import LaunchError
+from tarantella_pp.runtime import gpus, guard
+from tarantella_pp.runtime.cause import describe
+from tarantella_pp.runtime.guarded_rank import LOOK_SECONDS, Guard, exit_code_of
 from tarantella_pp.runtime.records import (
     DIRECTORY_VARIABLE,
     FAILED,
     FINISHED,
+    LOCAL_RANK_VARIABLE,
+    RANK_VARIABLE,
     RETURNED,
     SIZE_VARIABLE,
     STARTED,
     Record,
     RunDirectory,
+    headline,
 )
 
 OUTPUT_VARIABLE = "TNT_OUTPUT_ON_ALL_DEVICES"
-RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 _STANDARD_OUTPUT = 1
 LINGER_SECONDS = 8.0
@@ -47,8 +54,11 @@ def main() -> int:
         The exit code of the rank.
     """
     die_with_parent(os.getppid())
-    rank, size = _rank(), int(os.environ[SIZE_VARIABLE])
-    directory = RunDirectory(os.environ[DIRECTORY_VARIABLE])
+    size = int(os.environ[SIZE_VARIABLE])
+    rank = 0 if size == 1 else _number(RANK_VARIABLE)
+    seen = os.path.isdir(os.environ[DIRECTORY_VARIABLE])
+    # What the launcher cannot read, for this host does not see its folder, the minder still can.
+    directory = RunDirectory(os.environ[DIRECTORY_VARIABLE] if seen else tempfile.mkdtemp())
     watched = {signal.SIGCHLD, *PASSED_ON}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, watched)
     minder = os.getpid()
@@ -57,19 +67,25 @@ def main() -> int:
         die_with_parent(minder)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         bind_to_share(os.environ)
-        return run_script(sys.argv[1:], Guard(rank, size, directory, abort=None))
+        local_rank = None if size == 1 else _number(LOCAL_RANK_VARIABLE)
+        return run_script(sys.argv[1:], Guard(rank, size, directory, abort=None), local_rank)
     record = _mind(child, rank, directory, watched)
-    if record.state == FAILED:
+    if not seen:
+        shutil.rmtree(directory.path, ignore_errors=True)
+        if record.state == FAILED:
+            sys.stderr.write(f"{record.details}{headline(record, size)}\n")
+    elif record.state == FAILED:
         _linger(directory)
     return record.exit_code
 
 
-def run_script(command: list[str], keeper: Guard) -> int:
+def run_script(command: list[str], keeper: Guard, local_rank: int | None = None) -> int:
     """Runs a script as `python script.py arguments` would, and puts on record how it ended.
 
     Args:
         command: Path of the script and its arguments.
         keeper: The guard of this rank.
+        local_rank: Its number among the ranks of its host, which get one GPU each.
 
     Returns:
         The exit code. A failed rank does not return: it leaves without waiting for MPI's other
@@ -79,13 +95,15 @@ def run_script(command: list[str], keeper: Guard) -> int:
     guard.adopt(keeper)
     keeper.start()
     if keeper.rank != keeper.size - 1 and os.environ.get(OUTPUT_VARIABLE) != "1":
-        _silence_output()
+        keeper.hidden_lines = _hide_output().count
     # Whole lines, at once: not held back until the buffer is full, and not in pieces either.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
     sys.argv = command
     sys.path[0] = os.path.dirname(os.path.abspath(command[0]))
     try:
+        if local_rank is not None:
+            gpus.take_one(os.environ, local_rank)
         runpy.run_path(command[0], run_name="__main__")
     except SystemExit as exit_:
         if exit_.code not in (None, 0):
@@ -93,6 +111,8 @@ def run_script(command: list[str], keeper: Guard) -> int:
             keeper.fail(None, f"sys.exit({exit_.code!r})", code)
         else:
             keeper.leave(f"sys.exit({'' if exit_.code is None else 0})")
+    except LaunchError as error:
+        keeper.fail(None, str(error), 1)
     except BaseException as error:
         error.__traceback__ = _of_script(error.__traceback__)
         keeper.fail(error, describe(error), exit_code_of(error))
@@ -160,19 +180,53 @@ def _linger(directory: RunDirectory) -> None:
         time.sleep(0.1)
 
 
-def _rank() -> int:
-    """Returns the number of this rank, which every MPI launcher leaves in the environment."""
-    for variable in RANK_VARIABLES:
-        value = os.environ.get(variable, "")
-        if value.isdigit():
-            return int(value)
-    return 0
+def _number(pointer: str) -> int:
+    """Returns a number that the MPI launcher gave this process, in the variable named by another.
+
+    The launcher in use counts, for those of other jobs leave their variables to a shell.
+    """
+    name = os.environ[pointer]
+    value = os.environ.get(name, "")
+    if not value.isdigit():
+        sys.exit(
+            f"tarantella: the MPI launcher gave this rank no number. Received: {name}={value!r}"
+        )
+    return int(value)
 
 
-def _silence_output() -> None:
+class _HiddenOutput(io.RawIOBase):
+    """What counts the lines that are written to it, and keeps none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lines = 0
+
+    def count(self) -> int:
+        """Returns the number of lines so far."""
+        return self._lines
+
+    def writable(self) -> bool:
+        """Whether it can be written to."""
+        return True
+
+    def fileno(self) -> int:
+        """Returns a descriptor for children of the process, whose lines are not counted."""
+        return _STANDARD_OUTPUT
+
+    def write(self, data: Any, /) -> int:
+        """Counts the ends of lines."""
+        text = bytes(data)
+        self._lines += text.count(b"\n")
+        return len(text)
+
+
+def _hide_output() -> _HiddenOutput:
     """Sends what this process and its children write to standard output nowhere."""
     with open(os.devnull, "wb") as nowhere:
         os.dup2(nowhere.fileno(), _STANDARD_OUTPUT)
+    hidden = _HiddenOutput()
+    sys.stdout = io.TextIOWrapper(io.BufferedWriter(hidden), "utf-8", "replace")
+    return hidden
 
 
 def _flush() -> None:

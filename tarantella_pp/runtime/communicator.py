@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from numpy.typing import NDArray
 
 from tarantella_pp.errors import CommunicationError, LaunchError
-from tarantella_pp.runtime import guard
+from tarantella_pp.runtime import gpus, guard
 from tarantella_pp.runtime.environment import Launch, detect_launch
 from tarantella_pp.runtime.message import TensorSpec
+from tarantella_pp.runtime.records import SIZE_VARIABLE
 
 if TYPE_CHECKING:
     from tarantella_pp.runtime.ranks import RankCommunicator
@@ -199,23 +200,27 @@ def _join(launch: Launch) -> Communicator:
     """Starts MPI and returns the communicator of all ranks."""
     from tarantella_pp.runtime.ranks import RankCommunicator
 
-    mpi = _import_mpi(launch)
+    with guard.starting_mpi():
+        mpi = _import_mpi(launch)
     size = mpi.COMM_WORLD.Get_size()
     if size == 1:
         if launch.size is None:
             return Communicator()
         raise LaunchError(
-            f"{launch.size} processes were started by {launch.starter}, but MPI sees each of them "
-            f"as a job of its own: the launcher belongs to another MPI than the library that "
-            f"mpi4py uses ({mpi.Get_library_version().splitlines()[0]}). Start the job with "
+            f"{launch}, but MPI sees each of them as a job of its own: the launcher belongs to "
+            "another MPI than the library that mpi4py uses "
+            f"({mpi.Get_library_version().splitlines()[0]}). Start the job with "
             "`tarantella -n <ranks> -- <script>`, or with the mpiexec of that MPI; under Slurm "
-            "with `srun --mpi=pmix` (Open MPI) or `srun --mpi=pmi2` (MPICH, Intel MPI)."
+            "with `srun --mpi=pmix` (Open MPI) or `srun --mpi=pmi2` (MPICH, Intel MPI). If this is "
+            f"one process, {launch.variable} is left over from another job: unset it."
         )
     ranks = RankCommunicator.of_world(mpi)
     # Functions registered later are called earlier: the guard must first put on record that this
     # rank's script has ended, for a rank that waits for it would otherwise never learn it.
     atexit.register(_leave, ranks, os.getpid())
     guard.install(ranks.rank, ranks.size, ranks.abort, lambda text: ranks.broadcast_json(text, 0))
+    if launch.variable != SIZE_VARIABLE:  # else the launcher has done so before the script began
+        gpus.take_one(os.environ, mpi.COMM_WORLD.Split_type(mpi.COMM_TYPE_SHARED).Get_rank())
     return ranks
 
 
@@ -224,11 +229,10 @@ def _import_mpi(launch: Launch) -> Any:
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError, OSError) as error:
-        count = "several" if launch.size is None else launch.size
         raise LaunchError(
-            f"{count} processes were started by {launch.starter}, but MPI cannot be used here: "
-            f"{error}. Install mpi4py and an MPI library, "
-            "for example with `pip install 'tarantella-pp[mpich]'`, or load the cluster's module."
+            f"{launch}, but MPI cannot be used here: {error}. Install mpi4py and an MPI library, "
+            "for example with `pip install mpi4py mpich`, or load the cluster's module. If this is "
+            f"one process, {launch.variable} is left over from another job: unset it."
         ) from error
     return MPI
 

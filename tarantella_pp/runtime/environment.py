@@ -6,6 +6,8 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from tarantella_pp.runtime.records import SIZE_VARIABLE
+
 TRACE_VARIABLE = "TNT_TRACE"
 """Names the file that training is to be recorded in, whatever the script says."""
 
@@ -17,17 +19,24 @@ class Launch:
     Attributes:
         starter: What started it, for messages: "Open MPI's mpirun", "srun", ...
         size: Processes started together; `None` where the environment does not say.
+        variable: The environment variable that says so.
     """
 
     starter: str
     size: int | None
+    variable: str
+
+    def __str__(self) -> str:
+        """Returns who started how many processes, and how that is known."""
+        if self.size is None:
+            return f"Several processes were started by {self.starter} ({self.variable} is set)"
+        return f"{self.size} processes were started by {self.starter} ({self.variable}={self.size})"
 
 
-# Most specific first: an mpiexec inside a Slurm job inherits Slurm's variables. The second name,
-# where there is one, must be set as well. SLURM_NTASKS alone is no sign of several processes: an
-# interactive allocation (`salloc`) and a batch script have it, with one plain `python` each.
+# The second name, where there is one, must be set as well. SLURM_NTASKS alone is no sign of
+# several processes: an interactive allocation (`salloc`) and a batch script have it, with one plain
+# `python` each.
 _SIGNS: tuple[tuple[str, str, str | None], ...] = (
-    ("tarantella", "TNT_NUM_RANKS", None),
     ("Open MPI's mpirun", "OMPI_COMM_WORLD_SIZE", None),
     ("MVAPICH's launcher", "MV2_COMM_WORLD_SIZE", None),
     ("mpiexec (PMI)", "PMI_SIZE", "PMI_RANK"),
@@ -46,6 +55,10 @@ _SIZELESS: tuple[tuple[str, str], ...] = (
 def detect_launch(environ: Mapping[str, str] | None = None) -> Launch | None:
     """Reads off the environment whether a launcher started this process, without touching MPI.
 
+    A shell inside a job passes on the variables of its own launcher, beside those of the launcher
+    in use. The largest number counts: MPI itself corrects one that is too large; with one that is
+    too small each process would train alone.
+
     Args:
         environ: The environment to read; `None` for that of this process.
 
@@ -53,11 +66,16 @@ def detect_launch(environ: Mapping[str, str] | None = None) -> Launch | None:
         The launch, or `None` for a process that nobody started as one of several.
     """
     environ = os.environ if environ is None else environ
-    for starter, size, companion in _SIGNS:
-        value = environ.get(size, "")
-        if value.isdecimal() and (companion is None or companion in environ):
-            return Launch(starter, int(value))
-    for starter, name in _SIZELESS:
-        if name in environ:
-            return Launch(starter, None)
-    return None
+    ours = environ.get(SIZE_VARIABLE, "")
+    if ours.isdecimal():
+        return Launch("tarantella", int(ours), SIZE_VARIABLE)
+    found = [
+        Launch(starter, int(environ[name]), name)
+        for starter, name, companion in _SIGNS
+        if environ.get(name, "").isdecimal() and (companion is None or companion in environ)
+    ]
+    if found:
+        return max(found, key=lambda launch: launch.size or 0)
+    return next(
+        (Launch(starter, None, name) for starter, name in _SIZELESS if name in environ), None
+    )

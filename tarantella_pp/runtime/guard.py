@@ -8,6 +8,7 @@ that the other ranks and the launcher read, and tells when the rank waits for on
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import shutil
 import sys
@@ -18,7 +19,7 @@ from typing import NoReturn
 from tarantella_pp.runtime.guarded_rank import Guard, PeerFailedError
 from tarantella_pp.runtime.records import RETURNED, RunDirectory
 
-__all__ = ["Guard", "PeerFailedError", "adopt", "check", "install"]
+__all__ = ["Guard", "PeerFailedError", "adopt", "check", "install", "starting_mpi"]
 
 _guard: Guard | None = None
 
@@ -59,6 +60,11 @@ def adopt(guard: Guard) -> None:
     """Makes `guard` the one of this process, for the launcher's worker."""
     global _guard
     _guard = guard
+
+
+def starting_mpi() -> contextlib.AbstractContextManager[None]:
+    """Returns a block in which this rank starts MPI, for the records of a job of `tarantella`."""
+    return contextlib.nullcontext() if _guard is None else _guard.starting_mpi()
 
 
 def check(peers: int | Iterable[int] | None = None) -> None:

@@ -10,11 +10,12 @@ import threading
 import time
 import traceback
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import NoReturn
 
 from tarantella_pp.errors import CommunicationError
 from tarantella_pp.runtime import whereabouts
+from tarantella_pp.runtime.cause import describe, users_line
 from tarantella_pp.runtime.records import (
     ENDED,
     FAILED,
@@ -62,6 +63,9 @@ class Guard:
         directory: Where the ranks of the job keep their records; None when they share none.
         abort: Ends the whole job with the exit code it is given. None when a launcher does so as
             soon as it reads a failure in the records.
+
+    Attributes:
+        hidden_lines: Returns the number of lines that this rank has printed and nobody saw.
     """
 
     def __init__(
@@ -75,6 +79,7 @@ class Guard:
         self.size = size
         self.directory = directory
         self.record = Record.of_this_process(rank, STARTED)
+        self.hidden_lines: Callable[[], int] = int
         self._abort = abort
         self._lock = threading.Lock()
         self._last_look = 0.0
@@ -107,6 +112,7 @@ class Guard:
                 details=details,
                 exit_code=exit_code & 0xFF or 1,
                 culprit=culprit,
+                hidden_lines=self.hidden_lines(),
             )
             self._write(self.record)
         if self._abort is not None:
@@ -120,8 +126,27 @@ class Guard:
         """
         with self._lock:
             if self._is_alive():
-                self.record = self.record.becomes(RETURNED, cause=cause, waiting_at="")
+                self.record = self.record.becomes(
+                    RETURNED,
+                    cause=cause,
+                    waiting_at="",
+                    met="mpi4py.MPI" in sys.modules,
+                    hidden_lines=self.hidden_lines(),
+                )
                 self._write(self.record)
+
+    @contextlib.contextmanager
+    def starting_mpi(self) -> Iterator[None]:
+        """Puts on record that this rank starts MPI, and waits until all others do.
+
+        It holds Python's lock meanwhile, so that its own watch cannot look.
+        """
+        stack = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(None)]
+        self._wait_at(users_line(reversed(stack)) or "its first use of MPI", starts_mpi=True)
+        try:
+            yield
+        finally:
+            self._wait_at("")
 
     def check(self, peers: int | Iterable[int] | None = None) -> None:
         """Raises when a wait of this rank cannot end; see `guard.check`."""
@@ -165,7 +190,7 @@ class Guard:
         if error is None or isinstance(error, SystemExit):
             return
         name = arguments.thread.name if arguments.thread is not None else "unknown"
-        self.fail(error, f"{describe(error)} (in thread {name})", exit_code_of(error))
+        self.fail(error, describe(error, f"in thread {name}"), exit_code_of(error))
 
     def _report(self, abort: Callable[[int], object]) -> NoReturn:
         """Ends the job, and says why if this rank is the first that failed."""
@@ -194,7 +219,8 @@ class Guard:
         while self.directory is not None and self._is_alive():
             time.sleep(LOOK_SECONDS)
             records = self.directory.read()
-            if not any(r.state in ENDED for r in records.values() if r.rank != self.rank):
+            others_ended = any(r.state in ENDED for r in records.values() if r.rank != self.rank)
+            if not others_ended or self.record.starts_mpi:
                 continue
             now, place = whereabouts.position(thread_id), ""
             if now != seen:
@@ -211,17 +237,12 @@ class Guard:
         """Whether this is the first of the waiting ranks, which reports for all of them."""
         return self.rank == min((r.rank for r in records.values() if r.waiting_at), default=-1)
 
-    def _wait_at(self, place: str) -> None:
+    def _wait_at(self, place: str, *, starts_mpi: bool = False) -> None:
         with self._lock:
             if self._is_alive() and place != self.record.waiting_at:
-                self.record = self.record.becomes(STARTED, waiting_at=place)
+                changes = {"waiting_at": place, "starts_mpi": starts_mpi}
+                self.record = self.record.becomes(STARTED, **changes)
                 self._write(self.record)
-
-
-def describe(error: BaseException) -> str:
-    """Returns an exception in one line, as the last line of its traceback has it."""
-    text = "".join(traceback.format_exception_only(error)).strip()
-    return text.splitlines()[-1] if text else type(error).__name__
 
 
 def exit_code_of(error: BaseException) -> int:

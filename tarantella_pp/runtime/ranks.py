@@ -72,9 +72,10 @@ class RankCommunicator(Communicator):
         bell = Doorbell()
         waiter = Waiter(mpi.COMM_WORLD.Get_rank(), limits, tuple, bell, str)
         copies = []
+        everyone = range(mpi.COMM_WORLD.Get_size())
         for _ in range(2):
             copy, request = mpi.COMM_WORLD.Idup()
-            waiter.until(request.Test, lambda: "all ranks to start")
+            waiter.until(request.Test, lambda: "all ranks to start", everyone)
             copies.append(copy)
         ranks = cls(mpi, copies[0], bell, limits, Agreement(mpi, copies[1], bell.ring))
         bell.connect(ranks.allgather_json(bell.address))

@@ -12,6 +12,10 @@ import time
 
 DIRECTORY_VARIABLE = "TNT_RUN_DIR"
 SIZE_VARIABLE = "TNT_NUM_RANKS"
+RANK_VARIABLE = "TNT_RANK_FROM"
+"""Names the variable in which the MPI launcher in use tells a process its rank."""
+LOCAL_RANK_VARIABLE = "TNT_LOCAL_RANK_FROM"
+"""The same for its number among the ranks of its host."""
 
 STARTED = "started"
 RETURNED = "returned"
@@ -37,6 +41,9 @@ class Record:
         waiting_at: Place of the blocking MPI call the rank has not come out of. Only looked at
             once another rank has ended.
         culprit: The rank whose end made this one fail, if this failure is only a consequence.
+        starts_mpi: Whether it waits, at `waiting_at`, for all others to start MPI.
+        met: Whether it has started MPI before it ended.
+        hidden_lines: Lines that it printed and nobody saw.
     """
 
     rank: int
@@ -49,6 +56,9 @@ class Record:
     exit_code: int = 0
     waiting_at: str = ""
     culprit: int | None = None
+    starts_mpi: bool = False
+    met: bool = False
+    hidden_lines: int = 0
 
     @classmethod
     def of_this_process(cls, rank: int, state: str) -> Record:
@@ -138,11 +148,15 @@ def find_deadlock(records: dict[int, Record], size: int, patience: float) -> Rec
 
     A rank may well end long before the others: the one that saves the model works on. The job is
     stuck only when no rank works any more, that is when each of them has ended or sits in
-    a blocking MPI call, and this has been so for `patience` seconds.
+    a blocking MPI call, or when one has ended without MPI that others start, which takes all. And
+    this must have been so for `patience` seconds.
     """
     ended = [record for record in records.values() if record.state in ENDED]
     waiting = [record for record in records.values() if record.waiting_at]
-    if not ended or not waiting or len(ended) + len(waiting) < size:
+    if any(record.starts_mpi for record in waiting) and not all(record.met for record in ended):
+        ended = [record for record in ended if not record.met]
+        waiting = [record for record in waiting if record.starts_mpi]
+    elif not ended or not waiting or len(ended) + len(waiting) < size:
         return None
     if time.time() - max(record.time for record in records.values()) < patience:
         return None

@@ -15,7 +15,7 @@ def variables(given: dict[str, str], force: bool = False) -> dict[str, str]:
 def test_threads_and_log_level_are_set() -> None:
     found = variables({})
     assert {found[name] for name in environment.THREAD_VARIABLES} == {"3"}
-    assert found["TF_CPP_MIN_LOG_LEVEL"] == "2"
+    assert found["TF_CPP_MIN_LOG_LEVEL"] == "1"  # warnings are shown
     assert found["TNT_OUTPUT_ON_ALL_DEVICES"] == "0"
 
 
@@ -53,6 +53,13 @@ def test_ranks_share_the_cores_of_a_node(
     monkeypatch.setattr(environment, "cores_of_node", lambda: 8)
     assert environment.threads_per_rank(ranks, nodes, {}) == threads
     assert environment.threads_per_rank(ranks, nodes, {"SLURM_CPUS_PER_TASK": "5"}) == 5
+
+
+def test_cores_that_slurm_has_given_to_others_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment.os, "sched_getaffinity", lambda process: set(range(64)))
+    assert environment.cores_of_node() == 64
+    monkeypatch.setenv("SLURM_CPUS_ON_NODE", "4")
+    assert environment.cores_of_node() == 4
 
 
 def test_exports_have_names_and_values() -> None:

@@ -57,6 +57,27 @@ def test_a_rank_that_leaves_while_others_wait_ends_the_job(python: str) -> None:
     expect_failure(python, "exit0", "barrier", 1, EARLY["exit0"], ranks=3)
 
 
+@pytest.mark.parametrize(
+    ("how", "ranks", "cause"),
+    [
+        ("exit0", 2, "sys.exit(0) while other ranks wait for it (rank 0 at early.py:26)"),
+        ("return", 3, "its script ended while other ranks wait for it (rank 0 at early.py:26)"),
+        ("_exit0", 2, "exit code 0 before its script did"),
+        ("met", 2, "its script ended while rank 0 waits for it"),
+    ],
+)
+def test_a_rank_that_ends_before_all_have_met_ends_the_job(
+    python: str, how: str, ranks: int, cause: str
+) -> None:
+    with tarantella(python, "-n", str(ranks), "early.py", how) as job:
+        result = job.result()
+        assert not job.processes()
+    assert result.code == 1
+    assert f"tarantella: rank 1 of {ranks} on host " in result.stderr
+    assert cause in result.stderr
+    assert result.seconds < 30  # rank 2 of three works for 60 s
+
+
 def test_the_traceback_is_that_of_the_script_and_comes_once(python: str) -> None:
     with tarantella(python, "-n", "3", "fault.py", "raise", "barrier") as job:
         result = job.result()

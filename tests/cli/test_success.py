@@ -7,7 +7,7 @@ import pathlib
 
 import pytest
 
-from tests.cli.jobs import PYTHONS, tarantella
+from tests.cli.jobs import PYTHONS, Job, tarantella
 
 pytestmark = [pytest.mark.mpi, pytest.mark.parametrize("python", PYTHONS)]
 
@@ -21,7 +21,44 @@ def test_the_script_gets_its_arguments_and_one_rank_prints(python: str, start: l
     first, second, _ = result.stdout.splitlines()
     assert first == "hello 1 2 -n 7 -- x y"
     assert second == "main __main__ scripts hello.py"
-    assert sorted(result.stderr.splitlines()) == ["warning of rank 0", "warning of rank 1"]
+    note, *warnings = sorted(result.stderr.splitlines())
+    assert warnings == ["warning of rank 0", "warning of rank 1"]
+    assert note.startswith("tarantella: rank 0 printed 3 lines that are not shown; --output-on-all")
+
+
+def test_variables_of_another_mpi_and_of_its_jobs_do_not_count(python: str) -> None:
+    stale = {
+        "PMIX_RANK": "0",
+        "OMPI_COMM_WORLD_RANK": "0",
+        "OMPI_COMM_WORLD_SIZE": "1",
+        "PMI_RANK": "0",
+        "PMI_SIZE": "1",
+        "SLURM_PROCID": "0",
+        "SLURM_STEP_NUM_TASKS": "1",
+    }
+    with tarantella(python, "-n", "2", "ranks.py", **stale) as job:
+        result = job.result()
+    assert result.code == 0, result.stderr
+    assert result.stdout == "rank 1 of 2, recorded 1\n"
+
+
+def test_info_of_native_code_is_left_out_and_all_else_shown(
+    python: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TF_CPP_MIN_LOG_LEVEL", raising=False)
+    with tarantella(python, "-n", "2", "native_log.py") as job:
+        shown = job.result().stderr
+    with tarantella(python, "-n", "2", "native_log.py", TF_CPP_MIN_LOG_LEVEL="0") as job:
+        everything = job.result().stderr
+    for text, times in (
+        ("oneDNN", 0),
+        ("InitializeLog", 0),
+        ("W0000", 2),
+        ("bar 1", 2),
+        ("end", 2),
+    ):
+        assert shown.count(text) == times
+        assert everything.count(text) == 2
 
 
 def test_all_ranks_print_when_asked(python: str) -> None:
@@ -52,3 +89,30 @@ def test_the_hosts_of_a_hostfile_are_used(python: str, tmp_path: pathlib.Path) -
         result = job.result()
     assert result.code == 0, result.stderr
     assert not list(pathlib.Path(__file__).with_name("scripts").glob(".tarantella-*"))
+
+
+UNSEEN = """
+import os, sys
+from tarantella_pp.cli import mpi
+from tarantella_pp.cli.supervise import Supervisor
+
+launcher = mpi.find_launcher()
+root = ["--allow-run-as-root"] if isinstance(launcher, mpi.OpenMpi) and not os.geteuid() else []
+rank = [sys.executable, "-m", "tarantella_pp.cli.worker", *sys.argv[1:]]
+command = [launcher.executable, *root, "-n", "1", *rank]
+command += [":", "-n", "1", "env", "TNT_RUN_DIR=/nowhere", *rank]
+sys.exit(Supervisor(2, shared=True).run(command, {**os.environ, **launcher.environment("/tmp")}))
+"""
+
+
+@pytest.mark.parametrize("script", [["hello.py"], ["fault.py", "raise", "recv"]])
+def test_a_host_that_does_not_see_the_launchers_folder(python: str, script: list[str]) -> None:
+    with Job(python, "-c", UNSEEN, *script) as job:
+        result = job.result()
+    if script == ["hello.py"]:
+        assert result.code == 0, result.stderr
+        assert "ranks [1] left no record, for their hosts do not see" in result.stderr
+    else:  # what the launcher is not told, the rank says itself
+        assert result.code != 0
+        assert "rank 1 of 2 on host" in result.stderr
+        assert "failed first: ValueError: a bad apple (fault.py:" in result.stderr

@@ -15,7 +15,8 @@ PROGRAM = """
     from tarantella_pp.cli import supervise
     supervise.SHUTDOWN_SECONDS = supervise.CLOSING_SECONDS = 1.0
     command = [sys.executable, "-c", sys.argv[1]]
-    sys.exit(supervise.Supervisor(num_ranks=2).run(command, dict(os.environ)))
+    supervisor = supervise.Supervisor(num_ranks=2, shared="--shared" in sys.argv)
+    sys.exit(supervisor.run(command, dict(os.environ)))
 """
 ACTOR = """
 import os, sys, time
@@ -39,8 +40,27 @@ def say(rank, state, **changes):
     ],
 )
 def test_records_count_not_the_exit_code_of_mpiexec(acts: str, code: int, message: str) -> None:
+    check(acts, code, message)
+
+
+@pytest.mark.parametrize(
+    ("acts", "code", "message"),
+    [
+        ("say(0, 'finished'); sys.exit(0)", 0, "ranks [1] left no record, for their hosts do not"),
+        ("sys.exit(0)", 0, "ranks [0, 1] left no record, for their hosts do not see"),
+        ("say(0, 'finished'); sys.exit(4)", 4, "exit code 4, but ranks [1] left no record"),
+        ("say(0, 'started'); sys.exit(0)", 1, "ended with exit code 0, but ranks [1] left no rec"),
+    ],
+)
+def test_ranks_whose_hosts_do_not_see_the_records_may_end_well(
+    acts: str, code: int, message: str
+) -> None:
+    check(acts, code, message, "--shared")
+
+
+def check(acts: str, code: int, message: str, *options: str) -> None:
     answer = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(PROGRAM), ACTOR + acts],
+        [sys.executable, "-c", textwrap.dedent(PROGRAM), ACTOR + acts, *options],
         cwd=ROOT,
         capture_output=True,
         text=True,

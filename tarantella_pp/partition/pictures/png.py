@@ -6,6 +6,7 @@ import os
 import warnings
 from typing import Any
 
+from tarantella_pp.dependencies import needed_for
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.partition.pictures.bars import StepBars
 from tarantella_pp.partition.pictures.memory_picture import axis, limit_fits, limit_label, parts
@@ -33,7 +34,8 @@ def save_png(
         timeline: The step, for `"timeline"` and `"sheet"`.
 
     Raises:
-        ConfigurationError: There is no such kind, the timeline is missing, or matplotlib is.
+        ConfigurationError: There is no such kind, or the timeline is missing.
+        MissingDependencyError: matplotlib is not installed.
     """
     kinds = {"sheet": ["timeline", "memory"]}.get(kind, [kind])
     if not set(kinds) <= {"timeline", "memory"}:
@@ -57,13 +59,9 @@ def save_png(
 
 def _figure(width: float, height: float) -> Any:
     """Returns a figure in inches that leaves the state of `pyplot` alone."""
-    try:
+    with needed_for("A PNG file, unlike an SVG file,"):
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigurationError(
-            "PNG files need matplotlib: pip install 'tarantella-pp[viz]'. SVG files do without."
-        ) from error
     figure = Figure(figsize=(width, height), layout="constrained", facecolor=LIGHT.card)
     FigureCanvasAgg(figure)
     return figure

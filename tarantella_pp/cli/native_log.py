@@ -1,0 +1,64 @@
+"""What TensorFlow's native code says before training: left out of what the ranks write."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections.abc import Callable
+
+_STANDARD_ERROR = 2
+_NOISE = re.compile(
+    rb"(\[[^\]]*\](<stderr>:)? ?|\d+: )?"  # the rank, where the MPI launcher writes it there
+    rb"(I\d{4} \d\d:\d\d:[\d.]+ |WARNING: All log messages before absl::)"
+)
+"""Lines of the level INFO, which no variable turns off while TensorFlow is imported, and what
+stands above them."""
+
+
+class QuietStderr:
+    """A pipe to standard error that leaves out what is noise, and holds up nothing else.
+
+    Give `descriptor` to a process as its standard error, then call `start`.
+    """
+
+    def __init__(self) -> None:
+        self._source, self.descriptor = os.pipe()
+        self._thread = threading.Thread(target=self._forward, daemon=True)
+
+    def start(self) -> None:
+        """Begins to read, once the process has its own copy of the descriptor."""
+        os.close(self.descriptor)
+        self._thread.start()
+
+    def finish(self, seconds: float = 1.0) -> None:
+        """Waits until all that was written has been passed on, for a while."""
+        self._thread.join(seconds)
+
+    def _forward(self) -> None:
+        pass_on(lambda: os.read(self._source, 1 << 16), _write)
+        os.close(self._source)
+
+
+def pass_on(read: Callable[[], bytes], write: Callable[[bytes], object]) -> None:
+    """Passes text on without its noise, until there is no more.
+
+    Args:
+        read: Returns the next piece, empty at the end.
+        write: Takes text.
+    """
+    held = b""
+    while piece := read():
+        *lines, held = (held + piece).split(b"\n")
+        text = b"".join(line + b"\n" for line in lines if not _NOISE.match(line))
+        if not _NOISE.match(held):  # such as a progress bar, which ends no line
+            text, held = text + held, b""
+        if text:
+            write(text)
+    if held:
+        write(held)
+
+
+def _write(text: bytes) -> None:
+    while text:
+        text = text[os.write(_STANDARD_ERROR, text) :]

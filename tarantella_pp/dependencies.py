@@ -1,0 +1,36 @@
+"""What is not installed is told with what to install."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from tarantella_pp.errors import MissingDependencyError
+
+INSTALL = {
+    "tensorflow": "`pip install tensorflow-cpu`, or `pip install 'tensorflow[and-cuda]'` for GPUs",
+    "keras": "`pip install keras`",
+    "matplotlib": "`pip install matplotlib`",
+}
+"""How to install what the package can be used without."""
+
+
+@contextlib.contextmanager
+def needed_for(what: str) -> Iterator[None]:
+    """Runs imports; a package that is missing is an error that says what to do.
+
+    Args:
+        what: What the imports are for, to begin the message with.
+
+    Raises:
+        MissingDependencyError: One of `INSTALL` is not installed.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in INSTALL:
+            raise
+        raise MissingDependencyError(
+            f"{what} needs {package}, which is not installed here: {INSTALL[package]}."
+        ) from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
@@ -13,7 +13,12 @@ import tensorflow as tf
 from tarantella_pp.collective_model import CollectiveModel
 from tarantella_pp.errors import ConfigurationError, UnsupportedModelError
 from tarantella_pp.partition.plan import Plan
+from tarantella_pp.partition.sizes import format_bytes
 from tarantella_pp.runtime.keras_training import layers_in, strategy_of
+from tarantella_pp.runtime.loss_probe import whole_batch_reason
+
+if TYPE_CHECKING:
+    from tarantella_pp.pipeline import Pipeline
 
 _PLAN_DEFAULTS = {"balance": "memory", "batch_size": 32}
 _OWN_STEPS = ("train_step", "test_step", "predict_step", "compute_loss", "compute_metrics")
@@ -229,13 +234,7 @@ def warn_of_batch_statistics(calls: Iterable[Any], num_micro_batches: int) -> No
         calls: The calls of the model's graph.
         num_micro_batches: Number of micro-batches.
     """
-    names = {
-        layer.name: None
-        for call in calls
-        if isinstance(call.operation, keras.layers.Layer)
-        for layer in layers_in(call.operation)
-        if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable
-    }
+    names = [layer.name for layer in _batch_norms(calls)]
     if names and num_micro_batches > 1:
         warnings.warn(
             f"BatchNormalization layers {', '.join(names)} take their statistics of each of the "
@@ -290,3 +289,72 @@ def warn_of_compilation(given: Mapping[str, Any]) -> None:
             UserWarning,
             stacklevel=3,
         )
+
+
+def check_loss(compiled: Any, pipeline: Pipeline) -> None:
+    """Refuses a loss of the whole batch where it is asked for before all outputs are there.
+
+    Warns of what it costs where the schedule may be chosen for it.
+
+    Args:
+        compiled: The `CompileLoss` that the model is to be compiled with; `None` for none.
+        pipeline: What runs the model.
+
+    Raises:
+        ConfigurationError: If the user's schedule is one micro-batch after the other.
+    """
+    plan, graph = pipeline.plan, pipeline.extracted.graph
+    reason = whole_batch_reason(compiled, pipeline.extracted)
+    if reason is None or plan.num_micro_batches == 1:
+        return
+    if pipeline.engine.sees_batch_at_once:
+        return
+    if not pipeline.free_schedule:
+        raise ConfigurationError(
+            f"Received: schedule={plan.schedule!r}, which computes the loss of one micro-batch "
+            f"after the other, but {reason}. Leave `schedule` out, use schedule='gpipe' or "
+            "num_micro_batches=1, or a loss of keras.losses that treats each sample by itself."
+        )
+    if pipeline.prints:
+        outputs = sum(graph.tensors[tensor].bytes_per_sample for tensor in graph.outputs)
+        warnings.warn(
+            f"{reason[0].upper()}{reason[1:]}, so it is computed of the whole batch at once. "
+            "Training runs schedule='gpipe': each stage keeps what its backward pass needs of all "
+            f"num_micro_batches={plan.num_micro_batches} micro-batches, which the memory in the "
+            f"plan does not count, and the last one all outputs, {format_bytes(outputs)} for each "
+            "sample. A loss of keras.losses that treats each sample by itself needs neither.",
+            UserWarning,
+            stacklevel=3,
+        )
+
+
+def check_synchronized(calls: Iterable[Any], num_micro_batches: int) -> None:
+    """Refuses batch statistics that are to be those of the whole batch.
+
+    Args:
+        calls: The calls of the model's graph.
+        num_micro_batches: Number of micro-batches.
+
+    Raises:
+        UnsupportedModelError: Names the layers.
+    """
+    names = [layer.name for layer in _batch_norms(calls) if layer.synchronized]
+    if names and num_micro_batches > 1:
+        raise UnsupportedModelError(
+            f"BatchNormalization layers {', '.join(names)} have synchronized=True, but each of "
+            f"the num_micro_batches={num_micro_batches} micro-batches would get its own "
+            "statistics. Use num_micro_batches=1, or synchronized=False for statistics of "
+            "micro-batches."
+        )
+
+
+def _batch_norms(calls: Iterable[Any]) -> list[Any]:
+    """The BatchNormalization layers that take statistics of what they are given in training."""
+    found = (
+        layer
+        for call in calls
+        if isinstance(call.operation, keras.layers.Layer)
+        for layer in layers_in(call.operation)
+        if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable
+    )
+    return list(dict.fromkeys(found))

@@ -90,6 +90,11 @@ class Pipeline:
         return Pipeline(model, extracted, plan, self.communicator, free, wire)
 
     @property
+    def free_schedule(self) -> bool:
+        """Whether another schedule than the plan's may run where the loss needs it."""
+        return self._options.free_schedule
+
+    @property
     def prints(self) -> bool:
         """Whether this rank shows progress: the last one, where losses are born."""
         return self.communicator.rank == self.communicator.size - 1

@@ -23,6 +23,7 @@ from tarantella_pp.partition.plan import Plan
 from tarantella_pp.pipeline import Pipeline, agreed_plan
 from tarantella_pp.runtime.communicator import world
 from tarantella_pp.runtime.keras_training import (
+    compile_loss,
     forget_validation,
     get_data_adapter,
     train_validation_split,
@@ -140,6 +141,7 @@ class PipelineModel(CollectiveModel):
             agreed = agreed_plan(make, extracted.graph, communicator)
             checks.check_replicas(agreed.num_replicas)
             checks.check_ranks(agreed.num_stages, communicator.size)
+            checks.check_synchronized(extracted.calls, agreed.num_micro_batches)
             super().__init__(extracted.inputs_struct, extracted.outputs_struct, name=model.name)
             free = plan is None and schedule is None
             self._pipeline = Pipeline(self, extracted, agreed, communicator, free, wire_dtype)
@@ -202,7 +204,8 @@ class PipelineModel(CollectiveModel):
                 and are warned of.
 
         Raises:
-            ConfigurationError: If an option would be wrong, or be wrong on several ranks.
+            ConfigurationError: If an option would be wrong, or be wrong on several ranks, or the
+                loss needs the outputs of the whole batch before the schedule has them.
         """
         checks.check_strategy(self)
         given = inspect.signature(keras.Model.compile).bind(self, *args, **kwargs)
@@ -211,6 +214,8 @@ class PipelineModel(CollectiveModel):
             given.arguments["optimizer"] = keras.optimizers.get(given.arguments["optimizer"])
         ranks = self._pipeline.communicator.size
         checks.check_compilation(given.arguments, self.dtype_policy.name, ranks)
+        compiled = compile_loss(self, given.arguments["loss"], given.arguments["loss_weights"])
+        checks.check_loss(compiled, self._pipeline)
         facts = compiled_facts(given.arguments)
         with self._pipeline.communicator.call("compile", **facts):
             super().compile(*given.args[1:], **given.kwargs)

@@ -336,7 +336,6 @@ CASES = {
         Y,
         regression(lambda: keras.losses.MeanSquaredError(reduction="sum"), sgd),
         WEIGHTED,
-        schedules=(None, "gpipe"),
     ),
     "mean_with_sample_weight": Case(
         mlp,
@@ -344,7 +343,6 @@ CASES = {
         Y,
         regression(lambda: keras.losses.Huber(reduction="mean_with_sample_weight")),
         WEIGHTED,
-        schedules=(None, "gpipe"),
     ),
     "custom_loss": Case(
         mlp, X, Y, regression(lambda: squared_of_largest), schedules=(None, "gpipe")

@@ -9,7 +9,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.partition.extraction import ExtractedModel
 from tarantella_pp.runtime.communicator import Communicator
 from tarantella_pp.runtime.engine_options import EngineOptions
@@ -19,6 +18,8 @@ from tarantella_pp.runtime.feed import Batch, Feed
 from tarantella_pp.runtime.interrupts import interrupts_put_off
 from tarantella_pp.runtime.keras_training import build_metrics
 from tarantella_pp.runtime.layout import links_of, stage_layouts
+from tarantella_pp.runtime.loss import BatchLoss
+from tarantella_pp.runtime.loss_probe import whole_batch_reason
 from tarantella_pp.runtime.news import News
 from tarantella_pp.runtime.outputs import pack_outputs, unpacked
 from tarantella_pp.runtime.programs import Programs, runs_all_forwards_first
@@ -34,7 +35,7 @@ from tarantella_pp.runtime.recording import (
     Unrecorded,
 )
 from tarantella_pp.runtime.schedule import SEARCHED, Recipe, Schedule
-from tarantella_pp.runtime.scoring import Scoring, loss_coupling
+from tarantella_pp.runtime.scoring import Scoring
 from tarantella_pp.runtime.stage import Stage
 from tarantella_pp.runtime.step import BatchStep, micro_batch_sizes
 from tarantella_pp.runtime.structure import rebuild, tensors_in
@@ -107,6 +108,8 @@ class Engine:
         self.record(None)
         self._news = News(communicator, self.scorer)
         self._scoring: Scoring | None = None
+        self._loss: BatchLoss | None = None
+        self._coupling: str | None = None
         self._update: Update | None = None
         self._reach_known = False
         self._outputs_for: dict[bytes, str | None] = {}
@@ -136,12 +139,12 @@ class Engine:
     def _train(self, batch: Batch) -> dict[str, Any]:
         update = self._prepare(batch)
         sizes = self._sizes(batch)
-        recipe, coupled = self._training_recipe(batch)
+        recipe = self._training_recipe(len(sizes))
         schedule = self._programs.training(recipe, len(sizes))
         step = BatchStep(
-            batch, sizes, self._data, self._scoring, training=True, coupled=coupled,
-            by_parts=self._metrics_by_parts(batch), penalty=update.penalty(),
-            report=self._news.report_loss,
+            batch, sizes, self._data, self._scoring, self._loss, training=True,
+            coupled=self._coupling is not None, by_parts=self._metrics_by_parts(batch),
+            penalty=update.penalty(), report=self._news.report_loss,
             update=update.ahead if self._reach_known else None,
         )  # fmt: skip
         self._recorder.runs(schedule, batch.rows)
@@ -168,7 +171,7 @@ class Engine:
             penalty = self._prepare(batch).penalty()
             sizes = self._sizes(batch)
             step = BatchStep(
-                batch, sizes, self._data, self._scoring, training=False,
+                batch, sizes, self._data, self._scoring, None, training=False,
                 by_parts=self._metrics_by_parts(batch), penalty=penalty,
                 report=self._news.report_loss,
             )  # fmt: skip
@@ -178,7 +181,7 @@ class Engine:
     def predict(self, batch: Batch) -> Any:
         """Runs one prediction step; returns the model's outputs, on all ranks."""
         sizes = self._sizes(batch)
-        step = BatchStep(batch, sizes, self._data, None, training=False)
+        step = BatchStep(batch, sizes, self._data, None, None, training=False)
         with self._whole_or_nothing():
             self._run(self._programs.inference(len(sizes)), step, sizes)
             parts = zip(*step.results, strict=True) if self._news.is_source else ()
@@ -186,9 +189,16 @@ class Engine:
         values = dict(zip(self._layouts[-1].results, results, strict=True))
         return pack_outputs(self._extracted, values)
 
+    @property
+    def sees_batch_at_once(self) -> bool:
+        """Whether all outputs of a batch are there before the schedule asks for the loss."""
+        schedule = self._programs.training(self.recipe, self._num_micro_batches)
+        return runs_all_forwards_first(schedule, len(self._layouts) - 1)
+
     def forget_compilation(self) -> None:
         """Makes the next step look at the model's loss, metrics and optimizer anew."""
         self._scoring = None
+        self._loss = None
         self._update = None
         self._reach_known = False
         self._outputs_for.clear()
@@ -258,7 +268,7 @@ class Engine:
         return self._news.share_logs(kind, found)
 
     def _find_reach(self) -> None:
-        scored = self._scoring.reached if self._scoring is not None else ()
+        scored = self._loss.reached if self._loss is not None else ()
         find_reach(self._layouts, self.stages, self.placement, self._communicator, scored)
         self._reach_known = True
 
@@ -276,10 +286,12 @@ class Engine:
         if self._update is None:
             y, weight = (_symbolic(description) for description in batch.targets)
             build_metrics(self._model, y, unpacked(self._extracted.outputs_struct), weight)
+            self._coupling = whole_batch_reason(self._model._compile_loss, self._extracted, y)
             bodies = {i: stage.body for i, stage in self.stages.items()}
             if self._news.is_source:
                 results = self._layouts[-1].results
                 self._scoring = Scoring(self._model, self._extracted, results)
+                self._loss = BatchLoss(self._model, self._extracted, results)
             weights = self._model.trainable_variables
             self._update = Update(self._model.optimizer, bodies, weights, self._ties)
         return self._update
@@ -292,24 +304,12 @@ class Engine:
             self._outputs_for[batch.signature] = reason
         return self._outputs_for[batch.signature] is None
 
-    def _training_recipe(self, batch: Batch) -> tuple[Recipe, bool]:
-        """What a training step runs, and whether the loss sees the whole batch at once."""
-        count = len(self._sizes(batch))
-        weighted = bool(tensors_in(batch.targets[1]))
-        reason = loss_coupling(self._model, self._layouts[-1].results, weighted)
+    def _training_recipe(self, count: int) -> Recipe:
+        """What a training step of so many micro-batches runs."""
         recipe = self.recipe if self._tuning is None else self._tuning.recipe
-        if reason is None or count == 1:
-            return recipe, False
-        if self._options.free_schedule:
-            recipe = Recipe("gpipe", len(self._layouts), self._communicator.size)
-        last = len(self._layouts) - 1
-        if not runs_all_forwards_first(self._programs.training(recipe, count), last):
-            raise ConfigurationError(
-                f"Received: schedule={self.recipe.name!r}, which computes the loss of one "
-                f"micro-batch after the other, but {reason}. Leave `schedule` out, or use "
-                "schedule='gpipe'."
-            )
-        return recipe, True
+        if self._coupling is None or count == 1 or not self._options.free_schedule:
+            return recipe
+        return Recipe("gpipe", len(self._layouts), self._communicator.size)
 
 
 def _symbolic(description: Any) -> Any:

@@ -6,11 +6,14 @@ new version of Keras has changed.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import keras
 import tensorflow as tf
 from keras.src import backend
+from keras.src.losses.loss import reduce_weighted_values
 from keras.src.losses.losses import LossFunctionWrapper
 from keras.src.trainers.compile_utils import CompileLoss
 from keras.src.trainers.data_adapters import get_data_adapter
@@ -22,12 +25,14 @@ __all__ = [
     "DataAdapter",
     "added_losses",
     "build_metrics",
-    "compiled_losses",
+    "compile_loss",
     "count_step",
     "forget_validation",
     "get_data_adapter",
     "is_keras_loss",
     "layers_in",
+    "reduction_of",
+    "sample_values",
     "second_loss",
     "standardize_inputs",
     "strategy_of",
@@ -35,8 +40,6 @@ __all__ = [
     "updates_weights_alone",
 ]
 
-# Losses of Keras that reduce over the whole batch at once.
-_COUPLED = (keras.losses.dice, keras.losses.tversky, keras.losses.circle)
 # Optimizers of Keras that change more with each step than weights, slots and the number of steps.
 _STEPPING = ("LossScaleOptimizer", "MultiOptimizer", "Nadam")
 
@@ -76,39 +79,96 @@ def build_metrics(model: Any, y: Any, y_pred: Any, sample_weight: Any) -> None:
         backend.compute_output_spec(model._compile_metrics.update_state, y, y_pred, sample_weight)
 
 
-def second_loss(model: Any) -> Any:
-    """A compiled model's loss once more, with trackers of its own; `None` without a loss.
+def compile_loss(model: Any, loss: Any, loss_weights: Any) -> Any:
+    """The loss that a model would be compiled with; `None` for none.
 
     Args:
-        model: A compiled model.
+        model: The model.
+        loss: As of `keras.Model.compile`.
+        loss_weights: As of `keras.Model.compile`.
     """
-    first = model._compile_loss
-    if first is None:
+    if loss is None:
         return None
-    return CompileLoss(first._user_loss, first._user_loss_weights, output_names=first.output_names)
+    return CompileLoss(loss, loss_weights, output_names=model.output_names)
 
 
-def compiled_losses(model: Any) -> list[Any]:
-    """The loss of each of a compiled model's outputs, once they are built.
+class _SecondLoss(CompileLoss):
+    """A compiled loss once more, without trackers of the losses of single outputs.
 
     Args:
-        model: A compiled model.
+        first: The compiled loss.
+        instead: Called in the place of each of its losses, with that loss as first argument.
     """
-    if model._compile_loss is None:
-        return []
-    return [entry.loss for entry in model._compile_loss._flat_losses]
+
+    def __init__(self, first: Any, instead: Callable[..., Any] | None) -> None:
+        super().__init__(
+            first._user_loss, first._user_loss_weights, output_names=first.output_names
+        )
+        self._flat_losses: Any = None
+        self._instead = instead
+
+    def build(self, y_true: Any, y_pred: Any) -> None:
+        super().build(y_true, y_pred)
+        if self._instead is not None:
+            self._flat_losses = [
+                entry._replace(loss=functools.partial(self._instead, entry.loss))
+                for entry in self._flat_losses
+            ]
+
+    @property
+    def metrics(self) -> list[None]:
+        return [None] * len(self._flat_losses or ())
+
+
+def second_loss(first: Any, instead: Callable[..., Any] | None = None) -> Any:
+    """A compiled loss once more: it finds targets, weights and outputs in the same way.
+
+    Args:
+        first: The `CompileLoss` of a model.
+        instead: Takes the place of each of its losses: a function of the loss, its targets, its
+            outputs and sample weights. Default: the losses themselves.
+    """
+    return _SecondLoss(first, instead)
+
+
+def sample_values(loss: Any, y_true: Any, y_pred: Any) -> tuple[Any, Any]:
+    """The values of a loss for each sample before they are reduced, and their mask, if any.
+
+    Args:
+        loss: A loss that does not override `__call__`.
+        y_true: Targets.
+        y_pred: Outputs without masks.
+    """
+    convert = functools.partial(keras.ops.convert_to_tensor, dtype=loss.dtype)
+    y_pred, y_true = (keras.tree.map_structure(convert, value) for value in (y_pred, y_true))
+    values = loss.call(y_true, y_pred)
+    return convert(values), backend.get_keras_mask(values)
+
+
+def reduction_of(loss: Any, values: Any, sample_weight: Any, mask: Any) -> Any:
+    """What a loss makes of its values: linear in them.
+
+    Args:
+        loss: A loss that does not override `__call__`.
+        values: Its values for each sample.
+        sample_weight: Weights of the samples, or `None`.
+        mask: Which of the values count; `None` for all.
+    """
+    return reduce_weighted_values(
+        values, sample_weight=sample_weight, mask=mask, reduction=loss.reduction, dtype=loss.dtype
+    )
 
 
 def is_keras_loss(loss: Any) -> bool:
-    """Returns whether a loss is one of Keras' own that treats every sample by itself.
+    """Returns whether a loss is one of Keras' own, and not a subclass or a user's function.
 
     Args:
         loss: A loss of a compiled model.
     """
-    if type(loss).__call__ is not keras.losses.Loss.__call__:
-        return False
-    source = loss.fn if isinstance(loss, LossFunctionWrapper) else type(loss)
-    return source not in _COUPLED and str(source.__module__).startswith("keras.src.losses")
+    kinds = [type(loss), loss.fn] if isinstance(loss, LossFunctionWrapper) else [type(loss)]
+    return all(
+        str(getattr(kind, "__module__", "")).startswith("keras.src.losses") for kind in kinds
+    )
 
 
 def count_step(optimizer: Any) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import keras
 import tensorflow as tf
 
 from tarantella_pp.runtime.feed import Batch
 from tarantella_pp.runtime.layout import Port
+from tarantella_pp.runtime.loss import BatchLoss
 from tarantella_pp.runtime.scoring import Scoring
+
+_T = TypeVar("_T")
 
 
 def micro_batch_sizes(rows: int, num_micro_batches: int) -> tuple[int, ...]:
@@ -35,7 +38,8 @@ class BatchStep:
         batch: This rank's part of the batch.
         sizes: Size of each micro-batch.
         data: For each stage, the positions of the model inputs that it uses.
-        scoring: Loss and metrics, on the rank of the last stage when there are targets.
+        scoring: Logs of loss and metrics, on the rank of the last stage when there are targets.
+        loss: The loss and its gradients, likewise.
         training: Whether the step trains.
         coupled: Whether the loss needs the outputs of the whole batch at once.
         by_parts: Whether metrics are updated with each micro-batch.
@@ -50,6 +54,7 @@ class BatchStep:
         sizes: Sequence[int],
         data: Sequence[Sequence[int]],
         scoring: Scoring | None,
+        loss: BatchLoss | None,
         training: bool,
         coupled: bool = False,
         by_parts: bool = False,
@@ -63,9 +68,10 @@ class BatchStep:
         self._sizes = tuple(sizes)
         self._data = data
         self._scoring = scoring
-        self._coupled = coupled
+        self._loss = loss
+        self._at_once = coupled or len(sizes) == 1
         self._by_parts = by_parts
-        keeps = not training or coupled or not by_parts
+        keeps = not training or not by_parts
         self._keeps_outputs = keeps or (scoring is not None and scoring.keeps_outputs)
         self._dtype = keras.config.floatx()
         self._pieces = {i: self._split(x) for i, x in batch.inputs.items()}
@@ -75,6 +81,7 @@ class BatchStep:
         self._report = report
         self._update = update
         self._targets: list[tuple[Any, Any]] | None = None
+        self._coefficients: list[list[tf.Tensor]] | None = None
         self._gradients: list[Mapping[Port, tf.Tensor]] | None = None
 
     def data(self, stage: int, micro_batch: int) -> Sequence[tf.Tensor]:
@@ -115,17 +122,18 @@ class BatchStep:
 
     def loss_gradients(self, micro_batch: int) -> Mapping[Port, tf.Tensor]:
         """Gradient of the loss of the batch with respect to the model's outputs."""
-        if self._coupled:
+        if self._at_once:
             if self._gradients is None:
                 self._gradients = self._gradients_of_whole()
             return self._gradients[micro_batch]
-        y, weight = self._targets_of(micro_batch)
-        loss, gradients = self._require_scoring().gradients(
-            y,
-            self.results[micro_batch],
-            weight,
-            self._factors[micro_batch],
-            signature=(self._batch.signature, self._sizes[micro_batch]),
+        results = self.results[micro_batch]
+        if self._coefficients is None:
+            self._coefficients = self._split_coefficients(results)
+        loss, gradients = _required(self._loss).contribution(
+            self._targets_of(micro_batch)[0],
+            results,
+            self._coefficients[micro_batch],
+            (self._batch.signature, self._sizes[micro_batch]),
         )
         self._losses.append(loss)
         if not self._keeps_outputs:
@@ -141,30 +149,38 @@ class BatchStep:
         Returns:
             Keras' logs.
         """
-        scoring = self._require_scoring()
+        scoring = _required(self._scoring)
         loss = self._added + tf.constant(elsewhere, self._dtype)
         y, weight = self._batch.y, self._batch.sample_weight
         results: list[tf.Tensor] = []
         if self._keeps_outputs:
-            results = [tf.concat(parts, 0) for parts in zip(*self.results, strict=True)]
+            results = [_joined(parts) for parts in zip(*self.results, strict=True)]
         else:
-            loss += tf.add_n(self._losses)
+            loss += tf.add_n([tf.cast(part, self._dtype) for part in self._losses])
         if not self._by_parts:
             scoring.metrics.add(y, results, weight, self._batch.signature)
         return scoring.finish(y, results, weight, loss, self._batch.rows)
 
     def _gradients_of_whole(self) -> list[Mapping[Port, tf.Tensor]]:
-        whole = [tf.concat(parts, 0) for parts in zip(*self.results, strict=True)]
-        one = tf.ones((), self._dtype)
-        _, gradients = self._require_scoring().gradients(
-            self._batch.y,
-            whole,
-            self._batch.sample_weight,
-            one,
-            signature=(self._batch.signature, self._batch.rows),
+        batch = self._batch
+        whole = [_joined(parts) for parts in zip(*self.results, strict=True)]
+        loss, gradients = _required(self._loss).of_batch(
+            batch.y, whole, batch.sample_weight, (batch.signature, batch.rows)
         )
+        self._losses.append(loss)
+        if not self._keeps_outputs:
+            self.results = [()] * len(self._sizes)
         pieces = {port: self._split(gradient) for port, gradient in gradients.items()}
         return [{port: parts[i] for port, parts in pieces.items()} for i in range(len(self._sizes))]
+
+    def _split_coefficients(self, outputs: Sequence[tf.Tensor]) -> list[list[tf.Tensor]]:
+        """What the values of each loss are multiplied with, for each micro-batch."""
+        batch = self._batch
+        found = _required(self._loss).coefficients(
+            batch.y, outputs, batch.sample_weight, batch.rows, batch.signature
+        )
+        pieces = [self._split(coefficient) for coefficient in found]
+        return [[parts[i] for parts in pieces] for i in range(len(self._sizes))]
 
     def _targets_of(self, micro_batch: int) -> tuple[Any, Any]:
         """Targets and sample weights of a micro-batch."""
@@ -186,7 +202,12 @@ class BatchStep:
     def _split(self, tensor: tf.Tensor) -> list[tf.Tensor]:
         return [tensor] if len(self._sizes) == 1 else list(tf.split(tensor, self._sizes))
 
-    def _require_scoring(self) -> Scoring:
-        if self._scoring is None:
-            raise RuntimeError("loss and metrics are computed on the rank of the last stage only")
-        return self._scoring
+
+def _joined(parts: Sequence[tf.Tensor]) -> tf.Tensor:
+    return parts[0] if len(parts) == 1 else tf.concat(parts, 0)
+
+
+def _required(value: _T | None) -> _T:
+    if value is None:
+        raise RuntimeError("loss and metrics are computed on the rank of the last stage only")
+    return value

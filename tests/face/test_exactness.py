@@ -9,7 +9,6 @@ import keras
 import pytest
 import tensorflow as tf
 
-from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.runtime import gradient_sums
 from tarantella_pp.runtime.execution import Execution
 from tarantella_pp.runtime.schedule import TRAINING_NAMES, Recipe
@@ -215,16 +214,6 @@ def test_merged_rows_of_an_embedding_are_noticed(monkeypatch):
     name = "embedding_adamw"
     found = finish(make(CASES[name], num_stages=2, num_micro_batches=1), CASES[name])
     assert distance(serial(name), found) > 1e-6
-
-
-@pytest.mark.parametrize("name", ["masked_output", "sum", "mean_with_sample_weight", "custom_loss"])
-def test_losses_of_the_whole_batch_refuse_1f1b(name):
-    case = CASES[name]
-    model = make(case, num_stages=2, num_micro_batches=2, schedule="1f1b")
-    before = model.get_weights()
-    with pytest.raises(ConfigurationError, match="schedule='gpipe'"):
-        finish(model, case)
-    assert distance(before, model.get_weights()) == 0
 
 
 def test_dropout_is_on_in_training_and_off_in_evaluation():

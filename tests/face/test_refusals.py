@@ -268,3 +268,14 @@ def test_outputs_without_a_loss_and_data_without_targets(model):
     model.compile("sgd", "mse")
     with pytest.raises(ValueError, match="cardinality"):
         model.fit(np.ones((4, 6)), np.ones((3, 3)), verbose=0)
+
+
+def test_statistics_of_the_whole_batch_are_refused():
+    def build():
+        inputs = keras.Input((6,))
+        x = layers.BatchNormalization(synchronized=True, name="norm")(layers.Dense(4)(inputs))
+        return keras.Model(inputs, layers.Dense(3)(x))
+
+    with pytest.raises(UnsupportedModelError, match=r"norm have synchronized=True.*batches=2"):
+        PipelineModel(build(), num_stages=2, num_micro_batches=2)
+    assert PipelineModel(build(), num_stages=2, num_micro_batches=1).plan.num_micro_batches == 1

@@ -65,9 +65,17 @@ class FeedAdapter(DataAdapter):
         feed: Hands every rank its part.
         adapter: Keras' adapter of the user's data, on the reader; elsewhere `None`.
         num_batches: Number of batches in an epoch, if known.
+        at_end: What to do at the end of each epoch, on all ranks.
     """
 
-    def __init__(self, feed: Feed, adapter: DataAdapter | None, num_batches: int | None) -> None:
+    def __init__(
+        self,
+        feed: Feed,
+        adapter: DataAdapter | None,
+        num_batches: int | None,
+        at_end: Callable[[], None],
+    ) -> None:
+        self._at_end = at_end
         self._data = FedData(feed, adapter)
         self._adapter = adapter
         self._num_batches = num_batches
@@ -87,13 +95,17 @@ class FeedAdapter(DataAdapter):
             self._adapter.on_epoch_begin()
 
     def on_epoch_end(self) -> None:
-        """Passes the hook on to the user's data."""
+        """Ends the epoch on this rank, and passes the hook on to the user's data."""
+        self._at_end()
         if self._adapter is not None:
             self._adapter.on_epoch_end()
 
 
 def shared_adapters(
-    communicator: Communicator, feed: Feed, make: Callable[[], list[DataAdapter | None]]
+    communicator: Communicator,
+    feed: Feed,
+    make: Callable[[], list[DataAdapter | None]],
+    at_end: Callable[[], None],
 ) -> list[FeedAdapter | None]:
     """Opens the user's data on the reader and tells all ranks how much there is.
 
@@ -101,6 +113,7 @@ def shared_adapters(
         communicator: The ranks of the pipeline.
         feed: Hands every rank its part.
         make: Opens the data: training data, then validation data or `None`.
+        at_end: What to do at the end of each epoch, on all ranks.
 
     Returns:
         An adapter for each entry on every rank; `None` where the reader has none.
@@ -125,7 +138,7 @@ def shared_adapters(
         raise ConfigurationError(f"Rank {READER} could not read the data: {facts['error']}")
     found = adapters or [None] * len(facts["sizes"])
     return [
-        None if size is None else FeedAdapter(feed, adapter, size[0])
+        None if size is None else FeedAdapter(feed, adapter, size[0], at_end)
         for size, adapter in zip(facts["sizes"], found, strict=True)
     ]
 

@@ -113,7 +113,16 @@ class Pipeline:
         def make() -> list[Any]:
             return [get_data_adapter(x, y, sample_weight, batch_size, steps)]
 
-        return shared_adapters(self.communicator, self.feed, make)[0]
+        return self.adapters(make)[0]
+
+    def adapters(self, make: Callable[[], list[Any]]) -> list[Any]:
+        """Opens data on the rank that reads; returns adapters for Keras' loops, on all ranks.
+
+        Args:
+            make: Opens it: adapters of Keras, `None` among them.
+        """
+        at_end = self.engine.share_metrics
+        return shared_adapters(self.communicator, self.feed, make, at_end)
 
     def stepper(
         self, step: Callable[[Batch], dict[str, Any]], steps_per_execution: int
@@ -133,6 +142,8 @@ class Pipeline:
             self.logs = step(next(batches))
             for _, batch in zip(range(steps_per_execution - 1), batches, strict=False):
                 self.logs = step(batch)
+            if not isinstance(iterator, BatchIterator):  # a single batch is an epoch of its own
+                self.engine.share_metrics()
             return self.logs
 
         return run

@@ -17,7 +17,6 @@ from tarantella_pp.choice import make_plan
 from tarantella_pp.collective import collective, compiled_facts
 from tarantella_pp.collective_model import CollectiveModel
 from tarantella_pp.errors import ConfigurationError
-from tarantella_pp.feeding import shared_adapters
 from tarantella_pp.partition.extraction import extract
 from tarantella_pp.partition.plan import Plan
 from tarantella_pp.pipeline import Pipeline, agreed_plan
@@ -356,8 +355,8 @@ class PipelineModel(CollectiveModel):
             parts = keras.utils.unpack_x_y_sample_weight(held_out)
             return [first, get_data_adapter(*parts, size, validation_steps)]
 
-        train, validation = shared_adapters(pipeline.communicator, pipeline.feed, open_data)
-        return super().fit(
+        train, validation = pipeline.adapters(open_data)
+        history = super().fit(
             train,
             epochs=epochs,
             verbose=verbose if pipeline.prints else 0,
@@ -368,6 +367,8 @@ class PipelineModel(CollectiveModel):
             validation_steps=validation_steps,
             validation_freq=validation_freq,
         )
+        pipeline.engine.share_metrics()  # of an epoch that was cut short
+        return history
 
     @collective("steps")
     def evaluate(
@@ -401,7 +402,7 @@ class PipelineModel(CollectiveModel):
         pipeline = self._pipeline
         if not kwargs:
             x = pipeline.open_data(x, y, sample_weight, batch_size, steps)
-        return super().evaluate(
+        logs = super().evaluate(
             x,
             verbose=verbose if pipeline.prints else 0,
             steps=steps,
@@ -409,6 +410,8 @@ class PipelineModel(CollectiveModel):
             return_dict=return_dict,
             **kwargs,
         )
+        pipeline.engine.share_metrics()
+        return logs
 
     @collective("steps")
     def predict(

@@ -103,8 +103,18 @@ def sublayers(operation: Any) -> list[Any]:
     return []
 
 
+def layer_metrics(operation: Any) -> list[Any]:
+    """Returns the metrics that a call may update: those of a layer and of all layers in it.
+
+    Args:
+        operation: A layer or another Keras operation.
+    """
+    layers = [layer for layer in sublayers(operation) if not isinstance(layer, keras.Model)]
+    return list(dict.fromkeys(metric for layer in layers for metric in layer.metrics))
+
+
 def states_of(operation: Any, arguments: Any) -> list[Any]:
-    """Returns the variables that one call uses, seeds of random layers included.
+    """Returns the variables that one call uses: seeds of random layers included, and metrics.
 
     Args:
         operation: A layer or another Keras operation.
@@ -112,6 +122,7 @@ def states_of(operation: Any, arguments: Any) -> list[Any]:
     """
     owners = [operation] if isinstance(operation, keras.layers.Layer) else sublayers(operation)
     found = [variable for owner in owners for variable in owner.variables]
+    found += [v for metric in layer_metrics(operation) for v in metric.variables]
     found += [
         value for value in tree.flatten((arguments.args, arguments.kwargs)) if is_variable(value)
     ]

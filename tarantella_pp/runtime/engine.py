@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -17,6 +17,7 @@ from tarantella_pp.runtime.execution import Execution
 from tarantella_pp.runtime.feed import Batch, Feed
 from tarantella_pp.runtime.interrupts import interrupts_put_off
 from tarantella_pp.runtime.keras_training import build_metrics
+from tarantella_pp.runtime.layer_metrics import LayerMetrics
 from tarantella_pp.runtime.layout import links_of, stage_layouts
 from tarantella_pp.runtime.loss import BatchLoss
 from tarantella_pp.runtime.loss_probe import whole_batch_reason
@@ -107,6 +108,8 @@ class Engine:
             self._tuning = Tuning(recipe, num_micro_batches, limit, communicator)
         self.record(None)
         self._news = News(communicator, self.scorer)
+        self._layer_metrics = LayerMetrics(extracted, assignment, self.placement)
+        self._metrics_differ = False
         self._scoring: Scoring | None = None
         self._loss: BatchLoss | None = None
         self._coupling: str | None = None
@@ -144,7 +147,7 @@ class Engine:
         step = BatchStep(
             batch, sizes, self._data, self._scoring, self._loss, training=True,
             coupled=self._coupling is not None, by_parts=self._metrics_by_parts(batch),
-            penalty=update.penalty(), report=self._news.report_loss,
+            penalty=update.penalty(), report=self._report,
             update=update.ahead if self._reach_known else None,
         )  # fmt: skip
         self._recorder.runs(schedule, batch.rows)
@@ -173,7 +176,7 @@ class Engine:
             step = BatchStep(
                 batch, sizes, self._data, self._scoring, None, training=False,
                 by_parts=self._metrics_by_parts(batch), penalty=penalty,
-                report=self._news.report_loss,
+                report=self._report,
             )  # fmt: skip
             self._run(self._programs.inference(len(sizes)), step, sizes)
             return self._logs("test", step)
@@ -194,6 +197,16 @@ class Engine:
         """Whether all outputs of a batch are there before the schedule asks for the loss."""
         schedule = self._programs.training(self.recipe, self._num_micro_batches)
         return runs_all_forwards_first(schedule, len(self._layouts) - 1)
+
+    def share_metrics(self) -> None:
+        """Gives every rank the state of all metrics, if they have changed; all must call it."""
+        if not self._metrics_differ:
+            return
+        for metric in self._model.metrics:
+            for variable in metric.variables:
+                owner = self._layer_metrics.owner(variable)
+                self._news.share_variable(variable, self.scorer if owner is None else owner)
+        self._metrics_differ = False
 
     def forget_compilation(self) -> None:
         """Makes the next step look at the model's loss, metrics and optimizer anew."""
@@ -264,8 +277,17 @@ class Engine:
         return self._recorder.span(TIES) if self._ties.exist else contextlib.nullcontext()
 
     def _logs(self, kind: str, step: BatchStep) -> dict[str, Any]:
-        found = step.logs(self._news.reported_losses()) if self._news.is_source else {}
-        return self._news.share_logs(kind, found)
+        logs: Mapping[str, Any] = {}
+        if self._news.is_source:
+            losses, metrics = self._news.reports(self._layer_metrics.size)
+            self._layer_metrics.take(metrics)
+            logs = step.logs(losses)
+        self._metrics_differ = True
+        return self._news.share_logs(kind, logs)
+
+    def _report(self, added: tf.Tensor) -> None:
+        rank = self._communicator.rank
+        self._news.report(added, self._layer_metrics.state(rank))
 
     def _find_reach(self) -> None:
         scored = self._loss.reached if self._loss is not None else ()

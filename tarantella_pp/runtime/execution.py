@@ -26,6 +26,9 @@ class Step(Protocol):
     def data(self, stage: int, micro_batch: int) -> Sequence[tf.Tensor]:
         """The model inputs of a stage: one tensor for each port of its `data`."""
 
+    def share(self, micro_batch: int) -> float:
+        """The share of a micro-batch in the batch."""
+
     def add(self, micro_batch: int, loss: tf.Tensor) -> None:
         """Takes the sum of the losses that a stage's layers added."""
 
@@ -181,9 +184,9 @@ class Execution:
         layout = stage.layout
         inputs = [*step.data(layout.index, key), *arrived]
         if step.training:
-            outputs, added = stage.forward(key, inputs)
+            outputs, added = stage.forward(key, inputs, step.share(key))
         else:
-            outputs, added = stage.evaluate(inputs)
+            outputs, added = stage.evaluate(inputs, step.share(key))
         values: Values = dict(zip(layout.outputs, outputs, strict=True))
         for link in layout.sends:
             self._activations[link.source, link.target, key] = _pick(values, link.ports)

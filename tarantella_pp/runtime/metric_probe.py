@@ -48,7 +48,7 @@ def why_not_by_parts(
     rows = sum(PARTS)
     rng = np.random.default_rng(0)
     try:
-        y, weight = (tf.nest.map_structure(lambda t: _rows(t, rows), s) for s in (y, weight))
+        y, weight = (tf.nest.map_structure(lambda t: some_rows(t, rows), s) for s in (y, weight))
         results = [_made_up(spec, y, rows, rng) for spec in outputs]
         examples = (y, results, weight)
         update = _pure_update(metrics, pack, examples)
@@ -65,7 +65,7 @@ def why_not_by_parts(
             for name, once, by_parts in zip(names, whole, parted, strict=True):
                 if not np.all(np.isfinite(once.numpy())):
                     return f"metric '{name}' is no number for made-up outputs"
-                if not _same(once.numpy(), by_parts.numpy()):
+                if not same(once.numpy(), by_parts.numpy()):
                     return f"metric '{name}' looks at several samples at once"
             state = whole
     except Exception as error:  # made-up data may be wrong for it in any way
@@ -101,8 +101,13 @@ def _by_parts(update: Update, state: State, tensors: Sequence[tf.Tensor]) -> Sta
     return state
 
 
-def _rows(tensor: Any, rows: int) -> Any:
-    """As many samples as are needed, of those that there are."""
+def some_rows(tensor: Any, rows: int) -> Any:
+    """Makes as many samples as are needed, of those that there are.
+
+    Args:
+        tensor: Some samples, at least one; `None` stays `None`.
+        rows: How many are needed.
+    """
     if tensor is None:
         return None
     return tf.gather(tensor, np.arange(rows) % int(tensor.shape[0]))
@@ -133,8 +138,13 @@ def _with_zeros(tensor: Any) -> Any:
     return tf.where(tf.reshape(KEPT, [-1] + [1] * (len(tensor.shape) - 1)), tensor, 0)
 
 
-def _same(first: np.ndarray[Any, Any], second: np.ndarray[Any, Any]) -> bool:
-    """Whether two states differ by rounding at the most."""
+def same(first: np.ndarray[Any, Any], second: np.ndarray[Any, Any]) -> bool:
+    """Returns whether two values of a variable differ by rounding at the most.
+
+    Args:
+        first: One.
+        second: The other, of the same shape and dtype.
+    """
     if first.dtype.kind in "iub":
         return bool(np.array_equal(first, second))
     unit = ml_dtypes.finfo(first.dtype).eps

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,24 +39,48 @@ class News:
         """Whether this rank has the last stage."""
         return self._communicator.rank == self._source
 
-    def report_loss(self, loss: tf.Tensor) -> None:
-        """Tells the rank of the last stage what this rank adds to the loss of the batch.
+    def report(self, loss: tf.Tensor, metrics: Array) -> None:
+        """Tells the rank of the last stage what this rank adds to the logs of the batch.
 
         Args:
             loss: Regularizers, and the losses that layers of this rank added.
+            metrics: What the metrics of its layers hold by now.
         """
         if not self.is_source:
-            value = np.array([float(loss)], _FLOAT)
-            self._communicator.send([value], self._source, _LOSS_TAG, label="added losses")
+            values = np.concatenate([[float(loss)], metrics], dtype=_FLOAT)
+            self._communicator.send([values], self._source, _LOSS_TAG, label="added losses")
 
-    def reported_losses(self) -> float:
-        """The sum of what the other ranks reported, on the rank of the last stage."""
-        spec = [TensorSpec((1,), _FLOAT)]
-        receipts = [
-            self._communicator.post_receive(spec, rank, _LOSS_TAG, label="added losses")
+    def reports(self, sizes: Callable[[int], int]) -> tuple[float, dict[int, Array]]:
+        """What the other ranks reported, on the rank of the last stage.
+
+        Args:
+            sizes: How many numbers the metrics of a rank's layers hold.
+
+        Returns:
+            The sum of their losses, and what the metrics of each rank hold.
+        """
+        receipts = {
+            rank: self._communicator.post_receive(
+                [TensorSpec((1 + sizes(rank),), _FLOAT)], rank, _LOSS_TAG, label="added losses"
+            )
             for rank in self._others()
-        ]
-        return sum(float(receipt.wait()[0][0]) for receipt in receipts)
+        }
+        values = {rank: receipt.wait()[0] for rank, receipt in receipts.items()}
+        return sum(float(v[0]) for v in values.values()), {r: v[1:] for r, v in values.items()}
+
+    def share_variable(self, variable: Any, owner: int) -> None:
+        """Gives every rank the value that a variable has on one of them.
+
+        Args:
+            variable: The variable.
+            owner: That rank.
+        """
+        if self._communicator.size == 1:
+            return
+        value = np.array(variable.numpy())  # a scalar would be no array
+        self._communicator.broadcast(value, owner)
+        if self._communicator.rank != owner:
+            variable.assign(value)
 
     def share_logs(self, kind: str, logs: Mapping[str, Any]) -> dict[str, Any]:
         """Gives every rank the logs of a step.

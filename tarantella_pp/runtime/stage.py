@@ -12,6 +12,7 @@ from tarantella_pp.partition.draft import Call
 from tarantella_pp.runtime.body import StageBody
 from tarantella_pp.runtime.cut import CutError
 from tarantella_pp.runtime.cut_pass import CutPass
+from tarantella_pp.runtime.layer_metrics import StageMetrics
 from tarantella_pp.runtime.layout import StageLayout
 from tarantella_pp.runtime.tape_pass import TapePass
 
@@ -64,6 +65,7 @@ class Stage:
         self._recompute = recompute
         self.layout = layout
         self.body = StageBody(layout, calls, micro_batches)
+        self._metrics = StageMetrics(self.body)
         self.fallback: str | None = None
         self._specs: list[tf.TensorSpec] = []
         self._general: TrainingPass | None = None
@@ -82,20 +84,22 @@ class Stage:
         return self._general.waiting_bytes if isinstance(self._general, CutPass) else None
 
     def forward(
-        self, key: int, inputs: Sequence[tf.Tensor]
+        self, key: int, inputs: Sequence[tf.Tensor], share: float = 1.0
     ) -> tuple[list[tf.Tensor], tf.Tensor | None]:
         """Runs one micro-batch forward in training mode and keeps what backward needs.
 
         Args:
             key: The micro-batch.
             inputs: One tensor for each port of `layout.inputs`.
+            share: Its share of the batch.
 
         Returns:
             One tensor for each port of `layout.outputs`, and the sum of the losses that the
             stage's layers added, `None` if they added none.
         """
         work = self._running[key] = self._pass_for(inputs)
-        return work.forward(key, inputs)
+        with self._metrics.counted(share, inputs, training=True):
+            return work.forward(key, inputs)
 
     def backward(self, key: int, seeds: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Runs one micro-batch backward (action BW).
@@ -133,9 +137,12 @@ class Stage:
         """
         return self.body.sums.keep_up()
 
-    def evaluate(self, inputs: Sequence[tf.Tensor]) -> tuple[list[tf.Tensor], tf.Tensor | None]:
-        """Runs one micro-batch forward in inference mode; returns what `forward` does."""
-        outputs, added = self._evaluate(list(inputs))
+    def evaluate(
+        self, inputs: Sequence[tf.Tensor], share: float = 1.0
+    ) -> tuple[list[tf.Tensor], tf.Tensor | None]:
+        """Runs one micro-batch forward in inference mode; takes and returns what `forward` does."""
+        with self._metrics.counted(share, inputs, training=False):
+            outputs, added = self._evaluate(list(inputs))
         return outputs, added if self.body.adds_losses[False] else None
 
     def reached(self, coming: Sequence[bool]) -> list[bool]:

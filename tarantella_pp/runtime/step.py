@@ -88,6 +88,10 @@ class BatchStep:
         """The model inputs of a stage."""
         return [self._pieces[i][micro_batch] for i in self._data[stage]]
 
+    def share(self, micro_batch: int) -> float:
+        """The share of a micro-batch in the batch."""
+        return self._sizes[micro_batch] / self._batch.rows
+
     def add(self, micro_batch: int, loss: tf.Tensor) -> None:
         """Takes the sum of the losses that a stage's layers added."""
         self._added += loss * self._factors[micro_batch]

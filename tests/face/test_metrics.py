@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import keras
 import numpy as np
 import pytest
 from keras import layers, ops
 
+from tarantella_pp.errors import UnsupportedModelError
+from tests.mpi import mpi_run
 from tests.training import (
     BATCH,
     LABELS,
@@ -17,6 +21,7 @@ from tests.training import (
     distance,
     make,
     mlp,
+    use_float64,
 )
 
 pytestmark = pytest.mark.keras
@@ -114,9 +119,112 @@ def _plain(value):
     return np.asarray(value).tolist()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_logs_are_those_of_keras(kind):
-    one = case(KINDS[kind])
-    plain, pipeline = used(make(one)), used(make(one, num_stages=2, num_micro_batches=3))
-    assert plain["kinds"] == pipeline["kinds"]
+@pytest.mark.parametrize("name", KINDS)
+def test_logs_are_those_of_keras(name):
+    pipeline = used(make(CASES[name], num_stages=2, num_micro_batches=3))
+    assert in_keras(name)["kinds"] == pipeline["kinds"]
+    assert distance(in_keras(name)["numbers"], pipeline["numbers"]) < ROUNDING
+
+
+class Watched(layers.Layer):
+    """A layer that keeps an eye on what it is given."""
+
+    def __init__(self, make, see, **more):
+        super().__init__(**more)
+        self.meter = make()
+        self.see = see
+
+    def call(self, x):
+        self.meter.update_state(self.see(x))
+        return x
+
+
+MEAN = keras.metrics.Mean
+SEEN = {
+    "mean of samples": (lambda: MEAN("seen"), lambda x: ops.mean(ops.square(x), axis=-1)),
+    "mean of means": (lambda: MEAN("seen"), lambda x: ops.mean(ops.square(x))),
+    "mean of sums": (lambda: MEAN("seen"), lambda x: ops.sum(ops.square(x))),
+    "sum": (lambda: keras.metrics.Sum("seen"), lambda x: ops.sum(x, axis=-1)),
+}
+
+
+def watched():
+    """Metrics early, in the middle and late, in a nested model, and in a layer called twice."""
+    x = inputs = keras.Input((6,))
+    twice = Watched(*SEEN["mean of means"], name="twice")
+    for i, kind in enumerate(SEEN.values()):
+        x = Watched(*kind, name=f"watched_{i}")(x)
+        x = layers.Dropout(0.0)(layers.Dense(6, activation="tanh")(x))
+        x = twice(x) if i < 2 else x
+    inner = keras.Input((6,))
+    nested = keras.Model(inner, Watched(*SEEN["sum"], name="inner")(inner))
+    model = keras.Model(inputs, layers.Softmax()(layers.Dense(3)(nested(x))))
+    for i, metric in enumerate(model.metrics):
+        metric.name = f"seen_{i}"
+    return model
+
+
+CASES = {
+    **{name: case(kinds) for name, kinds in KINDS.items()},
+    "in layers": Case(watched, X, ONE_HOT, case([]).compiled),
+}
+
+
+@functools.cache
+def in_keras(name):
+    return used(make(CASES[name]))
+
+
+def test_metrics_in_layers_are_those_of_keras():
+    options = {"num_stages": 3, "num_micro_batches": 3, "recompute": [0]}
+    plain, pipeline = in_keras("in layers"), used(make(CASES["in layers"], **options))
+    assert len([name for name in plain["numbers"][0] if "seen" in name]) == 2 * (len(SEEN) + 2)
     assert distance(plain["numbers"], pipeline["numbers"]) < ROUNDING
+
+
+@pytest.mark.parametrize(
+    "see",
+    [
+        lambda x: ops.square(ops.sum(x)) + ops.zeros_like(x[:, 0]),
+        lambda x: ops.max(x, axis=0),
+    ],
+)
+def test_a_metric_in_a_layer_that_micro_batches_would_change_is_refused_by_name(see):
+    def build():
+        x = inputs = keras.Input((6,))
+        x = layers.Dense(6)(Watched(lambda: MEAN("seen"), see, name="eye")(x))
+        return keras.Model(inputs, layers.Dense(3, activation="softmax")(x))
+
+    one = Case(build, X, ONE_HOT, case([]).compiled)
+    model = make(one, num_stages=2, num_micro_batches=3)
+    with pytest.raises(UnsupportedModelError, match=r"'eye'.*'seen'.*num_micro_batches=1"):
+        used(model)
+    whole = make(one, num_stages=2, num_micro_batches=1)
+    assert distance(used(make(one))["numbers"], used(whole)["numbers"]) < ROUNDING
+
+
+class Cut(keras.callbacks.Callback):
+    """Ends training in the middle of an epoch."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.model.stop_training = batch == 1
+
+
+def use_on_this_rank():
+    use_float64()
+    found = {}
+    for name, one in CASES.items():
+        model = make(one, num_stages=2, num_micro_batches=3)
+        found[name] = used(model)
+        model.fit(X, ONE_HOT, batch_size=BATCH, verbose=0, callbacks=[Cut()])
+        found[f"cut {name}"] = [_plain(metric.result()) for metric in model.metrics]
+    return found
+
+
+@pytest.mark.mpi
+def test_every_rank_has_the_logs_and_the_metrics_of_one_process():
+    first, second = mpi_run(2, use_on_this_rank, timeout=240).check().results
+    assert first == second
+    for name in CASES:
+        assert in_keras(name)["kinds"] == first[name]["kinds"], name
+        assert distance(in_keras(name)["numbers"], first[name]["numbers"]) < ROUNDING, name

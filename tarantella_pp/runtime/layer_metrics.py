@@ -1,0 +1,182 @@
+"""Metrics that layers update when they are called, exact over micro-batches and over ranks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tarantella_pp.errors import UnsupportedModelError
+from tarantella_pp.partition.extraction import ExtractedModel
+from tarantella_pp.partition.keras_internals import layer_metrics
+from tarantella_pp.runtime.body import StageBody
+from tarantella_pp.runtime.metric_probe import PARTS, same, some_rows
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class _Owned:
+    """A variable of a metric of a layer."""
+
+    variable: Any
+    metric: str
+    layer: str
+
+
+class StageMetrics:
+    """The metrics of one stage's layers.
+
+    A call with a batch adds to a variable of a metric either a sum over samples, then calls with
+    its parts add up to the same, or a mean over them or a constant, such as a count of batches.
+    Then what a part adds counts by its share of the batch. Which it is, is tried.
+
+    Args:
+        body: The stage's nodes.
+    """
+
+    def __init__(self, body: StageBody) -> None:
+        self._body = body
+        found = [owned for call in body.layer.calls for owned in _metrics_of(call.operation)]
+        self._owned = list({id(owned.variable): owned for owned in found}.values())
+        self._means: dict[bool, list[Any]] = {}
+
+    @contextlib.contextmanager
+    def counted(self, share: float, inputs: Sequence[tf.Tensor], training: bool) -> Iterator[None]:
+        """Is around a forward pass of a micro-batch.
+
+        Args:
+            share: Its share of the batch.
+            inputs: What it is given.
+            training: Whether layers run in training mode.
+
+        Raises:
+            UnsupportedModelError: If a metric cannot be updated by parts.
+        """
+        if not self._owned or share == 1.0:
+            yield
+            return
+        if training not in self._means:
+            self._means[training] = self._find_means(inputs, training)
+        before = [variable.numpy() for variable in self._means[training]]
+        yield
+        for variable, old in zip(self._means[training], before, strict=True):
+            variable.assign(old + share * (variable.numpy() - old))
+
+    def _find_means(self, inputs: Sequence[tf.Tensor], training: bool) -> list[Any]:
+        """Tries which variables move by the share of a micro-batch; changes nothing.
+
+        In inference mode, where nothing is random, unless nothing moves there.
+        """
+        rows = [some_rows(tensor, sum(PARTS)) for tensor in inputs]
+        moved, means = self._try(rows, training=False)
+        if training:
+            means += self._try(rows, training=True, but=moved)[1]
+        return means
+
+    def _try(
+        self, rows: Sequence[tf.Tensor], training: bool, but: Sequence[_Owned] = ()
+    ) -> tuple[list[_Owned], list[Any]]:
+        """Returns what moves, but for some, and the variables among it that are means."""
+        skipped = {id(owned) for owned in but}
+        start = self._after(rows, [owned.variable.numpy() for owned in self._owned], training)
+        whole = self._after(rows, start, training)
+        sums, means = start, start
+        for piece in zip(*(tf.split(tensor, PARTS) for tensor in rows), strict=True):
+            sums = self._after(piece, sums, training)
+            share = int(piece[0].shape[0]) / sum(PARTS)
+            after = self._after(piece, means, training)
+            means = [
+                (old + share * (new - old)).astype(old.dtype)
+                for old, new in zip(means, after, strict=True)
+            ]
+        moved, found = [], []
+        for owned, old, new, summed, mean in zip(
+            self._owned, start, whole, sums, means, strict=True
+        ):
+            if id(owned) in skipped or np.array_equal(old, new):
+                continue
+            moved.append(owned)
+            if same(new, summed):
+                continue
+            if not same(new, mean):
+                raise UnsupportedModelError(
+                    f"Layer '{owned.layer}' updates its metric '{owned.metric}' with something "
+                    "that is neither a sum nor a mean over samples, so that micro-batches would "
+                    "change it. Use num_micro_batches=1, or give the metric one value for each "
+                    "sample."
+                )
+            found.append(owned.variable)
+        return moved, found
+
+    def _after(
+        self, inputs: Sequence[tf.Tensor], state: Sequence[Array], training: bool
+    ) -> list[Array]:
+        """The metrics after a forward pass that begins with some state of them."""
+        variables = [owned.variable for owned in self._owned]
+        known = [
+            (v, tf.convert_to_tensor(s, v.dtype)) for v, s in zip(variables, state, strict=True)
+        ]
+        with keras.StatelessScope(state_mapping=known) as scope:
+            self._body.run(inputs, training)
+            return [np.asarray(scope.get_current_value(variable)) for variable in variables]
+
+
+class LayerMetrics:
+    """Which rank has the metrics of which layers, and their way to the rank of the logs.
+
+    Args:
+        extracted: The model's graph and calls.
+        assignment: Stage of each node.
+        placement: Rank of each stage.
+    """
+
+    def __init__(
+        self, extracted: ExtractedModel, assignment: Sequence[int], placement: Sequence[int]
+    ) -> None:
+        self._of_rank: dict[int, list[Any]] = {rank: [] for rank in placement}
+        self._owner: dict[int, int] = {}
+        for call, stage in zip(extracted.calls, assignment, strict=True):
+            for owned in _metrics_of(call.operation):
+                if id(owned.variable) not in self._owner:
+                    self._owner[id(owned.variable)] = placement[stage]
+                    self._of_rank[placement[stage]].append(owned.variable)
+
+    def owner(self, variable: Any) -> int | None:
+        """The rank that updates a variable of a metric; `None` if no layer does."""
+        return self._owner.get(id(variable))
+
+    def size(self, rank: int) -> int:
+        """How many numbers the metrics of a rank's layers hold."""
+        return sum(int(np.prod(variable.shape)) for variable in self._of_rank[rank])
+
+    def state(self, rank: int) -> Array:
+        """Returns these numbers, on that rank."""
+        parts = [np.ravel(variable.numpy()) for variable in self._of_rank[rank]]
+        return np.concatenate([np.zeros(0), *parts])
+
+    def take(self, states: Mapping[int, Array]) -> None:
+        """Takes over the numbers of other ranks.
+
+        Args:
+            states: What `state` returned on each of them.
+        """
+        for rank, numbers in states.items():
+            left = numbers
+            for variable in self._of_rank[rank]:
+                count = int(np.prod(variable.shape))
+                variable.assign(left[:count].reshape(variable.shape))
+                left = left[count:]
+
+
+def _metrics_of(operation: Any) -> list[_Owned]:
+    return [
+        _Owned(variable, metric.name, operation.name)
+        for metric in layer_metrics(operation)
+        for variable in metric.variables
+    ]

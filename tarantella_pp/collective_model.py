@@ -13,6 +13,7 @@ from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.saving import save_plain
 
 if TYPE_CHECKING:
+    from tarantella_pp.optimizer_state import OptimizerState
     from tarantella_pp.pipeline import Pipeline
 
 
@@ -23,6 +24,7 @@ class CollectiveModel(keras.Model):
     """
 
     _pipeline: Pipeline
+    _optimizer_state: OptimizerState | None = None
 
     @collective()
     def get_weights(self) -> list[np.ndarray[Any, Any]]:
@@ -79,13 +81,11 @@ class CollectiveModel(keras.Model):
             )
         pipeline.refuse_existing(path, overwrite)
         pipeline.state.gather()
-        with_optimizer = include_optimizer and self.compiled and self.optimizer is not None
-        optimizer = None
-        if with_optimizer:
-            optimizer = pipeline.state.full_optimizer(self.optimizer, self.trainable_variables)
+        state = self._optimizer_state if include_optimizer else None
+        optimizer = None if state is None else state.whole()
 
         def write() -> None:
-            config = self.get_compile_config() if with_optimizer else None
+            config = None if state is None else self.get_compile_config()
             save_plain(pipeline.extracted, config, optimizer, path)
 
         pipeline.on_one_rank("save", write)
@@ -107,9 +107,8 @@ class CollectiveModel(keras.Model):
         pipeline = self._pipeline
         pipeline.refuse_existing(Path(filepath), overwrite)
         pipeline.state.gather()
-        optimizer = self.optimizer if self.compiled else None
-        if optimizer is not None and optimizer.built:
-            optimizer = pipeline.state.full_optimizer(optimizer, self.trainable_variables)
+        state = self._optimizer_state
+        optimizer = None if state is None else state.whole()
 
         def write() -> None:
             plain = self._plain(optimizer)
@@ -128,14 +127,9 @@ class CollectiveModel(keras.Model):
             skip_mismatch: Whether to skip weights that do not fit.
             **kwargs: As of `keras.Model.load_weights`.
         """
-        state, optimizer = self._pipeline.state, self.optimizer if self.compiled else None
-        if self._pipeline.communicator.size == 1 or optimizer is None or not optimizer.built:
-            super().load_weights(filepath, skip_mismatch=skip_mismatch, **kwargs)
-            return
-        full = state.full_optimizer(optimizer, self.trainable_variables)
-        plain = self._plain(full)
-        plain.load_weights(filepath, skip_mismatch=skip_mismatch, **kwargs)
-        state.own_optimizer(optimizer, full)
+        state = self._optimizer_state
+        optimizer = None if state is None else state.receiver()
+        self._plain(optimizer).load_weights(filepath, skip_mismatch=skip_mismatch, **kwargs)
 
     def _plain(self, optimizer: Any) -> keras.Model:
         """A stock Keras model of the same layers."""

@@ -11,6 +11,7 @@ import keras
 from tarantella_pp.errors import ConfigurationError, PlanError
 from tarantella_pp.feeding import BatchIterator, shared_adapters
 from tarantella_pp.model_state import ModelState
+from tarantella_pp.optimizer_state import OptimizerState
 from tarantella_pp.partition.extraction import ExtractedModel, extract
 from tarantella_pp.partition.graph import LayerGraph
 from tarantella_pp.partition.plan import Plan
@@ -60,7 +61,9 @@ class Pipeline:
             self._options,
         )
         self.feed = self.engine.feed(lambda x: standardize_inputs(model, x))
-        self.state = ModelState(extracted, plan.assignment, self.engine.placement, communicator)
+        # Weights whose results are not needed are in no stage, and the same everywhere.
+        variables = list({id(v): v for v in (*extracted.variables, *model.variables)}.values())
+        self.state = ModelState(variables, self.engine.owners, communicator)
 
     @property
     def plan(self) -> Plan:
@@ -88,6 +91,16 @@ class Pipeline:
         plan = with_findings(self._plan, self.engine.recipe, {})
         free, wire = self._options.free_schedule, self._options.wire_dtype
         return Pipeline(model, extracted, plan, self.communicator, free, wire)
+
+    def divide(self, optimizer: Any, model: Any) -> OptimizerState:
+        """Leaves an optimizer with this rank's share of its slots; all ranks must call it.
+
+        Args:
+            optimizer: What `compile` was given.
+            model: The `PipelineModel`.
+        """
+        weights = model.trainable_variables
+        return OptimizerState(optimizer, weights, self.engine.owners, self.communicator)
 
     @property
     def free_schedule(self) -> bool:

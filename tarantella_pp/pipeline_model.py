@@ -209,15 +209,17 @@ class PipelineModel(CollectiveModel):
         checks.check_strategy(self)
         given = inspect.signature(keras.Model.compile).bind(self, *args, **kwargs)
         given.apply_defaults()
-        if isinstance(given.arguments["optimizer"], dict):
-            given.arguments["optimizer"] = keras.optimizers.get(given.arguments["optimizer"])
+        optimizer = keras.optimizers.get(given.arguments["optimizer"])
+        given.arguments["optimizer"] = optimizer
         ranks = self._pipeline.communicator.size
         checks.check_compilation(given.arguments, self.dtype_policy.name, ranks)
         compiled = compile_loss(self, given.arguments["loss"], given.arguments["loss_weights"])
         checks.check_loss(compiled, self._pipeline)
         facts = compiled_facts(given.arguments)
         with self._pipeline.communicator.call("compile", **facts):
+            state = None if optimizer is None else self._pipeline.divide(optimizer, self)
             super().compile(*given.args[1:], **given.kwargs)
+            self._optimizer_state = state
             self._renew()
         if self._pipeline.prints:
             checks.warn_of_compilation(given.arguments)
@@ -237,6 +239,8 @@ class PipelineModel(CollectiveModel):
         checks.check_optimizer(self)
         if force:
             self._renew()
+        if self._optimizer_state is not None:
+            self._optimizer_state.build()
         if force or self.train_function is None:
             step = self._pipeline.engine.train
             self.train_function: Any = self._pipeline.stepper(step, self.steps_per_execution)

@@ -23,6 +23,7 @@ from tarantella_pp.runtime.loss import BatchLoss
 from tarantella_pp.runtime.loss_probe import whole_batch_reason
 from tarantella_pp.runtime.news import News
 from tarantella_pp.runtime.outputs import pack_outputs, unpacked
+from tarantella_pp.runtime.owners import Owners
 from tarantella_pp.runtime.programs import Programs, runs_all_forwards_first
 from tarantella_pp.runtime.reach import find_reach
 from tarantella_pp.runtime.recorded_execution import RecordedExecution
@@ -59,6 +60,7 @@ class Engine:
 
     Attributes:
         recipe: The schedule by now; a schedule that is searched for changes.
+        owners: The ranks of the model's variables.
         fallbacks: Stages of any rank that could not be cut in three, and why, once trained.
         has_run: Whether stages have been traced, with their layers as they were.
     """
@@ -99,7 +101,8 @@ class Engine:
             communicator, extracted.graph, links, self.placement, wire_dtype=options.wire_dtype
         )
         self._execution = Execution(self.stages, self._exchange)
-        tied = weights_of_several_ranks(extracted, assignment, self.placement)
+        self.owners = Owners(extracted, assignment, self.placement, communicator.rank)
+        tied = weights_of_several_ranks(extracted, self.owners)
         self._ties = TiedWeights(tied, communicator)
         self._programs = Programs(self.placement, links)
         self._tuning: Tuning | None = None
@@ -315,7 +318,8 @@ class Engine:
                 self._scoring = Scoring(self._model, self._extracted, results)
                 self._loss = BatchLoss(self._model, self._extracted, results)
             weights = self._model.trainable_variables
-            self._update = Update(self._model.optimizer, bodies, weights, self._ties)
+            optimizer = self._model.optimizer
+            self._update = Update(optimizer, bodies, weights, self.owners, self._ties)
         return self._update
 
     def _metrics_by_parts(self, batch: Batch) -> bool:

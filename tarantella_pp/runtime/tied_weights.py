@@ -12,6 +12,7 @@ import tensorflow as tf
 from tarantella_pp.partition.extraction import ExtractedModel
 from tarantella_pp.runtime.buffers import to_buffer, to_tensor
 from tarantella_pp.runtime.communicator import Communicator, TensorSpec
+from tarantella_pp.runtime.owners import Owners
 
 _SIZES_TAG, _GRADIENTS_TAG, _VALUES_TAG = 7, 8, 9
 _NOTHING, _DENSE = -2, -1
@@ -34,23 +35,15 @@ class TiedWeight:
     ranks: tuple[int, ...]
 
 
-def weights_of_several_ranks(
-    extracted: ExtractedModel, assignment: Sequence[int], placement: Sequence[int]
-) -> tuple[TiedWeight, ...]:
+def weights_of_several_ranks(extracted: ExtractedModel, owners: Owners) -> tuple[TiedWeight, ...]:
     """Finds the trainable weights that several ranks have.
 
     Args:
         extracted: The model's graph and variables.
-        assignment: Stage of each node.
-        placement: Rank of each stage.
+        owners: The ranks of the variables.
     """
-    graph = extracted.graph
-    users = zip(graph.weights, extracted.variables, graph.users(assignment), strict=True)
-    found = [
-        TiedWeight(variable, tuple(dict.fromkeys(placement[stage] for stage in stages)))
-        for weight, variable, stages in users
-        if weight.trainable
-    ]
+    pairs = zip(extracted.graph.weights, extracted.variables, strict=True)
+    found = [TiedWeight(v, owners.ranks(v)) for weight, v in pairs if weight.trainable]
     return tuple(tied for tied in found if len(tied.ranks) > 1)
 
 

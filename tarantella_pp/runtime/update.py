@@ -12,6 +12,7 @@ import tensorflow as tf
 from tarantella_pp.runtime.body import StageBody
 from tarantella_pp.runtime.gradient_sums import Collected
 from tarantella_pp.runtime.keras_training import count_step, updates_weights_alone
+from tarantella_pp.runtime.owners import Owners
 from tarantella_pp.runtime.tied_weights import Gradient, TiedWeights, total
 
 OfStage: TypeAlias = dict[int, Collected]
@@ -28,10 +29,11 @@ class Update:
     weights are updated together does not depend on when that is.
 
     Args:
-        optimizer: The rank's optimizer; it is built for the rank's own weights. `None` for a
+        optimizer: The rank's optimizer, built for its own weights before it trains. `None` for a
             model that is only evaluated, or has nothing to train.
         bodies: The rank's stages.
         order: The model's trainable variables, in its order.
+        owners: The ranks of the weights.
         ties: Weights that other ranks use or train, too.
     """
 
@@ -40,22 +42,20 @@ class Update:
         optimizer: Any,
         bodies: Mapping[int, StageBody],
         order: Sequence[Any],
+        owners: Owners,
         ties: TiedWeights,
     ) -> None:
         self._places: dict[int, list[tuple[int, int]]] = {}
         for stage, body in bodies.items():
             for i, weight in enumerate(body.sums.weights):
                 self._places.setdefault(id(weight), []).append((stage, i))
-        own = [w for w in order if id(w) in self._places and not ties.is_borrowed(w)]
         self._sums = {stage: body.sums for stage, body in bodies.items()}
         self._ties = ties
         self._optimizer = optimizer
-        if optimizer is not None and not optimizer.built and own:
-            optimizer.build(own)
         self._last = min(bodies)
         self._groups: dict[int, list[Any]] = {stage: [] for stage in bodies}
         apart = updates_weights_alone(optimizer)
-        for weight in own:
+        for weight in filter(owners.is_own, order):
             self._groups[self._stage_of(weight) if apart else self._last].append(weight)
         self._steps = {
             stage: tf.function(
@@ -70,8 +70,8 @@ class Update:
 
     def _stage_of(self, weight: Any) -> int:
         """The stage with which a weight is updated, if they need not all be updated at once."""
-        (stage, _), *others = self._places[id(weight)]
-        return self._last if others or self._ties.is_tied(weight) else stage
+        places = self._places.get(id(weight), [])  # none where its results are not needed
+        return places[0][0] if len(places) == 1 and not self._ties.is_tied(weight) else self._last
 
     def penalty(self) -> tf.Tensor:
         """The sum of the weight regularizers, once per batch; in Keras' default float type."""
@@ -173,7 +173,7 @@ class Update:
 
     def _summed(self, weight: Any, collected: Collections) -> Gradient:
         """The sum of a weight's gradients over micro-batches and over this rank's stages."""
-        places = self._places[id(weight)]
+        places = self._places.get(id(weight), [])
         return total([self._sums[s].gradient(i, collected[s]) for s, i in places])
 
     def _gradient(self, weight: Any, gradient: Gradient) -> Any:

@@ -12,6 +12,8 @@ import keras
 import msgspec
 import numpy as np
 
+from tarantella_pp.runtime.keras_training import settable_learning_rate
+
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 _OF_KERAS_FIT = "_use_cached_eval_dataset"
@@ -78,6 +80,15 @@ def compiled_facts(given: Mapping[str, Any]) -> dict[str, Any]:
         options = optimizer.get_config()
         facts |= {f"optimizer.{k}": v for k, v in options.items() if k != "name" and _is_plain(v)}
     return facts
+
+
+def learning_rate_of(given: Mapping[str, Any]) -> float:
+    """The learning rate with which a call begins; NaN where a schedule sets it.
+
+    Args:
+        given: The arguments of a model's method.
+    """
+    return settable_learning_rate(given["self"])
 
 
 def _named(value: Any) -> Any:

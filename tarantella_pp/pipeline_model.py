@@ -14,7 +14,7 @@ from tarantella_pp import checks
 from tarantella_pp.callbacks.rank_rules import callbacks_of_rank, kinds_of_all_ranks
 from tarantella_pp.callbacks.timeline import with_trace
 from tarantella_pp.choice import make_plan
-from tarantella_pp.collective import collective, compiled_facts
+from tarantella_pp.collective import collective, compiled_facts, learning_rate_of
 from tarantella_pp.collective_model import CollectiveModel
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.partition.extraction import extract
@@ -255,7 +255,7 @@ class PipelineModel(CollectiveModel):
         """Builds this rank's prediction step; called by Keras' own loops."""
         self.predict_function = self._pipeline.predict
 
-    @collective()
+    @collective(learning_rate=learning_rate_of)
     def train_step(self, data: Any) -> dict[str, Any]:
         """Trains on one batch, for loops of your own; all ranks must call it.
 
@@ -291,6 +291,7 @@ class PipelineModel(CollectiveModel):
 
     @collective(
         "epochs", "initial_epoch", "steps_per_epoch", "validation_steps", "validation_freq",
+        learning_rate=learning_rate_of,
         callbacks=lambda given: kinds_of_all_ranks(given["callbacks"]),
     )  # fmt: skip
     def fit(
@@ -364,7 +365,7 @@ class PipelineModel(CollectiveModel):
             train,
             epochs=epochs,
             verbose=verbose if pipeline.prints else 0,
-            callbacks=callbacks_of_rank(callbacks, pipeline.prints),
+            callbacks=callbacks_of_rank(callbacks, self, pipeline.communicator),
             validation_data=validation,
             initial_epoch=initial_epoch,
             steps_per_epoch=steps_per_epoch,
@@ -406,11 +407,12 @@ class PipelineModel(CollectiveModel):
         pipeline = self._pipeline
         if not kwargs:
             x = pipeline.open_data(x, y, sample_weight, batch_size, steps)
+            callbacks = callbacks_of_rank(callbacks, self, pipeline.communicator)
         logs = super().evaluate(
             x,
             verbose=verbose if pipeline.prints else 0,
             steps=steps,
-            callbacks=callbacks_of_rank(callbacks, pipeline.prints),
+            callbacks=callbacks,
             return_dict=return_dict,
             **kwargs,
         )
@@ -443,10 +445,10 @@ class PipelineModel(CollectiveModel):
             pipeline.open_data(x, None, None, batch_size, steps),
             verbose=verbose if pipeline.prints else 0,
             steps=steps,
-            callbacks=callbacks_of_rank(callbacks, pipeline.prints),
+            callbacks=callbacks_of_rank(callbacks, self, pipeline.communicator),
         )
 
-    @collective()
+    @collective(learning_rate=learning_rate_of)
     def train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
         """Trains on one batch, of which only rank 0 reads the data; all ranks must call it.
 

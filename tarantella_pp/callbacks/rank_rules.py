@@ -1,13 +1,17 @@
-"""Which of Keras' callbacks run on which rank."""
+"""Which of Keras' callbacks run on which rank, and what they need there."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import keras
 
+from tarantella_pp.callbacks.helpers import FolderMaker, WeightGatherer
+from tarantella_pp.callbacks.lockstep import Lockstep
 from tarantella_pp.callbacks.timeline import Timeline
 from tarantella_pp.errors import ConfigurationError
+from tarantella_pp.runtime.communicator import Communicator
 
 # They write one file or send one report for the whole job.
 _ONE_RANK = (
@@ -40,25 +44,22 @@ def kinds_of_all_ranks(callbacks: Any) -> list[str]:
     Args:
         callbacks: A callback, a list of them, Keras' own container of them, or `None`.
     """
-    if isinstance(callbacks, keras.callbacks.CallbackList):
-        callbacks = callbacks.callbacks
-    return sorted(
-        type(callback).__name__
-        for callback in keras.tree.flatten(callbacks)
-        if isinstance(callback, _ALL_RANKS)
-    )
+    found = [type(c).__name__ for c in _listed(callbacks) if isinstance(c, _ALL_RANKS)]
+    return sorted(found)
 
 
-def callbacks_of_rank(callbacks: Any, prints: bool) -> Any:
-    """Leaves out what would be written once by every rank.
+def callbacks_of_rank(callbacks: Any, model: Any, communicator: Communicator) -> Any:
+    """Makes of the callbacks of a call those that this rank runs.
 
-    All others run on every rank, with the same logs: each rank stops early, or lowers its
-    learning rate, at the same step. `ModelCheckpoint` is among them, because saving takes all
-    ranks.
+    What would be written once by every rank runs on the last one only. All others run on every
+    rank, with the same logs: each rank stops early, or lowers its learning rate, at the same step.
+    `ModelCheckpoint` is among them, because saving takes all ranks. In one process they are what
+    they are in plain Keras.
 
     Args:
         callbacks: A callback, a list of them, Keras' own container of them, or `None`.
-        prints: Whether this rank is the one that writes and prints.
+        model: The model that they are for.
+        communicator: The ranks.
 
     Returns:
         What to pass to Keras on this rank.
@@ -66,13 +67,32 @@ def callbacks_of_rank(callbacks: Any, prints: bool) -> Any:
     Raises:
         ConfigurationError: If a callback would write a wrong file.
     """
-    if callbacks is None or isinstance(callbacks, keras.callbacks.CallbackList):
+    if communicator.size == 1:
         return callbacks
-    listed = keras.tree.flatten(callbacks)
-    for callback in listed:
-        if isinstance(callback, _REFUSED):
-            raise ConfigurationError(
-                f"Callback {type(callback).__name__} saves what one process holds, which is not "
-                "the whole model here. Use keras.callbacks.ModelCheckpoint."
-            )
-    return [c for c in listed if prints or not isinstance(c, _ONE_RANK)]
+    prints = communicator.rank == communicator.size - 1
+    found = [own for callback in _listed(callbacks) for own in _of_rank(callback, prints)]
+    found.append(Lockstep(communicator))
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        return keras.callbacks.CallbackList(found, model=model, **callbacks.params)
+    return found
+
+
+def _of_rank(callback: Any, prints: bool) -> Iterator[Any]:
+    """What runs in place of a callback."""
+    if isinstance(callback, _REFUSED):
+        raise ConfigurationError(
+            f"Callback {type(callback).__name__} saves what one process holds, which is not "
+            "the whole model on several ranks. Use keras.callbacks.ModelCheckpoint."
+        )
+    if isinstance(callback, keras.callbacks.ModelCheckpoint):
+        yield FolderMaker(callback)
+    if isinstance(callback, keras.callbacks.TensorBoard):
+        yield WeightGatherer(callback, follows=not prints)
+    if prints or not isinstance(callback, _ONE_RANK):
+        yield callback
+
+
+def _listed(callbacks: Any) -> list[Any]:
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        return list(callbacks.callbacks)
+    return [callback for callback in keras.tree.flatten(callbacks) if callback is not None]

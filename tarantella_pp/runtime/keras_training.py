@@ -7,6 +7,7 @@ new version of Keras has changed.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -34,6 +35,7 @@ __all__ = [
     "reduction_of",
     "sample_values",
     "second_loss",
+    "settable_learning_rate",
     "standardize_inputs",
     "strategy_of",
     "train_validation_split",
@@ -178,6 +180,16 @@ def count_step(optimizer: Any) -> None:
         optimizer: A built optimizer.
     """
     optimizer._iterations.assign_add(1)
+
+
+def settable_learning_rate(model: Any) -> float:
+    """The learning rate that callbacks may change; NaN without one, or where a schedule sets it.
+
+    Args:
+        model: A model, compiled or not.
+    """
+    rate = getattr(getattr(model, "optimizer", None), "_learning_rate", None)
+    return float(rate) if isinstance(rate, keras.Variable) else math.nan
 
 
 def forget_validation(model: Any) -> None:

@@ -8,7 +8,9 @@ import keras
 import numpy as np
 import pytest
 
+from tarantella_pp.callbacks.lockstep import Lockstep
 from tarantella_pp.callbacks.rank_rules import callbacks_of_rank
+from tarantella_pp.runtime.communicator import Communicator
 from tests.training import CASES, Case, X, Y, distance, make, mlp, regression, sgd
 
 pytestmark = pytest.mark.keras
@@ -100,14 +102,29 @@ def test_a_callback_that_stops_training():
     assert len(told["loss"]) == 2
 
 
+class Ranks(Communicator):
+    """Some ranks, seen from one of them."""
+
+    def __init__(self, rank, size):
+        self.rank, self.size = rank, size
+
+
 def test_one_rank_writes():
     every = [
         keras.callbacks.CSVLogger("log.csv"),
         keras.callbacks.EarlyStopping("loss"),
         keras.callbacks.ModelCheckpoint("a.keras"),
     ]
-    assert callbacks_of_rank(every, prints=True) == every
-    assert callbacks_of_rank(every, prints=False) == every[1:]
+    assert callbacks_of_rank(every, None, Ranks(0, 1)) is every
+    for rank, expected in ((0, every[1:]), (1, every)):
+        *found, last = callbacks_of_rank(every, None, Ranks(rank, 2))
+        assert [c for c in found if c in every] == expected
+        assert isinstance(last, Lockstep)
+        held = keras.callbacks.CallbackList(every, add_history=True, epochs=3)
+        own = callbacks_of_rank(held, None, Ranks(rank, 2))
+        assert [c for c in own.callbacks if c in every] == expected
+        assert own._history is held._history
+        assert own.params == {"epochs": 3}
 
 
 def test_the_progress_bar_is_that_of_keras(capsys):

@@ -6,6 +6,7 @@ When one of these fails after an upgrade, the file that it names is the place to
 from __future__ import annotations
 
 import inspect
+import math
 
 import keras
 import numpy as np
@@ -211,6 +212,17 @@ def test_loops_are_those_that_are_overridden(name):
     assert list(ours) == list(theirs), ADVICE + f"arguments of Model.{name}"
     defaults = [p.default for p in ours.values() if p.name not in ("self", "kwargs")]
     assert defaults == [p.default for p in theirs.values() if p.name not in ("self", "kwargs")]
+
+
+def test_the_learning_rate_is_a_variable_or_a_schedule(model):
+    advice = ADVICE + "Optimizer._learning_rate"
+    assert math.isnan(keras_training.settable_learning_rate(keras.Sequential())), advice
+    model.compile(keras.optimizers.SGD(0.25))
+    assert keras_training.settable_learning_rate(model) == 0.25, advice
+    model.optimizer.learning_rate = 0.5
+    assert keras_training.settable_learning_rate(model) == 0.5, advice
+    model.compile(keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5)))
+    assert math.isnan(keras_training.settable_learning_rate(model)), advice
 
 
 def test_validation_data_are_kept_in_the_model(model):

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from tarantella_pp.collective_model import CollectiveModel
 from tarantella_pp.errors import ConfigurationError, UnsupportedModelError
+from tarantella_pp.partition.graph import LayerGraph
 from tarantella_pp.partition.plan import Plan
 from tarantella_pp.partition.sizes import format_bytes
 from tarantella_pp.runtime.keras_training import layers_in, strategy_of
@@ -224,6 +225,26 @@ def check_plan(plan: Any, options: Mapping[str, Any]) -> None:
             raise ConfigurationError(
                 f"The plan says how the pipeline is made. Received: plan together with "
                 f"{name}={value!r}. Leave one of the two out."
+            )
+
+
+def check_outputs(graph: LayerGraph, num_micro_batches: int) -> None:
+    """Refuses outputs that those of the micro-batches do not make up.
+
+    Args:
+        graph: The model's graph.
+        num_micro_batches: Number of micro-batches.
+
+    Raises:
+        UnsupportedModelError: Names the output.
+    """
+    for tensor in (graph.tensors[i] for i in graph.outputs):
+        if num_micro_batches > 1 and tensor.rows_per_sample not in (None, 1):
+            raise UnsupportedModelError(
+                f"Output '{tensor.name}' of shape {tensor.shape} does not have one row for each "
+                "sample, so the outputs of micro-batches do not add up to that of the batch. "
+                "Leave it out of the outputs, give it one row for each sample, or use "
+                f"num_micro_batches=1. Received: num_micro_batches={num_micro_batches}"
             )
 
 

@@ -141,6 +141,7 @@ class PipelineModel(CollectiveModel):
             checks.check_replicas(agreed.num_replicas)
             checks.check_ranks(agreed.num_stages, communicator.size)
             checks.check_synchronized(extracted.calls, agreed.num_micro_batches)
+            checks.check_outputs(extracted.graph, agreed.num_micro_batches)
             super().__init__(extracted.inputs_struct, extracted.outputs_struct, name=model.name)
             free = plan is None and schedule is None
             self._pipeline = Pipeline(self, extracted, agreed, communicator, free, wire_dtype)

@@ -217,6 +217,31 @@ def dropout():
     return keras.Model(inputs, layers.Dense(3)(layers.GaussianNoise(0.1, seed=9)(x)))
 
 
+class Table(layers.Layer):
+    """Gives a table of positions and a scale, neither of which has rows of samples."""
+
+    def build(self, shape):
+        self.table = self.add_weight(shape=(1, *shape[1:]), initializer="normal", name="table")
+        self.scale = self.add_weight(shape=(), initializer="ones", name="scale")
+
+    def call(self, x):
+        return 1.0 * self.table, 2.0 * self.scale
+
+
+def merged_windows():
+    """Samples merged with windows, as in Swin, a table of positions, time before samples."""
+    inputs = keras.Input((4, 6))
+    x = layers.Dense(6, activation="tanh")(inputs)
+    table, scale = Table()(x)
+    windows = ops.reshape(x, (-1, 2, 6))
+    windows = layers.Add()([windows, layers.Dense(6, activation="tanh")(windows)])
+    windows = layers.MultiHeadAttention(2, 3, use_bias=False)(windows, windows)
+    x = ops.reshape(layers.Dense(6)(windows), (-1, 4, 6)) * scale + table
+    x = layers.Dense(6, activation="tanh")(ops.transpose(x, (1, 0, 2)))
+    x = layers.Flatten()(ops.transpose(x, (1, 0, 2)))
+    return keras.Model(inputs, layers.Dense(3)(x))
+
+
 def sequential():
     return keras.Sequential(
         [keras.Input((6,)), *(layers.Dense(n, activation="tanh") for n in (7, 8)), layers.Dense(3)]
@@ -288,6 +313,7 @@ CASES = {
     ),
     "long_skip": Case(long_skip, X, Y, regression(optimizer=sgd)),
     "causal_attention": Case(causal_attention, floats(5, 8), Y, regression(), WEIGHTED),
+    "merged_windows": Case(merged_windows, floats(4, 6), Y, regression(), WEIGHTED),
     "embedding_adamw": Case(embedding_with_mask, IDS, LABELS, classification(), WEIGHTED),
     "embedding_sgd": Case(embedding_with_mask, IDS, LABELS, classification(sgd)),
     "recurrent": Case(recurrent, IDS[:, 1:], LABELS, classification(), WEIGHTED),
@@ -364,7 +390,8 @@ class Outcome:
 
     def plain(self) -> dict[str, Any]:
         """As JSON can hold it, every bit kept."""
-        lists = keras.tree.map_structure(np.ndarray.tolist, [self.predictions, self.weights])
+        arrays = [self.predictions, self.weights]
+        lists = keras.tree.map_structure(lambda array: np.asarray(array).tolist(), arrays)
         return dict(zip(FIELDS, [self.history, self.evaluation, *lists], strict=True))
 
 

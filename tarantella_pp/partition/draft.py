@@ -8,6 +8,7 @@ from typing import Any
 
 import keras
 
+from tarantella_pp.partition.rows import Probe
 from tarantella_pp.partition.sizes import Shape
 
 
@@ -20,12 +21,14 @@ class DraftTensor:
         shape: Shape, batch first, `None` where it is not fixed.
         dtype: Dtype by name.
         mask_shape: Shape of the Keras mask that travels with it; `None` without one.
+        probe: Its shapes for two numbers of samples; `None` where they cannot be told.
     """
 
     name: str
     shape: Shape
     dtype: str
     mask_shape: Shape | None = None
+    probe: Probe = None
 
 
 @dataclass(frozen=True, slots=True)

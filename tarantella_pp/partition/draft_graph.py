@@ -10,6 +10,7 @@ from tarantella_pp.partition.flops import forward_flops
 from tarantella_pp.partition.graph import LayerGraph, Node, Tensor, Weight
 from tarantella_pp.partition.keras_internals import trained_variables
 from tarantella_pp.partition.residuals import residuals
+from tarantella_pp.partition.rows import rows_per_sample
 from tarantella_pp.partition.sized import SizedTensor, sized_call
 from tarantella_pp.partition.sizes import item_bytes, sample_shape
 
@@ -45,14 +46,15 @@ def graph_of(
     weight_ids = {id(variable): i for i, variable in enumerate(variables)}
     uses = [tuple(weight_ids[id(v)] for v in call.variables) for call in draft.calls]
     sized = _sized_tensors(draft, _gradients(draft, weights, uses), assumed_size)
+    rows = [max(1, rows_per_sample(tensor.probe) or 1) for tensor in draft.tensors]
     nodes = tuple(
-        _node(i, call, sized, tuple(weights[w] for w in used))
+        _node(i, call, sized, tuple(weights[w] for w in used), rows)
         for i, (call, used) in enumerate(zip(draft.calls, uses, strict=True))
     )
     unknown = any(sample_shape(t.shape, 1) != sample_shape(t.shape, 2) for t in draft.tensors)
     return LayerGraph(
         nodes=nodes,
-        tensors=_tensors(draft, nodes, sized),
+        tensors=_tensors(draft, nodes, sized, rows),
         inputs=inputs,
         outputs=outputs,
         weights=weights,
@@ -60,7 +62,9 @@ def graph_of(
     )
 
 
-def _tensors(draft: Draft, nodes: tuple[Node, ...], sized: list[SizedTensor]) -> tuple[Tensor, ...]:
+def _tensors(
+    draft: Draft, nodes: tuple[Node, ...], sized: list[SizedTensor], rows: list[int]
+) -> tuple[Tensor, ...]:
     producers = {t: node.id for node in nodes for t in node.outputs}
     consumers: list[list[int]] = [[] for _ in draft.tensors]
     aliases: dict[int, int] = {}
@@ -78,11 +82,12 @@ def _tensors(draft: Draft, nodes: tuple[Node, ...], sized: list[SizedTensor]) ->
             dtype=tensor.dtype,
             producer=producers.get(t),
             consumers=tuple(consumers[t]),
-            bytes_per_sample=sized[t].bytes,
+            bytes_per_sample=sized[t].bytes * rows[t],
             has_gradient=sized[t].has_gradient,
             mask_shape=tensor.mask_shape,
             kept=t in kept,
             alias_of=aliases.get(t),
+            rows_per_sample=rows_per_sample(tensor.probe),
         )
         for t, tensor in enumerate(draft.tensors)
     )
@@ -100,7 +105,9 @@ def _sized_tensors(draft: Draft, gradients: list[bool], assumed_size: int) -> li
     ]
 
 
-def _node(i: int, call: Call, sized: list[SizedTensor], weights: tuple[Weight, ...]) -> Node:
+def _node(
+    i: int, call: Call, sized: list[SizedTensor], weights: tuple[Weight, ...], rows: list[int]
+) -> Node:
     described = sized_call(
         call.operation,
         call.arguments,
@@ -110,6 +117,7 @@ def _node(i: int, call: Call, sized: list[SizedTensor], weights: tuple[Weight, .
     )
     flops, flops_source = forward_flops(described)
     kept = residuals(described)
+    times = max((rows[t] for t in (*call.inputs, *call.outputs)), default=1)
     return Node(
         id=i,
         name=call.name,
@@ -119,10 +127,10 @@ def _node(i: int, call: Call, sized: list[SizedTensor], weights: tuple[Weight, .
         weights=tuple(weight.id for weight in weights),
         parameters=sum(weight.bytes for weight in weights if weight.trainable),
         constants=sum(weight.bytes for weight in weights if not weight.trainable),
-        flops=flops,
+        flops=flops * times,
         flops_source=flops_source,
         keeps=kept.tensors,
-        residual_bytes=kept.bytes,
+        residual_bytes=kept.bytes * times,
         residual_source=kept.source,
     )
 

@@ -20,6 +20,7 @@ from tarantella_pp.partition.keras_internals import (
 )
 from tarantella_pp.partition.masks import mask_flow, symbolic
 from tarantella_pp.partition.nested import opened_inputs
+from tarantella_pp.partition.rows import probe_call, probe_of
 from tarantella_pp.partition.sizes import Shape
 from tarantella_pp.partition.supported import (
     check_input,
@@ -77,7 +78,9 @@ def extract(model: keras.Model, *, assumed_size: int = 256) -> ExtractedModel:
     for tensor in network.inputs:
         check_input(tensor)
         env[id(tensor)] = reader.draft.add_tensor(
-            DraftTensor(tensor.name, tuple(tensor.shape), tensor.dtype)
+            DraftTensor(
+                tensor.name, tuple(tensor.shape), tensor.dtype, probe=probe_of(tensor.shape)
+            )
         )
     reader.read(network, env, prefix="")
     inputs = tuple(env[id(tensor)] for tensor in network.inputs)
@@ -141,13 +144,17 @@ class _Reader:
         free = {key: self._symbolic(t) for key, t in bindings.items()}
         args, kwargs = node.arguments.fill_in(free)
         shapes = _shapes(node, free)
+        known = {
+            key: (draft.tensors[t].probe, draft.tensors[t].dtype) for key, t in bindings.items()
+        }
+        probes = probe_call(node, known, shapes)
         flow = mask_flow(node.operation, args, dict(kwargs), len(shapes))
         draft.unmasked.update(bindings[key] for key, t in free.items() if id(t) in flow.removed)
         outputs = []
         for i, (tensor, shape) in enumerate(zip(node.outputs, shapes, strict=True)):
             label = name if len(shapes) == 1 else f"{name}[{i}]"
             check_result(tensor, node, label)
-            made = DraftTensor(label, shape, tensor.dtype, flow.outputs[i])
+            made = DraftTensor(label, shape, tensor.dtype, flow.outputs[i], probes[i])
             outputs.append(draft.add_tensor(made))
             env[id(tensor)] = outputs[-1]
         variables = tuple(states_of(node.operation, node.arguments))

@@ -92,6 +92,8 @@ class Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         mask_shape: Shape of the Keras mask that travels with the value; `None` without one.
         kept: Whether the backward pass of a node needs it again.
         alias_of: Id of the tensor whose memory it shares, e.g. the one it is a reshape of.
+        rows_per_sample: How many rows each sample adds: more than 1 where samples are merged with
+            windows or frames, 0 for a table or a scalar; `None` where it cannot be told.
     """
 
     id: int
@@ -105,6 +107,7 @@ class Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     mask_shape: tuple[int | None, ...] | None = None
     kept: bool = False
     alias_of: int | None = None
+    rows_per_sample: int | None = 1
 
 
 class LayerGraph(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):

@@ -72,8 +72,8 @@ class Exchange:
     """Sends and receives what crosses the cuts, for one rank.
 
     Receives are posted ahead of the computation that needs them; sends are never waited for.
-    Where a dimension other than the batch is not known from the model, a message with the shapes
-    goes first.
+    Where a shape does not follow from the number of samples - another dimension is not known from
+    the model, or the first one does not count samples - a message with the shapes goes first.
 
     Args:
         communicator: The ranks of the pipeline.
@@ -209,8 +209,13 @@ class Exchange:
         tag = _FIRST_TAG + channel * _MICRO_BATCH_TAGS + action.micro_batch % _MICRO_BATCH_TAGS
         dtypes = tuple(map(self._dtype, ports))
         on_wire = tuple(map(self._on_wire, dtypes))
-        is_dynamic = any(None in self._shape(port)[1:] for port in ports)
+        is_dynamic = any(map(self._is_dynamic, ports))
         return _Way(tag, _label(action), ports, dtypes, on_wire, dtypes != on_wire, is_dynamic)
+
+    def _is_dynamic(self, port: Port) -> bool:
+        tensor, shape = self._graph.tensors[port.tensor], self._shape(port)
+        by_samples = tensor.rows_per_sample == 1 and shape[:1] == tensor.shape[:1]
+        return not by_samples or None in shape[1:]
 
     def _shape(self, port: Port) -> tuple[int | None, ...]:
         tensor = self._graph.tensors[port.tensor]

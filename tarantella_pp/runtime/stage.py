@@ -201,4 +201,4 @@ class Stage:
 def _covering(first: tf.TensorShape, second: tf.TensorShape) -> list[int | None]:
     """The shape that fits both, and any number of rows."""
     sizes = zip(first.as_list(), second.as_list(), strict=True)
-    return [None, *(a if a == b else None for a, b in list(sizes)[1:])]
+    return [a if a == b and place else None for place, (a, b) in enumerate(sizes)]

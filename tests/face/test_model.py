@@ -13,7 +13,7 @@ from keras import layers, ops
 from tarantella_pp.choice import make_plan
 from tarantella_pp.errors import ConfigurationError, UnsupportedModelError
 from tarantella_pp.pipeline_model import PipelineModel
-from tests.training import SAMPLES, X, Y, distance, mlp, sequential
+from tests.training import SAMPLES, Table, X, Y, distance, mlp, sequential
 
 pytestmark = pytest.mark.keras
 
@@ -211,3 +211,17 @@ def test_data_that_is_not_dense_is_refused():
     with pytest.raises(UnsupportedModelError, match="a target that is a RaggedTensor"):
         model.fit(X, ragged, verbose=0)
     assert model.fit(X, Y[:, :1], verbose=0).history
+
+
+def test_outputs_without_a_row_for_each_sample_are_refused():
+    def with_table():
+        inputs = keras.Input((4, 6))
+        table, _ = Table()(inputs)
+        return keras.Model(inputs, [layers.Dense(2)(inputs), table])
+
+    with pytest.raises(UnsupportedModelError, match=r"shape \(1, 4, 6\) .* num_micro_batches=1"):
+        PipelineModel(with_table(), **CUT)
+    plain = with_table()
+    x = np.ones((4, 4, 6))
+    model = PipelineModel(plain, num_stages=2, num_micro_batches=1)
+    assert distance(plain.predict(x, verbose=0), model.predict(x, verbose=0)) < ROUNDING

@@ -53,6 +53,7 @@ TWO = [
     ("tied_head", 2, 1, None),
     ("looked_up_again", 4, 3, "1f1b"),
     ("tied_head", 4, 3, "zb-v"),
+    ("merged_windows", 10, 3, "interleaved"),
 ]
 FOUR = [
     ("mlp", 4, 8, "1f1b"),

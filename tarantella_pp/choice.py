@@ -18,7 +18,7 @@ from tarantella_pp.partition.profile import Profile
 from tarantella_pp.profiling import profile as measure
 from tarantella_pp.refusal import refusal
 from tarantella_pp.runtime.schedule import Recipe, Schedule, read_schedule
-from tarantella_pp.simulation import Machine
+from tarantella_pp.simulation import Machine, with_bubble
 
 CORE = Machine(flops_per_second=6e10, action_seconds=3e-4, memory_bandwidth=1e10)
 """One core of a CPU, as measured with the models of `benchmarks/`."""
@@ -130,7 +130,7 @@ def make_plan(
         choosers = [c for c in choosers if c.given["num_replicas"] <= batch_size]
     found = [timed for timed in map(Chooser.best, choosers) if timed is not None]
     if found:
-        return min(found, key=lambda timed: timed[0])[1]
+        return with_bubble(min(found, key=lambda timed: timed[0])[1])
     raise PlanError(refusal(choosers[-1]))
 
 

@@ -122,13 +122,8 @@ class Chooser:
 
     def _written(self, solution: Solution, options: PlanOptions) -> Plan:
         """Writes down a plan, with what only the schedule itself can say."""
-        plan = self.planner.write(solution, options)
-        if options.schedule in SCHEDULES:
-            return plan
-        own = self.recipe.own
-        bubble = self.recipe.bubble(options.num_micro_batches)
-        program = None if own is None else own.to_text()
-        return msgspec.structs.replace(plan, bubble=bubble, program=program)
+        plan, own = self.planner.write(solution, options), self.recipe.own
+        return plan if own is None else msgspec.structs.replace(plan, program=own.to_text())
 
     def _timed(self, plan: Plan) -> Timed:
         """Plays a step of a plan; a schedule that is searched for counts as it is before."""

@@ -7,7 +7,7 @@ from tarantella_pp.partition.pictures import Bar, StepBars
 from tarantella_pp.partition.plan import Plan
 from tarantella_pp.runtime.schedule import Compute
 from tarantella_pp.runtime.schedule.scaling import PipelineStep
-from tarantella_pp.simulation import Machine, PlanSimulation
+from tarantella_pp.simulation import Machine, PlanSimulation, ideal_step
 
 
 def simulated_step(
@@ -29,14 +29,15 @@ def simulated_step(
         ScheduleError: There is no such schedule, it cannot run with so many ranks, or the step is
             too large to be played.
     """
-    simulation = PlanSimulation(plan, machine or Machine(), plan.schedule, plan.num_micro_batches)
     if machine is None:
-        simulation = simulation.without_messages()
+        step = ideal_step(plan, num_ranks)
+    else:
+        simulation = PlanSimulation(plan, machine, plan.schedule, plan.num_micro_batches)
+        step = simulation.step(num_ranks)
     note = "Times follow the FLOPs of the stages; each gradient takes as long as the forward pass"
     if plan.recompute:
         note += ", which stages that recompute repeat"
     messages = "messages take no time" if machine is None else "messages take what links allow"
-    step = simulation.step(num_ranks)
     return step_bars(step, in_seconds=machine is not None, note=f"{note}, and {messages}.")
 
 

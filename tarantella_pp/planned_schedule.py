@@ -8,6 +8,7 @@ import msgspec
 
 from tarantella_pp.partition.plan import Plan
 from tarantella_pp.runtime.schedule import Recipe, Schedule
+from tarantella_pp.simulation import with_bubble
 
 
 def recipe_of(plan: Plan, num_ranks: int) -> Recipe:
@@ -65,5 +66,5 @@ def with_findings(plan: Plan, recipe: Recipe, fallbacks: Mapping[int, str]) -> P
             for stage, count in zip(plan.stages, held, strict=True)
         )
         changes["program"] = recipe.own.to_text()
-        changes["bubble"] = recipe.bubble(plan.num_micro_batches)
+        return with_bubble(msgspec.structs.replace(plan, **changes))
     return msgspec.structs.replace(plan, **changes) if changes else plan

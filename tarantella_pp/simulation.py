@@ -6,6 +6,9 @@ import math
 from collections import Counter
 from dataclasses import dataclass, replace
 
+import msgspec
+
+from tarantella_pp.errors import ScheduleError
 from tarantella_pp.partition.plan import Plan, StagePlan, micro_batch_size
 from tarantella_pp.runtime.schedule.actions import Link
 from tarantella_pp.runtime.schedule.costs import Costs, LinkCosts, StageCosts
@@ -72,6 +75,32 @@ class ScalePoint:
     def efficiency(self) -> float:
         """Speed-up by the number of ranks."""
         return self.speed_up / self.num_ranks
+
+
+def ideal_step(plan: Plan, num_ranks: int | None = None) -> PipelineStep:
+    """Plays the step of a plan on any machine, with messages that take no time.
+
+    Its bubble is the one that tables and pages show: what unequal stages and the schedule cost.
+
+    Args:
+        plan: The plan.
+        num_ranks: Ranks of the pipeline; see `PlanSimulation.step`, which says what is raised.
+    """
+    simulation = PlanSimulation(plan, Machine(), plan.schedule, plan.num_micro_batches)
+    return simulation.without_messages().step(num_ranks)
+
+
+def with_bubble(plan: Plan) -> Plan:
+    """Returns a plan with the bubble of its step, or without one where that is too large.
+
+    Args:
+        plan: The plan.
+    """
+    try:
+        bubble = max(0.0, ideal_step(plan).bubble_fraction)
+    except ScheduleError:
+        bubble = None
+    return msgspec.structs.replace(plan, bubble=bubble)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,10 @@ import pytest
 from keras import layers
 
 from tarantella_pp.choice import make_plan
+from tarantella_pp.cli.main import main
 from tarantella_pp.errors import ConfigurationError, PlanError
+from tarantella_pp.partition.pictures import render_html
+from tarantella_pp.pictures import simulated_step
 from tarantella_pp.simulation import Machine, PlanSimulation
 from tests.partition import models
 
@@ -194,3 +197,29 @@ def test_loops_stay_without_recomputation():
 def test_options_that_cannot_work_are_refused(options, message):
     with pytest.raises(ConfigurationError, match=message):
         make_plan(tower(4), **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_stages": 3, "num_micro_batches": 4},
+        {"num_stages": 4, "num_micro_batches": 4, "schedule": "interleaved"},
+        {"num_stages": 3, "num_micro_batches": 2, "schedule": "zb-h1"},
+        {"num_stages": 2, "num_micro_batches": 4, "schedule": "zb-auto"},
+        {"num_stages": 1},
+    ],
+)
+def test_the_bubble_is_one_and_the_same_everywhere(options, tmp_path, capsys):
+    dense = [layers.Dense(width) for width in (8, 64, 8, 16, 8)]  # unequal stages
+    plan = make_plan(keras.Sequential([keras.Input((8,)), *dense]), **options)
+    simulated = simulated_step(plan)
+    assert plan.bubble == pytest.approx(simulated.bubble)
+    shown = f"{100 * plan.bubble:.1f} %"
+    assert f"bubble {shown}." in str(plan)
+    assert f"<dt>Bubble</dt><dd>{shown}<" in render_html(plan, timeline=simulated)
+    plan.save(tmp_path / "plan.json")
+    assert main(["plan", "show", str(tmp_path / "plan.json")]) == 0
+    assert main(["simulate", str(tmp_path / "plan.json")]) == 0
+    told = capsys.readouterr().out
+    assert f"bubble {shown}." in told
+    assert f"Bubble:     {shown}, " in told

@@ -37,7 +37,7 @@ def summary(
             limits = (min(limits),) * len(step.peak_bytes)
         fits = all(peak <= own for peak, own in zip(step.peak_bytes, limits, strict=True))
         over = f", {'within' if fits else 'ABOVE'} the plan's limit of {size}"
-    bubble = f"{100 * step.bubble_fraction:.1f} %, {100 * balance:.1f} % if messages took no time"
+    bubble = f"{100 * balance:.1f} %, {100 * step.bubble_fraction:.1f} % with messages"
     title = (
         f"A step of '{plan.model}': {plan.num_stages} stages on {point.num_ranks} ranks, "
         f"{simulation.schedule}, {simulation.num_micro_batches} micro-batches of "

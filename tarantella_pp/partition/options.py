@@ -51,14 +51,6 @@ class PlanOptions:
         return limit_of_each(self.memory_limit, self.num_stages)
 
     @property
-    def bubble(self) -> float | None:
-        """Share of a step that a rank waits, where there is a formula for it."""
-        waits, works = self.num_stages - 1, self.num_micro_batches
-        if self.schedule == "zb-h1":
-            works *= 3
-        return waits / (works + waits) if self.schedule in SCHEDULES else None
-
-    @property
     def fill(self) -> float:
         """How much the largest stage counts in a step's time besides the largest rank."""
         if self.balance == "memory" or not self.ranks:

@@ -41,7 +41,8 @@ class Plan(JsonRecord, frozen=True, tag_field="format", tag="tarantella_pp.plan"
         cuts: The tensors that are sent between them.
         ties: The variables that several of them use.
         certificate: How good the plan is known to be.
-        bubble: Share of a step that a rank waits, by the schedule's formula; `None` without one.
+        bubble: Share of a step that ranks wait, simulated with the stages as they are and messages
+            that take no time; `None` where that was not simulated.
         assumed_size: Size that unknown dimensions other than the batch were counted with.
         estimated: Kinds of layers whose costs are guesses; all others follow rules or, where
             stages have seconds, measurements.

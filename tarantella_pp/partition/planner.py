@@ -150,7 +150,6 @@ class Planner:
             cuts=costs.cuts(assignment),
             ties=costs.ties(assignment),
             certificate=Proof.of(solution.certificate),
-            bubble=options.bubble,
             assumed_size=graph.assumed_size,
             estimated=tuple(dict.fromkeys(guessed)),
             recompute=options.recompute,

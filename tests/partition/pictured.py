@@ -104,7 +104,6 @@ def plan_of(graph, num_stages, *, schedule="1f1b", micro_batches=8, limit=None, 
         stages=stages,
         cuts=costs.cuts(assignment),
         certificate=Proof.of(Certificate.of(largest, largest * 0.98, "equal counts", 0.01)),
-        bubble=options.bubble,
     )
 
 

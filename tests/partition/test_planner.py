@@ -193,25 +193,24 @@ def test_memory_counts_micro_batches_in_flight():
 
 
 @pytest.mark.parametrize(
-    ("options", "micro_batches", "in_flight", "bubble"),
+    ("options", "micro_batches", "in_flight"),
     [
-        ({"num_stages": 1}, 1, (1,), 0.0),
-        ({"num_stages": 2}, 4, (2, 1), 0.2),
-        ({"num_stages": 4}, 12, (4, 3, 2, 1), 0.2),
-        ({"num_stages": 4, "batch_size": 8}, 8, (4, 3, 2, 1), 3 / 11),
-        ({"num_stages": 3, "num_micro_batches": 2}, 2, (2, 2, 1), 0.5),
-        ({"num_stages": 3, "schedule": "gpipe"}, 8, (8, 8, 8), 0.2),
-        ({"num_stages": 3, "schedule": "zb-h1"}, 8, (3, 3, 3), 2 / 26),
-        ({"num_stages": 2, "schedule": "other", "in_flight": [5, 4]}, 4, (5, 4), None),
-        ({"num_stages": 2, "batch_size": 4, "num_replicas": 4}, 2, (2, 1), 1 / 3),
-        ({"num_stages": np.int64(2), "num_micro_batches": np.int32(3)}, 3, (2, 1), 0.25),
+        ({"num_stages": 1}, 1, (1,)),
+        ({"num_stages": 2}, 4, (2, 1)),
+        ({"num_stages": 4}, 12, (4, 3, 2, 1)),
+        ({"num_stages": 4, "batch_size": 8}, 8, (4, 3, 2, 1)),
+        ({"num_stages": 3, "num_micro_batches": 2}, 2, (2, 2, 1)),
+        ({"num_stages": 3, "schedule": "gpipe"}, 8, (8, 8, 8)),
+        ({"num_stages": 3, "schedule": "zb-h1"}, 8, (3, 3, 3)),
+        ({"num_stages": 2, "schedule": "other", "in_flight": [5, 4]}, 4, (5, 4)),
+        ({"num_stages": 2, "batch_size": 4, "num_replicas": 4}, 2, (2, 1)),
+        ({"num_stages": np.int64(2), "num_micro_batches": np.int32(3)}, 3, (2, 1)),
     ],
 )
-def test_options_that_are_left_open(options, micro_batches, in_flight, bubble):
+def test_options_that_are_left_open(options, micro_batches, in_flight):
     plan = make_plan(tower(8, 8, 8, 8, 8), **options)
     assert plan.num_micro_batches == micro_batches
     assert tuple(stage.in_flight for stage in plan.stages) == in_flight
-    assert plan.bubble == pytest.approx(bubble) if bubble is not None else plan.bubble is None
 
 
 @pytest.mark.parametrize(

@@ -58,10 +58,8 @@ def _verdict(plan: Plan) -> tuple[str, str]:
 
 
 def _bubble(plan: Plan, timeline: StepBars | None) -> tuple[str, str]:
-    formula = "" if plan.bubble is None else f"{percent(plan.bubble)} by formula, equal stages"
-    if timeline is None:
-        return ("-" if plan.bubble is None else percent(plan.bubble)), formula
-    return percent(timeline.bubble), formula or "simulated"
+    found = plan.bubble if timeline is None else timeline.bubble
+    return ("-", "not simulated") if found is None else (percent(found), "simulated")
 
 
 def _batch(plan: Plan) -> tuple[str, str]:

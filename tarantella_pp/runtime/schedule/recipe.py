@@ -8,12 +8,10 @@ from typing import Any
 
 from tarantella_pp.errors import ScheduleError
 from tarantella_pp.runtime.schedule.catalogue import SCHEDULE_NAMES, make_schedule
-from tarantella_pp.runtime.schedule.costs import Costs
 from tarantella_pp.runtime.schedule.lowering import lower
 from tarantella_pp.runtime.schedule.placement import make_placement
 from tarantella_pp.runtime.schedule.schedule import Schedule
 from tarantella_pp.runtime.schedule.serial import on_one_rank
-from tarantella_pp.runtime.schedule.simulator import simulate
 
 TRAINING_NAMES = tuple(name for name in SCHEDULE_NAMES if name != "forward")
 """The named schedules that train."""
@@ -128,15 +126,6 @@ class Recipe:
         """
         made = self.make(num_micro_batches)
         return tuple(made.in_flight(stage) for stage in range(self.num_stages))
-
-    def bubble(self, num_micro_batches: int) -> float:
-        """Returns the share of a step in which ranks wait if F, B and W take equally long.
-
-        Args:
-            num_micro_batches: Number of micro-batches of a step.
-        """
-        costs = Costs.uniform(self.num_stages)
-        return simulate(lower(self.make(num_micro_batches)), costs).bubble_fraction
 
 
 def read_schedule(schedule: Any) -> Schedule | None:

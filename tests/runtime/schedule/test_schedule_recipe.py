@@ -12,7 +12,6 @@ from tarantella_pp.runtime.schedule import (
     Compute,
     Recipe,
     Schedule,
-    bubble_fraction,
     lower,
     make_schedule,
     read_schedule,
@@ -73,12 +72,6 @@ def test_there_are_no_more_micro_batches_than_a_schedule_has():
         make_schedule("1f1b", 2, 2).first(3)
     with pytest.raises(ScheduleError, match="and messages"):
         lower(make_schedule("1f1b", 2, 2)).first(1)
-
-
-def test_the_bubble_is_that_of_the_formula():
-    assert Recipe("zb-h1", 4, 4).bubble(8) == pytest.approx(float(bubble_fraction("zb-h1", 4, 8)))
-    formula = float(bubble_fraction("interleaved", 2, 8, 2))
-    assert Recipe("interleaved", 4, 2).bubble(8) == pytest.approx(formula)
 
 
 def test_a_schedule_comes_from_a_file_or_as_it_is(tmp_path):

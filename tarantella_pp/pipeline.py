@@ -15,6 +15,8 @@ from tarantella_pp.optimizer_state import OptimizerState
 from tarantella_pp.partition.extraction import ExtractedModel, extract
 from tarantella_pp.partition.graph import LayerGraph
 from tarantella_pp.partition.plan import Plan
+from tarantella_pp.partition.plan_in_force import check_limit, plan_in_force
+from tarantella_pp.partition.working import OutputUse
 from tarantella_pp.planned_schedule import recipe_of, search_limits, with_findings
 from tarantella_pp.runtime.communicator import Communicator
 from tarantella_pp.runtime.engine import Engine
@@ -51,6 +53,8 @@ class Pipeline:
             free_schedule, plan.recompute, search_limits(plan), wire_dtype
         )
         self.logs: dict[str, Any] = {}
+        self._in_force: Plan | None = None
+        self._largest_batch = 0
         self.engine = Engine(
             model,
             extracted,
@@ -68,7 +72,35 @@ class Pipeline:
     @property
     def plan(self) -> Plan:
         """The plan in force, with what is known by now of the schedule and of the stages."""
-        return with_findings(self._plan, self.engine.recipe, self.engine.fallbacks)
+        if self._in_force is None and self.engine.is_compiled:
+            expected = self.engine.expected_output_use()
+            self._in_force = self._plan_of(self._plan.batch_size, expected)
+        plan = self._in_force or self._plan
+        return with_findings(plan, self.engine.recipe, self.engine.fallbacks)
+
+    def _plan_of(self, batch_size: int, outputs: OutputUse) -> Plan:
+        held = self.engine.held(outputs)
+        return plan_in_force(self._plan, self.extracted.graph, batch_size, outputs, held)
+
+    def train(self, batch: Batch) -> dict[str, Any]:
+        """Trains one batch, if its memory is within the limit; returns the logs.
+
+        Args:
+            batch: This rank's part of it.
+
+        Raises:
+            PlanError: On all ranks, if a stage would need more than it may have.
+        """
+        if batch.rows > self._largest_batch:
+            plan = self._plan_of(batch.rows, self.engine.output_use(batch))
+            check_limit(plan, self._plan.batch_size)
+            self._in_force, self._largest_batch = plan, batch.rows
+        return self.engine.train(batch)
+
+    def forget_compilation(self) -> None:
+        """Makes the next step look at the model's loss, metrics and optimizer anew."""
+        self._in_force, self._largest_batch = None, 0
+        self.engine.forget_compilation()
 
     def up_to_date(self, model: Any) -> Pipeline:
         """Returns this pipeline, or one like it if its stages have run or weights were frozen.

@@ -55,7 +55,8 @@ class PipelineModel(CollectiveModel):
             each operation while the others wait; or `"flops"`.
         memory_limit: Largest memory of a stage, in bytes or as in `"16GB"`, one or one for each
             stage. Default: none.
-        batch_size: Batch size to plan memory for. Default: 32, Keras' own. Training takes any.
+        batch_size: Batch size to plan memory for. Default: 32, Keras' own. Training takes any for
+            which no stage needs more than `memory_limit`.
         recompute: Stages that keep the inputs of a micro-batch only and repeat its forward pass
             in the backward pass, which saves memory: `"all"`, `"none"` or their numbers. Default:
             where the limit needs it.
@@ -228,7 +229,7 @@ class PipelineModel(CollectiveModel):
     def _renew(self) -> None:
         """Makes changes of layers, loss, metrics and optimizer take effect."""
         self._pipeline = self._pipeline.up_to_date(self)
-        self._pipeline.engine.forget_compilation()
+        self._pipeline.forget_compilation()
 
     def make_train_function(self, force: bool = False) -> None:
         """Builds this rank's training step; called by Keras' own loops.
@@ -243,7 +244,7 @@ class PipelineModel(CollectiveModel):
         if self._optimizer_state is not None:
             self._optimizer_state.build()
         if force or self.train_function is None:
-            step = self._pipeline.engine.train
+            step = self._pipeline.train
             self.train_function: Any = self._pipeline.stepper(step, self.steps_per_execution)
 
     def make_test_function(self, force: bool = False) -> None:

@@ -11,9 +11,12 @@ from tarantella_pp.partition.graph import LayerGraph, Node, Tensor
 from tarantella_pp.partition.plan_parts import CutEdge, StagePlan, Tie
 from tarantella_pp.partition.sizes import sample_shape
 from tarantella_pp.partition.working import (
+    OutputBytes,
+    OutputUse,
     backward_bytes,
     factor_bytes,
     message_bytes,
+    output_bytes,
     tie_bytes,
     update_bytes,
 )
@@ -36,6 +39,8 @@ class Costs:
         seconds: Seconds of each node's forward and backward pass for one micro-batch; `None`
             where nothing was measured.
         micro_batches: Micro-batches of a step.
+        outputs: What loss and metrics need of the model's outputs; `None` where that is not known
+            yet, and not counted.
     """
 
     graph: LayerGraph
@@ -43,6 +48,7 @@ class Costs:
     rows: int
     seconds: Sequence[tuple[float, float]] | None = None
     micro_batches: int = 1
+    outputs: OutputUse | None = None
 
     def state_bytes(self, weight: int) -> int:
         """Returns the bytes of a variable, its gradient and its optimizer slots.
@@ -140,11 +146,12 @@ class Costs:
                 pass, and for how many micro-batches at a time they hold what that makes.
         """
         cuts, users = self.cuts(assignment), self.graph.users(assignment)
+        last = len(in_flight) - 1
         nodes: list[list[int]] = [[] for _ in in_flight]
         for node, stage in enumerate(assignment):
             nodes[stage].append(node)
         return tuple(
-            self._stage(nodes[stage], stage, held, cuts, users, repeats.get(stage, 0))
+            self._stage(nodes[stage], stage, last, held, cuts, users, repeats.get(stage, 0))
             for stage, held in enumerate(in_flight)
         )
 
@@ -152,6 +159,7 @@ class Costs:
         self,
         ids: Sequence[int],
         stage: int,
+        last: int,
         in_flight: int,
         cuts: tuple[CutEdge, ...],
         users: Sequence[tuple[int, ...]],
@@ -168,6 +176,12 @@ class Costs:
         own = [weight for weight in weights if users[weight.id][0] == stage]
         update = update_bytes(self.graph, own, self.slots) + tie_bytes(weights, users, stage)
         update -= in_flight * kept + repeats * repeated  # which is gone by then
+        made = OutputBytes()
+        if self.outputs is not None and stage == last:
+            rows, count = self.rows, self.micro_batches
+            held = self._kept(nodes, again=repeats > 0)
+            made = output_bytes(self.graph, rows, count, in_flight, self.outputs, held)
+        end = made.end - in_flight * kept - repeats * repeated
         factors, product = factor_bytes(self.graph, nodes, self.rows, self.micro_batches)
         times = None if self.seconds is None else [self.seconds[i] for i in ids]
         return StagePlan(
@@ -185,7 +199,10 @@ class Costs:
             forward_seconds=None if times is None else sum(f for f, _ in times),
             backward_seconds=None if times is None else sum(b for _, b in times),
             recomputed_bytes=repeats * repeated,
-            working_bytes=factors + max(backward, sent, update, product),
+            working_bytes=factors
+            + max(
+                made.held + max(made.gradients + backward, made.loss), sent, update, product, end
+            ),
         )
 
     def _kept(self, nodes: Sequence[Node], *, again: bool) -> set[int]:

@@ -53,6 +53,8 @@ class Plan(JsonRecord, frozen=True, tag_field="format", tag="tarantella_pp.plan"
         ranks: Rank of each stage that the plan was made for; empty where each has its own.
         fallbacks: The stages whose backward pass the runtime could not cut in two, and why; known
             once they have trained.
+        kept_outputs: Why the last stage keeps the outputs of a whole batch, if loss or metrics of a
+            compiled model need them at once.
     """
 
     noun: ClassVar[str] = "plan"
@@ -80,6 +82,7 @@ class Plan(JsonRecord, frozen=True, tag_field="format", tag="tarantella_pp.plan"
     program: str | None = None
     ranks: tuple[int, ...] = ()
     fallbacks: tuple[str, ...] = ()
+    kept_outputs: str | None = None
     version: int = 1
 
     def __post_init__(self) -> None:

@@ -28,7 +28,8 @@ class StagePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             micro-batches that run backward at a time, which is one but for split backward passes.
         working_bytes: What there is besides for a moment, at the most: gradients on their way back
             through the stage, messages sent that nobody has received yet, or temporaries of the
-            optimizer that need more than `kept_bytes`.
+            optimizer that need more than `kept_bytes`. On the last stage of a compiled model what
+            loss and metrics hold and make of its outputs, too.
         forward_seconds: Seconds of the forward pass of one micro-batch, where measured.
         backward_seconds: Seconds of its backward pass, without a repeated forward pass.
     """

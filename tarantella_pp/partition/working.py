@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Container, Iterable, Sequence
+from dataclasses import dataclass
 
 from tarantella_pp.partition.chunking import Chunking
 from tarantella_pp.partition.graph import LayerGraph, Node, Weight
@@ -23,6 +24,76 @@ INSIDE = 0.25
 """Share of what an operation keeps inside that its gradients there need at a time: operations that
 keep something there, such as attention and loops, keep about eight tensors, and what is kept goes
 as gradients come, so that there are two of these at most."""
+
+WAITING_OUTPUTS = 1
+"""Micro-batches whose outputs wait for metrics to be updated with them, at the most."""
+LOSS_COPIES = 2
+"""Tensors of the outputs' size that a loss makes for a moment: probabilities and differences."""
+
+
+@dataclass(frozen=True, slots=True)
+class OutputUse:
+    """What loss and metrics need of a model's outputs.
+
+    Attributes:
+        loss_at_once: Why the loss needs those of the whole batch at once, if it does.
+        metrics_at_once: Why the metrics do, if they do.
+        metrics: Whether there are metrics.
+    """
+
+    loss_at_once: str | None = None
+    metrics_at_once: str | None = None
+    metrics: bool = False
+
+    @property
+    def at_once(self) -> str | None:
+        """Why outputs of the whole batch are kept, if they are."""
+        return self.loss_at_once or self.metrics_at_once
+
+
+@dataclass(frozen=True, slots=True)
+class OutputBytes:
+    """Memory of a model's outputs on the last stage.
+
+    Attributes:
+        held: Those of micro-batches that wait for their backward pass or for metrics.
+        loss: What the loss makes of them for a moment.
+        gradients: Gradients of the whole batch, which are made at once.
+        end: What metrics make of them at the end of a step, when activations are gone.
+    """
+
+    held: int = 0
+    loss: int = 0
+    gradients: int = 0
+    end: int = 0
+
+
+def output_bytes(
+    graph: LayerGraph, rows: int, micro_batches: int, in_flight: int, use: OutputUse, kept: set[int]
+) -> OutputBytes:
+    """Counts the memory of outputs on the last stage.
+
+    Args:
+        graph: The layer graph.
+        rows: Samples of a micro-batch.
+        micro_batches: Micro-batches of a step.
+        in_flight: Most of them that the stage holds at a time.
+        use: What loss and metrics need.
+        kept: Tensors that the stage keeps anyhow while a micro-batch is in flight.
+    """
+    tensors = dict.fromkeys(graph.storage(tensor) for tensor in graph.outputs)
+    size = rows * sum(graph.tensors[t].bytes_per_sample for t in tensors)
+    counted = rows * sum(graph.tensors[t].bytes_per_sample for t in tensors if t in kept)
+    there = in_flight + WAITING_OUTPUTS * use.metrics
+    if use.at_once is not None:
+        there = micro_batches
+    held = min(there, micro_batches) * size - min(in_flight, micro_batches) * counted
+    whole = micro_batches * size * (micro_batches > 1)  # in one piece, a copy
+    if use.loss_at_once is None:
+        at_end = held + whole if use.metrics_at_once else 0
+        return OutputBytes(max(0, held), LOSS_COPIES * size, 0, at_end)
+    loss = whole + LOSS_COPIES * micro_batches * size
+    return OutputBytes(max(0, held), loss, micro_batches * size, held + whole)
 
 
 def backward_bytes(graph: LayerGraph, nodes: Sequence[Node], rows: int) -> int:

@@ -10,6 +10,7 @@ import keras
 import tensorflow as tf
 
 from tarantella_pp.partition.extraction import ExtractedModel
+from tarantella_pp.partition.working import OutputUse
 from tarantella_pp.runtime.communicator import Communicator
 from tarantella_pp.runtime.engine_options import EngineOptions
 from tarantella_pp.runtime.exchange import Exchange
@@ -321,6 +322,41 @@ class Engine:
             optimizer = self._model.optimizer
             self._update = Update(optimizer, bodies, weights, self.owners, self._ties)
         return self._update
+
+    def output_use(self, batch: Batch) -> OutputUse:
+        """What loss and metrics need of the model's outputs; all ranks must call it.
+
+        Args:
+            batch: A batch with its targets.
+        """
+        self._prepare(batch)
+        metrics = self._model._compile_metrics is not None
+        self._metrics_by_parts(batch)
+        return OutputUse(self._coupling, self._outputs_for[batch.signature], metrics)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the model has a loss and metrics to train with."""
+        return bool(self._model.compiled)
+
+    def expected_output_use(self) -> OutputUse:
+        """What loss and metrics need of the outputs as far as it is known before the first batch.
+
+        Metrics are expected not to need those of the whole batch, as hardly any does.
+        """
+        reason = whole_batch_reason(self._model._compile_loss, self._extracted)
+        return OutputUse(reason, None, self._model._compile_metrics is not None)
+
+    def held(self, outputs: OutputUse) -> tuple[int, ...] | None:
+        """How many micro-batches each stage holds, if another schedule runs than the plan's.
+
+        Args:
+            outputs: What loss and metrics need of the model's outputs.
+        """
+        if outputs.loss_at_once is None or not self._options.free_schedule:
+            return None
+        recipe = Recipe("gpipe", len(self._layouts), self._communicator.size)
+        return recipe.in_flight(self._num_micro_batches)
 
     def _metrics_by_parts(self, batch: Batch) -> bool:
         """Whether metrics are updated with each micro-batch, which all ranks learn."""

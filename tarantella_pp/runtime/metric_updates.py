@@ -8,12 +8,10 @@ from typing import Any
 
 import tensorflow as tf
 
+from tarantella_pp.partition.working import WAITING_OUTPUTS
 from tarantella_pp.runtime.compiled import Compiled, dense_tensors
 from tarantella_pp.runtime.feed import Batch
 from tarantella_pp.runtime.metric_probe import why_not_by_parts
-
-MOST_WAITING = 1
-"""Micro-batches whose outputs may wait for a moment in which this rank has nothing else to do."""
 
 
 class MetricUpdates:
@@ -80,7 +78,7 @@ class MetricUpdates:
 
     def keep_up(self) -> bool:
         """Does what must not be left for later; returns whether there was anything."""
-        return len(self._waiting) > MOST_WAITING and self.work_ahead()
+        return len(self._waiting) > WAITING_OUTPUTS and self.work_ahead()
 
     def finish(self) -> None:
         """Does all that is left."""

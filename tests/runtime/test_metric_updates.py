@@ -11,10 +11,11 @@ import tensorflow as tf
 from keras import ops
 
 from tarantella_pp.partition.keras_internals import set_mask
+from tarantella_pp.partition.working import WAITING_OUTPUTS
 from tarantella_pp.runtime import keras_training
 from tarantella_pp.runtime.feed import Batch
 from tarantella_pp.runtime.metric_probe import why_not_by_parts
-from tarantella_pp.runtime.metric_updates import MOST_WAITING, MetricUpdates
+from tarantella_pp.runtime.metric_updates import MetricUpdates
 
 pytestmark = pytest.mark.keras
 
@@ -169,7 +170,7 @@ def test_outputs_wait_for_a_moment_to_spare_but_not_many_of_them():
         updates.add(tf.constant(Y[rows]), [tf.constant(p[rows])], None, "signature")
     assert float(count) == 0.0
     assert updates.keep_up()
-    assert updates.keep_up() == (MOST_WAITING < 2)
+    assert updates.keep_up() == (WAITING_OUTPUTS < 2)
     updates.finish()
     assert not updates.keep_up()
     assert not updates.work_ahead()

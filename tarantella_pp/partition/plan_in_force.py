@@ -1,0 +1,109 @@
+"""What a plan comes to for the batch that is trained, and for what is computed of the outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from tarantella_pp.errors import PlanError
+from tarantella_pp.partition.cost import Costs
+from tarantella_pp.partition.graph import LayerGraph
+from tarantella_pp.partition.options import PlanOptions
+from tarantella_pp.partition.plan import Plan
+from tarantella_pp.partition.plan_parts import CutEdge, StagePlan
+from tarantella_pp.partition.sizes import format_bytes
+from tarantella_pp.partition.slots import slot_bytes
+from tarantella_pp.partition.working import OutputUse
+
+_GROWING = ("activation_bytes", "recomputed_bytes", "working_bytes", "buffer_bytes")
+
+
+def plan_in_force(
+    plan: Plan,
+    graph: LayerGraph,
+    batch_size: int,
+    outputs: OutputUse,
+    in_flight: Sequence[int] | None = None,
+) -> Plan:
+    """Returns a plan with the figures of another batch.
+
+    What the planner's rules say of the difference is added to the figures of the plan, which may
+    come from measurements.
+
+    Args:
+        plan: The plan as it was made.
+        graph: The model's layer graph.
+        batch_size: Samples of a step.
+        outputs: What loss and metrics need of the model's outputs.
+        in_flight: Most micro-batches that each stage holds, where another schedule runs.
+    """
+    planned = tuple(stage.in_flight for stage in plan.stages)
+    held = planned if in_flight is None else tuple(in_flight)
+    before, _ = _figures(plan, graph, plan.batch_size, planned, None)
+    now, cuts = _figures(plan, graph, batch_size, held, outputs)
+    longer = batch_size / plan.batch_size
+    stages = []
+    for stage, old, new, count in zip(plan.stages, before, now, held, strict=True):
+        changes: dict[str, object] = {"in_flight": count}
+        for name in _GROWING:
+            more = getattr(new, name) - getattr(old, name)
+            changes[name] = max(0, getattr(stage, name) + more)
+        if stage.seconds is not None and batch_size != plan.batch_size:
+            for name in ("forward_seconds", "backward_seconds"):
+                changes[name] = longer * getattr(stage, name)
+        stages.append(msgspec.structs.replace(stage, **changes))
+    return msgspec.structs.replace(
+        plan,
+        batch_size=batch_size,
+        stages=tuple(stages),
+        cuts=cuts,
+        kept_outputs=outputs.at_once,
+    )
+
+
+def check_limit(plan: Plan, planned_for: int) -> None:
+    """Refuses a batch for which a stage needs more memory than it may have.
+
+    Args:
+        plan: The plan for this batch.
+        planned_for: The batch size that the plan was made for.
+
+    Raises:
+        PlanError: Names the stage, what it needs, the limit and what to do.
+    """
+    for i, (stage, limit) in enumerate(zip(plan.stages, plan.limits or (), strict=False)):
+        if stage.memory_bytes > limit:
+            why = f" ({plan.kept_outputs})" if plan.kept_outputs else ""
+            raise PlanError(
+                f"Stage {i} would need {stage.memory_bytes} bytes "
+                f"({format_bytes(stage.memory_bytes)}) for a batch of {plan.batch_size} samples"
+                f"{why}. Received: memory_limit={limit} bytes ({format_bytes(limit)}), in a plan "
+                f"for batch_size={planned_for}. Make the PipelineModel with "
+                f"batch_size={plan.batch_size}, which plans for it, train smaller batches, or "
+                "allow more memory."
+            )
+
+
+def _figures(
+    plan: Plan,
+    graph: LayerGraph,
+    batch_size: int,
+    in_flight: tuple[int, ...],
+    outputs: OutputUse | None,
+) -> tuple[tuple[StagePlan, ...], tuple[CutEdge, ...]]:
+    """What the planner's rules say of the stages of a plan."""
+    options = PlanOptions.checked(
+        num_stages=plan.num_stages,
+        batch_size=batch_size,
+        num_micro_batches=plan.num_micro_batches,
+        num_replicas=min(plan.num_replicas, batch_size),
+        schedule=plan.schedule,
+        balance=plan.balance,
+        memory_limit=None,
+        in_flight=in_flight,
+        recompute=plan.recompute,
+    )
+    slots = slot_bytes(None, graph.weights)
+    costs = Costs(graph, slots, options.rows, None, options.num_micro_batches, outputs)
+    return costs.stages(plan.assignment, in_flight, options.repeats), costs.cuts(plan.assignment)

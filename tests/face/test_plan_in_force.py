@@ -1,0 +1,112 @@
+"""The plan in force is that of the batch that is trained, with what loss and metrics hold."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+import tarantella_pp as tnt
+from tarantella_pp.errors import PlanError
+from tests.mpi import mpi_run
+from tests.training import distance
+
+pytestmark = pytest.mark.keras
+
+WORDS, LENGTH, ROWS = 500, 6, 16
+OUTPUTS = ROWS * LENGTH * WORDS * 8  # bytes of a batch, in float64
+X = np.random.default_rng(0).integers(0, 9, (4 * ROWS, LENGTH))
+
+
+def language_model():
+    ids = keras.Input((LENGTH,), dtype="int32")
+    x = layers.Embedding(9, 4, name="table")(ids)
+    x = layers.Dense(4, activation="tanh", name="hidden")(x)
+    return keras.Model(ids, layers.Dense(WORDS, name="head")(x))
+
+
+def pipeline(metrics=None, loss=None, **options):
+    keras.utils.set_random_seed(1)
+    model = tnt.PipelineModel(language_model(), 2, 8, batch_size=ROWS, **options)
+    loss = loss or keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile("sgd", loss, metrics=metrics)
+    return model
+
+
+def last_stage(model):
+    return model.plan.stages[-1].memory_bytes
+
+
+def error_of_largest(y, p):
+    return ops.max(ops.abs(p)) * ops.ones_like(p[:, 0, 0])
+
+
+def coupled(y, p):
+    return ops.mean(ops.square(p), axis=-1) * ops.max(p)
+
+
+def test_outputs_that_loss_and_metrics_hold_are_in_the_plan():
+    bare = tnt.PipelineModel(language_model(), 2, 8, batch_size=ROWS).plan
+    without, accurate = pipeline(), pipeline(["accuracy"])
+    assert without.plan.stages[0] == bare.stages[0]
+    assert last_stage(without) > bare.stages[-1].memory_bytes
+    assert last_stage(accurate) - last_stage(without) == OUTPUTS // 8  # of a micro-batch
+    whole = pipeline([error_of_largest])
+    before = last_stage(whole)
+    whole.train_on_batch(X[:ROWS], X[:ROWS])
+    assert last_stage(whole) - before > 0.7 * OUTPUTS
+    assert "error_of_largest" in whole.plan.kept_outputs
+    assert "error_of_largest" in str(whole.plan)
+    once = pipeline(loss=coupled)
+    assert once.plan.kept_outputs is not None
+    assert last_stage(once) - last_stage(without) > 3 * OUTPUTS
+    assert [stage.in_flight for stage in once.plan.stages] == [8, 8]
+
+
+def test_the_plan_in_force_is_that_of_the_largest_batch_trained():
+    model = pipeline()
+    model.fit(X[:40], X[:40], batch_size=2 * ROWS, verbose=0)  # and a last one of 8 samples
+    assert model.plan.batch_size == 2 * ROWS
+    planned = tnt.PipelineModel(language_model(), 2, 8, batch_size=2 * ROWS)
+    planned.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    assert model.plan.stages == planned.plan.stages
+    assert model.plan.cuts == planned.plan.cuts
+    assert tnt.Plan.from_json(model.plan.to_json()) == model.plan
+
+
+def train_over_the_limit():
+    limit = 2 * last_stage(pipeline(["accuracy"]))
+    model = pipeline(["accuracy"], memory_limit=limit)
+    model.fit(X[:ROWS], X[:ROWS], batch_size=ROWS, verbose=0)
+    before = model.get_weights()
+    try:
+        model.fit(X, X, batch_size=4 * ROWS, verbose=0)
+    except PlanError as error:
+        message = str(error)
+    unchanged = distance(before, model.get_weights(), "weights") == 0
+    model.fit(X, X, batch_size=ROWS, verbose=0)
+    return limit, message, unchanged
+
+
+def check_refusal(limit, message, unchanged):
+    assert f"memory_limit={limit} bytes" in message
+    assert f"batch of {4 * ROWS} samples" in message
+    assert f"batch_size={4 * ROWS}" in message
+    assert unchanged
+
+
+def test_a_batch_over_the_limit_is_refused_before_it_is_trained():
+    check_refusal(*train_over_the_limit())
+
+
+@pytest.mark.mpi
+def test_every_rank_refuses_it():
+    for result in mpi_run(2, train_over_the_limit, timeout=120).check().results:
+        check_refusal(*result)
+
+
+def test_outputs_that_a_metric_needs_at_once_may_be_over_the_limit():
+    model = pipeline([error_of_largest], memory_limit=int(1.5 * last_stage(pipeline())))
+    with pytest.raises(PlanError, match="error_of_largest"):
+        model.fit(X[:ROWS], X[:ROWS], batch_size=ROWS, verbose=0)

@@ -169,7 +169,11 @@ class Agreement:
                 since.append(time.monotonic())
             return bool(since) and time.monotonic() - since[0] > _PATIENCE
 
-        waiter.until(complete, lambda: f"the other ranks to call {call.method}()")
+        def awaited() -> str:
+            missing = [str(rank) for rank in self._others if rank not in self._said(mine)]
+            return f"the other ranks to call {call.method}() (not yet: {', '.join(missing)})"
+
+        waiter.until(complete, awaited)
         said = self._said(mine)
         for heard in self._heard.values():
             heard.pop(mine.number, None)

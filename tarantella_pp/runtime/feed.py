@@ -15,14 +15,14 @@ import msgspec
 import numpy as np
 import tensorflow as tf
 
-from tarantella_pp.errors import UnsupportedModelError
+from tarantella_pp.errors import ConfigurationError, UnsupportedModelError
 from tarantella_pp.runtime.buffers import to_buffer, to_tensor
 from tarantella_pp.runtime.communicator import Communicator, TensorSpec
 from tarantella_pp.runtime.structure import describe, rebuild, tensors_in
 
 READER = 0
 _HEADER_TAG, _SIGNATURE_TAG, _DATA_TAG = 1, 2, 3
-_END = -1
+_END, _FAILED = -1, -2
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,9 @@ class Feed:
 
         Yields:
             This rank's part of each batch.
+
+        Raises:
+            ConfigurationError: If the reader could not read a batch, on the other ranks.
         """
         if self._communicator.rank == READER:
             yield from self._read(iter(source or ()))
@@ -88,11 +91,14 @@ class Feed:
     def _read(self, source: Iterator[Any]) -> Iterator[Batch]:
         while True:
             try:
-                data = next(source)
+                batch = self._distribute(next(source))
             except (StopIteration, tf.errors.OutOfRangeError):
                 self._announce(_END, b"")
                 return
-            yield self._distribute(data)
+            except Exception as error:
+                self._announce(_FAILED, f"{type(error).__name__}: {error}".encode())
+                raise
+            yield batch
 
     def _distribute(self, data: Any) -> Batch:
         x, y, weight = keras.utils.unpack_x_y_sample_weight(_without_optionals(data))
@@ -102,8 +108,8 @@ class Feed:
         specs = [([None, *t.shape[1:]], t.dtype.name) for t in inputs]
         signature = msgspec.msgpack.encode([specs, y_struct, w_struct])
         rows = int(inputs[0].shape[0])
-        self._announce(rows, signature)
         targets = [tf.convert_to_tensor(_dense(t, "a target")) for t in (*y_leaves, *w_leaves)]
+        self._announce(rows, signature)
         for rank, need in enumerate(self._needs):
             if rank != self._communicator.rank:
                 extra = targets if rank == self._scorer else []
@@ -123,7 +129,10 @@ class Feed:
         return Batch(rows, inputs, y, weight, targets, self._known)
 
     def _announce(self, rows: int, signature: bytes) -> None:
-        """Tells every rank the size of the next batch, and its structure if that is new."""
+        """Tells every rank the size of the next batch, and its structure if that is new.
+
+        Or that there is no next batch, because the data have ended or because of an error.
+        """
         news = np.frombuffer(signature if signature != self._known else b"", np.uint8)
         header = np.array([rows, news.size], np.int64)
         for rank in range(self._communicator.size):
@@ -131,7 +140,7 @@ class Feed:
                 self._communicator.send([header], rank, _HEADER_TAG, label="batch header")
                 if news.size:
                     self._communicator.send([news], rank, _SIGNATURE_TAG, label="batch structure")
-        if rows != _END:
+        if rows >= 0:
             self._known = signature
 
     def _receive(self) -> Batch | None:
@@ -140,6 +149,9 @@ class Feed:
             return None
         if news:
             data = self._get([TensorSpec((news,), np.dtype(np.uint8))], _SIGNATURE_TAG)[0]
+            if rows == _FAILED:
+                text = data.tobytes().decode()
+                raise ConfigurationError(f"Rank {READER} could not read the data: {text}")
             self._known = data.tobytes()
             self._signature = msgspec.msgpack.decode(self._known)
         specs, y, weight = self._signature

@@ -10,6 +10,7 @@ import pytest
 
 from tarantella_pp.callbacks.lockstep import Lockstep
 from tarantella_pp.callbacks.rank_rules import callbacks_of_rank
+from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.runtime.communicator import Communicator
 from tests.training import CASES, Case, X, Y, distance, make, mlp, regression, sgd
 
@@ -125,6 +126,55 @@ def test_one_rank_writes():
         assert [c for c in own.callbacks if c in every] == expected
         assert own._history is held._history
         assert own.params == {"epochs": 3}
+
+
+def test_what_saves_one_process_is_refused_on_several_ranks(tmp_path):
+    backup = keras.callbacks.BackupAndRestore(tmp_path)
+    with pytest.raises(ConfigurationError, match="BackupAndRestore"):
+        callbacks_of_rank([backup], None, Ranks(0, 2))
+
+
+class Fails(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch, logs=None):
+        if epoch == 2:
+            raise RuntimeError("the power is gone")
+
+
+def test_one_process_goes_on_from_a_backup(tmp_path):
+    case = Case(mlp, X, Y, regression())
+    found = []
+    for kind, options in (("plain", {}), ("piped", {"num_stages": 2, "num_micro_batches": 2})):
+        quiet = {"batch_size": 8, "epochs": 4, "shuffle": False, "verbose": 0}
+        backup = keras.callbacks.BackupAndRestore(tmp_path / kind)
+        with pytest.raises(RuntimeError):
+            make(case, **options).fit(X, Y, callbacks=[backup, Fails()], **quiet)
+        model = make(case, **options)
+        told = model.fit(X, Y, callbacks=[backup], **quiet)
+        assert told.epoch == [2, 3]
+        found.append((told.history, model.get_weights()))
+    whole = make(case)
+    whole.fit(X, Y, **quiet)
+    for first, second in zip(*found, strict=True):
+        assert distance(first, second) < ROUNDING
+    assert distance(whole.get_weights(), found[1][1]) < ROUNDING
+
+
+def averaging():
+    return keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.5)
+
+
+def test_averaged_weights_are_swapped_in_one_process():
+    case = Case(mlp, X, Y, regression(optimizer=averaging))
+    found = []
+    for options in ({}, {"num_stages": 2, "num_micro_batches": 2}):
+        model = make(case, **options)
+        told = model.fit(
+            X, Y, batch_size=8, epochs=3, shuffle=False, verbose=0, validation_data=(X[:9], Y[:9]),
+            callbacks=[keras.callbacks.SwapEMAWeights(swap_on_epoch=True)],
+        ).history  # fmt: skip
+        found.append((told, model.get_weights()))
+    for first, second in zip(*found, strict=True):
+        assert distance(first, second) < ROUNDING
 
 
 def test_the_progress_bar_is_that_of_keras(capsys):

@@ -193,15 +193,6 @@ def test_optimizers_that_look_at_all_weights(monkeypatch, option):
         model.compile(keras.optimizers.SGD(0.1, **option), "mse")
 
 
-def test_callbacks_that_save_one_process(model, tmp_path):
-    model.compile("sgd", "mse")
-    before = model.get_weights()
-    backup = keras.callbacks.BackupAndRestore(tmp_path / "backup")
-    with pytest.raises(ConfigurationError, match="BackupAndRestore"):
-        model.fit(np.ones((4, 6)), np.ones((4, 3)), callbacks=[backup], verbose=0)
-    assert all((a == b).all() for a, b in zip(before, model.get_weights(), strict=True))
-
-
 def test_training_before_compile():
     model = PipelineModel(mlp(), num_stages=2)
     with pytest.raises(ValueError, match="compile"):

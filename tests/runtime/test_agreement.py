@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from tarantella_pp.errors import ConfigurationError
+from tarantella_pp.errors import CommunicationError, ConfigurationError
 from tarantella_pp.runtime.announcement import END, Announcement, Call, disagreement
 from tarantella_pp.runtime.communicator import Communicator, TensorSpec, world
 from tests.mpi import find_mpiexec, mpi_run
@@ -168,6 +168,49 @@ def be_slow():
 def test_a_rank_that_is_late_gets_what_was_sent():
     run = mpi_run(3, be_slow, env={"TNT_TIMEOUT": "20"}).check()
     assert run.results == [[3.0, "told"] * 2] * 2 + [["told"] * 2]
+
+
+def wait_in_vain():
+    """Rank 0 waits for a message, and then for a call, that come too late."""
+    ours, found = world(), []
+    if ours.rank == 1:
+        with ours.call("fit"):
+            time.sleep(2.5)
+            ours.send([np.zeros(1)], 0, 7)
+        time.sleep(2.5)
+        call("save")
+        return []
+    with ours.call("fit"):
+        receipt = ours.post_receive(_ONE, 1, 7, label="activations 1>0, micro-batch 2")
+        try:
+            receipt.wait()
+        except CommunicationError as error:
+            found.append(str(error))
+        while not receipt.ready():
+            time.sleep(0.01)
+    try:
+        call("save")
+    except CommunicationError as error:
+        found.append(str(error))
+    return found
+
+
+@needs_mpi
+@pytest.mark.mpi
+def test_the_first_line_of_a_time_out_says_who_waits_for_whom_in_which_call():
+    run = mpi_run(2, wait_in_vain, env={"TNT_TIMEOUT": "1", "TNT_WARN": "0.5"}).check()
+    message, announcement = (text.splitlines()[0] for text in run.results[0])
+    assert re.match(
+        r"Rank 0 waited 1\.\d s in fit\(\) at tests/\S*:\d+ for activations 1>0, micro-batch 2 "
+        r"from rank 1 \(tag 7\) and gives up",
+        message,
+    )
+    assert re.match(
+        r"Rank 0 waited 1\.\d s in save\(\) at tests/\S*:\d+ for the other ranks to call save\(\) "
+        r"\(not yet: 1\) and gives up",
+        announcement,
+    )
+    assert re.search(r"rank 0 has waited \d s in fit\(\) at \S+ for activations", run.stderr)
 
 
 END_EARLY = """

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +13,9 @@ import numpy as np
 
 from tarantella_pp.collective import collective, digest
 from tarantella_pp.errors import ConfigurationError
-from tarantella_pp.saving import save_plain
+from tarantella_pp.file_replacement import replace_file, replace_shards
+from tarantella_pp.runtime.keras_state import pickled, send_files_through
+from tarantella_pp.saving import config_of, plain_model, write_plain
 
 if TYPE_CHECKING:
     from tarantella_pp.optimizer_state import OptimizerState
@@ -50,6 +55,36 @@ class CollectiveModel(keras.Model):
         config: dict[str, Any] = self._pipeline.extracted.model.get_config()
         return config
 
+    @classmethod
+    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> keras.Model:
+        """Makes a plain Keras model of the configuration of a wrapped one, with new weights.
+
+        Args:
+            config: What `get_config` returned.
+            custom_objects: As of `keras.Model.from_config`.
+        """
+        kind = keras.Model if "input_layers" in config else keras.Sequential
+        return kind.from_config(config, custom_objects=custom_objects)
+
+    def to_json(self, **kwargs: Any) -> str:
+        """Describes the wrapped model and its compilation, for `keras.models.model_from_json`.
+
+        Args:
+            **kwargs: As of `json.dumps`.
+        """
+        return json.dumps(self._config(), **kwargs)
+
+    def __reduce__(self) -> Any:
+        """Pickles and copies become plain Keras models; all ranks must make them."""
+        pipeline = self._pipeline
+        with pipeline.communicator.call("pickle or copy"):
+            pipeline.state.gather()
+            optimizer = self._whole_optimizer()
+            with tempfile.TemporaryDirectory() as folder:
+                path = Path(folder) / "model.keras"
+                write_plain(pipeline.extracted, self._config(optimizer), optimizer, path)
+                return pickled(path.read_bytes())
+
     @collective("filepath", "overwrite", "include_optimizer")
     def save(
         self,
@@ -57,44 +92,48 @@ class CollectiveModel(keras.Model):
         overwrite: bool = True,
         zipped: bool | None = None,
         include_optimizer: bool = True,
+        save_format: str | None = None,
     ) -> None:
         """Saves the wrapped model as a plain `.keras` file, which stock Keras loads and trains on.
 
         All ranks must call it; the last one writes. The file replaces an older one only when it
-        is complete.
+        is complete. `keras.saving.save_model` does the same.
 
         Args:
             filepath: Path that ends in `.keras`.
             overwrite: Whether to replace an existing file.
             zipped: Must not be `False`: the file is always a zip file.
             include_optimizer: Whether to save the optimizer and what was compiled.
+            save_format: `"keras"` or `None`, the only format there is.
 
         Raises:
             ConfigurationError: If the format is another, or the file must not be replaced.
+            FileError: If the file cannot be written; an older one is unchanged.
         """
         pipeline = self._pipeline
-        path = Path(filepath)
-        if path.suffix != ".keras" or zipped is False:
+        path = _path(filepath)
+        if path.suffix != ".keras" or zipped is False or save_format not in (None, "keras"):
             raise ConfigurationError(
-                "A PipelineModel is saved as one file that ends in '.keras'. "
-                f"Received: filepath='{filepath}', zipped={zipped}"
+                "A PipelineModel is saved as one file that ends in '.keras'. Received: "
+                f"filepath='{filepath}', zipped={zipped}, save_format={save_format!r}. For other "
+                "formats load that file with `keras.saving.load_model` in one process."
             )
         pipeline.refuse_existing(path, overwrite)
         pipeline.state.gather()
-        state = self._optimizer_state if include_optimizer else None
-        optimizer = None if state is None else state.whole()
+        optimizer = self._whole_optimizer() if include_optimizer else None
 
-        def write() -> None:
-            config = None if state is None else self.get_compile_config()
-            save_plain(pipeline.extracted, config, optimizer, path)
+        def write(draft: Path) -> None:
+            write_plain(pipeline.extracted, self._config(optimizer), optimizer, draft)
 
-        pipeline.on_one_rank("save", write)
+        pipeline.on_one_rank("save", lambda: replace_file(path, write))
 
     @collective("filepath", "overwrite", "max_shard_size")
     def save_weights(
         self, filepath: str | Path, overwrite: bool = True, max_shard_size: float | None = None
     ) -> None:
         """Saves the weights as plain Keras does; all ranks must call it, the last one writes.
+
+        New files replace older ones only when all of them are complete.
 
         Args:
             filepath: Path that ends in `.weights.h5`, or `.weights.json` for several files.
@@ -103,18 +142,19 @@ class CollectiveModel(keras.Model):
 
         Raises:
             ConfigurationError: If the file exists and may not be replaced.
+            FileError: If the files cannot be written; older ones are unchanged.
         """
         pipeline = self._pipeline
-        pipeline.refuse_existing(Path(filepath), overwrite)
+        path = _path(filepath)
+        pipeline.refuse_existing(path, overwrite)
         pipeline.state.gather()
-        state = self._optimizer_state
-        optimizer = None if state is None else state.whole()
+        plain = plain_model(pipeline.extracted, self._whole_optimizer())
+        replace = replace_file if max_shard_size is None else replace_shards
 
-        def write() -> None:
-            plain = self._plain(optimizer)
-            plain.save_weights(filepath, overwrite=True, max_shard_size=max_shard_size)
+        def write(draft: Path) -> None:
+            plain.save_weights(draft, max_shard_size=max_shard_size)
 
-        pipeline.on_one_rank("save_weights", write)
+        pipeline.on_one_rank("save_weights", lambda: replace(path, write))
 
     @collective("skip_mismatch")
     def load_weights(
@@ -129,15 +169,17 @@ class CollectiveModel(keras.Model):
         """
         state = self._optimizer_state
         optimizer = None if state is None else state.receiver()
-        self._plain(optimizer).load_weights(filepath, skip_mismatch=skip_mismatch, **kwargs)
+        plain = plain_model(self._pipeline.extracted, optimizer)
+        plain.load_weights(filepath, skip_mismatch=skip_mismatch, **kwargs)
 
-    def _plain(self, optimizer: Any) -> keras.Model:
-        """A stock Keras model of the same layers."""
-        extracted = self._pipeline.extracted
-        plain = keras.Model(extracted.inputs_struct, extracted.outputs_struct, name=self.name)
-        if optimizer is not None:
-            plain.compile(optimizer)
-        return plain
+    def _whole_optimizer(self) -> Any:
+        """The optimizer of the whole model, to save; `None` if there is none."""
+        return None if self._optimizer_state is None else self._optimizer_state.whole()
+
+    def _config(self, optimizer: Any = True) -> dict[str, Any]:
+        """Describes the wrapped model, with its compilation if there is an optimizer."""
+        compiled = None if optimizer is None else self.get_compile_config()
+        return config_of(self._pipeline.extracted.model, compiled)
 
     def export(self, *args: Any, **kwargs: Any) -> None:
         """Refuses: save the model and export it with stock Keras.
@@ -149,3 +191,16 @@ class CollectiveModel(keras.Model):
             "A PipelineModel cannot be exported as it is. Save it with `save('model.keras')`, and "
             "call `keras.saving.load_model('model.keras').export(...)` in one process."
         )
+
+
+def _path(filepath: Any) -> Path:
+    """The path of a file; an open file will not do, for nothing can replace it."""
+    if not isinstance(filepath, (str, os.PathLike)):
+        raise ConfigurationError(
+            f"Expected the path of a file. Received: filepath={filepath!r} of type "
+            f"{type(filepath).__name__}"
+        )
+    return Path(filepath)
+
+
+send_files_through(CollectiveModel)

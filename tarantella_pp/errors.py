@@ -37,3 +37,7 @@ class MissingDependencyError(TarantellaError, ImportError):
 
 class LaunchError(TarantellaError, RuntimeError):
     """The ranks of a job could not be started, or are not what the job needs."""
+
+
+class FileError(TarantellaError, OSError):
+    """A file cannot be written: the disk is full, or the folder is missing or not ours."""

@@ -30,6 +30,7 @@ from tarantella_pp.runtime.keras_training import (
 from tarantella_pp.runtime.schedule import Schedule, read_schedule
 
 
+@keras.saving.register_keras_serializable("tarantella_pp")
 class PipelineModel(CollectiveModel):
     """Trains a Keras model as a pipeline of stages, one or more on each MPI rank.
 

@@ -1,4 +1,4 @@
-"""The private names of Keras that an optimizer's slots need, all in this one file.
+"""The private names of Keras that saving and an optimizer's slots need, all in this one file.
 
 Written against Keras 3.14 and 3.15; `tests/runtime/test_state_contract.py` says which of them a new
 version of Keras has changed.
@@ -6,12 +6,17 @@ version of Keras has changed.
 
 from __future__ import annotations
 
+import functools
+import inspect
+import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import keras
 import numpy as np
+from keras.src.legacy.saving import legacy_h5_format
+from keras.src.saving import saving_lib
 
 from tarantella_pp.errors import UnsupportedModelError
 
@@ -162,6 +167,45 @@ def finalize_only(optimizer: Any, weights: Sequence[Any]) -> None:
     """
     finalize = type(optimizer).finalize_variable_values
     optimizer.finalize_variable_values = lambda _: finalize(optimizer, list(weights))
+
+
+def send_files_through(kind: type) -> None:
+    """Lets Keras' functions that save and load models use the methods of a class of models.
+
+    `keras.saving.save_model`, `save_weights`, `load_weights` and their like open a file before they
+    look at the model, so the model cannot refuse in time, nor do it right.
+
+    Args:
+        kind: Its models have `save`, `save_weights` and `load_weights` that do all by themselves.
+    """
+
+    def send(module: Any, name: str, method: str) -> None:
+        original = getattr(module, name)
+        defaults = inspect.signature(original).parameters
+
+        @functools.wraps(original)
+        def sent(model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
+            if not isinstance(model, kind):
+                return original(model, filepath, *args, **kwargs)
+            given = inspect.signature(original).bind(model, filepath, *args, **kwargs).arguments
+            options = {k: v for k, v in given.items() if v is not defaults[k].default}
+            return getattr(model, method)(filepath, **dict(list(options.items())[2:]))
+
+        setattr(module, name, sent)
+
+    send(saving_lib, "save_model", "save")
+    send(saving_lib, "save_weights_only", "save_weights")
+    send(saving_lib, "load_weights_only", "load_weights")
+    send(legacy_h5_format, "save_model_to_hdf5", "save")
+
+
+def pickled(file: bytes) -> tuple[Any, ...]:
+    """What `__reduce__` returns of a model.
+
+    Args:
+        file: The model as a `.keras` file.
+    """
+    return keras.Model._unpickle_model, (io.BytesIO(file),)
 
 
 def _take_down(optimizer: Any) -> dict[Key, Any]:

@@ -1,0 +1,210 @@
+"""Files are whole or not there, and Keras' own functions do what the methods do."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import pickle
+import resource
+import signal
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+from tarantella_pp import file_replacement
+from tarantella_pp.errors import ConfigurationError, FileError
+from tarantella_pp.pipeline_model import PipelineModel
+from tarantella_pp.runtime.communicator import world
+from tests.mpi import mpi_run
+from tests.training import X, Y, distance, mlp, sequential, two_in_two_out, use_float64
+
+pytestmark = pytest.mark.keras
+
+SHARD = 400_000 / 1024**3
+WRITERS = {
+    "model.keras": lambda model, path: model.save(path),
+    "model.weights.h5": lambda model, path: model.save_weights(path),
+    "shards.weights.json": lambda model, path: model.save_weights(path, max_shard_size=SHARD),
+}
+QUIET = {"batch_size": 8, "epochs": 1, "shuffle": False, "verbose": 0}
+
+
+@pytest.fixture(scope="module")
+def large():
+    """A model whose files do not fit the disk that `full_disk` makes."""
+    stack = [keras.Input((200,)), layers.Dense(200), layers.Dense(200), layers.Dense(2)]
+    return PipelineModel(keras.Sequential(stack), num_stages=2)
+
+
+@pytest.fixture(scope="module")
+def trained():
+    model = PipelineModel(sequential(), num_stages=2, num_micro_batches=2)
+    model.compile("adam", "mse", metrics=["mae"])
+    model.fit(X, Y, **QUIET)
+    return model
+
+
+@contextlib.contextmanager
+def full_disk():
+    """No file may grow beyond 100 kB."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+def same(first, second):
+    return all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_full_disk_leaves_the_old_files_and_is_named(tmp_path, large, name):
+    WRITERS[name](large, tmp_path / name)
+    before = contents(tmp_path)
+    with full_disk(), pytest.raises(FileError, match=str(tmp_path / name)):
+        WRITERS[name](large, tmp_path / name)
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_at_any_moment_the_old_files_or_the_new_ones_are_there(tmp_path, monkeypatch, large, name):
+    """Looks at what is there before and after each of the steps that put files in their place."""
+    path = tmp_path / name
+    fresh = keras.models.clone_model(large._pipeline.extracted.model)
+    new = large.get_weights()
+    old = [weight + 1 for weight in new]
+    steps = []
+
+    def read():
+        if name == "model.keras":
+            return keras.saving.load_model(path).get_weights()
+        fresh.set_weights([weight * 0 for weight in new])
+        fresh.load_weights(path)
+        return fresh.get_weights()
+
+    def watched(function):
+        def watch(*arguments):
+            steps.append(function.__name__)
+            function(*arguments)
+            assert same(read(), old) or same(read(), new)
+
+        return watch
+
+    large.set_weights(old)
+    WRITERS[name](large, path)
+    large.set_weights(new)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", watched(os.replace))
+        patch.setattr(file_replacement, "_sync", watched(file_replacement._sync))
+        WRITERS[name](large, path)
+    assert same(read(), new)
+    # Each file is on the disk before it has its name, and then its name is.
+    assert steps == ["_sync", "replace", "_sync"] * (4 if name.startswith("shards") else 1)
+    WRITERS[name](large, path)
+    assert same(read(), new)
+
+
+def test_functions_of_keras_save_the_plain_model(tmp_path, trained):
+    keras.saving.save_model(trained, tmp_path / "a.keras")
+    keras.models.save_model(trained, tmp_path / "b.keras")
+    trained.save(tmp_path / "c.keras", save_format="keras")
+    copies = [keras.saving.load_model(tmp_path / f"{name}.keras") for name in "abc"]
+    copies += [copy.deepcopy(trained), pickle.loads(pickle.dumps(trained))]
+    for plain in copies:
+        assert type(plain) is keras.Sequential
+        assert distance(plain.get_weights(), trained.get_weights()) == 0
+        slots = zip(plain.optimizer.variables, trained.optimizer.variables, strict=True)
+        assert all((a.numpy() == b.numpy()).all() for a, b in slots)
+    told = [model.fit(X, Y, **QUIET).history for model in copies[:4:3]]
+    assert distance(*told) == 0
+    keras.saving.save_weights(trained, tmp_path / "a.weights.h5")
+    fresh = sequential()
+    keras.saving.load_weights(fresh, tmp_path / "a.weights.h5")
+    assert distance(fresh.get_weights(), trained.get_weights()) == 0
+    zeros = PipelineModel(sequential(), num_stages=2)
+    keras.saving.load_weights(zeros, tmp_path / "a.weights.h5")
+    assert distance(zeros.get_weights(), trained.get_weights()) == 0
+
+
+@pytest.mark.parametrize("build", [sequential, mlp, two_in_two_out])
+def test_an_architecture_is_that_of_the_plain_model(build):
+    plain = build()
+    model = PipelineModel(plain, num_stages=2)
+    made = [
+        keras.models.model_from_json(model.to_json()),
+        PipelineModel.from_config(model.get_config()),
+        keras.saving.deserialize_keras_object(keras.saving.serialize_keras_object(model)),
+        keras.models.clone_model(model),
+    ]
+    for other in made:
+        assert type(other) is type(plain) or other is made[3]  # a Sequential becomes a Functional
+        assert not isinstance(other, PipelineModel)
+        assert [w.shape for w in other.weights] == [w.shape for w in plain.weights]
+    assert made[1].get_config() == plain.get_config()
+
+
+@pytest.mark.parametrize(
+    "save",
+    [
+        lambda model, folder: model.save(folder / "old.h5"),
+        lambda model, folder: keras.saving.save_model(model, folder / "old.h5"),
+        lambda model, folder: keras.saving.save_model(model, folder / "new", zipped=False),
+        lambda model, folder: model.save(folder / "old.keras", save_format="h5"),
+        lambda model, folder: keras.models.save_model(model, folder / "old.keras", overwrite=0),
+    ],
+)
+def test_what_cannot_be_written_is_refused_before(tmp_path, monkeypatch, trained, save):
+    monkeypatch.setattr("builtins.input", lambda *_: "n")  # what Keras asks
+    for name in ("old.h5", "old.keras"):
+        (tmp_path / name).write_bytes(b"old")
+    with contextlib.suppress(ConfigurationError):
+        save(trained, tmp_path)
+    assert contents(tmp_path) == {"old.h5": b"old", "old.keras": b"old"}
+
+
+def save_everywhere(folder):
+    """Every way to save, on each rank; what the copies of this rank have."""
+    use_float64()
+    folder = Path(folder)
+    model = PipelineModel(sequential(), num_stages=2, num_micro_batches=2)
+    model.compile("adam", "mse")
+    model.fit(X, Y, **QUIET)
+    keras.saving.save_model(model, folder / "a.keras")
+    keras.saving.save_weights(model, folder / "a.weights.h5")
+    copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    keras.models.clone_model(model)
+    keras.models.model_from_json(model.to_json())
+    model.fit(X, Y, **QUIET)
+    keras.saving.load_weights(model, folder / "a.weights.h5")
+    told = [other.fit(X, Y, **QUIET).history["loss"] for other in (model, *copies)]
+    with full_disk():
+        try:
+            model.save(folder / "missing" / "b.keras")
+        except Exception as error:
+            return [told, type(error).__name__, str(error), world().rank]
+
+
+@pytest.mark.mpi
+def test_functions_of_keras_on_two_ranks(tmp_path):
+    run = mpi_run(2, save_everywhere, str(tmp_path), timeout=240).check()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.keras", "a.weights.h5"]
+    stock = keras.saving.load_model(tmp_path / "a.keras")
+    weights = sequential()
+    weights.load_weights(tmp_path / "a.weights.h5")
+    assert distance(stock.get_weights(), weights.get_weights()) == 0
+    expected = stock.fit(X, Y, **QUIET).history["loss"]
+    for told, _, message, _ in run.results:
+        assert all(distance(expected, losses) < 1e-10 for losses in told)
+        assert str(tmp_path / "missing" / "b.keras") in message

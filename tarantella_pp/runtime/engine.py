@@ -20,6 +20,7 @@ from tarantella_pp.runtime.interrupts import interrupts_put_off
 from tarantella_pp.runtime.keras_training import build_metrics
 from tarantella_pp.runtime.layer_metrics import LayerMetrics
 from tarantella_pp.runtime.layout import links_of, stage_layouts
+from tarantella_pp.runtime.logits import find_activations
 from tarantella_pp.runtime.loss import BatchLoss
 from tarantella_pp.runtime.loss_probe import whole_batch_reason
 from tarantella_pp.runtime.news import News
@@ -82,7 +83,9 @@ class Engine:
         self._num_micro_batches = num_micro_batches
         self.recipe = recipe
         self._options = options
-        self._layouts = stage_layouts(extracted.graph, assignment, recipe.num_stages)
+        self._layouts = stage_layouts(
+            extracted.graph, assignment, recipe.num_stages, find_activations(extracted)
+        )
         self.placement = recipe.placement
         self.scorer = self.placement[-1]
         places = {tensor: i for i, tensor in enumerate(extracted.graph.inputs)}
@@ -194,7 +197,7 @@ class Engine:
             parts = zip(*step.results, strict=True) if self._news.is_source else ()
             results = self._news.share_tensors([tf.concat(part, 0) for part in parts])
         values = dict(zip(self._layouts[-1].results, results, strict=True))
-        return pack_outputs(self._extracted, values)
+        return pack_outputs(self._extracted, values, self._layouts[-1].activations)
 
     @property
     def sees_batch_at_once(self) -> bool:
@@ -315,9 +318,9 @@ class Engine:
             self._coupling = whole_batch_reason(self._model._compile_loss, self._extracted, y)
             bodies = {i: stage.body for i, stage in self.stages.items()}
             if self._news.is_source:
-                results = self._layouts[-1].results
-                self._scoring = Scoring(self._model, self._extracted, results)
-                self._loss = BatchLoss(self._model, self._extracted, results)
+                layout = self._layouts[-1]
+                self._scoring = Scoring(self._model, self._extracted, layout)
+                self._loss = BatchLoss(self._model, self._extracted, layout)
             weights = self._model.trainable_variables
             optimizer = self._model.optimizer
             self._update = Update(optimizer, bodies, weights, self.owners, self._ties)

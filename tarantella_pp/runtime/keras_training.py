@@ -32,6 +32,7 @@ __all__ = [
     "get_data_adapter",
     "is_keras_loss",
     "layers_in",
+    "logits_of",
     "reduction_of",
     "sample_values",
     "second_loss",
@@ -171,6 +172,15 @@ def is_keras_loss(loss: Any) -> bool:
     return all(
         str(getattr(kind, "__module__", "")).startswith("keras.src.losses") for kind in kinds
     )
+
+
+def logits_of(tensor: Any) -> Any:
+    """What softmax or sigmoid of Keras made a tensor of, where it still knows; or `None`.
+
+    Args:
+        tensor: A tensor of TensorFlow.
+    """
+    return getattr(tensor, "_keras_logits", None)
 
 
 def count_step(optimizer: Any) -> None:

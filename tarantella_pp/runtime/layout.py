@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from tarantella_pp.partition.graph import LayerGraph
 
@@ -50,6 +51,7 @@ class StageLayout:
         sends: Links that begin here, by target.
         results: The model's outputs with their masks, on the last stage; empty elsewhere.
         seeded: Those of `outputs` for which a gradient comes back.
+        activations: Tensors that travel as their logits, and what makes them of these.
     """
 
     index: int
@@ -59,6 +61,7 @@ class StageLayout:
     sends: tuple[Link, ...]
     results: tuple[Port, ...]
     seeded: tuple[Port, ...]
+    activations: Mapping[int, Callable[[Any], Any]] = field(default_factory=dict, hash=False)
 
     @property
     def inputs(self) -> tuple[Port, ...]:
@@ -78,7 +81,10 @@ class StageLayout:
 
 
 def stage_layouts(
-    graph: LayerGraph, assignment: Sequence[int], num_stages: int
+    graph: LayerGraph,
+    assignment: Sequence[int],
+    num_stages: int,
+    activations: Mapping[int, Callable[[Any], Any]] | None = None,
 ) -> tuple[StageLayout, ...]:
     """Works out the border of every stage.
 
@@ -89,6 +95,7 @@ def stage_layouts(
         graph: The layer graph.
         assignment: Stage of each node, in node order.
         num_stages: Number of stages.
+        activations: Tensors that travel as their logits, and what makes them of these.
 
     Returns:
         One layout for each stage.
@@ -124,6 +131,7 @@ def stage_layouts(
                 sends=sends,
                 results=ends,
                 seeded=tuple(dict.fromkeys(seeded)),
+                activations=activations or {},
             )
         )
     return tuple(layouts)

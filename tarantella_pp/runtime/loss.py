@@ -12,7 +12,7 @@ from tarantella_pp.errors import UnsupportedModelError
 from tarantella_pp.partition.extraction import ExtractedModel
 from tarantella_pp.runtime.compiled import Compiled, dense_tensors
 from tarantella_pp.runtime.keras_training import reduction_of, sample_values, second_loss
-from tarantella_pp.runtime.layout import Port
+from tarantella_pp.runtime.layout import Port, StageLayout
 from tarantella_pp.runtime.outputs import pack_outputs
 
 _COMPILED_SIGNATURES = 16
@@ -29,15 +29,16 @@ class BatchLoss:
     Args:
         model: The compiled model, its losses built.
         extracted: The model's graph.
-        results: The model's outputs with their masks, as the last stage gives them.
+        layout: The border of the last stage, which gives the outputs with their masks.
 
     Attributes:
         reached: The output tensors that the loss depends on; known once gradients were computed.
     """
 
-    def __init__(self, model: Any, extracted: ExtractedModel, results: Sequence[Port]) -> None:
+    def __init__(self, model: Any, extracted: ExtractedModel, layout: StageLayout) -> None:
         self._extracted = extracted
-        self._results = tuple(results)
+        self._results = layout.results
+        self._activations = layout.activations
         self._sources = [
             i
             for i, port in enumerate(self._results)
@@ -189,7 +190,8 @@ class BatchLoss:
         return tf.reduce_sum(values * coefficients)
 
     def _pack(self, results: Sequence[tf.Tensor]) -> Any:
-        return pack_outputs(self._extracted, dict(zip(self._results, results, strict=True)))
+        values = dict(zip(self._results, results, strict=True))
+        return pack_outputs(self._extracted, values, self._activations)
 
 
 def _check(loss: Any, values: tf.Tensor, expected: Sequence[int | None]) -> None:

@@ -12,6 +12,7 @@ from tarantella_pp.partition.draft import Call
 from tarantella_pp.partition.keras_internals import get_mask, operation_fn, set_mask
 from tarantella_pp.runtime.keras_training import added_losses
 from tarantella_pp.runtime.layout import Port, StageLayout
+from tarantella_pp.runtime.logits import as_logits, as_made
 
 
 class StageLayer(keras.layers.Layer):
@@ -63,12 +64,15 @@ class StageLayer(keras.layers.Layer):
         tensors: dict[int, Any] = {}
         masks: dict[int, Any] = {}
         for port, value in zip(self.layout.inputs, values, strict=True):
-            (masks if port.mask else tensors)[port.tensor] = value
+            if port.mask:
+                masks[port.tensor] = value
+            else:
+                tensors[port.tensor] = as_made(value, port.tensor, self.layout.activations)
         return tensors, masks
 
     def _value(self, port: Port, tensors: Mapping[int, Any], masks: Mapping[int, Any]) -> Any:
         if not port.mask:
-            return tensors[port.tensor]
+            return as_logits(tensors[port.tensor], port.tensor, self.layout.activations)
         mask = masks.get(port.tensor)
         if mask is None:
             raise UnsupportedModelError(

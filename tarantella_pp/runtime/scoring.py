@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tarantella_pp.partition.extraction import ExtractedModel
 from tarantella_pp.runtime.feed import Batch
-from tarantella_pp.runtime.layout import Port
+from tarantella_pp.runtime.layout import Port, StageLayout
 from tarantella_pp.runtime.metric_updates import MetricUpdates
 from tarantella_pp.runtime.outputs import pack_outputs
 
@@ -21,16 +21,17 @@ class Scoring:
     Args:
         model: The compiled model, its metrics built.
         extracted: The model's graph.
-        results: The model's outputs with their masks, as the last stage gives them.
+        layout: The border of the last stage, which gives the outputs with their masks.
 
     Attributes:
         metrics: Updates the metrics.
     """
 
-    def __init__(self, model: Any, extracted: ExtractedModel, results: Sequence[Port]) -> None:
+    def __init__(self, model: Any, extracted: ExtractedModel, layout: StageLayout) -> None:
         self._model = model
         self._extracted = extracted
-        self._results = tuple(results)
+        self._results = layout.results
+        self._activations = layout.activations
         self.metrics = MetricUpdates(model._compile_metrics, self._pack)
         self._finish = tf.function(self._update, autograph=False, reduce_retracing=True)
 
@@ -95,7 +96,8 @@ class Scoring:
         return tf.TensorSpec(tensor.shape, tensor.dtype)
 
     def _pack(self, results: Sequence[tf.Tensor]) -> Any:
-        return pack_outputs(self._extracted, dict(zip(self._results, results, strict=True)))
+        values = dict(zip(self._results, results, strict=True))
+        return pack_outputs(self._extracted, values, self._activations)
 
 
 def _any_rows(tensor: tf.Tensor) -> tf.Tensor:

@@ -50,6 +50,22 @@ def test_layers_know_what_they_added(model):
     assert model.layers[1] in keras_training.layers_in(model)
 
 
+@pytest.mark.parametrize("name", ["softmax", "sigmoid"])
+def test_softmax_and_sigmoid_know_what_they_were_applied_to(name):
+    kept = []
+
+    @tf.function
+    def apply(x):
+        made = getattr(keras.activations, name)(x)
+        kept.append(keras_training.logits_of(made) is x)
+        kept.append(made.op.type.lower() == name)
+        return made
+
+    apply(tf.zeros((2, 3)))
+    assert all(kept), ADVICE + "_keras_logits"
+    assert keras_training.logits_of(tf.zeros(3)) is None
+
+
 def test_metrics_make_their_variables_without_data():
     model = keras.Sequential([keras.Input((3,)), layers.Dense(2)])
     model.compile("sgd", "mse", metrics=[keras.metrics.F1Score()])

@@ -9,6 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.partition.extraction import ExtractedModel
 from tarantella_pp.partition.working import OutputUse
 from tarantella_pp.runtime.communicator import Communicator
@@ -122,6 +123,7 @@ class Engine:
         self._coupling: str | None = None
         self._update: Update | None = None
         self._reach_known = False
+        self._has_loss = False
         self._outputs_for: dict[bytes, str | None] = {}
         self._exchanges = False
         self.fallbacks: dict[int, str] = {}
@@ -159,6 +161,7 @@ class Engine:
         )  # fmt: skip
         self._recorder.runs(schedule, batch.rows)
         self._run(schedule, step, sizes)
+        self._require_loss(update, training=True)
         if not self._reach_known:
             self._find_reach()
             self._find_fallbacks()
@@ -178,14 +181,15 @@ class Engine:
     def test(self, batch: Batch) -> dict[str, Any]:
         """Runs one evaluation step; returns Keras' logs, the same on all ranks."""
         with self._whole_or_nothing():
-            penalty = self._prepare(batch).penalty()
+            update = self._prepare(batch)
             sizes = self._sizes(batch)
             step = BatchStep(
                 batch, sizes, self._data, self._scoring, None, training=False,
-                by_parts=self._metrics_by_parts(batch), penalty=penalty,
+                by_parts=self._metrics_by_parts(batch), penalty=update.penalty(),
                 report=self._report,
             )  # fmt: skip
             self._run(self._programs.inference(len(sizes)), step, sizes)
+            self._require_loss(update, training=False)
             return self._logs("test", step)
 
     def predict(self, batch: Batch) -> Any:
@@ -221,6 +225,7 @@ class Engine:
         self._loss = None
         self._update = None
         self._reach_known = False
+        self._has_loss = False
         self._outputs_for.clear()
         self._news.forget_names()
 
@@ -254,6 +259,18 @@ class Engine:
         execution = self._training if step.training else self._execution
         self._exchanges = True
         execution.run(program, dict(enumerate(sizes)), step)
+
+    def _require_loss(self, update: Update, training: bool) -> None:
+        """Refuses, as Keras does, a step of which nothing is the loss."""
+        if self._model.loss is not None or self._has_loss:
+            return
+        added = any(stage.body.adds_losses[training] for stage in self.stages.values())
+        if not any(self._communicator.allgather_json(added or update.penalizes)):
+            raise ConfigurationError(
+                "No loss to compute. Provide a `loss` argument in `compile()`, or layers that add "
+                "losses. Received: loss=None"
+            )
+        self._has_loss = True
 
     @contextlib.contextmanager
     def _whole_or_nothing(self) -> Iterator[None]:

@@ -235,6 +235,7 @@ def standardize_inputs(model: Any, x: Any) -> list[Any]:
         model: A Functional model.
         x: What a data set gives for the inputs.
     """
+    model._assert_input_compatibility(x)
     return list(model._standardize_inputs(x))
 
 

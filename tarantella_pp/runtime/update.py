@@ -78,6 +78,11 @@ class Update:
         return self._penalty()
 
     @property
+    def penalizes(self) -> bool:
+        """Whether weight regularizers add to the loss."""
+        return any(w.regularizer is not None for ws in self._groups.values() for w in ws)
+
+    @property
     def multiplies(self) -> bool:
         """Whether there are sums to finish; known after the first backward pass."""
         return any(sums.multiplies for sums in self._sums.values())

@@ -213,6 +213,47 @@ def test_data_that_is_not_dense_is_refused():
     assert model.fit(X, Y[:, :1], verbose=0).history
 
 
+def test_inputs_of_other_shapes_than_declared():
+    """Although the layers would take them."""
+
+    def build():
+        inputs = keras.Input((6,))
+        return keras.Model(inputs, layers.Dense(3)(ops.mean(inputs, axis=1, keepdims=True)))
+
+    def use(model):
+        model.compile("sgd", "mse")
+        with pytest.raises(ValueError, match=r"expected shape=\(None, 6\), found shape=\(\w+, 5\)"):
+            model.fit(X[:, :5], Y, verbose=0)
+        return trained(model)
+
+    assert distance(*both(use, build, **CUT)) < ROUNDING
+
+
+def test_training_without_any_loss():
+    def use(model):
+        model.compile("sgd")
+        for call in (model.fit, model.evaluate, model.train_on_batch):
+            with pytest.raises(ValueError, match="No loss to compute"):
+                call(X, Y)
+        model.compile("sgd", "mse")
+        return trained(model)
+
+    assert distance(*both(use, **CUT)) < ROUNDING
+
+
+def test_layers_that_add_the_only_loss():
+    def build():
+        inputs = keras.Input((6,))
+        x = layers.Dense(4, activity_regularizer="l2", kernel_regularizer="l2")(inputs)
+        return keras.Model(inputs, layers.Dense(3)(x))
+
+    def use(model):
+        model.compile("sgd")
+        return trained(model), model.evaluate(X, Y, verbose=0), model.get_weights()
+
+    assert distance(*both(use, build, **CUT)) < ROUNDING
+
+
 def test_outputs_without_a_row_for_each_sample_are_refused():
     def with_table():
         inputs = keras.Input((4, 6))

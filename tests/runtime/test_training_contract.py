@@ -187,6 +187,7 @@ def test_optimizers_of_which_nothing_is_known_treat_all_weights_at_once():
 
 def test_inputs_are_standardized(model):
     assert hasattr(model, "_standardize_inputs"), ADVICE + "Functional._standardize_inputs"
+    assert hasattr(model, "_assert_input_compatibility"), ADVICE + "_assert_input_compatibility"
     (flat,) = keras_training.standardize_inputs(model, np.ones((2, 3), "float64"))
     assert flat.dtype == "float32"
 

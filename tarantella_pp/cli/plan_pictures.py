@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 _HELP = {
     "html": "write a page with stages, memory, timeline and layer graph; it needs no network",
-    "svg": "draw timeline and memory; a folder gets one file for each and for the layer graph",
-    "png": "the same with matplotlib, without the layer graph",
+    "svg": "draw timeline, memory and layer graph; a folder gets one file for each",
+    "png": "the same with matplotlib",
     "dot": "write the layer graph for Graphviz",
 }
 
@@ -104,7 +104,7 @@ def _draw(
     from tarantella_pp.partition import pictures
 
     if kind == "png":
-        pictures.save_png(path, plan, shown, timeline=timeline)
+        pictures.save_png(path, plan, shown, graph=graph, timeline=timeline)
     elif kind == "svg":
         text = pictures.render_svg(plan, shown, graph=graph, timeline=timeline)
         path.write_text(text, encoding="utf-8")
@@ -121,12 +121,7 @@ def _targets(
     stem = re.sub(r"[^\w.-]+", "_", plan.model).strip("._")[:80] or "plan"
     drawn = kind in ("svg", "png")
     if drawn and given and _is_folder(given):
-        shown = [
-            "memory",
-            *(["timeline"] if timeline else []),
-            *(["graph"] if kind == "svg" else []),
-        ]
-        for picture in shown:
+        for picture in ("memory", *(["timeline"] if timeline else []), "graph"):
             yield Path(given) / f"{stem}-{picture}.{kind}", picture
     else:
         named = given and not _is_folder(given)

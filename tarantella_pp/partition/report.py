@@ -16,7 +16,7 @@ from tarantella_pp.partition.sizes import format_bytes
 
 
 def table(plan: Plan) -> Group:
-    """Makes the table of a plan: one row for each stage, then what holds for all of it.
+    """Makes the table of a plan: one row for each stage, its layers, and what holds for all of it.
 
     Args:
         plan: The plan.
@@ -25,19 +25,18 @@ def table(plan: Plan) -> Group:
         Something that `rich` prints.
     """
     rows = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    rows.add_column("Stage", justify="right", no_wrap=True)
-    rows.add_column("Layers", ratio=1, overflow="fold", min_width=12)
+    rows.add_column("Stage", justify="right")
     measured = all(stage.seconds is not None for stage in plan.stages)
     work = "Time" if measured else "FLOPs"
-    for name in ("Weights", "State", "Activations", "Memory", work, "Sends"):
-        rows.add_column(name, justify="right", no_wrap=True)
+    for name in ("Ops", "Weights", "State", "Activations", "Memory", work, "Sends"):
+        rows.add_column(name, justify="right", overflow="fold")
     total = sum(stage.flops for stage in plan.stages) or 1.0
     largest = max(stage.memory_bytes for stage in plan.stages)
     for i, stage in enumerate(plan.stages):
         memory = format_bytes(stage.memory_bytes, short=True)
         rows.add_row(
             _ranks(plan, i),
-            _layers(stage),
+            f"{stage.nodes:,}",
             format_bytes(stage.parameter_bytes + stage.constant_bytes, short=True),
             format_bytes(stage.state_bytes, short=True),
             _activations(stage),
@@ -47,7 +46,8 @@ def table(plan: Plan) -> Group:
             else f"{100 * stage.flops / total:.1f}%",
             _sends(plan, i),
         )
-    return Group(Text(_title(plan), style="bold"), rows, *(Text(line) for line in _footer(plan)))
+    lines = [*_layers(plan), "", *_footer(plan)]
+    return Group(Text(_title(plan), style="bold"), rows, *map(Text, lines))
 
 
 def as_text(plan: Plan, width: int | None = None) -> str:
@@ -77,10 +77,12 @@ def _ranks(plan: Plan, stage: int) -> str:
     return str(stage) if plan.num_replicas == 1 else f"{stage} x{plan.num_replicas}"
 
 
-def _layers(stage: StagePlan) -> str:
-    if stage.nodes == 1:
-        return stage.first
-    return f"{stage.first} ..\n{stage.last} ({stage.nodes})"
+def _layers(plan: Plan) -> list[str]:
+    """The first and the last operation of each stage; below the table, for names may be long."""
+    return [
+        f"Stage {i}: {stage.first}" + ("" if stage.nodes == 1 else f" .. {stage.last}")
+        for i, stage in enumerate(plan.stages)
+    ]
 
 
 def _activations(stage: StagePlan) -> str:

@@ -59,7 +59,7 @@ def test_png_files(tmp_path):
     _, plan = small()
     plan_pictures.write(plan, None, arguments(f"--png={tmp_path}"))
     plan_pictures.write(plan, None, arguments(f"--png={tmp_path / 'a.png'}"))
-    assert names(tmp_path) == ["a.png", "net-memory.png", "net-timeline.png"]
+    assert names(tmp_path) == ["a.png", "net-graph.png", "net-memory.png", "net-timeline.png"]
 
 
 def test_schedules_of_others_have_no_timeline(tmp_path):

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tarantella_pp.errors import ConfigurationError, PlanError
 from tarantella_pp.partition.pictures import Bar, StepBars, render_html, render_svg
+from tarantella_pp.partition.pictures.outline import outline
 from tarantella_pp.partition.plan import Tie
 from tarantella_pp.partition.sizes import format_bytes
 from tarantella_pp.pictures import simulated_step
@@ -220,6 +221,35 @@ def test_limits_of_unequal_devices_are_drawn_stage_by_stage():
     over = [e for e in drawing.iter(f"{SVG}text") if "over" in (e.get("class") or "")]
     assert [e.text for e in over] == [shares[1]]
     assert f"{shares[1]} of {format_bytes(limits[1])}" in page(graph, plan)
+
+
+def test_an_svg_file_says_what_it_is_of():
+    graph, plan = small(bubble=0.125)
+    text = render_svg(plan, "graph", graph=graph)
+    for figure in (
+        f"Plan of &#x27;{plan.model}&#x27;",
+        "20 operations on 4 stages",
+        "bubble 12.5 %",
+    ):
+        assert figure in text
+    assert "Coloured lines are tensors sent between stages" in text
+    for kind in ("kindF", "part-weights", "Stage 3"):
+        assert kind in render_svg(plan, "sheet", graph=graph, timeline=simulated_step(plan))
+
+
+def test_a_graph_of_some_stages_fits_the_page():
+    graph, plan = small()
+    drawing = re.search(r'aria-label="20 operations.*?style="([^"]*)"', render_html(plan, graph))
+    assert drawing is not None
+    assert drawing[1].startswith("width:100%;max-width:")
+
+
+def test_boxes_of_several_operations_say_what_works_in_them():
+    graph = residual_graph(300)
+    boxes = [box for own in outline(plan_of(graph, 2), graph).columns for box in own]
+    runs = [box for box in boxes if box.role == "run"]
+    assert runs
+    assert all(re.fullmatch(r"\d+ ops · \d+ \w+", box.note) for box in runs)
 
 
 def test_bubble_is_that_of_the_bars():

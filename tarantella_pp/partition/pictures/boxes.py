@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -58,8 +59,10 @@ def run_box(names: Sequence[str], run: range, nodes: Sequence[Node]) -> Box:
     """
     shown = [names[i] for i in run][:16]
     more = [f"and {len(run) - len(shown)} more"] if len(run) > len(shown) else []
-    note = " · ".join([count(len(run), "operation"), *_size(nodes)])
-    return Box(title(names, run, TITLE_CHARACTERS), note, "\n".join(shown + more), "run")
+    note = " · ".join([f"{len(run)} ops", *_most_work(nodes)])
+    hover = [*shown, *more, *(f"weights {size}" for size in _size(nodes))]
+    text = title(names, run, TITLE_CHARACTERS)
+    return Box(text, shorten(note, NOTE_CHARACTERS), "\n".join(hover), "run")
 
 
 def ends_box(names: Sequence[str], role: str) -> Box:
@@ -72,6 +75,15 @@ def ends_box(names: Sequence[str], role: str) -> Box:
     note = role if len(names) == 1 else count(len(names), role)
     text = title(names, range(len(names)), TITLE_CHARACTERS - 1)
     return Box(text, note, "\n".join([*names[:16], note]), "end")
+
+
+def _most_work(nodes: Sequence[Node]) -> list[str]:
+    """The kind of layer that does most of the arithmetic, and how many of it there are."""
+    work = Counter[str]()
+    for node in nodes:
+        work[node.kind] += int(node.flops)
+    kinds = Counter(node.kind for node in nodes)
+    return [f"{kinds[kind]} {kind}" for kind, _ in work.most_common(1)]
 
 
 def _size(nodes: Sequence[Node]) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 from tarantella_pp.partition.pictures.words import common_prefix, shared_prefix, shorten
@@ -45,7 +44,7 @@ def _badness(names: Sequence[str], crossing: Sequence[int], end: int) -> tuple[i
 
 
 def title(names: Sequence[str], run: range, most: int) -> str:
-    """Names a run: its operation, the block that it is, or its first and last operation.
+    """Names a run: its operation, the block that it is, or the operation that it begins with.
 
     Args:
         names: Name of each operation of the stage.
@@ -54,20 +53,8 @@ def title(names: Sequence[str], run: range, most: int) -> str:
     """
     if len(run) == 1:
         return shorten(names[run.start], most)
-    first, last = names[run.start], names[run.stop - 1]
     prefix = shared_prefix([names[i] for i in run])
     beside = [names[i] for i in (run.start - 1, run.stop) if 0 <= i < len(names)]
     if len(prefix) > 1 and not any(name.startswith(prefix) for name in beside):
         return f"{shorten(prefix[:-1], most - 2)} …"
-    ends = [_piece(name, len(prefix)) for name in (first, last)]
-    if ends[0] == ends[1]:
-        ends = [first, last]
-    after = ends[1][len(prefix) :]
-    before = shorten(ends[0], max((most - 3) // 2, most - 3 - len(after)))
-    return f"{before} … {shorten(after, most - 3 - len(before))}"
-
-
-def _piece(name: str, start: int) -> str:
-    """The part of a name up to the first number behind a position that ends a word."""
-    found = re.compile(r"\d(?=[/_.:\- ])").search(name, start)
-    return name[: found.end()] if found else name
+    return f"{shorten(names[run.start], most - 2)} …"

@@ -144,7 +144,7 @@ def _graph(plan: Plan, graph: LayerGraph | None) -> Markup:
     )
     if graph is None:
         note += " Tensors within stages are known with the model only."
-    picture = graph_picture(plan, graph).inside()
+    picture = graph_picture(plan, graph).inside(fit=True)
     return _section("Layer graph", note, scrolling(picture, "Layer graph"))
 
 

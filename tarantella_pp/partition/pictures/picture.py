@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from tarantella_pp.partition.pictures.markup import Markup, join, number, tag
 from tarantella_pp.partition.pictures.style import picture_style
 
+LEGIBLE = 0.75
+"""How far text of 12 pixels may shrink."""
+
 
 @dataclass(frozen=True, slots=True)
 class Picture:
@@ -24,12 +27,14 @@ class Picture:
     shapes: Markup
     text: str
 
-    def inside(self, y: float | None = None) -> Markup:
+    def inside(self, y: float | None = None, *, fit: bool = False) -> Markup:
         """Returns the element for a page or picture that brings the colours.
 
         Args:
             y: Where it begins in another picture.
+            fit: Whether it may shrink to the width of the page, as far as that is legible.
         """
+        size = f"width:100%;max-width:{self.width:.0f}px;min-width:{LEGIBLE * self.width:.0f}px"
         return tag(
             "svg",
             self.shapes,
@@ -40,6 +45,7 @@ class Picture:
             height=self.height,
             viewBox=f"0 0 {number(self.width)} {number(self.height)}",
             y=y,
+            style=f"{size};height:auto" if fit else None,
         )
 
     def alone(self) -> str:

@@ -1,4 +1,4 @@
-"""Timeline and memory as PNG files; with matplotlib, which is optional."""
+"""Timeline, memory and layer graph as PNG files; with matplotlib, which is optional."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ from typing import Any
 
 from tarantella_pp.dependencies import needed_for
 from tarantella_pp.errors import ConfigurationError
+from tarantella_pp.partition.graph import LayerGraph
 from tarantella_pp.partition.pictures.bars import StepBars
+from tarantella_pp.partition.pictures.layout import lay_out
 from tarantella_pp.partition.pictures.memory_picture import axis, limit_fits, limit_label, parts
+from tarantella_pp.partition.pictures.outline import outline
 from tarantella_pp.partition.pictures.palette import KIND_NAMES, KINDS, LIGHT, PARTS
+from tarantella_pp.partition.pictures.png_graph import PIXELS, draw_graph
 from tarantella_pp.partition.pictures.svg import needs
 from tarantella_pp.partition.pictures.timeline_picture import ticks
 from tarantella_pp.partition.pictures.words import percent
@@ -23,32 +27,44 @@ def save_png(
     plan: Plan,
     kind: str = "sheet",
     *,
+    graph: LayerGraph | None = None,
     timeline: StepBars | None = None,
 ) -> None:
-    """Draws a plan's timeline, its memory, or both, into a PNG file.
+    """Draws a plan's timeline, its memory, its layer graph, or all of them, into a PNG file.
 
     Args:
         path: The file.
         plan: The plan.
-        kind: `"timeline"`, `"memory"`, or `"sheet"` for both.
+        kind: `"timeline"`, `"memory"`, `"graph"`, or `"sheet"` for all.
+        graph: The model's layer graph. Default: operations and cuts only.
         timeline: The step, for `"timeline"` and `"sheet"`.
 
     Raises:
         ConfigurationError: There is no such kind, or the timeline is missing.
         MissingDependencyError: matplotlib is not installed.
     """
-    kinds = {"sheet": ["timeline", "memory"]}.get(kind, [kind])
-    if not set(kinds) <= {"timeline", "memory"}:
+    kinds = {"sheet": ["timeline", "memory", "graph"]}.get(kind, [kind])
+    if not set(kinds) <= {"timeline", "memory", "graph"}:
         raise ConfigurationError(
-            f"Expected 'timeline', 'memory' or 'sheet'. Received: kind={kind!r}"
+            f"Expected 'timeline', 'memory', 'graph' or 'sheet'. Received: kind={kind!r}"
         )
     step = needs(kind, timeline) if "timeline" in kinds else None
-    heights = [1 + 0.32 * len(step.rank_names) if step and k == "timeline" else 4 for k in kinds]
-    figure = _figure(min(40.0, max(11.0, 0.9 * plan.num_stages)), min(60.0, sum(heights)))
+    shown = outline(plan, graph)
+    layout = lay_out(shown)
+    wanted = layout.width / PIXELS if "graph" in kinds else 0.9 * plan.num_stages
+    width = min(40.0, max(11.0, wanted))
+    scale = min(1.0, 40.0 * PIXELS / layout.width, 40.0 * PIXELS / layout.height)
+    tall = {"timeline": 1.0, "memory": 4.0, "graph": 0.2 + scale * layout.height / PIXELS}
+    if step is not None:
+        tall["timeline"] += 0.32 * len(step.rank_names)
+    heights = [tall[one] for one in kinds]
+    figure = _figure(width, min(60.0, 0.6 + sum(heights)))
     axes = figure.subplots(len(kinds), 1, squeeze=False, height_ratios=heights)[:, 0]
     for one, place in zip(kinds, axes, strict=True):
         if step is not None and one == "timeline":
             _draw_timeline(place, step)
+        elif one == "graph":
+            draw_graph(place, plan, shown, layout, scale)
         else:
             _draw_memory(place, plan)
     figure.suptitle(f"Plan of '{plan.model}'", parse_math=False)

@@ -40,7 +40,7 @@ def residual_block(x: keras.KerasTensor, filters: int) -> keras.KerasTensor:
     return layers.Add()([shortcut, x])
 
 
-def build_model(image_shape: tuple[int, ...], filters: int = 16) -> keras.Model:
+def build_model(image_shape: tuple[int, ...] = (8, 8, 1), filters: int = 16) -> keras.Model:
     """Builds a residual network of eight blocks with ten outputs, one for each digit."""
     image = keras.Input(image_shape)
     x = layers.Conv2D(filters, 3, padding="same")(image)

@@ -64,7 +64,24 @@ def seconds(text: str) -> float:
     found = re.fullmatch(rf"\s*{_NUMBER}\s*({'|'.join(_SECONDS)})?\s*", text)
     value = float(found[1]) * _SECONDS[found[2] or "s"] if found else math.inf
     if not math.isfinite(value):
-        raise argparse.ArgumentTypeError(f"Expected e.g. '5us' or '1ms'. Received: {text!r}")
+        raise argparse.ArgumentTypeError(
+            f"Expected seconds, or e.g. '5us' or '1ms'. Received: {text!r}"
+        )
+    return value
+
+
+def positive_seconds(text: str) -> float:
+    """Reads a time over 0, in seconds or with a unit as for `seconds`.
+
+    Args:
+        text: The option's value.
+
+    Raises:
+        argparse.ArgumentTypeError: It is none.
+    """
+    value = seconds(text)
+    if not value:
+        raise argparse.ArgumentTypeError(f"Expected more than 0 s. Received: {text!r}")
     return value
 
 

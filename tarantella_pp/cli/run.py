@@ -9,7 +9,7 @@ import shlex
 import sys
 from typing import TYPE_CHECKING
 
-from tarantella_pp.cli.quantities import positive_int
+from tarantella_pp.cli.quantities import positive_int, positive_seconds
 from tarantella_pp.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="show what every rank prints, not only the last one")  # fmt: skip
     add("--trace", metavar="FILE",
         help="record training, for Perfetto and chrome://tracing")  # fmt: skip
-    add("--timeout", type=_positive_float, metavar="S", help="kill the job after S seconds")
+    add("--timeout", type=positive_seconds, metavar="S", help="kill the job after S seconds")
     add("--dry-run", action="store_true", help="print the command and environment, run nothing")
     add("command", nargs=argparse.REMAINDER, metavar="[--] script.py ...",
         help="the script and its arguments")  # fmt: skip
@@ -183,10 +183,3 @@ def _default_ranks(hosts: list[str]) -> int:
     """Returns the number of ranks when -n is not given: one per host, Slurm's tasks, or one."""
     tasks = os.environ.get("SLURM_NTASKS", "")
     return len(hosts) or (int(tasks) if tasks.isdigit() else 1)
-
-
-def _positive_float(text: str) -> float:
-    value = float(text)
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"must be positive. Received: {text}")
-    return value

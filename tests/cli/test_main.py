@@ -54,7 +54,11 @@ def test_help_names_the_commands_that_exist() -> None:
     [
         (["-n", "0", "x.py"], "Expected a whole number from 1 on. Received: '0'"),
         (["-n", "two", "x.py"], "Expected a whole number from 1 on. Received: 'two'"),
-        (["--timeout", "0", "x.py"], "must be positive. Received: 0"),
+        (["--timeout", "0", "x.py"], "Expected more than 0 s. Received: '0'"),
+        (
+            ["--timeout", "soon", "x.py"],
+            "Expected seconds, or e.g. '5us' or '1ms'. Received: 'soon'",
+        ),
         (["-n", "2"], "No script to run"),
         (["-n", "2", "--"], "No script to run"),
         (["missing.py"], "There is no script 'missing.py'"),

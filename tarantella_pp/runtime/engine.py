@@ -184,9 +184,9 @@ class Engine:
             update = self._prepare(batch)
             sizes = self._sizes(batch)
             step = BatchStep(
-                batch, sizes, self._data, self._scoring, None, training=False,
-                by_parts=self._metrics_by_parts(batch), penalty=update.penalty(),
-                report=self._report,
+                batch, sizes, self._data, self._scoring, self._loss, training=False,
+                coupled=self._coupling is not None, by_parts=self._metrics_by_parts(batch),
+                penalty=update.penalty(), report=self._report,
             )  # fmt: skip
             self._run(self._programs.inference(len(sizes)), step, sizes)
             self._require_loss(update, training=False)

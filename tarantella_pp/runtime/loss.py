@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
@@ -16,6 +17,21 @@ from tarantella_pp.runtime.layout import Port, StageLayout
 from tarantella_pp.runtime.outputs import pack_outputs
 
 _COMPILED_SIGNATURES = 16
+
+
+@dataclass(frozen=True)
+class LossValue:
+    """A loss, or what some samples contribute to it.
+
+    Attributes:
+        total: The loss.
+        each: The loss of each output that has one, before it is weighted.
+        gradients: Gradient of the total with respect to each output; empty if not asked for.
+    """
+
+    total: tf.Tensor
+    each: Sequence[tf.Tensor]
+    gradients: Mapping[Port, tf.Tensor]
 
 
 class BatchLoss:
@@ -45,18 +61,24 @@ class BatchLoss:
             if not port.mask and extracted.graph.tensors[port.tensor].has_gradient
         ]
         first = model._compile_loss
-        self._whole = None if first is None else second_loss(first)
+        self._whole = None if first is None else second_loss(first, self._noted)
         self._measure: Any = None if first is None else second_loss(first, self._measured)
         self._add_up = None if first is None else second_loss(first, self._contribution)
         self._found: list[tf.Tensor] = []
+        self._each: list[tf.Tensor] = []
         self._given: Iterator[tf.Tensor] = iter(())
         self._compiled: dict[Hashable, Compiled] = {}
-        self._functions: dict[Callable[..., Any], Callable[..., Any]] = {}
+        self._functions: dict[Hashable, Callable[..., Any]] = {}
         self.reached: set[int] = set()
 
     def of_batch(
-        self, y: Any, results: Sequence[tf.Tensor], sample_weight: Any, signature: Hashable
-    ) -> tuple[tf.Tensor, dict[Port, tf.Tensor]]:
+        self,
+        y: Any,
+        results: Sequence[tf.Tensor],
+        sample_weight: Any,
+        signature: Hashable,
+        differentiate: bool,
+    ) -> LossValue:
         """Loss of a whole batch, and its gradient.
 
         Args:
@@ -64,12 +86,10 @@ class BatchLoss:
             results: The model's outputs with their masks.
             sample_weight: The weights of its samples, or `None`.
             signature: Names the structure, shapes and dtypes of the arguments.
-
-        Returns:
-            The loss, and its gradient with respect to each output.
+            differentiate: Whether gradients are needed.
         """
         arguments = (y, list(results), sample_weight)
-        return self._named(self._call(self._of_batch, arguments, signature))
+        return self._call(self._of_batch, arguments, signature, differentiate)
 
     def coefficients(
         self, y: Any, outputs: Sequence[tf.Tensor], sample_weight: Any, rows: int, signature: Any
@@ -102,7 +122,8 @@ class BatchLoss:
         results: Sequence[tf.Tensor],
         coefficients: Sequence[tf.Tensor],
         signature: Hashable,
-    ) -> tuple[tf.Tensor, dict[Port, tf.Tensor]]:
+        differentiate: bool,
+    ) -> LossValue:
         """What some samples contribute to the loss of their batch, and its gradient.
 
         Args:
@@ -110,58 +131,74 @@ class BatchLoss:
             results: The model's outputs with their masks.
             coefficients: Their rows of `coefficients` of the batch.
             signature: Names the structure, shapes and dtypes of the arguments.
-
-        Returns:
-            The part of the loss, and its gradient with respect to each output.
+            differentiate: Whether gradients are needed.
         """
         arguments = (y, list(results), list(coefficients))
-        return self._named(self._call(self._of_samples, arguments, signature))
+        return self._call(self._of_samples, arguments, signature, differentiate)
 
     def _call(
-        self, function: Callable[..., Any], arguments: tuple[Any, ...], signature: Hashable
-    ) -> list[tf.Tensor]:
+        self,
+        function: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        signature: Hashable,
+        differentiate: bool,
+    ) -> LossValue:
         """Calls a function compiled for these shapes, or for any once there were too many."""
-        key = (function, signature)
+        kind = (function, differentiate)
+        key, run = (kind, signature), functools.partial(function, differentiate)
         if key not in self._compiled and len(self._compiled) < _COMPILED_SIGNATURES:
-            self._compiled[key] = Compiled.like(function, arguments)
+            self._compiled[key] = Compiled.like(run, arguments)
         if key in self._compiled:
-            return self._compiled[key](*dense_tensors(arguments))
-        if function not in self._functions:
-            self._functions[function] = tf.function(
-                function, autograph=False, reduce_retracing=True
-            )
-        return list(self._functions[function](*arguments))
+            total, *rest = self._compiled[key](*dense_tensors(arguments))
+        else:
+            if kind not in self._functions:
+                self._functions[kind] = tf.function(run, autograph=False, reduce_retracing=True)
+            total, *rest = self._functions[kind](*arguments)
+        ports = [self._results[i] for i in self._sources] if differentiate else []
+        gradients = rest[len(rest) - len(ports) :]
+        each = rest[: len(rest) - len(ports)]
+        return LossValue(total, each, dict(zip(ports, gradients, strict=True)))
 
-    def _named(self, found: Sequence[tf.Tensor]) -> tuple[tf.Tensor, dict[Port, tf.Tensor]]:
-        loss, *gradients = found
-        ports = [self._results[i] for i in self._sources]
-        return loss, dict(zip(ports, gradients, strict=True))
-
-    def _of_batch(self, y: Any, results: list[tf.Tensor], sample_weight: Any) -> list[tf.Tensor]:
-        return self._differentiated(self._whole, y, results, sample_weight)
+    def _of_batch(
+        self, differentiate: bool, y: Any, results: list[tf.Tensor], sample_weight: Any
+    ) -> list[tf.Tensor]:
+        return self._valued(self._whole, y, results, sample_weight, differentiate)
 
     def _of_samples(
-        self, y: Any, results: list[tf.Tensor], coefficients: list[tf.Tensor]
+        self, differentiate: bool, y: Any, results: list[tf.Tensor], coefficients: list[tf.Tensor]
     ) -> list[tf.Tensor]:
         self._given = iter(coefficients)
-        return self._differentiated(self._add_up, y, results, None)
+        return self._valued(self._add_up, y, results, None, differentiate)
 
-    def _differentiated(
-        self, loss: Any, y: Any, results: list[tf.Tensor], sample_weight: Any
+    def _valued(
+        self,
+        loss: Any,
+        y: Any,
+        results: list[tf.Tensor],
+        sample_weight: Any,
+        differentiate: bool,
     ) -> list[tf.Tensor]:
-        sources = [results[i] for i in self._sources]
+        """The loss, that of each output, and the gradients if they are needed."""
+        sources = [results[i] for i in self._sources] if differentiate else []
         if loss is None:
             return [tf.zeros(()), *map(tf.zeros_like, sources)]
+        self._each = []
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(sources)
             value = loss(y, self._pack(results), sample_weight)
+        if not differentiate:
+            return [value, *self._each]
         found = tape.gradient(value, sources)
         pairs = list(zip(self._sources, found, strict=True))
         self.reached = {self._results[i].tensor for i, gradient in pairs if gradient is not None}
-        return [
-            value,
-            *(tf.zeros_like(s) if g is None else g for s, g in zip(sources, found, strict=True)),
-        ]
+        zeros = map(tf.zeros_like, sources)
+        gradients = [z if g is None else g for z, g in zip(zeros, found, strict=True)]
+        return [value, *self._each, *gradients]
+
+    def _noted(self, loss: Any, y: Any, y_pred: Any, sample_weight: Any) -> tf.Tensor:
+        """Stands for one loss: notes its value."""
+        self._each.append(loss(y, y_pred, sample_weight))
+        return self._each[-1]
 
     def _coefficients(
         self, shapes: Sequence[Any], dtypes: Sequence[tf.DType], y: Any, sample_weight: Any
@@ -187,7 +224,8 @@ class BatchLoss:
         values, _ = sample_values(loss, y, y_pred)
         coefficients = next(self._given)
         _check(loss, values, [None, *coefficients.shape[1:]])
-        return tf.reduce_sum(values * coefficients)
+        self._each.append(tf.reduce_sum(values * coefficients))
+        return self._each[-1]
 
     def _pack(self, results: Sequence[tf.Tensor]) -> Any:
         values = dict(zip(self._results, results, strict=True))

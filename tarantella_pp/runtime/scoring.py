@@ -35,11 +35,6 @@ class Scoring:
         self.metrics = MetricUpdates(model._compile_metrics, self._pack)
         self._finish = tf.function(self._update, autograph=False, reduce_retracing=True)
 
-    @property
-    def keeps_outputs(self) -> bool:
-        """Whether the logs of losses need the outputs of the whole batch."""
-        return len(self._extracted.graph.outputs) > 1
-
     def why_whole(self, batch: Batch) -> str | None:
         """Finds out why the metrics need all outputs of a batch at once; `None` if they do not.
 
@@ -48,44 +43,28 @@ class Scoring:
         """
         return self.metrics.why_whole(batch, [self._spec(port) for port in self._results])
 
-    def finish(
-        self,
-        y: Any,
-        results: Sequence[tf.Tensor],
-        sample_weight: Any,
-        loss: tf.Tensor,
-        rows: int,
-    ) -> Mapping[str, Any]:
-        """Updates the loss tracker with one batch, and the metrics with what is left of it.
+    def finish(self, loss: tf.Tensor, each: Sequence[tf.Tensor], rows: int) -> Mapping[str, Any]:
+        """Updates the loss trackers with one batch, and the metrics with what is left of it.
 
         Args:
-            y: Targets of the batch.
-            results: The model's outputs with their masks; empty where they were let go.
-            sample_weight: Weights of the samples, or `None`.
-            loss: What adds to the loss of the outputs, or with it if `results` is empty.
+            loss: The loss of the batch.
+            each: The loss of each output that has one, before it is weighted.
             rows: Number of samples.
 
         Returns:
             Keras' logs.
         """
         self.metrics.finish()
-        arguments = (y, list(results), sample_weight, loss, tf.constant(rows))
-        logs: Mapping[str, Any] = self._finish(*arguments)
+        logs: Mapping[str, Any] = self._finish(loss, list(each), tf.constant(rows))
         return logs
 
-    def _update(
-        self,
-        y: Any,
-        results: list[tf.Tensor],
-        sample_weight: Any,
-        loss: tf.Tensor,
-        rows: tf.Tensor,
-    ) -> Mapping[str, Any]:
+    def _update(self, loss: tf.Tensor, each: list[tf.Tensor], rows: tf.Tensor) -> Mapping[str, Any]:
         model = self._model
-        if results and model._compile_loss is not None:
-            y_pred = self._pack([_any_rows(result) for result in results])
-            loss += tf.cast(model._compile_loss(y, y_pred, sample_weight), loss.dtype)
         model._loss_tracker.update_state(loss, sample_weight=rows)
+        trackers = [] if model._compile_loss is None else model._compile_loss.metrics
+        # As in Keras' own step, where the number of samples is not known: each batch counts once.
+        for tracker, value in zip(trackers, each, strict=False):
+            tracker.update_state(value)
         logs: Mapping[str, Any] = keras.Model.get_metrics_result(model)
         return logs
 
@@ -98,8 +77,3 @@ class Scoring:
     def _pack(self, results: Sequence[tf.Tensor]) -> Any:
         values = dict(zip(self._results, results, strict=True))
         return pack_outputs(self._extracted, values, self._activations)
-
-
-def _any_rows(tensor: tf.Tensor) -> tf.Tensor:
-    """Forgets the static number of rows, as in Keras' own step, whose loss trackers look at it."""
-    return tf.compat.v1.placeholder_with_default(tensor, [None, *tensor.shape[1:]])

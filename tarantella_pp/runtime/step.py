@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tarantella_pp.runtime.feed import Batch
 from tarantella_pp.runtime.layout import Port
-from tarantella_pp.runtime.loss import BatchLoss
+from tarantella_pp.runtime.loss import BatchLoss, LossValue
 from tarantella_pp.runtime.scoring import Scoring
 
 _T = TypeVar("_T")
@@ -71,12 +71,11 @@ class BatchStep:
         self._loss = loss
         self._at_once = coupled or len(sizes) == 1
         self._by_parts = by_parts
-        keeps = not training or not by_parts
-        self._keeps_outputs = keeps or (scoring is not None and scoring.keeps_outputs)
+        self._keeps_outputs = scoring is None or not by_parts
         self._dtype = keras.config.floatx()
         self._pieces = {i: self._split(x) for i, x in batch.inputs.items()}
         self._factors = [tf.constant(size / batch.rows, self._dtype) for size in sizes]
-        self._losses: list[tf.Tensor] = []
+        self._losses: list[LossValue] = []
         self._added = tf.zeros((), self._dtype) if penalty is None else penalty
         self._report = report
         self._update = update
@@ -102,6 +101,8 @@ class BatchStep:
         if self._scoring is not None and self._by_parts:
             y, weight = self._targets_of(micro_batch)
             self._scoring.metrics.add(y, results, weight, self._batch.signature)
+        if self._scoring is not None and not (self.training or self._at_once):
+            self._contribution(micro_batch)
 
     def work_ahead(self) -> bool:
         """Updates metrics while this rank waits; returns whether there was anything to do."""
@@ -130,19 +131,24 @@ class BatchStep:
             if self._gradients is None:
                 self._gradients = self._gradients_of_whole()
             return self._gradients[micro_batch]
+        return self._contribution(micro_batch)
+
+    def _contribution(self, micro_batch: int) -> Mapping[Port, tf.Tensor]:
+        """Adds what a micro-batch contributes to the loss; returns its gradient."""
         results = self.results[micro_batch]
         if self._coefficients is None:
             self._coefficients = self._split_coefficients(results)
-        loss, gradients = _required(self._loss).contribution(
+        loss = _required(self._loss).contribution(
             self._targets_of(micro_batch)[0],
             results,
             self._coefficients[micro_batch],
             (self._batch.signature, self._sizes[micro_batch]),
+            differentiate=self.training,
         )
         self._losses.append(loss)
         if not self._keeps_outputs:
             self.results[micro_batch] = ()
-        return gradients
+        return loss.gradients
 
     def logs(self, elsewhere: float) -> Mapping[str, Any]:
         """Loss and metrics after the step, on the rank of the last stage.
@@ -153,27 +159,33 @@ class BatchStep:
         Returns:
             Keras' logs.
         """
-        scoring = _required(self._scoring)
-        loss = self._added + tf.constant(elsewhere, self._dtype)
-        y, weight = self._batch.y, self._batch.sample_weight
-        results: list[tf.Tensor] = []
-        if self._keeps_outputs:
-            results = [_joined(parts) for parts in zip(*self.results, strict=True)]
-        else:
-            loss += tf.add_n([tf.cast(part, self._dtype) for part in self._losses])
+        scoring, batch = _required(self._scoring), self._batch
+        if not self.training and self._at_once:
+            self._loss_of_whole()
         if not self._by_parts:
-            scoring.metrics.add(y, results, weight, self._batch.signature)
-        return scoring.finish(y, results, weight, loss, self._batch.rows)
+            results = [_joined(parts) for parts in zip(*self.results, strict=True)]
+            scoring.metrics.add(batch.y, results, batch.sample_weight, batch.signature)
+        totals = [tf.cast(loss.total, self._dtype) for loss in self._losses]
+        total = self._added + tf.constant(elsewhere, self._dtype) + tf.add_n(totals)
+        each = [
+            tf.add_n(parts) for parts in zip(*(loss.each for loss in self._losses), strict=True)
+        ]
+        return scoring.finish(total, each, batch.rows)
 
-    def _gradients_of_whole(self) -> list[Mapping[Port, tf.Tensor]]:
+    def _loss_of_whole(self) -> Mapping[Port, tf.Tensor]:
+        """Takes the loss of the whole batch; returns its gradient."""
         batch = self._batch
         whole = [_joined(parts) for parts in zip(*self.results, strict=True)]
-        loss, gradients = _required(self._loss).of_batch(
-            batch.y, whole, batch.sample_weight, (batch.signature, batch.rows)
+        loss = _required(self._loss).of_batch(
+            batch.y, whole, batch.sample_weight, (batch.signature, batch.rows), self.training
         )
         self._losses.append(loss)
         if not self._keeps_outputs:
             self.results = [()] * len(self._sizes)
+        return loss.gradients
+
+    def _gradients_of_whole(self) -> list[Mapping[Port, tf.Tensor]]:
+        gradients = self._loss_of_whole()
         pieces = {port: self._split(gradient) for port, gradient in gradients.items()}
         return [{port: parts[i] for port, parts in pieces.items()} for i in range(len(self._sizes))]
 

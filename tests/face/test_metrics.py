@@ -10,6 +10,7 @@ import pytest
 from keras import layers, ops
 
 from tarantella_pp.errors import UnsupportedModelError
+from tarantella_pp.runtime.step import BatchStep
 from tests.mpi import mpi_run
 from tests.training import (
     BATCH,
@@ -124,6 +125,22 @@ def test_logs_are_those_of_keras(name):
     pipeline = used(make(CASES[name], num_stages=2, num_micro_batches=3))
     assert in_keras(name)["kinds"] == pipeline["kinds"]
     assert distance(in_keras(name)["numbers"], pipeline["numbers"]) < ROUNDING
+
+
+@pytest.mark.parametrize("name", ["additive", "of the whole batch"])
+@pytest.mark.parametrize("use", ["train_on_batch", "test_on_batch"])
+def test_outputs_are_let_go_unless_a_metric_needs_them_at_once(name, use, monkeypatch):
+    kept = []
+    logs = BatchStep.logs
+
+    def looked(self, elsewhere):
+        kept.append([len(part) for part in self.results])
+        return logs(self, elsewhere)
+
+    monkeypatch.setattr(BatchStep, "logs", looked)
+    model = make(CASES[name], num_stages=2, num_micro_batches=4)
+    getattr(model, use)(X[:8], ONE_HOT[:8])
+    assert kept == [[0, 0, 0, 0] if name == "additive" else [1, 1, 1, 1]]
 
 
 class Watched(layers.Layer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import threading
@@ -60,5 +61,6 @@ def pass_on(read: Callable[[], bytes], write: Callable[[bytes], object]) -> None
 
 
 def _write(text: bytes) -> None:
-    while text:
-        text = text[os.write(_STANDARD_ERROR, text) :]
+    with contextlib.suppress(OSError):  # nobody reads any more, but the ranks must not be held up
+        while text:
+            text = text[os.write(_STANDARD_ERROR, text) :]

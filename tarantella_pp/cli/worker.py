@@ -56,6 +56,8 @@ def main() -> int:
     die_with_parent(os.getppid())
     size = int(os.environ[SIZE_VARIABLE])
     rank = 0 if size == 1 else _number(RANK_VARIABLE)
+    if rank is None:
+        sys.exit(f"tarantella: {os.environ[RANK_VARIABLE]} is not set; is --mpi the MPI in use?")
     seen = os.path.isdir(os.environ[DIRECTORY_VARIABLE])
     # What the launcher cannot read, for this host does not see its folder, the minder still can.
     directory = RunDirectory(os.environ[DIRECTORY_VARIABLE] if seen else tempfile.mkdtemp())
@@ -180,18 +182,13 @@ def _linger(directory: RunDirectory) -> None:
         time.sleep(0.1)
 
 
-def _number(pointer: str) -> int:
+def _number(pointer: str) -> int | None:
     """Returns a number that the MPI launcher gave this process, in the variable named by another.
 
     The launcher in use counts, for those of other jobs leave their variables to a shell.
     """
-    name = os.environ[pointer]
-    value = os.environ.get(name, "")
-    if not value.isdigit():
-        sys.exit(
-            f"tarantella: the MPI launcher gave this rank no number. Received: {name}={value!r}"
-        )
-    return int(value)
+    value = os.environ.get(os.environ[pointer], "")
+    return int(value) if value.isdigit() else None
 
 
 class _HiddenOutput(io.RawIOBase):

@@ -15,7 +15,7 @@ from hypothesis.extra import numpy as hnp
 
 from tarantella_pp.errors import CommunicationError, ConfigurationError
 from tarantella_pp.runtime import memory, message
-from tarantella_pp.runtime.communicator import Communicator, TensorSpec
+from tarantella_pp.runtime.communicator import Communicator, TensorSpec, world
 from tarantella_pp.runtime.doorbell import Doorbell
 from tarantella_pp.runtime.environment import detect_launch
 from tarantella_pp.runtime.recorder import FlightRecorder
@@ -127,6 +127,18 @@ def test_several_processes_that_do_not_know_of_each_other() -> None:
     remedies = ("srun --mpi=pmix", "tarantella -n", "mpiexec", "SLURM_STEP_NUM_TASKS is left over")
     for part in ("LaunchError: 4 processes", *remedies):
         assert part in run.stderr
+
+
+def size_and_rank() -> list[int]:
+    return [world().size, world().rank]
+
+
+@needs_mpi
+@pytest.mark.mpi
+def test_ranks_meet_in_a_shell_of_another_launcher() -> None:
+    stale = {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0", "PMIX_RANK": "0"}
+    slurm = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+    assert mpi_run(2, size_and_rank, env={**stale, **slurm}).check().results == [[2, 0], [2, 1]]
 
 
 @pytest.mark.parametrize(

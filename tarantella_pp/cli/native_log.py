@@ -11,10 +11,11 @@ from collections.abc import Callable
 _STANDARD_ERROR = 2
 _NOISE = re.compile(
     rb"(\[[^\]]*\](<stderr>:)? ?|\d+: )?"  # the rank, where the MPI launcher writes it there
-    rb"(I\d{4} \d\d:\d\d:[\d.]+ |WARNING: All log messages before absl::)"
+    rb"(I\d{4} \d\d:\d\d:[\d.]+ |WARNING: All log messages before absl::"
+    rb"|W\d{4} .* util\.cc:\d+\] Not handling type )"
 )
-"""Lines of the level INFO, which no variable turns off while TensorFlow is imported, and what
-stands above them."""
+"""Lines of the level INFO, which no variable turns off while TensorFlow is imported, what stands
+above them, and a warning for each float64 operation that oneDNN has no faster one for."""
 
 
 class QuietStderr:

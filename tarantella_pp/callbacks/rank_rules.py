@@ -7,8 +7,8 @@ from typing import Any
 
 import keras
 
-from tarantella_pp.callbacks.helpers import FolderMaker, WeightGatherer
 from tarantella_pp.callbacks.lockstep import Lockstep
+from tarantella_pp.callbacks.preparation import FolderMaker, WeightGatherer
 from tarantella_pp.callbacks.timeline import Timeline
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.runtime.communicator import Communicator
@@ -28,7 +28,6 @@ _ALL_RANKS = (
     keras.callbacks.ModelCheckpoint,
     keras.callbacks.ReduceLROnPlateau,
     keras.callbacks.SwapEMAWeights,
-    keras.callbacks.TensorBoard,
     keras.callbacks.TerminateOnNaN,
 )
 _REFUSED = tuple(
@@ -44,8 +43,8 @@ def kinds_of_all_ranks(callbacks: Any) -> list[str]:
     Args:
         callbacks: A callback, a list of them, Keras' own container of them, or `None`.
     """
-    found = [type(c).__name__ for c in _listed(callbacks) if isinstance(c, _ALL_RANKS)]
-    return sorted(found)
+    found = [c for c in _listed(callbacks) if isinstance(c, _ALL_RANKS) or _looks_at_weights(c)]
+    return sorted(type(callback).__name__ for callback in found)
 
 
 def callbacks_of_rank(callbacks: Any, model: Any, communicator: Communicator) -> Any:
@@ -86,10 +85,16 @@ def _of_rank(callback: Any, prints: bool) -> Iterator[Any]:
         )
     if isinstance(callback, keras.callbacks.ModelCheckpoint):
         yield FolderMaker(callback)
-    if isinstance(callback, keras.callbacks.TensorBoard):
+    if _looks_at_weights(callback):
         yield WeightGatherer(callback, follows=not prints)
     if prints or not isinstance(callback, _ONE_RANK):
         yield callback
+
+
+def _looks_at_weights(callback: Any) -> bool:
+    """Whether a callback of one rank needs the weights of all."""
+    is_board = isinstance(callback, keras.callbacks.TensorBoard)
+    return is_board and bool(callback.histogram_freq or callback.embeddings_freq)
 
 
 def _listed(callbacks: Any) -> list[Any]:

@@ -27,7 +27,7 @@ _PATIENCE = 5.0
 """Seconds for the others to come, too, once it is known that the calls differ."""
 _RUN_USER_CODE = ("fit", "evaluate", "predict")
 """Calls in which callbacks make calls of their own."""
-_NOT_THE_USERS = ("tarantella_pp", "keras", "contextlib")
+_NOT_THE_USERS = ("tarantella_pp", "keras", "contextlib", "copy")
 
 
 class _Waiter(Protocol):

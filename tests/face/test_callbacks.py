@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tarantella_pp.callbacks.lockstep import Lockstep
-from tarantella_pp.callbacks.rank_rules import callbacks_of_rank
+from tarantella_pp.callbacks.rank_rules import callbacks_of_rank, kinds_of_all_ranks
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.runtime.communicator import Communicator
 from tests.training import CASES, Case, X, Y, distance, make, mlp, regression, sgd
@@ -132,6 +132,14 @@ def test_what_saves_one_process_is_refused_on_several_ranks(tmp_path):
     backup = keras.callbacks.BackupAndRestore(tmp_path)
     with pytest.raises(ConfigurationError, match="BackupAndRestore"):
         callbacks_of_rank([backup], None, Ranks(0, 2))
+
+
+def test_what_all_ranks_must_have():
+    quiet, loud = (keras.callbacks.TensorBoard("a", histogram_freq=n) for n in (0, 1))
+    every = [keras.callbacks.CSVLogger("log.csv"), keras.callbacks.EarlyStopping("loss"), quiet]
+    assert kinds_of_all_ranks(every) == ["EarlyStopping"]
+    assert kinds_of_all_ranks(keras.callbacks.CallbackList([loud])) == ["TensorBoard"]
+    assert kinds_of_all_ranks(None) == []
 
 
 class Fails(keras.callbacks.Callback):

@@ -15,6 +15,7 @@ from keras import layers
 
 import tarantella_pp
 from tarantella_pp.pipeline_model import PipelineModel
+from tarantella_pp.runtime import tuning
 from tarantella_pp.runtime.update import Update
 from tests.training import distance, floats, integers
 
@@ -178,6 +179,29 @@ def test_an_error_between_two_stages_updates_is_told(monkeypatch):
     with pytest.raises(BadAppleError) as error:
         train(model)
     assert TORN in error.value.__notes__[0]
+
+
+def test_a_search_for_a_schedule_that_fails_is_made_again(monkeypatch):
+    monkeypatch.setattr(tuning, "MEASURED", 1)
+    reference, model = Reference(), pipeline_of_all_kinds(schedule="zb-auto")
+    search, searched = tuning.Tuning._search, []
+
+    def fail_at_first(self, costs):
+        searched.append(costs)
+        if len(searched) == 1:
+            fail()
+        return search(self, costs)
+
+    monkeypatch.setattr(tuning.Tuning, "_search", fail_at_first)
+    for _ in range(3):
+        check(model, reference)
+    with pytest.raises(BadAppleError):
+        train(model)
+    assert int(model.optimizer.iterations) == 4
+    for _ in range(3):
+        check(model, reference)
+    assert len(searched) == 2
+    assert model.plan.program
 
 
 class FailsOnce(keras.callbacks.Callback):

@@ -12,15 +12,16 @@ import contextlib
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.runtime.announcement import END, Announcement, Call, disagreement
+from tarantella_pp.runtime.waiting import Waiter
 
 _TAG = 0
 _PATIENCE = 5.0
@@ -28,10 +29,6 @@ _PATIENCE = 5.0
 _RUN_USER_CODE = ("fit", "evaluate", "predict")
 """Calls in which callbacks make calls of their own."""
 _NOT_THE_USERS = ("tarantella_pp", "keras", "contextlib", "copy")
-
-
-class _Waiter(Protocol):
-    def until(self, done: Any, what: Any, peers: Any = ()) -> None: ...
 
 
 class Agreement:
@@ -47,7 +44,7 @@ class Agreement:
         entered: How many collectives this rank has entered, by group.
     """
 
-    def __init__(self, mpi: Any, comm: Any, ring: Any) -> None:
+    def __init__(self, mpi: Any, comm: Any, ring: Callable[[int], object]) -> None:
         self.sent: Counter[tuple[int, int, int]] = Counter()
         self.entered: Counter[int] = Counter()
         self._mpi = mpi
@@ -72,7 +69,7 @@ class Agreement:
         return self._number
 
     @contextlib.contextmanager
-    def call(self, waiter: _Waiter, method: str, facts: Mapping[str, Any]) -> Iterator[None]:
+    def call(self, waiter: Waiter, method: str, facts: Mapping[str, Any]) -> Iterator[None]:
         """Surrounds a call that all ranks must make.
 
         Args:
@@ -98,9 +95,7 @@ class Agreement:
         """Notes that this rank has left a call in a state in which it can make no other."""
         self._broken = self._broken or f"{type(error).__name__}{self.where()} on rank {self._rank}"
 
-    def check_message(
-        self, waiter: _Waiter, source: int, group: int, tag: int, number: int
-    ) -> None:
+    def check_message(self, waiter: Waiter, source: int, group: int, tag: int, number: int) -> None:
         """Refuses to wait for a message that will not come, for its sender makes another call.
 
         Args:
@@ -119,7 +114,7 @@ class Agreement:
         ):
             self._refuse(waiter)
 
-    def check_collective(self, waiter: _Waiter, peers: Any, group: int) -> None:
+    def check_collective(self, waiter: Waiter, peers: Sequence[int], group: int) -> None:
         """Refuses to wait in a collective that another rank will not enter.
 
         Args:
@@ -135,7 +130,7 @@ class Agreement:
             if theirs is not None and theirs.entered.get(group, 0) < self.entered[group]:
                 self._refuse(waiter)
 
-    def end(self, waiter: Any) -> None:
+    def end(self, waiter: Waiter) -> None:
         """Tells the others that this rank's script has ended, and waits until all have."""
         self._calls.clear()
         self._tell(END, unfinished=False)
@@ -146,16 +141,16 @@ class Agreement:
 
         waiter.until(all_ended, lambda: "the other ranks to end", limited=False)
 
-    def _refuse(self, waiter: _Waiter) -> None:
+    def _refuse(self, waiter: Waiter) -> None:
         """Joins the others in their announcement, with the call that cannot be finished."""
-        call = self._calls[-1] if self._calls else Call("another call", "?")
+        call = self._calls[-1] if self._calls else Call("wait", _users_place())
         try:
             self._announce(waiter, call, unfinished=True)
         except ConfigurationError as error:
             self.breaks(error)
             raise
 
-    def _announce(self, waiter: _Waiter, call: Call, unfinished: bool = False) -> None:
+    def _announce(self, waiter: Waiter, call: Call, unfinished: bool = False) -> None:
         """Tells all ranks of a call; returns once all have told the same."""
         mine = self._tell(call, unfinished)
         since: list[float] = []

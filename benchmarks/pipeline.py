@@ -6,7 +6,9 @@
 
 Both run in the same launch, in turn (A B A B ...): while one process trains alone, the other rank
 sleeps. Stages are balanced by measured time, unless told otherwise. Printed are the medians, their
-ratio, and the schedule's bound on it for equal stages.
+ratio, and the schedule's bound on it for equal stages. Both have a metric, as most models; they
+call the step function that `fit` calls, and not `fit` itself, so that they can take turns every few
+steps and one step can be recorded apart. What `fit`, metrics and callbacks cost is in `fit.py`.
 
 The bound is lost in two ways: stages are not equal, and computations take longer when they are cut
 in two or run beside others; that is one. The other is the runtime, whose messages and loop cost
@@ -86,6 +88,7 @@ class Trainer:
         self.model.compile(
             keras.optimizers.SGD(1e-3, momentum=0.9),
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            metrics=["accuracy"],
         )
         self.model.make_train_function()
         x, y = data_for(name, rows)

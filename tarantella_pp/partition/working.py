@@ -27,8 +27,8 @@ as gradients come, so that there are two of these at most."""
 
 WAITING_OUTPUTS = 1
 """Micro-batches whose outputs wait for metrics to be updated with them, at the most."""
-LOSS_COPIES = 2
-"""Tensors of the outputs' size that a loss makes for a moment: probabilities and differences."""
+LOSS_COPIES = 3
+"""Tensors of the outputs' size that a loss and its gradient make for a moment."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from tarantella_pp.partition.extraction import ExtractedModel, extract
 from tarantella_pp.partition.graph import LayerGraph
 from tarantella_pp.partition.plan import Plan
 from tarantella_pp.partition.plan_in_force import check_limit, plan_in_force
-from tarantella_pp.partition.working import OutputUse
+from tarantella_pp.partition.plan_parts import OutputUse
 from tarantella_pp.planned_schedule import recipe_of, search_limits, with_findings
 from tarantella_pp.runtime.communicator import Communicator
 from tarantella_pp.runtime.engine import Engine

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from tarantella_pp.partition.graph import LayerGraph, Node, Tensor
-from tarantella_pp.partition.plan_parts import CutEdge, StagePlan, Tie
+from tarantella_pp.partition.plan_parts import CutEdge, OutputUse, StagePlan, Tie
 from tarantella_pp.partition.sizes import sample_shape
 from tarantella_pp.partition.working import (
     OutputBytes,
-    OutputUse,
     backward_bytes,
     factor_bytes,
     message_bytes,

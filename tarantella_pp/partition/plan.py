@@ -9,7 +9,7 @@ from tarantella_pp.errors import PlanError
 from tarantella_pp.partition.graph import LayerGraph
 from tarantella_pp.partition.json_record import MAX_FILE_BYTES, JsonRecord
 from tarantella_pp.partition.plan_checks import difference, problems
-from tarantella_pp.partition.plan_parts import CutEdge, Proof, StagePlan, Tie
+from tarantella_pp.partition.plan_parts import CutEdge, OutputUse, Proof, StagePlan, Tie
 
 MemoryLimit = int | tuple[int, ...]
 """Bytes that each stage may have, or one number for each."""
@@ -53,8 +53,8 @@ class Plan(JsonRecord, frozen=True, tag_field="format", tag="tarantella_pp.plan"
         ranks: Rank of each stage that the plan was made for; empty where each has its own.
         fallbacks: The stages whose backward pass the runtime could not cut in two, and why; known
             once they have trained.
-        kept_outputs: Why the last stage keeps the outputs of a whole batch, if loss or metrics of a
-            compiled model need them at once.
+        outputs: What loss and metrics of a compiled model need of its outputs, which the memory of
+            the last stage counts; `None` where that was not known.
     """
 
     noun: ClassVar[str] = "plan"
@@ -82,7 +82,7 @@ class Plan(JsonRecord, frozen=True, tag_field="format", tag="tarantella_pp.plan"
     program: str | None = None
     ranks: tuple[int, ...] = ()
     fallbacks: tuple[str, ...] = ()
-    kept_outputs: str | None = None
+    outputs: OutputUse | None = None
     version: int = 1
 
     def __post_init__(self) -> None:

@@ -11,10 +11,9 @@ from tarantella_pp.partition.cost import Costs
 from tarantella_pp.partition.graph import LayerGraph
 from tarantella_pp.partition.options import PlanOptions
 from tarantella_pp.partition.plan import Plan
-from tarantella_pp.partition.plan_parts import CutEdge, StagePlan
+from tarantella_pp.partition.plan_parts import CutEdge, OutputUse, StagePlan
 from tarantella_pp.partition.sizes import format_bytes
 from tarantella_pp.partition.slots import slot_bytes
-from tarantella_pp.partition.working import OutputUse
 
 _GROWING = ("activation_bytes", "recomputed_bytes", "working_bytes", "buffer_bytes")
 
@@ -36,11 +35,11 @@ def plan_in_force(
         graph: The model's layer graph.
         batch_size: Samples of a step.
         outputs: What loss and metrics need of the model's outputs.
-        in_flight: Most micro-batches that each stage holds, where another schedule runs.
+        in_flight: Most micro-batches that each stage holds, where GPipe runs instead.
     """
     planned = tuple(stage.in_flight for stage in plan.stages)
     held = planned if in_flight is None else tuple(in_flight)
-    before, _ = _figures(plan, graph, plan.batch_size, planned, None)
+    before, _ = _figures(plan, graph, plan.batch_size, planned, plan.outputs)
     now, cuts = _figures(plan, graph, batch_size, held, outputs)
     longer = batch_size / plan.batch_size
     stages = []
@@ -58,7 +57,8 @@ def plan_in_force(
         batch_size=batch_size,
         stages=tuple(stages),
         cuts=cuts,
-        kept_outputs=outputs.at_once,
+        outputs=outputs,
+        schedule=plan.schedule if in_flight is None else "gpipe",
     )
 
 
@@ -74,7 +74,8 @@ def check_limit(plan: Plan, planned_for: int) -> None:
     """
     for i, (stage, limit) in enumerate(zip(plan.stages, plan.limits or (), strict=False)):
         if stage.memory_bytes > limit:
-            why = f" ({plan.kept_outputs})" if plan.kept_outputs else ""
+            kept = plan.outputs.at_once if plan.outputs is not None else None
+            why = f" ({kept})" if kept else ""
             raise PlanError(
                 f"Stage {i} would need {stage.memory_bytes} bytes "
                 f"({format_bytes(stage.memory_bytes)}) for a batch of {plan.batch_size} samples"

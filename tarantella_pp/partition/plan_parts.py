@@ -120,6 +120,25 @@ class Tie(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bytes: int
 
 
+class OutputUse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What loss and metrics of a compiled model need of its outputs.
+
+    Attributes:
+        loss_at_once: Why the loss needs those of the whole batch at once, if it does.
+        metrics_at_once: Why the metrics do, if they do.
+        metrics: Whether there are metrics.
+    """
+
+    loss_at_once: str | None = None
+    metrics_at_once: str | None = None
+    metrics: bool = False
+
+    @property
+    def at_once(self) -> str | None:
+        """Why outputs of the whole batch are kept, if they are."""
+        return self.loss_at_once or self.metrics_at_once
+
+
 class Proof(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How good the plan is known to be; see `Certificate`.
 

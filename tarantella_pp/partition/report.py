@@ -133,8 +133,8 @@ def _footer(plan: Plan) -> list[str]:
     if all(stage.seconds is not None for stage in plan.stages):
         lines.append("Time is measured, of one micro-batch forward and backward.")
     lines += [f"No split backward pass, {reason}." for reason in plan.fallbacks]
-    if plan.kept_outputs is not None:
-        lines.append(f"Outputs of a whole batch are kept: {plan.kept_outputs}.")
+    if plan.outputs is not None and plan.outputs.at_once is not None:
+        lines.append(f"Outputs of a whole batch are kept: {plan.outputs.at_once}.")
     if plan.estimated:
         lines.append(f"Costs are guesses for: {', '.join(plan.estimated)}.")
     return lines

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from tarantella_pp.partition.chunking import Chunking
 from tarantella_pp.partition.graph import LayerGraph, Node, Weight
-from tarantella_pp.partition.plan_parts import CutEdge
+from tarantella_pp.partition.plan_parts import CutEdge, OutputUse
 from tarantella_pp.partition.sizes import item_bytes
 
 AT_ONCE = 5
@@ -29,26 +29,6 @@ WAITING_OUTPUTS = 1
 """Micro-batches whose outputs wait for metrics to be updated with them, at the most."""
 LOSS_COPIES = 3
 """Tensors of the outputs' size that a loss and its gradient make for a moment."""
-
-
-@dataclass(frozen=True, slots=True)
-class OutputUse:
-    """What loss and metrics need of a model's outputs.
-
-    Attributes:
-        loss_at_once: Why the loss needs those of the whole batch at once, if it does.
-        metrics_at_once: Why the metrics do, if they do.
-        metrics: Whether there are metrics.
-    """
-
-    loss_at_once: str | None = None
-    metrics_at_once: str | None = None
-    metrics: bool = False
-
-    @property
-    def at_once(self) -> str | None:
-        """Why outputs of the whole batch are kept, if they are."""
-        return self.loss_at_once or self.metrics_at_once
 
 
 @dataclass(frozen=True, slots=True)

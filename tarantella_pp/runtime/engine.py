@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.partition.extraction import ExtractedModel
-from tarantella_pp.partition.working import OutputUse
+from tarantella_pp.partition.plan_parts import OutputUse
 from tarantella_pp.runtime.communicator import Communicator
 from tarantella_pp.runtime.engine_options import EngineOptions
 from tarantella_pp.runtime.exchange import Exchange
@@ -196,6 +196,7 @@ class Engine:
         """Runs one prediction step; returns the model's outputs, on all ranks."""
         sizes = self._sizes(batch)
         step = BatchStep(batch, sizes, self._data, None, None, training=False)
+        self._metrics_differ |= self._layer_metrics.exist
         with self._whole_or_nothing():
             self._run(self._programs.inference(len(sizes)), step, sizes)
             parts = zip(*step.results, strict=True) if self._news.is_source else ()

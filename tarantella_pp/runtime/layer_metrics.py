@@ -147,6 +147,11 @@ class LayerMetrics:
                     self._owner[id(owned.variable)] = placement[stage]
                     self._of_rank[placement[stage]].append(owned.variable)
 
+    @property
+    def exist(self) -> bool:
+        """Whether layers have metrics."""
+        return bool(self._owner)
+
     def owner(self, variable: Any) -> int | None:
         """The rank that updates a variable of a metric; `None` if no layer does."""
         return self._owner.get(id(variable))

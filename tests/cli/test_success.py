@@ -7,7 +7,7 @@ import pathlib
 
 import pytest
 
-from tests.cli.jobs import PYTHONS, Job, tarantella
+from tests.cli.jobs import PYTHONS, Job, mpiexec, tarantella
 
 pytestmark = [pytest.mark.mpi, pytest.mark.parametrize("python", PYTHONS)]
 
@@ -116,3 +116,39 @@ def test_a_host_that_does_not_see_the_launchers_folder(python: str, script: list
         assert result.code != 0
         assert "rank 1 of 2 on host" in result.stderr
         assert "failed first: ValueError: a bad apple (fault.py:" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "taken"),
+    [("5,6", [], ["5", "6"]), ("5", ["--share-gpus"], ["5", "5"]), ("-1", [], ["-1", "-1"])],
+)
+def test_each_rank_takes_a_gpu(
+    python: str, given: str, options: list[str], taken: list[str]
+) -> None:
+    growth = "true" if given != "-1" else "None"
+    command = ["-n", "2", "--output-on-all-devices", *options, "gpu.py"]
+    with tarantella(python, *command, CUDA_VISIBLE_DEVICES=given) as job:
+        result = job.result()
+    assert result.code == 0, result.stderr
+    for rank, gpu in enumerate(taken):
+        assert f"rank {rank} takes {gpu}, growth {growth}\n" in result.stdout
+
+
+def test_more_ranks_than_gpus_are_refused(python: str) -> None:
+    with tarantella(python, "-n", "2", "gpu.py", CUDA_VISIBLE_DEVICES="5") as job:
+        result = job.result()
+    assert result.code == 1
+    assert "rank 1 of 2 on host" in result.stderr
+    assert "failed first: This host has 1 GPU, and at least 2 ranks." in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_without_the_launcher_a_gpu_is_taken_when_ranks_meet(
+    python: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,6")
+    with mpiexec(python, 2, "gpu.py") as job:
+        result = job.result()
+    assert result.code == 0, result.stderr
+    for rank, gpu in enumerate(["5", "6"]):
+        assert f"rank {rank} takes {gpu}, growth true\n" in result.stdout

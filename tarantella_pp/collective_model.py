@@ -50,6 +50,40 @@ class CollectiveModel(keras.Model):
         """
         super().set_weights(weights)
 
+    def get_state_tree(self, value_format: str = "backend_tensor") -> dict[str, Any]:
+        """Returns weights and slots by name, where one process has all of them.
+
+        Args:
+            value_format: As of `keras.Model.get_state_tree`.
+
+        Raises:
+            ConfigurationError: If they are on several ranks.
+        """
+        self._refuse_trees("get_state_tree")
+        tree: dict[str, Any] = super().get_state_tree(value_format)
+        return tree
+
+    def set_state_tree(self, state_tree: dict[str, Any]) -> None:
+        """Sets weights and slots by name, where one process has all of them.
+
+        Args:
+            state_tree: As of `keras.Model.set_state_tree`.
+
+        Raises:
+            ConfigurationError: If they are on several ranks.
+        """
+        self._refuse_trees("set_state_tree")
+        super().set_state_tree(state_tree)
+
+    def _refuse_trees(self, method: str) -> None:
+        ranks = self._pipeline.communicator.size
+        if ranks > 1:
+            raise ConfigurationError(
+                f"{method} needs all weights and optimizer slots in one process; these are on "
+                f"{ranks} ranks, under names of their own. Use `get_weights` and `set_weights`, or "
+                "`save_weights` and `load_weights`, on all ranks."
+            )
+
     def get_config(self) -> dict[str, Any]:
         """Returns the configuration of the wrapped model."""
         config: dict[str, Any] = self._pipeline.extracted.model.get_config()

@@ -41,3 +41,7 @@ class LaunchError(TarantellaError, RuntimeError):
 
 class FileError(TarantellaError, OSError):
     """A file cannot be written: the disk is full, or the folder is missing or not ours."""
+
+
+class StaleWeightError(TarantellaError, RuntimeError):
+    """A weight that is trained on another rank is read, and its value here is out of date."""

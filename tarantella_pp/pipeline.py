@@ -35,6 +35,7 @@ class Pipeline:
         communicator: The ranks of the pipeline.
         free_schedule: Whether another schedule than the plan's may run where the loss needs it.
         wire_dtype: The type in which floating point numbers travel; `None` for their own.
+        state: The variables of the model, if a pipeline for it has been made before.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Pipeline:
         communicator: Communicator,
         free_schedule: bool = False,
         wire_dtype: str | None = None,
+        state: ModelState | None = None,
     ) -> None:
         self.extracted = extracted
         self.communicator = communicator
@@ -67,7 +69,7 @@ class Pipeline:
         self.feed = self.engine.feed(lambda x: standardize_inputs(model, x))
         # Weights whose results are not needed are in no stage, and the same everywhere.
         variables = list({id(v): v for v in (*extracted.variables, *model.variables)}.values())
-        self.state = ModelState(variables, self.engine.owners, communicator)
+        self.state = state or ModelState(variables, self.engine.owners, communicator)
 
     @property
     def plan(self) -> Plan:
@@ -95,6 +97,7 @@ class Pipeline:
             plan = self._plan_of(batch.rows, self.engine.output_use(batch))
             check_limit(plan, self._plan.batch_size)
             self._in_force, self._largest_batch = plan, batch.rows
+        self.state.begin_step()
         return self.engine.train(batch)
 
     def forget_compilation(self) -> None:
@@ -122,7 +125,7 @@ class Pipeline:
         self._plan.check(extracted.graph)
         plan = with_findings(self._plan, self.engine.recipe, {})
         free, wire = self._options.free_schedule, self._options.wire_dtype
-        return Pipeline(model, extracted, plan, self.communicator, free, wire)
+        return Pipeline(model, extracted, plan, self.communicator, free, wire, self.state)
 
     def divide(self, optimizer: Any, model: Any) -> OptimizerState:
         """Leaves an optimizer with this rank's share of its slots; all ranks must call it.

@@ -21,6 +21,7 @@ from tarantella_pp.partition.extraction import extract
 from tarantella_pp.partition.plan import Plan
 from tarantella_pp.pipeline import Pipeline, agreed_plan
 from tarantella_pp.runtime.communicator import world
+from tarantella_pp.runtime.keras_state import compiled_with, forget_functions
 from tarantella_pp.runtime.keras_training import (
     compile_loss,
     forget_validation,
@@ -41,6 +42,10 @@ class PipelineModel(CollectiveModel):
     micro-batch instead of the batch. In one process, not started by MPI, that process owns all
     stages. All ranks must make the same calls: `fit`, `evaluate`, `predict`, `save` and
     `get_weights` are collective. Only rank 0 reads data, only the last rank prints.
+
+    If the model is compiled, so is the pipeline, with the same optimizer, loss and metrics; on
+    several ranks each leaves the optimizer with the slots of its own weights, so that the wrapped
+    model itself cannot be trained any more.
 
     Args:
         model: The Functional or Sequential model. It is neither copied nor changed, but its
@@ -138,6 +143,7 @@ class PipelineModel(CollectiveModel):
             )
 
         facts = {**given, "plan": plan is not None, "wire_dtype": wire_dtype}
+        facts["compiled model"] = model.compiled
         with communicator.call("PipelineModel", **facts):
             agreed = agreed_plan(make, extracted.graph, communicator)
             checks.check_replicas(agreed.num_replicas)
@@ -150,6 +156,20 @@ class PipelineModel(CollectiveModel):
             self._pipeline.state.start_alike()
         if self._pipeline.prints:
             checks.warn_of_batch_statistics(extracted.calls, agreed.num_micro_batches)
+        if model.compiled:
+            self._compile_as(model)
+
+    def _compile_as(self, model: keras.Model) -> None:
+        """Takes over optimizer, loss and metrics of the wrapped model."""
+        model.reset_metrics()  # Keras' `fit` does not at first, of metrics that are not its own
+        try:
+            self.compile(**compiled_with(model))
+        except ConfigurationError as error:
+            raise ConfigurationError(
+                f"Model '{model.name}' is compiled, so its pipeline is compiled alike, which does "
+                f"not work: {error} Compile the model otherwise before you wrap it, or load it "
+                "with `compile=False`."
+            ) from error
 
     @property
     def layers(self) -> list[keras.layers.Layer]:
@@ -244,18 +264,23 @@ class PipelineModel(CollectiveModel):
             self._renew()
         if self._optimizer_state is not None:
             self._optimizer_state.build()
+        self._pipeline.state.refresh()
+        if self._pipeline.communicator.size > 1:
+            forget_functions(self._pipeline.extracted.model)
         if force or self.train_function is None:
             step = self._pipeline.train
             self.train_function: Any = self._pipeline.stepper(step, self.steps_per_execution)
 
     def make_test_function(self, force: bool = False) -> None:
         """Builds this rank's evaluation step; called by Keras' own loops."""
+        self._pipeline.state.refresh()
         if force or self.test_function is None:
             step = self._pipeline.engine.test
             self.test_function: Any = self._pipeline.stepper(step, self.steps_per_execution)
 
     def make_predict_function(self, force: bool = False) -> None:
         """Builds this rank's prediction step; called by Keras' own loops."""
+        self._pipeline.state.refresh()
         self.predict_function = self._pipeline.predict
 
     @collective(learning_rate=learning_rate_of)
@@ -286,7 +311,8 @@ class PipelineModel(CollectiveModel):
     def predict_step(self, data: Any) -> Any:
         """Predicts one batch, for loops of your own; as `train_step`, but needs no `compile`."""
         checks.check_step_by_hand("predict_step", True)
-        return self._pipeline.predict([data])
+        self.make_predict_function()
+        return self.predict_function([data])
 
     def get_metrics_result(self) -> dict[str, Any]:
         """Returns the logs of the last step, which are the same on every rank."""

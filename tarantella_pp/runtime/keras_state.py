@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import keras
 import numpy as np
+from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 from keras.src.legacy.saving import legacy_h5_format
 from keras.src.saving import saving_lib
 
@@ -197,6 +198,33 @@ def send_files_through(kind: type) -> None:
     send(saving_lib, "save_weights_only", "save_weights")
     send(saving_lib, "load_weights_only", "load_weights")
     send(legacy_h5_format, "save_model_to_hdf5", "save")
+
+
+def compiled_with(model: Any) -> dict[str, Any]:
+    """What a model was compiled with, to compile another one alike.
+
+    Args:
+        model: A compiled model.
+    """
+    arguments = dict(model._compile_config.config)
+    del arguments["jit_compile"]  # which Keras has resolved, and a pipeline does by itself
+    return arguments
+
+
+def forget_functions(model: Any) -> None:
+    """Lets a model and those in it trace their steps anew: traced ones do not ask for weights.
+
+    Args:
+        model: A Keras model.
+    """
+    for layer in model._flatten_layers():
+        if isinstance(layer, keras.Model):
+            layer.train_function = layer.test_function = layer.predict_function = None
+
+
+def needs_only_shapes() -> bool:
+    """Whether Keras runs a layer just now to learn the shapes of what it returns."""
+    return bool(in_symbolic_scope())
 
 
 def pickled(file: bytes) -> tuple[Any, ...]:

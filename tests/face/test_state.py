@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 from keras import layers
 
+from tarantella_pp.errors import ConfigurationError, UnsupportedModelError
+from tarantella_pp.optimizer_state import OptimizerState
 from tarantella_pp.pipeline_model import PipelineModel
-from tarantella_pp.runtime.communicator import world
+from tarantella_pp.runtime.communicator import Communicator, world
 from tests.mpi import mpi_run
 from tests.training import X, Y, distance, mlp, use_float64
 
@@ -84,7 +86,9 @@ def interrupted(name, folder, **options):
     model.save_weights(folder / f"{name}.weights.h5")
     loaded = keras.saving.load_model(folder / f"{name}.keras")
     again = PipelineModel(loaded, num_micro_batches=2, **options)
-    again.compile(loaded.optimizer, "mse")
+    assert again.optimizer is loaded.optimizer  # wrapping has compiled it
+    if name in ("Adam", "several"):
+        again.compile(loaded.optimizer, "mse")
     again.save(folder / f"{name}.loaded.keras")
     again.fit(X, Y, **QUIET)
     again.save(folder / f"{name}.on.keras")
@@ -136,3 +140,61 @@ def test_a_break_changes_nothing_on_several_ranks(tmp_path, ranks, stages, names
     run = mpi_run(ranks, interrupt_all, str(tmp_path), names, stages, timeout=400).check()
     for name, slots in zip(names, zip(*run.results, strict=True), strict=True):
         check(name, tmp_path, slots)
+
+
+def compiled():
+    keras.utils.set_random_seed(1)
+    model = mlp()
+    metrics = ["mae", keras.metrics.RootMeanSquaredError()]
+    model.compile("adam", "huber", loss_weights=2.0, metrics=metrics, steps_per_execution=2)
+    model.fit(X, Y, **QUIET)
+    return model
+
+
+def test_a_wrapped_model_is_compiled_as_it_was():
+    expected, plain = compiled(), compiled()
+    model = PipelineModel(plain, num_stages=2, num_micro_batches=2)
+    assert model.optimizer is plain.optimizer
+    assert model.steps_per_execution == 2
+    for _ in range(2):
+        told = [m.fit(X, Y, **QUIET).history for m in (expected, model)]
+        assert distance(*told) < ROUNDING
+        told = [m.evaluate(X, Y, return_dict=True, verbose=0) for m in (expected, model)]
+        assert distance(*told) < ROUNDING
+    assert distance(state_of(expected), state_of(model)) < ROUNDING
+    assert not PipelineModel(mlp(), num_stages=2).compiled
+
+
+def test_what_a_pipeline_cannot_be_compiled_with_is_refused_when_it_is_wrapped():
+    plain = mlp()
+    plain.compile(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()), "mse")
+    with pytest.raises(ConfigurationError, match=r"before you wrap it, or .* `compile=False`"):
+        PipelineModel(plain, num_stages=2)
+
+
+def test_an_optimizer_for_other_weights_is_refused_by_name():
+    """As one rank of several sees it; the others hear of it."""
+    plain = mlp()
+    model = PipelineModel(plain, num_stages=2)
+    weights = model.trainable_variables
+
+    class Alone(Communicator):
+        size = 2
+
+    owners = model._pipeline.engine.owners
+    foreign = keras.optimizers.Adam()
+    foreign.build(mlp().trainable_variables)
+    with pytest.raises(
+        ConfigurationError, match=r"built for other weights .* Pass a new optimizer"
+    ):
+        OptimizerState(foreign, weights, owners, Alone())
+    with pytest.raises(UnsupportedModelError, match=r"OddOptimizer .* divided among ranks"):
+        OptimizerState(OddOptimizer(0.1), weights, owners, Alone())
+
+
+class OddOptimizer(keras.optimizers.SGD):
+    """Keeps its slots where nobody can tell whose they are."""
+
+    def build(self, variables):
+        super().build(variables)
+        self.slots_by_name = {v.path: self.add_variable_from_reference(v) for v in variables}

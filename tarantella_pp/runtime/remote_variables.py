@@ -1,0 +1,90 @@
+"""Variables that other ranks train: their value here is read only while it is the true one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from tarantella_pp.errors import StaleWeightError
+from tarantella_pp.runtime.keras_state import needs_only_shapes
+
+
+class Clock:
+    """Counts the training steps of a pipeline.
+
+    Attributes:
+        steps: Their number.
+    """
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+
+def make_remote(variable: Any, clock: Clock) -> None:
+    """Lets a variable refuse to be read after a step in which another rank trained it.
+
+    It stays the same object, and is read again once it has been assigned a value.
+
+    Args:
+        variable: A Keras variable that this rank does not use.
+        clock: That of the pipeline. A variable may be one of several pipelines.
+    """
+    if not isinstance(variable, _Remote):
+        variable._seen = {}
+        variable.__class__ = _remote_kind(type(variable))
+    variable._seen[clock] = clock.steps
+
+
+def is_stale(variable: Any) -> bool:
+    """Whether another rank has trained a variable since this rank had its value."""
+    return isinstance(variable, _Remote) and variable.is_stale
+
+
+class _Remote(keras.Variable):  # type: ignore[misc]
+    """A variable whose value is on another rank."""
+
+    _seen: dict[Clock, int]
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether a pipeline has made a step since the value was assigned."""
+        return any(clock.steps != seen for clock, seen in self._seen.items())
+
+    @property
+    def value(self) -> Any:
+        """The value, which Keras asks for whenever it needs it.
+
+        Raises:
+            StaleWeightError: If it is no longer the true one.
+        """
+        if self.is_stale and not needs_only_shapes():
+            raise StaleWeightError(
+                f"Weight '{self.path}' is trained on another rank, and its value on this one is "
+                "out of date. Call `get_weights()` of the PipelineModel on all ranks: it brings "
+                "all weights of all layers up to date, until the next training step."
+            )
+        return super().value
+
+    def assign(self, value: Any) -> Any:
+        """Takes over a value, which is the true one from now on."""
+        assigned = super().assign(value)
+        self._seen.update({clock: clock.steps for clock in self._seen})
+        return assigned
+
+    def __repr__(self) -> str:
+        if not self.is_stale:
+            return str(super().__repr__())
+        return (
+            f"<Variable path={self.path}, shape={self.shape}, dtype={self.dtype}, on other ranks>"
+        )
+
+
+_KINDS: dict[type, type] = {}
+
+
+def _remote_kind(kind: type) -> type:
+    """The class of remote variables of a class of variables."""
+    if kind not in _KINDS:
+        _KINDS[kind] = type(kind.__name__, (_Remote, kind), {})
+    return _KINDS[kind]

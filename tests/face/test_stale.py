@@ -1,0 +1,148 @@
+"""A weight that is trained on another rank is never read with an old value."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+
+from tarantella_pp.errors import ConfigurationError, StaleWeightError
+from tarantella_pp.pipeline_model import PipelineModel
+from tarantella_pp.runtime.communicator import world
+from tests.mpi import mpi_run
+from tests.training import IDS, X, Y, distance, integers, mlp, tied_head, use_float64
+
+pytestmark = [pytest.mark.keras, pytest.mark.mpi]
+
+ROUNDING = 1e-10
+QUIET = {"batch_size": 8, "epochs": 1, "shuffle": False, "verbose": 0}
+
+
+def told(read):
+    """What a read gives: the kind of error, or that there was none."""
+    try:
+        read()
+    except (StaleWeightError, ConfigurationError) as error:
+        return type(error).__name__
+    return ""
+
+
+class Reader(keras.callbacks.Callback):
+    """Reads all weights at the end of each epoch, in the one way or the other."""
+
+    def __init__(self, collectively):
+        super().__init__()
+        self.collectively = collectively
+        self.found = []
+
+    def on_epoch_end(self, epoch, logs=None):
+        if self.collectively:
+            self.model.get_weights()
+        self.found.append(told(lambda: [layer.get_weights() for layer in self.model.layers]))
+
+
+def read_everything(folder):
+    use_float64()
+    keras.utils.set_random_seed(1)
+    plain = mlp()
+    model = PipelineModel(plain, num_stages=2, num_micro_batches=2)
+    model.compile("adam", "mse")
+    plain.predict(X, verbose=0)  # traced before the weights leave
+    other, own = (plain.layers[1:3], plain.layers[3:])[:: 1 if world().rank else -1]
+    reads = {
+        "layer": lambda: other[0].get_weights(),
+        "call": lambda: other[0](np.zeros((1, other[0].kernel.shape[0]))),
+        "number": lambda: model.trainable_variables[0 if world().rank else -1].numpy(),
+        "operation": lambda: keras.ops.sum(other[0].kernel),
+        "model": lambda: keras.Model.get_weights(plain),
+        "predict": lambda: plain.predict(X, verbose=0),
+        "file": lambda: keras.saving.save_weights(plain, f"{folder}/{world().rank}.weights.h5"),
+        "tree": lambda: model.get_state_tree(),
+    }
+    found = {"start": [told(read) for read in reads.values()]}
+    readers = [Reader(False), Reader(True)]
+    model.fit(X, Y, callbacks=readers, **{**QUIET, "epochs": 2})
+    found["epochs"] = [reader.found for reader in readers]
+    model.fit(X, Y, **QUIET)
+    found["trained"] = {name: told(read) for name, read in reads.items()}
+    found["own"] = told(own[0].get_weights)
+    found["text"] = repr(other[0].kernel)
+    model.summary(print_fn=lambda *_, **__: None)
+    keras.models.clone_model(plain)
+    found["shapes"] = [model.count_params(), [list(w.shape) for w in model.weights]]
+    model.get_weights()
+    found["gathered"] = [told(read) for read in reads.values()]
+    found["values"] = [w.tolist() for w in plain.get_weights()]
+    model.fit(X, Y, **QUIET)
+    model.set_weights([w * 0 for w in model.get_weights()])
+    found["set"] = [told(read) for read in reads.values()]
+    # A weight that is used here is sent here at each step.
+    tied = PipelineModel(tied_head(), num_stages=2, num_micro_batches=2)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    tied.compile("sgd", loss)
+    tied.fit(IDS, integers(6, 5, seed=8), **QUIET)
+    found["tied"] = tied.layers[1].get_weights()[0].tolist()
+    return found
+
+
+def test_reads_on_the_wrong_rank(tmp_path):
+    run = mpi_run(2, read_everything, str(tmp_path), timeout=200).check()
+    reads = 8
+    for found in run.results:
+        assert found["start"] == ["", *[""] * (reads - 2), "ConfigurationError"]
+        assert found["epochs"] == [["StaleWeightError"] * 2, [""] * 2]
+        kinds = found["trained"]
+        assert kinds.pop("tree") == "ConfigurationError"
+        assert set(kinds.values()) == {"StaleWeightError"}, kinds
+        assert found["own"] == ""
+        assert "value=" not in found["text"]
+        assert found["shapes"][0] == mlp().count_params()
+        assert found["gathered"] == found["set"] == found["start"]
+    assert run.results[0]["values"] == run.results[1]["values"]
+    assert run.results[0]["tied"] == run.results[1]["tied"]
+
+
+def with_a_layer(shared):
+    """A model that ends with a layer, and one that begins with it."""
+    first, last = keras.Input((6,)), keras.Input((6,))
+    x = keras.layers.Dense(6)(keras.layers.Dense(6, activation="tanh")(first))
+    y = keras.layers.Dense(6, activation="tanh")(shared(last))
+    return keras.Model(first, shared(x)), keras.Model(last, keras.layers.Dense(6)(y))
+
+
+def take_turns(wrap):
+    keras.utils.set_random_seed(1)
+    models = [wrap(model) for model in with_a_layer(keras.layers.Dense(6, activation="tanh"))]
+    for model in models:
+        model.compile("adam", "mse")
+    told = []
+    for model in (models[0], models[1], models[1], models[0]):
+        told += model.fit(X, X, **QUIET).history["loss"]
+        told += [other.evaluate(X, X, verbose=0) for other in models[::-1]]
+    told.append(float(np.abs(models[1].predict(X, verbose=0)).sum()))
+    return models, told
+
+
+def take_turns_on_ranks():
+    use_float64()
+    plain = []
+
+    def wrap(model):
+        plain.append(model)
+        return PipelineModel(model, num_stages=2, num_micro_batches=1)
+
+    models, told = take_turns(wrap)
+    owners = [model._pipeline.engine.owners.owner(plain[0].layers[-1].kernel) for model in models]
+    # Another one begins with the true weights, wherever they are.
+    again = PipelineModel(plain[1], num_stages=2, num_micro_batches=2)
+    again.compile("adam", "mse")
+    return owners, [*told, again.evaluate(X, X, verbose=0)]
+
+
+def test_pipelines_with_a_layer_in_common():
+    run = mpi_run(2, take_turns_on_ranks, timeout=200).check()
+    models, expected = take_turns(lambda model: model)
+    expected.append(models[1].evaluate(X, X, verbose=0))
+    for owners, told in run.results:
+        assert owners == [1, 0]  # on another rank in each
+        assert distance(expected, told) < ROUNDING

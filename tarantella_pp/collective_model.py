@@ -154,7 +154,7 @@ class CollectiveModel(keras.Model):
             )
         pipeline.refuse_existing(path, overwrite)
         pipeline.state.gather()
-        optimizer = self._whole_optimizer() if include_optimizer else None
+        optimizer = self._whole_optimizer(pipeline.prints) if include_optimizer else None
 
         def write(draft: Path) -> None:
             write_plain(pipeline.extracted, self._config(optimizer), optimizer, draft)
@@ -182,7 +182,7 @@ class CollectiveModel(keras.Model):
         path = _path(filepath)
         pipeline.refuse_existing(path, overwrite)
         pipeline.state.gather()
-        plain = plain_model(pipeline.extracted, self._whole_optimizer())
+        plain = plain_model(pipeline.extracted, self._whole_optimizer(pipeline.prints))
         replace = replace_file if max_shard_size is None else replace_shards
 
         def write(draft: Path) -> None:
@@ -206,9 +206,9 @@ class CollectiveModel(keras.Model):
         plain = plain_model(self._pipeline.extracted, optimizer)
         plain.load_weights(filepath, skip_mismatch=skip_mismatch, **kwargs)
 
-    def _whole_optimizer(self) -> Any:
-        """The optimizer of the whole model, to save; `None` if there is none."""
-        return None if self._optimizer_state is None else self._optimizer_state.whole()
+    def _whole_optimizer(self, keep: bool = True) -> Any:
+        """The optimizer of the whole model, to save, on ranks that keep it; or `None`."""
+        return None if self._optimizer_state is None else self._optimizer_state.whole(keep)
 
     def _config(self, optimizer: Any = True) -> dict[str, Any]:
         """Describes the wrapped model, with its compilation if there is an optimizer."""

@@ -75,12 +75,15 @@ class OptimizerState:
         finalize_only(self._optimizer, self._own)
         self._held()
 
-    def whole(self) -> Any:
+    def whole(self, keep: bool = True) -> Any:
         """Brings all slots together; takes all ranks.
+
+        Args:
+            keep: Whether this rank needs them.
 
         Returns:
             An optimizer to save: what Keras writes of it is what it writes of the optimizer of
-            the whole model.
+            the whole model. `None` if this rank does not need it.
         """
         if self._communicator.size == 1:
             return self._optimizer
@@ -91,21 +94,26 @@ class OptimizerState:
             {str(i): [list(variable.shape), variable.dtype] for i, variable in held.items()}
         ):
             shapes.update({int(i): described for i, described in theirs.items()})
-        return self._stand_in([self._value(i, held, *shapes[i]) for i in range(len(self._slots))])
+        values = []
+        for i in range(len(self._slots)):
+            value = self._value(i, held, *shapes[i])
+            if keep:
+                values.append(value)
+        return self._stand_in(values) if keep else None
 
     def receiver(self) -> Any:
         """An optimizer that keeps of what it loads this rank's share; takes all ranks.
 
-        Returns:
-            The optimizer, or `None` if it has no slots yet: then plain Keras loads none.
+        As plain Keras loads no slots before the first step, this does not, either.
         """
         if self._communicator.size == 1:
             return self._optimizer
-        built = self._communicator.broadcast_json(self._optimizer.built, self._source([]))
-        if not built:
-            return None
+        name = self._optimizer.name
+        if not self._communicator.broadcast_json(self._optimizer.built, self._source([])):
+            variables = dict(enumerate(self._optimizer.variables))
+            return _StandIn(name, len(variables), receivers=variables)
         self.build()
-        return _StandIn(self._optimizer.name, len(self._slots), receivers=self._held())
+        return _StandIn(name, len(self._slots), receivers=self._held())
 
     def _agreed(self, weights: Sequence[Any]) -> list[Place]:
         """Divides the optimizer, in the same way on all ranks."""
@@ -169,7 +177,7 @@ class OptimizerState:
 
     def _source(self, positions: Sequence[int]) -> int:
         """The rank with the values of a slot; one that serves no single weight is on several."""
-        return self._ranks[positions[0] if positions else 0]
+        return self._ranks[positions[0] if positions else 0] if self._ranks else 0
 
     def _stand_in(self, values: Sequence[_Array]) -> _StandIn:
         parts: dict[tuple[int, str], list[_Array]] = {}

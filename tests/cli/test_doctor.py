@@ -37,3 +37,18 @@ def test_a_machine_without_mpi_is_reported(
     doctor.add_arguments(parser)
     assert doctor.run(parser.parse_args([])) == 1
     assert "Found no MPI" in capsys.readouterr().out
+
+
+def test_a_machine_without_tensorflow_is_reported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    link = {"latency_us": 1.0, "bandwidth_gb_per_s": 1.0}
+    monkeypatch.setattr(doctor.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(doctor.mpi, "find_launcher", lambda name: doctor.mpi.Mpich("mpiexec"))
+    monkeypatch.setattr(doctor, "_measure_link", lambda name: link)
+    parser = doctor.argparse.ArgumentParser()
+    doctor.add_arguments(parser)
+    assert doctor.run(parser.parse_args([])) == 1
+    told = " ".join(capsys.readouterr().out.split())
+    assert "tensorflow is not installed: `pip install tensorflow-cpu`" in told
+    assert "keras is not installed: `pip install keras`" in told

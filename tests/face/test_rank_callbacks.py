@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 from pathlib import Path
 
@@ -69,6 +70,14 @@ class Stop(keras.callbacks.Callback):
         self._end("predict", batch, "stop_predicting")
 
 
+class Fails(keras.callbacks.Callback):
+    """Fails on all ranks, at a batch."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 2:
+            raise RuntimeError
+
+
 STOPS = {
     "the first rank, at once": ((0,), {"train": 2}, {}, 3),
     "all ranks, at once": ((0, 1), {"train": 2}, {}, 3),
@@ -93,6 +102,12 @@ def stop():
     model, callback = pipeline(steps_per_execution=2), Stop((1,), train=1)
     model.fit(X, Y, epochs=2, callbacks=[callback], **QUIET)
     found["two at a time"] = callback.ended["train"]
+    model, again = pipeline(), Stop((1,), train=2)
+    for _ in range(2):
+        with contextlib.suppress(RuntimeError):
+            model.fit(X, Y, callbacks=[Fails()], **QUIET)
+        model.fit(X, Y, validation_data=(X, Y), callbacks=[again], **QUIET)
+    found["after errors"] = [again.ended["train"], int(model.optimizer.iterations)]
     model, evaluation = pipeline(), Stop((1,), test=2, predict=2)
     model.evaluate(X, Y, batch_size=4, verbose=0, callbacks=[evaluation])
     model.predict(X, batch_size=4, verbose=0, callbacks=evaluation)
@@ -101,7 +116,7 @@ def stop():
 
 
 def test_all_ranks_stop_after_the_same_step():
-    run = mpi_run(2, stop, timeout=120, env={"TNT_TIMEOUT": "60"}).check()
+    run = mpi_run(2, stop, timeout=240, env={"TNT_TIMEOUT": "60"}).check()
     assert run.results[0] == run.results[1]
     found = run.results[0]
     for name, (_, _, _, steps) in STOPS.items():
@@ -115,6 +130,7 @@ def test_all_ranks_stop_after_the_same_step():
         assert distance([w.tolist() for w in model.get_weights()], weights, "weights") < ROUNDING
     assert found["the last rank, in validation"][1]["test"] == [0, 1, 2] * 2
     assert found["two at a time"] == [1, 3]
+    assert found["after errors"] == [[0, 1, 2, 3] * 2, 2 * (3 + 4)]
     assert found["evaluation"]["test"] == [0, 1, 2, 3]
     assert found["evaluation"]["predict"] == [0, 1, 2, 3]
 
@@ -150,7 +166,7 @@ def change_rates():
 
 
 def test_learning_rates_that_differ_are_refused():
-    run = mpi_run(2, change_rates, timeout=120, env={"TNT_TIMEOUT": "60"}).check()
+    run = mpi_run(2, change_rates, timeout=240, env={"TNT_TIMEOUT": "60"}).check()
     assert run.results[0] == run.results[1]
     texts, history = run.results[0]
     for i, text in enumerate(texts[:6]):
@@ -235,7 +251,7 @@ def test_callbacks_that_write_do_so_once_and_see_the_weights(tmp_path):
     for name in ("ranks", "plain"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "board" / "train").mkdir(parents=True)
-    run = mpi_run(2, write, str(tmp_path), timeout=120, env={"TNT_TIMEOUT": "60"}).check()
+    run = mpi_run(2, write, str(tmp_path), timeout=240, env={"TNT_TIMEOUT": "60"}).check()
     model, callbacks = plain(), writers(tmp_path / "plain")
     model.fit(X, Y, epochs=3, callbacks=callbacks, **QUIET)
     names = files(tmp_path / "plain")

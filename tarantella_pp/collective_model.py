@@ -15,6 +15,7 @@ from tarantella_pp.collective import collective, digest
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.file_replacement import replace_file, replace_shards
 from tarantella_pp.runtime.keras_state import pickled, send_files_through
+from tarantella_pp.runtime.remote_variables import refuse_stale
 from tarantella_pp.saving import config_of, plain_model, write_plain
 
 if TYPE_CHECKING:
@@ -237,4 +238,4 @@ def _path(filepath: Any) -> Path:
     return Path(filepath)
 
 
-send_files_through(CollectiveModel)
+send_files_through(CollectiveModel, refuse_stale)

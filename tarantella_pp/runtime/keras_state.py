@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -170,7 +170,7 @@ def finalize_only(optimizer: Any, weights: Sequence[Any]) -> None:
     optimizer.finalize_variable_values = lambda _: finalize(optimizer, list(weights))
 
 
-def send_files_through(kind: type) -> None:
+def send_files_through(kind: type, check: Callable[[Any], None]) -> None:
     """Lets Keras' functions that save and load models use the methods of a class of models.
 
     `keras.saving.save_model`, `save_weights`, `load_weights` and their like open a file before they
@@ -178,6 +178,7 @@ def send_files_through(kind: type) -> None:
 
     Args:
         kind: Its models have `save`, `save_weights` and `load_weights` that do all by themselves.
+        check: Refuses to save models of other classes that cannot be, before a file is opened.
     """
 
     def send(module: Any, name: str, method: str) -> None:
@@ -187,6 +188,8 @@ def send_files_through(kind: type) -> None:
         @functools.wraps(original)
         def sent(model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
             if not isinstance(model, kind):
+                if method != "load_weights":
+                    check(model)
                 return original(model, filepath, *args, **kwargs)
             given = inspect.signature(original).bind(model, filepath, *args, **kwargs).arguments
             options = {k: v for k, v in given.items() if v is not defaults[k].default}

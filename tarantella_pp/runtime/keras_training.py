@@ -187,8 +187,10 @@ def count_step(optimizer: Any) -> None:
     """Counts a step that updates nothing, for the sake of learning-rate schedules.
 
     Args:
-        optimizer: A built optimizer.
+        optimizer: The optimizer of a rank none of whose weights a gradient reaches.
     """
+    if isinstance(optimizer, keras.optimizers.Nadam) and optimizer.built:
+        optimizer._backend_update_step([], [], optimizer.learning_rate)  # its product of momenta
     optimizer._iterations.assign_add(1)
 
 

@@ -17,6 +17,7 @@ from tarantella_pp.partition.draft import Call
 from tarantella_pp.partition.extraction import ExtractedModel
 from tarantella_pp.partition.keras_internals import operation_fn
 from tarantella_pp.runtime.keras_training import logits_of
+from tarantella_pp.runtime.remote_variables import only_traced
 
 Activation = Callable[[tf.Tensor], tf.Tensor]
 
@@ -59,7 +60,8 @@ def _activation(extracted: ExtractedModel, call: Call, tensor: int) -> Activatio
         found.append(_ACTIVATIONS.get(made.op.type) if alike else None)
 
     specs = [tf.TensorSpec(tensors[t].shape, tensors[t].dtype) for t in call.inputs]
-    tf.function(trace, input_signature=specs, autograph=False).get_concrete_function()
+    with only_traced():  # the layer may be on another rank
+        tf.function(trace, input_signature=specs, autograph=False).get_concrete_function()
     return found[0]
 
 

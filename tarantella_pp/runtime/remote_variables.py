@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -19,6 +22,19 @@ class Clock:
 
     def __init__(self) -> None:
         self.steps = 0
+
+
+@contextlib.contextmanager
+def only_traced() -> Iterator[None]:
+    """Lets stale variables into graphs that are looked at and never run."""
+    before = _traced.set(True)
+    try:
+        yield
+    finally:
+        _traced.reset(before)
+
+
+_traced = contextvars.ContextVar("_traced", default=False)
 
 
 def make_remote(variable: Any, clock: Clock) -> None:
@@ -41,6 +57,20 @@ def is_stale(variable: Any) -> bool:
     return isinstance(variable, _Remote) and variable.is_stale
 
 
+def refuse_stale(model: Any) -> None:
+    """Refuses a model that cannot be read.
+
+    Args:
+        model: A Keras model.
+
+    Raises:
+        StaleWeightError: If another rank has trained one of its weights.
+    """
+    for variable in model.variables:
+        if is_stale(variable):
+            raise _error(variable)
+
+
 class _Remote(keras.Variable):  # type: ignore[misc]
     """A variable whose value is on another rank."""
 
@@ -58,12 +88,8 @@ class _Remote(keras.Variable):  # type: ignore[misc]
         Raises:
             StaleWeightError: If it is no longer the true one.
         """
-        if self.is_stale and not needs_only_shapes():
-            raise StaleWeightError(
-                f"Weight '{self.path}' is trained on another rank, and its value on this one is "
-                "out of date. Call `get_weights()` of the PipelineModel on all ranks: it brings "
-                "all weights of all layers up to date, until the next training step."
-            )
+        if self.is_stale and not _traced.get() and not needs_only_shapes():
+            raise _error(self)
         return super().value
 
     def assign(self, value: Any) -> Any:
@@ -78,6 +104,14 @@ class _Remote(keras.Variable):  # type: ignore[misc]
         return (
             f"<Variable path={self.path}, shape={self.shape}, dtype={self.dtype}, on other ranks>"
         )
+
+
+def _error(variable: Any) -> StaleWeightError:
+    return StaleWeightError(
+        f"Weight '{variable.path}' is trained on another rank, and its value on this one is out "
+        "of date. Call `get_weights()` of the PipelineModel on all ranks: it brings all weights "
+        "of all layers up to date, until the next training step."
+    )
 
 
 _KINDS: dict[type, type] = {}

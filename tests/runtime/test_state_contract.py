@@ -10,12 +10,14 @@ import inspect
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from keras import layers
 from keras.src.legacy.saving import legacy_h5_format
 from keras.src.saving import saving_lib
 
 from tarantella_pp.errors import StaleWeightError
 from tarantella_pp.runtime import keras_state
+from tarantella_pp.runtime.keras_training import count_step
 from tarantella_pp.runtime.remote_variables import Clock, is_stale, make_remote
 
 pytestmark = pytest.mark.keras
@@ -65,6 +67,19 @@ def test_an_optimizer_for_a_part_is_as_if_it_had_been_built_for_it(weights):
     keras_state.rebuild(optimizer, [])
     assert not optimizer.built
     assert len(optimizer.variables) == 2
+
+
+def test_a_step_that_updates_nothing_is_one_for_what_all_weights_share(weights):
+    """What is saved of it may come from a rank that no gradient reaches."""
+    counted, applied = keras.optimizers.Nadam(), keras.optimizers.Nadam()
+    for optimizer in (counted, applied):
+        optimizer.build(weights)
+    for _ in range(3):
+        tf.function(lambda: count_step(counted), autograph=False)()
+        applied.apply([np.ones((4, 3), "float32"), np.ones(3, "float32")], weights)
+    assert int(counted.iterations) == int(applied.iterations) == 3
+    assert float(counted._u_product) == pytest.approx(float(applied._u_product), rel=1e-6)
+    assert float(counted._u_product) < 1
 
 
 def test_what_is_refused_leaves_an_optimizer_as_it_was(weights, monkeypatch):

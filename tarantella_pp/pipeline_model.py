@@ -314,6 +314,31 @@ class PipelineModel(CollectiveModel):
         self.make_predict_function()
         return self.predict_function([data])
 
+    def compute_metrics(
+        self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None
+    ) -> dict[str, Any]:
+        """Updates the compiled metrics, for loops of your own in one process.
+
+        Args:
+            x: Inputs.
+            y: Targets.
+            y_pred: Outputs of the model.
+            sample_weight: Weights of the samples.
+
+        Returns:
+            Loss and metrics by now.
+
+        Raises:
+            ConfigurationError: On several ranks, where the metrics are those of the last one.
+        """
+        if self._pipeline.communicator.size > 1:
+            raise ConfigurationError(
+                "`compute_metrics()` would update the metrics of one rank alone. Use `test_step` "
+                "or `evaluate` on all ranks."
+            )
+        super().compute_metrics(x, y, y_pred, sample_weight)
+        return dict(keras.Model.get_metrics_result(self))
+
     def get_metrics_result(self) -> dict[str, Any]:
         """Returns the logs of the last step, which are the same on every rank."""
         return dict(self._pipeline.logs)

@@ -49,6 +49,19 @@ def test_steps_by_hand():
     assert distance(plain, found) < ROUNDING
 
 
+def test_loss_and_metrics_by_hand():
+    def use(model):
+        model.compile("adam", "mse", metrics=["mae"])
+        outputs = model(X)
+        loss = model.compute_loss(X, tf.constant(Y), outputs)
+        logs = model.compute_metrics(X, tf.constant(Y), outputs)
+        return float(loss), {name: float(value) for name, value in logs.items()}
+
+    plain, found = both(use, **CUT)
+    assert plain[1].keys() == found[1].keys() == {"loss", "mae"}
+    assert distance(plain, found) < ROUNDING
+
+
 def test_steps_by_hand_where_they_cannot_run():
     model = PipelineModel(mlp(), **CUT)
     data = (tf.constant(X), tf.constant(Y))

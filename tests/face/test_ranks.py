@@ -87,9 +87,9 @@ def train_cases(cases):
     ran = []
     forward = Stage.forward
 
-    def counted(self, key, inputs):
+    def counted(self, *arguments):
         ran.append(self.layout.index)
-        return forward(self, key, inputs)
+        return forward(self, *arguments)
 
     Stage.forward = counted
     found = []

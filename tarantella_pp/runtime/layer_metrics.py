@@ -74,9 +74,16 @@ class StageMetrics:
         In inference mode, where nothing is random, unless nothing moves there.
         """
         rows = [some_rows(tensor, sum(PARTS)) for tensor in inputs]
-        moved, means = self._try(rows, training=False)
-        if training:
-            means += self._try(rows, training=True, but=moved)[1]
+        try:
+            moved, means = self._try(rows, training=False)
+            if training:
+                means += self._try(rows, training=True, but=moved)[1]
+        except tf.errors.InvalidArgumentError as error:  # rows that are no samples, for example
+            names = ", ".join(dict.fromkeys(owned.layer for owned in self._owned))
+            raise UnsupportedModelError(
+                f"Whether the metrics of layers {names} may be updated by micro-batches cannot be "
+                f"tried with other numbers of samples: {error.message}. Use num_micro_batches=1."
+            ) from error
         return means
 
     def _try(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from hypothesis import HealthCheck, settings
 
 
@@ -18,3 +20,14 @@ def examples(count: int) -> settings:
         deadline=None,
         suppress_health_check=list(HealthCheck),
     )
+
+
+def asked_for(count: int) -> settings:
+    """Settings for a property whose examples are dear, of which more are drawn on demand.
+
+    Args:
+        count: Number of examples, unless the environment variable `TNT_TEST_EXAMPLES` says
+            another.
+    """
+    number = int(os.environ.get("TNT_TEST_EXAMPLES", count))
+    return settings(max_examples=number, deadline=None, suppress_health_check=list(HealthCheck))

@@ -453,7 +453,8 @@ def distance(first: Any, second: Any, name: str = "") -> float:
     assert np.isfinite(a).all()
     if not a.size or (a == b).all():
         return 0.0
-    return float(np.max(np.abs(a - b)) / np.max(np.abs(a)))
+    # What should be zero, as the gradient of the bias of the keys of an attention, is rounding.
+    return float(np.max(np.abs(a - b)) / max(np.max(np.abs(a)), 1e-5))
 
 
 def _numbers(items: Any) -> bool:

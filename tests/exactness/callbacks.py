@@ -1,0 +1,159 @@
+"""All callbacks of Keras: what they do to training, and what they write."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import callbacks
+
+from tarantella_pp.pipeline_model import PipelineModel
+from tarantella_pp.runtime.communicator import Communicator, world
+from tests.exactness.classes import classes_in
+from tests.exactness.trials import ROUNDING, Trial
+from tests.training import Case, X, Y, mlp
+
+NOT_TRIED = {
+    "Callback": "the base class of all callbacks",
+    "CallbackList": "what `fit` makes of several callbacks",
+}
+
+Seen = list[Any]
+
+
+def recorder(seen: Seen) -> keras.callbacks.Callback:
+    """Notes what callbacks are told."""
+    return callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, logs: seen.append([epoch, *map(float, logs.values())]),
+        on_train_batch_end=lambda batch, logs: seen.append([batch, *map(float, logs.values())]),
+    )
+
+
+# Each makes callbacks that write into a folder and note in a list what they see.
+MADE: dict[str, Callable[[Path, Seen], Any]] = {
+    "BackupAndRestore": lambda folder, seen: callbacks.BackupAndRestore(folder / "backup"),
+    "CSVLogger": lambda folder, seen: callbacks.CSVLogger(folder / "log.csv"),
+    "EarlyStopping": lambda folder, seen: callbacks.EarlyStopping(
+        "loss", min_delta=10.0, restore_best_weights=True
+    ),
+    "History": lambda folder, seen: callbacks.History(),
+    "LambdaCallback": lambda folder, seen: recorder(seen),
+    "LearningRateScheduler": lambda folder, seen: callbacks.LearningRateScheduler(
+        lambda epoch, rate: rate * 0.5
+    ),
+    "ModelCheckpoint": lambda folder, seen: callbacks.ModelCheckpoint(
+        folder / "new" / "{epoch}.keras"
+    ),
+    "OrbaxCheckpoint": lambda folder, seen: callbacks.OrbaxCheckpoint(folder / "orbax"),
+    "ProgbarLogger": lambda folder, seen: callbacks.ProgbarLogger(),
+    "ReduceLROnPlateau": lambda folder, seen: callbacks.ReduceLROnPlateau(
+        "loss", factor=0.1, patience=0, min_delta=10.0
+    ),
+    "RemoteMonitor": lambda folder, seen: callbacks.RemoteMonitor(),
+    "SwapEMAWeights": lambda folder, seen: callbacks.SwapEMAWeights(swap_on_epoch=True),
+    "TensorBoard": lambda folder, seen: callbacks.TensorBoard(
+        folder / "board", histogram_freq=1, write_graph=False, update_freq=1
+    ),
+    "TerminateOnNaN": lambda folder, seen: callbacks.TerminateOnNaN(),
+    "ModelCheckpoint(save_weights_only)": lambda folder, seen: callbacks.ModelCheckpoint(
+        folder / "{epoch}.weights.h5", save_weights_only=True, save_freq=2
+    ),
+}
+IN_FLOAT32 = ("TensorBoard",)
+
+
+def kinds() -> dict[str, Callable[[Path, Seen], Any]]:
+    """All callbacks that Keras has.
+
+    Raises:
+        KeyError: One is not known here.
+    """
+    found = {name: MADE[name] for name in classes_in(callbacks, NOT_TRIED)}
+    return found | {name: MADE[name] for name in MADE if name not in found}
+
+
+def trials() -> dict[str, Trial]:
+    """Each callback in two epochs of `fit`."""
+    return {
+        name: Trial(name, _case(name), Fit(make), limit=1e-5 if name in IN_FLOAT32 else ROUNDING)
+        for name, make in kinds().items()
+    }
+
+
+def _case(name: str) -> Case:
+    def compiled() -> dict[str, Any]:
+        ema = name == "SwapEMAWeights"
+        return {"optimizer": keras.optimizers.Adam(0.05, use_ema=ema), "loss": "mse"}
+
+    return Case(mlp, X, Y, compiled)
+
+
+class Fit:
+    """Trains with callbacks; returns what they did, saw, sent and wrote."""
+
+    def __init__(self, make: Callable[[Path, Seen], Any]) -> None:
+        self._make = make
+
+    def __call__(self, model: keras.Model, case: Case) -> dict[str, Any]:
+        ranks = world() if isinstance(model, PipelineModel) else Communicator()
+        folder = Path(ranks.broadcast_json(tempfile.mkdtemp() if ranks.rank == 0 else None))
+        seen: Seen = []
+        with mock.patch("requests.post") as post:
+            told = model.fit(
+                case.x, case.y, batch_size=8, epochs=2, shuffle=False, verbose=0,
+                callbacks=self._make(folder, seen),
+            )  # fmt: skip
+        sent = ranks.allgather_json([call.args[1] for call in post.call_args_list])
+        found = {
+            "history": told.history,
+            "seen": seen,
+            "sent": [list(json.loads(data["data"]).values()) for part in sent for data in part],
+            "weights": [w.tolist() for w in model.get_weights()],
+            "rate": float(model.optimizer.learning_rate),
+            "files": written(folder),
+        }
+        ranks.barrier()
+        if ranks.rank == 0:
+            shutil.rmtree(folder)
+        return found
+
+
+def written(folder: Path) -> dict[str, Any]:
+    """The numbers in the files of a folder."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        name = str(path.relative_to(folder))
+        if path.suffix == ".csv":
+            with path.open() as lines:
+                rows = [[v for v in row.values() if v != "NA"] for row in csv.DictReader(lines)]
+                found[name] = [list(map(float, row)) for row in rows]
+        elif path.suffix == ".keras":
+            weights = keras.saving.load_model(path).get_weights()
+            found[name] = [w.tolist() for w in weights]
+        elif path.name.endswith(".weights.h5"):
+            model = mlp()
+            model.load_weights(path)
+            found[name] = [w.tolist() for w in model.get_weights()]
+        elif "tfevents" in path.name:
+            found[str(path.parent.relative_to(folder))] = events(path)
+    return found
+
+
+def events(path: Path) -> dict[str, Any]:
+    """The numbers that TensorBoard would show, but those of time."""
+    found: dict[str, Any] = {}
+    for event in tf.compat.v1.train.summary_iterator(str(path)):
+        for value in event.summary.value:
+            array = np.asarray(tf.make_ndarray(value.tensor))
+            if array.dtype.kind == "f" and "per_second" not in value.tag:
+                found.setdefault(value.tag, []).append(array.tolist())
+    return found

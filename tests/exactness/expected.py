@@ -1,0 +1,81 @@
+"""What is not exact, and why; everything that is not named here must be."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Sequence
+
+from tests.exactness.trials import BY_MICRO_BATCH, DIFFERS, NOT_IN_KERAS, REFUSED, Verdict
+
+SEVERAL_SAMPLES = "looks at all samples of a micro-batch"
+NOT_YET_REFUSED = f"{SEVERAL_SAMPLES}, and is not refused yet"
+RANDOM = "draws other random numbers, as with another batch size"
+WEIGHTS_OF_ALL = "needs the weights of all ranks at once"
+
+# For each kind and outcome the reasons, with patterns of names as of a shell.
+NOT_EXACT: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
+    "losses": {
+        NOT_IN_KERAS: {
+            "no mask for each value": ("CTC, *, masked*",),
+        },
+    },
+    "metrics": {
+        NOT_IN_KERAS: {"takes no targets": ("Mean", "Sum")},
+    },
+    "layers": {
+        REFUSED: {
+            "strings cannot be sent": ("StringLookup", "TextVectorization"),
+            SEVERAL_SAMPLES: ("BatchNormalization[(]synchronized[)]",),
+        },
+        BY_MICRO_BATCH: {
+            RANDOM: (
+                "*Dropout*",
+                "*(dropout)",
+                "GaussianNoise",
+                "Pipeline",
+                "Random*",
+            ),
+            "takes statistics of each micro-batch": ("BatchNormalization",),
+            "updates its state with each micro-batch": ("SpectralNormalization",),
+            "adds a sum, which is taken for a mean": ("add_loss of a sum",),
+            NOT_YET_REFUSED: ("AutoContrast", "CutMix", "MelSpectrogram", "MixUp"),
+        },
+        DIFFERS: {NOT_YET_REFUSED: ("Lambda over all samples",)},
+    },
+    "optimizers": {
+        REFUSED: {
+            "loss scaling": ("LossScaleOptimizer",),
+            WEIGHTS_OF_ALL: ("*(global_clipnorm)", "*(use_ema)"),
+        },
+    },
+    "callbacks": {
+        NOT_IN_KERAS: {"needs a package that is not installed": ("OrbaxCheckpoint", "TensorBoard")},
+        REFUSED: {
+            "writes what one rank has": ("BackupAndRestore",),
+            WEIGHTS_OF_ALL: ("SwapEMAWeights",),
+        },
+    },
+}
+
+
+def reason(kind: str, verdict: Verdict) -> str | None:
+    """Why a verdict is not exact; `None` if it should be, or if the outcome is another."""
+    for text, patterns in NOT_EXACT[kind].get(verdict.outcome, {}).items():
+        if any(_matches(verdict.name, pattern) for pattern in patterns):
+            return text
+    return None
+
+
+def unused(kind: str, verdicts: Sequence[Verdict]) -> list[str]:
+    """The patterns that match no verdict of their outcome."""
+    return [
+        pattern
+        for outcome, reasons in NOT_EXACT[kind].items()
+        for patterns in reasons.values()
+        for pattern in patterns
+        if not any(v.outcome == outcome and _matches(v.name, pattern) for v in verdicts)
+    ]
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return fnmatch.fnmatchcase(name, pattern)

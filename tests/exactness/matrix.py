@@ -1,0 +1,72 @@
+"""The matrix: all losses, metrics, layers, optimizers and callbacks of Keras, as pipelines."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from tarantella_pp.runtime.step import BatchStep
+from tests.exactness import callbacks, layers, losses, metrics, optimizers
+from tests.exactness.trials import Judge, Trial, Verdict
+from tests.mpi import mpi_run
+from tests.training import use_float64
+
+KINDS = {
+    "losses": losses,
+    "metrics": metrics,
+    "layers": layers,
+    "optimizers": optimizers,
+    "callbacks": callbacks,
+}
+LAUNCHES = (("losses",), ("metrics", "layers", "optimizers", "callbacks"))
+"""What one launch of two ranks tries, so that each takes about as long."""
+
+RANKS, SECONDS = 2, 900.0
+
+
+def trials_of(kind: str, pattern: str = "") -> list[Trial]:
+    """The trials of a kind whose names match a regular expression from their start on."""
+    return [trial for name, trial in KINDS[kind].trials().items() if re.match(pattern, name)]
+
+
+def judge_on_rank(kinds: Sequence[str], pattern: str = "", broken: bool = False) -> dict[str, Any]:
+    """Judges all trials of some kinds on this rank."""
+    use_float64()
+    if broken:
+        weigh_all_losses_wrongly()
+    judge = Judge()
+    return {
+        kind: [dataclasses.asdict(v) for v in judge.judge(trials_of(kind, pattern))]
+        for kind in kinds
+    }
+
+
+def judge_on_two_ranks(
+    kinds: Sequence[str], pattern: str = "", broken: bool = False
+) -> dict[str, list[Verdict]]:
+    """Judges trials on two ranks, which must agree on all verdicts.
+
+    Args:
+        kinds: Which kinds.
+        pattern: Regular expression that names of trials must match from their start on.
+        broken: Whether gradients in pipelines are a little wrong, which must be noticed.
+    """
+    # A rank that fails alone leaves the others waiting.
+    env = {"TNT_TIMEOUT": "60"}
+    run = mpi_run(RANKS, judge_on_rank, kinds, pattern, broken, timeout=SECONDS, env=env).check()
+    first, second = run.results
+    assert first == second
+    return {kind: [Verdict(**v) for v in verdicts] for kind, verdicts in first.items()}
+
+
+def weigh_all_losses_wrongly() -> None:
+    """Breaks training a little: gradients are larger than they should be."""
+    honest = BatchStep.loss_gradients
+
+    def wrong(self: BatchStep, micro_batch: int) -> Any:
+        found = honest(self, micro_batch)
+        return {port: 1.001 * gradient for port, gradient in found.items()}
+
+    BatchStep.loss_gradients = wrong

@@ -1,0 +1,82 @@
+"""Whatever Keras has: trained on two ranks with the numbers of plain Keras, or refused by name."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+
+import keras
+import pytest
+
+from tests.exactness import expected, layers, matrix
+from tests.exactness.trials import DIFFERS, EXACT, Judge
+from tests.training import use_float64
+
+pytestmark = pytest.mark.keras
+
+QUICK = {
+    "losses": "(MeanSquaredError|SparseCategoricalCrossentropy), (sum|mean), masked, weighted$",
+    "metrics": "(AUC|MeanAbsoluteError|F1Score|Mean in a layer)$",
+    "layers": "(Conv2D|LSTM|Dropout|Embedding)$",
+    "optimizers": "(Muon|SGD.gradient_accumulation_steps.)$",
+    "callbacks": "(EarlyStopping|CSVLogger)$",
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _float64():
+    floatx, policy = keras.config.floatx(), keras.config.dtype_policy()
+    use_float64()
+    yield
+    keras.config.set_floatx(floatx)
+    keras.config.set_dtype_policy(policy)
+
+
+def check(kind, verdicts):
+    """Each verdict is exact or expected for a reason."""
+    wrong = [v for v in verdicts if v.outcome != EXACT and not expected.reason(kind, v)]
+    assert not wrong, "\n".join(f"{v.name}: {v.outcome} {v.error:.1e} {v.message}" for v in wrong)
+
+
+@pytest.mark.parametrize("kind", matrix.KINDS)
+def test_some_of_each_kind_in_one_process(kind):
+    verdicts = Judge().judge(matrix.trials_of(kind, QUICK[kind]))
+    assert len(verdicts) > 1
+    check(kind, verdicts)
+
+
+@pytest.mark.slow
+@pytest.mark.mpi
+@pytest.mark.parametrize("kinds", matrix.LAUNCHES, ids="-".join)
+def test_all_of_keras_on_two_ranks(kinds):
+    for kind, verdicts in matrix.judge_on_two_ranks(kinds).items():
+        check(kind, verdicts)
+        stale = expected.unused(kind, verdicts)
+        assert not stale, f"no longer so: {stale}"
+
+
+@pytest.mark.slow
+@pytest.mark.mpi
+def test_a_pipeline_that_is_wrong_is_noticed_on_two_ranks():
+    found = matrix.judge_on_two_ranks(
+        ["optimizers"], "SGD(.weight_decay.|.ExponentialDecay.)?$", broken=True
+    )
+    assert Counter(v.outcome for v in found["optimizers"]) == {DIFFERS: 3}
+    assert all(v.error > 1e-6 for v in found["optimizers"])
+
+
+@pytest.mark.parametrize("name", layers.NOT_BUILT)
+def test_layers_that_cannot_be_tried_are_left_out_alone(name):
+    kind = getattr(keras.layers, name)
+    with pytest.raises(ExceptionGroup, match="cannot run"):
+        layers.middle_of(name, functools.partial(layers.make, kind))
+
+
+@pytest.mark.parametrize("kind", matrix.KINDS)
+def test_what_is_left_out_is_there(kind):
+    """A name that Keras no longer has would hide nothing, but say so."""
+    public = {"losses": keras.losses, "metrics": keras.metrics, "layers": keras.layers}
+    public |= {"optimizers": keras.optimizers, "callbacks": keras.callbacks}
+    for name, reason in matrix.KINDS[kind].NOT_TRIED.items():
+        assert hasattr(public[kind], name)
+        assert reason

@@ -46,6 +46,8 @@ def run(mode: str, tests: Sequence[str]) -> list[Row]:
     Returns:
         Name, outcome, whether it trains, refusal and error of each.
     """
+    if not tests:
+        return []
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report"
         names = Path(folder) / "tests"

@@ -123,7 +123,7 @@ class OptimizerState:
         problem = ""
         if unknown:
             names = [weight.path for weight in self._own if id(weight) in unknown]
-            problem = f"it was built for other weights than {names}. Pass a new optimizer"
+            problem = f"it was built for other weights, not for {names}. Pass a new optimizer"
         else:
             try:
                 slots = divide(self._optimizer, weights, [*filter(self._owners.is_own, held)])

@@ -55,6 +55,7 @@ OPTIMIZERS = {
     "several": several,
     "momentum": lambda: keras.optimizers.SGD(0.05, momentum=0.9, nesterov=True),
     "accumulating": lambda: keras.optimizers.AdamW(1e-2, gradient_accumulation_steps=2),
+    "averaging": lambda: keras.optimizers.Adam(1e-2, use_ema=True, ema_momentum=0.5),
     "decaying": lambda: keras.optimizers.Adam(
         keras.optimizers.schedules.ExponentialDecay(0.05, 2, 0.5), amsgrad=True
     ),
@@ -68,7 +69,8 @@ def whole(name):
     model.compile(OPTIMIZERS[name](), "mse")
     model.optimizer.build(model.trainable_variables)
     model.run_eagerly = True
-    model.fit(X, Y, **{**QUIET, "epochs": 2})
+    for _ in range(2):  # the end of `fit` makes weights the averages that some optimizers keep
+        model.fit(X, Y, **QUIET)
     return model
 
 
@@ -114,7 +116,8 @@ def check(name, folder, slots):
 
 
 @pytest.mark.parametrize(
-    "name", [n if n == "several" else pytest.param(n, marks=pytest.mark.slow) for n in OPTIMIZERS]
+    "name",
+    ["several", *(pytest.param(n, marks=pytest.mark.slow) for n in ("averaging", "Nadam", "Muon"))],
 )
 def test_a_break_changes_nothing_with_several_stages_in_one_process(tmp_path, name):
     check(name, tmp_path, [interrupted(name, tmp_path, num_stages=3)])
@@ -132,12 +135,12 @@ def interrupt_all(folder, names, stages):
     ("ranks", "stages", "names"),
     [
         (2, 4, ["several", "Adafactor"]),
-        pytest.param(2, 2, [*OPTIMIZERS], marks=pytest.mark.slow),
+        pytest.param(2, 2, [*sorted({*OPTIMIZERS} - {"averaging"})], marks=pytest.mark.slow),
         pytest.param(4, 4, ["Adam"], marks=pytest.mark.slow),
     ],
 )
 def test_a_break_changes_nothing_on_several_ranks(tmp_path, ranks, stages, names):
-    run = mpi_run(ranks, interrupt_all, str(tmp_path), names, stages, timeout=400).check()
+    run = mpi_run(ranks, interrupt_all, str(tmp_path), names, stages, timeout=550).check()
     for name, slots in zip(names, zip(*run.results, strict=True), strict=True):
         check(name, tmp_path, slots)
 

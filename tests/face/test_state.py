@@ -188,7 +188,7 @@ def test_an_optimizer_for_other_weights_is_refused_by_name():
     foreign = keras.optimizers.Adam()
     foreign.build(mlp().trainable_variables)
     with pytest.raises(
-        ConfigurationError, match=r"built for other weights .* Pass a new optimizer"
+        ConfigurationError, match=r"built for other weights, .* Pass a new optimizer"
     ):
         OptimizerState(foreign, weights, owners, Alone())
     with pytest.raises(UnsupportedModelError, match=r"OddOptimizer .* divided among ranks"):

@@ -49,13 +49,21 @@ class SleepingStage:
         self._seconds = seconds
         self._kept: dict[int, Any] = {}
 
-    def forward(self, key: int, inputs: Sequence[Any]) -> tuple[list[Any], None]:
+    def forward(
+        self, key: int, inputs: Sequence[Any], share: float = 1.0
+    ) -> tuple[list[Any], None]:
         self._kept[key] = inputs[0]
-        return self.evaluate(inputs)
+        return self.evaluate(inputs, share)
 
-    def evaluate(self, inputs: Sequence[Any]) -> tuple[list[Any], None]:
+    def evaluate(self, inputs: Sequence[Any], share: float = 1.0) -> tuple[list[Any], None]:
         _SLEEPER.sleep(self._seconds.forward)
         return [inputs[0] for _ in self.layout.outputs], None
+
+    def examine(self, step: Any, inputs: Sequence[Any]) -> None:
+        """Nothing that computes nothing is refused."""
+
+    def loss_factors(self, step: Any, key: int) -> Any:
+        return step.factor(key)
 
     def work_ahead(self) -> bool:
         return False
@@ -89,11 +97,20 @@ class StubStep:
     def data(self, stage: int, micro_batch: int) -> Sequence[Any]:
         return [self._array] if stage == 0 else []
 
-    def add(self, micro_batch: int, loss: Any) -> None:
+    def share(self, micro_batch: int) -> float:
+        return 1.0
+
+    def add(self, losses: Any) -> None:
         """Stages without layers add no losses."""
 
     def finish(self, micro_batch: int, results: Sequence[Any]) -> None:
         self.finished.append(micro_batch)
+
+    def work_ahead(self) -> bool:
+        return False
+
+    def keep_up(self) -> bool:
+        return False
 
     def forwards_done(self) -> None:
         """Nobody waits for this."""

@@ -192,7 +192,8 @@ def _seconds(stage: Stage, inputs: Sequence[tf.Tensor], repeats: int) -> Measure
             stage.clear()
             continue
         ports = dict(zip(stage.layout.outputs, outputs, strict=True))
-        seeds = [tf.ones((), dtype), *(tf.ones_like(ports[port]) for port in stage.layout.seeded)]
+        factors = stage.probe.factors(True, tf.ones((), dtype))
+        seeds = [factors, *(tf.ones_like(ports[port]) for port in stage.layout.seeded)]
         start = time.perf_counter()
         stage.backward(0, seeds)
         tf.test.experimental.sync_devices()

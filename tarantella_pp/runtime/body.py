@@ -23,7 +23,8 @@ class StageBody:
         micro_batches: Most micro-batches of a step.
 
     Attributes:
-        adds_losses: Whether layers add losses, in training and otherwise; known once it has run.
+        added_by: Names of the layers that add losses, in training and otherwise; known once it
+            has run.
         blocks: Whether some input gets no gradient although it could; set by the passes.
     """
 
@@ -31,7 +32,7 @@ class StageBody:
         self.layout = layout
         self.layer = StageLayer(calls, layout)
         self.sums = GradientSums(self.layer.trainable_variables, micro_batches)
-        self.adds_losses = {True: False, False: False}
+        self.added_by: dict[bool, tuple[str, ...]] = {True: (), False: ()}
         self.blocks = False
 
     @property
@@ -47,14 +48,14 @@ class StageBody:
             training: Whether layers run in training mode.
 
         Returns:
-            One tensor for each port of `layout.outputs`, and the sum of the losses that the
-            layers added, in Keras' default float type.
+            One tensor for each port of `layout.outputs`, and the losses that the layers added,
+            as one tensor in Keras' default float type.
         """
         outputs, losses = self.layer(inputs, training=training)
         dtype = keras.config.floatx()
-        self.adds_losses[training] = bool(losses)
-        added = [tf.cast(tf.reduce_sum(loss), dtype) for loss in losses]
-        return outputs, tf.add_n([tf.zeros((), dtype), *added])
+        self.added_by[training] = tuple(name for name, _ in losses)
+        added = [tf.cast(tf.reduce_sum(loss), dtype) for _, loss in losses]
+        return outputs, tf.stack(added) if added else tf.zeros([0], dtype)
 
     def sources(self, inputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Those of `inputs` whose gradient the stage sends back."""

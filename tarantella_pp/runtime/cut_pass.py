@@ -84,7 +84,7 @@ class CutPass:
     ) -> tuple[list[tf.Tensor], tf.Tensor | None]:
         """Runs micro-batch `key` forward and keeps its residuals."""
         *outputs, added = self._forward(_key(key), *inputs)
-        return outputs, added if self._body.adds_losses[True] else None
+        return outputs, added if self._body.added_by[True] else None
 
     def backward(self, key: int, seeds: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Runs `key` backward: accumulates weight gradients, returns the input gradients."""

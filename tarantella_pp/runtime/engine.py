@@ -42,6 +42,7 @@ from tarantella_pp.runtime.recording import (
 from tarantella_pp.runtime.schedule import SEARCHED, Recipe, Schedule
 from tarantella_pp.runtime.scoring import Scoring
 from tarantella_pp.runtime.stage import Stage
+from tarantella_pp.runtime.stage_probe import Pieces
 from tarantella_pp.runtime.step import BatchStep, micro_batch_sizes
 from tarantella_pp.runtime.structure import rebuild, tensors_in
 from tarantella_pp.runtime.tied_weights import TiedWeights, weights_of_several_ranks
@@ -150,17 +151,17 @@ class Engine:
 
     def _train(self, batch: Batch) -> dict[str, Any]:
         update = self._prepare(batch)
-        sizes = self._sizes(batch)
-        recipe = self._training_recipe(len(sizes))
-        schedule = self._programs.training(recipe, len(sizes))
+        pieces = self._pieces(batch)
+        recipe = self._training_recipe(len(pieces.sizes))
+        schedule = self._programs.training(recipe, len(pieces.sizes))
         step = BatchStep(
-            batch, sizes, self._data, self._scoring, self._loss, training=True,
+            batch, pieces, self._data, self._scoring, self._loss, training=True,
             coupled=self._coupling is not None, by_parts=self._metrics_by_parts(batch),
             penalty=update.penalty(), report=self._report,
             update=update.ahead if self._reach_known else None,
         )  # fmt: skip
         self._recorder.runs(schedule, batch.rows)
-        self._run(schedule, step, sizes)
+        self._run(schedule, step)
         self._require_loss(update, training=True)
         if not self._reach_known:
             self._find_reach()
@@ -182,23 +183,23 @@ class Engine:
         """Runs one evaluation step; returns Keras' logs, the same on all ranks."""
         with self._whole_or_nothing():
             update = self._prepare(batch)
-            sizes = self._sizes(batch)
+            pieces = self._pieces(batch)
             step = BatchStep(
-                batch, sizes, self._data, self._scoring, self._loss, training=False,
+                batch, pieces, self._data, self._scoring, self._loss, training=False,
                 coupled=self._coupling is not None, by_parts=self._metrics_by_parts(batch),
                 penalty=update.penalty(), report=self._report,
             )  # fmt: skip
-            self._run(self._programs.inference(len(sizes)), step, sizes)
+            self._run(self._programs.inference(len(pieces.sizes)), step)
             self._require_loss(update, training=False)
             return self._logs("test", step)
 
     def predict(self, batch: Batch) -> Any:
         """Runs one prediction step; returns the model's outputs, on all ranks."""
-        sizes = self._sizes(batch)
-        step = BatchStep(batch, sizes, self._data, None, None, training=False)
+        pieces = self._pieces(batch)
+        step = BatchStep(batch, pieces, self._data, None, None, training=False)
         self._metrics_differ |= self._layer_metrics.exist
         with self._whole_or_nothing():
-            self._run(self._programs.inference(len(sizes)), step, sizes)
+            self._run(self._programs.inference(len(pieces.sizes)), step)
             parts = zip(*step.results, strict=True) if self._news.is_source else ()
             results = self._news.share_tensors([tf.concat(part, 0) for part in parts])
         values = dict(zip(self._layouts[-1].results, results, strict=True))
@@ -254,18 +255,18 @@ class Engine:
             self._tuning = None
             self.record(self._asked)
 
-    def _run(self, schedule: Schedule, step: BatchStep, sizes: Sequence[int]) -> None:
+    def _run(self, schedule: Schedule, step: BatchStep) -> None:
         self.has_run = True
         program = schedule.actions[self._communicator.rank]
         execution = self._training if step.training else self._execution
         self._exchanges = True
-        execution.run(program, dict(enumerate(sizes)), step)
+        execution.run(program, dict(enumerate(step.pieces.sizes)), step)
 
     def _require_loss(self, update: Update, training: bool) -> None:
         """Refuses, as Keras does, a step of which nothing is the loss."""
         if self._model.loss is not None or self._has_loss:
             return
-        added = any(stage.body.adds_losses[training] for stage in self.stages.values())
+        added = any(stage.body.added_by[training] for stage in self.stages.values())
         if not any(self._communicator.allgather_json(added or update.penalizes)):
             raise ConfigurationError(
                 "No loss to compute. Provide a `loss` argument in `compile()`, or layers that add "
@@ -325,8 +326,9 @@ class Engine:
         for theirs in self._communicator.allgather_json(mine):
             self.fallbacks.update({int(i): reason for i, reason in theirs.items()})
 
-    def _sizes(self, batch: Batch) -> tuple[int, ...]:
-        return micro_batch_sizes(batch.rows, self._num_micro_batches)
+    def _pieces(self, batch: Batch) -> Pieces:
+        sizes = micro_batch_sizes(batch.rows, self._num_micro_batches)
+        return Pieces(sizes, self._communicator.size == 1 and len(self._layouts) == 1)
 
     def _prepare(self, batch: Batch) -> Update:
         """Builds metrics on every rank alike, loss and optimizer where they are needed."""

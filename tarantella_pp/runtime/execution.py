@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import tensorflow as tf
 
     from tarantella_pp.runtime.stage import Stage
+    from tarantella_pp.runtime.stage_probe import Pieces
 
 Values: TypeAlias = "dict[Port, tf.Tensor]"
 
@@ -22,6 +23,7 @@ class Step(Protocol):
     """What the loop asks of the training, test or prediction step that it runs in."""
 
     training: bool
+    pieces: Pieces
 
     def data(self, stage: int, micro_batch: int) -> Sequence[tf.Tensor]:
         """The model inputs of a stage: one tensor for each port of its `data`."""
@@ -29,8 +31,8 @@ class Step(Protocol):
     def share(self, micro_batch: int) -> float:
         """The share of a micro-batch in the batch."""
 
-    def add(self, micro_batch: int, loss: tf.Tensor) -> None:
-        """Takes the sum of the losses that a stage's layers added."""
+    def add(self, losses: tf.Tensor) -> None:
+        """Takes what a stage's layers add to the loss of the whole batch."""
 
     def finish(self, micro_batch: int, results: Sequence[tf.Tensor]) -> None:
         """Takes the model's outputs, on the rank of the last stage."""
@@ -55,7 +57,7 @@ class Step(Protocol):
         """Does what of this must not be left for later; returns whether there was any."""
 
     def factor(self, micro_batch: int) -> tf.Tensor:
-        """The factor of a micro-batch's added losses in the loss of the whole batch."""
+        """The share of a micro-batch in the samples of the batch."""
 
     def loss_gradients(self, micro_batch: int) -> Mapping[Port, tf.Tensor]:
         """Gradient of the loss with respect to the model's outputs."""
@@ -183,6 +185,8 @@ class Execution:
     def _forward(self, stage: Stage, key: int, arrived: Sequence[tf.Tensor], step: Step) -> None:
         layout = stage.layout
         inputs = [*step.data(layout.index, key), *arrived]
+        if key == 0:
+            stage.examine(step, inputs)
         if step.training:
             outputs, added = stage.forward(key, inputs, step.share(key))
         else:
@@ -191,7 +195,8 @@ class Execution:
         for link in layout.sends:
             self._activations[link.source, link.target, key] = _pick(values, link.ports)
         if added is not None:
-            step.add(key, added)
+            stage.settle(step, key, inputs, added)
+            step.add(added * stage.loss_factors(step, key))
         if layout.results:
             step.finish(key, _pick(values, layout.results))
 
@@ -203,7 +208,7 @@ class Execution:
         ports = [port for link in layout.sends for port in link.gradients]
         for port, gradient in zip(ports, arrived, strict=True):
             found[port] = found[port] + gradient if port in found else gradient
-        seeds = [step.factor(key), *(found[port] for port in layout.seeded)]
+        seeds = [stage.loss_factors(step, key), *(found[port] for port in layout.seeded)]
         run = stage.backward if action.kind == "BW" else stage.backward_input
         gradients = dict(zip(layout.input_gradients, run(key, seeds), strict=True))
         for link in layout.receives:

@@ -6,14 +6,16 @@ new version of Keras has changed.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
 import tensorflow as tf
 from keras.src import backend
+from keras.src.backend.common import global_state
 from keras.src.losses.loss import reduce_weighted_values
 from keras.src.losses.losses import LossFunctionWrapper
 from keras.src.trainers.compile_utils import CompileLoss
@@ -30,10 +32,13 @@ __all__ = [
     "count_step",
     "forget_validation",
     "get_data_adapter",
+    "global_seed",
     "is_keras_loss",
     "layers_in",
     "logits_of",
+    "moving_statistics",
     "reduction_of",
+    "running_states",
     "sample_values",
     "second_loss",
     "settable_learning_rate",
@@ -47,13 +52,16 @@ __all__ = [
 _STEPPING = ("LossScaleOptimizer", "MultiOptimizer", "Nadam")
 
 
-def added_losses(layer: Any) -> list[Any]:
+def added_losses(layer: Any) -> list[tuple[str, Any]]:
     """Losses that a layer and those in it added in their last call, regularizers of weights not.
 
     Args:
         layer: A layer that has just been called.
+
+    Returns:
+        Each with the name of the layer that added it.
     """
-    return [loss for part in layers_in(layer) for loss in part._get_own_losses()]
+    return [(part.name, loss) for part in layers_in(layer) for loss in part._get_own_losses()]
 
 
 def layers_in(layer: Any) -> list[Any]:
@@ -181,6 +189,48 @@ def logits_of(tensor: Any) -> Any:
         tensor: A tensor of TensorFlow.
     """
     return getattr(tensor, "_keras_logits", None)
+
+
+def running_states(layer: Any) -> list[Any]:
+    """What forward passes of a layer may write: seeds, statistics of batches, metrics.
+
+    Args:
+        layer: A layer; what is in it counts as well.
+    """
+    states: list[Any] = []
+    for part in layers_in(layer):
+        states += [generator.state for generator in part._seed_generators]
+        states += [variable for metric in part._metrics for variable in metric.variables]
+        if isinstance(part, keras.layers.BatchNormalization):
+            states += part.non_trainable_variables
+    return states
+
+
+def global_seed() -> Any:
+    """The state of the generator of random numbers without a seed; `None` as long as none were."""
+    generator = global_state.get_global_attribute("global_seed_generator")
+    return None if generator is None else generator.state
+
+
+@contextlib.contextmanager
+def moving_statistics(layer: Any) -> Iterator[None]:
+    """Has batch normalizations use their moving statistics in training, too.
+
+    Args:
+        layer: A layer; those in it do.
+    """
+    changed = [
+        part
+        for part in layers_in(layer)
+        if isinstance(part, keras.layers.BatchNormalization) and part.trainable
+    ]
+    try:
+        for part in changed:
+            part._trainable = False
+        yield
+    finally:
+        for part in changed:
+            part._trainable = True
 
 
 def count_step(optimizer: Any) -> None:

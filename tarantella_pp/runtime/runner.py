@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -25,17 +25,23 @@ class StageLayer(keras.layers.Layer):
     Args:
         calls: The stage's calls, in topological order.
         layout: The border of the stage.
+
+    Attributes:
+        observe: Is told the results of each call, if it is set.
     """
 
     def __init__(self, calls: Sequence[Call], layout: StageLayout) -> None:
         super().__init__(name=f"stage_{layout.index}", autocast=False)
         self.calls = tuple(calls)
         self.layout = layout
+        self.observe: Callable[[Call, Sequence[Any]], None] | None = None
         layers = [c.operation for c in calls if isinstance(c.operation, keras.layers.Layer)]
         self.tracked = list(dict.fromkeys(layers))
         self.built = True
 
-    def call(self, values: Sequence[Any], training: bool) -> tuple[list[Any], list[Any]]:
+    def call(
+        self, values: Sequence[Any], training: bool
+    ) -> tuple[list[Any], list[tuple[str, Any]]]:
         """Runs the nodes.
 
         Args:
@@ -43,8 +49,8 @@ class StageLayer(keras.layers.Layer):
             training: Whether layers run in training mode.
 
         Returns:
-            One tensor for each port of `layout.outputs`, and the list of scalar losses that the
-            layers added (activity regularizers and `add_loss`; not weight regularizers).
+            One tensor for each port of `layout.outputs`, and the losses that the layers added
+            (activity regularizers and `add_loss`; not weight regularizers), with their names.
         """
         tensors, masks = self._received(values)
         for call in self.calls:
@@ -56,6 +62,8 @@ class StageLayer(keras.layers.Layer):
             args, kwargs = call.arguments.fill_in(known)
             results = operation_fn(call.operation, training=training)(*args, **kwargs)
             tensors.update(zip(call.outputs, keras.tree.flatten(results), strict=True))
+            if self.observe is not None:
+                self.observe(call, [tensors[tensor] for tensor in call.outputs])
             masks.update((tensor, get_mask(tensors[tensor])) for tensor in call.outputs)
         outputs = [self._value(port, tensors, masks) for port in self.layout.outputs]
         return outputs, added_losses(self)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import tensorflow as tf
 
@@ -14,7 +14,11 @@ from tarantella_pp.runtime.cut import CutError
 from tarantella_pp.runtime.cut_pass import CutPass
 from tarantella_pp.runtime.layer_metrics import StageMetrics
 from tarantella_pp.runtime.layout import StageLayout
+from tarantella_pp.runtime.stage_probe import StageProbe
 from tarantella_pp.runtime.tape_pass import TapePass
+
+if TYPE_CHECKING:
+    from tarantella_pp.runtime.execution import Step
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +31,7 @@ class TrainingPass(Protocol):
     def forward(
         self, key: int, inputs: Sequence[tf.Tensor]
     ) -> tuple[list[tf.Tensor], tf.Tensor | None]:
-        """Runs micro-batch `key` forward: the outputs, and the sum of the added losses."""
+        """Runs micro-batch `key` forward: the outputs, and the added losses."""
 
     def backward(self, key: int, seeds: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Runs `key` backward: accumulates weight gradients, returns the input gradients."""
@@ -53,6 +57,11 @@ class Stage:
         calls: The stage's calls, in topological order.
         recompute: Whether to keep a micro-batch's inputs only, and repeat its forward pass.
         micro_batches: Most micro-batches of a step.
+
+    Attributes:
+        body: What it computes with.
+        probe: Tries it out before it first runs.
+        fallback: Why it could not be cut in three, if so.
     """
 
     def __init__(
@@ -66,6 +75,7 @@ class Stage:
         self.layout = layout
         self.body = StageBody(layout, calls, micro_batches)
         self._metrics = StageMetrics(self.body)
+        self.probe = StageProbe(self.body)
         self.fallback: str | None = None
         self._specs: list[tf.TensorSpec] = []
         self._general: TrainingPass | None = None
@@ -83,6 +93,29 @@ class Stage:
         """As `residual_bytes`, of a micro-batch that has run B and waits for W."""
         return self._general.waiting_bytes if isinstance(self._general, CutPass) else None
 
+    def examine(self, step: Step, inputs: Sequence[tf.Tensor]) -> None:
+        """Tries the stage out before it first runs; see `StageProbe`.
+
+        Args:
+            step: The step that begins.
+            inputs: One tensor for each port of `layout.inputs`, for the first micro-batch.
+        """
+        later = range(1, len(step.pieces.sizes))
+        self.probe.examine(
+            step.pieces,
+            inputs,
+            step.training,
+            lambda: (step.data(self.layout.index, key) for key in later),
+        )
+
+    def settle(self, step: Step, key: int, inputs: Sequence[tf.Tensor], added: tf.Tensor) -> None:
+        """Looks again at added losses that have told nothing so far; see `StageProbe`."""
+        self.probe.settle(step.pieces.sizes[key], inputs, added, step.training)
+
+    def loss_factors(self, step: Step, key: int) -> tf.Tensor:
+        """What each added loss of a micro-batch counts in the loss of the batch."""
+        return self.probe.factors(step.training, step.factor(key))
+
     def forward(
         self, key: int, inputs: Sequence[tf.Tensor], share: float = 1.0
     ) -> tuple[list[tf.Tensor], tf.Tensor | None]:
@@ -94,8 +127,8 @@ class Stage:
             share: Its share of the batch.
 
         Returns:
-            One tensor for each port of `layout.outputs`, and the sum of the losses that the
-            stage's layers added, `None` if they added none.
+            One tensor for each port of `layout.outputs`, and the losses that the stage's layers
+            added, `None` if they added none.
         """
         work = self._running[key] = self._pass_for(inputs)
         with self._metrics.counted(share, inputs, training=True):
@@ -106,7 +139,7 @@ class Stage:
 
         Args:
             key: The micro-batch.
-            seeds: The factor of the added losses, then the gradient of each of `layout.seeded`.
+            seeds: The factors of the added losses, then the gradient of each of `layout.seeded`.
 
         Returns:
             One gradient for each port of `layout.input_gradients`.
@@ -143,7 +176,7 @@ class Stage:
         """Runs one micro-batch forward in inference mode; takes and returns what `forward` does."""
         with self._metrics.counted(share, inputs, training=False):
             outputs, added = self._evaluate(list(inputs))
-        return outputs, added if self.body.adds_losses[False] else None
+        return outputs, added if self.body.added_by[False] else None
 
     def reached(self, coming: Sequence[bool]) -> list[bool]:
         """Finds out where gradients get to, and notes in the sums which weights they do not reach.
@@ -167,6 +200,7 @@ class Stage:
         for work in set(self._passes.values()):
             work.clear()
         self.body.sums.reset()
+        self.probe.undo()
 
     def _run_inference(self, inputs: list[tf.Tensor]) -> tuple[list[tf.Tensor], tf.Tensor]:
         return self.body.run(inputs, training=False)

@@ -12,6 +12,7 @@ from tarantella_pp.runtime.feed import Batch
 from tarantella_pp.runtime.layout import Port
 from tarantella_pp.runtime.loss import BatchLoss, LossValue
 from tarantella_pp.runtime.scoring import Scoring
+from tarantella_pp.runtime.stage_probe import Pieces
 
 _T = TypeVar("_T")
 
@@ -36,7 +37,7 @@ class BatchStep:
 
     Args:
         batch: This rank's part of the batch.
-        sizes: Size of each micro-batch.
+        pieces: How it is cut into micro-batches.
         data: For each stage, the positions of the model inputs that it uses.
         scoring: Logs of loss and metrics, on the rank of the last stage when there are targets.
         loss: The loss and its gradients, likewise.
@@ -51,7 +52,7 @@ class BatchStep:
     def __init__(
         self,
         batch: Batch,
-        sizes: Sequence[int],
+        pieces: Pieces,
         data: Sequence[Sequence[int]],
         scoring: Scoring | None,
         loss: BatchLoss | None,
@@ -63,9 +64,10 @@ class BatchStep:
         update: Callable[[int], bool] | None = None,
     ) -> None:
         self.training = training
-        self.results: list[Sequence[tf.Tensor]] = [()] * len(sizes)
         self._batch = batch
-        self._sizes = tuple(sizes)
+        self.pieces = pieces
+        self._sizes = sizes = pieces.sizes
+        self.results: list[Sequence[tf.Tensor]] = [()] * len(sizes)
         self._data = data
         self._scoring = scoring
         self._loss = loss
@@ -91,9 +93,9 @@ class BatchStep:
         """The share of a micro-batch in the batch."""
         return self._sizes[micro_batch] / self._batch.rows
 
-    def add(self, micro_batch: int, loss: tf.Tensor) -> None:
-        """Takes the sum of the losses that a stage's layers added."""
-        self._added += loss * self._factors[micro_batch]
+    def add(self, losses: tf.Tensor) -> None:
+        """Takes what a stage's layers add to the loss of the whole batch."""
+        self._added += tf.reduce_sum(losses)
 
     def finish(self, micro_batch: int, results: Sequence[tf.Tensor]) -> None:
         """Takes the model's outputs, on the rank of the last stage."""
@@ -122,7 +124,7 @@ class BatchStep:
         return self._update is not None and self._update(stage)
 
     def factor(self, micro_batch: int) -> tf.Tensor:
-        """The share of a micro-batch in the batch."""
+        """The share of a micro-batch in the samples of the batch."""
         return self._factors[micro_batch]
 
     def loss_gradients(self, micro_batch: int) -> Mapping[Port, tf.Tensor]:

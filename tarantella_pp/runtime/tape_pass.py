@@ -35,7 +35,7 @@ class TapePass:
             tape.watch([*sources, *self._body.variables])
             outputs, added = self._forward(list(inputs))
         self._tapes[key] = tape, sources, self._body.targets(outputs, added)
-        return outputs, added if self._body.adds_losses[True] else None
+        return outputs, added if self._body.added_by[True] else None
 
     def backward(self, key: int, seeds: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Runs `key` backward: accumulates weight gradients, returns the input gradients."""

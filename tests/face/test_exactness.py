@@ -165,11 +165,11 @@ def test_a_step_that_is_taken_stage_by_stage_counts_once(optimizer, updated_ahea
 
 
 class WrongShare(BatchStep):
-    """Takes all micro-batches to be of the same size."""
+    """Takes what the first micro-batch contributes to the loss twice."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self._factors = [tf.cast(1 / len(self._factors), f.dtype) for f in self._factors]
+    def _split_coefficients(self, *args):
+        first, *others = super()._split_coefficients(*args)
+        return [[2 * coefficient for coefficient in first], *others]
 
 
 def forgetful(run):

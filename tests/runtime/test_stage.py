@@ -155,6 +155,11 @@ def micro_batches(stage, graph):
         yield inputs, [tf.constant(rows / sum(ROWS), keras.config.floatx()), *outputs]
 
 
+def with_factors(stage, seeds):
+    """The factor of all losses that the stage's layers added, once for each of them."""
+    return [stage.probe.factors(True, seeds[0]), *seeds[1:]]
+
+
 def dense(gradient):
     return None if gradient is None else tf.convert_to_tensor(gradient).numpy()
 
@@ -169,7 +174,7 @@ def by_tape(stage, batches):
             tape.watch(wanted)
             outputs, added = body.run(inputs, training=True)
             targets = body.targets(outputs, added)
-        found = tape.gradient(targets, wanted, output_gradients=seeds)
+        found = tape.gradient(targets, wanted, output_gradients=with_factors(stage, seeds))
         count = len(wanted) - len(body.variables)
         back = [tf.zeros_like(w) if g is None else g for w, g in zip(wanted, found[:count])]  # noqa: B905
         results.append([*outputs, added, *back])
@@ -184,8 +189,9 @@ def by_stage(stage, batches, split):
     found = []
     for key, (inputs, _) in enumerate(batches):
         outputs, added = stage.forward(key, inputs)
-        found.append([*outputs, tf.zeros((), keras.config.floatx()) if added is None else added])
+        found.append([*outputs, tf.zeros([0], keras.config.floatx()) if added is None else added])
     for key, (_, seeds) in enumerate(batches):
+        seeds = with_factors(stage, seeds)
         found[key] += stage.backward_input(key, seeds) if split else stage.backward(key, seeds)
     if split:
         for key in range(len(batches)):
@@ -304,7 +310,7 @@ def test_embeddings_keep_the_slices_of_every_token(mask_zero):
         check(stage, extracted.graph, 1e-12)
         for key, (inputs, seeds) in enumerate(micro_batches(stage, extracted.graph)):
             stage.forward(key, inputs)
-            stage.backward(key, seeds)
+            stage.backward(key, with_factors(stage, seeds))
         ((values, indices),) = stage.body.sums.take_collected().values()
     assert indices.shape == (5 * sum(ROWS),)
     assert values.shape == (5 * sum(ROWS), 4)
@@ -315,7 +321,7 @@ def test_a_stage_remembers_nothing_after_it_was_cleared():
     (inputs, seeds), *_ = micro_batches(stage, graph)
     stage.forward(0, inputs)
     stage.forward(1, inputs)
-    stage.backward(1, seeds)
+    stage.backward(1, with_factors(stage, seeds))
     stage.clear()
     check(stage, graph, 1e-5)
 

@@ -48,6 +48,7 @@ def test_layers_know_what_they_added(model):
     assert len(dense._get_own_losses()) == 1, ADVICE + "Layer._get_own_losses"
     assert len(dense.losses) == 2
     assert model.layers[1] in keras_training.layers_in(model)
+    assert [name for name, _ in keras_training.added_losses(model)] == [dense.name]
 
 
 @pytest.mark.parametrize("name", ["softmax", "sigmoid"])
@@ -72,6 +73,35 @@ def test_metrics_make_their_variables_without_data():
     symbols = [keras.KerasTensor((None, 2)) for _ in range(2)]
     keras_training.build_metrics(model, *symbols, None)
     assert model._compile_metrics.variables, ADVICE + "compute_output_spec of update_state"
+
+
+def test_what_forward_passes_may_write_is_known():
+    parts = layers.Dropout(0.5), layers.BatchNormalization(), layers.Dense(2)
+    model = keras.Sequential([keras.Input((3,)), *parts])
+    seed = parts[0].seed_generator.state
+    assert len(parts[0]._seed_generators) == 1, ADVICE + "Layer._seed_generators"
+    assert parts[0]._metrics == [], ADVICE + "Layer._metrics"
+    states = keras_training.running_states(model)
+    assert {id(s) for s in states} == {
+        id(s) for s in (seed, parts[1].moving_mean, parts[1].moving_variance)
+    }
+
+
+def test_the_generator_of_random_numbers_without_a_seed_is_known():
+    keras.random.normal((1,))
+    assert tuple(keras_training.global_seed().shape) == (2,), ADVICE + "global_seed_generator"
+
+
+def test_batch_statistics_can_be_left_out_of_training():
+    norm = layers.BatchNormalization()
+    norm.build((None, 3))
+    x = np.arange(6, dtype="float32").reshape(2, 3)
+    with keras_training.moving_statistics(norm):
+        frozen = norm(x, training=True)
+    np.testing.assert_allclose(frozen, norm(x, training=False), err_msg=ADVICE + "_trainable")
+    assert norm.trainable
+    assert len(norm.trainable_variables) == 2
+    assert np.abs(norm(x, training=True) - frozen).max() > 0.1
 
 
 def test_losses_and_metrics_are_built_without_data(model):

@@ -1,0 +1,158 @@
+"""Whether a stage treats each sample of a batch by itself, found by trying.
+
+    samples        0   1   2   3             0   1   2   3
+    inputs         a   b   c   d             a   b'  c   d'      b', d' are others
+                   |   |   |   |     and     |   |   |   |
+    outputs        A   B   C   D             A   ?   C   ?       must stay A and C
+
+The same must hold for the gradients of a loss that looks at samples 0 and 2 only, and with the
+other half replaced. What mixes samples would train something else in micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import tensorflow as tf
+from numpy.typing import NDArray
+
+from tarantella_pp.errors import UnsupportedModelError
+from tarantella_pp.runtime.probe_trace import ProbeTrace, Trial
+
+Array = NDArray[Any]
+Change: TypeAlias = "Callable[[tf.Tensor, int], tf.Tensor]"
+
+
+class CouplingProbe:
+    """Tries a stage out on the rows of one micro-batch.
+
+    Args:
+        trace: The stage.
+        rows: Number of samples.
+        inputs: The stage's inputs for them.
+    """
+
+    def __init__(self, trace: ProbeTrace, rows: int, inputs: Sequence[tf.Tensor]) -> None:
+        self._trace = trace
+        self._tolerance = trace.tolerance
+        self._rows = rows
+        self._inputs = list(inputs)
+
+    def check(self) -> None:
+        """Refuses a stage that mixes samples; the losses that layers add are looked at elsewhere.
+
+        Raises:
+            UnsupportedModelError: Names the layer, and says what to do.
+        """
+        for kept, change in self._sides():
+            before, after = self._tried(kept, change)
+            weights = self._other_weights(before, after)
+            if weights or not self._equal_rows(before, after, kept):
+                raise self._refusal(weights)
+
+    def _sides(self) -> list[tuple[Array, Change]]:
+        """Which samples are kept, and how the others are replaced."""
+        kept = np.arange(self._rows) % 2 == 0
+        return [(kept, neighbours), (~kept, others)]
+
+    def _tried(self, kept: Array, change: Change) -> tuple[Trial, Trial]:
+        factors = np.zeros(len(self._trace.added_by))
+        before = self._trace(kept, factors, self._inputs)
+        try:
+            return before, self._trace(kept, factors, self._mixed(kept, change))
+        except tf.errors.OpError:  # made-up content that a layer does not take
+            return before, self._trace(kept, factors, self._mixed(kept, neighbours))
+
+    def _mixed(self, kept: Array, change: Change) -> list[tf.Tensor]:
+        return [replace(x, change(x, self._rows), kept) for x in self._inputs]
+
+    def _equal_rows(self, before: Trial, after: Trial, kept: Array) -> bool:
+        """Whether outputs and gradients of inputs are the same for the kept samples."""
+        first = [*before.outputs, *before.input_gradients]
+        second = [*after.outputs, *after.input_gradients]
+        return all(self._equal(a, b, kept) for a, b in zip(first, second, strict=True))
+
+    def _other_weights(self, before: Trial, after: Trial) -> list[Any]:
+        """The weights whose gradient is another; what is not finite tells nothing."""
+        found = []
+        for weight, a, b in zip(
+            self._trace.weights, before.weight_gradients, after.weight_gradients, strict=True
+        ):
+            limit = self._tolerance * max(a[1], b[1])
+            if np.isfinite([*a, *b]).all() and abs(a[0] - b[0]) > limit:
+                found.append(weight)
+        return found
+
+    def _first_call(self) -> Any:
+        """The first call whose result for one sample changes with other samples, if any does."""
+        for kept, change in self._sides():
+            before = self._trace.results(self._inputs, kept)
+            try:
+                after = self._trace.results(self._mixed(kept, change), kept)
+            except tf.errors.OpError:
+                continue
+            for call, first, second in zip(self._trace.calls, before, after, strict=True):
+                if not all(self._equal(a, b, kept) for a, b in zip(first, second, strict=True)):
+                    return call
+        return None
+
+    def _equal(self, before: Array, after: Array, kept: Array) -> bool:
+        """Whether the rows of kept samples are the same; of other tensors, all rows."""
+        if before.shape != after.shape:
+            return False
+        if before.ndim and before.shape[0] % self._rows == 0:
+            each = np.repeat(kept, before.shape[0] // self._rows)
+            before, after = before[each], after[each]
+        if before.dtype.kind != "f":
+            return bool(np.array_equal(before, after))
+        largest = np.max(np.abs(before), where=np.isfinite(before), initial=0.0)
+        limit = self._tolerance * largest
+        return bool(np.allclose(before, after, rtol=0.0, atol=limit, equal_nan=True))
+
+    def _refusal(self, weights: Sequence[Any]) -> UnsupportedModelError:
+        call = self._first_call()
+        what, how = "One of the layers", "its gradient"
+        if call is not None:
+            what, how = f"'{call.name}' ({type(call.operation).__name__})", "its result"
+        elif weights:
+            what = f"The layer of weight '{weights[0].path}'"
+        return UnsupportedModelError(
+            f"{what} mixes samples: {how} for one sample of a batch changes when other samples do, "
+            "so in micro-batches it would train something else than in one process. Use "
+            "num_micro_batches=1, or a form of it that treats each sample by itself, with the "
+            "samples along the first dimension."
+        )
+
+
+def is_batched(tensor: tf.Tensor, rows: int) -> bool:
+    """Whether a tensor may have a row, or several, for each sample."""
+    return bool(tensor.shape.rank) and tensor.shape[0] > 0 and tensor.shape[0] % rows == 0
+
+
+def replace(tensor: tf.Tensor, other: tf.Tensor, kept: Array) -> tf.Tensor:
+    """The kept samples of one tensor and the other ones of another."""
+    if not is_batched(tensor, len(kept)):
+        return tensor
+    rows = np.repeat(kept, tensor.shape[0] // len(kept)).reshape(-1, *[1] * (tensor.shape.rank - 1))
+    return tf.where(tf.constant(rows), tensor, other)
+
+
+def neighbours(tensor: tf.Tensor, rows: int) -> tf.Tensor:
+    """Other content for each sample, which a layer is sure to take: that of the one before."""
+    return tf.roll(tensor, tensor.shape[0] // rows, 0) if is_batched(tensor, rows) else tensor
+
+
+def others(tensor: tf.Tensor, rows: int) -> tf.Tensor:
+    """Other content for each sample: floating point numbers that no sample has."""
+    moved = neighbours(tensor, rows)
+    if not tensor.dtype.is_floating or not is_batched(tensor, rows):
+        return moved
+    if tensor.shape.rank > 1:
+        moved = tf.roll(moved, 1, -1)
+    size = tf.reduce_max(tf.abs(tensor))
+    size = tf.where(size > 0, size, tf.ones_like(size))
+    wave = tf.cast(tf.range(tf.size(tensor)), tf.float64)
+    wave = tf.cast(tf.abs(tf.cos(1.1 * wave)), tensor.dtype)
+    return moved * 1.25 + 0.1 * size * tf.reshape(wave, tf.shape(tensor))

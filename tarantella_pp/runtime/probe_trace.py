@@ -1,0 +1,201 @@
+"""A stage traced for being tried out: any number of rows, nothing written, gradients in short."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from numpy.typing import NDArray
+
+from tarantella_pp.partition.draft import Call
+from tarantella_pp.runtime.body import StageBody
+from tarantella_pp.runtime.carve import Carver
+from tarantella_pp.runtime.compiled import Compiled
+from tarantella_pp.runtime.keras_training import moving_statistics
+
+Array = NDArray[Any]
+
+TOLERANCES = {tf.float64: 1e-10, tf.float32: 1e-5, tf.bfloat16: 2e-2, tf.float16: 2e-2}
+"""How far numbers may be apart, relative to the largest, that are computed in the same way."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What a stage made of some rows.
+
+    Attributes:
+        outputs: Its outputs.
+        added: The losses that its layers added.
+        input_gradients: The gradients of its inputs.
+        weight_gradients: For each weight that gets a gradient, a product of the gradient with a
+            fixed direction, and the length of the gradient.
+    """
+
+    outputs: list[Array]
+    added: Array
+    input_gradients: list[Array]
+    weight_gradients: Array
+
+
+class ProbeTrace:
+    """Forward pass of a stage, and the gradient of a loss that is made up for it.
+
+    Batch normalizations use their moving statistics: that they couple samples is known. What the
+    forward pass would write is left out, so that trying it out changes nothing.
+
+    Args:
+        body: The stage's nodes and weights.
+        specs: Shape and dtype of each of its inputs.
+        training: Whether layers run in training mode, and gradients are computed.
+
+    Attributes:
+        function: The traced function.
+        weights: The weights that get a gradient.
+        added_by: For each added loss the name of the layer that adds it.
+    """
+
+    def __init__(self, body: StageBody, specs: Sequence[tf.TensorSpec], training: bool) -> None:
+        self._body = body
+        self._specs = list(specs)
+        self._training = training
+        self._parts: list[list[tf.Tensor]] = []
+        self._made: list[tuple[Call, list[tf.Tensor]]] = []
+        self.weights: list[Any] = []
+        self.added_by: tuple[str, ...] = ()
+        kept = tf.TensorSpec([None], tf.bool)
+        factors = tf.TensorSpec([None], keras.config.floatx())
+        self._signature = [kept, factors, *specs]
+        traced = tf.function(self._trace, input_signature=self._signature, autograph=False)
+        self.function = traced.get_concrete_function()
+        self._feeds = self.function.inputs[: len(self._signature)]
+
+    def __call__(self, rows: Array, factors: Array, inputs: Sequence[tf.Tensor]) -> Trial:
+        """Tries the stage out.
+
+        Args:
+            rows: For each sample whether the loss made up for the outputs looks at it.
+            factors: What each added loss counts in that loss.
+            inputs: One tensor for each port of the stage's inputs.
+        """
+        given = [tf.constant(rows), tf.constant(factors, keras.config.floatx()), *inputs]
+        found = iter([_array(tensor) for tensor in self._run(*given)])
+        parts = [[next(found) for _ in part] for part in self._parts]
+        return Trial(parts[0], parts[1][0], parts[2], np.array(parts[3], float).reshape(-1, 2))
+
+    def results(self, inputs: Sequence[tf.Tensor], rows: Array) -> list[list[Array]]:
+        """The results of each of the stage's calls, in order."""
+        fetches = [tensor for _, tensors in self._made for tensor in tensors]
+        factors = tf.zeros([0], keras.config.floatx())
+        found = iter(self._compiled(fetches)(tf.constant(rows), factors, *inputs))
+        return [[_array(next(found)) for _ in tensors] for _, tensors in self._made]
+
+    @functools.cached_property
+    def _run(self) -> Compiled:
+        return self._compiled([tensor for part in self._parts for tensor in part])
+
+    @property
+    def tolerance(self) -> float:
+        """How far results may be apart that were computed in the same way."""
+        operations = self.function.graph.get_operations()
+        dtypes = {tensor.dtype for op in operations for tensor in op.outputs}
+        return max(TOLERANCES.get(dtype, 0.0) for dtype in dtypes)
+
+    @property
+    def calls(self) -> list[Call]:
+        """The stage's calls in the order of `results`."""
+        return [call for call, _ in self._made]
+
+    def _compiled(self, fetches: Sequence[tf.Tensor]) -> Compiled:
+        carved = Carver(self.function).carve(self._feeds, fetches)
+        return Compiled(lambda *values: carved(*values), self._signature)
+
+    def _trace(self, kept: tf.Tensor, factors: tf.Tensor, *inputs: tf.Tensor) -> tf.Tensor:
+        body, layer = self._body, self._body.layer
+        layer.observe = lambda call, results: self._made.append((call, _tensors(results)))
+        try:
+            with moving_statistics(layer):
+                outputs, added = body.run(inputs, self._training)
+        finally:
+            layer.observe = None
+        given: list[tf.Tensor] = []
+        gradients: list[Any] = []
+        if self._training:
+            given, gradients = self._gradients(kept, factors, inputs, outputs, added)
+        pairs = zip(body.sums.weights, gradients, strict=False)
+        found = [(weight, gradient) for weight, gradient in pairs if gradient is not None]
+        self.weights = [weight for weight, _ in found]
+        self.added_by = body.added_by[self._training]
+        self._parts = [list(outputs), [added], given, [_in_short(g) for _, g in found]]
+        return added
+
+    def _gradients(
+        self,
+        kept: tf.Tensor,
+        factors: tf.Tensor,
+        inputs: Sequence[tf.Tensor],
+        outputs: Sequence[tf.Tensor],
+        added: tf.Tensor,
+    ) -> tuple[list[tf.Tensor], list[Any]]:
+        sources, variables = self._body.sources(inputs), self._body.variables
+        targets = self._body.targets(outputs, added)
+        seeds = [
+            tf.reshape(factors, tf.shape(added)),
+            *(_pattern(target) * _mask(kept, target) for target in targets[1:]),
+        ]
+        try:
+            found = tf.gradients(targets, [*sources, *variables], grad_ys=seeds)
+        except (NotImplementedError, LookupError):  # such a stage runs on a tape
+            return [], []
+        pairs = zip(sources, found, strict=False)
+        given = [tf.zeros_like(s) if g is None else tf.convert_to_tensor(g) for s, g in pairs]
+        return given, found[len(sources) :]
+
+
+def _tensors(results: Sequence[Any]) -> list[tf.Tensor]:
+    return [result for result in results if isinstance(result, tf.Tensor)]
+
+
+def _array(tensor: tf.Tensor) -> Array:
+    if tensor.dtype.is_floating:
+        tensor = tf.cast(tensor, tf.float64)
+    array: Array = tensor.numpy()
+    return array
+
+
+def _wave(size: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    """Numbers of both signs with no simple relation between them."""
+    return tf.cast(tf.cos(1.7 * tf.cast(tf.range(size), tf.float64) + 1.0), dtype)
+
+
+def _pattern(tensor: tf.Tensor) -> tf.Tensor:
+    return tf.reshape(_wave(tf.size(tensor), tensor.dtype), tf.shape(tensor))
+
+
+def _mask(kept: tf.Tensor, tensor: tf.Tensor) -> tf.Tensor:
+    """Ones in the rows of a tensor that belong to kept samples, zeros elsewhere."""
+    if not tensor.shape.rank:
+        return tf.zeros((), tensor.dtype)
+    samples, first = tf.shape(kept)[0], tf.shape(tensor)[0]
+    places = tf.range(first) // tf.maximum(first // samples, 1)
+    rows = tf.gather(kept, tf.minimum(places, samples - 1)) & (first % samples == 0)
+    return tf.cast(tf.reshape(rows, [-1, *[1] * (tensor.shape.rank - 1)]), tensor.dtype)
+
+
+def _in_short(gradient: Any) -> tf.Tensor:
+    """A gradient's product with a fixed direction, and its length: large ones are not kept."""
+    values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+    values = tf.cast(values, tf.float64 if values.dtype == tf.float64 else tf.float32)
+    values = tf.reshape(values, [tf.shape(values)[0] if values.shape.rank else 1, -1])
+    if isinstance(gradient, tf.IndexedSlices):
+        places = tf.cast(gradient.indices, tf.float64)
+    else:
+        places = tf.cast(tf.range(tf.shape(values)[0]), tf.float64)
+    left = tf.cast(tf.cos(1.3 * places + 0.5), values.dtype)
+    right = _wave(tf.shape(values)[1], values.dtype)
+    product = tf.reduce_sum(left * tf.linalg.matvec(values, right))
+    return tf.stack([product, tf.norm(values)])

@@ -1,0 +1,163 @@
+"""Tries a stage out before it first runs in micro-batches, and tells what its losses count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tarantella_pp.runtime.added_losses import AddedLosses, not_additive
+from tarantella_pp.runtime.body import StageBody
+from tarantella_pp.runtime.coupling_probe import CouplingProbe, is_batched, others
+from tarantella_pp.runtime.forward_effects import refuse_effects
+from tarantella_pp.runtime.keras_training import running_states
+from tarantella_pp.runtime.probe_trace import ProbeTrace
+
+_ENOUGH = 4
+"""Samples to try a stage out with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """How a batch is run.
+
+    Attributes:
+        sizes: Size of each micro-batch.
+        is_plain: Whether all of the model is one stage of one process.
+    """
+
+    sizes: tuple[int, ...]
+    is_plain: bool
+
+
+class StageProbe:
+    """Refuses, before anything is updated, a stage that would train something else in a pipeline.
+
+    Args:
+        body: The stage's nodes and weights.
+    """
+
+    def __init__(self, body: StageBody) -> None:
+        self._body = body
+        self._traces: dict[bool, ProbeTrace] = {}
+        self._kinds: dict[bool, Any] = {}
+        self._examined: set[tuple[bool, bool]] = set()
+        self._before: list[tuple[Any, Any]] = []
+
+    def examine(
+        self,
+        pieces: Pieces,
+        inputs: Sequence[tf.Tensor],
+        training: bool,
+        following: Callable[[], Iterable[Sequence[tf.Tensor]]],
+    ) -> None:
+        """Tries the stage out if it has not been yet.
+
+        Args:
+            pieces: How the batch is run.
+            inputs: The stage's inputs for the first micro-batch.
+            training: Whether layers run in training mode.
+            following: Returns those of the others that are model inputs.
+
+        Raises:
+            UnsupportedModelError: Names the layer, and says what to do.
+        """
+        count = len(pieces.sizes)
+        key = (training, count > 1)
+        self._before = []
+        if key in self._examined or (count == 1 and pieces.is_plain):
+            return
+        states = running_states(self._body.layer)
+        self._before = [(state, state.numpy()) for state in states]
+        rows = pieces.sizes[0]
+        trace = self._trace_for(training, rows, inputs)
+        refuse_effects(trace.function, self._body.layer, count, pieces.is_plain)
+        if count > 1:
+            rows, inputs = _enough(rows, inputs, following())
+            CouplingProbe(trace, rows, inputs).check()
+            self._find_kinds(trace, training, rows, inputs)
+        self._examined.add(key)
+        self._forget(training)
+
+    def settle(
+        self, rows: int, inputs: Sequence[tf.Tensor], added: tf.Tensor, training: bool
+    ) -> None:
+        """Looks again at losses that were zero when the stage was tried out.
+
+        Args:
+            rows: Number of samples of a micro-batch.
+            inputs: The stage's inputs for it.
+            added: What the added losses are for it.
+            training: Whether layers ran in training mode.
+        """
+        kinds = self._kinds.get(training)
+        if kinds is None or not np.any(np.isnan(kinds) & (added.numpy() != 0)):
+            return
+        rows, inputs = _enough(rows, inputs)
+        self._find_kinds(self._traces[training], training, rows, inputs)
+        unknown = np.flatnonzero(np.isnan(self._kinds[training]) & (added.numpy() != 0))
+        if unknown.size:
+            raise not_additive(self._body.added_by[training][unknown[0]])
+        self._forget(training)
+
+    def factors(self, training: bool, share: tf.Tensor) -> tf.Tensor:
+        """What the added losses of a micro-batch count in the loss of the batch.
+
+        Args:
+            training: Whether layers run in training mode.
+            share: The share of the micro-batch in the samples of the batch.
+        """
+        kinds = self._kinds.get(training)
+        if kinds is None:
+            return tf.repeat(share, len(self._body.added_by[training]))
+        return tf.maximum(share, tf.constant(np.nan_to_num(kinds), share.dtype))
+
+    def undo(self) -> None:
+        """Sets back what forward passes have written since the stage was tried out."""
+        for state, value in self._before:
+            state.assign(value)
+        self._before = []
+
+    def _find_kinds(
+        self, trace: ProbeTrace, training: bool, rows: int, inputs: Sequence[tf.Tensor]
+    ) -> None:
+        if self._body.added_by[training]:
+            self._kinds[training] = AddedLosses(trace, rows, inputs).kinds()
+
+    def _forget(self, training: bool) -> None:
+        """Drops a trace that has told all."""
+        if not np.isnan(self._kinds.get(training, 0.0)).any():
+            del self._traces[training]
+
+    def _trace_for(self, training: bool, rows: int, inputs: Sequence[tf.Tensor]) -> ProbeTrace:
+        if training not in self._traces:
+            specs = [
+                tf.TensorSpec([None, *x.shape[1:]] if is_batched(x, rows) else x.shape, x.dtype)
+                for x in inputs
+            ]
+            self._traces[training] = ProbeTrace(self._body, specs, training)
+        return self._traces[training]
+
+
+def _enough(
+    rows: int, inputs: Sequence[tf.Tensor], following: Iterable[Sequence[tf.Tensor]] = ()
+) -> tuple[int, list[tf.Tensor]]:
+    """Puts others beside samples that are too few to see which of them are mixed."""
+    found = list(inputs)
+    batched = [is_batched(x, rows) for x in inputs]
+    size = rows
+    for more in following:
+        if size >= _ENOUGH or len(more) != len(found):
+            break
+        size += next(y.shape[0] * rows // x.shape[0] for x, y in zip(inputs, more, strict=True))
+        found = [tf.concat([x, y], 0) for x, y in zip(found, more, strict=True)]
+    while size < _ENOUGH:
+        found = [
+            tf.concat([x, x if size > 1 else others(x, 1)], 0) if one else x
+            for x, one in zip(found, batched, strict=True)
+        ]
+        size *= 2
+    return size, found

@@ -77,7 +77,10 @@ class News:
         """
         if self._communicator.size == 1:
             return
-        value = np.array(variable.numpy())  # a scalar would be no array
+        if self._communicator.rank == owner:
+            value = np.array(variable.numpy())  # a scalar would be no array
+        else:  # where it may not be read
+            value = np.empty(variable.shape, tf.as_dtype(variable.dtype).as_numpy_dtype)
         self._communicator.broadcast(value, owner)
         if self._communicator.rank != owner:
             variable.assign(value)

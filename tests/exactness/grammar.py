@@ -16,10 +16,14 @@ Tensor = Any
 
 
 class AddsLoss(layers.Layer):
-    """Adds a mean of what passes it to the loss."""
+    """Adds a mean or a sum of what passes it to the loss."""
+
+    def __init__(self, reduce: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.reduce = reduce
 
     def call(self, x: Tensor) -> Tensor:
-        self.add_loss(0.1 * ops.mean(ops.square(x)))
+        self.add_loss(0.1 * self.reduce(ops.square(x)))
         return x
 
 
@@ -64,7 +68,8 @@ ANYWHERE: dict[str, Callable[[Tensor], Tensor]] = {
     "rms norm": lambda x: layers.RMSNormalization()(x),
     "group norm": lambda x: layers.GroupNormalization(2)(x),
     "prelu": lambda x: layers.PReLU()(x),
-    "added loss": lambda x: AddsLoss()(x),
+    "mean of losses": lambda x: AddsLoss(ops.mean)(x),
+    "sum of losses": lambda x: AddsLoss(ops.sum)(x),
     "stopped": lambda x: x + ops.stop_gradient(layers.Dense(WIDTH)(x)),
     "nested": nested,
     "sequential": sequential,

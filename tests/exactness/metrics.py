@@ -52,6 +52,7 @@ class Watched(layers.Layer):
     def __init__(self, metric: keras.metrics.Metric):
         super().__init__()
         self.metric = metric
+        self.metric.name = "watched"  # a name of its own counts the metrics made before
 
     def call(self, x):
         if type(self.metric).__name__ in ("Mean", "Sum"):

@@ -15,8 +15,9 @@ from tarantella_pp.errors import ConfigurationError, UnsupportedModelError
 from tarantella_pp.partition.graph import LayerGraph
 from tarantella_pp.partition.plan import Plan
 from tarantella_pp.partition.sizes import format_bytes
-from tarantella_pp.runtime.keras_training import layers_in, strategy_of
+from tarantella_pp.runtime.keras_training import is_keras_optimizer, layers_in, strategy_of
 from tarantella_pp.runtime.loss_probe import whole_batch_reason
+from tarantella_pp.runtime.optimizer_probe import treats_weights_apart
 
 if TYPE_CHECKING:
     from tarantella_pp.pipeline import Pipeline
@@ -294,6 +295,36 @@ def check_compilation(given: Mapping[str, Any], policy: str, num_ranks: int) -> 
                     f"on {num_ranks} ranks. Received: {option}={getattr(optimizer, option)}. Leave "
                     "it out (`clipnorm` and `clipvalue` work), or run all stages in one process."
                 )
+        check_own_optimizer(optimizer, num_ranks)
+
+
+def check_own_optimizer(optimizer: Any, num_ranks: int) -> None:
+    """Refuses optimizers of the user's that look at all gradients at once.
+
+    Args:
+        optimizer: An optimizer, or `None`.
+        num_ranks: Number of MPI ranks.
+
+    Raises:
+        ConfigurationError: If it does, or cannot be tried.
+    """
+    if optimizer is None or is_keras_optimizer(optimizer):
+        return
+    name = type(optimizer).__name__
+    try:
+        apart = treats_weights_apart(optimizer)
+    except Exception as error:  # whatever a class of the user's may raise
+        raise ConfigurationError(
+            f"Optimizer {name} cannot be tried out with other weights "
+            f"({type(error).__name__}: {error}), so it is not known whether it may train the "
+            f"weights of {num_ranks} ranks apart from each other. Make `get_config` return what "
+            "its __init__ takes, as Keras' own optimizers do, or run all stages in one process."
+        ) from error
+    if not apart:
+        raise ConfigurationError(
+            f"Optimizer {name} looks at several weights at once, which are on {num_ranks} ranks. "
+            "Treat each weight by itself, or run all stages in one process."
+        )
 
 
 def warn_of_compilation(given: Mapping[str, Any]) -> None:

@@ -6,7 +6,9 @@
     outputs        A   B   C   D             A   ?   C   ?       must stay A and C
 
 The same must hold for the gradients of a loss that looks at samples 0 and 2 only, and with the
-other half replaced. What mixes samples would train something else in micro-batches.
+other half replaced. What mixes samples would train something else in micro-batches. So would what
+follows from the number of samples, or from the place of a sample among them: half of them alone
+must give the same, too.
 """
 
 from __future__ import annotations
@@ -23,6 +25,9 @@ from tarantella_pp.runtime.probe_trace import ProbeTrace, Trial
 
 Array = NDArray[Any]
 Change: TypeAlias = "Callable[[tf.Tensor, int], tf.Tensor]"
+
+_OTHER_SHAPES = 100
+"""How much farther apart results may be that were computed of tensors of other shapes."""
 
 
 class CouplingProbe:
@@ -51,6 +56,9 @@ class CouplingProbe:
             weights = self._other_weights(before, after)
             if weights or not self._equal_rows(before, after, kept):
                 raise self._refusal(weights)
+        for part in self._parts():
+            if not self._equal_alone(part):
+                raise self._counting(part)
 
     def _sides(self) -> list[tuple[Array, Change]]:
         """Which samples are kept, and how the others are replaced."""
@@ -98,6 +106,50 @@ class CouplingProbe:
                     return call
         return None
 
+    def _parts(self) -> list[Array]:
+        """Samples to run alone; random numbers of the second half would be other ones."""
+        first = np.arange(self._rows) < self._rows // 2
+        return [first] if self._trace.is_random else [first, ~first]
+
+    def _equal_alone(self, part: Array) -> bool:
+        """Whether the stage makes the same of some samples if there are no others."""
+        factors, every = np.zeros(len(self._trace.added_by)), np.ones(part.sum(), bool)
+        whole = self._trace(np.ones(self._rows, bool), factors, self._inputs)
+        alone = self._trace(every, factors, self._only(part))
+        pairs = zip(whole.outputs, alone.outputs, strict=True)
+        return all(self._close(_rows_of(a, part), b) for a, b in pairs)
+
+    def _only(self, part: Array) -> list[tf.Tensor]:
+        rows = self._rows
+        return [
+            tf.boolean_mask(x, np.repeat(part, x.shape[0] // rows)) if is_batched(x, rows) else x
+            for x in self._inputs
+        ]
+
+    def _close(self, whole: Array, alone: Array) -> bool:
+        """Whether results are the same but for the rounding of other shapes."""
+        if whole.shape != alone.shape or whole.dtype.kind != "f":
+            return whole.shape != alone.shape or bool(np.array_equal(whole, alone))
+        largest = np.max(np.abs(whole), where=np.isfinite(whole), initial=0.0)
+        limit = min(_OTHER_SHAPES * self._tolerance, 0.25) * largest
+        return bool(np.allclose(whole, alone, rtol=0.0, atol=limit, equal_nan=True))
+
+    def _counting(self, part: Array) -> UnsupportedModelError:
+        whole = self._trace.results(self._inputs, np.ones(self._rows, bool))
+        alone = self._trace.results(self._only(part), np.ones(part.sum(), bool))
+        what = "One of the layers"
+        for call, first, second in zip(self._trace.calls, whole, alone, strict=True):
+            pairs = zip(first, second, strict=True)
+            if not all(self._close(_rows_of(a, part), b) for a, b in pairs if a.dtype.kind == "f"):
+                what = f"'{call.name}' ({type(call.operation).__name__})"
+                break
+        return UnsupportedModelError(
+            f"{what} looks at the number of samples or at the place of a sample among them: its "
+            "result for some samples changes when they are alone, so in micro-batches it would "
+            "train something else than in one process. Use num_micro_batches=1, or a form of it "
+            "that treats each sample by itself."
+        )
+
     def _equal(self, before: Array, after: Array, kept: Array) -> bool:
         """Whether the rows of kept samples are the same; of other tensors, all rows."""
         if before.shape != after.shape:
@@ -124,6 +176,13 @@ class CouplingProbe:
             "num_micro_batches=1, or a form of it that treats each sample by itself, with the "
             "samples along the first dimension."
         )
+
+
+def _rows_of(array: Array, part: Array) -> Array:
+    """The rows of some samples; all of what has none for each."""
+    if not array.ndim or not array.shape[0] or array.shape[0] % len(part):
+        return array
+    return array[np.repeat(part, array.shape[0] // len(part))]
 
 
 def is_batched(tensor: tf.Tensor, rows: int) -> bool:

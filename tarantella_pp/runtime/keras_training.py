@@ -34,6 +34,7 @@ __all__ = [
     "get_data_adapter",
     "global_seed",
     "is_keras_loss",
+    "is_keras_optimizer",
     "layers_in",
     "logits_of",
     "moving_statistics",
@@ -264,6 +265,11 @@ def forget_validation(model: Any) -> None:
         del model._eval_epoch_iterator
 
 
+def is_keras_optimizer(optimizer: Any) -> bool:
+    """Returns whether an optimizer is one of Keras' own, and not a subclass."""
+    return getattr(keras.optimizers, type(optimizer).__name__, None) is type(optimizer)
+
+
 def updates_weights_alone(optimizer: Any) -> bool:
     """Whether a step for some weights, and one for the others, is the same as one for all.
 
@@ -272,9 +278,7 @@ def updates_weights_alone(optimizer: Any) -> bool:
     Args:
         optimizer: Any optimizer; nothing is known of those that are not Keras' own.
     """
-    name = type(optimizer).__name__
-    known = getattr(keras.optimizers, name, None) is type(optimizer)
-    if not known or name in _STEPPING:
+    if not is_keras_optimizer(optimizer) or type(optimizer).__name__ in _STEPPING:
         return False
     options = ("global_clipnorm", "use_ema", "gradient_accumulation_steps")
     return not any(getattr(optimizer, option) for option in options)

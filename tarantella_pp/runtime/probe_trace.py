@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -104,6 +105,14 @@ class ProbeTrace:
         operations = self.function.graph.get_operations()
         dtypes = {tensor.dtype for op in operations for tensor in op.outputs}
         return max(TOLERANCES.get(dtype, 0.0) for dtype in dtypes)
+
+    @functools.cached_property
+    def is_random(self) -> bool:
+        """Whether the stage draws random numbers."""
+        definition = self.function.graph.as_graph_def()
+        functions = (function.node_def for function in definition.library.function)
+        nodes = itertools.chain(definition.node, *functions)
+        return any("Random" in node.op or "Normal" in node.op for node in nodes)
 
     @property
     def calls(self) -> list[Call]:

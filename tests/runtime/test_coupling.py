@@ -112,6 +112,23 @@ def test_layers_that_mix_samples_are_refused_by_name(name, rows):
     assert int(model.optimizer.iterations) == 0
 
 
+def numbered(layer, x, _):
+    return layer.gain * x * ops.cast(1 + ops.arange(ops.shape(x)[0])[:, None], x.dtype)
+
+
+def counted(layer, x, _):
+    return layer.gain * x / ops.cast(ops.shape(x)[0], x.dtype)
+
+
+@pytest.mark.parametrize("function", [numbered, counted])
+@pytest.mark.parametrize("call", ["train_on_batch", "predict_on_batch"])
+def test_layers_that_count_samples_are_refused_by_name(function, call):
+    model = piped(between(Own(function, name="odd")))
+    data = (X, Y) if call == "train_on_batch" else (X,)
+    with pytest.raises(UnsupportedModelError, match=r"odd.*number of samples.*num_micro_batches=1"):
+        getattr(model, call)(*data)
+
+
 def test_operations_that_mix_samples_are_named_as_well():
     inputs = keras.Input((5,))
     x = layers.Dense(5)(inputs)

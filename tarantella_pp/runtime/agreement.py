@@ -9,11 +9,9 @@ of another sees whether it will ever come, and says so instead of waiting.
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -21,6 +19,7 @@ import numpy as np
 
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.runtime.announcement import END, Announcement, Call, disagreement
+from tarantella_pp.runtime.cause import calling_line
 from tarantella_pp.runtime.waiting import Waiter
 
 _TAG = 0
@@ -28,7 +27,6 @@ _PATIENCE = 5.0
 """Seconds for the others to come, too, once it is known that the calls differ."""
 _RUN_USER_CODE = ("fit", "evaluate", "predict")
 """Calls in which callbacks make calls of their own."""
-_NOT_THE_USERS = ("tarantella_pp", "keras", "contextlib", "copy")
 
 
 class Agreement:
@@ -84,7 +82,7 @@ class Agreement:
             yield  # a part of the call that was announced
             return
         told = {name: repr(value) for name, value in facts.items()}
-        self._calls.append(Call(method, _users_place(), told))
+        self._calls.append(Call(method, calling_line() or "?", told))
         try:
             self._announce(waiter, self._calls[-1])
             yield
@@ -143,7 +141,7 @@ class Agreement:
 
     def _refuse(self, waiter: Waiter) -> None:
         """Joins the others in their announcement, with the call that cannot be finished."""
-        call = self._calls[-1] if self._calls else Call("wait", _users_place())
+        call = self._calls[-1] if self._calls else Call("wait", calling_line() or "?")
         try:
             self._announce(waiter, call, unfinished=True)
         except ConfigurationError as error:
@@ -217,16 +215,3 @@ class Agreement:
             if theirs is not None:
                 said[rank] = theirs
         return dict(sorted(said.items()))
-
-
-def _users_place() -> str:
-    """File and line of the innermost frame that belongs neither to this package nor to Keras."""
-    frame = sys._getframe()
-    while frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_THE_USERS:
-        if frame.f_back is None:
-            break
-        frame = frame.f_back
-    path = Path(frame.f_code.co_filename)
-    with contextlib.suppress(ValueError):
-        path = path.relative_to(Path.cwd())
-    return f"{path}:{frame.f_lineno}"

@@ -55,6 +55,12 @@ def users_line(frames: Iterable[tuple[str, int]]) -> str:
     return own[-1] if own else ""
 
 
+def calling_line() -> str:
+    """Returns the innermost line of the user's own code that this thread is in, if any."""
+    stack = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(None)]
+    return users_line(reversed(stack))
+
+
 def _first_line(message: str) -> str:
     """Returns the first line that says something; one that ends with a colon takes the next."""
     text = _APPENDED.split(_ESCAPES.sub("", message).strip(), maxsplit=1)[0]

@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from tarantella_pp.errors import CommunicationError
 from tarantella_pp.runtime import whereabouts
-from tarantella_pp.runtime.cause import describe, users_line
+from tarantella_pp.runtime.cause import calling_line, describe
 from tarantella_pp.runtime.records import (
     ENDED,
     FAILED,
@@ -141,8 +141,7 @@ class Guard:
 
         It holds Python's lock meanwhile, so that its own watch cannot look.
         """
-        stack = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(None)]
-        self._wait_at(users_line(reversed(stack)) or "its first use of MPI", starts_mpi=True)
+        self._wait_at(calling_line() or "its first use of MPI", starts_mpi=True)
         try:
             yield
         finally:

@@ -98,9 +98,7 @@ def test_calls_that_differ_are_refused_on_all_ranks(ranks):
     assert all(result == run.results[0] for result in run.results)
     facts, methods, same, skipped, behind = run.results[0]
     last = ranks - 1
-    assert re.search(
-        rf"fit\(epochs=3\) at tests/runtime/test_agreement.py:\d+ on rank {last}", facts
-    )
+    assert re.search(rf"fit\(epochs=3\) at test_agreement.py:\d+ on rank {last}", facts)
     assert re.search(rf"evaluate\(\) at .* on rank.*save\(\) at .*:\d+ on rank {last}\.", methods)
     assert same == ""
     assert "save()" in skipped
@@ -201,12 +199,12 @@ def test_the_first_line_of_a_time_out_says_who_waits_for_whom_in_which_call():
     run = mpi_run(2, wait_in_vain, env={"TNT_TIMEOUT": "1", "TNT_WARN": "0.5"}).check()
     message, announcement = (text.splitlines()[0] for text in run.results[0])
     assert re.match(
-        r"Rank 0 waited 1\.\d s in fit\(\) at tests/\S*:\d+ for activations 1>0, micro-batch 2 "
+        r"Rank 0 waited 1\.\d s in fit\(\) at \S*:\d+ for activations 1>0, micro-batch 2 "
         r"from rank 1 \(tag 7\) and gives up",
         message,
     )
     assert re.match(
-        r"Rank 0 waited 1\.\d s in save\(\) at tests/\S*:\d+ for the other ranks to call save\(\) "
+        r"Rank 0 waited 1\.\d s in save\(\) at \S*:\d+ for the other ranks to call save\(\) "
         r"\(not yet: 1\) and gives up",
         announcement,
     )

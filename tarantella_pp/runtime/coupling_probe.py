@@ -182,7 +182,8 @@ def _rows_of(array: Array, part: Array) -> Array:
     """The rows of some samples; all of what has none for each."""
     if not array.ndim or not array.shape[0] or array.shape[0] % len(part):
         return array
-    return array[np.repeat(part, array.shape[0] // len(part))]
+    found: Array = array[np.repeat(part, array.shape[0] // len(part))]
+    return found
 
 
 def is_batched(tensor: tf.Tensor, rows: int) -> bool:

@@ -92,8 +92,9 @@ class AddedLosses:
         """The samples, half of them replaced, and both with as many other samples."""
         rows, inputs = self._rows, self._inputs
         kept = np.arange(rows) % 2 == 0
-        mixed = [replace(x, change(x, rows), kept) for x in inputs]
-        more = [change(x, rows) if is_batched(x, rows) else None for x in inputs]
+        pairs = list(zip(inputs, self._trace.batched, strict=True))
+        mixed = [replace(x, change(x, rows), kept) if one else x for x, one in pairs]
+        more = [change(x, rows) if one and is_batched(x, rows) else None for x, one in pairs]
         longer = [
             [x if y is None else tf.concat([x, y], 0) for x, y in zip(part, more, strict=True)]
             for part in (inputs, mixed)

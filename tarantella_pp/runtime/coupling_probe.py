@@ -74,13 +74,16 @@ class CouplingProbe:
             return before, self._trace(kept, factors, self._mixed(kept, neighbours))
 
     def _mixed(self, kept: Array, change: Change) -> list[tf.Tensor]:
-        return [replace(x, change(x, self._rows), kept) for x in self._inputs]
+        pairs = zip(self._inputs, self._trace.batched, strict=True)
+        return [replace(x, change(x, self._rows), kept) if one else x for x, one in pairs]
 
     def _equal_rows(self, before: Trial, after: Trial, kept: Array) -> bool:
         """Whether outputs and gradients of inputs are the same for the kept samples."""
         first = [*before.outputs, *before.input_gradients]
         second = [*after.outputs, *after.input_gradients]
-        return all(self._equal(a, b, kept) for a, b in zip(first, second, strict=True))
+        told = self._trace.told[: len(first)]
+        trials = zip(first, second, told, strict=True)
+        return all(self._equal(a, b, kept) for a, b, one in trials if one)
 
     def _other_weights(self, before: Trial, after: Trial) -> list[Any]:
         """The weights whose gradient is another; what is not finite tells nothing."""
@@ -116,14 +119,15 @@ class CouplingProbe:
         factors, every = np.zeros(len(self._trace.added_by)), np.ones(part.sum(), bool)
         whole = self._trace(np.ones(self._rows, bool), factors, self._inputs)
         alone = self._trace(every, factors, self._only(part))
-        pairs = zip(whole.outputs, alone.outputs, strict=True)
-        return all(self._close(_rows_of(a, part), b) for a, b in pairs)
+        trials = zip(whole.outputs, alone.outputs, self._trace.told, strict=False)
+        return all(self._close(_rows_of(a, part), b) for a, b, one in trials if one)
 
     def _only(self, part: Array) -> list[tf.Tensor]:
-        rows = self._rows
         return [
-            tf.boolean_mask(x, np.repeat(part, x.shape[0] // rows)) if is_batched(x, rows) else x
-            for x in self._inputs
+            tf.boolean_mask(x, np.repeat(part, x.shape[0] // self._rows))
+            if one and is_batched(x, self._rows)
+            else x
+            for x, one in zip(self._inputs, self._trace.batched, strict=True)
         ]
 
     def _close(self, whole: Array, alone: Array) -> bool:

@@ -52,6 +52,8 @@ class StageLayout:
         results: The model's outputs with their masks, on the last stage; empty elsewhere.
         seeded: Those of `outputs` for which a gradient comes back.
         activations: Tensors that travel as their logits, and what makes them of these.
+        tables: Tensors of the model that have no rows of samples.
+        turned: Those of them that have samples along another dimension than the first.
     """
 
     index: int
@@ -62,6 +64,13 @@ class StageLayout:
     results: tuple[Port, ...]
     seeded: tuple[Port, ...]
     activations: Mapping[int, Callable[[Any], Any]] = field(default_factory=dict, hash=False)
+    tables: frozenset[int] = frozenset()
+    turned: frozenset[int] = frozenset()
+
+    @property
+    def batched(self) -> tuple[bool, ...]:
+        """For each of `inputs` whether it has rows of samples."""
+        return tuple(port.tensor not in self.tables for port in self.inputs)
 
     @property
     def inputs(self) -> tuple[Port, ...]:
@@ -116,6 +125,8 @@ def stage_layouts(
                 )
     links = [_link(graph, pair, ports) for pair, ports in sorted(crossing.items())]
     results = tuple(dict.fromkeys(p for t in graph.outputs for p in _with_mask(graph, t)))
+    tables = frozenset(i for i, t in enumerate(graph.tensors) if t.rows_per_sample == 0)
+    turned = frozenset(i for i in tables if None in graph.tensors[i].shape)
     layouts = []
     for stage in range(num_stages):
         sends = tuple(link for link in links if link.source == stage)
@@ -131,6 +142,8 @@ def stage_layouts(
                 sends=sends,
                 results=ends,
                 seeded=tuple(dict.fromkeys(seeded)),
+                tables=tables,
+                turned=turned,
                 activations=activations or {},
             )
         )

@@ -56,6 +56,9 @@ class ProbeTrace:
 
     Attributes:
         function: The traced function.
+        batched: For each input whether it has rows of samples.
+        told: For each output, then each gradient of an input, whether its samples can be told
+            apart: not where they are along another dimension than the first.
         weights: The weights that get a gradient.
         added_by: For each added loss the name of the layer that adds it.
     """
@@ -64,6 +67,9 @@ class ProbeTrace:
         self._body = body
         self._specs = list(specs)
         self._training = training
+        self.batched = body.layout.batched
+        ports = [*body.layout.outputs, *body.layout.input_gradients]
+        self.told = [port.tensor not in body.layout.turned for port in ports]
         self._parts: list[list[tf.Tensor]] = []
         self._made: list[tuple[Call, list[tf.Tensor]]] = []
         self.weights: list[Any] = []
@@ -152,10 +158,10 @@ class ProbeTrace:
     ) -> tuple[list[tf.Tensor], list[Any]]:
         sources, variables = self._body.sources(inputs), self._body.variables
         targets = self._body.targets(outputs, added)
-        seeds = [
-            tf.reshape(factors, tf.shape(added)),
-            *(_pattern(target) * _mask(kept, target) for target in targets[1:]),
-        ]
+        seeds = [tf.reshape(factors, tf.shape(added))]
+        for port, target in zip(self._body.layout.seeded, targets[1:], strict=True):
+            told = port.tensor not in self._body.layout.turned
+            seeds.append(_pattern(target) * _mask(kept, target) if told else tf.zeros_like(target))
         try:
             found = tf.gradients(targets, [*sources, *variables], grad_ys=seeds)
         except (NotImplementedError, LookupError):  # such a stage runs on a tape

@@ -76,7 +76,7 @@ class StageProbe:
         trace = self._trace_for(training, rows, inputs)
         refuse_effects(trace.function, self._body.layer, count, pieces.is_plain)
         if count > 1:
-            rows, inputs = _enough(rows, inputs, following())
+            rows, inputs = self._enough(rows, inputs, following())
             CouplingProbe(trace, rows, inputs).check()
             self._find_kinds(trace, training, rows, inputs)
         self._examined.add(key)
@@ -96,7 +96,7 @@ class StageProbe:
         kinds = self._kinds.get(training)
         if kinds is None or not np.any(np.isnan(kinds) & (added.numpy() != 0)):
             return
-        rows, inputs = _enough(rows, inputs)
+        rows, inputs = self._enough(rows, inputs)
         self._find_kinds(self._traces[training], training, rows, inputs)
         unknown = np.flatnonzero(np.isnan(self._kinds[training]) & (added.numpy() != 0))
         if unknown.size:
@@ -135,29 +135,33 @@ class StageProbe:
     def _trace_for(self, training: bool, rows: int, inputs: Sequence[tf.Tensor]) -> ProbeTrace:
         if training not in self._traces:
             specs = [
-                tf.TensorSpec([None, *x.shape[1:]] if is_batched(x, rows) else x.shape, x.dtype)
-                for x in inputs
+                tf.TensorSpec([None, *x.shape[1:]] if one else x.shape, x.dtype)
+                for x, one in zip(inputs, self._batched(rows, inputs), strict=True)
             ]
             self._traces[training] = ProbeTrace(self._body, specs, training)
         return self._traces[training]
 
+    def _batched(self, rows: int, inputs: Sequence[tf.Tensor]) -> list[bool]:
+        """For each input whether it has rows of samples."""
+        pairs = zip(inputs, self._body.layout.batched, strict=True)
+        return [one and is_batched(x, rows) for x, one in pairs]
 
-def _enough(
-    rows: int, inputs: Sequence[tf.Tensor], following: Iterable[Sequence[tf.Tensor]] = ()
-) -> tuple[int, list[tf.Tensor]]:
-    """Puts others beside samples that are too few to see which of them are mixed."""
-    found = list(inputs)
-    batched = [is_batched(x, rows) for x in inputs]
-    size = rows
-    for more in following:
-        if size >= _ENOUGH or len(more) != len(found):
-            break
-        size += next(y.shape[0] * rows // x.shape[0] for x, y in zip(inputs, more, strict=True))
-        found = [tf.concat([x, y], 0) for x, y in zip(found, more, strict=True)]
-    while size < _ENOUGH:
-        found = [
-            tf.concat([x, x if size > 1 else others(x, 1)], 0) if one else x
-            for x, one in zip(found, batched, strict=True)
-        ]
-        size *= 2
-    return size, found
+    def _enough(
+        self, rows: int, inputs: Sequence[tf.Tensor], following: Iterable[Sequence[tf.Tensor]] = ()
+    ) -> tuple[int, list[tf.Tensor]]:
+        """Puts others beside samples that are too few to see which of them are mixed."""
+        found = list(inputs)
+        batched = self._batched(rows, inputs)
+        size = rows
+        for more in following:
+            if size >= _ENOUGH or len(more) != len(found):
+                break
+            size += next(y.shape[0] * rows // x.shape[0] for x, y in zip(inputs, more, strict=True))
+            found = [tf.concat([x, y], 0) for x, y in zip(found, more, strict=True)]
+        while size < _ENOUGH:
+            found = [
+                tf.concat([x, x if size > 1 else others(x, 1)], 0) if one else x
+                for x, one in zip(found, batched, strict=True)
+            ]
+            size *= 2
+        return size, found

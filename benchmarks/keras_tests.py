@@ -34,6 +34,7 @@ KINDS = {
     "optional inputs": r"optional",
     "export": r"export",
     "loss scaling": r"mixed_float16|LossScale",
+    "a layer that writes its state in each forward pass": r"writes its variable",
 }
 """Why a test is refused, by what the message says."""
 

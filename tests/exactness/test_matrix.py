@@ -50,6 +50,8 @@ def test_some_of_each_kind_in_one_process(kind):
 @pytest.mark.mpi
 @pytest.mark.parametrize("kinds", matrix.LAUNCHES, ids="-".join)
 def test_all_of_keras_on_two_ranks(kinds):
+    if kinds != ("losses",) and not more_asked_for():
+        pytest.skip("takes minutes: set TNT_TEST_EXAMPLES to try all")
     for kind, verdicts in matrix.judge_on_two_ranks(kinds).items():
         check(kind, verdicts)
         if more_asked_for() or kind != "losses":

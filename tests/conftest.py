@@ -120,3 +120,17 @@ def _nothing_left_behind() -> Iterator[None]:
     _kill(left)
     if names:
         pytest.fail("processes left behind by the tests:\n" + "\n".join(names))
+
+
+@pytest.fixture(scope="module")
+def float64() -> Iterator[None]:
+    """Has Keras compute in float64, in which what is promised can be told from rounding."""
+    import keras
+
+    from tests.training import use_float64
+
+    floatx, policy = keras.config.floatx(), keras.config.dtype_policy()
+    use_float64()
+    yield
+    keras.config.set_floatx(floatx)
+    keras.config.set_dtype_policy(policy)

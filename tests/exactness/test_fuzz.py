@@ -18,18 +18,9 @@ from tarantella_pp.pipeline_model import PipelineModel
 from tests.draws import asked_for
 from tests.exactness.grammar import sentences
 from tests.exactness.trials import BITS, ROUNDING
-from tests.training import distance, use_float64
+from tests.training import distance
 
-pytestmark = [pytest.mark.keras, pytest.mark.slow]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _float64():
-    floatx, policy = keras.config.floatx(), keras.config.dtype_policy()
-    use_float64()
-    yield
-    keras.config.set_floatx(floatx)
-    keras.config.set_dtype_policy(policy)
+pytestmark = [pytest.mark.keras, pytest.mark.slow, pytest.mark.usefixtures("float64")]
 
 
 def trained(sentence, **options):

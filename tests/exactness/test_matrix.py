@@ -11,9 +11,8 @@ import pytest
 from tests.draws import more_asked_for
 from tests.exactness import expected, layers, matrix
 from tests.exactness.trials import DIFFERS, EXACT, Judge
-from tests.training import use_float64
 
-pytestmark = pytest.mark.keras
+pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("float64")]
 
 QUICK = {
     "losses": "(MeanSquaredError|SparseCategoricalCrossentropy), (sum|mean), masked, weighted$",
@@ -22,15 +21,6 @@ QUICK = {
     "optimizers": "(Muon|SGD.gradient_accumulation_steps.)$",
     "callbacks": "(EarlyStopping|CSVLogger)$",
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _float64():
-    floatx, policy = keras.config.floatx(), keras.config.dtype_policy()
-    use_float64()
-    yield
-    keras.config.set_floatx(floatx)
-    keras.config.set_dtype_policy(policy)
 
 
 def check(kind, verdicts):

@@ -12,19 +12,10 @@ from tarantella_pp.pipeline_model import PipelineModel
 from tests.mpi import mpi_run
 from tests.training import distance, sgd, use_float64
 
-pytestmark = pytest.mark.keras
+pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("float64")]
 
 X, Y = np.random.default_rng(3).normal(size=(2, 7, 5))
 IDS = np.random.default_rng(4).integers(0, 7, size=(7, 5))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _float64():
-    floatx, policy = keras.config.floatx(), keras.config.dtype_policy()
-    use_float64()
-    yield
-    keras.config.set_floatx(floatx)
-    keras.config.set_dtype_policy(policy)
 
 
 class Adds(layers.Layer):

@@ -12,20 +12,11 @@ from tarantella_pp.errors import UnsupportedModelError
 from tarantella_pp.pipeline_model import PipelineModel
 from tests.training import distance, sgd, use_float64
 
-pytestmark = pytest.mark.keras
+pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("float64")]
 
 RNG = np.random.default_rng(3)
 X, Y = RNG.normal(size=(2, 6, 5))
 IDS = RNG.integers(0, 7, size=(6, 5))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _float64():
-    floatx, policy = keras.config.floatx(), keras.config.dtype_policy()
-    use_float64()
-    yield
-    keras.config.set_floatx(floatx)
-    keras.config.set_dtype_policy(policy)
 
 
 class Own(layers.Layer):

@@ -12,9 +12,9 @@ from keras import layers, losses
 from tarantella_pp.errors import ConfigurationError, UnsupportedModelError
 from tarantella_pp.pipeline_model import PipelineModel
 from tarantella_pp.runtime.loss_probe import treats_samples_apart
-from tests.training import distance, sgd, use_float64
+from tests.training import distance, sgd
 
-pytestmark = pytest.mark.keras
+pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("float64")]
 
 RNG = np.random.default_rng(3)
 ROWS = 7
@@ -26,15 +26,6 @@ WEIGHTS = {
     "sample": RNG.uniform(0.2, 2, size=(ROWS, 1, 1)),
     "pixel": RNG.uniform(0.2, 2, size=(ROWS, 4, 4)),
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _float64():
-    floatx, policy = keras.config.floatx(), keras.config.dtype_policy()
-    use_float64()
-    yield
-    keras.config.set_floatx(floatx)
-    keras.config.set_dtype_policy(policy)
 
 
 def segmentation():

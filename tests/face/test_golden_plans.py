@@ -1,0 +1,61 @@
+"""Plan files of the first format load, print and train, whatever has become of the code since.
+
+The files in `tests/partition/golden_plans` are named after a schedule, or what else is special
+about them, and the model of `tests/training.py` that they are for.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+
+import keras
+import pytest
+
+import tarantella_pp as tnt
+from tarantella_pp.partition.graph_plan import GraphPlan
+from tests.training import BATCH, CASES, distance, make
+
+FILES = sorted((Path(__file__).parents[1] / "partition" / "golden_plans").glob("*.json"))
+OF_MODELS = [path for path in FILES if path.name.split(".")[1] in CASES]
+
+names = functools.partial(map, lambda path: path.name)
+
+
+def test_there_is_one_of_each_kind():
+    kinds = {path.name.split(".")[0] for path in FILES}
+    assert kinds >= {"gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "zb-auto"}
+    assert kinds >= {"own", "found", "time", "external", "by_hand"}
+
+
+@pytest.mark.parametrize("path", FILES, ids=names(FILES))
+def test_they_load_and_keep_all_they_say(path):
+    fields = json.loads(path.read_text())
+    kind = GraphPlan if fields["format"].endswith("graph_plan") else tnt.Plan
+    plan = kind.load(path)
+    again = json.loads(plan.to_json())
+    assert {name: again.get(name) for name in fields} == fields
+    assert kind.from_json(plan.to_json()) == plan
+    if kind is tnt.Plan:
+        assert f"{plan.num_stages} stages" in str(plan)
+
+
+@pytest.mark.keras
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(p, marks=() if p.name[:3] == "own" else pytest.mark.slow) for p in OF_MODELS],
+    ids=names(OF_MODELS),
+)
+def test_they_train_with_the_numbers_of_keras(path):
+    case = CASES[path.name.split(".")[1]]
+    pipeline = make(case, plan=path)
+    assert distance(two_steps(make(case), case), two_steps(pipeline, case)) < 1e-10
+    assert pipeline.plan.assignment == tnt.Plan.load(path).assignment
+
+
+def two_steps(model, case):
+    x, y = (
+        keras.tree.map_structure(lambda array: array[:BATCH], data) for data in (case.x, case.y)
+    )
+    return {"logs": [model.train_on_batch(x, y) for _ in range(2)], "weights": model.get_weights()}

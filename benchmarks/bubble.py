@@ -24,7 +24,8 @@ from tarantella_pp.runtime.communicator import world
 from tarantella_pp.runtime.measured_costs import simulated
 from tarantella_pp.runtime.measured_step import gather_steps
 from tarantella_pp.runtime.recording import Recorder
-from tarantella_pp.runtime.schedule import SCHEDULE_NAMES, Costs, bubble_fraction, simulate
+from tarantella_pp.schedule import TRAINING_NAMES, bubble_fraction
+from tarantella_pp.simulation import Costs, simulate
 
 STAGES_PER_RANK = {"interleaved": 2, "zb-v": 2}
 
@@ -62,7 +63,7 @@ def measure(name: str, micro_batches: int, seconds: float, steps: int) -> list[s
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--schedules", nargs="+", default=list(SCHEDULE_NAMES))
+    parser.add_argument("--schedules", nargs="+", default=[*TRAINING_NAMES, "forward"])
     parser.add_argument("--micro-batches", type=int, help="default: twice the ranks")
     parser.add_argument("--milliseconds", type=float, default=20.0, help="of F, of B and of W")
     parser.add_argument("--steps", type=int, default=3)

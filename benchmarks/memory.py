@@ -142,7 +142,7 @@ def nbytes(variables: Iterable[Any]) -> int:
 def train(name: str, stages: int, recompute: str, steps: int = 5) -> dict[str, Any]:
     """Trains a pipeline; returns what its rank measures but for the peak."""
     import tarantella_pp as tnt
-    from tarantella_pp.runtime.schedule import in_flight_bounds
+    from tarantella_pp.schedule import in_flight_bounds
 
     build, rows, micro_batches = SUBJECTS[name]
     keras.utils.set_random_seed(0)

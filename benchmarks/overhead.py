@@ -23,7 +23,7 @@ from rich.table import Table
 from stubs import Seconds, StubPipeline
 
 from tarantella_pp.runtime.communicator import Communicator, world
-from tarantella_pp.runtime.schedule import make_schedule
+from tarantella_pp.schedule import make_schedule
 
 STAGES = 2
 FEW, MANY = 4, 32

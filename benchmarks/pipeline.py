@@ -42,15 +42,9 @@ from tarantella_pp.runtime.communicator import Communicator, world
 from tarantella_pp.runtime.measured_costs import measured_costs, work_between
 from tarantella_pp.runtime.measured_step import gather_steps
 from tarantella_pp.runtime.recording import Recorder
-from tarantella_pp.runtime.schedule import (
-    TRAINING_NAMES,
-    Costs,
-    Schedule,
-    lower,
-    simulate,
-    speed_up_bound,
-)
 from tarantella_pp.runtime.tuning import MEASURED, WARM_UP
+from tarantella_pp.schedule import TRAINING_NAMES, Schedule, lower, speed_up_bound
+from tarantella_pp.simulation import Costs, simulate
 
 STAGES_PER_RANK = {"interleaved": 2, "zb-v": 2}
 SEARCH_STEPS = 2 * (WARM_UP + MEASURED)
@@ -163,8 +157,8 @@ def compare(
 
 def bound_of(schedule: str, plan: tnt.Plan, ranks: int) -> float:
     """The bound on the speed-up, of equal stages; of a schedule found by playing it."""
-    if plan.program is not None:
-        found = lower(Schedule.from_text(plan.program))
+    if plan.schedule_text is not None:
+        found = lower(Schedule.from_text(plan.schedule_text))
         return simulate(found, Costs.uniform(plan.num_stages)).speed_up
     per_rank = STAGES_PER_RANK.get(schedule, 1)
     return float(speed_up_bound(schedule, ranks, plan.num_micro_batches, per_rank))

@@ -22,7 +22,8 @@ from tarantella_pp.runtime.execution import Execution
 from tarantella_pp.runtime.layout import Port, StageLayout, links_of, stage_layouts
 from tarantella_pp.runtime.recorded_execution import RecordedExecution
 from tarantella_pp.runtime.recording import Recorder
-from tarantella_pp.runtime.schedule import Costs, Schedule, lower, make_schedule, validate
+from tarantella_pp.schedule import SEARCHED, Schedule, lower, make_schedule, validate
+from tarantella_pp.simulation import Costs, search_schedule
 
 ROWS = 4
 
@@ -150,11 +151,12 @@ class StubPipeline:
     ) -> None:
         graph = chain(num_stages, width)
         layouts = stage_layouts(graph, range(num_stages), num_stages)
-        costs = None
-        if name == "zb-auto":
+        size = (num_stages, num_micro_batches, communicator.size)
+        if name == SEARCHED:
             parts = (seconds.forward, seconds.input_gradient, seconds.weight_gradient)
-            costs = Costs.uniform(num_stages, *parts)
-        plain = make_schedule(name, num_stages, num_micro_batches, communicator.size, costs=costs)
+            plain = search_schedule(*size, costs=Costs.uniform(num_stages, *parts))
+        else:
+            plain = make_schedule(name, *size)
         self.schedule: Schedule = lower(plain)
         validate(self.schedule)
         own = self.schedule.stages_of(communicator.rank)

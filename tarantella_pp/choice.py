@@ -13,16 +13,16 @@ from tarantella_pp.chooser import Chooser
 from tarantella_pp.errors import ConfigurationError, PlanError
 from tarantella_pp.partition.options import checked_count
 from tarantella_pp.partition.plan import Plan
+from tarantella_pp.partition.plan_simulation import HardwareSpec, with_bubble
 from tarantella_pp.partition.planner import Planner
 from tarantella_pp.partition.profile import Profile
 from tarantella_pp.profiling import profile as measure
 from tarantella_pp.refusal import refusal
-from tarantella_pp.runtime.schedule import Recipe, Schedule, read_schedule
-from tarantella_pp.simulation import Machine, with_bubble
+from tarantella_pp.schedule import Schedule, ScheduleSpec, read_schedule
 
-CORE = Machine(flops_per_second=6e10, action_seconds=3e-4, memory_bandwidth=1e10)
+CORE = HardwareSpec(flops_per_second=6e10, action_seconds=3e-4, memory_bandwidth=1e10)
 """One core of a CPU, as measured with the models of `benchmarks/`."""
-ACCELERATOR = Machine(flops_per_second=1e13, action_seconds=3e-4, memory_bandwidth=1e12)
+ACCELERATOR = HardwareSpec(flops_per_second=1e13, action_seconds=3e-4, memory_bandwidth=1e12)
 """A GPU."""
 MICRO_BATCHES = 8
 """Into how many a batch is cut to measure operations, where that is open."""
@@ -43,7 +43,7 @@ def make_plan(
     recompute: str | Sequence[int] | None = None,
     optimizer: Any = None,
     profile: Profile | None = None,
-    machine: Machine | None = None,
+    machine: HardwareSpec | None = None,
 ) -> Plan:
     """Plans the stages of a model's pipeline; needs neither MPI nor data, and trains nothing.
 
@@ -68,7 +68,7 @@ def make_plan(
             that of a schedule of your own, otherwise 1.
         schedule: `"gpipe"`, `"1f1b"`, `"interleaved"`, `"zb-h1"`, `"zb-v"`, `"zb-auto"`, which is
             planned like `"zb-h1"` and searched for in the first training steps, or a schedule of
-            your own: a `runtime.schedule.Schedule` or the path of a text file with one.
+            your own: a `tarantella_pp.schedule.Schedule` or the path of a text file with one.
         balance: `"memory"` for the smallest largest memory of a stage, buffers of messages left
             out; `"time"` for the smallest largest time of a stage, measured on this machine;
             `"flops"` for the smallest largest number of floating point operations. Of ranks with
@@ -95,12 +95,12 @@ def make_plan(
         PlanError: No plan keeps the limit, or has an operation for each stage. The message names
             the smallest limit that works, and what else would.
     """
-    own = read_schedule(schedule)
-    per_rank = _stages_per_rank(stages_per_rank, schedule, own)
-    if own is not None:
-        num_stages = own.num_stages if num_stages is None else num_stages
+    custom = read_schedule(schedule)
+    per_rank = _stages_per_rank(stages_per_rank, schedule, custom)
+    if custom is not None:
+        num_stages = custom.num_stages if num_stages is None else num_stages
         if num_micro_batches is None:
-            num_micro_batches = own.num_micro_batches
+            num_micro_batches = custom.num_micro_batches
     shapes = _shapes(num_stages, num_replicas, num_ranks, per_rank)
     if balance == "time" and profile is None:
         parts = (num_micro_batches or MICRO_BATCHES) * shapes[0][1]
@@ -120,7 +120,7 @@ def make_plan(
             planner,
             machine,
             {**given, "num_stages": stages, "num_replicas": replicas},
-            Recipe.of(own or schedule, stages, stages // per_rank),
+            ScheduleSpec.of(custom or schedule, stages, stages // per_rank),
         )
         for stages, replicas in shapes
     ]
@@ -134,11 +134,11 @@ def make_plan(
     raise PlanError(refusal(choosers[-1]))
 
 
-def _stages_per_rank(given: int | None, schedule: Any, own: Schedule | None) -> int:
+def _stages_per_rank(given: int | None, schedule: Any, custom: Schedule | None) -> int:
     if given is not None:
         return checked_count("stages_per_rank", given)
-    if own is not None:
-        return own.num_stages // own.num_ranks
+    if custom is not None:
+        return custom.num_stages // custom.num_ranks
     return 2 if schedule in ("interleaved", "zb-v") else 1
 
 

@@ -14,10 +14,10 @@ from tarantella_pp.errors import ConfigurationError, PlanError
 from tarantella_pp.partition.certificate import Solution
 from tarantella_pp.partition.options import SCHEDULES, PlanOptions
 from tarantella_pp.partition.plan import Plan
+from tarantella_pp.partition.plan_simulation import HardwareSpec, PlanSimulation
 from tarantella_pp.partition.planner import Planner
 from tarantella_pp.partition.working import factor_bytes
-from tarantella_pp.runtime.schedule import BEFORE_SEARCH, SEARCHED, Recipe
-from tarantella_pp.simulation import Machine, PlanSimulation
+from tarantella_pp.schedule import BEFORE_SEARCH, SEARCHED, ScheduleSpec
 
 MOST_SUBSETS = 4
 """Stages up to which every set of recomputing ones is tried; of more, the first stages."""
@@ -40,13 +40,13 @@ class Chooser:
         machine: Speed of a rank and of the links.
         given: The arguments of `PlanOptions.checked`; `num_micro_batches` and `recompute` may be
             `None`, to be chosen.
-        recipe: The schedule.
+        spec: The schedule.
     """
 
     planner: Planner
-    machine: Machine
+    machine: HardwareSpec
     given: Mapping[str, Any]
-    recipe: Recipe
+    spec: ScheduleSpec
 
     def options(self, **changes: Any) -> PlanOptions:
         """Returns the options, with defaults for those that are open.
@@ -57,12 +57,12 @@ class Chooser:
         Raises:
             ConfigurationError: One of them cannot work.
         """
-        placement = self.recipe.placement if self.recipe.num_ranks > 1 else ()
+        placement = self.spec.placement if self.spec.num_ranks > 1 else ()
         shared = len(set(placement)) < len(placement)
         arguments = {"ranks": placement if shared else (), **self.given, **changes}
-        arguments["schedule"] = self.recipe.name
-        if self.recipe.name not in SCHEDULES:
-            arguments["in_flight"] = self.recipe.in_flight
+        arguments["schedule"] = self.spec.name
+        if self.spec.name not in SCHEDULES:
+            arguments["in_flight"] = self.spec.in_flight
         if arguments["recompute"] is None:
             arguments["recompute"] = "none"
         return PlanOptions.checked(**arguments)
@@ -122,14 +122,16 @@ class Chooser:
 
     def _written(self, solution: Solution, options: PlanOptions) -> Plan:
         """Writes down a plan, with what only the schedule itself can say."""
-        plan, own = self.planner.write(solution, options), self.recipe.own
-        return plan if own is None else msgspec.structs.replace(plan, program=own.to_text())
+        plan, custom = self.planner.write(solution, options), self.spec.custom
+        if custom is None:
+            return plan
+        return msgspec.structs.replace(plan, schedule_text=custom.to_text())
 
     def _timed(self, plan: Plan) -> Timed:
         """Plays a step of a plan; a schedule that is searched for counts as it is before."""
         name = BEFORE_SEARCH if plan.schedule == SEARCHED else plan.schedule
         simulation = PlanSimulation(plan, self.machine, name, plan.num_micro_batches)
-        step = simulation.step(self.recipe.num_ranks)
+        step = simulation.step(self.spec.num_ranks)
         return simulation.point(step, plan.num_replicas).step_seconds, plan
 
     def _by_seconds(self) -> list[tuple[float, int]]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from tarantella_pp.errors import ScheduleError
 from tarantella_pp.partition.pictures import Bar, StepBars
 from tarantella_pp.partition.plan import Plan
-from tarantella_pp.runtime.schedule import Compute
-from tarantella_pp.runtime.schedule.scaling import PipelineStep
-from tarantella_pp.simulation import Machine, PlanSimulation, ideal_step
+from tarantella_pp.partition.plan_simulation import HardwareSpec, PlanSimulation, ideal_step
+from tarantella_pp.schedule import Compute
+from tarantella_pp.simulation.scaling import PipelineStep
 
 
 def simulated_step(
-    plan: Plan, machine: Machine | None = None, *, num_ranks: int | None = None
+    plan: Plan, machine: HardwareSpec | None = None, *, num_ranks: int | None = None
 ) -> StepBars:
     """Simulates one step of a plan, to be drawn.
 

@@ -17,7 +17,7 @@ from tarantella_pp.partition.graph import LayerGraph
 from tarantella_pp.partition.plan import Plan
 from tarantella_pp.partition.plan_in_force import check_limit, plan_in_force
 from tarantella_pp.partition.plan_parts import OutputUse
-from tarantella_pp.planned_schedule import recipe_of, search_limits, with_findings
+from tarantella_pp.planned_schedule import schedule_spec, search_limits, with_findings
 from tarantella_pp.runtime.communicator import Communicator
 from tarantella_pp.runtime.engine import Engine
 from tarantella_pp.runtime.engine_options import EngineOptions
@@ -62,7 +62,7 @@ class Pipeline:
             extracted,
             plan.assignment,
             plan.num_micro_batches,
-            recipe_of(plan, communicator.size),
+            schedule_spec(plan, communicator.size),
             communicator,
             self._options,
         )
@@ -78,7 +78,7 @@ class Pipeline:
             expected = self.engine.expected_output_use()
             self._in_force = self._plan_of(self._plan.batch_size, expected)
         plan = self._in_force or self._plan
-        return with_findings(plan, self.engine.recipe, self.engine.fallbacks)
+        return with_findings(plan, self.engine.spec, self.engine.fallbacks)
 
     def _plan_of(self, batch_size: int, outputs: OutputUse) -> Plan:
         held = self.engine.held(outputs)
@@ -123,7 +123,7 @@ class Pipeline:
             return self
         extracted = extract(self.extracted.model)
         self._plan.check(extracted.graph)
-        plan = with_findings(self._plan, self.engine.recipe, {})
+        plan = with_findings(self._plan, self.engine.spec, {})
         free, wire = self._options.free_schedule, self._options.wire_dtype
         return Pipeline(model, extracted, plan, self.communicator, free, wire, self.state)
 

@@ -28,7 +28,7 @@ from tarantella_pp.runtime.keras_training import (
     get_data_adapter,
     train_validation_split,
 )
-from tarantella_pp.runtime.schedule import Schedule, read_schedule
+from tarantella_pp.schedule import Schedule, read_schedule
 
 
 @keras.saving.register_keras_serializable("tarantella_pp")
@@ -55,7 +55,7 @@ class PipelineModel(CollectiveModel):
             with which a step is fastest, see `make_plan`.
         schedule: `"gpipe"`, `"1f1b"`, `"interleaved"`, `"zb-h1"`, `"zb-v"`, `"zb-auto"`, which
             the first steps search for by what they cost, or a schedule of your own: a
-            `runtime.schedule.Schedule` or the path of a text file with one. Default: `"1f1b"`
+            `schedule.Schedule` or the path of a text file with one. Default: `"1f1b"`
             where the loss can be computed one micro-batch at a time, otherwise `"gpipe"`.
         balance: What the stages are balanced by: `"memory"`; `"time"`, for which rank 0 measures
             each operation while the others wait; or `"flops"`.

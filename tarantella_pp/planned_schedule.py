@@ -7,12 +7,12 @@ from collections.abc import Mapping
 import msgspec
 
 from tarantella_pp.partition.plan import Plan
-from tarantella_pp.runtime.schedule import Recipe, Schedule
-from tarantella_pp.simulation import with_bubble
+from tarantella_pp.partition.plan_simulation import with_bubble
+from tarantella_pp.schedule import Schedule, ScheduleSpec
 
 
-def recipe_of(plan: Plan, num_ranks: int) -> Recipe:
-    """Returns the recipe of a plan's schedule.
+def schedule_spec(plan: Plan, num_ranks: int) -> ScheduleSpec:
+    """Returns the spec of a plan's schedule.
 
     Args:
         plan: The plan.
@@ -21,9 +21,11 @@ def recipe_of(plan: Plan, num_ranks: int) -> Recipe:
     Raises:
         ScheduleError: The plan's schedule does not work with so many ranks.
     """
-    if plan.program is None:
-        return Recipe.of(plan.schedule, plan.num_stages, num_ranks)
-    return Recipe.found(Schedule.from_text(plan.program), plan.num_stages, num_ranks)
+    if plan.schedule_text is None:
+        return ScheduleSpec.of(plan.schedule, plan.num_stages, num_ranks)
+    return ScheduleSpec.of_custom(
+        Schedule.from_text(plan.schedule_text), plan.num_stages, num_ranks
+    )
 
 
 def search_limits(plan: Plan) -> tuple[int, ...]:
@@ -48,23 +50,23 @@ def search_limits(plan: Plan) -> tuple[int, ...]:
     return tuple(bounds)
 
 
-def with_findings(plan: Plan, recipe: Recipe, fallbacks: Mapping[int, str]) -> Plan:
+def with_findings(plan: Plan, spec: ScheduleSpec, fallbacks: Mapping[int, str]) -> Plan:
     """Returns a plan with what training has shown.
 
     Args:
         plan: The plan as it was made.
-        recipe: The schedule by now.
+        spec: The schedule by now.
         fallbacks: The stages whose backward pass could not be cut in two, and why.
     """
     changes: dict[str, object] = {}
     if fallbacks:
         changes["fallbacks"] = tuple(f"stage {s}: {fallbacks[s]}" for s in sorted(fallbacks))
-    if recipe.own is not None and plan.program is None:
-        held = recipe.in_flight(plan.num_micro_batches)
+    if spec.custom is not None and plan.schedule_text is None:
+        held = spec.in_flight(plan.num_micro_batches)
         changes["stages"] = tuple(
             msgspec.structs.replace(stage, in_flight=count)
             for stage, count in zip(plan.stages, held, strict=True)
         )
-        changes["program"] = recipe.own.to_text()
+        changes["schedule_text"] = spec.custom.to_text()
         return with_bubble(msgspec.structs.replace(plan, **changes))
     return msgspec.structs.replace(plan, **changes) if changes else plan

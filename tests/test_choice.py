@@ -13,13 +13,13 @@ from tarantella_pp.choice import make_plan
 from tarantella_pp.cli.main import main
 from tarantella_pp.errors import ConfigurationError, PlanError
 from tarantella_pp.partition.pictures import render_html
+from tarantella_pp.partition.plan_simulation import HardwareSpec, PlanSimulation
 from tarantella_pp.pictures import simulated_step
-from tarantella_pp.simulation import Machine, PlanSimulation
 from tests.partition import models
 
 pytestmark = pytest.mark.keras
 
-SLOW = Machine(flops_per_second=1e9, action_seconds=3e-4)
+SLOW = HardwareSpec(flops_per_second=1e9, action_seconds=3e-4)
 """So slow that a micro-batch of the towers takes some milliseconds."""
 
 
@@ -53,12 +53,14 @@ def test_the_fastest_number_of_micro_batches_is_chosen(num_stages, batch_size):
 def test_each_micro_batch_costs_time_of_its_own():
     few, more, most = (
         make_plan(
-            tower(8), 4, batch_size=256, machine=Machine(1e9, action_seconds=overhead)
+            tower(8), 4, batch_size=256, machine=HardwareSpec(1e9, action_seconds=overhead)
         ).num_micro_batches
         for overhead in (1.0, 1e-3, 0.0)
     )
     assert few < more < most
-    weights = make_plan(tower(8), 4, batch_size=256, machine=Machine(1e9, memory_bandwidth=1e7))
+    weights = make_plan(
+        tower(8), 4, batch_size=256, machine=HardwareSpec(1e9, memory_bandwidth=1e7)
+    )
     assert weights.num_micro_batches < most
 
 
@@ -71,7 +73,7 @@ def test_micro_batches_of_one_size_are_preferred(batch_size, count):
 
 
 def test_batch_normalization_sees_some_samples():
-    machine = Machine(1e6, action_seconds=0.0)
+    machine = HardwareSpec(1e6, action_seconds=0.0)
     assert make_plan(models.residual_cnn()[0], 2, machine=machine).micro_batch_size == 4
     assert make_plan(tower(4), 2, machine=machine).micro_batch_size == 1
 
@@ -98,7 +100,7 @@ def test_under_a_limit_the_fastest_of_the_fewest_recomputing_stages(num_stages, 
 
 
 def test_more_micro_batches_come_before_recomputation_where_they_cost_less():
-    model, given = tower(12), {"batch_size": 4096, "machine": Machine(1e8)}
+    model, given = tower(12), {"batch_size": 4096, "machine": HardwareSpec(1e8)}
     limit = int(0.6 * largest(make_plan(model, 2, **given, num_micro_batches=4)))
     plan = make_plan(model, 2, **given, memory_limit=limit)
     assert plan.num_micro_batches > 4
@@ -164,7 +166,7 @@ def test_ranks_are_shared_among_stages_and_replicas():
     shapes = [make_plan(model, n, num_ranks=8, **given) for n in (1, 2, 4, 8)]
     assert [(p.num_stages, p.num_replicas) for p in shapes] == [(1, 8), (2, 4), (4, 2), (8, 1)]
     assert seconds(plan) == min(map(seconds, shapes))
-    slow_links = Machine(1e9, bandwidth=1e4)  # too slow to sum gradients over replicas
+    slow_links = HardwareSpec(1e9, bandwidth=1e4)  # too slow to sum gradients over replicas
     assert make_plan(model, num_ranks=4, batch_size=256, machine=slow_links).num_replicas < 4
     limit = int(0.4 * largest(shapes[0]))
     assert make_plan(model, num_ranks=8, **given, memory_limit=limit).num_stages > 1

@@ -23,7 +23,9 @@ LIGHT_MODULES = [
     "tarantella_pp.partition.graph",
     "tarantella_pp.partition.plan",
     "tarantella_pp.partition.report",
-    "tarantella_pp.runtime.schedule",
+    "tarantella_pp.schedule",
+    "tarantella_pp.simulation",
+    "tarantella_pp.partition.plan_simulation",
     "tarantella_pp.runtime.communicator",
     "tarantella_pp.ranks",
 ]

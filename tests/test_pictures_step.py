@@ -8,10 +8,11 @@ import pytest
 
 from tarantella_pp.errors import ScheduleError
 from tarantella_pp.partition.pictures import render_html
+from tarantella_pp.partition.plan_simulation import HardwareSpec, with_bubble
 from tarantella_pp.pictures import simulated_step, step_bars
-from tarantella_pp.runtime.schedule import Costs, LinkCosts, bubble_fraction
-from tarantella_pp.runtime.schedule.scaling import pipeline_step
-from tarantella_pp.simulation import Machine, with_bubble
+from tarantella_pp.schedule import bubble_fraction
+from tarantella_pp.simulation import Costs, LinkCosts
+from tarantella_pp.simulation.scaling import pipeline_step
 from tests.partition.pictured import plan_of, residual_graph
 
 
@@ -40,7 +41,7 @@ def test_rows_are_those_of_the_timeline():
 
 def test_on_a_machine_messages_take_time():
     plan = even_plan()
-    step = simulated_step(plan, Machine(latency=1e-3))
+    step = simulated_step(plan, HardwareSpec(latency=1e-3))
     assert step.in_seconds
     assert step.bubble > simulated_step(plan).bubble
     assert "what links allow" in step.note

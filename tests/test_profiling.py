@@ -13,9 +13,9 @@ from keras import layers, ops
 from tarantella_pp.choice import make_plan
 from tarantella_pp.errors import ConfigurationError, PlanError
 from tarantella_pp.partition.extraction import extract
+from tarantella_pp.partition.plan_simulation import HardwareSpec, PlanSimulation
 from tarantella_pp.partition.profile import NodeProfile, Profile
 from tarantella_pp.profiling import profile
-from tarantella_pp.simulation import Machine, PlanSimulation
 from tests.partition import models
 
 pytestmark = pytest.mark.keras
@@ -110,7 +110,7 @@ def test_time_is_balanced_and_simulated_as_measured():
     assert plan.certificate.value == pytest.approx(10e-3)
     assert [stage.seconds for stage in plan.stages] == pytest.approx([10e-3, 10e-3])
     assert "largest stage 0.01 s per micro-batch" in " ".join(str(plan).split())
-    step = PlanSimulation(plan, Machine(bandwidth=1e30, latency=0.0), "1f1b", 4).step()
+    step = PlanSimulation(plan, HardwareSpec(bandwidth=1e30, latency=0.0), "1f1b", 4).step()
     assert step.step_seconds == pytest.approx((4 + 1) * 10e-3)
     assert type(plan).from_json(plan.to_json()) == plan
     repeated = make_plan(

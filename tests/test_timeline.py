@@ -18,18 +18,9 @@ from hypothesis import strategies as st
 from tarantella_pp.runtime.measured_costs import measured_costs, simulated, work_between
 from tarantella_pp.runtime.measured_step import MeasuredStep
 from tarantella_pp.runtime.recording import LOGS, SUMS, TIES, UPDATE, Span
-from tarantella_pp.runtime.schedule import (
-    Compute,
-    Costs,
-    LinkCosts,
-    StageCosts,
-    Transfer,
-    bubble_fraction,
-    lower,
-    make_schedule,
-    simulate,
-)
 from tarantella_pp.runtime.trace import COMMUNICATION, COMPUTE, STEPS, trace_events, write_trace
+from tarantella_pp.schedule import Compute, Transfer, bubble_fraction, lower, make_schedule
+from tarantella_pp.simulation import Costs, LinkCosts, StageCosts, simulate
 from tests.mpi import ROOT, find_mpiexec, mpi_run
 
 needs_mpi = pytest.mark.skipif(find_mpiexec() is None, reason="no mpiexec")

@@ -12,7 +12,8 @@ from rich.text import Text
 
 from tarantella_pp.runtime.measured_step import MeasuredStep
 from tarantella_pp.runtime.recording import SUMS, UPDATE, Span, is_busy, is_wait
-from tarantella_pp.runtime.schedule import Compute, Timeline
+from tarantella_pp.schedule import Compute
+from tarantella_pp.simulation import Timeline
 
 _COLUMNS: dict[str, Callable[[Span], bool]] = {
     "F": lambda span: isinstance(span.what, Compute) and span.what.kind == "F",

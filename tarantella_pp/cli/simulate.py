@@ -12,8 +12,8 @@ from tarantella_pp.cli.output import guarded, write_json, write_table
 from tarantella_pp.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from tarantella_pp.runtime.schedule.scaling import PipelineStep
-    from tarantella_pp.simulation import PlanSimulation, ScalePoint
+    from tarantella_pp.partition.plan_simulation import PlanSimulation, ScalePoint
+    from tarantella_pp.simulation.scaling import PipelineStep
 
 
 DESCRIPTION = """\
@@ -54,10 +54,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _simulate(arguments: argparse.Namespace) -> int:
     from tarantella_pp.cli.plan_files import load_model_plan
-    from tarantella_pp.simulation import Machine, PlanSimulation
+    from tarantella_pp.partition.plan_simulation import HardwareSpec, PlanSimulation
 
     plan = load_model_plan(arguments.plan, "a simulation")
-    machine = Machine(arguments.speed, arguments.link_bandwidth, arguments.link_latency)
+    machine = HardwareSpec(arguments.speed, arguments.link_bandwidth, arguments.link_latency)
     schedule = arguments.schedule or plan.schedule
     micro_batches = arguments.micro_batches or plan.num_micro_batches
     if schedule == "forward":

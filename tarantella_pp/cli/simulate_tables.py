@@ -10,9 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from tarantella_pp.partition.plan import common_limit
+from tarantella_pp.partition.plan_simulation import PlanSimulation, ScalePoint
 from tarantella_pp.partition.sizes import format_bytes
-from tarantella_pp.runtime.schedule.scaling import PipelineStep
-from tarantella_pp.simulation import PlanSimulation, ScalePoint
+from tarantella_pp.simulation.scaling import PipelineStep
 
 
 def summary(

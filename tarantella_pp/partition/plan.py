@@ -17,7 +17,13 @@ MemoryLimit = int | tuple[int, ...]
 __all__ = ["MAX_FILE_BYTES", "CutEdge", "Plan", "Proof", "StagePlan", "Tie", "micro_batch_size"]
 
 
-class Plan(JsonRecord, frozen=True, tag_field="format", tag="tarantella_pp.plan"):
+class Plan(
+    JsonRecord,
+    frozen=True,
+    tag_field="format",
+    tag="tarantella_pp.plan",
+    rename={"schedule_text": "program"},  # as in files of the first version
+):
     """Which stage runs which operation of a model, and what that costs.
 
     `print(plan)` shows a table. `make_plan` makes one; `save` and `load` keep it as JSON.
@@ -48,8 +54,8 @@ class Plan(JsonRecord, frozen=True, tag_field="format", tag="tarantella_pp.plan"
             stages have seconds, measurements.
         recompute: Stages that keep the inputs of a micro-batch only and repeat its forward pass,
             ascending.
-        program: Text of the schedule where its name does not say all: a user's own, or one that
-            was searched for.
+        schedule_text: Text of the schedule where its name does not say all: a user's own, or one
+            that was searched for.
         ranks: Rank of each stage that the plan was made for; empty where each has its own.
         fallbacks: The stages whose backward pass the runtime could not cut in two, and why; known
             once they have trained.
@@ -79,7 +85,7 @@ class Plan(JsonRecord, frozen=True, tag_field="format", tag="tarantella_pp.plan"
     assumed_size: int | None = None
     estimated: tuple[str, ...] = ()
     recompute: tuple[int, ...] = ()
-    program: str | None = None
+    schedule_text: str | None = None
     ranks: tuple[int, ...] = ()
     fallbacks: tuple[str, ...] = ()
     outputs: OutputUse | None = None

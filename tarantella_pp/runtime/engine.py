@@ -39,7 +39,6 @@ from tarantella_pp.runtime.recording import (
     StepRecord,
     Unrecorded,
 )
-from tarantella_pp.runtime.schedule import SEARCHED, Recipe, Schedule
 from tarantella_pp.runtime.scoring import Scoring
 from tarantella_pp.runtime.stage import Stage
 from tarantella_pp.runtime.stage_probe import Pieces
@@ -48,6 +47,7 @@ from tarantella_pp.runtime.structure import rebuild, tensors_in
 from tarantella_pp.runtime.tied_weights import TiedWeights, weights_of_several_ranks
 from tarantella_pp.runtime.tuning import Tuning
 from tarantella_pp.runtime.update import Update
+from tarantella_pp.schedule import SEARCHED, Schedule, ScheduleSpec
 
 
 class Engine:
@@ -58,12 +58,12 @@ class Engine:
         extracted: The model's graph and calls.
         assignment: Stage of each node.
         num_micro_batches: Wanted number of micro-batches of a batch.
-        recipe: Which schedule it runs, and on which rank each stage is.
+        spec: Which schedule it runs, and on which rank each stage is.
         communicator: The ranks of the pipeline.
         options: What else the user chose.
 
     Attributes:
-        recipe: The schedule by now; a schedule that is searched for changes.
+        spec: The schedule by now; a schedule that is searched for changes.
         owners: The ranks of the model's variables.
         fallbacks: Stages of any rank that could not be cut in three, and why, once trained.
         has_run: Whether stages have been traced, with their layers as they were.
@@ -75,7 +75,7 @@ class Engine:
         extracted: ExtractedModel,
         assignment: Sequence[int],
         num_micro_batches: int,
-        recipe: Recipe,
+        spec: ScheduleSpec,
         communicator: Communicator,
         options: EngineOptions,
     ) -> None:
@@ -83,12 +83,12 @@ class Engine:
         self._extracted = extracted
         self._communicator = communicator
         self._num_micro_batches = num_micro_batches
-        self.recipe = recipe
+        self.spec = spec
         self._options = options
         self._layouts = stage_layouts(
-            extracted.graph, assignment, recipe.num_stages, find_activations(extracted)
+            extracted.graph, assignment, spec.num_stages, find_activations(extracted)
         )
-        self.placement = recipe.placement
+        self.placement = spec.placement
         self.scorer = self.placement[-1]
         places = {tensor: i for i, tensor in enumerate(extracted.graph.inputs)}
         self._data = [[places[p.tensor] for p in layout.data] for layout in self._layouts]
@@ -112,9 +112,9 @@ class Engine:
         self._ties = TiedWeights(tied, communicator)
         self._programs = Programs(self.placement, links)
         self._tuning: Tuning | None = None
-        if recipe.name == SEARCHED and recipe.own is None:
-            limit = options.in_flight_limit or (num_micro_batches,) * recipe.num_stages
-            self._tuning = Tuning(recipe, num_micro_batches, limit, communicator)
+        if spec.name == SEARCHED and spec.custom is None:
+            limit = options.in_flight_limit or (num_micro_batches,) * spec.num_stages
+            self._tuning = Tuning(spec, num_micro_batches, limit, communicator)
         self.record(None)
         self._news = News(communicator, self.scorer)
         self._layer_metrics = LayerMetrics(extracted, assignment, self.placement)
@@ -152,8 +152,8 @@ class Engine:
     def _train(self, batch: Batch) -> dict[str, Any]:
         update = self._prepare(batch)
         pieces = self._pieces(batch)
-        recipe = self._training_recipe(len(pieces.sizes))
-        schedule = self._programs.training(recipe, len(pieces.sizes))
+        spec = self._training_spec(len(pieces.sizes))
+        schedule = self._programs.training(spec, len(pieces.sizes))
         step = BatchStep(
             batch, pieces, self._data, self._scoring, self._loss, training=True,
             coupled=self._coupling is not None, by_parts=self._metrics_by_parts(batch),
@@ -208,7 +208,7 @@ class Engine:
     @property
     def sees_batch_at_once(self) -> bool:
         """Whether all outputs of a batch are there before the schedule asks for the loss."""
-        schedule = self._programs.training(self.recipe, self._num_micro_batches)
+        schedule = self._programs.training(self.spec, self._num_micro_batches)
         return runs_all_forwards_first(schedule, len(self._layouts) - 1)
 
     def share_metrics(self) -> None:
@@ -251,7 +251,7 @@ class Engine:
         """Goes on with the schedule that the steps so far lead to, once there are enough."""
         found = tuning.learn(step)
         if found is not None:
-            self.recipe = found
+            self.spec = found
             self._tuning = None
             self.record(self._asked)
 
@@ -378,8 +378,8 @@ class Engine:
         """
         if outputs.loss_at_once is None or not self._options.free_schedule:
             return None
-        recipe = Recipe("gpipe", len(self._layouts), self._communicator.size)
-        return recipe.in_flight(self._num_micro_batches)
+        spec = ScheduleSpec("gpipe", len(self._layouts), self._communicator.size)
+        return spec.in_flight(self._num_micro_batches)
 
     def _metrics_by_parts(self, batch: Batch) -> bool:
         """Whether metrics are updated with each micro-batch, which all ranks learn."""
@@ -389,12 +389,12 @@ class Engine:
             self._outputs_for[batch.signature] = reason
         return self._outputs_for[batch.signature] is None
 
-    def _training_recipe(self, count: int) -> Recipe:
+    def _training_spec(self, count: int) -> ScheduleSpec:
         """What a training step of so many micro-batches runs."""
-        recipe = self.recipe if self._tuning is None else self._tuning.recipe
+        spec = self.spec if self._tuning is None else self._tuning.spec
         if self._coupling is None or count == 1 or not self._options.free_schedule:
-            return recipe
-        return Recipe("gpipe", len(self._layouts), self._communicator.size)
+            return spec
+        return ScheduleSpec("gpipe", len(self._layouts), self._communicator.size)
 
 
 def _symbolic(description: Any) -> Any:

@@ -14,7 +14,7 @@ from tarantella_pp.runtime.communicator import Communicator, TensorSpec
 from tarantella_pp.runtime.layout import Link, Port
 from tarantella_pp.runtime.message import numpy_dtype
 from tarantella_pp.runtime.receipt import Receipt
-from tarantella_pp.runtime.schedule import Direction, Message, Transfer
+from tarantella_pp.schedule import Direction, Message, Transfer
 
 if TYPE_CHECKING:
     import tensorflow as tf

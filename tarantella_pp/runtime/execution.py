@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from tarantella_pp.runtime.exchange import Exchange
 from tarantella_pp.runtime.layout import Port, StageLayout
-from tarantella_pp.runtime.schedule import Action, Compute, Direction, Message, Transfer
+from tarantella_pp.schedule import Action, Compute, Direction, Message, Transfer
 
 if TYPE_CHECKING:
     import tensorflow as tf

@@ -9,17 +9,8 @@ from statistics import fmean, median
 
 from tarantella_pp.runtime.measured_step import MeasuredStep
 from tarantella_pp.runtime.recording import METRICS, SUMS, UPDATE
-from tarantella_pp.runtime.schedule import (
-    Action,
-    Compute,
-    Costs,
-    Kind,
-    Link,
-    LinkCosts,
-    StageCosts,
-    Timeline,
-    simulate,
-)
+from tarantella_pp.schedule import Action, Compute, Kind, Link
+from tarantella_pp.simulation import Costs, LinkCosts, StageCosts, Timeline, simulate
 
 
 def alike(steps: Sequence[MeasuredStep]) -> list[MeasuredStep]:

@@ -9,14 +9,8 @@ from typing import Any
 
 from tarantella_pp.runtime.communicator import Communicator
 from tarantella_pp.runtime.recording import LOGS, METRICS, SUMS, TIES, UPDATE, Span, StepRecord
-from tarantella_pp.runtime.schedule import (
-    Compute,
-    Event,
-    Schedule,
-    Timeline,
-    Transfer,
-    parse_action,
-)
+from tarantella_pp.schedule import Compute, Schedule, Transfer, parse_action
+from tarantella_pp.simulation import Event, Timeline
 
 
 @dataclass(frozen=True)

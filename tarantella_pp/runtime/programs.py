@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tarantella_pp.runtime.layout import Link
-from tarantella_pp.runtime.schedule import Compute, Recipe, Schedule, lower, make_schedule, validate
+from tarantella_pp.schedule import Compute, Schedule, ScheduleSpec, lower, make_schedule, validate
 
 
 class Programs:
@@ -20,21 +20,21 @@ class Programs:
         self._placement = tuple(placement)
         self._links = [(link.source, link.target) for link in links]
         self._gradient_links = [(link.source, link.target) for link in links if link.gradients]
-        self._made: dict[tuple[Recipe | str, int], Schedule] = {}
+        self._made: dict[tuple[ScheduleSpec | str, int], Schedule] = {}
 
-    def training(self, recipe: Recipe, num_micro_batches: int) -> Schedule:
+    def training(self, spec: ScheduleSpec, num_micro_batches: int) -> Schedule:
         """Returns the schedule of a training step with its messages, which has passed all laws.
 
         Args:
-            recipe: Which schedule.
+            spec: Which schedule.
             num_micro_batches: Number of micro-batches of the step.
 
         Returns:
             The schedule, the same on every rank.
         """
-        key = (recipe, num_micro_batches)
+        key = (spec, num_micro_batches)
         if key not in self._made:
-            self._made[key] = self._complete(recipe.make(num_micro_batches))
+            self._made[key] = self._complete(spec.make(num_micro_batches))
         return self._made[key]
 
     def inference(self, num_micro_batches: int) -> Schedule:

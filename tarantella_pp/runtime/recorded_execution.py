@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from tarantella_pp.runtime.exchange import Exchange
 from tarantella_pp.runtime.execution import Execution, Step
 from tarantella_pp.runtime.recording import METRICS, SUMS, UPDATE, Recorder, Span
-from tarantella_pp.runtime.schedule import Compute, Transfer
+from tarantella_pp.schedule import Compute, Transfer
 
 if TYPE_CHECKING:
     import tensorflow as tf

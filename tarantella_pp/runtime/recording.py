@@ -11,7 +11,7 @@ from statistics import median
 from typing import NamedTuple
 
 from tarantella_pp.errors import ConfigurationError
-from tarantella_pp.runtime.schedule import Action, Compute, Schedule, Transfer
+from tarantella_pp.schedule import Action, Compute, Schedule, Transfer
 
 UPDATE, LOGS, TIES, SUMS = "update", "logs", "tied weights", "gradient sums"
 METRICS = "metrics"

@@ -16,7 +16,8 @@ import msgspec
 
 from tarantella_pp.runtime.measured_step import MeasuredStep
 from tarantella_pp.runtime.recording import Span, is_busy, is_wait
-from tarantella_pp.runtime.schedule import Action, Compute, Timeline, Transfer
+from tarantella_pp.schedule import Action, Compute, Transfer
+from tarantella_pp.simulation import Timeline
 
 COMPUTE, COMMUNICATION, STEPS = 1, 2, 3
 _TRACKS = {COMPUTE: "compute", COMMUNICATION: "communication", STEPS: "steps"}

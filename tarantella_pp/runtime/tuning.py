@@ -9,7 +9,8 @@ from tarantella_pp.runtime.communicator import Communicator
 from tarantella_pp.runtime.measured_costs import measured_costs
 from tarantella_pp.runtime.measured_step import gather_steps
 from tarantella_pp.runtime.recording import StepRecord
-from tarantella_pp.runtime.schedule import Costs, Recipe, Schedule, make_schedule
+from tarantella_pp.schedule import Schedule, ScheduleSpec, make_schedule
+from tarantella_pp.simulation import Costs, search_schedule
 
 WARM_UP = 1
 """Steps of each kind that are not measured, for TensorFlow compiles in them."""
@@ -25,7 +26,7 @@ class Tuning:
     finds. All these steps train: gradients are summed in the same order in every schedule.
 
     Args:
-        recipe: The recipe of a schedule that is searched for.
+        spec: The spec of a schedule that is searched for.
         num_micro_batches: Number of micro-batches of a batch of the usual size.
         in_flight_limit: The most micro-batches that each stage may hold.
         communicator: The ranks of the pipeline.
@@ -33,35 +34,33 @@ class Tuning:
 
     def __init__(
         self,
-        recipe: Recipe,
+        spec: ScheduleSpec,
         num_micro_batches: int,
         in_flight_limit: Sequence[int],
         communicator: Communicator,
     ) -> None:
-        self._wanted = recipe
+        self._wanted = spec
         self._num_micro_batches = num_micro_batches
         self._limit = tuple(in_flight_limit)
         self._communicator = communicator
         self._rows = 0
         self._steps: list[StepRecord] = []
-        fused = make_schedule(
-            "1f1b", recipe.num_stages, num_micro_batches, placement=recipe.placement
-        )
-        self._trials = [self._recipe_of(fused), recipe]
+        fused = make_schedule("1f1b", spec.num_stages, num_micro_batches, placement=spec.placement)
+        self._trials = [self._spec_of(fused), spec]
 
     @property
-    def recipe(self) -> Recipe:
-        """The recipe of the next step."""
+    def spec(self) -> ScheduleSpec:
+        """The spec of the next step."""
         return self._trials[len(self._steps) // (WARM_UP + MEASURED)]
 
-    def learn(self, step: StepRecord) -> Recipe | None:
+    def learn(self, step: StepRecord) -> ScheduleSpec | None:
         """Takes notice of a step that has ended; all ranks must call this alike.
 
         Args:
             step: What this rank did.
 
         Returns:
-            After the last of the steps, the recipe to go on with.
+            After the last of the steps, the spec to go on with.
         """
         self._rows = self._rows or step.rows
         if step.rows != self._rows:
@@ -75,19 +74,18 @@ class Tuning:
             self._steps.pop()  # measured and searched for again
             raise
 
-    def _found(self) -> Recipe:
+    def _found(self) -> ScheduleSpec:
         ranks = self._communicator
         kept = [s for i, s in enumerate(self._steps) if i % (WARM_UP + MEASURED) >= WARM_UP]
         costs = measured_costs(gather_steps(kept, clock_offset(ranks), ranks))
         text = self._search(costs).to_text() if ranks.rank == 0 else None
-        return self._recipe_of(Schedule.from_text(ranks.broadcast_json(text, 0)))
+        return self._spec_of(Schedule.from_text(ranks.broadcast_json(text, 0)))
 
-    def _recipe_of(self, schedule: Schedule) -> Recipe:
-        return Recipe.found(schedule, self._wanted.num_stages, self._wanted.num_ranks)
+    def _spec_of(self, schedule: Schedule) -> ScheduleSpec:
+        return ScheduleSpec.of_custom(schedule, self._wanted.num_stages, self._wanted.num_ranks)
 
     def _search(self, costs: Costs) -> Schedule:
-        return make_schedule(
-            self._wanted.name,
+        return search_schedule(
             self._wanted.num_stages,
             self._num_micro_batches,
             placement=self._wanted.placement,

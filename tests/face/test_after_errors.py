@@ -201,7 +201,7 @@ def test_a_search_for_a_schedule_that_fails_is_made_again(monkeypatch):
     for _ in range(3):
         check(model, reference)
     assert len(searched) == 2
-    assert model.plan.program
+    assert model.plan.schedule_text
 
 
 class FailsOnce(keras.callbacks.Callback):

@@ -11,8 +11,8 @@ import tensorflow as tf
 
 from tarantella_pp.runtime import gradient_sums
 from tarantella_pp.runtime.execution import Execution
-from tarantella_pp.runtime.schedule import TRAINING_NAMES, Recipe
 from tarantella_pp.runtime.step import BatchStep
+from tarantella_pp.schedule import TRAINING_NAMES, ScheduleSpec
 from tests.training import (
     CASES,
     WEIGHTED,
@@ -91,7 +91,7 @@ def test_matrix(stages, micro_batches):
         model.compile(optimizer(), "mse")
         for schedule in schedules:
             # The compiled stages know nothing of the schedule, and are not compiled again for it.
-            model._pipeline.engine.recipe = Recipe(schedule, stages, 1)
+            model._pipeline.engine.spec = ScheduleSpec(schedule, stages, 1)
             model.set_weights(start)
             for variable in model.optimizer.variables:
                 if variable is not model.optimizer.learning_rate:

@@ -16,8 +16,8 @@ from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.pipeline_model import PipelineModel
 from tarantella_pp.runtime import tuning
 from tarantella_pp.runtime.communicator import world
-from tarantella_pp.runtime.schedule import Schedule
 from tarantella_pp.runtime.stage import Stage
+from tarantella_pp.schedule import Schedule
 from tests.mpi import mpi_run
 from tests.training import (
     CASES,
@@ -146,7 +146,8 @@ def search_and_narrow(folder):
     found["planned"] = [stage.in_flight for stage in model.plan.stages]
     found["searched"] = finish(model, CASES["mlp"]).plain()
     found["placement"] = model._pipeline.engine.placement
-    found["program"], found["held"] = model.plan.program, [s.in_flight for s in model.plan.stages]
+    found["schedule"] = model.plan.schedule_text
+    found["held"] = [stage.in_flight for stage in model.plan.stages]
     model.plan.save(Path(folder) / f"{world().rank}.json")
     again = make(CASES["mlp"], plan=Path(folder) / f"{world().rank}.json")
     found["again"] = finish(again, CASES["mlp"]).plain()
@@ -174,9 +175,9 @@ def test_schedules_that_are_searched_for_and_the_users_own(tmp_path):
     for result in run.results:
         for name in ("searched", "again", "own"):
             assert distance(expected, result[name]) < ROUNDING, name
-        assert result["program"] == run.results[0]["program"]
+        assert result["schedule"] == run.results[0]["schedule"]
         assert result["placement"] == [0, 1, 1, 0]
-        schedule = Schedule.from_text(result["program"])
+        schedule = Schedule.from_text(result["schedule"])
         assert (schedule.name, schedule.num_micro_batches) == ("zb-auto", 3)
         assert result["held"] == [schedule.in_flight(stage) for stage in range(4)]
         assert 1e-6 < distance(expected, result["narrow"]) < 0.05

@@ -216,7 +216,7 @@ def test_a_plan_decides_alone():
         with pytest.raises(ConfigurationError, match=next(iter(option))):
             PipelineModel(mlp(), plan=plan, **option)
     model = PipelineModel(mlp(), plan=plan)
-    assert model._pipeline.engine.recipe.name == "gpipe"
+    assert model._pipeline.engine.spec.name == "gpipe"
     assert model.plan.num_micro_batches == 3
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from tarantella_pp import make_plan
 from tarantella_pp.errors import PlanError
+from tarantella_pp.partition.plan_simulation import HardwareSpec, PlanSimulation
 from tarantella_pp.partition.shared_ranks import rank_totals
-from tarantella_pp.simulation import Machine, PlanSimulation
 
 pytestmark = pytest.mark.keras
 
@@ -83,7 +83,7 @@ def test_ranks_that_do_not_fit_are_refused(made, ranks):
 
 def test_a_step_is_simulated_on_the_ranks_of_the_plan(made):
     plan = made(schedule="interleaved")
-    simulation = PlanSimulation(plan, Machine(1e9), plan.schedule, plan.num_micro_batches)
+    simulation = PlanSimulation(plan, HardwareSpec(1e9), plan.schedule, plan.num_micro_batches)
     assert simulation.step().num_ranks == 2
     assert simulation.step(4).num_ranks == 4
 

@@ -12,7 +12,7 @@ from tarantella_pp.runtime.communicator import Communicator, world
 from tarantella_pp.runtime.measured_costs import alike
 from tarantella_pp.runtime.measured_step import gather_steps
 from tarantella_pp.runtime.recording import UPDATE, Recorder, Span, is_busy
-from tarantella_pp.runtime.schedule import Compute, Transfer, make_schedule
+from tarantella_pp.schedule import Compute, Transfer, make_schedule
 from tests.mpi import find_mpiexec, mpi_run
 
 needs_mpi = pytest.mark.skipif(find_mpiexec() is None, reason="no mpiexec")

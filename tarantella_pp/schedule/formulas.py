@@ -1,0 +1,119 @@
+"""Bubble and memory of the classic schedules as formulas: for any size, without playing.
+
+They hold for equal stages and ranks and messages that take no time. Then every rank works for m
+micro-batches, and waits while the first ones come down to it and the last ones go back up::
+
+                 p - 1    m x (F + BW)      p - 1
+        rank 0           FFFF....BWBWBW
+        rank 1   .       FFFF..BWBWBW         .        bubble = (p - 1) / (m + p - 1)
+        rank 2   . .     FFFFBWBWBW           . .
+
+With v stages on each rank the steps down and up are v times shorter. With W apart from B the last
+steps up wait for B alone, and W fills them: of three parts of a micro-batch only one is waited
+for. Narayanan et al., SC 2021, section 2.2; Qi et al., "Zero Bubble Pipeline Parallelism", ICLR
+2024, section 2.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+from tarantella_pp.errors import ScheduleError
+
+
+def bubble_fraction(
+    name: str, num_ranks: int, num_micro_batches: int, stages_per_rank: int = 1
+) -> Fraction:
+    """Returns the part of all ranks' time in which they do not compute.
+
+    For ``gpipe``, ``1f1b`` and ``interleaved`` with fused backwards, and for ``forward``, whatever
+    the seconds of F, B and W; for ``zb-h1`` and ``zb-v`` if all three take equally long.
+
+    Args:
+        name: The schedule, one of `make_schedule`'s.
+        num_ranks: Number of ranks, p.
+        num_micro_batches: Number of micro-batches, m.
+        stages_per_rank: Stages of each rank, v; more than one for ``interleaved`` only, and
+            always two for ``zb-v``, where it need not be given.
+
+    Returns:
+        The exact fraction; ``(p - 1) / (m + p - 1)`` for ``1f1b``.
+
+    Raises:
+        ScheduleError: If there is no such formula.
+    """
+    p, m, v = num_ranks, num_micro_batches, stages_per_rank
+    if min(p, m, v) < 1:
+        raise ScheduleError(
+            f"Expected numbers of at least 1. Received: num_ranks={p}, num_micro_batches={m}, "
+            f"stages_per_rank={v}"
+        )
+    if name not in ("interleaved", "zb-v") and v != 1:
+        raise ScheduleError(
+            f"Expected one stage per rank for the formula of {name}. Received: stages_per_rank={v}"
+        )
+    if name in ("gpipe", "1f1b", "forward"):
+        work, idle = m, p - 1
+    elif name == "interleaved":
+        work, idle = v * m, p - 1 if m >= p else v * (p - m) + m - 1
+    elif name == "zb-h1":
+        work, idle = 3 * m, max(p - 1, 2 * p - 1 - m)
+    elif name == "zb-v":
+        work, idle = 6 * m, max(p - 1, 4 * p - 2 - 2 * m)
+    else:
+        raise ScheduleError(
+            "Expected gpipe, 1f1b, interleaved, zb-h1, zb-v or forward. "
+            f"Received: schedule={name!r}"
+        )
+    return Fraction(idle, work + idle)
+
+
+def speed_up_bound(
+    name: str, num_ranks: int, num_micro_batches: int, stages_per_rank: int = 1
+) -> Fraction:
+    """Returns how many times faster than one process a schedule can be at best.
+
+    Args:
+        name: The schedule, one of `make_schedule`'s.
+        num_ranks: Number of ranks.
+        num_micro_batches: Number of micro-batches.
+        stages_per_rank: Stages of each rank, as for `bubble_fraction`.
+
+    Returns:
+        The exact bound; ``2 m / (m + 1)`` for ``1f1b`` on two ranks.
+
+    Raises:
+        ScheduleError: If there is no such formula.
+    """
+    bubble = bubble_fraction(name, num_ranks, num_micro_batches, stages_per_rank)
+    return num_ranks * (1 - bubble)
+
+
+IN_FLIGHT_FORMULAS = ("gpipe", "1f1b", "zb-h1", "forward")
+"""The schedules of which `in_flight_bounds` knows how much they hold."""
+
+
+def in_flight_bounds(name: str, num_stages: int, num_micro_batches: int) -> tuple[int, ...]:
+    """Returns the most micro-batches that each stage holds, for any number of ranks.
+
+    Args:
+        name: One of `IN_FLIGHT_FORMULAS`.
+        num_stages: Number of stages.
+        num_micro_batches: Number of micro-batches.
+
+    Returns:
+        One number for each stage.
+
+    Raises:
+        ScheduleError: If there is no such formula.
+    """
+    stages = range(num_stages)
+    if name == "forward":
+        return tuple(0 for _ in stages)
+    if name == "gpipe":
+        return tuple(num_micro_batches for _ in stages)
+    if name == "1f1b":
+        return tuple(min(num_stages - stage, num_micro_batches) for stage in stages)
+    if name == "zb-h1":
+        return tuple(min(num_stages, num_micro_batches) for _ in stages)
+    raise ScheduleError(f"Expected gpipe, 1f1b, zb-h1 or forward. Received: schedule={name!r}")

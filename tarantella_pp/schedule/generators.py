@@ -1,0 +1,163 @@
+"""The classic schedules: in which order one stage, or one rank, runs its micro-batches.
+
+Every stage runs its forwards, its input gradients and its weight gradients in increasing order of
+micro-batches, so that gradients are summed in the same order whatever the schedule.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from tarantella_pp.schedule.actions import Compute, Kind
+
+
+def forward(stage: int, num_stages: int, num_micro_batches: int) -> list[Compute]:
+    """Orders one stage for inference: forwards only."""
+    return [Compute(stage, "F", i) for i in range(num_micro_batches)]
+
+
+def gpipe(stage: int, num_stages: int, num_micro_batches: int) -> list[Compute]:
+    """Orders one stage as GPipe does: all forwards, then all backwards.
+
+    Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline
+    Parallelism", NeurIPS 2019. All micro-batches are in flight at once::
+
+        stage 0  F0 F1 F2 F3 .. .. BW0   BW1   BW2   BW3
+        stage 1  .. F0 F1 F2 F3 BW0   BW1   BW2   BW3
+    """
+    return [Compute(stage, "F", i) for i in range(num_micro_batches)] + [
+        Compute(stage, "BW", i) for i in range(num_micro_batches)
+    ]
+
+
+def one_f_one_b(stage: int, num_stages: int, num_micro_batches: int) -> list[Compute]:
+    """Orders one stage so that it holds at most ``num_stages - stage`` micro-batches.
+
+    Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training" (PipeDream-Flush),
+    ICML 2021. The step is as long as GPipe's, but after a warm-up each backward makes room for
+    the next forward::
+
+        stage 0  F0 F1 .. BW0   F2 BW1   F3 BW2   .. BW3
+        stage 1  .. F0 BW0   F1 BW1   F2 BW2   F3 BW3
+    """
+    warm_up = min(num_stages - stage, num_micro_batches)
+    order = [Compute(stage, "F", i) for i in range(warm_up)]
+    for i in range(num_micro_batches):
+        order.append(Compute(stage, "BW", i))
+        if warm_up + i < num_micro_batches:
+            order.append(Compute(stage, "F", warm_up + i))
+    return order
+
+
+def zb_h1(stage: int, num_stages: int, num_micro_batches: int) -> list[Compute]:
+    """Orders one stage as ZB-H1: 1F1B with weight gradients put off to fill the bubble.
+
+    Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024. Nobody waits for a weight gradient,
+    so B goes to the stage before at once and W fills the time in which 1F1B waits at the end.
+    Stage s runs its weight gradients s micro-batches late, so that it holds at most
+    ``num_stages`` micro-batches::
+
+        stage 0  F0 F1 .. B0 W0 F2 B1 W1 F3 B2 W2 .. B3 W3
+        stage 1  .. F0 B0 F1 B1 W0 F2 B2 W1 F3 B3 W2 W3
+    """
+    warm_up = min(num_stages - stage, num_micro_batches)
+    order = [Compute(stage, "F", i) for i in range(warm_up)]
+    for i in range(num_micro_batches):
+        order.append(Compute(stage, "B", i))
+        if i >= stage:
+            order.append(Compute(stage, "W", i - stage))
+        if warm_up + i < num_micro_batches:
+            order.append(Compute(stage, "F", warm_up + i))
+    late = max(0, num_micro_batches - stage)
+    return order + [Compute(stage, "W", i) for i in range(late, num_micro_batches)]
+
+
+def interleaved(
+    rank: int, num_ranks: int, stages_per_rank: int, num_micro_batches: int
+) -> tuple[Compute, ...]:
+    """Orders one rank that owns the stages rank, rank + num_ranks, ....
+
+    Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
+    Megatron-LM", SC 2021. A rank with v smaller stages can begin v times earlier, which makes the
+    bubble v times smaller, at the price of v times the messages. Micro-batches pass through the
+    stages in groups, there of `num_ranks`; two ranks with the stages 0, 2 and 1, 3::
+
+        rank 0  0F0 0F1 2F0 2F1 0F2 2BW0 0F3 2BW1 2F2 0BW0 2F3 0BW1 ...
+
+    Where that does not come out even, groups are larger; with fewer micro-batches than ranks,
+    those that are missing from the one group are left out. That keeps the order legal, since
+    micro-batches do not depend on each other.
+    """
+    padded = max(num_ranks, num_micro_batches)
+    groups = _groups(padded, padded // num_ranks)
+    forwards: list[Compute] = []
+    backwards: list[Compute] = []
+    for group in groups:
+        for chunk in range(stages_per_rank):
+            stage = chunk * num_ranks + rank
+            last = (stages_per_rank - 1 - chunk) * num_ranks + rank
+            forwards += [Compute(stage, "F", i) for i in group]
+            backwards += [Compute(last, "BW", i) for i in group]
+    warm_up = num_ranks - rank - 1
+    if stages_per_rank > 1:
+        warm_up = 2 * warm_up + (stages_per_rank - 1) * len(groups[0])
+    order = forwards[:warm_up]
+    for index, action in enumerate(backwards):
+        order += [*forwards[warm_up + index : warm_up + index + 1], action]
+    return tuple(action for action in order if action.micro_batch < num_micro_batches)
+
+
+def _groups(num_micro_batches: int, count: int) -> list[range]:
+    """Cuts the micro-batches into groups, as even as can be, the larger ones first."""
+    size, larger = divmod(num_micro_batches, count)
+    starts = [index * size + min(index, larger) for index in range(count + 1)]
+    return [range(*pair) for pair in pairwise(starts)]
+
+
+def zb_v(rank: int, num_ranks: int, num_micro_batches: int) -> tuple[Compute, ...]:
+    """Orders one rank that owns the stages ``rank`` and ``2 * num_ranks - 1 - rank``.
+
+    Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, section 6. The stages go down the
+    ranks and up again, like a V, so that the rank with the first stage has the last one as well
+    and sees the first gradient without a message::
+
+        rank 0  stage 0   stage 5
+        rank 1  stage 1   stage 4
+        rank 2  stage 2 > stage 3
+
+    No bubble but at the start and the end if F, B and W take equally long, with about the memory
+    of 1F1B. The order needs ``2 * num_ranks - 1`` micro-batches; it is made for so many at least
+    and loses those that do not exist.
+    """
+    padded = max(2 * num_ranks - 1, num_micro_batches)
+    stages = (rank, 2 * num_ranks - 1 - rank)
+    count: dict[tuple[int, Kind], int] = {}
+    order: list[Compute] = []
+
+    def run(half: int, *kinds: Kind) -> None:
+        """Runs the next computation of each of these kinds of one half of the V."""
+        for kind in kinds:
+            index = count.get((half, kind), 0)
+            if index < padded:
+                order.append(Compute(stages[half], kind, index))
+                count[half, kind] = index + 1
+
+    for _ in range(2 * (num_ranks - rank) - 1):
+        run(0, "F")
+    for _ in range(rank):
+        run(1, "F")
+        run(0, "F")
+    for _ in range(num_ranks - rank):
+        run(1, "F", "B", "W")
+    while count[1, "F"] < padded:
+        run(0, "F", "B", "W")
+        run(1, "F", "B", "W")
+    for _ in range(rank):
+        run(0, "B")
+        run(1, "B")
+    for _ in range(num_ranks - rank):
+        run(0, "B", "W")
+    for half in (1, 0):
+        for _ in range(num_ranks):
+            run(half, "W")
+    return tuple(action for action in order if action.micro_batch < num_micro_batches)

@@ -1,0 +1,155 @@
+"""Orders that come from playing: each rank takes what it may whenever it is free."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+from tarantella_pp.schedule.actions import Compute, Kind
+
+Orders: TypeAlias = tuple[tuple[Compute, ...], ...]
+Preference: TypeAlias = Callable[[Compute], tuple[Any, ...]]
+
+_UNITS: dict[Kind, int] = {"F": 1, "B": 1, "W": 1, "BW": 2}
+# What a rank takes first; which is best depends on the numbers of ranks, stages and micro-batches.
+_PREFERENCES: tuple[Preference, ...] = (
+    lambda action: (action.kind == "F", action.micro_batch, -action.stage),
+    lambda action: (action.kind == "F", action.stage if action.kind == "F" else -action.stage),
+    lambda action: (action.kind != "F", action.micro_batch, -action.stage),
+    lambda action: (action.kind != "F", -action.stage),
+)
+
+
+class Turn(NamedTuple):
+    """One computation of one rank, and when."""
+
+    start: float
+    end: float
+    rank: int
+    action: Compute
+
+
+class ListScheduler:
+    """Plays all ranks of a chain of stages by the clock; the one event loop that has to choose.
+
+    Whenever a rank is free, or a message reaches a free rank, it is asked what it does next. What
+    each of them answers is the order of its computations::
+
+        time   0         1         2         3
+        rank 0 choose F0 choose F1 choose -> nothing yet, asked again when the gradient arrives
+        rank 1 -> none   choose F0 choose B0 ...
+
+    `Replay` is the other way to play: of orders that are given, where no clock is needed to say
+    who comes next.
+
+    Args:
+        placement: Rank of each stage.
+        num_micro_batches: Number of micro-batches.
+    """
+
+    def __init__(self, placement: Sequence[int], num_micro_batches: int) -> None:
+        self.placement = placement
+        self.num_micro_batches = num_micro_batches
+        self.turns: list[Turn] = []
+        there = dict.fromkeys(range(num_micro_batches), 0.0)
+        # When what each F, or B, needs of other stages is there; by stage, then by micro-batch.
+        self.arrivals: dict[str, list[dict[int, float]]] = {
+            kind: [{} for _ in placement] for kind in "FB"
+        }
+        self.arrivals["F"][0] = self.arrivals["B"][-1] = there
+
+    def choose(self, rank: int, now: float) -> Compute | None:
+        """Returns what a free rank does now, or None if it waits; to be overridden."""
+        raise NotImplementedError
+
+    def seconds(self, action: Compute) -> float:
+        """Returns how long a computation takes."""
+        return _UNITS[action.kind]
+
+    def transfer_seconds(self, source: int, target: int) -> float:
+        """Returns how long a message from one stage to another takes."""
+        return 0.0
+
+    def play(self) -> float:
+        """Plays until no rank has anything to do; returns when the last one is done."""
+        num_ranks = 1 + max(self.placement)
+        free = [0.0] * num_ranks
+        queue = [(0.0, rank) for rank in range(num_ranks)]
+        while queue:
+            now, rank = heapq.heappop(queue)
+            action = None if now < free[rank] else self.choose(rank, now)
+            if action is None:
+                continue
+            free[rank] = end = now + self.seconds(action)
+            self.turns.append(Turn(now, end, rank, action))
+            heapq.heappush(queue, (end, rank))
+            target = action.stage + (1 if action.kind == "F" else -1)
+            if action.kind != "W" and 0 <= target < len(self.placement):
+                arrival = end + self.transfer_seconds(action.stage, target)
+                self.arrivals[action.kind[0]][target][action.micro_batch] = arrival
+                heapq.heappush(queue, (arrival, self.placement[target]))
+        return max(free)
+
+    def orders(self) -> Orders:
+        """Returns the computations of each rank in the order in which it took them."""
+        orders: list[list[Compute]] = [[] for _ in range(1 + max(self.placement))]
+        for turn in self.turns:
+            orders[turn.rank].append(turn.action)
+        return tuple(map(tuple, orders))
+
+
+class _InOrder(ListScheduler):
+    """Plays ranks that take from several queues what they prefer, each queue in its order."""
+
+    def __init__(
+        self,
+        queues: Iterable[tuple[int, Iterable[Compute]]],
+        placement: Sequence[int],
+        num_micro_batches: int,
+        preference: Preference,
+    ) -> None:
+        super().__init__(placement, num_micro_batches)
+        self._preference = preference
+        self._queues: list[list[list[Compute]]] = [[] for _ in range(1 + max(placement))]
+        for rank, actions in queues:
+            self._queues[rank].append(list(actions)[::-1])
+
+    def choose(self, rank: int, now: float) -> Compute | None:
+        """Takes the preferred of the queues whose next computation has its inputs."""
+        ready = [queue for queue in self._queues[rank] if queue and self._from(queue[-1]) <= now]
+        return min(ready, key=lambda queue: self._preference(queue[-1])).pop() if ready else None
+
+    def _from(self, action: Compute) -> float:
+        """Returns when what an action needs of other stages is there; W needs nothing."""
+        if action.kind == "W":
+            return 0.0
+        return self.arrivals[action.kind[0]][action.stage].get(action.micro_batch, math.inf)
+
+
+def merge(
+    orders: Sequence[Sequence[Compute]], placement: Sequence[int], num_micro_batches: int
+) -> Orders:
+    """Interleaves the orders of the stages that share a rank; each stage keeps its own order.
+
+    All ranks are played in unit time, and of the stages whose next computation has its inputs, a
+    free rank takes the one that it prefers. Of a few preferences the one that ends first counts.
+    Orders found by playing can be played again, so no rank ever waits for itself.
+    """
+    if len(set(placement)) == len(placement):
+        return tuple(tuple(orders[placement.index(rank)]) for rank in range(len(placement)))
+    queues = list(zip(placement, orders, strict=True))
+    players = [
+        _InOrder(queues, placement, num_micro_batches, preference) for preference in _PREFERENCES
+    ]
+    return min(players, key=ListScheduler.play).orders()
+
+
+def by_time(
+    orders: Sequence[Iterable[Compute]], placement: Sequence[int], num_micro_batches: int
+) -> list[Compute]:
+    """Puts the computations of all ranks into one order: that in which they begin in unit time."""
+    player = _InOrder(enumerate(orders), placement, num_micro_batches, lambda _: ())
+    player.play()
+    return [turn.action for turn in sorted(player.turns, key=lambda turn: turn[:3])]

@@ -1,0 +1,106 @@
+"""From computations to computations and messages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from tarantella_pp.errors import ScheduleError
+from tarantella_pp.schedule.actions import (
+    Action,
+    Compute,
+    Direction,
+    Link,
+    Operation,
+    Transfer,
+)
+from tarantella_pp.schedule.replay import Replay
+from tarantella_pp.schedule.routes import Routes, check_links
+from tarantella_pp.schedule.schedule import Schedule
+from tarantella_pp.schedule.validator import check_computations
+
+
+def lower(
+    schedule: Schedule,
+    links: Iterable[Link] | None = None,
+    gradient_links: Iterable[Link] | None = None,
+) -> Schedule:
+    """Adds the messages to a schedule; the order of its computations stays as it is.
+
+    A send stands directly behind the computation that makes its message and a receive directly
+    before the one that needs it, and stages on one rank need no message. Where ranks would wait
+    for each other if sends blocked, the receive of such a send is moved up to where its rank is
+    stuck; so the result gets through even if every send blocks until its receive is posted.
+
+    Args:
+        schedule: Computations only.
+        links: Pairs (source stage, target stage), source before target, that exchange
+            activations; a link may skip stages. Default: each stage and the next.
+        gradient_links: The links over which gradients flow back. Default: all.
+
+    Returns:
+        The schedule with sends and receives.
+
+    Raises:
+        ScheduleError: If a link is malformed, a computation is missing or given twice, or the
+            order of the computations deadlocks whatever the messages.
+    """
+    if schedule.is_lowered:
+        raise ScheduleError("Expected computations only. Received: a schedule that is lowered")
+    forward, backward = check_links(schedule.num_stages, links, gradient_links)
+    check_computations(schedule)
+    routes = Routes(schedule.num_stages, forward, backward)
+    replay = Replay([_program(schedule, own, routes) for own in schedule.actions], blocking=True)
+    while stuck := replay.run():
+        _unblock(replay, stuck, schedule.placement)
+    actions = tuple(tuple(program) for program in replay.programs)
+    return replace(schedule, actions=actions, links=forward, gradient_links=backward)
+
+
+def _program(schedule: Schedule, own: Sequence[Action], routes: Routes) -> list[Action]:
+    """Returns the actions of one rank with receives before and sends behind computations."""
+    program: list[Action] = []
+    for action in own:
+        if isinstance(action, Compute):
+            program += _transfers(action, routes.inputs(action), "R", schedule.placement)
+            program.append(action)
+            program += _transfers(action, routes.outputs(action), "S", schedule.placement)
+    return program
+
+
+def _transfers(
+    action: Compute, pairs: Iterable[Link], operation: Operation, placement: Sequence[int]
+) -> list[Transfer]:
+    """Returns one end of the messages of a computation that cross ranks."""
+    direction: Direction = "F" if action.kind == "F" else "B"
+    return [
+        Transfer(source, target, operation, direction, action.micro_batch)
+        for source, target in pairs
+        if placement[source] != placement[target]
+    ]
+
+
+def _unblock(replay: Replay, stuck: Iterable[int], placement: Sequence[int]) -> None:
+    """Moves up the receive of one of the sends at which ranks are stuck: the nearest.
+
+    The send is reached and the rank of the receive waits anyway, so this always helps. Without a
+    stuck send all ranks wait for messages that nobody has reached: the computations deadlock.
+    """
+    heads = [replay.programs[rank][replay.position[rank]] for rank in stuck]
+    choices = []
+    for head in heads:
+        if isinstance(head, Transfer) and head.operation == "S":
+            receiver = placement[head.target]
+            receive = head._replace(operation="R")
+            distance = replay.programs[receiver].index(receive) - replay.position[receiver]
+            choices.append((distance, receive, receiver))
+    if not choices:
+        waits = ", ".join(
+            f"rank {rank} for {head}" for rank, head in zip(stuck, heads, strict=True)
+        )
+        raise ScheduleError(
+            f"The computations wait for each other whatever the messages do: {waits}. Put each "
+            "computation behind those that feed it, on all ranks."
+        )
+    _, receive, receiver = min(choices)
+    replay.hoist(receive, receiver)

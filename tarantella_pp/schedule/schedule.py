@@ -1,0 +1,223 @@
+"""The schedule: what every rank does in one training step, in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from tarantella_pp.errors import ScheduleError
+from tarantella_pp.schedule import text
+from tarantella_pp.schedule.actions import Action, Compute, Link
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What every rank does in one step, as data.
+
+    A schedule comes from `make_schedule` or from a text file with computations only; `lower`
+    adds the messages. The communication between two computations of a rank is one *exchange*,
+    whose receives are posted when the rank enters it. A send hands its message over where it
+    stands. A receive stands where it must have been posted at the latest; the computation that
+    needs the message, the next of its stage and micro-batch, waits for it.
+
+    Args:
+        name: For example ``1f1b``.
+        num_stages: Number of pipeline stages.
+        num_micro_batches: Number of micro-batches of a step.
+        num_ranks: Number of ranks; a rank may own several stages.
+        placement: Rank of each stage.
+        actions: The actions of each rank, in order.
+        links: Pairs (source stage, target stage) that exchange activations; None until `lower`.
+        gradient_links: The links over which gradients flow back; None until `lower`.
+
+    Raises:
+        ScheduleError: If the numbers do not fit together. Whether the *order* is legal is what
+            `validate` says.
+    """
+
+    name: str
+    num_stages: int
+    num_micro_batches: int
+    num_ranks: int
+    placement: tuple[int, ...]
+    actions: tuple[tuple[Action, ...], ...]
+    links: tuple[Link, ...] | None = None
+    gradient_links: tuple[Link, ...] | None = None
+
+    def __post_init__(self) -> None:
+        for option in ("num_stages", "num_micro_batches", "num_ranks"):
+            if getattr(self, option) < 1:
+                raise ScheduleError(
+                    f"Expected at least 1. Received: {option}={getattr(self, option)}"
+                )
+        if len(self.placement) != self.num_stages:
+            raise ScheduleError(
+                f"Expected one rank for each of the {self.num_stages} stages. "
+                f"Received: placement={self.placement}"
+            )
+        if len(self.actions) != self.num_ranks:
+            raise ScheduleError(
+                f"Expected one list of actions for each of the {self.num_ranks} ranks. "
+                f"Received: {len(self.actions)} lists"
+            )
+        if set(self.placement) != set(range(self.num_ranks)):
+            raise ScheduleError(
+                f"Expected every rank from 0 to {self.num_ranks - 1}, and no other, to own a "
+                f"stage. Received: placement={self.placement}"
+            )
+
+    @property
+    def is_lowered(self) -> bool:
+        """Whether the schedule has its messages."""
+        return self.links is not None
+
+    @cached_property
+    def has_backward(self) -> bool:
+        """Whether the schedule trains; False for inference, which runs forwards only."""
+        return any(action.kind != "F" for action in self.computations())
+
+    def computations(self) -> Iterator[Compute]:
+        """Iterates over the computations of all ranks, rank by rank."""
+        for actions in self.actions:
+            for action in actions:
+                if isinstance(action, Compute):
+                    yield action
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """Returns the stages that `rank` owns, in increasing order."""
+        return tuple(stage for stage, owner in enumerate(self.placement) if owner == rank)
+
+    def in_flight(self, stage: int) -> int:
+        """Returns how many micro-batches' residuals `stage` holds at the worst moment.
+
+        Residuals live from the end of a micro-batch's forward to the end of the last computation
+        of its backward. A forward-only schedule keeps none.
+
+        Args:
+            stage: The stage, from 0.
+
+        Returns:
+            The peak number of micro-batches.
+
+        Raises:
+            ScheduleError: If there is no such stage.
+        """
+        if not 0 <= stage < self.num_stages:
+            raise ScheduleError(
+                f"Expected a stage from 0 to {self.num_stages - 1}. Received: stage={stage}"
+            )
+        return self._in_flight[stage]
+
+    @cached_property
+    def _in_flight(self) -> tuple[int, ...]:
+        """The peak of each stage."""
+        held, peak = [0] * self.num_stages, [0] * self.num_stages
+        for rank in range(self.num_ranks):
+            for _, action, change in self.residual_changes(rank):
+                held[action.stage] += change
+                peak[action.stage] = max(peak[action.stage], held[action.stage])
+        return tuple(peak)
+
+    def residual_changes(self, rank: int) -> Iterator[tuple[int, Compute, int]]:
+        """Iterates over the computations after which a rank holds residuals of one more, or fewer.
+
+        Residuals of a micro-batch are there from its forward to the last part of its backward::
+
+            0F0 +1   0F1 +1   0B0    0W0 -1   0BW1 -1
+
+        Args:
+            rank: The rank.
+
+        Yields:
+            The position in the rank's list, the computation, and 1 or -1.
+        """
+        if not self.has_backward:
+            return
+        for position, action in enumerate(self.actions[rank]):
+            if isinstance(action, Compute):
+                if action.kind == "F":
+                    yield position, action, 1
+                elif action in self._releases:
+                    yield position, action, -1
+
+    @cached_property
+    def _releases(self) -> frozenset[Compute]:
+        """The computations after which the residuals of their micro-batch are free."""
+        last: dict[tuple[int, int], Compute] = {}
+        for action in self.computations():
+            if action.kind != "F":
+                last[action.stage, action.micro_batch] = action
+        return frozenset(last.values())
+
+    def first(self, num_micro_batches: int) -> Schedule:
+        """Returns the same order for the first micro-batches alone: what is left stays legal.
+
+        Args:
+            num_micro_batches: Number of micro-batches to keep.
+
+        Returns:
+            The schedule, itself if it has no more.
+
+        Raises:
+            ScheduleError: If it has fewer, or its messages already.
+        """
+        if num_micro_batches == self.num_micro_batches:
+            return self
+        if num_micro_batches > self.num_micro_batches or self.is_lowered:
+            raise ScheduleError(
+                f"The schedule '{self.name}' has {self.num_micro_batches} micro-batches"
+                f"{' and messages' if self.is_lowered else ''}. Received: "
+                f"num_micro_batches={num_micro_batches}"
+            )
+        actions = tuple(
+            tuple(action for action in own if action.micro_batch < num_micro_batches)
+            for own in self.actions
+        )
+        return replace(self, num_micro_batches=num_micro_batches, actions=actions)
+
+    def to_text(self) -> str:
+        """Returns the schedule as text that `from_text` reads and that can be edited by hand."""
+        header = {
+            "schedule": self.name,
+            "stages": str(self.num_stages),
+            "micro_batches": str(self.num_micro_batches),
+            "placement": " ".join(map(str, self.placement)),
+        }
+        if self.links is not None:
+            header["links"] = _links_to_text(self.links)
+            header["gradient_links"] = _links_to_text(self.gradient_links or ())
+        return text.write(header, self.actions)
+
+    @classmethod
+    def from_text(cls, source: str) -> Schedule:
+        """Reads a schedule from its text form.
+
+        One line for each rank, and whatever follows a ``#`` is a comment::
+
+            schedule: mine            # optional, like the other three of these lines
+            stages: 2
+            micro_batches: 2
+            placement: 0 1            # the rank of each stage
+            rank 0: 0F0 0F1 0BW0 0BW1
+            rank 1: 1F0 1BW0 1F1 1BW1
+
+        Numbers that are not given are taken from the actions. Without messages (as here) the
+        schedule still has to be lowered; a text with messages names its links as well, as in
+        ``links: 0>1 1>2``.
+
+        Args:
+            source: The text.
+
+        Returns:
+            The schedule; `validate` says whether it is legal.
+
+        Raises:
+            ScheduleError: If the text cannot be read; names the line.
+        """
+        return cls(**text.read(source))
+
+
+def _links_to_text(links: Iterable[Link]) -> str:
+    """Writes links as `from_text` reads them."""
+    return " ".join(f"{source}>{target}" for source, target in links)

@@ -1,0 +1,192 @@
+"""Which schedule a pipeline runs, whatever the number of micro-batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tarantella_pp.errors import ScheduleError
+from tarantella_pp.schedule.actions import Compute
+from tarantella_pp.schedule.formulas import IN_FLIGHT_FORMULAS, in_flight_bounds
+from tarantella_pp.schedule.list_scheduling import by_time
+from tarantella_pp.schedule.lowering import lower
+from tarantella_pp.schedule.registry import SCHEDULE_NAMES, make_placement, make_schedule
+from tarantella_pp.schedule.schedule import Schedule
+from tarantella_pp.schedule.validator import validate
+
+SEARCHED = "zb-auto"
+"""The schedule that is searched for with measured costs, and that is `BEFORE_SEARCH` till then."""
+BEFORE_SEARCH = "zb-h1"
+TRAINING_NAMES = (*(name for name in SCHEDULE_NAMES if name != "forward"), SEARCHED)
+"""The named schedules that train."""
+
+
+@dataclass(frozen=True)
+class ScheduleSpec:
+    """Which schedule one pipeline runs, for any number of micro-batches.
+
+    Attributes:
+        name: Name of the schedule.
+        num_stages: Number of pipeline stages.
+        num_ranks: Number of ranks.
+        custom: The schedule itself where it is none of the named ones: the user's, or a found one.
+    """
+
+    name: str
+    num_stages: int
+    num_ranks: int
+    custom: Schedule | None = None
+
+    @classmethod
+    def of(cls, schedule: Any, num_stages: int, num_ranks: int) -> ScheduleSpec:
+        """Reads what a user gave as `schedule`.
+
+        Args:
+            schedule: Name of a schedule, a `Schedule`, or the path of a text file with one.
+            num_stages: Number of pipeline stages.
+            num_ranks: Number of ranks.
+
+        Returns:
+            The spec.
+
+        Raises:
+            ScheduleError: If there is no such schedule, it does not train, or it is not one for
+                so many stages and ranks.
+        """
+        custom = read_schedule(schedule)
+        if custom is not None:
+            return cls.of_custom(custom, num_stages, num_ranks)
+        spec = cls(schedule, num_stages, num_ranks)
+        spec.placement  # noqa: B018 - refuses ranks that do not fit
+        return spec
+
+    @classmethod
+    def of_custom(cls, custom: Schedule, num_stages: int, num_ranks: int) -> ScheduleSpec:
+        """Makes the spec of one schedule.
+
+        Args:
+            custom: The schedule, computations only.
+            num_stages: Number of pipeline stages.
+            num_ranks: Number of ranks: those of the schedule, or 1.
+
+        Returns:
+            The spec.
+
+        Raises:
+            ScheduleError: If the schedule is not one for so many stages and ranks.
+        """
+        if custom.num_stages != num_stages or num_ranks not in (1, custom.num_ranks):
+            raise ScheduleError(
+                f"The schedule '{custom.name}' is one of {custom.num_stages} stages on "
+                f"{custom.num_ranks} ranks. Received: num_stages={num_stages} on {num_ranks} ranks"
+            )
+        if custom.num_ranks != num_ranks:
+            custom = on_one_rank(custom)
+        return cls(custom.name, num_stages, num_ranks, custom)
+
+    @property
+    def placement(self) -> tuple[int, ...]:
+        """The rank of each stage.
+
+        Raises:
+            ScheduleError: If the schedule does not work with so many ranks.
+        """
+        if self.custom is not None:
+            return self.custom.placement
+        if self.num_ranks == 1:
+            return (0,) * self.num_stages
+        twice = self.num_stages == 2 * self.num_ranks
+        v_shaped = self.name == "zb-v" or (self.name == SEARCHED and twice)
+        return make_placement(self.num_stages, self.num_ranks, None, v_shaped=v_shaped)
+
+    def make(self, num_micro_batches: int) -> Schedule:
+        """Makes the schedule of a step, computations only.
+
+        Args:
+            num_micro_batches: Number of micro-batches; a schedule of the user's leaves out those
+                that are missing.
+
+        Raises:
+            ScheduleError: If it has fewer.
+        """
+        if self.custom is not None:
+            return self.custom.first(num_micro_batches)
+        name = BEFORE_SEARCH if self.name == SEARCHED else self.name
+        if name == "zb-v" and self.num_ranks == 1:
+            return on_one_rank(make_schedule(name, self.num_stages, num_micro_batches))
+        made = make_schedule(
+            name, self.num_stages, num_micro_batches, self.num_ranks, placement=self.placement
+        )
+        return replace(made, name=self.name)
+
+    def in_flight(self, num_micro_batches: int) -> tuple[int, ...]:
+        """Returns the most micro-batches that each stage holds.
+
+        Args:
+            num_micro_batches: Number of micro-batches of a step.
+        """
+        name = BEFORE_SEARCH if self.name == SEARCHED else self.name
+        if self.custom is None and name in IN_FLIGHT_FORMULAS:
+            return in_flight_bounds(name, self.num_stages, num_micro_batches)
+        schedule = self.make(num_micro_batches)
+        return tuple(schedule.in_flight(stage) for stage in range(self.num_stages))
+
+
+def on_one_rank(schedule: Schedule) -> Schedule:
+    """Puts all stages on one rank, which runs the computations in the order of their beginnings.
+
+    Args:
+        schedule: Computations only.
+
+    Returns:
+        The same computations on rank 0, in an order that they could have had on their own ranks.
+
+    Raises:
+        ScheduleError: If the order of the computations breaks a law of schedules.
+    """
+    validate(lower(schedule))
+    orders = [[a for a in own if isinstance(a, Compute)] for own in schedule.actions]
+    order = by_time(orders, schedule.placement, schedule.num_micro_batches)
+    placement = (0,) * schedule.num_stages
+    return replace(schedule, num_ranks=1, placement=placement, actions=(tuple(order),))
+
+
+def read_schedule(schedule: Any) -> Schedule | None:
+    """Reads a schedule that is none of the named ones.
+
+    Args:
+        schedule: Name of a schedule, a `Schedule`, or the path of a text file with one.
+
+    Returns:
+        The schedule, computations only; `None` for a name.
+
+    Raises:
+        ScheduleError: If it is none of these, has messages already, or does not train.
+    """
+    if isinstance(schedule, str) and schedule in TRAINING_NAMES:
+        return None
+    if isinstance(schedule, str | Path) and Path(schedule).is_file():
+        schedule = Schedule.from_text(_text_of(Path(schedule)))
+    if not isinstance(schedule, Schedule):
+        raise ScheduleError(
+            f"Expected one of {TRAINING_NAMES}, a Schedule, or the path of a text file with one. "
+            f"Received: schedule={schedule!r}"
+        )
+    if schedule.is_lowered:
+        raise ScheduleError(
+            f"The schedule '{schedule.name}' has messages; give its computations alone, for "
+            "messages are added according to the model."
+        )
+    if not schedule.has_backward:
+        raise ScheduleError(f"The schedule '{schedule.name}' has forward passes only.")
+    validate(lower(schedule))
+    named = schedule.name in (*SCHEDULE_NAMES, SEARCHED)
+    return replace(schedule, name=f"{schedule.name}-edited") if named else schedule
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        raise ScheduleError(f"Cannot read the schedule '{path}': {error}") from error

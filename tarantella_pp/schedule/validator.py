@@ -1,0 +1,190 @@
+"""The five laws of a schedule: what is checked before the first step is run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tarantella_pp.errors import ScheduleError
+from tarantella_pp.schedule.actions import Action, Compute, Direction, Message, Transfer
+from tarantella_pp.schedule.replay import Replay
+from tarantella_pp.schedule.routes import Routes, check_links
+from tarantella_pp.schedule.schedule import Schedule
+
+
+def validate(schedule: Schedule, in_flight: Sequence[int] | None = None) -> None:
+    """Checks a lowered schedule against the five laws, over all ranks.
+
+    1. Each stage runs forward and backward of each micro-batch exactly once, on its own rank.
+    2. A computation comes after all that it depends on: a forward after the forwards that feed
+       it, an input gradient after its own forward and the input gradients of the stages it
+       feeds, a weight gradient after its input gradient.
+    3. Each link between two ranks carries one message for each micro-batch and direction, and
+       each send has its receive.
+    4. No deadlock, even if every send blocks until its receive is posted.
+    5. No stage holds more micro-batches than `in_flight` declares.
+
+    Args:
+        schedule: The schedule with its messages.
+        in_flight: The most micro-batches that each stage may hold; None for no bound.
+
+    Raises:
+        ScheduleError: If a law is broken; names the rank, the position in its list and the
+            action.
+    """
+    if schedule.links is None:
+        raise ScheduleError("Expected a schedule with messages; pass it to lower() first")
+    forward, backward = check_links(schedule.num_stages, schedule.links, schedule.gradient_links)
+    check_computations(schedule)
+    routes = Routes(schedule.num_stages, forward, backward)
+    _check_messages(schedule, routes)
+    for rank in range(schedule.num_ranks):
+        _check_causality(schedule, rank, routes)
+    _check_deadlock(schedule)
+    if in_flight is not None:
+        _check_in_flight(schedule, in_flight)
+
+
+def check_computations(schedule: Schedule) -> None:
+    """Checks the first law: each computation exactly once, on the rank of its stage.
+
+    Args:
+        schedule: The schedule, lowered or not.
+
+    Raises:
+        ScheduleError: If a computation is missing, given twice, or on another rank.
+    """
+    seen: set[tuple[int, str, int]] = set()
+    for rank, own in enumerate(schedule.actions):
+        for position, action in enumerate(own):
+            if isinstance(action, Transfer):
+                continue
+            stage, kind, i = action
+            if not (stage < schedule.num_stages and i < schedule.num_micro_batches):
+                why = (
+                    f"the schedule has {schedule.num_stages} stages and "
+                    f"{schedule.num_micro_batches} micro-batches"
+                )
+                raise broken(rank, position, action, why)
+            if schedule.placement[stage] != rank:
+                why = f"stage {stage} belongs to rank {schedule.placement[stage]}"
+                raise broken(rank, position, action, why)
+            for part in kind:
+                if (stage, part, i) in seen:
+                    raise broken(rank, position, action, f"{stage}{part}{i} is there already")
+                seen.add((stage, part, i))
+    for part in "FBW" if schedule.has_backward else "F":
+        for stage, rank in enumerate(schedule.placement):
+            for i in range(schedule.num_micro_batches):
+                if (stage, part, i) not in seen:
+                    raise ScheduleError(f"Rank {rank}: {stage}{part}{i} is missing")
+
+
+def broken(rank: int, position: int, action: Action, why: str) -> ScheduleError:
+    """Makes the error that names an action and says what is wrong with it.
+
+    Args:
+        rank: The rank that has the action.
+        position: Its position in the rank's list, from 0.
+        action: The action.
+        why: What is wrong.
+
+    Returns:
+        The error, to be raised.
+    """
+    return ScheduleError(f"Rank {rank}, position {position}, {action}: {why}")
+
+
+def _check_messages(schedule: Schedule, routes: Routes) -> None:
+    """Checks the third law: exactly one send and one receive for each message of each link."""
+    missing: set[Transfer] = set()
+    for computation in schedule.computations():
+        direction: Direction = "F" if computation.kind == "F" else "B"
+        for source, target in routes.outputs(computation):
+            if schedule.placement[source] != schedule.placement[target]:
+                i = computation.micro_batch
+                missing.add(Transfer(source, target, "S", direction, i))
+                missing.add(Transfer(source, target, "R", direction, i))
+    seen: set[Transfer] = set()
+    for rank, own in enumerate(schedule.actions):
+        for position, action in enumerate(own):
+            if isinstance(action, Compute):
+                continue
+            if action in seen:
+                raise broken(rank, position, action, "it is there already")
+            if action not in missing:
+                raise broken(rank, position, action, "there is no such message to transfer")
+            stage = action.source if action.operation == "S" else action.target
+            if schedule.placement[stage] != rank:
+                why = f"stage {stage} belongs to rank {schedule.placement[stage]}"
+                raise broken(rank, position, action, why)
+            seen.add(action)
+    if missing != seen:
+        first = min(missing - seen)
+        stage = first.source if first.operation == "S" else first.target
+        other = "receive" if first.operation == "S" else "send"
+        raise ScheduleError(
+            f"Rank {schedule.placement[stage]}: {first} is missing; its {other} would wait forever"
+        )
+
+
+def _check_causality(schedule: Schedule, rank: int, routes: Routes) -> None:
+    """Checks the second law on one rank: what an action depends on comes before it."""
+    done: set[tuple[int, str, int]] = set()
+    arrived: set[Message] = set()
+    for position, action in enumerate(schedule.actions[rank]):
+        i = action.micro_batch
+        if isinstance(action, Transfer):
+            if action.operation == "R":
+                arrived.add(action.message)
+            elif (action.source, action.direction, i) not in done:
+                why = f"{action.source}{action.direction}{i} comes after it"
+                raise broken(rank, position, action, why)
+            continue
+        stage, kind, _ = action
+        before = {"F": None, "B": "F", "BW": "F", "W": "B"}[kind]
+        if before is not None and (stage, before, i) not in done:
+            raise broken(rank, position, action, f"{stage}{before}{i} comes after it")
+        for source, target in routes.inputs(action):
+            local = schedule.placement[source] == rank
+            if local and (source, kind[0], i) not in done:
+                raise broken(rank, position, action, f"{source}{kind[0]}{i} comes after it")
+            if not local and (source, target, i) not in arrived:
+                why = f"{source}>{target}R{kind[0]}{i} comes after it"
+                raise broken(rank, position, action, why)
+        done.update((stage, part, i) for part in kind)
+
+
+def _check_deadlock(schedule: Schedule) -> None:
+    """Checks the fourth law by playing all ranks with sends that block."""
+    replay = Replay(schedule.actions, blocking=True)
+    stuck = replay.run()
+    if not stuck:
+        return
+    waits = []
+    for rank in stuck:
+        position = replay.position[rank]
+        action = replay.programs[rank][position]
+        if isinstance(action, Transfer):
+            stage = action.target if action.operation == "S" else action.source
+            peer = schedule.placement[stage]
+            waits.append(f"rank {rank} at position {position}, {action}, for rank {peer}")
+    raise ScheduleError(f"Deadlock if sends block: {'; '.join(waits)}")
+
+
+def _check_in_flight(schedule: Schedule, bounds: Sequence[int]) -> None:
+    """Checks the fifth law: the residuals that each stage holds stay within its bound."""
+    if len(bounds) != schedule.num_stages:
+        raise ScheduleError(
+            f"Expected one bound for each of the {schedule.num_stages} stages. "
+            f"Received: in_flight={bounds}"
+        )
+    held = [0] * schedule.num_stages
+    for rank in range(schedule.num_ranks):
+        for position, action, change in schedule.residual_changes(rank):
+            held[action.stage] += change
+            if held[action.stage] > bounds[action.stage]:
+                why = (
+                    f"stage {action.stage} would hold {held[action.stage]} micro-batches, "
+                    f"its bound is {bounds[action.stage]}"
+                )
+                raise broken(rank, position, action, why)

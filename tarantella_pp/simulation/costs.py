@@ -1,0 +1,135 @@
+"""What computations, messages and memory of a pipeline cost: the numbers of a simulation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from tarantella_pp.errors import ScheduleError
+from tarantella_pp.schedule.actions import Action, Kind, Link
+
+
+@dataclass(frozen=True)
+class StageCosts:
+    """Seconds and bytes of one stage for one micro-batch.
+
+    Args:
+        forward: Seconds of F.
+        input_gradient: Seconds of B.
+        weight_gradient: Seconds of W.
+        full_backward: Seconds of BW. Default: those of B and W together.
+        activation_bytes: Bytes that a micro-batch in flight keeps.
+        static_bytes: Bytes that the stage needs whatever is in flight: weights, gradients,
+            optimizer slots, buffers.
+    """
+
+    forward: float
+    input_gradient: float = 0.0
+    weight_gradient: float = 0.0
+    full_backward: float | None = None
+    activation_bytes: float = 0.0
+    static_bytes: float = 0.0
+
+    def __post_init__(self) -> None:
+        for option, value in vars(self).items():
+            if value is not None and not (value >= 0 and math.isfinite(value)):
+                raise ScheduleError(f"Expected a number of at least 0. Received: {option}={value}")
+
+    def seconds(self, kind: Kind) -> float:
+        """Returns the seconds of a computation of this kind."""
+        if kind == "F":
+            return self.forward
+        if kind == "B":
+            return self.input_gradient
+        if kind == "W":
+            return self.weight_gradient
+        both = self.input_gradient + self.weight_gradient
+        return both if self.full_backward is None else self.full_backward
+
+
+@dataclass(frozen=True)
+class LinkCosts:
+    """Seconds of one message.
+
+    Args:
+        seconds: For how long the message occupies the channel between its two ranks; messages
+            of the same direction wait for each other there.
+        latency: Seconds more until it has arrived.
+    """
+
+    seconds: float = 0.0
+    latency: float = 0.0
+
+    @classmethod
+    def of_bytes(cls, size: float, bandwidth: float, latency: float = 0.0) -> LinkCosts:
+        """Makes the costs of a message from its size.
+
+        Args:
+            size: Bytes.
+            bandwidth: Bytes per second.
+            latency: Seconds.
+
+        Returns:
+            The costs.
+        """
+        return cls(size / bandwidth, latency)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a simulation needs to know.
+
+    Args:
+        stages: The costs of each stage.
+        links: The costs of messages from one stage to another. A pair that is not there costs
+            what the opposite direction costs; with neither there, `default_link`.
+        default_link: The costs of all other messages.
+        send_seconds: Seconds that handing over a message takes from the sending rank.
+        receive_seconds: Seconds that taking a message takes from the receiving rank.
+        before: Seconds of other work that a rank does before a computation, or before it takes
+            a message, whether that has arrived or not. Default: none.
+    """
+
+    stages: tuple[StageCosts, ...]
+    links: Mapping[Link, LinkCosts] = field(default_factory=dict)
+    default_link: LinkCosts = LinkCosts()
+    send_seconds: float = 0.0
+    receive_seconds: float = 0.0
+    before: Mapping[Action, float] = field(default_factory=dict)
+
+    @classmethod
+    def uniform(
+        cls,
+        num_stages: int,
+        forward: float = 1.0,
+        input_gradient: float = 1.0,
+        weight_gradient: float = 1.0,
+        link: LinkCosts = LinkCosts(),
+    ) -> Costs:
+        """Makes the costs of a pipeline of equal stages.
+
+        Args:
+            num_stages: Number of stages.
+            forward: Seconds of F.
+            input_gradient: Seconds of B.
+            weight_gradient: Seconds of W.
+            link: Costs of each message.
+
+        Returns:
+            The costs.
+        """
+        stage = StageCosts(forward, input_gradient, weight_gradient, activation_bytes=1.0)
+        return cls((stage,) * num_stages, default_link=link)
+
+    def link(self, source: int, target: int) -> LinkCosts:
+        """Returns the costs of a message from one stage to another."""
+        opposite = self.links.get((target, source), self.default_link)
+        return self.links.get((source, target), opposite)
+
+    def serial_seconds(self, num_micro_batches: int, *, has_backward: bool = True) -> float:
+        """Returns the seconds of a step in one process, with fused backwards."""
+        kinds: tuple[Kind, ...] = ("F", "BW") if has_backward else ("F",)
+        return num_micro_batches * sum(
+            stage.seconds(kind) for stage in self.stages for kind in kinds
+        )

@@ -1,0 +1,114 @@
+"""When each rank does what: the outcome of a simulation, or of a measured step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from tarantella_pp.schedule.actions import Action, Compute
+
+_FILL = {"F": ">", "B": "<", "W": "=", "BW": "<"}
+
+
+class Event(NamedTuple):
+    """One action of one rank in time.
+
+    Attributes:
+        rank: The rank.
+        start: Seconds since the step began; a receive starts when its rank begins to wait.
+        end: Seconds since the step began.
+        action: The action.
+    """
+
+    rank: int
+    start: float
+    end: float
+    action: Action
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """When each rank does what in one step.
+
+    Args:
+        name: Name of the schedule.
+        events: The events of each rank, in order.
+        serial_seconds: Seconds of the same step in one process.
+        peak_bytes: Peak memory of each rank.
+    """
+
+    name: str
+    events: tuple[tuple[Event, ...], ...]
+    serial_seconds: float
+    peak_bytes: tuple[float, ...]
+
+    @cached_property
+    def step_seconds(self) -> float:
+        """Seconds from the start of the step to the end of the last rank."""
+        return max((own[-1].end for own in self.events if own), default=0.0)
+
+    @cached_property
+    def busy_seconds(self) -> tuple[float, ...]:
+        """Seconds that each rank computes."""
+        return tuple(
+            sum(event.end - event.start for event in own if isinstance(event.action, Compute))
+            for own in self.events
+        )
+
+    @property
+    def busy_fractions(self) -> tuple[float, ...]:
+        """The part of the step that each rank computes."""
+        return tuple(busy / (self.step_seconds or 1.0) for busy in self.busy_seconds)
+
+    @property
+    def bubble_fraction(self) -> float:
+        """The part of all ranks' time in which they do not compute."""
+        return 1.0 - sum(self.busy_fractions) / len(self.events)
+
+    @property
+    def speed_up(self) -> float:
+        """How many times faster the step is than in one process: a bound for the runtime."""
+        return self.serial_seconds / (self.step_seconds or 1.0)
+
+    def to_text(self, width: int = 100) -> str:
+        """Draws the computations, one line for each rank.
+
+        Args:
+            width: Columns of a line, the rank's name not counted.
+
+        Returns:
+            The drawing, with a line that says what is to be seen.
+        """
+        names = [f"rank {rank} " for rank in range(len(self.events))]
+        margin = max(map(len, names), default=0)
+        scale = width / (self.step_seconds or 1.0)
+        lines = [
+            f"{name:>{margin}}|{_draw(own, scale, width)}|"
+            for name, own in zip(names, self.events, strict=True)
+        ]
+        summary = (
+            f"{self.name}: step {self.step_seconds:.4g} s, bubble {self.bubble_fraction:.1%}, "
+            f"speed-up {self.speed_up:.2f} of {len(self.events)}   "
+            "(> forward, < input gradient, = weight gradient, . idle)"
+        )
+        return "\n".join([*lines, summary]) + "\n"
+
+
+def _draw(events: Sequence[Event], scale: float, width: int) -> str:
+    """Draws one rank; a computation too narrow for its label is drawn without."""
+    line = ["."] * width
+    stages = {event.action.stage for event in events if isinstance(event.action, Compute)}
+    for event in events:
+        if not isinstance(event.action, Compute):
+            continue
+        first, last = round(event.start * scale), round(event.end * scale)
+        label = str(event.action) if len(stages) > 1 else str(event.action).lstrip("0123456789")
+        block = _FILL[event.action.kind] * (last - first)
+        if event.action.kind == "BW":
+            block = "<" * ((last - first + 1) // 2) + "=" * ((last - first) // 2)
+        if len(label) < len(block) or len(label) == len(block) == 2:
+            block = label + block[len(label) :]
+        line[first:last] = block
+    return "".join(line[:width])

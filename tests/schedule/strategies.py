@@ -1,0 +1,41 @@
+"""Schedules for hypothesis."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from tarantella_pp.schedule import SCHEDULE_NAMES, SEARCHED, Schedule, lower, make_schedule
+from tarantella_pp.simulation import search_schedule
+
+
+@st.composite
+def schedules(draw: st.DrawFn, max_stages: int = 6, max_micro_batches: int = 12) -> Schedule:
+    """Any schedule of a catalogue name, its computations only."""
+    name = draw(st.sampled_from((*SCHEDULE_NAMES, SEARCHED)))
+    num_stages = draw(st.integers(1, max_stages))
+    num_micro_batches = draw(st.integers(1, max_micro_batches))
+    if name == "zb-v":
+        return make_schedule(name, 2 * ((num_stages + 1) // 2), num_micro_batches)
+    divisors = [ranks for ranks in range(1, num_stages + 1) if num_stages % ranks == 0]
+    options = {}
+    if name in ("gpipe", "1f1b", "interleaved"):
+        options["backward"] = draw(st.sampled_from(["fused", "split"]))
+    size = (num_stages, num_micro_batches, draw(st.sampled_from(divisors)))
+    if name == SEARCHED:
+        return search_schedule(*size, in_flight_limit=draw(st.none() | st.integers(1, 6)))
+    return make_schedule(name, *size, **options)
+
+
+@st.composite
+def lowered_schedules(
+    draw: st.DrawFn, max_stages: int = 6, max_micro_batches: int = 12
+) -> Schedule:
+    """Any schedule, lowered for a chain or for links between any stages."""
+    schedule = draw(schedules(max_stages, max_micro_batches))
+    if draw(st.booleans()):
+        return lower(schedule)
+    stages = range(schedule.num_stages)
+    every = [(source, target) for target in stages for source in range(target)]
+    links = draw(st.lists(st.sampled_from(every), unique=True)) if every else []
+    gradient_links = draw(st.lists(st.sampled_from(links), unique=True)) if links else []
+    return lower(schedule, links, gradient_links)

@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tarantella_pp.errors import ScheduleError
+from tarantella_pp.schedule import (
+    bubble_fraction,
+    in_flight_bounds,
+    lower,
+    make_schedule,
+    speed_up_bound,
+    validate,
+)
+from tests.schedule.strategies import lowered_schedules, schedules
+
+
+@given(schedules())
+def test_every_schedule_of_a_chain_is_legal(schedule):
+    lowered = lower(schedule)
+    validate(lowered, [schedule.in_flight(stage) for stage in range(schedule.num_stages)])
+    assert [list(lowered.computations())] == [list(schedule.computations())]
+
+
+@given(lowered_schedules())
+def test_every_schedule_is_legal_whatever_the_skips(schedule):
+    validate(schedule)
+
+
+@given(schedules())
+def test_every_stage_runs_micro_batches_in_increasing_order(schedule):
+    for stage in range(schedule.num_stages):
+        for part in "FBW" if schedule.has_backward else "F":
+            order = [
+                action.micro_batch
+                for action in schedule.computations()
+                if action.stage == stage and part in action.kind
+            ]
+            assert order == list(range(schedule.num_micro_batches))
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1", "forward"])
+@given(ranks=st.integers(1, 4), depth=st.integers(1, 3), m=st.integers(1, 12))
+def test_in_flight_is_as_the_formula_says_on_any_number_of_ranks(name, ranks, depth, m):
+    schedule = make_schedule(name, ranks * depth, m, ranks)
+    peaks = tuple(schedule.in_flight(stage) for stage in range(ranks * depth))
+    assert peaks == in_flight_bounds(name, ranks * depth, m)
+
+
+def test_formulas_of_large_pipelines():
+    assert bubble_fraction("1f1b", 4096, 8192) == Fraction(4095, 8192 + 4095)
+    assert bubble_fraction("interleaved", 4096, 8192, 4) == Fraction(4095, 4 * 8192 + 4095)
+    assert bubble_fraction("zb-h1", 4096, 8192) == Fraction(4095, 3 * 8192 + 4095)
+    assert speed_up_bound("1f1b", 2, 8) == Fraction(16, 9)
+    assert in_flight_bounds("1f1b", 4096, 8192)[0] == 4096
+
+
+@pytest.mark.parametrize(
+    "arguments", [("zb-auto", 2, 2), ("1f1b", 0, 2), ("1f1b", 2, 2, 2), ("zb-h1", 2, 2, 0)]
+)
+def test_formulas_that_do_not_exist(arguments):
+    with pytest.raises(ScheduleError, match="Received"):
+        bubble_fraction(*arguments)
+
+
+def test_megatron_order():
+    rank_0, rank_1 = make_schedule("interleaved", 4, 4, 2).actions
+    assert " ".join(map(str, rank_0)) == (
+        "0F0 0F1 2F0 2F1 0F2 2BW0 0F3 2BW1 2F2 0BW0 2F3 0BW1 2BW2 2BW3 0BW2 0BW3"
+    )
+    assert " ".join(map(str, rank_1)) == (
+        "1F0 1F1 3F0 3BW0 3F1 3BW1 1F2 1BW0 1F3 1BW1 3F2 3BW2 3F3 3BW3 1BW2 1BW3"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"name": "2f2b"}, "2f2b"),
+        ({"num_stages": 0}, "num_stages=0"),
+        ({"num_micro_batches": 0}, "num_micro_batches=0"),
+        ({"num_micro_batches": 2.5}, "num_micro_batches=2.5"),
+        ({"num_ranks": 3}, "num_ranks=3"),
+        ({"num_ranks": -1}, "num_ranks=-1"),
+        ({"backward": "both"}, "both"),
+        ({"placement": (0, 1)}, "placement=(0, 1)"),
+        ({"placement": (0, 2, 0, 2)}, "placement=(0, 2, 0, 2)"),
+        ({"name": "interleaved", "placement": (0, 1, 1, 0)}, "placement=(0, 1, 1, 0)"),
+        ({"name": "zb-h1", "backward": "fused"}, "zb-h1"),
+        ({"name": "zb-v", "num_stages": 3}, "num_stages=3"),
+        ({"name": "zb-v", "num_ranks": 4}, "num_ranks=4"),
+        ({"name": "zb-v", "placement": (0, 1, 0, 1)}, "placement=(0, 1, 0, 1)"),
+        ({"name": "zb-auto"}, "zb-auto"),
+    ],
+)
+def test_wrong_options_are_refused_by_name(options, named):
+    with pytest.raises(ScheduleError) as error:
+        make_schedule(**{"name": "1f1b", "num_stages": 4, "num_micro_batches": 4} | options)
+    assert named in str(error.value)
+
+
+def test_placement_of_the_user():
+    schedule = make_schedule("1f1b", 4, 4, placement=(0, 1, 1, 0))
+    assert schedule.num_ranks == 2
+    validate(lower(schedule))

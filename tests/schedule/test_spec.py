@@ -1,0 +1,133 @@
+"""Recipes: named schedules, the user's own, and all of them on one rank."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tarantella_pp.errors import ScheduleError
+from tarantella_pp.schedule import (
+    TRAINING_NAMES,
+    Compute,
+    Schedule,
+    ScheduleSpec,
+    lower,
+    make_schedule,
+    read_schedule,
+    validate,
+)
+from tarantella_pp.schedule.spec import on_one_rank
+
+OWN = """
+stages: 2
+micro_batches: 3
+rank 0: 0F0 0F1 0B0 0F2 0W0 0BW1 0BW2
+rank 1: 1F0 1BW0 1F1 1BW1 1F2 1BW2
+"""
+
+
+def order_of(schedule, stage):
+    rank = schedule.actions[schedule.placement[stage]]
+    return [(a.kind, a.micro_batch) for a in rank if a.stage == stage]
+
+
+@given(
+    st.sampled_from(TRAINING_NAMES), st.integers(1, 3), st.sampled_from([1, 2]), st.integers(1, 7)
+)
+def test_every_recipe_makes_legal_schedules(name, ranks, per_rank, micro_batches):
+    stages = ranks * (2 if name == "zb-v" else per_rank)
+    spec = ScheduleSpec.of(name, stages, ranks)
+    schedule = spec.make(micro_batches)
+    validate(lower(schedule))
+    assert (schedule.name, schedule.placement) == (name, spec.placement)
+    held = [schedule.in_flight(stage) for stage in range(stages)]
+    assert list(spec.in_flight(micro_batches)) == held
+    alone = ScheduleSpec.of(name, stages, 1).make(micro_batches)
+    validate(lower(alone))
+    assert alone.placement == (0,) * stages
+    assert sorted(map(str, alone.computations())) == sorted(map(str, alone.actions[0]))
+
+
+@given(st.sampled_from(("gpipe", "1f1b", "zb-h1")), st.integers(1, 4), st.integers(1, 8))
+def test_on_one_rank_every_stage_keeps_its_order(name, stages, micro_batches):
+    spread = make_schedule(name, stages, micro_batches)
+    alone = on_one_rank(spread)
+    for stage in range(stages):
+        assert order_of(alone, stage) == order_of(spread, stage)
+
+
+@given(st.integers(1, 8), st.data())
+def test_what_is_left_of_a_schedule_is_legal(micro_batches, data):
+    whole = make_schedule("zb-h1", 3, micro_batches)
+    kept = data.draw(st.integers(1, micro_batches))
+    first = whole.first(kept)
+    validate(lower(first))
+    assert len(list(first.computations())) == 3 * 3 * kept
+    assert whole.first(micro_batches) is whole
+
+
+def test_there_are_no_more_micro_batches_than_a_schedule_has():
+    with pytest.raises(ScheduleError, match=r"has 2 micro-batches. Received: num_micro_batches=3"):
+        make_schedule("1f1b", 2, 2).first(3)
+    with pytest.raises(ScheduleError, match="and messages"):
+        lower(make_schedule("1f1b", 2, 2)).first(1)
+
+
+def test_a_schedule_comes_from_a_file_or_as_it_is(tmp_path):
+    path = tmp_path / "mine.txt"
+    path.write_text(OWN)
+    own = read_schedule(path)
+    assert own == read_schedule(str(path)) == read_schedule(Schedule.from_text(OWN))
+    spec = ScheduleSpec.of(path, 2, 2)
+    assert spec.make(3) == own
+    assert spec.in_flight(2) == (2, 1)
+    alone = ScheduleSpec.of(path, 2, 1)
+    assert alone.placement == (0, 0)
+    assert Compute(1, "BW", 2) in alone.make(3).actions[0]
+    assert read_schedule("1f1b") is None
+
+
+def test_an_edited_copy_is_not_taken_for_the_schedule_of_that_name():
+    text = make_schedule("1f1b", 2, 2).to_text()
+    assert read_schedule(Schedule.from_text(text)).name == "1f1b-edited"
+
+
+@pytest.mark.parametrize(
+    ("schedule", "match"),
+    [
+        ("2f2b", r"Expected one of .*zb-auto.*Received: schedule='2f2b'"),
+        ("forward", "schedule='forward'"),
+        (3, "schedule=3"),
+        (make_schedule("forward", 2, 2), "forward passes only"),
+        (lower(make_schedule("1f1b", 2, 2)), "give its computations alone"),
+        (Schedule.from_text("rank 0: 0F0 0BW0 0F1"), "0B1 is missing"),
+        (Schedule.from_text("rank 0: 0BW0 0F0\nrank 1: 1F0 1BW0"), "wait for each other"),
+    ],
+)
+def test_what_cannot_train_is_refused(schedule, match):
+    with pytest.raises(ScheduleError, match=match):
+        read_schedule(schedule)
+
+
+def test_unreadable_files_are_refused(tmp_path):
+    path = tmp_path / "schedule"
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(ScheduleError, match="Cannot read the schedule"):
+        read_schedule(path)
+    path.write_text("rank 0: 0F0 nonsense")
+    with pytest.raises(ScheduleError, match="Line 1"):
+        read_schedule(path)
+
+
+@pytest.mark.parametrize(("stages", "ranks"), [(3, 2), (2, 3), (4, 2)])
+def test_a_schedule_is_one_of_its_stages_and_ranks(stages, ranks):
+    own = Schedule.from_text(OWN)
+    with pytest.raises(ScheduleError, match=f"num_stages={stages} on {ranks} ranks"):
+        ScheduleSpec.of(own, stages, ranks)
+
+
+@pytest.mark.parametrize(("name", "stages", "ranks"), [("zb-v", 3, 3), ("1f1b", 3, 2)])
+def test_ranks_that_do_not_fit_are_refused(name, stages, ranks):
+    with pytest.raises(ScheduleError, match=f"num_stages={stages}"):
+        ScheduleSpec.of(name, stages, ranks)

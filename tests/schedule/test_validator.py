@@ -1,0 +1,245 @@
+"""The validator against a slow, plain judge that shares no code with it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, event, given
+from hypothesis import strategies as st
+
+from tarantella_pp.errors import ScheduleError
+from tarantella_pp.schedule import (
+    Compute,
+    Schedule,
+    Transfer,
+    lower,
+    make_schedule,
+    parse_action,
+    validate,
+)
+from tests.draws import examples
+from tests.schedule.strategies import lowered_schedules
+
+
+def is_legal(schedule: Schedule, original: Schedule) -> bool:
+    """Plays the ranks one action at a time, with sends that block."""
+    for own, before in zip(schedule.actions, original.actions, strict=True):
+        if Counter(own) != Counter(before):
+            return False
+    lists = [list(own) for own in schedule.actions]
+    values: list[set] = [set() for _ in lists]  # what each rank has computed or received
+    sent: set = set()
+    at = [0] * len(lists)
+
+    def posted(rank: int) -> set:
+        found = set()
+        start = at[rank]
+        while start and isinstance(lists[rank][start - 1], Transfer):
+            start -= 1
+        for action in lists[rank][start:]:
+            if isinstance(action, Compute):
+                break
+            found.add(action)
+        return found | set(lists[rank][:start])
+
+    while any(at[rank] < len(own) for rank, own in enumerate(lists)):
+        moved = False
+        for rank, own in enumerate(lists):
+            if at[rank] == len(own):
+                continue
+            action = own[at[rank]]
+            if isinstance(action, Transfer):
+                value = (action.source, action.direction, action.micro_batch)
+                other = action._replace(operation="R" if action.operation == "S" else "S")
+                if action.operation == "S":
+                    if value not in values[rank]:
+                        return False
+                    if other not in posted(schedule.placement[action.target]):
+                        continue
+                    sent.add(action)
+                elif other not in sent:
+                    continue
+                else:
+                    values[rank].add((*value, action.target))
+            else:
+                if not needs(schedule, action) <= values[rank]:
+                    return False
+                values[rank] |= {(action.stage, part, action.micro_batch) for part in action.kind}
+            at[rank] += 1
+            moved = True
+        if not moved:
+            return False
+    return True
+
+
+def needs(schedule: Schedule, action: Compute) -> set:
+    """What a rank must have for a computation."""
+    stage, kind, i = action
+    rank = schedule.placement[stage]
+    if kind == "W":
+        return {(stage, "B", i)}
+    needed = set() if kind == "F" else {(stage, "F", i)}
+    pairs = schedule.links if kind == "F" else [(t, s) for s, t in schedule.gradient_links]
+    for source, target in pairs:
+        if target == stage:
+            local = schedule.placement[source] == rank
+            needed.add((source, kind[0], i) if local else (source, kind[0], i, stage))
+    return needed
+
+
+@st.composite
+def mutants(draw) -> tuple[Schedule, Schedule]:
+    """A legal schedule, and one with a single change."""
+    original = draw(lowered_schedules(4, 5))
+    lists = [list(own) for own in original.actions]
+    rank = draw(st.sampled_from([rank for rank, own in enumerate(lists) if own]))
+    own = lists[rank]
+    index = draw(st.integers(0, len(own) - 1))
+    change = draw(
+        st.sampled_from(["drop", "duplicate", "swap", "move", "emigrate", "edit", "reverse"])
+    )
+    if change == "drop":
+        own.pop(index)
+    elif change == "duplicate":
+        lists[draw(st.integers(0, len(lists) - 1))].insert(0, own[index])
+    elif change == "swap":
+        other = draw(st.integers(max(0, index - 3), min(len(own) - 1, index + 3)))
+        own[index], own[other] = own[other], own[index]
+    elif change == "move":
+        own.insert(draw(st.integers(0, len(own) - 1)), own.pop(index))
+    elif change == "emigrate":
+        target = lists[draw(st.integers(0, len(lists) - 1))]
+        target.insert(draw(st.integers(0, len(target))), own.pop(index))
+    elif change == "edit":
+        field = draw(st.sampled_from(own[index]._fields))
+        value = getattr(own[index], field)
+        letters = {"kind": ["F", "B", "W", "BW"], "operation": ["S", "R"], "direction": ["F", "B"]}
+        new = st.sampled_from(letters[field]) if field in letters else st.integers(0, 6)
+        own[index] = own[index]._replace(**{field: draw(new.filter(lambda v: v != value))})
+    else:
+        own.reverse()
+    return original, replace(original, actions=tuple(map(tuple, lists)))
+
+
+@examples(800)
+@given(mutants())
+def test_mutants_are_rejected_unless_they_are_legal(pair):
+    original, mutant = pair
+    # Without its only backward, one stage and one micro-batch are a legal schedule for inference.
+    assume(mutant.has_backward == original.has_backward)
+    legal = is_legal(mutant, original)
+    event("legal" if legal else "illegal")
+    if legal:
+        validate(mutant)
+    else:
+        with pytest.raises(ScheduleError):
+            validate(mutant)
+
+
+@given(lowered_schedules(4, 6))
+def test_judge_agrees_with_the_originals(schedule):
+    assert is_legal(schedule, schedule)
+
+
+def edited(schedule: Schedule, rank: int, old: str, new: str) -> Schedule:
+    """Replaces a run of actions of one rank."""
+    text = " ".join(map(str, schedule.actions[rank]))
+    assert old in text
+    actions = list(schedule.actions)
+    actions[rank] = tuple(parse_action(word) for word in text.replace(old, new).split())
+    return replace(schedule, actions=tuple(actions))
+
+
+ONE_F_ONE_B = lower(make_schedule("1f1b", 2, 3))
+
+
+@pytest.mark.parametrize(
+    ("rank", "old", "new", "message"),
+    [
+        (1, "1F1 1BW1", "1F1", r"Rank 1: 1B1 is missing"),
+        (1, "1F1 ", "1F1 1F1 ", r"Rank 1, position 6, 1F1: 1F1 is there already"),
+        (1, "1BW1", "1BW3", r"Rank 1, position 6, 1BW3: .* 3 micro-batches"),
+        (1, "1BW1", "0BW1", r"Rank 1, position 6, 0BW1: stage 0 belongs to rank 0"),
+        (1, "1F1 1BW1", "1BW1 1F1", r"Rank 1, position 5, 1BW1: 1F1 comes after it"),
+        (1, "0>1RF1 1F1", "1F1 0>1RF1", r"Rank 1, position 4, 1F1: 0>1RF1 comes after it"),
+        (0, "0F0 0>1SF0", "0>1SF0 0F0", r"Rank 0, position 0, 0>1SF0: 0F0 comes after it"),
+        (1, "1>0SB0 ", "", r"Rank 1: 1>0SB0 is missing"),
+        (0, "1>0RB0 ", "", r"Rank 0: 1>0RB0 is missing"),
+        (1, "1>0SB0", "1>0SB1", r"Rank 1, position 7, 1>0SB1: it is there already"),
+        (1, "1>0SB0", "0>1SB0", r"Rank 1, position 3, 0>1SB0: there is no such message"),
+        (0, "0>1SF1 1>0RB0", "1>0RB0", r"Rank 0: 0>1SF1 is missing"),
+    ],
+)
+def test_laws_name_rank_position_and_action(rank, old, new, message):
+    with pytest.raises(ScheduleError, match=message):
+        validate(edited(ONE_F_ONE_B, rank, old, new))
+
+
+def test_neighbours_that_both_receive_first_deadlock():
+    mutant = edited(ONE_F_ONE_B, 0, "0>1SF1 1>0RB0", "1>0RB0 0>1SF1")
+    validate(mutant)
+    mutant = edited(mutant, 1, "1>0SB0 0>1RF1", "0>1RF1 1>0SB0")
+    with pytest.raises(ScheduleError, match=r"Deadlock.*rank 0 at position 3, 1>0RB0, for rank 1"):
+        validate(mutant)
+
+
+def test_in_flight_bound():
+    validate(ONE_F_ONE_B, [2, 1])
+    with pytest.raises(ScheduleError, match=r"Rank 0, position 2, 0F1: stage 0 would hold 2"):
+        validate(ONE_F_ONE_B, [1, 1])
+    with pytest.raises(ScheduleError, match=r"in_flight=\[1\]"):
+        validate(ONE_F_ONE_B, [1])
+
+
+def test_what_is_not_lowered_is_not_validated():
+    with pytest.raises(ScheduleError, match="lower"):
+        validate(make_schedule("1f1b", 2, 3))
+
+
+def test_receives_stay_behind_only_where_blocking_sends_get_through():
+    schedule = lower(make_schedule("1f1b", 6, 4, 2))
+    validate(schedule)
+    plain = []
+    for own in schedule.actions:
+        late = [a for a in own if isinstance(a, Transfer) and a.operation == "R"]
+        rest = [action for action in own if action not in late]
+        for receive in late:
+            needed = next(
+                index
+                for index, action in enumerate(rest)
+                if isinstance(action, Compute)
+                and (action.stage, action.kind[0]) == (receive.target, receive.direction)
+                and action.micro_batch == receive.micro_batch
+            )
+            rest.insert(needed, receive)
+        plain.append(tuple(rest))
+    assert tuple(plain) != schedule.actions
+    with pytest.raises(ScheduleError, match="Deadlock"):
+        validate(replace(schedule, actions=tuple(plain)))
+
+
+def test_computations_that_wait_for_each_other_are_refused_when_lowered():
+    source = "rank 0: 0F0 0BW0 0F1 0BW1\nrank 1: 1F1 1BW1 1F0 1BW0"
+    with pytest.raises(ScheduleError, match="rank 0 for 1>0RB0, rank 1 for 0>1RF1"):
+        lower(Schedule.from_text(source))
+
+
+def test_missing_computations_are_refused_when_lowered():
+    source = "rank 0: 0F0 0F1 0BW0\nrank 1: 1F0 1BW0 1F1 1BW1"
+    with pytest.raises(ScheduleError, match="Rank 0: 0B1 is missing"):
+        lower(Schedule.from_text(source))
+
+
+def test_what_is_lowered_is_not_lowered_again():
+    with pytest.raises(ScheduleError, match="lowered"):
+        lower(ONE_F_ONE_B)
+
+
+@pytest.mark.parametrize("links", [[(0, 2)], [(1, 0)], [(0, 0)], [(-1, 1)]])
+def test_links_that_lead_nowhere(links):
+    with pytest.raises(ScheduleError, match="Received: links"):
+        lower(make_schedule("1f1b", 2, 2), links)
+    with pytest.raises(ScheduleError, match="Received: gradient_links"):
+        lower(make_schedule("1f1b", 4, 2), [(0, 1)], [(2, 3)])

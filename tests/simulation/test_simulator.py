@@ -1,0 +1,167 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tarantella_pp.errors import ScheduleError
+from tarantella_pp.schedule import (
+    Compute,
+    Schedule,
+    Transfer,
+    bubble_fraction,
+    lower,
+    make_schedule,
+    speed_up_bound,
+)
+from tarantella_pp.simulation import Costs, LinkCosts, StageCosts, simulate
+from tests.schedule.strategies import lowered_schedules
+
+
+def play(name, *numbers, costs=None, **options):
+    schedule = lower(make_schedule(name, *numbers, **options))
+    return simulate(schedule, costs or Costs.uniform(schedule.num_stages))
+
+
+@given(p=st.integers(1, 6), m=st.integers(1, 12))
+def test_closed_forms_of_one_stage_per_rank(p, m):
+    for name in ("gpipe", "1f1b", "zb-h1", "forward"):
+        timeline = play(name, p, m)
+        assert timeline.bubble_fraction == pytest.approx(float(bubble_fraction(name, p, m)))
+        assert timeline.speed_up == pytest.approx(float(speed_up_bound(name, p, m)))
+    timeline = play("zb-v", 2 * p, m)
+    assert timeline.bubble_fraction == pytest.approx(float(bubble_fraction("zb-v", p, m)))
+
+
+@given(p=st.integers(1, 6), v=st.integers(1, 4), m=st.integers(1, 16))
+def test_closed_form_of_interleaving(p, v, m):
+    timeline = play("interleaved", p * v, m, p)
+    assert timeline.bubble_fraction == pytest.approx(float(bubble_fraction("interleaved", p, m, v)))
+
+
+def test_the_formulas_of_the_literature():
+    assert float(bubble_fraction("1f1b", 4, 8)) == 3 / 11
+    assert float(bubble_fraction("interleaved", 4, 8, 2)) == 3 / 19
+    assert float(bubble_fraction("zb-h1", 4, 8)) == 3 / 27
+
+
+@given(
+    p=st.integers(1, 5),
+    m=st.integers(1, 8),
+    seconds=st.tuples(*[st.floats(0.1, 9.0)] * 3),
+)
+def test_bubble_of_fused_schedules_does_not_depend_on_the_seconds(p, m, seconds):
+    costs = Costs.uniform(p, *seconds)
+    for name in ("gpipe", "1f1b", "forward"):
+        timeline = play(name, p, m, costs=costs)
+        assert timeline.bubble_fraction == pytest.approx(float(bubble_fraction(name, p, m)))
+
+
+@given(lowered_schedules(), st.floats(0, 2), st.floats(0, 1))
+def test_timelines_are_consistent(schedule, seconds, latency):
+    costs = Costs.uniform(schedule.num_stages, link=LinkCosts(seconds, latency))
+    costs = replace(costs, send_seconds=0.1, receive_seconds=0.2)
+    timeline = simulate(schedule, costs)
+    ends = {}
+    for rank, own in enumerate(timeline.events):
+        assert [event.rank for event in own] == [rank] * len(own)
+        assert sorted(map(str, schedule.actions[rank])) == sorted(str(e.action) for e in own)
+        computed = [event.action for event in own if isinstance(event.action, Compute)]
+        assert computed == [a for a in schedule.actions[rank] if isinstance(a, Compute)]
+        for before, after in pairwise(own):
+            assert before.start <= before.end <= after.start
+        ends.update({event.action: event.end for event in own})
+    for action, end in ends.items():
+        if not isinstance(action, Compute) and action.operation == "R":
+            sent = ends[action._replace(operation="S")]
+            assert end >= sent + seconds + latency + 0.2 - 1e-9
+    assert 0 <= timeline.bubble_fraction < 1
+    assert timeline.speed_up <= schedule.num_ranks + 1e-9
+    assert timeline.step_seconds >= max(timeline.busy_seconds)
+
+
+def test_a_message_takes_its_time():
+    costs = Costs.uniform(2, link=LinkCosts(seconds=0.5, latency=0.25))
+    assert play("gpipe", 2, 1, costs=costs).step_seconds == 6 + 2 * 0.75
+    costs = replace(costs, send_seconds=0.125, receive_seconds=0.0625)
+    assert play("gpipe", 2, 1, costs=costs).step_seconds == 6 + 2 * (0.75 + 0.1875)
+
+
+def test_messages_of_one_direction_wait_for_each_other():
+    slow = Costs.uniform(2, link=LinkCosts(seconds=3.0))
+    assert play("forward", 2, 4, costs=slow).step_seconds == 1 + 4 * 3 + 1
+    far = Costs.uniform(2, link=LinkCosts(latency=3.0))
+    assert play("forward", 2, 4, costs=far).step_seconds == 1 + 3 + 4
+
+
+def test_links_may_differ():
+    costs = replace(Costs.uniform(2), links={(0, 1): LinkCosts(1.0)}, default_link=LinkCosts(9.0))
+    assert costs.link(1, 0) == LinkCosts(1.0)
+    costs = replace(costs, links={(0, 1): LinkCosts(1.0), (1, 0): LinkCosts(2.0)})
+    assert play("1f1b", 2, 1, costs=costs).step_seconds == 6 + 1 + 2
+    assert LinkCosts.of_bytes(4e9, 2e9, 0.5) == LinkCosts(2.0, 0.5)
+
+
+def test_other_work_fills_a_wait_and_may_outlast_it():
+    first = Transfer(1, 0, "R", "B", 0)
+    for seconds, step in ((0.0, 6.0), (2.0, 6.0), (3.0, 6.0), (3.5, 6.5)):  # a wait of 3 seconds
+        costs = replace(Costs.uniform(2), before={first: seconds})
+        timeline = play("1f1b", 2, 1, costs=costs)
+        assert timeline.step_seconds == step
+        wait = next(event for event in timeline.events[0] if event.action == first)
+        assert wait.start == 1.0 + seconds
+    costs = replace(Costs.uniform(2), before={Compute(1, "F", 0): 0.5})
+    assert play("1f1b", 2, 1, costs=costs).step_seconds == 6.5
+
+
+def test_fused_backward_may_cost_less():
+    stage = StageCosts(1.0, 1.0, 1.0, full_backward=1.5)
+    costs = Costs((stage, stage))
+    assert play("1f1b", 2, 1, costs=costs).step_seconds == 2 + 3
+    assert play("1f1b", 2, 1, costs=costs, backward="split").step_seconds == 2 + 3
+    assert costs.serial_seconds(4) == 4 * 2 * 2.5
+
+
+def test_memory_is_what_is_in_flight():
+    stage = StageCosts(1.0, 1.0, 1.0, activation_bytes=10.0, static_bytes=100.0)
+    costs = Costs((stage,) * 4)
+    assert play("1f1b", 4, 8, costs=costs).peak_bytes == (140.0, 130.0, 120.0, 110.0)
+    assert play("gpipe", 4, 8, costs=costs).peak_bytes == (180.0,) * 4
+    assert play("forward", 4, 8, costs=costs).peak_bytes == (100.0,) * 4
+    assert play("gpipe", 4, 8, 2, costs=costs).peak_bytes == (360.0,) * 2
+
+
+def test_what_cannot_be_simulated():
+    schedule = make_schedule("1f1b", 2, 2)
+    with pytest.raises(ScheduleError, match="lower"):
+        simulate(schedule, Costs.uniform(2))
+    with pytest.raises(ScheduleError, match=r"2 stages\. Received: 3"):
+        simulate(lower(schedule), Costs.uniform(3))
+    with pytest.raises(ScheduleError, match="forward=-1"):
+        StageCosts(-1.0)
+    with pytest.raises(ScheduleError, match="input_gradient=nan"):
+        StageCosts(1.0, float("nan"))
+    deadlock = Schedule.from_text("links: 0>1\nrank 0: 0F0 1>0RB0 0BW0\nrank 1: 0>1RF0 1F0 1BW0")
+    with pytest.raises(ScheduleError, match="Deadlock"):
+        simulate(deadlock, Costs.uniform(2))
+
+
+def test_drawing():
+    assert play("1f1b", 2, 2).to_text(36) == (
+        "rank 0 |F0>>F1>>........BW0<====....BW1<====|\n"
+        "rank 1 |....F0>>BW0<====F1>>BW1<====........|\n"
+        "1f1b: step 9 s, bubble 33.3%, speed-up 1.33 of 2   "
+        "(> forward, < input gradient, = weight gradient, . idle)\n"
+    )
+    several = play("gpipe", 2, 1, 1).to_text(30)
+    assert several.startswith("rank 0 |0F0>>1F0>>1BW0<====="), several
+
+
+@given(lowered_schedules(4, 6), st.integers(1, 120))
+def test_drawings_have_the_width_asked_for(schedule, width):
+    lines = simulate(schedule, Costs.uniform(schedule.num_stages)).to_text(width).splitlines()
+    assert len(lines) == schedule.num_ranks + 1
+    assert {len(line) for line in lines[:-1]} == {len("rank 0 ||") + width}

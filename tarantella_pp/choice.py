@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tarantella_pp.chooser import Chooser
 from tarantella_pp.errors import ConfigurationError, PlanError
+from tarantella_pp.partition.extraction import ExtractedModel, extract
 from tarantella_pp.partition.options import checked_count
 from tarantella_pp.partition.plan import Plan
 from tarantella_pp.partition.plan_simulation import HardwareSpec, with_bubble
@@ -29,7 +30,7 @@ MICRO_BATCHES = 8
 
 
 def make_plan(
-    model: keras.Model,
+    model: keras.Model | ExtractedModel,
     num_stages: int | None = None,
     *,
     batch_size: int = 32,
@@ -52,7 +53,7 @@ def make_plan(
     Options that are left open are chosen by the simulated seconds of a step.
 
     Args:
-        model: A Functional or built Sequential model.
+        model: A Functional or built Sequential model, or what was read of one.
         num_stages: Number of pipeline stages; each gets at least one operation. Default: that of
             a schedule of your own, or with `num_ranks` the number that makes a step fastest.
         batch_size: Samples of a step, over all replicas.
@@ -95,6 +96,7 @@ def make_plan(
         PlanError: No plan keeps the limit, or has an operation for each stage. The message names
             the smallest limit that works, and what else would.
     """
+    extracted = extract(model)
     custom = read_schedule(schedule)
     per_rank = _stages_per_rank(stages_per_rank, schedule, custom)
     if custom is not None:
@@ -104,8 +106,8 @@ def make_plan(
     shapes = _shapes(num_stages, num_replicas, num_ranks, per_rank)
     if balance == "time" and profile is None:
         parts = (num_micro_batches or MICRO_BATCHES) * shapes[0][1]
-        profile = measure(model, max(1, checked_count("batch_size", batch_size) // parts))
-    planner = Planner.of(model, optimizer, profile)
+        profile = measure(extracted, max(1, checked_count("batch_size", batch_size) // parts))
+    planner = Planner.of(extracted, optimizer, profile)
     given = {
         "batch_size": batch_size,
         "num_micro_batches": num_micro_batches,

@@ -131,7 +131,7 @@ class PipelineModel(CollectiveModel):
             if communicator.size == 1:  # which plans for the ranks that it stands for
                 stages_per_rank = None if own is not None or stages % 2 == 0 else 1
             return make_plan(
-                model,
+                extracted,
                 stages,
                 num_micro_batches=num_micro_batches,
                 stages_per_rank=stages_per_rank,

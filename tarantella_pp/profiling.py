@@ -37,7 +37,7 @@ _KNOWN: dict[tuple[str, int, int], Profile] = {}
 
 
 def profile(
-    model: keras.Model,
+    model: keras.Model | ExtractedModel,
     batch: Any = 32,
     *,
     repeats: int = 5,
@@ -52,7 +52,7 @@ def profile(
     model's state stays as it was.
 
     Args:
-        model: A Functional or built Sequential model.
+        model: A Functional or built Sequential model, or what was read of one.
         batch: Inputs of the model for one micro-batch, or its number of samples, for random ones.
         repeats: How often each operation runs.
         cache: A JSON file to take the profile from, if it holds one of this model, of as many
@@ -70,7 +70,7 @@ def profile(
     """
     extracted = extract(model)
     checked_count("repeats", repeats)
-    given = _inputs(model, extracted, batch)
+    given = _inputs(extracted, batch)
     rows, threads = int(given[0].shape[0]), _threads()
     key = (extracted.graph.fingerprint(), rows, threads)
     found = _KNOWN.get(key)
@@ -82,7 +82,7 @@ def profile(
         sizes = sorted({max(1, rows // 4), rows})
         with _unchanged(extracted):
             nodes = _measure(extracted, given, sizes, repeats, verbose)
-        found = Profile(model.name, key[0], threads, tuple(sizes), nodes)
+        found = Profile(extracted.model.name, key[0], threads, tuple(sizes), nodes)
     if cache is not None:
         found.save(cache)
     _KNOWN[key] = found
@@ -94,10 +94,10 @@ def _threads() -> int:
     return int(given or os.environ.get("TF_NUM_INTRAOP_THREADS") or len(os.sched_getaffinity(0)))
 
 
-def _inputs(model: keras.Model, extracted: ExtractedModel, batch: Any) -> list[tf.Tensor]:
+def _inputs(extracted: ExtractedModel, batch: Any) -> list[tf.Tensor]:
     """One tensor for each input of the graph."""
     if not isinstance(batch, int):
-        given = [tf.convert_to_tensor(x) for x in standardize_inputs(model, batch)]
+        given = [tf.convert_to_tensor(x) for x in standardize_inputs(extracted.model, batch)]
     else:
         rows = checked_count("batch", batch)
         rng = np.random.default_rng(0)

@@ -54,7 +54,7 @@ class ExtractedModel:
     outputs_struct: Any
 
 
-def extract(model: keras.Model, *, assumed_size: int = 256) -> ExtractedModel:
+def extract(model: keras.Model | ExtractedModel, *, assumed_size: int = 256) -> ExtractedModel:
     """Reads a model's operations into a graph, without changing the model.
 
     Nested Functional and Sequential models are opened, as often as they are called, down to
@@ -63,7 +63,7 @@ def extract(model: keras.Model, *, assumed_size: int = 256) -> ExtractedModel:
     mask of its own.
 
     Args:
-        model: A Functional or built Sequential model.
+        model: A Functional or built Sequential model; one that has been read already is returned.
         assumed_size: Size to count unknown dimensions other than the batch with.
 
     Returns:
@@ -72,6 +72,8 @@ def extract(model: keras.Model, *, assumed_size: int = 256) -> ExtractedModel:
     Raises:
         UnsupportedModelError: The model, or something in it, cannot be cut into stages.
     """
+    if isinstance(model, ExtractedModel):
+        return model
     network = supported_network(model)
     reader = _Reader()
     env: dict[int, int] = {}

@@ -11,7 +11,7 @@ import keras
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.partition.certificate import Solution
 from tarantella_pp.partition.cost import Costs
-from tarantella_pp.partition.extraction import extract
+from tarantella_pp.partition.extraction import ExtractedModel, extract
 from tarantella_pp.partition.formulation import best_solution, problem_of
 from tarantella_pp.partition.graph import LayerGraph
 from tarantella_pp.partition.options import PlanOptions
@@ -47,12 +47,15 @@ class Planner:
 
     @classmethod
     def of(
-        cls, model: keras.Model, optimizer: Any = None, profile: Profile | None = None
+        cls,
+        model: keras.Model | ExtractedModel,
+        optimizer: Any = None,
+        profile: Profile | None = None,
     ) -> Planner:
-        """Reads a model.
+        """Reads a model, if that has not been done.
 
         Args:
-            model: A Functional or built Sequential model.
+            model: A Functional or built Sequential model, or what was read of one.
             optimizer: The optimizer whose slots count as memory: a Keras optimizer or its name.
                 Default: two slots for each variable, as Adam has.
             profile: What was measured of the model; bytes in it take the place of guesses.
@@ -62,12 +65,13 @@ class Planner:
             PlanError: The profile is one of another model.
             UnsupportedModelError: The model cannot be cut into stages.
         """
-        graph = extract(model).graph
+        extracted = extract(model)
+        graph = extracted.graph
         if profile is not None:
             profile.check(graph)
             graph = profile.apply(graph)
         slots = slot_bytes(optimizer, graph.weights)
-        return cls(model.name, graph, optimizer_name(optimizer), slots, profile)
+        return cls(extracted.model.name, graph, optimizer_name(optimizer), slots, profile)
 
     def costs(self, options: PlanOptions) -> Costs:
         """Returns the costs of the nodes for micro-batches of these options."""

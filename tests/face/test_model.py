@@ -12,6 +12,7 @@ from keras import layers, ops
 
 from tarantella_pp.choice import make_plan
 from tarantella_pp.errors import ConfigurationError, UnsupportedModelError
+from tarantella_pp.partition import extraction
 from tarantella_pp.pipeline_model import PipelineModel
 from tests.training import SAMPLES, Table, X, Y, distance, mlp, sequential
 
@@ -183,6 +184,18 @@ def test_training_functions_that_are_forced():
         return trained(model, epochs=2, callbacks=[Thaw()]), model.get_weights()
 
     assert distance(*both(use, **CUT)) < ROUNDING
+
+
+@pytest.mark.parametrize("balance", ["memory", "time"])
+def test_a_model_is_read_once(balance, monkeypatch):
+    read = []
+    network = extraction.supported_network
+    monkeypatch.setattr(extraction, "supported_network", lambda m: read.append(m) or network(m))
+    model = mlp()
+    pipeline = PipelineModel(model, 2, 2, balance=balance, batch_size=4)
+    pipeline.compile("sgd", "mse")
+    pipeline.train_on_batch(X[:4], Y[:4])
+    assert read == [model]
 
 
 def test_strategies_of_tensorflow_are_refused():

@@ -60,9 +60,6 @@ class SleepingStage:
         _SLEEPER.sleep(self._seconds.forward)
         return [inputs[0] for _ in self.layout.outputs], None
 
-    def examine(self, step: Any, inputs: Sequence[Any]) -> None:
-        """Nothing that computes nothing is refused."""
-
     def loss_factors(self, step: Any, key: int) -> Any:
         return step.factor(key)
 

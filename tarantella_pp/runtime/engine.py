@@ -39,6 +39,7 @@ from tarantella_pp.runtime.recording import (
     StepRecord,
     Unrecorded,
 )
+from tarantella_pp.runtime.rehearsal import Rehearsal
 from tarantella_pp.runtime.scoring import Scoring
 from tarantella_pp.runtime.stage import Stage
 from tarantella_pp.runtime.stage_probe import Pieces
@@ -107,6 +108,10 @@ class Engine:
             communicator, extracted.graph, links, self.placement, wire_dtype=options.wire_dtype
         )
         self._execution = Execution(self.stages, self._exchange)
+        self._rehearsal = Rehearsal(
+            self._layouts, self.stages, self._exchange, self.placement, communicator
+        )
+        self._rehearsed: set[tuple[bool, bool]] = set()
         self.owners = Owners(extracted, assignment, self.placement, communicator.rank)
         tied = weights_of_several_ranks(extracted, self.owners)
         self._ties = TiedWeights(tied, communicator)
@@ -143,8 +148,10 @@ class Engine:
 
     def train(self, batch: Batch) -> dict[str, Any]:
         """Runs one training step; returns Keras' logs, the same on all ranks."""
-        with self._whole_or_nothing(), self._recorder.step():
-            logs = self._train(batch)
+        with self._whole_or_nothing():
+            self._rehearse(batch, training=True)
+            with self._recorder.step():
+                logs = self._train(batch)
         if self._tuning is not None and isinstance(self._recorder, Recorder):
             self._learn(self._tuning, self._recorder.last)
         return logs
@@ -182,6 +189,7 @@ class Engine:
     def test(self, batch: Batch) -> dict[str, Any]:
         """Runs one evaluation step; returns Keras' logs, the same on all ranks."""
         with self._whole_or_nothing():
+            self._rehearse(batch, training=False)
             update = self._prepare(batch)
             pieces = self._pieces(batch)
             step = BatchStep(
@@ -197,8 +205,9 @@ class Engine:
         """Runs one prediction step; returns the model's outputs, on all ranks."""
         pieces = self._pieces(batch)
         step = BatchStep(batch, pieces, self._data, None, None, training=False)
-        self._metrics_differ |= self._layer_metrics.exist
         with self._whole_or_nothing():
+            self._rehearse(batch, training=False)
+            self._metrics_differ |= self._layer_metrics.exist
             self._run(self._programs.inference(len(pieces.sizes)), step)
             parts = zip(*step.results, strict=True) if self._news.is_source else ()
             results = self._news.share_tensors([tf.concat(part, 0) for part in parts])
@@ -254,6 +263,23 @@ class Engine:
             self.spec = found
             self._tuning = None
             self.record(self._asked)
+
+    def _rehearse(self, batch: Batch, training: bool) -> None:
+        """Tries the stages out before the first step of a kind.
+
+        An error in it, which is the same on all ranks, leaves them able to go on.
+        """
+        pieces = self._pieces(batch)
+        kind = (training, len(pieces.sizes) > 1)
+        if kind in self._rehearsed or (pieces.is_plain and len(pieces.sizes) == 1):
+            return
+        self._exchanges = self.has_run = True
+        step = BatchStep(batch, pieces, self._data, None, None, training=training)
+        error = self._rehearsal.run(step)
+        self._exchanges = False
+        if error is not None:
+            raise error
+        self._rehearsed.add(kind)
 
     def _run(self, schedule: Schedule, step: BatchStep) -> None:
         self.has_run = True

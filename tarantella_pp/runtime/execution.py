@@ -185,8 +185,6 @@ class Execution:
     def _forward(self, stage: Stage, key: int, arrived: Sequence[tf.Tensor], step: Step) -> None:
         layout = stage.layout
         inputs = [*step.data(layout.index, key), *arrived]
-        if key == 0:
-            stage.examine(step, inputs)
         if step.training:
             outputs, added = stage.forward(key, inputs, step.share(key))
         else:

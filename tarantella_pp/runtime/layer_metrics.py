@@ -46,23 +46,32 @@ class StageMetrics:
         self._owned = list({id(owned.variable): owned for owned in found}.values())
         self._means: dict[bool, list[Any]] = {}
 
-    @contextlib.contextmanager
-    def counted(self, share: float, inputs: Sequence[tf.Tensor], training: bool) -> Iterator[None]:
-        """Is around a forward pass of a micro-batch.
+    def examine(self, share: float, inputs: Sequence[tf.Tensor], training: bool) -> None:
+        """Tries how the metrics count, before the first forward pass; changes nothing.
 
         Args:
-            share: Its share of the batch.
+            share: The share of a micro-batch in the batch.
             inputs: What it is given.
             training: Whether layers run in training mode.
 
         Raises:
             UnsupportedModelError: If a metric cannot be updated by parts.
         """
+        if self._owned and share < 1.0 and training not in self._means:
+            self._means[training] = self._find_means(inputs, training)
+
+    @contextlib.contextmanager
+    def counted(self, share: float, inputs: Sequence[tf.Tensor], training: bool) -> Iterator[None]:
+        """Is around a forward pass of a micro-batch, after `examine`.
+
+        Args:
+            share: Its share of the batch.
+            inputs: What it is given.
+            training: Whether layers run in training mode.
+        """
         if not self._owned or share == 1.0:
             yield
             return
-        if training not in self._means:
-            self._means[training] = self._find_means(inputs, training)
         before = [variable.numpy() for variable in self._means[training]]
         yield
         for variable, old in zip(self._means[training], before, strict=True):

@@ -94,6 +94,11 @@ class ProbeTrace:
         parts = [[next(found) for _ in part] for part in self._parts]
         return Trial(parts[0], parts[1][0], parts[2], np.array(parts[3], float).reshape(-1, 2))
 
+    def outputs(self, inputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """The stage's outputs for some inputs."""
+        nothing = tf.zeros([0], tf.bool), tf.zeros([0], keras.config.floatx())
+        return list(self._compiled(self._parts[0])(*nothing, *inputs))
+
     def results(self, inputs: Sequence[tf.Tensor], rows: Array) -> list[list[Array]]:
         """The results of each of the stage's calls, in order."""
         fetches = [tensor for _, tensors in self._made for tensor in tensors]

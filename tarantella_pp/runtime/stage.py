@@ -93,15 +93,22 @@ class Stage:
         """As `residual_bytes`, of a micro-batch that has run B and waits for W."""
         return self._general.waiting_bytes if isinstance(self._general, CutPass) else None
 
-    def examine(self, step: Step, inputs: Sequence[tf.Tensor]) -> None:
-        """Tries the stage out before it first runs; see `StageProbe`.
+    def rehearse(self, step: Step, inputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Tries the stage out before it first runs; changes nothing.
 
         Args:
-            step: The step that begins.
+            step: The step to come.
             inputs: One tensor for each port of `layout.inputs`, for the first micro-batch.
+
+        Returns:
+            One tensor for each port of `layout.outputs`, to try later stages with, if any follow.
+
+        Raises:
+            UnsupportedModelError: It would train something else; see `StageProbe`.
         """
+        self._metrics.examine(step.share(0), inputs, step.training)
         later = range(1, len(step.pieces.sizes))
-        self.probe.examine(
+        return self.probe.examine(
             step.pieces,
             inputs,
             step.training,
@@ -200,7 +207,6 @@ class Stage:
         for work in set(self._passes.values()):
             work.clear()
         self.body.sums.reset()
-        self.probe.undo()
 
     def _run_inference(self, inputs: list[tf.Tensor]) -> tuple[list[tf.Tensor], tf.Tensor]:
         return self.body.run(inputs, training=False)

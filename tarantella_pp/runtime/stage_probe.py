@@ -13,7 +13,6 @@ from tarantella_pp.runtime.added_losses import AddedLosses, not_additive
 from tarantella_pp.runtime.body import StageBody
 from tarantella_pp.runtime.coupling_probe import CouplingProbe, is_batched, others
 from tarantella_pp.runtime.forward_effects import refuse_effects
-from tarantella_pp.runtime.keras_training import running_states
 from tarantella_pp.runtime.probe_trace import ProbeTrace
 
 _ENOUGH = 4
@@ -44,8 +43,6 @@ class StageProbe:
         self._body = body
         self._traces: dict[bool, ProbeTrace] = {}
         self._kinds: dict[bool, Any] = {}
-        self._examined: set[tuple[bool, bool]] = set()
-        self._before: list[tuple[Any, Any]] = []
 
     def examine(
         self,
@@ -53,8 +50,8 @@ class StageProbe:
         inputs: Sequence[tf.Tensor],
         training: bool,
         following: Callable[[], Iterable[Sequence[tf.Tensor]]],
-    ) -> None:
-        """Tries the stage out if it has not been yet.
+    ) -> list[tf.Tensor]:
+        """Tries the stage out; changes nothing.
 
         Args:
             pieces: How the batch is run.
@@ -62,25 +59,23 @@ class StageProbe:
             training: Whether layers run in training mode.
             following: Returns those of the others that are model inputs.
 
+        Returns:
+            Its outputs for these inputs, with the moving statistics of batch normalizations; none
+            if no stage follows.
+
         Raises:
             UnsupportedModelError: Names the layer, and says what to do.
         """
         count = len(pieces.sizes)
-        key = (training, count > 1)
-        self._before = []
-        if key in self._examined or (count == 1 and pieces.is_plain):
-            return
-        states = running_states(self._body.layer)
-        self._before = [(state, state.numpy()) for state in states]
         rows = pieces.sizes[0]
         trace = self._trace_for(training, rows, inputs)
         refuse_effects(trace.function, self._body.layer, count, pieces.is_plain)
         if count > 1:
-            rows, inputs = self._enough(rows, inputs, following())
-            CouplingProbe(trace, rows, inputs).check()
-            self._find_kinds(trace, training, rows, inputs)
-        self._examined.add(key)
+            rows, enough = self._enough(rows, inputs, following())
+            CouplingProbe(trace, rows, enough).check()
+            self._find_kinds(trace, training, rows, enough)
         self._forget(training)
+        return trace.outputs(inputs) if self._body.layout.sends else []
 
     def settle(
         self, rows: int, inputs: Sequence[tf.Tensor], added: tf.Tensor, training: bool
@@ -114,12 +109,6 @@ class StageProbe:
         if kinds is None:
             return tf.repeat(share, len(self._body.added_by[training]))
         return tf.maximum(share, tf.constant(np.nan_to_num(kinds), share.dtype))
-
-    def undo(self) -> None:
-        """Sets back what forward passes have written since the stage was tried out."""
-        for state, value in self._before:
-            state.assign(value)
-        self._before = []
 
     def _find_kinds(
         self, trace: ProbeTrace, training: bool, rows: int, inputs: Sequence[tf.Tensor]

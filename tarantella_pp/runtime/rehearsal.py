@@ -1,0 +1,109 @@
+"""The first micro-batch, forward only, one stage after another: all ranks learn what fails.
+
+In a step a rank whose stage fails leaves the others waiting for its messages. What can fail before
+anything is trained, a stage that is refused above all, fails here, on every rank alike, and leaves
+no message under way. So the ranks can go on, with another model for example.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from tarantella_pp import errors
+from tarantella_pp.errors import TarantellaError, UnsupportedModelError
+from tarantella_pp.runtime.communicator import Communicator
+from tarantella_pp.runtime.exchange import Exchange
+from tarantella_pp.runtime.execution import Step
+from tarantella_pp.runtime.layout import Link, StageLayout
+from tarantella_pp.schedule import Transfer
+
+if TYPE_CHECKING:
+    import tensorflow as tf
+
+    from tarantella_pp.runtime.stage import Stage
+
+
+class Rehearsal:
+    """Tries all stages out together, and leaves nothing behind.
+
+    Args:
+        layouts: The borders of all stages.
+        stages: This rank's stages.
+        exchange: Its messages.
+        placement: Rank of each stage.
+        communicator: The ranks of the pipeline.
+    """
+
+    def __init__(
+        self,
+        layouts: Sequence[StageLayout],
+        stages: Mapping[int, Stage],
+        exchange: Exchange,
+        placement: Sequence[int],
+        communicator: Communicator,
+    ) -> None:
+        self._layouts = layouts
+        self._stages = stages
+        self._exchange = exchange
+        self._placement = placement
+        self._communicator = communicator
+        self._arrived: dict[int, list[tf.Tensor]] = defaultdict(list)
+
+    def run(self, step: Step) -> Exception | None:
+        """Runs the first micro-batch; all ranks must call it.
+
+        Args:
+            step: Where data comes from.
+
+        Returns:
+            Why a stage cannot run, on all ranks; `None` if all can.
+        """
+        self._arrived.clear()
+        for layout in self._layouts:
+            error = self._try(layout, step)
+            if error is not None:
+                return error
+        return None
+
+    def _try(self, layout: StageLayout, step: Step) -> Exception | None:
+        """Runs a stage where it is, and passes on what it gives if it can run."""
+        owner = self._placement[layout.index]
+        error: Exception | None = None
+        outputs: list[tf.Tensor] = []
+        if layout.index in self._stages:
+            inputs = [*step.data(layout.index, 0), *self._arrived.pop(layout.index, ())]
+            try:
+                outputs = self._stages[layout.index].rehearse(step, inputs)
+            except Exception as caught:
+                error = caught
+        told = None if error is None else [type(error).__name__, str(error)]
+        told = self._communicator.broadcast_json(told, owner)
+        if told is not None:
+            return error or _error_of(layout.index, owner, *told)
+        values = dict(zip(layout.outputs, outputs, strict=False))
+        for link in layout.sends:
+            self._pass_on(link, [values[port] for port in link.ports if values], step)
+        return None
+
+    def _pass_on(self, link: Link, values: list[tf.Tensor], step: Step) -> None:
+        """Takes what a stage gives to a later one; it is received before anything else can fail."""
+        source, target = self._placement[link.source], self._placement[link.target]
+        rank = self._communicator.rank
+        if rank == source != target:
+            self._exchange.send(Transfer(link.source, link.target, "S", "F", 0), values)
+        elif rank == target != source:
+            receive = Transfer(link.source, link.target, "R", "F", 0)
+            self._exchange.begin([receive], {0: step.pieces.sizes[0]})
+            values = self._exchange.receive(receive)
+        if rank == target:
+            self._arrived[link.target] += values
+
+
+def _error_of(stage: int, rank: int, name: str, text: str) -> Exception:
+    """The error of another rank, of its own class if that is one of this library."""
+    kind = getattr(errors, name, None)
+    if isinstance(kind, type) and issubclass(kind, TarantellaError):
+        return kind(text)
+    return UnsupportedModelError(f"Stage {stage} cannot run on rank {rank}. {name}: {text}")

@@ -1,0 +1,118 @@
+"""What fails before anything is trained fails on all ranks alike, and they train on."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+from tarantella_pp.errors import UnsupportedModelError
+from tarantella_pp.pipeline_model import PipelineModel
+from tests.mpi import mpi_run
+from tests.training import distance, sgd, use_float64
+
+pytestmark = pytest.mark.keras
+
+X, Y = np.random.default_rng(3).normal(size=(2, 7, 4))
+
+
+class Fails(layers.Layer):
+    """Cannot be differentiated, or run, as is seen in training only."""
+
+    def call(self, x, training=None):
+        if training:
+            raise ValueError("not in training")
+        return x
+
+
+class Watched(layers.Layer):
+    """Has a metric that is neither a sum nor a mean over samples."""
+
+    def build(self, shape):
+        self.metric = keras.metrics.Mean(name="largest")
+
+    def call(self, x):
+        self.metric.update_state(ops.max(ops.abs(x)))
+        return x
+
+
+class Adds(layers.Layer):
+    """Adds a loss that is neither a sum nor a mean over samples."""
+
+    def call(self, x):
+        self.add_loss(ops.max(x))
+        return x
+
+
+ODD = {
+    "mixes": lambda: layers.Lambda(lambda x: x - ops.mean(x, axis=0)),
+    "writes": lambda: layers.SpectralNormalization(layers.Dense(4)),
+    "watches": Watched,
+    "adds": Adds,
+    "fails": Fails,
+}
+
+
+def model_of(early=None, late=None):
+    """A model with a layer in the first or in the last of three stages, and a link past one."""
+    keras.utils.set_random_seed(1)
+    inputs = keras.Input((4,))
+    x = first = layers.Dense(4, activation="tanh")(layers.Dropout(0.3, seed=2)(inputs))
+    x = x if early is None else early(x)
+    x = layers.Dense(4, activation="tanh")(x)
+    x = layers.Dense(4, activation="tanh")(x) + first
+    x = x if late is None else late(x)
+    return keras.Model(inputs, layers.Dense(4)(layers.Dense(4)(x)))
+
+
+def piped(model):
+    made = PipelineModel(model, num_stages=4, num_micro_batches=3, schedule="1f1b")
+    made.compile(sgd(), "mse", metrics=["mae"])
+    return made
+
+
+def outcome(model):
+    logs = model.fit(X, Y, batch_size=4, epochs=2, shuffle=False, verbose=0).history
+    return {"logs": logs, "weights": [w.tolist() for w in model.get_weights()]}
+
+
+def attempts():
+    """What is said of each odd layer, wherever it is, and what other models train meanwhile."""
+    use_float64()
+    texts = {}
+    for name, make in ODD.items():
+        for place in ("early", "late"):
+            model = piped(model_of(**{place: make()}))
+            for call in (model.train_on_batch, lambda x, y, m=model: m.fit(x, y, verbose=0)):
+                try:
+                    call(X, Y)
+                except Exception as error:
+                    texts.setdefault(f"{name}, {place}", []).append(
+                        [type(error).__name__, str(error)]
+                    )
+            if name == "fails":
+                model.predict(X, verbose=0)
+    return texts, outcome(piped(model_of()))
+
+
+@pytest.mark.mpi
+def test_all_ranks_refuse_alike_and_train_on():
+    first, second = mpi_run(2, attempts, timeout=300, env={"TNT_TIMEOUT": "60"}).check().results
+    assert len(first[0]) == 2 * len(ODD)
+    for name, said in first[0].items():
+        other = second[0][name]
+        assert said == [said[0]] * 2, name
+        assert other == [other[0]] * 2, name
+        if name.startswith("fails"):
+            (own, _), (kind, text) = sorted([said[0], other[0]], reverse=True)
+            assert own == "ValueError"
+            assert "cannot run on rank" in text
+            assert "not in training" in text
+        else:
+            assert said == other
+            kind = said[0][0]
+        assert kind == UnsupportedModelError.__name__, name
+    use_float64()
+    for found in (first[1], second[1]):
+        assert distance(outcome(piped(model_of())), found) < 1e-13

@@ -158,7 +158,7 @@ def train(name: str, stages: int, recompute: str, steps: int = 5) -> dict[str, A
     )
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     piped.compile("adam", loss)
-    engine, rank = piped._pipeline.engine, tnt.get_rank()
+    engine, rank = piped._engine, tnt.get_rank()
     own = engine.stages[rank]
     piped.train_on_batch(x, y)  # compiles, while other ranks wait and messages pile up
     for _ in range(steps):

@@ -43,7 +43,6 @@ def keras_stages(schedule: str, micro_batches: int) -> Callable[[], object]:
     import keras
 
     import tarantella_pp as tnt
-    from tarantella_pp.feeding import BatchIterator
 
     inputs = keras.Input((1,))
     x = keras.layers.Dense(1, use_bias=False)(inputs)
@@ -54,7 +53,7 @@ def keras_stages(schedule: str, micro_batches: int) -> Callable[[], object]:
     model.compile("sgd", "mse")
     model.make_train_function()
     batch = (keras.ops.ones((micro_batches, 1)), keras.ops.ones((micro_batches, 1)))
-    batches = BatchIterator(model._pipeline.feed.batches(itertools.repeat(batch)))
+    batches = model._engine.feed.batches(itertools.repeat(batch))
     return lambda: model.train_function(batches)
 
 

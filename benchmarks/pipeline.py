@@ -36,7 +36,6 @@ from rich.table import Table
 
 import tarantella_pp as tnt
 from tarantella_pp import pipeline_model
-from tarantella_pp.feeding import BatchIterator
 from tarantella_pp.runtime.clock import clock_offset
 from tarantella_pp.runtime.communicator import Communicator, world
 from tarantella_pp.runtime.measured_costs import measured_costs, work_between
@@ -88,7 +87,7 @@ class Trainer:
         x, y = data_for(name, rows)
         batch = (keras.ops.convert_to_tensor(x), keras.ops.convert_to_tensor(y))
         self._ranks = ranks
-        self._batches = BatchIterator(self.model._pipeline.feed.batches(itertools.repeat(batch)))
+        self._batches = self.model._engine.feed.batches(itertools.repeat(batch))
 
     def step(self) -> None:
         """Trains one batch."""
@@ -109,7 +108,7 @@ class Trainer:
         Returns:
             Seconds of a step by the clock, by simulation, and by simulation with free messages.
         """
-        recorder, engine = Recorder(steps), self.model._pipeline.engine
+        recorder, engine = Recorder(steps), self.model._engine
         engine.record(recorder)
         self.seconds(steps)
         engine.record(None)

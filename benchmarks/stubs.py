@@ -20,7 +20,6 @@ from tarantella_pp.runtime.communicator import Communicator
 from tarantella_pp.runtime.exchange import Conversion, Exchange
 from tarantella_pp.runtime.execution import Execution
 from tarantella_pp.runtime.layout import Port, StageLayout, links_of, stage_layouts
-from tarantella_pp.runtime.recorded_execution import RecordedExecution
 from tarantella_pp.runtime.recording import Recorder
 from tarantella_pp.schedule import SEARCHED, Schedule, lower, make_schedule, validate
 from tarantella_pp.simulation import Costs, search_schedule
@@ -166,21 +165,15 @@ class StubPipeline:
             Conversion(lambda tensor: tensor, lambda array: array, lambda tensor, dtype: tensor),
         )
         self._program = self.schedule.actions[communicator.rank]
-        self._recorder = recorder
+        self._recorder = recorder or Recorder(1)
         self._results = layouts[-1].results
         self._array = np.zeros((ROWS, width), np.float32)
-        if recorder is None:
-            self._execution = Execution(stages, exchange)
-        else:
-            self._execution = RecordedExecution(stages, exchange, recorder)
+        self._execution = Execution(stages, exchange, self._recorder)
 
     def step(self) -> StubStep:
         """Runs one step."""
         step = StubStep(self.schedule.has_backward, self._array, self._results)
         rows = dict.fromkeys(range(self.schedule.num_micro_batches), ROWS)
-        if self._recorder is None:
-            self._execution.run(self._program, rows, step)
-            return step
         with self._recorder.step():
             self._recorder.runs(self.schedule, sum(rows.values()))
             self._execution.run(self._program, rows, step)

@@ -28,7 +28,7 @@ def kept(name: str) -> list[tuple[int, int]]:
     model = tnt.PipelineModel(BUILDERS[name](), 2, MICRO_BATCHES, "zb-h1", "flops", batch_size=rows)
     model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     model.train_on_batch(*data_for(name, rows))
-    stages = model._pipeline.engine.stages.values()
+    stages = model._engine.stages.values()
     return [(stage.residual_bytes or 0, stage.waiting_bytes or 0) for stage in stages]
 
 

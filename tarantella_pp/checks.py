@@ -20,7 +20,7 @@ from tarantella_pp.runtime.loss_probe import whole_batch_reason
 from tarantella_pp.runtime.optimizer_probe import treats_weights_apart
 
 if TYPE_CHECKING:
-    from tarantella_pp.pipeline import Pipeline
+    from tarantella_pp.runtime.engine import Engine
 
 _PLAN_DEFAULTS = {"balance": "memory", "batch_size": 32}
 _OWN_STEPS = ("train_step", "test_step", "predict_step", "compute_loss", "compute_metrics")
@@ -343,31 +343,31 @@ def warn_of_compilation(given: Mapping[str, Any]) -> None:
         )
 
 
-def check_loss(compiled: Any, pipeline: Pipeline) -> None:
+def check_loss(compiled: Any, engine: Engine) -> None:
     """Refuses a loss of the whole batch where it is asked for before all outputs are there.
 
     Warns of what it costs where the schedule may be chosen for it.
 
     Args:
         compiled: The `CompileLoss` that the model is to be compiled with; `None` for none.
-        pipeline: What runs the model.
+        engine: What runs the model.
 
     Raises:
         ConfigurationError: If the user's schedule is one micro-batch after the other.
     """
-    plan, graph = pipeline.plan, pipeline.extracted.graph
-    reason = whole_batch_reason(compiled, pipeline.extracted)
+    plan, graph = engine.plan, engine.extracted.graph
+    reason = whole_batch_reason(compiled, engine.extracted)
     if reason is None or plan.num_micro_batches == 1:
         return
-    if pipeline.engine.sees_batch_at_once:
+    if engine.sees_batch_at_once:
         return
-    if not pipeline.free_schedule:
+    if not engine.free_schedule:
         raise ConfigurationError(
             f"Received: schedule={plan.schedule!r}, which computes the loss of one micro-batch "
             f"after the other, but {reason}. Leave `schedule` out, use schedule='gpipe' or "
             "num_micro_batches=1, or a loss of keras.losses that treats each sample by itself."
         )
-    if pipeline.prints:
+    if engine.prints:
         outputs = sum(graph.tensors[tensor].bytes_per_sample for tensor in graph.outputs)
         warnings.warn(
             f"{reason[0].upper()}{reason[1:]}, so it is computed of the whole batch at once. "

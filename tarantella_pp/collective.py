@@ -39,7 +39,7 @@ def collective(
 
         @functools.wraps(method)
         def announced(model: Any, *args: Any, **kwargs: Any) -> Any:
-            communicator = model._pipeline.communicator
+            communicator = model._engine.communicator
             if communicator.size == 1 or _OF_KERAS_FIT in kwargs:
                 return method(model, *args, **kwargs)
             given = signature.bind(model, *args, **kwargs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,12 +16,14 @@ from tarantella_pp.collective import collective, digest
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.file_replacement import replace_file, replace_shards
 from tarantella_pp.runtime.keras_state import pickled, send_files_through
+from tarantella_pp.runtime.one_rank import on_one_rank
 from tarantella_pp.runtime.remote_variables import refuse_stale
 from tarantella_pp.saving import config_of, plain_model, write_plain
 
 if TYPE_CHECKING:
+    from tarantella_pp.model_state import ModelState
     from tarantella_pp.optimizer_state import OptimizerState
-    from tarantella_pp.pipeline import Pipeline
+    from tarantella_pp.runtime.engine import Engine
 
 
 class CollectiveModel(keras.Model):
@@ -29,13 +32,14 @@ class CollectiveModel(keras.Model):
     Its methods gather the weights first, so all ranks must call them.
     """
 
-    _pipeline: Pipeline
+    _engine: Engine
+    _model_state: ModelState
     _optimizer_state: OptimizerState | None = None
 
     @collective()
     def get_weights(self) -> list[np.ndarray[Any, Any]]:
         """Returns all weights, on every rank; all ranks must call it."""
-        self._pipeline.state.gather()
+        self._model_state.gather()
         weights: list[np.ndarray[Any, Any]] = super().get_weights()
         return weights
 
@@ -77,7 +81,7 @@ class CollectiveModel(keras.Model):
         super().set_state_tree(state_tree)
 
     def _refuse_trees(self, method: str) -> None:
-        ranks = self._pipeline.communicator.size
+        ranks = self._engine.communicator.size
         if ranks > 1:
             raise ConfigurationError(
                 f"{method} needs all weights and optimizer slots in one process; these are on "
@@ -87,7 +91,7 @@ class CollectiveModel(keras.Model):
 
     def get_config(self) -> dict[str, Any]:
         """Returns the configuration of the wrapped model."""
-        config: dict[str, Any] = self._pipeline.extracted.model.get_config()
+        config: dict[str, Any] = self._engine.extracted.model.get_config()
         return config
 
     @classmethod
@@ -111,13 +115,13 @@ class CollectiveModel(keras.Model):
 
     def __reduce__(self) -> Any:
         """Pickles and copies become plain Keras models; all ranks must make them."""
-        pipeline = self._pipeline
-        with pipeline.communicator.call("pickle or copy"):
-            pipeline.state.gather()
+        engine = self._engine
+        with engine.communicator.call("pickle or copy"):
+            self._model_state.gather()
             optimizer = self._whole_optimizer()
             with tempfile.TemporaryDirectory() as folder:
                 path = Path(folder) / "model.keras"
-                write_plain(pipeline.extracted, self._config(optimizer), optimizer, path)
+                write_plain(engine.extracted, self._config(optimizer), optimizer, path)
                 return pickled(path.read_bytes())
 
     @collective("filepath", "overwrite", "include_optimizer")
@@ -145,7 +149,7 @@ class CollectiveModel(keras.Model):
             ConfigurationError: If the format is another, or the file must not be replaced.
             FileError: If the file cannot be written; an older one is unchanged.
         """
-        pipeline = self._pipeline
+        engine = self._engine
         path = _path(filepath)
         if path.suffix != ".keras" or zipped is False or save_format not in (None, "keras"):
             raise ConfigurationError(
@@ -153,14 +157,14 @@ class CollectiveModel(keras.Model):
                 f"filepath='{filepath}', zipped={zipped}, save_format={save_format!r}. For other "
                 "formats load that file with `keras.saving.load_model` in one process."
             )
-        pipeline.refuse_existing(path, overwrite)
-        pipeline.state.gather()
-        optimizer = self._whole_optimizer(pipeline.prints) if include_optimizer else None
+        self._refuse_existing(path, overwrite)
+        self._model_state.gather()
+        optimizer = self._whole_optimizer(engine.prints) if include_optimizer else None
 
         def write(draft: Path) -> None:
-            write_plain(pipeline.extracted, self._config(optimizer), optimizer, draft)
+            write_plain(engine.extracted, self._config(optimizer), optimizer, draft)
 
-        pipeline.on_one_rank("save", lambda: replace_file(path, write))
+        self._on_last_rank("save", lambda: replace_file(path, write))
 
     @collective("filepath", "overwrite", "max_shard_size")
     def save_weights(
@@ -179,17 +183,17 @@ class CollectiveModel(keras.Model):
             ConfigurationError: If the file exists and may not be replaced.
             FileError: If the files cannot be written; older ones are unchanged.
         """
-        pipeline = self._pipeline
+        engine = self._engine
         path = _path(filepath)
-        pipeline.refuse_existing(path, overwrite)
-        pipeline.state.gather()
-        plain = plain_model(pipeline.extracted, self._whole_optimizer(pipeline.prints))
+        self._refuse_existing(path, overwrite)
+        self._model_state.gather()
+        plain = plain_model(engine.extracted, self._whole_optimizer(engine.prints))
         replace = replace_file if max_shard_size is None else replace_shards
 
         def write(draft: Path) -> None:
             plain.save_weights(draft, max_shard_size=max_shard_size)
 
-        pipeline.on_one_rank("save_weights", lambda: replace(path, write))
+        self._on_last_rank("save_weights", lambda: replace(path, write))
 
     @collective("skip_mismatch")
     def load_weights(
@@ -204,8 +208,23 @@ class CollectiveModel(keras.Model):
         """
         state = self._optimizer_state
         optimizer = None if state is None else state.receiver()
-        plain = plain_model(self._pipeline.extracted, optimizer)
+        plain = plain_model(self._engine.extracted, optimizer)
         plain.load_weights(filepath, skip_mismatch=skip_mismatch, **kwargs)
+
+    def _refuse_existing(self, path: Path, overwrite: bool) -> None:
+        """Refuses, on all ranks, to replace a file that must not be replaced."""
+        communicator = self._engine.communicator
+        exists = communicator.broadcast_json(path.exists(), communicator.size - 1)
+        if exists and not overwrite:
+            raise ConfigurationError(
+                f"File '{path}' exists. Received: overwrite=False. Choose another name, or pass "
+                "overwrite=True."
+            )
+
+    def _on_last_rank(self, what: str, write: Callable[[], None]) -> None:
+        """Lets the rank that writes files do so; all others wait for it."""
+        communicator = self._engine.communicator
+        on_one_rank(communicator, communicator.size - 1, what, write)
 
     def _whole_optimizer(self, keep: bool = True) -> Any:
         """The optimizer of the whole model, to save, on ranks that keep it; or `None`."""
@@ -214,7 +233,7 @@ class CollectiveModel(keras.Model):
     def _config(self, optimizer: Any = True) -> dict[str, Any]:
         """Describes the wrapped model, with its compilation if there is an optimizer."""
         compiled = None if optimizer is None else self.get_compile_config()
-        return config_of(self._pipeline.extracted.model, compiled)
+        return config_of(self._engine.extracted.model, compiled)
 
     def export(self, *args: Any, **kwargs: Any) -> None:
         """Refuses: save the model and export it with stock Keras.

@@ -1,31 +1,17 @@
-"""Keras' data adapters, read on one rank and fed to all."""
+"""Keras' data adapters, read on one rank and fed to all, and the steps that Keras' loops call."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from tarantella_pp.errors import ConfigurationError
-from tarantella_pp.runtime.communicator import Communicator
-from tarantella_pp.runtime.feed import READER, Batch, Feed
-from tarantella_pp.runtime.keras_training import DataAdapter
+import keras
 
-
-class BatchIterator:
-    """The batches of one epoch, as this rank sees them.
-
-    Args:
-        batches: Iterator over this rank's part of each batch.
-    """
-
-    def __init__(self, batches: Iterator[Batch]) -> None:
-        self._batches = batches
-
-    def __iter__(self) -> BatchIterator:
-        return self
-
-    def __next__(self) -> Batch:
-        return next(self._batches)
+from tarantella_pp.runtime.engine import Engine
+from tarantella_pp.runtime.feed import READER, Batch, Batches, Feed
+from tarantella_pp.runtime.keras_training import DataAdapter, get_data_adapter
+from tarantella_pp.runtime.one_rank import on_one_rank
 
 
 class FedData:
@@ -41,9 +27,9 @@ class FedData:
         self._adapter = adapter
         self._dataset: Any = None
 
-    def __iter__(self) -> BatchIterator:
+    def __iter__(self) -> Batches:
         source = None if self._adapter is None else self._read(self._adapter)
-        return BatchIterator(self._feed.batches(source))
+        return self._feed.batches(source)
 
     def _read(self, adapter: DataAdapter) -> Iterator[Any]:
         """Reads the data set from when the first batch is asked for.
@@ -62,21 +48,16 @@ class FeedAdapter(DataAdapter):
     Only the reader opens the user's data; the other ranks know how many batches there are.
 
     Args:
-        feed: Hands every rank its part.
+        engine: This rank's part of training.
         adapter: Keras' adapter of the user's data, on the reader; elsewhere `None`.
         num_batches: Number of batches in an epoch, if known.
-        at_end: What to do at the end of each epoch, on all ranks.
     """
 
     def __init__(
-        self,
-        feed: Feed,
-        adapter: DataAdapter | None,
-        num_batches: int | None,
-        at_end: Callable[[], None],
+        self, engine: Engine, adapter: DataAdapter | None, num_batches: int | None
     ) -> None:
-        self._at_end = at_end
-        self._data = FedData(feed, adapter)
+        self._engine = engine
+        self._data = FedData(engine.feed, adapter)
         self._adapter = adapter
         self._num_batches = num_batches
 
@@ -95,25 +76,20 @@ class FeedAdapter(DataAdapter):
             self._adapter.on_epoch_begin()
 
     def on_epoch_end(self) -> None:
-        """Ends the epoch on this rank, and passes the hook on to the user's data."""
-        self._at_end()
+        """Gives every rank the state of all metrics, and passes the hook on to the user's data."""
+        self._engine.share_metrics()
         if self._adapter is not None:
             self._adapter.on_epoch_end()
 
 
 def shared_adapters(
-    communicator: Communicator,
-    feed: Feed,
-    make: Callable[[], list[DataAdapter | None]],
-    at_end: Callable[[], None],
+    engine: Engine, make: Callable[[], list[DataAdapter | None]]
 ) -> list[FeedAdapter | None]:
     """Opens the user's data on the reader and tells all ranks how much there is.
 
     Args:
-        communicator: The ranks of the pipeline.
-        feed: Hands every rank its part.
+        engine: This rank's part of training.
         make: Opens the data: training data, then validation data or `None`.
-        at_end: What to do at the end of each epoch, on all ranks.
 
     Returns:
         An adapter for each entry on every rank; `None` where the reader has none.
@@ -122,25 +98,70 @@ def shared_adapters(
         ConfigurationError: On the other ranks, if opening the data failed on the reader.
     """
     adapters: list[DataAdapter | None] = []
-    facts: dict[str, Any] = {}
-    failure: Exception | None = None
-    if communicator.rank == READER:
-        try:
-            adapters = make()
-            facts["sizes"] = [a and [_whole(a.num_batches)] for a in adapters]
-        except Exception as error:
-            failure = error
-            facts["error"] = f"{type(error).__name__}: {error}"
-    facts = communicator.broadcast_json(facts, READER)
-    if failure is not None:
-        raise failure
-    if "error" in facts:
-        raise ConfigurationError(f"Rank {READER} could not read the data: {facts['error']}")
-    found = adapters or [None] * len(facts["sizes"])
+
+    def sizes() -> list[list[int | None] | None]:
+        adapters.extend(make())
+        return [None if adapter is None else [_whole(adapter.num_batches)] for adapter in adapters]
+
+    found = on_one_rank(engine.communicator, READER, "read the data", sizes)
     return [
-        None if size is None else FeedAdapter(feed, adapter, size[0], at_end)
-        for size, adapter in zip(facts["sizes"], found, strict=True)
+        None if size is None else FeedAdapter(engine, adapter, size[0])
+        for size, adapter in zip(found, adapters or [None] * len(found), strict=True)
     ]
+
+
+def shared_adapter(
+    engine: Engine, x: Any, y: Any, sample_weight: Any, batch_size: int | None, steps: int | None
+) -> FeedAdapter | None:
+    """Opens data to evaluate or predict, as `shared_adapters`."""
+    make = functools.partial(get_data_adapter, x, y, sample_weight, batch_size, steps)
+    return shared_adapters(engine, lambda: [make()])[0]
+
+
+def step_function(
+    engine: Engine, step: Callable[[Batch], dict[str, Any]], steps_per_execution: int
+) -> Callable[[Any], dict[str, Any]]:
+    """Makes a function that trains or evaluates, as Keras' loops expect it.
+
+    Args:
+        engine: This rank's part of training.
+        step: Runs one batch and returns logs.
+        steps_per_execution: How many batches to run at a time.
+
+    Returns:
+        A function of an iterator, which raises `StopIteration` at the end of the data.
+    """
+
+    def run(iterator: Any) -> dict[str, Any]:
+        batches = iterator if isinstance(iterator, Batches) else engine.feed.batches(iterator)
+        logs = step(next(batches))
+        for _, batch in zip(range(steps_per_execution - 1), batches, strict=False):
+            logs = step(batch)
+        if batches is not iterator:  # a single batch is an epoch of its own
+            engine.share_metrics()
+        return logs
+
+    return run
+
+
+def predict_function(engine: Engine) -> Callable[[Sequence[Any]], Any]:
+    """Makes a function that predicts, as Keras' loops expect it.
+
+    Args:
+        engine: This rank's part of training.
+
+    Returns:
+        A function of batches, or on `predict_on_batch` of what the user passed; it returns the
+        outputs of all batches, in the structure of the model.
+    """
+
+    def run(data: Sequence[Any]) -> Any:
+        feed = engine.feed
+        batches = [b if isinstance(b, Batch) else next(feed.batches(iter([b]))) for b in data]
+        outputs = [engine.predict(batch) for batch in batches]
+        return keras.tree.map_structure(lambda *parts: keras.ops.concatenate(parts), *outputs)
+
+    return run
 
 
 def _whole(size: Any) -> int | None:

@@ -24,22 +24,26 @@ class ModelState:
         variables: All variables of the model, seeds of random layers included.
         owners: The ranks of the variables.
         communicator: The ranks of the pipeline.
+        clock: Counts the training steps, after which others' variables are not known here.
     """
 
     def __init__(
-        self, variables: Sequence[Any], owners: Owners, communicator: Communicator
+        self,
+        variables: Sequence[Any],
+        owners: Owners,
+        communicator: Communicator,
+        clock: Clock,
     ) -> None:
         self._variables = tuple(variables)
         self._owners = owners
         self._communicator = communicator
-        self._clock = Clock()
         self._used = []
         for i, variable in enumerate(variables):
             ranks = owners.ranks(variable)
             if communicator.rank in ranks:
                 self._used.append(i)
             elif ranks:
-                make_remote(variable, self._clock)
+                make_remote(variable, clock)
 
     def start_alike(self) -> None:
         """Gives every rank the first rank's values: initial weights and seeds.
@@ -51,10 +55,6 @@ class ModelState:
     def gather(self) -> None:
         """Gives every rank the value of each variable from the rank that trains it."""
         self._share(self._owners.owner)
-
-    def begin_step(self) -> None:
-        """Notes that other ranks train their variables from now on."""
-        self._clock.steps += 1
 
     def refresh(self) -> None:
         """Brings up to date what stages use and another pipeline has trained on another rank."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,19 @@ from tarantella_pp.callbacks.timeline import with_trace
 from tarantella_pp.choice import make_plan
 from tarantella_pp.collective import collective, compiled_facts, learning_rate_of
 from tarantella_pp.collective_model import CollectiveModel
-from tarantella_pp.errors import ConfigurationError
-from tarantella_pp.partition.extraction import extract
+from tarantella_pp.errors import ConfigurationError, PlanError
+from tarantella_pp.feeding import (
+    predict_function,
+    shared_adapter,
+    shared_adapters,
+    step_function,
+)
+from tarantella_pp.model_state import ModelState
+from tarantella_pp.optimizer_state import OptimizerState
+from tarantella_pp.partition.extraction import ExtractedModel, extract
 from tarantella_pp.partition.plan import Plan
-from tarantella_pp.pipeline import Pipeline, agreed_plan
-from tarantella_pp.runtime.communicator import world
+from tarantella_pp.runtime.communicator import Communicator, world
+from tarantella_pp.runtime.engine import Engine
 from tarantella_pp.runtime.keras_state import compiled_with, forget_functions
 from tarantella_pp.runtime.keras_training import (
     compile_loss,
@@ -28,6 +36,7 @@ from tarantella_pp.runtime.keras_training import (
     get_data_adapter,
     train_validation_split,
 )
+from tarantella_pp.runtime.one_rank import on_one_rank
 from tarantella_pp.schedule import Schedule, read_schedule
 
 
@@ -108,10 +117,7 @@ class PipelineModel(CollectiveModel):
         checks.check_replicas(num_replicas)
         communicator = world()
         extracted = extract(model)
-        own = read_schedule(schedule or "1f1b")
-        stages = communicator.size if own is None else own.num_stages
-        stages = stages if num_stages is None else num_stages
-
+        read_schedule(schedule or "1f1b")  # refuses, on all ranks, what is none
         given = {
             "num_stages": num_stages,
             "num_micro_batches": num_micro_batches,
@@ -121,40 +127,26 @@ class PipelineModel(CollectiveModel):
             "batch_size": batch_size,
             "recompute": recompute,
         }
-
-        def make() -> Plan:
-            if plan is not None:
-                checks.check_plan(plan, given)
-                return plan if isinstance(plan, Plan) else Plan.load(plan)
-            checks.check_ranks(stages, communicator.size)
-            stages_per_rank: int | None = stages // communicator.size
-            if communicator.size == 1:  # which plans for the ranks that it stands for
-                stages_per_rank = None if own is not None or stages % 2 == 0 else 1
-            return make_plan(
-                extracted,
-                stages,
-                num_micro_batches=num_micro_batches,
-                stages_per_rank=stages_per_rank,
-                schedule=own or schedule or "1f1b",
-                balance=balance,
-                memory_limit=memory_limit,
-                batch_size=batch_size,
-                recompute=recompute,
-            )
-
         facts = {**given, "plan": plan is not None, "wire_dtype": wire_dtype}
         facts["compiled model"] = model.compiled
         with communicator.call("PipelineModel", **facts):
-            agreed = agreed_plan(make, extracted.graph, communicator)
+            agreed = _agreed_plan(extracted, communicator, given, plan)
             checks.check_replicas(agreed.num_replicas)
             checks.check_ranks(agreed.num_stages, communicator.size)
             checks.check_synchronized(extracted.calls, agreed.num_micro_batches)
             checks.check_outputs(extracted.graph, agreed.num_micro_batches)
             super().__init__(extracted.inputs_struct, extracted.outputs_struct, name=model.name)
             free = plan is None and schedule is None
-            self._pipeline = Pipeline(self, extracted, agreed, communicator, free, wire_dtype)
-            self._pipeline.state.start_alike()
-        if self._pipeline.prints:
+            self._engine = Engine(
+                self, extracted, agreed, communicator, free_schedule=free, wire_dtype=wire_dtype
+            )
+            # Weights whose results are not needed are in no stage, and the same everywhere.
+            variables = {id(v): v for v in (*extracted.variables, *self.variables)}.values()
+            self._model_state = ModelState(
+                tuple(variables), self._engine.owners, communicator, self._engine.clock
+            )
+            self._model_state.start_alike()
+        if self._engine.prints:
             checks.warn_of_batch_statistics(extracted.calls, agreed.num_micro_batches)
         if model.compiled:
             self._compile_as(model)
@@ -174,9 +166,9 @@ class PipelineModel(CollectiveModel):
     @property
     def layers(self) -> list[keras.layers.Layer]:
         """The layers of the wrapped model, as it lists them itself."""
-        if "_pipeline" not in self.__dict__:  # Keras asks for them while it makes this model
+        if "_engine" not in self.__dict__:  # Keras asks for them while it makes this model
             return list(super().layers)
-        return list(self._pipeline.extracted.model.layers)
+        return list(self._engine.extracted.model.layers)
 
     @property
     def distribute_strategy(self) -> Any:
@@ -191,7 +183,7 @@ class PipelineModel(CollectiveModel):
     @property
     def plan(self) -> Plan:
         """The plan in force; `print(model.plan)` shows it as a table."""
-        return self._pipeline.plan
+        return self._engine.plan
 
     def call(self, inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
         """Runs the whole model, where one process owns all of it.
@@ -207,9 +199,9 @@ class PipelineModel(CollectiveModel):
         Raises:
             ConfigurationError: If the weights are spread over several ranks.
         """
-        if self._pipeline.communicator.size > 1:
+        if self._engine.communicator.size > 1:
             raise ConfigurationError(
-                f"The weights of '{self.name}' are on {self._pipeline.communicator.size} ranks: "
+                f"The weights of '{self.name}' are on {self._engine.communicator.size} ranks: "
                 "no rank can call the model alone. Use `predict` on all ranks."
             )
         return super().call(inputs, training=training, mask=mask)
@@ -234,23 +226,30 @@ class PipelineModel(CollectiveModel):
         given.apply_defaults()
         optimizer = keras.optimizers.get(given.arguments["optimizer"])
         given.arguments["optimizer"] = optimizer
-        ranks = self._pipeline.communicator.size
+        ranks = self._engine.communicator.size
         checks.check_compilation(given.arguments, self.dtype_policy.name, ranks)
         compiled = compile_loss(self, given.arguments["loss"], given.arguments["loss_weights"])
-        checks.check_loss(compiled, self._pipeline)
+        checks.check_loss(compiled, self._engine)
         facts = compiled_facts(given.arguments)
-        with self._pipeline.communicator.call("compile", **facts):
-            state = None if optimizer is None else self._pipeline.divide(optimizer, self)
+        with self._engine.communicator.call("compile", **facts):
+            state = self._divided(optimizer)
             super().compile(*given.args[1:], **given.kwargs)
             self._optimizer_state = state
             self._renew()
-        if self._pipeline.prints:
+        if self._engine.prints:
             checks.warn_of_compilation(given.arguments)
+
+    def _divided(self, optimizer: Any) -> OptimizerState | None:
+        """Leaves an optimizer with this rank's share of its slots; all ranks must call it."""
+        if optimizer is None:
+            return None
+        weights, owners = self.trainable_variables, self._engine.owners
+        return OptimizerState(optimizer, weights, owners, self._engine.communicator)
 
     def _renew(self) -> None:
         """Makes changes of layers, loss, metrics and optimizer take effect."""
-        self._pipeline = self._pipeline.up_to_date(self)
-        self._pipeline.forget_compilation()
+        self._engine = self._engine.up_to_date()
+        self._engine.forget_compilation()
 
     def make_train_function(self, force: bool = False) -> None:
         """Builds this rank's training step; called by Keras' own loops.
@@ -264,24 +263,26 @@ class PipelineModel(CollectiveModel):
             self._renew()
         if self._optimizer_state is not None:
             self._optimizer_state.build()
-        self._pipeline.state.refresh()
-        if self._pipeline.communicator.size > 1:
-            forget_functions(self._pipeline.extracted.model)
+        self._model_state.refresh()
+        if self._engine.communicator.size > 1:
+            forget_functions(self._engine.extracted.model)
         if force or self.train_function is None:
-            step = self._pipeline.train
-            self.train_function: Any = self._pipeline.stepper(step, self.steps_per_execution)
+            self.train_function: Any = step_function(
+                self._engine, self._engine.train, self.steps_per_execution
+            )
 
     def make_test_function(self, force: bool = False) -> None:
         """Builds this rank's evaluation step; called by Keras' own loops."""
-        self._pipeline.state.refresh()
+        self._model_state.refresh()
         if force or self.test_function is None:
-            step = self._pipeline.engine.test
-            self.test_function: Any = self._pipeline.stepper(step, self.steps_per_execution)
+            self.test_function: Any = step_function(
+                self._engine, self._engine.test, self.steps_per_execution
+            )
 
     def make_predict_function(self, force: bool = False) -> None:
         """Builds this rank's prediction step; called by Keras' own loops."""
-        self._pipeline.state.refresh()
-        self.predict_function = self._pipeline.predict
+        self._model_state.refresh()
+        self.predict_function = predict_function(self._engine)
 
     @collective(learning_rate=learning_rate_of)
     def train_step(self, data: Any) -> dict[str, Any]:
@@ -331,7 +332,7 @@ class PipelineModel(CollectiveModel):
         Raises:
             ConfigurationError: On several ranks, where the metrics are those of the last one.
         """
-        if self._pipeline.communicator.size > 1:
+        if self._engine.communicator.size > 1:
             raise ConfigurationError(
                 "`compute_metrics()` would update the metrics of one rank alone. Use `test_step` "
                 "or `evaluate` on all ranks."
@@ -341,7 +342,7 @@ class PipelineModel(CollectiveModel):
 
     def get_metrics_result(self) -> dict[str, Any]:
         """Returns the logs of the last step, which are the same on every rank."""
-        return dict(self._pipeline.logs)
+        return dict(self._engine.logs)
 
     @collective(
         "epochs", "initial_epoch", "steps_per_epoch", "validation_steps", "validation_freq",
@@ -396,9 +397,9 @@ class PipelineModel(CollectiveModel):
         Raises:
             ConfigurationError: If the ranks do not agree on the call.
         """
-        pipeline = self._pipeline
+        engine = self._engine
         callbacks = with_trace(callbacks, self, os.environ)
-        pipeline.engine.record(None)
+        engine.record(None)
         forget_validation(self)
 
         def open_data() -> list[Any]:
@@ -414,19 +415,19 @@ class PipelineModel(CollectiveModel):
             parts = keras.utils.unpack_x_y_sample_weight(held_out)
             return [first, get_data_adapter(*parts, size, validation_steps)]
 
-        train, validation = pipeline.adapters(open_data)
+        train, validation = shared_adapters(engine, open_data)
         history = super().fit(
             train,
             epochs=epochs,
-            verbose=verbose if pipeline.prints else 0,
-            callbacks=callbacks_of_rank(callbacks, self, pipeline.communicator),
+            verbose=verbose if engine.prints else 0,
+            callbacks=callbacks_of_rank(callbacks, self, engine.communicator),
             validation_data=validation,
             initial_epoch=initial_epoch,
             steps_per_epoch=steps_per_epoch,
             validation_steps=validation_steps,
             validation_freq=validation_freq,
         )
-        pipeline.engine.share_metrics()  # of an epoch that was cut short
+        engine.share_metrics()  # of an epoch that was cut short
         return history
 
     @collective("steps")
@@ -458,19 +459,19 @@ class PipelineModel(CollectiveModel):
         Returns:
             Loss and metrics, the same on every rank.
         """
-        pipeline = self._pipeline
+        engine = self._engine
         if not kwargs:
-            x = pipeline.open_data(x, y, sample_weight, batch_size, steps)
-            callbacks = callbacks_of_rank(callbacks, self, pipeline.communicator)
+            x = shared_adapter(engine, x, y, sample_weight, batch_size, steps)
+            callbacks = callbacks_of_rank(callbacks, self, engine.communicator)
         logs = super().evaluate(
             x,
-            verbose=verbose if pipeline.prints else 0,
+            verbose=verbose if engine.prints else 0,
             steps=steps,
             callbacks=callbacks,
             return_dict=return_dict,
             **kwargs,
         )
-        pipeline.engine.share_metrics()
+        engine.share_metrics()
         return logs
 
     @collective("steps")
@@ -494,12 +495,12 @@ class PipelineModel(CollectiveModel):
         Returns:
             The predictions, the same on every rank.
         """
-        pipeline = self._pipeline
+        engine = self._engine
         return super().predict(
-            pipeline.open_data(x, None, None, batch_size, steps),
-            verbose=verbose if pipeline.prints else 0,
+            shared_adapter(engine, x, None, None, batch_size, steps),
+            verbose=verbose if engine.prints else 0,
             steps=steps,
-            callbacks=callbacks_of_rank(callbacks, self, pipeline.communicator),
+            callbacks=callbacks_of_rank(callbacks, self, engine.communicator),
         )
 
     @collective(learning_rate=learning_rate_of)
@@ -539,3 +540,41 @@ class PipelineModel(CollectiveModel):
             The predictions, the same on every rank.
         """
         return super().predict_on_batch(x)
+
+
+def _agreed_plan(
+    extracted: ExtractedModel,
+    communicator: Communicator,
+    given: Mapping[str, Any],
+    plan: Plan | str | Path | None,
+) -> Plan:
+    """The plan that rank 0 makes or loads, on all ranks, whose models it must fit."""
+    made: list[Plan] = []
+
+    def make() -> str:
+        if plan is None:
+            made.append(_best_plan(extracted, communicator.size, given))
+        else:
+            checks.check_plan(plan, given)
+            made.append(plan if isinstance(plan, Plan) else Plan.load(plan))
+        return made[0].to_json()
+
+    text = on_one_rank(communicator, 0, "make the plan", make, PlanError)
+    agreed = made[0] if made else Plan.from_json(text)
+    agreed.check(extracted.graph)
+    return agreed
+
+
+def _best_plan(extracted: ExtractedModel, num_ranks: int, given: Mapping[str, Any]) -> Plan:
+    """The plan that is best for the options and so many ranks."""
+    schedule = given["schedule"] or "1f1b"
+    custom = read_schedule(schedule)
+    stages = given["num_stages"]
+    if stages is None:
+        stages = num_ranks if custom is None else custom.num_stages
+    checks.check_ranks(stages, num_ranks)
+    stages_per_rank: int | None = stages // num_ranks
+    if num_ranks == 1:  # which plans for the ranks that it stands for
+        stages_per_rank = None if custom is not None or stages % 2 == 0 else 1
+    options = {**given, "num_stages": stages, "schedule": custom or schedule}
+    return make_plan(extracted, **options, stages_per_rank=stages_per_rank)

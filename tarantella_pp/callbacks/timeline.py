@@ -78,7 +78,7 @@ class Timeline(keras.callbacks.Callback):
         """
         self._recorder = Recorder(self._wanted)
         self._steps = ()
-        self._pipeline().engine.record(self._recorder)
+        self._engine().record(self._recorder)
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
 
@@ -89,7 +89,7 @@ class Timeline(keras.callbacks.Callback):
             epoch: Not used.
             logs: The logs of the epoch.
         """
-        ranks = self._pipeline().communicator.allgather_json(list(self._recorder.take_shares()))
+        ranks = self._engine().communicator.allgather_json(list(self._recorder.take_shares()))
         busy, wait = (sum(part) / len(ranks) for part in zip(*ranks, strict=True))
         if logs is not None:
             logs.update(bubble=1.0 - busy, busy=busy, wait=wait)
@@ -100,11 +100,11 @@ class Timeline(keras.callbacks.Callback):
         Args:
             logs: Not used.
         """
-        pipeline = self._pipeline()
-        pipeline.engine.record(None)
-        offset = clock_offset(pipeline.communicator)
-        self._steps = gather_steps(self._recorder.steps, offset, pipeline.communicator)
-        if self._path is not None and pipeline.prints:
+        engine = self._engine()
+        engine.record(None)
+        offset = clock_offset(engine.communicator)
+        self._steps = gather_steps(self._recorder.steps, offset, engine.communicator)
+        if self._path is not None and engine.prints:
             same = alike(self._steps)
             simulation = (simulated(same), same[-1].origin) if same else None
             write_trace(self._path, self._steps, simulation)
@@ -123,14 +123,14 @@ class Timeline(keras.callbacks.Callback):
             )
         Console().print(summary_table(same, simulated(same)))
 
-    def _pipeline(self) -> Any:
-        pipeline = getattr(self.model, "_pipeline", None)
-        if pipeline is None:
+    def _engine(self) -> Any:
+        engine = getattr(self.model, "_engine", None)
+        if engine is None:
             raise ConfigurationError(
                 "Timeline records the ranks of a tnt.PipelineModel. "
                 f"Received: a model of class {type(self.model).__name__}"
             )
-        return pipeline
+        return engine
 
 
 def with_trace(callbacks: Any, model: Any, environ: Mapping[str, str]) -> Any:

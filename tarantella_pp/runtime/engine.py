@@ -3,52 +3,42 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from tarantella_pp.errors import ConfigurationError
-from tarantella_pp.partition.extraction import ExtractedModel
+from tarantella_pp.partition.extraction import ExtractedModel, extract
+from tarantella_pp.partition.graph import LayerGraph
+from tarantella_pp.partition.plan import Plan
+from tarantella_pp.partition.plan_in_force import check_limit, plan_in_force
 from tarantella_pp.partition.plan_parts import OutputUse
+from tarantella_pp.planned_schedule import schedule_spec, search_limits, with_findings
 from tarantella_pp.runtime.communicator import Communicator
-from tarantella_pp.runtime.engine_options import EngineOptions
+from tarantella_pp.runtime.compilation import Compilation, expected_outputs
 from tarantella_pp.runtime.exchange import Exchange
 from tarantella_pp.runtime.execution import Execution
 from tarantella_pp.runtime.feed import Batch, Feed
 from tarantella_pp.runtime.interrupts import interrupts_put_off
-from tarantella_pp.runtime.keras_training import build_metrics
+from tarantella_pp.runtime.keras_training import standardize_inputs
 from tarantella_pp.runtime.layer_metrics import LayerMetrics
-from tarantella_pp.runtime.layout import links_of, stage_layouts
+from tarantella_pp.runtime.layout import StageLayout, links_of, stage_layouts
 from tarantella_pp.runtime.logits import find_activations
-from tarantella_pp.runtime.loss import BatchLoss
-from tarantella_pp.runtime.loss_probe import whole_batch_reason
 from tarantella_pp.runtime.news import News
-from tarantella_pp.runtime.outputs import pack_outputs, unpacked
+from tarantella_pp.runtime.outputs import pack_outputs
 from tarantella_pp.runtime.owners import Owners
-from tarantella_pp.runtime.programs import Programs, runs_all_forwards_first
 from tarantella_pp.runtime.reach import find_reach
-from tarantella_pp.runtime.recorded_execution import RecordedExecution
-from tarantella_pp.runtime.recording import (
-    LOGS,
-    SUMS,
-    TIES,
-    UPDATE,
-    Recorder,
-    StepRecord,
-    Unrecorded,
-)
+from tarantella_pp.runtime.recording import LOGS, SUMS, TIES, UPDATE, Recorder, StepRecord
 from tarantella_pp.runtime.rehearsal import Rehearsal
-from tarantella_pp.runtime.scoring import Scoring
+from tarantella_pp.runtime.remote_variables import Clock
 from tarantella_pp.runtime.stage import Stage
 from tarantella_pp.runtime.stage_probe import Pieces
 from tarantella_pp.runtime.step import BatchStep, micro_batch_sizes
-from tarantella_pp.runtime.structure import rebuild, tensors_in
 from tarantella_pp.runtime.tied_weights import TiedWeights, weights_of_several_ranks
 from tarantella_pp.runtime.tuning import Tuning
-from tarantella_pp.runtime.update import Update
-from tarantella_pp.schedule import SEARCHED, Schedule, ScheduleSpec
+from tarantella_pp.schedule import SEARCHED, Action, Schedule, ScheduleSpec, lower, validate
 
 
 class Engine:
@@ -57,15 +47,20 @@ class Engine:
     Args:
         model: The Keras model of the user's side: compiled loss, metrics and optimizer.
         extracted: The model's graph and calls.
-        assignment: Stage of each node.
-        num_micro_batches: Wanted number of micro-batches of a batch.
-        spec: Which schedule it runs, and on which rank each stage is.
+        plan: Which stage runs which node, and with which schedule.
         communicator: The ranks of the pipeline.
-        options: What else the user chose.
+        free_schedule: Whether another schedule may run where the loss needs the whole batch.
+        wire_dtype: The type in which floating point numbers cross from rank to rank; `None` for
+            their own.
+        clock: Counts the training steps of the model. Default: one that begins.
 
     Attributes:
         spec: The schedule by now; a schedule that is searched for changes.
+        placement: Rank of each stage.
+        stages: This rank's stages, by their numbers.
         owners: The ranks of the model's variables.
+        feed: Hands every rank its part of each batch.
+        logs: Keras' logs after the last step, the same on all ranks.
         fallbacks: Stages of any rank that could not be cut in three, and why, once trained.
         has_run: Whether stages have been traced, with their layers as they were.
     """
@@ -74,151 +69,151 @@ class Engine:
         self,
         model: Any,
         extracted: ExtractedModel,
-        assignment: Sequence[int],
-        num_micro_batches: int,
-        spec: ScheduleSpec,
+        plan: Plan,
         communicator: Communicator,
-        options: EngineOptions,
+        *,
+        free_schedule: bool = False,
+        wire_dtype: str | None = None,
+        clock: Clock | None = None,
     ) -> None:
+        self.extracted = extracted
+        self.communicator = communicator
+        self.free_schedule = free_schedule
+        self._wire_dtype = wire_dtype
+        self.clock = clock or Clock()
+        self.spec = schedule_spec(plan, communicator.size)
+        self.placement = self.spec.placement
+        self.logs: dict[str, Any] = {}
+        self.fallbacks: dict[int, str] = {}
+        self.has_run = False
         self._model = model
-        self._extracted = extracted
-        self._communicator = communicator
-        self._num_micro_batches = num_micro_batches
-        self.spec = spec
-        self._options = options
+        self._plan = plan
+        self._in_force: Plan | None = None
+        self._largest_batch = 0
+        graph, rank, last = extracted.graph, communicator.rank, self.placement[-1]
         self._layouts = stage_layouts(
-            extracted.graph, assignment, spec.num_stages, find_activations(extracted)
+            graph, plan.assignment, plan.num_stages, find_activations(extracted)
         )
-        self.placement = spec.placement
-        self.scorer = self.placement[-1]
-        places = {tensor: i for i, tensor in enumerate(extracted.graph.inputs)}
-        self._data = [[places[p.tensor] for p in layout.data] for layout in self._layouts]
+        self._data = _places_of_data(self._layouts, graph)
+        self.feed = Feed(
+            communicator,
+            _inputs_of_ranks(self._data, self.placement, communicator.size),
+            last,
+            functools.partial(standardize_inputs, model),
+        )
         self.stages = {
             layout.index: Stage(
                 layout,
                 [extracted.calls[node] for node in layout.nodes],
-                recompute=layout.index in options.recompute,
-                micro_batches=num_micro_batches,
+                recompute=layout.index in plan.recompute,
+                micro_batches=plan.num_micro_batches,
             )
             for layout in self._layouts
-            if self.placement[layout.index] == communicator.rank
+            if self.placement[layout.index] == rank
         }
         links = links_of(self._layouts)
-        self._exchange = Exchange(
-            communicator, extracted.graph, links, self.placement, wire_dtype=options.wire_dtype
-        )
-        self._execution = Execution(self.stages, self._exchange)
+        self._links = [(link.source, link.target) for link in links]
+        self._gradient_links = [(link.source, link.target) for link in links if link.gradients]
+        self._schedules: dict[tuple[ScheduleSpec | None, int], Schedule] = {}
+        exchange = Exchange(communicator, graph, links, self.placement, wire_dtype=wire_dtype)
+        self._execution = Execution(self.stages, exchange, Recorder(1))
         self._rehearsal = Rehearsal(
-            self._layouts, self.stages, self._exchange, self.placement, communicator
+            self._layouts, self.stages, exchange, self.placement, communicator
         )
         self._rehearsed: set[tuple[bool, bool]] = set()
-        self.owners = Owners(extracted, assignment, self.placement, communicator.rank)
-        tied = weights_of_several_ranks(extracted, self.owners)
-        self._ties = TiedWeights(tied, communicator)
-        self._programs = Programs(self.placement, links)
+        self.owners = Owners(extracted, plan.assignment, self.placement, rank)
+        self._ties = TiedWeights(weights_of_several_ranks(extracted, self.owners), communicator)
         self._tuning: Tuning | None = None
-        if spec.name == SEARCHED and spec.custom is None:
-            limit = options.in_flight_limit or (num_micro_batches,) * spec.num_stages
-            self._tuning = Tuning(spec, num_micro_batches, limit, communicator)
-        self.record(None)
-        self._news = News(communicator, self.scorer)
-        self._layer_metrics = LayerMetrics(extracted, assignment, self.placement)
+        if self.spec.name == SEARCHED and self.spec.custom is None:
+            limits = search_limits(plan)
+            self._tuning = Tuning(self.spec, plan.num_micro_batches, limits, communicator)
+        self._news = News(communicator, last)
+        self._layer_metrics = LayerMetrics(extracted, plan.assignment, self.placement)
         self._metrics_differ = False
-        self._scoring: Scoring | None = None
-        self._loss: BatchLoss | None = None
-        self._coupling: str | None = None
-        self._update: Update | None = None
-        self._reach_known = False
-        self._has_loss = False
-        self._outputs_for: dict[bytes, str | None] = {}
+        self._compilation: Compilation | None = None
         self._exchanges = False
-        self.fallbacks: dict[int, str] = {}
-        self.has_run = False
 
-    def feed(self, standardize: Callable[[Any], list[tf.Tensor]]) -> Feed:
-        """Makes the feed that hands every rank its part of each batch.
+    @property
+    def plan(self) -> Plan:
+        """The plan in force, with what is known by now of the schedule and of the stages."""
+        if self._in_force is None and self._model.compiled:
+            outputs = expected_outputs(self._model, self.extracted)
+            self._in_force = self._plan_for(self._plan.batch_size, outputs)
+        return with_findings(self._in_force or self._plan, self.spec, self.fallbacks)
 
-        Args:
-            standardize: Makes the flat list of model inputs of what the data set gives for `x`.
-        """
-        needs: list[set[int]] = [set() for _ in range(self._communicator.size)]
-        for stage, places in enumerate(self._data):
-            needs[self.placement[stage]].update(places)
-        return Feed(self._communicator, [sorted(n) for n in needs], self.scorer, standardize)
+    @property
+    def prints(self) -> bool:
+        """Whether this rank shows progress and writes files: the last one."""
+        return self.communicator.rank == self.communicator.size - 1
 
     def train(self, batch: Batch) -> dict[str, Any]:
-        """Runs one training step; returns Keras' logs, the same on all ranks."""
+        """Trains one batch; returns Keras' logs, the same on all ranks.
+
+        Args:
+            batch: This rank's part of it.
+
+        Raises:
+            PlanError: On all ranks, if a stage would need more memory than it may have.
+        """
+        compiled = self._compiled_for(batch)
+        self._require_memory(batch, compiled)
+        recorder, update = self._execution.recorder, compiled.update
         with self._whole_or_nothing():
             self._rehearse(batch, training=True)
-            with self._recorder.step():
-                logs = self._train(batch)
-        if self._tuning is not None and isinstance(self._recorder, Recorder):
-            self._learn(self._tuning, self._recorder.last)
-        return logs
-
-    def _train(self, batch: Batch) -> dict[str, Any]:
-        update = self._prepare(batch)
-        pieces = self._pieces(batch)
-        spec = self._training_spec(len(pieces.sizes))
-        schedule = self._programs.training(spec, len(pieces.sizes))
-        step = BatchStep(
-            batch, pieces, self._data, self._scoring, self._loss, training=True,
-            coupled=self._coupling is not None, by_parts=self._metrics_by_parts(batch),
-            penalty=update.penalty(), report=self._report,
-            update=update.ahead if self._reach_known else None,
-        )  # fmt: skip
-        self._recorder.runs(schedule, batch.rows)
-        self._run(schedule, step)
-        self._require_loss(update, training=True)
-        if not self._reach_known:
-            self._find_reach()
-            self._find_fallbacks()
-        if update.multiplies:
-            with self._recorder.span(SUMS):
-                update.finish_sums()
-        with self._exchange_of_ties():
-            gradients = update.gather()
-        with self._recorder.span(UPDATE):
-            update.apply(gradients)
-        with self._recorder.span(LOGS):
-            logs = self._logs("train", step)
-        with self._exchange_of_ties():
-            self._ties.refresh()
-        return logs
+        self.clock.steps += 1
+        with self._whole_or_nothing(), recorder.step():
+            step = self._step(batch, compiled, training=True)
+            schedule = self._schedule(self._training_spec(step, compiled), len(step.pieces.sizes))
+            recorder.runs(schedule, batch.rows)
+            self._execution.run(self._begin(schedule), step.rows, step)
+            self._require_loss(compiled, training=True)
+            if not compiled.reach_known:
+                self._find_reach(compiled)
+                self._find_fallbacks()
+            if update.multiplies:
+                with recorder.span(SUMS):
+                    update.finish_sums()
+            with self._exchange_of_ties():
+                gradients = update.gather()
+            with recorder.span(UPDATE):
+                update.apply(gradients)
+            with recorder.span(LOGS):
+                self.logs = self._share_logs("train", step)
+            with self._exchange_of_ties():
+                self._ties.refresh()
+        self._learn(recorder.last)
+        return self.logs
 
     def test(self, batch: Batch) -> dict[str, Any]:
-        """Runs one evaluation step; returns Keras' logs, the same on all ranks."""
+        """Evaluates one batch; returns Keras' logs, the same on all ranks."""
         with self._whole_or_nothing():
             self._rehearse(batch, training=False)
-            update = self._prepare(batch)
-            pieces = self._pieces(batch)
-            step = BatchStep(
-                batch, pieces, self._data, self._scoring, self._loss, training=False,
-                coupled=self._coupling is not None, by_parts=self._metrics_by_parts(batch),
-                penalty=update.penalty(), report=self._report,
-            )  # fmt: skip
-            self._run(self._programs.inference(len(pieces.sizes)), step)
-            self._require_loss(update, training=False)
-            return self._logs("test", step)
+            compiled = self._compiled_for(batch)
+            step = self._step(batch, compiled, training=False)
+            schedule = self._schedule(None, len(step.pieces.sizes))
+            self._execution.run(self._begin(schedule), step.rows, step)
+            self._require_loss(compiled, training=False)
+            self.logs = self._share_logs("test", step)
+        return self.logs
 
     def predict(self, batch: Batch) -> Any:
-        """Runs one prediction step; returns the model's outputs, on all ranks."""
-        pieces = self._pieces(batch)
-        step = BatchStep(batch, pieces, self._data, None, None, training=False)
+        """Predicts one batch; returns the model's outputs, on all ranks."""
+        step = BatchStep(batch, self._pieces(batch), self._data, None, None, training=False)
         with self._whole_or_nothing():
             self._rehearse(batch, training=False)
             self._metrics_differ |= self._layer_metrics.exist
-            self._run(self._programs.inference(len(pieces.sizes)), step)
+            schedule = self._schedule(None, len(step.pieces.sizes))
+            self._execution.run(self._begin(schedule), step.rows, step)
             parts = zip(*step.results, strict=True) if self._news.is_source else ()
             results = self._news.share_tensors([tf.concat(part, 0) for part in parts])
         values = dict(zip(self._layouts[-1].results, results, strict=True))
-        return pack_outputs(self._extracted, values, self._layouts[-1].activations)
+        return pack_outputs(self.extracted, values, self._layouts[-1].activations)
 
     @property
     def sees_batch_at_once(self) -> bool:
         """Whether all outputs of a batch are there before the schedule asks for the loss."""
-        schedule = self._programs.training(self.spec, self._num_micro_batches)
-        return runs_all_forwards_first(schedule, len(self._layouts) - 1)
+        schedule = self._schedule(self.spec, self._plan.num_micro_batches)
+        return schedule.runs_all_forwards_first(len(self._layouts) - 1)
 
     def share_metrics(self) -> None:
         """Gives every rank the state of all metrics, if they have changed; all must call it."""
@@ -227,42 +222,63 @@ class Engine:
         for metric in self._model.metrics:
             for variable in metric.variables:
                 owner = self._layer_metrics.owner(variable)
-                self._news.share_variable(variable, self.scorer if owner is None else owner)
+                self._news.share_variable(variable, self.placement[-1] if owner is None else owner)
         self._metrics_differ = False
 
     def forget_compilation(self) -> None:
         """Makes the next step look at the model's loss, metrics and optimizer anew."""
-        self._scoring = None
-        self._loss = None
-        self._update = None
-        self._reach_known = False
-        self._has_loss = False
-        self._outputs_for.clear()
+        self._in_force, self._largest_batch = None, 0
+        self._compilation = None
         self._news.forget_names()
+
+    def up_to_date(self) -> Engine:
+        """Returns this engine, or one like it if its stages have run or weights were frozen.
+
+        As in plain Keras stages are traced with their layers as they are, so what has been frozen
+        since, or changed in another way, takes effect in new ones.
+
+        Raises:
+            PlanError: If layers have come or gone since the plan was made.
+        """
+        pairs = zip(self.extracted.graph.weights, self.extracted.variables, strict=True)
+        same = all(weight.trainable == bool(variable.trainable) for weight, variable in pairs)
+        if same and not self.has_run:
+            return self
+        extracted = extract(self.extracted.model)
+        self._plan.check(extracted.graph)
+        return Engine(
+            self._model, extracted, with_findings(self._plan, self.spec, {}), self.communicator,
+            free_schedule=self.free_schedule, wire_dtype=self._wire_dtype, clock=self.clock,
+        )  # fmt: skip
 
     def record(self, recorder: Recorder | None) -> None:
         """Makes training steps tell when they do what.
 
         Args:
-            recorder: Where it is noted; `None` to take no more notes.
+            recorder: Where it is noted; `None` to keep no more than the last step.
         """
-        self._asked = recorder
-        if recorder is None and self._tuning is not None:
-            recorder = Recorder(1)
-        if recorder is None:
-            self._recorder = Unrecorded()
-            self._training = self._execution
-        else:
-            self._recorder = recorder
-            self._training = RecordedExecution(self.stages, self._exchange, recorder)
+        self._execution.recorder = recorder or Recorder(1)
 
-    def _learn(self, tuning: Tuning, step: StepRecord) -> None:
+    def _learn(self, step: StepRecord) -> None:
         """Goes on with the schedule that the steps so far lead to, once there are enough."""
-        found = tuning.learn(step)
+        found = None if self._tuning is None else self._tuning.learn(step)
         if found is not None:
             self.spec = found
             self._tuning = None
-            self.record(self._asked)
+
+    def _schedule(self, spec: ScheduleSpec | None, count: int) -> Schedule:
+        """The schedule of a step with its messages, which has passed all laws.
+
+        Args:
+            spec: Which schedule; `None` for forward passes only.
+            count: Number of micro-batches.
+        """
+        if (spec, count) not in self._schedules:
+            plain = self.spec.make_inference(count) if spec is None else spec.make(count)
+            lowered = lower(plain, self._links, self._gradient_links)
+            validate(lowered)
+            self._schedules[spec, count] = lowered
+        return self._schedules[spec, count]
 
     def _rehearse(self, batch: Batch, training: bool) -> None:
         """Tries the stages out before the first step of a kind.
@@ -281,24 +297,36 @@ class Engine:
             raise error
         self._rehearsed.add(kind)
 
-    def _run(self, schedule: Schedule, step: BatchStep) -> None:
-        self.has_run = True
-        program = schedule.actions[self._communicator.rank]
-        execution = self._training if step.training else self._execution
-        self._exchanges = True
-        execution.run(program, dict(enumerate(step.pieces.sizes)), step)
+    def _begin(self, schedule: Schedule) -> Sequence[Action]:
+        """This rank's actions; from now on an error may leave others with half a step."""
+        self.has_run = self._exchanges = True
+        return schedule.actions[self.communicator.rank]
 
-    def _require_loss(self, update: Update, training: bool) -> None:
+    def _step(self, batch: Batch, compiled: Compilation, *, training: bool) -> BatchStep:
+        """A step with loss and metrics."""
+        ahead = compiled.update.ahead if training and compiled.reach_known else None
+        return BatchStep(
+            batch, self._pieces(batch), self._data, compiled.scoring, compiled.loss, training,
+            coupled=compiled.coupling is not None,
+            by_parts=compiled.why_whole(batch) is None,
+            penalty=compiled.update.penalty(), report=self._report, update=ahead,
+        )  # fmt: skip
+
+    def _pieces(self, batch: Batch) -> Pieces:
+        sizes = micro_batch_sizes(batch.rows, self._plan.num_micro_batches)
+        return Pieces(sizes, self.communicator.size == 1 and len(self._layouts) == 1)
+
+    def _require_loss(self, compiled: Compilation, training: bool) -> None:
         """Refuses, as Keras does, a step of which nothing is the loss."""
-        if self._model.loss is not None or self._has_loss:
+        if self._model.loss is not None or compiled.has_loss:
             return
         added = any(stage.body.added_by[training] for stage in self.stages.values())
-        if not any(self._communicator.allgather_json(added or update.penalizes)):
+        if not any(self.communicator.allgather_json(added or compiled.update.penalizes)):
             raise ConfigurationError(
                 "No loss to compute. Provide a `loss` argument in `compile()`, or layers that add "
                 "losses. Received: loss=None"
             )
-        self._has_loss = True
+        compiled.has_loss = True
 
     @contextlib.contextmanager
     def _whole_or_nothing(self) -> Iterator[None]:
@@ -308,27 +336,26 @@ class Engine:
         whether they have updated their weights, is not known.
         """
         self._exchanges = False
-        alone = self._communicator.size == 1
+        alone = self.communicator.size == 1
         try:
             with interrupts_put_off() if alone else contextlib.nullcontext():
                 yield
         except BaseException as error:
-            for execution in (self._execution, self._training):
-                execution.clear()
+            self._execution.clear()
             for stage in self.stages.values():
                 stage.clear()
-            if self._update is not None:
-                self._update.clear(error)
-            if self._scoring is not None:
-                self._scoring.metrics.clear()
+            if self._compilation is not None:
+                self._compilation.clear(error)
             if self._exchanges:
-                self._communicator.breaks(error)
+                self.communicator.breaks(error)
             raise
 
     def _exchange_of_ties(self) -> contextlib.AbstractContextManager[None]:
-        return self._recorder.span(TIES) if self._ties.exist else contextlib.nullcontext()
+        if not self._ties.exist:
+            return contextlib.nullcontext()
+        return self._execution.recorder.span(TIES)
 
-    def _logs(self, kind: str, step: BatchStep) -> dict[str, Any]:
+    def _share_logs(self, kind: str, step: BatchStep) -> dict[str, Any]:
         logs: Mapping[str, Any] = {}
         if self._news.is_source:
             losses, metrics = self._news.reports(self._layer_metrics.size)
@@ -338,91 +365,68 @@ class Engine:
         return self._news.share_logs(kind, logs)
 
     def _report(self, added: tf.Tensor) -> None:
-        rank = self._communicator.rank
+        rank = self.communicator.rank
         self._news.report(added, self._layer_metrics.state(rank))
 
-    def _find_reach(self) -> None:
-        scored = self._loss.reached if self._loss is not None else ()
-        find_reach(self._layouts, self.stages, self.placement, self._communicator, scored)
-        self._reach_known = True
+    def _find_reach(self, compiled: Compilation) -> None:
+        scored = compiled.loss.reached if compiled.loss is not None else ()
+        find_reach(self._layouts, self.stages, self.placement, self.communicator, scored)
+        compiled.reach_known = True
 
     def _find_fallbacks(self) -> None:
         """Learns on every rank which stages could not be cut."""
         mine = {str(i): stage.fallback for i, stage in self.stages.items() if stage.fallback}
-        for theirs in self._communicator.allgather_json(mine):
+        for theirs in self.communicator.allgather_json(mine):
             self.fallbacks.update({int(i): reason for i, reason in theirs.items()})
 
-    def _pieces(self, batch: Batch) -> Pieces:
-        sizes = micro_batch_sizes(batch.rows, self._num_micro_batches)
-        return Pieces(sizes, self._communicator.size == 1 and len(self._layouts) == 1)
+    def _compiled_for(self, batch: Batch) -> Compilation:
+        """Loss, metrics and optimizer, which the first batch after `compile` tells the rest of."""
+        if self._compilation is None:
+            self._compilation = Compilation(
+                self._model, self.extracted, batch,
+                layout=self._layouts[-1], scorer=self.placement[-1],
+                bodies={i: stage.body for i, stage in self.stages.items()},
+                owners=self.owners, ties=self._ties, communicator=self.communicator,
+            )  # fmt: skip
+        return self._compilation
 
-    def _prepare(self, batch: Batch) -> Update:
-        """Builds metrics on every rank alike, loss and optimizer where they are needed."""
-        if self._update is None:
-            y, weight = (_symbolic(description) for description in batch.targets)
-            build_metrics(self._model, y, unpacked(self._extracted.outputs_struct), weight)
-            self._coupling = whole_batch_reason(self._model._compile_loss, self._extracted, y)
-            bodies = {i: stage.body for i, stage in self.stages.items()}
-            if self._news.is_source:
-                layout = self._layouts[-1]
-                self._scoring = Scoring(self._model, self._extracted, layout)
-                self._loss = BatchLoss(self._model, self._extracted, layout)
-            weights = self._model.trainable_variables
-            optimizer = self._model.optimizer
-            self._update = Update(optimizer, bodies, weights, self.owners, self._ties)
-        return self._update
+    def _require_memory(self, batch: Batch, compiled: Compilation) -> None:
+        """Refuses a batch for which a stage needs more memory than it may have."""
+        if batch.rows > self._largest_batch:
+            plan = self._plan_for(batch.rows, compiled.outputs(batch))
+            check_limit(plan, self._plan.batch_size)
+            self._in_force, self._largest_batch = plan, batch.rows
 
-    def output_use(self, batch: Batch) -> OutputUse:
-        """What loss and metrics need of the model's outputs; all ranks must call it.
+    def _plan_for(self, batch_size: int, outputs: OutputUse) -> Plan:
+        """What the plan comes to for a batch and for what is computed of the outputs."""
+        held = None
+        if outputs.loss_at_once is not None and self.free_schedule:
+            held = self._gpipe.in_flight(self._plan.num_micro_batches)
+        return plan_in_force(self._plan, self.extracted.graph, batch_size, outputs, held)
 
-        Args:
-            batch: A batch with its targets.
-        """
-        self._prepare(batch)
-        metrics = self._model._compile_metrics is not None
-        self._metrics_by_parts(batch)
-        return OutputUse(self._coupling, self._outputs_for[batch.signature], metrics)
+    def _training_spec(self, step: BatchStep, compiled: Compilation) -> ScheduleSpec:
+        """What a training step runs."""
+        if compiled.coupling is not None and len(step.pieces.sizes) > 1 and self.free_schedule:
+            return self._gpipe
+        return self.spec if self._tuning is None else self._tuning.spec
 
     @property
-    def is_compiled(self) -> bool:
-        """Whether the model has a loss and metrics to train with."""
-        return bool(self._model.compiled)
-
-    def expected_output_use(self) -> OutputUse:
-        """What loss and metrics need of the outputs as far as it is known before the first batch.
-
-        Metrics are expected not to need those of the whole batch, as hardly any does.
-        """
-        reason = whole_batch_reason(self._model._compile_loss, self._extracted)
-        return OutputUse(reason, None, self._model._compile_metrics is not None)
-
-    def held(self, outputs: OutputUse) -> tuple[int, ...] | None:
-        """How many micro-batches each stage holds, if another schedule runs than the plan's.
-
-        Args:
-            outputs: What loss and metrics need of the model's outputs.
-        """
-        if outputs.loss_at_once is None or not self._options.free_schedule:
-            return None
-        spec = ScheduleSpec("gpipe", len(self._layouts), self._communicator.size)
-        return spec.in_flight(self._num_micro_batches)
-
-    def _metrics_by_parts(self, batch: Batch) -> bool:
-        """Whether metrics are updated with each micro-batch, which all ranks learn."""
-        if batch.signature not in self._outputs_for:
-            reason = None if self._scoring is None else self._scoring.why_whole(batch)
-            reason = self._communicator.broadcast_json(reason, self.scorer)
-            self._outputs_for[batch.signature] = reason
-        return self._outputs_for[batch.signature] is None
-
-    def _training_spec(self, count: int) -> ScheduleSpec:
-        """What a training step of so many micro-batches runs."""
-        spec = self.spec if self._tuning is None else self._tuning.spec
-        if self._coupling is None or count == 1 or not self._options.free_schedule:
-            return spec
-        return ScheduleSpec("gpipe", len(self._layouts), self._communicator.size)
+    def _gpipe(self) -> ScheduleSpec:
+        """What runs where the loss needs the whole batch."""
+        return ScheduleSpec("gpipe", len(self._layouts), self.communicator.size)
 
 
-def _symbolic(description: Any) -> Any:
-    leaves = [keras.KerasTensor(shape, dtype) for shape, dtype in tensors_in(description)]
-    return rebuild(description, leaves)
+def _places_of_data(layouts: Sequence[StageLayout], graph: LayerGraph) -> list[list[int]]:
+    """For each stage, the positions of the model inputs that it uses."""
+    places = {tensor: i for i, tensor in enumerate(graph.inputs)}
+    return [[places[port.tensor] for port in layout.data] for layout in layouts]
+
+
+def _inputs_of_ranks(
+    data: Sequence[Sequence[int]], placement: Sequence[int], num_ranks: int
+) -> list[list[int]]:
+    """For each rank, the positions of the model inputs that its stages use."""
+    needs: list[set[int]] = [set() for _ in range(num_ranks)]
+    for rank, places in zip(placement, data, strict=True):
+        needs[rank].update(places)
+    return [sorted(places) for places in needs]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from tarantella_pp.runtime.exchange import Exchange
 from tarantella_pp.runtime.layout import Port, StageLayout
+from tarantella_pp.runtime.recording import METRICS, SUMS, UPDATE, Recorder, Span
 from tarantella_pp.schedule import Action, Compute, Direction, Message, Transfer
 
 if TYPE_CHECKING:
@@ -66,18 +68,25 @@ class Step(Protocol):
 class Execution:
     """Interprets a schedule's actions on the stages of one rank.
 
+    It notes when each begins and ends. On a GPU a computation ends when it has been handed over,
+    as far as these notes can tell.
+
     Args:
         stages: This rank's stages.
         exchange: Its messages.
+        recorder: Where to note.
     """
 
-    def __init__(self, stages: Mapping[int, Stage], exchange: Exchange) -> None:
+    def __init__(self, stages: Mapping[int, Stage], exchange: Exchange, recorder: Recorder) -> None:
+        self.recorder = recorder
         self._stages = stages
         self._exchange = exchange
         self._activations: dict[Message, Sequence[tf.Tensor]] = {}
         self._gradients: dict[Message, Sequence[tf.Tensor]] = {}
         self._awaited: dict[tuple[Direction, Message], Transfer] = {}
-        self._left: Counter[str | int] = Counter()
+        self._waits_since = 0.0
+        self._sends_left = 0
+        self._backwards_left: Counter[int] = Counter()
         self._step: Step
 
     def run(self, program: Sequence[Action], rows: Mapping[int, int], step: Step) -> None:
@@ -90,16 +99,33 @@ class Execution:
         """
         self.clear()
         self._exchange.begin(program, rows)
-        self._step, self._left = step, Counter(map(_goal, program))
+        self._step = step
+        self._sends_left = sum(isinstance(a, Transfer) and a.operation == "S" for a in program)
+        computations = [action for action in program if isinstance(action, Compute)]
+        self._backwards_left = Counter(a.stage for a in computations if a.kind in ("W", "BW"))
+        forwards_left = sum(action.kind == "F" for action in computations)
         for action in program:
-            if isinstance(action, Compute):
-                self._compute(action, step)
-            else:
+            if isinstance(action, Transfer):
                 self._transfer(action)
-            goal = _goal(action)
-            self._left[goal] -= 1
-            if goal == "F" and not self._left[goal]:
-                step.forwards_done()
+                continue
+            stage = self._stages[action.stage]
+            self._noted(SUMS, stage.keep_up)  # only now, for others wait for what was computed
+            self._noted(METRICS, step.keep_up)
+            arrived = self._await_messages(stage.layout, action)
+            start = time.perf_counter()
+            if action.kind == "F":
+                self._forward(stage, action.micro_batch, arrived, step)
+            elif action.kind == "W":
+                stage.backward_weight(action.micro_batch)
+            else:
+                self._backward(stage, action, arrived, step)
+            self.recorder.spans.append(Span(action, start, time.perf_counter()))
+            if action.kind == "F":
+                forwards_left -= 1
+                if not forwards_left:
+                    step.forwards_done()
+            elif action.kind != "B":
+                self._backwards_left[action.stage] -= 1
 
     def clear(self) -> None:
         """Drops what is left of a step that did not end."""
@@ -108,48 +134,48 @@ class Execution:
         self._awaited.clear()
 
     def _transfer(self, action: Transfer) -> None:
-        if action.operation == "S":
-            self._send(action)
-        else:
+        """Sends a message, or notes that one will come."""
+        if action.operation == "R":
             self._exchange.expect(action)
             self._awaited[action.direction, action.message] = action
-
-    def _send(self, action: Transfer) -> None:
+            return
+        start = time.perf_counter()
         kept = self._activations if action.direction == "F" else self._gradients
         self._exchange.send(action, kept.pop(action.message))
+        self._sends_left -= 1
+        self.recorder.spans.append(Span(action, start, time.perf_counter()))
 
     def _receive(self, action: Transfer) -> Sequence[tf.Tensor]:
-        return self._exchange.receive(action, self._work_ahead)
+        self._waits_since = time.perf_counter()
+        arrived = self._exchange.receive(action, self._work_ahead)
+        self.recorder.spans.append(Span(action, self._waits_since, time.perf_counter()))
+        return arrived
 
     def _work_ahead(self) -> bool:
         """Does some of what can be done while waiting; returns whether there was any."""
-        return self._score_ahead() or self._multiply_ahead() or self._update_ahead()
-
-    def _score_ahead(self) -> bool:
-        return self._step.work_ahead()
+        return (
+            self._noted(METRICS, self._step.work_ahead)
+            or self._noted(SUMS, self._multiply_ahead)
+            or self._noted(UPDATE, self._update_ahead)
+        )
 
     def _multiply_ahead(self) -> bool:
         return any(stage.work_ahead() for stage in self._stages.values())
 
     def _update_ahead(self) -> bool:
-        if self._left["S"]:  # others would wait for this rank
+        if self._sends_left:  # others would wait for this rank
             return False
-        done = (stage for stage in self._stages if not self._left[stage])
+        done = (stage for stage in self._stages if not self._backwards_left[stage])
         return any(map(self._step.update, done))
 
-    def _keep_up(self, stage: Stage) -> bool:
-        """Does what must not be left for later; returns whether there was any."""
-        return stage.keep_up()
-
-    def _keep_up_scores(self) -> bool:
-        return self._step.keep_up()
-
-    def _compute(self, action: Compute, step: Step) -> None:
-        stage = self._stages[action.stage]
-        self._keep_up(stage)  # only now, for others wait for what was computed before
-        self._keep_up_scores()
-        arrived = self._await_messages(stage.layout, action)
-        self._perform(stage, action, arrived, step)
+    def _noted(self, name: str, work: Callable[[], bool]) -> bool:
+        """Notes some work that is no action of the schedule, if there was any."""
+        start = time.perf_counter()
+        found = work()
+        if found:
+            self._waits_since = time.perf_counter()
+            self.recorder.spans.append(Span(name, start, self._waits_since))
+        return found
 
     def _await_messages(self, layout: StageLayout, action: Compute) -> list[tf.Tensor]:
         """The tensors that a computation needs of other stages, once all of them are here."""
@@ -170,17 +196,6 @@ class Execution:
         if action is not None:
             return self._receive(action)
         return (self._activations if direction == "F" else self._gradients).pop(message)
-
-    def _perform(
-        self, stage: Stage, action: Compute, arrived: Sequence[tf.Tensor], step: Step
-    ) -> None:
-        """Runs a computation all of whose messages have arrived."""
-        if action.kind == "F":
-            self._forward(stage, action.micro_batch, arrived, step)
-        elif action.kind == "W":
-            stage.backward_weight(action.micro_batch)
-        else:
-            self._backward(stage, action, arrived, step)
 
     def _forward(self, stage: Stage, key: int, arrived: Sequence[tf.Tensor], step: Step) -> None:
         layout = stage.layout
@@ -213,15 +228,6 @@ class Execution:
             if link.gradients:
                 message = (link.target, link.source, key)
                 self._gradients[message] = _pick(gradients, link.gradients)
-
-
-def _goal(action: Action) -> str | int:
-    """What an action brings nearer: the end of all sends or forwards, or of a stage's backwards."""
-    if not isinstance(action, Compute):
-        return action.operation
-    if action.kind in ("W", "BW"):
-        return action.stage
-    return action.kind
 
 
 def _pick(values: Values, ports: Sequence[Port]) -> list[tf.Tensor]:

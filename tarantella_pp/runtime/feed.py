@@ -70,35 +70,33 @@ class Feed:
         self._known: bytes = b""
         self._signature: Any = None
 
-    def batches(self, source: Iterator[Any] | None) -> Iterator[Batch]:
+    def batches(self, source: Iterator[Any] | None) -> Batches:
         """Iterates over the batches of one epoch, on all ranks together.
 
         Args:
             source: What the data set gives, on the reader; ignored elsewhere.
+        """
+        return Batches(self, iter(source or ()))
 
-        Yields:
-            This rank's part of each batch.
+    def next(self, source: Iterator[Any]) -> Batch | None:
+        """Returns this rank's part of the next batch; `None` after the last one.
+
+        Args:
+            source: What the data set gives, on the reader; ignored elsewhere.
 
         Raises:
             ConfigurationError: If the reader could not read a batch, on the other ranks.
         """
-        if self._communicator.rank == READER:
-            yield from self._read(iter(source or ()))
-        else:
-            while (batch := self._receive()) is not None:
-                yield batch
-
-    def _read(self, source: Iterator[Any]) -> Iterator[Batch]:
-        while True:
-            try:
-                batch = self._distribute(next(source))
-            except (StopIteration, tf.errors.OutOfRangeError):
-                self._announce(_END, b"")
-                return
-            except Exception as error:
-                self._announce(_FAILED, f"{type(error).__name__}: {error}".encode())
-                raise
-            yield batch
+        if self._communicator.rank != READER:
+            return self._receive()
+        try:
+            return self._distribute(next(source))
+        except (StopIteration, tf.errors.OutOfRangeError):
+            self._announce(_END, b"")
+            return None
+        except Exception as error:
+            self._announce(_FAILED, f"{type(error).__name__}: {error}".encode())
+            raise
 
     def _distribute(self, data: Any) -> Batch:
         x, y, weight = keras.utils.unpack_x_y_sample_weight(_without_optionals(data))
@@ -170,6 +168,33 @@ class Feed:
 
     def _get(self, specs: Sequence[TensorSpec], tag: int) -> list[np.ndarray[Any, Any]]:
         return self._communicator.post_receive(specs, READER, tag, label="data").wait()
+
+
+class Batches:
+    """The batches of one epoch, as this rank gets them.
+
+    Args:
+        feed: Hands every rank its part.
+        source: What the data set gives, on the reader; ignored elsewhere.
+    """
+
+    def __init__(self, feed: Feed, source: Iterator[Any]) -> None:
+        self._feed = feed
+        self._source = source
+        self._ended = False
+
+    def __iter__(self) -> Batches:
+        return self
+
+    def __next__(self) -> Batch:
+        batch: Batch | None = None
+        try:
+            batch = None if self._ended else self._feed.next(self._source)
+        finally:
+            self._ended = batch is None
+        if batch is None:
+            raise StopIteration
+        return batch
 
 
 def _dense(value: Any, what: str) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableSequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import NamedTuple
@@ -16,6 +16,8 @@ from tarantella_pp.schedule import Action, Compute, Schedule, Transfer
 UPDATE, LOGS, TIES, SUMS = "update", "logs", "tied weights", "gradient sums"
 METRICS = "metrics"
 """Names of the spans of a step that are no actions of its schedule."""
+MOST_SHARES = 1000
+"""Of how many of the last steps it is known how long the rank computed and waited."""
 
 
 class Span(NamedTuple):
@@ -70,31 +72,7 @@ class Shares(NamedTuple):
     wait: float
 
 
-class Unrecorded:
-    """Takes no notes: what stands in for a `Recorder` where nobody has asked for one."""
-
-    def step(self) -> contextlib.AbstractContextManager[None]:
-        """Is around each training step."""
-        return contextlib.nullcontext()
-
-    def runs(self, schedule: Schedule, rows: int) -> None:
-        """Is told what the current step runs.
-
-        Args:
-            schedule: The schedule with its messages.
-            rows: Samples of the batch.
-        """
-
-    def span(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """Is around a part of a step that is no action of its schedule.
-
-        Args:
-            what: Name of it.
-        """
-        return contextlib.nullcontext()
-
-
-class Recorder(Unrecorded):
+class Recorder:
     """Notes what this rank does in its training steps.
 
     Of every step it keeps how long the rank computed and waited, of some all that happened.
@@ -115,8 +93,8 @@ class Recorder(Unrecorded):
         self._numbers = None if isinstance(steps, int) else steps
         self._kept: deque[StepRecord] = deque(maxlen=steps if isinstance(steps, int) else None)
         self._count = 0
-        self._begun: list[tuple[float, float, float, float]] = []
-        self.spans: list[Span] = []
+        self._begun: deque[tuple[float, float, float, float]] = deque(maxlen=MOST_SHARES)
+        self.spans: MutableSequence[Span] = deque(maxlen=0)
         self._current = StepRecord(0, 0.0, 0.0)
 
     @property
@@ -135,7 +113,10 @@ class Recorder(Unrecorded):
         start = time.perf_counter()
         self._current = step = StepRecord(self._count, start, start)
         self.spans = step.spans
-        yield
+        try:
+            yield
+        finally:
+            self.spans = deque(maxlen=0)  # evaluation and prediction are not recorded
         step.end = time.perf_counter()
         self._count += 1
         self._begun.append((step.start, step.end, step.seconds(True), step.seconds(False)))
@@ -157,10 +138,12 @@ class Recorder(Unrecorded):
     def take_shares(self) -> Shares:
         """Returns how this rank spent its time since the last call, by the median of its steps.
 
-        A step lasts until the next one begins, the last one until its own end. The median leaves
-        out the steps in which TensorFlow traces its functions.
+        Of the last thousand, if there were more. A step lasts until the next one begins, the last
+        one until its own end. The median leaves out the steps in which TensorFlow traces its
+        functions.
         """
-        steps, self._begun = self._begun, []
+        steps = list(self._begun)
+        self._begun.clear()
         if not steps:
             return Shares(0.0, 0.0)
         ends = [*(step[0] for step in steps[1:]), steps[-1][1]]

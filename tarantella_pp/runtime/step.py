@@ -85,6 +85,11 @@ class BatchStep:
         self._coefficients: list[list[tf.Tensor]] | None = None
         self._gradients: list[Mapping[Port, tf.Tensor]] | None = None
 
+    @property
+    def rows(self) -> dict[int, int]:
+        """Number of samples of each micro-batch."""
+        return dict(enumerate(self._sizes))
+
     def data(self, stage: int, micro_batch: int) -> Sequence[tf.Tensor]:
         """The model inputs of a stage."""
         return [self._pieces[i][micro_batch] for i in self._data[stage]]

@@ -109,6 +109,13 @@ class Schedule:
             )
         return self._in_flight[stage]
 
+    def runs_all_forwards_first(self, stage: int) -> bool:
+        """Returns whether `stage` has all its forwards behind it before its first backward."""
+        own = self.actions[self.placement[stage]]
+        kinds = [a.kind for a in own if isinstance(a, Compute) and a.stage == stage]
+        forwards = kinds.count("F")
+        return kinds[:forwards] == ["F"] * forwards
+
     @cached_property
     def _in_flight(self) -> tuple[int, ...]:
         """The peak of each stage."""

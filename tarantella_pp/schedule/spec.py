@@ -120,6 +120,16 @@ class ScheduleSpec:
         )
         return replace(made, name=self.name)
 
+    def make_inference(self, num_micro_batches: int) -> Schedule:
+        """Makes the schedule of a step that runs forward only, computations only.
+
+        Args:
+            num_micro_batches: Number of micro-batches of the step.
+        """
+        return make_schedule(
+            "forward", self.num_stages, num_micro_batches, placement=self.placement
+        )
+
     def in_flight(self, num_micro_batches: int) -> tuple[int, ...]:
         """Returns the most micro-batches that each stage holds.
 

@@ -91,20 +91,20 @@ def test_matrix(stages, micro_batches):
         model.compile(optimizer(), "mse")
         for schedule in schedules:
             # The compiled stages know nothing of the schedule, and are not compiled again for it.
-            model._pipeline.engine.spec = ScheduleSpec(schedule, stages, 1)
+            model._engine.spec = ScheduleSpec(schedule, stages, 1)
             model.set_weights(start)
             for variable in model.optimizer.variables:
                 if variable is not model.optimizer.learning_rate:
                     variable.assign(keras.ops.zeros_like(variable))
             assert distance(fitted_mlp(name), fitted(model)) < limit, schedule
-    assert sorted(model._pipeline.engine.stages) == list(range(stages))
+    assert sorted(model._engine.stages) == list(range(stages))
 
 
 @pytest.mark.parametrize(("micro_batches", "kind"), [(3, "product"), (1, "dense")])
 def test_gradients_of_wide_layers_are_collected_by_their_factors(micro_batches, kind):
     model = make(CASES["wide"], num_stages=2, num_micro_batches=micro_batches)
     model.train_on_batch(CASES["wide"].x[:8], CASES["wide"].y[:8])
-    for stage in model._pipeline.engine.stages.values():
+    for stage in model._engine.stages.values():
         sums = stage.body.sums
         kinds = {len(w.shape): k for w, k in zip(sums.weights, sums._kinds, strict=True)}
         assert kinds in ({2: kind, 1: "dense"}, {2: kind})
@@ -133,14 +133,14 @@ def test_gradients_of_wide_layers_that_do_not_all_fit_give_the_numbers_of_keras(
 def updated_ahead(monkeypatch):
     """Lets a rank believe that it waits before each computation; counts the updates it does."""
     ahead = []
-    compute = Execution._compute
+    await_messages = Execution._await_messages
 
-    def waiting(self, action, step):
+    def waiting(self, layout, action):
         while self._update_ahead():
             ahead.append(action)
-        compute(self, action, step)
+        return await_messages(self, layout, action)
 
-    monkeypatch.setattr(Execution, "_compute", waiting)
+    monkeypatch.setattr(Execution, "_await_messages", waiting)
     return ahead
 
 

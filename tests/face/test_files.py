@@ -81,7 +81,7 @@ def test_a_full_disk_leaves_the_old_files_and_is_named(tmp_path, large, name):
 def test_at_any_moment_the_old_files_or_the_new_ones_are_there(tmp_path, monkeypatch, large, name):
     """Looks at what is there before and after each of the steps that put files in their place."""
     path = tmp_path / name
-    fresh = keras.models.clone_model(large._pipeline.extracted.model)
+    fresh = keras.models.clone_model(large._engine.extracted.model)
     new = large.get_weights()
     old = [weight + 1 for weight in new]
     steps = []

@@ -145,7 +145,7 @@ def search_and_narrow(folder):
     model = make(CASES["mlp"], num_stages=4, num_micro_batches=3, schedule="zb-auto")
     found["planned"] = [stage.in_flight for stage in model.plan.stages]
     found["searched"] = finish(model, CASES["mlp"]).plain()
-    found["placement"] = model._pipeline.engine.placement
+    found["placement"] = model._engine.placement
     found["schedule"] = model.plan.schedule_text
     found["held"] = [stage.in_flight for stage in model.plan.stages]
     model.plan.save(Path(folder) / f"{world().rank}.json")

@@ -62,7 +62,7 @@ def test_only_inputs_are_kept_and_the_plan_says_how_much():
         )
         model.compile("sgd", "mse")
         model.fit(np.ones((16, 16)), np.ones((16, 1)), batch_size=16, verbose=0)
-        stages = model._pipeline.engine.stages
+        stages = model._engine.stages
         kept[recompute] = [stages[i].residual_bytes for i in (0, 1)]
         planned = [stage.activation_bytes for stage in model.plan.stages]
         states = [24 * 8, 24 * 8]  # of random number generators, at most

@@ -188,7 +188,7 @@ def test_arguments_that_keras_does_not_have(model):
 @pytest.mark.parametrize("option", [{"global_clipnorm": 1.0}, {"use_ema": True}])
 def test_optimizers_that_look_at_all_weights(monkeypatch, option):
     model = PipelineModel(mlp(), num_stages=3)
-    monkeypatch.setattr(model._pipeline, "communicator", Ranks())
+    monkeypatch.setattr(model._engine, "communicator", Ranks())
     with pytest.raises(ConfigurationError, match=next(iter(option))):
         model.compile(keras.optimizers.SGD(0.1, **option), "mse")
 
@@ -216,7 +216,7 @@ def test_a_plan_decides_alone():
         with pytest.raises(ConfigurationError, match=next(iter(option))):
             PipelineModel(mlp(), plan=plan, **option)
     model = PipelineModel(mlp(), plan=plan)
-    assert model._pipeline.engine.spec.name == "gpipe"
+    assert model._engine.spec.name == "gpipe"
     assert model.plan.num_micro_batches == 3
 
 

@@ -184,7 +184,7 @@ def test_an_optimizer_for_other_weights_is_refused_by_name():
     class Alone(Communicator):
         size = 2
 
-    owners = model._pipeline.engine.owners
+    owners = model._engine.owners
     foreign = keras.optimizers.Adam()
     foreign.build(mlp().trainable_variables)
     with pytest.raises(

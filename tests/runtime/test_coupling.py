@@ -267,10 +267,10 @@ WRITING = {
 @pytest.mark.parametrize("name", WRITING)
 def test_layers_that_write_their_state_are_refused_by_name(name):
     model = piped(between(layers.Dropout(0.5, seed=1), WRITING[name]()))
-    before = [w.numpy() for w in model._pipeline.extracted.variables]
+    before = [w.numpy() for w in model._engine.extracted.variables]
     with pytest.raises(UnsupportedModelError, match=r"odd.* writes its variable .*batches=3"):
         model.train_on_batch(X, Y)
-    assert distance(before, [w.numpy() for w in model._pipeline.extracted.variables]) == 0
+    assert distance(before, [w.numpy() for w in model._engine.extracted.variables]) == 0
 
 
 @pytest.mark.parametrize("name", WRITING)
@@ -334,7 +334,7 @@ def test_seeds_of_the_layers_own_and_fixed_seeds_do_not_depend_on_the_stages(see
 
 def test_trying_out_moves_no_seed():
     model = piped(between(layers.Dropout(0.5, seed=1)), 3)
-    (seed,) = (v for v in model._pipeline.extracted.variables if "seed" in v.path)
+    (seed,) = (v for v in model._engine.extracted.variables if "seed" in v.path)
     start = seed.numpy()
     model.train_on_batch(X, Y)
     assert (seed.numpy() - start).tolist() == [0, 3]

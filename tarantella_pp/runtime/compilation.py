@@ -1,0 +1,109 @@
+"""What a model is compiled with, as one rank of its pipeline needs it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+
+from tarantella_pp.partition.extraction import ExtractedModel
+from tarantella_pp.partition.plan_parts import OutputUse
+from tarantella_pp.runtime.body import StageBody
+from tarantella_pp.runtime.communicator import Communicator
+from tarantella_pp.runtime.feed import Batch
+from tarantella_pp.runtime.keras_training import build_metrics
+from tarantella_pp.runtime.layout import StageLayout
+from tarantella_pp.runtime.loss import BatchLoss
+from tarantella_pp.runtime.loss_probe import whole_batch_reason
+from tarantella_pp.runtime.outputs import unpacked
+from tarantella_pp.runtime.owners import Owners
+from tarantella_pp.runtime.scoring import Scoring
+from tarantella_pp.runtime.structure import rebuild, tensors_in
+from tarantella_pp.runtime.tied_weights import TiedWeights
+from tarantella_pp.runtime.update import Update
+
+
+class Compilation:
+    """Loss, metrics and optimizer of a compiled model; all ranks make it with their first batch.
+
+    Args:
+        model: The compiled Keras model.
+        extracted: The model's graph and calls.
+        batch: A batch with its targets, for which metrics are built on every rank alike.
+        layout: The border of the last stage.
+        scorer: The rank of the last stage, which computes loss and metrics.
+        bodies: What this rank's stages compute with.
+        owners: The ranks of the model's variables.
+        ties: The weights that several ranks have.
+        communicator: The ranks of the pipeline.
+
+    Attributes:
+        scoring: The metrics, on the rank of the last stage; elsewhere `None`.
+        loss: The loss, likewise.
+        update: The optimizer's step.
+        coupling: Why the loss needs the outputs of the whole batch at once, if it does.
+        reach_known: Whether it is known which weights gradients reach.
+        has_loss: Whether layers or regularizers are known to add to the loss.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        extracted: ExtractedModel,
+        batch: Batch,
+        *,
+        layout: StageLayout,
+        scorer: int,
+        bodies: Mapping[int, StageBody],
+        owners: Owners,
+        ties: TiedWeights,
+        communicator: Communicator,
+    ) -> None:
+        y, weight = (_symbolic(description) for description in batch.targets)
+        build_metrics(model, y, unpacked(extracted.outputs_struct), weight)
+        self.coupling = whole_batch_reason(model._compile_loss, extracted, y)
+        self.scoring: Scoring | None = None
+        self.loss: BatchLoss | None = None
+        if communicator.rank == scorer:
+            self.scoring = Scoring(model, extracted, layout)
+            self.loss = BatchLoss(model, extracted, layout)
+        self.update = Update(model.optimizer, bodies, model.trainable_variables, owners, ties)
+        self.reach_known = False
+        self.has_loss = False
+        self._has_metrics = model._compile_metrics is not None
+        self._scorer = scorer
+        self._communicator = communicator
+        self._why_whole: dict[bytes, str | None] = {}
+
+    def outputs(self, batch: Batch) -> OutputUse:
+        """What loss and metrics need of the model's outputs; all ranks must call it."""
+        return OutputUse(self.coupling, self.why_whole(batch), self._has_metrics)
+
+    def why_whole(self, batch: Batch) -> str | None:
+        """Why metrics need the whole batch at once, if they do; all ranks must call it."""
+        if batch.signature not in self._why_whole:
+            reason = None if self.scoring is None else self.scoring.why_whole(batch)
+            reason = self._communicator.broadcast_json(reason, self._scorer)
+            self._why_whole[batch.signature] = reason
+        return self._why_whole[batch.signature]
+
+    def clear(self, error: BaseException) -> None:
+        """Drops what is left of a step that an error has ended."""
+        self.update.clear(error)
+        if self.scoring is not None:
+            self.scoring.metrics.clear()
+
+
+def expected_outputs(model: Any, extracted: ExtractedModel) -> OutputUse:
+    """What loss and metrics need of the outputs as far as it is known before the first batch.
+
+    Metrics are expected not to need those of the whole batch, as hardly any does.
+    """
+    reason = whole_batch_reason(model._compile_loss, extracted)
+    return OutputUse(reason, None, model._compile_metrics is not None)
+
+
+def _symbolic(description: Any) -> Any:
+    leaves = [keras.KerasTensor(shape, dtype) for shape, dtype in tensors_in(description)]
+    return rebuild(description, leaves)

@@ -91,7 +91,8 @@ def certificates(rows: list[Row]) -> Table:
     """Returns value, bound and time of each of our plans."""
     table = Table("graph", "nodes", "objective", "stages", "value", "gap", "CPU s", "method")
     for row in rows:
-        gap = "optimal" if row.certificate.optimal else f"{100 * row.certificate.gap:.3g} %"
+        found = row.certificate
+        gap = "optimal" if found.optimal else f"{100 * (found.gap or 0.0):.3g} %"
         value = f"{row.certificate.value:.6g}"
         cells = (row.graph, row.nodes, row.objective, row.stages, value, gap)
         table.add_row(*map(str, cells), f"{row.seconds:.2f}", row.certificate.method)

@@ -130,7 +130,12 @@ def _tables(name: str, num_stages: int, found: Sequence[Comparison]) -> list[Any
 def _proof(comparison: Comparison) -> str:
     """Says how good our plan is known to be."""
     certificate = comparison.certificate
-    known = "optimal" if certificate.optimal else f"gap <= {100 * certificate.gap:.2g} %"
+    if certificate.optimal:
+        known = "optimal"
+    elif certificate.gap is None:
+        known = "without a lower bound"
+    else:
+        known = f"at most {100 * certificate.gap:.2g} % above the optimum"
     return f"{_title(comparison)}: ours is {known} ({certificate.method})."
 
 

@@ -102,14 +102,8 @@ def _graph_table(plan: GraphPlan) -> list[Any]:
         rows.add_row(str(index), str(stage.nodes), *(f"{value:.6g}" for value in figures))
     title = f"Plan of {plan.graph!r}: {len(plan.assignment)} nodes on {plan.num_stages} stages"
     proof = plan.certificate
-    if proof.optimal:
-        verdict = "optimal"
-    elif proof.gap is None:
-        verdict = "no lower bound"
-    else:
-        verdict = f"lower bound {proof.lower_bound:.6g}, gap <= {100 * proof.gap:.2g} %"
     quality = (
-        f"Balanced by {plan.balance}: largest stage {proof.value:.6g}, {verdict} "
+        f"Balanced by {plan.balance}: largest stage {proof.value:.6g}, {proof.verdict()} "
         f"({proof.method}, {proof.seconds:.2g} s)."
     )
     cut = f"Cut: {plan.cut_bytes:.6g} bytes, {plan.cut_comm:.6g} of communication."

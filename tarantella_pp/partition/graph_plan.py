@@ -10,8 +10,8 @@ from typing import ClassVar, Literal
 import msgspec
 
 from tarantella_pp.errors import PlanError
+from tarantella_pp.partition.certificate import Certificate
 from tarantella_pp.partition.json_record import JsonRecord
-from tarantella_pp.partition.plan_parts import Proof
 
 
 class GraphStage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -55,7 +55,7 @@ class GraphPlan(JsonRecord, frozen=True, tag_field="format", tag="tarantella_pp.
     balance: Literal["memory", "time", "flops", "load"]
     memory_limit: tuple[float, ...] | None
     assignment: tuple[int, ...]
-    certificate: Proof
+    certificate: Certificate
     stages: tuple[GraphStage, ...]
     cut_bytes: float
     cut_comm: float

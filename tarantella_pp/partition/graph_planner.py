@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from tarantella_pp.errors import ConfigurationError, PlanError
 from tarantella_pp.partition.graph_plan import GraphPlan, GraphStage
 from tarantella_pp.partition.neutral import NeutralGraph, to_problem
-from tarantella_pp.partition.plan_parts import Proof
 from tarantella_pp.partition.problem import Objective, Problem
 
 
@@ -55,7 +54,7 @@ def plan_graph(
         balance=balance,
         memory_limit=None if limits is None else tuple(limits.tolist()),
         assignment=assignment,
-        certificate=Proof.of(solution.certificate),
+        certificate=solution.certificate,
         stages=tuple(_stages(problem, assignment)),
         cut_bytes=found.cut_bytes,
         cut_comm=found.cut_comm,

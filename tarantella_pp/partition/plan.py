@@ -6,15 +6,16 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from tarantella_pp.errors import PlanError
+from tarantella_pp.partition.certificate import Certificate
 from tarantella_pp.partition.graph import LayerGraph
 from tarantella_pp.partition.json_record import MAX_FILE_BYTES, JsonRecord
 from tarantella_pp.partition.plan_checks import difference, problems
-from tarantella_pp.partition.plan_parts import CutEdge, OutputUse, Proof, StagePlan, Tie
+from tarantella_pp.partition.plan_parts import CutEdge, OutputUse, StagePlan, Tie
 
 MemoryLimit = int | tuple[int, ...]
 """Bytes that each stage may have, or one number for each."""
 
-__all__ = ["MAX_FILE_BYTES", "CutEdge", "Plan", "Proof", "StagePlan", "Tie", "micro_batch_size"]
+__all__ = ["MAX_FILE_BYTES", "CutEdge", "Plan", "StagePlan", "Tie", "micro_batch_size"]
 
 
 class Plan(
@@ -79,7 +80,7 @@ class Plan(
     assignment: tuple[int, ...]
     stages: tuple[StagePlan, ...]
     cuts: tuple[CutEdge, ...]
-    certificate: Proof
+    certificate: Certificate
     ties: tuple[Tie, ...] = ()
     bubble: float | None = None
     assumed_size: int | None = None

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import math
-
 import msgspec
-
-from tarantella_pp.partition.certificate import Certificate
 
 
 class StagePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -137,37 +133,3 @@ class OutputUse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def at_once(self) -> str | None:
         """Why outputs of the whole batch are kept, if they are."""
         return self.loss_at_once or self.metrics_at_once
-
-
-class Proof(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How good the plan is known to be; see `Certificate`.
-
-    Attributes:
-        value: Bottleneck of the plan, in bytes, seconds or FLOPs: the largest stage, or the
-            largest rank where ranks have several.
-        lower_bound: No other plan within the same limits has a smaller one.
-        gap: `value / lower_bound - 1`; `None` where the bound is 0.
-        optimal: Whether the value is proven optimal.
-        method: Which solver found and proved it.
-        seconds: Wall-clock time that it took.
-    """
-
-    value: float
-    lower_bound: float
-    gap: float | None
-    optimal: bool
-    method: str
-    seconds: float
-
-    @classmethod
-    def of(cls, certificate: Certificate) -> Proof:
-        """Makes it from what a solver hands back."""
-        gap = certificate.gap if math.isfinite(certificate.gap) else None
-        return cls(
-            value=certificate.value,
-            lower_bound=certificate.lower_bound,
-            gap=gap,
-            optimal=certificate.optimal,
-            method=certificate.method,
-            seconds=certificate.seconds,
-        )

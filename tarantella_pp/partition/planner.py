@@ -15,7 +15,7 @@ from tarantella_pp.partition.extraction import ExtractedModel, extract
 from tarantella_pp.partition.formulation import best_solution, problem_of
 from tarantella_pp.partition.graph import LayerGraph
 from tarantella_pp.partition.options import PlanOptions
-from tarantella_pp.partition.plan import Plan, Proof
+from tarantella_pp.partition.plan import Plan
 from tarantella_pp.partition.profile import Profile
 from tarantella_pp.partition.slots import optimizer_name, slot_bytes
 from tarantella_pp.partition.solvers.solve import solve
@@ -153,7 +153,7 @@ class Planner:
             stages=costs.stages(assignment, options.in_flight, options.repeats),
             cuts=costs.cuts(assignment),
             ties=costs.ties(assignment),
-            certificate=Proof.of(solution.certificate),
+            certificate=solution.certificate,
             assumed_size=graph.assumed_size,
             estimated=tuple(dict.fromkeys(guessed)),
             recompute=options.recompute,

@@ -155,14 +155,8 @@ def _quality(plan: Plan) -> str:
         for v in (proof.value, proof.lower_bound)
     )
     without = "" if plan.balance in units else " of state and activations"
-    if proof.optimal:
-        verdict = "optimal"
-    elif proof.gap is None:
-        verdict = "no lower bound"
-    else:
-        verdict = f"lower bound {bound}, gap <= {100 * proof.gap:.2g} %"
     what = "rank" if plan.ranks else "stage"
     return (
-        f"Balanced by {plan.balance}: largest {what} {value}{without}, {verdict} "
+        f"Balanced by {plan.balance}: largest {what} {value}{without}, {proof.verdict(bound)} "
         f"({proof.method}, {proof.seconds:.2g} s)."
     )

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
+from tarantella_pp.partition.certificate import Certificate
 from tarantella_pp.partition.cost import Costs
 from tarantella_pp.partition.graph import LayerGraph, Node, Tensor, Weight
-from tarantella_pp.partition.plan import Plan, Proof
+from tarantella_pp.partition.plan import Plan
 
 
 def chain_graph(length=4, width=8):
@@ -68,7 +69,7 @@ def plan_of(graph, assignment, **changes):
         assignment=tuple(assignment),
         stages=costs.stages(assignment, [num_stages - s for s in range(num_stages)]),
         cuts=costs.cuts(assignment),
-        certificate=Proof(3072.0, 3072.0, 0.0, True, "chain DP, 5 ideals", 0.001),
+        certificate=Certificate(3072.0, 3072.0, 0.0, True, "chain DP, 5 ideals", 0.001),
         bubble=0.2,
     )
     return msgspec.structs.replace(plan, **changes)

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from tarantella_pp.errors import ConfigurationError
-from tarantella_pp.partition.plan import Proof
+from tarantella_pp.partition.certificate import Certificate
 from tarantella_pp.partition.report import as_text, table
 from tarantella_pp.partition.sizes import format_bytes, item_bytes, parse_bytes, sample_shape
 from tests.partition.plans import chain_graph, plan_of
@@ -55,7 +55,7 @@ def test_it_fits_the_width_and_loses_nothing(width):
 
 
 def test_the_footer_says_how_good_the_plan_is():
-    gap = Proof(3300.0, 3000.0, 0.1, False, "pool DP", 1.5)
+    gap = Certificate(3300.0, 3000.0, 0.1, False, "pool DP", 1.5)
     plan = msgspec.structs.replace(PLAN, certificate=gap, memory_limit=2**20, assumed_size=256)
     plan = msgspec.structs.replace(plan, estimated=("LSTM", "Mixer"), bubble=None, num_replicas=2)
     text = " ".join(as_text(plan, 200).split())
@@ -69,7 +69,9 @@ def test_the_footer_says_how_good_the_plan_is():
     assert "0 x2" in text
     flops = msgspec.structs.replace(plan, balance="flops")
     assert "Balanced by flops: largest stage 3300 FLOPs per sample" in as_text(flops, 200)
-    unknown = msgspec.structs.replace(plan, certificate=Proof(1.0, 0.0, None, False, "m", 0.0))
+    unknown = msgspec.structs.replace(
+        plan, certificate=Certificate(1.0, 0.0, None, False, "m", 0.0)
+    )
     assert "no lower bound" in as_text(unknown, 200)
 
 

@@ -10,7 +10,7 @@ from tarantella_pp.partition.flops import forward_flops
 from tarantella_pp.partition.graph import LayerGraph, Node, Tensor, Weight
 from tarantella_pp.partition.keras_internals import trained_variables
 from tarantella_pp.partition.residuals import residuals
-from tarantella_pp.partition.rows import rows_per_sample
+from tarantella_pp.partition.rows import rows_per_sample, sample_axis
 from tarantella_pp.partition.sized import SizedTensor, sized_call
 from tarantella_pp.partition.sizes import item_bytes, sample_shape
 
@@ -88,6 +88,7 @@ def _tensors(
             kept=t in kept,
             alias_of=aliases.get(t),
             rows_per_sample=rows_per_sample(tensor.probe),
+            sample_axis=sample_axis(tensor.probe),
         )
         for t, tensor in enumerate(draft.tensors)
     )

@@ -94,6 +94,7 @@ class Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         alias_of: Id of the tensor whose memory it shares, e.g. the one it is a reshape of.
         rows_per_sample: How many rows each sample adds: more than 1 where samples are merged with
             windows or frames, 0 for a table or a scalar; `None` where it cannot be told.
+        sample_axis: Dimension that its samples are along; `None` for a table or a scalar.
     """
 
     id: int
@@ -108,6 +109,7 @@ class Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kept: bool = False
     alias_of: int | None = None
     rows_per_sample: int | None = 1
+    sample_axis: int | None = 0
 
 
 class LayerGraph(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):

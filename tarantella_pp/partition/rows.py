@@ -1,4 +1,4 @@
-"""What the first dimension of a tensor counts: samples, or something else.
+"""Where a tensor has its samples, and how many rows each adds to its first dimension.
 
 Samples and windows merged into one dimension, tables of positions and scalars do not have one row
 for each sample. Keras writes `None` for the first two alike, so shapes are worked out for two
@@ -49,6 +49,23 @@ def rows_per_sample(probe: Probe) -> int | None:
         return None
     rows, rest = divmod(many - few, _SAMPLES[1] - _SAMPLES[0])
     return rows if not rest and few in (rows * _SAMPLES[0], many) else None
+
+
+def sample_axis(probe: Probe) -> int | None:
+    """Returns along which dimension a tensor has its samples.
+
+    Args:
+        probe: The shapes of the tensor.
+
+    Returns:
+        The first dimension that grows with their number, `None` for a tensor that has none of them.
+        Where it cannot be told that is taken for the first.
+    """
+    if probe is None:
+        return 0
+    few, many = probe
+    grows = (axis for axis, sizes in enumerate(zip(few, many, strict=False)) if len({*sizes}) > 1)
+    return next(grows, 0 if None in few else None)
 
 
 def probe_call(

@@ -11,7 +11,6 @@ The first rows of random numbers are the same for more rows, so this holds with 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -19,14 +18,8 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from tarantella_pp.errors import UnsupportedModelError
-from tarantella_pp.runtime.coupling_probe import (
-    Change,
-    is_batched,
-    neighbours,
-    others,
-    replace,
-)
 from tarantella_pp.runtime.probe_trace import ProbeTrace, Trial
+from tarantella_pp.runtime.sample_rows import Change, SampleRows, negative, neighbours, others
 
 Array = NDArray[Any]
 
@@ -36,15 +29,13 @@ class AddedLosses:
 
     Args:
         trace: The stage.
-        rows: Number of samples.
-        inputs: The stage's inputs for them.
+        samples: Its inputs for some samples.
     """
 
-    def __init__(self, trace: ProbeTrace, rows: int, inputs: Sequence[tf.Tensor]) -> None:
+    def __init__(self, trace: ProbeTrace, samples: SampleRows) -> None:
         self._trace = trace
         self._tolerance = 3 * trace.tolerance  # sums over more rows are added up in another order
-        self._rows = rows
-        self._inputs = list(inputs)
+        self._samples = samples
         self._names = trace.added_by
         self._runs: list[list[tf.Tensor]] = []
 
@@ -65,7 +56,7 @@ class AddedLosses:
             found = self._shown(neighbours)
         runs = self._runs
         with contextlib.suppress(tf.errors.OpError):
-            again = self._shown(_negative)
+            again = self._shown(negative)
             for name, first, second in zip(self._names, found, again, strict=True):
                 if abs(first - second) == 1:
                     raise not_additive(name)
@@ -90,23 +81,14 @@ class AddedLosses:
 
     def _variations(self, change: Change) -> list[list[tf.Tensor]]:
         """The samples, half of them replaced, and both with as many other samples."""
-        rows, inputs = self._rows, self._inputs
-        kept = np.arange(rows) % 2 == 0
-        pairs = list(zip(inputs, self._trace.batched, strict=True))
-        mixed = [replace(x, change(x, rows), kept) if one else x for x, one in pairs]
-        more = [change(x, rows) if one and is_batched(x, rows) else None for x, one in pairs]
-        longer = [
-            [x if y is None else tf.concat([x, y], 0) for x, y in zip(part, more, strict=True)]
-            for part in (inputs, mixed)
-        ]
-        return [inputs, mixed, *longer]
+        samples = self._samples
+        parts = [samples.inputs, samples.mixed(np.arange(samples.rows) % 2 == 0, change)]
+        return [*parts, *(samples.beside(part, change) for part in parts)]
 
     def _try(self, factors: Array) -> list[Trial]:
-        rows = (self._rows, self._rows, 2 * self._rows, 2 * self._rows)
-        return [
-            self._trace(np.zeros(count, bool), factors, inputs)
-            for count, inputs in zip(rows, self._runs, strict=True)
-        ]
+        none = [np.zeros(times * self._samples.rows, bool) for times in (1, 1, 2, 2)]
+        pairs = zip(none, self._runs, strict=True)
+        return [self._trace(kept, factors, inputs) for kept, inputs in pairs]
 
     def _kind_of_gradients(self, factors: Array, name: str) -> float:
         """The kind of a sum of losses by its gradients; not a number if they are zero."""
@@ -134,12 +116,6 @@ class AddedLosses:
         if not is_sum and not is_mean:
             raise not_additive(name)
         return float(is_sum)
-
-
-def _negative(tensor: tf.Tensor, rows: int) -> tf.Tensor:
-    """Other content for each sample, with other signs."""
-    changed = others(tensor, rows)
-    return -changed if tensor.dtype.is_floating and is_batched(tensor, rows) else changed
 
 
 def not_additive(name: str) -> UnsupportedModelError:

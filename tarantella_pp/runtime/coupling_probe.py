@@ -13,8 +13,8 @@ must give the same, too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 
 from tarantella_pp.errors import UnsupportedModelError
 from tarantella_pp.runtime.probe_trace import ProbeTrace, Trial
+from tarantella_pp.runtime.sample_rows import Change, SampleRows, neighbours, others, rows_of
 
 Array = NDArray[Any]
-Change: TypeAlias = "Callable[[tf.Tensor, int], tf.Tensor]"
 
 _OTHER_SHAPES = 100
 """How much farther apart results may be that were computed of tensors of other shapes."""
@@ -35,15 +35,15 @@ class CouplingProbe:
 
     Args:
         trace: The stage.
-        rows: Number of samples.
-        inputs: The stage's inputs for them.
+        samples: Its inputs for some samples.
     """
 
-    def __init__(self, trace: ProbeTrace, rows: int, inputs: Sequence[tf.Tensor]) -> None:
+    def __init__(self, trace: ProbeTrace, samples: SampleRows) -> None:
         self._trace = trace
         self._tolerance = trace.tolerance
-        self._rows = rows
-        self._inputs = list(inputs)
+        self._samples = samples
+        self._rows = samples.rows
+        self._inputs = samples.inputs
 
     def check(self) -> None:
         """Refuses a stage that mixes samples; the losses that layers add are looked at elsewhere.
@@ -69,21 +69,16 @@ class CouplingProbe:
         factors = np.zeros(len(self._trace.added_by))
         before = self._trace(kept, factors, self._inputs)
         try:
-            return before, self._trace(kept, factors, self._mixed(kept, change))
+            return before, self._trace(kept, factors, self._samples.mixed(kept, change))
         except tf.errors.OpError:  # made-up content that a layer does not take
-            return before, self._trace(kept, factors, self._mixed(kept, neighbours))
-
-    def _mixed(self, kept: Array, change: Change) -> list[tf.Tensor]:
-        pairs = zip(self._inputs, self._trace.batched, strict=True)
-        return [replace(x, change(x, self._rows), kept) if one else x for x, one in pairs]
+            return before, self._trace(kept, factors, self._samples.mixed(kept, neighbours))
 
     def _equal_rows(self, before: Trial, after: Trial, kept: Array) -> bool:
         """Whether outputs and gradients of inputs are the same for the kept samples."""
         first = [*before.outputs, *before.input_gradients]
         second = [*after.outputs, *after.input_gradients]
-        told = self._trace.told[: len(first)]
-        trials = zip(first, second, told, strict=True)
-        return all(self._equal(a, b, kept) for a, b, one in trials if one)
+        trials = zip(first, second, self._trace.results_batched, strict=False)
+        return all(self._equal(a, b, kept, one) for a, b, one in trials)
 
     def _other_weights(self, before: Trial, after: Trial) -> list[Any]:
         """The weights whose gradient is another; what is not finite tells nothing."""
@@ -101,11 +96,12 @@ class CouplingProbe:
         for kept, change in self._sides():
             before = self._trace.results(self._inputs, kept)
             try:
-                after = self._trace.results(self._mixed(kept, change), kept)
+                after = self._trace.results(self._samples.mixed(kept, change), kept)
             except tf.errors.OpError:
                 continue
             for call, first, second in zip(self._trace.calls, before, after, strict=True):
-                if not all(self._equal(a, b, kept) for a, b in zip(first, second, strict=True)):
+                trials = zip(first, second, self._trace.batched_of(call), strict=True)
+                if not all(self._equal(a, b, kept, one) for a, b, one in trials):
                     return call
         return None
 
@@ -118,17 +114,9 @@ class CouplingProbe:
         """Whether the stage makes the same of some samples if there are no others."""
         factors, every = np.zeros(len(self._trace.added_by)), np.ones(part.sum(), bool)
         whole = self._trace(np.ones(self._rows, bool), factors, self._inputs)
-        alone = self._trace(every, factors, self._only(part))
-        trials = zip(whole.outputs, alone.outputs, self._trace.told, strict=False)
-        return all(self._close(_rows_of(a, part), b) for a, b, one in trials if one)
-
-    def _only(self, part: Array) -> list[tf.Tensor]:
-        return [
-            tf.boolean_mask(x, np.repeat(part, x.shape[0] // self._rows))
-            if one and is_batched(x, self._rows)
-            else x
-            for x, one in zip(self._inputs, self._trace.batched, strict=True)
-        ]
+        alone = self._trace(every, factors, self._samples.only(part))
+        trials = zip(whole.outputs, alone.outputs, self._trace.results_batched, strict=False)
+        return all(self._close(rows_of(a, part) if one else a, b) for a, b, one in trials)
 
     def _close(self, whole: Array, alone: Array) -> bool:
         """Whether results are the same but for the rounding of other shapes."""
@@ -140,11 +128,12 @@ class CouplingProbe:
 
     def _counting(self, part: Array) -> UnsupportedModelError:
         whole = self._trace.results(self._inputs, np.ones(self._rows, bool))
-        alone = self._trace.results(self._only(part), np.ones(part.sum(), bool))
+        alone = self._trace.results(self._samples.only(part), np.ones(part.sum(), bool))
         what = "One of the layers"
         for call, first, second in zip(self._trace.calls, whole, alone, strict=True):
-            pairs = zip(first, second, strict=True)
-            if not all(self._close(_rows_of(a, part), b) for a, b in pairs if a.dtype.kind == "f"):
+            trials = zip(first, second, self._trace.batched_of(call), strict=True)
+            floats = ((a, b, one) for a, b, one in trials if a.dtype.kind == "f")
+            if not all(self._close(rows_of(a, part) if one else a, b) for a, b, one in floats):
                 what = f"'{call.name}' ({type(call.operation).__name__})"
                 break
         return UnsupportedModelError(
@@ -154,13 +143,12 @@ class CouplingProbe:
             "that treats each sample by itself."
         )
 
-    def _equal(self, before: Array, after: Array, kept: Array) -> bool:
-        """Whether the rows of kept samples are the same; of other tensors, all rows."""
+    def _equal(self, before: Array, after: Array, kept: Array, batched: bool) -> bool:
+        """Whether the rows of kept samples are the same; of tensors without samples, all rows."""
         if before.shape != after.shape:
             return False
-        if before.ndim and before.shape[0] % self._rows == 0:
-            each = np.repeat(kept, before.shape[0] // self._rows)
-            before, after = before[each], after[each]
+        if batched:
+            before, after = rows_of(before, kept), rows_of(after, kept)
         if before.dtype.kind != "f":
             return bool(np.array_equal(before, after))
         largest = np.max(np.abs(before), where=np.isfinite(before), initial=0.0)
@@ -180,43 +168,3 @@ class CouplingProbe:
             "num_micro_batches=1, or a form of it that treats each sample by itself, with the "
             "samples along the first dimension."
         )
-
-
-def _rows_of(array: Array, part: Array) -> Array:
-    """The rows of some samples; all of what has none for each."""
-    if not array.ndim or not array.shape[0] or array.shape[0] % len(part):
-        return array
-    found: Array = array[np.repeat(part, array.shape[0] // len(part))]
-    return found
-
-
-def is_batched(tensor: tf.Tensor, rows: int) -> bool:
-    """Whether a tensor may have a row, or several, for each sample."""
-    return bool(tensor.shape.rank) and tensor.shape[0] > 0 and tensor.shape[0] % rows == 0
-
-
-def replace(tensor: tf.Tensor, other: tf.Tensor, kept: Array) -> tf.Tensor:
-    """The kept samples of one tensor and the other ones of another."""
-    if not is_batched(tensor, len(kept)):
-        return tensor
-    rows = np.repeat(kept, tensor.shape[0] // len(kept)).reshape(-1, *[1] * (tensor.shape.rank - 1))
-    return tf.where(tf.constant(rows), tensor, other)
-
-
-def neighbours(tensor: tf.Tensor, rows: int) -> tf.Tensor:
-    """Other content for each sample, which a layer is sure to take: that of the one before."""
-    return tf.roll(tensor, tensor.shape[0] // rows, 0) if is_batched(tensor, rows) else tensor
-
-
-def others(tensor: tf.Tensor, rows: int) -> tf.Tensor:
-    """Other content for each sample: floating point numbers that no sample has."""
-    moved = neighbours(tensor, rows)
-    if not tensor.dtype.is_floating or not is_batched(tensor, rows):
-        return moved
-    if tensor.shape.rank > 1:
-        moved = tf.roll(moved, 1, -1)
-    size = tf.reduce_max(tf.abs(tensor))
-    size = tf.where(size > 0, size, tf.ones_like(size))
-    wave = tf.cast(tf.range(tf.size(tensor)), tf.float64)
-    wave = tf.cast(tf.abs(tf.cos(1.1 * wave)), tensor.dtype)
-    return moved * 1.25 + 0.1 * size * tf.reshape(wave, tf.shape(tensor))

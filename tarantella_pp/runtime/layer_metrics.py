@@ -16,6 +16,7 @@ from tarantella_pp.partition.extraction import ExtractedModel
 from tarantella_pp.partition.keras_internals import layer_metrics
 from tarantella_pp.runtime.body import StageBody
 from tarantella_pp.runtime.metric_probe import PARTS, same, some_rows
+from tarantella_pp.runtime.sample_rows import samples_back, samples_first
 
 Array = np.ndarray[Any, Any]
 
@@ -42,6 +43,7 @@ class StageMetrics:
 
     def __init__(self, body: StageBody) -> None:
         self._body = body
+        self._axes = body.layout.axes_of(port.tensor for port in body.layout.inputs)
         found = [owned for call in body.layer.calls for owned in _metrics_of(call.operation)]
         self._owned = list({id(owned.variable): owned for owned in found}.values())
         self._means: dict[bool, list[Any]] = {}
@@ -82,7 +84,8 @@ class StageMetrics:
 
         In inference mode, where nothing is random, unless nothing moves there.
         """
-        rows = [some_rows(tensor, sum(PARTS)) for tensor in inputs]
+        first = zip(samples_first(inputs, self._axes), self._axes, strict=True)
+        rows = [x if axis is None else some_rows(x, sum(PARTS)) for x, axis in first]
         try:
             moved, means = self._try(rows, training=False)
             if training:
@@ -103,9 +106,13 @@ class StageMetrics:
         start = self._after(rows, [owned.variable.numpy() for owned in self._owned], training)
         whole = self._after(rows, start, training)
         sums, means = start, start
-        for piece in zip(*(tf.split(tensor, PARTS) for tensor in rows), strict=True):
+        parts = [
+            [x] * len(PARTS) if axis is None else tf.split(x, PARTS)
+            for x, axis in zip(rows, self._axes, strict=True)
+        ]
+        for *piece, size in zip(*parts, PARTS, strict=True):
             sums = self._after(piece, sums, training)
-            share = int(piece[0].shape[0]) / sum(PARTS)
+            share = size / sum(PARTS)
             after = self._after(piece, means, training)
             means = [
                 (old + share * (new - old)).astype(old.dtype)
@@ -139,7 +146,7 @@ class StageMetrics:
             (v, tf.convert_to_tensor(s, v.dtype)) for v, s in zip(variables, state, strict=True)
         ]
         with keras.StatelessScope(state_mapping=known) as scope:
-            self._body.run(inputs, training)
+            self._body.layer(samples_back(inputs, self._axes), training=training)
             return [np.asarray(scope.get_current_value(variable)) for variable in variables]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,8 +52,8 @@ class StageLayout:
         results: The model's outputs with their masks, on the last stage; empty elsewhere.
         seeded: Those of `outputs` for which a gradient comes back.
         activations: Tensors that travel as their logits, and what makes them of these.
-        tables: Tensors of the model that have no rows of samples.
-        turned: Those of them that have samples along another dimension than the first.
+        sample_axes: The dimension along which tensors of the model have their samples; `None` for
+            those that have none. Default: the first.
     """
 
     index: int
@@ -64,13 +64,11 @@ class StageLayout:
     results: tuple[Port, ...]
     seeded: tuple[Port, ...]
     activations: Mapping[int, Callable[[Any], Any]] = field(default_factory=dict, hash=False)
-    tables: frozenset[int] = frozenset()
-    turned: frozenset[int] = frozenset()
+    sample_axes: Mapping[int, int | None] = field(default_factory=dict, hash=False)
 
-    @property
-    def batched(self) -> tuple[bool, ...]:
-        """For each of `inputs` whether it has rows of samples."""
-        return tuple(port.tensor not in self.tables for port in self.inputs)
+    def axes_of(self, tensors: Iterable[int]) -> list[int | None]:
+        """For each of some tensors along which dimension its samples are, if it has any."""
+        return [self.sample_axes.get(tensor, 0) for tensor in tensors]
 
     @property
     def inputs(self) -> tuple[Port, ...]:
@@ -125,8 +123,7 @@ def stage_layouts(
                 )
     links = [_link(graph, pair, ports) for pair, ports in sorted(crossing.items())]
     results = tuple(dict.fromkeys(p for t in graph.outputs for p in _with_mask(graph, t)))
-    tables = frozenset(i for i, t in enumerate(graph.tensors) if t.rows_per_sample == 0)
-    turned = frozenset(i for i in tables if None in graph.tensors[i].shape)
+    axes = {i: tensor.sample_axis for i, tensor in enumerate(graph.tensors)}
     layouts = []
     for stage in range(num_stages):
         sends = tuple(link for link in links if link.source == stage)
@@ -142,8 +139,7 @@ def stage_layouts(
                 sends=sends,
                 results=ends,
                 seeded=tuple(dict.fromkeys(seeded)),
-                tables=tables,
-                turned=turned,
+                sample_axes=axes,
                 activations=activations or {},
             )
         )

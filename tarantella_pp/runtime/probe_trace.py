@@ -18,6 +18,7 @@ from tarantella_pp.runtime.body import StageBody
 from tarantella_pp.runtime.carve import Carver
 from tarantella_pp.runtime.compiled import Compiled
 from tarantella_pp.runtime.keras_training import moving_statistics
+from tarantella_pp.runtime.sample_rows import samples_back, samples_first
 
 Array = NDArray[Any]
 
@@ -46,6 +47,8 @@ class Trial:
 class ProbeTrace:
     """Forward pass of a stage, and the gradient of a loss that is made up for it.
 
+    What goes in and comes out has its samples along the first dimension.
+
     Batch normalizations use their moving statistics: that they couple samples is known. What the
     forward pass would write is left out, so that trying it out changes nothing.
 
@@ -56,9 +59,7 @@ class ProbeTrace:
 
     Attributes:
         function: The traced function.
-        batched: For each input whether it has rows of samples.
-        told: For each output, then each gradient of an input, whether its samples can be told
-            apart: not where they are along another dimension than the first.
+        results_batched: For each output, then each gradient of an input, whether it has samples.
         weights: The weights that get a gradient.
         added_by: For each added loss the name of the layer that adds it.
     """
@@ -67,9 +68,9 @@ class ProbeTrace:
         self._body = body
         self._specs = list(specs)
         self._training = training
-        self.batched = body.layout.batched
         ports = [*body.layout.outputs, *body.layout.input_gradients]
-        self.told = [port.tensor not in body.layout.turned for port in ports]
+        axes = body.layout.axes_of(port.tensor for port in ports)
+        self.results_batched = [axis is not None for axis in axes]
         self._parts: list[list[tf.Tensor]] = []
         self._made: list[tuple[Call, list[tf.Tensor]]] = []
         self.weights: list[Any] = []
@@ -95,9 +96,11 @@ class ProbeTrace:
         return Trial(parts[0], parts[1][0], parts[2], np.array(parts[3], float).reshape(-1, 2))
 
     def outputs(self, inputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """The stage's outputs for some inputs."""
+        """The stage's outputs for some inputs, as it hands them on."""
         nothing = tf.zeros([0], tf.bool), tf.zeros([0], keras.config.floatx())
-        return list(self._compiled(self._parts[0])(*nothing, *inputs))
+        found = self._compiled(self._parts[0])(*nothing, *inputs)
+        layout = self._body.layout
+        return samples_back(list(found), layout.axes_of(port.tensor for port in layout.outputs))
 
     def results(self, inputs: Sequence[tf.Tensor], rows: Array) -> list[list[Array]]:
         """The results of each of the stage's calls, in order."""
@@ -130,18 +133,24 @@ class ProbeTrace:
         """The stage's calls in the order of `results`."""
         return [call for call, _ in self._made]
 
+    def batched_of(self, call: Call) -> list[bool]:
+        """For each result of a call whether it has samples."""
+        return [axis is not None for axis in self._body.layout.axes_of(call.outputs)]
+
     def _compiled(self, fetches: Sequence[tf.Tensor]) -> Compiled:
         carved = Carver(self.function).carve(self._feeds, fetches)
         return Compiled(lambda *values: carved(*values), self._signature)
 
     def _trace(self, kept: tf.Tensor, factors: tf.Tensor, *inputs: tf.Tensor) -> tf.Tensor:
-        body, layer = self._body, self._body.layer
-        layer.observe = lambda call, results: self._made.append((call, _tensors(results)))
+        body, layer, layout = self._body, self._body.layer, self._body.layout
+        layer.observe = self._observe
+        real = samples_back(inputs, layout.axes_of(port.tensor for port in layout.inputs))
         try:
             with moving_statistics(layer):
-                outputs, added = body.run(inputs, self._training)
+                results, added = body.run(real, self._training)
         finally:
             layer.observe = None
+        outputs = samples_first(results, layout.axes_of(port.tensor for port in layout.outputs))
         given: list[tf.Tensor] = []
         gradients: list[Any] = []
         if self._training:
@@ -152,6 +161,11 @@ class ProbeTrace:
         self.added_by = body.added_by[self._training]
         self._parts = [list(outputs), [added], given, [_in_short(g) for _, g in found]]
         return added
+
+    def _observe(self, call: Call, results: Sequence[Any]) -> None:
+        tensors = list(map(tf.convert_to_tensor, results))
+        axes = self._body.layout.axes_of(call.outputs)
+        self._made.append((call, samples_first(tensors, axes)))
 
     def _gradients(
         self,
@@ -164,9 +178,10 @@ class ProbeTrace:
         sources, variables = self._body.sources(inputs), self._body.variables
         targets = self._body.targets(outputs, added)
         seeds = [tf.reshape(factors, tf.shape(added))]
-        for port, target in zip(self._body.layout.seeded, targets[1:], strict=True):
-            told = port.tensor not in self._body.layout.turned
-            seeds.append(_pattern(target) * _mask(kept, target) if told else tf.zeros_like(target))
+        axes = self._body.layout.axes_of(port.tensor for port in self._body.layout.seeded)
+        for axis, target in zip(axes, targets[1:], strict=True):
+            mask = tf.zeros_like(target) if axis is None else _mask(kept, target)
+            seeds.append(_pattern(target) * mask)
         try:
             found = tf.gradients(targets, [*sources, *variables], grad_ys=seeds)
         except (NotImplementedError, LookupError):  # such a stage runs on a tape
@@ -174,10 +189,6 @@ class ProbeTrace:
         pairs = zip(sources, found, strict=False)
         given = [tf.zeros_like(s) if g is None else tf.convert_to_tensor(g) for s, g in pairs]
         return given, found[len(sources) :]
-
-
-def _tensors(results: Sequence[Any]) -> list[tf.Tensor]:
-    return [result for result in results if isinstance(result, tf.Tensor)]
 
 
 def _array(tensor: tf.Tensor) -> Array:

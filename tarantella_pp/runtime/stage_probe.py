@@ -11,9 +11,10 @@ import tensorflow as tf
 
 from tarantella_pp.runtime.added_losses import AddedLosses, not_additive
 from tarantella_pp.runtime.body import StageBody
-from tarantella_pp.runtime.coupling_probe import CouplingProbe, is_batched, others
+from tarantella_pp.runtime.coupling_probe import CouplingProbe
 from tarantella_pp.runtime.forward_effects import refuse_effects
 from tarantella_pp.runtime.probe_trace import ProbeTrace
+from tarantella_pp.runtime.sample_rows import SampleRows, is_batched, others, samples_first
 
 _ENOUGH = 4
 """Samples to try a stage out with."""
@@ -41,6 +42,7 @@ class StageProbe:
 
     def __init__(self, body: StageBody) -> None:
         self._body = body
+        self._axes = body.layout.axes_of(port.tensor for port in body.layout.inputs)
         self._traces: dict[bool, ProbeTrace] = {}
         self._kinds: dict[bool, Any] = {}
 
@@ -67,15 +69,15 @@ class StageProbe:
             UnsupportedModelError: Names the layer, and says what to do.
         """
         count = len(pieces.sizes)
-        rows = pieces.sizes[0]
-        trace = self._trace_for(training, rows, inputs)
+        rows, first = pieces.sizes[0], self._samples_first(inputs)
+        trace = self._trace_for(training, rows, first)
         refuse_effects(trace.function, self._body.layer, count, pieces.is_plain)
         if count > 1:
-            rows, enough = self._enough(rows, inputs, following())
-            CouplingProbe(trace, rows, enough).check()
-            self._find_kinds(trace, training, rows, enough)
+            samples = self._enough(rows, first, following())
+            CouplingProbe(trace, samples).check()
+            self._find_kinds(trace, training, samples)
         self._forget(training)
-        return trace.outputs(inputs) if self._body.layout.sends else []
+        return trace.outputs(first) if self._body.layout.sends else []
 
     def settle(
         self, rows: int, inputs: Sequence[tf.Tensor], added: tf.Tensor, training: bool
@@ -91,8 +93,8 @@ class StageProbe:
         kinds = self._kinds.get(training)
         if kinds is None or not np.any(np.isnan(kinds) & (added.numpy() != 0)):
             return
-        rows, inputs = self._enough(rows, inputs)
-        self._find_kinds(self._traces[training], training, rows, inputs)
+        samples = self._enough(rows, self._samples_first(inputs))
+        self._find_kinds(self._traces[training], training, samples)
         unknown = np.flatnonzero(np.isnan(self._kinds[training]) & (added.numpy() != 0))
         if unknown.size:
             raise not_additive(self._body.added_by[training][unknown[0]])
@@ -110,11 +112,9 @@ class StageProbe:
             return tf.repeat(share, len(self._body.added_by[training]))
         return tf.maximum(share, tf.constant(np.nan_to_num(kinds), share.dtype))
 
-    def _find_kinds(
-        self, trace: ProbeTrace, training: bool, rows: int, inputs: Sequence[tf.Tensor]
-    ) -> None:
+    def _find_kinds(self, trace: ProbeTrace, training: bool, samples: SampleRows) -> None:
         if self._body.added_by[training]:
-            self._kinds[training] = AddedLosses(trace, rows, inputs).kinds()
+            self._kinds[training] = AddedLosses(trace, samples).kinds()
 
     def _forget(self, training: bool) -> None:
         """Drops a trace that has told all."""
@@ -132,12 +132,15 @@ class StageProbe:
 
     def _batched(self, rows: int, inputs: Sequence[tf.Tensor]) -> list[bool]:
         """For each input whether it has rows of samples."""
-        pairs = zip(inputs, self._body.layout.batched, strict=True)
-        return [one and is_batched(x, rows) for x, one in pairs]
+        pairs = zip(inputs, self._axes, strict=True)
+        return [axis is not None and is_batched(x, rows) for x, axis in pairs]
+
+    def _samples_first(self, inputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        return samples_first(inputs, self._axes)
 
     def _enough(
         self, rows: int, inputs: Sequence[tf.Tensor], following: Iterable[Sequence[tf.Tensor]] = ()
-    ) -> tuple[int, list[tf.Tensor]]:
+    ) -> SampleRows:
         """Puts others beside samples that are too few to see which of them are mixed."""
         found = list(inputs)
         batched = self._batched(rows, inputs)
@@ -153,4 +156,4 @@ class StageProbe:
                 for x, one in zip(found, batched, strict=True)
             ]
             size *= 2
-        return size, found
+        return SampleRows(size, found, batched)

@@ -30,6 +30,26 @@ def test_samples_windows_tables_and_scalars():
     }
 
 
+def test_along_which_dimension_the_samples_are():
+    tensors = extract(merged_windows()).graph.tensors
+    assert {(t.shape, t.sample_axis) for t in tensors} == {
+        ((None, 4, 6), 0),
+        ((None, 2, 6), 0),
+        ((1, 4, 6), None),
+        ((), None),
+        ((4, None, 6), 1),
+        ((None, 24), 0),
+        ((None, 3), 0),
+    }
+
+
+def test_samples_and_steps_of_any_number():
+    inputs = keras.Input((None, 6))
+    merged = ops.reshape(inputs, (-1, 6))
+    graph = extract(keras.Model(inputs, [ops.transpose(inputs, (1, 0, 2)), merged])).graph
+    assert [graph.tensors[i].sample_axis for i in graph.outputs] == [1, 0]
+
+
 def test_a_batch_of_fixed_size_counts_samples_too():
     inputs = keras.Input(batch_shape=(8, 6))
     x = layers.Dense(4)(inputs)

@@ -120,6 +120,101 @@ def test_layers_that_count_samples_are_refused_by_name(function, call):
         getattr(model, call)(*data)
 
 
+def turned(*inner):
+    """Time before samples, each operation a stage: samples are not first where cuts cross."""
+    keras.utils.set_random_seed(1)
+    inputs = keras.Input((4, 5))
+    x = ops.transpose(layers.Dense(5, activation="tanh")(inputs), (1, 0, 2))
+    for make in inner:
+        x = make()(x)
+    x = layers.Flatten()(ops.transpose(x, (1, 0, 2)))
+    model = keras.Model(inputs, layers.Dense(5)(x))
+    return model, 5 + len(inner)
+
+
+TURNED = RNG.normal(size=(6, 4, 5))
+MIXING_TURNED = {
+    "centred": (lambda o, x, _: x - o.gain * ops.mean(x, axis=1, keepdims=True), "mixes"),
+    "reversed": (lambda o, x, _: o.gain * x + ops.flip(x, axis=1), "mixes"),
+    "zero gain": (lambda o, x, _: x + (o.gain - 1) * ops.mean(x, 1, keepdims=True), "mixes"),
+    "counted": (lambda o, x, _: o.gain * x / ops.cast(ops.shape(x)[1], x.dtype), "number"),
+}
+
+
+@pytest.mark.parametrize("name", MIXING_TURNED)
+def test_samples_along_another_dimension_are_looked_at_too(name):
+    function, what = MIXING_TURNED[name]
+    model, stages = turned(lambda: Own(function, name="odd"))
+    with pytest.raises(UnsupportedModelError, match=f"odd.*{what}"):
+        piped(model, stages=stages).train_on_batch(TURNED, Y)
+
+
+class Watched(layers.Layer):
+    """Adds a sum and a mean over samples to the loss, and to metrics; time comes first."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = keras.metrics.Mean("seen")
+        self.total = keras.metrics.Sum("total")
+
+    def call(self, x):
+        self.add_loss(0.1 * ops.sum(ops.square(x)))
+        self.add_loss(ops.mean(ops.abs(x)))
+        self.seen.update_state(ops.mean(ops.abs(x)))
+        self.total.update_state(ops.sum(ops.abs(x), axis=(0, 2)))
+        return x
+
+
+def test_what_treats_them_apart_is_exact_where_they_are_along_another_dimension():
+    found = []
+    for wrap in (lambda model, _: model, lambda model, n: piped(model, stages=n)):
+        model = wrap(*turned(lambda: layers.Dense(5, activation="tanh"), Watched))
+        model.compile(sgd(), "mse")
+        found.append([model.train_on_batch(TURNED, Y) for _ in range(2)])
+        found[-1] += model.get_weights()
+    assert distance(*found) < 1e-10
+
+
+def test_tables_are_not_taken_for_samples_whatever_their_number():
+    """A table of as many rows as there are samples, made of all samples."""
+
+    def table(layer, x, _):
+        return layer.gain * ops.matmul(ops.transpose(x), x) / 10
+
+    inputs = keras.Input((6,))
+    odd = Own(table, name="odd")
+    odd.compute_output_shape = lambda _: (6, 6)
+    made = odd(layers.Dense(6)(inputs))
+    model = keras.Model(inputs, layers.Dense(5)(ops.matmul(layers.Dense(6)(inputs), made)))
+    with pytest.raises(UnsupportedModelError, match=r"'odd'.*mixes samples"):
+        piped(model, micro_batches=3, stages=5).train_on_batch(RNG.normal(size=(6, 6)), Y)
+
+
+def test_numbers_with_a_fixed_seed_are_those_of_a_batch_of_the_size_of_a_micro_batch():
+    """The gradient of a batch is the mean of those of its micro-batches, each a batch of Keras."""
+
+    def noisy(layer, x, _):
+        each = keras.random.normal(ops.shape(x), seed=3)
+        return layer.gain * (x + each + keras.random.normal((1, 5), seed=4))
+
+    def trained(steps, accumulated=None, **options):
+        model = between(Own(noisy))
+        model = PipelineModel(model, **options) if options else model
+        optimizer = keras.optimizers.SGD(0.05, gradient_accumulation_steps=accumulated)
+        model.compile(optimizer, "mse")
+        for x, y in zip(np.split(X, steps), np.split(Y, steps), strict=True):
+            model.train_on_batch(x, y)
+        return model.get_weights()
+
+    plain, by_parts = trained(1), trained(3, accumulated=3)
+    whole = trained(1, num_stages=1, num_micro_batches=1)
+    one_stage, several = (trained(1, num_stages=n, num_micro_batches=3) for n in (1, 4))
+    assert distance(plain, whole) < 1e-10
+    assert distance(by_parts, one_stage) < 1e-10
+    assert distance(one_stage, several) < 1e-13
+    assert distance(plain, one_stage) > 1e-3
+
+
 def test_operations_that_mix_samples_are_named_as_well():
     inputs = keras.Input((5,))
     x = layers.Dense(5)(inputs)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
+import json
+import os
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import keras
@@ -65,6 +68,38 @@ def digest(arrays: Iterable[Any]) -> str:
         found.update(f"{array.dtype}{array.shape}".encode())
         found.update(array.tobytes())
     return found.hexdigest()[:16]
+
+
+def contents_of(filepath: Any) -> str:
+    """Returns a short text that is the same for files of weights with the same contents.
+
+    Args:
+        filepath: Path of a file of weights, of the list of such files, or of a folder.
+    """
+    if not isinstance(filepath, (str, os.PathLike)):
+        return type(filepath).__name__
+    found, size = hashlib.sha256(), 0
+    try:
+        for path in _files(Path(filepath)):
+            size += path.stat().st_size
+            with path.open("rb") as file:
+                found.update(hashlib.file_digest(file, "sha256").digest())
+    except OSError as error:  # Keras will say so, if it is the same on all ranks
+        return type(error).__name__
+    return f"{size} bytes, {found.hexdigest()[:16]}"
+
+
+def _files(path: Path) -> list[Path]:
+    """A file with those that it lists; all files of a folder."""
+    if path.is_dir():
+        return sorted(file for file in path.rglob("*") if file.is_file())
+    if path.suffix != ".json":
+        return [path]
+    try:
+        places = json.loads(path.read_text())["weight_map"].values()
+    except (ValueError, KeyError, AttributeError):  # Keras will say so
+        return [path]
+    return [path, *(path.parent / name for name in sorted(set(keras.tree.flatten([*places]))))]
 
 
 def compiled_facts(given: Mapping[str, Any]) -> dict[str, Any]:

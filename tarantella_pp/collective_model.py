@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 import numpy as np
 
-from tarantella_pp.collective import collective, digest
+from tarantella_pp.collective import collective, contents_of, digest
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.file_replacement import replace_file, replace_shards
 from tarantella_pp.runtime.keras_state import pickled, send_files_through
@@ -195,7 +195,7 @@ class CollectiveModel(keras.Model):
 
         self._on_last_rank("save_weights", lambda: replace(path, write))
 
-    @collective("skip_mismatch")
+    @collective("skip_mismatch", contents=lambda given: contents_of(given["filepath"]))
     def load_weights(
         self, filepath: str | Path, skip_mismatch: bool = False, **kwargs: Any
     ) -> None:
@@ -205,6 +205,9 @@ class CollectiveModel(keras.Model):
             filepath: Path of a file of weights that all ranks can read.
             skip_mismatch: Whether to skip weights that do not fit.
             **kwargs: As of `keras.Model.load_weights`.
+
+        Raises:
+            ConfigurationError: If the ranks read files with different contents.
         """
         state = self._optimizer_state
         optimizer = None if state is None else state.receiver()

@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tarantella_pp.collective import digest
 from tarantella_pp.errors import ConfigurationError, UnsupportedModelError
 from tarantella_pp.runtime.communicator import Communicator
 from tarantella_pp.runtime.keras_state import (
@@ -118,6 +119,7 @@ class OptimizerState:
     def _agreed(self, weights: Sequence[Any]) -> list[Place]:
         """Divides the optimizer, in the same way on all ranks."""
         held = trained_by(self._optimizer)
+        all_slots = digest(self._optimizer.variables) if len(held) == len(weights) else None
         unknown = {id(w) for w in self._own} - {id(w) for w in held} if held else ()
         slots: list[Place] = []
         problem = ""
@@ -129,8 +131,13 @@ class OptimizerState:
                 slots = divide(self._optimizer, weights, [*filter(self._owners.is_own, held)])
             except UnsupportedModelError as error:
                 problem = str(error)
-        found = self._communicator.allgather_json([problem, slots])
-        for rank, (theirs, layout) in enumerate(found):
+        found = self._communicator.allgather_json([problem, slots, all_slots])
+        if len({values for _, _, values in found if values is not None}) > 1:
+            raise ConfigurationError(
+                f"The slots of optimizer {self._optimizer.name} differ between ranks. Load the "
+                "same file on all ranks before you wrap the model, or pass a new optimizer."
+            )
+        for rank, (theirs, layout, _) in enumerate(found):
             if theirs:
                 kind = ConfigurationError if unknown else UnsupportedModelError
                 raise kind(

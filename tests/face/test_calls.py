@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -87,6 +88,21 @@ def make_calls_that_differ(folder):
     def make_another_model():
         tnt.PipelineModel(mlp(), num_stages=2, num_micro_batches=3 if master else 2)
 
+    def load_other_weights():
+        model.load_weights(f"{own}/w.weights.h5")
+
+    def load_what_one_rank_has():
+        model.load_weights(f"{own}/{'w' if master else 'missing'}.weights.h5")
+
+    def load_other_shards():
+        model.load_weights(f"{own}/w.weights.json")
+
+    def compile_with_other_slots():
+        plain = mlp()
+        plain.compile("adam", "mse")
+        plain.fit(X + tnt.get_rank(), Y, **QUIET)
+        tnt.PipelineModel(plain, num_stages=2, num_micro_batches=2)
+
     def wait():
         if master:
             tnt.barrier()
@@ -96,7 +112,14 @@ def make_calls_that_differ(folder):
     calls = (
         save_on_master, set_on_master, set_other_values, set_other_rate,
         have_callbacks_of_ones_own, train_and_test_on_batch, make_another_model, wait,
+        load_other_weights, load_what_one_rank_has, load_other_shards, compile_with_other_slots,
     )  # fmt: skip
+    own = Path(folder) / str(tnt.get_rank())
+    own.mkdir()
+    plain = mlp()
+    plain.set_weights([w + tnt.get_rank() for w in plain.get_weights()])
+    plain.save_weights(own / "w.weights.h5")
+    plain.save_weights(own / "w.weights.json", max_shard_size=1e-3)
     found = [refused(call) for call in calls]
     try:
         model.fit(ends_badly(), steps_per_epoch=4, verbose=0)
@@ -117,16 +140,18 @@ def test_calls_that_differ_are_refused_on_all_ranks(tmp_path):
         assert texts == first[0][:-1]
         assert "a bad apple" in data
     assert first[1:] == second[1:]
-    (*texts, _), unchanged, iterations, history, in_fit = first
+    (*texts, slots, _), unchanged, iterations, history, in_fit = first
+    assert "slots of optimizer adam differ between ranks" in slots
     assert iterations == 2
     for text, one, other in zip(
         texts,
         ("evaluate()", "evaluate()", "set_weights(weights=", "compile(optimizer.learning_rate=0.2",
          "fit(callbacks=[])", "test_on_batch()", "PipelineModel(num_micro_batches=2)",
-         "get_weights()"),
+         "get_weights()", "load_weights(contents=", "load_weights(contents='FileNotFoundError'",
+         "load_weights(contents="),
         ("save()", "set_weights()", "set_weights(weights=", "compile(optimizer.learning_rate=0.1",
          "fit(callbacks=['EarlyStopping'])", "train_on_batch()",
-         "PipelineModel(num_micro_batches=3)", "tnt.barrier()"),
+         "PipelineModel(num_micro_batches=3)", "tnt.barrier()", *["load_weights(contents="] * 3),
         strict=True,
     ):  # fmt: skip
         place = r".* at \S*test_calls\.py:\d+ on rank "
@@ -134,4 +159,4 @@ def test_calls_that_differ_are_refused_on_all_ranks(tmp_path):
     assert unchanged
     assert history["loss"][1] < history["loss"][0]
     assert re.search(r"fit\(\) at \S*:\d+, not finished, on rank 0; save\(\) at .* rank 1", in_fit)
-    assert not list(tmp_path.iterdir())
+    assert not (tmp_path / "model.keras").exists()

@@ -15,7 +15,7 @@ from tarantella_pp.optimizer_state import OptimizerState
 from tarantella_pp.pipeline_model import PipelineModel
 from tarantella_pp.runtime.communicator import Communicator, world
 from tests.mpi import mpi_run
-from tests.training import X, Y, distance, mlp, use_float64
+from tests.training import IDS, X, Y, distance, integers, mlp, tied_head, use_float64
 
 pytestmark = pytest.mark.keras
 
@@ -62,15 +62,34 @@ OPTIMIZERS = {
 }
 
 
+TIED = "tied weights"
+
+
+def data_of(name):
+    return (IDS, integers(6, 5, seed=8)) if name == TIED else (X, Y)
+
+
+def compiled_as(name, model):
+    if name == TIED:
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.Adam(1e-2), loss)
+    else:
+        model.compile(OPTIMIZERS[name](), "mse")
+    return model
+
+
+def built(name):
+    keras.utils.set_random_seed(1)
+    return tied_head() if name == TIED else towers()
+
+
 def whole(name):
     """A model of plain Keras, trained without a break."""
-    keras.utils.set_random_seed(1)
-    model = towers()
-    model.compile(OPTIMIZERS[name](), "mse")
+    model = compiled_as(name, built(name))
     model.optimizer.build(model.trainable_variables)
     model.run_eagerly = True
     for _ in range(2):  # the end of `fit` makes weights the averages that some optimizers keep
-        model.fit(X, Y, **QUIET)
+        model.fit(*data_of(name), **QUIET)
     return model
 
 
@@ -78,21 +97,23 @@ def state_of(model):
     return [*model.get_weights(), *(variable.numpy() for variable in model.optimizer.variables)]
 
 
-def interrupted(name, folder, **options):
-    """Trains as a pipeline, saves, loads, and trains on as a pipeline."""
-    keras.utils.set_random_seed(1)
-    model = PipelineModel(towers(), num_micro_batches=2, **options)
-    model.compile(OPTIMIZERS[name](), "mse")
-    model.fit(X, Y, **QUIET)
+def begun(name, folder, **options):
+    """Trains as a pipeline and saves."""
+    model = compiled_as(name, PipelineModel(built(name), num_micro_batches=2, **options))
+    model.fit(*data_of(name), **QUIET)
     model.save(folder / f"{name}.keras")
     model.save_weights(folder / f"{name}.weights.h5")
+
+
+def resumed(name, folder, **options):
+    """Loads what was saved and trains on as a pipeline; returns how many numbers are in slots."""
     loaded = keras.saving.load_model(folder / f"{name}.keras")
     again = PipelineModel(loaded, num_micro_batches=2, **options)
     assert again.optimizer is loaded.optimizer  # wrapping has compiled it
     if name in ("Adam", "several"):
         again.compile(loaded.optimizer, "mse")
     again.save(folder / f"{name}.loaded.keras")
-    again.fit(X, Y, **QUIET)
+    again.fit(*data_of(name), **QUIET)
     again.save(folder / f"{name}.on.keras")
     if name == "several":  # back by the file of weights, with slots that have gone on meanwhile
         again.load_weights(folder / f"{name}.weights.h5")
@@ -107,7 +128,7 @@ def check(name, folder, slots):
     stock, loaded, on = map(keras.saving.load_model, files)
     assert distance(state_of(stock), state_of(loaded)) == 0, name
     stock.run_eagerly = True
-    stock.fit(X, Y, **QUIET)
+    stock.fit(*data_of(name), **QUIET)
     expected = state_of(whole(name))
     for model in (stock, on):
         assert distance(state_of(model), expected) < ROUNDING, name
@@ -117,30 +138,55 @@ def check(name, folder, slots):
 
 @pytest.mark.parametrize(
     "name",
-    ["several", *(pytest.param(n, marks=pytest.mark.slow) for n in ("averaging", "Nadam", "Muon"))],
+    [
+        "several",
+        TIED,
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("averaging", "Nadam", "Muon")),
+    ],
 )
 def test_a_break_changes_nothing_with_several_stages_in_one_process(tmp_path, name):
-    check(name, tmp_path, [interrupted(name, tmp_path, num_stages=3)])
+    begun(name, tmp_path, num_stages=3)
+    check(name, tmp_path, [resumed(name, tmp_path, num_stages=3)])
 
 
-def interrupt_all(folder, names, stages):
+def begin_all(folder, names, stages):
     use_float64()
     if world().rank == 1:
         mlp()  # so that Keras counts its layers otherwise
-    return [interrupted(name, Path(folder), num_stages=stages) for name in names]
+    for name in names:
+        begun(name, Path(folder), num_stages=stages)
+
+
+def resume_all(folder, names, stages):
+    use_float64()
+    return [resumed(name, Path(folder), num_stages=stages) for name in names]
+
+
+def interrupt_all(folder, names, stages):
+    begin_all(folder, names, stages)
+    return resume_all(folder, names, stages)
 
 
 @pytest.mark.mpi
 @pytest.mark.parametrize(
     ("ranks", "stages", "names"),
     [
-        (2, 4, ["several", "Adafactor"]),
+        (2, 4, ["several", "Adafactor", TIED]),
         pytest.param(2, 2, [*sorted({*OPTIMIZERS} - {"averaging"})], marks=pytest.mark.slow),
-        pytest.param(4, 4, ["Adam"], marks=pytest.mark.slow),
     ],
 )
 def test_a_break_changes_nothing_on_several_ranks(tmp_path, ranks, stages, names):
     run = mpi_run(ranks, interrupt_all, str(tmp_path), names, stages, timeout=550).check()
+    for name, slots in zip(names, zip(*run.results, strict=True), strict=True):
+        check(name, tmp_path, slots)
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
+def test_new_processes_go_on_on_four_ranks(tmp_path):
+    names = ["Adam", TIED]
+    mpi_run(4, begin_all, str(tmp_path), names, 4, timeout=300).check()
+    run = mpi_run(4, resume_all, str(tmp_path), names, 4, timeout=300).check()
     for name, slots in zip(names, zip(*run.results, strict=True), strict=True):
         check(name, tmp_path, slots)
 

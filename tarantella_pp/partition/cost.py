@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from tarantella_pp.partition.crossings import crossings
 from tarantella_pp.partition.graph import LayerGraph, Node, Tensor
 from tarantella_pp.partition.plan_parts import CutEdge, OutputUse, StagePlan, Tie
 from tarantella_pp.partition.sizes import sample_shape
@@ -94,28 +95,18 @@ class Costs:
         Args:
             assignment: Stage of each node.
         """
-        last = max(assignment)
-        found = []
-        for tensor in self.graph.tensors:
-            if tensor.producer is None:
-                continue
-            source = assignment[tensor.producer]
-            readers = {assignment[node] for node in tensor.consumers}
-            if tensor.id in self.graph.outputs:
-                readers.add(last)  # where the loss is computed
-            if targets := sorted(readers - {source}):
-                found.append(
-                    CutEdge(
-                        tensor=tensor.name,
-                        source=source,
-                        targets=tuple(targets),
-                        dtype=tensor.dtype,
-                        bytes=self.rows * tensor.bytes_per_sample,
-                        has_gradient=tensor.has_gradient,
-                        mask_bytes=self.mask_bytes(tensor),
-                    )
-                )
-        return tuple(found)
+        return tuple(
+            CutEdge(
+                tensor=tensor.name,
+                source=source,
+                targets=targets,
+                dtype=tensor.dtype,
+                bytes=self.rows * tensor.bytes_per_sample,
+                has_gradient=tensor.has_gradient,
+                mask_bytes=self.mask_bytes(tensor),
+            )
+            for tensor, source, targets in crossings(self.graph, assignment)
+        )
 
     def ties(self, assignment: Sequence[int]) -> tuple[Tie, ...]:
         """Returns the trainable variables that several stages use.

@@ -116,6 +116,17 @@ class Plan(
         """The memory limit of each stage; `None` for any."""
         return limit_of_each(self.memory_limit, self.num_stages)
 
+    @property
+    def links(self) -> set[tuple[int, int]]:
+        """Pairs of stages, source first, that exchange messages."""
+        return {(cut.source, target) for cut in self.cuts for target in cut.targets}
+
+    @property
+    def gradient_links(self) -> set[tuple[int, int]]:
+        """Those of `links` over which gradients come back."""
+        with_gradient = (cut for cut in self.cuts if cut.has_gradient)
+        return {(cut.source, target) for cut in with_gradient for target in cut.targets}
+
     def check(self, graph: LayerGraph) -> None:
         """Checks that the plan is one of this model.
 

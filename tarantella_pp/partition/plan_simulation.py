@@ -196,19 +196,12 @@ class PlanSimulation:
         """
         if num_ranks is None and self.plan.ranks:
             num_ranks = self.plan.num_ranks
-        links = {(cut.source, target) for cut in self.plan.cuts for target in cut.targets}
-        backward = {
-            (cut.source, target)
-            for cut in self.plan.cuts
-            for target in cut.targets
-            if cut.has_gradient
-        }
         custom = None
         if self.plan.schedule_text is not None and self.schedule == self.plan.schedule:
             custom = Schedule.from_text(self.plan.schedule_text).first(self.num_micro_batches)
         return pipeline_step(
             self.schedule, self.costs(), self.num_micro_batches, num_ranks,
-            custom=custom, links=links, gradient_links=backward,
+            custom=custom, links=self.plan.links, gradient_links=self.plan.gradient_links,
         )  # fmt: skip
 
     def without_messages(self) -> PlanSimulation:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tarantella_pp.partition.crossings import crossings, readers
 from tarantella_pp.partition.graph import LayerGraph
 
 
@@ -95,9 +96,6 @@ def stage_layouts(
 ) -> tuple[StageLayout, ...]:
     """Works out the border of every stage.
 
-    A tensor goes straight from the stage that makes it to each stage that needs it. Model
-    outputs go to the last stage, where the loss is computed.
-
     Args:
         graph: The layer graph.
         assignment: Stage of each node, in node order.
@@ -109,18 +107,13 @@ def stage_layouts(
     """
     last = num_stages - 1
     crossing: dict[tuple[int, int], list[Port]] = {}
+    for tensor, source, targets in crossings(graph, assignment):
+        for target in targets:
+            crossing.setdefault((source, target), []).extend(_with_mask(graph, tensor.id))
     data: list[list[Port]] = [[] for _ in range(num_stages)]
-    for index, tensor in enumerate(graph.tensors):
-        users = {assignment[node] for node in tensor.consumers}
-        if index in graph.outputs:
-            users.add(last)
-        for user in sorted(users):
-            if tensor.producer is None:
-                data[user].append(Port(index))
-            elif assignment[tensor.producer] != user:
-                crossing.setdefault((assignment[tensor.producer], user), []).extend(
-                    _with_mask(graph, index)
-                )
+    for tensor, stages in zip(graph.tensors, readers(graph, assignment), strict=True):
+        for stage in stages if tensor.producer is None else ():
+            data[stage].append(Port(tensor.id))
     links = [_link(graph, pair, ports) for pair, ports in sorted(crossing.items())]
     results = tuple(dict.fromkeys(p for t in graph.outputs for p in _with_mask(graph, t)))
     axes = {i: tensor.sample_axis for i, tensor in enumerate(graph.tensors)}

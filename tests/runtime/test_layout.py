@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 
+from tarantella_pp.partition.cost import Costs
 from tarantella_pp.partition.graph import LayerGraph, Node, Tensor
 from tarantella_pp.runtime.layout import Link, Port, links_of, stage_layouts
 
@@ -118,6 +119,29 @@ def test_every_stage_has_what_its_nodes_read():
                 assert link in layouts[link.target].receives
             sent = {port for link in layout.sends for port in link.gradients}
             assert sent <= set(layout.seeded) <= set(layout.outputs)
+
+
+def test_what_is_sent_is_what_the_plan_counts():
+    rng = random.Random(1)
+    for _ in range(100):
+        edges = [tuple(rng.sample(range(n + 1), min(2, n + 1))) for n in range(8)]
+        made = graph(edges, masks=rng.sample(range(1, 9), 3), without=rng.sample(range(1, 9), 3))
+        assignment = [0, *sorted(rng.choices(range(3), k=6)), 3]
+        stages = {stage: i for i, stage in enumerate(sorted(set(assignment)))}
+        assignment = [stages[stage] for stage in assignment]
+        links = links_of(stage_layouts(made, assignment, len(stages)))
+        cuts = Costs(made, (), 1).cuts(assignment)
+        for link in links:
+            between = [c for c in cuts if c.source == link.source and link.target in c.targets]
+            values = [port for port in link.ports if not port.mask]
+            assert [made.tensors[port.tensor].name for port in values] == [
+                c.tensor for c in between
+            ]
+            assert len(link.ports) - len(values) == sum(c.mask_bytes > 0 for c in between)
+            assert len(link.gradients) == sum(c.has_gradient for c in between)
+        assert {(link.source, link.target) for link in links} == {
+            (cut.source, target) for cut in cuts for target in cut.targets
+        }
 
 
 def test_layouts_need_no_tensorflow():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from tarantella_pp.errors import PlanError
+from tarantella_pp.partition.crossings import crossings
 from tarantella_pp.partition.graph import LayerGraph
 from tarantella_pp.partition.plan import CutEdge, Plan
 
@@ -46,18 +47,11 @@ def cut_tensors(plan: Plan, graph: LayerGraph) -> dict[int, CutEdge]:
     """
     found = {}
     cuts = iter(plan.cuts)
-    for tensor in graph.tensors:
-        if tensor.producer is None:
-            continue
-        source = plan.assignment[tensor.producer]
-        readers = {plan.assignment[node] for node in tensor.consumers}
-        readers |= {plan.num_stages - 1} if tensor.id in graph.outputs else set()
-        targets = tuple(sorted(readers - {source}))
-        if targets:
-            cut = next(cuts, None)
-            if cut is None or (cut.source, cut.targets) != (source, targets):
-                raise PlanError(f"The plan has no cut for '{tensor.name}', which crosses stages.")
-            found[tensor.id] = cut
+    for tensor, source, targets in crossings(graph, plan.assignment):
+        cut = next(cuts, None)
+        if cut is None or (cut.source, cut.targets) != (source, targets):
+            raise PlanError(f"The plan has no cut for '{tensor.name}', which crosses stages.")
+        found[tensor.id] = cut
     for extra in cuts:
         raise PlanError(f"The plan cuts '{extra.tensor}', which stays on its stage.")
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -62,6 +63,7 @@ class ProbeTrace:
         results_batched: For each output, then each gradient of an input, whether it has samples.
         weights: The weights that get a gradient.
         added_by: For each added loss the name of the layer that adds it.
+        drawn_by: The calls that drew random numbers of Python or NumPy while they were traced.
     """
 
     def __init__(self, body: StageBody, specs: Sequence[tf.TensorSpec], training: bool) -> None:
@@ -75,6 +77,8 @@ class ProbeTrace:
         self._made: list[tuple[Call, list[tf.Tensor]]] = []
         self.weights: list[Any] = []
         self.added_by: tuple[str, ...] = ()
+        self.drawn_by: list[Call] = []
+        self._numbers = _random_numbers()
         kept = tf.TensorSpec([None], tf.bool)
         factors = tf.TensorSpec([None], keras.config.floatx())
         self._signature = [kept, factors, *specs]
@@ -166,6 +170,9 @@ class ProbeTrace:
         tensors = list(map(tf.convert_to_tensor, results))
         axes = self._body.layout.axes_of(call.outputs)
         self._made.append((call, samples_first(tensors, axes)))
+        if self._numbers != (numbers := _random_numbers()):
+            self.drawn_by.append(call)
+            self._numbers = numbers
 
     def _gradients(
         self,
@@ -189,6 +196,12 @@ class ProbeTrace:
         pairs = zip(sources, found, strict=False)
         given = [tf.zeros_like(s) if g is None else tf.convert_to_tensor(g) for s, g in pairs]
         return given, found[len(sources) :]
+
+
+def _random_numbers() -> Any:
+    """The states of the generators that all of the process shares."""
+    numpy = np.random.get_state(legacy=False)["state"]  # noqa: NPY002 - layers may use it
+    return random.getstate(), numpy["key"].tobytes(), numpy["pos"]
 
 
 def _array(tensor: tf.Tensor) -> Array:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tarantella_pp.errors import UnsupportedModelError
 from tarantella_pp.runtime.added_losses import AddedLosses, not_additive
 from tarantella_pp.runtime.body import StageBody
 from tarantella_pp.runtime.coupling_probe import CouplingProbe
@@ -72,6 +73,12 @@ class StageProbe:
         rows, first = pieces.sizes[0], self._samples_first(inputs)
         trace = self._trace_for(training, rows, first)
         refuse_effects(trace.function, self._body.layer, count, pieces.is_plain)
+        for call in trace.drawn_by:
+            raise UnsupportedModelError(
+                f"'{call.name}' ({type(call.operation).__name__}) draws random numbers of Python "
+                "or NumPy when it is traced, so each trace that a pipeline needs would compute "
+                "something else. Draw them with keras.random and a SeedGenerator of its own."
+            )
         if count > 1:
             samples = self._enough(rows, first, following())
             CouplingProbe(trace, samples).check()

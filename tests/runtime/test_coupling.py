@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import keras
 import numpy as np
 import pytest
@@ -384,6 +386,8 @@ GENERATOR = tf.random.Generator.from_seed(3)
 RANDOM = {
     "keras": lambda layer, x, _: x + layer.gain * keras.random.normal(ops.shape(x)),
     "tensorflow": lambda layer, x, _: x + layer.gain * tf.random.normal(tf.shape(x), dtype=x.dtype),
+    "python": lambda layer, x, _: x * layer.gain * random.random(),
+    "numpy": lambda layer, x, _: x * layer.gain * np.random.uniform(),  # noqa: NPY002
     "generator": lambda layer, x, _: x + layer.gain * GENERATOR.normal(tf.shape(x), dtype=x.dtype),
     "branch": lambda layer, x, _: tf.cond(
         tf.size(x) > 0, lambda: x * tf.random.uniform((), dtype=x.dtype), lambda: x

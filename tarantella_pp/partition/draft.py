@@ -7,28 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import keras
+import msgspec
 
-from tarantella_pp.partition.rows import Probe
+from tarantella_pp.partition.graph import Tensor
+from tarantella_pp.partition.rows import Probe, rows_per_sample, sample_axis
 from tarantella_pp.partition.sizes import Shape
-
-
-@dataclass(frozen=True, slots=True)
-class DraftTensor:
-    """A tensor of the draft.
-
-    Attributes:
-        name: Name of its producer, with `"[i]"` where that makes several.
-        shape: Shape, batch first, `None` where it is not fixed.
-        dtype: Dtype by name.
-        mask_shape: Shape of the Keras mask that travels with it; `None` without one.
-        probe: Its shapes for two numbers of samples; `None` where they cannot be told.
-    """
-
-    name: str
-    shape: Shape
-    dtype: str
-    mask_shape: Shape | None = None
-    probe: Probe = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,21 +54,42 @@ class Draft:
     """Collects the tensors and calls of a model in the order in which Keras runs them.
 
     Attributes:
-        tensors: The tensors found so far; an id is a position.
+        tensors: The tensors found so far; an id is a position. What follows from all calls
+            together, such as who reads them, is filled in by `graph_of`.
+        probes: The shapes of each for two numbers of samples; `None` where they cannot be told.
         calls: The calls found so far.
         unmasked: Ids of the tensors whose masks a call has deleted.
     """
 
     def __init__(self) -> None:
-        self.tensors: list[DraftTensor] = []
+        self.tensors: list[Tensor] = []
+        self.probes: list[Probe] = []
         self.calls: list[Call] = []
         self.unmasked: set[int] = set()
         self._names: Counter[str] = Counter()
 
-    def add_tensor(self, tensor: DraftTensor) -> int:
+    def add_tensor(
+        self,
+        name: str,
+        shape: Shape,
+        dtype: str,
+        mask_shape: Shape | None = None,
+        *,
+        probe: Probe,
+    ) -> int:
         """Adds a tensor and returns its id."""
+        tensor = Tensor(
+            id=len(self.tensors),
+            name=name,
+            shape=shape,
+            dtype=dtype,
+            mask_shape=mask_shape,
+            rows_per_sample=rows_per_sample(probe),
+            sample_axis=sample_axis(probe),
+        )
         self.tensors.append(tensor)
-        return len(self.tensors) - 1
+        self.probes.append(probe)
+        return tensor.id
 
     def unique_name(self, path: str) -> str:
         """Returns the path itself the first time, then `"path:1"`, `"path:2"` and so on."""
@@ -119,7 +123,9 @@ class Draft:
         numbers = [-1] * len(self.tensors)
         result = Draft()
         for old in sorted(needed):
-            numbers[old] = result.add_tensor(self.tensors[old])
+            numbers[old] = len(result.tensors)
+            result.tensors.append(msgspec.structs.replace(self.tensors[old], id=numbers[old]))
+            result.probes.append(self.probes[old])
         for call in reversed(calls):
             result.calls.append(
                 Call(

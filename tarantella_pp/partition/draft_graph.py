@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import msgspec
+
 from tarantella_pp.partition.draft import Call, Draft
 from tarantella_pp.partition.flops import forward_flops
 from tarantella_pp.partition.graph import LayerGraph, Node, Tensor, Weight
 from tarantella_pp.partition.keras_internals import trained_variables
 from tarantella_pp.partition.residuals import residuals
-from tarantella_pp.partition.rows import rows_per_sample, sample_axis
 from tarantella_pp.partition.sized import SizedTensor, sized_call
 from tarantella_pp.partition.sizes import item_bytes, sample_shape
 
@@ -46,7 +47,7 @@ def graph_of(
     weight_ids = {id(variable): i for i, variable in enumerate(variables)}
     uses = [tuple(weight_ids[id(v)] for v in call.variables) for call in draft.calls]
     sized = _sized_tensors(draft, _gradients(draft, weights, uses), assumed_size)
-    rows = [max(1, rows_per_sample(tensor.probe) or 1) for tensor in draft.tensors]
+    rows = [max(1, tensor.rows_per_sample or 1) for tensor in draft.tensors]
     nodes = tuple(
         _node(i, call, sized, tuple(weights[w] for w in used), rows)
         for i, (call, used) in enumerate(zip(draft.calls, uses, strict=True))
@@ -75,20 +76,14 @@ def _tensors(
             aliases[node.outputs[0]] = node.inputs[0]
     kept = {t for node in nodes for t in node.keeps}
     return tuple(
-        Tensor(
-            id=t,
-            name=tensor.name,
-            shape=tensor.shape,
-            dtype=tensor.dtype,
+        msgspec.structs.replace(
+            tensor,
             producer=producers.get(t),
             consumers=tuple(consumers[t]),
             bytes_per_sample=sized[t].bytes * rows[t],
             has_gradient=sized[t].has_gradient,
-            mask_shape=tensor.mask_shape,
             kept=t in kept,
             alias_of=aliases.get(t),
-            rows_per_sample=rows_per_sample(tensor.probe),
-            sample_axis=sample_axis(tensor.probe),
         )
         for t, tensor in enumerate(draft.tensors)
     )

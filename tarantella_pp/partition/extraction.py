@@ -8,7 +8,7 @@ from typing import Any
 import keras
 
 from tarantella_pp.errors import UnsupportedModelError
-from tarantella_pp.partition.draft import Call, Draft, DraftTensor
+from tarantella_pp.partition.draft import Call, Draft
 from tarantella_pp.partition.draft_graph import graph_of
 from tarantella_pp.partition.graph import LayerGraph
 from tarantella_pp.partition.keras_internals import (
@@ -80,9 +80,7 @@ def extract(model: keras.Model | ExtractedModel, *, assumed_size: int = 256) -> 
     for tensor in network.inputs:
         check_input(tensor)
         env[id(tensor)] = reader.draft.add_tensor(
-            DraftTensor(
-                tensor.name, tuple(tensor.shape), tensor.dtype, probe=probe_of(tensor.shape)
-            )
+            tensor.name, tuple(tensor.shape), tensor.dtype, probe=probe_of(tensor.shape)
         )
     reader.read(network, env, prefix="")
     inputs = tuple(env[id(tensor)] for tensor in network.inputs)
@@ -146,9 +144,7 @@ class _Reader:
         free = {key: self._symbolic(t) for key, t in bindings.items()}
         args, kwargs = node.arguments.fill_in(free)
         shapes = _shapes(node, free)
-        known = {
-            key: (draft.tensors[t].probe, draft.tensors[t].dtype) for key, t in bindings.items()
-        }
+        known = {key: (draft.probes[t], draft.tensors[t].dtype) for key, t in bindings.items()}
         probes = probe_call(node, known, shapes)
         flow = mask_flow(node.operation, args, dict(kwargs), len(shapes))
         draft.unmasked.update(bindings[key] for key, t in free.items() if id(t) in flow.removed)
@@ -156,8 +152,8 @@ class _Reader:
         for i, (tensor, shape) in enumerate(zip(node.outputs, shapes, strict=True)):
             label = name if len(shapes) == 1 else f"{name}[{i}]"
             check_result(tensor, node, label)
-            made = DraftTensor(label, shape, tensor.dtype, flow.outputs[i], probes[i])
-            outputs.append(draft.add_tensor(made))
+            made = draft.add_tensor(label, shape, tensor.dtype, flow.outputs[i], probe=probes[i])
+            outputs.append(made)
             env[id(tensor)] = outputs[-1]
         variables = tuple(states_of(node.operation, node.arguments))
         draft.calls.append(

@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from tarantella_pp.partition.draft import DraftTensor
+from tarantella_pp.partition.graph import Tensor
 from tarantella_pp.partition.keras_internals import (
     get_mask,
     is_plain_call,
@@ -16,7 +16,7 @@ from tarantella_pp.partition.keras_internals import (
 )
 
 
-def opened_inputs(node: Any, given: list[DraftTensor]) -> list[Any] | None:
+def opened_inputs(node: Any, given: list[Tensor]) -> list[Any] | None:
     """Says how to open a call of a nested model.
 
     Args:
@@ -67,7 +67,7 @@ def _in_order(value: Any, struct: Any) -> list[Any] | None:
     return list(tree.flatten(value))
 
 
-def _fits(given: DraftTensor, inner: Any) -> bool:
+def _fits(given: Tensor, inner: Any) -> bool:
     """Returns whether the nested model takes this tensor as it is, without converting it."""
     return (
         given.dtype == inner.dtype

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import keras
+from tarantella_pp.dependencies import needed_for
+
+with needed_for("tarantella_pp.PipelineModel"):
+    import keras
 
 from tarantella_pp import checks
 from tarantella_pp.callbacks.rank_rules import callbacks_of_rank, kinds_of_all_ranks
@@ -169,6 +173,20 @@ class PipelineModel(CollectiveModel):
         if "_engine" not in self.__dict__:  # Keras asks for them while it makes this model
             return list(super().layers)
         return list(self._engine.extracted.model.layers)
+
+    def summary(self, *args: Any, layer_range: Sequence[str] | None = None, **kwargs: Any) -> None:
+        """Prints what the wrapped model's own summary lists.
+
+        Args:
+            *args: As of `keras.Model.summary`.
+            layer_range: As of `keras.Model.summary`.
+            **kwargs: As of `keras.Model.summary`.
+        """
+        if layer_range is None:  # without the input layer of a Sequential model
+            ends = self.layers[0].name, self.layers[-1].name
+            sequential = isinstance(self._engine.extracted.model, keras.Sequential)
+            layer_range = [f"{re.escape(name)}$" for name in ends] if sequential else None
+        super().summary(*args, layer_range=layer_range, **kwargs)
 
     @property
     def distribute_strategy(self) -> Any:

@@ -7,6 +7,9 @@ Keras' own callbacks work as well; `rank_rules` says which of them run on which 
 
 from __future__ import annotations
 
-from tarantella_pp.callbacks.timeline import Timeline
+from tarantella_pp.dependencies import needed_for
+
+with needed_for("tarantella_pp.callbacks"):
+    from tarantella_pp.callbacks.timeline import Timeline
 
 __all__ = ["Timeline"]

@@ -44,7 +44,8 @@ class Compilation:
         update: The optimizer's step.
         coupling: Why the loss needs the outputs of the whole batch at once, if it does.
         reach_known: Whether it is known which weights gradients reach.
-        has_loss: Whether layers or regularizers are known to add to the loss.
+        loss_per_sample: Whether the compiled loss has a value for each sample.
+        losses_checked: Whether it has been checked, in training or not, what layers add to it.
     """
 
     def __init__(
@@ -61,7 +62,8 @@ class Compilation:
         communicator: Communicator,
     ) -> None:
         y, weight = (_symbolic(description) for description in batch.targets)
-        build_metrics(model, y, unpacked(extracted.outputs_struct), weight)
+        outputs = unpacked(extracted.outputs_struct)
+        self.loss_per_sample = bool(build_metrics(model, y, outputs, weight))
         self.coupling = whole_batch_reason(model._compile_loss, extracted, y)
         self.scoring: Scoring | None = None
         self.loss: BatchLoss | None = None
@@ -70,7 +72,7 @@ class Compilation:
             self.loss = BatchLoss(model, extracted, layout)
         self.update = Update(model.optimizer, bodies, model.trainable_variables, owners, ties)
         self.reach_known = False
-        self.has_loss = False
+        self.losses_checked: set[bool] = set()
         self._has_metrics = model._compile_metrics is not None
         self._scorer = scorer
         self._communicator = communicator

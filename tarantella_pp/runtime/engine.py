@@ -166,7 +166,7 @@ class Engine:
             schedule = self._schedule(self._training_spec(step, compiled), len(step.pieces.sizes))
             recorder.runs(schedule, batch.rows)
             self._execution.run(self._begin(schedule), step.rows, step)
-            self._require_loss(compiled, training=True)
+            self._check_losses(compiled, training=True)
             if not compiled.reach_known:
                 self._find_reach(compiled)
                 self._find_fallbacks()
@@ -192,7 +192,7 @@ class Engine:
             step = self._step(batch, compiled, training=False)
             schedule = self._schedule(None, len(step.pieces.sizes))
             self._execution.run(self._begin(schedule), step.rows, step)
-            self._require_loss(compiled, training=False)
+            self._check_losses(compiled, training=False)
             self.logs = self._share_logs("test", step)
         return self.logs
 
@@ -316,17 +316,26 @@ class Engine:
         sizes = micro_batch_sizes(batch.rows, self._plan.num_micro_batches)
         return Pieces(sizes, self.communicator.size == 1 and len(self._layouts) == 1)
 
-    def _require_loss(self, compiled: Compilation, training: bool) -> None:
-        """Refuses, as Keras does, a step of which nothing is the loss."""
-        if self._model.loss is not None or compiled.has_loss:
+    def _check_losses(self, compiled: Compilation, training: bool) -> None:
+        """Refuses, as Keras does, a step without a loss, and what cannot be added to its loss."""
+        known = self._model.loss is not None and not compiled.loss_per_sample
+        if known or training in compiled.losses_checked:
             return
         added = any(stage.body.added_by[training] for stage in self.stages.values())
-        if not any(self.communicator.allgather_json(added or compiled.update.penalizes)):
+        added = any(self.communicator.allgather_json(added or compiled.update.penalizes))
+        if self._model.loss is None and not added:
             raise ConfigurationError(
                 "No loss to compute. Provide a `loss` argument in `compile()`, or layers that add "
                 "losses. Received: loss=None"
             )
-        compiled.has_loss = True
+        if compiled.loss_per_sample and added:
+            raise ConfigurationError(
+                "The compiled loss has a value for each sample instead of one for the batch, and "
+                "regularizers or losses that layers add are one for the batch: Keras does not add "
+                "them up either. Use reduction='sum_over_batch_size' or 'sum'. "
+                "Received: a loss with reduction=None"
+            )
+        compiled.losses_checked.add(training)
 
     @contextlib.contextmanager
     def _whole_or_nothing(self) -> Iterator[None]:

@@ -74,7 +74,7 @@ def layers_in(layer: Any) -> list[Any]:
     return list(layer._flatten_layers())
 
 
-def build_metrics(model: Any, y: Any, y_pred: Any, sample_weight: Any) -> None:
+def build_metrics(model: Any, y: Any, y_pred: Any, sample_weight: Any) -> tuple[int | None, ...]:
     """Creates the variables of a compiled model's loss trackers and metrics, without data.
 
     Args:
@@ -82,13 +82,18 @@ def build_metrics(model: Any, y: Any, y_pred: Any, sample_weight: Any) -> None:
         y: Symbolic targets, in the structure of the data.
         y_pred: Symbolic outputs, in the structure of the model.
         sample_weight: Symbolic sample weights, or `None`.
+
+    Returns:
+        The shape of the loss.
     """
+    loss: Any = None
     if model._compile_loss is not None:
-        backend.compute_output_spec(model._compile_loss, y, y_pred, sample_weight)
+        loss = backend.compute_output_spec(model._compile_loss, y, y_pred, sample_weight)
     if model._compile_metrics is not None and not model._compile_metrics.built:
         model._compile_metrics.build(y, y_pred)
         # Some metrics make their variables in their first update.
         backend.compute_output_spec(model._compile_metrics.update_state, y, y_pred, sample_weight)
+    return () if loss is None else tuple(loss.shape)
 
 
 def compile_loss(model: Any, loss: Any, loss_weights: Any) -> Any:
@@ -120,6 +125,7 @@ class _SecondLoss(CompileLoss):
         self._instead = instead
 
     def build(self, y_true: Any, y_pred: Any) -> None:
+        """Finds the losses of the outputs, as Keras does, and puts others in their places."""
         super().build(y_true, y_pred)
         if self._instead is not None:
             self._flat_losses = [
@@ -129,6 +135,7 @@ class _SecondLoss(CompileLoss):
 
     @property
     def metrics(self) -> list[None]:
+        """No tracker for each of the losses."""
         return [None] * len(self._flat_losses or ())
 
 

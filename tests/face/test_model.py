@@ -14,7 +14,7 @@ from tarantella_pp.choice import make_plan
 from tarantella_pp.errors import ConfigurationError, UnsupportedModelError
 from tarantella_pp.partition import extraction
 from tarantella_pp.pipeline_model import PipelineModel
-from tests.training import SAMPLES, Table, X, Y, distance, mlp, sequential
+from tests.training import SAMPLES, Table, X, Y, distance, mlp, nested, sequential
 
 pytestmark = pytest.mark.keras
 
@@ -98,6 +98,17 @@ def test_layers_and_names_are_those_of_the_wrapped_model(build):
     assert model.count_params() == plain.count_params()
     model.layers.clear()
     assert model.layers == plain.layers
+
+
+@pytest.mark.parametrize("build", [mlp, sequential, nested])
+def test_the_summary_is_that_of_the_wrapped_model(build):
+    def lines(model):
+        found = []
+        model.summary(print_fn=found.append)
+        return found
+
+    plain = build()
+    assert lines(PipelineModel(plain, 2)) == lines(plain)
 
 
 def test_a_model_without_an_optimizer_is_evaluated():

@@ -110,6 +110,40 @@ def test_several_losses_of_one_output_and_of_several_add_up():
     assert distance(*found) < 1e-10
 
 
+ADDING = {
+    "kernel_regularizer": lambda: layers.Dense(5, kernel_regularizer="l2"),
+    "activity_regularizer": lambda: layers.Dense(5, activity_regularizer="l2"),
+    "add_loss": lambda: layers.ActivityRegularization(l1=0.1),
+}
+
+
+@pytest.mark.parametrize("name", [None, *ADDING])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.filterwarnings("ignore:.*at once")
+def test_values_of_samples_are_trained_but_not_added_to_other_losses(name, micro_batches):
+    def build(add):
+        keras.utils.set_random_seed(1)
+        return keras.Sequential([keras.Input((5,)), add(), layers.Dense(5), layers.Dense(3)])
+
+    x = RNG.normal(size=(ROWS, 5))
+    found = []
+    for options in ({}, {"num_stages": 2, "num_micro_batches": micro_batches}):
+        model = build(ADDING.get(name, lambda: layers.Dense(5)))
+        model = PipelineModel(model, **options) if options else model
+        model.compile(sgd(), losses.MeanSquaredError(reduction="none"))
+        start = model.get_weights()
+        if name is not None:  # Keras raises a ValueError, too
+            with pytest.raises(ValueError, match="reduction=None" if options else None):
+                model.train_on_batch(x, x[:, :3])
+            with pytest.raises(ValueError, match="reduction=None" if options else None):
+                model.evaluate(x, x[:, :3], verbose=0)
+            assert distance(start, model.get_weights()) == 0
+        else:
+            logs = [model.fit(x, x[:, :3], batch_size=4, shuffle=False, verbose=0).history]
+            found.append([*logs, *model.get_weights()])
+    assert not found or distance(*found) < 1e-10
+
+
 class SquaredSum(losses.MeanSquaredError):
     """A loss of Keras' class that is another: the square of a sum over the batch."""
 

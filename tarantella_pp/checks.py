@@ -372,9 +372,9 @@ def check_loss(compiled: Any, engine: Engine) -> None:
         warnings.warn(
             f"{reason[0].upper()}{reason[1:]}, so it is computed of the whole batch at once. "
             "Training runs schedule='gpipe': each stage keeps what its backward pass needs of all "
-            f"num_micro_batches={plan.num_micro_batches} micro-batches, which the memory in the "
-            f"plan does not count, and the last one all outputs, {format_bytes(outputs)} for each "
-            "sample. A loss of keras.losses that treats each sample by itself needs neither.",
+            f"num_micro_batches={plan.num_micro_batches} micro-batches, and the last one all "
+            f"outputs, {format_bytes(outputs)} for each sample; `model.plan` counts both. A loss "
+            "of keras.losses that treats each sample by itself needs neither.",
             UserWarning,
             stacklevel=3,
         )

@@ -238,6 +238,8 @@ class PipelineModel(CollectiveModel):
         Raises:
             ConfigurationError: If an option would be wrong, or be wrong on several ranks, or the
                 loss needs the outputs of the whole batch before the schedule has them.
+            PlanError: If a stage needs more than `memory_limit` for a batch of `batch_size`, with
+                what loss and metrics hold of the outputs.
         """
         checks.check_strategy(self)
         given = inspect.signature(keras.Model.compile).bind(self, *args, **kwargs)
@@ -248,6 +250,8 @@ class PipelineModel(CollectiveModel):
         checks.check_compilation(given.arguments, self.dtype_policy.name, ranks)
         compiled = compile_loss(self, given.arguments["loss"], given.arguments["loss_weights"])
         checks.check_loss(compiled, self._engine)
+        metrics = (given.arguments[name] for name in ("metrics", "weighted_metrics"))
+        self._engine.check_memory(compiled, any(kind is not None for kind in metrics))
         facts = compiled_facts(given.arguments)
         with self._engine.communicator.call("compile", **facts):
             state = self._divided(optimizer)

@@ -76,13 +76,15 @@ def check_limit(plan: Plan, planned_for: int) -> None:
         if stage.memory_bytes > limit:
             kept = plan.outputs.at_once if plan.outputs is not None else None
             why = f" ({kept})" if kept else ""
+            other = f"batch_size={plan.batch_size}, which plans for it, train smaller batches"
+            if plan.batch_size == planned_for:
+                other = "a smaller batch_size and train such batches"
             raise PlanError(
                 f"Stage {i} would need {stage.memory_bytes} bytes "
                 f"({format_bytes(stage.memory_bytes)}) for a batch of {plan.batch_size} samples"
                 f"{why}. Received: memory_limit={limit} bytes ({format_bytes(limit)}), in a plan "
                 f"for batch_size={planned_for}. Make the PipelineModel with "
-                f"batch_size={plan.batch_size}, which plans for it, train smaller batches, or "
-                "allow more memory."
+                f"{other}, or allow more memory."
             )
 
 

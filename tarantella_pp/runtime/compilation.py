@@ -97,13 +97,17 @@ class Compilation:
             self.scoring.metrics.clear()
 
 
-def expected_outputs(model: Any, extracted: ExtractedModel) -> OutputUse:
+def expected_outputs(loss: Any, has_metrics: bool, extracted: ExtractedModel) -> OutputUse:
     """What loss and metrics need of the outputs as far as it is known before the first batch.
 
     Metrics are expected not to need those of the whole batch, as hardly any does.
+
+    Args:
+        loss: The `CompileLoss` of the model; `None` for none.
+        has_metrics: Whether there are metrics.
+        extracted: The model's graph and calls.
     """
-    reason = whole_batch_reason(model._compile_loss, extracted)
-    return OutputUse(reason, None, model._compile_metrics is not None)
+    return OutputUse(whole_batch_reason(loss, extracted), None, has_metrics)
 
 
 def _symbolic(description: Any) -> Any:

@@ -32,7 +32,7 @@ from tarantella_pp.runtime.owners import Owners
 from tarantella_pp.runtime.reach import find_reach
 from tarantella_pp.runtime.recording import LOGS, SUMS, TIES, UPDATE, Recorder, StepRecord
 from tarantella_pp.runtime.rehearsal import Rehearsal
-from tarantella_pp.runtime.remote_variables import Clock
+from tarantella_pp.runtime.remote_variables import OF_METRICS, Clock, make_remote, only_traced
 from tarantella_pp.runtime.stage import Stage
 from tarantella_pp.runtime.stage_probe import Pieces
 from tarantella_pp.runtime.step import BatchStep, micro_batch_sizes
@@ -130,6 +130,7 @@ class Engine:
         self._news = News(communicator, last)
         self._layer_metrics = LayerMetrics(extracted, plan.assignment, self.placement)
         self._metrics_differ = False
+        self._metrics_clock = Clock(OF_METRICS)
         self._compilation: Compilation | None = None
         self._exchanges = False
 
@@ -137,8 +138,8 @@ class Engine:
     def plan(self) -> Plan:
         """The plan in force, with what is known by now of the schedule and of the stages."""
         if self._in_force is None and self._model.compiled:
-            outputs = expected_outputs(self._model, self.extracted)
-            self._in_force = self._plan_for(self._plan.batch_size, outputs)
+            has_metrics = self._model._compile_metrics is not None
+            self._in_force = self._expected_plan(self._model._compile_loss, has_metrics)
         return with_findings(self._in_force or self._plan, self.spec, self.fallbacks)
 
     @property
@@ -208,6 +209,19 @@ class Engine:
             results = self._news.share_tensors([tf.concat(part, 0) for part in parts])
         values = dict(zip(self._layouts[-1].results, results, strict=True))
         return pack_outputs(self.extracted, values, self._layouts[-1].activations)
+
+    def check_memory(self, loss: Any, has_metrics: bool) -> None:
+        """Refuses what does not fit the limit with the batch size of the plan.
+
+        Args:
+            loss: The `CompileLoss` that the model is to be compiled with; `None` for none.
+            has_metrics: Whether it is to have metrics.
+
+        Raises:
+            PlanError: If a stage would need more memory than it may have.
+        """
+        if self._plan.limits is not None:
+            check_limit(self._expected_plan(loss, has_metrics), self._plan.batch_size)
 
     @property
     def sees_batch_at_once(self) -> bool:
@@ -371,6 +385,7 @@ class Engine:
             self._layer_metrics.take(metrics)
             logs = step.logs(losses)
         self._metrics_differ = True
+        self._metrics_clock.steps += 1
         return self._news.share_logs(kind, logs)
 
     def _report(self, added: tf.Tensor) -> None:
@@ -391,13 +406,22 @@ class Engine:
     def _compiled_for(self, batch: Batch) -> Compilation:
         """Loss, metrics and optimizer, which the first batch after `compile` tells the rest of."""
         if self._compilation is None:
-            self._compilation = Compilation(
-                self._model, self.extracted, batch,
-                layout=self._layouts[-1], scorer=self.placement[-1],
-                bodies={i: stage.body for i, stage in self.stages.items()},
-                owners=self.owners, ties=self._ties, communicator=self.communicator,
-            )  # fmt: skip
+            with only_traced():
+                self._compilation = Compilation(
+                    self._model, self.extracted, batch,
+                    layout=self._layouts[-1], scorer=self.placement[-1],
+                    bodies={i: stage.body for i, stage in self.stages.items()},
+                    owners=self.owners, ties=self._ties, communicator=self.communicator,
+                )  # fmt: skip
+            self._guard_metrics()
         return self._compilation
+
+    def _guard_metrics(self) -> None:
+        """Has the compiled metrics refuse to be read where they are out of date."""
+        for metric in [] if self._news.is_source else self._model.metrics:
+            for variable in metric.variables:
+                if self._layer_metrics.owner(variable) is None:
+                    make_remote(variable, self._metrics_clock)
 
     def _require_memory(self, batch: Batch, compiled: Compilation) -> None:
         """Refuses a batch for which a stage needs more memory than it may have."""
@@ -405,6 +429,11 @@ class Engine:
             plan = self._plan_for(batch.rows, compiled.outputs(batch))
             check_limit(plan, self._plan.batch_size)
             self._in_force, self._largest_batch = plan, batch.rows
+
+    def _expected_plan(self, loss: Any, has_metrics: bool) -> Plan:
+        """What the plan comes to as far as it is known before the first batch."""
+        outputs = expected_outputs(loss, has_metrics, self.extracted)
+        return self._plan_for(self._plan.batch_size, outputs)
 
     def _plan_for(self, batch_size: int, outputs: OutputUse) -> Plan:
         """What the plan comes to for a batch and for what is computed of the outputs."""

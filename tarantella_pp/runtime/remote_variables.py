@@ -12,15 +12,30 @@ import keras
 from tarantella_pp.errors import StaleWeightError
 from tarantella_pp.runtime.keras_state import needs_only_shapes
 
+OF_WEIGHTS = (
+    "Weight '{path}' is trained on another rank, and its value on this one is out of date. Call "
+    "`get_weights()` of the PipelineModel on all ranks: it brings all weights of all layers up to "
+    "date, until the next training step."
+)
+OF_METRICS = (
+    "Metric variable '{path}' is updated on another rank, and its value on this one is out of "
+    "date. Take results from the `logs` that callbacks get and steps by hand return, the same on "
+    "every rank; when an epoch or an evaluation has ended, every rank has the metrics, too."
+)
+
 
 class Clock:
-    """Counts the training steps of a pipeline.
+    """Counts the steps of a pipeline, after which variables of other ranks are out of date.
+
+    Args:
+        message: What to tell whoever reads one then, with its `{path}`.
 
     Attributes:
         steps: Their number.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, message: str = OF_WEIGHTS) -> None:
+        self.message = message
         self.steps = 0
 
 
@@ -79,7 +94,11 @@ class _Remote(keras.Variable):  # type: ignore[misc]
     @property
     def is_stale(self) -> bool:
         """Whether a pipeline has made a step since the value was assigned."""
-        return any(clock.steps != seen for clock, seen in self._seen.items())
+        return any(True for _ in self.passed())
+
+    def passed(self) -> Iterator[Clock]:
+        """The clocks that have gone on since the value was assigned."""
+        return (clock for clock, seen in self._seen.items() if clock.steps != seen)
 
     @property
     def value(self) -> Any:
@@ -107,11 +126,7 @@ class _Remote(keras.Variable):  # type: ignore[misc]
 
 
 def _error(variable: Any) -> StaleWeightError:
-    return StaleWeightError(
-        f"Weight '{variable.path}' is trained on another rank, and its value on this one is out "
-        "of date. Call `get_weights()` of the PipelineModel on all ranks: it brings all weights "
-        "of all layers up to date, until the next training step."
-    )
+    return StaleWeightError(next(variable.passed()).message.format(path=variable.path))
 
 
 _KINDS: dict[type, type] = {}

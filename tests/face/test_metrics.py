@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from keras import layers, ops
 
-from tarantella_pp.errors import UnsupportedModelError
+from tarantella_pp.errors import StaleWeightError, UnsupportedModelError
 from tarantella_pp.runtime.step import BatchStep
 from tests.mpi import mpi_run
 from tests.training import (
@@ -227,6 +227,39 @@ class Cut(keras.callbacks.Callback):
         self.model.stop_training = batch == 1
 
 
+class Reads(keras.callbacks.Callback):
+    """Reads the compiled metrics in the middle of an epoch and at its end."""
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.found = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 1:
+            self._read(logs)
+
+    def on_epoch_end(self, epoch, logs=None):
+        self._read(logs)
+
+    def _read(self, logs):
+        try:
+            self.found.append([float(self.model.metrics[0].result()), logs["loss"]])
+        except StaleWeightError as error:
+            self.found.append(str(error))
+
+
+def read_within_epochs():
+    model, reads = make(CASES["additive"], num_stages=2, num_micro_batches=3), Reads()
+    for _ in range(2):
+        model.fit(X, ONE_HOT, batch_size=BATCH, verbose=0, shuffle=False, callbacks=[reads])
+        model.compile(**CASES["additive"].compiled())
+    return reads.found
+
+
+def test_metrics_are_read_within_an_epoch_in_one_process():
+    (middle, logged), (end, told) = read_within_epochs()
+    assert (middle, end) == (logged, told)
+
+
 def use_on_this_rank():
     use_float64()
     found = {}
@@ -235,13 +268,17 @@ def use_on_this_rank():
         found[name] = used(model)
         model.fit(X, ONE_HOT, batch_size=BATCH, verbose=0, callbacks=[Cut()])
         found[f"cut {name}"] = [_plain(metric.result()) for metric in model.metrics]
-    return found
+    return found, read_within_epochs()
 
 
 @pytest.mark.mpi
 def test_every_rank_has_the_logs_and_the_metrics_of_one_process():
-    first, second = mpi_run(2, use_on_this_rank, timeout=240).check().results
+    results = mpi_run(2, use_on_this_rank, timeout=240).check().results
+    (first, (refused, end)), (second, read) = results
     assert first == second
+    assert "`logs`" in refused
+    assert end == read[1]
+    assert all(value == logged for value, logged in read)
     for name in CASES:
         assert in_keras(name)["kinds"] == first[name]["kinds"], name
         assert distance(in_keras(name)["numbers"], first[name]["numbers"]) < ROUNDING, name

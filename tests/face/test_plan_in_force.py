@@ -109,6 +109,17 @@ def test_every_rank_refuses_it():
         check_refusal(*result)
 
 
+@pytest.mark.filterwarnings("ignore:.*at once")
+def test_what_the_loss_holds_is_checked_when_it_is_compiled():
+    limit = int(1.2 * last_stage(pipeline()))
+    model = pipeline(memory_limit=limit)
+    kept = model.loss
+    with pytest.raises(PlanError, match=r"coupled.*smaller batch_size and train such batches"):
+        model.compile("sgd", coupled)
+    assert model.loss is kept
+    model.fit(X[:ROWS], X[:ROWS], batch_size=ROWS, verbose=0)
+
+
 def test_outputs_that_a_metric_needs_at_once_may_be_over_the_limit():
     model = pipeline([error_of_largest], memory_limit=int(1.5 * last_stage(pipeline())))
     with pytest.raises(PlanError, match="error_of_largest"):

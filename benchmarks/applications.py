@@ -104,7 +104,7 @@ def rows(name: str, build: Callable[[], keras.Model], stages: list[int]) -> Iter
     for count in stages:
         options = PlanOptions.checked(
             num_stages=count, batch_size=32, num_micro_batches=min(32, 4 * count),
-            num_replicas=1, schedule="1f1b", balance="memory", memory_limit=None, in_flight=None,
+            num_replicas=1, schedule="1f1b", balance="memory", memory_limit=None,
         )  # fmt: skip
         start = time.perf_counter()
         proof = planner.plan(options).certificate

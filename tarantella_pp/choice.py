@@ -114,7 +114,6 @@ def make_plan(
         "balance": balance,
         "memory_limit": memory_limit,
         "recompute": recompute,
-        "in_flight": None,
     }
     machine = machine or (ACCELERATOR if tf.config.list_physical_devices("GPU") else CORE)
     choosers = [

@@ -12,7 +12,7 @@ import msgspec
 
 from tarantella_pp.errors import ConfigurationError, PlanError
 from tarantella_pp.partition.certificate import Solution
-from tarantella_pp.partition.options import SCHEDULES, PlanOptions
+from tarantella_pp.partition.options import PlanOptions
 from tarantella_pp.partition.plan import Plan
 from tarantella_pp.partition.plan_simulation import HardwareSpec, PlanSimulation
 from tarantella_pp.partition.planner import Planner
@@ -57,12 +57,10 @@ class Chooser:
         Raises:
             ConfigurationError: One of them cannot work.
         """
-        placement = self.spec.placement if self.spec.num_ranks > 1 else ()
+        placement = self.spec.placement
         shared = len(set(placement)) < len(placement)
         arguments = {"ranks": placement if shared else (), **self.given, **changes}
-        arguments["schedule"] = self.spec.name
-        if self.spec.name not in SCHEDULES:
-            arguments["in_flight"] = self.spec.in_flight
+        arguments["schedule"] = self.spec
         if arguments["recompute"] is None:
             arguments["recompute"] = "none"
         return PlanOptions.checked(**arguments)

@@ -53,12 +53,14 @@ def _alternatives(chooser: Chooser) -> Iterator[tuple[str, Plan]]:
     for option in fixed:
         plan = replace(chooser, given={**chooser.given, option: None}).least()
         yield f"{option}={getattr(plan, option)}", plan
-    for times in MORE_STAGES if chooser.given["in_flight"] is None else ():
-        stages = times * chooser.given["num_stages"]
+    for times in MORE_STAGES if chooser.spec.custom is None else ():
+        spec = replace(
+            chooser.spec,
+            num_stages=times * chooser.spec.num_stages,
+            num_ranks=times * chooser.spec.num_ranks,
+        )
+        given = {**chooser.given, "num_stages": spec.num_stages}
         try:
-            yield (
-                f"num_stages={stages}",
-                replace(chooser, given={**chooser.given, "num_stages": stages}).least(),
-            )
+            yield f"num_stages={spec.num_stages}", replace(chooser, given=given, spec=spec).least()
         except (ConfigurationError, PlanError):  # more than there are operations to part
             return

@@ -10,7 +10,7 @@ from tarantella_pp.errors import ScheduleError
 from tarantella_pp.partition.pictures import render_html
 from tarantella_pp.partition.plan_simulation import HardwareSpec, with_bubble
 from tarantella_pp.pictures import simulated_step, step_bars
-from tarantella_pp.schedule import bubble_fraction
+from tarantella_pp.schedule import ScheduleSpec, bubble_fraction
 from tarantella_pp.simulation import Costs, LinkCosts
 from tarantella_pp.simulation.scaling import pipeline_step
 from tests.partition.pictured import plan_of, residual_graph
@@ -32,7 +32,8 @@ def test_equal_stages_have_the_bubble_of_the_formula(schedule):
 
 
 def test_rows_are_those_of_the_timeline():
-    played = pipeline_step("1f1b", Costs.uniform(4, forward=0.5, link=LinkCosts(0.1, 0.05)), 8)
+    costs = Costs.uniform(4, forward=0.5, link=LinkCosts(0.1, 0.05))
+    played = pipeline_step(ScheduleSpec.of("1f1b", 4), costs, 8)
     step = step_bars(played)
     assert step.length == played.step_seconds
     assert step.bubble == pytest.approx(played.bubble_fraction)

@@ -90,7 +90,7 @@ def _of_model(arguments: argparse.Namespace) -> tuple[str, list[Comparison]]:
     for balance in ("memory", "flops"):
         options = PlanOptions.checked(
             num_stages=arguments.num_stages, balance=balance, num_replicas=1,
-            memory_limit=None, in_flight=None, **given,
+            memory_limit=None, **given,
         )  # fmt: skip
         slots, count = slot_bytes(optimizer, graph.weights), options.num_micro_batches
         costs = Costs(graph, slots, options.rows, micro_batches=count)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from tarantella_pp.errors import GraphError
 from tarantella_pp.partition.graph_checks import check_edges, check_ids, check_numbers
 
 if TYPE_CHECKING:
@@ -241,33 +240,3 @@ class LayerGraph(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
         }
         text = json.dumps(structure, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the graph as plain dicts, lists, numbers and strings, ready for JSON."""
-        return {**msgspec.to_builtins(self), "format": "tarantella_pp.layer_graph"}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> LayerGraph:
-        """Makes a graph from what `to_dict` gave.
-
-        Args:
-            data: The dict; every field is checked and unknown ones are refused.
-
-        Returns:
-            The graph.
-
-        Raises:
-            GraphError: The dict is no valid graph.
-        """
-        fields = dict(data)
-        if fields.pop("format", None) != "tarantella_pp.layer_graph":
-            raise GraphError(
-                "This is no layer graph: the field 'format' must be 'tarantella_pp.layer_graph'. "
-                f"Received: format={data.get('format')!r}"
-            )
-        try:
-            return msgspec.convert(fields, cls)
-        except msgspec.ValidationError as error:
-            if isinstance(error.__cause__, GraphError):
-                raise error.__cause__ from None
-            raise GraphError(f"This is no valid layer graph: {error}") from None

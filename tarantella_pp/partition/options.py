@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.partition.plan import MemoryLimit, limit_of_each, micro_batch_size
 from tarantella_pp.partition.sizes import parse_bytes
+from tarantella_pp.schedule import ScheduleSpec, bubble_fraction
 
-SCHEDULES = ("gpipe", "1f1b", "zb-h1")
 BALANCES = ("memory", "time", "flops")
 
 
@@ -29,6 +29,7 @@ class PlanOptions:
         memory_limit: Largest memory of a stage in bytes, one number or one for each stage; `None`
             for any.
         in_flight: Most micro-batches that each stage holds at a time.
+        in_backward: Most micro-batches that each stage is in the backward pass of at a time.
         recompute: The stages that repeat their forward pass, ascending.
         ranks: Rank of each stage; empty where each has its own.
     """
@@ -42,6 +43,7 @@ class PlanOptions:
     balance: str
     memory_limit: MemoryLimit | None
     in_flight: tuple[int, ...]
+    in_backward: tuple[int, ...]
     recompute: tuple[int, ...] = ()
     ranks: tuple[int, ...] = ()
 
@@ -52,22 +54,23 @@ class PlanOptions:
 
     @property
     def fill(self) -> float:
-        """How much the largest stage counts in a step's time besides the largest rank."""
+        """How much the largest stage counts in a step's time besides the largest rank.
+
+        As long as ranks wait, beside as long as they work, with one stage for each.
+        """
         if self.balance == "memory" or not self.ranks:
             return 0.0
-        return max(self.ranks) / self.num_micro_batches
+        bubble = bubble_fraction("1f1b", 1 + max(self.ranks), self.num_micro_batches)
+        return float(bubble / (1 - bubble))
 
     @property
     def repeats(self) -> dict[int, int]:
         """Stages that repeat their forward pass, and for how many micro-batches at a time.
 
-        For one, where both gradients are computed together. Where weight gradients wait, what
-        they need waits with them: stage s of zb-h1 puts off up to s of them.
+        For those in the backward pass: where weight gradients wait, what they need waits with
+        them.
         """
-        waiting = {"zb-h1": range(self.num_stages)}.get(self.schedule, self.in_flight)
-        if not self.schedule.startswith("zb-"):
-            waiting = (0,) * self.num_stages
-        return {s: min(1 + waiting[s], self.in_flight[s]) for s in self.recompute}
+        return {stage: self.in_backward[stage] for stage in self.recompute}
 
     @classmethod
     def checked(
@@ -77,20 +80,18 @@ class PlanOptions:
         batch_size: int,
         num_micro_batches: int | None,
         num_replicas: int,
-        schedule: str,
+        schedule: str | ScheduleSpec,
         balance: str,
         memory_limit: int | float | str | Sequence[int | float | str] | None,
-        in_flight: Sequence[int] | Callable[[int], Sequence[int]] | None,
         recompute: str | Sequence[int] = "none",
         ranks: tuple[int, ...] = (),
     ) -> PlanOptions:
         """Checks the arguments of `make_plan`, which says what they mean, and chooses defaults.
 
-        A schedule other than `SCHEDULES` has no formula: `in_flight` says what it holds, or is a
-        function of the number of micro-batches that does.
-
         Raises:
             ConfigurationError: One of them cannot work, alone or with the others.
+            ScheduleError: There is no such schedule, or it is not one for so many stages or
+                micro-batches.
         """
         stages = checked_count("num_stages", num_stages)
         batch, replicas = (
@@ -107,16 +108,18 @@ class PlanOptions:
         else:
             micro_batches = checked_count("num_micro_batches", num_micro_batches)
         _choice("balance", balance, BALANCES)
+        spec = schedule if isinstance(schedule, ScheduleSpec) else ScheduleSpec.of(schedule, stages)
         return cls(
             num_stages=stages,
             num_micro_batches=micro_batches,
             num_replicas=replicas,
             batch_size=batch,
             rows=micro_batch_size(batch, replicas, micro_batches),
-            schedule=schedule,
+            schedule=spec.name,
             balance=balance,
             memory_limit=_memory_limit(memory_limit, stages),
-            in_flight=_in_flight(schedule, stages, micro_batches, in_flight),
+            in_flight=spec.in_flight(micro_batches),
+            in_backward=spec.in_backward(micro_batches),
             recompute=stages_to_recompute(recompute, stages),
             ranks=ranks,
         )
@@ -181,27 +184,3 @@ def _memory_limit(given: Any, stages: int) -> MemoryLimit | None:
 def _choice(name: str, value: Any, choices: Sequence[str]) -> None:
     if not isinstance(value, str) or value not in choices:
         raise ConfigurationError(f"Expected one of {choices}. Received: {name}={value!r}")
-
-
-def _in_flight(
-    schedule: str,
-    stages: int,
-    micro_batches: int,
-    given: Sequence[int] | Callable[[int], Sequence[int]] | None,
-) -> tuple[int, ...]:
-    if callable(given):
-        given = given(micro_batches)
-    if given is not None:
-        if not isinstance(schedule, str) or not schedule:
-            raise ConfigurationError(f"Expected a name. Received: schedule={schedule!r}")
-        counts = tuple(checked_count("in_flight", held) for held in given)
-        if len(counts) != stages:
-            raise ConfigurationError(
-                f"Expected one count for each of the {stages} stages. Received: in_flight={counts}"
-            )
-        return counts
-    _choice("schedule", schedule, SCHEDULES)
-    if schedule == "gpipe":
-        return (micro_batches,) * stages
-    most = stages if schedule == "zb-h1" else 0
-    return tuple(min(most or stages - stage, micro_batches) for stage in range(stages))

@@ -11,6 +11,7 @@ from tarantella_pp.partition.graph import LayerGraph
 from tarantella_pp.partition.json_record import MAX_FILE_BYTES, JsonRecord
 from tarantella_pp.partition.plan_checks import difference, problems
 from tarantella_pp.partition.plan_parts import CutEdge, OutputUse, StagePlan, Tie
+from tarantella_pp.schedule import Schedule, ScheduleSpec
 
 MemoryLimit = int | tuple[int, ...]
 """Bytes that each stage may have, or one number for each."""
@@ -126,6 +127,22 @@ class Plan(
         """Those of `links` over which gradients come back."""
         with_gradient = (cut for cut in self.cuts if cut.has_gradient)
         return {(cut.source, target) for cut in with_gradient for target in cut.targets}
+
+    def schedule_spec(self, num_ranks: int | None = None) -> ScheduleSpec:
+        """Returns the schedule that the plan's pipeline runs, for any number of micro-batches.
+
+        Args:
+            num_ranks: Number of ranks of the pipeline. Default: those that the plan was made for.
+
+        Raises:
+            ScheduleError: The schedule is unknown, or does not work with so many ranks.
+        """
+        if num_ranks is None and self.ranks:
+            num_ranks = self.num_ranks
+        if self.schedule_text is None:
+            return ScheduleSpec.of(self.schedule, self.num_stages, num_ranks)
+        custom = Schedule.from_text(self.schedule_text)
+        return ScheduleSpec.of_custom(custom, self.num_stages, num_ranks)
 
     def check(self, graph: LayerGraph) -> None:
         """Checks that the plan is one of this model.

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from tarantella_pp.errors import PlanError
 from tarantella_pp.partition.cost import Costs
 from tarantella_pp.partition.graph import LayerGraph
-from tarantella_pp.partition.options import PlanOptions
-from tarantella_pp.partition.plan import Plan
+from tarantella_pp.partition.plan import Plan, micro_batch_size
 from tarantella_pp.partition.plan_parts import CutEdge, OutputUse, StagePlan
 from tarantella_pp.partition.sizes import format_bytes
 from tarantella_pp.partition.slots import slot_bytes
@@ -38,9 +37,12 @@ def plan_in_force(
         in_flight: Most micro-batches that each stage holds, where GPipe runs instead.
     """
     planned = tuple(stage.in_flight for stage in plan.stages)
-    held = planned if in_flight is None else tuple(in_flight)
-    before, _ = _figures(plan, graph, plan.batch_size, planned, plan.outputs)
-    now, cuts = _figures(plan, graph, batch_size, held, outputs)
+    again = _repeats(plan)
+    before, _ = _figures(plan, graph, plan.batch_size, planned, again, plan.outputs)
+    held = planned
+    if in_flight is not None:
+        held, again = tuple(in_flight), dict.fromkeys(plan.recompute, 1)
+    now, cuts = _figures(plan, graph, batch_size, held, again, outputs)
     longer = batch_size / plan.batch_size
     stages = []
     for stage, old, new, count in zip(plan.stages, before, now, held, strict=True):
@@ -88,25 +90,22 @@ def check_limit(plan: Plan, planned_for: int) -> None:
             )
 
 
+def _repeats(plan: Plan) -> dict[int, int]:
+    """Stages that repeat their forward pass, and for how many micro-batches at a time."""
+    counts = plan.schedule_spec().in_backward(plan.num_micro_batches) if plan.recompute else ()
+    return {stage: counts[stage] for stage in plan.recompute}
+
+
 def _figures(
     plan: Plan,
     graph: LayerGraph,
     batch_size: int,
     in_flight: tuple[int, ...],
+    repeats: Mapping[int, int],
     outputs: OutputUse | None,
 ) -> tuple[tuple[StagePlan, ...], tuple[CutEdge, ...]]:
     """What the planner's rules say of the stages of a plan."""
-    options = PlanOptions.checked(
-        num_stages=plan.num_stages,
-        batch_size=batch_size,
-        num_micro_batches=plan.num_micro_batches,
-        num_replicas=min(plan.num_replicas, batch_size),
-        schedule=plan.schedule,
-        balance=plan.balance,
-        memory_limit=None,
-        in_flight=in_flight,
-        recompute=plan.recompute,
-    )
-    slots = slot_bytes(None, graph.weights)
-    costs = Costs(graph, slots, options.rows, None, options.num_micro_batches, outputs)
-    return costs.stages(plan.assignment, in_flight, options.repeats), costs.cuts(plan.assignment)
+    count = plan.num_micro_batches
+    rows = micro_batch_size(batch_size, min(plan.num_replicas, batch_size), count)
+    costs = Costs(graph, slot_bytes(None, graph.weights), rows, None, count, outputs)
+    return costs.stages(plan.assignment, in_flight, repeats), costs.cuts(plan.assignment)

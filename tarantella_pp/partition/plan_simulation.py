@@ -11,7 +11,7 @@ import msgspec
 from tarantella_pp.errors import ScheduleError
 from tarantella_pp.partition.plan import Plan, StagePlan, micro_batch_size
 from tarantella_pp.schedule.actions import Link
-from tarantella_pp.schedule.schedule import Schedule
+from tarantella_pp.schedule.spec import ScheduleSpec
 from tarantella_pp.simulation.costs import Costs, LinkCosts, StageCosts
 from tarantella_pp.simulation.scaling import (
     Network,
@@ -97,7 +97,7 @@ def with_bubble(plan: Plan) -> Plan:
         plan: The plan.
     """
     try:
-        bubble = max(0.0, ideal_step(plan).bubble_fraction)
+        bubble = ideal_step(plan).bubble_fraction
     except ScheduleError:
         bubble = None
     return msgspec.structs.replace(plan, bubble=bubble)
@@ -183,10 +183,11 @@ class PlanSimulation:
     def step(self, num_ranks: int | None = None) -> PipelineStep:
         """Plays the step of one replica.
 
+        A plan's own schedule, where it is searched for, holds no more than was planned.
+
         Args:
             num_ranks: Ranks of the pipeline, a divisor of the number of stages. Default: those
-                of the plan, or for `zb-v` one for each two stages. A schedule that comes with the
-                plan says it itself.
+                of the plan, or for `zb-v` one for each two stages.
 
         Returns:
             The step.
@@ -194,15 +195,27 @@ class PlanSimulation:
         Raises:
             ScheduleError: The schedule is unknown, or does not work with so many ranks.
         """
-        if num_ranks is None and self.plan.ranks:
-            num_ranks = self.plan.num_ranks
-        custom = None
-        if self.plan.schedule_text is not None and self.schedule == self.plan.schedule:
-            custom = Schedule.from_text(self.plan.schedule_text).first(self.num_micro_batches)
+        limit = None
+        if self._runs_own:
+            spec = self.plan.schedule_spec(num_ranks)
+            limit = [stage.in_flight for stage in self.plan.stages]
+        else:
+            if num_ranks is None and self.plan.ranks:
+                num_ranks = self.plan.num_ranks
+            spec = ScheduleSpec.of(self.schedule, self.plan.num_stages, num_ranks)
         return pipeline_step(
-            self.schedule, self.costs(), self.num_micro_batches, num_ranks,
-            custom=custom, links=self.plan.links, gradient_links=self.plan.gradient_links,
-        )  # fmt: skip
+            spec,
+            self.costs(),
+            self.num_micro_batches,
+            links=self.plan.links,
+            gradient_links=self.plan.gradient_links,
+            in_flight_limit=limit,
+        )
+
+    @property
+    def _runs_own(self) -> bool:
+        """Whether this is the plan's schedule, not another one in its place."""
+        return self.schedule == self.plan.schedule
 
     def without_messages(self) -> PlanSimulation:
         """Returns the same on a machine whose links take no time: what balance alone costs."""
@@ -238,7 +251,8 @@ class PlanSimulation:
             step: The step of one replica.
         """
         size = step.num_ranks
-        shared = step.timeline is not None and self.schedule != "zb-v"
+        custom = self._runs_own and self.plan.schedule_text is not None
+        shared = step.timeline is not None and self.schedule != "zb-v" and not custom
         fewer = [ranks for ranks in range(2, size) if shared and size % ranks == 0]
         points = [self.point(self.step(ranks), 1) for ranks in fewer]
         replicas = [2**k for k in range(MOST_RANKS.bit_length())]

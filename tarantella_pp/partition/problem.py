@@ -85,9 +85,8 @@ class Problem:
             "free": they are kept together only where that costs nothing; otherwise the group's
             first node (in topological order) holds the weights, no other node of the group runs
             on an earlier stage, and each later stage with a node of the group pays `group_bytes`
-            of memory, and each touching stage `group_comm` of load.
+            of memory.
         group_bytes: Bytes of each group's weights; empty: 0 each.
-        group_comm: Time to exchange each group's gradients; empty: 0 each.
         memory_limit: Bytes that a stage may hold, one number or one per stage; None: no limit.
         exactly: Whether each of the stages must have at least one node.
 
@@ -107,7 +106,6 @@ class Problem:
     groups: tuple[tuple[int, ...], ...] = ()
     tied: Tied | Sequence[Tied] = "together"
     group_bytes: Sequence[float] = ()
-    group_comm: Sequence[float] = ()
     memory_limit: float | Sequence[float] | None = None
     exactly: bool = False
     apart: tuple[bool, ...] = field(init=False)
@@ -167,18 +165,17 @@ class Problem:
                 if tensor.receive_bytes and tensor.producer is not None:
                     made = stages[tensor.producer]
                     held[[s for s in touching if s > made]] += tensor.receive_bytes
-        self._price_groups(stages, static, comm)
+        self._price_groups(stages, static)
         memory = static + self.flight * held
         values = {"memory": memory, "load": work + comm}.get(self.objective, work)
         value = float(values.max()) if S else 0.0
         return Evaluation(value, values, memory, work, comm, cut_comm, cut_bytes)
 
-    def _price_groups(self, stages: IntArray, static: FloatArray, comm: FloatArray) -> None:
+    def _price_groups(self, stages: IntArray, static: FloatArray) -> None:
         for index, group in enumerate(self.groups):
             touching = sorted({int(stages[node]) for node in group})
             if self.apart[index] and len(touching) > 1:
                 static[touching[1:]] += self.group_bytes[index] if self.group_bytes else 0.0
-                comm[touching] += self.group_comm[index] if self.group_comm else 0.0
 
     def violation(self, assignment: Sequence[int] | IntArray) -> str | None:
         """Says what is wrong with a plan, if anything.

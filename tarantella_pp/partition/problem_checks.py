@@ -53,10 +53,9 @@ def check_options(problem: Problem, objectives: tuple[str, ...]) -> None:
         raise PlanError(f"A pipeline has at least one stage. Received: {problem.num_stages=}")
     if problem.objective not in objectives:
         raise PlanError(f"`objective` is one of {objectives}. Received: {problem.objective!r}")
-    for name in ("group_bytes", "group_comm"):
-        values = getattr(problem, name)
-        if len(values) not in (0, len(problem.groups)) or any(not 0 <= v < 1e300 for v in values):
-            raise PlanError(f"`{name}` has one number for each group. Received: {values}")
+    values = problem.group_bytes
+    if len(values) not in (0, len(problem.groups)) or any(not 0 <= v < 1e300 for v in values):
+        raise PlanError(f"`group_bytes` has one number for each group. Received: {values}")
 
 
 def apart(problem: Problem, ties: tuple[str, ...]) -> tuple[bool, ...]:

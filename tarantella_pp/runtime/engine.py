@@ -15,7 +15,7 @@ from tarantella_pp.partition.graph import LayerGraph
 from tarantella_pp.partition.plan import Plan
 from tarantella_pp.partition.plan_in_force import check_limit, plan_in_force
 from tarantella_pp.partition.plan_parts import OutputUse
-from tarantella_pp.planned_schedule import schedule_spec, search_limits, with_findings
+from tarantella_pp.partition.planned_schedule import search_limits, with_findings
 from tarantella_pp.runtime.communicator import Communicator
 from tarantella_pp.runtime.compilation import Compilation, expected_outputs
 from tarantella_pp.runtime.exchange import Exchange
@@ -81,7 +81,7 @@ class Engine:
         self.free_schedule = free_schedule
         self._wire_dtype = wire_dtype
         self.clock = clock or Clock()
-        self.spec = schedule_spec(plan, communicator.size)
+        self.spec = plan.schedule_spec(communicator.size)
         self.placement = self.spec.placement
         self.logs: dict[str, Any] = {}
         self.fallbacks: dict[int, str] = {}

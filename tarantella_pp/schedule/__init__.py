@@ -24,6 +24,7 @@ from tarantella_pp.schedule.actions import (
 )
 from tarantella_pp.schedule.formulas import (
     bubble_fraction,
+    in_backward_bounds,
     in_flight_bounds,
     speed_up_bound,
 )
@@ -56,6 +57,7 @@ __all__ = [
     "ScheduleSpec",
     "Transfer",
     "bubble_fraction",
+    "in_backward_bounds",
     "in_flight_bounds",
     "lower",
     "make_schedule",

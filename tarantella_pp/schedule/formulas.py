@@ -1,17 +1,18 @@
 """Bubble and memory of the classic schedules as formulas: for any size, without playing.
 
-They hold for equal stages and ranks and messages that take no time. Then every rank works for m
-micro-batches, and waits while the first ones come down to it and the last ones go back up::
+They hold for equal stages and ranks and messages that take no time. Then each of p ranks works for
+m micro-batches, and waits as long as p - 1 of them take: while the first one comes down to it, and
+while the first gradient comes up, or the last one goes up. Three ranks and four micro-batches, with
+F and BW as long as each other::
 
-                 p - 1    m x (F + BW)      p - 1
-        rank 0           FFFF....BWBWBW
-        rank 1   .       FFFF..BWBWBW         .        bubble = (p - 1) / (m + p - 1)
-        rank 2   . .     FFFFBWBWBW           . .
+    rank 0  F F F F . . . . B B B B                     gpipe
+    rank 1  . F F F F . . B B B B .      bubble = (p - 1) / (m + p - 1) = 2 / 6
+    rank 2  . . F F F F B B B B . .
 
-With v stages on each rank the steps down and up are v times shorter. With W apart from B the last
-steps up wait for B alone, and W fills them: of three parts of a micro-batch only one is waited
-for. Narayanan et al., SC 2021, section 2.2; Qi et al., "Zero Bubble Pipeline Parallelism", ICLR
-2024, section 2.
+With v stages on each rank the ways down and up are v times shorter. With W apart from B only B has
+to go up, and W fills the time till then: of three parts of a micro-batch one is waited for.
+Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM",
+SC 2021, section 2.2; Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, section 2.
 """
 
 from __future__ import annotations
@@ -89,15 +90,15 @@ def speed_up_bound(
     return num_ranks * (1 - bubble)
 
 
-IN_FLIGHT_FORMULAS = ("gpipe", "1f1b", "zb-h1", "forward")
-"""The schedules of which `in_flight_bounds` knows how much they hold."""
+MEMORY_FORMULAS = ("gpipe", "1f1b", "zb-h1", "forward")
+"""The schedules of which `in_flight_bounds` and `in_backward_bounds` know how much they hold."""
 
 
 def in_flight_bounds(name: str, num_stages: int, num_micro_batches: int) -> tuple[int, ...]:
     """Returns the most micro-batches that each stage holds, for any number of ranks.
 
     Args:
-        name: One of `IN_FLIGHT_FORMULAS`.
+        name: One of `MEMORY_FORMULAS`.
         num_stages: Number of stages.
         num_micro_batches: Number of micro-batches.
 
@@ -107,13 +108,35 @@ def in_flight_bounds(name: str, num_stages: int, num_micro_batches: int) -> tupl
     Raises:
         ScheduleError: If there is no such formula.
     """
-    stages = range(num_stages)
-    if name == "forward":
-        return tuple(0 for _ in stages)
-    if name == "gpipe":
-        return tuple(num_micro_batches for _ in stages)
+    _check_memory_formula(name)
     if name == "1f1b":
-        return tuple(min(num_stages - stage, num_micro_batches) for stage in stages)
+        return tuple(min(num_stages - stage, num_micro_batches) for stage in range(num_stages))
+    held = {"gpipe": num_micro_batches, "zb-h1": min(num_stages, num_micro_batches), "forward": 0}
+    return (held[name],) * num_stages
+
+
+def in_backward_bounds(name: str, num_stages: int, num_micro_batches: int) -> tuple[int, ...]:
+    """Returns the most micro-batches that each stage is in the backward pass of, begun or waiting.
+
+    Args:
+        name: One of `MEMORY_FORMULAS`.
+        num_stages: Number of stages.
+        num_micro_batches: Number of micro-batches.
+
+    Returns:
+        One number for each stage; more than 1 where weight gradients are put off.
+
+    Raises:
+        ScheduleError: If there is no such formula.
+    """
+    _check_memory_formula(name)
     if name == "zb-h1":
-        return tuple(min(num_stages, num_micro_batches) for _ in stages)
-    raise ScheduleError(f"Expected gpipe, 1f1b, zb-h1 or forward. Received: schedule={name!r}")
+        return tuple(min(1 + stage, num_micro_batches) for stage in range(num_stages))
+    return (0 if name == "forward" else 1,) * num_stages
+
+
+def _check_memory_formula(name: str) -> None:
+    if name not in MEMORY_FORMULAS:
+        raise ScheduleError(
+            f"Expected one of {', '.join(MEMORY_FORMULAS)}. Received: schedule={name!r}"
+        )

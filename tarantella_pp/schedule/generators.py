@@ -22,8 +22,8 @@ def gpipe(stage: int, num_stages: int, num_micro_batches: int) -> list[Compute]:
     Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline
     Parallelism", NeurIPS 2019. All micro-batches are in flight at once::
 
-        stage 0  F0 F1 F2 F3 .. .. BW0   BW1   BW2   BW3
-        stage 1  .. F0 F1 F2 F3 BW0   BW1   BW2   BW3
+        stage 0  F0 F1 F2 F3 .. .. .. BW0-- BW1-- BW2-- BW3--
+        stage 1  .. F0 F1 F2 F3 BW0-- BW1-- BW2-- BW3-- .. ..
     """
     return [Compute(stage, "F", i) for i in range(num_micro_batches)] + [
         Compute(stage, "BW", i) for i in range(num_micro_batches)
@@ -37,8 +37,8 @@ def one_f_one_b(stage: int, num_stages: int, num_micro_batches: int) -> list[Com
     ICML 2021. The step is as long as GPipe's, but after a warm-up each backward makes room for
     the next forward::
 
-        stage 0  F0 F1 .. BW0   F2 BW1   F3 BW2   .. BW3
-        stage 1  .. F0 BW0   F1 BW1   F2 BW2   F3 BW3
+        stage 0  F0 F1 .. .. BW0-- F2 BW1-- F3 BW2-- .. BW3--
+        stage 1  .. F0 BW0-- F1 BW1-- F2 BW2-- F3 BW3-- .. ..
     """
     warm_up = min(num_stages - stage, num_micro_batches)
     order = [Compute(stage, "F", i) for i in range(warm_up)]
@@ -57,7 +57,7 @@ def zb_h1(stage: int, num_stages: int, num_micro_batches: int) -> list[Compute]:
     Stage s runs its weight gradients s micro-batches late, so that it holds at most
     ``num_stages`` micro-batches::
 
-        stage 0  F0 F1 .. B0 W0 F2 B1 W1 F3 B2 W2 .. B3 W3
+        stage 0  F0 F1 .. B0 W0 F2 B1 W1 F3 B2 W2 B3 W3
         stage 1  .. F0 B0 F1 B1 W0 F2 B2 W1 F3 B3 W2 W3
     """
     warm_up = min(num_stages - stage, num_micro_batches)

@@ -30,7 +30,13 @@ def lower(
     A send stands directly behind the computation that makes its message and a receive directly
     before the one that needs it, and stages on one rank need no message. Where ranks would wait
     for each other if sends blocked, the receive of such a send is moved up to where its rank is
-    stuck; so the result gets through even if every send blocks until its receive is posted.
+    stuck; so the result gets through even if every send blocks until its receive is posted. Here
+    both ranks send, and the receives stand behind computations that neither of them reaches::
+
+        rank 0  0F2 [0>1SF2] 2BW0 [1>2RF1] 2F1          1F1 [1>2SF1] 3BW0 [0>1RF2] 1F2  rank 1
+
+        rank 0  0F2 [0>1SF2 1>2RF1] 2BW0 [] 2F1         posts 1>2RF1 before it sends: rank 1 goes
+                                                        on, posts 0>1RF2, and rank 0 goes on
 
     Args:
         schedule: Computations only.

@@ -6,8 +6,15 @@ from collections.abc import Callable, Sequence
 from typing import Literal, TypeAlias
 
 from tarantella_pp.errors import ScheduleError
-from tarantella_pp.schedule import generators
 from tarantella_pp.schedule.actions import Compute
+from tarantella_pp.schedule.generators import (
+    forward,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    zb_h1,
+    zb_v,
+)
 from tarantella_pp.schedule.list_scheduling import Orders, merge
 from tarantella_pp.schedule.schedule import Schedule
 
@@ -16,10 +23,10 @@ Backward: TypeAlias = Literal["fused", "split"]
 SCHEDULE_NAMES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "forward")
 """The schedules that `make_schedule` makes."""
 _STAGE_ORDERS: dict[str, Callable[[int, int, int], list[Compute]]] = {
-    "forward": generators.forward,
-    "gpipe": generators.gpipe,
-    "1f1b": generators.one_f_one_b,
-    "zb-h1": generators.zb_h1,
+    "forward": forward,
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "zb-h1": zb_h1,
 }
 
 
@@ -139,8 +146,7 @@ def _orders(name: str, num_micro_batches: int, placement: tuple[int, ...]) -> Or
             )
         depth = num_stages // num_ranks
         return tuple(
-            generators.interleaved(rank, num_ranks, depth, num_micro_batches)
-            for rank in range(num_ranks)
+            interleaved(rank, num_ranks, depth, num_micro_batches) for rank in range(num_ranks)
         )
     if name == "zb-v":
         if not is_v_shaped(placement):
@@ -148,9 +154,7 @@ def _orders(name: str, num_micro_batches: int, placement: tuple[int, ...]) -> Or
                 "Expected stages r and num_stages - 1 - r on rank r for the zb-v schedule. "
                 f"Received: placement={placement}"
             )
-        return tuple(
-            generators.zb_v(rank, num_ranks, num_micro_batches) for rank in range(num_ranks)
-        )
+        return tuple(zb_v(rank, num_ranks, num_micro_batches) for rank in range(num_ranks))
     order = _STAGE_ORDERS[name]
     orders = [order(stage, num_stages, num_micro_batches) for stage in range(num_stages)]
     return merge(orders, placement, num_micro_batches)

@@ -11,7 +11,14 @@ class Replay:
     """Plays the actions of all ranks; the one place that knows what they mean to each other.
 
     The communication between two computations of a rank is one exchange; its receives are posted
-    when the rank enters it.
+    when the rank enters it::
+
+        0F0   0>1SF0 1>0RB0   0BW0   0>1SF1 ...
+              `-- exchange -'
+              1>0RB0 is posted here, before the send is reached
+
+    The lists say who comes next, so no clock is needed: each rank goes as far as it can, and goes
+    on when what it waits for has come. (`ListScheduler` plays ranks that have to choose.)
 
     * With sends that block, as MPI's large ones may, a send waits until its receive is posted,
       and a receive waits where it stands until its send is reached. Lists that get through so
@@ -47,12 +54,7 @@ class Replay:
         return [rank for rank, own in enumerate(self.programs) if self.position[rank] < len(own)]
 
     def hoist(self, receive: Transfer, rank: int) -> None:
-        """Moves a receive of a stuck rank forward, to the end of the exchange it is stuck in.
-
-        Args:
-            receive: The receive.
-            rank: The rank that has it further down its list.
-        """
+        """Moves a receive of a stuck rank forward, to the end of the exchange it is stuck in."""
         program = self.programs[rank]
         old = program.index(receive, self.position[rank])
         new = self.position[rank]

@@ -11,20 +11,7 @@ from tarantella_pp.schedule.actions import Compute, Link
 def check_links(
     num_stages: int, links: Iterable[Link] | None, gradient_links: Iterable[Link] | None
 ) -> tuple[tuple[Link, ...], tuple[Link, ...]]:
-    """Checks the links of a pipeline and fills in the defaults.
-
-    Args:
-        num_stages: Number of stages.
-        links: Pairs (source, target) that exchange activations; None for each stage and the next.
-        gradient_links: The links over which gradients flow back; None for all.
-
-    Returns:
-        `links` and `gradient_links`, sorted and each once.
-
-    Raises:
-        ScheduleError: If a link does not lead to a later stage, or gradients are to flow over a
-            link that carries no activations.
-    """
+    """Returns links and gradient links, checked, sorted and each once, with their defaults."""
     if links is None:
         links = [(stage, stage + 1) for stage in range(num_stages - 1)]
     forward = tuple(sorted(set(links)))

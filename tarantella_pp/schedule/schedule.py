@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from tarantella_pp.errors import ScheduleError
-from tarantella_pp.schedule import text
 from tarantella_pp.schedule.actions import Action, Compute, Link
+from tarantella_pp.schedule.text import read_text, write_text
 
 
 @dataclass(frozen=True)
@@ -103,11 +103,32 @@ class Schedule:
         Raises:
             ScheduleError: If there is no such stage.
         """
+        return self._in_flight[self._known(stage)]
+
+    def in_backward(self, stage: int) -> int:
+        """Returns how many micro-batches `stage` is in the backward pass of at the worst moment.
+
+        From the beginning of a micro-batch's B to the end of its W; a stage that recomputes its
+        forward pass holds for so many what that makes. 1 where no weight gradient is put off.
+
+        Args:
+            stage: The stage, from 0.
+
+        Returns:
+            The peak number of micro-batches.
+
+        Raises:
+            ScheduleError: If there is no such stage.
+        """
+        return self._in_backward[self._known(stage)]
+
+    def _known(self, stage: int) -> int:
+        """Refuses what is no stage."""
         if not 0 <= stage < self.num_stages:
             raise ScheduleError(
                 f"Expected a stage from 0 to {self.num_stages - 1}. Received: stage={stage}"
             )
-        return self._in_flight[stage]
+        return stage
 
     def runs_all_forwards_first(self, stage: int) -> bool:
         """Returns whether `stage` has all its forwards behind it before its first backward."""
@@ -124,6 +145,20 @@ class Schedule:
             for _, action, change in self.residual_changes(rank):
                 held[action.stage] += change
                 peak[action.stage] = max(peak[action.stage], held[action.stage])
+        return tuple(peak)
+
+    @cached_property
+    def _in_backward(self) -> tuple[int, ...]:
+        """The peak of each stage."""
+        begun: list[set[int]] = [set() for _ in self.placement]
+        peak = [0] * self.num_stages
+        for action in self.computations():
+            stage, kind, i = action
+            if kind != "F":
+                begun[stage].add(i)
+                peak[stage] = max(peak[stage], len(begun[stage]))
+                if action in self._releases:
+                    begun[stage].remove(i)
         return tuple(peak)
 
     def residual_changes(self, rank: int) -> Iterator[tuple[int, Compute, int]]:
@@ -194,7 +229,7 @@ class Schedule:
         if self.links is not None:
             header["links"] = _links_to_text(self.links)
             header["gradient_links"] = _links_to_text(self.gradient_links or ())
-        return text.write(header, self.actions)
+        return write_text(header, self.actions)
 
     @classmethod
     def from_text(cls, source: str) -> Schedule:
@@ -222,7 +257,7 @@ class Schedule:
         Raises:
             ScheduleError: If the text cannot be read; names the line.
         """
-        return cls(**text.read(source))
+        return cls(**read_text(source))
 
 
 def _links_to_text(links: Iterable[Link]) -> str:

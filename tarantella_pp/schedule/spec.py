@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from tarantella_pp.errors import ScheduleError
 from tarantella_pp.schedule.actions import Compute
-from tarantella_pp.schedule.formulas import IN_FLIGHT_FORMULAS, in_flight_bounds
+from tarantella_pp.schedule.formulas import (
+    MEMORY_FORMULAS,
+    in_backward_bounds,
+    in_flight_bounds,
+)
 from tarantella_pp.schedule.list_scheduling import by_time
 from tarantella_pp.schedule.lowering import lower
 from tarantella_pp.schedule.registry import SCHEDULE_NAMES, make_placement, make_schedule
@@ -39,13 +44,14 @@ class ScheduleSpec:
     custom: Schedule | None = None
 
     @classmethod
-    def of(cls, schedule: Any, num_stages: int, num_ranks: int) -> ScheduleSpec:
+    def of(cls, schedule: Any, num_stages: int, num_ranks: int | None = None) -> ScheduleSpec:
         """Reads what a user gave as `schedule`.
 
         Args:
             schedule: Name of a schedule, a `Schedule`, or the path of a text file with one.
             num_stages: Number of pipeline stages.
-            num_ranks: Number of ranks.
+            num_ranks: Number of ranks. Default: those of the schedule, or one for each stage, or
+                for `zb-v` one for each two.
 
         Returns:
             The spec.
@@ -57,18 +63,22 @@ class ScheduleSpec:
         custom = read_schedule(schedule)
         if custom is not None:
             return cls.of_custom(custom, num_stages, num_ranks)
+        if num_ranks is None:
+            num_ranks = 1 + max(make_placement(num_stages, None, None, v_shaped=schedule == "zb-v"))
         spec = cls(schedule, num_stages, num_ranks)
         spec.placement  # noqa: B018 - refuses ranks that do not fit
         return spec
 
     @classmethod
-    def of_custom(cls, custom: Schedule, num_stages: int, num_ranks: int) -> ScheduleSpec:
+    def of_custom(
+        cls, custom: Schedule, num_stages: int, num_ranks: int | None = None
+    ) -> ScheduleSpec:
         """Makes the spec of one schedule.
 
         Args:
             custom: The schedule, computations only.
             num_stages: Number of pipeline stages.
-            num_ranks: Number of ranks: those of the schedule, or 1.
+            num_ranks: Number of ranks: those of the schedule, which is the default, or 1.
 
         Returns:
             The spec.
@@ -76,6 +86,7 @@ class ScheduleSpec:
         Raises:
             ScheduleError: If the schedule is not one for so many stages and ranks.
         """
+        num_ranks = custom.num_ranks if num_ranks is None else num_ranks
         if custom.num_stages != num_stages or num_ranks not in (1, custom.num_ranks):
             raise ScheduleError(
                 f"The schedule '{custom.name}' is one of {custom.num_stages} stages on "
@@ -112,13 +123,12 @@ class ScheduleSpec:
         """
         if self.custom is not None:
             return self.custom.first(num_micro_batches)
-        name = BEFORE_SEARCH if self.name == SEARCHED else self.name
-        if name == "zb-v" and self.num_ranks == 1:
-            return on_one_rank(make_schedule(name, self.num_stages, num_micro_batches))
-        made = make_schedule(
-            name, self.num_stages, num_micro_batches, self.num_ranks, placement=self.placement
-        )
-        return replace(made, name=self.name)
+        return _named_schedule(self, num_micro_batches)
+
+    @property
+    def named(self) -> str:
+        """The named schedule that runs; for one that is searched for, the one till then."""
+        return BEFORE_SEARCH if self.name == SEARCHED else self.name
 
     def make_inference(self, num_micro_batches: int) -> Schedule:
         """Makes the schedule of a step that runs forward only, computations only.
@@ -136,11 +146,36 @@ class ScheduleSpec:
         Args:
             num_micro_batches: Number of micro-batches of a step.
         """
-        name = BEFORE_SEARCH if self.name == SEARCHED else self.name
-        if self.custom is None and name in IN_FLIGHT_FORMULAS:
-            return in_flight_bounds(name, self.num_stages, num_micro_batches)
+        if self.custom is None and self.named in MEMORY_FORMULAS:
+            return in_flight_bounds(self.named, self.num_stages, num_micro_batches)
         schedule = self.make(num_micro_batches)
         return tuple(schedule.in_flight(stage) for stage in range(self.num_stages))
+
+    def in_backward(self, num_micro_batches: int) -> tuple[int, ...]:
+        """Returns the most micro-batches that each stage is in the backward pass of at a time.
+
+        All in flight, while a schedule is yet to be searched for.
+
+        Args:
+            num_micro_batches: Number of micro-batches of a step.
+        """
+        if self.custom is None and self.name == SEARCHED:
+            return self.in_flight(num_micro_batches)
+        if self.custom is None and self.name in MEMORY_FORMULAS:
+            return in_backward_bounds(self.name, self.num_stages, num_micro_batches)
+        schedule = self.make(num_micro_batches)
+        return tuple(schedule.in_backward(stage) for stage in range(self.num_stages))
+
+
+@lru_cache(maxsize=8)
+def _named_schedule(spec: ScheduleSpec, num_micro_batches: int) -> Schedule:
+    """Makes a named schedule, once for those who ask one after the other what it holds."""
+    name, num_stages = spec.named, spec.num_stages
+    if name == "zb-v" and spec.num_ranks == 1:
+        schedule = on_one_rank(make_schedule(name, num_stages, num_micro_batches))
+    else:
+        schedule = make_schedule(name, num_stages, num_micro_batches, placement=spec.placement)
+    return replace(schedule, name=spec.name)
 
 
 def on_one_rank(schedule: Schedule) -> Schedule:

@@ -14,34 +14,16 @@ _RANK = re.compile(r"rank\s+(\d+)")
 _LINK = re.compile(r"(\d+)>(\d+)")
 
 
-def write(header: Mapping[str, str], actions: Sequence[Sequence[Action]]) -> str:
-    """Returns the text form of a schedule.
-
-    Args:
-        header: Value of each header line.
-        actions: The actions of each rank.
-
-    Returns:
-        The text, ending with a newline.
-    """
+def write_text(header: Mapping[str, str], actions: Sequence[Sequence[Action]]) -> str:
+    """Returns the text form of a schedule, from its header lines and the actions of each rank."""
     lines = [f"{key}: {value}".rstrip() for key, value in header.items()]
     for rank, own in enumerate(actions):
         lines.append(f"rank {rank}: {' '.join(map(str, own))}".rstrip())
     return "\n".join(lines) + "\n"
 
 
-def read(source: str) -> dict[str, Any]:
-    """Reads the text form of a schedule.
-
-    Args:
-        source: The text, as `write` makes it or as a user wrote it.
-
-    Returns:
-        The fields of a `Schedule`.
-
-    Raises:
-        ScheduleError: If the text cannot be read; names the line.
-    """
+def read_text(source: str) -> dict[str, Any]:
+    """Reads the text form of a schedule; returns the fields of a `Schedule`."""
     header: dict[str, tuple[int, str]] = {}
     ranks: dict[int, tuple[Action, ...]] = {}
     for number, raw in enumerate(source.splitlines(), start=1):

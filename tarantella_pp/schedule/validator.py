@@ -14,6 +14,10 @@ from tarantella_pp.schedule.schedule import Schedule
 def validate(schedule: Schedule, in_flight: Sequence[int] | None = None) -> None:
     """Checks a lowered schedule against the five laws, over all ranks.
 
+    The order of a schedule may come from a formula, a search or a text file; these laws hold it to
+    what training needs, before the first step. 1 and 2 are those of the numbers, 3 and 4 keep ranks
+    from waiting for ever, 5 is that of memory.
+
     1. Each stage runs forward and backward of each micro-batch exactly once, on its own rank.
     2. A computation comes after all that it depends on: a forward after the forwards that feed
        it, an input gradient after its own forward and the input gradients of the stages it
@@ -45,14 +49,7 @@ def validate(schedule: Schedule, in_flight: Sequence[int] | None = None) -> None
 
 
 def check_computations(schedule: Schedule) -> None:
-    """Checks the first law: each computation exactly once, on the rank of its stage.
-
-    Args:
-        schedule: The schedule, lowered or not.
-
-    Raises:
-        ScheduleError: If a computation is missing, given twice, or on another rank.
-    """
+    """Checks the first law: each computation exactly once, on the rank of its stage."""
     seen: set[tuple[int, str, int]] = set()
     for rank, own in enumerate(schedule.actions):
         for position, action in enumerate(own):
@@ -80,17 +77,7 @@ def check_computations(schedule: Schedule) -> None:
 
 
 def broken(rank: int, position: int, action: Action, why: str) -> ScheduleError:
-    """Makes the error that names an action and says what is wrong with it.
-
-    Args:
-        rank: The rank that has the action.
-        position: Its position in the rank's list, from 0.
-        action: The action.
-        why: What is wrong.
-
-    Returns:
-        The error, to be raised.
-    """
+    """Makes the error that names an action and says what is wrong with it."""
     return ScheduleError(f"Rank {rank}, position {position}, {action}: {why}")
 
 

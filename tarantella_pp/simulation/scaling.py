@@ -9,13 +9,11 @@ from tarantella_pp.errors import ScheduleError
 from tarantella_pp.schedule.actions import Compute, Link
 from tarantella_pp.schedule.formulas import bubble_fraction, in_flight_bounds
 from tarantella_pp.schedule.lowering import lower
-from tarantella_pp.schedule.registry import make_placement, make_schedule
-from tarantella_pp.schedule.schedule import Schedule
-from tarantella_pp.schedule.spec import SEARCHED
+from tarantella_pp.schedule.spec import SEARCHED, ScheduleSpec
 from tarantella_pp.simulation.costs import Costs
 from tarantella_pp.simulation.schedule_search import search_schedule
 from tarantella_pp.simulation.simulator import simulate
-from tarantella_pp.simulation.timeline import Timeline
+from tarantella_pp.simulation.timeline import Timeline, idle_fraction
 
 MOST_PLAYED = 20_000
 """Stages x micro-batches up to which a step is played event by event, in about a second."""
@@ -55,7 +53,7 @@ class PipelineStep:
     @property
     def bubble_fraction(self) -> float:
         """The part of all ranks' time in which they do not compute."""
-        return 1.0 - sum(self.busy_seconds) / (self.num_ranks * (self.step_seconds or 1.0))
+        return idle_fraction(self.busy_seconds, self.step_seconds)
 
 
 @dataclass(frozen=True)
@@ -87,26 +85,23 @@ class Network:
 
 
 def pipeline_step(
-    name: str,
+    spec: ScheduleSpec,
     costs: Costs,
     num_micro_batches: int,
-    num_ranks: int | None = None,
     *,
-    custom: Schedule | None = None,
     links: Iterable[Link] | None = None,
     gradient_links: Iterable[Link] | None = None,
+    in_flight_limit: Sequence[int] | None = None,
 ) -> PipelineStep:
     """Plays one step of a pipeline; a very large one is calculated from closed forms.
 
     Args:
-        name: The schedule, as of `make_schedule`, or `zb-auto`.
+        spec: The schedule; `zb-auto` is searched for with these costs.
         costs: Seconds and bytes of stages and messages.
         num_micro_batches: Number of micro-batches.
-        num_ranks: Number of ranks, a divisor of the number of stages. Default: as of
-            `make_schedule`.
-        custom: The schedule itself, where it is none of the named ones.
         links: Pairs of stages that exchange activations. Default: each stage and the next.
         gradient_links: The links over which gradients flow back. Default: all.
+        in_flight_limit: For `zb-auto`: the most micro-batches that each stage may hold.
 
     Returns:
         The step.
@@ -115,23 +110,24 @@ def pipeline_step(
         ScheduleError: An option cannot work, or the pipeline is too large to be played and its
             schedule has no closed forms.
     """
-    most = MOST_SEARCHED if name == SEARCHED else MOST_PLAYED
-    num_stages = len(costs.stages)
-    if num_stages * num_micro_batches > most and custom is None:
-        return _calculated(name, costs, num_micro_batches, num_ranks)
-    if custom is not None:
-        schedule = custom
-    elif name == SEARCHED:
-        schedule = search_schedule(num_stages, num_micro_batches, num_ranks, costs=costs)
+    searched = spec.name == SEARCHED and spec.custom is None
+    most = MOST_SEARCHED if searched else MOST_PLAYED
+    if spec.num_stages * num_micro_batches > most and spec.custom is None:
+        return _calculated(spec, costs, num_micro_batches)
+    if searched:
+        schedule = search_schedule(
+            spec.num_stages, num_micro_batches, placement=spec.placement,
+            costs=costs, in_flight_limit=in_flight_limit,
+        )  # fmt: skip
     else:
-        schedule = make_schedule(name, num_stages, num_micro_batches, num_ranks)
+        schedule = spec.make(num_micro_batches)
     timeline = simulate(lower(schedule, links, gradient_links), costs)
     return PipelineStep(
-        schedule=name,
+        schedule=spec.name,
         placement=schedule.placement,
         step_seconds=timeline.step_seconds,
         busy_seconds=timeline.busy_seconds,
-        gradients_ready=_gradients_ready(timeline, num_stages),
+        gradients_ready=_gradients_ready(timeline, spec.num_stages),
         peak_bytes=timeline.peak_bytes,
         serial_seconds=timeline.serial_seconds,
         timeline=timeline,
@@ -172,33 +168,36 @@ def _gradients_ready(timeline: Timeline, num_stages: int) -> tuple[float, ...]:
     return tuple(ready)
 
 
-def _calculated(
-    name: str, costs: Costs, num_micro_batches: int, num_ranks: int | None
-) -> PipelineStep:
+def _calculated(spec: ScheduleSpec, costs: Costs, num_micro_batches: int) -> PipelineStep:
     """Calculates a step as if every rank took as long as the slowest.
 
     Messages are counted once there and once back, as if they were hidden but for that.
     """
-    stages, m = len(costs.stages), num_micro_batches
-    placement = make_placement(stages, num_ranks, None, v_shaped=name == "zb-v")
-    ranks = 1 + max(placement)
+    stages, ranks, m = spec.num_stages, spec.num_ranks, num_micro_batches
     try:
-        bubble = float(bubble_fraction(name, ranks, m, stages // ranks))
-        in_flight = in_flight_bounds(name, stages, m)
+        bubble = float(bubble_fraction(spec.name, ranks, m, stages // ranks))
+        in_flight = in_flight_bounds(spec.name, stages, m)
     except ScheduleError as error:
         raise ScheduleError(
-            f"A step of {name} on {ranks} ranks, with {stages} stages and {m} micro-batches, is "
-            "too large to be played, and there are no closed forms for it. Take gpipe, 1f1b or "
+            f"A step of {spec.name} on {ranks} ranks, with {stages} stages and {m} micro-batches, "
+            "is too large to be played, and there are no closed forms for it. Take gpipe, 1f1b or "
             "zb-h1 with a rank for each stage."
         ) from error
     busy, peak = [0.0] * ranks, [0.0] * ranks
-    for stage, rank in enumerate(placement):
+    for stage, rank in enumerate(spec.placement):
         cost = costs.stages[stage]
         busy[rank] += m * (cost.seconds("F") + cost.seconds("BW"))
         peak[rank] += cost.static_bytes + in_flight[stage] * cost.activation_bytes
     messages = [costs.link(*pair) for s in range(stages - 1) for pair in ((s, s + 1), (s + 1, s))]
     fill = sum(link.seconds + link.latency for link in messages)
     seconds = max(busy) / (1.0 - bubble) + fill
-    serial = costs.serial_seconds(m)
-    ready = (seconds,) * stages
-    return PipelineStep(name, placement, seconds, tuple(busy), ready, tuple(peak), serial, None)
+    return PipelineStep(
+        schedule=spec.name,
+        placement=spec.placement,
+        step_seconds=seconds,
+        busy_seconds=tuple(busy),
+        gradients_ready=(seconds,) * stages,
+        peak_bytes=tuple(peak),
+        serial_seconds=costs.serial_seconds(m),
+        timeline=None,
+    )

@@ -12,6 +12,21 @@ from tarantella_pp.schedule.actions import Action, Compute
 _FILL = {"F": ">", "B": "<", "W": "=", "BW": "<"}
 
 
+def idle_fraction(busy_seconds: Sequence[float], step_seconds: float) -> float:
+    """Returns the bubble: the part of all ranks' time in which they do not compute.
+
+    Args:
+        busy_seconds: Seconds that each rank computes.
+        step_seconds: Seconds of the step; of one that takes no time nothing is idle.
+
+    Returns:
+        A number from 0 to 1.
+    """
+    if not step_seconds:
+        return 0.0
+    return max(0.0, 1.0 - sum(busy_seconds) / (len(busy_seconds) * step_seconds))
+
+
 class Event(NamedTuple):
     """One action of one rank in time.
 
@@ -65,7 +80,7 @@ class Timeline:
     @property
     def bubble_fraction(self) -> float:
         """The part of all ranks' time in which they do not compute."""
-        return 1.0 - sum(self.busy_fractions) / len(self.events)
+        return idle_fraction(self.busy_seconds, self.step_seconds)
 
     @property
     def speed_up(self) -> float:

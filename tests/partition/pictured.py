@@ -81,7 +81,6 @@ def plan_of(graph, num_stages, *, schedule="1f1b", micro_batches=8, limit=None, 
         schedule=schedule,
         balance="memory",
         memory_limit=limit,
-        in_flight=None,
     )
     total = len(graph.nodes)
     assignment = tuple(i * num_stages // total for i in range(total))

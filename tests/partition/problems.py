@@ -58,7 +58,6 @@ def problems(draw, max_nodes=7, max_stages=4, whole=None):
         groups=tuple(groups),
         tied=tuple(draw(st.sampled_from(["together", "free"])) for _ in groups),
         group_bytes=tuple(draw(number) for _ in groups),
-        group_comm=tuple(draw(number) for _ in groups),
         memory_limit=limit,
         exactly=draw(st.booleans()),
     )
@@ -101,7 +100,6 @@ def costs(problem, table):
             at = stages == stage
             cut = at.any(axis=1) & ~at.all(axis=1)
             static += problem.group_bytes[index] * (cut & (stages.min(axis=1) < stage))
-            comm += problem.group_comm[index] * cut
         memory = static + problem.flight[stage] * held
         values.append({"memory": memory, "load": work + comm}.get(problem.objective, work))
         over.append(memory / problem.limits[stage] if problem.limits is not None else 0 * memory)
@@ -135,7 +133,6 @@ def loads(draw):
         groups=(),
         tied="together",
         group_bytes=(),
-        group_comm=(),
         memory_limit=None,
         exactly=False,
     )

@@ -1,14 +1,11 @@
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 
 import msgspec
 import networkx as nx
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tarantella_pp.errors import GraphError
 from tarantella_pp.partition.graph import LayerGraph, Node, Tensor, Weight
@@ -60,13 +57,6 @@ def test_variables_that_only_the_optimizer_changes_tie_their_nodes():
     assert diamond().users([0, 1, 1, 2]) == [(0,), (1, 2)]
 
 
-def test_dict_and_back():
-    graph = diamond()
-    again = LayerGraph.from_dict(json.loads(json.dumps(graph.to_dict())))
-    assert again == graph
-    assert again.fingerprint() == graph.fingerprint()
-
-
 def test_fingerprint_sees_structure_and_nothing_else():
     graph = diamond()
     prints = {graph.fingerprint()}
@@ -115,40 +105,6 @@ def altered(field, position, **changes):
 def test_what_does_not_fit_together_is_refused(changes, message):
     with pytest.raises(GraphError, match=message):
         diamond(**changes)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda d: d.update(extra=1), "unknown field `extra`"),
-        (lambda d: d["nodes"][0].update(extra=1), "unknown field `extra`"),
-        (lambda d: d.pop("nodes"), "missing required field `nodes`"),
-        (lambda d: d["nodes"][0].update(parameters="1"), "nodes.*parameters"),
-        (lambda d: d.update(format="other"), "format='other'"),
-        (lambda d: d["nodes"][0].update(parameters=-1), "not negative"),
-    ],
-)
-def test_from_dict_is_strict(change, message):
-    data = json.loads(json.dumps(diamond().to_dict()))
-    change(data)
-    with pytest.raises(GraphError, match=message):
-        LayerGraph.from_dict(data)
-
-
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
-    max_leaves=5,
-)
-
-
-@given(st.sampled_from(["nodes", "tensors", "inputs", "outputs", "weights"]), json_values)
-def test_from_dict_raises_nothing_but_graph_errors(field, value):
-    data = {**diamond().to_dict(), field: value}
-    try:
-        LayerGraph.from_dict(data)
-    except GraphError:
-        return
 
 
 def test_importing_the_graph_does_not_load_tensorflow():

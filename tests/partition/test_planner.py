@@ -8,7 +8,12 @@ import numpy as np
 import pytest
 from keras import layers
 
-from tarantella_pp.errors import ConfigurationError, PlanError, UnsupportedModelError
+from tarantella_pp.errors import (
+    ConfigurationError,
+    PlanError,
+    ScheduleError,
+    UnsupportedModelError,
+)
 from tarantella_pp.partition.cost import NOTHING, Costs
 from tarantella_pp.partition.extraction import extract
 from tarantella_pp.partition.formulation import problem_of
@@ -17,6 +22,7 @@ from tarantella_pp.partition.plan import Plan
 from tarantella_pp.partition.planner import Planner
 from tarantella_pp.partition.recomputation import recomputing
 from tarantella_pp.partition.slots import slot_bytes
+from tarantella_pp.schedule import ScheduleSpec
 from tests.partition import models
 from tests.partition.runner import random_stages
 
@@ -30,7 +36,6 @@ DEFAULTS = {
     "schedule": "1f1b",
     "balance": "memory",
     "memory_limit": None,
-    "in_flight": None,
 }
 
 
@@ -202,7 +207,8 @@ def test_memory_counts_micro_batches_in_flight():
         ({"num_stages": 3, "num_micro_batches": 2}, 2, (2, 2, 1)),
         ({"num_stages": 3, "schedule": "gpipe"}, 8, (8, 8, 8)),
         ({"num_stages": 3, "schedule": "zb-h1"}, 8, (3, 3, 3)),
-        ({"num_stages": 2, "schedule": "other", "in_flight": [5, 4]}, 4, (5, 4)),
+        ({"num_stages": 2, "schedule": "zb-v"}, 4, (2, 1)),
+        ({"num_stages": 4, "schedule": ScheduleSpec("interleaved", 4, 2)}, 12, (4, 3, 2, 1)),
         ({"num_stages": 2, "batch_size": 4, "num_replicas": 4}, 2, (2, 1)),
         ({"num_stages": np.int64(2), "num_micro_batches": np.int32(3)}, 3, (2, 1)),
     ],
@@ -226,8 +232,6 @@ def test_options_that_are_left_open(options, micro_batches, in_flight):
         ({"num_micro_batches": 0}, "num_micro_batches=0"),
         ({"num_micro_batches": 1.5}, "num_micro_batches=1.5"),
         ({"num_replicas": 64}, "batch_size=32, num_replicas=64"),
-        ({"schedule": "1f2b"}, r"one of \('gpipe', '1f1b', 'zb-h1'\). Received: schedule='1f2b'"),
-        ({"schedule": None}, "schedule=None"),
         ({"balance": "speed"}, "one of .*'time', 'flops'.*Received: balance='speed'"),
         ({"balance": "time"}, "with a profile. Received: balance='time', profile=None"),
         ({"balance": ["memory"]}, "balance="),
@@ -237,8 +241,6 @@ def test_options_that_are_left_open(options, micro_batches, in_flight):
         ({"memory_limit": ["1GB"]}, "one for each of the 2 stages"),
         ({"memory_limit": ["1GB", "some"]}, "memory_limit='some'"),
         ({"optimizer": "adamm"}, "optimizer='adamm'"),
-        ({"in_flight": [1]}, r"each of the 2 stages. Received: in_flight=\(1,\)"),
-        ({"in_flight": [1, 0]}, "in_flight=0"),
         ({"recompute": "some"}, "recompute='some'"),
         ({"recompute": [2]}, r"from 0 to 1. Received: recompute=\[2\]"),
         ({"recompute": [0, 0]}, r"different stages.*recompute=\[0, 0\]"),
@@ -249,6 +251,12 @@ def test_options_that_are_left_open(options, micro_batches, in_flight):
 def test_options_that_cannot_work_are_refused(options, message):
     with pytest.raises(ConfigurationError, match=message):
         make_plan(tower(8, 8, 8), **{"num_stages": 2, **options})
+
+
+@pytest.mark.parametrize("schedule", ["1f2b", "forward", None])
+def test_schedules_that_do_not_train_are_refused(schedule):
+    with pytest.raises(ScheduleError, match=f"'gpipe'.*Received: schedule={schedule!r}"):
+        make_plan(tower(8, 8, 8), 2, schedule=schedule)
 
 
 def test_a_limit_holds_with_buffers_or_is_refused():

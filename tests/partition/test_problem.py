@@ -95,18 +95,18 @@ def test_an_unequal_limit_is_refused_with_its_factor():
 
 def test_tied_nodes_part_only_where_it_pays():
     chain = [(0, 1), (1, 2), (2, 3)]
-    tied = {"groups": ((0, 3),), "group_comm": (1.0,), "edges": np.array(chain)}
-    options = {"num_stages": 2, "objective": "load"} | tied
+    tied = {"groups": ((0, 3),), "group_bytes": (1.0,), "edges": np.array(chain)}
+    options = {"num_stages": 2, "objective": "memory"} | tied
     four = np.ones(4)
 
     def plan(**more):
         return solve(
-            Problem(work=4 * four, static_memory=four, activation_memory=four, **(options | more))
+            Problem(work=four, static_memory=4 * four, activation_memory=0 * four, **options | more)
         )
 
     assert plan().certificate.value == 16.0
     assert plan(tied="free").certificate.value == 9.0
-    assert plan(tied="free", group_comm=(50.0,)).certificate.value == 16.0
+    assert plan(tied="free", group_bytes=(50.0,)).certificate.value == 16.0
 
 
 def test_certificates_never_claim_too_much():

@@ -78,7 +78,7 @@ def test_a_refused_limit_names_the_smallest_that_works(problem):
 @examples(250)
 @given(problems(whole=True))
 def test_ties_go_to_the_plan_that_cuts_least(problem):
-    problem = replace(problem, groups=(), group_bytes=(), group_comm=(), tied="together")
+    problem = replace(problem, groups=(), group_bytes=(), tied="together")
     table = plans(problem)
     if not len(table):
         return

@@ -183,7 +183,6 @@ def test_every_ideal_is_listed_once(problem):
             groups=(),
             tied="together",
             group_bytes=(),
-            group_comm=(),
             in_flight=None,
             memory_limit=None,
         )

@@ -7,21 +7,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tarantella_pp.errors import ScheduleError
+from tarantella_pp.schedule import ScheduleSpec
 from tarantella_pp.simulation import Costs, LinkCosts, StageCosts, scaling
 from tarantella_pp.simulation.scaling import Network, pipeline_step, replicated_seconds
 
 
-def calculated(name, costs, micro_batches, num_ranks=None):
+def step_of(name, costs, micro_batches, num_ranks=None):
+    return pipeline_step(ScheduleSpec.of(name, len(costs.stages), num_ranks), costs, micro_batches)
+
+
+def calculated(name, costs, micro_batches):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scaling, "MOST_PLAYED", 0)
-        return pipeline_step(name, costs, micro_batches, num_ranks)
+        return step_of(name, costs, micro_batches)
 
 
 @settings(max_examples=40)
 @given(st.sampled_from(["gpipe", "1f1b", "zb-h1"]), st.integers(1, 7), st.integers(1, 20))
 def test_closed_forms_are_what_is_played(name, stages, micro_batches) -> None:
     costs = Costs.uniform(stages)
-    played, formula = (make(name, costs, micro_batches) for make in (pipeline_step, calculated))
+    played, formula = (make(name, costs, micro_batches) for make in (step_of, calculated))
     assert played.timeline is not None
     assert formula.timeline is None
     for what in ("step_seconds", "busy_seconds", "peak_bytes", "bubble_fraction"):
@@ -34,7 +39,7 @@ def test_closed_forms_are_what_is_played(name, stages, micro_batches) -> None:
        st.integers(1, 12))  # fmt: skip
 def test_calculated_steps_of_unequal_stages_are_not_too_short(name, seconds, micro_batches) -> None:
     costs = Costs(tuple(StageCosts(s, s, s) for s in seconds))
-    played, formula = (make(name, costs, micro_batches) for make in (pipeline_step, calculated))
+    played, formula = (make(name, costs, micro_batches) for make in (step_of, calculated))
     assert formula.step_seconds >= played.step_seconds * (1 - 1e-9)
     assert formula.busy_seconds == pytest.approx(played.busy_seconds)
 
@@ -42,12 +47,12 @@ def test_calculated_steps_of_unequal_stages_are_not_too_short(name, seconds, mic
 def test_the_first_message_there_and_back_is_counted() -> None:
     costs = Costs.uniform(3, link=LinkCosts(0.25, 0.25))
     step = calculated("gpipe", costs, 1)
-    assert pipeline_step("gpipe", costs, 1).step_seconds == 9 + 4 * 0.5
+    assert step_of("gpipe", costs, 1).step_seconds == 9 + 4 * 0.5
     assert step.step_seconds == pytest.approx(9 + 4 * 0.5)
 
 
 def test_thousands_of_ranks_are_calculated() -> None:
-    step = pipeline_step("1f1b", Costs.uniform(4096), 8192)
+    step = step_of("1f1b", Costs.uniform(4096), 8192)
     assert step.timeline is None
     assert step.num_ranks == 4096
     assert step.bubble_fraction == pytest.approx(4095 / (8192 + 4095))
@@ -57,7 +62,7 @@ def test_thousands_of_ranks_are_calculated() -> None:
 @pytest.mark.parametrize("name", ["interleaved", "zb-v", "zb-auto"])
 def test_what_has_no_formula_is_refused(name) -> None:
     with pytest.raises(ScheduleError, match="too large to be played"):
-        pipeline_step(name, Costs.uniform(512), 1024)
+        step_of(name, Costs.uniform(512), 1024)
 
 
 def test_ring_allreduce() -> None:
@@ -69,7 +74,7 @@ def test_ring_allreduce() -> None:
 
 
 def test_only_the_sum_that_ends_last_is_waited_for() -> None:
-    step = pipeline_step("1f1b", Costs.uniform(2), 2)
+    step = step_of("1f1b", Costs.uniform(2), 2)
     # Stage 1 is done two seconds before stage 0 (its last BW ends as that of stage 0 begins).
     assert step.gradients_ready == (9.0, 7.0)
     network = Network(bandwidth=1.0)
@@ -81,7 +86,7 @@ def test_only_the_sum_that_ends_last_is_waited_for() -> None:
 
 
 def test_a_rank_of_two_stages_does_one_sum_after_the_other() -> None:
-    step = pipeline_step("gpipe", Costs.uniform(2), 1, num_ranks=1)
+    step = step_of("gpipe", Costs.uniform(2), 1, 1)
     assert step.gradients_ready == (6.0, 4.0)
     # Stage 1 from 4 to 9, then stage 0 from 9 to 14.
     assert replicated_seconds(step, [5.0, 5.0], Network(1.0), 2) == 14.0

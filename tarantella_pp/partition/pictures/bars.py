@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from tarantella_pp.errors import PlanError
 from tarantella_pp.partition.pictures.palette import KINDS
+from tarantella_pp.simulation.timeline import idle_fraction
 
 
 class Bar(NamedTuple):
@@ -70,15 +71,12 @@ class StepBars:
     @cached_property
     def idle(self) -> tuple[float, ...]:
         """The share of the step in which each rank does not compute."""
-        busy = [0.0] * len(self.rank_names)
-        for bar in self.bars:
-            busy[bar.rank] += bar.end - bar.start
-        return tuple(1 - own / self.length if self.length else 0.0 for own in busy)
+        return tuple(idle_fraction([busy], self.length) for busy in self._busy)
 
     @property
     def bubble(self) -> float:
         """The share of all ranks' time in which they do not compute."""
-        return sum(self.idle) / len(self.idle)
+        return idle_fraction(self._busy, self.length)
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -93,6 +91,10 @@ class StepBars:
             rank: The rank.
         """
         return self._by_rank[rank]
+
+    @cached_property
+    def _busy(self) -> tuple[float, ...]:
+        return tuple(sum(bar.end - bar.start for bar in own) for own in self._by_rank)
 
     @cached_property
     def _by_rank(self) -> tuple[tuple[Bar, ...], ...]:

@@ -62,8 +62,6 @@ def _drafts(problem: Problem, rank: IntArray, priced: Sequence[int]) -> list[Dra
         if problem.group_bytes:
             first = min(group, key=lambda node: rank[node])
             memory.tensors.append((group, first, 0.0, problem.group_bytes[index], 0.0))
-        if problem.group_comm and problem.objective == "load":
-            work.tensors.append((group, -1, problem.group_comm[index], 0.0, 0.0))
     drafts = [memory] if problem.objective == "memory" else [work]
     if problem.limits is not None:
         memory.cap = problem.limits

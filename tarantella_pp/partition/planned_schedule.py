@@ -1,4 +1,4 @@
-"""The schedule of a plan: what a pipeline runs, and what it writes down of it."""
+"""What a plan leaves to the search of a schedule, and what it learns of it in training."""
 
 from __future__ import annotations
 
@@ -8,24 +8,7 @@ import msgspec
 
 from tarantella_pp.partition.plan import Plan
 from tarantella_pp.partition.plan_simulation import with_bubble
-from tarantella_pp.schedule import Schedule, ScheduleSpec
-
-
-def schedule_spec(plan: Plan, num_ranks: int) -> ScheduleSpec:
-    """Returns the spec of a plan's schedule.
-
-    Args:
-        plan: The plan.
-        num_ranks: Number of ranks of the pipeline.
-
-    Raises:
-        ScheduleError: The plan's schedule does not work with so many ranks.
-    """
-    if plan.schedule_text is None:
-        return ScheduleSpec.of(plan.schedule, plan.num_stages, num_ranks)
-    return ScheduleSpec.of_custom(
-        Schedule.from_text(plan.schedule_text), plan.num_stages, num_ranks
-    )
+from tarantella_pp.schedule import ScheduleSpec
 
 
 def search_limits(plan: Plan) -> tuple[int, ...]:

@@ -1,0 +1,124 @@
+"""What a plan says of its step is what the simulator says, and what the ranks run."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import keras
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from keras import layers
+
+from tarantella_pp.chooser import Chooser
+from tarantella_pp.errors import ScheduleError
+from tarantella_pp.partition.plan_simulation import HardwareSpec, PlanSimulation, with_bubble
+from tarantella_pp.partition.planner import Planner
+from tarantella_pp.schedule import (
+    SEARCHED,
+    TRAINING_NAMES,
+    Schedule,
+    ScheduleSpec,
+    lower,
+    make_schedule,
+    validate,
+)
+from tarantella_pp.simulation import simulate
+
+pytestmark = pytest.mark.keras
+
+BATCH_SIZE = 5040
+"""Divided by all numbers of micro-batches up to 10."""
+
+
+@functools.cache
+def planner():
+    """A tower of layers of different widths, with a skip."""
+    x = inputs = keras.Input((24,))
+    for width in (64, 8, 48, 96, 16, 24, 80, 32, 8, 64, 40, 24):
+        x = layers.Dense(width, activation="relu")(x)
+    return Planner.of(keras.Model(inputs, layers.Add()([x, inputs])))
+
+
+def plan_of(spec, micro_batches, **given):
+    options = {
+        "num_stages": spec.num_stages,
+        "num_micro_batches": micro_batches,
+        "num_replicas": 1,
+        "batch_size": BATCH_SIZE,
+        "balance": "memory",
+        "memory_limit": None,
+        "recompute": "none",
+    }
+    found = Chooser(planner(), HardwareSpec(), {**options, **given}, spec).best()
+    return with_bubble(found[1])
+
+
+@st.composite
+def specs(draw):
+    """Every schedule on every number of ranks."""
+    name = draw(st.sampled_from(TRAINING_NAMES))
+    ranks = draw(st.integers(1, 4))
+    stages = ranks * (2 if name == "zb-v" else draw(st.integers(1, 3)))
+    return ScheduleSpec.of(name, stages, ranks)
+
+
+@given(
+    spec=specs(),
+    micro_batches=st.integers(1, 10),
+    balance=st.sampled_from(["memory", "flops"]),
+    recompute=st.sampled_from(["none", "all", (0,)]),
+)
+def test_a_plan_says_what_the_simulator_says(spec, micro_batches, balance, recompute):
+    plan = plan_of(spec, micro_batches, balance=balance, recompute=recompute)
+    held = [stage.in_flight for stage in plan.stages]
+    schedule = lower(spec.make(micro_batches), plan.links, plan.gradient_links)
+    validate(schedule, held)
+    assert held == [schedule.in_flight(stage) for stage in range(plan.num_stages)]
+    simulation = PlanSimulation(plan, HardwareSpec(), plan.schedule, micro_batches)
+    timeline = simulate(schedule, simulation.without_messages().costs())
+    shown = simulation.step()
+    if spec.name == SEARCHED:  # what runs till then is a schedule that the search begins with
+        assert plan.bubble <= timeline.bubble_fraction + 1e-12
+    else:
+        assert plan.bubble == pytest.approx(timeline.bubble_fraction, abs=1e-12)
+        assert shown.peak_bytes == timeline.peak_bytes
+    for rank in range(spec.num_ranks):
+        memory = [plan.stages[stage].memory_bytes for stage in schedule.stages_of(rank)]
+        if len(memory) == 1:
+            assert timeline.peak_bytes[rank] == sum(memory)
+        for peaks in (timeline.peak_bytes, shown.peak_bytes):
+            assert peaks[rank] <= sum(memory)  # stages hold the most at different moments
+
+
+def test_the_bubble_is_that_of_the_ranks_that_a_plan_is_for():
+    assert plan_of(ScheduleSpec.of("1f1b", 4, 2), 8).ranks == (0, 1, 0, 1)
+    assert plan_of(ScheduleSpec.of("interleaved", 4, 1), 4).bubble == 0.0
+
+
+@pytest.mark.parametrize(
+    ("text", "counts"),
+    [
+        ("rank 0: 0F0 0F1 0BW0 0BW1", (1,)),
+        ("rank 0: 0F0 0F1 0B0 0W0 0B1 0W1", (1,)),
+        ("rank 0: 0F0 0F1 0B0 0B1 0W0 0W1", (2,)),
+    ],
+)
+def test_what_is_recomputed_stays_until_the_weight_gradient(text, counts):
+    """Whatever the name of the schedule."""
+    spec = ScheduleSpec.of(Schedule.from_text(text), 1)
+    assert spec.in_backward(2) == counts
+    plan = plan_of(spec, 2, recompute="all")
+    alone = plan_of(ScheduleSpec.of("gpipe", 1), 2, recompute="all")
+    assert plan.stages[0].recomputed_bytes == counts[0] * alone.stages[0].recomputed_bytes
+
+
+def test_a_schedule_of_the_users_is_shown_on_its_ranks_alone():
+    custom = replace(make_schedule("1f1b", 4, 2), name="mine")
+    plan = plan_of(ScheduleSpec.of(custom, 4), 2)
+    simulation = PlanSimulation(plan, HardwareSpec(), plan.schedule, 2)
+    assert {point.num_ranks % 4 for point in simulation.curve(simulation.step())} == {0}
+    assert simulation.step(1).num_ranks == 1
+    with pytest.raises(ScheduleError, match="'mine' is one of 4 stages on 4 ranks"):
+        simulation.step(2)

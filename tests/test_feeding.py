@@ -38,3 +38,21 @@ def test_a_data_set_is_opened_once_and_read_when_a_batch_is_asked_for():
     assert (adapter.opened, adapter.read) == (1, 1)
     assert [batch.rows for batch in data] == [2, 1]
     assert (adapter.opened, adapter.read) == (1, 2)
+
+
+def test_data_that_have_ended_or_failed_are_not_read_again():
+    asked = []
+
+    def source():
+        asked.append(1)
+        yield tf.ones((2, 3))
+        raise OSError("the disk is gone")
+
+    for data, error in ((source(), OSError), (iter([tf.ones((2, 3))]), StopIteration)):
+        batches = Feed(Communicator(), [[0]], 0, keras.tree.flatten).batches(data)
+        assert next(batches).rows == 2
+        with pytest.raises(error):
+            next(batches)
+        with pytest.raises(StopIteration):  # and no other rank is told a second time
+            next(batches)
+    assert len(asked) == 1

@@ -85,7 +85,7 @@ def run_ours(name: str, micro_batches: int, folder: Path) -> None:
     """One of our two ranks: alone on the last one first, then both schedules."""
     from pipeline import Trainer
 
-    from tarantella_pp.runtime.communicator import Communicator, world
+    from tarantella_pp.runtime.comm.communicator import Communicator, world
 
     ranks = world()
     times: Seconds = {}

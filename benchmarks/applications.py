@@ -28,9 +28,9 @@ from rich.console import Console
 from rich.table import Table
 
 from tarantella_pp.errors import TarantellaError
+from tarantella_pp.partition.graph.units import format_bytes
 from tarantella_pp.partition.options import PlanOptions
 from tarantella_pp.partition.planner import Planner
-from tarantella_pp.partition.sizes import format_bytes
 
 HEADS = ("model", "operations", "stages", "largest stage", "gap", "seconds", "method")
 PAGE = """\

@@ -19,11 +19,11 @@ from rich.table import Table
 from stubs import Seconds, StubPipeline
 
 from tarantella_pp.errors import ScheduleError
-from tarantella_pp.runtime.clock import clock_offset
-from tarantella_pp.runtime.communicator import world
-from tarantella_pp.runtime.measured_costs import simulated
-from tarantella_pp.runtime.measured_step import gather_steps
-from tarantella_pp.runtime.recording import Recorder
+from tarantella_pp.runtime.comm.communicator import world
+from tarantella_pp.runtime.tracing.clock_sync import clock_offset
+from tarantella_pp.runtime.tracing.measured_costs import simulated
+from tarantella_pp.runtime.tracing.recorded_step import gather_steps
+from tarantella_pp.runtime.tracing.recorder import Recorder
 from tarantella_pp.schedule import TRAINING_NAMES, bubble_fraction
 from tarantella_pp.simulation import Costs, simulate
 

@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 import tarantella_pp as tnt
-from tarantella_pp.runtime.communicator import world
+from tarantella_pp.runtime.comm.communicator import world
 
 BATCHES = 8
 VOCABULARY, LENGTH = 8000, 64

@@ -47,7 +47,7 @@ from rich.console import Console
 from rich.table import Table
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
-from tarantella_pp.runtime.memory import MemoryPool
+from tarantella_pp.runtime.comm.buffer_pool import MemoryPool
 
 STEP = "training step"
 

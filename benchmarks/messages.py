@@ -18,8 +18,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tarantella_pp.runtime.communicator import Communicator, TensorSpec, world
-from tarantella_pp.runtime.memory import Bytes, aligned_memory
+from tarantella_pp.runtime.comm.buffer_pool import Bytes, aligned_memory
+from tarantella_pp.runtime.comm.communicator import (
+    Communicator,
+    TensorSpec,
+    world,
+)
 
 SIZES = tuple(4096 << shift for shift in range(17))
 TURNS = 3

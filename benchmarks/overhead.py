@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from stubs import Seconds, StubPipeline
 
-from tarantella_pp.runtime.communicator import Communicator, world
+from tarantella_pp.runtime.comm.communicator import Communicator, world
 from tarantella_pp.schedule import make_schedule
 
 STAGES = 2

@@ -21,10 +21,15 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.graphs import branching, gpt, layered, residual
-from tarantella_pp.partition.certificate import Certificate
-from tarantella_pp.partition.neutral import NeutralGraph, graph_from_dict, load_graph, to_problem
-from tarantella_pp.partition.problem import Problem
-from tarantella_pp.partition.rules import RULES
+from tarantella_pp.partition.baselines import RULES
+from tarantella_pp.partition.external.external_graph import (
+    NeutralGraph,
+    graph_from_dict,
+    load_graph,
+    to_problem,
+)
+from tarantella_pp.partition.solvers.problem.certificate import Certificate
+from tarantella_pp.partition.solvers.problem.problem import Problem
 from tarantella_pp.partition.solvers.solve import solve
 
 

@@ -35,13 +35,13 @@ from rich.console import Console
 from rich.table import Table
 
 import tarantella_pp as tnt
-from tarantella_pp import pipeline_model
-from tarantella_pp.runtime.clock import clock_offset
-from tarantella_pp.runtime.communicator import Communicator, world
-from tarantella_pp.runtime.measured_costs import measured_costs, work_between
-from tarantella_pp.runtime.measured_step import gather_steps
-from tarantella_pp.runtime.recording import Recorder
-from tarantella_pp.runtime.tuning import MEASURED, WARM_UP
+from tarantella_pp.models import pipeline_model
+from tarantella_pp.runtime.autotune import MEASURED, WARM_UP
+from tarantella_pp.runtime.comm.communicator import Communicator, world
+from tarantella_pp.runtime.tracing.clock_sync import clock_offset
+from tarantella_pp.runtime.tracing.measured_costs import measured_costs, work_between
+from tarantella_pp.runtime.tracing.recorded_step import gather_steps
+from tarantella_pp.runtime.tracing.recorder import Recorder
 from tarantella_pp.schedule import TRAINING_NAMES, Schedule, lower, speed_up_bound
 from tarantella_pp.simulation import Costs, simulate
 

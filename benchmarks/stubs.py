@@ -15,12 +15,21 @@ from typing import Any
 
 import numpy as np
 
-from tarantella_pp.partition.graph import LayerGraph, Node, Tensor
-from tarantella_pp.runtime.communicator import Communicator
-from tarantella_pp.runtime.exchange import Conversion, Exchange
-from tarantella_pp.runtime.execution import Execution
-from tarantella_pp.runtime.layout import Port, StageLayout, links_of, stage_layouts
-from tarantella_pp.runtime.recording import Recorder
+from tarantella_pp.partition.graph.layer_graph import (
+    LayerGraph,
+    Node,
+    Tensor,
+)
+from tarantella_pp.runtime.comm.communicator import Communicator
+from tarantella_pp.runtime.executor import Execution
+from tarantella_pp.runtime.modules.stage_boundary import (
+    Port,
+    StageLayout,
+    links_of,
+    stage_layouts,
+)
+from tarantella_pp.runtime.stage_messages import Conversion, Exchange
+from tarantella_pp.runtime.tracing.recorder import Recorder
 from tarantella_pp.schedule import SEARCHED, Schedule, lower, make_schedule, validate
 from tarantella_pp.simulation import Costs, search_schedule
 

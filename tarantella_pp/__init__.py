@@ -16,32 +16,32 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tarantella_pp import callbacks as callbacks
     from tarantella_pp import errors as errors
-    from tarantella_pp.choice import make_plan as make_plan
-    from tarantella_pp.partition.plan import Plan as Plan
-    from tarantella_pp.partition.profile import Profile as Profile
-    from tarantella_pp.pipeline_model import PipelineModel as PipelineModel
-    from tarantella_pp.profiling import profile as profile
-    from tarantella_pp.ranks import barrier as barrier
-    from tarantella_pp.ranks import get_master_rank as get_master_rank
-    from tarantella_pp.ranks import get_rank as get_rank
-    from tarantella_pp.ranks import get_size as get_size
-    from tarantella_pp.ranks import init as init
-    from tarantella_pp.ranks import is_master_rank as is_master_rank
+    from tarantella_pp.models.make_plan import make_plan as make_plan
+    from tarantella_pp.models.pipeline_model import PipelineModel as PipelineModel
+    from tarantella_pp.models.ranks import barrier as barrier
+    from tarantella_pp.models.ranks import get_master_rank as get_master_rank
+    from tarantella_pp.models.ranks import get_rank as get_rank
+    from tarantella_pp.models.ranks import get_size as get_size
+    from tarantella_pp.models.ranks import init as init
+    from tarantella_pp.models.ranks import is_master_rank as is_master_rank
+    from tarantella_pp.partition.graph.profile import Profile as Profile
+    from tarantella_pp.partition.plan.plan import Plan as Plan
+    from tarantella_pp.runtime.tracing.profiler import profile as profile
 
     __version__: str
 
 _HOME = {
-    "PipelineModel": "tarantella_pp.pipeline_model",
-    "Plan": "tarantella_pp.partition.plan",
-    "Profile": "tarantella_pp.partition.profile",
-    "barrier": "tarantella_pp.ranks",
-    "get_master_rank": "tarantella_pp.ranks",
-    "get_rank": "tarantella_pp.ranks",
-    "get_size": "tarantella_pp.ranks",
-    "init": "tarantella_pp.ranks",
-    "is_master_rank": "tarantella_pp.ranks",
-    "make_plan": "tarantella_pp.choice",
-    "profile": "tarantella_pp.profiling",
+    "PipelineModel": "tarantella_pp.models.pipeline_model",
+    "Plan": "tarantella_pp.partition.plan.plan",
+    "Profile": "tarantella_pp.partition.graph.profile",
+    "barrier": "tarantella_pp.models.ranks",
+    "get_master_rank": "tarantella_pp.models.ranks",
+    "get_rank": "tarantella_pp.models.ranks",
+    "get_size": "tarantella_pp.models.ranks",
+    "init": "tarantella_pp.models.ranks",
+    "is_master_rank": "tarantella_pp.models.ranks",
+    "make_plan": "tarantella_pp.models.make_plan",
+    "profile": "tarantella_pp.runtime.tracing.profiler",
 }
 """Module of each public name."""
 _MODULES = ("callbacks", "errors")

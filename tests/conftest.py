@@ -127,7 +127,7 @@ def float64() -> Iterator[None]:
     """Has Keras compute in float64, in which what is promised can be told from rounding."""
     import keras
 
-    from tests.training import use_float64
+    from tests.helpers.training import use_float64
 
     floatx, policy = keras.config.floatx(), keras.config.dtype_policy()
     use_float64()

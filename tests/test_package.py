@@ -20,14 +20,14 @@ LIGHT_MODULES = [
     "tarantella_pp.cli.main",
     "tarantella_pp.partition.solvers",
     "tarantella_pp.partition.solvers.solve",
-    "tarantella_pp.partition.graph",
-    "tarantella_pp.partition.plan",
-    "tarantella_pp.partition.report",
+    "tarantella_pp.partition.graph.layer_graph",
+    "tarantella_pp.partition.plan.plan",
+    "tarantella_pp.partition.plan.report",
     "tarantella_pp.schedule",
     "tarantella_pp.simulation",
-    "tarantella_pp.partition.plan_simulation",
-    "tarantella_pp.runtime.communicator",
-    "tarantella_pp.ranks",
+    "tarantella_pp.partition.plan.plan_simulation",
+    "tarantella_pp.runtime.comm.communicator",
+    "tarantella_pp.models.ranks",
 ]
 
 

@@ -10,8 +10,8 @@ import keras
 import numpy as np
 
 from tarantella_pp.errors import ConfigurationError
-from tarantella_pp.runtime.communicator import Communicator, TensorSpec
-from tarantella_pp.runtime.keras_training import settable_learning_rate
+from tarantella_pp.keras_internals.training import settable_learning_rate
+from tarantella_pp.runtime.comm.communicator import Communicator, TensorSpec
 
 _VOTE_TAG, _DECISION_TAG = 10, 11
 _FLOAT = np.dtype(np.float64)

@@ -11,7 +11,7 @@ from tarantella_pp.callbacks.lockstep import Lockstep
 from tarantella_pp.callbacks.preparation import FolderMaker, WeightGatherer
 from tarantella_pp.callbacks.timeline import Timeline
 from tarantella_pp.errors import ConfigurationError
-from tarantella_pp.runtime.communicator import Communicator
+from tarantella_pp.runtime.comm.communicator import Communicator
 
 # They write one file or send one report for the whole job.
 _ONE_RANK = (

@@ -14,12 +14,12 @@ from rich.console import Console
 
 from tarantella_pp.callbacks.timeline_summary import summary_table
 from tarantella_pp.errors import ConfigurationError
-from tarantella_pp.runtime.clock import clock_offset
-from tarantella_pp.runtime.environment import TRACE_VARIABLE
-from tarantella_pp.runtime.measured_costs import alike, simulated
-from tarantella_pp.runtime.measured_step import MeasuredStep, gather_steps
-from tarantella_pp.runtime.recording import Recorder
-from tarantella_pp.runtime.trace import write_trace
+from tarantella_pp.launch.guard.launch_environment import TRACE_VARIABLE
+from tarantella_pp.runtime.tracing.chrome_trace import write_trace
+from tarantella_pp.runtime.tracing.clock_sync import clock_offset
+from tarantella_pp.runtime.tracing.measured_costs import alike, simulated
+from tarantella_pp.runtime.tracing.recorded_step import MeasuredStep, gather_steps
+from tarantella_pp.runtime.tracing.recorder import Recorder
 
 _TRACED = itertools.count(1)
 _LOG = logging.getLogger(__name__)

@@ -10,8 +10,14 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from tarantella_pp.runtime.measured_step import MeasuredStep
-from tarantella_pp.runtime.recording import SUMS, UPDATE, Span, is_busy, is_wait
+from tarantella_pp.runtime.tracing.recorded_step import MeasuredStep
+from tarantella_pp.runtime.tracing.recorder import (
+    SUMS,
+    UPDATE,
+    Span,
+    is_busy,
+    is_wait,
+)
 from tarantella_pp.schedule import Compute
 from tarantella_pp.simulation import Timeline
 

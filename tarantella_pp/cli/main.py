@@ -8,7 +8,7 @@ import importlib.util
 import sys
 from collections.abc import Sequence
 
-from tarantella_pp.cli.output import Parser
+from tarantella_pp.cli.io.output import Parser
 from tarantella_pp.errors import ConfigurationError, TarantellaError
 
 COMMANDS = {
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = available_commands()
     explicit = bool(arguments) and arguments[0] in commands
     name = arguments.pop(0) if explicit else "run"
-    module = importlib.import_module(f"tarantella_pp.cli.{name}")
+    module = importlib.import_module(f"tarantella_pp.cli.{name}_command")
     parser = _parser(name if explicit else "", commands)
     module.add_arguments(parser)
     if not explicit and not arguments:
@@ -56,7 +56,7 @@ def available_commands() -> dict[str, str]:
     return {
         name: text
         for name, text in COMMANDS.items()
-        if importlib.util.find_spec(f"tarantella_pp.cli.{name}") is not None
+        if importlib.util.find_spec(f"tarantella_pp.cli.{name}_command") is not None
     }
 
 
@@ -83,7 +83,7 @@ class _Version(argparse.Action):
         super().__init__(option_strings, argparse.SUPPRESS, nargs=0, help=help)
 
     def __call__(self, parser: argparse.ArgumentParser, *unused: object) -> None:
-        from tarantella_pp.cli.doctor import version_of
+        from tarantella_pp.cli.doctor_command import version_of
 
         sys.stdout.write(f"tarantella-pp {version_of('tarantella-pp') or '(not installed)'}\n")
         parser.exit(0)

@@ -12,7 +12,11 @@ import time
 
 import numpy as np
 
-from tarantella_pp.runtime.communicator import Communicator, TensorSpec, world
+from tarantella_pp.runtime.comm.communicator import (
+    Communicator,
+    TensorSpec,
+    world,
+)
 
 SMALL, LARGE = 8, 4 << 20
 """Bytes of the messages: one for the latency, one of the size of an activation."""

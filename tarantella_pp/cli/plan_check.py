@@ -5,12 +5,17 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from tarantella_pp.cli import model_source
-from tarantella_pp.cli.output import FAILURE, one_line, write_json, write_table
+from tarantella_pp.cli.io import model_source
+from tarantella_pp.cli.io.output import (
+    FAILURE,
+    one_line,
+    write_json,
+    write_table,
+)
 from tarantella_pp.errors import PlanError
 
 if TYPE_CHECKING:
-    from tarantella_pp.cli.plan_files import AnyPlan
+    from tarantella_pp.cli.io.plan_files import AnyPlan
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,7 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         PlanError: It does not fit, and no JSON is asked for.
     """
-    from tarantella_pp.cli.plan_files import load_plan
+    from tarantella_pp.cli.io.plan_files import load_plan
 
     plan = load_plan(arguments.plan)
     try:
@@ -51,18 +56,18 @@ def _check(plan: AnyPlan, source: str) -> None:
     Raises:
         PlanError: It is a plan of another one.
     """
-    from tarantella_pp.partition.plan import Plan
+    from tarantella_pp.partition.plan.plan import Plan
 
     if not isinstance(plan, Plan):
         if not model_source.is_graph(source):
             raise PlanError(f"This is the plan of a neutral graph. Received: MODEL={source!r}")
-        from tarantella_pp.partition.graph_planner import check_plan
+        from tarantella_pp.partition.external.external_planner import check_plan
 
         check_plan(plan, model_source.read_graph(source))
         return
     if model_source.is_graph(source):
         raise PlanError(f"This is the plan of a Keras model. Received: MODEL={source!r}")
     model = model_source.build_model(source)
-    from tarantella_pp.partition.extraction import extract
+    from tarantella_pp.partition.extraction.keras_reader import extract
 
     plan.check(extract(model).graph)

@@ -6,13 +6,14 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, get_args
 
-from tarantella_pp.cli import model_source, plan_make
-from tarantella_pp.cli.output import write_json, write_table
-from tarantella_pp.cli.quantities import positive_int
+from tarantella_pp.cli import plan_make
+from tarantella_pp.cli.io import model_source
+from tarantella_pp.cli.io.output import write_json, write_table
+from tarantella_pp.cli.io.quantities import positive_int
 from tarantella_pp.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from tarantella_pp.partition.comparison import Comparison
+    from tarantella_pp.partition.baselines import Comparison
 
 DESCRIPTION = """\
 Prices four plans by their largest stage: ours; equal numbers of layers; parameter balance, as
@@ -49,9 +50,9 @@ def _of_graph(arguments: argparse.Namespace) -> tuple[str, list[Comparison]]:
     """Compares for a neutral graph: memory, time and load, and FLOPs where it names them."""
     plan_make.refuse_model_options(arguments)
     graph = model_source.read_graph(arguments.model)
-    from tarantella_pp.partition.comparison import compare
-    from tarantella_pp.partition.neutral import to_problem
-    from tarantella_pp.partition.problem import Objective
+    from tarantella_pp.partition.baselines import compare
+    from tarantella_pp.partition.external.external_graph import to_problem
+    from tarantella_pp.partition.solvers.problem.problem import Objective
     from tarantella_pp.partition.solvers.solve import solve
 
     found = []
@@ -70,12 +71,12 @@ def _of_graph(arguments: argparse.Namespace) -> tuple[str, list[Comparison]]:
 def _of_model(arguments: argparse.Namespace) -> tuple[str, list[Comparison]]:
     """Compares for a Keras model: memory without message buffers, and FLOPs."""
     model = model_source.build_model(arguments.model)
-    from tarantella_pp.partition.comparison import compare
-    from tarantella_pp.partition.cost import Costs
-    from tarantella_pp.partition.extraction import extract
+    from tarantella_pp.partition.baselines import compare
+    from tarantella_pp.partition.costs.optimizer_slots import slot_bytes
+    from tarantella_pp.partition.costs.stage_costs import Costs
+    from tarantella_pp.partition.extraction.keras_reader import extract
     from tarantella_pp.partition.formulation import best_solution, problem_of
     from tarantella_pp.partition.options import PlanOptions
-    from tarantella_pp.partition.slots import slot_bytes
 
     given: dict[str, Any] = {"batch_size": 32, "num_micro_batches": None, "schedule": "1f1b"}
     given |= plan_make.model_options(arguments)

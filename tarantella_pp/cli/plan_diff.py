@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from tarantella_pp.cli.output import write_json, write_table
+from tarantella_pp.cli.io.output import write_json, write_table
 from tarantella_pp.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from tarantella_pp.partition.plan_difference import Difference
+    from tarantella_pp.partition.plan.difference import Difference
 
 _OPTIONS = (
     "model", "num_stages", "num_micro_batches", "num_replicas", "batch_size", "schedule",
@@ -32,9 +32,9 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         ConfigurationError: One plan is of a Keras model, and the other of a neutral graph.
     """
-    from tarantella_pp.cli.plan_files import load_plan
-    from tarantella_pp.partition.plan import Plan
-    from tarantella_pp.partition.plan_difference import difference
+    from tarantella_pp.cli.io.plan_files import load_plan
+    from tarantella_pp.partition.plan.difference import difference
+    from tarantella_pp.partition.plan.plan import Plan
 
     before, after = load_plan(arguments.before), load_plan(arguments.after)
     of_models = isinstance(before, Plan)
@@ -77,7 +77,7 @@ def _stage_table(found: Difference, *, of_models: bool) -> Any:
     from rich import box
     from rich.table import Table
 
-    from tarantella_pp.partition.sizes import format_bytes
+    from tarantella_pp.partition.graph.units import format_bytes
 
     rows = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     rows.add_column("Stage", justify="right")

@@ -7,16 +7,16 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tarantella_pp.cli import model_source, plan_pictures
-from tarantella_pp.cli.output import check_target
-from tarantella_pp.cli.quantities import positive_int
+from tarantella_pp.cli.io import model_source, plan_pictures
+from tarantella_pp.cli.io.output import check_target
+from tarantella_pp.cli.io.quantities import positive_int
 from tarantella_pp.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from tarantella_pp.cli.plan_files import AnyPlan
-    from tarantella_pp.partition.graph import LayerGraph
-    from tarantella_pp.partition.graph_plan import GraphPlan
-    from tarantella_pp.partition.plan import Plan
+    from tarantella_pp.cli.io.plan_files import AnyPlan
+    from tarantella_pp.partition.external.external_plan import GraphPlan
+    from tarantella_pp.partition.graph.layer_graph import LayerGraph
+    from tarantella_pp.partition.plan.plan import Plan
 
 _OF_MODELS = (
     "batch_size", "num_micro_batches", "num_replicas", "num_ranks", "stages_per_rank", "schedule",
@@ -131,7 +131,7 @@ def _planned(arguments: argparse.Namespace) -> tuple[AnyPlan, LayerGraph | None]
     plan = _plan_of_model(arguments, model)
     if not is_drawn(arguments):
         return plan, None
-    from tarantella_pp.partition.extraction import extract
+    from tarantella_pp.partition.extraction.keras_reader import extract
 
     return plan, extract(model).graph
 
@@ -147,14 +147,14 @@ def _plan_of_graph(arguments: argparse.Namespace) -> GraphPlan:
         )
     limit = _graph_limit(arguments.memory_limit, arguments.num_stages)
     graph = model_source.read_graph(arguments.model)
-    from tarantella_pp.partition.graph_planner import plan_graph
+    from tarantella_pp.partition.external.external_planner import plan_graph
 
     return plan_graph(graph, arguments.num_stages, balance, limit)
 
 
 def _graph_limit(text: str | None, num_stages: int) -> float | list[float] | None:
     """Reads one limit in the graph's units, or one for each stage."""
-    from tarantella_pp.partition.sizes import parse_bytes
+    from tarantella_pp.partition.graph.units import parse_bytes
 
     if text is None:
         return None

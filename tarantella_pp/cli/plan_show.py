@@ -6,14 +6,14 @@ import argparse
 import sys
 from typing import TYPE_CHECKING, Any
 
-from tarantella_pp.cli import plan_pictures
-from tarantella_pp.cli.output import write_table
+from tarantella_pp.cli.io import plan_pictures
+from tarantella_pp.cli.io.output import write_table
 from tarantella_pp.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from tarantella_pp.cli.plan_files import AnyPlan
-    from tarantella_pp.partition.graph import LayerGraph
-    from tarantella_pp.partition.graph_plan import GraphPlan
+    from tarantella_pp.cli.io.plan_files import AnyPlan
+    from tarantella_pp.partition.external.external_plan import GraphPlan
+    from tarantella_pp.partition.graph.layer_graph import LayerGraph
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the plan, and draws it where that is asked for."""
-    from tarantella_pp.cli.plan_files import load_plan
+    from tarantella_pp.cli.io.plan_files import load_plan
 
     plan_pictures.check(arguments)
     plan = load_plan(arguments.plan)
@@ -47,7 +47,7 @@ def draw(plan: AnyPlan, graph: LayerGraph | None, arguments: argparse.Namespace)
     """
     if not is_drawn(arguments):
         return
-    from tarantella_pp.partition.plan import Plan
+    from tarantella_pp.partition.plan.plan import Plan
 
     if not isinstance(plan, Plan):
         raise no_pictures()
@@ -82,7 +82,7 @@ def show(plan: AnyPlan, *, as_json: bool) -> None:
     if as_json:
         sys.stdout.write(f"{plan.to_json()}\n")
         return
-    from tarantella_pp.partition.plan import Plan
+    from tarantella_pp.partition.plan.plan import Plan
 
     write_table(*([plan] if isinstance(plan, Plan) else _graph_table(plan)))
 

@@ -9,9 +9,9 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from tarantella_pp.partition.plan import common_limit
-from tarantella_pp.partition.plan_simulation import PlanSimulation, ScalePoint
-from tarantella_pp.partition.sizes import format_bytes
+from tarantella_pp.partition.graph.units import format_bytes
+from tarantella_pp.partition.plan.plan import common_limit
+from tarantella_pp.partition.plan.plan_simulation import PlanSimulation, ScalePoint
 from tarantella_pp.simulation.scaling import PipelineStep
 
 

@@ -10,13 +10,27 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from tarantella_pp.errors import PlanError
-from tarantella_pp.partition.certificate import TOLERANCE, Certificate, Solution
-from tarantella_pp.partition.cost import Costs
-from tarantella_pp.partition.graph import LayerGraph
+from tarantella_pp.partition.costs.stage_costs import Costs
+from tarantella_pp.partition.graph.layer_graph import LayerGraph
 from tarantella_pp.partition.options import PlanOptions
-from tarantella_pp.partition.problem import FloatArray, Objective, Problem, TensorCost, Tied
+from tarantella_pp.partition.rank_balancing import (
+    balance_ranks,
+    lower_bound,
+    rank_totals,
+)
 from tarantella_pp.partition.recomputation import recomputing
-from tarantella_pp.partition.shared_ranks import balance_ranks, lower_bound, rank_totals
+from tarantella_pp.partition.solvers.problem.certificate import (
+    TOLERANCE,
+    Certificate,
+    Solution,
+)
+from tarantella_pp.partition.solvers.problem.problem import (
+    FloatArray,
+    Objective,
+    Problem,
+    TensorCost,
+    Tied,
+)
 from tarantella_pp.partition.solvers.solve import solve
 
 OBJECTIVES: dict[str, Objective] = {"memory": "memory", "time": "time", "flops": "flops"}

@@ -7,8 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from tarantella_pp.errors import ConfigurationError
-from tarantella_pp.partition.plan import MemoryLimit, limit_of_each, micro_batch_size
-from tarantella_pp.partition.sizes import parse_bytes
+from tarantella_pp.partition.graph.units import parse_bytes
+from tarantella_pp.partition.plan.plan import (
+    MemoryLimit,
+    limit_of_each,
+    micro_batch_size,
+)
 from tarantella_pp.schedule import ScheduleSpec, bubble_fraction
 
 BALANCES = ("memory", "time", "flops")

@@ -7,12 +7,16 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from tarantella_pp.errors import PlanError
-from tarantella_pp.partition.cost import Costs
-from tarantella_pp.partition.graph import LayerGraph
-from tarantella_pp.partition.plan import Plan, micro_batch_size
-from tarantella_pp.partition.plan_parts import CutEdge, OutputUse, StagePlan
-from tarantella_pp.partition.sizes import format_bytes
-from tarantella_pp.partition.slots import slot_bytes
+from tarantella_pp.partition.costs.optimizer_slots import slot_bytes
+from tarantella_pp.partition.costs.stage_costs import Costs
+from tarantella_pp.partition.graph.layer_graph import LayerGraph
+from tarantella_pp.partition.graph.units import format_bytes
+from tarantella_pp.partition.plan.plan import Plan, micro_batch_size
+from tarantella_pp.partition.plan.plan_parts import (
+    CutEdge,
+    OutputUse,
+    StagePlan,
+)
 
 _GROWING = ("activation_bytes", "recomputed_bytes", "working_bytes", "buffer_bytes")
 

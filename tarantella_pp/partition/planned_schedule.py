@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import msgspec
 
-from tarantella_pp.partition.plan import Plan
-from tarantella_pp.partition.plan_simulation import with_bubble
+from tarantella_pp.partition.plan.plan import Plan
+from tarantella_pp.partition.plan.plan_simulation import with_bubble
 from tarantella_pp.schedule import ScheduleSpec
 
 

@@ -9,15 +9,15 @@ from typing import Any
 import keras
 
 from tarantella_pp.errors import ConfigurationError
-from tarantella_pp.partition.certificate import Solution
-from tarantella_pp.partition.cost import Costs
-from tarantella_pp.partition.extraction import ExtractedModel, extract
+from tarantella_pp.partition.costs.optimizer_slots import optimizer_name, slot_bytes
+from tarantella_pp.partition.costs.stage_costs import Costs
+from tarantella_pp.partition.extraction.keras_reader import ExtractedModel, extract
 from tarantella_pp.partition.formulation import best_solution, problem_of
-from tarantella_pp.partition.graph import LayerGraph
+from tarantella_pp.partition.graph.layer_graph import LayerGraph
+from tarantella_pp.partition.graph.profile import Profile
 from tarantella_pp.partition.options import PlanOptions
-from tarantella_pp.partition.plan import Plan
-from tarantella_pp.partition.profile import Profile
-from tarantella_pp.partition.slots import optimizer_name, slot_bytes
+from tarantella_pp.partition.plan.plan import Plan
+from tarantella_pp.partition.solvers.problem.certificate import Solution
 from tarantella_pp.partition.solvers.solve import solve
 
 #: Layers whose forward pass is not repeated: TensorFlow keeps its loops with all they made.

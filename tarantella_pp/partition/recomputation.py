@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from tarantella_pp.partition.cost import Costs
+from tarantella_pp.partition.costs.stage_costs import Costs
 from tarantella_pp.partition.options import PlanOptions
-from tarantella_pp.partition.problem import Problem, TensorCost
+from tarantella_pp.partition.solvers.problem.problem import Problem, TensorCost
 
 
 def recomputing(problem: Problem, costs: Costs, options: PlanOptions) -> Problem:

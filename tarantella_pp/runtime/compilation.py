@@ -7,21 +7,21 @@ from typing import Any
 
 import keras
 
-from tarantella_pp.partition.extraction import ExtractedModel
-from tarantella_pp.partition.plan_parts import OutputUse
-from tarantella_pp.runtime.body import StageBody
-from tarantella_pp.runtime.communicator import Communicator
-from tarantella_pp.runtime.feed import Batch
-from tarantella_pp.runtime.keras_training import build_metrics
-from tarantella_pp.runtime.layout import StageLayout
-from tarantella_pp.runtime.loss import BatchLoss
-from tarantella_pp.runtime.loss_probe import whole_batch_reason
-from tarantella_pp.runtime.outputs import unpacked
-from tarantella_pp.runtime.owners import Owners
-from tarantella_pp.runtime.scoring import Scoring
-from tarantella_pp.runtime.structure import rebuild, tensors_in
-from tarantella_pp.runtime.tied_weights import TiedWeights
-from tarantella_pp.runtime.update import Update
+from tarantella_pp.keras_internals.training import build_metrics
+from tarantella_pp.partition.extraction.keras_reader import ExtractedModel
+from tarantella_pp.partition.plan.plan_parts import OutputUse
+from tarantella_pp.runtime.batch.data_feed import Batch
+from tarantella_pp.runtime.batch.loss import BatchLoss
+from tarantella_pp.runtime.batch.loss_and_metrics import Scoring
+from tarantella_pp.runtime.batch.nested_structure import rebuild, tensors_in
+from tarantella_pp.runtime.comm.communicator import Communicator
+from tarantella_pp.runtime.modules.model_outputs import unpacked
+from tarantella_pp.runtime.modules.stage_boundary import StageLayout
+from tarantella_pp.runtime.modules.stage_module import StageBody
+from tarantella_pp.runtime.optimizer_step import Update
+from tarantella_pp.runtime.probes.loss_probe import whole_batch_reason
+from tarantella_pp.runtime.state.owners import Owners
+from tarantella_pp.runtime.state.tied_weights import TiedWeights
 
 
 class Compilation:

@@ -10,34 +10,49 @@ from typing import Any
 import tensorflow as tf
 
 from tarantella_pp.errors import ConfigurationError
-from tarantella_pp.partition.extraction import ExtractedModel, extract
-from tarantella_pp.partition.graph import LayerGraph
-from tarantella_pp.partition.plan import Plan
+from tarantella_pp.keras_internals.training import standardize_inputs
+from tarantella_pp.partition.extraction.keras_reader import ExtractedModel, extract
+from tarantella_pp.partition.graph.layer_graph import LayerGraph
+from tarantella_pp.partition.plan.plan import Plan
+from tarantella_pp.partition.plan.plan_parts import OutputUse
 from tarantella_pp.partition.plan_in_force import check_limit, plan_in_force
-from tarantella_pp.partition.plan_parts import OutputUse
 from tarantella_pp.partition.planned_schedule import search_limits, with_findings
-from tarantella_pp.runtime.communicator import Communicator
+from tarantella_pp.runtime.autotune import Tuning
+from tarantella_pp.runtime.batch.batch_step import BatchStep, micro_batch_sizes
+from tarantella_pp.runtime.batch.data_feed import Batch, Feed
+from tarantella_pp.runtime.batch.logs import News
+from tarantella_pp.runtime.comm.communicator import Communicator
 from tarantella_pp.runtime.compilation import Compilation, expected_outputs
-from tarantella_pp.runtime.exchange import Exchange
-from tarantella_pp.runtime.execution import Execution
-from tarantella_pp.runtime.feed import Batch, Feed
+from tarantella_pp.runtime.executor import Execution
 from tarantella_pp.runtime.interrupts import interrupts_put_off
-from tarantella_pp.runtime.keras_training import standardize_inputs
-from tarantella_pp.runtime.layer_metrics import LayerMetrics
-from tarantella_pp.runtime.layout import StageLayout, links_of, stage_layouts
-from tarantella_pp.runtime.logits import find_activations
-from tarantella_pp.runtime.news import News
-from tarantella_pp.runtime.outputs import pack_outputs
-from tarantella_pp.runtime.owners import Owners
-from tarantella_pp.runtime.reach import find_reach
-from tarantella_pp.runtime.recording import LOGS, SUMS, TIES, UPDATE, Recorder, StepRecord
+from tarantella_pp.runtime.modules.model_outputs import find_activations, pack_outputs
+from tarantella_pp.runtime.modules.stage_boundary import (
+    StageLayout,
+    links_of,
+    stage_layouts,
+)
+from tarantella_pp.runtime.probes.stage_probe import Pieces
 from tarantella_pp.runtime.rehearsal import Rehearsal
-from tarantella_pp.runtime.remote_variables import OF_METRICS, Clock, make_remote, only_traced
-from tarantella_pp.runtime.stage import Stage
-from tarantella_pp.runtime.stage_probe import Pieces
-from tarantella_pp.runtime.step import BatchStep, micro_batch_sizes
-from tarantella_pp.runtime.tied_weights import TiedWeights, weights_of_several_ranks
-from tarantella_pp.runtime.tuning import Tuning
+from tarantella_pp.runtime.stage.gradient_reachability import find_reach
+from tarantella_pp.runtime.stage.layer_metrics import LayerMetrics
+from tarantella_pp.runtime.stage.stage import Stage
+from tarantella_pp.runtime.stage_messages import Exchange
+from tarantella_pp.runtime.state.owners import Owners
+from tarantella_pp.runtime.state.remote_variables import (
+    OF_METRICS,
+    Clock,
+    make_remote,
+    only_traced,
+)
+from tarantella_pp.runtime.state.tied_weights import TiedWeights, weights_of_several_ranks
+from tarantella_pp.runtime.tracing.recorder import (
+    LOGS,
+    SUMS,
+    TIES,
+    UPDATE,
+    Recorder,
+    StepRecord,
+)
 from tarantella_pp.schedule import SEARCHED, Action, Schedule, ScheduleSpec, lower, validate
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tarantella_pp.errors import ConfigurationError
-from tarantella_pp.runtime.communicator import Communicator
+from tarantella_pp.runtime.comm.communicator import Communicator
 
 
 def on_one_rank(

@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING
 
 from tarantella_pp import errors
 from tarantella_pp.errors import TarantellaError, UnsupportedModelError
-from tarantella_pp.runtime.communicator import Communicator
-from tarantella_pp.runtime.exchange import Exchange
-from tarantella_pp.runtime.execution import Step
-from tarantella_pp.runtime.layout import Link, StageLayout
+from tarantella_pp.runtime.comm.communicator import Communicator
+from tarantella_pp.runtime.executor import Step
+from tarantella_pp.runtime.modules.stage_boundary import Link, StageLayout
+from tarantella_pp.runtime.stage_messages import Exchange
 from tarantella_pp.schedule import Transfer
 
 if TYPE_CHECKING:
     import tensorflow as tf
 
-    from tarantella_pp.runtime.stage import Stage
+    from tarantella_pp.runtime.stage.stage import Stage
 
 
 class Rehearsal:

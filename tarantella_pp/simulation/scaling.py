@@ -13,7 +13,7 @@ from tarantella_pp.schedule.spec import SEARCHED, ScheduleSpec
 from tarantella_pp.simulation.costs import Costs
 from tarantella_pp.simulation.schedule_search import search_schedule
 from tarantella_pp.simulation.simulator import simulate
-from tarantella_pp.simulation.timeline import Timeline, idle_fraction
+from tarantella_pp.simulation.step_timeline import Timeline, idle_fraction
 
 MOST_PLAYED = 20_000
 """Stages x micro-batches up to which a step is played event by event, in about a second."""

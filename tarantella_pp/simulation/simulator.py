@@ -7,7 +7,7 @@ from tarantella_pp.schedule.actions import Compute, Message, Transfer
 from tarantella_pp.schedule.replay import Replay
 from tarantella_pp.schedule.schedule import Schedule
 from tarantella_pp.simulation.costs import Costs
-from tarantella_pp.simulation.timeline import Event, Timeline
+from tarantella_pp.simulation.step_timeline import Event, Timeline
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:

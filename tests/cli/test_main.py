@@ -10,7 +10,7 @@ from importlib import util
 import pytest
 
 from tarantella_pp.cli import main as command
-from tests.cli.jobs import ROOT
+from tests.helpers.jobs import ROOT
 
 
 def call(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -36,14 +36,14 @@ def test_help_loads_nothing_heavy() -> None:
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
     )
     loaded = set(json.loads(answer.stdout))
-    assert "tarantella_pp.cli.run" in loaded
+    assert "tarantella_pp.cli.run_command" in loaded
     assert not loaded & {"tensorflow", "keras", "mpi4py", "numpy", "networkx", "rich", "psutil"}
 
 
 def test_help_names_the_commands_that_exist() -> None:
     text = call("--help").stdout
     for name in command.COMMANDS:
-        exists = util.find_spec(f"tarantella_pp.cli.{name}") is not None
+        exists = util.find_spec(f"tarantella_pp.cli.{name}_command") is not None
         assert (f"\n  {name} " in text) == exists
     assert "--dry-run" in text
     assert "124" in text

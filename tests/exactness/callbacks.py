@@ -16,11 +16,16 @@ import numpy as np
 import tensorflow as tf
 from keras import callbacks
 
-from tarantella_pp.pipeline_model import PipelineModel
-from tarantella_pp.runtime.communicator import Communicator, world
+from tarantella_pp.models.pipeline_model import PipelineModel
+from tarantella_pp.runtime.comm.communicator import Communicator, world
 from tests.exactness.classes import classes_in
 from tests.exactness.trials import ROUNDING, Trial
-from tests.training import Case, X, Y, mlp
+from tests.helpers.training import (
+    Case,
+    X,
+    Y,
+    mlp,
+)
 
 NOT_TRIED = {
     "Callback": "the base class of all callbacks",

@@ -14,7 +14,13 @@ from keras import layers, ops
 
 from tests.exactness.classes import arguments_of, classes_in
 from tests.exactness.trials import ROUNDING, Trial
-from tests.training import SAMPLES, Case, floats, integers, sgd
+from tests.helpers.training import (
+    SAMPLES,
+    Case,
+    floats,
+    integers,
+    sgd,
+)
 
 NOT_BUILT = {
     "FlaxLayer": "needs Flax",

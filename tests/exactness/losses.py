@@ -11,10 +11,15 @@ import keras
 import numpy as np
 from keras import layers, losses, ops
 
-from tests.draws import more_asked_for
 from tests.exactness.classes import classes_in
 from tests.exactness.trials import ROUNDING, Trial
-from tests.training import SAMPLES, Case, integers, sgd
+from tests.helpers.draws import more_asked_for
+from tests.helpers.training import (
+    SAMPLES,
+    Case,
+    integers,
+    sgd,
+)
 
 NOT_TRIED = {"Loss": "the base class of all losses"}
 

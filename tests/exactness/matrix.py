@@ -7,11 +7,11 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from tarantella_pp.runtime.step import BatchStep
+from tarantella_pp.runtime.batch.batch_step import BatchStep
 from tests.exactness import callbacks, layers, losses, metrics, optimizers
 from tests.exactness.trials import Judge, Trial, Verdict
-from tests.mpi import mpi_run
-from tests.training import use_float64
+from tests.helpers.mpi import mpi_run
+from tests.helpers.training import use_float64
 
 KINDS = {
     "losses": losses,

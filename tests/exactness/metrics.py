@@ -12,7 +12,13 @@ from keras import layers, metrics, ops
 
 from tests.exactness.classes import arguments_of, classes_in
 from tests.exactness.trials import ROUNDING, Trial
-from tests.training import SAMPLES, Case, floats, integers, sgd
+from tests.helpers.training import (
+    SAMPLES,
+    Case,
+    floats,
+    integers,
+    sgd,
+)
 
 NOT_TRIED = {"Metric": "the base class of all metrics"}
 

@@ -12,7 +12,11 @@ from keras import layers, optimizers
 
 from tests.exactness.classes import arguments_of, classes_in
 from tests.exactness.trials import Trial
-from tests.training import SAMPLES, Case, integers
+from tests.helpers.training import (
+    SAMPLES,
+    Case,
+    integers,
+)
 
 NOT_TRIED = {
     "Optimizer": "the base class of all optimizers",

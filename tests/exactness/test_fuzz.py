@@ -14,11 +14,11 @@ import pytest
 from hypothesis import event, given
 
 from tarantella_pp.errors import TarantellaError
-from tarantella_pp.pipeline_model import PipelineModel
-from tests.draws import asked_for
+from tarantella_pp.models.pipeline_model import PipelineModel
 from tests.exactness.grammar import sentences
 from tests.exactness.trials import BITS, ROUNDING
-from tests.training import distance
+from tests.helpers.draws import asked_for
+from tests.helpers.training import distance
 
 pytestmark = [pytest.mark.keras, pytest.mark.slow, pytest.mark.usefixtures("float64")]
 

@@ -8,9 +8,9 @@ from collections import Counter
 import keras
 import pytest
 
-from tests.draws import more_asked_for
 from tests.exactness import expected, layers, matrix
 from tests.exactness.trials import DIFFERS, EXACT, Judge
+from tests.helpers.draws import more_asked_for
 
 pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("float64")]
 

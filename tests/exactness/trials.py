@@ -16,9 +16,9 @@ import keras
 import numpy as np
 
 from tarantella_pp.errors import CommunicationError, TarantellaError
-from tarantella_pp.pipeline_model import PipelineModel
-from tarantella_pp.runtime.communicator import Communicator, world
-from tests.training import Case, distance
+from tarantella_pp.models.pipeline_model import PipelineModel
+from tarantella_pp.runtime.comm.communicator import Communicator, world
+from tests.helpers.training import Case, distance
 
 ROUNDING, BITS = 1e-10, 1e-13
 STAGES, MICRO_BATCHES = 2, 4
@@ -162,7 +162,7 @@ class Judge:
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
         """Pipelines made inside are all in this process."""
-        with mock.patch("tarantella_pp.pipeline_model.world", Communicator):
+        with mock.patch("tarantella_pp.models.pipeline_model.world", Communicator):
             yield
 
     def _serial(self, trial: Trial, eagerly: bool = True) -> Attempt:

@@ -14,10 +14,14 @@ import pytest
 from keras import layers
 
 import tarantella_pp
-from tarantella_pp.pipeline_model import PipelineModel
-from tarantella_pp.runtime import tuning
-from tarantella_pp.runtime.update import Update
-from tests.training import distance, floats, integers
+from tarantella_pp.models.pipeline_model import PipelineModel
+from tarantella_pp.runtime import autotune
+from tarantella_pp.runtime.optimizer_step import Update
+from tests.helpers.training import (
+    distance,
+    floats,
+    integers,
+)
 
 pytestmark = pytest.mark.keras
 
@@ -182,9 +186,9 @@ def test_an_error_between_two_stages_updates_is_told(monkeypatch):
 
 
 def test_a_search_for_a_schedule_that_fails_is_made_again(monkeypatch):
-    monkeypatch.setattr(tuning, "MEASURED", 1)
+    monkeypatch.setattr(autotune, "MEASURED", 1)
     reference, model = Reference(), pipeline_of_all_kinds(schedule="zb-auto")
-    search, searched = tuning.Tuning._search, []
+    search, searched = autotune.Tuning._search, []
 
     def fail_at_first(self, costs):
         searched.append(costs)
@@ -192,7 +196,7 @@ def test_a_search_for_a_schedule_that_fails_is_made_again(monkeypatch):
             fail()
         return search(self, costs)
 
-    monkeypatch.setattr(tuning.Tuning, "_search", fail_at_first)
+    monkeypatch.setattr(autotune.Tuning, "_search", fail_at_first)
     for _ in range(3):
         check(model, reference)
     with pytest.raises(BadAppleError):

@@ -9,11 +9,11 @@ import keras
 import pytest
 import tensorflow as tf
 
-from tarantella_pp.runtime import gradient_sums
-from tarantella_pp.runtime.execution import Execution
-from tarantella_pp.runtime.step import BatchStep
+from tarantella_pp.runtime.batch.batch_step import BatchStep
+from tarantella_pp.runtime.executor import Execution
+from tarantella_pp.runtime.modules import gradient_accumulator
 from tarantella_pp.schedule import TRAINING_NAMES, ScheduleSpec
-from tests.training import (
+from tests.helpers.training import (
     CASES,
     WEIGHTED,
     Case,
@@ -112,13 +112,13 @@ def test_gradients_of_wide_layers_are_collected_by_their_factors(micro_batches, 
 
 def test_gradients_of_wide_layers_that_do_not_all_fit_give_the_numbers_of_keras(monkeypatch):
     on_the_way = []
-    keep_up = gradient_sums.GradientSums.keep_up
+    keep_up = gradient_accumulator.GradientSums.keep_up
 
     def counted(self):
         on_the_way.append(keep_up(self))
         return on_the_way[-1]
 
-    monkeypatch.setattr(gradient_sums.GradientSums, "keep_up", counted)
+    monkeypatch.setattr(gradient_accumulator.GradientSums, "keep_up", counted)
     case = CASES["wide"]
     options = {"num_stages": 2, "num_micro_batches": 16, "schedule": "zb-h1"}
     models = make(case), make(case, **options)
@@ -202,7 +202,7 @@ def test_a_micro_batch_without_gradients_is_noticed(monkeypatch):
 @pytest.mark.slow
 def test_merged_rows_of_an_embedding_are_noticed(monkeypatch):
     """Keras' Adam treats the slices of a row one by one; a merged sum gives other numbers."""
-    honest = gradient_sums.GradientSums.gradient
+    honest = gradient_accumulator.GradientSums.gradient
 
     def merged(self, index, collected):
         gradient = honest(self, index, collected)
@@ -210,7 +210,7 @@ def test_merged_rows_of_an_embedding_are_noticed(monkeypatch):
             return tf.convert_to_tensor(gradient)
         return gradient
 
-    monkeypatch.setattr(gradient_sums.GradientSums, "gradient", merged)
+    monkeypatch.setattr(gradient_accumulator.GradientSums, "gradient", merged)
     name = "embedding_adamw"
     found = finish(make(CASES[name], num_stages=2, num_micro_batches=1), CASES[name])
     assert distance(serial(name), found) > 1e-6

@@ -15,11 +15,19 @@ import numpy as np
 import pytest
 from keras import layers
 
-from tarantella_pp import file_replacement
 from tarantella_pp.errors import ConfigurationError, FileError
-from tarantella_pp.pipeline_model import PipelineModel
-from tests.mpi import mpi_run
-from tests.training import X, Y, distance, mlp, sequential, two_in_two_out, use_float64
+from tarantella_pp.models import file_replacement
+from tarantella_pp.models.pipeline_model import PipelineModel
+from tests.helpers.mpi import mpi_run
+from tests.helpers.training import (
+    X,
+    Y,
+    distance,
+    mlp,
+    sequential,
+    two_in_two_out,
+    use_float64,
+)
 
 pytestmark = pytest.mark.keras
 

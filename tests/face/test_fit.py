@@ -11,8 +11,8 @@ import pytest
 import tensorflow as tf
 from keras import layers
 
-from tarantella_pp.pipeline_model import PipelineModel
-from tests.training import (
+from tarantella_pp.models.pipeline_model import PipelineModel
+from tests.helpers.training import (
     CASES,
     LABELS,
     SAMPLES,

@@ -1,7 +1,7 @@
 """Plan files of the first format load, print and train, whatever has become of the code since.
 
 The files in `tests/partition/golden_plans` are named after a schedule, or what else is special
-about them, and the model of `tests/training.py` that they are for.
+about them, and the model of `tests/helpers/training.py` that they are for.
 """
 
 from __future__ import annotations
@@ -14,8 +14,13 @@ import keras
 import pytest
 
 import tarantella_pp as tnt
-from tarantella_pp.partition.graph_plan import GraphPlan
-from tests.training import BATCH, CASES, distance, make
+from tarantella_pp.partition.external.external_plan import GraphPlan
+from tests.helpers.training import (
+    BATCH,
+    CASES,
+    distance,
+    make,
+)
 
 FILES = sorted((Path(__file__).parents[1] / "partition" / "golden_plans").glob("*.json"))
 OF_MODELS = [path for path in FILES if path.name.split(".")[1] in CASES]

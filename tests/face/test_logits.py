@@ -10,9 +10,18 @@ import numpy as np
 import pytest
 from keras import layers, ops
 
-from tarantella_pp.partition.extraction import extract
-from tarantella_pp.runtime.logits import find_activations
-from tests.training import SAMPLES, Case, distance, finish, floats, integers, make, sgd
+from tarantella_pp.partition.extraction.keras_reader import extract
+from tarantella_pp.runtime.modules.model_outputs import find_activations
+from tests.helpers.training import (
+    SAMPLES,
+    Case,
+    distance,
+    finish,
+    floats,
+    integers,
+    make,
+    sgd,
+)
 
 pytestmark = pytest.mark.keras
 

@@ -10,9 +10,9 @@ import pytest
 from keras import layers, ops
 
 from tarantella_pp.errors import StaleWeightError, UnsupportedModelError
-from tarantella_pp.runtime.step import BatchStep
-from tests.mpi import mpi_run
-from tests.training import (
+from tarantella_pp.runtime.batch.batch_step import BatchStep
+from tests.helpers.mpi import mpi_run
+from tests.helpers.training import (
     BATCH,
     LABELS,
     WEIGHTED,

@@ -10,11 +10,20 @@ import pytest
 import tensorflow as tf
 from keras import layers, ops
 
-from tarantella_pp.choice import make_plan
 from tarantella_pp.errors import ConfigurationError, UnsupportedModelError
-from tarantella_pp.partition import extraction
-from tarantella_pp.pipeline_model import PipelineModel
-from tests.training import SAMPLES, Table, X, Y, distance, mlp, nested, sequential
+from tarantella_pp.models.make_plan import make_plan
+from tarantella_pp.models.pipeline_model import PipelineModel
+from tarantella_pp.partition.extraction import keras_reader
+from tests.helpers.training import (
+    SAMPLES,
+    Table,
+    X,
+    Y,
+    distance,
+    mlp,
+    nested,
+    sequential,
+)
 
 pytestmark = pytest.mark.keras
 
@@ -200,8 +209,8 @@ def test_training_functions_that_are_forced():
 @pytest.mark.parametrize("balance", ["memory", "time"])
 def test_a_model_is_read_once(balance, monkeypatch):
     read = []
-    network = extraction.supported_network
-    monkeypatch.setattr(extraction, "supported_network", lambda m: read.append(m) or network(m))
+    network = keras_reader.supported_network
+    monkeypatch.setattr(keras_reader, "supported_network", lambda m: read.append(m) or network(m))
     model = mlp()
     pipeline = PipelineModel(model, 2, 2, balance=balance, batch_size=4)
     pipeline.compile("sgd", "mse")

@@ -9,8 +9,8 @@ from keras import layers, ops
 
 import tarantella_pp as tnt
 from tarantella_pp.errors import PlanError
-from tests.mpi import mpi_run
-from tests.training import distance
+from tests.helpers.mpi import mpi_run
+from tests.helpers.training import distance
 
 pytestmark = pytest.mark.keras
 

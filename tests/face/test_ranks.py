@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 from tarantella_pp.errors import ConfigurationError
-from tarantella_pp.pipeline_model import PipelineModel
-from tarantella_pp.runtime import tuning
-from tarantella_pp.runtime.communicator import world
-from tarantella_pp.runtime.stage import Stage
+from tarantella_pp.models.pipeline_model import PipelineModel
+from tarantella_pp.runtime import autotune
+from tarantella_pp.runtime.comm.communicator import world
+from tarantella_pp.runtime.stage.stage import Stage
 from tarantella_pp.schedule import Schedule
-from tests.mpi import mpi_run
-from tests.training import (
+from tests.helpers.mpi import mpi_run
+from tests.helpers.training import (
     CASES,
     FIELDS,
     SAMPLES,
@@ -140,7 +140,7 @@ def search_and_narrow(folder):
     """Trains with a schedule that is searched for, with one of the user's, and in bfloat16."""
     use_float64()
     monkeypatch = pytest.MonkeyPatch()
-    monkeypatch.setattr(tuning, "MEASURED", 1)
+    monkeypatch.setattr(autotune, "MEASURED", 1)
     found = {}
     model = make(CASES["mlp"], num_stages=4, num_micro_batches=3, schedule="zb-auto")
     found["planned"] = [stage.in_flight for stage in model.plan.stages]

@@ -10,8 +10,14 @@ import pytest
 from keras import layers
 
 from tarantella_pp.errors import ConfigurationError
-from tarantella_pp.pipeline_model import PipelineModel
-from tests.training import CASES, distance, finish, make, serial
+from tarantella_pp.models.pipeline_model import PipelineModel
+from tests.helpers.training import (
+    CASES,
+    distance,
+    finish,
+    make,
+    serial,
+)
 
 pytestmark = pytest.mark.keras
 

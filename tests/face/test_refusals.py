@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from keras import layers
 
-from tarantella_pp.choice import make_plan
 from tarantella_pp.errors import (
     ConfigurationError,
     LaunchError,
@@ -18,9 +17,15 @@ from tarantella_pp.errors import (
     TarantellaError,
     UnsupportedModelError,
 )
-from tarantella_pp.pipeline_model import PipelineModel
-from tarantella_pp.runtime import communicator as communicators
-from tests.training import mlp, residual_cnn, two_in_two_out, unreached
+from tarantella_pp.models.make_plan import make_plan
+from tarantella_pp.models.pipeline_model import PipelineModel
+from tarantella_pp.runtime.comm import communicator as communicators
+from tests.helpers.training import (
+    mlp,
+    residual_cnn,
+    two_in_two_out,
+    unreached,
+)
 
 pytestmark = pytest.mark.keras
 
@@ -62,7 +67,7 @@ def test_options(options, message):
     ("stages", "hint"), [(4, r"\[1, 2, 4\]"), (2, "num_stages=3"), (1, "3 repl")]
 )
 def test_ranks_that_the_stages_do_not_spread_over(monkeypatch, stages, hint):
-    monkeypatch.setattr("tarantella_pp.pipeline_model.world", Ranks)
+    monkeypatch.setattr("tarantella_pp.models.pipeline_model.world", Ranks)
     with pytest.raises(ConfigurationError, match=hint):
         PipelineModel(mlp(), num_stages=stages)
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from keras import layers
 
-from tarantella_pp.pipeline_model import PipelineModel
-from tests.training import (
+from tarantella_pp.models.pipeline_model import PipelineModel
+from tests.helpers.training import (
     CASES,
     X,
     adamw,

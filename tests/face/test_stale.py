@@ -9,10 +9,19 @@ import numpy as np
 import pytest
 
 from tarantella_pp.errors import ConfigurationError, StaleWeightError
-from tarantella_pp.pipeline_model import PipelineModel
-from tarantella_pp.runtime.communicator import world
-from tests.mpi import mpi_run
-from tests.training import IDS, X, Y, distance, integers, mlp, tied_head, use_float64
+from tarantella_pp.models.pipeline_model import PipelineModel
+from tarantella_pp.runtime.comm.communicator import world
+from tests.helpers.mpi import mpi_run
+from tests.helpers.training import (
+    IDS,
+    X,
+    Y,
+    distance,
+    integers,
+    mlp,
+    tied_head,
+    use_float64,
+)
 
 pytestmark = [pytest.mark.keras, pytest.mark.mpi]
 

@@ -11,11 +11,20 @@ import pytest
 from keras import layers
 
 from tarantella_pp.errors import ConfigurationError, UnsupportedModelError
-from tarantella_pp.optimizer_state import OptimizerState
-from tarantella_pp.pipeline_model import PipelineModel
-from tarantella_pp.runtime.communicator import Communicator, world
-from tests.mpi import mpi_run
-from tests.training import IDS, X, Y, distance, integers, mlp, tied_head, use_float64
+from tarantella_pp.models.pipeline_model import PipelineModel
+from tarantella_pp.runtime.comm.communicator import Communicator, world
+from tarantella_pp.runtime.state.optimizer_state import OptimizerState
+from tests.helpers.mpi import mpi_run
+from tests.helpers.training import (
+    IDS,
+    X,
+    Y,
+    distance,
+    integers,
+    mlp,
+    tied_head,
+    use_float64,
+)
 
 pytestmark = pytest.mark.keras
 

@@ -11,9 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from keras import layers
 
-from tarantella_pp.chooser import Chooser
 from tarantella_pp.errors import ScheduleError
-from tarantella_pp.partition.plan_simulation import HardwareSpec, PlanSimulation, with_bubble
+from tarantella_pp.partition.plan.plan_simulation import (
+    HardwareSpec,
+    PlanSimulation,
+    with_bubble,
+)
+from tarantella_pp.partition.plan_search import Chooser
 from tarantella_pp.partition.planner import Planner
 from tarantella_pp.schedule import (
     SEARCHED,

@@ -14,17 +14,17 @@ from tarantella_pp.errors import (
     ScheduleError,
     UnsupportedModelError,
 )
-from tarantella_pp.partition.cost import NOTHING, Costs
-from tarantella_pp.partition.extraction import extract
+from tarantella_pp.partition.costs.optimizer_slots import slot_bytes
+from tarantella_pp.partition.costs.stage_costs import NOTHING, Costs
+from tarantella_pp.partition.extraction.keras_reader import extract
 from tarantella_pp.partition.formulation import problem_of
 from tarantella_pp.partition.options import PlanOptions
-from tarantella_pp.partition.plan import Plan
+from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.planner import Planner
 from tarantella_pp.partition.recomputation import recomputing
-from tarantella_pp.partition.slots import slot_bytes
 from tarantella_pp.schedule import ScheduleSpec
-from tests.partition import models
-from tests.partition.runner import random_stages
+from tests.helpers import keras_models
+from tests.helpers.runner import random_stages
 
 pytestmark = pytest.mark.keras
 
@@ -51,7 +51,7 @@ def tower(*widths):
     return keras.Model(inputs, x, name="tower")
 
 
-@pytest.mark.parametrize("build", models.ALL, ids=lambda build: build.__name__)
+@pytest.mark.parametrize("build", keras_models.ALL, ids=lambda build: build.__name__)
 @pytest.mark.parametrize("balance", ["memory", "flops"])
 def test_every_model_is_planned(build, balance):
     model, _ = build()
@@ -81,12 +81,12 @@ def best_by_hand(costs, in_flight, repeats=NOTHING):
 @pytest.mark.parametrize(
     "build",
     [
-        models.mlp,
-        models.long_skip,
-        models.two_in_two_out,
-        models.causal_attention,
-        models.tied_variable,
-        models.shared_layer,
+        keras_models.mlp,
+        keras_models.long_skip,
+        keras_models.two_in_two_out,
+        keras_models.causal_attention,
+        keras_models.tied_variable,
+        keras_models.shared_layer,
     ],
 )
 @pytest.mark.parametrize("num_stages", [2, 3])
@@ -100,7 +100,7 @@ def test_the_plan_is_the_best_of_all(build, num_stages):
     assert plan.certificate.lower_bound <= best
     largest = max(stage.lasting_bytes for stage in plan.stages)
     assert largest == plan.certificate.value
-    if build is not models.two_in_two_out:  # its branches part after a tensor both need again
+    if build is not keras_models.two_in_two_out:  # its branches part after a tensor both need again
         assert plan.certificate.optimal
 
 
@@ -110,7 +110,9 @@ def options_of(**changes):
     )
 
 
-@pytest.mark.parametrize("build", [models.mlp, models.long_skip, models.causal_attention])
+@pytest.mark.parametrize(
+    "build", [keras_models.mlp, keras_models.long_skip, keras_models.causal_attention]
+)
 @pytest.mark.parametrize("recompute", ["all", (0,), (1,), (0, 1)])
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_the_plan_is_the_best_of_all_that_recompute(build, recompute, schedule):
@@ -152,7 +154,7 @@ def test_weight_gradients_that_wait_keep_what_was_recomputed(schedule, repeats):
 
 def test_loops_cannot_recompute():
     with pytest.raises(ConfigurationError, match=r"Stage 1 cannot recompute: it has LSTM 'lstm"):
-        make_plan(models.attention_kwargs()[0], 2, recompute=[1])
+        make_plan(keras_models.attention_kwargs()[0], 2, recompute=[1])
 
 
 def is_legal(graph, assignment):
@@ -162,7 +164,7 @@ def is_legal(graph, assignment):
     return all(len(set(s)) == 1 for s in stages) and all(s[0] == min(s) for s in tied)
 
 
-@pytest.mark.parametrize("build", models.ALL, ids=lambda build: build.__name__)
+@pytest.mark.parametrize("build", keras_models.ALL, ids=lambda build: build.__name__)
 def test_solvers_and_tables_count_the_same_memory(build):
     """Exactly in the order of the nodes, and between the bounds in any other."""
     graph = extract(build()[0]).graph
@@ -297,11 +299,11 @@ def test_unequal_devices_have_limits_of_their_own(balance):
 def test_shared_statistics_that_leave_too_few_stages_are_named():
     pattern = r"share statistics or seeds, which .* must stay on one stage, e\.g\. inner/dropout"
     with pytest.raises(PlanError, match=pattern):
-        make_plan(models.nested_twice()[0], 5)
+        make_plan(keras_models.nested_twice()[0], 5)
 
 
 def test_a_plan_that_parts_shared_statistics_is_refused():
-    model, _ = models.nested_twice()
+    model, _ = keras_models.nested_twice()
     graph, plan = extract(model).graph, make_plan(model, 2)
     later = [int(i > 3) for i in range(len(graph.nodes))]
     ends = [

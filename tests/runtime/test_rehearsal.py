@@ -8,9 +8,13 @@ import pytest
 from keras import layers, ops
 
 from tarantella_pp.errors import UnsupportedModelError
-from tarantella_pp.pipeline_model import PipelineModel
-from tests.mpi import mpi_run
-from tests.training import distance, sgd, use_float64
+from tarantella_pp.models.pipeline_model import PipelineModel
+from tests.helpers.mpi import mpi_run
+from tests.helpers.training import (
+    distance,
+    sgd,
+    use_float64,
+)
 
 pytestmark = pytest.mark.keras
 

@@ -15,7 +15,7 @@ from tarantella_pp.schedule import (
     speed_up_bound,
     validate,
 )
-from tests.schedule.strategies import lowered_schedules, schedules
+from tests.helpers.schedule_strategies import lowered_schedules, schedules
 
 
 @given(schedules())

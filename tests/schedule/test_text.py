@@ -15,7 +15,7 @@ from tarantella_pp.schedule import (
 )
 from tarantella_pp.simulation import simulate
 from tarantella_pp.simulation.costs import Costs
-from tests.schedule.strategies import lowered_schedules, schedules
+from tests.helpers.schedule_strategies import lowered_schedules, schedules
 
 
 @given(schedules() | lowered_schedules())

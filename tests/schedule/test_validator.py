@@ -19,8 +19,8 @@ from tarantella_pp.schedule import (
     parse_action,
     validate,
 )
-from tests.draws import examples
-from tests.schedule.strategies import lowered_schedules
+from tests.helpers.draws import examples
+from tests.helpers.schedule_strategies import lowered_schedules
 
 
 def is_legal(schedule: Schedule, original: Schedule) -> bool:

@@ -18,7 +18,7 @@ from tarantella_pp.schedule import (
     speed_up_bound,
 )
 from tarantella_pp.simulation import Costs, LinkCosts, StageCosts, simulate
-from tests.schedule.strategies import lowered_schedules
+from tests.helpers.schedule_strategies import lowered_schedules
 
 
 def play(name, *numbers, costs=None, **options):

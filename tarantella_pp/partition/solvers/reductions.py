@@ -7,11 +7,23 @@ from collections.abc import Sequence
 import numpy as np
 
 from tarantella_pp.errors import GraphError
-from tarantella_pp.partition.digraph import adjacency, find_cycle, topological
-from tarantella_pp.partition.problem import IntArray, Problem, weighted_counts
-from tarantella_pp.partition.solvers.contract import strong_owners
-from tarantella_pp.partition.solvers.instance import Instance, Resource, Terms
-from tarantella_pp.partition.solvers.joins import Draft, Joiner
+from tarantella_pp.partition.solvers.contraction import strong_owners
+from tarantella_pp.partition.solvers.node_merging import Draft, Joiner
+from tarantella_pp.partition.solvers.problem.digraph import (
+    adjacency,
+    find_cycle,
+    topological,
+)
+from tarantella_pp.partition.solvers.problem.instance import (
+    Instance,
+    Resource,
+    Terms,
+)
+from tarantella_pp.partition.solvers.problem.problem import (
+    IntArray,
+    Problem,
+    weighted_counts,
+)
 
 
 def reduce_problem(problem: Problem, *, together: bool = True, join: bool = True) -> Instance:

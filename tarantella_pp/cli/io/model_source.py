@@ -1,0 +1,113 @@
+"""The MODEL of a command: a neutral graph, a `.keras` file, a function or an application."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from tarantella_pp.cli.io.output import existing_file
+from tarantella_pp.cli.io.quiet_keras import quiet_keras
+from tarantella_pp.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from tarantella_pp.partition.external.external_graph import NeutralGraph
+
+FORMS = "a .keras file, module:function, script.py:function, a keras.applications name"
+HELP = f"{FORMS}, or a neutral graph as .json"
+
+
+def is_graph(source: str) -> bool:
+    """Whether a MODEL is a neutral graph, which needs no Keras.
+
+    Args:
+        source: What stands on the command line.
+    """
+    return source.endswith(".json")
+
+
+def read_graph(source: str) -> NeutralGraph:
+    """Reads a neutral graph.
+
+    Args:
+        source: Its file.
+
+    Returns:
+        The graph.
+
+    Raises:
+        ConfigurationError: There is no such file.
+        GraphError: It is no valid graph.
+    """
+    from tarantella_pp.partition.external.external_graph import load_graph
+
+    return load_graph(existing_file(source))
+
+
+def build_model(source: str) -> Any:
+    """Makes the Keras model that a MODEL names.
+
+    Args:
+        source: What stands on the command line.
+
+    Returns:
+        The model.
+
+    Raises:
+        ConfigurationError: It names nothing.
+        UnsupportedModelError: What it names makes no Keras model.
+    """
+    if source.endswith(".keras"):
+        path = existing_file(source)
+        with quiet_keras(source) as keras:
+            return keras.models.load_model(path, compile=False)
+    if ":" in source:
+        from tarantella_pp.cli.io.model_function import call
+
+        return call(source)
+    if source.endswith(".py"):
+        raise ConfigurationError(
+            f"Expected the function that makes the model as well: {source}:FUNCTION. "
+            f"Received: MODEL={source!r}"
+        )
+    if source.isidentifier():
+        return _application(source)
+    raise ConfigurationError(f"Expected {FORMS}. Received: MODEL={source!r}")
+
+
+def optimizer_of(source: str, model: Any) -> Any:
+    """Returns the optimizer that a model was compiled with, whose slots count as memory.
+
+    Args:
+        source: What stands on the command line.
+        model: The model made from it.
+
+    Returns:
+        The optimizer, or `None` where there is none.
+    """
+    if not source.endswith(".keras"):
+        return getattr(model, "optimizer", None)
+    import zipfile
+
+    with quiet_keras(source) as keras:
+        # Not by compiling: that would need the custom losses and metrics of the file as well.
+        with zipfile.ZipFile(source) as archive:
+            config = json.loads(archive.read("config.json"))
+        found = (config.get("compile_config") or {}).get("optimizer")
+        return None if found is None else keras.optimizers.get(found)
+
+
+def _application(name: str) -> Any:
+    """Makes a model of `keras.applications`, without downloading weights."""
+    with quiet_keras(f"keras.applications.{name}") as keras:
+        known = {
+            key.lower(): key
+            for key, value in vars(keras.applications).items()
+            if key[0].isupper() and callable(value)
+        }
+        if name.lower() in known:
+            return getattr(keras.applications, known[name.lower()])(weights=None)
+    import difflib
+
+    close = difflib.get_close_matches(name.lower(), known, n=3)
+    hint = f"Is it {' or '.join(known[key] for key in close)}?" if close else f"Expected {FORMS}."
+    raise ConfigurationError(f"keras.applications has no {name}. {hint} Received: MODEL={name!r}")

@@ -1,0 +1,159 @@
+"""`tarantella simulate`: the step of a plan on a machine that need not be there."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from tarantella_pp.cli.io import quantities
+from tarantella_pp.cli.io.output import (
+    guarded,
+    write_json,
+    write_table,
+)
+from tarantella_pp.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from tarantella_pp.partition.plan.plan_simulation import PlanSimulation, ScalePoint
+    from tarantella_pp.simulation.scaling import PipelineStep
+
+
+DESCRIPTION = """\
+Plays one step of a plan on ranks that need not be there: step time, bubble, peak memory, and how it
+scales with replicas. Stages that were measured take the seconds that the plan has; others take
+their arithmetic at --speed."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `tarantella simulate`."""
+    parser.usage = "%(prog)s PLAN [options]"
+    parser.description = DESCRIPTION
+    add = parser.add_argument
+    add("plan", metavar="PLAN", help="the plan's JSON file, of a Keras model")
+    add("--replicas", type=quantities.positive_int, metavar="R",
+        help="pipelines side by side, each with its own batch (default: the plan's)")  # fmt: skip
+    add("--speed", type=quantities.flops_per_second, default="1", metavar="TFLOPS",
+        help="what a rank reaches, in TFLOP/s or e.g. 500GFLOPs (default: 1 TFLOP/s)")  # fmt: skip
+    add("--link-bandwidth", type=quantities.bytes_per_second, default="10GB", metavar="B",
+        help="between ranks, in each direction, e.g. 10GB or 100Gbit (default: 10GB)")  # fmt: skip
+    add("--link-latency", type=quantities.seconds, default="5us", metavar="T",
+        help="of each message, e.g. 5us (default: 5us)")  # fmt: skip
+    add("--schedule", metavar="NAME",
+        help="gpipe, 1f1b, interleaved, zb-h1, zb-v or zb-auto (default: the plan's)")  # fmt: skip
+    add("--micro-batches", type=quantities.positive_int, metavar="M",
+        help="micro-batches of the same batch (default: the plan's)")  # fmt: skip
+    add("--ranks", type=quantities.positive_int, metavar="N",
+        help="ranks of one pipeline, a divisor of the stages (default: one per stage)")  # fmt: skip
+    add("--timeline", action="store_true", help="draw what each rank does when")
+    add("--json", action="store_true", help="print JSON instead of tables")
+    parser.epilog = "exit codes: 0 done; 1 failed; 2 usage, or a malformed file."
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the simulation; returns the exit code."""
+    return guarded("tarantella simulate", lambda: _simulate(arguments))
+
+
+def _simulate(arguments: argparse.Namespace) -> int:
+    from tarantella_pp.cli.io.plan_files import load_model_plan
+    from tarantella_pp.partition.plan.plan_simulation import HardwareSpec, PlanSimulation
+
+    plan = load_model_plan(arguments.plan, "a simulation")
+    machine = HardwareSpec(arguments.speed, arguments.link_bandwidth, arguments.link_latency)
+    schedule = arguments.schedule or plan.schedule
+    micro_batches = arguments.micro_batches or plan.num_micro_batches
+    if schedule == "forward":
+        raise ConfigurationError("A step trains. Received: --schedule=forward")
+    simulation = PlanSimulation(plan, machine, schedule, micro_batches)
+    if micro_batches > simulation.samples:
+        raise ConfigurationError(
+            f"Each micro-batch needs a sample, and a replica has {simulation.samples}. "
+            f"Received: --micro-batches={micro_batches}"
+        )
+    step = simulation.step(arguments.ranks)
+    point = simulation.point(step, arguments.replicas or plan.num_replicas)
+    curve = simulation.curve(step)
+    balance = simulation.without_messages().step(arguments.ranks).bubble_fraction
+    if arguments.json:
+        found = _as_dict(simulation, step, point, curve)
+        write_json({**found, "bubble_without_messages": balance})
+        return 0
+    from tarantella_pp.cli.simulate_tables import curve_table, drawing, rank_table, summary
+
+    write_table(*summary(simulation, step, point, balance), rank_table(step))
+    if arguments.timeline:
+        write_table(drawing(step))
+    write_table("Scaling, with the same work for each replica:", curve_table(curve))
+    write_table(*(f"Assumed: {line}" for line in _assumptions(simulation, step)))
+    return 0
+
+
+def _as_dict(
+    simulation: PlanSimulation, step: PipelineStep, point: ScalePoint, curve: list[ScalePoint]
+) -> dict[str, Any]:
+    plan = simulation.plan
+    ranks = zip(step.busy_seconds, step.peak_bytes, strict=True)
+    return {
+        "model": plan.model,
+        "schedule": simulation.schedule,
+        "num_stages": plan.num_stages,
+        "num_micro_batches": simulation.num_micro_batches,
+        "micro_batch_size": simulation.micro_batch_size,
+        "machine": asdict(simulation.machine),
+        "bubble": step.bubble_fraction,
+        "pipeline_seconds": step.step_seconds,
+        "peak_bytes": max(step.peak_bytes),
+        "memory_limit": plan.memory_limit,
+        **_point(point),
+        "ranks": [{"busy_seconds": busy, "peak_bytes": peak} for busy, peak in ranks],
+        "scaling": [_point(one) for one in curve],
+        "assumptions": _assumptions(simulation, step),
+    }
+
+
+def _point(point: ScalePoint) -> dict[str, Any]:
+    return {
+        **asdict(point),
+        "samples_per_second": point.samples_per_second,
+        "efficiency": point.efficiency,
+    }
+
+
+def _assumptions(simulation: PlanSimulation, step: PipelineStep) -> list[str]:
+    """Says what the figures rest on."""
+    machine = simulation.machine
+    bandwidth, latency = machine.bandwidth / 1e9, machine.latency * 1e6
+    stages = simulation.plan.stages
+    measured = [i for i, stage in enumerate(stages) if stage.forward_seconds is not None]
+    lines = []
+    if len(measured) < len(stages):
+        lines += [
+            f"a rank does {machine.flops_per_second / 1e12:g} TFLOP/s on every layer.",
+            "a backward pass takes twice its forward pass, half for inputs and half for weights.",
+        ]
+    if measured:
+        which = "stages" if len(measured) == len(stages) else f"stages {_list(measured)}"
+        lines.append(
+            f"{which} take the seconds that the plan has of them, measured on one machine and in "
+            "proportion to the samples of a micro-batch; half of a backward pass is for weights."
+        )
+    lines += [
+        f"links do {bandwidth:g} GB/s in each direction after {latency:g} us, while ranks compute.",
+        "the batch grows with the replicas, each of which has the plan's samples.",
+        "replicas sum the gradients of a stage in a ring once all are there.",
+        "updates of weights, reading data and the framework's own time are left out.",
+    ]
+    if repeated := simulation.plan.recompute:
+        lines.append(f"stages that recompute ({_list(repeated)}) repeat their forward pass once.")
+    if step.timeline is None:
+        lines.append(
+            "the pipeline is too large to be played: closed forms, as if every rank took as long "
+            "as the slowest."
+        )
+    return lines
+
+
+def _list(numbers: Iterable[int]) -> str:
+    return ", ".join(map(str, numbers))

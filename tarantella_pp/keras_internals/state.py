@@ -1,0 +1,327 @@
+"""The private names of Keras that saving and an optimizer's slots need, all in this one file.
+
+Written against Keras 3.14 and 3.15; `tests/keras_internals/test_state.py` says which of them a new
+version of Keras has changed.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import io
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+import keras
+import numpy as np
+from keras.src.backend.common.symbolic_scope import in_symbolic_scope
+from keras.src.legacy.saving import legacy_h5_format
+from keras.src.saving import saving_lib
+
+from tarantella_pp.errors import UnsupportedModelError
+
+Key: TypeAlias = tuple[str, int | None]
+"""Kind of a slot, and `id` of a weight that it serves; `None` if it serves the optimizer."""
+# What optimizers keep their books with.
+_BOOKS = ("_variables", "_trainable_variables", "_inner_optimizers")
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A variable of an optimizer.
+
+    Attributes:
+        kind: The attribute that holds it, the same for all weights; of an inner optimizer that
+            trains nothing with its number, too.
+        weights: The weights that it serves: one, all those of an inner optimizer, or none where
+            it belongs to the optimizer as a whole.
+        variable: The Keras variable.
+        part: 0 for the optimizer itself, otherwise the number of the inner one that has it.
+        part_class: Name of the class of that.
+    """
+
+    kind: str
+    weights: tuple[Any, ...]
+    variable: Any
+    part: int
+    part_class: str
+
+    @property
+    def keys(self) -> list[Key]:
+        """What it is found by, in this optimizer or in one for other weights."""
+        return [(self.kind, id(weight)) for weight in self.weights] or [(self.kind, None)]
+
+
+class Place(NamedTuple):
+    """What a slot is of the optimizer of a whole model.
+
+    Attributes:
+        kind: As of `Slot`.
+        positions: Of the weights that it serves, among all that are trained.
+        part: As of `Slot`.
+        part_class: As of `Slot`.
+    """
+
+    kind: str
+    positions: list[int]
+    part: int
+    part_class: str
+
+
+def slots_of(optimizer: Any) -> list[Slot]:
+    """The slots of an optimizer, in the order in which it saves them.
+
+    Optimizers of Keras keep them in lists with an entry for each weight that they train, in the
+    order in which they were built; what is not in such a list is of the optimizer as a whole.
+
+    Args:
+        optimizer: Any optimizer, built or not.
+
+    Raises:
+        UnsupportedModelError: If the optimizer keeps a slot elsewhere.
+    """
+    found: dict[int, Slot] = {}
+    for number, part in enumerate(parts_of(optimizer)):
+        weights = trained_by(part)
+        served = tuple(weights) if number else ()
+        prefix = "" if not number else "inner " if weights else f"inner {number} "
+        where = (number, type(part).__name__)
+        for name, value in vars(part).items():
+            if isinstance(value, keras.Variable):
+                found[id(value)] = Slot(prefix + name, served, value, *where)
+            elif _is_per_weight(name, value, weights):
+                for weight, variable in zip(weights, value, strict=True):
+                    found.setdefault(id(variable), Slot(prefix + name, (weight,), variable, *where))
+    strange = [v.path for v in optimizer.variables if id(v) not in found]
+    if strange:
+        raise UnsupportedModelError(
+            f"Optimizer {type(optimizer).__name__} keeps {strange} neither in an attribute nor in "
+            "a list with one entry for each weight, so they cannot be divided among ranks. Keep "
+            "them as Keras' own optimizers do: a list for each kind, filled in `build`."
+        )
+    return [found[id(variable)] for variable in optimizer.variables]
+
+
+def parts_of(optimizer: Any) -> list[Any]:
+    """An optimizer and those that it delegates weights to."""
+    if isinstance(optimizer, keras.optimizers.MultiOptimizer):
+        return [optimizer, *optimizer.optimizers]
+    return [optimizer]
+
+
+def trained_by(optimizer: Any) -> list[Any]:
+    """The weights that an optimizer was built for, in its order; none if it is not built."""
+    return list(optimizer._trainable_variables) if optimizer.built else []
+
+
+def rebuild(optimizer: Any, weights: Sequence[Any]) -> None:
+    """Makes an optimizer one for other weights; what it knows of weights that it had, it keeps.
+
+    It stays the same object, with all its options and the number of its steps.
+
+    Args:
+        optimizer: Any optimizer, built or not.
+        weights: What it shall train; if empty, it is not built afterwards.
+    """
+    values = _take_down(optimizer)
+    _build(optimizer, weights, values)
+
+
+def divide(optimizer: Any, weights: Sequence[Any], share: Sequence[Any]) -> list[Place]:
+    """Makes an optimizer one for a part of a model; see `rebuild`.
+
+    Args:
+        optimizer: Any optimizer, built or not.
+        weights: All weights of the model that are trained, in its order.
+        share: What the optimizer shall train; if empty, it is not built afterwards.
+
+    Returns:
+        The slots that it would have for all weights, in the order in which it would save them.
+    """
+    held = trained_by(optimizer)
+    values = _take_down(optimizer)
+    stand_ins = [_stand_in(weight) for weight in weights]
+    positions = {id(weight): i for i, weight in enumerate(stand_ins)}
+    kept = {id(variable) for variable in optimizer.variables}
+    try:
+        _build_anew(optimizer, stand_ins)
+        slots = [
+            Place(s.kind, [positions[id(w)] for w in s.weights], s.part, s.part_class)
+            for s in slots_of(optimizer)
+        ]
+    except BaseException:
+        _unbuild(optimizer, kept)
+        _build(optimizer, held, values)
+        raise
+    _unbuild(optimizer, kept)
+    _build(optimizer, share, values)
+    return slots
+
+
+def finalize_only(optimizer: Any, weights: Sequence[Any]) -> None:
+    """Lets an optimizer do what Keras' `fit` asks for at its end for some weights only.
+
+    Args:
+        optimizer: A built optimizer.
+        weights: Those that it knows; `fit` names all weights of the model.
+    """
+    finalize = type(optimizer).finalize_variable_values
+    optimizer.finalize_variable_values = lambda _: finalize(optimizer, list(weights))
+
+
+def send_files_through(kind: type, check: Callable[[Any], None]) -> None:
+    """Lets Keras' functions that save and load models use the methods of a class of models.
+
+    `keras.saving.save_model`, `save_weights`, `load_weights` and their like open a file before they
+    look at the model, so the model cannot refuse in time, nor do it right.
+
+    Args:
+        kind: Its models have `save`, `save_weights` and `load_weights` that do all by themselves.
+        check: Refuses to save models of other classes that cannot be, before a file is opened.
+    """
+
+    def send(module: Any, name: str, method: str) -> None:
+        original = getattr(module, name)
+        defaults = inspect.signature(original).parameters
+
+        @functools.wraps(original)
+        def sent(model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
+            if not isinstance(model, kind):
+                if method != "load_weights":
+                    check(model)
+                return original(model, filepath, *args, **kwargs)
+            given = inspect.signature(original).bind(model, filepath, *args, **kwargs).arguments
+            options = {k: v for k, v in given.items() if v is not defaults[k].default}
+            return getattr(model, method)(filepath, **dict(list(options.items())[2:]))
+
+        setattr(module, name, sent)
+
+    send(saving_lib, "save_model", "save")
+    send(saving_lib, "save_weights_only", "save_weights")
+    send(saving_lib, "load_weights_only", "load_weights")
+    send(legacy_h5_format, "save_model_to_hdf5", "save")
+
+
+def compiled_with(model: Any) -> dict[str, Any]:
+    """What a model was compiled with, to compile another one alike.
+
+    Args:
+        model: A compiled model.
+    """
+    arguments = dict(model._compile_config.config)
+    del arguments["jit_compile"]  # which Keras has resolved, and a pipeline does by itself
+    return arguments
+
+
+def forget_functions(model: Any) -> None:
+    """Lets a model and those in it trace their steps anew: traced ones do not ask for weights.
+
+    Args:
+        model: A Keras model.
+    """
+    for layer in model._flatten_layers():
+        if isinstance(layer, keras.Model):
+            layer.train_function = layer.test_function = layer.predict_function = None
+
+
+def needs_only_shapes() -> bool:
+    """Whether Keras runs a layer just now to learn the shapes of what it returns."""
+    return bool(in_symbolic_scope())
+
+
+def pickled(file: bytes) -> tuple[Any, ...]:
+    """What `__reduce__` returns of a model.
+
+    Args:
+        file: The model as a `.keras` file.
+    """
+    return keras.Model._unpickle_model, (io.BytesIO(file),)
+
+
+def _take_down(optimizer: Any) -> dict[Key, Any]:
+    """Makes an optimizer unbuilt; returns its slots."""
+    slots = slots_of(optimizer)
+    values = {key: slot.variable for slot in slots for key in slot.keys}
+    _unbuild(optimizer, {id(s.variable) for s in slots if _is_alone(optimizer, s)})
+    return values
+
+
+def _is_alone(optimizer: Any, slot: Slot) -> bool:
+    """Whether a slot has an attribute for itself, so that it may be older than the others."""
+    held = [value for part in parts_of(optimizer) for value in vars(part).values()]
+    return any(value is slot.variable for value in held)
+
+
+def _unbuild(optimizer: Any, kept: set[int]) -> None:
+    """Takes away all slots but some, as they were before an optimizer was built."""
+    parts = parts_of(optimizer)
+    kept = kept | {id(v) for part in parts for v in (part._iterations, part._learning_rate)}
+    for part in parts:
+        for name, value in list(vars(part).items()):
+            if name not in _BOOKS and _holds_others(value, kept):
+                delattr(part, name)
+        for variable in list(part._variables):
+            if id(variable) not in kept:
+                part._untrack_variable(variable)
+        part._trainable_variables = []
+        part._trainable_variables_indices = {}
+        part.built = False
+    if isinstance(optimizer, keras.optimizers.MultiOptimizer):
+        optimizer._inner_optimizers = _named_parts(optimizer)
+
+
+def _named_parts(optimizer: Any) -> list[Any]:
+    """The optimizers that a `MultiOptimizer` knows before it is built, in its order."""
+    named = optimizer._optimizer_map
+    values = list(named.values()) if hasattr(named, "values") else []
+    found = [*values, getattr(named, "default_optimizer", None)]
+    return [part for part in dict.fromkeys(found) if part is not None]
+
+
+def _holds_others(value: Any, kept: set[int]) -> bool:
+    held = value if isinstance(value, (list, tuple)) else [value]
+    return any(isinstance(v, keras.Variable) and id(v) not in kept for v in held)
+
+
+def _build(optimizer: Any, weights: Sequence[Any], values: Mapping[Key, Any]) -> None:
+    """Builds an optimizer, and gives it what it knew before."""
+    if not weights:
+        return
+    _build_anew(optimizer, weights)
+    for slot in slots_of(optimizer):
+        source = next((values[key] for key in slot.keys if key in values), slot.variable)
+        if source is not slot.variable:
+            slot.variable.assign(source.value)
+
+
+def _build_anew(optimizer: Any, weights: Sequence[Any]) -> None:
+    """Builds an optimizer, and forgets slots that have been replaced by new ones."""
+    older = list(optimizer.variables)
+    optimizer.build(list(weights))
+    parts = parts_of(optimizer)
+    held = {id(value) for part in parts for value in vars(part).values()}
+    for part in parts:
+        for variable in older:
+            if id(variable) not in held:
+                part._untrack_variable(variable)
+
+
+def _is_per_weight(name: str, value: Any, weights: Sequence[Any]) -> bool:
+    """Whether an attribute is a list with an entry for each weight."""
+    return (
+        isinstance(value, (list, tuple))
+        and name not in _BOOKS
+        and len(value) == len(weights)
+        and all(slot is None or isinstance(slot, keras.Variable) for slot in value)
+    )
+
+
+def _stand_in(weight: Any) -> Any:
+    """A small variable that an optimizer takes for a weight: number of axes, type and name."""
+    variable = keras.Variable(
+        np.zeros((1,) * len(weight.shape)), dtype=weight.dtype, name=weight.name
+    )
+    variable._path = weight.path
+    variable.overwrite_with_gradient = weight.overwrite_with_gradient
+    return variable

@@ -1,0 +1,312 @@
+"""The private names of Keras that training needs, all in this one file.
+
+Written against Keras 3.14 and 3.15; `tests/keras_internals/test_training.py` says which of them a
+new version of Keras has changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src import backend
+from keras.src.backend.common import global_state
+from keras.src.losses.loss import reduce_weighted_values
+from keras.src.losses.losses import LossFunctionWrapper
+from keras.src.trainers.compile_utils import CompileLoss
+from keras.src.trainers.data_adapters import get_data_adapter
+from keras.src.trainers.data_adapters.array_slicing import train_validation_split
+from keras.src.trainers.data_adapters.data_adapter import DataAdapter
+
+__all__ = [
+    "CompileLoss",
+    "DataAdapter",
+    "added_losses",
+    "build_metrics",
+    "compile_loss",
+    "count_step",
+    "forget_validation",
+    "get_data_adapter",
+    "global_seed",
+    "is_keras_loss",
+    "is_keras_optimizer",
+    "layers_in",
+    "logits_of",
+    "moving_statistics",
+    "reduction_of",
+    "running_states",
+    "sample_values",
+    "second_loss",
+    "settable_learning_rate",
+    "standardize_inputs",
+    "strategy_of",
+    "train_validation_split",
+    "updates_weights_alone",
+]
+
+# Optimizers of Keras that change more with each step than weights, slots and the number of steps.
+_STEPPING = ("LossScaleOptimizer", "MultiOptimizer", "Nadam")
+
+
+def added_losses(layer: Any) -> list[tuple[str, Any]]:
+    """Losses that a layer and those in it added in their last call, regularizers of weights not.
+
+    Args:
+        layer: A layer that has just been called.
+
+    Returns:
+        Each with the name of the layer that added it.
+    """
+    return [(part.name, loss) for part in layers_in(layer) for loss in part._get_own_losses()]
+
+
+def layers_in(layer: Any) -> list[Any]:
+    """A layer and all layers in it.
+
+    Args:
+        layer: A layer.
+    """
+    return list(layer._flatten_layers())
+
+
+def build_metrics(model: Any, y: Any, y_pred: Any, sample_weight: Any) -> tuple[int | None, ...]:
+    """Creates the variables of a compiled model's loss trackers and metrics, without data.
+
+    Args:
+        model: A compiled model.
+        y: Symbolic targets, in the structure of the data.
+        y_pred: Symbolic outputs, in the structure of the model.
+        sample_weight: Symbolic sample weights, or `None`.
+
+    Returns:
+        The shape of the loss.
+    """
+    loss: Any = None
+    if model._compile_loss is not None:
+        loss = backend.compute_output_spec(model._compile_loss, y, y_pred, sample_weight)
+    if model._compile_metrics is not None and not model._compile_metrics.built:
+        model._compile_metrics.build(y, y_pred)
+        # Some metrics make their variables in their first update.
+        backend.compute_output_spec(model._compile_metrics.update_state, y, y_pred, sample_weight)
+    return () if loss is None else tuple(loss.shape)
+
+
+def compile_loss(model: Any, loss: Any, loss_weights: Any) -> Any:
+    """The loss that a model would be compiled with; `None` for none.
+
+    Args:
+        model: The model.
+        loss: As of `keras.Model.compile`.
+        loss_weights: As of `keras.Model.compile`.
+    """
+    if loss is None:
+        return None
+    return CompileLoss(loss, loss_weights, output_names=model.output_names)
+
+
+class _SecondLoss(CompileLoss):
+    """A compiled loss once more, without trackers of the losses of single outputs.
+
+    Args:
+        first: The compiled loss.
+        instead: Called in the place of each of its losses, with that loss as first argument.
+    """
+
+    def __init__(self, first: Any, instead: Callable[..., Any] | None) -> None:
+        super().__init__(
+            first._user_loss, first._user_loss_weights, output_names=first.output_names
+        )
+        self._flat_losses: Any = None
+        self._instead = instead
+
+    def build(self, y_true: Any, y_pred: Any) -> None:
+        """Finds the losses of the outputs, as Keras does, and puts others in their places."""
+        super().build(y_true, y_pred)
+        if self._instead is not None:
+            self._flat_losses = [
+                entry._replace(loss=functools.partial(self._instead, entry.loss))
+                for entry in self._flat_losses
+            ]
+
+    @property
+    def metrics(self) -> list[None]:
+        """No tracker for each of the losses."""
+        return [None] * len(self._flat_losses or ())
+
+
+def second_loss(first: Any, instead: Callable[..., Any] | None = None) -> Any:
+    """A compiled loss once more: it finds targets, weights and outputs in the same way.
+
+    Args:
+        first: The `CompileLoss` of a model.
+        instead: Takes the place of each of its losses: a function of the loss, its targets, its
+            outputs and sample weights. Default: the losses themselves.
+    """
+    return _SecondLoss(first, instead)
+
+
+def sample_values(loss: Any, y_true: Any, y_pred: Any) -> tuple[Any, Any]:
+    """The values of a loss for each sample before they are reduced, and their mask, if any.
+
+    Args:
+        loss: A loss that does not override `__call__`.
+        y_true: Targets.
+        y_pred: Outputs without masks.
+    """
+    convert = functools.partial(keras.ops.convert_to_tensor, dtype=loss.dtype)
+    y_pred, y_true = (keras.tree.map_structure(convert, value) for value in (y_pred, y_true))
+    values = loss.call(y_true, y_pred)
+    return convert(values), backend.get_keras_mask(values)
+
+
+def reduction_of(loss: Any, values: Any, sample_weight: Any, mask: Any) -> Any:
+    """What a loss makes of its values: linear in them.
+
+    Args:
+        loss: A loss that does not override `__call__`.
+        values: Its values for each sample.
+        sample_weight: Weights of the samples, or `None`.
+        mask: Which of the values count; `None` for all.
+    """
+    return reduce_weighted_values(
+        values, sample_weight=sample_weight, mask=mask, reduction=loss.reduction, dtype=loss.dtype
+    )
+
+
+def is_keras_loss(loss: Any) -> bool:
+    """Returns whether a loss is one of Keras' own, and not a subclass or a user's function.
+
+    Args:
+        loss: A loss of a compiled model.
+    """
+    kinds = [type(loss), loss.fn] if isinstance(loss, LossFunctionWrapper) else [type(loss)]
+    return all(
+        str(getattr(kind, "__module__", "")).startswith("keras.src.losses") for kind in kinds
+    )
+
+
+def logits_of(tensor: Any) -> Any:
+    """What softmax or sigmoid of Keras made a tensor of, where it still knows; or `None`.
+
+    Args:
+        tensor: A tensor of TensorFlow.
+    """
+    return getattr(tensor, "_keras_logits", None)
+
+
+def running_states(layer: Any) -> list[Any]:
+    """What forward passes of a layer may write: seeds, statistics of batches, metrics.
+
+    Args:
+        layer: A layer; what is in it counts as well.
+    """
+    states: list[Any] = []
+    for part in layers_in(layer):
+        states += [generator.state for generator in part._seed_generators]
+        states += [variable for metric in part._metrics for variable in metric.variables]
+        if isinstance(part, keras.layers.BatchNormalization):
+            states += part.non_trainable_variables
+    return states
+
+
+def global_seed() -> Any:
+    """The state of the generator of random numbers without a seed; `None` as long as none were."""
+    generator = global_state.get_global_attribute("global_seed_generator")
+    return None if generator is None else generator.state
+
+
+@contextlib.contextmanager
+def moving_statistics(layer: Any) -> Iterator[None]:
+    """Has batch normalizations use their moving statistics in training, too.
+
+    Args:
+        layer: A layer; those in it do.
+    """
+    changed = [
+        part
+        for part in layers_in(layer)
+        if isinstance(part, keras.layers.BatchNormalization) and part.trainable
+    ]
+    try:
+        for part in changed:
+            part._trainable = False
+        yield
+    finally:
+        for part in changed:
+            part._trainable = True
+
+
+def count_step(optimizer: Any) -> None:
+    """Counts a step that updates nothing, for the sake of learning-rate schedules.
+
+    Args:
+        optimizer: The optimizer of a rank none of whose weights a gradient reaches.
+    """
+    if isinstance(optimizer, keras.optimizers.Nadam) and optimizer.built:
+        optimizer._backend_update_step([], [], optimizer.learning_rate)  # its product of momenta
+    optimizer._iterations.assign_add(1)
+
+
+def settable_learning_rate(model: Any) -> float:
+    """The learning rate that callbacks may change; NaN without one, or where a schedule sets it.
+
+    Args:
+        model: A model, compiled or not.
+    """
+    rate = getattr(getattr(model, "optimizer", None), "_learning_rate", None)
+    return float(rate) if isinstance(rate, keras.Variable) else math.nan
+
+
+def forget_validation(model: Any) -> None:
+    """Makes the next training validate with its own data, also after one that an error ended.
+
+    Args:
+        model: A model.
+    """
+    if getattr(model, "_eval_epoch_iterator", None) is not None:
+        del model._eval_epoch_iterator
+
+
+def is_keras_optimizer(optimizer: Any) -> bool:
+    """Returns whether an optimizer is one of Keras' own, and not a subclass."""
+    return getattr(keras.optimizers, type(optimizer).__name__, None) is type(optimizer)
+
+
+def updates_weights_alone(optimizer: Any) -> bool:
+    """Whether a step for some weights, and one for the others, is the same as one for all.
+
+    The number of steps has to be set back in between.
+
+    Args:
+        optimizer: Any optimizer; nothing is known of those that are not Keras' own.
+    """
+    if not is_keras_optimizer(optimizer) or type(optimizer).__name__ in _STEPPING:
+        return False
+    options = ("global_clipnorm", "use_ema", "gradient_accumulation_steps")
+    return not any(getattr(optimizer, option) for option in options)
+
+
+def standardize_inputs(model: Any, x: Any) -> list[Any]:
+    """Makes the flat list of a Functional model's inputs, as it does when it is called.
+
+    Args:
+        model: A Functional model.
+        x: What a data set gives for the inputs.
+    """
+    model._assert_input_compatibility(x)
+    return list(model._standardize_inputs(x))
+
+
+def strategy_of(model: Any) -> Any:
+    """The strategy of `tf.distribute` that a model was made in, or that is in force now, if any.
+
+    Args:
+        model: A Keras model.
+    """
+    now = tf.distribute.get_strategy() if tf.distribute.has_strategy() else None
+    return model._distribute_strategy or now

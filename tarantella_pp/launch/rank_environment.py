@@ -1,0 +1,139 @@
+"""The environment that the launcher gives to each rank."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping, Sequence
+
+from tarantella_pp.errors import ConfigurationError
+from tarantella_pp.launch.core_binding import BIND_VARIABLE, cores_to_share
+
+THREAD_VARIABLES = ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "OMP_NUM_THREADS")
+UNBOUND = {BIND_VARIABLE: ""}
+"""What leaves the ranks of a node unbound, even in a job that was started by a rank of another."""
+LOG_VARIABLE = "TF_CPP_MIN_LOG_LEVEL"
+LOG_LEVELS = {"DEBUG": "0", "INFO": "0", "WARNING": "1", "ERROR": "2"}
+"""The library's log levels, with the level of TensorFlow's native log that goes with each."""
+
+
+def rank_environment(
+    threads: int,
+    log_level: str,
+    output_on_all_devices: bool,
+    given: Mapping[str, str],
+    force_threads: bool = False,
+) -> dict[str, str]:
+    """Returns the variables to set for every rank, on top of those given already.
+
+    Args:
+        threads: Threads of one rank.
+        log_level: One of `LOG_LEVELS`.
+        output_on_all_devices: Whether all ranks print, not only the master rank.
+        given: The environment of the user, `-x` included. What it sets is left alone.
+        force_threads: Whether `threads` wins over what the user's environment sets.
+    """
+    defaults = {LOG_VARIABLE: LOG_LEVELS[log_level], **allocator_variables()}
+    counts = dict.fromkeys(THREAD_VARIABLES, str(threads))
+    ours = {
+        "TNT_LOG_LEVEL": log_level,
+        "TNT_OUTPUT_ON_ALL_DEVICES": "1" if output_on_all_devices else "0",
+    }
+    if force_threads:
+        ours |= counts
+    else:
+        defaults |= counts
+    unset = {name: value for name, value in defaults.items() if name not in given}
+    return {**unset, **ours}
+
+
+def binding(
+    threads: int, ranks_of_node: int, given: Mapping[str, str], force_threads: bool
+) -> dict[str, str]:
+    """Returns what has the ranks of a node bound to cores of their own, where they should be.
+
+    Args:
+        threads: Threads of one rank.
+        ranks_of_node: Ranks on a node.
+        given: The environment of the user; its own numbers of threads leave ranks unbound.
+        force_threads: Whether `threads` wins over what the user's environment sets.
+    """
+    if not force_threads and any(name in given for name in THREAD_VARIABLES):
+        return UNBOUND
+    cores = cores_to_share(cores_of_node(), ranks_of_node, threads)
+    return UNBOUND if cores is None else {BIND_VARIABLE: str(cores)}
+
+
+def allocator_variables() -> dict[str, str]:
+    """Returns the thresholds that keep freed tensors in the process.
+
+    By default glibc maps blocks from 128 KiB on afresh and gives freed memory back, and the
+    kernel clears each page again at the next step: for tensors of 4 MB a page fault
+    every 4 KiB, five times the cost of writing them. Older versions than 2.36 silently
+    ignore a threshold over 32 MiB.
+    """
+    library, version = platform.libc_ver()
+    if library != "glibc":
+        return {}
+    recent = tuple(int(part) for part in version.split(".")[:2]) >= (2, 36)
+    return {
+        "MALLOC_MMAP_THRESHOLD_": str((256 if recent else 32) << 20),
+        "MALLOC_TRIM_THRESHOLD_": str(512 << 20),
+    }
+
+
+def parse_exports(options: Sequence[str], given: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables of `-x NAME` and `-x NAME=VALUE` options.
+
+    Args:
+        options: The values of the options.
+        given: The environment that gives the value of a bare `NAME`.
+
+    Raises:
+        ConfigurationError: A name is malformed, or bare and not set.
+    """
+    exports = {}
+    for option in options:
+        name, equals, value = option.partition("=")
+        if not name.isidentifier():
+            raise ConfigurationError(
+                f"-x takes NAME or NAME=VALUE with a name of letters, digits and underscores. "
+                f"Received: -x {option}"
+            )
+        if not equals and name not in given:
+            raise ConfigurationError(
+                f"-x {name}: no such variable in the environment; give NAME=VALUE."
+            )
+        exports[name] = value if equals else given[name]
+    return exports
+
+
+def cores_of_node() -> int:
+    """Returns the number of cores this process may run on, and its job, where that is Slurm's."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    allocated = os.environ.get("SLURM_CPUS_ON_NODE", "")
+    return min(cores or 1, int(allocated) if allocated.isdigit() and int(allocated) else 1 << 20)
+
+
+def threads_per_rank(num_ranks: int, num_nodes: int, given: Mapping[str, str]) -> int:
+    """Returns the threads of one rank, such that the ranks of a node do not share cores.
+
+    Args:
+        num_ranks: Number of ranks of the job.
+        num_nodes: Number of nodes they are spread over.
+        given: The environment; Slurm's `SLURM_CPUS_PER_TASK` is the answer where there is one.
+    """
+    per_task = given.get("SLURM_CPUS_PER_TASK", "")
+    if per_task.isdigit() and int(per_task) > 0:
+        return int(per_task)
+    return max(1, cores_of_node() // ranks_of_node(num_ranks, num_nodes))
+
+
+def ranks_of_node(num_ranks: int, num_nodes: int) -> int:
+    """Returns the most ranks of a job on one node.
+
+    Args:
+        num_ranks: Number of ranks of the job.
+        num_nodes: Number of nodes they are spread over.
+    """
+    return -(-num_ranks // num_nodes)

@@ -1,0 +1,266 @@
+"""Watches over a running job, so that it ends on all ranks when it ends on one."""
+
+from __future__ import annotations
+
+import enum
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import types
+from collections.abc import Mapping, Sequence
+
+from tarantella_pp.errors import LaunchError
+from tarantella_pp.launch.guard.rank_records import (
+    DIRECTORY_VARIABLE,
+    ENDED,
+    FINISHED,
+    RETURNED,
+    SIZE_VARIABLE,
+    Record,
+    RunDirectory,
+    find_deadlock,
+    first_failure,
+    headline,
+)
+from tarantella_pp.launch.native_log import QuietStderr
+from tarantella_pp.launch.prctl import (
+    adopt_orphans,
+    describe_exit,
+    die_with_parent,
+)
+from tarantella_pp.launch.processes import (
+    kill_descendants,
+    remove_shared_memory,
+    shared_memory_of_descendants,
+)
+
+POLL_SECONDS = 0.1
+SETTLE_SECONDS = 0.4
+"""From the first failure to the end of the job: for output on its way, and earlier failures."""
+DEADLOCK_SECONDS = 1.0
+CLOSING_SECONDS = 5.0
+"""How long the MPI launcher may take to end after its ranks have."""
+SHUTDOWN_SECONDS = 300.0
+"""How long ranks may take to leave after the scripts of all have ended."""
+GRACE_SECONDS = {signal.SIGTERM: 30.0, signal.SIGINT: 5.0}
+"""How long the ranks may take to end after the launcher was told to stop."""
+
+
+class Exit(enum.IntEnum):
+    """Exit codes of `tarantella`, besides those of a failed rank."""
+
+    OK = 0
+    FAILED = 1
+    USAGE = 2
+    PREEMPTED = 75
+    TIMEOUT = 124
+    INTERRUPTED = 130
+
+
+class Supervisor:
+    """Runs one job to its end, whatever end that is.
+
+    The exit code of an MPI launcher is not to be trusted: some return 0 after a rank has left in
+    the middle, some never return. A job has succeeded when every rank has put on record that
+    it has; it has failed as soon as one rank has, and then all that is left of it is killed.
+
+    Args:
+        num_ranks: Number of ranks.
+        timeout: Seconds after which the job is killed, or None.
+        shared: Whether ranks run on other hosts, which see the current directory at best.
+        quiet: Whether to leave out what TensorFlow's native code has to say before training.
+    """
+
+    def __init__(
+        self,
+        num_ranks: int,
+        timeout: float | None = None,
+        shared: bool = False,
+        *,
+        quiet: bool = False,
+    ) -> None:
+        folder = os.getcwd() if shared else None
+        self.directory = RunDirectory(tempfile.mkdtemp(prefix=".tarantella-", dir=folder))
+        self._shared = shared
+        self._stderr = QuietStderr() if quiet else None
+        self._num_ranks = num_ranks
+        self._name = "mpiexec"
+        self._timeout = timeout
+        self._stopped_by: signal.Signals | None = None
+        self._deadline: float | None = None
+
+    def run(self, command: Sequence[str], environment: Mapping[str, str]) -> int:
+        """Starts the MPI launcher, waits for the end of the job and cleans up after it.
+
+        Args:
+            command: Command of the MPI launcher.
+            environment: Its environment, and so that of the ranks.
+
+        Returns:
+            The exit code of `tarantella`.
+
+        Raises:
+            LaunchError: The command cannot be started.
+        """
+        adopt_orphans()
+        previous = {number: signal.signal(number, self._on_signal) for number in GRACE_SECONDS}
+        try:
+            return self._wait(self._start(command, environment))
+        finally:
+            _tell_hidden(self.directory.read())
+            leftovers = shared_memory_of_descendants()
+            kill_descendants()
+            if self._stderr is not None:
+                self._stderr.finish()
+            remove_shared_memory(leftovers)
+            shutil.rmtree(self.directory.path, ignore_errors=True)
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def _start(
+        self, command: Sequence[str], environment: Mapping[str, str]
+    ) -> subprocess.Popen[bytes]:
+        parent = os.getpid()
+        self._name = pathlib.Path(command[0]).name
+        variables = {
+            **environment,
+            DIRECTORY_VARIABLE: str(self.directory.path),
+            SIZE_VARIABLE: str(self._num_ranks),
+        }
+        try:
+            launcher = subprocess.Popen(
+                list(command),
+                env=variables,
+                stderr=None if self._stderr is None else self._stderr.descriptor,
+                start_new_session=True,
+                preexec_fn=lambda: die_with_parent(parent),
+            )
+        except OSError as error:
+            raise LaunchError(f"Cannot start {command[0]}: {error}") from error
+        finally:
+            if self._stderr is not None:
+                self._stderr.start()
+        return launcher
+
+    def _wait(self, launcher: subprocess.Popen[bytes]) -> int:
+        """Looks at the records until the job has ended or must be ended."""
+        start = time.monotonic()
+        while True:
+            records = self.directory.read()
+            gone = launcher.poll() is not None
+            failure = first_failure(records) or find_deadlock(
+                records, self._num_ranks, DEADLOCK_SECONDS
+            )
+            if self._stopped_by is not None:
+                if gone or self._all(records, ENDED) or self._must_stop(self._stopped_by):
+                    return self._report_stop(self._stopped_by)
+            elif failure is not None:
+                time.sleep(SETTLE_SECONDS)
+                return self._report_failure(first_failure(self.directory.read()) or failure)
+            elif self._all(records, (FINISHED,)):
+                return self._close(launcher)
+            elif gone:
+                time.sleep(SETTLE_SECONDS)
+                return self._report_loss(launcher, self.directory.read())
+            elif self._all(records, ENDED) and _age(records) > SHUTDOWN_SECONDS:
+                stuck = sorted(rank for rank in records if records[rank].state == RETURNED)
+                _tell(
+                    f"ranks {stuck} did not leave within {SHUTDOWN_SECONDS:g} s of the end of "
+                    "every script, and were killed: MPI waits for a message or a collective call "
+                    "that another rank has left out"
+                )
+                return Exit.FAILED
+            elif self._timeout is not None and time.monotonic() - start > self._timeout:
+                _tell(f"the job was killed after {self._timeout:g} s (--timeout)")
+                return Exit.TIMEOUT
+            time.sleep(POLL_SECONDS)
+
+    def _all(self, records: Mapping[int, Record], states: Sequence[str]) -> bool:
+        """Whether every rank is in one of `states`."""
+        return sum(record.state in states for record in records.values()) >= self._num_ranks
+
+    def _close(self, launcher: subprocess.Popen[bytes]) -> int:
+        """Lets the MPI launcher end, and pass on the last output, after a success."""
+        try:
+            launcher.wait(CLOSING_SECONDS)
+        except subprocess.TimeoutExpired:
+            _tell(f"{self._name} did not end after its ranks had; killed")
+        return Exit.OK
+
+    def _report_failure(self, failure: Record) -> int:
+        """Says which rank failed first, and how; returns the exit code."""
+        if failure.details:
+            sys.stderr.write(failure.details)
+        _tell(headline(failure, self._num_ranks))
+        return failure.exit_code or Exit.FAILED
+
+    def _report_loss(self, launcher: subprocess.Popen[bytes], records: dict[int, Record]) -> int:
+        """Explains why the MPI launcher ended; returns the exit code."""
+        failure = first_failure(records)
+        if failure is not None:
+            return self._report_failure(failure)
+        if self._all(records, (FINISHED,)):
+            return Exit.OK
+        missing = [rank for rank in range(self._num_ranks) if rank not in records]
+        unseen = f"ranks {missing} left no record, for their hosts do not see {self.directory.path}"
+        if missing and self._shared and self._all_well(launcher, records):
+            _tell(f"{unseen}; start in a folder that all hosts share to be told who failed first")
+            return Exit.OK
+        what = "its ranks were still at work (MPI_Abort?)"
+        if missing:
+            what = (
+                f"{unseen}, or they never started"
+                if self._shared
+                else f"ranks {missing} never started"
+            )
+        _tell(f"{self._name} {describe_exit(launcher.returncode)}, but {what}")
+        return max(launcher.returncode, Exit.FAILED)
+
+    def _all_well(self, launcher: subprocess.Popen[bytes], records: Mapping[int, Record]) -> bool:
+        """Whether all that is known of a job says that it has succeeded.
+
+        A rank whose script failed ends with an exit code other than 0, and so does its launcher.
+        """
+        return launcher.returncode == 0 and all(r.state == FINISHED for r in records.values())
+
+    def _on_signal(self, number: int, frame: types.FrameType | None) -> None:
+        """Notes the first signal; the second one ends the patience with the ranks."""
+        seconds = 0.0 if self._stopped_by is not None else GRACE_SECONDS[signal.Signals(number)]
+        self._stopped_by = self._stopped_by or signal.Signals(number)
+        self._deadline = time.monotonic() + seconds
+
+    def _must_stop(self, number: signal.Signals) -> bool:
+        """Passes the signal on to the ranks; whether their time to end on their own is over."""
+        self.directory.request_stop(number)
+        return self._deadline is not None and time.monotonic() > self._deadline
+
+    def _report_stop(self, number: signal.Signals) -> int:
+        _tell(f"the job was stopped by {number.name}")
+        return Exit.INTERRUPTED if number == signal.SIGINT else Exit.PREEMPTED
+
+
+def _tell_hidden(records: Mapping[int, Record]) -> None:
+    """Mentions lines that were printed and not shown."""
+    ranks = sorted(rank for rank, record in records.items() if record.hidden_lines)
+    lines = sum(record.hidden_lines for record in records.values())
+    if ranks:
+        who = f"rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks other than the last"
+        what = "1 line that is" if lines == 1 else f"{lines} lines that are"
+        _tell(f"{who} printed {what} not shown; --output-on-all-devices shows all")
+
+
+def _age(records: Mapping[int, Record]) -> float:
+    """Returns the seconds since the last rank came into its present state."""
+    return time.time() - max(record.time for record in records.values())
+
+
+def _tell(message: str) -> None:
+    """Writes one line of the launcher's own to standard error."""
+    prefix = "" if message.startswith("tarantella: ") else "tarantella: "
+    sys.stderr.write(f"{prefix}{message}\n")
+    sys.stderr.flush()

@@ -1,0 +1,1 @@
+"""The public face: `PipelineModel`, its files, its checks, `make_plan`, `get_rank`."""

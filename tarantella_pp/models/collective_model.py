@@ -1,0 +1,271 @@
+"""Weights and files of a model that is spread over ranks, as Keras' own methods."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import keras
+import numpy as np
+
+from tarantella_pp.errors import ConfigurationError
+from tarantella_pp.keras_internals.state import pickled, send_files_through
+from tarantella_pp.models.file_replacement import replace_file, replace_shards
+from tarantella_pp.models.saving import (
+    config_of,
+    plain_model,
+    write_plain,
+)
+from tarantella_pp.runtime.comm.collective import (
+    collective,
+    contents_of,
+    digest,
+)
+from tarantella_pp.runtime.one_rank import on_one_rank
+from tarantella_pp.runtime.state.remote_variables import refuse_stale
+
+if TYPE_CHECKING:
+    from tarantella_pp.runtime.engine import Engine
+    from tarantella_pp.runtime.state.optimizer_state import OptimizerState
+    from tarantella_pp.runtime.state.variable_sync import ModelState
+
+
+class CollectiveModel(keras.Model):
+    """A Keras model whose weights are on the ranks of a pipeline.
+
+    Its methods gather the weights first, so all ranks must call them.
+    """
+
+    _engine: Engine
+    _model_state: ModelState
+    _optimizer_state: OptimizerState | None = None
+
+    @collective()
+    def get_weights(self) -> list[np.ndarray[Any, Any]]:
+        """Returns all weights, on every rank; all ranks must call it."""
+        self._model_state.gather()
+        weights: list[np.ndarray[Any, Any]] = super().get_weights()
+        return weights
+
+    @collective(weights=lambda given: digest(given["weights"]))
+    def set_weights(self, weights: Any) -> None:
+        """Sets all weights; all ranks must call it, with the same values.
+
+        Args:
+            weights: Arrays in the order of `get_weights`.
+
+        Raises:
+            ConfigurationError: If the values differ between ranks.
+        """
+        super().set_weights(weights)
+
+    def get_state_tree(self, value_format: str = "backend_tensor") -> dict[str, Any]:
+        """Returns weights and slots by name, where one process has all of them.
+
+        Args:
+            value_format: As of `keras.Model.get_state_tree`.
+
+        Raises:
+            ConfigurationError: If they are on several ranks.
+        """
+        self._refuse_trees("get_state_tree")
+        tree: dict[str, Any] = super().get_state_tree(value_format)
+        return tree
+
+    def set_state_tree(self, state_tree: dict[str, Any]) -> None:
+        """Sets weights and slots by name, where one process has all of them.
+
+        Args:
+            state_tree: As of `keras.Model.set_state_tree`.
+
+        Raises:
+            ConfigurationError: If they are on several ranks.
+        """
+        self._refuse_trees("set_state_tree")
+        super().set_state_tree(state_tree)
+
+    def _refuse_trees(self, method: str) -> None:
+        ranks = self._engine.communicator.size
+        if ranks > 1:
+            raise ConfigurationError(
+                f"{method} needs all weights and optimizer slots in one process; these are on "
+                f"{ranks} ranks, under names of their own. Use `get_weights` and `set_weights`, or "
+                "`save_weights` and `load_weights`, on all ranks."
+            )
+
+    def get_config(self) -> dict[str, Any]:
+        """Returns the configuration of the wrapped model."""
+        config: dict[str, Any] = self._engine.extracted.model.get_config()
+        return config
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> keras.Model:
+        """Makes a plain Keras model of the configuration of a wrapped one, with new weights.
+
+        Args:
+            config: What `get_config` returned.
+            custom_objects: As of `keras.Model.from_config`.
+        """
+        kind = keras.Model if "input_layers" in config else keras.Sequential
+        return kind.from_config(config, custom_objects=custom_objects)
+
+    def to_json(self, **kwargs: Any) -> str:
+        """Describes the wrapped model and its compilation, for `keras.models.model_from_json`.
+
+        Args:
+            **kwargs: As of `json.dumps`.
+        """
+        return json.dumps(self._config(), **kwargs)
+
+    def __reduce__(self) -> Any:
+        """Pickles and copies become plain Keras models; all ranks must make them."""
+        engine = self._engine
+        with engine.communicator.call("pickle or copy"):
+            self._model_state.gather()
+            optimizer = self._whole_optimizer()
+            with tempfile.TemporaryDirectory() as folder:
+                path = Path(folder) / "model.keras"
+                write_plain(engine.extracted, self._config(optimizer), optimizer, path)
+                return pickled(path.read_bytes())
+
+    @collective("filepath", "overwrite", "include_optimizer")
+    def save(
+        self,
+        filepath: str | Path,
+        overwrite: bool = True,
+        zipped: bool | None = None,
+        include_optimizer: bool = True,
+        save_format: str | None = None,
+    ) -> None:
+        """Saves the wrapped model as a plain `.keras` file, which stock Keras loads and trains on.
+
+        All ranks must call it; the last one writes. The file replaces an older one only when it
+        is complete. `keras.saving.save_model` does the same.
+
+        Args:
+            filepath: Path that ends in `.keras`.
+            overwrite: Whether to replace an existing file.
+            zipped: Must not be `False`: the file is always a zip file.
+            include_optimizer: Whether to save the optimizer and what was compiled.
+            save_format: `"keras"` or `None`, the only format there is.
+
+        Raises:
+            ConfigurationError: If the format is another, or the file must not be replaced.
+            FileError: If the file cannot be written; an older one is unchanged.
+        """
+        engine = self._engine
+        path = _path(filepath)
+        if path.suffix != ".keras" or zipped is False or save_format not in (None, "keras"):
+            raise ConfigurationError(
+                "A PipelineModel is saved as one file that ends in '.keras'. Received: "
+                f"filepath='{filepath}', zipped={zipped}, save_format={save_format!r}. For other "
+                "formats load that file with `keras.saving.load_model` in one process."
+            )
+        self._refuse_existing(path, overwrite)
+        self._model_state.gather()
+        optimizer = self._whole_optimizer(engine.prints) if include_optimizer else None
+
+        def write(draft: Path) -> None:
+            write_plain(engine.extracted, self._config(optimizer), optimizer, draft)
+
+        self._on_last_rank("save", lambda: replace_file(path, write))
+
+    @collective("filepath", "overwrite", "max_shard_size")
+    def save_weights(
+        self, filepath: str | Path, overwrite: bool = True, max_shard_size: float | None = None
+    ) -> None:
+        """Saves the weights as plain Keras does; all ranks must call it, the last one writes.
+
+        New files replace older ones only when all of them are complete.
+
+        Args:
+            filepath: Path that ends in `.weights.h5`, or `.weights.json` for several files.
+            overwrite: Whether to replace existing files.
+            max_shard_size: Largest size of one file, in GB.
+
+        Raises:
+            ConfigurationError: If the file exists and may not be replaced.
+            FileError: If the files cannot be written; older ones are unchanged.
+        """
+        engine = self._engine
+        path = _path(filepath)
+        self._refuse_existing(path, overwrite)
+        self._model_state.gather()
+        plain = plain_model(engine.extracted, self._whole_optimizer(engine.prints))
+        replace = replace_file if max_shard_size is None else replace_shards
+
+        def write(draft: Path) -> None:
+            plain.save_weights(draft, max_shard_size=max_shard_size)
+
+        self._on_last_rank("save_weights", lambda: replace(path, write))
+
+    @collective("skip_mismatch", contents=lambda given: contents_of(given["filepath"]))
+    def load_weights(
+        self, filepath: str | Path, skip_mismatch: bool = False, **kwargs: Any
+    ) -> None:
+        """Loads weights as plain Keras does, each rank those of the optimizer that it needs.
+
+        Args:
+            filepath: Path of a file of weights that all ranks can read.
+            skip_mismatch: Whether to skip weights that do not fit.
+            **kwargs: As of `keras.Model.load_weights`.
+
+        Raises:
+            ConfigurationError: If the ranks read files with different contents.
+        """
+        state = self._optimizer_state
+        optimizer = None if state is None else state.receiver()
+        plain = plain_model(self._engine.extracted, optimizer)
+        plain.load_weights(filepath, skip_mismatch=skip_mismatch, **kwargs)
+
+    def _refuse_existing(self, path: Path, overwrite: bool) -> None:
+        """Refuses, on all ranks, to replace a file that must not be replaced."""
+        communicator = self._engine.communicator
+        exists = communicator.broadcast_json(path.exists(), communicator.size - 1)
+        if exists and not overwrite:
+            raise ConfigurationError(
+                f"File '{path}' exists. Received: overwrite=False. Choose another name, or pass "
+                "overwrite=True."
+            )
+
+    def _on_last_rank(self, what: str, write: Callable[[], None]) -> None:
+        """Lets the rank that writes files do so; all others wait for it."""
+        communicator = self._engine.communicator
+        on_one_rank(communicator, communicator.size - 1, what, write)
+
+    def _whole_optimizer(self, keep: bool = True) -> Any:
+        """The optimizer of the whole model, to save, on ranks that keep it; or `None`."""
+        return None if self._optimizer_state is None else self._optimizer_state.whole(keep)
+
+    def _config(self, optimizer: Any = True) -> dict[str, Any]:
+        """Describes the wrapped model, with its compilation if there is an optimizer."""
+        compiled = None if optimizer is None else self.get_compile_config()
+        return config_of(self._engine.extracted.model, compiled)
+
+    def export(self, *args: Any, **kwargs: Any) -> None:
+        """Refuses: save the model and export it with stock Keras.
+
+        Raises:
+            ConfigurationError: Always.
+        """
+        raise ConfigurationError(
+            "A PipelineModel cannot be exported as it is. Save it with `save('model.keras')`, and "
+            "call `keras.saving.load_model('model.keras').export(...)` in one process."
+        )
+
+
+def _path(filepath: Any) -> Path:
+    """The path of a file; an open file will not do, for nothing can replace it."""
+    if not isinstance(filepath, (str, os.PathLike)):
+        raise ConfigurationError(
+            f"Expected the path of a file. Received: filepath={filepath!r} of type "
+            f"{type(filepath).__name__}"
+        )
+    return Path(filepath)
+
+
+send_files_through(CollectiveModel, refuse_stale)

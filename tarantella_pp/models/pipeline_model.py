@@ -1,0 +1,606 @@
+"""`PipelineModel`: a Keras model whose layers are spread over pipeline stages."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tarantella_pp.dependencies import needed_for
+
+with needed_for("tarantella_pp.PipelineModel"):
+    import keras
+
+from tarantella_pp.callbacks.rank_rules import callbacks_of_rank, kinds_of_all_ranks
+from tarantella_pp.callbacks.timeline import with_trace
+from tarantella_pp.errors import ConfigurationError, PlanError
+from tarantella_pp.keras_internals.state import compiled_with, forget_functions
+from tarantella_pp.keras_internals.training import (
+    compile_loss,
+    forget_validation,
+    get_data_adapter,
+    train_validation_split,
+)
+from tarantella_pp.models import model_validation
+from tarantella_pp.models.collective_model import CollectiveModel
+from tarantella_pp.models.data_adapter import (
+    predict_function,
+    shared_adapter,
+    shared_adapters,
+    step_function,
+)
+from tarantella_pp.models.make_plan import make_plan
+from tarantella_pp.partition.extraction.keras_reader import ExtractedModel, extract
+from tarantella_pp.partition.plan.plan import Plan
+from tarantella_pp.runtime.comm.collective import (
+    collective,
+    compiled_facts,
+    learning_rate_of,
+)
+from tarantella_pp.runtime.comm.communicator import Communicator, world
+from tarantella_pp.runtime.engine import Engine
+from tarantella_pp.runtime.one_rank import on_one_rank
+from tarantella_pp.runtime.state.optimizer_state import OptimizerState
+from tarantella_pp.runtime.state.variable_sync import ModelState
+from tarantella_pp.schedule import Schedule, read_schedule
+
+
+@keras.saving.register_keras_serializable("tarantella_pp")
+class PipelineModel(CollectiveModel):
+    """Trains a Keras model as a pipeline of stages, one or more on each MPI rank.
+
+    Wrap a Functional or Sequential model, launch the script on as many ranks as there are stages
+    and use it like any Keras model: `compile`, `fit`, `evaluate`, `predict`, `save`, callbacks and
+    all kinds of data. The numbers are those of the wrapped model in one process, whatever the
+    number of stages, ranks and micro-batches; only batch statistics (BatchNormalization) see a
+    micro-batch instead of the batch. In one process, not started by MPI, that process owns all
+    stages. All ranks must make the same calls: `fit`, `evaluate`, `predict`, `save` and
+    `get_weights` are collective. Only rank 0 reads data, only the last rank prints.
+
+    If the model is compiled, so is the pipeline, with the same optimizer, loss and metrics; on
+    several ranks each leaves the optimizer with the slots of its own weights, so that the wrapped
+    model itself cannot be trained any more.
+
+    Args:
+        model: The Functional or Sequential model. It is neither copied nor changed, but its
+            layers hold the weights that are trained.
+        num_stages: Number of pipeline stages. Default: the number of ranks.
+        num_micro_batches: Number of micro-batches that each batch is cut into. Default: the one
+            with which a step is fastest, see `make_plan`.
+        schedule: `"gpipe"`, `"1f1b"`, `"interleaved"`, `"zb-h1"`, `"zb-v"`, `"zb-auto"`, which
+            the first steps search for by what they cost, or a schedule of your own: a
+            `schedule.Schedule` or the path of a text file with one. Default: `"1f1b"`
+            where the loss can be computed one micro-batch at a time, otherwise `"gpipe"`.
+        balance: What the stages are balanced by: `"memory"`; `"time"`, for which rank 0 measures
+            each operation while the others wait; or `"flops"`.
+        memory_limit: Largest memory of a stage, in bytes or as in `"16GB"`, one or one for each
+            stage. Default: none.
+        batch_size: Batch size to plan memory for. Default: 32, Keras' own. Training takes any for
+            which no stage needs more than `memory_limit`.
+        recompute: Stages that keep the inputs of a micro-batch only and repeat its forward pass
+            in the backward pass, which saves memory: `"all"`, `"none"` or their numbers. Default:
+            where the limit needs it.
+        plan: A `Plan` or the path of one, instead of the options before.
+        wire_dtype: `"bfloat16"` to halve what travels from rank to rank: floating point
+            activations and gradients are rounded to its 8 bits of precision, so that the numbers
+            are no longer those of one process. Default: their own type, and the exact numbers.
+        num_replicas: Number of pipelines side by side; this version trains one.
+
+    Raises:
+        ConfigurationError: If an option cannot work, alone or with the number of ranks.
+        ScheduleError: If there is no such schedule, or it is none for so many stages and ranks.
+        UnsupportedModelError: If the model cannot be cut into stages.
+        PlanError: If `plan` belongs to another model, or no plan meets `memory_limit`.
+
+    Example:
+        ```python
+        model = tnt.PipelineModel(keras_model, num_stages=4)
+        model.compile("adam", "sparse_categorical_crossentropy", metrics=["accuracy"])
+        model.fit(x, y, batch_size=64, epochs=10)
+        ```
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        num_stages: int | None = None,
+        num_micro_batches: int | None = None,
+        schedule: str | Path | Schedule | None = None,
+        balance: str = "memory",
+        memory_limit: int | str | Sequence[int | str] | None = None,
+        batch_size: int = 32,
+        recompute: str | Sequence[int] | None = None,
+        plan: Plan | str | Path | None = None,
+        wire_dtype: str | None = None,
+        num_replicas: int | None = None,
+    ) -> None:
+        model_validation.check_backend()
+        model_validation.check_model(model)
+        model_validation.check_strategy(model)
+        model_validation.check_subclass(type(self), PipelineModel)
+        model_validation.check_wire_dtype(wire_dtype)
+        model_validation.check_replicas(num_replicas)
+        communicator = world()
+        extracted = extract(model)
+        read_schedule(schedule or "1f1b")  # refuses, on all ranks, what is none
+        given = {
+            "num_stages": num_stages,
+            "num_micro_batches": num_micro_batches,
+            "schedule": schedule,
+            "balance": balance,
+            "memory_limit": memory_limit,
+            "batch_size": batch_size,
+            "recompute": recompute,
+        }
+        facts = {**given, "plan": plan is not None, "wire_dtype": wire_dtype}
+        facts["compiled model"] = model.compiled
+        with communicator.call("PipelineModel", **facts):
+            agreed = _agreed_plan(extracted, communicator, given, plan)
+            model_validation.check_replicas(agreed.num_replicas)
+            model_validation.check_ranks(agreed.num_stages, communicator.size)
+            model_validation.check_synchronized(extracted.calls, agreed.num_micro_batches)
+            model_validation.check_outputs(extracted.graph, agreed.num_micro_batches)
+            super().__init__(extracted.inputs_struct, extracted.outputs_struct, name=model.name)
+            free = plan is None and schedule is None
+            self._engine = Engine(
+                self, extracted, agreed, communicator, free_schedule=free, wire_dtype=wire_dtype
+            )
+            # Weights whose results are not needed are in no stage, and the same everywhere.
+            variables = {id(v): v for v in (*extracted.variables, *self.variables)}.values()
+            self._model_state = ModelState(
+                tuple(variables), self._engine.owners, communicator, self._engine.clock
+            )
+            self._model_state.start_alike()
+        if self._engine.prints:
+            model_validation.warn_of_batch_statistics(extracted.calls, agreed.num_micro_batches)
+        if model.compiled:
+            self._compile_as(model)
+
+    def _compile_as(self, model: keras.Model) -> None:
+        """Takes over optimizer, loss and metrics of the wrapped model."""
+        model.reset_metrics()  # Keras' `fit` does not at first, of metrics that are not its own
+        try:
+            self.compile(**compiled_with(model))
+        except ConfigurationError as error:
+            raise ConfigurationError(
+                f"Model '{model.name}' is compiled, so its pipeline is compiled alike, which does "
+                f"not work: {error} Compile the model otherwise before you wrap it, or load it "
+                "with `compile=False`."
+            ) from error
+
+    @property
+    def layers(self) -> list[keras.layers.Layer]:
+        """The layers of the wrapped model, as it lists them itself."""
+        if "_engine" not in self.__dict__:  # Keras asks for them while it makes this model
+            return list(super().layers)
+        return list(self._engine.extracted.model.layers)
+
+    def summary(self, *args: Any, layer_range: Sequence[str] | None = None, **kwargs: Any) -> None:
+        """Prints what the wrapped model's own summary lists.
+
+        Args:
+            *args: As of `keras.Model.summary`.
+            layer_range: As of `keras.Model.summary`.
+            **kwargs: As of `keras.Model.summary`.
+        """
+        if layer_range is None:  # without the input layer of a Sequential model
+            ends = self.layers[0].name, self.layers[-1].name
+            sequential = isinstance(self._engine.extracted.model, keras.Sequential)
+            layer_range = [f"{re.escape(name)}$" for name in ends] if sequential else None
+        super().summary(*args, layer_range=layer_range, **kwargs)
+
+    @property
+    def distribute_strategy(self) -> Any:
+        """TensorFlow's default strategy; Keras' loops ask for it before they read data.
+
+        Raises:
+            ConfigurationError: In the scope of another one.
+        """
+        model_validation.check_strategy(self)
+        return super().distribute_strategy
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in force; `print(model.plan)` shows it as a table."""
+        return self._engine.plan
+
+    def call(self, inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
+        """Runs the whole model, where one process owns all of it.
+
+        Args:
+            inputs: As of the wrapped model.
+            training: Whether layers run in training mode.
+            mask: Masks of the inputs.
+
+        Returns:
+            The outputs of the model.
+
+        Raises:
+            ConfigurationError: If the weights are spread over several ranks.
+        """
+        if self._engine.communicator.size > 1:
+            raise ConfigurationError(
+                f"The weights of '{self.name}' are on {self._engine.communicator.size} ranks: "
+                "no rank can call the model alone. Use `predict` on all ranks."
+            )
+        return super().call(inputs, training=training, mask=mask)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Configures training; takes what `keras.Model.compile` takes.
+
+        As in plain Keras it is what makes a change of `trainable` take effect. What is refused
+        changes nothing.
+
+        Args:
+            *args: As of `keras.Model.compile`.
+            **kwargs: As of `keras.Model.compile`; `run_eagerly` and `jit_compile` change nothing,
+                and are warned of.
+
+        Raises:
+            ConfigurationError: If an option would be wrong, or be wrong on several ranks, or the
+                loss needs the outputs of the whole batch before the schedule has them.
+            PlanError: If a stage needs more than `memory_limit` for a batch of `batch_size`, with
+                what loss and metrics hold of the outputs.
+        """
+        model_validation.check_strategy(self)
+        given = inspect.signature(keras.Model.compile).bind(self, *args, **kwargs)
+        given.apply_defaults()
+        optimizer = keras.optimizers.get(given.arguments["optimizer"])
+        given.arguments["optimizer"] = optimizer
+        ranks = self._engine.communicator.size
+        model_validation.check_compilation(given.arguments, self.dtype_policy.name, ranks)
+        compiled = compile_loss(self, given.arguments["loss"], given.arguments["loss_weights"])
+        model_validation.check_loss(compiled, self._engine)
+        metrics = (given.arguments[name] for name in ("metrics", "weighted_metrics"))
+        self._engine.check_memory(compiled, any(kind is not None for kind in metrics))
+        facts = compiled_facts(given.arguments)
+        with self._engine.communicator.call("compile", **facts):
+            state = self._divided(optimizer)
+            super().compile(*given.args[1:], **given.kwargs)
+            self._optimizer_state = state
+            self._renew()
+        if self._engine.prints:
+            model_validation.warn_of_compilation(given.arguments)
+
+    def _divided(self, optimizer: Any) -> OptimizerState | None:
+        """Leaves an optimizer with this rank's share of its slots; all ranks must call it."""
+        if optimizer is None:
+            return None
+        weights, owners = self.trainable_variables, self._engine.owners
+        return OptimizerState(optimizer, weights, owners, self._engine.communicator)
+
+    def _renew(self) -> None:
+        """Makes changes of layers, loss, metrics and optimizer take effect."""
+        self._engine = self._engine.up_to_date()
+        self._engine.forget_compilation()
+
+    def make_train_function(self, force: bool = False) -> None:
+        """Builds this rank's training step; called by Keras' own loops.
+
+        Raises:
+            ConfigurationError: If the model is compiled without an optimizer and has weights to
+                train.
+        """
+        model_validation.check_optimizer(self)
+        if force:
+            self._renew()
+        if self._optimizer_state is not None:
+            self._optimizer_state.build()
+        self._model_state.refresh()
+        if self._engine.communicator.size > 1:
+            forget_functions(self._engine.extracted.model)
+        if force or self.train_function is None:
+            self.train_function: Any = step_function(
+                self._engine, self._engine.train, self.steps_per_execution
+            )
+
+    def make_test_function(self, force: bool = False) -> None:
+        """Builds this rank's evaluation step; called by Keras' own loops."""
+        self._model_state.refresh()
+        if force or self.test_function is None:
+            self.test_function: Any = step_function(
+                self._engine, self._engine.test, self.steps_per_execution
+            )
+
+    def make_predict_function(self, force: bool = False) -> None:
+        """Builds this rank's prediction step; called by Keras' own loops."""
+        self._model_state.refresh()
+        self.predict_function = predict_function(self._engine)
+
+    @collective(learning_rate=learning_rate_of)
+    def train_step(self, data: Any) -> dict[str, Any]:
+        """Trains on one batch, for loops of your own; all ranks must call it.
+
+        Args:
+            data: What a data set gives: inputs, or a tuple with targets and sample weights.
+
+        Returns:
+            The logs so far, the same on every rank.
+
+        Raises:
+            ConfigurationError: If it is called inside a `tf.function`, or before `compile`.
+        """
+        model_validation.check_step_by_hand("train_step", self.compiled)
+        self.make_train_function()
+        return self.train_function(iter([data]))  # type: ignore[no-any-return]
+
+    @collective()
+    def test_step(self, data: Any) -> dict[str, Any]:
+        """Evaluates one batch, for loops of your own; as `train_step`."""
+        model_validation.check_step_by_hand("test_step", self.compiled)
+        self.make_test_function()
+        return self.test_function(iter([data]))  # type: ignore[no-any-return]
+
+    @collective()
+    def predict_step(self, data: Any) -> Any:
+        """Predicts one batch, for loops of your own; as `train_step`, but needs no `compile`."""
+        model_validation.check_step_by_hand("predict_step", True)
+        self.make_predict_function()
+        return self.predict_function([data])
+
+    def compute_metrics(
+        self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None
+    ) -> dict[str, Any]:
+        """Updates the compiled metrics, for loops of your own in one process.
+
+        Args:
+            x: Inputs.
+            y: Targets.
+            y_pred: Outputs of the model.
+            sample_weight: Weights of the samples.
+
+        Returns:
+            Loss and metrics by now.
+
+        Raises:
+            ConfigurationError: On several ranks, where the metrics are those of the last one.
+        """
+        if self._engine.communicator.size > 1:
+            raise ConfigurationError(
+                "`compute_metrics()` would update the metrics of one rank alone. Use `test_step` "
+                "or `evaluate` on all ranks."
+            )
+        super().compute_metrics(x, y, y_pred, sample_weight)
+        return dict(keras.Model.get_metrics_result(self))
+
+    def get_metrics_result(self) -> dict[str, Any]:
+        """Returns the logs of the last step, which are the same on every rank."""
+        return dict(self._engine.logs)
+
+    @collective(
+        "epochs", "initial_epoch", "steps_per_epoch", "validation_steps", "validation_freq",
+        learning_rate=learning_rate_of,
+        callbacks=lambda given: kinds_of_all_ranks(given["callbacks"]),
+    )  # fmt: skip
+    def fit(
+        self,
+        x: Any = None,
+        y: Any = None,
+        batch_size: int | None = None,
+        epochs: int = 1,
+        verbose: str | int = "auto",
+        callbacks: Any = None,
+        validation_split: float = 0.0,
+        validation_data: Any = None,
+        shuffle: bool = True,
+        class_weight: Any = None,
+        sample_weight: Any = None,
+        initial_epoch: int = 0,
+        steps_per_epoch: int | None = None,
+        validation_steps: int | None = None,
+        validation_batch_size: int | None = None,
+        validation_freq: int = 1,
+    ) -> keras.callbacks.History:
+        """Trains the model; takes and returns what `keras.Model.fit` does.
+
+        Only rank 0 reads `x`, `y` and validation data, and only the last rank shows progress.
+        Logs, and with them the history, are the same on every rank.
+
+        Args:
+            x: As of `keras.Model.fit`, like all that follow.
+            y: Targets.
+            batch_size: Samples per step, in all micro-batches together. Default: 32.
+            epochs: Number of the last epoch.
+            verbose: Verbosity of the rank that prints.
+            callbacks: Keras callbacks; they run on every rank.
+            validation_split: Share of the data to validate with.
+            validation_data: Data to validate with.
+            shuffle: Whether to shuffle arrays before each epoch.
+            class_weight: Weights of classes.
+            sample_weight: Weights of samples.
+            initial_epoch: Number of the first epoch.
+            steps_per_epoch: Steps per epoch.
+            validation_steps: Steps per validation.
+            validation_batch_size: Batch size of validation.
+            validation_freq: Validate every so many epochs.
+
+        Returns:
+            The history.
+
+        Raises:
+            ConfigurationError: If the ranks do not agree on the call.
+        """
+        engine = self._engine
+        callbacks = with_trace(callbacks, self, os.environ)
+        engine.record(None)
+        forget_validation(self)
+
+        def open_data() -> list[Any]:
+            data, held_out = (x, y, sample_weight), validation_data
+            if validation_split and held_out is None:
+                data, held_out = train_validation_split(data, validation_split)
+            first = get_data_adapter(
+                *data, batch_size, steps_per_epoch, shuffle=shuffle, class_weight=class_weight
+            )
+            if held_out is None:
+                return [first, None]
+            size = validation_batch_size or batch_size
+            parts = keras.utils.unpack_x_y_sample_weight(held_out)
+            return [first, get_data_adapter(*parts, size, validation_steps)]
+
+        train, validation = shared_adapters(engine, open_data)
+        history = super().fit(
+            train,
+            epochs=epochs,
+            verbose=verbose if engine.prints else 0,
+            callbacks=callbacks_of_rank(callbacks, self, engine.communicator),
+            validation_data=validation,
+            initial_epoch=initial_epoch,
+            steps_per_epoch=steps_per_epoch,
+            validation_steps=validation_steps,
+            validation_freq=validation_freq,
+        )
+        engine.share_metrics()  # of an epoch that was cut short
+        return history
+
+    @collective("steps")
+    def evaluate(
+        self,
+        x: Any = None,
+        y: Any = None,
+        batch_size: int | None = None,
+        verbose: str | int = "auto",
+        sample_weight: Any = None,
+        steps: int | None = None,
+        callbacks: Any = None,
+        return_dict: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """Evaluates the model; takes and returns what `keras.Model.evaluate` does, on all ranks.
+
+        Args:
+            x: As of `keras.Model.evaluate`, like all that follow.
+            y: Targets.
+            batch_size: Samples per step. Default: 32.
+            verbose: Verbosity of the rank that prints.
+            sample_weight: Weights of samples.
+            steps: Number of steps.
+            callbacks: Keras callbacks; they run on every rank.
+            return_dict: Whether to return a dict.
+            **kwargs: What Keras' own `fit` passes for validation.
+
+        Returns:
+            Loss and metrics, the same on every rank.
+        """
+        engine = self._engine
+        if not kwargs:
+            x = shared_adapter(engine, x, y, sample_weight, batch_size, steps)
+            callbacks = callbacks_of_rank(callbacks, self, engine.communicator)
+        logs = super().evaluate(
+            x,
+            verbose=verbose if engine.prints else 0,
+            steps=steps,
+            callbacks=callbacks,
+            return_dict=return_dict,
+            **kwargs,
+        )
+        engine.share_metrics()
+        return logs
+
+    @collective("steps")
+    def predict(
+        self,
+        x: Any,
+        batch_size: int | None = None,
+        verbose: str | int = "auto",
+        steps: int | None = None,
+        callbacks: Any = None,
+    ) -> Any:
+        """Predicts; takes and returns what `keras.Model.predict` does, on all ranks.
+
+        Args:
+            x: As of `keras.Model.predict`, like all that follow.
+            batch_size: Samples per step. Default: 32.
+            verbose: Verbosity of the rank that prints.
+            steps: Number of steps.
+            callbacks: Keras callbacks; they run on every rank.
+
+        Returns:
+            The predictions, the same on every rank.
+        """
+        engine = self._engine
+        return super().predict(
+            shared_adapter(engine, x, None, None, batch_size, steps),
+            verbose=verbose if engine.prints else 0,
+            steps=steps,
+            callbacks=callbacks_of_rank(callbacks, self, engine.communicator),
+        )
+
+    @collective(learning_rate=learning_rate_of)
+    def train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """Trains on one batch, of which only rank 0 reads the data; all ranks must call it.
+
+        Args:
+            *args: As of `keras.Model.train_on_batch`.
+            **kwargs: As of `keras.Model.train_on_batch`.
+
+        Returns:
+            Loss and metrics, the same on every rank.
+        """
+        return super().train_on_batch(*args, **kwargs)
+
+    @collective()
+    def test_on_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluates one batch, of which only rank 0 reads the data; all ranks must call it.
+
+        Args:
+            *args: As of `keras.Model.test_on_batch`.
+            **kwargs: As of `keras.Model.test_on_batch`.
+
+        Returns:
+            Loss and metrics, the same on every rank.
+        """
+        return super().test_on_batch(*args, **kwargs)
+
+    @collective()
+    def predict_on_batch(self, x: Any) -> Any:
+        """Predicts one batch, of which only rank 0 reads the data; all ranks must call it.
+
+        Args:
+            x: The inputs.
+
+        Returns:
+            The predictions, the same on every rank.
+        """
+        return super().predict_on_batch(x)
+
+
+def _agreed_plan(
+    extracted: ExtractedModel,
+    communicator: Communicator,
+    given: Mapping[str, Any],
+    plan: Plan | str | Path | None,
+) -> Plan:
+    """The plan that rank 0 makes or loads, on all ranks, whose models it must fit."""
+    made: list[Plan] = []
+
+    def make() -> str:
+        if plan is None:
+            made.append(_best_plan(extracted, communicator.size, given))
+        else:
+            model_validation.check_plan(plan, given)
+            made.append(plan if isinstance(plan, Plan) else Plan.load(plan))
+        return made[0].to_json()
+
+    text = on_one_rank(communicator, 0, "make the plan", make, PlanError)
+    agreed = made[0] if made else Plan.from_json(text)
+    agreed.check(extracted.graph)
+    return agreed
+
+
+def _best_plan(extracted: ExtractedModel, num_ranks: int, given: Mapping[str, Any]) -> Plan:
+    """The plan that is best for the options and so many ranks."""
+    schedule = given["schedule"] or "1f1b"
+    custom = read_schedule(schedule)
+    stages = given["num_stages"]
+    if stages is None:
+        stages = num_ranks if custom is None else custom.num_stages
+    model_validation.check_ranks(stages, num_ranks)
+    stages_per_rank: int | None = stages // num_ranks
+    if num_ranks == 1:  # which plans for the ranks that it stands for
+        stages_per_rank = None if custom is not None or stages % 2 == 0 else 1
+    options = {**given, "num_stages": stages, "schedule": custom or schedule}
+    return make_plan(extracted, **options, stages_per_rank=stages_per_rank)

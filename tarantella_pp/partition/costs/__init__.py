@@ -1,0 +1,1 @@
+"""Memory and arithmetic of a stage, summed up from the nodes of a layer graph."""

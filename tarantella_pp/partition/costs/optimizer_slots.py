@@ -1,0 +1,92 @@
+"""Bytes that an optimizer keeps for each variable, found by building it on tiny ones."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+
+from tarantella_pp.errors import ConfigurationError
+from tarantella_pp.partition.graph.layer_graph import Weight
+from tarantella_pp.partition.graph.units import item_bytes
+
+#: Sizes of the dimensions of the tiny variables: different primes, so that a slot's shape shows
+#: which dimensions of its variable it has.
+_PRIMES = (2, 3, 5, 7, 11, 13, 17, 19)
+
+
+def slot_bytes(optimizer: Any, weights: Sequence[Weight]) -> tuple[int, ...]:
+    """Returns the bytes of the optimizer's slots for each variable.
+
+    Args:
+        optimizer: A Keras optimizer, its name, or `None` for two slots as Adam has them. It is
+            neither built nor changed.
+        weights: Variables of a layer graph; those that are not trainable have no slots.
+
+    Returns:
+        One number for each variable.
+
+    Raises:
+        ConfigurationError: There is no such optimizer.
+    """
+    if optimizer is None:
+        return tuple(2 * weight.bytes * weight.trainable for weight in weights)
+    config = keras.optimizers.serialize(_optimizer(optimizer))
+    by_path = "muon" in str(config["class_name"]).lower()  # it treats embeddings by name
+    found: dict[tuple[Any, ...], list[tuple[tuple[int, ...], int]]] = {}
+    result = []
+    for weight in weights:
+        if not weight.trainable:
+            result.append(0)
+            continue
+        key = (len(weight.shape), weight.dtype, weight.name if by_path else "")
+        if key not in found:
+            found[key] = _slots(config, weight)
+        result.append(sum(_size(weight, dims) * size for dims, size in found[key]))
+    return tuple(result)
+
+
+def optimizer_name(optimizer: Any) -> str:
+    """Returns how to call the optimizer that slots are counted for.
+
+    Args:
+        optimizer: As of `slot_bytes`.
+    """
+    if optimizer is None:
+        return "Adam (assumed)"
+    return type(_optimizer(optimizer)).__name__
+
+
+def _optimizer(optimizer: Any) -> Any:
+    try:
+        found = keras.optimizers.get(optimizer)
+    except (ValueError, TypeError) as error:
+        raise ConfigurationError(
+            f"Expected a Keras optimizer, its name or None. Received: optimizer={optimizer!r}"
+        ) from error
+    if not isinstance(found, keras.optimizers.Optimizer):
+        raise ConfigurationError(
+            f"Expected a Keras optimizer, its name or None. Received: optimizer={optimizer!r}"
+        )
+    return found
+
+
+def _slots(config: dict[str, Any], weight: Weight) -> list[tuple[tuple[int, ...], int]]:
+    """The slots of variables of this rank: the dimensions that each has, and its item size."""
+    optimizer = keras.optimizers.deserialize(copy.deepcopy(config))
+    shape = _PRIMES[: len(weight.shape)]
+    variable = keras.Variable(keras.ops.zeros(shape, weight.dtype), dtype=weight.dtype)
+    variable._path = weight.name
+    optimizer.build([variable])
+    return [
+        (tuple(shape.index(size) for size in slot.shape), item_bytes(slot.dtype))
+        for slot in optimizer.variables
+        if len(slot.shape) > 0 and set(slot.shape) <= set(shape)  # not the step or learning rate
+    ]
+
+
+def _size(weight: Weight, dims: tuple[int, ...]) -> int:
+    return math.prod(weight.shape[dim] for dim in dims)

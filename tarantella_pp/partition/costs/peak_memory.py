@@ -1,0 +1,241 @@
+"""What a stage has in memory for a moment: gradients, messages, temporaries of the update."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import dataclass
+
+from tarantella_pp.partition.costs.deferred_gradients import Chunking
+from tarantella_pp.partition.graph.layer_graph import (
+    LayerGraph,
+    Node,
+    Weight,
+)
+from tarantella_pp.partition.graph.units import item_bytes
+from tarantella_pp.partition.plan.plan_parts import CutEdge, OutputUse
+
+AT_ONCE = 5
+"""Variables whose update TensorFlow has begun and not ended at a time, at the most: it goes on
+with one of the operations that are ready and leaves the others for later."""
+ON_THEIR_WAY = 2
+"""Gradients of micro-batches that the last stage has sent and the one before not yet fetched."""
+DENSE_COPIES = 1.75
+"""Tensors of a variable's size that Keras makes for each slot where the gradient is sparse: three
+or four for the two of Adam, as it happens."""
+INSIDE = 0.25
+"""Share of what an operation keeps inside that its gradients there need at a time: operations that
+keep something there, such as attention and loops, keep about eight tensors, and what is kept goes
+as gradients come, so that there are two of these at most."""
+
+WAITING_OUTPUTS = 1
+"""Micro-batches whose outputs wait for metrics to be updated with them, at the most."""
+LOSS_COPIES = 3
+"""Tensors of the outputs' size that a loss and its gradient make for a moment."""
+
+
+@dataclass(frozen=True, slots=True)
+class OutputBytes:
+    """Memory of a model's outputs on the last stage.
+
+    Attributes:
+        held: Those of micro-batches that wait for their backward pass or for metrics.
+        loss: What the loss makes of them for a moment.
+        gradients: Gradients of the whole batch, which are made at once.
+        end: What metrics make of them at the end of a step, when activations are gone.
+    """
+
+    held: int = 0
+    loss: int = 0
+    gradients: int = 0
+    end: int = 0
+
+
+def output_bytes(
+    graph: LayerGraph, rows: int, micro_batches: int, in_flight: int, use: OutputUse, kept: set[int]
+) -> OutputBytes:
+    """Counts the memory of outputs on the last stage.
+
+    Args:
+        graph: The layer graph.
+        rows: Samples of a micro-batch.
+        micro_batches: Micro-batches of a step.
+        in_flight: Most of them that the stage holds at a time.
+        use: What loss and metrics need.
+        kept: Tensors that the stage keeps anyhow while a micro-batch is in flight.
+    """
+    tensors = dict.fromkeys(graph.storage(tensor) for tensor in graph.outputs)
+    size = rows * sum(graph.tensors[t].bytes_per_sample for t in tensors)
+    counted = rows * sum(graph.tensors[t].bytes_per_sample for t in tensors if t in kept)
+    there = in_flight + WAITING_OUTPUTS * use.metrics
+    if use.at_once is not None:
+        there = micro_batches
+    held = min(there, micro_batches) * size - min(in_flight, micro_batches) * counted
+    whole = micro_batches * size * (micro_batches > 1)  # in one piece, a copy
+    if use.loss_at_once is None:
+        at_end = held + whole if use.metrics_at_once else 0
+        return OutputBytes(max(0, held), LOSS_COPIES * size, 0, at_end)
+    loss = whole + LOSS_COPIES * micro_batches * size
+    return OutputBytes(max(0, held), loss, micro_batches * size, held + whole)
+
+
+def backward_bytes(graph: LayerGraph, nodes: Sequence[Node], rows: int) -> int:
+    """Plays the backward pass of a stage for one micro-batch, operation by operation.
+
+    The gradient of a tensor is there from when the last of its readers runs backward until its
+    producer has, that of a weight until it is added to its sum. What is kept of the forward pass
+    goes with the last operation that needs it.
+
+    Args:
+        graph: The layer graph.
+        nodes: The stage's nodes, in topological order.
+        rows: Samples of the micro-batch.
+
+    Returns:
+        How much more there is than what is kept of the forward pass, at the most.
+    """
+    users = Counter(tensor for node in nodes for tensor in _kept(graph, node))
+    gradients: dict[int, int] = {}
+    now = most = 0.0
+    for node in reversed(nodes):
+        made = _sizes(graph, node.outputs, rows)
+        now += sum(size for tensor, size in made.items() if tensor not in gradients)
+        gradients |= made
+        inside = rows * node.residual_bytes
+        last = [tensor for tensor in _kept(graph, node) if users[tensor] == 1]
+        users.subtract(_kept(graph, node))
+        results = {graph.storage(tensor) for tensor in node.outputs}
+        free = {t: rows * graph.tensors[t].bytes_per_sample for t in last}
+        # The gradient of an activation function is written over its result.
+        now -= sum(free[t] for t in last if t in results)
+        given = {t: s for t, s in _sizes(graph, node.inputs, rows).items() if t not in gradients}
+        gradients |= given
+        now += sum(given.values())
+        most = max(most, now + node.parameters * bool(made) + inside * INSIDE)
+        now -= sum(made.values()) + inside + sum(free[t] for t in last if t not in results)
+    return math.ceil(most)
+
+
+def _kept(graph: LayerGraph, node: Node) -> set[int]:
+    return {graph.storage(tensor) for tensor in node.keeps}
+
+
+def _sizes(graph: LayerGraph, tensors: Iterable[int], rows: int) -> dict[int, int]:
+    """Bytes of the gradients of tensors; views share them."""
+    found = (graph.tensors[graph.storage(tensor)] for tensor in tensors)
+    return {t.id: rows * t.bytes_per_sample for t in found if t.has_gradient}
+
+
+def update_bytes(graph: LayerGraph, weights: Iterable[Weight], slots: Sequence[int]) -> int:
+    """Counts what the optimizer makes while it updates weights.
+
+    Args:
+        graph: The layer graph.
+        weights: The variables of a stage.
+        slots: Bytes of optimizer slots for each variable of the graph.
+
+    Returns:
+        One more copy of the trainable weights, of no more than `AT_ONCE` of the largest; those
+        whose gradient is sparse count by their slots.
+    """
+    looked_up = {w for node in graph.nodes if node.kind == "Embedding" for w in node.weights}
+    elsewhere = {w for node in graph.nodes if node.kind != "Embedding" for w in node.weights}
+    sparse = looked_up - elsewhere
+    trainable = [weight for weight in weights if weight.trainable]
+    dense = sorted((weight.bytes for weight in trainable if weight.id not in sparse), reverse=True)
+    slices = sum(slots[weight.id] for weight in trainable if weight.id in sparse)
+    return min(sum(dense), AT_ONCE * max(dense, default=0)) + math.ceil(DENSE_COPIES * slices)
+
+
+def factor_bytes(
+    graph: LayerGraph, nodes: Iterable[Node], rows: int, micro_batches: int
+) -> tuple[int, int]:
+    """Counts what is collected of gradients of dense layers, where it is multiplied in chunks.
+
+    In one chunk it takes the place of the gradients. A kernel of several nodes counts for each of
+    them, although its gradients are added up.
+
+    Args:
+        graph: The layer graph.
+        nodes: The stage's nodes.
+        rows: Samples of a micro-batch.
+        micro_batches: Micro-batches of a step.
+
+    Returns:
+        Bytes of factors besides the sums, and what multiplying a chunk takes for a moment.
+    """
+    besides = most = 0
+    for node in nodes:
+        for kernel in _kernels(graph, node):
+            given, made = graph.tensors[node.inputs[0]], graph.tensors[node.outputs[0]]
+            inputs, outputs = kernel.shape
+            samples = made.bytes_per_sample // item_bytes(made.dtype) // outputs
+            chunking = Chunking.of(micro_batches, rows * samples, inputs, outputs)
+            if chunking is not None and chunking.number > 1:
+                factors = rows * (given.bytes_per_sample + made.bytes_per_sample)
+                besides += chunking.beside_sum * factors
+                most = max(most, 2 * kernel.bytes + chunking.size * factors)
+    return besides, most
+
+
+def _kernels(graph: LayerGraph, node: Node) -> list[Weight]:
+    """The kernel of a dense layer that trains it in the type in which it computes."""
+    if node.kind != "Dense":
+        return []
+    made = graph.tensors[node.outputs[0]].dtype
+    weights = [graph.weights[i] for i in node.weights]
+    return [w for w in weights if len(w.shape) == 2 and w.trainable and w.dtype == made]
+
+
+def tie_bytes(weights: Iterable[Weight], users: Sequence[Sequence[int]], stage: int) -> int:
+    """Counts what arrives, once a step, for variables that several stages use.
+
+    Args:
+        weights: The variables of the stage.
+        users: For each variable of the graph the stages that use it, the one that trains it first.
+        stage: The stage.
+
+    Returns:
+        Bytes of gradients where the variable is trained, of new values elsewhere.
+    """
+    tied = [w for w in weights if w.trainable and len(users[w.id]) > 1]
+    return sum(w.bytes * (len(users[w.id]) - 1 if users[w.id][0] == stage else 1) for w in tied)
+
+
+def message_bytes(
+    cuts: Iterable[CutEdge], stage: int, in_flight: int, kept: Container[str]
+) -> tuple[int, int, int]:
+    """Counts the memory of messages.
+
+    The next receive is posted ahead; what has arrived is there while it is used, or longer where
+    it is kept. What has been sent stays until it is received, and no rank waits for that:
+    activations until their gradient comes back, at the latest. Gradients are gone when the next
+    ones are made, because a stage that waits for messages in between sees to its own; the last one
+    hardly waits.
+
+    Args:
+        cuts: The tensors that are sent between stages.
+        stage: The stage.
+        in_flight: Most micro-batches that it holds at a time.
+        kept: Names of the tensors that it keeps for its backward pass.
+
+    Returns:
+        Bytes that it receives into besides what it keeps, of activations that it has sent, and of
+        gradients that it has sent while it makes the next ones.
+    """
+    messages: Counter[tuple[str, int]] = Counter()
+    fresh = waiting = returned = 0
+    for cut in cuts:
+        new = cut.bytes * (cut.tensor not in kept) + cut.mask_bytes
+        if stage in cut.targets:
+            messages["activations", cut.source] += cut.bytes + cut.mask_bytes
+            fresh += new
+            returned += cut.bytes * cut.has_gradient
+        elif stage == cut.source:
+            waiting += new
+            for target in cut.targets if cut.has_gradient else ():
+                messages["gradients", target] += cut.bytes
+    back = sum(size for (what, _), size in messages.items() if what == "gradients")
+    received = max(messages.values(), default=0) + back + fresh
+    return received, in_flight * waiting, 0 if back else ON_THEIR_WAY * returned

@@ -1,0 +1,230 @@
+"""What stages cost: memory, arithmetic and messages, summed up from the nodes of a layer graph."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from tarantella_pp.partition.costs.peak_memory import (
+    OutputBytes,
+    backward_bytes,
+    factor_bytes,
+    message_bytes,
+    output_bytes,
+    tie_bytes,
+    update_bytes,
+)
+from tarantella_pp.partition.graph.crossings import crossings
+from tarantella_pp.partition.graph.layer_graph import (
+    LayerGraph,
+    Node,
+    Tensor,
+)
+from tarantella_pp.partition.graph.units import sample_shape
+from tarantella_pp.partition.plan.plan_parts import (
+    CutEdge,
+    OutputUse,
+    StagePlan,
+    Tie,
+)
+
+NOTHING: Mapping[int, int] = MappingProxyType({})
+"""No stage repeats its forward pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """A layer graph together with what its costs depend on besides.
+
+    The figures of the nodes are those of the graph: to plan with measured ones, put them into
+    its nodes (`keeps`, `residual_bytes`, `flops`) and mark them as measured.
+
+    Attributes:
+        graph: The layer graph.
+        slots: Bytes of optimizer slots for each variable of the graph.
+        rows: Samples of one micro-batch.
+        seconds: Seconds of each node's forward and backward pass for one micro-batch; `None`
+            where nothing was measured.
+        micro_batches: Micro-batches of a step.
+        outputs: What loss and metrics need of the model's outputs; `None` where that is not known
+            yet, and not counted.
+    """
+
+    graph: LayerGraph
+    slots: Sequence[int]
+    rows: int
+    seconds: Sequence[tuple[float, float]] | None = None
+    micro_batches: int = 1
+    outputs: OutputUse | None = None
+
+    def state_bytes(self, weight: int) -> int:
+        """Returns the bytes of a variable, its gradient and its optimizer slots.
+
+        Args:
+            weight: Id of the variable.
+        """
+        return self.copy_bytes(weight) + self.slots[weight]
+
+    def copy_bytes(self, weight: int) -> int:
+        """Returns the bytes of a variable and its gradient, on a stage that does not train it.
+
+        Args:
+            weight: Id of the variable.
+        """
+        found = self.graph.weights[weight]
+        return found.bytes * (2 if found.trainable else 1)
+
+    def keepers(self) -> dict[int, list[int]]:
+        """Returns which nodes need which memory again in their backward pass.
+
+        Returns:
+            From the id of each kept tensor, views resolved, to nodes in ascending order.
+        """
+        found: dict[int, dict[int, None]] = {}
+        for node in self.graph.nodes:
+            for tensor in node.keeps:
+                found.setdefault(self.graph.storage(tensor), {})[node.id] = None
+        return {tensor: list(nodes) for tensor, nodes in found.items()}
+
+    def mask_bytes(self, tensor: Tensor) -> int:
+        """Returns the bytes of a tensor's mask for one micro-batch; 0 without one.
+
+        Args:
+            tensor: The tensor.
+        """
+        if tensor.mask_shape is None:
+            return 0
+        return self.rows * math.prod(sample_shape(tensor.mask_shape, self.graph.assumed_size or 1))
+
+    def cuts(self, assignment: Sequence[int]) -> tuple[CutEdge, ...]:
+        """Returns the tensors that are sent between stages.
+
+        Args:
+            assignment: Stage of each node.
+        """
+        return tuple(
+            CutEdge(
+                tensor=tensor.name,
+                source=source,
+                targets=targets,
+                dtype=tensor.dtype,
+                bytes=self.rows * tensor.bytes_per_sample,
+                has_gradient=tensor.has_gradient,
+                mask_bytes=self.mask_bytes(tensor),
+            )
+            for tensor, source, targets in crossings(self.graph, assignment)
+        )
+
+    def ties(self, assignment: Sequence[int]) -> tuple[Tie, ...]:
+        """Returns the trainable variables that several stages use.
+
+        Args:
+            assignment: Stage of each node.
+        """
+        pairs = zip(self.graph.weights, self.graph.users(assignment), strict=True)
+        return tuple(
+            Tie(weight.name, stages, weight.bytes)
+            for weight, stages in pairs
+            if weight.trainable and len(stages) > 1
+        )
+
+    def stages(
+        self,
+        assignment: Sequence[int],
+        in_flight: Sequence[int],
+        repeats: Mapping[int, int] = NOTHING,
+    ) -> tuple[StagePlan, ...]:
+        """Returns what each stage costs.
+
+        Args:
+            assignment: Stage of each node; every stage has one.
+            in_flight: Most micro-batches that each stage holds at a time.
+            repeats: Stages that keep the inputs of a micro-batch only and repeat their forward
+                pass, and for how many micro-batches at a time they hold what that makes.
+        """
+        cuts, users = self.cuts(assignment), self.graph.users(assignment)
+        last = len(in_flight) - 1
+        nodes: list[list[int]] = [[] for _ in in_flight]
+        for node, stage in enumerate(assignment):
+            nodes[stage].append(node)
+        return tuple(
+            self._stage(nodes[stage], stage, last, held, cuts, users, repeats.get(stage, 0))
+            for stage, held in enumerate(in_flight)
+        )
+
+    def _stage(
+        self,
+        ids: Sequence[int],
+        stage: int,
+        last: int,
+        in_flight: int,
+        cuts: tuple[CutEdge, ...],
+        users: Sequence[tuple[int, ...]],
+        repeats: int,
+    ) -> StagePlan:
+        nodes = [self.graph.nodes[i] for i in ids]
+        used = {w for node in nodes for w in node.weights}
+        weights = [self.graph.weights[w] for w in used]
+        parameters = sum(weight.bytes for weight in weights if weight.trainable)
+        kept, repeated = self._kept_bytes(nodes, again=repeats > 0)
+        names = {self.graph.tensors[t].name for t in self._kept(nodes, again=repeats > 0)}
+        received, sent, returned = message_bytes(cuts, stage, in_flight, names)
+        backward = returned + backward_bytes(self.graph, nodes, self.rows)
+        own = [weight for weight in weights if users[weight.id][0] == stage]
+        update = update_bytes(self.graph, own, self.slots) + tie_bytes(weights, users, stage)
+        update -= in_flight * kept + repeats * repeated  # which is gone by then
+        made = OutputBytes()
+        if self.outputs is not None and stage == last:
+            rows, count = self.rows, self.micro_batches
+            held = self._kept(nodes, again=repeats > 0)
+            made = output_bytes(self.graph, rows, count, in_flight, self.outputs, held)
+        end = made.end - in_flight * kept - repeats * repeated
+        factors, product = factor_bytes(self.graph, nodes, self.rows, self.micro_batches)
+        times = None if self.seconds is None else [self.seconds[i] for i in ids]
+        return StagePlan(
+            first=nodes[0].name,
+            last=nodes[-1].name,
+            nodes=len(nodes),
+            parameter_bytes=parameters,
+            constant_bytes=sum(weight.bytes for weight in weights if not weight.trainable),
+            gradient_bytes=parameters,
+            optimizer_bytes=sum(self.slots[weight.id] for weight in own),
+            activation_bytes=kept,
+            in_flight=in_flight,
+            buffer_bytes=received,
+            flops=sum(node.flops for node in nodes),
+            forward_seconds=None if times is None else sum(f for f, _ in times),
+            backward_seconds=None if times is None else sum(b for _, b in times),
+            recomputed_bytes=repeats * repeated,
+            working_bytes=factors
+            + max(
+                made.held + max(made.gradients + backward, made.loss), sent, update, product, end
+            ),
+        )
+
+    def _kept(self, nodes: Sequence[Node], *, again: bool) -> set[int]:
+        """Returns the tensors that a stage of these nodes keeps of a micro-batch."""
+        if not again:
+            return {self.graph.storage(tensor) for node in nodes for tensor in node.keeps}
+        return {self.graph.storage(tensor) for tensor in _given(nodes)}
+
+    def _kept_bytes(self, nodes: Sequence[Node], *, again: bool) -> tuple[int, int]:
+        """Returns what a stage of these nodes keeps of a micro-batch, and what it makes again."""
+        tensors = self.graph.tensors
+        kept = self._kept(nodes, again=False)
+        inside = math.ceil(self.rows * sum(node.residual_bytes for node in nodes))
+        if not again:
+            return self.rows * sum(tensors[t].bytes_per_sample for t in kept) + inside, 0
+        inputs = self._kept(nodes, again=True)
+        given = (tensors[t] for t in _given(nodes))
+        masks = sum(self.mask_bytes(one) for one in given if one.producer is not None)
+        repeated = self.rows * sum(tensors[t].bytes_per_sample for t in kept - inputs) + inside
+        return self.rows * sum(tensors[t].bytes_per_sample for t in inputs) + masks, repeated
+
+
+def _given(nodes: Sequence[Node]) -> set[int]:
+    """Returns the tensors that nodes read and do not make themselves."""
+    made = {tensor for node in nodes for tensor in node.outputs}
+    return {tensor for node in nodes for tensor in node.inputs} - made

@@ -1,0 +1,1 @@
+"""Layer graphs that come from elsewhere than Keras, as JSON, and their plans."""

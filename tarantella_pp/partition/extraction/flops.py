@@ -1,0 +1,285 @@
+"""Floating point operations of one sample's forward pass; a multiply-add counts as two."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from tarantella_pp.partition.extraction.call_shapes import (
+    ACTIVATION_KINDS,
+    SizedCall,
+    SizedTensor,
+    activation_name,
+    by_name,
+)
+from tarantella_pp.partition.graph.layer_graph import Source
+
+_PER_OUTPUT = by_name(
+    {
+        0: "Reshape Flatten Permute RepeatVector Identity Embedding Concatenate InputLayer"
+        " Masking ZeroPadding1D ZeroPadding2D ZeroPadding3D Cropping1D Cropping2D"
+        " Cropping3D UpSampling1D UpSampling3D ActivityRegularization GetItem Transpose"
+        " Squeeze ExpandDims Stack Split Pad Take Cast StopGradient BroadcastTo Repeat"
+        " Tile Slice Moveaxis Swapaxes Ravel Roll Flip Copy ConvertToTensor OneHot"
+        " ZerosLike OnesLike FullLike TakeAlongAxis Unstack Vstack Hstack",
+        1: "Add Subtract Multiply Maximum Minimum Negative Where Greater GreaterEqual Less"
+        " LessEqual Equal NotEqual LogicalAnd LogicalOr LogicalNot Absolute Abs Square Sign"
+        " Floor Ceil Round",
+        2: "Clip Rescaling Divide TrueDivide Reciprocal FloorDivide Average PReLU LeakyReLU ELU"
+        " Dropout SpatialDropout1D SpatialDropout2D SpatialDropout3D",
+        4: "BatchNormalization Normalization GaussianNoise GaussianDropout AlphaDropout Exp Log"
+        " Log1p Expm1 Sqrt Rsqrt Power Sin Cos",
+        5: "RMSNormalization UnitNormalization Normalize",
+        6: "Erf Arctan Sinh Cosh Log2 Log10 Mod",
+        8: "LayerNormalization GroupNormalization",
+    }
+)
+_PER_INPUT = by_name(
+    {
+        1: "GlobalMaxPooling GlobalAveragePooling Sum Mean Max Min Amax Amin Prod Any All Argmax"
+        " Argmin Cumsum Cumprod",
+        4: "Var Std Norm Logsumexp Moments",
+    }
+)
+_ACTIVATIONS = by_name(
+    {
+        0: "linear",
+        1: "relu",
+        2: "relu6 leaky_relu hard_tanh",
+        3: "hard_sigmoid softsign",
+        4: "sigmoid exponential hard_silu",
+        5: "elu softmax silu glu",
+        6: "selu celu tanh softplus log_softmax log_sigmoid",
+        10: "gelu",
+        12: "mish",
+    }
+)
+
+
+def forward_flops(call: SizedCall) -> tuple[float, Source]:
+    """Counts the floating point operations of a call, for one sample.
+
+    Args:
+        call: The call with its sizes.
+
+    Returns:
+        The count, and whether a rule for this layer gave it or a guess: that each trainable
+        matrix is applied once at every position of the result.
+    """
+    rule = _RULES.get(call.kind)
+    if rule is not None:
+        return float(rule(call)), "analytic"
+    if call.kind in _PER_OUTPUT:
+        return float(_PER_OUTPUT[call.kind] * sum(t.size for t in call.outputs)), "analytic"
+    if call.kind in ACTIVATION_KINDS:
+        return float(_ACTIVATIONS[ACTIVATION_KINDS[call.kind]] * call.output.size), "analytic"
+    if call.kind.rstrip("123D") in _PER_INPUT:
+        cost = _PER_INPUT[call.kind.rstrip("123D")]
+        return float(cost * sum(t.size for t in call.inputs)), "analytic"
+    return _guess(call), "estimated"
+
+
+def _guess(call: SizedCall) -> float:
+    matrices = sum(math.prod(shape) for shape in call.weights if len(shape) > 1)
+    positions = max((math.prod(t.shape[:-1]) for t in (*call.inputs, *call.outputs)), default=1)
+    return float(2 * matrices * positions + sum(t.size for t in call.outputs))
+
+
+def _activation(layer: Any, size: int, attribute: str = "activation") -> float:
+    return _ACTIVATIONS.get(activation_name(getattr(layer, attribute, None)), 4) * size
+
+
+def _bias(layer: Any, size: int) -> int:
+    return (
+        size if getattr(layer, "use_bias", False) or getattr(layer, "bias", None) is not None else 0
+    )
+
+
+def _dense(call: SizedCall) -> Any:
+    size = call.output.size
+    multiply = 2 * size * call.inputs[0].shape[-1]
+    return multiply + _bias(call.operation, size) + _activation(call.operation, size)
+
+
+def einsum_flops(equation: str, shapes: list[tuple[int, ...]]) -> float:
+    """Counts the operations of an einsum of two or more tensors.
+
+    Args:
+        equation: Einsum equation in letters; `"..."` is allowed.
+        shapes: Shape of each operand, batch included where the equation has it.
+
+    Returns:
+        Twice the product of the sizes of all its letters.
+    """
+    sizes: dict[str, int] = {}
+    for term, shape in zip(equation.split("->")[0].split(","), shapes, strict=True):
+        term = term.strip()
+        before, _, after = term.partition("...")
+        if "..." in term:
+            middle = shape[len(before) : len(shape) - len(after)]
+            sizes["..."] = max(sizes.get("...", 1), math.prod(middle))
+            shape = (*shape[: len(before)], *shape[len(shape) - len(after) :])
+        for letter, size in zip(before + after, shape, strict=True):
+            sizes[letter] = max(sizes.get(letter, 1), size)
+    return 2.0 * math.prod(sizes.values())
+
+
+def _einsum_dense(call: SizedCall) -> Any:
+    layer, size = call.operation, call.output.size
+    shapes = [(1, *call.inputs[0].shape), tuple(layer.kernel.shape)]
+    multiply = einsum_flops(layer.equation, shapes)
+    return multiply + _bias(layer, size) + _activation(layer, size)
+
+
+def _einsum(call: SizedCall) -> float:
+    operands = call.arguments.get("operands", ())
+    shapes = [(1, *o.shape) if isinstance(o, SizedTensor) else tuple(o.shape) for o in operands]
+    return einsum_flops(call.operation.subscripts, shapes)
+
+
+def _matmul(call: SizedCall) -> float:
+    return 2.0 * call.output.size * call.inputs[0].shape[-1] if call.inputs[0].shape else 2.0
+
+
+def _reversible_embedding(call: SizedCall) -> float:
+    if not call.arguments.get("reverse"):
+        return 0.0
+    capped = call.operation.logit_soft_cap is not None
+    return _matmul(call) + (_ACTIVATIONS["tanh"] + 2) * call.output.size * capped
+
+
+def _dot(call: SizedCall) -> float:
+    axes = getattr(call.operation, "axes", -1)
+    axis = axes if isinstance(axes, int) else axes[0]
+    summed = call.inputs[0].shape[axis - 1 if axis > 0 else axis]  # sized tensors have no batch
+    return 2.0 * call.output.size * summed
+
+
+def _channels(layer: Any, tensor: SizedTensor) -> int:
+    return tensor.shape[0 if layer.data_format == "channels_first" else -1]
+
+
+def _conv(call: SizedCall) -> Any:
+    layer, size = call.operation, call.output.size
+    window = math.prod(layer.kernel_size) * _channels(layer, call.inputs[0]) // layer.groups
+    return 2 * size * window + _bias(layer, size) + _activation(layer, size)
+
+
+def _depthwise_conv(call: SizedCall) -> Any:
+    layer, size = call.operation, call.output.size
+    window = math.prod(layer.kernel_size)
+    return 2 * size * window + _bias(layer, size) + _activation(layer, size)
+
+
+def _separable_conv(call: SizedCall) -> Any:
+    layer, size = call.operation, call.output.size
+    middle = _channels(layer, call.inputs[0]) * layer.depth_multiplier
+    positions = size // _channels(layer, call.output)
+    multiply = 2 * positions * middle * math.prod(layer.kernel_size) + 2 * size * middle
+    return multiply + _bias(layer, size) + _activation(layer, size)
+
+
+def _transposed_conv(call: SizedCall) -> Any:
+    layer, size = call.operation, call.output.size
+    multiply = 2 * call.inputs[0].size * layer.filters * math.prod(layer.kernel_size)
+    return multiply + _bias(layer, size) + _activation(layer, size)
+
+
+def _pooling(call: SizedCall) -> Any:
+    return math.prod(call.operation.pool_size) * call.output.size
+
+
+def _upsampling(call: SizedCall) -> Any:
+    return 0 if call.operation.interpolation == "nearest" else 8 * call.output.size
+
+
+def attention_sizes(call: SizedCall) -> tuple[int, int, int, int, int]:
+    """Returns the sizes of an attention layer: heads, key and value size, queries, keys.
+
+    Args:
+        call: A call of `MultiHeadAttention` or `GroupQueryAttention`.
+    """
+    layer, query = call.operation, call.arguments["query"]
+    value = call.arguments["value"]
+    queries = math.prod(query.shape[:-1])
+    keys = math.prod(value.shape[:-1])
+    if call.kind == "GroupedQueryAttention":
+        return layer.num_query_heads, layer.head_dim, layer.head_dim, queries, keys
+    return layer.num_heads, layer.key_dim, layer.value_dim, queries, keys
+
+
+def _attention(call: SizedCall) -> Any:
+    heads, key_size, value_size, queries, keys = attention_sizes(call)
+    layer = call.operation
+    shared = getattr(layer, "num_key_value_heads", heads)
+    query, value = call.arguments["query"], call.arguments["value"]
+    key = call.arguments.get("key") or value
+    projections = 2 * queries * query.shape[-1] * heads * key_size
+    projections += 2 * keys * key.shape[-1] * shared * key_size
+    projections += 2 * keys * value.shape[-1] * shared * value_size
+    projections += 2 * queries * heads * value_size * call.output.shape[-1]
+    scores = heads * queries * keys
+    return projections + 2 * scores * (key_size + value_size) + 5 * scores
+
+
+def _dot_attention(call: SizedCall) -> Any:
+    query, value = call.inputs[0], call.inputs[1] if len(call.inputs) > 1 else call.inputs[0]
+    scores = math.prod(query.shape[:-1]) * math.prod(value.shape[:-1])
+    return 2 * scores * (query.shape[-1] + value.shape[-1]) + 5 * scores
+
+
+def _recurrent(gates: int, extra: int) -> Callable[[SizedCall], Any]:
+    def count(call: SizedCall) -> Any:
+        return _recurrent_steps(call.operation, call.inputs[0], gates, extra)
+
+    return count
+
+
+def _recurrent_steps(layer: Any, given: SizedTensor, gates: int, extra: int) -> Any:
+    steps, features = given.shape[0], given.shape[-1]
+    multiply = 2 * gates * layer.units * (features + layer.units)
+    return steps * (multiply + (gates * 5 + extra) * layer.units)
+
+
+def _bidirectional(call: SizedCall) -> float:
+    return sum(
+        forward_flops(call.inner(layer, call.inputs[0], call.output))[0]
+        for layer in (call.operation.forward_layer, call.operation.backward_layer)
+    )
+
+
+def _time_distributed(call: SizedCall) -> float:
+    given, made = call.inputs[0], call.output
+    step_in = SizedTensor(given.id, given.shape[1:], given.itemsize, given.has_gradient)
+    step_out = SizedTensor(made.id, made.shape[1:], made.itemsize, made.has_gradient)
+    return given.shape[0] * forward_flops(call.inner(call.operation.layer, step_in, step_out))[0]
+
+
+def _activation_layer(call: SizedCall) -> float:
+    return _activation(call.operation, call.output.size)
+
+
+_RULES: dict[str, Callable[[SizedCall], Any]] = {
+    "Dense": _dense,
+    "EinsumDense": _einsum_dense,
+    "Einsum": _einsum,
+    "Matmul": _matmul,
+    "Dot": _dot,
+    "ReversibleEmbedding": _reversible_embedding,
+    **dict.fromkeys(("Conv1D", "Conv2D", "Conv3D"), _conv),
+    **dict.fromkeys(("DepthwiseConv1D", "DepthwiseConv2D"), _depthwise_conv),
+    **dict.fromkeys(("SeparableConv1D", "SeparableConv2D"), _separable_conv),
+    **dict.fromkeys(("Conv1DTranspose", "Conv2DTranspose", "Conv3DTranspose"), _transposed_conv),
+    **dict.fromkeys(("MaxPooling1D", "MaxPooling2D", "MaxPooling3D"), _pooling),
+    **dict.fromkeys(("AveragePooling1D", "AveragePooling2D", "AveragePooling3D"), _pooling),
+    "UpSampling2D": _upsampling,
+    **dict.fromkeys(("MultiHeadAttention", "GroupedQueryAttention"), _attention),
+    **dict.fromkeys(("Attention", "AdditiveAttention"), _dot_attention),
+    "LSTM": _recurrent(4, 5),
+    "GRU": _recurrent(3, 5),
+    "SimpleRNN": _recurrent(1, 1),
+    "Bidirectional": _bidirectional,
+    "TimeDistributed": _time_distributed,
+    "Activation": _activation_layer,
+}

@@ -1,0 +1,190 @@
+"""Reads a Keras model into a layer graph: nested models opened, one node for every call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+
+from tarantella_pp.errors import UnsupportedModelError
+from tarantella_pp.keras_internals.functional import (
+    compute_output_spec,
+    network_of,
+    ordered_nodes,
+    states_of,
+    tree,
+)
+from tarantella_pp.partition.extraction.calls import Call, Draft
+from tarantella_pp.partition.extraction.graph_builder import graph_of
+from tarantella_pp.partition.extraction.masks import mask_flow, symbolic
+from tarantella_pp.partition.extraction.nested_models import opened_inputs
+from tarantella_pp.partition.extraction.rows import probe_call, probe_of
+from tarantella_pp.partition.extraction.supported import (
+    check_input,
+    check_operation,
+    check_result,
+    supported_network,
+)
+from tarantella_pp.partition.graph.layer_graph import LayerGraph
+from tarantella_pp.partition.graph.units import Shape
+
+__all__ = ["Call", "ExtractedModel", "extract"]
+
+
+@dataclass(frozen=True, slots=True)
+class ExtractedModel:
+    """A model's graph together with what is needed to run its nodes.
+
+    Attributes:
+        model: The model it was read from; nothing in it was changed or copied.
+        graph: The layer graph.
+        calls: One call per node of the graph, in the same order.
+        variables: The Keras variable of each `graph.weights`, in the same order.
+        inputs_struct: The model's symbolic inputs in its own structure; flattened with
+            `keras.tree` they are those of `graph.inputs`.
+        outputs_struct: Likewise for `graph.outputs`.
+    """
+
+    model: Any
+    graph: LayerGraph
+    calls: tuple[Call, ...]
+    variables: tuple[Any, ...]
+    inputs_struct: Any
+    outputs_struct: Any
+
+
+def extract(model: keras.Model | ExtractedModel, *, assumed_size: int = 256) -> ExtractedModel:
+    """Reads a model's operations into a graph, without changing the model.
+
+    Nested Functional and Sequential models are opened, as often as they are called, down to
+    layers and `keras.ops` calls. A nested model stays one node where opening it could change a
+    result: it overrides `call()`, has an activity regularizer, converts its inputs, or gets a
+    mask of its own.
+
+    Args:
+        model: A Functional or built Sequential model; one that has been read already is returned.
+        assumed_size: Size to count unknown dimensions other than the batch with.
+
+    Returns:
+        The graph, and one call per node that runs it.
+
+    Raises:
+        UnsupportedModelError: The model, or something in it, cannot be cut into stages.
+    """
+    if isinstance(model, ExtractedModel):
+        return model
+    network = supported_network(model)
+    reader = _Reader()
+    env: dict[int, int] = {}
+    for tensor in network.inputs:
+        check_input(tensor)
+        env[id(tensor)] = reader.draft.add_tensor(
+            tensor.name, tuple(tensor.shape), tensor.dtype, probe=probe_of(tensor.shape)
+        )
+    reader.read(network, env, prefix="")
+    inputs = tuple(env[id(tensor)] for tensor in network.inputs)
+    outputs = tuple(env[id(tensor)] for tensor in network.outputs)
+    if passed_on := [reader.draft.tensors[i].name for i in outputs if i in inputs]:
+        raise UnsupportedModelError(
+            f"Outputs {passed_on} of model '{model.name}' are its inputs as they are, so no stage "
+            "computes them. Leave them out of the outputs."
+        )
+    draft, numbers = reader.draft.pruned(inputs, outputs)
+    variables = tuple({id(v): v for call in draft.calls for v in call.variables}.values())
+    return ExtractedModel(
+        model=model,
+        graph=graph_of(
+            draft,
+            variables,
+            inputs=tuple(numbers[i] for i in inputs),
+            outputs=tuple(numbers[i] for i in outputs),
+            assumed_size=assumed_size,
+        ),
+        calls=tuple(draft.calls),
+        variables=variables,
+        inputs_struct=network._inputs_struct,
+        outputs_struct=network._outputs_struct,
+    )
+
+
+class _Reader:
+    """Walks through a model and the models in it.
+
+    An `env` maps `id` of the symbolic tensors of one model, in one call of it, to tensor ids.
+    """
+
+    def __init__(self) -> None:
+        self.draft = Draft()
+
+    def read(self, network: Any, env: dict[int, int], prefix: str) -> None:
+        """Adds all calls of a Functional, and puts the tensors they make into `env`."""
+        for node in ordered_nodes(network):
+            if node.is_input or any(id(tensor) not in env for tensor in node.input_tensors):
+                continue  # as Keras does: not computable from these inputs, so not needed
+            given = [self.draft.tensors[env[id(tensor)]] for tensor in node.input_tensors]
+            inner_inputs = opened_inputs(node, given)
+            if inner_inputs is None:
+                self._add_call(node, env, prefix + node.operation.name)
+                continue
+            inner = network_of(node.operation)
+            inner_env = {
+                id(inner_tensor): env[id(tensor)]
+                for inner_tensor, tensor in zip(inner.inputs, inner_inputs, strict=True)
+            }
+            self.read(inner, inner_env, f"{prefix}{node.operation.name}/")
+            for tensor, inner_tensor in zip(node.outputs, inner.outputs, strict=True):
+                env[id(tensor)] = inner_env[id(inner_tensor)]
+
+    def _add_call(self, node: Any, env: dict[int, int], path: str) -> None:
+        check_operation(node.operation)
+        draft, name = self.draft, self.draft.unique_name(path)
+        bindings = {id(tensor): env[id(tensor)] for tensor in node.input_tensors}
+        unmasked = draft.unmasked & set(bindings.values())
+        free = {key: self._symbolic(t) for key, t in bindings.items()}
+        args, kwargs = node.arguments.fill_in(free)
+        shapes = _shapes(node, free)
+        known = {key: (draft.probes[t], draft.tensors[t].dtype) for key, t in bindings.items()}
+        probes = probe_call(node, known, shapes)
+        flow = mask_flow(node.operation, args, dict(kwargs), len(shapes))
+        draft.unmasked.update(bindings[key] for key, t in free.items() if id(t) in flow.removed)
+        outputs = []
+        for i, (tensor, shape) in enumerate(zip(node.outputs, shapes, strict=True)):
+            label = name if len(shapes) == 1 else f"{name}[{i}]"
+            check_result(tensor, node, label)
+            made = draft.add_tensor(label, shape, tensor.dtype, flow.outputs[i], probe=probes[i])
+            outputs.append(made)
+            env[id(tensor)] = outputs[-1]
+        variables = tuple(states_of(node.operation, node.arguments))
+        draft.calls.append(
+            Call(
+                name=name,
+                operation=node.operation,
+                arguments=node.arguments,
+                bindings=bindings,
+                outputs=tuple(outputs),
+                variables=variables,
+                unmasked=frozenset(t for t in unmasked if draft.tensors[t].mask_shape is not None),
+            )
+        )
+
+    def _symbolic(self, t: int) -> Any:
+        tensor = self.draft.tensors[t]
+        mask_shape = None if t in self.draft.unmasked else tensor.mask_shape
+        return symbolic(tensor.shape, tensor.dtype, mask_shape)
+
+
+def _shapes(node: Any, free: dict[int, Any]) -> list[Shape]:
+    """Returns the shapes that a call makes from these tensors.
+
+    They differ from those in the node where a nested model is called on other shapes than those
+    it was built with. Of a nested model that stays closed Keras only guesses them.
+    """
+    args, kwargs = node.arguments.fill_in(free)
+    if network_of(node.operation) is not None:
+        specs = compute_output_spec(node.operation, *args, **kwargs)
+    elif any(tuple(t.shape) != tuple(free[id(t)].shape) for t in node.input_tensors):
+        specs = node.operation.compute_output_spec(*args, **kwargs)
+    else:
+        specs = node.outputs
+    return [tuple(spec.shape) for spec in tree.flatten(specs)]

@@ -1,0 +1,127 @@
+"""Where Keras masks travel: the hidden boolean tensors that layers attach to their results.
+
+Some layers also take masks away: attention deletes those of its inputs, in place, so whoever
+reads the same tensor later finds none. Stages hold copies, so this has to be known.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+
+from tarantella_pp.keras_internals.functional import (
+    compute_output_spec,
+    get_mask,
+    is_default,
+    is_own_layer,
+    set_mask,
+    tree,
+)
+from tarantella_pp.partition.graph.units import Shape
+
+
+@dataclass(frozen=True, slots=True)
+class MaskFlow:
+    """What a call does to masks.
+
+    Attributes:
+        outputs: Shape of the mask on each of its results; `None` for no mask.
+        removed: `id` of the symbolic arguments whose masks it deletes.
+    """
+
+    outputs: tuple[Shape | None, ...]
+    removed: frozenset[int] = frozenset()
+
+
+def symbolic(shape: Shape, dtype: str, mask_shape: Shape | None = None) -> Any:
+    """Makes a symbolic tensor that belongs to no model, so that nothing called on it is recorded.
+
+    Args:
+        shape: Its shape, batch first.
+        dtype: Its dtype.
+        mask_shape: Shape of the mask attached to it; `None` for no mask.
+    """
+    tensor = keras.KerasTensor(shape, dtype, name="free")
+    if mask_shape is not None:
+        set_mask(tensor, keras.KerasTensor(mask_shape, "bool", name="free_mask"))
+    return tensor
+
+
+def mask_flow(operation: Any, args: Any, kwargs: dict[str, Any], num_outputs: int) -> MaskFlow:
+    """Says what a call does to masks.
+
+    Layers of Keras follow a rule; layers of others, and operations on masked tensors, are run
+    once on placeholders to see.
+
+    Args:
+        operation: The layer or operation called.
+        args: Its positional arguments, with symbolic tensors made by `symbolic`.
+        kwargs: Its keyword arguments, likewise.
+        num_outputs: Number of tensors in its flattened result.
+    """
+    tensors = [t for t in tree.flatten((args, kwargs)) if isinstance(t, keras.KerasTensor)]
+    masked = any(get_mask(tensor) is not None for tensor in tensors)
+    is_layer = isinstance(operation, keras.layers.Layer)
+    if not masked and not is_layer:
+        return MaskFlow((None,) * num_outputs)
+    if not is_own_layer(operation):
+        try:
+            return _observed(operation, args, kwargs, tensors)
+        except Exception:  # it cannot run on placeholders of unknown sizes: the rule must do
+            if not is_layer:
+                return MaskFlow((None,) * num_outputs)
+    return _by_rule(operation, args, kwargs, tensors, num_outputs)
+
+
+def _by_rule(
+    operation: Any, args: Any, kwargs: dict[str, Any], tensors: list[Any], num_outputs: int
+) -> MaskFlow:
+    """Follows `keras.Layer.__call__`."""
+    removed = frozenset[int]()
+    if isinstance(operation, keras.layers.MultiHeadAttention):
+        removed = frozenset(id(tensor) for tensor in tensors if get_mask(tensor) is not None)
+    nothing: tuple[Shape | None, ...] = (None,) * num_outputs
+    if not operation.supports_masking:
+        return MaskFlow(nothing, removed)
+    first = args[0] if args else next(iter(kwargs.values()), None)
+    previous = kwargs.get("mask")
+    if previous is None:
+        previous = tree.map_structure(get_mask, first)
+    masks = previous
+    if not is_default(operation.compute_mask):
+        masks = operation.compute_mask(first, previous)
+    if masks is None:
+        return MaskFlow(nothing, removed)
+    shapes = tuple(None if mask is None else tuple(mask.shape) for mask in tree.flatten(masks))
+    return MaskFlow((shapes + nothing)[:num_outputs], removed)
+
+
+def _observed(operation: Any, args: Any, kwargs: dict[str, Any], tensors: list[Any]) -> MaskFlow:
+    """Runs the call on placeholders, in a graph that is thrown away."""
+    flat = tree.flatten((args, kwargs))
+    places = [i for i, value in enumerate(flat) if isinstance(value, keras.KerasTensor)]
+    masks = [get_mask(tensor) for tensor in tensors]
+    seen: dict[str, Any] = {}
+
+    def run(args: Any, kwargs: Any, masks: Any) -> Any:
+        flat = tree.flatten((args, kwargs))
+        values = [flat[i] for i in places]
+        for value, mask in zip(values, masks, strict=True):
+            if mask is not None:
+                set_mask(value, mask)
+        result = operation(*args, **kwargs)
+        seen["outputs"] = tuple(
+            None if mask is None else tuple(mask.shape)
+            for mask in (get_mask(value) for value in tree.flatten(result))
+        )
+        seen["left"] = [get_mask(value) is not None for value in values]
+        return result
+
+    compute_output_spec(run, args, kwargs, masks)
+    left = zip(tensors, masks, seen["left"], strict=True)
+    return MaskFlow(
+        seen["outputs"],
+        frozenset(id(t) for t, mask, stays in left if mask is not None and not stays),
+    )

@@ -1,0 +1,296 @@
+"""What the backward pass of a call needs again, by rules for TensorFlow's gradients.
+
+The rules were read off traced gradient graphs; `tests/partition/costs/test_stage_costs.py` traces layers and
+holds the rules to them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from tarantella_pp.keras_internals.functional import tree
+from tarantella_pp.partition.extraction.call_shapes import (
+    ACTIVATION_KINDS,
+    SizedCall,
+    SizedTensor,
+    activation_name,
+    by_name,
+)
+from tarantella_pp.partition.extraction.flops import attention_sizes
+from tarantella_pp.partition.graph.layer_graph import Source
+
+
+@dataclass(frozen=True, slots=True)
+class Residuals:
+    """What is kept from the forward to the backward pass of one call.
+
+    Attributes:
+        tensors: Ids of the tensors among its inputs and outputs that are kept.
+        bytes: Bytes per sample of everything else that is kept.
+        source: Whether a rule for this layer says so, or a guess.
+    """
+
+    tensors: tuple[int, ...] = ()
+    bytes: float = 0.0
+    source: Source = "analytic"
+
+
+#: Kept for the gradient of an activation function: "in" (what it is given), "out" (its result)
+#: or neither, and how many more tensors of that size.
+_ACTIVATIONS: dict[str, tuple[str, float]] = by_name(
+    {
+        ("", 0.0): "linear",
+        ("out", 0.0): "relu relu6 elu selu tanh sigmoid softmax exponential",
+        ("in", 0.0): "leaky_relu softsign",
+        ("", 1.0): "softplus hard_sigmoid log_softmax celu",
+        ("in", 1.0): "silu",
+        ("in", 2.0): "mish hard_silu",
+        ("", 3.0): "gelu",
+    }
+)
+#: Operations that keep such a tensor, too.
+_LIKE_ACTIVATIONS = {
+    **ACTIVATION_KINDS,
+    **by_name(
+        {
+            "exponential": "Exp Sqrt Rsqrt",
+            "softplus": "Expm1 Log Log1p Sin Cos Abs Absolute Square Power Erf",
+        }
+    ),
+}
+#: Layers that keep nothing; layers that keep what they are given, for their kernel's gradient.
+_SORTS = by_name(
+    {
+        "nothing": "Add Subtract Average Concatenate Negative Rescaling Normalization Reshape"
+        " Flatten Permute RepeatVector Identity Transpose Squeeze ExpandDims Stack Split"
+        " Pad Cast StopGradient BroadcastTo Repeat Tile Slice GetItem Take Moveaxis"
+        " Swapaxes Ravel Roll Flip Copy Unstack ZeroPadding1D ZeroPadding2D ZeroPadding3D"
+        " Cropping1D Cropping2D Cropping3D UpSampling1D UpSampling3D AveragePooling1D"
+        " AveragePooling2D AveragePooling3D GlobalAveragePooling1D GlobalAveragePooling2D"
+        " GlobalAveragePooling3D GaussianNoise Mean Sum Cumsum ActivityRegularization"
+        " ConvertToTensor",
+        "kernel": "Dense EinsumDense Conv1D Conv2D Conv3D DepthwiseConv1D DepthwiseConv2D"
+        " Conv1DTranspose Conv2DTranspose Conv3DTranspose",
+    }
+)
+#: Layers that keep what they are given and so many more tensors of its size.
+_NORMALIZATIONS = by_name(
+    {
+        0: "BatchNormalization GroupNormalization",
+        1: "LayerNormalization RMSNormalization UnitNormalization Normalize",
+    }
+)
+
+
+def residuals(call: SizedCall) -> Residuals:
+    """Says what a call keeps for its backward pass.
+
+    Args:
+        call: The call with its sizes.
+
+    Returns:
+        The tensors of the graph and the other bytes, per sample.
+    """
+    if not any(tensor.has_gradient for tensor in call.outputs):
+        return Residuals()
+    rule = _RULES.get(call.kind)
+    if rule is not None:
+        return rule(call)
+    if _SORTS.get(call.kind) == "nothing":
+        return Residuals()
+    if call.kind in _LIKE_ACTIVATIONS:
+        return _activation(_LIKE_ACTIVATIONS[call.kind], call)
+    if _SORTS.get(call.kind) == "kernel":
+        return _kernel(call)
+    if call.kind in _NORMALIZATIONS:
+        return _normalization(call)
+    return _guess(call)
+
+
+def _ids(tensors: Iterable[SizedTensor]) -> tuple[int, ...]:
+    return tuple(tensor.id for tensor in tensors)
+
+
+def _guess(call: SizedCall) -> Residuals:
+    """Guesses: what goes in and out, and one more tensor for each trainable matrix."""
+    matrices = sum(len(shape) > 1 for shape in call.weights)
+    made = sum(tensor.bytes for tensor in call.outputs)
+    return Residuals(_ids((*call.inputs, *call.outputs)), matrices * made, "estimated")
+
+
+def _activation(name: str, call: SizedCall) -> Residuals:
+    if name not in _ACTIVATIONS:
+        return _guess(call)
+    what, more = _ACTIVATIONS[name]
+    tensors = {"in": call.inputs[:1], "out": call.outputs[:1]}.get(what, ())
+    return Residuals(_ids(tensors), more * call.output.bytes)
+
+
+def _activation_layer(call: SizedCall) -> Residuals:
+    return _activation(activation_name(call.operation), call)
+
+
+def _kernel(call: SizedCall) -> Residuals:
+    given = _ids(call.inputs[:1]) if any(len(shape) > 1 for shape in call.weights) else ()
+    name = activation_name(getattr(call.operation, "activation", None))
+    if name not in _ACTIVATIONS:
+        return Residuals((*given, call.output.id), 2 * call.output.bytes, "estimated")
+    what, more = _ACTIVATIONS[name]
+    before = call.output.bytes if what == "in" else 0  # what the activation is given is no tensor
+    after = (call.output.id,) if what == "out" else ()
+    return Residuals((*given, *after), before + more * call.output.bytes)
+
+
+def _separable(call: SizedCall) -> Residuals:
+    layer, kept = call.operation, _kernel(call)
+    channels = (
+        call.inputs[0].shape[-1]
+        if layer.data_format == "channels_last"
+        else (call.inputs[0].shape[0])
+    )
+    positions = call.output.bytes // layer.filters
+    return Residuals(kept.tensors, kept.bytes + positions * channels * layer.depth_multiplier)
+
+
+def _normalization(call: SizedCall) -> Residuals:
+    if call.kind == "BatchNormalization" and not call.operation.trainable:
+        return Residuals()
+    more = _NORMALIZATIONS[call.kind] * call.inputs[0].bytes
+    return Residuals(_ids(call.inputs[:1]), more)
+
+
+def _dropout(call: SizedCall) -> Residuals:
+    return Residuals((), call.output.size if call.operation.rate else 0.0)
+
+
+def _spatial_dropout(call: SizedCall) -> Residuals:
+    return Residuals((), call.output.shape[-1] if call.operation.rate else 0.0)
+
+
+def _noise(call: SizedCall) -> Residuals:
+    return Residuals((), call.output.bytes if call.operation.rate else 0.0)
+
+
+def _max_pooling(call: SizedCall) -> Residuals:
+    return Residuals(_ids((*call.inputs[:1], *call.outputs)))
+
+
+def _one_more_input(call: SizedCall) -> Residuals:
+    return Residuals((), call.inputs[0].bytes)
+
+
+def _product(call: SizedCall) -> Residuals:
+    """Each factor is needed for the gradient of the others, of which some may be variables."""
+    flat = tree.flatten(list(call.arguments.values()))
+    factors = [value for value in flat if isinstance(value, SizedTensor)]
+    flowing = sum(factor.has_gradient for factor in factors) + len(call.weights)
+    return Residuals(tuple({f.id: None for f in factors if flowing > f.has_gradient}))
+
+
+def _quotient(call: SizedCall) -> Residuals:
+    divisor = call.arguments.get("x2")
+    if not isinstance(divisor, SizedTensor):
+        return Residuals()
+    return Residuals((divisor.id,), call.output.bytes if divisor.has_gradient else 0.0)
+
+
+def _choice(call: SizedCall) -> Residuals:
+    condition = call.arguments.get("condition")
+    return Residuals(_ids(t for t in call.inputs if t is condition))
+
+
+def _comparison(call: SizedCall) -> Residuals:
+    return Residuals((), float(call.output.size * max(1, len(call.inputs) - 1)))
+
+
+def _clip(call: SizedCall) -> Residuals:
+    return Residuals((), 2.0 * call.output.size)
+
+
+def _embedding(call: SizedCall) -> Residuals:
+    return Residuals((), float(call.inputs[0].bytes))
+
+
+def _reversible_embedding(call: SizedCall) -> Residuals:
+    layer = call.operation
+    if not call.arguments.get("reverse"):
+        return _embedding(call)
+    capped = layer.logit_soft_cap is not None
+    source: Source = "analytic" if layer.reverse_dtype is None else "estimated"
+    return Residuals(_ids(call.inputs), call.output.bytes if capped else 0.0, source)
+
+
+def _upsampling(call: SizedCall) -> Residuals:
+    smooth = call.operation.interpolation != "nearest"
+    return Residuals(_ids(call.inputs[:1]) if smooth else ())
+
+
+def _attention(call: SizedCall) -> Residuals:
+    heads, key_size, value_size, queries, keys = attention_sizes(call)
+    itemsize = call.output.itemsize
+    projected = heads * (queries * key_size + keys * (key_size + value_size))
+    attended = heads * queries * value_size
+    scores = heads * queries * keys
+    dropped = getattr(call.operation, "dropout", 0.0) or getattr(call.operation, "_dropout", 0.0)
+    more = itemsize * (projected + attended + scores)
+    if dropped:
+        more += scores * (itemsize + 1)
+    return Residuals(_ids(call.inputs[: 3 if call.weights else 0]), float(more))
+
+
+def _dot_attention(call: SizedCall) -> Residuals:
+    scores = math.prod(call.inputs[0].shape[:-1]) * math.prod(call.inputs[-1].shape[:-1])
+    return Residuals(_ids(call.inputs), float(scores * call.output.itemsize))
+
+
+def _recurrent(per_unit: int) -> Callable[[SizedCall], Residuals]:
+    """Each step keeps what it is given and so many vectors of the state's size."""
+
+    def rule(call: SizedCall) -> Residuals:
+        return Residuals(
+            (), _recurrent_bytes(call.operation, call.inputs[0], per_unit), "estimated"
+        )
+
+    return rule
+
+
+def _recurrent_bytes(layer: Any, given: SizedTensor, per_unit: int) -> float:
+    return float(given.bytes + given.itemsize * given.shape[0] * layer.units * per_unit)
+
+
+def _bidirectional(call: SizedCall) -> Residuals:
+    layers = (call.operation.forward_layer, call.operation.backward_layer)
+    parts = [residuals(call.inner(layer, call.inputs[0], call.output)) for layer in layers]
+    tensors = tuple(dict.fromkeys(t for part in parts for t in part.tensors))
+    return Residuals(tensors, sum(part.bytes for part in parts), "estimated")
+
+
+_RULES: dict[str, Callable[[SizedCall], Residuals]] = {
+    "Activation": _activation_layer,
+    **dict.fromkeys(("SeparableConv1D", "SeparableConv2D"), _separable),
+    "Dropout": _dropout,
+    **dict.fromkeys(("SpatialDropout1D", "SpatialDropout2D", "SpatialDropout3D"), _spatial_dropout),
+    **dict.fromkeys(("GaussianDropout", "AlphaDropout"), _noise),
+    **dict.fromkeys(("MaxPooling1D", "MaxPooling2D", "MaxPooling3D"), _max_pooling),
+    **dict.fromkeys(("GlobalMaxPooling1D", "GlobalMaxPooling2D"), _one_more_input),
+    **dict.fromkeys(
+        ("GlobalMaxPooling3D", "Max", "Min", "Var", "Std", "Logsumexp"), _one_more_input
+    ),
+    **dict.fromkeys(("Multiply", "Matmul", "Einsum", "Dot", "Tensordot"), _product),
+    **dict.fromkeys(("Divide", "TrueDivide"), _quotient),
+    "Where": _choice,
+    **dict.fromkeys(("Maximum", "Minimum"), _comparison),
+    "Clip": _clip,
+    "Embedding": _embedding,
+    "ReversibleEmbedding": _reversible_embedding,
+    "UpSampling2D": _upsampling,
+    **dict.fromkeys(("MultiHeadAttention", "GroupedQueryAttention"), _attention),
+    "Attention": _dot_attention,
+    "LSTM": _recurrent(8),
+    "GRU": _recurrent(8),
+    "SimpleRNN": _recurrent(2),
+    "Bidirectional": _bidirectional,
+}

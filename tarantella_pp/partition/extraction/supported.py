@@ -1,0 +1,113 @@
+"""Which Keras models can be cut into stages; everything else is refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from tarantella_pp.errors import UnsupportedModelError
+from tarantella_pp.keras_internals.functional import (
+    network_of,
+    runs_its_graph,
+    sublayers,
+)
+
+_REMEDY = "Build it with keras.Model(inputs, outputs) or keras.Sequential([keras.Input(...), ...])."
+
+
+def supported_network(model: Any) -> Any:
+    """Returns the Functional whose operations make up a model.
+
+    Args:
+        model: A Functional or Sequential model.
+
+    Raises:
+        UnsupportedModelError: The model is something else, is not built, or its class changes
+            what calling it does.
+    """
+    if not isinstance(model, keras.Model):
+        raise UnsupportedModelError(
+            f"Expected a Keras model. {_REMEDY} Received: model={model!r} (of type {type(model)})"
+        )
+    network = network_of(model)
+    if isinstance(model, keras.Sequential) and network is None:
+        raise UnsupportedModelError(
+            f"Sequential model '{model.name}' is not built, so its layers are not connected yet. "
+            "Begin it with a keras.Input, or call model.build(input_shape) with one tensor's shape."
+        )
+    if network is None or not runs_its_graph(model):
+        raise UnsupportedModelError(
+            f"Model '{model.name}' is a subclassed model (class {type(model).__name__} defines "
+            f"call()): its operations cannot be seen, so it cannot be cut. {_REMEDY}"
+        )
+    return network
+
+
+def check_input(tensor: Any) -> None:
+    """Refuses an input of the model that cannot be given to a stage.
+
+    Args:
+        tensor: A symbolic input of the model.
+
+    Raises:
+        UnsupportedModelError: It is optional, sparse, ragged or a string.
+    """
+    layer = tensor._keras_history.operation
+    if getattr(layer, "optional", False):
+        raise UnsupportedModelError(
+            f"Input '{tensor.name}' is optional; stages need every input. "
+            "Make it a normal keras.Input and pass zeros where there is no value."
+        )
+    _check_dense(tensor, f"Input '{tensor.name}'")
+
+
+def check_result(tensor: Any, node: Any, name: str) -> None:
+    """Refuses a result that cannot travel between stages.
+
+    Args:
+        tensor: A symbolic result of the call.
+        node: The call (a `Node` of Keras).
+        name: The name of the result.
+
+    Raises:
+        UnsupportedModelError: It is sparse, ragged or a string.
+    """
+    # Keras marks a dense tensor times a number, and what follows from that, as sparse, too
+    makes_sparse = isinstance(node.operation, keras.layers.Layer) and not any(
+        given.sparse for given in node.input_tensors
+    )
+    if makes_sparse or not tensor.sparse:
+        _check_dense(tensor, f"Result '{name}'")
+
+
+def _check_dense(tensor: Any, what: str) -> None:
+    if tensor.sparse or tensor.ragged:
+        kind = "sparse" if tensor.sparse else "ragged"
+        raise UnsupportedModelError(
+            f"{what} is a {kind} tensor; only dense tensors can be sent between stages. "
+            "Make it dense in the data pipeline."
+        )
+    if tensor.dtype == "string":
+        raise UnsupportedModelError(
+            f"{what} is a string tensor; strings cannot be sent between stages. "
+            "Turn them into numbers in the data pipeline, e.g. dataset.map(lookup_layer)."
+        )
+
+
+def check_operation(operation: Any) -> None:
+    """Refuses an operation that micro-batches would break.
+
+    Args:
+        operation: A layer or another Keras operation.
+
+    Raises:
+        UnsupportedModelError: It is, or holds, a recurrent layer that carries its state from
+            one batch to the next.
+    """
+    for layer in sublayers(operation):
+        if isinstance(layer, keras.layers.RNN) and layer.stateful:
+            raise UnsupportedModelError(
+                f"Layer '{layer.name}' is stateful: its state has one row per sample of a whole "
+                "batch, so a batch cannot be cut into micro-batches. Build it with stateful=False."
+            )

@@ -1,0 +1,1 @@
+"""The layer graph and what was measured of it, as data; no Keras."""

@@ -1,0 +1,246 @@
+"""The layer graph: the operations of a model, the tensors between them and what each costs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+
+from tarantella_pp.partition.graph.graph_validation import (
+    check_edges,
+    check_ids,
+    check_numbers,
+)
+
+if TYPE_CHECKING:
+    import networkx as nx
+
+Source = Literal["analytic", "estimated", "measured"]
+"""Where a figure comes from: a rule for that layer, a general guess, or a measurement."""
+
+
+class Weight(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One variable of the model; several nodes may use it.
+
+    Attributes:
+        id: Position in `LayerGraph.weights`.
+        name: Path of the variable, e.g. `"dense/kernel"`; for messages only.
+        shape: Shape of the variable.
+        dtype: Dtype of the variable, e.g. `"float32"`.
+        trainable: Whether it gets a gradient and optimizer slots.
+        bytes: Size of its value in bytes.
+        stateful: Whether the nodes that use it change it when they run: statistics, seeds.
+    """
+
+    id: int
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    trainable: bool
+    bytes: int
+    stateful: bool = False
+
+
+class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One call of one operation.
+
+    Attributes:
+        id: Position in `LayerGraph.nodes`, which is a topological order.
+        name: Unique name: path through nested models, `":1"` for a second call.
+        kind: Class name of the operation, e.g. `"Dense"`.
+        inputs: Ids of the tensors it reads, each once.
+        outputs: Ids of the tensors it makes, in the order of its flattened result.
+        weights: Ids of the variables it uses.
+        parameters: Bytes of its trainable variables (shared ones count in each of their nodes).
+        constants: Bytes of its other variables.
+        flops: Floating point operations of the forward pass, per sample.
+        flops_source: Whether `flops` follows a rule for this layer or is a guess.
+        keeps: Ids of those inputs and outputs that its backward pass needs again.
+        residual_bytes: Bytes per sample kept for its backward pass that are no tensor of the graph.
+        residual_source: Where `keeps` and `residual_bytes` come from.
+    """
+
+    id: int
+    name: str
+    kind: str
+    inputs: tuple[int, ...] = ()
+    outputs: tuple[int, ...] = ()
+    weights: tuple[int, ...] = ()
+    parameters: int = 0
+    constants: int = 0
+    flops: float = 0.0
+    flops_source: Source = "estimated"
+    keeps: tuple[int, ...] = ()
+    residual_bytes: float = 0.0
+    residual_source: Source = "estimated"
+
+
+class Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A value that one node makes, or the model is given, and nodes read.
+
+    Attributes:
+        id: Position in `LayerGraph.tensors`.
+        name: Name of its producer, with `"[i]"` where that makes several.
+        shape: Shape with the batch first; `None` where it is not fixed.
+        dtype: Dtype, e.g. `"float32"`.
+        producer: Id of the node that makes it; `None` for an input of the model.
+        consumers: Ids of the nodes that read it, ascending.
+        bytes_per_sample: Size of one sample of it.
+        has_gradient: Whether the backward pass sends a gradient over it: it is floating point
+            and some trainable variable is upstream.
+        mask_shape: Shape of the Keras mask that travels with the value; `None` without one.
+        kept: Whether the backward pass of a node needs it again.
+        alias_of: Id of the tensor whose memory it shares, e.g. the one it is a reshape of.
+        rows_per_sample: How many rows each sample adds: more than 1 where samples are merged with
+            windows or frames, 0 for a table or a scalar; `None` where it cannot be told.
+        sample_axis: Dimension that its samples are along; `None` for a table or a scalar.
+    """
+
+    id: int
+    name: str
+    shape: tuple[int | None, ...]
+    dtype: str
+    producer: int | None = None
+    consumers: tuple[int, ...] = ()
+    bytes_per_sample: int = 0
+    has_gradient: bool = False
+    mask_shape: tuple[int | None, ...] | None = None
+    kept: bool = False
+    alias_of: int | None = None
+    rows_per_sample: int | None = 1
+    sample_axis: int | None = 0
+
+
+class LayerGraph(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
+    """A model as an acyclic graph of operations; pure data.
+
+    Attributes:
+        nodes: All operations, in a topological order. Inputs of the model are no nodes.
+        tensors: All tensors between them, inputs of the model first.
+        inputs: Ids of the model's inputs, in its order.
+        outputs: Ids of the model's outputs, in its order; an id may occur twice.
+        weights: All variables of all nodes, each once.
+        assumed_size: Size that unknown dimensions other than the batch were counted with;
+            `None` where there are none.
+    """
+
+    nodes: tuple[Node, ...]
+    tensors: tuple[Tensor, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    weights: tuple[Weight, ...] = ()
+    assumed_size: int | None = None
+
+    def __post_init__(self) -> None:
+        """Checks that all ids fit together.
+
+        Raises:
+            GraphError: An id is out of range, an edge runs backwards, a number is negative or
+                not finite, or a name occurs twice.
+        """
+        check_ids(self)
+        check_edges(self)
+        check_numbers(self)
+
+    @cached_property
+    def groups(self) -> tuple[frozenset[int], ...]:
+        """Sets of nodes that must share a stage, each of two or more.
+
+        They share a variable, directly or over others, that changes whenever one of them runs.
+        """
+        import networkx as nx  # here, because showing a plan does not need it
+
+        sharing = nx.Graph()
+        for node in self.nodes:
+            states = [w for w in node.weights if self.weights[w].stateful]
+            sharing.add_edges_from((("weight", w), node.id) for w in states)
+        found = (
+            frozenset(n for n in part if isinstance(n, int))
+            for part in nx.connected_components(sharing)
+        )
+        return tuple(sorted((g for g in found if len(g) > 1), key=min))
+
+    @cached_property
+    def ties(self) -> dict[tuple[int, ...], tuple[int, ...]]:
+        """Variables that several nodes may use on different stages, by the nodes that do.
+
+        Only the optimizer changes such a variable, so each stage can have a copy.
+        """
+        users: dict[int, list[int]] = {}
+        for node in self.nodes:
+            for w in node.weights:
+                if not self.weights[w].stateful:
+                    users.setdefault(w, []).append(node.id)
+        found: dict[tuple[int, ...], list[int]] = {}
+        for w, nodes in users.items():
+            if len(nodes) > 1 and not any(group.issuperset(nodes) for group in self.groups):
+                found.setdefault(tuple(nodes), []).append(w)
+        return {nodes: tuple(weights) for nodes, weights in found.items()}
+
+    def users(self, assignment: Sequence[int]) -> list[tuple[int, ...]]:
+        """Returns the stages that use each variable, ascending: the first one trains it.
+
+        Args:
+            assignment: Stage of each node.
+        """
+        stages: list[set[int]] = [set() for _ in self.weights]
+        for node in self.nodes:
+            for w in node.weights:
+                stages[w].add(assignment[node.id])
+        return [tuple(sorted(found)) for found in stages]
+
+    @cached_property
+    def digraph(self) -> nx.DiGraph:
+        """The nodes as a frozen directed graph.
+
+        Node attributes are `name` and `kind`; edge attributes are `tensors`, the ids that run
+        along it, and `bytes`, their size per sample.
+        """
+        import networkx as nx
+
+        graph = nx.DiGraph()
+        for node in self.nodes:
+            graph.add_node(node.id, name=node.name, kind=node.kind)
+        for tensor in self.tensors:
+            for consumer in tensor.consumers if tensor.producer is not None else ():
+                before = graph.get_edge_data(tensor.producer, consumer, {"tensors": (), "bytes": 0})
+                graph.add_edge(
+                    tensor.producer,
+                    consumer,
+                    tensors=(*before["tensors"], tensor.id),
+                    bytes=before["bytes"] + tensor.bytes_per_sample,
+                )
+        return nx.freeze(graph)
+
+    def storage(self, tensor: int) -> int:
+        """Returns the id of the tensor whose memory a tensor shares; its own where it has its own.
+
+        Args:
+            tensor: Id of a tensor.
+        """
+        while (other := self.tensors[tensor].alias_of) is not None:
+            tensor = other
+        return tensor
+
+    def fingerprint(self) -> str:
+        """Hash of the structure: operations, shapes, dtypes, edges and shared variables.
+
+        Names, frozen layers and costs are left out: Keras numbers layers anew in every process,
+        and a plan stays valid when a layer is frozen.
+
+        Returns:
+            64 hexadecimal digits (SHA-256).
+        """
+        structure = {
+            "nodes": [(n.kind, n.inputs, n.outputs, n.weights) for n in self.nodes],
+            "tensors": [(t.shape, t.dtype) for t in self.tensors],
+            "weights": [(w.shape, w.dtype) for w in self.weights],
+            "inputs": self.inputs,
+            "outputs": self.outputs,
+        }
+        text = json.dumps(structure, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()

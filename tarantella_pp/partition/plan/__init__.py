@@ -1,0 +1,1 @@
+"""The plan: its data and JSON, its checks, its table, its simulation."""

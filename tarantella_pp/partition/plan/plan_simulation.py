@@ -1,0 +1,264 @@
+"""The step of a plan before it is run: what `tarantella simulate` shows."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from tarantella_pp.errors import ScheduleError
+from tarantella_pp.partition.plan.plan import (
+    Plan,
+    StagePlan,
+    micro_batch_size,
+)
+from tarantella_pp.schedule.actions import Link
+from tarantella_pp.schedule.spec import ScheduleSpec
+from tarantella_pp.simulation.costs import Costs, LinkCosts, StageCosts
+from tarantella_pp.simulation.scaling import (
+    Network,
+    PipelineStep,
+    pipeline_step,
+    replicated_seconds,
+)
+
+MOST_RANKS = 4096
+"""Where the scaling curve ends."""
+BACKWARD = 2.0
+"""Arithmetic of a backward pass, in forward passes: a gradient for the inputs and the weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class HardwareSpec:
+    """The ranks and what connects them.
+
+    Attributes:
+        flops_per_second: Floating point operations per second of a rank.
+        bandwidth: Bytes per second of the link between two ranks, in each direction.
+        latency: Seconds of each message more.
+        action_seconds: Seconds that starting one computation takes.
+        memory_bandwidth: Bytes per second at which weights are read and gradients added up, for
+            each micro-batch anew; `None` where that is not counted.
+    """
+
+    flops_per_second: float = 1e12
+    bandwidth: float = 10e9
+    latency: float = 5e-6
+    action_seconds: float = 0.0
+    memory_bandwidth: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ScalePoint:
+    """A plan's step on a number of ranks.
+
+    Attributes:
+        num_ranks: Number of ranks.
+        num_replicas: Number of pipelines side by side.
+        step_seconds: Seconds of a step, gradients summed over replicas.
+        samples: Samples of a step.
+        speed_up: How many times more samples per second than one rank alone.
+        played: Whether the pipeline was played event by event; otherwise from closed forms.
+    """
+
+    num_ranks: int
+    num_replicas: int
+    step_seconds: float
+    samples: int
+    speed_up: float
+    played: bool
+
+    @property
+    def samples_per_second(self) -> float:
+        """Samples of a step by its seconds."""
+        return self.samples / self.step_seconds if self.step_seconds else 0.0
+
+    @property
+    def efficiency(self) -> float:
+        """Speed-up by the number of ranks."""
+        return self.speed_up / self.num_ranks
+
+
+def ideal_step(plan: Plan, num_ranks: int | None = None) -> PipelineStep:
+    """Plays the step of a plan on any machine, with messages that take no time.
+
+    Its bubble is the one that tables and pages show: what unequal stages and the schedule cost.
+
+    Args:
+        plan: The plan.
+        num_ranks: Ranks of the pipeline; see `PlanSimulation.step`, which says what is raised.
+    """
+    simulation = PlanSimulation(plan, HardwareSpec(), plan.schedule, plan.num_micro_batches)
+    return simulation.without_messages().step(num_ranks)
+
+
+def with_bubble(plan: Plan) -> Plan:
+    """Returns a plan with the bubble of its step, or without one where that is too large.
+
+    Args:
+        plan: The plan.
+    """
+    try:
+        bubble = ideal_step(plan).bubble_fraction
+    except ScheduleError:
+        bubble = None
+    return msgspec.structs.replace(plan, bubble=bubble)
+
+
+@dataclass(frozen=True, slots=True)
+class PlanSimulation:
+    """A plan on a machine.
+
+    Each replica has the micro-batches that the plan gives it, so that a batch grows with the
+    number of replicas.
+
+    Attributes:
+        plan: The plan.
+        machine: The machine.
+        schedule: Name of the schedule.
+        num_micro_batches: Micro-batches of a step on each replica.
+    """
+
+    plan: Plan
+    machine: HardwareSpec
+    schedule: str
+    num_micro_batches: int
+
+    @property
+    def samples(self) -> int:
+        """Samples of a step on one replica."""
+        return -(-self.plan.batch_size // self.plan.num_replicas)
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Samples of one micro-batch, rounded up."""
+        return micro_batch_size(self.samples, 1, self.num_micro_batches)
+
+    def costs(self) -> Costs:
+        """Returns the seconds and bytes of the plan's stages and messages."""
+        planned = self.plan.micro_batch_size
+        # Memory must hold the largest micro-batch; time is that of all of them together.
+        mean = self.samples / self.num_micro_batches
+        stages = [
+            self._stage(stage, mean, repeats=i in self.plan.recompute)
+            for i, stage in enumerate(self.plan.stages)
+        ]
+        sizes: Counter[Link] = Counter()
+        for cut in self.plan.cuts:
+            for target in cut.targets:
+                sizes[cut.source, target] += cut.bytes + cut.mask_bytes
+                sizes[target, cut.source] += cut.bytes if cut.has_gradient else 0
+        links = {
+            pair: LinkCosts.of_bytes(
+                size * mean / planned, self.machine.bandwidth, self.machine.latency
+            )
+            for pair, size in sizes.items()
+        }
+        return Costs(tuple(stages), links)
+
+    def _stage(self, stage: StagePlan, mean: float, *, repeats: bool) -> StageCosts:
+        """Costs of a stage, whose micro-batches have so many samples on average."""
+        machine = self.machine
+        if stage.forward_seconds is None or stage.backward_seconds is None:
+            forward = mean * stage.flops / machine.flops_per_second
+            backward = forward * BACKWARD / 2
+            traffic = stage.parameter_bytes / (machine.memory_bandwidth or math.inf)
+        else:
+            share = mean / self.plan.micro_batch_size
+            forward, backward = share * stage.forward_seconds, share * stage.backward_seconds / 2
+            traffic = 0.0  # measured with the rest
+        once = machine.action_seconds + traffic
+        larger = self.micro_batch_size / self.plan.micro_batch_size
+        moving = stage.working_bytes + stage.buffer_bytes + stage.recomputed_bytes
+        static = stage.state_bytes + larger * moving
+        again = forward + traffic if repeats else 0.0
+        return StageCosts(
+            forward=once + forward,
+            input_gradient=once + again + backward,
+            # Weight gradients are written, read, and added to a sum.
+            weight_gradient=once + 3 * traffic + backward,
+            full_backward=once + again + 4 * traffic + 2 * backward,
+            activation_bytes=larger * stage.activation_bytes,
+            static_bytes=static,
+        )
+
+    def step(self, num_ranks: int | None = None) -> PipelineStep:
+        """Plays the step of one replica.
+
+        A plan's own schedule, where it is searched for, holds no more than was planned.
+
+        Args:
+            num_ranks: Ranks of the pipeline, a divisor of the number of stages. Default: those
+                of the plan, or for `zb-v` one for each two stages.
+
+        Returns:
+            The step.
+
+        Raises:
+            ScheduleError: The schedule is unknown, or does not work with so many ranks.
+        """
+        limit = None
+        if self._runs_own:
+            spec = self.plan.schedule_spec(num_ranks)
+            limit = [stage.in_flight for stage in self.plan.stages]
+        else:
+            if num_ranks is None and self.plan.ranks:
+                num_ranks = self.plan.num_ranks
+            spec = ScheduleSpec.of(self.schedule, self.plan.num_stages, num_ranks)
+        return pipeline_step(
+            spec,
+            self.costs(),
+            self.num_micro_batches,
+            links=self.plan.links,
+            gradient_links=self.plan.gradient_links,
+            in_flight_limit=limit,
+        )
+
+    @property
+    def _runs_own(self) -> bool:
+        """Whether this is the plan's schedule, not another one in its place."""
+        return self.schedule == self.plan.schedule
+
+    def without_messages(self) -> PlanSimulation:
+        """Returns the same on a machine whose links take no time: what balance alone costs."""
+        return replace(self, machine=replace(self.machine, bandwidth=math.inf, latency=0.0))
+
+    def point(self, step: PipelineStep, num_replicas: int) -> ScalePoint:
+        """Returns the step of several replicas.
+
+        Args:
+            step: The step of one of them.
+            num_replicas: Their number.
+        """
+        gradients = [stage.gradient_bytes for stage in self.plan.stages]
+        network = Network(self.machine.bandwidth, self.machine.latency)
+        seconds = replicated_seconds(step, gradients, network, num_replicas)
+        serial = num_replicas * step.serial_seconds
+        return ScalePoint(
+            num_ranks=num_replicas * step.num_ranks,
+            num_replicas=num_replicas,
+            step_seconds=seconds,
+            samples=num_replicas * self.samples,
+            speed_up=serial / seconds if seconds else 0.0,
+            played=step.timeline is not None,
+        )
+
+    def curve(self, step: PipelineStep) -> list[ScalePoint]:
+        """Returns the steps on 2 to 4,096 ranks.
+
+        Up to a rank for each stage there is one pipeline, whose ranks own several stages; from
+        then on there are 2, 4, 8 ... replicas of it.
+
+        Args:
+            step: The step of one replica.
+        """
+        size = step.num_ranks
+        custom = self._runs_own and self.plan.schedule_text is not None
+        shared = step.timeline is not None and self.schedule != "zb-v" and not custom
+        fewer = [ranks for ranks in range(2, size) if shared and size % ranks == 0]
+        points = [self.point(self.step(ranks), 1) for ranks in fewer]
+        replicas = [2**k for k in range(MOST_RANKS.bit_length())]
+        points += [self.point(step, r) for r in replicas if 2 <= r * size <= MOST_RANKS]
+        return points

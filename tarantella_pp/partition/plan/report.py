@@ -1,0 +1,162 @@
+"""What people look at: the table of a plan."""
+
+from __future__ import annotations
+
+import io
+import shutil
+
+from rich import box
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from tarantella_pp.partition.graph.units import format_bytes
+from tarantella_pp.partition.plan.plan import Plan, common_limit
+from tarantella_pp.partition.plan.plan_parts import StagePlan
+
+
+def table(plan: Plan) -> Group:
+    """Makes the table of a plan: one row for each stage, its layers, and what holds for all of it.
+
+    Args:
+        plan: The plan.
+
+    Returns:
+        Something that `rich` prints.
+    """
+    rows = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    rows.add_column("Stage", justify="right")
+    measured = all(stage.seconds is not None for stage in plan.stages)
+    work = "Time" if measured else "FLOPs"
+    for name in ("Ops", "Weights", "State", "Activations", "Memory", work, "Sends"):
+        rows.add_column(name, justify="right", overflow="fold")
+    total = sum(stage.flops for stage in plan.stages) or 1.0
+    largest = max(stage.memory_bytes for stage in plan.stages)
+    for i, stage in enumerate(plan.stages):
+        memory = format_bytes(stage.memory_bytes, short=True)
+        rows.add_row(
+            _ranks(plan, i),
+            f"{stage.nodes:,}",
+            format_bytes(stage.parameter_bytes + stage.constant_bytes, short=True),
+            format_bytes(stage.state_bytes, short=True),
+            _activations(stage),
+            Text(memory, style="bold" if stage.memory_bytes == largest else ""),
+            f"{1e3 * (stage.seconds or 0.0):.3g}ms"
+            if measured
+            else f"{100 * stage.flops / total:.1f}%",
+            _sends(plan, i),
+        )
+    lines = [*_layers(plan), "", *_footer(plan)]
+    return Group(Text(_title(plan), style="bold"), rows, *map(Text, lines))
+
+
+def as_text(plan: Plan, width: int | None = None) -> str:
+    """Writes the table of a plan as plain text.
+
+    Args:
+        plan: The plan.
+        width: Columns. Default: those of the terminal, 80 in a pipe.
+
+    Returns:
+        The lines, without colours or blanks at their ends.
+    """
+    columns = shutil.get_terminal_size((80, 24)).columns if width is None else width
+    console = Console(file=io.StringIO(), width=columns, color_system=None, force_terminal=False)
+    with console.capture() as captured:
+        console.print(table(plan), soft_wrap=False)
+    return "\n".join(line.rstrip() for line in captured.get().strip("\n").split("\n"))
+
+
+def _title(plan: Plan) -> str:
+    nodes = len(plan.node_names)
+    ranks = f", {plan.num_ranks} ranks" if plan.ranks else ""
+    return f"Plan of '{plan.model}': {nodes} operations on {plan.num_stages} stages{ranks}"
+
+
+def _ranks(plan: Plan, stage: int) -> str:
+    return str(stage) if plan.num_replicas == 1 else f"{stage} x{plan.num_replicas}"
+
+
+def _layers(plan: Plan) -> list[str]:
+    """The first and the last operation of each stage; below the table, for names may be long."""
+    return [
+        f"Stage {i}: {stage.first}" + ("" if stage.nodes == 1 else f" .. {stage.last}")
+        for i, stage in enumerate(plan.stages)
+    ]
+
+
+def _activations(stage: StagePlan) -> str:
+    kept = f"{stage.in_flight} x {format_bytes(stage.activation_bytes, short=True)}"
+    if not stage.recomputed_bytes:
+        return kept
+    return f"{kept}\n+ {format_bytes(stage.recomputed_bytes, short=True)}"
+
+
+def _sends(plan: Plan, stage: int) -> str:
+    """What a stage sends forward for one micro-batch."""
+    sent = [(cut, len(cut.targets)) for cut in plan.cuts if cut.source == stage]
+    if not sent:
+        return "-"
+    total = sum((cut.bytes + cut.mask_bytes) * times for cut, times in sent)
+    messages = sum(times * (2 if cut.mask_bytes else 1) for cut, times in sent)
+    size = format_bytes(total, short=True)
+    return size if messages == 1 else f"{size} ({messages})"
+
+
+def _footer(plan: Plan) -> list[str]:
+    bubble = "" if plan.bubble is None else f", bubble {100 * plan.bubble:.1f} %"
+    replicas = "" if plan.num_replicas == 1 else f" on {plan.num_replicas} replicas"
+    lines = [
+        (
+            f"Schedule {plan.schedule}: {plan.num_micro_batches} micro-batches of "
+            f"{plan.micro_batch_size} samples, batch of {plan.batch_size}{replicas}{bubble}."
+        ),
+        _quality(plan),
+        f"State: weights, gradients, slots of {plan.optimizer}. Activations: micro-batches x one.",
+        "Memory: these, what is there for a moment at the most, and messages.",
+    ]
+    if plan.ranks:
+        lines.append(f"Ranks: {'; '.join(_rank(plan, rank) for rank in range(plan.num_ranks))}.")
+    for tie in plan.ties:
+        where = ", ".join(map(str, tie.stages))
+        size = format_bytes(tie.bytes)
+        lines.append(f"Stages {where} share {tie.weight} ({size}): {tie.stages[0]} trains it.")
+    if plan.recompute:
+        which = ", ".join(map(str, plan.recompute))
+        lines.append(f"Recomputing, keeping inputs only: {which}; + is what one makes again.")
+    if plan.limits is not None:
+        limit = common_limit(plan.limits)
+        where, shown = ("the stages", plan.limits) if limit is None else ("a stage", (limit,))
+        lines.append(f"Memory limit of {where}: {', '.join(map(format_bytes, shown))}.")
+    if plan.assumed_size is not None:
+        lines.append(f"Unknown dimensions are counted as {plan.assumed_size}.")
+    if all(stage.seconds is not None for stage in plan.stages):
+        lines.append("Time is measured, of one micro-batch forward and backward.")
+    lines += [f"No split backward pass, {reason}." for reason in plan.fallbacks]
+    if plan.outputs is not None and plan.outputs.at_once is not None:
+        lines.append(f"Outputs of a whole batch are kept: {plan.outputs.at_once}.")
+    if plan.estimated:
+        lines.append(f"Costs are guesses for: {', '.join(plan.estimated)}.")
+    return lines
+
+
+def _rank(plan: Plan, rank: int) -> str:
+    """The stages of a rank, and what they need together."""
+    stages = [i for i, own in enumerate(plan.ranks) if own == rank]
+    memory = format_bytes(sum(plan.stages[i].memory_bytes for i in stages), short=True)
+    return f"{rank} has stages {', '.join(map(str, stages))} ({memory})"
+
+
+def _quality(plan: Plan) -> str:
+    proof = plan.certificate
+    units = {"flops": "{:.4g} FLOPs per sample", "time": "{:.4g} s per micro-batch"}
+    value, bound = (
+        units[plan.balance].format(v) if plan.balance in units else format_bytes(v)
+        for v in (proof.value, proof.lower_bound)
+    )
+    without = "" if plan.balance in units else " of state and activations"
+    what = "rank" if plan.ranks else "stage"
+    return (
+        f"Balanced by {plan.balance}: largest {what} {value}{without}, {proof.verdict(bound)} "
+        f"({proof.method}, {proof.seconds:.2g} s)."
+    )

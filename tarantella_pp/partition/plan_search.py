@@ -1,0 +1,217 @@
+"""Chooses micro-batches and recomputation for a plan, by the simulated time of a step."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from tarantella_pp.errors import ConfigurationError, PlanError
+from tarantella_pp.partition.costs.peak_memory import factor_bytes
+from tarantella_pp.partition.options import PlanOptions
+from tarantella_pp.partition.plan.plan import Plan
+from tarantella_pp.partition.plan.plan_simulation import HardwareSpec, PlanSimulation
+from tarantella_pp.partition.planner import Planner
+from tarantella_pp.partition.solvers.problem.certificate import Solution
+from tarantella_pp.schedule import BEFORE_SEARCH, SEARCHED, ScheduleSpec
+
+MOST_SUBSETS = 4
+"""Stages up to which every set of recomputing ones is tried; of more, the first stages."""
+PATIENCE = 60.0
+"""Seconds after which no more is tried."""
+QUICK = 0.2
+"""Seconds of a solver up to which more is tried than what is likely to be best."""
+LEAST_ROWS = 4
+"""Samples that batch normalization gets to see, where the number of micro-batches is open."""
+
+Timed = tuple[float, Plan]
+
+
+@dataclass(frozen=True, slots=True)
+class Chooser:
+    """Makes the best plan of a model, with some options left open.
+
+    Attributes:
+        planner: The model.
+        machine: Speed of a rank and of the links.
+        given: The arguments of `PlanOptions.checked`; `num_micro_batches` and `recompute` may be
+            `None`, to be chosen.
+        spec: The schedule.
+    """
+
+    planner: Planner
+    machine: HardwareSpec
+    given: Mapping[str, Any]
+    spec: ScheduleSpec
+
+    def options(self, **changes: Any) -> PlanOptions:
+        """Returns the options, with defaults for those that are open.
+
+        Args:
+            **changes: What is different from what was given.
+
+        Raises:
+            ConfigurationError: One of them cannot work.
+        """
+        placement = self.spec.placement
+        shared = len(set(placement)) < len(placement)
+        arguments = {"ranks": placement if shared else (), **self.given, **changes}
+        arguments["schedule"] = self.spec
+        if arguments["recompute"] is None:
+            arguments["recompute"] = "none"
+        return PlanOptions.checked(**arguments)
+
+    def best(self) -> Timed | None:
+        """Makes the fastest plan that keeps the memory limit.
+
+        Returns:
+            Simulated seconds of a step, and the plan; `None` where none was found.
+
+        Raises:
+            ConfigurationError: An option cannot work.
+            PlanError: No plan has an operation for each stage.
+        """
+        counts = self._by_seconds()
+        if self.given["memory_limit"] is None:
+            options = self.options(num_micro_batches=counts[0][1])
+            return self._timed(self._written(self.planner.solve(options), options))
+        found: list[Timed] = []
+        deadline = time.monotonic() + PATIENCE
+        for seconds, count in counts:
+            if found and seconds >= min(found, key=_seconds)[0]:
+                break
+            found += map(self._timed, self._fitting(count, deadline))
+        return min(found, key=_seconds, default=None)
+
+    def least(self) -> Plan:
+        """Makes the plan whose largest stage needs the least memory, whatever the limit.
+
+        Raises:
+            ConfigurationError: An option cannot work.
+            PlanError: No plan has an operation for each stage.
+        """
+        counts = sorted(self._counts(limited=True), reverse=True)
+        options, graph = self.options(num_micro_batches=counts[0]), self.planner.graph
+        if not any(factor_bytes(graph, graph.nodes, options.rows, counts[0])):
+            counts = counts[:1]  # smaller micro-batches need less of all else
+        found: list[Plan] = []
+        for count in counts:
+            found += self._least_of(count)
+            if found[0].certificate.seconds > QUICK:
+                break
+        return min(found, key=largest_stage)
+
+    def _least_of(self, count: int) -> list[Plan]:
+        """Makes plans with little memory, for a number of micro-batches."""
+        free = {
+            "balance": "memory", "memory_limit": None, "num_micro_batches": count, "ranks": (),
+        }  # fmt: skip
+        options = self.options(**free)
+        found = [self._written(self.planner.solve(options), options)]
+        for stages in self._sets():
+            if len(found) > 1 and found[0].certificate.seconds > QUICK:
+                break
+            found += self._try(**free, recompute=stages)
+        return found
+
+    def _written(self, solution: Solution, options: PlanOptions) -> Plan:
+        """Writes down a plan, with what only the schedule itself can say."""
+        plan, custom = self.planner.write(solution, options), self.spec.custom
+        if custom is None:
+            return plan
+        return msgspec.structs.replace(plan, schedule_text=custom.to_text())
+
+    def _timed(self, plan: Plan) -> Timed:
+        """Plays a step of a plan; a schedule that is searched for counts as it is before."""
+        name = BEFORE_SEARCH if plan.schedule == SEARCHED else plan.schedule
+        simulation = PlanSimulation(plan, self.machine, name, plan.num_micro_batches)
+        step = simulation.step(self.spec.num_ranks)
+        return simulation.point(step, plan.num_replicas).step_seconds, plan
+
+    def _by_seconds(self) -> list[tuple[float, int]]:
+        """Returns the numbers of micro-batches with the seconds of a step, fastest first.
+
+        Where solving takes its time, all are played with the stages that are best for one of them.
+        """
+        counts = self._counts(limited=self.given["memory_limit"] is not None)
+        if len(counts) == 1:
+            return [(0.0, counts[0])]
+        solution = self.planner.solve(self.options(memory_limit=None))
+        timed = []
+        for count in counts:
+            options = self.options(num_micro_batches=count, memory_limit=None)
+            if solution.certificate.seconds < QUICK:
+                solution = self.planner.solve(options)
+            timed.append((self._timed(self._written(solution, options))[0], count))
+        return sorted(timed)
+
+    def _counts(self, *, limited: bool) -> list[int]:
+        """Returns the numbers of micro-batches to choose from."""
+        options = self.options()
+        if self.given["num_micro_batches"] is not None:
+            return [options.num_micro_batches]
+        stages, samples = options.num_stages, options.batch_size // options.num_replicas
+        if stages == 1 and not limited:
+            return [1]
+        normalizes = any(n.kind == "BatchNormalization" for n in self.planner.graph.nodes)
+        most = max(1, samples // LEAST_ROWS) if normalizes else samples
+        if not limited:
+            most = min(most, 16 * stages)
+        counts = [n for n in range(1, most + 1) if samples % n == 0]
+        if not any(stages <= n <= 8 * stages for n in counts):
+            counts += [2**k for k in range(most.bit_length()) if samples % 2**k]
+        return counts
+
+    def _fitting(self, count: int, deadline: float) -> list[Plan]:
+        """Returns plans that keep the limit, with as few recomputing stages as that needs."""
+        found = self._try(num_micro_batches=count)
+        options = self.options(num_micro_batches=count)
+        if found or self.planner.least_memory(options) > max(options.limits or (0,)):
+            return found
+        needed = 0
+        for stages in self._sets():
+            if needed and len(stages) > needed and found[0].certificate.seconds > QUICK:
+                break
+            if time.monotonic() > deadline:
+                break
+            found += self._try(num_micro_batches=count, recompute=stages)
+            needed = needed or (len(stages) if found else 0)
+        return found
+
+    def _try(self, **changes: Any) -> list[Plan]:
+        """Makes a plan, if there is one: a limit, or what cannot recompute, may be in the way."""
+        options = self.options(**changes)
+        try:
+            return [self._written(self.planner.solve(options), options)]
+        except PlanError:
+            if options.memory_limit is None:
+                raise
+        except ConfigurationError:
+            if "recompute" not in changes:
+                raise
+        return []
+
+    def _sets(self) -> Iterator[tuple[int, ...]]:
+        """Yields sets of stages to recompute, the fewest first; of many stages, the first ones.
+
+        The first stages hold the most micro-batches.
+        """
+        stages = range(self.given["num_stages"] if self.given["recompute"] is None else 0)
+        for size in range(1, len(stages) + 1):
+            if len(stages) <= MOST_SUBSETS:
+                yield from itertools.combinations(stages, size)
+            else:
+                yield tuple(stages[:size])
+
+
+def largest_stage(plan: Plan) -> int:
+    """Returns the bytes of the largest stage."""
+    return max(stage.memory_bytes for stage in plan.stages)
+
+
+def _seconds(timed: Timed) -> float:
+    return timed[0]

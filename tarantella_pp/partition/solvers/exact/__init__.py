@@ -1,0 +1,1 @@
+"""Solvers that prove their plan the best: dynamic programs over ideals."""

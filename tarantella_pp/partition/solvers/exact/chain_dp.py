@@ -1,0 +1,239 @@
+"""Exact partition with communication: the windowed chain DP over ideals."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tarantella_pp.errors import TarantellaError
+from tarantella_pp.partition.solvers.exact.ideals import unpack
+from tarantella_pp.partition.solvers.exact.stage_pricing import Family, Pricer
+from tarantella_pp.partition.solvers.problem.instance import Resource
+from tarantella_pp.partition.solvers.problem.problem import FloatArray, IntArray
+
+#: What looking at one ideal costs, whatever follows it, in pairs.
+PAIRS_PER_ROW = 1000
+
+Goal = Literal["bottleneck", "sum", "any"]
+
+
+class OutOfTimeError(TarantellaError):
+    """A search was cut off before it proved anything."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Front:
+    """The ideals that may end one stage, and the best way to each."""
+
+    rows: NDArray[np.intp]
+    value: FloatArray
+    parent: NDArray[np.intp]
+    fresh: NDArray[np.bool_]
+
+
+class ChainSearch:
+    """Shortest chains of ideals from the empty to the full one, by bottleneck or by sum.
+
+    The DP of Tarnawski et al. (NeurIPS 2020) looks at all pairs of ideals. Here a capacity is
+    given, and at boundary b only ideals whose own work and cut fit b stages before and S - b
+    stages after are kept, and pairs whose difference fits one stage: a few hundred pairs where
+    the lattice has 10^8. No chain within the capacity is missed.
+
+    Args:
+        family: The ideals to use; its instance gives stages and resources. The empty ideal is
+            the first row, the full one the last.
+        max_pairs: Pairs looked at before the search gives up; unlike a time, the same anywhere.
+    """
+
+    def __init__(self, family: Family, max_pairs: float = float("inf")) -> None:
+        self._family = family
+        self._pairs_left = max_pairs
+        self._instance = family.instance
+        self._pricers = [Pricer.of(self._instance, i) for i in range(len(family.sums))]
+        uniform = all(resource.uniform for resource in self._instance.resources)
+        self._carry = uniform and not self._instance.strict
+
+    def run(
+        self, capacity: float, deadline: float, *, goal: Goal = "bottleneck"
+    ) -> tuple[float, IntArray] | None:
+        """Finds the best chain whose stages all keep within a capacity.
+
+        Args:
+            capacity: Largest objective value allowed for a stage.
+            deadline: `time.perf_counter()` at which to give up.
+            goal: What makes one chain better than another: a smaller "bottleneck", a smaller
+                "sum" of the last resource over the stages, or nothing ("any" chain will do).
+
+        Returns:
+            The best value and the stages, or None: no chain of the family keeps within it.
+
+        Raises:
+            OutOfTimeError: The deadline came first.
+        """
+        S = self._instance.num_stages
+        caps = self._caps(capacity)
+        zero = np.zeros(1, np.intp)
+        fronts = [_Front(zero, np.zeros(1), zero, np.ones(1, bool))]
+        for boundary in range(1, S):
+            rows = self._family.window(boundary, caps)
+            rows = rows[np.argsort(self._family.sums[0].fixed[rows], kind="stable")]
+            front = self._advance(fronts[-1], rows, boundary - 1, caps, deadline, goal)
+            if not len(front.rows):
+                return None
+            fronts.append(front)
+        final = self._finish(fronts[-1], caps, goal)
+        if final is None:
+            return None
+        fronts.append(final)
+        return float(final.value[0]), self._stages(fronts)
+
+    def pairs(self, capacity: float) -> float:
+        """Estimates the work of a run within a capacity, from the ideals at each boundary.
+
+        The first boundaries count most: a search that fails there is over.
+
+        Args:
+            capacity: Largest objective value allowed for a stage.
+
+        Returns:
+            Pairs of ideals at neighbouring boundaries, those farther on counting less.
+        """
+        caps = self._caps(capacity)
+        sizes = [1, *(len(self._family.window(b, caps)) for b in range(1, len(caps[0])))]
+        return sum(a * b / 4.0**i for i, (a, b) in enumerate(itertools.pairwise(sizes)))
+
+    def _caps(self, capacity: float) -> list[FloatArray]:
+        caps = [resource.cap.copy() for resource in self._instance.resources]
+        caps[0] = np.minimum(caps[0], capacity)
+        return caps
+
+    def _finish(self, front: _Front, caps: list[FloatArray], goal: Goal) -> _Front | None:
+        """Closes every chain of a front with the last stage, all at once."""
+        last, stage = len(self._family) - 1, self._instance.num_stages - 1
+        begin = self._family.take(front.rows)
+        result, allowed = np.zeros(len(front.rows)), np.ones(len(front.rows), bool)
+        for resource, sums, whole, cap in zip(
+            self._instance.resources, begin.sums, self._family.sums, caps, strict=True
+        ):
+            fixed = whole.fixed[last] - sums.fixed + sums.touch + sums.receive
+            cost = resource.price(stage, fixed, whole.held[last] - sums.held + sums.receive_held)
+            allowed &= cost <= cap[stage]
+            wanted = caps[-1] if goal == "sum" else caps[0]
+            if goal != "any" and cap is wanted:
+                result = cost
+        if self._instance.strict:
+            allowed &= front.rows != last
+        value = np.maximum(front.value, result) if goal == "bottleneck" else front.value + result
+        value = np.where(allowed, value, np.inf)
+        best = int(value.argmin())
+        if not np.isfinite(value[best]):
+            return None
+        at = np.array([best])
+        return _Front(np.array([last]), value[at], at, np.ones(1, bool))
+
+    def _advance(
+        self,
+        front: _Front,
+        rows: NDArray[np.intp],
+        stage: int,
+        caps: list[FloatArray],
+        deadline: float,
+        goal: Goal,
+    ) -> _Front:
+        """Extends every chain of a front by one stage."""
+        begin, end = self._family.take(front.rows), self._family.take(rows)
+        inside = unpack(begin.words, self._instance.num_nodes)
+        member = unpack(end.words, self._instance.num_nodes)
+        best = np.full(len(rows), np.inf)
+        parent = np.zeros(len(rows), np.intp)
+        if self._carry:
+            # An empty stage keeps what is known; only better ways there lead on to new ones.
+            _, ours, theirs = np.intersect1d(rows, front.rows, return_indices=True)
+            best[ours], parent[ours] = front.value[theirs], theirs
+        known = best.copy()
+        open_rows = np.isinf(best) if goal == "any" else None
+        for at in np.flatnonzero(front.fresh).tolist():
+            if self._pairs_left < 0 or (not at & 63 and time.perf_counter() > deadline):
+                raise OutOfTimeError("The chain search ran out of time or pairs.")
+            near = self._near(begin, at, end, stage, caps[0][stage], open_rows)
+            column = np.ascontiguousarray(inside[:, at])
+            cost = self._cost(begin, at, column, end, near, member, stage, caps, goal)
+            before = front.value[at]
+            value = np.maximum(before, cost) if goal == "bottleneck" else before + cost
+            better = value < best[near]
+            if open_rows is not None:
+                open_rows[near[better]] = False
+            best[near[better]] = value[better]
+            parent[near[better]] = at
+        kept = np.flatnonzero(np.isfinite(best))
+        fresh = best < known if self._carry else np.ones(len(rows), bool)
+        return _Front(rows[kept], best[kept], parent[kept], fresh[kept])
+
+    def _near(
+        self,
+        begin: Family,
+        at: int,
+        end: Family,
+        stage: int,
+        cap: float,
+        wanted: NDArray[np.bool_] | None,
+    ) -> NDArray[np.intp]:
+        """Lists the ideals of the next front that contain one and may be a stage away."""
+        resource = self._instance.objective
+        fixed, start = end.sums[0].fixed, begin.sums[0].fixed[at]
+        slack = 1e-9 * abs(start)
+        low = int(np.searchsorted(fixed, start - slack))
+        high = int(np.searchsorted(fixed, start + cap / resource.scale[stage] + slack, "right"))
+        # A tensor cut on one side only is paid in full.
+        jump = np.abs(end.sums[0].touch[low:high] - begin.sums[0].touch[at])
+        within = fixed[low:high] - start + jump <= cap / resource.scale[stage] + slack
+        if wanted is not None:
+            within &= wanted[low:high]
+        near = low + np.flatnonzero(within)
+        self._pairs_left -= PAIRS_PER_ROW + len(within)
+        ours = begin.words[:, at]
+        for word in np.flatnonzero(ours):
+            near = near[(end.words[word, near] & ours[word]) == ours[word]]
+        if self._instance.strict:
+            near = near[(end.words[:, near] != ours[:, None]).any(axis=0)]
+        return near
+
+    def _cost(
+        self,
+        begin: Family,
+        at: int,
+        inside: NDArray[np.uint8],
+        end: Family,
+        near: NDArray[np.intp],
+        member: NDArray[np.uint8],
+        stage: int,
+        caps: list[FloatArray],
+        goal: Goal,
+    ) -> FloatArray:
+        """Prices the stages; infinite where one is above a cap."""
+        result = np.zeros(len(near))
+        allowed = np.ones(len(near), bool)
+        for pricer, cap in zip(self._pricers, caps, strict=True):
+            resource: Resource = pricer.resource
+            fixed, held = pricer.stage(begin, at, inside, end, near, member)
+            cost = resource.price(stage, fixed, held)
+            allowed &= cost <= cap[stage]
+            if goal != "any" and pricer.index == (len(caps) - 1 if goal == "sum" else 0):
+                result = cost
+        return np.where(allowed, result, np.inf)
+
+    def _stages(self, fronts: list[_Front]) -> IntArray:
+        n = self._instance.num_nodes
+        stages = np.full(n, -1, np.int64)
+        at = 0
+        for boundary in range(len(fronts) - 1, 0, -1):
+            at = int(fronts[boundary].parent[at])
+            row = fronts[boundary - 1].rows[at]
+            outside = unpack(self._family.words[:, row : row + 1], n)[:, 0] == 0
+            stages[outside & (stages < 0)] = boundary - 1
+        return stages

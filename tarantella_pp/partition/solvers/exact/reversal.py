@@ -1,0 +1,86 @@
+"""The same problem from behind: the last stage first, for searches that begin where less fits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from tarantella_pp.partition.solvers.exact.ideals import pack, unpack
+from tarantella_pp.partition.solvers.exact.stage_pricing import Family
+from tarantella_pp.partition.solvers.problem.instance import Instance, Resource
+from tarantella_pp.partition.solvers.problem.problem import IntArray
+
+#: Memberships turned at the most, one for each node and ideal.
+MOST = 10_000_000
+
+
+def mirrored(instance: Instance) -> Instance | None:
+    """Turns an instance around: node v becomes n - 1 - v, and stage s becomes S - 1 - s.
+
+    Args:
+        instance: The instance.
+
+    Returns:
+        The instance from behind; None where stages pay for what they receive, for then the two
+        directions differ.
+    """
+    if any(resource.terms.has_receive for resource in instance.resources):
+        return None
+    last = instance.num_nodes - 1
+    preds = [tuple(sorted(last - after for after in one)) for one in reversed(instance.succs)]
+    succs = [tuple(sorted(last - before for before in one)) for one in reversed(instance.preds)]
+    return replace(
+        instance,
+        preds=tuple(preds),
+        succs=tuple(succs),
+        resources=tuple(_turned(resource, last) for resource in instance.resources),
+        place=np.where(instance.place >= 0, last - instance.place, -1),
+    )
+
+
+def _turned(resource: Resource, last: int) -> Resource:
+    pins = tuple(tuple(last - pin for pin in reversed(one)) for one in resource.terms.pins)
+    producer = resource.terms.producer
+    return replace(
+        resource,
+        alpha=resource.alpha[::-1].copy(),
+        beta=resource.beta[::-1].copy(),
+        factor=resource.factor[::-1].copy(),
+        scale=resource.scale[::-1].copy(),
+        cap=resource.cap[::-1].copy(),
+        terms=replace(
+            resource.terms, pins=pins, producer=np.where(producer >= 0, last - producer, producer)
+        ),
+    )
+
+
+def mirrored_family(family: Family) -> Family | None:
+    """Turns a family around: what an ideal leaves out is the ideal from behind.
+
+    Args:
+        family: All ideals of an instance.
+
+    Returns:
+        The family of the mirrored instance, in the opposite order; None where the directions
+        differ or the family is too large to be worth it.
+    """
+    instance = mirrored(family.instance)
+    if instance is None or len(family) * instance.num_nodes > MOST:
+        return None
+    member = unpack(family.words, instance.num_nodes)
+    return Family(instance, pack(member[::-1, ::-1] == 0))
+
+
+def mirrored_stages(stages: IntArray, num_stages: int) -> IntArray:
+    """Turns the stages of the mirrored instance back.
+
+    Args:
+        stages: Stage of each node, from behind.
+        num_stages: Number of stages.
+
+    Returns:
+        Stage of each node of the original instance.
+    """
+    turned: IntArray = num_stages - 1 - stages[::-1]
+    return turned

@@ -1,0 +1,1 @@
+"""The partition problem and its certificate, as data."""

@@ -1,0 +1,1 @@
+"""Graphs with too many ideals to list: local search, lower bounds, minimum cuts."""

@@ -1,0 +1,1 @@
+"""Elements of pictures: markup, colours, style sheets, labels."""

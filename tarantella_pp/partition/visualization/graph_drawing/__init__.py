@@ -1,0 +1,1 @@
+"""The picture of a layer graph: boxes, links, cuts, their layout."""

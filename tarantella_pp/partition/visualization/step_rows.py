@@ -1,0 +1,176 @@
+"""One step of a pipeline as plain rows: which rank computes what, from when to when."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from tarantella_pp.errors import PlanError, ScheduleError
+from tarantella_pp.partition.plan.plan import Plan
+from tarantella_pp.partition.plan.plan_simulation import (
+    HardwareSpec,
+    PlanSimulation,
+    ideal_step,
+)
+from tarantella_pp.partition.visualization.canvas.palette import KINDS
+from tarantella_pp.schedule import Compute
+from tarantella_pp.simulation.scaling import PipelineStep
+from tarantella_pp.simulation.step_timeline import idle_fraction
+
+
+class Bar(NamedTuple):
+    """One computation.
+
+    Attributes:
+        rank: The rank that computes.
+        start: When it begins, since the step began.
+        end: When it ends.
+        label: What it is, e.g. `"F3"`, or `"2F3"` where the rank has several stages.
+        kind: `"F"`, `"B"`, `"W"` or `"BW"`.
+    """
+
+    rank: int
+    start: float
+    end: float
+    label: str
+    kind: str
+
+
+@dataclass(frozen=True)
+class StepBars:
+    """The computations of one step, to be drawn.
+
+    Attributes:
+        name: Name of the schedule.
+        rank_names: What to call each rank, e.g. `"rank 0 (stage 0)"`.
+        bars: The computations, in any order.
+        in_seconds: Whether times are seconds; otherwise only their ratios mean something.
+        note: Where the times come from, in a sentence.
+
+    Raises:
+        PlanError: A bar is of an unknown rank or kind, or its times are not finite, in order and
+            not negative.
+    """
+
+    name: str
+    rank_names: tuple[str, ...]
+    bars: tuple[Bar, ...]
+    in_seconds: bool = True
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.rank_names:
+            raise PlanError("Expected the names of the ranks. Received: rank_names=()")
+        for bar in self.bars:
+            times = 0 <= bar.start <= bar.end < math.inf
+            if not (times and 0 <= bar.rank < len(self.rank_names) and bar.kind in KINDS):
+                raise PlanError(
+                    f"Expected a computation of kind {', '.join(KINDS)} on a rank from 0 to "
+                    f"{len(self.rank_names) - 1}, with finite times in order. Received: {bar}"
+                )
+
+    @cached_property
+    def length(self) -> float:
+        """How long the step takes."""
+        return max((bar.end for bar in self.bars), default=0.0)
+
+    @cached_property
+    def idle(self) -> tuple[float, ...]:
+        """The share of the step in which each rank does not compute."""
+        return tuple(idle_fraction([busy], self.length) for busy in self._busy)
+
+    @property
+    def bubble(self) -> float:
+        """The share of all ranks' time in which they do not compute."""
+        return idle_fraction(self._busy, self.length)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of computations that occur."""
+        found = {bar.kind for bar in self.bars}
+        return tuple(kind for kind in KINDS if kind in found)
+
+    def of_rank(self, rank: int) -> tuple[Bar, ...]:
+        """Returns the computations of a rank, in order.
+
+        Args:
+            rank: The rank.
+        """
+        return self._by_rank[rank]
+
+    @cached_property
+    def _busy(self) -> tuple[float, ...]:
+        return tuple(sum(bar.end - bar.start for bar in own) for own in self._by_rank)
+
+    @cached_property
+    def _by_rank(self) -> tuple[tuple[Bar, ...], ...]:
+        own: list[list[Bar]] = [[] for _ in self.rank_names]
+        for bar in sorted(self.bars):
+            own[bar.rank].append(bar)
+        return tuple(map(tuple, own))
+
+
+def simulated_step(
+    plan: Plan, machine: HardwareSpec | None = None, *, num_ranks: int | None = None
+) -> StepBars:
+    """Simulates one step of a plan, to be drawn.
+
+    Args:
+        plan: The plan.
+        machine: The ranks and what connects them. Default: any, and links that take no time; then
+            only the ratios of times mean something.
+        num_ranks: Number of ranks of a pipeline. Default: what the schedule needs, else one for
+            each stage.
+
+    Returns:
+        The rows of all ranks.
+
+    Raises:
+        ScheduleError: There is no such schedule, it cannot run with so many ranks, or the step is
+            too large to be played.
+    """
+    if machine is None:
+        step = ideal_step(plan, num_ranks)
+    else:
+        simulation = PlanSimulation(plan, machine, plan.schedule, plan.num_micro_batches)
+        step = simulation.step(num_ranks)
+    note = "Times follow the FLOPs of the stages; each gradient takes as long as the forward pass"
+    if plan.recompute:
+        note += ", which stages that recompute repeat"
+    messages = "messages take no time" if machine is None else "messages take what links allow"
+    return step_bars(step, in_seconds=machine is not None, note=f"{note}, and {messages}.")
+
+
+def step_bars(step: PipelineStep, *, in_seconds: bool = True, note: str = "") -> StepBars:
+    """Turns a step that was played into the rows that pictures show.
+
+    Args:
+        step: The step.
+        in_seconds: Whether its times are seconds; otherwise only their ratios mean something.
+        note: Where the times come from, in a sentence.
+
+    Returns:
+        The rows of all ranks.
+
+    Raises:
+        ScheduleError: The step was too large to be played.
+    """
+    if step.timeline is None:
+        raise ScheduleError(
+            f"A step of {len(step.placement)} stages and so many micro-batches is too large to be "
+            "drawn; fewer micro-batches look alike."
+        )
+    bars = []
+    names = []
+    for rank, events in enumerate(step.timeline.events):
+        stages = [stage for stage, owner in enumerate(step.placement) if owner == rank]
+        text = ", ".join(map(str, stages))
+        names.append(f"rank {rank} (stage{'s' if len(stages) > 1 else ''} {text})")
+        for event in events:
+            action = event.action
+            if isinstance(action, Compute):
+                label = str(action) if len(stages) > 1 else f"{action.kind}{action.micro_batch}"
+                bars.append(Bar(rank, event.start, event.end, label, action.kind))
+    return StepBars(step.schedule, tuple(names), tuple(bars), in_seconds, note)

@@ -1,0 +1,94 @@
+"""The schedule `zb-auto`: searched for with what the first training steps of a pipeline cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tarantella_pp.runtime.comm.communicator import Communicator
+from tarantella_pp.runtime.tracing.clock_sync import clock_offset
+from tarantella_pp.runtime.tracing.measured_costs import measured_costs
+from tarantella_pp.runtime.tracing.recorded_step import gather_steps
+from tarantella_pp.runtime.tracing.recorder import StepRecord
+from tarantella_pp.schedule import Schedule, ScheduleSpec, make_schedule
+from tarantella_pp.simulation import Costs, search_schedule
+
+WARM_UP = 1
+"""Steps of each kind that are not measured, for TensorFlow compiles in them."""
+MEASURED = 4
+"""Steps of each kind that are measured."""
+
+
+class Tuning:
+    """Searches for the fastest schedule while the pipeline trains.
+
+    Some steps run with both gradients of a micro-batch in one, some with one after the other.
+    Then rank 0 searches with the medians of what these cost, and all ranks go on with what it
+    finds. All these steps train: gradients are summed in the same order in every schedule.
+
+    Args:
+        spec: The spec of a schedule that is searched for.
+        num_micro_batches: Number of micro-batches of a batch of the usual size.
+        in_flight_limit: The most micro-batches that each stage may hold.
+        communicator: The ranks of the pipeline.
+    """
+
+    def __init__(
+        self,
+        spec: ScheduleSpec,
+        num_micro_batches: int,
+        in_flight_limit: Sequence[int],
+        communicator: Communicator,
+    ) -> None:
+        self._wanted = spec
+        self._num_micro_batches = num_micro_batches
+        self._limit = tuple(in_flight_limit)
+        self._communicator = communicator
+        self._rows = 0
+        self._steps: list[StepRecord] = []
+        fused = make_schedule("1f1b", spec.num_stages, num_micro_batches, placement=spec.placement)
+        self._trials = [self._spec_of(fused), spec]
+
+    @property
+    def spec(self) -> ScheduleSpec:
+        """The spec of the next step."""
+        return self._trials[len(self._steps) // (WARM_UP + MEASURED)]
+
+    def learn(self, step: StepRecord) -> ScheduleSpec | None:
+        """Takes notice of a step that has ended; all ranks must call this alike.
+
+        Args:
+            step: What this rank did.
+
+        Returns:
+            After the last of the steps, the spec to go on with.
+        """
+        self._rows = self._rows or step.rows
+        if step.rows != self._rows:
+            return None  # the last batch of a data set is often smaller, and takes less time
+        self._steps.append(step)
+        if len(self._steps) < len(self._trials) * (WARM_UP + MEASURED):
+            return None
+        try:
+            return self._found()
+        except BaseException:
+            self._steps.pop()  # measured and searched for again
+            raise
+
+    def _found(self) -> ScheduleSpec:
+        ranks = self._communicator
+        kept = [s for i, s in enumerate(self._steps) if i % (WARM_UP + MEASURED) >= WARM_UP]
+        costs = measured_costs(gather_steps(kept, clock_offset(ranks), ranks))
+        text = self._search(costs).to_text() if ranks.rank == 0 else None
+        return self._spec_of(Schedule.from_text(ranks.broadcast_json(text, 0)))
+
+    def _spec_of(self, schedule: Schedule) -> ScheduleSpec:
+        return ScheduleSpec.of_custom(schedule, self._wanted.num_stages, self._wanted.num_ranks)
+
+    def _search(self, costs: Costs) -> Schedule:
+        return search_schedule(
+            self._wanted.num_stages,
+            self._num_micro_batches,
+            placement=self._wanted.placement,
+            costs=costs,
+            in_flight_limit=self._limit,
+        )

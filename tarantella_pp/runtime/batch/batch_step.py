@@ -1,0 +1,236 @@
+"""One training, test or prediction step: a batch cut into micro-batches, and what becomes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import keras
+import tensorflow as tf
+
+from tarantella_pp.runtime.batch.data_feed import Batch
+from tarantella_pp.runtime.batch.loss import BatchLoss, LossValue
+from tarantella_pp.runtime.batch.loss_and_metrics import Scoring
+from tarantella_pp.runtime.modules.stage_boundary import Port
+from tarantella_pp.runtime.probes.stage_probe import Pieces
+
+_T = TypeVar("_T")
+
+
+def micro_batch_sizes(rows: int, num_micro_batches: int) -> tuple[int, ...]:
+    """Cuts a batch into micro-batches whose sizes differ by one at most.
+
+    Args:
+        rows: Number of samples in the batch.
+        num_micro_batches: Wanted number of micro-batches; fewer samples give fewer.
+
+    Returns:
+        Size of each micro-batch, the larger ones first.
+    """
+    count = max(1, min(num_micro_batches, rows))
+    small, larger = divmod(rows, count)
+    return tuple(small + (i < larger) for i in range(count))
+
+
+class BatchStep:
+    """The data and the results of one step on one rank.
+
+    Args:
+        batch: This rank's part of the batch.
+        pieces: How it is cut into micro-batches.
+        data: For each stage, the positions of the model inputs that it uses.
+        scoring: Logs of loss and metrics, on the rank of the last stage when there are targets.
+        loss: The loss and its gradients, likewise.
+        training: Whether the step trains.
+        coupled: Whether the loss needs the outputs of the whole batch at once.
+        by_parts: Whether metrics are updated with each micro-batch.
+        penalty: What the weight regularizers of this rank add to the loss.
+        report: Takes what this rank adds to the loss, once its forwards are done.
+        update: Updates the weights of a stage whose backward passes are done, if it can.
+    """
+
+    def __init__(
+        self,
+        batch: Batch,
+        pieces: Pieces,
+        data: Sequence[Sequence[int]],
+        scoring: Scoring | None,
+        loss: BatchLoss | None,
+        training: bool,
+        coupled: bool = False,
+        by_parts: bool = False,
+        penalty: tf.Tensor | None = None,
+        report: Callable[[tf.Tensor], None] | None = None,
+        update: Callable[[int], bool] | None = None,
+    ) -> None:
+        self.training = training
+        self._batch = batch
+        self.pieces = pieces
+        self._sizes = sizes = pieces.sizes
+        self.results: list[Sequence[tf.Tensor]] = [()] * len(sizes)
+        self._data = data
+        self._scoring = scoring
+        self._loss = loss
+        self._at_once = coupled or len(sizes) == 1
+        self._by_parts = by_parts
+        self._keeps_outputs = scoring is None or not by_parts
+        self._dtype = keras.config.floatx()
+        self._pieces = {i: self._split(x) for i, x in batch.inputs.items()}
+        self._factors = [tf.constant(size / batch.rows, self._dtype) for size in sizes]
+        self._losses: list[LossValue] = []
+        self._added = tf.zeros((), self._dtype) if penalty is None else penalty
+        self._report = report
+        self._update = update
+        self._targets: list[tuple[Any, Any]] | None = None
+        self._coefficients: list[list[tf.Tensor]] | None = None
+        self._gradients: list[Mapping[Port, tf.Tensor]] | None = None
+
+    @property
+    def rows(self) -> dict[int, int]:
+        """Number of samples of each micro-batch."""
+        return dict(enumerate(self._sizes))
+
+    def data(self, stage: int, micro_batch: int) -> Sequence[tf.Tensor]:
+        """The model inputs of a stage."""
+        return [self._pieces[i][micro_batch] for i in self._data[stage]]
+
+    def share(self, micro_batch: int) -> float:
+        """The share of a micro-batch in the batch."""
+        return self._sizes[micro_batch] / self._batch.rows
+
+    def add(self, losses: tf.Tensor) -> None:
+        """Takes what a stage's layers add to the loss of the whole batch."""
+        self._added += tf.reduce_sum(losses)
+
+    def finish(self, micro_batch: int, results: Sequence[tf.Tensor]) -> None:
+        """Takes the model's outputs, on the rank of the last stage."""
+        self.results[micro_batch] = results
+        if self._scoring is not None and self._by_parts:
+            y, weight = self._targets_of(micro_batch)
+            self._scoring.metrics.add(y, results, weight, self._batch.signature)
+        if self._scoring is not None and not (self.training or self._at_once):
+            self._contribution(micro_batch)
+
+    def work_ahead(self) -> bool:
+        """Updates metrics while this rank waits; returns whether there was anything to do."""
+        return self._scoring is not None and self._scoring.metrics.work_ahead()
+
+    def keep_up(self) -> bool:
+        """Updates metrics for which outputs must not wait; returns whether there were any."""
+        return self._scoring is not None and self._scoring.metrics.keep_up()
+
+    def forwards_done(self) -> None:
+        """Reports what this rank adds to the loss, while it goes on with the backward passes."""
+        if self._report is not None:
+            self._report(self._added)
+
+    def update(self, stage: int) -> bool:
+        """Updates the weights of a stage whose backward passes are done, while this rank waits."""
+        return self._update is not None and self._update(stage)
+
+    def factor(self, micro_batch: int) -> tf.Tensor:
+        """The share of a micro-batch in the samples of the batch."""
+        return self._factors[micro_batch]
+
+    def loss_gradients(self, micro_batch: int) -> Mapping[Port, tf.Tensor]:
+        """Gradient of the loss of the batch with respect to the model's outputs."""
+        if self._at_once:
+            if self._gradients is None:
+                self._gradients = self._gradients_of_whole()
+            return self._gradients[micro_batch]
+        return self._contribution(micro_batch)
+
+    def _contribution(self, micro_batch: int) -> Mapping[Port, tf.Tensor]:
+        """Adds what a micro-batch contributes to the loss; returns its gradient."""
+        results = self.results[micro_batch]
+        if self._coefficients is None:
+            self._coefficients = self._split_coefficients(results)
+        loss = _required(self._loss).contribution(
+            self._targets_of(micro_batch)[0],
+            results,
+            self._coefficients[micro_batch],
+            (self._batch.signature, self._sizes[micro_batch]),
+            differentiate=self.training,
+        )
+        self._losses.append(loss)
+        if not self._keeps_outputs:
+            self.results[micro_batch] = ()
+        return loss.gradients
+
+    def logs(self, elsewhere: float) -> Mapping[str, Any]:
+        """Loss and metrics after the step, on the rank of the last stage.
+
+        Args:
+            elsewhere: Regularizers of other ranks, and the losses that their layers added.
+
+        Returns:
+            Keras' logs.
+        """
+        scoring, batch = _required(self._scoring), self._batch
+        if not self.training and self._at_once:
+            self._loss_of_whole()
+        if not self._by_parts:
+            results = [_joined(parts) for parts in zip(*self.results, strict=True)]
+            scoring.metrics.add(batch.y, results, batch.sample_weight, batch.signature)
+        totals = [tf.cast(loss.total, self._dtype) for loss in self._losses]
+        total = self._added + tf.constant(elsewhere, self._dtype) + tf.add_n(totals)
+        each = [
+            tf.add_n(parts) for parts in zip(*(loss.each for loss in self._losses), strict=True)
+        ]
+        return scoring.finish(total, each, batch.rows)
+
+    def _loss_of_whole(self) -> Mapping[Port, tf.Tensor]:
+        """Takes the loss of the whole batch; returns its gradient."""
+        batch = self._batch
+        whole = [_joined(parts) for parts in zip(*self.results, strict=True)]
+        loss = _required(self._loss).of_batch(
+            batch.y, whole, batch.sample_weight, (batch.signature, batch.rows), self.training
+        )
+        self._losses.append(loss)
+        if not self._keeps_outputs:
+            self.results = [()] * len(self._sizes)
+        return loss.gradients
+
+    def _gradients_of_whole(self) -> list[Mapping[Port, tf.Tensor]]:
+        gradients = self._loss_of_whole()
+        pieces = {port: self._split(gradient) for port, gradient in gradients.items()}
+        return [{port: parts[i] for port, parts in pieces.items()} for i in range(len(self._sizes))]
+
+    def _split_coefficients(self, outputs: Sequence[tf.Tensor]) -> list[list[tf.Tensor]]:
+        """What the values of each loss are multiplied with, for each micro-batch."""
+        batch = self._batch
+        found = _required(self._loss).coefficients(
+            batch.y, outputs, batch.sample_weight, batch.rows, batch.signature
+        )
+        pieces = [self._split(coefficient) for coefficient in found]
+        return [[parts[i] for parts in pieces] for i in range(len(self._sizes))]
+
+    def _targets_of(self, micro_batch: int) -> tuple[Any, Any]:
+        """Targets and sample weights of a micro-batch."""
+        if self._targets is None:
+            self._targets = self._split_targets()
+        return self._targets[micro_batch]
+
+    def _split_targets(self) -> list[tuple[Any, Any]]:
+        whole = (self._batch.y, self._batch.sample_weight)
+        count = len(self._sizes)
+        pieces = [
+            [None] * count if leaf is None else self._split(leaf)
+            for leaf in keras.tree.flatten(whole)
+        ]
+        return [
+            keras.tree.pack_sequence_as(whole, list(leaves)) for leaves in zip(*pieces, strict=True)
+        ]
+
+    def _split(self, tensor: tf.Tensor) -> list[tf.Tensor]:
+        return [tensor] if len(self._sizes) == 1 else list(tf.split(tensor, self._sizes))
+
+
+def _joined(parts: Sequence[tf.Tensor]) -> tf.Tensor:
+    return parts[0] if len(parts) == 1 else tf.concat(parts, 0)
+
+
+def _required(value: _T | None) -> _T:
+    if value is None:
+        raise RuntimeError("loss and metrics are computed on the rank of the last stage only")
+    return value

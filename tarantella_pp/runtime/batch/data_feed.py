@@ -1,0 +1,218 @@
+"""Batches for every rank from the one rank that reads the data set.
+
+Unseeded shuffles differ between ranks: inputs and targets must come from one reader, and only it
+opens the data set. Every rank gets the parts of a batch that its stages use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import msgspec
+import numpy as np
+import tensorflow as tf
+
+from tarantella_pp.errors import ConfigurationError, UnsupportedModelError
+from tarantella_pp.runtime.batch.nested_structure import (
+    describe,
+    rebuild,
+    tensors_in,
+)
+from tarantella_pp.runtime.comm.communicator import Communicator, TensorSpec
+from tarantella_pp.runtime.comm.tensor_buffers import to_buffer, to_tensor
+
+READER = 0
+_HEADER_TAG, _SIGNATURE_TAG, _DATA_TAG = 1, 2, 3
+_END, _FAILED = -1, -2
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One rank's part of a batch.
+
+    Attributes:
+        rows: Number of samples.
+        inputs: The model inputs that this rank's stages use, by position among all inputs.
+        y: The targets, on the last rank; elsewhere `None`.
+        sample_weight: The weights of the samples likewise.
+        targets: Description of `y` and of `sample_weight`, on every rank.
+        signature: Names the structure, shapes and dtypes of the batch, but for its rows.
+    """
+
+    rows: int
+    inputs: Mapping[int, tf.Tensor]
+    y: Any
+    sample_weight: Any
+    targets: tuple[Any, Any]
+    signature: bytes
+
+
+class Feed:
+    """Hands every rank its part of each batch.
+
+    Args:
+        communicator: The ranks of the pipeline.
+        needs: For each rank, the positions of the model inputs that it uses.
+        scorer: The rank that gets targets and sample weights.
+        standardize: Makes the flat list of model inputs of what the data set gives for `x`.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        needs: Sequence[Sequence[int]],
+        scorer: int,
+        standardize: Callable[[Any], list[tf.Tensor]],
+    ) -> None:
+        self._communicator = communicator
+        self._needs = [tuple(need) for need in needs]
+        self._scorer = scorer
+        self._standardize = standardize
+        self._known: bytes = b""
+        self._signature: Any = None
+
+    def batches(self, source: Iterator[Any] | None) -> Batches:
+        """Iterates over the batches of one epoch, on all ranks together.
+
+        Args:
+            source: What the data set gives, on the reader; ignored elsewhere.
+        """
+        return Batches(self, iter(source or ()))
+
+    def next(self, source: Iterator[Any]) -> Batch | None:
+        """Returns this rank's part of the next batch; `None` after the last one.
+
+        Args:
+            source: What the data set gives, on the reader; ignored elsewhere.
+
+        Raises:
+            ConfigurationError: If the reader could not read a batch, on the other ranks.
+        """
+        if self._communicator.rank != READER:
+            return self._receive()
+        try:
+            return self._distribute(next(source))
+        except (StopIteration, tf.errors.OutOfRangeError):
+            self._announce(_END, b"")
+            return None
+        except Exception as error:
+            self._announce(_FAILED, f"{type(error).__name__}: {error}".encode())
+            raise
+
+    def _distribute(self, data: Any) -> Batch:
+        x, y, weight = keras.utils.unpack_x_y_sample_weight(_without_optionals(data))
+        inputs = [_dense(tensor, "an input") for tensor in self._standardize(x)]
+        y_struct, y_leaves = describe(y)
+        w_struct, w_leaves = describe(weight)
+        specs = [([None, *t.shape[1:]], t.dtype.name) for t in inputs]
+        signature = msgspec.msgpack.encode([specs, y_struct, w_struct])
+        rows = int(inputs[0].shape[0])
+        targets = [tf.convert_to_tensor(_dense(t, "a target")) for t in (*y_leaves, *w_leaves)]
+        self._announce(rows, signature)
+        for rank, need in enumerate(self._needs):
+            if rank != self._communicator.rank:
+                extra = targets if rank == self._scorer else []
+                arrays = [to_buffer(tensor) for tensor in [*(inputs[i] for i in need), *extra]]
+                if arrays:
+                    self._communicator.send(arrays, rank, _DATA_TAG, label="data")
+        mine = {i: inputs[i] for i in self._needs[self._communicator.rank]}
+        return self._batch(rows, mine, targets, (y_struct, w_struct))
+
+    def _batch(
+        self, rows: int, inputs: Mapping[int, Any], leaves: Sequence[Any], targets: tuple[Any, Any]
+    ) -> Batch:
+        if self._communicator.rank != self._scorer:
+            return Batch(rows, inputs, None, None, targets, self._known)
+        count = len(tensors_in(targets[0]))
+        y, weight = rebuild(targets[0], leaves[:count]), rebuild(targets[1], leaves[count:])
+        return Batch(rows, inputs, y, weight, targets, self._known)
+
+    def _announce(self, rows: int, signature: bytes) -> None:
+        """Tells every rank the size of the next batch, and its structure if that is new.
+
+        Or that there is no next batch, because the data have ended or because of an error.
+        """
+        news = np.frombuffer(signature if signature != self._known else b"", np.uint8)
+        header = np.array([rows, news.size], np.int64)
+        for rank in range(self._communicator.size):
+            if rank != self._communicator.rank:
+                self._communicator.send([header], rank, _HEADER_TAG, label="batch header")
+                if news.size:
+                    self._communicator.send([news], rank, _SIGNATURE_TAG, label="batch structure")
+        if rows >= 0:
+            self._known = signature
+
+    def _receive(self) -> Batch | None:
+        rows, news = self._get([TensorSpec((2,), np.dtype(np.int64))], _HEADER_TAG)[0].tolist()
+        if rows == _END:
+            return None
+        if news:
+            data = self._get([TensorSpec((news,), np.dtype(np.uint8))], _SIGNATURE_TAG)[0]
+            if rows == _FAILED:
+                text = data.tobytes().decode()
+                raise ConfigurationError(f"Rank {READER} could not read the data: {text}")
+            self._known = data.tobytes()
+            self._signature = msgspec.msgpack.decode(self._known)
+        specs, y, weight = self._signature
+        need = self._needs[self._communicator.rank]
+        wanted = [specs[i] for i in need]
+        if self._communicator.rank == self._scorer:
+            wanted += [*tensors_in(y), *tensors_in(weight)]
+        buffers = [
+            TensorSpec((rows, *shape[1:]), tf.as_dtype(dtype).as_numpy_dtype)
+            for shape, dtype in wanted
+        ]
+        arrays = self._get(buffers, _DATA_TAG) if buffers else []
+        tensors = [to_tensor(array) for array in arrays]
+        inputs = dict(zip(need, tensors, strict=False))
+        return self._batch(rows, inputs, tensors[len(need) :], (y, weight))
+
+    def _get(self, specs: Sequence[TensorSpec], tag: int) -> list[np.ndarray[Any, Any]]:
+        return self._communicator.post_receive(specs, READER, tag, label="data").wait()
+
+
+class Batches:
+    """The batches of one epoch, as this rank gets them.
+
+    Args:
+        feed: Hands every rank its part.
+        source: What the data set gives, on the reader; ignored elsewhere.
+    """
+
+    def __init__(self, feed: Feed, source: Iterator[Any]) -> None:
+        self._feed = feed
+        self._source = source
+        self._ended = False
+
+    def __iter__(self) -> Batches:
+        return self
+
+    def __next__(self) -> Batch:
+        batch: Batch | None = None
+        try:
+            batch = None if self._ended else self._feed.next(self._source)
+        finally:
+            self._ended = batch is None
+        if batch is None:
+            raise StopIteration
+        return batch
+
+
+def _dense(value: Any, what: str) -> Any:
+    """Refuses what no buffer holds; plain Keras computes with it, each layer in its own way."""
+    if isinstance(value, (tf.RaggedTensor, tf.SparseTensor)):
+        raise UnsupportedModelError(
+            f"Expected dense tensors from the data. Received: {what} that is a "
+            f"{type(value).__name__}. Make it dense in the data pipeline, with `to_tensor()` or "
+            "`tf.sparse.to_dense()`, and mask what it is filled up with."
+        )
+    return value
+
+
+def _without_optionals(data: Any) -> Any:
+    return keras.tree.map_structure(
+        lambda item: None if isinstance(item, tf.experimental.Optional) else item, data
+    )

@@ -1,0 +1,246 @@
+"""The compiled loss and its gradients, for a whole batch at once or micro-batch by micro-batch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from tarantella_pp.errors import UnsupportedModelError
+from tarantella_pp.keras_internals.training import (
+    reduction_of,
+    sample_values,
+    second_loss,
+)
+from tarantella_pp.partition.extraction.keras_reader import ExtractedModel
+from tarantella_pp.runtime.modules.model_outputs import pack_outputs
+from tarantella_pp.runtime.modules.stage_boundary import Port, StageLayout
+from tarantella_pp.runtime.tf_graph.compiled_function import Compiled, dense_tensors
+
+_COMPILED_SIGNATURES = 16
+
+
+@dataclass(frozen=True)
+class LossValue:
+    """A loss, or what some samples contribute to it.
+
+    Attributes:
+        total: The loss.
+        each: The loss of each output that has one, before it is weighted.
+        gradients: Gradient of the total with respect to each output; empty if not asked for.
+    """
+
+    total: tf.Tensor
+    each: Sequence[tf.Tensor]
+    gradients: Mapping[Port, tf.Tensor]
+
+
+class BatchLoss:
+    """The compiled loss of a model, applied to the outputs of a pipeline.
+
+    A loss of Keras has a value for each sample, or each pixel or word of it, and a reduction that
+    multiplies each value with a coefficient and adds them up. The coefficients follow from sample
+    weights, masked targets and sizes of the *whole* batch, which are known before any output is.
+    So the loss of a batch is the sum of what its micro-batches contribute, whatever the reduction.
+
+    Args:
+        model: The compiled model, its losses built.
+        extracted: The model's graph.
+        layout: The border of the last stage, which gives the outputs with their masks.
+
+    Attributes:
+        reached: The output tensors that the loss depends on; known once gradients were computed.
+    """
+
+    def __init__(self, model: Any, extracted: ExtractedModel, layout: StageLayout) -> None:
+        self._extracted = extracted
+        self._results = layout.results
+        self._activations = layout.activations
+        self._sources = [
+            i
+            for i, port in enumerate(self._results)
+            if not port.mask and extracted.graph.tensors[port.tensor].has_gradient
+        ]
+        first = model._compile_loss
+        self._whole = None if first is None else second_loss(first, self._noted)
+        self._measure: Any = None if first is None else second_loss(first, self._measured)
+        self._add_up = None if first is None else second_loss(first, self._contribution)
+        self._found: list[tf.Tensor] = []
+        self._each: list[tf.Tensor] = []
+        self._given: Iterator[tf.Tensor] = iter(())
+        self._compiled: dict[Hashable, Compiled] = {}
+        self._functions: dict[Hashable, Callable[..., Any]] = {}
+        self.reached: set[int] = set()
+
+    def of_batch(
+        self,
+        y: Any,
+        results: Sequence[tf.Tensor],
+        sample_weight: Any,
+        signature: Hashable,
+        differentiate: bool,
+    ) -> LossValue:
+        """Loss of a whole batch, and its gradient.
+
+        Args:
+            y: Its targets.
+            results: The model's outputs with their masks.
+            sample_weight: The weights of its samples, or `None`.
+            signature: Names the structure, shapes and dtypes of the arguments.
+            differentiate: Whether gradients are needed.
+        """
+        arguments = (y, list(results), sample_weight)
+        return self._call(self._of_batch, arguments, signature, differentiate)
+
+    def coefficients(
+        self, y: Any, outputs: Sequence[tf.Tensor], sample_weight: Any, rows: int, signature: Any
+    ) -> list[tf.Tensor]:
+        """What the values of the samples of a batch are multiplied with.
+
+        Args:
+            y: The targets of the batch.
+            outputs: The model's outputs for some of its samples.
+            sample_weight: The weights of its samples, or `None`.
+            rows: Number of its samples.
+            signature: Names the structure, shapes and dtypes of the arguments.
+
+        Returns:
+            For each loss a tensor with a row for each sample.
+        """
+        if self._measure is None:
+            return []
+        shapes = tuple((rows, *tensor.shape[1:]) for tensor in outputs)
+        dtypes = tuple(tensor.dtype for tensor in outputs)
+        measure = functools.partial(self._coefficients, shapes, dtypes)
+        key = (signature, shapes)
+        if key not in self._compiled:
+            self._compiled[key] = Compiled.like(measure, (y, sample_weight))
+        return self._compiled[key](*dense_tensors((y, sample_weight)))
+
+    def contribution(
+        self,
+        y: Any,
+        results: Sequence[tf.Tensor],
+        coefficients: Sequence[tf.Tensor],
+        signature: Hashable,
+        differentiate: bool,
+    ) -> LossValue:
+        """What some samples contribute to the loss of their batch, and its gradient.
+
+        Args:
+            y: Their targets.
+            results: The model's outputs with their masks.
+            coefficients: Their rows of `coefficients` of the batch.
+            signature: Names the structure, shapes and dtypes of the arguments.
+            differentiate: Whether gradients are needed.
+        """
+        arguments = (y, list(results), list(coefficients))
+        return self._call(self._of_samples, arguments, signature, differentiate)
+
+    def _call(
+        self,
+        function: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        signature: Hashable,
+        differentiate: bool,
+    ) -> LossValue:
+        """Calls a function compiled for these shapes, or for any once there were too many."""
+        kind = (function, differentiate)
+        key, run = (kind, signature), functools.partial(function, differentiate)
+        if key not in self._compiled and len(self._compiled) < _COMPILED_SIGNATURES:
+            self._compiled[key] = Compiled.like(run, arguments)
+        if key in self._compiled:
+            total, *rest = self._compiled[key](*dense_tensors(arguments))
+        else:
+            if kind not in self._functions:
+                self._functions[kind] = tf.function(run, autograph=False, reduce_retracing=True)
+            total, *rest = self._functions[kind](*arguments)
+        ports = [self._results[i] for i in self._sources] if differentiate else []
+        gradients = rest[len(rest) - len(ports) :]
+        each = rest[: len(rest) - len(ports)]
+        return LossValue(total, each, dict(zip(ports, gradients, strict=True)))
+
+    def _of_batch(
+        self, differentiate: bool, y: Any, results: list[tf.Tensor], sample_weight: Any
+    ) -> list[tf.Tensor]:
+        return self._valued(self._whole, y, results, sample_weight, differentiate)
+
+    def _of_samples(
+        self, differentiate: bool, y: Any, results: list[tf.Tensor], coefficients: list[tf.Tensor]
+    ) -> list[tf.Tensor]:
+        self._given = iter(coefficients)
+        return self._valued(self._add_up, y, results, None, differentiate)
+
+    def _valued(
+        self,
+        loss: Any,
+        y: Any,
+        results: list[tf.Tensor],
+        sample_weight: Any,
+        differentiate: bool,
+    ) -> list[tf.Tensor]:
+        """The loss, that of each output, and the gradients if they are needed."""
+        sources = [results[i] for i in self._sources] if differentiate else []
+        if loss is None:
+            return [tf.zeros(()), *map(tf.zeros_like, sources)]
+        self._each = []
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch(sources)
+            value = loss(y, self._pack(results), sample_weight)
+        if not differentiate:
+            return [value, *self._each]
+        found = tape.gradient(value, sources)
+        pairs = list(zip(self._sources, found, strict=True))
+        self.reached = {self._results[i].tensor for i, gradient in pairs if gradient is not None}
+        zeros = map(tf.zeros_like, sources)
+        gradients = [z if g is None else g for z, g in zip(zeros, found, strict=True)]
+        return [value, *self._each, *gradients]
+
+    def _noted(self, loss: Any, y: Any, y_pred: Any, sample_weight: Any) -> tf.Tensor:
+        """Stands for one loss: notes its value."""
+        self._each.append(loss(y, y_pred, sample_weight))
+        return self._each[-1]
+
+    def _coefficients(
+        self, shapes: Sequence[Any], dtypes: Sequence[tf.DType], y: Any, sample_weight: Any
+    ) -> list[tf.Tensor]:
+        self._found = []
+        outputs = [tf.zeros(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+        self._measure(y, self._pack(outputs), sample_weight)
+        return self._found
+
+    def _measured(self, loss: Any, y: Any, y_pred: Any, sample_weight: Any) -> tf.Tensor:
+        """Stands for one loss of Keras: notes its coefficients, which its gradient is."""
+        values, mask = sample_values(loss, y, y_pred)
+        _check(loss, values, [tf.nest.flatten(y_pred)[0].shape[0], *values.shape[1:]])
+        zeros = tf.zeros_like(values)
+        with tf.GradientTape() as tape:
+            tape.watch(zeros)
+            reduced = reduction_of(loss, zeros, sample_weight, mask)
+        self._found.append(tape.gradient(reduced, zeros))
+        return reduced
+
+    def _contribution(self, loss: Any, y: Any, y_pred: Any, _: Any) -> tf.Tensor:
+        """Stands for one loss of Keras: what some samples contribute to it."""
+        values, _ = sample_values(loss, y, y_pred)
+        coefficients = next(self._given)
+        _check(loss, values, [None, *coefficients.shape[1:]])
+        self._each.append(tf.reduce_sum(values * coefficients))
+        return self._each[-1]
+
+    def _pack(self, results: Sequence[tf.Tensor]) -> Any:
+        values = dict(zip(self._results, results, strict=True))
+        return pack_outputs(self._extracted, values, self._activations)
+
+
+def _check(loss: Any, values: tf.Tensor, expected: Sequence[int | None]) -> None:
+    """Refuses targets that Keras spreads over other samples, as those of (8, 1, 3) over (8, 3)."""
+    if not values.shape.rank or not values.shape.is_compatible_with(expected):
+        raise UnsupportedModelError(
+            f"Loss '{loss.name}' has values of the shape {tuple(values.shape)}, which is not one "
+            "row for each sample: the shape of the targets does not fit that of the outputs. "
+            "Reshape the targets, or use num_micro_batches=1."
+        )

@@ -1,0 +1,79 @@
+"""Logs of loss and metrics on the rank of the last stage, as Keras computes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tarantella_pp.partition.extraction.keras_reader import ExtractedModel
+from tarantella_pp.runtime.batch.data_feed import Batch
+from tarantella_pp.runtime.batch.metric_updates import MetricUpdates
+from tarantella_pp.runtime.modules.model_outputs import pack_outputs
+from tarantella_pp.runtime.modules.stage_boundary import Port, StageLayout
+
+
+class Scoring:
+    """The compiled loss and metrics of a model, applied to the outputs of a pipeline.
+
+    Args:
+        model: The compiled model, its metrics built.
+        extracted: The model's graph.
+        layout: The border of the last stage, which gives the outputs with their masks.
+
+    Attributes:
+        metrics: Updates the metrics.
+    """
+
+    def __init__(self, model: Any, extracted: ExtractedModel, layout: StageLayout) -> None:
+        self._model = model
+        self._extracted = extracted
+        self._results = layout.results
+        self._activations = layout.activations
+        self.metrics = MetricUpdates(model._compile_metrics, self._pack)
+        self._finish = tf.function(self._update, autograph=False, reduce_retracing=True)
+
+    def why_whole(self, batch: Batch) -> str | None:
+        """Finds out why the metrics need all outputs of a batch at once; `None` if they do not.
+
+        Args:
+            batch: A batch with its targets; of batches of one structure the first decides.
+        """
+        return self.metrics.why_whole(batch, [self._spec(port) for port in self._results])
+
+    def finish(self, loss: tf.Tensor, each: Sequence[tf.Tensor], rows: int) -> Mapping[str, Any]:
+        """Updates the loss trackers with one batch, and the metrics with what is left of it.
+
+        Args:
+            loss: The loss of the batch.
+            each: The loss of each output that has one, before it is weighted.
+            rows: Number of samples.
+
+        Returns:
+            Keras' logs.
+        """
+        self.metrics.finish()
+        logs: Mapping[str, Any] = self._finish(loss, list(each), tf.constant(rows))
+        return logs
+
+    def _update(self, loss: tf.Tensor, each: list[tf.Tensor], rows: tf.Tensor) -> Mapping[str, Any]:
+        model = self._model
+        model._loss_tracker.update_state(loss, sample_weight=rows)
+        trackers = [] if model._compile_loss is None else model._compile_loss.metrics
+        # As in Keras' own step, where the number of samples is not known: each batch counts once.
+        for tracker, value in zip(trackers, each, strict=False):
+            tracker.update_state(value)
+        logs: Mapping[str, Any] = keras.Model.get_metrics_result(model)
+        return logs
+
+    def _spec(self, port: Port) -> tf.TensorSpec:
+        tensor = self._extracted.graph.tensors[port.tensor]
+        if port.mask:
+            return tf.TensorSpec(tensor.mask_shape, tf.bool)
+        return tf.TensorSpec(tensor.shape, tensor.dtype)
+
+    def _pack(self, results: Sequence[tf.Tensor]) -> Any:
+        values = dict(zip(self._results, results, strict=True))
+        return pack_outputs(self._extracted, values, self._activations)

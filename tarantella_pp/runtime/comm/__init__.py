@@ -1,0 +1,1 @@
+"""Messages between ranks; the only room that imports mpi4py, in one file."""

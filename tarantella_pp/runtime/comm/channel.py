@@ -1,0 +1,163 @@
+"""Messages of tensors between two ranks: nothing is copied, nothing is waited for before needed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tarantella_pp.runtime.comm.agreement import Agreement
+from tarantella_pp.runtime.comm.buffer_pool import (
+    Bytes,
+    MemoryPool,
+    aligned_memory,
+)
+from tarantella_pp.runtime.comm.flight_recorder import FlightRecorder
+from tarantella_pp.runtime.comm.polling import Outgoing, Waiter
+from tarantella_pp.runtime.comm.requests import Delivery, Receipt
+from tarantella_pp.runtime.comm.wakeup import Doorbell
+from tarantella_pp.runtime.comm.wire_format import (
+    DESCRIPTION_BYTES,
+    TensorSpec,
+    as_array,
+    as_bytes,
+    describe,
+    numpy_dtype,
+    pieces,
+)
+
+
+class Channel:
+    """Sends and receives the tensors of one rank.
+
+    Every tensor is an MPI message of its own, larger ones several: MPI keeps messages with the
+    same tag in order. A datatype over all of them would make MPI copy them; packing them would
+    copy them here. The first message with a tag says what it holds, and the receiver compares.
+
+    Args:
+        mpi: The module `mpi4py.MPI`.
+        comm: Communicator of mpi4py.
+        world_ranks: Rank among all ranks of the job of each rank of `comm`.
+        recorder: Where events are noted.
+        bell: Rings for the ranks that messages go to.
+        group: Number of the group, the same on all of its ranks.
+        agreement: Learns what is sent, and knows what will not be.
+        make_waiter: Makes the waiter of this rank from what it calls between polls.
+    """
+
+    def __init__(
+        self,
+        mpi: Any,
+        comm: Any,
+        world_ranks: Sequence[int],
+        recorder: FlightRecorder,
+        bell: Doorbell,
+        group: int,
+        agreement: Agreement,
+        make_waiter: Callable[[Callable[[], Outgoing]], Waiter],
+    ) -> None:
+        self.rank: int = comm.Get_rank()
+        self.mpi_error: type[Exception] = mpi.Exception
+        self.status: Any = mpi.Status()
+        self.waiter = make_waiter(self.progress)
+        self._world_ranks = world_ranks
+        self._comm = comm
+        self._byte = mpi.BYTE
+        self._recorder = recorder
+        self._bell = bell
+        self._group = group
+        self._agreement = agreement
+        self._pool = MemoryPool()
+        self._outgoing: list[Delivery] = []
+        self._expected: dict[int, Receipt] = {}
+        self._posted: Counter[tuple[int, int]] = Counter()
+
+    def peers(self, rank: int) -> tuple[int]:
+        """Returns who a wait for a message from or to `rank` depends on, for the guard."""
+        return (self._world_ranks[rank],)
+
+    def is_announced(self, receipt: Receipt) -> bool:
+        """Whether a message is known to be on its way."""
+        return self._bell.is_announced(self._group, receipt.source, receipt.tag, receipt.number)
+
+    def check(self, receipt: Receipt) -> None:
+        """Refuses to wait for a message that will not come; see `Agreement.check_message`."""
+        source = self._world_ranks[receipt.source]
+        self._agreement.check_message(self.waiter, source, self._group, receipt.tag, receipt.number)
+
+    def bytes_received(self) -> int:
+        """Returns the size in bytes of the message that `status` is about."""
+        return int(self.status.Get_count(self._byte))
+
+    def send(self, arrays: Sequence[Any], dest: int, tag: int, label: str) -> None:
+        """Starts to send a message."""
+        tensors = [as_array(array) for array in arrays]
+        delivery = Delivery(label, dest, tag)
+        key = self._group, self._world_ranks[dest], tag
+        number = self._agreement.sent[key]
+        self._agreement.sent[key] += 1
+        if number == 0:
+            self._send_piece(delivery, describe(tensors))
+        for tensor in tensors:
+            for piece in pieces(as_bytes(tensor)):
+                self._send_piece(delivery, piece)
+        self._bell.announce(self._world_ranks[dest], self._group, self.rank, tag, number)
+        # The receiver is on its way; what follows is not waited for.
+        self._recorder.add("sending", label, dest, tag, delivery.nbytes)
+        self.progress()  # or a rank that never waits keeps all that it has sent
+        self._outgoing.append(delivery)
+
+    def _send_piece(self, delivery: Delivery, piece: Bytes) -> None:
+        request = self._comm.Isend((piece, self._byte), delivery.dest, delivery.tag)
+        delivery.add(piece, request)
+
+    def receive(self, specs: Sequence[TensorSpec], source: int, tag: int, label: str) -> Receipt:
+        """Makes ready to receive a message."""
+        receipt = Receipt(self, specs, source, tag, label, self._posted[source, tag])
+        self._posted[source, tag] += 1
+        if receipt.number == 0:
+            memory = aligned_memory(DESCRIPTION_BYTES)
+            receipt.add_description(memory, self._comm.Irecv((memory, self._byte), source, tag))
+        for spec in specs:
+            memory = self._pool.take(spec.nbytes)
+            parts = [
+                (piece, self._comm.Irecv((piece, self._byte), source, tag))
+                for piece in pieces(memory)
+            ]
+            receipt.add_tensor(memory.view(numpy_dtype(spec.dtype)).reshape(spec.shape), parts)
+        self._recorder.add("expecting", label, source, tag, receipt.nbytes)
+        self._expected[id(receipt)] = receipt
+        return receipt
+
+    def received(self, receipt: Receipt) -> None:
+        """Notes that a message is here."""
+        self._recorder.add("received", receipt.label, receipt.source, receipt.tag, receipt.nbytes)
+        del self._expected[id(receipt)]
+
+    def progress(self) -> Outgoing:
+        """Lets go of what has been sent; returns receiver and bytes of each message that is not."""
+        if not self._outgoing:
+            return ()
+        remaining = []
+        for delivery in self._outgoing:
+            if delivery.done():
+                self._recorder.add(
+                    "sent", delivery.label, delivery.dest, delivery.tag, delivery.nbytes
+                )
+            else:
+                remaining.append(delivery)
+        self._outgoing = remaining
+        return [(self._world_ranks[delivery.dest], delivery.nbytes) for delivery in remaining]
+
+    def flush(self) -> None:
+        """Waits until everything has been sent."""
+        while self._outgoing:
+            delivery = self._outgoing[0]
+            self.waiter.until(delivery.done, delivery.expectation, self.peers(delivery.dest))
+            self.progress()
+
+    def outstanding(self) -> list[str]:
+        """Returns what is on its way, one line each."""
+        return [f"expected: {receipt}" for receipt in self._expected.values()] + [
+            f"not yet taken: {delivery}" for delivery in self._outgoing
+        ]

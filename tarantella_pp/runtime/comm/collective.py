@@ -1,0 +1,142 @@
+"""Makes methods of a model collective: announced to all ranks, and refused if they differ."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import keras
+import msgspec
+import numpy as np
+
+from tarantella_pp.keras_internals.training import settable_learning_rate
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+_OF_KERAS_FIT = "_use_cached_eval_dataset"
+"""With this, Keras' own `fit` calls `evaluate`: a part of `fit`, not a call of the user's."""
+_COMPILED = ("loss", "loss_weights", "metrics", "weighted_metrics", "steps_per_execution")
+
+
+def collective(
+    *names: str, **computed: Callable[[Mapping[str, Any]], Any]
+) -> Callable[[_Method], _Method]:
+    """Makes a method of a `PipelineModel` one that all ranks must call alike.
+
+    Args:
+        *names: Arguments that must be the same on all ranks.
+        **computed: What else must be, computed of the arguments.
+
+    Returns:
+        A decorator.
+    """
+
+    def decorate(method: _Method) -> _Method:
+        signature = inspect.signature(method)
+
+        @functools.wraps(method)
+        def announced(model: Any, *args: Any, **kwargs: Any) -> Any:
+            communicator = model._engine.communicator
+            if communicator.size == 1 or _OF_KERAS_FIT in kwargs:
+                return method(model, *args, **kwargs)
+            given = signature.bind(model, *args, **kwargs)
+            given.apply_defaults()
+            facts = {name: given.arguments[name] for name in names}
+            facts |= {name: fact(given.arguments) for name, fact in computed.items()}
+            with communicator.call(method.__name__, **facts):
+                return method(model, *args, **kwargs)
+
+        return cast(_Method, announced)
+
+    return decorate
+
+
+def digest(arrays: Iterable[Any]) -> str:
+    """Returns a short text that is the same for the same numbers.
+
+    Args:
+        arrays: Arrays, or what NumPy makes arrays of.
+    """
+    found = hashlib.sha256()
+    for array in map(np.ascontiguousarray, arrays):
+        found.update(f"{array.dtype}{array.shape}".encode())
+        found.update(array.tobytes())
+    return found.hexdigest()[:16]
+
+
+def contents_of(filepath: Any) -> str:
+    """Returns a short text that is the same for files of weights with the same contents.
+
+    Args:
+        filepath: Path of a file of weights, of the list of such files, or of a folder.
+    """
+    if not isinstance(filepath, (str, os.PathLike)):
+        return type(filepath).__name__
+    found, size = hashlib.sha256(), 0
+    try:
+        for path in _files(Path(filepath)):
+            size += path.stat().st_size
+            with path.open("rb") as file:
+                found.update(hashlib.file_digest(file, "sha256").digest())
+    except OSError as error:  # Keras will say so, if it is the same on all ranks
+        return type(error).__name__
+    return f"{size} bytes, {found.hexdigest()[:16]}"
+
+
+def _files(path: Path) -> list[Path]:
+    """A file with those that it lists; all files of a folder."""
+    if path.is_dir():
+        return sorted(file for file in path.rglob("*") if file.is_file())
+    if path.suffix != ".json":
+        return [path]
+    try:
+        places = json.loads(path.read_text())["weight_map"].values()
+    except (ValueError, KeyError, AttributeError):  # Keras will say so
+        return [path]
+    return [path, *(path.parent / name for name in sorted(set(keras.tree.flatten([*places]))))]
+
+
+def compiled_facts(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a compilation must be the same on all ranks, as far as it can be told.
+
+    Args:
+        given: The arguments of `keras.Model.compile`, defaults included.
+    """
+    facts = {name: keras.tree.map_structure(_named, given[name]) for name in _COMPILED}
+    optimizer = given["optimizer"]
+    facts["optimizer"] = _named(optimizer)
+    if isinstance(optimizer, keras.optimizers.Optimizer):
+        options = optimizer.get_config()
+        facts |= {f"optimizer.{k}": v for k, v in options.items() if k != "name" and _is_plain(v)}
+    return facts
+
+
+def learning_rate_of(given: Mapping[str, Any]) -> float:
+    """The learning rate with which a call begins; NaN where a schedule sets it.
+
+    Args:
+        given: The arguments of a model's method.
+    """
+    return settable_learning_rate(given["self"])
+
+
+def _named(value: Any) -> Any:
+    """A value that can be compared between processes: numbers and names."""
+    if value is None or isinstance(value, (str, int, float)):
+        return value
+    return getattr(value, "__name__", type(value).__name__)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is made of numbers, texts, lists and dicts, which look alike everywhere."""
+    try:
+        msgspec.msgpack.encode(value)
+    except TypeError:
+        return False
+    return True

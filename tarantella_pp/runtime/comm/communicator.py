@@ -1,0 +1,250 @@
+"""The ranks of a job and what they tell each other; the one file that imports mpi4py."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from numpy.typing import NDArray
+
+from tarantella_pp.errors import CommunicationError, LaunchError
+from tarantella_pp.launch.guard import failure_guard, gpus
+from tarantella_pp.launch.guard.launch_environment import Launch, detect_launch
+from tarantella_pp.launch.guard.rank_records import SIZE_VARIABLE
+from tarantella_pp.runtime.comm.wire_format import TensorSpec
+
+if TYPE_CHECKING:
+    from tarantella_pp.runtime.comm.mpi_communicator import RankCommunicator
+    from tarantella_pp.runtime.comm.requests import Receipt
+
+__all__ = ["Communicator", "TensorSpec", "world"]
+
+_LOG = logging.getLogger(__name__)
+_Json = TypeVar("_Json")
+
+
+class Communicator:
+    """A group of ranks, seen from one of them.
+
+    This class is the group of one process, which has nobody to talk to and needs no MPI.
+    `RankCommunicator` is the group of several.
+
+    Attributes:
+        rank: Number of this process in the group, from 0.
+        size: Number of processes in the group.
+        largest_tag: Largest tag that a message may have.
+    """
+
+    rank: int = 0
+    size: int = 1
+    largest_tag: int = 2**31 - 1
+
+    def send(self, arrays: Sequence[Any], dest: int, tag: int, *, label: str = "") -> None:
+        """Starts to send tensors to another rank and returns at once.
+
+        No tensor is copied, unless its memory is not contiguous: do not change them before they
+        have arrived. References to them are kept until then.
+
+        Args:
+            arrays: NumPy arrays or other objects with the buffer protocol, all of one message.
+            dest: The receiving rank, another than this one.
+            tag: Number that the receiver uses for the same message, from 0 to `largest_tag`.
+                Messages with the same tag arrive in the order in which they were sent.
+            label: What the message is, for reports: the edge and the micro-batch.
+
+        Raises:
+            CommunicationError: No such other rank or tag, or elements that are Python objects.
+        """
+        raise self._nobody(f"dest={dest}")
+
+    def post_receive(
+        self, specs: Sequence[TensorSpec], source: int, tag: int, *, label: str = ""
+    ) -> Receipt:
+        """Makes ready to receive the tensors of one message, and returns at once.
+
+        Args:
+            specs: Shape and dtype of each tensor, as the sender has them.
+            source: The sending rank, another than this one.
+            tag: Number that the sender uses for the same message.
+            label: What the message is, for reports: the edge and the micro-batch.
+
+        Returns:
+            A receipt, whose `wait` returns the tensors.
+
+        Raises:
+            CommunicationError: No such other rank or tag.
+        """
+        raise self._nobody(f"source={source}")
+
+    def progress(self) -> None:
+        """Lets go of the tensors that have been sent; never waits."""
+
+    def flush(self) -> None:
+        """Waits until everything that was sent has left this rank."""
+
+    def barrier(self) -> None:
+        """Waits until every rank of the group has come here."""
+
+    def broadcast(self, array: NDArray[Any], root: int = 0) -> None:
+        """Overwrites an array with that of another rank.
+
+        Args:
+            array: Array of the same shape and dtype on every rank, writable except on `root`.
+            root: The rank whose values all get.
+        """
+
+    def allreduce(self, array: NDArray[Any], op: str = "sum") -> None:
+        """Overwrites an array with the combination of the arrays of all ranks.
+
+        Floats of 16 bits or fewer are combined in float32; sums of small integers wrap around.
+
+        Args:
+            array: Writable array of the same shape and dtype on every rank.
+            op: `"sum"`, `"max"` or `"min"`.
+        """
+
+    def broadcast_json(self, value: _Json | None, root: int = 0) -> _Json:
+        """Returns the value that rank `root` passes, on every rank.
+
+        Args:
+            value: On `root`, anything made of dicts, lists, strings, bytes, numbers and `None`;
+                tuples arrive as lists. Ignored on the other ranks.
+            root: The rank whose value all get.
+        """
+        return value  # type: ignore[return-value]
+
+    def gather_json(self, value: _Json, root: int = 0) -> list[_Json] | None:
+        """Returns on rank `root` the list of the values of all ranks, and `None` elsewhere."""
+        return [value]
+
+    def allgather_json(self, value: _Json) -> list[_Json]:
+        """Returns the list of the values that all ranks pass, on every rank."""
+        return [value]
+
+    def call(self, method: str, **facts: Any) -> contextlib.AbstractContextManager[None]:
+        """Surrounds a call of the user's script that all ranks must make, and waits for them.
+
+        Args:
+            method: The method.
+            **facts: What must be the same on all ranks.
+
+        Raises:
+            ConfigurationError: On all ranks, if they do not make the same call.
+        """
+        return contextlib.nullcontext()
+
+    @property
+    def call_number(self) -> int:
+        """How many calls all ranks have made together; the same on all ranks."""
+        return 0
+
+    def breaks(self, error: BaseException) -> None:
+        """Notes that an error has ended a call in the middle of messages, so that none may follow.
+
+        Args:
+            error: The error.
+        """
+
+    def split(self, color: int, key: int = 0) -> Communicator:
+        """Returns the group of the ranks that pass the same `color`.
+
+        Args:
+            color: Number of the new group, 0 or more.
+            key: Order of the ranks in the new group; the old order where keys are equal.
+        """
+        return self
+
+    def abort(self, code: int = 1) -> None:
+        """Ends all ranks of the job at once, with an exit code other than 0."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+    def _nobody(self, received: str) -> CommunicationError:
+        return CommunicationError(
+            "This job has one process, which cannot exchange messages with itself. "
+            f"Received: {received}. Start it with `tarantella -n <ranks> -- <script>` to have more."
+        )
+
+
+_world: Communicator | None = None
+
+
+def world() -> Communicator:
+    """Returns the group of all ranks of the job; starts MPI if the job has several.
+
+    The first call of a job with several ranks returns once all ranks have made it.
+
+    Returns:
+        The same communicator at every call. A process that no launcher started as one of several
+        is alone, and needs neither mpi4py nor an MPI library.
+
+    Raises:
+        LaunchError: The environment says that there are several processes, but mpi4py or an MPI
+            library is missing, or the processes do not know of each other.
+        ConfigurationError: `TNT_WARN` or `TNT_TIMEOUT` is no number of seconds.
+    """
+    global _world
+    if _world is None:
+        launch = detect_launch()
+        _world = Communicator() if launch is None or launch.size == 1 else _join(launch)
+    return _world
+
+
+def _join(launch: Launch) -> Communicator:
+    """Starts MPI and returns the communicator of all ranks."""
+    from tarantella_pp.runtime.comm.mpi_communicator import RankCommunicator
+
+    with failure_guard.starting_mpi():
+        mpi = _import_mpi(launch)
+    size = mpi.COMM_WORLD.Get_size()
+    if size == 1:
+        if launch.size is None:
+            return Communicator()
+        raise LaunchError(
+            f"{launch}, but MPI sees each of them as a job of its own: the launcher belongs to "
+            "another MPI than the library that mpi4py uses "
+            f"({mpi.Get_library_version().splitlines()[0]}). Start the job with "
+            "`tarantella -n <ranks> -- <script>`, or with the mpiexec of that MPI; under Slurm "
+            "with `srun --mpi=pmix` (Open MPI) or `srun --mpi=pmi2` (MPICH, Intel MPI). If this is "
+            f"one process, {launch.variable} is left over from another job: unset it."
+        )
+    ranks = RankCommunicator.of_world(mpi)
+    # Functions registered later are called earlier: the guard must first put on record that this
+    # rank's script has ended, for a rank that waits for it would otherwise never learn it.
+    atexit.register(_leave, ranks, os.getpid())
+    failure_guard.install(
+        ranks.rank, ranks.size, ranks.abort, lambda text: ranks.broadcast_json(text, 0)
+    )
+    if launch.variable != SIZE_VARIABLE:  # else the launcher has done so before the script began
+        gpus.take_one(os.environ, mpi.COMM_WORLD.Split_type(mpi.COMM_TYPE_SHARED).Get_rank())
+    return ranks
+
+
+def _import_mpi(launch: Launch) -> Any:
+    """Imports mpi4py, which starts MPI."""
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError, OSError) as error:
+        raise LaunchError(
+            f"{launch}, but MPI cannot be used here: {error}. Install mpi4py and an MPI library, "
+            "for example with `pip install mpi4py mpich`, or load the cluster's module. If this is "
+            f"one process, {launch.variable} is left over from another job: unset it."
+        ) from error
+    return MPI
+
+
+def _leave(ranks: RankCommunicator, pid: int) -> None:
+    """Waits for the other ranks before MPI is finalized, which would take the core meanwhile."""
+    if os.getpid() != pid:
+        return
+    try:
+        ranks.meet_before_exit()
+    except CommunicationError as error:
+        _LOG.error("rank %d ends the job: %s", ranks.rank, error)
+        ranks.abort(1)

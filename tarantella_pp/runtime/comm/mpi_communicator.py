@@ -1,0 +1,257 @@
+"""The group of several ranks: messages and collectives over MPI, all of them non-blocking."""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from tarantella_pp.errors import CommunicationError
+from tarantella_pp.runtime.comm.agreement import Agreement
+from tarantella_pp.runtime.comm.channel import Channel
+from tarantella_pp.runtime.comm.communicator import Communicator
+from tarantella_pp.runtime.comm.flight_recorder import FlightRecorder
+from tarantella_pp.runtime.comm.polling import (
+    Limits,
+    Outgoing,
+    Waiter,
+)
+from tarantella_pp.runtime.comm.requests import Receipt
+from tarantella_pp.runtime.comm.wakeup import Doorbell
+from tarantella_pp.runtime.comm.wire_format import (
+    TensorSpec,
+    as_bytes,
+    pieces,
+)
+
+_Json = TypeVar("_Json")
+_EVENTS_REPORTED = 20
+
+
+class RankCommunicator(Communicator):
+    """A group of several ranks, seen from one of them.
+
+    The collectives are MPI's non-blocking ones: its blocking calls would keep the core busy.
+
+    Args:
+        mpi: The module `mpi4py.MPI`.
+        comm: Communicator of mpi4py that nobody else uses.
+        bell: The doorbell of this rank; not yet connected.
+        limits: How long a wait may take.
+        agreement: The calls of this rank and those of the others.
+        group: Number of the group for the doorbell, the same on all of its ranks.
+    """
+
+    def __init__(
+        self,
+        mpi: Any,
+        comm: Any,
+        bell: Doorbell,
+        limits: Limits,
+        agreement: Agreement,
+        group: int = 0,
+    ) -> None:
+        self.rank = comm.Get_rank()
+        self.size = comm.Get_size()
+        self.largest_tag = int(mpi.COMM_WORLD.Get_attr(mpi.TAG_UB))
+        self.recorder = FlightRecorder()
+        self._mpi = mpi
+        self._comm = comm
+        self._agreement = agreement
+        self._bell = bell
+        self._group = group
+        self._splits = 0
+        self._limits = limits
+        everyone = mpi.COMM_WORLD.Get_group()
+        self._world_ranks = comm.Get_group().Translate_ranks(range(self.size), everyone)
+        self._channel = Channel(
+            mpi, comm, self._world_ranks, self.recorder, bell, group, agreement, self._make_waiter
+        )
+
+    @classmethod
+    def of_world(cls, mpi: Any) -> RankCommunicator:
+        """Returns the group of all ranks of the job; all of them must call this."""
+        limits = Limits.from_environment()
+        bell = Doorbell()
+        waiter = Waiter(mpi.COMM_WORLD.Get_rank(), limits, tuple, bell, str)
+        copies = []
+        everyone = range(mpi.COMM_WORLD.Get_size())
+        for _ in range(2):
+            copy, request = mpi.COMM_WORLD.Idup()
+            waiter.until(request.Test, lambda: "all ranks to start", everyone)
+            copies.append(copy)
+        ranks = cls(mpi, copies[0], bell, limits, Agreement(mpi, copies[1], bell.ring))
+        bell.connect(ranks.allgather_json(bell.address))
+        return ranks
+
+    def send(self, arrays: Sequence[Any], dest: int, tag: int, *, label: str = "") -> None:
+        """Starts to send tensors; see `Communicator.send`."""
+        self._check_peer("dest", dest, tag, label)
+        self._channel.send(arrays, dest, tag, label)
+
+    def post_receive(
+        self, specs: Sequence[TensorSpec], source: int, tag: int, *, label: str = ""
+    ) -> Receipt:
+        """Makes ready to receive tensors; see `Communicator.post_receive`."""
+        self._check_peer("source", source, tag, label)
+        return self._channel.receive(specs, source, tag, label)
+
+    def progress(self) -> None:
+        """Lets go of the tensors that have been sent; never waits."""
+        self._channel.progress()
+
+    def flush(self) -> None:
+        """Waits until everything that was sent has left this rank."""
+        self._channel.flush()
+
+    def barrier(self) -> None:
+        """Waits until every rank of the group has come here."""
+        self._run("barrier", self._comm.Ibarrier())
+
+    def broadcast(self, array: NDArray[Any], root: int = 0) -> None:
+        """Overwrites an array with that of rank `root`; see `Communicator.broadcast`."""
+        buffer = np.ascontiguousarray(array)
+        for piece in pieces(as_bytes(buffer)):
+            self._run(
+                f"broadcast from rank {root}", self._comm.Ibcast((piece, self._mpi.BYTE), root)
+            )
+        if self.rank != root and not np.may_share_memory(buffer, array):
+            array[...] = buffer
+
+    def allreduce(self, array: NDArray[Any], op: str = "sum") -> None:
+        """Overwrites an array with the combination of all ranks'; see `Communicator.allreduce`."""
+        operation = {"sum": self._mpi.SUM, "max": self._mpi.MAX, "min": self._mpi.MIN}.get(op)
+        if operation is None:
+            raise CommunicationError(f'op is "sum", "max" or "min". Received: op={op!r}')
+        buffer = np.ascontiguousarray(array, _dtype_to_combine(array.dtype))
+        for piece in pieces(buffer.reshape(-1)):
+            request = self._comm.Iallreduce(self._mpi.IN_PLACE, piece, operation)
+            self._run(f"allreduce ({op})", request)
+        if buffer is not array:
+            array[...] = buffer.astype(array.dtype, copy=False)
+
+    def broadcast_json(self, value: _Json | None, root: int = 0) -> _Json:
+        """Returns the value of rank `root`; see `Communicator.broadcast_json`."""
+        data = _encode(value) if self.rank == root else np.empty(0, np.uint8)
+        size = np.array([data.size], np.int64)
+        self.broadcast(size, root)
+        if self.rank != root:
+            data = np.empty(int(size[0]), np.uint8)
+        self.broadcast(data, root)
+        decoded: _Json = _decode(data)
+        return decoded
+
+    def gather_json(self, value: _Json, root: int = 0) -> list[_Json] | None:
+        """Returns the values of all ranks on rank `root`; see `Communicator.gather_json`."""
+        values = self.allgather_json(value)
+        return values if self.rank == root else None
+
+    def allgather_json(self, value: _Json) -> list[_Json]:
+        """Returns the values of all ranks; see `Communicator.allgather_json`."""
+        data = _encode(value)
+        sizes = np.zeros(self.size, np.int64)
+        own = np.array([data.size], np.int64)
+        self._run("allgather of sizes", self._comm.Iallgather(own, sizes))
+        ends = np.cumsum(sizes)
+        everything = np.empty(int(ends[-1]), np.uint8)
+        target = (everything, (sizes, ends - sizes), self._mpi.BYTE)
+        self._run("allgather", self._comm.Iallgatherv((data, self._mpi.BYTE), target))
+        return [_decode(part) for part in np.split(everything, ends[:-1])]
+
+    def split(self, color: int, key: int = 0) -> RankCommunicator:
+        """Returns the group of the ranks with the same `color`; see `Communicator.split`."""
+        # MPI has no non-blocking split: let all ranks come here first.
+        self.barrier()
+        self._splits += 1
+        group = zlib.crc32(repr((self._group, self._splits, color)).encode())
+        comm = self._comm.Split(color, key)
+        return RankCommunicator(self._mpi, comm, self._bell, self._limits, self._agreement, group)
+
+    def call(self, method: str, **facts: Any) -> contextlib.AbstractContextManager[None]:
+        """Surrounds a call that all ranks must make; see `Communicator.call`."""
+        return self._agreement.call(self._channel.waiter, method, facts)
+
+    @property
+    def call_number(self) -> int:
+        """How many calls all ranks have made together."""
+        return self._agreement.number
+
+    def breaks(self, error: BaseException) -> None:
+        """Notes that an error came in the middle of a call; see `Communicator.breaks`."""
+        self._agreement.breaks(error)
+
+    def abort(self, code: int = 1) -> None:
+        """Ends all ranks of the job at once, with an exit code other than 0."""
+        self._comm.Abort(code)
+
+    def meet_before_exit(self) -> None:
+        """Waits, as long as it takes, until every rank has come to the end of its script."""
+        self._agreement.end(self._channel.waiter)
+
+    def _run(self, name: str, request: Any) -> None:
+        """Waits for a collective."""
+        self.recorder.add("entered", name)
+        self._agreement.entered[self._group] += 1
+        for peer in self._world_ranks:
+            self._bell.ring(peer)
+        waiter, peers = self._channel.waiter, self._world_ranks
+        waiter.until(
+            request.Test,
+            lambda: f"the other ranks in {name}",
+            peers,
+            check=lambda: self._agreement.check_collective(waiter, peers, self._group),
+        )
+        self.recorder.add("left", name)
+
+    def _make_waiter(self, between: Callable[[], Outgoing]) -> Waiter:
+        where = self._agreement.where
+        return Waiter(self.rank, self._limits, between, self._bell, self._report, where)
+
+    def _report(self) -> str:
+        lines = self._channel.outstanding() or ["nothing else"]
+        events = self.recorder.lines(_EVENTS_REPORTED)
+        return "\n  ".join(["On its way:", *lines]) + "\n  ".join(["\nLast events:", *events])
+
+    def _check_peer(self, name: str, peer: int, tag: int, label: str) -> None:
+        if peer == self.rank:
+            raise CommunicationError(
+                f"Rank {peer} cannot exchange messages with itself. "
+                f"Received: {name}={peer} for {label or 'a message'}"
+            )
+        if not 0 <= peer < self.size:
+            raise CommunicationError(
+                f"{name} is a rank from 0 to {self.size - 1}. "
+                f"Received: {name}={peer} for {label or 'a message'}"
+            )
+        if not 0 <= tag <= self.largest_tag:
+            raise CommunicationError(
+                f"A tag is a number from 0 to {self.largest_tag}, the limit of this MPI. "
+                f"Received: tag={tag} for {label or 'a message'}"
+            )
+
+
+def _dtype_to_combine(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Returns in which dtype ranks combine: MPI has no bfloat16, and some saturate small ints."""
+    if dtype.itemsize > 2:
+        return dtype
+    return np.dtype(np.int32 if dtype.kind in "iub" else np.float32)
+
+
+def _encode(value: Any) -> NDArray[np.uint8]:
+    """Returns a value as bytes; MessagePack rather than JSON, which has no NaN and no bytes."""
+    return np.frombuffer(msgspec.msgpack.encode(value, enc_hook=_plain), np.uint8)
+
+
+def _decode(data: NDArray[np.uint8]) -> Any:
+    return msgspec.msgpack.decode(data.data)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.generic):
+        return value.item()
+    raise NotImplementedError(f"Cannot send a {type(value).__name__} to other ranks: {value!r}")

@@ -1,0 +1,242 @@
+"""Waiting for other ranks without taking the core from a rank that computes."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from tarantella_pp.errors import CommunicationError, ConfigurationError
+from tarantella_pp.launch.guard import failure_guard
+from tarantella_pp.runtime.comm.wakeup import Doorbell
+
+_LOG = logging.getLogger(__name__)
+
+# MPI's own waits never give up the core. Here the first moments of a wait poll, each time letting
+# whoever else wants the core have it, and only while nobody does: a yield that takes longer than
+# _CONTENDED_SECONDS means that somebody else has computed meanwhile. Then the process sleeps
+# between polls. Where ranks share cores even short polling is felt by those that compute.
+SPIN_SECONDS = 1e-3
+SPIN_SECONDS_SHARED = 50e-6
+_CONTENDED_SECONDS = 30e-6
+_CORES = os.cpu_count() or 1
+_CHECK_SECONDS = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How long to sleep between polls.
+
+    Attributes:
+        share: Sleep as a share of the wait so far: how much later at most its end is noticed.
+        longest: Longest sleep in seconds.
+    """
+
+    share: float
+    longest: float
+
+
+# A rank that is rung for polls for safety only.
+RUNG_FOR = Pace(0.5, 10e-3)
+NOT_RUNG_FOR = Pace(0.05, 1e-3)
+
+# Where MPI may read the memory of another process, one poll fetches all of a message that is on
+# its way. Elsewhere a large one goes over in many small parts, for which both ranks must poll:
+# they wake each other, and do so for as long as it takes at this rate in bytes per second.
+SLOWEST_RATE = 100e6
+LARGE = 16 << 10
+_HEAD_START = 10e-3
+_ASK_SECONDS = 1e-3
+
+Outgoing = Sequence[tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How long a wait may take.
+
+    Attributes:
+        warn: Seconds until a wait is logged as a warning; 0 for never.
+        timeout: Seconds until a wait ends the run; 0 for never.
+    """
+
+    warn: float = 60.0
+    timeout: float = 1800.0
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] | None = None) -> Limits:
+        """Reads the limits from `TNT_WARN` and `TNT_TIMEOUT`.
+
+        Raises:
+            ConfigurationError: A value is no number of seconds.
+        """
+        environ = os.environ if environ is None else environ
+        return cls(_seconds(environ, "TNT_WARN", 60.0), _seconds(environ, "TNT_TIMEOUT", 1800.0))
+
+
+def _seconds(environ: Mapping[str, str], name: str, default: float) -> float:
+    text = environ.get(name, "").strip()
+    try:
+        value = float(text) if text else default
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value >= 0):
+        raise ConfigurationError(
+            f"{name} is a number of seconds, 0 for no limit. Received: {name}={text!r}"
+        )
+    return value
+
+
+class Waiter:
+    """Waits for conditions that other ranks bring about.
+
+    Args:
+        rank: This rank, for messages.
+        limits: When to warn, when to give up.
+        between: Called while waiting, to move other messages on; returns for each that this rank
+            has not yet got rid of its receiver and its bytes.
+        bell: Ends the sleep when a message comes.
+        report: What else is under way, for the message of a wait that took too long.
+        where: In which call of the user's script this rank is, for messages.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        limits: Limits,
+        between: Callable[[], Outgoing],
+        bell: Doorbell,
+        report: Callable[[], str],
+        where: Callable[[], str] = str,
+    ) -> None:
+        self._rank = rank
+        self._limits = limits
+        self._between = between
+        self._bell = bell
+        self._report = report
+        self._where = where
+
+    def until(
+        self,
+        done: Callable[[], bool],
+        what: Callable[[], str],
+        peers: Sequence[int] = (),
+        *,
+        rings: bool = False,
+        coming: Callable[[], int] = int,
+        limited: bool = True,
+        meanwhile: Callable[[], bool] | None = None,
+        check: Callable[[], None] | None = None,
+    ) -> None:
+        """Returns as soon as `done()` is true.
+
+        Args:
+            done: The condition; calls into MPI, so that messages move.
+            what: What is waited for, for messages.
+            peers: The ranks without which the wait cannot end, by their number in the job.
+            rings: Whether they ring when there is something to notice.
+            coming: Returns the bytes of the message that is waited for, 0 if it is not on its way.
+            limited: Whether the time limits hold.
+            meanwhile: Does some work that can be done while waiting; returns whether there was
+                any. Not called in the first moments.
+            check: Raises if the wait cannot end; called now and then.
+
+        Raises:
+            CommunicationError: The wait took longer than the limit, or another rank has ended.
+        """
+        if done():
+            return
+        shared = self._bell.neighbours > _CORES
+        end = time.perf_counter() + (SPIN_SECONDS_SHARED if shared else SPIN_SECONDS)
+        contended = False
+        while not contended and (now := time.perf_counter()) < end:
+            os.sched_yield()
+            contended = time.perf_counter() - now > _CONTENDED_SECONDS
+            if done():
+                return
+        while meanwhile is not None and meanwhile():
+            if done():
+                return
+        rings = rings and all(map(self._bell.reaches, peers))
+        sleep = _Sleep(self._bell, peers, RUNG_FOR if rings else NOT_RUNG_FOR, coming)
+        limits = self._limits if limited else Limits(0.0, 0.0)
+
+        def look() -> None:
+            if check is not None:
+                check()
+            failure_guard.check(peers)
+
+        self._sleep_until(done, what, look, sleep, limits)
+
+    def _sleep_until(
+        self,
+        done: Callable[[], bool],
+        what: Callable[[], str],
+        look: Callable[[], None],
+        sleep: _Sleep,
+        limits: Limits,
+    ) -> None:
+        start = time.perf_counter()
+        warn, next_check = limits.warn, _CHECK_SECONDS
+        while not done():
+            waited = time.perf_counter() - start
+            if waited >= next_check:
+                next_check = waited + _CHECK_SECONDS
+                look()
+                if 0 < warn <= waited:
+                    warn = 0.0
+                    where = self._where()
+                    _LOG.warning(
+                        "rank %d has waited %.0f s%s for %s", self._rank, waited, where, what()
+                    )
+                if 0 < limits.timeout <= waited:
+                    self._give_up(what(), waited)
+            sleep.once(self._between())
+
+    def _give_up(self, what: str, waited: float) -> None:
+        raise CommunicationError(
+            f"Rank {self._rank} waited {waited:.1f} s{self._where()} for {what} and gives up "
+            f"(TNT_TIMEOUT={self._limits.timeout:g}; 0 waits for ever).\n{self._report()}"
+        )
+
+
+class _Sleep:
+    """The sleeps of one wait: short at first, ended by rings, none while a message goes over."""
+
+    def __init__(
+        self, bell: Doorbell, peers: Sequence[int], pace: Pace, coming: Callable[[], int]
+    ) -> None:
+        self._bell = bell
+        self._peers = peers
+        self._pace = pace
+        self._coming = coming
+        self._since = time.perf_counter()
+        self._next_ask = 0.0
+        self._bell.sleep(0.0)  # what was announced while this rank had other things to do
+
+    def once(self, outgoing: Outgoing) -> None:
+        """Sleeps until the next poll; call it after one.
+
+        Args:
+            outgoing: Receiver and bytes of each message this rank has not yet got rid of.
+        """
+        now = time.perf_counter()
+        busy = self._coming()
+        if self._bell.asked:
+            busy += sum(nbytes for _, nbytes in outgoing)
+            self._bell.asked = bool(outgoing)
+        waited = now - self._since
+        if busy >= LARGE and waited < _HEAD_START + busy / SLOWEST_RATE:
+            if now >= self._next_ask:
+                self._next_ask = now + _ASK_SECONDS
+                for rank in {*self._peers, *(rank for rank, _ in outgoing)}:
+                    self._bell.ring(rank)
+            os.sched_yield()
+            pause = 0.0
+        else:
+            pause = min(waited * self._pace.share, self._pace.longest)
+        if self._bell.sleep(pause):
+            self._since = time.perf_counter()

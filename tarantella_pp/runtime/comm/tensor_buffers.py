@@ -1,0 +1,72 @@
+"""TensorFlow tensors as NumPy buffers and back, without copies where TensorFlow allows it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import tensorflow as tf
+
+from tarantella_pp.runtime.comm.buffer_pool import ALIGNMENT
+
+# What TensorFlow's DLPack import takes; everything else is copied.
+_DLPACK = {
+    np.dtype(name)
+    for name in (
+        *("float16", "float32", "float64", "int8", "int16", "int32", "int64"),
+        *("uint8", "uint16", "uint32", "uint64"),
+    )
+}
+
+_from_dlpack = tf.experimental.dlpack.from_dlpack
+
+
+def to_buffer(tensor: tf.Tensor) -> np.ndarray[Any, Any]:
+    """A NumPy array on the memory of an eager tensor, for sending.
+
+    `tensor.numpy()` copies; this does not, on the CPU. The array keeps the tensor alive.
+
+    Args:
+        tensor: An eager tensor of numbers.
+
+    Returns:
+        An array not to be written to.
+    """
+    # Everything here runs after a computation that has pushed it out of the caches: what looks
+    # like a few microseconds of Python is ten times as much.
+    try:
+        return np.asarray(memoryview(tensor))
+    except (BufferError, TypeError, ValueError):  # on a GPU, or a dtype without a buffer
+        if tensor.dtype == tf.bfloat16:
+            return to_buffer(tf.bitcast(tensor, tf.uint16)).view(ml_dtypes.bfloat16)
+        return np.asarray(tensor.numpy())
+
+
+def to_tensor(array: np.ndarray[Any, Any]) -> tf.Tensor:
+    """An eager tensor on the memory of a NumPy array, for what was received.
+
+    Args:
+        array: Freshly received, not written to afterwards; copied unless it is contiguous and
+            starts at a multiple of 64 bytes, as the memory of channels does.
+
+    Returns:
+        The tensor; it keeps the memory alive.
+    """
+    if array.dtype in _DLPACK and array.size:
+        flags, begin = array.flags, array.__array_interface__["data"][0]
+        if begin % ALIGNMENT == 0 and flags.c_contiguous and flags.writeable:
+            return _from_dlpack(array.__dlpack__())
+    if array.dtype == ml_dtypes.bfloat16:
+        return tf.bitcast(to_tensor(array.view(np.uint16)), tf.bfloat16)
+    return tf.convert_to_tensor(array)
+
+
+def cast(tensor: tf.Tensor, dtype: np.dtype[Any]) -> tf.Tensor:
+    """Returns a tensor in another dtype.
+
+    Args:
+        tensor: An eager tensor of numbers.
+        dtype: The dtype; that of the tensor leaves it as it is.
+    """
+    return tf.cast(tensor, dtype)

@@ -1,0 +1,240 @@
+"""Runs one rank's list of actions; owns nothing but the loop."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol, TypeAlias
+
+from tarantella_pp.runtime.modules.stage_boundary import Port, StageLayout
+from tarantella_pp.runtime.stage_messages import Exchange
+from tarantella_pp.runtime.tracing.recorder import (
+    METRICS,
+    SUMS,
+    UPDATE,
+    Recorder,
+    Span,
+)
+from tarantella_pp.schedule import Action, Compute, Direction, Message, Transfer
+
+if TYPE_CHECKING:
+    import tensorflow as tf
+
+    from tarantella_pp.runtime.probes.stage_probe import Pieces
+    from tarantella_pp.runtime.stage.stage import Stage
+
+Values: TypeAlias = "dict[Port, tf.Tensor]"
+
+
+class Step(Protocol):
+    """What the loop asks of the training, test or prediction step that it runs in."""
+
+    training: bool
+    pieces: Pieces
+
+    def data(self, stage: int, micro_batch: int) -> Sequence[tf.Tensor]:
+        """The model inputs of a stage: one tensor for each port of its `data`."""
+
+    def share(self, micro_batch: int) -> float:
+        """The share of a micro-batch in the batch."""
+
+    def add(self, losses: tf.Tensor) -> None:
+        """Takes what a stage's layers add to the loss of the whole batch."""
+
+    def finish(self, micro_batch: int, results: Sequence[tf.Tensor]) -> None:
+        """Takes the model's outputs, on the rank of the last stage."""
+
+    def forwards_done(self) -> None:
+        """Learns that this rank has run all its forwards."""
+
+    def update(self, stage: int) -> bool:
+        """Updates the weights of a stage whose backward passes are done.
+
+        Called while this rank waits; returns whether there was anything that can be done before
+        the step ends.
+        """
+
+    def work_ahead(self) -> bool:
+        """Does some of what is to be done with the model's outputs, while this rank waits.
+
+        Returns whether there was any.
+        """
+
+    def keep_up(self) -> bool:
+        """Does what of this must not be left for later; returns whether there was any."""
+
+    def factor(self, micro_batch: int) -> tf.Tensor:
+        """The share of a micro-batch in the samples of the batch."""
+
+    def loss_gradients(self, micro_batch: int) -> Mapping[Port, tf.Tensor]:
+        """Gradient of the loss with respect to the model's outputs."""
+
+
+class Execution:
+    """Interprets a schedule's actions on the stages of one rank.
+
+    It notes when each begins and ends. On a GPU a computation ends when it has been handed over,
+    as far as these notes can tell.
+
+    Args:
+        stages: This rank's stages.
+        exchange: Its messages.
+        recorder: Where to note.
+    """
+
+    def __init__(self, stages: Mapping[int, Stage], exchange: Exchange, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self._stages = stages
+        self._exchange = exchange
+        self._activations: dict[Message, Sequence[tf.Tensor]] = {}
+        self._gradients: dict[Message, Sequence[tf.Tensor]] = {}
+        self._awaited: dict[tuple[Direction, Message], Transfer] = {}
+        self._waits_since = 0.0
+        self._sends_left = 0
+        self._backwards_left: Counter[int] = Counter()
+        self._step: Step
+
+    def run(self, program: Sequence[Action], rows: Mapping[int, int], step: Step) -> None:
+        """Runs one step.
+
+        Args:
+            program: This rank's actions, in order.
+            rows: Number of samples of each micro-batch.
+            step: Where data comes from and results go.
+        """
+        self.clear()
+        self._exchange.begin(program, rows)
+        self._step = step
+        self._sends_left = sum(isinstance(a, Transfer) and a.operation == "S" for a in program)
+        computations = [action for action in program if isinstance(action, Compute)]
+        self._backwards_left = Counter(a.stage for a in computations if a.kind in ("W", "BW"))
+        forwards_left = sum(action.kind == "F" for action in computations)
+        for action in program:
+            if isinstance(action, Transfer):
+                self._transfer(action)
+                continue
+            stage = self._stages[action.stage]
+            self._noted(SUMS, stage.keep_up)  # only now, for others wait for what was computed
+            self._noted(METRICS, step.keep_up)
+            arrived = self._await_messages(stage.layout, action)
+            start = time.perf_counter()
+            if action.kind == "F":
+                self._forward(stage, action.micro_batch, arrived, step)
+            elif action.kind == "W":
+                stage.backward_weight(action.micro_batch)
+            else:
+                self._backward(stage, action, arrived, step)
+            self.recorder.spans.append(Span(action, start, time.perf_counter()))
+            if action.kind == "F":
+                forwards_left -= 1
+                if not forwards_left:
+                    step.forwards_done()
+            elif action.kind != "B":
+                self._backwards_left[action.stage] -= 1
+
+    def clear(self) -> None:
+        """Drops what is left of a step that did not end."""
+        self._activations.clear()
+        self._gradients.clear()
+        self._awaited.clear()
+
+    def _transfer(self, action: Transfer) -> None:
+        """Sends a message, or notes that one will come."""
+        if action.operation == "R":
+            self._exchange.expect(action)
+            self._awaited[action.direction, action.message] = action
+            return
+        start = time.perf_counter()
+        kept = self._activations if action.direction == "F" else self._gradients
+        self._exchange.send(action, kept.pop(action.message))
+        self._sends_left -= 1
+        self.recorder.spans.append(Span(action, start, time.perf_counter()))
+
+    def _receive(self, action: Transfer) -> Sequence[tf.Tensor]:
+        self._waits_since = time.perf_counter()
+        arrived = self._exchange.receive(action, self._work_ahead)
+        self.recorder.spans.append(Span(action, self._waits_since, time.perf_counter()))
+        return arrived
+
+    def _work_ahead(self) -> bool:
+        """Does some of what can be done while waiting; returns whether there was any."""
+        return (
+            self._noted(METRICS, self._step.work_ahead)
+            or self._noted(SUMS, self._multiply_ahead)
+            or self._noted(UPDATE, self._update_ahead)
+        )
+
+    def _multiply_ahead(self) -> bool:
+        return any(stage.work_ahead() for stage in self._stages.values())
+
+    def _update_ahead(self) -> bool:
+        if self._sends_left:  # others would wait for this rank
+            return False
+        done = (stage for stage in self._stages if not self._backwards_left[stage])
+        return any(map(self._step.update, done))
+
+    def _noted(self, name: str, work: Callable[[], bool]) -> bool:
+        """Notes some work that is no action of the schedule, if there was any."""
+        start = time.perf_counter()
+        found = work()
+        if found:
+            self._waits_since = time.perf_counter()
+            self.recorder.spans.append(Span(name, start, self._waits_since))
+        return found
+
+    def _await_messages(self, layout: StageLayout, action: Compute) -> list[tf.Tensor]:
+        """The tensors that a computation needs of other stages, once all of them are here."""
+        key = action.micro_batch
+        arrived: list[tf.Tensor] = []
+        if action.kind == "F":
+            for link in layout.receives:
+                arrived += self._arrived("F", (link.source, link.target, key))
+        elif action.kind != "W":
+            for link in layout.sends:
+                if link.gradients:
+                    arrived += self._arrived("B", (link.target, link.source, key))
+        return arrived
+
+    def _arrived(self, direction: Direction, message: Message) -> Sequence[tf.Tensor]:
+        """The tensors of a message: from this rank, or from another once they are here."""
+        action = self._awaited.pop((direction, message), None)
+        if action is not None:
+            return self._receive(action)
+        return (self._activations if direction == "F" else self._gradients).pop(message)
+
+    def _forward(self, stage: Stage, key: int, arrived: Sequence[tf.Tensor], step: Step) -> None:
+        layout = stage.layout
+        inputs = [*step.data(layout.index, key), *arrived]
+        if step.training:
+            outputs, added = stage.forward(key, inputs, step.share(key))
+        else:
+            outputs, added = stage.evaluate(inputs, step.share(key))
+        values: Values = dict(zip(layout.outputs, outputs, strict=True))
+        for link in layout.sends:
+            self._activations[link.source, link.target, key] = _pick(values, link.ports)
+        if added is not None:
+            stage.settle(step, key, inputs, added)
+            step.add(added * stage.loss_factors(step, key))
+        if layout.results:
+            step.finish(key, _pick(values, layout.results))
+
+    def _backward(
+        self, stage: Stage, action: Compute, arrived: Sequence[tf.Tensor], step: Step
+    ) -> None:
+        layout, key = stage.layout, action.micro_batch
+        found: Values = dict(step.loss_gradients(key)) if layout.results else {}
+        ports = [port for link in layout.sends for port in link.gradients]
+        for port, gradient in zip(ports, arrived, strict=True):
+            found[port] = found[port] + gradient if port in found else gradient
+        seeds = [stage.loss_factors(step, key), *(found[port] for port in layout.seeded)]
+        run = stage.backward if action.kind == "BW" else stage.backward_input
+        gradients = dict(zip(layout.input_gradients, run(key, seeds), strict=True))
+        for link in layout.receives:
+            if link.gradients:
+                message = (link.target, link.source, key)
+                self._gradients[message] = _pick(gradients, link.gradients)
+
+
+def _pick(values: Values, ports: Sequence[Port]) -> list[tf.Tensor]:
+    return [values[port] for port in ports]

@@ -1,0 +1,1 @@
+"""What a stage computes with: layers, inputs and outputs, gradient accumulators."""

@@ -1,0 +1,108 @@
+"""Outputs of the model: how they travel, and the structure in which the model returns them.
+
+Where softmax or sigmoid makes the output of a model, Keras' crossentropies compute with what it
+was applied to: probabilities that are rounded to 0 or 1 have lost it. A tensor that comes from
+another function, or from another rank, has lost it, too. So the last stage hands on the logits,
+and whoever needs the probabilities makes them again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tarantella_pp.keras_internals.functional import operation_fn, set_mask
+from tarantella_pp.keras_internals.training import logits_of
+from tarantella_pp.partition.extraction.calls import Call
+from tarantella_pp.partition.extraction.keras_reader import ExtractedModel
+from tarantella_pp.runtime.modules.stage_boundary import Port
+from tarantella_pp.runtime.state.remote_variables import only_traced
+
+Activation = Callable[[tf.Tensor], tf.Tensor]
+
+# By the last operation that TensorFlow runs for them; along another axis than the last it is
+# another one.
+_ACTIVATIONS: dict[str, Activation] = {
+    "Sigmoid": keras.activations.sigmoid,
+    "Softmax": keras.activations.softmax,
+}
+
+
+def find_activations(extracted: ExtractedModel) -> dict[int, Activation]:
+    """For each output of a model that remembers its logits, what makes it of them.
+
+    Args:
+        extracted: The model's graph and calls; they are traced, not run.
+    """
+    makers = {tensor: call for call in extracted.calls for tensor in call.outputs}
+    found: dict[int, Activation] = {}
+    for tensor in extracted.graph.outputs:
+        if tensor in makers and tensor not in found:
+            activation = _activation(extracted, makers[tensor], tensor)
+            if activation is not None:
+                found[tensor] = activation
+    return found
+
+
+def _activation(extracted: ExtractedModel, call: Call, tensor: int) -> Activation | None:
+    tensors = extracted.graph.tensors
+    found: list[Activation | None] = []
+
+    def trace(*inputs: tf.Tensor) -> None:
+        values = dict(zip(call.inputs, inputs, strict=True))
+        known = {key: values[t] for key, t in call.bindings.items()}
+        args, kwargs = call.arguments.fill_in(known)
+        results = operation_fn(call.operation, training=False)(*args, **kwargs)
+        made = keras.tree.flatten(results)[call.outputs.index(tensor)]
+        logits = logits_of(made)
+        alike = logits is not None and (logits.dtype, logits.shape) == (made.dtype, made.shape)
+        found.append(_ACTIVATIONS.get(made.op.type) if alike else None)
+
+    specs = [tf.TensorSpec(tensors[t].shape, tensors[t].dtype) for t in call.inputs]
+    with only_traced():  # the layer may be on another rank
+        tf.function(trace, input_signature=specs, autograph=False).get_concrete_function()
+    return found[0]
+
+
+def as_logits(value: tf.Tensor, tensor: int, activations: Mapping[int, Activation]) -> tf.Tensor:
+    """What is handed on of a tensor of the model's graph."""
+    return logits_of(value) if tensor in activations else value
+
+
+def as_made(value: tf.Tensor, tensor: int, activations: Mapping[int, Activation]) -> tf.Tensor:
+    """The tensor of the model's graph of which this was handed on."""
+    return activations[tensor](value) if tensor in activations else value
+
+
+def pack_outputs(
+    extracted: ExtractedModel,
+    values: Mapping[Port, tf.Tensor],
+    activations: Mapping[int, Activation],
+) -> Any:
+    """Puts the outputs of a model together, masks attached.
+
+    Args:
+        extracted: The model's graph.
+        values: Each output, and its mask where it has one.
+        activations: Outputs that are given as their logits, and what makes them of these.
+
+    Returns:
+        What the model would return.
+    """
+    flat = []
+    for tensor in extracted.graph.outputs:
+        value = as_made(values[Port(tensor)], tensor, activations)
+        if Port(tensor, mask=True) in values:
+            value = value if tensor in activations else tf.identity(value)
+            set_mask(value, values[Port(tensor, mask=True)])
+        flat.append(value)
+    return unpacked(keras.tree.pack_sequence_as(extracted.outputs_struct, flat))
+
+
+def unpacked(structure: Any) -> Any:
+    """A list of one as that one, as Functional models return it."""
+    single = isinstance(structure, (list, tuple)) and len(structure) == 1
+    return structure[0] if single else structure

@@ -1,0 +1,178 @@
+"""What a stage computes with: its layers, and one gradient sum for each weight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tarantella_pp.errors import UnsupportedModelError
+from tarantella_pp.keras_internals.functional import (
+    get_mask,
+    operation_fn,
+    set_mask,
+)
+from tarantella_pp.keras_internals.training import added_losses
+from tarantella_pp.partition.extraction.calls import Call
+from tarantella_pp.runtime.modules.gradient_accumulator import GradientSums
+from tarantella_pp.runtime.modules.model_outputs import as_logits, as_made
+from tarantella_pp.runtime.modules.stage_boundary import Port, StageLayout
+
+
+class StageBody:
+    """The nodes of one stage, and one gradient sum for each of its trainable weights.
+
+    Args:
+        layout: The border of the stage.
+        calls: The stage's calls, in topological order.
+        micro_batches: Most micro-batches of a step.
+
+    Attributes:
+        added_by: Names of the layers that add losses, in training and otherwise; known once it
+            has run.
+        blocks: Whether some input gets no gradient although it could; set by the passes.
+    """
+
+    def __init__(self, layout: StageLayout, calls: Sequence[Call], micro_batches: int = 1) -> None:
+        self.layout = layout
+        self.layer = StageLayer(calls, layout)
+        self.sums = GradientSums(self.layer.trainable_variables, micro_batches)
+        self.added_by: dict[bool, tuple[str, ...]] = {True: (), False: ()}
+        self.blocks = False
+
+    @property
+    def variables(self) -> list[Any]:
+        """TensorFlow's variables of the trainable weights, to differentiate by."""
+        return [weight.value for weight in self.sums.weights]
+
+    def run(self, inputs: Sequence[tf.Tensor], training: bool) -> tuple[list[tf.Tensor], tf.Tensor]:
+        """Runs the nodes on one micro-batch.
+
+        Args:
+            inputs: One tensor for each port of `layout.inputs`.
+            training: Whether layers run in training mode.
+
+        Returns:
+            One tensor for each port of `layout.outputs`, and the losses that the layers added,
+            as one tensor in Keras' default float type.
+        """
+        outputs, losses = self.layer(inputs, training=training)
+        dtype = keras.config.floatx()
+        self.added_by[training] = tuple(name for name, _ in losses)
+        added = [tf.cast(tf.reduce_sum(loss), dtype) for _, loss in losses]
+        return outputs, tf.stack(added) if added else tf.zeros([0], dtype)
+
+    def sources(self, inputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Those of `inputs` whose gradient the stage sends back."""
+        ports = dict(zip(self.layout.inputs, inputs, strict=True))
+        return [ports[port] for port in self.layout.input_gradients]
+
+    def targets(self, outputs: Sequence[tf.Tensor], added: tf.Tensor) -> list[tf.Tensor]:
+        """What is differentiated: the added losses, then each output that a gradient reaches."""
+        ports = dict(zip(self.layout.outputs, outputs, strict=True))
+        return [added, *(ports[port] for port in self.layout.seeded)]
+
+    def connected(
+        self, specs: Sequence[tf.TensorSpec], coming: Sequence[bool]
+    ) -> tuple[list[bool], list[bool]]:
+        """Finds out where gradients get to; runs nothing.
+
+        Args:
+            specs: Shape and dtype of each input.
+            coming: For each of `layout.seeded` whether a gradient comes in there.
+
+        Returns:
+            For each of `layout.input_gradients`, and for each trainable weight, whether a
+            gradient reaches it.
+        """
+        found: list[bool] = []
+
+        def trace(*inputs: tf.Tensor) -> None:
+            wanted = [*self.sources(inputs), *self.variables]
+            with tf.GradientTape(watch_accessed_variables=False) as tape:
+                tape.watch(wanted)
+                targets = self.targets(*self.run(inputs, training=True))
+                kept = [t for t, comes in zip(targets, [True, *coming], strict=True) if comes]
+            found.extend(gradient is not None for gradient in tape.gradient(kept, wanted))
+
+        tf.function(trace, input_signature=list(specs), autograph=False).get_concrete_function()
+        inputs = len(self.layout.input_gradients)
+        return found[:inputs], found[inputs:]
+
+
+class StageLayer(keras.layers.Layer):
+    """A Keras layer that runs some nodes of a model.
+
+    It tracks the layers of those nodes: a bare loop over them would lose the activity losses of
+    a layer that is called twice, because each call outside an enclosing layer starts anew. The
+    model itself is neither cloned nor changed.
+
+    Args:
+        calls: The stage's calls, in topological order.
+        layout: The border of the stage.
+
+    Attributes:
+        observe: Is told the results of each call, if it is set.
+    """
+
+    def __init__(self, calls: Sequence[Call], layout: StageLayout) -> None:
+        super().__init__(name=f"stage_{layout.index}", autocast=False)
+        self.calls = tuple(calls)
+        self.layout = layout
+        self.observe: Callable[[Call, Sequence[Any]], None] | None = None
+        layers = [c.operation for c in calls if isinstance(c.operation, keras.layers.Layer)]
+        self.tracked = list(dict.fromkeys(layers))
+        self.built = True
+
+    def call(
+        self, values: Sequence[Any], training: bool
+    ) -> tuple[list[Any], list[tuple[str, Any]]]:
+        """Runs the nodes.
+
+        Args:
+            values: One tensor for each port of `layout.inputs`.
+            training: Whether layers run in training mode.
+
+        Returns:
+            One tensor for each port of `layout.outputs`, and the losses that the layers added
+            (activity regularizers and `add_loss`; not weight regularizers), with their names.
+        """
+        tensors, masks = self._received(values)
+        for call in self.calls:
+            for tensor in call.inputs:
+                # A layer may have taken the mask off an input that others still need it with.
+                hidden = tensor in call.unmasked
+                set_mask(tensors[tensor], None if hidden else masks.get(tensor))
+            known = {key: tensors[tensor] for key, tensor in call.bindings.items()}
+            args, kwargs = call.arguments.fill_in(known)
+            results = operation_fn(call.operation, training=training)(*args, **kwargs)
+            tensors.update(zip(call.outputs, keras.tree.flatten(results), strict=True))
+            if self.observe is not None:
+                self.observe(call, [tensors[tensor] for tensor in call.outputs])
+            masks.update((tensor, get_mask(tensors[tensor])) for tensor in call.outputs)
+        outputs = [self._value(port, tensors, masks) for port in self.layout.outputs]
+        return outputs, added_losses(self)
+
+    def _received(self, values: Sequence[Any]) -> tuple[dict[int, Any], dict[int, Any]]:
+        tensors: dict[int, Any] = {}
+        masks: dict[int, Any] = {}
+        for port, value in zip(self.layout.inputs, values, strict=True):
+            if port.mask:
+                masks[port.tensor] = value
+            else:
+                tensors[port.tensor] = as_made(value, port.tensor, self.layout.activations)
+        return tensors, masks
+
+    def _value(self, port: Port, tensors: Mapping[int, Any], masks: Mapping[int, Any]) -> Any:
+        if not port.mask:
+            return as_logits(tensors[port.tensor], port.tensor, self.layout.activations)
+        mask = masks.get(port.tensor)
+        if mask is None:
+            raise UnsupportedModelError(
+                f"Stage {self.layout.index} should hand on a mask with tensor {port.tensor}, as "
+                "the model's graph says, but the layer that makes the tensor computed none. "
+                "Make its `compute_mask` depend on the presence of a mask only."
+            )
+        return mask

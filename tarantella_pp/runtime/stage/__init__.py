@@ -1,0 +1,1 @@
+"""One stage of the pipeline, compiled; the only room that differentiates."""

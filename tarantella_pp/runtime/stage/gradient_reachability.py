@@ -1,0 +1,47 @@
+"""Which weights the gradient of the loss reaches at all.
+
+Keras leaves a weight alone that no gradient reaches, where a gradient of zero would let it decay.
+A stage by itself cannot tell the two apart: what comes back over a cut may be zeros only because
+a later stage, or the loss, does not use it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from tarantella_pp.runtime.comm.communicator import Communicator
+from tarantella_pp.runtime.modules.stage_boundary import StageLayout
+from tarantella_pp.runtime.stage.stage import Stage
+
+
+def find_reach(
+    layouts: Sequence[StageLayout],
+    stages: Mapping[int, Stage],
+    placement: Sequence[int],
+    communicator: Communicator,
+    scored: Iterable[int],
+) -> None:
+    """Tells each stage's gradient sums which weights no gradient reaches; once for each loss.
+
+    Args:
+        layouts: The borders of all stages.
+        stages: This rank's stages, which have run a training step.
+        placement: Rank of each stage.
+        communicator: The ranks of the pipeline.
+        scored: The tensors that the loss depends on, on the rank of the last stage.
+    """
+    alive = {(-1, tensor) for tensor in communicator.broadcast_json(list(scored), placement[-1])}
+    for layout in reversed(layouts):
+        coming = [
+            (layout.results != () and (-1, port.tensor) in alive)
+            or any((link.target, port.tensor) in alive for link in layout.sends)
+            for port in layout.seeded
+        ]
+        own = stages.get(layout.index)
+        reached = None if own is None else own.reached(coming)
+        reached = communicator.broadcast_json(reached, placement[layout.index])
+        alive |= {
+            (layout.index, port.tensor)
+            for port, is_reached in zip(layout.input_gradients, reached, strict=True)
+            if is_reached
+        }

@@ -1,0 +1,243 @@
+"""Forward and backward of a stage from one traced graph, cut in three."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tarantella_pp.runtime.modules.deferred_matmul import Product
+from tarantella_pp.runtime.modules.gradient_accumulator import Pair
+from tarantella_pp.runtime.modules.stage_module import StageBody
+from tarantella_pp.runtime.stage.activation_stash import Store
+from tarantella_pp.runtime.tf_graph.compiled_function import Compiled
+from tarantella_pp.runtime.tf_graph.graph_split import (
+    CutError,
+    Trace,
+    cut,
+)
+
+_KEY, _FLAG = tf.TensorSpec([], tf.int64), tf.TensorSpec([], tf.bool)
+_VIEWS = ("Reshape", "Identity", "ExpandDims", "Squeeze")
+"""Operations whose result is in the memory of what they are given."""
+
+
+class CutPass:
+    """Traces a stage once, forward and backward, and cuts the graph into F, B and W.
+
+    Residuals stay inside TensorFlow, in a `Store`: only activations and their gradients cross
+    into Python.
+
+    Args:
+        body: The stage's nodes and weights.
+        specs: Shape and dtype of each of the stage's inputs.
+        recompute: Whether to keep the inputs only, and repeat the forward pass.
+
+    Raises:
+        CutError: If the graph cannot be cut.
+    """
+
+    def __init__(
+        self, body: StageBody, specs: Sequence[tf.TensorSpec], recompute: bool = False
+    ) -> None:
+        self._body = body
+        self._kinds: list[Callable[[Iterator[tf.Tensor]], Any]] = []
+        trace = self._trace(specs)
+        self._cut = cut(trace, recompute)
+        self._early, self._late = Store(self._cut.early), Store(self._cut.late)
+        self._between = Store(self._cut.between)
+        self._seeds: dict[int, Sequence[tf.Tensor]] = {}
+        self._num_outputs = len(trace.outputs)
+        self._num_back = len(trace.input_gradients)
+        seeds = [tf.TensorSpec(seed.shape, seed.dtype) for seed in trace.seeds]
+        self._signatures = [[_KEY, _FLAG, *seeds], [_KEY, *seeds], [_KEY, _FLAG]]
+        self._forward = Compiled(self._run_forward, [_KEY, *specs])
+
+    # A schedule uses either the one or the two others, and each takes long to compile.
+    @functools.cached_property
+    def _backward(self) -> Compiled:
+        return Compiled(self._run_backward, self._signatures[0])
+
+    @functools.cached_property
+    def _backward_input(self) -> Compiled:
+        return Compiled(self._run_backward_input, self._signatures[1])
+
+    @functools.cached_property
+    def _backward_weight(self) -> Compiled:
+        return Compiled(self._run_backward_weight, self._signatures[2])
+
+    @property
+    def residual_bytes(self) -> int | None:
+        """Bytes kept for each micro-batch; rows of unknown number count as one.
+
+        `None` where lists of tensors are kept, as loops make them.
+        """
+        return _bytes_of(self._cut.residuals)
+
+    @property
+    def waiting_bytes(self) -> int | None:
+        """Bytes kept for a micro-batch after its B until its W, as of `residual_bytes`."""
+        if not self._num_back:
+            return self.residual_bytes
+        return _bytes_of((*self._cut.late, *self._cut.between))
+
+    def forward(
+        self, key: int, inputs: Sequence[tf.Tensor]
+    ) -> tuple[list[tf.Tensor], tf.Tensor | None]:
+        """Runs micro-batch `key` forward and keeps its residuals."""
+        *outputs, added = self._forward(_key(key), *inputs)
+        return outputs, added if self._body.added_by[True] else None
+
+    def backward(self, key: int, seeds: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Runs `key` backward: accumulates weight gradients, returns the input gradients."""
+        found = self._backward(_key(key), _flag(self._body.sums.begin()), *seeds)
+        self._body.sums.add_pairs(_pairs(found[self._num_back :]))
+        return found[: self._num_back]
+
+    def backward_input(self, key: int, seeds: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Runs B of `key` and keeps what W needs; with no input gradients, W does it all."""
+        if self._num_back:
+            return self._backward_input(_key(key), *seeds)
+        self._seeds[key] = seeds
+        return []
+
+    def backward_weight(self, key: int) -> None:
+        """Runs W of `key` and drops what was kept."""
+        if self._num_back:
+            found = self._backward_weight(_key(key), _flag(self._body.sums.begin()))
+            self._body.sums.add_pairs(_pairs(found))
+        else:
+            self.backward(key, self._seeds.pop(key))
+
+    def clear(self) -> None:
+        """Drops what is kept for micro-batches in flight."""
+        self._seeds.clear()
+        for store in (self._early, self._late, self._between):
+            store.clear()
+
+    def _run_forward(self, key: tf.Tensor, *inputs: tf.Tensor) -> list[tf.Tensor]:
+        found = self._cut.forward(*inputs)
+        early = self._num_outputs + len(self._cut.early)
+        self._early.put(key, found[self._num_outputs : early])
+        self._late.put(key, found[early:])
+        return found[: self._num_outputs]
+
+    def _run_backward(self, key: tf.Tensor, first: tf.Tensor, *seeds: tf.Tensor) -> Any:
+        found = self._cut.backward(*seeds, *self._early.take(key), *self._late.take(key))
+        return found[: self._num_back], self._accumulate(found[self._num_back :], first)
+
+    def _run_backward_input(self, key: tf.Tensor, *seeds: tf.Tensor) -> list[tf.Tensor]:
+        kept = [*self._early.take(key), *self._late.peek(key)]
+        found = self._cut.backward_input(*seeds, *kept)
+        self._between.put(key, found[self._num_back :])
+        return found[: self._num_back]
+
+    def _run_backward_weight(self, key: tf.Tensor, first: tf.Tensor) -> list[Pair]:
+        kept = [*self._late.take(key), *self._between.take(key)]
+        return self._accumulate(self._cut.backward_weight(*kept), first)
+
+    def _accumulate(self, components: Sequence[tf.Tensor], first: tf.Tensor) -> list[Pair]:
+        """Adds up the dense gradients, and returns those that are collected."""
+        left = iter(components)
+        gradients = [rebuild(left) for rebuild in self._kinds]
+        self._body.sums.add_dense(gradients, first)
+        return self._body.sums.pairs_of(gradients)
+
+    def _trace(self, specs: Sequence[tf.TensorSpec]) -> Trace:
+        """Forward and gradients of one micro-batch, in one graph."""
+        found: dict[str, Any] = {}
+
+        def whole(*inputs: tf.Tensor) -> list[tf.Tensor]:
+            outputs, added = self._body.run(inputs, training=True)
+            targets = self._body.targets(outputs, added)
+            seeds = [tf.compat.v1.placeholder(t.dtype, t.shape) for t in targets]
+            sources = self._body.sources(inputs)
+            wanted = [*sources, *self._body.variables]
+            gradients = tf.gradients(targets, wanted, grad_ys=seeds)
+            self._body.blocks |= any(g is None for g in gradients[: len(sources)])
+            back = [
+                tf.zeros_like(s) if g is None else tf.convert_to_tensor(g)
+                for s, g in zip(sources, gradients[: len(sources)], strict=True)
+            ]
+            found["weights"] = self._products(gradients[len(sources) :])
+            found.update(inputs=inputs, seeds=seeds, outputs=[*outputs, added], back=back)
+            return [*outputs, added]
+
+        traced = tf.function(whole, input_signature=list(specs), autograph=False)
+        try:
+            function = traced.get_concrete_function()
+        except (NotImplementedError, LookupError) as error:
+            raise CutError(f"TensorFlow cannot differentiate the graph: {error}") from error
+        self._body.sums.prepare(found["weights"])
+        return Trace(
+            function=function,
+            inputs=found["inputs"],
+            seeds=found["seeds"],
+            outputs=found["outputs"],
+            input_gradients=found["back"],
+            weight_gradients=self._components(found["weights"]),
+        )
+
+    def _products(self, gradients: Sequence[Any]) -> list[Any]:
+        """Has small products collected by their factors."""
+        found: list[Any] = list(gradients)
+        for i, gradient in enumerate(gradients):
+            product = Product.of(gradient) if isinstance(gradient, tf.Tensor) else None
+            if product is not None and self._body.sums.collects(i, product):
+                found[i] = product
+        return found
+
+    def _components(self, gradients: Sequence[Any]) -> list[tf.Tensor]:
+        """Dense gradients as they are, others as their two parts; notes which is which."""
+        components: list[tf.Tensor] = []
+        for gradient in gradients:
+            if gradient is None:
+                self._kinds.append(lambda _: None)
+            elif isinstance(gradient, tf.IndexedSlices):
+                components += [gradient.values, gradient.indices]
+                self._kinds.append(lambda left: tf.IndexedSlices(next(left), next(left)))
+            elif isinstance(gradient, Product):
+                components += [gradient.left, gradient.right]
+                self._kinds.append(lambda left: Product(next(left), next(left)))
+            else:
+                components.append(gradient)
+                self._kinds.append(next)
+        return components
+
+
+@functools.cache
+def _key(micro_batch: int) -> tf.Tensor:
+    return tf.constant(micro_batch, tf.int64)
+
+
+@functools.cache
+def _flag(value: bool) -> tf.Tensor:
+    return tf.constant(value)
+
+
+def _pairs(tensors: Sequence[tf.Tensor]) -> list[Pair]:
+    return list(zip(tensors[::2], tensors[1::2], strict=True))
+
+
+def _bytes_of(tensors: Sequence[tf.Tensor]) -> int | None:
+    """Bytes of tensors, each memory once; `None` if lists of tensors are among them."""
+    if any(tensor.dtype == tf.variant for tensor in tensors):
+        return None
+    memory = {_storage(tensor).ref(): tensor for tensor in tensors}
+    return sum(
+        int(tensor.dtype.size) * int(tf.TensorShape(_one_row(tensor.shape)).num_elements())
+        for tensor in memory.values()
+    )
+
+
+def _storage(tensor: tf.Tensor) -> tf.Tensor:
+    """The tensor whose memory a tensor shares."""
+    while tensor.op.type in _VIEWS:
+        tensor = tensor.op.inputs[0]
+    return tensor
+
+
+def _one_row(shape: tf.TensorShape) -> list[int]:
+    return [1 if size is None else size for size in shape.as_list()]

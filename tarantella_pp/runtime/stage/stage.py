@@ -1,0 +1,244 @@
+"""One stage of the pipeline, compiled; with the two kinds of pass, the room that differentiates."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import tensorflow as tf
+
+from tarantella_pp.partition.extraction.calls import Call
+from tarantella_pp.runtime.modules.stage_boundary import StageLayout
+from tarantella_pp.runtime.modules.stage_module import StageBody
+from tarantella_pp.runtime.probes.stage_probe import StageProbe
+from tarantella_pp.runtime.stage.layer_metrics import StageMetrics
+from tarantella_pp.runtime.stage.split_backward import CutPass
+from tarantella_pp.runtime.stage.tape_backward import TapePass
+from tarantella_pp.runtime.tf_graph.graph_split import CutError
+
+if TYPE_CHECKING:
+    from tarantella_pp.runtime.executor import Step
+
+logger = logging.getLogger(__name__)
+
+Shapes = tuple[tf.TensorShape, ...]
+
+
+class TrainingPass(Protocol):
+    """Forward and backward of one stage, for micro-batches of one size or of any size."""
+
+    def forward(
+        self, key: int, inputs: Sequence[tf.Tensor]
+    ) -> tuple[list[tf.Tensor], tf.Tensor | None]:
+        """Runs micro-batch `key` forward: the outputs, and the added losses."""
+
+    def backward(self, key: int, seeds: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Runs `key` backward: accumulates weight gradients, returns the input gradients."""
+
+    def backward_input(self, key: int, seeds: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """The part of `backward` that the input gradients need."""
+
+    def backward_weight(self, key: int) -> None:
+        """The rest of `backward`."""
+
+    def clear(self) -> None:
+        """Drops what is kept for micro-batches in flight."""
+
+
+class Stage:
+    """Runs one stage's nodes forward and backward, one micro-batch at a time.
+
+    The gradients of the stage's trainable weights add up in `body.sums`, in the order in which
+    the micro-batches run backward.
+
+    Args:
+        layout: The border of the stage.
+        calls: The stage's calls, in topological order.
+        recompute: Whether to keep a micro-batch's inputs only, and repeat its forward pass.
+        micro_batches: Most micro-batches of a step.
+
+    Attributes:
+        body: What it computes with.
+        probe: Tries it out before it first runs.
+        fallback: Why it could not be cut in three, if so.
+    """
+
+    def __init__(
+        self,
+        layout: StageLayout,
+        calls: Sequence[Call],
+        recompute: bool = False,
+        micro_batches: int = 1,
+    ) -> None:
+        self._recompute = recompute
+        self.layout = layout
+        self.body = StageBody(layout, calls, micro_batches)
+        self._metrics = StageMetrics(self.body)
+        self.probe = StageProbe(self.body)
+        self.fallback: str | None = None
+        self._specs: list[tf.TensorSpec] = []
+        self._general: TrainingPass | None = None
+        self._passes: dict[Shapes, TrainingPass] = {}
+        self._running: dict[int, TrainingPass] = {}
+        self._evaluate = tf.function(self._run_inference, autograph=False, reduce_retracing=True)
+
+    @property
+    def residual_bytes(self) -> int | None:
+        """Bytes kept of a micro-batch of the shapes seen first; `None` for loops and on tapes."""
+        return self._general.residual_bytes if isinstance(self._general, CutPass) else None
+
+    @property
+    def waiting_bytes(self) -> int | None:
+        """As `residual_bytes`, of a micro-batch that has run B and waits for W."""
+        return self._general.waiting_bytes if isinstance(self._general, CutPass) else None
+
+    def rehearse(self, step: Step, inputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Tries the stage out before it first runs; changes nothing.
+
+        Args:
+            step: The step to come.
+            inputs: One tensor for each port of `layout.inputs`, for the first micro-batch.
+
+        Returns:
+            One tensor for each port of `layout.outputs`, to try later stages with, if any follow.
+
+        Raises:
+            UnsupportedModelError: It would train something else; see `StageProbe`.
+        """
+        self._metrics.examine(step.share(0), inputs, step.training)
+        later = range(1, len(step.pieces.sizes))
+        return self.probe.examine(
+            step.pieces,
+            inputs,
+            step.training,
+            lambda: (step.data(self.layout.index, key) for key in later),
+        )
+
+    def settle(self, step: Step, key: int, inputs: Sequence[tf.Tensor], added: tf.Tensor) -> None:
+        """Looks again at added losses that have told nothing so far; see `StageProbe`."""
+        self.probe.settle(step.pieces.sizes[key], inputs, added, step.training)
+
+    def loss_factors(self, step: Step, key: int) -> tf.Tensor:
+        """What each added loss of a micro-batch counts in the loss of the batch."""
+        return self.probe.factors(step.training, step.factor(key))
+
+    def forward(
+        self, key: int, inputs: Sequence[tf.Tensor], share: float = 1.0
+    ) -> tuple[list[tf.Tensor], tf.Tensor | None]:
+        """Runs one micro-batch forward in training mode and keeps what backward needs.
+
+        Args:
+            key: The micro-batch.
+            inputs: One tensor for each port of `layout.inputs`.
+            share: Its share of the batch.
+
+        Returns:
+            One tensor for each port of `layout.outputs`, and the losses that the stage's layers
+            added, `None` if they added none.
+        """
+        work = self._running[key] = self._pass_for(inputs)
+        with self._metrics.counted(share, inputs, training=True):
+            return work.forward(key, inputs)
+
+    def backward(self, key: int, seeds: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Runs one micro-batch backward (action BW).
+
+        Args:
+            key: The micro-batch.
+            seeds: The factors of the added losses, then the gradient of each of `layout.seeded`.
+
+        Returns:
+            One gradient for each port of `layout.input_gradients`.
+        """
+        return self._running.pop(key).backward(key, seeds)
+
+    def backward_input(self, key: int, seeds: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Runs the input-gradient part of the backward pass (action B); see `backward`."""
+        return self._running[key].backward_input(key, seeds)
+
+    def backward_weight(self, key: int) -> None:
+        """Runs the weight-gradient part of the backward pass (action W)."""
+        self._running.pop(key).backward_weight(key)
+
+    def work_ahead(self) -> bool:
+        """Does some of what is left for after the last backward pass, as far as it can be done.
+
+        Returns:
+            Whether there was any.
+        """
+        return self.body.sums.multiply()
+
+    def keep_up(self) -> bool:
+        """Does what must not be left for later; call it between computations.
+
+        Returns:
+            Whether there was any.
+        """
+        return self.body.sums.keep_up()
+
+    def evaluate(
+        self, inputs: Sequence[tf.Tensor], share: float = 1.0
+    ) -> tuple[list[tf.Tensor], tf.Tensor | None]:
+        """Runs one micro-batch forward in inference mode; takes and returns what `forward` does."""
+        with self._metrics.counted(share, inputs, training=False):
+            outputs, added = self._evaluate(list(inputs))
+        return outputs, added if self.body.added_by[False] else None
+
+    def reached(self, coming: Sequence[bool]) -> list[bool]:
+        """Finds out where gradients get to, and notes in the sums which weights they do not reach.
+
+        Args:
+            coming: For each of `layout.seeded` whether a gradient comes in there.
+
+        Returns:
+            For each of `layout.input_gradients` whether a gradient goes out there.
+        """
+        sums = self.body.sums
+        if all(coming) and not self.body.blocks:
+            sums.reached = [True] * len(sums.weights)
+            return [True] * len(self.layout.input_gradients)
+        found, sums.reached = self.body.connected(self._specs, coming)
+        return found
+
+    def clear(self) -> None:
+        """Forgets the micro-batches in flight and the gradients so far."""
+        self._running.clear()
+        for work in set(self._passes.values()):
+            work.clear()
+        self.body.sums.reset()
+
+    def _run_inference(self, inputs: list[tf.Tensor]) -> tuple[list[tf.Tensor], tf.Tensor]:
+        return self.body.run(inputs, training=False)
+
+    def _pass_for(self, inputs: Sequence[tf.Tensor]) -> TrainingPass:
+        """One pass for the first shapes seen, fast for they are static; one for all others."""
+        shapes = tuple(tensor.shape for tensor in inputs)
+        if shapes not in self._passes:
+            self._passes[shapes] = self._new_pass(inputs)
+        return self._passes[shapes]
+
+    def _new_pass(self, inputs: Sequence[tf.Tensor]) -> TrainingPass:
+        if self._general is None:
+            self._specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in inputs]
+            self._general = self._make_pass(self._specs)
+        pairs = list(zip(self._specs, inputs, strict=True))
+        if not all(spec.is_compatible_with(tensor) for spec, tensor in pairs):
+            specs = [tf.TensorSpec(_covering(s.shape, t.shape), t.dtype) for s, t in pairs]
+            self._general, self._specs = self._make_pass(specs), specs
+        return self._general
+
+    def _make_pass(self, specs: Sequence[tf.TensorSpec]) -> TrainingPass:
+        if self.fallback is None:
+            try:
+                return CutPass(self.body, specs, self._recompute)
+            except CutError as error:
+                self.fallback = str(error)
+                logger.info("stage %d runs on a gradient tape: %s", self.layout.index, error)
+        return TapePass(self.body)
+
+
+def _covering(first: tf.TensorShape, second: tf.TensorShape) -> list[int | None]:
+    """The shape that fits both, and any number of rows."""
+    sizes = zip(first.as_list(), second.as_list(), strict=True)
+    return [a if a == b and place else None for place, (a, b) in enumerate(sizes)]

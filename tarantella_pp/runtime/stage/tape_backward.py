@@ -1,0 +1,72 @@
+"""Forward and backward of a stage that cannot be cut: a gradient tape around a compiled forward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tarantella_pp.runtime.modules.stage_module import StageBody
+
+
+class TapePass:
+    """Keeps one gradient tape for each micro-batch in flight.
+
+    The tape cannot give the input gradients alone: `backward_input` computes the weight gradients
+    along with them, and `backward_weight` only adds them up.
+
+    Args:
+        body: The stage's nodes and weights.
+    """
+
+    def __init__(self, body: StageBody) -> None:
+        self._body = body
+        self._tapes: dict[int, tuple[tf.GradientTape, list[tf.Tensor], list[tf.Tensor]]] = {}
+        self._waiting: dict[int, list[Any]] = {}
+        self._forward = tf.function(self._run, autograph=False, reduce_retracing=True)
+
+    def forward(
+        self, key: int, inputs: Sequence[tf.Tensor]
+    ) -> tuple[list[tf.Tensor], tf.Tensor | None]:
+        """Runs micro-batch `key` forward on a tape of its own."""
+        sources = self._body.sources(inputs)
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch([*sources, *self._body.variables])
+            outputs, added = self._forward(list(inputs))
+        self._tapes[key] = tape, sources, self._body.targets(outputs, added)
+        return outputs, added if self._body.added_by[True] else None
+
+    def backward(self, key: int, seeds: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Runs `key` backward: accumulates weight gradients, returns the input gradients."""
+        gradients = self.backward_input(key, seeds)
+        self.backward_weight(key)
+        return gradients
+
+    def backward_input(self, key: int, seeds: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Runs `key` backward; the weight gradients wait for `backward_weight`."""
+        tape, sources, targets = self._tapes.pop(key)
+        wanted = [*sources, *self._body.variables]
+        found = tape.gradient(targets, wanted, output_gradients=list(seeds))
+        self._body.blocks |= any(gradient is None for gradient in found[: len(sources)])
+        weight_gradients = found[len(sources) :]
+        self._body.sums.prepare(weight_gradients)
+        self._waiting[key] = weight_gradients
+        return [
+            tf.zeros_like(source) if gradient is None else tf.convert_to_tensor(gradient)
+            for source, gradient in zip(sources, found[: len(sources)], strict=True)
+        ]
+
+    def backward_weight(self, key: int) -> None:
+        """Adds the weight gradients of `key` to the sums."""
+        gradients = self._waiting.pop(key)
+        self._body.sums.add_dense(gradients, self._body.sums.begin())
+        self._body.sums.add_pairs(self._body.sums.pairs_of(gradients))
+
+    def clear(self) -> None:
+        """Drops what is kept for micro-batches in flight."""
+        self._tapes.clear()
+        self._waiting.clear()
+
+    def _run(self, inputs: list[tf.Tensor]) -> tuple[list[tf.Tensor], tf.Tensor]:
+        return self._body.run(inputs, training=True)

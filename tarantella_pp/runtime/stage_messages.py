@@ -1,0 +1,237 @@
+"""Messages between stages: one for each link, micro-batch and direction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tarantella_pp.partition.graph.layer_graph import LayerGraph
+from tarantella_pp.runtime.comm.communicator import Communicator, TensorSpec
+from tarantella_pp.runtime.comm.requests import Receipt
+from tarantella_pp.runtime.comm.wire_format import numpy_dtype
+from tarantella_pp.runtime.modules.stage_boundary import Link, Port
+from tarantella_pp.schedule import Direction, Message, Transfer
+
+if TYPE_CHECKING:
+    import tensorflow as tf
+
+_FIRST_TAG = 1024
+_MICRO_BATCH_TAGS = 64
+_AHEAD = 2
+
+
+class Conversion(NamedTuple):
+    """How the tensors of a message become arrays and arrays become tensors.
+
+    Attributes:
+        to_buffer: Returns an array on the memory of a tensor, for sending.
+        to_tensor: Returns a tensor on the memory of an array that was received.
+        cast: Returns a tensor in another dtype.
+    """
+
+    to_buffer: Callable[[Any], NDArray[Any]]
+    to_tensor: Callable[[NDArray[Any]], Any]
+    cast: Callable[[Any, np.dtype[Any]], Any]
+
+    @classmethod
+    def of_tensorflow(cls) -> Conversion:
+        """Returns that of TensorFlow's eager tensors."""
+        from tarantella_pp.runtime.comm import tensor_buffers
+
+        return cls(tensor_buffers.to_buffer, tensor_buffers.to_tensor, tensor_buffers.cast)
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """What there is to know of a message before it is sent, found once for each.
+
+    Attributes:
+        tag: Tag of its MPI messages.
+        label: What it is, for people.
+        ports: What it holds.
+        dtypes: The dtype of each tensor.
+        on_wire: The dtype in which each travels.
+        narrows: Whether these differ.
+        is_dynamic: Whether its shapes are not known from the model.
+    """
+
+    tag: int
+    label: str
+    ports: tuple[Port, ...]
+    dtypes: tuple[np.dtype[Any], ...]
+    on_wire: tuple[np.dtype[Any], ...]
+    narrows: bool
+    is_dynamic: bool
+
+
+class Exchange:
+    """Sends and receives what crosses the cuts, for one rank.
+
+    Receives are posted ahead of the computation that needs them; sends are never waited for.
+    Where a shape does not follow from the number of samples - another dimension is not known from
+    the model, or the first one does not count samples - a message with the shapes goes first.
+
+    Args:
+        communicator: The ranks of the pipeline.
+        graph: The layer graph, for dtypes and shapes.
+        links: All links of the pipeline, in an order that all ranks share.
+        placement: Rank of each stage.
+        conversion: Makes arrays of tensors and back. Default: that of TensorFlow.
+        wire_dtype: The type in which wider floating point numbers travel; `None` for their own.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        graph: LayerGraph,
+        links: Sequence[Link],
+        placement: Sequence[int],
+        conversion: Conversion | None = None,
+        wire_dtype: str | None = None,
+    ) -> None:
+        self._conversion = conversion or Conversion.of_tensorflow()
+        self._communicator = communicator
+        self._graph = graph
+        self._links = {(link.source, link.target): link for link in links}
+        self._numbers = {pair: number for number, pair in enumerate(self._links)}
+        self._placement = placement
+        self._wire_dtype = None if wire_dtype is None else numpy_dtype(wire_dtype)
+        self._ways: dict[tuple[Direction, Message], _Way] = {}
+        self._specs: dict[tuple[int, int], list[TensorSpec]] = {}
+        self._rows: Mapping[int, int] = {}
+        self._expected: list[Transfer] = []
+        self._posted: dict[Transfer, Receipt] = {}
+
+    def begin(self, program: Sequence[Any], rows: Mapping[int, int]) -> None:
+        """Posts the first receives of a step.
+
+        Args:
+            program: This rank's actions.
+            rows: Number of samples of each micro-batch.
+        """
+        self._rows = rows
+        receives = (a for a in program if isinstance(a, Transfer) and a.operation == "R")
+        static = [a for a in receives if not self._way(a).is_dynamic]
+        self._expected = static[::-1]
+        self._posted.clear()
+        self._post_ahead()
+
+    def send(self, action: Transfer, values: Sequence[tf.Tensor]) -> None:
+        """Hands a message over and returns at once.
+
+        Args:
+            action: The send.
+            values: One tensor for each port of the message.
+        """
+        target, way = self._placement[action.target], self._way(action)
+        if way.narrows:
+            values = list(map(self._conversion.cast, values, way.on_wire))
+        arrays = [self._conversion.to_buffer(value) for value in values]
+        if way.is_dynamic:
+            sizes = np.array([size for a in arrays for size in a.shape], np.int64)
+            self._communicator.send([sizes], target, way.tag, label=f"shapes of {way.label}")
+        self._communicator.send(arrays, target, way.tag, label=way.label)
+        self._post_ahead()
+
+    def expect(self, action: Transfer) -> None:
+        """Posts a receive, at the place in the program where it must be posted at the latest.
+
+        Args:
+            action: The receive.
+        """
+        while action in self._expected:
+            self._post_next()
+
+    def receive(
+        self, action: Transfer, meanwhile: Callable[[], bool] | None = None
+    ) -> list[tf.Tensor]:
+        """Waits for a message.
+
+        Args:
+            action: The receive, which `expect` has seen.
+            meanwhile: Does some work that can be done while waiting; returns whether there was any.
+
+        Returns:
+            One tensor for each port of the message.
+        """
+        self._post_ahead()
+        receipt = self._posted.pop(action, None)
+        if receipt is None:
+            receipt = self._post_dynamic(action)
+        # The next receive is posted after a send, when no other stage waits for this one.
+        arrays = receipt.wait(meanwhile)
+        values = [self._conversion.to_tensor(array) for array in arrays]
+        way = self._way(action)
+        return list(map(self._conversion.cast, values, way.dtypes)) if way.narrows else values
+
+    def _post_ahead(self) -> None:
+        while self._expected and len(self._posted) < _AHEAD:
+            self._post_next()
+
+    def _post_next(self) -> None:
+        action = self._expected.pop()
+        rows, way = self._rows[action.micro_batch], self._way(action)
+        if (way.tag, rows) not in self._specs:
+            shapes: list[tuple[Any, ...]] = [(rows, *self._shape(port)[1:]) for port in way.ports]
+            self._specs[way.tag, rows] = list(map(TensorSpec, shapes, way.on_wire))
+        self._posted[action] = self._post(action, self._specs[way.tag, rows])
+
+    def _post_dynamic(self, action: Transfer) -> Receipt:
+        way = self._way(action)
+        ranks = [len(self._shape(port)) for port in way.ports]
+        shapes = [TensorSpec((sum(ranks),), np.dtype(np.int64))]
+        sizes = self._post(action, shapes, "shapes of ").wait()[0].tolist()
+        specs = []
+        for dtype, rank in zip(way.on_wire, ranks, strict=True):
+            specs.append(TensorSpec(tuple(sizes[:rank]), dtype))
+            sizes = sizes[rank:]
+        return self._post(action, specs)
+
+    def _post(self, action: Transfer, specs: Sequence[TensorSpec], what: str = "") -> Receipt:
+        source, way = self._placement[action.source], self._way(action)
+        return self._communicator.post_receive(specs, source, way.tag, label=what + way.label)
+
+    def _way(self, action: Transfer) -> _Way:
+        key = (action.direction, action.message)
+        if key not in self._ways:
+            self._ways[key] = self._find_way(action)
+        return self._ways[key]
+
+    def _find_way(self, action: Transfer) -> _Way:
+        forward = action.direction == "F"
+        pair = (action.source, action.target) if forward else (action.target, action.source)
+        ports = self._links[pair].ports if forward else self._links[pair].gradients
+        channel = 2 * self._numbers[pair] + forward
+        tag = _FIRST_TAG + channel * _MICRO_BATCH_TAGS + action.micro_batch % _MICRO_BATCH_TAGS
+        dtypes = tuple(map(self._dtype, ports))
+        on_wire = tuple(map(self._on_wire, dtypes))
+        is_dynamic = any(map(self._is_dynamic, ports))
+        return _Way(tag, _label(action), ports, dtypes, on_wire, dtypes != on_wire, is_dynamic)
+
+    def _is_dynamic(self, port: Port) -> bool:
+        tensor, shape = self._graph.tensors[port.tensor], self._shape(port)
+        by_samples = tensor.rows_per_sample == 1 and shape[:1] == tensor.shape[:1]
+        return not by_samples or None in shape[1:]
+
+    def _shape(self, port: Port) -> tuple[int | None, ...]:
+        tensor = self._graph.tensors[port.tensor]
+        return (tensor.mask_shape or ()) if port.mask else tensor.shape
+
+    def _dtype(self, port: Port) -> np.dtype[Any]:
+        return numpy_dtype("bool" if port.mask else self._graph.tensors[port.tensor].dtype)
+
+    def _on_wire(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
+        """The type in which numbers of a type travel."""
+        wire = self._wire_dtype
+        if wire is not None and dtype.kind == "f" and dtype.itemsize > wire.itemsize:
+            return wire
+        return dtype
+
+
+def _label(action: Transfer) -> str:
+    what = "activations" if action.direction == "F" else "gradients"
+    return f"{what} {action.source}>{action.target}, micro-batch {action.micro_batch}"

@@ -1,0 +1,242 @@
+"""The slots of an optimizer, which are on the ranks of the weights that they serve."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tarantella_pp.errors import ConfigurationError, UnsupportedModelError
+from tarantella_pp.keras_internals.state import (
+    Place,
+    divide,
+    finalize_only,
+    rebuild,
+    slots_of,
+    trained_by,
+)
+from tarantella_pp.runtime.comm.collective import digest
+from tarantella_pp.runtime.comm.communicator import Communicator
+from tarantella_pp.runtime.state.owners import Owners
+
+_Array = np.ndarray[Any, Any]
+
+
+class OptimizerState:
+    """One rank's share of the optimizer of the whole model.
+
+    Every rank knows all slots of the whole optimizer, in the order in which plain Keras saves
+    them, by their kind and by the position of their weight among those that are trained. Making
+    one takes all ranks; an optimizer that has been built for the whole model is left with this
+    rank's share of its slots.
+
+    Args:
+        optimizer: The optimizer of this rank.
+        weights: The trainable weights of the whole model, in its order.
+        owners: The ranks of the weights.
+        communicator: The ranks of the pipeline.
+
+    Raises:
+        ConfigurationError: On all ranks, if it was built for other weights, or treats weights
+            otherwise on one rank than on another.
+        UnsupportedModelError: On all ranks, if its slots cannot be told apart.
+    """
+
+    def __init__(
+        self, optimizer: Any, weights: Sequence[Any], owners: Owners, communicator: Communicator
+    ) -> None:
+        self._optimizer = optimizer
+        self._owners = owners
+        self._communicator = communicator
+        self._ranks = [owners.owner(weight) for weight in weights]
+        self._own = list(filter(owners.is_own, weights))
+        self._positions = {id(weight): i for i, weight in enumerate(weights)}
+        self._slots: list[Place] = []
+        if communicator.size > 1:
+            self._slots = self._agreed(weights)
+        self._numbers: dict[tuple[str, int | None], int] = {}
+        for number, place in enumerate(self._slots):
+            for position in place.positions or (None,):
+                self._numbers[place.kind, position] = number
+
+    def build(self) -> None:
+        """Gives the optimizer the slots of this rank's weights, and no others."""
+        held = trained_by(self._optimizer)
+        if self._communicator.size == 1:
+            if not held and self._own:
+                self._optimizer.build(self._own)
+            return
+        share = list(filter(self._owners.is_own, held)) if held else self._own
+        if len(share) != len(held):
+            rebuild(self._optimizer, share)
+        finalize_only(self._optimizer, self._own)
+        self._held()
+
+    def whole(self, keep: bool = True) -> Any:
+        """Brings all slots together; takes all ranks.
+
+        Args:
+            keep: Whether this rank needs them.
+
+        Returns:
+            An optimizer to save: what Keras writes of it is what it writes of the optimizer of
+            the whole model. `None` if this rank does not need it.
+        """
+        if self._communicator.size == 1:
+            return self._optimizer
+        self.build()
+        held = self._held()
+        shapes: dict[int, Any] = {}
+        for theirs in self._communicator.allgather_json(
+            {str(i): [list(variable.shape), variable.dtype] for i, variable in held.items()}
+        ):
+            shapes.update({int(i): described for i, described in theirs.items()})
+        values = []
+        for i in range(len(self._slots)):
+            value = self._value(i, held, *shapes[i])
+            if keep:
+                values.append(value)
+        return self._stand_in(values) if keep else None
+
+    def receiver(self) -> Any:
+        """An optimizer that keeps of what it loads this rank's share; takes all ranks.
+
+        As plain Keras loads no slots before the first step, this does not, either.
+        """
+        if self._communicator.size == 1:
+            return self._optimizer
+        name = self._optimizer.name
+        if not self._communicator.broadcast_json(self._optimizer.built, self._source([])):
+            variables = dict(enumerate(self._optimizer.variables))
+            return _StandIn(name, len(variables), receivers=variables)
+        self.build()
+        return _StandIn(name, len(self._slots), receivers=self._held())
+
+    def _agreed(self, weights: Sequence[Any]) -> list[Place]:
+        """Divides the optimizer, in the same way on all ranks."""
+        held = trained_by(self._optimizer)
+        all_slots = digest(self._optimizer.variables) if len(held) == len(weights) else None
+        unknown = {id(w) for w in self._own} - {id(w) for w in held} if held else ()
+        slots: list[Place] = []
+        problem = ""
+        if unknown:
+            names = [weight.path for weight in self._own if id(weight) in unknown]
+            problem = f"it was built for other weights, not for {names}. Pass a new optimizer"
+        else:
+            try:
+                slots = divide(self._optimizer, weights, [*filter(self._owners.is_own, held)])
+            except UnsupportedModelError as error:
+                problem = str(error)
+        found = self._communicator.allgather_json([problem, slots, all_slots])
+        if len({values for _, _, values in found if values is not None}) > 1:
+            raise ConfigurationError(
+                f"The slots of optimizer {self._optimizer.name} differ between ranks. Load the "
+                "same file on all ranks before you wrap the model, or pass a new optimizer."
+            )
+        for rank, (theirs, layout, _) in enumerate(found):
+            if theirs:
+                kind = ConfigurationError if unknown else UnsupportedModelError
+                raise kind(
+                    f"Optimizer {self._optimizer.name} cannot be used on rank {rank}: {theirs}"
+                )
+            if layout != found[0][1]:
+                raise ConfigurationError(
+                    f"Optimizer {self._optimizer.name} treats weights otherwise on rank {rank} "
+                    "than on rank 0: it looks at their paths, which begin with the names of "
+                    "layers. Give the layers names, or build the same models on all ranks."
+                )
+        return slots
+
+    def _held(self) -> dict[int, Any]:
+        """This rank's slots, by their number in the whole optimizer."""
+        held = {}
+        for slot in slots_of(self._optimizer):
+            positions = [self._positions.get(id(w)) for w in slot.weights] or [None]
+            numbers = [self._numbers.get((slot.kind, position)) for position in positions]
+            held.update({number: slot.variable for number in numbers if number is not None})
+        rank = self._communicator.rank
+        own = {
+            i
+            for i, place in enumerate(self._slots)
+            if any(self._ranks[position] == rank for position in place.positions)
+        }
+        if self._optimizer.built and not own <= set(held):
+            raise UnsupportedModelError(
+                f"Optimizer {type(self._optimizer).__name__} makes other slots for large weights "
+                "than for small ones, so ranks cannot know each other's. Train in one process, or "
+                "with one of Keras' own optimizers."
+            )
+        return held
+
+    def _value(self, number: int, held: Mapping[int, Any], shape: list[int], dtype: str) -> _Array:
+        """The value of a slot, from the rank that trains with it."""
+        root = self._source(self._slots[number].positions)
+        if root == self._communicator.rank:
+            value = np.array(held[number].numpy())  # a scalar would be no array
+        else:
+            value = np.empty(shape, tf.as_dtype(dtype).as_numpy_dtype)
+        self._communicator.broadcast(value, root)
+        return value
+
+    def _source(self, positions: Sequence[int]) -> int:
+        """The rank with the values of a slot; one that serves no single weight is on several."""
+        return self._ranks[positions[0] if positions else 0] if self._ranks else 0
+
+    def _stand_in(self, values: Sequence[_Array]) -> _StandIn:
+        parts: dict[tuple[int, str], list[_Array]] = {}
+        for place, value in zip(self._slots, values, strict=True):
+            parts.setdefault((place.part, place.part_class), []).append(value)
+        inner = [
+            type(name, (_StandIn,), {})(name, len(own), values=own)
+            for (part, name), own in parts.items()
+            if part
+        ]
+        return _StandIn(self._optimizer.name, len(values), values=values, inner=inner)
+
+
+class _StandIn(keras.optimizers.Optimizer):  # type: ignore[misc]
+    """What Keras saves and loads instead of the optimizer of a whole model.
+
+    Args:
+        name: Name of the optimizer.
+        size: Number of its slots.
+        values: Their values, to save.
+        receivers: The slots to load, by number.
+        inner: Stand-ins of the optimizers in it, which Keras saves once more by themselves.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        size: int,
+        values: Sequence[_Array] = (),
+        receivers: Mapping[int, Any] | None = None,
+        inner: Sequence[_StandIn] = (),
+    ) -> None:
+        super().__init__(learning_rate=0.0, name=name)
+        self._size = size
+        self._values = tuple(values)
+        self._receivers = tuple((receivers or {}).items())
+        self.optimizers = list(inner)
+
+    def save_own_variables(self, store: Any) -> None:
+        """Writes all slots."""
+        for i, value in enumerate(self._values):
+            store[str(i)] = value
+
+    def load_own_variables(self, store: Any) -> None:
+        """Takes over the slots of this rank, if there are as many as there should be."""
+        found = len(store.keys())
+        if found != self._size:
+            warnings.warn(
+                f"Optimizer '{self.name}' keeps its state: it has {self._size} variables, the file "
+                f"has {found}.",
+                stacklevel=2,
+            )
+            return
+        for number, variable in self._receivers:
+            variable.assign(store[str(number)])

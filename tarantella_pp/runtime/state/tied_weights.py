@@ -1,0 +1,184 @@
+"""Weights that stages on several ranks use: gradients go to where they are trained, values back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import tensorflow as tf
+
+from tarantella_pp.partition.extraction.keras_reader import ExtractedModel
+from tarantella_pp.runtime.comm.communicator import Communicator, TensorSpec
+from tarantella_pp.runtime.comm.tensor_buffers import to_buffer, to_tensor
+from tarantella_pp.runtime.state.owners import Owners
+
+_SIZES_TAG, _GRADIENTS_TAG, _VALUES_TAG = 7, 8, 9
+_NOTHING, _DENSE = -2, -1
+"""In place of the number of rows of a gradient that is not sparse."""
+_INDICES = np.dtype(np.int64)
+
+Gradient: TypeAlias = "tf.Tensor | tf.IndexedSlices | None"
+
+
+@dataclass(frozen=True, slots=True)
+class TiedWeight:
+    """A trainable weight that several ranks have.
+
+    Attributes:
+        variable: The Keras variable.
+        ranks: The ranks; the first one trains it.
+    """
+
+    variable: Any
+    ranks: tuple[int, ...]
+
+
+def weights_of_several_ranks(extracted: ExtractedModel, owners: Owners) -> tuple[TiedWeight, ...]:
+    """Finds the trainable weights that several ranks have.
+
+    Args:
+        extracted: The model's graph and variables.
+        owners: The ranks of the variables.
+    """
+    pairs = zip(extracted.graph.weights, extracted.variables, strict=True)
+    found = [TiedWeight(v, owners.ranks(v)) for weight, v in pairs if weight.trainable]
+    return tuple(tied for tied in found if len(tied.ranks) > 1)
+
+
+class TiedWeights:
+    """One rank's copies of weights that others train, and others' copies of what it trains.
+
+    Once a step, gradients summed over the micro-batches go to the rank of the first stage that
+    uses the weight. That rank trains it and sends the new value back before the step ends.
+
+    Args:
+        weights: The weights that several ranks have, in the same order on all ranks.
+        communicator: The ranks of the pipeline.
+    """
+
+    def __init__(self, weights: Sequence[TiedWeight], communicator: Communicator) -> None:
+        self._communicator = communicator
+        self._lenders: dict[int, list[Any]] = {}
+        self._borrowers: dict[int, list[Any]] = {}
+        for tied in weights:
+            first, *others = tied.ranks
+            if communicator.rank in others:
+                self._lenders.setdefault(first, []).append(tied.variable)
+            for rank in others if communicator.rank == first else ():
+                self._borrowers.setdefault(rank, []).append(tied.variable)
+        self._borrowed = {id(v) for variables in self._lenders.values() for v in variables}
+        self._tied = {id(tied.variable) for tied in weights}
+
+    @property
+    def exist(self) -> bool:
+        """Whether this rank has any weights that others have, too."""
+        return bool(self._lenders or self._borrowers)
+
+    def is_borrowed(self, variable: Any) -> bool:
+        """Returns whether another rank trains a variable of this one."""
+        return id(variable) in self._borrowed
+
+    def is_tied(self, variable: Any) -> bool:
+        """Returns whether several ranks have a variable."""
+        return id(variable) in self._tied
+
+    def hand_over(self, gradient_of: Callable[[Any], Gradient]) -> None:
+        """Sends the gradients of weights that other ranks train.
+
+        Args:
+            gradient_of: Sum over the micro-batches of a variable's gradients.
+        """
+        for rank, variables in self._lenders.items():
+            gradients = [gradient_of(variable) for variable in variables]
+            sizes = np.array([_rows(gradient) for gradient in gradients], _INDICES)
+            tensors = [to_buffer(t) for gradient in gradients for t in _parts(gradient)]
+            self._communicator.send([sizes], rank, _SIZES_TAG, label="sizes of tied gradients")
+            if tensors:
+                self._communicator.send(tensors, rank, _GRADIENTS_TAG, label="tied gradients")
+
+    def collect(self) -> dict[int, list[Gradient]]:
+        """Receives the gradients of weights that this rank trains.
+
+        Returns:
+            From `id` of a variable to what each other rank found.
+        """
+        found: dict[int, list[Gradient]] = {}
+        for rank, variables in self._borrowers.items():
+            spec = [TensorSpec((len(variables),), _INDICES)]
+            sizes = self._wait(spec, rank, _SIZES_TAG, "sizes of tied gradients")[0].tolist()
+            pairs = list(zip(variables, sizes, strict=True))
+            specs = [spec for variable, rows in pairs for spec in _specs(variable, rows)]
+            arrays = self._wait(specs, rank, _GRADIENTS_TAG, "tied gradients") if specs else []
+            left = iter(arrays)
+            for variable, rows in pairs:
+                tensors = [to_tensor(next(left)) for _ in _specs(variable, rows)]
+                found.setdefault(id(variable), []).append(_gradient(variable, tensors))
+        return found
+
+    def publish(self) -> None:
+        """Sends the values of weights that this rank has just trained to the others."""
+        for rank, variables in self._borrowers.items():
+            values = [to_buffer(tf.convert_to_tensor(variable.value)) for variable in variables]
+            self._communicator.send(values, rank, _VALUES_TAG, label="tied weights")
+
+    def refresh(self) -> None:
+        """Takes over the values of weights that other ranks have trained; waits for them."""
+        for rank, variables in self._lenders.items():
+            specs = [_specs(variable, _DENSE)[0] for variable in variables]
+            values = self._wait(specs, rank, _VALUES_TAG, "tied weights")
+            for variable, value in zip(variables, values, strict=True):
+                variable.assign(to_tensor(value))
+
+    def _wait(self, specs: Sequence[TensorSpec], rank: int, tag: int, label: str) -> list[Any]:
+        return list(self._communicator.post_receive(specs, rank, tag, label=label).wait())
+
+
+def total(gradients: Sequence[Gradient]) -> Gradient:
+    """Adds up gradients of one weight, as TensorFlow does with those of several operations.
+
+    Args:
+        gradients: Dense ones, sparse ones, or `None` where no gradient reaches the weight.
+
+    Returns:
+        `None` if there is nothing to add, slices if all are sparse, otherwise a tensor.
+    """
+    found = [gradient for gradient in gradients if gradient is not None]
+    if len(found) < 2:
+        return found[0] if found else None
+    if all(isinstance(gradient, tf.IndexedSlices) for gradient in found):
+        values = tf.concat([gradient.values for gradient in found], 0)
+        indices = tf.concat([gradient.indices for gradient in found], 0)
+        return tf.IndexedSlices(values, indices, found[0].dense_shape)
+    return tf.add_n([tf.convert_to_tensor(gradient) for gradient in found])
+
+
+def _rows(gradient: Gradient) -> int:
+    if gradient is None:
+        return _NOTHING
+    return int(gradient.indices.shape[0]) if isinstance(gradient, tf.IndexedSlices) else _DENSE
+
+
+def _parts(gradient: Gradient) -> list[tf.Tensor]:
+    if gradient is None:
+        return []
+    if isinstance(gradient, tf.IndexedSlices):
+        return [gradient.values, tf.cast(gradient.indices, tf.int64)]
+    return [gradient]
+
+
+def _specs(variable: Any, rows: int) -> list[TensorSpec]:
+    """What a gradient of so many rows is sent as."""
+    shape, dtype = tuple(variable.shape), np.dtype(tf.as_dtype(variable.dtype).as_numpy_dtype)
+    if rows == _NOTHING:
+        return []
+    if rows == _DENSE:
+        return [TensorSpec(shape, dtype)]
+    return [TensorSpec((rows, *shape[1:]), dtype), TensorSpec((rows,), _INDICES)]
+
+
+def _gradient(variable: Any, tensors: Sequence[tf.Tensor]) -> Gradient:
+    if len(tensors) < 2:
+        return tensors[0] if tensors else None
+    return tf.IndexedSlices(tensors[0], tensors[1], tf.constant(list(variable.shape)))

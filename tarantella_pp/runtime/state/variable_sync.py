@@ -1,0 +1,92 @@
+"""The variables of a model, which are on the ranks of their stages, brought together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tarantella_pp.runtime.comm.communicator import Communicator
+from tarantella_pp.runtime.state.owners import Owners
+from tarantella_pp.runtime.state.remote_variables import (
+    Clock,
+    is_stale,
+    make_remote,
+)
+
+
+class ModelState:
+    """The variables of a model whose stages are on several ranks.
+
+    They are known by their position in the model, the same on all ranks, and never by a name:
+    Keras counts layers in each process, so a rank that made another model before has other names.
+    Those that only other ranks use refuse to be read here once these have trained them.
+
+    Args:
+        variables: All variables of the model, seeds of random layers included.
+        owners: The ranks of the variables.
+        communicator: The ranks of the pipeline.
+        clock: Counts the training steps, after which others' variables are not known here.
+    """
+
+    def __init__(
+        self,
+        variables: Sequence[Any],
+        owners: Owners,
+        communicator: Communicator,
+        clock: Clock,
+    ) -> None:
+        self._variables = tuple(variables)
+        self._owners = owners
+        self._communicator = communicator
+        self._used = []
+        for i, variable in enumerate(variables):
+            ranks = owners.ranks(variable)
+            if communicator.rank in ranks:
+                self._used.append(i)
+            elif ranks:
+                make_remote(variable, clock)
+
+    def start_alike(self) -> None:
+        """Gives every rank the first rank's values: initial weights and seeds.
+
+        Where another pipeline has trained a variable, it gives the true value.
+        """
+        self._share(lambda variable: 0)
+
+    def gather(self) -> None:
+        """Gives every rank the value of each variable from the rank that trains it."""
+        self._share(self._owners.owner)
+
+    def refresh(self) -> None:
+        """Brings up to date what stages use and another pipeline has trained on another rank."""
+        if self._communicator.size == 1:
+            return
+        needed = [i for i in self._used if is_stale(self._variables[i])]
+        everywhere = self._communicator.allgather_json(needed)
+        if any(everywhere):
+            self._share(self._owners.owner, set().union(*everywhere))
+
+    def _share(self, root_of: Callable[[Any], int], which: Iterable[int] | None = None) -> None:
+        """Gives all ranks values, of some variables or of all, from a rank that has true ones."""
+        if self._communicator.size == 1:
+            return
+        stale = [i for i, variable in enumerate(self._variables) if is_stale(variable)]
+        everywhere = self._communicator.allgather_json(stale)
+        for i in range(len(self._variables)) if which is None else sorted(which):
+            variable = self._variables[i]
+            true = [rank for rank, theirs in enumerate(everywhere) if i not in theirs]
+            root = root_of(variable)
+            root = root if root in true else true[0]
+            self._broadcast(variable, root)
+
+    def _broadcast(self, variable: Any, root: int) -> None:
+        if self._communicator.rank == root:
+            value = np.array(variable.numpy())  # a scalar would be no array
+        else:
+            value = np.empty(tuple(variable.shape), tf.as_dtype(variable.dtype).as_numpy_dtype)
+        self._communicator.broadcast(value, root)
+        if self._communicator.rank != root:
+            variable.assign(value)

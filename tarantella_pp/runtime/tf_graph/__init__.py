@@ -1,0 +1,1 @@
+"""Traced TensorFlow graphs: what depends on what, cut in three, called again."""

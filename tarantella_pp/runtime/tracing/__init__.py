@@ -1,0 +1,1 @@
+"""What happened when: recorded steps, their costs, their trace, profiles."""

@@ -1,0 +1,218 @@
+"""`profile`: measures every operation of a model on this machine, as a stage of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from rich.console import Console
+from rich.progress import track
+
+from tarantella_pp.errors import ConfigurationError
+from tarantella_pp.keras_internals.training import standardize_inputs
+from tarantella_pp.partition.extraction.calls import Call
+from tarantella_pp.partition.extraction.keras_reader import ExtractedModel, extract
+from tarantella_pp.partition.graph.profile import NodeProfile, Profile
+from tarantella_pp.partition.graph.units import sample_shape
+from tarantella_pp.partition.options import checked_count
+from tarantella_pp.runtime.modules.stage_boundary import (
+    Port,
+    StageLayout,
+    stage_layouts,
+)
+from tarantella_pp.runtime.modules.stage_module import StageLayer
+from tarantella_pp.runtime.stage.stage import Stage
+
+CALL_SECONDS = 1.5e-4
+"""What calling a stage takes that does nothing."""
+Measured = tuple[float, float, int | None]
+"""Seconds forward and backward, and bytes kept."""
+_KNOWN: dict[tuple[str, int, int], Profile] = {}
+"""Profiles of this process: by fingerprint, rows and threads."""
+
+
+def profile(
+    model: keras.Model | ExtractedModel,
+    batch: Any = 32,
+    *,
+    repeats: int = 5,
+    cache: str | os.PathLike[str] | None = None,
+    verbose: bool = True,
+) -> Profile:
+    """Measures the forward and the backward pass of each operation of a model on this machine.
+
+    Each runs compiled, as a stage of its own, on micro-batches of two sizes: that of `batch` and a
+    quarter of it. A first run is left out, the median of the others counts, and what an operation
+    that does nothing takes is subtracted. Operations that are alike are measured once. The
+    model's state stays as it was.
+
+    Args:
+        model: A Functional or built Sequential model, or what was read of one.
+        batch: Inputs of the model for one micro-batch, or its number of samples, for random ones.
+        repeats: How often each operation runs.
+        cache: A JSON file to take the profile from, if it holds one of this model, of as many
+            samples and threads, and to write it to otherwise. Profiles of this process are
+            kept in any case.
+        verbose: Whether to show a progress bar.
+
+    Returns:
+        The profile.
+
+    Raises:
+        ConfigurationError: `batch` or `repeats` cannot work.
+        UnsupportedModelError: The model cannot be cut into stages.
+        PlanError: The file holds no valid profile.
+    """
+    extracted = extract(model)
+    checked_count("repeats", repeats)
+    given = _inputs(extracted, batch)
+    rows, threads = int(given[0].shape[0]), _threads()
+    key = (extracted.graph.fingerprint(), rows, threads)
+    found = _KNOWN.get(key)
+    if found is None and cache is not None and Path(cache).exists():
+        found = Profile.load(cache)
+        if (found.fingerprint, found.rows[-1], found.threads) != key:
+            found = None
+    if found is None:
+        sizes = sorted({max(1, rows // 4), rows})
+        with _unchanged(extracted):
+            nodes = _measure(extracted, given, sizes, repeats, verbose)
+        found = Profile(extracted.model.name, key[0], threads, tuple(sizes), nodes)
+    if cache is not None:
+        found.save(cache)
+    _KNOWN[key] = found
+    return found
+
+
+def _threads() -> int:
+    given = tf.config.threading.get_intra_op_parallelism_threads()
+    return int(given or os.environ.get("TF_NUM_INTRAOP_THREADS") or len(os.sched_getaffinity(0)))
+
+
+def _inputs(extracted: ExtractedModel, batch: Any) -> list[tf.Tensor]:
+    """One tensor for each input of the graph."""
+    if not isinstance(batch, int):
+        given = [tf.convert_to_tensor(x) for x in standardize_inputs(extracted.model, batch)]
+    else:
+        rows = checked_count("batch", batch)
+        rng = np.random.default_rng(0)
+        graph = extracted.graph
+        given = []
+        for tensor in (graph.tensors[i] for i in graph.inputs):
+            shape = (rows, *sample_shape(tensor.shape, graph.assumed_size or 1))
+            whole = not tf.as_dtype(tensor.dtype).is_floating
+            given.append(
+                tf.cast(np.zeros(shape) if whole else rng.normal(size=shape), tensor.dtype)
+            )
+    if not given or len({x.shape[0] for x in given}) > 1 or not given[0].shape[0]:
+        raise ConfigurationError(
+            "Expected inputs of as many samples each. Received: shapes "
+            f"{[tuple(x.shape) for x in given]}"
+        )
+    return given
+
+
+@contextmanager
+def _unchanged(extracted: ExtractedModel) -> Iterator[None]:
+    """Brings statistics and seeds of random numbers back to what they were."""
+    state = [v for v in extracted.variables if not v.trainable]
+    values = [variable.numpy() for variable in state]
+    try:
+        yield
+    finally:
+        for variable, value in zip(state, values, strict=True):
+            variable.assign(value)
+
+
+def _measure(
+    extracted: ExtractedModel,
+    given: Sequence[tf.Tensor],
+    sizes: Sequence[int],
+    repeats: int,
+    verbose: bool,
+) -> tuple[NodeProfile, ...]:
+    graph = extracted.graph
+    layouts = stage_layouts(graph, range(len(graph.nodes)), len(graph.nodes))
+    readers = {port: layout.index for layout in layouts for port in layout.inputs}
+    values: list[dict[Port, tf.Tensor]] = [
+        {Port(tensor): x[:size] for tensor, x in zip(graph.inputs, given, strict=True)}
+        for size in sizes
+    ]
+    known: dict[str, list[Measured]] = {}
+    nodes = []
+    bar = Console(stderr=True, quiet=not verbose)
+    for layout in track(layouts, "Measuring operations", console=bar, transient=True):
+        call = extracted.calls[layout.index]
+        inputs = [[own[port] for port in layout.inputs] for own in values]
+        key = _likeness(call, layout, inputs[-1])
+        if key not in known:
+            known[key] = [_seconds(Stage(layout, [call]), own, repeats) for own in inputs]
+        nodes.append(_profile_of(call.name, known[key]))
+        for own, received in zip(values, inputs, strict=True):
+            outputs, _ = StageLayer([call], layout).call(received, training=True)
+            own.update(zip(layout.outputs, outputs, strict=True))
+            for port in [port for port in own if readers.get(port, -1) <= layout.index]:
+                del own[port]
+    return tuple(nodes)
+
+
+def _likeness(call: Call, layout: StageLayout, inputs: Sequence[tf.Tensor]) -> str:
+    """What two operations have in common that take equally long; a name where nobody knows."""
+    try:
+        config = dict(keras.saving.serialize_keras_object(call.operation))
+        config["config"] = {**config["config"], "name": None}
+        text = json.dumps(config, sort_keys=True, default=repr)
+    except (TypeError, ValueError, NotImplementedError):
+        return call.name
+    arguments = keras.tree.map_structure(
+        lambda x: str(x.shape) if isinstance(x, keras.KerasTensor) else repr(x),
+        (call.arguments.args, call.arguments.kwargs),
+    )
+    shapes = [(str(x.shape), x.dtype.name) for x in inputs]
+    flows = (len(layout.input_gradients), len(layout.seeded), len(layout.outputs))
+    trained = [v.trainable for v in call.variables]
+    return f"{text} {arguments} {shapes} {flows} {trained}"
+
+
+def _seconds(stage: Stage, inputs: Sequence[tf.Tensor], repeats: int) -> Measured:
+    """Runs a stage: the medians of its seconds, without those of calling it."""
+    forward, backward = [], []
+    dtype = keras.config.floatx()
+    for _ in range(1 + repeats):
+        start = time.perf_counter()
+        outputs, _ = stage.forward(0, inputs)
+        tf.test.experimental.sync_devices()
+        forward.append(time.perf_counter() - start)
+        if not stage.layout.seeded:
+            stage.clear()
+            continue
+        ports = dict(zip(stage.layout.outputs, outputs, strict=True))
+        factors = stage.probe.factors(True, tf.ones((), dtype))
+        seeds = [factors, *(tf.ones_like(ports[port]) for port in stage.layout.seeded)]
+        start = time.perf_counter()
+        stage.backward(0, seeds)
+        tf.test.experimental.sync_devices()
+        backward.append(time.perf_counter() - start)
+        stage.body.sums.reset()
+    kept = stage.residual_bytes
+    return _without_call(forward), _without_call(backward), kept
+
+
+def _without_call(times: Sequence[float]) -> float:
+    """The median of all but the first run, less what a call of nothing takes."""
+    return max(0.0, statistics.median(times[1:]) - CALL_SECONDS) if times[1:] else 0.0
+
+
+def _profile_of(name: str, found: Sequence[Measured]) -> NodeProfile:
+    forward, backward, kept = zip(*found, strict=True)
+    known = None if None in kept else kept
+    return NodeProfile(name, forward, backward, known)

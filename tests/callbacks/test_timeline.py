@@ -1,0 +1,388 @@
+"""Traces, measured costs and the callback, on simulated records and on real training."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import json
+import os
+import subprocess
+import sys
+from collections import defaultdict
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tarantella_pp.runtime.tracing.chrome_trace import (
+    COMMUNICATION,
+    COMPUTE,
+    STEPS,
+    trace_events,
+    write_trace,
+)
+from tarantella_pp.runtime.tracing.measured_costs import (
+    measured_costs,
+    simulated,
+    work_between,
+)
+from tarantella_pp.runtime.tracing.recorded_step import MeasuredStep
+from tarantella_pp.runtime.tracing.recorder import (
+    LOGS,
+    SUMS,
+    TIES,
+    UPDATE,
+    Span,
+)
+from tarantella_pp.schedule import Compute, Transfer, bubble_fraction, lower, make_schedule
+from tarantella_pp.simulation import Costs, LinkCosts, StageCosts, simulate
+from tests.helpers.mpi import (
+    ROOT,
+    find_mpiexec,
+    mpi_run,
+)
+
+needs_mpi = pytest.mark.skipif(find_mpiexec() is None, reason="no mpiexec")
+SCHEDULES = {"gpipe": 3, "1f1b": 3, "interleaved": 6, "zb-h1": 3, "zb-v": 6, "forward": 3}
+ZERO = 1e5
+"""When recording began on the clock of the records: not at 0."""
+
+
+def played(name, costs=None, micro_batches=5):
+    schedule = lower(make_schedule(name, SCHEDULES[name], micro_batches, 3))
+    costs = costs or Costs.uniform(schedule.num_stages, 3.0, 2.0, 1.0, LinkCosts(0.0, 0.5))
+    return schedule, simulate(schedule, costs)
+
+
+def recorded(name, costs=None, steps=2):
+    """What would be recorded if the ranks did what the simulator says."""
+    schedule, timeline = played(name, costs)
+    found = []
+    for number in range(steps):
+        zero = ZERO + number * (timeline.step_seconds + 7.0)
+        ends, spans = [], []
+        for own in timeline.events:
+            mine = []
+            for event in own:
+                start = zero + event.start
+                if costs is not None and event.action in costs.before:
+                    mine.append(Span(SUMS, start - costs.before[event.action], start))
+                mine.append(Span(event.action, start, zero + event.end))
+            mine.append(Span(UPDATE, mine[-1].end, mine[-1].end + 1.0))
+            mine.append(Span(LOGS, mine[-1].end, mine[-1].end + 0.5))
+            spans.append(tuple(mine))
+            ends.append((zero - 0.5, mine[-1].end + 0.25))
+        found.append(MeasuredStep(number, schedule, 32, tuple(ends), tuple(spans)))
+    return found
+
+
+def track_of(event):
+    """Which track of its process an event is on; numbers of tracks are those of one process."""
+    track = event["tid"] - 10 * event["pid"]
+    assert track in (COMPUTE, COMMUNICATION, STEPS)
+    assert event["tid"] not in (0, event["pid"])
+    return track
+
+
+def check_trace(events):
+    """Checks what holds for every trace; returns its processes' names by number."""
+    slices, arrows, names = defaultdict(list), defaultdict(dict), {}
+    for event in events:
+        track = (event["pid"], track_of(event))
+        if event["ph"] == "X":
+            assert event["dur"] >= 0
+            start, length = (round(1000 * event[field]) for field in ("ts", "dur"))  # as Perfetto
+            slices[track].append((start, start + length, event["name"]))
+        elif event["ph"] in "sf":
+            assert event["ph"] not in arrows[event["id"]], "an arrow has one beginning and one end"
+            arrows[event["id"]][event["ph"]] = (track, round(1000 * event["ts"]))
+        elif event["name"] == "process_name":
+            names[event["pid"]] = event["args"]["name"]
+    for track, own in slices.items():
+        own.sort()
+        for (_, end, name), (start, _, after) in itertools.pairwise(own):
+            assert end <= start, f"{name} and {after} overlap on track {track}"
+    transfers = [s for track, own in slices.items() if track[1] == COMMUNICATION for s in own]
+    ends = {
+        kind: sum(name.startswith(kind) for _, _, name in transfers) for kind in ("send", "receive")
+    }
+    assert ends["send"] == ends["receive"] == len(arrows)
+    for ends in arrows.values():
+        (sender, sent), (receiver, arrived) = ends["s"], ends["f"]
+        assert sender != receiver
+        assert sent <= arrived, "an arrow does not go back in time"
+        begins = [n for a, b, n in slices[sender] if a <= sent <= b]
+        arrives = [n for a, b, n in slices[receiver] if a <= arrived <= b]
+        message = next(n for n in begins if n.startswith("send")).removeprefix("send")
+        assert f"receive{message}" in arrives
+    return names
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_trace_has_no_overlaps_and_an_arrow_for_each_message(name, tmp_path):
+    steps = recorded(name)
+    write_trace(tmp_path / "trace.json", steps, (simulated(steps), steps[-1].origin))
+    assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert check_trace(events) == {
+        **{rank: f"rank {rank}" for rank in range(3)},
+        **{3 + rank: f"rank {rank} simulated" for rank in range(3)},
+    }
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.floats(0, 0.1), min_size=2, max_size=30))
+def test_slices_that_touch_do_not_overlap_by_rounding(lengths):
+    (step,) = recorded("gpipe", steps=1)
+    ends = [ZERO, *itertools.accumulate(lengths, initial=ZERO)]
+    spans = tuple(Span(UPDATE, a, b) for a, b in itertools.pairwise(ends))
+    touching = dataclasses.replace(step, spans=(spans,), bounds=((ZERO, ends[-1]),))
+    check_trace(trace_events([touching]))
+
+
+def test_the_exchange_of_tied_weights_is_a_wait():
+    (step,) = recorded("1f1b", steps=1)
+    own = step.spans[0]
+    exchange = Span(TIES, own[-1].end, own[-1].end + 0.5)
+    tied = dataclasses.replace(step, spans=((*own, exchange), *step.spans[1:]))
+    (found,) = [e for e in trace_events([tied]) if e.get("name") == TIES]
+    assert (track_of(found), found["cat"], found["args"]) == (COMMUNICATION, "wait", {"step": 0})
+    check_trace(trace_events([tied]))
+
+
+def test_a_slice_says_what_it_is():
+    events = [e for e in trace_events(recorded("zb-h1", steps=1)) if e["ph"] == "X"]
+    found = {(e["pid"], track_of(e), e["name"]): e for e in events}
+    assert found[1, COMPUTE, "1F2"]["args"] == {
+        "step": 0, "stage": 1, "kind": "F", "micro_batch": 2,
+    }  # fmt: skip
+    assert found[1, COMPUTE, "1W4"]["cat"] == "weight gradient"
+    assert found[0, COMMUNICATION, "send F3 0>1"]["cat"] == "send"
+    assert found[0, COMMUNICATION, "receive B3 1>0"]["cat"] == "wait"
+    assert found[2, COMPUTE, "update"]["dur"] == pytest.approx(1e6)
+    assert found[2, STEPS, "step 0"]["args"] == {"rows": 32}
+    first = found[0, COMPUTE, "0F0"]
+    assert (first["ts"], first["dur"]) == pytest.approx((0.5e6, 3e6))
+
+
+def test_the_simulated_step_lies_below_the_measured_one_of_its_time():
+    steps = recorded("1f1b")
+    events = trace_events(steps, (simulated(steps), steps[1].origin))
+    start = {
+        (e["pid"], e["name"], e["args"].get("step")): e["ts"] for e in events if e["ph"] == "X"
+    }
+    assert start[3, "0F0", None] == pytest.approx(start[0, "0F0", 1])
+    assert start[3, "0F0", None] > start[0, "0F0", 0]
+
+
+def test_without_steps_there_is_no_event():
+    assert trace_events([]) == []
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_measured_timeline_is_the_one_that_was_played(name):
+    _, timeline = played(name)
+    for step in recorded(name):
+        found = step.timeline
+        assert found.step_seconds == pytest.approx(timeline.step_seconds)
+        assert found.bubble_fraction == pytest.approx(timeline.bubble_fraction)
+        assert found.busy_seconds == pytest.approx(timeline.busy_seconds)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_bubble_is_that_of_the_closed_form(name):
+    costs = Costs.uniform(SCHEDULES[name])
+    [step] = recorded(name, costs, steps=1)
+    depth = 2 if name == "interleaved" else 1
+    assert step.timeline.bubble_fraction == pytest.approx(float(bubble_fraction(name, 3, 5, depth)))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_costs_and_step_time_are_found_again(name):
+    stages = tuple(
+        StageCosts(1.0 + s, 2.0 + s, 1.5, full_backward=3.0 + s) for s in range(SCHEDULES[name])
+    )
+    costs = Costs(stages, {}, LinkCosts(0.0, 0.25), send_seconds=0.125, receive_seconds=0.0625)
+    steps = recorded(name, costs)
+    found = measured_costs(steps)
+    assert found.send_seconds == pytest.approx(0.125)
+    for stage, true in zip(found.stages, stages, strict=True):
+        assert stage.forward == pytest.approx(true.forward)
+        if name.startswith("zb-"):
+            assert stage.weight_gradient == pytest.approx(true.weight_gradient)
+        elif name != "forward":
+            assert stage.full_backward == pytest.approx(true.full_backward)
+    measured = steps[0].timeline.step_seconds
+    assert simulated(steps).step_seconds == pytest.approx(measured, rel=0.02)
+
+
+def test_a_slow_first_micro_batch_counts():
+    [step] = recorded("1f1b", steps=1)
+    slow = step.spans[2][1]  # after the wait for it
+    assert str(slow.what) == "2F0"
+    spans = (
+        *step.spans[:2],
+        (step.spans[2][0], slow._replace(end=slow.end + 10.0), *step.spans[2][2:]),
+    )
+    slower = MeasuredStep(0, step.schedule, 32, step.bounds, spans)
+    assert measured_costs([slower]).stages[2].forward == pytest.approx(3.0 + 10.0 / 5)
+
+
+def test_other_work_is_found_again_and_simulated():
+    costs = Costs.uniform(3, 3.0, 2.0, 1.0, LinkCosts(0.0, 0.5))
+    work = {
+        Transfer(1, 0, "R", "B", 0): 2.0,
+        Transfer(2, 1, "R", "B", 1): 6.0,
+        Compute(0, "F", 3): 1.0,
+    }
+    steps = recorded("1f1b", dataclasses.replace(costs, before=work))
+    assert work_between(steps) == pytest.approx(work)
+    slower = simulated(steps).step_seconds
+    assert slower == pytest.approx(steps[0].timeline.step_seconds)
+    assert slower > simulated(recorded("1f1b", costs)).step_seconds
+
+
+def test_other_work_is_that_of_the_median_step():
+    costs = Costs.uniform(3, 3.0, 2.0, 1.0, LinkCosts(0.0, 0.5))
+    work = {Transfer(1, 0, "R", "B", 0): 20.0}
+    with_work = recorded("1f1b", dataclasses.replace(costs, before=work))
+    steps = [*with_work, *recorded("1f1b", costs, steps=1)]
+    assert work_between(steps) == pytest.approx(work)
+    assert work_between([*steps, *recorded("1f1b", costs)]) == {}
+
+
+def test_messages_pair_each_send_with_its_wait():
+    [step] = recorded("interleaved", steps=1)
+    pairs = list(step.messages())
+    assert len(pairs) == sum(
+        isinstance(s.what, Transfer) and s.what.operation == "S" for own in step.spans for s in own
+    )
+    for action, send, wait in pairs:
+        assert send.what == action
+        assert (wait.what.direction, wait.what.message) == (action.direction, action.message)
+
+
+def test_the_option_of_the_command_reaches_every_rank(tmp_path):
+    script = tmp_path / "script.py"
+    script.touch()
+    command = [sys.executable, "-m", "tarantella_pp", "-n", "1", "--trace", "t.json", "--dry-run"]
+    done = subprocess.run(
+        [*command, "--", str(script)], env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert f"TNT_TRACE={tmp_path / 't.json'}" in done.stdout.splitlines()
+
+
+def small_model(stages):
+    import keras
+    import numpy as np
+
+    import tarantella_pp as tnt
+
+    inputs = keras.Input((4,))
+    x = keras.layers.Dense(5, activation="tanh")(inputs)
+    outputs = keras.layers.Dense(2)(x)
+    model = tnt.PipelineModel(keras.Model(inputs, outputs), stages, 4, balance="flops")
+    model.compile("sgd", "mse")
+    x = np.random.default_rng(0).normal(size=(28, 4))  # three batches of 8, one of 4
+    return model, x, x[:, :2]
+
+
+def fit_traced():
+    """Runs on every rank of a job with `--trace`: two trainings, then one that differs."""
+    import tarantella_pp as tnt
+    from tarantella_pp.errors import ConfigurationError
+
+    model, x, y = small_model(2)
+    logs = []
+    for _ in range(2):
+        history = model.fit(x, y, batch_size=8, epochs=2, verbose=0, validation_data=(x, y))
+        logs.append({name: values[-1] for name, values in history.history.items()})
+    del os.environ["TNT_TRACE"]
+    mine = [tnt.callbacks.Timeline()] if tnt.get_rank() == 0 else []
+    try:
+        model.fit(x, y, batch_size=8, verbose=0, callbacks=mine)
+        message = ""
+    except ConfigurationError as error:
+        message = str(error)
+    return logs, message
+
+
+@functools.cache
+def two_ranks(directory):
+    env = {"TNT_TRACE": f"{directory}/new/trace.json"}
+    return mpi_run(2, fit_traced, timeout=120, env=env).check().results
+
+
+@needs_mpi
+@pytest.mark.mpi
+@pytest.mark.keras
+def test_two_ranks_write_one_trace_for_each_training(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("traces")
+    [(logs, message), (same, _)] = two_ranks(directory)
+    assert logs == same
+    for own in logs:
+        assert own["bubble"] + own["busy"] == pytest.approx(1.0)
+        assert 0 < own["busy"] < 1
+        assert 0 < own["wait"] < own["bubble"]
+    files = sorted(path.name for path in (directory / "new").iterdir())
+    assert files == ["trace-2.json", "trace.json"]
+    for file in files:
+        events = json.loads((directory / "new" / file).read_text())["traceEvents"]
+        assert len(check_trace(events)) == 4
+        steps = {e["name"] for e in events if e["ph"] == "X" and track_of(e) == STEPS}
+        assert steps == {f"step {i}" for i in range(8)}, "validation is no training step"
+        computed = {e["name"] for e in events if e["ph"] == "X" and track_of(e) == COMPUTE}
+        assert {"0F3", "1BW0", "update"} <= computed
+    assert "fit(callbacks=['Timeline'])" in message
+    assert "fit(callbacks=[])" in message
+
+
+@pytest.mark.keras
+def test_the_callback_in_one_process(tmp_path, capsys):
+    import keras
+
+    import tarantella_pp as tnt
+    from tarantella_pp.errors import ConfigurationError
+
+    model, x, y = small_model(2)
+    timeline = tnt.callbacks.Timeline(tmp_path / "trace.json", steps=range(4, 7))
+    with pytest.raises(ConfigurationError, match="No steps were recorded"):
+        timeline.summary()
+    history = model.fit(x, y, batch_size=8, epochs=2, verbose=0, callbacks=[timeline])
+    assert [step.number for step in timeline.steps] == [4, 5, 6]
+    assert [step.rows for step in timeline.steps] == [8, 8, 8]
+    assert history.history["wait"] == [0.0, 0.0]
+    assert history.history["bubble"] == pytest.approx([1 - b for b in history.history["busy"]])
+    names = check_trace(json.loads((tmp_path / "trace.json").read_text())["traceEvents"])
+    assert names == {0: "rank 0", 1: "rank 0 simulated"}
+    timeline.summary()
+    printed = capsys.readouterr().out
+    assert "1f1b, 4 micro-batches of a batch of 8" in printed
+    assert "simulated" in printed
+
+    class Stop(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        model.fit(x, y, batch_size=8, verbose=0, callbacks=[timeline, Stop()])
+    model.fit(x, y, batch_size=8, verbose=0)
+    assert timeline.steps == (), "training without the callback is not recorded"
+    assert timeline._recorder.steps == []
+
+
+@pytest.mark.keras
+def test_a_model_that_is_no_pipeline_is_refused():
+    import keras
+
+    import tarantella_pp as tnt
+    from tarantella_pp.errors import ConfigurationError
+
+    inputs = keras.Input((2,))
+    model = keras.Model(inputs, keras.layers.Dense(1)(inputs))
+    model.compile("sgd", "mse")
+    ones = keras.ops.ones((4, 2))
+    with pytest.raises(ConfigurationError, match=r"tnt\.PipelineModel.*class Functional"):
+        model.fit(ones, ones[:, :1], verbose=0, callbacks=[tnt.callbacks.Timeline()])

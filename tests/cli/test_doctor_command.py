@@ -1,0 +1,56 @@
+"""`tarantella doctor`."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tarantella_pp.cli import doctor_command
+from tarantella_pp.errors import LaunchError
+from tests.helpers.jobs import PYTHONS, tarantella
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("python", PYTHONS)
+def test_two_ranks_reach_each_other(python: str) -> None:
+    with tarantella(python, "doctor", "--json") as job:
+        result = job.result()
+        assert not job.processes()
+    assert result.code == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert found["problem"] is None
+    assert found["mpi"]["launcher"].endswith("mpiexec")
+    assert found["link"]["latency_us"] > 0
+    assert found["link"]["bandwidth_gb_per_s"] > 0
+    assert found["versions"]["keras"].startswith("3.")
+
+
+def test_a_machine_without_mpi_is_reported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def find_launcher(name: str) -> None:
+        raise LaunchError("Found no MPI")
+
+    monkeypatch.setattr(doctor_command.mpi, "find_launcher", find_launcher)
+    parser = doctor_command.argparse.ArgumentParser()
+    doctor_command.add_arguments(parser)
+    assert doctor_command.run(parser.parse_args([])) == 1
+    assert "Found no MPI" in capsys.readouterr().out
+
+
+def test_a_machine_without_tensorflow_is_reported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    link = {"latency_us": 1.0, "bandwidth_gb_per_s": 1.0}
+    monkeypatch.setattr(doctor_command.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(
+        doctor_command.mpi, "find_launcher", lambda name: doctor_command.mpi.Mpich("mpiexec")
+    )
+    monkeypatch.setattr(doctor_command, "_measure_link", lambda name: link)
+    parser = doctor_command.argparse.ArgumentParser()
+    doctor_command.add_arguments(parser)
+    assert doctor_command.run(parser.parse_args([])) == 1
+    told = " ".join(capsys.readouterr().out.split())
+    assert "tensorflow is not installed: `pip install tensorflow-cpu`" in told
+    assert "keras is not installed: `pip install keras`" in told

@@ -1,0 +1,413 @@
+"""`tarantella plan` on neutral graphs, and on plans that are there: no TensorFlow anywhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.commands import (
+    BERT,
+    GNMT,
+    GRAPHS,
+    ROOT,
+    VGG,
+    Command,
+    modules_after,
+)
+from tests.helpers.plans import chain_graph, plan_of
+
+OPTIMA = json.loads((GRAPHS / "optima.json").read_text())
+HEAVY = {"tensorflow", "keras", "mpi4py", "networkx", "matplotlib"}
+
+
+@pytest.fixture
+def command(capsys):
+    return Command(capsys)
+
+
+@pytest.fixture
+def plan_file(tmp_path):
+    def write(assignment, name="plan.json", **changes):
+        path = tmp_path / name
+        plan_of(chain_graph(len(assignment)), assignment, **changes).save(path)
+        return path
+
+    return write
+
+
+def independent_load(graph, assignment, stages):
+    """The largest stage, as anyone would count it from the file."""
+    time = [0.0] * stages
+    for node in graph["nodes"]:
+        time[assignment[node["id"]]] += node["time"]
+    for tensor in graph["tensors"]:
+        touching = {assignment[node] for node in tensor["nodes"]}
+        for stage in touching if len(touching) > 1 else ():
+            time[stage] += tensor["comm"]
+    assert all(assignment[e["src"]] <= assignment[e["dst"]] for e in graph["edges"])
+    return max(time)
+
+
+@pytest.mark.parametrize("stages", [2, 4, 8])
+@pytest.mark.parametrize("path", [GNMT, VGG, BERT])
+def test_make_from_graph_is_one_object_with_the_optimum(command, path, stages) -> None:
+    made = command.json("plan", "make", path, "--stages", stages, "--balance", "load")
+    graph = json.loads(Path(path).read_text())
+    proof = made["certificate"]
+    assert set(proof) == {"value", "lower_bound", "gap", "optimal", "method", "seconds"}
+    assert len(made["assignment"]) == len(graph["nodes"])
+    assert set(made["assignment"]) <= set(range(stages))
+    best = next(
+        row["best"]
+        for row in OPTIMA
+        if (row["graph"], row["objective"], row["S"]) == (graph["name"], "load", stages)
+    )
+    assert independent_load(graph, made["assignment"], stages) == pytest.approx(best, rel=1e-9)
+    assert proof["value"] == pytest.approx(best, rel=1e-9)
+    assert proof["optimal"]
+    assert proof["gap"] == 0.0
+
+
+def test_make_writes_what_show_and_check_read(command, tmp_path) -> None:
+    path = tmp_path / "plan.json"
+    assert command("plan", "make", GNMT, "--stages", 3, "--balance", "time", "-o", path) == 0
+    table = command.stdout
+    assert "48 nodes on 3 stages" in table
+    assert "optimal" in table
+    assert command("plan", "show", path) == 0
+    assert command.stdout == table
+    assert command.json("plan", "show", path)["balance"] == "time"
+    assert command.json("plan", "check", path, GNMT) == {"fits": True, "difference": None}
+    assert command("plan", "check", path, GNMT) == 0
+    assert "is a plan of" in command.stdout
+
+
+def test_check_says_what_differs(command, tmp_path) -> None:
+    path = tmp_path / "plan.json"
+    assert command("plan", "make", GNMT, "--stages", 3, "-o", path) == 0
+    assert "48 nodes, and this graph 41" in command.fails(1, "plan", "check", path, VGG)
+    changed = json.loads(Path(GNMT).read_text())
+    changed["nodes"][5]["memory"] += 1000.0
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps(changed))
+    assert "memory of stage" in command.fails(1, "plan", "check", path, other)
+    plan = json.loads(path.read_text())
+    plan["assignment"] = [2 - stage for stage in plan["assignment"]]
+    path.write_text(json.dumps(plan))
+    assert "needs node" in command.fails(1, "plan", "check", path, GNMT)
+    assert command("plan", "check", path, GNMT, "--json") == 1
+    assert json.loads(command.stdout)["fits"] is False
+    assert command.stderr == ""
+
+
+@pytest.mark.parametrize("limits", ["{0}", "{0},{0},{0}", "{1}kB"])
+def test_memory_limit_of_a_graph(command, limits) -> None:
+    # The least memory of the largest of three stages.
+    made = command.json("plan", "make", VGG, "--stages", 3, "--balance", "memory")
+    least = made["certificate"]["value"]
+    enough = limits.format(least, least / 1000 + 1)
+    made = command.json(
+        "plan", "make", VGG, "--stages", 3, "--balance", "time", "--memory-limit", enough
+    )
+    assert max(stage["memory"] for stage in made["stages"]) <= least + 1000
+    too_little = limits.format(0.9 * least, 0.9 * least / 1000)
+    message = command.fails(
+        1, "plan", "make", VGG, "--stages", 3, "--balance", "time", "--memory-limit", too_little
+    )
+    assert "memory limit" in message or "memory_limit" in message
+
+
+def test_show_a_plan_of_a_model(command, plan_file) -> None:
+    path = plan_file([0, 0, 1, 1])
+    assert command("plan", "show", path) == 0
+    assert "Plan of 'chain': 4 operations on 2 stages" in command.stdout
+    assert "\x1b" not in command.stdout
+    assert command.json("plan", "show", path)["assignment"] == [0, 0, 1, 1]
+
+
+def test_show_draws(command, plan_file, tmp_path) -> None:
+    path, page, dot = plan_file([0, 0, 1, 1]), tmp_path / "a.html", tmp_path / "a.dot"
+    assert command("plan", "show", path, "--html", page, "--dot", dot) == 0
+    assert f"Wrote {page}." in command.stdout
+    assert "dense_3" in page.read_text()
+    assert dot.read_text().startswith("digraph")
+    svg = tmp_path / "a.svg"
+    assert command.json("plan", "show", path, "--svg", svg)["num_stages"] == 2
+    assert svg.exists()
+
+
+@pytest.mark.parametrize("how", ["make", "show"])
+def test_graphs_are_not_drawn(command, tmp_path, how) -> None:
+    path, page = tmp_path / "plan.json", tmp_path / "a.html"
+    assert command("plan", "make", VGG, "--stages", 2, "-o", path) == 0
+    arguments = (VGG, "--stages", 2) if how == "make" else (path,)
+    assert "no pictures" in command.fails(2, "plan", how, *arguments, "--html", page)
+    assert not page.exists()
+    wrong = tmp_path / "a.txt"
+    assert "ends in .html" in command.fails(2, "plan", how, *arguments, "--html", wrong)
+
+
+def test_diff(command, plan_file) -> None:
+    before = plan_file([0, 0, 0, 1], "a.json")
+    after = plan_file([0, 1, 1, 1], "b.json", schedule="gpipe")
+    found = command.json("plan", "diff", before, after)
+    assert not found["same"]
+    assert found["options"] == {"schedule": ["1f1b", "gpipe"]}
+    move = {"first": "dense_1", "last": "dense_2", "nodes": 2, "before": 0, "after": 1}
+    assert found["moves"] == [move]
+    assert found["removed"] == found["added"] == []
+    # Two of three layers of 8 x 8 multiplications leave the first stage.
+    assert found["stages"][0]["flops"] == [384.0, 128.0]
+    assert found["stages"][1]["memory_bytes"][0] < found["stages"][1]["memory_bytes"][1]
+    assert command("plan", "diff", before, after) == 0
+    assert "0 -> 1  dense_1 .. dense_2 (2)" in command.stdout
+    assert "-66.7 %" in command.stdout
+    assert command.json("plan", "diff", before, before)["same"]
+    assert command("plan", "diff", before, before) == 0
+    assert command.stdout == "The plans are the same.\n"
+
+
+def test_diff_of_plans_with_other_layers_and_stages(command, plan_file) -> None:
+    found = command.json(
+        "plan", "diff", plan_file([0, 0, 1], "a.json"), plan_file([0, 1, 1, 2], "b.json")
+    )
+    assert found["added"] == ["dense_3"]
+    assert found["options"] == {"num_stages": [2, 3]}
+    assert found["stages"][2]["flops"] == [None, 128.0]
+    assert [(move["first"], move["after"]) for move in found["moves"]] == [("dense_1", 1)]
+
+
+def test_diff_knows_layers_of_one_model_that_are_numbered_anew(command, plan_file) -> None:
+    before = plan_file([0, 0, 1, 1], "a.json")
+    data = json.loads(before.read_text())
+    text = before.read_text()
+    for number, name in enumerate(reversed(data["node_names"])):
+        text = text.replace(f'"{name}"', f'"dense_{40 - number}"')
+    after = before.with_name("b.json")
+    after.write_text(text)
+    assert command.json("plan", "diff", before, after)["same"]
+
+
+def test_diff_refuses_plans_of_different_kinds(command, plan_file, tmp_path) -> None:
+    graph_plan = tmp_path / "graph_plan.json"
+    assert command("plan", "make", VGG, "--stages", 2, "-o", graph_plan) == 0
+    assert "nothing to compare" in command.fails(2, "plan", "diff", plan_file([0, 1]), graph_plan)
+
+
+def test_compare(command) -> None:
+    found = command.json("plan", "compare", VGG, "--stages", 4)["objectives"]
+    assert set(found) == {"memory", "time", "load"}
+    for objective, one in found.items():
+        rules = one["rules"]
+        assert list(rules) == ["tarantella", "equal layers", "parameter balance", "block partition"]
+        best = next(
+            row["best"]
+            for row in OPTIMA
+            if (row["graph"], row["objective"], row["S"]) == ("pipedream.vgg16", objective, 4)
+        )
+        assert one["optimal"]
+        assert rules["tarantella"]["value"] == pytest.approx(best, rel=1e-9)
+        assert all(rule["ratio"] >= 1 - 1e-9 for rule in rules.values())
+    assert found["load"]["rules"]["equal layers"]["ratio"] > 1.1
+    assert command("plan", "compare", VGG, "--stages", 4) == 0
+    assert "Load: ours is optimal" in command.stdout
+
+
+GOOD_GRAPH = {
+    "nodes": [{"id": 0, "time": 1, "memory": 1}, {"id": 1, "time": 1, "memory": 1}],
+    "edges": [{"src": 0, "dst": 1}],
+}
+
+
+def broken(**changes):
+    return json.dumps({**GOOD_GRAPH, **changes})
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("{", "Not JSON"),
+        ("[]", "JSON object"),
+        ("", "Not JSON"),
+        (broken(edges=[{"src": 0, "dst": 1}, {"src": 1, "dst": 0}]), "cycle"),
+        (broken(edges=[{"src": 0, "dst": 7}]), "edges[0].dst"),
+        (broken(nodes=[{"id": 0, "time": -1, "memory": 1}]), "nodes[0].time"),
+        (broken(nodes=[{"id": 0, "time": 1}]), "lacks the field 'memory'"),
+        (broken(colour="red"), "unknown field 'colour'"),
+        ('{"nodes": [{"id": 0, "time": NaN, "memory": 1}], "edges": []}', "NaN"),
+        (b"\xff\xfe\x00", "UTF-8"),
+    ],
+)
+def test_broken_graphs_are_refused_in_one_line(command, tmp_path, text, complaint) -> None:
+    path = tmp_path / "graph.json"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    assert complaint in command.fails(2, "plan", "make", path, "--stages", 2)
+    assert complaint in command.fails(2, "plan", "compare", path, "--stages", 2)
+
+
+def test_names_cannot_steer_a_terminal(command, tmp_path) -> None:
+    path = tmp_path / "graph.json"
+    path.write_text(broken(name="\x1b[31mred", units={"time": "ms\x1b[2J"}))
+    assert command("plan", "make", path, "--stages", 2) == 0
+    assert "Plan of '\\x1b[31mred'" in command.stdout
+    assert "time in ms\\x1b[2J" in command.stdout
+    assert "\x1b" not in command.stdout
+    path.write_text(broken(name=["\x1b[31m"], **{"\x1b[2J": 1}))
+    assert "\\x1b[2J" in command.fails(2, "plan", "make", path, "--stages", 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (lambda plan: plan.update(colour="red"), "colour"),
+        (lambda plan: plan.update(num_stages=7), "7 stages"),
+        (lambda plan: plan.update(assignment=[5] * 41), "one of the stages"),
+        (lambda plan: plan["stages"][0].update(memory=-1.0), "not negative"),
+        (lambda plan: plan.pop("certificate"), "certificate"),
+        (lambda plan: plan.update(format="something"), "something"),
+        (lambda plan: plan.update(version=2), "version"),
+        (lambda plan: plan.update(node_names=["a"]), "equally long"),
+    ],
+)
+def test_broken_plans_are_refused_in_one_line(command, tmp_path, change, complaint) -> None:
+    path = tmp_path / "plan.json"
+    assert command("plan", "make", VGG, "--stages", 2, "-o", path) == 0
+    plan = json.loads(path.read_text())
+    change(plan)
+    path.write_text(json.dumps(plan))
+    for rest in (("show", path), ("check", path, VGG), ("diff", path, path)):
+        assert complaint in command.fails(2, "plan", *rest)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["make", "missing.json", "--stages", "2"], "'missing.json' does not exist"),
+        (["make", "missing.keras", "--stages", "2"], "'missing.keras' does not exist"),
+        (["make", "missing.py:f", "--stages", "2"], "'missing.py' does not exist"),
+        (["make", "train.py", "--stages", "2"], "train.py:FUNCTION"),
+        (["make", "what/is/this", "--stages", "2"], "module:function"),
+        (["make", "a b:c", "--stages", "2"], "module:function"),
+        (["make", str(ROOT) + ".json", "--stages", "2"], "does not exist"),
+        (["make", VGG], "--stages"),
+        (["make", "ResNet50"], "--stages, or --ranks"),
+        (["make", VGG, "--ranks", "2"], "leave out --ranks"),
+        (["make", VGG, "--stages", "2", "--recompute", "all"], "leave out --recompute"),
+        (["make", VGG, "--stages", "0"], "from 1 on. Received: '0'"),
+        (["make", VGG, "--stages", "two"], "'two'"),
+        (["make", VGG, "--stages", "9" * 30], "at most 4096 stages"),
+        (["compare", VGG, "--stages", "9" * 30], "at most 4096 stages"),
+        (["make", VGG, "--stages", "2", "--balance", "fun"], "fun"),
+        (["make", VGG, "--stages", "2", "--balance", "flops"], "names no flops"),
+        (["make", VGG, "--stages", "2", "--schedule", "gpipe"], "leave out --schedule"),
+        (["make", VGG, "--stages", "2", "--micro-batches", "8"], "leave out --micro-batches"),
+        (["make", VGG, "--stages", "2", "--memory-limit", "much"], "'much'"),
+        (["make", VGG, "--stages", "2", "--memory-limit=-1"], "positive"),
+        (["make", VGG, "--stages", "2", "--memory-limit", "1,2,3"], "2 stages"),
+        (["make", VGG, "--stages", "2", "--memory-limit", "nan"], "positive"),
+        (["make", VGG, "--stages", "2", "-o", "/no/such/folder/p.json"], "There is no folder"),
+        (["make", VGG, "--stages", "2", "-o", str(ROOT)], "is a folder"),
+        (["make", VGG, "--stages", "2", "--unknown"], "--unknown"),
+        (["show", "missing.json"], "'missing.json' does not exist"),
+        (["show", str(ROOT)], "is no file"),
+        (["compare", "missing.json", "--stages", "2"], "does not exist"),
+        (["check", "missing.json", VGG], "does not exist"),
+        (["diff", "missing.json", "missing.json"], "does not exist"),
+        ([], "name one of make, show"),
+    ],
+)
+def test_wrong_usage_is_told_in_one_line(command, arguments, complaint) -> None:
+    assert complaint in command.fails(2, "plan", *arguments)
+
+
+def test_a_graph_is_no_plan_and_a_plan_no_graph(command, plan_file) -> None:
+    assert "no valid plan" in command.fails(2, "plan", "show", VGG)
+    path = plan_file([0, 1])
+    assert "unknown field" in command.fails(2, "plan", "make", path, "--stages", "2")
+    assert "Keras model" in command.fails(1, "plan", "check", path, VGG)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["plan", "make", VGG, "--stages", "3", "--json"],
+        ["plan", "compare", VGG, "--stages", "2"],
+        ["plan", "show", "GRAPH_PLAN"],
+        ["plan", "check", "GRAPH_PLAN", VGG],
+        ["plan", "show", "PLAN", "--json"],
+        ["plan", "diff", "PLAN", "PLAN"],
+        ["simulate", "PLAN"],
+        ["simulate", "PLAN", "--json"],
+    ],
+    ids=" ".join,
+)
+def test_nothing_heavy_is_loaded_where_it_is_not_needed(
+    command, plan_file, tmp_path, arguments
+) -> None:
+    graph_plan = tmp_path / "graph_plan.json"
+    assert command("plan", "make", VGG, "--stages", "3", "-o", graph_plan) == 0
+    files = {"PLAN": plan_file([0, 0, 1, 1]), "GRAPH_PLAN": graph_plan}
+    loaded = modules_after(*(files.get(argument, argument) for argument in arguments))
+    assert "tarantella_pp.cli.io.output" in loaded
+    assert not loaded & HEAVY
+    if arguments[1] != "make" and arguments[1] != "compare":
+        assert "tarantella_pp.partition.solvers.solve" not in loaded
+        assert ("numpy" in loaded) == (arguments[1] == "check")
+    assert ("rich" in loaded) == ("--json" not in arguments)
+
+
+def test_help_loads_nothing_but_the_standard_library() -> None:
+    program = (
+        "import contextlib, io, sys\n"
+        "from tarantella_pp.cli.main import main\n"
+        "with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):\n"
+        "    main(['plan', 'make', '--help'])\n"
+        "print({'rich', 'numpy', 'networkx', 'msgspec', 'keras'} & set(sys.modules))"
+    )
+    answer = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert answer.stdout == "set()\n"
+
+
+def test_colours_only_in_a_terminal_and_not_against_the_user(plan_file) -> None:
+    path = plan_file([0, 0, 1, 1])
+    base = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR")}
+
+    def show(**variables):
+        return subprocess.run(
+            [sys.executable, "-m", "tarantella_pp", "plan", "show", path],
+            cwd=ROOT,
+            env={**base, "TERM": "xterm-256color", **variables},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+
+    assert "\x1b" not in show()
+    assert "\x1b[1m" in show(FORCE_COLOR="1")
+    wide, narrow = show(COLUMNS="150"), show(COLUMNS="50")
+    assert len(narrow.splitlines()[2].rstrip()) <= 50 < len(wide.splitlines()[2].rstrip())
+
+
+def test_a_reader_that_leaves_early_is_no_error(plan_file) -> None:
+    path = plan_file([0] * 3000 + [1])
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tarantella_pp", "plan", "show", path, "--json"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    process.stdout.close()
+    try:
+        stderr = process.stderr.read()
+        assert process.wait(timeout=30) == 141
+        assert stderr == b""
+    finally:
+        process.kill()
+        process.stderr.close()

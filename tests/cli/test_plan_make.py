@@ -1,0 +1,270 @@
+"""`tarantella plan` on Keras models, from wherever they come."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from tests.helpers.commands import VGG, Command
+
+pytestmark = pytest.mark.keras
+
+SCRIPT = """
+import keras
+
+print("a script may print what it likes")
+WIDTH = 8
+
+def small(depth=4):
+    print("so may a function")
+    layers = [keras.layers.Dense(WIDTH, activation="relu") for _ in range(depth)]
+    return keras.Sequential([keras.Input((WIDTH,)), *layers])
+
+def compiled():
+    model = small()
+    model.compile("sgd", "mse")
+    return model
+
+def other():
+    return small(5)
+
+def subclassed():
+    class Own(keras.Model):
+        def call(self, x):
+            return x
+    return Own()
+
+def needs(width, depth, *rest, activation="relu", seed):
+    raise AssertionError
+
+def raises():
+    raise ValueError("no such\\nluck")
+
+def leaves():
+    raise SystemExit(7)
+
+def text():
+    return "a model"
+
+ready = small()
+not_callable = 3
+
+if __name__ == "__main__":
+    raise AssertionError("run as a program")
+"""
+
+
+@pytest.fixture
+def command(capsys):
+    return Command(capsys)
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    (tmp_path / "planned_models.py").write_text(SCRIPT)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield "planned_models.py"
+    sys.modules.pop("planned_models", None)
+
+
+def make(command, source, *options):
+    """Makes a plan of two stages; a model's own code may write to stderr."""
+    assert command("plan", "make", source, "--stages", 2, "--json", *options) == 0, command.stderr
+    return json.loads(command.stdout)
+
+
+@pytest.mark.parametrize("name", ["small", "ready"])
+@pytest.mark.parametrize("place", ["planned_models.py", "planned_models", "./planned_models.py"])
+def test_a_model_of_a_script(command, script, place, name) -> None:
+    made = make(command, f"{place}:{name}", "--balance", "flops")
+    assert made["assignment"] == [0, 0, 1, 1]
+    assert made["certificate"]["optimal"]
+    assert made["optimizer"] == "Adam (assumed)"
+    assert "a script may print what it likes" in command.stderr
+
+
+def test_options_reach_the_plan(command, script) -> None:
+    made = make(
+        command, f"{script}:small", "--batch-size", 48, "--micro-batches", 6, "--replicas", 2,
+        "--schedule", "gpipe", "--optimizer", "rmsprop", "--memory-limit", "1MB",
+    )  # fmt: skip
+    found = {key: made[key] for key in ("batch_size", "num_micro_batches", "num_replicas")}
+    assert found == {"batch_size": 48, "num_micro_batches": 6, "num_replicas": 2}
+    assert (made["schedule"], made["optimizer"]) == ("gpipe", "RMSprop")
+    assert made["memory_limit"] == 1_000_000
+    made = make(command, f"{script}:small", "--memory-limit", "1MB,2MB")
+    assert made["memory_limit"] == [1_000_000, 2_000_000]
+
+
+@pytest.mark.parametrize(
+    ("given", "in_flight"), [("interleaved", [2, 1]), ("zb-v", [2, 1]), ("zb-auto", [2, 2])]
+)
+def test_schedules_of_several_stages_on_a_rank(command, script, given, in_flight) -> None:
+    options = ["--stages-per-rank", 2, "--micro-batches", 4, "-o", "plan.json"]
+    made = make(command, f"{script}:small", "--schedule", given, *options)
+    assert made["schedule"] == given
+    assert [stage["in_flight"] for stage in made["stages"]] == in_flight
+    assert command("simulate", "plan.json", "--ranks", 1) == 0
+    assert given in command.stdout
+
+
+def test_a_schedule_of_ones_own(command, script, tmp_path) -> None:
+    text = "rank 0: 0F0 0F1 0BW0 0BW1\nrank 1: 1F0 1F1 1BW0 1BW1"
+    (tmp_path / "mine").write_text(text)
+    arguments = ["plan", "make", f"{script}:small", "--schedule", "mine", "-o", "plan.json"]
+    assert command(*arguments, "--json") == 0
+    made = json.loads(command.stdout)
+    assert (made["num_stages"], made["num_micro_batches"]) == (2, 2)
+    assert [stage["in_flight"] for stage in made["stages"]] == [2, 2]
+    assert "rank 0: 0F0 0F1 0BW0 0BW1" in made["program"]
+    assert command("simulate", "plan.json") == 0
+    assert "2 stages on 2 ranks" in command.stdout
+    assert command("plan", "make", f"{script}:small", "--schedule", "2f2b", "--stages", 2) == 2
+    assert "schedule='2f2b'" in command.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "stages"), [("all", [0, 1]), ("none", []), ("1", [1]), ("0,1", [0, 1])]
+)
+def test_recomputation(command, script, tmp_path, given, stages) -> None:
+    made = make(command, f"{script}:small", "--recompute", given, "-o", "plan.json")
+    assert made["recompute"] == stages
+    assert command("simulate", "plan.json") == 0
+    assert ("repeat their forward pass" in command.stdout) == bool(stages)
+
+
+def test_ranks_are_shared_among_stages_and_replicas(command, script) -> None:
+    assert command("plan", "make", f"{script}:small", "--ranks", 4, "--json") == 0
+    made = json.loads(command.stdout)
+    assert made["num_stages"] * made["num_replicas"] == 4
+    assert made["num_stages"] == len(made["stages"])
+    assert ("no replicas yet" in command.stderr) == (made["num_replicas"] > 1)
+    source = f"{script}:small"
+    assert command("plan", "make", source, "--ranks", 4, "--stages", 3) == 2
+    assert "num_ranks=4" in command.stderr.splitlines()[-1]
+
+
+def test_the_plan_is_drawn_with_its_layers(command, script, tmp_path) -> None:
+    make(command, f"{script}:small", "--html", "a.html", "--dot", "a.dot")
+    assert "</html>" in (tmp_path / "a.html").read_text()
+    # Within a stage, too: only the layer graph knows these edges.
+    assert "n0 -> n1;" in (tmp_path / "a.dot").read_text()
+
+
+def test_the_optimizer_of_a_compiled_model_is_counted(command, script) -> None:
+    assert make(command, f"{script}:compiled")["optimizer"] == "SGD"
+    assert make(command, f"{script}:compiled", "--optimizer", "adam")["optimizer"] == "Adam"
+
+
+def test_a_keras_file(command, script, tmp_path) -> None:
+    import keras
+
+    model = keras.Sequential([keras.Input((8,)), *(keras.layers.Dense(8) for _ in range(4))])
+    # A loss that no other process knows must not be needed to read the optimizer.
+    model.compile("sgd", lambda y, z: keras.ops.mean(y - z))
+    model.save("saved.keras")
+    made = make(command, "saved.keras")
+    assert made["optimizer"] == "SGD"
+    assert all(stage["optimizer_bytes"] <= 16 for stage in made["stages"])
+    (tmp_path / "broken.keras").write_bytes(b"not a zip file")
+    assert "broken.keras raised" in command.fails(1, "plan", "make", "broken.keras", "--stages", 2)
+
+
+def test_an_application(command, script) -> None:
+    made = make(command, "mobilenet", "-o", "plan.json")
+    assert made["model"].startswith("mobilenet")
+    assert command("plan", "check", "plan.json", "MobileNet") == 0
+    assert "is a plan of MobileNet" in command.stdout
+    message = command.fails(2, "plan", "make", "MobilNet", "--stages", 2)
+    assert "MobileNet" in message.replace("'MobilNet'", "")
+
+
+def test_check_of_another_model(command, script) -> None:
+    make(command, f"{script}:small", "-o", "plan.json")
+    assert command("plan", "check", "plan.json", f"{script}:compiled") == 0
+    assert command("plan", "check", "plan.json", f"{script}:other") == 1
+    assert command.stderr.splitlines()[-1] == (
+        "tarantella plan: This is a plan of another model: it has 4 nodes, and this model 5."
+    )
+    assert command("plan", "check", "plan.json", f"{script}:other", "--json") == 1
+    assert json.loads(command.stdout)["fits"] is False
+
+
+def test_compare(command, script) -> None:
+    assert command("plan", "compare", f"{script}:small", "--stages", 3, "--json") == 0
+    found = json.loads(command.stdout)["objectives"]
+    assert set(found) == {"memory", "flops"}
+    for one in found.values():
+        assert one["optimal"]
+        assert all(rule["ratio"] >= 1 for rule in one["rules"].values())
+    # Four equal layers on three stages: one stage must have two, whatever the rule.
+    assert {rule["ratio"] for rule in found["flops"]["rules"].values()} == {1.0}
+    assert command("plan", "compare", f"{script}:small", "--stages", 3) == 0
+    assert "FLOPs: ours is optimal" in command.stdout
+
+
+@pytest.mark.parametrize(
+    ("code", "source", "complaint"),
+    [
+        (2, "planned_models.py:smal", "There is no function 'smal' in planned_models.py. Is it"),
+        (2, "planned_models:nothing", "There is no function 'nothing'"),
+        (2, "planned_models.py:not_callable", "There is no function 'not_callable'"),
+        (2, "no_such_module:small", "There is no module 'no_such_module'"),
+        (2, "no.such.module:small", "There is no module 'no'"),
+        (2, "planned_models.py:needs", "which needs width, depth, seed"),
+        (1, "planned_models.py:raises", "raised ValueError: no such (planned"),
+        (1, "planned_models.py:raises", "(planned_models.py:"),
+        (1, "planned_models.py:leaves", "raised SystemExit: 7"),
+        (1, "planned_models.py:text", "Received: a value of type str"),
+        (1, "planned_models.py:subclassed", "is a subclassed model"),
+        (1, "syntax.py:f", "SyntaxError"),
+        (1, "importing:f", "No module named 'not_there'"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(command, script, tmp_path, code, source, complaint) -> None:
+    (tmp_path / "syntax.py").write_text("def f(:\n")
+    (tmp_path / "importing.py").write_text("import not_there\n")
+    assert command("plan", "make", source, "--stages", 2) == code
+    assert command.stdout == ""
+    last = command.stderr.splitlines()[-1]
+    assert last.startswith("tarantella plan: ")
+    assert complaint in last
+    assert "Traceback" not in command.stderr
+
+
+def test_a_script_does_not_see_the_options_of_the_command(command, tmp_path) -> None:
+    (tmp_path / "arguments.py").write_text(
+        "import argparse, keras, sys\n"
+        "parser = argparse.ArgumentParser()\n"
+        "parser.add_argument('--width', type=int, default=3)\n"
+        "options = parser.parse_args()\n"
+        "def build():\n"
+        "    assert parser.parse_args() == options\n"
+        "    layers = map(keras.layers.Dense, [options.width] * 3)\n"
+        "    return keras.Sequential([keras.Input((2,)), *layers])\n"
+    )
+    before = [*sys.argv]
+    assert command("plan", "make", f"{tmp_path}/arguments.py:build", "--stages", 2) == 0
+    assert sys.argv == before
+
+
+def test_options_of_the_planner_are_refused_by_it(command, script) -> None:
+    for options in (
+        ["--balance", "load"], ["--schedule", "x"], ["--memory-limit", "much"],
+        ["--recompute", "some"], ["--recompute", "7"],
+    ):  # fmt: skip
+        assert command("plan", "make", f"{script}:small", "--stages", 2, *options) == 2
+        assert options[1] in command.stderr.splitlines()[-1]
+    assert command("plan", "make", f"{script}:small", "--stages", 9) == 2
+    assert command("plan", "make", f"{script}:small", "--stages", 2, "--memory-limit", 64) == 1
+    assert "memory limit" in command.stderr.splitlines()[-1]
+    assert command("plan", "compare", f"{script}:small", "--stages", 9) == 2
+
+
+def test_a_plan_of_a_graph_is_none_of_a_model(command, script) -> None:
+    assert command("plan", "make", VGG, "--stages", 2, "-o", "plan.json") == 0
+    message = command.fails(1, "plan", "check", "plan.json", f"{script}:small")
+    assert "neutral graph" in message

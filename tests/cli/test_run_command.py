@@ -1,0 +1,160 @@
+"""A job in which nothing goes wrong."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+
+import pytest
+
+from tests.helpers.jobs import (
+    PYTHONS,
+    SCRIPTS,
+    Job,
+    mpiexec,
+    tarantella,
+)
+
+pytestmark = [pytest.mark.mpi, pytest.mark.parametrize("python", PYTHONS)]
+
+
+@pytest.mark.parametrize("start", [["-n", "2", "--"], ["run", "-n", "2"]])
+def test_the_script_gets_its_arguments_and_one_rank_prints(python: str, start: list[str]) -> None:
+    with tarantella(python, *start, "hello.py", "-n", "7", "--", "x y") as job:
+        result = job.result()
+        assert not job.processes()
+    assert result.code == 0, result.stderr
+    first, second, _ = result.stdout.splitlines()
+    assert first == "hello 1 2 -n 7 -- x y"
+    assert second == "main __main__ scripts hello.py"
+    note, *warnings = sorted(result.stderr.splitlines())
+    assert warnings == ["warning of rank 0", "warning of rank 1"]
+    assert note.startswith("tarantella: rank 0 printed 3 lines that are not shown; --output-on-all")
+
+
+def test_variables_of_another_mpi_and_of_its_jobs_do_not_count(python: str) -> None:
+    stale = {
+        "PMIX_RANK": "0",
+        "OMPI_COMM_WORLD_RANK": "0",
+        "OMPI_COMM_WORLD_SIZE": "1",
+        "PMI_RANK": "0",
+        "PMI_SIZE": "1",
+        "SLURM_PROCID": "0",
+        "SLURM_STEP_NUM_TASKS": "1",
+    }
+    with tarantella(python, "-n", "2", "ranks.py", **stale) as job:
+        result = job.result()
+    assert result.code == 0, result.stderr
+    assert result.stdout == "rank 1 of 2, recorded 1\n"
+
+
+def test_info_of_native_code_is_left_out_and_all_else_shown(
+    python: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TF_CPP_MIN_LOG_LEVEL", raising=False)
+    with tarantella(python, "-n", "2", "native_log.py") as job:
+        shown = job.result().stderr
+    with tarantella(python, "-n", "2", "native_log.py", TF_CPP_MIN_LOG_LEVEL="0") as job:
+        everything = job.result().stderr
+    for text, times in (
+        ("oneDNN", 0),
+        ("InitializeLog", 0),
+        ("W0000", 2),
+        ("bar 1", 2),
+        ("end", 2),
+    ):
+        assert shown.count(text) == times
+        assert everything.count(text) == 2
+
+
+def test_all_ranks_print_when_asked(python: str) -> None:
+    with tarantella(python, "-n", "3", "--output-on-all-devices", "hello.py") as job:
+        lines = job.result().stdout.splitlines()
+    for rank in range(3):
+        assert len([line for line in lines if line.endswith(f"hello {rank} 3")]) == 1
+    assert not [line for line in lines if line.startswith("hello")]  # the rank comes first
+
+
+def test_one_rank_is_a_job_like_any_other(python: str) -> None:
+    with tarantella(python, "hello.py") as job:
+        result = job.result()
+    assert result.code == 0, result.stderr
+    assert result.stdout.startswith("hello 0 1\n")
+
+
+def test_options_reach_the_ranks(python: str) -> None:
+    options = ["-n", "2", "--threads", "3", "-x", "GREETING=hi there"]
+    with tarantella(python, *options, "hello.py") as job:
+        assert job.result().stdout.splitlines()[2] == "threads 3 hi there"
+
+
+def test_the_hosts_of_a_hostfile_are_used(python: str, tmp_path: pathlib.Path) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.write_text(f"# this machine only\n{os.uname().nodename}\n")
+    with tarantella(python, "--hostfile", str(hosts), "hello.py") as job:
+        result = job.result()
+    assert result.code == 0, result.stderr
+    assert not list(SCRIPTS.glob(".tarantella-*"))
+
+
+UNSEEN = """
+import os, sys
+from tarantella_pp.launch import mpi_launchers as mpi
+from tarantella_pp.launch.supervisor import Supervisor
+
+launcher = mpi.find_launcher()
+root = ["--allow-run-as-root"] if isinstance(launcher, mpi.OpenMpi) and not os.geteuid() else []
+rank = [sys.executable, "-m", "tarantella_pp.launch.worker", *sys.argv[1:]]
+command = [launcher.executable, *root, "-n", "1", *rank]
+command += [":", "-n", "1", "env", "TNT_RUN_DIR=/nowhere", *rank]
+sys.exit(Supervisor(2, shared=True).run(command, {**os.environ, **launcher.environment("/tmp")}))
+"""
+
+
+@pytest.mark.parametrize("script", [["hello.py"], ["fault.py", "raise", "recv"]])
+def test_a_host_that_does_not_see_the_launchers_folder(python: str, script: list[str]) -> None:
+    with Job(python, "-c", UNSEEN, *script) as job:
+        result = job.result()
+    if script == ["hello.py"]:
+        assert result.code == 0, result.stderr
+        assert "ranks [1] left no record, for their hosts do not see" in result.stderr
+    else:  # what the launcher is not told, the rank says itself
+        assert result.code != 0
+        assert "rank 1 of 2 on host" in result.stderr
+        assert "failed first: ValueError: a bad apple (fault.py:" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "taken"),
+    [("5,6", [], ["5", "6"]), ("5", ["--share-gpus"], ["5", "5"]), ("-1", [], ["-1", "-1"])],
+)
+def test_each_rank_takes_a_gpu(
+    python: str, given: str, options: list[str], taken: list[str]
+) -> None:
+    growth = "true" if given != "-1" else "None"
+    command = ["-n", "2", "--output-on-all-devices", *options, "gpu.py"]
+    with tarantella(python, *command, CUDA_VISIBLE_DEVICES=given) as job:
+        result = job.result()
+    assert result.code == 0, result.stderr
+    for rank, gpu in enumerate(taken):
+        assert f"rank {rank} takes {gpu}, growth {growth}\n" in result.stdout
+
+
+def test_more_ranks_than_gpus_are_refused(python: str) -> None:
+    with tarantella(python, "-n", "2", "gpu.py", CUDA_VISIBLE_DEVICES="5") as job:
+        result = job.result()
+    assert result.code == 1
+    assert "rank 1 of 2 on host" in result.stderr
+    assert "failed first: This host has 1 GPU, and at least 2 ranks." in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_without_the_launcher_a_gpu_is_taken_when_ranks_meet(
+    python: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,6")
+    with mpiexec(python, 2, "gpu.py") as job:
+        result = job.result()
+    assert result.code == 0, result.stderr
+    for rank, gpu in enumerate(["5", "6"]):
+        assert f"rank {rank} takes {gpu}, growth true\n" in result.stdout

@@ -1,0 +1,193 @@
+"""`tarantella simulate`: figures that can be worked out by hand."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from msgspec.structs import replace
+
+from tests.helpers.commands import VGG, Command
+from tests.helpers.plans import chain_graph, plan_of
+
+FLOPS = 128.0  # forward, per sample and layer
+SAMPLES, MICRO_BATCHES, STAGES = 32, 4, 4
+
+
+@pytest.fixture
+def command(capsys):
+    return Command(capsys)
+
+
+@pytest.fixture
+def plan(tmp_path):
+    """Four equal stages of one layer each."""
+    path = tmp_path / "plan.json"
+    plan_of(chain_graph(STAGES), [0, 1, 2, 3]).save(path)
+    return path
+
+
+def fast_links(*arguments):
+    """Links so fast that messages cost nothing to speak of; 1 GFLOP/s."""
+    return ("--link-bandwidth", "1000TB", "--link-latency", "0s", "--speed", "1GFLOPs", *arguments)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_equal_stages_have_the_bubble_of_the_formula(command, plan, schedule) -> None:
+    found = command.json("simulate", plan, *fast_links("--schedule", schedule))
+    slots = MICRO_BATCHES + STAGES - 1
+    forward = SAMPLES / MICRO_BATCHES * FLOPS / 1e9
+    assert found["pipeline_seconds"] == pytest.approx(slots * 3 * forward, rel=1e-6)
+    assert found["step_seconds"] == found["pipeline_seconds"]
+    assert found["bubble"] == pytest.approx((STAGES - 1) / slots, rel=1e-6)
+    assert found["samples_per_second"] == pytest.approx(SAMPLES / found["step_seconds"])
+    assert found["speed_up"] == pytest.approx(STAGES * MICRO_BATCHES / slots, rel=1e-6)
+    assert found["num_ranks"] == STAGES
+
+
+@pytest.mark.parametrize("measured", [[0, 1, 2, 3], [1]])
+def test_measured_seconds_take_the_place_of_arithmetic(command, tmp_path, measured) -> None:
+    whole = plan_of(chain_graph(STAGES), [0, 1, 2, 3])
+    stages = [
+        replace(stage, forward_seconds=0.01, backward_seconds=0.03) if i in measured else stage
+        for i, stage in enumerate(whole.stages)
+    ]
+    path = tmp_path / "plan.json"
+    replace(whole, stages=tuple(stages)).save(path)
+    found = command.json("simulate", path, *fast_links())
+    busy = [rank["busy_seconds"] for rank in found["ranks"]]
+    arithmetic = 3 * SAMPLES * FLOPS / 1e9
+    for stage, seconds in enumerate(busy):
+        wanted = MICRO_BATCHES * 0.04 if stage in measured else arithmetic
+        assert seconds == pytest.approx(wanted, rel=1e-9)
+    half = command.json("simulate", path, *fast_links("--micro-batches", 2 * MICRO_BATCHES))
+    assert half["ranks"][1]["busy_seconds"] == pytest.approx(busy[1], rel=1e-9)
+    text = " ".join(found["assumptions"])
+    assert ("stages 1 take" if len(measured) == 1 else "stages take") in text
+    assert ("TFLOP/s" in text) == (len(measured) < STAGES)
+
+
+def test_memory_is_that_of_the_plan(command, plan) -> None:
+    found = command.json("simulate", plan)
+    stages = plan_of(chain_graph(STAGES), [0, 1, 2, 3]).stages
+    assert [rank["peak_bytes"] for rank in found["ranks"]] == [s.memory_bytes for s in stages]
+    assert found["peak_bytes"] == max(stage.memory_bytes for stage in stages)
+
+
+def test_gpipe_keeps_every_micro_batch(command, plan) -> None:
+    ours, theirs = (
+        command.json("simulate", plan, "--schedule", name)["ranks"] for name in ("1f1b", "gpipe")
+    )
+    kept = plan_of(chain_graph(STAGES), [0, 1, 2, 3]).stages[3].activation_bytes
+    assert theirs[3]["peak_bytes"] - ours[3]["peak_bytes"] == (MICRO_BATCHES - 1) * kept
+
+
+def test_fewer_micro_batches_are_larger(command, plan) -> None:
+    four = command.json("simulate", plan, *fast_links())
+    two = command.json("simulate", plan, *fast_links("--micro-batches", 2))
+    assert two["micro_batch_size"] == 2 * four["micro_batch_size"]
+    assert two["bubble"] == pytest.approx(3 / 5, rel=1e-6)
+    assert sum(rank["busy_seconds"] for rank in two["ranks"]) == pytest.approx(
+        sum(rank["busy_seconds"] for rank in four["ranks"])
+    )
+
+
+def test_messages_take_their_time(command, plan) -> None:
+    slow = ("--speed", "1GFLOPs", "--link-bandwidth", "1kB", "--link-latency", "1ms")
+    found = command.json("simulate", plan, *slow, "--micro-batches", 1)
+    # 32 samples of 32 bytes over three links there and back, and the compute of one micro-batch.
+    messages = 6 * (32 * 32 / 1000 + 1e-3)
+    compute = STAGES * 3 * SAMPLES * FLOPS / 1e9
+    assert found["step_seconds"] == pytest.approx(messages + compute, rel=1e-9)
+    assert found["bubble"] > found["bubble_without_messages"]
+    assert found["bubble_without_messages"] == pytest.approx(3 / 4, rel=1e-9)
+
+
+def test_replicas_sum_gradients_in_a_ring(command, plan) -> None:
+    links = ("--link-bandwidth", "1MB", "--link-latency", "1us", "--speed", "1GFLOPs")
+    one = command.json("simulate", plan, *links)
+    four = command.json("simulate", plan, *links, "--replicas", 4)
+    gradients = 8 * 8 * 4
+    ring = 2 * 3 * (gradients / 4 / 1e6 + 1e-6)
+    # The first stage is done last, so its sum is not hidden.
+    assert four["step_seconds"] == pytest.approx(one["step_seconds"] + ring, rel=1e-9)
+    assert four["pipeline_seconds"] == one["pipeline_seconds"]
+    assert (four["num_ranks"], four["samples"]) == (16, 4 * SAMPLES)
+
+
+def test_the_curve_goes_from_2_to_4096_ranks(command, plan) -> None:
+    curve = command.json("simulate", plan, "--speed", "1GFLOPs")["scaling"]
+    assert [point["num_ranks"] for point in curve] == [2**k for k in range(1, 13)]
+    assert [point["num_replicas"] for point in curve] == [1, 1, *(2**k for k in range(1, 11))]
+    for point in curve:
+        assert 0 < point["efficiency"] <= 1
+    rates = [point["samples_per_second"] for point in curve]
+    assert rates == sorted(rates)
+    efficiency = [point["efficiency"] for point in curve[1:]]
+    assert efficiency == sorted(efficiency, reverse=True)
+
+
+def test_ranks_of_several_stages(command, plan) -> None:
+    found = command.json("simulate", plan, *fast_links("--ranks", 2, "--schedule", "interleaved"))
+    # (p - 1) / (v m + p - 1) for two stages on each of two ranks.
+    assert found["bubble"] == pytest.approx(1 / 9, rel=1e-6)
+    assert len(found["ranks"]) == 2
+
+
+def test_tables(command, plan) -> None:
+    assert command("simulate", plan, "--replicas", 2, "--timeline") == 0
+    assert command.stderr == ""
+    for text in ("on 8 ranks", "2 replicas", "Throughput:", "Bubble:", "4,096", "rank 3 |"):
+        assert text in command.stdout
+    assert "Assumed: a rank does 1 TFLOP/s" in command.stdout
+
+
+@pytest.mark.parametrize(("spare", "verdict"), [(0, "within"), (-1, "ABOVE")])
+def test_the_limit_of_the_plan_is_watched(command, tmp_path, spare, verdict) -> None:
+    path = tmp_path / "plan.json"
+    graph, assignment = chain_graph(STAGES), [0, 1, 2, 3]
+    largest = max(stage.memory_bytes for stage in plan_of(graph, assignment).stages)
+    plan_of(graph, assignment, memory_limit=largest + spare).save(path)
+    assert command("simulate", path) == 0
+    assert f"{verdict} the plan's limit" in command.stdout
+
+
+@pytest.mark.parametrize(
+    ("code", "arguments", "complaint"),
+    [
+        (2, ["missing.json"], "does not exist"),
+        (2, [VGG], "no valid plan"),
+        (2, ["PLAN", "--schedule", "fastest"], "schedule='fastest'"),
+        (2, ["PLAN", "--ranks", "3"], "num_ranks=3"),
+        (2, ["PLAN", "--micro-batches", "33"], "32. Received: --micro-batches=33"),
+        (2, ["PLAN", "--schedule", "forward"], "forward"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(command, plan, code, arguments, complaint) -> None:
+    arguments = [plan if argument == "PLAN" else argument for argument in arguments]
+    assert complaint in command.fails(code, "simulate", *arguments)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--speed", "fast"),
+        ("--speed", "0"),
+        ("--speed", "nan"),
+        ("--link-bandwidth", "10"[:0]),
+        ("--link-bandwidth", "ten"),
+        ("--link-latency", "5 days"),
+        ("--replicas", "0"),
+    ],
+)
+def test_malformed_numbers_are_usage_errors(command, plan, option, value) -> None:
+    assert command("simulate", plan, option, value) == 2
+    assert option in command.stderr
+    assert f"Received: {value!r}" in command.stderr
+
+
+def test_the_plan_of_a_graph_has_no_steps(command, tmp_path) -> None:
+    path = tmp_path / "plan.json"
+    assert command("plan", "make", VGG, "--stages", 2, "-o", path) == 0
+    assert "needs that of a Keras model" in command.fails(2, "simulate", path)
+    assert json.loads(path.read_text())["format"] == "tarantella_pp.graph_plan"

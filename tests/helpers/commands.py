@@ -1,0 +1,79 @@
+"""Runs subcommands in this process or in one of their own, and keeps what they write."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tarantella_pp.cli.main import main
+from tests.helpers.jobs import ROOT
+
+GRAPHS = ROOT / "tests" / "partition" / "external" / "graphs"
+GNMT = str(GRAPHS / "pipedream.gnmt.json")
+VGG = str(GRAPHS / "pipedream.vgg16.json")
+BERT = str(GRAPHS / "msr-layer.bert24_training.json")
+
+
+class Command:
+    """Calls `tarantella` in this process.
+
+    Args:
+        capsys: The test's fixture.
+    """
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+        self.stdout = self.stderr = ""
+
+    def __call__(self, *arguments: object) -> int:
+        self._capsys.readouterr()
+        try:
+            code = main([str(argument) for argument in arguments])
+        except SystemExit as end:
+            code = end.code
+        self.stdout, self.stderr = self._capsys.readouterr()
+        return code
+
+    def json(self, *arguments: object) -> dict:
+        assert self(*arguments, "--json") == 0, self.stderr
+        assert self.stderr == ""
+        return json.loads(self.stdout, parse_constant=_refuse)
+
+    def fails(self, code: int, *arguments: object) -> str:
+        """Returns the one line that says what is wrong."""
+        assert self(*arguments) == code, (self.stdout, self.stderr)
+        assert self.stdout == ""
+        assert self.stderr.count("\n") == 1
+        assert self.stderr.endswith("\n")
+        assert "Traceback" not in self.stderr
+        assert self.stderr.startswith(("tarantella plan", "tarantella simulate"))
+        return self.stderr
+
+
+def _refuse(constant: str) -> None:
+    raise AssertionError(f"{constant} is not JSON")
+
+
+def modules_after(*arguments: object) -> set[str]:
+    """Returns the modules that a command has loaded, in a process of its own."""
+    program = (
+        "import contextlib, io, json, sys\n"
+        "from tarantella_pp.cli.main import main\n"
+        "with contextlib.redirect_stdout(io.StringIO()):\n"
+        "    code = main(sys.argv[1:])\n"
+        "print(json.dumps([code, sorted(sys.modules)]))"
+    )
+    answer = subprocess.run(
+        [sys.executable, "-c", program, *map(str, arguments)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    code, modules = json.loads(answer.stdout)
+    assert code == 0
+    return set(modules)

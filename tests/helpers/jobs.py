@@ -1,0 +1,110 @@
+"""Starts `tarantella` and `mpiexec` for tests, with an end in sight and nothing left behind."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+import uuid
+
+import psutil
+
+ROOT = pathlib.Path(__file__).parents[2]
+SCRIPTS = ROOT / "tests" / "launch" / "scripts"
+PYTHONS = os.environ.get("TNT_TEST_PYTHONS", sys.executable).split(os.pathsep)
+"""Interpreters, each with an MPI of its own, for which the tests of jobs are run."""
+LIMIT_SECONDS = 40.0
+MARK = "TNT_TEST_JOB"
+
+
+@dataclasses.dataclass
+class Result:
+    """How a job ended."""
+
+    code: int
+    stdout: str
+    stderr: str
+    seconds: float
+
+
+class Job:
+    """A command that may start processes of its own; all are killed on leaving the block."""
+
+    def __init__(self, *command: str, **environment: str) -> None:
+        self._mark = uuid.uuid4().hex
+        inherited = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
+        self._process = subprocess.Popen(
+            command,
+            cwd=SCRIPTS,
+            env={**inherited, "PYTHONPATH": str(ROOT), MARK: self._mark, **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+        )
+        self._start = time.monotonic()
+        self._seen = ""
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        for process in self.processes():
+            process.kill()
+        self._process.kill()
+        self._process.communicate()
+
+    def wait_until_ready(self) -> None:
+        """Returns once rank 0 has written that all ranks have met."""
+        assert self._process.stderr is not None
+        while "ready" not in self._seen:
+            line = self._process.stderr.readline()
+            assert line, f"ended before it was ready: {self._seen}"
+            self._seen += line
+        self._start = time.monotonic()
+
+    def send(self, number: signal.Signals) -> None:
+        """Sends a signal to the command itself."""
+        self._process.send_signal(number)
+
+    def result(self) -> Result:
+        """Waits for the end of the command, and of all that it started."""
+        stdout, stderr = self._process.communicate(timeout=LIMIT_SECONDS)
+        seconds = time.monotonic() - self._start
+        return Result(self._process.returncode, stdout, self._seen + stderr, seconds)
+
+    def processes(self) -> list[psutil.Process]:
+        """Returns the processes of the job that still run."""
+        return [process for process in psutil.process_iter() if self._is_ours(process)]
+
+    def wait_until_gone(self, seconds: float) -> list[psutil.Process]:
+        """Returns the processes that are still there after some time."""
+        deadline = time.monotonic() + seconds
+        while (left := self.processes()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return left
+
+    def _is_ours(self, process: psutil.Process) -> bool:
+        try:
+            alive = process.status() != psutil.STATUS_ZOMBIE
+            return alive and process.environ().get(MARK) == self._mark
+        except psutil.Error:
+            return False
+
+
+def tarantella(python: str, *arguments: str, **environment: str) -> Job:
+    """Starts the command, with `mpiexec` of the environment of `python`."""
+    return Job(python, "-m", "tarantella_pp", *arguments, **environment)
+
+
+def mpiexec(python: str, num_ranks: int, *arguments: str) -> Job:
+    """Starts a script the way users do without the launcher."""
+    command = [str(pathlib.Path(python).with_name("mpiexec")), "-n", str(num_ranks)]
+    version = subprocess.run([command[0], "--version"], capture_output=True, text=True, check=True)
+    if "Open MPI" in version.stdout:
+        command += ["--allow-run-as-root", "--oversubscribe"]
+    return Job(*command, python, *arguments)

@@ -1,0 +1,340 @@
+"""What several ranks do with each other; run by test_communicator.py, many cases per launch."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable
+
+import numpy as np
+
+from tarantella_pp.errors import CommunicationError
+from tarantella_pp.runtime.comm import buffer_pool, wire_format
+from tarantella_pp.runtime.comm.communicator import (
+    Communicator,
+    TensorSpec,
+    world,
+)
+
+DTYPES = (
+    *("bool", "int8", "uint8", "int16", "int32", "int64", "uint64"),
+    *("float16", "bfloat16", "float32", "float64", "complex64", "complex128", "float8_e5m2"),
+)
+SHAPES = ((), (0,), (0, 3), (1,), (3, 5), (257, 33))
+CASES: dict[str, Callable[[Communicator], None]] = {}
+
+
+def case(function: Callable[[Communicator], None]) -> Callable[[Communicator], None]:
+    CASES[function.__name__] = function
+    return function
+
+
+def run_cases(names: list[str]) -> dict[str, str]:
+    """Runs cases in turn on every rank; returns the traceback of each that failed here."""
+    ranks, failures = world(), {}
+    for name in names:
+        try:
+            CASES[name](ranks)
+        except Exception:
+            failures[name] = traceback.format_exc()
+        ranks.barrier()
+    return failures
+
+
+def ring(ranks: Communicator) -> tuple[int, int]:
+    return (ranks.rank + 1) % ranks.size, (ranks.rank - 1) % ranks.size
+
+
+def array_of(shape: tuple[int, ...], dtype: str, seed: int) -> np.ndarray:
+    kind = wire_format.numpy_dtype(dtype)
+    data = np.random.default_rng(seed).integers(0, 100, shape)
+    if kind == np.bool_:
+        data = data % 2
+    return np.asarray(data).astype(kind)
+
+
+def same(one: np.ndarray, other: np.ndarray, about: str = "") -> None:
+    assert one.dtype == other.dtype
+    assert one.shape == other.shape
+    assert one.tobytes() == other.tobytes(), f"{about}: {one} is not {other}"
+
+
+def raised(function: Callable[[], object]) -> str:
+    try:
+        function()
+    except CommunicationError as error:
+        return str(error)
+    raise AssertionError("nothing was raised")
+
+
+@case
+def every_dtype_and_shape(ranks: Communicator) -> None:
+    after, before = ring(ranks)
+    for number, dtype in enumerate(DTYPES):
+        arrays = [array_of(shape, dtype, ranks.rank) for shape in SHAPES]
+        expected = [array_of(shape, dtype, before) for shape in SHAPES]
+        specs = [TensorSpec(shape, dtype) for shape in SHAPES]
+        ranks.send(arrays, after, number, label=dtype)
+        got = ranks.post_receive(specs, before, number, label=dtype).wait()
+        for one, other in zip(got, expected, strict=True):
+            same(one, other)
+    ranks.flush()
+
+
+@case
+def megabytes_both_ways_at_once(ranks: Communicator) -> None:
+    after, before = ring(ranks)
+    for nbytes in (70_000, 1 << 20, 5_000_001):
+        mine = np.full(nbytes, ranks.rank, np.uint8)
+        ranks.send([mine, mine[: nbytes // 2]], after, 30)
+        specs = [TensorSpec((nbytes,), "uint8"), TensorSpec((nbytes // 2,), "uint8")]
+        got = ranks.post_receive(specs, before, 30).wait()
+        assert all((array == before).all() for array in got)
+    ranks.flush()
+
+
+@case
+def memory_that_is_not_contiguous_or_not_writable(ranks: Communicator) -> None:
+    after, before = ring(ranks)
+    whole = np.arange(24, dtype=np.float32).reshape(4, 6)
+    frozen = whole.copy()
+    frozen.flags.writeable = False
+    sent = [whole.T, whole[::2, 1::3], frozen, memoryview(whole), np.asfortranarray(whole)]
+    ranks.send(sent, after, 31)
+    specs = [TensorSpec(np.asarray(array).shape, "float32") for array in sent]
+    for got, expected in zip(ranks.post_receive(specs, before, 31).wait(), sent, strict=True):
+        np.testing.assert_array_equal(got, np.asarray(expected))
+    ranks.flush()
+
+
+@case
+def a_tag_keeps_its_order(ranks: Communicator) -> None:
+    after, before = ring(ranks)
+    ahead = [ranks.post_receive([TensorSpec((), "int64")], before, 32) for _ in range(10)]
+    for number in range(20):
+        ranks.send([np.array(number)], after, 32)
+    late = [ranks.post_receive([TensorSpec((), "int64")], before, 32) for _ in range(10)]
+    assert [int(receipt.wait()[0]) for receipt in ahead + late] == list(range(20))
+    ranks.flush()
+
+
+@case
+def tags_need_no_order(ranks: Communicator) -> None:
+    after, before = ring(ranks)
+    for tag in (41, 42, 43):
+        ranks.send([np.array(tag)], after, tag)
+    for tag in (43, 41, 42):
+        receipt = ranks.post_receive([TensorSpec((), "int64")], before, tag)
+        assert int(receipt.wait()[0]) == tag
+        assert receipt.ready()
+        assert receipt.wait() is receipt.wait()
+    ranks.flush()
+
+
+@case
+def a_message_without_tensors(ranks: Communicator) -> None:
+    after, before = ring(ranks)
+    for _ in range(2):
+        ranks.send([], after, 33)
+        assert ranks.post_receive([], before, 33).wait() == []
+    ranks.flush()
+
+
+@case
+def large_messages_in_pieces(ranks: Communicator) -> None:
+    after, before = ring(ranks)
+    normal, wire_format.LARGEST_PIECE = wire_format.LARGEST_PIECE, 1000
+    try:
+        for nbytes in (999, 1000, 1001, 4000, 65_537):
+            ranks.send([np.arange(nbytes) % 251 + ranks.rank], after, 34)
+            got = ranks.post_receive([TensorSpec((nbytes,), "int64")], before, 34).wait()[0]
+            np.testing.assert_array_equal(got, np.arange(nbytes) % 251 + before)
+            array = np.arange(nbytes, dtype=np.float64) * (ranks.rank + 1)
+            ranks.allreduce(array)
+            total = ranks.size * (ranks.size + 1) / 2
+            np.testing.assert_array_equal(array, np.arange(nbytes) * total)
+            array = np.arange(nbytes) * (1 if ranks.rank == 1 else 0)
+            ranks.broadcast(array, 1)
+            np.testing.assert_array_equal(array, np.arange(nbytes))
+        ranks.flush()
+    finally:
+        wire_format.LARGEST_PIECE = normal
+
+
+@case
+def received_memory_is_aligned_and_nobody_elses(ranks: Communicator) -> None:
+    after, before = ring(ranks)
+    nbytes = 4 * buffer_pool.SMALLEST_POOLED
+    specs = [TensorSpec((), "int8"), TensorSpec((nbytes,), "uint8"), TensorSpec((3,), "float64")]
+    kept, addresses = [], set()
+    for number in range(12):
+        sent = [np.array(number, np.int8), np.full(nbytes, number, np.uint8), np.full(3, number)]
+        ranks.send([sent[0], sent[1], sent[2].astype(float)], after, 35)
+        got = ranks.post_receive(specs, before, 35).wait()
+        assert all(array.ctypes.data % buffer_pool.ALIGNMENT == 0 for array in got)
+        addresses.add(got[1].ctypes.data)
+        if number < 4:
+            kept.append(got[1][100:200].reshape(2, 50))  # a view keeps the memory alive
+        del got
+    assert [int(view[1, 7]) for view in kept] == [0, 1, 2, 3]
+    assert all((view == number).all() for number, view in enumerate(kept))
+    assert len(addresses) < 12  # what nobody looks at is used again
+    ranks.flush()
+
+
+@case
+def other_shape_than_expected(ranks: Communicator) -> None:
+    after, before = ring(ranks)
+    ranks.send([np.zeros((8, 4), np.float32)], after, 36, label="edge 3")
+    receipt = ranks.post_receive([TensorSpec((4, 8), "float32")], before, 36, label="edge 3")
+    text = raised(receipt.wait)
+    for part in ("edge 3", f"rank {before}", "float32[4,8]", "float32[8,4]", "tag 36", "128 bytes"):
+        assert part in text, (part, text)
+
+
+@case
+def other_dtype_than_expected(ranks: Communicator) -> None:
+    after, before = ring(ranks)
+    ranks.send([np.zeros(4, np.float32)], after, 37)
+    text = raised(ranks.post_receive([TensorSpec((4,), "int32")], before, 37).wait)
+    assert "int32[4]" in text
+    assert "float32[4]" in text
+
+
+@case
+def other_size_than_expected_later(ranks: Communicator) -> None:
+    after, before = ring(ranks)
+    for tag, rows in ((38, 2), (39, 6)):
+        for count in (4, rows):
+            ranks.send([np.zeros(count)], after, tag, label="logs")
+        spec = [TensorSpec((4,), "float64")]
+        ranks.post_receive(spec, before, tag, label="logs").wait()
+        text = raised(ranks.post_receive(spec, before, tag, label="logs").wait)
+        got = "16 bytes" if rows == 2 else "more than 32 bytes"
+        for part in ("logs", f"rank {before}", "float64[4]", "32 bytes", got):
+            assert part in text, (part, text)
+
+
+@case
+def bad_peers_and_tags_are_refused(ranks: Communicator) -> None:
+    after, _ = ring(ranks)
+    spec = [TensorSpec((), "int64")]
+    assert "with itself" in raised(lambda: ranks.send([], ranks.rank, 1, label="edge 9"))
+    assert "edge 9" in raised(lambda: ranks.send([], ranks.rank, 1, label="edge 9"))
+    assert "source=-1" in raised(lambda: ranks.post_receive(spec, -1, 1))
+    assert f"dest={ranks.size}" in raised(lambda: ranks.send([], ranks.size, 1))
+    assert "tag=-1" in raised(lambda: ranks.send([], after, -1))
+    assert "tag=" in raised(lambda: ranks.post_receive(spec, after, ranks.largest_tag + 1))
+    assert "object" in raised(lambda: ranks.send([np.array([{}])], after, 1))
+    assert ranks.largest_tag >= 32767
+
+
+@case
+def allreduce_as_numpy_does(ranks: Communicator) -> None:
+    numpy_op = {"sum": np.sum, "max": np.max, "min": np.min}
+    for dtype in ("int32", "int64", "uint8", "float16", "bfloat16", "float32", "float64", "bool"):
+        for shape in ((), (0,), (5,), (7, 3)):
+            everyone = [array_of(shape, dtype, rank) for rank in range(ranks.size)]
+            for op, function in numpy_op.items():
+                array = everyone[ranks.rank].copy()
+                ranks.allreduce(array, op)
+                wide = np.int64 if everyone[0].dtype.kind in "iub" else np.float64
+                stack = np.stack([one.astype(wide) for one in everyone])
+                expected = np.asarray(function(stack, axis=0)).astype(array.dtype)
+                same(array, expected, f"{op} of {dtype}{shape}")
+    array = np.full((4, 3), 1 + 2j * ranks.rank)
+    ranks.allreduce(array.T)
+    assert (array == ranks.size + 1j * ranks.size * (ranks.size - 1)).all()
+    assert "op='mean'" in raised(lambda: ranks.allreduce(array, "mean"))
+
+
+@case
+def broadcast_from_every_root(ranks: Communicator) -> None:
+    for root in range(ranks.size):
+        for dtype in ("float32", "bfloat16", "bool"):
+            for shape in ((), (0, 2), (4, 5)):
+                array = array_of(shape, dtype, ranks.rank)
+                ranks.broadcast(array, root)
+                same(array, array_of(shape, dtype, root))
+        table = np.full((3, 8), ranks.rank)
+        ranks.broadcast(table[:, ::2], root)
+        assert (table[:, ::2] == root).all()
+        assert (table[:, 1::2] == ranks.rank).all()
+
+
+@case
+def values_of_every_kind(ranks: Communicator) -> None:
+    value = {
+        "loss": float("nan"), "none": None, "list": [1, -2.5, True, "é", b"\0"],
+        "empty": {}, "big": 2**63 - 1, "long": "x" * 100_000,
+    }  # fmt: skip
+    for root in range(ranks.size):
+        got = ranks.broadcast_json(value if ranks.rank == root else None, root)
+        assert got.pop("loss") != 0
+        assert got == {name: item for name, item in value.items() if name != "loss"}
+        everyone = [{"rank": rank, "text": "y" * rank} for rank in range(ranks.size)]
+        gathered = ranks.gather_json(everyone[ranks.rank], root)
+        assert gathered == (everyone if ranks.rank == root else None)
+        assert ranks.allgather_json(everyone[ranks.rank]) == everyone
+    assert ranks.broadcast_json(np.float32(1.5)) == 1.5
+
+
+@case
+def groups_talk_among_themselves(ranks: Communicator) -> None:
+    group = ranks.split(ranks.rank % 2, -ranks.rank)
+    members = [rank for rank in range(ranks.size) if rank % 2 == ranks.rank % 2][::-1]
+    assert group.size == len(members)
+    assert members[group.rank] == ranks.rank
+    assert group.allgather_json(ranks.rank) == members
+    array = np.array([1.0])
+    group.allreduce(array)
+    assert array[0] == len(members)
+    if group.size > 1:
+        after, before = ring(group)
+        group.send([np.array(ranks.rank)], after, 1)
+        got = group.post_receive([TensorSpec((), "int64")], before, 1).wait()
+        assert int(got[0]) == members[before]
+        group.flush()
+
+
+@case
+def a_wait_leaves_the_core_alone(ranks: Communicator) -> None:
+    if ranks.rank == 0:
+        time.sleep(1.5)
+        for rank in range(1, ranks.size):
+            ranks.send([np.array(1)], rank, 40)
+        ranks.flush()
+        return
+    receipt = ranks.post_receive([TensorSpec((), "int64")], 0, 40)
+    start, used = time.perf_counter(), time.process_time()
+    receipt.wait()
+    share = (time.process_time() - used) / (time.perf_counter() - start)
+    assert share < 0.2, share
+
+
+def wait_in_vain() -> list[str]:
+    """Rank 0 waits for messages that rank 1 sends too late, and for a barrier."""
+    ranks = world()
+    specs = [TensorSpec((2,), "float32")]
+    if ranks.rank == 1:
+        time.sleep(2.5)
+        for tag in (7, 8):
+            ranks.send([np.zeros(2, np.float32)], 0, tag)
+        ranks.flush()
+        ranks.barrier()
+        return []
+    first = ranks.post_receive(specs, 1, 7, label="edge dense to dense_1, micro-batch 2")
+    second = ranks.post_receive(specs, 1, 8, label="edge 5, micro-batch 0")
+    text = raised(first.wait)
+    while not (first.ready() and second.ready()):
+        time.sleep(0.01)
+    ranks.barrier()
+    return [text]
+
+
+def end_before_the_others() -> int:
+    """Rank 1 has nothing to do; the others use the time before they end as well."""
+    ranks = world()
+    if ranks.rank != 1:
+        time.sleep(1.0)
+    return ranks.rank

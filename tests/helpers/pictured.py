@@ -1,0 +1,117 @@
+"""Layer graphs and plans to draw, made without Keras."""
+
+from __future__ import annotations
+
+import msgspec
+from hypothesis import strategies as st
+
+from tarantella_pp.partition.costs.stage_costs import Costs
+from tarantella_pp.partition.graph.layer_graph import (
+    LayerGraph,
+    Node,
+    Tensor,
+    Weight,
+)
+from tarantella_pp.partition.options import PlanOptions
+from tarantella_pp.partition.plan.plan import Plan
+from tarantella_pp.partition.solvers.problem.certificate import Certificate
+
+KINDS = ("Conv2D", "BatchNormalization", "ReLU", "Conv2D", "Add")
+
+
+def residual_graph(layers, *, long_skips=0, names=None):
+    """Blocks of five with a skip each, and some skips from the first to the last blocks."""
+    names = names or [f"block{i // 5}_{i % 5}_{KINDS[i % 5].lower()}" for i in range(layers)]
+    reads = []
+    for i in range(layers):
+        own = {i - 1}
+        if i % 5 == 4:
+            own.add(i - 5)
+        if layers - 1 - long_skips * 5 <= i < layers - 1 and i % 5 == 1:
+            own.add(layers - 1 - i)
+        reads.append(own)
+    return graph_of(names, reads)
+
+
+def graph_of(names, reads):
+    """A graph of operations that each read the results of others; -1 is the model's input."""
+    layers = len(names)
+    weights = tuple(
+        Weight(i, f"{name}/kernel", (64, 4 * (1 + i % 7)), "float32", True, 1024 * (1 + i % 7))
+        for i, name in enumerate(names)
+    )
+    nodes = tuple(
+        Node(
+            id=i,
+            name=name,
+            kind=KINDS[i % 5],
+            inputs=tuple(sorted(j + 1 for j in reads[i])),  # tensor 0 is the input
+            outputs=(i + 1,),
+            weights=(i,),
+            parameters=weights[i].bytes,
+            flops=1e6 * (1 + i % 4),
+            keeps=(i + 1,),
+        )
+        for i, name in enumerate(names)
+    )
+    readers = {j: tuple(i for i in range(layers) if j in reads[i]) for j in range(-1, layers)}
+    tensors = [Tensor(0, "image", (None, 64), "float32", None, readers[-1], 256)]
+    for i, name in enumerate(names):
+        tensors.append(Tensor(i + 1, name, (None, 64), "float32", i, readers[i], 4096, True))
+    return LayerGraph(
+        nodes=nodes, tensors=tuple(tensors), inputs=(0,), outputs=(layers,), weights=weights
+    )
+
+
+@st.composite
+def graphs(draw, names=None, most=40):
+    """Graphs in which each operation reads some of those before it."""
+    layers = draw(st.integers(2, most))
+    reads = [draw(st.sets(st.integers(-1, i - 1), min_size=1, max_size=3)) for i in range(layers)]
+    texts = (
+        draw(st.lists(names, min_size=layers, max_size=layers, unique=True))
+        if names is not None
+        else None
+    )
+    return graph_of(texts or [f"layer_{i}" for i in range(layers)], reads)
+
+
+def plan_of(graph, num_stages, *, schedule="1f1b", micro_batches=8, limit=None, model="net"):
+    """A plan with equally many operations on each stage."""
+    options = PlanOptions.checked(
+        num_stages=num_stages,
+        batch_size=64,
+        num_micro_batches=micro_batches,
+        num_replicas=1,
+        schedule=schedule,
+        balance="memory",
+        memory_limit=limit,
+    )
+    total = len(graph.nodes)
+    assignment = tuple(i * num_stages // total for i in range(total))
+    costs = Costs(graph, [2 * w.bytes for w in graph.weights], options.rows)
+    stages = costs.stages(assignment, options.in_flight)
+    largest = max(stage.memory_bytes for stage in stages)
+    return Plan(
+        model=model,
+        num_stages=num_stages,
+        num_micro_batches=micro_batches,
+        num_replicas=1,
+        batch_size=64,
+        schedule=schedule,
+        balance="memory",
+        optimizer="adam",
+        memory_limit=options.memory_limit,
+        fingerprint=graph.fingerprint(),
+        node_names=tuple(node.name for node in graph.nodes),
+        assignment=assignment,
+        stages=stages,
+        cuts=costs.cuts(assignment),
+        certificate=Certificate.of(largest, largest * 0.98, "equal counts", 0.01),
+    )
+
+
+def small(**changes):
+    """A graph of 20 operations and its plan on 4 stages."""
+    graph = residual_graph(20, long_skips=1)
+    return graph, msgspec.structs.replace(plan_of(graph, 4, limit="1MiB"), **changes)

@@ -1,0 +1,80 @@
+"""A small plan made by hand, without Keras."""
+
+from __future__ import annotations
+
+import msgspec
+
+from tarantella_pp.partition.costs.stage_costs import Costs
+from tarantella_pp.partition.graph.layer_graph import (
+    LayerGraph,
+    Node,
+    Tensor,
+    Weight,
+)
+from tarantella_pp.partition.plan.plan import Plan
+from tarantella_pp.partition.solvers.problem.certificate import Certificate
+
+
+def chain_graph(length=4, width=8):
+    """A chain of dense layers with names as Keras makes them."""
+    names = ["dense" if i == 0 else f"dense_{i}" for i in range(length)]
+    size = width * 4
+    weights = [
+        Weight(i, f"{n}/kernel", (width, width), "float32", True, width * size)
+        for i, n in enumerate(names)
+    ]
+    nodes = [
+        Node(
+            id=i,
+            name=name,
+            kind="Dense",
+            inputs=(i,),
+            outputs=(i + 1,),
+            weights=(i,),
+            parameters=width * size,
+            flops=2.0 * width * width,
+            flops_source="analytic",
+            keeps=(i,),
+            residual_source="analytic",
+        )
+        for i, name in enumerate(names)
+    ]
+    tensors = [Tensor(0, "x", (None, width), "float32", None, (0,), size, kept=True)]
+    for i, name in enumerate(names):
+        readers = (i + 1,) if i + 1 < length else ()
+        shape = (None, width)
+        tensors.append(
+            Tensor(i + 1, name, shape, "float32", i, readers, size, True, kept=bool(readers))
+        )
+    return LayerGraph(
+        nodes=tuple(nodes),
+        tensors=tuple(tensors),
+        inputs=(0,),
+        outputs=(length,),
+        weights=tuple(weights),
+    )
+
+
+def plan_of(graph, assignment, **changes):
+    """The plan of an assignment, with two optimizer slots and 4 micro-batches of 8 samples."""
+    num_stages = max(assignment) + 1
+    costs = Costs(graph, [2 * weight.bytes for weight in graph.weights], 8)
+    plan = Plan(
+        model="chain",
+        num_stages=num_stages,
+        num_micro_batches=4,
+        num_replicas=1,
+        batch_size=32,
+        schedule="1f1b",
+        balance="memory",
+        optimizer="Adam",
+        memory_limit=None,
+        fingerprint=graph.fingerprint(),
+        node_names=tuple(node.name for node in graph.nodes),
+        assignment=tuple(assignment),
+        stages=costs.stages(assignment, [num_stages - s for s in range(num_stages)]),
+        cuts=costs.cuts(assignment),
+        certificate=Certificate(3072.0, 3072.0, 0.0, True, "chain DP, 5 ideals", 0.001),
+        bubble=0.2,
+    )
+    return msgspec.structs.replace(plan, **changes)

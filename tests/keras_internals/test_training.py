@@ -1,0 +1,307 @@
+"""The private parts of Keras and TensorFlow that training relies on, one by one.
+
+When one of these fails after an upgrade, the file that it names is the place to mend.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+from keras.src import backend
+from keras.src.losses.losses import LossFunctionWrapper
+from keras.src.trainers import data_adapters, epoch_iterator
+from keras.src.trainers.compile_utils import CompileLoss
+from keras.src.trainers.data_adapters import get_data_adapter
+from keras.src.trainers.data_adapters.array_slicing import train_validation_split
+from keras.src.trainers.data_adapters.data_adapter import DataAdapter
+
+from tarantella_pp.keras_internals import training
+from tarantella_pp.runtime.tf_graph.compiled_function import Compiled
+
+pytestmark = pytest.mark.keras
+
+ADVICE = (
+    f"Keras {keras.__version__} has changed a private part that "
+    "tarantella_pp/keras_internals/training.py uses: "
+)
+
+
+@pytest.fixture
+def model():
+    inputs = keras.Input((3,))
+    x = layers.Dense(4, activity_regularizer="l2", kernel_regularizer="l2")(inputs)
+    model = keras.Model(inputs, layers.Dense(2)(x))
+    model.compile("sgd", "mse", metrics=["mae"], loss_weights=2.0)
+    return model
+
+
+def test_layers_know_what_they_added(model):
+    model(np.ones((2, 3)))
+    dense = model.layers[1]
+    assert list(dense._flatten_layers()) == [dense], ADVICE + "Layer._flatten_layers"
+    assert len(dense._get_own_losses()) == 1, ADVICE + "Layer._get_own_losses"
+    assert len(dense.losses) == 2
+    assert model.layers[1] in training.layers_in(model)
+    assert [name for name, _ in training.added_losses(model)] == [dense.name]
+
+
+@pytest.mark.parametrize("name", ["softmax", "sigmoid"])
+def test_softmax_and_sigmoid_know_what_they_were_applied_to(name):
+    kept = []
+
+    @tf.function
+    def apply(x):
+        made = getattr(keras.activations, name)(x)
+        kept.append(training.logits_of(made) is x)
+        kept.append(made.op.type.lower() == name)
+        return made
+
+    apply(tf.zeros((2, 3)))
+    assert all(kept), ADVICE + "_keras_logits"
+    assert training.logits_of(tf.zeros(3)) is None
+
+
+def test_metrics_make_their_variables_without_data():
+    model = keras.Sequential([keras.Input((3,)), layers.Dense(2)])
+    model.compile("sgd", "mse", metrics=[keras.metrics.F1Score()])
+    symbols = [keras.KerasTensor((None, 2)) for _ in range(2)]
+    training.build_metrics(model, *symbols, None)
+    assert model._compile_metrics.variables, ADVICE + "compute_output_spec of update_state"
+
+
+def test_what_forward_passes_may_write_is_known():
+    parts = layers.Dropout(0.5), layers.BatchNormalization(), layers.Dense(2)
+    model = keras.Sequential([keras.Input((3,)), *parts])
+    seed = parts[0].seed_generator.state
+    assert len(parts[0]._seed_generators) == 1, ADVICE + "Layer._seed_generators"
+    assert parts[0]._metrics == [], ADVICE + "Layer._metrics"
+    states = training.running_states(model)
+    assert {id(s) for s in states} == {
+        id(s) for s in (seed, parts[1].moving_mean, parts[1].moving_variance)
+    }
+
+
+def test_the_generator_of_random_numbers_without_a_seed_is_known():
+    keras.random.normal((1,))
+    assert tuple(training.global_seed().shape) == (2,), ADVICE + "global_seed_generator"
+
+
+def test_batch_statistics_can_be_left_out_of_training():
+    norm = layers.BatchNormalization()
+    norm.build((None, 3))
+    x = np.arange(6, dtype="float32").reshape(2, 3)
+    with training.moving_statistics(norm):
+        frozen = norm(x, training=True)
+    np.testing.assert_allclose(frozen, norm(x, training=False), err_msg=ADVICE + "_trainable")
+    assert norm.trainable
+    assert len(norm.trainable_variables) == 2
+    assert np.abs(norm(x, training=True) - frozen).max() > 0.1
+
+
+def test_losses_and_metrics_are_built_without_data(model):
+    y = keras.KerasTensor((None, 2))
+    assert isinstance(model._compile_loss, CompileLoss), ADVICE + "Model._compile_loss"
+    training.build_metrics(model, y, keras.KerasTensor((None, 2)), None)
+    assert model._compile_loss.built, ADVICE + "backend.compute_output_spec builds CompileLoss"
+    metrics = model._compile_metrics
+    assert metrics.built, ADVICE + "CompileMetrics.build"
+    owned = [variable for metric in metrics.metrics for variable in metric.variables]
+    assert owned == metrics.variables, ADVICE + "CompileMetrics.variables are those of its metrics"
+    before = [float(v) for v in owned]
+    after = metrics.stateless_update_state(owned, np.ones((4, 2)), np.zeros((4, 2)))
+    assert [float(v) for v in after] == [4.0, 4.0], ADVICE + "stateless_update_state"
+    assert [float(v) for v in owned] == before
+    assert model._loss_tracker in model.metrics, ADVICE + "Model._loss_tracker"
+    assert set(keras.Model.get_metrics_result(model)) == {"loss", "mae"}
+    assert callable(backend.compute_output_spec)
+
+
+def test_a_second_loss_gives_the_values_of_the_first(model):
+    names = {"_user_loss", "_user_loss_weights", "output_names"}
+    assert names <= set(vars(model._compile_loss)), ADVICE + "attributes of CompileLoss"
+    y, p = np.ones((4, 2), "float32"), np.arange(8, dtype="float32").reshape(4, 2)
+    second = training.second_loss(model._compile_loss)
+    assert float(second(y, p)) == float(model._compile_loss(y, p))
+    assert second.metrics == [None]
+
+
+def test_something_may_stand_for_each_loss(model):
+    seen = []
+
+    def instead(loss, y_true, y_pred, sample_weight):
+        seen.append((loss.name, y_pred.shape, sample_weight))
+        return keras.ops.ones(())
+
+    second = training.second_loss(model._compile_loss, instead)
+    assert float(second(np.ones((4, 2)), np.ones((4, 2)))) == 2.0, ADVICE + "_flat_losses"
+    assert seen == [("mse", (4, 2), None)]
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean", "mean_with_sample_weight", None])
+def test_a_loss_is_made_of_values_and_a_reduction(reduction):
+    kind = keras.losses.SparseCategoricalCrossentropy
+    loss = kind(ignore_class=0, reduction=reduction)
+    y, p = np.array([0, 1, 2, 1]), np.full((4, 3), 1 / 3, "float32")
+    weight = np.array([1.0, 2.0, 3.0, 4.0], "float32")
+    values, mask = training.sample_values(loss, y, p)
+    assert values.shape == (4,), ADVICE + "Loss.call"
+    assert np.asarray(mask).tolist() == [False, True, True, True], ADVICE + "masks of losses"
+    reduced = training.reduction_of(loss, values, weight, mask)
+    np.testing.assert_array_equal(reduced, loss(y, p, weight), ADVICE + "reduce_weighted_values")
+
+
+def test_own_losses_are_not_taken_for_those_of_keras():
+    class Own(keras.losses.MeanSquaredError):
+        def call(self, y_true, y_pred):
+            return keras.ops.max(super().call(y_true, y_pred))
+
+    assert not training.is_keras_loss(Own())
+    assert not training.is_keras_loss(LossFunctionWrapper(lambda a, b: a - b))
+    assert training.is_keras_loss(LossFunctionWrapper(keras.losses.mean_squared_error))
+    assert training.is_keras_loss(keras.losses.CategoricalHinge())
+
+
+def test_optimizers_count_their_steps(model):
+    model.optimizer.build(model.trainable_variables)
+    training.count_step(model.optimizer)
+    assert int(model.optimizer.iterations) == 1, ADVICE + "Optimizer._iterations"
+
+
+def optimizers_of_keras():
+    for name, kind in inspect.getmembers(keras.optimizers, inspect.isclass):
+        if issubclass(kind, keras.optimizers.Optimizer) and name not in (
+            "Optimizer",
+            "LossScaleOptimizer",  # refused
+            "MultiOptimizer",  # made of others
+        ):
+            yield name
+
+
+def three_steps(optimizer, groups):
+    """Trains two weights, group by group as the stages of a rank are."""
+    values = np.arange(12.0).reshape(3, 4) / 9, np.ones((4, 2))
+    weights = [keras.Variable(value, dtype="float32") for value in values]
+    optimizer.build(weights)
+    for step in range(3):
+        gradients = [keras.ops.cos(weight + step) for weight in weights]
+        for group in groups:
+            optimizer.apply([gradients[i] for i in group], [weights[i] for i in group])
+            if group is not groups[-1]:
+                optimizer.iterations.assign_sub(1)
+    return [weight.numpy() for weight in weights]
+
+
+@pytest.mark.parametrize("name", list(optimizers_of_keras()))
+def test_optimizers_that_do_not_treat_weights_one_by_one_are_known(name):
+    kind = getattr(keras.optimizers, name)
+    whole, parts = three_steps(kind(), [[0, 1]]), three_steps(kind(), [[0], [1]])
+    same = all(np.array_equal(a, b) for a, b in zip(whole, parts, strict=True))
+    assert training.updates_weights_alone(kind()) == same, ADVICE + "_STEPPING"
+
+
+def test_optimizers_of_which_nothing_is_known_treat_all_weights_at_once():
+    class Own(keras.optimizers.SGD):
+        pass
+
+    several = {"global_clipnorm": 1.0, "use_ema": True, "gradient_accumulation_steps": 2}
+    options = [keras.optimizers.SGD(**{name: value}) for name, value in several.items()]
+    assert not any(map(training.updates_weights_alone, [Own(), *options]))
+    assert training.updates_weights_alone(keras.optimizers.SGD(clipnorm=1.0))
+
+
+def test_inputs_are_standardized(model):
+    assert hasattr(model, "_standardize_inputs"), ADVICE + "Functional._standardize_inputs"
+    assert hasattr(model, "_assert_input_compatibility"), ADVICE + "_assert_input_compatibility"
+    (flat,) = training.standardize_inputs(model, np.ones((2, 3), "float64"))
+    assert flat.dtype == "float32"
+
+
+def test_data_adapters_pass_through_the_loops_of_keras():
+    class Own(DataAdapter):
+        num_batches = 2
+
+        def get_tf_dataset(self):
+            return [1, 2]
+
+    own = Own()
+    assert get_data_adapter(own) is own, ADVICE + "get_data_adapter passes adapters on"
+    assert data_adapters.get_data_adapter is get_data_adapter
+    assert epoch_iterator.EpochIterator(own).data_adapter is own
+    given = list(inspect.signature(get_data_adapter).parameters)
+    expected = [
+        "x",
+        "y",
+        "sample_weight",
+        "batch_size",
+        "steps_per_epoch",
+        "shuffle",
+        "class_weight",
+    ]
+    assert given == expected, ADVICE + "arguments of get_data_adapter"
+    (x, _, _), held_out = train_validation_split((np.arange(10), None, None), 0.2)
+    assert list(x) == list(range(8)), ADVICE + "train_validation_split"
+    assert list(held_out[0]) == [8, 9]
+
+
+@pytest.mark.parametrize("name", ["fit", "evaluate", "predict"])
+def test_loops_are_those_that_are_overridden(name):
+    """The pipeline hands every argument on by name."""
+    from tarantella_pp.models.pipeline_model import PipelineModel
+
+    theirs = inspect.signature(getattr(keras.Model, name)).parameters
+    ours = inspect.signature(getattr(PipelineModel, name)).parameters
+    assert list(ours) == list(theirs), ADVICE + f"arguments of Model.{name}"
+    defaults = [p.default for p in ours.values() if p.name not in ("self", "kwargs")]
+    assert defaults == [p.default for p in theirs.values() if p.name not in ("self", "kwargs")]
+
+
+def test_the_learning_rate_is_a_variable_or_a_schedule(model):
+    advice = ADVICE + "Optimizer._learning_rate"
+    assert math.isnan(training.settable_learning_rate(keras.Sequential())), advice
+    model.compile(keras.optimizers.SGD(0.25))
+    assert training.settable_learning_rate(model) == 0.25, advice
+    model.optimizer.learning_rate = 0.5
+    assert training.settable_learning_rate(model) == 0.5, advice
+    model.compile(keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5)))
+    assert math.isnan(training.settable_learning_rate(model)), advice
+
+
+def test_validation_data_are_kept_in_the_model(model):
+    text = inspect.getsource(keras.Model.fit)
+    assert "_eval_epoch_iterator" in text, ADVICE + "Model._eval_epoch_iterator"
+    model._eval_epoch_iterator = object()
+    for _ in range(2):
+        training.forget_validation(model)
+    assert not hasattr(model, "_eval_epoch_iterator")
+
+
+def test_compiled_functions_are_called_directly():
+    advice = (
+        f"TensorFlow {tf.__version__} has changed what runtime/tf_graph/compiled_function.py uses: "
+    )
+    variable = tf.Variable(2.0)
+    compiled = Compiled(lambda x: [x * variable, x + 1.0], [tf.TensorSpec([None], tf.float32)])
+    for name in ("inference_fn", "captured_inputs"):
+        assert hasattr(compiled._concrete, name), advice + f"ConcreteFunction.{name}"
+    assert hasattr(compiled._concrete.inference_fn, "call_flat"), advice + "call_flat"
+    first, second = compiled(tf.constant([1.0, 3.0]))
+    assert first.numpy().tolist() == [2.0, 6.0]
+    assert second.numpy().tolist() == [2.0, 4.0]
+    variable.assign(3.0)
+    assert compiled(tf.constant([1.0]))[0].numpy().tolist() == [3.0]
+    assert Compiled(lambda x: None, [tf.TensorSpec([], tf.float32)])(tf.constant(1.0)) == []
+
+
+def test_models_remember_the_strategy_they_were_made_in(model):
+    assert model._distribute_strategy is None, ADVICE + "Model._distribute_strategy"
+    assert training.strategy_of(model) is None
+    with tf.distribute.OneDeviceStrategy("CPU:0").scope():
+        made = keras.Sequential([keras.Input((2,)), layers.Dense(1)])
+    assert made._distribute_strategy is not None
+    assert training.strategy_of(made) is made._distribute_strategy

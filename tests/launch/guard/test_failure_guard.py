@@ -1,0 +1,46 @@
+"""Scripts that use the library under plain `mpiexec`: there the guard itself ends the job."""
+
+from __future__ import annotations
+
+import pathlib
+
+import pytest
+
+from tests.helpers.jobs import PYTHONS, mpiexec
+
+pytestmark = [pytest.mark.mpi, pytest.mark.parametrize("python", PYTHONS)]
+
+
+@pytest.mark.parametrize(
+    ("fault", "wait", "cause"),
+    [
+        ("raise", "recv", "ValueError: a bad apple"),
+        ("exit5", "barrier", "sys.exit(5)"),
+        ("thread", "recv", "ZeroDivisionError"),
+        pytest.param("exit0", "recv", "sys.exit(0) while", marks=pytest.mark.slow),
+        ("return", "poll", "its script ended while"),
+        pytest.param("system-exit", "wait", "its script ended while", marks=pytest.mark.slow),
+    ],
+)
+def test_a_failed_rank_ends_the_job(python: str, fault: str, wait: str, cause: str) -> None:
+    with mpiexec(python, 2, "fault.py", fault, wait, "--guard") as job:
+        job.wait_until_ready()
+        result = job.result()
+        assert not job.wait_until_gone(seconds=3)
+    assert result.code != 0
+    headlines = [line for line in result.stderr.splitlines() if "failed first" in line]
+    assert len(headlines) == 1, result.stderr
+    assert "rank 1 of 2 on host " in headlines[0]
+    assert cause in headlines[0]
+    assert result.seconds < 15
+
+
+def test_a_job_that_ends_well_leaves_nothing(
+    python: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    with mpiexec(python, 2, "fault.py", "return", "none", "--guard") as job:
+        result = job.result()
+    assert result.code == 0, result.stderr
+    assert "failed" not in result.stderr
+    assert not list(tmp_path.glob("tarantella-*"))

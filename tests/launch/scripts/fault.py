@@ -1,0 +1,76 @@
+"""A rank that fails in the way it is told to, and others that wait for it.
+
+    fault.py FAULT WAIT [--guard]
+
+Rank 1 does FAULT; all other ranks, and rank 1 if FAULT is "none", do WAIT.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+from mpi4py import MPI
+
+fault, wait = sys.argv[1:3]
+comm = MPI.COMM_WORLD
+if "--guard" in sys.argv:
+    from tarantella_pp.launch.guard import failure_guard
+
+    failure_guard.install(comm.rank, comm.size, comm.Abort, lambda text: comm.bcast(text, 0))
+comm.Barrier()
+if comm.rank == 0:
+    sys.stderr.write("ready\n")
+    sys.stderr.flush()
+
+
+def fail() -> None:
+    time.sleep(0.2)
+    if fault == "orphan":
+        subprocess.Popen(["setsid", "sleep", "60"])
+    if fault in ("raise", "orphan"):
+        raise ValueError("a bad apple")
+    if fault == "exit5":
+        sys.exit(5)
+    if fault == "exit0":
+        sys.exit(0)
+    if fault == "exit-text":
+        sys.exit("no data")
+    if fault == "system-exit":
+        raise SystemExit(4)
+    if fault == "_exit0":
+        os._exit(0)
+    if fault == "_exit5":
+        os._exit(5)
+    if fault == "sigkill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "sigsegv":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if fault == "interrupt":
+        raise KeyboardInterrupt
+    if fault == "thread":
+        threading.Thread(target=lambda: 1 / 0).start()
+        time.sleep(60)
+
+
+if comm.rank == 1:
+    fail()
+elif wait == "recv":
+    comm.recv(source=1, tag=7)
+elif wait == "wait":
+    comm.irecv(source=1, tag=7).wait()
+elif wait == "barrier":
+    comm.Barrier()
+elif wait == "poll":
+    from tarantella_pp.launch.guard import failure_guard
+
+    request = comm.irecv(source=1, tag=7)
+    while not request.Test():
+        failure_guard.check(1)
+        time.sleep(0.001)
+elif wait == "work":
+    time.sleep(4 if fault == "return" else 60)
+if fault == "none" and comm.rank == 1 and wait != "none":
+    time.sleep(60)

@@ -1,0 +1,111 @@
+"""Killing what a process has started, and removing what that shared."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import uuid
+
+import psutil
+import pytest
+
+from tarantella_pp.launch import prctl
+from tests.helpers.jobs import ROOT
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="prctl and /proc")
+
+
+def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs a program apart, whose children are its own."""
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program), *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=True,
+    )
+
+
+def test_orphans_in_sessions_of_their_own_are_killed() -> None:
+    program = """
+        import json, subprocess, sys, time, psutil
+        from tarantella_pp.launch.prctl import adopt_orphans
+        from tarantella_pp.launch.processes import kill_descendants
+        adopt_orphans()
+        shell = "setsid sleep 60 & setsid sh -c 'trap \\"\\" TERM INT; sleep 60' & sleep 0.2"
+        subprocess.run(["sh", "-c", shell], check=True, stdout=subprocess.DEVNULL)
+        before = [child.pid for child in psutil.Process().children(recursive=True)]
+        print(json.dumps([before, kill_descendants()]))
+    """
+    before, left = json.loads(run(program).stdout)
+    assert len(before) == 3
+    assert not left
+    assert not any(psutil.pid_exists(pid) for pid in before)
+
+
+def test_shared_memory_is_removed_also_that_of_dead_ranks() -> None:
+    stem = f"/dev/shm/sm_segment.test{uuid.uuid4().hex}.0.ab"
+    mapped, dead, foreign = (pathlib.Path(f"{stem}.{name}") for name in ("0", "1", "x"))
+    other = pathlib.Path(f"/dev/shm/tarantella-test-{uuid.uuid4().hex}")
+    for path in (mapped, dead, foreign, other):
+        path.write_bytes(bytes(4096))
+    program = """
+        import mmap, subprocess, sys, time
+        from tarantella_pp.launch import processes
+        hold = "import mmap, sys, time; o = [open(p, 'r+b') for p in sys.argv[1:]]; "
+        hold += "m = [mmap.mmap(f.fileno(), 0) for f in o]; "
+        hold += "print('ready', flush=True); time.sleep(60)"
+        child = subprocess.Popen([sys.executable, "-c", hold, *sys.argv[1:]], stdout=-1)
+        child.stdout.readline()
+        found = processes.shared_memory_of_descendants()
+        processes.kill_descendants()
+        processes.remove_shared_memory(found)
+    """
+    try:
+        run(program, str(mapped), str(other))
+        assert [p.exists() for p in (mapped, dead, other)] == [False, False, True]
+    finally:
+        for path in (mapped, dead, foreign, other):
+            path.unlink(missing_ok=True)
+
+
+def test_a_process_dies_with_its_parent() -> None:
+    program = """
+        import os, signal, sys, time
+        from tarantella_pp.launch.prctl import die_with_parent
+        parent = os.getpid()
+        ready, done = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.close(1)
+            die_with_parent(parent)
+            os.write(done, b"x")
+            time.sleep(60)
+        os.read(ready, 1)
+        print(child, flush=True)
+        os._exit(0)
+    """
+    child = int(run(program).stdout)
+    deadline = time.monotonic() + 5
+    while _runs(child) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not _runs(child)
+
+
+def test_an_exit_is_described() -> None:
+    assert prctl.describe_exit(-signal.SIGKILL) == "killed by SIGKILL"
+    assert prctl.describe_exit(3) == "ended with exit code 3"
+    assert prctl.signal_name(63) == "signal 63"
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False

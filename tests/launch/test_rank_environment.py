@@ -1,0 +1,71 @@
+"""What the ranks find in their environment."""
+
+from __future__ import annotations
+
+import pytest
+
+from tarantella_pp.errors import ConfigurationError
+from tarantella_pp.launch import rank_environment
+
+
+def variables(given: dict[str, str], force: bool = False) -> dict[str, str]:
+    return rank_environment.rank_environment(3, "WARNING", False, given, force_threads=force)
+
+
+def test_threads_and_log_level_are_set() -> None:
+    found = variables({})
+    assert {found[name] for name in rank_environment.THREAD_VARIABLES} == {"3"}
+    assert found["TF_CPP_MIN_LOG_LEVEL"] == "1"  # warnings are shown
+    assert found["TNT_OUTPUT_ON_ALL_DEVICES"] == "0"
+
+
+def test_what_the_user_has_set_stays() -> None:
+    given = {"OMP_NUM_THREADS": "8", "MALLOC_TRIM_THRESHOLD_": "1", "TF_CPP_MIN_LOG_LEVEL": "0"}
+    assert not set(variables(given)) & set(given)
+
+
+def test_an_explicit_number_of_threads_wins() -> None:
+    found = variables({"OMP_NUM_THREADS": "8", "TF_CPP_MIN_LOG_LEVEL": "0"}, force=True)
+    assert found["OMP_NUM_THREADS"] == "3"
+    assert "TF_CPP_MIN_LOG_LEVEL" not in found
+
+
+@pytest.mark.parametrize(
+    ("library", "megabytes"), [(("glibc", "2.36"), 256), (("glibc", "2.28"), 32), (("", ""), None)]
+)
+def test_allocator_thresholds_are_those_the_c_library_accepts(
+    library: tuple[str, str], megabytes: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_environment.platform, "libc_ver", lambda: library)
+    found = rank_environment.allocator_variables()
+    if megabytes is None:
+        assert not found
+    else:
+        assert found["MALLOC_MMAP_THRESHOLD_"] == str(megabytes * 2**20)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "nodes", "threads"), [(1, 1, 8), (2, 1, 4), (3, 1, 2), (16, 1, 1), (4, 2, 4)]
+)
+def test_ranks_share_the_cores_of_a_node(
+    ranks: int, nodes: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_environment, "cores_of_node", lambda: 8)
+    assert rank_environment.threads_per_rank(ranks, nodes, {}) == threads
+    assert rank_environment.threads_per_rank(ranks, nodes, {"SLURM_CPUS_PER_TASK": "5"}) == 5
+
+
+def test_cores_that_slurm_has_given_to_others_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_environment.os, "sched_getaffinity", lambda process: set(range(64)))
+    assert rank_environment.cores_of_node() == 64
+    monkeypatch.setenv("SLURM_CPUS_ON_NODE", "4")
+    assert rank_environment.cores_of_node() == 4
+
+
+def test_exports_have_names_and_values() -> None:
+    given = {"HOME": "/home/x"}
+    found = rank_environment.parse_exports(["A=1", "B=x=y", "C=", "HOME"], given)
+    assert found == {"A": "1", "B": "x=y", "C": "", "HOME": "/home/x"}
+    for wrong in ("=1", "A B=1", "1A=2", "UNSET"):
+        with pytest.raises(ConfigurationError, match=wrong.partition("=")[0] or "=1"):
+            rank_environment.parse_exports([wrong], given)

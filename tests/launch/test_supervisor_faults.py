@@ -1,0 +1,156 @@
+"""Whatever happens to one rank, the job ends on all of them, and says which one it was."""
+
+from __future__ import annotations
+
+import itertools
+import pathlib
+import signal
+
+import pytest
+
+from tests.helpers.jobs import PYTHONS, tarantella
+
+pytestmark = [pytest.mark.mpi, pytest.mark.parametrize("python", PYTHONS)]
+
+FAULTS = {
+    "raise": (1, "ValueError: a bad apple"),
+    "exit5": (5, "sys.exit(5)"),
+    "exit-text": (1, "sys.exit('no data')"),
+    "_exit0": (1, "exit code 0 before its script did"),
+    "_exit5": (5, "exit code 5"),
+    "sigkill": (137, "killed by SIGKILL"),
+    "sigsegv": (139, "killed by SIGSEGV"),
+    "interrupt": (130, "KeyboardInterrupt"),
+    "orphan": (1, "ValueError: a bad apple"),
+    "thread": (1, "ZeroDivisionError: division by zero (in thread"),
+}
+EARLY = {"exit0": "sys.exit(0) while", "return": "its script ended while"}
+WAITS = ("recv", "wait", "barrier", "poll")
+ALWAYS = {("exit0", "barrier"), *((fault, "recv") for fault in FAULTS)}
+"""Combinations that a test without the mark `slow` has."""
+
+
+def expect_failure(
+    python: str, fault: str, wait: str, code: int, cause: str, ranks: int = 2
+) -> None:
+    """Runs a job with a fault on rank 1, and checks how it ends, and when."""
+    with tarantella(python, "-n", str(ranks), "--", "fault.py", fault, wait) as job:
+        job.wait_until_ready()
+        result = job.result()
+        left = job.processes()
+    assert result.code == code, result.stderr
+    headlines = [line for line in result.stderr.splitlines() if "failed first" in line]
+    assert len(headlines) == 1, result.stderr
+    assert f"tarantella: rank 1 of {ranks} on host " in headlines[0]
+    assert cause in headlines[0]
+    assert not left
+    # Ten seconds are promised. Without its reaction to the record, the launcher takes nine.
+    assert result.seconds < (15 if fault in EARLY else 8)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_failed_rank_ends_the_job(python: str, fault: str) -> None:
+    expect_failure(python, fault, "recv", *FAULTS[fault])
+
+
+def test_a_rank_that_leaves_while_others_wait_ends_the_job(python: str) -> None:
+    expect_failure(python, "exit0", "barrier", 1, EARLY["exit0"], ranks=3)
+
+
+@pytest.mark.parametrize(
+    ("how", "ranks", "cause"),
+    [
+        ("exit0", 2, "sys.exit(0) while other ranks wait for it (rank 0 at early.py:26)"),
+        ("return", 3, "its script ended while other ranks wait for it (rank 0 at early.py:26)"),
+        ("_exit0", 2, "exit code 0 before its script did"),
+        ("met", 2, "its script ended while rank 0 waits for it"),
+    ],
+)
+def test_a_rank_that_ends_before_all_have_met_ends_the_job(
+    python: str, how: str, ranks: int, cause: str
+) -> None:
+    with tarantella(python, "-n", str(ranks), "early.py", how) as job:
+        result = job.result()
+        assert not job.processes()
+    assert result.code == 1
+    assert f"tarantella: rank 1 of {ranks} on host " in result.stderr
+    assert cause in result.stderr
+    assert result.seconds < 30  # rank 2 of three works for 60 s
+
+
+def test_the_traceback_is_that_of_the_script_and_comes_once(python: str) -> None:
+    with tarantella(python, "-n", "3", "fault.py", "raise", "barrier") as job:
+        result = job.result()
+    assert result.stderr.count("Traceback (most recent call last)") == 1
+    assert 'raise ValueError("a bad apple")' in result.stderr
+    assert "runpy" not in result.stderr
+    assert "worker.py" not in result.stderr
+
+
+def test_a_rank_may_end_long_before_the_others(python: str) -> None:
+    with tarantella(python, "-n", "2", "fault.py", "return", "work") as job:
+        result = job.result()
+    assert result.code == 0, result.stderr
+
+
+@pytest.mark.parametrize(
+    ("number", "wait", "code"),
+    [(signal.SIGTERM, "recv", 75), (signal.SIGINT, "work", 130), (signal.SIGKILL, "recv", -9)],
+)
+def test_a_signal_to_the_launcher_ends_all_ranks(
+    python: str, number: signal.Signals, wait: str, code: int
+) -> None:
+    with tarantella(python, "-n", "2", "fault.py", "none", wait) as job:
+        job.wait_until_ready()
+        job.send(number)
+        result = job.result()
+        assert result.code == code, result.stderr
+        assert not job.wait_until_gone(seconds=5)
+        assert result.seconds < 15  # what takes no notice is killed after 30 s
+    if number != signal.SIGKILL:
+        assert f"the job was stopped by {number.name}" in result.stderr
+        assert "failed first" not in result.stderr
+
+
+def test_a_second_interrupt_does_not_wait(python: str) -> None:
+    with tarantella(python, "-n", "2", "fault.py", "none", "recv") as job:
+        job.wait_until_ready()
+        job.send(signal.SIGINT)
+        assert job.wait_until_gone(seconds=0.7)  # ranks in MPI calls do not see the first one
+        job.send(signal.SIGINT)
+        result = job.result()
+        assert not job.processes()
+    assert result.code == 130
+    assert result.seconds < 4  # the patience after one is 5 s
+
+
+def test_a_job_that_takes_too_long_is_killed(python: str) -> None:
+    with tarantella(python, "-n", "2", "--timeout", "3", "fault.py", "none", "work") as job:
+        result = job.result()
+        assert not job.processes()
+    assert result.code == 124
+    assert "after 3 s (--timeout)" in result.stderr
+
+
+def test_no_files_are_left(python: str, tmp_path: pathlib.Path) -> None:
+    command = ["-n", "2", "fault.py", "raise", "recv"]
+    with tarantella(python, *command, TMPDIR=str(tmp_path)) as job:
+        assert job.result().code == 1
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "wait"),
+    [pair for pair in itertools.product([*FAULTS, *EARLY], WAITS) if pair not in ALWAYS],
+)
+def test_every_fault_in_every_other_wait(python: str, fault: str, wait: str) -> None:
+    code, cause = FAULTS.get(fault) or (1, EARLY[fault])
+    expect_failure(python, fault, wait, code, cause, ranks=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["sigkill", "_exit5", "raise"])
+def test_faults_that_make_launchers_hang_now_and_then(python: str, fault: str) -> None:
+    for _ in range(20):
+        expect_failure(python, fault, "recv", *FAULTS[fault])

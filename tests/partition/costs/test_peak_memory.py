@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import keras
+import pytest
+from keras import layers
+
+from tarantella_pp.partition.costs.optimizer_slots import slot_bytes
+from tarantella_pp.partition.costs.peak_memory import (
+    backward_bytes,
+    message_bytes,
+    update_bytes,
+)
+from tarantella_pp.partition.costs.stage_costs import Costs
+from tarantella_pp.partition.extraction.keras_reader import extract
+from tarantella_pp.partition.plan.plan_parts import CutEdge
+from tests.helpers import keras_models
+
+pytestmark = pytest.mark.keras
+
+KERNEL = 16 * 16 * 4
+
+
+def graph_of(*steps):
+    x = inputs = keras.Input((16,))
+    for step in steps:
+        x = step(x)
+    return extract(keras.Model(inputs, x)).graph
+
+
+def dense(activation=None):
+    return layers.Dense(16, activation, use_bias=False)
+
+
+def played(graph, rows=10):
+    return backward_bytes(graph, graph.nodes, rows)
+
+
+def test_one_operation_has_the_gradients_of_its_output_input_and_weights():
+    row = 16 * 4
+    assert played(graph_of(dense())) == 10 * row + KERNEL  # the model's input has no gradient
+    assert played(graph_of(dense(), dense())) == 2 * 10 * row + KERNEL
+
+
+def test_a_chain_needs_no_more_than_its_largest_pair():
+    chain = [dense() for _ in range(6)]
+    assert played(graph_of(*chain)) == played(graph_of(*chain[:2]))
+    wide = graph_of(dense(), layers.Dense(100, use_bias=False), dense())
+    assert played(wide) == 10 * 4 * (16 + 100) + 16 * 100 * 4
+
+
+def test_what_an_activation_function_kept_makes_room():
+    linear, kinked = (played(graph_of(dense(), dense(kind))) for kind in (None, "relu"))
+    assert linear - kinked == 10 * 16 * 4
+
+
+def test_gradients_wait_for_other_branches():
+    graph = extract(keras_models.long_skip()[0]).graph
+    of_sum, branch, skip = 3 * [1000 * 6 * 4]
+    assert backward_bytes(graph, graph.nodes, 1000) == of_sum + branch + skip
+    weights = (6 * 6 + 6) * 4
+    assert backward_bytes(graph, graph.nodes[:-1], 1000) == branch + weights
+
+
+def test_views_have_one_gradient():
+    inner = [layers.Reshape((4, 4)), layers.Flatten()]
+    assert played(graph_of(dense(), *inner, dense())) == played(graph_of(dense(), dense()))
+
+
+def test_frozen_layers_have_no_gradients():
+    graph = extract(keras_models.frozen_start()[0]).graph
+    assert backward_bytes(graph, graph.nodes[:2], 5) == 0
+
+
+@pytest.mark.parametrize(("count", "copies"), [(3, 3), (5, 5), (9, 5)])
+def test_an_update_has_temporaries_of_a_few_variables(count, copies):
+    graph = graph_of(*[dense() for _ in range(count)])
+    slots = slot_bytes("adam", graph.weights)
+    assert update_bytes(graph, graph.weights, slots) == copies * KERNEL
+
+
+@pytest.mark.parametrize(("optimizer", "copies"), [("adam", 3.5), ("sgd", 0), ("lion", 1.75)])
+def test_sparse_gradients_become_dense_for_each_slot(optimizer, copies):
+    ids = keras.Input((3,), dtype="int32")
+    graph = extract(keras.Model(ids, layers.Embedding(50, 8)(ids))).graph
+    slots = slot_bytes(optimizer, graph.weights)
+    assert update_bytes(graph, graph.weights, slots) == copies * 50 * 8 * 4
+
+
+def test_the_update_counts_where_it_needs_more_than_activations():
+    graph = graph_of(*[dense() for _ in range(4)])
+    costs = Costs(graph, slot_bytes("adam", graph.weights), rows=2)
+    (stage,) = costs.stages([0] * 4, [1])
+    assert stage.kept_bytes == 4 * 2 * 16 * 4
+    assert stage.working_bytes == 4 * KERNEL - stage.kept_bytes
+    (busy,) = costs.stages([0] * 4, [100])
+    assert busy.working_bytes == backward_bytes(graph, graph.nodes, 2)
+
+
+def cut(source, *targets, name="x", size=100, **more):
+    return CutEdge(name, source, targets, "float32", size, **{"has_gradient": True, **more})
+
+
+CHAIN = [cut(0, 1, name="a"), cut(1, 2, name="b")]
+
+
+@pytest.mark.parametrize(
+    ("cuts", "stage", "kept", "received", "sent", "returned"),
+    [
+        (CHAIN, 0, "", 100 + 100, 3 * 100, 0),  # one gradient ahead, one in use
+        (CHAIN, 0, "a", 100 + 100, 0, 0),  # what is kept anyway waits at no cost
+        (CHAIN, 1, "", 100 + 100 + 100, 3 * 100, 0),  # one ahead, one of each in use
+        (CHAIN, 1, "a", 100 + 100, 3 * 100, 0),
+        (CHAIN, 2, "b", 100, 0, 2 * 100),  # one activation ahead, two gradients on their way
+        (CHAIN, 3, "", 0, 0, 0),
+        ([cut(0, 1, 2)], 0, "x", 100 + 200, 0, 0),  # a gradient of each reader
+        ([cut(0, 1, has_gradient=False)], 0, "x", 0, 0, 0),
+        ([cut(0, 1, has_gradient=False)], 1, "x", 100, 0, 0),
+        ([cut(0, 1, mask_bytes=5)], 1, "x", 105 + 5, 0, 200),
+    ],
+)
+def test_messages_are_there_until_used_and_received(cuts, stage, kept, received, sent, returned):
+    assert message_bytes(cuts, stage, 3, set(kept)) == (received, sent, returned)
+
+
+def test_stages_that_recompute_keep_what_they_receive():
+    graph = graph_of(dense(), dense(), dense())
+    costs = Costs(graph, slot_bytes("sgd", graph.weights), rows=1000)
+    plain, again = (costs.stages([0, 1, 2], [3, 2, 1], repeats)[1] for repeats in ({}, {1: 1}))
+    assert plain.buffer_bytes == again.buffer_bytes == 2 * 1000 * 16 * 4
+    assert again.kept_bytes == plain.kept_bytes == 2 * 1000 * 16 * 4

@@ -1,0 +1,208 @@
+from __future__ import annotations
+
+import keras
+import msgspec
+import numpy as np
+import pytest
+from keras import layers, ops
+from keras import optimizers as opt
+
+from tarantella_pp.errors import ConfigurationError
+from tarantella_pp.partition.costs.optimizer_slots import optimizer_name, slot_bytes
+from tarantella_pp.partition.costs.stage_costs import Costs
+from tarantella_pp.partition.extraction.keras_reader import extract
+from tarantella_pp.partition.graph.layer_graph import Weight
+from tests.helpers import keras_models
+from tests.helpers.traced import kept_bytes
+
+pytestmark = pytest.mark.keras
+
+
+def chain(shape, *steps, dtype="float32"):
+    """A model that puts a trainable layer first, so that gradients flow through all steps."""
+    x = inputs = keras.Input(shape, dtype=dtype)
+    for step in steps:
+        x = step(x)
+    return keras.Model(inputs, x)
+
+
+def attention(**kwargs):
+    layer = layers.MultiHeadAttention(2, 8, **kwargs)
+    return chain((6, 16), start(), lambda x: layer(x, x))
+
+
+def start():
+    return layers.Dense(16)
+
+
+def tied_head(**options):
+    table = layers.ReversibleEmbedding(11, 16, **options)
+    return chain((9,), table, start(), lambda x: table(x, reverse=True), dtype="int32")
+
+
+def image(*steps):
+    return chain((8, 8, 4), layers.Conv2D(4, 3, padding="same"), *steps)
+
+
+RULES = {
+    **{
+        name: (lambda name=name: chain((6, 16), start(), layers.Activation(name)))
+        for name in ("relu", "relu6", "leaky_relu", "elu", "selu", "softplus", "tanh", "sigmoid")
+    },
+    **{
+        name: (lambda name=name: chain((6, 16), start(), layers.Activation(name)))
+        for name in ("silu", "gelu", "softmax", "exponential", "mish", "hard_sigmoid", "softsign")
+    },
+    "dense relu": lambda: chain((16,), layers.Dense(8, "relu"), layers.Dense(4)),
+    "dense gelu": lambda: chain((16,), layers.Dense(8, "gelu"), layers.Dense(4)),
+    "dense silu": lambda: chain((16,), layers.Dense(8, "silu"), layers.Dense(4)),
+    "conv": lambda: image(layers.Conv2D(4, 3, activation="relu")),
+    "conv strided": lambda: image(layers.Conv2D(4, 3, strides=2)),
+    "depthwise": lambda: image(layers.DepthwiseConv2D(3, activation="relu")),
+    "separable": lambda: image(layers.SeparableConv2D(6, 3, depth_multiplier=2)),
+    "transposed": lambda: image(layers.Conv2DTranspose(6, 3)),
+    "batch norm": lambda: image(layers.BatchNormalization()),
+    "layer norm": lambda: chain((64, 16), start(), layers.LayerNormalization()),
+    "rms norm": lambda: chain((64, 16), start(), layers.RMSNormalization()),
+    "group norm": lambda: image(layers.GroupNormalization(2)),
+    "dropout": lambda: chain((6, 16), start(), layers.Dropout(0.5, seed=1)),
+    "max pooling": lambda: image(layers.MaxPooling2D()),
+    "average pooling": lambda: image(layers.AveragePooling2D(2)),
+    "global pooling": lambda: image(layers.GlobalAveragePooling2D()),
+    "embedding": lambda: chain((9,), layers.Embedding(11, 16), start(), dtype="int32"),
+    "attention": attention,
+    "attention with dropout": lambda: attention(dropout=0.1, seed=2),
+    "reshapes": lambda: chain((8, 8), layers.Dense(8), layers.Flatten(), layers.Dense(3)),
+    "padding": lambda: image(layers.ZeroPadding2D(), layers.Conv2D(3, 3)),
+    "product": lambda: chain((6, 16), start(), lambda x: x * ops.sigmoid(x)),
+    "scaled": lambda: chain((6, 16), start(), lambda x: x * 2.0 + 1.0 - x / 3.0),
+    "matmul": lambda: chain((6, 16), start(), lambda x: ops.matmul(x, ops.transpose(x, (0, 2, 1)))),
+    "square": lambda: chain((6, 16), start(), lambda x: ops.mean(ops.square(x), -1)),
+    "slices": lambda: chain((6, 16), start(), lambda x: ops.concatenate([x[:, :2], x[:, 3:]], 1)),
+    "tied head": lambda: tied_head(),
+    "capped tied head": lambda: tied_head(logit_soft_cap=3.0),
+    "tied variable": lambda: keras_models.tied_variable()[0],
+    "mlp": lambda: keras_models.mlp()[0],
+    "residual cnn": lambda: keras_models.residual_cnn()[0],
+    "two in two out": lambda: keras_models.two_in_two_out()[0],
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_rules_say_what_a_traced_backward_pass_keeps(name):
+    extracted = extract(RULES[name]())
+    graph, rows = extracted.graph, 4
+    costs = Costs(graph, slot_bytes(None, graph.weights), rows)
+    (stage,) = costs.stages([0] * len(graph.nodes), [1])
+    assert {node.residual_source for node in graph.nodes} == {"analytic"}
+    assert stage.activation_bytes == pytest.approx(kept_bytes(extracted, rows), rel=0.12, abs=100)
+
+
+def test_recurrent_layers_are_guessed_and_say_so():
+    graph = extract(keras_models.masked_recurrent()[0]).graph
+    guessed = {node.kind for node in graph.nodes if node.residual_source == "estimated"}
+    assert guessed == {"Bidirectional", "TimeDistributed", "LSTM"}
+
+
+def test_frozen_layers_keep_nothing():
+    graph = extract(keras_models.frozen_start()[0]).graph
+    frozen, norm, dense = graph.nodes
+    assert (frozen.keeps, norm.keeps) == ((), ())
+    assert frozen.residual_bytes == norm.residual_bytes == 0
+    assert dense.keeps == dense.inputs
+
+
+def test_views_share_memory():
+    graph = extract(RULES["reshapes"]()).graph
+    dense, flatten, last = graph.nodes
+    assert graph.storage(flatten.outputs[0]) == dense.outputs[0]
+    assert last.keeps == flatten.outputs
+
+
+OPTIMIZERS = {
+    "sgd": (opt.SGD(), 0),
+    "momentum": (opt.SGD(momentum=0.9), 1),
+    "adam": (opt.Adam(), 2),
+    "adamw": (opt.AdamW(), 2),
+    "amsgrad": (opt.Adam(amsgrad=True), 3),
+    "rmsprop": (opt.RMSprop(centered=True, momentum=0.5), 3),
+    "lion": (opt.Lion(), 1),
+    "average": (opt.Adam(use_ema=True), 3),
+    "accumulation": (opt.SGD(gradient_accumulation_steps=2), 1),
+    "scaled": (opt.LossScaleOptimizer(opt.Adam()), 2),
+    "named": ("adagrad", 1),
+    "none": (None, 2),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_slots_are_those_of_the_optimizer(name):
+    optimizer, slots = OPTIMIZERS[name]
+    weights = extract(keras_models.residual_cnn()[0]).graph.weights
+    found = slot_bytes(optimizer, weights)
+    assert found == tuple(slots * w.bytes if w.trainable else 0 for w in weights)
+    if isinstance(optimizer, opt.Optimizer):
+        assert not optimizer.built
+
+
+def test_factored_slots_have_the_shape_of_the_real_variable():
+    weight = Weight(0, "a/kernel", (7, 4, 100), "float32", True, 11200)
+    factored = (7 * 4 + 7 * 100) * 4
+    built = opt.Adafactor()
+    built.build([keras.Variable(np.zeros(weight.shape, "float32"))])
+    real = sum(4 * int(np.prod(v.shape)) for v in built.variables if len(v.shape) > 0)
+    assert real == 11200 + factored
+    assert slot_bytes(opt.Adafactor(), [weight]) == (real,)
+
+
+def test_an_unknown_optimizer_is_refused():
+    for wrong in ("adamm", 3, keras.layers.Dense(2)):
+        with pytest.raises(ConfigurationError, match="Received: optimizer="):
+            slot_bytes(wrong, [])
+    assert optimizer_name("adam") == "Adam"
+    assert optimizer_name(None) == "Adam (assumed)"
+
+
+def test_stages_count_shared_weights_and_kept_memory_once():
+    graph = extract(keras_models.shared_layer()[0]).graph
+    shared, _, again, _ = graph.nodes
+    assert shared.weights == again.weights
+    costs = Costs(graph, slot_bytes("sgd", graph.weights), rows=3)
+    (one,) = costs.stages([0, 0, 0, 0], [1])
+    assert one.parameter_bytes == sum(w.bytes for w in graph.weights)
+    kept = {t for node in graph.nodes for t in node.keeps}
+    assert one.activation_bytes == 3 * sum(graph.tensors[t].bytes_per_sample for t in kept)
+    assert costs.stages([0, 0, 1, 1], [2, 1])[1].parameter_bytes == (6 * 6 + 6 + 6 * 2 + 2) * 4
+
+
+def test_cuts_carry_skips_masks_and_outputs():
+    graph = extract(keras_models.long_skip()[0]).graph
+    costs = Costs(graph, slot_bytes(None, graph.weights), rows=2)
+    cuts = costs.cuts([0, 1, 1, 2, 2])
+    assert [(cut.source, cut.targets) for cut in cuts] == [(0, (1, 2)), (1, (2,))]
+    assert cuts[0].bytes == 2 * 6 * 4
+    assert all(cut.has_gradient for cut in cuts)
+    stages = costs.stages([0, 1, 1, 2, 2], [3, 2, 1])
+    # One message ahead, the gradients in use, and the skip, which the last stage does not keep.
+    assert [stage.buffer_bytes for stage in stages] == [48 + 96, 48 + 48, 48 + 48]
+    graph = extract(keras_models.multi_output_lstm()[0]).graph
+    costs = Costs(graph, slot_bytes(None, graph.weights), rows=2)
+    targets = {cut.tensor: cut.targets for cut in costs.cuts([0, 1, 2])}
+    state = graph.tensors[graph.outputs[1]].name
+    assert targets[state] == (1, 2)  # read on stage 1, an output of the model
+    graph = extract(keras_models.masked_recurrent()[0]).graph
+    costs = Costs(graph, slot_bytes(None, graph.weights), rows=2)
+    first = [int(node.kind not in ("Embedding", "NotEqual")) for node in graph.nodes]
+    masked = {cut.tensor.split("_")[0]: cut.mask_bytes for cut in costs.cuts(first)}
+    assert masked == {"embedding": 2 * 6, "not": 0}
+
+
+def test_measured_figures_take_the_place_of_the_rules():
+    graph = extract(keras_models.mlp()[0]).graph
+    nodes = tuple(
+        msgspec.structs.replace(n, keeps=(), residual_bytes=10.0, residual_source="measured")
+        for n in graph.nodes
+    )
+    measured = msgspec.structs.replace(graph, nodes=nodes)
+    costs = Costs(measured, slot_bytes(None, graph.weights), rows=2)
+    assert costs.stages([0] * len(nodes), [1])[0].activation_bytes == 20 * len(nodes)

@@ -1,0 +1,97 @@
+"""Plans and profiles on disk: the usual mode, all or nothing, and clear errors."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from tarantella_pp.errors import ConfigurationError, PlanError
+from tarantella_pp.partition.external.external_graph import graph_from_dict
+from tarantella_pp.partition.external.external_planner import plan_graph
+from tarantella_pp.partition.graph.profile import NodeProfile, Profile
+from tests.helpers.plans import chain_graph, plan_of
+
+GRAPH = {"nodes": [{"id": i, "time": 1.0, "memory": 1.0} for i in range(3)], "edges": []}
+RECORDS = [
+    plan_of(chain_graph(), [0, 0, 1, 1]),
+    plan_graph(graph_from_dict(GRAPH), 2),
+    Profile("m", "0" * 64, 1, (4,), (NodeProfile("a", (1.0,), (2.0,)),)),
+]
+
+
+@pytest.fixture(params=RECORDS, ids=lambda record: type(record).__name__)
+def record(request):
+    return request.param
+
+
+def mode(path):
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_what_is_saved_is_read(record, tmp_path):
+    record.save(tmp_path / "a.json")
+    assert type(record).load(str(tmp_path / "a.json")) == record
+    assert record.from_json(record.to_json()) == record
+    assert os.listdir(tmp_path) == ["a.json"]
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077, 0o002])
+def test_a_new_file_has_the_mode_of_any_other(record, tmp_path, mask):
+    before = os.umask(mask)
+    try:
+        record.save(tmp_path / "a.json")
+    finally:
+        os.umask(before)
+    assert mode(tmp_path / "a.json") == 0o666 & ~mask
+
+
+def test_a_file_keeps_its_mode_and_a_link_its_target(record, tmp_path):
+    target, link = tmp_path / "a.json", tmp_path / "b.json"
+    target.write_text("old")
+    target.chmod(0o640)
+    link.symlink_to(target)
+    record.save(link)
+    assert link.is_symlink()
+    assert mode(target) == 0o640
+    assert type(record).load(target) == record
+
+
+def test_a_device_stays_one(record):
+    record.save(os.devnull)
+    assert stat.S_ISCHR(os.stat(os.devnull).st_mode)
+
+
+def test_a_failure_leaves_the_file_that_was_there(record, tmp_path, monkeypatch):
+    path = tmp_path / "a.json"
+    path.write_text("old")
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(ConfigurationError, match=r"a\.json': No space left"):
+        record.save(path)
+    assert path.read_text() == "old"
+    assert os.listdir(tmp_path) == ["a.json"]
+
+
+def test_places_that_cannot_be_written_are_named(record, tmp_path):
+    for path in (tmp_path, tmp_path / "missing" / "a.json", tmp_path / ("x" * 300)):
+        with pytest.raises(ConfigurationError, match=f"Cannot write the {record.noun} '{path}': "):
+            record.save(path)
+    assert os.listdir(tmp_path) == []
+
+
+def test_files_that_are_not_valid_are_named(record, tmp_path):
+    path = tmp_path / "a.json"
+    with pytest.raises(PlanError, match=f"Cannot read the {record.noun} '{path}': No such file"):
+        type(record).load(path)
+    path.write_text(record.to_json().replace('"version": 1', '"version": 7'))
+    with pytest.raises(PlanError, match=rf"a\.json: This is no valid {record.noun}: its version"):
+        type(record).load(path)
+    path.write_text("[]")
+    with pytest.raises(PlanError, match=rf"a\.json: This is no valid {record.noun}: Expected"):
+        type(record).load(path)

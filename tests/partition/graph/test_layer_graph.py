@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import msgspec
+import networkx as nx
+import pytest
+
+from tarantella_pp.errors import GraphError
+from tarantella_pp.partition.graph.layer_graph import (
+    LayerGraph,
+    Node,
+    Tensor,
+    Weight,
+)
+
+
+def diamond(**changes):
+    """Input -> a -> (b, c) -> d; b and d share a weight."""
+    weights = (
+        Weight(0, "a/kernel", (2, 3), "float32", True, 24),
+        Weight(1, "shared/kernel", (3, 3), "float32", True, 36),
+    )
+    nodes = (
+        Node(0, "a", "Dense", inputs=(0,), outputs=(1,), weights=(0,), parameters=24, keeps=(0,)),
+        Node(1, "b", "Dense", inputs=(1,), outputs=(2,), weights=(1,), parameters=36),
+        Node(2, "c", "ReLU", inputs=(1,), outputs=(3,)),
+        Node(3, "b:1", "Dense", inputs=(2, 3), outputs=(4,), weights=(1,), parameters=36),
+    )
+    tensors = (
+        Tensor(0, "x", (None, 2), "float32", None, (0,), 8),
+        Tensor(1, "a", (None, 3), "float32", 0, (1, 2), 12, True),
+        Tensor(2, "b", (None, 3), "float32", 1, (3,), 12, True),
+        Tensor(3, "c", (None, 3), "float32", 2, (3,), 12, True),
+        Tensor(4, "b:1", (None, 3), "float32", 3, (), 12, True),
+    )
+    graph = LayerGraph(nodes=nodes, tensors=tensors, inputs=(0,), outputs=(4,), weights=weights)
+    return msgspec.structs.replace(graph, **changes)
+
+
+def test_digraph_has_an_edge_where_a_tensor_runs():
+    digraph = diamond().digraph
+    assert set(digraph.edges) == {(0, 1), (0, 2), (1, 3), (2, 3)}
+    assert nx.is_directed_acyclic_graph(digraph)
+    assert digraph.edges[0, 1] == {"tensors": (1,), "bytes": 12}
+    assert digraph.nodes[3] == {"name": "b:1", "kind": "Dense"}
+    with pytest.raises(nx.NetworkXError):
+        digraph.add_edge(3, 0)
+
+
+def test_variables_that_change_in_a_call_keep_their_nodes_together():
+    first, shared = diamond().weights
+    stateful = diamond(weights=(first, msgspec.structs.replace(shared, stateful=True)))
+    assert stateful.groups == (frozenset({1, 3}),)
+    assert stateful.ties == {}
+
+
+def test_variables_that_only_the_optimizer_changes_tie_their_nodes():
+    assert diamond().groups == ()
+    assert diamond().ties == {(1, 3): (1,)}
+    assert diamond().users([0, 1, 1, 2]) == [(0,), (1, 2)]
+
+
+def test_fingerprint_sees_structure_and_nothing_else():
+    graph = diamond()
+    prints = {graph.fingerprint()}
+    a, b, c, d = graph.nodes
+    frozen = tuple(msgspec.structs.replace(w, trainable=False, name="z") for w in graph.weights)
+    renamed = msgspec.structs.replace(a, name="z", flops=5.0, parameters=0)
+    same = msgspec.structs.replace(graph, nodes=(renamed, b, c, d), weights=frozen)
+    assert same.fingerprint() in prints
+    wider = msgspec.structs.replace(graph.tensors[1], shape=(None, 4))
+    for changes in (
+        {"nodes": (a, b, msgspec.structs.replace(c, kind="ELU"), d)},
+        {"tensors": (graph.tensors[0], wider, *graph.tensors[2:])},
+        {"nodes": (a, b, c, msgspec.structs.replace(d, weights=()))},
+        {"outputs": (4, 3)},
+    ):
+        prints.add(msgspec.structs.replace(graph, **changes).fingerprint())
+    assert len(prints) == 5
+
+
+def altered(field, position, **changes):
+    items = list(getattr(diamond(), field))
+    items[position] = msgspec.structs.replace(items[position], **changes)
+    return {field: tuple(items)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (altered("nodes", 1, id=2), r"nodes\[1\].id=2"),
+        (altered("nodes", 1, name="a"), "unique.*'a'"),
+        (altered("nodes", 1, inputs=(9,)), "0..4.*Received: 9"),
+        (altered("nodes", 1, weights=(2,)), "weights of node 'b'"),
+        (altered("nodes", 1, inputs=(4,)), "without a cycle: node 'b' reads tensor 'b:1'"),
+        (altered("nodes", 1, outputs=(3,)), "made twice"),
+        (altered("nodes", 1, outputs=(0,)), "made twice"),
+        (altered("nodes", 1, keeps=(3,)), "'b' can keep only"),
+        (altered("nodes", 1, flops=float("nan")), "nodes.1..flops.*Received: nan"),
+        (altered("nodes", 1, residual_bytes=-1.0), "not negative. Received: -1"),
+        (altered("tensors", 2, producer=None), "Received: producer=None"),
+        (altered("tensors", 1, consumers=(1,)), r"Received: consumers=\[1\]"),
+        (altered("tensors", 1, bytes_per_sample=-4), "bytes_per_sample"),
+        ({"inputs": (5,)}, "inputs must lie in"),
+        ({"outputs": (-1,)}, "outputs must lie in"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(changes, message):
+    with pytest.raises(GraphError, match=message):
+        diamond(**changes)
+
+
+def test_importing_the_graph_does_not_load_tensorflow():
+    code = (
+        "import sys, tarantella_pp.partition.graph.layer_graph as g;"
+        "sys.exit(bool({'keras', 'tensorflow', 'mpi4py'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

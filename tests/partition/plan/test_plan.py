@@ -1,0 +1,224 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tarantella_pp.errors import PlanError
+from tarantella_pp.partition.plan.plan import MAX_FILE_BYTES, Plan
+from tests.helpers.plans import chain_graph, plan_of
+
+GRAPH = chain_graph()
+PLAN = plan_of(GRAPH, [0, 0, 1, 1])
+
+
+def test_json_and_back(tmp_path):
+    assert Plan.from_json(PLAN.to_json()) == PLAN
+    path = tmp_path / "plan.json"
+    PLAN.save(path)
+    PLAN.save(path)
+    assert Plan.load(path) == Plan.load(str(path)) == PLAN
+    assert os.listdir(tmp_path) == ["plan.json"]
+    data = json.loads(path.read_text())
+    assert data["format"] == "tarantella_pp.plan"
+    assert data["version"] == 1
+    assert data["assignment"] == [0, 0, 1, 1]
+
+
+def test_weights_of_several_stages_are_named():
+    plan = Plan.from_json(edited(ties=[tie()]))
+    assert "Stages 0, 1 share dense/kernel (256 B): 0 trains it." in str(plan)
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_files_from_before_recomputation_are_read():
+    data = json.loads(PLAN.to_json())
+    del data["recompute"]
+    for stage in data["stages"]:
+        del stage["recomputed_bytes"], stage["working_bytes"]
+    old = Plan.from_json(json.dumps(data))
+    assert old.recompute == ()
+    assert [stage.state_bytes for stage in old.stages] == [2048, 2048]
+
+
+def test_stages_say_what_they_cost():
+    first, second = PLAN.stages
+    assert (first.first, first.last, first.nodes) == ("dense", "dense_1", 2)
+    assert first.parameter_bytes == first.gradient_bytes == 2 * 256
+    assert first.optimizer_bytes == 4 * 256
+    assert first.state_bytes == 2048
+    assert first.activation_bytes == second.activation_bytes == 2 * 8 * 32
+    assert (first.in_flight, second.in_flight) == (2, 1)
+    assert (first.buffer_bytes, second.buffer_bytes) == (2 * 256, 256)
+    assert first.working_bytes == 256 + 256 + 256  # of outputs, inputs and the kernel
+    assert first.lasting_bytes == 2048 + 2 * 512
+    assert first.memory_bytes == first.lasting_bytes + 512 + 768
+    (cut,) = PLAN.cuts
+    assert (cut.tensor, cut.source, cut.targets, cut.bytes) == ("dense_1", 0, (1,), 256)
+    assert PLAN.micro_batch_size == 8
+
+
+def test_check_takes_the_plan_of_this_model():
+    PLAN.check(GRAPH)
+    renamed = chain_graph()
+    nodes = tuple(msgspec.structs.replace(n, name=f"other_{n.id}") for n in renamed.nodes)
+    PLAN.check(msgspec.structs.replace(renamed, nodes=nodes))
+
+
+def test_check_names_what_differs_in_another_model():
+    with pytest.raises(PlanError, match="another model: it has 4 nodes, and this model 5"):
+        PLAN.check(chain_graph(5))
+    with pytest.raises(PlanError, match="same names, but shapes, dtypes or connections differ"):
+        PLAN.check(chain_graph(width=9))
+    nodes = list(chain_graph(width=9).nodes)
+    nodes[2] = msgspec.structs.replace(nodes[2], name="conv2d_7")
+    other = msgspec.structs.replace(chain_graph(width=9), nodes=tuple(nodes))
+    with pytest.raises(PlanError, match="its node 2 is 'dense_2', and this model's is 'conv2d_7'"):
+        PLAN.check(other)
+
+
+def test_check_refuses_an_edge_that_runs_backwards():
+    backwards = msgspec.structs.replace(
+        PLAN,
+        assignment=(0, 1, 0, 1),
+        stages=(
+            msgspec.structs.replace(PLAN.stages[0], last="dense_2"),
+            msgspec.structs.replace(PLAN.stages[1], first="dense_1"),
+        ),
+    )
+    with pytest.raises(PlanError, match=r"'dense_2' on stage 0 needs node 'dense_1'.*stage 1"):
+        backwards.check(GRAPH)
+
+
+def edited(**changes):
+    data = json.loads(PLAN.to_json())
+    for path, value in changes.items():
+        *parents, last = path.split("__")
+        place = data
+        for key in parents:
+            place = place[int(key) if key.isdigit() else key]
+        place[last] = value
+    return json.dumps(data)
+
+
+def tie(**changes):
+    return {"weight": "dense/kernel", "stages": [0, 1], "bytes": 256, **changes}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"extra": 1}, "unknown field `extra`"),
+        ({"stages__0__extra": 1}, "unknown field `extra`"),
+        ({"version": 2}, "version must be 1. Received: version=2"),
+        ({"format": "other"}, "Invalid value 'other'"),
+        ({"num_stages": 0}, "num_stages must be at least 1"),
+        ({"num_stages": 3}, "must have num_stages=3 stages. Received: 2"),
+        ({"num_stages": "2"}, "Expected `int`, got `str`"),
+        ({"num_stages": True}, "Expected `int`, got `bool`"),
+        ({"batch_size": 0}, "batch_size must be at least 1"),
+        ({"fingerprint": "abc"}, "64 hexadecimal digits. Received: 'abc'"),
+        ({"assignment": [0, 0, 1]}, "equally long. Received: 3 and 4"),
+        ({"assignment": [0, 0, 1, 2]}, "node 3 must be on one of the stages. Received: stage 2"),
+        ({"assignment": [0, 0, -1, 1]}, "Received: stage -1"),
+        ({"assignment": [0, 0, 0, 0]}, "stages.0. must name"),
+        ({"assignment": [0, 0, 1, 1.5]}, "Expected `int`, got `float`"),
+        ({"node_names": ["a", "a", "b", "c"]}, "unique. Received: 'a' 2 times"),
+        ({"stages__1__first": "dense"}, "stages.1. must name"),
+        ({"stages__1__nodes": 3}, "stages.1. must name"),
+        ({"stages__1__flops": -1.0}, "stages.1..flops must be finite and not negative"),
+        ({"stages__1__parameter_bytes": -1}, "parameter_bytes must be finite"),
+        ({"cuts__0__targets": [0]}, "cuts.0. must run from a stage to later ones"),
+        ({"cuts__0__targets": []}, "to later ones"),
+        ({"cuts__0__source": -1}, "cuts.0..source must be finite and not negative"),
+        ({"cuts__0__targets": [2]}, "to later ones"),
+        ({"memory_limit": [5]}, r"one positive number, or one for each stage. Received: \(5,\)"),
+        ({"memory_limit": [5, 0]}, "one for each stage"),
+        ({"memory_limit": 0}, "one positive number"),
+        ({"ties": [tie(stages=[0])]}, "ties.0. must name two stages or more, ascending"),
+        ({"ties": [tie(stages=[1, 0])]}, "ties.0. must name two"),
+        ({"ties": [tie(stages=[0, 2])]}, "ties.0. must name two"),
+        ({"ties": [tie(bytes=-1)]}, "ties.0..bytes must be finite and not negative"),
+        ({"certificate__value": 4000.0}, "optimal plan has the value of its bound"),
+        ({"bubble": -0.5}, "plan.bubble"),
+        ({"recompute": [1, 0]}, r"recompute must name stages, ascending. Received: \[1, 0\]"),
+        ({"recompute": [2]}, "recompute must name stages"),
+        ({"stages__0__recomputed_bytes": 8}, "stages.0. recomputes nothing. Received: 8"),
+    ],
+)
+def test_a_plan_that_does_not_fit_together_is_refused(changes, message):
+    with pytest.raises(PlanError, match=message):
+        Plan.from_json(edited(**changes))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "null", "1e999", '{"format": "tarantella_pp.plan"}', b"\xff\xfe", "[" * 99999],
+)
+def test_text_that_is_no_plan_is_refused(text):
+    with pytest.raises(PlanError, match="no valid plan"):
+        Plan.from_json(text)
+
+
+def test_infinite_numbers_are_refused():
+    text = PLAN.to_json().replace('"value": 3072.0', '"value": 1e999')
+    assert text != PLAN.to_json()
+    with pytest.raises(PlanError):
+        Plan.from_json(text)
+
+
+def test_files_that_cannot_be_read_are_refused(tmp_path):
+    with pytest.raises(PlanError, match=r"Cannot read the plan '.*missing.json': No such file"):
+        Plan.load(tmp_path / "missing.json")
+    with pytest.raises(PlanError, match="Cannot read the plan"):
+        Plan.load(tmp_path)
+    (tmp_path / "broken.json").write_text("{")
+    with pytest.raises(PlanError, match=r"broken.json: This is no valid plan"):
+        Plan.load(tmp_path / "broken.json")
+    with (tmp_path / "huge.json").open("wb") as file:
+        file.truncate(MAX_FILE_BYTES + 1)
+    with pytest.raises(PlanError, match="at most"):
+        Plan.load(tmp_path / "huge.json")
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=5,
+)
+FIELDS = sorted(json.loads(PLAN.to_json()))
+STAGE_FIELDS = [f"stages__1__{name}" for name in json.loads(PLAN.to_json())["stages"][1]]
+
+
+@settings(max_examples=300)
+@given(st.sampled_from(FIELDS + STAGE_FIELDS), json_values)
+def test_loading_raises_nothing_but_plan_errors(path, value):
+    try:
+        plan = Plan.from_json(edited(**{path: value}))
+    except PlanError:
+        return
+    assert Plan.from_json(plan.to_json()) == plan
+    assert str(plan)
+
+
+@given(st.integers(0, len(PLAN.to_json())), st.binary(max_size=4))
+def test_loading_broken_bytes_raises_nothing_but_plan_errors(place, junk):
+    text = PLAN.to_json().encode()
+    try:
+        Plan.from_json(text[:place] + junk + text[place + len(junk) :])
+    except PlanError:
+        return
+
+
+def test_importing_plans_does_not_load_tensorflow():
+    code = (
+        "import sys, tarantella_pp.partition.plan.plan, tarantella_pp.partition.plan.report;"
+        "sys.exit(bool({'keras', 'tensorflow', 'mpi4py'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

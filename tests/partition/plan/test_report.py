@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from tarantella_pp.errors import ConfigurationError
+from tarantella_pp.partition.graph.units import (
+    format_bytes,
+    item_bytes,
+    parse_bytes,
+    sample_shape,
+)
+from tarantella_pp.partition.plan.report import as_text, table
+from tarantella_pp.partition.solvers.problem.certificate import Certificate
+from tests.helpers.plans import chain_graph, plan_of
+
+PLAN = plan_of(chain_graph(), [0, 0, 1, 1])
+
+
+def test_the_table():
+    assert as_text(PLAN, 80).split("\n") == [
+        "Plan of 'chain': 4 operations on 2 stages",
+        "",
+        " Stage  Ops  Weights  State  Activations  Memory  FLOPs  Sends",
+        " ─────────────────────────────────────────────────────────────",
+        "     0    2     512B  2.00K     2 x 512B   4.25K  50.0%   256B",
+        "     1    2     512B  2.00K     1 x 512B   4.00K  50.0%      -",
+        "",
+        "Stage 0: dense .. dense_1",
+        "Stage 1: dense_2 .. dense_3",
+        "",
+        "Schedule 1f1b: 4 micro-batches of 8 samples, batch of 32, bubble 20.0 %.",
+        "Balanced by memory: largest stage 3.00 KiB of state and activations, optimal",
+        "(chain DP, 5 ideals, 0.001 s).",
+        "State: weights, gradients, slots of Adam. Activations: micro-batches x one.",
+        "Memory: these, what is there for a moment at the most, and messages.",
+    ]
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_it_fits_the_width_and_loses_nothing(width):
+    graph = chain_graph(6, 1000)
+    nodes = tuple(
+        msgspec.structs.replace(n, name=f"decoder/transformer_block_{n.id}/attention_output_{n.id}")
+        for n in graph.nodes
+    )
+    plan = plan_of(msgspec.structs.replace(graph, nodes=nodes), [0, 1, 1, 2, 2, 2])
+    text = as_text(plan, width)
+    assert max(len(line) for line in text.split("\n")) <= width
+    assert "…" not in text
+    for stage in plan.stages:
+        assert format_bytes(stage.memory_bytes, short=True) in text
+        assert stage.first in text.split()  # in one piece
+        assert stage.last in text.split()
+
+
+def test_the_footer_says_how_good_the_plan_is():
+    gap = Certificate(3300.0, 3000.0, 0.1, False, "pool DP", 1.5)
+    plan = msgspec.structs.replace(PLAN, certificate=gap, memory_limit=2**20, assumed_size=256)
+    plan = msgspec.structs.replace(plan, estimated=("LSTM", "Mixer"), bubble=None, num_replicas=2)
+    text = " ".join(as_text(plan, 200).split())
+    lasting = "of state and activations"
+    assert f"largest stage 3.22 KiB {lasting}, lower bound 2.93 KiB, gap <= 10 %" in text
+    assert "Memory limit of a stage: 1.00 MiB." in text
+    assert "Unknown dimensions are counted as 256." in text
+    assert "Costs are guesses for: LSTM, Mixer." in text
+    assert "bubble" not in text
+    assert "on 2 replicas" in text
+    assert "0 x2" in text
+    flops = msgspec.structs.replace(plan, balance="flops")
+    assert "Balanced by flops: largest stage 3300 FLOPs per sample" in as_text(flops, 200)
+    unknown = msgspec.structs.replace(
+        plan, certificate=Certificate(1.0, 0.0, None, False, "m", 0.0)
+    )
+    assert "no lower bound" in as_text(unknown, 200)
+
+
+def test_printing_is_plain_in_a_pipe_and_styled_in_a_terminal():
+    code = "from tests.helpers.plans import *; print(plan_of(chain_graph(), [0, 0, 1, 1]))"
+    found = subprocess.run(
+        [sys.executable, "-c", code], timeout=60, capture_output=True, text=True, check=True
+    )
+    assert found.stdout == as_text(PLAN, 80) + "\n"
+    assert "\x1b" not in found.stdout
+    assert str(PLAN).startswith("Plan of 'chain'")
+    terminal = Console(file=io.StringIO(), force_terminal=True, color_system="standard", width=80)
+    terminal.print(PLAN)
+    assert "\x1b" in terminal.file.getvalue()
+    assert table(PLAN) is not None
+
+
+@pytest.mark.parametrize(
+    ("value", "text", "short"),
+    [
+        (0, "0 B", "0B"),
+        (999, "999 B", "999B"),
+        (1000, "0.98 KiB", "0.98K"),
+        (1536, "1.50 KiB", "1.50K"),
+        (16 * 2**30, "16.0 GiB", "16.0G"),
+        (123456789, "118 MiB", "118M"),
+        (5 * 2**50, "5120 TiB", "5120T"),
+    ],
+)
+def test_bytes_in_words(value, text, short):
+    assert format_bytes(value) == text
+    assert format_bytes(value, short=True) == short
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("16GB", 16 * 10**9),
+        ("16 GiB", 16 * 2**30),
+        ("1.5k", 1500),
+        ("512", 512),
+        ("3B", 3),
+        (1e6, 10**6),
+        (7, 7),
+    ],
+)
+def test_words_to_bytes(text, value):
+    assert parse_bytes(text, "memory_limit") == value
+
+
+@pytest.mark.parametrize("wrong", ["", "GB", "-1GB", "1XB", "iB", 0, -5, True, None, 1e400, [1]])
+def test_what_is_no_number_of_bytes_is_refused(wrong):
+    with pytest.raises(ConfigurationError, match="Received: memory_limit="):
+        parse_bytes(wrong, "memory_limit")
+
+
+def test_shapes_and_dtypes():
+    assert sample_shape((None, 3, None), 256) == (3, 256)
+    assert sample_shape((3, None), 256) == (3,)
+    assert sample_shape((32, 4), 256) == (4,)
+    assert sample_shape((), 256) == ()
+    sizes = {"float32": 4, "bfloat16": 2, "bool": 1, "int64": 8, "float8_e4m3fn": 1, "int4": 1}
+    assert {dtype: item_bytes(dtype) for dtype in sizes} == sizes
+
+
+def test_stages_that_cannot_be_cut_are_named():
+    plan = msgspec.structs.replace(PLAN, fallbacks=("stage 1: TensorFlow cannot differentiate",))
+    assert "No split backward pass, stage 1: TensorFlow cannot differentiate." in as_text(plan, 200)

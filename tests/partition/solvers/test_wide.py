@@ -1,0 +1,320 @@
+"""The solvers for graphs too large to list, on graphs small enough to check them."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.graphs import branching, gpt, layered
+from tarantella_pp.partition.external.external_graph import graph_from_dict, to_problem
+from tarantella_pp.partition.solvers import strategy as search_module
+from tarantella_pp.partition.solvers import tie_breaking as ties_module
+from tarantella_pp.partition.solvers.exact import ideals as ideals_module
+from tarantella_pp.partition.solvers.exact.chain_dp import OutOfTimeError
+from tarantella_pp.partition.solvers.exact.ideals import enumerate_ideals, unpack
+from tarantella_pp.partition.solvers.exact.order_dp import OrderDP
+from tarantella_pp.partition.solvers.reductions import expand, reduce_problem
+from tarantella_pp.partition.solvers.solve import solve
+from tarantella_pp.partition.solvers.wide.boundary_weights import Boundaries
+from tarantella_pp.partition.solvers.wide.bounds import (
+    company_bound,
+    granular,
+    simple_bound,
+    unit_of,
+)
+from tarantella_pp.partition.solvers.wide.cut_bound import CutBound
+from tarantella_pp.partition.solvers.wide.ideal_sweep import Span, Sweep
+from tarantella_pp.partition.solvers.wide.local_search import LocalSearch
+from tarantella_pp.partition.solvers.wide.min_cut import least_cut
+from tarantella_pp.partition.solvers.wide.stage_windows import Closure, window_bound
+from tarantella_pp.partition.solvers.wide.two_stages import TwoStages
+from tests.helpers.draws import examples
+from tests.helpers.problems import (
+    loads,
+    optimum,
+    problems,
+)
+
+
+def soon(seconds=0.3):
+    return time.perf_counter() + seconds
+
+
+def ready(problem, stages=2):
+    """Returns the instance and the optimum, or None for problems that are trivial."""
+    best = optimum(problem)
+    instance = reduce_problem(problem)
+    if best is None or problem.num_stages < stages or instance.num_nodes < 2:
+        return None
+    return instance, best
+
+
+@examples(150)
+@given(loads(), st.integers(0, 10**6))
+def test_least_cuts_are_least(problem, seed):
+    instance = reduce_problem(problem, join=False)
+    n, terms = instance.num_nodes, instance.objective.terms
+    random = np.random.default_rng(seed)
+    member = unpack(enumerate_ideals(instance, 10_000).words, n).astype(bool)
+    low = member[:, random.integers(member.shape[1])]
+    high = member[:, random.integers(member.shape[1])]
+    inside, outside = low & high, ~(low | high)
+    price = random.normal(size=n)
+    total, found = least_cut(instance, terms.touch, inside, outside, price)
+
+    def cost(column):
+        cut = sum(
+            touch
+            for pins, touch in zip(terms.pins, terms.touch, strict=True)
+            if len({bool(column[pin]) for pin in pins}) > 1
+        )
+        return cut + price[column & ~inside].sum()
+
+    able = [c for c in member.T if (c >= inside).all() and not (c & outside).any()]
+    assert total == pytest.approx(min(cost(column) for column in able), abs=1e-9)
+    assert cost(found) == pytest.approx(total, abs=1e-9)
+    assert any((column == found).all() for column in able)
+
+
+def cut_of(terms, column):
+    """What an ideal cuts."""
+    return sum(
+        touch
+        for pins, touch in zip(terms.pins, terms.touch, strict=True)
+        if len({bool(column[pin]) for pin in pins}) > 1
+    )
+
+
+@examples(150)
+@given(loads(), st.integers(0, 10**6), st.booleans())
+def test_a_sweep_finds_the_least_cut_of_each_work(problem, seed, known):
+    instance = reduce_problem(problem, join=False)
+    n, objective = instance.num_nodes, instance.objective
+    random = np.random.default_rng(seed)
+    member = unpack(enumerate_ideals(instance, 10_000).words, n).astype(bool)
+    ends = member[:, random.integers(member.shape[1], size=2) if known else [0, -1]]
+    inside, outside = ends.all(axis=1), ~ends.any(axis=1)
+    low, high = sorted(random.uniform(0, objective.alpha.sum(), 2))
+    expected: dict[float, float] = {}
+    for column in member.T:
+        if (column >= inside).all() and not (column & outside).any():
+            work, cut = float(objective.alpha @ column), cut_of(objective.terms, column)
+            if work - cut >= low and work + cut <= high:
+                key = round(work, 6)
+                expected[key] = min(expected.get(key, np.inf), cut)
+    sweep = Sweep(instance, objective.alpha, objective.terms.touch)
+    free = np.flatnonzero(~(inside | outside))
+    span = Span(inside, free, low / sweep.unit, high / sweep.unit)
+    swept = sweep.run(span, soon(20), limit=10_000)
+    columns = swept.members(np.arange(len(swept))).T
+    found: dict[float, float] = {}
+    for column, work, cut in zip(columns, swept.work, swept.cut, strict=True):
+        assert any((column == other).all() for other in member.T)
+        assert cut * sweep.unit == pytest.approx(cut_of(objective.terms, column), abs=1e-9)
+        assert work * sweep.unit == pytest.approx(objective.alpha @ column, abs=1e-9)
+        found[round(work * sweep.unit, 6)] = cut * sweep.unit
+    assert found == pytest.approx(expected, abs=1e-9)
+    assert len(swept) == len(found)
+    few = sweep.run(span, soon(20), limit=2, random=random)
+    assert len(few) <= 2
+    assert len(swept) == 0 or len(free) == 0 or sweep.run(span, soon(20), limit=0) is None
+    assert sweep.run(span, soon(-1), limit=10) is None or not len(free)
+
+
+@examples(150)
+@given(problems(whole=True), st.booleans())
+def test_weights_at_boundaries_bound_and_lead_to_plans(problem, irregular):
+    changes = {"objective": "time", "tied": "together", "memory_limit": None, "in_flight": None}
+    if irregular:
+        changes["work"] = problem.work * np.pi
+    problem = replace(problem, exactly=False, **changes)
+    if given_ := ready(problem):
+        instance, best = given_
+        whole = np.zeros(instance.num_nodes, np.int64)
+        boundaries = Boundaries(instance, Closure.of(instance))
+        lower = boundaries.bound(simple_bound(instance), instance.value(whole), soon(20))
+        assert simple_bound(instance) <= lower <= best * (1 + 1e-9)
+        if problem.num_stages == 2:
+            assert lower == pytest.approx(best, rel=1e-9)
+        random = np.random.default_rng(0)
+        start_value = instance.value(whole)
+        bound, value, stages = boundaries.search(start_value, whole, lower, random, soon(0.5))
+        assert bound <= best * (1 + 1e-9)
+        assert value >= best * (1 - 1e-9)
+        assert value == instance.value(stages)
+        assert problem.violation(expand(problem, instance, stages)) is None
+        if bound >= best * (1 - 1e-9):
+            assert value == pytest.approx(best, rel=1e-9)
+
+
+def test_boundaries_that_are_too_many_to_list_bound_nothing(monkeypatch):
+    from tarantella_pp.partition.solvers.wide import boundary_weights as module
+
+    problem = to_problem(graph_from_dict(branching()), 4, "memory")
+    instance = reduce_problem(problem)
+    lower, upper = simple_bound(instance), 1.2 * simple_bound(instance)
+    full = Boundaries(instance, Closure.of(instance)).bound(lower, upper, soon(20))
+    monkeypatch.setattr(module, "MAX_WEIGHTS", 40)
+    part = Boundaries(instance, Closure.of(instance)).bound(lower, upper, soon(20))
+    assert lower <= part <= full
+
+
+@pytest.mark.parametrize(
+    ("costs", "unit"), [([0.5, 1.5], 0.5), ([4, 6], 2), ([np.pi, 1], 0), ([0, 0], 0)]
+)
+def test_units(costs, unit):
+    assert unit_of(np.array(costs, float)) == pytest.approx(unit)
+
+
+@examples(300)
+@given(loads())
+def test_two_stages_are_solved(problem):
+    problem = replace(problem, num_stages=2, in_flight=None)
+    if given_ := ready(problem):
+        instance, best = given_
+        whole = instance.value(np.zeros(instance.num_nodes, np.int64))
+        bound, stages = TwoStages(instance).run(whole, soon(20))
+        assert bound == pytest.approx(best, rel=1e-8)
+        value = whole if stages is None else instance.value(stages)
+        assert value == pytest.approx(best, rel=1e-8)
+
+
+@examples(150)
+@given(loads())
+def test_bounds_of_loads_hold(problem):
+    if given_ := ready(problem):
+        instance, best = given_
+        closure = Closure.of(instance)
+        bound = window_bound(closure, simple_bound(instance), 1000.0)
+        assert bound <= best * (1 + 1e-9)
+        assert bound <= company_bound(instance, bound) <= best * (1 + 1e-9)
+        assert CutBound(instance, closure).improve(bound, 1.5 * best, soon()) <= best * (1 + 1e-9)
+
+
+@examples(150)
+@given(problems(whole=True))
+def test_bounds_of_balance_hold(problem):
+    problem = replace(problem, objective="time", tied="together", memory_limit=None, in_flight=None)
+    if given_ := ready(problem):
+        instance, best = given_
+        bound = window_bound(Closure.of(instance), simple_bound(instance), 1000.0)
+        assert bound <= best * (1 + 1e-9)
+        assert granular(instance, bound) <= best * (1 + 1e-9)
+
+
+@examples(300)
+@given(problems())
+def test_bounds_hold_for_every_objective(problem):
+    problem = replace(problem, tied="together")
+    if given_ := ready(problem):
+        instance, best = given_
+        closure = Closure.of(instance)
+        bound = window_bound(closure, simple_bound(instance), 1.5 * best + 1)
+        assert bound <= best * (1 + 1e-9)
+        assert CutBound(instance, closure).improve(bound, 1.5 * best, soon()) <= best * (1 + 1e-9)
+
+
+def counted_unlike():
+    """Returns a problem whose four stages hold what they keep 4, 3, 2 and 1 times."""
+    problem = to_problem(graph_from_dict(branching()), 4, "memory")
+    return replace(
+        problem,
+        static_memory=np.zeros(problem.num_nodes),
+        activation_memory=problem.work,
+        in_flight=[4, 3, 2, 1],
+    )
+
+
+def test_prices_bound_what_stages_hold_that_count_unlike_numbers_of_micro_batches():
+    problem = counted_unlike()
+    instance = reduce_problem(problem)
+    best = solve(problem).certificate
+    assert best.optimal
+    bound = CutBound(instance, Closure.of(instance)).improve(0.0, 2 * best.value, soon(20))
+    assert 0.97 * best.value <= bound <= best.value * (1 + 1e-9)
+
+
+def test_an_exact_search_that_is_cut_off_has_the_bound_of_prices(monkeypatch):
+    problem = counted_unlike()
+    tensors = tuple(replace(one, receive_bytes=0.1) for one in problem.tensors)
+    problem = replace(problem, tensors=tensors)
+    exact = solve(problem).certificate
+    assert exact.optimal
+    whole = search_module.ChainSearch.run
+
+    def cut_off(self, capacity, deadline, *, goal="bottleneck"):
+        if goal == "bottleneck":
+            raise OutOfTimeError("cut off")
+        return whole(self, capacity, deadline, goal=goal)
+
+    monkeypatch.setattr(search_module.ChainSearch, "run", cut_off)
+    found = solve(problem).certificate
+    assert "cut off" in found.method
+    assert exact.value * 0.97 <= found.lower_bound <= exact.value * (1 + 1e-9)
+    assert found.value >= exact.value * (1 - 1e-9)
+
+
+def test_a_bound_is_rounded_up_to_the_unit():
+    from tarantella_pp.partition.solvers.problem.problem import Problem
+
+    work = [0.5, 0.5, 1.5]
+    problem = Problem(2, "time", work, work, work, edges=np.array([(0, 1), (1, 2)]))
+    assert granular(reduce_problem(problem), 1.26) == pytest.approx(1.5)
+    assert granular(reduce_problem(replace(problem, work=[0.5, 0.5, np.pi])), 1.26) == 1.26
+
+
+@examples(25)
+@given(problems())
+def test_local_search_gives_plans(problem):
+    problem = replace(problem, tied="together")
+    if given_ := ready(problem):
+        instance, best = given_
+        closure = Closure.of(instance)
+        search = LocalSearch(instance, OrderDP(instance), closure)
+        value, stages = search.run(None, best, soon(0.2))
+        if stages is not None:
+            assert value >= best * (1 - 1e-9)
+            assert problem.violation(expand(problem, instance, stages)) is None
+
+
+@pytest.mark.parametrize("objective", ["time", "memory", "load"])
+@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("make", [branching, layered, lambda: gpt(120)])
+def test_what_is_searched_agrees_with_what_is_exact(monkeypatch, make, stages, objective):
+    problem = to_problem(graph_from_dict(make()), stages, objective)
+    exact = solve(problem).certificate
+    assert exact.optimal
+    monkeypatch.setattr(search_module, "MAX_IDEALS", 5)
+    monkeypatch.setattr(ties_module, "MAX_IDEALS", 5)
+    searched = solve(problem, time_budget=1.0)
+    assert problem.violation(searched.assignment) is None
+    assert searched.certificate.lower_bound <= exact.value * (1 + 1e-9)
+    assert searched.certificate.value >= exact.value * (1 - 1e-9)
+    assert searched.certificate.value <= exact.value * 1.15
+    if searched.certificate.optimal:
+        assert searched.certificate.value == pytest.approx(exact.value)
+
+
+@pytest.mark.slow
+def test_a_gpt_too_large_to_list_has_a_gap(monkeypatch):
+    monkeypatch.setattr(ideals_module, "MEMORY_LIMIT", 1_000_000)
+    problem = to_problem(graph_from_dict(gpt(5000)), 8, "load")
+    solution = solve(problem, time_budget=4.0)
+    certificate = solution.certificate
+    assert problem.violation(solution.assignment) is None
+    assert not certificate.optimal
+    assert 0 < certificate.gap < 0.1
+    assert "gap <=" in str(certificate)
+
+
+@pytest.mark.slow
+def test_a_large_gpt_is_certified():
+    problem = to_problem(graph_from_dict(gpt(5000)), 8, "load")
+    certificate = solve(problem).certificate
+    assert certificate.optimal
+    assert problem.num_nodes > 4900

@@ -1,0 +1,97 @@
+"""Plans for ranks with several stages."""
+
+from __future__ import annotations
+
+import keras
+import msgspec
+import pytest
+
+from tarantella_pp import make_plan
+from tarantella_pp.errors import PlanError
+from tarantella_pp.partition.plan.plan_simulation import HardwareSpec, PlanSimulation
+from tarantella_pp.partition.rank_balancing import rank_totals
+
+pytestmark = pytest.mark.keras
+
+
+@pytest.fixture(scope="module")
+def made():
+    """Makes plans of layers of some widths, unless told otherwise of some that grow wider."""
+
+    def make(widths=(64, 64, 64, 64, 64, 192), **options):
+        x = inputs = keras.Input((widths[0],))
+        for width in widths:
+            x = keras.layers.Dense(width)(x)
+        model = keras.Model(inputs, x, name="widening")
+        given = {"num_stages": 4, "num_micro_batches": 4, "balance": "flops", **options}
+        return make_plan(model, given.pop("num_stages"), **given)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ranks"), [("interleaved", (0, 1, 0, 1)), ("zb-v", (0, 1, 1, 0))]
+)
+@pytest.mark.parametrize("balance", ["flops", "memory"])
+def test_the_largest_rank_is_what_counts(made, schedule, ranks, balance):
+    plan = made(schedule=schedule, balance=balance)
+    assert plan.ranks == ranks
+    stages = [s.flops if balance == "flops" else s.lasting_bytes for s in plan.stages]
+    totals = rank_totals(stages, ranks)
+    assert max(totals) == plan.certificate.value
+    assert sum(totals) / 2 >= plan.certificate.lower_bound or balance == "memory"
+    assert plan.certificate.lower_bound <= plan.certificate.value
+
+
+def test_equal_ranks_of_unequal_stages(made):
+    plan = made(schedule="zb-v")
+    assert plan.certificate.value == sum(stage.flops for stage in plan.stages) / 2
+    assert plan.certificate.optimal
+
+
+def test_few_micro_batches_ask_for_equal_stages(made):
+    """The more micro-batches, the less it counts how long the pipeline takes to fill."""
+    almost_equal = (100, 100, 98, 104, 1)
+    few, many = (made(almost_equal, schedule="zb-v", num_micro_batches=m) for m in (1, 1000))
+    assert max(s.flops for s in few.stages) < max(s.flops for s in many.stages)
+    assert few.certificate.value > many.certificate.value
+    assert few.certificate.gap > 0
+
+
+def test_the_table_names_the_ranks(made):
+    plan = made(schedule="interleaved")
+    text = " ".join(str(plan).split())
+    assert "Balanced by flops: largest rank" in text
+    assert "Ranks: 0 has stages 0, 2 (" in text
+    assert type(plan).from_json(plan.to_json()) == plan
+
+
+def test_a_rank_of_its_own_is_not_named(made):
+    plan = made(schedule="1f1b")
+    assert plan.ranks == ()
+    assert plan.num_ranks == 4
+    assert "Ranks:" not in str(plan)
+    assert made(schedule="1f1b", stages_per_rank=2).num_ranks == 2
+
+
+@pytest.mark.parametrize("ranks", [(0, 1), (0, 2, 0, 2), (1, 1, 1, 1)])
+def test_ranks_that_do_not_fit_are_refused(made, ranks):
+    plan = made(schedule="interleaved")
+    with pytest.raises(PlanError, match="ranks must name one for each stage"):
+        msgspec.structs.replace(plan, ranks=ranks)
+
+
+def test_a_step_is_simulated_on_the_ranks_of_the_plan(made):
+    plan = made(schedule="interleaved")
+    simulation = PlanSimulation(plan, HardwareSpec(1e9), plan.schedule, plan.num_micro_batches)
+    assert simulation.step().num_ranks == 2
+    assert simulation.step(4).num_ranks == 4
+
+
+def test_a_limit_of_stages_holds(made):
+    free = made(schedule="zb-v")
+    limit = max(stage.memory_bytes for stage in free.stages)
+    plan = made(schedule="zb-v", memory_limit=limit)
+    assert plan.assignment == free.assignment
+    less = made(schedule="zb-v", memory_limit=limit - 1, num_micro_batches=None)
+    assert max(stage.memory_bytes for stage in less.stages) < limit

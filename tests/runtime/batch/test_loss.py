@@ -1,0 +1,239 @@
+"""The loss of a batch is the sum of what its micro-batches contribute, or is refused as such."""
+
+from __future__ import annotations
+
+import itertools
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, losses
+
+from tarantella_pp.errors import ConfigurationError, UnsupportedModelError
+from tarantella_pp.models.pipeline_model import PipelineModel
+from tarantella_pp.runtime.probes.loss_probe import treats_samples_apart
+from tests.helpers.training import distance, sgd
+
+pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("float64")]
+
+RNG = np.random.default_rng(3)
+ROWS = 7
+IMAGES = RNG.normal(size=(ROWS, 4, 4, 2))
+CLASSES = RNG.integers(0, 3, size=(ROWS, 4, 4))
+PARTS = RNG.dirichlet(np.ones(3), size=(ROWS, 4, 4))
+WEIGHTS = {
+    None: None,
+    "sample": RNG.uniform(0.2, 2, size=(ROWS, 1, 1)),
+    "pixel": RNG.uniform(0.2, 2, size=(ROWS, 4, 4)),
+}
+
+
+def segmentation():
+    keras.utils.set_random_seed(1)
+    inputs = keras.Input((4, 4, 2))
+    x = layers.Conv2D(4, 3, padding="same", activation="tanh")(inputs)
+    return keras.Model(inputs, layers.Conv2D(3, 1, activation="softplus")(x))
+
+
+def trained(model, y, weight):
+    found = [model.train_on_batch(IMAGES, y, weight, return_dict=True) for _ in range(2)]
+    return [*found, *model.get_weights()]
+
+
+@pytest.fixture(scope="module")
+def models():
+    made = segmentation(), segmentation()
+    pipeline = PipelineModel(made[1], num_stages=2, num_micro_batches=3, schedule="1f1b")
+    return made[0], pipeline, made[0].get_weights()
+
+
+REDUCTIONS = ("sum", "mean", "sum_over_batch_size", "mean_with_sample_weight")
+LOSSES = {
+    "ignore_class": lambda r: losses.SparseCategoricalCrossentropy(ignore_class=1, reduction=r),
+    "mse": lambda r: losses.MeanSquaredError(reduction=r),
+    "dice": lambda r: losses.Dice(axis=(1, 2, 3), reduction=r),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "reduction", "weighted"),
+    [
+        case
+        for case in itertools.product(LOSSES, REDUCTIONS, WEIGHTS)
+        if case[0] != "dice" or case[2] is None
+    ],
+)
+def test_any_reduction_with_any_weights_and_masks_is_exact_with_1f1b(
+    models, name, reduction, weighted
+):
+    y = CLASSES if name == "ignore_class" else PARTS
+    plain, pipeline, start = models
+    found = []
+    for model in (plain, pipeline):
+        model.set_weights(start)
+        model.compile(sgd(), LOSSES[name](reduction), loss_weights=0.7)
+        found.append(trained(model, y, WEIGHTS[weighted]))
+    assert distance(*found) < 1e-10
+
+
+def test_a_batch_with_nothing_but_ignored_targets_trains_nothing(models):
+    _, pipeline, start = models
+    pipeline.set_weights(start)
+    pipeline.compile(sgd(), LOSSES["ignore_class"]("mean"))
+    logs = pipeline.train_on_batch(IMAGES, np.ones_like(CLASSES), return_dict=True)
+    assert logs["loss"] == 0
+    assert distance(pipeline.get_weights(), start) == 0
+
+
+def test_several_losses_of_one_output_and_of_several_add_up():
+    def build():
+        keras.utils.set_random_seed(1)
+        inputs = keras.Input((5,))
+        x = layers.Dense(6, activation="tanh")(inputs)
+        outputs = {"a": layers.Dense(3)(x), "b": layers.Dense(3, activation="softmax")(x)}
+        return keras.Model(inputs, outputs)
+
+    x, a = RNG.normal(size=(2, ROWS, 5))
+    y = {"a": a[:, :3], "b": RNG.integers(0, 3, size=ROWS)}
+    weight = {"a": RNG.uniform(size=ROWS), "b": RNG.uniform(size=ROWS)}
+    found = []
+    for model in (build(), PipelineModel(build(), 2, num_micro_batches=3, schedule="1f1b")):
+        loss = {
+            "a": losses.Huber(reduction="sum"),
+            "b": losses.SparseCategoricalCrossentropy(
+                ignore_class=2, reduction="mean_with_sample_weight"
+            ),
+        }
+        model.compile(sgd(), loss, loss_weights={"a": 0.3, "b": 2.0})
+        found.append([model.train_on_batch(x, y, weight, return_dict=True) for _ in range(2)])
+        found[-1] += model.get_weights()
+    assert distance(*found) < 1e-10
+
+
+ADDING = {
+    "kernel_regularizer": lambda: layers.Dense(5, kernel_regularizer="l2"),
+    "activity_regularizer": lambda: layers.Dense(5, activity_regularizer="l2"),
+    "add_loss": lambda: layers.ActivityRegularization(l1=0.1),
+}
+
+
+@pytest.mark.parametrize("name", [None, *ADDING])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.filterwarnings("ignore:.*at once")
+def test_values_of_samples_are_trained_but_not_added_to_other_losses(name, micro_batches):
+    def build(add):
+        keras.utils.set_random_seed(1)
+        return keras.Sequential([keras.Input((5,)), add(), layers.Dense(5), layers.Dense(3)])
+
+    x = RNG.normal(size=(ROWS, 5))
+    found = []
+    for options in ({}, {"num_stages": 2, "num_micro_batches": micro_batches}):
+        model = build(ADDING.get(name, lambda: layers.Dense(5)))
+        model = PipelineModel(model, **options) if options else model
+        model.compile(sgd(), losses.MeanSquaredError(reduction="none"))
+        start = model.get_weights()
+        if name is not None:  # Keras raises a ValueError, too
+            with pytest.raises(ValueError, match="reduction=None" if options else None):
+                model.train_on_batch(x, x[:, :3])
+            with pytest.raises(ValueError, match="reduction=None" if options else None):
+                model.evaluate(x, x[:, :3], verbose=0)
+            assert distance(start, model.get_weights()) == 0
+        else:
+            logs = [model.fit(x, x[:, :3], batch_size=4, shuffle=False, verbose=0).history]
+            found.append([*logs, *model.get_weights()])
+    assert not found or distance(*found) < 1e-10
+
+
+class SquaredSum(losses.MeanSquaredError):
+    """A loss of Keras' class that is another: the square of a sum over the batch."""
+
+    def call(self, y_true, y_pred):
+        return keras.ops.square(keras.ops.sum(y_true - y_pred))
+
+
+def own_loss(y_true, y_pred):
+    return keras.ops.square(keras.ops.mean(y_true - y_pred))
+
+
+COUPLED = {
+    "subclass": SquaredSum,
+    "own_loss": lambda: own_loss,
+    "cosine_similarity": lambda: losses.CosineSimilarity(axis=0),
+    "categorical_crossentropy": lambda: losses.CategoricalCrossentropy(axis=0),
+    "dice": losses.Dice,
+    "tversky": lambda: "tversky",
+    "hinge": losses.Hinge,  # takes labels for 0 and 1 if all of the batch are
+}
+
+
+@pytest.mark.parametrize("name", COUPLED)
+def test_losses_that_couple_samples_are_exact_and_say_what_that_costs(name):
+    found = []
+    for model in (segmentation(), PipelineModel(segmentation(), 2, num_micro_batches=3)):
+        if isinstance(model, PipelineModel):
+            with pytest.warns(UserWarning, match=r"'gpipe'.* 384 B for each sample"):
+                model.compile(sgd(), COUPLED[name]())
+        else:
+            model.compile(sgd(), COUPLED[name]())
+        found.append(trained(model, PARTS, WEIGHTS[None]))
+    assert distance(*found) < 1e-10
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("subclass", "mean_squared_error"),
+        ("own_loss", "own_loss"),
+        ("cosine_similarity", "cosine_similarity"),
+    ],
+)
+def test_losses_that_couple_samples_refuse_a_fixed_1f1b_at_compile(models, name, said):
+    _, pipeline, _ = models
+    pipeline.compile(optimizer := sgd(), "mse")
+    with pytest.raises(ConfigurationError, match=f"schedule='1f1b'.*loss '{said}'"):
+        pipeline.compile(sgd(), COUPLED[name]())
+    assert pipeline.optimizer is optimizer
+
+
+def test_one_micro_batch_takes_any_loss_with_any_schedule():
+    model = PipelineModel(segmentation(), 2, num_micro_batches=1, schedule="1f1b")
+    model.compile(sgd(), own_loss)
+    plain = segmentation()
+    plain.compile(sgd(), own_loss)
+    found = [trained(m, PARTS, None) for m in (plain, model)]
+    assert distance(*found) < 1e-13
+
+
+def test_targets_that_keras_spreads_over_other_samples_are_refused(models):
+    _, pipeline, start = models
+    pipeline.set_weights(start)
+    pipeline.compile(sgd(), "mse")
+    with pytest.raises(UnsupportedModelError, match="shape of the targets"):
+        pipeline.train_on_batch(IMAGES, PARTS[:, None])
+    assert distance(pipeline.get_weights(), start) == 0
+
+
+def every_loss():
+    for name in dir(losses):
+        kind = getattr(losses, name)
+        if isinstance(kind, type) and issubclass(kind, losses.Loss) and kind is not losses.Loss:
+            yield name
+
+
+@pytest.mark.parametrize("name", list(every_loss()))
+def test_what_couples_samples_is_found_without_a_list(name):
+    """The mean of the losses of two halves is the loss of the batch, or the probe says no."""
+    loss = getattr(losses, name)()
+    y, p = np.random.default_rng(0).uniform(0.1, 0.9, size=(2, 6, 3))
+    y[:3] /= 4
+    if name in ("SparseCategoricalCrossentropy", "CategoricalGeneralizedCrossEntropy", "Circle"):
+        y = np.array([0, 1, 0, 1, 1, 0])
+    if name == "CTC":
+        assert treats_samples_apart(loss, (None, 6, 3))
+        return
+    if name in ("Hinge", "SquaredHinge"):
+        y = np.where(np.arange(6) < 3, 0.0, 0.5)[:, None]
+    whole = float(loss(y, p))
+    halves = (float(loss(y[:3], p[:3])) + float(loss(y[3:], p[3:]))) / 2
+    same = abs(whole - halves) < 1e-8 * max(1, abs(whole))
+    assert treats_samples_apart(loss, (None, 3)) == same

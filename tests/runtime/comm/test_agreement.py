@@ -1,0 +1,257 @@
+"""Calls that all ranks must make: which differ is told on all ranks, and nobody waits for ever."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import numpy as np
+import pytest
+
+from tarantella_pp.errors import CommunicationError, ConfigurationError
+from tarantella_pp.runtime.comm.announcement import (
+    END,
+    Announcement,
+    Call,
+    disagreement,
+)
+from tarantella_pp.runtime.comm.communicator import (
+    Communicator,
+    TensorSpec,
+    world,
+)
+from tests.helpers.mpi import find_mpiexec, mpi_run
+
+needs_mpi = pytest.mark.skipif(find_mpiexec() is None, reason="no mpiexec")
+_ONE = [TensorSpec((1,), "float64")]
+
+
+def said(number=1, call=END, unfinished=False, broken=""):
+    return Announcement(number, call, unfinished, broken, [], {})
+
+
+def test_equal_calls_agree_wherever_they_are_made():
+    assert not disagreement({0: said(call=Call("fit", "a:1")), 1: said(call=Call("fit", "a:2"))})
+
+
+def test_ranks_with_the_same_call_are_named_together():
+    fit, save = said(call=Call("fit", "a.py:1")), said(call=Call("save", "a.py:2"))
+    text = disagreement({0: fit, 1: save, 2: fit})
+    assert "fit() at a.py:1 on ranks 0, 2; save() at a.py:2 on rank 1" in text
+
+
+def test_a_fact_that_differs_is_named():
+    two, three = (said(call=Call("fit", "a.py:1", {"epochs": n, "x": "1"})) for n in "23")
+    text = disagreement({0: two, 1: three})
+    assert "fit(epochs=2) at a.py:1 on rank 0; fit(epochs=3) at a.py:1 on rank 1" in text
+
+
+def test_the_end_of_a_script_and_a_call_that_cannot_go_on_are_no_calls():
+    fit = Call("fit", "a.py:1")
+    text = disagreement({0: said(call=fit, unfinished=True), 1: said()})
+    assert "fit() at a.py:1, not finished, on rank 0; the script's end on rank 1" in text
+    assert disagreement({0: said(call=fit, unfinished=True), 1: said(call=fit, unfinished=True)})
+    assert "KeyboardInterrupt" in disagreement(
+        {0: said(call=fit), 1: said(broken="KeyboardInterrupt")}
+    )
+
+
+def test_one_process_agrees_with_itself():
+    with Communicator().call("fit", epochs=2):
+        pass
+
+
+def refusal(make_call) -> str:
+    try:
+        make_call()
+    except ConfigurationError as error:
+        return str(error)
+    return ""
+
+
+def call(method, **facts):
+    with world().call(method, **facts):
+        pass
+
+
+def differ(ranks) -> list[str]:
+    """Calls that are not the same on all ranks, one after the other."""
+    ours, found = world(), []
+    last = ours.size - 1
+    call("fit", epochs=2)
+    found.append(refusal(lambda: call("fit", epochs=3 if ours.rank == last else 2)))
+    found.append(refusal(lambda: call("save" if ours.rank == last else "evaluate")))
+    with ours.call("fit"):
+        found.append(refusal(lambda: call("save", path="a")))
+    with ours.call("save"):
+        if ours.rank == last:
+            call("get_weights")  # a part of it
+    for _ in range(20):
+        call("tnt.barrier")
+    if ours.rank == last:
+        found.append(refusal(lambda: call("save")))
+        found.append(refusal(lambda: call("evaluate")))
+    else:
+        time.sleep(0.2)
+        found.append(refusal(lambda: call("evaluate")))
+        found.append(refusal(lambda: call("predict")))
+    call("fit")
+    return found
+
+
+@needs_mpi
+@pytest.mark.mpi
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_calls_that_differ_are_refused_on_all_ranks(ranks):
+    run = mpi_run(ranks, differ, ranks, env={"TNT_TIMEOUT": "20"}).check()
+    assert all(result == run.results[0] for result in run.results)
+    facts, methods, same, skipped, behind = run.results[0]
+    last = ranks - 1
+    assert re.search(rf"fit\(epochs=3\) at test_agreement.py:\d+ on rank {last}", facts)
+    assert re.search(rf"evaluate\(\) at .* on rank.*save\(\) at .*:\d+ on rank {last}\.", methods)
+    assert same == ""
+    assert "save()" in skipped
+    assert "evaluate()" in behind
+    assert "predict()" in behind
+
+
+def wait_for_what_does_not_come(kind):
+    """Each rank but the last is in a call, and waits for the last, which makes another."""
+    ours = world()
+    last = ours.size - 1
+    call("compile")
+    if ours.rank == last:
+        with ours.call("fit"):
+            ours.send([np.zeros(1)], 0, 7)
+            first = refusal(lambda: call("save"))
+    else:
+        with ours.call("fit"):
+            if ours.rank == 0:
+                ours.post_receive(_ONE, last, 7).wait()  # has been sent
+            time.sleep(0.3 * ours.rank)
+            first = refusal(WAITS[kind])
+    return [first, refusal(lambda: call("evaluate"))]
+
+
+WAITS = {
+    "message": lambda: world().post_receive(_ONE, world().size - 1, 7, label="logs").wait(),
+    "broadcast": lambda: world().broadcast_json(None, world().size - 1),
+    "allgather": lambda: world().allgather_json(None),
+}
+
+
+@needs_mpi
+@pytest.mark.mpi
+@pytest.mark.parametrize(("ranks", "kind"), [(2, "message"), (3, "broadcast"), (3, "allgather")])
+def test_a_wait_that_cannot_end_names_both_calls(ranks, kind):
+    run = mpi_run(ranks, wait_for_what_does_not_come, kind, env={"TNT_TIMEOUT": "20"}).check()
+    for first, then in run.results:
+        assert first == run.results[0][0]
+        assert re.search(r"fit\(\) at .*:\d+, not finished, on rank", first)
+        assert re.search(rf"save\(\) at .*:\d+ on rank {ranks - 1}", first)
+        assert "No more calls are possible after ConfigurationError in fit()" in then
+
+
+def be_slow():
+    """The last rank goes on early, others still need what it has sent."""
+    ours, last = world(), world().size - 1
+    found = []
+    for root in (0, last):
+        with ours.call("fit"):
+            if ours.rank == last:
+                for rank in range(last):
+                    ours.send([np.full(1 << 20, 3.0)], rank, 9)
+            time.sleep(0.4 * (last - ours.rank))
+            if ours.rank != last:
+                spec = [TensorSpec((1 << 20,), "float64")]
+                found.append(float(ours.post_receive(spec, last, 9).wait()[0][5]))
+            found.append(ours.broadcast_json("told", root))
+        call("evaluate")
+    return found
+
+
+@needs_mpi
+@pytest.mark.mpi
+def test_a_rank_that_is_late_gets_what_was_sent():
+    run = mpi_run(3, be_slow, env={"TNT_TIMEOUT": "20"}).check()
+    assert run.results == [[3.0, "told"] * 2] * 2 + [["told"] * 2]
+
+
+def wait_in_vain():
+    """Rank 0 waits for a message, and then for a call, that come too late."""
+    ours, found = world(), []
+    if ours.rank == 1:
+        with ours.call("fit"):
+            time.sleep(2.5)
+            ours.send([np.zeros(1)], 0, 7)
+        time.sleep(2.5)
+        call("save")
+        return []
+    with ours.call("fit"):
+        receipt = ours.post_receive(_ONE, 1, 7, label="activations 1>0, micro-batch 2")
+        try:
+            receipt.wait()
+        except CommunicationError as error:
+            found.append(str(error))
+        while not receipt.ready():
+            time.sleep(0.01)
+    try:
+        call("save")
+    except CommunicationError as error:
+        found.append(str(error))
+    return found
+
+
+@needs_mpi
+@pytest.mark.mpi
+def test_the_first_line_of_a_time_out_says_who_waits_for_whom_in_which_call():
+    run = mpi_run(2, wait_in_vain, env={"TNT_TIMEOUT": "1", "TNT_WARN": "0.5"}).check()
+    message, announcement = (text.splitlines()[0] for text in run.results[0])
+    assert re.match(
+        r"Rank 0 waited 1\.\d s in fit\(\) at \S*:\d+ for activations 1>0, micro-batch 2 "
+        r"from rank 1 \(tag 7\) and gives up",
+        message,
+    )
+    assert re.match(
+        r"Rank 0 waited 1\.\d s in save\(\) at \S*:\d+ for the other ranks to call save\(\) "
+        r"\(not yet: 1\) and gives up",
+        announcement,
+    )
+    assert re.search(r"rank 0 has waited \d s in fit\(\) at \S+ for activations", run.stderr)
+
+
+END_EARLY = """
+import sys
+import numpy as np
+from tarantella_pp.runtime.comm.communicator import TensorSpec, world
+ours = world()
+with ours.call("compile"):
+    pass
+if ours.rank == 1:
+    if sys.argv[1] == "call":
+        with ours.call("save"):
+            pass
+    else:
+        with ours.call("fit"):
+            pass
+elif sys.argv[1] == "wait":
+    with ours.call("fit"):
+        ours.post_receive([TensorSpec((1,), "float64")], 1, 7).wait()
+"""
+
+
+@needs_mpi
+@pytest.mark.mpi
+@pytest.mark.parametrize("kind", ["call", "wait"])
+def test_the_rank_with_the_call_too_many_is_blamed(tmp_path, kind):
+    (tmp_path / "script.py").write_text(END_EARLY)
+    run = mpi_run(2, tmp_path / "script.py", kind, env={"TNT_TIMEOUT": "20"})
+    assert not run.timed_out
+    assert run.returncode
+    blamed = {"call": 1, "wait": 0}[kind]
+    made = {"call": "save() at", "wait": "fit() at"}[kind]
+    lines = [line for line in run.stderr.splitlines() if "failed first" in line]
+    assert len(lines) == 1
+    assert f"rank {blamed} of 2" in lines[0]
+    assert made in lines[0]
+    assert f"the script's end on rank {1 - blamed}" in lines[0]

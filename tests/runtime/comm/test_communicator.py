@@ -1,0 +1,404 @@
+from __future__ import annotations
+
+import functools
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from tarantella_pp.errors import CommunicationError, ConfigurationError
+from tarantella_pp.launch.guard.launch_environment import detect_launch
+from tarantella_pp.runtime.comm import buffer_pool, wire_format
+from tarantella_pp.runtime.comm.communicator import (
+    Communicator,
+    TensorSpec,
+    world,
+)
+from tarantella_pp.runtime.comm.flight_recorder import FlightRecorder
+from tarantella_pp.runtime.comm.polling import (
+    LARGE,
+    Limits,
+    Waiter,
+)
+from tarantella_pp.runtime.comm.wakeup import Doorbell
+from tests.helpers.message_cases import (
+    CASES,
+    end_before_the_others,
+    run_cases,
+    wait_in_vain,
+)
+from tests.helpers.mpi import (
+    PYTHONS,
+    ROOT,
+    MpiRun,
+    find_mpiexec,
+    mpi_run,
+)
+
+needs_mpi = pytest.mark.skipif(find_mpiexec() is None, reason="no mpiexec")
+
+
+# As on hosts where a process may not read the memory of another one.
+NO_SINGLE_COPY = {
+    "MPIR_CVAR_CH4_CMA_ENABLE": "0",
+    "UCX_TLS": "posix,self",
+    "OMPI_MCA_smsc": "^cma,xpmem,knem",
+}
+
+
+@functools.cache
+def run_of_cases(python: str, ranks: int, single_copy: bool = True) -> MpiRun:
+    env = {"TNT_TIMEOUT": "20", **({} if single_copy else NO_SINGLE_COPY)}
+    return mpi_run(ranks, run_cases, list(CASES), timeout=100, env=env, python=python)
+
+
+@needs_mpi
+@pytest.mark.mpi
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("python", PYTHONS)
+def test_several_ranks(python: str, ranks: int, name: str) -> None:
+    run = run_of_cases(python, ranks).check()
+    assert [failures.get(name) for failures in run.results] == [None] * ranks
+
+
+@needs_mpi
+@pytest.mark.mpi
+@pytest.mark.parametrize("name", ["megabytes_both_ways_at_once", "large_messages_in_pieces"])
+def test_ranks_that_cannot_read_each_others_memory(name: str) -> None:
+    run = run_of_cases(sys.executable, 2, single_copy=False).check()
+    assert [failures.get(name) for failures in run.results] == [None] * 2
+
+
+@needs_mpi
+@pytest.mark.mpi
+def test_a_wait_that_takes_too_long_says_who_waits_for_whom() -> None:
+    env = {"TNT_TIMEOUT": "1", "TNT_WARN": "0.5"}
+    # The other rank sleeps for longer than the limit, and then waits for this one.
+    run = mpi_run(2, wait_in_vain, env=env).check()
+    text = run.results[0][0]
+    for part in (
+        "Rank 0 waited 1.",
+        "edge dense to dense_1, micro-batch 2 from rank 1 (tag 7)",
+        "TNT_TIMEOUT=1",
+        "expected: edge 5, micro-batch 0 from rank 1 (tag 8)",
+        "expecting rank 1 edge 5",
+        "8 bytes",
+    ):
+        assert part in text, text
+    assert "rank 0 has waited" in run.stderr
+
+
+@needs_mpi
+@pytest.mark.mpi
+def test_ranks_may_end_at_different_times() -> None:
+    run = mpi_run(3, end_before_the_others).check()
+    assert run.results == [0, 1, 2]
+
+
+def python(code: str, **env: str) -> subprocess.CompletedProcess[str]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    clean["PYTHONPATH"] = str(ROOT)
+    command = [sys.executable, "-c", code]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=60, env={**clean, **env}
+    )  # fmt: skip
+
+
+def test_one_process_needs_no_mpi() -> None:
+    run = python(
+        "import sys\n"
+        "sys.modules['mpi4py'] = None\n"
+        "from tarantella_pp.runtime.comm.communicator import world\n"
+        "assert world() is world()\n"
+        "print(world().rank, world().size)\n",
+        SLURM_NTASKS="4",
+    )
+    assert run.stdout.split() == ["0", "1"], run.stderr
+
+
+def test_several_processes_without_mpi4py() -> None:
+    run = python(
+        "import sys\n"
+        "sys.modules['mpi4py'] = None\n"
+        "from tarantella_pp.runtime.comm.communicator import world\n"
+        "world()\n",
+        OMPI_COMM_WORLD_SIZE="4",
+    )
+    assert "LaunchError: 4 processes were started by Open MPI's mpirun" in run.stderr
+    assert "pip install" in run.stderr
+
+
+@needs_mpi
+def test_several_processes_that_do_not_know_of_each_other() -> None:
+    run = python(
+        "from tarantella_pp.runtime.comm.communicator import world\nworld()\n",
+        SLURM_STEP_NUM_TASKS="4",
+        SLURM_PROCID="0",
+    )
+    remedies = ("srun --mpi=pmix", "tarantella -n", "mpiexec", "SLURM_STEP_NUM_TASKS is left over")
+    for part in ("LaunchError: 4 processes", *remedies):
+        assert part in run.stderr
+
+
+def size_and_rank() -> list[int]:
+    return [world().size, world().rank]
+
+
+@needs_mpi
+@pytest.mark.mpi
+def test_ranks_meet_in_a_shell_of_another_launcher() -> None:
+    stale = {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0", "PMIX_RANK": "0"}
+    slurm = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+    assert mpi_run(2, size_and_rank, env={**stale, **slurm}).check().results == [[2, 0], [2, 1]]
+
+
+@pytest.mark.parametrize(
+    ("environ", "launch"),
+    [
+        ({}, None),
+        ({"SLURM_NTASKS": "4"}, None),
+        ({"SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_JOB_ID": "1"}, None),
+        ({"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, ("srun", 1)),
+        ({"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "2"}, ("srun", 4)),
+        ({"OMPI_COMM_WORLD_SIZE": "3", "PMIX_RANK": "1"}, ("Open MPI's mpirun", 3)),
+        ({"PMI_SIZE": "2", "PMI_RANK": "0"}, ("mpiexec (PMI)", 2)),
+        ({"PMI_SIZE": "2"}, None),
+        ({"PMI_SIZE": "two", "PMI_RANK": "0"}, ("mpiexec (PMI)", None)),
+        (
+            {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "OMPI_COMM_WORLD_SIZE": "8"},
+            ("Open MPI's mpirun", 8),
+        ),
+        # Left over from the job that started the shell; alone, each process would train all.
+        ({"OMPI_COMM_WORLD_SIZE": "1", "PMI_SIZE": "2", "PMI_RANK": "0"}, ("mpiexec (PMI)", 2)),
+        (
+            {"PMI_SIZE": "1", "PMI_RANK": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3"},
+            ("srun", 4),
+        ),
+        ({"PMIX_RANK": "0"}, ("a PMIx launcher", None)),
+        ({"TNT_NUM_RANKS": "2", "OMPI_COMM_WORLD_SIZE": "8"}, ("tarantella", 2)),
+    ],
+)
+def test_launches_are_recognised(
+    environ: dict[str, str], launch: tuple[str, int | None] | None
+) -> None:
+    found = detect_launch(environ)
+    assert (found and (found.starter, found.size)) == launch
+    assert found is None or found.variable in environ
+
+
+def test_the_group_of_one_process() -> None:
+    alone = Communicator()
+    array = np.arange(3.0)
+    alone.allreduce(array)
+    alone.broadcast(array)
+    alone.barrier()
+    alone.flush()
+    alone.progress()
+    assert array.tolist() == [0, 1, 2]
+    assert alone.broadcast_json({"a": 1}) == {"a": 1}
+    assert alone.gather_json(5) == alone.allgather_json(5) == [5]
+    assert alone.split(3) is alone
+    with pytest.raises(CommunicationError, match="dest=1"):
+        alone.send([array], 1, 0)
+    with pytest.raises(CommunicationError, match="source=0"):
+        alone.post_receive([TensorSpec((3,), "float64")], 0, 0)
+
+
+NAMES = st.sampled_from(["bool", "int8", "float16", "bfloat16", "float32", "float64", "complex128"])
+SHAPES = hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=6)
+
+
+@given(SHAPES, NAMES, st.integers(1, 50))
+def test_pieces_are_all_of_an_array(shape: tuple[int, ...], name: str, limit: int) -> None:
+    dtype = wire_format.numpy_dtype(name)
+    array = np.arange(int(np.prod(shape)) * dtype.itemsize, dtype=np.uint8)
+    array = array.view(dtype).reshape(shape)
+    data = wire_format.as_bytes(wire_format.as_array(array))
+    assert TensorSpec(shape, name).nbytes == array.nbytes == data.nbytes
+    normal, wire_format.LARGEST_PIECE = wire_format.LARGEST_PIECE, limit
+    try:
+        parts = list(wire_format.pieces(data))
+    finally:
+        wire_format.LARGEST_PIECE = normal
+    assert np.concatenate(parts).tobytes() == array.tobytes()
+    assert all(part.nbytes <= limit for part in parts)
+    assert len(parts) == max(1, -(-data.nbytes // limit))
+    assert array.nbytes == 0 or np.shares_memory(parts[0], array)
+
+
+@given(SHAPES, st.integers(0, 23))
+def test_arrays_are_copied_only_if_they_must(shape: tuple[int, ...], order: int) -> None:
+    array = np.zeros(shape)
+    assert wire_format.as_array(array) is array
+    turned = np.moveaxis(array, range(array.ndim), np.roll(range(array.ndim), order))
+    flat = wire_format.as_array(turned)
+    assert flat.flags.c_contiguous
+    assert flat.shape == turned.shape
+
+
+@given(st.lists(st.tuples(SHAPES, NAMES), max_size=60))
+def test_descriptions_tell_messages_apart(specs: list[tuple[tuple[int, ...], str]]) -> None:
+    text = wire_format.describe([TensorSpec(*spec) for spec in specs])
+    assert text.size <= wire_format.DESCRIPTION_BYTES
+    arrays = [np.zeros(shape, wire_format.numpy_dtype(name)) for shape, name in specs]
+    assert text.tobytes() == wire_format.describe(arrays).tobytes()
+    assert text.tobytes() != wire_format.describe([*arrays, np.zeros(())]).tobytes()
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3 * buffer_pool.SMALLEST_POOLED), st.booleans()), max_size=30)
+)
+def test_memory_in_use_is_never_handed_out(requests: list[tuple[int, bool]]) -> None:
+    pool, kept = buffer_pool.MemoryPool(), []
+    for number, (nbytes, keep) in enumerate(requests):
+        array = pool.take(nbytes)
+        assert array.nbytes == nbytes
+        assert nbytes == 0 or array.ctypes.data % buffer_pool.ALIGNMENT == 0
+        array[:] = number % 251
+        if keep:
+            kept.append((number % 251, array[nbytes // 3 :].view(np.int8)))
+        del array
+    assert all((view.view(np.uint8) == number).all() for number, view in kept)
+
+
+def test_memory_goes_round_and_is_let_go() -> None:
+    pool, nbytes = buffer_pool.MemoryPool(), 2 * buffer_pool.SMALLEST_POOLED
+    first = pool.take(nbytes)
+    address = first.ctypes.data
+    view = first[1:].view(np.int8)[5:]
+    del first
+    assert pool.take(nbytes).ctypes.data != address
+    del view
+    assert pool.take(nbytes).ctypes.data == address or pool.take(nbytes).ctypes.data == address
+    for size in range(20):
+        pool.take(nbytes * (1 + size))
+    pool.take(nbytes)
+    assert pool._free_bytes <= pool._peak_bytes
+
+
+def test_limits() -> None:
+    assert Limits.from_environment({}) == Limits(60.0, 1800.0)
+    assert Limits.from_environment({"TNT_WARN": "0", "TNT_TIMEOUT": "2.5"}) == Limits(0.0, 2.5)
+    for text in ("soon", "-1", "nan", "inf"):
+        with pytest.raises(ConfigurationError, match=f"TNT_TIMEOUT='{text}'"):
+            Limits.from_environment({"TNT_TIMEOUT": text})
+
+
+def test_a_wait_polls_and_lets_other_messages_move() -> None:
+    polls: list[int] = []
+    calls: list[str] = []
+    waiter = Waiter(0, Limits(0, 10), lambda: calls.append("between") or (), Doorbell(), str)
+    waiter.until(lambda: polls.append(1) or len(calls) > 2, lambda: "the third call")
+    assert len(calls) == 3
+    assert len(polls) > 4
+
+
+def test_a_wait_is_used_for_other_work_until_it_ends_or_there_is_none() -> None:
+    slept: list[float] = []
+    bell = Doorbell()
+    bell.sleep = slept.append  # type: ignore[assignment]
+    waiter = Waiter(0, Limits(), tuple, bell, str)
+    done: list[str] = []
+
+    def work() -> bool:
+        done.append("piece")
+        return len(done) < 4
+
+    waiter.until(lambda: len(done) == 2, lambda: "the second piece", meanwhile=work)
+    assert (len(done), slept) == (2, [])
+    waiter.until(lambda: len(slept) > 1, lambda: "a sleep", meanwhile=work)
+    assert len(done) == 4
+    waiter.until(lambda: True, lambda: "nothing", meanwhile=work)
+    assert len(done) == 4
+
+
+def test_a_wait_ends_with_the_limit() -> None:
+    waiter = Waiter(3, Limits(0, 0.1), tuple, Doorbell(), lambda: "the report")
+    with pytest.raises(CommunicationError, match=r"(?s)Rank 3 waited 0\.\d s for a ball.*report"):
+        waiter.until(lambda: False, lambda: "a ball")
+
+
+def connected_bells() -> list[Doorbell]:
+    bells = [Doorbell(), Doorbell()]
+    for bell in bells:
+        bell.connect([one.address for one in bells] + ["elsewhere 00"])
+    return bells
+
+
+def test_a_bell_ends_a_sleep_and_says_what_comes() -> None:
+    here, there = connected_bells()
+    assert here.reaches(1)
+    assert not here.reaches(2)
+    assert not here.reaches(3)
+    here.ring(2)
+    assert not there.sleep(0.0)
+    here.announce(1, 7, 0, 5, 0)
+    here.announce(1, 7, 0, 5, 1)
+    assert there.sleep(30.0)
+    assert not there.sleep(0.0)
+    assert not there.asked
+    for number, announced in ((0, True), (1, True), (2, False)):
+        assert there.is_announced(7, 0, 5, number) is announced
+    for group, source, tag in ((8, 0, 5), (7, 1, 5), (7, 0, 4)):
+        assert not there.is_announced(group, source, tag, 0)
+    here.ring(1)
+    assert there.sleep(30.0)
+    assert there.asked
+
+
+def test_a_bell_never_holds_up_who_rings() -> None:
+    here, there = connected_bells()
+    for number in range(1000):
+        here.announce(1, 0, 0, 0, number)
+    assert there.sleep(0.0)
+    there._socket.close()
+    here.ring(1)
+
+
+def test_a_rank_without_a_bell_just_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError
+
+    monkeypatch.setattr(socket, "socket", refuse)
+    bell = Doorbell()
+    bell.connect(["", bell.address])
+    assert not bell.reaches(0)
+    bell.ring(0)
+    assert not bell.sleep(0.001)
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_while_a_large_message_goes_over_both_ranks_are_kept_awake(large: bool) -> None:
+    here, there = connected_bells()
+    polls = []
+    waiter = Waiter(0, Limits(), tuple, here, str)
+    answers = iter([False] * (3000 if large else 200) + [True])
+
+    def done() -> bool:
+        polls.append(there.sleep(0.0))
+        return next(answers)
+
+    nbytes = LARGE if large else 0
+    waiter.until(done, lambda: "x", (1,), rings=True, coming=lambda: nbytes * 1000, limited=False)
+    assert any(polls) is large
+    assert there.asked is large
+
+
+def test_the_recorder_keeps_the_last_events() -> None:
+    recorder = FlightRecorder()
+    for number in range(1000):
+        recorder.add("sending", f"edge {number}", 1, number, 8)
+    events = list(recorder)
+    assert len(events) == 256
+    assert [event[4] for event in events] == list(range(744, 1000))
+    assert "edge 999 (tag 999, 8 bytes)" in recorder.lines(1)[0]
+    assert len(recorder.lines(5)) == 5
+    json.dumps(events)

@@ -1,0 +1,162 @@
+"""What crosses the cuts, on graphs made by hand; no TensorFlow."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import subprocess
+import sys
+
+from tarantella_pp.partition.costs.stage_costs import Costs
+from tarantella_pp.partition.graph.layer_graph import (
+    LayerGraph,
+    Node,
+    Tensor,
+)
+from tarantella_pp.runtime.modules.stage_boundary import (
+    Link,
+    Port,
+    links_of,
+    stage_layouts,
+)
+
+
+def graph(edges, inputs=1, outputs=None, masks=(), without=()):
+    """A graph whose node i makes tensor `inputs + i` of the tensors that `edges[i]` names."""
+    count = inputs + len(edges)
+    consumers = [tuple(n for n, reads in enumerate(edges) if t in reads) for t in range(count)]
+    tensors = [
+        Tensor(
+            id=t,
+            name=f"t{t}",
+            shape=(None, 4),
+            dtype="float32",
+            producer=None if t < inputs else t - inputs,
+            consumers=consumers[t],
+            bytes_per_sample=16,
+            has_gradient=t >= inputs and t not in without,
+            mask_shape=(None, 4) if t in masks else None,
+        )
+        for t in range(count)
+    ]
+    nodes = [
+        Node(id=n, name=f"n{n}", kind="Dense", inputs=tuple(reads), outputs=(inputs + n,))
+        for n, reads in enumerate(edges)
+    ]
+    return LayerGraph(
+        nodes=tuple(nodes),
+        tensors=tuple(tensors),
+        inputs=tuple(range(inputs)),
+        outputs=tuple(outputs or (count - 1,)),
+    )
+
+
+def test_a_chain_sends_one_tensor_to_the_next_stage():
+    first, last = stage_layouts(graph([(0,), (1,), (2,)]), [0, 0, 1], 2)
+    link = Link(0, 1, (Port(2),), (Port(2),))
+    assert first.nodes == (0, 1)
+    assert first.data == (Port(0),)
+    assert first.sends == (link,) == last.receives
+    assert first.receives == last.sends == first.results == last.data == ()
+    assert first.inputs == (Port(0),)
+    assert first.outputs == first.seeded == (Port(2),) == last.inputs == last.input_gradients
+    assert last.results == last.outputs == last.seeded == (Port(3),)
+    assert first.input_gradients == ()
+
+
+def test_a_skip_goes_straight_to_each_stage_that_needs_it():
+    layouts = stage_layouts(graph([(0,), (1,), (2,), (1, 3)]), [0, 1, 2, 3], 4)
+    pairs = [(link.source, link.target) for link in links_of(layouts)]
+    assert pairs == [(0, 1), (0, 3), (1, 2), (2, 3)]
+    assert layouts[0].outputs == (Port(1),)  # once, although two stages get it
+    assert layouts[3].inputs == (Port(1), Port(3))
+    assert layouts[1].outputs == (Port(2),)
+
+
+def test_a_tensor_used_twice_by_a_stage_is_sent_once():
+    layouts = stage_layouts(graph([(0,), (1,), (1, 2)]), [0, 1, 1], 2)
+    assert links_of(layouts) == (Link(0, 1, (Port(1),), (Port(1),)),)
+
+
+def test_outputs_go_to_the_last_stage():
+    layouts = stage_layouts(graph([(0,), (1,), (2,)], outputs=(1, 3, 1)), [0, 1, 2], 3)
+    assert [(link.source, link.target) for link in links_of(layouts)] == [(0, 1), (0, 2), (1, 2)]
+    assert layouts[2].results == (Port(1), Port(3))
+    assert layouts[2].inputs == (Port(1), Port(2))
+    assert layouts[2].seeded == (Port(1), Port(3))
+
+
+def test_masks_travel_with_their_values_and_get_no_gradient():
+    first, last = stage_layouts(graph([(0,), (1,)], masks=(1, 2)), [0, 1], 2)
+    assert first.sends[0].ports == (Port(1), Port(1, mask=True))
+    assert first.sends[0].gradients == (Port(1),)
+    assert last.results == (Port(2), Port(2, mask=True))
+    assert last.seeded == (Port(2),)
+
+
+def test_integers_and_frozen_values_get_no_gradient():
+    first, last = stage_layouts(graph([(0,), (0, 1)], without=(1,)), [0, 1], 2)
+    assert first.sends[0].ports == (Port(1),)
+    assert first.sends[0].gradients == first.seeded == last.input_gradients == ()
+    assert first.data == last.data == (Port(0),)
+
+
+def test_every_stage_has_what_its_nodes_read():
+    rng = random.Random(0)
+    for _ in range(100):
+        inputs, count, stages = rng.randint(1, 3), rng.randint(2, 12), rng.randint(1, 5)
+        edges = [
+            tuple(sorted(rng.sample(range(inputs + n), rng.randint(1, min(3, inputs + n)))))
+            for n in range(count)
+        ]
+        assignment = sorted(rng.randrange(stages) for _ in range(count))
+        made = graph(
+            edges, inputs, masks=set(rng.sample(range(inputs, inputs + count), count // 2))
+        )
+        layouts = stage_layouts(made, assignment, stages)
+        assert sorted(itertools.chain(*(x.nodes for x in layouts))) == list(range(count))
+        for layout in layouts:
+            own = {inputs + n for n in layout.nodes}
+            known = own | {port.tensor for port in layout.inputs}
+            assert len(set(layout.inputs)) == len(layout.inputs)
+            assert len(set(layout.outputs)) == len(layout.outputs)
+            for node in layout.nodes:
+                assert set(edges[node]) <= known
+            for link in layout.sends:
+                assert link.source == layout.index < link.target
+                assert {port.tensor for port in link.ports} <= own
+                assert link in layouts[link.target].receives
+            sent = {port for link in layout.sends for port in link.gradients}
+            assert sent <= set(layout.seeded) <= set(layout.outputs)
+
+
+def test_what_is_sent_is_what_the_plan_counts():
+    rng = random.Random(1)
+    for _ in range(100):
+        edges = [tuple(rng.sample(range(n + 1), min(2, n + 1))) for n in range(8)]
+        made = graph(edges, masks=rng.sample(range(1, 9), 3), without=rng.sample(range(1, 9), 3))
+        assignment = [0, *sorted(rng.choices(range(3), k=6)), 3]
+        stages = {stage: i for i, stage in enumerate(sorted(set(assignment)))}
+        assignment = [stages[stage] for stage in assignment]
+        links = links_of(stage_layouts(made, assignment, len(stages)))
+        cuts = Costs(made, (), 1).cuts(assignment)
+        for link in links:
+            between = [c for c in cuts if c.source == link.source and link.target in c.targets]
+            values = [port for port in link.ports if not port.mask]
+            assert [made.tensors[port.tensor].name for port in values] == [
+                c.tensor for c in between
+            ]
+            assert len(link.ports) - len(values) == sum(c.mask_bytes > 0 for c in between)
+            assert len(link.gradients) == sum(c.has_gradient for c in between)
+        assert {(link.source, link.target) for link in links} == {
+            (cut.source, target) for cut in cuts for target in cut.targets
+        }
+
+
+def test_layouts_need_no_tensorflow():
+    code = (
+        "import sys, tarantella_pp.runtime.modules.stage_boundary;"
+        "print([m for m in ('tensorflow', 'keras', 'mpi4py') if m in sys.modules])"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert run.stdout.strip() == "[]", run.stderr

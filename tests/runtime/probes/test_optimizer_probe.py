@@ -1,0 +1,60 @@
+"""Optimizers of the user's that look at several weights at once are refused on several ranks."""
+
+from __future__ import annotations
+
+import keras
+import pytest
+from keras import ops
+
+from tarantella_pp.errors import ConfigurationError
+from tarantella_pp.models.model_validation import check_own_optimizer
+from tarantella_pp.runtime.probes.optimizer_probe import treats_weights_apart
+
+pytestmark = pytest.mark.keras
+
+
+class Halved(keras.optimizers.Adam):
+    """Treats each weight by itself."""
+
+    def update_step(self, gradient, variable, learning_rate):
+        super().update_step(gradient, variable, learning_rate / 2)
+
+
+class Normed(keras.optimizers.SGD):
+    """Divides all gradients by their common norm."""
+
+    def apply(self, grads, trainable_variables=None):
+        norm = ops.sqrt(sum(ops.sum(g**2) for g in grads))
+        return super().apply([g / norm for g in grads], trainable_variables)
+
+
+class Unconfigured(keras.optimizers.SGD):
+    def __init__(self, needed):
+        super().__init__(0.1 * needed)
+
+
+def test_those_that_treat_each_weight_by_itself_may_train():
+    check_own_optimizer(Halved(0.1), 2)
+    check_own_optimizer(None, 2)
+
+
+def test_those_that_look_at_all_gradients_are_refused_by_name():
+    with pytest.raises(ConfigurationError, match=r"Normed looks at several weights.*2 ranks"):
+        check_own_optimizer(Normed(0.1), 2)
+
+
+def test_those_that_cannot_be_tried_are_refused():
+    with pytest.raises(ConfigurationError, match=r"Unconfigured cannot be tried.*get_config"):
+        check_own_optimizer(Unconfigured(1.0), 2)
+
+
+@pytest.mark.parametrize("name", ["Adam", "Lamb", "Lion", "Adafactor", "Ftrl", "Nadam"])
+def test_optimizers_of_keras_treat_each_weight_by_itself(name):
+    optimizer = getattr(keras.optimizers, name)()
+    assert treats_weights_apart(optimizer)
+    assert not optimizer.built
+
+
+@pytest.mark.parametrize("optimizer", [keras.optimizers.SGD(global_clipnorm=0.1)])
+def test_a_common_norm_is_seen(optimizer):
+    assert not treats_weights_apart(optimizer)

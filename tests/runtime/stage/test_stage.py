@@ -1,0 +1,340 @@
+"""Each kind of layer in a stage of its own: forward, B and W against a gradient tape."""
+
+from __future__ import annotations
+
+import contextlib
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers, ops
+
+from tarantella_pp.partition.extraction.keras_reader import extract
+from tarantella_pp.runtime.modules.stage_boundary import stage_layouts
+from tarantella_pp.runtime.stage.split_backward import CutPass
+from tarantella_pp.runtime.stage.stage import Stage
+from tarantella_pp.runtime.stage.tape_backward import TapePass
+from tarantella_pp.runtime.tf_graph.graph_split import CutError
+
+pytestmark = pytest.mark.keras
+
+ROWS = (4, 3, 4)  # the first size is compiled by itself, all others together
+
+
+@contextlib.contextmanager
+def in_precision(floatx, policy):
+    before = keras.config.floatx(), keras.config.dtype_policy()
+    keras.config.set_floatx(floatx)
+    keras.config.set_dtype_policy(policy)
+    try:
+        yield
+    finally:
+        keras.config.set_floatx(before[0])
+        keras.config.set_dtype_policy(before[1])
+
+
+def twice(make):
+    def build(x):
+        layer = make()
+        return layer(ops.tanh(layer(x)))
+
+    return build
+
+
+def attention(x):
+    return layers.MultiHeadAttention(2, 3, dropout=0.2, seed=1)(x, x, use_causal_mask=True)
+
+
+def masked(layer):
+    return lambda x: layer(layers.Masking(0.0)(ops.relu(x)))
+
+
+def many_ops(x):
+    a = ops.matmul(x[:, :2], ops.transpose(x, (0, 2, 1)))
+    b = ops.where(a > 0, a, ops.exp(a) - 1.0)
+    c = ops.concatenate([ops.softmax(b), ops.stop_gradient(b)], axis=1)
+    return ops.einsum("bij,bjk->bik", c, x) / (1.0 + ops.abs(ops.sum(x, 1, keepdims=True)))
+
+
+def transformer(x):
+    h = x + layers.MultiHeadAttention(2, 3)(layers.LayerNormalization()(x), x, x)
+    return h + layers.Dense(4)(layers.Dense(8, "gelu")(layers.LayerNormalization()(h)))
+
+
+def bottleneck(x):
+    y = layers.Conv2D(3, 1, use_bias=False)(x)
+    y = layers.ReLU()(layers.BatchNormalization()(y))
+    y = layers.DepthwiseConv2D(3, padding="same")(y)
+    return layers.Conv2D(4, 1)(layers.BatchNormalization()(y)) + x
+
+
+def convolutions(x):
+    x = layers.Conv2D(4, 3, strides=2, activation="relu", padding="same")(x)
+    x = layers.SeparableConv2D(3, 3, padding="same")(x)
+    return layers.Conv2DTranspose(3, 2, strides=2)(x)
+
+
+def convolutions_1d(x):
+    x = layers.Conv1D(3, 2, dilation_rate=2, activation="tanh")(x)
+    return layers.TimeDistributed(layers.Dense(3))(layers.PReLU()(layers.LeakyReLU()(x)))
+
+
+def pooling(x):
+    x = layers.ZeroPadding2D()(layers.UpSampling2D()(x))
+    x = layers.AveragePooling2D(3, 1, "same")(layers.MaxPooling2D()(x))
+    return layers.Concatenate()([layers.GlobalMaxPooling2D()(x), layers.Flatten()(x)])
+
+
+def normalizations(x):
+    x = layers.GroupNormalization(2)(layers.LayerNormalization()(x))
+    return layers.Permute((2, 1))(layers.UnitNormalization()(x))
+
+
+def random_layers(x):
+    x = layers.GaussianNoise(0.4, seed=1)(layers.Dense(6)(x))
+    return layers.AlphaDropout(0.3, seed=2)(layers.GaussianDropout(0.3, seed=3)(x))
+
+
+def dense_layers(x):
+    x = layers.Dense(6, "gelu")(layers.Dense(6, "softmax")(x))
+    x = layers.Multiply()([x, layers.Dense(6, "relu", use_bias=False)(x)])
+    return layers.Maximum()([x, layers.SpectralNormalization(layers.Dense(6))(x)])
+
+
+FLAT, SEQUENCE, IMAGE = (6,), (5, 4), (6, 6, 4)
+KINDS = {
+    "dense": (FLAT, dense_layers),
+    "several dense": (FLAT, lambda x: layers.Dense(6, "relu")(layers.Dense(6, "tanh")(x))),
+    "dense twice": (FLAT, twice(lambda: layers.Dense(6))),
+    "frozen": (FLAT, lambda x: layers.Dense(4, "tanh", trainable=False)(x)),
+    "activity": (FLAT, lambda x: layers.Dense(4, activity_regularizer="l2")(x)),
+    "einsum": (SEQUENCE, lambda x: layers.EinsumDense("abc,cd->abd", (5, 3))(x)),
+    "convolutions": (IMAGE, convolutions),
+    "convolutions 1d": (SEQUENCE, convolutions_1d),
+    "bottleneck": (IMAGE, bottleneck),
+    "batch norm of rows": (FLAT, lambda x: layers.BatchNormalization(scale=False)(x)),
+    "normalizations": (SEQUENCE, normalizations),
+    "pooling": (IMAGE, pooling),
+    "attention": (SEQUENCE, attention),
+    "transformer": (SEQUENCE, transformer),
+    "dropout twice": (FLAT, twice(lambda: layers.Dropout(0.4, seed=1))),
+    "random": (FLAT, random_layers),
+    "mask": (SEQUENCE, masked(lambda x: layers.GlobalAveragePooling1D()(x))),
+    "ops": (SEQUENCE, many_ops),
+    "lstm": (SEQUENCE, masked(lambda x: layers.LSTM(3, return_sequences=True)(x))),
+    "gru": (SEQUENCE, lambda x: layers.Bidirectional(layers.GRU(2))(x)),
+}
+QUICK = ("dense twice", "activity", "bottleneck", "transformer", "dropout twice", "lstm")
+
+
+def stage_of(shape, build, recompute=False):
+    """The stage of `build` between two others, so that gradients come in and go out."""
+    inputs = keras.Input(shape)
+    outputs = layers.Dense(2, name="after")(build(layers.Dense(shape[-1], name="before")(inputs)))
+    extracted = extract(keras.Model(inputs, outputs))
+    places = {"before": 0, "after": 2}
+    assignment = [places.get(node.name, 1) for node in extracted.graph.nodes]
+    layout = stage_layouts(extracted.graph, assignment, 3)[1]
+    return Stage(layout, [extracted.calls[n] for n in layout.nodes], recompute), extracted.graph
+
+
+def random(rows, port, graph, rng):
+    tensor = graph.tensors[port.tensor]
+    shape = (rows, *tensor.shape[1:])
+    if "int" in tensor.dtype:
+        return tf.constant(rng.integers(0, 5, size=shape), tensor.dtype)
+    return tf.cast(rng.normal(size=shape), tensor.dtype)
+
+
+def micro_batches(stage, graph):
+    rng = np.random.default_rng(0)
+    for rows in ROWS:
+        inputs = [random(rows, port, graph, rng) for port in stage.layout.inputs]
+        outputs = [random(rows, port, graph, rng) for port in stage.layout.seeded]
+        yield inputs, [tf.constant(rows / sum(ROWS), keras.config.floatx()), *outputs]
+
+
+def with_factors(stage, seeds):
+    """The factor of all losses that the stage's layers added, once for each of them."""
+    return [stage.probe.factors(True, seeds[0]), *seeds[1:]]
+
+
+def dense(gradient):
+    return None if gradient is None else tf.convert_to_tensor(gradient).numpy()
+
+
+def by_tape(stage, batches):
+    """Outputs and input gradients of each micro-batch, and the sums of the weight gradients."""
+    body = stage.body
+    results, sums = [], [None] * len(body.variables)
+    for inputs, seeds in batches:
+        wanted = [*body.sources(inputs), *body.variables]
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch(wanted)
+            outputs, added = body.run(inputs, training=True)
+            targets = body.targets(outputs, added)
+        found = tape.gradient(targets, wanted, output_gradients=with_factors(stage, seeds))
+        count = len(wanted) - len(body.variables)
+        back = [tf.zeros_like(w) if g is None else g for w, g in zip(wanted, found[:count])]  # noqa: B905
+        results.append([*outputs, added, *back])
+        for i, gradient in enumerate(found[count:]):
+            if gradient is not None:
+                sums[i] = dense(gradient) + (0 if sums[i] is None else sums[i])
+    return results, sums
+
+
+def by_stage(stage, batches, split):
+    """The same from the stage, all micro-batches in flight together."""
+    found = []
+    for key, (inputs, _) in enumerate(batches):
+        outputs, added = stage.forward(key, inputs)
+        found.append([*outputs, tf.zeros([0], keras.config.floatx()) if added is None else added])
+    for key, (_, seeds) in enumerate(batches):
+        seeds = with_factors(stage, seeds)
+        found[key] += stage.backward_input(key, seeds) if split else stage.backward(key, seeds)
+    if split:
+        for key in range(len(batches)):
+            stage.backward_weight(key)
+    sums = stage.body.sums
+    collected = sums.take_collected()
+    totals = [dense(sums.gradient(i, collected)) for i in range(len(sums.weights))]
+    sums.reset()
+    return found, totals
+
+
+def states(stage):
+    return [v for call in stage.body.layer.calls for v in call.variables]
+
+
+def compare(first, second, limit):
+    for a, b in zip(first, second, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            a, b = np.asarray(a, "float64"), np.asarray(b, "float64")
+            # Some gradients are zero but for rounding, as of a bias before a normalization.
+            size = max(1.0, np.max(np.abs(a), initial=0))
+            assert np.max(np.abs(a - b), initial=0) <= limit * size
+
+
+def check(stage, graph, limit):
+    batches = list(micro_batches(stage, graph))
+    start = [v.numpy() for v in states(stage)]
+    expected, sums = by_tape(stage, batches)
+    end = [v.numpy() for v in states(stage)]
+    for split in (False, True):
+        for variable, value in zip(states(stage), start, strict=True):
+            variable.assign(value)
+        found, totals = by_stage(stage, batches, split)
+        for one, other in zip(expected, found, strict=True):
+            compare(one, other, limit)
+        compare(sums, totals, limit)
+        compare(end, [v.numpy() for v in states(stage)], limit)
+
+
+@pytest.mark.parametrize(
+    "kind", [k if k in QUICK else pytest.param(k, marks=pytest.mark.slow) for k in KINDS]
+)
+def test_kinds_of_layers(kind):
+    with in_precision("float64", "float64"):
+        stage, graph = stage_of(*KINDS[kind])
+        check(stage, graph, 1e-12)
+    assert stage.fallback is None
+    assert {type(work) for work in stage._passes.values()} == {CutPass}
+
+
+@pytest.mark.parametrize("kind", ["bottleneck", "activity", "lstm"])
+def test_a_stage_that_cannot_be_cut_runs_on_a_tape(monkeypatch, kind):
+    def refuse(*_):
+        raise CutError("not this one")
+
+    monkeypatch.setattr("tarantella_pp.runtime.stage.stage.CutPass", refuse)
+    with in_precision("float64", "float64"):
+        stage, graph = stage_of(*KINDS[kind])
+        check(stage, graph, 1e-12)
+    assert stage.fallback == "not this one"
+    assert {type(work) for work in stage._passes.values()} == {TapePass}
+
+
+def test_a_micro_batch_that_waits_for_its_weight_gradients_keeps_their_operands():
+    with in_precision("float64", "float64"):
+        stage, graph = stage_of(FLAT, lambda x: layers.Dense(3, "relu")(layers.Dense(5, "tanh")(x)))
+        inputs, _ = next(micro_batches(stage, graph))
+        stage.forward(0, inputs)
+    width, row = FLAT[-1], 8 * len(inputs[0])
+    assert stage.residual_bytes == (width + 5 + 3) * row  # inputs of both layers, outputs of both
+    # Inputs of both and gradients of what they made, and the gradients of both biases.
+    assert stage.waiting_bytes == (width + 5 + 5 + 3) * row + 8 * (5 + 3)
+
+
+@pytest.mark.parametrize("kind", ["bottleneck", "attention"])
+def test_recomputation_repeats_random_numbers_and_statistics(kind):
+    with in_precision("float64", "float64"):
+        plain, _ = stage_of(*KINDS[kind])
+        stage, graph = stage_of(*KINDS[kind], recompute=True)
+        check(stage, graph, 1e-12)
+        plain.forward(0, next(micro_batches(plain, graph))[0])
+    kept = [next(iter(s._passes.values())).residual_bytes for s in (plain, stage)]
+    assert kept[1] < kept[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "policy", "limit"),
+    [
+        ("bottleneck", "float32", 2e-5),
+        ("lstm", "float32", 2e-5),
+        ("several dense", "mixed_bfloat16", 5e-2),
+        ("transformer", "mixed_bfloat16", 5e-2),
+    ],
+)
+def test_other_precisions(kind, policy, limit):
+    # With some weights a unit of ReLU is so close to zero that rounding switches it on or off.
+    keras.utils.set_random_seed(0)
+    with in_precision("float32", policy):
+        stage, graph = stage_of(*KINDS[kind])
+        check(stage, graph, limit)
+
+
+@pytest.mark.parametrize("mask_zero", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_embeddings_keep_the_slices_of_every_token(mask_zero):
+    with in_precision("float64", "float64"):
+        ids = keras.Input((5,), dtype="int32")
+        x = layers.Embedding(6, 4, mask_zero=mask_zero)(ids)
+        x = layers.Dense(3)(layers.MultiHeadAttention(2, 3)(x, x))
+        model = keras.Model(ids, layers.Dense(2, name="after")(x))
+        extracted = extract(model)
+        names = [node.name for node in extracted.graph.nodes]
+        layout = stage_layouts(extracted.graph, [int(n == "after") for n in names], 2)[0]
+        stage = Stage(layout, [extracted.calls[n] for n in layout.nodes])
+        check(stage, extracted.graph, 1e-12)
+        for key, (inputs, seeds) in enumerate(micro_batches(stage, extracted.graph)):
+            stage.forward(key, inputs)
+            stage.backward(key, with_factors(stage, seeds))
+        ((values, indices),) = stage.body.sums.take_collected().values()
+    assert indices.shape == (5 * sum(ROWS),)
+    assert values.shape == (5 * sum(ROWS), 4)
+
+
+def test_a_stage_remembers_nothing_after_it_was_cleared():
+    stage, graph = stage_of(*KINDS["several dense"])
+    (inputs, seeds), *_ = micro_batches(stage, graph)
+    stage.forward(0, inputs)
+    stage.forward(1, inputs)
+    stage.backward(1, with_factors(stage, seeds))
+    stage.clear()
+    check(stage, graph, 1e-5)
+
+
+def test_the_tape_notices_a_wrong_cut(monkeypatch):
+    """Where the passes of B and W mix up two micro-batches, the comparison fails."""
+    stage, graph = stage_of(*KINDS["several dense"])
+    given = CutPass.backward_input
+    swapped = {0: 2, 2: 0}
+    monkeypatch.setattr(
+        CutPass,
+        "backward_input",
+        lambda self, key, seeds: given(self, swapped.get(key, key), seeds),
+    )
+    with pytest.raises(AssertionError):
+        check(stage, graph, 1e-5)

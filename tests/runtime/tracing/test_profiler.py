@@ -1,0 +1,167 @@
+"""Profiles: measured once, kept, and what plans make of them."""
+
+from __future__ import annotations
+
+import json
+
+import keras
+import msgspec
+import numpy as np
+import pytest
+from keras import layers, ops
+
+from tarantella_pp.errors import ConfigurationError, PlanError
+from tarantella_pp.models.make_plan import make_plan
+from tarantella_pp.partition.extraction.keras_reader import extract
+from tarantella_pp.partition.graph.profile import NodeProfile, Profile
+from tarantella_pp.partition.plan.plan_simulation import HardwareSpec, PlanSimulation
+from tarantella_pp.runtime.tracing.profiler import profile
+from tests.helpers import keras_models
+
+pytestmark = pytest.mark.keras
+
+
+@keras.saving.register_keras_serializable("tests")
+class Mixer(layers.Layer):
+    """A layer that no rule knows; its backward pass keeps three tensors."""
+
+    def call(self, x):
+        return ops.sin(ops.sin(ops.sin(x)))
+
+
+def tower(depth=6):
+    x = inputs = keras.Input((16,))
+    for _ in range(depth):
+        x = layers.Dense(16, activation="relu")(x)
+    return keras.Model(inputs, x, name="tower")
+
+
+def made_up(model, forward, backward, rows=(8,)):
+    """A profile with given seconds for each node."""
+    graph = extract(model).graph
+    nodes = zip(graph.nodes, forward, backward, strict=True)
+    found = tuple(NodeProfile(n.name, (f,) * len(rows), (b,) * len(rows)) for n, f, b in nodes)
+    return Profile(model.name, graph.fingerprint(), 1, rows, found)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        keras_models.mlp,
+        keras_models.two_in_two_out,
+        pytest.param(keras_models.masked_recurrent, marks=pytest.mark.slow),
+        keras_models.causal_attention,
+    ],
+)
+def test_every_operation_is_measured_and_the_model_stays_as_it_was(build):
+    model, data = build()
+    before = [v.numpy() for v in model.variables]
+    found = profile(model, data, repeats=1, verbose=False)
+    graph = extract(model).graph
+    assert [node.name for node in found.nodes] == [node.name for node in graph.nodes]
+    assert found.rows == (1, 4)
+    for node in graph.nodes:
+        seconds = found.nodes[node.id]
+        if node.kind == "LSTM":
+            assert min(seconds.forward + seconds.backward) > 0
+            assert seconds.residual_bytes is None
+    for value, variable in zip(before, model.variables, strict=True):
+        np.testing.assert_array_equal(value, variable.numpy())
+
+
+def test_a_profile_is_kept_and_taken_from_a_file(tmp_path, monkeypatch):
+    model, path = tower(), tmp_path / "profile.json"
+    first = profile(model, 6, repeats=1, cache=path, verbose=False)
+    assert profile(model, 6, verbose=False) is first
+    assert Profile.load(path) == first
+    monkeypatch.setattr("tarantella_pp.runtime.tracing.profiler._KNOWN", {})
+    assert profile(model, 6, repeats=1, cache=path, verbose=False) == first
+    other = profile(model, 7, repeats=1, cache=path, verbose=False)
+    assert other.rows == (1, 7)
+    assert Profile.load(path) == other
+    (tmp_path / "bad.json").write_text("{")
+    with pytest.raises(PlanError, match=r"bad\.json: This is no valid profile"):
+        profile(model, 9, cache=tmp_path / "bad.json", verbose=False)
+
+
+def test_layers_without_rules_are_measured():
+    x = inputs = keras.Input((32,))
+    for _ in range(4):
+        x = Mixer()(layers.Dense(32)(x))
+    model = keras.Model(inputs, x)
+    found = profile(model, 8, repeats=1, verbose=False)
+    guessed = make_plan(model, 2, num_micro_batches=4)
+    plan = make_plan(model, 2, num_micro_batches=4, profile=found)
+    assert guessed.estimated == ("Mixer",)
+    assert plan.estimated == ()
+    tensor = 8 * 32 * 4
+    assert sum(stage.activation_bytes for stage in plan.stages) == 4 * (1 + 3) * tensor
+    assert "Time is measured" in str(plan)
+
+
+def test_time_is_balanced_and_simulated_as_measured():
+    model = tower()
+    found = made_up(
+        model, [5e-3, 1e-3, 1e-3, 1e-3, 1e-3, 1e-3], [5e-3, 1e-3, 1e-3, 1e-3, 1e-3, 1e-3]
+    )
+    plan = make_plan(model, 2, num_micro_batches=4, balance="time", profile=found)
+    assert plan.assignment == (0, 1, 1, 1, 1, 1)
+    assert plan.certificate.optimal
+    assert plan.certificate.value == pytest.approx(10e-3)
+    assert [stage.seconds for stage in plan.stages] == pytest.approx([10e-3, 10e-3])
+    assert "largest stage 0.01 s per micro-batch" in " ".join(str(plan).split())
+    step = PlanSimulation(plan, HardwareSpec(bandwidth=1e30, latency=0.0), "1f1b", 4).step()
+    assert step.step_seconds == pytest.approx((4 + 1) * 10e-3)
+    assert type(plan).from_json(plan.to_json()) == plan
+    repeated = make_plan(
+        model, 2, num_micro_batches=4, balance="time", profile=found, recompute="all"
+    )
+    assert repeated.certificate.value == pytest.approx(15e-3)
+
+
+def test_time_without_a_profile_is_measured():
+    plan = make_plan(tower(), 2, num_micro_batches=4, balance="time")
+    assert all(stage.seconds is not None for stage in plan.stages)
+
+
+def test_seconds_between_and_beyond_measured_sizes():
+    found = made_up(tower(1), [0.0], [0.0], rows=(2, 4))
+    node = NodeProfile("dense", (3.0, 5.0), (4.0, 2.0))
+    found = msgspec.structs.replace(found, nodes=(node,))
+    assert found.seconds(4) == ((5.0, 2.0),)
+    assert found.seconds(8) == ((9.0, 2.0),)
+    assert found.seconds(3)[0][0] == 4.0
+    one = msgspec.structs.replace(found, rows=(2,), nodes=(NodeProfile("dense", (3.0,), (4.0,)),))
+    assert one.seconds(4) == ((6.0, 8.0),)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"version": 2}, "version must be 1"),
+        ({"rows": [4, 2]}, "ascending"),
+        ({"rows": []}, "rows must be"),
+        ({"nodes": [{"name": "a", "forward": [], "backward": [1.0]}]}, "nodes.0."),
+        ({"nodes": [{"name": "a", "forward": [-1.0], "backward": [1.0]}]}, "nodes.0."),
+        ({"extra": 1}, "unknown field"),
+        ({"threads": "1"}, "Expected `int`"),
+    ],
+)
+def test_broken_profiles_are_refused(tmp_path, change, message):
+    path = tmp_path / "profile.json"
+    made_up(tower(1), [1.0], [1.0]).save(path)
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(PlanError, match=message):
+        Profile.load(path)
+
+
+def test_what_cannot_work_is_refused():
+    found = made_up(tower(3), [1.0] * 3, [1.0] * 3)
+    with pytest.raises(PlanError, match="profile of another model, 'tower' with 3 operations"):
+        make_plan(tower(4), 2, profile=found)
+    with pytest.raises(ConfigurationError, match="batch=0"):
+        profile(tower(), 0)
+    with pytest.raises(ConfigurationError, match="repeats=0"):
+        profile(tower(), 1, repeats=0)
+    with pytest.raises(PlanError, match=r"Cannot read the profile 'no\.json'"):
+        Profile.load("no.json")

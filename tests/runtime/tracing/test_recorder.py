@@ -1,0 +1,244 @@
+from __future__ import annotations
+
+import functools
+import time
+
+import pytest
+
+from benchmarks.stubs import Seconds, SleepingStage, StubPipeline, StubStep
+from tarantella_pp.errors import ConfigurationError
+from tarantella_pp.runtime.comm.communicator import Communicator, world
+from tarantella_pp.runtime.tracing import clock_sync
+from tarantella_pp.runtime.tracing.measured_costs import alike
+from tarantella_pp.runtime.tracing.recorded_step import gather_steps
+from tarantella_pp.runtime.tracing.recorder import (
+    UPDATE,
+    Recorder,
+    Span,
+    is_busy,
+)
+from tarantella_pp.schedule import Compute, Transfer, make_schedule
+from tests.helpers.mpi import find_mpiexec, mpi_run
+
+needs_mpi = pytest.mark.skipif(find_mpiexec() is None, reason="no mpiexec")
+SCHEDULES = {"gpipe": 3, "1f1b": 3, "interleaved": 6, "zb-h1": 3, "zb-v": 6, "forward": 3}
+AHEAD = 1000.0
+"""Seconds that the clock of rank 1 is set ahead."""
+
+
+class Clock:
+    """Stands in for the module `time`, on a host whose clock is ahead."""
+
+    @staticmethod
+    def perf_counter():
+        return time.perf_counter() + AHEAD * world().rank
+
+
+def record_all():
+    """Runs on every rank: two steps of each schedule, recorded, and one that is not."""
+    ranks, found = world(), {}
+    for name, stages in SCHEDULES.items():
+        recorder = Recorder(2)
+        pipeline = StubPipeline(name, stages, 5, Seconds(), ranks, recorder=recorder)
+        finished = [pipeline.step().finished for _ in range(2)]
+        plain = StubPipeline(name, stages, 5, Seconds(), ranks).step().finished
+        steps = gather_steps(recorder.steps, clock_sync.clock_offset(ranks), ranks)
+        found[name] = {
+            "finished": [*finished, plain],
+            "programs": [[str(a) for a in own] for own in pipeline.schedule.actions],
+            "steps": [
+                [[[str(s.what), s.start, s.end] for s in own] for own in step.spans]
+                for step in steps
+            ],
+            "messages": [
+                [str(a), send.start, wait.end]
+                for step in steps
+                for a, send, wait in step.messages()
+            ],
+            "numbers": [step.number for step in steps],
+        }
+    same = clock_sync.clock_offset(ranks)
+    clock_sync.time = Clock
+    return found, same, clock_sync.clock_offset(ranks)
+
+
+@functools.cache
+def recorded():
+    return mpi_run(3, record_all, timeout=60).check().results
+
+
+@needs_mpi
+@pytest.mark.mpi
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_action_is_recorded_once_and_in_order(name):
+    found = recorded()[0][0][name]
+    assert found["numbers"] == [0, 1]
+    for step in found["steps"]:
+        for program, spans in zip(found["programs"], step, strict=True):
+            names = [what for what, _, _ in spans]
+            assert sorted(names) == sorted(program)
+            assert [n for n in names if ">" not in n] == [n for n in program if ">" not in n]
+
+
+@needs_mpi
+@pytest.mark.mpi
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_rank_does_one_thing_at_a_time(name):
+    for step in recorded()[0][0][name]["steps"]:
+        for spans in step:
+            edges = [moment for _, start, end in spans for moment in (start, end)]
+            assert edges == sorted(edges)
+
+
+@needs_mpi
+@pytest.mark.mpi
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_message_arrives_after_it_was_sent(name):
+    found = recorded()[0][0][name]
+    sends = [
+        action for own in found["programs"] for action in own if ">" in action and "S" in action
+    ]
+    assert sorted(action for action, _, _ in found["messages"]) == sorted(2 * sends)
+    assert all(sent < arrived for _, sent, arrived in found["messages"])
+
+
+@needs_mpi
+@pytest.mark.mpi
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_all_ranks_have_the_same_records_and_results_do_not_depend_on_them(name):
+    ranks = [found[name] for found, _, _ in recorded()]
+    assert ranks[0]["steps"] == ranks[1]["steps"] == ranks[2]["steps"]
+    for rank in ranks:
+        assert rank["finished"][0] == rank["finished"][1] == rank["finished"][2]
+    assert sum(len(rank["finished"][0]) for rank in ranks) == 5
+
+
+@needs_mpi
+@pytest.mark.mpi
+def test_clocks_of_one_host_are_one_clock_and_others_are_set_right():
+    assert [same for _, same, _ in recorded()] == [0.0, 0.0, 0.0]
+    offsets = [offset for _, _, offset in recorded()]
+    assert offsets[0] == 0.0
+    assert offsets[1:] == pytest.approx([-AHEAD, -2 * AHEAD], abs=1.0)
+
+
+def use_waits():
+    """Runs on every rank: a step in which there is other work, in pieces of a millisecond."""
+    pieces = [1e-3] * 3
+
+    def work_ahead(self):
+        if pieces:
+            time.sleep(pieces.pop())
+            return True
+        return False
+
+    SleepingStage.work_ahead = work_ahead
+    recorder = Recorder(1)
+    StubPipeline("1f1b", 2, 2, Seconds(0.05, 0.05), world(), recorder=recorder).step()
+    return [(str(span.what), span.start, span.end) for span in recorder.last.spans], len(pieces)
+
+
+@needs_mpi
+@pytest.mark.mpi
+def test_a_wait_is_used_for_other_work_and_the_rest_of_it_recorded():
+    spans, left = mpi_run(2, use_waits, timeout=60).check().results[0]
+    names = [what for what, _, _ in spans if "S" not in what]
+    assert names == ["0F0", "0F1", *["gradient sums"] * 3, "1>0RB0", "0BW0", "1>0RB1", "0BW1"]
+    assert left == 0
+    edges = [moment for _, start, end in spans for moment in (start, end)]
+    assert edges == sorted(edges)
+    assert is_busy("gradient sums")
+
+
+def update_in_waits():
+    """Runs on every rank: steps with stages whose weights can be updated before the end.
+
+    One in which the second rank is slow, so that the first waits, and one the other way round.
+    """
+    recorder, ranks = Recorder(2), world()
+    for slow in (1, 0):
+        left = {0, 1, 2, 3}
+
+        def update(self, stage, left=left):
+            found = stage in left
+            left.discard(stage)
+            return found
+
+        StubStep.update = update
+        seconds = Seconds(*[0.04 if ranks.rank == slow else 0.01] * 2)
+        pipeline = StubPipeline("interleaved", 4, 4, seconds, ranks, recorder=recorder)
+        pipeline.step()
+    return [[str(span.what) for span in step.spans] for step in recorder.steps]
+
+
+@needs_mpi
+@pytest.mark.mpi
+def test_stages_that_are_done_are_updated_while_no_other_rank_waits():
+    first, second = mpi_run(2, update_in_waits, timeout=60).check().results
+    place = first[0].index("update")
+    assert "2BW3" in first[0][:place]
+    assert not any(">" in what and "S" in what for what in first[0][place:])
+    assert first[0].count("update") == 1
+    assert first[0][-1] == "0BW3"
+    # The second rank waits, too, and is done with stage 3 long before its last computation. But it
+    # sends gradients till then.
+    assert "update" not in {*first[1], *second[0], *second[1]}
+
+
+def run_steps(recorder, count):
+    schedule = make_schedule("1f1b", 1, 2)
+    for _ in range(count):
+        with recorder.step():
+            recorder.runs(schedule, 8)
+            recorder.spans.append(Span(Compute(0, "F", 0), 0.0, 0.5))
+            recorder.spans.append(Span(Transfer(0, 1, "R", "F", 0), 0.5, 0.75))
+            with recorder.span(UPDATE):
+                pass
+
+
+@pytest.mark.parametrize(
+    ("steps", "kept"), [(2, [3, 4]), (9, [0, 1, 2, 3, 4]), (range(1, 3), [1, 2]), (range(7, 9), [])]
+)
+def test_the_wanted_steps_are_kept(steps, kept):
+    recorder = Recorder(steps)
+    run_steps(recorder, 5)
+    assert [step.number for step in recorder.steps] == kept
+
+
+@pytest.mark.parametrize("steps", [0, -1, True, 1.5, "all", range(3, 3), range(-2, 2), None])
+def test_steps_that_name_no_step_are_refused(steps):
+    with pytest.raises(ConfigurationError, match=r"how many of the last steps.*Received: steps="):
+        Recorder(steps)
+
+
+def test_a_step_that_fails_is_not_kept():
+    recorder = Recorder(3)
+    with pytest.raises(ZeroDivisionError), recorder.step():
+        recorder.spans.append(Span(UPDATE, 0.0, 1 / 0))
+    run_steps(recorder, 1)
+    assert [step.number for step in recorder.steps] == [0]
+    assert len(recorder.steps[0].spans) == 3
+
+
+def test_shares_are_of_the_time_from_step_to_step(monkeypatch):
+    recorder = Recorder(1)
+    # Two readings at the bounds of each of three steps, two around the update: a step begins
+    # every 2 seconds and takes 1.
+    clocks = iter([0.0, 0.9, 0.9, 1.0, 2.0, 2.9, 2.9, 3.0, 4.0, 4.9, 4.9, 5.0])
+    monkeypatch.setattr(
+        "tarantella_pp.runtime.tracing.recorder.time.perf_counter", lambda: next(clocks)
+    )
+    run_steps(recorder, 3)
+    assert recorder.take_shares() == pytest.approx((0.25, 0.125))
+    assert recorder.take_shares() == (0.0, 0.0)
+
+
+def test_steps_alike_have_the_schedule_and_batch_size_of_most():
+    recorder = Recorder(9)
+    first, other = make_schedule("1f1b", 1, 2), make_schedule("1f1b", 1, 3)
+    for schedule, rows in ((first, 8), (first, 8), (first, 6), (other, 8)):
+        with recorder.step():
+            recorder.runs(schedule, rows)
+    steps = gather_steps(recorder.steps, 0.0, Communicator())
+    assert [step.number for step in alike(steps)] == [0, 1]
+    assert alike([]) == []

@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Builder:
-    """Collects the nodes and tensors of a neutral graph."""
+    """Collects the nodes and tensors of an external graph."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -24,7 +24,7 @@ class Builder:
         return index
 
     def graph(self, bandwidth: float = 1e7) -> dict[str, Any]:
-        """Returns the neutral graph; `bandwidth` is in bytes per millisecond."""
+        """Returns the external graph; `bandwidth` is in bytes per millisecond."""
         users: list[list[int]] = [[] for _ in self.nodes]
         for node, inputs in enumerate(self.inputs):
             for source in inputs:

@@ -47,7 +47,7 @@ from rich.console import Console
 from rich.table import Table
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
-from tarantella_pp.runtime.comm.buffer_pool import MemoryPool
+from tarantella_pp.runtime.comm.buffer_pool import BufferPool
 
 STEP = "training step"
 
@@ -164,9 +164,9 @@ def train(name: str, stages: int, recompute: str, steps: int = 5) -> dict[str, A
     for _ in range(steps):
         with tf.profiler.experimental.Trace(STEP):
             piped.train_on_batch(x, y)
-    weights = {id(v): v for call in own.body.layer.calls for v in call.variables}.values()
+    weights = {id(v): v for call in own.module.layer.calls for v in call.variables}.values()
     others = nbytes(model.variables) - nbytes(weights)
-    sums = zip(own.body.sums.weights, own.body.sums._dense, strict=True)
+    sums = zip(own.module.accumulator.weights, own.module.accumulator._dense, strict=True)
     dense = nbytes(weight for weight, total in sums if total is not None)
     slots = nbytes(v for v in piped.optimizer.variables if len(v.shape))
     plan, residual = piped.plan.stages[rank], own.residual_bytes
@@ -175,7 +175,7 @@ def train(name: str, stages: int, recompute: str, steps: int = 5) -> dict[str, A
     if residual is not None:
         again = plan.recomputed_bytes
         kept = nbytes(weights) + dense + slots + held * residual + plan.buffer_bytes + again
-    pools = [each for each in gc.get_objects() if isinstance(each, MemoryPool)]
+    pools = [each for each in gc.get_objects() if isinstance(each, BufferPool)]
     return {
         "planned": plan.memory_bytes,
         "kept": kept,

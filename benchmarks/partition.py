@@ -23,7 +23,7 @@ from rich.table import Table
 from benchmarks.graphs import branching, gpt, layered, residual
 from tarantella_pp.partition.baselines import RULES
 from tarantella_pp.partition.external.external_graph import (
-    NeutralGraph,
+    ExternalGraph,
     graph_from_dict,
     load_graph,
     to_problem,
@@ -46,7 +46,7 @@ class Row:
     ratios: dict[str, float]
 
 
-def graphs(paths: list[Path], *, large: bool) -> Iterable[NeutralGraph]:
+def graphs(paths: list[Path], *, large: bool) -> Iterable[ExternalGraph]:
     """Yields the graphs of files and directories, or some made here."""
     if large:
         yield graph_from_dict(gpt(50_000))
@@ -66,7 +66,7 @@ def ratio(problem: Problem, rule: str, bound: float) -> float:
     return value / bound if bound > 0 else 1.0
 
 
-def measure(graph: NeutralGraph, objective: str, stages: int, budget: float) -> Row:
+def measure(graph: ExternalGraph, objective: str, stages: int, budget: float) -> Row:
     """Solves one problem and prices the rules on it."""
     problem = to_problem(graph, stages, objective)
     begun = time.process_time()

@@ -21,14 +21,14 @@ from tarantella_pp.partition.graph.layer_graph import (
     Tensor,
 )
 from tarantella_pp.runtime.comm.communicator import Communicator
-from tarantella_pp.runtime.executor import Execution
+from tarantella_pp.runtime.executor import Executor
 from tarantella_pp.runtime.modules.stage_boundary import (
-    Port,
-    StageLayout,
-    links_of,
-    stage_layouts,
+    BoundaryTensor,
+    StageBoundary,
+    stage_boundaries,
+    stage_edges,
 )
-from tarantella_pp.runtime.stage_messages import Conversion, Exchange
+from tarantella_pp.runtime.stage_messages import Conversion, StageMessages
 from tarantella_pp.runtime.tracing.recorder import Recorder
 from tarantella_pp.schedule import SEARCHED, Schedule, lower, make_schedule, validate
 from tarantella_pp.simulation import Costs, search_schedule
@@ -53,8 +53,8 @@ class Seconds:
 class SleepingStage:
     """A stage as the runtime's loop knows it; see `runtime.stage.Stage` for the methods."""
 
-    def __init__(self, layout: StageLayout, seconds: Seconds) -> None:
-        self.layout = layout
+    def __init__(self, boundary: StageBoundary, seconds: Seconds) -> None:
+        self.boundary = boundary
         self._seconds = seconds
         self._kept: dict[int, Any] = {}
 
@@ -66,15 +66,15 @@ class SleepingStage:
 
     def evaluate(self, inputs: Sequence[Any], share: float = 1.0) -> tuple[list[Any], None]:
         _SLEEPER.sleep(self._seconds.forward)
-        return [inputs[0] for _ in self.layout.outputs], None
+        return [inputs[0] for _ in self.boundary.outputs], None
 
     def loss_factors(self, step: Any, key: int) -> Any:
         return step.factor(key)
 
-    def work_ahead(self) -> bool:
+    def run_pending(self) -> bool:
         return False
 
-    def keep_up(self) -> bool:
+    def flush_overdue(self) -> bool:
         return False
 
     def backward(self, key: int, seeds: Sequence[Any]) -> list[Any]:
@@ -84,7 +84,7 @@ class SleepingStage:
 
     def backward_input(self, key: int, seeds: Sequence[Any]) -> list[Any]:
         _SLEEPER.sleep(self._seconds.input_gradient)
-        return [seeds[1] for _ in self.layout.input_gradients]
+        return [seeds[1] for _ in self.boundary.input_gradients]
 
     def backward_weight(self, key: int) -> None:
         _SLEEPER.sleep(self._seconds.weight_gradient)
@@ -94,7 +94,9 @@ class SleepingStage:
 class StubStep:
     """Data and loss of a step, all of them one array; see `runtime.execution.Step`."""
 
-    def __init__(self, training: bool, array: np.ndarray, results: Sequence[Port]) -> None:
+    def __init__(
+        self, training: bool, array: np.ndarray, results: Sequence[BoundaryTensor]
+    ) -> None:
         self.training = training
         self.finished: list[int] = []
         self._array = array
@@ -112,10 +114,10 @@ class StubStep:
     def finish(self, micro_batch: int, results: Sequence[Any]) -> None:
         self.finished.append(micro_batch)
 
-    def work_ahead(self) -> bool:
+    def run_pending(self) -> bool:
         return False
 
-    def keep_up(self) -> bool:
+    def flush_overdue(self) -> bool:
         return False
 
     def forwards_done(self) -> None:
@@ -127,7 +129,7 @@ class StubStep:
     def factor(self, micro_batch: int) -> Any:
         return self._array
 
-    def loss_gradients(self, micro_batch: int) -> Mapping[Port, Any]:
+    def loss_gradients(self, micro_batch: int) -> Mapping[BoundaryTensor, Any]:
         return self._gradients
 
 
@@ -155,7 +157,7 @@ class StubPipeline:
         recorder: Recorder | None = None,
     ) -> None:
         graph = chain(num_stages, width)
-        layouts = stage_layouts(graph, range(num_stages), num_stages)
+        boundaries = stage_boundaries(graph, range(num_stages), num_stages)
         size = (num_stages, num_micro_batches, communicator.size)
         if name == SEARCHED:
             parts = (seconds.forward, seconds.input_gradient, seconds.weight_gradient)
@@ -165,19 +167,19 @@ class StubPipeline:
         self.schedule: Schedule = lower(plain)
         validate(self.schedule)
         own = self.schedule.stages_of(communicator.rank)
-        stages: Any = {stage: SleepingStage(layouts[stage], seconds) for stage in own}
-        exchange = Exchange(
+        stages: Any = {stage: SleepingStage(boundaries[stage], seconds) for stage in own}
+        exchange = StageMessages(
             communicator,
             graph,
-            links_of(layouts),
+            stage_edges(boundaries),
             self.schedule.placement,
             Conversion(lambda tensor: tensor, lambda array: array, lambda tensor, dtype: tensor),
         )
         self._program = self.schedule.actions[communicator.rank]
         self._recorder = recorder or Recorder(1)
-        self._results = layouts[-1].results
+        self._results = boundaries[-1].model_outputs
         self._array = np.zeros((ROWS, width), np.float32)
-        self._execution = Execution(stages, exchange, self._recorder)
+        self._execution = Executor(stages, exchange, self._recorder)
 
     def step(self) -> StubStep:
         """Runs one step."""

@@ -18,7 +18,7 @@ from tarantella_pp.launch.guard.launch_environment import TRACE_VARIABLE
 from tarantella_pp.runtime.tracing.chrome_trace import write_trace
 from tarantella_pp.runtime.tracing.clock_sync import clock_offset
 from tarantella_pp.runtime.tracing.measured_costs import alike, simulated
-from tarantella_pp.runtime.tracing.recorded_step import MeasuredStep, gather_steps
+from tarantella_pp.runtime.tracing.recorded_step import RecordedStep, gather_steps
 from tarantella_pp.runtime.tracing.recorder import Recorder
 
 _TRACED = itertools.count(1)
@@ -60,10 +60,10 @@ class Timeline(keras.callbacks.Callback):
         self._path = None if path is None else Path(path).absolute()
         self._wanted = steps
         self._recorder = Recorder(steps)
-        self._steps: tuple[MeasuredStep, ...] = ()
+        self._steps: tuple[RecordedStep, ...] = ()
 
     @property
-    def steps(self) -> tuple[MeasuredStep, ...]:
+    def steps(self) -> tuple[RecordedStep, ...]:
         """The recorded steps, on every rank; empty until training has ended."""
         return self._steps
 

@@ -10,7 +10,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from tarantella_pp.runtime.tracing.recorded_step import MeasuredStep
+from tarantella_pp.runtime.tracing.recorded_step import RecordedStep
 from tarantella_pp.runtime.tracing.recorder import (
     SUMS,
     UPDATE,
@@ -19,7 +19,7 @@ from tarantella_pp.runtime.tracing.recorder import (
     is_wait,
 )
 from tarantella_pp.schedule import Compute
-from tarantella_pp.simulation import Timeline
+from tarantella_pp.simulation import StepTimeline
 
 _COLUMNS: dict[str, Callable[[Span], bool]] = {
     "F": lambda span: isinstance(span.what, Compute) and span.what.kind == "F",
@@ -32,7 +32,7 @@ _COLUMNS: dict[str, Callable[[Span], bool]] = {
 }
 
 
-def summary_table(steps: Sequence[MeasuredStep], simulation: Timeline) -> Group:
+def summary_table(steps: Sequence[RecordedStep], simulation: StepTimeline) -> Group:
     """Makes the table of recorded steps: a row for each rank, then what holds for all of them.
 
     Args:
@@ -66,7 +66,7 @@ def summary_table(steps: Sequence[MeasuredStep], simulation: Timeline) -> Group:
     return Group(Text(title, style="bold"), rows, Text(_compared(steps, simulation)))
 
 
-def _compared(steps: Sequence[MeasuredStep], simulation: Timeline) -> str:
+def _compared(steps: Sequence[RecordedStep], simulation: StepTimeline) -> str:
     """Returns the line that compares the schedule's part of a step with its simulation."""
     measured = median(step.timeline.step_seconds for step in steps)
     bubble = median(step.timeline.bubble_fraction for step in steps)
@@ -82,7 +82,7 @@ def _seconds(spans: Sequence[Span], wanted: Callable[[Span], bool]) -> float:
     return sum(span.end - span.start for span in spans if wanted(span))
 
 
-def _period(steps: Sequence[MeasuredStep], rank: int) -> float:
+def _period(steps: Sequence[RecordedStep], rank: int) -> float:
     """Returns the seconds from one step to the next; of a single step, its own."""
     starts = {step.number: step.bounds[rank][0] for step in steps}
     ends = {step.number: step.bounds[rank][1] for step in steps}

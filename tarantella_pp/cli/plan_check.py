@@ -60,7 +60,7 @@ def _check(plan: AnyPlan, source: str) -> None:
 
     if not isinstance(plan, Plan):
         if not model_source.is_graph(source):
-            raise PlanError(f"This is the plan of a neutral graph. Received: MODEL={source!r}")
+            raise PlanError(f"This is the plan of an external graph. Received: MODEL={source!r}")
         from tarantella_pp.partition.external.external_planner import check_plan
 
         check_plan(plan, model_source.read_graph(source))

@@ -13,7 +13,7 @@ from tarantella_pp.cli.io.output import (
 )
 
 COMMANDS = {
-    "make": "plan the stages of a model or of a neutral graph",
+    "make": "plan the stages of a model or of an external graph",
     "show": "print the table of a plan",
     "check": "check that a plan belongs to a model",
     "diff": "say what two plans do differently",

@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _of_graph(arguments: argparse.Namespace) -> tuple[str, list[Comparison]]:
-    """Compares for a neutral graph: memory, time and load, and FLOPs where it names them."""
+    """Compares for an external graph: memory, time and load, and FLOPs where it names them."""
     plan_make.refuse_model_options(arguments)
     graph = model_source.read_graph(arguments.model)
     from tarantella_pp.partition.baselines import compare
@@ -72,8 +72,8 @@ def _of_model(arguments: argparse.Namespace) -> tuple[str, list[Comparison]]:
     """Compares for a Keras model: memory without message buffers, and FLOPs."""
     model = model_source.build_model(arguments.model)
     from tarantella_pp.partition.baselines import compare
-    from tarantella_pp.partition.costs.optimizer_slots import slot_bytes
-    from tarantella_pp.partition.costs.stage_costs import Costs
+    from tarantella_pp.partition.costs.optimizer_slots import optimizer_state_bytes
+    from tarantella_pp.partition.costs.stage_costs import StageCostModel
     from tarantella_pp.partition.extraction.keras_reader import extract
     from tarantella_pp.partition.formulation import best_solution, problem_of
     from tarantella_pp.partition.options import PlanOptions
@@ -93,14 +93,14 @@ def _of_model(arguments: argparse.Namespace) -> tuple[str, list[Comparison]]:
             num_stages=arguments.num_stages, balance=balance, num_replicas=1,
             memory_limit=None, **given,
         )  # fmt: skip
-        slots, count = slot_bytes(optimizer, graph.weights), options.num_micro_batches
-        costs = Costs(graph, slots, options.rows, micro_batches=count)
+        slots, count = optimizer_state_bytes(optimizer, graph.weights), options.num_micro_batches
+        costs = StageCostModel(graph, slots, options.micro_batch_size, micro_batches=count)
 
         def value(assignment: Sequence[int], costs: Any = costs, options: Any = options) -> float:
             stages = costs.stages(assignment, options.in_flight)
             if options.balance == "flops":
                 return float(max(stage.flops for stage in stages))
-            return float(max(stage.lasting_bytes for stage in stages))
+            return float(max(stage.balanced_bytes for stage in stages))
 
         problem = problem_of(costs, options)
         found.append(compare(problem, best_solution(costs, options), value, balance))

@@ -30,7 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Prints the difference; plans that differ are no failure.
 
     Raises:
-        ConfigurationError: One plan is of a Keras model, and the other of a neutral graph.
+        ConfigurationError: One plan is of a Keras model, and the other of an external graph.
     """
     from tarantella_pp.cli.io.plan_files import load_plan
     from tarantella_pp.partition.plan.difference import difference
@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     of_models = isinstance(before, Plan)
     if of_models != isinstance(after, Plan):
         raise ConfigurationError(
-            "The plan of a Keras model and that of a neutral graph have nothing to compare. "
+            "The plan of a Keras model and that of an external graph have nothing to compare. "
             f"Received: {arguments.before}, {arguments.after}"
         )
     options = _OPTIONS if of_models else _GRAPH_OPTIONS

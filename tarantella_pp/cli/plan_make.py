@@ -1,4 +1,4 @@
-"""`tarantella plan make`: plans the stages of a model or of a neutral graph."""
+"""`tarantella plan make`: plans the stages of a model or of an external graph."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tarantella_pp.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from tarantella_pp.cli.io.plan_files import AnyPlan
-    from tarantella_pp.partition.external.external_plan import GraphPlan
+    from tarantella_pp.partition.external.external_plan import ExternalPlan
     from tarantella_pp.partition.graph.layer_graph import LayerGraph
     from tarantella_pp.partition.plan.plan import Plan
 
@@ -79,7 +79,7 @@ def model_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def refuse_model_options(arguments: argparse.Namespace) -> None:
-    """Refuses options that mean nothing for a neutral graph.
+    """Refuses options that mean nothing for an external graph.
 
     Args:
         arguments: The command line.
@@ -90,7 +90,7 @@ def refuse_model_options(arguments: argparse.Namespace) -> None:
     for name, value in model_options(arguments).items():
         option = name.removeprefix("num_").replace("_", "-")
         raise ConfigurationError(
-            "Memory and time of a neutral graph count as its file gives them; leave out "
+            "Memory and time of an external graph count as its file gives them; leave out "
             f"--{option}. Received: --{option}={value}"
         )
 
@@ -136,7 +136,7 @@ def _planned(arguments: argparse.Namespace) -> tuple[AnyPlan, LayerGraph | None]
     return plan, extract(model).graph
 
 
-def _plan_of_graph(arguments: argparse.Namespace) -> GraphPlan:
+def _plan_of_graph(arguments: argparse.Namespace) -> ExternalPlan:
     refuse_model_options(arguments)
     if arguments.num_stages is None:
         raise ConfigurationError("Expected the number of stages. Received: no --stages")

@@ -12,7 +12,7 @@ from tarantella_pp.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from tarantella_pp.cli.io.plan_files import AnyPlan
-    from tarantella_pp.partition.external.external_plan import GraphPlan
+    from tarantella_pp.partition.external.external_plan import ExternalPlan
     from tarantella_pp.partition.graph.layer_graph import LayerGraph
 
 
@@ -43,7 +43,7 @@ def draw(plan: AnyPlan, graph: LayerGraph | None, arguments: argparse.Namespace)
         arguments: The command line.
 
     Raises:
-        ConfigurationError: There is no picture of the plan of a neutral graph.
+        ConfigurationError: There is no picture of the plan of an external graph.
     """
     if not is_drawn(arguments):
         return
@@ -66,9 +66,9 @@ def is_drawn(arguments: argparse.Namespace) -> bool:
 
 
 def no_pictures() -> ConfigurationError:
-    """Returns the error that the plan of a neutral graph has no pictures."""
+    """Returns the error that the plan of an external graph has no pictures."""
     return ConfigurationError(
-        "The plan of a neutral graph has no pictures; leave out --html, --svg, --png and --dot."
+        "The plan of an external graph has no pictures; leave out --html, --svg, --png and --dot."
     )
 
 
@@ -87,8 +87,8 @@ def show(plan: AnyPlan, *, as_json: bool) -> None:
     write_table(*([plan] if isinstance(plan, Plan) else _graph_table(plan)))
 
 
-def _graph_table(plan: GraphPlan) -> list[Any]:
-    """Makes the table of a neutral graph's plan, in the graph's own units."""
+def _graph_table(plan: ExternalPlan) -> list[Any]:
+    """Makes the table of an external graph's plan, in the graph's own units."""
     from rich import box
     from rich.table import Table
     from rich.text import Text

@@ -31,7 +31,7 @@ from tarantella_pp.runtime.state.remote_variables import refuse_stale
 if TYPE_CHECKING:
     from tarantella_pp.runtime.engine import Engine
     from tarantella_pp.runtime.state.optimizer_state import OptimizerState
-    from tarantella_pp.runtime.state.variable_sync import ModelState
+    from tarantella_pp.runtime.state.variable_sync import VariableSync
 
 
 class CollectiveModel(keras.Model):
@@ -41,7 +41,7 @@ class CollectiveModel(keras.Model):
     """
 
     _engine: Engine
-    _model_state: ModelState
+    _model_state: VariableSync
     _optimizer_state: OptimizerState | None = None
 
     @collective()

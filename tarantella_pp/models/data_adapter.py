@@ -13,7 +13,7 @@ from tarantella_pp.runtime.batch.data_feed import (
     READER,
     Batch,
     Batches,
-    Feed,
+    DataFeed,
 )
 from tarantella_pp.runtime.engine import Engine
 from tarantella_pp.runtime.one_rank import on_one_rank
@@ -27,7 +27,7 @@ class FedData:
         adapter: Keras' adapter of the user's data, on the reader; elsewhere `None`.
     """
 
-    def __init__(self, feed: Feed, adapter: DataAdapter | None) -> None:
+    def __init__(self, feed: DataFeed, adapter: DataAdapter | None) -> None:
         self._feed = feed
         self._adapter = adapter
         self._dataset: Any = None

@@ -12,11 +12,11 @@ import tensorflow as tf
 from tarantella_pp.errors import ConfigurationError, PlanError
 from tarantella_pp.partition.extraction.keras_reader import ExtractedModel, extract
 from tarantella_pp.partition.graph.profile import Profile
-from tarantella_pp.partition.infeasible import refusal
+from tarantella_pp.partition.infeasible import infeasible
 from tarantella_pp.partition.options import checked_count
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan.plan_simulation import HardwareSpec, with_bubble
-from tarantella_pp.partition.plan_search import Chooser
+from tarantella_pp.partition.plan_search import PlanSearch
 from tarantella_pp.partition.planner import Planner
 from tarantella_pp.runtime.tracing.profiler import profile as measure
 from tarantella_pp.schedule import Schedule, ScheduleSpec, read_schedule
@@ -117,7 +117,7 @@ def make_plan(
     }
     machine = machine or (ACCELERATOR if tf.config.list_physical_devices("GPU") else CORE)
     choosers = [
-        Chooser(
+        PlanSearch(
             planner,
             machine,
             {**given, "num_stages": stages, "num_replicas": replicas},
@@ -129,10 +129,10 @@ def make_plan(
         nodes = len(planner.graph.nodes)
         choosers = [c for c in choosers if c.given["num_stages"] <= nodes]
         choosers = [c for c in choosers if c.given["num_replicas"] <= batch_size]
-    found = [timed for timed in map(Chooser.best, choosers) if timed is not None]
+    found = [timed for timed in map(PlanSearch.best, choosers) if timed is not None]
     if found:
         return with_bubble(min(found, key=lambda timed: timed[0])[1])
-    raise PlanError(refusal(choosers[-1]))
+    raise PlanError(infeasible(choosers[-1]))
 
 
 def _stages_per_rank(given: int | None, schedule: Any, custom: Schedule | None) -> int:

@@ -44,7 +44,7 @@ from tarantella_pp.runtime.comm.communicator import Communicator, world
 from tarantella_pp.runtime.engine import Engine
 from tarantella_pp.runtime.one_rank import on_one_rank
 from tarantella_pp.runtime.state.optimizer_state import OptimizerState
-from tarantella_pp.runtime.state.variable_sync import ModelState
+from tarantella_pp.runtime.state.variable_sync import VariableSync
 from tarantella_pp.schedule import Schedule, read_schedule
 
 
@@ -150,7 +150,7 @@ class PipelineModel(CollectiveModel):
             )
             # Weights whose results are not needed are in no stage, and the same everywhere.
             variables = {id(v): v for v in (*extracted.variables, *self.variables)}.values()
-            self._model_state = ModelState(
+            self._model_state = VariableSync(
                 tuple(variables), self._engine.owners, communicator, self._engine.clock
             )
             self._model_state.start_alike()

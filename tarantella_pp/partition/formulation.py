@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from tarantella_pp.errors import PlanError
-from tarantella_pp.partition.costs.stage_costs import Costs
+from tarantella_pp.partition.costs.stage_costs import StageCostModel
 from tarantella_pp.partition.graph.layer_graph import LayerGraph
 from tarantella_pp.partition.options import PlanOptions
 from tarantella_pp.partition.rank_balancing import (
@@ -48,7 +48,11 @@ SHARES = (1.0, 0.9, 0.75, 0.6)
 
 
 def problem_of(
-    costs: Costs, options: PlanOptions, limit: Limits | None = None, *, cautious: bool = False
+    costs: StageCostModel,
+    options: PlanOptions,
+    limit: Limits | None = None,
+    *,
+    cautious: bool = False,
 ) -> Problem:
     """Puts the costs of a layer graph into the numbers that solvers work on.
 
@@ -69,7 +73,7 @@ def problem_of(
         cautious: Whether to count such memory for its producer instead, or for each node where
             it is an input of the model: an upper bound of the real memory.
     """
-    graph, rows = costs.graph, costs.rows
+    graph, rows = costs.graph, costs.micro_batch_size
     static = np.zeros(len(graph.nodes))
     activations = np.array([rows * node.residual_bytes for node in graph.nodes])
     seen: set[int] = set()
@@ -113,7 +117,7 @@ def problem_of(
     )
 
 
-def _sharing(costs: Costs) -> list[tuple[tuple[int, ...], Tied, float]]:
+def _sharing(costs: StageCostModel) -> list[tuple[tuple[int, ...], Tied, float]]:
     """Nodes that share variables, whether they may part, and the bytes of a copy then."""
     ties, groups = costs.graph.ties, costs.graph.groups
     found: list[tuple[tuple[int, ...], Tied, float]] = [
@@ -123,7 +127,7 @@ def _sharing(costs: Costs) -> list[tuple[tuple[int, ...], Tied, float]]:
     return found + [(tuple(sorted(group)), "together", 0.0) for group in groups]
 
 
-def _work(costs: Costs, options: PlanOptions) -> FloatArray:
+def _work(costs: StageCostModel, options: PlanOptions) -> FloatArray:
     """FLOPs or seconds of each node; a repeated forward pass counts where all stages repeat it."""
     if options.balance != "time" or costs.seconds is None:
         return np.array([node.flops for node in costs.graph.nodes])
@@ -131,7 +135,7 @@ def _work(costs: Costs, options: PlanOptions) -> FloatArray:
     return np.array([forwards * forward + backward for forward, backward in costs.seconds])
 
 
-def best_solution(costs: Costs, options: PlanOptions) -> Solution:
+def best_solution(costs: StageCostModel, options: PlanOptions) -> Solution:
     """Solves the problem of a layer graph.
 
     Args:
@@ -191,7 +195,7 @@ class _Formulation:
     attempts: int = 1
 
 
-def _formulations(costs: Costs, options: PlanOptions) -> Iterator[_Formulation]:
+def _formulations(costs: StageCostModel, options: PlanOptions) -> Iterator[_Formulation]:
     base = functools.partial(problem_of, costs, options)
     # What needs the least memory cannot do with less.
     attempts = 1 if options.balance == "memory" else MOST_ATTEMPTS
@@ -208,11 +212,13 @@ def _formulations(costs: Costs, options: PlanOptions) -> Iterator[_Formulation]:
             yield _Formulation(thin, bounds=False, is_last_resort=True)
 
 
-def _recomputing(costs: Costs, options: PlanOptions, limit: Limits | None) -> Problem:
+def _recomputing(costs: StageCostModel, options: PlanOptions, limit: Limits | None) -> Problem:
     return recomputing(problem_of(costs, options, limit), costs, options)
 
 
-def _thin(costs: Costs, options: PlanOptions, share: float, limit: Limits | None) -> Problem:
+def _thin(
+    costs: StageCostModel, options: PlanOptions, share: float, limit: Limits | None
+) -> Problem:
     """Makes buffers small, with a share of the limit for all else."""
     problem = problem_of(costs, options, limit and [share * each for each in limit])
     tensors = [replace(tensor, comm=tensor.bytes) for tensor in problem.tensors]
@@ -221,34 +227,34 @@ def _thin(costs: Costs, options: PlanOptions, share: float, limit: Limits | None
 
 
 def _over_ranks(
-    costs: Costs, options: PlanOptions, problem: Problem, solution: Solution
+    costs: StageCostModel, options: PlanOptions, problem: Problem, solution: Solution
 ) -> Solution:
     """Makes the largest rank smaller where ranks have several stages, within the limits."""
-    moved = balance_ranks(problem, solution.assignment, options.ranks, options.fill)
+    moved = balance_ranks(problem, solution.assignment, options.ranks, options.bubble_weight)
     other = replace(solution, assignment=moved)
     better = _step(costs, options, other) < _step(costs, options, solution)
     return other if better and _excess(costs, options, other) <= 0 else solution
 
 
-def _step(costs: Costs, options: PlanOptions, solution: Solution) -> float:
+def _step(costs: StageCostModel, options: PlanOptions, solution: Solution) -> float:
     """What `balance_ranks` makes small, but for what is cut."""
     values = _values(costs, options, solution)
-    return float(max(rank_totals(values, options.ranks))) + options.fill * max(values)
+    return float(max(rank_totals(values, options.ranks))) + options.bubble_weight * max(values)
 
 
-def _excess(costs: Costs, options: PlanOptions, solution: Solution) -> float:
+def _excess(costs: StageCostModel, options: PlanOptions, solution: Solution) -> float:
     """Bytes of the stage that is most above its limit; 0 or less where all keep it."""
     stages = costs.stages(solution.assignment, options.in_flight, options.repeats)
     limits = options.limits or (math.inf,) * len(stages)
     return max(stage.memory_bytes - own for stage, own in zip(stages, limits, strict=True))
 
 
-def _value(costs: Costs, options: PlanOptions, solution: Solution) -> float:
+def _value(costs: StageCostModel, options: PlanOptions, solution: Solution) -> float:
     """The largest stage, or rank where ranks have several."""
     return float(max(rank_totals(_values(costs, options, solution), options.ranks)))
 
 
-def _values(costs: Costs, options: PlanOptions, solution: Solution) -> list[float]:
+def _values(costs: StageCostModel, options: PlanOptions, solution: Solution) -> list[float]:
     """FLOPs, seconds or bytes of each stage."""
     stages = costs.stages(solution.assignment, options.in_flight, options.repeats)
     if options.balance == "flops":
@@ -258,11 +264,11 @@ def _values(costs: Costs, options: PlanOptions, solution: Solution) -> list[floa
             (stage.seconds or 0.0) + (stage.forward_seconds or 0.0) * (i in options.repeats)
             for i, stage in enumerate(stages)
         ]
-    return [float(stage.lasting_bytes) for stage in stages]
+    return [float(stage.balanced_bytes) for stage in stages]
 
 
 def _within_limit(
-    costs: Costs, options: PlanOptions, formulation: _Formulation
+    costs: StageCostModel, options: PlanOptions, formulation: _Formulation
 ) -> tuple[Solution | None, float, float]:
     """Solves, and again with less memory allowed where a plan really needs more than the limit.
 

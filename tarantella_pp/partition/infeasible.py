@@ -8,24 +8,24 @@ from dataclasses import replace
 from tarantella_pp.errors import ConfigurationError, PlanError
 from tarantella_pp.partition.graph.units import format_bytes
 from tarantella_pp.partition.plan.plan import Plan, common_limit
-from tarantella_pp.partition.plan_search import Chooser, largest_stage
+from tarantella_pp.partition.plan_search import PlanSearch, largest_stage
 
 MORE_STAGES = (2, 4)
 """How many times as many stages are tried."""
 
 
-def refusal(chooser: Chooser) -> str:
+def infeasible(plan_search: PlanSearch) -> str:
     """Says which limit works, and which other options need less.
 
     Args:
-        chooser: The options for which no plan was found.
+        plan_search: The options for which no plan was found.
 
     Raises:
         ConfigurationError: An option cannot work.
         PlanError: No plan has an operation for each stage.
     """
-    least = chooser.least()
-    size, limits = largest_stage(least), chooser.options().limits or (0,)
+    least = plan_search.smallest_memory_plan()
+    size, limits = largest_stage(least), plan_search.options().limits or (0,)
     limit = min(limits)
     known, named = (
         "that works" if least.certificate.optimal else "found to work",
@@ -35,32 +35,37 @@ def refusal(chooser: Chooser) -> str:
         known, named = f"one for all stages {known}", "each of its stages"
     others = [
         f"{text} ({format_bytes(other)}, {'fits' if other <= limit else 'too much as well'})"
-        for text, plan in _alternatives(chooser)
+        for text, plan in _alternatives(plan_search)
         if (other := largest_stage(plan)) < size
     ]
     advice = f" Less is needed with {' or '.join(others)}." if others else ""
     return (
         f"No plan of {least.num_stages} stages keeps the memory limit of {named}. "
-        f"Received: memory_limit={chooser.given['memory_limit']!r}. The smallest {known} is {size} "
-        f"bytes ({format_bytes(size)}), with num_micro_batches={least.num_micro_batches}, "
+        f"Received: memory_limit={plan_search.given['memory_limit']!r}. The smallest {known} is "
+        f"{size} bytes ({format_bytes(size)}), with num_micro_batches={least.num_micro_batches}, "
         f"recompute={least.recompute}.{advice}"
     )
 
 
-def _alternatives(chooser: Chooser) -> Iterator[tuple[str, Plan]]:
+def _alternatives(plan_search: PlanSearch) -> Iterator[tuple[str, Plan]]:
     """Yields options that were given, or stages, in another way, and the least plan with them."""
-    fixed = [o for o in ("num_micro_batches", "recompute") if chooser.given[o] is not None]
+    fixed = [o for o in ("num_micro_batches", "recompute") if plan_search.given[o] is not None]
     for option in fixed:
-        plan = replace(chooser, given={**chooser.given, option: None}).least()
+        plan = replace(
+            plan_search, given={**plan_search.given, option: None}
+        ).smallest_memory_plan()
         yield f"{option}={getattr(plan, option)}", plan
-    for times in MORE_STAGES if chooser.spec.custom is None else ():
+    for times in MORE_STAGES if plan_search.spec.custom is None else ():
         spec = replace(
-            chooser.spec,
-            num_stages=times * chooser.spec.num_stages,
-            num_ranks=times * chooser.spec.num_ranks,
+            plan_search.spec,
+            num_stages=times * plan_search.spec.num_stages,
+            num_ranks=times * plan_search.spec.num_ranks,
         )
-        given = {**chooser.given, "num_stages": spec.num_stages}
+        given = {**plan_search.given, "num_stages": spec.num_stages}
         try:
-            yield f"num_stages={spec.num_stages}", replace(chooser, given=given, spec=spec).least()
+            yield (
+                f"num_stages={spec.num_stages}",
+                replace(plan_search, given=given, spec=spec).smallest_memory_plan(),
+            )
         except (ConfigurationError, PlanError):  # more than there are operations to part
             return

@@ -27,7 +27,7 @@ class PlanOptions:
         num_micro_batches: Micro-batches of a step.
         num_replicas: Number of pipelines side by side.
         batch_size: Samples of a step, over all replicas.
-        rows: Samples of one micro-batch on one replica.
+        micro_batch_size: Samples of one micro-batch on one replica.
         schedule: Name of the schedule.
         balance: What the stages are balanced by.
         memory_limit: Largest memory of a stage in bytes, one number or one for each stage; `None`
@@ -42,7 +42,7 @@ class PlanOptions:
     num_micro_batches: int
     num_replicas: int
     batch_size: int
-    rows: int
+    micro_batch_size: int
     schedule: str
     balance: str
     memory_limit: MemoryLimit | None
@@ -57,7 +57,7 @@ class PlanOptions:
         return limit_of_each(self.memory_limit, self.num_stages)
 
     @property
-    def fill(self) -> float:
+    def bubble_weight(self) -> float:
         """How much the largest stage counts in a step's time besides the largest rank.
 
         As long as ranks wait, beside as long as they work, with one stage for each.
@@ -118,7 +118,7 @@ class PlanOptions:
             num_micro_batches=micro_batches,
             num_replicas=replicas,
             batch_size=batch,
-            rows=micro_batch_size(batch, replicas, micro_batches),
+            micro_batch_size=micro_batch_size(batch, replicas, micro_batches),
             schedule=spec.name,
             balance=balance,
             memory_limit=_memory_limit(memory_limit, stages),

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from tarantella_pp.errors import PlanError
-from tarantella_pp.partition.costs.optimizer_slots import slot_bytes
-from tarantella_pp.partition.costs.stage_costs import Costs
+from tarantella_pp.partition.costs.optimizer_slots import optimizer_state_bytes
+from tarantella_pp.partition.costs.stage_costs import StageCostModel
 from tarantella_pp.partition.graph.layer_graph import LayerGraph
 from tarantella_pp.partition.graph.units import format_bytes
 from tarantella_pp.partition.plan.plan import Plan, micro_batch_size
@@ -111,5 +111,7 @@ def _figures(
     """What the planner's rules say of the stages of a plan."""
     count = plan.num_micro_batches
     rows = micro_batch_size(batch_size, min(plan.num_replicas, batch_size), count)
-    costs = Costs(graph, slot_bytes(None, graph.weights), rows, None, count, outputs)
+    costs = StageCostModel(
+        graph, optimizer_state_bytes(None, graph.weights), rows, None, count, outputs
+    )
     return costs.stages(plan.assignment, in_flight, repeats), costs.cuts(plan.assignment)

@@ -32,7 +32,7 @@ Timed = tuple[float, Plan]
 
 
 @dataclass(frozen=True, slots=True)
-class Chooser:
+class PlanSearch:
     """Makes the best plan of a model, with some options left open.
 
     Attributes:
@@ -87,7 +87,7 @@ class Chooser:
             found += map(self._timed, self._fitting(count, deadline))
         return min(found, key=_seconds, default=None)
 
-    def least(self) -> Plan:
+    def smallest_memory_plan(self) -> Plan:
         """Makes the plan whose largest stage needs the least memory, whatever the limit.
 
         Raises:
@@ -96,7 +96,7 @@ class Chooser:
         """
         counts = sorted(self._counts(limited=True), reverse=True)
         options, graph = self.options(num_micro_batches=counts[0]), self.planner.graph
-        if not any(factor_bytes(graph, graph.nodes, options.rows, counts[0])):
+        if not any(factor_bytes(graph, graph.nodes, options.micro_batch_size, counts[0])):
             counts = counts[:1]  # smaller micro-batches need less of all else
         found: list[Plan] = []
         for count in counts:

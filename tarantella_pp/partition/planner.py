@@ -9,8 +9,8 @@ from typing import Any
 import keras
 
 from tarantella_pp.errors import ConfigurationError
-from tarantella_pp.partition.costs.optimizer_slots import optimizer_name, slot_bytes
-from tarantella_pp.partition.costs.stage_costs import Costs
+from tarantella_pp.partition.costs.optimizer_slots import optimizer_name, optimizer_state_bytes
+from tarantella_pp.partition.costs.stage_costs import StageCostModel
 from tarantella_pp.partition.extraction.keras_reader import ExtractedModel, extract
 from tarantella_pp.partition.formulation import best_solution, problem_of
 from tarantella_pp.partition.graph.layer_graph import LayerGraph
@@ -70,13 +70,15 @@ class Planner:
         if profile is not None:
             profile.check(graph)
             graph = profile.apply(graph)
-        slots = slot_bytes(optimizer, graph.weights)
+        slots = optimizer_state_bytes(optimizer, graph.weights)
         return cls(extracted.model.name, graph, optimizer_name(optimizer), slots, profile)
 
-    def costs(self, options: PlanOptions) -> Costs:
+    def costs(self, options: PlanOptions) -> StageCostModel:
         """Returns the costs of the nodes for micro-batches of these options."""
-        seconds = None if self.profile is None else self.profile.seconds(options.rows)
-        return Costs(self.graph, self.slots, options.rows, seconds, options.num_micro_batches)
+        seconds = None if self.profile is None else self.profile.seconds(options.micro_batch_size)
+        return StageCostModel(
+            self.graph, self.slots, options.micro_batch_size, seconds, options.num_micro_batches
+        )
 
     def plan(self, options: PlanOptions) -> Plan:
         """Makes the plan that is best for these options, or comes with a bound of the best.

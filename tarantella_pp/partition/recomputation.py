@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from tarantella_pp.partition.costs.stage_costs import Costs
+from tarantella_pp.partition.costs.stage_costs import StageCostModel
 from tarantella_pp.partition.options import PlanOptions
 from tarantella_pp.partition.solvers.problem.problem import Problem, TensorCost
 
 
-def recomputing(problem: Problem, costs: Costs, options: PlanOptions) -> Problem:
+def recomputing(problem: Problem, costs: StageCostModel, options: PlanOptions) -> Problem:
     """Weighs the inputs of stages, of which a recomputing one keeps all that are in flight.
 
     Such a stage holds its inputs once for each micro-batch in flight, and all else that its
@@ -25,7 +25,7 @@ def recomputing(problem: Problem, costs: Costs, options: PlanOptions) -> Problem
         costs: The graph and its costs.
         options: The options of the plan.
     """
-    graph, rows = costs.graph, costs.rows
+    graph, rows = costs.graph, costs.micro_batch_size
     readers: dict[int, set[int]] = {}
     for tensor in graph.tensors:
         readers.setdefault(graph.storage(tensor.id), set()).update(tensor.consumers)

@@ -18,7 +18,7 @@ MEASURED = 4
 """Steps of each kind that are measured."""
 
 
-class Tuning:
+class Autotune:
     """Searches for the fastest schedule while the pipeline trains.
 
     Some steps run with both gradients of a micro-batch in one, some with one after the other.

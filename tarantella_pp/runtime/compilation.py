@@ -12,13 +12,13 @@ from tarantella_pp.partition.extraction.keras_reader import ExtractedModel
 from tarantella_pp.partition.plan.plan_parts import OutputUse
 from tarantella_pp.runtime.batch.data_feed import Batch
 from tarantella_pp.runtime.batch.loss import BatchLoss
-from tarantella_pp.runtime.batch.loss_and_metrics import Scoring
+from tarantella_pp.runtime.batch.loss_and_metrics import LossAndMetrics
 from tarantella_pp.runtime.batch.nested_structure import rebuild, tensors_in
 from tarantella_pp.runtime.comm.communicator import Communicator
 from tarantella_pp.runtime.modules.model_outputs import unpacked
-from tarantella_pp.runtime.modules.stage_boundary import StageLayout
-from tarantella_pp.runtime.modules.stage_module import StageBody
-from tarantella_pp.runtime.optimizer_step import Update
+from tarantella_pp.runtime.modules.stage_boundary import StageBoundary
+from tarantella_pp.runtime.modules.stage_module import StageModule
+from tarantella_pp.runtime.optimizer_step import OptimizerStep
 from tarantella_pp.runtime.probes.loss_probe import whole_batch_reason
 from tarantella_pp.runtime.state.owners import Owners
 from tarantella_pp.runtime.state.tied_weights import TiedWeights
@@ -31,15 +31,15 @@ class Compilation:
         model: The compiled Keras model.
         extracted: The model's graph and calls.
         batch: A batch with its targets, for which metrics are built on every rank alike.
-        layout: The border of the last stage.
-        scorer: The rank of the last stage, which computes loss and metrics.
-        bodies: What this rank's stages compute with.
+        boundary: The border of the last stage.
+        last_rank: The rank of the last stage, which computes loss and metrics.
+        modules: What this rank's stages compute with.
         owners: The ranks of the model's variables.
         ties: The weights that several ranks have.
         communicator: The ranks of the pipeline.
 
     Attributes:
-        scoring: The metrics, on the rank of the last stage; elsewhere `None`.
+        loss_and_metrics: The metrics, on the rank of the last stage; elsewhere `None`.
         loss: The loss, likewise.
         update: The optimizer's step.
         coupling: Why the loss needs the outputs of the whole batch at once, if it does.
@@ -54,9 +54,9 @@ class Compilation:
         extracted: ExtractedModel,
         batch: Batch,
         *,
-        layout: StageLayout,
-        scorer: int,
-        bodies: Mapping[int, StageBody],
+        boundary: StageBoundary,
+        last_rank: int,
+        modules: Mapping[int, StageModule],
         owners: Owners,
         ties: TiedWeights,
         communicator: Communicator,
@@ -65,16 +65,18 @@ class Compilation:
         outputs = unpacked(extracted.outputs_struct)
         self.loss_per_sample = bool(build_metrics(model, y, outputs, weight))
         self.coupling = whole_batch_reason(model._compile_loss, extracted, y)
-        self.scoring: Scoring | None = None
+        self.loss_and_metrics: LossAndMetrics | None = None
         self.loss: BatchLoss | None = None
-        if communicator.rank == scorer:
-            self.scoring = Scoring(model, extracted, layout)
-            self.loss = BatchLoss(model, extracted, layout)
-        self.update = Update(model.optimizer, bodies, model.trainable_variables, owners, ties)
+        if communicator.rank == last_rank:
+            self.loss_and_metrics = LossAndMetrics(model, extracted, boundary)
+            self.loss = BatchLoss(model, extracted, boundary)
+        self.update = OptimizerStep(
+            model.optimizer, modules, model.trainable_variables, owners, ties
+        )
         self.reach_known = False
         self.losses_checked: set[bool] = set()
         self._has_metrics = model._compile_metrics is not None
-        self._scorer = scorer
+        self._last_rank = last_rank
         self._communicator = communicator
         self._why_whole: dict[bytes, str | None] = {}
 
@@ -85,16 +87,18 @@ class Compilation:
     def why_whole(self, batch: Batch) -> str | None:
         """Why metrics need the whole batch at once, if they do; all ranks must call it."""
         if batch.signature not in self._why_whole:
-            reason = None if self.scoring is None else self.scoring.why_whole(batch)
-            reason = self._communicator.broadcast_json(reason, self._scorer)
+            reason = (
+                None if self.loss_and_metrics is None else self.loss_and_metrics.why_whole(batch)
+            )
+            reason = self._communicator.broadcast_json(reason, self._last_rank)
             self._why_whole[batch.signature] = reason
         return self._why_whole[batch.signature]
 
     def clear(self, error: BaseException) -> None:
         """Drops what is left of a step that an error has ended."""
         self.update.clear(error)
-        if self.scoring is not None:
-            self.scoring.metrics.clear()
+        if self.loss_and_metrics is not None:
+            self.loss_and_metrics.metrics.clear()
 
 
 def expected_outputs(loss: Any, has_metrics: bool, extracted: ExtractedModel) -> OutputUse:

@@ -17,26 +17,26 @@ from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan.plan_parts import OutputUse
 from tarantella_pp.partition.plan_in_force import check_limit, plan_in_force
 from tarantella_pp.partition.planned_schedule import search_limits, with_findings
-from tarantella_pp.runtime.autotune import Tuning
+from tarantella_pp.runtime.autotune import Autotune
 from tarantella_pp.runtime.batch.batch_step import BatchStep, micro_batch_sizes
-from tarantella_pp.runtime.batch.data_feed import Batch, Feed
-from tarantella_pp.runtime.batch.logs import News
+from tarantella_pp.runtime.batch.data_feed import Batch, DataFeed
+from tarantella_pp.runtime.batch.logs import LogExchange
 from tarantella_pp.runtime.comm.communicator import Communicator
 from tarantella_pp.runtime.compilation import Compilation, expected_outputs
-from tarantella_pp.runtime.executor import Execution
+from tarantella_pp.runtime.executor import Executor
 from tarantella_pp.runtime.interrupts import interrupts_put_off
 from tarantella_pp.runtime.modules.model_outputs import find_activations, pack_outputs
 from tarantella_pp.runtime.modules.stage_boundary import (
-    StageLayout,
-    links_of,
-    stage_layouts,
+    StageBoundary,
+    stage_boundaries,
+    stage_edges,
 )
 from tarantella_pp.runtime.probes.stage_probe import Pieces
 from tarantella_pp.runtime.rehearsal import Rehearsal
-from tarantella_pp.runtime.stage.gradient_reachability import find_reach
+from tarantella_pp.runtime.stage.gradient_reachability import find_connected_gradients
 from tarantella_pp.runtime.stage.layer_metrics import LayerMetrics
 from tarantella_pp.runtime.stage.stage import Stage
-from tarantella_pp.runtime.stage_messages import Exchange
+from tarantella_pp.runtime.stage_messages import StageMessages
 from tarantella_pp.runtime.state.owners import Owners
 from tarantella_pp.runtime.state.remote_variables import (
     OF_METRICS,
@@ -106,43 +106,43 @@ class Engine:
         self._in_force: Plan | None = None
         self._largest_batch = 0
         graph, rank, last = extracted.graph, communicator.rank, self.placement[-1]
-        self._layouts = stage_layouts(
+        self._boundaries = stage_boundaries(
             graph, plan.assignment, plan.num_stages, find_activations(extracted)
         )
-        self._data = _places_of_data(self._layouts, graph)
-        self.feed = Feed(
+        self._data = _places_of_data(self._boundaries, graph)
+        self.feed = DataFeed(
             communicator,
             _inputs_of_ranks(self._data, self.placement, communicator.size),
             last,
             functools.partial(standardize_inputs, model),
         )
         self.stages = {
-            layout.index: Stage(
-                layout,
-                [extracted.calls[node] for node in layout.nodes],
-                recompute=layout.index in plan.recompute,
+            boundary.index: Stage(
+                boundary,
+                [extracted.calls[node] for node in boundary.nodes],
+                recompute=boundary.index in plan.recompute,
                 micro_batches=plan.num_micro_batches,
             )
-            for layout in self._layouts
-            if self.placement[layout.index] == rank
+            for boundary in self._boundaries
+            if self.placement[boundary.index] == rank
         }
-        links = links_of(self._layouts)
+        links = stage_edges(self._boundaries)
         self._links = [(link.source, link.target) for link in links]
         self._gradient_links = [(link.source, link.target) for link in links if link.gradients]
         self._schedules: dict[tuple[ScheduleSpec | None, int], Schedule] = {}
-        exchange = Exchange(communicator, graph, links, self.placement, wire_dtype=wire_dtype)
-        self._execution = Execution(self.stages, exchange, Recorder(1))
+        exchange = StageMessages(communicator, graph, links, self.placement, wire_dtype=wire_dtype)
+        self._execution = Executor(self.stages, exchange, Recorder(1))
         self._rehearsal = Rehearsal(
-            self._layouts, self.stages, exchange, self.placement, communicator
+            self._boundaries, self.stages, exchange, self.placement, communicator
         )
         self._rehearsed: set[tuple[bool, bool]] = set()
         self.owners = Owners(extracted, plan.assignment, self.placement, rank)
         self._ties = TiedWeights(weights_of_several_ranks(extracted, self.owners), communicator)
-        self._tuning: Tuning | None = None
+        self._tuning: Autotune | None = None
         if self.spec.name == SEARCHED and self.spec.custom is None:
             limits = search_limits(plan)
-            self._tuning = Tuning(self.spec, plan.num_micro_batches, limits, communicator)
-        self._news = News(communicator, last)
+            self._tuning = Autotune(self.spec, plan.num_micro_batches, limits, communicator)
+        self._log_exchange = LogExchange(communicator, last)
         self._layer_metrics = LayerMetrics(extracted, plan.assignment, self.placement)
         self._metrics_differ = False
         self._metrics_clock = Clock(OF_METRICS)
@@ -186,9 +186,9 @@ class Engine:
             if not compiled.reach_known:
                 self._find_reach(compiled)
                 self._find_fallbacks()
-            if update.multiplies:
+            if update.has_deferred_matmuls:
                 with recorder.span(SUMS):
-                    update.finish_sums()
+                    update.finish_deferred_matmuls()
             with self._exchange_of_ties():
                 gradients = update.gather()
             with recorder.span(UPDATE):
@@ -220,10 +220,10 @@ class Engine:
             self._metrics_differ |= self._layer_metrics.exist
             schedule = self._schedule(None, len(step.pieces.sizes))
             self._execution.run(self._begin(schedule), step.rows, step)
-            parts = zip(*step.results, strict=True) if self._news.is_source else ()
-            results = self._news.share_tensors([tf.concat(part, 0) for part in parts])
-        values = dict(zip(self._layouts[-1].results, results, strict=True))
-        return pack_outputs(self.extracted, values, self._layouts[-1].activations)
+            parts = zip(*step.results, strict=True) if self._log_exchange.is_source else ()
+            results = self._log_exchange.share_tensors([tf.concat(part, 0) for part in parts])
+        values = dict(zip(self._boundaries[-1].model_outputs, results, strict=True))
+        return pack_outputs(self.extracted, values, self._boundaries[-1].activations)
 
     def check_memory(self, loss: Any, has_metrics: bool) -> None:
         """Refuses what does not fit the limit with the batch size of the plan.
@@ -242,7 +242,7 @@ class Engine:
     def sees_batch_at_once(self) -> bool:
         """Whether all outputs of a batch are there before the schedule asks for the loss."""
         schedule = self._schedule(self.spec, self._plan.num_micro_batches)
-        return schedule.runs_all_forwards_first(len(self._layouts) - 1)
+        return schedule.runs_all_forwards_first(len(self._boundaries) - 1)
 
     def share_metrics(self) -> None:
         """Gives every rank the state of all metrics, if they have changed; all must call it."""
@@ -251,14 +251,16 @@ class Engine:
         for metric in self._model.metrics:
             for variable in metric.variables:
                 owner = self._layer_metrics.owner(variable)
-                self._news.share_variable(variable, self.placement[-1] if owner is None else owner)
+                self._log_exchange.share_variable(
+                    variable, self.placement[-1] if owner is None else owner
+                )
         self._metrics_differ = False
 
     def forget_compilation(self) -> None:
         """Makes the next step look at the model's loss, metrics and optimizer anew."""
         self._in_force, self._largest_batch = None, 0
         self._compilation = None
-        self._news.forget_names()
+        self._log_exchange.forget_names()
 
     def up_to_date(self) -> Engine:
         """Returns this engine, or one like it if its stages have run or weights were frozen.
@@ -333,24 +335,25 @@ class Engine:
 
     def _step(self, batch: Batch, compiled: Compilation, *, training: bool) -> BatchStep:
         """A step with loss and metrics."""
-        ahead = compiled.update.ahead if training and compiled.reach_known else None
+        ahead = compiled.update.apply_early if training and compiled.reach_known else None
         return BatchStep(
-            batch, self._pieces(batch), self._data, compiled.scoring, compiled.loss, training,
+            batch, self._pieces(batch), self._data,
+            compiled.loss_and_metrics, compiled.loss, training,
             coupled=compiled.coupling is not None,
             by_parts=compiled.why_whole(batch) is None,
-            penalty=compiled.update.penalty(), report=self._report, update=ahead,
+            penalty=compiled.update.regularization_loss(), report=self._report, update=ahead,
         )  # fmt: skip
 
     def _pieces(self, batch: Batch) -> Pieces:
         sizes = micro_batch_sizes(batch.rows, self._plan.num_micro_batches)
-        return Pieces(sizes, self.communicator.size == 1 and len(self._layouts) == 1)
+        return Pieces(sizes, self.communicator.size == 1 and len(self._boundaries) == 1)
 
     def _check_losses(self, compiled: Compilation, training: bool) -> None:
         """Refuses, as Keras does, a step without a loss, and what cannot be added to its loss."""
         known = self._model.loss is not None and not compiled.loss_per_sample
         if known or training in compiled.losses_checked:
             return
-        added = any(stage.body.added_by[training] for stage in self.stages.values())
+        added = any(stage.module.added_by[training] for stage in self.stages.values())
         added = any(self.communicator.allgather_json(added or compiled.update.penalizes))
         if self._model.loss is None and not added:
             raise ConfigurationError(
@@ -395,21 +398,23 @@ class Engine:
 
     def _share_logs(self, kind: str, step: BatchStep) -> dict[str, Any]:
         logs: Mapping[str, Any] = {}
-        if self._news.is_source:
-            losses, metrics = self._news.reports(self._layer_metrics.size)
+        if self._log_exchange.is_source:
+            losses, metrics = self._log_exchange.reports(self._layer_metrics.size)
             self._layer_metrics.take(metrics)
             logs = step.logs(losses)
         self._metrics_differ = True
         self._metrics_clock.steps += 1
-        return self._news.share_logs(kind, logs)
+        return self._log_exchange.share_logs(kind, logs)
 
     def _report(self, added: tf.Tensor) -> None:
         rank = self.communicator.rank
-        self._news.report(added, self._layer_metrics.state(rank))
+        self._log_exchange.report(added, self._layer_metrics.state(rank))
 
     def _find_reach(self, compiled: Compilation) -> None:
         scored = compiled.loss.reached if compiled.loss is not None else ()
-        find_reach(self._layouts, self.stages, self.placement, self.communicator, scored)
+        find_connected_gradients(
+            self._boundaries, self.stages, self.placement, self.communicator, scored
+        )
         compiled.reach_known = True
 
     def _find_fallbacks(self) -> None:
@@ -424,8 +429,8 @@ class Engine:
             with only_traced():
                 self._compilation = Compilation(
                     self._model, self.extracted, batch,
-                    layout=self._layouts[-1], scorer=self.placement[-1],
-                    bodies={i: stage.body for i, stage in self.stages.items()},
+                    boundary=self._boundaries[-1], last_rank=self.placement[-1],
+                    modules={i: stage.module for i, stage in self.stages.items()},
                     owners=self.owners, ties=self._ties, communicator=self.communicator,
                 )  # fmt: skip
             self._guard_metrics()
@@ -433,7 +438,7 @@ class Engine:
 
     def _guard_metrics(self) -> None:
         """Has the compiled metrics refuse to be read where they are out of date."""
-        for metric in [] if self._news.is_source else self._model.metrics:
+        for metric in [] if self._log_exchange.is_source else self._model.metrics:
             for variable in metric.variables:
                 if self._layer_metrics.owner(variable) is None:
                     make_remote(variable, self._metrics_clock)
@@ -466,13 +471,13 @@ class Engine:
     @property
     def _gpipe(self) -> ScheduleSpec:
         """What runs where the loss needs the whole batch."""
-        return ScheduleSpec("gpipe", len(self._layouts), self.communicator.size)
+        return ScheduleSpec("gpipe", len(self._boundaries), self.communicator.size)
 
 
-def _places_of_data(layouts: Sequence[StageLayout], graph: LayerGraph) -> list[list[int]]:
+def _places_of_data(boundaries: Sequence[StageBoundary], graph: LayerGraph) -> list[list[int]]:
     """For each stage, the positions of the model inputs that it uses."""
     places = {tensor: i for i, tensor in enumerate(graph.inputs)}
-    return [[places[port.tensor] for port in layout.data] for layout in layouts]
+    return [[places[port.tensor] for port in boundary.model_inputs] for boundary in boundaries]
 
 
 def _inputs_of_ranks(

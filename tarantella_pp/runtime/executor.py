@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
-from tarantella_pp.runtime.modules.stage_boundary import Port, StageLayout
-from tarantella_pp.runtime.stage_messages import Exchange
+from tarantella_pp.runtime.modules.stage_boundary import BoundaryTensor, StageBoundary
+from tarantella_pp.runtime.stage_messages import StageMessages
 from tarantella_pp.runtime.tracing.recorder import (
     METRICS,
     SUMS,
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tarantella_pp.runtime.probes.stage_probe import Pieces
     from tarantella_pp.runtime.stage.stage import Stage
 
-Values: TypeAlias = "dict[Port, tf.Tensor]"
+Values: TypeAlias = "dict[BoundaryTensor, tf.Tensor]"
 
 
 class Step(Protocol):
@@ -34,7 +34,7 @@ class Step(Protocol):
     pieces: Pieces
 
     def data(self, stage: int, micro_batch: int) -> Sequence[tf.Tensor]:
-        """The model inputs of a stage: one tensor for each port of its `data`."""
+        """The model inputs of a stage: one tensor for each of its `model_inputs`."""
 
     def share(self, micro_batch: int) -> float:
         """The share of a micro-batch in the batch."""
@@ -55,23 +55,23 @@ class Step(Protocol):
         the step ends.
         """
 
-    def work_ahead(self) -> bool:
+    def run_pending(self) -> bool:
         """Does some of what is to be done with the model's outputs, while this rank waits.
 
         Returns whether there was any.
         """
 
-    def keep_up(self) -> bool:
+    def flush_overdue(self) -> bool:
         """Does what of this must not be left for later; returns whether there was any."""
 
     def factor(self, micro_batch: int) -> tf.Tensor:
         """The share of a micro-batch in the samples of the batch."""
 
-    def loss_gradients(self, micro_batch: int) -> Mapping[Port, tf.Tensor]:
+    def loss_gradients(self, micro_batch: int) -> Mapping[BoundaryTensor, tf.Tensor]:
         """Gradient of the loss with respect to the model's outputs."""
 
 
-class Execution:
+class Executor:
     """Interprets a schedule's actions on the stages of one rank.
 
     It notes when each begins and ends. On a GPU a computation ends when it has been handed over,
@@ -83,10 +83,12 @@ class Execution:
         recorder: Where to note.
     """
 
-    def __init__(self, stages: Mapping[int, Stage], exchange: Exchange, recorder: Recorder) -> None:
+    def __init__(
+        self, stages: Mapping[int, Stage], exchange: StageMessages, recorder: Recorder
+    ) -> None:
         self.recorder = recorder
         self._stages = stages
-        self._exchange = exchange
+        self._messages = exchange
         self._activations: dict[Message, Sequence[tf.Tensor]] = {}
         self._gradients: dict[Message, Sequence[tf.Tensor]] = {}
         self._awaited: dict[tuple[Direction, Message], Transfer] = {}
@@ -104,7 +106,7 @@ class Execution:
             step: Where data comes from and results go.
         """
         self.clear()
-        self._exchange.begin(program, rows)
+        self._messages.begin(program, rows)
         self._step = step
         self._sends_left = sum(isinstance(a, Transfer) and a.operation == "S" for a in program)
         computations = [action for action in program if isinstance(action, Compute)]
@@ -115,9 +117,11 @@ class Execution:
                 self._transfer(action)
                 continue
             stage = self._stages[action.stage]
-            self._noted(SUMS, stage.keep_up)  # only now, for others wait for what was computed
-            self._noted(METRICS, step.keep_up)
-            arrived = self._await_messages(stage.layout, action)
+            self._noted(
+                SUMS, stage.flush_overdue
+            )  # only now, for others wait for what was computed
+            self._noted(METRICS, step.flush_overdue)
+            arrived = self._await_messages(stage.boundary, action)
             start = time.perf_counter()
             if action.kind == "F":
                 self._forward(stage, action.micro_batch, arrived, step)
@@ -142,31 +146,31 @@ class Execution:
     def _transfer(self, action: Transfer) -> None:
         """Sends a message, or notes that one will come."""
         if action.operation == "R":
-            self._exchange.expect(action)
+            self._messages.expect(action)
             self._awaited[action.direction, action.message] = action
             return
         start = time.perf_counter()
         kept = self._activations if action.direction == "F" else self._gradients
-        self._exchange.send(action, kept.pop(action.message))
+        self._messages.send(action, kept.pop(action.message))
         self._sends_left -= 1
         self.recorder.spans.append(Span(action, start, time.perf_counter()))
 
     def _receive(self, action: Transfer) -> Sequence[tf.Tensor]:
         self._waits_since = time.perf_counter()
-        arrived = self._exchange.receive(action, self._work_ahead)
+        arrived = self._messages.receive(action, self._run_pending)
         self.recorder.spans.append(Span(action, self._waits_since, time.perf_counter()))
         return arrived
 
-    def _work_ahead(self) -> bool:
+    def _run_pending(self) -> bool:
         """Does some of what can be done while waiting; returns whether there was any."""
         return (
-            self._noted(METRICS, self._step.work_ahead)
+            self._noted(METRICS, self._step.run_pending)
             or self._noted(SUMS, self._multiply_ahead)
             or self._noted(UPDATE, self._update_ahead)
         )
 
     def _multiply_ahead(self) -> bool:
-        return any(stage.work_ahead() for stage in self._stages.values())
+        return any(stage.run_pending() for stage in self._stages.values())
 
     def _update_ahead(self) -> bool:
         if self._sends_left:  # others would wait for this rank
@@ -183,15 +187,15 @@ class Execution:
             self.recorder.spans.append(Span(name, start, self._waits_since))
         return found
 
-    def _await_messages(self, layout: StageLayout, action: Compute) -> list[tf.Tensor]:
+    def _await_messages(self, boundary: StageBoundary, action: Compute) -> list[tf.Tensor]:
         """The tensors that a computation needs of other stages, once all of them are here."""
         key = action.micro_batch
         arrived: list[tf.Tensor] = []
         if action.kind == "F":
-            for link in layout.receives:
+            for link in boundary.receives:
                 arrived += self._arrived("F", (link.source, link.target, key))
         elif action.kind != "W":
-            for link in layout.sends:
+            for link in boundary.sends:
                 if link.gradients:
                     arrived += self._arrived("B", (link.target, link.source, key))
         return arrived
@@ -204,37 +208,40 @@ class Execution:
         return (self._activations if direction == "F" else self._gradients).pop(message)
 
     def _forward(self, stage: Stage, key: int, arrived: Sequence[tf.Tensor], step: Step) -> None:
-        layout = stage.layout
-        inputs = [*step.data(layout.index, key), *arrived]
+        boundary = stage.boundary
+        inputs = [*step.data(boundary.index, key), *arrived]
         if step.training:
             outputs, added = stage.forward(key, inputs, step.share(key))
         else:
             outputs, added = stage.evaluate(inputs, step.share(key))
-        values: Values = dict(zip(layout.outputs, outputs, strict=True))
-        for link in layout.sends:
-            self._activations[link.source, link.target, key] = _pick(values, link.ports)
+        values: Values = dict(zip(boundary.outputs, outputs, strict=True))
+        for link in boundary.sends:
+            self._activations[link.source, link.target, key] = _pick(values, link.tensors)
         if added is not None:
             stage.settle(step, key, inputs, added)
             step.add(added * stage.loss_factors(step, key))
-        if layout.results:
-            step.finish(key, _pick(values, layout.results))
+        if boundary.model_outputs:
+            step.finish(key, _pick(values, boundary.model_outputs))
 
     def _backward(
         self, stage: Stage, action: Compute, arrived: Sequence[tf.Tensor], step: Step
     ) -> None:
-        layout, key = stage.layout, action.micro_batch
-        found: Values = dict(step.loss_gradients(key)) if layout.results else {}
-        ports = [port for link in layout.sends for port in link.gradients]
+        boundary, key = stage.boundary, action.micro_batch
+        found: Values = dict(step.loss_gradients(key)) if boundary.model_outputs else {}
+        ports = [port for link in boundary.sends for port in link.gradients]
         for port, gradient in zip(ports, arrived, strict=True):
             found[port] = found[port] + gradient if port in found else gradient
-        seeds = [stage.loss_factors(step, key), *(found[port] for port in layout.seeded)]
+        seeds = [
+            stage.loss_factors(step, key),
+            *(found[port] for port in boundary.outputs_with_gradient),
+        ]
         run = stage.backward if action.kind == "BW" else stage.backward_input
-        gradients = dict(zip(layout.input_gradients, run(key, seeds), strict=True))
-        for link in layout.receives:
+        gradients = dict(zip(boundary.input_gradients, run(key, seeds), strict=True))
+        for link in boundary.receives:
             if link.gradients:
                 message = (link.target, link.source, key)
                 self._gradients[message] = _pick(gradients, link.gradients)
 
 
-def _pick(values: Values, ports: Sequence[Port]) -> list[tf.Tensor]:
+def _pick(values: Values, ports: Sequence[BoundaryTensor]) -> list[tf.Tensor]:
     return [values[port] for port in ports]

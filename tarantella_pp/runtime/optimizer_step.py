@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tarantella_pp.keras_internals.training import count_step, updates_weights_alone
 from tarantella_pp.runtime.modules.gradient_accumulator import Collected
-from tarantella_pp.runtime.modules.stage_module import StageBody
+from tarantella_pp.runtime.modules.stage_module import StageModule
 from tarantella_pp.runtime.state.owners import Owners
 from tarantella_pp.runtime.state.tied_weights import (
     Gradient,
@@ -24,7 +24,7 @@ Collections: TypeAlias = dict[int, OfStage]
 Gathered: TypeAlias = tuple[Collections, list[list[Gradient]]]
 
 
-class Update:
+class OptimizerStep:
     """Applies the optimizer to the weights of one rank's stages.
 
     It does so stage by stage, so that a rank with several can update those that have run all their
@@ -35,7 +35,7 @@ class Update:
     Args:
         optimizer: The rank's optimizer, built for its own weights before it trains. `None` for a
             model that is only evaluated, or has nothing to train.
-        bodies: The rank's stages.
+        modules: The rank's stages.
         order: The model's trainable variables, in its order.
         owners: The ranks of the weights.
         ties: Weights that other ranks use or train, too.
@@ -44,20 +44,20 @@ class Update:
     def __init__(
         self,
         optimizer: Any,
-        bodies: Mapping[int, StageBody],
+        modules: Mapping[int, StageModule],
         order: Sequence[Any],
         owners: Owners,
         ties: TiedWeights,
     ) -> None:
         self._places: dict[int, list[tuple[int, int]]] = {}
-        for stage, body in bodies.items():
-            for i, weight in enumerate(body.sums.weights):
+        for stage, module in modules.items():
+            for i, weight in enumerate(module.accumulator.weights):
                 self._places.setdefault(id(weight), []).append((stage, i))
-        self._sums = {stage: body.sums for stage, body in bodies.items()}
+        self._sums = {stage: module.accumulator for stage, module in modules.items()}
         self._ties = ties
         self._optimizer = optimizer
-        self._last = min(bodies)
-        self._groups: dict[int, list[Any]] = {stage: [] for stage in bodies}
+        self._last = min(modules)
+        self._groups: dict[int, list[Any]] = {stage: [] for stage in modules}
         apart = updates_weights_alone(optimizer)
         for weight in filter(owners.is_own, order):
             self._groups[self._stage_of(weight) if apart else self._last].append(weight)
@@ -65,7 +65,7 @@ class Update:
             stage: tf.function(
                 functools.partial(self._apply, stage), autograph=False, reduce_retracing=True
             )
-            for stage in bodies
+            for stage in modules
         }
         self._ahead: Collections = {}
         self._trains = bool(order)
@@ -77,7 +77,7 @@ class Update:
         places = self._places.get(id(weight), [])  # none where its results are not needed
         return places[0][0] if len(places) == 1 and not self._ties.is_tied(weight) else self._last
 
-    def penalty(self) -> tf.Tensor:
+    def regularization_loss(self) -> tf.Tensor:
         """The sum of the weight regularizers, once per batch; in Keras' default float type."""
         return self._penalty()
 
@@ -87,16 +87,16 @@ class Update:
         return any(w.regularizer is not None for ws in self._groups.values() for w in ws)
 
     @property
-    def multiplies(self) -> bool:
+    def has_deferred_matmuls(self) -> bool:
         """Whether there are sums to finish; known after the first backward pass."""
         return any(sums.multiplies for sums in self._sums.values())
 
-    def finish_sums(self) -> None:
+    def finish_deferred_matmuls(self) -> None:
         """Does what is left of summing up gradients, as far as it is no part of `apply`."""
         for sums in self._sums.values():
             sums.finish()
 
-    def ahead(self, stage: int) -> bool:
+    def apply_early(self, stage: int) -> bool:
         """Updates the weights of a stage before the step ends.
 
         Args:

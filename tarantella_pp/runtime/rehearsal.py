@@ -15,8 +15,8 @@ from tarantella_pp import errors
 from tarantella_pp.errors import TarantellaError, UnsupportedModelError
 from tarantella_pp.runtime.comm.communicator import Communicator
 from tarantella_pp.runtime.executor import Step
-from tarantella_pp.runtime.modules.stage_boundary import Link, StageLayout
-from tarantella_pp.runtime.stage_messages import Exchange
+from tarantella_pp.runtime.modules.stage_boundary import StageBoundary, StageEdge
+from tarantella_pp.runtime.stage_messages import StageMessages
 from tarantella_pp.schedule import Transfer
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class Rehearsal:
     """Tries all stages out together, and leaves nothing behind.
 
     Args:
-        layouts: The borders of all stages.
+        boundaries: The borders of all stages.
         stages: This rank's stages.
         exchange: Its messages.
         placement: Rank of each stage.
@@ -38,15 +38,15 @@ class Rehearsal:
 
     def __init__(
         self,
-        layouts: Sequence[StageLayout],
+        boundaries: Sequence[StageBoundary],
         stages: Mapping[int, Stage],
-        exchange: Exchange,
+        exchange: StageMessages,
         placement: Sequence[int],
         communicator: Communicator,
     ) -> None:
-        self._layouts = layouts
+        self._boundaries = boundaries
         self._stages = stages
-        self._exchange = exchange
+        self._messages = exchange
         self._placement = placement
         self._communicator = communicator
         self._arrived: dict[int, list[tf.Tensor]] = defaultdict(list)
@@ -61,42 +61,42 @@ class Rehearsal:
             Why a stage cannot run, on all ranks; `None` if all can.
         """
         self._arrived.clear()
-        for layout in self._layouts:
-            error = self._try(layout, step)
+        for boundary in self._boundaries:
+            error = self._try(boundary, step)
             if error is not None:
                 return error
         return None
 
-    def _try(self, layout: StageLayout, step: Step) -> Exception | None:
+    def _try(self, boundary: StageBoundary, step: Step) -> Exception | None:
         """Runs a stage where it is, and passes on what it gives if it can run."""
-        owner = self._placement[layout.index]
+        owner = self._placement[boundary.index]
         error: Exception | None = None
         outputs: list[tf.Tensor] = []
-        if layout.index in self._stages:
-            inputs = [*step.data(layout.index, 0), *self._arrived.pop(layout.index, ())]
+        if boundary.index in self._stages:
+            inputs = [*step.data(boundary.index, 0), *self._arrived.pop(boundary.index, ())]
             try:
-                outputs = self._stages[layout.index].rehearse(step, inputs)
+                outputs = self._stages[boundary.index].rehearse(step, inputs)
             except Exception as caught:
                 error = caught
         told = None if error is None else [type(error).__name__, str(error)]
         told = self._communicator.broadcast_json(told, owner)
         if told is not None:
-            return error or _error_of(layout.index, owner, *told)
-        values = dict(zip(layout.outputs, outputs, strict=False))
-        for link in layout.sends:
-            self._pass_on(link, [values[port] for port in link.ports if values], step)
+            return error or _error_of(boundary.index, owner, *told)
+        values = dict(zip(boundary.outputs, outputs, strict=False))
+        for link in boundary.sends:
+            self._pass_on(link, [values[port] for port in link.tensors if values], step)
         return None
 
-    def _pass_on(self, link: Link, values: list[tf.Tensor], step: Step) -> None:
+    def _pass_on(self, link: StageEdge, values: list[tf.Tensor], step: Step) -> None:
         """Takes what a stage gives to a later one; it is received before anything else can fail."""
         source, target = self._placement[link.source], self._placement[link.target]
         rank = self._communicator.rank
         if rank == source != target:
-            self._exchange.send(Transfer(link.source, link.target, "S", "F", 0), values)
+            self._messages.send(Transfer(link.source, link.target, "S", "F", 0), values)
         elif rank == target != source:
             receive = Transfer(link.source, link.target, "R", "F", 0)
-            self._exchange.begin([receive], {0: step.pieces.sizes[0]})
-            values = self._exchange.receive(receive)
+            self._messages.begin([receive], {0: step.pieces.sizes[0]})
+            values = self._messages.receive(receive)
         if rank == target:
             self._arrived[link.target] += values
 

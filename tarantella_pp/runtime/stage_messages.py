@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from tarantella_pp.partition.graph.layer_graph import LayerGraph
 from tarantella_pp.runtime.comm.communicator import Communicator, TensorSpec
-from tarantella_pp.runtime.comm.requests import Receipt
+from tarantella_pp.runtime.comm.requests import RecvRequest
 from tarantella_pp.runtime.comm.wire_format import numpy_dtype
-from tarantella_pp.runtime.modules.stage_boundary import Link, Port
+from tarantella_pp.runtime.modules.stage_boundary import BoundaryTensor, StageEdge
 from tarantella_pp.schedule import Direction, Message, Transfer
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Conversion(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class _Way:
+class _MessageFormat:
     """What there is to know of a message before it is sent, found once for each.
 
     Attributes:
@@ -61,14 +61,14 @@ class _Way:
 
     tag: int
     label: str
-    ports: tuple[Port, ...]
+    ports: tuple[BoundaryTensor, ...]
     dtypes: tuple[np.dtype[Any], ...]
     on_wire: tuple[np.dtype[Any], ...]
     narrows: bool
     is_dynamic: bool
 
 
-class Exchange:
+class StageMessages:
     """Sends and receives what crosses the cuts, for one rank.
 
     Receives are posted ahead of the computation that needs them; sends are never waited for.
@@ -88,7 +88,7 @@ class Exchange:
         self,
         communicator: Communicator,
         graph: LayerGraph,
-        links: Sequence[Link],
+        links: Sequence[StageEdge],
         placement: Sequence[int],
         conversion: Conversion | None = None,
         wire_dtype: str | None = None,
@@ -100,11 +100,11 @@ class Exchange:
         self._numbers = {pair: number for number, pair in enumerate(self._links)}
         self._placement = placement
         self._wire_dtype = None if wire_dtype is None else numpy_dtype(wire_dtype)
-        self._ways: dict[tuple[Direction, Message], _Way] = {}
+        self._formats: dict[tuple[Direction, Message], _MessageFormat] = {}
         self._specs: dict[tuple[int, int], list[TensorSpec]] = {}
         self._rows: Mapping[int, int] = {}
         self._expected: list[Transfer] = []
-        self._posted: dict[Transfer, Receipt] = {}
+        self._posted: dict[Transfer, RecvRequest] = {}
 
     def begin(self, program: Sequence[Any], rows: Mapping[int, int]) -> None:
         """Posts the first receives of a step.
@@ -180,7 +180,7 @@ class Exchange:
             self._specs[way.tag, rows] = list(map(TensorSpec, shapes, way.on_wire))
         self._posted[action] = self._post(action, self._specs[way.tag, rows])
 
-    def _post_dynamic(self, action: Transfer) -> Receipt:
+    def _post_dynamic(self, action: Transfer) -> RecvRequest:
         way = self._way(action)
         ranks = [len(self._shape(port)) for port in way.ports]
         shapes = [TensorSpec((sum(ranks),), np.dtype(np.int64))]
@@ -191,37 +191,39 @@ class Exchange:
             sizes = sizes[rank:]
         return self._post(action, specs)
 
-    def _post(self, action: Transfer, specs: Sequence[TensorSpec], what: str = "") -> Receipt:
+    def _post(self, action: Transfer, specs: Sequence[TensorSpec], what: str = "") -> RecvRequest:
         source, way = self._placement[action.source], self._way(action)
         return self._communicator.post_receive(specs, source, way.tag, label=what + way.label)
 
-    def _way(self, action: Transfer) -> _Way:
+    def _way(self, action: Transfer) -> _MessageFormat:
         key = (action.direction, action.message)
-        if key not in self._ways:
-            self._ways[key] = self._find_way(action)
-        return self._ways[key]
+        if key not in self._formats:
+            self._formats[key] = self._find_format(action)
+        return self._formats[key]
 
-    def _find_way(self, action: Transfer) -> _Way:
+    def _find_format(self, action: Transfer) -> _MessageFormat:
         forward = action.direction == "F"
         pair = (action.source, action.target) if forward else (action.target, action.source)
-        ports = self._links[pair].ports if forward else self._links[pair].gradients
+        ports = self._links[pair].tensors if forward else self._links[pair].gradients
         channel = 2 * self._numbers[pair] + forward
         tag = _FIRST_TAG + channel * _MICRO_BATCH_TAGS + action.micro_batch % _MICRO_BATCH_TAGS
         dtypes = tuple(map(self._dtype, ports))
         on_wire = tuple(map(self._on_wire, dtypes))
         is_dynamic = any(map(self._is_dynamic, ports))
-        return _Way(tag, _label(action), ports, dtypes, on_wire, dtypes != on_wire, is_dynamic)
+        return _MessageFormat(
+            tag, _label(action), ports, dtypes, on_wire, dtypes != on_wire, is_dynamic
+        )
 
-    def _is_dynamic(self, port: Port) -> bool:
+    def _is_dynamic(self, port: BoundaryTensor) -> bool:
         tensor, shape = self._graph.tensors[port.tensor], self._shape(port)
         by_samples = tensor.rows_per_sample == 1 and shape[:1] == tensor.shape[:1]
         return not by_samples or None in shape[1:]
 
-    def _shape(self, port: Port) -> tuple[int | None, ...]:
+    def _shape(self, port: BoundaryTensor) -> tuple[int | None, ...]:
         tensor = self._graph.tensors[port.tensor]
         return (tensor.mask_shape or ()) if port.mask else tensor.shape
 
-    def _dtype(self, port: Port) -> np.dtype[Any]:
+    def _dtype(self, port: BoundaryTensor) -> np.dtype[Any]:
         return numpy_dtype("bool" if port.mask else self._graph.tensors[port.tensor].dtype)
 
     def _on_wire(self, dtype: np.dtype[Any]) -> np.dtype[Any]:

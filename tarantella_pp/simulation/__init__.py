@@ -18,7 +18,7 @@ from tarantella_pp.simulation.scaling import (
 )
 from tarantella_pp.simulation.schedule_search import search_schedule
 from tarantella_pp.simulation.simulator import simulate
-from tarantella_pp.simulation.step_timeline import Event, Timeline
+from tarantella_pp.simulation.step_timeline import Event, StepTimeline
 
 __all__ = [
     "Costs",
@@ -27,7 +27,7 @@ __all__ = [
     "Network",
     "PipelineStep",
     "StageCosts",
-    "Timeline",
+    "StepTimeline",
     "pipeline_step",
     "replicated_seconds",
     "search_schedule",

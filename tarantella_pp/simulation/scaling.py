@@ -13,7 +13,7 @@ from tarantella_pp.schedule.spec import SEARCHED, ScheduleSpec
 from tarantella_pp.simulation.costs import Costs
 from tarantella_pp.simulation.schedule_search import search_schedule
 from tarantella_pp.simulation.simulator import simulate
-from tarantella_pp.simulation.step_timeline import Timeline, idle_fraction
+from tarantella_pp.simulation.step_timeline import StepTimeline, idle_fraction
 
 MOST_PLAYED = 20_000
 """Stages x micro-batches up to which a step is played event by event, in about a second."""
@@ -43,7 +43,7 @@ class PipelineStep:
     gradients_ready: tuple[float, ...]
     peak_bytes: tuple[float, ...]
     serial_seconds: float
-    timeline: Timeline | None
+    timeline: StepTimeline | None
 
     @property
     def num_ranks(self) -> int:
@@ -158,7 +158,7 @@ def replicated_seconds(
     return max(step.step_seconds, *free)
 
 
-def _gradients_ready(timeline: Timeline, num_stages: int) -> tuple[float, ...]:
+def _gradients_ready(timeline: StepTimeline, num_stages: int) -> tuple[float, ...]:
     """Returns when each stage is done with its backward passes."""
     ready = [0.0] * num_stages
     for own in timeline.events:

@@ -7,10 +7,10 @@ from tarantella_pp.schedule.actions import Compute, Message, Transfer
 from tarantella_pp.schedule.replay import Replay
 from tarantella_pp.schedule.schedule import Schedule
 from tarantella_pp.simulation.costs import Costs
-from tarantella_pp.simulation.step_timeline import Event, Timeline
+from tarantella_pp.simulation.step_timeline import Event, StepTimeline
 
 
-def simulate(schedule: Schedule, costs: Costs) -> Timeline:
+def simulate(schedule: Schedule, costs: Costs) -> StepTimeline:
     """Plays one step of a lowered schedule with a clock on each rank.
 
     Sends go on by themselves, as in the runtime.
@@ -38,7 +38,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
         raise ScheduleError(f"Deadlock: ranks {stuck} wait forever; validate() says for what")
     serial = costs.serial_seconds(schedule.num_micro_batches, has_backward=schedule.has_backward)
     events = tuple(map(tuple, replay.events))
-    return Timeline(schedule.name, events, serial, _peak_bytes(schedule, costs))
+    return StepTimeline(schedule.name, events, serial, _peak_bytes(schedule, costs))
 
 
 class _TimedReplay(Replay):

@@ -44,7 +44,7 @@ class Event(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Timeline:
+class StepTimeline:
     """When each rank does what in one step.
 
     Args:

@@ -27,7 +27,7 @@ from tarantella_pp.runtime.tracing.measured_costs import (
     simulated,
     work_between,
 )
-from tarantella_pp.runtime.tracing.recorded_step import MeasuredStep
+from tarantella_pp.runtime.tracing.recorded_step import RecordedStep
 from tarantella_pp.runtime.tracing.recorder import (
     LOGS,
     SUMS,
@@ -73,7 +73,7 @@ def recorded(name, costs=None, steps=2):
             mine.append(Span(LOGS, mine[-1].end, mine[-1].end + 0.5))
             spans.append(tuple(mine))
             ends.append((zero - 0.5, mine[-1].end + 0.25))
-        found.append(MeasuredStep(number, schedule, 32, tuple(ends), tuple(spans)))
+        found.append(RecordedStep(number, schedule, 32, tuple(ends), tuple(spans)))
     return found
 
 
@@ -225,7 +225,7 @@ def test_a_slow_first_micro_batch_counts():
         *step.spans[:2],
         (step.spans[2][0], slow._replace(end=slow.end + 10.0), *step.spans[2][2:]),
     )
-    slower = MeasuredStep(0, step.schedule, 32, step.bounds, spans)
+    slower = RecordedStep(0, step.schedule, 32, step.bounds, spans)
     assert measured_costs([slower]).stages[2].forward == pytest.approx(3.0 + 10.0 / 5)
 
 

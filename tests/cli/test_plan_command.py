@@ -1,4 +1,4 @@
-"""`tarantella plan` on neutral graphs, and on plans that are there: no TensorFlow anywhere."""
+"""`tarantella plan` on external graphs, and on plans that are there: no TensorFlow anywhere."""
 
 from __future__ import annotations
 

@@ -267,4 +267,4 @@ def test_options_of_the_planner_are_refused_by_it(command, script) -> None:
 def test_a_plan_of_a_graph_is_none_of_a_model(command, script) -> None:
     assert command("plan", "make", VGG, "--stages", 2, "-o", "plan.json") == 0
     message = command.fails(1, "plan", "check", "plan.json", f"{script}:small")
-    assert "neutral graph" in message
+    assert "external graph" in message

@@ -16,7 +16,7 @@ from keras import layers
 import tarantella_pp
 from tarantella_pp.models.pipeline_model import PipelineModel
 from tarantella_pp.runtime import autotune
-from tarantella_pp.runtime.optimizer_step import Update
+from tarantella_pp.runtime.optimizer_step import OptimizerStep
 from tests.helpers.training import (
     distance,
     floats,
@@ -171,7 +171,7 @@ def test_a_step_ends_before_ctrl_c_does():
 def test_an_error_between_two_stages_updates_is_told(monkeypatch):
     model = pipeline_of_all_kinds()
     train(model)
-    apply, stages = Update._apply_stage, []
+    apply, stages = OptimizerStep._apply_stage, []
 
     def fail_at_the_second(self, stage, collected):
         stages.append(stage)
@@ -179,7 +179,7 @@ def test_an_error_between_two_stages_updates_is_told(monkeypatch):
             fail()
         return apply(self, stage, collected)
 
-    monkeypatch.setattr(Update, "_apply_stage", fail_at_the_second)
+    monkeypatch.setattr(OptimizerStep, "_apply_stage", fail_at_the_second)
     with pytest.raises(BadAppleError) as error:
         train(model)
     assert TORN in error.value.__notes__[0]
@@ -188,7 +188,7 @@ def test_an_error_between_two_stages_updates_is_told(monkeypatch):
 def test_a_search_for_a_schedule_that_fails_is_made_again(monkeypatch):
     monkeypatch.setattr(autotune, "MEASURED", 1)
     reference, model = Reference(), pipeline_of_all_kinds(schedule="zb-auto")
-    search, searched = autotune.Tuning._search, []
+    search, searched = autotune.Autotune._search, []
 
     def fail_at_first(self, costs):
         searched.append(costs)
@@ -196,7 +196,7 @@ def test_a_search_for_a_schedule_that_fails_is_made_again(monkeypatch):
             fail()
         return search(self, costs)
 
-    monkeypatch.setattr(autotune.Tuning, "_search", fail_at_first)
+    monkeypatch.setattr(autotune.Autotune, "_search", fail_at_first)
     for _ in range(3):
         check(model, reference)
     with pytest.raises(BadAppleError):

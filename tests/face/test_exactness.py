@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 from tarantella_pp.runtime.batch.batch_step import BatchStep
-from tarantella_pp.runtime.executor import Execution
+from tarantella_pp.runtime.executor import Executor
 from tarantella_pp.runtime.modules import gradient_accumulator
 from tarantella_pp.schedule import TRAINING_NAMES, ScheduleSpec
 from tests.helpers.training import (
@@ -105,20 +105,20 @@ def test_gradients_of_wide_layers_are_collected_by_their_factors(micro_batches, 
     model = make(CASES["wide"], num_stages=2, num_micro_batches=micro_batches)
     model.train_on_batch(CASES["wide"].x[:8], CASES["wide"].y[:8])
     for stage in model._engine.stages.values():
-        sums = stage.body.sums
+        sums = stage.module.accumulator
         kinds = {len(w.shape): k for w, k in zip(sums.weights, sums._kinds, strict=True)}
         assert kinds in ({2: kind, 1: "dense"}, {2: kind})
 
 
 def test_gradients_of_wide_layers_that_do_not_all_fit_give_the_numbers_of_keras(monkeypatch):
     on_the_way = []
-    keep_up = gradient_accumulator.GradientSums.keep_up
+    flush_overdue = gradient_accumulator.GradientAccumulator.flush_overdue
 
     def counted(self):
-        on_the_way.append(keep_up(self))
+        on_the_way.append(flush_overdue(self))
         return on_the_way[-1]
 
-    monkeypatch.setattr(gradient_accumulator.GradientSums, "keep_up", counted)
+    monkeypatch.setattr(gradient_accumulator.GradientAccumulator, "flush_overdue", counted)
     case = CASES["wide"]
     options = {"num_stages": 2, "num_micro_batches": 16, "schedule": "zb-h1"}
     models = make(case), make(case, **options)
@@ -133,14 +133,14 @@ def test_gradients_of_wide_layers_that_do_not_all_fit_give_the_numbers_of_keras(
 def updated_ahead(monkeypatch):
     """Lets a rank believe that it waits before each computation; counts the updates it does."""
     ahead = []
-    await_messages = Execution._await_messages
+    await_messages = Executor._await_messages
 
     def waiting(self, layout, action):
         while self._update_ahead():
             ahead.append(action)
         return await_messages(self, layout, action)
 
-    monkeypatch.setattr(Execution, "_await_messages", waiting)
+    monkeypatch.setattr(Executor, "_await_messages", waiting)
     return ahead
 
 
@@ -176,7 +176,7 @@ def forgetful(run):
     """Leaves out the backward pass of the second micro-batch."""
 
     def without(self, stage, action, step, *args):
-        sums = stage.body.sums
+        sums = stage.module.accumulator
         before = [None if d is None else d.numpy() for d in sums._dense]
         run(self, stage, action, step, *args)
         if action.micro_batch == 1:
@@ -194,7 +194,7 @@ def test_a_wrong_share_of_a_micro_batch_is_noticed(monkeypatch):
 
 
 def test_a_micro_batch_without_gradients_is_noticed(monkeypatch):
-    monkeypatch.setattr(Execution, "_backward", forgetful(Execution._backward))
+    monkeypatch.setattr(Executor, "_backward", forgetful(Executor._backward))
     found = finish(make(CASES["mlp"], num_stages=2, num_micro_batches=3), CASES["mlp"])
     assert distance(serial("mlp"), found) > 1e-4
 
@@ -202,7 +202,7 @@ def test_a_micro_batch_without_gradients_is_noticed(monkeypatch):
 @pytest.mark.slow
 def test_merged_rows_of_an_embedding_are_noticed(monkeypatch):
     """Keras' Adam treats the slices of a row one by one; a merged sum gives other numbers."""
-    honest = gradient_accumulator.GradientSums.gradient
+    honest = gradient_accumulator.GradientAccumulator.gradient
 
     def merged(self, index, collected):
         gradient = honest(self, index, collected)
@@ -210,7 +210,7 @@ def test_merged_rows_of_an_embedding_are_noticed(monkeypatch):
             return tf.convert_to_tensor(gradient)
         return gradient
 
-    monkeypatch.setattr(gradient_accumulator.GradientSums, "gradient", merged)
+    monkeypatch.setattr(gradient_accumulator.GradientAccumulator, "gradient", merged)
     name = "embedding_adamw"
     found = finish(make(CASES[name], num_stages=2, num_micro_batches=1), CASES[name])
     assert distance(serial(name), found) > 1e-6

@@ -14,7 +14,7 @@ import keras
 import pytest
 
 import tarantella_pp as tnt
-from tarantella_pp.partition.external.external_plan import GraphPlan
+from tarantella_pp.partition.external.external_plan import ExternalPlan
 from tests.helpers.training import (
     BATCH,
     CASES,
@@ -37,7 +37,7 @@ def test_there_is_one_of_each_kind():
 @pytest.mark.parametrize("path", FILES, ids=names(FILES))
 def test_they_load_and_keep_all_they_say(path):
     fields = json.loads(path.read_text())
-    kind = GraphPlan if fields["format"].endswith("graph_plan") else tnt.Plan
+    kind = ExternalPlan if fields["format"].endswith("graph_plan") else tnt.Plan
     plan = kind.load(path)
     again = json.loads(plan.to_json())
     assert {name: again.get(name) for name in fields} == fields

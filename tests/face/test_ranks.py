@@ -88,7 +88,7 @@ def train_cases(cases):
     forward = Stage.forward
 
     def counted(self, *arguments):
-        ran.append(self.layout.index)
+        ran.append(self.boundary.index)
         return forward(self, *arguments)
 
     Stage.forward = counted

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 from hypothesis import strategies as st
 
-from tarantella_pp.partition.costs.stage_costs import Costs
+from tarantella_pp.partition.costs.stage_costs import StageCostModel
 from tarantella_pp.partition.graph.layer_graph import (
     LayerGraph,
     Node,
@@ -89,7 +89,7 @@ def plan_of(graph, num_stages, *, schedule="1f1b", micro_batches=8, limit=None, 
     )
     total = len(graph.nodes)
     assignment = tuple(i * num_stages // total for i in range(total))
-    costs = Costs(graph, [2 * w.bytes for w in graph.weights], options.rows)
+    costs = StageCostModel(graph, [2 * w.bytes for w in graph.weights], options.micro_batch_size)
     stages = costs.stages(assignment, options.in_flight)
     largest = max(stage.memory_bytes for stage in stages)
     return Plan(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from tarantella_pp.partition.costs.stage_costs import Costs
+from tarantella_pp.partition.costs.stage_costs import StageCostModel
 from tarantella_pp.partition.graph.layer_graph import (
     LayerGraph,
     Node,
@@ -58,7 +58,7 @@ def chain_graph(length=4, width=8):
 def plan_of(graph, assignment, **changes):
     """The plan of an assignment, with two optimizer slots and 4 micro-batches of 8 samples."""
     num_stages = max(assignment) + 1
-    costs = Costs(graph, [2 * weight.bytes for weight in graph.weights], 8)
+    costs = StageCostModel(graph, [2 * weight.bytes for weight in graph.weights], 8)
     plan = Plan(
         model="chain",
         num_stages=num_stages,

@@ -22,7 +22,7 @@ from keras.src.trainers.data_adapters.array_slicing import train_validation_spli
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 
 from tarantella_pp.keras_internals import training
-from tarantella_pp.runtime.tf_graph.compiled_function import Compiled
+from tarantella_pp.runtime.tf_graph.compiled_function import CompiledFunction
 
 pytestmark = pytest.mark.keras
 
@@ -286,7 +286,9 @@ def test_compiled_functions_are_called_directly():
         f"TensorFlow {tf.__version__} has changed what runtime/tf_graph/compiled_function.py uses: "
     )
     variable = tf.Variable(2.0)
-    compiled = Compiled(lambda x: [x * variable, x + 1.0], [tf.TensorSpec([None], tf.float32)])
+    compiled = CompiledFunction(
+        lambda x: [x * variable, x + 1.0], [tf.TensorSpec([None], tf.float32)]
+    )
     for name in ("inference_fn", "captured_inputs"):
         assert hasattr(compiled._concrete, name), advice + f"ConcreteFunction.{name}"
     assert hasattr(compiled._concrete.inference_fn, "call_flat"), advice + "call_flat"
@@ -295,7 +297,7 @@ def test_compiled_functions_are_called_directly():
     assert second.numpy().tolist() == [2.0, 4.0]
     variable.assign(3.0)
     assert compiled(tf.constant([1.0]))[0].numpy().tolist() == [3.0]
-    assert Compiled(lambda x: None, [tf.TensorSpec([], tf.float32)])(tf.constant(1.0)) == []
+    assert CompiledFunction(lambda x: None, [tf.TensorSpec([], tf.float32)])(tf.constant(1.0)) == []
 
 
 def test_models_remember_the_strategy_they_were_made_in(model):

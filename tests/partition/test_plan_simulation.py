@@ -17,7 +17,7 @@ from tarantella_pp.partition.plan.plan_simulation import (
     PlanSimulation,
     with_bubble,
 )
-from tarantella_pp.partition.plan_search import Chooser
+from tarantella_pp.partition.plan_search import PlanSearch
 from tarantella_pp.partition.planner import Planner
 from tarantella_pp.schedule import (
     SEARCHED,
@@ -55,7 +55,7 @@ def plan_of(spec, micro_batches, **given):
         "memory_limit": None,
         "recompute": "none",
     }
-    found = Chooser(planner(), HardwareSpec(), {**options, **given}, spec).best()
+    found = PlanSearch(planner(), HardwareSpec(), {**options, **given}, spec).best()
     return with_bubble(found[1])
 
 

@@ -14,8 +14,8 @@ from tarantella_pp.errors import (
     ScheduleError,
     UnsupportedModelError,
 )
-from tarantella_pp.partition.costs.optimizer_slots import slot_bytes
-from tarantella_pp.partition.costs.stage_costs import NOTHING, Costs
+from tarantella_pp.partition.costs.optimizer_slots import optimizer_state_bytes
+from tarantella_pp.partition.costs.stage_costs import NOTHING, StageCostModel
 from tarantella_pp.partition.extraction.keras_reader import extract
 from tarantella_pp.partition.formulation import problem_of
 from tarantella_pp.partition.options import PlanOptions
@@ -74,7 +74,7 @@ def best_by_hand(costs, in_flight, repeats=NOTHING):
         if any(assignment[a] > assignment[b] for a, b in graph.digraph.edges):
             continue
         stages = costs.stages(assignment, in_flight, repeats)
-        best = min(best, max(stage.lasting_bytes for stage in stages))
+        best = min(best, max(stage.balanced_bytes for stage in stages))
     return best
 
 
@@ -94,11 +94,11 @@ def test_the_plan_is_the_best_of_all(build, num_stages):
     model, _ = build()
     plan = make_plan(model, num_stages, num_micro_batches=4, optimizer="sgd")
     graph = extract(model).graph
-    costs = Costs(graph, slot_bytes("sgd", graph.weights), rows=8)
+    costs = StageCostModel(graph, optimizer_state_bytes("sgd", graph.weights), micro_batch_size=8)
     best = best_by_hand(costs, list(range(num_stages, 0, -1)))
     assert plan.certificate.value == best
     assert plan.certificate.lower_bound <= best
-    largest = max(stage.lasting_bytes for stage in plan.stages)
+    largest = max(stage.balanced_bytes for stage in plan.stages)
     assert largest == plan.certificate.value
     if build is not keras_models.two_in_two_out:  # its branches part after a tensor both need again
         assert plan.certificate.optimal
@@ -121,7 +121,7 @@ def test_the_plan_is_the_best_of_all_that_recompute(build, recompute, schedule):
     plan = planner.plan(options)
     best = best_by_hand(planner.costs(options), options.in_flight, options.repeats)
     assert plan.certificate.lower_bound <= best <= plan.certificate.value
-    assert plan.certificate.value == max(s.lasting_bytes for s in plan.stages)
+    assert plan.certificate.value == max(s.balanced_bytes for s in plan.stages)
     if recompute == "all":
         assert plan.certificate.value <= 1.05 * best
     if plan.certificate.optimal:
@@ -168,14 +168,17 @@ def is_legal(graph, assignment):
 def test_solvers_and_tables_count_the_same_memory(build):
     """Exactly in the order of the nodes, and between the bounds in any other."""
     graph = extract(build()[0]).graph
-    costs, options = Costs(graph, slot_bytes(None, graph.weights), rows=3), options_of()
+    costs, options = (
+        StageCostModel(graph, optimizer_state_bytes(None, graph.weights), micro_batch_size=3),
+        options_of(),
+    )
     exact, cautious = (problem_of(costs, options, cautious=c) for c in (False, True))
     repeating = options_of(recompute="all")
     repeated = recomputing(problem_of(costs, repeating), costs, repeating)
 
     def memory(assignment, repeats=NOTHING):
         stages = costs.stages(assignment, options.in_flight, repeats)
-        return [stage.lasting_bytes for stage in stages]
+        return [stage.balanced_bytes for stage in stages]
 
     for seed in range(20):
         assignment = random_stages(graph, 3, seed)

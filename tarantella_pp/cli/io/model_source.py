@@ -1,4 +1,4 @@
-"""The MODEL of a command: a neutral graph, a `.keras` file, a function or an application."""
+"""The MODEL of a command: an external graph, a `.keras` file, a function or an application."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from tarantella_pp.cli.io.quiet_keras import quiet_keras
 from tarantella_pp.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from tarantella_pp.partition.external.external_graph import NeutralGraph
+    from tarantella_pp.partition.external.external_graph import ExternalGraph
 
 FORMS = "a .keras file, module:function, script.py:function, a keras.applications name"
-HELP = f"{FORMS}, or a neutral graph as .json"
+HELP = f"{FORMS}, or an external graph as .json"
 
 
 def is_graph(source: str) -> bool:
-    """Whether a MODEL is a neutral graph, which needs no Keras.
+    """Whether a MODEL is an external graph, which needs no Keras.
 
     Args:
         source: What stands on the command line.
@@ -25,8 +25,8 @@ def is_graph(source: str) -> bool:
     return source.endswith(".json")
 
 
-def read_graph(source: str) -> NeutralGraph:
-    """Reads a neutral graph.
+def read_graph(source: str) -> ExternalGraph:
+    """Reads an external graph.
 
     Args:
         source: Its file.

@@ -1,4 +1,4 @@
-"""Reads plans of either kind: of a Keras model, or of a neutral graph."""
+"""Reads plans of either kind: of a Keras model, or of an external graph."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import msgspec
 
 from tarantella_pp.cli.io.output import existing_file
 from tarantella_pp.errors import ConfigurationError, PlanError
-from tarantella_pp.partition.external.external_plan import GraphPlan
+from tarantella_pp.partition.external.external_plan import ExternalPlan
 from tarantella_pp.partition.graph.json_record import read
 from tarantella_pp.partition.plan.plan import Plan
 
-AnyPlan: TypeAlias = Plan | GraphPlan
+AnyPlan: TypeAlias = Plan | ExternalPlan
 
 
 class _Kind(msgspec.Struct):
@@ -36,7 +36,7 @@ def load_plan(path: str) -> AnyPlan:
     file = existing_file(path)
     try:
         text = read(file, "plan")
-        return (GraphPlan if _is_of_graph(text) else Plan).from_json(text)
+        return (ExternalPlan if _is_of_graph(text) else Plan).from_json(text)
     except PlanError as error:
         raise ConfigurationError(f"{path}: {error}") from None
 
@@ -58,13 +58,13 @@ def load_model_plan(path: str, purpose: str) -> Plan:
     plan = load_plan(path)
     if not isinstance(plan, Plan):
         raise ConfigurationError(
-            f"{path}: this is the plan of a neutral graph; {purpose} needs that of a Keras model."
+            f"{path}: this is the plan of an external graph; {purpose} needs that of a Keras model."
         )
     return plan
 
 
 def _is_of_graph(text: bytes) -> bool:
-    """Whether a file says that it is the plan of a neutral graph."""
+    """Whether a file says that it is the plan of an external graph."""
     try:
         return msgspec.json.decode(text, type=_Kind).format == "tarantella_pp.graph_plan"
     except (msgspec.MsgspecError, UnicodeError, RecursionError):

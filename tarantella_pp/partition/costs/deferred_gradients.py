@@ -12,7 +12,7 @@ _MANY_FACTORS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Chunking:
+class MatmulChunks:
     """How the factors of a weight's gradients are collected, and multiplied a chunk at a time.
 
     The gradient of a dense layer's kernel is the product of two matrices with a row for each
@@ -30,7 +30,7 @@ class Chunking:
     fits: bool
 
     @classmethod
-    def of(cls, micro_batches: int, rows: int, inputs: int, outputs: int) -> Chunking | None:
+    def of(cls, micro_batches: int, rows: int, inputs: int, outputs: int) -> MatmulChunks | None:
         """Decides for a weight.
 
         Args:

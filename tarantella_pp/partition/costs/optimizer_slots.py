@@ -18,7 +18,7 @@ from tarantella_pp.partition.graph.units import item_bytes
 _PRIMES = (2, 3, 5, 7, 11, 13, 17, 19)
 
 
-def slot_bytes(optimizer: Any, weights: Sequence[Weight]) -> tuple[int, ...]:
+def optimizer_state_bytes(optimizer: Any, weights: Sequence[Weight]) -> tuple[int, ...]:
     """Returns the bytes of the optimizer's slots for each variable.
 
     Args:
@@ -53,7 +53,7 @@ def optimizer_name(optimizer: Any) -> str:
     """Returns how to call the optimizer that slots are counted for.
 
     Args:
-        optimizer: As of `slot_bytes`.
+        optimizer: As of `optimizer_state_bytes`.
     """
     if optimizer is None:
         return "Adam (assumed)"

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 
-from tarantella_pp.partition.costs.deferred_gradients import Chunking
+from tarantella_pp.partition.costs.deferred_gradients import MatmulChunks
 from tarantella_pp.partition.graph.layer_graph import (
     LayerGraph,
     Node,
@@ -171,7 +171,7 @@ def factor_bytes(
             given, made = graph.tensors[node.inputs[0]], graph.tensors[node.outputs[0]]
             inputs, outputs = kernel.shape
             samples = made.bytes_per_sample // item_bytes(made.dtype) // outputs
-            chunking = Chunking.of(micro_batches, rows * samples, inputs, outputs)
+            chunking = MatmulChunks.of(micro_batches, rows * samples, inputs, outputs)
             if chunking is not None and chunking.number > 1:
                 factors = rows * (given.bytes_per_sample + made.bytes_per_sample)
                 besides += chunking.beside_sum * factors

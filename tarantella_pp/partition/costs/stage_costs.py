@@ -35,7 +35,7 @@ NOTHING: Mapping[int, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
-class Costs:
+class StageCostModel:
     """A layer graph together with what its costs depend on besides.
 
     The figures of the nodes are those of the graph: to plan with measured ones, put them into
@@ -44,7 +44,7 @@ class Costs:
     Attributes:
         graph: The layer graph.
         slots: Bytes of optimizer slots for each variable of the graph.
-        rows: Samples of one micro-batch.
+        micro_batch_size: Samples of one micro-batch.
         seconds: Seconds of each node's forward and backward pass for one micro-batch; `None`
             where nothing was measured.
         micro_batches: Micro-batches of a step.
@@ -54,7 +54,7 @@ class Costs:
 
     graph: LayerGraph
     slots: Sequence[int]
-    rows: int
+    micro_batch_size: int
     seconds: Sequence[tuple[float, float]] | None = None
     micro_batches: int = 1
     outputs: OutputUse | None = None
@@ -96,7 +96,9 @@ class Costs:
         """
         if tensor.mask_shape is None:
             return 0
-        return self.rows * math.prod(sample_shape(tensor.mask_shape, self.graph.assumed_size or 1))
+        return self.micro_batch_size * math.prod(
+            sample_shape(tensor.mask_shape, self.graph.assumed_size or 1)
+        )
 
     def cuts(self, assignment: Sequence[int]) -> tuple[CutEdge, ...]:
         """Returns the tensors that are sent between stages.
@@ -110,7 +112,7 @@ class Costs:
                 source=source,
                 targets=targets,
                 dtype=tensor.dtype,
-                bytes=self.rows * tensor.bytes_per_sample,
+                bytes=self.micro_batch_size * tensor.bytes_per_sample,
                 has_gradient=tensor.has_gradient,
                 mask_bytes=self.mask_bytes(tensor),
             )
@@ -171,17 +173,19 @@ class Costs:
         kept, repeated = self._kept_bytes(nodes, again=repeats > 0)
         names = {self.graph.tensors[t].name for t in self._kept(nodes, again=repeats > 0)}
         received, sent, returned = message_bytes(cuts, stage, in_flight, names)
-        backward = returned + backward_bytes(self.graph, nodes, self.rows)
+        backward = returned + backward_bytes(self.graph, nodes, self.micro_batch_size)
         own = [weight for weight in weights if users[weight.id][0] == stage]
         update = update_bytes(self.graph, own, self.slots) + tie_bytes(weights, users, stage)
         update -= in_flight * kept + repeats * repeated  # which is gone by then
         made = OutputBytes()
         if self.outputs is not None and stage == last:
-            rows, count = self.rows, self.micro_batches
+            rows, count = self.micro_batch_size, self.micro_batches
             held = self._kept(nodes, again=repeats > 0)
             made = output_bytes(self.graph, rows, count, in_flight, self.outputs, held)
         end = made.end - in_flight * kept - repeats * repeated
-        factors, product = factor_bytes(self.graph, nodes, self.rows, self.micro_batches)
+        factors, product = factor_bytes(
+            self.graph, nodes, self.micro_batch_size, self.micro_batches
+        )
         times = None if self.seconds is None else [self.seconds[i] for i in ids]
         return StagePlan(
             first=nodes[0].name,
@@ -214,14 +218,20 @@ class Costs:
         """Returns what a stage of these nodes keeps of a micro-batch, and what it makes again."""
         tensors = self.graph.tensors
         kept = self._kept(nodes, again=False)
-        inside = math.ceil(self.rows * sum(node.residual_bytes for node in nodes))
+        inside = math.ceil(self.micro_batch_size * sum(node.residual_bytes for node in nodes))
         if not again:
-            return self.rows * sum(tensors[t].bytes_per_sample for t in kept) + inside, 0
+            return self.micro_batch_size * sum(
+                tensors[t].bytes_per_sample for t in kept
+            ) + inside, 0
         inputs = self._kept(nodes, again=True)
         given = (tensors[t] for t in _given(nodes))
         masks = sum(self.mask_bytes(one) for one in given if one.producer is not None)
-        repeated = self.rows * sum(tensors[t].bytes_per_sample for t in kept - inputs) + inside
-        return self.rows * sum(tensors[t].bytes_per_sample for t in inputs) + masks, repeated
+        repeated = (
+            self.micro_batch_size * sum(tensors[t].bytes_per_sample for t in kept - inputs) + inside
+        )
+        return self.micro_batch_size * sum(
+            tensors[t].bytes_per_sample for t in inputs
+        ) + masks, repeated
 
 
 def _given(nodes: Sequence[Node]) -> set[int]:

@@ -36,8 +36,8 @@ _TOP_FIELDS = frozenset(["name", "family", "mode", "units", "meta", "nodes", "ed
 
 
 @dataclass(frozen=True, slots=True)
-class NeutralNode:
-    """An operation of a neutral graph.
+class ExternalNode:
+    """An operation of an external graph.
 
     Attributes:
         name: Its name, for people.
@@ -53,7 +53,7 @@ class NeutralNode:
 
 
 @dataclass(frozen=True, slots=True)
-class NeutralGraph:
+class ExternalGraph:
     """A layer graph without a framework.
 
     Attributes:
@@ -65,14 +65,14 @@ class NeutralGraph:
     """
 
     name: str
-    nodes: tuple[NeutralNode, ...]
+    nodes: tuple[ExternalNode, ...]
     edges: tuple[tuple[int, int], ...]
     tensors: tuple[TensorCost, ...]
     units: Mapping[str, str] = field(default_factory=dict, hash=False)
 
 
-def load_graph(path: str | Path) -> NeutralGraph:
-    """Reads a neutral graph from a JSON file.
+def load_graph(path: str | Path) -> ExternalGraph:
+    """Reads an external graph from a JSON file.
 
     Args:
         path: The file.
@@ -102,8 +102,8 @@ def load_graph(path: str | Path) -> NeutralGraph:
         raise GraphError(f"{path}: {error}") from error
 
 
-def loads_graph(text: str) -> NeutralGraph:
-    """Reads a neutral graph from JSON text.
+def loads_graph(text: str) -> ExternalGraph:
+    """Reads an external graph from JSON text.
 
     Args:
         text: The JSON.
@@ -123,8 +123,8 @@ def loads_graph(text: str) -> NeutralGraph:
     return graph_from_dict(data)
 
 
-def graph_from_dict(data: Any) -> NeutralGraph:
-    """Checks a neutral graph that is already parsed.
+def graph_from_dict(data: Any) -> ExternalGraph:
+    """Checks an external graph that is already parsed.
 
     Args:
         data: The JSON object: `nodes` (id, time, memory ...), `edges` (src, dst, comm, bytes,
@@ -146,20 +146,20 @@ def graph_from_dict(data: Any) -> NeutralGraph:
     else:
         tensors = _tensors_of_edges(top["edges"])
     name = fields.text(top.get("name", "graph"), "`name`")
-    graph = NeutralGraph(name, nodes, edges, tensors, _units(top.get("units", {})))
+    graph = ExternalGraph(name, nodes, edges, tensors, _units(top.get("units", {})))
     _check_acyclic(graph)
     return graph
 
 
 def to_problem(
-    graph: NeutralGraph,
+    graph: ExternalGraph,
     num_stages: int,
     objective: Objective,
     *,
     memory_limit: float | Sequence[float] | None = None,
     exactly: bool = False,
 ) -> Problem:
-    """Makes the partition problem of a neutral graph; memory and time count as given.
+    """Makes the partition problem of an external graph; memory and time count as given.
 
     Args:
         graph: The graph.
@@ -201,7 +201,7 @@ def _units(value: Any) -> dict[str, str]:
     }
 
 
-def _nodes(records: list[Any]) -> tuple[NeutralNode, ...]:
+def _nodes(records: list[Any]) -> tuple[ExternalNode, ...]:
     if not records:
         raise GraphError("A graph has at least one node. Received: nodes=[]")
     nodes = []
@@ -214,7 +214,7 @@ def _nodes(records: list[Any]) -> tuple[NeutralNode, ...]:
             )
         name = fields.text(node.get("name", f"node{place}"), f"{where}.name")
         costs = {key: fields.cost(node.get(key, 0.0), f"{where}.{key}") for key in _NODE_COSTS}
-        nodes.append(NeutralNode(name, costs["time"], costs["memory"], costs["flops"]))
+        nodes.append(ExternalNode(name, costs["time"], costs["memory"], costs["flops"]))
     return tuple(nodes)
 
 
@@ -278,7 +278,7 @@ def _tensors_of_edges(records: list[dict[str, Any]]) -> tuple[TensorCost, ...]:
     )
 
 
-def _check_acyclic(graph: NeutralGraph) -> None:
+def _check_acyclic(graph: ExternalGraph) -> None:
     preds, _ = adjacency(len(graph.nodes), graph.edges)
     if cycle := find_cycle(preds):
         path = " -> ".join(map(str, cycle))

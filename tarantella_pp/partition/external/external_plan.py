@@ -1,4 +1,4 @@
-"""The plan of a neutral graph: what a `Plan` is for a Keras model, in the graph's own units."""
+"""The plan of an external graph: what a `Plan` is for a Keras model, in the graph's own units."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tarantella_pp.partition.graph.json_record import JsonRecord
 from tarantella_pp.partition.solvers.problem.certificate import Certificate
 
 
-class GraphStage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ExternalStage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One stage and what it costs, in the units of the graph.
 
     Attributes:
@@ -30,8 +30,8 @@ class GraphStage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     comm: float
 
 
-class GraphPlan(JsonRecord, frozen=True, tag_field="format", tag="tarantella_pp.graph_plan"):
-    """Which stage runs which node of a neutral graph, and what that costs.
+class ExternalPlan(JsonRecord, frozen=True, tag_field="format", tag="tarantella_pp.graph_plan"):
+    """Which stage runs which node of an external graph, and what that costs.
 
     Attributes:
         graph: Name of the graph.
@@ -56,7 +56,7 @@ class GraphPlan(JsonRecord, frozen=True, tag_field="format", tag="tarantella_pp.
     memory_limit: tuple[float, ...] | None
     assignment: tuple[int, ...]
     certificate: Certificate
-    stages: tuple[GraphStage, ...]
+    stages: tuple[ExternalStage, ...]
     cut_bytes: float
     cut_comm: float
     node_names: tuple[str, ...]
@@ -73,7 +73,7 @@ class GraphPlan(JsonRecord, frozen=True, tag_field="format", tag="tarantella_pp.
             raise PlanError(f"This is no valid plan: {problem}")
 
 
-def _problems(plan: GraphPlan) -> Iterator[str]:
+def _problems(plan: ExternalPlan) -> Iterator[str]:
     """Finds what in a plan does not fit together."""
     if plan.version != 1:
         yield f"its version must be 1. Received: version={plan.version}"

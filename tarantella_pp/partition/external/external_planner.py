@@ -1,4 +1,4 @@
-"""From a neutral graph to its plan, and whether a plan is one of a graph."""
+"""From an external graph to its plan, and whether a plan is one of a graph."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import math
 from collections.abc import Iterator, Sequence
 
 from tarantella_pp.errors import ConfigurationError, PlanError
-from tarantella_pp.partition.external.external_graph import NeutralGraph, to_problem
-from tarantella_pp.partition.external.external_plan import GraphPlan, GraphStage
+from tarantella_pp.partition.external.external_graph import ExternalGraph, to_problem
+from tarantella_pp.partition.external.external_plan import ExternalPlan, ExternalStage
 from tarantella_pp.partition.solvers.problem.problem import Objective, Problem
 
 
 def plan_graph(
-    graph: NeutralGraph,
+    graph: ExternalGraph,
     num_stages: int,
     balance: Objective = "memory",
     memory_limit: float | Sequence[float] | None = None,
-) -> GraphPlan:
-    """Plans the stages of a neutral graph; memory and time count as its file gives them.
+) -> ExternalPlan:
+    """Plans the stages of an external graph; memory and time count as its file gives them.
 
     Args:
         graph: The graph.
@@ -48,7 +48,7 @@ def plan_graph(
         places = {stage: place for place, stage in enumerate(sorted(set(assignment)))}
         assignment = tuple(places[stage] for stage in assignment)
     found = problem.evaluate(assignment)
-    return GraphPlan(
+    return ExternalPlan(
         graph=graph.name,
         num_stages=num_stages,
         balance=balance,
@@ -63,7 +63,7 @@ def plan_graph(
     )
 
 
-def check_plan(plan: GraphPlan, graph: NeutralGraph) -> None:
+def check_plan(plan: ExternalPlan, graph: ExternalGraph) -> None:
     """Checks that a plan is one of this graph, and that its figures are right.
 
     Args:
@@ -96,7 +96,7 @@ def check_plan(plan: GraphPlan, graph: NeutralGraph) -> None:
             )
 
 
-def _figures(plan: GraphPlan, problem: Problem) -> Iterator[tuple[str, float, float]]:
+def _figures(plan: ExternalPlan, problem: Problem) -> Iterator[tuple[str, float, float]]:
     """Yields each figure of a plan: its name, as the graph has it, and as the plan has it."""
     for index, (ours, stage) in enumerate(
         zip(_stages(problem, plan.assignment), plan.stages, strict=True)
@@ -109,13 +109,13 @@ def _figures(plan: GraphPlan, problem: Problem) -> Iterator[tuple[str, float, fl
     yield "communication cut", found.cut_comm, plan.cut_comm
 
 
-def _stages(problem: Problem, assignment: Sequence[int]) -> Iterator[GraphStage]:
+def _stages(problem: Problem, assignment: Sequence[int]) -> Iterator[ExternalStage]:
     found = problem.evaluate(assignment)
     counts = [0] * problem.num_stages
     for stage in assignment:
         counts[stage] += 1
     for stage, nodes in enumerate(counts):
-        yield GraphStage(
+        yield ExternalStage(
             nodes,
             float(found.stage_memory[stage]),
             float(found.stage_work[stage]),

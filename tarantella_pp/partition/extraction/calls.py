@@ -54,7 +54,7 @@ class Call:
         return tuple(dict.fromkeys(self.bindings.values()))
 
 
-class Draft:
+class GraphBuilder:
     """Collects the tensors and calls of a model in the order in which Keras runs them.
 
     Attributes:
@@ -104,7 +104,9 @@ class Draft:
         self._names[name] += 1
         return name
 
-    def pruned(self, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> tuple[Draft, list[int]]:
+    def pruned(
+        self, inputs: tuple[int, ...], outputs: tuple[int, ...]
+    ) -> tuple[GraphBuilder, list[int]]:
         """Leaves out operations whose results nobody reads, and numbers the tensors anew.
 
         Opening a nested model leaves such operations behind: those that computed a mask which
@@ -125,7 +127,7 @@ class Draft:
                 needed.update(call.inputs, call.outputs)
                 calls.append(call)
         numbers = [-1] * len(self.tensors)
-        result = Draft()
+        result = GraphBuilder()
         for old in sorted(needed):
             numbers[old] = len(result.tensors)
             result.tensors.append(msgspec.structs.replace(self.tensors[old], id=numbers[old]))

@@ -9,9 +9,9 @@ import msgspec
 
 from tarantella_pp.keras_internals.functional import trained_variables
 from tarantella_pp.partition.extraction.call_shapes import SizedTensor, sized_call
-from tarantella_pp.partition.extraction.calls import Call, Draft
+from tarantella_pp.partition.extraction.calls import Call, GraphBuilder
 from tarantella_pp.partition.extraction.flops import forward_flops
-from tarantella_pp.partition.extraction.saved_activations import residuals
+from tarantella_pp.partition.extraction.saved_activations import saved_activations
 from tarantella_pp.partition.graph.layer_graph import (
     LayerGraph,
     Node,
@@ -28,7 +28,7 @@ _ALIASES = {
 
 
 def graph_of(
-    draft: Draft,
+    draft: GraphBuilder,
     variables: tuple[Any, ...],
     *,
     inputs: tuple[int, ...],
@@ -69,7 +69,7 @@ def graph_of(
 
 
 def _tensors(
-    draft: Draft, nodes: tuple[Node, ...], sized: list[SizedTensor], rows: list[int]
+    draft: GraphBuilder, nodes: tuple[Node, ...], sized: list[SizedTensor], rows: list[int]
 ) -> tuple[Tensor, ...]:
     producers = {t: node.id for node in nodes for t in node.outputs}
     consumers: list[list[int]] = [[] for _ in draft.tensors]
@@ -94,7 +94,9 @@ def _tensors(
     )
 
 
-def _sized_tensors(draft: Draft, gradients: list[bool], assumed_size: int) -> list[SizedTensor]:
+def _sized_tensors(
+    draft: GraphBuilder, gradients: list[bool], assumed_size: int
+) -> list[SizedTensor]:
     return [
         SizedTensor(
             id=t,
@@ -117,7 +119,7 @@ def _node(
         tuple(weight.shape for weight in weights if weight.trainable),
     )
     flops, flops_source = forward_flops(described)
-    kept = residuals(described)
+    kept = saved_activations(described)
     times = max((rows[t] for t in (*call.inputs, *call.outputs)), default=1)
     return Node(
         id=i,
@@ -150,7 +152,7 @@ def _weight(i: int, variable: Any, stateful: bool) -> Weight:
 
 
 def _gradients(
-    draft: Draft, weights: tuple[Weight, ...], uses: list[tuple[int, ...]]
+    draft: GraphBuilder, weights: tuple[Weight, ...], uses: list[tuple[int, ...]]
 ) -> list[bool]:
     """Returns for each tensor whether the backward pass sends a gradient over it."""
     flows = [False] * len(draft.tensors)

@@ -15,7 +15,7 @@ from tarantella_pp.keras_internals.functional import (
     states_of,
     tree,
 )
-from tarantella_pp.partition.extraction.calls import Call, Draft
+from tarantella_pp.partition.extraction.calls import Call, GraphBuilder
 from tarantella_pp.partition.extraction.graph_builder import graph_of
 from tarantella_pp.partition.extraction.masks import mask_flow, symbolic
 from tarantella_pp.partition.extraction.nested_models import opened_inputs
@@ -115,7 +115,7 @@ class _Reader:
     """
 
     def __init__(self) -> None:
-        self.draft = Draft()
+        self.draft = GraphBuilder()
 
     def read(self, network: Any, env: dict[int, int], prefix: str) -> None:
         """Adds all calls of a Functional, and puts the tensors they make into `env`."""

@@ -1,7 +1,7 @@
 """What the backward pass of a call needs again, by rules for TensorFlow's gradients.
 
-The rules were read off traced gradient graphs; `tests/partition/costs/test_stage_costs.py` traces layers and
-holds the rules to them.
+The rules were read off traced gradient graphs; `tests/partition/costs/test_stage_costs.py` traces
+layers and holds the rules to them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tarantella_pp.partition.graph.layer_graph import Source
 
 
 @dataclass(frozen=True, slots=True)
-class Residuals:
+class SavedActivations:
     """What is kept from the forward to the backward pass of one call.
 
     Attributes:
@@ -85,7 +85,7 @@ _NORMALIZATIONS = by_name(
 )
 
 
-def residuals(call: SizedCall) -> Residuals:
+def saved_activations(call: SizedCall) -> SavedActivations:
     """Says what a call keeps for its backward pass.
 
     Args:
@@ -95,12 +95,12 @@ def residuals(call: SizedCall) -> Residuals:
         The tensors of the graph and the other bytes, per sample.
     """
     if not any(tensor.has_gradient for tensor in call.outputs):
-        return Residuals()
+        return SavedActivations()
     rule = _RULES.get(call.kind)
     if rule is not None:
         return rule(call)
     if _SORTS.get(call.kind) == "nothing":
-        return Residuals()
+        return SavedActivations()
     if call.kind in _LIKE_ACTIVATIONS:
         return _activation(_LIKE_ACTIVATIONS[call.kind], call)
     if _SORTS.get(call.kind) == "kernel":
@@ -114,37 +114,37 @@ def _ids(tensors: Iterable[SizedTensor]) -> tuple[int, ...]:
     return tuple(tensor.id for tensor in tensors)
 
 
-def _guess(call: SizedCall) -> Residuals:
+def _guess(call: SizedCall) -> SavedActivations:
     """Guesses: what goes in and out, and one more tensor for each trainable matrix."""
     matrices = sum(len(shape) > 1 for shape in call.weights)
     made = sum(tensor.bytes for tensor in call.outputs)
-    return Residuals(_ids((*call.inputs, *call.outputs)), matrices * made, "estimated")
+    return SavedActivations(_ids((*call.inputs, *call.outputs)), matrices * made, "estimated")
 
 
-def _activation(name: str, call: SizedCall) -> Residuals:
+def _activation(name: str, call: SizedCall) -> SavedActivations:
     if name not in _ACTIVATIONS:
         return _guess(call)
     what, more = _ACTIVATIONS[name]
     tensors = {"in": call.inputs[:1], "out": call.outputs[:1]}.get(what, ())
-    return Residuals(_ids(tensors), more * call.output.bytes)
+    return SavedActivations(_ids(tensors), more * call.output.bytes)
 
 
-def _activation_layer(call: SizedCall) -> Residuals:
+def _activation_layer(call: SizedCall) -> SavedActivations:
     return _activation(activation_name(call.operation), call)
 
 
-def _kernel(call: SizedCall) -> Residuals:
+def _kernel(call: SizedCall) -> SavedActivations:
     given = _ids(call.inputs[:1]) if any(len(shape) > 1 for shape in call.weights) else ()
     name = activation_name(getattr(call.operation, "activation", None))
     if name not in _ACTIVATIONS:
-        return Residuals((*given, call.output.id), 2 * call.output.bytes, "estimated")
+        return SavedActivations((*given, call.output.id), 2 * call.output.bytes, "estimated")
     what, more = _ACTIVATIONS[name]
     before = call.output.bytes if what == "in" else 0  # what the activation is given is no tensor
     after = (call.output.id,) if what == "out" else ()
-    return Residuals((*given, *after), before + more * call.output.bytes)
+    return SavedActivations((*given, *after), before + more * call.output.bytes)
 
 
-def _separable(call: SizedCall) -> Residuals:
+def _separable(call: SizedCall) -> SavedActivations:
     layer, kept = call.operation, _kernel(call)
     channels = (
         call.inputs[0].shape[-1]
@@ -152,83 +152,85 @@ def _separable(call: SizedCall) -> Residuals:
         else (call.inputs[0].shape[0])
     )
     positions = call.output.bytes // layer.filters
-    return Residuals(kept.tensors, kept.bytes + positions * channels * layer.depth_multiplier)
+    return SavedActivations(
+        kept.tensors, kept.bytes + positions * channels * layer.depth_multiplier
+    )
 
 
-def _normalization(call: SizedCall) -> Residuals:
+def _normalization(call: SizedCall) -> SavedActivations:
     if call.kind == "BatchNormalization" and not call.operation.trainable:
-        return Residuals()
+        return SavedActivations()
     more = _NORMALIZATIONS[call.kind] * call.inputs[0].bytes
-    return Residuals(_ids(call.inputs[:1]), more)
+    return SavedActivations(_ids(call.inputs[:1]), more)
 
 
-def _dropout(call: SizedCall) -> Residuals:
-    return Residuals((), call.output.size if call.operation.rate else 0.0)
+def _dropout(call: SizedCall) -> SavedActivations:
+    return SavedActivations((), call.output.size if call.operation.rate else 0.0)
 
 
-def _spatial_dropout(call: SizedCall) -> Residuals:
-    return Residuals((), call.output.shape[-1] if call.operation.rate else 0.0)
+def _spatial_dropout(call: SizedCall) -> SavedActivations:
+    return SavedActivations((), call.output.shape[-1] if call.operation.rate else 0.0)
 
 
-def _noise(call: SizedCall) -> Residuals:
-    return Residuals((), call.output.bytes if call.operation.rate else 0.0)
+def _noise(call: SizedCall) -> SavedActivations:
+    return SavedActivations((), call.output.bytes if call.operation.rate else 0.0)
 
 
-def _max_pooling(call: SizedCall) -> Residuals:
-    return Residuals(_ids((*call.inputs[:1], *call.outputs)))
+def _max_pooling(call: SizedCall) -> SavedActivations:
+    return SavedActivations(_ids((*call.inputs[:1], *call.outputs)))
 
 
-def _one_more_input(call: SizedCall) -> Residuals:
-    return Residuals((), call.inputs[0].bytes)
+def _one_more_input(call: SizedCall) -> SavedActivations:
+    return SavedActivations((), call.inputs[0].bytes)
 
 
-def _product(call: SizedCall) -> Residuals:
+def _product(call: SizedCall) -> SavedActivations:
     """Each factor is needed for the gradient of the others, of which some may be variables."""
     flat = tree.flatten(list(call.arguments.values()))
     factors = [value for value in flat if isinstance(value, SizedTensor)]
     flowing = sum(factor.has_gradient for factor in factors) + len(call.weights)
-    return Residuals(tuple({f.id: None for f in factors if flowing > f.has_gradient}))
+    return SavedActivations(tuple({f.id: None for f in factors if flowing > f.has_gradient}))
 
 
-def _quotient(call: SizedCall) -> Residuals:
+def _quotient(call: SizedCall) -> SavedActivations:
     divisor = call.arguments.get("x2")
     if not isinstance(divisor, SizedTensor):
-        return Residuals()
-    return Residuals((divisor.id,), call.output.bytes if divisor.has_gradient else 0.0)
+        return SavedActivations()
+    return SavedActivations((divisor.id,), call.output.bytes if divisor.has_gradient else 0.0)
 
 
-def _choice(call: SizedCall) -> Residuals:
+def _choice(call: SizedCall) -> SavedActivations:
     condition = call.arguments.get("condition")
-    return Residuals(_ids(t for t in call.inputs if t is condition))
+    return SavedActivations(_ids(t for t in call.inputs if t is condition))
 
 
-def _comparison(call: SizedCall) -> Residuals:
-    return Residuals((), float(call.output.size * max(1, len(call.inputs) - 1)))
+def _comparison(call: SizedCall) -> SavedActivations:
+    return SavedActivations((), float(call.output.size * max(1, len(call.inputs) - 1)))
 
 
-def _clip(call: SizedCall) -> Residuals:
-    return Residuals((), 2.0 * call.output.size)
+def _clip(call: SizedCall) -> SavedActivations:
+    return SavedActivations((), 2.0 * call.output.size)
 
 
-def _embedding(call: SizedCall) -> Residuals:
-    return Residuals((), float(call.inputs[0].bytes))
+def _embedding(call: SizedCall) -> SavedActivations:
+    return SavedActivations((), float(call.inputs[0].bytes))
 
 
-def _reversible_embedding(call: SizedCall) -> Residuals:
+def _reversible_embedding(call: SizedCall) -> SavedActivations:
     layer = call.operation
     if not call.arguments.get("reverse"):
         return _embedding(call)
     capped = layer.logit_soft_cap is not None
     source: Source = "analytic" if layer.reverse_dtype is None else "estimated"
-    return Residuals(_ids(call.inputs), call.output.bytes if capped else 0.0, source)
+    return SavedActivations(_ids(call.inputs), call.output.bytes if capped else 0.0, source)
 
 
-def _upsampling(call: SizedCall) -> Residuals:
+def _upsampling(call: SizedCall) -> SavedActivations:
     smooth = call.operation.interpolation != "nearest"
-    return Residuals(_ids(call.inputs[:1]) if smooth else ())
+    return SavedActivations(_ids(call.inputs[:1]) if smooth else ())
 
 
-def _attention(call: SizedCall) -> Residuals:
+def _attention(call: SizedCall) -> SavedActivations:
     heads, key_size, value_size, queries, keys = attention_sizes(call)
     itemsize = call.output.itemsize
     projected = heads * (queries * key_size + keys * (key_size + value_size))
@@ -238,19 +240,19 @@ def _attention(call: SizedCall) -> Residuals:
     more = itemsize * (projected + attended + scores)
     if dropped:
         more += scores * (itemsize + 1)
-    return Residuals(_ids(call.inputs[: 3 if call.weights else 0]), float(more))
+    return SavedActivations(_ids(call.inputs[: 3 if call.weights else 0]), float(more))
 
 
-def _dot_attention(call: SizedCall) -> Residuals:
+def _dot_attention(call: SizedCall) -> SavedActivations:
     scores = math.prod(call.inputs[0].shape[:-1]) * math.prod(call.inputs[-1].shape[:-1])
-    return Residuals(_ids(call.inputs), float(scores * call.output.itemsize))
+    return SavedActivations(_ids(call.inputs), float(scores * call.output.itemsize))
 
 
-def _recurrent(per_unit: int) -> Callable[[SizedCall], Residuals]:
+def _recurrent(per_unit: int) -> Callable[[SizedCall], SavedActivations]:
     """Each step keeps what it is given and so many vectors of the state's size."""
 
-    def rule(call: SizedCall) -> Residuals:
-        return Residuals(
+    def rule(call: SizedCall) -> SavedActivations:
+        return SavedActivations(
             (), _recurrent_bytes(call.operation, call.inputs[0], per_unit), "estimated"
         )
 
@@ -261,14 +263,14 @@ def _recurrent_bytes(layer: Any, given: SizedTensor, per_unit: int) -> float:
     return float(given.bytes + given.itemsize * given.shape[0] * layer.units * per_unit)
 
 
-def _bidirectional(call: SizedCall) -> Residuals:
+def _bidirectional(call: SizedCall) -> SavedActivations:
     layers = (call.operation.forward_layer, call.operation.backward_layer)
-    parts = [residuals(call.inner(layer, call.inputs[0], call.output)) for layer in layers]
+    parts = [saved_activations(call.inner(layer, call.inputs[0], call.output)) for layer in layers]
     tensors = tuple(dict.fromkeys(t for part in parts for t in part.tensors))
-    return Residuals(tensors, sum(part.bytes for part in parts), "estimated")
+    return SavedActivations(tensors, sum(part.bytes for part in parts), "estimated")
 
 
-_RULES: dict[str, Callable[[SizedCall], Residuals]] = {
+_RULES: dict[str, Callable[[SizedCall], SavedActivations]] = {
     "Activation": _activation_layer,
     **dict.fromkeys(("SeparableConv1D", "SeparableConv2D"), _separable),
     "Dropout": _dropout,

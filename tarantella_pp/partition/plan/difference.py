@@ -67,7 +67,7 @@ def difference(
     numbered anew are told apart by their places where both plans are of the same model.
 
     Args:
-        before: The first plan, a `Plan` or `GraphPlan`.
+        before: The first plan, a `Plan` or `ExternalPlan`.
         after: The second plan.
         options: Attributes of the plans to compare.
         figures: Attributes of their stages to compare.

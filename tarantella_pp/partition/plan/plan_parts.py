@@ -24,8 +24,8 @@ class StagePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             micro-batches that run backward at a time, which is one but for split backward passes.
         working_bytes: What there is besides for a moment, at the most: gradients on their way back
             through the stage, messages sent that nobody has received yet, or temporaries of the
-            optimizer that need more than `kept_bytes`. On the last stage of a compiled model what
-            loss and metrics hold and make of its outputs, too.
+            optimizer that need more than `activation_bytes_total`. On the last stage of a compiled
+            model what loss and metrics hold and make of its outputs, too.
         forward_seconds: Seconds of the forward pass of one micro-batch, where measured.
         backward_seconds: Seconds of its backward pass, without a repeated forward pass.
     """
@@ -61,19 +61,19 @@ class StagePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.forward_seconds + self.backward_seconds
 
     @property
-    def kept_bytes(self) -> int:
+    def activation_bytes_total(self) -> int:
         """Bytes that micro-batches in flight keep, or make again, for their backward passes."""
         return self.in_flight * self.activation_bytes + self.recomputed_bytes
 
     @property
-    def lasting_bytes(self) -> int:
+    def balanced_bytes(self) -> int:
         """Bytes that plans balance: state and what is kept of micro-batches."""
-        return self.state_bytes + self.kept_bytes
+        return self.state_bytes + self.activation_bytes_total
 
     @property
     def memory_bytes(self) -> int:
         """Bytes of everything, at the most."""
-        return self.lasting_bytes + self.working_bytes + self.buffer_bytes
+        return self.balanced_bytes + self.working_bytes + self.buffer_bytes
 
 
 class CutEdge(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

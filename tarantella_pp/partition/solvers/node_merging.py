@@ -16,7 +16,7 @@ from tarantella_pp.partition.solvers.problem.problem import (
 REACH_LIMIT = 8000
 
 
-class Draft:
+class MergedCosts:
     """A resource before numbering: costs on original nodes, tensors as pin sets."""
 
     def __init__(self, problem: Problem, alpha: FloatArray, beta: FloatArray) -> None:
@@ -26,7 +26,7 @@ class Draft:
         self.tensors: list[tuple[tuple[int, ...], int, float, float, float]] = []
 
 
-class Joiner:
+class NodeMerger:
     """Shrinks a graph by moving nodes without cost to a neighbour, or leaving them out.
 
     A node v without cost may always share the stage of a neighbour w when the other nodes before
@@ -45,7 +45,7 @@ class Joiner:
     """
 
     def __init__(
-        self, owner: IntArray, edges: IntArray, drafts: Sequence[Draft], *, strict: bool
+        self, owner: IntArray, edges: IntArray, drafts: Sequence[MergedCosts], *, strict: bool
     ) -> None:
         self.owner = owner.copy()
         self.drafts = drafts

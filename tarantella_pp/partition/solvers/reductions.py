@@ -8,7 +8,7 @@ import numpy as np
 
 from tarantella_pp.errors import GraphError
 from tarantella_pp.partition.solvers.contraction import strong_owners
-from tarantella_pp.partition.solvers.node_merging import Draft, Joiner
+from tarantella_pp.partition.solvers.node_merging import MergedCosts, NodeMerger
 from tarantella_pp.partition.solvers.problem.digraph import (
     adjacency,
     find_cycle,
@@ -51,20 +51,20 @@ def reduce_problem(problem: Problem, *, together: bool = True, join: bool = True
         edges = np.vstack([edges, *(_holder_edges(problem.groups[i], rank) for i in priced)])
     if fused:
         owner = strong_owners(n, edges.tolist(), fused)
-    joiner = Joiner(
+    joiner = NodeMerger(
         owner, edges, _drafts(problem, rank, priced), strict=problem.exactly or not join
     )
     joiner.run()
     return _instance(problem, joiner, rank)
 
 
-def _drafts(problem: Problem, rank: IntArray, priced: Sequence[int]) -> list[Draft]:
+def _drafts(problem: Problem, rank: IntArray, priced: Sequence[int]) -> list[MergedCosts]:
     zero = np.zeros(problem.num_nodes)
-    memory = Draft(problem, problem.static_memory, problem.activation_memory)
+    memory = MergedCosts(problem, problem.static_memory, problem.activation_memory)
     for tensor in problem.tensors:
         if tensor.receive_bytes and tensor.producer is not None:
             memory.tensors.append((tensor.nodes, tensor.producer, 0.0, 0.0, tensor.receive_bytes))
-    work = Draft(problem, problem.work, zero)
+    work = MergedCosts(problem, problem.work, zero)
     if problem.objective == "load":
         for tensor in problem.tensors:
             if tensor.comm:
@@ -99,7 +99,7 @@ def _holder_edges(group: tuple[int, ...], rank: IntArray) -> IntArray:
     return np.array(pairs, dtype=np.int64).reshape(-1, 2)
 
 
-def _instance(problem: Problem, joiner: Joiner, rank: IntArray) -> Instance:
+def _instance(problem: Problem, joiner: NodeMerger, rank: IntArray) -> Instance:
     alive = sorted(joiner.alive, key=lambda node: rank[node])
     number = {node: index for index, node in enumerate(alive)}
     preds = [[number[before] for before in joiner.preds[node]] for node in alive]
@@ -121,7 +121,7 @@ def _instance(problem: Problem, joiner: Joiner, rank: IntArray) -> Instance:
     )
 
 
-def _resource(draft: Draft, place: IntArray, count: int) -> Resource:
+def _resource(draft: MergedCosts, place: IntArray, count: int) -> Resource:
     kept = place >= 0
     alpha = weighted_counts(place[kept], draft.alpha[kept], count)
     beta = weighted_counts(place[kept], draft.beta[kept], count)

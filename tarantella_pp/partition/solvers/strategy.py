@@ -12,8 +12,8 @@ from tarantella_pp.partition.solvers.exact.balance_dp import solve_balance
 from tarantella_pp.partition.solvers.exact.chain_dp import ChainSearch, OutOfTimeError
 from tarantella_pp.partition.solvers.exact.ideals import Lattice, enumerate_ideals
 from tarantella_pp.partition.solvers.exact.order_dp import OrderDP
-from tarantella_pp.partition.solvers.exact.reversal import mirrored_family, mirrored_stages
-from tarantella_pp.partition.solvers.exact.stage_pricing import Family
+from tarantella_pp.partition.solvers.exact.reversal import reversed_family, reversed_stages
+from tarantella_pp.partition.solvers.exact.stage_pricing import IdealFamily
 from tarantella_pp.partition.solvers.problem.instance import Instance
 from tarantella_pp.partition.solvers.problem.problem import IntArray
 from tarantella_pp.partition.solvers.wide.boundary_weights import Boundaries
@@ -238,9 +238,9 @@ def _chains(
     stages: IntArray | None,
     deadline: float,
 ) -> Found:
-    family = Family(instance, lattice.words)
+    family = IdealFamily(instance, lattice.words)
     chains, behind = ChainSearch(family), False
-    turned = mirrored_family(family)
+    turned = reversed_family(family)
     if turned is not None:
         other = ChainSearch(turned)
         # Where heavy nodes lie at the end, few ideals can begin the last stages.
@@ -251,11 +251,11 @@ def _chains(
     better = chains.run(value * (1 - EQUAL), deadline, goal="any")
     if better is None:
         return Found(stages, value, method, True)
-    stages = mirrored_stages(better[1], instance.num_stages) if behind else better[1]
+    stages = reversed_stages(better[1], instance.num_stages) if behind else better[1]
     try:
         best = chains.run(instance.value(stages) * (1 + EQUAL), deadline)
     except OutOfTimeError:
         return Found(stages, lower, f"{method}, cut off")
     if best is not None:
-        stages = mirrored_stages(best[1], instance.num_stages) if behind else best[1]
+        stages = reversed_stages(best[1], instance.num_stages) if behind else best[1]
     return Found(stages, instance.value(stages), method, True)

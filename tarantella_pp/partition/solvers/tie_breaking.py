@@ -11,7 +11,7 @@ from tarantella_pp.partition.solvers.exact.chain_dp import ChainSearch, OutOfTim
 from tarantella_pp.partition.solvers.exact.ideals import enumerate_ideals
 from tarantella_pp.partition.solvers.exact.order_dp import OrderDP
 from tarantella_pp.partition.solvers.exact.orders import depth_first_order, ranked_order
-from tarantella_pp.partition.solvers.exact.stage_pricing import Family
+from tarantella_pp.partition.solvers.exact.stage_pricing import IdealFamily
 from tarantella_pp.partition.solvers.problem.certificate import TOLERANCE
 from tarantella_pp.partition.solvers.problem.instance import (
     ANY,
@@ -53,7 +53,7 @@ def break_ties(
     try:
         lattice = enumerate_ideals(instance, MAX_IDEALS)
         if lattice is not None:
-            chains = ChainSearch(Family(instance, lattice.words), max_pairs=MAX_PAIRS)
+            chains = ChainSearch(IdealFamily(instance, lattice.words), max_pairs=MAX_PAIRS)
             found = chains.run(capacity, deadline, goal="sum")
             if found is not None:
                 tried.append(found[1])

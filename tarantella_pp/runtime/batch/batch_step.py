@@ -10,8 +10,8 @@ import tensorflow as tf
 
 from tarantella_pp.runtime.batch.data_feed import Batch
 from tarantella_pp.runtime.batch.loss import BatchLoss, LossValue
-from tarantella_pp.runtime.batch.loss_and_metrics import Scoring
-from tarantella_pp.runtime.modules.stage_boundary import Port
+from tarantella_pp.runtime.batch.loss_and_metrics import LossAndMetrics
+from tarantella_pp.runtime.modules.stage_boundary import BoundaryTensor
 from tarantella_pp.runtime.probes.stage_probe import Pieces
 
 _T = TypeVar("_T")
@@ -39,7 +39,8 @@ class BatchStep:
         batch: This rank's part of the batch.
         pieces: How it is cut into micro-batches.
         data: For each stage, the positions of the model inputs that it uses.
-        scoring: Logs of loss and metrics, on the rank of the last stage when there are targets.
+        loss_and_metrics: Logs of loss and metrics, on the rank of the last stage when there are
+            targets.
         loss: The loss and its gradients, likewise.
         training: Whether the step trains.
         coupled: Whether the loss needs the outputs of the whole batch at once.
@@ -54,7 +55,7 @@ class BatchStep:
         batch: Batch,
         pieces: Pieces,
         data: Sequence[Sequence[int]],
-        scoring: Scoring | None,
+        loss_and_metrics: LossAndMetrics | None,
         loss: BatchLoss | None,
         training: bool,
         coupled: bool = False,
@@ -69,11 +70,11 @@ class BatchStep:
         self._sizes = sizes = pieces.sizes
         self.results: list[Sequence[tf.Tensor]] = [()] * len(sizes)
         self._data = data
-        self._scoring = scoring
+        self._loss_and_metrics = loss_and_metrics
         self._loss = loss
         self._at_once = coupled or len(sizes) == 1
         self._by_parts = by_parts
-        self._keeps_outputs = scoring is None or not by_parts
+        self._keeps_outputs = loss_and_metrics is None or not by_parts
         self._dtype = keras.config.floatx()
         self._pieces = {i: self._split(x) for i, x in batch.inputs.items()}
         self._factors = [tf.constant(size / batch.rows, self._dtype) for size in sizes]
@@ -83,7 +84,7 @@ class BatchStep:
         self._update = update
         self._targets: list[tuple[Any, Any]] | None = None
         self._coefficients: list[list[tf.Tensor]] | None = None
-        self._gradients: list[Mapping[Port, tf.Tensor]] | None = None
+        self._gradients: list[Mapping[BoundaryTensor, tf.Tensor]] | None = None
 
     @property
     def rows(self) -> dict[int, int]:
@@ -105,19 +106,19 @@ class BatchStep:
     def finish(self, micro_batch: int, results: Sequence[tf.Tensor]) -> None:
         """Takes the model's outputs, on the rank of the last stage."""
         self.results[micro_batch] = results
-        if self._scoring is not None and self._by_parts:
+        if self._loss_and_metrics is not None and self._by_parts:
             y, weight = self._targets_of(micro_batch)
-            self._scoring.metrics.add(y, results, weight, self._batch.signature)
-        if self._scoring is not None and not (self.training or self._at_once):
+            self._loss_and_metrics.metrics.add(y, results, weight, self._batch.signature)
+        if self._loss_and_metrics is not None and not (self.training or self._at_once):
             self._contribution(micro_batch)
 
-    def work_ahead(self) -> bool:
+    def run_pending(self) -> bool:
         """Updates metrics while this rank waits; returns whether there was anything to do."""
-        return self._scoring is not None and self._scoring.metrics.work_ahead()
+        return self._loss_and_metrics is not None and self._loss_and_metrics.metrics.run_pending()
 
-    def keep_up(self) -> bool:
+    def flush_overdue(self) -> bool:
         """Updates metrics for which outputs must not wait; returns whether there were any."""
-        return self._scoring is not None and self._scoring.metrics.keep_up()
+        return self._loss_and_metrics is not None and self._loss_and_metrics.metrics.flush_overdue()
 
     def forwards_done(self) -> None:
         """Reports what this rank adds to the loss, while it goes on with the backward passes."""
@@ -132,7 +133,7 @@ class BatchStep:
         """The share of a micro-batch in the samples of the batch."""
         return self._factors[micro_batch]
 
-    def loss_gradients(self, micro_batch: int) -> Mapping[Port, tf.Tensor]:
+    def loss_gradients(self, micro_batch: int) -> Mapping[BoundaryTensor, tf.Tensor]:
         """Gradient of the loss of the batch with respect to the model's outputs."""
         if self._at_once:
             if self._gradients is None:
@@ -140,7 +141,7 @@ class BatchStep:
             return self._gradients[micro_batch]
         return self._contribution(micro_batch)
 
-    def _contribution(self, micro_batch: int) -> Mapping[Port, tf.Tensor]:
+    def _contribution(self, micro_batch: int) -> Mapping[BoundaryTensor, tf.Tensor]:
         """Adds what a micro-batch contributes to the loss; returns its gradient."""
         results = self.results[micro_batch]
         if self._coefficients is None:
@@ -166,20 +167,20 @@ class BatchStep:
         Returns:
             Keras' logs.
         """
-        scoring, batch = _required(self._scoring), self._batch
+        loss_and_metrics, batch = _required(self._loss_and_metrics), self._batch
         if not self.training and self._at_once:
             self._loss_of_whole()
         if not self._by_parts:
             results = [_joined(parts) for parts in zip(*self.results, strict=True)]
-            scoring.metrics.add(batch.y, results, batch.sample_weight, batch.signature)
+            loss_and_metrics.metrics.add(batch.y, results, batch.sample_weight, batch.signature)
         totals = [tf.cast(loss.total, self._dtype) for loss in self._losses]
         total = self._added + tf.constant(elsewhere, self._dtype) + tf.add_n(totals)
         each = [
             tf.add_n(parts) for parts in zip(*(loss.each for loss in self._losses), strict=True)
         ]
-        return scoring.finish(total, each, batch.rows)
+        return loss_and_metrics.finish(total, each, batch.rows)
 
-    def _loss_of_whole(self) -> Mapping[Port, tf.Tensor]:
+    def _loss_of_whole(self) -> Mapping[BoundaryTensor, tf.Tensor]:
         """Takes the loss of the whole batch; returns its gradient."""
         batch = self._batch
         whole = [_joined(parts) for parts in zip(*self.results, strict=True)]
@@ -191,7 +192,7 @@ class BatchStep:
             self.results = [()] * len(self._sizes)
         return loss.gradients
 
-    def _gradients_of_whole(self) -> list[Mapping[Port, tf.Tensor]]:
+    def _gradients_of_whole(self) -> list[Mapping[BoundaryTensor, tf.Tensor]]:
         gradients = self._loss_of_whole()
         pieces = {port: self._split(gradient) for port, gradient in gradients.items()}
         return [{port: parts[i] for port, parts in pieces.items()} for i in range(len(self._sizes))]

@@ -50,13 +50,13 @@ class Batch:
     signature: bytes
 
 
-class Feed:
+class DataFeed:
     """Hands every rank its part of each batch.
 
     Args:
         communicator: The ranks of the pipeline.
         needs: For each rank, the positions of the model inputs that it uses.
-        scorer: The rank that gets targets and sample weights.
+        last_rank: The rank that gets targets and sample weights.
         standardize: Makes the flat list of model inputs of what the data set gives for `x`.
     """
 
@@ -64,12 +64,12 @@ class Feed:
         self,
         communicator: Communicator,
         needs: Sequence[Sequence[int]],
-        scorer: int,
+        last_rank: int,
         standardize: Callable[[Any], list[tf.Tensor]],
     ) -> None:
         self._communicator = communicator
         self._needs = [tuple(need) for need in needs]
-        self._scorer = scorer
+        self._last_rank = last_rank
         self._standardize = standardize
         self._known: bytes = b""
         self._signature: Any = None
@@ -114,7 +114,7 @@ class Feed:
         self._announce(rows, signature)
         for rank, need in enumerate(self._needs):
             if rank != self._communicator.rank:
-                extra = targets if rank == self._scorer else []
+                extra = targets if rank == self._last_rank else []
                 arrays = [to_buffer(tensor) for tensor in [*(inputs[i] for i in need), *extra]]
                 if arrays:
                     self._communicator.send(arrays, rank, _DATA_TAG, label="data")
@@ -124,7 +124,7 @@ class Feed:
     def _batch(
         self, rows: int, inputs: Mapping[int, Any], leaves: Sequence[Any], targets: tuple[Any, Any]
     ) -> Batch:
-        if self._communicator.rank != self._scorer:
+        if self._communicator.rank != self._last_rank:
             return Batch(rows, inputs, None, None, targets, self._known)
         count = len(tensors_in(targets[0]))
         y, weight = rebuild(targets[0], leaves[:count]), rebuild(targets[1], leaves[count:])
@@ -159,7 +159,7 @@ class Feed:
         specs, y, weight = self._signature
         need = self._needs[self._communicator.rank]
         wanted = [specs[i] for i in need]
-        if self._communicator.rank == self._scorer:
+        if self._communicator.rank == self._last_rank:
             wanted += [*tensors_in(y), *tensors_in(weight)]
         buffers = [
             TensorSpec((rows, *shape[1:]), tf.as_dtype(dtype).as_numpy_dtype)
@@ -182,7 +182,7 @@ class Batches:
         source: What the data set gives, on the reader; ignored elsewhere.
     """
 
-    def __init__(self, feed: Feed, source: Iterator[Any]) -> None:
+    def __init__(self, feed: DataFeed, source: Iterator[Any]) -> None:
         self._feed = feed
         self._source = source
         self._ended = False

@@ -21,7 +21,7 @@ Form = list[Any]
 """Name, shape and dtype of a value in the logs."""
 
 
-class News:
+class LogExchange:
     """Small messages to and from the rank where losses, metrics and predictions are born.
 
     Args:

@@ -17,8 +17,8 @@ from tarantella_pp.keras_internals.training import (
 )
 from tarantella_pp.partition.extraction.keras_reader import ExtractedModel
 from tarantella_pp.runtime.modules.model_outputs import pack_outputs
-from tarantella_pp.runtime.modules.stage_boundary import Port, StageLayout
-from tarantella_pp.runtime.tf_graph.compiled_function import Compiled, dense_tensors
+from tarantella_pp.runtime.modules.stage_boundary import BoundaryTensor, StageBoundary
+from tarantella_pp.runtime.tf_graph.compiled_function import CompiledFunction, dense_tensors
 
 _COMPILED_SIGNATURES = 16
 
@@ -35,7 +35,7 @@ class LossValue:
 
     total: tf.Tensor
     each: Sequence[tf.Tensor]
-    gradients: Mapping[Port, tf.Tensor]
+    gradients: Mapping[BoundaryTensor, tf.Tensor]
 
 
 class BatchLoss:
@@ -49,16 +49,16 @@ class BatchLoss:
     Args:
         model: The compiled model, its losses built.
         extracted: The model's graph.
-        layout: The border of the last stage, which gives the outputs with their masks.
+        boundary: The border of the last stage, which gives the outputs with their masks.
 
     Attributes:
         reached: The output tensors that the loss depends on; known once gradients were computed.
     """
 
-    def __init__(self, model: Any, extracted: ExtractedModel, layout: StageLayout) -> None:
+    def __init__(self, model: Any, extracted: ExtractedModel, boundary: StageBoundary) -> None:
         self._extracted = extracted
-        self._results = layout.results
-        self._activations = layout.activations
+        self._results = boundary.model_outputs
+        self._activations = boundary.activations
         self._sources = [
             i
             for i, port in enumerate(self._results)
@@ -71,7 +71,7 @@ class BatchLoss:
         self._found: list[tf.Tensor] = []
         self._each: list[tf.Tensor] = []
         self._given: Iterator[tf.Tensor] = iter(())
-        self._compiled: dict[Hashable, Compiled] = {}
+        self._compiled: dict[Hashable, CompiledFunction] = {}
         self._functions: dict[Hashable, Callable[..., Any]] = {}
         self.reached: set[int] = set()
 
@@ -117,7 +117,7 @@ class BatchLoss:
         measure = functools.partial(self._coefficients, shapes, dtypes)
         key = (signature, shapes)
         if key not in self._compiled:
-            self._compiled[key] = Compiled.like(measure, (y, sample_weight))
+            self._compiled[key] = CompiledFunction.like(measure, (y, sample_weight))
         return self._compiled[key](*dense_tensors((y, sample_weight)))
 
     def contribution(
@@ -151,7 +151,7 @@ class BatchLoss:
         kind = (function, differentiate)
         key, run = (kind, signature), functools.partial(function, differentiate)
         if key not in self._compiled and len(self._compiled) < _COMPILED_SIGNATURES:
-            self._compiled[key] = Compiled.like(run, arguments)
+            self._compiled[key] = CompiledFunction.like(run, arguments)
         if key in self._compiled:
             total, *rest = self._compiled[key](*dense_tensors(arguments))
         else:

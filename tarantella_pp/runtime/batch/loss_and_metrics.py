@@ -12,26 +12,26 @@ from tarantella_pp.partition.extraction.keras_reader import ExtractedModel
 from tarantella_pp.runtime.batch.data_feed import Batch
 from tarantella_pp.runtime.batch.metric_updates import MetricUpdates
 from tarantella_pp.runtime.modules.model_outputs import pack_outputs
-from tarantella_pp.runtime.modules.stage_boundary import Port, StageLayout
+from tarantella_pp.runtime.modules.stage_boundary import BoundaryTensor, StageBoundary
 
 
-class Scoring:
+class LossAndMetrics:
     """The compiled loss and metrics of a model, applied to the outputs of a pipeline.
 
     Args:
         model: The compiled model, its metrics built.
         extracted: The model's graph.
-        layout: The border of the last stage, which gives the outputs with their masks.
+        boundary: The border of the last stage, which gives the outputs with their masks.
 
     Attributes:
         metrics: Updates the metrics.
     """
 
-    def __init__(self, model: Any, extracted: ExtractedModel, layout: StageLayout) -> None:
+    def __init__(self, model: Any, extracted: ExtractedModel, boundary: StageBoundary) -> None:
         self._model = model
         self._extracted = extracted
-        self._results = layout.results
-        self._activations = layout.activations
+        self._results = boundary.model_outputs
+        self._activations = boundary.activations
         self.metrics = MetricUpdates(model._compile_metrics, self._pack)
         self._finish = tf.function(self._update, autograph=False, reduce_retracing=True)
 
@@ -68,7 +68,7 @@ class Scoring:
         logs: Mapping[str, Any] = keras.Model.get_metrics_result(model)
         return logs
 
-    def _spec(self, port: Port) -> tf.TensorSpec:
+    def _spec(self, port: BoundaryTensor) -> tf.TensorSpec:
         tensor = self._extracted.graph.tensors[port.tensor]
         if port.mask:
             return tf.TensorSpec(tensor.mask_shape, tf.bool)

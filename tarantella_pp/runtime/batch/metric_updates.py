@@ -11,7 +11,7 @@ import tensorflow as tf
 from tarantella_pp.partition.costs.peak_memory import WAITING_OUTPUTS
 from tarantella_pp.runtime.batch.data_feed import Batch
 from tarantella_pp.runtime.probes.metric_probe import why_not_by_parts
-from tarantella_pp.runtime.tf_graph.compiled_function import Compiled, dense_tensors
+from tarantella_pp.runtime.tf_graph.compiled_function import CompiledFunction, dense_tensors
 
 
 class MetricUpdates:
@@ -31,7 +31,7 @@ class MetricUpdates:
         self._metrics = metrics
         self._pack = pack
         self._reasons: dict[Hashable, str | None] = {}
-        self._compiled: dict[Hashable, Compiled] = {}
+        self._compiled: dict[Hashable, CompiledFunction] = {}
         self._waiting: deque[tuple[Hashable, list[tf.Tensor]]] = deque()
 
     def why_whole(self, batch: Batch, outputs: Sequence[tf.TensorSpec]) -> str | None:
@@ -65,10 +65,12 @@ class MetricUpdates:
             return
         arguments = (y, list(results), weight)
         if signature not in self._compiled:
-            self._compiled[signature] = Compiled.like(self._update, arguments, any_rows=True)
+            self._compiled[signature] = CompiledFunction.like(
+                self._update, arguments, any_rows=True
+            )
         self._waiting.append((signature, dense_tensors(arguments)))
 
-    def work_ahead(self) -> bool:
+    def run_pending(self) -> bool:
         """Updates the metrics with what has waited longest; returns whether there was anything."""
         if not self._waiting:
             return False
@@ -76,13 +78,13 @@ class MetricUpdates:
         self._compiled[signature](*tensors)
         return True
 
-    def keep_up(self) -> bool:
+    def flush_overdue(self) -> bool:
         """Does what must not be left for later; returns whether there was anything."""
-        return len(self._waiting) > WAITING_OUTPUTS and self.work_ahead()
+        return len(self._waiting) > WAITING_OUTPUTS and self.run_pending()
 
     def finish(self) -> None:
         """Does all that is left."""
-        while self.work_ahead():
+        while self.run_pending():
             pass
 
     def clear(self) -> None:

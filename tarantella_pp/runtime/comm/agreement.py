@@ -22,7 +22,7 @@ from tarantella_pp.launch.guard.cause import calling_line
 from tarantella_pp.runtime.comm.announcement import (
     END,
     Announcement,
-    Call,
+    CollectiveCall,
     disagreement,
 )
 from tarantella_pp.runtime.comm.polling import Waiter
@@ -56,7 +56,7 @@ class Agreement:
         self._rank: int = comm.Get_rank()
         self._others = [rank for rank in range(comm.Get_size()) if rank != self._rank]
         self._number = 0
-        self._calls: list[Call] = []
+        self._calls: list[CollectiveCall] = []
         self._heard: dict[int, dict[int, Announcement]] = defaultdict(dict)
         self._ended: dict[int, Announcement] = {}
         self._outgoing: list[tuple[Any, Any]] = []
@@ -87,7 +87,7 @@ class Agreement:
             yield  # a part of the call that was announced
             return
         told = {name: repr(value) for name, value in facts.items()}
-        self._calls.append(Call(method, calling_line() or "?", told))
+        self._calls.append(CollectiveCall(method, calling_line() or "?", told))
         try:
             self._announce(waiter, self._calls[-1])
             yield
@@ -146,14 +146,14 @@ class Agreement:
 
     def _refuse(self, waiter: Waiter) -> None:
         """Joins the others in their announcement, with the call that cannot be finished."""
-        call = self._calls[-1] if self._calls else Call("wait", calling_line() or "?")
+        call = self._calls[-1] if self._calls else CollectiveCall("wait", calling_line() or "?")
         try:
             self._announce(waiter, call, unfinished=True)
         except ConfigurationError as error:
             self.breaks(error)
             raise
 
-    def _announce(self, waiter: Waiter, call: Call, unfinished: bool = False) -> None:
+    def _announce(self, waiter: Waiter, call: CollectiveCall, unfinished: bool = False) -> None:
         """Tells all ranks of a call; returns once all have told the same."""
         mine = self._tell(call, unfinished)
         since: list[float] = []
@@ -179,7 +179,7 @@ class Agreement:
         if reason:
             raise ConfigurationError(reason)
 
-    def _tell(self, call: Call, unfinished: bool) -> Announcement:
+    def _tell(self, call: CollectiveCall, unfinished: bool) -> Announcement:
         self._number += 1
         entered = dict(self.entered)
         told = Announcement(self._number, call, unfinished, self._broken, [], entered)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import msgspec
 
 
-class Call(msgspec.Struct, frozen=True, array_like=True):
+class CollectiveCall(msgspec.Struct, frozen=True, array_like=True):
     """A call of one rank.
 
     Attributes:
@@ -26,7 +26,7 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
         return f"{self.method}({argument}) at {self.place}" if self.method else "the script's end"
 
 
-END = Call("")
+END = CollectiveCall("")
 
 
 class Announcement(msgspec.Struct, frozen=True, array_like=True):
@@ -42,7 +42,7 @@ class Announcement(msgspec.Struct, frozen=True, array_like=True):
     """
 
     number: int
-    call: Call
+    call: CollectiveCall
     unfinished: bool
     broken: str
     sent: list[tuple[int, int, int]]

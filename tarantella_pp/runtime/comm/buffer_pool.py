@@ -41,7 +41,7 @@ class _Lease:
         self._returned.append(self._block)
 
 
-class MemoryPool:
+class BufferPool:
     """Hands out aligned memory and takes it back when the last array or tensor on it is gone.
 
     Memory is never handed out again while anything aliases it, a NumPy view or a TensorFlow

@@ -8,14 +8,14 @@ from typing import Any
 
 from tarantella_pp.runtime.comm.agreement import Agreement
 from tarantella_pp.runtime.comm.buffer_pool import (
+    BufferPool,
     Bytes,
-    MemoryPool,
     aligned_memory,
 )
 from tarantella_pp.runtime.comm.flight_recorder import FlightRecorder
 from tarantella_pp.runtime.comm.polling import Outgoing, Waiter
-from tarantella_pp.runtime.comm.requests import Delivery, Receipt
-from tarantella_pp.runtime.comm.wakeup import Doorbell
+from tarantella_pp.runtime.comm.requests import RecvRequest, SendRequest
+from tarantella_pp.runtime.comm.wakeup import Wakeup
 from tarantella_pp.runtime.comm.wire_format import (
     DESCRIPTION_BYTES,
     TensorSpec,
@@ -51,7 +51,7 @@ class Channel:
         comm: Any,
         world_ranks: Sequence[int],
         recorder: FlightRecorder,
-        bell: Doorbell,
+        bell: Wakeup,
         group: int,
         agreement: Agreement,
         make_waiter: Callable[[Callable[[], Outgoing]], Waiter],
@@ -67,20 +67,20 @@ class Channel:
         self._bell = bell
         self._group = group
         self._agreement = agreement
-        self._pool = MemoryPool()
-        self._outgoing: list[Delivery] = []
-        self._expected: dict[int, Receipt] = {}
+        self._pool = BufferPool()
+        self._outgoing: list[SendRequest] = []
+        self._expected: dict[int, RecvRequest] = {}
         self._posted: Counter[tuple[int, int]] = Counter()
 
     def peers(self, rank: int) -> tuple[int]:
         """Returns who a wait for a message from or to `rank` depends on, for the guard."""
         return (self._world_ranks[rank],)
 
-    def is_announced(self, receipt: Receipt) -> bool:
+    def is_announced(self, receipt: RecvRequest) -> bool:
         """Whether a message is known to be on its way."""
         return self._bell.is_announced(self._group, receipt.source, receipt.tag, receipt.number)
 
-    def check(self, receipt: Receipt) -> None:
+    def check(self, receipt: RecvRequest) -> None:
         """Refuses to wait for a message that will not come; see `Agreement.check_message`."""
         source = self._world_ranks[receipt.source]
         self._agreement.check_message(self.waiter, source, self._group, receipt.tag, receipt.number)
@@ -92,7 +92,7 @@ class Channel:
     def send(self, arrays: Sequence[Any], dest: int, tag: int, label: str) -> None:
         """Starts to send a message."""
         tensors = [as_array(array) for array in arrays]
-        delivery = Delivery(label, dest, tag)
+        delivery = SendRequest(label, dest, tag)
         key = self._group, self._world_ranks[dest], tag
         number = self._agreement.sent[key]
         self._agreement.sent[key] += 1
@@ -107,13 +107,15 @@ class Channel:
         self.progress()  # or a rank that never waits keeps all that it has sent
         self._outgoing.append(delivery)
 
-    def _send_piece(self, delivery: Delivery, piece: Bytes) -> None:
+    def _send_piece(self, delivery: SendRequest, piece: Bytes) -> None:
         request = self._comm.Isend((piece, self._byte), delivery.dest, delivery.tag)
         delivery.add(piece, request)
 
-    def receive(self, specs: Sequence[TensorSpec], source: int, tag: int, label: str) -> Receipt:
+    def receive(
+        self, specs: Sequence[TensorSpec], source: int, tag: int, label: str
+    ) -> RecvRequest:
         """Makes ready to receive a message."""
-        receipt = Receipt(self, specs, source, tag, label, self._posted[source, tag])
+        receipt = RecvRequest(self, specs, source, tag, label, self._posted[source, tag])
         self._posted[source, tag] += 1
         if receipt.number == 0:
             memory = aligned_memory(DESCRIPTION_BYTES)
@@ -129,7 +131,7 @@ class Channel:
         self._expected[id(receipt)] = receipt
         return receipt
 
-    def received(self, receipt: Receipt) -> None:
+    def received(self, receipt: RecvRequest) -> None:
         """Notes that a message is here."""
         self._recorder.add("received", receipt.label, receipt.source, receipt.tag, receipt.nbytes)
         del self._expected[id(receipt)]

@@ -19,8 +19,8 @@ from tarantella_pp.launch.guard.rank_records import SIZE_VARIABLE
 from tarantella_pp.runtime.comm.wire_format import TensorSpec
 
 if TYPE_CHECKING:
-    from tarantella_pp.runtime.comm.mpi_communicator import RankCommunicator
-    from tarantella_pp.runtime.comm.requests import Receipt
+    from tarantella_pp.runtime.comm.mpi_communicator import MpiCommunicator
+    from tarantella_pp.runtime.comm.requests import RecvRequest
 
 __all__ = ["Communicator", "TensorSpec", "world"]
 
@@ -32,7 +32,7 @@ class Communicator:
     """A group of ranks, seen from one of them.
 
     This class is the group of one process, which has nobody to talk to and needs no MPI.
-    `RankCommunicator` is the group of several.
+    `MpiCommunicator` is the group of several.
 
     Attributes:
         rank: Number of this process in the group, from 0.
@@ -64,7 +64,7 @@ class Communicator:
 
     def post_receive(
         self, specs: Sequence[TensorSpec], source: int, tag: int, *, label: str = ""
-    ) -> Receipt:
+    ) -> RecvRequest:
         """Makes ready to receive the tensors of one message, and returns at once.
 
         Args:
@@ -198,7 +198,7 @@ def world() -> Communicator:
 
 def _join(launch: Launch) -> Communicator:
     """Starts MPI and returns the communicator of all ranks."""
-    from tarantella_pp.runtime.comm.mpi_communicator import RankCommunicator
+    from tarantella_pp.runtime.comm.mpi_communicator import MpiCommunicator
 
     with failure_guard.starting_mpi():
         mpi = _import_mpi(launch)
@@ -214,7 +214,7 @@ def _join(launch: Launch) -> Communicator:
             "with `srun --mpi=pmix` (Open MPI) or `srun --mpi=pmi2` (MPICH, Intel MPI). If this is "
             f"one process, {launch.variable} is left over from another job: unset it."
         )
-    ranks = RankCommunicator.of_world(mpi)
+    ranks = MpiCommunicator.of_world(mpi)
     # Functions registered later are called earlier: the guard must first put on record that this
     # rank's script has ended, for a rank that waits for it would otherwise never learn it.
     atexit.register(_leave, ranks, os.getpid())
@@ -239,7 +239,7 @@ def _import_mpi(launch: Launch) -> Any:
     return MPI
 
 
-def _leave(ranks: RankCommunicator, pid: int) -> None:
+def _leave(ranks: MpiCommunicator, pid: int) -> None:
     """Waits for the other ranks before MPI is finalized, which would take the core meanwhile."""
     if os.getpid() != pid:
         return

@@ -21,8 +21,8 @@ from tarantella_pp.runtime.comm.polling import (
     Outgoing,
     Waiter,
 )
-from tarantella_pp.runtime.comm.requests import Receipt
-from tarantella_pp.runtime.comm.wakeup import Doorbell
+from tarantella_pp.runtime.comm.requests import RecvRequest
+from tarantella_pp.runtime.comm.wakeup import Wakeup
 from tarantella_pp.runtime.comm.wire_format import (
     TensorSpec,
     as_bytes,
@@ -33,7 +33,7 @@ _Json = TypeVar("_Json")
 _EVENTS_REPORTED = 20
 
 
-class RankCommunicator(Communicator):
+class MpiCommunicator(Communicator):
     """A group of several ranks, seen from one of them.
 
     The collectives are MPI's non-blocking ones: its blocking calls would keep the core busy.
@@ -51,7 +51,7 @@ class RankCommunicator(Communicator):
         self,
         mpi: Any,
         comm: Any,
-        bell: Doorbell,
+        bell: Wakeup,
         limits: Limits,
         agreement: Agreement,
         group: int = 0,
@@ -74,10 +74,10 @@ class RankCommunicator(Communicator):
         )
 
     @classmethod
-    def of_world(cls, mpi: Any) -> RankCommunicator:
+    def of_world(cls, mpi: Any) -> MpiCommunicator:
         """Returns the group of all ranks of the job; all of them must call this."""
         limits = Limits.from_environment()
-        bell = Doorbell()
+        bell = Wakeup()
         waiter = Waiter(mpi.COMM_WORLD.Get_rank(), limits, tuple, bell, str)
         copies = []
         everyone = range(mpi.COMM_WORLD.Get_size())
@@ -96,7 +96,7 @@ class RankCommunicator(Communicator):
 
     def post_receive(
         self, specs: Sequence[TensorSpec], source: int, tag: int, *, label: str = ""
-    ) -> Receipt:
+    ) -> RecvRequest:
         """Makes ready to receive tensors; see `Communicator.post_receive`."""
         self._check_peer("source", source, tag, label)
         return self._channel.receive(specs, source, tag, label)
@@ -163,14 +163,14 @@ class RankCommunicator(Communicator):
         self._run("allgather", self._comm.Iallgatherv((data, self._mpi.BYTE), target))
         return [_decode(part) for part in np.split(everything, ends[:-1])]
 
-    def split(self, color: int, key: int = 0) -> RankCommunicator:
+    def split(self, color: int, key: int = 0) -> MpiCommunicator:
         """Returns the group of the ranks with the same `color`; see `Communicator.split`."""
         # MPI has no non-blocking split: let all ranks come here first.
         self.barrier()
         self._splits += 1
         group = zlib.crc32(repr((self._group, self._splits, color)).encode())
         comm = self._comm.Split(color, key)
-        return RankCommunicator(self._mpi, comm, self._bell, self._limits, self._agreement, group)
+        return MpiCommunicator(self._mpi, comm, self._bell, self._limits, self._agreement, group)
 
     def call(self, method: str, **facts: Any) -> contextlib.AbstractContextManager[None]:
         """Surrounds a call that all ranks must make; see `Communicator.call`."""

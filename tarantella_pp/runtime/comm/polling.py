@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from tarantella_pp.errors import CommunicationError, ConfigurationError
 from tarantella_pp.launch.guard import failure_guard
-from tarantella_pp.runtime.comm.wakeup import Doorbell
+from tarantella_pp.runtime.comm.wakeup import Wakeup
 
 _LOG = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ class Waiter:
         rank: int,
         limits: Limits,
         between: Callable[[], Outgoing],
-        bell: Doorbell,
+        bell: Wakeup,
         report: Callable[[], str],
         where: Callable[[], str] = str,
     ) -> None:
@@ -207,7 +207,7 @@ class _Sleep:
     """The sleeps of one wait: short at first, ended by rings, none while a message goes over."""
 
     def __init__(
-        self, bell: Doorbell, peers: Sequence[int], pace: Pace, coming: Callable[[], int]
+        self, bell: Wakeup, peers: Sequence[int], pace: Pace, coming: Callable[[], int]
     ) -> None:
         self._bell = bell
         self._peers = peers

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tarantella_pp.runtime.comm.channel import Channel
 
 
-class Delivery:
+class SendRequest:
     """A message on its way out; keeps its memory alive until MPI has read all of it."""
 
     __slots__ = ("_memory", "_requests", "dest", "label", "nbytes", "tag")
@@ -54,7 +54,7 @@ class Delivery:
         return f"{self.label or 'a message'} to rank {self.dest} (tag {self.tag})"
 
 
-class Receipt:
+class RecvRequest:
     """A message that this rank is ready to receive.
 
     Attributes:

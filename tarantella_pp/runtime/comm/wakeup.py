@@ -16,7 +16,7 @@ _SELECTABLE = 1024
 _NOTE = struct.Struct("<IIIQ")
 
 
-class Doorbell:
+class Wakeup:
     """A socket of this rank on which other ranks of the same host ring.
 
     MPI can only be polled. A rank that sleeps between polls notices a message late, one that

@@ -9,11 +9,11 @@ from typing import TypeAlias
 
 import tensorflow as tf
 
-from tarantella_pp.partition.costs.deferred_gradients import Chunking
+from tarantella_pp.partition.costs.deferred_gradients import MatmulChunks
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Product:
+class DeferredMatmul:
     """The gradient `left^T @ right` of a weight, not computed yet.
 
     Attributes:
@@ -25,7 +25,7 @@ class Product:
     right: tf.Tensor
 
     @classmethod
-    def of(cls, gradient: tf.Tensor) -> Product | None:
+    def of(cls, gradient: tf.Tensor) -> DeferredMatmul | None:
         """Finds the factors of a gradient in a traced graph.
 
         Args:
@@ -40,12 +40,12 @@ class Product:
         return cls(*op.inputs)
 
     @classmethod
-    def below_each_other(cls, products: Sequence[Product]) -> Product:
+    def below_each_other(cls, products: Sequence[DeferredMatmul]) -> DeferredMatmul:
         """Returns the sum of some products as one product."""
         lefts, rights = [p.left for p in products], [p.right for p in products]
         return cls(tf.concat(lefts, 0), tf.concat(rights, 0))
 
-    def chunking(self, micro_batches: int) -> Chunking | None:
+    def chunking(self, micro_batches: int) -> MatmulChunks | None:
         """Returns how such gradients are collected by their factors; `None` if they are not.
 
         Args:
@@ -54,7 +54,7 @@ class Product:
         (rows, inputs), outputs = self.left.shape.as_list(), self.right.shape[1]
         if None in (rows, inputs, outputs):
             return None
-        return Chunking.of(micro_batches, rows, inputs, outputs)
+        return MatmulChunks.of(micro_batches, rows, inputs, outputs)
 
     def value(self) -> tf.Tensor:
         """Computes it."""
@@ -64,7 +64,7 @@ class Product:
 Parts: TypeAlias = dict[str, tf.Tensor]
 
 
-class ProductSum:
+class DeferredMatmulSum:
     """Collects the factors of a weight's gradients, and multiplies them a chunk at a time.
 
     The sum of products is the product of their factors put one below the other: one
@@ -81,14 +81,14 @@ class ProductSum:
         has_chunks: Whether there are several chunks, so that some are multiplied before the last.
     """
 
-    def __init__(self, chunking: Chunking) -> None:
+    def __init__(self, chunking: MatmulChunks) -> None:
         self.has_chunks = chunking.number > 1
         self._chunk = chunking.size
         self._fits = chunking.fits
-        self._factors: list[Product] = []
+        self._factors: list[DeferredMatmul] = []
         self._total: tf.Tensor | None = None
 
-    def add(self, product: Product) -> None:
+    def add(self, product: DeferredMatmul) -> None:
         """Adds the gradient of a micro-batch."""
         self._factors.append(product)
 
@@ -104,7 +104,7 @@ class ProductSum:
 
     def multiply(self) -> None:
         """Multiplies a chunk, and adds the product to the sum."""
-        product = Product.below_each_other(self._factors[: self._chunk]).value()
+        product = DeferredMatmul.below_each_other(self._factors[: self._chunk]).value()
         del self._factors[: self._chunk]
         self._total = product if self._total is None else self._total + product
 
@@ -118,7 +118,7 @@ class ProductSum:
         self.finish()
         parts = {} if self._total is None else {"total": self._total}
         if self._factors:
-            last = Product.below_each_other(self._factors)
+            last = DeferredMatmul.below_each_other(self._factors)
             parts |= {"left": last.left, "right": last.right}
         self.reset()
         return parts
@@ -130,7 +130,7 @@ class ProductSum:
         Args:
             parts: What `take` returned, not empty.
         """
-        product = Product(parts["left"], parts["right"]).value()
+        product = DeferredMatmul(parts["left"], parts["right"]).value()
         return parts["total"] + product if "total" in parts else product
 
     def reset(self) -> None:

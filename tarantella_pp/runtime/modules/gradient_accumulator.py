@@ -8,19 +8,19 @@ from typing import Any, TypeAlias
 
 import tensorflow as tf
 
-from tarantella_pp.runtime.modules.deferred_matmul import Parts, Product, ProductSum
+from tarantella_pp.runtime.modules.deferred_matmul import DeferredMatmul, DeferredMatmulSum, Parts
 
 Pair: TypeAlias = tuple[tf.Tensor, tf.Tensor]
 Collected: TypeAlias = Pair | Parts
 
 
-class GradientSums:
+class GradientAccumulator:
     """One sum for each trainable weight of a stage.
 
     Dense gradients add up in place. Sparse ones (of an embedding) are collected as they are:
     Keras' optimizers treat the slices of a batch one by one, so merging those of equal rows would
-    change the result. Those that are small products are collected, too, see `ProductSum`. Weights
-    that no gradient reaches have no sum, as in plain Keras.
+    change the result. Those that are small products are collected, too, see `DeferredMatmulSum`.
+    Weights that no gradient reaches have no sum, as in plain Keras.
 
     Args:
         weights: The trainable weights.
@@ -38,14 +38,14 @@ class GradientSums:
         self._kinds: list[str | None] | None = None
         self._dense: list[tf.Variable | None] = [None] * len(self.weights)
         self._sparse: dict[int, list[Pair]] = {}
-        self._products: dict[int, ProductSum] = {}
+        self._products: dict[int, DeferredMatmulSum] = {}
         self._empty = True
 
     def prepare(self, gradients: Sequence[Any]) -> None:
         """Learns from the gradients of one micro-batch what kind each weight's is.
 
         Args:
-            gradients: A tensor, `tf.IndexedSlices`, `Product` or `None` for each weight.
+            gradients: A tensor, `tf.IndexedSlices`, `DeferredMatmul` or `None` for each weight.
         """
         if self._kinds is not None:
             return
@@ -57,10 +57,10 @@ class GradientSums:
             elif kind == "sparse":
                 self._sparse[i] = []
             elif kind == "product" and (chunking := gradients[i].chunking(self._micro_batches)):
-                self._products[i] = ProductSum(chunking)
+                self._products[i] = DeferredMatmulSum(chunking)
         self._kinds = kinds  # last, for an error may come before
 
-    def collects(self, index: int, product: Product) -> bool:
+    def collects(self, index: int, product: DeferredMatmul) -> bool:
         """Whether the gradients of a weight are collected by their factors.
 
         Args:
@@ -99,22 +99,22 @@ class GradientSums:
             tf.cond(first, replace, add)
 
     def pairs_of(self, gradients: Sequence[Any]) -> list[Pair]:
-        """Those of a micro-batch's gradients that are collected, as `add_pairs` takes them."""
+        """Those of a micro-batch's gradients that are collected, as `append_sparse` takes them."""
         products = (_as_product(gradients[i]) for i in self._products)
         return [
             *((gradients[i].values, gradients[i].indices) for i in self._sparse),
             *((product.left, product.right) for product in products),
         ]
 
-    def add_pairs(self, pairs: Sequence[Pair]) -> None:
+    def append_sparse(self, pairs: Sequence[Pair]) -> None:
         """Collects gradients of a micro-batch."""
         for kept, pair in zip(self._sparse.values(), pairs, strict=False):
             kept.append(pair)
         rest = pairs[len(self._sparse) :]
         for products, factors in zip(self._products.values(), rest, strict=True):
-            products.add(Product(*factors))
+            products.add(DeferredMatmul(*factors))
 
-    def keep_up(self) -> bool:
+    def flush_overdue(self) -> bool:
         """Multiplies evenly as much as it takes not to keep more factors than fit.
 
         Returns:
@@ -179,7 +179,7 @@ class GradientSums:
         if parts is None:
             return None
         if isinstance(parts, dict):
-            return ProductSum.value(parts)
+            return DeferredMatmulSum.value(parts)
         values, indices = parts
         return tf.IndexedSlices(values, indices, tf.constant(list(self.weights[index].shape)))
 
@@ -195,13 +195,13 @@ class GradientSums:
 def _kind(gradient: Any) -> str | None:
     if gradient is None:
         return None
-    if isinstance(gradient, Product):
+    if isinstance(gradient, DeferredMatmul):
         return "product"
     return "sparse" if isinstance(gradient, tf.IndexedSlices) else "dense"
 
 
-def _as_product(gradient: Any) -> Product:
+def _as_product(gradient: Any) -> DeferredMatmul:
     """A gradient that is collected, also where another pass of the stage found no product."""
-    if isinstance(gradient, Product):
+    if isinstance(gradient, DeferredMatmul):
         return gradient
-    return Product(tf.eye(gradient.shape[0], dtype=gradient.dtype), gradient)
+    return DeferredMatmul(tf.eye(gradient.shape[0], dtype=gradient.dtype), gradient)

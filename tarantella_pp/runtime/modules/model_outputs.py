@@ -18,7 +18,7 @@ from tarantella_pp.keras_internals.functional import operation_fn, set_mask
 from tarantella_pp.keras_internals.training import logits_of
 from tarantella_pp.partition.extraction.calls import Call
 from tarantella_pp.partition.extraction.keras_reader import ExtractedModel
-from tarantella_pp.runtime.modules.stage_boundary import Port
+from tarantella_pp.runtime.modules.stage_boundary import BoundaryTensor
 from tarantella_pp.runtime.state.remote_variables import only_traced
 
 Activation = Callable[[tf.Tensor], tf.Tensor]
@@ -79,7 +79,7 @@ def as_made(value: tf.Tensor, tensor: int, activations: Mapping[int, Activation]
 
 def pack_outputs(
     extracted: ExtractedModel,
-    values: Mapping[Port, tf.Tensor],
+    values: Mapping[BoundaryTensor, tf.Tensor],
     activations: Mapping[int, Activation],
 ) -> Any:
     """Puts the outputs of a model together, masks attached.
@@ -94,10 +94,10 @@ def pack_outputs(
     """
     flat = []
     for tensor in extracted.graph.outputs:
-        value = as_made(values[Port(tensor)], tensor, activations)
-        if Port(tensor, mask=True) in values:
+        value = as_made(values[BoundaryTensor(tensor)], tensor, activations)
+        if BoundaryTensor(tensor, mask=True) in values:
             value = value if tensor in activations else tf.identity(value)
-            set_mask(value, values[Port(tensor, mask=True)])
+            set_mask(value, values[BoundaryTensor(tensor, mask=True)])
         flat.append(value)
     return unpacked(keras.tree.pack_sequence_as(extracted.outputs_struct, flat))
 

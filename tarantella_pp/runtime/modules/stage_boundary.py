@@ -11,7 +11,7 @@ from tarantella_pp.partition.graph.layer_graph import LayerGraph
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Port:
+class BoundaryTensor:
     """One value at the border of a stage: a tensor, or the Keras mask that belongs to it.
 
     Attributes:
@@ -24,34 +24,34 @@ class Port:
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class StageEdge:
     """Everything one stage sends to another for each micro-batch, in one message.
 
     Attributes:
         source: Stage that makes the values.
         target: Later stage that uses them.
-        ports: The values, in the order of the message.
-        gradients: Those of `ports` whose gradient travels back, in order.
+        tensors: The values, in the order of the message.
+        gradients: Those of `tensors` whose gradient travels back, in order.
     """
 
     source: int
     target: int
-    ports: tuple[Port, ...]
-    gradients: tuple[Port, ...]
+    tensors: tuple[BoundaryTensor, ...]
+    gradients: tuple[BoundaryTensor, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class StageLayout:
+class StageBoundary:
     """The border of one stage.
 
     Attributes:
         index: The stage.
         nodes: Ids of its nodes, in topological order.
-        data: Model inputs that it uses, read from the data set.
+        model_inputs: Model inputs that it uses, read from the data set.
         receives: Links that end here, by source.
         sends: Links that begin here, by target.
-        results: The model's outputs with their masks, on the last stage; empty elsewhere.
-        seeded: Those of `outputs` for which a gradient comes back.
+        model_outputs: The model's outputs with their masks, on the last stage; empty elsewhere.
+        outputs_with_gradient: Outputs that receive a gradient from a later stage.
         activations: Tensors that travel as their logits, and what makes them of these.
         sample_axes: The dimension along which tensors of the model have their samples; `None` for
             those that have none. Default: the first.
@@ -59,11 +59,11 @@ class StageLayout:
 
     index: int
     nodes: tuple[int, ...]
-    data: tuple[Port, ...]
-    receives: tuple[Link, ...]
-    sends: tuple[Link, ...]
-    results: tuple[Port, ...]
-    seeded: tuple[Port, ...]
+    model_inputs: tuple[BoundaryTensor, ...]
+    receives: tuple[StageEdge, ...]
+    sends: tuple[StageEdge, ...]
+    model_outputs: tuple[BoundaryTensor, ...]
+    outputs_with_gradient: tuple[BoundaryTensor, ...]
     activations: Mapping[int, Callable[[Any], Any]] = field(default_factory=dict, hash=False)
     sample_axes: Mapping[int, int | None] = field(default_factory=dict, hash=False)
 
@@ -72,28 +72,28 @@ class StageLayout:
         return [self.sample_axes.get(tensor, 0) for tensor in tensors]
 
     @property
-    def inputs(self) -> tuple[Port, ...]:
-        """All values the stage takes in: data first, then link by link."""
-        return self.data + tuple(port for link in self.receives for port in link.ports)
+    def inputs(self) -> tuple[BoundaryTensor, ...]:
+        """All values the stage takes in: model inputs first, then edge by edge."""
+        return self.model_inputs + tuple(port for link in self.receives for port in link.tensors)
 
     @property
-    def outputs(self) -> tuple[Port, ...]:
+    def outputs(self) -> tuple[BoundaryTensor, ...]:
         """All values the stage hands on, each once, the model's outputs last."""
-        sent = {port: None for link in self.sends for port in link.ports}
-        return tuple(sent | dict.fromkeys(self.results))
+        sent = {port: None for link in self.sends for port in link.tensors}
+        return tuple(sent | dict.fromkeys(self.model_outputs))
 
     @property
-    def input_gradients(self) -> tuple[Port, ...]:
+    def input_gradients(self) -> tuple[BoundaryTensor, ...]:
         """Those of `inputs` whose gradient the stage sends back."""
         return tuple(port for link in self.receives for port in link.gradients)
 
 
-def stage_layouts(
+def stage_boundaries(
     graph: LayerGraph,
     assignment: Sequence[int],
     num_stages: int,
     activations: Mapping[int, Callable[[Any], Any]] | None = None,
-) -> tuple[StageLayout, ...]:
+) -> tuple[StageBoundary, ...]:
     """Works out the border of every stage.
 
     Args:
@@ -106,54 +106,54 @@ def stage_layouts(
         One layout for each stage.
     """
     last = num_stages - 1
-    crossing: dict[tuple[int, int], list[Port]] = {}
+    crossing: dict[tuple[int, int], list[BoundaryTensor]] = {}
     for tensor, source, targets in crossings(graph, assignment):
         for target in targets:
             crossing.setdefault((source, target), []).extend(_with_mask(graph, tensor.id))
-    data: list[list[Port]] = [[] for _ in range(num_stages)]
+    data: list[list[BoundaryTensor]] = [[] for _ in range(num_stages)]
     for tensor, stages in zip(graph.tensors, readers(graph, assignment), strict=True):
         for stage in stages if tensor.producer is None else ():
-            data[stage].append(Port(tensor.id))
+            data[stage].append(BoundaryTensor(tensor.id))
     links = [_link(graph, pair, ports) for pair, ports in sorted(crossing.items())]
     results = tuple(dict.fromkeys(p for t in graph.outputs for p in _with_mask(graph, t)))
     axes = {i: tensor.sample_axis for i, tensor in enumerate(graph.tensors)}
-    layouts = []
+    boundaries = []
     for stage in range(num_stages):
         sends = tuple(link for link in links if link.source == stage)
         ends = results if stage == last else ()
-        seeded = [port for link in sends for port in link.gradients]
-        seeded += [port for port in ends if _flows(graph, port)]
-        layouts.append(
-            StageLayout(
+        outputs_with_gradient = [port for link in sends for port in link.gradients]
+        outputs_with_gradient += [port for port in ends if _flows(graph, port)]
+        boundaries.append(
+            StageBoundary(
                 index=stage,
                 nodes=tuple(node for node, where in enumerate(assignment) if where == stage),
-                data=tuple(data[stage]),
+                model_inputs=tuple(data[stage]),
                 receives=tuple(link for link in links if link.target == stage),
                 sends=sends,
-                results=ends,
-                seeded=tuple(dict.fromkeys(seeded)),
+                model_outputs=ends,
+                outputs_with_gradient=tuple(dict.fromkeys(outputs_with_gradient)),
                 sample_axes=axes,
                 activations=activations or {},
             )
         )
-    return tuple(layouts)
+    return tuple(boundaries)
 
 
-def _with_mask(graph: LayerGraph, tensor: int) -> tuple[Port, ...]:
+def _with_mask(graph: LayerGraph, tensor: int) -> tuple[BoundaryTensor, ...]:
     if graph.tensors[tensor].mask_shape is None:
-        return (Port(tensor),)
-    return Port(tensor), Port(tensor, mask=True)
+        return (BoundaryTensor(tensor),)
+    return BoundaryTensor(tensor), BoundaryTensor(tensor, mask=True)
 
 
-def _link(graph: LayerGraph, pair: tuple[int, int], ports: list[Port]) -> Link:
+def _link(graph: LayerGraph, pair: tuple[int, int], ports: list[BoundaryTensor]) -> StageEdge:
     gradients = tuple(port for port in ports if _flows(graph, port))
-    return Link(pair[0], pair[1], tuple(ports), gradients)
+    return StageEdge(pair[0], pair[1], tuple(ports), gradients)
 
 
-def _flows(graph: LayerGraph, port: Port) -> bool:
+def _flows(graph: LayerGraph, port: BoundaryTensor) -> bool:
     return not port.mask and graph.tensors[port.tensor].has_gradient
 
 
-def links_of(layouts: Sequence[StageLayout]) -> tuple[Link, ...]:
+def stage_edges(boundaries: Sequence[StageBoundary]) -> tuple[StageEdge, ...]:
     """All links of a pipeline, in an order that every rank finds alike."""
-    return tuple(link for layout in layouts for link in layout.sends)
+    return tuple(link for boundary in boundaries for link in boundary.sends)

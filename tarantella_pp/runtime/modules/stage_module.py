@@ -16,16 +16,16 @@ from tarantella_pp.keras_internals.functional import (
 )
 from tarantella_pp.keras_internals.training import added_losses
 from tarantella_pp.partition.extraction.calls import Call
-from tarantella_pp.runtime.modules.gradient_accumulator import GradientSums
+from tarantella_pp.runtime.modules.gradient_accumulator import GradientAccumulator
 from tarantella_pp.runtime.modules.model_outputs import as_logits, as_made
-from tarantella_pp.runtime.modules.stage_boundary import Port, StageLayout
+from tarantella_pp.runtime.modules.stage_boundary import BoundaryTensor, StageBoundary
 
 
-class StageBody:
+class StageModule:
     """The nodes of one stage, and one gradient sum for each of its trainable weights.
 
     Args:
-        layout: The border of the stage.
+        boundary: The border of the stage.
         calls: The stage's calls, in topological order.
         micro_batches: Most micro-batches of a step.
 
@@ -35,27 +35,29 @@ class StageBody:
         blocks: Whether some input gets no gradient although it could; set by the passes.
     """
 
-    def __init__(self, layout: StageLayout, calls: Sequence[Call], micro_batches: int = 1) -> None:
-        self.layout = layout
-        self.layer = StageLayer(calls, layout)
-        self.sums = GradientSums(self.layer.trainable_variables, micro_batches)
+    def __init__(
+        self, boundary: StageBoundary, calls: Sequence[Call], micro_batches: int = 1
+    ) -> None:
+        self.boundary = boundary
+        self.layer = StageLayer(calls, boundary)
+        self.accumulator = GradientAccumulator(self.layer.trainable_variables, micro_batches)
         self.added_by: dict[bool, tuple[str, ...]] = {True: (), False: ()}
         self.blocks = False
 
     @property
     def variables(self) -> list[Any]:
         """TensorFlow's variables of the trainable weights, to differentiate by."""
-        return [weight.value for weight in self.sums.weights]
+        return [weight.value for weight in self.accumulator.weights]
 
     def run(self, inputs: Sequence[tf.Tensor], training: bool) -> tuple[list[tf.Tensor], tf.Tensor]:
         """Runs the nodes on one micro-batch.
 
         Args:
-            inputs: One tensor for each port of `layout.inputs`.
+            inputs: One tensor for each port of `boundary.inputs`.
             training: Whether layers run in training mode.
 
         Returns:
-            One tensor for each port of `layout.outputs`, and the losses that the layers added,
+            One tensor for each port of `boundary.outputs`, and the losses that the layers added,
             as one tensor in Keras' default float type.
         """
         outputs, losses = self.layer(inputs, training=training)
@@ -66,13 +68,13 @@ class StageBody:
 
     def sources(self, inputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Those of `inputs` whose gradient the stage sends back."""
-        ports = dict(zip(self.layout.inputs, inputs, strict=True))
-        return [ports[port] for port in self.layout.input_gradients]
+        ports = dict(zip(self.boundary.inputs, inputs, strict=True))
+        return [ports[port] for port in self.boundary.input_gradients]
 
     def targets(self, outputs: Sequence[tf.Tensor], added: tf.Tensor) -> list[tf.Tensor]:
         """What is differentiated: the added losses, then each output that a gradient reaches."""
-        ports = dict(zip(self.layout.outputs, outputs, strict=True))
-        return [added, *(ports[port] for port in self.layout.seeded)]
+        ports = dict(zip(self.boundary.outputs, outputs, strict=True))
+        return [added, *(ports[port] for port in self.boundary.outputs_with_gradient)]
 
     def connected(
         self, specs: Sequence[tf.TensorSpec], coming: Sequence[bool]
@@ -81,10 +83,10 @@ class StageBody:
 
         Args:
             specs: Shape and dtype of each input.
-            coming: For each of `layout.seeded` whether a gradient comes in there.
+            coming: For each of `boundary.outputs_with_gradient` whether a gradient comes in there.
 
         Returns:
-            For each of `layout.input_gradients`, and for each trainable weight, whether a
+            For each of `boundary.input_gradients`, and for each trainable weight, whether a
             gradient reaches it.
         """
         found: list[bool] = []
@@ -98,7 +100,7 @@ class StageBody:
             found.extend(gradient is not None for gradient in tape.gradient(kept, wanted))
 
         tf.function(trace, input_signature=list(specs), autograph=False).get_concrete_function()
-        inputs = len(self.layout.input_gradients)
+        inputs = len(self.boundary.input_gradients)
         return found[:inputs], found[inputs:]
 
 
@@ -111,16 +113,16 @@ class StageLayer(keras.layers.Layer):
 
     Args:
         calls: The stage's calls, in topological order.
-        layout: The border of the stage.
+        boundary: The border of the stage.
 
     Attributes:
         observe: Is told the results of each call, if it is set.
     """
 
-    def __init__(self, calls: Sequence[Call], layout: StageLayout) -> None:
-        super().__init__(name=f"stage_{layout.index}", autocast=False)
+    def __init__(self, calls: Sequence[Call], boundary: StageBoundary) -> None:
+        super().__init__(name=f"stage_{boundary.index}", autocast=False)
         self.calls = tuple(calls)
-        self.layout = layout
+        self.boundary = boundary
         self.observe: Callable[[Call, Sequence[Any]], None] | None = None
         layers = [c.operation for c in calls if isinstance(c.operation, keras.layers.Layer)]
         self.tracked = list(dict.fromkeys(layers))
@@ -132,11 +134,11 @@ class StageLayer(keras.layers.Layer):
         """Runs the nodes.
 
         Args:
-            values: One tensor for each port of `layout.inputs`.
+            values: One tensor for each port of `boundary.inputs`.
             training: Whether layers run in training mode.
 
         Returns:
-            One tensor for each port of `layout.outputs`, and the losses that the layers added
+            One tensor for each port of `boundary.outputs`, and the losses that the layers added
             (activity regularizers and `add_loss`; not weight regularizers), with their names.
         """
         tensors, masks = self._received(values)
@@ -152,26 +154,28 @@ class StageLayer(keras.layers.Layer):
             if self.observe is not None:
                 self.observe(call, [tensors[tensor] for tensor in call.outputs])
             masks.update((tensor, get_mask(tensors[tensor])) for tensor in call.outputs)
-        outputs = [self._value(port, tensors, masks) for port in self.layout.outputs]
+        outputs = [self._value(port, tensors, masks) for port in self.boundary.outputs]
         return outputs, added_losses(self)
 
     def _received(self, values: Sequence[Any]) -> tuple[dict[int, Any], dict[int, Any]]:
         tensors: dict[int, Any] = {}
         masks: dict[int, Any] = {}
-        for port, value in zip(self.layout.inputs, values, strict=True):
+        for port, value in zip(self.boundary.inputs, values, strict=True):
             if port.mask:
                 masks[port.tensor] = value
             else:
-                tensors[port.tensor] = as_made(value, port.tensor, self.layout.activations)
+                tensors[port.tensor] = as_made(value, port.tensor, self.boundary.activations)
         return tensors, masks
 
-    def _value(self, port: Port, tensors: Mapping[int, Any], masks: Mapping[int, Any]) -> Any:
+    def _value(
+        self, port: BoundaryTensor, tensors: Mapping[int, Any], masks: Mapping[int, Any]
+    ) -> Any:
         if not port.mask:
-            return as_logits(tensors[port.tensor], port.tensor, self.layout.activations)
+            return as_logits(tensors[port.tensor], port.tensor, self.boundary.activations)
         mask = masks.get(port.tensor)
         if mask is None:
             raise UnsupportedModelError(
-                f"Stage {self.layout.index} should hand on a mask with tensor {port.tensor}, as "
+                f"Stage {self.boundary.index} should hand on a mask with tensor {port.tensor}, as "
                 "the model's graph says, but the layer that makes the tensor computed none. "
                 "Make its `compute_mask` depend on the presence of a mask only."
             )

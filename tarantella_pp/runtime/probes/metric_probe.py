@@ -19,7 +19,7 @@ ROUNDING = 64
 """Units of rounding, of the largest number of a variable, that count as no difference."""
 
 State = list[tf.Tensor]
-Update = Callable[[State, Sequence[tf.Tensor]], State]
+OptimizerStep = Callable[[State, Sequence[tf.Tensor]], State]
 _HARMLESS = ("ReadVariableOp", "Assert", "CheckNumericsV2")
 
 
@@ -75,7 +75,7 @@ def why_not_by_parts(
 
 def _pure_update(
     metrics: Any, pack: Callable[[Sequence[tf.Tensor]], Any], examples: Any
-) -> Update | None:
+) -> OptimizerStep | None:
     """The update of the metrics as a function of their state; `None` if it has side effects."""
     structure, count = examples, len(metrics.variables)
 
@@ -95,7 +95,7 @@ def _pure_update(
     return lambda state, tensors: list(traced(*state, *tensors))
 
 
-def _by_parts(update: Update, state: State, tensors: Sequence[tf.Tensor]) -> State:
+def _by_parts(update: OptimizerStep, state: State, tensors: Sequence[tf.Tensor]) -> State:
     for pieces in zip(*(tf.split(tensor, PARTS) for tensor in tensors), strict=True):
         state = update(state, pieces)
     return state

@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 from tarantella_pp.keras_internals.training import moving_statistics
 from tarantella_pp.partition.extraction.calls import Call
-from tarantella_pp.runtime.modules.stage_module import StageBody
+from tarantella_pp.runtime.modules.stage_module import StageModule
 from tarantella_pp.runtime.probes.sample_rows import samples_back, samples_first
-from tarantella_pp.runtime.tf_graph.compiled_function import Compiled
-from tarantella_pp.runtime.tf_graph.subgraph import Carver
+from tarantella_pp.runtime.tf_graph.compiled_function import CompiledFunction
+from tarantella_pp.runtime.tf_graph.subgraph import SubgraphExtractor
 
 Array = NDArray[Any]
 
@@ -54,7 +54,7 @@ class ProbeTrace:
     forward pass would write is left out, so that trying it out changes nothing.
 
     Args:
-        body: The stage's nodes and weights.
+        module: The stage's nodes and weights.
         specs: Shape and dtype of each of its inputs.
         training: Whether layers run in training mode, and gradients are computed.
 
@@ -66,12 +66,12 @@ class ProbeTrace:
         drawn_by: The calls that drew random numbers of Python or NumPy while they were traced.
     """
 
-    def __init__(self, body: StageBody, specs: Sequence[tf.TensorSpec], training: bool) -> None:
-        self._body = body
+    def __init__(self, module: StageModule, specs: Sequence[tf.TensorSpec], training: bool) -> None:
+        self._module = module
         self._specs = list(specs)
         self._training = training
-        ports = [*body.layout.outputs, *body.layout.input_gradients]
-        axes = body.layout.axes_of(port.tensor for port in ports)
+        ports = [*module.boundary.outputs, *module.boundary.input_gradients]
+        axes = module.boundary.axes_of(port.tensor for port in ports)
         self.results_batched = [axis is not None for axis in axes]
         self._parts: list[list[tf.Tensor]] = []
         self._made: list[tuple[Call, list[tf.Tensor]]] = []
@@ -103,8 +103,8 @@ class ProbeTrace:
         """The stage's outputs for some inputs, as it hands them on."""
         nothing = tf.zeros([0], tf.bool), tf.zeros([0], keras.config.floatx())
         found = self._compiled(self._parts[0])(*nothing, *inputs)
-        layout = self._body.layout
-        return samples_back(list(found), layout.axes_of(port.tensor for port in layout.outputs))
+        boundary = self._module.boundary
+        return samples_back(list(found), boundary.axes_of(port.tensor for port in boundary.outputs))
 
     def results(self, inputs: Sequence[tf.Tensor], rows: Array) -> list[list[Array]]:
         """The results of each of the stage's calls, in order."""
@@ -114,7 +114,7 @@ class ProbeTrace:
         return [[_array(next(found)) for _ in tensors] for _, tensors in self._made]
 
     @functools.cached_property
-    def _run(self) -> Compiled:
+    def _run(self) -> CompiledFunction:
         return self._compiled([tensor for part in self._parts for tensor in part])
 
     @property
@@ -139,36 +139,36 @@ class ProbeTrace:
 
     def batched_of(self, call: Call) -> list[bool]:
         """For each result of a call whether it has samples."""
-        return [axis is not None for axis in self._body.layout.axes_of(call.outputs)]
+        return [axis is not None for axis in self._module.boundary.axes_of(call.outputs)]
 
-    def _compiled(self, fetches: Sequence[tf.Tensor]) -> Compiled:
-        carved = Carver(self.function).carve(self._feeds, fetches)
-        return Compiled(lambda *values: carved(*values), self._signature)
+    def _compiled(self, fetches: Sequence[tf.Tensor]) -> CompiledFunction:
+        carved = SubgraphExtractor(self.function).extract(self._feeds, fetches)
+        return CompiledFunction(lambda *values: carved(*values), self._signature)
 
     def _trace(self, kept: tf.Tensor, factors: tf.Tensor, *inputs: tf.Tensor) -> tf.Tensor:
-        body, layer, layout = self._body, self._body.layer, self._body.layout
+        module, layer, boundary = self._module, self._module.layer, self._module.boundary
         layer.observe = self._observe
-        real = samples_back(inputs, layout.axes_of(port.tensor for port in layout.inputs))
+        real = samples_back(inputs, boundary.axes_of(port.tensor for port in boundary.inputs))
         try:
             with moving_statistics(layer):
-                results, added = body.run(real, self._training)
+                results, added = module.run(real, self._training)
         finally:
             layer.observe = None
-        outputs = samples_first(results, layout.axes_of(port.tensor for port in layout.outputs))
+        outputs = samples_first(results, boundary.axes_of(port.tensor for port in boundary.outputs))
         given: list[tf.Tensor] = []
         gradients: list[Any] = []
         if self._training:
             given, gradients = self._gradients(kept, factors, inputs, outputs, added)
-        pairs = zip(body.sums.weights, gradients, strict=False)
+        pairs = zip(module.accumulator.weights, gradients, strict=False)
         found = [(weight, gradient) for weight, gradient in pairs if gradient is not None]
         self.weights = [weight for weight, _ in found]
-        self.added_by = body.added_by[self._training]
+        self.added_by = module.added_by[self._training]
         self._parts = [list(outputs), [added], given, [_in_short(g) for _, g in found]]
         return added
 
     def _observe(self, call: Call, results: Sequence[Any]) -> None:
         tensors = list(map(tf.convert_to_tensor, results))
-        axes = self._body.layout.axes_of(call.outputs)
+        axes = self._module.boundary.axes_of(call.outputs)
         self._made.append((call, samples_first(tensors, axes)))
         if self._numbers != (numbers := _random_numbers()):
             self.drawn_by.append(call)
@@ -182,10 +182,12 @@ class ProbeTrace:
         outputs: Sequence[tf.Tensor],
         added: tf.Tensor,
     ) -> tuple[list[tf.Tensor], list[Any]]:
-        sources, variables = self._body.sources(inputs), self._body.variables
-        targets = self._body.targets(outputs, added)
+        sources, variables = self._module.sources(inputs), self._module.variables
+        targets = self._module.targets(outputs, added)
         seeds = [tf.reshape(factors, tf.shape(added))]
-        axes = self._body.layout.axes_of(port.tensor for port in self._body.layout.seeded)
+        axes = self._module.boundary.axes_of(
+            port.tensor for port in self._module.boundary.outputs_with_gradient
+        )
         for axis, target in zip(axes, targets[1:], strict=True):
             mask = tf.zeros_like(target) if axis is None else _mask(kept, target)
             seeds.append(_pattern(target) * mask)

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from tarantella_pp.errors import UnsupportedModelError
-from tarantella_pp.runtime.modules.stage_module import StageBody
+from tarantella_pp.runtime.modules.stage_module import StageModule
 from tarantella_pp.runtime.probes.added_losses import AddedLosses, not_additive
 from tarantella_pp.runtime.probes.coupling_probe import CouplingProbe
 from tarantella_pp.runtime.probes.probe_trace import ProbeTrace
@@ -43,12 +43,12 @@ class StageProbe:
     """Refuses, before anything is updated, a stage that would train something else in a pipeline.
 
     Args:
-        body: The stage's nodes and weights.
+        module: The stage's nodes and weights.
     """
 
-    def __init__(self, body: StageBody) -> None:
-        self._body = body
-        self._axes = body.layout.axes_of(port.tensor for port in body.layout.inputs)
+    def __init__(self, module: StageModule) -> None:
+        self._module = module
+        self._axes = module.boundary.axes_of(port.tensor for port in module.boundary.inputs)
         self._traces: dict[bool, ProbeTrace] = {}
         self._kinds: dict[bool, Any] = {}
 
@@ -77,7 +77,7 @@ class StageProbe:
         count = len(pieces.sizes)
         rows, first = pieces.sizes[0], self._samples_first(inputs)
         trace = self._trace_for(training, rows, first)
-        refuse_effects(trace.function, self._body.layer, count, pieces.is_plain)
+        refuse_effects(trace.function, self._module.layer, count, pieces.is_plain)
         for call in trace.drawn_by:
             raise UnsupportedModelError(
                 f"'{call.name}' ({type(call.operation).__name__}) draws random numbers of Python "
@@ -89,7 +89,7 @@ class StageProbe:
             CouplingProbe(trace, samples).check()
             self._find_kinds(trace, training, samples)
         self._forget(training)
-        return trace.outputs(first) if self._body.layout.sends else []
+        return trace.outputs(first) if self._module.boundary.sends else []
 
     def settle(
         self, rows: int, inputs: Sequence[tf.Tensor], added: tf.Tensor, training: bool
@@ -109,7 +109,7 @@ class StageProbe:
         self._find_kinds(self._traces[training], training, samples)
         unknown = np.flatnonzero(np.isnan(self._kinds[training]) & (added.numpy() != 0))
         if unknown.size:
-            raise not_additive(self._body.added_by[training][unknown[0]])
+            raise not_additive(self._module.added_by[training][unknown[0]])
         self._forget(training)
 
     def factors(self, training: bool, share: tf.Tensor) -> tf.Tensor:
@@ -121,11 +121,11 @@ class StageProbe:
         """
         kinds = self._kinds.get(training)
         if kinds is None:
-            return tf.repeat(share, len(self._body.added_by[training]))
+            return tf.repeat(share, len(self._module.added_by[training]))
         return tf.maximum(share, tf.constant(np.nan_to_num(kinds), share.dtype))
 
     def _find_kinds(self, trace: ProbeTrace, training: bool, samples: SampleRows) -> None:
-        if self._body.added_by[training]:
+        if self._module.added_by[training]:
             self._kinds[training] = AddedLosses(trace, samples).kinds()
 
     def _forget(self, training: bool) -> None:
@@ -139,7 +139,7 @@ class StageProbe:
                 tf.TensorSpec([None, *x.shape[1:]] if one else x.shape, x.dtype)
                 for x, one in zip(inputs, self._batched(rows, inputs), strict=True)
             ]
-            self._traces[training] = ProbeTrace(self._body, specs, training)
+            self._traces[training] = ProbeTrace(self._module, specs, training)
         return self._traces[training]
 
     def _batched(self, rows: int, inputs: Sequence[tf.Tensor]) -> list[bool]:

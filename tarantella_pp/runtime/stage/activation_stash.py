@@ -15,7 +15,7 @@ import tensorflow as tf
 _names = itertools.count()
 
 
-class Store:
+class ActivationStash:
     """Tensors of one kind, for any number of micro-batches.
 
     Args:

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from tarantella_pp.runtime.comm.communicator import Communicator
-from tarantella_pp.runtime.modules.stage_boundary import StageLayout
+from tarantella_pp.runtime.modules.stage_boundary import StageBoundary
 from tarantella_pp.runtime.stage.stage import Stage
 
 
-def find_reach(
-    layouts: Sequence[StageLayout],
+def find_connected_gradients(
+    boundaries: Sequence[StageBoundary],
     stages: Mapping[int, Stage],
     placement: Sequence[int],
     communicator: Communicator,
@@ -24,24 +24,24 @@ def find_reach(
     """Tells each stage's gradient sums which weights no gradient reaches; once for each loss.
 
     Args:
-        layouts: The borders of all stages.
+        boundaries: The borders of all stages.
         stages: This rank's stages, which have run a training step.
         placement: Rank of each stage.
         communicator: The ranks of the pipeline.
         scored: The tensors that the loss depends on, on the rank of the last stage.
     """
     alive = {(-1, tensor) for tensor in communicator.broadcast_json(list(scored), placement[-1])}
-    for layout in reversed(layouts):
+    for boundary in reversed(boundaries):
         coming = [
-            (layout.results != () and (-1, port.tensor) in alive)
-            or any((link.target, port.tensor) in alive for link in layout.sends)
-            for port in layout.seeded
+            (boundary.model_outputs != () and (-1, port.tensor) in alive)
+            or any((link.target, port.tensor) in alive for link in boundary.sends)
+            for port in boundary.outputs_with_gradient
         ]
-        own = stages.get(layout.index)
+        own = stages.get(boundary.index)
         reached = None if own is None else own.reached(coming)
-        reached = communicator.broadcast_json(reached, placement[layout.index])
+        reached = communicator.broadcast_json(reached, placement[boundary.index])
         alive |= {
-            (layout.index, port.tensor)
-            for port, is_reached in zip(layout.input_gradients, reached, strict=True)
+            (boundary.index, port.tensor)
+            for port, is_reached in zip(boundary.input_gradients, reached, strict=True)
             if is_reached
         }

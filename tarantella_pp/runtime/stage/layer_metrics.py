@@ -14,7 +14,7 @@ import tensorflow as tf
 from tarantella_pp.errors import UnsupportedModelError
 from tarantella_pp.keras_internals.functional import layer_metrics
 from tarantella_pp.partition.extraction.keras_reader import ExtractedModel
-from tarantella_pp.runtime.modules.stage_module import StageBody
+from tarantella_pp.runtime.modules.stage_module import StageModule
 from tarantella_pp.runtime.probes.metric_probe import (
     PARTS,
     same,
@@ -42,13 +42,13 @@ class StageMetrics:
     Then what a part adds counts by its share of the batch. Which it is, is tried.
 
     Args:
-        body: The stage's nodes.
+        module: The stage's nodes.
     """
 
-    def __init__(self, body: StageBody) -> None:
-        self._body = body
-        self._axes = body.layout.axes_of(port.tensor for port in body.layout.inputs)
-        found = [owned for call in body.layer.calls for owned in _metrics_of(call.operation)]
+    def __init__(self, module: StageModule) -> None:
+        self._module = module
+        self._axes = module.boundary.axes_of(port.tensor for port in module.boundary.inputs)
+        found = [owned for call in module.layer.calls for owned in _metrics_of(call.operation)]
         self._owned = list({id(owned.variable): owned for owned in found}.values())
         self._means: dict[bool, list[Any]] = {}
 
@@ -150,7 +150,7 @@ class StageMetrics:
             (v, tf.convert_to_tensor(s, v.dtype)) for v, s in zip(variables, state, strict=True)
         ]
         with keras.StatelessScope(state_mapping=known) as scope:
-            self._body.layer(samples_back(inputs, self._axes), training=training)
+            self._module.layer(samples_back(inputs, self._axes), training=training)
             return [np.asarray(scope.get_current_value(variable)) for variable in variables]
 
 

@@ -8,15 +8,15 @@ from typing import Any
 
 import tensorflow as tf
 
-from tarantella_pp.runtime.modules.deferred_matmul import Product
+from tarantella_pp.runtime.modules.deferred_matmul import DeferredMatmul
 from tarantella_pp.runtime.modules.gradient_accumulator import Pair
-from tarantella_pp.runtime.modules.stage_module import StageBody
-from tarantella_pp.runtime.stage.activation_stash import Store
-from tarantella_pp.runtime.tf_graph.compiled_function import Compiled
+from tarantella_pp.runtime.modules.stage_module import StageModule
+from tarantella_pp.runtime.stage.activation_stash import ActivationStash
+from tarantella_pp.runtime.tf_graph.compiled_function import CompiledFunction
 from tarantella_pp.runtime.tf_graph.graph_split import (
     CutError,
     Trace,
-    cut,
+    split_graph,
 )
 
 _KEY, _FLAG = tf.TensorSpec([], tf.int64), tf.TensorSpec([], tf.bool)
@@ -24,14 +24,14 @@ _VIEWS = ("Reshape", "Identity", "ExpandDims", "Squeeze")
 """Operations whose result is in the memory of what they are given."""
 
 
-class CutPass:
+class SplitBackward:
     """Traces a stage once, forward and backward, and cuts the graph into F, B and W.
 
-    Residuals stay inside TensorFlow, in a `Store`: only activations and their gradients cross
-    into Python.
+    Residuals stay inside TensorFlow, in a `ActivationStash`: only activations and their gradients
+    cross into Python.
 
     Args:
-        body: The stage's nodes and weights.
+        module: The stage's nodes and weights.
         specs: Shape and dtype of each of the stage's inputs.
         recompute: Whether to keep the inputs only, and repeat the forward pass.
 
@@ -40,33 +40,36 @@ class CutPass:
     """
 
     def __init__(
-        self, body: StageBody, specs: Sequence[tf.TensorSpec], recompute: bool = False
+        self, module: StageModule, specs: Sequence[tf.TensorSpec], recompute: bool = False
     ) -> None:
-        self._body = body
+        self._module = module
         self._kinds: list[Callable[[Iterator[tf.Tensor]], Any]] = []
         trace = self._trace(specs)
-        self._cut = cut(trace, recompute)
-        self._early, self._late = Store(self._cut.early), Store(self._cut.late)
-        self._between = Store(self._cut.between)
+        self._cut = split_graph(trace, recompute)
+        self._early, self._late = (
+            ActivationStash(self._cut.kept_for_b),
+            ActivationStash(self._cut.kept_for_w),
+        )
+        self._between = ActivationStash(self._cut.b_to_w)
         self._seeds: dict[int, Sequence[tf.Tensor]] = {}
         self._num_outputs = len(trace.outputs)
         self._num_back = len(trace.input_gradients)
         seeds = [tf.TensorSpec(seed.shape, seed.dtype) for seed in trace.seeds]
         self._signatures = [[_KEY, _FLAG, *seeds], [_KEY, *seeds], [_KEY, _FLAG]]
-        self._forward = Compiled(self._run_forward, [_KEY, *specs])
+        self._forward = CompiledFunction(self._run_forward, [_KEY, *specs])
 
     # A schedule uses either the one or the two others, and each takes long to compile.
     @functools.cached_property
-    def _backward(self) -> Compiled:
-        return Compiled(self._run_backward, self._signatures[0])
+    def _backward(self) -> CompiledFunction:
+        return CompiledFunction(self._run_backward, self._signatures[0])
 
     @functools.cached_property
-    def _backward_input(self) -> Compiled:
-        return Compiled(self._run_backward_input, self._signatures[1])
+    def _backward_input(self) -> CompiledFunction:
+        return CompiledFunction(self._run_backward_input, self._signatures[1])
 
     @functools.cached_property
-    def _backward_weight(self) -> Compiled:
-        return Compiled(self._run_backward_weight, self._signatures[2])
+    def _backward_weight(self) -> CompiledFunction:
+        return CompiledFunction(self._run_backward_weight, self._signatures[2])
 
     @property
     def residual_bytes(self) -> int | None:
@@ -81,19 +84,19 @@ class CutPass:
         """Bytes kept for a micro-batch after its B until its W, as of `residual_bytes`."""
         if not self._num_back:
             return self.residual_bytes
-        return _bytes_of((*self._cut.late, *self._cut.between))
+        return _bytes_of((*self._cut.kept_for_w, *self._cut.b_to_w))
 
     def forward(
         self, key: int, inputs: Sequence[tf.Tensor]
     ) -> tuple[list[tf.Tensor], tf.Tensor | None]:
         """Runs micro-batch `key` forward and keeps its residuals."""
         *outputs, added = self._forward(_key(key), *inputs)
-        return outputs, added if self._body.added_by[True] else None
+        return outputs, added if self._module.added_by[True] else None
 
     def backward(self, key: int, seeds: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Runs `key` backward: accumulates weight gradients, returns the input gradients."""
-        found = self._backward(_key(key), _flag(self._body.sums.begin()), *seeds)
-        self._body.sums.add_pairs(_pairs(found[self._num_back :]))
+        found = self._backward(_key(key), _flag(self._module.accumulator.begin()), *seeds)
+        self._module.accumulator.append_sparse(_pairs(found[self._num_back :]))
         return found[: self._num_back]
 
     def backward_input(self, key: int, seeds: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -106,8 +109,8 @@ class CutPass:
     def backward_weight(self, key: int) -> None:
         """Runs W of `key` and drops what was kept."""
         if self._num_back:
-            found = self._backward_weight(_key(key), _flag(self._body.sums.begin()))
-            self._body.sums.add_pairs(_pairs(found))
+            found = self._backward_weight(_key(key), _flag(self._module.accumulator.begin()))
+            self._module.accumulator.append_sparse(_pairs(found))
         else:
             self.backward(key, self._seeds.pop(key))
 
@@ -119,7 +122,7 @@ class CutPass:
 
     def _run_forward(self, key: tf.Tensor, *inputs: tf.Tensor) -> list[tf.Tensor]:
         found = self._cut.forward(*inputs)
-        early = self._num_outputs + len(self._cut.early)
+        early = self._num_outputs + len(self._cut.kept_for_b)
         self._early.put(key, found[self._num_outputs : early])
         self._late.put(key, found[early:])
         return found[: self._num_outputs]
@@ -142,21 +145,21 @@ class CutPass:
         """Adds up the dense gradients, and returns those that are collected."""
         left = iter(components)
         gradients = [rebuild(left) for rebuild in self._kinds]
-        self._body.sums.add_dense(gradients, first)
-        return self._body.sums.pairs_of(gradients)
+        self._module.accumulator.add_dense(gradients, first)
+        return self._module.accumulator.pairs_of(gradients)
 
     def _trace(self, specs: Sequence[tf.TensorSpec]) -> Trace:
         """Forward and gradients of one micro-batch, in one graph."""
         found: dict[str, Any] = {}
 
         def whole(*inputs: tf.Tensor) -> list[tf.Tensor]:
-            outputs, added = self._body.run(inputs, training=True)
-            targets = self._body.targets(outputs, added)
+            outputs, added = self._module.run(inputs, training=True)
+            targets = self._module.targets(outputs, added)
             seeds = [tf.compat.v1.placeholder(t.dtype, t.shape) for t in targets]
-            sources = self._body.sources(inputs)
-            wanted = [*sources, *self._body.variables]
+            sources = self._module.sources(inputs)
+            wanted = [*sources, *self._module.variables]
             gradients = tf.gradients(targets, wanted, grad_ys=seeds)
-            self._body.blocks |= any(g is None for g in gradients[: len(sources)])
+            self._module.blocks |= any(g is None for g in gradients[: len(sources)])
             back = [
                 tf.zeros_like(s) if g is None else tf.convert_to_tensor(g)
                 for s, g in zip(sources, gradients[: len(sources)], strict=True)
@@ -170,7 +173,7 @@ class CutPass:
             function = traced.get_concrete_function()
         except (NotImplementedError, LookupError) as error:
             raise CutError(f"TensorFlow cannot differentiate the graph: {error}") from error
-        self._body.sums.prepare(found["weights"])
+        self._module.accumulator.prepare(found["weights"])
         return Trace(
             function=function,
             inputs=found["inputs"],
@@ -184,8 +187,8 @@ class CutPass:
         """Has small products collected by their factors."""
         found: list[Any] = list(gradients)
         for i, gradient in enumerate(gradients):
-            product = Product.of(gradient) if isinstance(gradient, tf.Tensor) else None
-            if product is not None and self._body.sums.collects(i, product):
+            product = DeferredMatmul.of(gradient) if isinstance(gradient, tf.Tensor) else None
+            if product is not None and self._module.accumulator.collects(i, product):
                 found[i] = product
         return found
 
@@ -198,9 +201,9 @@ class CutPass:
             elif isinstance(gradient, tf.IndexedSlices):
                 components += [gradient.values, gradient.indices]
                 self._kinds.append(lambda left: tf.IndexedSlices(next(left), next(left)))
-            elif isinstance(gradient, Product):
+            elif isinstance(gradient, DeferredMatmul):
                 components += [gradient.left, gradient.right]
-                self._kinds.append(lambda left: Product(next(left), next(left)))
+                self._kinds.append(lambda left: DeferredMatmul(next(left), next(left)))
             else:
                 components.append(gradient)
                 self._kinds.append(next)

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Protocol
 import tensorflow as tf
 
 from tarantella_pp.partition.extraction.calls import Call
-from tarantella_pp.runtime.modules.stage_boundary import StageLayout
-from tarantella_pp.runtime.modules.stage_module import StageBody
+from tarantella_pp.runtime.modules.stage_boundary import StageBoundary
+from tarantella_pp.runtime.modules.stage_module import StageModule
 from tarantella_pp.runtime.probes.stage_probe import StageProbe
 from tarantella_pp.runtime.stage.layer_metrics import StageMetrics
-from tarantella_pp.runtime.stage.split_backward import CutPass
-from tarantella_pp.runtime.stage.tape_backward import TapePass
+from tarantella_pp.runtime.stage.split_backward import SplitBackward
+from tarantella_pp.runtime.stage.tape_backward import TapeBackward
 from tarantella_pp.runtime.tf_graph.graph_split import CutError
 
 if TYPE_CHECKING:
@@ -49,33 +49,33 @@ class TrainingPass(Protocol):
 class Stage:
     """Runs one stage's nodes forward and backward, one micro-batch at a time.
 
-    The gradients of the stage's trainable weights add up in `body.sums`, in the order in which
-    the micro-batches run backward.
+    The gradients of the stage's trainable weights add up in `module.accumulator`, in the order in
+    which the micro-batches run backward.
 
     Args:
-        layout: The border of the stage.
+        boundary: The border of the stage.
         calls: The stage's calls, in topological order.
         recompute: Whether to keep a micro-batch's inputs only, and repeat its forward pass.
         micro_batches: Most micro-batches of a step.
 
     Attributes:
-        body: What it computes with.
+        module: What it computes with.
         probe: Tries it out before it first runs.
         fallback: Why it could not be cut in three, if so.
     """
 
     def __init__(
         self,
-        layout: StageLayout,
+        boundary: StageBoundary,
         calls: Sequence[Call],
         recompute: bool = False,
         micro_batches: int = 1,
     ) -> None:
         self._recompute = recompute
-        self.layout = layout
-        self.body = StageBody(layout, calls, micro_batches)
-        self._metrics = StageMetrics(self.body)
-        self.probe = StageProbe(self.body)
+        self.boundary = boundary
+        self.module = StageModule(boundary, calls, micro_batches)
+        self._metrics = StageMetrics(self.module)
+        self.probe = StageProbe(self.module)
         self.fallback: str | None = None
         self._specs: list[tf.TensorSpec] = []
         self._general: TrainingPass | None = None
@@ -86,22 +86,22 @@ class Stage:
     @property
     def residual_bytes(self) -> int | None:
         """Bytes kept of a micro-batch of the shapes seen first; `None` for loops and on tapes."""
-        return self._general.residual_bytes if isinstance(self._general, CutPass) else None
+        return self._general.residual_bytes if isinstance(self._general, SplitBackward) else None
 
     @property
     def waiting_bytes(self) -> int | None:
         """As `residual_bytes`, of a micro-batch that has run B and waits for W."""
-        return self._general.waiting_bytes if isinstance(self._general, CutPass) else None
+        return self._general.waiting_bytes if isinstance(self._general, SplitBackward) else None
 
     def rehearse(self, step: Step, inputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Tries the stage out before it first runs; changes nothing.
 
         Args:
             step: The step to come.
-            inputs: One tensor for each port of `layout.inputs`, for the first micro-batch.
+            inputs: One tensor for each port of `boundary.inputs`, for the first micro-batch.
 
         Returns:
-            One tensor for each port of `layout.outputs`, to try later stages with, if any follow.
+            One tensor for each port of `boundary.outputs`, to try later stages with, if any follow.
 
         Raises:
             UnsupportedModelError: It would train something else; see `StageProbe`.
@@ -112,7 +112,7 @@ class Stage:
             step.pieces,
             inputs,
             step.training,
-            lambda: (step.data(self.layout.index, key) for key in later),
+            lambda: (step.data(self.boundary.index, key) for key in later),
         )
 
     def settle(self, step: Step, key: int, inputs: Sequence[tf.Tensor], added: tf.Tensor) -> None:
@@ -130,11 +130,11 @@ class Stage:
 
         Args:
             key: The micro-batch.
-            inputs: One tensor for each port of `layout.inputs`.
+            inputs: One tensor for each port of `boundary.inputs`.
             share: Its share of the batch.
 
         Returns:
-            One tensor for each port of `layout.outputs`, and the losses that the stage's layers
+            One tensor for each port of `boundary.outputs`, and the losses that the stage's layers
             added, `None` if they added none.
         """
         work = self._running[key] = self._pass_for(inputs)
@@ -146,10 +146,11 @@ class Stage:
 
         Args:
             key: The micro-batch.
-            seeds: The factors of the added losses, then the gradient of each of `layout.seeded`.
+            seeds: The factors of the added losses, then the gradient of each of
+                `boundary.outputs_with_gradient`.
 
         Returns:
-            One gradient for each port of `layout.input_gradients`.
+            One gradient for each port of `boundary.input_gradients`.
         """
         return self._running.pop(key).backward(key, seeds)
 
@@ -161,21 +162,21 @@ class Stage:
         """Runs the weight-gradient part of the backward pass (action W)."""
         self._running.pop(key).backward_weight(key)
 
-    def work_ahead(self) -> bool:
+    def run_pending(self) -> bool:
         """Does some of what is left for after the last backward pass, as far as it can be done.
 
         Returns:
             Whether there was any.
         """
-        return self.body.sums.multiply()
+        return self.module.accumulator.multiply()
 
-    def keep_up(self) -> bool:
+    def flush_overdue(self) -> bool:
         """Does what must not be left for later; call it between computations.
 
         Returns:
             Whether there was any.
         """
-        return self.body.sums.keep_up()
+        return self.module.accumulator.flush_overdue()
 
     def evaluate(
         self, inputs: Sequence[tf.Tensor], share: float = 1.0
@@ -183,22 +184,22 @@ class Stage:
         """Runs one micro-batch forward in inference mode; takes and returns what `forward` does."""
         with self._metrics.counted(share, inputs, training=False):
             outputs, added = self._evaluate(list(inputs))
-        return outputs, added if self.body.added_by[False] else None
+        return outputs, added if self.module.added_by[False] else None
 
     def reached(self, coming: Sequence[bool]) -> list[bool]:
         """Finds out where gradients get to, and notes in the sums which weights they do not reach.
 
         Args:
-            coming: For each of `layout.seeded` whether a gradient comes in there.
+            coming: For each of `boundary.outputs_with_gradient` whether a gradient comes in there.
 
         Returns:
-            For each of `layout.input_gradients` whether a gradient goes out there.
+            For each of `boundary.input_gradients` whether a gradient goes out there.
         """
-        sums = self.body.sums
-        if all(coming) and not self.body.blocks:
+        sums = self.module.accumulator
+        if all(coming) and not self.module.blocks:
             sums.reached = [True] * len(sums.weights)
-            return [True] * len(self.layout.input_gradients)
-        found, sums.reached = self.body.connected(self._specs, coming)
+            return [True] * len(self.boundary.input_gradients)
+        found, sums.reached = self.module.connected(self._specs, coming)
         return found
 
     def clear(self) -> None:
@@ -206,10 +207,10 @@ class Stage:
         self._running.clear()
         for work in set(self._passes.values()):
             work.clear()
-        self.body.sums.reset()
+        self.module.accumulator.reset()
 
     def _run_inference(self, inputs: list[tf.Tensor]) -> tuple[list[tf.Tensor], tf.Tensor]:
-        return self.body.run(inputs, training=False)
+        return self.module.run(inputs, training=False)
 
     def _pass_for(self, inputs: Sequence[tf.Tensor]) -> TrainingPass:
         """One pass for the first shapes seen, fast for they are static; one for all others."""
@@ -231,11 +232,11 @@ class Stage:
     def _make_pass(self, specs: Sequence[tf.TensorSpec]) -> TrainingPass:
         if self.fallback is None:
             try:
-                return CutPass(self.body, specs, self._recompute)
+                return SplitBackward(self.module, specs, self._recompute)
             except CutError as error:
                 self.fallback = str(error)
-                logger.info("stage %d runs on a gradient tape: %s", self.layout.index, error)
-        return TapePass(self.body)
+                logger.info("stage %d runs on a gradient tape: %s", self.boundary.index, error)
+        return TapeBackward(self.module)
 
 
 def _covering(first: tf.TensorShape, second: tf.TensorShape) -> list[int | None]:

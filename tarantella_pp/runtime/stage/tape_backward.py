@@ -7,21 +7,21 @@ from typing import Any
 
 import tensorflow as tf
 
-from tarantella_pp.runtime.modules.stage_module import StageBody
+from tarantella_pp.runtime.modules.stage_module import StageModule
 
 
-class TapePass:
+class TapeBackward:
     """Keeps one gradient tape for each micro-batch in flight.
 
     The tape cannot give the input gradients alone: `backward_input` computes the weight gradients
     along with them, and `backward_weight` only adds them up.
 
     Args:
-        body: The stage's nodes and weights.
+        module: The stage's nodes and weights.
     """
 
-    def __init__(self, body: StageBody) -> None:
-        self._body = body
+    def __init__(self, module: StageModule) -> None:
+        self._module = module
         self._tapes: dict[int, tuple[tf.GradientTape, list[tf.Tensor], list[tf.Tensor]]] = {}
         self._waiting: dict[int, list[Any]] = {}
         self._forward = tf.function(self._run, autograph=False, reduce_retracing=True)
@@ -30,12 +30,12 @@ class TapePass:
         self, key: int, inputs: Sequence[tf.Tensor]
     ) -> tuple[list[tf.Tensor], tf.Tensor | None]:
         """Runs micro-batch `key` forward on a tape of its own."""
-        sources = self._body.sources(inputs)
+        sources = self._module.sources(inputs)
         with tf.GradientTape(watch_accessed_variables=False) as tape:
-            tape.watch([*sources, *self._body.variables])
+            tape.watch([*sources, *self._module.variables])
             outputs, added = self._forward(list(inputs))
-        self._tapes[key] = tape, sources, self._body.targets(outputs, added)
-        return outputs, added if self._body.added_by[True] else None
+        self._tapes[key] = tape, sources, self._module.targets(outputs, added)
+        return outputs, added if self._module.added_by[True] else None
 
     def backward(self, key: int, seeds: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Runs `key` backward: accumulates weight gradients, returns the input gradients."""
@@ -46,11 +46,11 @@ class TapePass:
     def backward_input(self, key: int, seeds: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Runs `key` backward; the weight gradients wait for `backward_weight`."""
         tape, sources, targets = self._tapes.pop(key)
-        wanted = [*sources, *self._body.variables]
+        wanted = [*sources, *self._module.variables]
         found = tape.gradient(targets, wanted, output_gradients=list(seeds))
-        self._body.blocks |= any(gradient is None for gradient in found[: len(sources)])
+        self._module.blocks |= any(gradient is None for gradient in found[: len(sources)])
         weight_gradients = found[len(sources) :]
-        self._body.sums.prepare(weight_gradients)
+        self._module.accumulator.prepare(weight_gradients)
         self._waiting[key] = weight_gradients
         return [
             tf.zeros_like(source) if gradient is None else tf.convert_to_tensor(gradient)
@@ -60,8 +60,8 @@ class TapePass:
     def backward_weight(self, key: int) -> None:
         """Adds the weight gradients of `key` to the sums."""
         gradients = self._waiting.pop(key)
-        self._body.sums.add_dense(gradients, self._body.sums.begin())
-        self._body.sums.add_pairs(self._body.sums.pairs_of(gradients))
+        self._module.accumulator.add_dense(gradients, self._module.accumulator.begin())
+        self._module.accumulator.append_sparse(self._module.accumulator.pairs_of(gradients))
 
     def clear(self) -> None:
         """Drops what is kept for micro-batches in flight."""
@@ -69,4 +69,4 @@ class TapePass:
         self._waiting.clear()
 
     def _run(self, inputs: list[tf.Tensor]) -> tuple[list[tf.Tensor], tf.Tensor]:
-        return self._body.run(inputs, training=True)
+        return self._module.run(inputs, training=True)

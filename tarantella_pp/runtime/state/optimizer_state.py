@@ -137,13 +137,13 @@ class OptimizerState:
                 f"The slots of optimizer {self._optimizer.name} differ between ranks. Load the "
                 "same file on all ranks before you wrap the model, or pass a new optimizer."
             )
-        for rank, (theirs, layout, _) in enumerate(found):
+        for rank, (theirs, boundary, _) in enumerate(found):
             if theirs:
                 kind = ConfigurationError if unknown else UnsupportedModelError
                 raise kind(
                     f"Optimizer {self._optimizer.name} cannot be used on rank {rank}: {theirs}"
                 )
-            if layout != found[0][1]:
+            if boundary != found[0][1]:
                 raise ConfigurationError(
                     f"Optimizer {self._optimizer.name} treats weights otherwise on rank {rank} "
                     "than on rank 0: it looks at their paths, which begin with the names of "

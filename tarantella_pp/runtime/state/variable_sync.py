@@ -17,7 +17,7 @@ from tarantella_pp.runtime.state.remote_variables import (
 )
 
 
-class ModelState:
+class VariableSync:
     """The variables of a model whose stages are on several ranks.
 
     They are known by their position in the model, the same on all ranks, and never by a name:

@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 
-class Compiled:
+class CompiledFunction:
     """A function compiled for one signature, called with flat tensors.
 
     `tf.function` matches its arguments against signatures at every call, which takes half a
@@ -34,7 +34,7 @@ class Compiled:
     @classmethod
     def like(
         cls, function: Callable[..., Any], arguments: tuple[Any, ...], any_rows: bool = False
-    ) -> Compiled:
+    ) -> CompiledFunction:
         """Compiles a function for nested arguments, `None` among them.
 
         Args:
@@ -57,5 +57,5 @@ def _spec(tensor: tf.Tensor, any_rows: bool) -> tf.TensorSpec:
 
 
 def dense_tensors(arguments: tuple[Any, ...]) -> list[tf.Tensor]:
-    """The tensors in nested arguments, in the order in which `Compiled.like` takes them."""
+    """The tensors in nested arguments, in the order in which `CompiledFunction.like` takes them."""
     return [value for value in tf.nest.flatten(arguments) if value is not None]

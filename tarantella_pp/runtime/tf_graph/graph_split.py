@@ -11,12 +11,12 @@ import tensorflow as tf
 from tarantella_pp.errors import TarantellaError
 from tarantella_pp.runtime.tf_graph.graph_traversal import (
     ancestors,
-    border,
     dependents,
+    frontier,
     in_order,
 )
-from tarantella_pp.runtime.tf_graph.recomputable import OfWeights, is_pure
-from tarantella_pp.runtime.tf_graph.subgraph import Carver
+from tarantella_pp.runtime.tf_graph.recomputable import DependsOnlyOnWeights, is_recomputable
+from tarantella_pp.runtime.tf_graph.subgraph import SubgraphExtractor
 
 _READS = ("ReadVariableOp", "Placeholder", "ResourceGather", "ResourceGatherNd")
 _PRODUCTS = ("MatMul", "Conv", "Einsum", "While", "Call")
@@ -49,34 +49,34 @@ class Trace:
 
 
 @dataclass(frozen=True)
-class Cut:
+class GraphSplit:
     """The parts of a traced stage.
 
     Attributes:
         forward: inputs -> outputs + residuals.
-        backward_input: seeds + residuals -> input gradients + between.
-        backward_weight: late + between -> weight gradients.
+        backward_input: seeds + residuals -> input gradients + b_to_w.
+        backward_weight: kept_for_w + b_to_w -> weight gradients.
         backward: seeds + residuals -> input gradients + weight gradients.
-        early: Residuals that the input-gradient pass alone needs.
-        late: Residuals that the weight-gradient pass needs.
-        between: What the weight-gradient pass needs of the input-gradient pass and its seeds.
+        kept_for_b: Residuals that the input-gradient pass alone needs.
+        kept_for_w: Residuals that the weight-gradient pass needs.
+        b_to_w: What the weight-gradient pass needs of the input-gradient pass and its seeds.
     """
 
     forward: Callable[..., list[tf.Tensor]]
     backward_input: Callable[..., list[tf.Tensor]]
     backward_weight: Callable[..., list[tf.Tensor]]
     backward: Callable[..., list[tf.Tensor]]
-    early: tuple[tf.Tensor, ...]
-    late: tuple[tf.Tensor, ...]
-    between: tuple[tf.Tensor, ...]
+    kept_for_b: tuple[tf.Tensor, ...]
+    kept_for_w: tuple[tf.Tensor, ...]
+    b_to_w: tuple[tf.Tensor, ...]
 
     @property
     def residuals(self) -> tuple[tf.Tensor, ...]:
         """What the backward pass needs of the forward pass."""
-        return self.early + self.late
+        return self.kept_for_b + self.kept_for_w
 
 
-def cut(trace: Trace, recompute: bool = False) -> Cut:
+def split_graph(trace: Trace, recompute: bool = False) -> GraphSplit:
     """Cuts a traced stage in three: F, B and W.
 
     F is what the outputs need, B the part of the backward pass that the input gradients need, W
@@ -107,15 +107,15 @@ def cut(trace: Trace, recompute: bool = False) -> Cut:
             raise CutError(f"{tensor.op.type} '{tensor.op.name}' cannot be kept between passes")
     seeds, residuals = trace.seeds, (*early, *late)
     gradients = (*trace.input_gradients, *trace.weight_gradients)
-    carve = Carver(trace.function).carve
-    return Cut(
+    carve = SubgraphExtractor(trace.function).extract
+    return GraphSplit(
         forward=carve(trace.inputs, [*trace.outputs, *residuals], _effects(trace, sides.after)),
         backward_input=carve([*seeds, *residuals], [*trace.input_gradients, *between]),
         backward_weight=carve([*late, *between], trace.weight_gradients),
         backward=carve([*seeds, *residuals], gradients, first=_weights_first(sides)),
-        early=early,
-        late=late,
-        between=between,
+        kept_for_b=early,
+        kept_for_w=late,
+        b_to_w=between,
     )
 
 
@@ -151,17 +151,21 @@ class _Sides:
 def _kept(
     trace: Trace, sides: _Sides, recompute: bool
 ) -> tuple[tuple[tf.Tensor, ...], tuple[tf.Tensor, ...], tuple[tf.Tensor, ...]]:
-    """What is kept of a micro-batch: `early`, `late` and `between` of `Cut`."""
-    of_weights = OfWeights(trace)
-    repeats = is_pure(trace, of_weights) if recompute else of_weights
+    """What is kept of a micro-batch: the three parts of `GraphSplit`."""
+    depends_only_on_weights = DependsOnlyOnWeights(trace)
+    repeats = (
+        is_recomputable(trace, depends_only_on_weights) if recompute else depends_only_on_weights
+    )
 
     def is_residual(tensor: tf.Tensor) -> bool:
         return tensor.op not in sides.after and not repeats(tensor.op)
 
-    residuals, _ = border([*trace.input_gradients, *trace.weight_gradients], is_residual)
-    _, run_by_b = border([*trace.input_gradients, *_quick(trace, sides)], is_residual)
-    of_b = {op for op in run_by_b if not of_weights(op)} | {seed.op for seed in trace.seeds}
-    used_by_w, _ = border(trace.weight_gradients, lambda t: t.op in of_b or is_residual(t))
+    residuals, _ = frontier([*trace.input_gradients, *trace.weight_gradients], is_residual)
+    _, run_by_b = frontier([*trace.input_gradients, *_quick(trace, sides)], is_residual)
+    of_b = {op for op in run_by_b if not depends_only_on_weights(op)} | {
+        seed.op for seed in trace.seeds
+    }
+    used_by_w, _ = frontier(trace.weight_gradients, lambda t: t.op in of_b or is_residual(t))
     late = in_order([t for t in used_by_w if t.op not in of_b], sides.order)
     waits = {tensor.ref() for tensor in late}
     return (

@@ -37,7 +37,7 @@ def ancestors(tensors: Iterable[tf.Tensor]) -> set[tf.Operation]:
     return seen
 
 
-def border(
+def frontier(
     wanted: Iterable[tf.Tensor], is_given: Callable[[tf.Tensor], bool]
 ) -> tuple[list[tf.Tensor], set[tf.Operation]]:
     """Returns what some tensors are computed from.

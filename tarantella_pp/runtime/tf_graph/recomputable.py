@@ -18,7 +18,7 @@ _REPEATABLE = {
 }
 
 
-class OfWeights:
+class DependsOnlyOnWeights:
     """Whether an operation depends on nothing but constants and weights that F does not write.
 
     Args:
@@ -45,12 +45,14 @@ class OfWeights:
         return op.type in _REPEATABLE and all(self(tensor.op) for tensor in op.inputs)
 
 
-def is_pure(trace: Trace, of_weights: OfWeights) -> Callable[[tf.Operation], bool]:
+def is_recomputable(
+    trace: Trace, depends_only_on_weights: DependsOnlyOnWeights
+) -> Callable[[tf.Operation], bool]:
     """Tells which operations give the same again once the stage's inputs are there.
 
     Args:
         trace: The traced stage.
-        of_weights: Those that need no inputs.
+        depends_only_on_weights: Those that need no inputs.
 
     Returns:
         A function that is true of them.
@@ -59,6 +61,6 @@ def is_pure(trace: Trace, of_weights: OfWeights) -> Callable[[tf.Operation], boo
 
     def pure(op: tf.Operation) -> bool:
         stateful = op.op_def is None or op.op_def.is_stateful
-        return of_weights(op) or not (op in fed or stateful)
+        return depends_only_on_weights(op) or not (op in fed or stateful)
 
     return pure

@@ -12,7 +12,7 @@ NOTHING: Mapping[str, Iterable[str]] = MappingProxyType({})
 """No operation waits for one that it is given nothing by."""
 
 
-class Carver:
+class SubgraphExtractor:
     """Makes callable parts of one traced graph, with TensorFlow's public graph import.
 
     `tf.compat.v1.WrappedFunction.prune` would do much the same, but it copies the ancestors of
@@ -29,7 +29,7 @@ class Carver:
         places = function.inputs[len(function.inputs) - len(captured) :]
         self._captures = {_name(p): value for p, value in zip(places, captured, strict=True)}
 
-    def carve(
+    def extract(
         self,
         feeds: Sequence[tf.Tensor],
         fetches: Sequence[tf.Tensor],

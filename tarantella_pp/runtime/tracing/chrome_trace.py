@@ -14,14 +14,14 @@ from typing import Any
 
 import msgspec
 
-from tarantella_pp.runtime.tracing.recorded_step import MeasuredStep
+from tarantella_pp.runtime.tracing.recorded_step import RecordedStep
 from tarantella_pp.runtime.tracing.recorder import (
     Span,
     is_busy,
     is_wait,
 )
 from tarantella_pp.schedule import Action, Compute, Transfer
-from tarantella_pp.simulation import Timeline
+from tarantella_pp.simulation import StepTimeline
 
 COMPUTE, COMMUNICATION, STEPS = 1, 2, 3
 _TRACKS = {COMPUTE: "compute", COMMUNICATION: "communication", STEPS: "steps"}
@@ -40,7 +40,7 @@ TraceEvent = dict[str, Any]
 
 
 def write_trace(
-    path: Path, steps: Sequence[MeasuredStep], simulation: tuple[Timeline, float] | None = None
+    path: Path, steps: Sequence[RecordedStep], simulation: tuple[StepTimeline, float] | None = None
 ) -> None:
     """Writes recorded steps to a file, all of it or nothing.
 
@@ -57,7 +57,7 @@ def write_trace(
 
 
 def trace_events(
-    steps: Sequence[MeasuredStep], simulation: tuple[Timeline, float] | None = None
+    steps: Sequence[RecordedStep], simulation: tuple[StepTimeline, float] | None = None
 ) -> list[TraceEvent]:
     """Makes the events of a trace; times are in microseconds since the first step began.
 

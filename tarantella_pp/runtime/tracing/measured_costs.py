@@ -7,17 +7,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean, median
 
-from tarantella_pp.runtime.tracing.recorded_step import MeasuredStep
+from tarantella_pp.runtime.tracing.recorded_step import RecordedStep
 from tarantella_pp.runtime.tracing.recorder import (
     METRICS,
     SUMS,
     UPDATE,
 )
 from tarantella_pp.schedule import Action, Compute, Kind, Link
-from tarantella_pp.simulation import Costs, LinkCosts, StageCosts, Timeline, simulate
+from tarantella_pp.simulation import Costs, LinkCosts, StageCosts, StepTimeline, simulate
 
 
-def alike(steps: Sequence[MeasuredStep]) -> list[MeasuredStep]:
+def alike(steps: Sequence[RecordedStep]) -> list[RecordedStep]:
     """Returns the steps of the schedule and batch size that occur most.
 
     The last batch of a data set is often smaller, and takes less time.
@@ -30,7 +30,7 @@ def alike(steps: Sequence[MeasuredStep]) -> list[MeasuredStep]:
     return [step for step in steps if (id(step.schedule), step.rows) == most]
 
 
-def measured_costs(steps: Sequence[MeasuredStep]) -> Costs:
+def measured_costs(steps: Sequence[RecordedStep]) -> Costs:
     """Estimates the costs of stages and messages.
 
     Computations cost their mean over all micro-batches and typical steps: whatever makes one of
@@ -76,7 +76,7 @@ def measured_costs(steps: Sequence[MeasuredStep]) -> Costs:
     )
 
 
-def simulated(steps: Sequence[MeasuredStep]) -> Timeline:
+def simulated(steps: Sequence[RecordedStep]) -> StepTimeline:
     """Simulates the steps' own schedule with the costs that they show.
 
     Args:
@@ -89,7 +89,7 @@ def simulated(steps: Sequence[MeasuredStep]) -> Timeline:
     return simulate(steps[0].schedule, costs)
 
 
-def work_between(steps: Sequence[MeasuredStep]) -> dict[Action, float]:
+def work_between(steps: Sequence[RecordedStep]) -> dict[Action, float]:
     """Returns how long ranks worked at sums of gradients and updates before they went on.
 
     Args:
@@ -112,9 +112,9 @@ def work_between(steps: Sequence[MeasuredStep]) -> dict[Action, float]:
     return found
 
 
-def _typical(steps: Sequence[MeasuredStep]) -> list[MeasuredStep]:
+def _typical(steps: Sequence[RecordedStep]) -> list[RecordedStep]:
     """Returns the middle half of the steps of each schedule, by their length."""
-    lengths: defaultdict[int, list[MeasuredStep]] = defaultdict(list)
+    lengths: defaultdict[int, list[RecordedStep]] = defaultdict(list)
     for step in sorted(steps, key=lambda step: step.timeline.step_seconds):
         lengths[id(step.schedule)].append(step)
     return [

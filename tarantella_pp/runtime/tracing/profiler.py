@@ -25,9 +25,9 @@ from tarantella_pp.partition.graph.profile import NodeProfile, Profile
 from tarantella_pp.partition.graph.units import sample_shape
 from tarantella_pp.partition.options import checked_count
 from tarantella_pp.runtime.modules.stage_boundary import (
-    Port,
-    StageLayout,
-    stage_layouts,
+    BoundaryTensor,
+    StageBoundary,
+    stage_boundaries,
 )
 from tarantella_pp.runtime.modules.stage_module import StageLayer
 from tarantella_pp.runtime.stage.stage import Stage
@@ -141,31 +141,31 @@ def _measure(
     verbose: bool,
 ) -> tuple[NodeProfile, ...]:
     graph = extracted.graph
-    layouts = stage_layouts(graph, range(len(graph.nodes)), len(graph.nodes))
-    readers = {port: layout.index for layout in layouts for port in layout.inputs}
-    values: list[dict[Port, tf.Tensor]] = [
-        {Port(tensor): x[:size] for tensor, x in zip(graph.inputs, given, strict=True)}
+    boundaries = stage_boundaries(graph, range(len(graph.nodes)), len(graph.nodes))
+    readers = {port: boundary.index for boundary in boundaries for port in boundary.inputs}
+    values: list[dict[BoundaryTensor, tf.Tensor]] = [
+        {BoundaryTensor(tensor): x[:size] for tensor, x in zip(graph.inputs, given, strict=True)}
         for size in sizes
     ]
     known: dict[str, list[Measured]] = {}
     nodes = []
     bar = Console(stderr=True, quiet=not verbose)
-    for layout in track(layouts, "Measuring operations", console=bar, transient=True):
-        call = extracted.calls[layout.index]
-        inputs = [[own[port] for port in layout.inputs] for own in values]
-        key = _likeness(call, layout, inputs[-1])
+    for boundary in track(boundaries, "Measuring operations", console=bar, transient=True):
+        call = extracted.calls[boundary.index]
+        inputs = [[own[port] for port in boundary.inputs] for own in values]
+        key = _likeness(call, boundary, inputs[-1])
         if key not in known:
-            known[key] = [_seconds(Stage(layout, [call]), own, repeats) for own in inputs]
+            known[key] = [_seconds(Stage(boundary, [call]), own, repeats) for own in inputs]
         nodes.append(_profile_of(call.name, known[key]))
         for own, received in zip(values, inputs, strict=True):
-            outputs, _ = StageLayer([call], layout).call(received, training=True)
-            own.update(zip(layout.outputs, outputs, strict=True))
-            for port in [port for port in own if readers.get(port, -1) <= layout.index]:
+            outputs, _ = StageLayer([call], boundary).call(received, training=True)
+            own.update(zip(boundary.outputs, outputs, strict=True))
+            for port in [port for port in own if readers.get(port, -1) <= boundary.index]:
                 del own[port]
     return tuple(nodes)
 
 
-def _likeness(call: Call, layout: StageLayout, inputs: Sequence[tf.Tensor]) -> str:
+def _likeness(call: Call, boundary: StageBoundary, inputs: Sequence[tf.Tensor]) -> str:
     """What two operations have in common that take equally long; a name where nobody knows."""
     try:
         config = dict(keras.saving.serialize_keras_object(call.operation))
@@ -178,7 +178,11 @@ def _likeness(call: Call, layout: StageLayout, inputs: Sequence[tf.Tensor]) -> s
         (call.arguments.args, call.arguments.kwargs),
     )
     shapes = [(str(x.shape), x.dtype.name) for x in inputs]
-    flows = (len(layout.input_gradients), len(layout.seeded), len(layout.outputs))
+    flows = (
+        len(boundary.input_gradients),
+        len(boundary.outputs_with_gradient),
+        len(boundary.outputs),
+    )
     trained = [v.trainable for v in call.variables]
     return f"{text} {arguments} {shapes} {flows} {trained}"
 
@@ -192,17 +196,20 @@ def _seconds(stage: Stage, inputs: Sequence[tf.Tensor], repeats: int) -> Measure
         outputs, _ = stage.forward(0, inputs)
         tf.test.experimental.sync_devices()
         forward.append(time.perf_counter() - start)
-        if not stage.layout.seeded:
+        if not stage.boundary.outputs_with_gradient:
             stage.clear()
             continue
-        ports = dict(zip(stage.layout.outputs, outputs, strict=True))
+        ports = dict(zip(stage.boundary.outputs, outputs, strict=True))
         factors = stage.probe.factors(True, tf.ones((), dtype))
-        seeds = [factors, *(tf.ones_like(ports[port]) for port in stage.layout.seeded)]
+        seeds = [
+            factors,
+            *(tf.ones_like(ports[port]) for port in stage.boundary.outputs_with_gradient),
+        ]
         start = time.perf_counter()
         stage.backward(0, seeds)
         tf.test.experimental.sync_devices()
         backward.append(time.perf_counter() - start)
-        stage.body.sums.reset()
+        stage.module.accumulator.reset()
     kept = stage.residual_bytes
     return _without_call(forward), _without_call(backward), kept
 

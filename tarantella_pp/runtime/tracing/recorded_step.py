@@ -18,11 +18,11 @@ from tarantella_pp.runtime.tracing.recorder import (
     StepRecord,
 )
 from tarantella_pp.schedule import Compute, Schedule, Transfer, parse_action
-from tarantella_pp.simulation import Event, Timeline
+from tarantella_pp.simulation import Event, StepTimeline
 
 
 @dataclass(frozen=True)
-class MeasuredStep:
+class RecordedStep:
     """One training step.
 
     Attributes:
@@ -45,7 +45,7 @@ class MeasuredStep:
         return min(span.start for own in self.spans for span in own if _computes(span))
 
     @cached_property
-    def timeline(self) -> Timeline:
+    def timeline(self) -> StepTimeline:
         """The actions of the schedule, with seconds from the first computation on.
 
         As in a simulation, a wait counts from the moment the rank has nothing else to do; one
@@ -60,7 +60,7 @@ class MeasuredStep:
             for rank, own in enumerate(self.spans)
         )
         serial = sum(span.end - span.start for own in self.spans for span in own if _computes(span))
-        return Timeline(self.schedule.name, events, serial, (0.0,) * len(events))
+        return StepTimeline(self.schedule.name, events, serial, (0.0,) * len(events))
 
     def messages(self) -> Iterator[tuple[Transfer, Span, Span]]:
         """Iterates over the messages: the send as an action, its span and that of the wait."""
@@ -78,7 +78,7 @@ class MeasuredStep:
 
 def gather_steps(
     records: Sequence[StepRecord], offset: float, communicator: Communicator
-) -> tuple[MeasuredStep, ...]:
+) -> tuple[RecordedStep, ...]:
     """Puts the records of all ranks together; all of them must call this.
 
     Args:
@@ -99,7 +99,7 @@ def gather_steps(
     ]
     steps = zip(known, *communicator.allgather_json(mine), strict=True)
     return tuple(
-        MeasuredStep(
+        RecordedStep(
             number=record.number,
             schedule=schedule,
             rows=record.rows,

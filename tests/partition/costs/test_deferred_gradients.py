@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from keras import layers
 
-from tarantella_pp.partition.costs.deferred_gradients import Chunking
-from tarantella_pp.partition.costs.optimizer_slots import slot_bytes
+from tarantella_pp.partition.costs.deferred_gradients import MatmulChunks
+from tarantella_pp.partition.costs.optimizer_slots import optimizer_state_bytes
 from tarantella_pp.partition.costs.peak_memory import factor_bytes
-from tarantella_pp.partition.costs.stage_costs import Costs
+from tarantella_pp.partition.costs.stage_costs import StageCostModel
 from tarantella_pp.partition.extraction.keras_reader import extract
 
 WIDTH = 2048
@@ -33,13 +33,13 @@ KERNEL = 4 * WIDTH * WIDTH
     ],
 )
 def test_chunks_of_a_square_kernel(micro_batches, rows, number, size):
-    found = Chunking.of(micro_batches, rows, WIDTH, WIDTH)
+    found = MatmulChunks.of(micro_batches, rows, WIDTH, WIDTH)
     assert (found and found.number, found and found.size) == (number, size)
 
 
 @given(st.integers(1, 99), st.integers(0, 600), st.integers(1, 3000), st.integers(1, 3000))
 def test_chunks_hold_all_micro_batches_and_no_more_factors_than_fit(count, rows, inputs, outputs):
-    found = Chunking.of(count, rows, inputs, outputs)
+    found = MatmulChunks.of(count, rows, inputs, outputs)
     if found is None:
         return
     factors, gradient = rows * (inputs + outputs), inputs * outputs
@@ -74,8 +74,8 @@ def test_a_plan_counts_factors_besides_sums():
         2 * 12 * 64 * row,
         2 * KERNEL + 6 * 64 * row,
     )
-    slots = slot_bytes("sgd", graph.weights)
-    stages = [Costs(graph, slots, 64, None, m).stages([0] * 4, [1])[0] for m in (8, 16)]
-    assert stages[0].lasting_bytes == stages[1].lasting_bytes
+    slots = optimizer_state_bytes("sgd", graph.weights)
+    stages = [StageCostModel(graph, slots, 64, None, m).stages([0] * 4, [1])[0] for m in (8, 16)]
+    assert stages[0].balanced_bytes == stages[1].balanced_bytes
     extra = stages[1].working_bytes - stages[0].working_bytes
     assert extra >= 2 * 8 * 64 * row

@@ -4,13 +4,13 @@ import keras
 import pytest
 from keras import layers
 
-from tarantella_pp.partition.costs.optimizer_slots import slot_bytes
+from tarantella_pp.partition.costs.optimizer_slots import optimizer_state_bytes
 from tarantella_pp.partition.costs.peak_memory import (
     backward_bytes,
     message_bytes,
     update_bytes,
 )
-from tarantella_pp.partition.costs.stage_costs import Costs
+from tarantella_pp.partition.costs.stage_costs import StageCostModel
 from tarantella_pp.partition.extraction.keras_reader import extract
 from tarantella_pp.partition.plan.plan_parts import CutEdge
 from tests.helpers import keras_models
@@ -74,7 +74,7 @@ def test_frozen_layers_have_no_gradients():
 @pytest.mark.parametrize(("count", "copies"), [(3, 3), (5, 5), (9, 5)])
 def test_an_update_has_temporaries_of_a_few_variables(count, copies):
     graph = graph_of(*[dense() for _ in range(count)])
-    slots = slot_bytes("adam", graph.weights)
+    slots = optimizer_state_bytes("adam", graph.weights)
     assert update_bytes(graph, graph.weights, slots) == copies * KERNEL
 
 
@@ -82,16 +82,16 @@ def test_an_update_has_temporaries_of_a_few_variables(count, copies):
 def test_sparse_gradients_become_dense_for_each_slot(optimizer, copies):
     ids = keras.Input((3,), dtype="int32")
     graph = extract(keras.Model(ids, layers.Embedding(50, 8)(ids))).graph
-    slots = slot_bytes(optimizer, graph.weights)
+    slots = optimizer_state_bytes(optimizer, graph.weights)
     assert update_bytes(graph, graph.weights, slots) == copies * 50 * 8 * 4
 
 
 def test_the_update_counts_where_it_needs_more_than_activations():
     graph = graph_of(*[dense() for _ in range(4)])
-    costs = Costs(graph, slot_bytes("adam", graph.weights), rows=2)
+    costs = StageCostModel(graph, optimizer_state_bytes("adam", graph.weights), micro_batch_size=2)
     (stage,) = costs.stages([0] * 4, [1])
-    assert stage.kept_bytes == 4 * 2 * 16 * 4
-    assert stage.working_bytes == 4 * KERNEL - stage.kept_bytes
+    assert stage.activation_bytes_total == 4 * 2 * 16 * 4
+    assert stage.working_bytes == 4 * KERNEL - stage.activation_bytes_total
     (busy,) = costs.stages([0] * 4, [100])
     assert busy.working_bytes == backward_bytes(graph, graph.nodes, 2)
 
@@ -124,7 +124,9 @@ def test_messages_are_there_until_used_and_received(cuts, stage, kept, received,
 
 def test_stages_that_recompute_keep_what_they_receive():
     graph = graph_of(dense(), dense(), dense())
-    costs = Costs(graph, slot_bytes("sgd", graph.weights), rows=1000)
+    costs = StageCostModel(
+        graph, optimizer_state_bytes("sgd", graph.weights), micro_batch_size=1000
+    )
     plain, again = (costs.stages([0, 1, 2], [3, 2, 1], repeats)[1] for repeats in ({}, {1: 1}))
     assert plain.buffer_bytes == again.buffer_bytes == 2 * 1000 * 16 * 4
-    assert again.kept_bytes == plain.kept_bytes == 2 * 1000 * 16 * 4
+    assert again.activation_bytes_total == plain.activation_bytes_total == 2 * 1000 * 16 * 4

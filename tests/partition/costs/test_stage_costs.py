@@ -8,12 +8,12 @@ from keras import layers, ops
 from keras import optimizers as opt
 
 from tarantella_pp.errors import ConfigurationError
-from tarantella_pp.partition.costs.optimizer_slots import optimizer_name, slot_bytes
-from tarantella_pp.partition.costs.stage_costs import Costs
+from tarantella_pp.partition.costs.optimizer_slots import optimizer_name, optimizer_state_bytes
+from tarantella_pp.partition.costs.stage_costs import StageCostModel
 from tarantella_pp.partition.extraction.keras_reader import extract
 from tarantella_pp.partition.graph.layer_graph import Weight
 from tests.helpers import keras_models
-from tests.helpers.traced import kept_bytes
+from tests.helpers.traced import activation_bytes_total
 
 pytestmark = pytest.mark.keras
 
@@ -92,10 +92,12 @@ RULES = {
 def test_rules_say_what_a_traced_backward_pass_keeps(name):
     extracted = extract(RULES[name]())
     graph, rows = extracted.graph, 4
-    costs = Costs(graph, slot_bytes(None, graph.weights), rows)
+    costs = StageCostModel(graph, optimizer_state_bytes(None, graph.weights), rows)
     (stage,) = costs.stages([0] * len(graph.nodes), [1])
     assert {node.residual_source for node in graph.nodes} == {"analytic"}
-    assert stage.activation_bytes == pytest.approx(kept_bytes(extracted, rows), rel=0.12, abs=100)
+    assert stage.activation_bytes == pytest.approx(
+        activation_bytes_total(extracted, rows), rel=0.12, abs=100
+    )
 
 
 def test_recurrent_layers_are_guessed_and_say_so():
@@ -139,7 +141,7 @@ OPTIMIZERS = {
 def test_slots_are_those_of_the_optimizer(name):
     optimizer, slots = OPTIMIZERS[name]
     weights = extract(keras_models.residual_cnn()[0]).graph.weights
-    found = slot_bytes(optimizer, weights)
+    found = optimizer_state_bytes(optimizer, weights)
     assert found == tuple(slots * w.bytes if w.trainable else 0 for w in weights)
     if isinstance(optimizer, opt.Optimizer):
         assert not optimizer.built
@@ -152,13 +154,13 @@ def test_factored_slots_have_the_shape_of_the_real_variable():
     built.build([keras.Variable(np.zeros(weight.shape, "float32"))])
     real = sum(4 * int(np.prod(v.shape)) for v in built.variables if len(v.shape) > 0)
     assert real == 11200 + factored
-    assert slot_bytes(opt.Adafactor(), [weight]) == (real,)
+    assert optimizer_state_bytes(opt.Adafactor(), [weight]) == (real,)
 
 
 def test_an_unknown_optimizer_is_refused():
     for wrong in ("adamm", 3, keras.layers.Dense(2)):
         with pytest.raises(ConfigurationError, match="Received: optimizer="):
-            slot_bytes(wrong, [])
+            optimizer_state_bytes(wrong, [])
     assert optimizer_name("adam") == "Adam"
     assert optimizer_name(None) == "Adam (assumed)"
 
@@ -167,7 +169,7 @@ def test_stages_count_shared_weights_and_kept_memory_once():
     graph = extract(keras_models.shared_layer()[0]).graph
     shared, _, again, _ = graph.nodes
     assert shared.weights == again.weights
-    costs = Costs(graph, slot_bytes("sgd", graph.weights), rows=3)
+    costs = StageCostModel(graph, optimizer_state_bytes("sgd", graph.weights), micro_batch_size=3)
     (one,) = costs.stages([0, 0, 0, 0], [1])
     assert one.parameter_bytes == sum(w.bytes for w in graph.weights)
     kept = {t for node in graph.nodes for t in node.keeps}
@@ -177,7 +179,7 @@ def test_stages_count_shared_weights_and_kept_memory_once():
 
 def test_cuts_carry_skips_masks_and_outputs():
     graph = extract(keras_models.long_skip()[0]).graph
-    costs = Costs(graph, slot_bytes(None, graph.weights), rows=2)
+    costs = StageCostModel(graph, optimizer_state_bytes(None, graph.weights), micro_batch_size=2)
     cuts = costs.cuts([0, 1, 1, 2, 2])
     assert [(cut.source, cut.targets) for cut in cuts] == [(0, (1, 2)), (1, (2,))]
     assert cuts[0].bytes == 2 * 6 * 4
@@ -186,12 +188,12 @@ def test_cuts_carry_skips_masks_and_outputs():
     # One message ahead, the gradients in use, and the skip, which the last stage does not keep.
     assert [stage.buffer_bytes for stage in stages] == [48 + 96, 48 + 48, 48 + 48]
     graph = extract(keras_models.multi_output_lstm()[0]).graph
-    costs = Costs(graph, slot_bytes(None, graph.weights), rows=2)
+    costs = StageCostModel(graph, optimizer_state_bytes(None, graph.weights), micro_batch_size=2)
     targets = {cut.tensor: cut.targets for cut in costs.cuts([0, 1, 2])}
     state = graph.tensors[graph.outputs[1]].name
     assert targets[state] == (1, 2)  # read on stage 1, an output of the model
     graph = extract(keras_models.masked_recurrent()[0]).graph
-    costs = Costs(graph, slot_bytes(None, graph.weights), rows=2)
+    costs = StageCostModel(graph, optimizer_state_bytes(None, graph.weights), micro_batch_size=2)
     first = [int(node.kind not in ("Embedding", "NotEqual")) for node in graph.nodes]
     masked = {cut.tensor.split("_")[0]: cut.mask_bytes for cut in costs.cuts(first)}
     assert masked == {"embedding": 2 * 6, "not": 0}
@@ -204,5 +206,5 @@ def test_measured_figures_take_the_place_of_the_rules():
         for n in graph.nodes
     )
     measured = msgspec.structs.replace(graph, nodes=nodes)
-    costs = Costs(measured, slot_bytes(None, graph.weights), rows=2)
+    costs = StageCostModel(measured, optimizer_state_bytes(None, graph.weights), micro_batch_size=2)
     assert costs.stages([0] * len(nodes), [1])[0].activation_bytes == 20 * len(nodes)

@@ -1,4 +1,4 @@
-"""Neutral graphs: the public ones have known optima, broken ones a clear error."""
+"""External graphs: the public ones have known optima, broken ones a clear error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans of neutral graphs: what is read is checked, whatever it is."""
+"""Plans of external graphs: what is read is checked, whatever it is."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tarantella_pp.errors import PlanError
 from tarantella_pp.partition.external.external_graph import graph_from_dict
-from tarantella_pp.partition.external.external_plan import GraphPlan
+from tarantella_pp.partition.external.external_plan import ExternalPlan
 from tarantella_pp.partition.external.external_planner import check_plan, plan_graph
 from tests.helpers.draws import examples
 
@@ -49,7 +49,7 @@ def test_figures_are_those_of_the_graph(balance, value) -> None:
     assert sum(stage.work for stage in plan.stages) == (12.0 if balance == "flops" else 10.0)
     check_plan(plan, GRAPH)
     assert plan.units == {"time": "ms"}
-    assert GraphPlan.from_json(plan.to_json()) == plan
+    assert ExternalPlan.from_json(plan.to_json()) == plan
 
 
 def test_no_more_stages_are_used_than_help() -> None:
@@ -84,13 +84,13 @@ def test_whatever_is_read_is_a_plan_or_refused(data) -> None:
     else:
         target[key] = data.draw(ANYTHING)
     try:
-        found = GraphPlan.from_json(json.dumps(plan))
+        found = ExternalPlan.from_json(json.dumps(plan))
     except PlanError:
         return
-    assert GraphPlan.from_json(found.to_json()) == found
+    assert ExternalPlan.from_json(found.to_json()) == found
 
 
 @given(st.text() | st.binary())
 def test_text_that_is_no_plan(text) -> None:
     with pytest.raises(PlanError):
-        GraphPlan.from_json(text)
+        ExternalPlan.from_json(text)

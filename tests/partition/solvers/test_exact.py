@@ -22,11 +22,11 @@ from tarantella_pp.partition.solvers.exact.ideals import (
 from tarantella_pp.partition.solvers.exact.order_dp import OrderDP
 from tarantella_pp.partition.solvers.exact.orders import random_order, starting_orders
 from tarantella_pp.partition.solvers.exact.reversal import (
-    mirrored,
-    mirrored_family,
-    mirrored_stages,
+    reversed_family,
+    reversed_instance,
+    reversed_stages,
 )
-from tarantella_pp.partition.solvers.exact.stage_pricing import Family, Pricer
+from tarantella_pp.partition.solvers.exact.stage_pricing import IdealFamily, Pricer
 from tarantella_pp.partition.solvers.problem.problem import Problem, TensorCost
 from tarantella_pp.partition.solvers.reductions import expand, reduce_problem
 from tarantella_pp.partition.solvers.wide.bounds import simple_bound
@@ -51,7 +51,7 @@ def test_chains_alone_find_the_optimum(problem, join):
     problem = replace(problem, tied="together")
     instance = reduce_problem(problem, join=join)
     lattice = enumerate_ideals(instance, 10_000)
-    found = ChainSearch(Family(instance, lattice.words)).run(np.inf, FOREVER)
+    found = ChainSearch(IdealFamily(instance, lattice.words)).run(np.inf, FOREVER)
     best = optimum(problem)
     if best is None:
         assert found is None
@@ -59,10 +59,10 @@ def test_chains_alone_find_the_optimum(problem, join):
         value, stages = found
         assert value == close(best)
         assert problem.evaluate(expand(problem, instance, stages)).value == close(best)
-        assert ChainSearch(Family(instance, lattice.words)).run(np.inf, FOREVER, goal="any")
+        assert ChainSearch(IdealFamily(instance, lattice.words)).run(np.inf, FOREVER, goal="any")
         if best > 0:
             less = best * (1 - 1e-6)
-            assert ChainSearch(Family(instance, lattice.words)).run(less, FOREVER) is None
+            assert ChainSearch(IdealFamily(instance, lattice.words)).run(less, FOREVER) is None
 
 
 @examples(200)
@@ -130,7 +130,7 @@ def test_the_stage_between_two_ideals_costs_what_it_should(problem, seed):
     if not instance.num_nodes or instance.num_stages < 3:
         return
     words = enumerate_ideals(instance, 10_000).words
-    family = Family(instance, words)
+    family = IdealFamily(instance, words)
     member = unpack(words, instance.num_nodes)
     row = np.random.default_rng(seed).integers(len(family))
     rows = np.flatnonzero((member >= member[:, [row]]).all(axis=0))
@@ -154,7 +154,7 @@ def test_fusing_loads_loses_no_better_plan(problem, part):
         return
     small, place = fuse_uncuttable(instance, best * part)
     lattice = enumerate_ideals(small, 10_000)
-    _, stages = ChainSearch(Family(small, lattice.words)).run(np.inf, FOREVER)
+    _, stages = ChainSearch(IdealFamily(small, lattice.words)).run(np.inf, FOREVER)
     if part > 1:
         assert instance.value(stages[place]) == close(best)
 
@@ -169,7 +169,7 @@ def test_fusing_loses_no_better_plan(problem, part):
     instance = reduce_problem(problem)
     small, place = fuse_uncuttable(instance, best * part)
     lattice = enumerate_ideals(small, 10_000)
-    found = ChainSearch(Family(small, lattice.words)).run(np.inf, FOREVER)
+    found = ChainSearch(IdealFamily(small, lattice.words)).run(np.inf, FOREVER)
     if part > 1:
         assert instance.value(found[1][place]) == close(best)
 
@@ -212,16 +212,16 @@ def test_every_ideal_is_listed_once(problem):
 @given(problems())
 def test_from_behind_all_is_the_same(problem):
     instance = reduce_problem(replace(problem, tied="together"))
-    turned = mirrored(instance)
+    turned = reversed_instance(instance)
     if turned is None or not instance.num_nodes:
         assert turned is None or not turned.num_nodes
         return
-    family = Family(instance, enumerate_ideals(instance, 10_000).words)
-    behind = ChainSearch(mirrored_family(family)).run(np.inf, FOREVER)
+    family = IdealFamily(instance, enumerate_ideals(instance, 10_000).words)
+    behind = ChainSearch(reversed_family(family)).run(np.inf, FOREVER)
     ahead = ChainSearch(family).run(np.inf, FOREVER)
     assert (behind is None) == (ahead is None)
     if behind is not None:
-        stages = mirrored_stages(behind[1], instance.num_stages)
+        stages = reversed_stages(behind[1], instance.num_stages)
         assert behind[0] == close(ahead[0])
         assert instance.value(stages) == close(ahead[0])
 
@@ -233,8 +233,8 @@ def test_a_heavy_end_is_searched_from_behind():
     tensors = tuple(TensorCost(i, (i, i + 1), 0.3) for i in range(n - 1))
     problem = Problem(4, "load", work, work, work, tensors=tensors)
     instance = reduce_problem(problem)
-    family = Family(instance, enumerate_ideals(instance, 1000).words)
-    ahead, behind = ChainSearch(family), ChainSearch(mirrored_family(family))
+    family = IdealFamily(instance, enumerate_ideals(instance, 1000).words)
+    ahead, behind = ChainSearch(family), ChainSearch(reversed_family(family))
     assert behind.pairs(30.5) < ahead.pairs(30.5)
     assert behind.run(30.2, FOREVER) is None
     assert behind.run(30.3 + 1e-9, FOREVER)[0] == close(30.3)
@@ -254,9 +254,9 @@ def test_a_search_stops_after_its_pairs():
     instance = reduce_problem(problem)
     lattice = enumerate_ideals(instance, 100)
     with pytest.raises(OutOfTimeError):
-        ChainSearch(Family(instance, lattice.words), max_pairs=10).run(100.0, FOREVER)
+        ChainSearch(IdealFamily(instance, lattice.words), max_pairs=10).run(100.0, FOREVER)
     with pytest.raises(OutOfTimeError):
-        ChainSearch(Family(instance, lattice.words)).run(100.0, time.perf_counter() - 1)
+        ChainSearch(IdealFamily(instance, lattice.words)).run(100.0, time.perf_counter() - 1)
 
 
 def test_reductions_keep_precedence_acyclic():

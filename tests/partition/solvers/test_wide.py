@@ -28,7 +28,7 @@ from tarantella_pp.partition.solvers.wide.bounds import (
     unit_of,
 )
 from tarantella_pp.partition.solvers.wide.cut_bound import CutBound
-from tarantella_pp.partition.solvers.wide.ideal_sweep import Span, Sweep
+from tarantella_pp.partition.solvers.wide.ideal_sweep import IdealRange, IdealSweep
 from tarantella_pp.partition.solvers.wide.local_search import LocalSearch
 from tarantella_pp.partition.solvers.wide.min_cut import least_cut
 from tarantella_pp.partition.solvers.wide.stage_windows import Closure, window_bound
@@ -107,9 +107,9 @@ def test_a_sweep_finds_the_least_cut_of_each_work(problem, seed, known):
             if work - cut >= low and work + cut <= high:
                 key = round(work, 6)
                 expected[key] = min(expected.get(key, np.inf), cut)
-    sweep = Sweep(instance, objective.alpha, objective.terms.touch)
+    sweep = IdealSweep(instance, objective.alpha, objective.terms.touch)
     free = np.flatnonzero(~(inside | outside))
-    span = Span(inside, free, low / sweep.unit, high / sweep.unit)
+    span = IdealRange(inside, free, low / sweep.unit, high / sweep.unit)
     swept = sweep.run(span, soon(20), limit=10_000)
     columns = swept.members(np.arange(len(swept))).T
     found: dict[float, float] = {}

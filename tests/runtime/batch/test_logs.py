@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tarantella_pp.errors import CommunicationError, ConfigurationError
-from tarantella_pp.runtime.batch.logs import News
+from tarantella_pp.runtime.batch.logs import LogExchange
 from tarantella_pp.runtime.comm.communicator import Communicator
 
 pytestmark = pytest.mark.keras
@@ -30,12 +30,12 @@ class Gone(Communicator):
 def test_a_wait_for_logs_that_gives_up_is_an_error_at_once():
     """Keras swallows whatever `float()` of a value in the logs raises."""
     with pytest.raises(CommunicationError, match="gives up"):
-        News(Gone(), source=1).share_logs("train", {})
+        LogExchange(Gone(), source=1).share_logs("train", {})
 
 
 def test_logs_are_floats_and_arrays():
     logs = {"b": np.float32(2.5), "a": {"z": np.ones((2, 3), "float32"), "y": np.int32(7)}}
-    found = News(Communicator(), source=0).share_logs("train", logs)
+    found = LogExchange(Communicator(), source=0).share_logs("train", logs)
     assert list(found) == ["y", "z", "b"]
     assert found["b"] == 2.5
     assert type(found["b"]) is type(found["y"]) is float
@@ -44,7 +44,7 @@ def test_logs_are_floats_and_arrays():
 
 
 def test_a_result_that_changes_its_shape_is_refused_by_name():
-    news = News(Communicator(), source=0)
+    news = LogExchange(Communicator(), source=0)
     news.share_logs("train", {"loss": 1.0, "each": np.ones(2)})
     news.share_logs("test", {"loss": 1.0, "each": np.ones(3)})
     with pytest.raises(ConfigurationError, match=r"each of shape \[2\], then \[3\]"):

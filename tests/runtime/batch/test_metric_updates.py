@@ -169,11 +169,11 @@ def test_outputs_wait_for_a_moment_to_spare_but_not_many_of_them():
     for rows in (slice(0, 1), slice(1, 4), slice(4, 6)):
         updates.add(tf.constant(Y[rows]), [tf.constant(p[rows])], None, "signature")
     assert float(count) == 0.0
-    assert updates.keep_up()
-    assert updates.keep_up() == (WAITING_OUTPUTS < 2)
+    assert updates.flush_overdue()
+    assert updates.flush_overdue() == (WAITING_OUTPUTS < 2)
     updates.finish()
-    assert not updates.keep_up()
-    assert not updates.work_ahead()
+    assert not updates.flush_overdue()
+    assert not updates.run_pending()
     assert float(count) == 6.0
     assert float(built.metrics[0].result()) == pytest.approx(np.abs(Y - p).mean(), rel=1e-6)
     assert len(updates._compiled) == 1  # for any number of samples
@@ -184,4 +184,4 @@ def test_without_metrics_there_is_nothing_to_do():
     batch = Batch(3, {}, tf.constant(Y), None, (None, None), b"")
     assert updates.why_whole(batch, []) is None
     updates.add(Y, [Y], None, "signature")
-    assert not updates.work_ahead()
+    assert not updates.run_pending()

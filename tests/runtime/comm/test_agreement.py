@@ -12,7 +12,7 @@ from tarantella_pp.errors import CommunicationError, ConfigurationError
 from tarantella_pp.runtime.comm.announcement import (
     END,
     Announcement,
-    Call,
+    CollectiveCall,
     disagreement,
 )
 from tarantella_pp.runtime.comm.communicator import (
@@ -31,23 +31,28 @@ def said(number=1, call=END, unfinished=False, broken=""):
 
 
 def test_equal_calls_agree_wherever_they_are_made():
-    assert not disagreement({0: said(call=Call("fit", "a:1")), 1: said(call=Call("fit", "a:2"))})
+    assert not disagreement(
+        {0: said(call=CollectiveCall("fit", "a:1")), 1: said(call=CollectiveCall("fit", "a:2"))}
+    )
 
 
 def test_ranks_with_the_same_call_are_named_together():
-    fit, save = said(call=Call("fit", "a.py:1")), said(call=Call("save", "a.py:2"))
+    fit, save = (
+        said(call=CollectiveCall("fit", "a.py:1")),
+        said(call=CollectiveCall("save", "a.py:2")),
+    )
     text = disagreement({0: fit, 1: save, 2: fit})
     assert "fit() at a.py:1 on ranks 0, 2; save() at a.py:2 on rank 1" in text
 
 
 def test_a_fact_that_differs_is_named():
-    two, three = (said(call=Call("fit", "a.py:1", {"epochs": n, "x": "1"})) for n in "23")
+    two, three = (said(call=CollectiveCall("fit", "a.py:1", {"epochs": n, "x": "1"})) for n in "23")
     text = disagreement({0: two, 1: three})
     assert "fit(epochs=2) at a.py:1 on rank 0; fit(epochs=3) at a.py:1 on rank 1" in text
 
 
 def test_the_end_of_a_script_and_a_call_that_cannot_go_on_are_no_calls():
-    fit = Call("fit", "a.py:1")
+    fit = CollectiveCall("fit", "a.py:1")
     text = disagreement({0: said(call=fit, unfinished=True), 1: said()})
     assert "fit() at a.py:1, not finished, on rank 0; the script's end on rank 1" in text
     assert disagreement({0: said(call=fit, unfinished=True), 1: said(call=fit, unfinished=True)})

@@ -27,7 +27,7 @@ from tarantella_pp.runtime.comm.polling import (
     Limits,
     Waiter,
 )
-from tarantella_pp.runtime.comm.wakeup import Doorbell
+from tarantella_pp.runtime.comm.wakeup import Wakeup
 from tests.helpers.message_cases import (
     CASES,
     end_before_the_others,
@@ -257,7 +257,7 @@ def test_descriptions_tell_messages_apart(specs: list[tuple[tuple[int, ...], str
     st.lists(st.tuples(st.integers(0, 3 * buffer_pool.SMALLEST_POOLED), st.booleans()), max_size=30)
 )
 def test_memory_in_use_is_never_handed_out(requests: list[tuple[int, bool]]) -> None:
-    pool, kept = buffer_pool.MemoryPool(), []
+    pool, kept = buffer_pool.BufferPool(), []
     for number, (nbytes, keep) in enumerate(requests):
         array = pool.take(nbytes)
         assert array.nbytes == nbytes
@@ -270,7 +270,7 @@ def test_memory_in_use_is_never_handed_out(requests: list[tuple[int, bool]]) -> 
 
 
 def test_memory_goes_round_and_is_let_go() -> None:
-    pool, nbytes = buffer_pool.MemoryPool(), 2 * buffer_pool.SMALLEST_POOLED
+    pool, nbytes = buffer_pool.BufferPool(), 2 * buffer_pool.SMALLEST_POOLED
     first = pool.take(nbytes)
     address = first.ctypes.data
     view = first[1:].view(np.int8)[5:]
@@ -295,7 +295,7 @@ def test_limits() -> None:
 def test_a_wait_polls_and_lets_other_messages_move() -> None:
     polls: list[int] = []
     calls: list[str] = []
-    waiter = Waiter(0, Limits(0, 10), lambda: calls.append("between") or (), Doorbell(), str)
+    waiter = Waiter(0, Limits(0, 10), lambda: calls.append("between") or (), Wakeup(), str)
     waiter.until(lambda: polls.append(1) or len(calls) > 2, lambda: "the third call")
     assert len(calls) == 3
     assert len(polls) > 4
@@ -303,7 +303,7 @@ def test_a_wait_polls_and_lets_other_messages_move() -> None:
 
 def test_a_wait_is_used_for_other_work_until_it_ends_or_there_is_none() -> None:
     slept: list[float] = []
-    bell = Doorbell()
+    bell = Wakeup()
     bell.sleep = slept.append  # type: ignore[assignment]
     waiter = Waiter(0, Limits(), tuple, bell, str)
     done: list[str] = []
@@ -321,13 +321,13 @@ def test_a_wait_is_used_for_other_work_until_it_ends_or_there_is_none() -> None:
 
 
 def test_a_wait_ends_with_the_limit() -> None:
-    waiter = Waiter(3, Limits(0, 0.1), tuple, Doorbell(), lambda: "the report")
+    waiter = Waiter(3, Limits(0, 0.1), tuple, Wakeup(), lambda: "the report")
     with pytest.raises(CommunicationError, match=r"(?s)Rank 3 waited 0\.\d s for a ball.*report"):
         waiter.until(lambda: False, lambda: "a ball")
 
 
-def connected_bells() -> list[Doorbell]:
-    bells = [Doorbell(), Doorbell()]
+def connected_bells() -> list[Wakeup]:
+    bells = [Wakeup(), Wakeup()]
     for bell in bells:
         bell.connect([one.address for one in bells] + ["elsewhere 00"])
     return bells
@@ -368,7 +368,7 @@ def test_a_rank_without_a_bell_just_sleeps(monkeypatch: pytest.MonkeyPatch) -> N
         raise OSError
 
     monkeypatch.setattr(socket, "socket", refuse)
-    bell = Doorbell()
+    bell = Wakeup()
     bell.connect(["", bell.address])
     assert not bell.reaches(0)
     bell.ring(0)

@@ -7,17 +7,17 @@ import random
 import subprocess
 import sys
 
-from tarantella_pp.partition.costs.stage_costs import Costs
+from tarantella_pp.partition.costs.stage_costs import StageCostModel
 from tarantella_pp.partition.graph.layer_graph import (
     LayerGraph,
     Node,
     Tensor,
 )
 from tarantella_pp.runtime.modules.stage_boundary import (
-    Link,
-    Port,
-    links_of,
-    stage_layouts,
+    BoundaryTensor,
+    StageEdge,
+    stage_boundaries,
+    stage_edges,
 )
 
 
@@ -52,53 +52,63 @@ def graph(edges, inputs=1, outputs=None, masks=(), without=()):
 
 
 def test_a_chain_sends_one_tensor_to_the_next_stage():
-    first, last = stage_layouts(graph([(0,), (1,), (2,)]), [0, 0, 1], 2)
-    link = Link(0, 1, (Port(2),), (Port(2),))
+    first, last = stage_boundaries(graph([(0,), (1,), (2,)]), [0, 0, 1], 2)
+    link = StageEdge(0, 1, (BoundaryTensor(2),), (BoundaryTensor(2),))
     assert first.nodes == (0, 1)
-    assert first.data == (Port(0),)
+    assert first.model_inputs == (BoundaryTensor(0),)
     assert first.sends == (link,) == last.receives
-    assert first.receives == last.sends == first.results == last.data == ()
-    assert first.inputs == (Port(0),)
-    assert first.outputs == first.seeded == (Port(2),) == last.inputs == last.input_gradients
-    assert last.results == last.outputs == last.seeded == (Port(3),)
+    assert first.receives == last.sends == first.model_outputs == last.model_inputs == ()
+    assert first.inputs == (BoundaryTensor(0),)
+    assert (
+        first.outputs
+        == first.outputs_with_gradient
+        == (BoundaryTensor(2),)
+        == last.inputs
+        == last.input_gradients
+    )
+    assert last.model_outputs == last.outputs == last.outputs_with_gradient == (BoundaryTensor(3),)
     assert first.input_gradients == ()
 
 
 def test_a_skip_goes_straight_to_each_stage_that_needs_it():
-    layouts = stage_layouts(graph([(0,), (1,), (2,), (1, 3)]), [0, 1, 2, 3], 4)
-    pairs = [(link.source, link.target) for link in links_of(layouts)]
+    boundaries = stage_boundaries(graph([(0,), (1,), (2,), (1, 3)]), [0, 1, 2, 3], 4)
+    pairs = [(link.source, link.target) for link in stage_edges(boundaries)]
     assert pairs == [(0, 1), (0, 3), (1, 2), (2, 3)]
-    assert layouts[0].outputs == (Port(1),)  # once, although two stages get it
-    assert layouts[3].inputs == (Port(1), Port(3))
-    assert layouts[1].outputs == (Port(2),)
+    assert boundaries[0].outputs == (BoundaryTensor(1),)  # once, although two stages get it
+    assert boundaries[3].inputs == (BoundaryTensor(1), BoundaryTensor(3))
+    assert boundaries[1].outputs == (BoundaryTensor(2),)
 
 
 def test_a_tensor_used_twice_by_a_stage_is_sent_once():
-    layouts = stage_layouts(graph([(0,), (1,), (1, 2)]), [0, 1, 1], 2)
-    assert links_of(layouts) == (Link(0, 1, (Port(1),), (Port(1),)),)
+    boundaries = stage_boundaries(graph([(0,), (1,), (1, 2)]), [0, 1, 1], 2)
+    assert stage_edges(boundaries) == (StageEdge(0, 1, (BoundaryTensor(1),), (BoundaryTensor(1),)),)
 
 
 def test_outputs_go_to_the_last_stage():
-    layouts = stage_layouts(graph([(0,), (1,), (2,)], outputs=(1, 3, 1)), [0, 1, 2], 3)
-    assert [(link.source, link.target) for link in links_of(layouts)] == [(0, 1), (0, 2), (1, 2)]
-    assert layouts[2].results == (Port(1), Port(3))
-    assert layouts[2].inputs == (Port(1), Port(2))
-    assert layouts[2].seeded == (Port(1), Port(3))
+    boundaries = stage_boundaries(graph([(0,), (1,), (2,)], outputs=(1, 3, 1)), [0, 1, 2], 3)
+    assert [(link.source, link.target) for link in stage_edges(boundaries)] == [
+        (0, 1),
+        (0, 2),
+        (1, 2),
+    ]
+    assert boundaries[2].model_outputs == (BoundaryTensor(1), BoundaryTensor(3))
+    assert boundaries[2].inputs == (BoundaryTensor(1), BoundaryTensor(2))
+    assert boundaries[2].outputs_with_gradient == (BoundaryTensor(1), BoundaryTensor(3))
 
 
 def test_masks_travel_with_their_values_and_get_no_gradient():
-    first, last = stage_layouts(graph([(0,), (1,)], masks=(1, 2)), [0, 1], 2)
-    assert first.sends[0].ports == (Port(1), Port(1, mask=True))
-    assert first.sends[0].gradients == (Port(1),)
-    assert last.results == (Port(2), Port(2, mask=True))
-    assert last.seeded == (Port(2),)
+    first, last = stage_boundaries(graph([(0,), (1,)], masks=(1, 2)), [0, 1], 2)
+    assert first.sends[0].tensors == (BoundaryTensor(1), BoundaryTensor(1, mask=True))
+    assert first.sends[0].gradients == (BoundaryTensor(1),)
+    assert last.model_outputs == (BoundaryTensor(2), BoundaryTensor(2, mask=True))
+    assert last.outputs_with_gradient == (BoundaryTensor(2),)
 
 
 def test_integers_and_frozen_values_get_no_gradient():
-    first, last = stage_layouts(graph([(0,), (0, 1)], without=(1,)), [0, 1], 2)
-    assert first.sends[0].ports == (Port(1),)
-    assert first.sends[0].gradients == first.seeded == last.input_gradients == ()
-    assert first.data == last.data == (Port(0),)
+    first, last = stage_boundaries(graph([(0,), (0, 1)], without=(1,)), [0, 1], 2)
+    assert first.sends[0].tensors == (BoundaryTensor(1),)
+    assert first.sends[0].gradients == first.outputs_with_gradient == last.input_gradients == ()
+    assert first.model_inputs == last.model_inputs == (BoundaryTensor(0),)
 
 
 def test_every_stage_has_what_its_nodes_read():
@@ -113,21 +123,21 @@ def test_every_stage_has_what_its_nodes_read():
         made = graph(
             edges, inputs, masks=set(rng.sample(range(inputs, inputs + count), count // 2))
         )
-        layouts = stage_layouts(made, assignment, stages)
-        assert sorted(itertools.chain(*(x.nodes for x in layouts))) == list(range(count))
-        for layout in layouts:
-            own = {inputs + n for n in layout.nodes}
-            known = own | {port.tensor for port in layout.inputs}
-            assert len(set(layout.inputs)) == len(layout.inputs)
-            assert len(set(layout.outputs)) == len(layout.outputs)
-            for node in layout.nodes:
+        boundaries = stage_boundaries(made, assignment, stages)
+        assert sorted(itertools.chain(*(x.nodes for x in boundaries))) == list(range(count))
+        for boundary in boundaries:
+            own = {inputs + n for n in boundary.nodes}
+            known = own | {port.tensor for port in boundary.inputs}
+            assert len(set(boundary.inputs)) == len(boundary.inputs)
+            assert len(set(boundary.outputs)) == len(boundary.outputs)
+            for node in boundary.nodes:
                 assert set(edges[node]) <= known
-            for link in layout.sends:
-                assert link.source == layout.index < link.target
-                assert {port.tensor for port in link.ports} <= own
-                assert link in layouts[link.target].receives
-            sent = {port for link in layout.sends for port in link.gradients}
-            assert sent <= set(layout.seeded) <= set(layout.outputs)
+            for link in boundary.sends:
+                assert link.source == boundary.index < link.target
+                assert {port.tensor for port in link.tensors} <= own
+                assert link in boundaries[link.target].receives
+            sent = {port for link in boundary.sends for port in link.gradients}
+            assert sent <= set(boundary.outputs_with_gradient) <= set(boundary.outputs)
 
 
 def test_what_is_sent_is_what_the_plan_counts():
@@ -138,15 +148,15 @@ def test_what_is_sent_is_what_the_plan_counts():
         assignment = [0, *sorted(rng.choices(range(3), k=6)), 3]
         stages = {stage: i for i, stage in enumerate(sorted(set(assignment)))}
         assignment = [stages[stage] for stage in assignment]
-        links = links_of(stage_layouts(made, assignment, len(stages)))
-        cuts = Costs(made, (), 1).cuts(assignment)
+        links = stage_edges(stage_boundaries(made, assignment, len(stages)))
+        cuts = StageCostModel(made, (), 1).cuts(assignment)
         for link in links:
             between = [c for c in cuts if c.source == link.source and link.target in c.targets]
-            values = [port for port in link.ports if not port.mask]
+            values = [port for port in link.tensors if not port.mask]
             assert [made.tensors[port.tensor].name for port in values] == [
                 c.tensor for c in between
             ]
-            assert len(link.ports) - len(values) == sum(c.mask_bytes > 0 for c in between)
+            assert len(link.tensors) - len(values) == sum(c.mask_bytes > 0 for c in between)
             assert len(link.gradients) == sum(c.has_gradient for c in between)
         assert {(link.source, link.target) for link in links} == {
             (cut.source, target) for cut in cuts for target in cut.targets

@@ -17,8 +17,8 @@ from tarantella_pp.runtime.batch.nested_structure import (
     tensors_in,
 )
 from tarantella_pp.runtime.comm.tensor_buffers import to_buffer, to_tensor
-from tarantella_pp.runtime.modules.gradient_accumulator import GradientSums
-from tarantella_pp.runtime.stage.activation_stash import Store
+from tarantella_pp.runtime.modules.gradient_accumulator import GradientAccumulator
+from tarantella_pp.runtime.stage.activation_stash import ActivationStash
 
 pytestmark = pytest.mark.keras
 
@@ -29,7 +29,7 @@ def key(number):
 
 def test_a_store_keeps_tensors_by_key():
     like = [tf.zeros((2,)), tf.zeros((), tf.int32), tf.zeros((3,), tf.bool)]
-    store, other = Store(like), Store(like)
+    store, other = ActivationStash(like), ActivationStash(like)
     for number in (3, 1):
         store.put(key(number), [tf.fill((2,), float(number)), tf.constant(number), [True] * 3])
     other.put(key(1), [tf.zeros((2,)), tf.constant(7), [False] * 3])
@@ -44,7 +44,7 @@ def test_a_store_keeps_tensors_by_key():
 
 
 def test_a_store_of_nothing_does_nothing():
-    store = Store([])
+    store = ActivationStash([])
     store.put(key(0), [])
     assert store.take(key(0)) == []
     store.clear()
@@ -52,7 +52,7 @@ def test_a_store_of_nothing_does_nothing():
 
 def test_sums_of_dense_sparse_and_missing_gradients():
     shapes = ((2,), (4, 2), (3,))
-    sums = GradientSums([keras.Variable(np.zeros(shape, "float32")) for shape in shapes])
+    sums = GradientAccumulator([keras.Variable(np.zeros(shape, "float32")) for shape in shapes])
     for step in (1.0, 2.0):
         sparse = tf.IndexedSlices(
             tf.fill((3, 2), step), tf.constant([0, 3, 0]), tf.constant([4, 2])
@@ -60,7 +60,7 @@ def test_sums_of_dense_sparse_and_missing_gradients():
         gradients = [tf.fill((2,), step), sparse, None]
         sums.prepare(gradients)
         sums.add_dense(gradients, sums.begin())
-        sums.add_pairs(sums.pairs_of(gradients))
+        sums.append_sparse(sums.pairs_of(gradients))
     collected = sums.take_collected()
     assert sums.gradient(0, collected).numpy().tolist() == [3, 3]
     slices = sums.gradient(1, collected)

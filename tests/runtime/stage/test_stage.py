@@ -11,10 +11,10 @@ import tensorflow as tf
 from keras import layers, ops
 
 from tarantella_pp.partition.extraction.keras_reader import extract
-from tarantella_pp.runtime.modules.stage_boundary import stage_layouts
-from tarantella_pp.runtime.stage.split_backward import CutPass
+from tarantella_pp.runtime.modules.stage_boundary import stage_boundaries
+from tarantella_pp.runtime.stage.split_backward import SplitBackward
 from tarantella_pp.runtime.stage.stage import Stage
-from tarantella_pp.runtime.stage.tape_backward import TapePass
+from tarantella_pp.runtime.stage.tape_backward import TapeBackward
 from tarantella_pp.runtime.tf_graph.graph_split import CutError
 
 pytestmark = pytest.mark.keras
@@ -135,8 +135,8 @@ def stage_of(shape, build, recompute=False):
     extracted = extract(keras.Model(inputs, outputs))
     places = {"before": 0, "after": 2}
     assignment = [places.get(node.name, 1) for node in extracted.graph.nodes]
-    layout = stage_layouts(extracted.graph, assignment, 3)[1]
-    return Stage(layout, [extracted.calls[n] for n in layout.nodes], recompute), extracted.graph
+    boundary = stage_boundaries(extracted.graph, assignment, 3)[1]
+    return Stage(boundary, [extracted.calls[n] for n in boundary.nodes], recompute), extracted.graph
 
 
 def random(rows, port, graph, rng):
@@ -150,8 +150,8 @@ def random(rows, port, graph, rng):
 def micro_batches(stage, graph):
     rng = np.random.default_rng(0)
     for rows in ROWS:
-        inputs = [random(rows, port, graph, rng) for port in stage.layout.inputs]
-        outputs = [random(rows, port, graph, rng) for port in stage.layout.seeded]
+        inputs = [random(rows, port, graph, rng) for port in stage.boundary.inputs]
+        outputs = [random(rows, port, graph, rng) for port in stage.boundary.outputs_with_gradient]
         yield inputs, [tf.constant(rows / sum(ROWS), keras.config.floatx()), *outputs]
 
 
@@ -166,16 +166,16 @@ def dense(gradient):
 
 def by_tape(stage, batches):
     """Outputs and input gradients of each micro-batch, and the sums of the weight gradients."""
-    body = stage.body
-    results, sums = [], [None] * len(body.variables)
+    module = stage.module
+    results, sums = [], [None] * len(module.variables)
     for inputs, seeds in batches:
-        wanted = [*body.sources(inputs), *body.variables]
+        wanted = [*module.sources(inputs), *module.variables]
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(wanted)
-            outputs, added = body.run(inputs, training=True)
-            targets = body.targets(outputs, added)
+            outputs, added = module.run(inputs, training=True)
+            targets = module.targets(outputs, added)
         found = tape.gradient(targets, wanted, output_gradients=with_factors(stage, seeds))
-        count = len(wanted) - len(body.variables)
+        count = len(wanted) - len(module.variables)
         back = [tf.zeros_like(w) if g is None else g for w, g in zip(wanted, found[:count])]  # noqa: B905
         results.append([*outputs, added, *back])
         for i, gradient in enumerate(found[count:]):
@@ -196,7 +196,7 @@ def by_stage(stage, batches, split):
     if split:
         for key in range(len(batches)):
             stage.backward_weight(key)
-    sums = stage.body.sums
+    sums = stage.module.accumulator
     collected = sums.take_collected()
     totals = [dense(sums.gradient(i, collected)) for i in range(len(sums.weights))]
     sums.reset()
@@ -204,7 +204,7 @@ def by_stage(stage, batches, split):
 
 
 def states(stage):
-    return [v for call in stage.body.layer.calls for v in call.variables]
+    return [v for call in stage.module.layer.calls for v in call.variables]
 
 
 def compare(first, second, limit):
@@ -240,7 +240,7 @@ def test_kinds_of_layers(kind):
         stage, graph = stage_of(*KINDS[kind])
         check(stage, graph, 1e-12)
     assert stage.fallback is None
-    assert {type(work) for work in stage._passes.values()} == {CutPass}
+    assert {type(work) for work in stage._passes.values()} == {SplitBackward}
 
 
 @pytest.mark.parametrize("kind", ["bottleneck", "activity", "lstm"])
@@ -248,12 +248,12 @@ def test_a_stage_that_cannot_be_cut_runs_on_a_tape(monkeypatch, kind):
     def refuse(*_):
         raise CutError("not this one")
 
-    monkeypatch.setattr("tarantella_pp.runtime.stage.stage.CutPass", refuse)
+    monkeypatch.setattr("tarantella_pp.runtime.stage.stage.SplitBackward", refuse)
     with in_precision("float64", "float64"):
         stage, graph = stage_of(*KINDS[kind])
         check(stage, graph, 1e-12)
     assert stage.fallback == "not this one"
-    assert {type(work) for work in stage._passes.values()} == {TapePass}
+    assert {type(work) for work in stage._passes.values()} == {TapeBackward}
 
 
 def test_a_micro_batch_that_waits_for_its_weight_gradients_keeps_their_operands():
@@ -305,13 +305,13 @@ def test_embeddings_keep_the_slices_of_every_token(mask_zero):
         model = keras.Model(ids, layers.Dense(2, name="after")(x))
         extracted = extract(model)
         names = [node.name for node in extracted.graph.nodes]
-        layout = stage_layouts(extracted.graph, [int(n == "after") for n in names], 2)[0]
-        stage = Stage(layout, [extracted.calls[n] for n in layout.nodes])
+        boundary = stage_boundaries(extracted.graph, [int(n == "after") for n in names], 2)[0]
+        stage = Stage(boundary, [extracted.calls[n] for n in boundary.nodes])
         check(stage, extracted.graph, 1e-12)
         for key, (inputs, seeds) in enumerate(micro_batches(stage, extracted.graph)):
             stage.forward(key, inputs)
             stage.backward(key, with_factors(stage, seeds))
-        ((values, indices),) = stage.body.sums.take_collected().values()
+        ((values, indices),) = stage.module.accumulator.take_collected().values()
     assert indices.shape == (5 * sum(ROWS),)
     assert values.shape == (5 * sum(ROWS), 4)
 
@@ -329,10 +329,10 @@ def test_a_stage_remembers_nothing_after_it_was_cleared():
 def test_the_tape_notices_a_wrong_cut(monkeypatch):
     """Where the passes of B and W mix up two micro-batches, the comparison fails."""
     stage, graph = stage_of(*KINDS["several dense"])
-    given = CutPass.backward_input
+    given = SplitBackward.backward_input
     swapped = {0: 2, 2: 0}
     monkeypatch.setattr(
-        CutPass,
+        SplitBackward,
         "backward_input",
         lambda self, key, seeds: given(self, swapped.get(key, key), seeds),
     )

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tarantella_pp.runtime.tf_graph.graph_split import Trace, cut
+from tarantella_pp.runtime.tf_graph.graph_split import Trace, split_graph
 
 
 def traced(weights, biases=()):
@@ -47,7 +47,7 @@ def ancestors(op):
 
 
 def test_each_weight_gradient_comes_before_the_input_gradient_of_its_operation():
-    parts = cut(traced([new_weight(i) for i in range(4)]))
+    parts = split_graph(traced([new_weight(i) for i in range(4)]))
     found = []
     specs = [tf.TensorSpec(t.shape, t.dtype) for t in parts.residuals]
     specs.insert(0, tf.TensorSpec((3, 4), tf.float64))
@@ -69,8 +69,10 @@ def operations_of(part, fed):
 
 def test_sums_over_rows_are_made_with_the_input_gradients():
     trace = traced([new_weight(0), new_weight(1)], [tf.Variable(np.zeros(4)) for _ in range(2)])
-    parts = cut(trace)
-    weight_part, gradients = operations_of(parts.backward_weight, [*parts.late, *parts.between])
+    parts = split_graph(trace)
+    weight_part, gradients = operations_of(
+        parts.backward_weight, [*parts.kept_for_w, *parts.b_to_w]
+    )
     input_part, _ = operations_of(parts.backward_input, [*trace.seeds, *parts.residuals])
     assert weight_part.count("MatMul") == 2
     assert "Sum" not in weight_part
@@ -80,17 +82,17 @@ def test_sums_over_rows_are_made_with_the_input_gradients():
 
 def test_only_operands_of_products_are_kept_for_the_weight_gradients():
     trace = traced([new_weight(0), new_weight(1)], [tf.Variable(np.zeros(4)) for _ in range(2)])
-    parts = cut(trace)
-    assert [tensor.op.type for tensor in parts.early] == ["Sigmoid", "Sigmoid"]
-    assert [tensor.op.type for tensor in parts.late] == ["Placeholder", "Softplus"]
-    kept = [tuple(tensor.shape) for tensor in parts.between]
+    parts = split_graph(trace)
+    assert [tensor.op.type for tensor in parts.kept_for_b] == ["Sigmoid", "Sigmoid"]
+    assert [tensor.op.type for tensor in parts.kept_for_w] == ["Placeholder", "Softplus"]
+    kept = [tuple(tensor.shape) for tensor in parts.b_to_w]
     assert sorted(kept) == [(3, 4), (3, 4), (4,), (4,)]
 
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_one_after_the_other_the_parts_make_what_both_make_at_once(recompute):
     trace = traced([new_weight(i) for i in range(3)], [tf.Variable(np.ones(4)) for _ in range(3)])
-    parts = cut(trace, recompute)
+    parts = split_graph(trace, recompute)
     x, seed = (tf.constant(np.random.default_rng(i).normal(size=(3, 4))) for i in (8, 9))
 
     def both(x, seed):
@@ -99,7 +101,7 @@ def test_one_after_the_other_the_parts_make_what_both_make_at_once(recompute):
     def apart(x, seed):
         kept = parts.forward(x)[1:]
         back, *between = parts.backward_input(seed, *kept)
-        return [back, *parts.backward_weight(*kept[len(parts.early) :], *between)]
+        return [back, *parts.backward_weight(*kept[len(parts.kept_for_b) :], *between)]
 
     at_once, in_turn = (tf.function(run, autograph=False)(x, seed) for run in (both, apart))
     for one, other in zip(in_turn, at_once, strict=True):
@@ -110,7 +112,7 @@ def test_one_after_the_other_the_parts_make_what_both_make_at_once(recompute):
 def test_a_weight_may_be_used_again(uses):
     variables = [new_weight(i) for i in range(3)]
     weights = [variables[i] for i in uses]
-    parts = cut(traced(weights))
+    parts = split_graph(traced(weights))
     x, seed = (tf.constant(np.random.default_rng(i).normal(size=(3, 4))) for i in (8, 9))
 
     def run(x, seed):

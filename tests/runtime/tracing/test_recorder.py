@@ -126,13 +126,13 @@ def use_waits():
     """Runs on every rank: a step in which there is other work, in pieces of a millisecond."""
     pieces = [1e-3] * 3
 
-    def work_ahead(self):
+    def run_pending(self):
         if pieces:
             time.sleep(pieces.pop())
             return True
         return False
 
-    SleepingStage.work_ahead = work_ahead
+    SleepingStage.run_pending = run_pending
     recorder = Recorder(1)
     StubPipeline("1f1b", 2, 2, Seconds(0.05, 0.05), world(), recorder=recorder).step()
     return [(str(span.what), span.start, span.end) for span in recorder.last.spans], len(pieces)

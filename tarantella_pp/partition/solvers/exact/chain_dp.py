@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from tarantella_pp.errors import TarantellaError
 from tarantella_pp.partition.solvers.exact.ideals import unpack
-from tarantella_pp.partition.solvers.exact.stage_pricing import Family, Pricer
+from tarantella_pp.partition.solvers.exact.stage_pricing import IdealFamily, Pricer
 from tarantella_pp.partition.solvers.problem.instance import Resource
 from tarantella_pp.partition.solvers.problem.problem import FloatArray, IntArray
 
@@ -50,7 +50,7 @@ class ChainSearch:
         max_pairs: Pairs looked at before the search gives up; unlike a time, the same anywhere.
     """
 
-    def __init__(self, family: Family, max_pairs: float = float("inf")) -> None:
+    def __init__(self, family: IdealFamily, max_pairs: float = float("inf")) -> None:
         self._family = family
         self._pairs_left = max_pairs
         self._instance = family.instance
@@ -176,9 +176,9 @@ class ChainSearch:
 
     def _near(
         self,
-        begin: Family,
+        begin: IdealFamily,
         at: int,
-        end: Family,
+        end: IdealFamily,
         stage: int,
         cap: float,
         wanted: NDArray[np.bool_] | None,
@@ -205,10 +205,10 @@ class ChainSearch:
 
     def _cost(
         self,
-        begin: Family,
+        begin: IdealFamily,
         at: int,
         inside: NDArray[np.uint8],
-        end: Family,
+        end: IdealFamily,
         near: NDArray[np.intp],
         member: NDArray[np.uint8],
         stage: int,

@@ -100,7 +100,7 @@ class OrderDP:
 
     def _stage_costs(
         self, order: IntArray, position: IntArray, cuts: IntArray, capacity: float | None
-    ) -> StageCosts:
+    ) -> StagePrices:
         tables = []
         backward = np.tril(
             np.ones((len(cuts), len(cuts)), bool), 0 if self._instance.strict else -1
@@ -111,10 +111,10 @@ class OrderDP:
             fixed, held = layout.add(fixed, held, position, cuts)
             fixed[backward] = np.inf
             tables.append((resource, fixed, held))
-        return StageCosts(tables, capacity)
+        return StagePrices(tables, capacity)
 
 
-class StageCosts:
+class StagePrices:
     """Costs of all stages between two cuts, `(cuts, cuts)`; infinite where not allowed."""
 
     def __init__(

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from tarantella_pp.partition.solvers.exact.ideals import pack, unpack
-from tarantella_pp.partition.solvers.exact.stage_pricing import Family
+from tarantella_pp.partition.solvers.exact.stage_pricing import IdealFamily
 from tarantella_pp.partition.solvers.problem.instance import Instance, Resource
 from tarantella_pp.partition.solvers.problem.problem import IntArray
 
@@ -15,7 +15,7 @@ from tarantella_pp.partition.solvers.problem.problem import IntArray
 MOST = 10_000_000
 
 
-def mirrored(instance: Instance) -> Instance | None:
+def reversed_instance(instance: Instance) -> Instance | None:
     """Turns an instance around: node v becomes n - 1 - v, and stage s becomes S - 1 - s.
 
     Args:
@@ -55,7 +55,7 @@ def _turned(resource: Resource, last: int) -> Resource:
     )
 
 
-def mirrored_family(family: Family) -> Family | None:
+def reversed_family(family: IdealFamily) -> IdealFamily | None:
     """Turns a family around: what an ideal leaves out is the ideal from behind.
 
     Args:
@@ -65,14 +65,14 @@ def mirrored_family(family: Family) -> Family | None:
         The family of the mirrored instance, in the opposite order; None where the directions
         differ or the family is too large to be worth it.
     """
-    instance = mirrored(family.instance)
+    instance = reversed_instance(family.instance)
     if instance is None or len(family) * instance.num_nodes > MOST:
         return None
     member = unpack(family.words, instance.num_nodes)
-    return Family(instance, pack(member[::-1, ::-1] == 0))
+    return IdealFamily(instance, pack(member[::-1, ::-1] == 0))
 
 
-def mirrored_stages(stages: IntArray, num_stages: int) -> IntArray:
+def reversed_stages(stages: IntArray, num_stages: int) -> IntArray:
     """Turns the stages of the mirrored instance back.
 
     Args:

@@ -25,7 +25,7 @@ from tarantella_pp.partition.solvers.problem.problem import FloatArray
 BLOCK = 1 << 15
 
 
-class Family:
+class IdealFamily:
     """Some ideals of an instance, the empty and the full one among them or not.
 
     Args:
@@ -45,7 +45,7 @@ class Family:
         """Returns the number of ideals."""
         return int(self.words.shape[1])
 
-    def take(self, rows: NDArray[np.intp]) -> Family:
+    def take(self, rows: NDArray[np.intp]) -> IdealFamily:
         """Returns the family of some of the ideals."""
         sums = tuple(
             Sums(
@@ -57,7 +57,7 @@ class Family:
             )
             for one in self.sums
         )
-        return Family(self.instance, np.ascontiguousarray(self.words[:, rows]), sums)
+        return IdealFamily(self.instance, np.ascontiguousarray(self.words[:, rows]), sums)
 
     def window(self, boundary: int, caps: list[FloatArray]) -> NDArray[np.intp]:
         """Lists the ideals that can be the first `boundary` stages of a plan within the caps.
@@ -123,10 +123,10 @@ class Pricer:
 
     def stage(
         self,
-        begin: Family,
+        begin: IdealFamily,
         row: int,
         inside: NDArray[np.uint8],
-        end: Family,
+        end: IdealFamily,
         rows: NDArray[np.intp],
         member: NDArray[np.uint8],
     ) -> tuple[FloatArray, FloatArray]:

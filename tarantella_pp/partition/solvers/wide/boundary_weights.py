@@ -12,8 +12,8 @@ from tarantella_pp.partition.solvers.exact.orders import depth_first_order
 from tarantella_pp.partition.solvers.problem.instance import Instance
 from tarantella_pp.partition.solvers.problem.problem import FloatArray, IntArray
 from tarantella_pp.partition.solvers.wide.ideal_sweep import (
-    Span,
-    Sweep,
+    IdealRange,
+    IdealSweep,
     Swept,
 )
 from tarantella_pp.partition.solvers.wide.stage_windows import Closure
@@ -64,7 +64,7 @@ class Boundaries:
 
     def __init__(self, instance: Instance, closure: Closure) -> None:
         self._instance = instance
-        self._sweep = Sweep(instance, instance.objective.node_costs()[0])
+        self._sweep = IdealSweep(instance, instance.objective.node_costs()[0])
         self._unit = self._sweep.unit
         self._total = float(self._sweep.work.sum())
         scale = instance.objective.scale[0] / self._unit
@@ -128,7 +128,7 @@ class Boundaries:
         if (inside & outside).any():
             return None
         free = ~(inside | outside)
-        span = Span(inside, self._order[free[self._order]], low, high)
+        span = IdealRange(inside, self._order[free[self._order]], low, high)
         limit = MAX_WEIGHTS if random is None else MAX_CHOICES
         return self._sweep.run(span, deadline, limit=limit, random=random)
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from tarantella_pp.partition.solvers.exact.chain_dp import ChainSearch, OutOfTimeError
 from tarantella_pp.partition.solvers.exact.ideals import Words, pack
-from tarantella_pp.partition.solvers.exact.stage_pricing import Family
+from tarantella_pp.partition.solvers.exact.stage_pricing import IdealFamily
 from tarantella_pp.partition.solvers.problem.instance import Instance
 from tarantella_pp.partition.solvers.problem.problem import FloatArray, IntArray
 from tarantella_pp.partition.solvers.wide.min_cut import least_cut
@@ -20,7 +20,7 @@ from tarantella_pp.partition.solvers.wide.stage_windows import Closure
 MAX_POOL = 6000
 
 
-class Pool:
+class IdealPool:
     """Ideals of small cut, gathered around targets of work and around plans.
 
     Args:
@@ -117,7 +117,9 @@ class Pool:
         Returns:
             The stages of a better plan, or None.
         """
-        family = ends_first_and_last(Family(self._instance, self._words), self._instance.num_nodes)
+        family = ends_first_and_last(
+            IdealFamily(self._instance, self._words), self._instance.num_nodes
+        )
         if len(family) > MAX_POOL:
             family = self._thinned(family)
         try:
@@ -126,7 +128,7 @@ class Pool:
             return None
         return None if found is None else found[1]
 
-    def _thinned(self, family: Family) -> Family:
+    def _thinned(self, family: IdealFamily) -> IdealFamily:
         """Keeps the ideals that cut least, from each amount of work evenly many."""
         sums = family.sums[0]
         slices = (sums.fixed / max(self._total, 1e-300) * 200).astype(np.int64)

@@ -17,7 +17,7 @@ _ODD = 0x9E3779B97F4A7C15
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Span:
+class IdealRange:
     """Which ideals to list.
 
     Attributes:
@@ -44,7 +44,7 @@ class Swept:
         cut: What each ideal cuts, shape `(ideals,)`.
     """
 
-    span: Span
+    span: IdealRange
     words: Words
     work: FloatArray
     cut: FloatArray
@@ -66,7 +66,7 @@ class Swept:
         return pack(self.members(rows))
 
 
-class Sweep:
+class IdealSweep:
     """Lists the ideals of spans.
 
     Node by node, each partial ideal goes on without the node and, where its predecessors are in,
@@ -98,7 +98,7 @@ class Sweep:
 
     def run(
         self,
-        span: Span,
+        span: IdealRange,
         deadline: float,
         *,
         limit: int,
@@ -170,7 +170,7 @@ class _Steps:
     `cut` is what the tensors cost that are cut in any case.
     """
 
-    def __init__(self, instance: Instance, span: Span, touch: FloatArray | None) -> None:
+    def __init__(self, instance: Instance, span: IdealRange, touch: FloatArray | None) -> None:
         free = span.free
         self._width = max(1, (len(free) + 63) // 64)
         self._place = np.full(instance.num_nodes, -1, np.int64)
@@ -196,7 +196,7 @@ class _Steps:
         return np.array(mask, dtype=np.uint64)
 
     def _add_tensors(
-        self, instance: Instance, span: Span, touch: FloatArray, last: IntArray
+        self, instance: Instance, span: IdealRange, touch: FloatArray, last: IntArray
     ) -> None:
         for pins, cost in zip(instance.objective.terms.pins, touch.tolist(), strict=True):
             places = sorted(int(self._place[pin]) for pin in pins)

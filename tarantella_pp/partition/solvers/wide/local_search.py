@@ -10,7 +10,7 @@ from tarantella_pp.partition.solvers.exact.order_dp import OrderDP
 from tarantella_pp.partition.solvers.exact.orders import random_order, starting_orders
 from tarantella_pp.partition.solvers.problem.instance import Instance
 from tarantella_pp.partition.solvers.problem.problem import IntArray
-from tarantella_pp.partition.solvers.wide.ideal_pool import Pool
+from tarantella_pp.partition.solvers.wide.ideal_pool import IdealPool
 from tarantella_pp.partition.solvers.wide.neighbourhood import Reach, recombine
 from tarantella_pp.partition.solvers.wide.stage_windows import Closure
 
@@ -61,7 +61,7 @@ class LocalSearch:
         self._random = np.random.default_rng(0)
         self._first: tuple[float, IntArray | None] | None = None
         cuts = instance.objective.terms.has_touch and instance.objective.uniform
-        self._pool = Pool(instance, closure) if cuts and closure is not None else None
+        self._pool = IdealPool(instance, closure) if cuts and closure is not None else None
 
     def run(
         self, stages: IntArray | None, lower: float, deadline: float

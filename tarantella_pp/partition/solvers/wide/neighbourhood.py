@@ -8,10 +8,10 @@ import numpy as np
 
 from tarantella_pp.partition.solvers.exact.chain_dp import ChainSearch, OutOfTimeError
 from tarantella_pp.partition.solvers.exact.ideals import pack
-from tarantella_pp.partition.solvers.exact.stage_pricing import Family
+from tarantella_pp.partition.solvers.exact.stage_pricing import IdealFamily
 from tarantella_pp.partition.solvers.problem.instance import Instance
 from tarantella_pp.partition.solvers.problem.problem import IntArray
-from tarantella_pp.partition.solvers.wide.ideal_sweep import Span, Sweep
+from tarantella_pp.partition.solvers.wide.ideal_sweep import IdealRange, IdealSweep
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ def recombine(
     sorted_stages = stages[order]
     resource = instance.objective
     weight = resource.alpha + resource.factor.min() * resource.beta
-    sweep = Sweep(instance, weight, resource.terms.touch if resource.terms.has_touch else None)
+    sweep = IdealSweep(instance, weight, resource.terms.touch if resource.terms.has_touch else None)
     groups = [pack(np.array([[False, True]] * n))]
     for boundary in range(1, S):
         cut = int(np.searchsorted(sorted_stages, boundary))
@@ -67,7 +67,7 @@ def recombine(
             inside[order[:low]] = True
             free = order[low:high]
             least, most = _window(instance, boundary, value)
-            span = Span(inside, free, least / sweep.unit, most / sweep.unit)
+            span = IdealRange(inside, free, least / sweep.unit, most / sweep.unit)
             # Of ideals with one future, each fits other ideals at the boundary before.
             swept = sweep.run(span, deadline, limit=reach.ideals, random=random, alike=True)
             if swept is None:
@@ -77,7 +77,7 @@ def recombine(
             exact[order[:cut]] = True
             groups.append(pack(exact))
     words = np.unique(np.concatenate(groups, axis=1), axis=1)
-    family = ends_first_and_last(Family(instance, words), n)
+    family = ends_first_and_last(IdealFamily(instance, words), n)
     try:
         found = ChainSearch(family).run(value * (1 - 1e-9), deadline)
     except OutOfTimeError:
@@ -85,7 +85,7 @@ def recombine(
     return None if found is None else found[1]
 
 
-def ends_first_and_last(family: Family, n: int) -> Family:
+def ends_first_and_last(family: IdealFamily, n: int) -> IdealFamily:
     """Sorts a family by size, as the chain search wants it.
 
     Args:

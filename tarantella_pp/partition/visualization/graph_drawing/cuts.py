@@ -14,7 +14,7 @@ Place = tuple[int, int]
 
 
 @dataclass(slots=True)
-class Cut:
+class CutTensor:
     """The tensors that leave one box for other stages.
 
     Attributes:

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from tarantella_pp.partition.visualization.graph_drawing.cuts import Cut, Place
+from tarantella_pp.partition.visualization.graph_drawing.cuts import CutTensor, Place
 from tarantella_pp.partition.visualization.graph_drawing.outline import Outline
 
 BOX_WIDTH, BOX_HEIGHT, PITCH = 186, 36, 48
@@ -35,7 +35,7 @@ class Route:
         label: Left middle of the place for its bytes.
     """
 
-    cut: Cut
+    cut: CutTensor
     paths: tuple[Points, ...]
     label: tuple[float, float]
 
@@ -137,7 +137,7 @@ def _link(above: int, below: int, left: float, top: float, lanes: dict[int, int]
     return [(left, start + 8), (x, start + 8), (x, end - 8), (left, end - 8)]
 
 
-def _rails(cuts: Sequence[Cut]) -> dict[int, int]:
+def _rails(cuts: Sequence[CutTensor]) -> dict[int, int]:
     """The rail of each cut that skips stages."""
     spans = [(i, (c.source[0], max(stage for stage, _ in c.targets))) for i, c in enumerate(cuts)]
     return _lanes((i, span) for i, span in spans if span[1] > span[0] + 1)

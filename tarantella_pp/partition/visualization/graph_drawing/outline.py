@@ -15,7 +15,7 @@ from tarantella_pp.partition.visualization.graph_drawing.boxes import (
     run_box,
 )
 from tarantella_pp.partition.visualization.graph_drawing.cuts import (
-    Cut,
+    CutTensor,
     Place,
     cut_tensors,
     producer_of,
@@ -39,7 +39,7 @@ class Outline:
 
     columns: tuple[tuple[Box, ...], ...]
     links: tuple[tuple[tuple[int, int], ...], ...]
-    cuts: tuple[Cut, ...]
+    cuts: tuple[CutTensor, ...]
     is_complete: bool
 
 
@@ -107,12 +107,12 @@ def _box(names: Sequence[str], run: range, own: Sequence[int], graph: LayerGraph
     return layer_box(names[run.start], own[run.start], nodes[0] if nodes else None)
 
 
-def _cuts(plan: Plan, row: dict[int, int]) -> tuple[Cut, ...]:
+def _cuts(plan: Plan, row: dict[int, int]) -> tuple[CutTensor, ...]:
     """The cuts of a plan alone: they end at the heads of stages."""
-    found: dict[Place, Cut] = {}
+    found: dict[Place, CutTensor] = {}
     for tensor in plan.cuts:
         source = (tensor.source, row[producer_of(plan, tensor)])
-        cut = found.setdefault(source, Cut(source))
+        cut = found.setdefault(source, CutTensor(source))
         cut.tensors.append(tensor)
         cut.targets |= {(stage, -1) for stage in tensor.targets}
     return tuple(found.values())
@@ -120,10 +120,10 @@ def _cuts(plan: Plan, row: dict[int, int]) -> tuple[Cut, ...]:
 
 def _wires(
     plan: Plan, graph: LayerGraph, row: dict[int, int], last_row: int
-) -> tuple[tuple[tuple[tuple[int, int], ...], ...], tuple[Cut, ...]]:
+) -> tuple[tuple[tuple[tuple[int, int], ...], ...], tuple[CutTensor, ...]]:
     """The links within stages and the cuts between them."""
     links: list[set[tuple[int, int]]] = [set() for _ in plan.stages]
-    cuts: dict[Place, Cut] = {}
+    cuts: dict[Place, CutTensor] = {}
     crossing = cut_tensors(plan, graph)
     end = (plan.num_stages - 1, last_row)
     for tensor in graph.tensors:
@@ -136,7 +136,7 @@ def _wires(
         source = (plan.assignment[tensor.producer], row[tensor.producer])
         links[source[0]].update((source[1], r) for s, r in readers if s == source[0])
         if tensor.id in crossing:
-            cut = cuts.setdefault(source, Cut(source))
+            cut = cuts.setdefault(source, CutTensor(source))
             cut.tensors.append(crossing[tensor.id])
             cut.targets |= {place for place in readers if place[0] != source[0]}
     kept = tuple(tuple(sorted((a, b) for a, b in own if a != b)) for own in links)

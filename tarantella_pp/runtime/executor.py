@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from tarantella_pp.runtime.modules.stage_boundary import BoundaryTensor, StageBoundary
+from tarantella_pp.runtime.stage.step import Step
 from tarantella_pp.runtime.stage_messages import StageMessages
 from tarantella_pp.runtime.tracing.recorder import (
     METRICS,
@@ -21,54 +22,9 @@ from tarantella_pp.schedule import Action, Compute, Direction, Message, Transfer
 if TYPE_CHECKING:
     import tensorflow as tf
 
-    from tarantella_pp.runtime.probes.stage_probe import Pieces
     from tarantella_pp.runtime.stage.stage import Stage
 
 Values: TypeAlias = "dict[BoundaryTensor, tf.Tensor]"
-
-
-class Step(Protocol):
-    """What the loop asks of the training, test or prediction step that it runs in."""
-
-    training: bool
-    pieces: Pieces
-
-    def data(self, stage: int, micro_batch: int) -> Sequence[tf.Tensor]:
-        """The model inputs of a stage: one tensor for each of its `model_inputs`."""
-
-    def share(self, micro_batch: int) -> float:
-        """The share of a micro-batch in the batch."""
-
-    def add(self, losses: tf.Tensor) -> None:
-        """Takes what a stage's layers add to the loss of the whole batch."""
-
-    def finish(self, micro_batch: int, results: Sequence[tf.Tensor]) -> None:
-        """Takes the model's outputs, on the rank of the last stage."""
-
-    def forwards_done(self) -> None:
-        """Learns that this rank has run all its forwards."""
-
-    def update(self, stage: int) -> bool:
-        """Updates the weights of a stage whose backward passes are done.
-
-        Called while this rank waits; returns whether there was anything that can be done before
-        the step ends.
-        """
-
-    def run_pending(self) -> bool:
-        """Does some of what is to be done with the model's outputs, while this rank waits.
-
-        Returns whether there was any.
-        """
-
-    def flush_overdue(self) -> bool:
-        """Does what of this must not be left for later; returns whether there was any."""
-
-    def factor(self, micro_batch: int) -> tf.Tensor:
-        """The share of a micro-batch in the samples of the batch."""
-
-    def loss_gradients(self, micro_batch: int) -> Mapping[BoundaryTensor, tf.Tensor]:
-        """Gradient of the loss with respect to the model's outputs."""
 
 
 class Executor:

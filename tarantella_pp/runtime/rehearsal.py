@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from tarantella_pp import errors
 from tarantella_pp.errors import TarantellaError, UnsupportedModelError
 from tarantella_pp.runtime.comm.communicator import Communicator
-from tarantella_pp.runtime.executor import Step
 from tarantella_pp.runtime.modules.stage_boundary import StageBoundary, StageEdge
+from tarantella_pp.runtime.stage.step import Step
 from tarantella_pp.runtime.stage_messages import StageMessages
 from tarantella_pp.schedule import Transfer
 

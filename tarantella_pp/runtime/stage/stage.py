@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import tensorflow as tf
 
@@ -14,11 +14,9 @@ from tarantella_pp.runtime.modules.stage_module import StageModule
 from tarantella_pp.runtime.probes.stage_probe import StageProbe
 from tarantella_pp.runtime.stage.layer_metrics import StageMetrics
 from tarantella_pp.runtime.stage.split_backward import SplitBackward
+from tarantella_pp.runtime.stage.step import Step
 from tarantella_pp.runtime.stage.tape_backward import TapeBackward
 from tarantella_pp.runtime.tf_graph.graph_split import CutError
-
-if TYPE_CHECKING:
-    from tarantella_pp.runtime.executor import Step
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Sequence
 
-from tests.exactness.trials import BY_MICRO_BATCH, NOT_IN_KERAS, REFUSED, Verdict
+from tests.exactness.trials import BY_MICRO_BATCH, EXACT, NOT_IN_KERAS, REFUSED, Verdict
 
 SEVERAL_SAMPLES = "looks at several samples at once"
 RANDOM = "draws other random numbers, as with another batch size"
@@ -65,6 +65,15 @@ def reason(kind: str, verdict: Verdict) -> str | None:
         if any(_matches(verdict.name, pattern) for pattern in patterns):
             return text
     return None
+
+
+def unexpected(kind: str, verdicts: Sequence[Verdict]) -> list[str]:
+    """The verdicts that are not exact and have no reason, in words."""
+    return [
+        f"{v.name}: {v.outcome} {v.error:.1e} {v.message}"
+        for v in verdicts
+        if v.outcome != EXACT and reason(kind, v) is None
+    ]
 
 
 def unused(kind: str, verdicts: Sequence[Verdict]) -> list[str]:

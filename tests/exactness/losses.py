@@ -11,15 +11,14 @@ import keras
 import numpy as np
 from keras import layers, losses, ops
 
+from tarantella_pp.keras_internals.training import is_keras_loss
+from tarantella_pp.runtime.probes.loss_probe import treats_samples_apart
 from tests.exactness.classes import classes_in
-from tests.exactness.trials import ROUNDING, Trial
+from tests.exactness.ensemble import Headed
+from tests.exactness.expected import reason
+from tests.exactness.trials import NOT_IN_KERAS, ROUNDING, Trial, Verdict, training
 from tests.helpers.draws import more_asked_for
-from tests.helpers.training import (
-    SAMPLES,
-    Case,
-    integers,
-    sgd,
-)
+from tests.helpers.training import SAMPLES, Case, floats, integers, sgd
 
 NOT_TRIED = {"Loss": "the base class of all losses"}
 
@@ -27,6 +26,7 @@ REDUCTIONS = ("sum_over_batch_size", "mean", "mean_with_sample_weight", "sum", "
 TIMES, CLASSES = 4, 3
 
 IDS = integers(5, TIMES, seed=1)
+STEPS = floats(TIMES, 4) * (IDS > 0)[..., None]
 LABELS = integers(CLASSES, TIMES, seed=2)
 ONE_HOT = np.eye(CLASSES)[LABELS]
 POSITIVE = np.random.default_rng(3).uniform(0.2, 2, size=(SAMPLES, TIMES, CLASSES))
@@ -63,11 +63,17 @@ VARIANTS = {
 }
 
 
-def sequences(masked: bool) -> keras.Model:
-    """A distribution at each step, masked where the id is 0."""
-    ids = keras.Input((TIMES,), dtype="int32")
-    x = layers.Embedding(5, 4, mask_zero=masked)(ids)
-    return keras.Model(ids, layers.Dense(CLASSES, activation="softmax")(x))
+def steps_in(masked: bool) -> tuple[Any, Any]:
+    """Something of each step, masked where the id is 0."""
+    inputs = keras.Input((TIMES, 4))
+    x = layers.Masking()(inputs) if masked else inputs
+    x = layers.Dense(5, activation="tanh")(x)
+    return inputs, layers.Dense(5, activation="tanh")(x)
+
+
+def distribution(x: Any) -> Any:
+    """A distribution at each step."""
+    return layers.Dense(CLASSES, activation="softmax")(x)
 
 
 def vectors(masked: bool) -> keras.Model:
@@ -80,10 +86,9 @@ def vectors(masked: bool) -> keras.Model:
     return keras.Model(ids, x)
 
 
-BUILDERS = {
-    (build, masked): functools.partial(build, masked)
-    for build in (sequences, vectors)
-    for masked in (False, True)
+VECTORS = {masked: functools.partial(vectors, masked) for masked in (False, True)}
+SEQUENCES = {
+    masked: Headed(functools.partial(steps_in, masked), distribution) for masked in (False, True)
 }
 
 
@@ -92,17 +97,17 @@ def kinds() -> dict[str, Callable[..., losses.Loss]]:
     return classes_in(losses, NOT_TRIED) | VARIANTS
 
 
-def model_and_targets(name: str) -> tuple[Callable[[bool], keras.Model], Any]:
-    """What a loss is tried with."""
+def model_and_targets(name: str) -> tuple[dict[bool, Any], Any, Any]:
+    """What a loss is tried with: models without and with masks, inputs and targets."""
     if name == "Circle":
-        return vectors, LABELS[:, 0]
+        return VECTORS, IDS, LABELS[:, 0]
     if name == "CTC":
-        return sequences, LABELS[:, :2] % 2 + 1
+        return SEQUENCES, STEPS, LABELS[:, :2] % 2 + 1
     if name.startswith("Sparse") or "Generalized" in name:
-        return sequences, LABELS
+        return SEQUENCES, STEPS, LABELS
     if name.startswith(("Mean", "Huber", "LogCosh", "Poisson", "Cosine", "KL")):
-        return sequences, POSITIVE
-    return sequences, ONE_HOT
+        return SEQUENCES, STEPS, POSITIVE
+    return SEQUENCES, STEPS, ONE_HOT
 
 
 def trials() -> dict[str, Trial]:
@@ -116,19 +121,40 @@ def trials() -> dict[str, Trial]:
     for (number, (name, make)), (place, reduction), (turn, way) in ways:
         chosen = more_asked_for() or (number + place) % len(WAYS) == turn
         if way == "masked, weighted" if reduction == "mean" else chosen:
-            title = f"{name}, {reduction}, {way}"
-            case = _case(name, make, reduction, *WAYS[way])
-            limit = 1e-5 if name == "CTC" else ROUNDING  # TensorFlow computes it in float32
-            found[title] = Trial(title, case, reuse=True, limit=limit)
+            found[f"{name}, {reduction}, {way}"] = _trial(name, make, reduction, way)
     return found
 
 
-def _case(name: str, make: Callable[..., Any], reduction: str, masked: bool, weights: Any) -> Case:
-    def compiled() -> dict[str, Any]:
-        return {"optimizer": sgd(), "loss": make(reduction=reduction)}
-
-    build, y = model_and_targets(name)
-    if build is vectors and weights is not None:
+def _trial(name: str, make: Callable[..., Any], reduction: str, way: str) -> Trial:
+    masked, weights = WAYS[way]
+    builds, x, y = model_and_targets(name)
+    if builds is VECTORS and weights is not None:
         weights = weights[:, 0]
-    fit = {} if weights is None else {"sample_weight": weights}
-    return Case(BUILDERS[build, masked], IDS, y, compiled, fit)
+    case = Case(
+        builds[masked],
+        x,
+        y,
+        lambda: {"optimizer": sgd(), "loss": make(reduction=reduction)},
+        {} if weights is None else {"sample_weight": weights},
+    )
+    limit = 1e-5 if name == "CTC" else ROUNDING  # TensorFlow computes it in float32
+    title = f"{name}, {reduction}, {way}"
+    alone = limit > ROUNDING or reason("losses", Verdict(title, NOT_IN_KERAS))
+    # One loss that is computed of the whole batch has all others computed so.
+    at_once = masked or not _is_apart(make(reduction=reduction))
+    # Values without a reduction add up to the loss of all outputs only if there are equally many.
+    values = None if reduction != "none" or alone else _shape_of_values(make, y)
+    beside = None if alone else (way, at_once, values)
+    return Trial(title, case, training, limit, beside)
+
+
+def _is_apart(loss: losses.Loss) -> bool:
+    """Whether a loss is computed micro-batch by micro-batch, not of the whole batch."""
+    if loss.reduction == "none" or not is_keras_loss(loss):
+        return False
+    return treats_samples_apart(loss, (None, TIMES, CLASSES))
+
+
+def _shape_of_values(make: Callable[..., losses.Loss], y: Any) -> tuple[int, ...]:
+    outputs = ONE_HOT[:2] if y.ndim > 1 else ONE_HOT[:2, 0]
+    return tuple(make(reduction="none")(y[:2], outputs).shape)

@@ -125,7 +125,7 @@ def trials() -> dict[str, Trial]:
         model, y, loss = data_of(name)
         case = Case(model, X, y, functools.partial(compiled, loss, make), WEIGHTS)
         limit = 1e-5 if model is NARROW else ROUNDING
-        found[name] = Trial(name, case, reuse=True, limit=limit)
+        found[name] = Trial(name, case, limit=limit, beside="compiled")
     for name in IN_LAYERS:
         inside = functools.partial(CATEGORICAL, kinds()[name])
         case = Case(inside, X, ONE_HOT, lambda: {"optimizer": sgd(), "loss": "mse"}, WEIGHTS)

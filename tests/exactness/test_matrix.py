@@ -8,8 +8,9 @@ from collections import Counter
 import keras
 import pytest
 
-from tests.exactness import expected, layers, matrix
-from tests.exactness.trials import DIFFERS, EXACT, Judge
+from tarantella_pp.runtime.batch.batch_step import BatchStep
+from tests.exactness import expected, layers, matrix, table
+from tests.exactness.trials import BY_MICRO_BATCH, DIFFERS, EXACT, REFUSED, Judge, Verdict
 from tests.helpers.draws import more_asked_for
 
 pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("float64")]
@@ -25,8 +26,8 @@ QUICK = {
 
 def check(kind, verdicts):
     """Each verdict is exact or expected for a reason."""
-    wrong = [v for v in verdicts if v.outcome != EXACT and not expected.reason(kind, v)]
-    assert not wrong, "\n".join(f"{v.name}: {v.outcome} {v.error:.1e} {v.message}" for v in wrong)
+    wrong = expected.unexpected(kind, verdicts)
+    assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.parametrize("kind", matrix.KINDS)
@@ -40,13 +41,36 @@ def test_some_of_each_kind_in_one_process(kind):
 @pytest.mark.mpi
 @pytest.mark.parametrize("kinds", matrix.LAUNCHES, ids="-".join)
 def test_all_of_keras_on_two_ranks(kinds):
-    if kinds != ("losses",) and not more_asked_for():
-        pytest.skip("takes minutes: set TNT_TEST_EXAMPLES to try all")
+    """And the table in the docs says so."""
+    if kinds == ("layers",) and not more_asked_for():
+        pytest.skip("takes minutes: set TNT_TEST_EXAMPLES to try all layers")
     for kind, verdicts in matrix.judge_on_two_ranks(kinds).items():
         check(kind, verdicts)
         if more_asked_for() or kind != "losses":
             stale = expected.unused(kind, verdicts)
             assert not stale, f"no longer so: {stale}"
+            assert table.row(kind, verdicts) in table.PAGE.read_text()
+
+
+def test_a_new_row_takes_the_place_of_the_old_one():
+    verdicts = [
+        Verdict("Dense", EXACT),
+        Verdict("Dropout", BY_MICRO_BATCH),
+        Verdict("MixUp", REFUSED),
+    ]
+    page = table.PAGE.read_text()
+    assert table.page(page, {}) == page
+    text = table.page(page, {"layers": table.row("layers", verdicts)})
+    assert f"| Layers | 3 | 1 | 1: {expected.SEVERAL_SAMPLES} | 1: {expected.RANDOM} |\n" in text
+    assert text.count("| Layers |") == 1
+
+
+@pytest.mark.slow
+def test_a_pipeline_that_is_wrong_is_noticed_in_a_group(monkeypatch):
+    monkeypatch.setattr(BatchStep, "loss_gradients", BatchStep.loss_gradients)
+    matrix.weigh_all_losses_wrongly()
+    found = Judge().judge(matrix.trials_of("losses", "(Huber|Poisson), (sum|mean), masked, w"))
+    assert Counter(v.outcome for v in found) == {DIFFERS: 2}
 
 
 @pytest.mark.slow

@@ -1,13 +1,14 @@
-"""Trains one model as a pipeline and in plain Keras, and says how far apart they end."""
+"""Trains models as pipelines and in plain Keras, and says how far apart they end."""
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import json
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -18,10 +19,13 @@ import numpy as np
 from tarantella_pp.errors import CommunicationError, TarantellaError
 from tarantella_pp.models.pipeline_model import PipelineModel
 from tarantella_pp.runtime.comm.communicator import Communicator, world
+from tests.exactness.ensemble import Ensemble
 from tests.helpers.training import Case, distance
 
 ROUNDING, BITS = 1e-10, 1e-13
 STAGES, MICRO_BATCHES = 2, 4
+TOGETHER = 8
+"""Most trials that are made together: of wide models the cheapest cut is hard to find."""
 
 EXACT = "exact"
 REFUSED = "refused"
@@ -33,25 +37,27 @@ DIFFERS = "differs"
 CRASHED = "crashed"
 
 
-def steps(model: keras.Model, case: Case) -> dict[str, Any]:
-    """Trains three steps on batches of 6 and 7, tests and predicts; neither is cut evenly."""
+def training(model: keras.Model, case: Case, rows: int = 7) -> dict[str, Any]:
+    """Trains three steps, by default on batches that are not cut evenly."""
+    batches = [_batch(case, first, rows) for first in (0, rows, 0)]
+    logs = [model.train_on_batch(*batch, return_dict=True) for batch in batches]
+    return _listed({"logs": logs, "weights": model.get_weights()})
+
+
+def steps(model: keras.Model, case: Case, rows: int = 7) -> dict[str, Any]:
+    """Trains, tests and predicts."""
+    found = training(model, case, rows)
+    found["logs"].append(_listed(model.test_on_batch(*_batch(case, rows, rows), return_dict=True)))
+    return {**found, "predictions": _listed(model.predict_on_batch(_batch(case, 0, rows)[0]))}
+
+
+def _batch(case: Case, first: int, rows: int) -> Any:
     parts = [case.x, case.y, case.fit.get("sample_weight")]
-    first, second = (
-        keras.tree.map_structure(lambda part, rows=rows: part[rows], parts, none_is_leaf=False)
-        for rows in (slice(0, 6), slice(6, 13))
-    )
-    logs = [model.train_on_batch(*batch, return_dict=True) for batch in (first, second, first)]
-    logs.append(model.test_on_batch(*second, return_dict=True))
-    found = {
-        "logs": logs,
-        "predictions": model.predict_on_batch(first[0]),
-        "weights": model.get_weights(),
-    }
-    return {key: keras.tree.map_structure(_listed, value) for key, value in found.items()}
+    return keras.tree.map_structure(lambda p: p[first : first + rows], parts, none_is_leaf=False)
 
 
-def _listed(value: Any) -> Any:
-    return np.asarray(value).tolist()
+def _listed(values: Any) -> Any:
+    return keras.tree.map_structure(lambda value: np.asarray(value).tolist(), values)
 
 
 @dataclass(frozen=True)
@@ -62,16 +68,16 @@ class Trial:
         name: Names it among those of its kind.
         case: The model, its data and how it is compiled.
         run: Trains a compiled model and returns what is compared.
-        reuse: Whether the model may be one of an earlier trial, put back to its start: tracing the
-            stages takes most of the time, and where only the loss changes they stay the same.
         limit: Largest relative difference that is taken for rounding.
+        beside: Trials with the same value here may be made together, as one model with several
+            outputs, which takes less time; `None` for one that is made alone.
     """
 
     name: str
     case: Case
     run: Callable[[keras.Model, Case], dict[str, Any]] = steps
-    reuse: bool = False
     limit: float = ROUNDING
+    beside: Any = None
 
 
 @dataclass(frozen=True)
@@ -93,11 +99,52 @@ class Verdict:
 
 @dataclass
 class Attempt:
-    """How one way of training went on this rank."""
+    """How one way of training went on this rank.
+
+    Attributes:
+        outcome: `EXACT` if it went well.
+        found: For each trial what is compared.
+        message: Of a refusal, or of an error.
+    """
 
     outcome: str
-    found: dict[str, Any] | None = None
+    found: list[Any] = field(default_factory=list)
     message: str = ""
+
+
+class Group:
+    """Trials that are made together.
+
+    Args:
+        trials: One, or several that may be.
+    """
+
+    def __init__(self, trials: Sequence[Trial]) -> None:
+        self.trials = trials
+        self._ensemble = Ensemble([trial.case for trial in trials]) if len(trials) > 1 else None
+        self.case = trials[0].case if self._ensemble is None else self._ensemble.case()
+
+    def run(self, model: keras.Model) -> list[Any]:
+        """Trains a compiled model; returns what is compared for each trial."""
+        found = self.trials[0].run(model, self.case)
+        return [found] if self._ensemble is None else self._ensemble.split(found)
+
+    def __str__(self) -> str:
+        return ", ".join(repr(trial.name) for trial in self.trials)
+
+
+def grouped(trials: Sequence[Trial]) -> list[Group]:
+    """Puts trials together that may be, some at a time."""
+    alone = [Group([trial]) for trial in trials if trial.beside is None]
+    beside: dict[Any, list[Trial]] = {}
+    for trial in trials:
+        if trial.beside is not None:
+            beside.setdefault(trial.beside, []).append(trial)
+    return alone + [
+        Group(found[first : first + TOGETHER])
+        for found in beside.values()
+        for first in range(0, len(found), TOGETHER)
+    ]
 
 
 @dataclass
@@ -105,129 +152,150 @@ class Judge:
     """Judges trials on all ranks together; each rank makes the same calls.
 
     A rank that fails alone leaves the others waiting for its messages until they time out, and
-    then the job ends with the name of the trial.
+    then the job ends with the names of the trials.
     """
 
     communicator: Communicator = field(default_factory=world)
 
-    def __post_init__(self) -> None:
-        self._models: dict[Any, tuple[keras.Model, list[Any]]] = {}
-
     def judge(self, trials: Sequence[Trial]) -> list[Verdict]:
         """Returns what became of each trial, the same on every rank."""
-        mine = trials[self.communicator.rank :: self.communicator.size]
-        expected = {trial.name: self._serial(trial) for trial in mine}
-        return [self._verdict(trial, expected.get(trial.name)) for trial in trials]
+        found: dict[str, Verdict] = {}
+        groups, size = grouped(trials), self.communicator.size
+        for first in range(0, len(groups), size):
+            some = groups[first : first + size]
+            # Each rank trains another one in plain Keras.
+            turns = [i == self.communicator.rank for i in range(len(some))]
+            plain = [
+                _plain(group) if mine else None for group, mine in zip(some, turns, strict=True)
+            ]
+            for group, serial in zip(some, plain, strict=True):
+                found |= {verdict.name: verdict for verdict in self._judge(group, serial)}
+            keras.backend.clear_session()
+            gc.collect()
+        return [found[trial.name] for trial in trials]
 
-    def _verdict(self, trial: Trial, serial: Attempt | None) -> Verdict:
-        serial_outcome, message = self._shared(serial and [serial.outcome, serial.message])
-        if serial_outcome != EXACT:
-            return Verdict(trial.name, NOT_IN_KERAS, 0.0, message)
-        attempt = self._attempt(trial, STAGES, MICRO_BATCHES)
+    def _judge(self, group: Group, plain: Attempt | None) -> list[Verdict]:
+        """Judges a group; `plain` is how plain Keras trains it, on one of the ranks."""
+        outcome, message = self._shared(plain and [plain.outcome, plain.message])
+        if outcome != EXACT:
+            return self._without_numbers(group, NOT_IN_KERAS, message)
+        attempt = self._attempt(group, STAGES, MICRO_BATCHES)
         if attempt.outcome != EXACT:
-            return Verdict(trial.name, attempt.outcome, 0.0, attempt.message)
-        error = self._error(serial, attempt)
-        if error >= trial.limit:
+            return self._without_numbers(group, attempt.outcome, attempt.message)
+        errors = self._errors(plain, attempt)
+        if _wrong(group, errors):
             # In an eager step some layers compute in another order, or draw other random numbers.
-            serial = serial and self._serial(trial, eagerly=False)
-            error = self._error(serial, attempt)
-        if error < trial.limit:
-            return Verdict(trial.name, EXACT, error)
-        one = self._attempt(trial, STAGES, 1)
-        with self._alone():
-            single = self._piped(trial, 1, MICRO_BATCHES) if serial else None
-        same = one.outcome == EXACT and self._error(serial, one) < trial.limit
-        if self._error(single, attempt) < BITS and same:
-            return Verdict(trial.name, BY_MICRO_BATCH, error)
-        return Verdict(trial.name, DIFFERS, error)
+            plain = plain and _plain(group, eagerly=False)
+            errors = self._errors(plain, attempt)
+        wrong = _wrong(group, errors)
+        outcomes = self._with_other_pieces(group, plain, attempt) if wrong else []
+        verdicts = []
+        for i, (trial, error) in enumerate(zip(group.trials, errors, strict=True)):
+            if trial not in wrong:
+                verdicts.append(Verdict(trial.name, EXACT, error))
+            elif outcomes[i] == DIFFERS and len(group.trials) > 1:
+                verdicts += self._alone(trial)
+            else:
+                verdicts.append(Verdict(trial.name, outcomes[i], error))
+        return verdicts
 
-    def _attempt(self, trial: Trial, stages: int, micro_batches: int) -> Attempt:
+    def _without_numbers(self, group: Group, outcome: str, message: str) -> list[Verdict]:
+        if len(group.trials) > 1:
+            return [verdict for trial in group.trials for verdict in self._alone(trial)]
+        return [Verdict(group.trials[0].name, outcome, 0.0, message)]
+
+    def _alone(self, trial: Trial) -> list[Verdict]:
+        group = Group([trial])
+        return self._judge(group, _plain(group) if self.communicator.rank == 0 else None)
+
+    def _with_other_pieces(
+        self, group: Group, plain: Attempt | None, attempt: Attempt
+    ) -> list[str]:
+        """Whether trials differ as several micro-batches may, in the same way on all ranks."""
+        one = self._errors(plain, self._attempt(group, STAGES, 1))
+        with self._in_one_process():
+            single = plain and _piped(group, 1, MICRO_BATCHES)
+        ranks = self._errors(single, attempt)
+        limits = [trial.limit for trial in group.trials]
+        return [
+            BY_MICRO_BATCH if of_one < limit and of_ranks < BITS else DIFFERS
+            for of_one, of_ranks, limit in zip(one, ranks, limits, strict=True)
+        ]
+
+    def _attempt(self, group: Group, stages: int, micro_batches: int) -> Attempt:
         """Trains on all ranks, which must agree on how it went."""
-        attempt = self._piped(trial, stages, micro_batches)
+        attempt = _piped(group, stages, micro_batches)
         digest = hashlib.sha256(json.dumps(attempt.found).encode()).hexdigest()
         everywhere = self.communicator.allgather_json([attempt.outcome, attempt.message, digest])
         outcomes, _, digests = zip(*everywhere, strict=True)
         if CRASHED in outcomes or len(set(outcomes)) > 1 or len(set(digests)) > 1:
-            raise AssertionError(f"Ranks crashed or differ in trial '{trial.name}': {everywhere}")
+            raise AssertionError(f"Ranks crashed or differ in trials {group}: {everywhere}")
         return attempt
 
-    def _error(self, expected: Attempt | None, attempt: Attempt) -> float:
+    def _errors(self, expected: Attempt | None, attempt: Attempt) -> list[float]:
         """How far two attempts are apart, worked out on the rank that has both."""
-        return self._shared(None if expected is None else _distance(expected, attempt))
+        pairs = expected and zip(expected.found, attempt.found, strict=True)
+        return self._shared(pairs and [_distance(a, b) for a, b in pairs])
 
     def _shared(self, value: Any) -> Any:
         """The value of the one rank that has one."""
         return next(v for v in self.communicator.allgather_json(value) if v is not None)
 
     @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _in_one_process(self) -> Iterator[None]:
         """Pipelines made inside are all in this process."""
         with mock.patch("tarantella_pp.models.pipeline_model.world", Communicator):
             yield
 
-    def _serial(self, trial: Trial, eagerly: bool = True) -> Attempt:
-        def make() -> keras.Model:
-            keras.utils.set_random_seed(1)
-            model = trial.case.build()
-            model.compile(**trial.case.compiled(), run_eagerly=eagerly)
-            return model
 
-        return _tried(make, trial)
+def _wrong(group: Group, errors: Sequence[float]) -> list[Trial]:
+    return [t for t, error in zip(group.trials, errors, strict=True) if error >= t.limit]
 
-    def _piped(self, trial: Trial, stages: int, micro_batches: int) -> Attempt:
-        options = {"num_stages": stages, "num_micro_batches": micro_batches}
 
-        def make() -> keras.Model:
-            model = self._fresh(trial, options) if trial.reuse else _pipeline(trial, options)
-            model.compile(**trial.case.compiled())
-            return model
-
-        return _tried(make, trial)
-
-    def _fresh(self, trial: Trial, options: Mapping[str, int]) -> keras.Model:
-        key = trial.case.build, *options.values()
-        if key not in self._models:
-            model = _pipeline(trial, options)
-            self._models[key] = model, model.get_weights()
-        model, start = self._models[key]
-        model.set_weights(start)
+def _plain(group: Group, eagerly: bool = True) -> Attempt:
+    def make() -> keras.Model:
+        keras.utils.set_random_seed(1)
+        model = group.case.build()
+        model.compile(**group.case.compiled(), run_eagerly=eagerly)
         return model
 
-
-def _pipeline(trial: Trial, options: Mapping[str, int]) -> keras.Model:
-    keras.utils.set_random_seed(1)
-    model = PipelineModel(trial.case.build(), **options)
-    empty = [i for i, stage in enumerate(model.plan.stages) if not stage.parameter_bytes]
-    if empty:
-        raise AssertionError(f"'{trial.name}' leaves stages {empty} nothing to train")
-    return model
+    return _tried(make, group)
 
 
-def _tried(make: Callable[[], keras.Model], trial: Trial) -> Attempt:
+def _piped(group: Group, stages: int, micro_batches: int) -> Attempt:
+    def make() -> keras.Model:
+        keras.utils.set_random_seed(1)
+        built = group.case.build()
+        model = PipelineModel(built, num_stages=stages, num_micro_batches=micro_batches)
+        empty = [i for i, stage in enumerate(model.plan.stages) if not stage.parameter_bytes]
+        if empty:
+            raise AssertionError(f"{group} leaves stages {empty} nothing to train")
+        model.compile(**group.case.compiled())
+        return model
+
+    return _tried(make, group)
+
+
+def _tried(make: Callable[[], keras.Model], group: Group) -> Attempt:
     model = None
     try:
         model = make()
-        start = _local_weights(model)
-        return Attempt(EXACT, trial.run(model, trial.case))
+        start = model.get_weights()
+        return Attempt(EXACT, group.run(model))
     except CommunicationError:
-        return Attempt(CRASHED, None, traceback.format_exc())
+        return Attempt(CRASHED, message=traceback.format_exc())
     except TarantellaError as error:
-        if model is not None and distance(start, _local_weights(model), "weights"):
-            return Attempt(CRASHED, None, f"refused after training began: {error}")
-        return Attempt(REFUSED, None, str(error))
+        if model is not None and distance(start, model.get_weights(), "weights"):
+            return Attempt(CRASHED, message=f"refused after training began: {error}")
+        return Attempt(REFUSED, message=str(error))
     except Exception:
         # At once, for other ranks may wait for this one until they give up.
-        print(f"Trial '{trial.name}':\n{traceback.format_exc()}", file=sys.stderr, flush=True)
-        return Attempt(CRASHED, None, traceback.format_exc())
+        print(f"Trials {group}:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+        return Attempt(CRASHED, message=traceback.format_exc())
 
 
-def _local_weights(model: keras.Model) -> list[Any]:
-    """What this rank has of the weights, without asking the others."""
-    return [np.array(variable) for layer in model.layers for variable in layer.variables]
-
-
-def _distance(expected: Attempt, attempt: Attempt) -> float:
+def _distance(expected: Any, found: Any) -> float:
     try:
-        return distance(expected.found, attempt.found)
+        return distance(expected, found)
     except AssertionError:
         return float("inf")

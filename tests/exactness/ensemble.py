@@ -1,0 +1,108 @@
+"""Several models side by side as one: tracing one large model takes less time than many small."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+
+from tests.helpers.training import Case
+
+Found = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Headed:
+    """Makes a model of two parts; in an ensemble models share equal first parts.
+
+    Attributes:
+        trunk: Makes the first part: the input and what comes of it.
+        head: Makes the output of that.
+    """
+
+    trunk: Callable[[], tuple[Any, Any]]
+    head: Callable[[Any], Any]
+
+    def __call__(self) -> keras.Model:
+        return self.on(*self.trunk())
+
+    def on(self, inputs: Any, x: Any) -> keras.Model:
+        """Makes a model with a first part that there is."""
+        return keras.Model(inputs, self.head(x))
+
+
+class Ensemble:
+    """Models that share the optimizer, the steps and equal trunks, and train as each alone does.
+
+    But a trunk gets the gradients of all its heads.
+
+    Args:
+        cases: The models, each with one output, and their data.
+    """
+
+    def __init__(self, cases: Sequence[Case]) -> None:
+        self._cases = cases
+        trunks = [getattr(case.build, "trunk", None) for case in cases]
+        # Those whose inputs no case before has.
+        self._first = [
+            i for i, trunk in enumerate(trunks) if trunk is None or trunk not in trunks[:i]
+        ]
+        self._places: list[list[int]] = []
+
+    def case(self) -> Case:
+        """What trains them all."""
+        weights = [case.fit["sample_weight"] for case in self._cases if case.fit]
+        return Case(
+            self._build,
+            [x for i in self._first for x in keras.tree.flatten(self._cases[i].x)],
+            [case.y for case in self._cases],
+            self._compiled,
+            {"sample_weight": weights} if weights else {},
+        )
+
+    def split(self, found: Found) -> list[Found]:
+        """What belongs to each model of the logs, predictions and weights of all.
+
+        Args:
+            found: What training has left behind, as lists.
+        """
+        return [
+            {
+                "logs": [_of_head(log, f"head{i}_") for log in found["logs"]],
+                "predictions": found.get("predictions", self._places)[i],
+                "weights": [found["weights"][place] for place in places],
+            }
+            for i, places in enumerate(self._places)
+        ]
+
+    def _build(self) -> keras.Model:
+        trunks: dict[Any, tuple[Any, Any]] = {}
+        models = []
+        for case in self._cases:
+            if isinstance(case.build, Headed):
+                trunk = case.build.trunk
+                trunks[trunk] = trunks.get(trunk) or trunk()
+                models.append(case.build.on(*trunks[trunk]))
+            else:
+                models.append(case.build())
+        for i, model in enumerate(models):
+            model.layers[-1].name = f"head{i}"  # which Keras names its logs by
+        whole = keras.Model(
+            [x for i in self._first for x in models[i].inputs],
+            [model.outputs[0] for model in models],
+        )
+        places = {id(weight): place for place, weight in enumerate(whole.weights)}
+        self._places = [[places[id(weight)] for weight in model.weights] for model in models]
+        return whole
+
+    def _compiled(self) -> dict[str, Any]:
+        options = [case.compiled() for case in self._cases]
+        lists = ("loss", "metrics", "weighted_metrics")
+        together = {name: [each[name] for each in options] for name in lists if name in options[0]}
+        return {"optimizer": options[0]["optimizer"], **together}
+
+
+def _of_head(log: Found, prefix: str) -> Found:
+    return {k.removeprefix(prefix): value for k, value in log.items() if k.startswith(prefix)}

@@ -123,8 +123,9 @@ class Boundaries:
         S = self._instance.num_stages
         low = max(low, self._total - (S - boundary) * capacity)
         high = min(high, boundary * capacity)
-        inside = inside | (self._total - self._after < low - 0.5)
-        outside = self._before > high + 0.5
+        slack = 0.5 + self._sweep.error  # the closure's work is not in whole units
+        inside = inside | (self._total - self._after < low - slack)
+        outside = self._before > high + slack
         if (inside & outside).any():
             return None
         free = ~(inside | outside)

@@ -111,8 +111,8 @@ class IdealSweep:
             span: The span.
             deadline: `time.perf_counter()` at which to give up.
             limit: Ideals kept at a time.
-            random: Where given, those that cut least are kept where there are more, and among
-                equals any; otherwise the list is given up.
+            random: Where given, those that cut least are kept where there are more; otherwise the
+                list is given up. Among equals, and those with the same future, any is kept.
             alike: Whether ideals with the same future are all wanted.
 
         Returns:
@@ -142,7 +142,7 @@ class IdealSweep:
             if alike:
                 kept = np.arange(len(work))
             else:
-                kept = _distinct(words & steps.frontier(place)[:, None], work, cut)
+                kept = _distinct(words & steps.frontier(place)[:, None], work, cut, random)
             if len(kept) > limit:
                 if random is None:
                     return None
@@ -151,13 +151,17 @@ class IdealSweep:
         return Swept(span, words, work, cut)
 
 
-def _distinct(future: Words, work: FloatArray, cut: FloatArray) -> NDArray[np.intp]:
-    """Picks one row of each future and work, the one that cuts least."""
+def _distinct(
+    future: Words, work: FloatArray, cut: FloatArray, random: np.random.Generator | None
+) -> NDArray[np.intp]:
+    """Picks one row of each future and work, the one that cuts least; the first or any of these."""
     key = work.view(np.uint64) * np.uint64(_ODD)
     for word in future:
         key = (key ^ (key >> np.uint64(29)) ^ word) * np.uint64(_ODD)
     # Rows of equal key that differ are told apart below: at worst, some stay double.
-    order = np.lexsort((cut, key)) if cut.any() else np.argsort(key, kind="stable")
+    order = np.arange(len(key)) if random is None else random.permutation(len(key))
+    keys = (cut[order], key[order]) if cut.any() else (key[order],)
+    order = order[np.lexsort(keys)]
     same = (work[order[1:]] == work[order[:-1]]) & (
         future[:, order[1:]] == future[:, order[:-1]]
     ).all(axis=0)

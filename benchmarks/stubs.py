@@ -92,7 +92,7 @@ class SleepingStage:
 
 
 class StubStep:
-    """Data and loss of a step, all of them one array; see `runtime.execution.Step`."""
+    """Data and loss of a step, all of them one array; see `runtime/stage/step.py`."""
 
     def __init__(
         self, training: bool, array: np.ndarray, results: Sequence[BoundaryTensor]

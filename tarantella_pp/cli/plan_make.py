@@ -45,8 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--replicas", dest="num_replicas", type=positive_int, metavar="R",
         help="pipelines side by side, which share the batch (default: 1)")  # fmt: skip
     add("--recompute", metavar="STAGES",
-        help="all, none, or stages such as 0,1 that repeat their forward pass to save memory "
-        "(default: only where the limit needs it)")  # fmt: skip
+        help="activation checkpointing: all, none, or stages such as 0,1 that repeat their forward "
+        "pass to save memory (default: only where the limit needs it)")  # fmt: skip
     add("-o", "--output", metavar="FILE", help="write the plan to this JSON file")
     plan_pictures.add_arguments(parser)
 
@@ -65,7 +65,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         help="1f1b (default), gpipe or zb-h1; to make a plan interleaved, zb-v, zb-auto or the "
         "text file of a schedule as well")  # fmt: skip
     add("--optimizer", metavar="NAME",
-        help="whose slots count as memory (default: the model's, else Adam's two)")  # fmt: skip
+        help="whose state counts as memory (default: the model's, else Adam's)")  # fmt: skip
 
 
 def model_options(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -92,7 +92,7 @@ class CollectiveModel(keras.Model):
         ranks = self._engine.communicator.size
         if ranks > 1:
             raise ConfigurationError(
-                f"{method} needs all weights and optimizer slots in one process; these are on "
+                f"{method} needs all weights and optimizer state in one process; these are on "
                 f"{ranks} ranks, under names of their own. Use `get_weights` and `set_weights`, or "
                 "`save_weights` and `load_weights`, on all ranks."
             )

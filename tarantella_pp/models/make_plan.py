@@ -65,8 +65,8 @@ def make_plan(
             or with `num_ranks` what is left for each stage.
         num_ranks: Number of ranks for stages x replicas. Default: one for each stage, or for as
             many as `stages_per_rank` says.
-        stages_per_rank: Number of stages of a rank. Default: 2 for `"interleaved"` and `"zb-v"`,
-            that of a schedule of your own, otherwise 1.
+        stages_per_rank: Number of stages of a rank (virtual stages). Default: 2 for
+            `"interleaved"` and `"zb-v"`, that of a schedule of your own, otherwise 1.
         schedule: `"gpipe"`, `"1f1b"`, `"interleaved"`, `"zb-h1"`, `"zb-v"`, `"zb-auto"`, which is
             planned like `"zb-h1"` and searched for in the first training steps, or a schedule of
             your own: a `tarantella_pp.schedule.Schedule` or the path of a text file with one.
@@ -76,10 +76,10 @@ def make_plan(
             several stages the largest counts, not the largest stage.
         memory_limit: Largest memory of a stage, in bytes or as in `"16GB"`; for unequal devices
             one for each stage, as in `["16GB", "8GB"]`. Default: none.
-        recompute: Stages that keep the inputs of a micro-batch only and repeat its forward pass
-            in the backward pass: `"all"`, `"none"` or their numbers. Default: none, or where
-            the limit needs it those with which a step is fastest.
-        optimizer: The optimizer whose slots count as memory: a Keras optimizer or its name.
+        recompute: Activation checkpointing: stages that keep only the inputs of a micro-batch
+            and repeat its forward pass in the backward pass: `"all"`, `"none"` or their
+            numbers. Default: none, or where the limit needs it those with which a step is fastest.
+        optimizer: The optimizer whose state counts as memory: a Keras optimizer or its name.
             Default: two slots for each variable, as Adam has.
         profile: What `tnt.profile` measured of this model. The plan and its simulation use it
             whatever they balance. Default: for `balance="time"`, measured now with random inputs.

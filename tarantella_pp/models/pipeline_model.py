@@ -61,15 +61,16 @@ class PipelineModel(CollectiveModel):
     `get_weights` are collective. Only rank 0 reads data, only the last rank prints.
 
     If the model is compiled, so is the pipeline, with the same optimizer, loss and metrics; on
-    several ranks each leaves the optimizer with the slots of its own weights, so that the wrapped
+    several ranks each leaves the optimizer with the state of its own weights, so that the wrapped
     model itself cannot be trained any more.
 
     Args:
         model: The Functional or Sequential model. It is neither copied nor changed, but its
             layers hold the weights that are trained.
         num_stages: Number of pipeline stages. Default: the number of ranks.
-        num_micro_batches: Number of micro-batches that each batch is cut into. Default: the one
-            with which a step is fastest, see `make_plan`.
+        num_micro_batches: Number of micro-batches that each batch is cut into. Their gradients
+            are added up before the optimizer step (gradient accumulation). Default: the one with
+            which a step is fastest, see `make_plan`.
         schedule: `"gpipe"`, `"1f1b"`, `"interleaved"`, `"zb-h1"`, `"zb-v"`, `"zb-auto"`, which
             the first steps search for by what they cost, or a schedule of your own: a
             `schedule.Schedule` or the path of a text file with one. Default: `"1f1b"`
@@ -80,9 +81,9 @@ class PipelineModel(CollectiveModel):
             stage. Default: none.
         batch_size: Batch size to plan memory for. Default: 32, Keras' own. Training takes any for
             which no stage needs more than `memory_limit`.
-        recompute: Stages that keep the inputs of a micro-batch only and repeat its forward pass
-            in the backward pass, which saves memory: `"all"`, `"none"` or their numbers. Default:
-            where the limit needs it.
+        recompute: Activation checkpointing: stages that keep only the inputs of a micro-batch
+            and repeat its forward pass in the backward pass, which saves memory: `"all"`,
+            `"none"` or their numbers. Default: where the limit needs it.
         plan: A `Plan` or the path of one, instead of the options before.
         wire_dtype: `"bfloat16"` to halve what travels from rank to rank: floating point
             activations and gradients are rounded to its 8 bits of precision, so that the numbers

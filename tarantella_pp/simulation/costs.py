@@ -21,7 +21,7 @@ class StageCosts:
         full_backward: Seconds of BW. Default: those of B and W together.
         activation_bytes: Bytes that a micro-batch in flight keeps.
         static_bytes: Bytes that the stage needs whatever is in flight: weights, gradients,
-            optimizer slots, buffers.
+            optimizer state, buffers.
     """
 
     forward: float

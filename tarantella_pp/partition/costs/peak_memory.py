@@ -133,7 +133,7 @@ def update_bytes(graph: LayerGraph, weights: Iterable[Weight], slots: Sequence[i
     Args:
         graph: The layer graph.
         weights: The variables of a stage.
-        slots: Bytes of optimizer slots for each variable of the graph.
+        slots: Bytes of optimizer state for each variable of the graph.
 
     Returns:
         One more copy of the trainable weights, of no more than `AT_ONCE` of the largest; those

@@ -43,7 +43,7 @@ class StageCostModel:
 
     Attributes:
         graph: The layer graph.
-        slots: Bytes of optimizer slots for each variable of the graph.
+        slots: Bytes of optimizer state for each variable of the graph.
         micro_batch_size: Samples of one micro-batch.
         seconds: Seconds of each node's forward and backward pass for one micro-batch; `None`
             where nothing was measured.
@@ -60,7 +60,7 @@ class StageCostModel:
     outputs: OutputUse | None = None
 
     def state_bytes(self, weight: int) -> int:
-        """Returns the bytes of a variable, its gradient and its optimizer slots.
+        """Returns the bytes of a variable, its gradient and its optimizer state.
 
         Args:
             weight: Id of the variable.

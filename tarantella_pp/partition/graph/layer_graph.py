@@ -31,7 +31,7 @@ class Weight(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         name: Path of the variable, e.g. `"dense/kernel"`; for messages only.
         shape: Shape of the variable.
         dtype: Dtype of the variable, e.g. `"float32"`.
-        trainable: Whether it gets a gradient and optimizer slots.
+        trainable: Whether it gets a gradient and optimizer state.
         bytes: Size of its value in bytes.
         stateful: Whether the nodes that use it change it when they run: statistics, seeds.
     """

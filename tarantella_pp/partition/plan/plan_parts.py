@@ -48,7 +48,7 @@ class StagePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def state_bytes(self) -> int:
-        """Bytes that do not depend on micro-batches: variables, gradients, optimizer slots."""
+        """Bytes that do not depend on micro-batches: variables, gradients, optimizer state."""
         return (
             self.parameter_bytes + self.constant_bytes + self.gradient_bytes + self.optimizer_bytes
         )

@@ -112,8 +112,9 @@ def _footer(plan: Plan) -> list[str]:
             f"{plan.micro_batch_size} samples, batch of {plan.batch_size}{replicas}{bubble}."
         ),
         _quality(plan),
-        f"State: weights, gradients, slots of {plan.optimizer}. Activations: micro-batches x one.",
-        "Memory: these, what is there for a moment at the most, and messages.",
+        f"State = weights + gradients + optimizer state of {plan.optimizer}.",
+        "Activations = micro-batches in flight x bytes of one.",
+        "Memory = State + Activations + peak temporaries + message buffers.",
     ]
     if plan.ranks:
         lines.append(f"Ranks: {'; '.join(_rank(plan, rank) for rank in range(plan.num_ranks))}.")

@@ -162,7 +162,7 @@ def _operations(plan: Plan, graph: LayerGraph | None) -> Markup:
 
 
 def _footer(plan: Plan) -> Markup:
-    lines = [f"Optimizer slots are those of {plan.optimizer}."]
+    lines = [f"Optimizer state is that of {plan.optimizer}."]
     if plan.assumed_size is not None:
         lines.append(f"Unknown dimensions are counted as {plan.assumed_size}.")
     if plan.estimated:

@@ -40,7 +40,7 @@ class Owners:
         return self._ranks.get(id(variable), ())
 
     def owner(self, variable: Any) -> int:
-        """The rank that trains a variable, and has its optimizer slots."""
+        """The rank that trains a variable, and has its optimizer state."""
         return next(iter(self.ranks(variable)), 0)
 
     def is_own(self, variable: Any) -> bool:

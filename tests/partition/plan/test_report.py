@@ -37,8 +37,9 @@ def test_the_table():
         "Schedule 1f1b: 4 micro-batches of 8 samples, batch of 32, bubble 20.0 %.",
         "Balanced by memory: largest stage 3.00 KiB of state and activations, optimal",
         "(chain DP, 5 ideals, 0.001 s).",
-        "State: weights, gradients, slots of Adam. Activations: micro-batches x one.",
-        "Memory: these, what is there for a moment at the most, and messages.",
+        "State = weights + gradients + optimizer state of Adam.",
+        "Activations = micro-batches in flight x bytes of one.",
+        "Memory = State + Activations + peak temporaries + message buffers.",
     ]
 
 

@@ -368,8 +368,13 @@ class PipelineModel(CollectiveModel):
         return dict(keras.Model.get_metrics_result(self))
 
     def get_metrics_result(self) -> dict[str, Any]:
-        """Returns the logs of the last step, which are the same on every rank."""
-        return dict(self._engine.logs)
+        """Returns the logs of the last step, or of none since a reset, the same on every rank."""
+        return dict(self._engine.logs or super().get_metrics_result())
+
+    def reset_metrics(self) -> None:
+        """Makes all metrics begin anew, as Keras does before each epoch."""
+        super().reset_metrics()
+        self._engine.logs = {}
 
     @collective(
         "epochs", "initial_epoch", "steps_per_epoch", "validation_steps", "validation_freq",

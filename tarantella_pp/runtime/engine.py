@@ -75,7 +75,7 @@ class Engine:
         stages: This rank's stages, by their numbers.
         owners: The ranks of the model's variables.
         feed: Hands every rank its part of each batch.
-        logs: Keras' logs after the last step, the same on all ranks.
+        logs: Keras' logs after the last step, the same on all ranks; empty once metrics are reset.
         fallbacks: Stages of any rank that could not be cut in three, and why, once trained.
         has_run: Whether stages have been traced, with their layers as they were.
     """

@@ -247,6 +247,25 @@ class Reads(keras.callbacks.Callback):
             self.found.append(str(error))
 
 
+class Resets(keras.callbacks.Callback):
+    """Makes the metrics begin anew after each batch."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.model.reset_metrics()
+
+
+def reset_after_batches(model):
+    quiet = {"batch_size": BATCH, "verbose": 0, "shuffle": False}
+    return model.fit(X, ONE_HOT, callbacks=[Resets()], **quiet).history
+
+
+def test_an_epoch_after_which_metrics_are_reset_logs_what_keras_does():
+    one = CASES["additive"]
+    found = reset_after_batches(make(one, num_stages=2, num_micro_batches=3))
+    assert found == reset_after_batches(make(one))
+    assert found["loss"] == [0.0]
+
+
 def read_within_epochs():
     model, reads = make(CASES["additive"], num_stages=2, num_micro_batches=3), Reads()
     for _ in range(2):
@@ -268,6 +287,7 @@ def use_on_this_rank():
         found[name] = used(model)
         model.fit(X, ONE_HOT, batch_size=BATCH, verbose=0, callbacks=[Cut()])
         found[f"cut {name}"] = [_plain(metric.result()) for metric in model.metrics]
+        found[f"reset {name}"] = keras.tree.map_structure(_plain, reset_after_batches(model))
     return found, read_within_epochs()
 
 

@@ -145,6 +145,30 @@ def test_private_names_of_keras_are_in_one_room() -> None:
     assert users == {"keras_internals"}
 
 
+OF_PYTHON = {"_asdict", "_replace", "_exit", "_current_frames"}
+"""Documented in spite of their underscore."""
+
+
+def test_private_names_of_others_are_in_one_room() -> None:
+    """What begins with an underscore and is read of another object is a name of this package."""
+    nodes = [(file, node) for file in FILES for node in ast.walk(tree(file))]
+    ours = OF_PYTHON.union(
+        node.name for _, node in nodes if isinstance(node, ast.ClassDef | ast.FunctionDef)
+    )
+    reads = []
+    for file, node in nodes:
+        if isinstance(node, ast.AnnAssign | ast.arg):
+            target = node.target if isinstance(node, ast.AnnAssign) else node
+            ours.add(getattr(target, "id", getattr(target, "arg", getattr(target, "attr", ""))))
+        elif isinstance(node, ast.Attribute) and node.attr.startswith("_"):
+            if ast.unparse(node.value) in ("self", "cls"):
+                ours.add(node.attr)
+            elif not node.attr.endswith("__"):
+                reads.append((room_of(file), name_of(file), node.attr))
+    others = [read for read in reads if read[0] != "keras_internals" and read[2] not in ours]
+    assert others == []
+
+
 def test_rooms_without_tensorflow_do_not_import_it() -> None:
     heavy = {
         name_of(file)

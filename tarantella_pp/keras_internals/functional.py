@@ -21,6 +21,8 @@ __all__ = [
     "class_of_keras",
     "compute_output_spec",
     "get_mask",
+    "input_layer_of",
+    "inputs_struct",
     "is_default",
     "is_own_layer",
     "is_plain_call",
@@ -28,6 +30,7 @@ __all__ = [
     "network_of",
     "operation_fn",
     "ordered_nodes",
+    "outputs_struct",
     "reads_variables",
     "runs_its_graph",
     "set_mask",
@@ -78,6 +81,33 @@ def is_plain_call(model: Any) -> bool:
         and model.quantization_mode is None
         and set(model._call_context_args) == {"training"}
     )
+
+
+def inputs_struct(network: Any) -> Any:
+    """The inputs of a Functional in the structure in which it is called.
+
+    Args:
+        network: A Functional.
+    """
+    return network._inputs_struct
+
+
+def outputs_struct(network: Any) -> Any:
+    """The outputs of a Functional in the structure in which it returns them.
+
+    Args:
+        network: A Functional.
+    """
+    return network._outputs_struct
+
+
+def input_layer_of(tensor: Any) -> Any:
+    """The layer that a symbolic input of a model comes from.
+
+    Args:
+        tensor: The input.
+    """
+    return tensor._keras_history.operation
 
 
 def ordered_nodes(network: Any) -> list[Any]:

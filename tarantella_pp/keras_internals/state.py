@@ -103,6 +103,16 @@ def slots_of(optimizer: Any) -> list[Slot]:
     return [found[id(variable)] for variable in optimizer.variables]
 
 
+def name_by_path(variable: Any, path: str) -> None:
+    """Gives a variable the path by which optimizers look for it.
+
+    Args:
+        variable: A variable of no layer.
+        path: The path.
+    """
+    variable._path = path
+
+
 def parts_of(optimizer: Any) -> list[Any]:
     """An optimizer and those that it delegates weights to."""
     if isinstance(optimizer, keras.optimizers.MultiOptimizer):

@@ -29,6 +29,8 @@ __all__ = [
     "added_losses",
     "build_metrics",
     "compile_loss",
+    "compiled_loss",
+    "compiled_metrics",
     "count_step",
     "forget_validation",
     "get_data_adapter",
@@ -45,6 +47,7 @@ __all__ = [
     "settable_learning_rate",
     "standardize_inputs",
     "strategy_of",
+    "track_loss",
     "train_validation_split",
     "updates_weights_alone",
 ]
@@ -94,6 +97,35 @@ def build_metrics(model: Any, y: Any, y_pred: Any, sample_weight: Any) -> tuple[
         # Some metrics make their variables in their first update.
         backend.compute_output_spec(model._compile_metrics.update_state, y, y_pred, sample_weight)
     return () if loss is None else tuple(loss.shape)
+
+
+def compiled_loss(model: Any) -> Any:
+    """The `CompileLoss` of a compiled model; `None` without a loss.
+
+    Args:
+        model: The model.
+    """
+    return model._compile_loss
+
+
+def compiled_metrics(model: Any) -> Any:
+    """The `CompileMetrics` of a compiled model; `None` without metrics.
+
+    Args:
+        model: The model.
+    """
+    return model._compile_metrics
+
+
+def track_loss(model: Any, loss: Any, rows: Any) -> None:
+    """Updates the mean of the loss that a model's logs tell.
+
+    Args:
+        model: A compiled model.
+        loss: The loss of a batch.
+        rows: Its number of samples.
+    """
+    model._loss_tracker.update_state(loss, sample_weight=rows)
 
 
 def compile_loss(model: Any, loss: Any, loss_weights: Any) -> Any:

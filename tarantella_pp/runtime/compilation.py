@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 
-from tarantella_pp.keras_internals.training import build_metrics
+from tarantella_pp.keras_internals.training import build_metrics, compiled_loss, compiled_metrics
 from tarantella_pp.partition.extraction.keras_reader import ExtractedModel
 from tarantella_pp.partition.plan.plan_parts import OutputUse
 from tarantella_pp.runtime.batch.data_feed import Batch
@@ -64,7 +64,7 @@ class Compilation:
         y, weight = (_symbolic(description) for description in batch.targets)
         outputs = unpacked(extracted.outputs_struct)
         self.loss_per_sample = bool(build_metrics(model, y, outputs, weight))
-        self.coupling = whole_batch_reason(model._compile_loss, extracted, y)
+        self.coupling = whole_batch_reason(compiled_loss(model), extracted, y)
         self.loss_and_metrics: LossAndMetrics | None = None
         self.loss: BatchLoss | None = None
         if communicator.rank == last_rank:
@@ -75,7 +75,7 @@ class Compilation:
         )
         self.reach_known = False
         self.losses_checked: set[bool] = set()
-        self._has_metrics = model._compile_metrics is not None
+        self._has_metrics = compiled_metrics(model) is not None
         self._last_rank = last_rank
         self._communicator = communicator
         self._why_whole: dict[bytes, str | None] = {}

@@ -10,7 +10,11 @@ from typing import Any
 import tensorflow as tf
 
 from tarantella_pp.errors import ConfigurationError
-from tarantella_pp.keras_internals.training import standardize_inputs
+from tarantella_pp.keras_internals.training import (
+    compiled_loss,
+    compiled_metrics,
+    standardize_inputs,
+)
 from tarantella_pp.partition.extraction.keras_reader import ExtractedModel, extract
 from tarantella_pp.partition.graph.layer_graph import LayerGraph
 from tarantella_pp.partition.plan.plan import Plan
@@ -153,8 +157,8 @@ class Engine:
     def plan(self) -> Plan:
         """The plan in force, with what is known by now of the schedule and of the stages."""
         if self._in_force is None and self._model.compiled:
-            has_metrics = self._model._compile_metrics is not None
-            self._in_force = self._expected_plan(self._model._compile_loss, has_metrics)
+            has_metrics = compiled_metrics(self._model) is not None
+            self._in_force = self._expected_plan(compiled_loss(self._model), has_metrics)
         return with_findings(self._in_force or self._plan, self.spec, self.fallbacks)
 
     @property

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 from keras import layers
 
+from tarantella_pp.keras_internals import functional
+
 pytestmark = pytest.mark.keras
 
 ADVICE = (
@@ -43,6 +45,11 @@ def test_functional_keeps_its_calls_by_depth(model):
 def test_functional_keeps_its_structures(model):
     assert hasattr(model, "_inputs_struct"), ADVICE + "Functional._inputs_struct"
     assert hasattr(model, "_outputs_struct"), ADVICE + "Functional._outputs_struct"
+
+
+def test_inputs_know_their_layer(model):
+    layer = functional.input_layer_of(model.inputs[0])
+    assert layer is model.layers[0], ADVICE + "KerasTensor._keras_history"
 
 
 def test_layers_know_what_they_train_even_when_frozen():

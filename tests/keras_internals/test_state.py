@@ -39,6 +39,11 @@ def weights():
     return layer.trainable_variables
 
 
+def test_variables_have_the_path_that_they_are_given(weights):
+    state.name_by_path(weights[0], "elsewhere/kernel")
+    assert weights[0].path == "elsewhere/kernel", ADVICE + "Variable._path"
+
+
 def test_optimizers_keep_their_books_as_ever(weights):
     optimizer = keras.optimizers.Adam()
     optimizer.build(weights)

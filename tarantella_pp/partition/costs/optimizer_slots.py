@@ -10,6 +10,7 @@ from typing import Any
 import keras
 
 from tarantella_pp.errors import ConfigurationError
+from tarantella_pp.keras_internals.state import name_by_path
 from tarantella_pp.partition.graph.layer_graph import Weight
 from tarantella_pp.partition.graph.units import item_bytes
 
@@ -79,7 +80,7 @@ def _slots(config: dict[str, Any], weight: Weight) -> list[tuple[tuple[int, ...]
     optimizer = keras.optimizers.deserialize(copy.deepcopy(config))
     shape = _PRIMES[: len(weight.shape)]
     variable = keras.Variable(keras.ops.zeros(shape, weight.dtype), dtype=weight.dtype)
-    variable._path = weight.name
+    name_by_path(variable, weight.name)
     optimizer.build([variable])
     return [
         (tuple(shape.index(size) for size in slot.shape), item_bytes(slot.dtype))

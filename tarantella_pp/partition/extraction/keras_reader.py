@@ -10,8 +10,10 @@ import keras
 from tarantella_pp.errors import UnsupportedModelError
 from tarantella_pp.keras_internals.functional import (
     compute_output_spec,
+    inputs_struct,
     network_of,
     ordered_nodes,
+    outputs_struct,
     states_of,
     tree,
 )
@@ -103,8 +105,8 @@ def extract(model: keras.Model | ExtractedModel, *, assumed_size: int = 256) -> 
         ),
         calls=tuple(draft.calls),
         variables=variables,
-        inputs_struct=network._inputs_struct,
-        outputs_struct=network._outputs_struct,
+        inputs_struct=inputs_struct(network),
+        outputs_struct=outputs_struct(network),
     )
 
 

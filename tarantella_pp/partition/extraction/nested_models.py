@@ -8,6 +8,7 @@ import keras
 
 from tarantella_pp.keras_internals.functional import (
     get_mask,
+    inputs_struct,
     is_plain_call,
     network_of,
     reads_variables,
@@ -37,7 +38,7 @@ def opened_inputs(node: Any, given: list[Tensor]) -> list[Any] | None:
     values = list(args) + [kwargs.pop(key) for key in ("inputs",) if key in kwargs]
     if len(values) != 1 or kwargs:  # a call with more than its inputs
         return None
-    inputs = _in_order(values[0], network._inputs_struct)
+    inputs = _in_order(values[0], inputs_struct(network))
     if inputs is None or not all(isinstance(tensor, keras.KerasTensor) for tensor in inputs):
         return None
     known = {id(tensor): t for tensor, t in zip(node.input_tensors, given, strict=True)}

@@ -8,6 +8,7 @@ import keras
 
 from tarantella_pp.errors import UnsupportedModelError
 from tarantella_pp.keras_internals.functional import (
+    input_layer_of,
     network_of,
     runs_its_graph,
     sublayers,
@@ -53,7 +54,7 @@ def check_input(tensor: Any) -> None:
     Raises:
         UnsupportedModelError: It is optional, sparse, ragged or a string.
     """
-    layer = tensor._keras_history.operation
+    layer = input_layer_of(tensor)
     if getattr(layer, "optional", False):
         raise UnsupportedModelError(
             f"Input '{tensor.name}' is optional; stages need every input. "

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tarantella_pp.errors import UnsupportedModelError
 from tarantella_pp.keras_internals.training import (
+    compiled_loss,
     reduction_of,
     sample_values,
     second_loss,
@@ -64,7 +65,7 @@ class BatchLoss:
             for i, port in enumerate(self._results)
             if not port.mask and extracted.graph.tensors[port.tensor].has_gradient
         ]
-        first = model._compile_loss
+        first = compiled_loss(model)
         self._whole = None if first is None else second_loss(first, self._noted)
         self._measure: Any = None if first is None else second_loss(first, self._measured)
         self._add_up = None if first is None else second_loss(first, self._contribution)

@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tarantella_pp.keras_internals.training import compiled_loss, compiled_metrics, track_loss
 from tarantella_pp.partition.extraction.keras_reader import ExtractedModel
 from tarantella_pp.runtime.batch.data_feed import Batch
 from tarantella_pp.runtime.batch.metric_updates import MetricUpdates
@@ -32,7 +33,7 @@ class LossAndMetrics:
         self._extracted = extracted
         self._results = boundary.model_outputs
         self._activations = boundary.activations
-        self.metrics = MetricUpdates(model._compile_metrics, self._pack)
+        self.metrics = MetricUpdates(compiled_metrics(model), self._pack)
         self._finish = tf.function(self._update, autograph=False, reduce_retracing=True)
 
     def why_whole(self, batch: Batch) -> str | None:
@@ -60,8 +61,9 @@ class LossAndMetrics:
 
     def _update(self, loss: tf.Tensor, each: list[tf.Tensor], rows: tf.Tensor) -> Mapping[str, Any]:
         model = self._model
-        model._loss_tracker.update_state(loss, sample_weight=rows)
-        trackers = [] if model._compile_loss is None else model._compile_loss.metrics
+        track_loss(model, loss, rows)
+        compiled = compiled_loss(model)
+        trackers = [] if compiled is None else compiled.metrics
         # As in Keras' own step, where the number of samples is not known: each batch counts once.
         for tracker, value in zip(trackers, each, strict=False):
             tracker.update_state(value)

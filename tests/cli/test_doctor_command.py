@@ -32,7 +32,7 @@ def test_a_machine_without_mpi_is_reported(
     def find_launcher(name: str) -> None:
         raise LaunchError("Found no MPI")
 
-    monkeypatch.setattr(doctor_command.mpi, "find_launcher", find_launcher)
+    monkeypatch.setattr(doctor_command.mpi_launchers, "find_launcher", find_launcher)
     parser = doctor_command.argparse.ArgumentParser()
     doctor_command.add_arguments(parser)
     assert doctor_command.run(parser.parse_args([])) == 1
@@ -43,10 +43,9 @@ def test_a_machine_without_tensorflow_is_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     link = {"latency_us": 1.0, "bandwidth_gb_per_s": 1.0}
+    mpich = doctor_command.mpi_launchers.Mpich("mpiexec")
     monkeypatch.setattr(doctor_command.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(
-        doctor_command.mpi, "find_launcher", lambda name: doctor_command.mpi.Mpich("mpiexec")
-    )
+    monkeypatch.setattr(doctor_command.mpi_launchers, "find_launcher", lambda name: mpich)
     monkeypatch.setattr(doctor_command, "_measure_link", lambda name: link)
     parser = doctor_command.argparse.ArgumentParser()
     doctor_command.add_arguments(parser)

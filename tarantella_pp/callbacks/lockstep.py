@@ -160,8 +160,8 @@ class Lockstep(keras.callbacks.Callback):
         spec = [TensorSpec((size,), _FLOAT)]
         about = [self._call, self._step if step is None else step]
         while True:
-            receipt = self._communicator.post_receive(spec, rank, tag, label="whether to stop")
-            values: list[float] = receipt.wait()[0].tolist()
+            request = self._communicator.post_receive(spec, rank, tag, label="whether to stop")
+            values: list[float] = request.wait()[0].tolist()
             if values[:2] == about:
                 return values
 

@@ -39,10 +39,10 @@ def _seconds_per_message(group: Communicator, size: int, repeats: int) -> float:
     for _ in range(repeats):
         group.barrier()
         start = time.perf_counter()
-        receipt = group.post_receive([spec], other, tag=0)
+        request = group.post_receive([spec], other, tag=0)
         if group.rank == 0:
             group.send([data], other, tag=0)
-        receipt.wait()
+        request.wait()
         if group.rank == 1:
             group.send([data], other, tag=0)
         times.append((time.perf_counter() - start) / 2)

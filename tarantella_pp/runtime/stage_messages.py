@@ -159,11 +159,11 @@ class StageMessages:
             One tensor for each port of the message.
         """
         self._post_ahead()
-        receipt = self._posted.pop(action, None)
-        if receipt is None:
-            receipt = self._post_dynamic(action)
+        request = self._posted.pop(action, None)
+        if request is None:
+            request = self._post_dynamic(action)
         # The next receive is posted after a send, when no other stage waits for this one.
-        arrays = receipt.wait(meanwhile)
+        arrays = request.wait(meanwhile)
         values = [self._conversion.to_tensor(array) for array in arrays]
         way = self._way(action)
         return list(map(self._conversion.cast, values, way.dtypes)) if way.narrows else values

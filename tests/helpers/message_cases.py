@@ -114,7 +114,7 @@ def a_tag_keeps_its_order(ranks: Communicator) -> None:
     for number in range(20):
         ranks.send([np.array(number)], after, 32)
     late = [ranks.post_receive([TensorSpec((), "int64")], before, 32) for _ in range(10)]
-    assert [int(receipt.wait()[0]) for receipt in ahead + late] == list(range(20))
+    assert [int(request.wait()[0]) for request in ahead + late] == list(range(20))
     ranks.flush()
 
 
@@ -124,10 +124,10 @@ def tags_need_no_order(ranks: Communicator) -> None:
     for tag in (41, 42, 43):
         ranks.send([np.array(tag)], after, tag)
     for tag in (43, 41, 42):
-        receipt = ranks.post_receive([TensorSpec((), "int64")], before, tag)
-        assert int(receipt.wait()[0]) == tag
-        assert receipt.ready()
-        assert receipt.wait() is receipt.wait()
+        request = ranks.post_receive([TensorSpec((), "int64")], before, tag)
+        assert int(request.wait()[0]) == tag
+        assert request.ready()
+        assert request.wait() is request.wait()
     ranks.flush()
 
 
@@ -186,8 +186,8 @@ def received_memory_is_aligned_and_nobody_elses(ranks: Communicator) -> None:
 def other_shape_than_expected(ranks: Communicator) -> None:
     after, before = ring(ranks)
     ranks.send([np.zeros((8, 4), np.float32)], after, 36, label="edge 3")
-    receipt = ranks.post_receive([TensorSpec((4, 8), "float32")], before, 36, label="edge 3")
-    text = raised(receipt.wait)
+    request = ranks.post_receive([TensorSpec((4, 8), "float32")], before, 36, label="edge 3")
+    text = raised(request.wait)
     for part in ("edge 3", f"rank {before}", "float32[4,8]", "float32[8,4]", "tag 36", "128 bytes"):
         assert part in text, (part, text)
 
@@ -305,9 +305,9 @@ def a_wait_leaves_the_core_alone(ranks: Communicator) -> None:
             ranks.send([np.array(1)], rank, 40)
         ranks.flush()
         return
-    receipt = ranks.post_receive([TensorSpec((), "int64")], 0, 40)
+    request = ranks.post_receive([TensorSpec((), "int64")], 0, 40)
     start, used = time.perf_counter(), time.process_time()
-    receipt.wait()
+    request.wait()
     share = (time.process_time() - used) / (time.perf_counter() - start)
     assert share < 0.2, share
 

@@ -113,8 +113,8 @@ def _fused(resource: Resource, place: IntArray, count: int) -> Resource:
     costs = np.array(list(merged.values())).reshape(-1, 3)
     return replace(
         resource,
-        alpha=weighted_counts(place, resource.alpha, count),
-        beta=weighted_counts(place, resource.beta, count),
+        fixed=weighted_counts(place, resource.fixed, count),
+        held=weighted_counts(place, resource.held, count),
         terms=Terms(
             pins=tuple(key[0] for key in merged),
             producer=np.array([key[1] for key in merged], dtype=np.int64),
@@ -145,7 +145,7 @@ def fuse_uncuttable(instance: Instance, upper: float) -> tuple[Instance, IntArra
         resource = instance.objective
         terms = resource.terms
         scale = float(resource.scale.min())
-        weight = resource.alpha + resource.factor.min() * resource.beta
+        weight = resource.fixed + resource.factor.min() * resource.held
         room = upper * float((1 / resource.scale).sum()) - float(weight.sum())
         sets = [
             pins

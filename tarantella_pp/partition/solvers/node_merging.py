@@ -19,9 +19,9 @@ REACH_LIMIT = 8000
 class MergedCosts:
     """A resource before numbering: costs on original nodes, tensors as pin sets."""
 
-    def __init__(self, problem: Problem, alpha: FloatArray, beta: FloatArray) -> None:
+    def __init__(self, problem: Problem, fixed: FloatArray, held: FloatArray) -> None:
         S = problem.num_stages
-        self.alpha, self.beta = alpha, beta
+        self.fixed, self.held = fixed, held
         self.factor, self.scale, self.cap = problem.flight, np.ones(S), np.full(S, np.inf)
         self.tensors: list[tuple[tuple[int, ...], int, float, float, float]] = []
 
@@ -67,7 +67,7 @@ class NodeMerger:
             return []
         costs = np.zeros(len(self.owner))
         for draft in self.drafts:
-            costs += np.bincount(self.owner, draft.alpha + draft.beta, len(self.owner))
+            costs += np.bincount(self.owner, draft.fixed + draft.held, len(self.owner))
         return [node for node in sorted(self.alive) if costs[node] == 0]
 
     def _load_tensors(self) -> None:

@@ -123,10 +123,10 @@ def _instance(problem: Problem, joiner: NodeMerger, rank: IntArray) -> Instance:
 
 def _resource(draft: MergedCosts, place: IntArray, count: int) -> Resource:
     kept = place >= 0
-    alpha = weighted_counts(place[kept], draft.alpha[kept], count)
-    beta = weighted_counts(place[kept], draft.beta[kept], count)
+    fixed = weighted_counts(place[kept], draft.fixed[kept], count)
+    held = weighted_counts(place[kept], draft.held[kept], count)
     merged: dict[tuple[tuple[int, ...], int], list[float]] = {}
-    for pins, producer, touch, receive, held in draft.tensors:
+    for pins, producer, touch, receive, receive_held in draft.tensors:
         # Nodes that cost nothing carry no tensor here: they are dropped only without terms.
         nodes = tuple(sorted({int(place[pin]) for pin in pins} - {-1}))
         if len(nodes) > 1:
@@ -134,7 +134,7 @@ def _resource(draft: MergedCosts, place: IntArray, count: int) -> Resource:
             cost = merged.setdefault((nodes, maker), [0.0, 0.0, 0.0])
             cost[0] += touch
             cost[1] += receive
-            cost[2] += held
+            cost[2] += receive_held
     costs = np.array(list(merged.values())).reshape(-1, 3)
     terms = Terms(
         pins=tuple(key[0] for key in merged),
@@ -143,7 +143,7 @@ def _resource(draft: MergedCosts, place: IntArray, count: int) -> Resource:
         receive=costs[:, 1].copy(),
         receive_held=costs[:, 2].copy(),
     )
-    return Resource(alpha, beta, draft.factor, draft.scale, draft.cap, terms)
+    return Resource(fixed, held, draft.factor, draft.scale, draft.cap, terms)
 
 
 def expand(problem: Problem, instance: Instance, stages: IntArray) -> IntArray:

@@ -59,13 +59,13 @@ class LogExchange:
         Returns:
             The sum of their losses, and what the metrics of each rank hold.
         """
-        receipts = {
+        requests = {
             rank: self._communicator.post_receive(
                 [TensorSpec((1 + sizes(rank),), _FLOAT)], rank, _LOSS_TAG, label="added losses"
             )
             for rank in self._others()
         }
-        values = {rank: receipt.wait()[0] for rank, receipt in receipts.items()}
+        values = {rank: request.wait()[0] for rank, request in requests.items()}
         return sum(float(v[0]) for v in values.values()), {r: v[1:] for r, v in values.items()}
 
     def share_variable(self, variable: Any, owner: int) -> None:
@@ -105,8 +105,8 @@ class LogExchange:
         known = self._forms[kind]
         if not self.is_source:
             spec = [TensorSpec((sum(_size(form) for form in known),), _FLOAT)]
-            receipt = self._communicator.post_receive(spec, self._source, _LOGS_TAG, label="logs")
-            return _unpacked(receipt.wait()[0], known)
+            request = self._communicator.post_receive(spec, self._source, _LOGS_TAG, label="logs")
+            return _unpacked(request.wait()[0], known)
         if forms != known:
             raise ConfigurationError(
                 "The result of a metric must have the same shape in every step. "

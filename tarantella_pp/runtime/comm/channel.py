@@ -76,14 +76,14 @@ class Channel:
         """Returns who a wait for a message from or to `rank` depends on, for the guard."""
         return (self._world_ranks[rank],)
 
-    def is_announced(self, receipt: RecvRequest) -> bool:
+    def is_announced(self, request: RecvRequest) -> bool:
         """Whether a message is known to be on its way."""
-        return self._bell.is_announced(self._group, receipt.source, receipt.tag, receipt.number)
+        return self._bell.is_announced(self._group, request.source, request.tag, request.number)
 
-    def check(self, receipt: RecvRequest) -> None:
+    def check(self, request: RecvRequest) -> None:
         """Refuses to wait for a message that will not come; see `Agreement.check_message`."""
-        source = self._world_ranks[receipt.source]
-        self._agreement.check_message(self.waiter, source, self._group, receipt.tag, receipt.number)
+        source = self._world_ranks[request.source]
+        self._agreement.check_message(self.waiter, source, self._group, request.tag, request.number)
 
     def bytes_received(self) -> int:
         """Returns the size in bytes of the message that `status` is about."""
@@ -92,74 +92,71 @@ class Channel:
     def send(self, arrays: Sequence[Any], dest: int, tag: int, label: str) -> None:
         """Starts to send a message."""
         tensors = [as_array(array) for array in arrays]
-        delivery = SendRequest(label, dest, tag)
+        sending = SendRequest(label, dest, tag)
         key = self._group, self._world_ranks[dest], tag
         number = self._agreement.sent[key]
         self._agreement.sent[key] += 1
         if number == 0:
-            self._send_piece(delivery, describe(tensors))
+            self._send_piece(sending, describe(tensors))
         for tensor in tensors:
             for piece in pieces(as_bytes(tensor)):
-                self._send_piece(delivery, piece)
+                self._send_piece(sending, piece)
         self._bell.announce(self._world_ranks[dest], self._group, self.rank, tag, number)
         # The receiver is on its way; what follows is not waited for.
-        self._recorder.add("sending", label, dest, tag, delivery.nbytes)
+        self._recorder.add("sending", label, dest, tag, sending.nbytes)
         self.progress()  # or a rank that never waits keeps all that it has sent
-        self._outgoing.append(delivery)
+        self._outgoing.append(sending)
 
-    def _send_piece(self, delivery: SendRequest, piece: Bytes) -> None:
-        request = self._comm.Isend((piece, self._byte), delivery.dest, delivery.tag)
-        delivery.add(piece, request)
+    def _send_piece(self, sending: SendRequest, piece: Bytes) -> None:
+        sending.add(piece, self._comm.Isend((piece, self._byte), sending.dest, sending.tag))
 
     def receive(
         self, specs: Sequence[TensorSpec], source: int, tag: int, label: str
     ) -> RecvRequest:
         """Makes ready to receive a message."""
-        receipt = RecvRequest(self, specs, source, tag, label, self._posted[source, tag])
+        request = RecvRequest(self, specs, source, tag, label, self._posted[source, tag])
         self._posted[source, tag] += 1
-        if receipt.number == 0:
+        if request.number == 0:
             memory = aligned_memory(DESCRIPTION_BYTES)
-            receipt.add_description(memory, self._comm.Irecv((memory, self._byte), source, tag))
+            request.add_description(memory, self._comm.Irecv((memory, self._byte), source, tag))
         for spec in specs:
             memory = self._pool.take(spec.nbytes)
             parts = [
                 (piece, self._comm.Irecv((piece, self._byte), source, tag))
                 for piece in pieces(memory)
             ]
-            receipt.add_tensor(memory.view(numpy_dtype(spec.dtype)).reshape(spec.shape), parts)
-        self._recorder.add("expecting", label, source, tag, receipt.nbytes)
-        self._expected[id(receipt)] = receipt
-        return receipt
+            request.add_tensor(memory.view(numpy_dtype(spec.dtype)).reshape(spec.shape), parts)
+        self._recorder.add("expecting", label, source, tag, request.nbytes)
+        self._expected[id(request)] = request
+        return request
 
-    def received(self, receipt: RecvRequest) -> None:
+    def received(self, request: RecvRequest) -> None:
         """Notes that a message is here."""
-        self._recorder.add("received", receipt.label, receipt.source, receipt.tag, receipt.nbytes)
-        del self._expected[id(receipt)]
+        self._recorder.add("received", request.label, request.source, request.tag, request.nbytes)
+        del self._expected[id(request)]
 
     def progress(self) -> Outgoing:
         """Lets go of what has been sent; returns receiver and bytes of each message that is not."""
         if not self._outgoing:
             return ()
         remaining = []
-        for delivery in self._outgoing:
-            if delivery.done():
-                self._recorder.add(
-                    "sent", delivery.label, delivery.dest, delivery.tag, delivery.nbytes
-                )
+        for sending in self._outgoing:
+            if sending.done():
+                self._recorder.add("sent", sending.label, sending.dest, sending.tag, sending.nbytes)
             else:
-                remaining.append(delivery)
+                remaining.append(sending)
         self._outgoing = remaining
-        return [(self._world_ranks[delivery.dest], delivery.nbytes) for delivery in remaining]
+        return [(self._world_ranks[sending.dest], sending.nbytes) for sending in remaining]
 
     def flush(self) -> None:
         """Waits until everything has been sent."""
         while self._outgoing:
-            delivery = self._outgoing[0]
-            self.waiter.until(delivery.done, delivery.expectation, self.peers(delivery.dest))
+            sending = self._outgoing[0]
+            self.waiter.until(sending.done, sending.expectation, self.peers(sending.dest))
             self.progress()
 
     def outstanding(self) -> list[str]:
         """Returns what is on its way, one line each."""
-        return [f"expected: {receipt}" for receipt in self._expected.values()] + [
-            f"not yet taken: {delivery}" for delivery in self._outgoing
+        return [f"expected: {request}" for request in self._expected.values()] + [
+            f"not yet taken: {sending}" for sending in self._outgoing
         ]

@@ -74,7 +74,7 @@ class Communicator:
             label: What the message is, for reports: the edge and the micro-batch.
 
         Returns:
-            A receipt, whose `wait` returns the tensors.
+            A request, whose `wait` returns the tensors.
 
         Raises:
             CommunicationError: No such other rank or tag.

@@ -30,17 +30,19 @@ def find_connected_gradients(
         communicator: The ranks of the pipeline.
         scored: The tensors that the loss depends on, on the rank of the last stage.
     """
-    alive = {(-1, tensor) for tensor in communicator.broadcast_json(list(scored), placement[-1])}
+    connected = {
+        (-1, tensor) for tensor in communicator.broadcast_json(list(scored), placement[-1])
+    }
     for boundary in reversed(boundaries):
         coming = [
-            (boundary.model_outputs != () and (-1, port.tensor) in alive)
-            or any((link.target, port.tensor) in alive for link in boundary.sends)
+            (boundary.model_outputs != () and (-1, port.tensor) in connected)
+            or any((link.target, port.tensor) in connected for link in boundary.sends)
             for port in boundary.outputs_with_gradient
         ]
         own = stages.get(boundary.index)
         reached = None if own is None else own.reached(coming)
         reached = communicator.broadcast_json(reached, placement[boundary.index])
-        alive |= {
+        connected |= {
             (boundary.index, port.tensor)
             for port, is_reached in zip(boundary.input_gradients, reached, strict=True)
             if is_reached

@@ -48,5 +48,5 @@ def _put(communicator: Communicator, rank: int, value: float) -> None:
 
 
 def _get(communicator: Communicator, rank: int) -> float:
-    receipt = communicator.post_receive([TensorSpec((1,), _FLOAT)], rank, _TAG, label="time")
-    return float(receipt.wait()[0][0])
+    request = communicator.post_receive([TensorSpec((1,), _FLOAT)], rank, _TAG, label="time")
+    return float(request.wait()[0][0])

@@ -100,15 +100,15 @@ def test_a_sweep_finds_the_least_cut_of_each_work(problem, seed, known):
     member = unpack(enumerate_ideals(instance, 10_000).words, n).astype(bool)
     ends = member[:, random.integers(member.shape[1], size=2) if known else [0, -1]]
     inside, outside = ends.all(axis=1), ~ends.any(axis=1)
-    low, high = sorted(random.uniform(0, objective.alpha.sum(), 2))
+    low, high = sorted(random.uniform(0, objective.fixed.sum(), 2))
     expected: dict[float, float] = {}
     for column in member.T:
         if (column >= inside).all() and not (column & outside).any():
-            work, cut = float(objective.alpha @ column), cut_of(objective.terms, column)
+            work, cut = float(objective.fixed @ column), cut_of(objective.terms, column)
             if work - cut >= low and work + cut <= high:
                 key = round(work, 6)
                 expected[key] = min(expected.get(key, np.inf), cut)
-    sweep = IdealSweep(instance, objective.alpha, objective.terms.touch)
+    sweep = IdealSweep(instance, objective.fixed, objective.terms.touch)
     free = np.flatnonzero(~(inside | outside))
     span = IdealRange(inside, free, low / sweep.unit, high / sweep.unit)
     swept = sweep.run(span, soon(20), limit=10_000)
@@ -117,7 +117,7 @@ def test_a_sweep_finds_the_least_cut_of_each_work(problem, seed, known):
     for column, work, cut in zip(columns, swept.work, swept.cut, strict=True):
         assert any((column == other).all() for other in member.T)
         assert cut * sweep.unit == pytest.approx(cut_of(objective.terms, column), abs=1e-9)
-        assert work * sweep.unit == pytest.approx(objective.alpha @ column, abs=1e-9)
+        assert work * sweep.unit == pytest.approx(objective.fixed @ column, abs=1e-9)
         found[round(work * sweep.unit, 6)] = cut * sweep.unit
     assert found == pytest.approx(expected, abs=1e-9)
     assert len(swept) == len(found)

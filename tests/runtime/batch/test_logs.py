@@ -44,10 +44,10 @@ def test_logs_are_floats_and_arrays():
 
 
 def test_a_result_that_changes_its_shape_is_refused_by_name():
-    news = LogExchange(Communicator(), source=0)
-    news.share_logs("train", {"loss": 1.0, "each": np.ones(2)})
-    news.share_logs("test", {"loss": 1.0, "each": np.ones(3)})
+    logs = LogExchange(Communicator(), source=0)
+    logs.share_logs("train", {"loss": 1.0, "each": np.ones(2)})
+    logs.share_logs("test", {"loss": 1.0, "each": np.ones(3)})
     with pytest.raises(ConfigurationError, match=r"each of shape \[2\], then \[3\]"):
-        news.share_logs("train", {"loss": 1.0, "each": np.ones(3)})
-    news.forget_names()
-    assert news.share_logs("train", {"each": np.ones(3)})["each"].tolist() == [1.0] * 3
+        logs.share_logs("train", {"loss": 1.0, "each": np.ones(3)})
+    logs.forget_names()
+    assert logs.share_logs("train", {"each": np.ones(3)})["each"].tolist() == [1.0] * 3

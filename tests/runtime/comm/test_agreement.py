@@ -193,12 +193,12 @@ def wait_in_vain():
         call("save")
         return []
     with ours.call("fit"):
-        receipt = ours.post_receive(_ONE, 1, 7, label="activations 1>0, micro-batch 2")
+        request = ours.post_receive(_ONE, 1, 7, label="activations 1>0, micro-batch 2")
         try:
-            receipt.wait()
+            request.wait()
         except CommunicationError as error:
             found.append(str(error))
-        while not receipt.ready():
+        while not request.ready():
             time.sleep(0.01)
     try:
         call("save")

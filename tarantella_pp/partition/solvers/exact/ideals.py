@@ -186,8 +186,8 @@ class Sums:
     """What the ideals of a family hold and cut, in one resource; each of shape `(ideals,)`.
 
     Attributes:
-        fixed: Sum of alpha over the ideal.
-        held: Sum of beta over the ideal.
+        fixed: Sum of the nodes' `fixed` over the ideal.
+        held: Sum of the nodes' `held` over the ideal.
         touch: Touch cost of the tensors with pins on both sides.
         receive: Receive cost of the tensors made inside and used outside.
         receive_held: The same per micro-batch in flight.
@@ -211,7 +211,7 @@ def resource_sums(resource: Resource, member: NDArray[np.uint8]) -> Sums:
         The sums.
     """
     count = member.shape[1]
-    fixed, held = _weighted(resource.alpha, member), _weighted(resource.beta, member)
+    fixed, held = _weighted(resource.fixed, member), _weighted(resource.held, member)
     touch, receive, receive_held = np.zeros(count), np.zeros(count), np.zeros(count)
     terms = resource.terms
     for t, pins in enumerate(terms.pins):

@@ -68,7 +68,7 @@ class OrderDP:
         n, instance = len(order), self._instance
         resource = instance.objective
         layout = self._layouts[0]
-        work = np.cumsum((resource.alpha + resource.factor.mean() * resource.beta)[order])
+        work = np.cumsum((resource.fixed + resource.factor.mean() * resource.held)[order])
         weight = work / max(work[-1], 1e-300) + np.arange(1, n + 1) / n
         slices = np.minimum((weight / 2 * (self._max_cuts - 2)).astype(np.int64), self._max_cuts)
         crossing = layout.crossing(position, n)[1:]
@@ -106,8 +106,8 @@ class OrderDP:
             np.ones((len(cuts), len(cuts)), bool), 0 if self._instance.strict else -1
         )
         for resource, layout in zip(self._instance.resources, self._layouts, strict=True):
-            fixed = _differences(resource.alpha, order, cuts)
-            held = _differences(resource.beta, order, cuts) if resource.beta.any() else None
+            fixed = _differences(resource.fixed, order, cuts)
+            held = _differences(resource.held, order, cuts) if resource.held.any() else None
             fixed, held = layout.add(fixed, held, position, cuts)
             fixed[backward] = np.inf
             tables.append((resource, fixed, held))

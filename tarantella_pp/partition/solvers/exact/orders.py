@@ -70,7 +70,7 @@ def starting_orders(instance: Instance) -> list[IntArray]:
     Returns:
         The order given, depth first from both ends, breadth first, heavy and light nodes first.
     """
-    weight = instance.objective.alpha + instance.objective.factor.mean() * instance.objective.beta
+    weight = instance.objective.fixed + instance.objective.factor.mean() * instance.objective.held
     depth = np.zeros(instance.num_nodes)
     for node, before in enumerate(instance.preds):
         depth[node] = max((depth[b] + 1 for b in before), default=0.0)

@@ -44,8 +44,8 @@ def _turned(resource: Resource, last: int) -> Resource:
     producer = resource.terms.producer
     return replace(
         resource,
-        alpha=resource.alpha[::-1].copy(),
-        beta=resource.beta[::-1].copy(),
+        fixed=resource.fixed[::-1].copy(),
+        held=resource.held[::-1].copy(),
         factor=resource.factor[::-1].copy(),
         scale=resource.scale[::-1].copy(),
         cap=resource.cap[::-1].copy(),

@@ -76,8 +76,8 @@ class IdealFamily:
         for resource, sums, cap in zip(self.instance.resources, self.sums, caps, strict=True):
             before, behind = slice(0, boundary), slice(boundary, len(cap))
             keep &= resource.fits(before, cap, sums.fixed + sums.touch, sums.held)
-            left = resource.alpha.sum() - sums.fixed + sums.touch + sums.receive
-            held = resource.beta.sum() - sums.held + sums.receive_held
+            left = resource.fixed.sum() - sums.fixed + sums.touch + sums.receive
+            held = resource.held.sum() - sums.held + sums.receive_held
             keep &= resource.fits(behind, cap, left, held)
         return np.flatnonzero(keep)
 

@@ -58,12 +58,20 @@ class Terms:
 class Resource:
     """One additive quantity with tensor terms: the objective, or the limited memory.
 
-    The cost of a stage is `scale[s] * (alpha + receive + touch + factor[s] * (beta + held))`,
-    sums over the stage. `cap` bounds it on each stage (infinite: free).
+    The cost of a stage is
+    `scale[s] * (fixed + receive + touch + factor[s] * (held + receive_held))`, sums over the stage.
+
+    Attributes:
+        fixed: Cost of each node, whatever the schedule.
+        held: Cost of each node for every micro-batch that its stage holds.
+        factor: Number of micro-batches that each stage holds.
+        scale: By how much each stage is dearer than others.
+        cap: Bound of each stage; infinite if it is free.
+        terms: Costs of tensors.
     """
 
-    alpha: FloatArray
-    beta: FloatArray
+    fixed: FloatArray
+    held: FloatArray
     factor: FloatArray
     scale: FloatArray
     cap: FloatArray
@@ -73,7 +81,7 @@ class Resource:
     def uniform(self) -> bool:
         """Whether a set of nodes costs the same on every stage."""
         same = (self.scale == self.scale[0]).all() and (self.cap == self.cap[0]).all()
-        held = self.beta.any() or self.terms.receive_held.any()
+        held = self.held.any() or self.terms.receive_held.any()
         return bool(same and (not held or (self.factor == self.factor[0]).all()))
 
     def fits(
@@ -110,15 +118,15 @@ class Resource:
     def node_costs(self) -> FloatArray:
         """Returns the cost of each node on each stage, shape `(S, n)`."""
         costs: FloatArray = self.scale[:, None] * (
-            self.alpha[None, :] + self.factor[:, None] * self.beta[None, :]
+            self.fixed[None, :] + self.factor[:, None] * self.held[None, :]
         )
         return costs
 
     def stage_costs(self, stages: IntArray) -> FloatArray:
         """Returns the cost of each stage under an assignment, shape `(S,)`."""
         S = len(self.scale)
-        fixed = weighted_counts(stages, self.alpha, S)
-        held = weighted_counts(stages, self.beta, S)
+        fixed = weighted_counts(stages, self.fixed, S)
+        held = weighted_counts(stages, self.held, S)
         terms = self.terms
         for t, pins in enumerate(terms.pins):
             touching = {int(stages[pin]) for pin in pins}

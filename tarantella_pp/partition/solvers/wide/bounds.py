@@ -26,7 +26,7 @@ def simple_bound(instance: Instance) -> float:
     """
     S, resource = instance.num_stages, instance.objective
     factor, room = resource.factor, 1 / resource.scale
-    fixed, held = float(resource.alpha.sum()), float(resource.beta.sum())
+    fixed, held = float(resource.fixed.sum()), float(resource.held.sum())
     # Stages of scale a hold at most C / a each, so all together C * sum(1 / a).
     mean = (fixed + factor.min() * held) / room.sum()
     if factor.min() > 0:
@@ -64,7 +64,7 @@ def company_bound(instance: Instance, lower: float) -> float:
     """
     resource, n = instance.objective, instance.num_nodes
     terms, scale = resource.terms, float(resource.scale.min())
-    weight = resource.alpha + float(resource.factor.min()) * resource.beta
+    weight = resource.fixed + float(resource.factor.min()) * resource.held
     alone = weight.copy()
     for pins, touch in zip(terms.pins, terms.touch.tolist(), strict=True):
         alone[list(pins)] += touch

@@ -32,7 +32,7 @@ class IdealPool:
         self._instance = instance
         self._closure = closure
         resource = instance.objective
-        self._work: FloatArray = resource.alpha + resource.factor[0] * resource.beta
+        self._work: FloatArray = resource.fixed + resource.factor[0] * resource.held
         self._total = float(self._work.sum())
         n = instance.num_nodes
         self._words: Words = pack(np.array([[False, True]] * n))

@@ -56,7 +56,7 @@ def recombine(
     n, S = instance.num_nodes, instance.num_stages
     sorted_stages = stages[order]
     resource = instance.objective
-    weight = resource.alpha + resource.factor.min() * resource.beta
+    weight = resource.fixed + resource.factor.min() * resource.held
     sweep = IdealSweep(instance, weight, resource.terms.touch if resource.terms.has_touch else None)
     groups = [pack(np.array([[False, True]] * n))]
     for boundary in range(1, S):
@@ -106,5 +106,5 @@ def _window(instance: Instance, boundary: int, value: float) -> tuple[float, flo
     resource = instance.objective
     room = value / resource.scale
     held = resource.factor.min()
-    total = float((resource.alpha + held * resource.beta).sum())
+    total = float((resource.fixed + held * resource.held).sum())
     return total - float(room[boundary:].sum()), float(room[:boundary].sum())

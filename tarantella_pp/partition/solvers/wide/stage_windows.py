@@ -42,8 +42,8 @@ class Closure:
         for node in range(n - 1, -1, -1):
             for after in instance.succs[node]:
                 reach[node] |= reach[after]
-        alpha, beta = resource.alpha, resource.beta
-        return cls(reach, resource, alpha @ reach, beta @ reach, reach @ alpha, reach @ beta)
+        fixed, held = resource.fixed, resource.held
+        return cls(reach, resource, fixed @ reach, held @ reach, reach @ fixed, reach @ held)
 
     @property
     def before(self) -> FloatArray:

@@ -43,7 +43,7 @@ class TwoStages:
     def __init__(self, instance: Instance) -> None:
         self._instance = instance
         resource = instance.objective
-        self._work = resource.scale[0] * (resource.alpha + resource.factor[0] * resource.beta)
+        self._work = resource.scale[0] * (resource.fixed + resource.factor[0] * resource.held)
         self._touch = resource.scale[0] * resource.terms.touch
         self._total = float(self._work.sum())
         n = instance.num_nodes

@@ -221,7 +221,9 @@ class Engine:
         step = BatchStep(batch, self._pieces(batch), self._data, None, None, training=False)
         with self._whole_or_nothing():
             self._rehearse(batch, training=False)
-            self._metrics_differ |= self._layer_metrics.exist
+            if self._layer_metrics.exist:
+                self._metrics_differ = True
+                self._metrics_clock.steps += 1
             schedule = self._schedule(None, len(step.pieces.sizes))
             self._execution.run(self._begin(schedule), step.rows, step)
             parts = zip(*step.results, strict=True) if self._log_exchange.is_source else ()
@@ -252,12 +254,8 @@ class Engine:
         """Gives every rank the state of all metrics, if they have changed; all must call it."""
         if not self._metrics_differ:
             return
-        for metric in self._model.metrics:
-            for variable in metric.variables:
-                owner = self._layer_metrics.owner(variable)
-                self._log_exchange.share_variable(
-                    variable, self.placement[-1] if owner is None else owner
-                )
+        for variable, owner in self._metric_variables():
+            self._log_exchange.share_variable(variable, owner)
         self._metrics_differ = False
 
     def forget_compilation(self) -> None:
@@ -401,13 +399,13 @@ class Engine:
         return self._execution.recorder.span(TIES)
 
     def _share_logs(self, kind: str, step: BatchStep) -> dict[str, Any]:
+        self._metrics_differ = True
+        self._metrics_clock.steps += 1
         logs: Mapping[str, Any] = {}
         if self._log_exchange.is_source:
             losses, metrics = self._log_exchange.reports(self._layer_metrics.size)
             self._layer_metrics.take(metrics)
             logs = step.logs(losses)
-        self._metrics_differ = True
-        self._metrics_clock.steps += 1
         return self._log_exchange.share_logs(kind, logs)
 
     def _report(self, added: tf.Tensor) -> None:
@@ -441,11 +439,17 @@ class Engine:
         return self._compilation
 
     def _guard_metrics(self) -> None:
-        """Has the compiled metrics refuse to be read where they are out of date."""
-        for metric in [] if self._log_exchange.is_source else self._model.metrics:
+        """Has metrics refuse to be read where they are out of date."""
+        for variable, owner in self._metric_variables():
+            if owner != self.communicator.rank:
+                make_remote(variable, self._metrics_clock)
+
+    def _metric_variables(self) -> Iterator[tuple[Any, int]]:
+        """The variables of all metrics, each with the rank that updates it."""
+        for metric in self._model.metrics:
             for variable in metric.variables:
-                if self._layer_metrics.owner(variable) is None:
-                    make_remote(variable, self._metrics_clock)
+                owner = self._layer_metrics.owner(variable)
+                yield variable, self.placement[-1] if owner is None else owner
 
     def _require_memory(self, batch: Batch, compiled: Compilation) -> None:
         """Refuses a batch for which a stage needs more memory than it may have."""

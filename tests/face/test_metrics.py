@@ -279,6 +279,49 @@ def test_metrics_are_read_within_an_epoch_in_one_process():
     assert (middle, end) == (logged, told)
 
 
+class Seen(layers.Layer):
+    """Passes on what it is given, and keeps the mean of it in a metric."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = keras.metrics.Mean(name="seen")
+
+    def call(self, inputs):
+        self.seen.update_state(ops.mean(inputs, axis=-1))
+        return inputs
+
+
+class Sees(keras.callbacks.Callback):
+    """Reads the metrics of layers while the model is evaluated and predicts."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def on_test_batch_end(self, batch, logs=None):
+        self._read()
+
+    def on_predict_batch_end(self, batch, logs=None):
+        self._read()
+
+    def _read(self):
+        for metric in self.model.metrics[1:]:
+            try:
+                self.found.append(float(metric.result()))
+            except StaleWeightError:
+                self.found.append(None)
+
+
+def see(**options):
+    def build():
+        return keras.Sequential([keras.Input(X.shape[1:]), Seen(), mlp(), Seen()])
+
+    model, sees = make(Case(build, X, ONE_HOT, lambda: {"loss": "mse"}), **options), Sees()
+    model.evaluate(X, ONE_HOT, batch_size=BATCH, verbose=0, callbacks=[sees])
+    model.predict(X, batch_size=BATCH, verbose=0, callbacks=[sees])
+    return sees.found
+
+
 def use_on_this_rank():
     use_float64()
     found = {}
@@ -288,14 +331,19 @@ def use_on_this_rank():
         model.fit(X, ONE_HOT, batch_size=BATCH, verbose=0, callbacks=[Cut()])
         found[f"cut {name}"] = [_plain(metric.result()) for metric in model.metrics]
         found[f"reset {name}"] = keras.tree.map_structure(_plain, reset_after_batches(model))
-    return found, read_within_epochs()
+    return found, read_within_epochs(), see(num_stages=2, num_micro_batches=3)
 
 
 @pytest.mark.mpi
 def test_every_rank_has_the_logs_and_the_metrics_of_one_process():
     results = mpi_run(2, use_on_this_rank, timeout=240).check().results
-    (first, (refused, end)), (second, read) = results
+    (first, (refused, end), seen), (second, read, also_seen) = results
     assert first == second
+    for here, there, known in zip(seen, also_seen, see(), strict=True):
+        values = [value for value in (here, there) if value is not None]
+        assert values == pytest.approx([known] * len(values))
+        assert values
+    assert None in seen
     assert "`logs`" in refused
     assert end == read[1]
     assert all(value == logged for value, logged in read)

@@ -7,7 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import keras
+import networkx as nx
 
+from tarantella_pp.partition.options import PlanOptions
+from tarantella_pp.partition.plan.plan import Plan
+from tarantella_pp.partition.planner import Planner
+from tarantella_pp.partition.solvers.problem.certificate import Certificate, Solution
 from tests.helpers.training import Case
 
 Found = dict[str, Any]
@@ -102,6 +107,38 @@ class Ensemble:
         lists = ("loss", "metrics", "weighted_metrics")
         together = {name: [each[name] for each in options] for name in lists if name in options[0]}
         return {"optimizer": options[0]["optimizer"], **together}
+
+
+def plan_across(model: keras.Model, num_micro_batches: int) -> Plan:
+    """Two stages with a part of each model of an ensemble; to find the best ones takes long.
+
+    Args:
+        model: The whole model.
+        num_micro_batches: Number of micro-batches of the plan.
+    """
+    planner = Planner.of(model)
+    graph = planner.graph.digraph
+    before, after = _longest_paths(graph), _longest_paths(graph.reverse())
+    assignment = tuple(int(before[node.id] > after[node.id]) for node in planner.graph.nodes)
+    certificate = Certificate.of(1.0, 0.0, "half of each model", 0.0)
+    options = PlanOptions.checked(
+        num_stages=2,
+        batch_size=32,
+        num_micro_batches=num_micro_batches,
+        num_replicas=1,
+        schedule="1f1b",
+        balance="memory",
+        memory_limit=None,
+    )
+    return planner.write(Solution(assignment, certificate), options)
+
+
+def _longest_paths(graph: nx.DiGraph) -> dict[int, int]:
+    """How many edges the longest path to each node has."""
+    found: dict[int, int] = {}
+    for node in nx.topological_sort(graph):
+        found[node] = max((found[p] + 1 for p in graph.predecessors(node)), default=0)
+    return found
 
 
 def _of_head(log: Found, prefix: str) -> Found:

@@ -10,7 +10,7 @@ import pytest
 
 from tarantella_pp.runtime.batch.batch_step import BatchStep
 from tests.exactness import expected, layers, matrix, table
-from tests.exactness.trials import BY_MICRO_BATCH, DIFFERS, EXACT, REFUSED, Judge, Verdict
+from tests.exactness.trials import BY_MICRO_BATCH, DIFFERS, EXACT, REFUSED, Group, Judge, Verdict
 from tests.helpers.draws import more_asked_for
 
 pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("float64")]
@@ -42,14 +42,22 @@ def test_some_of_each_kind_in_one_process(kind):
 @pytest.mark.parametrize("kinds", matrix.LAUNCHES, ids="-".join)
 def test_all_of_keras_on_two_ranks(kinds):
     """And the table in the docs says so."""
-    if kinds == ("layers",) and not more_asked_for():
-        pytest.skip("takes minutes: set TNT_TEST_EXAMPLES to try all layers")
     for kind, verdicts in matrix.judge_on_two_ranks(kinds).items():
         check(kind, verdicts)
         if more_asked_for() or kind != "losses":
             stale = expected.unused(kind, verdicts)
             assert not stale, f"no longer so: {stale}"
             assert table.row(kind, verdicts) in table.PAGE.read_text()
+
+
+@pytest.mark.parametrize("kind", matrix.KINDS)
+def test_every_kind_has_a_row(kind):
+    assert table.PAGE.read_text().count(f"\n| {table.TITLES[kind]} | ") == 1
+
+
+def test_each_trial_of_a_group_is_cut():
+    group = Group(matrix.trials_of("layers", "(Conv2D|LSTM|Dense)$"))
+    assert len(group.pipeline(2, 4).plan.cuts) == len(group.trials) == 3
 
 
 def test_a_new_row_takes_the_place_of_the_old_one():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import hashlib
 import json
@@ -19,13 +20,13 @@ import numpy as np
 from tarantella_pp.errors import CommunicationError, TarantellaError
 from tarantella_pp.models.pipeline_model import PipelineModel
 from tarantella_pp.runtime.comm.communicator import Communicator, world
-from tests.exactness.ensemble import Ensemble
+from tests.exactness.ensemble import Ensemble, plan_across
 from tests.helpers.training import Case, distance
 
 ROUNDING, BITS = 1e-10, 1e-13
 STAGES, MICRO_BATCHES = 2, 4
 TOGETHER = 8
-"""Most trials that are made together: of wide models the cheapest cut is hard to find."""
+"""Most trials that are made together: more save little, and if one differs all are tried again."""
 
 EXACT = "exact"
 REFUSED = "refused"
@@ -129,6 +130,13 @@ class Group:
         found = self.trials[0].run(model, self.case)
         return [found] if self._ensemble is None else self._ensemble.split(found)
 
+    def pipeline(self, stages: int, micro_batches: int) -> PipelineModel:
+        """Makes the pipeline, whose stages have a part of each trial."""
+        model = self.case.build()
+        if len(self.trials) > 1 and stages > 1:
+            return PipelineModel(model, plan=plan_across(model, micro_batches))
+        return PipelineModel(model, num_stages=stages, num_micro_batches=micro_batches)
+
     def __str__(self) -> str:
         return ", ".join(repr(trial.name) for trial in self.trials)
 
@@ -227,10 +235,11 @@ class Judge:
         attempt = _piped(group, stages, micro_batches)
         digest = hashlib.sha256(json.dumps(attempt.found).encode()).hexdigest()
         everywhere = self.communicator.allgather_json([attempt.outcome, attempt.message, digest])
-        outcomes, _, digests = zip(*everywhere, strict=True)
+        outcomes, messages, digests = zip(*everywhere, strict=True)
         if CRASHED in outcomes or len(set(outcomes)) > 1 or len(set(digests)) > 1:
             raise AssertionError(f"Ranks crashed or differ in trials {group}: {everywhere}")
-        return attempt
+        # Each rank has numbered its layers, which messages name, by what it has made itself.
+        return dataclasses.replace(attempt, message=messages[0])
 
     def _errors(self, expected: Attempt | None, attempt: Attempt) -> list[float]:
         """How far two attempts are apart, worked out on the rank that has both."""
@@ -265,8 +274,7 @@ def _plain(group: Group, eagerly: bool = True) -> Attempt:
 def _piped(group: Group, stages: int, micro_batches: int) -> Attempt:
     def make() -> keras.Model:
         keras.utils.set_random_seed(1)
-        built = group.case.build()
-        model = PipelineModel(built, num_stages=stages, num_micro_batches=micro_batches)
+        model = group.pipeline(stages, micro_batches)
         empty = [i for i, stage in enumerate(model.plan.stages) if not stage.parameter_bytes]
         if empty:
             raise AssertionError(f"{group} leaves stages {empty} nothing to train")

@@ -19,7 +19,7 @@ for name in names:
         getattr(tnt, name)
     except ImportError as error:
         print(f"{type(error).__name__}: {error}")
-for module in ("pipeline_model", "callbacks"):
+for module in ("models.pipeline_model", "callbacks"):
     try:
         importlib.import_module(f"tarantella_pp.{module}")
     except ImportError as error:

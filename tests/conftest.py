@@ -29,7 +29,7 @@ settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True
 _PROFILE = "ci" if os.environ.get("CI") else "default"
 settings.load_profile(_PROFILE)
 
-SESSION_SECONDS = float(os.environ.get("TNT_TEST_SESSION_SECONDS", "2100"))
+SESSION_SECONDS = float(os.environ.get("TNT_TEST_SESSION_SECONDS", "2700"))
 """A session that takes longer hangs, and is ended."""
 QUICK_EXAMPLES = 40
 """Of each property in a session without slow tests, instead of a hundred."""
@@ -120,6 +120,17 @@ def _nothing_left_behind() -> Iterator[None]:
     _kill(left)
     if names:
         pytest.fail("processes left behind by the tests:\n" + "\n".join(names))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _types_are_set_back() -> Iterator[None]:
+    """Fails in the file that leaves Keras in another type, not in one that comes later."""
+    yield
+    keras = sys.modules.get("keras")
+    if keras is not None and keras.config.floatx() != "float32":
+        keras.config.set_floatx("float32")
+        keras.config.set_dtype_policy("float32")
+        pytest.fail("the tests of this file leave keras.config.floatx() other than float32")
 
 
 @pytest.fixture(scope="module")

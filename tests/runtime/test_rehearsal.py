@@ -101,6 +101,7 @@ def attempts():
 
 
 @pytest.mark.mpi
+@pytest.mark.usefixtures("float64")
 def test_all_ranks_refuse_alike_and_train_on():
     first, second = mpi_run(2, attempts, timeout=300, env={"TNT_TIMEOUT": "60"}).check().results
     assert len(first[0]) == 2 * len(ODD)
@@ -117,6 +118,5 @@ def test_all_ranks_refuse_alike_and_train_on():
             assert said == other
             kind = said[0][0]
         assert kind == UnsupportedModelError.__name__, name
-    use_float64()
     for found in (first[1], second[1]):
         assert distance(outcome(piped(model_of())), found) < 1e-13

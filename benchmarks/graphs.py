@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import random
 from typing import Any
+
+from tarantella_pp.partition.external.external_graph import ExternalGraph, loads_graph
 
 
 class Builder:
@@ -23,7 +26,7 @@ class Builder:
         self.sizes.append(size)
         return index
 
-    def graph(self, bandwidth: float = 1e7) -> dict[str, Any]:
+    def graph(self, bandwidth: float = 1e7) -> ExternalGraph:
         """Returns the external graph; `bandwidth` is in bytes per millisecond."""
         users: list[list[int]] = [[] for _ in self.nodes]
         for node, inputs in enumerate(self.inputs):
@@ -36,16 +39,11 @@ class Builder:
                 index = len(tensors)
                 tensors.append({"id": index, "src": source, "nodes": [source, *using], **cost})
                 edges += [{"src": source, "dst": u, **cost, "tensor": index} for u in using]
-        return {
-            "name": self.name,
-            "meta": {},
-            "nodes": self.nodes,
-            "edges": edges,
-            "tensors": tensors,
-        }
+        graph = {"name": self.name, "nodes": self.nodes, "edges": edges, "tensors": tensors}
+        return loads_graph(json.dumps(graph))
 
 
-def gpt(nodes: int, width: int = 1024, tokens: int = 1024, seed: int = 0) -> dict[str, Any]:
+def gpt(nodes: int, width: int = 1024, tokens: int = 1024, seed: int = 0) -> ExternalGraph:
     """An operator graph of a GPT: about 25 operators in each block.
 
     Args:
@@ -91,7 +89,7 @@ def gpt(nodes: int, width: int = 1024, tokens: int = 1024, seed: int = 0) -> dic
     return builder.graph()
 
 
-def residual(blocks: int = 16, seed: int = 1) -> dict[str, Any]:
+def residual(blocks: int = 16, seed: int = 1) -> ExternalGraph:
     """A residual net: blocks of three convolutions with a shortcut, narrower as they go on."""
     draw = random.Random(seed)
     builder = Builder(f"residual-{blocks}")
@@ -109,7 +107,7 @@ def residual(blocks: int = 16, seed: int = 1) -> dict[str, Any]:
     return builder.graph()
 
 
-def branching(blocks: int = 9, seed: int = 2) -> dict[str, Any]:
+def branching(blocks: int = 9, seed: int = 2) -> ExternalGraph:
     """An inception-like net: blocks of four branches of one to four convolutions."""
     draw = random.Random(seed)
     builder = Builder(f"branching-{blocks}")
@@ -128,7 +126,7 @@ def branching(blocks: int = 9, seed: int = 2) -> dict[str, Any]:
     return builder.graph()
 
 
-def layered(layers: int = 20, width: int = 4, seed: int = 3) -> dict[str, Any]:
+def layered(layers: int = 20, width: int = 4, seed: int = 3) -> ExternalGraph:
     """Random layers: each node reads one to three nodes of the two layers before."""
     draw = random.Random(seed)
     builder = Builder(f"layered-{layers}x{width}")

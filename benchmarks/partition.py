@@ -24,7 +24,6 @@ from benchmarks.graphs import branching, gpt, layered, residual
 from tarantella_pp.partition.baselines import RULES
 from tarantella_pp.partition.external.external_graph import (
     ExternalGraph,
-    graph_from_dict,
     load_graph,
     to_problem,
 )
@@ -49,10 +48,9 @@ class Row:
 def graphs(paths: list[Path], *, large: bool) -> Iterable[ExternalGraph]:
     """Yields the graphs of files and directories, or some made here."""
     if large:
-        yield graph_from_dict(gpt(50_000))
+        yield gpt(50_000)
     elif not paths:
-        for made in (gpt(500), gpt(5000), residual(), branching(), layered()):
-            yield graph_from_dict(made)
+        yield from (gpt(500), gpt(5000), residual(), branching(), layered())
     for path in paths:
         for file in sorted(path.glob("*.json")) if path.is_dir() else [path]:
             if path.is_dir() and '"nodes"' not in file.read_text(encoding="utf-8"):

@@ -69,7 +69,7 @@ class SleepingStage:
         return [inputs[0] for _ in self.boundary.outputs], None
 
     def loss_factors(self, step: Any, key: int) -> Any:
-        return step.factor(key)
+        return step.share(key)
 
     def run_pending(self) -> bool:
         return False
@@ -126,8 +126,11 @@ class StubStep:
     def update(self, stage: int) -> bool:
         return False
 
-    def factor(self, micro_batch: int) -> Any:
-        return self._array
+    def reduce(self, stage: int, bucket: int) -> None:
+        """There are no replicas."""
+
+    def progress(self) -> None:
+        """Nothing has been started."""
 
     def loss_gradients(self, micro_batch: int) -> Mapping[BoundaryTensor, Any]:
         return self._gradients

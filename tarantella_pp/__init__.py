@@ -1,8 +1,9 @@
-"""Pipeline-parallel training of Keras 3 models on TensorFlow over MPI.
+"""Pipeline- and data-parallel training of Keras 3 models on TensorFlow over MPI.
 
     import tarantella_pp as tnt
 
-    model = tnt.PipelineModel(keras_model, num_stages=4)
+    model = tnt.PipelineModel(keras_model, num_stages=4)    # stages x replicas on all ranks
+    model = tnt.Model(keras_model)                          # data parallel alone
 
 Names are loaded when they are first used: importing this package loads neither Keras nor
 TensorFlow nor MPI, so that plans and schedules can be handled where there are none.
@@ -16,6 +17,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tarantella_pp import callbacks as callbacks
     from tarantella_pp import errors as errors
+    from tarantella_pp.models.custom_loops.distributed_optimizer import (
+        DistributedOptimizer as DistributedOptimizer,
+    )
+    from tarantella_pp.models.custom_loops.tensor_collectives import allreduce as allreduce
+    from tarantella_pp.models.custom_loops.tensor_collectives import (
+        broadcast_variables as broadcast_variables,
+    )
+    from tarantella_pp.models.data_parallel_model import Model as Model
+    from tarantella_pp.models.data_parallel_model import Sequential as Sequential
     from tarantella_pp.models.make_plan import make_plan as make_plan
     from tarantella_pp.models.pipeline_model import PipelineModel as PipelineModel
     from tarantella_pp.models.ranks import barrier as barrier
@@ -31,10 +41,15 @@ if TYPE_CHECKING:
     __version__: str
 
 _HOME = {
+    "DistributedOptimizer": "tarantella_pp.models.custom_loops.distributed_optimizer",
+    "Model": "tarantella_pp.models.data_parallel_model",
     "PipelineModel": "tarantella_pp.models.pipeline_model",
     "Plan": "tarantella_pp.partition.plan.plan",
     "Profile": "tarantella_pp.partition.graph.profile",
+    "Sequential": "tarantella_pp.models.data_parallel_model",
+    "allreduce": "tarantella_pp.models.custom_loops.tensor_collectives",
     "barrier": "tarantella_pp.models.ranks",
+    "broadcast_variables": "tarantella_pp.models.custom_loops.tensor_collectives",
     "get_master_rank": "tarantella_pp.models.ranks",
     "get_rank": "tarantella_pp.models.ranks",
     "get_size": "tarantella_pp.models.ranks",
@@ -48,11 +63,16 @@ _MODULES = ("callbacks", "errors")
 """Modules that are public names themselves."""
 
 __all__ = [
+    "DistributedOptimizer",
+    "Model",
     "PipelineModel",
     "Plan",
     "Profile",
+    "Sequential",
     "__version__",
+    "allreduce",
     "barrier",
+    "broadcast_variables",
     "callbacks",
     "errors",
     "get_master_rank",

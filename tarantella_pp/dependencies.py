@@ -17,14 +17,7 @@ INSTALL = {
 
 @contextlib.contextmanager
 def needed_for(what: str) -> Iterator[None]:
-    """Runs imports; a package that is missing is an error that says what to do.
-
-    Args:
-        what: What the imports are for, to begin the message with.
-
-    Raises:
-        MissingDependencyError: One of `INSTALL` is not installed.
-    """
+    """Runs imports; a package that is missing is an error that says what to do."""
     try:
         yield
     except ModuleNotFoundError as error:

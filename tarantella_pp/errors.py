@@ -45,3 +45,7 @@ class FileError(TarantellaError, OSError):
 
 class StaleWeightError(TarantellaError, RuntimeError):
     """A weight that is trained on another rank is read, and its value here is out of date."""
+
+
+class ReplicaError(TarantellaError, RuntimeError):
+    """Replicas of a model, which must have the same weights, have not."""

@@ -16,6 +16,7 @@ ROOT = Path(__file__).parent.parent
     [
         "README.md",
         pytest.param("docs/partition.md", marks=pytest.mark.slow),
+        pytest.param("docs/replicas.md", marks=pytest.mark.slow),
         pytest.param("docs/schedules.md", marks=pytest.mark.slow),
     ],
 )
@@ -31,4 +32,9 @@ def test_all_commands_with_outputs_are_run() -> None:
     shown = {
         str(path.relative_to(ROOT)) for path in documents if "\n$ tarantella " in path.read_text()
     }
-    assert shown == {"README.md", "docs/partition.md", "docs/schedules.md"}
+    assert shown == {
+        "README.md",
+        "docs/partition.md",
+        "docs/replicas.md",
+        "docs/schedules.md",
+    }

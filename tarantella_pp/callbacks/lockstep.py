@@ -78,12 +78,7 @@ class Lockstep(keras.callbacks.Callback):
         self._wishes: set[str] = set()
 
     def on_train_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """Agrees with the other ranks whether to stop training.
-
-        Args:
-            batch: Not used.
-            logs: Not used.
-        """
+        """Agrees with the other ranks whether to stop training."""
         self._agree("stop_training")
 
     def on_test_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
@@ -99,12 +94,7 @@ class Lockstep(keras.callbacks.Callback):
         self._take_votes()
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """Agrees with the other ranks whether this epoch was the last; all come here together.
-
-        Args:
-            epoch: Not used.
-            logs: Not used.
-        """
+        """Agrees with the other ranks whether this epoch was the last; all come here together."""
         self._take_votes()
         wish = self.model.stop_training or "stop_training" in self._wishes
         told = self._communicator.allgather_json([wish, settable_learning_rate(self.model)])

@@ -69,7 +69,7 @@ def callbacks_of_rank(callbacks: Any, model: Any, communicator: Communicator) ->
     if communicator.size == 1:
         return callbacks
     prints = communicator.rank == communicator.size - 1
-    found = [own for callback in _listed(callbacks) for own in _of_rank(callback, prints)]
+    found = [ours for callback in _listed(callbacks) for ours in _of_rank(callback, prints)]
     found.append(Lockstep(communicator))
     if isinstance(callbacks, keras.callbacks.CallbackList):
         return keras.callbacks.CallbackList(found, model=model, **callbacks.params)

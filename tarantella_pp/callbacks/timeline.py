@@ -89,7 +89,7 @@ class Timeline(keras.callbacks.Callback):
             epoch: Not used.
             logs: The logs of the epoch.
         """
-        ranks = self._engine().communicator.allgather_json(list(self._recorder.take_shares()))
+        ranks = self._engine().groups.pipeline.allgather_json(list(self._recorder.take_shares()))
         busy, wait = (sum(part) / len(ranks) for part in zip(*ranks, strict=True))
         if logs is not None:
             logs.update(bubble=1.0 - busy, busy=busy, wait=wait)
@@ -102,8 +102,8 @@ class Timeline(keras.callbacks.Callback):
         """
         engine = self._engine()
         engine.record(None)
-        offset = clock_offset(engine.communicator)
-        self._steps = gather_steps(self._recorder.steps, offset, engine.communicator)
+        offset = clock_offset(engine.groups.pipeline)
+        self._steps = gather_steps(self._recorder.steps, offset, engine.groups.pipeline)
         if self._path is not None and engine.prints:
             same = alike(self._steps)
             simulation = (simulated(same), same[-1].origin) if same else None

@@ -33,15 +33,7 @@ _COLUMNS: dict[str, Callable[[Span], bool]] = {
 
 
 def summary_table(steps: Sequence[RecordedStep], simulation: StepTimeline) -> Group:
-    """Makes the table of recorded steps: a row for each rank, then what holds for all of them.
-
-    Args:
-        steps: Steps of one schedule and batch size; at least one.
-        simulation: One of these steps as the simulator predicts it.
-
-    Returns:
-        Something that `rich` prints.
-    """
+    """Makes the table of recorded steps: a row for each rank, then what holds for all of them."""
     schedule = steps[0].schedule
     rows = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for name in ("Rank", "Stages", *_COLUMNS, "Other", "Step ms", "Busy"):

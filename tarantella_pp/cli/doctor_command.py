@@ -105,8 +105,8 @@ def _print_table(findings: dict[str, Any]) -> None:
     table.add_row("Python", findings["python"])
     for name, version in findings["versions"].items():
         table.add_row(name, version or "not installed")
-    found = findings["mpi"]
-    table.add_row("MPI", f"{found['kind']}, {found['launcher']}" if found else "none")
+    mpi = findings["mpi"]
+    table.add_row("MPI", f"{mpi['kind']}, {mpi['launcher']}" if mpi else "none")
     table.add_row("cores", str(findings["cores"]))
     table.add_row(f"threads per rank, {NUM_RANKS} ranks", str(findings["threads_per_rank"]))
     if findings["link"]:

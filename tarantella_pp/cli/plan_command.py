@@ -26,9 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the subcommands of `tarantella plan` and their options."""
     chosen = parser.add_subparsers(dest="plan_command", metavar="COMMAND", parser_class=Parser)
     for name, text in COMMANDS.items():
-        own = chosen.add_parser(name, help=text, description=text.capitalize() + ".")
-        importlib.import_module(f"tarantella_pp.cli.plan_{name}").add_arguments(own)
-        own.add_argument("--json", action="store_true", help="print JSON instead of a table")
+        subcommand = chosen.add_parser(name, help=text, description=text.capitalize() + ".")
+        importlib.import_module(f"tarantella_pp.cli.plan_{name}").add_arguments(subcommand)
+        subcommand.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.epilog = (
         "exit codes: 0 done; 1 failed, or the plan does not fit; 2 usage, or a malformed file."
     )

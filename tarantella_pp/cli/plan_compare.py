@@ -35,14 +35,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Prints the comparison."""
     if model_source.is_graph(arguments.model):
-        name, found = _of_graph(arguments)
+        name, comparisons = _of_graph(arguments)
     else:
-        name, found = _of_model(arguments)
+        name, comparisons = _of_model(arguments)
     if arguments.json:
-        objectives = {comparison.objective: comparison.to_dict() for comparison in found}
+        objectives = {comparison.objective: comparison.to_dict() for comparison in comparisons}
         write_json({"model": name, "num_stages": arguments.num_stages, "objectives": objectives})
     else:
-        write_table(*_tables(name, arguments.num_stages, found))
+        write_table(*_tables(name, arguments.num_stages, comparisons))
     return 0
 
 
@@ -55,7 +55,7 @@ def _of_graph(arguments: argparse.Namespace) -> tuple[str, list[Comparison]]:
     from tarantella_pp.partition.solvers.problem.problem import Objective
     from tarantella_pp.partition.solvers.solve import solve
 
-    found = []
+    comparisons = []
     for objective in get_args(Objective):
         if objective == "flops" and not any(node.flops for node in graph.nodes):
             continue
@@ -64,8 +64,8 @@ def _of_graph(arguments: argparse.Namespace) -> tuple[str, list[Comparison]]:
         def value(assignment: Sequence[int], problem: Any = problem) -> float:
             return float(problem.evaluate(assignment).value)
 
-        found.append(compare(problem, solve(problem), value))
-    return graph.name, found
+        comparisons.append(compare(problem, solve(problem), value))
+    return graph.name, comparisons
 
 
 def _of_model(arguments: argparse.Namespace) -> tuple[str, list[Comparison]]:
@@ -87,7 +87,7 @@ def _of_model(arguments: argparse.Namespace) -> tuple[str, list[Comparison]]:
             f"{arguments.model} has {len(graph.nodes)} operations. "
             f"Received: --stages={arguments.num_stages}"
         )
-    found = []
+    comparisons = []
     for balance in ("memory", "flops"):
         options = PlanOptions.checked(
             num_stages=arguments.num_stages, balance=balance, num_replicas=1,
@@ -103,11 +103,11 @@ def _of_model(arguments: argparse.Namespace) -> tuple[str, list[Comparison]]:
             return float(max(stage.balanced_bytes for stage in stages))
 
         problem = problem_of(costs, options)
-        found.append(compare(problem, best_solution(costs, options), value, balance))
-    return model.name, found
+        comparisons.append(compare(problem, best_solution(costs, options), value, balance))
+    return model.name, comparisons
 
 
-def _tables(name: str, num_stages: int, found: Sequence[Comparison]) -> list[Any]:
+def _tables(name: str, num_stages: int, comparisons: Sequence[Comparison]) -> list[Any]:
     """Makes the table: a row for each rule, a value and a ratio for each objective."""
     from rich import box
     from rich.table import Table
@@ -115,17 +115,17 @@ def _tables(name: str, num_stages: int, found: Sequence[Comparison]) -> list[Any
 
     rows = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     rows.add_column("Rule")
-    for comparison in found:
+    for comparison in comparisons:
         rows.add_column(_title(comparison), justify="right", no_wrap=True)
         rows.add_column("/ ours", justify="right", no_wrap=True)
-    for rule in found[0].values:
+    for rule in comparisons[0].values:
         cells = []
-        for comparison in found:
+        for comparison in comparisons:
             ratio = comparison.ratio(rule)
             cells += [f"{comparison.values[rule]:.6g}", "-" if ratio is None else f"{ratio:.3f}"]
         rows.add_row(rule, *cells)
     title = f"Largest stage of '{name}' on {num_stages} stages"
-    return [Text(title, style="bold"), rows, *(Text(_proof(one)) for one in found)]
+    return [Text(title, style="bold"), rows, *(Text(_proof(one)) for one in comparisons)]
 
 
 def _proof(comparison: Comparison) -> str:

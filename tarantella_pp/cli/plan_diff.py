@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 _OPTIONS = (
     "model", "num_stages", "num_micro_batches", "num_replicas", "batch_size", "schedule",
-    "balance", "optimizer", "memory_limit",
+    "balance", "optimizer", "memory_limit", "placement", "fusion_threshold",
 )  # fmt: skip
 _GRAPH_OPTIONS = ("graph", "num_stages", "balance", "memory_limit")
 _MOST_LINES = 40
@@ -45,34 +45,37 @@ def run(arguments: argparse.Namespace) -> int:
         )
     options = _OPTIONS if of_models else _GRAPH_OPTIONS
     figures = ("memory_bytes", "flops") if of_models else ("memory", "work", "comm")
-    found = difference(before, after, options, figures)
+    changes = difference(before, after, options, figures)
     if arguments.json:
-        write_json(found.to_dict())
+        write_json(changes.to_dict())
     else:
-        _print(found, of_models=of_models)
+        _print(changes, of_models=of_models)
     return 0
 
 
-def _print(found: Difference, *, of_models: bool) -> None:
-    if found.same:
+def _print(changes: Difference, *, of_models: bool) -> None:
+    if changes.same:
         write_table("The plans are the same.")
         return
-    lines = [f"{name}: {a} -> {b}" for name, (a, b) in found.options.items()]
-    for text, names in (("only in the first", found.removed), ("only in the second", found.added)):
+    lines = [f"{name}: {a} -> {b}" for name, (a, b) in changes.options.items()]
+    for text, names in (
+        ("only in the first", changes.removed),
+        ("only in the second", changes.added),
+    ):
         if names:
             more = f" and {len(names) - 5} more" if len(names) > 5 else ""
             lines.append(f"{len(names)} nodes {text}: {', '.join(names[:5])}{more}")
-    moved = sum(move.nodes for move in found.moves)
+    moved = sum(move.nodes for move in changes.moves)
     lines.append(f"{moved} nodes on another stage{':' if moved else '.'}")
-    for move in found.moves[:_MOST_LINES]:
+    for move in changes.moves[:_MOST_LINES]:
         layers = move.first if move.nodes == 1 else f"{move.first} .. {move.last} ({move.nodes})"
         lines.append(f"  {move.before} -> {move.after}  {layers}")
-    if len(found.moves) > _MOST_LINES:
-        lines.append(f"  and {len(found.moves) - _MOST_LINES} more such moves")
-    write_table(*lines, _stage_table(found, of_models=of_models))
+    if len(changes.moves) > _MOST_LINES:
+        lines.append(f"  and {len(changes.moves) - _MOST_LINES} more such moves")
+    write_table(*lines, _stage_table(changes, of_models=of_models))
 
 
-def _stage_table(found: Difference, *, of_models: bool) -> Any:
+def _stage_table(changes: Difference, *, of_models: bool) -> Any:
     """Makes the table of what stages cost: before, after and the change."""
     from rich import box
     from rich.table import Table
@@ -84,7 +87,7 @@ def _stage_table(found: Difference, *, of_models: bool) -> Any:
     rows.add_column("")
     for name in ("Before", "After", "Change"):
         rows.add_column(name, justify="right", no_wrap=True)
-    for index, stage in enumerate(found.stages):
+    for index, stage in enumerate(changes.stages):
         for place, (name, values) in enumerate(stage.items()):
             title = "FLOPs" if name == "flops" else name.removesuffix("_bytes")
             as_bytes = of_models and name == "memory_bytes"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 
 _OF_MODELS = (
     "batch_size", "num_micro_batches", "num_replicas", "num_ranks", "stages_per_rank", "schedule",
-    "optimizer", "recompute",
+    "optimizer", "recompute", "placement", "fusion_threshold",
 )  # fmt: skip
 """Options that say what a graph's own memory and time already hold."""
 
@@ -37,13 +36,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--stages-per-rank", type=positive_int, metavar="V",
         help="stages of a rank (default: 2 with interleaved and zb-v, else 1)")  # fmt: skip
     add("--balance", metavar="WHAT",
-        help="memory (default) or flops; of a graph, time or load as well")  # fmt: skip
+        help="memory, flops or time (default: with which a step is fastest); of a graph, memory "
+        "(default), time, flops or load")  # fmt: skip
     add("--memory-limit", metavar="BYTES",
         help="memory of a stage, e.g. 16GB, or one for each stage: 16GB,8GB; "
         "of a graph in its units")  # fmt: skip
     add_model_options(parser)
     add("--replicas", dest="num_replicas", type=positive_int, metavar="R",
         help="pipelines side by side, which share the batch (default: 1)")  # fmt: skip
+    add("--placement", choices=("pipelines-together", "replicas-together"),
+        help="which ranks are neighbours: those of a pipeline (default) or of a stage")  # fmt: skip
+    add("--fusion-threshold", metavar="BYTES",
+        help="most bytes of gradients that replicas sum at a time (default: 32MiB)")  # fmt: skip
     add("--recompute", metavar="STAGES",
         help="activation checkpointing: all, none, or stages such as 0,1 that repeat their forward "
         "pass to save memory (default: only where the limit needs it)")  # fmt: skip
@@ -62,8 +66,8 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     add("--micro-batches", dest="num_micro_batches", type=positive_int, metavar="M",
         help="micro-batches of a step (default: as make_plan chooses)")  # fmt: skip
     add("--schedule", metavar="NAME",
-        help="1f1b (default), gpipe or zb-h1; to make a plan interleaved, zb-v, zb-auto or the "
-        "text file of a schedule as well")  # fmt: skip
+        help="gpipe, 1f1b or zb-h1; to make a plan interleaved, zb-v, zb-auto or the text file of "
+        "a schedule as well (default: the fastest of some, else 1f1b)")  # fmt: skip
     add("--optimizer", metavar="NAME",
         help="whose state counts as memory (default: the model's, else Adam's)")  # fmt: skip
 
@@ -106,11 +110,6 @@ def run(arguments: argparse.Namespace) -> int:
         plan.save(arguments.output)
     draw(plan, graph, arguments)
     show(plan, as_json=arguments.json)
-    if getattr(plan, "num_replicas", 1) > 1:
-        sys.stderr.write(
-            "tarantella plan make: this version trains no replicas yet, so this plan is for "
-            "simulations; --stages makes a plan of one pipeline.\n"
-        )
     return 0
 
 
@@ -123,7 +122,7 @@ def _planned(arguments: argparse.Namespace) -> tuple[AnyPlan, LayerGraph | None]
             raise no_pictures()
         return _plan_of_graph(arguments), None
     open_stages = arguments.num_stages is None and arguments.num_ranks is None
-    if open_stages and not Path(arguments.schedule or "1f1b").is_file():
+    if open_stages and not Path(arguments.schedule or "").is_file():
         raise ConfigurationError(
             "Expected --stages, or --ranks to choose their number. Received: neither"
         )

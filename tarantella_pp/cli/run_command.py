@@ -42,6 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="show what every rank prints, not only the last one")  # fmt: skip
     add("--trace", metavar="FILE",
         help="record training, for Perfetto and chrome://tracing")  # fmt: skip
+    add("--fusion-threshold", metavar="BYTES",
+        help="most bytes of gradients that replicas sum at a time, e.g. 32MiB")  # fmt: skip
     add("--timeout", type=positive_seconds, metavar="S", help="kill the job after S seconds")
     add("--dry-run", action="store_true", help="print the command and environment, run nothing")
     add("command", nargs=argparse.REMAINDER, metavar="[--] script.py ...",
@@ -78,9 +80,9 @@ def run(arguments: argparse.Namespace) -> int:
     shared = num_nodes > 1 or bool(hosts)
     quiet = arguments.log_level in ("WARNING", "ERROR") and LOG_VARIABLE in variables
     supervisor = Supervisor(num_ranks, arguments.timeout, shared, quiet=quiet)
-    own = launcher.environment(str(supervisor.directory.path))
+    of_launcher = launcher.environment(str(supervisor.directory.path))
     inherited = mpi_launchers.without_other_jobs(os.environ)
-    return supervisor.run(command, {**inherited, **own, **variables, **exported})
+    return supervisor.run(command, {**inherited, **of_launcher, **variables, **exported})
 
 
 def _variables(
@@ -89,7 +91,8 @@ def _variables(
     """Returns the environment of the ranks, as far as it is not the user's."""
     from tarantella_pp.launch import rank_environment
     from tarantella_pp.launch.guard.gpus import SHARE_VARIABLE
-    from tarantella_pp.launch.guard.launch_environment import TRACE_VARIABLE
+    from tarantella_pp.launch.guard.launch_environment import FUSION_VARIABLE, TRACE_VARIABLE
+    from tarantella_pp.partition.graph.units import parse_bytes
 
     given, forced = {**os.environ, **exported}, arguments.threads is not None
     threads = arguments.threads or rank_environment.threads_per_rank(
@@ -111,6 +114,9 @@ def _variables(
         variables[SHARE_VARIABLE] = "1"
     if arguments.trace is not None:
         variables[TRACE_VARIABLE] = os.path.abspath(arguments.trace)
+    if arguments.fusion_threshold is not None:
+        size = parse_bytes(arguments.fusion_threshold, "--fusion-threshold")
+        variables[FUSION_VARIABLE] = str(size)
     return variables
 
 
@@ -130,14 +136,14 @@ def _job(
         SIZE_VARIABLE,
     )
 
-    own = {DIRECTORY_VARIABLE, SIZE_VARIABLE, RANK_VARIABLE, LOCAL_RANK_VARIABLE}
+    of_job = {DIRECTORY_VARIABLE, SIZE_VARIABLE, RANK_VARIABLE, LOCAL_RANK_VARIABLE}
     return mpi_launchers.Job(
         command=(sys.executable, "-m", "tarantella_pp.launch.worker", *script),
         num_ranks=num_ranks,
         cores=rank_environment.cores_of_node(),
         cores_per_rank=rank_environment.threads_per_rank(num_ranks, num_nodes, os.environ),
         hostfile=arguments.hostfile,
-        names=tuple(sorted({*names, *own})),
+        names=tuple(sorted({*names, *of_job})),
         label_output=arguments.output_on_all_devices,
     )
 

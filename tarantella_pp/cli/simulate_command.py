@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Iterable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from tarantella_pp.cli.io import quantities
 from tarantella_pp.cli.io.output import (
@@ -16,6 +19,7 @@ from tarantella_pp.cli.io.output import (
 from tarantella_pp.errors import ConfigurationError
 
 if TYPE_CHECKING:
+    from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
     from tarantella_pp.partition.plan.plan_simulation import PlanSimulation, ScalePoint
     from tarantella_pp.simulation.scaling import PipelineStep
 
@@ -34,12 +38,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("plan", metavar="PLAN", help="the plan's JSON file, of a Keras model")
     add("--replicas", type=quantities.positive_int, metavar="R",
         help="pipelines side by side, each with its own batch (default: the plan's)")  # fmt: skip
-    add("--speed", type=quantities.flops_per_second, default="1", metavar="TFLOPS",
-        help="what a rank reaches, in TFLOP/s or e.g. 500GFLOPs (default: 1 TFLOP/s)")  # fmt: skip
-    add("--link-bandwidth", type=quantities.bytes_per_second, default="10GB", metavar="B",
-        help="between ranks, in each direction, e.g. 10GB or 100Gbit (default: 10GB)")  # fmt: skip
-    add("--link-latency", type=quantities.seconds, default="5us", metavar="T",
-        help="of each message, e.g. 5us (default: 5us)")  # fmt: skip
+    add("--speed", type=quantities.flops_per_second, metavar="TFLOPS",
+        help="what a rank reaches, in TFLOP/s or e.g. 500GFLOPs (default: the plan's, else 1); "
+        "of another one than the plan's nothing else is known")  # fmt: skip
+    add("--link-bandwidth", type=quantities.bytes_per_second, metavar="B",
+        help="between ranks, in each direction, e.g. 10GB or 100Gbit "
+        "(default: the plan's, else 10GB)")  # fmt: skip
+    add("--link-latency", type=quantities.seconds, metavar="T",
+        help="of each message, e.g. 5us (default: the plan's, else 5us)")  # fmt: skip
     add("--schedule", metavar="NAME",
         help="gpipe, 1f1b, interleaved, zb-h1, zb-v or zb-auto (default: the plan's)")  # fmt: skip
     add("--micro-batches", type=quantities.positive_int, metavar="M",
@@ -58,10 +64,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _simulate(arguments: argparse.Namespace) -> int:
     from tarantella_pp.cli.io.plan_files import load_model_plan
-    from tarantella_pp.partition.plan.plan_simulation import HardwareSpec, PlanSimulation
+    from tarantella_pp.partition.plan.plan_simulation import PlanSimulation
 
     plan = load_model_plan(arguments.plan, "a simulation")
-    machine = HardwareSpec(arguments.speed, arguments.link_bandwidth, arguments.link_latency)
+    machine = _machine(arguments, plan.machine)
     schedule = arguments.schedule or plan.schedule
     micro_batches = arguments.micro_batches or plan.num_micro_batches
     if schedule == "forward":
@@ -84,10 +90,22 @@ def _simulate(arguments: argparse.Namespace) -> int:
 
     write_table(*summary(simulation, step, point, balance), rank_table(step))
     if arguments.timeline:
-        write_table(drawing(step))
+        write_table(drawing(simulation.replicated(step, point.num_replicas)))
     write_table("Scaling, with the same work for each replica:", curve_table(curve))
     write_table(*(f"Assumed: {line}" for line in _assumptions(simulation, step)))
     return 0
+
+
+def _machine(arguments: argparse.Namespace, planned: HardwareSpec | None) -> HardwareSpec:
+    """Returns the machine that a plan was made for, with what the command line says otherwise."""
+    from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
+
+    machine = planned or HardwareSpec()
+    if arguments.speed is not None:  # another machine, of which all else is unknown
+        machine = HardwareSpec(arguments.speed)
+    links = {"bandwidth": arguments.link_bandwidth, "latency": arguments.link_latency}
+    given = {name: value for name, value in links.items() if value is not None}
+    return msgspec.structs.replace(machine, **given)
 
 
 def _as_dict(
@@ -101,9 +119,9 @@ def _as_dict(
         "num_stages": plan.num_stages,
         "num_micro_batches": simulation.num_micro_batches,
         "micro_batch_size": simulation.micro_batch_size,
-        "machine": asdict(simulation.machine),
+        "machine": msgspec.structs.asdict(simulation.machine),
         "bubble": step.bubble_fraction,
-        "pipeline_seconds": step.step_seconds,
+        "pipeline_seconds": step.pipeline_seconds,
         "peak_bytes": max(step.peak_bytes),
         "memory_limit": plan.memory_limit,
         **_point(point),
@@ -124,13 +142,13 @@ def _point(point: ScalePoint) -> dict[str, Any]:
 def _assumptions(simulation: PlanSimulation, step: PipelineStep) -> list[str]:
     """Says what the figures rest on."""
     machine = simulation.machine
-    bandwidth, latency = machine.bandwidth / 1e9, machine.latency * 1e6
+    bandwidth, latency = (machine.bandwidth or math.inf) / 1e9, machine.latency * 1e6
     stages = simulation.plan.stages
     measured = [i for i, stage in enumerate(stages) if stage.forward_seconds is not None]
     lines = []
     if len(measured) < len(stages):
         lines += [
-            f"a rank does {machine.flops_per_second / 1e12:g} TFLOP/s on every layer.",
+            _speed(machine),
             "a backward pass takes twice its forward pass, half for inputs and half for weights.",
         ]
     if measured:
@@ -142,7 +160,7 @@ def _assumptions(simulation: PlanSimulation, step: PipelineStep) -> list[str]:
     lines += [
         f"links do {bandwidth:g} GB/s in each direction after {latency:g} us, while ranks compute.",
         "the batch grows with the replicas, each of which has the plan's samples.",
-        "replicas sum the gradients of a stage in a ring once all are there.",
+        "replicas sum a stage's gradients in a ring once all are there, while others compute.",
         "updates of weights, reading data and the framework's own time are left out.",
     ]
     if repeated := simulation.plan.recompute:
@@ -153,6 +171,16 @@ def _assumptions(simulation: PlanSimulation, step: PipelineStep) -> list[str]:
             "as the slowest."
         )
     return lines
+
+
+def _speed(machine: HardwareSpec) -> str:
+    """What takes time on a rank."""
+    text = f"a rank does {machine.flops_per_second / 1e12:g} TFLOP/s on every layer"
+    if machine.memory_bandwidth is not None:
+        text += f", reads weights at {machine.memory_bandwidth / 1e9:g} GB/s"
+    if machine.action_seconds:
+        text += f", takes {machine.action_seconds * 1e6:g} us to start a computation"
+    return f"{text}."
 
 
 def _list(numbers: Iterable[int]) -> str:

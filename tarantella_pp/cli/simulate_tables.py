@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tarantella_pp.partition.graph.units import format_bytes
-from tarantella_pp.partition.plan.plan import common_limit
+from tarantella_pp.partition.plan.plan_config import common_limit
 from tarantella_pp.partition.plan.plan_simulation import PlanSimulation, ScalePoint
 from tarantella_pp.simulation.scaling import PipelineStep
 
@@ -27,7 +27,7 @@ def summary(
         balance: The bubble if messages took no time.
     """
     plan = simulation.plan
-    sums = point.step_seconds - step.step_seconds
+    sums = point.exposed_seconds
     summed = f", of which {_seconds(sums)} wait for sums of gradients" if sums else ""
     over = ""
     if (limits := plan.limits) is not None:
@@ -37,7 +37,7 @@ def summary(
             limits = (min(limits),) * len(step.peak_bytes)
         fits = all(peak <= own for peak, own in zip(step.peak_bytes, limits, strict=True))
         over = f", {'within' if fits else 'ABOVE'} the plan's limit of {size}"
-    bubble = f"{100 * balance:.1f} %, {100 * step.bubble_fraction:.1f} % with messages"
+    bubble = f"{100 * step.bubble_fraction:.1f} %, {100 * balance:.1f} % without messages"
     title = (
         f"A step of '{plan.model}': {plan.num_stages} stages on {point.num_ranks} ranks, "
         f"{simulation.schedule}, {simulation.num_micro_batches} micro-batches of "
@@ -63,7 +63,7 @@ def rank_table(step: PipelineStep) -> Any:
         rows.add_column(name, justify="right")
     for rank, (busy, peak) in enumerate(zip(step.busy_seconds, step.peak_bytes, strict=True)):
         stages = [str(s) for s, owner in enumerate(step.placement) if owner == rank]
-        idle = 1 - busy / (step.step_seconds or 1.0)
+        idle = 1 - busy / (step.pipeline_seconds or 1.0)
         rows.add_row(
             str(rank), " ".join(stages), _seconds(busy), f"{100 * idle:.1f} %", format_bytes(peak)
         )

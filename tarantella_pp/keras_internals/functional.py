@@ -45,9 +45,6 @@ def network_of(model: Any) -> Any:
     """Returns the Functional that holds a model's operations; `None` where there is none.
 
     A Functional holds them itself, a built Sequential has one inside.
-
-    Args:
-        model: Any object.
     """
     if isinstance(model, Functional):
         return model
@@ -57,22 +54,14 @@ def network_of(model: Any) -> Any:
 
 
 def runs_its_graph(model: Any) -> bool:
-    """Returns whether calling the model runs its graph of operations and does nothing else.
-
-    Args:
-        model: A Functional or Sequential model.
-    """
+    """Returns whether calling the model runs its graph of operations and does nothing else."""
     kind = type(model)
     base = Functional if isinstance(model, Functional) else keras.Sequential
     return kind.call is base.call and kind.__call__ is keras.layers.Layer.__call__
 
 
 def is_plain_call(model: Any) -> bool:
-    """Returns whether a nested model adds nothing of its own to the operations in it.
-
-    Args:
-        model: A Functional or Sequential model that is called inside another one.
-    """
+    """Returns whether a nested model adds nothing of its own to the operations in it."""
     return bool(
         runs_its_graph(model)
         and model.activity_regularizer is None
@@ -84,29 +73,17 @@ def is_plain_call(model: Any) -> bool:
 
 
 def inputs_struct(network: Any) -> Any:
-    """The inputs of a Functional in the structure in which it is called.
-
-    Args:
-        network: A Functional.
-    """
+    """The inputs of a Functional in the structure in which it is called."""
     return network._inputs_struct
 
 
 def outputs_struct(network: Any) -> Any:
-    """The outputs of a Functional in the structure in which it returns them.
-
-    Args:
-        network: A Functional.
-    """
+    """The outputs of a Functional in the structure in which it returns them."""
     return network._outputs_struct
 
 
 def input_layer_of(tensor: Any) -> Any:
-    """The layer that a symbolic input of a model comes from.
-
-    Args:
-        tensor: The input.
-    """
+    """The layer that a symbolic input of a model comes from."""
     return tensor._keras_history.operation
 
 
@@ -121,11 +98,7 @@ def ordered_nodes(network: Any) -> list[Any]:
 
 
 def sublayers(operation: Any) -> list[Any]:
-    """Returns a layer and all layers in it; nothing for an operation that is no layer.
-
-    Args:
-        operation: A layer or another Keras operation.
-    """
+    """Returns a layer and all layers in it; nothing for an operation that is no layer."""
     if isinstance(operation, keras.layers.Layer):
         return list(operation._flatten_layers())
     if isinstance(operation, Function):
@@ -134,37 +107,24 @@ def sublayers(operation: Any) -> list[Any]:
 
 
 def layer_metrics(operation: Any) -> list[Any]:
-    """Returns the metrics that a call may update: those of a layer and of all layers in it.
-
-    Args:
-        operation: A layer or another Keras operation.
-    """
+    """Returns the metrics that a call may update: those of a layer and of all layers in it."""
     layers = [layer for layer in sublayers(operation) if not isinstance(layer, keras.Model)]
     return list(dict.fromkeys(metric for layer in layers for metric in layer.metrics))
 
 
 def states_of(operation: Any, arguments: Any) -> list[Any]:
-    """Returns the variables that one call uses: seeds of random layers included, and metrics.
-
-    Args:
-        operation: A layer or another Keras operation.
-        arguments: The `arguments` of its node: a variable may be one of them, too.
-    """
+    """Returns the variables that one call uses: seeds of random layers included, and metrics."""
     owners = [operation] if isinstance(operation, keras.layers.Layer) else sublayers(operation)
-    found = [variable for owner in owners for variable in owner.variables]
-    found += [v for metric in layer_metrics(operation) for v in metric.variables]
-    found += [
+    variables = [variable for owner in owners for variable in owner.variables]
+    variables += [v for metric in layer_metrics(operation) for v in metric.variables]
+    variables += [
         value for value in tree.flatten((arguments.args, arguments.kwargs)) if is_variable(value)
     ]
-    return list({id(variable): variable for variable in found}.values())
+    return list({id(variable): variable for variable in variables}.values())
 
 
 def trained_variables(operation: Any) -> list[Any]:
-    """Returns the variables of a call that only optimizers change, whether frozen now or not.
-
-    Args:
-        operation: A layer or another Keras operation.
-    """
+    """Returns the variables of a call that only optimizers change, whether frozen now or not."""
     return [v for layer in sublayers(operation) for v in layer._trainable_variables]
 
 
@@ -172,9 +132,6 @@ def reads_variables(network: Any) -> bool:
     """Returns whether an operation in a Functional that is no layer takes a variable as argument.
 
     Such a read depends on the dtype scope that the model around it opens.
-
-    Args:
-        network: A Functional.
     """
     return any(
         is_variable(value)
@@ -195,25 +152,14 @@ def is_default(method: Any) -> bool:
 
 
 def is_own_layer(operation: Any) -> bool:
-    """Returns whether a layer is one of Keras' own whose way with masks is all in `compute_mask`.
-
-    Args:
-        operation: A layer or another Keras operation.
-    """
+    """Whether a layer is one of Keras' own whose way with masks is all in `compute_mask`."""
     others = (keras.layers.Lambda, keras.layers.Pipeline, keras.layers.ReversibleEmbedding)
     kind = type(operation)
     return kind.__module__.startswith("keras.src.layers.") and kind not in others
 
 
 def class_of_keras(operation: Any) -> str:
-    """Returns the name of the class of Keras that defines what an operation computes.
-
-    Args:
-        operation: A layer or another Keras operation.
-
-    Returns:
-        The name; empty where the operation is not Keras' own or overrides `call`.
-    """
+    """Returns the name of the class of Keras that defines what an operation computes."""
     kind: Any = type(operation)
     for base in kind.__mro__:
         if base.__module__.startswith(("keras.src.layers.", "keras.src.ops.")):

@@ -74,14 +74,8 @@ def slots_of(optimizer: Any) -> list[Slot]:
 
     Optimizers of Keras keep them in lists with an entry for each weight that they train, in the
     order in which they were built; what is not in such a list is of the optimizer as a whole.
-
-    Args:
-        optimizer: Any optimizer, built or not.
-
-    Raises:
-        UnsupportedModelError: If the optimizer keeps a slot elsewhere.
     """
-    found: dict[int, Slot] = {}
+    slots: dict[int, Slot] = {}
     for number, part in enumerate(parts_of(optimizer)):
         weights = trained_by(part)
         served = tuple(weights) if number else ()
@@ -89,27 +83,22 @@ def slots_of(optimizer: Any) -> list[Slot]:
         where = (number, type(part).__name__)
         for name, value in vars(part).items():
             if isinstance(value, keras.Variable):
-                found[id(value)] = Slot(prefix + name, served, value, *where)
+                slots[id(value)] = Slot(prefix + name, served, value, *where)
             elif _is_per_weight(name, value, weights):
                 for weight, variable in zip(weights, value, strict=True):
-                    found.setdefault(id(variable), Slot(prefix + name, (weight,), variable, *where))
-    strange = [v.path for v in optimizer.variables if id(v) not in found]
+                    slots.setdefault(id(variable), Slot(prefix + name, (weight,), variable, *where))
+    strange = [v.path for v in optimizer.variables if id(v) not in slots]
     if strange:
         raise UnsupportedModelError(
             f"Optimizer {type(optimizer).__name__} keeps {strange} neither in an attribute nor in "
             "a list with one entry for each weight, so they cannot be divided among ranks. Keep "
             "them as Keras' own optimizers do: a list for each kind, filled in `build`."
         )
-    return [found[id(variable)] for variable in optimizer.variables]
+    return [slots[id(variable)] for variable in optimizer.variables]
 
 
 def name_by_path(variable: Any, path: str) -> None:
-    """Gives a variable the path by which optimizers look for it.
-
-    Args:
-        variable: A variable of no layer.
-        path: The path.
-    """
+    """Gives a variable the path by which optimizers look for it."""
     variable._path = path
 
 
@@ -129,10 +118,6 @@ def rebuild(optimizer: Any, weights: Sequence[Any]) -> None:
     """Makes an optimizer one for other weights; what it knows of weights that it had, it keeps.
 
     It stays the same object, with all its options and the number of its steps.
-
-    Args:
-        optimizer: Any optimizer, built or not.
-        weights: What it shall train; if empty, it is not built afterwards.
     """
     values = _take_down(optimizer)
     _build(optimizer, weights, values)
@@ -169,15 +154,22 @@ def divide(optimizer: Any, weights: Sequence[Any], share: Sequence[Any]) -> list
     return slots
 
 
-def finalize_only(optimizer: Any, weights: Sequence[Any]) -> None:
+def finalize_only(optimizer: Any, weights: Sequence[Any], then: Callable[[], None]) -> None:
     """Lets an optimizer do what Keras' `fit` asks for at its end for some weights only.
 
     Args:
-        optimizer: A built optimizer.
-        weights: Those that it knows; `fit` names all weights of the model.
+        optimizer: The optimizer.
+        weights: The weights that it was built for.
+        then: Called if weights have changed, which become their moving averages.
     """
     finalize = type(optimizer).finalize_variable_values
-    optimizer.finalize_variable_values = lambda _: finalize(optimizer, list(weights))
+
+    def finalized(_: Any) -> None:
+        finalize(optimizer, list(weights))
+        if optimizer.use_ema:
+            then()
+
+    optimizer.finalize_variable_values = finalized
 
 
 def send_files_through(kind: type, check: Callable[[Any], None]) -> None:
@@ -185,10 +177,6 @@ def send_files_through(kind: type, check: Callable[[Any], None]) -> None:
 
     `keras.saving.save_model`, `save_weights`, `load_weights` and their like open a file before they
     look at the model, so the model cannot refuse in time, nor do it right.
-
-    Args:
-        kind: Its models have `save`, `save_weights` and `load_weights` that do all by themselves.
-        check: Refuses to save models of other classes that cannot be, before a file is opened.
     """
 
     def send(module: Any, name: str, method: str) -> None:
@@ -214,22 +202,14 @@ def send_files_through(kind: type, check: Callable[[Any], None]) -> None:
 
 
 def compiled_with(model: Any) -> dict[str, Any]:
-    """What a model was compiled with, to compile another one alike.
-
-    Args:
-        model: A compiled model.
-    """
+    """What a model was compiled with, to compile another one alike."""
     arguments = dict(model._compile_config.config)
     del arguments["jit_compile"]  # which Keras has resolved, and a pipeline does by itself
     return arguments
 
 
 def forget_functions(model: Any) -> None:
-    """Lets a model and those in it trace their steps anew: traced ones do not ask for weights.
-
-    Args:
-        model: A Keras model.
-    """
+    """Lets a model and those in it trace their steps anew: traced ones do not ask for weights."""
     for layer in model._flatten_layers():
         if isinstance(layer, keras.Model):
             layer.train_function = layer.test_function = layer.predict_function = None
@@ -241,11 +221,7 @@ def needs_only_shapes() -> bool:
 
 
 def pickled(file: bytes) -> tuple[Any, ...]:
-    """What `__reduce__` returns of a model.
-
-    Args:
-        file: The model as a `.keras` file.
-    """
+    """What `__reduce__` returns of a model."""
     return keras.Model._unpickle_model, (io.BytesIO(file),)
 
 

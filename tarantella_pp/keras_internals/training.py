@@ -34,6 +34,7 @@ __all__ = [
     "count_step",
     "forget_validation",
     "get_data_adapter",
+    "global_clipping_off",
     "global_seed",
     "is_keras_loss",
     "is_keras_optimizer",
@@ -57,23 +58,12 @@ _STEPPING = ("LossScaleOptimizer", "MultiOptimizer", "Nadam")
 
 
 def added_losses(layer: Any) -> list[tuple[str, Any]]:
-    """Losses that a layer and those in it added in their last call, regularizers of weights not.
-
-    Args:
-        layer: A layer that has just been called.
-
-    Returns:
-        Each with the name of the layer that added it.
-    """
+    """Losses that a layer and those in it added in their last call, regularizers of weights not."""
     return [(part.name, loss) for part in layers_in(layer) for loss in part._get_own_losses()]
 
 
 def layers_in(layer: Any) -> list[Any]:
-    """A layer and all layers in it.
-
-    Args:
-        layer: A layer.
-    """
+    """A layer and all layers in it."""
     return list(layer._flatten_layers())
 
 
@@ -118,13 +108,7 @@ def compiled_metrics(model: Any) -> Any:
 
 
 def track_loss(model: Any, loss: Any, rows: Any) -> None:
-    """Updates the mean of the loss that a model's logs tell.
-
-    Args:
-        model: A compiled model.
-        loss: The loss of a batch.
-        rows: Its number of samples.
-    """
+    """Updates the mean of the loss that a model's logs tell."""
     model._loss_tracker.update_state(loss, sample_weight=rows)
 
 
@@ -183,13 +167,7 @@ def second_loss(first: Any, instead: Callable[..., Any] | None = None) -> Any:
 
 
 def sample_values(loss: Any, y_true: Any, y_pred: Any) -> tuple[Any, Any]:
-    """The values of a loss for each sample before they are reduced, and their mask, if any.
-
-    Args:
-        loss: A loss that does not override `__call__`.
-        y_true: Targets.
-        y_pred: Outputs without masks.
-    """
+    """The values of a loss for each sample before they are reduced, and their mask, if any."""
     convert = functools.partial(keras.ops.convert_to_tensor, dtype=loss.dtype)
     y_pred, y_true = (keras.tree.map_structure(convert, value) for value in (y_pred, y_true))
     values = loss.call(y_true, y_pred)
@@ -211,11 +189,7 @@ def reduction_of(loss: Any, values: Any, sample_weight: Any, mask: Any) -> Any:
 
 
 def is_keras_loss(loss: Any) -> bool:
-    """Returns whether a loss is one of Keras' own, and not a subclass or a user's function.
-
-    Args:
-        loss: A loss of a compiled model.
-    """
+    """Returns whether a loss is one of Keras' own, and not a subclass or a user's function."""
     kinds = [type(loss), loss.fn] if isinstance(loss, LossFunctionWrapper) else [type(loss)]
     return all(
         str(getattr(kind, "__module__", "")).startswith("keras.src.losses") for kind in kinds
@@ -232,11 +206,7 @@ def logits_of(tensor: Any) -> Any:
 
 
 def running_states(layer: Any) -> list[Any]:
-    """What forward passes of a layer may write: seeds, statistics of batches, metrics.
-
-    Args:
-        layer: A layer; what is in it counts as well.
-    """
+    """What forward passes of a layer may write: seeds, statistics of batches, metrics."""
     states: list[Any] = []
     for part in layers_in(layer):
         states += [generator.state for generator in part._seed_generators]
@@ -254,11 +224,7 @@ def global_seed() -> Any:
 
 @contextlib.contextmanager
 def moving_statistics(layer: Any) -> Iterator[None]:
-    """Has batch normalizations use their moving statistics in training, too.
-
-    Args:
-        layer: A layer; those in it do.
-    """
+    """Has batch normalizations use their moving statistics in training, too."""
     changed = [
         part
         for part in layers_in(layer)
@@ -274,32 +240,20 @@ def moving_statistics(layer: Any) -> Iterator[None]:
 
 
 def count_step(optimizer: Any) -> None:
-    """Counts a step that updates nothing, for the sake of learning-rate schedules.
-
-    Args:
-        optimizer: The optimizer of a rank none of whose weights a gradient reaches.
-    """
+    """Counts a step that updates nothing, for the sake of learning-rate schedules."""
     if isinstance(optimizer, keras.optimizers.Nadam) and optimizer.built:
         optimizer._backend_update_step([], [], optimizer.learning_rate)  # its product of momenta
     optimizer._iterations.assign_add(1)
 
 
 def settable_learning_rate(model: Any) -> float:
-    """The learning rate that callbacks may change; NaN without one, or where a schedule sets it.
-
-    Args:
-        model: A model, compiled or not.
-    """
+    """The learning rate that callbacks may change; NaN without one, or where a schedule sets it."""
     rate = getattr(getattr(model, "optimizer", None), "_learning_rate", None)
     return float(rate) if isinstance(rate, keras.Variable) else math.nan
 
 
 def forget_validation(model: Any) -> None:
-    """Makes the next training validate with its own data, also after one that an error ended.
-
-    Args:
-        model: A model.
-    """
+    """Makes the next training validate with its own data, also after one that an error ended."""
     if getattr(model, "_eval_epoch_iterator", None) is not None:
         del model._eval_epoch_iterator
 
@@ -313,9 +267,6 @@ def updates_weights_alone(optimizer: Any) -> bool:
     """Whether a step for some weights, and one for the others, is the same as one for all.
 
     The number of steps has to be set back in between.
-
-    Args:
-        optimizer: Any optimizer; nothing is known of those that are not Keras' own.
     """
     if not is_keras_optimizer(optimizer) or type(optimizer).__name__ in _STEPPING:
         return False
@@ -323,22 +274,27 @@ def updates_weights_alone(optimizer: Any) -> bool:
     return not any(getattr(optimizer, option) for option in options)
 
 
-def standardize_inputs(model: Any, x: Any) -> list[Any]:
-    """Makes the flat list of a Functional model's inputs, as it does when it is called.
+@contextlib.contextmanager
+def global_clipping_off(optimizer: Any) -> Iterator[None]:
+    """Has an optimizer leave gradients as long as they are.
 
     Args:
-        model: A Functional model.
-        x: What a data set gives for the inputs.
+        optimizer: An optimizer of Keras with `global_clipnorm`.
     """
+    before, optimizer.global_clipnorm = optimizer.global_clipnorm, None
+    try:
+        yield
+    finally:
+        optimizer.global_clipnorm = before
+
+
+def standardize_inputs(model: Any, x: Any) -> list[Any]:
+    """Makes the flat list of a Functional model's inputs, as it does when it is called."""
     model._assert_input_compatibility(x)
     return list(model._standardize_inputs(x))
 
 
 def strategy_of(model: Any) -> Any:
-    """The strategy of `tf.distribute` that a model was made in, or that is in force now, if any.
-
-    Args:
-        model: A Keras model.
-    """
+    """The strategy of `tf.distribute` that a model was made in, or that is in force now, if any."""
     now = tf.distribute.get_strategy() if tf.distribute.has_strategy() else None
     return model._distribute_strategy or now

@@ -39,9 +39,6 @@ def bind_to_share(given: Mapping[str, str]) -> None:
     """Binds this process to its share of the cores, if the environment says so.
 
     It does nothing where somebody else has bound the process already.
-
-    Args:
-        given: The environment of the rank.
     """
     wanted = given.get(BIND_VARIABLE, "")
     place = next(
@@ -58,13 +55,7 @@ def bind_to_share(given: Mapping[str, str]) -> None:
 
 
 def share(cores: Iterable[int], rank: int, ranks: int) -> set[int]:
-    """Returns the cores of one rank: neighbours, of as few sockets as can be.
-
-    Args:
-        cores: The cores of the node, at least as many as ranks.
-        rank: The rank's number on its node.
-        ranks: Ranks of the node.
-    """
+    """Returns the cores of one rank: neighbours, of as few sockets as can be."""
     ordered = sorted(cores, key=_place)
     begin, end = (len(ordered) * i // ranks for i in (rank, rank + 1))
     return set(ordered[begin:end])

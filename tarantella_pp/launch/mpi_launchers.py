@@ -67,11 +67,7 @@ class Launcher(abc.ABC):
         """Returns the command that starts a job."""
 
     def environment(self, directory: str) -> dict[str, str]:
-        """Returns what the launcher itself needs in its environment.
-
-        Args:
-            directory: Directory of the job, removed at its end.
-        """
+        """Returns what the launcher itself needs in its environment."""
         return {
             RANK_VARIABLE: self.rank_variable,
             LOCAL_RANK_VARIABLE: self.local_rank_variable,
@@ -147,11 +143,7 @@ _FAMILIES: dict[str, type[Launcher]] = {"mpich": Mpich, "openmpi": OpenMpi, "slu
 
 
 def without_other_jobs(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns an environment without what other jobs' launchers say of their ranks.
-
-    Args:
-        environ: The environment of this process.
-    """
+    """Returns an environment without what other jobs' launchers say of their ranks."""
     return {name: value for name, value in environ.items() if not _OF_ANOTHER_JOB.match(name)}
 
 
@@ -160,12 +152,6 @@ def find_launcher(name: str = "auto") -> Launcher:
 
     An MPI installed with pip into this Python's environment comes first, as mpi4py looks there
     first; then srun inside a Slurm allocation; then `mpiexec` or `mpirun` on the search path.
-
-    Args:
-        name: `"auto"`, or the family to take whatever else there is.
-
-    Raises:
-        LaunchError: There is none, or none of that family.
     """
     srun = shutil.which("srun")
     if srun and name == "slurm":

@@ -43,12 +43,7 @@ class QuietStderr:
 
 
 def pass_on(read: Callable[[], bytes], write: Callable[[bytes], object]) -> None:
-    """Passes text on without its noise, until there is no more.
-
-    Args:
-        read: Returns the next piece, empty at the end.
-        write: Takes text.
-    """
+    """Passes text on without its noise, until there is no more."""
     held = b""
     while piece := read():
         *lines, held = (held + piece).split(b"\n")

@@ -12,11 +12,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def die_with_parent(parent: int) -> None:
-    """Has the system kill the calling process as soon as its parent is gone.
-
-    Args:
-        parent: Process id of the parent, as it was before this call: it may be gone already.
-    """
+    """Has the system kill the calling process as soon as its parent is gone."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if sys.platform == "linux" and os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -31,11 +27,7 @@ def adopt_orphans() -> None:
 
 
 def describe_exit(status: int) -> str:
-    """Returns in words how a process ended, from `subprocess`'s return code.
-
-    Args:
-        status: The exit code; negative for a signal.
-    """
+    """Returns in words how a process ended, from `subprocess`'s return code."""
     if status < 0:
         return f"killed by {signal_name(-status)}"
     return f"ended with exit code {status}"

@@ -31,11 +31,7 @@ def shared_memory_of_descendants() -> set[str]:
 
 
 def remove_shared_memory(paths: set[str]) -> None:
-    """Removes shared-memory files, with those of ranks of the same job that were dead already.
-
-    Args:
-        paths: What `shared_memory_of_descendants` returned before the job was killed.
-    """
+    """Removes shared-memory files, with those of ranks of the same job that were dead already."""
     for path in paths:
         stem, dot, rank = path.rpartition(".")
         siblings = glob.glob(f"{glob.escape(stem)}.*") if dot and rank.isdigit() else []

@@ -24,15 +24,7 @@ def rank_environment(
     given: Mapping[str, str],
     force_threads: bool = False,
 ) -> dict[str, str]:
-    """Returns the variables to set for every rank, on top of those given already.
-
-    Args:
-        threads: Threads of one rank.
-        log_level: One of `LOG_LEVELS`.
-        output_on_all_devices: Whether all ranks print, not only the master rank.
-        given: The environment of the user, `-x` included. What it sets is left alone.
-        force_threads: Whether `threads` wins over what the user's environment sets.
-    """
+    """Returns the variables to set for every rank, on top of those given already."""
     defaults = {LOG_VARIABLE: LOG_LEVELS[log_level], **allocator_variables()}
     counts = dict.fromkeys(THREAD_VARIABLES, str(threads))
     ours = {
@@ -50,14 +42,7 @@ def rank_environment(
 def binding(
     threads: int, ranks_of_node: int, given: Mapping[str, str], force_threads: bool
 ) -> dict[str, str]:
-    """Returns what has the ranks of a node bound to cores of their own, where they should be.
-
-    Args:
-        threads: Threads of one rank.
-        ranks_of_node: Ranks on a node.
-        given: The environment of the user; its own numbers of threads leave ranks unbound.
-        force_threads: Whether `threads` wins over what the user's environment sets.
-    """
+    """Returns what has the ranks of a node bound to cores of their own, where they should be."""
     if not force_threads and any(name in given for name in THREAD_VARIABLES):
         return UNBOUND
     cores = cores_to_share(cores_of_node(), ranks_of_node, threads)
@@ -83,15 +68,7 @@ def allocator_variables() -> dict[str, str]:
 
 
 def parse_exports(options: Sequence[str], given: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables of `-x NAME` and `-x NAME=VALUE` options.
-
-    Args:
-        options: The values of the options.
-        given: The environment that gives the value of a bare `NAME`.
-
-    Raises:
-        ConfigurationError: A name is malformed, or bare and not set.
-    """
+    """Returns the variables of `-x NAME` and `-x NAME=VALUE` options."""
     exports = {}
     for option in options:
         name, equals, value = option.partition("=")
@@ -116,13 +93,7 @@ def cores_of_node() -> int:
 
 
 def threads_per_rank(num_ranks: int, num_nodes: int, given: Mapping[str, str]) -> int:
-    """Returns the threads of one rank, such that the ranks of a node do not share cores.
-
-    Args:
-        num_ranks: Number of ranks of the job.
-        num_nodes: Number of nodes they are spread over.
-        given: The environment; Slurm's `SLURM_CPUS_PER_TASK` is the answer where there is one.
-    """
+    """Returns the threads of one rank, such that the ranks of a node do not share cores."""
     per_task = given.get("SLURM_CPUS_PER_TASK", "")
     if per_task.isdigit() and int(per_task) > 0:
         return int(per_task)
@@ -130,10 +101,5 @@ def threads_per_rank(num_ranks: int, num_nodes: int, given: Mapping[str, str]) -
 
 
 def ranks_of_node(num_ranks: int, num_nodes: int) -> int:
-    """Returns the most ranks of a job on one node.
-
-    Args:
-        num_ranks: Number of ranks of the job.
-        num_nodes: Number of nodes they are spread over.
-    """
+    """Returns the most ranks of a job on one node."""
     return -(-num_ranks // num_nodes)

@@ -95,18 +95,7 @@ class Supervisor:
         self._deadline: float | None = None
 
     def run(self, command: Sequence[str], environment: Mapping[str, str]) -> int:
-        """Starts the MPI launcher, waits for the end of the job and cleans up after it.
-
-        Args:
-            command: Command of the MPI launcher.
-            environment: Its environment, and so that of the ranks.
-
-        Returns:
-            The exit code of `tarantella`.
-
-        Raises:
-            LaunchError: The command cannot be started.
-        """
+        """Starts the MPI launcher, waits for the end of the job and cleans up after it."""
         adopt_orphans()
         previous = {number: signal.signal(number, self._on_signal) for number in GRACE_SECONDS}
         try:

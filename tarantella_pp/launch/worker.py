@@ -52,11 +52,7 @@ LINGER_SECONDS = 8.0
 
 
 def main() -> int:
-    """Runs `worker.py SCRIPT ARGUMENTS...` as one rank of the job described by the environment.
-
-    Returns:
-        The exit code of the rank.
-    """
+    """Runs `worker.py SCRIPT ARGUMENTS...` as one rank of the job described by the environment."""
     die_with_parent(os.getppid())
     size = int(os.environ[SIZE_VARIABLE])
     rank = 0 if size == 1 else _number(RANK_VARIABLE)
@@ -86,17 +82,7 @@ def main() -> int:
 
 
 def run_script(command: list[str], keeper: Guard, local_rank: int | None = None) -> int:
-    """Runs a script as `python script.py arguments` would, and puts on record how it ended.
-
-    Args:
-        command: Path of the script and its arguments.
-        keeper: The guard of this rank.
-        local_rank: Its number among the ranks of its host, which get one GPU each.
-
-    Returns:
-        The exit code. A failed rank does not return: it leaves without waiting for MPI's other
-        ranks.
-    """
+    """Runs a script as `python script.py arguments` would, and puts on record how it ended."""
     faulthandler.enable()
     failure_guard.adopt(keeper)
     keeper.start()

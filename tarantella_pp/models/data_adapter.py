@@ -20,12 +20,7 @@ from tarantella_pp.runtime.one_rank import on_one_rank
 
 
 class FedData:
-    """What takes the place of a `tf.data.Dataset` in Keras' loops.
-
-    Args:
-        feed: Hands every rank its part.
-        adapter: Keras' adapter of the user's data, on the reader; elsewhere `None`.
-    """
+    """What takes the place of a `tf.data.Dataset` in Keras' loops."""
 
     def __init__(self, feed: DataFeed, adapter: DataAdapter | None) -> None:
         self._feed = feed
@@ -51,11 +46,6 @@ class FeedAdapter(DataAdapter):
     """A data adapter whose data set gives each rank its part of every batch.
 
     Only the reader opens the user's data; the other ranks know how many batches there are.
-
-    Args:
-        engine: This rank's part of training.
-        adapter: Keras' adapter of the user's data, on the reader; elsewhere `None`.
-        num_batches: Number of batches in an epoch, if known.
     """
 
     def __init__(
@@ -90,18 +80,7 @@ class FeedAdapter(DataAdapter):
 def shared_adapters(
     engine: Engine, make: Callable[[], list[DataAdapter | None]]
 ) -> list[FeedAdapter | None]:
-    """Opens the user's data on the reader and tells all ranks how much there is.
-
-    Args:
-        engine: This rank's part of training.
-        make: Opens the data: training data, then validation data or `None`.
-
-    Returns:
-        An adapter for each entry on every rank; `None` where the reader has none.
-
-    Raises:
-        ConfigurationError: On the other ranks, if opening the data failed on the reader.
-    """
+    """Opens the user's data on the reader and tells all ranks how much there is."""
     adapters: list[DataAdapter | None] = []
 
     def sizes() -> list[list[int | None] | None]:
@@ -126,16 +105,7 @@ def shared_adapter(
 def step_function(
     engine: Engine, step: Callable[[Batch], dict[str, Any]], steps_per_execution: int
 ) -> Callable[[Any], dict[str, Any]]:
-    """Makes a function that trains or evaluates, as Keras' loops expect it.
-
-    Args:
-        engine: This rank's part of training.
-        step: Runs one batch and returns logs.
-        steps_per_execution: How many batches to run at a time.
-
-    Returns:
-        A function of an iterator, which raises `StopIteration` at the end of the data.
-    """
+    """Makes a function that trains or evaluates, as Keras' loops expect it."""
 
     def run(iterator: Any) -> dict[str, Any]:
         batches = iterator if isinstance(iterator, Batches) else engine.feed.batches(iterator)
@@ -150,15 +120,7 @@ def step_function(
 
 
 def predict_function(engine: Engine) -> Callable[[Sequence[Any]], Any]:
-    """Makes a function that predicts, as Keras' loops expect it.
-
-    Args:
-        engine: This rank's part of training.
-
-    Returns:
-        A function of batches, or on `predict_on_batch` of what the user passed; it returns the
-        outputs of all batches, in the structure of the model.
-    """
+    """Makes a function that predicts, as Keras' loops expect it."""
 
     def run(data: Sequence[Any]) -> Any:
         feed = engine.feed

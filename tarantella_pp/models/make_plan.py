@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,18 +11,27 @@ import keras
 import tensorflow as tf
 
 from tarantella_pp.errors import ConfigurationError, PlanError
+from tarantella_pp.launch.guard.launch_environment import FUSION_VARIABLE
 from tarantella_pp.partition.extraction.keras_reader import ExtractedModel, extract
 from tarantella_pp.partition.graph.profile import Profile
 from tarantella_pp.partition.infeasible import infeasible
-from tarantella_pp.partition.options import checked_count
+from tarantella_pp.partition.options import BALANCES, PLACEMENTS, checked_count
+from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
 from tarantella_pp.partition.plan.plan import Plan
-from tarantella_pp.partition.plan.plan_simulation import HardwareSpec, with_bubble
+from tarantella_pp.partition.plan.plan_config import FUSION_THRESHOLD
+from tarantella_pp.partition.plan_choice import choose_plan
 from tarantella_pp.partition.plan_search import PlanSearch
-from tarantella_pp.partition.planner import Planner
+from tarantella_pp.partition.planner import LOOPS, Planner
 from tarantella_pp.runtime.tracing.profiler import profile as measure
 from tarantella_pp.schedule import Schedule, ScheduleSpec, read_schedule
 
-CORE = HardwareSpec(flops_per_second=6e10, action_seconds=3e-4, memory_bandwidth=1e10)
+CORE = HardwareSpec(
+    flops_per_second=6e10,
+    bandwidth=4.4e9,
+    action_seconds=3e-4,
+    memory_bandwidth=1e10,
+    split_factor=1.2,
+)
 """One core of a CPU, as measured with the models of `benchmarks/`."""
 ACCELERATOR = HardwareSpec(flops_per_second=1e13, action_seconds=3e-4, memory_bandwidth=1e12)
 """A GPU."""
@@ -38,13 +48,15 @@ def make_plan(
     num_replicas: int | None = None,
     num_ranks: int | None = None,
     stages_per_rank: int | None = None,
-    schedule: str | Path | Schedule = "1f1b",
-    balance: str = "memory",
+    schedule: str | Path | Schedule | None = None,
+    balance: str | None = None,
     memory_limit: int | float | str | Sequence[int | float | str] | None = None,
     recompute: str | Sequence[int] | None = None,
     optimizer: Any = None,
     profile: Profile | None = None,
     machine: HardwareSpec | None = None,
+    placement: str = PLACEMENTS[0],
+    fusion_threshold: int | float | str | None = None,
 ) -> Plan:
     """Plans the stages of a model's pipeline; needs neither MPI nor data, and trains nothing.
 
@@ -70,10 +82,13 @@ def make_plan(
         schedule: `"gpipe"`, `"1f1b"`, `"interleaved"`, `"zb-h1"`, `"zb-v"`, `"zb-auto"`, which is
             planned like `"zb-h1"` and searched for in the first training steps, or a schedule of
             your own: a `tarantella_pp.schedule.Schedule` or the path of a text file with one.
+            Default: the faster of `"1f1b"` and `"zb-h1"`, or with several stages on a rank of
+            `"1f1b"` and `"interleaved"`.
         balance: `"memory"` for the smallest largest memory of a stage, buffers of messages left
             out; `"time"` for the smallest largest time of a stage, measured on this machine;
             `"flops"` for the smallest largest number of floating point operations. Of ranks with
-            several stages the largest counts, not the largest stage.
+            several stages the largest counts, not the largest stage. Default: that with which a
+            step is fastest within the limit; `"time"` is among them with a `profile`.
         memory_limit: Largest memory of a stage, in bytes or as in `"16GB"`; for unequal devices
             one for each stage, as in `["16GB", "8GB"]`. Default: none.
         recompute: Activation checkpointing: stages that keep only the inputs of a micro-batch
@@ -85,6 +100,10 @@ def make_plan(
             whatever they balance. Default: for `balance="time"`, measured now with random inputs.
         machine: Speed of a rank and of the links, for the simulation. Default: one core of a
             CPU, or a GPU where there is one.
+        placement: Which ranks are neighbours, usually on one node: `"pipelines-together"`, those
+            of a pipeline, or `"replicas-together"`, those that sum the gradients of a stage.
+        fusion_threshold: Most bytes of gradients that replicas sum at a time, in bytes or as in
+            `"32MiB"`. Default: what `TNT_FUSION_THRESHOLD` says, or 32 MiB.
 
     Returns:
         The plan.
@@ -97,7 +116,7 @@ def make_plan(
             the smallest limit that works, and what else would.
     """
     extracted = extract(model)
-    custom = read_schedule(schedule)
+    custom = None if schedule is None else read_schedule(schedule)
     per_rank = _stages_per_rank(stages_per_rank, schedule, custom)
     if custom is not None:
         num_stages = custom.num_stages if num_stages is None else num_stages
@@ -111,28 +130,61 @@ def make_plan(
     given = {
         "batch_size": batch_size,
         "num_micro_batches": num_micro_batches,
-        "balance": balance,
         "memory_limit": memory_limit,
         "recompute": recompute,
+        "placement": placement,
+        "fusion_threshold": _fusion_threshold(fusion_threshold),
     }
     machine = machine or (ACCELERATOR if tf.config.list_physical_devices("GPU") else CORE)
-    choosers = [
+    everything = [
         PlanSearch(
             planner,
             machine,
-            {**given, "num_stages": stages, "num_replicas": replicas},
-            ScheduleSpec.of(custom or schedule, stages, stages // per_rank),
+            {**given, "balance": kind, "num_stages": stages, "num_replicas": replicas},
+            ScheduleSpec.of(custom or name, stages, stages // per_rank),
         )
-        for stages, replicas in shapes
+        for stages, replicas in _possible(shapes, planner, batch_size)
+        for kind in (_balances(profile) if balance in (None, *BALANCES) else (balance,))
+        for name in _schedules(schedule, planner, stages, per_rank)
     ]
-    if len(choosers) > 1:
-        nodes = len(planner.graph.nodes)
-        choosers = [c for c in choosers if c.given["num_stages"] <= nodes]
-        choosers = [c for c in choosers if c.given["num_replicas"] <= batch_size]
-    found = [timed for timed in map(PlanSearch.best, choosers) if timed is not None]
-    if found:
-        return with_bubble(min(found, key=lambda timed: timed[0])[1])
-    raise PlanError(infeasible(choosers[-1]))
+    asked = [s for s in everything if balance in (None, s.given["balance"])]
+    chosen = choose_plan(asked, [s for s in everything if s not in asked])
+    if chosen is None:
+        raise PlanError(infeasible(asked[-1]))
+    return chosen
+
+
+def _possible(
+    shapes: list[tuple[int, int]], planner: Planner, batch_size: int
+) -> list[tuple[int, int]]:
+    """Returns the shapes that the model and the batch are large enough for, where there are any."""
+    if len(shapes) == 1:
+        return shapes
+    most = len(planner.graph.nodes)
+    return [(s, r) for s, r in shapes if s <= most and r <= batch_size]
+
+
+def _balances(profile: Profile | None) -> tuple[str, ...]:
+    """Returns what stages can be balanced by, that of which a plan of least memory is made last."""
+    return ("flops", "memory") if profile is None else ("time", "flops", "memory")
+
+
+def _schedules(given: Any, planner: Planner, num_stages: int, per_rank: int) -> tuple[Any, ...]:
+    """Returns the schedules to choose from, that which needs the least memory last."""
+    if given is not None:
+        return (given,)
+    if per_rank > 1:
+        return ("interleaved", "1f1b")
+    loops = any(node.kind in LOOPS for node in planner.graph.nodes)
+    # Without other ranks that wait for B there is nothing to win by running it before W.
+    return ("1f1b",) if loops or num_stages == 1 else ("zb-h1", "1f1b")
+
+
+def _fusion_threshold(given: int | float | str | None) -> int | float | str:
+    """Reads the option, else the environment."""
+    if given is not None:
+        return given
+    return os.environ.get(FUSION_VARIABLE, "").strip() or FUSION_THRESHOLD
 
 
 def _stages_per_rank(given: int | None, schedule: Any, custom: Schedule | None) -> int:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,42 +13,27 @@ from tarantella_pp.dependencies import needed_for
 with needed_for("tarantella_pp.PipelineModel"):
     import keras
 
-from tarantella_pp.callbacks.rank_rules import callbacks_of_rank, kinds_of_all_ranks
-from tarantella_pp.callbacks.timeline import with_trace
-from tarantella_pp.errors import ConfigurationError, PlanError
+from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.keras_internals.state import compiled_with, forget_functions
-from tarantella_pp.keras_internals.training import (
-    compile_loss,
-    forget_validation,
-    get_data_adapter,
-    train_validation_split,
-)
-from tarantella_pp.models import model_validation
-from tarantella_pp.models.collective_model import CollectiveModel
-from tarantella_pp.models.data_adapter import (
-    predict_function,
-    shared_adapter,
-    shared_adapters,
-    step_function,
-)
-from tarantella_pp.models.make_plan import make_plan
-from tarantella_pp.partition.extraction.keras_reader import ExtractedModel, extract
+from tarantella_pp.keras_internals.training import compile_loss
+from tarantella_pp.models import compile_validation, model_validation
+from tarantella_pp.models.agreed_plan import agreed_plan
+from tarantella_pp.models.data_adapter import predict_function, step_function
+from tarantella_pp.models.training_loops import TrainingLoops
+from tarantella_pp.partition.extraction.keras_reader import extract
+from tarantella_pp.partition.options import checked_count
 from tarantella_pp.partition.plan.plan import Plan
-from tarantella_pp.runtime.comm.collective import (
-    collective,
-    compiled_facts,
-    learning_rate_of,
-)
-from tarantella_pp.runtime.comm.communicator import Communicator, world
+from tarantella_pp.runtime.comm.collective import collective, compiled_facts, learning_rate_of
+from tarantella_pp.runtime.comm.communicator import world
 from tarantella_pp.runtime.engine import Engine
-from tarantella_pp.runtime.one_rank import on_one_rank
+from tarantella_pp.runtime.replicas.process_groups import ProcessGroups
 from tarantella_pp.runtime.state.optimizer_state import OptimizerState
 from tarantella_pp.runtime.state.variable_sync import VariableSync
 from tarantella_pp.schedule import Schedule, read_schedule
 
 
 @keras.saving.register_keras_serializable("tarantella_pp")
-class PipelineModel(CollectiveModel):
+class PipelineModel(TrainingLoops):
     """Trains a Keras model as a pipeline of stages, one or more on each MPI rank.
 
     Wrap a Functional or Sequential model, launch the script on as many ranks as there are stages
@@ -76,7 +60,8 @@ class PipelineModel(CollectiveModel):
             `schedule.Schedule` or the path of a text file with one. Default: `"1f1b"`
             where the loss can be computed one micro-batch at a time, otherwise `"gpipe"`.
         balance: What the stages are balanced by: `"memory"`; `"time"`, for which rank 0 measures
-            each operation while the others wait; or `"flops"`.
+            each operation while the others wait; or `"flops"`. Default: that with which a step
+            is fastest within the limit.
         memory_limit: Largest memory of a stage, in bytes or as in `"16GB"`, one or one for each
             stage. Default: none.
         batch_size: Batch size to plan memory for. Default: 32, Keras' own. Training takes any for
@@ -88,7 +73,13 @@ class PipelineModel(CollectiveModel):
         wire_dtype: `"bfloat16"` to halve what travels from rank to rank: floating point
             activations and gradients are rounded to its 8 bits of precision, so that the numbers
             are no longer those of one process. Default: their own type, and the exact numbers.
-        num_replicas: Number of pipelines side by side; this version trains one.
+        num_replicas: Number of pipelines side by side, each of which computes its share of every
+            batch (data parallelism). Default: the number of ranks divided by that of the stages.
+        shard_optimizer: Whether each replica keeps the optimizer state of its share of the weights
+            only, updates these, and tells the others (ZeRO-1, Rajbhandari et al. 2020). The
+            numbers are the same. The plan counts the whole state. Default: every replica keeps all.
+        check_replicas: After how many steps the weights of all replicas are compared, by a hash. A
+            `ReplicaError` names the first that differs. Default: never.
 
     Raises:
         ConfigurationError: If an option cannot work, alone or with the number of ranks.
@@ -110,20 +101,23 @@ class PipelineModel(CollectiveModel):
         num_stages: int | None = None,
         num_micro_batches: int | None = None,
         schedule: str | Path | Schedule | None = None,
-        balance: str = "memory",
+        balance: str | None = None,
         memory_limit: int | str | Sequence[int | str] | None = None,
         batch_size: int = 32,
         recompute: str | Sequence[int] | None = None,
         plan: Plan | str | Path | None = None,
         wire_dtype: str | None = None,
         num_replicas: int | None = None,
+        shard_optimizer: bool = False,
+        check_replicas: int | None = None,
     ) -> None:
         model_validation.check_backend()
         model_validation.check_model(model)
         model_validation.check_strategy(model)
         model_validation.check_subclass(type(self), PipelineModel)
         model_validation.check_wire_dtype(wire_dtype)
-        model_validation.check_replicas(num_replicas)
+        if check_replicas is not None:
+            check_replicas = checked_count("check_replicas", check_replicas)
         communicator = world()
         extracted = extract(model)
         read_schedule(schedule or "1f1b")  # refuses, on all ranks, what is none
@@ -135,28 +129,38 @@ class PipelineModel(CollectiveModel):
             "memory_limit": memory_limit,
             "batch_size": batch_size,
             "recompute": recompute,
+            "num_replicas": num_replicas,
         }
         facts = {**given, "plan": plan is not None, "wire_dtype": wire_dtype}
+        facts |= {"shard_optimizer": shard_optimizer, "check_replicas": check_replicas}
         facts["compiled model"] = model.compiled
         with communicator.call("PipelineModel", **facts):
-            agreed = _agreed_plan(extracted, communicator, given, plan)
-            model_validation.check_replicas(agreed.num_replicas)
-            model_validation.check_ranks(agreed.num_stages, communicator.size)
-            model_validation.check_synchronized(extracted.calls, agreed.num_micro_batches)
-            model_validation.check_outputs(extracted.graph, agreed.num_micro_batches)
+            agreed = agreed_plan(extracted, communicator, given, plan)
+            replicas = model_validation.replicas_of(
+                agreed.num_stages, communicator.size, agreed.num_replicas
+            )
+            micro_batches = agreed.num_micro_batches * agreed.num_replicas
+            model_validation.check_synchronized(extracted.calls, micro_batches)
+            model_validation.check_outputs(extracted.graph, micro_batches)
+            replicas = replicas if communicator.size > 1 else 1
+            groups = ProcessGroups.of(communicator, replicas, agreed.placement)
             super().__init__(extracted.inputs_struct, extracted.outputs_struct, name=model.name)
             free = plan is None and schedule is None
             self._engine = Engine(
-                self, extracted, agreed, communicator, free_schedule=free, wire_dtype=wire_dtype
+                self, extracted, agreed, groups, free_schedule=free, wire_dtype=wire_dtype,
+                shard_optimizer=shard_optimizer, check_every=check_replicas,
+            )  # fmt: skip
+            model_validation.check_metrics_in_layers(
+                self._engine.metrics_in_layers, groups.num_replicas
             )
             # Weights whose results are not needed are in no stage, and the same everywhere.
             variables = {id(v): v for v in (*extracted.variables, *self.variables)}.values()
             self._model_state = VariableSync(
-                tuple(variables), self._engine.owners, communicator, self._engine.clock
+                tuple(variables), self._engine.owners, groups, self._engine.clock
             )
             self._model_state.start_alike()
         if self._engine.prints:
-            model_validation.warn_of_batch_statistics(extracted.calls, agreed.num_micro_batches)
+            model_validation.warn_of_batch_statistics(extracted.calls, micro_batches)
         if model.compiled:
             self._compile_as(model)
 
@@ -251,10 +255,10 @@ class PipelineModel(CollectiveModel):
         given.apply_defaults()
         optimizer = keras.optimizers.get(given.arguments["optimizer"])
         given.arguments["optimizer"] = optimizer
-        ranks = self._engine.communicator.size
-        model_validation.check_compilation(given.arguments, self.dtype_policy.name, ranks)
+        ranks = self._engine.trainers.ranks.size
+        compile_validation.check_compilation(given.arguments, self.dtype_policy.name, ranks)
         compiled = compile_loss(self, given.arguments["loss"], given.arguments["loss_weights"])
-        model_validation.check_loss(compiled, self._engine)
+        compile_validation.check_loss(compiled, self._engine)
         metrics = (given.arguments[name] for name in ("metrics", "weighted_metrics"))
         self._engine.check_memory(compiled, any(kind is not None for kind in metrics))
         facts = compiled_facts(given.arguments)
@@ -264,14 +268,14 @@ class PipelineModel(CollectiveModel):
             self._optimizer_state = state
             self._renew()
         if self._engine.prints:
-            model_validation.warn_of_compilation(given.arguments)
+            compile_validation.warn_of_compilation(given.arguments)
 
     def _divided(self, optimizer: Any) -> OptimizerState | None:
         """Leaves an optimizer with this rank's share of its slots; all ranks must call it."""
         if optimizer is None:
             return None
-        weights, owners = self.trainable_variables, self._engine.owners
-        return OptimizerState(optimizer, weights, owners, self._engine.communicator)
+        weights, owners = self.trainable_variables, self._engine.trainers
+        return OptimizerState(optimizer, weights, owners, lambda: self._engine.publish_weights())
 
     def _renew(self) -> None:
         """Makes changes of layers, loss, metrics and optimizer take effect."""
@@ -285,7 +289,7 @@ class PipelineModel(CollectiveModel):
             ConfigurationError: If the model is compiled without an optimizer and has weights to
                 train.
         """
-        model_validation.check_optimizer(self)
+        compile_validation.check_optimizer(self)
         if force:
             self._renew()
         if self._optimizer_state is not None:
@@ -375,238 +379,3 @@ class PipelineModel(CollectiveModel):
         """Makes all metrics begin anew, as Keras does before each epoch."""
         super().reset_metrics()
         self._engine.logs = {}
-
-    @collective(
-        "epochs", "initial_epoch", "steps_per_epoch", "validation_steps", "validation_freq",
-        learning_rate=learning_rate_of,
-        callbacks=lambda given: kinds_of_all_ranks(given["callbacks"]),
-    )  # fmt: skip
-    def fit(
-        self,
-        x: Any = None,
-        y: Any = None,
-        batch_size: int | None = None,
-        epochs: int = 1,
-        verbose: str | int = "auto",
-        callbacks: Any = None,
-        validation_split: float = 0.0,
-        validation_data: Any = None,
-        shuffle: bool = True,
-        class_weight: Any = None,
-        sample_weight: Any = None,
-        initial_epoch: int = 0,
-        steps_per_epoch: int | None = None,
-        validation_steps: int | None = None,
-        validation_batch_size: int | None = None,
-        validation_freq: int = 1,
-    ) -> keras.callbacks.History:
-        """Trains the model; takes and returns what `keras.Model.fit` does.
-
-        Only rank 0 reads `x`, `y` and validation data, and only the last rank shows progress.
-        Logs, and with them the history, are the same on every rank.
-
-        Args:
-            x: As of `keras.Model.fit`, like all that follow.
-            y: Targets.
-            batch_size: Samples per step, in all micro-batches together. Default: 32.
-            epochs: Number of the last epoch.
-            verbose: Verbosity of the rank that prints.
-            callbacks: Keras callbacks; they run on every rank.
-            validation_split: Share of the data to validate with.
-            validation_data: Data to validate with.
-            shuffle: Whether to shuffle arrays before each epoch.
-            class_weight: Weights of classes.
-            sample_weight: Weights of samples.
-            initial_epoch: Number of the first epoch.
-            steps_per_epoch: Steps per epoch.
-            validation_steps: Steps per validation.
-            validation_batch_size: Batch size of validation.
-            validation_freq: Validate every so many epochs.
-
-        Returns:
-            The history.
-
-        Raises:
-            ConfigurationError: If the ranks do not agree on the call.
-        """
-        engine = self._engine
-        callbacks = with_trace(callbacks, self, os.environ)
-        engine.record(None)
-        forget_validation(self)
-
-        def open_data() -> list[Any]:
-            data, held_out = (x, y, sample_weight), validation_data
-            if validation_split and held_out is None:
-                data, held_out = train_validation_split(data, validation_split)
-            first = get_data_adapter(
-                *data, batch_size, steps_per_epoch, shuffle=shuffle, class_weight=class_weight
-            )
-            if held_out is None:
-                return [first, None]
-            size = validation_batch_size or batch_size
-            parts = keras.utils.unpack_x_y_sample_weight(held_out)
-            return [first, get_data_adapter(*parts, size, validation_steps)]
-
-        train, validation = shared_adapters(engine, open_data)
-        history = super().fit(
-            train,
-            epochs=epochs,
-            verbose=verbose if engine.prints else 0,
-            callbacks=callbacks_of_rank(callbacks, self, engine.communicator),
-            validation_data=validation,
-            initial_epoch=initial_epoch,
-            steps_per_epoch=steps_per_epoch,
-            validation_steps=validation_steps,
-            validation_freq=validation_freq,
-        )
-        engine.share_metrics()  # of an epoch that was cut short
-        return history
-
-    @collective("steps")
-    def evaluate(
-        self,
-        x: Any = None,
-        y: Any = None,
-        batch_size: int | None = None,
-        verbose: str | int = "auto",
-        sample_weight: Any = None,
-        steps: int | None = None,
-        callbacks: Any = None,
-        return_dict: bool = False,
-        **kwargs: Any,
-    ) -> Any:
-        """Evaluates the model; takes and returns what `keras.Model.evaluate` does, on all ranks.
-
-        Args:
-            x: As of `keras.Model.evaluate`, like all that follow.
-            y: Targets.
-            batch_size: Samples per step. Default: 32.
-            verbose: Verbosity of the rank that prints.
-            sample_weight: Weights of samples.
-            steps: Number of steps.
-            callbacks: Keras callbacks; they run on every rank.
-            return_dict: Whether to return a dict.
-            **kwargs: What Keras' own `fit` passes for validation.
-
-        Returns:
-            Loss and metrics, the same on every rank.
-        """
-        engine = self._engine
-        if not kwargs:
-            x = shared_adapter(engine, x, y, sample_weight, batch_size, steps)
-            callbacks = callbacks_of_rank(callbacks, self, engine.communicator)
-        logs = super().evaluate(
-            x,
-            verbose=verbose if engine.prints else 0,
-            steps=steps,
-            callbacks=callbacks,
-            return_dict=return_dict,
-            **kwargs,
-        )
-        engine.share_metrics()
-        return logs
-
-    @collective("steps")
-    def predict(
-        self,
-        x: Any,
-        batch_size: int | None = None,
-        verbose: str | int = "auto",
-        steps: int | None = None,
-        callbacks: Any = None,
-    ) -> Any:
-        """Predicts; takes and returns what `keras.Model.predict` does, on all ranks.
-
-        Args:
-            x: As of `keras.Model.predict`, like all that follow.
-            batch_size: Samples per step. Default: 32.
-            verbose: Verbosity of the rank that prints.
-            steps: Number of steps.
-            callbacks: Keras callbacks; they run on every rank.
-
-        Returns:
-            The predictions, the same on every rank.
-        """
-        engine = self._engine
-        return super().predict(
-            shared_adapter(engine, x, None, None, batch_size, steps),
-            verbose=verbose if engine.prints else 0,
-            steps=steps,
-            callbacks=callbacks_of_rank(callbacks, self, engine.communicator),
-        )
-
-    @collective(learning_rate=learning_rate_of)
-    def train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
-        """Trains on one batch, of which only rank 0 reads the data; all ranks must call it.
-
-        Args:
-            *args: As of `keras.Model.train_on_batch`.
-            **kwargs: As of `keras.Model.train_on_batch`.
-
-        Returns:
-            Loss and metrics, the same on every rank.
-        """
-        return super().train_on_batch(*args, **kwargs)
-
-    @collective()
-    def test_on_batch(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluates one batch, of which only rank 0 reads the data; all ranks must call it.
-
-        Args:
-            *args: As of `keras.Model.test_on_batch`.
-            **kwargs: As of `keras.Model.test_on_batch`.
-
-        Returns:
-            Loss and metrics, the same on every rank.
-        """
-        return super().test_on_batch(*args, **kwargs)
-
-    @collective()
-    def predict_on_batch(self, x: Any) -> Any:
-        """Predicts one batch, of which only rank 0 reads the data; all ranks must call it.
-
-        Args:
-            x: The inputs.
-
-        Returns:
-            The predictions, the same on every rank.
-        """
-        return super().predict_on_batch(x)
-
-
-def _agreed_plan(
-    extracted: ExtractedModel,
-    communicator: Communicator,
-    given: Mapping[str, Any],
-    plan: Plan | str | Path | None,
-) -> Plan:
-    """The plan that rank 0 makes or loads, on all ranks, whose models it must fit."""
-    made: list[Plan] = []
-
-    def make() -> str:
-        if plan is None:
-            made.append(_best_plan(extracted, communicator.size, given))
-        else:
-            model_validation.check_plan(plan, given)
-            made.append(plan if isinstance(plan, Plan) else Plan.load(plan))
-        return made[0].to_json()
-
-    text = on_one_rank(communicator, 0, "make the plan", make, PlanError)
-    agreed = made[0] if made else Plan.from_json(text)
-    agreed.check(extracted.graph)
-    return agreed
-
-
-def _best_plan(extracted: ExtractedModel, num_ranks: int, given: Mapping[str, Any]) -> Plan:
-    """The plan that is best for the options and so many ranks."""
-    schedule = given["schedule"] or "1f1b"
-    custom = read_schedule(schedule)
-    stages = given["num_stages"]
-    if stages is None:
-        stages = num_ranks if custom is None else custom.num_stages
-    model_validation.check_ranks(stages, num_ranks)
-    stages_per_rank: int | None = stages // num_ranks
-    if num_ranks == 1:  # which plans for the ranks that it stands for
-        stages_per_rank = None if custom is not None or stages % 2 == 0 else 1
-    options = {**given, "num_stages": stages, "schedule": custom or schedule}
-    return make_plan(extracted, **options, stages_per_rank=stages_per_rank)

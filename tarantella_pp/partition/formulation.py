@@ -47,6 +47,25 @@ SHARES = (1.0, 0.9, 0.75, 0.6)
 """Shares of a limit that are tried for what lasts."""
 
 
+# From a layer graph to a problem, for stages 0 | 1 and a skip whose tensor x three nodes keep:
+#
+#     graph      (a) --x--> (b) ----> (c) ----> (d)      b, c and d need x again in B and W:
+#                  \_________x________/_________/        keepers of x = [b, c, d]
+#
+#     problem    activation_memory[b] += bytes(x)        the first that keeps it pays for it,
+#                TensorCost(b, (b, c, d),                and each later stage that has another:
+#                           receive_bytes=bytes(x))         b | c d   both hold x
+#                TensorCost(a, (a, b, c, d),                b c d |   one holds x
+#                           bytes=x and its gradient)    what is sent, which breaks ties
+#
+#     memory of a stage = static + in_flight x (activations + received), see `Problem`
+#
+# That is exact where the nodes lie in a row. On parallel branches a stage that comes before that of
+# b may keep x, too: then the problem's memory is a lower bound. With `cautious` a pays in place of
+# b, or all three where x is an input of the model: an upper bound. A variable counts like x: its
+# first node's stage trains it, each later stage with another has a copy of it and its gradient.
+
+
 def problem_of(
     costs: StageCostModel,
     options: PlanOptions,
@@ -56,13 +75,6 @@ def problem_of(
 ) -> Problem:
     """Puts the costs of a layer graph into the numbers that solvers work on.
 
-    A shared variable counts for its first node, whose stage trains it; no node that shares it may
-    run on an earlier stage, and on later stages its value and gradient count once more. Memory
-    that several nodes need again counts for the first of them, and once more for each later stage
-    that has another. Where those nodes lie on parallel branches this misses a stage that comes
-    before that of the first node, so that the problem's memory is a lower bound of the real one,
-    and equal to it elsewhere.
-
     A stage that recomputes counts as if it held only as many micro-batches as run backward at a
     time, which is a lower bound as well; `recomputing` gives another one.
 
@@ -70,17 +82,42 @@ def problem_of(
         costs: The graph and its costs.
         options: The options of the plan.
         limit: Largest memory of each stage in bytes, of state and activations.
-        cautious: Whether to count such memory for its producer instead, or for each node where
-            it is an input of the model: an upper bound of the real memory.
+        cautious: Whether memory that several nodes keep is an upper bound of the real one.
     """
+    activations, kept = _activations(costs, cautious)
+    sharing = _sharing(costs)
+    return Problem(
+        num_stages=options.num_stages,
+        objective=OBJECTIVES[options.balance],
+        work=_work(costs, options),
+        static_memory=_state(costs),
+        activation_memory=activations,
+        tensors=(*kept, *_messages(costs)),
+        edges=np.array(sorted(costs.graph.digraph.edges), dtype=np.int64).reshape(-1, 2),
+        in_flight=[options.repeats.get(s, held) for s, held in enumerate(options.in_flight)],
+        groups=tuple(nodes for nodes, _, _ in sharing),
+        tied=tuple(tied for _, tied, _ in sharing),
+        group_bytes=tuple(size for _, _, size in sharing),
+        memory_limit=limit,
+        exactly=True,
+    )
+
+
+def _state(costs: StageCostModel) -> FloatArray:
+    """Bytes of variables, gradients and optimizer state, each for the first node that uses it."""
+    state = np.zeros(len(costs.graph.nodes))
+    counted: set[int] = set()
+    for node in costs.graph.nodes:
+        state[node.id] = sum(costs.state_bytes(w) for w in node.weights if w not in counted)
+        counted.update(node.weights)
+    return state
+
+
+def _activations(costs: StageCostModel, cautious: bool) -> tuple[FloatArray, list[TensorCost]]:
+    """Bytes that each node keeps of a micro-batch, and what later stages keep again."""
     graph, rows = costs.graph, costs.micro_batch_size
-    static = np.zeros(len(graph.nodes))
     activations = np.array([rows * node.residual_bytes for node in graph.nodes])
-    seen: set[int] = set()
-    for node in graph.nodes:
-        static[node.id] = sum(costs.state_bytes(w) for w in node.weights if w not in seen)
-        seen.update(node.weights)
-    tensors = []
+    shared = []
     for tensor, nodes in costs.keepers().items():
         size = rows * graph.tensors[tensor].bytes_per_sample
         producer = graph.tensors[tensor].producer
@@ -91,40 +128,27 @@ def problem_of(
             nodes = [producer, *(node for node in nodes if node != producer)]
         activations[nodes[0]] += size
         if len(nodes) > 1:
-            tensors.append(TensorCost(nodes[0], tuple(nodes), receive_bytes=size))
-    for found in graph.tensors:
-        if found.producer is not None and found.consumers:
-            size = rows * found.bytes_per_sample * (1 + found.has_gradient)
-            nodes = [found.producer, *found.consumers]
-            tensors.append(
-                TensorCost(found.producer, tuple(nodes), bytes=size + costs.mask_bytes(found))
-            )
-    sharing = _sharing(costs)
-    return Problem(
-        num_stages=options.num_stages,
-        objective=OBJECTIVES[options.balance],
-        work=_work(costs, options),
-        static_memory=static,
-        activation_memory=activations,
-        tensors=tuple(tensors),
-        edges=np.array(sorted(graph.digraph.edges), dtype=np.int64).reshape(-1, 2),
-        in_flight=[options.repeats.get(s, held) for s, held in enumerate(options.in_flight)],
-        groups=tuple(nodes for nodes, _, _ in sharing),
-        tied=tuple(tied for _, tied, _ in sharing),
-        group_bytes=tuple(size for _, _, size in sharing),
-        memory_limit=limit,
-        exactly=True,
-    )
+            shared.append(TensorCost(nodes[0], tuple(nodes), receive_bytes=size))
+    return activations, shared
+
+
+def _messages(costs: StageCostModel) -> Iterator[TensorCost]:
+    """What is sent if its nodes part: activations, masks and gradients of a micro-batch."""
+    for tensor in costs.graph.tensors:
+        if tensor.producer is not None and tensor.consumers:
+            size = costs.micro_batch_size * tensor.bytes_per_sample * (1 + tensor.has_gradient)
+            nodes = (tensor.producer, *tensor.consumers)
+            yield TensorCost(tensor.producer, nodes, bytes=size + costs.mask_bytes(tensor))
 
 
 def _sharing(costs: StageCostModel) -> list[tuple[tuple[int, ...], Tied, float]]:
     """Nodes that share variables, whether they may part, and the bytes of a copy then."""
     ties, groups = costs.graph.ties, costs.graph.groups
-    found: list[tuple[tuple[int, ...], Tied, float]] = [
+    free: list[tuple[tuple[int, ...], Tied, float]] = [
         (nodes, "free", float(sum(map(costs.copy_bytes, weights))))
         for nodes, weights in ties.items()
     ]
-    return found + [(tuple(sorted(group)), "together", 0.0) for group in groups]
+    return free + [(tuple(sorted(group)), "together", 0.0) for group in groups]
 
 
 def _work(costs: StageCostModel, options: PlanOptions) -> FloatArray:
@@ -136,18 +160,7 @@ def _work(costs: StageCostModel, options: PlanOptions) -> FloatArray:
 
 
 def best_solution(costs: StageCostModel, options: PlanOptions) -> Solution:
-    """Solves the problem of a layer graph.
-
-    Args:
-        costs: The graph and its costs.
-        options: The options of the plan.
-
-    Returns:
-        The assignment, with a certificate of the real memory (of state and activations) or work.
-
-    Raises:
-        PlanError: No plan keeps the limit, or has an operation for each stage.
-    """
+    """Solves the problem of a layer graph."""
     best: Solution | None = None
     bound, seconds = 0.0, 0.0
     for one in _formulations(costs, options):
@@ -246,7 +259,7 @@ def _excess(costs: StageCostModel, options: PlanOptions, solution: Solution) -> 
     """Bytes of the stage that is most above its limit; 0 or less where all keep it."""
     stages = costs.stages(solution.assignment, options.in_flight, options.repeats)
     limits = options.limits or (math.inf,) * len(stages)
-    return max(stage.memory_bytes - own for stage, own in zip(stages, limits, strict=True))
+    return max(stage.memory_bytes - most for stage, most in zip(stages, limits, strict=True))
 
 
 def _value(costs: StageCostModel, options: PlanOptions, solution: Solution) -> float:
@@ -296,7 +309,7 @@ def _within_limit(
         above = _excess(costs, options, solution)
         if limit is None or above <= 0:
             return solution, bound, seconds
-        limit = [max(1.0, own - above) for own in limit]
+        limit = [max(1.0, most - above) for most in limit]
     return None, bound, seconds
 
 

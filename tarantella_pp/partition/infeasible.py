@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from tarantella_pp.errors import ConfigurationError, PlanError
 from tarantella_pp.partition.graph.units import format_bytes
-from tarantella_pp.partition.plan.plan import Plan, common_limit
+from tarantella_pp.partition.plan.plan import Plan
+from tarantella_pp.partition.plan.plan_config import common_limit
 from tarantella_pp.partition.plan_search import PlanSearch, largest_stage
 
 MORE_STAGES = (2, 4)
@@ -15,15 +16,7 @@ MORE_STAGES = (2, 4)
 
 
 def infeasible(plan_search: PlanSearch) -> str:
-    """Says which limit works, and which other options need less.
-
-    Args:
-        plan_search: The options for which no plan was found.
-
-    Raises:
-        ConfigurationError: An option cannot work.
-        PlanError: No plan has an operation for each stage.
-    """
+    """Says which limit works, and which other options need less."""
     least = plan_search.smallest_memory_plan()
     size, limits = largest_stage(least), plan_search.options().limits or (0,)
     limit = min(limits)

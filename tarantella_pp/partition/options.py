@@ -3,58 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast, get_args
 
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.partition.graph.units import parse_bytes
-from tarantella_pp.partition.plan.plan import (
+from tarantella_pp.partition.plan.plan_config import (
+    FUSION_THRESHOLD,
     MemoryLimit,
-    limit_of_each,
-    micro_batch_size,
+    Placement,
+    PlanConfig,
 )
 from tarantella_pp.schedule import ScheduleSpec, bubble_fraction
 
 BALANCES = ("memory", "time", "flops")
+PLACEMENTS: tuple[str, ...] = get_args(Placement)
 
 
-@dataclass(frozen=True, slots=True)
-class PlanOptions:
-    """The options of a plan; see `make_plan`.
+class PlanOptions(PlanConfig, frozen=True, kw_only=True):
+    """Checked options, with what the schedule says of them.
 
     Attributes:
-        num_stages: Number of pipeline stages.
-        num_micro_batches: Micro-batches of a step.
-        num_replicas: Number of pipelines side by side.
-        batch_size: Samples of a step, over all replicas.
-        micro_batch_size: Samples of one micro-batch on one replica.
-        schedule: Name of the schedule.
-        balance: What the stages are balanced by.
-        memory_limit: Largest memory of a stage in bytes, one number or one for each stage; `None`
-            for any.
         in_flight: Most micro-batches that each stage holds at a time.
         in_backward: Most micro-batches that each stage is in the backward pass of at a time.
-        recompute: The stages that repeat their forward pass, ascending.
-        ranks: Rank of each stage; empty where each has its own.
     """
 
-    num_stages: int
-    num_micro_batches: int
-    num_replicas: int
-    batch_size: int
-    micro_batch_size: int
-    schedule: str
-    balance: str
-    memory_limit: MemoryLimit | None
     in_flight: tuple[int, ...]
     in_backward: tuple[int, ...]
-    recompute: tuple[int, ...] = ()
-    ranks: tuple[int, ...] = ()
-
-    @property
-    def limits(self) -> tuple[int, ...] | None:
-        """The memory limit of each stage; `None` for any."""
-        return limit_of_each(self.memory_limit, self.num_stages)
 
     @property
     def bubble_weight(self) -> float:
@@ -64,7 +38,7 @@ class PlanOptions:
         """
         if self.balance == "memory" or not self.ranks:
             return 0.0
-        bubble = bubble_fraction("1f1b", 1 + max(self.ranks), self.num_micro_batches)
+        bubble = bubble_fraction("1f1b", self.num_ranks, self.num_micro_batches)
         return float(bubble / (1 - bubble))
 
     @property
@@ -89,6 +63,8 @@ class PlanOptions:
         memory_limit: int | float | str | Sequence[int | float | str] | None,
         recompute: str | Sequence[int] = "none",
         ranks: tuple[int, ...] = (),
+        placement: str = PLACEMENTS[0],
+        fusion_threshold: int | float | str = FUSION_THRESHOLD,
     ) -> PlanOptions:
         """Checks the arguments of `make_plan`, which says what they mean, and chooses defaults.
 
@@ -112,13 +88,13 @@ class PlanOptions:
         else:
             micro_batches = checked_count("num_micro_batches", num_micro_batches)
         _choice("balance", balance, BALANCES)
+        _choice("placement", placement, PLACEMENTS)
         spec = schedule if isinstance(schedule, ScheduleSpec) else ScheduleSpec.of(schedule, stages)
         return cls(
             num_stages=stages,
             num_micro_batches=micro_batches,
             num_replicas=replicas,
             batch_size=batch,
-            micro_batch_size=micro_batch_size(batch, replicas, micro_batches),
             schedule=spec.name,
             balance=balance,
             memory_limit=_memory_limit(memory_limit, stages),
@@ -126,6 +102,8 @@ class PlanOptions:
             in_backward=spec.in_backward(micro_batches),
             recompute=stages_to_recompute(recompute, stages),
             ranks=ranks,
+            placement=cast("Placement", placement),
+            fusion_threshold=parse_bytes(fusion_threshold, "fusion_threshold"),
         )
 
 
@@ -157,7 +135,7 @@ def stages_to_recompute(recompute: Any, num_stages: int) -> tuple[int, ...]:
 
 
 def checked_count(name: str, value: Any) -> int:
-    """Reads an option that is a whole number from 1 on.
+    """Reads an option that is a positive integer.
 
     Args:
         name: Its name, for the message.
@@ -167,7 +145,7 @@ def checked_count(name: str, value: Any) -> int:
         ConfigurationError: It is none.
     """
     if isinstance(value, bool) or not hasattr(value, "__index__") or value.__index__() < 1:
-        raise ConfigurationError(f"Expected a whole number from 1 on. Received: {name}={value!r}")
+        raise ConfigurationError(f"Expected a positive integer. Received: {name}={value!r}")
     return int(value.__index__())
 
 

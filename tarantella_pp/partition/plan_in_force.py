@@ -11,7 +11,8 @@ from tarantella_pp.partition.costs.optimizer_slots import optimizer_state_bytes
 from tarantella_pp.partition.costs.stage_costs import StageCostModel
 from tarantella_pp.partition.graph.layer_graph import LayerGraph
 from tarantella_pp.partition.graph.units import format_bytes
-from tarantella_pp.partition.plan.plan import Plan, micro_batch_size
+from tarantella_pp.partition.plan.plan import Plan
+from tarantella_pp.partition.plan.plan_config import micro_batch_size
 from tarantella_pp.partition.plan.plan_parts import (
     CutEdge,
     OutputUse,
@@ -32,13 +33,6 @@ def plan_in_force(
 
     What the planner's rules say of the difference is added to the figures of the plan, which may
     come from measurements.
-
-    Args:
-        plan: The plan as it was made.
-        graph: The model's layer graph.
-        batch_size: Samples of a step.
-        outputs: What loss and metrics need of the model's outputs.
-        in_flight: Most micro-batches that each stage holds, where GPipe runs instead.
     """
     planned = tuple(stage.in_flight for stage in plan.stages)
     again = _repeats(plan)
@@ -69,15 +63,7 @@ def plan_in_force(
 
 
 def check_limit(plan: Plan, planned_for: int) -> None:
-    """Refuses a batch for which a stage needs more memory than it may have.
-
-    Args:
-        plan: The plan for this batch.
-        planned_for: The batch size that the plan was made for.
-
-    Raises:
-        PlanError: Names the stage, what it needs, the limit and what to do.
-    """
+    """Refuses a batch for which a stage needs more memory than it may have."""
     for i, (stage, limit) in enumerate(zip(plan.stages, plan.limits or (), strict=False)):
         if stage.memory_bytes > limit:
             kept = plan.outputs.at_once if plan.outputs is not None else None

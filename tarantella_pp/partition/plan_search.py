@@ -1,4 +1,4 @@
-"""Chooses micro-batches and recomputation for a plan, by the simulated time of a step."""
+"""Plans of one shape, schedule and balance: micro-batches and recomputation, with their seconds."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ import msgspec
 from tarantella_pp.errors import ConfigurationError, PlanError
 from tarantella_pp.partition.costs.peak_memory import factor_bytes
 from tarantella_pp.partition.options import PlanOptions
+from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
 from tarantella_pp.partition.plan.plan import Plan
-from tarantella_pp.partition.plan.plan_simulation import HardwareSpec, PlanSimulation
+from tarantella_pp.partition.plan.plan_simulation import PlanSimulation
 from tarantella_pp.partition.planner import Planner
 from tarantella_pp.partition.solvers.problem.certificate import Solution
 from tarantella_pp.schedule import BEFORE_SEARCH, SEARCHED, ScheduleSpec
@@ -29,11 +30,38 @@ LEAST_ROWS = 4
 """Samples that batch normalization gets to see, where the number of micro-batches is open."""
 
 Timed = tuple[float, Plan]
+"""Simulated seconds of a step, and the plan."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A number of micro-batches of a search.
+
+    Attributes:
+        seconds: Simulated seconds of a step, or a guess.
+        search: The search.
+        count: The number.
+        plan: The plan that was simulated.
+        limited: Whether there is a memory limit, which the plan may not keep.
+        final: Whether that is the best plan for this number, within the limit.
+    """
+
+    seconds: float
+    search: PlanSearch
+    count: int
+    plan: Plan
+    limited: bool
+    final: bool
+
+    @property
+    def order(self) -> tuple[float, int]:
+        """What candidates are tried by: the fastest first, of equal ones the smallest."""
+        return (self.seconds, largest_stage(self.plan))
 
 
 @dataclass(frozen=True, slots=True)
 class PlanSearch:
-    """Makes the best plan of a model, with some options left open.
+    """Makes plans of a model, with some options left open.
 
     Attributes:
         planner: The model.
@@ -65,27 +93,53 @@ class PlanSearch:
             arguments["recompute"] = "none"
         return PlanOptions.checked(**arguments)
 
-    def best(self) -> Timed | None:
-        """Makes the fastest plan that keeps the memory limit.
+    def candidates(self) -> list[Candidate]:
+        """Returns the numbers of micro-batches to choose from, with the seconds of a step.
 
-        Returns:
-            Simulated seconds of a step, and the plan; `None` where none was found.
+        Memory limits are left out. Where solving takes its time, all are played with the stages
+        that are best for one of them; so they are where the number is nothing to the balance.
 
         Raises:
             ConfigurationError: An option cannot work.
             PlanError: No plan has an operation for each stage.
         """
-        counts = self._by_seconds()
-        if self.given["memory_limit"] is None:
-            options = self.options(num_micro_batches=counts[0][1])
-            return self._timed(self._written(self.planner.solve(options), options))
-        found: list[Timed] = []
-        deadline = time.monotonic() + PATIENCE
-        for seconds, count in counts:
-            if found and seconds >= min(found, key=_seconds)[0]:
-                break
-            found += map(self._timed, self._fitting(count, deadline))
-        return min(found, key=_seconds, default=None)
+        limited = self.given["memory_limit"] is not None
+        counts = self._counts(limited=limited)
+        usual = self.options(memory_limit=None)
+        solution, solved_for = self.planner.solve(usual), usual.num_micro_batches
+        found = []
+        for count in counts:
+            options = self.options(num_micro_batches=count, memory_limit=None)
+            alike = count == solved_for or (options.balance == "flops" and not options.ranks)
+            if not alike and solution.certificate.seconds < QUICK:
+                solution, solved_for, alike = self.planner.solve(options), count, True
+            seconds, plan = self._timed(self._written(solution, options))
+            found.append(Candidate(seconds, self, count, plan, limited, alike and not limited))
+        return found
+
+    def of_count(self, count: int) -> list[Timed]:
+        """Returns the plans for a number of micro-batches, if any keeps the limit.
+
+        Args:
+            count: The number.
+        """
+        return list(map(self._timed, self._try(num_micro_batches=count)))
+
+    def within_limit(self, candidate: Candidate, deadline: float) -> list[Timed]:
+        """Makes the plans of a candidate that keep the memory limit.
+
+        Args:
+            candidate: One of this search.
+            deadline: When to try no more, as `time.monotonic` tells.
+
+        Returns:
+            Simulated seconds of a step, and the plan, of each.
+        """
+        if candidate.final:
+            return [(candidate.seconds, candidate.plan)]
+        if not candidate.limited:
+            return self.of_count(candidate.count)
+        return list(map(self._timed, self._fitting(candidate.count, deadline)))
 
     def smallest_memory_plan(self) -> Plan:
         """Makes the plan whose largest stage needs the least memory, whatever the limit.
@@ -121,9 +175,8 @@ class PlanSearch:
     def _written(self, solution: Solution, options: PlanOptions) -> Plan:
         """Writes down a plan, with what only the schedule itself can say."""
         plan, custom = self.planner.write(solution, options), self.spec.custom
-        if custom is None:
-            return plan
-        return msgspec.structs.replace(plan, schedule_text=custom.to_text())
+        text = None if custom is None else custom.to_text()
+        return msgspec.structs.replace(plan, schedule_text=text, machine=self.machine)
 
     def _timed(self, plan: Plan) -> Timed:
         """Plays a step of a plan; a schedule that is searched for counts as it is before."""
@@ -131,23 +184,6 @@ class PlanSearch:
         simulation = PlanSimulation(plan, self.machine, name, plan.num_micro_batches)
         step = simulation.step(self.spec.num_ranks)
         return simulation.point(step, plan.num_replicas).step_seconds, plan
-
-    def _by_seconds(self) -> list[tuple[float, int]]:
-        """Returns the numbers of micro-batches with the seconds of a step, fastest first.
-
-        Where solving takes its time, all are played with the stages that are best for one of them.
-        """
-        counts = self._counts(limited=self.given["memory_limit"] is not None)
-        if len(counts) == 1:
-            return [(0.0, counts[0])]
-        solution = self.planner.solve(self.options(memory_limit=None))
-        timed = []
-        for count in counts:
-            options = self.options(num_micro_batches=count, memory_limit=None)
-            if solution.certificate.seconds < QUICK:
-                solution = self.planner.solve(options)
-            timed.append((self._timed(self._written(solution, options))[0], count))
-        return sorted(timed)
 
     def _counts(self, *, limited: bool) -> list[int]:
         """Returns the numbers of micro-batches to choose from."""
@@ -211,7 +247,3 @@ class PlanSearch:
 def largest_stage(plan: Plan) -> int:
     """Returns the bytes of the largest stage."""
     return max(stage.memory_bytes for stage in plan.stages)
-
-
-def _seconds(timed: Timed) -> float:
-    return timed[0]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import msgspec
 
 from tarantella_pp.partition.plan.plan import Plan
-from tarantella_pp.partition.plan.plan_simulation import with_bubble
+from tarantella_pp.partition.plan.plan_simulation import with_step
 from tarantella_pp.schedule import ScheduleSpec
 
 
@@ -17,9 +17,6 @@ def search_limits(plan: Plan) -> tuple[int, ...]:
     As many as the memory limit leaves room for; without a limit up to twice as many as there are
     stages, less one, with which no bubble is left: Qi et al., "Zero Bubble Pipeline Parallelism",
     ICLR 2024. Never fewer than planned.
-
-    Args:
-        plan: The plan.
     """
     bounds = []
     for i, stage in enumerate(plan.stages):
@@ -34,22 +31,16 @@ def search_limits(plan: Plan) -> tuple[int, ...]:
 
 
 def with_findings(plan: Plan, spec: ScheduleSpec, fallbacks: Mapping[int, str]) -> Plan:
-    """Returns a plan with what training has shown.
-
-    Args:
-        plan: The plan as it was made.
-        spec: The schedule by now.
-        fallbacks: The stages whose backward pass could not be cut in two, and why.
-    """
-    changes: dict[str, object] = {}
+    """Returns a plan with what training has shown."""
     if fallbacks:
-        changes["fallbacks"] = tuple(f"stage {s}: {fallbacks[s]}" for s in sorted(fallbacks))
-    if spec.custom is not None and plan.schedule_text is None:
-        held = spec.in_flight(plan.num_micro_batches)
-        changes["stages"] = tuple(
-            msgspec.structs.replace(stage, in_flight=count)
-            for stage, count in zip(plan.stages, held, strict=True)
-        )
-        changes["schedule_text"] = spec.custom.to_text()
-        return with_bubble(msgspec.structs.replace(plan, **changes))
-    return msgspec.structs.replace(plan, **changes) if changes else plan
+        reasons = tuple(f"stage {stage}: {fallbacks[stage]}" for stage in sorted(fallbacks))
+        plan = msgspec.structs.replace(plan, fallbacks=reasons)
+    if spec.custom is None or plan.schedule_text is not None:
+        return plan
+    held = spec.in_flight(plan.num_micro_batches)
+    stages = tuple(
+        msgspec.structs.replace(stage, in_flight=count)
+        for stage, count in zip(plan.stages, held, strict=True)
+    )
+    text = spec.custom.to_text()
+    return with_step(msgspec.structs.replace(plan, stages=stages, schedule_text=text))

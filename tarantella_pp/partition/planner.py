@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import keras
+import msgspec
 
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.partition.costs.optimizer_slots import optimizer_name, optimizer_state_bytes
@@ -16,7 +17,9 @@ from tarantella_pp.partition.formulation import best_solution, problem_of
 from tarantella_pp.partition.graph.layer_graph import LayerGraph
 from tarantella_pp.partition.graph.profile import Profile
 from tarantella_pp.partition.options import PlanOptions
+from tarantella_pp.partition.plan.gradient_buckets import bucket_bytes, gradient_buckets
 from tarantella_pp.partition.plan.plan import Plan
+from tarantella_pp.partition.plan.plan_config import PlanConfig
 from tarantella_pp.partition.solvers.problem.certificate import Solution
 from tarantella_pp.partition.solvers.solve import solve
 
@@ -118,7 +121,9 @@ class Planner:
             options: What the plans are for; all stages may recompute.
         """
         everywhere = tuple(range(options.num_stages))
-        free = replace(options, recompute=everywhere, balance="memory", memory_limit=None)
+        free = msgspec.structs.replace(
+            options, recompute=everywhere, balance="memory", memory_limit=None
+        )
         return solve(problem_of(self.costs(free), free)).certificate.lower_bound
 
     def write(self, solution: Solution, options: PlanOptions) -> Plan:
@@ -132,6 +137,8 @@ class Planner:
             ConfigurationError: A stage that cannot recompute would have to.
         """
         graph, assignment, costs = self.graph, solution.assignment, self.costs(options)
+        buckets = gradient_buckets(graph, assignment, options.num_stages, options.fusion_threshold)
+        stages = costs.stages(assignment, options.in_flight, options.repeats)
         self._check_recomputation(assignment, options)
         guessed = [
             n.kind
@@ -140,26 +147,21 @@ class Planner:
             or (n.flops_source == "estimated" and self.profile is None)
         ]
         return Plan(
+            **{name: getattr(options, name) for name in PlanConfig.__struct_fields__},
             model=self.model,
-            num_stages=options.num_stages,
-            num_micro_batches=options.num_micro_batches,
-            num_replicas=options.num_replicas,
-            batch_size=options.batch_size,
-            schedule=options.schedule,
-            balance=options.balance,
             optimizer=self.optimizer,
-            memory_limit=options.memory_limit,
             fingerprint=graph.fingerprint(),
             node_names=tuple(node.name for node in graph.nodes),
             assignment=assignment,
-            stages=costs.stages(assignment, options.in_flight, options.repeats),
+            stages=tuple(
+                msgspec.structs.replace(stage, bucket_bytes=bucket_bytes(graph, own))
+                for stage, own in zip(stages, buckets, strict=True)
+            ),
             cuts=costs.cuts(assignment),
             ties=costs.ties(assignment),
             certificate=solution.certificate,
             assumed_size=graph.assumed_size,
             estimated=tuple(dict.fromkeys(guessed)),
-            recompute=options.recompute,
-            ranks=options.ranks,
         )
 
     def _check_recomputation(self, assignment: Sequence[int], options: PlanOptions) -> None:

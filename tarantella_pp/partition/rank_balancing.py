@@ -20,35 +20,25 @@ MOST_POSITIONS = 300
 """Positions of a boundary that are tried at a time: those around it, and some of all others."""
 MOST_CHOICES = 200_000
 """Sets of boundaries up to which all of them are tried."""
-LEAST_FILL, LAST = 1e-2, 1e-4
+LEAST_BUBBLE_WEIGHT, LAST = 1e-2, 1e-4
 """How much the largest stage at least, and then what is cut, count besides the largest rank."""
 
 
 def rank_totals(values: Sequence[float] | FloatArray, ranks: Sequence[int]) -> FloatArray:
-    """Adds up the values of stages on each rank.
-
-    Args:
-        values: One for each stage.
-        ranks: Rank of each stage; empty where each has its own.
-    """
+    """Adds up the values of stages on each rank."""
     values = np.asarray(values, dtype=np.float64)
     return weighted_counts(np.asarray(ranks), values, 1 + max(ranks)) if ranks else values
 
 
 def lower_bound(problem: Problem, ranks: Sequence[int]) -> float:
-    """Returns what the largest rank of every assignment has at least: its share of everything.
-
-    Args:
-        problem: The problem.
-        ranks: Rank of each stage.
-    """
+    """Returns what the largest rank of every assignment has at least: its share of everything."""
     once, each = _weights(problem)
     total = float(once.sum() + problem.flight.min() * each.sum())
     return total / (1 + max(ranks))
 
 
 def balance_ranks(
-    problem: Problem, assignment: Sequence[int], ranks: Sequence[int], fill: float = 0.0
+    problem: Problem, assignment: Sequence[int], ranks: Sequence[int], bubble_weight: float = 0.0
 ) -> tuple[int, ...]:
     """Makes the largest rank small, beginning with stages of which the largest is small.
 
@@ -58,20 +48,8 @@ def balance_ranks(
     nodes are laid out in a line that keeps the stages, and its best boundaries are found: among all
     of them, or where these are too many by moving two at a time until nothing gets better. What is
     cut decides between equals.
-
-    Args:
-        problem: The problem; what stages receive counts for neither their memory nor their limit.
-        assignment: Stage of each node.
-        ranks: Rank of each stage.
-        fill: How much the largest stage counts besides the largest rank. In the time of a step
-            that is (ranks - 1) / micro-batches (Narayanan et al., "Efficient large-scale language
-            model training on GPU clusters using Megatron-LM", 2021, section 2.2). A little in any
-            case.
-
-    Returns:
-        Stage of each node.
     """
-    line = _Line(problem, assignment, ranks, max(fill, LEAST_FILL))
+    line = _Line(problem, assignment, ranks, max(bubble_weight, LEAST_BUBBLE_WEIGHT))
     score, bounds = line.score(line.bounds), line.bounds
     if line.choices <= MOST_CHOICES:
         return line.assignment(min((score, bounds), line.best_of_all())[1])
@@ -79,9 +57,9 @@ def balance_ranks(
     while improved:
         improved = False
         for i, j in itertools.combinations(range(1, problem.num_stages), 2):
-            found, better = line.best(bounds, i, j)
-            if found < score * (1 - 1e-9):
-                score, bounds, improved = found, better, True
+            best, better = line.best(bounds, i, j)
+            if best < score * (1 - 1e-9):
+                score, bounds, improved = best, better, True
     return line.assignment(bounds)
 
 
@@ -92,18 +70,22 @@ class _Line:
         problem: The problem.
         assignment: Stage of each node.
         ranks: Rank of each stage.
-        fill: How much the largest stage counts.
+        bubble_weight: How much the largest stage counts.
     """
 
     def __init__(
-        self, problem: Problem, assignment: Sequence[int], ranks: Sequence[int], fill: float
+        self,
+        problem: Problem,
+        assignment: Sequence[int],
+        ranks: Sequence[int],
+        bubble_weight: float,
     ) -> None:
         edges = [(int(before), int(after)) for before, after in problem.precedence]
         order = topological(*adjacency(problem.num_nodes, edges))
         place = np.empty(problem.num_nodes, np.int64)
         place[order] = np.arange(problem.num_nodes)
         stages = np.asarray(assignment)
-        self._problem, self._ranks, self._fill = problem, list(ranks), fill
+        self._problem, self._ranks, self._bubble_weight = problem, list(ranks), bubble_weight
         self._order: IntArray = np.lexsort((place, stages))
         self._place = np.argsort(self._order)
         counts = np.bincount(stages, minlength=problem.num_stages)
@@ -139,16 +121,7 @@ class _Line:
         return float(scores[least]), [0, *columns[:, least].tolist(), end]
 
     def best(self, bounds: Sequence[int], i: int, j: int) -> tuple[float, list[int]]:
-        """Finds the best places of two boundaries, all others where they are.
-
-        Args:
-            bounds: The boundaries, 0 and the number of nodes among them.
-            i: The first one.
-            j: The second one.
-
-        Returns:
-            The score, and the boundaries.
-        """
+        """Finds the best places of two boundaries, all others where they are."""
         first = self._positions(bounds[i - 1], bounds[j + 1 if j == i + 1 else i + 1], bounds[i])
         second = self._positions(bounds[i - 1 if j == i + 1 else j - 1], bounds[j + 1], bounds[j])
         tried = [np.array(bound) for bound in bounds]
@@ -176,7 +149,9 @@ class _Line:
                 too_much = np.where(memory > problem.limits[stage], np.inf, too_much)
         worst = np.maximum.reduce(np.broadcast_arrays(*totals))
         cut = sum((self._cut[bound] for bound in bounds[1:-1]), np.zeros(()))
-        scores: FloatArray = (worst + self._fill * largest) / self._total + LAST * cut + too_much
+        scores: FloatArray = (
+            (worst + self._bubble_weight * largest) / self._total + LAST * cut + too_much
+        )
         return scores
 
     def _positions(self, low: int, high: int, now: int) -> IntArray:

@@ -19,11 +19,6 @@ def recomputing(problem: Problem, costs: StageCostModel, options: PlanOptions) -
     weighed by micro-batches, those besides the one that runs backward. This memory is never more
     than the real one, and equal to it where all stages recompute and need their inputs again
     on no parallel branches; of a stage that does not recompute it counts one micro-batch only.
-
-    Args:
-        problem: The problem in which the stages recompute nothing.
-        costs: The graph and its costs.
-        options: The options of the plan.
     """
     graph, rows = costs.graph, costs.micro_batch_size
     readers: dict[int, set[int]] = {}

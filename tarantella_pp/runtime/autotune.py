@@ -54,14 +54,7 @@ class Autotune:
         return self._trials[len(self._steps) // (WARM_UP + MEASURED)]
 
     def learn(self, step: StepRecord) -> ScheduleSpec | None:
-        """Takes notice of a step that has ended; all ranks must call this alike.
-
-        Args:
-            step: What this rank did.
-
-        Returns:
-            After the last of the steps, the spec to go on with.
-        """
+        """Takes notice of a step that has ended; all ranks must call this alike."""
         self._rows = self._rows or step.rows
         if step.rows != self._rows:
             return None  # the last batch of a data set is often smaller, and takes less time

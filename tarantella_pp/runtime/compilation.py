@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
@@ -14,14 +14,16 @@ from tarantella_pp.runtime.batch.data_feed import Batch
 from tarantella_pp.runtime.batch.loss import BatchLoss
 from tarantella_pp.runtime.batch.loss_and_metrics import LossAndMetrics
 from tarantella_pp.runtime.batch.nested_structure import rebuild, tensors_in
-from tarantella_pp.runtime.comm.communicator import Communicator
 from tarantella_pp.runtime.modules.model_outputs import unpacked
 from tarantella_pp.runtime.modules.stage_boundary import StageBoundary
 from tarantella_pp.runtime.modules.stage_module import StageModule
-from tarantella_pp.runtime.optimizer_step import OptimizerStep
+from tarantella_pp.runtime.optimizer_step import Bucket, OptimizerStep
 from tarantella_pp.runtime.probes.loss_probe import whole_batch_reason
-from tarantella_pp.runtime.state.owners import Owners
+from tarantella_pp.runtime.replicas.gradient_reduction import GradientReduction
+from tarantella_pp.runtime.replicas.owned_values import OwnedValues
+from tarantella_pp.runtime.replicas.process_groups import ProcessGroups
 from tarantella_pp.runtime.state.tied_weights import TiedWeights
+from tarantella_pp.runtime.state.trainers import Trainers
 
 
 class Compilation:
@@ -34,9 +36,11 @@ class Compilation:
         boundary: The border of the last stage.
         last_rank: The rank of the last stage, which computes loss and metrics.
         modules: What this rank's stages compute with.
-        owners: The ranks of the model's variables.
+        owners: The ranks that update weights.
         ties: The weights that several ranks have.
-        communicator: The ranks of the pipeline.
+        groups: The ranks of the job.
+        buckets: The weights whose gradients are added up together over the replicas.
+        updated: The weights that replicas update for each other.
 
     Attributes:
         loss_and_metrics: The metrics, on the rank of the last stage; elsewhere `None`.
@@ -57,9 +61,11 @@ class Compilation:
         boundary: StageBoundary,
         last_rank: int,
         modules: Mapping[int, StageModule],
-        owners: Owners,
+        owners: Trainers,
         ties: TiedWeights,
-        communicator: Communicator,
+        groups: ProcessGroups,
+        buckets: Mapping[Bucket, Sequence[Any]],
+        updated: OwnedValues | None,
     ) -> None:
         y, weight = (_symbolic(description) for description in batch.targets)
         outputs = unpacked(extracted.outputs_struct)
@@ -67,17 +73,27 @@ class Compilation:
         self.coupling = whole_batch_reason(compiled_loss(model), extracted, y)
         self.loss_and_metrics: LossAndMetrics | None = None
         self.loss: BatchLoss | None = None
-        if communicator.rank == last_rank:
+        if groups.pipeline.rank == last_rank:
             self.loss_and_metrics = LossAndMetrics(model, extracted, boundary)
             self.loss = BatchLoss(model, extracted, boundary)
+        shared_out = None
+        if updated is not None:
+            shared_out = {key: [*map(owners.replica, ws)] for key, ws in buckets.items()}
         self.update = OptimizerStep(
-            model.optimizer, modules, model.trainable_variables, owners, ties
+            model.optimizer,
+            modules,
+            model.trainable_variables,
+            owners,
+            ties,
+            buckets,
+            GradientReduction(groups.peers, buckets, owners=shared_out),
+            updated,
         )
         self.reach_known = False
         self.losses_checked: set[bool] = set()
         self._has_metrics = compiled_metrics(model) is not None
         self._last_rank = last_rank
-        self._communicator = communicator
+        self._communicator = groups.pipeline
         self._why_whole: dict[bytes, str | None] = {}
 
     def outputs(self, batch: Batch) -> OutputUse:

@@ -17,15 +17,15 @@ from tarantella_pp.keras_internals.training import (
 )
 from tarantella_pp.partition.extraction.keras_reader import ExtractedModel, extract
 from tarantella_pp.partition.graph.layer_graph import LayerGraph
+from tarantella_pp.partition.plan.gradient_buckets import Buckets, gradient_buckets
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan.plan_parts import OutputUse
 from tarantella_pp.partition.plan_in_force import check_limit, plan_in_force
 from tarantella_pp.partition.planned_schedule import search_limits, with_findings
 from tarantella_pp.runtime.autotune import Autotune
-from tarantella_pp.runtime.batch.batch_step import BatchStep, micro_batch_sizes
-from tarantella_pp.runtime.batch.data_feed import Batch, DataFeed
+from tarantella_pp.runtime.batch.batch_step import BatchStep
+from tarantella_pp.runtime.batch.data_feed import Batch, DataFeed, Need
 from tarantella_pp.runtime.batch.logs import LogExchange
-from tarantella_pp.runtime.comm.communicator import Communicator
 from tarantella_pp.runtime.compilation import Compilation, expected_outputs
 from tarantella_pp.runtime.executor import Executor
 from tarantella_pp.runtime.interrupts import interrupts_put_off
@@ -35,8 +35,15 @@ from tarantella_pp.runtime.modules.stage_boundary import (
     stage_boundaries,
     stage_edges,
 )
+from tarantella_pp.runtime.optimizer_step import Bucket
 from tarantella_pp.runtime.probes.stage_probe import Pieces
 from tarantella_pp.runtime.rehearsal import Rehearsal
+from tarantella_pp.runtime.replicas.batch_share import BatchShare, batch_shares
+from tarantella_pp.runtime.replicas.forward_state import ForwardState
+from tarantella_pp.runtime.replicas.owned_values import OwnedValues
+from tarantella_pp.runtime.replicas.process_groups import ProcessGroups
+from tarantella_pp.runtime.replicas.replica_check import check_all_replicas
+from tarantella_pp.runtime.replicas.replica_exchange import ReplicaExchange
 from tarantella_pp.runtime.stage.gradient_reachability import find_connected_gradients
 from tarantella_pp.runtime.stage.layer_metrics import LayerMetrics
 from tarantella_pp.runtime.stage.stage import Stage
@@ -49,15 +56,17 @@ from tarantella_pp.runtime.state.remote_variables import (
     only_traced,
 )
 from tarantella_pp.runtime.state.tied_weights import TiedWeights, weights_of_several_ranks
+from tarantella_pp.runtime.state.trainers import Trainers
 from tarantella_pp.runtime.tracing.recorder import (
     LOGS,
+    REDUCTIONS,
     SUMS,
     TIES,
     UPDATE,
     Recorder,
     StepRecord,
 )
-from tarantella_pp.schedule import SEARCHED, Action, Schedule, ScheduleSpec, lower, validate
+from tarantella_pp.schedule import SEARCHED, Schedule, ScheduleSpec, lower, validate
 
 
 class Engine:
@@ -67,17 +76,21 @@ class Engine:
         model: The Keras model of the user's side: compiled loss, metrics and optimizer.
         extracted: The model's graph and calls.
         plan: Which stage runs which node, and with which schedule.
-        communicator: The ranks of the pipeline.
+        groups: The ranks of the job: of this rank's pipeline, and of the replicas.
         free_schedule: Whether another schedule may run where the loss needs the whole batch.
         wire_dtype: The type in which floating point numbers cross from rank to rank; `None` for
             their own.
         clock: Counts the training steps of the model. Default: one that begins.
+        shard_optimizer: Whether replicas share out the optimizer.
+        check_every: After how many steps weights are compared between replicas; `None` for never.
 
     Attributes:
+        communicator: All ranks of the job.
         spec: The schedule by now; a schedule that is searched for changes.
         placement: Rank of each stage.
         stages: This rank's stages, by their numbers.
         owners: The ranks of the model's variables.
+        trainers: The ranks that update its weights.
         feed: Hands every rank its part of each batch.
         logs: Keras' logs after the last step, the same on all ranks; empty once metrics are reset.
         fallbacks: Stages of any rank that could not be cut in three, and why, once trained.
@@ -89,14 +102,18 @@ class Engine:
         model: Any,
         extracted: ExtractedModel,
         plan: Plan,
-        communicator: Communicator,
+        groups: ProcessGroups,
         *,
         free_schedule: bool = False,
         wire_dtype: str | None = None,
         clock: Clock | None = None,
+        shard_optimizer: bool = False,
+        check_every: int | None = None,
     ) -> None:
         self.extracted = extracted
-        self.communicator = communicator
+        self.groups = groups
+        self.communicator = groups.world
+        communicator = groups.pipeline
         self.free_schedule = free_schedule
         self._wire_dtype = wire_dtype
         self.clock = clock or Clock()
@@ -114,18 +131,20 @@ class Engine:
             graph, plan.assignment, plan.num_stages, find_activations(extracted)
         )
         self._data = _places_of_data(self._boundaries, graph)
+        # One process stands for all replicas: it runs their micro-batches one after the other.
+        self._micro_batches = plan.num_micro_batches * plan.num_replicas // groups.num_replicas
         self.feed = DataFeed(
-            communicator,
-            _inputs_of_ranks(self._data, self.placement, communicator.size),
-            last,
+            groups.world,
+            _needs(self._data, self.placement, groups),
             functools.partial(standardize_inputs, model),
+            self._shares,
         )
         self.stages = {
             boundary.index: Stage(
                 boundary,
                 [extracted.calls[node] for node in boundary.nodes],
                 recompute=boundary.index in plan.recompute,
-                micro_batches=plan.num_micro_batches,
+                micro_batches=self._micro_batches,
             )
             for boundary in self._boundaries
             if self.placement[boundary.index] == rank
@@ -133,20 +152,34 @@ class Engine:
         links = stage_edges(self._boundaries)
         self._links = [(link.source, link.target) for link in links]
         self._gradient_links = [(link.source, link.target) for link in links if link.gradients]
+        self._buckets: Sequence[Buckets] = ()
+        if groups.num_replicas > 1:
+            self._buckets = gradient_buckets(
+                graph, plan.assignment, plan.num_stages, plan.fusion_threshold
+            )
         self._schedules: dict[tuple[ScheduleSpec | None, int], Schedule] = {}
         exchange = StageMessages(communicator, graph, links, self.placement, wire_dtype=wire_dtype)
         self._execution = Executor(self.stages, exchange, Recorder(1))
+        calls = zip(extracted.calls, plan.assignment, strict=True)
+        self._forward_state = ForwardState(
+            [call for call, stage in calls if self.placement[stage] == rank], groups.peers
+        )
         self._rehearsal = Rehearsal(
-            self._boundaries, self.stages, exchange, self.placement, communicator
+            self._boundaries, self.stages, exchange, self.placement, groups, self._forward_state
         )
         self._rehearsed: set[tuple[bool, bool]] = set()
         self.owners = Owners(extracted, plan.assignment, self.placement, rank)
+        self._check_every = check_every
+        self._sharded = shard_optimizer and groups.num_replicas > 1
+        self.trainers = Trainers(self.owners, extracted.variables, groups, self._sharded)
+        self._updated = self._updated_by_replicas()
         self._ties = TiedWeights(weights_of_several_ranks(extracted, self.owners), communicator)
         self._tuning: Autotune | None = None
         if self.spec.name == SEARCHED and self.spec.custom is None:
             limits = search_limits(plan)
-            self._tuning = Autotune(self.spec, plan.num_micro_batches, limits, communicator)
+            self._tuning = Autotune(self.spec, self._micro_batches, limits, communicator)
         self._log_exchange = LogExchange(communicator, last)
+        self._replica_exchange = ReplicaExchange(groups.peers)
         self._layer_metrics = LayerMetrics(extracted, plan.assignment, self.placement)
         self._metrics_differ = False
         self._metrics_clock = Clock(OF_METRICS)
@@ -160,6 +193,11 @@ class Engine:
             has_metrics = compiled_metrics(self._model) is not None
             self._in_force = self._expected_plan(compiled_loss(self._model), has_metrics)
         return with_findings(self._in_force or self._plan, self.spec, self.fallbacks)
+
+    @property
+    def metrics_in_layers(self) -> list[str]:
+        """The names of the layers that have metrics."""
+        return self._layer_metrics.layers
 
     @property
     def prints(self) -> bool:
@@ -185,7 +223,7 @@ class Engine:
             step = self._step(batch, compiled, training=True)
             schedule = self._schedule(self._training_spec(step, compiled), len(step.pieces.sizes))
             recorder.runs(schedule, batch.rows)
-            self._execution.run(self._begin(schedule), step.rows, step)
+            self._run(schedule, batch, step, compiled)
             self._check_losses(compiled, training=True)
             if not compiled.reach_known:
                 self._find_reach(compiled)
@@ -194,14 +232,20 @@ class Engine:
                 with recorder.span(SUMS):
                     update.finish_deferred_matmuls()
             with self._exchange_of_ties():
-                gradients = update.gather()
+                gradients = update.gather(counts=not batch.share.is_spare)
+            with self._exchange_of_gradients():
+                sums = update.finish_reductions()
             with recorder.span(UPDATE):
-                update.apply(gradients)
+                update.apply(gradients, sums)
             with recorder.span(LOGS):
                 self.logs = self._share_logs("train", step)
             with self._exchange_of_ties():
                 self._ties.refresh()
         self._learn(recorder.last)
+        if self._check_every is not None and self.clock.steps % self._check_every == 0:
+            position = self.groups.pipeline.rank
+            own = [v for v in self.extracted.variables if position in self.owners.ranks(v)]
+            check_all_replicas(own, self.groups)
         return self.logs
 
     def test(self, batch: Batch) -> dict[str, Any]:
@@ -211,23 +255,25 @@ class Engine:
             compiled = self._compiled_for(batch)
             step = self._step(batch, compiled, training=False)
             schedule = self._schedule(None, len(step.pieces.sizes))
-            self._execution.run(self._begin(schedule), step.rows, step)
+            self._run(schedule, batch, step, compiled)
             self._check_losses(compiled, training=False)
             self.logs = self._share_logs("test", step)
         return self.logs
 
     def predict(self, batch: Batch) -> Any:
         """Predicts one batch; returns the model's outputs, on all ranks."""
-        step = BatchStep(batch, self._pieces(batch), self._data, None, None, training=False)
+        step = BatchStep(
+            batch, self._pieces(batch), self._data, None, None,
+            training=False, exchange=self._replica_exchange,
+        )  # fmt: skip
         with self._whole_or_nothing():
             self._rehearse(batch, training=False)
             if self._layer_metrics.exist:
                 self._metrics_differ = True
                 self._metrics_clock.steps += 1
-            schedule = self._schedule(None, len(step.pieces.sizes))
-            self._execution.run(self._begin(schedule), step.rows, step)
-            parts = zip(*step.results, strict=True) if self._log_exchange.is_source else ()
-            results = self._log_exchange.share_tensors([tf.concat(part, 0) for part in parts])
+            self._run(self._schedule(None, len(step.pieces.sizes)), batch, step)
+            parts = step.whole_results() if self._log_exchange.is_source else ()
+            results = self._log_exchange.share_tensors(parts)
         values = dict(zip(self._boundaries[-1].model_outputs, results, strict=True))
         return pack_outputs(self.extracted, values, self._boundaries[-1].activations)
 
@@ -247,8 +293,16 @@ class Engine:
     @property
     def sees_batch_at_once(self) -> bool:
         """Whether all outputs of a batch are there before the schedule asks for the loss."""
-        schedule = self._schedule(self.spec, self._plan.num_micro_batches)
+        schedule = self._schedule(self.spec, self._micro_batches)
         return schedule.runs_all_forwards_first(len(self._boundaries) - 1)
+
+    def publish_weights(self) -> None:
+        """Makes known to other ranks that weights have changed behind a step; all must call it."""
+        self.clock.steps += 1
+        if self._updated is not None:
+            self._updated.spread()
+        self._ties.publish()
+        self._ties.refresh()
 
     def share_metrics(self) -> None:
         """Gives every rank the state of all metrics, if they have changed; all must call it."""
@@ -280,8 +334,9 @@ class Engine:
         extracted = extract(self.extracted.model)
         self._plan.check(extracted.graph)
         return Engine(
-            self._model, extracted, with_findings(self._plan, self.spec, {}), self.communicator,
+            self._model, extracted, with_findings(self._plan, self.spec, {}), self.groups,
             free_schedule=self.free_schedule, wire_dtype=self._wire_dtype, clock=self.clock,
+            shard_optimizer=self._sharded, check_every=self._check_every,
         )  # fmt: skip
 
     def record(self, recorder: Recorder | None) -> None:
@@ -295,8 +350,10 @@ class Engine:
     def _learn(self, step: StepRecord) -> None:
         """Goes on with the schedule that the steps so far lead to, once there are enough."""
         found = None if self._tuning is None else self._tuning.learn(step)
-        if found is not None:
-            self.spec = found
+        if found is not None and found.custom is not None:
+            text = self.groups.peers.broadcast_json(found.custom.to_text())
+            same = Schedule.from_text(text)
+            self.spec = ScheduleSpec.of_custom(same, found.num_stages, found.num_ranks)
             self._tuning = None
 
     def _schedule(self, spec: ScheduleSpec | None, count: int) -> Schedule:
@@ -308,7 +365,8 @@ class Engine:
         """
         if (spec, count) not in self._schedules:
             plain = self.spec.make_inference(count) if spec is None else spec.make(count)
-            lowered = lower(plain, self._links, self._gradient_links)
+            counts = [] if spec is None else [len(buckets) for buckets in self._buckets]
+            lowered = lower(plain, self._links, self._gradient_links, counts)
             validate(lowered)
             self._schedules[spec, count] = lowered
         return self._schedules[spec, count]
@@ -319,8 +377,8 @@ class Engine:
         An error in it, which is the same on all ranks, leaves them able to go on.
         """
         pieces = self._pieces(batch)
-        kind = (training, len(pieces.sizes) > 1)
-        if kind in self._rehearsed or (pieces.is_plain and len(pieces.sizes) == 1):
+        kind = (training, pieces.total > 1)
+        if kind in self._rehearsed or (pieces.is_plain and pieces.total == 1):
             return
         self._exchanges = self.has_run = True
         step = BatchStep(batch, pieces, self._data, None, None, training=training)
@@ -330,25 +388,44 @@ class Engine:
             raise error
         self._rehearsed.add(kind)
 
-    def _begin(self, schedule: Schedule) -> Sequence[Action]:
-        """This rank's actions; from now on an error may leave others with half a step."""
+    def _run(
+        self, schedule: Schedule, batch: Batch, step: BatchStep, compiled: Compilation | None = None
+    ) -> None:
+        """Runs this rank's actions; from now on an error may leave others with half a step."""
         self.has_run = self._exchanges = True
-        return schedule.actions[self.communicator.rank]
+        merged: Sequence[Any] = ()
+        if compiled is not None and compiled.loss_and_metrics and compiled.why_whole(batch) is None:
+            merged = compiled.loss_and_metrics.metrics.variables
+        self._replica_exchange.begin_metrics(merged)
+        self._forward_state.begin(batch.share, step.training)
+        self._execution.run(schedule.actions[self.groups.pipeline.rank], step.rows, step)
+        self._forward_state.end(batch.shares, step.training)
 
     def _step(self, batch: Batch, compiled: Compilation, *, training: bool) -> BatchStep:
         """A step with loss and metrics."""
-        ahead = compiled.update.apply_early if training and compiled.reach_known else None
+        update = compiled.update
+        ahead = update.apply_early if training and compiled.reach_known else None
         return BatchStep(
             batch, self._pieces(batch), self._data,
             compiled.loss_and_metrics, compiled.loss, training,
             coupled=compiled.coupling is not None,
             by_parts=compiled.why_whole(batch) is None,
-            penalty=compiled.update.regularization_loss(), report=self._report, update=ahead,
+            penalty=update.regularization_loss()
+            if self._sharded or self.groups.replica == 0
+            else None,
+            report=self._report, update=ahead, exchange=self._replica_exchange,
+            reduce=functools.partial(update.reduce, counts=not batch.share.is_spare)
+            if compiled.reach_known  # and with it which weights have gradients
+            else None,
+            progress=update.progress,
         )  # fmt: skip
 
+    def _shares(self, rows: int) -> list[BatchShare]:
+        return batch_shares(rows, self._micro_batches, self.groups.num_replicas)
+
     def _pieces(self, batch: Batch) -> Pieces:
-        sizes = micro_batch_sizes(batch.rows, self._plan.num_micro_batches)
-        return Pieces(sizes, self.communicator.size == 1 and len(self._boundaries) == 1)
+        is_plain = self.communicator.size == 1 and len(self._boundaries) == 1
+        return Pieces(batch.share.own_sizes, is_plain, len(batch.share.sizes))
 
     def _check_losses(self, compiled: Compilation, training: bool) -> None:
         """Refuses, as Keras does, a step without a loss, and what cannot be added to its loss."""
@@ -356,7 +433,7 @@ class Engine:
         if known or training in compiled.losses_checked:
             return
         added = any(stage.module.added_by[training] for stage in self.stages.values())
-        added = any(self.communicator.allgather_json(added or compiled.update.penalizes))
+        added = any(self.groups.pipeline.allgather_json(added or compiled.update.penalizes))
         if self._model.loss is None and not added:
             raise ConfigurationError(
                 "No loss to compute. Provide a `loss` argument in `compile()`, or layers that add "
@@ -398,6 +475,27 @@ class Engine:
             return contextlib.nullcontext()
         return self._execution.recorder.span(TIES)
 
+    def _exchange_of_gradients(self) -> contextlib.AbstractContextManager[None]:
+        if self.groups.num_replicas == 1:
+            return contextlib.nullcontext()
+        return self._execution.recorder.span(REDUCTIONS)
+
+    def _updated_by_replicas(self) -> OwnedValues | None:
+        """The weights of this rank, if replicas update them for each other."""
+        if not self._sharded:
+            return None
+        own = [w for w in self._model.trainable_variables if self.owners.is_own(w)]
+        return OwnedValues(self.groups.peers, own, [self.trainers.replica(w) for w in own])
+
+    def _own_buckets(self) -> dict[Bucket, list[Any]]:
+        """The weights that this rank reduces together, by stage and number."""
+        return {
+            (stage, number): [self.extracted.variables[i] for i in bucket]
+            for stage, buckets in enumerate(self._buckets)
+            if stage in self.stages
+            for number, bucket in enumerate(buckets)
+        }
+
     def _share_logs(self, kind: str, step: BatchStep) -> dict[str, Any]:
         self._metrics_differ = True
         self._metrics_clock.steps += 1
@@ -409,20 +507,20 @@ class Engine:
         return self._log_exchange.share_logs(kind, logs)
 
     def _report(self, added: tf.Tensor) -> None:
-        rank = self.communicator.rank
+        rank = self.groups.pipeline.rank
         self._log_exchange.report(added, self._layer_metrics.state(rank))
 
     def _find_reach(self, compiled: Compilation) -> None:
         scored = compiled.loss.reached if compiled.loss is not None else ()
         find_connected_gradients(
-            self._boundaries, self.stages, self.placement, self.communicator, scored
+            self._boundaries, self.stages, self.placement, self.groups.pipeline, scored
         )
         compiled.reach_known = True
 
     def _find_fallbacks(self) -> None:
         """Learns on every rank which stages could not be cut."""
         mine = {str(i): stage.fallback for i, stage in self.stages.items() if stage.fallback}
-        for theirs in self.communicator.allgather_json(mine):
+        for theirs in self.groups.pipeline.allgather_json(mine):
             self.fallbacks.update({int(i): reason for i, reason in theirs.items()})
 
     def _compiled_for(self, batch: Batch) -> Compilation:
@@ -433,7 +531,8 @@ class Engine:
                     self._model, self.extracted, batch,
                     boundary=self._boundaries[-1], last_rank=self.placement[-1],
                     modules={i: stage.module for i, stage in self.stages.items()},
-                    owners=self.owners, ties=self._ties, communicator=self.communicator,
+                    owners=self.trainers, ties=self._ties, groups=self.groups,
+                    buckets=self._own_buckets(), updated=self._updated,
                 )  # fmt: skip
             self._guard_metrics()
         return self._compilation
@@ -441,7 +540,7 @@ class Engine:
     def _guard_metrics(self) -> None:
         """Has metrics refuse to be read where they are out of date."""
         for variable, owner in self._metric_variables():
-            if owner != self.communicator.rank:
+            if owner != self.groups.pipeline.rank:
                 make_remote(variable, self._metrics_clock)
 
     def _metric_variables(self) -> Iterator[tuple[Any, int]]:
@@ -479,7 +578,7 @@ class Engine:
     @property
     def _gpipe(self) -> ScheduleSpec:
         """What runs where the loss needs the whole batch."""
-        return ScheduleSpec("gpipe", len(self._boundaries), self.communicator.size)
+        return ScheduleSpec("gpipe", len(self._boundaries), self.groups.pipeline.size)
 
 
 def _places_of_data(boundaries: Sequence[StageBoundary], graph: LayerGraph) -> list[list[int]]:
@@ -488,11 +587,16 @@ def _places_of_data(boundaries: Sequence[StageBoundary], graph: LayerGraph) -> l
     return [[places[port.tensor] for port in boundary.model_inputs] for boundary in boundaries]
 
 
-def _inputs_of_ranks(
-    data: Sequence[Sequence[int]], placement: Sequence[int], num_ranks: int
-) -> list[list[int]]:
-    """For each rank, the positions of the model inputs that its stages use."""
-    needs: list[set[int]] = [set() for _ in range(num_ranks)]
+def _needs(
+    data: Sequence[Sequence[int]], placement: Sequence[int], groups: ProcessGroups
+) -> list[Need]:
+    """What each rank of the job gets of each batch."""
+    used: list[set[int]] = [set() for _ in range(groups.pipeline.size)]
     for rank, places in zip(placement, data, strict=True):
-        needs[rank].update(places)
-    return [sorted(places) for places in needs]
+        used[rank].update(places)
+    needs = {
+        rank: Need(tuple(sorted(used[position])), replica, targets=position == placement[-1])
+        for replica, ranks in enumerate(groups.world_ranks)
+        for position, rank in enumerate(ranks)
+    }
+    return [needs[rank] for rank in sorted(needs)]

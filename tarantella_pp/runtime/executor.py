@@ -17,7 +17,7 @@ from tarantella_pp.runtime.tracing.recorder import (
     Recorder,
     Span,
 )
-from tarantella_pp.schedule import Action, Compute, Direction, Message, Transfer
+from tarantella_pp.schedule import Action, Compute, Direction, Message, Reduce, Transfer
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -69,13 +69,17 @@ class Executor:
         self._backwards_left = Counter(a.stage for a in computations if a.kind in ("W", "BW"))
         forwards_left = sum(action.kind == "F" for action in computations)
         for action in program:
+            step.progress()
             if isinstance(action, Transfer):
                 self._transfer(action)
                 continue
+            if isinstance(action, Reduce):
+                with self.recorder.span(action):
+                    step.reduce(action.stage, action.bucket)
+                continue
             stage = self._stages[action.stage]
-            self._noted(
-                SUMS, stage.flush_overdue
-            )  # only now, for others wait for what was computed
+            # only now, for others wait for what was computed
+            self._noted(SUMS, stage.flush_overdue)
             self._noted(METRICS, step.flush_overdue)
             arrived = self._await_messages(stage.boundary, action)
             start = time.perf_counter()
@@ -148,12 +152,12 @@ class Executor:
         key = action.micro_batch
         arrived: list[tf.Tensor] = []
         if action.kind == "F":
-            for link in boundary.receives:
-                arrived += self._arrived("F", (link.source, link.target, key))
+            for edge in boundary.receives:
+                arrived += self._arrived("F", (edge.source, edge.target, key))
         elif action.kind != "W":
-            for link in boundary.sends:
-                if link.gradients:
-                    arrived += self._arrived("B", (link.target, link.source, key))
+            for edge in boundary.sends:
+                if edge.gradients:
+                    arrived += self._arrived("B", (edge.target, edge.source, key))
         return arrived
 
     def _arrived(self, direction: Direction, message: Message) -> Sequence[tf.Tensor]:
@@ -171,8 +175,8 @@ class Executor:
         else:
             outputs, added = stage.evaluate(inputs, step.share(key))
         values: Values = dict(zip(boundary.outputs, outputs, strict=True))
-        for link in boundary.sends:
-            self._activations[link.source, link.target, key] = _pick(values, link.tensors)
+        for edge in boundary.sends:
+            self._activations[edge.source, edge.target, key] = _pick(values, edge.tensors)
         if added is not None:
             stage.settle(step, key, inputs, added)
             step.add(added * stage.loss_factors(step, key))
@@ -183,21 +187,21 @@ class Executor:
         self, stage: Stage, action: Compute, arrived: Sequence[tf.Tensor], step: Step
     ) -> None:
         boundary, key = stage.boundary, action.micro_batch
-        found: Values = dict(step.loss_gradients(key)) if boundary.model_outputs else {}
-        ports = [port for link in boundary.sends for port in link.gradients]
-        for port, gradient in zip(ports, arrived, strict=True):
-            found[port] = found[port] + gradient if port in found else gradient
+        sums: Values = dict(step.loss_gradients(key)) if boundary.model_outputs else {}
+        tensors = [tensor for edge in boundary.sends for tensor in edge.gradients]
+        for tensor, gradient in zip(tensors, arrived, strict=True):
+            sums[tensor] = sums[tensor] + gradient if tensor in sums else gradient
         seeds = [
             stage.loss_factors(step, key),
-            *(found[port] for port in boundary.outputs_with_gradient),
+            *(sums[tensor] for tensor in boundary.outputs_with_gradient),
         ]
         run = stage.backward if action.kind == "BW" else stage.backward_input
         gradients = dict(zip(boundary.input_gradients, run(key, seeds), strict=True))
-        for link in boundary.receives:
-            if link.gradients:
-                message = (link.target, link.source, key)
-                self._gradients[message] = _pick(gradients, link.gradients)
+        for edge in boundary.receives:
+            if edge.gradients:
+                message = (edge.target, edge.source, key)
+                self._gradients[message] = _pick(gradients, edge.gradients)
 
 
-def _pick(values: Values, ports: Sequence[BoundaryTensor]) -> list[tf.Tensor]:
-    return [values[port] for port in ports]
+def _pick(values: Values, tensors: Sequence[BoundaryTensor]) -> list[tf.Tensor]:
+    return [values[tensor] for tensor in tensors]

@@ -16,21 +16,7 @@ def on_one_rank(
     work: Callable[[], Any],
     error: type[Exception] = ConfigurationError,
 ) -> Any:
-    """Lets one rank do something alone; all ranks wait for it and learn of a failure.
-
-    Args:
-        communicator: The ranks.
-        rank: The one that does it.
-        what: What it does, for the message: "read the data".
-        work: Does it; returns what JSON can hold.
-        error: What the other ranks raise.
-
-    Returns:
-        What `work` returned, on all ranks.
-
-    Raises:
-        ConfigurationError: Or another `error`, on the other ranks, if it failed.
-    """
+    """Lets one rank do something alone; all ranks wait for it and learn of a failure."""
     failure: Exception | None = None
     told: list[Any] = [None, None]
     if communicator.rank == rank:

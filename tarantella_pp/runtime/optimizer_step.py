@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import keras
+import numpy as np
 import tensorflow as tf
 
-from tarantella_pp.keras_internals.training import count_step, updates_weights_alone
+from tarantella_pp.keras_internals.training import (
+    count_step,
+    global_clipping_off,
+    updates_weights_alone,
+)
 from tarantella_pp.runtime.modules.gradient_accumulator import Collected
 from tarantella_pp.runtime.modules.stage_module import StageModule
-from tarantella_pp.runtime.state.owners import Owners
+from tarantella_pp.runtime.replicas.gradient_reduction import GradientReduction
+from tarantella_pp.runtime.replicas.owned_values import OwnedValues
 from tarantella_pp.runtime.state.tied_weights import (
     Gradient,
     TiedWeights,
     total,
 )
+from tarantella_pp.runtime.state.trainers import Trainers
 
 OfStage: TypeAlias = dict[int, Collected]
 Collections: TypeAlias = dict[int, OfStage]
+Bucket: TypeAlias = tuple[int, int]
 Gathered: TypeAlias = tuple[Collections, list[list[Gradient]]]
 
 
@@ -37,8 +45,11 @@ class OptimizerStep:
             model that is only evaluated, or has nothing to train.
         modules: The rank's stages.
         order: The model's trainable variables, in its order.
-        owners: The ranks of the weights.
+        owners: The ranks that update the weights.
         ties: Weights that other ranks use or train, too.
+        buckets: The weights whose gradients are added up together, by stage and number.
+        reduction: Adds up the gradients of a bucket over the replicas.
+        updated: The weights that replicas update for each other.
     """
 
     def __init__(
@@ -46,9 +57,19 @@ class OptimizerStep:
         optimizer: Any,
         modules: Mapping[int, StageModule],
         order: Sequence[Any],
-        owners: Owners,
+        owners: Trainers,
         ties: TiedWeights,
+        buckets: Mapping[Bucket, Sequence[Any]],
+        reduction: GradientReduction,
+        updated: OwnedValues | None,
     ) -> None:
+        self._ranks = owners.ranks
+        self._updated = updated
+        self._clips = owners.ranks.size > 1 and bool(getattr(optimizer, "global_clipnorm", None))
+        self._buckets = buckets
+        self._reduction = reduction
+        self._started: set[Bucket] = set()
+        self._taken: Collections = {}
         self._places: dict[int, list[tuple[int, int]]] = {}
         for stage, module in modules.items():
             for i, weight in enumerate(module.accumulator.weights):
@@ -61,12 +82,12 @@ class OptimizerStep:
         apart = updates_weights_alone(optimizer)
         for weight in filter(owners.is_own, order):
             self._groups[self._stage_of(weight) if apart else self._last].append(weight)
-        self._steps = {
-            stage: tf.function(
-                functools.partial(self._apply, stage), autograph=False, reduce_retracing=True
-            )
-            for stage in modules
-        }
+        self._steps = {stage: _compiled(self._apply, stage) for stage in modules}
+        self._sums_of = {key: _compiled(self._local_gradients, ws) for key, ws in buckets.items()}
+        self._updates = {stage: _compiled(self._update, stage) for stage in modules}
+        self._sum_up = _compiled(self._local_gradients, self._groups[self._last])
+        self._measure = tf.function(self._measured, autograph=False, reduce_retracing=True)
+        self._clip = tf.function(self._clipped, autograph=False, reduce_retracing=True)
         self._ahead: Collections = {}
         self._trains = bool(order)
         self._applying = False
@@ -79,9 +100,9 @@ class OptimizerStep:
 
     def regularization_loss(self) -> tf.Tensor:
         """The sum of the weight regularizers, once per batch; in Keras' default float type."""
-        return self._penalty()
+        return self._penalty() if self.penalizes else tf.zeros((), keras.config.floatx())
 
-    @property
+    @functools.cached_property
     def penalizes(self) -> bool:
         """Whether weight regularizers add to the loss."""
         return any(w.regularizer is not None for ws in self._groups.values() for w in ws)
@@ -107,37 +128,122 @@ class OptimizerStep:
         """
         if stage == self._last or stage in self._ahead or not self._groups[stage]:
             return False
+        if self._buckets:
+            return False
         self._applying = True
         self._ahead[stage] = self._apply_stage(stage, self._sums[stage].take_collected())
         return True
 
-    def gather(self) -> Gathered:
-        """Brings together the gradients that have been summed up, those of other ranks, too."""
-        collected = {
-            stage: self._ahead[stage] if stage in self._ahead else sums.take_collected()
-            for stage, sums in self._sums.items()
-        }
+    def reduce(self, stage: int, bucket: int, counts: bool) -> None:
+        """Starts to add up the gradients of a bucket over the replicas; never waits.
+
+        Args:
+            stage: A stage that has run all its backward passes.
+            bucket: Number of the bucket.
+            counts: Whether this replica has had samples of the batch.
+        """
+        weights = self._buckets[stage, bucket]
+        if any(self._ties.is_tied(weight) for weight in weights):
+            return  # `gather` will have what other ranks add to it
+        self._start((stage, bucket), {stage: self._collected(stage)}, {}, counts)
+
+    def gather(self, counts: bool = True) -> Gathered:
+        """Brings together the gradients that have been summed up, those of other ranks, too.
+
+        Args:
+            counts: Whether this replica has had samples of the batch.
+        """
+        collected = {stage: self._collected(stage) for stage in self._sums}
         self._ties.hand_over(lambda weight: self._summed(weight, collected))
         arrived = self._ties.collect()
+        for key in self._buckets:
+            if key not in self._started:
+                self._start(key, collected, arrived, counts)
         return collected, [arrived.get(id(weight), []) for weight in self._groups[self._last]]
 
-    def apply(self, gradients: Gathered) -> None:
+    def _collected(self, stage: int) -> OfStage:
+        """What was collected of the gradients of a stage in this step."""
+        if stage in self._ahead:
+            return self._ahead[stage]
+        if stage not in self._taken:
+            if self._buckets:
+                self._sums[stage].finish()
+            self._taken[stage] = self._sums[stage].take_collected()
+        return self._taken[stage]
+
+    def _start(
+        self,
+        key: Bucket,
+        collected: Collections,
+        arrived: Mapping[int, list[Gradient]],
+        counts: bool,
+    ) -> None:
+        weights = self._buckets[key]
+        gradients: list[Gradient] = [None] * len(weights)
+        if counts:
+            far = [arrived.get(id(weight), []) for weight in weights]
+            gradients = self._sums_of[key](collected, far)
+        self._started.add(key)
+        self._reduction.start(key, gradients)
+
+    def progress(self) -> None:
+        """Moves on what is being added up over the replicas; never waits."""
+        if self._started:
+            self._reduction.progress()
+
+    def finish_reductions(self) -> dict[int, Gradient]:
+        """Waits for the gradients that are being added up over the replicas.
+
+        Returns:
+            From `id` of a weight to its gradient.
+        """
+        found: dict[int, Gradient] = {}
+        for key, weights in self._buckets.items():
+            gradients = self._reduction.finish(key)
+            found.update({id(w): g for w, g in zip(weights, gradients, strict=True)})
+        return found
+
+    def apply(self, gradients: Gathered, sums: Mapping[int, Gradient]) -> None:
         """Updates the weights that have not been, and begins new sums.
 
         Args:
             gradients: What `gather` returned.
+            sums: What `finish_reductions` returned.
         """
-        collected, arrived = gradients
         self._applying = True
-        for stage, weights in self._groups.items():
-            if weights and stage != self._last and stage not in self._ahead:
-                collected[stage] = self._apply_stage(stage, collected[stage])
-        self._steps[self._last](collected, arrived)
+        if self._clips:
+            self._apply_clipped(gradients, sums)
+        elif self._buckets:
+            for stage, weights in self._groups.items():
+                if weights or stage == self._last:
+                    self._updates[stage]([sums.get(id(weight)) for weight in weights])
+        else:
+            collected, arrived = gradients
+            for stage, weights in self._groups.items():
+                if weights and stage != self._last and stage not in self._ahead:
+                    collected[stage] = self._apply_stage(stage, collected[stage])
+            self._steps[self._last](collected, arrived)
         self._applying = False
-        self._ahead.clear()
-        for sums in self._sums.values():
-            sums.reset()
+        self._forget()
+        for sums_of_stage in self._sums.values():
+            sums_of_stage.reset()
+        if self._updated is not None:
+            self._updated.spread()
         self._ties.publish()
+
+    def _apply_clipped(self, gradients: Gathered, sums: Mapping[int, Gradient]) -> None:
+        """Updates all weights once it is known how long the gradient of the whole model is."""
+        weights = self._groups[self._last]
+        own = [sums.get(id(weight)) for weight in weights]
+        found, squares = self._measure(own if self._buckets else self._sum_up(*gradients))
+        total = np.array(float(squares))
+        self._ranks.allreduce(total)
+        self._clip(found, tf.constant(total))
+
+    def _forget(self) -> None:
+        self._ahead.clear()
+        self._taken.clear()
+        self._started.clear()
 
     def clear(self, error: BaseException) -> None:
         """Forgets a step that an error ended; says so if weights have been updated in part.
@@ -145,7 +251,7 @@ class OptimizerStep:
         Args:
             error: The error.
         """
-        self._ahead.clear()
+        self._forget()
         if self._applying:
             self._applying = False
             error.add_note(
@@ -168,11 +274,37 @@ class OptimizerStep:
         return tf.add_n([tf.zeros((), dtype), *terms])
 
     def _apply(self, stage: int, collected: Collections, arrived: list[list[Gradient]]) -> None:
+        self._update(stage, self._local_gradients(self._groups[stage], collected, arrived))
+
+    def _local_gradients(
+        self, weights: Sequence[Any], collected: Collections, arrived: list[list[Gradient]]
+    ) -> list[Gradient]:
+        """The gradients of some weights over all micro-batches of this replica."""
+        pairs = zip(weights, arrived, strict=True)
+        return [total([self._summed(weight, collected), *far]) for weight, far in pairs]
+
+    def _measured(self, sums: list[Gradient]) -> tuple[list[Gradient], tf.Tensor]:
+        """The gradients with those of regularizers, and the sum of their squares, as in Keras."""
+        pairs = zip(self._groups[self._last], sums, strict=True)
+        gradients = [self._gradient(weight, gradient) for weight, gradient in pairs]
+        squares = [keras.ops.sum(keras.ops.square(g)) for g in gradients if g is not None]
+        zero = tf.zeros((), tf.float64)
+        return gradients, tf.add_n([zero, *(tf.cast(square, tf.float64) for square in squares)])
+
+    def _clipped(self, gradients: list[Gradient], squares: tf.Tensor) -> None:
+        """Makes the step as `global_clipnorm` of Keras does."""
+        norm, most = tf.sqrt(squares), self._optimizer.global_clipnorm
+        # What is not finite stays so, and makes all gradients NaN.
+        scale = most * tf.minimum(1 / norm, 1 / most) + (norm - norm)
+        with global_clipping_off(self._optimizer):
+            self._step(self._last, [_scaled(gradient, scale) for gradient in gradients])
+
+    def _update(self, stage: int, sums: list[Gradient]) -> None:
+        pairs = zip(self._groups[stage], sums, strict=True)
+        self._step(stage, [self._gradient(weight, gradient) for weight, gradient in pairs])
+
+    def _step(self, stage: int, gradients: list[Gradient]) -> None:
         weights = self._groups[stage]
-        gradients = [
-            self._gradient(weight, total([self._summed(weight, collected), *far]))
-            for weight, far in zip(weights, arrived, strict=True)
-        ]
         if any(gradient is not None for gradient in gradients):
             self._optimizer.apply(gradients, weights)
         elif self._trains:
@@ -193,3 +325,19 @@ class OptimizerStep:
             penalty = weight.regularizer(weight)
         own = tape.gradient(penalty, weight.value)
         return own if gradient is None else tf.convert_to_tensor(gradient) + own
+
+
+def _scaled(gradient: Gradient, scale: tf.Tensor) -> Gradient:
+    """A gradient times a number: dense, also if it was sparse, as in Keras."""
+    return (
+        None
+        if gradient is None
+        else tf.convert_to_tensor(gradient) * tf.cast(scale, gradient.dtype)
+    )
+
+
+def _compiled(function: Callable[..., Any], of: Any) -> Callable[..., Any]:
+    """A part of the step for one stage or for some weights."""
+    bound = functools.partial(function, of)
+    compiled: Callable[..., Any] = tf.function(bound, autograph=False, reduce_retracing=True)
+    return compiled

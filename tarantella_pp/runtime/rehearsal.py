@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 
 from tarantella_pp import errors
 from tarantella_pp.errors import TarantellaError, UnsupportedModelError
-from tarantella_pp.runtime.comm.communicator import Communicator
 from tarantella_pp.runtime.modules.stage_boundary import StageBoundary, StageEdge
+from tarantella_pp.runtime.replicas.forward_state import ForwardState
+from tarantella_pp.runtime.replicas.process_groups import ProcessGroups
 from tarantella_pp.runtime.stage.step import Step
 from tarantella_pp.runtime.stage_messages import StageMessages
 from tarantella_pp.schedule import Transfer
@@ -33,7 +34,8 @@ class Rehearsal:
         stages: This rank's stages.
         exchange: Its messages.
         placement: Rank of each stage.
-        communicator: The ranks of the pipeline.
+        groups: The ranks of the job.
+        state: What the forward passes of this rank's stages write.
     """
 
     def __init__(
@@ -42,13 +44,17 @@ class Rehearsal:
         stages: Mapping[int, Stage],
         exchange: StageMessages,
         placement: Sequence[int],
-        communicator: Communicator,
+        groups: ProcessGroups,
+        state: ForwardState,
     ) -> None:
         self._boundaries = boundaries
         self._stages = stages
         self._messages = exchange
         self._placement = placement
-        self._communicator = communicator
+        self._communicator = groups.pipeline
+        self._groups = groups
+        self._state = state
+        self._measures = False
         self._arrived: dict[int, list[tf.Tensor]] = defaultdict(list)
 
     def run(self, step: Step) -> Exception | None:
@@ -61,10 +67,22 @@ class Rehearsal:
             Why a stage cannot run, on all ranks; `None` if all can.
         """
         self._arrived.clear()
-        for boundary in self._boundaries:
-            error = self._try(boundary, step)
-            if error is not None:
-                return error
+        self._measures = self._state.must_measure(step.training)
+        before = self._state.snapshot()
+        errors = (self._try(boundary, step) for boundary in self._boundaries)
+        error = next((error for error in errors if error is not None), None)
+        if self._measures:
+            self._state.measured(before, step.training)
+            self._state.restore(before)
+        return self._of_all_replicas(error)
+
+    def _of_all_replicas(self, error: Exception | None) -> Exception | None:
+        """The error of the first replica that has one."""
+        told = None if error is None else [type(error).__name__, str(error)]
+        everywhere = self._groups.peers.allgather_json(told)
+        for ranks, theirs in zip(self._groups.world_ranks, everywhere, strict=True):
+            if theirs is not None:
+                return error or _error_of(f"A stage of ranks {list(ranks)} cannot run", *theirs)
         return None
 
     def _try(self, boundary: StageBoundary, step: Step) -> Exception | None:
@@ -76,34 +94,37 @@ class Rehearsal:
             inputs = [*step.data(boundary.index, 0), *self._arrived.pop(boundary.index, ())]
             try:
                 outputs = self._stages[boundary.index].rehearse(step, inputs)
+                if self._measures:
+                    self._stages[boundary.index].run_once(inputs, step)
             except Exception as caught:
                 error = caught
         told = None if error is None else [type(error).__name__, str(error)]
         told = self._communicator.broadcast_json(told, owner)
         if told is not None:
-            return error or _error_of(boundary.index, owner, *told)
+            where = f"Stage {boundary.index} cannot run on rank {owner}"
+            return error or _error_of(where, *told)
         values = dict(zip(boundary.outputs, outputs, strict=False))
-        for link in boundary.sends:
-            self._pass_on(link, [values[port] for port in link.tensors if values], step)
+        for edge in boundary.sends:
+            self._pass_on(edge, [values[tensor] for tensor in edge.tensors if values], step)
         return None
 
-    def _pass_on(self, link: StageEdge, values: list[tf.Tensor], step: Step) -> None:
+    def _pass_on(self, edge: StageEdge, values: list[tf.Tensor], step: Step) -> None:
         """Takes what a stage gives to a later one; it is received before anything else can fail."""
-        source, target = self._placement[link.source], self._placement[link.target]
+        source, target = self._placement[edge.source], self._placement[edge.target]
         rank = self._communicator.rank
         if rank == source != target:
-            self._messages.send(Transfer(link.source, link.target, "S", "F", 0), values)
+            self._messages.send(Transfer(edge.source, edge.target, "S", "F", 0), values)
         elif rank == target != source:
-            receive = Transfer(link.source, link.target, "R", "F", 0)
+            receive = Transfer(edge.source, edge.target, "R", "F", 0)
             self._messages.begin([receive], {0: step.pieces.sizes[0]})
             values = self._messages.receive(receive)
         if rank == target:
-            self._arrived[link.target] += values
+            self._arrived[edge.target] += values
 
 
-def _error_of(stage: int, rank: int, name: str, text: str) -> Exception:
+def _error_of(where: str, name: str, text: str) -> Exception:
     """The error of another rank, of its own class if that is one of this library."""
     kind = getattr(errors, name, None)
     if isinstance(kind, type) and issubclass(kind, TarantellaError):
         return kind(text)
-    return UnsupportedModelError(f"Stage {stage} cannot run on rank {rank}. {name}: {text}")
+    return UnsupportedModelError(f"{where}. {name}: {text}")

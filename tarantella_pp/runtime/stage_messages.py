@@ -1,4 +1,4 @@
-"""Messages between stages: one for each link, micro-batch and direction."""
+"""Messages between stages: one for each edge, micro-batch and direction."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class _MessageFormat:
     Attributes:
         tag: Tag of its MPI messages.
         label: What it is, for people.
-        ports: What it holds.
+        tensors: What it holds.
         dtypes: The dtype of each tensor.
         on_wire: The dtype in which each travels.
         narrows: Whether these differ.
@@ -61,7 +61,7 @@ class _MessageFormat:
 
     tag: int
     label: str
-    ports: tuple[BoundaryTensor, ...]
+    tensors: tuple[BoundaryTensor, ...]
     dtypes: tuple[np.dtype[Any], ...]
     on_wire: tuple[np.dtype[Any], ...]
     narrows: bool
@@ -78,7 +78,7 @@ class StageMessages:
     Args:
         communicator: The ranks of the pipeline.
         graph: The layer graph, for dtypes and shapes.
-        links: All links of the pipeline, in an order that all ranks share.
+        edges: All edges of the pipeline, in an order that all ranks share.
         placement: Rank of each stage.
         conversion: Makes arrays of tensors and back. Default: that of TensorFlow.
         wire_dtype: The type in which wider floating point numbers travel; `None` for their own.
@@ -88,7 +88,7 @@ class StageMessages:
         self,
         communicator: Communicator,
         graph: LayerGraph,
-        links: Sequence[StageEdge],
+        edges: Sequence[StageEdge],
         placement: Sequence[int],
         conversion: Conversion | None = None,
         wire_dtype: str | None = None,
@@ -96,8 +96,8 @@ class StageMessages:
         self._conversion = conversion or Conversion.of_tensorflow()
         self._communicator = communicator
         self._graph = graph
-        self._links = {(link.source, link.target): link for link in links}
-        self._numbers = {pair: number for number, pair in enumerate(self._links)}
+        self._edges = {(edge.source, edge.target): edge for edge in edges}
+        self._numbers = {pair: number for number, pair in enumerate(self._edges)}
         self._placement = placement
         self._wire_dtype = None if wire_dtype is None else numpy_dtype(wire_dtype)
         self._formats: dict[tuple[Direction, Message], _MessageFormat] = {}
@@ -125,7 +125,7 @@ class StageMessages:
 
         Args:
             action: The send.
-            values: One tensor for each port of the message.
+            values: One value for each tensor of the message.
         """
         target, way = self._placement[action.target], self._way(action)
         if way.narrows:
@@ -156,7 +156,7 @@ class StageMessages:
             meanwhile: Does some work that can be done while waiting; returns whether there was any.
 
         Returns:
-            One tensor for each port of the message.
+            One value for each tensor of the message.
         """
         self._post_ahead()
         request = self._posted.pop(action, None)
@@ -176,13 +176,15 @@ class StageMessages:
         action = self._expected.pop()
         rows, way = self._rows[action.micro_batch], self._way(action)
         if (way.tag, rows) not in self._specs:
-            shapes: list[tuple[Any, ...]] = [(rows, *self._shape(port)[1:]) for port in way.ports]
+            shapes: list[tuple[Any, ...]] = [
+                (rows, *self._shape(tensor)[1:]) for tensor in way.tensors
+            ]
             self._specs[way.tag, rows] = list(map(TensorSpec, shapes, way.on_wire))
         self._posted[action] = self._post(action, self._specs[way.tag, rows])
 
     def _post_dynamic(self, action: Transfer) -> RecvRequest:
         way = self._way(action)
-        ranks = [len(self._shape(port)) for port in way.ports]
+        ranks = [len(self._shape(tensor)) for tensor in way.tensors]
         shapes = [TensorSpec((sum(ranks),), np.dtype(np.int64))]
         sizes = self._post(action, shapes, "shapes of ").wait()[0].tolist()
         specs = []
@@ -204,27 +206,27 @@ class StageMessages:
     def _find_format(self, action: Transfer) -> _MessageFormat:
         forward = action.direction == "F"
         pair = (action.source, action.target) if forward else (action.target, action.source)
-        ports = self._links[pair].tensors if forward else self._links[pair].gradients
+        tensors = self._edges[pair].tensors if forward else self._edges[pair].gradients
         channel = 2 * self._numbers[pair] + forward
         tag = _FIRST_TAG + channel * _MICRO_BATCH_TAGS + action.micro_batch % _MICRO_BATCH_TAGS
-        dtypes = tuple(map(self._dtype, ports))
+        dtypes = tuple(map(self._dtype, tensors))
         on_wire = tuple(map(self._on_wire, dtypes))
-        is_dynamic = any(map(self._is_dynamic, ports))
+        is_dynamic = any(map(self._is_dynamic, tensors))
         return _MessageFormat(
-            tag, _label(action), ports, dtypes, on_wire, dtypes != on_wire, is_dynamic
+            tag, _label(action), tensors, dtypes, on_wire, dtypes != on_wire, is_dynamic
         )
 
-    def _is_dynamic(self, port: BoundaryTensor) -> bool:
-        tensor, shape = self._graph.tensors[port.tensor], self._shape(port)
-        by_samples = tensor.rows_per_sample == 1 and shape[:1] == tensor.shape[:1]
+    def _is_dynamic(self, tensor: BoundaryTensor) -> bool:
+        described, shape = self._graph.tensors[tensor.tensor], self._shape(tensor)
+        by_samples = described.rows_per_sample == 1 and shape[:1] == described.shape[:1]
         return not by_samples or None in shape[1:]
 
-    def _shape(self, port: BoundaryTensor) -> tuple[int | None, ...]:
-        tensor = self._graph.tensors[port.tensor]
-        return (tensor.mask_shape or ()) if port.mask else tensor.shape
+    def _shape(self, tensor: BoundaryTensor) -> tuple[int | None, ...]:
+        described = self._graph.tensors[tensor.tensor]
+        return (described.mask_shape or ()) if tensor.mask else described.shape
 
-    def _dtype(self, port: BoundaryTensor) -> np.dtype[Any]:
-        return numpy_dtype("bool" if port.mask else self._graph.tensors[port.tensor].dtype)
+    def _dtype(self, tensor: BoundaryTensor) -> np.dtype[Any]:
+        return numpy_dtype("bool" if tensor.mask else self._graph.tensors[tensor.tensor].dtype)
 
     def _on_wire(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
         """The type in which numbers of a type travel."""

@@ -19,6 +19,7 @@ from tarantella_pp.schedule.actions import (
     Link,
     Message,
     Operation,
+    Reduce,
     Transfer,
     parse_action,
 )
@@ -29,6 +30,7 @@ from tarantella_pp.schedule.formulas import (
     speed_up_bound,
 )
 from tarantella_pp.schedule.lowering import lower
+from tarantella_pp.schedule.reduction_order import reductions
 from tarantella_pp.schedule.registry import SCHEDULE_NAMES, Backward, make_schedule
 from tarantella_pp.schedule.schedule import Schedule
 from tarantella_pp.schedule.spec import (
@@ -53,6 +55,7 @@ __all__ = [
     "Link",
     "Message",
     "Operation",
+    "Reduce",
     "Schedule",
     "ScheduleSpec",
     "Transfer",
@@ -63,6 +66,7 @@ __all__ = [
     "make_schedule",
     "parse_action",
     "read_schedule",
+    "reductions",
     "speed_up_bound",
     "validate",
 ]

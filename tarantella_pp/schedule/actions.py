@@ -1,4 +1,4 @@
-"""The smallest piece of a schedule: one computation of a stage, or one end of a message."""
+"""The smallest piece of a schedule: a computation of a stage, an end of a message, a reduction."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ Message: TypeAlias = tuple[int, int, int]
 
 _COMPUTE = re.compile(r"(\d+)(F|BW|B|W)(\d+)")
 _TRANSFER = re.compile(r"(\d+)>(\d+)([SR])([FB])(\d+)")
+_REDUCE = re.compile(r"(\d+)R(\d+)")
 
 
 class Compute(NamedTuple):
@@ -66,14 +67,32 @@ class Transfer(NamedTuple):
         return (self.source, self.target, self.micro_batch)
 
 
-Action: TypeAlias = Compute | Transfer
+class Reduce(NamedTuple):
+    """The sum of one bucket of a stage's gradients over its replicas, written ``2R0``.
+
+    It *starts* here, behind the stage's last weight gradient, and goes on beside what follows. It
+    is waited for at the end of the step, before the optimizer.
+
+    Attributes:
+        stage: The stage, from 0.
+        bucket: The bucket of its gradients, from 0.
+    """
+
+    stage: int
+    bucket: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}R{self.bucket}"
+
+
+Action: TypeAlias = Compute | Transfer | Reduce
 
 
 def parse_action(text: str) -> Action:
     """Reads an action as `str` writes it.
 
     Args:
-        text: For example ``2F0``, ``1BW3``, ``0>1SF3`` or ``1>0RB3``.
+        text: For example ``2F0``, ``1BW3``, ``0>1SF3``, ``1>0RB3`` or ``2R0``.
 
     Returns:
         The action.
@@ -88,8 +107,12 @@ def parse_action(text: str) -> Action:
     if found:
         source, target, operation, direction, micro_batch = found.groups()
         return Transfer(int(source), int(target), operation, direction, int(micro_batch))  # type: ignore[arg-type]
+    found = _REDUCE.fullmatch(text)
+    if found:
+        return Reduce(int(found[1]), int(found[2]))
     raise ScheduleError(
         "Expected an action: stage, F, B, W or BW, micro-batch (such as 2F0 or 1BW3), or source "
-        "stage, '>', target stage, S or R, F or B, micro-batch (such as 0>1SF3 or 1>0RB3). "
+        "stage, '>', target stage, S or R, F or B, micro-batch (such as 0>1SF3 or 1>0RB3), or "
+        "stage, R, bucket (such as 2R0). "
         f"Received: {text!r}"
     )

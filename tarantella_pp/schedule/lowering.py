@@ -1,4 +1,4 @@
-"""From computations to computations and messages."""
+"""From computations to computations, messages and reductions."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from tarantella_pp.schedule.actions import (
     Operation,
     Transfer,
 )
+from tarantella_pp.schedule.reduction_order import StartingReductions, reductions
 from tarantella_pp.schedule.replay import Replay
 from tarantella_pp.schedule.routes import Routes, check_links
 from tarantella_pp.schedule.schedule import Schedule
@@ -24,8 +25,9 @@ def lower(
     schedule: Schedule,
     links: Iterable[Link] | None = None,
     gradient_links: Iterable[Link] | None = None,
+    buckets: Sequence[int] = (),
 ) -> Schedule:
-    """Adds the messages to a schedule; the order of its computations stays as it is.
+    """Adds messages and reductions to a schedule; the order of its computations stays as it is.
 
     A send stands directly behind the computation that makes its message and a receive directly
     before the one that needs it, and stages on one rank need no message. Where ranks would wait
@@ -38,39 +40,59 @@ def lower(
         rank 0  0F2 [0>1SF2 1>2RF1] 2BW0 [] 2F1         posts 1>2RF1 before it sends: rank 1 goes
                                                         on, posts 0>1RF2, and rank 0 goes on
 
+    The reductions of a stage start behind its last weight gradient and the sends that this causes,
+    for others wait for messages; in the order of `reductions`.
+
     Args:
         schedule: Computations only.
         links: Pairs (source stage, target stage), source before target, that exchange
             activations; a link may skip stages. Default: each stage and the next.
         gradient_links: The links over which gradients flow back. Default: all.
+        buckets: Number of buckets in which the gradients of each stage are summed over replicas.
+            Default: no reductions.
 
     Returns:
-        The schedule with sends and receives.
+        The schedule with sends and receives, and reductions.
 
     Raises:
-        ScheduleError: If a link is malformed, a computation is missing or given twice, or the
-            order of the computations deadlocks whatever the messages.
+        ScheduleError: If a link is malformed, a computation is missing or given twice, the
+            order of the computations deadlocks whatever the messages, or there are buckets
+            without backward passes.
     """
     if schedule.is_lowered:
         raise ScheduleError("Expected computations only. Received: a schedule that is lowered")
+    for own in schedule.actions:
+        for action in own:
+            if not isinstance(action, Compute):
+                raise ScheduleError(f"Expected computations only. Received: {action}")
+    if any(buckets) and not schedule.has_backward:
+        raise ScheduleError(
+            f"The schedule '{schedule.name}' has no backward passes, so no gradients to sum. "
+            f"Received: buckets={tuple(buckets)}"
+        )
+    schedule = replace(schedule, buckets=tuple(buckets))
     forward, backward = check_links(schedule.num_stages, links, gradient_links)
     check_computations(schedule)
     routes = Routes(schedule.num_stages, forward, backward)
-    replay = Replay([_program(schedule, own, routes) for own in schedule.actions], blocking=True)
+    programs = [_program(schedule, rank, routes) for rank in range(schedule.num_ranks)]
+    replay = Replay(programs, blocking=True)
     while stuck := replay.run():
         _unblock(replay, stuck, schedule.placement)
     actions = tuple(tuple(program) for program in replay.programs)
     return replace(schedule, actions=actions, links=forward, gradient_links=backward)
 
 
-def _program(schedule: Schedule, own: Sequence[Action], routes: Routes) -> list[Action]:
+def _program(schedule: Schedule, rank: int, routes: Routes) -> list[Action]:
     """Returns the actions of one rank with receives before and sends behind computations."""
     program: list[Action] = []
+    own = schedule.actions[rank]
+    starting = StartingReductions(reductions(schedule.placement, schedule.buckets, rank), own)
     for action in own:
         if isinstance(action, Compute):
             program += _transfers(action, routes.inputs(action), "R", schedule.placement)
             program.append(action)
             program += _transfers(action, routes.outputs(action), "S", schedule.placement)
+            program += starting.after(action)
     return program
 
 

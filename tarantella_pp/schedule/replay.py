@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tarantella_pp.schedule.actions import Action, Compute, Message, Transfer
+from tarantella_pp.schedule.actions import Action, Compute, Message, Reduce, Transfer
 
 
 class Replay:
@@ -25,6 +25,7 @@ class Replay:
       get through with any kind of send.
     * Otherwise, as in the runtime, sends go on by themselves, and a receive is waited for by the
       computation that needs it.
+    * A reduction only starts where it stands, so it never waits.
 
     Args:
         programs: The actions of each rank.
@@ -58,7 +59,7 @@ class Replay:
         program = self.programs[rank]
         old = program.index(receive, self.position[rank])
         new = self.position[rank]
-        while isinstance(program[new], Transfer):
+        while not isinstance(program[new], Compute):
             new += 1
         program.insert(new, program.pop(old))
         self._post(receive)
@@ -71,6 +72,9 @@ class Replay:
 
     def receive(self, rank: int, action: Transfer) -> None:
         """Is called when a receive gets through."""
+
+    def reduce(self, rank: int, action: Reduce) -> None:
+        """Is called when a reduction starts."""
 
     def _walk(self, rank: int) -> None:
         """Lets one rank go as far as it can, and notes for what it waits then."""
@@ -87,6 +91,8 @@ class Replay:
                     self.receive(rank, receive)
                 self.compute(rank, action)
                 self._enter_exchange(rank)
+            elif isinstance(action, Reduce):
+                self.reduce(rank, action)
             elif action.operation == "S":
                 self.send(rank, action)
                 self._sent.add(action.message)
@@ -103,7 +109,7 @@ class Replay:
             for receive in self._expected.get(_key(action), ()):
                 if receive.message not in self._sent:
                     return receive.message
-        elif self.blocking:
+        elif isinstance(action, Transfer) and self.blocking:
             ready = self._posted if action.operation == "S" else self._sent
             if action.message not in ready:
                 return action.message
@@ -116,7 +122,7 @@ class Replay:
             action = program[index]
             if isinstance(action, Compute):
                 return
-            if action.operation == "R":
+            if isinstance(action, Transfer) and action.operation == "R":
                 self._post(action)
 
     def _post(self, receive: Transfer) -> None:

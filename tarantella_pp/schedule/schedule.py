@@ -30,6 +30,8 @@ class Schedule:
         actions: The actions of each rank, in order.
         links: Pairs (source stage, target stage) that exchange activations; None until `lower`.
         gradient_links: The links over which gradients flow back; None until `lower`.
+        buckets: Number of buckets in which the gradients of each stage are summed over replicas;
+            empty for one pipeline alone, and until `lower`.
 
     Raises:
         ScheduleError: If the numbers do not fit together. Whether the *order* is legal is what
@@ -44,6 +46,7 @@ class Schedule:
     actions: tuple[tuple[Action, ...], ...]
     links: tuple[Link, ...] | None = None
     gradient_links: tuple[Link, ...] | None = None
+    buckets: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for option in ("num_stages", "num_micro_batches", "num_ranks"):
@@ -65,6 +68,11 @@ class Schedule:
             raise ScheduleError(
                 f"Expected every rank from 0 to {self.num_ranks - 1}, and no other, to own a "
                 f"stage. Received: placement={self.placement}"
+            )
+        if self.buckets and (len(self.buckets) != self.num_stages or min(self.buckets) < 0):
+            raise ScheduleError(
+                f"Expected a number of buckets for each of the {self.num_stages} stages. "
+                f"Received: buckets={self.buckets}"
             )
 
     @property
@@ -213,7 +221,7 @@ class Schedule:
                 f"num_micro_batches={num_micro_batches}"
             )
         actions = tuple(
-            tuple(action for action in own if action.micro_batch < num_micro_batches)
+            tuple(a for a in own if isinstance(a, Compute) and a.micro_batch < num_micro_batches)
             for own in self.actions
         )
         return replace(self, num_micro_batches=num_micro_batches, actions=actions)
@@ -229,6 +237,8 @@ class Schedule:
         if self.links is not None:
             header["links"] = _links_to_text(self.links)
             header["gradient_links"] = _links_to_text(self.gradient_links or ())
+        if self.buckets:
+            header["buckets"] = " ".join(map(str, self.buckets))
         return write_text(header, self.actions)
 
     @classmethod
@@ -246,7 +256,8 @@ class Schedule:
 
         Numbers that are not given are taken from the actions. Without messages (as here) the
         schedule still has to be lowered; a text with messages names its links as well, as in
-        ``links: 0>1 1>2``.
+        ``links: 0>1 1>2``, and one with reductions the number of buckets of each stage, as in
+        ``buckets: 2 1``.
 
         Args:
             source: The text.

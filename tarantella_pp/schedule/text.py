@@ -9,7 +9,10 @@ from typing import Any
 from tarantella_pp.errors import ScheduleError
 from tarantella_pp.schedule.actions import Action, Compute, Link, parse_action
 
-_HEADERS = ("schedule", "stages", "micro_batches", "placement", "links", "gradient_links")
+_HEADERS = (
+    *("schedule", "stages", "micro_batches", "placement"),
+    *("links", "gradient_links", "buckets"),
+)
 _RANK = re.compile(r"rank\s+(\d+)")
 _LINK = re.compile(r"(\d+)>(\d+)")
 
@@ -81,6 +84,7 @@ def _fields(
         "actions": tuple(own for _, own in sorted(ranks.items())),
         "links": links,
         "gradient_links": links if gradient_links is None else gradient_links,
+        "buckets": tuple(_numbers(*header["buckets"])) if "buckets" in header else (),
     }
 
 

@@ -1,22 +1,30 @@
-"""The five laws of a schedule: what is checked before the first step is run."""
+"""The six laws of a schedule: what is checked before the first step is run."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from tarantella_pp.errors import ScheduleError
-from tarantella_pp.schedule.actions import Action, Compute, Direction, Message, Transfer
+from tarantella_pp.schedule.actions import (
+    Action,
+    Compute,
+    Direction,
+    Message,
+    Reduce,
+    Transfer,
+)
+from tarantella_pp.schedule.reduction_order import StartingReductions, reductions
 from tarantella_pp.schedule.replay import Replay
 from tarantella_pp.schedule.routes import Routes, check_links
 from tarantella_pp.schedule.schedule import Schedule
 
 
 def validate(schedule: Schedule, in_flight: Sequence[int] | None = None) -> None:
-    """Checks a lowered schedule against the five laws, over all ranks.
+    """Checks a lowered schedule against the six laws, over all ranks.
 
     The order of a schedule may come from a formula, a search or a text file; these laws hold it to
     what training needs, before the first step. 1 and 2 are those of the numbers, 3 and 4 keep ranks
-    from waiting for ever, 5 is that of memory.
+    from waiting for ever, 5 is that of memory, 6 that of replicas.
 
     1. Each stage runs forward and backward of each micro-batch exactly once, on its own rank.
     2. A computation comes after all that it depends on: a forward after the forwards that feed
@@ -26,6 +34,11 @@ def validate(schedule: Schedule, in_flight: Sequence[int] | None = None) -> None
        each send has its receive.
     4. No deadlock, even if every send blocks until its receive is posted.
     5. No stage holds more micro-batches than `in_flight` declares.
+    6. Each bucket of each stage is reduced exactly once, on its own rank, behind the stage's last
+       weight gradient, and in the order of `reductions`: the later stage first, its buckets in
+       theirs. Replicas run lists that differ in their micro-batches at most, so all of them
+       reduce the same buckets in the same order. To start a reduction is to wait for nobody, and
+       each list gets through to its end, where they are waited for: no deadlock comes of them.
 
     Args:
         schedule: The schedule with its messages.
@@ -41,6 +54,7 @@ def validate(schedule: Schedule, in_flight: Sequence[int] | None = None) -> None
     check_computations(schedule)
     routes = Routes(schedule.num_stages, forward, backward)
     _check_messages(schedule, routes)
+    _check_reductions(schedule)
     for rank in range(schedule.num_ranks):
         _check_causality(schedule, rank, routes)
     _check_deadlock(schedule)
@@ -53,7 +67,7 @@ def check_computations(schedule: Schedule) -> None:
     seen: set[tuple[int, str, int]] = set()
     for rank, own in enumerate(schedule.actions):
         for position, action in enumerate(own):
-            if isinstance(action, Transfer):
+            if not isinstance(action, Compute):
                 continue
             stage, kind, i = action
             if not (stage < schedule.num_stages and i < schedule.num_micro_batches):
@@ -94,7 +108,7 @@ def _check_messages(schedule: Schedule, routes: Routes) -> None:
     seen: set[Transfer] = set()
     for rank, own in enumerate(schedule.actions):
         for position, action in enumerate(own):
-            if isinstance(action, Compute):
+            if not isinstance(action, Transfer):
                 continue
             if action in seen:
                 raise broken(rank, position, action, "it is there already")
@@ -114,11 +128,34 @@ def _check_messages(schedule: Schedule, routes: Routes) -> None:
         )
 
 
+def _check_reductions(schedule: Schedule) -> None:
+    """Checks the sixth law: the reductions of each rank, in order, none before its gradients."""
+    for rank, own in enumerate(schedule.actions):
+        order = reductions(schedule.placement, schedule.buckets, rank)
+        starting, ready = StartingReductions(order, own), set[Reduce]()
+        left = list(order)
+        for position, action in enumerate(own):
+            if isinstance(action, Compute):
+                ready.update(starting.after(action))
+            elif isinstance(action, Reduce):
+                if left[:1] != [action]:
+                    why = f"{left[0] if left else 'none'} is the next reduction of this rank"
+                    raise broken(rank, position, action, why)
+                if action not in ready:
+                    why = f"a weight gradient of stage {action.stage} comes after it"
+                    raise broken(rank, position, action, why)
+                left.pop(0)
+        if left:
+            raise ScheduleError(f"Rank {rank}: {left[0]} is missing; other replicas wait for it")
+
+
 def _check_causality(schedule: Schedule, rank: int, routes: Routes) -> None:
     """Checks the second law on one rank: what an action depends on comes before it."""
     done: set[tuple[int, str, int]] = set()
     arrived: set[Message] = set()
     for position, action in enumerate(schedule.actions[rank]):
+        if isinstance(action, Reduce):
+            continue
         i = action.micro_batch
         if isinstance(action, Transfer):
             if action.operation == "R":

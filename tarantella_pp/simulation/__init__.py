@@ -14,7 +14,7 @@ from tarantella_pp.simulation.scaling import (
     Network,
     PipelineStep,
     pipeline_step,
-    replicated_seconds,
+    replicated_step,
 )
 from tarantella_pp.simulation.schedule_search import search_schedule
 from tarantella_pp.simulation.simulator import simulate
@@ -29,7 +29,7 @@ __all__ = [
     "StageCosts",
     "StepTimeline",
     "pipeline_step",
-    "replicated_seconds",
+    "replicated_step",
     "search_schedule",
     "simulate",
 ]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from tarantella_pp.errors import ScheduleError
-from tarantella_pp.schedule.actions import Action, Kind, Link
+from tarantella_pp.schedule.actions import Action, Kind, Link, Reduce
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,7 @@ class Costs:
         receive_seconds: Seconds that taking a message takes from the receiving rank.
         before: Seconds of other work that a rank does before a computation, or before it takes
             a message, whether that has arrived or not. Default: none.
+        reductions: Seconds of each reduction over replicas. Default: none.
     """
 
     stages: tuple[StageCosts, ...]
@@ -97,6 +98,7 @@ class Costs:
     send_seconds: float = 0.0
     receive_seconds: float = 0.0
     before: Mapping[Action, float] = field(default_factory=dict)
+    reductions: Mapping[Reduce, float] = field(default_factory=dict)
 
     @classmethod
     def uniform(

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tarantella_pp.errors import ScheduleError
-from tarantella_pp.schedule.actions import Compute, Link
+from tarantella_pp.schedule.actions import Compute, Link, Transfer
 from tarantella_pp.schedule.formulas import bubble_fraction, in_flight_bounds
 from tarantella_pp.schedule.lowering import lower
+from tarantella_pp.schedule.reduction_order import reductions
 from tarantella_pp.schedule.spec import SEARCHED, ScheduleSpec
 from tarantella_pp.simulation.costs import Costs
 from tarantella_pp.simulation.schedule_search import search_schedule
 from tarantella_pp.simulation.simulator import simulate
-from tarantella_pp.simulation.step_timeline import StepTimeline, idle_fraction
+from tarantella_pp.simulation.step_timeline import (
+    Event,
+    StepTimeline,
+    idle_fraction,
+    reduction_events,
+)
 
 MOST_PLAYED = 20_000
 """Stages x micro-batches up to which a step is played event by event, in about a second."""
@@ -23,27 +30,41 @@ MOST_SEARCHED = 1_000
 
 @dataclass(frozen=True)
 class PipelineStep:
-    """One step of one pipeline, gradients not yet summed over replicas.
+    """One step of one pipeline, and of others side by side once `replicated_step` has had it.
 
     Attributes:
         schedule: Name of the schedule.
         placement: Rank of each stage.
-        step_seconds: Seconds until the last rank is done.
+        pipeline_seconds: Seconds until the last rank has computed everything.
         busy_seconds: Seconds that each rank computes.
-        gradients_ready: Second at which each stage has its last weight gradient.
+        gradients_ready: Second at which each stage has its last weight gradient, and has sent
+            what others wait for.
         peak_bytes: Peak memory of each rank.
         serial_seconds: Seconds of the same step in one process.
         timeline: The step as it was played; `None` where it is from closed forms.
+        reductions: When each rank sums which gradients over replicas; empty for one pipeline.
     """
 
     schedule: str
     placement: tuple[int, ...]
-    step_seconds: float
+    pipeline_seconds: float
     busy_seconds: tuple[float, ...]
     gradients_ready: tuple[float, ...]
     peak_bytes: tuple[float, ...]
     serial_seconds: float
     timeline: StepTimeline | None
+    reductions: tuple[tuple[Event, ...], ...] = ()
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds until everything is computed and reduced."""
+        reduced = max((own[-1].end for own in self.reductions if own), default=0.0)
+        return max(self.pipeline_seconds, reduced)
+
+    @property
+    def exposed_seconds(self) -> float:
+        """Seconds that the step is longer because of reductions."""
+        return self.step_seconds - self.pipeline_seconds
 
     @property
     def num_ranks(self) -> int:
@@ -52,8 +73,8 @@ class PipelineStep:
 
     @property
     def bubble_fraction(self) -> float:
-        """The part of all ranks' time in which they do not compute."""
-        return idle_fraction(self.busy_seconds, self.step_seconds)
+        """The part of all ranks' time in which they do not compute, but for reductions."""
+        return idle_fraction(self.busy_seconds, self.pipeline_seconds)
 
 
 @dataclass(frozen=True)
@@ -61,11 +82,12 @@ class Network:
     """What sums gradients over replicas.
 
     Attributes:
-        bandwidth: Bytes per second that a rank sends, and receives at the same time.
+        bandwidth: Bytes per second that a rank sends, and receives at the same time; `None` where
+            messages take no time.
         latency: Seconds of each message more.
     """
 
-    bandwidth: float
+    bandwidth: float | None
     latency: float = 0.0
 
     def allreduce_seconds(self, size: float, num_replicas: int) -> float:
@@ -81,7 +103,7 @@ class Network:
         if num_replicas == 1 or not size:
             return 0.0
         messages = 2 * (num_replicas - 1)
-        return messages * (size / num_replicas / self.bandwidth + self.latency)
+        return messages * (size / num_replicas / (self.bandwidth or math.inf) + self.latency)
 
 
 def pipeline_step(
@@ -125,7 +147,7 @@ def pipeline_step(
     return PipelineStep(
         schedule=spec.name,
         placement=schedule.placement,
-        step_seconds=timeline.step_seconds,
+        pipeline_seconds=timeline.pipeline_seconds,
         busy_seconds=timeline.busy_seconds,
         gradients_ready=_gradients_ready(timeline, spec.num_stages),
         peak_bytes=timeline.peak_bytes,
@@ -134,37 +156,55 @@ def pipeline_step(
     )
 
 
-def replicated_seconds(
-    step: PipelineStep, gradient_bytes: Sequence[float], network: Network, num_replicas: int
-) -> float:
-    """Returns the seconds of a step of several pipelines side by side.
+def replicated_step(
+    step: PipelineStep,
+    bucket_bytes: Sequence[Sequence[float]],
+    network: Network,
+    num_replicas: int,
+) -> PipelineStep:
+    """Returns the step of several pipelines side by side.
 
-    The replicas of a stage sum its gradients in a ring of their own, as soon as its last weight
-    gradient is there; the other stages compute meanwhile. A rank of several stages does one sum
-    after the other.
+    The replicas of a stage sum its gradients in a ring of their own, bucket by bucket, as soon as
+    its last weight gradient is there; the other stages compute meanwhile. Nothing waits for a
+    reduction before the end of the step, so all else happens when it does in one pipeline alone.
 
     Args:
         step: The step of one pipeline.
-        gradient_bytes: Bytes of gradients of each stage.
+        bucket_bytes: Bytes of each bucket of each stage.
         network: The network between replicas.
         num_replicas: Number of replicas.
+
+    Returns:
+        The step with its reductions; that of one pipeline has none.
     """
-    free = [0.0] * step.num_ranks
-    order = sorted(range(len(step.placement)), key=lambda stage: step.gradients_ready[stage])
-    for stage in order:
-        rank = step.placement[stage]
-        begin = max(free[rank], step.gradients_ready[stage])
-        free[rank] = begin + network.allreduce_seconds(gradient_bytes[stage], num_replicas)
-    return max(step.step_seconds, *free)
+    if num_replicas == 1:
+        return replace(step, reductions=())
+    counts = [len(own) for own in bucket_bytes]
+    found = []
+    for rank in range(step.num_ranks):
+        order = reductions(step.placement, counts, rank)
+        started = [(action, step.gradients_ready[action.stage]) for action in order]
+        seconds = {
+            action: network.allreduce_seconds(
+                bucket_bytes[action.stage][action.bucket], num_replicas
+            )
+            for action in order
+        }
+        found.append(reduction_events(rank, started, seconds))
+    events = tuple(found)
+    timeline = None if step.timeline is None else replace(step.timeline, reductions=events)
+    return replace(step, reductions=events, timeline=timeline)
 
 
 def _gradients_ready(timeline: StepTimeline, num_stages: int) -> tuple[float, ...]:
-    """Returns when each stage is done with its backward passes."""
+    """Returns when each stage is done with its backward passes and what they send."""
     ready = [0.0] * num_stages
     for own in timeline.events:
         for event in own:
             if isinstance(event.action, Compute):
                 ready[event.action.stage] = event.end
+            elif isinstance(event.action, Transfer) and event.action.operation == "S":
+                ready[event.action.source] = event.end
     return tuple(ready)
 
 
@@ -194,7 +234,7 @@ def _calculated(spec: ScheduleSpec, costs: Costs, num_micro_batches: int) -> Pip
     return PipelineStep(
         schedule=spec.name,
         placement=spec.placement,
-        step_seconds=seconds,
+        pipeline_seconds=seconds,
         busy_seconds=tuple(busy),
         gradients_ready=(seconds,) * stages,
         peak_bytes=tuple(peak),

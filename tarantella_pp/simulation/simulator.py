@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from tarantella_pp.errors import ScheduleError
-from tarantella_pp.schedule.actions import Compute, Message, Transfer
+from tarantella_pp.schedule.actions import Compute, Message, Reduce, Transfer
 from tarantella_pp.schedule.replay import Replay
 from tarantella_pp.schedule.schedule import Schedule
 from tarantella_pp.simulation.costs import Costs
-from tarantella_pp.simulation.step_timeline import Event, StepTimeline
+from tarantella_pp.simulation.step_timeline import Event, StepTimeline, reduction_events
 
 
 def simulate(schedule: Schedule, costs: Costs) -> StepTimeline:
     """Plays one step of a lowered schedule with a clock on each rank.
 
-    Sends go on by themselves, as in the runtime.
+    Sends go on by themselves, as in the runtime, and so do reductions: those of a rank one after
+    the other, on a network of their own.
 
     Args:
         schedule: The schedule with its messages.
@@ -38,7 +39,11 @@ def simulate(schedule: Schedule, costs: Costs) -> StepTimeline:
         raise ScheduleError(f"Deadlock: ranks {stuck} wait forever; validate() says for what")
     serial = costs.serial_seconds(schedule.num_micro_batches, has_backward=schedule.has_backward)
     events = tuple(map(tuple, replay.events))
-    return StepTimeline(schedule.name, events, serial, _peak_bytes(schedule, costs))
+    reductions = tuple(
+        reduction_events(rank, started, costs.reductions)
+        for rank, started in enumerate(replay.started)
+    )
+    return StepTimeline(schedule.name, events, serial, _peak_bytes(schedule, costs), reductions)
 
 
 class _TimedReplay(Replay):
@@ -50,6 +55,7 @@ class _TimedReplay(Replay):
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         self.events: list[list[Event]] = [[] for _ in schedule.actions]
+        self.started: list[list[tuple[Reduce, float]]] = [[] for _ in schedule.actions]
         self._costs = costs
         self._placement = schedule.placement
         self._clock = [0.0] * schedule.num_ranks
@@ -84,6 +90,10 @@ class _TimedReplay(Replay):
         end = max(start, self._arrival[action.message]) + self._costs.receive_seconds
         self._clock[rank] = end
         self.events[rank].append(Event(rank, start, end, action))
+
+    def reduce(self, rank: int, action: Reduce) -> None:
+        """Notes when a reduction starts."""
+        self.started[rank].append((action, self._clock[rank]))
 
 
 def _peak_bytes(schedule: Schedule, costs: Costs) -> tuple[float, ...]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from tarantella_pp.schedule.actions import Action, Compute
+from tarantella_pp.schedule.actions import Action, Compute, Reduce, Transfer
 
 _FILL = {"F": ">", "B": "<", "W": "=", "BW": "<"}
 
@@ -43,26 +43,66 @@ class Event(NamedTuple):
     action: Action
 
 
+def reduction_events(
+    rank: int, started: Iterable[tuple[Reduce, float]], seconds: Mapping[Reduce, float]
+) -> tuple[Event, ...]:
+    """Lets the reductions of a rank take their seconds, one after the other.
+
+    Two stages on a rank::
+
+        rank     .... 2BW3  0BW2  0BW3
+        network            2R0===2R1===0R0====
+                                       `------ exposed
+
+    Args:
+        rank: The rank.
+        started: The reductions in order, and when each is started.
+        seconds: How long each takes; those that are not there take no time.
+
+    Returns:
+        When each occupies the network.
+    """
+    events, free = [], 0.0
+    for action, start in started:
+        begin = max(start, free)
+        free = begin + seconds.get(action, 0.0)
+        events.append(Event(rank, begin, free, action))
+    return tuple(events)
+
+
 @dataclass(frozen=True)
 class StepTimeline:
     """When each rank does what in one step.
 
     Args:
         name: Name of the schedule.
-        events: The events of each rank, in order.
+        events: The events of each rank, in order, but for reductions.
         serial_seconds: Seconds of the same step in one process.
         peak_bytes: Peak memory of each rank.
+        reductions: The reductions of each rank, in order; empty for none.
     """
 
     name: str
     events: tuple[tuple[Event, ...], ...]
     serial_seconds: float
     peak_bytes: tuple[float, ...]
+    reductions: tuple[tuple[Event, ...], ...] = ()
+
+    @cached_property
+    def pipeline_seconds(self) -> float:
+        """Seconds from the start of the step to the end of the last rank, but for reductions."""
+        return max((own[-1].end for own in self.events if own), default=0.0)
 
     @cached_property
     def step_seconds(self) -> float:
-        """Seconds from the start of the step to the end of the last rank."""
-        return max((own[-1].end for own in self.events if own), default=0.0)
+        """Seconds from the start of the step until all is computed and reduced."""
+        reduced = max((own[-1].end for own in self.reductions if own), default=0.0)
+        return max(self.pipeline_seconds, reduced)
+
+    @property
+    def exposed_seconds(self) -> float:
+        """Seconds that the step is longer because of reductions."""
+        return self.step_seconds - self.pipeline_seconds
 
     @cached_property
     def busy_seconds(self) -> tuple[float, ...]:
@@ -79,8 +119,8 @@ class StepTimeline:
 
     @property
     def bubble_fraction(self) -> float:
-        """The part of all ranks' time in which they do not compute."""
-        return idle_fraction(self.busy_seconds, self.step_seconds)
+        """The part of all ranks' time in which they do not compute, but for reductions."""
+        return idle_fraction(self.busy_seconds, self.pipeline_seconds)
 
     @property
     def speed_up(self) -> float:
@@ -88,7 +128,7 @@ class StepTimeline:
         return self.serial_seconds / (self.step_seconds or 1.0)
 
     def to_text(self, width: int = 100) -> str:
-        """Draws the computations, one line for each rank.
+        """Draws the computations, one line for each rank, with its reductions below.
 
         Args:
             width: Columns of a line, the rank's name not counted.
@@ -99,29 +139,34 @@ class StepTimeline:
         names = [f"rank {rank} " for rank in range(len(self.events))]
         margin = max(map(len, names), default=0)
         scale = width / (self.step_seconds or 1.0)
-        lines = [
-            f"{name:>{margin}}|{_draw(own, scale, width)}|"
-            for name, own in zip(names, self.events, strict=True)
-        ]
+        lines = []
+        for rank, (name, own) in enumerate(zip(names, self.events, strict=True)):
+            lines.append(f"{name:>{margin}}|{_draw(own, scale, width)}|")
+            if any(self.reductions):
+                lines.append(f"{'':{margin}}|{_draw(self.reductions[rank], scale, width, ' ')}|")
+        exposed, legend = "", "(> forward, < input gradient, = weight gradient, . idle)"
+        if any(self.reductions):
+            exposed = f"exposed reduction {self.exposed_seconds:.4g} s, "
+            legend = f"{legend[:-1]}, ~ reduction)"
         summary = (
             f"{self.name}: step {self.step_seconds:.4g} s, bubble {self.bubble_fraction:.1%}, "
-            f"speed-up {self.speed_up:.2f} of {len(self.events)}   "
-            "(> forward, < input gradient, = weight gradient, . idle)"
+            f"{exposed}speed-up {self.speed_up:.2f} of {len(self.events)}   {legend}"
         )
         return "\n".join([*lines, summary]) + "\n"
 
 
-def _draw(events: Sequence[Event], scale: float, width: int) -> str:
-    """Draws one rank; a computation too narrow for its label is drawn without."""
-    line = ["."] * width
-    stages = {event.action.stage for event in events if isinstance(event.action, Compute)}
+def _draw(events: Sequence[Event], scale: float, width: int, idle: str = ".") -> str:
+    """Draws one rank; what is too narrow for its label is drawn without."""
+    line = [idle] * width
+    stages = {event.action.stage for event in events if not isinstance(event.action, Transfer)}
     for event in events:
-        if not isinstance(event.action, Compute):
+        action = event.action
+        if isinstance(action, Transfer):
             continue
         first, last = round(event.start * scale), round(event.end * scale)
-        label = str(event.action) if len(stages) > 1 else str(event.action).lstrip("0123456789")
-        block = _FILL[event.action.kind] * (last - first)
-        if event.action.kind == "BW":
+        label = str(action) if len(stages) > 1 else str(action).lstrip("0123456789")
+        block = (_FILL[action.kind] if isinstance(action, Compute) else "~") * (last - first)
+        if isinstance(action, Compute) and action.kind == "BW":
             block = "<" * ((last - first + 1) // 2) + "=" * ((last - first) // 2)
         if len(label) < len(block) or len(label) == len(block) == 2:
             block = label + block[len(label) :]

@@ -52,8 +52,8 @@ def test_help_names_the_commands_that_exist() -> None:
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["-n", "0", "x.py"], "Expected a whole number from 1 on. Received: '0'"),
-        (["-n", "two", "x.py"], "Expected a whole number from 1 on. Received: 'two'"),
+        (["-n", "0", "x.py"], "Expected a positive integer. Received: '0'"),
+        (["-n", "two", "x.py"], "Expected a positive integer. Received: 'two'"),
         (["--timeout", "0", "x.py"], "Expected more than 0 s. Received: '0'"),
         (
             ["--timeout", "soon", "x.py"],

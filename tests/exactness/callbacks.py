@@ -20,12 +20,8 @@ from tarantella_pp.models.pipeline_model import PipelineModel
 from tarantella_pp.runtime.comm.communicator import Communicator, world
 from tests.exactness.classes import classes_in
 from tests.exactness.trials import ROUNDING, Trial
-from tests.helpers.training import (
-    Case,
-    X,
-    Y,
-    mlp,
-)
+from tests.helpers.models import mlp
+from tests.helpers.training import Case, X, Y
 
 NOT_TRIED = {
     "Callback": "the base class of all callbacks",

@@ -46,7 +46,6 @@ NOT_EXACT: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
     "optimizers": {
         REFUSED: {
             "loss scaling": ("LossScaleOptimizer",),
-            WEIGHTS_OF_ALL: ("*(global_clipnorm)", "*(use_ema)"),
         },
     },
     "callbacks": {

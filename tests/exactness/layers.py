@@ -14,7 +14,16 @@ from keras import layers, ops
 
 from tests.exactness.classes import arguments_of, classes_in
 from tests.exactness.expected import reason
-from tests.exactness.trials import BY_MICRO_BATCH, EXACT, REFUSED, ROUNDING, Trial, Verdict, steps
+from tests.exactness.trials import (
+    BY_MICRO_BATCH,
+    EVENLY,
+    EXACT,
+    REFUSED,
+    ROUNDING,
+    Trial,
+    Verdict,
+    steps,
+)
 from tests.helpers.training import SAMPLES, Case, floats, integers, sgd
 
 NOT_BUILT = {
@@ -241,10 +250,6 @@ Y = floats(2, seed=5)
 WEIGHTS = {"sample_weight": np.random.default_rng(4).uniform(0.2, 2, size=SAMPLES)}
 
 
-EVENLY = functools.partial(steps, rows=8)
-"""With micro-batches of one size stages are traced once; others are for losses and metrics."""
-
-
 def trials() -> dict[str, Trial]:
     """Each layer in a model of its own."""
     return {name: trial(name, make) for name, make in kinds().items()}
@@ -260,4 +265,5 @@ def trial(name: str, make: Callable[[], layers.Layer]) -> Trial:
     beside = next(
         (o for o in (REFUSED, BY_MICRO_BATCH) if reason("layers", Verdict(name, o))), EXACT
     )
-    return Trial(name, case, EVENLY, limit, None if beside == REFUSED else beside)
+    run = functools.partial(steps, rows=EVENLY)
+    return Trial(name, case, run, limit, None if beside == REFUSED else beside)

@@ -11,7 +11,7 @@ import numpy as np
 from keras import layers, optimizers
 
 from tests.exactness.classes import arguments_of, classes_in
-from tests.exactness.trials import Trial
+from tests.exactness.trials import EVENLY, Trial, training
 from tests.helpers.training import (
     SAMPLES,
     Case,
@@ -79,7 +79,10 @@ def scheduled(kind: type) -> optimizers.Optimizer:
 
 def trials() -> dict[str, Trial]:
     """Each optimizer with a model of its own."""
-    return {name: Trial(name, _case(make)) for name, make in kinds().items()}
+    return {
+        name: Trial(name, _case(make), functools.partial(training, rows=EVENLY))
+        for name, make in kinds().items()
+    }
 
 
 def _case(make: Callable[[], optimizers.Optimizer]) -> Case:

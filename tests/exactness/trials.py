@@ -25,6 +25,8 @@ from tests.helpers.training import Case, distance
 
 ROUNDING, BITS = 1e-10, 1e-13
 STAGES, MICRO_BATCHES = 2, 4
+EVENLY = 8
+"""Samples of a batch that is cut evenly, so that stages are traced for one size only."""
 TOGETHER = 8
 """Most trials that are made together: more save little, and if one differs all are tried again."""
 
@@ -135,7 +137,8 @@ class Group:
         model = self.case.build()
         if len(self.trials) > 1 and stages > 1:
             return PipelineModel(model, plan=plan_across(model, micro_batches))
-        return PipelineModel(model, num_stages=stages, num_micro_batches=micro_batches)
+        options = {"num_stages": stages, "num_micro_batches": micro_batches}
+        return PipelineModel(model, balance="memory", **options)
 
     def __str__(self) -> str:
         return ", ".join(repr(trial.name) for trial in self.trials)
@@ -174,7 +177,8 @@ class Judge:
             # Each rank trains another one in plain Keras.
             turns = [i == self.communicator.rank for i in range(len(some))]
             plain = [
-                _plain(group) if mine else None for group, mine in zip(some, turns, strict=True)
+                _plain(group, _eagerly(group)) if mine else None
+                for group, mine in zip(some, turns, strict=True)
             ]
             for group, serial in zip(some, plain, strict=True):
                 found |= {verdict.name: verdict for verdict in self._judge(group, serial)}
@@ -191,7 +195,7 @@ class Judge:
         if attempt.outcome != EXACT:
             return self._without_numbers(group, attempt.outcome, attempt.message)
         errors = self._errors(plain, attempt)
-        if _wrong(group, errors):
+        if _wrong(group, errors) and _eagerly(group):
             # In an eager step some layers compute in another order, or draw other random numbers.
             plain = plain and _plain(group, eagerly=False)
             errors = self._errors(plain, attempt)
@@ -214,7 +218,8 @@ class Judge:
 
     def _alone(self, trial: Trial) -> list[Verdict]:
         group = Group([trial])
-        return self._judge(group, _plain(group) if self.communicator.rank == 0 else None)
+        plain = _plain(group, _eagerly(group)) if self.communicator.rank == 0 else None
+        return self._judge(group, plain)
 
     def _with_other_pieces(
         self, group: Group, plain: Attempt | None, attempt: Attempt
@@ -261,7 +266,12 @@ def _wrong(group: Group, errors: Sequence[float]) -> list[Trial]:
     return [t for t, error in zip(group.trials, errors, strict=True) if error >= t.limit]
 
 
-def _plain(group: Group, eagerly: bool = True) -> Attempt:
+def _eagerly(group: Group) -> bool:
+    """Whether plain Keras may train in eager steps first, which takes less time than tracing."""
+    return group.trials[0].beside != BY_MICRO_BATCH
+
+
+def _plain(group: Group, eagerly: bool) -> Attempt:
     def make() -> keras.Model:
         keras.utils.set_random_seed(1)
         model = group.case.build()

@@ -12,17 +12,8 @@ from tarantella_pp.callbacks.lockstep import Lockstep
 from tarantella_pp.callbacks.rank_rules import callbacks_of_rank, kinds_of_all_ranks
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.runtime.comm.communicator import Communicator
-from tests.helpers.training import (
-    CASES,
-    Case,
-    X,
-    Y,
-    distance,
-    make,
-    mlp,
-    regression,
-    sgd,
-)
+from tests.helpers.models import mlp
+from tests.helpers.training import CASES, Case, X, Y, distance, make, regression, sgd
 
 pytestmark = pytest.mark.keras
 

@@ -13,6 +13,7 @@ from tarantella_pp.runtime.batch.batch_step import BatchStep
 from tarantella_pp.runtime.executor import Executor
 from tarantella_pp.runtime.modules import gradient_accumulator
 from tarantella_pp.schedule import TRAINING_NAMES, ScheduleSpec
+from tests.helpers.models import mlp
 from tests.helpers.training import (
     CASES,
     WEIGHTED,
@@ -23,7 +24,6 @@ from tests.helpers.training import (
     distance,
     finish,
     make,
-    mlp,
     piped,
     regression,
     serial,

@@ -18,16 +18,9 @@ from keras import layers
 from tarantella_pp.errors import ConfigurationError, FileError
 from tarantella_pp.models import file_replacement
 from tarantella_pp.models.pipeline_model import PipelineModel
+from tests.helpers.models import mlp, sequential, two_in_two_out
 from tests.helpers.mpi import mpi_run
-from tests.helpers.training import (
-    X,
-    Y,
-    distance,
-    mlp,
-    sequential,
-    two_in_two_out,
-    use_float64,
-)
+from tests.helpers.training import X, Y, distance, use_float64
 
 pytestmark = pytest.mark.keras
 

@@ -12,6 +12,7 @@ import tensorflow as tf
 from keras import layers
 
 from tarantella_pp.models.pipeline_model import PipelineModel
+from tests.helpers.models import mlp
 from tests.helpers.training import (
     CASES,
     LABELS,
@@ -25,7 +26,6 @@ from tests.helpers.training import (
     distance,
     floats,
     make,
-    mlp,
     regression,
     serial,
     sgd,

@@ -34,13 +34,22 @@ def test_there_is_one_of_each_kind():
     assert kinds >= {"own", "found", "time", "external", "by_hand"}
 
 
+def among(said, again):
+    """Whether a value is there again, perhaps with fields that are newer than it."""
+    if isinstance(said, dict):
+        return all(name in again and among(value, again[name]) for name, value in said.items())
+    if isinstance(said, list):
+        return len(said) == len(again) and all(map(among, said, again))
+    return said == again
+
+
 @pytest.mark.parametrize("path", FILES, ids=names(FILES))
 def test_they_load_and_keep_all_they_say(path):
     fields = json.loads(path.read_text())
     kind = ExternalPlan if fields["format"].endswith("graph_plan") else tnt.Plan
     plan = kind.load(path)
     again = json.loads(plan.to_json())
-    assert {name: again.get(name) for name in fields} == fields
+    assert among(fields, again)
     assert kind.from_json(plan.to_json()) == plan
     if kind is tnt.Plan:
         assert f"{plan.num_stages} stages" in str(plan)

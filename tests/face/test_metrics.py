@@ -11,6 +11,7 @@ from keras import layers, ops
 
 from tarantella_pp.errors import StaleWeightError, UnsupportedModelError
 from tarantella_pp.runtime.batch.batch_step import BatchStep
+from tests.helpers.models import mlp
 from tests.helpers.mpi import mpi_run
 from tests.helpers.training import (
     BATCH,
@@ -21,7 +22,6 @@ from tests.helpers.training import (
     adamw,
     distance,
     make,
-    mlp,
     use_float64,
 )
 

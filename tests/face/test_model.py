@@ -14,16 +14,8 @@ from tarantella_pp.errors import ConfigurationError, UnsupportedModelError
 from tarantella_pp.models.make_plan import make_plan
 from tarantella_pp.models.pipeline_model import PipelineModel
 from tarantella_pp.partition.extraction import keras_reader
-from tests.helpers.training import (
-    SAMPLES,
-    Table,
-    X,
-    Y,
-    distance,
-    mlp,
-    nested,
-    sequential,
-)
+from tests.helpers.models import Table, mlp, nested, sequential
+from tests.helpers.training import SAMPLES, X, Y, distance
 
 pytestmark = pytest.mark.keras
 
@@ -233,12 +225,12 @@ def test_strategies_of_tensorflow_are_refused():
     assert trained(model)
 
 
-def test_replicas_are_refused():
-    with pytest.raises(ConfigurationError, match="num_replicas=2"):
-        PipelineModel(mlp(), num_replicas=2, **CUT)
-    with pytest.raises(ConfigurationError, match="num_replicas=2"):
-        PipelineModel(mlp(), plan=make_plan(mlp(), 2, num_replicas=2))
-    assert PipelineModel(mlp(), num_replicas=1, **CUT).plan.num_replicas == 1
+def test_one_process_runs_the_micro_batches_of_all_replicas():
+    two = PipelineModel(mlp(), num_replicas=2, **CUT)
+    assert two.plan.num_replicas == 2
+    assert PipelineModel(mlp(), plan=make_plan(mlp(), 2, num_replicas=2)).plan.num_replicas == 2
+    with pytest.raises(ConfigurationError, match="num_replicas=0"):
+        PipelineModel(mlp(), num_replicas=0, **CUT)
 
 
 def test_a_pipeline_is_not_wrapped_again():

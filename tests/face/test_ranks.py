@@ -18,6 +18,7 @@ from tarantella_pp.runtime import autotune
 from tarantella_pp.runtime.comm.communicator import world
 from tarantella_pp.runtime.stage.stage import Stage
 from tarantella_pp.schedule import Schedule
+from tests.helpers.models import mlp
 from tests.helpers.mpi import mpi_run
 from tests.helpers.training import (
     CASES,
@@ -30,7 +31,6 @@ from tests.helpers.training import (
     distance,
     finish,
     make,
-    mlp,
     piped,
     regression,
     serial,
@@ -242,7 +242,7 @@ def use_everything(folder):
         refused(lambda: (model.evaluate if rank else model.predict)(X, verbose=0)),
         refused(lambda: model(X)),
         refused(lambda: model.save(folder / "model.keras", overwrite=False)),
-        refused(lambda: model.compile(keras.optimizers.SGD(global_clipnorm=1.0), "mse")),
+        refused(lambda: model.compile(clip_sums(), "mse")),
     ]
     try:
         model.fit(X, Y[:3], verbose=0)
@@ -251,6 +251,10 @@ def use_everything(folder):
     other = make(Case(mlp, X, Y, regression(optimizer=sgd)), num_stages=2, num_micro_batches=2)
     found["other"] = other.fit(X, Y, **QUIET).history
     return found
+
+
+def clip_sums():
+    return keras.optimizers.SGD(global_clipnorm=1.0, gradient_accumulation_steps=2)
 
 
 def test_a_session_on_two_ranks(tmp_path):

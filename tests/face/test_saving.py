@@ -8,13 +8,7 @@ import pytest
 from keras import layers
 
 from tarantella_pp.models.pipeline_model import PipelineModel
-from tests.helpers.training import (
-    CASES,
-    X,
-    adamw,
-    decaying,
-    distance,
-    make,
+from tests.helpers.models import (
     mlp,
     nested,
     recurrent,
@@ -23,6 +17,7 @@ from tests.helpers.training import (
     sequential,
     two_in_two_out,
 )
+from tests.helpers.training import CASES, X, adamw, decaying, distance, make
 
 pytestmark = pytest.mark.keras
 

@@ -11,17 +11,9 @@ import pytest
 from tarantella_pp.errors import ConfigurationError, StaleWeightError
 from tarantella_pp.models.pipeline_model import PipelineModel
 from tarantella_pp.runtime.comm.communicator import world
+from tests.helpers.models import mlp, tied_head
 from tests.helpers.mpi import mpi_run
-from tests.helpers.training import (
-    IDS,
-    X,
-    Y,
-    distance,
-    integers,
-    mlp,
-    tied_head,
-    use_float64,
-)
+from tests.helpers.training import IDS, X, Y, distance, integers, use_float64
 
 pytestmark = [pytest.mark.keras, pytest.mark.mpi]
 

@@ -15,17 +15,9 @@ from tarantella_pp.models.pipeline_model import PipelineModel
 from tarantella_pp.runtime.comm.communicator import Communicator, world
 from tarantella_pp.runtime.state.optimizer_state import OptimizerState
 from tests.helpers.draws import more_asked_for
+from tests.helpers.models import mlp, tied_head
 from tests.helpers.mpi import mpi_run
-from tests.helpers.training import (
-    IDS,
-    X,
-    Y,
-    distance,
-    integers,
-    mlp,
-    tied_head,
-    use_float64,
-)
+from tests.helpers.training import IDS, X, Y, distance, integers, use_float64
 
 pytestmark = pytest.mark.keras
 
@@ -66,15 +58,16 @@ OPTIMIZERS = {
     "momentum": lambda: keras.optimizers.SGD(0.05, momentum=0.9, nesterov=True),
     "accumulating": lambda: keras.optimizers.AdamW(1e-2, gradient_accumulation_steps=2),
     "averaging": lambda: keras.optimizers.Adam(1e-2, use_ema=True, ema_momentum=0.5),
+    "clipped": lambda: keras.optimizers.Adam(1e-2, global_clipnorm=0.05),
     "decaying": lambda: keras.optimizers.Adam(
         keras.optimizers.schedules.ExponentialDecay(0.05, 2, 0.5), amsgrad=True
     ),
 }
 
 # Each kind of state once: two optimizers in one, slots of no weight, none, steps between updates.
-ON_RANKS = ["Muon", "Nadam", "SGD", "accumulating", "decaying", "momentum"]
+ON_RANKS = ["Muon", "Nadam", "SGD", "accumulating", "averaging", "clipped", "decaying", "momentum"]
 if more_asked_for():
-    ON_RANKS = sorted({*OPTIMIZERS} - {"averaging"})
+    ON_RANKS = sorted(OPTIMIZERS)
 
 TIED = "tied weights"
 
@@ -244,15 +237,20 @@ def test_an_optimizer_for_other_weights_is_refused_by_name():
     class Alone(Communicator):
         size = 2
 
-    owners = model._engine.owners
+    trainers = model._engine.trainers
+    trainers.ranks = Alone()
     foreign = keras.optimizers.Adam()
     foreign.build(mlp().trainable_variables)
     with pytest.raises(
         ConfigurationError, match=r"built for other weights, .* Pass a new optimizer"
     ):
-        OptimizerState(foreign, weights, owners, Alone())
+        OptimizerState(foreign, weights, trainers, nothing)
     with pytest.raises(UnsupportedModelError, match=r"OddOptimizer .* divided among ranks"):
-        OptimizerState(OddOptimizer(0.1), weights, owners, Alone())
+        OptimizerState(OddOptimizer(0.1), weights, trainers, nothing)
+
+
+def nothing():
+    """No weights change behind the last step."""
 
 
 class OddOptimizer(keras.optimizers.SGD):

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 
 from tarantella_pp.errors import CommunicationError
-from tarantella_pp.runtime.comm import buffer_pool, wire_format
+from tarantella_pp.runtime.comm import buffer_pool, collective_requests, wire_format
 from tarantella_pp.runtime.comm.communicator import (
     Communicator,
     TensorSpec,
@@ -248,6 +248,128 @@ def allreduce_as_numpy_does(ranks: Communicator) -> None:
     assert "op='mean'" in raised(lambda: ranks.allreduce(array, "mean"))
 
 
+def gradients_of(size: int, length: int, dtype: str) -> list[np.ndarray]:
+    """For each rank numbers whose sum depends on the order in which they are added."""
+    random = np.random.default_rng(length)
+    found = [random.standard_normal(length) * 10.0 ** random.integers(-3, 4) for _ in range(size)]
+    return [array.astype(wire_format.numpy_dtype(dtype)) for array in found]
+
+
+def sum_in_order(arrays: list[np.ndarray], wire: str | None = None) -> np.ndarray:
+    dtype = arrays[0].dtype
+    arrays = [array.astype(wire_format.numpy_dtype(wire)) for array in arrays] if wire else arrays
+    wide = np.float32 if arrays[0].dtype.itemsize <= 2 else arrays[0].dtype
+    total = arrays[0].astype(wide)
+    for array in arrays[1:]:
+        total = total + array.astype(wide)
+    return total.astype(arrays[0].dtype).astype(dtype)
+
+
+@case
+def sums_are_in_the_order_of_the_ranks_whatever_their_size(ranks: Communicator) -> None:
+    most = collective_requests.LARGEST_IN_ONE_ROUND
+    for dtype in ("float32", "float64", "bfloat16", "float16"):
+        switch = most // wire_format.numpy_dtype(dtype).itemsize // ranks.size
+        for length in (1, ranks.size - 1, 1000, switch, switch + 1, 3 * switch + 2):
+            everyone = gradients_of(ranks.size, length, dtype)
+            mine = everyone[ranks.rank].copy()
+            total = ranks.start_allreduce(mine).wait()
+            mine[:] = 0  # the others have what they need of it
+            same(total, sum_in_order(everyone), f"{dtype} x {length}")
+            assert total.ctypes.data % buffer_pool.ALIGNMENT == 0
+            for wire in ("bfloat16", "float16", "float64"):
+                narrow = np.dtype(wire_format.numpy_dtype(wire)).itemsize < mine.itemsize
+                total = ranks.start_allreduce(everyone[ranks.rank], wire_dtype=wire).wait()
+                same(total, sum_in_order(everyone, wire if narrow else None), f"{dtype} as {wire}")
+    ranks.flush()
+
+
+@case
+def the_parts_of_a_sum_have_its_bits(ranks: Communicator) -> None:
+    for length in (5, 70_001):
+        everyone = gradients_of(ranks.size, length, "float32")
+        mine, first = everyone[ranks.rank], length // 3
+        for wire in (None, "bfloat16"):
+            whole = ranks.start_allreduce(mine, wire_dtype=wire).wait()
+            part = ranks.start_allreduce(mine[first:], wire_dtype=wire).wait()
+            same(part, whole[first:])
+            counts = [first, length - first, *[0] * ranks.size][: ranks.size]
+            own = ranks.start_reduce_scatter(mine, counts, wire_dtype=wire).wait()
+            same(own, [whole[:first], whole[first:], whole[:0]][min(ranks.rank, 2)])
+            same(ranks.start_allgather([own], counts).wait()[0], whole)
+    text = raised(lambda: ranks.start_reduce_scatter(mine, [1] * ranks.size))
+    assert f"{length} elements" in text
+    ranks.flush()
+
+
+@case
+def rows_of_all_ranks(ranks: Communicator) -> None:
+    for rows in ([4, 0, 3, 1], [0, 5, 0, 0], [0] * 4, [70_000, 1, 2, 3]):
+        counts = rows[: ranks.size]
+        begin = sum(counts[: ranks.rank])
+        numbers = np.arange(begin, begin + counts[ranks.rank])
+        values = np.stack([numbers, numbers + 0.5], 1)
+        table, keys = ranks.start_allgather([values, numbers], counts, label="rows").wait()
+        np.testing.assert_array_equal(keys, np.arange(sum(counts)))
+        np.testing.assert_array_equal(table[:, 1], np.arange(sum(counts)) + 0.5)
+    alike = ranks.start_allgather([np.full((2, 3), ranks.rank)]).wait()[0]
+    np.testing.assert_array_equal(alike[:, 1], np.repeat(np.arange(ranks.size), 2))
+    assert "rows=" in raised(lambda: ranks.start_allgather([numbers], [7] * ranks.size))
+    ranks.flush()
+
+
+@case
+def collectives_started_in_different_orders(ranks: Communicator) -> None:
+    tags = list(range(5))
+    for length in (10, 200_000):
+        started = {}
+        for tag in tags[ranks.rank :] + tags[: ranks.rank]:
+            started[tag] = ranks.start_allreduce(np.full(length, 10.0**tag), tag=tag)
+        for tag in tags[::-1] if ranks.rank else tags:
+            assert (started[tag].wait() == ranks.size * 10.0**tag).all()
+            assert started[tag].ready()
+    for bad in (-1, ranks.largest_tag // 2):
+        assert f"tag={bad}" in raised(lambda tag=bad: ranks.start_allreduce(np.ones(1), tag=tag))
+    ranks.flush()
+
+
+@case
+def a_collective_goes_on_while_a_rank_waits_for_a_message(ranks: Communicator) -> None:
+    other = ranks.split(0)  # the same ranks, in another group
+    after, before = ring(ranks)
+    request = other.start_allreduce(np.ones(300_000), label="gradients")
+    spec = [TensorSpec((), "int64")]
+    if ranks.rank:
+        ranks.post_receive(spec, before, 45).wait()
+    else:
+        until = time.monotonic() + 10
+        while not request.ready() and time.monotonic() < until:
+            time.sleep(0.001)  # only the other ranks' waits can move it on now
+        assert request.ready()
+    ranks.send([np.array(1)], after, 45)
+    if not ranks.rank:
+        ranks.post_receive(spec, before, 45).wait()
+    assert (request.wait() == ranks.size).all()
+    ranks.flush()
+
+
+@case
+def a_collective_made_of_others(ranks: Communicator) -> None:
+    def steps():
+        count = ranks.start_allgather([np.array([ranks.rank + 1])], tag=1)
+        total = ranks.start_allreduce(np.array([1.0]), tag=2)
+        yield [count, total]
+        rows = count.wait()[0].tolist()
+        parts = ranks.start_allgather([np.full(ranks.rank + 1, ranks.rank)], rows, tag=3)
+        yield [parts]
+        return parts.wait()[0].tolist(), float(total.wait()[0])
+
+    got, total = ranks.start(steps(), "counted rows").wait()
+    assert got == [rank for rank in range(ranks.size) for _ in range(rank + 1)]
+    assert total == ranks.size
+    ranks.flush()
+
+
 @case
 def broadcast_from_every_root(ranks: Communicator) -> None:
     for root in range(ranks.size):
@@ -330,6 +452,27 @@ def wait_in_vain() -> list[str]:
         time.sleep(0.01)
     ranks.barrier()
     return [text]
+
+
+def reduce_in_vain() -> list[str]:
+    """All but the last rank wait for it in a reduction among some of the ranks."""
+    ranks = world()
+    group = ranks.split(ranks.rank > 0)
+    text = ""
+    if ranks.rank == 1:
+        text = raised(group.start_allreduce(np.ones(3), label="gradients of bucket 2").wait)
+    elif ranks.rank > 1:
+        time.sleep(2.5)
+        group.start_allreduce(np.ones(3)).wait()
+    time.sleep(2.5)
+    return [text]
+
+
+def reduce_what_does_not_match() -> str:
+    """Ranks reduce arrays of different lengths."""
+    ranks = world()
+    array = np.ones(5 + ranks.rank)
+    return raised(lambda: ranks.start_allreduce(array, label="gradients of bucket 7").wait())
 
 
 def end_before_the_others() -> int:

@@ -30,12 +30,16 @@ def schedules(draw: st.DrawFn, max_stages: int = 6, max_micro_batches: int = 12)
 def lowered_schedules(
     draw: st.DrawFn, max_stages: int = 6, max_micro_batches: int = 12
 ) -> Schedule:
-    """Any schedule, lowered for a chain or for links between any stages."""
+    """Any schedule, lowered for a chain or for links between any stages, reduced or not."""
     schedule = draw(schedules(max_stages, max_micro_batches))
+    size = schedule.num_stages
+    buckets = ()
+    if schedule.has_backward and draw(st.booleans()):
+        buckets = draw(st.lists(st.integers(0, 2), min_size=size, max_size=size))
     if draw(st.booleans()):
-        return lower(schedule)
+        return lower(schedule, buckets=buckets)
     stages = range(schedule.num_stages)
     every = [(source, target) for target in stages for source in range(target)]
     links = draw(st.lists(st.sampled_from(every), unique=True)) if every else []
     gradient_links = draw(st.lists(st.sampled_from(links), unique=True)) if links else []
-    return lower(schedule, links, gradient_links)
+    return lower(schedule, links, gradient_links, buckets)

@@ -15,6 +15,7 @@ import numpy as np
 from keras import layers, ops
 
 from tarantella_pp.models.pipeline_model import PipelineModel
+from tests.helpers import models
 
 SAMPLES, BATCH, EPOCHS = 22, 8, 2  # three steps an epoch, the last one with 6 samples
 
@@ -51,201 +52,6 @@ class Case:
     fit: dict[str, Any] = field(default_factory=dict)
     batch_statistics: bool = False  # differs from Keras with several micro-batches, and may
     schedules: tuple[str | None, ...] = ("1f1b", "gpipe")
-
-
-def mlp():
-    x = inputs = keras.Input((6,))
-    for width in (7, 8, 7):
-        x = layers.Dense(width, activation="tanh")(x)
-    return keras.Model(inputs, layers.Dense(3)(x))
-
-
-def wide():
-    """Gradients of wide layers are collected by their factors, the last one's too."""
-    x = inputs = keras.Input((24,))
-    for activation in ("tanh", "relu", None):
-        x = layers.Dense(24, activation=activation)(x)
-    return keras.Model(inputs, layers.Add()([x, layers.Dense(24, use_bias=False)(x)]))
-
-
-def whole_sample_norm():
-    return layers.LayerNormalization(axis=[1, 2, 3])
-
-
-def residual_cnn(normalization=whole_sample_norm):
-    inputs = keras.Input((6, 6, 2))
-    x = layers.Conv2D(4, 3, padding="same")(inputs)
-    for _ in range(2):
-        y = normalization()(x)
-        y = layers.Activation("relu")(y)
-        y = layers.Conv2D(4, 3, padding="same", use_bias=False)(y)
-        x = layers.Add()([x, y])
-    x = layers.Flatten()(layers.MaxPooling2D()(x))
-    return keras.Model(inputs, layers.Dense(3, activation="softmax")(x))
-
-
-def two_in_two_out():
-    a, b = keras.Input((4,), name="a"), keras.Input((5,), name="b")
-    x = layers.Dense(6, activation="tanh")(a)
-    early = layers.Dense(3, activation="softmax", name="early")(x)
-    x = layers.Concatenate()([x, layers.Dense(6)(b)])
-    x = layers.Dense(5, activation="elu")(x)
-    return keras.Model([a, b], [layers.Dense(2, name="late")(x), early])
-
-
-def long_skip():
-    x = inputs = keras.Input((6,))
-    skip = layers.Dense(6)(x)
-    x = layers.Dense(6, activation="elu")(skip)
-    x = layers.Dense(6, activation="elu")(x)
-    x = layers.Dense(6, activation="elu")(x)
-    x = layers.Add()([x, skip, layers.Dense(6)(inputs)])
-    return keras.Model(inputs, layers.Dense(3)(x))
-
-
-def causal_attention():
-    inputs = keras.Input((5, 8))
-    x = layers.LayerNormalization()(inputs)
-    # Without biases: the gradient of that of the keys is zero, so Adam follows rounding errors.
-    x = layers.MultiHeadAttention(2, 4, use_bias=False)(x, x, use_causal_mask=True)
-    h = layers.Add()([inputs, x])
-    x = layers.Dense(8, activation="gelu")(layers.LayerNormalization()(h))
-    x = layers.Dense(8)(x) + h
-    return keras.Model(inputs, layers.Dense(3)(x[:, -1]))
-
-
-def embedding_with_mask():
-    ids = keras.Input((5,), dtype="int32")
-    x = layers.Embedding(6, 4, mask_zero=True)(ids)
-    x = layers.Dense(5, activation="tanh")(x)
-    x = layers.MultiHeadAttention(2, 3, use_bias=False)(x, x)
-    x = layers.GlobalAveragePooling1D()(x)
-    return keras.Model(ids, layers.Dense(3, activation="softmax")(x))
-
-
-def recurrent():
-    ids = keras.Input((4,), dtype="int32")
-    x = layers.Embedding(6, 4, mask_zero=True)(ids)
-    x = layers.LSTM(4, return_sequences=True)(x)
-    x = layers.LSTM(3)(x)
-    return keras.Model(ids, layers.Dense(3, activation="softmax")(x))
-
-
-def masked_output():
-    ids = keras.Input((4,), dtype="int32")
-    x = layers.Embedding(6, 4, mask_zero=True)(ids)
-    x = layers.Dense(5, activation="tanh")(x)
-    return keras.Model(ids, layers.Dense(3, activation="softmax")(x))
-
-
-def regularized():
-    x = inputs = keras.Input((6,))
-    shared = layers.Dense(6, activation="tanh", activity_regularizer=keras.regularizers.L2(0.1))
-    x = shared(x)
-    x = layers.Dense(6, kernel_regularizer=keras.regularizers.L1L2(0.01, 0.1))(shared(x))
-    x = layers.ActivityRegularization(l2=0.05)(x)
-    x = layers.Dense(6, bias_regularizer=keras.regularizers.L2(0.1), activation="tanh")(x)
-    return keras.Model(inputs, layers.Dense(3, kernel_regularizer=keras.regularizers.L2(0.1))(x))
-
-
-def nested():
-    i = keras.Input((6,))
-    inner = keras.Model(i, layers.Dense(6, activation="tanh")(layers.Dense(5)(i)), name="inner")
-    head = keras.Sequential([layers.Dense(4, activation="tanh"), layers.Dense(3)], name="head")
-    inputs = keras.Input((6,))
-    return keras.Model(inputs, head(inner(inner(layers.Dense(6)(inputs)) + 1.0)))
-
-
-def shared():
-    inputs = keras.Input((6,))
-    twice = layers.Dense(6, activation="tanh")
-    x = layers.Dense(6, activation="elu")(twice(inputs))
-    return keras.Model(inputs, layers.Dense(3)(layers.Dense(6)(twice(x))))
-
-
-def tied_head():
-    """A language model whose last layer has the weights of its first."""
-    ids = keras.Input((5,), dtype="int32")
-    table = layers.ReversibleEmbedding(6, 4, embeddings_regularizer=keras.regularizers.L2(0.1))
-    x = table(ids)
-    for _ in range(2):
-        x = layers.Add()([x, layers.Dense(4, activation="tanh")(x)])
-    return keras.Model(ids, table(layers.LayerNormalization()(x), reverse=True))
-
-
-def looked_up_again():
-    """The second look into the embedding depends on the first, and both gradients are sparse."""
-    ids = keras.Input((5,), dtype="int32")
-    table = layers.Embedding(6, 4)
-    x = layers.Dense(4, activation="tanh")(table(ids))
-    x = layers.Add()([layers.Dense(4)(x), table(ops.argmax(x, axis=-1))])
-    x = layers.Dense(4, activation="tanh")(layers.GlobalAveragePooling1D()(x))
-    return keras.Model(ids, layers.Dense(3, activation="softmax")(x))
-
-
-def tied_blocks():
-    """The same layer in every other place, once before a branch whose gradient is stopped."""
-    x = inputs = keras.Input((6,))
-    block = layers.Dense(6, activation="tanh")
-    frozen = layers.Dense(6, activation="tanh", trainable=False)
-    for _ in range(3):
-        x = layers.Dense(6, activation="elu")(frozen(block(x)))
-    dead = ops.stop_gradient(block(x))
-    return keras.Model(inputs, layers.Dense(3)(layers.Add()([x, dead])))
-
-
-def frozen():
-    x = inputs = keras.Input((6,))
-    for width, trainable in ((6, False), (7, False), (6, True), (7, False), (3, True)):
-        x = layers.Dense(width, activation="tanh", trainable=trainable)(x)
-    return keras.Model(inputs, x)
-
-
-def unreached():
-    inputs = keras.Input((6,))
-    x = layers.Dense(6, activation="tanh")(inputs)
-    dead = layers.Dense(6, activation="tanh")(layers.Dense(6)(x))
-    x = layers.Dense(6, activation="tanh")(x) + ops.stop_gradient(dead)
-    return keras.Model(inputs, [layers.Dense(3, name="used")(x), layers.Dense(2, name="unused")(x)])
-
-
-def dropout():
-    x = inputs = keras.Input((6,))
-    for seed, width in enumerate((7, 8, 7)):
-        x = layers.Dense(width, activation="tanh")(x)
-        x = layers.Dropout(0.3, seed=seed)(x)
-    return keras.Model(inputs, layers.Dense(3)(layers.GaussianNoise(0.1, seed=9)(x)))
-
-
-class Table(layers.Layer):
-    """Gives a table of positions and a scale, neither of which has rows of samples."""
-
-    def build(self, shape):
-        self.table = self.add_weight(shape=(1, *shape[1:]), initializer="normal", name="table")
-        self.scale = self.add_weight(shape=(), initializer="ones", name="scale")
-
-    def call(self, x):
-        return 1.0 * self.table, 2.0 * self.scale
-
-
-def merged_windows():
-    """Samples merged with windows, as in Swin, a table of positions, time before samples."""
-    inputs = keras.Input((4, 6))
-    x = layers.Dense(6, activation="tanh")(inputs)
-    table, scale = Table()(x)
-    windows = ops.reshape(x, (-1, 2, 6))
-    windows = layers.Add()([windows, layers.Dense(6, activation="tanh")(windows)])
-    windows = layers.MultiHeadAttention(2, 3, use_bias=False)(windows, windows)
-    x = ops.reshape(layers.Dense(6)(windows), (-1, 4, 6)) * scale + table
-    x = layers.Dense(6, activation="tanh")(ops.transpose(x, (1, 0, 2)))
-    x = layers.Flatten()(ops.transpose(x, (1, 0, 2)))
-    return keras.Model(inputs, layers.Dense(3)(x))
-
-
-def sequential():
-    return keras.Sequential(
-        [keras.Input((6,)), *(layers.Dense(n, activation="tanh") for n in (7, 8)), layers.Dense(3)]
-    )
 
 
 def squared_of_largest(y_true, y_pred):
@@ -287,19 +93,21 @@ X, Y, LABELS = floats(6), floats(3, seed=1), integers(3, seed=2)
 IDS = integers(6, 5, seed=3)
 
 CASES = {
-    "mlp": Case(mlp, X, Y, regression(optimizer=sgd, metrics=["mae"]), WEIGHTED),
-    "wide": Case(wide, floats(24), floats(24, seed=1), regression(), WEIGHTED),
-    "sequential": Case(sequential, X, Y, regression()),
-    "residual_cnn": Case(residual_cnn, floats(6, 6, 2), LABELS, classification(sgd), WEIGHTED),
+    "mlp": Case(models.mlp, X, Y, regression(optimizer=sgd, metrics=["mae"]), WEIGHTED),
+    "wide": Case(models.wide, floats(24), floats(24, seed=1), regression(), WEIGHTED),
+    "sequential": Case(models.sequential, X, Y, regression()),
+    "residual_cnn": Case(
+        models.residual_cnn, floats(6, 6, 2), LABELS, classification(sgd), WEIGHTED
+    ),
     "batch_norm": Case(
-        functools.partial(residual_cnn, layers.BatchNormalization),
+        models.batch_norm_cnn,
         floats(6, 6, 2),
         LABELS,
         classification(),
         batch_statistics=True,
     ),
     "two_in_two_out": Case(
-        two_in_two_out,
+        models.two_in_two_out,
         [floats(4), floats(5)],
         [floats(2), LABELS],
         lambda: {
@@ -311,35 +119,35 @@ CASES = {
         },
         {"sample_weight": [WEIGHTS, WEIGHTS[::-1].copy()]},
     ),
-    "long_skip": Case(long_skip, X, Y, regression(optimizer=sgd)),
-    "causal_attention": Case(causal_attention, floats(5, 8), Y, regression(), WEIGHTED),
-    "merged_windows": Case(merged_windows, floats(4, 6), Y, regression(), WEIGHTED),
-    "embedding_adamw": Case(embedding_with_mask, IDS, LABELS, classification(), WEIGHTED),
-    "embedding_sgd": Case(embedding_with_mask, IDS, LABELS, classification(sgd)),
-    "recurrent": Case(recurrent, IDS[:, 1:], LABELS, classification(), WEIGHTED),
+    "long_skip": Case(models.long_skip, X, Y, regression(optimizer=sgd)),
+    "causal_attention": Case(models.causal_attention, floats(5, 8), Y, regression(), WEIGHTED),
+    "merged_windows": Case(models.merged_windows, floats(4, 6), Y, regression(), WEIGHTED),
+    "embedding_adamw": Case(models.embedding_with_mask, IDS, LABELS, classification(), WEIGHTED),
+    "embedding_sgd": Case(models.embedding_with_mask, IDS, LABELS, classification(sgd)),
+    "recurrent": Case(models.recurrent, IDS[:, 1:], LABELS, classification(), WEIGHTED),
     "masked_output": Case(
-        masked_output,
+        models.masked_output,
         IDS[:, 1:],
         integers(3, 4, seed=4),
         classification(weighted_metrics=["accuracy"]),
         {"sample_weight": np.random.default_rng(6).uniform(0.2, 2, size=(SAMPLES, 4))},
         schedules=(None, "gpipe"),
     ),
-    "regularized": Case(regularized, X, Y, regression(), WEIGHTED),
-    "nested": Case(nested, X, Y, regression()),
-    "shared": Case(shared, X, Y, regression(optimizer=sgd)),
-    "tied_head": Case(tied_head, IDS, integers(6, 5, seed=8), logits),
-    "looked_up_again": Case(looked_up_again, IDS, LABELS, classification(), WEIGHTED),
-    "tied_blocks": Case(tied_blocks, X, Y, regression(optimizer=sgd), WEIGHTED),
-    "frozen": Case(frozen, X, Y, regression(), WEIGHTED),
+    "regularized": Case(models.regularized, X, Y, regression(), WEIGHTED),
+    "nested": Case(models.nested, X, Y, regression()),
+    "shared": Case(models.shared, X, Y, regression(optimizer=sgd)),
+    "tied_head": Case(models.tied_head, IDS, integers(6, 5, seed=8), logits),
+    "looked_up_again": Case(models.looked_up_again, IDS, LABELS, classification(), WEIGHTED),
+    "tied_blocks": Case(models.tied_blocks, X, Y, regression(optimizer=sgd), WEIGHTED),
+    "frozen": Case(models.frozen, X, Y, regression(), WEIGHTED),
     "unreached": Case(
-        unreached,
+        models.unreached,
         X,
         {"used": Y, "unused": floats(2)},
         regression(loss=lambda: {"used": "mse", "unused": None}),
     ),
     "class_weight": Case(
-        mlp,
+        models.mlp,
         X,
         LABELS,
         lambda: {
@@ -351,31 +159,31 @@ CASES = {
         {"class_weight": {0: 1.0, 1: 3.0, 2: 0.5}},
     ),
     "area_under_curve": Case(
-        lambda: keras.Sequential([mlp(), layers.Dense(1, activation="sigmoid")]),
+        lambda: keras.Sequential([models.mlp(), layers.Dense(1, activation="sigmoid")]),
         X,
         integers(2, 1, seed=7),
         regression("binary_crossentropy", metrics=["AUC"]),
     ),
     "sum": Case(
-        mlp,
+        models.mlp,
         X,
         Y,
         regression(lambda: keras.losses.MeanSquaredError(reduction="sum"), sgd),
         WEIGHTED,
     ),
     "mean_with_sample_weight": Case(
-        mlp,
+        models.mlp,
         X,
         Y,
         regression(lambda: keras.losses.Huber(reduction="mean_with_sample_weight")),
         WEIGHTED,
     ),
     "custom_loss": Case(
-        mlp, X, Y, regression(lambda: squared_of_largest), schedules=(None, "gpipe")
+        models.mlp, X, Y, regression(lambda: squared_of_largest), schedules=(None, "gpipe")
     ),
-    "schedule_clipnorm": Case(mlp, X, Y, regression(optimizer=decaying)),
-    "accumulation": Case(mlp, X, Y, regression(optimizer=accumulating)),
-    "dropout": Case(dropout, X, Y, regression(), WEIGHTED, batch_statistics=True),
+    "schedule_clipnorm": Case(models.mlp, X, Y, regression(optimizer=decaying)),
+    "accumulation": Case(models.mlp, X, Y, regression(optimizer=accumulating)),
+    "dropout": Case(models.dropout, X, Y, regression(), WEIGHTED, batch_statistics=True),
 }
 
 

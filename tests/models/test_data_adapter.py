@@ -7,8 +7,9 @@ import pytest
 import tensorflow as tf
 
 from tarantella_pp.models.data_adapter import FedData
-from tarantella_pp.runtime.batch.data_feed import DataFeed
+from tarantella_pp.runtime.batch.data_feed import DataFeed, Need
 from tarantella_pp.runtime.comm.communicator import Communicator
+from tarantella_pp.runtime.replicas.batch_share import batch_shares
 
 pytestmark = pytest.mark.keras
 
@@ -30,9 +31,14 @@ class Opened:
         yield tf.ones((1, 3)), tf.zeros((1,))
 
 
+def feed():
+    need = Need((0,), targets=True)
+    return DataFeed(Communicator(), [need], keras.tree.flatten, lambda rows: batch_shares(rows, 1))
+
+
 def test_a_data_set_is_opened_once_and_read_when_a_batch_is_asked_for():
     adapter = Opened()
-    data = FedData(DataFeed(Communicator(), [[0]], 0, keras.tree.flatten), adapter)
+    data = FedData(feed(), adapter)
     assert [batch.rows for batch in data] == [2, 1]
     iter(data)  # as Keras does at the end of an epoch
     assert (adapter.opened, adapter.read) == (1, 1)
@@ -49,7 +55,7 @@ def test_data_that_have_ended_or_failed_are_not_read_again():
         raise OSError("the disk is gone")
 
     for data, error in ((source(), OSError), (iter([tf.ones((2, 3))]), StopIteration)):
-        batches = DataFeed(Communicator(), [[0]], 0, keras.tree.flatten).batches(data)
+        batches = feed().batches(data)
         assert next(batches).rows == 2
         with pytest.raises(error):
             next(batches)

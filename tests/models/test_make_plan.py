@@ -11,11 +11,15 @@ from keras import layers
 
 from tarantella_pp.cli.main import main
 from tarantella_pp.errors import ConfigurationError, PlanError
-from tarantella_pp.models.make_plan import make_plan
-from tarantella_pp.partition.plan.plan_simulation import HardwareSpec, PlanSimulation
+from tarantella_pp.models.make_plan import CORE, make_plan
+from tarantella_pp.partition.extraction.keras_reader import extract
+from tarantella_pp.partition.graph.profile import NodeProfile, Profile
+from tarantella_pp.partition.graph.units import format_bytes
+from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
+from tarantella_pp.partition.plan.plan_simulation import PlanSimulation
 from tarantella_pp.partition.visualization import render_html
 from tarantella_pp.partition.visualization.step_rows import simulated_step
-from tests.helpers import keras_models
+from tests.helpers import models
 
 pytestmark = pytest.mark.keras
 
@@ -74,14 +78,15 @@ def test_micro_batches_of_one_size_are_preferred(batch_size, count):
 
 def test_batch_normalization_sees_some_samples():
     machine = HardwareSpec(1e6, action_seconds=0.0)
-    assert make_plan(keras_models.residual_cnn()[0], 2, machine=machine).micro_batch_size == 4
+    assert make_plan(models.batch_norm_cnn(), 2, machine=machine).micro_batch_size == 4
     assert make_plan(tower(4), 2, machine=machine).micro_batch_size == 1
 
 
 @pytest.mark.parametrize(("num_stages", "share"), [(2, 0.9), (3, 0.9), (3, 0.7)])
 def test_under_a_limit_the_fastest_of_the_fewest_recomputing_stages(num_stages, share):
     model = tower(9, activation="gelu")
-    given = {"batch_size": 4096, "num_micro_batches": 4, "machine": SLOW}
+    given = {"batch_size": 4096, "num_micro_batches": 4, "machine": SLOW,
+             "balance": "memory", "schedule": "1f1b"}  # fmt: skip
     free = make_plan(model, num_stages, **given)
     limit = int(share * largest(free))
     found = []
@@ -177,7 +182,8 @@ def test_loops_stay_without_recomputation():
     x = layers.LSTM(8, return_sequences=True)(inputs)
     for _ in range(6):
         x = layers.Dense(64, activation="gelu")(x)
-    model, given = keras.Model(inputs, x), {"batch_size": 256, "num_micro_batches": 4}
+    given = {"batch_size": 256, "num_micro_batches": 4, "balance": "memory"}
+    model = keras.Model(inputs, x)
     limit = int(0.9 * largest(make_plan(model, 3, **given)))
     plan = make_plan(model, 3, **given, memory_limit=limit)
     assert plan.recompute
@@ -225,3 +231,102 @@ def test_the_bubble_is_one_and_the_same_everywhere(options, tmp_path, capsys):
     told = capsys.readouterr().out
     assert f"bubble {shown}." in told
     assert f"Bubble:     {shown}, " in told
+
+
+@pytest.fixture(scope="module")
+def resnet():
+    return extract(keras.applications.ResNet50(weights=None))
+
+
+@pytest.mark.parametrize("options", [{}, {"num_micro_batches": 16}])
+def test_the_default_is_the_fastest_plan(resnet, options):
+    """By FLOPs a step is simulated at 479 ms, and by memory at half as much again."""
+    given = {"batch_size": 64, **options}
+    plan = make_plan(resnet, 4, **given)
+    assert seconds(plan, HardwareSpec()) < 0.4796
+    others = [
+        make_plan(resnet, 4, **given, balance=balance, schedule=schedule)
+        for balance in ("memory", "flops")
+        for schedule in ("1f1b", "zb-h1")
+    ]
+    fastest = min(others, key=lambda other: other.step_seconds)
+    assert plan.step_seconds == fastest.step_seconds == pytest.approx(seconds(plan, CORE))
+    kinds = [o for o in others if (o.schedule, o.assignment) != (plan.schedule, plan.assignment)]
+    assert plan.next_best.step_seconds == min(other.step_seconds for other in kinds)
+
+
+def test_the_default_keeps_the_memory_limit(resnet):
+    free = make_plan(resnet, 4)
+    limit = int(0.7 * largest(free))
+    plan = make_plan(resnet, 4, memory_limit=limit)
+    assert largest(plan) <= limit
+    assert plan.step_seconds >= free.step_seconds
+
+
+def test_an_mlp_gets_several_micro_batches():
+    plan = make_plan(tower(8, 1024), 2)
+    assert plan.num_micro_batches > 1
+
+
+def test_plans_say_what_came_next_and_what_else_there_is(resnet):
+    plan = make_plan(resnet, 4, schedule="1f1b", num_micro_batches=8)
+    assert plan.balance == "flops"
+    assert (plan.next_best.balance, plan.next_best.num_micro_batches) == ("memory", 8)
+    text = " ".join(str(plan).split())
+    longer = plan.next_best.step_seconds / plan.step_seconds - 1
+    less = largest(plan) - plan.next_best.memory_bytes
+    trade = f"balance='memory', {100 * longer:.2g} % longer step, -{format_bytes(less)}."
+    assert f"A step takes {plan.step_seconds:.3g} s, simulated. Next best: {trade}" in text
+    assert f"Advice: {trade.replace(',', ':', 1)}" in text
+    small = make_plan(resnet, 4, schedule="1f1b", num_micro_batches=8, balance="memory")
+    assert small.step_seconds == plan.next_best.step_seconds
+    assert (small.advice.balance, small.advice.step_seconds) == ("flops", plan.step_seconds)
+    shorter = 100 * (1 - plan.step_seconds / small.step_seconds)
+    advice = f"Advice: balance='flops': {shorter:.2g} % shorter step, +{format_bytes(less)}."
+    assert advice in " ".join(str(small).split())
+    assert advice in render_html(small).replace("&#x27;", "'")
+
+
+def test_a_measured_profile_is_chosen_by(resnet):
+    """All the time is spent in the last operations, which arithmetic says nothing of."""
+    graph = resnet.graph
+    slow = range(len(graph.nodes) - 4, len(graph.nodes))
+    nodes = tuple(
+        NodeProfile(node.name, (1e-3 * (node.id in slow),), (2e-3 * (node.id in slow),))
+        for node in graph.nodes
+    )
+    profile = Profile("resnet50", graph.fingerprint(), 1, (8,), nodes)
+    plan = make_plan(resnet, 2, profile=profile, num_micro_batches=4, schedule="1f1b")
+    assert plan.stages[0].seconds is not None
+    by_time = make_plan(
+        resnet, 2, profile=profile, num_micro_batches=4, schedule="1f1b", balance="time"
+    )
+    assert plan.balance == "time"
+    assert plan.step_seconds == by_time.step_seconds
+    assert plan.assignment[-4:] == (0, 0, 1, 1)
+
+
+def test_loops_and_single_stages_keep_one_f_one_b():
+    inputs = keras.Input((8, 4))
+    x = layers.Dense(4)(layers.Dense(4)(layers.LSTM(4)(inputs)))
+    assert make_plan(keras.Model(inputs, x), 3, num_micro_batches=8).schedule == "1f1b"
+    assert make_plan(tower(4), 1).schedule == "1f1b"
+    assert make_plan(tower(8), 4, num_micro_batches=4, stages_per_rank=2).schedule in (
+        "1f1b",
+        "interleaved",
+    )
+
+
+def test_the_threshold_of_buckets_comes_from_the_option_else_the_environment(monkeypatch):
+    def counts(**options):
+        plan = make_plan(tower(4), 2, **options)
+        return [len(stage.bucket_bytes) for stage in plan.stages], plan.fusion_threshold
+
+    assert counts() == ([1, 1], 32 * 2**20)
+    assert counts(fusion_threshold="16KiB") == ([4, 4], 2**14)
+    monkeypatch.setenv("TNT_FUSION_THRESHOLD", "20kB")
+    assert counts() == ([2, 2], 20_000)
+    assert counts(fusion_threshold=10**6) == ([1, 1], 10**6)
+    for options in ({"fusion_threshold": 0}, {"placement": "anywhere"}):
+        with pytest.raises(ConfigurationError, match=next(iter(options))):
+            counts(**options)

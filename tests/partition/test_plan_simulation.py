@@ -12,11 +12,9 @@ from hypothesis import strategies as st
 from keras import layers
 
 from tarantella_pp.errors import ScheduleError
-from tarantella_pp.partition.plan.plan_simulation import (
-    HardwareSpec,
-    PlanSimulation,
-    with_bubble,
-)
+from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
+from tarantella_pp.partition.plan.plan_simulation import PlanSimulation
+from tarantella_pp.partition.plan_choice import choose_plan
 from tarantella_pp.partition.plan_search import PlanSearch
 from tarantella_pp.partition.planner import Planner
 from tarantella_pp.schedule import (
@@ -55,8 +53,7 @@ def plan_of(spec, micro_batches, **given):
         "memory_limit": None,
         "recompute": "none",
     }
-    found = PlanSearch(planner(), HardwareSpec(), {**options, **given}, spec).best()
-    return with_bubble(found[1])
+    return choose_plan([PlanSearch(planner(), HardwareSpec(), {**options, **given}, spec)])
 
 
 @st.composite
@@ -81,7 +78,7 @@ def test_a_plan_says_what_the_simulator_says(spec, micro_batches, balance, recom
     validate(schedule, held)
     assert held == [schedule.in_flight(stage) for stage in range(plan.num_stages)]
     simulation = PlanSimulation(plan, HardwareSpec(), plan.schedule, micro_batches)
-    timeline = simulate(schedule, simulation.without_messages().costs())
+    timeline = simulate(schedule, simulation.costs())
     shown = simulation.step()
     if spec.name == SEARCHED:  # what runs till then is a schedule that the search begins with
         assert plan.bubble <= timeline.bubble_fraction + 1e-12

@@ -8,7 +8,8 @@ import pytest
 
 from tarantella_pp import make_plan
 from tarantella_pp.errors import PlanError
-from tarantella_pp.partition.plan.plan_simulation import HardwareSpec, PlanSimulation
+from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
+from tarantella_pp.partition.plan.plan_simulation import PlanSimulation
 from tarantella_pp.partition.rank_balancing import rank_totals
 
 pytestmark = pytest.mark.keras

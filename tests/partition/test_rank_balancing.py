@@ -34,11 +34,11 @@ def largest(problem, assignment, ranks):
     return max(rank_totals(problem.evaluate(assignment).stage_values, ranks))
 
 
-def smallest_of_all(work, ranks, fill=0.0):
+def smallest_of_all(work, ranks, bubble_weight=0.0):
     """The largest rank, and a share of the largest stage, of the best cuts, which are listed."""
     cuts = itertools.combinations(range(1, len(work)), len(ranks) - 1)
     stages = ([sum(work[a:b]) for a, b in itertools.pairwise((0, *c, len(work)))] for c in cuts)
-    return min(max(rank_totals(own, ranks)) + fill * max(own) for own in stages)
+    return min(max(rank_totals(own, ranks)) + bubble_weight * max(own) for own in stages)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -48,7 +48,11 @@ def test_the_best_boundaries_of_a_chain(seed, num_stages):
     problem, ranks = chain(work, num_stages), RANKS[num_stages]
     moved = balance_ranks(problem, solve(problem).assignment, ranks)
     best = smallest_of_all(work, ranks)
-    assert best <= largest(problem, moved, ranks) <= best * (1 + 2 * rank_balancing.LEAST_FILL)
+    assert (
+        best
+        <= largest(problem, moved, ranks)
+        <= best * (1 + 2 * rank_balancing.LEAST_BUBBLE_WEIGHT)
+    )
     assert best >= lower_bound(problem, ranks)
 
 
@@ -85,14 +89,16 @@ def test_what_comes_out_is_a_plan_and_its_ranks_are_no_larger(problem, data):
         assert largest(problem, moved, ranks) <= once + 0.03 * problem.work.sum()
 
 
-@pytest.mark.parametrize("fill", [0.1, 0.5])
+@pytest.mark.parametrize("bubble_weight", [0.1, 0.5])
 @pytest.mark.parametrize("seed", range(5))
-def test_the_largest_stage_counts_as_much_as_it_is_told_to(seed, fill):
+def test_the_largest_stage_counts_as_much_as_it_is_told_to(seed, bubble_weight):
     work = np.random.default_rng(seed).integers(1, 20, 11).astype(float)
     problem, ranks = chain(work, 4), RANKS[4]
-    moved = balance_ranks(problem, solve(problem).assignment, ranks, fill)
-    found = largest(problem, moved, ranks) + fill * max(problem.evaluate(moved).stage_values)
-    best = smallest_of_all(work, ranks, fill)
+    moved = balance_ranks(problem, solve(problem).assignment, ranks, bubble_weight)
+    found = largest(problem, moved, ranks) + bubble_weight * max(
+        problem.evaluate(moved).stage_values
+    )
+    best = smallest_of_all(work, ranks, bubble_weight)
     assert best <= found <= best + 3 * rank_balancing.LAST * work.sum()
 
 

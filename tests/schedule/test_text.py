@@ -6,6 +6,7 @@ from hypothesis import given
 from tarantella_pp.errors import ScheduleError
 from tarantella_pp.schedule import (
     Compute,
+    Reduce,
     Schedule,
     Transfer,
     lower,
@@ -30,6 +31,7 @@ def test_round_trip(schedule):
         ("10BW31", Compute(10, "BW", 31)),
         ("0>1SF3", Transfer(0, 1, "S", "F", 3)),
         ("12>7RB0", Transfer(12, 7, "R", "B", 0)),
+        ("12R0", Reduce(12, 0)),
     ],
 )
 def test_actions(text, action):
@@ -37,7 +39,9 @@ def test_actions(text, action):
     assert str(action) == text
 
 
-@pytest.mark.parametrize("text", ["", "F0", "0F", "0X1", "0f1", "-1F0", "0F0 ", "0>1F0", "1>SF0"])
+@pytest.mark.parametrize(
+    "text", ["", "F0", "0F", "0X1", "0f1", "-1F0", "0F0 ", "0>1F0", "1>SF0", "R0"]
+)
 def test_what_is_not_an_action(text):
     with pytest.raises(ScheduleError, match="Received: '"):
         parse_action(text)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tarantella_pp.errors import ScheduleError
 from tarantella_pp.schedule import (
     Compute,
+    Reduce,
     Schedule,
     Transfer,
     lower,
@@ -36,7 +37,7 @@ def is_legal(schedule: Schedule, original: Schedule) -> bool:
     def posted(rank: int) -> set:
         found = set()
         start = at[rank]
-        while start and isinstance(lists[rank][start - 1], Transfer):
+        while start and not isinstance(lists[rank][start - 1], Compute):
             start -= 1
         for action in lists[rank][start:]:
             if isinstance(action, Compute):
@@ -63,6 +64,9 @@ def is_legal(schedule: Schedule, original: Schedule) -> bool:
                     continue
                 else:
                     values[rank].add((*value, action.target))
+            elif isinstance(action, Reduce):
+                if not may_reduce(schedule, action, own[: at[rank]]):
+                    return False
             else:
                 if not needs(schedule, action) <= values[rank]:
                     return False
@@ -72,6 +76,23 @@ def is_legal(schedule: Schedule, original: Schedule) -> bool:
         if not moved:
             return False
     return True
+
+
+def may_reduce(schedule: Schedule, action: Reduce, before: list) -> bool:
+    """Whether a stage has all its gradients, and the later stages of its rank are reduced."""
+    ready = {a.micro_batch for a in before if isinstance(a, Compute) and a.stage == action.stage
+             and "W" in a.kind}  # fmt: skip
+    rank = schedule.placement[action.stage]
+    first = {
+        Reduce(stage, bucket)
+        for stage, count in enumerate(schedule.buckets)
+        for bucket in range(count)
+        if schedule.placement[stage] == rank
+        and (stage > action.stage or (stage == action.stage and bucket < action.bucket))
+    }
+    return len(ready) == schedule.num_micro_batches and first == {
+        a for a in before if isinstance(a, Reduce)
+    }
 
 
 def needs(schedule: Schedule, action: Compute) -> set:
@@ -155,6 +176,46 @@ def edited(schedule: Schedule, rank: int, old: str, new: str) -> Schedule:
 ONE_F_ONE_B = lower(make_schedule("1f1b", 2, 3))
 
 
+REDUCED = lower(make_schedule("1f1b", 4, 2, 2), buckets=(1, 0, 2, 1))
+
+
+def test_reductions_start_behind_the_sends_of_the_last_weight_gradient():
+    end = "2BW1 2>1SB1 2R0 2R1 1>0RB0 0BW0 1>0RB1 0BW1 0R0"
+    assert " ".join(map(str, REDUCED.actions[0])).endswith(end)
+    assert REDUCED.buckets == (1, 0, 2, 1)
+    assert Schedule.from_text(REDUCED.to_text()) == REDUCED
+
+
+@pytest.mark.parametrize(
+    ("rank", "old", "new", "message"),
+    [
+        (0, "2R0 ", "", r"Rank 0, position \d+, 2R1: 2R0 is the next reduction of this rank"),
+        (0, " 0R0", "", r"Rank 0: 0R0 is missing; other replicas wait for it"),
+        (0, "2R0 2R1", "2R1 2R0", r"2R1: 2R0 is the next reduction"),
+        (0, "2R0", "2R0 2R0", r"2R0: 2R1 is the next reduction"),
+        (0, "0BW1 0R0", "0R0 0BW1", r"0R0: a weight gradient of stage 0 comes after it"),
+        (0, "0R0", "0R0 3R0", r"3R0: none is the next reduction of this rank"),
+        (1, "3R0", "1R0", r"1R0: 3R0 is the next reduction of this rank"),
+    ],
+)
+def test_law_of_reductions(rank, old, new, message):
+    validate(REDUCED)
+    with pytest.raises(ScheduleError, match=message):
+        validate(edited(REDUCED, rank, old, new))
+
+
+@pytest.mark.parametrize("buckets", [(1,), (1, -1)])
+def test_buckets_of_other_stages_are_refused(buckets):
+    with pytest.raises(ScheduleError, match="number of buckets for each of the 2 stages"):
+        lower(make_schedule("1f1b", 2, 2), buckets=buckets)
+
+
+def test_inference_has_nothing_to_reduce():
+    with pytest.raises(ScheduleError, match=r"no backward passes.*buckets="):
+        lower(make_schedule("forward", 2, 2), buckets=(1, 1))
+    lower(make_schedule("forward", 2, 2), buckets=(0, 0))
+
+
 @pytest.mark.parametrize(
     ("rank", "old", "new", "message"),
     [
@@ -235,6 +296,10 @@ def test_missing_computations_are_refused_when_lowered():
 def test_what_is_lowered_is_not_lowered_again():
     with pytest.raises(ScheduleError, match="lowered"):
         lower(ONE_F_ONE_B)
+    for action in ("0>1SF0", "0R0"):
+        source = f"rank 0: 0F0 0BW0 {action}\nrank 1: 1F0 1BW0"
+        with pytest.raises(ScheduleError, match=f"computations only. Received: {action}"):
+            lower(Schedule.from_text(source))
 
 
 @pytest.mark.parametrize("links", [[(0, 2)], [(1, 0)], [(0, 0)], [(-1, 1)]])

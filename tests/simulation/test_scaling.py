@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tarantella_pp.errors import ScheduleError
-from tarantella_pp.schedule import ScheduleSpec
-from tarantella_pp.simulation import Costs, LinkCosts, StageCosts, scaling
-from tarantella_pp.simulation.scaling import Network, pipeline_step, replicated_seconds
+from tarantella_pp.schedule import Reduce, ScheduleSpec, lower
+from tarantella_pp.simulation import (
+    Costs,
+    LinkCosts,
+    StageCosts,
+    scaling,
+    search_schedule,
+    simulate,
+)
+from tarantella_pp.simulation.scaling import Network, pipeline_step, replicated_step
 
 
 def step_of(name, costs, micro_batches, num_ranks=None):
@@ -73,20 +82,59 @@ def test_ring_allreduce() -> None:
     assert network.allreduce_seconds(400.0, 4) == 6 * (1.0 + 0.5)
 
 
+def replicated(step, buckets, replicas=2, bandwidth=1.0):
+    return replicated_step(step, buckets, Network(bandwidth), replicas)
+
+
 def test_only_the_sum_that_ends_last_is_waited_for() -> None:
     step = step_of("1f1b", Costs.uniform(2), 2)
     # Stage 1 is done two seconds before stage 0 (its last BW ends as that of stage 0 begins).
     assert step.gradients_ready == (9.0, 7.0)
-    network = Network(bandwidth=1.0)
-    assert replicated_seconds(step, [1.0, 1.0], network, 2) == 10.0
-    assert replicated_seconds(step, [1.0, 3.0], network, 2) == 10.0
-    assert replicated_seconds(step, [0.0, 2.0], network, 2) == 9.0
-    assert replicated_seconds(step, [1.0, 9.0], network, 2) == 16.0
-    assert replicated_seconds(step, [1.0, 9.0], network, 1) == 9.0
+    assert replicated(step, [[1.0], [1.0]]).step_seconds == 10.0
+    assert replicated(step, [[1.0], [3.0]]).step_seconds == 10.0
+    assert replicated(step, [[], [2.0]]).step_seconds == 9.0
+    assert replicated(step, [[1.0], [9.0]]).step_seconds == 16.0
+    assert replicated(step, [[1.0], [9.0]]).exposed_seconds == 7.0
+    assert replicated(step, [[1.0], [9.0]]).bubble_fraction == step.bubble_fraction
+    assert replicated(step, [[1.0], [9.0]], 1).step_seconds == 9.0
+    assert replicated(step, [[1.0], [9.0]], bandwidth=None).step_seconds == 9.0
 
 
 def test_a_rank_of_two_stages_does_one_sum_after_the_other() -> None:
     step = step_of("gpipe", Costs.uniform(2), 1, 1)
     assert step.gradients_ready == (6.0, 4.0)
     # Stage 1 from 4 to 9, then stage 0 from 9 to 14.
-    assert replicated_seconds(step, [5.0, 5.0], Network(1.0), 2) == 14.0
+    assert replicated(step, [[5.0], [5.0]]).step_seconds == 14.0
+    times = [(e.start, e.end) for e in replicated(step, [[5.0], [2.0, 3.0]]).reductions[0]]
+    assert times == [(4.0, 6.0), (6.0, 9.0), (9.0, 14.0)]
+
+
+@given(data=st.data())
+def test_replicas_are_what_the_simulator_plays(data) -> None:
+    """Sums that are put behind a step that was played alone, and those that are played with it."""
+    name = data.draw(st.sampled_from(["gpipe", "1f1b", "zb-h1", "interleaved", "zb-auto"]))
+    ranks, depth, count = (data.draw(st.integers(1, most)) for most in (3, 2, 5))
+    size = ranks * depth
+    spec = ScheduleSpec.of(name, size, None if name == "zb-auto" else ranks)
+    costs = replace(Costs.uniform(size, link=LinkCosts(0.25)), send_seconds=0.5)
+    buckets = data.draw(
+        st.lists(st.lists(st.integers(1, 9), max_size=3), min_size=size, max_size=size)
+    )
+    network = Network(2.0, 0.125)
+    seconds = {
+        Reduce(stage, bucket): network.allreduce_seconds(bytes_, 3)
+        for stage, own in enumerate(buckets)
+        for bucket, bytes_ in enumerate(own)
+    }
+    step = pipeline_step(spec, costs, count)
+    found = replicated_step(step, buckets, network, 3)
+    if name == "zb-auto":
+        schedule = search_schedule(size, count, placement=spec.placement, costs=costs)
+    else:
+        schedule = spec.make(count)
+    lowered = lower(schedule, buckets=[len(own) for own in buckets])
+    played = simulate(lowered, replace(costs, reductions=seconds))
+    assert found.reductions == played.reductions
+    assert found.step_seconds == played.step_seconds
+    assert found.exposed_seconds == played.exposed_seconds
+    assert found.bubble_fraction == played.bubble_fraction

@@ -10,11 +10,13 @@ from hypothesis import strategies as st
 from tarantella_pp.errors import ScheduleError
 from tarantella_pp.schedule import (
     Compute,
+    Reduce,
     Schedule,
     Transfer,
     bubble_fraction,
     lower,
     make_schedule,
+    reductions,
     speed_up_bound,
 )
 from tarantella_pp.simulation import Costs, LinkCosts, StageCosts, simulate
@@ -63,16 +65,25 @@ def test_bubble_of_fused_schedules_does_not_depend_on_the_seconds(p, m, seconds)
 @given(lowered_schedules(), st.floats(0, 2), st.floats(0, 1))
 def test_timelines_are_consistent(schedule, seconds, latency):
     costs = Costs.uniform(schedule.num_stages, link=LinkCosts(seconds, latency))
-    costs = replace(costs, send_seconds=0.1, receive_seconds=0.2)
+    sums = {a: 0.3 for own in schedule.actions for a in own if isinstance(a, Reduce)}
+    costs = replace(costs, send_seconds=0.1, receive_seconds=0.2, reductions=sums)
     timeline = simulate(schedule, costs)
     ends = {}
     for rank, own in enumerate(timeline.events):
         assert [event.rank for event in own] == [rank] * len(own)
-        assert sorted(map(str, schedule.actions[rank])) == sorted(str(e.action) for e in own)
+        reduced = timeline.reductions[rank]
+        order = reductions(schedule.placement, schedule.buckets, rank)
+        assert tuple(event.action for event in reduced) == order
+        played = [str(event.action) for event in (*own, *reduced)]
+        assert sorted(map(str, schedule.actions[rank])) == sorted(played)
         computed = [event.action for event in own if isinstance(event.action, Compute)]
         assert computed == [a for a in schedule.actions[rank] if isinstance(a, Compute)]
-        for before, after in pairwise(own):
+        for before, after in (*pairwise(own), *pairwise(reduced)):
             assert before.start <= before.end <= after.start
+        for event in reduced:
+            ready = [e.end for e in own if isinstance(e.action, Compute) and e.action.kind != "F"
+                     and e.action.stage == event.action.stage]  # fmt: skip
+            assert event.start >= max(ready)
         ends.update({event.action: event.end for event in own})
     for action, end in ends.items():
         if not isinstance(action, Compute) and action.operation == "R":
@@ -81,6 +92,32 @@ def test_timelines_are_consistent(schedule, seconds, latency):
     assert 0 <= timeline.bubble_fraction < 1
     assert timeline.speed_up <= schedule.num_ranks + 1e-9
     assert timeline.step_seconds >= max(timeline.busy_seconds)
+    assert 0 <= timeline.exposed_seconds <= 0.3 * len(sums) + 1e-9
+    alone = lower(_computations(schedule), schedule.links, schedule.gradient_links)
+    assert simulate(alone, costs).step_seconds == timeline.pipeline_seconds
+
+
+def _computations(schedule: Schedule) -> Schedule:
+    actions = tuple(tuple(a for a in own if isinstance(a, Compute)) for own in schedule.actions)
+    return replace(schedule, actions=actions, links=None, gradient_links=None, buckets=())
+
+
+def test_reductions_go_on_beside_other_stages():
+    # Stage 1 of the only rank has its gradients at 4, stage 0 at 6.
+    schedule = lower(make_schedule("gpipe", 2, 1, 1), buckets=(1, 2))
+    seconds = {Reduce(1, 0): 1.0, Reduce(1, 1): 2.0, Reduce(0, 0): 0.5}
+    timeline = simulate(schedule, replace(Costs.uniform(2), reductions=seconds))
+    times = [(str(e.action), e.start, e.end) for e in timeline.reductions[0]]
+    assert times == [("1R0", 4.0, 5.0), ("1R1", 5.0, 7.0), ("0R0", 7.0, 7.5)]
+    assert (timeline.pipeline_seconds, timeline.step_seconds) == (6.0, 7.5)
+    assert timeline.exposed_seconds == 1.5
+    assert timeline.bubble_fraction == 0.0
+    assert timeline.to_text(45) == (
+        "rank 0 |0F0>>>1F0>>>1BW0<<======0BW0<<======.........|\n"
+        "       |                        1R0~~~1R1~~~~~~~~~~~~|\n"
+        "gpipe: step 7.5 s, bubble 0.0%, exposed reduction 1.5 s, speed-up 0.80 of 1   "
+        "(> forward, < input gradient, = weight gradient, . idle, ~ reduction)\n"
+    )
 
 
 def test_a_message_takes_its_time():
@@ -163,5 +200,6 @@ def test_drawing():
 @given(lowered_schedules(4, 6), st.integers(1, 120))
 def test_drawings_have_the_width_asked_for(schedule, width):
     lines = simulate(schedule, Costs.uniform(schedule.num_stages)).to_text(width).splitlines()
-    assert len(lines) == schedule.num_ranks + 1
+    reduced = any(schedule.buckets)
+    assert len(lines) == schedule.num_ranks * (1 + reduced) + 1
     assert {len(line) for line in lines[:-1]} == {len("rank 0 ||") + width}

@@ -40,20 +40,20 @@ def call(source: str) -> Any:
         )
     with quiet_keras(place) as keras:
         module = _imported(place) if script is None else _loaded(script)
-        found = getattr(module, name, None)
-    if not callable(found):
+        made = getattr(module, name, None)
+    if not callable(made):
         raise ConfigurationError(
             f"There is no function {name!r} in {place}.{_others(module, name)}"
         )
-    if not isinstance(found, keras.Model):
-        _check_signature(source, found)
+    if not isinstance(made, keras.Model):
+        _check_signature(source, made)
         with quiet_keras(f"{name}() of {place}"):
-            found = found()
-    if not isinstance(found, keras.Model):
+            made = made()
+    if not isinstance(made, keras.Model):
         raise UnsupportedModelError(
-            f"{source} must make a Keras model. Received: a value of type {type(found).__name__}"
+            f"{source} must make a Keras model. Received: a value of type {type(made).__name__}"
         )
-    return found
+    return made
 
 
 def _imported(name: str) -> ModuleType:
@@ -101,6 +101,6 @@ def _check_signature(source: str, function: Any) -> None:
 
 def _others(module: ModuleType, name: str) -> str:
     """Suggests names that are there."""
-    own = [key for key, value in vars(module).items() if callable(value) and key[0] != "_"]
-    close = difflib.get_close_matches(name, own, n=3)
+    names = [key for key, value in vars(module).items() if callable(value) and key[0] != "_"]
+    close = difflib.get_close_matches(name, names, n=3)
     return f" Is it {' or '.join(close)}?" if close else ""

@@ -92,8 +92,8 @@ def optimizer_of(source: str, model: Any) -> Any:
         # Not by compiling: that would need the custom losses and metrics of the file as well.
         with zipfile.ZipFile(source) as archive:
             config = json.loads(archive.read("config.json"))
-        found = (config.get("compile_config") or {}).get("optimizer")
-        return None if found is None else keras.optimizers.get(found)
+        optimizer = (config.get("compile_config") or {}).get("optimizer")
+        return None if optimizer is None else keras.optimizers.get(optimizer)
 
 
 def _application(name: str) -> Any:

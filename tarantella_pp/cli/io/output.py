@@ -44,10 +44,10 @@ class Parser(argparse.ArgumentParser):
             args: The arguments.
             namespace: Where their values go.
         """
-        found, unknown = super().parse_known_args(args, namespace)
+        parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
-        return found, unknown
+        return parsed, unknown
 
 
 def guarded(command: str, run: Callable[[], int]) -> int:

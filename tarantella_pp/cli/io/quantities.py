@@ -15,7 +15,7 @@ _NUMBER = r"(\d+(?:\.\d*)?(?:e[+-]?\d+)?)"
 
 
 def positive_int(text: str) -> int:
-    """Reads a whole number from 1 on.
+    """Reads a positive integer.
 
     Args:
         text: The option's value.
@@ -28,7 +28,7 @@ def positive_int(text: str) -> int:
     except ValueError:
         value = 0
     if value < 1:
-        raise argparse.ArgumentTypeError(f"Expected a whole number from 1 on. Received: {text!r}")
+        raise argparse.ArgumentTypeError(f"Expected a positive integer. Received: {text!r}")
     return value
 
 
@@ -61,8 +61,8 @@ def seconds(text: str) -> float:
     Raises:
         argparse.ArgumentTypeError: It is none.
     """
-    found = re.fullmatch(rf"\s*{_NUMBER}\s*({'|'.join(_SECONDS)})?\s*", text)
-    value = float(found[1]) * _SECONDS[found[2] or "s"] if found else math.inf
+    match = re.fullmatch(rf"\s*{_NUMBER}\s*({'|'.join(_SECONDS)})?\s*", text)
+    value = float(match[1]) * _SECONDS[match[2] or "s"] if match else math.inf
     if not math.isfinite(value):
         raise argparse.ArgumentTypeError(
             f"Expected seconds, or e.g. '5us' or '1ms'. Received: {text!r}"
@@ -94,8 +94,8 @@ def flops_per_second(text: str) -> float:
     Raises:
         argparse.ArgumentTypeError: It is none.
     """
-    found = re.fullmatch(rf"\s*{_NUMBER}\s*(?:([GTPE])FLOPs?(?:/s)?)?\s*", text, re.IGNORECASE)
-    value = float(found[1]) * _FLOPS[(found[2] or "").upper()] if found else 0.0
+    match = re.fullmatch(rf"\s*{_NUMBER}\s*(?:([GTPE])FLOPs?(?:/s)?)?\s*", text, re.IGNORECASE)
+    value = float(match[1]) * _FLOPS[(match[2] or "").upper()] if match else 0.0
     if not (0 < value < math.inf):
         raise argparse.ArgumentTypeError(
             f"Expected TFLOP/s of a rank, or e.g. '500GFLOPs'. Received: {text!r}"

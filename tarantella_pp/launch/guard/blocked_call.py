@@ -18,9 +18,6 @@ def blocking_call(thread_id: int) -> str:
     instruction the innermost Python frame has stopped at: a call, whose expression the source
     text gives, on an object that the frame's variables give. The empty string means that the
     thread does something else, or that nothing certain can be said.
-
-    Args:
-        thread_id: As `threading.get_ident()` gives it.
     """
     frame = sys._current_frames().get(thread_id)
     if frame is None or "mpi4py" not in sys.modules:

@@ -29,12 +29,7 @@ _OF_FILES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 
 
 def describe(error: BaseException, *notes: str) -> str:
-    """Returns an exception in one line.
-
-    Args:
-        error: The exception, with its traceback.
-        notes: What else to say of it.
-    """
+    """Returns an exception in one line."""
     message = _first_line(str(error))
     if _of_file(error):  # HDF5 writes a page about it
         message = f"[Errno {error.errno}] {os.strerror(error.errno or 0)}"
@@ -44,13 +39,9 @@ def describe(error: BaseException, *notes: str) -> str:
 
 
 def users_line(frames: Iterable[tuple[str, int]]) -> str:
-    """Returns the last place of some that is in the user's own code, such as `"train.py:12"`.
-
-    Args:
-        frames: Files and lines, the innermost last.
-    """
-    own = [f"{Path(file).name}:{line}" for file, line in frames if _is_users(file)]
-    return own[-1] if own else ""
+    """Returns the last place of some that is in the user's own code, such as `"train.py:12"`."""
+    lines = [f"{Path(file).name}:{line}" for file, line in frames if _is_users(file)]
+    return lines[-1] if lines else ""
 
 
 def calling_line() -> str:

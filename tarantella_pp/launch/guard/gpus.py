@@ -23,22 +23,14 @@ def take_one(environ: MutableMapping[str, str], local_rank: int) -> None:
     """Leaves this process one GPU of its host, whose memory it takes as it needs it.
 
     Before TensorFlow has looked for GPUs that is a matter of variables; afterwards it is told.
-
-    Args:
-        environ: The environment of this process.
-        local_rank: Number of this rank among those of its host.
-
-    Raises:
-        LaunchError: The host has fewer GPUs than ranks, and they are not to be shared; or
-            TensorFlow has taken them all already.
     """
-    own = any(name in environ for name in _GIVEN_BY_SLURM)
+    has_own = any(name in environ for name in _GIVEN_BY_SLURM)
     tensorflow = sys.modules.get("tensorflow")
     if tensorflow is not None:
-        _tell(tensorflow, environ, None if own else local_rank)
+        _tell(tensorflow, environ, None if has_own else local_rank)
         return
     gpus = _visible(environ)
-    if gpus and not own:
+    if gpus and not has_own:
         environ[_VISIBLE] = _chosen(gpus, environ, local_rank)
     if gpus:
         environ.setdefault(_GROWTH, "true")

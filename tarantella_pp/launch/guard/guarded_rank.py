@@ -119,11 +119,7 @@ class Guard:
             self._report(self._abort)
 
     def leave(self, cause: str) -> None:
-        """Puts on record that the script of this rank has ended normally.
-
-        Args:
-            cause: How: `"its script ended"`, or the call of `sys.exit`.
-        """
+        """Puts on record that the script of this rank has ended normally."""
         with self._lock:
             if self._is_alive():
                 self.record = self.record.becomes(

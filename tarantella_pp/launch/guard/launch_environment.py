@@ -10,6 +10,8 @@ from tarantella_pp.launch.guard.rank_records import SIZE_VARIABLE
 
 TRACE_VARIABLE = "TNT_TRACE"
 """Names the file that training is to be recorded in, whatever the script says."""
+FUSION_VARIABLE = "TNT_FUSION_THRESHOLD"
+"""Says how many bytes of gradients replicas sum at a time, where the script does not."""
 
 
 @dataclass(frozen=True, slots=True)

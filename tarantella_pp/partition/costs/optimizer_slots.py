@@ -37,16 +37,16 @@ def optimizer_state_bytes(optimizer: Any, weights: Sequence[Weight]) -> tuple[in
         return tuple(2 * weight.bytes * weight.trainable for weight in weights)
     config = keras.optimizers.serialize(_optimizer(optimizer))
     by_path = "muon" in str(config["class_name"]).lower()  # it treats embeddings by name
-    found: dict[tuple[Any, ...], list[tuple[tuple[int, ...], int]]] = {}
+    slots_of: dict[tuple[Any, ...], list[tuple[tuple[int, ...], int]]] = {}
     result = []
     for weight in weights:
         if not weight.trainable:
             result.append(0)
             continue
         key = (len(weight.shape), weight.dtype, weight.name if by_path else "")
-        if key not in found:
-            found[key] = _slots(config, weight)
-        result.append(sum(_size(weight, dims) * size for dims, size in found[key]))
+        if key not in slots_of:
+            slots_of[key] = _slots(config, weight)
+        result.append(sum(_size(weight, dims) * size for dims, size in slots_of[key]))
     return tuple(result)
 
 
@@ -63,16 +63,16 @@ def optimizer_name(optimizer: Any) -> str:
 
 def _optimizer(optimizer: Any) -> Any:
     try:
-        found = keras.optimizers.get(optimizer)
+        built = keras.optimizers.get(optimizer)
     except (ValueError, TypeError) as error:
         raise ConfigurationError(
             f"Expected a Keras optimizer, its name or None. Received: optimizer={optimizer!r}"
         ) from error
-    if not isinstance(found, keras.optimizers.Optimizer):
+    if not isinstance(built, keras.optimizers.Optimizer):
         raise ConfigurationError(
             f"Expected a Keras optimizer, its name or None. Received: optimizer={optimizer!r}"
         )
-    return found
+    return built
 
 
 def _slots(config: dict[str, Any], weight: Weight) -> list[tuple[tuple[int, ...], int]]:

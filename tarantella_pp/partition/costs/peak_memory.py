@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from tarantella_pp.partition.costs.deferred_gradients import MatmulChunks
@@ -128,17 +128,7 @@ def _sizes(graph: LayerGraph, tensors: Iterable[int], rows: int) -> dict[int, in
 
 
 def update_bytes(graph: LayerGraph, weights: Iterable[Weight], slots: Sequence[int]) -> int:
-    """Counts what the optimizer makes while it updates weights.
-
-    Args:
-        graph: The layer graph.
-        weights: The variables of a stage.
-        slots: Bytes of optimizer state for each variable of the graph.
-
-    Returns:
-        One more copy of the trainable weights, of no more than `AT_ONCE` of the largest; those
-        whose gradient is sparse count by their slots.
-    """
+    """Counts what the optimizer makes while it updates weights."""
     looked_up = {w for node in graph.nodes if node.kind == "Embedding" for w in node.weights}
     elsewhere = {w for node in graph.nodes if node.kind != "Embedding" for w in node.weights}
     sparse = looked_up - elsewhere
@@ -155,28 +145,44 @@ def factor_bytes(
 
     In one chunk it takes the place of the gradients. A kernel of several nodes counts for each of
     them, although its gradients are added up.
+    """
+    besides = most = 0
+    for node, kernel, chunking in _chunked(graph, nodes, rows, micro_batches):
+        if chunking.number > 1:
+            given, made = graph.tensors[node.inputs[0]], graph.tensors[node.outputs[0]]
+            factors = rows * (given.bytes_per_sample + made.bytes_per_sample)
+            besides += chunking.beside_sum * factors
+            most = max(most, 2 * kernel.bytes + chunking.size * factors)
+    return besides, most
+
+
+def deferred_bytes(graph: LayerGraph, nodes: Iterable[Node], rows: int, micro_batches: int) -> int:
+    """Counts gradients that are not added up for each micro-batch: all but a sum for each chunk.
 
     Args:
         graph: The layer graph.
         nodes: The stage's nodes.
         rows: Samples of a micro-batch.
         micro_batches: Micro-batches of a step.
-
-    Returns:
-        Bytes of factors besides the sums, and what multiplying a chunk takes for a moment.
     """
-    besides = most = 0
+    return sum(
+        kernel.bytes * (micro_batches - chunking.number) // micro_batches
+        for _, kernel, chunking in _chunked(graph, nodes, rows, micro_batches)
+    )
+
+
+def _chunked(
+    graph: LayerGraph, nodes: Iterable[Node], rows: int, micro_batches: int
+) -> Iterator[tuple[Node, Weight, MatmulChunks]]:
+    """Yields the kernels whose gradients are multiplied in chunks."""
     for node in nodes:
         for kernel in _kernels(graph, node):
-            given, made = graph.tensors[node.inputs[0]], graph.tensors[node.outputs[0]]
+            made = graph.tensors[node.outputs[0]]
             inputs, outputs = kernel.shape
             samples = made.bytes_per_sample // item_bytes(made.dtype) // outputs
             chunking = MatmulChunks.of(micro_batches, rows * samples, inputs, outputs)
-            if chunking is not None and chunking.number > 1:
-                factors = rows * (given.bytes_per_sample + made.bytes_per_sample)
-                besides += chunking.beside_sum * factors
-                most = max(most, 2 * kernel.bytes + chunking.size * factors)
-    return besides, most
+            if chunking is not None:
+                yield node, kernel, chunking
 
 
 def _kernels(graph: LayerGraph, node: Node) -> list[Weight]:
@@ -189,16 +195,7 @@ def _kernels(graph: LayerGraph, node: Node) -> list[Weight]:
 
 
 def tie_bytes(weights: Iterable[Weight], users: Sequence[Sequence[int]], stage: int) -> int:
-    """Counts what arrives, once a step, for variables that several stages use.
-
-    Args:
-        weights: The variables of the stage.
-        users: For each variable of the graph the stages that use it, the one that trains it first.
-        stage: The stage.
-
-    Returns:
-        Bytes of gradients where the variable is trained, of new values elsewhere.
-    """
+    """Counts what arrives, once a step, for variables that several stages use."""
     tied = [w for w in weights if w.trainable and len(users[w.id]) > 1]
     return sum(w.bytes * (len(users[w.id]) - 1 if users[w.id][0] == stage else 1) for w in tied)
 

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from tarantella_pp.partition.costs.peak_memory import (
     OutputBytes,
     backward_bytes,
+    deferred_bytes,
     factor_bytes,
     message_bytes,
     output_bytes,
@@ -101,11 +102,7 @@ class StageCostModel:
         )
 
     def cuts(self, assignment: Sequence[int]) -> tuple[CutEdge, ...]:
-        """Returns the tensors that are sent between stages.
-
-        Args:
-            assignment: Stage of each node.
-        """
+        """Returns the tensors that are sent between stages."""
         return tuple(
             CutEdge(
                 tensor=tensor.name,
@@ -120,11 +117,7 @@ class StageCostModel:
         )
 
     def ties(self, assignment: Sequence[int]) -> tuple[Tie, ...]:
-        """Returns the trainable variables that several stages use.
-
-        Args:
-            assignment: Stage of each node.
-        """
+        """Returns the trainable variables that several stages use."""
         pairs = zip(self.graph.weights, self.graph.users(assignment), strict=True)
         return tuple(
             Tie(weight.name, stages, weight.bytes)
@@ -202,6 +195,9 @@ class StageCostModel:
             forward_seconds=None if times is None else sum(f for f, _ in times),
             backward_seconds=None if times is None else sum(b for _, b in times),
             recomputed_bytes=repeats * repeated,
+            deferred_bytes=deferred_bytes(
+                self.graph, nodes, self.micro_batch_size, self.micro_batches
+            ),
             working_bytes=factors
             + max(
                 made.held + max(made.gradients + backward, made.loss), sent, update, product, end

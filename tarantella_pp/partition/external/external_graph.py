@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 
 from tarantella_pp.errors import ConfigurationError, GraphError
-from tarantella_pp.partition.external import json_fields as fields
-from tarantella_pp.partition.external.json_fields import (
-    no_constant,
-    no_repeats,
-    shown,
-)
+from tarantella_pp.partition.graph.json_record import decoded
 from tarantella_pp.partition.solvers.problem.digraph import adjacency, find_cycle
 from tarantella_pp.partition.solvers.problem.problem import (
     Objective,
@@ -28,11 +23,60 @@ from tarantella_pp.partition.solvers.problem.problem import (
 MAX_STAGES = 4096
 #: Files larger than this are refused before they are read.
 MAX_BYTES = 512 * 1024 * 1024
-_NODE_COSTS = ("time", "memory", "flops", "time_cpu", "fw_time", "bw_time", "params", "activation")
-_NODE_FIELDS = frozenset(["id", "name", "members", *_NODE_COSTS])
-_EDGE_FIELDS = frozenset(["src", "dst", "comm", "bytes", "tensor"])
-_TENSOR_FIELDS = frozenset(["id", "src", "nodes", "comm", "bytes", "kind"])
-_TOP_FIELDS = frozenset(["name", "family", "mode", "units", "meta", "nodes", "edges", "tensors"])
+
+Cost = Annotated[float, msgspec.Meta(ge=0, le=1e200)]
+"""A number that is finite and not negative, and whose sums are."""
+Index = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class NodeRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A node as a graph file has it."""
+
+    id: Index
+    time: Cost
+    memory: Cost
+    flops: Cost = 0.0
+    name: str | msgspec.UnsetType = msgspec.UNSET
+    members: Any = None
+    time_cpu: Cost = 0.0
+    fw_time: Cost = 0.0
+    bw_time: Cost = 0.0
+    params: Cost = 0.0
+    activation: Cost = 0.0
+
+
+class EdgeRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An edge as a graph file has it."""
+
+    src: Index
+    dst: Index
+    comm: Cost = 0.0
+    bytes: Cost = 0.0
+    tensor: Index | None = None
+
+
+class TensorRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A tensor as a graph file has it."""
+
+    id: Index
+    nodes: tuple[Index, ...]
+    comm: Cost
+    src: Index | None = None
+    bytes: Cost = 0.0
+    kind: Any = None
+
+
+class GraphRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A graph file."""
+
+    nodes: tuple[NodeRecord, ...]
+    edges: tuple[EdgeRecord, ...]
+    tensors: tuple[TensorRecord, ...] | None = None
+    name: str = "graph"
+    units: dict[str, str] = {}
+    family: Any = None
+    mode: Any = None
+    meta: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,29 +128,25 @@ def load_graph(path: str | Path) -> ExternalGraph:
         GraphError: The file is missing, too large, not JSON, or breaks a rule of the format;
             the message names the place.
     """
-    path = Path(path)
     try:
-        size = path.stat().st_size
-        if size > MAX_BYTES:
-            raise GraphError(
-                f"{path} is larger than a graph may be ({MAX_BYTES} bytes). Received: {size} bytes"
-            )
-        text = path.read_text(encoding="utf-8")
+        with Path(path).open("rb") as file:
+            text = file.read(MAX_BYTES + 1)
     except OSError as error:
         raise GraphError(f"The graph {path} cannot be read: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise GraphError(f"{path} is not UTF-8 text: {error}") from error
+    if len(text) > MAX_BYTES:
+        raise GraphError(f"{path} is larger than a graph may be ({MAX_BYTES} bytes).")
     try:
         return loads_graph(text)
     except GraphError as error:
         raise GraphError(f"{path}: {error}") from error
 
 
-def loads_graph(text: str) -> ExternalGraph:
+def loads_graph(text: str | bytes) -> ExternalGraph:
     """Reads an external graph from JSON text.
 
     Args:
-        text: The JSON.
+        text: The JSON: `nodes` (id, time, memory ...), `edges` (src, dst, comm, bytes, tensor) and
+            `tensors` (id, src, nodes, comm, bytes).
 
     Returns:
         The checked graph.
@@ -115,40 +155,22 @@ def loads_graph(text: str) -> ExternalGraph:
         GraphError: The text is not JSON or breaks a rule of the format.
     """
     try:
-        data = json.loads(text, parse_constant=no_constant, object_pairs_hook=no_repeats)
-    except GraphError:
-        raise
-    except (ValueError, RecursionError) as error:
-        raise GraphError(f"Not JSON: {str(error)[:200]}") from error
-    return graph_from_dict(data)
-
-
-def graph_from_dict(data: Any) -> ExternalGraph:
-    """Checks an external graph that is already parsed.
-
-    Args:
-        data: The JSON object: `nodes` (id, time, memory ...), `edges` (src, dst, comm, bytes,
-            tensor) and `tensors` (id, src, nodes, comm, bytes).
-
-    Returns:
-        The checked graph.
-
-    Raises:
-        GraphError: It breaks a rule of the format.
-    """
-    top = fields.record(data, "graph", _TOP_FIELDS, ("nodes", "edges"))
-    nodes = _nodes(fields.items(top["nodes"], "nodes"))
-    count = len(nodes)
-    edges, loose = _edges(fields.items(top["edges"], "edges"), count)
-    if "tensors" in top:
-        tensors = _tensors(fields.items(top["tensors"], "tensors"), count)
-        _check_references(loose, len(tensors))
+        record = decoded(text, GraphRecord)
+    except ValueError as error:
+        raise GraphError(str(error)) from None
+    for problem in _problems(record):
+        raise GraphError(problem)
+    nodes = tuple(
+        ExternalNode(f"node{node.id}" if node.name is msgspec.UNSET else node.name,
+                     node.time, node.memory, node.flops)
+        for node in record.nodes
+    )  # fmt: skip
+    edges = tuple((edge.src, edge.dst) for edge in record.edges)
+    if record.tensors is None:  # one tensor for each edge
+        tensors = tuple(TensorCost(e.src, (e.src, e.dst), e.comm, e.bytes) for e in record.edges)
     else:
-        tensors = _tensors_of_edges(top["edges"])
-    name = fields.text(top.get("name", "graph"), "`name`")
-    graph = ExternalGraph(name, nodes, edges, tensors, _units(top.get("units", {})))
-    _check_acyclic(graph)
-    return graph
+        tensors = tuple(TensorCost(t.src, t.nodes, t.comm, t.bytes) for t in record.tensors)
+    return ExternalGraph(record.name, nodes, edges, tensors, record.units)
 
 
 def to_problem(
@@ -193,93 +215,38 @@ def to_problem(
     )
 
 
-def _units(value: Any) -> dict[str, str]:
-    found = fields.record(value, "units", None, ())
-    return {
-        fields.text(key, "a key of units"): fields.text(unit, f"units.{key}")
-        for key, unit in found.items()
-    }
-
-
-def _nodes(records: list[Any]) -> tuple[ExternalNode, ...]:
-    if not records:
-        raise GraphError("A graph has at least one node. Received: nodes=[]")
-    nodes = []
-    for place, record in enumerate(records):
-        where = f"nodes[{place}]"
-        node = fields.record(record, where, _NODE_FIELDS, ("id", "time", "memory"))
-        if fields.index(node["id"], f"{where}.id", len(records)) != place:
-            raise GraphError(
-                f"{where}.id: node ids count 0, 1, 2 ... in order. Received: {shown(node['id'])}"
-            )
-        name = fields.text(node.get("name", f"node{place}"), f"{where}.name")
-        costs = {key: fields.cost(node.get(key, 0.0), f"{where}.{key}") for key in _NODE_COSTS}
-        nodes.append(ExternalNode(name, costs["time"], costs["memory"], costs["flops"]))
-    return tuple(nodes)
-
-
-def _edges(records: list[Any], count: int) -> tuple[tuple[tuple[int, int], ...], list[Any]]:
-    """Returns the precedence pairs, and the tensor that each edge names."""
-    edges, named = [], []
-    for place, record in enumerate(records):
-        where = f"edges[{place}]"
-        edge = fields.record(record, where, _EDGE_FIELDS, ("src", "dst"))
-        before = fields.index(edge["src"], f"{where}.src", count)
-        after = fields.index(edge["dst"], f"{where}.dst", count)
-        if before == after:
-            raise GraphError(f"{where} leads from node {before} to itself.")
-        for key in ("comm", "bytes"):
-            fields.cost(edge.get(key, 0.0), f"{where}.{key}")
-        edges.append((before, after))
-        named.append((where, edge.get("tensor")))
-    return tuple(edges), named
-
-
-def _check_references(named: Iterable[tuple[str, Any]], count: int) -> None:
-    for where, tensor in named:
-        if tensor is not None:
-            fields.index(tensor, f"{where}.tensor", count)
-
-
-def _tensors(records: list[Any], count: int) -> tuple[TensorCost, ...]:
-    tensors = []
-    for place, record in enumerate(records):
-        where = f"tensors[{place}]"
-        tensor = fields.record(record, where, _TENSOR_FIELDS, ("id", "nodes", "comm"))
-        if fields.index(tensor["id"], f"{where}.id", len(records)) != place:
-            raise GraphError(f"{where}.id: tensor ids count 0, 1, 2 ... in order.")
-        nodes = [
-            fields.index(node, f"{where}.nodes", count)
-            for node in fields.items(tensor["nodes"], f"{where}.nodes")
-        ]
-        source = tensor.get("src")
-        if source is not None:
-            source = fields.index(source, f"{where}.src", count)
-            if source not in nodes:
-                raise GraphError(f"{where}.nodes lacks its own src. Received: {shown(nodes)}")
+def _problems(graph: GraphRecord) -> Iterator[str]:
+    """Finds what in a graph file does not fit together."""
+    count = len(graph.nodes)
+    if not count:
+        yield "A graph has at least one node. Received: nodes=[]"
+    ids = [("nodes", place, node.id) for place, node in enumerate(graph.nodes)]
+    ids += [("tensors", place, tensor.id) for place, tensor in enumerate(graph.tensors or ())]
+    for kind, place, number in ids:
+        if number != place:
+            yield f"{kind}[{place}].id: ids count 0, 1, 2 ... in order. Received: {number}"
+    for place, edge in enumerate(graph.edges):
+        ends = {"src": edge.src, "dst": edge.dst}
+        yield from _beyond(f"edges[{place}]", ends, count)
+        if edge.src == edge.dst:
+            yield f"edges[{place}] leads from node {edge.src} to itself."
+        if graph.tensors is not None and edge.tensor is not None:
+            yield from _beyond(f"edges[{place}]", {"tensor": edge.tensor}, len(graph.tensors))
+    for place, tensor in enumerate(graph.tensors or ()):
+        nodes = tensor.nodes
+        for node in nodes:
+            yield from _beyond(f"tensors[{place}]", {"nodes": node}, count)
+        if tensor.src is not None and tensor.src not in nodes:
+            yield f"tensors[{place}].nodes lacks its own src={tensor.src}. Received: {list(nodes)}"
         if not nodes or len(set(nodes)) < len(nodes):
-            raise GraphError(f"{where}.nodes names each node once. Received: {shown(nodes)}")
-        comm = fields.cost(tensor["comm"], f"{where}.comm")
-        size = fields.cost(tensor.get("bytes", 0.0), f"{where}.bytes")
-        tensors.append(TensorCost(source, tuple(nodes), comm, size))
-    return tuple(tensors)
-
-
-def _tensors_of_edges(records: list[dict[str, Any]]) -> tuple[TensorCost, ...]:
-    """Makes one tensor of each edge, for files that list none."""
-    return tuple(
-        TensorCost(
-            edge["src"],
-            (edge["src"], edge["dst"]),
-            float(edge.get("comm", 0.0)),
-            float(edge.get("bytes", 0.0)),
-        )
-        for edge in records
-    )
-
-
-def _check_acyclic(graph: ExternalGraph) -> None:
-    preds, _ = adjacency(len(graph.nodes), graph.edges)
+            yield f"tensors[{place}].nodes names each node once. Received: {list(nodes)}"
+    preds, _ = adjacency(count, [(edge.src, edge.dst) for edge in graph.edges])
     if cycle := find_cycle(preds):
         path = " -> ".join(map(str, cycle))
-        raise GraphError(f"The graph has a cycle, so it has no pipeline order: nodes {path}")
+        yield f"The graph has a cycle, so it has no pipeline order: nodes {path}"
+
+
+def _beyond(where: str, numbers: dict[str, int], count: int) -> Iterator[str]:
+    for name, number in numbers.items():
+        if number >= count:
+            yield f"{where}.{name} is one of 0..{count - 1}. Received: {number}"

@@ -47,7 +47,7 @@ def plan_graph(
         # Stages that differ in nothing may be left empty anywhere: let it be the last ones.
         places = {stage: place for place, stage in enumerate(sorted(set(assignment)))}
         assignment = tuple(places[stage] for stage in assignment)
-    found = problem.evaluate(assignment)
+    evaluation = problem.evaluate(assignment)
     return ExternalPlan(
         graph=graph.name,
         num_stages=num_stages,
@@ -56,8 +56,8 @@ def plan_graph(
         assignment=assignment,
         certificate=solution.certificate,
         stages=tuple(_stages(problem, assignment)),
-        cut_bytes=found.cut_bytes,
-        cut_comm=found.cut_comm,
+        cut_bytes=evaluation.cut_bytes,
+        cut_comm=evaluation.cut_comm,
         node_names=tuple(node.name for node in graph.nodes),
         units=dict(graph.units),
     )
@@ -103,21 +103,21 @@ def _figures(plan: ExternalPlan, problem: Problem) -> Iterator[tuple[str, float,
     ):
         for name in ours.__struct_fields__:
             yield f"{name} of stage {index}", getattr(ours, name), getattr(stage, name)
-    found = problem.evaluate(plan.assignment)
-    yield "largest stage", found.value, plan.certificate.value
-    yield "bytes cut", found.cut_bytes, plan.cut_bytes
-    yield "communication cut", found.cut_comm, plan.cut_comm
+    evaluation = problem.evaluate(plan.assignment)
+    yield "largest stage", evaluation.value, plan.certificate.value
+    yield "bytes cut", evaluation.cut_bytes, plan.cut_bytes
+    yield "communication cut", evaluation.cut_comm, plan.cut_comm
 
 
 def _stages(problem: Problem, assignment: Sequence[int]) -> Iterator[ExternalStage]:
-    found = problem.evaluate(assignment)
+    evaluation = problem.evaluate(assignment)
     counts = [0] * problem.num_stages
     for stage in assignment:
         counts[stage] += 1
     for stage, nodes in enumerate(counts):
         yield ExternalStage(
             nodes,
-            float(found.stage_memory[stage]),
-            float(found.stage_work[stage]),
-            float(found.stage_comm[stage]),
+            float(evaluation.stage_memory[stage]),
+            float(evaluation.stage_work[stage]),
+            float(evaluation.stage_comm[stage]),
         )

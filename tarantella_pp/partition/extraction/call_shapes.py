@@ -16,11 +16,7 @@ Value = TypeVar("Value")
 
 
 def by_name(groups: Mapping[Value, str]) -> dict[str, Value]:
-    """Turns a value with the names it holds for into the value of each name.
-
-    Args:
-        groups: From a value to names, separated by blanks.
-    """
+    """Turns a value with the names it holds for into the value of each name."""
     return {name: value for value, names in groups.items() for name in names.split()}
 
 
@@ -96,13 +92,7 @@ class SizedCall:
         return self.outputs[0]
 
     def inner(self, operation: Any, given: SizedTensor, made: SizedTensor) -> SizedCall:
-        """Returns the call of a layer inside this one.
-
-        Args:
-            operation: The inner layer.
-            given: What it reads.
-            made: What it makes.
-        """
+        """Returns the call of a layer inside this one."""
         shapes = tuple(tuple(variable.shape) for variable in operation.trainable_variables)
         kind = class_of_keras(operation)
         return SizedCall(operation, kind, {"inputs": given}, (given,), (made,), shapes)
@@ -115,15 +105,7 @@ def sized_call(
     outputs: tuple[SizedTensor, ...],
     weights: tuple[tuple[int, ...], ...],
 ) -> SizedCall:
-    """Binds a call's arguments to their names and sizes.
-
-    Args:
-        operation: The layer or other Keras operation called.
-        arguments: The `arguments` of its node.
-        tensors: From `id` of each symbolic tensor in `arguments` to its size.
-        outputs: The tensors it makes.
-        weights: Shapes of its trainable variables.
-    """
+    """Binds a call's arguments to their names and sizes."""
     args, kwargs = arguments.fill_in(tensors)
     parameters = inspect.signature(operation.call).parameters
     known = {name: value for name, value in kwargs.items() if name in parameters}

@@ -112,13 +112,6 @@ class GraphBuilder:
         Opening a nested model leaves such operations behind: those that computed a mask which
         the opened layers now find on the tensor itself. A layer is never left out; it may have
         losses or statistics.
-
-        Args:
-            inputs: Ids of the model's inputs, which stay.
-            outputs: Ids of the model's outputs.
-
-        Returns:
-            The new draft, and the new id of each tensor (-1 for one that is gone).
         """
         needed = set(inputs) | set(outputs)
         calls = []

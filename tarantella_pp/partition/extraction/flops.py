@@ -58,15 +58,7 @@ _ACTIVATIONS = by_name(
 
 
 def forward_flops(call: SizedCall) -> tuple[float, Source]:
-    """Counts the floating point operations of a call, for one sample.
-
-    Args:
-        call: The call with its sizes.
-
-    Returns:
-        The count, and whether a rule for this layer gave it or a guess: that each trainable
-        matrix is applied once at every position of the result.
-    """
+    """Counts the floating point operations of a call, for one sample."""
     rule = _RULES.get(call.kind)
     if rule is not None:
         return float(rule(call)), "analytic"
@@ -195,11 +187,7 @@ def _upsampling(call: SizedCall) -> Any:
 
 
 def attention_sizes(call: SizedCall) -> tuple[int, int, int, int, int]:
-    """Returns the sizes of an attention layer: heads, key and value size, queries, keys.
-
-    Args:
-        call: A call of `MultiHeadAttention` or `GroupQueryAttention`.
-    """
+    """Returns the sizes of an attention layer: heads, key and value size, queries, keys."""
     layer, query = call.operation, call.arguments["query"]
     value = call.arguments["value"]
     queries = math.prod(query.shape[:-1])

@@ -54,12 +54,6 @@ def mask_flow(operation: Any, args: Any, kwargs: dict[str, Any], num_outputs: in
 
     Layers of Keras follow a rule; layers of others, and operations on masked tensors, are run
     once on placeholders to see.
-
-    Args:
-        operation: The layer or operation called.
-        args: Its positional arguments, with symbolic tensors made by `symbolic`.
-        kwargs: Its keyword arguments, likewise.
-        num_outputs: Number of tensors in its flattened result.
     """
     tensors = [t for t in tree.flatten((args, kwargs)) if isinstance(t, keras.KerasTensor)]
     masked = any(get_mask(tensor) is not None for tensor in tensors)

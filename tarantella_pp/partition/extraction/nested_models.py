@@ -48,8 +48,8 @@ def opened_inputs(node: Any, given: list[Tensor]) -> list[Any] | None:
     if len(masks) != len(inputs):
         return None
     known_masks = [get_mask(tensor) for tensor in inputs]
-    own = any(m is not None and m is not k for m, k in zip(masks, known_masks, strict=True))
-    return None if own else inputs
+    has_others = any(m is not None and m is not k for m, k in zip(masks, known_masks, strict=True))
+    return None if has_others else inputs
 
 
 def _in_order(value: Any, struct: Any) -> list[Any] | None:

@@ -18,15 +18,7 @@ _REMEDY = "Build it with keras.Model(inputs, outputs) or keras.Sequential([keras
 
 
 def supported_network(model: Any) -> Any:
-    """Returns the Functional whose operations make up a model.
-
-    Args:
-        model: A Functional or Sequential model.
-
-    Raises:
-        UnsupportedModelError: The model is something else, is not built, or its class changes
-            what calling it does.
-    """
+    """Returns the Functional whose operations make up a model."""
     if not isinstance(model, keras.Model):
         raise UnsupportedModelError(
             f"Expected a Keras model. {_REMEDY} Received: model={model!r} (of type {type(model)})"
@@ -46,14 +38,7 @@ def supported_network(model: Any) -> Any:
 
 
 def check_input(tensor: Any) -> None:
-    """Refuses an input of the model that cannot be given to a stage.
-
-    Args:
-        tensor: A symbolic input of the model.
-
-    Raises:
-        UnsupportedModelError: It is optional, sparse, ragged or a string.
-    """
+    """Refuses an input of the model that cannot be given to a stage."""
     layer = input_layer_of(tensor)
     if getattr(layer, "optional", False):
         raise UnsupportedModelError(
@@ -64,16 +49,7 @@ def check_input(tensor: Any) -> None:
 
 
 def check_result(tensor: Any, node: Any, name: str) -> None:
-    """Refuses a result that cannot travel between stages.
-
-    Args:
-        tensor: A symbolic result of the call.
-        node: The call (a `Node` of Keras).
-        name: The name of the result.
-
-    Raises:
-        UnsupportedModelError: It is sparse, ragged or a string.
-    """
+    """Refuses a result that cannot travel between stages."""
     # Keras marks a dense tensor times a number, and what follows from that, as sparse, too
     makes_sparse = isinstance(node.operation, keras.layers.Layer) and not any(
         given.sparse for given in node.input_tensors
@@ -97,15 +73,7 @@ def _check_dense(tensor: Any, what: str) -> None:
 
 
 def check_operation(operation: Any) -> None:
-    """Refuses an operation that micro-batches would break.
-
-    Args:
-        operation: A layer or another Keras operation.
-
-    Raises:
-        UnsupportedModelError: It is, or holds, a recurrent layer that carries its state from
-            one batch to the next.
-    """
+    """Refuses an operation that micro-batches would break."""
     for layer in sublayers(operation):
         if isinstance(layer, keras.layers.RNN) and layer.stateful:
             raise UnsupportedModelError(

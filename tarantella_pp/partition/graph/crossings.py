@@ -38,14 +38,14 @@ def crossings(graph: LayerGraph, assignment: Sequence[int]) -> list[Crossing]:
         graph: The layer graph.
         assignment: Stage of each node.
     """
-    found = []
+    crossed = []
     for tensor, stages in zip(graph.tensors, readers(graph, assignment), strict=True):
         if tensor.producer is not None:
             source = assignment[tensor.producer]
             targets = tuple(stage for stage in stages if stage != source)
             if targets:
-                found.append(Crossing(tensor, source, targets))
-    return found
+                crossed.append(Crossing(tensor, source, targets))
+    return crossed
 
 
 def readers(graph: LayerGraph, assignment: Sequence[int]) -> list[tuple[int, ...]]:

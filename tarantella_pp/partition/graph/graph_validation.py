@@ -14,14 +14,7 @@ if TYPE_CHECKING:
 
 
 def check_ids(graph: LayerGraph) -> None:
-    """Checks that ids are positions, and names unique.
-
-    Args:
-        graph: The graph.
-
-    Raises:
-        GraphError: An id is out of range, or a name occurs twice.
-    """
+    """Checks that ids are positions, and names unique."""
     for field in ("nodes", "tensors", "weights"):
         for position, item in enumerate(getattr(graph, field)):
             if item.id != position:
@@ -57,14 +50,7 @@ def _check_range(what: str, ids: Iterable[int], count: int) -> None:
 
 
 def check_edges(graph: LayerGraph) -> None:
-    """Checks that nodes and tensors agree on who makes and who reads what.
-
-    Args:
-        graph: The graph, its ids checked.
-
-    Raises:
-        GraphError: They do not, or a node reads what comes later.
-    """
+    """Checks that nodes and tensors agree on who makes and who reads what."""
     producer: dict[int, int] = {}
     consumers: dict[int, list[int]] = {tensor.id: [] for tensor in graph.tensors}
     for node in graph.nodes:
@@ -95,14 +81,7 @@ def check_edges(graph: LayerGraph) -> None:
 
 
 def check_numbers(graph: LayerGraph) -> None:
-    """Checks that costs and sizes are finite and not negative.
-
-    Args:
-        graph: The graph.
-
-    Raises:
-        GraphError: One is not.
-    """
+    """Checks that costs and sizes are finite and not negative."""
     fields = {
         "nodes": ("parameters", "constants", "flops", "residual_bytes"),
         "tensors": ("bytes_per_sample",),

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import shutil
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import ClassVar, Self, TypeVar
 
 import msgspec
 
-from tarantella_pp.errors import ConfigurationError, PlanError
+from tarantella_pp.errors import ConfigurationError, PlanError, TarantellaError
 
 #: Files larger than this are refused before they are parsed.
 MAX_FILE_BYTES = 256 * 2**20
+#: Letters of a value that messages show.
+MOST_SHOWN = 80
+_Kind = TypeVar("_Kind")
 
 
 class JsonRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -31,37 +35,20 @@ class JsonRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
-        """Reads JSON text; every field is checked and unknown ones are refused.
-
-        Args:
-            text: What `to_json` gave.
-
-        Returns:
-            What the text says.
-
-        Raises:
-            PlanError: The text is not valid.
-        """
+        """Reads JSON text; every field is checked and unknown ones are refused."""
         if len(text) > MAX_FILE_BYTES:
             raise PlanError(
                 f"A {cls.noun} has at most {MAX_FILE_BYTES} bytes. Received: {len(text)} bytes"
             )
         try:
-            return msgspec.json.decode(text, type=cls)
-        except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-            if isinstance(error.__cause__, PlanError):
-                raise error.__cause__ from None
+            return decoded(text, cls)
+        except PlanError:
+            raise
+        except ValueError as error:
             raise PlanError(f"This is no valid {cls.noun}: {error}") from None
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes a JSON file; one that is there is replaced in one step.
-
-        Args:
-            path: Where to.
-
-        Raises:
-            ConfigurationError: It cannot be written there; what was there is still there.
-        """
+        """Writes a JSON file; one that is there is replaced in one step."""
         data = f"{self.to_json()}\n".encode()
         try:
             _write(Path(os.path.realpath(path)), data)
@@ -73,22 +60,41 @@ class JsonRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Reads a JSON file.
-
-        Args:
-            path: The file.
-
-        Returns:
-            What the file says.
-
-        Raises:
-            PlanError: The file cannot be read or is not valid.
-        """
+        """Reads a JSON file."""
         text = read(path, cls.noun)
         try:
             return cls.from_json(text)
         except PlanError as error:
             raise PlanError(f"{path}: {error}") from None
+
+
+def decoded(text: str | bytes, kind: type[_Kind]) -> _Kind:
+    """Reads JSON text as a type; a `ValueError` says what was expected where, and received."""
+    try:
+        return msgspec.json.decode(text, type=kind)
+    except msgspec.ValidationError as error:
+        if isinstance(error.__cause__, TarantellaError):
+            raise error.__cause__ from None
+        raise ValueError(_complaint(str(error), text)) from None
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        raise ValueError(f"Not JSON in UTF-8: {error}") from None
+
+
+def _complaint(message: str, text: str | bytes) -> str:
+    """What msgspec says, such as "Expected `int` - at `$.nodes[3].id`", and what stands there."""
+    what, _, place = message.partition(" - at `$")
+    place = place.removesuffix("`").removeprefix(".")
+    steps = re.findall(r"\[(\d+)\]|([^.\[]+)", place.removesuffix("[...]"))
+    try:
+        value = msgspec.json.decode(text)
+        for index, name in steps:
+            value = value[int(index) if index else name]
+        received = repr(value)
+    except (LookupError, TypeError, ValueError, RecursionError):  # 1e999, or keys such as "a.b"
+        received = "what cannot be shown"
+    if len(received) > MOST_SHOWN:
+        received = f"{received[:MOST_SHOWN]}..."
+    return f"{what}{place and f' at {place}'}. Received: {received}"
 
 
 def read(path: str | os.PathLike[str], noun: str) -> bytes:

@@ -136,12 +136,7 @@ class LayerGraph(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
     assumed_size: int | None = None
 
     def __post_init__(self) -> None:
-        """Checks that all ids fit together.
-
-        Raises:
-            GraphError: An id is out of range, an edge runs backwards, a number is negative or
-                not finite, or a name occurs twice.
-        """
+        """Checks that all ids fit together."""
         check_ids(self)
         check_edges(self)
         check_numbers(self)
@@ -158,11 +153,11 @@ class LayerGraph(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
         for node in self.nodes:
             states = [w for w in node.weights if self.weights[w].stateful]
             sharing.add_edges_from((("weight", w), node.id) for w in states)
-        found = (
+        candidates = (
             frozenset(n for n in part if isinstance(n, int))
             for part in nx.connected_components(sharing)
         )
-        return tuple(sorted((g for g in found if len(g) > 1), key=min))
+        return tuple(sorted((g for g in candidates if len(g) > 1), key=min))
 
     @cached_property
     def ties(self) -> dict[tuple[int, ...], tuple[int, ...]]:
@@ -175,11 +170,11 @@ class LayerGraph(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
             for w in node.weights:
                 if not self.weights[w].stateful:
                     users.setdefault(w, []).append(node.id)
-        found: dict[tuple[int, ...], list[int]] = {}
+        shared: dict[tuple[int, ...], list[int]] = {}
         for w, nodes in users.items():
             if len(nodes) > 1 and not any(group.issuperset(nodes) for group in self.groups):
-                found.setdefault(tuple(nodes), []).append(w)
-        return {nodes: tuple(weights) for nodes, weights in found.items()}
+                shared.setdefault(tuple(nodes), []).append(w)
+        return {nodes: tuple(weights) for nodes, weights in shared.items()}
 
     def users(self, assignment: Sequence[int]) -> list[tuple[int, ...]]:
         """Returns the stages that use each variable, ascending: the first one trains it.
@@ -217,11 +212,7 @@ class LayerGraph(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
         return nx.freeze(graph)
 
     def storage(self, tensor: int) -> int:
-        """Returns the id of the tensor whose memory a tensor shares; its own where it has its own.
-
-        Args:
-            tensor: Id of a tensor.
-        """
+        """Returns the id of the tensor whose memory a tensor shares, or its own."""
         while (other := self.tensors[tensor].alias_of) is not None:
             tensor = other
         return tensor
@@ -231,9 +222,6 @@ class LayerGraph(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
 
         Names, frozen layers and costs are left out: Keras numbers layers anew in every process,
         and a plan stays valid when a layer is frozen.
-
-        Returns:
-            64 hexadecimal digits (SHA-256).
         """
         structure = {
             "nodes": [(n.kind, n.inputs, n.outputs, n.weights) for n in self.nodes],

@@ -100,12 +100,12 @@ class Profile(JsonRecord, frozen=True, tag_field="format", tag="tarantella_pp.pr
             msgspec.structs.replace(
                 node,
                 keeps=(),
-                residual_bytes=found.residual_bytes[-1] / self.rows[-1],
+                residual_bytes=measured.residual_bytes[-1] / self.rows[-1],
                 residual_source="measured",
             )
-            if node.residual_source == "estimated" and found.residual_bytes is not None
+            if node.residual_source == "estimated" and measured.residual_bytes is not None
             else node
-            for node, found in zip(graph.nodes, self.nodes, strict=True)
+            for node, measured in zip(graph.nodes, self.nodes, strict=True)
         ]
         return msgspec.structs.replace(graph, nodes=tuple(nodes))
 

@@ -26,10 +26,10 @@ def parse_bytes(value: int | float | str, name: str) -> int:
     """
     number = None
     if isinstance(value, str):
-        found = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([KMGTP]?)(i?)B?\s*", value, re.IGNORECASE)
-        if found and not (found[3] and not found[2]):
-            base = 1024 if found[3] else 1000
-            number = float(found[1]) * base ** (_UNITS[found[2].upper()] if found[2] else 0)
+        match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([KMGTP]?)(i?)B?\s*", value, re.IGNORECASE)
+        if match and not (match[3] and not match[2]):
+            base = 1024 if match[3] else 1000
+            number = float(match[1]) * base ** (_UNITS[match[2].upper()] if match[2] else 0)
     elif isinstance(value, int | float) and not isinstance(value, bool):
         number = float(value)
     if number is None or not math.isfinite(number) or number < 1:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from tarantella_pp.errors import PlanError
 from tarantella_pp.partition.graph.json_record import MAX_FILE_BYTES, JsonRecord
 from tarantella_pp.partition.graph.layer_graph import LayerGraph
+from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
+from tarantella_pp.partition.plan.plan_config import PlanConfig
 from tarantella_pp.partition.plan.plan_parts import (
+    Alternative,
     CutEdge,
     OutputUse,
     StagePlan,
@@ -18,15 +20,14 @@ from tarantella_pp.partition.plan.plan_validation import difference, problems
 from tarantella_pp.partition.solvers.problem.certificate import Certificate
 from tarantella_pp.schedule import Schedule, ScheduleSpec
 
-MemoryLimit = int | tuple[int, ...]
-"""Bytes that each stage may have, or one number for each."""
-
-__all__ = ["MAX_FILE_BYTES", "CutEdge", "Plan", "StagePlan", "Tie", "micro_batch_size"]
+__all__ = ["MAX_FILE_BYTES", "CutEdge", "Plan", "StagePlan", "Tie"]
 
 
 class Plan(
+    PlanConfig,
     JsonRecord,
     frozen=True,
+    kw_only=True,
     tag_field="format",
     tag="tarantella_pp.plan",
     rename={"schedule_text": "program"},  # as in files of the first version
@@ -54,8 +55,8 @@ class Plan(
         cuts: The tensors that are sent between them.
         ties: The variables that several of them use.
         certificate: How good the plan is known to be.
-        bubble: Share of a step that ranks wait, simulated with the stages as they are and messages
-            that take no time; `None` where that was not simulated.
+        bubble: Share of a pipeline's step that ranks wait, simulated on `machine`; `None` where
+            that was not simulated.
         assumed_size: Size that unknown dimensions other than the batch were counted with.
         estimated: Kinds of layers whose costs are guesses; all others follow rules or, where
             stages have seconds, measurements.
@@ -64,23 +65,25 @@ class Plan(
         schedule_text: Text of the schedule where its name does not say all: a user's own, or one
             that was searched for.
         ranks: Rank of each stage that the plan was made for; empty where each has its own.
+        placement: Where replicas are: `"pipelines-together"` puts the ranks of a pipeline side by
+            side, `"replicas-together"` those of a stage.
+        fusion_threshold: Most bytes of gradients that are summed over replicas at a time.
         fallbacks: The stages whose backward pass the runtime could not cut in two, and why; known
             once they have trained.
         outputs: What loss and metrics of a compiled model need of its outputs, which the memory of
             the last stage counts; `None` where that was not known.
+        machine: The ranks and links that a step is simulated with; `None` in files from before
+            plans had it, whose bubble is one of messages that take no time.
+        step_seconds: Simulated seconds of a step, sums over replicas included; `None` where that
+            was not simulated.
+        next_best: What would have been chosen without this plan's shape, schedule and balance.
+        advice: A plan with another balance, that is faster or needs less memory.
     """
 
     noun: ClassVar[str] = "plan"
 
     model: str
-    num_stages: int
-    num_micro_batches: int
-    num_replicas: int
-    batch_size: int
-    schedule: str
-    balance: str
     optimizer: str
-    memory_limit: MemoryLimit | None
     fingerprint: str
     node_names: tuple[str, ...]
     assignment: tuple[int, ...]
@@ -91,11 +94,13 @@ class Plan(
     bubble: float | None = None
     assumed_size: int | None = None
     estimated: tuple[str, ...] = ()
-    recompute: tuple[int, ...] = ()
     schedule_text: str | None = None
-    ranks: tuple[int, ...] = ()
     fallbacks: tuple[str, ...] = ()
     outputs: OutputUse | None = None
+    machine: HardwareSpec | None = None
+    step_seconds: float | None = None
+    next_best: Alternative | None = None
+    advice: Alternative | None = None
     version: int = 1
 
     def __post_init__(self) -> None:
@@ -106,21 +111,6 @@ class Plan(
         """
         for problem in problems(self):
             raise PlanError(f"This is no valid plan: {problem}")
-
-    @property
-    def micro_batch_size(self) -> int:
-        """Samples of one micro-batch on one replica, rounded up."""
-        return micro_batch_size(self.batch_size, self.num_replicas, self.num_micro_batches)
-
-    @property
-    def num_ranks(self) -> int:
-        """Ranks of one pipeline that the plan was made for."""
-        return 1 + max(self.ranks) if self.ranks else self.num_stages
-
-    @property
-    def limits(self) -> tuple[int, ...] | None:
-        """The memory limit of each stage; `None` for any."""
-        return limit_of_each(self.memory_limit, self.num_stages)
 
     @property
     def links(self) -> set[tuple[int, int]]:
@@ -187,33 +177,3 @@ class Plan(
         from tarantella_pp.partition.plan.report import table
 
         return table(self)
-
-
-def limit_of_each(limit: MemoryLimit | None, num_stages: int) -> tuple[int, ...] | None:
-    """Returns the memory limit of each stage.
-
-    Args:
-        limit: One for all, one for each, or `None` for any.
-        num_stages: Number of stages.
-    """
-    return (limit,) * num_stages if isinstance(limit, int) else limit
-
-
-def common_limit(limits: Sequence[int]) -> int | None:
-    """Returns the memory limit of all stages, `None` where they have different ones.
-
-    Args:
-        limits: The limit of each stage.
-    """
-    return limits[0] if len(set(limits)) == 1 else None
-
-
-def micro_batch_size(batch_size: int, num_replicas: int, num_micro_batches: int) -> int:
-    """Returns the samples of one micro-batch on one replica, rounded up.
-
-    Args:
-        batch_size: Samples of a step, over all replicas.
-        num_replicas: Number of replicas.
-        num_micro_batches: Micro-batches of a step.
-    """
-    return -(-batch_size // (num_replicas * num_micro_batches))

@@ -28,6 +28,10 @@ class StagePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             model what loss and metrics hold and make of its outputs, too.
         forward_seconds: Seconds of the forward pass of one micro-batch, where measured.
         backward_seconds: Seconds of its backward pass, without a repeated forward pass.
+        bucket_bytes: Bytes of each bucket in which its gradients are summed over replicas; `None`
+            in files from before there were any.
+        deferred_bytes: Of the gradients, what need not be added up for each micro-batch, because
+            products of several are made at once.
     """
 
     first: str
@@ -45,6 +49,13 @@ class StagePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     working_bytes: int = 0
     forward_seconds: float | None = None
     backward_seconds: float | None = None
+    bucket_bytes: tuple[int, ...] | None = None
+    deferred_bytes: int = 0
+
+    @property
+    def reduced_bytes(self) -> tuple[int, ...]:
+        """Bytes of each bucket of gradients; all of them in one where that is not known."""
+        return (self.gradient_bytes,) if self.bucket_bytes is None else self.bucket_bytes
 
     @property
     def state_bytes(self) -> int:
@@ -133,3 +144,25 @@ class OutputUse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def at_once(self) -> str | None:
         """Why outputs of the whole batch are kept, if they are."""
         return self.loss_at_once or self.metrics_at_once
+
+
+class Alternative(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Another plan of the same model, for comparison.
+
+    Attributes:
+        num_stages: Number of pipeline stages.
+        num_replicas: Number of pipelines side by side.
+        num_micro_batches: Number of micro-batches of a step.
+        schedule: Name of its schedule.
+        balance: What its stages are balanced by.
+        step_seconds: Simulated seconds of a step.
+        memory_bytes: Memory of its largest stage.
+    """
+
+    num_stages: int
+    num_replicas: int
+    num_micro_batches: int
+    schedule: str
+    balance: str
+    step_seconds: float
+    memory_bytes: int

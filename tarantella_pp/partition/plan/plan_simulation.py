@@ -9,11 +9,9 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from tarantella_pp.errors import ScheduleError
-from tarantella_pp.partition.plan.plan import (
-    Plan,
-    StagePlan,
-    micro_batch_size,
-)
+from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
+from tarantella_pp.partition.plan.plan import Plan, StagePlan
+from tarantella_pp.partition.plan.plan_config import micro_batch_size
 from tarantella_pp.schedule.actions import Link
 from tarantella_pp.schedule.spec import ScheduleSpec
 from tarantella_pp.simulation.costs import Costs, LinkCosts, StageCosts
@@ -21,33 +19,13 @@ from tarantella_pp.simulation.scaling import (
     Network,
     PipelineStep,
     pipeline_step,
-    replicated_seconds,
+    replicated_step,
 )
 
 MOST_RANKS = 4096
 """Where the scaling curve ends."""
 BACKWARD = 2.0
 """Arithmetic of a backward pass, in forward passes: a gradient for the inputs and the weights."""
-
-
-@dataclass(frozen=True, slots=True)
-class HardwareSpec:
-    """The ranks and what connects them.
-
-    Attributes:
-        flops_per_second: Floating point operations per second of a rank.
-        bandwidth: Bytes per second of the link between two ranks, in each direction.
-        latency: Seconds of each message more.
-        action_seconds: Seconds that starting one computation takes.
-        memory_bandwidth: Bytes per second at which weights are read and gradients added up, for
-            each micro-batch anew; `None` where that is not counted.
-    """
-
-    flops_per_second: float = 1e12
-    bandwidth: float = 10e9
-    latency: float = 5e-6
-    action_seconds: float = 0.0
-    memory_bandwidth: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +36,7 @@ class ScalePoint:
         num_ranks: Number of ranks.
         num_replicas: Number of pipelines side by side.
         step_seconds: Seconds of a step, gradients summed over replicas.
+        exposed_seconds: Seconds of these that wait for the sums alone.
         samples: Samples of a step.
         speed_up: How many times more samples per second than one rank alone.
         played: Whether the pipeline was played event by event; otherwise from closed forms.
@@ -66,6 +45,7 @@ class ScalePoint:
     num_ranks: int
     num_replicas: int
     step_seconds: float
+    exposed_seconds: float
     samples: int
     speed_up: float
     played: bool
@@ -81,30 +61,33 @@ class ScalePoint:
         return self.speed_up / self.num_ranks
 
 
-def ideal_step(plan: Plan, num_ranks: int | None = None) -> PipelineStep:
-    """Plays the step of a plan on any machine, with messages that take no time.
+def planned_step(plan: Plan, num_ranks: int | None = None) -> PipelineStep:
+    """Plays the step of a plan on the machine that it was made for, with all its replicas.
 
-    Its bubble is the one that tables and pages show: what unequal stages and the schedule cost.
+    Its bubble is the one that tables, pages and commands show. A plan from before plans named a
+    machine is played on any, with messages that take no time.
 
     Args:
         plan: The plan.
         num_ranks: Ranks of the pipeline; see `PlanSimulation.step`, which says what is raised.
     """
-    simulation = PlanSimulation(plan, HardwareSpec(), plan.schedule, plan.num_micro_batches)
-    return simulation.without_messages().step(num_ranks)
+    machine = plan.machine or HardwareSpec(bandwidth=None, latency=0.0)
+    simulation = PlanSimulation(plan, machine, plan.schedule, plan.num_micro_batches)
+    return simulation.replicated(simulation.step(num_ranks), plan.num_replicas)
 
 
-def with_bubble(plan: Plan) -> Plan:
-    """Returns a plan with the bubble of its step, or without one where that is too large.
+def with_step(plan: Plan) -> Plan:
+    """Returns a plan with the bubble and seconds of its step, or without where that is too large.
 
     Args:
         plan: The plan.
     """
     try:
-        bubble = ideal_step(plan).bubble_fraction
+        step = planned_step(plan)
     except ScheduleError:
-        bubble = None
-    return msgspec.structs.replace(plan, bubble=bubble)
+        return msgspec.structs.replace(plan, bubble=None, step_seconds=None)
+    seconds = None if plan.machine is None else step.step_seconds
+    return msgspec.structs.replace(plan, bubble=step.bubble_fraction, step_seconds=seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +135,7 @@ class PlanSimulation:
                 sizes[target, cut.source] += cut.bytes if cut.has_gradient else 0
         links = {
             pair: LinkCosts.of_bytes(
-                size * mean / planned, self.machine.bandwidth, self.machine.latency
+                size * mean / planned, self.machine.bandwidth or math.inf, self.machine.latency
             )
             for pair, size in sizes.items()
         }
@@ -169,17 +152,19 @@ class PlanSimulation:
             share = mean / self.plan.micro_batch_size
             forward, backward = share * stage.forward_seconds, share * stage.backward_seconds / 2
             traffic = 0.0  # measured with the rest
-        once = machine.action_seconds + traffic
+        # Weight gradients are written, read, and added to a sum, but for those put off.
+        share = 1.0 - stage.deferred_bytes / (stage.parameter_bytes or 1)
+        once, summed = machine.action_seconds + traffic, 3 * share * traffic
+        apart = machine.split_factor
         larger = self.micro_batch_size / self.plan.micro_batch_size
         moving = stage.working_bytes + stage.buffer_bytes + stage.recomputed_bytes
         static = stage.state_bytes + larger * moving
         again = forward + traffic if repeats else 0.0
         return StageCosts(
             forward=once + forward,
-            input_gradient=once + again + backward,
-            # Weight gradients are written, read, and added to a sum.
-            weight_gradient=once + 3 * traffic + backward,
-            full_backward=once + again + 4 * traffic + 2 * backward,
+            input_gradient=once + again + apart * backward,
+            weight_gradient=once + summed + apart * backward,
+            full_backward=once + again + traffic + summed + 2 * backward,
             activation_bytes=larger * stage.activation_bytes,
             static_bytes=static,
         )
@@ -223,23 +208,35 @@ class PlanSimulation:
 
     def without_messages(self) -> PlanSimulation:
         """Returns the same on a machine whose links take no time: what balance alone costs."""
-        return replace(self, machine=replace(self.machine, bandwidth=math.inf, latency=0.0))
+        free = msgspec.structs.replace(self.machine, bandwidth=None, latency=0.0)
+        return replace(self, machine=free)
 
-    def point(self, step: PipelineStep, num_replicas: int) -> ScalePoint:
-        """Returns the step of several replicas.
+    def replicated(self, step: PipelineStep, num_replicas: int) -> PipelineStep:
+        """Returns the step of several replicas, with the sums of their gradients.
 
         Args:
             step: The step of one of them.
             num_replicas: Their number.
         """
-        gradients = [stage.gradient_bytes for stage in self.plan.stages]
+        buckets = [stage.reduced_bytes for stage in self.plan.stages]
         network = Network(self.machine.bandwidth, self.machine.latency)
-        seconds = replicated_seconds(step, gradients, network, num_replicas)
+        return replicated_step(step, buckets, network, num_replicas)
+
+    def point(self, step: PipelineStep, num_replicas: int) -> ScalePoint:
+        """Returns what the step of several replicas comes to.
+
+        Args:
+            step: The step of one of them.
+            num_replicas: Their number.
+        """
+        step = self.replicated(step, num_replicas)
+        seconds = step.step_seconds
         serial = num_replicas * step.serial_seconds
         return ScalePoint(
             num_ranks=num_replicas * step.num_ranks,
             num_replicas=num_replicas,
             step_seconds=seconds,
+            exposed_seconds=step.exposed_seconds,
             samples=num_replicas * self.samples,
             speed_up=serial / seconds if seconds else 0.0,
             played=step.timeline is not None,

@@ -35,7 +35,8 @@ def problems(plan: Plan) -> Iterator[str]:
 def _wrong_numbers(plan: Plan) -> Iterator[str]:
     if plan.version != 1:
         yield f"its version must be 1. Received: version={plan.version}"
-    for name in ("num_stages", "num_micro_batches", "num_replicas", "batch_size"):
+    counts = ("num_stages", "num_micro_batches", "num_replicas", "batch_size", "fusion_threshold")
+    for name in counts:
         if getattr(plan, name) < 1:
             yield f"{name} must be at least 1. Received: {name}={getattr(plan, name)}"
     limits = plan.limits
@@ -48,6 +49,10 @@ def _wrong_numbers(plan: Plan) -> Iterator[str]:
         yield f"its fingerprint must be 64 hexadecimal digits. Received: {plan.fingerprint[:80]!r}"
     proof = plan.certificate
     parts: list[tuple[str, Any]] = [("plan", plan), ("certificate", proof)]
+    more = (("machine", plan.machine), ("next_best", plan.next_best), ("advice", plan.advice))
+    parts += [(where, part) for where, part in more if part is not None]
+    if plan.machine is not None and not plan.machine.flops_per_second:
+        yield "machine.flops_per_second must be positive. Received: 0"
     parts += [(f"stages[{i}]", stage) for i, stage in enumerate(plan.stages)]
     parts += [(f"cuts[{i}]", cut) for i, cut in enumerate(plan.cuts)]
     parts += [(f"ties[{i}]", tie) for i, tie in enumerate(plan.ties)]
@@ -79,6 +84,12 @@ def _wrong_stages(plan: Plan) -> Iterator[str]:
             yield f"node {node} must be on one of the stages. Received: stage {place}"
     for i, stage in enumerate(plan.stages):
         names = [n for n, s in zip(plan.node_names, plan.assignment, strict=False) if s == i]
+        buckets = stage.bucket_bytes or ()
+        if min(buckets, default=1) < 1 or sum(buckets) > stage.gradient_bytes:
+            yield (
+                f"stages[{i}] must have its {stage.gradient_bytes} bytes of gradients, or fewer, "
+                f"in its buckets. Received: {list(buckets)}"
+            )
         if not names or (stage.first, stage.last, stage.nodes) != (names[0], names[-1], len(names)):
             yield (
                 f"stages[{i}] must name the first, the last and the number of its nodes. "

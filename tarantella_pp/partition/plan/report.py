@@ -11,7 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from tarantella_pp.partition.graph.units import format_bytes
-from tarantella_pp.partition.plan.plan import Plan, common_limit
+from tarantella_pp.partition.plan.choice_lines import choice_lines
+from tarantella_pp.partition.plan.plan import Plan
+from tarantella_pp.partition.plan.plan_config import common_limit
 from tarantella_pp.partition.plan.plan_parts import StagePlan
 
 
@@ -111,6 +113,7 @@ def _footer(plan: Plan) -> list[str]:
             f"Schedule {plan.schedule}: {plan.num_micro_batches} micro-batches of "
             f"{plan.micro_batch_size} samples, batch of {plan.batch_size}{replicas}{bubble}."
         ),
+        *choice_lines(plan),
         _quality(plan),
         f"State = weights + gradients + optimizer state of {plan.optimizer}.",
         "Activations = micro-batches in flight x bytes of one.",
@@ -118,6 +121,7 @@ def _footer(plan: Plan) -> list[str]:
     ]
     if plan.ranks:
         lines.append(f"Ranks: {'; '.join(_rank(plan, rank) for rank in range(plan.num_ranks))}.")
+    lines += _replicas(plan)
     for tie in plan.ties:
         where = ", ".join(map(str, tie.stages))
         size = format_bytes(tie.bytes)
@@ -139,6 +143,24 @@ def _footer(plan: Plan) -> list[str]:
     if plan.estimated:
         lines.append(f"Costs are guesses for: {', '.join(plan.estimated)}.")
     return lines
+
+
+def _replicas(plan: Plan) -> list[str]:
+    """Which ranks are which, where there are several pipelines."""
+    if plan.num_replicas == 1:
+        return []
+    shown = [
+        f"replica {replica} is ranks "
+        + ", ".join(str(plan.world_rank(replica, p)) for p in range(plan.num_ranks))
+        for replica in (0, 1)
+    ]
+    more = ", ..." if plan.num_replicas > 2 else ""
+    counts = [len(stage.reduced_bytes) for stage in plan.stages]
+    size = format_bytes(plan.fusion_threshold)
+    return [
+        f"Placement {plan.placement}: {'; '.join(shown)}{more}.",
+        f"Gradients are summed over replicas in {sum(counts)} buckets of up to {size}.",
+    ]
 
 
 def _rank(plan: Plan, rank: int) -> str:

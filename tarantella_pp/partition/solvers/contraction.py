@@ -49,15 +49,7 @@ def strong_owners(
 
 
 def contract(instance: Instance, sets: Iterable[Iterable[int]]) -> tuple[Instance, IntArray]:
-    """Fuses sets of nodes, and what lies between them.
-
-    Args:
-        instance: The instance.
-        sets: Nodes that must share a stage.
-
-    Returns:
-        The smaller instance, and the node of it that each node became.
-    """
+    """Fuses sets of nodes, and what lies between them."""
     n = instance.num_nodes
     edges = [(node, after) for node in range(n) for after in instance.succs[node]]
     owner = strong_owners(n, edges, sets)
@@ -65,15 +57,7 @@ def contract(instance: Instance, sets: Iterable[Iterable[int]]) -> tuple[Instanc
 
 
 def quotient(instance: Instance, owner: IntArray) -> tuple[Instance, IntArray]:
-    """Makes one node of all nodes with the same owner.
-
-    Args:
-        instance: The instance.
-        owner: A name for each node's part; the parts must not form a cycle.
-
-    Returns:
-        The smaller instance, and the node of it that each node became.
-    """
+    """Makes one node of all nodes with the same owner."""
     _, part = np.unique(owner, return_inverse=True)
     count = int(part.max()) + 1
     preds: list[set[int]] = [set() for _ in range(count)]
@@ -130,13 +114,6 @@ def fuse_uncuttable(instance: Instance, upper: float) -> tuple[Instance, IntArra
 
     The stage that holds the heaviest node of a cut tensor pays that node and the tensor; all
     stages together pay all nodes and the tensor at least twice.
-
-    Args:
-        instance: The instance.
-        upper: Value of a known plan.
-
-    Returns:
-        An instance that keeps every plan better than `upper`, and the new node of each node.
     """
     place = np.arange(instance.num_nodes)
     if instance.strict:

@@ -27,20 +27,7 @@ from tarantella_pp.partition.solvers.problem.problem import (
 
 
 def reduce_problem(problem: Problem, *, together: bool = True, join: bool = True) -> Instance:
-    """Fuses what must share a stage, joins what may share one, and drops what costs nothing.
-
-    Args:
-        problem: The problem.
-        together: Whether nodes of all groups must share a stage; False prices those that may
-            part.
-        join: Whether nodes that cost nothing may be joined to others or left out.
-
-    Returns:
-        The reduced instance; its optimum is that of the problem.
-
-    Raises:
-        GraphError: The precedence has a cycle.
-    """
+    """Fuses what must share a stage, joins what may share one, and drops what costs nothing."""
     n = problem.num_nodes
     edges = problem.precedence
     rank = _ranks(n, edges)
@@ -147,16 +134,7 @@ def _resource(draft: MergedCosts, place: IntArray, count: int) -> Resource:
 
 
 def expand(problem: Problem, instance: Instance, stages: IntArray) -> IntArray:
-    """Gives every original node its stage.
-
-    Args:
-        problem: The original problem.
-        instance: Its reduction.
-        stages: Stage of each node of the reduction.
-
-    Returns:
-        Stage of each original node.
-    """
+    """Gives every original node its stage."""
     place = instance.place
     full = np.where(place >= 0, stages[np.maximum(place, 0)] if len(stages) else 0, 0)
     if (place < 0).any():

@@ -59,14 +59,14 @@ def solve(problem: Problem, *, time_budget: float = 30.0, gap: float = 0.0) -> S
             f"{problem.num_nodes}. Ask for fewer stages."
         )
     if any(problem.apart):
-        found, assignment = _tied_free(problem, deadline, gap)
+        outcome, assignment = _tied_free(problem, deadline, gap)
     else:
-        found, assignment = _plan(problem, deadline, gap, together=True)
+        outcome, assignment = _plan(problem, deadline, gap, together=True)
     if assignment is None:
-        raise PlanError(_refusal(problem, found, deadline))
+        raise PlanError(_refusal(problem, outcome, deadline))
     value = problem.evaluate(assignment).value
     seconds = time.perf_counter() - started
-    certificate = Certificate.of(value, found.lower_bound, found.method, seconds)
+    certificate = Certificate.of(value, outcome.lower_bound, outcome.method, seconds)
     return Solution(tuple(assignment.tolist()), certificate)
 
 
@@ -77,11 +77,11 @@ def _plan(
     instance = reduce_problem(problem, together=together)
     if problem.exactly and instance.num_nodes < problem.num_stages:
         return Found(None, np.inf, "too few nodes apart", True), None
-    found = search(instance, deadline, gap)
-    if found.stages is None:
-        return found, None
-    assignment = expand(problem, instance, found.stages)
-    return found, break_ties(problem, assignment, deadline, together=together)
+    outcome = search(instance, deadline, gap)
+    if outcome.stages is None:
+        return outcome, None
+    assignment = expand(problem, instance, outcome.stages)
+    return outcome, break_ties(problem, assignment, deadline, together=together)
 
 
 def _tied_free(problem: Problem, deadline: float, gap: float) -> tuple[Found, IntArray | None]:
@@ -95,7 +95,7 @@ def _tied_free(problem: Problem, deadline: float, gap: float) -> tuple[Found, In
     return (bound, close) if ours <= theirs * (1 + TOLERANCE) else (free, apart)
 
 
-def _refusal(problem: Problem, found: Found, deadline: float) -> str:
+def _refusal(problem: Problem, outcome: Found, deadline: float) -> str:
     """Says which limit would work."""
     S = problem.num_stages
     relaxed = replace(problem, objective="memory", memory_limit=None)
@@ -115,7 +115,7 @@ def _refusal(problem: Problem, found: Found, deadline: float) -> str:
     value = instance.value(best.stages)
     proven = best.lower_bound * (1 + TOLERANCE) >= value
     known = "smallest that works" if proven else "smallest found to work"
-    proof = "No plan" if found.exhausted else "No plan was found that"
+    proof = "No plan" if outcome.exhausted else "No plan was found that"
     if level:
         limit = problem.limits[0]
         advice = f"The {known} is {value:.0f} bytes, {100 * (value / limit - 1):.3g} % more."

@@ -64,17 +64,7 @@ class Found:
 
 
 def search(instance: Instance, deadline: float, gap: float = 0.0) -> Found:
-    """Finds the best plan of an instance.
-
-    Args:
-        instance: The instance.
-        deadline: `time.perf_counter()` at which to hand back the best found.
-        gap: Relative distance from the bound at which a plan will do, where the best cannot be
-            told by listing.
-
-    Returns:
-        The plan and what is proven.
-    """
+    """Finds the best plan of an instance."""
     lower = simple_bound(instance)
     if instance.num_stages == 1:
         whole: IntArray = np.zeros(instance.num_nodes, np.int64)
@@ -91,21 +81,21 @@ def search(instance: Instance, deadline: float, gap: float = 0.0) -> Found:
     try:
         # A proof that takes too long leaves time to search instead.
         now = time.perf_counter()
-        found = _exact(instance, orders, lower, value, stages, now + 0.6 * (deadline - now))
+        outcome = _exact(instance, orders, lower, value, stages, now + 0.6 * (deadline - now))
     except OutOfTimeError:
-        found = None
-    if found is not None:
-        return found if found.exhausted else _bounded(instance, found, deadline)
+        outcome = None
+    if outcome is not None:
+        return outcome if outcome.exhausted else _bounded(instance, outcome, deadline)
     return _heuristic(instance, orders, lower, stages, deadline, gap)
 
 
-def _bounded(instance: Instance, found: Found, deadline: float) -> Found:
+def _bounded(instance: Instance, outcome: Found, deadline: float) -> Found:
     """Bounds what an exact search was cut off from proving."""
-    if found.stages is None or instance.num_nodes > MAX_NODES:
-        return found
+    if outcome.stages is None or instance.num_nodes > MAX_NODES:
+        return outcome
     bound = CutBound(instance, Closure.of(instance))
-    value = instance.value(found.stages)
-    return replace(found, lower_bound=bound.improve(found.lower_bound, value, deadline))
+    value = instance.value(outcome.stages)
+    return replace(outcome, lower_bound=bound.improve(outcome.lower_bound, value, deadline))
 
 
 def _heuristic(
@@ -184,17 +174,17 @@ def _exact(
         lattice = enumerate_ideals(instance, MAX_IDEALS, steps=True)
         if lattice is None:
             return None
-        found = _balance(instance, lattice, lower, value, stages, deadline)
-        if found.stages is None or not instance.strict:
-            return found
-        spreaded = spread(instance, found.stages)
+        outcome = _balance(instance, lattice, lower, value, stages, deadline)
+        if outcome.stages is None or not instance.strict:
+            return outcome
+        spreaded = spread(instance, outcome.stages)
         best = min(instance.value(spreaded), value)
-        if best <= found.lower_bound * (1 + EQUAL):
+        if best <= outcome.lower_bound * (1 + EQUAL):
             better = instance.value(spreaded) <= value
-            return replace(found, stages=spreaded if better else stages)
+            return replace(outcome, stages=spreaded if better else stages)
         if instance.value(spreaded) < value:
             value, stages = instance.value(spreaded), spreaded
-        return _chains(instance, lattice, found.lower_bound, value, stages, deadline)
+        return _chains(instance, lattice, outcome.lower_bound, value, stages, deadline)
     lattice = enumerate_ideals(instance, MAX_IDEALS)
     if lattice is None:
         return None
@@ -209,9 +199,9 @@ def _exact(
             lattice = enumerate_ideals(small, MAX_IDEALS)
             if lattice is None:
                 return None
-    found = _chains(small, lattice, lower, value, None, deadline)
+    outcome = _chains(small, lattice, lower, value, None, deadline)
     # Only better plans are looked for among the fused nodes; without one, ours is the best.
-    return replace(found, stages=stages if found.stages is None else found.stages[place])
+    return replace(outcome, stages=stages if outcome.stages is None else outcome.stages[place])
 
 
 def _balance(

@@ -30,17 +30,7 @@ MAX_PAIRS = 800_000
 def break_ties(
     problem: Problem, assignment: IntArray, deadline: float, *, together: bool
 ) -> IntArray:
-    """Finds a plan that cuts less, of the same value.
-
-    Args:
-        problem: The problem.
-        assignment: A plan.
-        deadline: `time.perf_counter()` after which no more is tried.
-        together: Whether the groups were fused.
-
-    Returns:
-        A plan whose value is not larger (to rounding) and that cuts no more.
-    """
+    """Finds a plan that cuts less, of the same value."""
     costs = cut_tensors(problem)
     if not costs or time.perf_counter() > deadline:
         return assignment
@@ -54,9 +44,9 @@ def break_ties(
         lattice = enumerate_ideals(instance, MAX_IDEALS)
         if lattice is not None:
             chains = ChainSearch(IdealFamily(instance, lattice.words), max_pairs=MAX_PAIRS)
-            found = chains.run(capacity, deadline, goal="sum")
-            if found is not None:
-                tried.append(found[1])
+            chain = chains.run(capacity, deadline, goal="sum")
+            if chain is not None:
+                tried.append(chain[1])
     except OutOfTimeError:
         pass
     plans = [assignment, *(expand(problem, instance, one) for one in tried[1:])]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from tarantella_pp.partition.graph.layer_graph import LayerGraph
 from tarantella_pp.partition.graph.units import format_bytes
+from tarantella_pp.partition.plan.choice_lines import choice_lines
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.visualization.canvas.labels import (
     count,
@@ -22,6 +25,7 @@ from tarantella_pp.partition.visualization.html_tables import (
     tiles,
 )
 from tarantella_pp.partition.visualization.memory_picture import memory_picture
+from tarantella_pp.partition.visualization.replica_table import MOST_REPLICAS, replica_table
 from tarantella_pp.partition.visualization.step_rows import StepBars
 from tarantella_pp.partition.visualization.timeline_picture import MOST_BARS, timeline_picture
 
@@ -61,6 +65,7 @@ def render_html(
         _stages(plan),
         tag("div", _memory(plan), _cuts(plan), class_="pair"),
         _timeline(plan, timeline),
+        *_replicas(plan),
         _graph(plan, graph),
         _operations(plan, graph),
         _footer(plan),
@@ -78,7 +83,7 @@ def _summary(plan: Plan) -> Markup:
     return tag(
         "p",
         f"{count(len(plan.node_names), 'operation')} on {count(plan.num_stages, 'stage')}"
-        f"{replicas}, schedule {plan.schedule}.",
+        f"{replicas}, schedule {plan.schedule}. {' '.join(choice_lines(plan))}",
         class_="sub",
     )
 
@@ -130,7 +135,12 @@ def _timeline(plan: Plan, step: StepBars | None) -> Markup:
     if step is None:
         return _section("Timeline", "Not drawn, for the step was not simulated.")
     length = f"One step takes {seconds(step.length)}. " if step.in_seconds else ""
-    replicas = " All replicas do the same." if plan.num_replicas > 1 else ""
+    replicas = ""
+    if plan.num_replicas > 1:
+        replicas = (
+            f" All {plan.num_replicas:,} replicas do the same, and sum their gradients below: "
+            f"{percent(step.exposed, step.length)} of the step waits for that alone."
+        )
     note = (
         f"{length}Ranks wait {percent(step.bubble)} of the time: the bubble, striped.{replicas} "
         f"{step.note}"
@@ -138,6 +148,19 @@ def _timeline(plan: Plan, step: StepBars | None) -> Markup:
     if len(step.bars) > MOST_BARS:
         return _section("Timeline", f"{note} It has too many computations to be drawn.")
     return _section("Timeline", note, scrolling(timeline_picture(step).inside(), "Timeline"))
+
+
+def _replicas(plan: Plan) -> Iterator[Markup]:
+    """Which ranks are which, where there are several pipelines."""
+    if plan.num_replicas > 1:
+        size = format_bytes(plan.fusion_threshold)
+        note = (
+            f"Placement {plan.placement}. Gradients of a stage are summed down its column, in "
+            f"buckets of up to {size}."
+        )
+        if plan.num_replicas > MOST_REPLICAS:
+            note += f" The first {MOST_REPLICAS} of {plan.num_replicas:,} replicas."
+        yield _section("Replicas", note, scrolling(replica_table(plan), "Ranks of replicas"))
 
 
 def _graph(plan: Plan, graph: LayerGraph | None) -> Markup:

@@ -27,13 +27,7 @@ MOST_ROWS = 5000
 
 
 def scrolling(child: Markup, label: str, *, tall: bool = False) -> Markup:
-    """Puts something wide into a box of its own that scrolls, with the keyboard as well.
-
-    Args:
-        child: What may be wide.
-        label: What it is.
-        tall: Whether it may be tall as well.
-    """
+    """Puts something wide into a box of its own that scrolls, with the keyboard as well."""
     return tag(
         "div",
         child,
@@ -45,20 +39,12 @@ def scrolling(child: Markup, label: str, *, tall: bool = False) -> Markup:
 
 
 def chip(stage: int) -> Markup:
-    """Returns the number of a stage on its colour.
-
-    Args:
-        stage: The stage.
-    """
+    """Returns the number of a stage on its colour."""
     return tag("span", str(stage), class_=f"chip c{stage_class(stage)}")
 
 
 def stage_table(plan: Plan) -> Markup:
-    """Returns the table of stages.
-
-    Args:
-        plan: The plan.
-    """
+    """Returns the table of stages."""
     heads = ["Stage", "Operations", "Number", "Weights", "Gradients", "Optimizer"]
     heads += ["Activations", "Working", "Buffers", "Memory", "FLOPs", "Sends"]
     limited = plan.limits is not None
@@ -77,11 +63,7 @@ def stage_table(plan: Plan) -> Markup:
 
 
 def cut_table(plan: Plan) -> Markup:
-    """Returns the table of tensors that are sent between stages.
-
-    Args:
-        plan: The plan.
-    """
+    """Returns the table of tensors that are sent between stages."""
     body = []
     for cut in plan.cuts[:MOST_ROWS]:
         path = tag("span", chip(cut.source), " → ", *_chips(cut.targets))

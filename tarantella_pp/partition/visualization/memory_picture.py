@@ -6,11 +6,8 @@ import math
 from collections.abc import Sequence
 
 from tarantella_pp.partition.graph.units import format_bytes
-from tarantella_pp.partition.plan.plan import (
-    Plan,
-    StagePlan,
-    common_limit,
-)
+from tarantella_pp.partition.plan.plan import Plan, StagePlan
+from tarantella_pp.partition.plan.plan_config import common_limit
 from tarantella_pp.partition.visualization.canvas.labels import percent
 from tarantella_pp.partition.visualization.canvas.markup import (
     Markup,
@@ -45,9 +42,6 @@ def axis(plan: Plan) -> tuple[float, float]:
     """Returns the upper end of the axis and the step of its ticks, in bytes.
 
     A limit far above the stages would flatten them, so it is left off the axis then.
-
-    Args:
-        plan: The plan.
     """
     most = float(max(stage.memory_bytes for stage in plan.stages)) or 1.0
     top = max(most, *plan.limits) if plan.limits and limit_fits(plan) else most
@@ -59,21 +53,13 @@ def axis(plan: Plan) -> tuple[float, float]:
 
 
 def limit_fits(plan: Plan) -> bool:
-    """Returns whether the limit can be drawn in the scale of the stages.
-
-    Args:
-        plan: The plan.
-    """
+    """Returns whether the limit can be drawn in the scale of the stages."""
     most = max(stage.memory_bytes for stage in plan.stages)
     return plan.limits is not None and max(plan.limits) <= 4 * most
 
 
 def limit_label(plan: Plan) -> str:
-    """Returns what to call the limit, empty without one.
-
-    Args:
-        plan: The plan.
-    """
+    """Returns what to call the limit, empty without one."""
     if plan.limits is None:
         return ""
     limit = common_limit(plan.limits)
@@ -82,11 +68,7 @@ def limit_label(plan: Plan) -> str:
 
 
 def memory_picture(plan: Plan) -> Picture:
-    """Draws the memory of each stage.
-
-    Args:
-        plan: The plan.
-    """
+    """Draws the memory of each stage."""
     top, step = axis(plan)
     width = max(LEFT + COLUMN * plan.num_stages + 8, 2 * LEGEND_COLUMN)
     pieces = []

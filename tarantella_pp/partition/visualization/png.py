@@ -10,7 +10,8 @@ from tarantella_pp.dependencies import needed_for
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.partition.graph.layer_graph import LayerGraph
 from tarantella_pp.partition.graph.units import format_bytes
-from tarantella_pp.partition.plan.plan import Plan, common_limit
+from tarantella_pp.partition.plan.plan import Plan
+from tarantella_pp.partition.plan.plan_config import common_limit
 from tarantella_pp.partition.visualization.canvas.labels import percent
 from tarantella_pp.partition.visualization.canvas.palette import (
     KIND_NAMES,
@@ -96,14 +97,15 @@ def _figure(width: float, height: float) -> Any:
 def _draw_timeline(axes: Any, step: StepBars) -> None:
     ranks = range(len(step.rank_names))
     waiting = {"color": LIGHT.page, "edgecolor": LIGHT.idle, "hatch": "////", "linewidth": 0}
-    axes.barh(ranks, step.length, height=0.8, label=f"bubble {percent(step.bubble)}", **waiting)
+    axes.barh(ranks, step.computed, height=0.8, label=f"bubble {percent(step.bubble)}", **waiting)
     for kind in step.kinds:
         label: str | None = f"{kind} {KIND_NAMES[kind]}"
         for rank in ranks:
-            own = [b for b in step.of_rank(rank) if b.kind == kind]
-            spans = [(bar.start, bar.end - bar.start) for bar in own]
+            bars = [b for b in step.of_rank(rank) if b.kind == kind]
+            spans = [(bar.start, bar.end - bar.start) for bar in bars]
             look = {"facecolor": KINDS[kind], "edgecolor": LIGHT.card, "linewidth": 0.4}
-            axes.broken_barh(spans, (rank - 0.4, 0.8), label=label if spans else None, **look)
+            place = (rank + 0.4, 0.1) if kind == "R" else (rank - 0.4, 0.8)
+            axes.broken_barh(spans, place, label=label if spans else None, **look)
             label = None if spans else label
     names = [f"{n}\nidle {percent(i)}" for n, i in zip(step.rank_names, step.idle, strict=True)]
     axes.set_yticks(ranks, names, fontsize=7, parse_math=False)

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+import msgspec
+
 from tarantella_pp.errors import PlanError, ScheduleError
+from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
 from tarantella_pp.partition.plan.plan import Plan
-from tarantella_pp.partition.plan.plan_simulation import (
-    HardwareSpec,
-    PlanSimulation,
-    ideal_step,
-)
+from tarantella_pp.partition.plan.plan_simulation import planned_step
 from tarantella_pp.partition.visualization.canvas.palette import KINDS
 from tarantella_pp.schedule import Compute
 from tarantella_pp.simulation.scaling import PipelineStep
@@ -21,14 +20,14 @@ from tarantella_pp.simulation.step_timeline import idle_fraction
 
 
 class Bar(NamedTuple):
-    """One computation.
+    """One computation, or one reduction.
 
     Attributes:
-        rank: The rank that computes.
+        rank: The rank that it is of.
         start: When it begins, since the step began.
         end: When it ends.
         label: What it is, e.g. `"F3"`, or `"2F3"` where the rank has several stages.
-        kind: `"F"`, `"B"`, `"W"` or `"BW"`.
+        kind: `"F"`, `"B"`, `"W"` or `"BW"`; `"R"` for a reduction.
     """
 
     rank: int
@@ -48,6 +47,7 @@ class StepBars:
         bars: The computations, in any order.
         in_seconds: Whether times are seconds; otherwise only their ratios mean something.
         note: Where the times come from, in a sentence.
+        reductions: The sums of gradients over replicas, which go on beside computations.
 
     Raises:
         PlanError: A bar is of an unknown rank or kind, or its times are not finite, in order and
@@ -59,46 +59,60 @@ class StepBars:
     bars: tuple[Bar, ...]
     in_seconds: bool = True
     note: str = ""
+    reductions: tuple[Bar, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.rank_names:
             raise PlanError("Expected the names of the ranks. Received: rank_names=()")
-        for bar in self.bars:
-            times = 0 <= bar.start <= bar.end < math.inf
-            if not (times and 0 <= bar.rank < len(self.rank_names) and bar.kind in KINDS):
-                raise PlanError(
-                    f"Expected a computation of kind {', '.join(KINDS)} on a rank from 0 to "
-                    f"{len(self.rank_names) - 1}, with finite times in order. Received: {bar}"
-                )
+        computing = tuple(kind for kind in KINDS if kind != "R")
+        for bars, kinds in ((self.bars, computing), (self.reductions, ("R",))):
+            for bar in bars:
+                times = 0 <= bar.start <= bar.end < math.inf
+                if not (times and 0 <= bar.rank < len(self.rank_names) and bar.kind in kinds):
+                    raise PlanError(
+                        f"Expected bars of kind {', '.join(kinds)} on ranks from 0 to "
+                        f"{len(self.rank_names) - 1}, with finite times in order. Received: {bar}"
+                    )
+
+    @cached_property
+    def computed(self) -> float:
+        """How long it takes until everything is computed."""
+        return max((bar.end for bar in self.bars), default=0.0)
 
     @cached_property
     def length(self) -> float:
         """How long the step takes."""
-        return max((bar.end for bar in self.bars), default=0.0)
+        return max(self.computed, max((bar.end for bar in self.reductions), default=0.0))
+
+    @property
+    def exposed(self) -> float:
+        """How much longer the step is because of reductions."""
+        return self.length - self.computed
 
     @cached_property
     def idle(self) -> tuple[float, ...]:
         """The share of the step in which each rank does not compute."""
-        return tuple(idle_fraction([busy], self.length) for busy in self._busy)
+        return tuple(idle_fraction([busy], self.computed) for busy in self._busy)
 
     @property
     def bubble(self) -> float:
         """The share of all ranks' time in which they do not compute."""
-        return idle_fraction(self._busy, self.length)
+        return idle_fraction(self._busy, self.computed)
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kinds of computations that occur."""
-        found = {bar.kind for bar in self.bars}
+        """The kinds of bars that occur."""
+        found = {bar.kind for bar in (*self.bars, *self.reductions)}
         return tuple(kind for kind in KINDS if kind in found)
 
     def of_rank(self, rank: int) -> tuple[Bar, ...]:
-        """Returns the computations of a rank, in order.
+        """Returns the computations of a rank, in order, then its reductions.
 
         Args:
             rank: The rank.
         """
-        return self._by_rank[rank]
+        reduced = tuple(bar for bar in self.reductions if bar.rank == rank)
+        return self._by_rank[rank] + reduced
 
     @cached_property
     def _busy(self) -> tuple[float, ...]:
@@ -119,8 +133,8 @@ def simulated_step(
 
     Args:
         plan: The plan.
-        machine: The ranks and what connects them. Default: any, and links that take no time; then
-            only the ratios of times mean something.
+        machine: The ranks and what connects them. Default: the plan's; where it names none, any,
+            and links that take no time: then only the ratios of times mean something.
         num_ranks: Number of ranks of a pipeline. Default: what the schedule needs, else one for
             each stage.
 
@@ -131,11 +145,8 @@ def simulated_step(
         ScheduleError: There is no such schedule, it cannot run with so many ranks, or the step is
             too large to be played.
     """
-    if machine is None:
-        step = ideal_step(plan, num_ranks)
-    else:
-        simulation = PlanSimulation(plan, machine, plan.schedule, plan.num_micro_batches)
-        step = simulation.step(num_ranks)
+    machine = machine or plan.machine
+    step = planned_step(msgspec.structs.replace(plan, machine=machine), num_ranks)
     note = "Times follow the FLOPs of the stages; each gradient takes as long as the forward pass"
     if plan.recompute:
         note += ", which stages that recompute repeat"
@@ -162,7 +173,7 @@ def step_bars(step: PipelineStep, *, in_seconds: bool = True, note: str = "") ->
             f"A step of {len(step.placement)} stages and so many micro-batches is too large to be "
             "drawn; fewer micro-batches look alike."
         )
-    bars = []
+    bars, reduced = [], []
     names = []
     for rank, events in enumerate(step.timeline.events):
         stages = [stage for stage, owner in enumerate(step.placement) if owner == rank]
@@ -173,4 +184,6 @@ def step_bars(step: PipelineStep, *, in_seconds: bool = True, note: str = "") ->
             if isinstance(action, Compute):
                 label = str(action) if len(stages) > 1 else f"{action.kind}{action.micro_batch}"
                 bars.append(Bar(rank, event.start, event.end, label, action.kind))
-    return StepBars(step.schedule, tuple(names), tuple(bars), in_seconds, note)
+    for own in step.reductions:
+        reduced += [Bar(e.rank, e.start, e.end, str(e.action), "R") for e in own]
+    return StepBars(step.schedule, tuple(names), tuple(bars), in_seconds, note, tuple(reduced))

@@ -51,15 +51,7 @@ def render_svg(
 
 
 def needs(kind: str, timeline: StepBars | None) -> StepBars:
-    """Returns the step that a picture shows.
-
-    Args:
-        kind: The picture's kind.
-        timeline: The step.
-
-    Raises:
-        ConfigurationError: It is missing.
-    """
+    """Returns the step that a picture shows."""
     if timeline is None:
         raise ConfigurationError(
             f"A picture of kind {kind!r} needs the computations of a step, as "

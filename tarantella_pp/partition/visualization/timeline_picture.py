@@ -18,6 +18,8 @@ from tarantella_pp.partition.visualization.canvas.picture import Picture
 from tarantella_pp.partition.visualization.step_rows import Bar, StepBars
 
 RIGHT, TOP, ROW, PITCH = 100, 34, 26, 32
+STRIP = 5
+"""Height of reductions, which are below the computations of their rank."""
 CHARACTER = 6.1
 MOST_BARS = 100_000
 MOST_DETAILS = 4000
@@ -25,14 +27,7 @@ MOST_DETAILS = 4000
 
 
 def timeline_picture(step: StepBars) -> Picture:
-    """Draws the computations of every rank.
-
-    Args:
-        step: The step.
-
-    Raises:
-        ConfigurationError: It has too many computations to be drawn.
-    """
+    """Draws the computations of every rank."""
     if len(step.bars) > MOST_BARS:
         raise ConfigurationError(
             f"A timeline shows at most {MOST_BARS:,} computations; fewer micro-batches look alike. "
@@ -53,11 +48,7 @@ def timeline_picture(step: StepBars) -> Picture:
 
 
 def ticks(step: StepBars) -> list[tuple[float, str]]:
-    """Returns times of a step to mark, and what to call them.
-
-    Args:
-        step: The step.
-    """
+    """Returns times of a step to mark, and what to call them."""
     if not step.in_seconds or not step.length:
         return [(step.length * i / 4, f"{25 * i} %") for i in range(5)]
     rough = step.length / 5
@@ -75,7 +66,7 @@ def _plot_width(step: StepBars, left: float) -> float:
 def _row(step: StepBars, rank: int, name: str, left: float, scale: float) -> Markup:
     y = TOP + PITCH * rank
     idle = percent(step.idle[rank])
-    width = step.length * scale
+    width = step.computed * scale
     waiting = [
         tag("title", f"{name} waits {idle} of the step"),
         tag("rect", class_="idle", x=left, y=y, width=width, height=ROW),
@@ -86,33 +77,40 @@ def _row(step: StepBars, rank: int, name: str, left: float, scale: float) -> Mar
         tag("text", name, class_="right", x=left - 8, y=y + 17),
         tag("g", *waiting),
         *_bars(step, rank, left, y, scale),
-        tag("text", f"idle {idle}", class_="muted", x=left + width + 8, y=y + 17),
+        tag("text", f"idle {idle}", class_="muted", x=left + step.length * scale + 8, y=y + 17),
     )
 
 
 def _bars(step: StepBars, rank: int, left: float, y: float, scale: float) -> Iterator[Markup]:
-    own = step.of_rank(rank)
+    bars = step.of_rank(rank)
     if len(step.bars) > MOST_DETAILS:
         for kind in step.kinds:
-            shapes = [_outline(bar, left, y, scale) for bar in own if bar.kind == kind]
+            shapes = [_outline(bar, left, y, scale) for bar in bars if bar.kind == kind]
             yield tag("path", class_=f"kind{kind}", d="".join(shapes))
         return
-    texts = {kind: _texts([bar for bar in own if bar.kind == kind], scale) for kind in step.kinds}
-    for bar in own:
+    texts = {kind: _texts([bar for bar in bars if bar.kind == kind], scale) for kind in step.kinds}
+    for bar in bars:
         x, width = left + bar.start * scale, (bar.end - bar.start) * scale
         gap = 0.8 if width > 4 else 0.0
-        text = texts[bar.kind](bar.label)
+        text = "" if bar.kind == "R" else texts[bar.kind](bar.label)
         yield tag(
             "g",
             tag("title", _hover(step, bar)),
-            tag("rect", class_=f"kind{bar.kind}", x=x, y=y, width=width - gap, height=ROW),
+            tag("rect", class_=f"kind{bar.kind}", x=x, width=width - gap, **_extent(bar, y)),
             *([tag("text", text, class_="ink", x=x + width / 2, y=y + 17)] if text else []),
         )
 
 
 def _outline(bar: Bar, left: float, y: float, scale: float) -> str:
     width = number(max((bar.end - bar.start) * scale, 0.1))
-    return f"M{number(left + bar.start * scale)} {number(y)}h{width}v{ROW}h-{width}z"
+    extent = _extent(bar, y)
+    start = f"M{number(left + bar.start * scale)} {number(extent['y'])}"
+    return f"{start}h{width}v{number(extent['height'])}h-{width}z"
+
+
+def _extent(bar: Bar, y: float) -> dict[str, float]:
+    """Where a bar is, from top to bottom: a computation in the row, a reduction below it."""
+    return {"y": y + ROW, "height": STRIP} if bar.kind == "R" else {"y": y, "height": ROW}
 
 
 def _texts(bars: Sequence[Bar], scale: float) -> Callable[[str], str]:

@@ -11,25 +11,14 @@ import tensorflow as tf
 from tarantella_pp.runtime.batch.data_feed import Batch
 from tarantella_pp.runtime.batch.loss import BatchLoss, LossValue
 from tarantella_pp.runtime.batch.loss_and_metrics import LossAndMetrics
+from tarantella_pp.runtime.comm.communicator import Communicator
 from tarantella_pp.runtime.modules.stage_boundary import BoundaryTensor
 from tarantella_pp.runtime.probes.stage_probe import Pieces
+from tarantella_pp.runtime.replicas.replica_exchange import ReplicaExchange
 
+ALONE = ReplicaExchange(Communicator())
+"""There are no other replicas."""
 _T = TypeVar("_T")
-
-
-def micro_batch_sizes(rows: int, num_micro_batches: int) -> tuple[int, ...]:
-    """Cuts a batch into micro-batches whose sizes differ by one at most.
-
-    Args:
-        rows: Number of samples in the batch.
-        num_micro_batches: Wanted number of micro-batches; fewer samples give fewer.
-
-    Returns:
-        Size of each micro-batch, the larger ones first.
-    """
-    count = max(1, min(num_micro_batches, rows))
-    small, larger = divmod(rows, count)
-    return tuple(small + (i < larger) for i in range(count))
 
 
 class BatchStep:
@@ -48,6 +37,10 @@ class BatchStep:
         penalty: What the weight regularizers of this rank add to the loss.
         report: Takes what this rank adds to the loss, once its forwards are done.
         update: Updates the weights of a stage whose backward passes are done, if it can.
+        exchange: What the replicas tell each other.
+        reduce: Starts to add up the gradients of a bucket of a stage over the replicas. Default:
+            they wait until the schedule has been run.
+        progress: Moves that on.
     """
 
     def __init__(
@@ -63,21 +56,26 @@ class BatchStep:
         penalty: tf.Tensor | None = None,
         report: Callable[[tf.Tensor], None] | None = None,
         update: Callable[[int], bool] | None = None,
+        exchange: ReplicaExchange = ALONE,
+        reduce: Callable[[int, int], None] | None = None,
+        progress: Callable[[], None] | None = None,
     ) -> None:
         self.training = training
         self._batch = batch
+        self._exchange = exchange
+        self._reduce = reduce
+        self._progress = progress
         self.pieces = pieces
         self._sizes = sizes = pieces.sizes
         self.results: list[Sequence[tf.Tensor]] = [()] * len(sizes)
         self._data = data
         self._loss_and_metrics = loss_and_metrics
         self._loss = loss
-        self._at_once = coupled or len(sizes) == 1
+        self._at_once = coupled or pieces.total == 1
         self._by_parts = by_parts
         self._keeps_outputs = loss_and_metrics is None or not by_parts
         self._dtype = keras.config.floatx()
         self._pieces = {i: self._split(x) for i, x in batch.inputs.items()}
-        self._factors = [tf.constant(size / batch.rows, self._dtype) for size in sizes]
         self._losses: list[LossValue] = []
         self._added = tf.zeros((), self._dtype) if penalty is None else penalty
         self._report = report
@@ -106,10 +104,12 @@ class BatchStep:
     def finish(self, micro_batch: int, results: Sequence[tf.Tensor]) -> None:
         """Takes the model's outputs, on the rank of the last stage."""
         self.results[micro_batch] = results
-        if self._loss_and_metrics is not None and self._by_parts:
+        if self._loss_and_metrics is None:
+            return
+        if self._by_parts and not self._batch.share.is_spare:
             y, weight = self._targets_of(micro_batch)
             self._loss_and_metrics.metrics.add(y, results, weight, self._batch.signature)
-        if self._loss_and_metrics is not None and not (self.training or self._at_once):
+        if not (self.training or self._at_once):
             self._contribution(micro_batch)
 
     def run_pending(self) -> bool:
@@ -129,9 +129,15 @@ class BatchStep:
         """Updates the weights of a stage whose backward passes are done, while this rank waits."""
         return self._update is not None and self._update(stage)
 
-    def factor(self, micro_batch: int) -> tf.Tensor:
-        """The share of a micro-batch in the samples of the batch."""
-        return self._factors[micro_batch]
+    def reduce(self, stage: int, bucket: int) -> None:
+        """Starts to add up the gradients of a bucket over the replicas."""
+        if self._reduce is not None:
+            self._reduce(stage, bucket)
+
+    def progress(self) -> None:
+        """Moves on the sums over the replicas that have been started."""
+        if self._progress is not None:
+            self._progress()
 
     def loss_gradients(self, micro_batch: int) -> Mapping[BoundaryTensor, tf.Tensor]:
         """Gradient of the loss of the batch with respect to the model's outputs."""
@@ -171,19 +177,36 @@ class BatchStep:
         if not self.training and self._at_once:
             self._loss_of_whole()
         if not self._by_parts:
-            results = [_joined(parts) for parts in zip(*self.results, strict=True)]
+            results = self.whole_results()
             loss_and_metrics.metrics.add(batch.y, results, batch.sample_weight, batch.signature)
         totals = [tf.cast(loss.total, self._dtype) for loss in self._losses]
-        total = self._added + tf.constant(elsewhere, self._dtype) + tf.add_n(totals)
         each = [
             tf.add_n(parts) for parts in zip(*(loss.each for loss in self._losses), strict=True)
         ]
+        losses = [tf.add_n(totals), *each]
+        if not self._counts:
+            losses = [tf.zeros_like(loss) for loss in losses]
+        losses[0] += self._added + tf.constant(elsewhere, self._dtype)
+        total, *each = self._exchange.added_up(losses)
+        loss_and_metrics.metrics.finish()
+        if self._by_parts:
+            self._exchange.merge_metrics(loss_and_metrics.metrics.variables)
         return loss_and_metrics.finish(total, each, batch.rows)
+
+    @property
+    def _counts(self) -> bool:
+        """Whether this replica's losses count: its share, or of the first one the whole."""
+        return self._exchange.replica == 0 if self._at_once else not self._batch.share.is_spare
+
+    def whole_results(self) -> list[tf.Tensor]:
+        """The model's outputs for all samples of the batch, of all replicas."""
+        own = [_joined(parts) for parts in zip(*self.results, strict=True)]
+        return self._exchange.joined(own, [share.counted_rows for share in self._batch.shares])
 
     def _loss_of_whole(self) -> Mapping[BoundaryTensor, tf.Tensor]:
         """Takes the loss of the whole batch; returns its gradient."""
         batch = self._batch
-        whole = [_joined(parts) for parts in zip(*self.results, strict=True)]
+        whole = self.whole_results()
         loss = _required(self._loss).of_batch(
             batch.y, whole, batch.sample_weight, (batch.signature, batch.rows), self.training
         )
@@ -194,7 +217,7 @@ class BatchStep:
 
     def _gradients_of_whole(self) -> list[Mapping[BoundaryTensor, tf.Tensor]]:
         gradients = self._loss_of_whole()
-        pieces = {port: self._split(gradient) for port, gradient in gradients.items()}
+        pieces = {port: self._split_whole(gradient) for port, gradient in gradients.items()}
         return [{port: parts[i] for port, parts in pieces.items()} for i in range(len(self._sizes))]
 
     def _split_coefficients(self, outputs: Sequence[tf.Tensor]) -> list[list[tf.Tensor]]:
@@ -203,7 +226,7 @@ class BatchStep:
         found = _required(self._loss).coefficients(
             batch.y, outputs, batch.sample_weight, batch.rows, batch.signature
         )
-        pieces = [self._split(coefficient) for coefficient in found]
+        pieces = [self._split_whole(coefficient) for coefficient in found]
         return [[parts[i] for parts in pieces] for i in range(len(self._sizes))]
 
     def _targets_of(self, micro_batch: int) -> tuple[Any, Any]:
@@ -216,12 +239,21 @@ class BatchStep:
         whole = (self._batch.y, self._batch.sample_weight)
         count = len(self._sizes)
         pieces = [
-            [None] * count if leaf is None else self._split(leaf)
+            [None] * count if leaf is None else self._split_whole(leaf)
             for leaf in keras.tree.flatten(whole)
         ]
         return [
             keras.tree.pack_sequence_as(whole, list(leaves)) for leaves in zip(*pieces, strict=True)
         ]
+
+    def _split_whole(self, tensor: tf.Tensor) -> list[tf.Tensor]:
+        """This replica's micro-batches of what has rows for the samples of all replicas."""
+        share = self._batch.share
+        if share.is_spare:
+            return [tensor[:1]]
+        if len(share.sizes) == 1:
+            return [tensor]
+        return list(tf.split(tensor, share.sizes))[share.first : share.first + share.count]
 
     def _split(self, tensor: tf.Tensor) -> list[tf.Tensor]:
         return [tensor] if len(self._sizes) == 1 else list(tf.split(tensor, self._sizes))

@@ -23,10 +23,26 @@ from tarantella_pp.runtime.batch.nested_structure import (
 )
 from tarantella_pp.runtime.comm.communicator import Communicator, TensorSpec
 from tarantella_pp.runtime.comm.tensor_buffers import to_buffer, to_tensor
+from tarantella_pp.runtime.replicas.batch_share import BatchShare
 
 READER = 0
 _HEADER_TAG, _SIGNATURE_TAG, _DATA_TAG = 1, 2, 3
 _END, _FAILED = -1, -2
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What a rank gets of each batch.
+
+    Attributes:
+        inputs: The positions of the model inputs that it uses.
+        replica: Its replica, whose samples it gets.
+        targets: Whether it gets targets and sample weights.
+    """
+
+    inputs: tuple[int, ...]
+    replica: int = 0
+    targets: bool = False
 
 
 @dataclass(frozen=True)
@@ -34,15 +50,20 @@ class Batch:
     """One rank's part of a batch.
 
     Attributes:
-        rows: Number of samples.
-        inputs: The model inputs that this rank's stages use, by position among all inputs.
-        y: The targets, on the last rank; elsewhere `None`.
+        rows: Number of samples, of all replicas.
+        shares: The share of each replica.
+        share: That of this rank's replica.
+        inputs: The model inputs that this rank's stages use, by position among all inputs: the
+            samples of its replica.
+        y: The targets of all samples, on the last rank of each pipeline; elsewhere `None`.
         sample_weight: The weights of the samples likewise.
         targets: Description of `y` and of `sample_weight`, on every rank.
         signature: Names the structure, shapes and dtypes of the batch, but for its rows.
     """
 
     rows: int
+    shares: Sequence[BatchShare]
+    share: BatchShare
     inputs: Mapping[int, tf.Tensor]
     y: Any
     sample_weight: Any
@@ -54,23 +75,24 @@ class DataFeed:
     """Hands every rank its part of each batch.
 
     Args:
-        communicator: The ranks of the pipeline.
-        needs: For each rank, the positions of the model inputs that it uses.
-        last_rank: The rank that gets targets and sample weights.
+        communicator: The ranks of all pipelines.
+        needs: What each of them gets.
         standardize: Makes the flat list of model inputs of what the data set gives for `x`.
+        shares: Shares a batch of so many samples among the replicas.
     """
 
     def __init__(
         self,
         communicator: Communicator,
-        needs: Sequence[Sequence[int]],
-        last_rank: int,
+        needs: Sequence[Need],
         standardize: Callable[[Any], list[tf.Tensor]],
+        shares: Callable[[int], Sequence[BatchShare]],
     ) -> None:
         self._communicator = communicator
-        self._needs = [tuple(need) for need in needs]
-        self._last_rank = last_rank
+        self._needs = needs
+        self._need = needs[communicator.rank]
         self._standardize = standardize
+        self._shares = shares
         self._known: bytes = b""
         self._signature: Any = None
 
@@ -112,23 +134,28 @@ class DataFeed:
         rows = int(inputs[0].shape[0])
         targets = [tf.convert_to_tensor(_dense(t, "a target")) for t in (*y_leaves, *w_leaves)]
         self._announce(rows, signature)
+        shares = self._shares(rows)
         for rank, need in enumerate(self._needs):
             if rank != self._communicator.rank:
-                extra = targets if rank == self._last_rank else []
-                arrays = [to_buffer(tensor) for tensor in [*(inputs[i] for i in need), *extra]]
+                own = shares[need.replica].own_rows
+                arrays = [to_buffer(inputs[i])[own] for i in need.inputs]
+                arrays += map(to_buffer, targets if need.targets else ())
                 if arrays:
                     self._communicator.send(arrays, rank, _DATA_TAG, label="data")
-        mine = {i: inputs[i] for i in self._needs[self._communicator.rank]}
+        own = shares[self._need.replica].own_rows
+        whole = own == slice(0, rows)
+        mine = {i: inputs[i] if whole else inputs[i][own] for i in self._need.inputs}
         return self._batch(rows, mine, targets, (y_struct, w_struct))
 
     def _batch(
         self, rows: int, inputs: Mapping[int, Any], leaves: Sequence[Any], targets: tuple[Any, Any]
     ) -> Batch:
-        if self._communicator.rank != self._last_rank:
-            return Batch(rows, inputs, None, None, targets, self._known)
-        count = len(tensors_in(targets[0]))
-        y, weight = rebuild(targets[0], leaves[:count]), rebuild(targets[1], leaves[count:])
-        return Batch(rows, inputs, y, weight, targets, self._known)
+        shares, y, weight = self._shares(rows), None, None
+        if self._need.targets:
+            count = len(tensors_in(targets[0]))
+            y, weight = rebuild(targets[0], leaves[:count]), rebuild(targets[1], leaves[count:])
+        share = shares[self._need.replica]
+        return Batch(rows, shares, share, inputs, y, weight, targets, self._known)
 
     def _announce(self, rows: int, signature: bytes) -> None:
         """Tells every rank the size of the next batch, and its structure if that is new.
@@ -157,13 +184,14 @@ class DataFeed:
             self._known = data.tobytes()
             self._signature = msgspec.msgpack.decode(self._known)
         specs, y, weight = self._signature
-        need = self._needs[self._communicator.rank]
-        wanted = [specs[i] for i in need]
-        if self._communicator.rank == self._last_rank:
-            wanted += [*tensors_in(y), *tensors_in(weight)]
+        need = self._need.inputs
+        own = sum(self._shares(rows)[self._need.replica].own_sizes)
+        wanted = [(own, *specs[i]) for i in need]
+        if self._need.targets:
+            wanted += [(rows, *spec) for spec in (*tensors_in(y), *tensors_in(weight))]
         buffers = [
-            TensorSpec((rows, *shape[1:]), tf.as_dtype(dtype).as_numpy_dtype)
-            for shape, dtype in wanted
+            TensorSpec((count, *shape[1:]), tf.as_dtype(dtype).as_numpy_dtype)
+            for count, shape, dtype in wanted
         ]
         arrays = self._get(buffers, _DATA_TAG) if buffers else []
         tensors = [to_tensor(array) for array in arrays]

@@ -62,8 +62,8 @@ class BatchLoss:
         self._activations = boundary.activations
         self._sources = [
             i
-            for i, port in enumerate(self._results)
-            if not port.mask and extracted.graph.tensors[port.tensor].has_gradient
+            for i, tensor in enumerate(self._results)
+            if not tensor.mask and extracted.graph.tensors[tensor.tensor].has_gradient
         ]
         first = compiled_loss(model)
         self._whole = None if first is None else second_loss(first, self._noted)
@@ -159,10 +159,10 @@ class BatchLoss:
             if kind not in self._functions:
                 self._functions[kind] = tf.function(run, autograph=False, reduce_retracing=True)
             total, *rest = self._functions[kind](*arguments)
-        ports = [self._results[i] for i in self._sources] if differentiate else []
-        gradients = rest[len(rest) - len(ports) :]
-        each = rest[: len(rest) - len(ports)]
-        return LossValue(total, each, dict(zip(ports, gradients, strict=True)))
+        tensors = [self._results[i] for i in self._sources] if differentiate else []
+        gradients = rest[len(rest) - len(tensors) :]
+        each = rest[: len(rest) - len(tensors)]
+        return LossValue(total, each, dict(zip(tensors, gradients, strict=True)))
 
     def _of_batch(
         self, differentiate: bool, y: Any, results: list[tf.Tensor], sample_weight: Any

@@ -42,7 +42,8 @@ class LossAndMetrics:
         Args:
             batch: A batch with its targets; of batches of one structure the first decides.
         """
-        return self.metrics.why_whole(batch, [self._spec(port) for port in self._results])
+        outputs = [self._spec(tensor) for tensor in self._results]
+        return self.metrics.why_whole(batch, outputs, replicas=len(batch.shares) > 1)
 
     def finish(self, loss: tf.Tensor, each: Sequence[tf.Tensor], rows: int) -> Mapping[str, Any]:
         """Updates the loss trackers with one batch, and the metrics with what is left of it.
@@ -70,11 +71,11 @@ class LossAndMetrics:
         logs: Mapping[str, Any] = keras.Model.get_metrics_result(model)
         return logs
 
-    def _spec(self, port: BoundaryTensor) -> tf.TensorSpec:
-        tensor = self._extracted.graph.tensors[port.tensor]
-        if port.mask:
-            return tf.TensorSpec(tensor.mask_shape, tf.bool)
-        return tf.TensorSpec(tensor.shape, tensor.dtype)
+    def _spec(self, tensor: BoundaryTensor) -> tf.TensorSpec:
+        described = self._extracted.graph.tensors[tensor.tensor]
+        if tensor.mask:
+            return tf.TensorSpec(described.mask_shape, tf.bool)
+        return tf.TensorSpec(described.shape, described.dtype)
 
     def _pack(self, results: Sequence[tf.Tensor]) -> Any:
         values = dict(zip(self._results, results, strict=True))

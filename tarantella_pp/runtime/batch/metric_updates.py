@@ -34,12 +34,20 @@ class MetricUpdates:
         self._compiled: dict[Hashable, CompiledFunction] = {}
         self._waiting: deque[tuple[Hashable, list[tf.Tensor]]] = deque()
 
-    def why_whole(self, batch: Batch, outputs: Sequence[tf.TensorSpec]) -> str | None:
+    @property
+    def variables(self) -> list[Any]:
+        """The state of the metrics."""
+        return [] if self._metrics is None else list(self._metrics.variables)
+
+    def why_whole(
+        self, batch: Batch, outputs: Sequence[tf.TensorSpec], replicas: bool = False
+    ) -> str | None:
         """Finds out why the metrics need the outputs of a whole batch.
 
         Args:
             batch: A batch with its targets; of batches of one structure the first decides.
             outputs: The model's outputs with their masks.
+            replicas: Whether the states of several replicas are to be added up.
 
         Returns:
             The reason, `None` if they do not need them.
@@ -48,7 +56,7 @@ class MetricUpdates:
             return None
         if batch.signature not in self._reasons:
             self._reasons[batch.signature] = why_not_by_parts(
-                self._metrics, self._pack, batch.y, outputs, batch.sample_weight
+                self._metrics, self._pack, batch.y, outputs, batch.sample_weight, replicas
             )
         return self._reasons[batch.signature]
 

@@ -25,7 +25,7 @@ from tarantella_pp.runtime.comm.announcement import (
     CollectiveCall,
     disagreement,
 )
-from tarantella_pp.runtime.comm.polling import Waiter
+from tarantella_pp.runtime.comm.waiting.polling import Waiter
 
 _TAG = 0
 _PATIENCE = 5.0

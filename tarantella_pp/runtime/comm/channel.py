@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
+
+from numpy.typing import NDArray
 
 from tarantella_pp.runtime.comm.agreement import Agreement
 from tarantella_pp.runtime.comm.buffer_pool import (
@@ -12,10 +14,11 @@ from tarantella_pp.runtime.comm.buffer_pool import (
     Bytes,
     aligned_memory,
 )
-from tarantella_pp.runtime.comm.flight_recorder import FlightRecorder
-from tarantella_pp.runtime.comm.polling import Outgoing, Waiter
 from tarantella_pp.runtime.comm.requests import RecvRequest, SendRequest
-from tarantella_pp.runtime.comm.wakeup import Wakeup
+from tarantella_pp.runtime.comm.waiting.flight_recorder import FlightRecorder
+from tarantella_pp.runtime.comm.waiting.polling import Outgoing, Waiter
+from tarantella_pp.runtime.comm.waiting.progress import Progress
+from tarantella_pp.runtime.comm.waiting.wakeup import Wakeup
 from tarantella_pp.runtime.comm.wire_format import (
     DESCRIPTION_BYTES,
     TensorSpec,
@@ -42,7 +45,12 @@ class Channel:
         bell: Rings for the ranks that messages go to.
         group: Number of the group, the same on all of its ranks.
         agreement: Learns what is sent, and knows what will not be.
-        make_waiter: Makes the waiter of this rank from what it calls between polls.
+        waiter: Waits for other ranks.
+        progress: Asks this channel now and then to let go of what it has sent.
+
+    Attributes:
+        rank: This rank.
+        size: Number of ranks.
     """
 
     def __init__(
@@ -54,12 +62,15 @@ class Channel:
         bell: Wakeup,
         group: int,
         agreement: Agreement,
-        make_waiter: Callable[[Callable[[], Outgoing]], Waiter],
+        waiter: Waiter,
+        progress: Progress,
     ) -> None:
         self.rank: int = comm.Get_rank()
+        self.size: int = comm.Get_size()
         self.mpi_error: type[Exception] = mpi.Exception
         self.status: Any = mpi.Status()
-        self.waiter = make_waiter(self.progress)
+        self.waiter = waiter
+        self._progress = progress
         self._world_ranks = world_ranks
         self._comm = comm
         self._byte = mpi.BYTE
@@ -89,11 +100,17 @@ class Channel:
         """Returns the size in bytes of the message that `status` is about."""
         return int(self.status.Get_count(self._byte))
 
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
+        """Returns an array with any content on memory as messages are received into."""
+        spec = TensorSpec(shape, dtype)
+        return self._pool.take(spec.nbytes).view(numpy_dtype(dtype)).reshape(shape)
+
     def send(self, arrays: Sequence[Any], dest: int, tag: int, label: str) -> None:
         """Starts to send a message."""
         tensors = [as_array(array) for array in arrays]
-        sending = SendRequest(label, dest, tag)
-        key = self._group, self._world_ranks[dest], tag
+        world_rank = self._world_ranks[dest]
+        sending = SendRequest(label, dest, tag, world_rank)
+        key = self._group, world_rank, tag
         number = self._agreement.sent[key]
         self._agreement.sent[key] += 1
         if number == 0:
@@ -101,38 +118,45 @@ class Channel:
         for tensor in tensors:
             for piece in pieces(as_bytes(tensor)):
                 self._send_piece(sending, piece)
-        self._bell.announce(self._world_ranks[dest], self._group, self.rank, tag, number)
+        self._bell.announce(world_rank, self._group, self.rank, tag, number)
         # The receiver is on its way; what follows is not waited for.
-        self._recorder.add("sending", label, dest, tag, sending.nbytes)
+        self._recorder.add("sending", label, world_rank, tag, sending.nbytes)
         self.progress()  # or a rank that never waits keeps all that it has sent
         self._outgoing.append(sending)
+        self._progress.add_sender(self)
 
     def _send_piece(self, sending: SendRequest, piece: Bytes) -> None:
         sending.add(piece, self._comm.Isend((piece, self._byte), sending.dest, sending.tag))
 
     def receive(
-        self, specs: Sequence[TensorSpec], source: int, tag: int, label: str
+        self,
+        specs: Sequence[TensorSpec],
+        source: int,
+        tag: int,
+        label: str,
+        into: Sequence[NDArray[Any]] | None = None,
     ) -> RecvRequest:
-        """Makes ready to receive a message."""
+        """Makes ready to receive a message, into given contiguous memory or into memory of ours."""
         request = RecvRequest(self, specs, source, tag, label, self._posted[source, tag])
         self._posted[source, tag] += 1
         if request.number == 0:
             memory = aligned_memory(DESCRIPTION_BYTES)
             request.add_description(memory, self._comm.Irecv((memory, self._byte), source, tag))
-        for spec in specs:
-            memory = self._pool.take(spec.nbytes)
+        for i, spec in enumerate(specs):
+            memory = self._pool.take(spec.nbytes) if into is None else as_bytes(into[i])
             parts = [
                 (piece, self._comm.Irecv((piece, self._byte), source, tag))
                 for piece in pieces(memory)
             ]
             request.add_tensor(memory.view(numpy_dtype(spec.dtype)).reshape(spec.shape), parts)
-        self._recorder.add("expecting", label, source, tag, request.nbytes)
+        self._recorder.add("expecting", label, self._world_ranks[source], tag, request.nbytes)
         self._expected[id(request)] = request
         return request
 
     def received(self, request: RecvRequest) -> None:
         """Notes that a message is here."""
-        self._recorder.add("received", request.label, request.source, request.tag, request.nbytes)
+        world_rank = self._world_ranks[request.source]
+        self._recorder.add("received", request.label, world_rank, request.tag, request.nbytes)
         del self._expected[id(request)]
 
     def progress(self) -> Outgoing:
@@ -142,11 +166,12 @@ class Channel:
         remaining = []
         for sending in self._outgoing:
             if sending.done():
-                self._recorder.add("sent", sending.label, sending.dest, sending.tag, sending.nbytes)
+                dest = sending.world_rank
+                self._recorder.add("sent", sending.label, dest, sending.tag, sending.nbytes)
             else:
                 remaining.append(sending)
         self._outgoing = remaining
-        return [(self._world_ranks[sending.dest], sending.nbytes) for sending in remaining]
+        return [(sending.world_rank, sending.nbytes) for sending in remaining]
 
     def flush(self) -> None:
         """Waits until everything has been sent."""

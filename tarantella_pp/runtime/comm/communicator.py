@@ -16,6 +16,7 @@ from tarantella_pp.errors import CommunicationError, LaunchError
 from tarantella_pp.launch.guard import failure_guard, gpus
 from tarantella_pp.launch.guard.launch_environment import Launch, detect_launch
 from tarantella_pp.launch.guard.rank_records import SIZE_VARIABLE
+from tarantella_pp.runtime.comm.collective_requests import CollectiveRequest, Steps, finished
 from tarantella_pp.runtime.comm.wire_format import TensorSpec
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ __all__ = ["Communicator", "TensorSpec", "world"]
 
 _LOG = logging.getLogger(__name__)
 _Json = TypeVar("_Json")
+_Result = TypeVar("_Result")
 
 
 class Communicator:
@@ -37,11 +39,13 @@ class Communicator:
     Attributes:
         rank: Number of this process in the group, from 0.
         size: Number of processes in the group.
+        world_ranks: Number in the job of each process of the group.
         largest_tag: Largest tag that a message may have.
     """
 
     rank: int = 0
     size: int = 1
+    world_ranks: tuple[int, ...] = (0,)
     largest_tag: int = 2**31 - 1
 
     def send(self, arrays: Sequence[Any], dest: int, tag: int, *, label: str = "") -> None:
@@ -82,7 +86,10 @@ class Communicator:
         raise self._nobody(f"source={source}")
 
     def progress(self) -> None:
-        """Lets go of the tensors that have been sent; never waits."""
+        """Moves on all messages and collectives that this rank has begun; never waits.
+
+        Those of all groups: whoever computes for long calls this now and then.
+        """
 
     def flush(self) -> None:
         """Waits until everything that was sent has left this rank."""
@@ -101,12 +108,114 @@ class Communicator:
     def allreduce(self, array: NDArray[Any], op: str = "sum") -> None:
         """Overwrites an array with the combination of the arrays of all ranks.
 
-        Floats of 16 bits or fewer are combined in float32; sums of small integers wrap around.
-
         Args:
             array: Writable array of the same shape and dtype on every rank.
-            op: `"sum"`, `"max"` or `"min"`.
+            op: As of `start_allreduce`, whose bits the result has.
         """
+
+    def start_allreduce(
+        self,
+        array: NDArray[Any],
+        op: str = "sum",
+        *,
+        wire_dtype: Any = None,
+        tag: int = 0,
+        label: str = "",
+    ) -> CollectiveRequest[NDArray[Any]]:
+        """Starts to combine the arrays of all ranks, and returns at once.
+
+        Values are combined in the order of the ranks, whatever the size of the array: the result
+        has the same bits on every rank, in each run, with each MPI library. Floats of 16 bits or
+        fewer are combined in float32, and the result is rounded to them. Of n bytes, each rank
+        sends 2 n (size - 1) / size, and receives as many. It goes on in `progress` and in the
+        waits of this rank, those of other groups included.
+
+        Args:
+            array: Array of the same shape and dtype on every rank; it must not change before the
+                result is here.
+            op: `"sum"`, `"max"` or `"min"`.
+            wire_dtype: Dtype in which floats that are larger travel, such as `"bfloat16"`; `None`
+                for their own.
+            tag: Tells apart collectives that ranks may start in different orders, from 0 to
+                `largest_tag // 2 - 1`. Those with the same tag are matched in their order.
+            label: What it is, for reports.
+
+        Returns:
+            A request, whose `wait` returns the result in memory of its own: aligned as TensorFlow
+            takes it, not to be written to. In a group of one rank it is the array itself.
+
+        Raises:
+            CommunicationError: No such operation or tag.
+        """
+        return finished(array)
+
+    def start_reduce_scatter(
+        self,
+        array: NDArray[Any],
+        counts: Sequence[int],
+        op: str = "sum",
+        *,
+        wire_dtype: Any = None,
+        tag: int = 0,
+        label: str = "",
+    ) -> CollectiveRequest[NDArray[Any]]:
+        """Starts to combine arrays, of which each rank gets its part, and returns at once.
+
+        The parts have the bits that `start_allreduce` gives.
+
+        Args:
+            array: As of `start_allreduce`; it must not change at all.
+            counts: Number of elements of the part of each rank, one behind the other. All of them
+                on one rank make this a reduction to that rank.
+            op: As of `start_allreduce`.
+            wire_dtype: As of `start_allreduce`.
+            tag: As of `start_allreduce`.
+            label: As of `start_allreduce`.
+
+        Returns:
+            A request, whose `wait` returns the part of this rank, flat.
+        """
+        return finished(array.reshape(-1))
+
+    def start_allgather(
+        self,
+        arrays: Sequence[NDArray[Any]],
+        rows: Sequence[int] | None = None,
+        *,
+        tag: int = 0,
+        label: str = "",
+    ) -> CollectiveRequest[list[NDArray[Any]]]:
+        """Starts to gather the rows of all ranks, and returns at once.
+
+        Args:
+            arrays: Arrays that have the same number of rows on one rank, and the same dtypes and
+                shapes of a row on every rank.
+            rows: Number of rows on each rank; `None` if it is the same on every rank. All of them
+                on one rank make this a broadcast from that rank.
+            tag: As of `start_allreduce`.
+            label: As of `start_allreduce`.
+
+        Returns:
+            A request, whose `wait` returns for each array the rows of all ranks, one rank's
+            behind the other's, in memory as of `start_allreduce`.
+        """
+        return finished([*arrays])
+
+    def start(self, steps: Steps[_Result], label: str) -> CollectiveRequest[_Result]:
+        """Starts a collective that is made of others, and returns at once.
+
+        Args:
+            steps: A generator: it starts collectives, yields them, is continued once all of them
+                are ready, and at last returns the result. The tags of what it starts must be
+                used by nobody else: when it is continued differs between ranks.
+            label: What it is, for reports.
+
+        Returns:
+            A request, whose `wait` returns the result.
+        """
+        request = CollectiveRequest(steps, label, lambda request, meanwhile: None)
+        request.ready()
+        return request
 
     def broadcast_json(self, value: _Json | None, root: int = 0) -> _Json:
         """Returns the value that rank `root` passes, on every rank.

@@ -12,17 +12,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tarantella_pp.errors import CommunicationError
+from tarantella_pp.runtime.comm import collective_requests
 from tarantella_pp.runtime.comm.agreement import Agreement
 from tarantella_pp.runtime.comm.channel import Channel
+from tarantella_pp.runtime.comm.collective_requests import CollectiveRequest, Steps
 from tarantella_pp.runtime.comm.communicator import Communicator
-from tarantella_pp.runtime.comm.flight_recorder import FlightRecorder
-from tarantella_pp.runtime.comm.polling import (
-    Limits,
-    Outgoing,
-    Waiter,
-)
 from tarantella_pp.runtime.comm.requests import RecvRequest
-from tarantella_pp.runtime.comm.wakeup import Wakeup
+from tarantella_pp.runtime.comm.waiting.flight_recorder import FlightRecorder
+from tarantella_pp.runtime.comm.waiting.polling import Limits, Waiter
+from tarantella_pp.runtime.comm.waiting.progress import Progress
+from tarantella_pp.runtime.comm.waiting.wakeup import Wakeup
 from tarantella_pp.runtime.comm.wire_format import (
     TensorSpec,
     as_bytes,
@@ -30,6 +29,7 @@ from tarantella_pp.runtime.comm.wire_format import (
 )
 
 _Json = TypeVar("_Json")
+_Result = TypeVar("_Result")
 _EVENTS_REPORTED = 20
 
 
@@ -44,6 +44,7 @@ class MpiCommunicator(Communicator):
         bell: The doorbell of this rank; not yet connected.
         limits: How long a wait may take.
         agreement: The calls of this rank and those of the others.
+        progress: What this rank has under way in all groups.
         group: Number of the group for the doorbell, the same on all of its ranks.
     """
 
@@ -54,11 +55,13 @@ class MpiCommunicator(Communicator):
         bell: Wakeup,
         limits: Limits,
         agreement: Agreement,
+        progress: Progress,
         group: int = 0,
     ) -> None:
         self.rank = comm.Get_rank()
         self.size = comm.Get_size()
-        self.largest_tag = int(mpi.COMM_WORLD.Get_attr(mpi.TAG_UB))
+        # The upper half of the tags is for collectives, two for each of theirs.
+        self.largest_tag = int(mpi.COMM_WORLD.Get_attr(mpi.TAG_UB)) // 2
         self.recorder = FlightRecorder()
         self._mpi = mpi
         self._comm = comm
@@ -68,9 +71,12 @@ class MpiCommunicator(Communicator):
         self._splits = 0
         self._limits = limits
         everyone = mpi.COMM_WORLD.Get_group()
-        self._world_ranks = comm.Get_group().Translate_ranks(range(self.size), everyone)
+        self.world_ranks = tuple(comm.Get_group().Translate_ranks(range(self.size), everyone))
+        self._progress = progress
+        where, number = agreement.where, self.world_ranks[self.rank]
+        waiter = Waiter(number, limits, progress.poll, bell, self._report, where)
         self._channel = Channel(
-            mpi, comm, self._world_ranks, self.recorder, bell, group, agreement, self._make_waiter
+            mpi, comm, self.world_ranks, self.recorder, bell, group, agreement, waiter, progress
         )
 
     @classmethod
@@ -85,7 +91,8 @@ class MpiCommunicator(Communicator):
             copy, request = mpi.COMM_WORLD.Idup()
             waiter.until(request.Test, lambda: "all ranks to start", everyone)
             copies.append(copy)
-        ranks = cls(mpi, copies[0], bell, limits, Agreement(mpi, copies[1], bell.ring))
+        agreement = Agreement(mpi, copies[1], bell.ring)
+        ranks = cls(mpi, copies[0], bell, limits, agreement, Progress())
         bell.connect(ranks.allgather_json(bell.address))
         return ranks
 
@@ -102,8 +109,8 @@ class MpiCommunicator(Communicator):
         return self._channel.receive(specs, source, tag, label)
 
     def progress(self) -> None:
-        """Lets go of the tensors that have been sent; never waits."""
-        self._channel.progress()
+        """Moves on all that this rank has begun; see `Communicator.progress`."""
+        self._progress.poll()
 
     def flush(self) -> None:
         """Waits until everything that was sent has left this rank."""
@@ -125,15 +132,65 @@ class MpiCommunicator(Communicator):
 
     def allreduce(self, array: NDArray[Any], op: str = "sum") -> None:
         """Overwrites an array with the combination of all ranks'; see `Communicator.allreduce`."""
-        operation = {"sum": self._mpi.SUM, "max": self._mpi.MAX, "min": self._mpi.MIN}.get(op)
-        if operation is None:
-            raise CommunicationError(f'op is "sum", "max" or "min". Received: op={op!r}')
-        buffer = np.ascontiguousarray(array, _dtype_to_combine(array.dtype))
-        for piece in pieces(buffer.reshape(-1)):
-            request = self._comm.Iallreduce(self._mpi.IN_PLACE, piece, operation)
-            self._run(f"allreduce ({op})", request)
-        if buffer is not array:
-            array[...] = buffer.astype(array.dtype, copy=False)
+        array[...] = self.start_allreduce(array, op, label=f"allreduce ({op})").wait()
+
+    def start_allreduce(
+        self,
+        array: NDArray[Any],
+        op: str = "sum",
+        *,
+        wire_dtype: Any = None,
+        tag: int = 0,
+        label: str = "",
+    ) -> CollectiveRequest[NDArray[Any]]:
+        """Starts to combine arrays; see `Communicator.start_allreduce`."""
+        if self.size == 1:
+            return super().start_allreduce(array, op)
+        tags = self._tags(tag, label)
+        steps = collective_requests.allreduce(self._channel, array, op, wire_dtype, tags, label)
+        return self.start(steps, label)
+
+    def start_reduce_scatter(
+        self,
+        array: NDArray[Any],
+        counts: Sequence[int],
+        op: str = "sum",
+        *,
+        wire_dtype: Any = None,
+        tag: int = 0,
+        label: str = "",
+    ) -> CollectiveRequest[NDArray[Any]]:
+        """Starts to combine arrays in parts; see `Communicator.start_reduce_scatter`."""
+        if self.size == 1:
+            return super().start_reduce_scatter(array, counts, op)
+        first, _ = self._tags(tag, label)
+        steps = collective_requests.reduce_scatter(
+            self._channel, array, counts, op, wire_dtype, first, label
+        )
+        return self.start(steps, label)
+
+    def start_allgather(
+        self,
+        arrays: Sequence[NDArray[Any]],
+        rows: Sequence[int] | None = None,
+        *,
+        tag: int = 0,
+        label: str = "",
+    ) -> CollectiveRequest[list[NDArray[Any]]]:
+        """Starts to gather rows; see `Communicator.start_allgather`."""
+        if self.size == 1:
+            return super().start_allgather(arrays, rows)
+        first, _ = self._tags(tag, label)
+        return self.start(
+            collective_requests.allgather(self._channel, arrays, rows, first, label), label
+        )
+
+    def start(self, steps: Steps[_Result], label: str) -> CollectiveRequest[_Result]:
+        """Starts a collective that is made of others; see `Communicator.start`."""
+        request = CollectiveRequest(steps, label, self._wait_for_collective)
+        if not request.ready():
+            self._progress.add_collective(request)
+        return request
 
     def broadcast_json(self, value: _Json | None, root: int = 0) -> _Json:
         """Returns the value of rank `root`; see `Communicator.broadcast_json`."""
@@ -170,7 +227,9 @@ class MpiCommunicator(Communicator):
         self._splits += 1
         group = zlib.crc32(repr((self._group, self._splits, color)).encode())
         comm = self._comm.Split(color, key)
-        return MpiCommunicator(self._mpi, comm, self._bell, self._limits, self._agreement, group)
+        return MpiCommunicator(
+            self._mpi, comm, self._bell, self._limits, self._agreement, self._progress, group
+        )
 
     def call(self, method: str, **facts: Any) -> contextlib.AbstractContextManager[None]:
         """Surrounds a call that all ranks must make; see `Communicator.call`."""
@@ -197,9 +256,9 @@ class MpiCommunicator(Communicator):
         """Waits for a collective."""
         self.recorder.add("entered", name)
         self._agreement.entered[self._group] += 1
-        for peer in self._world_ranks:
+        for peer in self.world_ranks:
             self._bell.ring(peer)
-        waiter, peers = self._channel.waiter, self._world_ranks
+        waiter, peers = self._channel.waiter, self.world_ranks
         waiter.until(
             request.Test,
             lambda: f"the other ranks in {name}",
@@ -208,9 +267,28 @@ class MpiCommunicator(Communicator):
         )
         self.recorder.add("left", name)
 
-    def _make_waiter(self, between: Callable[[], Outgoing]) -> Waiter:
-        where = self._agreement.where
-        return Waiter(self.rank, self._limits, between, self._bell, self._report, where)
+    def _wait_for_collective(
+        self, request: CollectiveRequest[Any], meanwhile: Callable[[], bool] | None
+    ) -> None:
+        self._channel.waiter.until(
+            request.ready,
+            request.__str__,
+            [rank for rank in self.world_ranks if rank != self.world_ranks[self.rank]],
+            rings=True,
+            coming=request.coming,
+            meanwhile=meanwhile,
+            check=request.check,
+        )
+
+    def _tags(self, tag: int, label: str) -> tuple[int, int]:
+        """The tags of the messages of a collective."""
+        if not 0 <= tag < self.largest_tag // 2:
+            raise CommunicationError(
+                f"The tag of a collective is a number from 0 to {self.largest_tag // 2 - 1}. "
+                f"Received: tag={tag} for {label or 'a collective'}"
+            )
+        first = self.largest_tag + 1 + 2 * tag
+        return first, first + 1
 
     def _report(self) -> str:
         lines = self._channel.outstanding() or ["nothing else"]
@@ -233,13 +311,6 @@ class MpiCommunicator(Communicator):
                 f"A tag is a number from 0 to {self.largest_tag}, the limit of this MPI. "
                 f"Received: tag={tag} for {label or 'a message'}"
             )
-
-
-def _dtype_to_combine(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Returns in which dtype ranks combine: MPI has no bfloat16, and some saturate small ints."""
-    if dtype.itemsize > 2:
-        return dtype
-    return np.dtype(np.int32 if dtype.kind in "iub" else np.float32)
 
 
 def _encode(value: Any) -> NDArray[np.uint8]:

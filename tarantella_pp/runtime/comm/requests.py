@@ -20,14 +20,22 @@ if TYPE_CHECKING:
 
 
 class SendRequest:
-    """A message on its way out; keeps its memory alive until MPI has read all of it."""
+    """A message on its way out; keeps its memory alive until MPI has read all of it.
 
-    __slots__ = ("_memory", "_requests", "dest", "label", "nbytes", "tag")
+    Args:
+        label: What the message is, for reports.
+        dest: The receiving rank, by its number in the group.
+        tag: Number of the message.
+        world_rank: The receiving rank, by its number in the job.
+    """
 
-    def __init__(self, label: str, dest: int, tag: int) -> None:
+    __slots__ = ("_memory", "_requests", "dest", "label", "nbytes", "tag", "world_rank")
+
+    def __init__(self, label: str, dest: int, tag: int, world_rank: int) -> None:
         self.label = label
         self.dest = dest
         self.tag = tag
+        self.world_rank = world_rank
         self.nbytes = 0
         self._memory: list[Bytes] = []
         self._requests: list[Any] = []
@@ -51,7 +59,7 @@ class SendRequest:
         return f"the arrival of {self}"
 
     def __str__(self) -> str:
-        return f"{self.label or 'a message'} to rank {self.dest} (tag {self.tag})"
+        return f"{self.label or 'a message'} to rank {self.world_rank} (tag {self.tag})"
 
 
 class RecvRequest:
@@ -59,7 +67,7 @@ class RecvRequest:
 
     Attributes:
         label: What the message is, for reports.
-        source: The sending rank.
+        source: The sending rank, by its number in the group.
         tag: Number of the message.
         nbytes: Size of its tensors in bytes.
         number: How many messages with this tag from this rank were expected before.
@@ -141,9 +149,13 @@ class RecvRequest:
             rings=True,
             coming=self.coming,
             meanwhile=meanwhile,
-            check=lambda: self._channel.check(self),
+            check=self.check,
         )
         return self._arrays
+
+    def check(self) -> None:
+        """Refuses to wait for the message if it will not come."""
+        self._channel.check(self)
 
     def coming(self) -> int:
         """Returns the size in bytes if the message is known to be on its way, else 0."""
@@ -160,9 +172,13 @@ class RecvRequest:
     def _mismatch(self, got: str) -> CommunicationError:
         expected = " ".join(map(str, self._specs)) or "no tensors"
         return CommunicationError(
-            f"Rank {self._channel.rank} expects {self} to hold {expected} ({self.nbytes} bytes), "
-            f"but rank {self.source} sent {got}."
+            f"Rank {self._world_rank(self._channel.rank)} expects {self} to hold {expected} "
+            f"({self.nbytes} bytes), but rank {self._world_rank(self.source)} sent {got}."
         )
 
     def __str__(self) -> str:
-        return f"{self.label or 'a message'} from rank {self.source} (tag {self.tag})"
+        rank = self._world_rank(self.source)
+        return f"{self.label or 'a message'} from rank {rank} (tag {self.tag})"
+
+    def _world_rank(self, rank: int) -> int:
+        return self._channel.peers(rank)[0]

@@ -125,11 +125,7 @@ class DeferredMatmulSum:
 
     @staticmethod
     def value(parts: Parts) -> tf.Tensor:
-        """Computes the sum; works inside a `tf.function`.
-
-        Args:
-            parts: What `take` returned, not empty.
-        """
+        """Computes the sum; works inside a `tf.function`."""
         product = DeferredMatmul(parts["left"], parts["right"]).value()
         return parts["total"] + product if "total" in parts else product
 

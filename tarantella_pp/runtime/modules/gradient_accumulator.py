@@ -149,16 +149,19 @@ class GradientAccumulator:
 
         Weight by weight, so that not all of it is there twice at a time.
         """
-        found: dict[int, Collected] = {}
+        collected: dict[int, Collected] = {}
         for i, kept in self._sparse.items():
             if kept:
-                found[i] = tf.concat([a for a, _ in kept], 0), tf.concat([b for _, b in kept], 0)
+                collected[i] = (
+                    tf.concat([a for a, _ in kept], 0),
+                    tf.concat([b for _, b in kept], 0),
+                )
                 kept.clear()
         for i, products in self._products.items():
             parts = products.take()
             if parts:
-                found[i] = parts
-        return found
+                collected[i] = parts
+        return collected
 
     def gradient(self, index: int, collected: dict[int, Collected]) -> Any:
         """The sum for one weight, for the optimizer; works inside a `tf.function`.

@@ -32,24 +32,20 @@ _ACTIVATIONS: dict[str, Activation] = {
 
 
 def find_activations(extracted: ExtractedModel) -> dict[int, Activation]:
-    """For each output of a model that remembers its logits, what makes it of them.
-
-    Args:
-        extracted: The model's graph and calls; they are traced, not run.
-    """
+    """For each output of a model that remembers its logits, what makes it of them."""
     makers = {tensor: call for call in extracted.calls for tensor in call.outputs}
-    found: dict[int, Activation] = {}
+    activations: dict[int, Activation] = {}
     for tensor in extracted.graph.outputs:
-        if tensor in makers and tensor not in found:
+        if tensor in makers and tensor not in activations:
             activation = _activation(extracted, makers[tensor], tensor)
             if activation is not None:
-                found[tensor] = activation
-    return found
+                activations[tensor] = activation
+    return activations
 
 
 def _activation(extracted: ExtractedModel, call: Call, tensor: int) -> Activation | None:
     tensors = extracted.graph.tensors
-    found: list[Activation | None] = []
+    kinds: list[Activation | None] = []
 
     def trace(*inputs: tf.Tensor) -> None:
         values = dict(zip(call.inputs, inputs, strict=True))
@@ -59,12 +55,12 @@ def _activation(extracted: ExtractedModel, call: Call, tensor: int) -> Activatio
         made = keras.tree.flatten(results)[call.outputs.index(tensor)]
         logits = logits_of(made)
         alike = logits is not None and (logits.dtype, logits.shape) == (made.dtype, made.shape)
-        found.append(_ACTIVATIONS.get(made.op.type) if alike else None)
+        kinds.append(_ACTIVATIONS.get(made.op.type) if alike else None)
 
     specs = [tf.TensorSpec(tensors[t].shape, tensors[t].dtype) for t in call.inputs]
     with only_traced():  # the layer may be on another rank
         tf.function(trace, input_signature=specs, autograph=False).get_concrete_function()
-    return found[0]
+    return kinds[0]
 
 
 def as_logits(value: tf.Tensor, tensor: int, activations: Mapping[int, Activation]) -> tf.Tensor:
@@ -82,16 +78,7 @@ def pack_outputs(
     values: Mapping[BoundaryTensor, tf.Tensor],
     activations: Mapping[int, Activation],
 ) -> Any:
-    """Puts the outputs of a model together, masks attached.
-
-    Args:
-        extracted: The model's graph.
-        values: Each output, and its mask where it has one.
-        activations: Outputs that are given as their logits, and what makes them of these.
-
-    Returns:
-        What the model would return.
-    """
+    """Puts the outputs of a model together, masks attached."""
     flat = []
     for tensor in extracted.graph.outputs:
         value = as_made(values[BoundaryTensor(tensor)], tensor, activations)

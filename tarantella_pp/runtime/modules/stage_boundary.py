@@ -74,18 +74,20 @@ class StageBoundary:
     @property
     def inputs(self) -> tuple[BoundaryTensor, ...]:
         """All values the stage takes in: model inputs first, then edge by edge."""
-        return self.model_inputs + tuple(port for link in self.receives for port in link.tensors)
+        return self.model_inputs + tuple(
+            tensor for edge in self.receives for tensor in edge.tensors
+        )
 
     @property
     def outputs(self) -> tuple[BoundaryTensor, ...]:
         """All values the stage hands on, each once, the model's outputs last."""
-        sent = {port: None for link in self.sends for port in link.tensors}
+        sent = {tensor: None for edge in self.sends for tensor in edge.tensors}
         return tuple(sent | dict.fromkeys(self.model_outputs))
 
     @property
     def input_gradients(self) -> tuple[BoundaryTensor, ...]:
         """Those of `inputs` whose gradient the stage sends back."""
-        return tuple(port for link in self.receives for port in link.gradients)
+        return tuple(tensor for edge in self.receives for tensor in edge.gradients)
 
 
 def stage_boundaries(
@@ -114,21 +116,21 @@ def stage_boundaries(
     for tensor, stages in zip(graph.tensors, readers(graph, assignment), strict=True):
         for stage in stages if tensor.producer is None else ():
             data[stage].append(BoundaryTensor(tensor.id))
-    links = [_link(graph, pair, ports) for pair, ports in sorted(crossing.items())]
+    edges = [_edge(graph, pair, tensors) for pair, tensors in sorted(crossing.items())]
     results = tuple(dict.fromkeys(p for t in graph.outputs for p in _with_mask(graph, t)))
     axes = {i: tensor.sample_axis for i, tensor in enumerate(graph.tensors)}
     boundaries = []
     for stage in range(num_stages):
-        sends = tuple(link for link in links if link.source == stage)
+        sends = tuple(edge for edge in edges if edge.source == stage)
         ends = results if stage == last else ()
-        outputs_with_gradient = [port for link in sends for port in link.gradients]
-        outputs_with_gradient += [port for port in ends if _flows(graph, port)]
+        outputs_with_gradient = [tensor for edge in sends for tensor in edge.gradients]
+        outputs_with_gradient += [tensor for tensor in ends if _flows(graph, tensor)]
         boundaries.append(
             StageBoundary(
                 index=stage,
                 nodes=tuple(node for node, where in enumerate(assignment) if where == stage),
                 model_inputs=tuple(data[stage]),
-                receives=tuple(link for link in links if link.target == stage),
+                receives=tuple(edge for edge in edges if edge.target == stage),
                 sends=sends,
                 model_outputs=ends,
                 outputs_with_gradient=tuple(dict.fromkeys(outputs_with_gradient)),
@@ -145,15 +147,15 @@ def _with_mask(graph: LayerGraph, tensor: int) -> tuple[BoundaryTensor, ...]:
     return BoundaryTensor(tensor), BoundaryTensor(tensor, mask=True)
 
 
-def _link(graph: LayerGraph, pair: tuple[int, int], ports: list[BoundaryTensor]) -> StageEdge:
-    gradients = tuple(port for port in ports if _flows(graph, port))
-    return StageEdge(pair[0], pair[1], tuple(ports), gradients)
+def _edge(graph: LayerGraph, pair: tuple[int, int], tensors: list[BoundaryTensor]) -> StageEdge:
+    gradients = tuple(tensor for tensor in tensors if _flows(graph, tensor))
+    return StageEdge(pair[0], pair[1], tuple(tensors), gradients)
 
 
-def _flows(graph: LayerGraph, port: BoundaryTensor) -> bool:
-    return not port.mask and graph.tensors[port.tensor].has_gradient
+def _flows(graph: LayerGraph, tensor: BoundaryTensor) -> bool:
+    return not tensor.mask and graph.tensors[tensor.tensor].has_gradient
 
 
 def stage_edges(boundaries: Sequence[StageBoundary]) -> tuple[StageEdge, ...]:
-    """All links of a pipeline, in an order that every rank finds alike."""
-    return tuple(link for boundary in boundaries for link in boundary.sends)
+    """All edges of a pipeline, in an order that every rank finds alike."""
+    return tuple(edge for boundary in boundaries for edge in boundary.sends)

@@ -50,16 +50,7 @@ class StageModule:
         return [weight.value for weight in self.accumulator.weights]
 
     def run(self, inputs: Sequence[tf.Tensor], training: bool) -> tuple[list[tf.Tensor], tf.Tensor]:
-        """Runs the nodes on one micro-batch.
-
-        Args:
-            inputs: One tensor for each port of `boundary.inputs`.
-            training: Whether layers run in training mode.
-
-        Returns:
-            One tensor for each port of `boundary.outputs`, and the losses that the layers added,
-            as one tensor in Keras' default float type.
-        """
+        """Runs the nodes on one micro-batch."""
         outputs, losses = self.layer(inputs, training=training)
         dtype = keras.config.floatx()
         self.added_by[training] = tuple(name for name, _ in losses)
@@ -68,28 +59,19 @@ class StageModule:
 
     def sources(self, inputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Those of `inputs` whose gradient the stage sends back."""
-        ports = dict(zip(self.boundary.inputs, inputs, strict=True))
-        return [ports[port] for port in self.boundary.input_gradients]
+        values = dict(zip(self.boundary.inputs, inputs, strict=True))
+        return [values[tensor] for tensor in self.boundary.input_gradients]
 
     def targets(self, outputs: Sequence[tf.Tensor], added: tf.Tensor) -> list[tf.Tensor]:
         """What is differentiated: the added losses, then each output that a gradient reaches."""
-        ports = dict(zip(self.boundary.outputs, outputs, strict=True))
-        return [added, *(ports[port] for port in self.boundary.outputs_with_gradient)]
+        values = dict(zip(self.boundary.outputs, outputs, strict=True))
+        return [added, *(values[tensor] for tensor in self.boundary.outputs_with_gradient)]
 
     def connected(
         self, specs: Sequence[tf.TensorSpec], coming: Sequence[bool]
     ) -> tuple[list[bool], list[bool]]:
-        """Finds out where gradients get to; runs nothing.
-
-        Args:
-            specs: Shape and dtype of each input.
-            coming: For each of `boundary.outputs_with_gradient` whether a gradient comes in there.
-
-        Returns:
-            For each of `boundary.input_gradients`, and for each trainable weight, whether a
-            gradient reaches it.
-        """
-        found: list[bool] = []
+        """Finds out where gradients get to; runs nothing."""
+        connected: list[bool] = []
 
         def trace(*inputs: tf.Tensor) -> None:
             wanted = [*self.sources(inputs), *self.variables]
@@ -97,11 +79,11 @@ class StageModule:
                 tape.watch(wanted)
                 targets = self.targets(*self.run(inputs, training=True))
                 kept = [t for t, comes in zip(targets, [True, *coming], strict=True) if comes]
-            found.extend(gradient is not None for gradient in tape.gradient(kept, wanted))
+            connected.extend(gradient is not None for gradient in tape.gradient(kept, wanted))
 
         tf.function(trace, input_signature=list(specs), autograph=False).get_concrete_function()
         inputs = len(self.boundary.input_gradients)
-        return found[:inputs], found[inputs:]
+        return connected[:inputs], connected[inputs:]
 
 
 class StageLayer(keras.layers.Layer):
@@ -131,16 +113,7 @@ class StageLayer(keras.layers.Layer):
     def call(
         self, values: Sequence[Any], training: bool
     ) -> tuple[list[Any], list[tuple[str, Any]]]:
-        """Runs the nodes.
-
-        Args:
-            values: One tensor for each port of `boundary.inputs`.
-            training: Whether layers run in training mode.
-
-        Returns:
-            One tensor for each port of `boundary.outputs`, and the losses that the layers added
-            (activity regularizers and `add_loss`; not weight regularizers), with their names.
-        """
+        """Runs the nodes."""
         tensors, masks = self._received(values)
         for call in self.calls:
             for tensor in call.inputs:
@@ -154,29 +127,29 @@ class StageLayer(keras.layers.Layer):
             if self.observe is not None:
                 self.observe(call, [tensors[tensor] for tensor in call.outputs])
             masks.update((tensor, get_mask(tensors[tensor])) for tensor in call.outputs)
-        outputs = [self._value(port, tensors, masks) for port in self.boundary.outputs]
+        outputs = [self._value(tensor, tensors, masks) for tensor in self.boundary.outputs]
         return outputs, added_losses(self)
 
     def _received(self, values: Sequence[Any]) -> tuple[dict[int, Any], dict[int, Any]]:
         tensors: dict[int, Any] = {}
         masks: dict[int, Any] = {}
-        for port, value in zip(self.boundary.inputs, values, strict=True):
-            if port.mask:
-                masks[port.tensor] = value
+        for tensor, value in zip(self.boundary.inputs, values, strict=True):
+            if tensor.mask:
+                masks[tensor.tensor] = value
             else:
-                tensors[port.tensor] = as_made(value, port.tensor, self.boundary.activations)
+                tensors[tensor.tensor] = as_made(value, tensor.tensor, self.boundary.activations)
         return tensors, masks
 
     def _value(
-        self, port: BoundaryTensor, tensors: Mapping[int, Any], masks: Mapping[int, Any]
+        self, tensor: BoundaryTensor, tensors: Mapping[int, Any], masks: Mapping[int, Any]
     ) -> Any:
-        if not port.mask:
-            return as_logits(tensors[port.tensor], port.tensor, self.boundary.activations)
-        mask = masks.get(port.tensor)
+        if not tensor.mask:
+            return as_logits(tensors[tensor.tensor], tensor.tensor, self.boundary.activations)
+        mask = masks.get(tensor.tensor)
         if mask is None:
             raise UnsupportedModelError(
-                f"Stage {self.boundary.index} should hand on a mask with tensor {port.tensor}, as "
-                "the model's graph says, but the layer that makes the tensor computed none. "
+                f"Stage {self.boundary.index} should hand on a mask with tensor {tensor.tensor}, "
+                "as the model's graph says, but the layer that makes the tensor computed none. "
                 "Make its `compute_mask` depend on the presence of a mask only."
             )
         return mask

@@ -46,15 +46,7 @@ class AddedLosses:
         self._runs: list[list[tf.Tensor]] = []
 
     def kinds(self) -> Array:
-        """Tells sums from means.
-
-        Returns:
-            For each loss 1 if it is a sum over samples, 0 if it is a mean or follows from weights
-            alone, and not a number where that does not show, as long as it is zero.
-
-        Raises:
-            UnsupportedModelError: If one is neither; names the layer.
-        """
+        """Tells sums from means."""
         count = len(self._names)
         try:
             found = self._shown(others)
@@ -125,11 +117,7 @@ class AddedLosses:
 
 
 def not_additive(name: str) -> UnsupportedModelError:
-    """The error of a loss that micro-batches cannot add up.
-
-    Args:
-        name: The layer that adds it.
-    """
+    """The error of a loss that micro-batches cannot add up."""
     return UnsupportedModelError(
         f"Layer '{name}' adds a loss that is not to be recognized as a sum or a mean over the "
         "samples of the batch: what it is for some of them depends on others. In micro-batches it "

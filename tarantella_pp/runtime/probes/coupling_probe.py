@@ -48,15 +48,9 @@ class CouplingProbe:
         self._trace = trace
         self._tolerance = trace.tolerance
         self._samples = samples
-        self._rows = samples.rows
-        self._inputs = samples.inputs
 
     def check(self) -> None:
-        """Refuses a stage that mixes samples; the losses that layers add are looked at elsewhere.
-
-        Raises:
-            UnsupportedModelError: Names the layer, and says what to do.
-        """
+        """Refuses a stage that mixes samples; the losses that layers add have another probe."""
         for kept, change in self._sides():
             before, after = self._tried(kept, change)
             weights = self._other_weights(before, after)
@@ -68,12 +62,12 @@ class CouplingProbe:
 
     def _sides(self) -> list[tuple[Array, Change]]:
         """Which samples are kept, and how the others are replaced."""
-        kept = np.arange(self._rows) % 2 == 0
+        kept = np.arange(self._samples.rows) % 2 == 0
         return [(kept, neighbours), (~kept, others)]
 
     def _tried(self, kept: Array, change: Change) -> tuple[Trial, Trial]:
         factors = np.zeros(len(self._trace.added_by))
-        before = self._trace(kept, factors, self._inputs)
+        before = self._trace(kept, factors, self._samples.inputs)
         try:
             return before, self._trace(kept, factors, self._samples.mixed(kept, change))
         except tf.errors.OpError:  # made-up content that a layer does not take
@@ -88,19 +82,19 @@ class CouplingProbe:
 
     def _other_weights(self, before: Trial, after: Trial) -> list[Any]:
         """The weights whose gradient is another; what is not finite tells nothing."""
-        found = []
+        changed = []
         for weight, a, b in zip(
             self._trace.weights, before.weight_gradients, after.weight_gradients, strict=True
         ):
             limit = self._tolerance * max(a[1], b[1])
             if np.isfinite([*a, *b]).all() and abs(a[0] - b[0]) > limit:
-                found.append(weight)
-        return found
+                changed.append(weight)
+        return changed
 
     def _first_call(self) -> Any:
         """The first call whose result for one sample changes with other samples, if any does."""
         for kept, change in self._sides():
-            before = self._trace.results(self._inputs, kept)
+            before = self._trace.results(self._samples.inputs, kept)
             try:
                 after = self._trace.results(self._samples.mixed(kept, change), kept)
             except tf.errors.OpError:
@@ -113,13 +107,13 @@ class CouplingProbe:
 
     def _parts(self) -> list[Array]:
         """Samples to run alone; none where they would get other random numbers."""
-        first = np.arange(self._rows) < self._rows // 2
+        first = np.arange(self._samples.rows) < self._samples.rows // 2
         return [] if self._trace.is_random else [first, ~first]
 
     def _equal_alone(self, part: Array) -> bool:
         """Whether the stage makes the same of some samples if there are no others."""
         factors, every = np.zeros(len(self._trace.added_by)), np.ones(part.sum(), bool)
-        whole = self._trace(np.ones(self._rows, bool), factors, self._inputs)
+        whole = self._trace(np.ones(self._samples.rows, bool), factors, self._samples.inputs)
         alone = self._trace(every, factors, self._samples.only(part))
         trials = zip(whole.outputs, alone.outputs, self._trace.results_batched, strict=False)
         return all(self._close(rows_of(a, part) if one else a, b) for a, b, one in trials)
@@ -133,7 +127,7 @@ class CouplingProbe:
         return bool(np.allclose(whole, alone, rtol=0.0, atol=limit, equal_nan=True))
 
     def _counting(self, part: Array) -> UnsupportedModelError:
-        whole = self._trace.results(self._inputs, np.ones(self._rows, bool))
+        whole = self._trace.results(self._samples.inputs, np.ones(self._samples.rows, bool))
         alone = self._trace.results(self._samples.only(part), np.ones(part.sum(), bool))
         what = "One of the layers"
         for call, first, second in zip(self._trace.calls, whole, alone, strict=True):

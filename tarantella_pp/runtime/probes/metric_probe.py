@@ -19,7 +19,7 @@ ROUNDING = 64
 """Units of rounding, of the largest number of a variable, that count as no difference."""
 
 State = list[tf.Tensor]
-OptimizerStep = Callable[[State, Sequence[tf.Tensor]], State]
+Update = Callable[[State, Sequence[tf.Tensor]], State]
 _HARMLESS = ("ReadVariableOp", "Assert", "CheckNumericsV2")
 
 
@@ -29,6 +29,7 @@ def why_not_by_parts(
     y: Any,
     outputs: Sequence[tf.TensorSpec],
     weight: Any,
+    replicas: bool = False,
 ) -> str | None:
     """Tries whether metrics end in the same state with a batch and with its parts.
 
@@ -41,6 +42,7 @@ def why_not_by_parts(
         y: Targets of a batch.
         outputs: The model's outputs with their masks.
         weight: Weights of the samples, or `None`.
+        replicas: Whether states of replicas that began with zeros are to be added up.
 
     Returns:
         Why they may not be, in words; `None` if they may.
@@ -67,6 +69,10 @@ def why_not_by_parts(
                     return f"metric '{name}' is no number for made-up outputs"
                 if not same(once.numpy(), by_parts.numpy()):
                     return f"metric '{name}' looks at several samples at once"
+            added_up = _added_up(update, state, tensors) if replicas else whole
+            for name, once, total in zip(names, whole, added_up, strict=True):
+                if not same(once.numpy(), total.numpy()):
+                    return f"metric '{name}' is not the sum of what replicas count"
             state = whole
     except Exception as error:  # made-up data may be wrong for it in any way
         return f"the metrics cannot be tried with made-up outputs ({type(error).__name__}: {error})"
@@ -75,7 +81,7 @@ def why_not_by_parts(
 
 def _pure_update(
     metrics: Any, pack: Callable[[Sequence[tf.Tensor]], Any], examples: Any
-) -> OptimizerStep | None:
+) -> Update | None:
     """The update of the metrics as a function of their state; `None` if it has side effects."""
     structure, count = examples, len(metrics.variables)
 
@@ -95,10 +101,20 @@ def _pure_update(
     return lambda state, tensors: list(traced(*state, *tensors))
 
 
-def _by_parts(update: OptimizerStep, state: State, tensors: Sequence[tf.Tensor]) -> State:
+def _by_parts(update: Update, state: State, tensors: Sequence[tf.Tensor]) -> State:
     for pieces in zip(*(tf.split(tensor, PARTS) for tensor in tensors), strict=True):
         state = update(state, pieces)
     return state
+
+
+def _added_up(update: Update, state: State, tensors: Sequence[tf.Tensor]) -> State:
+    """The state after the first part, and the sum of what all others make of zeros."""
+    first, *others = zip(*(tf.split(tensor, PARTS) for tensor in tensors), strict=True)
+    total = update(state, first)
+    for pieces in others:
+        theirs = update([tf.zeros_like(variable) for variable in state], pieces)
+        total = [a + b for a, b in zip(total, theirs, strict=True)]
+    return total
 
 
 def some_rows(tensor: Any, rows: int) -> Any:

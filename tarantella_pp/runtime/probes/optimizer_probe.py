@@ -21,9 +21,6 @@ def treats_weights_apart(optimizer: Any) -> bool:
     Ranks update the weights of their own stages only. An optimizer that looks at all gradients at
     once, to clip them by their common norm, say, would do something else there. Made-up weights are
     trained by copies of the optimizer, which does not change.
-
-    Args:
-        optimizer: Any optimizer whose class makes another one of its configuration.
     """
     together = _trained(optimizer, [range(len(_SHAPES))])
     apart = _trained(optimizer, [[place] for place in range(len(_SHAPES))])

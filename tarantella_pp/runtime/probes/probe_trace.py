@@ -87,13 +87,7 @@ class ProbeTrace:
         self._feeds = self.function.inputs[: len(self._signature)]
 
     def __call__(self, rows: Array, factors: Array, inputs: Sequence[tf.Tensor]) -> Trial:
-        """Tries the stage out.
-
-        Args:
-            rows: For each sample whether the loss made up for the outputs looks at it.
-            factors: What each added loss counts in that loss.
-            inputs: One tensor for each port of the stage's inputs.
-        """
+        """Tries the stage out."""
         given = [tf.constant(rows), tf.constant(factors, keras.config.floatx()), *inputs]
         found = iter([_array(tensor) for tensor in self._run(*given)])
         parts = [[next(found) for _ in part] for part in self._parts]
@@ -234,14 +228,25 @@ def _mask(kept: tf.Tensor, tensor: tf.Tensor) -> tf.Tensor:
 
 def _in_short(gradient: Any) -> tf.Tensor:
     """A gradient's product with a fixed direction, and its length: large ones are not kept."""
-    values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
-    values = tf.cast(values, tf.float64 if values.dtype == tf.float64 else tf.float32)
-    values = tf.reshape(values, [tf.shape(values)[0] if values.shape.rank else 1, -1])
-    if isinstance(gradient, tf.IndexedSlices):
-        places = tf.cast(gradient.indices, tf.float64)
-    else:
-        places = tf.cast(tf.range(tf.shape(values)[0]), tf.float64)
-    left = tf.cast(tf.cos(1.3 * places + 0.5), values.dtype)
-    right = _wave(tf.shape(values)[1], values.dtype)
-    product = tf.reduce_sum(left * tf.linalg.matvec(values, right))
-    return tf.stack([product, tf.norm(values)])
+    sliced = isinstance(gradient, tf.IndexedSlices)
+    values = gradient.values if sliced else gradient
+    dtype = tf.float64 if values.dtype == tf.float64 else tf.float32
+    rows = tf.shape(values)[0] if values.shape.rank else 1
+    places = tf.cast(gradient.indices, tf.int32) if sliced else tf.range(rows)
+    return _product_and_length(dtype)(tf.reshape(tf.cast(values, dtype), [rows, -1]), places)
+
+
+@functools.cache
+def _product_and_length(dtype: tf.DType) -> Any:
+    """A function of rows and their places, traced once: a model may have thousands of weights."""
+
+    def shortened(values: tf.Tensor, places: tf.Tensor) -> tf.Tensor:
+        left = tf.cast(tf.cos(1.3 * tf.cast(places, tf.float64) + 0.5), dtype)
+        right = _wave(tf.shape(values)[1], dtype)
+        product = tf.reduce_sum(left * tf.linalg.matvec(values, right))
+        return tf.stack([product, tf.norm(values)])
+
+    specs = [tf.TensorSpec([None, None], dtype), tf.TensorSpec([None], tf.int32)]
+    with tf.init_scope():
+        traced = tf.function(shortened, input_signature=specs, autograph=False)
+        return traced.get_concrete_function()

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -31,12 +32,14 @@ class Pieces:
     """How a batch is run.
 
     Attributes:
-        sizes: Size of each micro-batch.
+        sizes: Size of each micro-batch of this replica.
         is_plain: Whether all of the model is one stage of one process.
+        total: Number of micro-batches of the batch, of all replicas.
     """
 
     sizes: tuple[int, ...]
     is_plain: bool
+    total: int
 
 
 class StageProbe:
@@ -48,7 +51,7 @@ class StageProbe:
 
     def __init__(self, module: StageModule) -> None:
         self._module = module
-        self._axes = module.boundary.axes_of(port.tensor for port in module.boundary.inputs)
+        self._axes = module.boundary.axes_of(tensor.tensor for tensor in module.boundary.inputs)
         self._traces: dict[bool, ProbeTrace] = {}
         self._kinds: dict[bool, Any] = {}
 
@@ -59,22 +62,8 @@ class StageProbe:
         training: bool,
         following: Callable[[], Iterable[Sequence[tf.Tensor]]],
     ) -> list[tf.Tensor]:
-        """Tries the stage out; changes nothing.
-
-        Args:
-            pieces: How the batch is run.
-            inputs: The stage's inputs for the first micro-batch.
-            training: Whether layers run in training mode.
-            following: Returns those of the others that are model inputs.
-
-        Returns:
-            Its outputs for these inputs, with the moving statistics of batch normalizations; none
-            if no stage follows.
-
-        Raises:
-            UnsupportedModelError: Names the layer, and says what to do.
-        """
-        count = len(pieces.sizes)
+        """Tries the stage out; changes nothing."""
+        count = pieces.total
         rows, first = pieces.sizes[0], self._samples_first(inputs)
         trace = self._trace_for(training, rows, first)
         refuse_effects(trace.function, self._module.layer, count, pieces.is_plain)
@@ -94,14 +83,7 @@ class StageProbe:
     def settle(
         self, rows: int, inputs: Sequence[tf.Tensor], added: tf.Tensor, training: bool
     ) -> None:
-        """Looks again at losses that were zero when the stage was tried out.
-
-        Args:
-            rows: Number of samples of a micro-batch.
-            inputs: The stage's inputs for it.
-            added: What the added losses are for it.
-            training: Whether layers ran in training mode.
-        """
+        """Looks again at losses that were zero when the stage was tried out."""
         kinds = self._kinds.get(training)
         if kinds is None or not np.any(np.isnan(kinds) & (added.numpy() != 0)):
             return
@@ -112,17 +94,11 @@ class StageProbe:
             raise not_additive(self._module.added_by[training][unknown[0]])
         self._forget(training)
 
-    def factors(self, training: bool, share: tf.Tensor) -> tf.Tensor:
-        """What the added losses of a micro-batch count in the loss of the batch.
-
-        Args:
-            training: Whether layers run in training mode.
-            share: The share of the micro-batch in the samples of the batch.
-        """
-        kinds = self._kinds.get(training)
-        if kinds is None:
-            return tf.repeat(share, len(self._module.added_by[training]))
-        return tf.maximum(share, tf.constant(np.nan_to_num(kinds), share.dtype))
+    def factors(self, training: bool, share: float) -> tf.Tensor:
+        """What the added losses of a micro-batch count in the loss of the batch."""
+        kinds = self._kinds.get(training, np.zeros(len(self._module.added_by[training])))
+        # NumPy, for operations of TensorFlow take a millisecond here, in each micro-batch
+        return tf.constant(np.maximum(np.nan_to_num(kinds), share), keras.config.floatx())
 
     def _find_kinds(self, trace: ProbeTrace, training: bool, samples: SampleRows) -> None:
         if self._module.added_by[training]:

@@ -35,15 +35,15 @@ def find_connected_gradients(
     }
     for boundary in reversed(boundaries):
         coming = [
-            (boundary.model_outputs != () and (-1, port.tensor) in connected)
-            or any((link.target, port.tensor) in connected for link in boundary.sends)
-            for port in boundary.outputs_with_gradient
+            (boundary.model_outputs != () and (-1, tensor.tensor) in connected)
+            or any((edge.target, tensor.tensor) in connected for edge in boundary.sends)
+            for tensor in boundary.outputs_with_gradient
         ]
-        own = stages.get(boundary.index)
-        reached = None if own is None else own.reached(coming)
+        stage = stages.get(boundary.index)
+        reached = None if stage is None else stage.reached(coming)
         reached = communicator.broadcast_json(reached, placement[boundary.index])
         connected |= {
-            (boundary.index, port.tensor)
-            for port, is_reached in zip(boundary.input_gradients, reached, strict=True)
+            (boundary.index, tensor.tensor)
+            for tensor, is_reached in zip(boundary.input_gradients, reached, strict=True)
             if is_reached
         }

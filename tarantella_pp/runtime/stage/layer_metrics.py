@@ -47,34 +47,19 @@ class StageMetrics:
 
     def __init__(self, module: StageModule) -> None:
         self._module = module
-        self._axes = module.boundary.axes_of(port.tensor for port in module.boundary.inputs)
-        found = [owned for call in module.layer.calls for owned in _metrics_of(call.operation)]
-        self._owned = list({id(owned.variable): owned for owned in found}.values())
+        self._axes = module.boundary.axes_of(tensor.tensor for tensor in module.boundary.inputs)
+        metrics = [owned for call in module.layer.calls for owned in _metrics_of(call.operation)]
+        self._owned = list({id(owned.variable): owned for owned in metrics}.values())
         self._means: dict[bool, list[Any]] = {}
 
     def examine(self, share: float, inputs: Sequence[tf.Tensor], training: bool) -> None:
-        """Tries how the metrics count, before the first forward pass; changes nothing.
-
-        Args:
-            share: The share of a micro-batch in the batch.
-            inputs: What it is given.
-            training: Whether layers run in training mode.
-
-        Raises:
-            UnsupportedModelError: If a metric cannot be updated by parts.
-        """
+        """Tries how the metrics count, before the first forward pass; changes nothing."""
         if self._owned and share < 1.0 and training not in self._means:
             self._means[training] = self._find_means(inputs, training)
 
     @contextlib.contextmanager
     def counted(self, share: float, inputs: Sequence[tf.Tensor], training: bool) -> Iterator[None]:
-        """Is around a forward pass of a micro-batch, after `examine`.
-
-        Args:
-            share: Its share of the batch.
-            inputs: What it is given.
-            training: Whether layers run in training mode.
-        """
+        """Is around a forward pass of a micro-batch, after `examine`."""
         if not self._owned or share == 1.0:
             yield
             return
@@ -122,7 +107,7 @@ class StageMetrics:
                 (old + share * (new - old)).astype(old.dtype)
                 for old, new in zip(means, after, strict=True)
             ]
-        moved, found = [], []
+        moved, variables = [], []
         for owned, old, new, summed, mean in zip(
             self._owned, start, whole, sums, means, strict=True
         ):
@@ -138,8 +123,8 @@ class StageMetrics:
                     "change it. Use num_micro_batches=1, or give the metric one value for each "
                     "sample."
                 )
-            found.append(owned.variable)
-        return moved, found
+            variables.append(owned.variable)
+        return moved, variables
 
     def _after(
         self, inputs: Sequence[tf.Tensor], state: Sequence[Array], training: bool
@@ -161,6 +146,9 @@ class LayerMetrics:
         extracted: The model's graph and calls.
         assignment: Stage of each node.
         placement: Rank of each stage.
+
+    Attributes:
+        layers: For each variable of a metric the name of its layer.
     """
 
     def __init__(
@@ -168,11 +156,13 @@ class LayerMetrics:
     ) -> None:
         self._of_rank: dict[int, list[Any]] = {rank: [] for rank in placement}
         self._owner: dict[int, int] = {}
+        self.layers: list[str] = []
         for call, stage in zip(extracted.calls, assignment, strict=True):
             for owned in _metrics_of(call.operation):
                 if id(owned.variable) not in self._owner:
                     self._owner[id(owned.variable)] = placement[stage]
                     self._of_rank[placement[stage]].append(owned.variable)
+                    self.layers.append(owned.layer)
 
     @property
     def exist(self) -> bool:
@@ -193,11 +183,7 @@ class LayerMetrics:
         return np.concatenate([np.zeros(0), *parts])
 
     def take(self, states: Mapping[int, Array]) -> None:
-        """Takes over the numbers of other ranks.
-
-        Args:
-            states: What `state` returned on each of them.
-        """
+        """Takes over the numbers of other ranks."""
         for rank, numbers in states.items():
             left = numbers
             for variable in self._of_rank[rank]:

@@ -95,9 +95,9 @@ class SplitBackward:
 
     def backward(self, key: int, seeds: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Runs `key` backward: accumulates weight gradients, returns the input gradients."""
-        found = self._backward(_key(key), _flag(self._module.accumulator.begin()), *seeds)
-        self._module.accumulator.append_sparse(_pairs(found[self._num_back :]))
-        return found[: self._num_back]
+        gradients = self._backward(_key(key), _flag(self._module.accumulator.begin()), *seeds)
+        self._module.accumulator.append_sparse(_pairs(gradients[self._num_back :]))
+        return gradients[: self._num_back]
 
     def backward_input(self, key: int, seeds: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Runs B of `key` and keeps what W needs; with no input gradients, W does it all."""
@@ -109,8 +109,8 @@ class SplitBackward:
     def backward_weight(self, key: int) -> None:
         """Runs W of `key` and drops what was kept."""
         if self._num_back:
-            found = self._backward_weight(_key(key), _flag(self._module.accumulator.begin()))
-            self._module.accumulator.append_sparse(_pairs(found))
+            gradients = self._backward_weight(_key(key), _flag(self._module.accumulator.begin()))
+            self._module.accumulator.append_sparse(_pairs(gradients))
         else:
             self.backward(key, self._seeds.pop(key))
 
@@ -121,21 +121,21 @@ class SplitBackward:
             store.clear()
 
     def _run_forward(self, key: tf.Tensor, *inputs: tf.Tensor) -> list[tf.Tensor]:
-        found = self._cut.forward(*inputs)
+        results = self._cut.forward(*inputs)
         early = self._num_outputs + len(self._cut.kept_for_b)
-        self._early.put(key, found[self._num_outputs : early])
-        self._late.put(key, found[early:])
-        return found[: self._num_outputs]
+        self._early.put(key, results[self._num_outputs : early])
+        self._late.put(key, results[early:])
+        return results[: self._num_outputs]
 
     def _run_backward(self, key: tf.Tensor, first: tf.Tensor, *seeds: tf.Tensor) -> Any:
-        found = self._cut.backward(*seeds, *self._early.take(key), *self._late.take(key))
-        return found[: self._num_back], self._accumulate(found[self._num_back :], first)
+        results = self._cut.backward(*seeds, *self._early.take(key), *self._late.take(key))
+        return results[: self._num_back], self._accumulate(results[self._num_back :], first)
 
     def _run_backward_input(self, key: tf.Tensor, *seeds: tf.Tensor) -> list[tf.Tensor]:
         kept = [*self._early.take(key), *self._late.peek(key)]
-        found = self._cut.backward_input(*seeds, *kept)
-        self._between.put(key, found[self._num_back :])
-        return found[: self._num_back]
+        results = self._cut.backward_input(*seeds, *kept)
+        self._between.put(key, results[self._num_back :])
+        return results[: self._num_back]
 
     def _run_backward_weight(self, key: tf.Tensor, first: tf.Tensor) -> list[Pair]:
         kept = [*self._late.take(key), *self._between.take(key)]
@@ -185,12 +185,12 @@ class SplitBackward:
 
     def _products(self, gradients: Sequence[Any]) -> list[Any]:
         """Has small products collected by their factors."""
-        found: list[Any] = list(gradients)
+        replaced: list[Any] = list(gradients)
         for i, gradient in enumerate(gradients):
             product = DeferredMatmul.of(gradient) if isinstance(gradient, tf.Tensor) else None
             if product is not None and self._module.accumulator.collects(i, product):
-                found[i] = product
-        return found
+                replaced[i] = product
+        return replaced
 
     def _components(self, gradients: Sequence[Any]) -> list[tf.Tensor]:
         """Dense gradients as they are, others as their two parts; notes which is which."""

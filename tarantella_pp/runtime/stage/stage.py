@@ -96,10 +96,10 @@ class Stage:
 
         Args:
             step: The step to come.
-            inputs: One tensor for each port of `boundary.inputs`, for the first micro-batch.
+            inputs: One tensor for each of `boundary.inputs`, for the first micro-batch.
 
         Returns:
-            One tensor for each port of `boundary.outputs`, to try later stages with, if any follow.
+            One tensor for each of `boundary.outputs`, to try later stages with, if any follow.
 
         Raises:
             UnsupportedModelError: It would train something else; see `StageProbe`.
@@ -113,13 +113,21 @@ class Stage:
             lambda: (step.data(self.boundary.index, key) for key in later),
         )
 
+    def run_once(self, inputs: Sequence[tf.Tensor], step: Step) -> None:
+        """Runs a micro-batch forward of which nothing is kept but what layers write."""
+        if step.training:
+            self.forward(0, inputs, step.share(0))
+            self.clear()
+        else:
+            self.evaluate(inputs, step.share(0))
+
     def settle(self, step: Step, key: int, inputs: Sequence[tf.Tensor], added: tf.Tensor) -> None:
         """Looks again at added losses that have told nothing so far; see `StageProbe`."""
         self.probe.settle(step.pieces.sizes[key], inputs, added, step.training)
 
     def loss_factors(self, step: Step, key: int) -> tf.Tensor:
         """What each added loss of a micro-batch counts in the loss of the batch."""
-        return self.probe.factors(step.training, step.factor(key))
+        return self.probe.factors(step.training, step.share(key))
 
     def forward(
         self, key: int, inputs: Sequence[tf.Tensor], share: float = 1.0
@@ -128,11 +136,11 @@ class Stage:
 
         Args:
             key: The micro-batch.
-            inputs: One tensor for each port of `boundary.inputs`.
+            inputs: One tensor for each of `boundary.inputs`.
             share: Its share of the batch.
 
         Returns:
-            One tensor for each port of `boundary.outputs`, and the losses that the stage's layers
+            One tensor for each of `boundary.outputs`, and the losses that the stage's layers
             added, `None` if they added none.
         """
         work = self._running[key] = self._pass_for(inputs)
@@ -148,7 +156,7 @@ class Stage:
                 `boundary.outputs_with_gradient`.
 
         Returns:
-            One gradient for each port of `boundary.input_gradients`.
+            One gradient for each of `boundary.input_gradients`.
         """
         return self._running.pop(key).backward(key, seeds)
 
@@ -197,8 +205,8 @@ class Stage:
         if all(coming) and not self.module.blocks:
             sums.reached = [True] * len(sums.weights)
             return [True] * len(self.boundary.input_gradients)
-        found, sums.reached = self.module.connected(self._specs, coming)
-        return found
+        connected, sums.reached = self.module.connected(self._specs, coming)
+        return connected
 
     def clear(self) -> None:
         """Forgets the micro-batches in flight and the gradients so far."""

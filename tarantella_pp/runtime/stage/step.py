@@ -41,6 +41,12 @@ class Step(Protocol):
         the step ends.
         """
 
+    def reduce(self, stage: int, bucket: int) -> None:
+        """Starts to add up the gradients of a bucket of a stage over the replicas."""
+
+    def progress(self) -> None:
+        """Moves on the sums over the replicas that have been started."""
+
     def run_pending(self) -> bool:
         """Does some of what is to be done with the model's outputs, while this rank waits.
 
@@ -49,9 +55,6 @@ class Step(Protocol):
 
     def flush_overdue(self) -> bool:
         """Does what of this must not be left for later; returns whether there was any."""
-
-    def factor(self, micro_batch: int) -> tf.Tensor:
-        """The share of a micro-batch in the samples of the batch."""
 
     def loss_gradients(self, micro_batch: int) -> Mapping[BoundaryTensor, tf.Tensor]:
         """Gradient of the loss with respect to the model's outputs."""

@@ -47,14 +47,14 @@ class TapeBackward:
         """Runs `key` backward; the weight gradients wait for `backward_weight`."""
         tape, sources, targets = self._tapes.pop(key)
         wanted = [*sources, *self._module.variables]
-        found = tape.gradient(targets, wanted, output_gradients=list(seeds))
-        self._module.blocks |= any(gradient is None for gradient in found[: len(sources)])
-        weight_gradients = found[len(sources) :]
+        gradients = tape.gradient(targets, wanted, output_gradients=list(seeds))
+        self._module.blocks |= any(gradient is None for gradient in gradients[: len(sources)])
+        weight_gradients = gradients[len(sources) :]
         self._module.accumulator.prepare(weight_gradients)
         self._waiting[key] = weight_gradients
         return [
             tf.zeros_like(source) if gradient is None else tf.convert_to_tensor(gradient)
-            for source, gradient in zip(sources, found[: len(sources)], strict=True)
+            for source, gradient in zip(sources, gradients[: len(sources)], strict=True)
         ]
 
     def backward_weight(self, key: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -20,8 +20,7 @@ from tarantella_pp.keras_internals.state import (
     trained_by,
 )
 from tarantella_pp.runtime.comm.collective import digest
-from tarantella_pp.runtime.comm.communicator import Communicator
-from tarantella_pp.runtime.state.owners import Owners
+from tarantella_pp.runtime.state.trainers import Trainers
 
 _Array = np.ndarray[Any, Any]
 
@@ -37,8 +36,8 @@ class OptimizerState:
     Args:
         optimizer: The optimizer of this rank.
         weights: The trainable weights of the whole model, in its order.
-        owners: The ranks of the weights.
-        communicator: The ranks of the pipeline.
+        owners: The ranks that update the weights.
+        finalized: Called when the optimizer has replaced weights by their moving averages.
 
     Raises:
         ConfigurationError: On all ranks, if it was built for other weights, or treats weights
@@ -47,11 +46,16 @@ class OptimizerState:
     """
 
     def __init__(
-        self, optimizer: Any, weights: Sequence[Any], owners: Owners, communicator: Communicator
+        self,
+        optimizer: Any,
+        weights: Sequence[Any],
+        owners: Trainers,
+        finalized: Callable[[], None],
     ) -> None:
+        self._finalized = finalized
         self._optimizer = optimizer
         self._owners = owners
-        self._communicator = communicator
+        self._communicator = communicator = owners.ranks
         self._ranks = [owners.owner(weight) for weight in weights]
         self._own = list(filter(owners.is_own, weights))
         self._positions = {id(weight): i for i, weight in enumerate(weights)}
@@ -73,7 +77,7 @@ class OptimizerState:
         share = list(filter(self._owners.is_own, held)) if held else self._own
         if len(share) != len(held):
             rebuild(self._optimizer, share)
-        finalize_only(self._optimizer, self._own)
+        finalize_only(self._optimizer, self._own, self._finalized)
         self._held()
 
     def whole(self, keep: bool = True) -> Any:
@@ -131,19 +135,19 @@ class OptimizerState:
                 slots = divide(self._optimizer, weights, [*filter(self._owners.is_own, held)])
             except UnsupportedModelError as error:
                 problem = str(error)
-        found = self._communicator.allgather_json([problem, slots, all_slots])
-        if len({values for _, _, values in found if values is not None}) > 1:
+        answers = self._communicator.allgather_json([problem, slots, all_slots])
+        if len({values for _, _, values in answers if values is not None}) > 1:
             raise ConfigurationError(
                 f"The slots of optimizer {self._optimizer.name} differ between ranks. Load the "
                 "same file on all ranks before you wrap the model, or pass a new optimizer."
             )
-        for rank, (theirs, boundary, _) in enumerate(found):
+        for rank, (theirs, boundary, _) in enumerate(answers):
             if theirs:
                 kind = ConfigurationError if unknown else UnsupportedModelError
                 raise kind(
                     f"Optimizer {self._optimizer.name} cannot be used on rank {rank}: {theirs}"
                 )
-            if boundary != found[0][1]:
+            if boundary != answers[0][1]:
                 raise ConfigurationError(
                     f"Optimizer {self._optimizer.name} treats weights otherwise on rank {rank} "
                     "than on rank 0: it looks at their paths, which begin with the names of "
@@ -230,11 +234,11 @@ class _StandIn(keras.optimizers.Optimizer):  # type: ignore[misc]
 
     def load_own_variables(self, store: Any) -> None:
         """Takes over the slots of this rank, if there are as many as there should be."""
-        found = len(store.keys())
-        if found != self._size:
+        count = len(store.keys())
+        if count != self._size:
             warnings.warn(
                 f"Optimizer '{self.name}' keeps its state: it has {self._size} variables, the file "
-                f"has {found}.",
+                f"has {count}.",
                 stacklevel=2,
             )
             return

@@ -43,8 +43,8 @@ def weights_of_several_ranks(extracted: ExtractedModel, owners: Owners) -> tuple
         owners: The ranks of the variables.
     """
     pairs = zip(extracted.graph.weights, extracted.variables, strict=True)
-    found = [TiedWeight(v, owners.ranks(v)) for weight, v in pairs if weight.trainable]
-    return tuple(tied for tied in found if len(tied.ranks) > 1)
+    shared = [TiedWeight(v, owners.ranks(v)) for weight, v in pairs if weight.trainable]
+    return tuple(tied for tied in shared if len(tied.ranks) > 1)
 
 
 class TiedWeights:
@@ -104,7 +104,7 @@ class TiedWeights:
         Returns:
             From `id` of a variable to what each other rank found.
         """
-        found: dict[int, list[Gradient]] = {}
+        received: dict[int, list[Gradient]] = {}
         for rank, variables in self._borrowers.items():
             spec = [TensorSpec((len(variables),), _INDICES)]
             sizes = self._wait(spec, rank, _SIZES_TAG, "sizes of tied gradients")[0].tolist()
@@ -114,8 +114,8 @@ class TiedWeights:
             left = iter(arrays)
             for variable, rows in pairs:
                 tensors = [to_tensor(next(left)) for _ in _specs(variable, rows)]
-                found.setdefault(id(variable), []).append(_gradient(variable, tensors))
-        return found
+                received.setdefault(id(variable), []).append(_gradient(variable, tensors))
+        return received
 
     def publish(self) -> None:
         """Sends the values of weights that this rank has just trained to the others."""
@@ -144,14 +144,14 @@ def total(gradients: Sequence[Gradient]) -> Gradient:
     Returns:
         `None` if there is nothing to add, slices if all are sparse, otherwise a tensor.
     """
-    found = [gradient for gradient in gradients if gradient is not None]
-    if len(found) < 2:
-        return found[0] if found else None
-    if all(isinstance(gradient, tf.IndexedSlices) for gradient in found):
-        values = tf.concat([gradient.values for gradient in found], 0)
-        indices = tf.concat([gradient.indices for gradient in found], 0)
-        return tf.IndexedSlices(values, indices, found[0].dense_shape)
-    return tf.add_n([tf.convert_to_tensor(gradient) for gradient in found])
+    present = [gradient for gradient in gradients if gradient is not None]
+    if len(present) < 2:
+        return present[0] if present else None
+    if all(isinstance(gradient, tf.IndexedSlices) for gradient in present):
+        values = tf.concat([gradient.values for gradient in present], 0)
+        indices = tf.concat([gradient.indices for gradient in present], 0)
+        return tf.IndexedSlices(values, indices, present[0].dense_shape)
+    return tf.add_n([tf.convert_to_tensor(gradient) for gradient in present])
 
 
 def _rows(gradient: Gradient) -> int:

@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from tarantella_pp.runtime.comm.communicator import Communicator
+from tarantella_pp.runtime.replicas.process_groups import ProcessGroups
 from tarantella_pp.runtime.state.owners import Owners
 from tarantella_pp.runtime.state.remote_variables import (
     Clock,
@@ -27,7 +28,7 @@ class VariableSync:
     Args:
         variables: All variables of the model, seeds of random layers included.
         owners: The ranks of the variables.
-        communicator: The ranks of the pipeline.
+        groups: The ranks of the job.
         clock: Counts the training steps, after which others' variables are not known here.
     """
 
@@ -35,12 +36,13 @@ class VariableSync:
         self,
         variables: Sequence[Any],
         owners: Owners,
-        communicator: Communicator,
+        groups: ProcessGroups,
         clock: Clock,
     ) -> None:
         self._variables = tuple(variables)
         self._owners = owners
-        self._communicator = communicator
+        self._communicator = communicator = groups.pipeline
+        self._peers = groups.peers
         self._used = []
         for i, variable in enumerate(variables):
             ranks = owners.ranks(variable)
@@ -55,6 +57,9 @@ class VariableSync:
         Where another pipeline has trained a variable, it gives the true value.
         """
         self._share(lambda variable: 0)
+        if self._peers.size > 1:
+            for variable in self._variables:
+                _broadcast(variable, 0, self._peers)
 
     def gather(self) -> None:
         """Gives every rank the value of each variable from the rank that trains it."""
@@ -80,13 +85,14 @@ class VariableSync:
             true = [rank for rank, theirs in enumerate(everywhere) if i not in theirs]
             root = root_of(variable)
             root = root if root in true else true[0]
-            self._broadcast(variable, root)
+            _broadcast(variable, root, self._communicator)
 
-    def _broadcast(self, variable: Any, root: int) -> None:
-        if self._communicator.rank == root:
-            value = np.array(variable.numpy())  # a scalar would be no array
-        else:
-            value = np.empty(tuple(variable.shape), tf.as_dtype(variable.dtype).as_numpy_dtype)
-        self._communicator.broadcast(value, root)
-        if self._communicator.rank != root:
-            variable.assign(value)
+
+def _broadcast(variable: Any, root: int, ranks: Communicator) -> None:
+    if ranks.rank == root:
+        value = np.array(variable.numpy())  # a scalar would be no array
+    else:
+        value = np.empty(tuple(variable.shape), tf.as_dtype(variable.dtype).as_numpy_dtype)
+    ranks.broadcast(value, root)
+    if ranks.rank != root:
+        variable.assign(value)

@@ -28,8 +28,8 @@ class CompiledFunction:
 
     def __call__(self, *tensors: tf.Tensor) -> list[tf.Tensor]:
         """Calls the function; returns its tensors, flattened."""
-        found = self._call(*tensors, *self._captured)
-        return found if isinstance(found, list) else []  # TensorFlow gives `None` for nothing
+        results = self._call(*tensors, *self._captured)
+        return results if isinstance(results, list) else []  # TensorFlow gives `None` for nothing
 
     @classmethod
     def like(

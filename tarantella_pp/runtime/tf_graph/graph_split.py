@@ -89,16 +89,6 @@ def split_graph(trace: Trace, recompute: bool = False) -> GraphSplit:
     With `recompute` the backward parts repeat the forward pass from the stage's inputs, and
     nothing else is kept (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016).
     Random numbers come out the same, because what is kept includes the state of their generators.
-
-    Args:
-        trace: The traced stage.
-        recompute: Whether to keep the inputs only.
-
-    Returns:
-        The three parts, and B and W together.
-
-    Raises:
-        CutError: If the backward pass has side effects, or needs a resource of the forward pass.
     """
     sides = _Sides.of(trace)
     early, late, between = _kept(trace, sides, recompute)
@@ -190,9 +180,6 @@ def _weights_first(sides: _Sides) -> dict[str, list[str]]:
     Left to itself TensorFlow may run ahead with the input gradients, and all that the weight
     gradients need is in memory until they are computed. What follows from the same gradient cannot
     be needed for them, so that nothing waits for itself.
-
-    Returns:
-        For names of operations of `b_ops`, names of those of `w_ops` that have to run before.
     """
     b_ops, order = sides.b_ops, sides.order
     latest: dict[tf.Operation, tf.Operation] = {}

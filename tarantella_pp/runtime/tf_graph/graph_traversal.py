@@ -22,11 +22,7 @@ def dependents(seeds: Iterable[tf.Tensor], operations: Iterable[tf.Operation]) -
 
 
 def ancestors(tensors: Iterable[tf.Tensor]) -> set[tf.Operation]:
-    """Returns all operations that some tensors depend on, or that have to run before them.
-
-    Args:
-        tensors: The tensors.
-    """
+    """Returns all operations that some tensors depend on, or that have to run before them."""
     seen: set[tf.Operation] = set()
     todo = [tensor.op for tensor in tensors]
     while todo:
@@ -40,15 +36,7 @@ def ancestors(tensors: Iterable[tf.Tensor]) -> set[tf.Operation]:
 def frontier(
     wanted: Iterable[tf.Tensor], is_given: Callable[[tf.Tensor], bool]
 ) -> tuple[list[tf.Tensor], set[tf.Operation]]:
-    """Returns what some tensors are computed from.
-
-    Args:
-        wanted: The tensors.
-        is_given: Whether a tensor need not be computed.
-
-    Returns:
-        The given tensors that are needed, and the operations that have to run.
-    """
+    """Returns what some tensors are computed from."""
     given: list[tf.Tensor] = []
     run: set[tf.Operation] = set()
     todo = list(wanted)

@@ -48,15 +48,7 @@ class DependsOnlyOnWeights:
 def is_recomputable(
     trace: Trace, depends_only_on_weights: DependsOnlyOnWeights
 ) -> Callable[[tf.Operation], bool]:
-    """Tells which operations give the same again once the stage's inputs are there.
-
-    Args:
-        trace: The traced stage.
-        depends_only_on_weights: Those that need no inputs.
-
-    Returns:
-        A function that is true of them.
-    """
+    """Tells which operations give the same again once the stage's inputs are there."""
     fed = {tensor.op for tensor in trace.inputs}
 
     def pure(op: tf.Operation) -> bool:

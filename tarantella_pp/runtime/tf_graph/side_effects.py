@@ -38,17 +38,7 @@ class Effect:
 
 
 def refuse_effects(function: Any, layer: Any, num_micro_batches: int, plain: bool) -> None:
-    """Refuses a forward pass whose numbers follow from how often, or where, it runs.
-
-    Args:
-        function: The traced forward pass.
-        layer: The Keras layer that was traced.
-        num_micro_batches: How often it runs for each batch.
-        plain: Whether all of the model is one stage of one process.
-
-    Raises:
-        UnsupportedModelError: Names the layer, the variable and what to do.
-    """
+    """Refuses a forward pass whose numbers follow from how often, or where, it runs."""
     graph = function.graph
     handles = {internal.op.name: external for external, internal in graph.captures}
     allowed = {id(state.value.handle) for state in running_states(layer)}
@@ -78,11 +68,7 @@ def refuse_effects(function: Any, layer: Any, num_micro_batches: int, plain: boo
 
 
 def effects_of(definition: Any) -> Iterator[Effect]:
-    """Finds the effects of a graph, those in its loops and branches among them.
-
-    Args:
-        definition: The graph as a `GraphDef`.
-    """
+    """Finds the effects of a graph, those in its loops and branches among them."""
     library = {function.signature.name: function for function in definition.library.function}
     yield from _scan(definition.node, library)
 

@@ -36,17 +36,7 @@ class SubgraphExtractor:
         effects: Sequence[tf.Operation] = (),
         first: Mapping[str, Iterable[str]] = NOTHING,
     ) -> Callable[..., list[tf.Tensor]]:
-        """Makes a part callable.
-
-        Args:
-            feeds: Tensors of the traced graph that the part is given.
-            fetches: Tensors that it returns.
-            effects: Operations that it runs besides, for their side effects.
-            first: By the name of an operation, those that it has to wait for.
-
-        Returns:
-            A function of one tensor for each feed, for use inside a `tf.function`.
-        """
+        """Makes a part callable."""
         fed = [_name(tensor) for tensor in feeds]
         names = [_name(tensor) for tensor in fetches]
         inner = [name for name in dict.fromkeys(names) if name not in fed]
@@ -59,10 +49,10 @@ class SubgraphExtractor:
             graph = tf.compat.v1.get_default_graph()
             known = {n: graph.capture(v) for n, v in self._captures.items() if n in used}
             known |= {name: value for name, value in given.items() if name in used}
-            found = tf.graph_util.import_graph_def(
+            imported = tf.graph_util.import_graph_def(
                 part, input_map=known, return_elements=inner, name="part"
             )
-            given |= dict(zip(inner, found, strict=True))
+            given |= dict(zip(inner, imported, strict=True))
             return [given[name] for name in names]
 
         return call

@@ -42,14 +42,7 @@ TraceEvent = dict[str, Any]
 def write_trace(
     path: Path, steps: Sequence[RecordedStep], simulation: tuple[StepTimeline, float] | None = None
 ) -> None:
-    """Writes recorded steps to a file, all of it or nothing.
-
-    Args:
-        path: The file.
-        steps: The steps.
-        simulation: A simulated step, drawn as ranks of its own, and when it begins on the clock
-            of `steps`.
-    """
+    """Writes recorded steps to a file, all of it or nothing."""
     document = {"displayTimeUnit": "ms", "traceEvents": trace_events(steps, simulation)}
     partial = path.with_name(f"{path.name}.partial")
     partial.write_bytes(msgspec.json.encode(document))
@@ -105,10 +98,6 @@ def thread_id(process: int, track: int) -> int:
     """Returns the number of a track, one that no other track of any process has.
 
     Perfetto takes tracks with the number 0, or that of their process, for one and the same.
-
-    Args:
-        process: Number of the process.
-        track: `COMPUTE`, `COMMUNICATION` or `STEPS`.
     """
     return 10 * process + track
 
@@ -127,8 +116,8 @@ def _pictured(
 ) -> Iterator[TraceEvent]:
     """Makes the slices of one step, and the arrows between them."""
     numbers: dict[tuple[Any, ...], int] = {}
-    for rank, own in enumerate(ranks):
-        for span in own:
+    for rank, spans in enumerate(ranks):
+        for span in spans:
             track = COMPUTE if is_busy(span.what) else COMMUNICATION
             yield _slice(first + rank, track, span, zero, {**about, **_facts(span.what)})
             if isinstance(span.what, Transfer):

@@ -21,9 +21,6 @@ def alike(steps: Sequence[RecordedStep]) -> list[RecordedStep]:
     """Returns the steps of the schedule and batch size that occur most.
 
     The last batch of a data set is often smaller, and takes less time.
-
-    Args:
-        steps: Any steps.
     """
     kinds = Counter((id(step.schedule), step.rows) for step in steps)
     most = max(kinds, key=lambda kind: kinds[kind], default=None)
@@ -49,8 +46,8 @@ def measured_costs(steps: Sequence[RecordedStep]) -> Costs:
     """
     usual: defaultdict[tuple[int, Kind], list[float]] = defaultdict(list)
     for step in _typical(steps):
-        for own in step.spans:
-            for what, start, end in own:
+        for spans in step.spans:
+            for what, start, end in spans:
                 if isinstance(what, Compute):
                     usual[what.stage, what.kind].append(end - start)
     sending: list[float] = []
@@ -77,14 +74,7 @@ def measured_costs(steps: Sequence[RecordedStep]) -> Costs:
 
 
 def simulated(steps: Sequence[RecordedStep]) -> StepTimeline:
-    """Simulates the steps' own schedule with the costs that they show.
-
-    Args:
-        steps: Steps of one schedule and batch size; at least one.
-
-    Returns:
-        The timeline of one step.
-    """
+    """Simulates the steps' own schedule with the costs that they show."""
     costs = replace(measured_costs(steps), before=work_between(steps))
     return simulate(steps[0].schedule, costs)
 
@@ -100,16 +90,16 @@ def work_between(steps: Sequence[RecordedStep]) -> dict[Action, float]:
         of steps in which a rank finds the time in one wait, in another, or in none.
     """
     ordered = sorted(steps, key=lambda step: step.timeline.step_seconds)
-    found: dict[Action, float] = {}
-    for own in ordered[len(ordered) // 2].spans:
+    seconds: dict[Action, float] = {}
+    for spans in ordered[len(ordered) // 2].spans:
         worked = 0.0
-        for what, start, end in own:
+        for what, start, end in spans:
             if what in (METRICS, SUMS, UPDATE):
                 worked += end - start
             elif worked and not isinstance(what, str):
-                found[what] = worked
+                seconds[what] = worked
                 worked = 0.0
-    return found
+    return seconds
 
 
 def _typical(steps: Sequence[RecordedStep]) -> list[RecordedStep]:
@@ -118,7 +108,9 @@ def _typical(steps: Sequence[RecordedStep]) -> list[RecordedStep]:
     for step in sorted(steps, key=lambda step: step.timeline.step_seconds):
         lengths[id(step.schedule)].append(step)
     return [
-        step for own in lengths.values() for step in own[len(own) // 4 : -(len(own) // 4) or None]
+        step
+        for alike in lengths.values()
+        for step in alike[len(alike) // 4 : -(len(alike) // 4) or None]
     ]
 
 

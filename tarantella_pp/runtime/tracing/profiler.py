@@ -77,20 +77,20 @@ def profile(
     given = _inputs(extracted, batch)
     rows, threads = int(given[0].shape[0]), _threads()
     key = (extracted.graph.fingerprint(), rows, threads)
-    found = _KNOWN.get(key)
-    if found is None and cache is not None and Path(cache).exists():
-        found = Profile.load(cache)
-        if (found.fingerprint, found.rows[-1], found.threads) != key:
-            found = None
-    if found is None:
+    measured = _KNOWN.get(key)
+    if measured is None and cache is not None and Path(cache).exists():
+        measured = Profile.load(cache)
+        if (measured.fingerprint, measured.rows[-1], measured.threads) != key:
+            measured = None
+    if measured is None:
         sizes = sorted({max(1, rows // 4), rows})
         with _unchanged(extracted):
             nodes = _measure(extracted, given, sizes, repeats, verbose)
-        found = Profile(extracted.model.name, key[0], threads, tuple(sizes), nodes)
+        measured = Profile(extracted.model.name, key[0], threads, tuple(sizes), nodes)
     if cache is not None:
-        found.save(cache)
-    _KNOWN[key] = found
-    return found
+        measured.save(cache)
+    _KNOWN[key] = measured
+    return measured
 
 
 def _threads() -> int:
@@ -142,7 +142,7 @@ def _measure(
 ) -> tuple[NodeProfile, ...]:
     graph = extracted.graph
     boundaries = stage_boundaries(graph, range(len(graph.nodes)), len(graph.nodes))
-    readers = {port: boundary.index for boundary in boundaries for port in boundary.inputs}
+    readers = {tensor: boundary.index for boundary in boundaries for tensor in boundary.inputs}
     values: list[dict[BoundaryTensor, tf.Tensor]] = [
         {BoundaryTensor(tensor): x[:size] for tensor, x in zip(graph.inputs, given, strict=True)}
         for size in sizes
@@ -152,16 +152,18 @@ def _measure(
     bar = Console(stderr=True, quiet=not verbose)
     for boundary in track(boundaries, "Measuring operations", console=bar, transient=True):
         call = extracted.calls[boundary.index]
-        inputs = [[own[port] for port in boundary.inputs] for own in values]
+        inputs = [[of_size[tensor] for tensor in boundary.inputs] for of_size in values]
         key = _likeness(call, boundary, inputs[-1])
         if key not in known:
-            known[key] = [_seconds(Stage(boundary, [call]), own, repeats) for own in inputs]
+            known[key] = [_seconds(Stage(boundary, [call]), of_size, repeats) for of_size in inputs]
         nodes.append(_profile_of(call.name, known[key]))
-        for own, received in zip(values, inputs, strict=True):
+        for of_size, received in zip(values, inputs, strict=True):
             outputs, _ = StageLayer([call], boundary).call(received, training=True)
-            own.update(zip(boundary.outputs, outputs, strict=True))
-            for port in [port for port in own if readers.get(port, -1) <= boundary.index]:
-                del own[port]
+            of_size.update(zip(boundary.outputs, outputs, strict=True))
+            for tensor in [
+                tensor for tensor in of_size if readers.get(tensor, -1) <= boundary.index
+            ]:
+                del of_size[tensor]
     return tuple(nodes)
 
 
@@ -190,7 +192,6 @@ def _likeness(call: Call, boundary: StageBoundary, inputs: Sequence[tf.Tensor]) 
 def _seconds(stage: Stage, inputs: Sequence[tf.Tensor], repeats: int) -> Measured:
     """Runs a stage: the medians of its seconds, without those of calling it."""
     forward, backward = [], []
-    dtype = keras.config.floatx()
     for _ in range(1 + repeats):
         start = time.perf_counter()
         outputs, _ = stage.forward(0, inputs)
@@ -199,11 +200,10 @@ def _seconds(stage: Stage, inputs: Sequence[tf.Tensor], repeats: int) -> Measure
         if not stage.boundary.outputs_with_gradient:
             stage.clear()
             continue
-        ports = dict(zip(stage.boundary.outputs, outputs, strict=True))
-        factors = stage.probe.factors(True, tf.ones((), dtype))
+        values = dict(zip(stage.boundary.outputs, outputs, strict=True))
         seeds = [
-            factors,
-            *(tf.ones_like(ports[port]) for port in stage.boundary.outputs_with_gradient),
+            stage.probe.factors(True, share=1.0),
+            *(tf.ones_like(values[tensor]) for tensor in stage.boundary.outputs_with_gradient),
         ]
         start = time.perf_counter()
         stage.backward(0, seeds)
@@ -219,7 +219,7 @@ def _without_call(times: Sequence[float]) -> float:
     return max(0.0, statistics.median(times[1:]) - CALL_SECONDS) if times[1:] else 0.0
 
 
-def _profile_of(name: str, found: Sequence[Measured]) -> NodeProfile:
-    forward, backward, kept = zip(*found, strict=True)
+def _profile_of(name: str, measured: Sequence[Measured]) -> NodeProfile:
+    forward, backward, kept = zip(*measured, strict=True)
     known = None if None in kept else kept
     return NodeProfile(name, forward, backward, known)

@@ -11,6 +11,7 @@ from tarantella_pp.runtime.comm.communicator import Communicator
 from tarantella_pp.runtime.tracing.recorder import (
     LOGS,
     METRICS,
+    REDUCTIONS,
     SUMS,
     TIES,
     UPDATE,
@@ -42,7 +43,7 @@ class RecordedStep:
     @cached_property
     def origin(self) -> float:
         """When the first computation began."""
-        return min(span.start for own in self.spans for span in own if _computes(span))
+        return min(span.start for spans in self.spans for span in spans if _computes(span))
 
     @cached_property
     def timeline(self) -> StepTimeline:
@@ -54,20 +55,22 @@ class RecordedStep:
         events = tuple(
             tuple(
                 Event(rank, max(0.0, start - self.origin), max(0.0, end - self.origin), what)
-                for what, start, end in own
+                for what, start, end in spans
                 if not isinstance(what, str)
             )
-            for rank, own in enumerate(self.spans)
+            for rank, spans in enumerate(self.spans)
         )
-        serial = sum(span.end - span.start for own in self.spans for span in own if _computes(span))
+        serial = sum(
+            span.end - span.start for spans in self.spans for span in spans if _computes(span)
+        )
         return StepTimeline(self.schedule.name, events, serial, (0.0,) * len(events))
 
     def messages(self) -> Iterator[tuple[Transfer, Span, Span]]:
         """Iterates over the messages: the send as an action, its span and that of the wait."""
         transfers = [
             (span.what, span)
-            for own in self.spans
-            for span in own
+            for spans in self.spans
+            for span in spans
             if isinstance(span.what, Transfer)
         ]
         sends = {(a.direction, a.message): (a, span) for a, span in transfers if a.operation == "S"}
@@ -79,16 +82,7 @@ class RecordedStep:
 def gather_steps(
     records: Sequence[StepRecord], offset: float, communicator: Communicator
 ) -> tuple[RecordedStep, ...]:
-    """Puts the records of all ranks together; all of them must call this.
-
-    Args:
-        records: The steps that this rank has kept, the same ones on every rank.
-        offset: What to add to this rank's clock, see `clock_offset`.
-        communicator: The ranks.
-
-    Returns:
-        The steps, on every rank.
-    """
+    """Puts the records of all ranks together; all of them must call this."""
     known = [(record, record.schedule) for record in records if record.schedule is not None]
     mine = [
         [
@@ -113,7 +107,9 @@ def gather_steps(
 def _span(fields: Sequence[Any]) -> Span:
     what, start, end = fields
     return Span(
-        what if what in (UPDATE, LOGS, TIES, SUMS, METRICS) else parse_action(what), start, end
+        what if what in (UPDATE, LOGS, TIES, SUMS, METRICS, REDUCTIONS) else parse_action(what),
+        start,
+        end,
     )
 
 

@@ -11,10 +11,10 @@ from statistics import median
 from typing import NamedTuple
 
 from tarantella_pp.errors import ConfigurationError
-from tarantella_pp.schedule import Action, Compute, Schedule, Transfer
+from tarantella_pp.schedule import Action, Compute, Reduce, Schedule, Transfer
 
 UPDATE, LOGS, TIES, SUMS = "update", "logs", "tied weights", "gradient sums"
-METRICS = "metrics"
+METRICS, REDUCTIONS = "metrics", "sums over replicas"
 """Names of the spans of a step that are no actions of its schedule."""
 MOST_SHARES = 1000
 """Of how many of the last steps it is known how long the rank computed and waited."""
@@ -129,8 +129,8 @@ class Recorder:
         self._current.rows = rows
 
     @contextlib.contextmanager
-    def span(self, what: str) -> Iterator[None]:
-        """Records what is done inside under a name."""
+    def span(self, what: Action | str) -> Iterator[None]:
+        """Records what is done inside."""
         start = time.perf_counter()
         yield
         self.spans.append(Span(what, start, time.perf_counter()))
@@ -156,12 +156,12 @@ class Recorder:
 
 def is_busy(what: Action | str) -> bool:
     """Whether a rank computes meanwhile."""
-    return isinstance(what, Compute) or what in (UPDATE, SUMS, METRICS)
+    return isinstance(what, Compute | Reduce) or what in (UPDATE, SUMS, METRICS)
 
 
 def is_wait(what: Action | str) -> bool:
     """Whether a rank waits for a message meanwhile."""
-    return what == TIES or (isinstance(what, Transfer) and what.operation == "R")
+    return what in (TIES, REDUCTIONS) or (isinstance(what, Transfer) and what.operation == "R")
 
 
 def _some(steps: int | range) -> bool:

@@ -13,7 +13,7 @@ from tarantella_pp.partition.costs.peak_memory import (
 from tarantella_pp.partition.costs.stage_costs import StageCostModel
 from tarantella_pp.partition.extraction.keras_reader import extract
 from tarantella_pp.partition.plan.plan_parts import CutEdge
-from tests.helpers import keras_models
+from tests.helpers import models
 
 pytestmark = pytest.mark.keras
 
@@ -54,7 +54,7 @@ def test_what_an_activation_function_kept_makes_room():
 
 
 def test_gradients_wait_for_other_branches():
-    graph = extract(keras_models.long_skip()[0]).graph
+    graph = extract(models.one_skip()).graph
     of_sum, branch, skip = 3 * [1000 * 6 * 4]
     assert backward_bytes(graph, graph.nodes, 1000) == of_sum + branch + skip
     weights = (6 * 6 + 6) * 4
@@ -67,7 +67,7 @@ def test_views_have_one_gradient():
 
 
 def test_frozen_layers_have_no_gradients():
-    graph = extract(keras_models.frozen_start()[0]).graph
+    graph = extract(models.frozen_start()).graph
     assert backward_bytes(graph, graph.nodes[:2], 5) == 0
 
 

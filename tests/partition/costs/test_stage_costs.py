@@ -12,7 +12,7 @@ from tarantella_pp.partition.costs.optimizer_slots import optimizer_name, optimi
 from tarantella_pp.partition.costs.stage_costs import StageCostModel
 from tarantella_pp.partition.extraction.keras_reader import extract
 from tarantella_pp.partition.graph.layer_graph import Weight
-from tests.helpers import keras_models
+from tests.helpers import models
 from tests.helpers.traced import activation_bytes_total
 
 pytestmark = pytest.mark.keras
@@ -81,10 +81,10 @@ RULES = {
     "slices": lambda: chain((6, 16), start(), lambda x: ops.concatenate([x[:, :2], x[:, 3:]], 1)),
     "tied head": lambda: tied_head(),
     "capped tied head": lambda: tied_head(logit_soft_cap=3.0),
-    "tied variable": lambda: keras_models.tied_variable()[0],
-    "mlp": lambda: keras_models.mlp()[0],
-    "residual cnn": lambda: keras_models.residual_cnn()[0],
-    "two in two out": lambda: keras_models.two_in_two_out()[0],
+    "tied variable": lambda: models.tied_variable(),
+    "mlp": lambda: models.mlp(),
+    "residual cnn": lambda: models.batch_norm_cnn(),
+    "two in two out": lambda: models.two_in_two_out(),
 }
 
 
@@ -101,13 +101,13 @@ def test_rules_say_what_a_traced_backward_pass_keeps(name):
 
 
 def test_recurrent_layers_are_guessed_and_say_so():
-    graph = extract(keras_models.masked_recurrent()[0]).graph
+    graph = extract(models.masked_recurrent()).graph
     guessed = {node.kind for node in graph.nodes if node.residual_source == "estimated"}
     assert guessed == {"Bidirectional", "TimeDistributed", "LSTM"}
 
 
 def test_frozen_layers_keep_nothing():
-    graph = extract(keras_models.frozen_start()[0]).graph
+    graph = extract(models.frozen_start()).graph
     frozen, norm, dense = graph.nodes
     assert (frozen.keeps, norm.keeps) == ((), ())
     assert frozen.residual_bytes == norm.residual_bytes == 0
@@ -140,7 +140,7 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_slots_are_those_of_the_optimizer(name):
     optimizer, slots = OPTIMIZERS[name]
-    weights = extract(keras_models.residual_cnn()[0]).graph.weights
+    weights = extract(models.batch_norm_cnn()).graph.weights
     found = optimizer_state_bytes(optimizer, weights)
     assert found == tuple(slots * w.bytes if w.trainable else 0 for w in weights)
     if isinstance(optimizer, opt.Optimizer):
@@ -166,7 +166,7 @@ def test_an_unknown_optimizer_is_refused():
 
 
 def test_stages_count_shared_weights_and_kept_memory_once():
-    graph = extract(keras_models.shared_layer()[0]).graph
+    graph = extract(models.shared_layer()).graph
     shared, _, again, _ = graph.nodes
     assert shared.weights == again.weights
     costs = StageCostModel(graph, optimizer_state_bytes("sgd", graph.weights), micro_batch_size=3)
@@ -178,7 +178,7 @@ def test_stages_count_shared_weights_and_kept_memory_once():
 
 
 def test_cuts_carry_skips_masks_and_outputs():
-    graph = extract(keras_models.long_skip()[0]).graph
+    graph = extract(models.one_skip()).graph
     costs = StageCostModel(graph, optimizer_state_bytes(None, graph.weights), micro_batch_size=2)
     cuts = costs.cuts([0, 1, 1, 2, 2])
     assert [(cut.source, cut.targets) for cut in cuts] == [(0, (1, 2)), (1, (2,))]
@@ -187,12 +187,12 @@ def test_cuts_carry_skips_masks_and_outputs():
     stages = costs.stages([0, 1, 1, 2, 2], [3, 2, 1])
     # One message ahead, the gradients in use, and the skip, which the last stage does not keep.
     assert [stage.buffer_bytes for stage in stages] == [48 + 96, 48 + 48, 48 + 48]
-    graph = extract(keras_models.multi_output_lstm()[0]).graph
+    graph = extract(models.multi_output_lstm()).graph
     costs = StageCostModel(graph, optimizer_state_bytes(None, graph.weights), micro_batch_size=2)
     targets = {cut.tensor: cut.targets for cut in costs.cuts([0, 1, 2])}
     state = graph.tensors[graph.outputs[1]].name
     assert targets[state] == (1, 2)  # read on stage 1, an output of the model
-    graph = extract(keras_models.masked_recurrent()[0]).graph
+    graph = extract(models.masked_recurrent()).graph
     costs = StageCostModel(graph, optimizer_state_bytes(None, graph.weights), micro_batch_size=2)
     first = [int(node.kind not in ("Embedding", "NotEqual")) for node in graph.nodes]
     masked = {cut.tensor.split("_")[0]: cut.mask_bytes for cut in costs.cuts(first)}
@@ -200,7 +200,7 @@ def test_cuts_carry_skips_masks_and_outputs():
 
 
 def test_measured_figures_take_the_place_of_the_rules():
-    graph = extract(keras_models.mlp()[0]).graph
+    graph = extract(models.mlp()).graph
     nodes = tuple(
         msgspec.structs.replace(n, keeps=(), residual_bytes=10.0, residual_source="measured")
         for n in graph.nodes

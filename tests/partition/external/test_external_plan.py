@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tarantella_pp.errors import PlanError
-from tarantella_pp.partition.external.external_graph import graph_from_dict
+from tarantella_pp.partition.external.external_graph import loads_graph
 from tarantella_pp.partition.external.external_plan import ExternalPlan
 from tarantella_pp.partition.external.external_planner import check_plan, plan_graph
 from tests.helpers.draws import examples
@@ -29,7 +29,7 @@ DIAMOND = {
         {"id": 2, "src": 2, "nodes": [2, 3], "comm": 0.25, "bytes": 4},
     ],
 }
-GRAPH = graph_from_dict(DIAMOND)
+GRAPH = loads_graph(json.dumps(DIAMOND))
 ANYTHING = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9), inner),
@@ -66,11 +66,11 @@ def test_check_sees_every_node(place) -> None:
     other = copy.deepcopy(DIAMOND)
     other["nodes"][place]["time"] += 0.125
     with pytest.raises(PlanError, match="work of stage"):
-        check_plan(plan_graph(GRAPH, 2), graph_from_dict(other))
+        check_plan(plan_graph(GRAPH, 2), loads_graph(json.dumps(other)))
     other = copy.deepcopy(DIAMOND)
     other["nodes"][place]["name"] = "z"
     with pytest.raises(PlanError, match=f"node {place} is"):
-        check_plan(plan_graph(GRAPH, 2), graph_from_dict(other))
+        check_plan(plan_graph(GRAPH, 2), loads_graph(json.dumps(other)))
 
 
 @examples(300)

@@ -10,13 +10,13 @@ from keras import layers, ops
 from tarantella_pp.errors import UnsupportedModelError
 from tarantella_pp.keras_internals.functional import tree
 from tarantella_pp.partition.extraction.keras_reader import extract
-from tests.helpers import keras_models
+from tests.helpers import models
 from tests.helpers.runner import random_stages, run
 
 pytestmark = pytest.mark.keras
 
 
-SLOW = (keras_models.masked_recurrent, keras_models.nested_masked)
+SLOW = (models.masked_recurrent, models.nested_masked)
 
 
 def state(model):
@@ -31,12 +31,13 @@ def restore(model, values):
 @pytest.mark.filterwarnings("ignore:Layer '.*was passed an input with a mask")
 @pytest.mark.parametrize(
     "build",
-    [pytest.param(b, marks=pytest.mark.slow) if b in SLOW else b for b in keras_models.ALL],
+    [pytest.param(b, marks=pytest.mark.slow) if b in SLOW else b for b in models.READ],
     ids=lambda build: build.__name__,
 )
 def test_stages_give_bitwise_what_the_model_gives(build):
     keras.utils.set_random_seed(1)
-    model, data = build()
+    model = build()
+    data = models.batch(model)
     extracted = extract(model)
     graph = extracted.graph
     assert len(graph.nodes) == len(extracted.calls)
@@ -78,9 +79,9 @@ def footprint(model):
     return nodes, [id(v) for v in model.variables], copy.deepcopy(model.get_config())
 
 
-@pytest.mark.parametrize("build", keras_models.ALL, ids=lambda build: build.__name__)
+@pytest.mark.parametrize("build", models.READ, ids=lambda build: build.__name__)
 def test_the_model_is_not_touched(build):
-    model, _ = build()
+    model = build()
     before = footprint(model)
     extracted = extract(model)
     assert footprint(model) == before
@@ -88,9 +89,9 @@ def test_the_model_is_not_touched(build):
     assert ours == {id(v) for v in model.variables}
 
 
-@pytest.mark.parametrize("build", keras_models.ALL, ids=lambda build: build.__name__)
+@pytest.mark.parametrize("build", models.READ, ids=lambda build: build.__name__)
 def test_graph_is_the_same_again(build):
-    first, second = extract(build()[0]).graph, extract(build()[0]).graph
+    first, second = extract(build()).graph, extract(build()).graph
     assert first.fingerprint() == second.fingerprint()
 
 
@@ -99,37 +100,37 @@ def names(model):
 
 
 def test_names_show_paths_and_second_calls():
-    assert [n for n in names(keras_models.shared_layer()[0]) if n.startswith("shared")] == [
+    assert [n for n in names(models.shared_layer()) if n.startswith("shared")] == [
         "shared",
         "shared:1",
     ]
-    inner = [n for n in names(keras_models.nested_twice()[0]) if "inner_dense" in n]
+    inner = [n for n in names(models.nested_twice()) if "inner_dense" in n]
     assert inner == ["inner/inner_dense", "inner/inner_dense:1"]
-    assert any(n.startswith("block/deep/") for n in names(keras_models.nested_sequential()[0]))
+    assert any(n.startswith("block/deep/") for n in names(models.nested_sequential()))
 
 
 @pytest.mark.parametrize(
     ("build", "kind"),
     [
-        (keras_models.opaque_rank, "Functional"),
-        (keras_models.opaque_regularized, "Sequential"),
-        (keras_models.opaque_mask, "Functional"),
-        (keras_models.opaque_subclass, "Doubled"),
+        (models.opaque_rank, "Functional"),
+        (models.opaque_regularized, "Sequential"),
+        (models.opaque_mask, "Functional"),
+        (models.opaque_subclass, "Doubled"),
     ],
 )
 def test_a_nested_model_that_does_more_stays_closed(build, kind):
-    assert kind in [node.kind for node in extract(build()[0]).graph.nodes]
+    assert kind in [node.kind for node in extract(build()).graph.nodes]
 
 
 def test_no_other_nested_model_stays_closed():
-    for build in keras_models.ALL:
+    for build in models.READ:
         if not build.__name__.startswith("opaque"):
-            kinds = {node.kind for node in extract(build()[0]).graph.nodes}
+            kinds = {node.kind for node in extract(build()).graph.nodes}
             assert not kinds & {"Functional", "Sequential"}, build.__name__
 
 
 def test_a_mask_computed_only_for_a_nested_model_is_no_node():
-    kinds = [node.kind for node in extract(keras_models.nested_masked()[0]).graph.nodes]
+    kinds = [node.kind for node in extract(models.nested_masked()).graph.nodes]
     assert "NotEqual" not in kinds
 
 
@@ -138,29 +139,29 @@ def test_ties_are_the_calls_that_share_weights():
         graph = extract(model).graph
         return [{graph.nodes[i].name.split("_")[0] for i in nodes} for nodes in graph.ties]
 
-    assert tied(keras_models.mlp()[0]) == []
-    assert tied(keras_models.shared_layer()[0]) == [{"shared", "shared:1"}]
-    assert tied(keras_models.tied_variable()[0]) == [{"embedding", "einsum"}]
-    frozen = keras_models.shared_layer()[0]
+    assert tied(models.mlp()) == []
+    assert tied(models.shared_layer()) == [{"shared", "shared:1"}]
+    assert tied(models.tied_variable()) == [{"embedding", "einsum"}]
+    frozen = models.shared_layer()
     frozen.trainable = False
     assert tied(frozen) == [{"shared", "shared:1"}]
 
 
 def test_groups_are_the_calls_that_share_statistics_or_seeds():
-    graph = extract(keras_models.shared_layer()[0]).graph
+    graph = extract(models.shared_layer()).graph
     assert graph.groups == ()
-    graph = extract(keras_models.nested_twice()[0]).graph
+    graph = extract(models.nested_twice()).graph
     kinds = [{graph.nodes[i].kind for i in group} for group in graph.groups]
     assert kinds == [{"Dropout"}, {"BatchNormalization"}]
     assert [len(nodes) for nodes in graph.ties] == [2]  # those of the dense layer
 
 
 def test_gradients_flow_over_floats_below_trainable_weights_only():
-    graph = extract(keras_models.frozen_start()[0]).graph
+    graph = extract(models.frozen_start()).graph
     flows = {t.name: t.has_gradient for t in graph.tensors}
     assert [flow for name, flow in flows.items() if "sequential" in name] == [False, False]
     assert flows[graph.tensors[graph.outputs[0]].name]
-    graph = extract(keras_models.keras_ops()[0]).graph
+    graph = extract(models.keras_ops()).graph
     by_kind = {node.kind: graph.tensors[node.outputs[0]].has_gradient for node in graph.nodes}
     assert by_kind["Dense"]
     assert by_kind["Matmul"]
@@ -171,7 +172,7 @@ def test_gradients_flow_over_floats_below_trainable_weights_only():
 
 
 def test_weights_are_counted_by_variable():
-    model, _ = keras_models.residual_cnn()
+    model = models.batch_norm_cnn()
     graph = extract(model).graph
     trainable = sum(w.bytes for w in graph.weights if w.trainable)
     assert trainable == sum(int(np.prod(v.shape)) * 4 for v in model.trainable_weights)
@@ -180,7 +181,7 @@ def test_weights_are_counted_by_variable():
 
 
 def test_shapes_inside_a_nested_model_are_those_of_the_call():
-    graph = extract(keras_models.nested_other_shape()[0]).graph
+    graph = extract(models.nested_other_shape()).graph
     shapes = {node.kind: graph.tensors[node.outputs[0]].shape for node in graph.nodes}
     assert shapes["ZeroPadding2D"] == (None, 10, 10, 2)
     assert shapes["Conv2D"] == (None, 4, 4, 3)
@@ -198,7 +199,7 @@ def test_unknown_sizes_are_assumed_and_said():
 def test_a_large_model_of_keras_applications():
     model = keras.applications.MobileNetV2(weights=None, input_shape=(32, 32, 3), classes=5)
     extracted = extract(model)
-    data = keras_models.floats(2, 32, 32, 3)
+    data = models.batch(model, 2)
     expected = model(data, training=False)
     result, _, _ = run(extracted, data, random_stages(extracted.graph, 4, 0), training=False)
     np.testing.assert_array_equal(np.array(result), np.array(expected))
@@ -248,7 +249,7 @@ def optional():
 
 def overriding():
     i = keras.Input((6,))
-    return keras_models.Doubled(i, layers.Dense(3)(i))
+    return models.Doubled(i, layers.Dense(3)(i))
 
 
 @pytest.mark.parametrize(
@@ -303,7 +304,8 @@ def custom_block():
 @pytest.mark.filterwarnings("ignore:Layer '.*was passed an input with a mask")
 @pytest.mark.parametrize("build", [attention_then_add, custom_block])
 def test_a_mask_that_attention_deletes_is_gone_for_later_calls_on_any_stage(build):
-    model, data = build(), keras_models.integers(3, 4, 6)
+    model = build()
+    data = models.batch(model)
     extracted = extract(model)
     assert any(call.unmasked for call in extracted.calls)
     stages = list(range(len(extracted.graph.nodes)))
@@ -316,7 +318,7 @@ def test_cast_to_the_same_dtype_keeps_its_mask():
     ids = keras.Input((6,), dtype="int32")
     x = layers.Embedding(9, 5, mask_zero=True)(ids)
     model = keras.Model(ids, layers.LSTM(3)(ops.cast(x, "float32")))
-    data = keras_models.integers(3, 4, 6)
+    data = models.batch(model)
     extracted = extract(model)
     stages = list(range(len(extracted.graph.nodes)))
     result, _, _ = run(extracted, data, stages, training=False)

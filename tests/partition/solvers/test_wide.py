@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.graphs import branching, gpt, layered
-from tarantella_pp.partition.external.external_graph import graph_from_dict, to_problem
+from tarantella_pp.partition.external.external_graph import to_problem
 from tarantella_pp.partition.solvers import strategy as search_module
 from tarantella_pp.partition.solvers import tie_breaking as ties_module
 from tarantella_pp.partition.solvers.exact import ideals as ideals_module
@@ -180,7 +180,7 @@ def test_some_dive_finds_the_plan_that_meets_the_bound(name):
 def test_boundaries_that_are_too_many_to_list_bound_nothing(monkeypatch):
     from tarantella_pp.partition.solvers.wide import boundary_weights as module
 
-    problem = to_problem(graph_from_dict(branching()), 4, "memory")
+    problem = to_problem(branching(), 4, "memory")
     instance = reduce_problem(problem)
     lower, upper = simple_bound(instance), 1.2 * simple_bound(instance)
     full = Boundaries(instance, Closure.of(instance)).bound(lower, upper, soon(20))
@@ -246,7 +246,7 @@ def test_bounds_hold_for_every_objective(problem):
 
 def counted_unlike():
     """Returns a problem whose four stages hold what they keep 4, 3, 2 and 1 times."""
-    problem = to_problem(graph_from_dict(branching()), 4, "memory")
+    problem = to_problem(branching(), 4, "memory")
     return replace(
         problem,
         static_memory=np.zeros(problem.num_nodes),
@@ -309,7 +309,7 @@ def test_local_search_gives_plans(problem):
 @pytest.mark.parametrize("stages", [2, 4])
 @pytest.mark.parametrize("make", [branching, layered, lambda: gpt(120)])
 def test_what_is_searched_agrees_with_what_is_exact(monkeypatch, make, stages, objective):
-    problem = to_problem(graph_from_dict(make()), stages, objective)
+    problem = to_problem(make(), stages, objective)
     exact = solve(problem).certificate
     assert exact.optimal
     monkeypatch.setattr(search_module, "MAX_IDEALS", 5)
@@ -326,7 +326,7 @@ def test_what_is_searched_agrees_with_what_is_exact(monkeypatch, make, stages, o
 @pytest.mark.slow
 def test_a_gpt_too_large_to_list_has_a_gap(monkeypatch):
     monkeypatch.setattr(ideals_module, "MEMORY_LIMIT", 1_000_000)
-    problem = to_problem(graph_from_dict(gpt(5000)), 8, "load")
+    problem = to_problem(gpt(5000), 8, "load")
     solution = solve(problem, time_budget=4.0)
     certificate = solution.certificate
     assert problem.violation(solution.assignment) is None
@@ -337,7 +337,7 @@ def test_a_gpt_too_large_to_list_has_a_gap(monkeypatch):
 
 @pytest.mark.slow
 def test_a_large_gpt_is_certified():
-    problem = to_problem(graph_from_dict(gpt(5000)), 8, "load")
+    problem = to_problem(gpt(5000), 8, "load")
     certificate = solve(problem).certificate
     assert certificate.optimal
     assert problem.num_nodes > 4900

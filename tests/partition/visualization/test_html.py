@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tarantella_pp.errors import ConfigurationError, PlanError
 from tarantella_pp.partition.graph.units import format_bytes
+from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
 from tarantella_pp.partition.plan.plan import Tie
 from tarantella_pp.partition.visualization import (
     Bar,
@@ -288,11 +289,35 @@ def test_bars_count_what_is_idle():
         Bar(0, 0.0, float("nan"), "F0", "F"),
         Bar(0, 0.0, 1.0, "X0", "X"),
         Bar(0, -1.0, 1.0, "F0", "F"),
+        Bar(0, 0.0, 1.0, "0R0", "R"),
     ],
 )
 def test_bars_that_cannot_be_are_refused(bar):
     with pytest.raises(PlanError, match="Received: Bar"):
         StepBars("x", ("a",), (bar,))
+    with pytest.raises(PlanError, match=r"kind R on ranks.*Received: Bar"):
+        StepBars("x", ("a",), (), reductions=(bar._replace(kind="F", start=0.0, end=1.0),))
+
+
+def test_replicas_and_their_sums_are_drawn():
+    graph, plan = small(num_replicas=2, placement="replicas-together", fusion_threshold=2**20)
+    step = simulated_step(plan, HardwareSpec(1e9, bandwidth=1e6))
+    assert step.exposed > 0
+    alone = msgspec.structs.replace(plan, num_replicas=1, batch_size=plan.batch_size // 2)
+    assert step.bubble == simulated_step(alone, HardwareSpec(1e9, bandwidth=1e6)).bubble
+    text = render_html(plan, graph, step)
+    share = f"{100 * step.exposed / step.length:.1f} % of the step waits for that alone"
+    assert share in text
+    assert "Placement replicas-together" in text
+    assert "buckets of up to 1.00 MiB" in text
+    rows = cells(text, "Ranks of replicas", "tbody")
+    assert rows == [["0", *(f"rank {2 * p}" for p in range(4))],
+                    ["1", *(f"rank {2 * p + 1}" for p in range(4))]]  # fmt: skip
+    drawing = ElementTree.fromstring(render_svg(plan, "timeline", timeline=step))
+    strips = [e for e in drawing.iter(f"{SVG}rect") if e.get("class") == "kindR"]
+    assert len(strips) == len(step.reductions) + 1  # and the legend
+    assert "reduction over replicas" in text
+    assert "Ranks of replicas" not in page(*small())
 
 
 def test_times_in_seconds_and_steps_without_work():

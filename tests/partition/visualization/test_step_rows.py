@@ -7,7 +7,8 @@ import msgspec
 import pytest
 
 from tarantella_pp.errors import ScheduleError
-from tarantella_pp.partition.plan.plan_simulation import HardwareSpec, with_bubble
+from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
+from tarantella_pp.partition.plan.plan_simulation import with_step
 from tarantella_pp.partition.visualization import render_html
 from tarantella_pp.partition.visualization.step_rows import simulated_step, step_bars
 from tarantella_pp.schedule import ScheduleSpec, bubble_fraction
@@ -26,7 +27,7 @@ def test_equal_stages_have_the_bubble_of_the_formula(schedule):
     plan = even_plan(schedule=schedule)
     step = simulated_step(plan)
     formula = float(bubble_fraction(schedule, 4, plan.num_micro_batches))
-    assert step.bubble == pytest.approx(formula) == with_bubble(plan).bubble
+    assert step.bubble == pytest.approx(formula) == with_step(plan).bubble
     assert step.rank_names[2] == "rank 2 (stage 2)"
     assert not step.in_seconds
 

@@ -16,6 +16,7 @@ from tarantella_pp.partition.costs.peak_memory import WAITING_OUTPUTS
 from tarantella_pp.runtime.batch.data_feed import Batch
 from tarantella_pp.runtime.batch.metric_updates import MetricUpdates
 from tarantella_pp.runtime.probes.metric_probe import why_not_by_parts
+from tarantella_pp.runtime.replicas.batch_share import batch_shares
 
 pytestmark = pytest.mark.keras
 
@@ -181,7 +182,8 @@ def test_outputs_wait_for_a_moment_to_spare_but_not_many_of_them():
 
 def test_without_metrics_there_is_nothing_to_do():
     updates = MetricUpdates(None, lambda results: results[0])
-    batch = Batch(3, {}, tf.constant(Y), None, (None, None), b"")
+    shares = batch_shares(3, 1)
+    batch = Batch(3, shares, shares[0], {}, tf.constant(Y), None, (None, None), b"")
     assert updates.why_whole(batch, []) is None
     updates.add(Y, [Y], None, "signature")
     assert not updates.run_pending()

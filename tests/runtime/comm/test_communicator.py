@@ -21,16 +21,18 @@ from tarantella_pp.runtime.comm.communicator import (
     TensorSpec,
     world,
 )
-from tarantella_pp.runtime.comm.flight_recorder import FlightRecorder
-from tarantella_pp.runtime.comm.polling import (
+from tarantella_pp.runtime.comm.waiting.flight_recorder import FlightRecorder
+from tarantella_pp.runtime.comm.waiting.polling import (
     LARGE,
     Limits,
     Waiter,
 )
-from tarantella_pp.runtime.comm.wakeup import Wakeup
+from tarantella_pp.runtime.comm.waiting.wakeup import Wakeup
 from tests.helpers.message_cases import (
     CASES,
     end_before_the_others,
+    reduce_in_vain,
+    reduce_what_does_not_match,
     run_cases,
     wait_in_vain,
 )
@@ -94,6 +96,24 @@ def test_a_wait_that_takes_too_long_says_who_waits_for_whom() -> None:
     ):
         assert part in text, text
     assert "rank 0 has waited" in run.stderr
+
+
+@needs_mpi
+@pytest.mark.mpi
+def test_a_reduction_that_takes_too_long_names_ranks_by_their_number_in_the_job() -> None:
+    run = mpi_run(3, reduce_in_vain, env={"TNT_TIMEOUT": "1", "TNT_WARN": "0"}).check()
+    text = run.results[1][0]
+    assert text.startswith("Rank 1 waited 1."), text
+    assert "for gradients of bucket 2 from rank 2 (tag" in text
+
+
+@needs_mpi
+@pytest.mark.mpi
+def test_a_reduction_of_what_does_not_match_is_refused() -> None:
+    texts = mpi_run(2, reduce_what_does_not_match, env={"TNT_TIMEOUT": "20"}).check().results
+    assert "gradients of bucket 7 from rank 1" in texts[0]
+    assert "float64[5] (40 bytes), but rank 1 sent float64[6]" in texts[0]
+    assert "float64[6] (48 bytes), but rank 0 sent float64[5]" in texts[1]
 
 
 @needs_mpi
@@ -200,6 +220,9 @@ def test_the_group_of_one_process() -> None:
     alone.allreduce(array)
     alone.broadcast(array)
     alone.barrier()
+    assert alone.start_allreduce(array).wait() is array
+    assert alone.start_reduce_scatter(array, [3]).wait().tolist() == [0, 1, 2]
+    assert alone.start_allgather([array]).wait()[0] is array
     alone.flush()
     alone.progress()
     assert array.tolist() == [0, 1, 2]

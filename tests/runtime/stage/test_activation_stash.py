@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tarantella_pp.errors import UnsupportedModelError
-from tarantella_pp.runtime.batch.batch_step import micro_batch_sizes
 from tarantella_pp.runtime.batch.nested_structure import (
     describe,
     rebuild,
@@ -18,6 +17,7 @@ from tarantella_pp.runtime.batch.nested_structure import (
 )
 from tarantella_pp.runtime.comm.tensor_buffers import to_buffer, to_tensor
 from tarantella_pp.runtime.modules.gradient_accumulator import GradientAccumulator
+from tarantella_pp.runtime.replicas.batch_share import micro_batch_sizes
 from tarantella_pp.runtime.stage.activation_stash import ActivationStash
 
 pytestmark = pytest.mark.keras

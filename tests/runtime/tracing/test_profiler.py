@@ -14,9 +14,10 @@ from tarantella_pp.errors import ConfigurationError, PlanError
 from tarantella_pp.models.make_plan import make_plan
 from tarantella_pp.partition.extraction.keras_reader import extract
 from tarantella_pp.partition.graph.profile import NodeProfile, Profile
-from tarantella_pp.partition.plan.plan_simulation import HardwareSpec, PlanSimulation
+from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
+from tarantella_pp.partition.plan.plan_simulation import PlanSimulation
 from tarantella_pp.runtime.tracing.profiler import profile
-from tests.helpers import keras_models
+from tests.helpers import models
 
 pytestmark = pytest.mark.keras
 
@@ -47,14 +48,15 @@ def made_up(model, forward, backward, rows=(8,)):
 @pytest.mark.parametrize(
     "build",
     [
-        keras_models.mlp,
-        keras_models.two_in_two_out,
-        pytest.param(keras_models.masked_recurrent, marks=pytest.mark.slow),
-        keras_models.causal_attention,
+        models.mlp,
+        models.two_in_two_out,
+        pytest.param(models.masked_recurrent, marks=pytest.mark.slow),
+        models.causal_attention,
     ],
 )
 def test_every_operation_is_measured_and_the_model_stays_as_it_was(build):
-    model, data = build()
+    model = build()
+    data = models.batch(model)
     before = [v.numpy() for v in model.variables]
     found = profile(model, data, repeats=1, verbose=False)
     graph = extract(model).graph

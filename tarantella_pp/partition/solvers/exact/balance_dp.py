@@ -35,16 +35,6 @@ def solve_balance(
     dynamic programming with precedence constraints", Operations Research 11, 1963). A failed
     C proves that the optimum is at least the smallest sum that was too large; C is bisected
     until bound and value meet. Costs may differ from stage to stage.
-
-    Args:
-        instance: An additive instance whose stages may be empty.
-        lattice: Its ideals with their steps.
-        lower: A proven bound to start from.
-        upper: Value of a known plan; only better ones are looked for.
-        deadline: `time.perf_counter()` at which to stop bisecting.
-
-    Returns:
-        The best stages found, and the proven bound.
     """
     probe = _Probe(instance, lattice)
     best: IntArray | None = None

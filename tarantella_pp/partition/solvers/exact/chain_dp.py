@@ -96,12 +96,6 @@ class ChainSearch:
         """Estimates the work of a run within a capacity, from the ideals at each boundary.
 
         The first boundaries count most: a search that fails there is over.
-
-        Args:
-            capacity: Largest objective value allowed for a stage.
-
-        Returns:
-            Pairs of ideals at neighbouring boundaries, those farther on counting less.
         """
         caps = self._caps(capacity)
         sizes = [1, *(len(self._family.window(b, caps)) for b in range(1, len(caps[0])))]

@@ -73,14 +73,6 @@ def reversed_family(family: IdealFamily) -> IdealFamily | None:
 
 
 def reversed_stages(stages: IntArray, num_stages: int) -> IntArray:
-    """Turns the stages of the mirrored instance back.
-
-    Args:
-        stages: Stage of each node, from behind.
-        num_stages: Number of stages.
-
-    Returns:
-        Stage of each node of the original instance.
-    """
+    """Turns the stages of the mirrored instance back."""
     turned: IntArray = num_stages - 1 - stages[::-1]
     return turned

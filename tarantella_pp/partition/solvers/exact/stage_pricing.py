@@ -64,13 +64,6 @@ class IdealFamily:
 
         The stages before the boundary hold the ideal's nodes and touch its open tensors at
         least once, and so do the stages after it with the rest; both sums are bounded.
-
-        Args:
-            boundary: Number of stages before the boundary.
-            caps: Largest cost of each stage, for each resource.
-
-        Returns:
-            Rows of the ideals that pass.
         """
         keep = np.ones(len(self), bool)
         for resource, sums, cap in zip(self.instance.resources, self.sums, caps, strict=True):

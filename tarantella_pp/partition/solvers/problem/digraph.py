@@ -10,15 +10,7 @@ Neighbours = list[list[int]]
 
 
 def adjacency(count: int, edges: Iterable[tuple[int, int]]) -> tuple[Neighbours, Neighbours]:
-    """Lists the neighbours of each node.
-
-    Args:
-        count: Number of nodes.
-        edges: Pairs (before, after).
-
-    Returns:
-        The predecessors and the successors of each node.
-    """
+    """Lists the neighbours of each node."""
     preds: Neighbours = [[] for _ in range(count)]
     succs: Neighbours = [[] for _ in range(count)]
     for before, after in edges:
@@ -52,15 +44,7 @@ def topological(preds: Sequence[Sequence[int]], succs: Sequence[Sequence[int]]) 
 
 
 def find_cycle(preds: Sequence[Sequence[int]]) -> list[int]:
-    """Looks for a cycle.
-
-    Args:
-        preds: Predecessors of each node.
-
-    Returns:
-        The nodes of a cycle, each before the next and the last the same as the first; empty
-        where there is none.
-    """
+    """Looks for a cycle."""
     try:
         graphlib.TopologicalSorter(dict(enumerate(preds))).prepare()
     except graphlib.CycleError as error:
@@ -75,13 +59,6 @@ def strong_components(
 
     Two depth-first walks (Sharir, "A strong-connectivity algorithm and its applications in data
     flow analysis", 1981): what still reaches the node finished last forms a component with it.
-
-    Args:
-        preds: Predecessors of each node.
-        succs: Successors of each node.
-
-    Returns:
-        The components; every node is in one.
     """
     components = []
     free = [True] * len(preds)

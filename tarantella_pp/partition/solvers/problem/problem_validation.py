@@ -18,19 +18,7 @@ if TYPE_CHECKING:
 
 
 def costs(name: str, values: ArrayLike, count: int) -> FloatArray:
-    """Reads the costs of nodes.
-
-    Args:
-        name: What they are, for the message.
-        values: One number for each node, finite and not negative.
-        count: Number of nodes.
-
-    Returns:
-        The costs, not to be written to.
-
-    Raises:
-        GraphError: A number is missing, negative or not finite.
-    """
+    """Reads the costs of nodes."""
     array = np.array(values, dtype=np.float64)
     if array.shape != (count,):
         raise GraphError(f"`{name}` has one number for each node. Received: shape {array.shape}")
@@ -44,15 +32,7 @@ def costs(name: str, values: ArrayLike, count: int) -> FloatArray:
 
 
 def check_options(problem: Problem, objectives: tuple[str, ...]) -> None:
-    """Checks the options of a problem.
-
-    Args:
-        problem: The problem.
-        objectives: What may be minimised.
-
-    Raises:
-        PlanError: One is out of range.
-    """
+    """Checks the options of a problem."""
     if isinstance(problem.num_stages, bool) or problem.num_stages < 1:
         raise PlanError(f"A pipeline has at least one stage. Received: {problem.num_stages=}")
     if problem.objective not in objectives:
@@ -63,18 +43,7 @@ def check_options(problem: Problem, objectives: tuple[str, ...]) -> None:
 
 
 def apart(problem: Problem, ties: tuple[str, ...]) -> tuple[bool, ...]:
-    """Reads which groups may part.
-
-    Args:
-        problem: The problem.
-        ties: What may be done with groups.
-
-    Returns:
-        One flag for each group.
-
-    Raises:
-        PlanError: What to do with them is not one of `ties`, or not one for each.
-    """
+    """Reads which groups may part."""
     tied = problem.tied
     each = [tied for _ in problem.groups] if isinstance(tied, str) else list(tied)
     named = {tied} if isinstance(tied, str) else set(each)
@@ -84,15 +53,7 @@ def apart(problem: Problem, ties: tuple[str, ...]) -> tuple[bool, ...]:
 
 
 def check_tensors(problem: Problem) -> None:
-    """Checks the tensors and groups of a problem.
-
-    Args:
-        problem: The problem.
-
-    Raises:
-        GraphError: A node does not exist, a producer is not among the nodes, or a cost is
-            negative or infinite.
-    """
+    """Checks the tensors and groups of a problem."""
     n = problem.num_nodes
     for index, tensor in enumerate(problem.tensors):
         producer = () if tensor.producer is None else (tensor.producer,)
@@ -108,17 +69,7 @@ def check_tensors(problem: Problem) -> None:
 
 
 def in_flight(problem: Problem) -> FloatArray:
-    """Reads how many micro-batches each stage holds.
-
-    Args:
-        problem: The problem.
-
-    Returns:
-        One count for each stage.
-
-    Raises:
-        PlanError: They are not one for each stage, finite and not negative.
-    """
+    """Reads how many micro-batches each stage holds."""
     S = problem.num_stages
     flight = np.ones(S) if problem.in_flight is None else np.array(problem.in_flight, float)
     if flight.shape != (S,) or not np.isfinite(flight).all() or (flight < 0).any():

@@ -136,22 +136,22 @@ class Boundaries:
     def _forward(self, capacity: float, *, mirrored: bool) -> list[_Ranges]:
         """Lists what the first stages can reach, or with `mirrored` the last ones."""
         S, zero = self._instance.num_stages, np.zeros(1)
-        found = [_Ranges(zero, zero)]
+        ranges = [_Ranges(zero, zero)]
         for boundary in range(1, S):
             least, most = self._total - (S - boundary) * capacity, boundary * capacity
             known = self._weights[S - boundary - 1 if mirrored else boundary - 1]
-            before = found[-1]
+            before = ranges[-1]
             if known is None:
                 low = max(least, float(before.low.min(initial=np.inf)))
                 high = min(most, float(before.high.max(initial=-np.inf)) + capacity)
                 some = low <= high
-                found.append(_Ranges(np.array([low])[:some], np.array([high])[:some]))
+                ranges.append(_Ranges(np.array([low])[:some], np.array([high])[:some]))
                 continue
             weights = self._total - known[::-1] if mirrored else known
             weights = weights[(weights >= least) & (weights <= most)]
             weights = before.reach(weights, capacity)
-            found.append(_Ranges(weights, weights))
-        return found
+            ranges.append(_Ranges(weights, weights))
+        return ranges
 
     def search(
         self,
@@ -161,26 +161,15 @@ class Boundaries:
         random: np.random.Generator,
         deadline: float,
     ) -> tuple[float, float, IntArray | None]:
-        """Improves a plan and its bound by turns.
-
-        Args:
-            value: Value of the plan.
-            stages: The plan, if there is one.
-            lower: A bound known.
-            random: Source of the choices.
-            deadline: `time.perf_counter()` at which to stop.
-
-        Returns:
-            The bound, the value and the stages.
-        """
+        """Improves a plan and its bound by turns."""
         lower = self.bound(lower, value, deadline)
         share = 0.0
         while value > lower * _MEETS and time.perf_counter() < deadline:
             # What the bound asks for is tried first, and less from failure to failure.
-            found = self.dive(lower + share * (value - lower), random, deadline)
-            reached = np.inf if found is None else self._instance.value(found)
+            assignment = self.dive(lower + share * (value - lower), random, deadline)
+            reached = np.inf if assignment is None else self._instance.value(assignment)
             if reached < value:
-                value, stages, share = reached, found, share / 4
+                value, stages, share = reached, assignment, share / 4
                 lower = self.bound(lower, value, deadline)
             else:
                 share = min(2 * share + 0.01, 0.9)

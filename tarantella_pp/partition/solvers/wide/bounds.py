@@ -16,14 +16,7 @@ MAX_COMPANIES = 12
 
 
 def simple_bound(instance: Instance) -> float:
-    """Bounds the bottleneck by the mean, the heaviest node and pairs of heavy nodes.
-
-    Args:
-        instance: The instance.
-
-    Returns:
-        The largest of the bounds that hold for its objective.
-    """
+    """Bounds the bottleneck by the mean, the heaviest node and pairs of heavy nodes."""
     S, resource = instance.num_stages, instance.objective
     factor, room = resource.factor, 1 / resource.scale
     fixed, held = float(resource.fixed.sum()), float(resource.held.sum())
@@ -54,13 +47,6 @@ def company_bound(instance: Instance, lower: float) -> float:
     Whatever else the stage holds, it pays for that and for the tensors that it shares: at least
     a minimum cut around the node. Where one operation and its tensors dominate a graph, this is
     the optimum for any number of stages.
-
-    Args:
-        instance: The instance.
-        lower: A bound known.
-
-    Returns:
-        A bound, at least `lower`.
     """
     resource, n = instance.objective, instance.num_nodes
     terms, scale = resource.terms, float(resource.scale.min())
@@ -85,14 +71,7 @@ def company_bound(instance: Instance, lower: float) -> float:
 
 
 def unit_of(costs: FloatArray) -> float:
-    """Finds the unit of which all costs are whole multiples, such as a byte or a microsecond.
-
-    Args:
-        costs: The costs.
-
-    Returns:
-        The unit; 0.0 where there is none to speak of.
-    """
+    """Finds the unit of which all costs are whole multiples, such as a byte or a microsecond."""
     for digits in range(7):
         scaled = costs * 10.0**digits
         whole = np.rint(scaled)
@@ -105,13 +84,6 @@ def granular(instance: Instance, bound: float) -> float:
     """Rounds a bound up to what sums of the node costs can be.
 
     Where all costs are whole multiples of a unit, so is every stage of an additive objective.
-
-    Args:
-        instance: The instance.
-        bound: A bound.
-
-    Returns:
-        A bound, at least as large.
     """
     resource = instance.objective
     if not (instance.additive and resource.uniform):

@@ -48,16 +48,7 @@ class CutBound:
         self._flat, self._starts = terms.flat()
 
     def improve(self, lower: float, upper: float, deadline: float) -> float:
-        """Raises a bound by bisection.
-
-        Args:
-            lower: A bound known.
-            upper: A value known.
-            deadline: `time.perf_counter()` at which to stop.
-
-        Returns:
-            A bound, at least `lower`.
-        """
+        """Raises a bound by bisection."""
         # Where all stages weigh the same under these prices, none is worth more than another.
         mean = self._work.sum(axis=1)
         weights = 1 / np.maximum(mean, 1e-300)

@@ -49,15 +49,10 @@ class IdealPool:
             self._words = np.unique(np.concatenate([self._words, words], axis=1), axis=1)
 
     def add_grid(self, targets: int, deadline: float) -> None:
-        """Adds the least cut near each of several amounts of work before it.
-
-        Args:
-            targets: Number of amounts.
-            deadline: `time.perf_counter()` at which to stop.
-        """
+        """Adds the least cut near each of several amounts of work before it."""
         zero = np.zeros(self._instance.num_nodes)
         touch = self._instance.objective.terms.touch
-        found = []
+        ideals = []
         for part in range(1, targets):
             target = self._total * part / targets
             for width in (0.5, 2.0):
@@ -66,8 +61,8 @@ class IdealPool:
                 slack = self._total * width / targets
                 inside = self._total - self._closure.after < target - slack
                 outside = self._closure.before > target + slack
-                found.append(least_cut(self._instance, touch, inside, outside, zero)[1])
-        self.add(found)
+                ideals.append(least_cut(self._instance, touch, inside, outside, zero)[1])
+        self.add(ideals)
         self._grid = self._words
 
     def forget(self) -> None:
@@ -77,27 +72,20 @@ class IdealPool:
     def add_around(
         self, stages: IntArray, random: np.random.Generator, draws: int, deadline: float
     ) -> None:
-        """Adds least cuts between the boundaries next to each boundary of a plan.
-
-        Args:
-            stages: The plan.
-            random: Source of the prices that pull a cut to either side.
-            draws: Cuts at each boundary.
-            deadline: `time.perf_counter()` at which to stop.
-        """
+        """Adds least cuts between the boundaries next to each boundary of a plan."""
         S = self._instance.num_stages
         touch = self._instance.objective.terms.touch
-        found = []
+        ideals = []
         for boundary in range(1, S):
-            found.append(stages < boundary)
+            ideals.append(stages < boundary)
             inside, outside = stages < boundary - 1, stages > boundary
             for _ in range(draws):
                 if time.perf_counter() > deadline:
                     break
                 price = random.uniform(-1, 1) ** 3 * self._work
                 noise = touch * random.uniform(0.8, 1.2, len(touch))
-                found.append(least_cut(self._instance, noise, inside, outside, price)[1])
-        self.add(found)
+                ideals.append(least_cut(self._instance, noise, inside, outside, price)[1])
+        self.add(ideals)
 
     def cross(self, stages: IntArray, random: np.random.Generator, draws: int) -> None:
         """Adds unions and intersections of the plan's boundaries with ideals of the pool."""
@@ -123,10 +111,10 @@ class IdealPool:
         if len(family) > MAX_POOL:
             family = self._thinned(family)
         try:
-            found = ChainSearch(family).run(value * (1 - 1e-9), deadline)
+            chain = ChainSearch(family).run(value * (1 - 1e-9), deadline)
         except OutOfTimeError:
             return None
-        return None if found is None else found[1]
+        return None if chain is None else chain[1]
 
     def _thinned(self, family: IdealFamily) -> IdealFamily:
         """Keeps the ideals that cut least, from each amount of work evenly many."""

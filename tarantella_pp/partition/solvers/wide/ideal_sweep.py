@@ -89,10 +89,10 @@ class IdealSweep:
     def __init__(
         self, instance: Instance, costs: FloatArray, touch: FloatArray | None = None
     ) -> None:
-        own = unit_of(costs)
-        self.unit = own or float(costs.sum()) * 2.0**-45 or 1.0
+        unit = unit_of(costs)
+        self.unit = unit or float(costs.sum()) * 2.0**-45 or 1.0
         self.work: FloatArray = np.rint(costs / self.unit)
-        self.error = 0.0 if own else float(len(costs))
+        self.error = 0.0 if unit else float(len(costs))
         self._instance = instance
         self._touch = None if touch is None else touch / self.unit
 

@@ -66,16 +66,7 @@ class LocalSearch:
     def run(
         self, stages: IntArray | None, lower: float, deadline: float
     ) -> tuple[float, IntArray | None]:
-        """Improves a plan until time is up or the bound is met.
-
-        Args:
-            stages: The plan to start from, if there is one.
-            lower: A bound.
-            deadline: `time.perf_counter()` at which to stop.
-
-        Returns:
-            The bottleneck and the stages.
-        """
+        """Improves a plan until time is up or the bound is met."""
         value = float("inf") if stages is None else self._instance.value(stages)
         if self._pool is not None:
             self._pool.add_grid(60, deadline)
@@ -102,16 +93,7 @@ class LocalSearch:
         return best
 
     def tighten(self, stages: IntArray, rounds: int, deadline: float) -> IntArray:
-        """Improves a plan by a fixed number of small rounds: the same plan on every machine.
-
-        Args:
-            stages: The plan.
-            rounds: Number of rounds.
-            deadline: `time.perf_counter()` at which to stop all the same.
-
-        Returns:
-            A plan at least as good.
-        """
+        """Improves a plan by a fixed number of small rounds: the same plan on every machine."""
         value = self._instance.value(stages)
         for _ in range(rounds):
             value, better = self._cut_orders(value, stages, deadline)

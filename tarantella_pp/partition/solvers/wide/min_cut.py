@@ -118,16 +118,6 @@ def least_cut(
     The nodes of the ideal are the source's side of a minimum cut; an arc of infinite capacity
     leads from each node to its predecessors, and each tensor is an arc (Picard, "Maximal
     closure of a graph", Management Science 22, 1976, with the hyperedge gadget of Lawler 1973).
-
-    Args:
-        instance: The graph and, as its objective's terms, its tensors.
-        touch: Cost of each tensor where it is cut.
-        inside: Nodes that the ideal must hold, itself an ideal.
-        outside: Nodes that it must not hold, itself closed under successors.
-        price: What each node inside the ideal costs, or earns where negative.
-
-    Returns:
-        The cut and the price of the other nodes together, and membership of the ideal.
     """
     free = np.flatnonzero(~(inside | outside)).tolist()
     number = {node: index + 2 for index, node in enumerate(free)}

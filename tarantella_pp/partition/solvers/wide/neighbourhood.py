@@ -79,22 +79,14 @@ def recombine(
     words = np.unique(np.concatenate(groups, axis=1), axis=1)
     family = ends_first_and_last(IdealFamily(instance, words), n)
     try:
-        found = ChainSearch(family).run(value * (1 - 1e-9), deadline)
+        chain = ChainSearch(family).run(value * (1 - 1e-9), deadline)
     except OutOfTimeError:
         return None
-    return None if found is None else found[1]
+    return None if chain is None else chain[1]
 
 
 def ends_first_and_last(family: IdealFamily, n: int) -> IdealFamily:
-    """Sorts a family by size, as the chain search wants it.
-
-    Args:
-        family: A family with the empty and the full ideal.
-        n: Number of nodes.
-
-    Returns:
-        The family, the empty ideal first and the full one last.
-    """
+    """Sorts a family by size, as the chain search wants it."""
     size = np.zeros(len(family), np.int64)
     for node in range(n):
         size += ((family.words[node >> 6] >> np.uint64(node & 63)) & np.uint64(1)).astype(np.int64)

@@ -77,14 +77,6 @@ def window_bound(closure: Closure, lower: float, upper: float) -> float:
     A node whose ancestors need e stages and whose descendants need l more than S - e of them
     cannot be placed (the earliest and latest stations of assembly-line balancing, Saltzman and
     Baybars 1987).
-
-    Args:
-        closure: What comes before and after each node.
-        lower: A bound known.
-        upper: A value known.
-
-    Returns:
-        A bound, at least `lower`.
     """
     for _ in range(60):
         if upper - lower <= 1e-12 * upper:

@@ -55,15 +55,7 @@ class TwoStages:
         self._best: NDArray[np.bool_] | None = None
 
     def run(self, upper: float, deadline: float) -> tuple[float, IntArray | None]:
-        """Bounds, and where possible betters, a plan.
-
-        Args:
-            upper: Value of the plan.
-            deadline: `time.perf_counter()` at which to stop.
-
-        Returns:
-            The proven bound, and the stages of a better plan if one was found.
-        """
+        """Bounds, and where possible betters, a plan."""
         self._upper = upper
         none = np.zeros(self._instance.num_nodes, bool)
         first = self._examine(none, none)

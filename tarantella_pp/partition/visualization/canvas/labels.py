@@ -7,21 +7,12 @@ from collections.abc import Sequence
 
 
 def percent(part: float, whole: float = 1.0) -> str:
-    """Writes a share, e.g. `"12.5 %"`.
-
-    Args:
-        part: The part.
-        whole: What it is a part of; nothing of nothing is 0 %.
-    """
+    """Writes a share, e.g. `"12.5 %"`."""
     return f"{100 * part / whole if whole else 0.0:.1f} %"
 
 
 def flops(value: float) -> str:
-    """Writes a number of floating point operations, e.g. `"3.87 GFLOP"`.
-
-    Args:
-        value: The number.
-    """
+    """Writes a number of floating point operations, e.g. `"3.87 GFLOP"`."""
     for unit in ("", "k", "M", "G", "T", "P"):
         if value < 999.5 or unit == "P":
             break
@@ -53,12 +44,7 @@ def count(number: int, noun: str, plural: str | None = None) -> str:
 
 
 def shorten(text: str, most: int) -> str:
-    """Shortens a name in its middle, for names differ at their ends.
-
-    Args:
-        text: The name.
-        most: Most characters of the result.
-    """
+    """Shortens a name in its middle, for names differ at their ends."""
     if len(text) <= most:
         return text
     head = (most - 1) // 3
@@ -66,21 +52,13 @@ def shorten(text: str, most: int) -> str:
 
 
 def common_prefix(names: Sequence[str]) -> str:
-    """Returns what all names begin with.
-
-    Args:
-        names: The names, at least one.
-    """
+    """Returns what all names begin with."""
     low, high = min(names), max(names)
     same = (i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b)
     return low[: next(same, len(low))]
 
 
 def shared_prefix(names: Sequence[str]) -> str:
-    """Returns what all names begin with, up to and with the last separator in it.
-
-    Args:
-        names: The names.
-    """
-    found = common_prefix(names)
-    return found[: 1 + max((m.start() for m in re.finditer(r"[/_.:\- ]", found)), default=-1)]
+    """Returns what all names begin with, up to and with the last separator in it."""
+    prefix = common_prefix(names)
+    return prefix[: 1 + max((m.start() for m in re.finditer(r"[/_.:\- ]", prefix)), default=-1)]

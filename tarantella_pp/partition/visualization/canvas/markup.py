@@ -20,11 +20,7 @@ class Markup(str):
 
 
 def escape(text: str) -> str:
-    """Makes text safe inside of elements and attributes.
-
-    Args:
-        text: Any text; forbidden characters become a replacement character.
-    """
+    """Makes text safe inside of elements and attributes."""
     return html.escape(_FORBIDDEN.sub("\N{REPLACEMENT CHARACTER}", text), quote=True)
 
 
@@ -48,11 +44,7 @@ def tag(name: str, /, *children: str, **attributes: str | float | None) -> Marku
 
 
 def join(children: Sequence[str]) -> Markup:
-    """Puts pieces one behind the other; text that is no `Markup` is escaped.
-
-    Args:
-        children: The pieces.
-    """
+    """Puts pieces one behind the other; text that is no `Markup` is escaped."""
     return Markup("".join(c if isinstance(c, Markup) else escape(c) for c in children))
 
 

@@ -81,14 +81,15 @@ DARK = Scheme(
 INK = "#101418"
 """Text on the colours below."""
 
-KINDS = {"F": "#56b4e9", "B": "#e69f00", "W": "#2ab98a", "BW": "#e0793a"}
-"""Colour of each kind of computation."""
+KINDS = {"F": "#56b4e9", "B": "#e69f00", "W": "#2ab98a", "BW": "#e0793a", "R": "#cc79a7"}
+"""Colour of each kind of computation, and of reductions."""
 
 KIND_NAMES = {
     "F": "forward",
     "B": "input gradient",
     "W": "weight gradient",
     "BW": "backward (both gradients)",
+    "R": "reduction over replicas",
 }
 
 PARTS = {
@@ -104,9 +105,5 @@ PARTS = {
 
 
 def stage_class(stage: int) -> int:
-    """Returns which of the colours of stages a stage has.
-
-    Args:
-        stage: The stage.
-    """
+    """Returns which of the colours of stages a stage has."""
     return stage % len(LIGHT.stages)

@@ -33,12 +33,7 @@ class Picture:
     text: str
 
     def inside(self, y: float | None = None, *, fit: bool = False) -> Markup:
-        """Returns the element for a page or picture that brings the colours.
-
-        Args:
-            y: Where it begins in another picture.
-            fit: Whether it may shrink to the width of the page, as far as that is legible.
-        """
+        """Returns the element for a page or picture that brings the colours."""
         size = f"width:100%;max-width:{self.width:.0f}px;min-width:{LEGIBLE * self.width:.0f}px"
         return tag(
             "svg",
@@ -71,12 +66,7 @@ class Picture:
 
 
 def below_each_other(pictures: list[Picture], gap: float = 24) -> Picture:
-    """Puts pictures into one.
-
-    Args:
-        pictures: The pictures, from above.
-        gap: Room between them.
-    """
+    """Puts pictures into one."""
     pieces = []
     y = 0.0
     for picture in pictures:

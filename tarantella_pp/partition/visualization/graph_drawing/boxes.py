@@ -54,13 +54,7 @@ def layer_box(name: str, index: int, node: Node | None) -> Box:
 
 
 def run_box(names: Sequence[str], run: range, nodes: Sequence[Node]) -> Box:
-    """Makes the box of a run of operations.
-
-    Args:
-        names: Name of each operation of the stage.
-        run: Positions of the run among them.
-        nodes: What the layer graph knows of the run; empty without one.
-    """
+    """Makes the box of a run of operations."""
     shown = [names[i] for i in run][:16]
     more = [f"and {len(run) - len(shown)} more"] if len(run) > len(shown) else []
     note = " · ".join([f"{len(run)} ops", *_most_work(nodes)])
@@ -70,12 +64,7 @@ def run_box(names: Sequence[str], run: range, nodes: Sequence[Node]) -> Box:
 
 
 def ends_box(names: Sequence[str], role: str) -> Box:
-    """Makes the box of the model's inputs that a stage reads, or of its outputs.
-
-    Args:
-        names: Their names.
-        role: `"input"` or `"output"`.
-    """
+    """Makes the box of the model's inputs that a stage reads, or of its outputs."""
     note = role if len(names) == 1 else count(len(names), role)
     text = title(names, range(len(names)), TITLE_CHARACTERS - 1)
     return Box(text, note, "\n".join([*names[:16], note]), "end")

@@ -37,13 +37,6 @@ def cut_tensors(plan: Plan, graph: LayerGraph) -> dict[int, CutEdge]:
     """Finds the tensors of a graph that a plan's cuts are.
 
     Names do not tell, for Keras numbers layers anew in every process; the order does.
-
-    Args:
-        plan: The plan.
-        graph: The model's layer graph.
-
-    Raises:
-        PlanError: The plan's cuts are not those of its assignment.
     """
     found = {}
     cuts = iter(plan.cuts)
@@ -58,12 +51,7 @@ def cut_tensors(plan: Plan, graph: LayerGraph) -> dict[int, CutEdge]:
 
 
 def producer_of(plan: Plan, cut: CutEdge) -> int:
-    """Finds the operation that makes a cut tensor by name, where there is no graph.
-
-    Args:
-        plan: The plan.
-        cut: The tensor; without an operation of its name, the last one of its stage is taken.
-    """
+    """Finds the operation that makes a cut tensor by name, where there is no graph."""
     own = [i for i, stage in enumerate(plan.assignment) if stage == cut.source]
     names = (cut.tensor, cut.tensor.rpartition("[")[0])
     return next((i for i in own if plan.node_names[i] in names), own[-1])

@@ -41,11 +41,7 @@ def render_dot(plan: Plan, graph: LayerGraph | None = None) -> str:
 
 
 def quote(text: str) -> str:
-    """Writes text as a string of DOT.
-
-    Args:
-        text: Any text; line breaks stay, other control characters become blanks.
-    """
+    """Writes text as a string of DOT."""
     text = re.sub("[\x00-\x09\x0b-\x1f\x7f\ud800-\udfff]", " ", text)
     text = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
     return f'"{text}"'

@@ -164,22 +164,22 @@ def _hover(route: Route) -> str:
 
 def _lines(paths: Iterable[Points], class_: str) -> Markup:
     """Lines with round corners and an arrow at their ends."""
-    found = list(paths)
-    if not found:
+    drawn = list(paths)
+    if not drawn:
         return Markup()
-    lines = " ".join(_rounded(points) for points in found)
-    heads = " ".join(_arrow(points) for points in found)
+    lines = " ".join(_rounded(points) for points in drawn)
+    heads = " ".join(_arrow(points) for points in drawn)
     name = class_.rpartition(" ")[2]
     head = f"f{name[1:]}" if name.startswith("k") else "head"
     return join([tag("path", class_=class_, d=lines), tag("path", class_=head, d=heads)])
 
 
 def _rounded(points: Sequence[tuple[float, float]], radius: float = 5) -> str:
-    found = [f"M{_at(points[0])}"]
+    commands = [f"M{_at(points[0])}"]
     for before, corner, after in zip(points, points[1:], points[2:], strict=False):
-        found.append(f"L{_at(_towards(corner, before, radius))}")
-        found.append(f"Q{_at(corner)} {_at(_towards(corner, after, radius))}")
-    return "".join([*found, f"L{_at(points[-1])}"])
+        commands.append(f"L{_at(_towards(corner, before, radius))}")
+        commands.append(f"Q{_at(corner)} {_at(_towards(corner, after, radius))}")
+    return "".join([*commands, f"L{_at(points[-1])}"])
 
 
 def _towards(

@@ -48,13 +48,7 @@ def _badness(names: Sequence[str], crossing: Sequence[int], end: int) -> tuple[i
 
 
 def title(names: Sequence[str], run: range, most: int) -> str:
-    """Names a run: its operation, the block that it is, or the operation that it begins with.
-
-    Args:
-        names: Name of each operation of the stage.
-        run: The run.
-        most: Most characters.
-    """
+    """Names a run: its operation, the block that it is, or the operation that it begins with."""
     if len(run) == 1:
         return shorten(names[run.start], most)
     prefix = shared_prefix([names[i] for i in run])

@@ -64,11 +64,7 @@ class Layout:
 
 
 def lay_out(outline: Outline) -> Layout:
-    """Gives everything its place.
-
-    Args:
-        outline: What is to be shown.
-    """
+    """Gives everything its place."""
     skips = [_skips(own) for own in outline.links]
     rails = _rails(outline.cuts)
     top = MARGIN + (8 + LANE * (1 + max(rails.values())) if rails else 0)
@@ -111,12 +107,12 @@ def middle(top: float, row: int) -> float:
 def _lanes(spans: Iterable[tuple[int, Span]]) -> dict[int, int]:
     """Gives each span a lane in which it meets no other one; greedy, which needs the fewest."""
     ends: list[float] = []
-    found = {}
+    lanes = {}
     for key, (start, end) in sorted(spans, key=lambda item: item[1]):
         lane = next((i for i, taken in enumerate(ends) if taken <= start), len(ends))
         ends[lane : lane + 1] = [end]
-        found[key] = lane
-    return found
+        lanes[key] = lane
+    return lanes
 
 
 def _skips(links: Sequence[tuple[int, int]]) -> dict[int, int]:

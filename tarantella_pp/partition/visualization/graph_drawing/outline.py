@@ -59,12 +59,12 @@ def outline(plan: Plan, graph: LayerGraph | None = None) -> Outline:
     row: dict[int, int] = {}
     feeds = _feeds(plan, graph)
     for stage in range(plan.num_stages):
-        own = [i for i, place in enumerate(plan.assignment) if place == stage]
-        names = [plan.node_names[i] for i in own]
+        nodes = [i for i, place in enumerate(plan.assignment) if place == stage]
+        names = [plan.node_names[i] for i in nodes]
         boxes = [ends_box(feeds[stage], "input")] if feeds[stage] else []
-        for run in fold(names, _crossing(own, graph), MOST_ROWS):
-            row.update((own[i], len(boxes)) for i in run)
-            boxes.append(_box(names, run, own, graph))
+        for run in fold(names, _crossing(nodes, graph), MOST_ROWS):
+            row.update((nodes[i], len(boxes)) for i in run)
+            boxes.append(_box(names, run, nodes, graph))
         columns.append(boxes)
     if graph is None:
         return Outline(tuple(map(tuple, columns)), ((),) * len(columns), _cuts(plan, row), False)
@@ -76,12 +76,12 @@ def outline(plan: Plan, graph: LayerGraph | None = None) -> Outline:
 
 def _feeds(plan: Plan, graph: LayerGraph | None) -> dict[int, list[str]]:
     """The inputs of the model that each stage reads."""
-    found: dict[int, list[str]] = defaultdict(list)
+    names: dict[int, list[str]] = defaultdict(list)
     for tensor in graph.tensors if graph else ():
         if tensor.producer is None:
             for stage in {plan.assignment[node] for node in tensor.consumers}:
-                found[stage].append(tensor.name)
-    return found
+                names[stage].append(tensor.name)
+    return names
 
 
 def _crossing(own: Sequence[int], graph: LayerGraph | None) -> list[int]:
@@ -109,13 +109,13 @@ def _box(names: Sequence[str], run: range, own: Sequence[int], graph: LayerGraph
 
 def _cuts(plan: Plan, row: dict[int, int]) -> tuple[CutTensor, ...]:
     """The cuts of a plan alone: they end at the heads of stages."""
-    found: dict[Place, CutTensor] = {}
+    cut_tensors: dict[Place, CutTensor] = {}
     for tensor in plan.cuts:
         source = (tensor.source, row[producer_of(plan, tensor)])
-        cut = found.setdefault(source, CutTensor(source))
+        cut = cut_tensors.setdefault(source, CutTensor(source))
         cut.tensors.append(tensor)
         cut.targets |= {(stage, -1) for stage in tensor.targets}
-    return tuple(found.values())
+    return tuple(cut_tensors.values())
 
 
 def _wires(

@@ -25,15 +25,7 @@ _TEXT = 6.3
 
 
 def draw_graph(axes: Any, plan: Plan, shown: Outline, layout: Layout, scale: float) -> None:
-    """Draws stages as columns of boxes, and what is sent between them.
-
-    Args:
-        axes: Where to; of matplotlib.
-        plan: The plan.
-        shown: What is drawn.
-        layout: Where it stands.
-        scale: Inches of the picture for one of the layout.
-    """
+    """Draws stages as columns of boxes, and what is sent between them."""
     axes.set_xlim(0, layout.width)
     axes.set_ylim(layout.height, 0)
     axes.set_aspect("equal", anchor="W")

@@ -11,10 +11,21 @@ from dataclasses import dataclass
 
 from tarantella_pp.errors import CommunicationError, ConfigurationError
 from tarantella_pp.launch.guard import failure_guard
-from tarantella_pp.runtime.comm.wakeup import Wakeup
+from tarantella_pp.runtime.comm.waiting.wakeup import Wakeup
 
 _LOG = logging.getLogger(__name__)
 
+# Who waits for whom: a receive for the rank that sends, the end of a step for the sends that are
+# still under way, a collective call for all. Nobody waits at a send: it leaves in the background.
+#
+#     rank 0   F0 F1 F2 ~~~~~~~~~~~~~ B0           ~  waits for the gradient of micro-batch 0
+#                \                   /
+#     rank 1   ~~~ F0 ........... B0 sends, rings  ~  waits for the activation of micro-batch 0
+#
+#     one wait   poll poll poll | work | sleep . sleep .. sleep .... ring, poll: done
+#                1 ms at most     what    longer and longer; a ring ends a sleep; every 50 ms:
+#                                 is left  has a rank ended? is it too long?
+#
 # MPI's own waits never give up the core. Here the first moments of a wait poll, each time letting
 # whoever else wants the core have it, and only while nobody does: a yield that takes longer than
 # _CONTENDED_SECONDS means that somebody else has computed meanwhile. Then the process sleeps

@@ -1,0 +1,75 @@
+"""The plan of a `PipelineModel`: made or loaded on one rank, the same on all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tarantella_pp.errors import ConfigurationError, PlanError
+from tarantella_pp.models.make_plan import make_plan
+from tarantella_pp.models.model_validation import replicas_of
+from tarantella_pp.partition.extraction.keras_reader import ExtractedModel
+from tarantella_pp.partition.options import checked_count
+from tarantella_pp.partition.plan.plan import Plan
+from tarantella_pp.runtime.comm.communicator import Communicator
+from tarantella_pp.runtime.one_rank import on_one_rank
+from tarantella_pp.schedule import read_schedule
+
+_PLAN_DEFAULTS = {"batch_size": 32}
+
+
+def agreed_plan(
+    extracted: ExtractedModel,
+    communicator: Communicator,
+    given: Mapping[str, Any],
+    plan: Plan | str | Path | None,
+) -> Plan:
+    """The plan that rank 0 makes or loads, on all ranks, whose models it must fit."""
+    made: list[Plan] = []
+
+    def make() -> str:
+        if plan is None:
+            made.append(_best_plan(extracted, communicator.size, given))
+        else:
+            _check_plan(plan, given)
+            made.append(plan if isinstance(plan, Plan) else Plan.load(plan))
+        return made[0].to_json()
+
+    text = on_one_rank(communicator, 0, "make the plan", make, PlanError)
+    agreed = made[0] if made else Plan.from_json(text)
+    agreed.check(extracted.graph)
+    return agreed
+
+
+def _best_plan(extracted: ExtractedModel, num_ranks: int, given: Mapping[str, Any]) -> Plan:
+    """The plan that is best for the options and so many ranks."""
+    schedule = given["schedule"]
+    custom = None if schedule is None else read_schedule(schedule)
+    stages = given["num_stages"]
+    if stages is None and custom is not None:
+        stages = custom.num_stages
+    if stages is None:
+        stages = max(1, num_ranks // checked_count("num_replicas", given["num_replicas"] or 1))
+    replicas = replicas_of(stages, num_ranks, given["num_replicas"])
+    stages_per_rank: int | None = max(1, stages * replicas // num_ranks)
+    if num_ranks == 1:  # which plans for the ranks that it stands for
+        stages_per_rank = None if custom is not None or stages % 2 == 0 else 1
+    options = {**given, "num_stages": stages, "schedule": custom or schedule}
+    options["num_replicas"] = replicas
+    return make_plan(extracted, **options, stages_per_rank=stages_per_rank)
+
+
+def _check_plan(plan: Any, options: Mapping[str, Any]) -> None:
+    """Refuses what is no plan, and options that the plan has decided already."""
+    if not isinstance(plan, (Plan, str, Path)):
+        raise ConfigurationError(
+            f"Expected a Plan or the path of one. Received: plan={plan!r} of type "
+            f"{type(plan).__name__}"
+        )
+    for name, value in options.items():
+        if value is not None and value != _PLAN_DEFAULTS.get(name):
+            raise ConfigurationError(
+                f"The plan says how the pipeline is made. Received: plan together with "
+                f"{name}={value!r}. Leave one of the two out."
+            )

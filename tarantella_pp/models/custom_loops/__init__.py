@@ -1,0 +1,1 @@
+"""For training loops of your own: values of all ranks combined, gradients averaged."""

@@ -1,0 +1,220 @@
+"""`fit`, `evaluate` and `predict` as all ranks call them: one reads the data, one prints."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import keras
+
+from tarantella_pp.callbacks.rank_rules import callbacks_of_rank, kinds_of_all_ranks
+from tarantella_pp.callbacks.timeline import with_trace
+from tarantella_pp.keras_internals.training import (
+    forget_validation,
+    get_data_adapter,
+    train_validation_split,
+)
+from tarantella_pp.models.collective_model import CollectiveModel
+from tarantella_pp.models.data_adapter import shared_adapter, shared_adapters
+from tarantella_pp.runtime.comm.collective import collective, learning_rate_of
+
+
+class TrainingLoops(CollectiveModel):
+    """Keras' own loops over data of which only rank 0 reads any."""
+
+    @collective(
+        "epochs", "initial_epoch", "steps_per_epoch", "validation_steps", "validation_freq",
+        learning_rate=learning_rate_of,
+        callbacks=lambda given: kinds_of_all_ranks(given["callbacks"]),
+    )  # fmt: skip
+    def fit(
+        self,
+        x: Any = None,
+        y: Any = None,
+        batch_size: int | None = None,
+        epochs: int = 1,
+        verbose: str | int = "auto",
+        callbacks: Any = None,
+        validation_split: float = 0.0,
+        validation_data: Any = None,
+        shuffle: bool = True,
+        class_weight: Any = None,
+        sample_weight: Any = None,
+        initial_epoch: int = 0,
+        steps_per_epoch: int | None = None,
+        validation_steps: int | None = None,
+        validation_batch_size: int | None = None,
+        validation_freq: int = 1,
+    ) -> keras.callbacks.History:
+        """Trains the model; takes and returns what `keras.Model.fit` does.
+
+        Only rank 0 reads `x`, `y` and validation data, and only the last rank shows progress.
+        Logs, and with them the history, are the same on every rank.
+
+        Args:
+            x: As of `keras.Model.fit`, like all that follow.
+            y: Targets.
+            batch_size: Samples per step, in all micro-batches together. Default: 32.
+            epochs: Number of the last epoch.
+            verbose: Verbosity of the rank that prints.
+            callbacks: Keras callbacks; they run on every rank.
+            validation_split: Share of the data to validate with.
+            validation_data: Data to validate with.
+            shuffle: Whether to shuffle arrays before each epoch.
+            class_weight: Weights of classes.
+            sample_weight: Weights of samples.
+            initial_epoch: Number of the first epoch.
+            steps_per_epoch: Steps per epoch.
+            validation_steps: Steps per validation.
+            validation_batch_size: Batch size of validation.
+            validation_freq: Validate every so many epochs.
+
+        Returns:
+            The history.
+
+        Raises:
+            ConfigurationError: If the ranks do not agree on the call.
+        """
+        engine = self._engine
+        callbacks = with_trace(callbacks, self, os.environ)
+        engine.record(None)
+        forget_validation(self)
+
+        def open_data() -> list[Any]:
+            data, held_out = (x, y, sample_weight), validation_data
+            if validation_split and held_out is None:
+                data, held_out = train_validation_split(data, validation_split)
+            first = get_data_adapter(
+                *data, batch_size, steps_per_epoch, shuffle=shuffle, class_weight=class_weight
+            )
+            if held_out is None:
+                return [first, None]
+            size = validation_batch_size or batch_size
+            parts = keras.utils.unpack_x_y_sample_weight(held_out)
+            return [first, get_data_adapter(*parts, size, validation_steps)]
+
+        train, validation = shared_adapters(engine, open_data)
+        history = super().fit(
+            train,
+            epochs=epochs,
+            verbose=verbose if engine.prints else 0,
+            callbacks=callbacks_of_rank(callbacks, self, engine.communicator),
+            validation_data=validation,
+            initial_epoch=initial_epoch,
+            steps_per_epoch=steps_per_epoch,
+            validation_steps=validation_steps,
+            validation_freq=validation_freq,
+        )
+        engine.share_metrics()  # of an epoch that was cut short
+        return history
+
+    @collective("steps")
+    def evaluate(
+        self,
+        x: Any = None,
+        y: Any = None,
+        batch_size: int | None = None,
+        verbose: str | int = "auto",
+        sample_weight: Any = None,
+        steps: int | None = None,
+        callbacks: Any = None,
+        return_dict: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """Evaluates the model; takes and returns what `keras.Model.evaluate` does, on all ranks.
+
+        Args:
+            x: As of `keras.Model.evaluate`, like all that follow.
+            y: Targets.
+            batch_size: Samples per step. Default: 32.
+            verbose: Verbosity of the rank that prints.
+            sample_weight: Weights of samples.
+            steps: Number of steps.
+            callbacks: Keras callbacks; they run on every rank.
+            return_dict: Whether to return a dict.
+            **kwargs: What Keras' own `fit` passes for validation.
+
+        Returns:
+            Loss and metrics, the same on every rank.
+        """
+        engine = self._engine
+        if not kwargs:
+            x = shared_adapter(engine, x, y, sample_weight, batch_size, steps)
+            callbacks = callbacks_of_rank(callbacks, self, engine.communicator)
+        logs = super().evaluate(
+            x,
+            verbose=verbose if engine.prints else 0,
+            steps=steps,
+            callbacks=callbacks,
+            return_dict=return_dict,
+            **kwargs,
+        )
+        engine.share_metrics()
+        return logs
+
+    @collective("steps")
+    def predict(
+        self,
+        x: Any,
+        batch_size: int | None = None,
+        verbose: str | int = "auto",
+        steps: int | None = None,
+        callbacks: Any = None,
+    ) -> Any:
+        """Predicts; takes and returns what `keras.Model.predict` does, on all ranks.
+
+        Args:
+            x: As of `keras.Model.predict`, like all that follow.
+            batch_size: Samples per step. Default: 32.
+            verbose: Verbosity of the rank that prints.
+            steps: Number of steps.
+            callbacks: Keras callbacks; they run on every rank.
+
+        Returns:
+            The predictions, the same on every rank.
+        """
+        engine = self._engine
+        return super().predict(
+            shared_adapter(engine, x, None, None, batch_size, steps),
+            verbose=verbose if engine.prints else 0,
+            steps=steps,
+            callbacks=callbacks_of_rank(callbacks, self, engine.communicator),
+        )
+
+    @collective(learning_rate=learning_rate_of)
+    def train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """Trains on one batch, of which only rank 0 reads the data; all ranks must call it.
+
+        Args:
+            *args: As of `keras.Model.train_on_batch`.
+            **kwargs: As of `keras.Model.train_on_batch`.
+
+        Returns:
+            Loss and metrics, the same on every rank.
+        """
+        return super().train_on_batch(*args, **kwargs)
+
+    @collective()
+    def test_on_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluates one batch, of which only rank 0 reads the data; all ranks must call it.
+
+        Args:
+            *args: As of `keras.Model.test_on_batch`.
+            **kwargs: As of `keras.Model.test_on_batch`.
+
+        Returns:
+            Loss and metrics, the same on every rank.
+        """
+        return super().test_on_batch(*args, **kwargs)
+
+    @collective()
+    def predict_on_batch(self, x: Any) -> Any:
+        """Predicts one batch, of which only rank 0 reads the data; all ranks must call it.
+
+        Args:
+            x: The inputs.
+
+        Returns:
+            The predictions, the same on every rank.
+        """
+        return super().predict_on_batch(x)

@@ -1,0 +1,85 @@
+"""In which portions the gradients of a stage are summed over replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tarantella_pp.partition.graph.layer_graph import LayerGraph
+
+LOOKUPS = frozenset({"Embedding"})
+"""Kinds of operations whose gradients are some rows of their weights."""
+
+Buckets = tuple[tuple[int, ...], ...]
+"""The buckets of a stage: ids of variables in `LayerGraph.weights`."""
+
+
+def gradient_buckets(
+    graph: LayerGraph, assignment: Sequence[int], num_stages: int, fusion_threshold: int
+) -> tuple[Buckets, ...]:
+    """Packs the trainable variables of each stage into buckets.
+
+    Few large messages are faster than many small ones, and a bucket can leave while others are not
+    full yet. Variables that are used last come first, for their gradients are there first::
+
+        dense_1/kernel dense_1/bias dense_2/kernel ...     2R0 = (dense_2/bias, dense_2/kernel)
+                                                           2R1 = (dense_1/bias, dense_1/kernel)
+
+    A bucket is of one dtype, so that it can be flat. A variable belongs to the stage that trains
+    it, the first that uses it. One that other stages use, too, is in the last buckets of its stage,
+    without others: its gradient is complete only once theirs have come. A table of embeddings has
+    a bucket of its own, for its gradient may be a few rows.
+
+    Args:
+        graph: The layer graph.
+        assignment: Stage of each node.
+        num_stages: Number of stages.
+        fusion_threshold: Most bytes of a bucket; a variable with more has its own.
+
+    Returns:
+        The buckets of each stage, in the order in which they are reduced.
+    """
+    first_use: dict[int, tuple[int, int]] = {}
+    tables = set()
+    for node in graph.nodes:
+        for position, weight in enumerate(node.weights):
+            first_use.setdefault(weight, (node.id, position))
+            if node.kind in LOOKUPS:
+                tables.add(weight)
+    users = graph.users(assignment)
+    own: list[list[int]] = [[] for _ in range(num_stages)]
+    for weight in sorted(first_use, key=first_use.__getitem__, reverse=True):
+        if graph.weights[weight].trainable:
+            own[users[weight][0]].append(weight)
+    found = []
+    for weights in own:
+        alone = [w for w in weights if len(users[w]) == 1]
+        tied = [w for w in weights if len(users[w]) > 1]
+        packed = _packed(graph, alone, tables, fusion_threshold)
+        found.append(packed + _packed(graph, tied, tables, fusion_threshold))
+    return tuple(found)
+
+
+def bucket_bytes(graph: LayerGraph, buckets: Buckets) -> tuple[int, ...]:
+    """Returns the bytes of the gradients in each bucket of a stage.
+
+    Args:
+        graph: The layer graph.
+        buckets: The buckets.
+    """
+    return tuple(sum(graph.weights[w].bytes for w in bucket) for bucket in buckets)
+
+
+def _packed(graph: LayerGraph, weights: Sequence[int], tables: set[int], most: int) -> Buckets:
+    """Fills a bucket of each dtype, and begins another one where a variable does not fit."""
+    buckets: list[list[int]] = []
+    room: dict[str, tuple[int, list[int]]] = {}
+    for w in weights:
+        weight = graph.weights[w]
+        left, bucket = room.get(weight.dtype, (0, []))
+        if w in tables or weight.bytes > left:
+            left, bucket = most, []
+            buckets.append(bucket)
+        bucket.append(w)
+        if w not in tables:
+            room[weight.dtype] = (left - weight.bytes, bucket)
+    return tuple(map(tuple, buckets))

@@ -1,0 +1,110 @@
+"""Chooses among shapes, schedules and balances: the plan with the fastest step that fits."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from tarantella_pp.partition.plan.plan import Plan
+from tarantella_pp.partition.plan.plan_parts import Alternative
+from tarantella_pp.partition.plan.plan_simulation import with_step
+from tarantella_pp.partition.plan_search import (
+    PATIENCE,
+    Candidate,
+    PlanSearch,
+    Timed,
+    largest_stage,
+)
+
+WORTHWHILE = 0.05
+"""Share of a step, or of memory, that another balance has to save to be advised."""
+
+
+def choose_plan(searches: Sequence[PlanSearch], others: Sequence[PlanSearch] = ()) -> Plan | None:
+    """Makes the plan whose step is the shortest, within the memory limit.
+
+    Args:
+        searches: What to choose from; of equally fast plans the smaller, then the first one.
+        others: The same with other balances than the one that was asked for, to be compared with.
+
+    Returns:
+        The plan, with what came next and one piece of advice; `None` where no plan keeps the
+        limit.
+
+    Raises:
+        ConfigurationError: An option cannot work.
+        PlanError: No plan has an operation for each stage.
+    """
+    deadline = time.monotonic() + PATIENCE
+    candidates: list[Candidate] = []
+    for search in searches:
+        if not candidates or time.monotonic() < deadline:
+            candidates += search.candidates()
+    candidates.sort(key=lambda candidate: candidate.order)
+    best = _fastest(candidates, deadline)
+    if best is None:
+        return None
+    chosen = best[1]
+    rest = [c for c in candidates if _kind(c.plan) != _kind(chosen)]
+    rest = rest or [c for c in candidates if c.count != chosen.num_micro_batches]
+    found = {"next_best": _fastest(rest, deadline), "advice": _advice(best, candidates, others)}
+    compared = {name: timed and _alternative(timed) for name, timed in found.items()}
+    return with_step(msgspec.structs.replace(chosen, **compared))
+
+
+def _fastest(candidates: Sequence[Candidate], deadline: float) -> Timed | None:
+    """Returns the best of some candidates in order; a memory limit makes none of them faster."""
+    found: list[Timed] = []
+    for candidate in candidates:
+        if found and (candidate.seconds >= min(found, key=_order)[0] or not candidate.limited):
+            break
+        found += candidate.search.within_limit(candidate, deadline)
+    return min(found, key=_order, default=None)
+
+
+def _advice(
+    best: Timed, candidates: Sequence[Candidate], others: Sequence[PlanSearch]
+) -> Timed | None:
+    """Finds a plan with another balance, all else alike: a faster one, else a smaller one."""
+    seconds, chosen = best
+    alike = [c for c in candidates if _but_balance(c.plan) == _but_balance(chosen)]
+    smaller = [
+        (c.seconds, c.plan)
+        for c in alike
+        if largest_stage(c.plan) < (1 - WORTHWHILE) * largest_stage(chosen)
+    ]
+    faster = []
+    for search in others:
+        shape = (search.given["num_stages"], search.given["num_replicas"], search.spec.name)
+        if shape == (chosen.num_stages, chosen.num_replicas, chosen.schedule):
+            faster += search.of_count(chosen.num_micro_batches)
+    faster = [timed for timed in faster if timed[0] < (1 - WORTHWHILE) * seconds]
+    return min(faster or smaller, key=_order, default=None)
+
+
+def _alternative(timed: Timed) -> Alternative:
+    seconds, plan = timed
+    return Alternative(
+        num_stages=plan.num_stages,
+        num_replicas=plan.num_replicas,
+        num_micro_batches=plan.num_micro_batches,
+        schedule=plan.schedule,
+        balance=plan.balance,
+        step_seconds=seconds,
+        memory_bytes=largest_stage(plan),
+    )
+
+
+def _kind(plan: Plan) -> tuple[object, ...]:
+    """What plans of one kind have in common: stages that differ make another one."""
+    return (plan.num_replicas, plan.schedule, plan.assignment)
+
+
+def _but_balance(plan: Plan) -> tuple[object, ...]:
+    return (plan.num_stages, plan.num_replicas, plan.schedule, plan.num_micro_batches)
+
+
+def _order(timed: Timed) -> tuple[float, int]:
+    return (timed[0], largest_stage(timed[1]))

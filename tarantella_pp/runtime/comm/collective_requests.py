@@ -1,0 +1,319 @@
+"""Collectives under way: they go on while ranks compute, and give the same bits on each rank.
+
+MPI may add up the values of ranks in whatever order it likes, and in another one for another size
+or library. Here every element is added up by one rank, in the order of the ranks, and sent to the
+others. So a sum does not depend on what it is packed with, nor on which rank it ends up: a
+reduction to one owner gives the bits of a reduction to all. The messages are those of a channel,
+so collectives need not be started in the same order, and a wait says whom it waits for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tarantella_pp.errors import CommunicationError
+from tarantella_pp.runtime.comm.requests import RecvRequest
+from tarantella_pp.runtime.comm.wire_format import TensorSpec, numpy_dtype
+
+if TYPE_CHECKING:
+    from tarantella_pp.runtime.comm.channel import Channel
+
+_Result = TypeVar("_Result")
+Array: TypeAlias = NDArray[Any]
+Segments: TypeAlias = Sequence[slice]
+"""What of a flat array each rank combines."""
+Awaited: TypeAlias = "Sequence[RecvRequest | CollectiveRequest[Any]]"
+Steps: TypeAlias = Generator[Awaited, None, _Result]
+"""The steps of a collective: each returns what has to be here before the next."""
+
+_OPERATIONS: dict[str, Callable[..., Array]] = {
+    "sum": np.add,
+    "max": np.maximum,
+    "min": np.minimum,
+}
+# Up to so many bytes of all ranks together, each sends all it has to all others: more bytes, but
+# one message to wait for instead of two.
+LARGEST_IN_ONE_ROUND = 256 << 10
+
+
+class CollectiveRequest(Generic[_Result]):
+    """A collective that has been started.
+
+    Args:
+        steps: Its steps; none is taken before all that the one before has asked for is here.
+        label: What it is, for reports.
+        wait: Waits until the request is ready, see `MpiCommunicator`.
+    """
+
+    def __init__(
+        self,
+        steps: Steps[_Result],
+        label: str,
+        wait: Callable[[CollectiveRequest[Any], Callable[[], bool] | None], None],
+    ) -> None:
+        self.label = label
+        self._steps = steps
+        self._wait = wait
+        self._awaited: Awaited | None = ()
+        self._error: BaseException | None = None
+        self._result: _Result
+        self.ready()
+
+    def ready(self) -> bool:
+        """Whether the result is here; does what can be done for it, and never waits.
+
+        Raises:
+            CommunicationError: What has arrived is not what was expected.
+        """
+        if self._error is not None:
+            raise self._error
+        try:
+            while self._awaited is not None:
+                if not all(request.ready() for request in self._awaited):
+                    return False
+                self._awaited = next(self._steps)
+        except StopIteration as end:
+            self._result, self._awaited = end.value, None
+        except BaseException as error:
+            self._error = error
+            raise
+        return True
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it has raised an error."""
+        return self._error is not None
+
+    def wait(self, meanwhile: Callable[[], bool] | None = None) -> _Result:
+        """Waits for the result.
+
+        Args:
+            meanwhile: As of `Waiter.until`.
+
+        Returns:
+            The result; the same objects at every call.
+
+        Raises:
+            CommunicationError: A message is late, or not what was expected.
+        """
+        if not self.ready():
+            self._wait(self, meanwhile)
+        return self._result
+
+    def coming(self) -> int:
+        """Returns the size in bytes of what is known to be on its way."""
+        return sum(message.coming() for message in self.missing())
+
+    def check(self) -> None:
+        """Refuses to wait for messages that will not come."""
+        for message in self.missing():
+            message.check()
+
+    def missing(self) -> list[RecvRequest]:
+        """The messages that the collective waits for at the moment."""
+        found: list[RecvRequest] = []
+        for request in self._awaited or ():
+            if isinstance(request, CollectiveRequest):
+                found += request.missing()
+            elif not request.ready():
+                found.append(request)
+        return found
+
+    def __str__(self) -> str:
+        return " and ".join(map(str, self.missing())) or self.label or "a collective"
+
+
+def finished(result: _Result) -> CollectiveRequest[_Result]:
+    """Returns a request that has ended, as those of a group of one rank have.
+
+    Args:
+        result: Its result.
+    """
+
+    def steps() -> Steps[_Result]:
+        yield ()
+        return result
+
+    return CollectiveRequest(steps(), "", lambda request, meanwhile: None)
+
+
+def segments_of(counts: Sequence[int]) -> list[slice]:
+    """Returns where parts that lie one behind the other begin and end.
+
+    Args:
+        counts: The length of each part.
+    """
+    return [slice(*bounds) for bounds in pairwise(accumulate(counts, initial=0))]
+
+
+def even_counts(length: int, parts: int) -> list[int]:
+    """Returns lengths that differ by at most one and add up to `length`."""
+    return [length // parts + (part < length % parts) for part in range(parts)]
+
+
+def dtype_on_wire(dtype: np.dtype[Any], wanted: Any) -> np.dtype[Any]:
+    """Returns in what dtype values travel: a smaller one only for floats, and only if asked for."""
+    if wanted is None or dtype.kind != "f":
+        return dtype
+    wire = numpy_dtype(wanted)
+    return wire if wire.itemsize < dtype.itemsize else dtype
+
+
+def allreduce(
+    channel: Channel, array: Array, op: str, wire_dtype: Any, tags: tuple[int, int], label: str
+) -> Steps[Array]:
+    """The steps of a reduction to all ranks."""
+    combine = _operation(op)
+    wire = dtype_on_wire(array.dtype, wire_dtype)
+    flat = np.ascontiguousarray(array).reshape(-1)
+    size, length = channel.size, flat.size
+    at_once = size * length * wire.itemsize <= LARGEST_IN_ONE_ROUND
+    # What has come from all others says that they have got what this rank has sent, but not in
+    # one round. There the caller could change what is still on its way.
+    sent = _rounded(flat, wire, copy=at_once)
+    out = channel.empty((length,), wire)
+    counts = even_counts(length, size)
+    segments = [slice(0, length)] * size if at_once else segments_of(counts)
+    own = out[segments[channel.rank]]
+    yield from _combine_segments(channel, sent, segments, combine, own, tags[0], label)
+    if not at_once:
+        yield from _spread(channel, [out], [segments], tags[1], label)
+    return _as_dtype(channel, out, array.dtype).reshape(array.shape)
+
+
+def reduce_scatter(
+    channel: Channel,
+    array: Array,
+    counts: Sequence[int],
+    op: str,
+    wire_dtype: Any,
+    tag: int,
+    label: str,
+) -> Steps[Array]:
+    """The steps of a reduction of which each rank gets its part."""
+    combine = _operation(op)
+    if len(counts) != channel.size or sum(counts) != array.size:
+        raise CommunicationError(
+            f"counts are {channel.size} lengths, one for each rank, that add up to the "
+            f"{array.size} elements of the array. Received: counts={list(counts)}"
+        )
+    wire = dtype_on_wire(array.dtype, wire_dtype)
+    sent = _rounded(np.ascontiguousarray(array).reshape(-1), wire)
+    own = channel.empty((counts[channel.rank],), wire)
+    yield from _combine_segments(channel, sent, segments_of(counts), combine, own, tag, label)
+    return _as_dtype(channel, own, array.dtype)
+
+
+def allgather(
+    channel: Channel,
+    arrays: Sequence[Array],
+    rows: Sequence[int] | None,
+    tag: int,
+    label: str,
+) -> Steps[list[Array]]:
+    """The steps of a gathering of the rows of all ranks."""
+    counts = [len(arrays[0])] * channel.size if rows is None else list(rows)
+    if len(counts) != channel.size or any(len(a) != counts[channel.rank] for a in arrays):
+        raise CommunicationError(
+            f"rows are {channel.size} numbers, one for each rank, that of this one as its arrays "
+            f"have. Received: rows={counts} and arrays of {[len(a) for a in arrays]} rows"
+        )
+    outs = [channel.empty((sum(counts), *array.shape[1:]), array.dtype) for array in arrays]
+    segments = segments_of(counts)
+    for out, array in zip(outs, arrays, strict=True):
+        out[segments[channel.rank]] = array
+    yield from _spread(channel, outs, [segments] * len(outs), tag, label)
+    return outs
+
+
+def _operation(op: str) -> Callable[..., Array]:
+    if op not in _OPERATIONS:
+        raise CommunicationError(f'op is "sum", "max" or "min". Received: op={op!r}')
+    return _OPERATIONS[op]
+
+
+def _others(channel: Channel) -> list[int]:
+    """The other ranks, each rank beginning with the next: not all of them send to one at once."""
+    return [(channel.rank + step) % channel.size for step in range(1, channel.size)]
+
+
+def _combine_segments(
+    channel: Channel,
+    sent: Array,
+    segments: Segments,
+    combine: Callable[..., Array],
+    own: Array,
+    tag: int,
+    label: str,
+) -> Steps[None]:
+    """Every rank gets its segment of all ranks, and combines them into `own`."""
+    spec = [TensorSpec(own.shape, own.dtype)]
+    others = _others(channel)
+    receives = {rank: channel.receive(spec, rank, tag, label) for rank in others if own.size}
+    for rank in others:
+        if segments[rank].stop > segments[rank].start:
+            channel.send([sent[segments[rank]]], rank, tag, label)
+    yield [*receives.values()]
+    mine = sent[segments[channel.rank]]
+    if own.size:
+        parts = [receives[r].wait()[0] if r in receives else mine for r in range(channel.size)]
+        _combine(parts, combine, own)
+
+
+def _combine(parts: Sequence[Array], combine: Callable[..., Array], out: Array) -> None:
+    """Combines arrays in their order; those of 16 bits in float32."""
+    small = out.dtype.itemsize <= 2 and out.dtype.kind not in "iub"
+    with np.errstate(all="ignore"):  # an overflow is for the optimizer to see
+        if not small:
+            combine(parts[0], parts[1], out=out)
+            for part in parts[2:]:
+                combine(out, part, out=out)
+            return
+        total = parts[0].astype(np.float32)
+        for part in parts[1:]:
+            combine(total, part.astype(np.float32), out=total)
+        out[...] = total
+
+
+def _spread(
+    channel: Channel,
+    outs: Sequence[Array],
+    segments: Sequence[Segments],
+    tag: int,
+    label: str,
+) -> Steps[None]:
+    """Every rank gets the segments of all ranks, into where they belong."""
+
+    def parts_of(rank: int) -> list[Array]:
+        return [out[places[rank]] for out, places in zip(outs, segments, strict=True)]
+
+    receives = []
+    others = _others(channel)
+    for rank in others:
+        parts = parts_of(rank)
+        if any(part.size for part in parts):
+            specs = [TensorSpec(part.shape, part.dtype) for part in parts]
+            receives.append(channel.receive(specs, rank, tag, label, into=parts))
+    mine = parts_of(channel.rank)
+    if any(part.size for part in mine):
+        for rank in others:
+            channel.send(mine, rank, tag, label)
+    yield receives
+
+
+def _rounded(array: Array, dtype: np.dtype[Any], copy: bool = False) -> Array:
+    with np.errstate(all="ignore"):
+        return array.astype(dtype, copy=copy)
+
+
+def _as_dtype(channel: Channel, array: Array, dtype: np.dtype[Any]) -> Array:
+    if array.dtype == dtype:
+        return array
+    out = channel.empty(array.shape, dtype)
+    out[...] = array
+    return out

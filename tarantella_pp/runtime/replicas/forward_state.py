@@ -1,0 +1,110 @@
+"""What forward passes write - seeds, moving statistics - as if one pipeline had run them all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from tarantella_pp.keras_internals.training import layers_in, running_states
+from tarantella_pp.partition.extraction.calls import Call
+from tarantella_pp.runtime.comm.communicator import Communicator
+from tarantella_pp.runtime.replicas.batch_share import BatchShare
+
+Array = np.ndarray[Any, Any]
+
+
+class ForwardState:
+    """Lets replicas go on where the one before ends, and agree on the state after a step.
+
+    Seeds count what has been drawn. So a replica begins with the count that the micro-batches of
+    the replicas before it lead to, and after the step all have that of the last one. A moving
+    average takes in one micro-batch after the other, `v <- a v + (1 - a) x`. What all the
+    micro-batches of a replica make of it is of the same form, so the replicas' are put one after
+    the other.
+
+    Args:
+        calls: The calls of this rank's stages.
+        peers: The ranks with the same stages, one of each replica.
+    """
+
+    def __init__(self, calls: Sequence[Call], peers: Communicator) -> None:
+        self._peers = peers
+        self._statistics: dict[int, tuple[Any, float]] = {}
+        seeds: dict[int, Any] = {}
+        operations = [call.operation for call in calls if isinstance(call.operation, keras.Layer)]
+        for layer in {id(layer): layer for layer in operations}.values() if peers.size > 1 else ():
+            times = sum(each is layer for each in operations)
+            for part in layers_in(layer):
+                if isinstance(part, keras.layers.BatchNormalization):
+                    for variable in part.non_trainable_variables:
+                        self._statistics[id(variable)] = variable, part.momentum**times
+            seeds.update({id(state): state for state in running_states(layer)})
+        self._seeds = [v for key, v in seeds.items() if key not in self._statistics]
+        self._drawn: dict[bool, list[Array]] = {}
+        self._before: list[Array] = []
+
+    def must_measure(self, training: bool) -> bool:
+        """Whether it is yet to be found out how much a micro-batch draws."""
+        return bool(self._seeds) and training not in self._drawn
+
+    def snapshot(self) -> list[Array]:
+        """The state by now."""
+        return [_value(variable) for variable in self._variables]
+
+    def restore(self, state: Sequence[Array]) -> None:
+        """Brings a state back.
+
+        Args:
+            state: What `snapshot` returned.
+        """
+        for variable, value in zip(self._variables, state, strict=True):
+            variable.assign(value)
+
+    def measured(self, before: Sequence[Array], training: bool) -> None:
+        """Learns what one micro-batch draws.
+
+        Args:
+            before: The state before it.
+            training: Whether it was one of training.
+        """
+        pairs = zip(self._seeds, before, strict=False)
+        self._drawn[training] = [_value(seed) - start for seed, start in pairs]
+
+    def begin(self, share: BatchShare, training: bool) -> None:
+        """Sets seeds to where the replicas before this one leave them."""
+        self._before = self.snapshot()
+        drawn = self._drawn.get(training, ())
+        for seed, start, number in zip(self._seeds, self._before, drawn, strict=False):
+            seed.assign(start + number * np.asarray(share.first, start.dtype))
+
+    def end(self, shares: Sequence[BatchShare], training: bool) -> None:
+        """Gives all replicas the state after the whole batch."""
+        counts = [share.count for share in shares]
+        number = sum(counts)
+        for seed, start, drawn in zip(
+            self._seeds, self._before, self._drawn.get(training, ()), strict=False
+        ):
+            seed.assign(start + drawn * np.asarray(number, start.dtype))
+        if not training:
+            return
+        starts = self._before[len(self._seeds) :]
+        for (variable, factor), start in zip(self._statistics.values(), starts, strict=True):
+            total = start
+            own = _value(variable)
+            for replica, count in enumerate(counts):
+                theirs = own.copy() if replica == self._peers.rank else np.empty_like(own)
+                self._peers.broadcast(theirs, replica)
+                if count:
+                    total = factor**count * total + (theirs - factor**count * start)
+            variable.assign(total.astype(own.dtype))
+
+    @property
+    def _variables(self) -> list[Any]:
+        return [*self._seeds, *(variable for variable, _ in self._statistics.values())]
+
+
+def _value(variable: Any) -> Array:
+    return np.array(variable.numpy())  # a scalar would be no array

@@ -1,0 +1,286 @@
+"""Gradients of all replicas added up, bucket by bucket, while other things are computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, TypeAlias
+
+import numpy as np
+import tensorflow as tf
+
+from tarantella_pp.runtime.comm.buffer_pool import ALIGNMENT, BufferPool
+from tarantella_pp.runtime.comm.collective_requests import (
+    CollectiveRequest,
+    Steps,
+    dtype_on_wire,
+    finished,
+)
+from tarantella_pp.runtime.comm.communicator import Communicator
+from tarantella_pp.runtime.comm.tensor_buffers import cast, to_buffer, to_tensor
+
+Gradient: TypeAlias = "tf.Tensor | tf.IndexedSlices | None"
+Gradients: TypeAlias = "list[Gradient]"
+_Array: TypeAlias = "np.ndarray[Any, Any]"
+
+_NOTHING, _DENSE = -2, -1
+"""In place of the number of rows of a gradient that is not sparse."""
+
+
+@dataclass
+class _Bucket:
+    """Weights whose gradients travel together.
+
+    Attributes:
+        label: What it is, for reports.
+        weights: The weights.
+        owners: The replica that gets the sum of each weight's gradient; `None` if all get all.
+        dtypes: Their dtypes, each once; what is packed together has the same.
+        tag: The first of its tags: of kinds, two for each dtype, one for each weight.
+        dense: Which weights are known to have dense gradients.
+    """
+
+    label: str
+    weights: list[Any]
+    owners: list[int] | None
+    dtypes: list[np.dtype[Any]]
+    tag: int
+    dense: set[int] = field(default_factory=set)
+
+    @property
+    def num_tags(self) -> int:
+        return 1 + 2 * len(self.dtypes) + len(self.weights)
+
+
+@dataclass
+class _Sum:
+    """A dense sum under way: where in its result the gradients of some weights are."""
+
+    request: CollectiveRequest[_Array]
+    places: dict[int, slice]
+
+
+class GradientReduction:
+    """Adds up the gradients of a rank's weights over all replicas.
+
+    A bucket of one weight is sent as it is, from the memory of its gradient. Several are packed
+    one behind the other, which is the only copy::
+
+        kernel  bias  gamma         on each replica         packed, each at a multiple of 64 bytes
+        |-------|--|  |---|   -->   |-------|--.|---|  -->  reduced; the sums are parts of it
+
+    Slices of embeddings are not added up but put one behind the other, in the order of the
+    replicas, as one pipeline collects those of its micro-batches: Keras' optimizers treat them one
+    by one. Replicas need not have gradients of the same kinds: a replica without samples has
+    none. So each tells the others what it has, beside the gradients, and nobody waits for that
+    but in the first step, in which it is not known yet what is dense.
+
+    Args:
+        communicator: The ranks with the same weights, one of each replica. With one rank,
+            gradients are what they were.
+        buckets: The weights of each bucket, in an order that all replicas share.
+        wire_dtype: Dtype in which gradients travel, such as `"bfloat16"`; `None` for their own.
+            They are added up in float32 at least.
+        owners: For each bucket the replica that gets the sum of each weight's gradient, if not all
+            need all: half the bytes for what is dense. The sums have the same bits either way.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        buckets: Mapping[Any, Sequence[Any]],
+        wire_dtype: str | None = None,
+        owners: Mapping[Any, Sequence[int]] | None = None,
+    ) -> None:
+        self._communicator = communicator
+        self._wire_dtype = wire_dtype
+        self._pool = BufferPool()
+        self._open: dict[Hashable, CollectiveRequest[Gradients]] = {}
+        self._buckets: dict[Hashable, _Bucket] = {}
+        tag = 0
+        for key, weights in buckets.items():
+            dtypes = sorted({_dtype(weight) for weight in weights}, key=str)
+            shared_out = None if owners is None else list(owners[key])
+            label = f"gradients of bucket {key}"
+            bucket = _Bucket(label, list(weights), shared_out, dtypes, tag)
+            self._buckets[key] = bucket
+            tag += bucket.num_tags
+
+    def start(self, key: Hashable, gradients: Sequence[Gradient]) -> None:
+        """Starts to add up the gradients of a bucket; never waits.
+
+        Args:
+            key: The bucket. All replicas start the same ones, in any order.
+            gradients: For each weight a tensor, slices, or `None`. They must not be changed.
+        """
+        bucket = self._buckets[key]
+        if self._communicator.size == 1:
+            self._open[key] = finished(list(gradients))
+        else:
+            steps = self._steps(bucket, gradients)
+            self._open[key] = self._communicator.start(steps, bucket.label)
+
+    def progress(self) -> None:
+        """Moves on what has been started; never waits."""
+        self._communicator.progress()
+
+    def ready(self, key: Hashable) -> bool:
+        """Returns whether the gradients of a bucket have been added up; never waits."""
+        return self._open[key].ready()
+
+    def finish(self, key: Hashable, meanwhile: Callable[[], bool] | None = None) -> Gradients:
+        """Waits for the gradients of a bucket, added up over all replicas.
+
+        Args:
+            key: A bucket that has been started.
+            meanwhile: As of `Waiter.until`.
+
+        Returns:
+            For each weight a tensor, slices if all replicas have slices or nothing, or `None` if
+            none has a gradient or another replica gets it. The same bits on all replicas.
+        """
+        return self._open.pop(key).wait(meanwhile)
+
+    def _steps(self, bucket: _Bucket, gradients: Sequence[Gradient]) -> Steps[Gradients]:
+        ranks = self._communicator
+        kinds = np.array([_kind(gradient) for gradient in gradients], np.int64)
+        told = ranks.start_allgather([kinds], tag=bucket.tag, label=f"kinds of {bucket.label}")
+        sums = self._start_sums(bucket, gradients, sorted(bucket.dense), late=False)
+        yield [told]
+        everywhere = told.wait()[0].reshape(ranks.size, -1)
+        dense = set(np.flatnonzero((everywhere == _DENSE).any(axis=0)).tolist())
+        sums += self._start_sums(bucket, gradients, sorted(dense - bucket.dense), late=True)
+        bucket.dense |= dense
+        slices = {
+            i: self._start_slices(bucket, i, gradients[i], np.maximum(everywhere[:, i], 0).tolist())
+            for i in range(len(gradients))
+            if i not in bucket.dense and (everywhere[:, i] != _NOTHING).any()
+        }
+        yield [*(each.request for each in sums), *slices.values()]
+        found: dict[int, Gradient] = {}
+        for each in sums:
+            result = each.request.wait()
+            for i, place in each.places.items():
+                shape = tuple(bucket.weights[i].shape)
+                found[i] = to_tensor(result.reshape(-1)[place].reshape(shape))
+        for i, request in slices.items():
+            found[i] = _slices(bucket.weights[i], *request.wait())
+        for i, owner in enumerate(bucket.owners or ()):
+            if owner != ranks.rank:
+                found[i] = None
+        nothing = (everywhere == _NOTHING).all(axis=0)
+        return [None if nothing[i] else found[i] for i in range(len(gradients))]
+
+    def _start_sums(
+        self, bucket: _Bucket, gradients: Sequence[Gradient], which: Sequence[int], late: bool
+    ) -> list[_Sum]:
+        """Starts to add up dense gradients, those of each dtype together."""
+        found = []
+        for number, dtype in enumerate(bucket.dtypes):
+            own = [i for i in which if _dtype(bucket.weights[i]) == dtype]
+            if not own:
+                continue
+            if bucket.owners is not None:
+                own.sort(key=bucket.owners.__getitem__)
+            places = _places([bucket.weights[i] for i in own], dtype)
+            arrays = [_dense(gradients[i], bucket.weights[i], dtype) for i in own]
+            packed = arrays[0] if len(own) == 1 else self._packed(arrays, places, dtype)
+            if packed is None:
+                packed = np.zeros(places[-1].stop, dtype)
+            tag = bucket.tag + 1 + 2 * number + late
+            found.append(self._start_sum(bucket, packed, dict(zip(own, places, strict=True)), tag))
+        return found
+
+    def _start_sum(
+        self, bucket: _Bucket, packed: _Array, places: dict[int, slice], tag: int
+    ) -> _Sum:
+        """Starts to add up what is packed, for all replicas or for its owners."""
+        ranks, wire = self._communicator, self._wire_dtype
+        if bucket.owners is None:
+            request = ranks.start_allreduce(packed, wire_dtype=wire, tag=tag, label=bucket.label)
+            return _Sum(request, places)
+        begins = [packed.size] * (ranks.size + 1)
+        for i, place in reversed(places.items()):
+            begins[: bucket.owners[i] + 1] = [place.start] * (bucket.owners[i] + 1)
+        counts = [end - begin for begin, end in pairwise(begins)]
+        request = ranks.start_reduce_scatter(
+            packed, counts, wire_dtype=wire, tag=tag, label=bucket.label
+        )
+        base = begins[ranks.rank]
+        return _Sum(
+            request,
+            {
+                i: slice(place.start - base, place.stop - base)
+                for i, place in places.items()
+                if bucket.owners[i] == ranks.rank
+            },
+        )
+
+    def _packed(
+        self, arrays: Sequence[_Array | None], places: Sequence[slice], dtype: np.dtype[Any]
+    ) -> _Array:
+        """Gradients one behind the other, with zeros between them, and where there are none."""
+        flat: _Array = self._pool.take(places[-1].stop * dtype.itemsize).view(dtype)
+        end = 0
+        for array, place in zip(arrays, places, strict=True):
+            flat[end : place.start] = 0
+            flat[place] = 0 if array is None else array.reshape(-1)
+            end = place.stop
+        return flat
+
+    def _start_slices(
+        self, bucket: _Bucket, i: int, gradient: Gradient, rows: list[int]
+    ) -> CollectiveRequest[list[_Array]]:
+        """Starts to put the slices of all replicas one behind the other."""
+        weight = bucket.weights[i]
+        wire = dtype_on_wire(_dtype(weight), self._wire_dtype)
+        if gradient is None:
+            values = np.empty((0, *weight.shape[1:]), wire)
+            indices = np.empty(0, np.int64)
+        else:
+            values = to_buffer(cast(gradient.values, wire))
+            indices = to_buffer(cast(gradient.indices, np.dtype(np.int64)))
+        return self._communicator.start_allgather(
+            [values, indices],
+            rows,
+            tag=bucket.tag + 1 + 2 * len(bucket.dtypes) + i,
+            label=f"rows of {bucket.label}",
+        )
+
+
+def _dtype(weight: Any) -> np.dtype[Any]:
+    found: np.dtype[Any] = np.dtype(tf.as_dtype(weight.dtype).as_numpy_dtype)
+    return found
+
+
+def _kind(gradient: Gradient) -> int:
+    if gradient is None:
+        return _NOTHING
+    return int(gradient.indices.shape[0]) if isinstance(gradient, tf.IndexedSlices) else _DENSE
+
+
+def _dense(gradient: Gradient, weight: Any, dtype: np.dtype[Any]) -> _Array | None:
+    """The memory of a dense gradient; slices become dense where another replica's are."""
+    if gradient is None:
+        return None
+    if isinstance(gradient, tf.IndexedSlices):
+        shape = tf.constant(list(weight.shape))
+        gradient = tf.IndexedSlices(gradient.values, gradient.indices, shape)
+    return to_buffer(cast(tf.convert_to_tensor(gradient), dtype))
+
+
+def _places(weights: Sequence[Any], dtype: np.dtype[Any]) -> list[slice]:
+    """Where the gradients of weights begin and end, each at an address that TensorFlow takes."""
+    unit = ALIGNMENT // dtype.itemsize
+    places, end = [], 0
+    for weight in weights:
+        begin = -(-end // unit) * unit
+        end = begin + int(np.prod(tuple(weight.shape), dtype=np.int64))
+        places.append(slice(begin, end))
+    return places
+
+
+def _slices(weight: Any, values: _Array, indices: _Array) -> tf.IndexedSlices:
+    rows = cast(to_tensor(values), _dtype(weight))
+    return tf.IndexedSlices(rows, to_tensor(indices), tf.constant(list(weight.shape)))

@@ -1,0 +1,291 @@
+"""Replicas of a pipeline: the numbers of one process, each batch and its gradients shared."""
+
+from __future__ import annotations
+
+import json
+
+import keras
+import numpy as np
+import pytest
+
+from tarantella_pp.errors import TarantellaError, UnsupportedModelError
+from tarantella_pp.models.data_parallel_model import Model
+from tarantella_pp.models.pipeline_model import PipelineModel
+from tarantella_pp.runtime.comm.communicator import world
+from tarantella_pp.runtime.replicas.batch_share import batch_shares
+from tarantella_pp.runtime.stage.stage import Stage
+from tests.face.test_ranks import data_of_rank
+from tests.helpers.models import mlp
+from tests.helpers.mpi import mpi_run
+from tests.helpers.training import (
+    BATCH,
+    CASES,
+    EPOCHS,
+    FIELDS,
+    X,
+    Y,
+    adamw,
+    distance,
+    finish,
+    make,
+    piped,
+    serial,
+    use_float64,
+)
+
+pytestmark = [pytest.mark.keras, pytest.mark.mpi]
+
+ROUNDING, BITS = 1e-10, 1e-13
+SIZES = (8, 8, 6)
+"""Of the batches of an epoch of each case."""
+
+TWO = [  # model, stages, micro-batches of a replica, schedule; all others are replicas
+    ("mlp", 1, 1, None),
+    ("two_in_two_out", 1, 2, None),
+    ("masked_output", 1, 2, None),
+    ("embedding_adamw", 1, 2, None),
+    ("dropout", 1, 2, None),
+    ("batch_norm", 1, 2, None),
+    ("class_weight", 1, 8, None),
+]
+FOUR = [
+    ("mlp", 2, 1, "1f1b"),
+    ("regularized", 2, 2, "zb-h1"),
+    ("tied_head", 2, 2, "1f1b"),
+    ("tied_blocks", 4, 2, "interleaved"),
+    ("dropout", 2, 2, "1f1b"),
+    ("batch_norm", 2, 1, "gpipe"),
+    ("embedding_adamw", 1, 3, None),
+    ("unreached", 2, 8, "zb-h1"),
+    ("frozen", 2, 3, "1f1b"),
+]
+
+
+def replicas_of(case, ranks):
+    return 2 if case[3] == "interleaved" else ranks // case[1]
+
+
+def train_cases(cases):
+    """Trains on this rank; returns the outcomes and what the rank had to do for them."""
+    use_float64()
+    seen = []
+    forward = Stage.forward
+
+    def counted(self, key, inputs, *rest):
+        seen.append([self.boundary.index, int(inputs[0].shape[0])])
+        return forward(self, key, inputs, *rest)
+
+    Stage.forward = counted
+    found = []
+    for case in cases:
+        name, stages, micro_batches, schedule = case
+        model = make(
+            CASES[name],
+            num_stages=stages,
+            num_micro_batches=micro_batches,
+            schedule=schedule,
+            num_replicas=replicas_of(case, world().size),
+        )
+        seen.clear()
+        outcome = finish(model, data_of_rank(CASES[name]))
+        slots = len([v for v in model.optimizer.variables if len(v.shape)])
+        facts = {"seen": list(seen), "slots": slots, "replicas": model.plan.num_replicas}
+        found.append([json.loads(json.dumps(outcome.plain())), facts])
+    return found
+
+
+def check(run, cases, ranks):
+    for i, case in enumerate(cases):
+        name, stages, micro_batches, _ = case
+        outcomes = [result[i][0] for result in run.results]
+        facts = [result[i][1] for result in run.results]
+        replicas = replicas_of(case, ranks)
+        for outcome in outcomes:
+            assert outcome == outcomes[0], name
+            assert set(outcome) == set(FIELDS)
+        one_pipeline = piped(name, 1, micro_batches * replicas, "gpipe").plain()
+        assert distance(one_pipeline, outcomes[0]) < BITS, name
+        if not CASES[name].batch_statistics and name != "dropout":
+            assert distance(serial(name).plain(), outcomes[0]) < ROUNDING, name
+        size = ranks // replicas
+        for rank, fact in enumerate(facts):
+            assert fact["replicas"] == replicas
+            own = {stage for stage, _ in fact["seen"]}
+            assert len(own) == stages // size, (name, rank)
+            shares = [batch_shares(rows, micro_batches, replicas)[rank // size] for rows in SIZES]
+            rows = EPOCHS * sum(sum(share.own_sizes) for share in shares)
+            if name == "dropout":  # one micro-batch shows how much each draws
+                rows += shares[0].own_sizes[0]
+            assert sum(n for _, n in fact["seen"]) == rows * len(own), (name, rank)
+        # the ranks of a pipeline share the slots; each replica has all of them
+        slots = [sum(f["slots"] for f in facts[i : i + size]) for i in range(0, ranks, size)]
+        assert slots == [len(serial_slots(name))] * replicas, name
+
+
+def serial_slots(name):
+    model = make(CASES[name])
+    model.optimizer.build(model.trainable_variables)
+    return [v for v in model.optimizer.variables if len(v.shape)]
+
+
+def test_two_replicas():
+    check(mpi_run(2, train_cases, TWO, timeout=240).check(), TWO, 2)
+
+
+@pytest.mark.slow
+def test_four_ranks():
+    check(mpi_run(4, train_cases, FOUR, timeout=300).check(), FOUR, 4)
+
+
+SHARDED = [
+    ("regularized", 1, 2, "adamw"),
+    ("tied_head", 2, 2, "adamw"),
+    ("embedding_adamw", 2, 1, "averaging"),
+    ("tied_blocks", 2, 2, "clipped"),
+]
+OPTIMIZERS = {
+    "adamw": adamw,
+    "averaging": lambda: keras.optimizers.SGD(0.05, momentum=0.9, use_ema=True, ema_momentum=0.7),
+    "clipped": lambda: keras.optimizers.Adam(0.01, global_clipnorm=0.05),
+}
+
+
+def train_sharded(folder):
+    """Trains with and without sharding, saves, and goes on; on this rank."""
+    use_float64()
+    found = []
+    for name, stages, micro_batches, optimizer in SHARDED:
+        case = CASES[name]
+        outcomes, slots = [], []
+        for sharded in (False, True):
+            keras.utils.set_random_seed(1)
+            model = PipelineModel(
+                case.build(),
+                num_stages=stages,
+                num_micro_batches=micro_batches,
+                shard_optimizer=sharded,
+            )
+            model.compile(**{**case.compiled(), "optimizer": OPTIMIZERS[optimizer]()})
+            first = finish(model, data_of_rank(case))
+            path = f"{folder}/{name}-{sharded}.weights.h5"
+            model.save_weights(path)
+            model.load_weights(path)
+            second = finish(model, data_of_rank(case))
+            outcomes.append(json.loads(json.dumps([first.plain(), second.plain()])))
+            slots.append(sum(len(v.shape) > 0 for v in model.optimizer.variables))
+        found.append([outcomes, slots])
+    return found
+
+
+@pytest.mark.slow
+def test_sharded_optimizers_give_the_same_bits(tmp_path):
+    run = mpi_run(4, train_sharded, str(tmp_path), timeout=400).check()
+    for i, (name, stages, _, optimizer) in enumerate(SHARDED):
+        whole, sharded = run.results[0][i][0]
+        for a, b in zip(whole, sharded, strict=True):
+            assert a["weights"] == b["weights"], name
+            assert a["predictions"] == b["predictions"], name
+            assert distance(a, b) < BITS, name  # the penalties of a loss are added otherwise
+        case = CASES[name]
+        keras.utils.set_random_seed(1)
+        plain = case.build()
+        plain.compile(**{**case.compiled(), "optimizer": OPTIMIZERS[optimizer]()})
+        assert distance(finish(plain, case), whole[0]) < ROUNDING, name
+        slots = [result[i][1] for result in run.results]
+        assert sum(own for _, own in slots) == sum(own for own, _ in slots) * stages // 4, name
+        assert all(own < most or most == 0 for most, own in slots), name
+
+
+def be_refused_and_train(folder):
+    """Small batches, metrics that look at all samples, and what is refused, on this rank."""
+    use_float64()
+    found = {}
+    for size in (1, 3):
+        model = Model(mlp(), num_micro_batches=2)
+        keras.utils.set_random_seed(3)
+        model.compile(adamw(), "mse", metrics=["mae", squared_total])
+        model.set_weights([np.full_like(w, 0.1) for w in model.get_weights()])
+        found[str(size)] = model.fit(
+            X[:7], Y[:7], batch_size=size, shuffle=False, verbose=0, validation_data=(X[:4], Y[:4])
+        ).history
+    found["differ"] = differ()
+    found["coupled"] = coupled(PipelineModel(mlp(), num_stages=1, num_micro_batches=2))
+    found["path"] = str(folder)
+    model.save(f"{folder}/m.keras")
+    found["weights"] = [w.tolist() for w in model.get_weights()]
+    try:
+        PipelineModel(metric_inside(), num_stages=1)
+    except UnsupportedModelError as error:
+        found["inside"] = str(error)
+    try:
+        PipelineModel(mlp(), num_stages=3)
+    except TarantellaError as error:
+        found["ranks"] = str(error)
+    return found
+
+
+def differ():
+    """What is said once a weight of one replica has been changed."""
+    model = PipelineModel(mlp(), num_stages=1, check_replicas=2)
+    model.compile(adamw(), "mse")
+    model.fit(X, Y, batch_size=8, verbose=0)  # three steps, compared after the second
+    weight = model.trainable_variables[1]
+    weight.assign(weight + world().rank)
+    try:
+        model.train_on_batch(X, Y)
+    except TarantellaError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def squared_total(y_true, y_pred):
+    """No sum over samples: it needs all outputs."""
+    return keras.ops.mean(y_pred) ** 2
+
+
+def largest(y_true, y_pred):
+    return keras.ops.max(keras.ops.abs(y_true - y_pred)) + keras.ops.mean((y_true - y_pred) ** 2)
+
+
+def coupled(model):
+    model.compile(adamw(), largest)
+    model.set_weights([np.full_like(w, 0.1) for w in model.get_weights()])
+    return model.fit(X, Y, batch_size=BATCH, shuffle=False, verbose=0, epochs=2).history
+
+
+class Measured(keras.layers.Layer):
+    def __init__(self):
+        super().__init__()
+        self.mean = keras.metrics.Mean(name="inner")
+
+    def call(self, inputs):
+        self.mean.update_state(keras.ops.mean(inputs))
+        return inputs
+
+
+def metric_inside():
+    inputs = keras.Input((4,))
+    return keras.Model(inputs, keras.layers.Dense(1)(Measured()(inputs)))
+
+
+def test_small_batches_and_what_needs_all_samples(tmp_path):
+    run = mpi_run(2, be_refused_and_train, str(tmp_path), timeout=240).check()
+    first, second = run.results
+    assert {**first, "ranks": ""} == {**second, "ranks": ""}
+    for size in (1, 3):
+        model = mlp()
+        model.compile(adamw(), "mse", metrics=["mae", squared_total])
+        model.set_weights([np.full_like(w, 0.1) for w in model.get_weights()])
+        plain = model.fit(
+            X[:7], Y[:7], batch_size=size, shuffle=False, verbose=0, validation_data=(X[:4], Y[:4])
+        )
+        assert distance(plain.history, first[str(size)]) < ROUNDING, size
+    assert distance(coupled(mlp()), first["coupled"]) < ROUNDING
+    stock = keras.saving.load_model(
+        tmp_path / "m.keras", custom_objects={"squared_total": squared_total}
+    )
+    assert distance([w.tolist() for w in stock.get_weights()], first["weights"], "weights") == 0
+    assert "ReplicaError" in first["differ"]
+    assert "rank 0" in first["differ"]
+    assert "metrics of their own" in first["inside"]
+    assert "num_replicas=2" in first["inside"]
+    assert "num_stages=3 on 2 ranks" in first["ranks"]

@@ -1,0 +1,163 @@
+"""A training loop of the user's own on several ranks: the numbers of one process."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tarantella_pp.errors import ConfigurationError
+from tests.helpers.mpi import find_mpiexec, mpi_run
+from tests.helpers.training import use_float64
+
+pytestmark = [
+    pytest.mark.keras,
+    pytest.mark.mpi,
+    pytest.mark.skipif(find_mpiexec() is None, reason="no mpiexec"),
+]
+
+ROWS, STEPS = 12, 4
+OPTIMIZERS = {
+    "momentum": lambda k: k.SGD(0.1, momentum=0.9, global_clipnorm=0.5),
+    "adam": lambda k: k.AdamW(0.01, use_ema=True, clipvalue=0.01),
+    "adafactor": lambda k: k.Adafactor(0.01, gradient_accumulation_steps=2),
+    "lamb": lambda k: k.Lamb(0.01),
+    "scaled": lambda k: k.LossScaleOptimizer(k.RMSprop(0.01), initial_scale=8.0),
+}
+
+
+def make_model():
+    import keras
+
+    keras.utils.set_random_seed(7)
+    tokens = keras.Input((5,), dtype="int32")
+    hidden = keras.layers.Flatten()(keras.layers.Embedding(11, 4)(tokens))
+    hidden = keras.layers.Dense(9, activation="tanh")(hidden)
+    model = keras.Model(tokens, keras.layers.Dense(1)(hidden))
+    unused = keras.Variable(np.ones(3), name="unused")  # no gradient reaches it
+    return model, [*model.trainable_variables, unused]
+
+
+def train(name: str, distribute, rank: int, size: int, op: str = "mean") -> list:
+    import keras
+    import tensorflow as tf
+
+    model, variables = make_model()
+    optimizer = distribute(OPTIMIZERS[name](keras.optimizers), op)
+    random = np.random.default_rng(3)
+    for step in range(STEPS):
+        tokens, targets = random.integers(0, 11, (ROWS, 5)), random.standard_normal((ROWS, 1))
+        own = slice(rank * ROWS // size, (rank + 1) * ROWS // size)
+        with tf.GradientTape() as tape:
+            errors = tf.square(model(tokens[own], training=True) - targets[own])
+            loss = tf.reduce_mean(errors) if op == "mean" else tf.reduce_sum(errors) / ROWS
+            loss = optimizer.scale_loss(loss)
+        values = [getattr(v, "value", v) for v in variables]
+        gradients = tape.gradient(loss, values)
+        assert isinstance(gradients[0], tf.IndexedSlices)
+        if step % 2:
+            optimizer.apply(gradients, variables)
+        else:
+            optimizer.apply_gradients(zip(gradients, variables, strict=True))
+    return [v.numpy().tolist() for v in [*variables, *optimizer.variables]]
+
+
+def loops() -> dict:
+    import keras
+    import tensorflow as tf
+
+    import tarantella_pp as tnt
+
+    use_float64()
+    rank, size = tnt.get_rank(), tnt.get_size()
+
+    def distribute(optimizer, op):
+        # small buckets, so that there are several
+        return tnt.DistributedOptimizer(optimizer, op, fusion_threshold=200)
+
+    found = {name: train(name, distribute, rank, size) for name in OPTIMIZERS}
+    found["sum"] = train("momentum", distribute, rank, size, "sum")
+
+    optimizer = tnt.DistributedOptimizer(keras.optimizers.SGD(1.0), wire_dtype="bfloat16")
+    weight = keras.Variable(np.zeros(3))
+    optimizer.apply([tf.constant([1.001, 2.0, rank], weight.dtype)], [weight])
+    found["wire"] = weight.numpy().tolist()
+    optimizer = tnt.DistributedOptimizer(keras.optimizers.SGD(1.0))
+    weights = [keras.Variable(np.zeros(1 + rank)), weight]
+    found["refused"] = []
+    for given in (weights[:1], [weight] * (1 + rank)):
+        try:
+            optimizer.apply([tf.ones(v.shape, v.dtype) for v in given], given)
+        except ConfigurationError as error:
+            found["refused"].append(str(error))
+    return found
+
+
+def distance(one: list, other: list) -> float:
+    assert len(one) == len(other)
+    pairs = [(np.asarray(a, float), np.asarray(b, float)) for a, b in zip(one, other, strict=True)]
+    return max(float(np.max(np.abs(a - b) / (1e-8 + np.abs(b)), initial=0)) for a, b in pairs)
+
+
+@pytest.mark.filterwarnings("ignore:Gradients do not exist")
+def test_the_numbers_of_one_process(float64) -> None:
+    runs = {n: mpi_run(n, loops, env={"TNT_TIMEOUT": "30"}, timeout=240).check() for n in (2, 3)}
+    for name in [*OPTIMIZERS, "sum"]:
+        kind = "momentum" if name == "sum" else name
+        alone = train(kind, lambda optimizer, op: optimizer, 0, 1)
+        for run in runs.values():
+            for found in run.results:
+                assert found[name] == run.results[0][name]  # the same bits everywhere
+                assert distance(found[name], alone) < 1e-10, name
+    for size, run in runs.items():
+        for found in run.results:
+            np.testing.assert_allclose(found["wire"], [-1, -2, -(size - 1) / 2])
+            for text in found["refused"]:
+                assert "DistributedOptimizer.apply(variables=" in text
+
+
+def test_it_stays_what_it_was() -> None:
+    import keras
+    import tensorflow as tf
+
+    import tarantella_pp as tnt
+
+    plain = keras.optimizers.Adam(0.1)
+    optimizer = tnt.DistributedOptimizer(plain)
+    assert optimizer is plain
+    assert isinstance(optimizer, keras.optimizers.Adam)
+    config = keras.saving.serialize_keras_object(optimizer)
+    again = keras.saving.deserialize_keras_object(config)
+    assert type(again) is keras.optimizers.Adam
+    assert again.get_config() == optimizer.get_config()
+    weight = keras.Variable(np.ones(2, "float32"))
+    optimizer.apply([tf.ones(2)], [weight])
+    again.apply([tf.ones(2)], [other := keras.Variable(np.ones(2, "float32"))])
+    np.testing.assert_array_equal(weight.numpy(), other.numpy())
+    with pytest.raises(ConfigurationError, match=r"tf\.function"):
+        tf.function(lambda: optimizer.apply([tf.ones(2)], [weight]), autograph=False)()
+    with pytest.raises(ConfigurationError, match="already"):
+        tnt.DistributedOptimizer(optimizer)
+    with pytest.raises(ConfigurationError, match="optimizer='adam'"):
+        tnt.DistributedOptimizer("adam")
+    with pytest.raises(ConfigurationError, match="op='max'"):
+        tnt.DistributedOptimizer(keras.optimizers.SGD(), "max")
+    with pytest.raises(ConfigurationError, match="fusion_threshold=-1"):
+        tnt.DistributedOptimizer(keras.optimizers.SGD(), fusion_threshold=-1)
+
+
+def test_stock_fit_needs_to_run_eagerly() -> None:
+    import keras
+
+    import tarantella_pp as tnt
+
+    data = np.ones((4, 2), "float32"), np.ones((4, 1), "float32")
+    for eagerly in (False, True):
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        optimizer = tnt.DistributedOptimizer(keras.optimizers.SGD(0.1))
+        model.compile(optimizer, "mse", run_eagerly=eagerly)
+        if eagerly:
+            model.fit(*data, verbose=0)
+            assert int(model.optimizer.iterations) == 1
+        else:
+            with pytest.raises(ConfigurationError, match="run_eagerly=True"):
+                model.fit(*data, verbose=0)

@@ -9,7 +9,6 @@ from tests.exactness.trials import BY_MICRO_BATCH, EXACT, NOT_IN_KERAS, REFUSED,
 
 SEVERAL_SAMPLES = "looks at several samples at once"
 RANDOM = "draws other random numbers, as with another batch size"
-WEIGHTS_OF_ALL = "needs the weights of all ranks at once"
 
 # For each kind and outcome the reasons, with patterns of names as of a shell.
 NOT_EXACT: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
@@ -52,7 +51,6 @@ NOT_EXACT: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
         NOT_IN_KERAS: {"needs a package that is not installed": ("OrbaxCheckpoint", "TensorBoard")},
         REFUSED: {
             "writes what one rank has": ("BackupAndRestore",),
-            WEIGHTS_OF_ALL: ("SwapEMAWeights",),
         },
     },
 }

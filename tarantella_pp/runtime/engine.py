@@ -57,6 +57,7 @@ from tarantella_pp.runtime.state.remote_variables import (
 )
 from tarantella_pp.runtime.state.tied_weights import TiedWeights, weights_of_several_ranks
 from tarantella_pp.runtime.state.trainers import Trainers
+from tarantella_pp.runtime.state.variable_sync import broadcast_variable
 from tarantella_pp.runtime.tracing.recorder import (
     LOGS,
     REDUCTIONS,
@@ -309,7 +310,7 @@ class Engine:
         if not self._metrics_differ:
             return
         for variable, owner in self._metric_variables():
-            self._log_exchange.share_variable(variable, owner)
+            broadcast_variable(variable, owner, self.groups.pipeline)
         self._metrics_differ = False
 
     def forget_compilation(self) -> None:

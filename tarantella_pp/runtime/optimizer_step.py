@@ -329,11 +329,9 @@ class OptimizerStep:
 
 def _scaled(gradient: Gradient, scale: tf.Tensor) -> Gradient:
     """A gradient times a number: dense, also if it was sparse, as in Keras."""
-    return (
-        None
-        if gradient is None
-        else tf.convert_to_tensor(gradient) * tf.cast(scale, gradient.dtype)
-    )
+    if gradient is None:
+        return None
+    return tf.convert_to_tensor(gradient) * tf.cast(scale, gradient.dtype)
 
 
 def _compiled(function: Callable[..., Any], of: Any) -> Callable[..., Any]:

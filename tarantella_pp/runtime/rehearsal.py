@@ -78,8 +78,7 @@ class Rehearsal:
 
     def _of_all_replicas(self, error: Exception | None) -> Exception | None:
         """The error of the first replica that has one."""
-        told = None if error is None else [type(error).__name__, str(error)]
-        everywhere = self._groups.peers.allgather_json(told)
+        everywhere = self._groups.peers.allgather_json(_told(error))
         for ranks, theirs in zip(self._groups.world_ranks, everywhere, strict=True):
             if theirs is not None:
                 return error or _error_of(f"A stage of ranks {list(ranks)} cannot run", *theirs)
@@ -98,8 +97,7 @@ class Rehearsal:
                     self._stages[boundary.index].run_once(inputs, step)
             except Exception as caught:
                 error = caught
-        told = None if error is None else [type(error).__name__, str(error)]
-        told = self._communicator.broadcast_json(told, owner)
+        told = self._communicator.broadcast_json(_told(error), owner)
         if told is not None:
             where = f"Stage {boundary.index} cannot run on rank {owner}"
             return error or _error_of(where, *told)
@@ -120,6 +118,11 @@ class Rehearsal:
             values = self._messages.receive(receive)
         if rank == target:
             self._arrived[edge.target] += values
+
+
+def _told(error: Exception | None) -> list[str] | None:
+    """An error as other ranks are told of it."""
+    return None if error is None else [type(error).__name__, str(error)]
 
 
 def _error_of(where: str, name: str, text: str) -> Exception:

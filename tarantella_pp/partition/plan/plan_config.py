@@ -61,18 +61,11 @@ class PlanConfig(msgspec.Struct, frozen=True, kw_only=True):
     def world_rank(self, replica: int, position: int) -> int:
         """Returns the rank, among those of all pipelines, of a rank of one of them.
 
-        Two replicas of three ranks::
-
-            pipelines-together     replica 0: 0 1 2     replicas-together     replica 0: 0 2 4
-                                   replica 1: 3 4 5                           replica 1: 1 3 5
-
         Args:
             replica: The pipeline, from 0.
             position: Rank in the pipeline, from 0.
         """
-        if self.placement == "pipelines-together":
-            return replica * self.num_ranks + position
-        return position * self.num_replicas + replica
+        return rank_in_job(replica, position, self.num_replicas, self.num_ranks, self.placement)
 
     def coordinates(self, world_rank: int) -> Coordinates:
         """Returns where a rank among those of all pipelines stands: undoes `world_rank`.
@@ -99,6 +92,28 @@ def common_limit(limits: Sequence[int]) -> int | None:
         limits: The limit of each stage.
     """
     return limits[0] if len(set(limits)) == 1 else None
+
+
+def rank_in_job(
+    replica: int, position: int, num_replicas: int, num_ranks: int, placement: str
+) -> int:
+    """Returns the rank, among those of all pipelines, of a rank of one of them.
+
+    Two replicas of three ranks::
+
+        pipelines-together     replica 0: 0 1 2     replicas-together     replica 0: 0 2 4
+                               replica 1: 3 4 5                           replica 1: 1 3 5
+
+    Args:
+        replica: The pipeline, from 0.
+        position: Rank in the pipeline, from 0.
+        num_replicas: Number of pipelines.
+        num_ranks: Ranks of one pipeline.
+        placement: `"pipelines-together"` or `"replicas-together"`.
+    """
+    if placement == "pipelines-together":
+        return replica * num_ranks + position
+    return position * num_replicas + replica
 
 
 def micro_batch_size(batch_size: int, num_replicas: int, num_micro_batches: int) -> int:

@@ -68,23 +68,6 @@ class LogExchange:
         values = {rank: request.wait()[0] for rank, request in requests.items()}
         return sum(float(v[0]) for v in values.values()), {r: v[1:] for r, v in values.items()}
 
-    def share_variable(self, variable: Any, owner: int) -> None:
-        """Gives every rank the value that a variable has on one of them.
-
-        Args:
-            variable: The variable.
-            owner: That rank.
-        """
-        if self._communicator.size == 1:
-            return
-        if self._communicator.rank == owner:
-            value = np.array(variable.numpy())  # a scalar would be no array
-        else:  # where it may not be read
-            value = np.empty(variable.shape, tf.as_dtype(variable.dtype).as_numpy_dtype)
-        self._communicator.broadcast(value, owner)
-        if self._communicator.rank != owner:
-            variable.assign(value)
-
     def share_logs(self, kind: str, logs: Mapping[str, Any]) -> dict[str, Any]:
         """Gives every rank the logs of a step.
 

@@ -62,6 +62,16 @@ def to_tensor(array: np.ndarray[Any, Any]) -> tf.Tensor:
     return tf.convert_to_tensor(array)
 
 
+def variable_dtype(variable: Any) -> np.dtype[Any]:
+    """Returns the NumPy dtype of a Keras or TensorFlow variable, or of a tensor.
+
+    Args:
+        variable: The variable; it is not read.
+    """
+    found: np.dtype[Any] = np.dtype(tf.as_dtype(variable.dtype).as_numpy_dtype)
+    return found
+
+
 def cast(tensor: tf.Tensor, dtype: np.dtype[Any]) -> tf.Tensor:
     """Returns a tensor in another dtype.
 

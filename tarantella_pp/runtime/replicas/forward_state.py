@@ -91,15 +91,17 @@ class ForwardState:
         if not training:
             return
         starts = self._before[len(self._seeds) :]
-        for (variable, factor), start in zip(self._statistics.values(), starts, strict=True):
+        own = [_value(variable)[None] for variable, _ in self._statistics.values()]
+        gathered = [self._peers.start_allgather([value], label="statistics") for value in own]
+        for (variable, factor), start, request in zip(
+            self._statistics.values(), starts, gathered, strict=True
+        ):
             total = start
-            own = _value(variable)
-            for replica, count in enumerate(counts):
-                theirs = own.copy() if replica == self._peers.rank else np.empty_like(own)
-                self._peers.broadcast(theirs, replica)
+            values = request.wait()[0]
+            for theirs, count in zip(values, counts, strict=True):
                 if count:
                     total = factor**count * total + (theirs - factor**count * start)
-            variable.assign(total.astype(own.dtype))
+            variable.assign(total.astype(values.dtype))
 
     @property
     def _variables(self) -> list[Any]:

@@ -18,7 +18,12 @@ from tarantella_pp.runtime.comm.collective_requests import (
     finished,
 )
 from tarantella_pp.runtime.comm.communicator import Communicator
-from tarantella_pp.runtime.comm.tensor_buffers import cast, to_buffer, to_tensor
+from tarantella_pp.runtime.comm.tensor_buffers import (
+    cast,
+    to_buffer,
+    to_tensor,
+    variable_dtype,
+)
 
 Gradient: TypeAlias = "tf.Tensor | tf.IndexedSlices | None"
 Gradients: TypeAlias = "list[Gradient]"
@@ -100,7 +105,7 @@ class GradientReduction:
         self._buckets: dict[Hashable, _Bucket] = {}
         tag = 0
         for key, weights in buckets.items():
-            dtypes = sorted({_dtype(weight) for weight in weights}, key=str)
+            dtypes = sorted({variable_dtype(weight) for weight in weights}, key=str)
             shared_out = None if owners is None else list(owners[key])
             label = f"gradients of bucket {key}"
             bucket = _Bucket(label, list(weights), shared_out, dtypes, tag)
@@ -178,7 +183,7 @@ class GradientReduction:
         """Starts to add up dense gradients, those of each dtype together."""
         found = []
         for number, dtype in enumerate(bucket.dtypes):
-            own = [i for i in which if _dtype(bucket.weights[i]) == dtype]
+            own = [i for i in which if variable_dtype(bucket.weights[i]) == dtype]
             if not own:
                 continue
             if bucket.owners is not None:
@@ -234,7 +239,7 @@ class GradientReduction:
     ) -> CollectiveRequest[list[_Array]]:
         """Starts to put the slices of all replicas one behind the other."""
         weight = bucket.weights[i]
-        wire = dtype_on_wire(_dtype(weight), self._wire_dtype)
+        wire = dtype_on_wire(variable_dtype(weight), self._wire_dtype)
         if gradient is None:
             values = np.empty((0, *weight.shape[1:]), wire)
             indices = np.empty(0, np.int64)
@@ -247,11 +252,6 @@ class GradientReduction:
             tag=bucket.tag + 1 + 2 * len(bucket.dtypes) + i,
             label=f"rows of {bucket.label}",
         )
-
-
-def _dtype(weight: Any) -> np.dtype[Any]:
-    found: np.dtype[Any] = np.dtype(tf.as_dtype(weight.dtype).as_numpy_dtype)
-    return found
 
 
 def _kind(gradient: Gradient) -> int:
@@ -282,5 +282,5 @@ def _places(weights: Sequence[Any], dtype: np.dtype[Any]) -> list[slice]:
 
 
 def _slices(weight: Any, values: _Array, indices: _Array) -> tf.IndexedSlices:
-    rows = cast(to_tensor(values), _dtype(weight))
+    rows = cast(to_tensor(values), variable_dtype(weight))
     return tf.IndexedSlices(rows, to_tensor(indices), tf.constant(list(weight.shape)))

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from tarantella_pp.runtime.comm.communicator import Communicator
-from tarantella_pp.runtime.comm.tensor_buffers import to_buffer, to_tensor
+from tarantella_pp.runtime.comm.tensor_buffers import to_buffer, to_tensor, variable_dtype
 from tarantella_pp.runtime.comm.wire_format import as_bytes
 
 
@@ -47,15 +47,10 @@ class OwnedValues:
         for rank, (begin, variables) in enumerate(zip(begins, self._of_ranks, strict=False)):
             for variable in variables if rank != ranks.rank else ():
                 end = begin + _nbytes(variable)
-                value = everything[begin:end].view(_dtype(variable))
+                value = everything[begin:end].view(variable_dtype(variable))
                 variable.assign(to_tensor(value.reshape(tuple(variable.shape))))
                 begin = end
 
 
-def _dtype(variable: Any) -> np.dtype[Any]:
-    found: np.dtype[Any] = np.dtype(tf.as_dtype(variable.dtype).as_numpy_dtype)
-    return found
-
-
 def _nbytes(variable: Any) -> int:
-    return int(np.prod(tuple(variable.shape), dtype=np.int64)) * _dtype(variable).itemsize
+    return int(np.prod(tuple(variable.shape), dtype=np.int64)) * variable_dtype(variable).itemsize

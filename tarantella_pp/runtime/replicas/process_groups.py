@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tarantella_pp.partition.plan.plan_config import rank_in_job
 from tarantella_pp.runtime.comm.communicator import Communicator
 
 
@@ -43,17 +44,13 @@ class ProcessGroups:
             placement: That of a plan.
         """
         size = world.size // num_replicas
-        if placement == "pipelines-together":
-            ranks = [[r * size + position for position in range(size)] for r in range(num_replicas)]
-        else:
-            ranks = [
-                [position * num_replicas + r for position in range(size)]
-                for r in range(num_replicas)
-            ]
-        world_ranks = tuple(map(tuple, ranks))
+        world_ranks = tuple(
+            tuple(rank_in_job(r, p, num_replicas, size, placement) for p in range(size))
+            for r in range(num_replicas)
+        )
         if num_replicas == 1:
             return cls(world, world, Communicator(), world_ranks)
-        places = {rank: (r, p) for r, row in enumerate(ranks) for p, rank in enumerate(row)}
+        places = {rank: (r, p) for r, row in enumerate(world_ranks) for p, rank in enumerate(row)}
         replica, position = places[world.rank]
         return cls(world, world.split(replica), world.split(position), world_ranks)
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tarantella_pp.runtime.comm.collective_requests import CollectiveRequest
 from tarantella_pp.runtime.comm.communicator import Communicator
 from tarantella_pp.runtime.comm.tensor_buffers import to_buffer, to_tensor
 
@@ -46,23 +47,17 @@ class ReplicaExchange:
         """
         if self._peers.size == 1:
             return list(tensors)
-        parts: list[list[tf.Tensor]] = [[] for _ in tensors]
-        for replica, count in enumerate(rows):
-            for tensor, found in zip(tensors, parts, strict=True):
-                if count:
-                    found.append(self._of(replica, tensor, count, rows[self._peers.rank]))
-        return [tf.concat(found, 0) for found in parts]
+        gathered = [self._start_join(tensor, rows) for tensor in tensors]
+        return [to_tensor(request.wait()[0]) for request in gathered]
 
-    def _of(self, replica: int, tensor: tf.Tensor, count: int, own: int) -> tf.Tensor:
-        if replica == self._peers.rank:
-            self._peers.broadcast(to_buffer(tensor), replica)
-            return tensor
+    def _start_join(
+        self, tensor: tf.Tensor, rows: Sequence[int]
+    ) -> CollectiveRequest[list[np.ndarray[Any, Any]]]:
+        own = rows[self._peers.rank]
         per_sample = tensor.shape[0] // max(own, 1)
-        array: Any = np.empty(
-            (per_sample * count, *tensor.shape[1:]), tf.as_dtype(tensor.dtype).as_numpy_dtype
-        )
-        self._peers.broadcast(array, replica)
-        return to_tensor(array)
+        array = to_buffer(tensor)[: own * per_sample]  # a replica without samples has one to run
+        counts = [count * per_sample for count in rows]
+        return self._peers.start_allgather([array], counts, label="samples of replicas")
 
     def begin_metrics(self, variables: Sequence[Any]) -> None:
         """Has the metrics of all replicas but the first count from zero; see `merge_metrics`."""
@@ -74,7 +69,7 @@ class ReplicaExchange:
         """Gives every replica the sum of the states of metrics that add up."""
         if self._peers.size == 1:
             return
-        for variable in variables:
-            value = np.array(variable.numpy())  # a scalar would be no array
-            self._peers.allreduce(value)
-            variable.assign(value)
+        states = [np.atleast_1d(variable.numpy()) for variable in variables]
+        sums = [self._peers.start_allreduce(state, label="metrics") for state in states]
+        for variable, request in zip(variables, sums, strict=True):
+            variable.assign(request.wait().reshape(tuple(variable.shape)))

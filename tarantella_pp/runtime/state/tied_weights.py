@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tarantella_pp.partition.extraction.keras_reader import ExtractedModel
 from tarantella_pp.runtime.comm.communicator import Communicator, TensorSpec
-from tarantella_pp.runtime.comm.tensor_buffers import to_buffer, to_tensor
+from tarantella_pp.runtime.comm.tensor_buffers import to_buffer, to_tensor, variable_dtype
 from tarantella_pp.runtime.state.owners import Owners
 
 _SIZES_TAG, _GRADIENTS_TAG, _VALUES_TAG = 7, 8, 9
@@ -170,7 +170,7 @@ def _parts(gradient: Gradient) -> list[tf.Tensor]:
 
 def _specs(variable: Any, rows: int) -> list[TensorSpec]:
     """What a gradient of so many rows is sent as."""
-    shape, dtype = tuple(variable.shape), np.dtype(tf.as_dtype(variable.dtype).as_numpy_dtype)
+    shape, dtype = tuple(variable.shape), variable_dtype(variable)
     if rows == _NOTHING:
         return []
     if rows == _DENSE:

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
-import tensorflow as tf
 
 from tarantella_pp.runtime.comm.communicator import Communicator
+from tarantella_pp.runtime.comm.tensor_buffers import variable_dtype
 from tarantella_pp.runtime.replicas.process_groups import ProcessGroups
 from tarantella_pp.runtime.state.owners import Owners
 from tarantella_pp.runtime.state.remote_variables import (
@@ -57,9 +57,8 @@ class VariableSync:
         Where another pipeline has trained a variable, it gives the true value.
         """
         self._share(lambda variable: 0)
-        if self._peers.size > 1:
-            for variable in self._variables:
-                _broadcast(variable, 0, self._peers)
+        for variable in self._variables:
+            broadcast_variable(variable, 0, self._peers)
 
     def gather(self) -> None:
         """Gives every rank the value of each variable from the rank that trains it."""
@@ -85,14 +84,23 @@ class VariableSync:
             true = [rank for rank, theirs in enumerate(everywhere) if i not in theirs]
             root = root_of(variable)
             root = root if root in true else true[0]
-            _broadcast(variable, root, self._communicator)
+            broadcast_variable(variable, root, self._communicator)
 
 
-def _broadcast(variable: Any, root: int, ranks: Communicator) -> None:
+def broadcast_variable(variable: Any, root: int, ranks: Communicator) -> None:
+    """Gives all ranks the value that a variable has on one of them; all of them must call it.
+
+    Args:
+        variable: A Keras variable.
+        root: The rank that has the value.
+        ranks: The ranks.
+    """
+    if ranks.size == 1:
+        return
     if ranks.rank == root:
         value = np.array(variable.numpy())  # a scalar would be no array
-    else:
-        value = np.empty(tuple(variable.shape), tf.as_dtype(variable.dtype).as_numpy_dtype)
+    else:  # where it may not be read
+        value = np.empty(tuple(variable.shape), variable_dtype(variable))
     ranks.broadcast(value, root)
     if ranks.rank != root:
         variable.assign(value)

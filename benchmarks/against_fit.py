@@ -63,7 +63,7 @@ def train(name: str, rows: int, micro_batches: int, schedule: str | None, path: 
     x, y = data_for(name, rows * BATCHES)
     if schedule is not None:
         model = tnt.PipelineModel(
-            model, None, micro_batches, schedule, batch_size=rows, balance="flops"
+            model, tnt.get_size(), micro_batches, schedule, batch_size=rows, balance="flops"
         )
     model.compile(
         keras.optimizers.SGD(1e-3, momentum=0.9),

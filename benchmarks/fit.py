@@ -120,7 +120,9 @@ def compare(name: str, micro_batches: int, rounds: int, folder: str) -> list[lis
     build, rows, x, y = subject(name, micro_batches)
 
     def pipeline() -> keras.Model:
-        return tnt.PipelineModel(build(), None, micro_batches, "1f1b", "flops", batch_size=rows)
+        return tnt.PipelineModel(
+            build(), ranks.size, micro_batches, "1f1b", "flops", batch_size=rows
+        )
 
     accuracy = ["accuracy"]
     kinds = {

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from tarantella_pp.errors import ConfigurationError, PlanError
-from tarantella_pp.models.make_plan import make_plan
-from tarantella_pp.models.model_validation import replicas_of
+from tarantella_pp.models.make_plan import implied_stages, make_plan
+from tarantella_pp.models.model_validation import needs_one_replica, replicas_of
 from tarantella_pp.partition.extraction.keras_reader import ExtractedModel
 from tarantella_pp.partition.options import checked_count
 from tarantella_pp.partition.plan.plan import Plan
@@ -44,19 +44,24 @@ def agreed_plan(
 
 def _best_plan(extracted: ExtractedModel, num_ranks: int, given: Mapping[str, Any]) -> Plan:
     """The plan that is best for the options and so many ranks."""
-    schedule = given["schedule"]
+    schedule, replicas = given["schedule"], given["num_replicas"]
     custom = None if schedule is None else read_schedule(schedule)
     stages = given["num_stages"]
-    if stages is None and custom is not None:
-        stages = custom.num_stages
+    options = {**given, "schedule": custom or schedule}
     if stages is None:
-        stages = max(1, num_ranks // checked_count("num_replicas", given["num_replicas"] or 1))
-    replicas = replicas_of(stages, num_ranks, given["num_replicas"])
+        stages = implied_stages(custom, given["memory_limit"]) or (1 if num_ranks == 1 else None)
+    if stages is None:
+        if replicas is None and needs_one_replica(extracted):
+            replicas = 1
+        if replicas is not None:
+            each = max(1, num_ranks // checked_count("num_replicas", replicas))
+            replicas = replicas_of(each, num_ranks, replicas)
+        return make_plan(extracted, **{**options, "num_replicas": replicas}, num_ranks=num_ranks)
+    replicas = replicas_of(stages, num_ranks, replicas)
     stages_per_rank: int | None = max(1, stages * replicas // num_ranks)
     if num_ranks == 1:  # which plans for the ranks that it stands for
         stages_per_rank = None if custom is not None or stages % 2 == 0 else 1
-    options = {**given, "num_stages": stages, "schedule": custom or schedule}
-    options["num_replicas"] = replicas
+    options |= {"num_stages": stages, "num_replicas": replicas}
     return make_plan(extracted, **options, stages_per_rank=stages_per_rank)
 
 

@@ -15,7 +15,7 @@ from tarantella_pp.launch.guard.launch_environment import FUSION_VARIABLE
 from tarantella_pp.partition.extraction.keras_reader import ExtractedModel, extract
 from tarantella_pp.partition.graph.profile import Profile
 from tarantella_pp.partition.infeasible import infeasible
-from tarantella_pp.partition.options import BALANCES, PLACEMENTS, checked_count
+from tarantella_pp.partition.options import BALANCES, PLACEMENTS, checked_count, stages_to_recompute
 from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan.plan_config import FUSION_THRESHOLD
@@ -67,7 +67,8 @@ def make_plan(
     Args:
         model: A Functional or built Sequential model, or what was read of one.
         num_stages: Number of pipeline stages; each gets at least one operation. Default: that of
-            a schedule of your own, or with `num_ranks` the number that makes a step fastest.
+            a schedule of your own or of several memory limits, or with `num_ranks` the number
+            that makes a step fastest.
         batch_size: Samples of a step, over all replicas.
         num_micro_batches: Micro-batches of a step. Default: the number that divides the batch,
             or a power of two where none does, and makes a step fastest: more of them keep the
@@ -118,10 +119,10 @@ def make_plan(
     extracted = extract(model)
     custom = None if schedule is None else read_schedule(schedule)
     per_rank = _stages_per_rank(stages_per_rank, schedule, custom)
-    if custom is not None:
-        num_stages = custom.num_stages if num_stages is None else num_stages
-        if num_micro_batches is None:
-            num_micro_batches = custom.num_micro_batches
+    if num_stages is None:
+        num_stages = implied_stages(custom, memory_limit)
+    if custom is not None and num_micro_batches is None:
+        num_micro_batches = custom.num_micro_batches
     shapes = _shapes(num_stages, num_replicas, num_ranks, per_rank)
     if balance == "time" and profile is None:
         parts = (num_micro_batches or MICRO_BATCHES) * shapes[0][1]
@@ -143,7 +144,7 @@ def make_plan(
             {**given, "balance": kind, "num_stages": stages, "num_replicas": replicas},
             ScheduleSpec.of(custom or name, stages, stages // per_rank),
         )
-        for stages, replicas in _possible(shapes, planner, batch_size)
+        for stages, replicas in _possible(shapes, planner, batch_size, recompute)
         for kind in (_balances(profile) if balance in (None, *BALANCES) else (balance,))
         for name in _schedules(schedule, planner, stages, per_rank)
     ]
@@ -154,14 +155,36 @@ def make_plan(
     return chosen
 
 
+def implied_stages(custom: Schedule | None, memory_limit: Any) -> int | None:
+    """Number of stages that a schedule of the user's or several memory limits are for, if any."""
+    if custom is not None:
+        return custom.num_stages
+    return len(memory_limit) if isinstance(memory_limit, (list, tuple)) else None
+
+
 def _possible(
-    shapes: list[tuple[int, int]], planner: Planner, batch_size: int
+    shapes: list[tuple[int, int]], planner: Planner, batch_size: int, recompute: Any
 ) -> list[tuple[int, int]]:
-    """Returns the shapes that the model and the batch are large enough for, where there are any."""
+    """Returns the shapes that model, batch and options allow; if none, one to be refused."""
     if len(shapes) == 1:
         return shapes
-    most = len(planner.graph.nodes)
-    return [(s, r) for s, r in shapes if s <= most and r <= batch_size]
+    found = [
+        (stages, replicas)
+        for stages, replicas in shapes
+        if stages <= len(planner.graph.nodes)
+        and replicas <= max(1, batch_size // planner.least_rows)
+        and _has_stages(recompute, stages)
+    ]
+    return found or shapes[-1:]
+
+
+def _has_stages(recompute: Any, num_stages: int) -> bool:
+    """Whether so many stages have those that are to recompute."""
+    try:
+        stages_to_recompute("none" if recompute is None else recompute, num_stages)
+    except ConfigurationError:
+        return False
+    return True
 
 
 def _balances(profile: Profile | None) -> tuple[str, ...]:

@@ -10,8 +10,10 @@ import keras
 import tensorflow as tf
 
 from tarantella_pp.errors import ConfigurationError, UnsupportedModelError
+from tarantella_pp.keras_internals.functional import layer_metrics
 from tarantella_pp.keras_internals.training import layers_in, strategy_of
 from tarantella_pp.models.collective_model import CollectiveModel
+from tarantella_pp.partition.extraction.keras_reader import ExtractedModel
 from tarantella_pp.partition.graph.layer_graph import LayerGraph
 from tarantella_pp.partition.options import checked_count
 
@@ -119,6 +121,17 @@ def replicas_of(num_stages: Any, num_ranks: int, num_replicas: int | None = None
         f"Received: num_stages={num_stages}{given} on {num_ranks} ranks. Start "
         f"{num_stages * replicas} ranks (`tarantella -n {num_stages * replicas} -- ...`), or use "
         f"num_stages={max(1, num_ranks // replicas)}."
+    )
+
+
+def needs_one_replica(extracted: ExtractedModel) -> bool:
+    """Whether a model is refused on several replicas, whatever the number of micro-batches."""
+    graph = extracted.graph
+    outputs = [graph.tensors[i].rows_per_sample for i in graph.outputs]
+    return (
+        any(rows not in (None, 1) for rows in outputs)
+        or any(layer.synchronized for layer in _batch_norms(extracted.calls))
+        or any(layer_metrics(call.operation) for call in extracted.calls)
     )
 
 

@@ -51,21 +51,25 @@ class PipelineModel(TrainingLoops):
     Args:
         model: The Functional or Sequential model. It is neither copied nor changed, but its
             layers hold the weights that are trained.
-        num_stages: Number of pipeline stages. Default: the number of ranks.
+        num_stages: Number of pipeline stages. Default: that of a schedule of your own, of several
+            memory limits or, in one process, 1; otherwise stages x replicas are those of all
+            shapes with which a step of `batch_size` samples is fastest within the limit, by
+            simulation on a machine like one core, or a GPU. `print(model.plan)` shows the choice.
         num_micro_batches: Number of micro-batches that each batch is cut into. Their gradients
             are added up before the optimizer step (gradient accumulation). Default: the one with
             which a step is fastest, see `make_plan`.
         schedule: `"gpipe"`, `"1f1b"`, `"interleaved"`, `"zb-h1"`, `"zb-v"`, `"zb-auto"`, which
             the first steps search for by what they cost, or a schedule of your own: a
-            `schedule.Schedule` or the path of a text file with one. Default: `"1f1b"`
-            where the loss can be computed one micro-batch at a time, otherwise `"gpipe"`.
+            `schedule.Schedule` or the path of a text file with one. Default: the fastest, see
+            `make_plan`; `"gpipe"` where the loss cannot be computed one micro-batch at a time.
         balance: What the stages are balanced by: `"memory"`; `"time"`, for which rank 0 measures
             each operation while the others wait; or `"flops"`. Default: that with which a step
             is fastest within the limit.
         memory_limit: Largest memory of a stage, in bytes or as in `"16GB"`, one or one for each
             stage. Default: none.
-        batch_size: Batch size to plan memory for. Default: 32, Keras' own. Training takes any for
-            which no stage needs more than `memory_limit`.
+        batch_size: Batch size, of all replicas, to plan for: what is fastest depends on it.
+            Default: 32, Keras' own. Training takes any for which no stage needs more than
+            `memory_limit`.
         recompute: Activation checkpointing: stages that keep only the inputs of a micro-batch
             and repeat its forward pass in the backward pass, which saves memory: `"all"`,
             `"none"` or their numbers. Default: where the limit needs it.
@@ -74,7 +78,8 @@ class PipelineModel(TrainingLoops):
             activations and gradients are rounded to its 8 bits of precision, so that the numbers
             are no longer those of one process. Default: their own type, and the exact numbers.
         num_replicas: Number of pipelines side by side, each of which computes its share of every
-            batch (data parallelism). Default: the number of ranks divided by that of the stages.
+            batch (data parallelism). Default: the number of ranks divided by that of the stages,
+            or chosen with it.
         shard_optimizer: Whether each replica keeps the optimizer state of its share of the weights
             only, updates these, and tells the others (ZeRO-1, Rajbhandari et al. 2020). The
             numbers are the same. The plan counts the whole state. Default: every replica keeps all.

@@ -26,8 +26,6 @@ PATIENCE = 60.0
 """Seconds after which no more is tried."""
 QUICK = 0.2
 """Seconds of a solver up to which more is tried than what is likely to be best."""
-LEAST_ROWS = 4
-"""Samples that batch normalization gets to see, where the number of micro-batches is open."""
 
 Timed = tuple[float, Plan]
 """Simulated seconds of a step, and the plan."""
@@ -193,8 +191,7 @@ class PlanSearch:
         stages, samples = options.num_stages, options.batch_size // options.num_replicas
         if stages == 1 and not limited:
             return [1]
-        normalizes = any(n.kind == "BatchNormalization" for n in self.planner.graph.nodes)
-        most = max(1, samples // LEAST_ROWS) if normalizes else samples
+        most = max(1, samples // self.planner.least_rows)
         if not limited:
             most = min(most, 16 * stages)
         counts = [n for n in range(1, most + 1) if samples % n == 0]

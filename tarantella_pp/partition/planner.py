@@ -28,6 +28,8 @@ LOOPS = (
     *("LSTM", "GRU", "SimpleRNN", "RNN", "Bidirectional"),
     *("ConvLSTM1D", "ConvLSTM2D", "ConvLSTM3D"),
 )
+#: Samples that batch normalization gets to see, where the number of its calls is open.
+LEAST_ROWS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,12 @@ class Planner:
             graph = profile.apply(graph)
         slots = optimizer_state_bytes(optimizer, graph.weights)
         return cls(extracted.model.name, graph, optimizer_name(optimizer), slots, profile)
+
+    @property
+    def least_rows(self) -> int:
+        """Samples that a micro-batch keeps, where the number of micro-batches is open."""
+        kinds = {node.kind for node in self.graph.nodes}
+        return LEAST_ROWS if "BatchNormalization" in kinds else 1
 
     def costs(self, options: PlanOptions) -> StageCostModel:
         """Returns the costs of the nodes for micro-batches of these options."""

@@ -10,6 +10,7 @@ import pytest
 
 from tarantella_pp.errors import TarantellaError, UnsupportedModelError
 from tarantella_pp.models.data_parallel_model import Model
+from tarantella_pp.models.make_plan import make_plan
 from tarantella_pp.models.pipeline_model import PipelineModel
 from tarantella_pp.runtime.comm.communicator import world
 from tarantella_pp.runtime.replicas.batch_share import batch_shares
@@ -217,11 +218,30 @@ def be_refused_and_train(folder):
         PipelineModel(metric_inside(), num_stages=1)
     except UnsupportedModelError as error:
         found["inside"] = str(error)
+    found["shapes"] = [shape_of(model) for model in (mlp(), metric_inside())]
+    limit = made_for_two_stages()
+    found["shapes"].append(shape_of(wide(), memory_limit=limit))
+    found["shapes"].append(shape_of(wide(), schedule="interleaved"))
     try:
         PipelineModel(mlp(), num_stages=3)
     except TarantellaError as error:
         found["ranks"] = str(error)
     return found
+
+
+def wide():
+    return keras.Sequential([keras.Input((64,)), *[keras.layers.Dense(64) for _ in range(6)]])
+
+
+def made_for_two_stages():
+    """A limit that one stage is above, and neither of two."""
+    whole, half = (make_plan(wide(), n, num_ranks=2).stages[0].memory_bytes for n in (1, 2))
+    return (whole + half) // 2
+
+
+def shape_of(model, **options):
+    plan = PipelineModel(model, **options).plan
+    return [plan.num_stages, plan.num_replicas, len(str(plan).split("Next best"))]
 
 
 def differ():
@@ -289,3 +309,7 @@ def test_small_batches_and_what_needs_all_samples(tmp_path):
     assert "metrics of their own" in first["inside"]
     assert "num_replicas=2" in first["inside"]
     assert "num_stages=3 on 2 ranks" in first["ranks"]
+    chosen, inside, limited, interleaved = first["shapes"]
+    assert chosen == [1, 2, 2]
+    assert inside[:2] == limited[:2] == [2, 1]
+    assert interleaved[0] // 2 * interleaved[1] == 2

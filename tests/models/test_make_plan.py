@@ -177,6 +177,21 @@ def test_ranks_are_shared_among_stages_and_replicas():
     assert make_plan(model, num_ranks=8, **given, memory_limit=limit).num_stages > 1
 
 
+def test_shapes_are_those_that_model_and_options_allow():
+    model, given = tower(4), {"num_ranks": 4, "machine": SLOW}
+    limits = make_plan(model, **given, memory_limit=["1GB", "2GB"])
+    assert (limits.num_stages, limits.num_replicas) == (2, 2)
+    assert make_plan(model, **given, recompute=[3]).num_stages == 4
+    assert make_plan(model, **given, batch_size=2).num_replicas <= 2
+    assert make_plan(models.batch_norm_cnn(), **given, batch_size=8).num_replicas <= 2
+    for options, message in (
+        ({"recompute": [4]}, "from 0 to 3"),
+        ({"num_ranks": 8, "batch_size": 1}, "at most 4"),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            make_plan(model, **{**given, **options})
+
+
 def test_loops_stay_without_recomputation():
     inputs = keras.Input((64, 8))
     x = layers.LSTM(8, return_sequences=True)(inputs)

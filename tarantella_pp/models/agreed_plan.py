@@ -16,7 +16,7 @@ from tarantella_pp.runtime.comm.communicator import Communicator
 from tarantella_pp.runtime.one_rank import on_one_rank
 from tarantella_pp.schedule import read_schedule
 
-_PLAN_DEFAULTS = {"batch_size": 32}
+_PLAN_DEFAULTS = {"batch_size": 32, "shard_optimizer": False}
 
 
 def agreed_plan(

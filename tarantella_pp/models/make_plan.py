@@ -57,6 +57,7 @@ def make_plan(
     machine: HardwareSpec | None = None,
     placement: str = PLACEMENTS[0],
     fusion_threshold: int | float | str | None = None,
+    shard_optimizer: bool = False,
 ) -> Plan:
     """Plans the stages of a model's pipeline; needs neither MPI nor data, and trains nothing.
 
@@ -105,6 +106,8 @@ def make_plan(
             of a pipeline, or `"replicas-together"`, those that sum the gradients of a stage.
         fusion_threshold: Most bytes of gradients that replicas sum at a time, in bytes or as in
             `"32MiB"`. Default: what `TNT_FUSION_THRESHOLD` says, or 32 MiB.
+        shard_optimizer: Whether each replica keeps the optimizer state of its share of the weights
+            only (ZeRO-1), by whole weights. The plan counts the largest share.
 
     Returns:
         The plan.
@@ -135,6 +138,7 @@ def make_plan(
         "recompute": recompute,
         "placement": placement,
         "fusion_threshold": _fusion_threshold(fusion_threshold),
+        "shard_optimizer": shard_optimizer,
     }
     machine = machine or (ACCELERATOR if tf.config.list_physical_devices("GPU") else CORE)
     everything = [

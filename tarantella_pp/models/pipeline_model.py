@@ -82,7 +82,7 @@ class PipelineModel(TrainingLoops):
             or chosen with it.
         shard_optimizer: Whether each replica keeps the optimizer state of its share of the weights
             only, updates these, and tells the others (ZeRO-1, Rajbhandari et al. 2020). The
-            numbers are the same. The plan counts the whole state. Default: every replica keeps all.
+            numbers are the same. Default: every replica keeps all, or what `plan` says.
         check_replicas: After how many steps the weights of all replicas are compared, by a hash. A
             `ReplicaError` names the first that differs. Default: never.
 
@@ -135,10 +135,10 @@ class PipelineModel(TrainingLoops):
             "batch_size": batch_size,
             "recompute": recompute,
             "num_replicas": num_replicas,
+            "shard_optimizer": shard_optimizer,
         }
         facts = {**given, "plan": plan is not None, "wire_dtype": wire_dtype}
-        facts |= {"shard_optimizer": shard_optimizer, "check_replicas": check_replicas}
-        facts["compiled model"] = model.compiled
+        facts |= {"check_replicas": check_replicas, "compiled model": model.compiled}
         with communicator.call("PipelineModel", **facts):
             agreed = agreed_plan(extracted, communicator, given, plan)
             replicas = model_validation.replicas_of(
@@ -153,7 +153,7 @@ class PipelineModel(TrainingLoops):
             free = plan is None and schedule is None
             self._engine = Engine(
                 self, extracted, agreed, groups, free_schedule=free, wire_dtype=wire_dtype,
-                shard_optimizer=shard_optimizer, check_every=check_replicas,
+                check_every=check_replicas,
             )  # fmt: skip
             model_validation.check_metrics_in_layers(
                 self._engine.metrics_in_layers, groups.num_replicas

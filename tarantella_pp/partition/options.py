@@ -65,6 +65,7 @@ class PlanOptions(PlanConfig, frozen=True, kw_only=True):
         ranks: tuple[int, ...] = (),
         placement: str = PLACEMENTS[0],
         fusion_threshold: int | float | str = FUSION_THRESHOLD,
+        shard_optimizer: bool = False,
     ) -> PlanOptions:
         """Checks the arguments of `make_plan`, which says what they mean, and chooses defaults.
 
@@ -104,6 +105,7 @@ class PlanOptions(PlanConfig, frozen=True, kw_only=True):
             ranks=ranks,
             placement=cast("Placement", placement),
             fusion_threshold=parse_bytes(fusion_threshold, "fusion_threshold"),
+            shard_optimizer=bool(shard_optimizer),
         )
 
 

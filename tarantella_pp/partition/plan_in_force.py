@@ -98,6 +98,7 @@ def _figures(
     count = plan.num_micro_batches
     rows = micro_batch_size(batch_size, min(plan.num_replicas, batch_size), count)
     costs = StageCostModel(
-        graph, optimizer_state_bytes(None, graph.weights), rows, None, count, outputs
-    )
+        graph, optimizer_state_bytes(None, graph.weights), rows, None, count, outputs,
+        shards=plan.shards, ranks=plan.ranks,
+    )  # fmt: skip
     return costs.stages(plan.assignment, in_flight, repeats), costs.cuts(plan.assignment)

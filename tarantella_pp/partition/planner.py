@@ -88,8 +88,9 @@ class Planner:
         """Returns the costs of the nodes for micro-batches of these options."""
         seconds = None if self.profile is None else self.profile.seconds(options.micro_batch_size)
         return StageCostModel(
-            self.graph, self.slots, options.micro_batch_size, seconds, options.num_micro_batches
-        )
+            self.graph, self.slots, options.micro_batch_size, seconds, options.num_micro_batches,
+            shards=options.shards, ranks=options.ranks,
+        )  # fmt: skip
 
     def plan(self, options: PlanOptions) -> Plan:
         """Makes the plan that is best for these options, or comes with a bound of the best.

@@ -82,7 +82,6 @@ class Engine:
         wire_dtype: The type in which floating point numbers cross from rank to rank; `None` for
             their own.
         clock: Counts the training steps of the model. Default: one that begins.
-        shard_optimizer: Whether replicas share out the optimizer.
         check_every: After how many steps weights are compared between replicas; `None` for never.
 
     Attributes:
@@ -108,7 +107,6 @@ class Engine:
         free_schedule: bool = False,
         wire_dtype: str | None = None,
         clock: Clock | None = None,
-        shard_optimizer: bool = False,
         check_every: int | None = None,
     ) -> None:
         self.extracted = extracted
@@ -171,7 +169,7 @@ class Engine:
         self._rehearsed: set[tuple[bool, bool]] = set()
         self.owners = Owners(extracted, plan.assignment, self.placement, rank)
         self._check_every = check_every
-        self._sharded = shard_optimizer and groups.num_replicas > 1
+        self._sharded = plan.shard_optimizer and groups.num_replicas > 1
         self.trainers = Trainers(self.owners, extracted.variables, groups, self._sharded)
         self._updated = self._updated_by_replicas()
         self._ties = TiedWeights(weights_of_several_ranks(extracted, self.owners), communicator)
@@ -337,7 +335,7 @@ class Engine:
         return Engine(
             self._model, extracted, with_findings(self._plan, self.spec, {}), self.groups,
             free_schedule=self.free_schedule, wire_dtype=self._wire_dtype, clock=self.clock,
-            shard_optimizer=self._sharded, check_every=self._check_every,
+            check_every=self._check_every,
         )  # fmt: skip
 
     def record(self, recorder: Recorder | None) -> None:

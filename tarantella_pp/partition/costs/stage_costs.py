@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from tarantella_pp.partition.costs.optimizer_shards import weight_replicas
 from tarantella_pp.partition.costs.peak_memory import (
     OutputBytes,
     backward_bytes,
@@ -51,6 +52,8 @@ class StageCostModel:
         micro_batches: Micro-batches of a step.
         outputs: What loss and metrics need of the model's outputs; `None` where that is not known
             yet, and not counted.
+        shards: Replicas that share out the optimizer state; 1 where each has all of it.
+        ranks: Rank of each stage in its pipeline; empty where each has its own.
     """
 
     graph: LayerGraph
@@ -59,14 +62,18 @@ class StageCostModel:
     seconds: Sequence[tuple[float, float]] | None = None
     micro_batches: int = 1
     outputs: OutputUse | None = None
+    shards: int = 1
+    ranks: Sequence[int] = ()
 
-    def state_bytes(self, weight: int) -> int:
+    def state_bytes(self, weight: int) -> float:
         """Returns the bytes of a variable, its gradient and its optimizer state.
+
+        Of state that is shared out the mean over replicas, which is no more than the largest has.
 
         Args:
             weight: Id of the variable.
         """
-        return self.copy_bytes(weight) + self.slots[weight]
+        return self.copy_bytes(weight) + self.slots[weight] / self.shards
 
     def copy_bytes(self, weight: int) -> int:
         """Returns the bytes of a variable and its gradient, on a stage that does not train it.
@@ -140,12 +147,14 @@ class StageCostModel:
                 pass, and for how many micro-batches at a time they hold what that makes.
         """
         cuts, users = self.cuts(assignment), self.graph.users(assignment)
-        last = len(in_flight) - 1
+        last, replicas = len(in_flight) - 1, self._replicas(users)
         nodes: list[list[int]] = [[] for _ in in_flight]
         for node, stage in enumerate(assignment):
             nodes[stage].append(node)
         return tuple(
-            self._stage(nodes[stage], stage, last, held, cuts, users, repeats.get(stage, 0))
+            self._stage(
+                nodes[stage], stage, last, held, cuts, users, repeats.get(stage, 0), replicas
+            )
             for stage, held in enumerate(in_flight)
         )
 
@@ -158,6 +167,7 @@ class StageCostModel:
         cuts: tuple[CutEdge, ...],
         users: Sequence[tuple[int, ...]],
         repeats: int,
+        replicas: Sequence[int],
     ) -> StagePlan:
         nodes = [self.graph.nodes[i] for i in ids]
         used = {w for node in nodes for w in node.weights}
@@ -168,7 +178,11 @@ class StageCostModel:
         received, sent, returned = message_bytes(cuts, stage, in_flight, names)
         backward = returned + backward_bytes(self.graph, nodes, self.micro_batch_size)
         own = [weight for weight in weights if users[weight.id][0] == stage]
-        update = update_bytes(self.graph, own, self.slots) + tie_bytes(weights, users, stage)
+        shares = [[w for w in own if replicas[w.id] == one] for one in range(self.shards)]
+        update = max(update_bytes(self.graph, share, self.slots) for share in shares)
+        if self.shards > 1:  # new values come packed
+            update = max(update, 2 * sum(weight.bytes for weight in own if weight.trainable))
+        update += tie_bytes(weights, users, stage)
         update -= in_flight * kept + repeats * repeated  # which is gone by then
         made = OutputBytes()
         if self.outputs is not None and stage == last:
@@ -187,7 +201,7 @@ class StageCostModel:
             parameter_bytes=parameters,
             constant_bytes=sum(weight.bytes for weight in weights if not weight.trainable),
             gradient_bytes=parameters,
-            optimizer_bytes=sum(self.slots[weight.id] for weight in own),
+            optimizer_bytes=max(sum(self.slots[w.id] for w in share) for share in shares),
             activation_bytes=kept,
             in_flight=in_flight,
             buffer_bytes=received,
@@ -203,6 +217,15 @@ class StageCostModel:
                 made.held + max(made.gradients + backward, made.loss), sent, update, product, end
             ),
         )
+
+    def _replicas(self, users: Sequence[tuple[int, ...]]) -> Sequence[int]:
+        """Returns the replica that updates each variable, as far as that matters."""
+        if self.shards == 1:
+            return [0] * len(users)
+        ranks = self.ranks or range(len(self.graph.nodes))
+        positions = [ranks[stages[0]] if stages else 0 for stages in users]
+        sizes = [math.prod(weight.shape) for weight in self.graph.weights]
+        return weight_replicas(sizes, positions, self.shards)
 
     def _kept(self, nodes: Sequence[Node], *, again: bool) -> set[int]:
         """Returns the tensors that a stage of these nodes keeps of a micro-batch."""

@@ -68,6 +68,8 @@ class Plan(
         placement: Where replicas are: `"pipelines-together"` puts the ranks of a pipeline side by
             side, `"replicas-together"` those of a stage.
         fusion_threshold: Most bytes of gradients that are summed over replicas at a time.
+        shard_optimizer: Whether replicas share out the optimizer state (ZeRO-1); then that of the
+            replica with the most is counted.
         fallbacks: The stages whose backward pass the runtime could not cut in two, and why; known
             once they have trained.
         outputs: What loss and metrics of a compiled model need of its outputs, which the memory of

@@ -42,6 +42,12 @@ class PlanConfig(msgspec.Struct, frozen=True, kw_only=True):
     ranks: tuple[int, ...] = ()
     placement: Placement = "pipelines-together"
     fusion_threshold: int = FUSION_THRESHOLD
+    shard_optimizer: bool = False
+
+    @property
+    def shards(self) -> int:
+        """Replicas that share out the optimizer state; 1 where each has all of it."""
+        return self.num_replicas if self.shard_optimizer else 1
 
     @property
     def micro_batch_size(self) -> int:

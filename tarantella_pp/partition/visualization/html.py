@@ -158,6 +158,8 @@ def _replicas(plan: Plan) -> Iterator[Markup]:
             f"Placement {plan.placement}. Gradients of a stage are summed down its column, in "
             f"buckets of up to {size}."
         )
+        if plan.shard_optimizer:
+            note += " Replicas share out the optimizer state; counted is the largest share."
         if plan.num_replicas > MOST_REPLICAS:
             note += f" The first {MOST_REPLICAS} of {plan.num_replicas:,} replicas."
         yield _section("Replicas", note, scrolling(replica_table(plan), "Ranks of replicas"))

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+import math
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
+from tarantella_pp.partition.costs.optimizer_shards import weight_replicas
 from tarantella_pp.runtime.comm.communicator import Communicator
 from tarantella_pp.runtime.replicas.process_groups import ProcessGroups
-from tarantella_pp.runtime.replicas.sharding import shard_owners
 from tarantella_pp.runtime.state.owners import Owners
 
 
@@ -22,8 +20,7 @@ class Trainers:
 
     Args:
         owners: The ranks of the weights in a pipeline.
-        weights: The variables of the model, in its order; frozen ones too, so that what is frozen
-            later changes nothing.
+        weights: The variables of the model, in its order; frozen ones too.
         groups: The ranks of the job.
         sharded: Whether replicas share out the optimizer.
     """
@@ -36,13 +33,11 @@ class Trainers:
         self._sharded = sharded
         self._groups = groups
         self._replicas: dict[int, int] = {}
-        of_position = defaultdict(list)
-        for weight in weights if sharded else ():
-            of_position[owners.owner(weight)].append(weight)
-        for own in of_position.values():
-            sizes = [int(np.prod(weight.shape)) for weight in own]
-            for weight, replica in zip(own, shard_owners(sizes, groups.num_replicas), strict=True):
-                self._replicas[id(weight)] = replica
+        if sharded:
+            sizes = [math.prod(weight.shape) for weight in weights]
+            positions = [owners.owner(weight) for weight in weights]
+            replicas = weight_replicas(sizes, positions, groups.num_replicas)
+            self._replicas = {id(w): r for w, r in zip(weights, replicas, strict=True)}
 
     def replica(self, weight: Any) -> int:
         """The replica that updates a weight, if they share out the optimizer."""

@@ -177,6 +177,21 @@ def test_stages_count_shared_weights_and_kept_memory_once():
     assert costs.stages([0, 0, 1, 1], [2, 1])[1].parameter_bytes == (6 * 6 + 6 + 6 * 2 + 2) * 4
 
 
+@pytest.mark.parametrize("name", ["mlp", "tied head", "residual cnn"])
+def test_shared_optimizer_state_is_that_of_the_fullest_replica(name):
+    graph = extract(RULES[name]()).graph
+    slots = optimizer_state_bytes(None, graph.weights)
+    cut = [int(node.id >= len(graph.nodes) // 2) for node in graph.nodes]
+    for assignment, held in (([0] * len(cut), [1]), (cut, [2, 1])):
+        whole = StageCostModel(graph, slots, 2).stages(assignment, held)
+        costs = StageCostModel(graph, slots, 2, shards=2)
+        largest = max(costs.slots, default=0)
+        for stage, before in zip(costs.stages(assignment, held), whole, strict=True):
+            half = before.optimizer_bytes / 2
+            assert half <= stage.optimizer_bytes <= max(4 / 3 * half, largest)
+        assert costs.state_bytes(0) <= StageCostModel(graph, slots, 2).state_bytes(0)
+
+
 def test_cuts_carry_skips_masks_and_outputs():
     graph = extract(models.one_skip()).graph
     costs = StageCostModel(graph, optimizer_state_bytes(None, graph.weights), micro_batch_size=2)

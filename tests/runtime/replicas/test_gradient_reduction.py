@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tarantella_pp.partition.costs.optimizer_shards import shard_owners
 from tarantella_pp.runtime.comm.collective_requests import LARGEST_IN_ONE_ROUND
 from tarantella_pp.runtime.comm.communicator import Communicator, world
 from tarantella_pp.runtime.replicas.gradient_reduction import GradientReduction
 from tarantella_pp.runtime.replicas.owned_values import OwnedValues
-from tarantella_pp.runtime.replicas.sharding import shard_owners
 from tests.helpers.mpi import MpiRun, find_mpiexec, mpi_run
 
 pytestmark = [

@@ -13,7 +13,7 @@ def shard_owners(nbytes: Sequence[int], num_replicas: int) -> list[int]:
     of what it would have in the best of all cases. The same on all ranks.
 
     Args:
-        nbytes: Bytes of each weight's slots; if the optimizer has none, of the weight itself.
+        nbytes: Size of each weight.
         num_replicas: Number of replicas, 1 or more.
 
     Returns:
@@ -26,3 +26,25 @@ def shard_owners(nbytes: Sequence[int], num_replicas: int) -> list[int]:
         owners[i] = replica
         loads[replica] = (load + nbytes[i], count + 1, replica)
     return owners
+
+
+def weight_replicas(sizes: Sequence[int], positions: Sequence[int], num_replicas: int) -> list[int]:
+    """Shares the weights of each rank of a pipeline out to the replicas of that rank.
+
+    Args:
+        sizes: Number of elements of each weight of a model, frozen ones too, so that what is
+            frozen later changes nothing.
+        positions: The rank in its pipeline that trains each weight.
+        num_replicas: Number of replicas, 1 or more.
+
+    Returns:
+        The replica that updates each weight, from 0.
+    """
+    found = [0] * len(sizes)
+    for position in set(positions):
+        own = [i for i, other in enumerate(positions) if other == position]
+        for i, replica in zip(
+            own, shard_owners([sizes[i] for i in own], num_replicas), strict=True
+        ):
+            found[i] = replica
+    return found

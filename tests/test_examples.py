@@ -1,0 +1,72 @@
+"""The examples: they say how to be called, and come to the same losses on all numbers of ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import io
+import re
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from tests.helpers.mpi import mpi_run
+from tests.helpers.training import use_float64
+
+pytestmark = pytest.mark.keras
+
+FOLDER = Path(__file__).parent.parent / "examples"
+EXAMPLES = sorted(path.name for path in FOLDER.glob("*.py"))
+SMALL = {
+    "data_parallel_resnet.py": ({"filters": 4, "blocks": 1}, "--epochs 2 --warm-up 1"),
+    "hybrid_gpt.py": ({"width": 16, "blocks": 1}, "--steps 6 --batch-size 8 --write 2"),
+    "train_digits.py": ({"filters": 2}, "--epochs 1 --batch-size 359"),
+}
+"""Options of the model, which are those of its function, and of the command line."""
+
+
+def run_example(name, options, arguments):
+    """Runs an example as a script, with a smaller model; returns what it prints."""
+    spec = importlib.util.spec_from_file_location("example", FOLDER / name)
+    module = importlib.util.module_from_spec(spec)
+    printed = io.StringIO()
+    called = [name, *arguments.split()]
+    with mock.patch.object(sys, "argv", called), contextlib.redirect_stdout(printed):
+        spec.loader.exec_module(module)
+        module.build_model = functools.partial(module.build_model, **options)
+        module.main()
+    return printed.getvalue()
+
+
+def losses(printed):
+    return re.findall(r"test loss: .*", printed)
+
+
+def on_ranks():
+    use_float64()
+    return {name: run_example(name, *small) for name, small in SMALL.items()}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_it_says_how_to_be_called(name):
+    with pytest.raises(SystemExit) as end:
+        run_example(name, {}, "--help")
+    assert end.value.code == 0
+
+
+@pytest.mark.slow
+@pytest.mark.mpi
+def test_four_ranks_come_to_the_losses_of_one(float64):
+    """Two replicas of two stages; the residual network has a batch that grows with the ranks."""
+    assert sorted(SMALL) == EXAMPLES
+    *others, master = mpi_run(4, on_ranks, timeout=240).check().results
+    for name in ("hybrid_gpt.py", "train_digits.py"):
+        assert losses(master[name])
+        assert losses(master[name]) == losses(run_example(name, *SMALL[name]))
+        assert "on 2 replicas" in master[name]
+    before, after = map(float, re.findall(r"[\d.]+", losses(master["data_parallel_resnet.py"])[0]))
+    assert after < before
+    assert not any(losses(other[name]) for other in others for name in SMALL)

@@ -99,7 +99,8 @@ class BatchStep:
 
     def add(self, losses: tf.Tensor) -> None:
         """Takes what a stage's layers add to the loss of the whole batch."""
-        self._added += tf.reduce_sum(losses)
+        if not self._batch.share.is_spare:
+            self._added += tf.reduce_sum(losses)
 
     def finish(self, micro_batch: int, results: Sequence[tf.Tensor]) -> None:
         """Takes the model's outputs, on the rank of the last stage."""

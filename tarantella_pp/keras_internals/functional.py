@@ -31,6 +31,7 @@ __all__ = [
     "operation_fn",
     "ordered_nodes",
     "outputs_struct",
+    "own_metrics",
     "reads_variables",
     "runs_its_graph",
     "set_mask",
@@ -110,6 +111,11 @@ def layer_metrics(operation: Any) -> list[Any]:
     """Returns the metrics that a call may update: those of a layer and of all layers in it."""
     layers = [layer for layer in sublayers(operation) if not isinstance(layer, keras.Model)]
     return list(dict.fromkeys(metric for layer in layers for metric in layer.metrics))
+
+
+def own_metrics(model: Any) -> list[Any]:
+    """Returns the metrics that a model has as attributes, which Keras logs and resets."""
+    return list(model._metrics)
 
 
 def states_of(operation: Any, arguments: Any) -> list[Any]:

@@ -48,8 +48,9 @@ def check_model(model: Any) -> None:
     overridden = [n for n in _OWN_STEPS if getattr(type(model), n) is not getattr(keras.Model, n)]
     if overridden:
         raise UnsupportedModelError(
-            f"Model '{model.name}' overrides {', '.join(overridden)}, which a pipeline cannot "
-            "split over stages. Move the code into layers, the loss or metrics."
+            f"Model '{model.name}' overrides {', '.join(overridden)}, which cannot be split over "
+            "stages and replicas. Move the code into layers, the loss or metrics, or train with "
+            "Keras' own `fit` and tnt.DistributedOptimizer: docs/custom_loops.md."
         )
 
 

@@ -106,6 +106,14 @@ def test_layers_say_what_they_are(model):
     assert layers.Dense.__module__.startswith("keras.src.layers."), ADVICE + "module names"
 
 
+def test_models_know_metrics_that_are_attributes():
+    model = keras.Sequential([layers.Dense(2)])
+    model.compile(metrics=["mae"])
+    assert functional.own_metrics(model) == [], ADVICE + "Layer._metrics"
+    model.meter = keras.metrics.Mean(name="speed")
+    assert functional.own_metrics(model) == [model.meter], ADVICE + "Layer._metrics"
+
+
 def test_calls_of_models_are_those_of_their_class(model):
     from keras.src.models.functional import Functional
 

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-import keras
-import pytest
+import json
 
-from tarantella_pp.errors import ConfigurationError
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tarantella_pp as tnt
+from tarantella_pp.errors import ConfigurationError, TarantellaError
 from tarantella_pp.models.data_parallel_model import Model, Sequential
 from tarantella_pp.models.make_plan import make_plan
 from tests.helpers.models import mlp
-from tests.helpers.training import CASES, distance, finish, serial
+from tests.helpers.mpi import mpi_run
+from tests.helpers.training import CASES, X, Y, adamw, distance, finish, serial, use_float64
 
 pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("float64")]
 
@@ -36,6 +42,172 @@ def test_layers_make_a_model():
     assert model.output_shape == (None, 2)
     assert model.plan.num_micro_batches == 2
     assert type(Sequential.from_config(model.get_config())) is keras.Sequential
+
+
+class Residual(keras.Model):
+    """A subclassed model that adds losses of its own, and calls layers by the data's structure."""
+
+    def __init__(self, rate=0.0, **options):
+        super().__init__(**options)
+        self.rate = rate
+        self.first = keras.layers.Dense(6, "tanh", kernel_regularizer="l2")
+        self.drop = keras.layers.Dropout(rate, seed=3)
+        self.second = keras.layers.Dense(6, activity_regularizer="l2")
+        self.unused = keras.layers.Dense(2)
+        self.last = keras.layers.Dense(3)
+
+    def build(self, shape):
+        self.unused.build((None, 6))
+        super().build(shape)
+
+    def call(self, inputs, training=False):
+        hidden = self.first(inputs["a"])
+        hidden = hidden + self.drop(self.second(hidden), training=training)
+        self.add_loss(0.01 * keras.ops.mean(keras.ops.square(hidden)))
+        return {"p": self.last(hidden), "q": keras.ops.sum(hidden, axis=-1, keepdims=True)}
+
+    def get_config(self):
+        return {"rate": self.rate, "name": self.name}
+
+
+TARGETS = {"p": Y, "q": Y[:, :1]}
+
+
+def with_inputs(model, **options):
+    return Model(model, inputs={"a": keras.Input(X.shape[1:], name="a")}, **options)
+
+
+def residual(wrap, rate=0.0):
+    keras.utils.set_random_seed(2)
+    model = Residual(rate)
+    model({"a": X[:1]})  # both ways draw the same weights
+    model = wrap(model)
+    model.compile(adamw(), {"p": "mse", "q": "mae"}, metrics={"p": ["mae"]})
+    return model
+
+
+def numbers_of(model, sizes=(8, 3, 1)):
+    """What training with several sizes of batches, evaluation and prediction give."""
+    weights = np.linspace(0.5, 2.0, len(X))
+    quiet = {"shuffle": False, "verbose": 0}
+    found = {
+        str(size): model.fit(
+            {"a": X[:7]}, {k: y[:7] for k, y in TARGETS.items()}, batch_size=size,
+            sample_weight=weights[:7], **quiet,
+        ).history
+        for size in sizes
+    }  # fmt: skip
+    found["all"] = model.fit({"a": X}, TARGETS, batch_size=8, epochs=2, **quiet).history
+    found["evaluated"] = model.evaluate({"a": X}, TARGETS, return_dict=True, verbose=0)
+    predicted = model.predict({"a": X}, batch_size=5, verbose=0)
+    found["predicted"] = [predicted["p"].tolist(), predicted["q"].tolist()]
+    found["weights"] = sorted(w.tolist() for w in map(np.ravel, model.get_weights()))
+    return found
+
+
+def train_subclassed(folder):
+    use_float64()
+    model = residual(lambda model: with_inputs(model, num_micro_batches=2))
+    found = {"plain": numbers_of(model), "shape": [model.plan.num_stages, model.plan.num_replicas]}
+    model.save(f"{folder}/m.keras")
+    again = Model(
+        keras.saving.load_model(f"{folder}/m.keras", custom_objects={"Residual": Residual})
+    )
+    found["on"] = [
+        m.fit({"a": X}, TARGETS, verbose=0, shuffle=False).history for m in (model, again)
+    ]
+    found["random"] = numbers_of(residual(lambda model: with_inputs(model), rate=0.4), (8, 3))
+    found["own step"] = own_steps(
+        tnt.DistributedOptimizer(adamw()), slice(tnt.get_rank(), None, tnt.get_size())
+    )
+    return json.loads(json.dumps(found))
+
+
+@pytest.mark.mpi
+def test_subclassed_models_train_on_two_ranks_as_in_one_process(tmp_path):
+    first, second = mpi_run(2, train_subclassed, str(tmp_path), timeout=240).check().results
+    assert first == second
+    assert first["shape"] == [1, 2]
+    assert distance(numbers_of(residual(lambda model: model)), first["plain"], "weights") < 1e-10
+    assert distance(*first["on"]) < 1e-13
+    cut = residual(lambda model: with_inputs(model, num_micro_batches=2), rate=0.4)
+    assert distance(numbers_of(cut, (8, 3)), first["random"], "weights") < 1e-13
+    assert distance(own_steps(adamw(), slice(None)), first["own step"], "weights") < 1e-10
+
+
+class OwnStep(keras.Model):
+    """The step of a user who computes the loss himself."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(self(x, training=True) - y))
+        weights = self.trainable_variables
+        gradients = tape.gradient(loss, [w.value for w in weights])
+        self.optimizer.apply_gradients(zip(gradients, weights, strict=True))
+        return {"loss": loss}
+
+
+def own_step_model():
+    inputs = keras.Input(X.shape[1:])
+    return OwnStep(inputs, keras.layers.Dense(Y.shape[1])(inputs))
+
+
+def own_steps(optimizer, rows):
+    """The weights after an epoch of Keras' own `fit`, with the rows of this rank of each batch."""
+    keras.utils.set_random_seed(5)
+    model = own_step_model()
+    model.compile(optimizer, run_eagerly=True)
+    optimizer.build(model.trainable_variables)
+    batches = [(X[i : i + 4][rows], Y[i : i + 4][rows]) for i in range(0, 20, 4)]
+    model.fit(
+        tf.data.Dataset.from_generator(
+            lambda: iter(batches),
+            output_signature=(
+                tf.TensorSpec((None, *X.shape[1:]), X.dtype),
+                tf.TensorSpec((None, *Y.shape[1:]), Y.dtype),
+            ),
+        ),
+        verbose=0,
+    )
+    return [w.tolist() for w in model.get_weights()]
+
+
+class Meters(Residual):
+    def __init__(self):
+        super().__init__()
+        self.meter = keras.metrics.Mean(name="speed")
+
+
+class Eager(keras.Model):
+    def call(self, inputs):
+        return inputs.numpy()
+
+
+@pytest.mark.parametrize(
+    ("wrap", "message"),
+    [
+        (lambda: Model(Residual()), r"subclassed model .* tnt.Model\(model, inputs="),
+        (lambda: with_inputs(Meters()), r"metrics of its own \(speed\)"),
+        (lambda: Model(Eager(), inputs=keras.Input((2,))), "'eager' cannot be called with"),
+        (lambda: Model(mlp(), inputs=keras.Input((2,))), "knows its inputs"),
+        (lambda: Model(own_step_model()), "overrides train_step.*custom_loops"),
+    ],
+)
+def test_what_is_refused_says_why(wrap, message):
+    with pytest.raises(TarantellaError, match=message):
+        wrap()
+
+
+def test_layers_that_are_not_built_are_called_with_inputs():
+    model = Sequential([keras.layers.Dense(4)], inputs=keras.Input((3,)))
+    assert model.output_shape == (None, 4)
+    assert isinstance(model.get_config()["layers"], list)
+
+
+def test_compiled_models_stay_compiled():
+    plain = residual(lambda model: model)
+    assert with_inputs(plain).optimizer is plain.optimizer
 
 
 def test_a_plan_of_several_stages_is_refused():

@@ -32,7 +32,8 @@ def supported_network(model: Any) -> Any:
     if network is None or not runs_its_graph(model):
         raise UnsupportedModelError(
             f"Model '{model.name}' is a subclassed model (class {type(model).__name__} defines "
-            f"call()): its operations cannot be seen, so it cannot be cut. {_REMEDY}"
+            f"call()): its operations cannot be seen, so it cannot be cut. {_REMEDY} Data parallel "
+            "it need not be cut: tnt.Model(model, inputs=keras.Input(...))."
         )
     return network
 

@@ -20,6 +20,7 @@ from keras.src.legacy.saving import legacy_h5_format
 from keras.src.saving import saving_lib
 
 from tarantella_pp.errors import UnsupportedModelError
+from tarantella_pp.keras_internals.optimizers import parts_of, scales_dynamically, wrapped_in
 
 Key: TypeAlias = tuple[str, int | None]
 """Kind of a slot, and `id` of a weight that it serves; `None` if it serves the optimizer."""
@@ -34,8 +35,8 @@ class Slot:
     Attributes:
         kind: The attribute that holds it, the same for all weights; of an inner optimizer that
             trains nothing with its number, too.
-        weights: The weights that it serves: one, all those of an inner optimizer, or none where
-            it belongs to the optimizer as a whole.
+        weights: The weights that it serves: one, all those that are delegated to an inner
+            optimizer, or none where it belongs to the optimizer as a whole.
         variable: The Keras variable.
         part: 0 for the optimizer itself, otherwise the number of the inner one that has it.
         part_class: Name of the class of that.
@@ -78,8 +79,9 @@ def slots_of(optimizer: Any) -> list[Slot]:
     slots: dict[int, Slot] = {}
     for number, part in enumerate(parts_of(optimizer)):
         weights = trained_by(part)
-        served = tuple(weights) if number else ()
-        prefix = "" if not number else "inner " if weights else f"inner {number} "
+        has_all = part in (optimizer, wrapped_in(optimizer))
+        served = () if has_all else tuple(weights)
+        prefix = "" if not number else "inner " if weights or has_all else f"inner {number} "
         where = (number, type(part).__name__)
         for name, value in vars(part).items():
             if isinstance(value, keras.Variable):
@@ -102,13 +104,6 @@ def name_by_path(variable: Any, path: str) -> None:
     variable._path = path
 
 
-def parts_of(optimizer: Any) -> list[Any]:
-    """An optimizer and those that it delegates weights to."""
-    if isinstance(optimizer, keras.optimizers.MultiOptimizer):
-        return [optimizer, *optimizer.optimizers]
-    return [optimizer]
-
-
 def trained_by(optimizer: Any) -> list[Any]:
     """The weights that an optimizer was built for, in its order; none if it is not built."""
     return list(optimizer._trainable_variables) if optimizer.built else []
@@ -119,8 +114,8 @@ def rebuild(optimizer: Any, weights: Sequence[Any]) -> None:
 
     It stays the same object, with all its options and the number of its steps.
     """
-    values = _take_down(optimizer)
-    _build(optimizer, weights, values)
+    built, values = optimizer.built, _take_down(optimizer)
+    _build(optimizer, weights, values, built)
 
 
 def divide(optimizer: Any, weights: Sequence[Any], share: Sequence[Any]) -> list[Place]:
@@ -129,12 +124,13 @@ def divide(optimizer: Any, weights: Sequence[Any], share: Sequence[Any]) -> list
     Args:
         optimizer: Any optimizer, built or not.
         weights: All weights of the model that are trained, in its order.
-        share: What the optimizer shall train; if empty, it is not built afterwards.
+        share: What the optimizer shall train; if empty, it is not built afterwards, unless it was
+            and scales the loss.
 
     Returns:
         The slots that it would have for all weights, in the order in which it would save them.
     """
-    held = trained_by(optimizer)
+    held, built = trained_by(optimizer), optimizer.built
     values = _take_down(optimizer)
     stand_ins = [_stand_in(weight) for weight in weights]
     positions = {id(weight): i for i, weight in enumerate(stand_ins)}
@@ -147,10 +143,10 @@ def divide(optimizer: Any, weights: Sequence[Any], share: Sequence[Any]) -> list
         ]
     except BaseException:
         _unbuild(optimizer, kept)
-        _build(optimizer, held, values)
+        _build(optimizer, held, values, built)
         raise
     _unbuild(optimizer, kept)
-    _build(optimizer, share, values)
+    _build(optimizer, share, values, built)
     return slots
 
 
@@ -166,7 +162,7 @@ def finalize_only(optimizer: Any, weights: Sequence[Any], then: Callable[[], Non
 
     def finalized(_: Any) -> None:
         finalize(optimizer, list(weights))
-        if optimizer.use_ema:
+        if any(part.use_ema for part in parts_of(optimizer)):
             then()
 
     optimizer.finalize_variable_values = finalized
@@ -253,8 +249,9 @@ def _unbuild(optimizer: Any, kept: set[int]) -> None:
         part._trainable_variables = []
         part._trainable_variables_indices = {}
         part.built = False
-    if isinstance(optimizer, keras.optimizers.MultiOptimizer):
-        optimizer._inner_optimizers = _named_parts(optimizer)
+    for part in parts:
+        if isinstance(part, keras.optimizers.MultiOptimizer):
+            part._inner_optimizers = _named_parts(part)
 
 
 def _named_parts(optimizer: Any) -> list[Any]:
@@ -270,9 +267,9 @@ def _holds_others(value: Any, kept: set[int]) -> bool:
     return any(isinstance(v, keras.Variable) and id(v) not in kept for v in held)
 
 
-def _build(optimizer: Any, weights: Sequence[Any], values: Mapping[Key, Any]) -> None:
+def _build(optimizer: Any, weights: Sequence[Any], values: Mapping[Key, Any], built: bool) -> None:
     """Builds an optimizer, and gives it what it knew before."""
-    if not weights:
+    if not weights and not (built and scales_dynamically(optimizer)):  # whose scale all ranks need
         return
     _build_anew(optimizer, weights)
     for slot in slots_of(optimizer):

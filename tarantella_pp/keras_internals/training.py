@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -31,13 +30,10 @@ __all__ = [
     "compile_loss",
     "compiled_loss",
     "compiled_metrics",
-    "count_step",
     "forget_validation",
     "get_data_adapter",
-    "global_clipping_off",
     "global_seed",
     "is_keras_loss",
-    "is_keras_optimizer",
     "layers_in",
     "logits_of",
     "moving_statistics",
@@ -45,16 +41,11 @@ __all__ = [
     "running_states",
     "sample_values",
     "second_loss",
-    "settable_learning_rate",
     "standardize_inputs",
     "strategy_of",
     "track_loss",
     "train_validation_split",
-    "updates_weights_alone",
 ]
-
-# Optimizers of Keras that change more with each step than weights, slots and the number of steps.
-_STEPPING = ("LossScaleOptimizer", "MultiOptimizer", "Nadam")
 
 
 def added_losses(layer: Any) -> list[tuple[str, Any]]:
@@ -239,53 +230,10 @@ def moving_statistics(layer: Any) -> Iterator[None]:
             part._trainable = True
 
 
-def count_step(optimizer: Any) -> None:
-    """Counts a step that updates nothing, for the sake of learning-rate schedules."""
-    if isinstance(optimizer, keras.optimizers.Nadam) and optimizer.built:
-        optimizer._backend_update_step([], [], optimizer.learning_rate)  # its product of momenta
-    optimizer._iterations.assign_add(1)
-
-
-def settable_learning_rate(model: Any) -> float:
-    """The learning rate that callbacks may change; NaN without one, or where a schedule sets it."""
-    rate = getattr(getattr(model, "optimizer", None), "_learning_rate", None)
-    return float(rate) if isinstance(rate, keras.Variable) else math.nan
-
-
 def forget_validation(model: Any) -> None:
     """Makes the next training validate with its own data, also after one that an error ended."""
     if getattr(model, "_eval_epoch_iterator", None) is not None:
         del model._eval_epoch_iterator
-
-
-def is_keras_optimizer(optimizer: Any) -> bool:
-    """Returns whether an optimizer is one of Keras' own, and not a subclass."""
-    return getattr(keras.optimizers, type(optimizer).__name__, None) is type(optimizer)
-
-
-def updates_weights_alone(optimizer: Any) -> bool:
-    """Whether a step for some weights, and one for the others, is the same as one for all.
-
-    The number of steps has to be set back in between.
-    """
-    if not is_keras_optimizer(optimizer) or type(optimizer).__name__ in _STEPPING:
-        return False
-    options = ("global_clipnorm", "use_ema", "gradient_accumulation_steps")
-    return not any(getattr(optimizer, option) for option in options)
-
-
-@contextlib.contextmanager
-def global_clipping_off(optimizer: Any) -> Iterator[None]:
-    """Has an optimizer leave gradients as long as they are.
-
-    Args:
-        optimizer: An optimizer of Keras with `global_clipnorm`.
-    """
-    before, optimizer.global_clipnorm = optimizer.global_clipnorm, None
-    try:
-        yield
-    finally:
-        optimizer.global_clipnorm = before
 
 
 def standardize_inputs(model: Any, x: Any) -> list[Any]:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import keras
-
 from tarantella_pp.errors import ConfigurationError
-from tarantella_pp.keras_internals.training import is_keras_optimizer
+from tarantella_pp.keras_internals.optimizers import delegates_of, is_keras_optimizer, wrapped_in
 from tarantella_pp.partition.graph.units import format_bytes
 from tarantella_pp.runtime.probes.loss_probe import whole_batch_reason
 from tarantella_pp.runtime.probes.optimizer_probe import treats_weights_apart
@@ -18,31 +16,25 @@ if TYPE_CHECKING:
     from tarantella_pp.runtime.engine import Engine
 
 
-def check_compilation(given: Mapping[str, Any], policy: str, num_ranks: int) -> None:
-    """Refuses what of `compile()` would silently be ignored or be wrong on several ranks."""
-    optimizer = given["optimizer"]
-    scales = given["auto_scale_loss"] and policy == "mixed_float16"
-    if scales or isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        raise ConfigurationError(
-            "Loss scaling (LossScaleOptimizer, used with mixed_float16) is not supported in a "
-            "pipeline. Use the dtype policy 'mixed_bfloat16', which needs none."
-        )
-    if num_ranks > 1:
-        steps = getattr(optimizer, "gradient_accumulation_steps", None)
-        if steps and getattr(optimizer, "global_clipnorm", None):
+def check_division(optimizer: Any, weights: Sequence[Any], num_ranks: int) -> None:
+    """Refuses optimizers that would do something else on several ranks than on one."""
+    if optimizer is None or num_ranks == 1:
+        return
+    delegates = delegates_of(wrapped_in(optimizer), weights)
+    for part in dict.fromkeys([optimizer, wrapped_in(optimizer), *delegates]):
+        _check_own_optimizer(part, num_ranks)
+        if part in delegates and part.global_clipnorm:
             raise ConfigurationError(
-                "Optimizer option global_clipnorm together with gradient_accumulation_steps needs "
-                "the sums of all stages at once, which are on "
-                f"{num_ranks} ranks. Received: global_clipnorm={optimizer.global_clipnorm}, "
-                f"gradient_accumulation_steps={steps}. Leave one of them out (a larger batch in "
-                "more micro-batches does the same), or run all stages in one process."
+                f"Optimizer {part.name} in {wrapped_in(optimizer).name} clips the gradients of "
+                f"some weights by their common norm, and they are on {num_ranks} ranks. Received: "
+                f"global_clipnorm={part.global_clipnorm} of an optimizer in a MultiOptimizer. Use "
+                "clipnorm, which clips each by itself, or run all stages in one process."
             )
-        check_own_optimizer(optimizer, num_ranks)
 
 
-def check_own_optimizer(optimizer: Any, num_ranks: int) -> None:
+def _check_own_optimizer(optimizer: Any, num_ranks: int) -> None:
     """Refuses optimizers of the user's that look at all gradients at once."""
-    if optimizer is None or is_keras_optimizer(optimizer):
+    if is_keras_optimizer(optimizer):
         return
     name = type(optimizer).__name__
     try:

@@ -36,11 +36,6 @@ def check_model(model: Any) -> None:
         raise UnsupportedModelError(
             f"Expected a Keras model. Received: model={model!r} of type {type(model).__name__}"
         )
-    if model.dtype_policy.name == "mixed_float16":
-        raise UnsupportedModelError(
-            f"Model '{model.name}' has the dtype policy 'mixed_float16', whose loss scaling a "
-            "pipeline does not support. Use 'mixed_bfloat16', which needs none."
-        )
     if isinstance(model, CollectiveModel):
         raise UnsupportedModelError(
             f"Model '{model.name}' is a pipeline already. Wrap the model that it was made of."

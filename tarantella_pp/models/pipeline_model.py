@@ -14,6 +14,7 @@ with needed_for("tarantella_pp.PipelineModel"):
     import keras
 
 from tarantella_pp.errors import ConfigurationError
+from tarantella_pp.keras_internals.optimizers import with_loss_scaling
 from tarantella_pp.keras_internals.state import compiled_with, forget_functions
 from tarantella_pp.keras_internals.training import compile_loss
 from tarantella_pp.models import compile_validation, model_validation
@@ -150,6 +151,7 @@ class PipelineModel(TrainingLoops):
             replicas = replicas if communicator.size > 1 else 1
             groups = ProcessGroups.of(communicator, replicas, agreed.placement)
             super().__init__(extracted.inputs_struct, extracted.outputs_struct, name=model.name)
+            self.dtype_policy = model.dtype_policy
             free = plan is None and schedule is None
             self._engine = Engine(
                 self, extracted, agreed, groups, free_schedule=free, wire_dtype=wire_dtype,
@@ -259,9 +261,11 @@ class PipelineModel(TrainingLoops):
         given = inspect.signature(keras.Model.compile).bind(self, *args, **kwargs)
         given.apply_defaults()
         optimizer = keras.optimizers.get(given.arguments["optimizer"])
+        if given.arguments["auto_scale_loss"]:
+            optimizer = with_loss_scaling(optimizer, self.dtype_policy.name)
         given.arguments["optimizer"] = optimizer
         ranks = self._engine.trainers.ranks.size
-        compile_validation.check_compilation(given.arguments, self.dtype_policy.name, ranks)
+        compile_validation.check_division(optimizer, self.trainable_variables, ranks)
         compiled = compile_loss(self, given.arguments["loss"], given.arguments["loss_weights"])
         compile_validation.check_loss(compiled, self._engine)
         metrics = (given.arguments[name] for name in ("metrics", "weighted_metrics"))

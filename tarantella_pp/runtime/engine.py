@@ -409,6 +409,7 @@ class Engine:
             compiled.loss_and_metrics, compiled.loss, training,
             coupled=compiled.coupling is not None,
             by_parts=compiled.why_whole(batch) is None,
+            scale=update.loss_scale() if training else None,
             penalty=update.regularization_loss()
             if self._sharded or self.groups.replica == 0
             else None,

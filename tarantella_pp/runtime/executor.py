@@ -192,7 +192,7 @@ class Executor:
         for tensor, gradient in zip(tensors, arrived, strict=True):
             sums[tensor] = sums[tensor] + gradient if tensor in sums else gradient
         seeds = [
-            stage.loss_factors(step, key),
+            step.scaled(stage.loss_factors(step, key)),
             *(sums[tensor] for tensor in boundary.outputs_with_gradient),
         ]
         run = stage.backward if action.kind == "BW" else stage.backward_input

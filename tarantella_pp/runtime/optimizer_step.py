@@ -10,9 +10,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tarantella_pp.keras_internals.training import (
+from tarantella_pp.keras_internals.optimizers import (
     count_step,
-    global_clipping_off,
+    looks_at_all_gradients,
+    loss_scale,
+    summands,
+    told,
     updates_weights_alone,
 )
 from tarantella_pp.runtime.modules.gradient_accumulator import Collected
@@ -65,7 +68,7 @@ class OptimizerStep:
     ) -> None:
         self._ranks = owners.ranks
         self._updated = updated
-        self._clips = owners.ranks.size > 1 and bool(getattr(optimizer, "global_clipnorm", None))
+        self._together = owners.ranks.size > 1 and looks_at_all_gradients(optimizer)
         self._buckets = buckets
         self._reduction = reduction
         self._started: set[Bucket] = set()
@@ -87,7 +90,7 @@ class OptimizerStep:
         self._updates = {stage: _compiled(self._update, stage) for stage in modules}
         self._sum_up = _compiled(self._local_gradients, self._groups[self._last])
         self._measure = tf.function(self._measured, autograph=False, reduce_retracing=True)
-        self._clip = tf.function(self._clipped, autograph=False, reduce_retracing=True)
+        self._update_told = tf.function(self._told, autograph=False, reduce_retracing=True)
         self._ahead: Collections = {}
         self._trains = bool(order)
         self._applying = False
@@ -97,6 +100,10 @@ class OptimizerStep:
         """The stage with which a weight is updated, if they need not all be updated at once."""
         places = self._places.get(id(weight), [])  # none where its results are not needed
         return places[0][0] if len(places) == 1 and not self._ties.is_tied(weight) else self._last
+
+    def loss_scale(self) -> tf.Tensor | None:
+        """What the loss of this step is multiplied with before gradients; `None` for nothing."""
+        return loss_scale(self._optimizer)
 
     def regularization_loss(self) -> tf.Tensor:
         """The sum of the weight regularizers, once per batch; in Keras' default float type."""
@@ -211,8 +218,8 @@ class OptimizerStep:
             sums: What `finish_reductions` returned.
         """
         self._applying = True
-        if self._clips:
-            self._apply_clipped(gradients, sums)
+        if self._together:
+            self._apply_together(gradients, sums)
         elif self._buckets:
             for stage, weights in self._groups.items():
                 if weights or stage == self._last:
@@ -231,14 +238,14 @@ class OptimizerStep:
             self._updated.spread()
         self._ties.publish()
 
-    def _apply_clipped(self, gradients: Gathered, sums: Mapping[int, Gradient]) -> None:
-        """Updates all weights once it is known how long the gradient of the whole model is."""
+    def _apply_together(self, gradients: Gathered, sums: Mapping[int, Gradient]) -> None:
+        """Updates all weights once all ranks know how long their gradients are, and if finite."""
         weights = self._groups[self._last]
         own = [sums.get(id(weight)) for weight in weights]
-        found, squares = self._measure(own if self._buckets else self._sum_up(*gradients))
-        total = np.array(float(squares))
-        self._ranks.allreduce(total)
-        self._clip(found, tf.constant(total))
+        found, numbers = self._measure(own if self._buckets else self._sum_up(*gradients))
+        totals = np.array(numbers)
+        self._ranks.allreduce(totals)
+        self._update_told(found, tf.constant(totals))
 
     def _forget(self) -> None:
         self._ahead.clear()
@@ -284,20 +291,15 @@ class OptimizerStep:
         return [total([self._summed(weight, collected), *far]) for weight, far in pairs]
 
     def _measured(self, sums: list[Gradient]) -> tuple[list[Gradient], tf.Tensor]:
-        """The gradients with those of regularizers, and the sum of their squares, as in Keras."""
-        pairs = zip(self._groups[self._last], sums, strict=True)
+        """The gradients with those of regularizers, and what ranks must know of each other's."""
+        weights = self._groups[self._last]
+        pairs = zip(weights, sums, strict=True)
         gradients = [self._gradient(weight, gradient) for weight, gradient in pairs]
-        squares = [keras.ops.sum(keras.ops.square(g)) for g in gradients if g is not None]
-        zero = tf.zeros((), tf.float64)
-        return gradients, tf.add_n([zero, *(tf.cast(square, tf.float64) for square in squares)])
+        return gradients, summands(self._optimizer, gradients, weights)
 
-    def _clipped(self, gradients: list[Gradient], squares: tf.Tensor) -> None:
-        """Makes the step as `global_clipnorm` of Keras does."""
-        norm, most = tf.sqrt(squares), self._optimizer.global_clipnorm
-        # What is not finite stays so, and makes all gradients NaN.
-        scale = most * tf.minimum(1 / norm, 1 / most) + (norm - norm)
-        with global_clipping_off(self._optimizer):
-            self._step(self._last, [_scaled(gradient, scale) for gradient in gradients])
+    def _told(self, gradients: list[Gradient], totals: tf.Tensor) -> None:
+        with told(self._optimizer, totals):
+            self._step(self._last, gradients)
 
     def _update(self, stage: int, sums: list[Gradient]) -> None:
         pairs = zip(self._groups[stage], sums, strict=True)
@@ -318,20 +320,15 @@ class OptimizerStep:
         return total([self._sums[s].gradient(i, collected[s]) for s, i in places])
 
     def _gradient(self, weight: Any, gradient: Gradient) -> Any:
-        """Adds the gradient of the weight's regularizer."""
+        """Adds the gradient of the weight's regularizer, multiplied as that of the loss is."""
         if weight.regularizer is None:
             return gradient
+        scale = loss_scale(self._optimizer)
         with tf.GradientTape() as tape:
             penalty = weight.regularizer(weight)
-        own = tape.gradient(penalty, weight.value)
+        seed = None if scale is None else tf.cast(scale, penalty.dtype)
+        own = tape.gradient(penalty, weight.value, output_gradients=seed)
         return own if gradient is None else tf.convert_to_tensor(gradient) + own
-
-
-def _scaled(gradient: Gradient, scale: tf.Tensor) -> Gradient:
-    """A gradient times a number: dense, also if it was sparse, as in Keras."""
-    if gradient is None:
-        return None
-    return tf.convert_to_tensor(gradient) * tf.cast(scale, gradient.dtype)
 
 
 def _compiled(function: Callable[..., Any], of: Any) -> Callable[..., Any]:

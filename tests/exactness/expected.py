@@ -42,11 +42,7 @@ NOT_EXACT: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
             "takes statistics of each micro-batch": ("BatchNormalization",),
         },
     },
-    "optimizers": {
-        REFUSED: {
-            "loss scaling": ("LossScaleOptimizer",),
-        },
-    },
+    "optimizers": {},
     "callbacks": {
         NOT_IN_KERAS: {"needs a package that is not installed": ("OrbaxCheckpoint", "TensorBoard")},
         REFUSED: {

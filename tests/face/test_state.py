@@ -17,7 +17,15 @@ from tarantella_pp.runtime.state.optimizer_state import OptimizerState
 from tests.helpers.draws import more_asked_for
 from tests.helpers.models import mlp, tied_head
 from tests.helpers.mpi import mpi_run
-from tests.helpers.training import IDS, X, Y, distance, integers, use_float64
+from tests.helpers.training import (
+    IDS,
+    X,
+    Y,
+    distance,
+    integers,
+    squared_of_largest,
+    use_float64,
+)
 
 pytestmark = pytest.mark.keras
 
@@ -48,6 +56,11 @@ def several():
     return keras.optimizers.MultiOptimizer(kinds)
 
 
+def scaled(inner=None):
+    inner = keras.optimizers.AdamW(1e-2) if inner is None else inner
+    return keras.optimizers.LossScaleOptimizer(inner, dynamic_growth_steps=2)
+
+
 OPTIMIZERS = {
     name: kind
     for name, kind in inspect.getmembers(keras.optimizers, inspect.isclass)
@@ -55,6 +68,8 @@ OPTIMIZERS = {
     and name not in ("Optimizer", "LossScaleOptimizer", "MultiOptimizer")
 } | {
     "several": several,
+    "scaled": scaled,
+    "scaled several": lambda: scaled(several()),
     "momentum": lambda: keras.optimizers.SGD(0.05, momentum=0.9, nesterov=True),
     "accumulating": lambda: keras.optimizers.AdamW(1e-2, gradient_accumulation_steps=2),
     "averaging": lambda: keras.optimizers.Adam(1e-2, use_ema=True, ema_momentum=0.5),
@@ -66,6 +81,7 @@ OPTIMIZERS = {
 
 # Each kind of state once: two optimizers in one, slots of no weight, none, steps between updates.
 ON_RANKS = ["Muon", "Nadam", "SGD", "accumulating", "averaging", "clipped", "decaying", "momentum"]
+ON_RANKS.append("scaled several")
 if more_asked_for():
     ON_RANKS = sorted(OPTIMIZERS)
 
@@ -117,7 +133,7 @@ def resumed(name, folder, **options):
     loaded = keras.saving.load_model(folder / f"{name}.keras")
     again = PipelineModel(loaded, num_micro_batches=2, **options)
     assert again.optimizer is loaded.optimizer  # wrapping has compiled it
-    if name in ("Adam", "several"):
+    if name in ("Adam", "several", "scaled"):
         again.compile(loaded.optimizer, "mse")
     again.save(folder / f"{name}.loaded.keras")
     again.fit(*data_of(name), **QUIET)
@@ -178,7 +194,7 @@ def interrupt_all(folder, names, stages):
 @pytest.mark.parametrize(
     ("ranks", "stages", "names"),
     [
-        (2, 4, ["several", "Adafactor", TIED]),
+        (2, 4, ["several", "scaled", "Adafactor", TIED]),
         pytest.param(2, 2, ON_RANKS, marks=pytest.mark.slow),
     ],
 )
@@ -223,9 +239,9 @@ def test_a_wrapped_model_is_compiled_as_it_was():
 
 def test_what_a_pipeline_cannot_be_compiled_with_is_refused_when_it_is_wrapped():
     plain = mlp()
-    plain.compile(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()), "mse")
+    plain.compile("sgd", squared_of_largest)
     with pytest.raises(ConfigurationError, match=r"before you wrap it, or .* `compile=False`"):
-        PipelineModel(plain, num_stages=2)
+        PipelineModel(plain, num_stages=2, num_micro_batches=2, schedule="1f1b")
 
 
 def test_an_optimizer_for_other_weights_is_refused_by_name():

@@ -17,7 +17,7 @@ from keras.src.saving import saving_lib
 
 from tarantella_pp.errors import StaleWeightError
 from tarantella_pp.keras_internals import state
-from tarantella_pp.keras_internals.training import count_step
+from tarantella_pp.keras_internals.optimizers import count_step
 from tarantella_pp.runtime.state.remote_variables import (
     Clock,
     is_stale,

@@ -6,7 +6,6 @@ When one of these fails after an upgrade, the file that it names is the place to
 from __future__ import annotations
 
 import inspect
-import math
 
 import keras
 import numpy as np
@@ -167,54 +166,6 @@ def test_own_losses_are_not_taken_for_those_of_keras():
     assert training.is_keras_loss(keras.losses.CategoricalHinge())
 
 
-def test_optimizers_count_their_steps(model):
-    model.optimizer.build(model.trainable_variables)
-    training.count_step(model.optimizer)
-    assert int(model.optimizer.iterations) == 1, ADVICE + "Optimizer._iterations"
-
-
-def optimizers_of_keras():
-    for name, kind in inspect.getmembers(keras.optimizers, inspect.isclass):
-        if issubclass(kind, keras.optimizers.Optimizer) and name not in (
-            "Optimizer",
-            "LossScaleOptimizer",  # refused
-            "MultiOptimizer",  # made of others
-        ):
-            yield name
-
-
-def three_steps(optimizer, groups):
-    """Trains two weights, group by group as the stages of a rank are."""
-    values = np.arange(12.0).reshape(3, 4) / 9, np.ones((4, 2))
-    weights = [keras.Variable(value, dtype="float32") for value in values]
-    optimizer.build(weights)
-    for step in range(3):
-        gradients = [keras.ops.cos(weight + step) for weight in weights]
-        for group in groups:
-            optimizer.apply([gradients[i] for i in group], [weights[i] for i in group])
-            if group is not groups[-1]:
-                optimizer.iterations.assign_sub(1)
-    return [weight.numpy() for weight in weights]
-
-
-@pytest.mark.parametrize("name", list(optimizers_of_keras()))
-def test_optimizers_that_do_not_treat_weights_one_by_one_are_known(name):
-    kind = getattr(keras.optimizers, name)
-    whole, parts = three_steps(kind(), [[0, 1]]), three_steps(kind(), [[0], [1]])
-    same = all(np.array_equal(a, b) for a, b in zip(whole, parts, strict=True))
-    assert training.updates_weights_alone(kind()) == same, ADVICE + "_STEPPING"
-
-
-def test_optimizers_of_which_nothing_is_known_treat_all_weights_at_once():
-    class Own(keras.optimizers.SGD):
-        pass
-
-    several = {"global_clipnorm": 1.0, "use_ema": True, "gradient_accumulation_steps": 2}
-    options = [keras.optimizers.SGD(**{name: value}) for name, value in several.items()]
-    assert not any(map(training.updates_weights_alone, [Own(), *options]))
-    assert training.updates_weights_alone(keras.optimizers.SGD(clipnorm=1.0))
-
-
 def test_inputs_are_standardized(model):
     assert hasattr(model, "_standardize_inputs"), ADVICE + "Functional._standardize_inputs"
     assert hasattr(model, "_assert_input_compatibility"), ADVICE + "_assert_input_compatibility"
@@ -259,17 +210,6 @@ def test_loops_are_those_that_are_overridden(name):
     assert list(ours) == list(theirs), ADVICE + f"arguments of Model.{name}"
     defaults = [p.default for p in ours.values() if p.name not in ("self", "kwargs")]
     assert defaults == [p.default for p in theirs.values() if p.name not in ("self", "kwargs")]
-
-
-def test_the_learning_rate_is_a_variable_or_a_schedule(model):
-    advice = ADVICE + "Optimizer._learning_rate"
-    assert math.isnan(training.settable_learning_rate(keras.Sequential())), advice
-    model.compile(keras.optimizers.SGD(0.25))
-    assert training.settable_learning_rate(model) == 0.25, advice
-    model.optimizer.learning_rate = 0.5
-    assert training.settable_learning_rate(model) == 0.5, advice
-    model.compile(keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5)))
-    assert math.isnan(training.settable_learning_rate(model)), advice
 
 
 def test_validation_data_are_kept_in_the_model(model):

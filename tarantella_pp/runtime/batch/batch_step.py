@@ -34,6 +34,7 @@ class BatchStep:
         training: Whether the step trains.
         coupled: Whether the loss needs the outputs of the whole batch at once.
         by_parts: Whether metrics are updated with each micro-batch.
+        scale: What the gradients of the loss are multiplied with; `None` for nothing.
         penalty: What the weight regularizers of this rank add to the loss.
         report: Takes what this rank adds to the loss, once its forwards are done.
         update: Updates the weights of a stage whose backward passes are done, if it can.
@@ -53,6 +54,7 @@ class BatchStep:
         training: bool,
         coupled: bool = False,
         by_parts: bool = False,
+        scale: tf.Tensor | None = None,
         penalty: tf.Tensor | None = None,
         report: Callable[[tf.Tensor], None] | None = None,
         update: Callable[[int], bool] | None = None,
@@ -73,6 +75,7 @@ class BatchStep:
         self._loss = loss
         self._at_once = coupled or pieces.total == 1
         self._by_parts = by_parts
+        self._scale = scale
         self._keeps_outputs = loss_and_metrics is None or not by_parts
         self._dtype = keras.config.floatx()
         self._pieces = {i: self._split(x) for i, x in batch.inputs.items()}
@@ -96,6 +99,10 @@ class BatchStep:
     def share(self, micro_batch: int) -> float:
         """The share of a micro-batch in the batch."""
         return self._sizes[micro_batch] / self._batch.rows
+
+    def scaled(self, factors: tf.Tensor) -> tf.Tensor:
+        """Multiplies factors of gradients as those of the loss are."""
+        return factors if self._scale is None else factors * self._scale
 
     def add(self, losses: tf.Tensor) -> None:
         """Takes what a stage's layers add to the loss of the whole batch."""
@@ -159,6 +166,7 @@ class BatchStep:
             self._coefficients[micro_batch],
             (self._batch.signature, self._sizes[micro_batch]),
             differentiate=self.training,
+            scale=self._scale,
         )
         self._losses.append(loss)
         if not self._keeps_outputs:
@@ -209,7 +217,12 @@ class BatchStep:
         batch = self._batch
         whole = self.whole_results()
         loss = _required(self._loss).of_batch(
-            batch.y, whole, batch.sample_weight, (batch.signature, batch.rows), self.training
+            batch.y,
+            whole,
+            batch.sample_weight,
+            (batch.signature, batch.rows),
+            differentiate=self.training,
+            scale=self._scale,
         )
         self._losses.append(loss)
         if not self._keeps_outputs:

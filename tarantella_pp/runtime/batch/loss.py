@@ -83,6 +83,7 @@ class BatchLoss:
         sample_weight: Any,
         signature: Hashable,
         differentiate: bool,
+        scale: tf.Tensor | None = None,
     ) -> LossValue:
         """Loss of a whole batch, and its gradient.
 
@@ -92,8 +93,9 @@ class BatchLoss:
             sample_weight: The weights of its samples, or `None`.
             signature: Names the structure, shapes and dtypes of the arguments.
             differentiate: Whether gradients are needed.
+            scale: What gradients are multiplied with; `None` for nothing.
         """
-        arguments = (y, list(results), sample_weight)
+        arguments = (y, list(results), sample_weight, scale)
         return self._call(self._of_batch, arguments, signature, differentiate)
 
     def coefficients(
@@ -128,6 +130,7 @@ class BatchLoss:
         coefficients: Sequence[tf.Tensor],
         signature: Hashable,
         differentiate: bool,
+        scale: tf.Tensor | None = None,
     ) -> LossValue:
         """What some samples contribute to the loss of their batch, and its gradient.
 
@@ -137,8 +140,9 @@ class BatchLoss:
             coefficients: Their rows of `coefficients` of the batch.
             signature: Names the structure, shapes and dtypes of the arguments.
             differentiate: Whether gradients are needed.
+            scale: What gradients are multiplied with; `None` for nothing.
         """
-        arguments = (y, list(results), list(coefficients))
+        arguments = (y, list(results), list(coefficients), scale)
         return self._call(self._of_samples, arguments, signature, differentiate)
 
     def _call(
@@ -165,15 +169,20 @@ class BatchLoss:
         return LossValue(total, each, dict(zip(tensors, gradients, strict=True)))
 
     def _of_batch(
-        self, differentiate: bool, y: Any, results: list[tf.Tensor], sample_weight: Any
+        self, differentiate: bool, y: Any, results: list[tf.Tensor], sample_weight: Any, scale: Any
     ) -> list[tf.Tensor]:
-        return self._valued(self._whole, y, results, sample_weight, differentiate)
+        return self._valued(self._whole, y, results, sample_weight, differentiate, scale)
 
     def _of_samples(
-        self, differentiate: bool, y: Any, results: list[tf.Tensor], coefficients: list[tf.Tensor]
+        self,
+        differentiate: bool,
+        y: Any,
+        results: list[tf.Tensor],
+        coefficients: list[tf.Tensor],
+        scale: Any,
     ) -> list[tf.Tensor]:
         self._given = iter(coefficients)
-        return self._valued(self._add_up, y, results, None, differentiate)
+        return self._valued(self._add_up, y, results, None, differentiate, scale)
 
     def _valued(
         self,
@@ -182,8 +191,9 @@ class BatchLoss:
         results: list[tf.Tensor],
         sample_weight: Any,
         differentiate: bool,
+        scale: tf.Tensor | None,
     ) -> list[tf.Tensor]:
-        """The loss, that of each output, and the gradients if they are needed."""
+        """The loss, that of each output, and the gradients, multiplied, if they are needed."""
         sources = [results[i] for i in self._sources] if differentiate else []
         if loss is None:
             return [tf.zeros(()), *map(tf.zeros_like, sources)]
@@ -193,7 +203,8 @@ class BatchLoss:
             value = loss(y, self._pack(results), sample_weight)
         if not differentiate:
             return [value, *self._each]
-        found = tape.gradient(value, sources)
+        seed = None if scale is None else tf.fill(tf.shape(value), tf.cast(scale, value.dtype))
+        found = tape.gradient(value, sources, output_gradients=seed)
         pairs = list(zip(self._sources, found, strict=True))
         self.reached = {self._results[i].tensor for i, gradient in pairs if gradient is not None}
         zeros = map(tf.zeros_like, sources)

@@ -15,7 +15,7 @@ import keras
 import msgspec
 import numpy as np
 
-from tarantella_pp.keras_internals.training import settable_learning_rate
+from tarantella_pp.keras_internals.optimizers import settable_learning_rate
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 

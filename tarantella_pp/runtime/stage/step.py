@@ -25,6 +25,9 @@ class Step(Protocol):
     def share(self, micro_batch: int) -> float:
         """The share of a micro-batch in the batch."""
 
+    def scaled(self, factors: tf.Tensor) -> tf.Tensor:
+        """Multiplies factors of gradients as those of the loss are."""
+
     def add(self, losses: tf.Tensor) -> None:
         """Takes what a stage's layers add to the loss of the whole batch."""
 

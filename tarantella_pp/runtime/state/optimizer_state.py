@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from tarantella_pp.errors import ConfigurationError, UnsupportedModelError
+from tarantella_pp.keras_internals.optimizers import scales_dynamically
 from tarantella_pp.keras_internals.state import (
     Place,
     divide,
@@ -77,6 +78,8 @@ class OptimizerState:
         share = list(filter(self._owners.is_own, held)) if held else self._own
         if len(share) != len(held):
             rebuild(self._optimizer, share)
+        elif scales_dynamically(self._optimizer) and not self._optimizer.built:
+            self._optimizer.build([])  # the scale is that of the weights of others, too
         finalize_only(self._optimizer, self._own, self._finalized)
         self._held()
 
@@ -194,12 +197,19 @@ class OptimizerState:
         parts: dict[tuple[int, str], list[_Array]] = {}
         for place, value in zip(self._slots, values, strict=True):
             parts.setdefault((place.part, place.part_class), []).append(value)
+        wraps = scales_dynamically(self._optimizer)
         inner = [
             type(name, (_StandIn,), {})(name, len(own), values=own)
             for (part, name), own in parts.items()
-            if part
+            if part > wraps
         ]
-        return _StandIn(self._optimizer.name, len(values), values=values, inner=inner)
+        if not wraps:
+            return _StandIn(self._optimizer.name, len(values), values=values, inner=inner)
+        pairs = zip(self._slots, values, strict=True)
+        wrapped = [value for place, value in pairs if place.part]
+        found = _StandIn(self._optimizer.name, len(values), values=values)
+        found.inner_optimizer = _StandIn("wrapped", len(wrapped), values=wrapped, inner=inner)
+        return found
 
 
 class _StandIn(keras.optimizers.Optimizer):  # type: ignore[misc]

@@ -7,7 +7,7 @@ import pytest
 from keras import ops
 
 from tarantella_pp.errors import ConfigurationError
-from tarantella_pp.models.compile_validation import check_own_optimizer
+from tarantella_pp.models.compile_validation import check_division
 from tarantella_pp.runtime.probes.optimizer_probe import treats_weights_apart
 
 pytestmark = pytest.mark.keras
@@ -34,18 +34,18 @@ class Unconfigured(keras.optimizers.SGD):
 
 
 def test_those_that_treat_each_weight_by_itself_may_train():
-    check_own_optimizer(Halved(0.1), 2)
-    check_own_optimizer(None, 2)
+    check_division(Halved(0.1), [], 2)
+    check_division(None, [], 2)
 
 
 def test_those_that_look_at_all_gradients_are_refused_by_name():
     with pytest.raises(ConfigurationError, match=r"Normed looks at several weights.*2 ranks"):
-        check_own_optimizer(Normed(0.1), 2)
+        check_division(Normed(0.1), [], 2)
 
 
 def test_those_that_cannot_be_tried_are_refused():
     with pytest.raises(ConfigurationError, match=r"Unconfigured cannot be tried.*get_config"):
-        check_own_optimizer(Unconfigured(1.0), 2)
+        check_division(Unconfigured(1.0), [], 2)
 
 
 @pytest.mark.parametrize("name", ["Adam", "Lamb", "Lion", "Adafactor", "Ftrl", "Nadam"])

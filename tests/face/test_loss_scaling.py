@@ -1,0 +1,189 @@
+"""Scaled losses: one process, stages and replicas skip the same steps, at the same scale."""
+
+from __future__ import annotations
+
+import functools
+import json
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+from tests.face.test_ranks import data_of_rank
+from tests.helpers.models import causal_attention, mlp
+from tests.helpers.mpi import mpi_run
+from tests.helpers.training import (
+    Case,
+    X,
+    Y,
+    distance,
+    finish,
+    floats,
+    make,
+    regression,
+    use_float64,
+)
+
+pytestmark = pytest.mark.keras
+
+ROUNDING = 1e-10
+ZERO = 14
+"""A sample of the second batch, in the share of the second of two replicas."""
+
+
+def kinked():
+    """A sample of zeros makes gradients NaN in the first stage, and there only."""
+    inputs = keras.Input((6,))
+    x = layers.Dense(8, use_bias=False, kernel_regularizer="l2")(inputs)
+    x = layers.Lambda(lambda h: ops.sqrt(ops.square(h)))(x)
+    x = layers.Dense(8, activation="tanh", kernel_regularizer="l2", activity_regularizer="l2")(x)
+    x = layers.Dense(3)(x)
+    return keras.Model(inputs, layers.Activation("softplus")(layers.Activation("tanh")(x)))
+
+
+DATA = X.copy()
+DATA[ZERO] = 0
+
+
+def scaled(inner, initial_scale=2.0**15, steps=2):
+    return keras.optimizers.LossScaleOptimizer(inner, initial_scale, dynamic_growth_steps=steps)
+
+
+def plainly(kind, **options):
+    return lambda: scaled(kind(0.05, **options))
+
+
+SGD, Adam, Nadam = keras.optimizers.SGD, keras.optimizers.Adam, keras.optimizers.Nadam
+OPTIMIZERS = {
+    "momentum": lambda: scaled(SGD(0.05, momentum=0.9), initial_scale=3.0),
+    "adam": plainly(Adam),
+    "clipped": plainly(Adam, global_clipnorm=0.05),
+    "accumulating": plainly(SGD, gradient_accumulation_steps=2, global_clipnorm=0.05),
+    "averaging": plainly(Nadam, use_ema=True, ema_momentum=0.7),
+    "several": lambda: scaled(
+        keras.optimizers.MultiOptimizer(
+            keras.optimizers.OptimizerMap(SGD(0.05), {".*bias": Adam()})
+        )
+    ),
+    "fixed": lambda: SGD(0.05, loss_scale_factor=64.0, global_clipnorm=0.05),
+    "not scaled": lambda: Adam(0.05, gradient_accumulation_steps=2, global_clipnorm=0.05),
+}
+UPDATES = {"accumulating": 2, "fixed": 6, "not scaled": 3}
+
+
+def case_of(name):
+    data = X if name in ("fixed", "not scaled") else DATA
+    return Case(kinked, data, Y, regression(optimizer=OPTIMIZERS[name]))
+
+
+def books(model):
+    """What decides on the steps to come."""
+    found = [int(model.optimizer.iterations)]
+    if hasattr(model.optimizer, "dynamic_scale"):
+        found += [float(model.optimizer.dynamic_scale), int(model.optimizer.step_counter)]
+    return found
+
+
+@functools.cache
+def expected(name):
+    model = make(case_of(name))
+    return finish(model, case_of(name)).plain(), books(model)
+
+
+def check(name, outcome, counted):
+    in_keras, told = expected(name)
+    assert distance(in_keras, outcome) < ROUNDING, name
+    assert counted == told, name
+    assert told[0] == UPDATES.get(name, 4), name  # of six steps, two are skipped
+
+
+@pytest.mark.parametrize("name", ["momentum", "fixed"])
+def test_in_one_process(name):
+    model = make(case_of(name), num_stages=2, num_micro_batches=3)
+    check(name, finish(model, case_of(name)).plain(), books(model))
+
+
+def train(names, shapes):
+    """Trains on this rank."""
+    use_float64()
+    found = []
+    for name in names:
+        for shape in shapes:
+            model = make(case_of(name), num_micro_batches=2, **shape)
+            outcome = finish(model, data_of_rank(case_of(name))).plain()
+            found.append([json.loads(json.dumps(outcome)), books(model)])
+    return found
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("ranks", "shapes", "names"),
+    [
+        (2, [{"num_stages": 2}, {"num_stages": 1}], ["accumulating", "not scaled"]),
+        pytest.param(
+            4,
+            [
+                {"num_stages": 4},  # the last stages have nothing to train
+                {"num_stages": 2},
+                {"num_stages": 2, "shard_optimizer": True},
+            ],
+            list(OPTIMIZERS),
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_all_ranks_make_the_same_steps(ranks, shapes, names):
+    run = mpi_run(ranks, train, names, shapes, timeout=500).check()
+    for results in zip(*run.results, strict=True):
+        assert all(result == results[0] for result in results)
+    trials = [name for name in names for _ in shapes]
+    for name, (outcome, counted) in zip(trials, run.results[0], strict=True):
+        check(name, outcome, counted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("build", "limits"),
+    [(mlp, (1e-6, 1e-2)), (causal_attention, (1e-2, 1e-2))],  # of which Keras compiles one graph
+)
+def test_float16_as_in_keras(build, limits):
+    """`compile` scales the loss by itself; with one micro-batch a perceptron is that of Keras."""
+    before = keras.config.floatx(), keras.config.dtype_policy()
+    keras.config.set_floatx("float32")
+    keras.config.set_dtype_policy("mixed_float16")
+    x = X if build is mlp else floats(5, 8)
+    data = x.astype("float32"), Y.astype("float32")
+    case = Case(build, *data, regression(optimizer=lambda: SGD(0.05, momentum=0.9)))
+    try:
+        keras.utils.set_random_seed(1)
+        plain = build()
+        plain.compile(**case.compiled())
+        outcome = finish(plain, case)
+        for micro_batches, limit in zip((1, 3), limits, strict=True):
+            keras.config.set_dtype_policy("mixed_float16")
+            options = {"num_stages": 2, "num_micro_batches": micro_batches}
+            model = make(case, **options)
+            assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
+            found = finish(model, case)
+            assert distance(outcome, found) < limit
+            assert books(model) == books(plain)
+            assert {v.dtype for v in model.trainable_variables} == {"float32"}
+            assert np.asarray(found.predictions).dtype == "float16"
+    finally:
+        keras.config.set_floatx(before[0])
+        keras.config.set_dtype_policy(before[1])
+
+
+def test_the_policy_is_that_of_the_wrapped_model():
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        plain = mlp()
+    finally:
+        keras.config.set_dtype_policy(before)
+    model = make(Case(lambda: plain, X, Y, regression()), num_stages=1)
+    assert model.dtype_policy.name == "mixed_float16"
+    assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
+    model.compile("sgd", "mse", auto_scale_loss=False)
+    assert isinstance(model.optimizer, keras.optimizers.SGD)

@@ -139,7 +139,8 @@ def check_outputs(graph: LayerGraph, num_micro_batches: int) -> None:
                 f"Output '{tensor.name}' of shape {tensor.shape} does not have one row for each "
                 "sample, so the outputs of micro-batches do not add up to that of the batch. "
                 "Leave it out of the outputs, give it one row for each sample, or use "
-                f"num_micro_batches=1. Received: num_micro_batches={num_micro_batches}"
+                f"num_micro_batches=1 and num_replicas=1. Received: {num_micro_batches} "
+                "micro-batches, of all replicas"
             )
 
 
@@ -164,8 +165,8 @@ def check_synchronized(calls: Iterable[Any], num_micro_batches: int) -> None:
         raise UnsupportedModelError(
             f"BatchNormalization layers {', '.join(names)} have synchronized=True, but each of "
             f"the num_micro_batches={num_micro_batches} micro-batches would get its own "
-            "statistics. Use num_micro_batches=1, or synchronized=False for statistics of "
-            "micro-batches."
+            "statistics. Use num_micro_batches=1 and num_replicas=1, or synchronized=False for "
+            "statistics of micro-batches."
         )
 
 

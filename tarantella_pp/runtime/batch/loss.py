@@ -254,5 +254,5 @@ def _check(loss: Any, values: tf.Tensor, expected: Sequence[int | None]) -> None
         raise UnsupportedModelError(
             f"Loss '{loss.name}' has values of the shape {tuple(values.shape)}, which is not one "
             "row for each sample: the shape of the targets does not fit that of the outputs. "
-            "Reshape the targets, or use num_micro_batches=1."
+            "Reshape the targets, or use num_micro_batches=1 and num_replicas=1."
         )

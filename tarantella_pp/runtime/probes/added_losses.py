@@ -121,6 +121,6 @@ def not_additive(name: str) -> UnsupportedModelError:
     return UnsupportedModelError(
         f"Layer '{name}' adds a loss that is not to be recognized as a sum or a mean over the "
         "samples of the batch: what it is for some of them depends on others. In micro-batches it "
-        "would train something else than in one process. Use num_micro_batches=1, or add "
-        "ops.sum or ops.mean of one value for each sample."
+        "would train something else than in one process. Use num_micro_batches=1 and "
+        "num_replicas=1, or add ops.sum or ops.mean of one value for each sample."
     )

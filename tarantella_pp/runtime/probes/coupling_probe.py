@@ -139,8 +139,8 @@ class CouplingProbe:
         return UnsupportedModelError(
             f"{what} looks at the number of samples or at the place of a sample among them: its "
             "result for some samples changes when they are alone, so in micro-batches it would "
-            "train something else than in one process. Use num_micro_batches=1, or a form of it "
-            "that treats each sample by itself."
+            "train something else than in one process. Use num_micro_batches=1 and num_replicas=1, "
+            "or a form of it that treats each sample by itself."
         )
 
     def _equal(self, before: Array, after: Array, kept: Array, batched: bool) -> bool:
@@ -165,6 +165,6 @@ class CouplingProbe:
         return UnsupportedModelError(
             f"{what} mixes samples: {how} for one sample of a batch changes when other samples do, "
             "so in micro-batches it would train something else than in one process. Use "
-            "num_micro_batches=1, or a form of it that treats each sample by itself, with the "
-            "samples along the first dimension."
+            "num_micro_batches=1 and num_replicas=1, or a form of it that treats each sample by "
+            "itself, with the samples along the first dimension."
         )

@@ -6,14 +6,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from tarantella_pp.errors import ConfigurationError, PlanError
-from tarantella_pp.models.make_plan import implied_stages, make_plan
+from tarantella_pp.models.make_plan import default_machine, implied_stages, make_plan
 from tarantella_pp.models.model_validation import needs_one_replica, replicas_of
 from tarantella_pp.partition.extraction.keras_reader import ExtractedModel
 from tarantella_pp.partition.options import checked_count
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.runtime.comm.communicator import Communicator
 from tarantella_pp.runtime.one_rank import on_one_rank
+from tarantella_pp.runtime.tracing.link_speed import measure_bandwidth
 from tarantella_pp.schedule import read_schedule
 
 _PLAN_DEFAULTS = {"batch_size": 32, "shard_optimizer": False}
@@ -27,10 +30,14 @@ def agreed_plan(
 ) -> Plan:
     """The plan that rank 0 makes or loads, on all ranks, whose models it must fit."""
     made: list[Plan] = []
+    machine = default_machine()
+    if plan is None and given["balance"] == "time" and communicator.size > 1:
+        link = measure_bandwidth(communicator)
+        machine = msgspec.structs.replace(machine, bandwidth=link)
 
     def make() -> str:
         if plan is None:
-            made.append(_best_plan(extracted, communicator.size, given))
+            made.append(_best_plan(extracted, communicator.size, {**given, "machine": machine}))
         else:
             _check_plan(plan, given)
             made.append(plan if isinstance(plan, Plan) else Plan.load(plan))

@@ -140,7 +140,7 @@ def make_plan(
         "fusion_threshold": _fusion_threshold(fusion_threshold),
         "shard_optimizer": shard_optimizer,
     }
-    machine = machine or (ACCELERATOR if tf.config.list_physical_devices("GPU") else CORE)
+    machine = machine or default_machine()
     everything = [
         PlanSearch(
             planner,
@@ -157,6 +157,11 @@ def make_plan(
     if chosen is None:
         raise PlanError(infeasible(asked[-1]))
     return chosen
+
+
+def default_machine() -> HardwareSpec:
+    """The machine that a step is simulated on where none is given."""
+    return ACCELERATOR if tf.config.list_physical_devices("GPU") else CORE
 
 
 def implied_stages(custom: Schedule | None, memory_limit: Any) -> int | None:

@@ -64,8 +64,8 @@ class PipelineModel(TrainingLoops):
             `schedule.Schedule` or the path of a text file with one. Default: the fastest, see
             `make_plan`; `"gpipe"` where the loss cannot be computed one micro-batch at a time.
         balance: What the stages are balanced by: `"memory"`; `"time"`, for which rank 0 measures
-            each operation while the others wait; or `"flops"`. Default: that with which a step
-            is fastest within the limit.
+            each operation while the others wait, and all ranks their links; or `"flops"`. Default:
+            that with which a step is fastest within the limit.
         memory_limit: Largest memory of a stage, in bytes or as in `"16GB"`, one or one for each
             stage. Default: none.
         batch_size: Batch size, of all replicas, to plan for: what is fastest depends on it.

@@ -10,7 +10,7 @@ import pytest
 
 from tarantella_pp.errors import TarantellaError, UnsupportedModelError
 from tarantella_pp.models.data_parallel_model import Model
-from tarantella_pp.models.make_plan import make_plan
+from tarantella_pp.models.make_plan import CORE, make_plan
 from tarantella_pp.models.pipeline_model import PipelineModel
 from tarantella_pp.runtime.comm.communicator import world
 from tarantella_pp.runtime.replicas.batch_share import batch_shares
@@ -220,6 +220,7 @@ def be_refused_and_train(folder):
         found["inside"] = str(error)
     found["shapes"] = [shape_of(model) for model in (mlp(), metric_inside())]
     found["shared"] = shared_bytes()
+    found["link"] = PipelineModel(wide(), balance="time").plan.machine.bandwidth
     limit = made_for_two_stages()
     found["shapes"].append(shape_of(wide(), memory_limit=limit))
     found["shapes"].append(shape_of(wide(), schedule="interleaved"))
@@ -324,6 +325,7 @@ def test_small_batches_and_what_needs_all_samples(tmp_path):
     assert "metrics of their own" in first["inside"]
     assert "num_replicas=2" in first["inside"]
     assert "num_stages=3 on 2 ranks" in first["ranks"]
+    assert 1e6 < first["link"] != CORE.bandwidth
     chosen, inside, limited, interleaved = first["shapes"]
     assert chosen == [1, 2, 2]
     assert inside[:2] == limited[:2] == [2, 1]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tarantella_pp.errors import ConfigurationError, UnsupportedModelError
-from tarantella_pp.keras_internals.functional import layer_metrics
 from tarantella_pp.keras_internals.training import layers_in, strategy_of
 from tarantella_pp.models.collective_model import CollectiveModel
 from tarantella_pp.partition.extraction.keras_reader import ExtractedModel
@@ -70,16 +69,6 @@ def check_strategy(model: Any) -> None:
         )
 
 
-def check_metrics_in_layers(layers: Sequence[str], num_replicas: int) -> None:
-    """Refuses metrics that replicas would each update with their own samples."""
-    if layers and num_replicas > 1:
-        raise UnsupportedModelError(
-            f"Layers {', '.join(dict.fromkeys(layers))} have metrics of their own, which each of "
-            f"the num_replicas={num_replicas} replicas would update with its own samples alone. "
-            "Pass them to `compile(metrics=...)`, or use num_replicas=1."
-        )
-
-
 def check_step_by_hand(method: str, compiled: bool) -> None:
     """Refuses steps that cannot run where they are called."""
     if not compiled:
@@ -124,10 +113,8 @@ def needs_one_replica(extracted: ExtractedModel) -> bool:
     """Whether a model is refused on several replicas, whatever the number of micro-batches."""
     graph = extracted.graph
     outputs = [graph.tensors[i].rows_per_sample for i in graph.outputs]
-    return (
-        any(rows not in (None, 1) for rows in outputs)
-        or any(layer.synchronized for layer in _batch_norms(extracted.calls))
-        or any(layer_metrics(call.operation) for call in extracted.calls)
+    return any(rows not in (None, 1) for rows in outputs) or any(
+        layer.synchronized for layer in _batch_norms(extracted.calls)
     )
 
 

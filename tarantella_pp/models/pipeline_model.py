@@ -157,9 +157,6 @@ class PipelineModel(TrainingLoops):
                 self, extracted, agreed, groups, free_schedule=free, wire_dtype=wire_dtype,
                 check_every=check_replicas,
             )  # fmt: skip
-            model_validation.check_metrics_in_layers(
-                self._engine.metrics_in_layers, groups.num_replicas
-            )
             # Weights whose results are not needed are in no stage, and the same everywhere.
             variables = {id(v): v for v in (*extracted.variables, *self.variables)}.values()
             self._model_state = VariableSync(

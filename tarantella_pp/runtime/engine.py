@@ -144,6 +144,7 @@ class Engine:
                 [extracted.calls[node] for node in boundary.nodes],
                 recompute=boundary.index in plan.recompute,
                 micro_batches=self._micro_batches,
+                num_replicas=groups.num_replicas,
             )
             for boundary in self._boundaries
             if self.placement[boundary.index] == rank
@@ -192,11 +193,6 @@ class Engine:
             has_metrics = compiled_metrics(self._model) is not None
             self._in_force = self._expected_plan(compiled_loss(self._model), has_metrics)
         return with_findings(self._in_force or self._plan, self.spec, self.fallbacks)
-
-    @property
-    def metrics_in_layers(self) -> list[str]:
-        """The names of the layers that have metrics."""
-        return self._layer_metrics.layers
 
     @property
     def prints(self) -> bool:
@@ -399,6 +395,8 @@ class Engine:
         self._forward_state.begin(batch.share, step.training)
         self._execution.run(schedule.actions[self.groups.pipeline.rank], step.rows, step)
         self._forward_state.end(batch.shares, step.training)
+        if compiled is not None and self._reports_late:
+            self._report(step.added)
 
     def _step(self, batch: Batch, compiled: Compilation, *, training: bool) -> BatchStep:
         """A step with loss and metrics."""
@@ -413,7 +411,8 @@ class Engine:
             penalty=update.regularization_loss()
             if self._sharded or self.groups.replica == 0
             else None,
-            report=self._report, update=ahead, exchange=self._replica_exchange,
+            report=None if self._reports_late else self._report,
+            update=ahead, exchange=self._replica_exchange,
             reduce=functools.partial(update.reduce, counts=not batch.share.is_spare)
             if compiled.reach_known  # and with it which weights have gradients
             else None,
@@ -505,6 +504,11 @@ class Engine:
             self._layer_metrics.take(metrics)
             logs = step.logs(losses)
         return self._log_exchange.share_logs(kind, logs)
+
+    @property
+    def _reports_late(self) -> bool:
+        """Whether what layers have measured is known only once replicas have added it up."""
+        return self._layer_metrics.exist and self.groups.num_replicas > 1
 
     def _report(self, added: tf.Tensor) -> None:
         rank = self.groups.pipeline.rank

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 
 import keras
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from keras import layers, ops
 
 from tarantella_pp.errors import StaleWeightError, UnsupportedModelError
+from tarantella_pp.models.pipeline_model import PipelineModel
 from tarantella_pp.runtime.batch.batch_step import BatchStep
 from tests.helpers.models import mlp
 from tests.helpers.mpi import mpi_run
@@ -332,6 +334,70 @@ def use_on_this_rank():
         found[f"cut {name}"] = [_plain(metric.result()) for metric in model.metrics]
         found[f"reset {name}"] = keras.tree.map_structure(_plain, reset_after_batches(model))
     return found, read_within_epochs(), see(num_stages=2, num_micro_batches=3)
+
+
+def watch_on_this_rank(stages):
+    use_float64()
+    model = make(CASES["in layers"], num_stages=stages, num_micro_batches=2)
+    found = used(model)["numbers"]
+    model.reset_metrics()
+    return [found, _plain(model.test_on_batch(X[:1], ONE_HOT[:1], return_dict=True))]
+
+
+def watch_the_largest():
+    """What is said of a maximum over samples, which does not add up, with replicas and without."""
+    use_float64()
+    found = []
+    for stages in (1, 2):
+        eye = Watched(Largest, lambda x: x, name="eye")
+        model = PipelineModel(
+            keras.Sequential([keras.Input((6,)), eye, mlp()]), stages, num_micro_batches=2
+        )
+        model.compile("sgd", "mse")
+        try:
+            found.append(model.train_on_batch(X, ONE_HOT, return_dict=True)["largest"])
+        except UnsupportedModelError as error:
+            found.append(str(error))
+    return [*watch_on_this_rank(1), found]
+
+
+class Largest(keras.metrics.Metric):
+    """The largest number seen so far, or 1."""
+
+    def __init__(self):
+        super().__init__(name="largest")
+        self.number = self.add_variable((), "ones", name="number")
+
+    def update_state(self, values):
+        self.number.assign(ops.maximum(self.number, ops.max(values)))
+
+    def result(self):
+        return self.number
+
+
+def check_replicas_in_layers(results):
+    plain = make(CASES["in layers"])
+    expected = used(plain)["numbers"]
+    plain.reset_metrics()
+    one = _plain(plain.test_on_batch(X[:1], ONE_HOT[:1], return_dict=True))
+    for found, of_one, *_ in results:
+        assert distance(expected, found) < ROUNDING
+        assert distance(one, of_one) < ROUNDING
+
+
+@pytest.mark.mpi
+def test_replicas_add_up_what_layers_have_measured():
+    results = mpi_run(2, watch_the_largest, timeout=240).check().results
+    check_replicas_in_layers(results)
+    for *_, (refused, largest) in results:
+        assert re.search("'eye'.*'largest'.*num_replicas=2", refused)
+        assert largest == pytest.approx(X.max())
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
+def test_replicas_of_two_stages_add_up_what_layers_have_measured():
+    check_replicas_in_layers(mpi_run(4, watch_on_this_rank, 2, timeout=300).check().results)
 
 
 @pytest.mark.mpi

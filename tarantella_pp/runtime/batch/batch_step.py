@@ -42,6 +42,9 @@ class BatchStep:
         reduce: Starts to add up the gradients of a bucket of a stage over the replicas. Default:
             they wait until the schedule has been run.
         progress: Moves that on.
+
+    Attributes:
+        added: What layers and regularizers of this rank add to the loss, so far.
     """
 
     def __init__(
@@ -80,7 +83,7 @@ class BatchStep:
         self._dtype = keras.config.floatx()
         self._pieces = {i: self._split(x) for i, x in batch.inputs.items()}
         self._losses: list[LossValue] = []
-        self._added = tf.zeros((), self._dtype) if penalty is None else penalty
+        self.added = tf.zeros((), self._dtype) if penalty is None else penalty
         self._report = report
         self._update = update
         self._targets: list[tuple[Any, Any]] | None = None
@@ -107,7 +110,7 @@ class BatchStep:
     def add(self, losses: tf.Tensor) -> None:
         """Takes what a stage's layers add to the loss of the whole batch."""
         if not self._batch.share.is_spare:
-            self._added += tf.reduce_sum(losses)
+            self.added += tf.reduce_sum(losses)
 
     def finish(self, micro_batch: int, results: Sequence[tf.Tensor]) -> None:
         """Takes the model's outputs, on the rank of the last stage."""
@@ -131,7 +134,7 @@ class BatchStep:
     def forwards_done(self) -> None:
         """Reports what this rank adds to the loss, while it goes on with the backward passes."""
         if self._report is not None:
-            self._report(self._added)
+            self._report(self.added)
 
     def update(self, stage: int) -> bool:
         """Updates the weights of a stage whose backward passes are done, while this rank waits."""
@@ -195,7 +198,7 @@ class BatchStep:
         losses = [tf.add_n(totals), *each]
         if not self._counts:
             losses = [tf.zeros_like(loss) for loss in losses]
-        losses[0] += self._added + tf.constant(elsewhere, self._dtype)
+        losses[0] += self.added + tf.constant(elsewhere, self._dtype)
         total, *each = self._exchange.added_up(losses)
         loss_and_metrics.metrics.finish()
         if self._by_parts:

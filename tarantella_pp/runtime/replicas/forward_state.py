@@ -1,4 +1,4 @@
-"""What forward passes write - seeds, moving statistics - as if one pipeline had run them all."""
+"""What forward passes write - seeds, statistics, metrics - as if one pipeline had run them all."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from tarantella_pp.keras_internals.functional import layer_metrics
 from tarantella_pp.keras_internals.training import layers_in, running_states
 from tarantella_pp.partition.extraction.calls import Call
 from tarantella_pp.runtime.comm.communicator import Communicator
@@ -23,7 +24,7 @@ class ForwardState:
     the replicas before it lead to, and after the step all have that of the last one. A moving
     average takes in one micro-batch after the other, `v <- a v + (1 - a) x`. What all the
     micro-batches of a replica make of it is of the same form, so the replicas' are put one after
-    the other.
+    the other. Metrics of layers get the sum of what the replicas add to them.
 
     Args:
         calls: The calls of this rank's stages.
@@ -42,7 +43,11 @@ class ForwardState:
                     for variable in part.non_trainable_variables:
                         self._statistics[id(variable)] = variable, part.momentum**times
             seeds.update({id(state): state for state in running_states(layer)})
-        self._seeds = [v for key, v in seeds.items() if key not in self._statistics]
+        metrics = [m for call in calls for m in layer_metrics(call.operation)]
+        variables = [v for metric in metrics for v in metric.variables] if peers.size > 1 else []
+        self._metrics = {id(v): v for v in variables}
+        known = {*self._statistics, *self._metrics}
+        self._seeds = [v for key, v in seeds.items() if key not in known]
         self._drawn: dict[bool, list[Array]] = {}
         self._before: list[Array] = []
 
@@ -88,9 +93,10 @@ class ForwardState:
             self._seeds, self._before, self._drawn.get(training, ()), strict=False
         ):
             seed.assign(start + drawn * np.asarray(number, start.dtype))
+        self._add_up_metrics(counts)
         if not training:
             return
-        starts = self._before[len(self._seeds) :]
+        starts = self._before[len(self._seeds) :][: len(self._statistics)]
         own = [_value(variable)[None] for variable, _ in self._statistics.values()]
         gathered = [self._peers.start_allgather([value], label="statistics") for value in own]
         for (variable, factor), start, request in zip(
@@ -103,9 +109,22 @@ class ForwardState:
                     total = factor**count * total + (theirs - factor**count * start)
             variable.assign(total.astype(values.dtype))
 
+    def _add_up_metrics(self, counts: Sequence[int]) -> None:
+        metrics = list(self._metrics.values())
+        starts = self._before[len(self._before) - len(metrics) :]
+        requests = [
+            self._peers.start_allgather([_value(variable)[None]], label="metrics of layers")
+            for variable in metrics
+        ]
+        for variable, start, request in zip(metrics, starts, requests, strict=True):
+            values = request.wait()[0]
+            added = [theirs - start for theirs, count in zip(values, counts, strict=True) if count]
+            variable.assign(sum(added, start))
+
     @property
     def _variables(self) -> list[Any]:
-        return [*self._seeds, *(variable for variable, _ in self._statistics.values())]
+        statistics = (variable for variable, _ in self._statistics.values())
+        return [*self._seeds, *statistics, *self._metrics.values()]
 
 
 def _value(variable: Any) -> Array:

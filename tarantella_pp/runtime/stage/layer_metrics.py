@@ -39,14 +39,17 @@ class StageMetrics:
 
     A call with a batch adds to a variable of a metric either a sum over samples, then calls with
     its parts add up to the same, or a mean over them or a constant, such as a count of batches.
-    Then what a part adds counts by its share of the batch. Which it is, is tried.
+    Then what a part adds counts by its share of the batch. Which it is, is tried. What replicas
+    add is added up, so it must not depend on what was there before, as a maximum does.
 
     Args:
         module: The stage's nodes.
+        num_replicas: Number of replicas, which call the layers with parts of a batch.
     """
 
-    def __init__(self, module: StageModule) -> None:
+    def __init__(self, module: StageModule, num_replicas: int = 1) -> None:
         self._module = module
+        self._num_replicas = num_replicas
         self._axes = module.boundary.axes_of(tensor.tensor for tensor in module.boundary.inputs)
         metrics = [owned for call in module.layer.calls for owned in _metrics_of(call.operation)]
         self._owned = list({id(owned.variable): owned for owned in metrics}.values())
@@ -92,7 +95,8 @@ class StageMetrics:
     ) -> tuple[list[_Owned], list[Any]]:
         """Returns what moves, but for some, and the variables among it that are means."""
         skipped = {id(owned) for owned in but}
-        start = self._after(rows, [owned.variable.numpy() for owned in self._owned], training)
+        before = [np.asarray(owned.variable.numpy()) for owned in self._owned]
+        start = self._after(rows, before, training)
         whole = self._after(rows, start, training)
         sums, means = start, start
         parts = [
@@ -108,10 +112,13 @@ class StageMetrics:
                 for old, new in zip(means, after, strict=True)
             ]
         moved, variables = [], []
-        for owned, old, new, summed, mean in zip(
-            self._owned, start, whole, sums, means, strict=True
+        for owned, first, old, new, summed, mean in zip(
+            self._owned, before, start, whole, sums, means, strict=True
         ):
-            if id(owned) in skipped or np.array_equal(old, new):
+            if id(owned) in skipped:
+                continue
+            self._require_steady(owned, first, old, new)
+            if np.array_equal(old, new):
                 continue
             moved.append(owned)
             if same(new, summed):
@@ -125,6 +132,16 @@ class StageMetrics:
                 )
             variables.append(owned.variable)
         return moved, variables
+
+    def _require_steady(self, owned: _Owned, *states: Array) -> None:
+        """Refuses, with replicas, what the same samples do not change by as much once more."""
+        before, once, twice = states
+        if self._num_replicas > 1 and not same(twice, once + (once - before)):
+            raise UnsupportedModelError(
+                f"How layer '{owned.layer}' changes its metric '{owned.metric}' depends on what it "
+                f"was, so that the num_replicas={self._num_replicas} replicas cannot add up what "
+                "each has measured. Use num_replicas=1, or pass it to `compile(metrics=...)`."
+            )
 
     def _after(
         self, inputs: Sequence[tf.Tensor], state: Sequence[Array], training: bool
@@ -146,9 +163,6 @@ class LayerMetrics:
         extracted: The model's graph and calls.
         assignment: Stage of each node.
         placement: Rank of each stage.
-
-    Attributes:
-        layers: For each variable of a metric the name of its layer.
     """
 
     def __init__(
@@ -156,13 +170,11 @@ class LayerMetrics:
     ) -> None:
         self._of_rank: dict[int, list[Any]] = {rank: [] for rank in placement}
         self._owner: dict[int, int] = {}
-        self.layers: list[str] = []
         for call, stage in zip(extracted.calls, assignment, strict=True):
             for owned in _metrics_of(call.operation):
                 if id(owned.variable) not in self._owner:
                     self._owner[id(owned.variable)] = placement[stage]
                     self._of_rank[placement[stage]].append(owned.variable)
-                    self.layers.append(owned.layer)
 
     @property
     def exist(self) -> bool:

@@ -55,6 +55,7 @@ class Stage:
         calls: The stage's calls, in topological order.
         recompute: Whether to keep a micro-batch's inputs only, and repeat its forward pass.
         micro_batches: Most micro-batches of a step.
+        num_replicas: Number of pipelines that share a batch.
 
     Attributes:
         module: What it computes with.
@@ -68,11 +69,12 @@ class Stage:
         calls: Sequence[Call],
         recompute: bool = False,
         micro_batches: int = 1,
+        num_replicas: int = 1,
     ) -> None:
         self._recompute = recompute
         self.boundary = boundary
         self.module = StageModule(boundary, calls, micro_batches)
-        self._metrics = StageMetrics(self.module)
+        self._metrics = StageMetrics(self.module, num_replicas)
         self.probe = StageProbe(self.module)
         self.fallback: str | None = None
         self._specs: list[tf.TensorSpec] = []

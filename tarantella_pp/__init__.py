@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     )
     from tarantella_pp.models.data_parallel_model import Model as Model
     from tarantella_pp.models.data_parallel_model import Sequential as Sequential
+    from tarantella_pp.models.deferred_init import deferred_init as deferred_init
     from tarantella_pp.models.make_plan import make_plan as make_plan
     from tarantella_pp.models.pipeline_model import PipelineModel as PipelineModel
     from tarantella_pp.models.ranks import barrier as barrier
@@ -50,6 +51,7 @@ _HOME = {
     "allreduce": "tarantella_pp.models.custom_loops.tensor_collectives",
     "barrier": "tarantella_pp.models.ranks",
     "broadcast_variables": "tarantella_pp.models.custom_loops.tensor_collectives",
+    "deferred_init": "tarantella_pp.models.deferred_init",
     "get_master_rank": "tarantella_pp.models.ranks",
     "get_rank": "tarantella_pp.models.ranks",
     "get_size": "tarantella_pp.models.ranks",
@@ -74,6 +76,7 @@ __all__ = [
     "barrier",
     "broadcast_variables",
     "callbacks",
+    "deferred_init",
     "errors",
     "get_master_rank",
     "get_rank",

@@ -135,6 +135,14 @@ def test_no_two_files_and_no_two_classes_share_a_name() -> None:
     assert [name for name, n in classes.items() if n > 1] == []
 
 
+def test_no_two_kinds_of_messages_share_a_tag() -> None:
+    text = "\n".join(file.read_text(encoding="utf-8") for file in sorted(PACKAGE.rglob("*.py")))
+    lines = re.findall(r"^((?:_\w*TAG(?:, )?)+) = ([\d, ]+)$", text, re.MULTILINE)
+    tags = Counter(tag for _, numbers in lines for tag in numbers.split(", "))
+    assert len(tags) > 10
+    assert {tag: count for tag, count in tags.items() if count > 1} == {}
+
+
 def test_one_file_imports_mpi4py() -> None:
     users = [name_of(file) for file in FILES if "mpi4py" in packages(file)]
     assert users == ["runtime/comm/communicator"]

@@ -6,15 +6,18 @@ version of Keras has changed.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import keras
 import numpy as np
+import tensorflow as tf
+from keras.src.backend.common import global_state
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 from keras.src.legacy.saving import legacy_h5_format
 from keras.src.saving import saving_lib
@@ -209,6 +212,61 @@ def forget_functions(model: Any) -> None:
     for layer in model._flatten_layers():
         if isinstance(layer, keras.Model):
             layer.train_function = layer.test_function = layer.predict_function = None
+
+
+def drop_value(variable: Any) -> None:
+    """Gives back the memory of a variable; its TensorFlow variable stays the same.
+
+    What has captured that one, a traced function of another model for example, has the true value
+    again after `give_value`, and fails for its shape before.
+    """
+    tf.raw_ops.AssignVariableOp(
+        resource=variable._value.handle,
+        value=tf.zeros([0], variable._value.dtype),
+        validate_shape=False,
+    )
+
+
+def give_value(variable: Any, value: Any) -> None:
+    """Gives a variable without one a value of its shape."""
+    value = tf.cast(tf.convert_to_tensor(value), variable._dtype)
+    if variable._value is None:
+        variable._initializer = None
+        variable._initialize(value)
+    else:
+        handle = variable._value.handle
+        tf.raw_ops.AssignVariableOp(resource=handle, value=value, validate_shape=False)
+
+
+def initialize(variable: Any) -> None:
+    """Gives a variable that was made without a value the one that its initializer gives."""
+    variable._deferred_initialize()
+
+
+def initializer_of(variable: Any) -> Any:
+    """What a variable without a value is to begin with; `None` if it has begun."""
+    return variable._initializer
+
+
+@contextlib.contextmanager
+def variables_without_values(made: list[Any]) -> Iterator[dict[int, Any]]:
+    """Lets variables be made that have shapes and initializers, but no memory.
+
+    Args:
+        made: Where they are put in the end, in the order in which they were made.
+
+    Returns:
+        What has been assigned meanwhile, which is lost.
+    """
+    name = "uninitialized_variables"
+    before = global_state.get_global_attribute(name, [])
+    global_state.set_global_attribute(name, [])
+    try:
+        with keras.StatelessScope(initialize_variables=False) as scope:
+            yield scope.state_mapping
+    finally:  # or the next scope to end gives them their memory
+        made += global_state.get_global_attribute(name, [])
+        global_state.set_global_attribute(name, before)
 
 
 def needs_only_shapes() -> bool:

@@ -26,7 +26,12 @@ from tarantella_pp.runtime.comm.collective import (
     digest,
 )
 from tarantella_pp.runtime.one_rank import on_one_rank
-from tarantella_pp.runtime.state.remote_variables import refuse_stale
+from tarantella_pp.runtime.state.remote_variables import (
+    only_own_assigned,
+    read_with,
+    refuse_stale,
+)
+from tarantella_pp.runtime.state.value_stream import ValueStream
 
 if TYPE_CHECKING:
     from tarantella_pp.runtime.engine import Engine
@@ -126,7 +131,7 @@ class CollectiveModel(keras.Model):
         engine = self._engine
         with engine.communicator.call("pickle or copy"):
             self._model_state.gather()
-            optimizer = self._whole_optimizer()
+            optimizer = self._optimizer_state and self._optimizer_state.whole()
             with tempfile.TemporaryDirectory() as folder:
                 path = Path(folder) / "model.keras"
                 write_plain(engine.extracted, self._config(optimizer), optimizer, path)
@@ -166,13 +171,12 @@ class CollectiveModel(keras.Model):
                 "formats load that file with `keras.saving.load_model` in one process."
             )
         self._refuse_existing(path, overwrite)
-        self._model_state.gather()
-        optimizer = self._whole_optimizer(engine.prints) if include_optimizer else None
 
-        def write(draft: Path) -> None:
+        def write(draft: Path, state: Any) -> None:
+            optimizer = state if include_optimizer else None
             write_plain(engine.extracted, self._config(optimizer), optimizer, draft)
 
-        self._on_last_rank("save", lambda: replace_file(path, write))
+        self._on_last_rank("save", replace_file, path, write)
 
     @collective("filepath", "overwrite", "max_shard_size")
     def save_weights(
@@ -194,14 +198,13 @@ class CollectiveModel(keras.Model):
         engine = self._engine
         path = _path(filepath)
         self._refuse_existing(path, overwrite)
-        self._model_state.gather()
-        plain = plain_model(engine.extracted, self._whole_optimizer(engine.prints))
-        replace = replace_file if max_shard_size is None else replace_shards
 
-        def write(draft: Path) -> None:
+        def write(draft: Path, state: Any) -> None:
+            plain = plain_model(engine.extracted, state)
             plain.save_weights(draft, max_shard_size=max_shard_size)
 
-        self._on_last_rank("save_weights", lambda: replace(path, write))
+        replace = replace_file if max_shard_size is None else replace_shards
+        self._on_last_rank("save_weights", replace, path, write)
 
     @collective("skip_mismatch", contents=lambda given: contents_of(given["filepath"]))
     def load_weights(
@@ -220,7 +223,8 @@ class CollectiveModel(keras.Model):
         state = self._optimizer_state
         optimizer = None if state is None else state.receiver()
         plain = plain_model(self._engine.extracted, optimizer)
-        plain.load_weights(filepath, skip_mismatch=skip_mismatch, **kwargs)
+        with only_own_assigned():
+            plain.load_weights(filepath, skip_mismatch=skip_mismatch, **kwargs)
 
     def _refuse_existing(self, path: Path, overwrite: bool) -> None:
         """Refuses, on all ranks, to replace a file that must not be replaced."""
@@ -232,14 +236,33 @@ class CollectiveModel(keras.Model):
                 "overwrite=True."
             )
 
-    def _on_last_rank(self, what: str, write: Callable[[], None]) -> None:
-        """Lets the rank that writes files do so; all others wait for it."""
-        communicator = self._engine.communicator
-        on_one_rank(communicator, communicator.size - 1, what, write)
+    def _on_last_rank(
+        self,
+        what: str,
+        replace: Callable[[Path, Callable[[Path], None]], None],
+        path: Path,
+        write: Callable[[Path, Any], None],
+    ) -> None:
+        """Lets the last rank write a file, while the others hand it values one at a time.
 
-    def _whole_optimizer(self, keep: bool = True) -> Any:
-        """The optimizer of the whole model, to save, on ranks that keep it; or `None`."""
-        return None if self._optimizer_state is None else self._optimizer_state.whole(keep)
+        Args:
+            what: The method, for the error.
+            replace: Puts new files in the place of older ones.
+            path: The file.
+            write: Writes it to a path, given what to save as the optimizer; or `None`.
+        """
+        communicator = self._engine.communicator
+        last = communicator.size - 1
+        stream = ValueStream(communicator, last)
+        read = self._model_state.reader(stream)
+        state = self._optimizer_state and self._optimizer_state.streamed(stream)
+
+        def work() -> None:
+            with stream.open(), read_with(read):
+                replace(path, lambda draft: write(draft, state))
+
+        stream.serve()
+        on_one_rank(communicator, last, what, work)
 
     def _config(self, optimizer: Any = True) -> dict[str, Any]:
         """Describes the wrapped model, with its compilation if there is an optimizer."""

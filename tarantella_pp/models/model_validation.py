@@ -15,6 +15,7 @@ from tarantella_pp.models.collective_model import CollectiveModel
 from tarantella_pp.partition.extraction.keras_reader import ExtractedModel
 from tarantella_pp.partition.graph.layer_graph import LayerGraph
 from tarantella_pp.partition.options import checked_count
+from tarantella_pp.runtime.state.remote_variables import is_stale
 
 _OWN_STEPS = ("train_step", "test_step", "predict_step", "compute_loss", "compute_metrics")
 
@@ -167,3 +168,12 @@ def _batch_norms(calls: Iterable[Any]) -> list[Any]:
         if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable
     )
     return list(dict.fromkeys(found))
+
+
+def check_deferred(model: Any, balance: str | None) -> None:
+    """Refuses to measure a model that has no weights yet."""
+    if balance == "time" and any(map(is_stale, model.variables)):
+        raise ConfigurationError(
+            f"balance='time' runs model '{model.name}' on rank 0, which does not have all of its "
+            "weights. Use balance='flops', or a plan made beforehand of a model with weights."
+        )

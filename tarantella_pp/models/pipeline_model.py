@@ -20,6 +20,7 @@ from tarantella_pp.keras_internals.training import compile_loss
 from tarantella_pp.models import compile_validation, model_validation
 from tarantella_pp.models.agreed_plan import agreed_plan
 from tarantella_pp.models.data_adapter import predict_function, step_function
+from tarantella_pp.models.deferred_init import deferred_init, initial_values
 from tarantella_pp.models.training_loops import TrainingLoops
 from tarantella_pp.partition.extraction.keras_reader import extract
 from tarantella_pp.partition.options import checked_count
@@ -51,7 +52,9 @@ class PipelineModel(TrainingLoops):
 
     Args:
         model: The Functional or Sequential model. It is neither copied nor changed, but its
-            layers hold the weights that are trained.
+            layers hold the weights that are trained. Or a function without arguments that builds
+            one, which is called under `deferred_init()`: no rank ever has more weights than those
+            of its own stages.
         num_stages: Number of pipeline stages. Default: that of a schedule of your own, of several
             memory limits or, in one process, 1; otherwise stages x replicas are those of all
             shapes with which a step of `batch_size` samples is fastest within the limit, by
@@ -118,6 +121,9 @@ class PipelineModel(TrainingLoops):
         check_replicas: int | None = None,
     ) -> None:
         model_validation.check_backend()
+        if not isinstance(model, keras.Model) and callable(model):
+            with deferred_init():
+                model = model()
         model_validation.check_model(model)
         model_validation.check_strategy(model)
         model_validation.check_subclass(type(self), PipelineModel)
@@ -125,6 +131,7 @@ class PipelineModel(TrainingLoops):
         if check_replicas is not None:
             check_replicas = checked_count("check_replicas", check_replicas)
         communicator = world()
+        model_validation.check_deferred(model, balance)
         extracted = extract(model)
         read_schedule(schedule or "1f1b")  # refuses, on all ranks, what is none
         given = {
@@ -140,6 +147,7 @@ class PipelineModel(TrainingLoops):
         }
         facts = {**given, "plan": plan is not None, "wire_dtype": wire_dtype}
         facts |= {"check_replicas": check_replicas, "compiled model": model.compiled}
+        facts |= {"initial values": initial_values(model)}
         with communicator.call("PipelineModel", **facts):
             agreed = agreed_plan(extracted, communicator, given, plan)
             replicas = model_validation.replicas_of(

@@ -213,7 +213,7 @@ class Engine:
         recorder, update = self._execution.recorder, compiled.update
         with self._whole_or_nothing():
             self._rehearse(batch, training=True)
-        self.clock.steps += 1
+        self.clock.advance()
         with self._whole_or_nothing(), recorder.step():
             step = self._step(batch, compiled, training=True)
             schedule = self._schedule(self._training_spec(step, compiled), len(step.pieces.sizes))
@@ -265,7 +265,7 @@ class Engine:
             self._rehearse(batch, training=False)
             if self._layer_metrics.exist:
                 self._metrics_differ = True
-                self._metrics_clock.steps += 1
+                self._metrics_clock.advance()
             self._run(self._schedule(None, len(step.pieces.sizes)), batch, step)
             parts = step.whole_results() if self._log_exchange.is_source else ()
             results = self._log_exchange.share_tensors(parts)
@@ -293,7 +293,7 @@ class Engine:
 
     def publish_weights(self) -> None:
         """Makes known to other ranks that weights have changed behind a step; all must call it."""
-        self.clock.steps += 1
+        self.clock.advance()
         if self._updated is not None:
             self._updated.spread()
         self._ties.publish()
@@ -497,7 +497,7 @@ class Engine:
 
     def _share_logs(self, kind: str, step: BatchStep) -> dict[str, Any]:
         self._metrics_differ = True
-        self._metrics_clock.steps += 1
+        self._metrics_clock.advance()
         logs: Mapping[str, Any] = {}
         if self._log_exchange.is_source:
             losses, metrics = self._log_exchange.reports(self._layer_metrics.size)

@@ -21,7 +21,9 @@ from tarantella_pp.keras_internals.state import (
     trained_by,
 )
 from tarantella_pp.runtime.comm.collective import digest
+from tarantella_pp.runtime.comm.communicator import TensorSpec
 from tarantella_pp.runtime.state.trainers import Trainers
+from tarantella_pp.runtime.state.value_stream import ValueStream
 
 _Array = np.ndarray[Any, Any]
 
@@ -83,31 +85,47 @@ class OptimizerState:
         finalize_only(self._optimizer, self._own, self._finalized)
         self._held()
 
-    def whole(self, keep: bool = True) -> Any:
+    def whole(self) -> Any:
         """Brings all slots together; takes all ranks.
-
-        Args:
-            keep: Whether this rank needs them.
 
         Returns:
             An optimizer to save: what Keras writes of it is what it writes of the optimizer of
-            the whole model. `None` if this rank does not need it.
+            the whole model.
         """
         if self._communicator.size == 1:
             return self._optimizer
+        held, specs = self._all_specs()
+        values = [self._value(i, held, spec) for i, spec in enumerate(specs)]
+        return self._stand_in(values.__getitem__)
+
+    def streamed(self, stream: ValueStream) -> Any:
+        """As `whole`, but slots are read when Keras writes them; takes all ranks.
+
+        Args:
+            stream: What they are read through.
+        """
+        if self._communicator.size == 1:
+            return self._optimizer
+        held, specs = self._all_specs()
+        read = stream.add(lambda number: np.array(held[number].numpy()))
+
+        def value(number: int) -> _Array:
+            owner = self._communicator.world_ranks[self._source(self._slots[number].positions)]
+            return read(owner, number, specs[number])
+
+        return self._stand_in(value)
+
+    def _all_specs(self) -> tuple[dict[int, Any], list[TensorSpec]]:
+        """This rank's slots, and what all of the whole optimizer look like."""
         self.build()
         held = self._held()
-        shapes: dict[int, Any] = {}
+        specs: dict[int, TensorSpec] = {}
         for theirs in self._communicator.allgather_json(
             {str(i): [list(variable.shape), variable.dtype] for i, variable in held.items()}
         ):
-            shapes.update({int(i): described for i, described in theirs.items()})
-        values = []
-        for i in range(len(self._slots)):
-            value = self._value(i, held, *shapes[i])
-            if keep:
-                values.append(value)
-        return self._stand_in(values) if keep else None
+            for i, (shape, dtype) in theirs.items():
+                specs[int(i)] = TensorSpec(tuple(shape), tf.as_dtype(dtype).as_numpy_dtype)
+        return held, [specs[i] for i in range(len(self._slots))]
 
     def receiver(self) -> Any:
         """An optimizer that keeps of what it loads this rank's share; takes all ranks.
@@ -119,9 +137,9 @@ class OptimizerState:
         name = self._optimizer.name
         if not self._communicator.broadcast_json(self._optimizer.built, self._source([])):
             variables = dict(enumerate(self._optimizer.variables))
-            return _StandIn(name, len(variables), receivers=variables)
+            return _StandIn(name, range(len(variables)), receivers=variables)
         self.build()
-        return _StandIn(name, len(self._slots), receivers=self._held())
+        return _StandIn(name, range(len(self._slots)), receivers=self._held())
 
     def _agreed(self, weights: Sequence[Any]) -> list[Place]:
         """Divides the optimizer, in the same way on all ranks."""
@@ -179,13 +197,13 @@ class OptimizerState:
             )
         return held
 
-    def _value(self, number: int, held: Mapping[int, Any], shape: list[int], dtype: str) -> _Array:
+    def _value(self, number: int, held: Mapping[int, Any], spec: TensorSpec) -> _Array:
         """The value of a slot, from the rank that trains with it."""
         root = self._source(self._slots[number].positions)
         if root == self._communicator.rank:
             value = np.array(held[number].numpy())  # a scalar would be no array
         else:
-            value = np.empty(shape, tf.as_dtype(dtype).as_numpy_dtype)
+            value = np.empty(spec.shape, spec.dtype)
         self._communicator.broadcast(value, root)
         return value
 
@@ -193,22 +211,22 @@ class OptimizerState:
         """The rank with the values of a slot; one that serves no single weight is on several."""
         return self._ranks[positions[0] if positions else 0] if self._ranks else 0
 
-    def _stand_in(self, values: Sequence[_Array]) -> _StandIn:
-        parts: dict[tuple[int, str], list[_Array]] = {}
-        for place, value in zip(self._slots, values, strict=True):
-            parts.setdefault((place.part, place.part_class), []).append(value)
+    def _stand_in(self, value_of: Callable[[int], _Array]) -> _StandIn:
+        parts: dict[tuple[int, str], list[int]] = {}
+        for number, place in enumerate(self._slots):
+            parts.setdefault((place.part, place.part_class), []).append(number)
         wraps = scales_dynamically(self._optimizer)
         inner = [
-            type(name, (_StandIn,), {})(name, len(own), values=own)
+            type(name, (_StandIn,), {})(name, own, value_of)
             for (part, name), own in parts.items()
             if part > wraps
         ]
+        name, numbers = self._optimizer.name, range(len(self._slots))
         if not wraps:
-            return _StandIn(self._optimizer.name, len(values), values=values, inner=inner)
-        pairs = zip(self._slots, values, strict=True)
-        wrapped = [value for place, value in pairs if place.part]
-        found = _StandIn(self._optimizer.name, len(values), values=values)
-        found.inner_optimizer = _StandIn("wrapped", len(wrapped), values=wrapped, inner=inner)
+            return _StandIn(name, numbers, value_of, inner=inner)
+        wrapped = [number for number in numbers if self._slots[number].part]
+        found = _StandIn(name, numbers, value_of)
+        found.inner_optimizer = _StandIn("wrapped", wrapped, value_of, inner=inner)
         return found
 
 
@@ -217,8 +235,8 @@ class _StandIn(keras.optimizers.Optimizer):  # type: ignore[misc]
 
     Args:
         name: Name of the optimizer.
-        size: Number of its slots.
-        values: Their values, to save.
+        slots: The numbers of its slots.
+        value_of: Returns the value of a slot, to save.
         receivers: The slots to load, by number.
         inner: Stand-ins of the optimizers in it, which Keras saves once more by themselves.
     """
@@ -226,29 +244,30 @@ class _StandIn(keras.optimizers.Optimizer):  # type: ignore[misc]
     def __init__(
         self,
         name: str,
-        size: int,
-        values: Sequence[_Array] = (),
+        slots: Sequence[int],
+        value_of: Callable[[int], _Array] | None = None,
         receivers: Mapping[int, Any] | None = None,
         inner: Sequence[_StandIn] = (),
     ) -> None:
         super().__init__(learning_rate=0.0, name=name)
-        self._size = size
-        self._values = tuple(values)
+        self._slots = slots
+        self._value_of = value_of
         self._receivers = tuple((receivers or {}).items())
         self.optimizers = list(inner)
 
     def save_own_variables(self, store: Any) -> None:
         """Writes all slots."""
-        for i, value in enumerate(self._values):
-            store[str(i)] = value
+        if self._value_of is not None:
+            for i, number in enumerate(self._slots):
+                store[str(i)] = self._value_of(number)
 
     def load_own_variables(self, store: Any) -> None:
         """Takes over the slots of this rank, if there are as many as there should be."""
         count = len(store.keys())
-        if count != self._size:
+        if count != len(self._slots):
             warnings.warn(
-                f"Optimizer '{self.name}' keeps its state: it has {self._size} variables, the file "
-                f"has {count}.",
+                f"Optimizer '{self.name}' keeps its state: it has {len(self._slots)} variables, "
+                f"the file has {count}.",
                 stacklevel=2,
             )
             return

@@ -1,16 +1,30 @@
-"""Variables that other ranks train: their value here is read only while it is the true one."""
+"""Variables that other ranks train: their value here is read only while it is the true one.
+
+When it is no longer true, its memory is given back: a rank keeps the weights of its own stages::
+
+    wrapped         step             get_weights()      step
+    true value  ->  none, refuses -> true value     ->  none, refuses
+                    `- while rank 3 writes a file, it reads the value from the owner
+"""
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
+import numpy as np
 
 from tarantella_pp.errors import StaleWeightError
-from tarantella_pp.keras_internals.state import needs_only_shapes
+from tarantella_pp.keras_internals.state import (
+    drop_value,
+    give_value,
+    initialize,
+    initializer_of,
+    needs_only_shapes,
+)
 
 OF_WEIGHTS = (
     "Weight '{path}' is trained on another rank, and its value on this one is out of date. Call "
@@ -22,6 +36,14 @@ OF_METRICS = (
     "date. Take results from the `logs` that callbacks get and steps by hand return, the same on "
     "every rank; when an epoch or an evaluation has ended, every rank has the metrics, too."
 )
+
+
+OF_DEFERRED = (
+    "Weight '{path}' was made under `deferred_init()` and has no value. Wrap its model in a "
+    "PipelineModel: that gives each rank the values of its own stages."
+)
+NEVER = -1
+"""When a variable had its true value, if it has not had it yet."""
 
 
 class Clock:
@@ -37,6 +59,23 @@ class Clock:
     def __init__(self, message: str = OF_WEIGHTS) -> None:
         self.message = message
         self.steps = 0
+        self._readable: dict[int, _Remote] = {}
+
+    def advance(self) -> None:
+        """Counts a step: what other ranks train is out of date here, and needs no memory."""
+        self.steps += 1
+        for variable in self._readable.values():
+            variable.drop()
+        self._readable.clear()
+
+    def follows(self, variable: _Remote) -> None:
+        """Takes note of a variable that has its true value until the next step.
+
+        Args:
+            variable: A variable of this clock.
+        """
+        variable._seen[self] = self.steps
+        self._readable[id(variable)] = variable
 
 
 @contextlib.contextmanager
@@ -49,7 +88,35 @@ def only_traced() -> Iterator[None]:
         _traced.reset(before)
 
 
+@contextlib.contextmanager
+def read_with(read: Callable[[Any], Any]) -> Iterator[None]:
+    """Lets stale variables be read, one at a time, from where their true value is.
+
+    Args:
+        read: Returns the true value of a variable.
+    """
+    before = _reader.set(read)
+    try:
+        yield
+    finally:
+        _reader.reset(before)
+
+
+@contextlib.contextmanager
+def only_own_assigned() -> Iterator[None]:
+    """Lets what is assigned to variables of other ranks go: these are assigned the same."""
+    before = _only_own.set(True)
+    try:
+        yield
+    finally:
+        _only_own.reset(before)
+
+
 _traced = contextvars.ContextVar("_traced", default=False)
+_only_own = contextvars.ContextVar("_only_own", default=False)
+_reader: contextvars.ContextVar[Callable[[Any], Any] | None] = contextvars.ContextVar(
+    "_reader", default=None
+)
 
 
 def make_remote(variable: Any, clock: Clock) -> None:
@@ -61,10 +128,54 @@ def make_remote(variable: Any, clock: Clock) -> None:
         variable: A Keras variable that this rank does not use.
         clock: That of the pipeline. A variable may be one of several pipelines.
     """
+    _become_remote(variable)
+    if variable.is_stale:
+        variable._seen.pop(_UNBORN, None)
+        variable._seen[clock] = NEVER
+    else:
+        clock.follows(variable)
+
+
+def make_deferred(variable: Any) -> None:
+    """Lets a variable that was made without a value refuse to be read.
+
+    Args:
+        variable: A Keras variable.
+    """
+    _become_remote(variable)
+    variable._has_memory = False
+    variable._seen[_UNBORN] = NEVER
+
+
+def initialize_deferred(variable: Any) -> None:
+    """Gives a variable that was made without a value its first one.
+
+    Args:
+        variable: The variable.
+
+    Raises:
+        StaleWeightError: If it was not made so.
+    """
+    if initializer_of(variable) is None:
+        raise _error(variable)
+    initialize(variable)
+    variable.has_true_value()
+
+
+def keep_memory(variable: Any) -> None:
+    """Has a variable keep its memory, though it may be a remote one of another pipeline.
+
+    Args:
+        variable: A Keras variable that a stage of this rank uses.
+    """
+    variable._used_here = True
+
+
+def _become_remote(variable: Any) -> None:
     if not isinstance(variable, _Remote):
         variable._seen = {}
+        variable._has_memory = True
         variable.__class__ = _remote_kind(type(variable))
-    variable._seen[clock] = clock.steps
 
 
 def is_stale(variable: Any) -> bool:
@@ -82,7 +193,7 @@ def refuse_stale(model: Any) -> None:
         StaleWeightError: If another rank has trained one of its weights.
     """
     for variable in model.variables:
-        if is_stale(variable):
+        if is_stale(variable) and _reader.get() is None:
             raise _error(variable)
 
 
@@ -90,6 +201,8 @@ class _Remote(keras.Variable):  # type: ignore[misc]
     """A variable whose value is on another rank."""
 
     _seen: dict[Clock, int]
+    _has_memory: bool
+    _used_here: bool
 
     @property
     def is_stale(self) -> bool:
@@ -108,14 +221,39 @@ class _Remote(keras.Variable):  # type: ignore[misc]
             StaleWeightError: If it is no longer the true one.
         """
         if self.is_stale and not _traced.get() and not needs_only_shapes():
-            raise _error(self)
+            read = _reader.get()
+            if read is None:
+                raise _error(self)
+            return read(self)
         return super().value
 
     def assign(self, value: Any) -> Any:
         """Takes over a value, which is the true one from now on."""
-        assigned = super().assign(value)
-        self._seen.update({clock: clock.steps for clock in self._seen})
-        return assigned
+        if tuple(np.shape(value)) != tuple(self.shape):
+            return super().assign(value)  # which says what is wrong
+        if _only_own.get() and not hasattr(self, "_used_here"):
+            self.drop()
+            self._seen = dict.fromkeys(self._seen, NEVER)
+            return value
+        if self._has_memory:
+            super().assign(value)
+        else:
+            give_value(self, value)
+        self.has_true_value()
+        return value
+
+    def has_true_value(self) -> None:
+        """Takes note that the value is the true one by now."""
+        self._has_memory = True
+        self._seen.pop(_UNBORN, None)
+        for clock in self._seen:
+            clock.follows(self)
+
+    def drop(self) -> None:
+        """Gives the memory back, unless a stage of this rank uses it."""
+        if self._has_memory and not hasattr(self, "_used_here"):
+            drop_value(self)
+            self._has_memory = False
 
     def __repr__(self) -> str:
         if not self.is_stale:
@@ -129,6 +267,7 @@ def _error(variable: Any) -> StaleWeightError:
     return StaleWeightError(next(variable.passed()).message.format(path=variable.path))
 
 
+_UNBORN = Clock(OF_DEFERRED)
 _KINDS: dict[type, type] = {}
 
 

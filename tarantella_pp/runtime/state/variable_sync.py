@@ -7,15 +7,18 @@ from typing import Any
 
 import numpy as np
 
-from tarantella_pp.runtime.comm.communicator import Communicator
-from tarantella_pp.runtime.comm.tensor_buffers import variable_dtype
+from tarantella_pp.runtime.comm.communicator import Communicator, TensorSpec
+from tarantella_pp.runtime.comm.tensor_buffers import to_tensor, variable_dtype
 from tarantella_pp.runtime.replicas.process_groups import ProcessGroups
 from tarantella_pp.runtime.state.owners import Owners
 from tarantella_pp.runtime.state.remote_variables import (
     Clock,
+    initialize_deferred,
     is_stale,
+    keep_memory,
     make_remote,
 )
+from tarantella_pp.runtime.state.value_stream import ValueStream
 
 
 class VariableSync:
@@ -48,17 +51,25 @@ class VariableSync:
             ranks = owners.ranks(variable)
             if communicator.rank in ranks:
                 self._used.append(i)
+                keep_memory(variable)
             elif ranks:
                 make_remote(variable, clock)
 
     def start_alike(self) -> None:
         """Gives every rank the first rank's values: initial weights and seeds.
 
-        Where another pipeline has trained a variable, it gives the true value.
+        Where another pipeline has trained a variable, it gives the true value. Variables that were
+        made without values get them on the ranks that use them, the same everywhere.
         """
-        self._share(lambda variable: 0)
-        for variable in self._variables:
-            broadcast_variable(variable, 0, self._peers)
+        everywhere = self._communicator.allgather_json(self._stale())
+        deferred = set(everywhere[0]).intersection(*everywhere[1:])
+        for i in deferred:
+            if i in self._used or not self._owners.ranks(self._variables[i]):
+                initialize_deferred(self._variables[i])
+        self._share(lambda variable: 0, set(range(len(self._variables))) - deferred)
+        for i, variable in enumerate(self._variables):
+            if i not in deferred or i in self._used:
+                broadcast_variable(variable, 0, self._peers)
 
     def gather(self) -> None:
         """Gives every rank the value of each variable from the rank that trains it."""
@@ -73,12 +84,34 @@ class VariableSync:
         if any(everywhere):
             self._share(self._owners.owner, set().union(*everywhere))
 
+    def reader(self, stream: ValueStream) -> Callable[[Any], Any]:
+        """Lets a rank read variables that it has not, one at a time; all ranks must call it.
+
+        Args:
+            stream: What values are read through.
+
+        Returns:
+            What returns the true value of a variable, for `read_with`.
+        """
+        self.refresh()
+        numbers = {id(variable): i for i, variable in enumerate(self._variables)}
+        read = stream.add(lambda number: _value(self._variables[number]))
+
+        def read_variable(variable: Any) -> Any:
+            owner = self._communicator.world_ranks[self._owners.owner(variable)]
+            spec = TensorSpec(tuple(variable.shape), variable_dtype(variable))
+            return to_tensor(read(owner, numbers[id(variable)], spec))
+
+        return read_variable
+
+    def _stale(self) -> list[int]:
+        return [i for i, variable in enumerate(self._variables) if is_stale(variable)]
+
     def _share(self, root_of: Callable[[Any], int], which: Iterable[int] | None = None) -> None:
         """Gives all ranks values, of some variables or of all, from a rank that has true ones."""
         if self._communicator.size == 1:
             return
-        stale = [i for i, variable in enumerate(self._variables) if is_stale(variable)]
-        everywhere = self._communicator.allgather_json(stale)
+        everywhere = self._communicator.allgather_json(self._stale())
         for i in range(len(self._variables)) if which is None else sorted(which):
             variable = self._variables[i]
             true = [rank for rank, theirs in enumerate(everywhere) if i not in theirs]
@@ -98,9 +131,13 @@ def broadcast_variable(variable: Any, root: int, ranks: Communicator) -> None:
     if ranks.size == 1:
         return
     if ranks.rank == root:
-        value = np.array(variable.numpy())  # a scalar would be no array
+        value = _value(variable)
     else:  # where it may not be read
         value = np.empty(tuple(variable.shape), variable_dtype(variable))
     ranks.broadcast(value, root)
     if ranks.rank != root:
         variable.assign(value)
+
+
+def _value(variable: Any) -> np.ndarray[Any, Any]:
+    return np.array(variable.numpy())  # a scalar would be no array

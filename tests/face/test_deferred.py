@@ -1,0 +1,228 @@
+"""Each rank keeps the weights of its own stages, from the start or from the first step on."""
+
+from __future__ import annotations
+
+import random
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+from tarantella_pp.errors import ConfigurationError, StaleWeightError, UnsupportedModelError
+from tarantella_pp.models.deferred_init import deferred_init
+from tarantella_pp.models.pipeline_model import PipelineModel
+from tarantella_pp.runtime.comm.communicator import world
+from tests.helpers.models import dropout, residual_cnn, tied_head
+from tests.helpers.mpi import mpi_run
+from tests.helpers.training import (
+    IDS,
+    LABELS,
+    X,
+    Y,
+    distance,
+    floats,
+    integers,
+    sgd,
+    use_float64,
+)
+
+pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("float64")]
+
+BITS = 1e-13
+QUIET = {"batch_size": 8, "epochs": 2, "shuffle": False, "verbose": 0}
+
+
+def all_kinds():
+    """A model with initializers, states and seeds of many kinds."""
+    ids = keras.Input((5,), dtype="int32")
+    x = layers.Embedding(6, 8, mask_zero=True)(ids)
+    x = layers.MultiHeadAttention(2, 4)(x, x)
+    x = layers.LSTM(7, recurrent_initializer="orthogonal", return_sequences=True)(x)
+    x = layers.LayerNormalization()(x)
+    x = layers.Dropout(0.3)(x)
+    x = layers.Dense(6, kernel_initializer=keras.initializers.HeNormal(seed=3))(x)
+    x = layers.Normalization(mean=0.5, variance=2.0)(x)
+    return keras.Model(ids, layers.Dense(3, bias_initializer="ones")(layers.Flatten()(x)))
+
+
+def tied_loss():
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+CASES = {
+    "all kinds": (all_kinds, IDS, Y, lambda: "mse"),
+    "cnn": (residual_cnn, floats(6, 6, 2), LABELS, lambda: "sparse_categorical_crossentropy"),
+    "tied": (tied_head, IDS, integers(6, 5, seed=8), tied_loss),
+    "dropout": (dropout, X, Y, lambda: "mse"),
+}
+
+
+def trained(build, x, y, loss, wrap):
+    keras.utils.set_random_seed(1)
+    model = wrap(build)
+    model.compile(keras.optimizers.AdamW(1e-2, use_ema=True), loss())
+    told = model.fit(x, y, **QUIET)
+    return [told.history["loss"], [w.tolist() for w in model.get_weights()]]
+
+
+def piped(model, **options):
+    options = {"num_stages": 2, "num_micro_batches": 2, "balance": "memory", **options}
+    return PipelineModel(model, **options)
+
+
+def in_scope(build):
+    with deferred_init():
+        model = build()
+    assert all(v._value is None for v in model.variables)
+    return piped(model)
+
+
+@pytest.mark.parametrize("name", ["all kinds", pytest.param("tied", marks=pytest.mark.slow)])
+def test_weights_that_come_late_are_the_same(name):
+    usual = trained(*CASES[name], lambda build: piped(build()))
+    assert trained(*CASES[name], piped) == usual
+    assert trained(*CASES[name], in_scope) == usual
+
+
+def held_bytes(model):
+    """The memory of a model's variables on this rank."""
+    found = [v._value.read_value() for v in model.variables if v._value is not None]
+    return sum(int(np.prod(t.shape)) * t.dtype.size for t in found)
+
+
+def everything(folder):
+    use_float64()
+    rank, size = world().rank, world().size
+    found = {"files": {}}
+    random.seed(rank)  # ranks need not begin alike
+    for name, case in CASES.items():
+        found[name] = [trained(*case, wrap) for wrap in (lambda b: piped(b()), piped, in_scope)]
+    found["refused"] = refusals()
+    build, x, y, loss = CASES["all kinds"]
+    keras.utils.set_random_seed(1)
+    model = piped(build)
+    model.compile("adam", loss())
+    shares = [held_bytes(model)]
+    model.fit(x, y, **QUIET)
+    shares.append(held_bytes(model))
+    model.save(f"{folder}/model.keras")
+    model.save_weights(f"{folder}/model.weights.h5")
+    shares.append(held_bytes(model))
+    expected = [w.tolist() for w in model.get_weights()]
+    shares.append(held_bytes(model))
+    again = piped(build)
+    again.compile("adam", loss())
+    again.load_weights(f"{folder}/model.weights.h5")
+    shares.append(held_bytes(again))
+    found["loaded"] = expected == [w.tolist() for w in again.get_weights()]
+    found["shares"] = shares
+    found["whole"] = build().count_params() * 8
+    found["read"] = told(lambda: again.layers[1].get_weights()) if rank == size - 1 else ""
+    # A failure while others hand over values ends on all ranks, which can go on.
+    found["failed"] = told(lambda: model.save(f"{folder}/none/model.keras"))
+    found["after"] = model.fit(x, y, **QUIET).history["loss"]
+    return found
+
+
+def told(call):
+    try:
+        call()
+    except (OSError, ConfigurationError, StaleWeightError, UnsupportedModelError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_no_rank_has_more_than_its_share(ranks, tmp_path):
+    run = mpi_run(ranks, everything, str(tmp_path), timeout=400, env={"TNT_TIMEOUT": "90"}).check()
+    for found in run.results:
+        for name in CASES:
+            usual, *late = found[name]
+            assert late == [usual, usual], name
+            assert distance(run.results[0][name][0], usual) == 0.0
+        start, fitted, saved, gathered, loaded = found["shares"]
+        assert start == fitted == saved == loaded < 0.75 * found["whole"]
+        assert gathered >= found["whole"]
+        assert found["loaded"]
+        assert "FileError" in found["failed"] or "ConfigurationError" in found["failed"]
+        assert np.isfinite(found["after"]).all()
+        assert all(found["refused"]), found["refused"]
+    plain = keras.saving.load_model(tmp_path / "model.keras")
+    other = all_kinds()
+    other.load_weights(tmp_path / "model.weights.h5")
+    assert distance([*map(np.asarray, plain.get_weights())], other.get_weights(), "weights") == 0.0
+    assert plain.optimizer.iterations == 6
+
+
+def refusals():
+    """What each wrong use is told."""
+
+    def own(shape, dtype=None):
+        return np.zeros(shape)
+
+    class Holder(layers.Layer):
+        def build(self, shape):
+            self.held = keras.Variable(np.zeros(3))
+
+        def call(self, x):
+            return x
+
+    def with_optimizer():
+        model = dropout()
+        model.compile("adam", "mse")
+        return model
+
+    def with_values():
+        model = dropout()
+        model.set_weights([np.zeros(w.shape) for w in model.weights])
+        return model
+
+    def with_kernel(initializer):
+        return keras.Sequential(
+            [keras.Input((3,)), layers.Dense(2, kernel_initializer=initializer), layers.Dense(2)]
+        )
+
+    seeds = keras.initializers.GlorotUniform(seed=keras.random.SeedGenerator(1))
+    builds = [
+        with_optimizer,
+        with_values,
+        lambda: with_kernel(own),
+        lambda: with_kernel(seeds),
+        lambda: keras.Sequential([keras.Input((3,)), Holder(), layers.Dense(2)]),
+    ]
+    texts = [told(lambda build=build: piped(build)) for build in builds]
+    texts.append(told(lambda: piped(dropout, balance="time")))
+    return texts
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_what_cannot_be_deferred_is_refused(number):
+    names = "compile", "load", "own", "SeedGenerator", "keras.Variable", "balance='time'"
+    assert names[number].lower() in refusals()[number].lower()
+
+
+def test_a_weight_without_a_value_is_not_read():
+    with deferred_init():
+        model = dropout()
+    with pytest.raises(StaleWeightError, match="deferred_init"):
+        model.get_weights()
+    with pytest.raises(StaleWeightError, match="deferred_init"):
+        model.save("never.keras")
+    assert model.count_params() == dropout().count_params()
+    piped(model)
+    assert len(model.get_weights()) == len(dropout().get_weights())
+
+
+def test_what_is_built_afterwards_has_values():
+    def build():
+        dropout()
+        raise RuntimeError("in the middle")
+
+    with pytest.raises(RuntimeError, match="in the middle"):
+        piped(build)
+    model = dropout()
+    model.compile(sgd(), "mse")
+    model.fit(X, Y, **QUIET)

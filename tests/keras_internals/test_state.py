@@ -145,7 +145,7 @@ def test_a_remote_variable_is_read_only_while_it_is_true():
     assert isinstance(layer.kernel, keras.Variable)
     layer(np.ones((1, 2)))
     for clock in clocks:
-        clock.steps += 1
+        clock.advance()
         for read in (layer.get_weights, layer.kernel.numpy, lambda: layer(np.ones((1, 2)))):
             with pytest.raises(StaleWeightError, match="get_weights"):
                 read()
@@ -155,3 +155,41 @@ def test_a_remote_variable_is_read_only_while_it_is_true():
         assert layer(keras.Input((2,))).shape == (None, 3), ADVICE + "in_symbolic_scope"
         layer.kernel.assign(np.ones((2, 3)))
         assert layer.get_weights()[0].sum() == 6
+
+
+def test_a_variable_gives_its_memory_back_and_stays_the_same(weights):
+    kernel = weights[0]
+    traced = tf.function(lambda: tf.reduce_sum(kernel.value))
+    handle, total = kernel._value.handle, float(traced())
+    value = kernel.numpy()
+    state.drop_value(kernel)
+    assert tf.size(tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.float32)) == 0
+    assert kernel.shape == value.shape, ADVICE + "Variable._value"
+    state.give_value(kernel, 2 * value)
+    assert kernel._value.handle is handle
+    assert float(traced()) == pytest.approx(2 * total)
+    kernel.assign(value)  # as ever
+    np.testing.assert_array_equal(kernel.numpy(), value)
+
+
+def test_variables_are_made_without_values_and_get_them_later():
+    keras.utils.set_random_seed(1)
+    expected = layers.Dense(3)
+    expected.build((None, 4))
+    made = []
+    keras.utils.set_random_seed(1)
+    with state.variables_without_values(made) as assigned:
+        layer = layers.Dense(3)
+        layer.build((None, 4))
+        layer.bias.assign(np.ones(3))
+    assert made == layer.variables, ADVICE + "uninitialized_variables"
+    assert list(assigned) == [id(layer.bias)], ADVICE + "StatelessScope.state_mapping"
+    with keras.StatelessScope():  # which initializes what was made inside, at its end
+        pass
+    assert all(v._value is None for v in made), ADVICE + "uninitialized_variables"
+    assert isinstance(state.initializer_of(layer.kernel), keras.initializers.Initializer)
+    state.initialize(layer.kernel)
+    assert state.initializer_of(layer.kernel) is None
+    np.testing.assert_array_equal(layer.kernel.numpy(), expected.kernel.numpy())
+    state.give_value(layer.bias, np.ones(3))
+    np.testing.assert_array_equal(layer.get_weights()[1], np.ones(3))

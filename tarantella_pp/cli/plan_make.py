@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _OF_MODELS = (
     "batch_size", "num_micro_batches", "num_replicas", "num_ranks", "stages_per_rank", "schedule",
     "optimizer", "recompute", "placement", "fusion_threshold",
-    "shard_optimizer",
+    "shard_optimizer", "gradient_dtype",
 )  # fmt: skip
 """Options that say what a graph's own memory and time already hold."""
 
@@ -51,6 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="most bytes of gradients that replicas sum at a time (default: 32MiB)")  # fmt: skip
     add("--shard-optimizer", action="store_true", default=None,
         help="replicas share out the optimizer state (ZeRO-1)")  # fmt: skip
+    add("--gradient-dtype", choices=("bfloat16",),
+        help="in what gradients travel between replicas (default: as they are)")  # fmt: skip
     add("--recompute", metavar="STAGES",
         help="activation checkpointing: all, none, or stages such as 0,1 that repeat their forward "
         "pass to save memory (default: only where the limit needs it)")  # fmt: skip

@@ -36,6 +36,7 @@ class Model(PipelineModel):
         recompute: Activation checkpointing; see `PipelineModel`.
         plan: A `Plan` of one stage or the path of one, instead of the options before.
         shard_optimizer: Whether ranks share out the optimizer state; see `PipelineModel`.
+        gradient_dtype: `"bfloat16"` to send gradients rounded; see `PipelineModel`.
         inputs: For a subclassed or not yet built model what it is called with: a `keras.Input`, or
             several in the structure that its `call` takes. Files of a subclassed model are those of
             `keras.Model(inputs, model(inputs))`, and the model itself holds the trained weights.
@@ -65,6 +66,7 @@ class Model(PipelineModel):
         plan: Plan | str | Path | None = None,
         shard_optimizer: bool = False,
         inputs: Any = None,
+        gradient_dtype: str | None = None,
     ) -> None:
         super().__init__(
             model if inputs is None else _graph_of(model, inputs),
@@ -75,6 +77,7 @@ class Model(PipelineModel):
             recompute=recompute,
             plan=plan,
             shard_optimizer=shard_optimizer,
+            gradient_dtype=gradient_dtype,
         )
         if self.plan.num_stages > 1:
             raise ConfigurationError(

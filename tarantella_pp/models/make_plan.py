@@ -58,6 +58,7 @@ def make_plan(
     placement: str = PLACEMENTS[0],
     fusion_threshold: int | float | str | None = None,
     shard_optimizer: bool = False,
+    gradient_dtype: str | None = None,
 ) -> Plan:
     """Plans the stages of a model's pipeline; needs neither MPI nor data, and trains nothing.
 
@@ -108,6 +109,8 @@ def make_plan(
             `"32MiB"`. Default: what `TNT_FUSION_THRESHOLD` says, or 32 MiB.
         shard_optimizer: Whether each replica keeps the optimizer state of its share of the weights
             only (ZeRO-1), by whole weights. The plan counts the largest share.
+        gradient_dtype: `"bfloat16"` if gradients of weights are to travel between replicas in
+            it. Default: as they are.
 
     Returns:
         The plan.
@@ -139,6 +142,7 @@ def make_plan(
         "placement": placement,
         "fusion_threshold": _fusion_threshold(fusion_threshold),
         "shard_optimizer": shard_optimizer,
+        "gradient_dtype": gradient_dtype,
     }
     machine = machine or default_machine()
     everything = [

@@ -87,6 +87,10 @@ class PipelineModel(TrainingLoops):
         shard_optimizer: Whether each replica keeps the optimizer state of its share of the weights
             only, updates these, and tells the others (ZeRO-1, Rajbhandari et al. 2020). The
             numbers are the same. Default: every replica keeps all, or what `plan` says.
+        gradient_dtype: `"bfloat16"` to halve what replicas send each other of float32 gradients:
+            each is rounded to 8 bits of precision, added up in float32, and the sum rounded again,
+            so that the numbers are no longer those of one process. Default: their own type, and
+            the exact numbers, or what `plan` says.
         check_replicas: After how many steps the weights of all replicas are compared, by a hash. A
             `ReplicaError` names the first that differs. Default: never.
 
@@ -119,6 +123,7 @@ class PipelineModel(TrainingLoops):
         num_replicas: int | None = None,
         shard_optimizer: bool = False,
         check_replicas: int | None = None,
+        gradient_dtype: str | None = None,
     ) -> None:
         model_validation.check_backend()
         if not isinstance(model, keras.Model) and callable(model):
@@ -144,6 +149,7 @@ class PipelineModel(TrainingLoops):
             "recompute": recompute,
             "num_replicas": num_replicas,
             "shard_optimizer": shard_optimizer,
+            "gradient_dtype": gradient_dtype,
         }
         facts = {**given, "plan": plan is not None, "wire_dtype": wire_dtype}
         facts |= {"check_replicas": check_replicas, "compiled model": model.compiled}

@@ -9,6 +9,7 @@ from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.partition.graph.units import parse_bytes
 from tarantella_pp.partition.plan.plan_config import (
     FUSION_THRESHOLD,
+    GradientDtype,
     MemoryLimit,
     Placement,
     PlanConfig,
@@ -66,6 +67,7 @@ class PlanOptions(PlanConfig, frozen=True, kw_only=True):
         placement: str = PLACEMENTS[0],
         fusion_threshold: int | float | str = FUSION_THRESHOLD,
         shard_optimizer: bool = False,
+        gradient_dtype: str | None = None,
     ) -> PlanOptions:
         """Checks the arguments of `make_plan`, which says what they mean, and chooses defaults.
 
@@ -90,6 +92,11 @@ class PlanOptions(PlanConfig, frozen=True, kw_only=True):
             micro_batches = checked_count("num_micro_batches", num_micro_batches)
         _choice("balance", balance, BALANCES)
         _choice("placement", placement, PLACEMENTS)
+        if gradient_dtype not in (None, "bfloat16"):
+            raise ConfigurationError(
+                "Expected 'bfloat16', or None for the gradients' own type. "
+                f"Received: gradient_dtype={gradient_dtype!r}"
+            )
         spec = schedule if isinstance(schedule, ScheduleSpec) else ScheduleSpec.of(schedule, stages)
         return cls(
             num_stages=stages,
@@ -106,6 +113,7 @@ class PlanOptions(PlanConfig, frozen=True, kw_only=True):
             placement=cast("Placement", placement),
             fusion_threshold=parse_bytes(fusion_threshold, "fusion_threshold"),
             shard_optimizer=bool(shard_optimizer),
+            gradient_dtype=cast("GradientDtype | None", gradient_dtype),
         )
 
 

@@ -163,7 +163,9 @@ class Planner:
             node_names=tuple(node.name for node in graph.nodes),
             assignment=assignment,
             stages=tuple(
-                msgspec.structs.replace(stage, bucket_bytes=bucket_bytes(graph, own))
+                msgspec.structs.replace(
+                    stage, bucket_bytes=bucket_bytes(graph, own, options.gradient_dtype)
+                )
                 for stage, own in zip(stages, buckets, strict=True)
             ),
             cuts=costs.cuts(assignment),

@@ -41,6 +41,7 @@ class Compilation:
         groups: The ranks of the job.
         buckets: The weights whose gradients are added up together over the replicas.
         updated: The weights that replicas update for each other.
+        gradient_dtype: Dtype in which gradients travel between replicas; `None` for their own.
 
     Attributes:
         loss_and_metrics: The metrics, on the rank of the last stage; elsewhere `None`.
@@ -66,6 +67,7 @@ class Compilation:
         groups: ProcessGroups,
         buckets: Mapping[Bucket, Sequence[Any]],
         updated: OwnedValues | None,
+        gradient_dtype: str | None,
     ) -> None:
         y, weight = (_symbolic(description) for description in batch.targets)
         outputs = unpacked(extracted.outputs_struct)
@@ -86,7 +88,7 @@ class Compilation:
             owners,
             ties,
             buckets,
-            GradientReduction(groups.peers, buckets, owners=shared_out),
+            GradientReduction(groups.peers, buckets, gradient_dtype, owners=shared_out),
             updated,
         )
         self.reach_known = False

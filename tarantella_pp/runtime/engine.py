@@ -537,6 +537,7 @@ class Engine:
                     modules={i: stage.module for i, stage in self.stages.items()},
                     owners=self.trainers, ties=self._ties, groups=self.groups,
                     buckets=self._own_buckets(), updated=self._updated,
+                    gradient_dtype=self._plan.gradient_dtype,
                 )  # fmt: skip
             self._guard_metrics()
         return self._compilation

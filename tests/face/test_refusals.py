@@ -47,6 +47,7 @@ class Ranks(communicators.Communicator):
         ({"schedule": 3}, "schedule=3"),
         ({"schedule": "zb-v", "num_stages": 3}, "num_stages=3"),
         ({"wire_dtype": "float16"}, "wire_dtype='float16'"),
+        ({"gradient_dtype": "float16"}, "gradient_dtype='float16'"),
         ({"balance": "luck"}, "balance='luck'"),
         ({"batch_size": "8"}, "batch_size='8'"),
         ({"memory_limit": "much"}, "'much'"),

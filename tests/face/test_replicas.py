@@ -12,6 +12,7 @@ from tarantella_pp.errors import TarantellaError
 from tarantella_pp.models.data_parallel_model import Model
 from tarantella_pp.models.make_plan import CORE, make_plan
 from tarantella_pp.models.pipeline_model import PipelineModel
+from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.runtime.comm.communicator import world
 from tarantella_pp.runtime.replicas.batch_share import batch_shares
 from tarantella_pp.runtime.stage.stage import Stage
@@ -216,6 +217,7 @@ def be_refused_and_train(folder):
     found["weights"] = [w.tolist() for w in model.get_weights()]
     found["shapes"] = [shape_of(model) for model in (mlp(), synchronized())]
     found["shared"] = shared_bytes()
+    found["rounded"] = trained_rounded(folder)
     found["link"] = PipelineModel(wide(), balance="time").plan.machine.bandwidth
     limit = made_for_two_stages()
     found["shapes"].append(shape_of(wide(), memory_limit=limit))
@@ -224,6 +226,22 @@ def be_refused_and_train(folder):
         PipelineModel(mlp(), num_stages=3)
     except TarantellaError as error:
         found["ranks"] = str(error)
+    return found
+
+
+def trained_rounded(folder):
+    """Weights after training with gradients sent as they are and rounded; bytes of the plans."""
+    found = []
+    rounded = {"gradient_dtype": "bfloat16"}
+    for options in ({}, rounded, {**rounded, "shard_optimizer": True}):
+        keras.utils.set_random_seed(1)
+        model = Model(mlp(), num_micro_batches=2, **options)
+        model.compile(adamw(), "mse")
+        model.fit(X, Y, batch_size=BATCH, shuffle=False, verbose=0)
+        weights = [w.tolist() for w in model.get_weights()]
+        found.append([weights, sum(model.plan.stages[0].bucket_bytes)])
+    if world().rank == 0:
+        model.plan.save(f"{folder}/plan.json")
     return found
 
 
@@ -311,6 +329,13 @@ def test_small_batches_and_what_needs_all_samples(tmp_path):
     assert "rank 0" in first["differ"]
     assert "num_stages=3 on 2 ranks" in first["ranks"]
     assert 1e6 < first["link"] != CORE.bandwidth
+    (exact, many), (rounded, fewer), (sharded, _) = first["rounded"]
+    assert fewer * 4 == many  # of float64
+    assert 1e-6 < distance(exact, rounded, "weights") < 0.1
+    assert rounded == sharded
+    plan = Plan.load(tmp_path / "plan.json")
+    assert plan.gradient_dtype == "bfloat16"
+    assert "sent as bfloat16" in " ".join(str(plan).split())
     chosen, inside, limited, interleaved = first["shapes"]
     assert chosen == [1, 2, 2]
     assert inside[:2] == limited[:2] == [2, 1]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tarantella_pp.partition.graph.layer_graph import LayerGraph
+from tarantella_pp.partition.graph.layer_graph import LayerGraph, Weight
+from tarantella_pp.partition.graph.units import item_bytes
 
 LOOKUPS = frozenset({"Embedding"})
 """Kinds of operations whose gradients are some rows of their weights."""
@@ -59,14 +60,23 @@ def gradient_buckets(
     return tuple(found)
 
 
-def bucket_bytes(graph: LayerGraph, buckets: Buckets) -> tuple[int, ...]:
-    """Returns the bytes of the gradients in each bucket of a stage.
+def bucket_bytes(
+    graph: LayerGraph, buckets: Buckets, gradient_dtype: str | None = None
+) -> tuple[int, ...]:
+    """Returns the bytes of the gradients in each bucket of a stage, as they travel.
 
     Args:
         graph: The layer graph.
         buckets: The buckets.
+        gradient_dtype: As of a plan.
     """
-    return tuple(sum(graph.weights[w].bytes for w in bucket) for bucket in buckets)
+
+    def size(weight: Weight) -> int:
+        own = item_bytes(weight.dtype)
+        sent = own if gradient_dtype is None else min(own, item_bytes(gradient_dtype))
+        return weight.bytes // own * sent
+
+    return tuple(sum(size(graph.weights[w]) for w in bucket) for bucket in buckets)
 
 
 def _packed(graph: LayerGraph, weights: Sequence[int], tables: set[int], most: int) -> Buckets:

@@ -70,6 +70,8 @@ class Plan(
         fusion_threshold: Most bytes of gradients that are summed over replicas at a time.
         shard_optimizer: Whether replicas share out the optimizer state (ZeRO-1); then that of the
             replica with the most is counted.
+        gradient_dtype: Dtype in which gradients of weights travel between replicas, if it is
+            smaller than their own; `None` for their own.
         fallbacks: The stages whose backward pass the runtime could not cut in two, and why; known
             once they have trained.
         outputs: What loss and metrics of a compiled model need of its outputs, which the memory of

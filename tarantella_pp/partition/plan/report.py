@@ -157,10 +157,11 @@ def _replicas(plan: Plan) -> list[str]:
     more = ", ..." if plan.num_replicas > 2 else ""
     counts = [len(stage.reduced_bytes) for stage in plan.stages]
     size = format_bytes(plan.fusion_threshold)
+    sent = "" if plan.gradient_dtype is None else f", sent as {plan.gradient_dtype}"
     shared = "Replicas share out the optimizer state; counted is the largest share."
     return [
         f"Placement {plan.placement}: {'; '.join(shown)}{more}.",
-        f"Gradients are summed over replicas in {sum(counts)} buckets of up to {size}.",
+        f"Gradients are summed over replicas in {sum(counts)} buckets of up to {size}{sent}.",
         *([shared] if plan.shard_optimizer else []),
     ]
 

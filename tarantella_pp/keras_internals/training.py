@@ -1,4 +1,4 @@
-"""The private names of Keras that training needs, all in this one file.
+"""The private names of Keras that training needs, but for data: all in this one file.
 
 Written against Keras 3.14 and 3.15; `tests/keras_internals/test_training.py` says which of them a
 new version of Keras has changed.
@@ -18,20 +18,15 @@ from keras.src.backend.common import global_state
 from keras.src.losses.loss import reduce_weighted_values
 from keras.src.losses.losses import LossFunctionWrapper
 from keras.src.trainers.compile_utils import CompileLoss
-from keras.src.trainers.data_adapters import get_data_adapter
-from keras.src.trainers.data_adapters.array_slicing import train_validation_split
-from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 
 __all__ = [
     "CompileLoss",
-    "DataAdapter",
     "added_losses",
     "build_metrics",
     "compile_loss",
     "compiled_loss",
     "compiled_metrics",
     "forget_validation",
-    "get_data_adapter",
     "global_seed",
     "is_keras_loss",
     "layers_in",
@@ -44,7 +39,6 @@ __all__ = [
     "standardize_inputs",
     "strategy_of",
     "track_loss",
-    "train_validation_split",
 ]
 
 

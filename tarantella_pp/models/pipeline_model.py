@@ -19,8 +19,8 @@ from tarantella_pp.keras_internals.state import compiled_with, forget_functions
 from tarantella_pp.keras_internals.training import compile_loss
 from tarantella_pp.models import compile_validation, model_validation
 from tarantella_pp.models.agreed_plan import agreed_plan
-from tarantella_pp.models.data_adapter import predict_function, step_function
 from tarantella_pp.models.deferred_init import deferred_init, initial_values
+from tarantella_pp.models.feeding.data_adapter import predict_function, step_function
 from tarantella_pp.models.training_loops import TrainingLoops
 from tarantella_pp.partition.extraction.keras_reader import extract
 from tarantella_pp.partition.options import checked_count

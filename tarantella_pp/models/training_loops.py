@@ -1,4 +1,4 @@
-"""`fit`, `evaluate` and `predict` as all ranks call them: one reads the data, one prints."""
+"""`fit`, `evaluate` and `predict` as all ranks call them: each takes its rows, one prints."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ import keras
 
 from tarantella_pp.callbacks.rank_rules import callbacks_of_rank, kinds_of_all_ranks
 from tarantella_pp.callbacks.timeline import with_trace
-from tarantella_pp.keras_internals.training import (
-    forget_validation,
-    get_data_adapter,
-    train_validation_split,
-)
+from tarantella_pp.keras_internals.data import train_validation_split
+from tarantella_pp.keras_internals.training import forget_validation
 from tarantella_pp.models.collective_model import CollectiveModel
-from tarantella_pp.models.data_adapter import shared_adapter, shared_adapters
+from tarantella_pp.models.feeding.shared_data import (
+    GivenData,
+    given_data,
+    shared_adapter,
+    shared_adapters,
+)
 from tarantella_pp.runtime.comm.collective import collective, learning_rate_of
 
 
 class TrainingLoops(CollectiveModel):
-    """Keras' own loops over data of which only rank 0 reads any."""
+    """Keras' own loops over data of which each rank gets its part."""
 
     @collective(
         "epochs", "initial_epoch", "steps_per_epoch", "validation_steps", "validation_freq",
@@ -48,8 +50,10 @@ class TrainingLoops(CollectiveModel):
     ) -> keras.callbacks.History:
         """Trains the model; takes and returns what `keras.Model.fit` does.
 
-        Only rank 0 reads `x`, `y` and validation data, and only the last rank shows progress.
-        Logs, and with them the history, are the same on every rank.
+        Arrays that all ranks have are read by all, each its own rows; they must be the same, and
+        must not be changed during the call. Other data are read by rank 0 only, which sends the
+        others their parts; so are arrays if other ranks pass `None`. Only the last rank shows
+        progress. Logs, and with them the history, are the same on every rank.
 
         Args:
             x: As of `keras.Model.fit`, like all that follow.
@@ -73,27 +77,27 @@ class TrainingLoops(CollectiveModel):
             The history.
 
         Raises:
-            ConfigurationError: If the ranks do not agree on the call.
+            ConfigurationError: If the ranks do not agree on the call, or on the data.
         """
         engine = self._engine
         callbacks = with_trace(callbacks, self, os.environ)
         engine.record(None)
         forget_validation(self)
 
-        def open_data() -> list[Any]:
+        def find() -> list[GivenData | None]:
             data, held_out = (x, y, sample_weight), validation_data
             if validation_split and held_out is None:
                 data, held_out = train_validation_split(data, validation_split)
-            first = get_data_adapter(
-                *data, batch_size, steps_per_epoch, shuffle=shuffle, class_weight=class_weight
+            first = given_data(
+                data, batch_size, steps_per_epoch, shuffle=shuffle, class_weight=class_weight
             )
             if held_out is None:
                 return [first, None]
             size = validation_batch_size or batch_size
             parts = keras.utils.unpack_x_y_sample_weight(held_out)
-            return [first, get_data_adapter(*parts, size, validation_steps)]
+            return [first, given_data(parts, size, validation_steps)]
 
-        train, validation = shared_adapters(engine, open_data)
+        train, validation = shared_adapters(engine, find)
         history = super().fit(
             train,
             epochs=epochs,

@@ -10,7 +10,7 @@ import keras
 from tarantella_pp.keras_internals.training import build_metrics, compiled_loss, compiled_metrics
 from tarantella_pp.partition.extraction.keras_reader import ExtractedModel
 from tarantella_pp.partition.plan.plan_parts import OutputUse
-from tarantella_pp.runtime.batch.data_feed import Batch
+from tarantella_pp.runtime.batch.batch import Batch
 from tarantella_pp.runtime.batch.loss import BatchLoss
 from tarantella_pp.runtime.batch.loss_and_metrics import LossAndMetrics
 from tarantella_pp.runtime.batch.nested_structure import rebuild, tensors_in

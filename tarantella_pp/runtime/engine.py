@@ -23,8 +23,9 @@ from tarantella_pp.partition.plan.plan_parts import OutputUse
 from tarantella_pp.partition.plan_in_force import check_limit, plan_in_force
 from tarantella_pp.partition.planned_schedule import search_limits, with_findings
 from tarantella_pp.runtime.autotune import Autotune
+from tarantella_pp.runtime.batch.batch import Batch, Need
 from tarantella_pp.runtime.batch.batch_step import BatchStep
-from tarantella_pp.runtime.batch.data_feed import Batch, DataFeed, Need
+from tarantella_pp.runtime.batch.data_feed import DataFeed
 from tarantella_pp.runtime.batch.logs import LogExchange
 from tarantella_pp.runtime.compilation import Compilation, expected_outputs
 from tarantella_pp.runtime.executor import Executor

@@ -67,18 +67,11 @@ FOUR = [
 ]
 
 
-class Forbidden:
-    """Data of a rank that must not open it."""
-
-    def __getattribute__(self, name):
-        raise AssertionError("only the first rank may open the data")
-
-
 def data_of_rank(case):
+    """Rank 0 has the data, and sends the others their parts."""
     if world().rank == 0:
         return case
-    hidden = Forbidden()
-    return dataclasses.replace(case, x=hidden, y=hidden, fit=dict.fromkeys(case.fit, hidden))
+    return dataclasses.replace(case, x=None, y=None, fit=dict.fromkeys(case.fit))
 
 
 def train_cases(cases):
@@ -204,7 +197,8 @@ def use_everything(folder):
     model = PipelineModel(mlp(), num_stages=4, num_micro_batches=3)
     found["start"] = [w.tolist() for w in model.get_weights()]
     model.compile(adamw(), "mse", metrics=["mae"])
-    found["before"] = model.evaluate(X + rank, Y, verbose=0)
+    first = (X, Y) if rank == 0 else (None, None)
+    found["before"] = model.evaluate(*first, verbose=0)
     told = model.fit(
         X, Y, batch_size=4, epochs=6, verbose=2, validation_split=0.4,
         callbacks=[

@@ -14,11 +14,7 @@ import tensorflow as tf
 from keras import layers
 from keras.src import backend
 from keras.src.losses.losses import LossFunctionWrapper
-from keras.src.trainers import data_adapters, epoch_iterator
 from keras.src.trainers.compile_utils import CompileLoss
-from keras.src.trainers.data_adapters import get_data_adapter
-from keras.src.trainers.data_adapters.array_slicing import train_validation_split
-from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 
 from tarantella_pp.keras_internals import training
 from tarantella_pp.runtime.tf_graph.compiled_function import CompiledFunction
@@ -171,33 +167,6 @@ def test_inputs_are_standardized(model):
     assert hasattr(model, "_assert_input_compatibility"), ADVICE + "_assert_input_compatibility"
     (flat,) = training.standardize_inputs(model, np.ones((2, 3), "float64"))
     assert flat.dtype == "float32"
-
-
-def test_data_adapters_pass_through_the_loops_of_keras():
-    class Own(DataAdapter):
-        num_batches = 2
-
-        def get_tf_dataset(self):
-            return [1, 2]
-
-    own = Own()
-    assert get_data_adapter(own) is own, ADVICE + "get_data_adapter passes adapters on"
-    assert data_adapters.get_data_adapter is get_data_adapter
-    assert epoch_iterator.EpochIterator(own).data_adapter is own
-    given = list(inspect.signature(get_data_adapter).parameters)
-    expected = [
-        "x",
-        "y",
-        "sample_weight",
-        "batch_size",
-        "steps_per_epoch",
-        "shuffle",
-        "class_weight",
-    ]
-    assert given == expected, ADVICE + "arguments of get_data_adapter"
-    (x, _, _), held_out = train_validation_split((np.arange(10), None, None), 0.2)
-    assert list(x) == list(range(8)), ADVICE + "train_validation_split"
-    assert list(held_out[0]) == [8, 9]
 
 
 @pytest.mark.parametrize("name", ["fit", "evaluate", "predict"])

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import keras
 import tensorflow as tf
 
-from tarantella_pp.runtime.batch.data_feed import Batch
+from tarantella_pp.runtime.batch.batch import Batch
 from tarantella_pp.runtime.batch.loss import BatchLoss, LossValue
 from tarantella_pp.runtime.batch.loss_and_metrics import LossAndMetrics
 from tarantella_pp.runtime.comm.communicator import Communicator

@@ -1,13 +1,13 @@
-"""Batches for every rank from the one rank that reads the data set.
+"""Batches for every rank, in the order of the one rank that reads the data set.
 
 Unseeded shuffles differ between ranks: inputs and targets must come from one reader, and only it
-opens the data set. Every rank gets the parts of a batch that its stages use.
+opens the data set. Every rank gets the parts of a batch that its stages use. Of arrays that all
+ranks have it gets nothing but the numbers of the samples, and takes its parts itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -16,6 +16,8 @@ import numpy as np
 import tensorflow as tf
 
 from tarantella_pp.errors import ConfigurationError, UnsupportedModelError
+from tarantella_pp.runtime.batch.array_rows import ArrayRows
+from tarantella_pp.runtime.batch.batch import Batch, Need
 from tarantella_pp.runtime.batch.nested_structure import (
     describe,
     rebuild,
@@ -28,47 +30,6 @@ from tarantella_pp.runtime.replicas.batch_share import BatchShare
 READER = 0
 _HEADER_TAG, _SIGNATURE_TAG, _DATA_TAG = 1, 2, 3
 _END, _FAILED = -1, -2
-
-
-@dataclass(frozen=True, slots=True)
-class Need:
-    """What a rank gets of each batch.
-
-    Attributes:
-        inputs: The positions of the model inputs that it uses.
-        replica: Its replica, whose samples it gets.
-        targets: Whether it gets targets and sample weights.
-    """
-
-    inputs: tuple[int, ...]
-    replica: int = 0
-    targets: bool = False
-
-
-@dataclass(frozen=True)
-class Batch:
-    """One rank's part of a batch.
-
-    Attributes:
-        rows: Number of samples, of all replicas.
-        shares: The share of each replica.
-        share: That of this rank's replica.
-        inputs: The model inputs that this rank's stages use, by position among all inputs: the
-            samples of its replica.
-        y: The targets of all samples, on the last rank of each pipeline; elsewhere `None`.
-        sample_weight: The weights of the samples likewise.
-        targets: Description of `y` and of `sample_weight`, on every rank.
-        signature: Names the structure, shapes and dtypes of the batch, but for its rows.
-    """
-
-    rows: int
-    shares: Sequence[BatchShare]
-    share: BatchShare
-    inputs: Mapping[int, tf.Tensor]
-    y: Any
-    sample_weight: Any
-    targets: tuple[Any, Any]
-    signature: bytes
 
 
 class DataFeed:
@@ -96,27 +57,30 @@ class DataFeed:
         self._known: bytes = b""
         self._signature: Any = None
 
-    def batches(self, source: Iterator[Any] | None) -> Batches:
+    def batches(self, source: Iterator[Any] | None, arrays: ArrayRows | None = None) -> Batches:
         """Iterates over the batches of one epoch, on all ranks together.
 
         Args:
             source: What the data set gives, on the reader; ignored elsewhere.
+            arrays: What all ranks have, if the data set gives the numbers of samples.
         """
-        return Batches(self, iter(source or ()))
+        return Batches(self, iter(source or ()), arrays)
 
-    def next(self, source: Iterator[Any]) -> Batch | None:
+    def next(self, source: Iterator[Any], arrays: ArrayRows | None = None) -> Batch | None:
         """Returns this rank's part of the next batch; `None` after the last one.
 
         Args:
-            source: What the data set gives, on the reader; ignored elsewhere.
+            source: As of `batches`.
+            arrays: As of `batches`.
 
         Raises:
             ConfigurationError: If the reader could not read a batch, on the other ranks.
         """
         if self._communicator.rank != READER:
-            return self._receive()
+            return self._receive(arrays)
         try:
-            return self._distribute(next(source))
+            data = next(source)
+            return self._distribute(data) if arrays is None else self._order(data, arrays)
         except (StopIteration, tf.errors.OutOfRangeError):
             self._announce(_END, b"")
             return None
@@ -129,8 +93,7 @@ class DataFeed:
         inputs = [_dense(tensor, "an input") for tensor in self._standardize(x)]
         y_struct, y_leaves = describe(y)
         w_struct, w_leaves = describe(weight)
-        specs = [([None, *t.shape[1:]], t.dtype.name) for t in inputs]
-        signature = msgspec.msgpack.encode([specs, y_struct, w_struct])
+        signature = _signature(inputs, y_struct, w_struct)
         rows = int(inputs[0].shape[0])
         targets = [tf.convert_to_tensor(_dense(t, "a target")) for t in (*y_leaves, *w_leaves)]
         self._announce(rows, signature)
@@ -146,6 +109,32 @@ class DataFeed:
         whole = own == slice(0, rows)
         mine = {i: inputs[i] if whole else inputs[i][own] for i in self._need.inputs}
         return self._batch(rows, mine, targets, (y_struct, w_struct))
+
+    def _order(self, numbers: tf.Tensor, arrays: ArrayRows) -> Batch:
+        """Tells every rank the numbers of the samples that come next."""
+        order = to_buffer(numbers)
+        inputs, leaves = self._own_parts(order, arrays)
+        first = order[:1]  # is enough to see what there is, on a rank that does not need it
+        inputs = inputs or self._standardize(arrays.inputs(first))
+        targets = tuple(describe(part)[0] for part in arrays.targets(first))
+        self._announce(len(order), _signature(inputs, *targets))
+        for rank, need in enumerate(self._needs):
+            if rank != self._communicator.rank and need.any:
+                self._communicator.send([order], rank, _DATA_TAG, label="order of samples")
+        mine = {i: inputs[i] for i in self._need.inputs}
+        return self._batch(len(order), mine, leaves, targets)
+
+    def _own_parts(
+        self, order: np.ndarray[Any, Any], arrays: ArrayRows
+    ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+        """This rank's parts of a batch: all model inputs, and the targets and their weights."""
+        inputs, targets = [], []
+        if self._need.inputs:
+            own = self._shares(len(order))[self._need.replica].own_rows
+            inputs = self._standardize(arrays.inputs(order[own]))
+        if self._need.targets:
+            targets = [leaf for part in arrays.targets(order) for leaf in describe(part)[1]]
+        return inputs, targets
 
     def _batch(
         self, rows: int, inputs: Mapping[int, Any], leaves: Sequence[Any], targets: tuple[Any, Any]
@@ -172,7 +161,7 @@ class DataFeed:
         if rows >= 0:
             self._known = signature
 
-    def _receive(self) -> Batch | None:
+    def _receive(self, arrays: ArrayRows | None) -> Batch | None:
         rows, news = self._get([TensorSpec((2,), np.dtype(np.int64))], _HEADER_TAG)[0].tolist()
         if rows == _END:
             return None
@@ -183,6 +172,8 @@ class DataFeed:
                 raise ConfigurationError(f"Rank {READER} could not read the data: {text}")
             self._known = data.tobytes()
             self._signature = msgspec.msgpack.decode(self._known)
+        if arrays is not None:
+            return self._take(rows, arrays)
         specs, y, weight = self._signature
         need = self._need.inputs
         own = sum(self._shares(rows)[self._need.replica].own_sizes)
@@ -193,10 +184,20 @@ class DataFeed:
             TensorSpec((count, *shape[1:]), tf.as_dtype(dtype).as_numpy_dtype)
             for count, shape, dtype in wanted
         ]
-        arrays = self._get(buffers, _DATA_TAG) if buffers else []
-        tensors = [to_tensor(array) for array in arrays]
+        received = self._get(buffers, _DATA_TAG) if buffers else []
+        tensors = [to_tensor(array) for array in received]
         inputs = dict(zip(need, tensors, strict=False))
         return self._batch(rows, inputs, tensors[len(need) :], (y, weight))
+
+    def _take(self, rows: int, arrays: ArrayRows) -> Batch:
+        """Takes the samples of the next batch, of which only the numbers come."""
+        inputs: list[tf.Tensor] = []
+        leaves: list[tf.Tensor] = []
+        if self._need.any:
+            order = self._get([TensorSpec((rows,), np.dtype(np.int64))], _DATA_TAG)[0]
+            inputs, leaves = self._own_parts(order, arrays)
+        mine = {i: inputs[i] for i in self._need.inputs}
+        return self._batch(rows, mine, leaves, self._signature[1:])
 
     def _get(self, specs: Sequence[TensorSpec], tag: int) -> list[np.ndarray[Any, Any]]:
         return self._communicator.post_receive(specs, READER, tag, label="data").wait()
@@ -208,11 +209,15 @@ class Batches:
     Args:
         feed: Hands every rank its part.
         source: What the data set gives, on the reader; ignored elsewhere.
+        arrays: What all ranks have, if the data set gives the numbers of samples.
     """
 
-    def __init__(self, feed: DataFeed, source: Iterator[Any]) -> None:
+    def __init__(
+        self, feed: DataFeed, source: Iterator[Any], arrays: ArrayRows | None = None
+    ) -> None:
         self._feed = feed
         self._source = source
+        self._arrays = arrays
         self._ended = False
 
     def __iter__(self) -> Batches:
@@ -221,12 +226,18 @@ class Batches:
     def __next__(self) -> Batch:
         batch: Batch | None = None
         try:
-            batch = None if self._ended else self._feed.next(self._source)
+            batch = None if self._ended else self._feed.next(self._source, self._arrays)
         finally:
             self._ended = batch is None
         if batch is None:
             raise StopIteration
         return batch
+
+
+def _signature(inputs: Sequence[tf.Tensor], y: Any, weight: Any) -> bytes:
+    """Names what there is in a batch."""
+    specs = [([None, *tensor.shape[1:]], tensor.dtype.name) for tensor in inputs]
+    return msgspec.msgpack.encode([specs, y, weight])
 
 
 def _dense(value: Any, what: str) -> Any:

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tarantella_pp.keras_internals.training import compiled_loss, compiled_metrics, track_loss
 from tarantella_pp.partition.extraction.keras_reader import ExtractedModel
-from tarantella_pp.runtime.batch.data_feed import Batch
+from tarantella_pp.runtime.batch.batch import Batch
 from tarantella_pp.runtime.batch.metric_updates import MetricUpdates
 from tarantella_pp.runtime.modules.model_outputs import pack_outputs
 from tarantella_pp.runtime.modules.stage_boundary import BoundaryTensor, StageBoundary

@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from tarantella_pp.partition.costs.peak_memory import WAITING_OUTPUTS
-from tarantella_pp.runtime.batch.data_feed import Batch
+from tarantella_pp.runtime.batch.batch import Batch
 from tarantella_pp.runtime.probes.metric_probe import why_not_by_parts
 from tarantella_pp.runtime.tf_graph.compiled_function import CompiledFunction, dense_tensors
 

@@ -1,35 +1,39 @@
-"""Keras' data adapters, read on one rank and fed to all, and the steps that Keras' loops call."""
+"""Keras' data adapters, that feed all ranks, and the steps that Keras' loops call."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
 
-from tarantella_pp.keras_internals.training import DataAdapter, get_data_adapter
-from tarantella_pp.runtime.batch.data_feed import (
-    READER,
-    Batch,
-    Batches,
-    DataFeed,
-)
+from tarantella_pp.keras_internals.data import DataAdapter
+from tarantella_pp.runtime.batch.array_rows import ArrayRows
+from tarantella_pp.runtime.batch.batch import Batch
+from tarantella_pp.runtime.batch.data_feed import Batches, DataFeed
 from tarantella_pp.runtime.engine import Engine
-from tarantella_pp.runtime.one_rank import on_one_rank
 
 
 class FedData:
-    """What takes the place of a `tf.data.Dataset` in Keras' loops."""
+    """What takes the place of a `tf.data.Dataset` in Keras' loops.
 
-    def __init__(self, feed: DataFeed, adapter: DataAdapter | None) -> None:
+    Args:
+        feed: Hands every rank its part of each batch.
+        adapter: What the reader reads; `None` elsewhere.
+        arrays: What all ranks have, if the reader reads the numbers of samples.
+    """
+
+    def __init__(
+        self, feed: DataFeed, adapter: DataAdapter | None, arrays: ArrayRows | None = None
+    ) -> None:
         self._feed = feed
         self._adapter = adapter
+        self._arrays = arrays
         self._dataset: Any = None
 
     def __iter__(self) -> Batches:
         source = None if self._adapter is None else self._read(self._adapter)
-        return self._feed.batches(source)
+        return self._feed.batches(source, self._arrays)
 
     def _read(self, adapter: DataAdapter) -> Iterator[Any]:
         """Reads the data set from when the first batch is asked for.
@@ -45,14 +49,22 @@ class FedData:
 class FeedAdapter(DataAdapter):
     """A data adapter whose data set gives each rank its part of every batch.
 
-    Only the reader opens the user's data; the other ranks know how many batches there are.
+    Args:
+        engine: This rank's part of training.
+        adapter: What the reader reads; `None` elsewhere.
+        num_batches: Number of batches in an epoch, if known.
+        arrays: What all ranks have, if the reader reads the numbers of samples.
     """
 
     def __init__(
-        self, engine: Engine, adapter: DataAdapter | None, num_batches: int | None
+        self,
+        engine: Engine,
+        adapter: DataAdapter | None,
+        num_batches: int | None,
+        arrays: ArrayRows | None = None,
     ) -> None:
         self._engine = engine
-        self._data = FedData(engine.feed, adapter)
+        self._data = FedData(engine.feed, adapter, arrays)
         self._adapter = adapter
         self._num_batches = num_batches
 
@@ -75,31 +87,6 @@ class FeedAdapter(DataAdapter):
         self._engine.share_metrics()
         if self._adapter is not None:
             self._adapter.on_epoch_end()
-
-
-def shared_adapters(
-    engine: Engine, make: Callable[[], list[DataAdapter | None]]
-) -> list[FeedAdapter | None]:
-    """Opens the user's data on the reader and tells all ranks how much there is."""
-    adapters: list[DataAdapter | None] = []
-
-    def sizes() -> list[list[int | None] | None]:
-        adapters.extend(make())
-        return [None if adapter is None else [_whole(adapter.num_batches)] for adapter in adapters]
-
-    found = on_one_rank(engine.communicator, READER, "read the data", sizes)
-    return [
-        None if size is None else FeedAdapter(engine, adapter, size[0])
-        for size, adapter in zip(found, adapters or [None] * len(found), strict=True)
-    ]
-
-
-def shared_adapter(
-    engine: Engine, x: Any, y: Any, sample_weight: Any, batch_size: int | None, steps: int | None
-) -> FeedAdapter | None:
-    """Opens data to evaluate or predict, as `shared_adapters`."""
-    make = functools.partial(get_data_adapter, x, y, sample_weight, batch_size, steps)
-    return shared_adapters(engine, lambda: [make()])[0]
 
 
 def step_function(
@@ -129,7 +116,3 @@ def predict_function(engine: Engine) -> Callable[[Sequence[Any]], Any]:
         return keras.tree.map_structure(lambda *parts: keras.ops.concatenate(parts), *outputs)
 
     return run
-
-
-def _whole(size: Any) -> int | None:
-    return None if size is None else int(size)

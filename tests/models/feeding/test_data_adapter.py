@@ -6,8 +6,9 @@ import keras
 import pytest
 import tensorflow as tf
 
-from tarantella_pp.models.data_adapter import FedData
-from tarantella_pp.runtime.batch.data_feed import DataFeed, Need
+from tarantella_pp.models.feeding.data_adapter import FedData
+from tarantella_pp.runtime.batch.batch import Need
+from tarantella_pp.runtime.batch.data_feed import DataFeed
 from tarantella_pp.runtime.comm.communicator import Communicator
 from tarantella_pp.runtime.replicas.batch_share import batch_shares
 

@@ -1,0 +1,224 @@
+"""What each rank reads, holds and sends: its rows, its weights, what the plan says."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import Counter
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+import tarantella_pp as tnt
+from tarantella_pp.errors import ConfigurationError
+from tarantella_pp.runtime.comm.channel import Channel
+from tarantella_pp.runtime.stage.stage import Stage
+from tests.helpers.mpi import mpi_run
+from tests.helpers.training import LABELS, SAMPLES, WEIGHTS, X, adamw, distance, use_float64
+
+pytestmark = [pytest.mark.keras, pytest.mark.mpi]
+
+ROUNDING = 1e-10
+QUIET = {"verbose": 0}
+STEPS = 3  # of 8, 8 and 6 samples
+ROWS = [12, 10]  # of each replica: the last batch is cut into 2, 2, 1 and 1
+HEADER, NUMBER = 16, 8  # bytes: of what comes before a batch, and for each of its samples
+
+
+class Batches(keras.utils.PyDataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return X[index : index + 5], LABELS[index : index + 5]
+
+
+def compiled(wrap):
+    """Weights of whole cache lines, which are packed for messages without gaps."""
+    keras.utils.set_random_seed(1)
+    x = inputs = keras.Input((6,))
+    for _ in range(3):
+        x = layers.Dense(8, activation="tanh")(x)
+    model = wrap(keras.Model(inputs, layers.Dense(8, activation="softmax")(x)))
+    model.compile(adamw(), "sparse_categorical_crossentropy", metrics=["accuracy"])
+    return model
+
+
+def train(wrap):
+    """Trains with arrays of all kinds; returns all numbers that come of it."""
+    model = compiled(wrap)
+    found = {}
+    held_out = (X[:7].astype("float32"), LABELS[:7])
+    found["shuffled"] = model.fit(
+        X, LABELS, batch_size=5, epochs=2, validation_data=held_out, **QUIET
+    ).history
+    found["in batches"] = model.fit(X, LABELS, batch_size=4, shuffle="batch", **QUIET).history
+    found["weighted"] = model.fit(
+        tf.constant(X), LABELS, batch_size=8, sample_weight=WEIGHTS, shuffle=False, **QUIET
+    ).history
+    found["classes"] = model.fit(
+        X, LABELS, class_weight={0: 1.0, 1: 2.0, 2: 0.5}, validation_split=0.3, steps_per_epoch=2,
+        shuffle=False, **QUIET,
+    ).history  # fmt: skip
+    found["evaluated"] = model.evaluate(X[::2], LABELS[::2], batch_size=3, **QUIET)
+    found["predicted"] = model.predict(X[::-1], batch_size=3, **QUIET).tolist()
+    return found
+
+
+class Counted:
+    """What this rank sends, in bytes for each kind of message, and the samples that it runs."""
+
+    def __init__(self):
+        self.sent = Counter()
+        self.rows = 0
+        send, forward = Channel.send, Stage.forward
+
+        def counting_send(channel, arrays, dest, tag, label):
+            self.sent[label.split(",")[0]] += sum(np.asarray(array).nbytes for array in arrays)
+            return send(channel, arrays, dest, tag, label)
+
+        def counting_forward(stage, micro_batch, inputs, *more):
+            self.rows += int(inputs[0].shape[0])
+            return forward(stage, micro_batch, inputs, *more)
+
+        Channel.send, Stage.forward = counting_send, counting_forward
+
+    def clear(self):
+        self.sent.clear()
+        self.rows = 0
+
+    def of(self, *kinds):
+        return sum(count for label, count in self.sent.items() if label.startswith(kinds))
+
+
+def nbytes(variables):
+    return sum(8 * int(np.prod(variable.shape)) for variable in variables)
+
+
+def count(wrap, counted):
+    """Trains an epoch once all is compiled; returns what the rank did for it."""
+    model = compiled(wrap)
+    arguments = {"batch_size": 8, "shuffle": False, **QUIET}
+    model.fit(X, LABELS, **arguments)
+    counted.clear()
+    model.fit(X, LABELS, **arguments)
+    engine, plan = model._engine, model.plan
+    position = engine.groups.pipeline.rank
+    return {
+        "rows": counted.rows,
+        "data": counted.of("data", "batch structure"),
+        "order": counted.of("batch header", "order of samples"),
+        "activations": counted.of("activations"),
+        "gradients": counted.of("gradients 1>0"),
+        "sums": counted.of("gradients of bucket"),
+        "updates": counted.of("updated weights"),
+        "weights": nbytes(w for w in model.trainable_variables if engine.trainers.is_own(w)),
+        "slots": nbytes(v for v in model.optimizer.variables if len(v.shape)),
+        "stage": position,
+        "replica": engine.groups.replica,
+        "plan": {
+            "weights": plan.stages[position].parameter_bytes,
+            "slots": plan.stages[position].optimizer_bytes,
+            "sums": sum(plan.stages[position].reduced_bytes),
+            "activations": [cut.bytes for cut in plan.cuts],
+            "micro-batch": plan.batch_size // plan.num_replicas // plan.num_micro_batches,
+        },
+    }
+
+
+def differ(model):
+    """Gives one rank something else than the others; returns what all of them say to that."""
+    rank = tnt.get_rank()
+    other = rank == 1
+    swapped = X[np.r_[1, 0, 2:SAMPLES]]
+    found = []
+    for x, y in (
+        (X[: SAMPLES - other], LABELS[: SAMPLES - other]),
+        (swapped if other else X, LABELS),
+        (X, LABELS + other),
+        (X if other else tf.data.Dataset.from_tensors((X, LABELS)), LABELS if other else None),
+    ):
+        for call in (model.fit, model.evaluate):
+            with pytest.raises(ConfigurationError) as error:
+                call(x, y, **QUIET)
+            found.append(str(error.value))
+    return found
+
+
+def on_ranks(stages):
+    use_float64()
+    logging.basicConfig(level=logging.INFO)
+    shape = {"num_stages": stages, "num_micro_batches": 2, "batch_size": 8}
+    counted = Counted()
+    found = {}
+    for sharded in (False, True):
+        found[f"sharded {sharded}"] = count(
+            lambda model, sharded=sharded: tnt.PipelineModel(
+                model, shard_optimizer=sharded, **shape
+            ),
+            counted,
+        )
+    found["trained"] = train(lambda model: tnt.PipelineModel(model, **shape))
+    model = compiled(lambda model: tnt.PipelineModel(model, **shape))
+    found["refused"] = differ(model)
+    counted.clear()
+    first = not tnt.get_rank()
+    found["one reads"] = model.fit(
+        *((X, LABELS) if first else (None, None)), batch_size=8, shuffle=False, **QUIET
+    ).history
+    model.fit(Batches(), shuffle=False, **QUIET)
+    found["sent"] = counted.of("data")
+    return json.loads(json.dumps(found))
+
+
+@pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_each_rank_reads_holds_and_sends_its_part(stages):
+    run = mpi_run(2 * stages, on_ranks, stages, timeout=300).check()
+    for sharded in (False, True):
+        check_counts([result[f"sharded {sharded}"] for result in run.results], stages, sharded)
+    plain = train(lambda model: model)
+    one_reads = compiled(lambda model: model).fit(
+        X, LABELS, batch_size=8, shuffle=False, **QUIET
+    )  # fmt: skip
+    for result in run.results:
+        for name, numbers in plain.items():
+            assert distance(numbers, result["trained"][name], "weights") < ROUNDING, name
+        assert distance(one_reads.history, result["one reads"]) < ROUNDING
+        assert result["refused"] == run.results[0]["refused"]
+    length, _, order, _, content, _, kind, _ = run.results[0]["refused"]
+    assert "(22, 6)" in length
+    assert "(21, 6)" in length
+    assert order.count("float64 (22, 6), int32 (22,), hash") == 2 * stages
+    assert "hash" in content
+    assert "a tf.data.Dataset of 1 batches on rank 0; arrays" in kind
+    assert run.results[0]["sent"] > 0
+    for line in ("rank 0 reads arrays", "rank 0 reads a PyDataset of 4 batches"):
+        assert line in run.stderr
+
+
+def check_counts(ranks, stages, sharded):
+    """Compares what each rank did in an epoch with what the plan says."""
+    for told in ranks:
+        assert told["data"] == 0, "no sample travels"
+        assert told["rows"] == ROWS[told["replica"]]
+        of_sample = sum(told["plan"]["activations"]) // told["plan"]["micro-batch"]
+        sent = of_sample * told["rows"]
+        assert told["activations"] == (sent if told["stage"] < stages - 1 else 0)
+        assert told["gradients"] == (sent if told["stage"] > 0 else 0)
+    assert ranks[0]["order"] == (len(ranks) - 1) * (STEPS * HEADER + SAMPLES * NUMBER)
+    for stage in range(stages):
+        replicas = [told for told in ranks if told["stage"] == stage]
+        plan = replicas[0]["plan"]
+        weights, slots = ([told[name] for told in replicas] for name in ("weights", "slots"))
+        assert max(slots) == plan["slots"]
+        if sharded:
+            assert (sum(weights), sum(slots)) == (plan["weights"], 2 * plan["weights"])
+        else:
+            assert (weights, slots) == ([plan["weights"]] * 2, [2 * plan["weights"]] * 2)
+        # Each element once to the rank that adds it up, and once back: as sum, or updated.
+        sums, updates = (sum(told[name] for told in replicas) for name in ("sums", "updates"))
+        expected = STEPS * plan["sums"]
+        assert (sums, updates) == ((expected, expected) if sharded else (2 * expected, 0))

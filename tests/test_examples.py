@@ -61,7 +61,6 @@ def test_it_says_how_to_be_called(name):
 @pytest.mark.mpi
 def test_four_ranks_come_to_the_losses_of_one(float64):
     """Two replicas of two stages; the residual network has a batch that grows with the ranks."""
-    assert sorted(SMALL) == EXAMPLES
     *others, master = mpi_run(4, on_ranks, timeout=240).check().results
     for name in ("hybrid_gpt.py", "train_digits.py"):
         assert losses(master[name])

@@ -33,7 +33,6 @@ KINDS = {
     "sparse or ragged tensors": r"sparse|ragged|Ragged|Sparse",
     "optional inputs": r"optional",
     "export": r"export",
-    "loss scaling": r"mixed_float16|LossScale",
     "a layer that writes its state in each forward pass": r"writes its variable",
 }
 """Why a test is refused, by what the message says."""

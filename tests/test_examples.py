@@ -23,6 +23,7 @@ EXAMPLES = sorted(path.name for path in FOLDER.glob("*.py"))
 SMALL = {
     "data_parallel_resnet.py": ({"filters": 4, "blocks": 1}, "--epochs 2 --warm-up 1"),
     "hybrid_gpt.py": ({"width": 16, "blocks": 1}, "--steps 6 --batch-size 8 --write 2"),
+    "oversized.py": ({}, "--width 16 --blocks 1 --steps 2 --limit 20000"),
     "train_digits.py": ({"filters": 2}, "--epochs 1 --batch-size 359"),
 }
 """Options of the model, which are those of its function, and of the command line."""
@@ -42,7 +43,7 @@ def run_example(name, options, arguments):
 
 
 def losses(printed):
-    return re.findall(r"test loss: .*", printed)
+    return re.findall(r"^(?:test )?loss: .*", printed, re.MULTILINE)
 
 
 def on_ranks():
@@ -62,10 +63,10 @@ def test_it_says_how_to_be_called(name):
 def test_four_ranks_come_to_the_losses_of_one(float64):
     """Two replicas of two stages; the residual network has a batch that grows with the ranks."""
     *others, master = mpi_run(4, on_ranks, timeout=240).check().results
-    for name in ("hybrid_gpt.py", "train_digits.py"):
+    for name in ("hybrid_gpt.py", "oversized.py", "train_digits.py"):
         assert losses(master[name])
         assert losses(master[name]) == losses(run_example(name, *SMALL[name]))
-        assert "on 2 replicas" in master[name]
+        assert ("on 2 replicas" in master[name]) == (name != "oversized.py")
     before, after = map(float, re.findall(r"[\d.]+", losses(master["data_parallel_resnet.py"])[0]))
     assert after < before
     assert not any(losses(other[name]) for other in others for name in SMALL)

@@ -29,7 +29,7 @@ settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True
 _PROFILE = "ci" if os.environ.get("CI") else "default"
 settings.load_profile(_PROFILE)
 
-SESSION_SECONDS = float(os.environ.get("TNT_TEST_SESSION_SECONDS", "2700"))
+SESSION_SECONDS = float(os.environ.get("TNT_TEST_SESSION_SECONDS", "4500"))
 """A session that takes longer hangs, and is ended."""
 QUICK_EXAMPLES = 40
 """Of each property in a session without slow tests, instead of a hundred."""

@@ -62,9 +62,9 @@ def check_loss(compiled: Any, engine: Engine) -> None:
     reason = whole_batch_reason(compiled, engine.extracted)
     if reason is None or plan.num_micro_batches == 1:
         return
-    if engine.sees_batch_at_once:
+    if engine.schedules.sees_batch_at_once:
         return
-    if not engine.free_schedule:
+    if not engine.schedules.free:
         raise ConfigurationError(
             f"Received: schedule={plan.schedule!r}, which computes the loss of one micro-batch "
             f"after the other, but {reason}. Leave `schedule` out, use schedule='gpipe' or "

@@ -280,7 +280,7 @@ class PipelineModel(TrainingLoops):
         compiled = compile_loss(self, given.arguments["loss"], given.arguments["loss_weights"])
         compile_validation.check_loss(compiled, self._engine)
         metrics = (given.arguments[name] for name in ("metrics", "weighted_metrics"))
-        self._engine.check_memory(compiled, any(kind is not None for kind in metrics))
+        self._engine.watch.check(compiled, any(kind is not None for kind in metrics))
         facts = compiled_facts(given.arguments)
         with self._engine.communicator.call("compile", **facts):
             state = self._divided(optimizer)

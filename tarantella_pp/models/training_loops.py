@@ -109,7 +109,7 @@ class TrainingLoops(CollectiveModel):
             validation_steps=validation_steps,
             validation_freq=validation_freq,
         )
-        engine.share_metrics()  # of an epoch that was cut short
+        engine.shared_logs.share_metrics()  # of an epoch that was cut short
         return history
 
     @collective("steps")
@@ -153,7 +153,7 @@ class TrainingLoops(CollectiveModel):
             return_dict=return_dict,
             **kwargs,
         )
-        engine.share_metrics()
+        engine.shared_logs.share_metrics()
         return logs
 
     @collective("steps")

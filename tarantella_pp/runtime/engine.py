@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
-
-import tensorflow as tf
 
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.keras_internals.training import (
@@ -19,15 +17,11 @@ from tarantella_pp.partition.extraction.keras_reader import ExtractedModel, extr
 from tarantella_pp.partition.graph.layer_graph import LayerGraph
 from tarantella_pp.partition.plan.gradient_buckets import Buckets, gradient_buckets
 from tarantella_pp.partition.plan.plan import Plan
-from tarantella_pp.partition.plan.plan_parts import OutputUse
-from tarantella_pp.partition.plan_in_force import check_limit, plan_in_force
-from tarantella_pp.partition.planned_schedule import search_limits, with_findings
-from tarantella_pp.runtime.autotune import Autotune
+from tarantella_pp.partition.planned_schedule import with_findings
 from tarantella_pp.runtime.batch.batch import Batch, Need
 from tarantella_pp.runtime.batch.batch_step import BatchStep
 from tarantella_pp.runtime.batch.data_feed import DataFeed
-from tarantella_pp.runtime.batch.logs import LogExchange
-from tarantella_pp.runtime.compilation import Compilation, expected_outputs
+from tarantella_pp.runtime.compilation import Compilation
 from tarantella_pp.runtime.executor import Executor
 from tarantella_pp.runtime.interrupts import interrupts_put_off
 from tarantella_pp.runtime.modules.model_outputs import find_activations, pack_outputs
@@ -37,6 +31,7 @@ from tarantella_pp.runtime.modules.stage_boundary import (
     stage_edges,
 )
 from tarantella_pp.runtime.optimizer_step import Bucket
+from tarantella_pp.runtime.plan_watch import PlanWatch
 from tarantella_pp.runtime.probes.stage_probe import Pieces
 from tarantella_pp.runtime.rehearsal import Rehearsal
 from tarantella_pp.runtime.replicas.batch_share import BatchShare, batch_shares
@@ -45,20 +40,18 @@ from tarantella_pp.runtime.replicas.owned_values import OwnedValues
 from tarantella_pp.runtime.replicas.process_groups import ProcessGroups
 from tarantella_pp.runtime.replicas.replica_check import check_all_replicas
 from tarantella_pp.runtime.replicas.replica_exchange import ReplicaExchange
+from tarantella_pp.runtime.shared_logs import SharedLogs
 from tarantella_pp.runtime.stage.gradient_reachability import find_connected_gradients
-from tarantella_pp.runtime.stage.layer_metrics import LayerMetrics
 from tarantella_pp.runtime.stage.stage import Stage
 from tarantella_pp.runtime.stage_messages import StageMessages
 from tarantella_pp.runtime.state.owners import Owners
 from tarantella_pp.runtime.state.remote_variables import (
-    OF_METRICS,
     Clock,
-    make_remote,
     only_traced,
 )
 from tarantella_pp.runtime.state.tied_weights import TiedWeights, weights_of_several_ranks
 from tarantella_pp.runtime.state.trainers import Trainers
-from tarantella_pp.runtime.state.variable_sync import broadcast_variable
+from tarantella_pp.runtime.step_schedules import StepSchedules
 from tarantella_pp.runtime.tracing.recorder import (
     LOGS,
     REDUCTIONS,
@@ -66,9 +59,8 @@ from tarantella_pp.runtime.tracing.recorder import (
     TIES,
     UPDATE,
     Recorder,
-    StepRecord,
 )
-from tarantella_pp.schedule import SEARCHED, Schedule, ScheduleSpec, lower, validate
+from tarantella_pp.schedule import Schedule
 
 
 class Engine:
@@ -87,12 +79,14 @@ class Engine:
 
     Attributes:
         communicator: All ranks of the job.
-        spec: The schedule by now; a schedule that is searched for changes.
+        schedules: What steps run.
+        watch: The plan for the batches that are trained.
         placement: Rank of each stage.
         stages: This rank's stages, by their numbers.
         owners: The ranks of the model's variables.
         trainers: The ranks that update its weights.
         feed: Hands every rank its part of each batch.
+        shared_logs: What its ranks know of losses and metrics.
         logs: Keras' logs after the last step, the same on all ranks; empty once metrics are reset.
         fallbacks: Stages of any rank that could not be cut in three, and why, once trained.
         has_run: Whether stages have been traced, with their layers as they were.
@@ -114,19 +108,15 @@ class Engine:
         self.groups = groups
         self.communicator = groups.world
         communicator = groups.pipeline
-        self.free_schedule = free_schedule
         self._wire_dtype = wire_dtype
         self.clock = clock or Clock()
-        self.spec = plan.schedule_spec(communicator.size)
-        self.placement = self.spec.placement
+        self.placement = plan.schedule_spec(communicator.size).placement
         self.logs: dict[str, Any] = {}
         self.fallbacks: dict[int, str] = {}
         self.has_run = False
         self._model = model
         self._plan = plan
-        self._in_force: Plan | None = None
-        self._largest_batch = 0
-        graph, rank, last = extracted.graph, communicator.rank, self.placement[-1]
+        graph, rank = extracted.graph, communicator.rank
         self._boundaries = stage_boundaries(
             graph, plan.assignment, plan.num_stages, find_activations(extracted)
         )
@@ -151,14 +141,16 @@ class Engine:
             if self.placement[boundary.index] == rank
         }
         links = stage_edges(self._boundaries)
-        self._links = [(link.source, link.target) for link in links]
-        self._gradient_links = [(link.source, link.target) for link in links if link.gradients]
         self._buckets: Sequence[Buckets] = ()
         if groups.num_replicas > 1:
             self._buckets = gradient_buckets(
                 graph, plan.assignment, plan.num_stages, plan.fusion_threshold
             )
-        self._schedules: dict[tuple[ScheduleSpec | None, int], Schedule] = {}
+        counts = [len(buckets) for buckets in self._buckets]
+        self.schedules = StepSchedules(
+            plan, self._micro_batches, links, counts, groups, free_schedule
+        )
+        self.watch = PlanWatch(plan, extracted, self.schedules)
         exchange = StageMessages(communicator, graph, links, self.placement, wire_dtype=wire_dtype)
         self._execution = Executor(self.stages, exchange, Recorder(1))
         calls = zip(extracted.calls, plan.assignment, strict=True)
@@ -175,25 +167,21 @@ class Engine:
         self.trainers = Trainers(self.owners, extracted.variables, groups, self._sharded)
         self._updated = self._updated_by_replicas()
         self._ties = TiedWeights(weights_of_several_ranks(extracted, self.owners), communicator)
-        self._tuning: Autotune | None = None
-        if self.spec.name == SEARCHED and self.spec.custom is None:
-            limits = search_limits(plan)
-            self._tuning = Autotune(self.spec, self._micro_batches, limits, communicator)
-        self._log_exchange = LogExchange(communicator, last)
+        self.shared_logs = SharedLogs(
+            model, extracted, plan.assignment, self.placement, communicator
+        )
         self._replica_exchange = ReplicaExchange(groups.peers)
-        self._layer_metrics = LayerMetrics(extracted, plan.assignment, self.placement)
-        self._metrics_differ = False
-        self._metrics_clock = Clock(OF_METRICS)
         self._compilation: Compilation | None = None
         self._exchanges = False
 
     @property
     def plan(self) -> Plan:
         """The plan in force, with what is known by now of the schedule and of the stages."""
-        if self._in_force is None and self._model.compiled:
+        if self._model.compiled:
             has_metrics = compiled_metrics(self._model) is not None
-            self._in_force = self._expected_plan(compiled_loss(self._model), has_metrics)
-        return with_findings(self._in_force or self._plan, self.spec, self.fallbacks)
+            self.watch.expect(compiled_loss(self._model), has_metrics)
+        plan = self.watch.in_force or self._plan
+        return with_findings(plan, self.schedules.spec, self.fallbacks)
 
     @property
     def prints(self) -> bool:
@@ -210,14 +198,16 @@ class Engine:
             PlanError: On all ranks, if a stage would need more memory than it may have.
         """
         compiled = self._compiled_for(batch)
-        self._require_memory(batch, compiled)
+        self.watch.require(batch.rows, compiled.outputs(batch))
         recorder, update = self._execution.recorder, compiled.update
         with self._whole_or_nothing():
             self._rehearse(batch, training=True)
         self.clock.advance()
         with self._whole_or_nothing(), recorder.step():
             step = self._step(batch, compiled, training=True)
-            schedule = self._schedule(self._training_spec(step, compiled), len(step.pieces.sizes))
+            schedule = self.schedules.training(
+                len(step.pieces.sizes), needs_whole_batch=compiled.coupling is not None
+            )
             recorder.runs(schedule, batch.rows)
             self._run(schedule, batch, step, compiled)
             self._check_losses(compiled, training=True)
@@ -234,10 +224,10 @@ class Engine:
             with recorder.span(UPDATE):
                 update.apply(gradients, sums)
             with recorder.span(LOGS):
-                self.logs = self._share_logs("train", step)
+                self.logs = self.shared_logs.share("train", step)
             with self._exchange_of_ties():
                 self._ties.refresh()
-        self._learn(recorder.last)
+        self.schedules.learn(recorder.last)
         if self._check_every is not None and self.clock.steps % self._check_every == 0:
             position = self.groups.pipeline.rank
             own = [v for v in self.extracted.variables if position in self.owners.ranks(v)]
@@ -250,10 +240,10 @@ class Engine:
             self._rehearse(batch, training=False)
             compiled = self._compiled_for(batch)
             step = self._step(batch, compiled, training=False)
-            schedule = self._schedule(None, len(step.pieces.sizes))
+            schedule = self.schedules.inference(len(step.pieces.sizes))
             self._run(schedule, batch, step, compiled)
             self._check_losses(compiled, training=False)
-            self.logs = self._share_logs("test", step)
+            self.logs = self.shared_logs.share("test", step)
         return self.logs
 
     def predict(self, batch: Batch) -> Any:
@@ -264,33 +254,13 @@ class Engine:
         )  # fmt: skip
         with self._whole_or_nothing():
             self._rehearse(batch, training=False)
-            if self._layer_metrics.exist:
-                self._metrics_differ = True
-                self._metrics_clock.advance()
-            self._run(self._schedule(None, len(step.pieces.sizes)), batch, step)
-            parts = step.whole_results() if self._log_exchange.is_source else ()
-            results = self._log_exchange.share_tensors(parts)
+            if self.shared_logs.of_layers.exist:
+                self.shared_logs.metrics_change()
+            self._run(self.schedules.inference(len(step.pieces.sizes)), batch, step)
+            exchange = self.shared_logs.exchange
+            results = exchange.share_tensors(step.whole_results() if exchange.is_source else ())
         values = dict(zip(self._boundaries[-1].model_outputs, results, strict=True))
         return pack_outputs(self.extracted, values, self._boundaries[-1].activations)
-
-    def check_memory(self, loss: Any, has_metrics: bool) -> None:
-        """Refuses what does not fit the limit with the batch size of the plan.
-
-        Args:
-            loss: The `CompileLoss` that the model is to be compiled with; `None` for none.
-            has_metrics: Whether it is to have metrics.
-
-        Raises:
-            PlanError: If a stage would need more memory than it may have.
-        """
-        if self._plan.limits is not None:
-            check_limit(self._expected_plan(loss, has_metrics), self._plan.batch_size)
-
-    @property
-    def sees_batch_at_once(self) -> bool:
-        """Whether all outputs of a batch are there before the schedule asks for the loss."""
-        schedule = self._schedule(self.spec, self._micro_batches)
-        return schedule.runs_all_forwards_first(len(self._boundaries) - 1)
 
     def publish_weights(self) -> None:
         """Makes known to other ranks that weights have changed behind a step; all must call it."""
@@ -300,19 +270,11 @@ class Engine:
         self._ties.publish()
         self._ties.refresh()
 
-    def share_metrics(self) -> None:
-        """Gives every rank the state of all metrics, if they have changed; all must call it."""
-        if not self._metrics_differ:
-            return
-        for variable, owner in self._metric_variables():
-            broadcast_variable(variable, owner, self.groups.pipeline)
-        self._metrics_differ = False
-
     def forget_compilation(self) -> None:
         """Makes the next step look at the model's loss, metrics and optimizer anew."""
-        self._in_force, self._largest_batch = None, 0
+        self.watch.forget()
         self._compilation = None
-        self._log_exchange.forget_names()
+        self.shared_logs.exchange.forget_names()
 
     def up_to_date(self) -> Engine:
         """Returns this engine, or one like it if its stages have run or weights were frozen.
@@ -330,9 +292,9 @@ class Engine:
         extracted = extract(self.extracted.model)
         self._plan.check(extracted.graph)
         return Engine(
-            self._model, extracted, with_findings(self._plan, self.spec, {}), self.groups,
-            free_schedule=self.free_schedule, wire_dtype=self._wire_dtype, clock=self.clock,
-            check_every=self._check_every,
+            self._model, extracted, with_findings(self._plan, self.schedules.spec, {}),
+            self.groups, free_schedule=self.schedules.free, wire_dtype=self._wire_dtype,
+            clock=self.clock, check_every=self._check_every,
         )  # fmt: skip
 
     def record(self, recorder: Recorder | None) -> None:
@@ -342,30 +304,6 @@ class Engine:
             recorder: Where it is noted; `None` to keep no more than the last step.
         """
         self._execution.recorder = recorder or Recorder(1)
-
-    def _learn(self, step: StepRecord) -> None:
-        """Goes on with the schedule that the steps so far lead to, once there are enough."""
-        found = None if self._tuning is None else self._tuning.learn(step)
-        if found is not None and found.custom is not None:
-            text = self.groups.peers.broadcast_json(found.custom.to_text())
-            same = Schedule.from_text(text)
-            self.spec = ScheduleSpec.of_custom(same, found.num_stages, found.num_ranks)
-            self._tuning = None
-
-    def _schedule(self, spec: ScheduleSpec | None, count: int) -> Schedule:
-        """The schedule of a step with its messages, which has passed all laws.
-
-        Args:
-            spec: Which schedule; `None` for forward passes only.
-            count: Number of micro-batches.
-        """
-        if (spec, count) not in self._schedules:
-            plain = self.spec.make_inference(count) if spec is None else spec.make(count)
-            counts = [] if spec is None else [len(buckets) for buckets in self._buckets]
-            lowered = lower(plain, self._links, self._gradient_links, counts)
-            validate(lowered)
-            self._schedules[spec, count] = lowered
-        return self._schedules[spec, count]
 
     def _rehearse(self, batch: Batch, training: bool) -> None:
         """Tries the stages out before the first step of a kind.
@@ -397,7 +335,7 @@ class Engine:
         self._execution.run(schedule.actions[self.groups.pipeline.rank], step.rows, step)
         self._forward_state.end(batch.shares, step.training)
         if compiled is not None and self._reports_late:
-            self._report(step.added)
+            self.shared_logs.report(step.added)
 
     def _step(self, batch: Batch, compiled: Compilation, *, training: bool) -> BatchStep:
         """A step with loss and metrics."""
@@ -412,7 +350,7 @@ class Engine:
             penalty=update.regularization_loss()
             if self._sharded or self.groups.replica == 0
             else None,
-            report=None if self._reports_late else self._report,
+            report=None if self._reports_late else self.shared_logs.report,
             update=ahead, exchange=self._replica_exchange,
             reduce=functools.partial(update.reduce, counts=not batch.share.is_spare)
             if compiled.reach_known  # and with it which weights have gradients
@@ -496,24 +434,10 @@ class Engine:
             for number, bucket in enumerate(buckets)
         }
 
-    def _share_logs(self, kind: str, step: BatchStep) -> dict[str, Any]:
-        self._metrics_differ = True
-        self._metrics_clock.advance()
-        logs: Mapping[str, Any] = {}
-        if self._log_exchange.is_source:
-            losses, metrics = self._log_exchange.reports(self._layer_metrics.size)
-            self._layer_metrics.take(metrics)
-            logs = step.logs(losses)
-        return self._log_exchange.share_logs(kind, logs)
-
     @property
     def _reports_late(self) -> bool:
         """Whether what layers have measured is known only once replicas have added it up."""
-        return self._layer_metrics.exist and self.groups.num_replicas > 1
-
-    def _report(self, added: tf.Tensor) -> None:
-        rank = self.groups.pipeline.rank
-        self._log_exchange.report(added, self._layer_metrics.state(rank))
+        return self.shared_logs.of_layers.exist and self.groups.num_replicas > 1
 
     def _find_reach(self, compiled: Compilation) -> None:
         scored = compiled.loss.reached if compiled.loss is not None else ()
@@ -540,51 +464,8 @@ class Engine:
                     buckets=self._own_buckets(), updated=self._updated,
                     gradient_dtype=self._plan.gradient_dtype,
                 )  # fmt: skip
-            self._guard_metrics()
+            self.shared_logs.guard_metrics()
         return self._compilation
-
-    def _guard_metrics(self) -> None:
-        """Has metrics refuse to be read where they are out of date."""
-        for variable, owner in self._metric_variables():
-            if owner != self.groups.pipeline.rank:
-                make_remote(variable, self._metrics_clock)
-
-    def _metric_variables(self) -> Iterator[tuple[Any, int]]:
-        """The variables of all metrics, each with the rank that updates it."""
-        for metric in self._model.metrics:
-            for variable in metric.variables:
-                owner = self._layer_metrics.owner(variable)
-                yield variable, self.placement[-1] if owner is None else owner
-
-    def _require_memory(self, batch: Batch, compiled: Compilation) -> None:
-        """Refuses a batch for which a stage needs more memory than it may have."""
-        if batch.rows > self._largest_batch:
-            plan = self._plan_for(batch.rows, compiled.outputs(batch))
-            check_limit(plan, self._plan.batch_size)
-            self._in_force, self._largest_batch = plan, batch.rows
-
-    def _expected_plan(self, loss: Any, has_metrics: bool) -> Plan:
-        """What the plan comes to as far as it is known before the first batch."""
-        outputs = expected_outputs(loss, has_metrics, self.extracted)
-        return self._plan_for(self._plan.batch_size, outputs)
-
-    def _plan_for(self, batch_size: int, outputs: OutputUse) -> Plan:
-        """What the plan comes to for a batch and for what is computed of the outputs."""
-        held = None
-        if outputs.loss_at_once is not None and self.free_schedule:
-            held = self._gpipe.in_flight(self._plan.num_micro_batches)
-        return plan_in_force(self._plan, self.extracted.graph, batch_size, outputs, held)
-
-    def _training_spec(self, step: BatchStep, compiled: Compilation) -> ScheduleSpec:
-        """What a training step runs."""
-        if compiled.coupling is not None and len(step.pieces.sizes) > 1 and self.free_schedule:
-            return self._gpipe
-        return self.spec if self._tuning is None else self._tuning.spec
-
-    @property
-    def _gpipe(self) -> ScheduleSpec:
-        """What runs where the loss needs the whole batch."""
-        return ScheduleSpec("gpipe", len(self._boundaries), self.groups.pipeline.size)
 
 
 def _places_of_data(boundaries: Sequence[StageBoundary], graph: LayerGraph) -> list[list[int]]:

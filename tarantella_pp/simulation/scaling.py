@@ -18,6 +18,7 @@ from tarantella_pp.simulation.simulator import simulate
 from tarantella_pp.simulation.step_timeline import (
     Event,
     StepTimeline,
+    end_of_step,
     idle_fraction,
     reduction_events,
 )
@@ -58,8 +59,7 @@ class PipelineStep:
     @property
     def step_seconds(self) -> float:
         """Seconds until everything is computed and reduced."""
-        reduced = max((own[-1].end for own in self.reductions if own), default=0.0)
-        return max(self.pipeline_seconds, reduced)
+        return end_of_step(self.pipeline_seconds, self.reductions)
 
     @property
     def exposed_seconds(self) -> float:

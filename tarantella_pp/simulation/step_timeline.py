@@ -27,6 +27,16 @@ def idle_fraction(busy_seconds: Sequence[float], step_seconds: float) -> float:
     return max(0.0, 1.0 - sum(busy_seconds) / (len(busy_seconds) * step_seconds))
 
 
+def end_of_step(pipeline_seconds: float, reductions: Iterable[Sequence[Event]]) -> float:
+    """Returns the second at which all is computed and reduced.
+
+    Args:
+        pipeline_seconds: When the last rank has computed everything.
+        reductions: The reductions of each rank, in order.
+    """
+    return max([pipeline_seconds, *(own[-1].end for own in reductions if own)])
+
+
 class Event(NamedTuple):
     """One action of one rank in time.
 
@@ -96,8 +106,7 @@ class StepTimeline:
     @cached_property
     def step_seconds(self) -> float:
         """Seconds from the start of the step until all is computed and reduced."""
-        reduced = max((own[-1].end for own in self.reductions if own), default=0.0)
-        return max(self.pipeline_seconds, reduced)
+        return end_of_step(self.pipeline_seconds, self.reductions)
 
     @property
     def exposed_seconds(self) -> float:

@@ -91,7 +91,7 @@ def test_matrix(stages, micro_batches):
         model.compile(optimizer(), "mse")
         for schedule in schedules:
             # The compiled stages know nothing of the schedule, and are not compiled again for it.
-            model._engine.spec = ScheduleSpec(schedule, stages, 1)
+            model._engine.schedules.spec = ScheduleSpec(schedule, stages, 1)
             model.set_weights(start)
             for variable in model.optimizer.variables:
                 if variable is not model.optimizer.learning_rate:

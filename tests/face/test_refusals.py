@@ -193,7 +193,7 @@ def test_a_plan_decides_alone():
         with pytest.raises(ConfigurationError, match=next(iter(option))):
             PipelineModel(mlp(), plan=plan, **option)
     model = PipelineModel(mlp(), plan=plan)
-    assert model._engine.spec.name == "gpipe"
+    assert model._engine.schedules.spec.name == "gpipe"
     assert model.plan.num_micro_batches == 3
 
 

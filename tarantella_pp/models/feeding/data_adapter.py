@@ -104,7 +104,7 @@ class FeedAdapter(DataAdapter):
 
     def on_epoch_end(self) -> None:
         """Gives every rank the state of all metrics, and passes the hook on to the user's data."""
-        self._engine.share_metrics()
+        self._engine.shared_logs.share_metrics()
         if self._adapter is not None:
             self._adapter.on_epoch_end()
 
@@ -120,7 +120,7 @@ def step_function(
         for _, batch in zip(range(steps_per_execution - 1), batches, strict=False):
             logs = step(batch)
         if batches is not iterator:  # a single batch is an epoch of its own
-            engine.share_metrics()
+            engine.shared_logs.share_metrics()
         return logs
 
     return run

@@ -108,6 +108,9 @@ class StubStep:
     def share(self, micro_batch: int) -> float:
         return 1.0
 
+    def scaled(self, factors: Any) -> Any:
+        return factors
+
     def add(self, losses: Any) -> None:
         """Stages without layers add no losses."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -44,26 +43,7 @@ class FedData:
         """
         if self._dataset is None:
             self._dataset = adapter.get_tf_dataset()
-        held = [iter(self._dataset)]
-        size, read = adapter.num_batches, 0
-        try:
-            for data in held[0]:
-                read += 1
-                yield data
-            size = read
-        finally:
-            if read == size:
-                _let_go(held)
-
-
-def _let_go(held: list[Any]) -> None:
-    """Drops an iterator of TensorFlow that has been read to its end, on a thread of its own.
-
-    It waits for a thread that tunes the reading, which sleeps between two looks, longer each time:
-    in the end as long as the epoch took, or a minute. One that is still reading must have stopped
-    before the user's data are read again, and is waited for.
-    """
-    threading.Thread(target=held.clear, name="closes a data set", daemon=True).start()
+        yield from self._dataset
 
 
 class FeedAdapter(DataAdapter):

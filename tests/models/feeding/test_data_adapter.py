@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import keras
 import pytest
 import tensorflow as tf
@@ -67,43 +65,3 @@ def test_data_that_have_ended_or_failed_are_not_read_again():
         with pytest.raises(StopIteration):  # and no other rank is told a second time
             next(batches)
     assert len(asked) == 1
-
-
-class Closing:
-    """An iterator over batches that notes which thread closes it."""
-
-    def __init__(self, closed):
-        self._closed = closed
-        self._batches = iter([(tf.ones((2, 3)), tf.zeros((2,)))] * 2)
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        return next(self._batches)
-
-    def __del__(self):
-        self._closed.append(threading.current_thread().name)
-
-
-class Tuned(Opened):
-    """A data adapter whose iterators note who closes them."""
-
-    def __init__(self):
-        super().__init__()
-        self.closed = []
-
-    def __iter__(self):
-        return Closing(self.closed)
-
-
-@pytest.mark.parametrize("taken", [1, 2, 3])
-def test_only_data_that_are_still_read_are_waited_for(taken):
-    adapter = Tuned()
-    batches = iter(FedData(feed(), adapter))
-    assert len([batch for _, batch in zip(range(taken), batches, strict=False)]) == min(taken, 2)
-    del batches
-    for thread in threading.enumerate():
-        if thread.name == "closes a data set":
-            thread.join(10)
-    assert adapter.closed == ["MainThread" if taken == 1 else "closes a data set"]

@@ -315,6 +315,7 @@ def two_ranks(directory):
     return mpi_run(2, fit_traced, timeout=120, env=env).check().results
 
 
+@pytest.mark.slow
 @needs_mpi
 @pytest.mark.mpi
 @pytest.mark.keras

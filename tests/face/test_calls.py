@@ -134,6 +134,7 @@ def make_calls_that_differ(folder):
     return found, before == after, iterations, history, in_fit
 
 
+@pytest.mark.slow
 def test_calls_that_differ_are_refused_on_all_ranks(tmp_path):
     run = mpi_run(2, make_calls_that_differ, str(tmp_path), timeout=240, env={"TNT_TIMEOUT": "60"})
     first, second = run.check().results

@@ -204,6 +204,7 @@ def save_everywhere(folder):
             return [told, str(error)]
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_functions_of_keras_on_two_ranks(tmp_path):
     run = mpi_run(2, save_everywhere, str(tmp_path), timeout=240).check()

@@ -385,6 +385,7 @@ def check_replicas_in_layers(results):
         assert distance(one, of_one) < ROUNDING
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_replicas_add_up_what_layers_have_measured():
     results = mpi_run(2, watch_the_largest, timeout=240).check().results
@@ -400,6 +401,7 @@ def test_replicas_of_two_stages_add_up_what_layers_have_measured():
     check_replicas_in_layers(mpi_run(4, watch_on_this_rank, 2, timeout=300).check().results)
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_every_rank_has_the_logs_and_the_metrics_of_one_process():
     results = mpi_run(2, use_on_this_rank, timeout=240).check().results

@@ -166,6 +166,7 @@ def change_rates():
     return texts, history
 
 
+@pytest.mark.slow
 def test_learning_rates_that_differ_are_refused():
     run = mpi_run(2, change_rates, timeout=240, env={"TNT_TIMEOUT": "60"}).check()
     assert run.results[0] == run.results[1]
@@ -248,6 +249,7 @@ def files(folder):
     return sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
 
 
+@pytest.mark.slow
 def test_callbacks_that_write_do_so_once_and_see_the_weights(tmp_path):
     for name in ("ranks", "plain"):
         (tmp_path / name).mkdir()

@@ -126,6 +126,7 @@ def on_ranks(folder, stages):
     return json.loads(json.dumps(found))
 
 
+@pytest.mark.slow
 def test_replicas_do_what_plain_keras_does(tmp_path):
     (tmp_path / "plain").mkdir()
     (tmp_path / "ranks").mkdir()

@@ -174,6 +174,7 @@ def on_ranks(stages):
     return json.loads(json.dumps(found))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_each_rank_reads_holds_and_sends_its_part(stages):
     run = mpi_run(2 * stages, on_ranks, stages, timeout=300).check()

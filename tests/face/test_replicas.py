@@ -130,6 +130,7 @@ def serial_slots(name):
     return [v for v in model.optimizer.variables if len(v.shape)]
 
 
+@pytest.mark.slow
 def test_two_replicas():
     check(mpi_run(2, train_cases, TWO, timeout=240).check(), TWO, 2)
 

@@ -149,6 +149,7 @@ def take_turns_on_ranks():
     return owners, [*told, again.evaluate(X, X, verbose=0)]
 
 
+@pytest.mark.slow
 def test_pipelines_with_a_layer_in_common():
     run = mpi_run(2, take_turns_on_ranks, timeout=200).check()
     models, expected = take_turns(lambda model: model)

@@ -190,6 +190,7 @@ def interrupt_all(folder, names, stages):
     return resume_all(folder, names, stages)
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 @pytest.mark.parametrize(
     ("ranks", "stages", "names"),
@@ -223,6 +224,7 @@ def compiled():
     return model
 
 
+@pytest.mark.slow
 def test_a_wrapped_model_is_compiled_as_it_was():
     expected, plain = compiled(), compiled()
     model = PipelineModel(plain, num_stages=2, num_micro_batches=2)

@@ -123,6 +123,7 @@ def train_subclassed(folder):
     return json.loads(json.dumps(found))
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_subclassed_models_train_on_two_ranks_as_in_one_process(tmp_path):
     first, second = mpi_run(2, train_subclassed, str(tmp_path), timeout=240).check().results

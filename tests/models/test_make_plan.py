@@ -112,6 +112,7 @@ def test_more_micro_batches_come_before_recomputation_where_they_cost_less():
     assert plan.recompute == ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -133,6 +134,7 @@ def test_a_refused_limit_names_the_smallest_that_works(options):
         make_plan(model, 3, **given, memory_limit=smallest - 1000)
 
 
+@pytest.mark.slow
 def test_limits_of_unequal_devices_choose_and_refuse():
     model, given = tower(9), {"batch_size": 512}
     free = make_plan(model, 3, **given)
@@ -163,6 +165,7 @@ def test_a_refusal_says_what_would_fit():
         assert largest(plan) <= limit
 
 
+@pytest.mark.slow
 def test_ranks_are_shared_among_stages_and_replicas():
     model = tower(8)
     given = {"batch_size": 256, "machine": SLOW}

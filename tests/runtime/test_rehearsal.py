@@ -100,6 +100,7 @@ def attempts():
     return texts, outcome(piped(model_of()))
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 @pytest.mark.usefixtures("float64")
 def test_all_ranks_refuse_alike_and_train_on():

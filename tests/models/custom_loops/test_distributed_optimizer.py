@@ -98,6 +98,7 @@ def distance(one: list, other: list) -> float:
     return max(float(np.max(np.abs(a - b) / (1e-8 + np.abs(b)), initial=0)) for a, b in pairs)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
 def test_the_numbers_of_one_process(float64) -> None:
     runs = {n: mpi_run(n, loops, env={"TNT_TIMEOUT": "30"}, timeout=240).check() for n in (2, 3)}

@@ -163,6 +163,7 @@ def refused_on_a_rank():
     outcome(model)
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_on_two_ranks_they_are_the_same_and_a_refusal_ends_both():
     """Also of random numbers, whose seeds no trial moves."""

@@ -38,6 +38,7 @@ def compare() -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_the_first_variable_that_differs_is_named_with_its_ranks() -> None:
     results = mpi_run(3, compare, env={"TNT_TIMEOUT": "20"}).check().results
     for same, bit, more, sixteen in results:

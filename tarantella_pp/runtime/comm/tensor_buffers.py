@@ -72,6 +72,15 @@ def variable_dtype(variable: Any) -> np.dtype[Any]:
     return found
 
 
+def value_of(variable: Any) -> np.ndarray[Any, Any]:
+    """Returns a copy of a variable's value; that of a scalar is an array, too.
+
+    Args:
+        variable: A Keras or TensorFlow variable.
+    """
+    return np.asarray(variable.numpy())  # which has copied it
+
+
 def cast(tensor: tf.Tensor, dtype: np.dtype[Any]) -> tf.Tensor:
     """Returns a tensor in another dtype.
 

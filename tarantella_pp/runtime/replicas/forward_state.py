@@ -12,6 +12,7 @@ from tarantella_pp.keras_internals.functional import layer_metrics
 from tarantella_pp.keras_internals.training import layers_in, running_states
 from tarantella_pp.partition.extraction.calls import Call
 from tarantella_pp.runtime.comm.communicator import Communicator
+from tarantella_pp.runtime.comm.tensor_buffers import value_of
 from tarantella_pp.runtime.replicas.batch_share import BatchShare
 
 Array = np.ndarray[Any, Any]
@@ -57,7 +58,7 @@ class ForwardState:
 
     def snapshot(self) -> list[Array]:
         """The state by now."""
-        return [_value(variable) for variable in self._variables]
+        return [value_of(variable) for variable in self._variables]
 
     def restore(self, state: Sequence[Array]) -> None:
         """Brings a state back.
@@ -76,7 +77,7 @@ class ForwardState:
             training: Whether it was one of training.
         """
         pairs = zip(self._seeds, before, strict=False)
-        self._drawn[training] = [_value(seed) - start for seed, start in pairs]
+        self._drawn[training] = [value_of(seed) - start for seed, start in pairs]
 
     def begin(self, share: BatchShare, training: bool) -> None:
         """Sets seeds to where the replicas before this one leave them."""
@@ -97,7 +98,7 @@ class ForwardState:
         if not training:
             return
         starts = self._before[len(self._seeds) :][: len(self._statistics)]
-        own = [_value(variable)[None] for variable, _ in self._statistics.values()]
+        own = [value_of(variable)[None] for variable, _ in self._statistics.values()]
         gathered = [self._peers.start_allgather([value], label="statistics") for value in own]
         for (variable, factor), start, request in zip(
             self._statistics.values(), starts, gathered, strict=True
@@ -113,7 +114,7 @@ class ForwardState:
         metrics = list(self._metrics.values())
         starts = self._before[len(self._before) - len(metrics) :]
         requests = [
-            self._peers.start_allgather([_value(variable)[None]], label="metrics of layers")
+            self._peers.start_allgather([value_of(variable)[None]], label="metrics of layers")
             for variable in metrics
         ]
         for variable, start, request in zip(metrics, starts, requests, strict=True):
@@ -125,7 +126,3 @@ class ForwardState:
     def _variables(self) -> list[Any]:
         statistics = (variable for variable, _ in self._statistics.values())
         return [*self._seeds, *statistics, *self._metrics.values()]
-
-
-def _value(variable: Any) -> Array:
-    return np.array(variable.numpy())  # a scalar would be no array

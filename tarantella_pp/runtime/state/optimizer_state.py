@@ -22,6 +22,7 @@ from tarantella_pp.keras_internals.state import (
 )
 from tarantella_pp.runtime.comm.collective import digest
 from tarantella_pp.runtime.comm.communicator import TensorSpec
+from tarantella_pp.runtime.comm.tensor_buffers import value_of
 from tarantella_pp.runtime.state.trainers import Trainers
 from tarantella_pp.runtime.state.value_stream import ValueStream
 
@@ -107,7 +108,7 @@ class OptimizerState:
         if self._communicator.size == 1:
             return self._optimizer
         held, specs = self._all_specs()
-        read = stream.add(lambda number: np.array(held[number].numpy()))
+        read = stream.add(lambda number: value_of(held[number]))
 
         def value(number: int) -> _Array:
             owner = self._communicator.world_ranks[self._source(self._slots[number].positions)]
@@ -201,7 +202,7 @@ class OptimizerState:
         """The value of a slot, from the rank that trains with it."""
         root = self._source(self._slots[number].positions)
         if root == self._communicator.rank:
-            value = np.array(held[number].numpy())  # a scalar would be no array
+            value = value_of(held[number])
         else:
             value = np.empty(spec.shape, spec.dtype)
         self._communicator.broadcast(value, root)

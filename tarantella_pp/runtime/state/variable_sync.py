@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tarantella_pp.runtime.comm.communicator import Communicator, TensorSpec
-from tarantella_pp.runtime.comm.tensor_buffers import to_tensor, variable_dtype
+from tarantella_pp.runtime.comm.tensor_buffers import to_tensor, value_of, variable_dtype
 from tarantella_pp.runtime.replicas.process_groups import ProcessGroups
 from tarantella_pp.runtime.state.owners import Owners
 from tarantella_pp.runtime.state.remote_variables import (
@@ -95,7 +95,7 @@ class VariableSync:
         """
         self.refresh()
         numbers = {id(variable): i for i, variable in enumerate(self._variables)}
-        read = stream.add(lambda number: _value(self._variables[number]))
+        read = stream.add(lambda number: value_of(self._variables[number]))
 
         def read_variable(variable: Any) -> Any:
             owner = self._communicator.world_ranks[self._owners.owner(variable)]
@@ -131,13 +131,9 @@ def broadcast_variable(variable: Any, root: int, ranks: Communicator) -> None:
     if ranks.size == 1:
         return
     if ranks.rank == root:
-        value = _value(variable)
+        value = value_of(variable)
     else:  # where it may not be read
         value = np.empty(tuple(variable.shape), variable_dtype(variable))
     ranks.broadcast(value, root)
     if ranks.rank != root:
         variable.assign(value)
-
-
-def _value(variable: Any) -> np.ndarray[Any, Any]:
-    return np.array(variable.numpy())  # a scalar would be no array

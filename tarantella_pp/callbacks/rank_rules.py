@@ -9,6 +9,7 @@ import keras
 
 from tarantella_pp.callbacks.lockstep import Lockstep
 from tarantella_pp.callbacks.preparation import FolderMaker, WeightGatherer
+from tarantella_pp.callbacks.shared_backup import SharedBackup
 from tarantella_pp.callbacks.timeline import Timeline
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.runtime.comm.communicator import Communicator
@@ -23,17 +24,13 @@ _ONE_RANK = (
 # They change or stop training, or save the model.
 _ALL_RANKS = (
     Timeline,
+    keras.callbacks.BackupAndRestore,
     keras.callbacks.EarlyStopping,
     keras.callbacks.LearningRateScheduler,
     keras.callbacks.ModelCheckpoint,
     keras.callbacks.ReduceLROnPlateau,
     keras.callbacks.SwapEMAWeights,
     keras.callbacks.TerminateOnNaN,
-)
-_REFUSED = tuple(
-    getattr(keras.callbacks, name)
-    for name in ("BackupAndRestore", "OrbaxCheckpoint")
-    if hasattr(keras.callbacks, name)
 )
 
 
@@ -68,27 +65,45 @@ def callbacks_of_rank(callbacks: Any, model: Any, communicator: Communicator) ->
     """
     if communicator.size == 1:
         return callbacks
-    prints = communicator.rank == communicator.size - 1
-    found = [ours for callback in _listed(callbacks) for ours in _of_rank(callback, prints)]
+    found: list[Any] = []
+    for callback in _listed(callbacks):
+        _check(callback)
+        found += _of_rank(callback, communicator)
     found.append(Lockstep(communicator))
     if isinstance(callbacks, keras.callbacks.CallbackList):
         return keras.callbacks.CallbackList(found, model=model, **callbacks.params)
     return found
 
 
-def _of_rank(callback: Any, prints: bool) -> Iterator[Any]:
+def _of_rank(callback: Any, communicator: Communicator) -> Iterator[Any]:
     """What runs in place of a callback."""
-    if isinstance(callback, _REFUSED):
-        raise ConfigurationError(
-            f"Callback {type(callback).__name__} saves what one process holds, which is not "
-            "the whole model on several ranks. Use keras.callbacks.ModelCheckpoint."
-        )
+    prints = communicator.rank == communicator.size - 1
+    if isinstance(callback, keras.callbacks.BackupAndRestore):
+        yield SharedBackup(callback, communicator)
+        return
     if isinstance(callback, keras.callbacks.ModelCheckpoint):
         yield FolderMaker(callback)
     if _looks_at_weights(callback):
         yield WeightGatherer(callback, follows=not prints)
     if prints or not isinstance(callback, _ONE_RANK):
         yield callback
+
+
+def _check(callback: Any) -> None:
+    """Refuses callbacks that would write what one process holds."""
+    kind = type(callback)
+    if isinstance(callback, getattr(keras.callbacks, "OrbaxCheckpoint", ())):
+        raise ConfigurationError(
+            f"Callback {kind.__name__} saves what one process holds, which is not "
+            "the whole model on several ranks. Use keras.callbacks.ModelCheckpoint."
+        )
+    backup = keras.callbacks.BackupAndRestore
+    if isinstance(callback, backup) and kind is not backup:
+        raise ConfigurationError(
+            f"Callback {kind.__name__} is a BackupAndRestore of your own, which would write one "
+            "folder from several ranks at once. Use keras.callbacks.BackupAndRestore itself, and "
+            "a second callback for what yours does besides."
+        )
 
 
 def _looks_at_weights(callback: Any) -> bool:

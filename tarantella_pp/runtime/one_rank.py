@@ -1,11 +1,11 @@
-"""What one rank does alone, and all others wait for."""
+"""What one rank does alone, or each by itself, and what becomes of a failure: all learn of it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from tarantella_pp.errors import ConfigurationError
+from tarantella_pp.errors import CommunicationError, ConfigurationError
 from tarantella_pp.runtime.comm.communicator import Communicator
 
 
@@ -30,3 +30,21 @@ def on_one_rank(
     if reason is not None:
         raise error(f"Rank {rank} could not {what}: {reason}")
     return result
+
+
+def on_all_ranks(communicator: Communicator, what: str, work: Callable[[], Any]) -> None:
+    """Lets each rank do its part, without messages to others; where one fails, all fail."""
+    failure: Exception | None = None
+    try:
+        work()
+    except CommunicationError:  # others cannot be told
+        raise
+    except Exception as caught:
+        failure = caught
+    told = None if failure is None else f"{type(failure).__name__}: {failure}"
+    reasons = communicator.allgather_json(told)
+    if failure is not None:
+        raise failure
+    for rank, reason in enumerate(reasons):
+        if reason is not None:
+            raise ConfigurationError(f"Rank {rank} could not {what}: {reason}")

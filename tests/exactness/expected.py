@@ -45,9 +45,6 @@ NOT_EXACT: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
     "optimizers": {},
     "callbacks": {
         NOT_IN_KERAS: {"needs a package that is not installed": ("OrbaxCheckpoint", "TensorBoard")},
-        REFUSED: {
-            "writes what one rank has": ("BackupAndRestore",),
-        },
     },
 }
 

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
+import tensorflow as tf
 
-from tarantella_pp.keras_internals.data import DataAdapter
+from tarantella_pp.keras_internals.data import DataAdapter, arrays_of
 from tarantella_pp.runtime.batch.array_rows import ArrayRows
 from tarantella_pp.runtime.batch.batch import Batch
 from tarantella_pp.runtime.batch.data_feed import Batches, DataFeed
@@ -43,6 +44,8 @@ class FedData:
         """
         if self._dataset is None:
             self._dataset = adapter.get_tf_dataset()
+            if arrays_of(adapter) is not None:  # others may be the user's, tuned as they wish
+                self._dataset = _without_tuning(self._dataset)
         yield from self._dataset
 
 
@@ -116,3 +119,10 @@ def predict_function(engine: Engine) -> Callable[[Sequence[Any]], Any]:
         return keras.tree.map_structure(lambda *parts: keras.ops.concatenate(parts), *outputs)
 
     return run
+
+
+def _without_tuning(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Slices arrays as fast; but an epoch ends without waiting for a thread that measures it."""
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    return dataset.with_options(options)

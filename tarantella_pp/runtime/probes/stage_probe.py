@@ -54,6 +54,7 @@ class StageProbe:
         self._axes = module.boundary.axes_of(tensor.tensor for tensor in module.boundary.inputs)
         self._traces: dict[bool, ProbeTrace] = {}
         self._kinds: dict[bool, Any] = {}
+        self._factors: dict[tuple[bool, int, float], tf.Tensor] = {}
 
     def examine(
         self,
@@ -96,11 +97,15 @@ class StageProbe:
 
     def factors(self, training: bool, share: float) -> tf.Tensor:
         """What the added losses of a micro-batch count in the loss of the batch."""
-        kinds = self._kinds.get(training, np.zeros(len(self._module.added_by[training])))
-        # NumPy, for operations of TensorFlow take a millisecond here, in each micro-batch
-        return tf.constant(np.maximum(np.nan_to_num(kinds), share), keras.config.floatx())
+        count = len(self._module.added_by[training])
+        key = training, count, share
+        if key not in self._factors:  # made once, for each micro-batch of each step asks for it
+            kinds = np.nan_to_num(self._kinds.get(training, np.zeros(count)))
+            self._factors[key] = tf.constant(np.maximum(kinds, share), keras.config.floatx())
+        return self._factors[key]
 
     def _find_kinds(self, trace: ProbeTrace, training: bool, samples: SampleRows) -> None:
+        self._factors.clear()
         if self._module.added_by[training]:
             self._kinds[training] = AddedLosses(trace, samples).kinds()
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 
+from tarantella_pp.keras_internals.data import get_data_adapter
 from tarantella_pp.models.feeding.data_adapter import FedData
 from tarantella_pp.runtime.batch.batch import Need
 from tarantella_pp.runtime.batch.data_feed import DataFeed
@@ -65,3 +67,15 @@ def test_data_that_have_ended_or_failed_are_not_read_again():
         with pytest.raises(StopIteration):  # and no other rank is told a second time
             next(batches)
     assert len(asked) == 1
+
+
+def test_arrays_are_sliced_without_a_thread_that_tunes():
+    """It would have the end of an epoch wait for it; what a user has tuned stays so."""
+    arrays = get_data_adapter(np.ones((3, 2), "float32"), np.zeros(3, "float32"), batch_size=2)
+    whole = get_data_adapter(tf.data.Dataset.from_tensors((tf.ones((2, 2)), tf.zeros(2))))
+    tuned = []
+    for adapter in (arrays, whole):
+        data = FedData(feed(), adapter)
+        assert next(iter(data)).rows == 2
+        tuned.append(data._dataset.options().autotune.enabled)
+    assert tuned == [False, None]

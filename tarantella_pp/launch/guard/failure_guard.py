@@ -16,6 +16,8 @@ import tempfile
 from collections.abc import Callable, Iterable
 from typing import NoReturn
 
+from tarantella_pp.launch.guard import start_watch
+from tarantella_pp.launch.guard.cause import calling_line
 from tarantella_pp.launch.guard.guarded_rank import Guard, PeerFailedError
 from tarantella_pp.launch.guard.rank_records import RETURNED, RunDirectory
 
@@ -62,9 +64,16 @@ def adopt(guard: Guard) -> None:
     _guard = guard
 
 
-def starting_mpi() -> contextlib.AbstractContextManager[None]:
-    """Returns a block in which this rank starts MPI, for the records of a job of `tarantella`."""
-    return contextlib.nullcontext() if _guard is None else _guard.starting_mpi()
+def starting_mpi(warn: float, timeout: float) -> contextlib.AbstractContextManager[None]:
+    """Returns a block in which this rank starts MPI: for the records of a job of `tarantella`.
+
+    Args:
+        warn: Seconds until a warning, in a job that has no records yet; 0 for never.
+        timeout: Seconds until such a rank is ended; 0 for never.
+    """
+    if _guard is not None:
+        return _guard.starting_mpi()
+    return start_watch.watched(calling_line() or "its first use of MPI", warn, timeout)
 
 
 def check(peers: int | Iterable[int] | None = None) -> None:

@@ -17,6 +17,7 @@ from tarantella_pp.launch.guard import failure_guard, gpus
 from tarantella_pp.launch.guard.launch_environment import Launch, detect_launch
 from tarantella_pp.launch.guard.rank_records import SIZE_VARIABLE
 from tarantella_pp.runtime.comm.collective_requests import CollectiveRequest, Steps, finished
+from tarantella_pp.runtime.comm.waiting.polling import Limits
 from tarantella_pp.runtime.comm.wire_format import TensorSpec
 
 if TYPE_CHECKING:
@@ -309,7 +310,8 @@ def _join(launch: Launch) -> Communicator:
     """Starts MPI and returns the communicator of all ranks."""
     from tarantella_pp.runtime.comm.mpi_communicator import MpiCommunicator
 
-    with failure_guard.starting_mpi():
+    limits = Limits.from_environment()
+    with failure_guard.starting_mpi(limits.warn, limits.timeout):
         mpi = _import_mpi(launch)
     size = mpi.COMM_WORLD.Get_size()
     if size == 1:

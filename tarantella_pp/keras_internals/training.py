@@ -31,6 +31,7 @@ __all__ = [
     "is_keras_loss",
     "layers_in",
     "logits_of",
+    "moments_told",
     "moving_statistics",
     "reduction_of",
     "running_states",
@@ -222,6 +223,41 @@ def moving_statistics(layer: Any) -> Iterator[None]:
     finally:
         for part in changed:
             part._trainable = True
+
+
+@contextlib.contextmanager
+def moments_told(layer: Any, told: Callable[..., bool]) -> Iterator[None]:
+    """Tells what batch normalizations find in training.
+
+    Args:
+        layer: Holds them, at any depth.
+        told: Is given a batch normalization, the number of values of each channel, their mean and
+            their variance, and returns whether it takes care of the moving averages, which the
+            layer then leaves as they are.
+    """
+    norms = [p for p in layers_in(layer) if isinstance(p, keras.layers.BatchNormalization)]
+    momenta = {id(part): part.momentum for part in norms}
+
+    def moments(part: Any, inputs: Any, mask: Any) -> Any:
+        mean, variance = type(part)._moments(part, inputs, mask)
+        if mask is None:
+            sizes = tf.gather(tf.shape(inputs), part._reduction_axes)
+            count = tf.cast(tf.reduce_prod(sizes), mean.dtype)
+        else:
+            count = tf.reduce_sum(tf.cast(mask, mean.dtype))
+        done = told(part, count, tf.reshape(mean, [-1]), tf.reshape(variance, [-1]))
+        part.momentum = 1.0 if done else momenta[id(part)]
+        return mean, variance
+
+    changed = [part for part in norms if not part.renorm]
+    try:
+        for part in changed:
+            vars(part)["_moments"] = functools.partial(moments, part)
+        yield
+    finally:
+        for part in changed:
+            del vars(part)["_moments"]
+            part.momentum = momenta[id(part)]
 
 
 def forget_validation(model: Any) -> None:

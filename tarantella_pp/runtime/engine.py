@@ -155,7 +155,9 @@ class Engine:
         self._execution = Executor(self.stages, exchange, Recorder(1))
         calls = zip(extracted.calls, plan.assignment, strict=True)
         self._forward_state = ForwardState(
-            [call for call, stage in calls if self.placement[stage] == rank], groups.peers
+            [call for call, stage in calls if self.placement[stage] == rank],
+            [stage.module.statistics for stage in self.stages.values()],
+            groups.peers,
         )
         self._rehearsal = Rehearsal(
             self._boundaries, self.stages, exchange, self.placement, groups, self._forward_state

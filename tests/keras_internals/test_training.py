@@ -99,6 +99,29 @@ def test_batch_statistics_can_be_left_out_of_training():
     assert np.abs(norm(x, training=True) - frozen).max() > 0.1
 
 
+@pytest.mark.parametrize("done", [True, False])
+def test_batch_norms_tell_what_they_find(done):
+    norm = layers.BatchNormalization(momentum=0.5)
+    norm.build((None, 3))
+    x = np.arange(6, dtype="float32").reshape(2, 3)
+    told = []
+
+    def note(part, *found):
+        told.append((part, *map(np.asarray, found)))
+        return done
+
+    with training.moments_told(norm, note):
+        norm(x, training=True)
+    assert told, ADVICE + "BatchNormalization._moments, _reduction_axes"
+    part, count, mean, variance = told.pop()
+    assert (part, count) == (norm, 2)
+    np.testing.assert_allclose([mean, variance], [x.mean(0), x.var(0)], rtol=1e-6)
+    left = (np.asarray(norm.moving_mean) == 0).all()
+    assert left == done, ADVICE + "BatchNormalization takes in momentum after _moments"
+    assert norm.momentum == 0.5
+    assert "_moments" not in vars(norm)
+
+
 def test_losses_and_metrics_are_built_without_data(model):
     y = keras.KerasTensor((None, 2))
     assert isinstance(model._compile_loss, CompileLoss), ADVICE + "Model._compile_loss"

@@ -19,6 +19,7 @@ from tarantella_pp.partition.extraction.calls import Call
 from tarantella_pp.runtime.modules.gradient_accumulator import GradientAccumulator
 from tarantella_pp.runtime.modules.model_outputs import as_logits, as_made
 from tarantella_pp.runtime.modules.stage_boundary import BoundaryTensor, StageBoundary
+from tarantella_pp.runtime.replicas.batch_statistics import BatchStatistics
 
 
 class StageModule:
@@ -32,6 +33,7 @@ class StageModule:
     Attributes:
         added_by: Names of the layers that add losses, in training and otherwise; known once it
             has run.
+        statistics: What its batch normalizations have seen of the batch.
         blocks: Whether some input gets no gradient although it could; set by the passes.
     """
 
@@ -41,6 +43,7 @@ class StageModule:
         self.boundary = boundary
         self.layer = StageLayer(calls, boundary)
         self.accumulator = GradientAccumulator(self.layer.trainable_variables, micro_batches)
+        self.statistics = BatchStatistics()
         self.added_by: dict[bool, tuple[str, ...]] = {True: (), False: ()}
         self.blocks = False
 
@@ -51,7 +54,8 @@ class StageModule:
 
     def run(self, inputs: Sequence[tf.Tensor], training: bool) -> tuple[list[tf.Tensor], tf.Tensor]:
         """Runs the nodes on one micro-batch."""
-        outputs, losses = self.layer(inputs, training=training)
+        with self.statistics.gathered(self.layer):
+            outputs, losses = self.layer(inputs, training=training)
         dtype = keras.config.floatx()
         self.added_by[training] = tuple(name for name, _ in losses)
         added = [tf.cast(tf.reduce_sum(loss), dtype) for _, loss in losses]

@@ -14,6 +14,7 @@ from tarantella_pp.partition.extraction.calls import Call
 from tarantella_pp.runtime.comm.communicator import Communicator
 from tarantella_pp.runtime.comm.tensor_buffers import value_of
 from tarantella_pp.runtime.replicas.batch_share import BatchShare
+from tarantella_pp.runtime.replicas.batch_statistics import BatchStatistics
 
 Array = np.ndarray[Any, Any]
 
@@ -22,18 +23,23 @@ class ForwardState:
     """Lets replicas go on where the one before ends, and agree on the state after a step.
 
     Seeds count what has been drawn. So a replica begins with the count that the micro-batches of
-    the replicas before it lead to, and after the step all have that of the last one. A moving
-    average takes in one micro-batch after the other, `v <- a v + (1 - a) x`. What all the
-    micro-batches of a replica make of it is of the same form, so the replicas' are put one after
-    the other. Metrics of layers get the sum of what the replicas add to them.
+    the replicas before it lead to, and after the step all have that of the last one. Moving
+    averages take in the statistics of the whole batch; see `BatchStatistics`. Some take in one
+    micro-batch after the other, `v <- a v + (1 - a) x`. What all the micro-batches of a replica
+    make of them is of the same form, so the replicas' are put one after the other. Metrics of
+    layers get the sum of what the replicas add to them.
 
     Args:
         calls: The calls of this rank's stages.
+        statistics: What the batch normalizations of each stage have seen.
         peers: The ranks with the same stages, one of each replica.
     """
 
-    def __init__(self, calls: Sequence[Call], peers: Communicator) -> None:
+    def __init__(
+        self, calls: Sequence[Call], statistics: Sequence[BatchStatistics], peers: Communicator
+    ) -> None:
         self._peers = peers
+        self._of_batch = statistics
         self._statistics: dict[int, tuple[Any, float]] = {}
         seeds: dict[int, Any] = {}
         operations = [call.operation for call in calls if isinstance(call.operation, keras.Layer)]
@@ -95,14 +101,26 @@ class ForwardState:
         ):
             seed.assign(start + drawn * np.asarray(number, start.dtype))
         self._add_up_metrics(counts)
-        if not training:
-            return
-        starts = self._before[len(self._seeds) :][: len(self._statistics)]
-        own = [value_of(variable)[None] for variable, _ in self._statistics.values()]
-        gathered = [self._peers.start_allgather([value], label="statistics") for value in own]
-        for (variable, factor), start, request in zip(
-            self._statistics.values(), starts, gathered, strict=True
-        ):
+        if training:
+            for statistics in self._of_batch:
+                if self._peers.size > 1:
+                    statistics.merge(self._peers, counts)
+                statistics.finish()
+            self._put_in_turn(counts)
+
+    def _put_in_turn(self, counts: Sequence[int]) -> None:
+        """Gives all replicas the averages that take in one micro-batch after the other."""
+        averages = zip(self._statistics.values(), self._before[len(self._seeds) :], strict=False)
+        in_turn = [
+            (variable, factor, start)
+            for (variable, factor), start in averages
+            if not any(statistics.covers(variable) for statistics in self._of_batch)
+        ]
+        gathered = [
+            self._peers.start_allgather([value_of(variable)[None]], label="statistics")
+            for variable, _, _ in in_turn
+        ]
+        for (variable, factor, start), request in zip(in_turn, gathered, strict=True):
             total = start
             values = request.wait()[0]
             for theirs, count in zip(values, counts, strict=True):

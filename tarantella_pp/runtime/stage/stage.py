@@ -216,6 +216,7 @@ class Stage:
         for work in set(self._passes.values()):
             work.clear()
         self.module.accumulator.reset()
+        self.module.statistics.clear()
 
     def _run_inference(self, inputs: list[tf.Tensor]) -> tuple[list[tf.Tensor], tf.Tensor]:
         return self.module.run(inputs, training=False)

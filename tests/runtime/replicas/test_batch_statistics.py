@@ -1,0 +1,81 @@
+"""Moving averages of batch normalizations: of the batch, as in one process."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+from tarantella_pp.models.pipeline_model import PipelineModel
+from tests.helpers.training import distance
+
+pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("float64")]
+
+ROWS = np.random.default_rng(0).normal(3.0, 2.0, size=(11, 4, 3))
+
+
+def normalized(*, shared=False, masked=False, renorm=False):
+    """Batch normalizations of what no weight changes, so that all must see what Keras sees."""
+    inputs = keras.Input((4, 3))
+    x = layers.Masking()(inputs) if masked else inputs
+    norm = layers.BatchNormalization(momentum=0.7, renorm=renorm, center=False, scale=False)
+    normed = norm(x)
+    if shared:
+        normed = layers.Add()([normed, norm(layers.Rescaling(2.0, 1.0)(x))])
+    x = layers.TimeDistributed(layers.BatchNormalization(momentum=0.9))(inputs)
+    x = layers.Flatten()(layers.Add()([normed, x]))
+    return keras.Model(inputs, layers.Dense(1)(layers.Dense(5)(x)))
+
+
+def averages(model):
+    return [np.asarray(w) for w in model.non_trainable_variables if "moving" in w.path]
+
+
+def trained(rows, options, steps=3, **kinds):
+    keras.utils.set_random_seed(1)
+    model = normalized(**kinds)
+    if options:
+        model = PipelineModel(model, **options)
+    model.compile("sgd", "mse")
+    for _ in range(steps):
+        model.train_on_batch(rows, np.ones((len(rows), 1)))
+    return averages(model)
+
+
+@pytest.mark.filterwarnings("ignore:.*batch:UserWarning")
+@pytest.mark.parametrize("kinds", [{}, {"shared": True}, {"masked": True}], ids=str)
+def test_they_are_those_of_the_batch(kinds):
+    rows = ROWS.copy()
+    if kinds.get("masked"):
+        rows[2, 1:] = rows[7] = 0.0
+    plain = trained(rows, None, **kinds)
+    limit = 1e-6 if kinds.get("masked") else 1e-13  # Keras adds epsilon to the number of values
+    for micro_batches in (1, 4):
+        options = {"num_stages": 2, "num_micro_batches": micro_batches}
+        assert distance(plain, trained(rows, options, **kinds)) < limit
+
+
+@pytest.mark.filterwarnings("ignore:.*batch:UserWarning")
+def test_layers_with_renorm_take_in_one_micro_batch_after_the_other():
+    options = {"num_stages": 2, "num_micro_batches": 4}
+    first, second = (trained(ROWS, o, steps=1, renorm=True)[0] for o in (None, options))
+    assert distance(first, second) > 0.1
+
+
+@pytest.mark.filterwarnings("ignore:.*batch:UserWarning")
+def test_a_step_that_fails_leaves_nothing_of_its_batch():
+    keras.utils.set_random_seed(1)
+    model = PipelineModel(normalized(), num_stages=2, num_micro_batches=4)
+    model.compile("sgd", "mse")
+    target = np.ones((len(ROWS), 1))
+    model.train_on_batch(ROWS, target)
+    before = averages(model)
+    last = model._engine.stages[1]
+    forward, last.forward = last.forward, None
+    with pytest.raises(TypeError):
+        model.train_on_batch(ROWS * 7, target)
+    last.forward = forward
+    assert distance(before, averages(model)) == 0
+    model.train_on_batch(ROWS, target)
+    assert distance(averages(model), trained(ROWS, None, steps=2)) < 1e-13

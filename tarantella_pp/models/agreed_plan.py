@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,13 +11,15 @@ from typing import Any
 import msgspec
 
 from tarantella_pp.errors import ConfigurationError, PlanError
-from tarantella_pp.models.make_plan import default_machine, implied_stages, make_plan
+from tarantella_pp.models.make_plan import ACCELERATOR, default_machine, implied_stages, make_plan
 from tarantella_pp.models.model_validation import needs_one_replica, replicas_of
 from tarantella_pp.partition.extraction.keras_reader import ExtractedModel
+from tarantella_pp.partition.graph.units import format_bytes
 from tarantella_pp.partition.options import checked_count
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.runtime.comm.communicator import Communicator
 from tarantella_pp.runtime.one_rank import on_one_rank
+from tarantella_pp.runtime.tracing.host_memory import memory_of_each_rank
 from tarantella_pp.runtime.tracing.link_speed import measure_bandwidth
 from tarantella_pp.schedule import read_schedule
 
@@ -34,10 +38,12 @@ def agreed_plan(
     if plan is None and given["balance"] == "time" and communicator.size > 1:
         link = measure_bandwidth(communicator)
         machine = msgspec.structs.replace(machine, bandwidth=link)
+    memory = memory_of_each_rank(communicator)
 
     def make() -> str:
         if plan is None:
-            made.append(_best_plan(extracted, communicator.size, {**given, "machine": machine}))
+            options = {**given, "machine": machine}
+            made.append(_fitting_plan(extracted, communicator.size, options, memory))
         else:
             _check_plan(plan, given)
             made.append(plan if isinstance(plan, Plan) else Plan.load(plan))
@@ -47,6 +53,44 @@ def agreed_plan(
     agreed = made[0] if made else Plan.from_json(text)
     agreed.check(extracted.graph)
     return agreed
+
+
+def _fitting_plan(
+    extracted: ExtractedModel, num_ranks: int, given: Mapping[str, Any], memory: int
+) -> Plan:
+    """The best plan within the memory that there is, if that is possible and no other limit given.
+
+    Args:
+        extracted: The model.
+        num_ranks: Number of ranks.
+        given: Options of the plan.
+        memory: Bytes that a rank may take.
+    """
+    plan = _best_plan(extracted, num_ranks, given)
+    needed, stages = _largest_rank(plan, num_ranks)
+    # What an accelerator has is not known.
+    if given["memory_limit"] is not None or needed <= memory or given["machine"] == ACCELERATOR:
+        return plan
+    try:
+        fitting = _best_plan(extracted, num_ranks, {**given, "memory_limit": memory // stages})
+    except PlanError as error:
+        warnings.warn(
+            f"A rank would need {format_bytes(needed)} for a batch of {plan.batch_size} samples, "
+            f"and its share of the memory of this machine is {format_bytes(memory)}. {error}",
+            stacklevel=2,
+        )
+        return plan
+    return msgspec.structs.replace(fitting, memory_limit=None)
+
+
+def _largest_rank(plan: Plan, num_ranks: int) -> tuple[int, int]:
+    """Bytes of the rank that needs most, and the largest number of stages of a rank."""
+    replicas = replicas_of(plan.num_stages, num_ranks, plan.num_replicas) if num_ranks > 1 else 1
+    placement = plan.schedule_spec(num_ranks // replicas).placement
+    needed: Counter[int] = Counter()
+    for stage, rank in zip(plan.stages, placement, strict=True):
+        needed[rank] += stage.memory_bytes
+    return max(needed.values()), max(Counter(placement).values())
 
 
 def _best_plan(extracted: ExtractedModel, num_ranks: int, given: Mapping[str, Any]) -> Plan:

@@ -138,8 +138,8 @@ def warn_of_batch_statistics(calls: Iterable[Any], num_micro_batches: int) -> No
     if names and num_micro_batches > 1:
         warnings.warn(
             f"BatchNormalization layers {', '.join(names)} take their statistics of each of the "
-            f"num_micro_batches={num_micro_batches} micro-batches instead of the batch, and update "
-            "their moving averages as often, so the numbers differ from those of one process. "
+            f"num_micro_batches={num_micro_batches} micro-batches instead of the batch, so the "
+            "numbers differ from those of one process; only their moving averages see the batch. "
             "LayerNormalization and GroupNormalization do not depend on the batch.",
             UserWarning,
             stacklevel=3,

@@ -70,7 +70,8 @@ class PipelineModel(TrainingLoops):
             each operation while the others wait, and all ranks their links; or `"flops"`. Default:
             that with which a step is fastest within the limit.
         memory_limit: Largest memory of a stage, in bytes or as in `"16GB"`, one or one for each
-            stage. Default: none.
+            stage. Default: what a rank may take of the memory of its host, or of the control
+            group of the job. If no plan keeps that, a warning says by how much.
         batch_size: Batch size, of all replicas, to plan for: what is fastest depends on it.
             Default: 32, Keras' own. Training takes any for which no stage needs more than
             `memory_limit`.

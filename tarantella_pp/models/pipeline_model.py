@@ -396,7 +396,12 @@ class PipelineModel(TrainingLoops):
         """Returns the logs of the last step, or of none since a reset, the same on every rank."""
         return dict(self._engine.logs or super().get_metrics_result())
 
+    @collective()
     def reset_metrics(self) -> None:
-        """Makes all metrics begin anew, as Keras does before each epoch."""
+        """Makes all metrics begin anew, as Keras does before each epoch; all ranks must call it.
+
+        Raises:
+            ConfigurationError: On all ranks, if one of them calls it alone.
+        """
         super().reset_metrics()
         self._engine.logs = {}

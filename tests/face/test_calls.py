@@ -67,6 +67,12 @@ def make_calls_that_differ(folder):
         else:
             model.evaluate(X, Y, verbose=0)
 
+    def reset_on_master():
+        if master:
+            model.reset_metrics()
+        else:
+            model.evaluate(X, Y, verbose=0)
+
     def set_on_master():
         if master:
             model.set_weights(zeros)
@@ -111,7 +117,7 @@ def make_calls_that_differ(folder):
             model.get_weights()
 
     calls = (
-        save_on_master, set_on_master, set_other_values, set_other_rate,
+        save_on_master, reset_on_master, set_on_master, set_other_values, set_other_rate,
         have_callbacks_of_ones_own, train_and_test_on_batch, make_another_model, wait,
         load_other_weights, load_what_one_rank_has, load_other_shards, compile_with_other_slots,
     )  # fmt: skip
@@ -147,11 +153,13 @@ def test_calls_that_differ_are_refused_on_all_ranks(tmp_path):
     assert iterations == 2
     for text, one, other in zip(
         texts,
-        ("evaluate()", "evaluate()", "set_weights(weights=", "compile(optimizer.learning_rate=0.2",
+        ("evaluate()", "evaluate()", "evaluate()", "set_weights(weights=",
+         "compile(optimizer.learning_rate=0.2",
          "fit(callbacks=[])", "test_on_batch()", "PipelineModel(num_micro_batches=2)",
          "get_weights()", "load_weights(contents=", "load_weights(contents='FileNotFoundError'",
          "load_weights(contents="),
-        ("save()", "set_weights()", "set_weights(weights=", "compile(optimizer.learning_rate=0.1",
+        ("save()", "reset_metrics()", "set_weights()", "set_weights(weights=",
+         "compile(optimizer.learning_rate=0.1",
          "fit(callbacks=['EarlyStopping'])", "train_on_batch()",
          "PipelineModel(num_micro_batches=3)", "tnt.barrier()", *["load_weights(contents="] * 3),
         strict=True,

@@ -17,6 +17,7 @@ from tarantella_pp.runtime.batch.nested_structure import rebuild, tensors_in
 from tarantella_pp.runtime.modules.model_outputs import unpacked
 from tarantella_pp.runtime.modules.stage_boundary import StageBoundary
 from tarantella_pp.runtime.modules.stage_module import StageModule
+from tarantella_pp.runtime.one_rank import on_one_rank
 from tarantella_pp.runtime.optimizer_step import Bucket, OptimizerStep
 from tarantella_pp.runtime.probes.loss_probe import whole_batch_reason
 from tarantella_pp.runtime.replicas.gradient_reduction import GradientReduction
@@ -50,6 +51,7 @@ class Compilation:
         coupling: Why the loss needs the outputs of the whole batch at once, if it does.
         reach_known: Whether it is known which weights gradients reach.
         loss_per_sample: Whether the compiled loss has a value for each sample.
+        tried: The kinds of batches for which the loss is known to work.
         losses_checked: Whether it has been checked, in training or not, what layers add to it.
     """
 
@@ -93,6 +95,7 @@ class Compilation:
         )
         self.reach_known = False
         self.losses_checked: set[bool] = set()
+        self.tried: set[tuple[bool, bytes, int]] = set()
         self._has_metrics = compiled_metrics(model) is not None
         self._last_rank = last_rank
         self._communicator = groups.pipeline
@@ -105,11 +108,14 @@ class Compilation:
     def why_whole(self, batch: Batch) -> str | None:
         """Why metrics need the whole batch at once, if they do; all ranks must call it."""
         if batch.signature not in self._why_whole:
-            reason = (
-                None if self.loss_and_metrics is None else self.loss_and_metrics.why_whole(batch)
+            found = self.loss_and_metrics
+
+            def find() -> str | None:
+                return None if found is None else found.why_whole(batch)
+
+            self._why_whole[batch.signature] = on_one_rank(
+                self._communicator, self._last_rank, "update the metrics", find
             )
-            reason = self._communicator.broadcast_json(reason, self._last_rank)
-            self._why_whole[batch.signature] = reason
         return self._why_whole[batch.signature]
 
     def clear(self, error: BaseException) -> None:

@@ -30,6 +30,7 @@ from tarantella_pp.runtime.modules.stage_boundary import (
     stage_boundaries,
     stage_edges,
 )
+from tarantella_pp.runtime.one_rank import on_all_ranks
 from tarantella_pp.runtime.optimizer_step import Bucket
 from tarantella_pp.runtime.plan_watch import PlanWatch
 from tarantella_pp.runtime.probes.stage_probe import Pieces
@@ -204,6 +205,7 @@ class Engine:
         recorder, update = self._execution.recorder, compiled.update
         with self._whole_or_nothing():
             self._rehearse(batch, training=True)
+            self._try_loss(batch, compiled, training=True)
         self.clock.advance()
         with self._whole_or_nothing(), recorder.step():
             step = self._step(batch, compiled, training=True)
@@ -241,6 +243,7 @@ class Engine:
         with self._whole_or_nothing():
             self._rehearse(batch, training=False)
             compiled = self._compiled_for(batch)
+            self._try_loss(batch, compiled, training=False)
             step = self._step(batch, compiled, training=False)
             schedule = self.schedules.inference(len(step.pieces.sizes))
             self._run(schedule, batch, step, compiled)
@@ -323,6 +326,17 @@ class Engine:
         if error is not None:
             raise error
         self._rehearsed.add(kind)
+
+    def _try_loss(self, batch: Batch, compiled: Compilation, training: bool) -> None:
+        """Compiles the loss before the first step with batches of a kind.
+
+        An error in it is one of all ranks, and leaves them able to go on.
+        """
+        kind = (training, batch.signature, batch.rows)
+        if kind not in compiled.tried and self.communicator.size > 1:
+            step = self._step(batch, compiled, training=training)
+            on_all_ranks(self.communicator, "compute the loss", step.compile_loss)
+            compiled.tried.add(kind)
 
     def _run(
         self, schedule: Schedule, batch: Batch, step: BatchStep, compiled: Compilation | None = None

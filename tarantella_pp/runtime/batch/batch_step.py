@@ -158,6 +158,29 @@ class BatchStep:
             return self._gradients[micro_batch]
         return self._contribution(micro_batch)
 
+    def compile_loss(self) -> None:
+        """Compiles the loss for the shapes of this step before it runs, where they are known."""
+        if self._loss is None:
+            return
+        batch, scale = self._batch, self._scale
+        if self._at_once:
+            if outputs := self._loss.outputs(batch.rows):
+                key = (batch.signature, batch.rows)
+                self._loss.compile_of_batch(
+                    batch.y, outputs, batch.sample_weight, key, self.training, scale
+                )
+            return
+        for rows, micro_batch in {rows: i for i, rows in enumerate(self._sizes)}.items():
+            key, outputs = (batch.signature, rows), self._loss.outputs(rows)
+            if outputs is None:
+                return
+            if self._coefficients is None:
+                self._coefficients = self._split_coefficients(outputs)
+            self._loss.compile_contribution(
+                self._targets_of(micro_batch)[0], outputs, self._coefficients[micro_batch],
+                key, self.training, scale,
+            )  # fmt: skip
+
     def _contribution(self, micro_batch: int) -> Mapping[BoundaryTensor, tf.Tensor]:
         """Adds what a micro-batch contributes to the loss; returns its gradient."""
         results = self.results[micro_batch]

@@ -17,7 +17,7 @@ from tarantella_pp.keras_internals.training import (
     second_loss,
 )
 from tarantella_pp.partition.extraction.keras_reader import ExtractedModel
-from tarantella_pp.runtime.modules.model_outputs import pack_outputs
+from tarantella_pp.runtime.modules.model_outputs import output_spec, pack_outputs
 from tarantella_pp.runtime.modules.stage_boundary import BoundaryTensor, StageBoundary
 from tarantella_pp.runtime.tf_graph.compiled_function import CompiledFunction, dense_tensors
 
@@ -145,6 +145,53 @@ class BatchLoss:
         arguments = (y, list(results), list(coefficients), scale)
         return self._call(self._of_samples, arguments, signature, differentiate)
 
+    def compile_of_batch(
+        self,
+        y: Any,
+        results: Sequence[tf.TensorSpec],
+        sample_weight: Any,
+        signature: Hashable,
+        differentiate: bool,
+        scale: tf.Tensor | None = None,
+    ) -> None:
+        """Compiles what `of_batch` runs for outputs that are only described."""
+        arguments = (y, list(results), sample_weight, scale)
+        self._compile(self._of_batch, arguments, signature, differentiate)
+
+    def compile_contribution(
+        self,
+        y: Any,
+        results: Sequence[tf.TensorSpec],
+        coefficients: Sequence[tf.Tensor],
+        signature: Hashable,
+        differentiate: bool,
+        scale: tf.Tensor | None = None,
+    ) -> None:
+        """Compiles what `contribution` runs for outputs that are only described."""
+        arguments = (y, list(results), list(coefficients), scale)
+        self._compile(self._of_samples, arguments, signature, differentiate)
+
+    def outputs(self, rows: int) -> list[tf.TensorSpec] | None:
+        """What the model's outputs with their masks look like; `None` if the model does not say."""
+        specs = [output_spec(self._extracted, tensor, rows) for tensor in self._results]
+        known = (s.shape.is_fully_defined() and s.shape.rank and s.shape[0] == rows for s in specs)
+        return specs if all(known) else None
+
+    def _compile(
+        self,
+        function: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        signature: Hashable,
+        differentiate: bool,
+    ) -> CompiledFunction | None:
+        """A function compiled for these shapes; `None` once there were too many."""
+        results = tuple((tensor.shape, tensor.dtype) for tensor in arguments[1])
+        key = (function, differentiate, signature, results)
+        if key not in self._compiled and len(self._compiled) < _COMPILED_SIGNATURES:
+            run = functools.partial(function, differentiate)
+            self._compiled[key] = CompiledFunction.like(run, arguments)
+        return self._compiled.get(key)
+
     def _call(
         self,
         function: Callable[..., Any],
@@ -153,14 +200,13 @@ class BatchLoss:
         differentiate: bool,
     ) -> LossValue:
         """Calls a function compiled for these shapes, or for any once there were too many."""
-        kind = (function, differentiate)
-        key, run = (kind, signature), functools.partial(function, differentiate)
-        if key not in self._compiled and len(self._compiled) < _COMPILED_SIGNATURES:
-            self._compiled[key] = CompiledFunction.like(run, arguments)
-        if key in self._compiled:
-            total, *rest = self._compiled[key](*dense_tensors(arguments))
+        compiled = self._compile(function, arguments, signature, differentiate)
+        if compiled is not None:
+            total, *rest = compiled(*dense_tensors(arguments))
         else:
+            kind = (function, differentiate)
             if kind not in self._functions:
+                run = functools.partial(function, differentiate)
                 self._functions[kind] = tf.function(run, autograph=False, reduce_retracing=True)
             total, *rest = self._functions[kind](*arguments)
         tensors = [self._results[i] for i in self._sources] if differentiate else []

@@ -12,8 +12,8 @@ from tarantella_pp.keras_internals.training import compiled_loss, compiled_metri
 from tarantella_pp.partition.extraction.keras_reader import ExtractedModel
 from tarantella_pp.runtime.batch.batch import Batch
 from tarantella_pp.runtime.batch.metric_updates import MetricUpdates
-from tarantella_pp.runtime.modules.model_outputs import pack_outputs
-from tarantella_pp.runtime.modules.stage_boundary import BoundaryTensor, StageBoundary
+from tarantella_pp.runtime.modules.model_outputs import output_spec, pack_outputs
+from tarantella_pp.runtime.modules.stage_boundary import StageBoundary
 
 
 class LossAndMetrics:
@@ -42,7 +42,7 @@ class LossAndMetrics:
         Args:
             batch: A batch with its targets; of batches of one structure the first decides.
         """
-        outputs = [self._spec(tensor) for tensor in self._results]
+        outputs = [output_spec(self._extracted, tensor) for tensor in self._results]
         return self.metrics.why_whole(batch, outputs, replicas=len(batch.shares) > 1)
 
     def finish(self, loss: tf.Tensor, each: Sequence[tf.Tensor], rows: int) -> Mapping[str, Any]:
@@ -70,12 +70,6 @@ class LossAndMetrics:
             tracker.update_state(value)
         logs: Mapping[str, Any] = keras.Model.get_metrics_result(model)
         return logs
-
-    def _spec(self, tensor: BoundaryTensor) -> tf.TensorSpec:
-        described = self._extracted.graph.tensors[tensor.tensor]
-        if tensor.mask:
-            return tf.TensorSpec(described.mask_shape, tf.bool)
-        return tf.TensorSpec(described.shape, described.dtype)
 
     def _pack(self, results: Sequence[tf.Tensor]) -> Any:
         values = dict(zip(self._results, results, strict=True))

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from tarantella_pp.errors import ConfigurationError
-from tarantella_pp.launch.guard.cause import calling_line
+from tarantella_pp.launch.guard.cause import calling_line, describe
 from tarantella_pp.runtime.comm.announcement import (
     END,
     Announcement,
@@ -95,8 +95,13 @@ class Agreement:
             self._calls.pop()
 
     def breaks(self, error: BaseException) -> None:
-        """Notes that this rank has left a call in a state in which it can make no other."""
-        self._broken = self._broken or f"{type(error).__name__}{self.where()} on rank {self._rank}"
+        """Notes that this rank has left a call in a state in which it can make no other.
+
+        The others are told at once, for they wait for what will not come.
+        """
+        if not self._broken:
+            self._broken = f"{describe(error)}{self.where()} on rank {self._rank}"
+            self._tell(self._unfinished_call(), unfinished=True)
 
     def check_message(self, waiter: Waiter, source: int, group: int, tag: int, number: int) -> None:
         """Refuses to wait for a message that will not come, for its sender makes another call.
@@ -146,12 +151,15 @@ class Agreement:
 
     def _refuse(self, waiter: Waiter) -> None:
         """Joins the others in their announcement, with the call that cannot be finished."""
-        call = self._calls[-1] if self._calls else CollectiveCall("wait", calling_line() or "?")
         try:
-            self._announce(waiter, call, unfinished=True)
+            self._announce(waiter, self._unfinished_call(), unfinished=True)
         except ConfigurationError as error:
-            self.breaks(error)
+            kind = type(error).__name__
+            self._broken = self._broken or f"{kind}{self.where()} on rank {self._rank}"
             raise
+
+    def _unfinished_call(self) -> CollectiveCall:
+        return self._calls[-1] if self._calls else CollectiveCall("wait", calling_line() or "?")
 
     def _announce(self, waiter: Waiter, call: CollectiveCall, unfinished: bool = False) -> None:
         """Tells all ranks of a call; returns once all have told the same."""
@@ -177,6 +185,8 @@ class Agreement:
             heard.pop(mine.number, None)
         reason = disagreement(said)
         if reason:
+            broken = (told.broken for told in said.values() if told.broken)
+            self._broken = self._broken or next(broken, "")  # which is why this rank cannot, either
             raise ConfigurationError(reason)
 
     def _tell(self, call: CollectiveCall, unfinished: bool) -> Announcement:

@@ -73,6 +73,16 @@ def as_made(value: tf.Tensor, tensor: int, activations: Mapping[int, Activation]
     return activations[tensor](value) if tensor in activations else value
 
 
+def output_spec(
+    extracted: ExtractedModel, tensor: BoundaryTensor, rows: int | None = None
+) -> tf.TensorSpec:
+    """What an output of a model, or its mask, looks like for so many samples."""
+    described = extracted.graph.tensors[tensor.tensor]
+    shape = described.mask_shape if tensor.mask else described.shape
+    shape = (rows, *shape[1:]) if shape and shape[0] is None else shape
+    return tf.TensorSpec(shape, "bool" if tensor.mask else described.dtype)
+
+
 def pack_outputs(
     extracted: ExtractedModel,
     values: Mapping[BoundaryTensor, tf.Tensor],

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import keras
 import numpy as np
 
 from tarantella_pp.errors import ConfigurationError
+from tarantella_pp.keras_internals.legacy_files import write_legacy
 from tarantella_pp.keras_internals.state import pickled, send_files_through
 from tarantella_pp.models.file_replacement import replace_file, replace_shards
 from tarantella_pp.models.saving import (
@@ -25,7 +27,7 @@ from tarantella_pp.runtime.comm.collective import (
     contents_of,
     digest,
 )
-from tarantella_pp.runtime.one_rank import on_one_rank
+from tarantella_pp.runtime.one_rank import on_all_ranks, on_one_rank
 from tarantella_pp.runtime.state.remote_variables import (
     only_own_assigned,
     read_with,
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
     from tarantella_pp.runtime.engine import Engine
     from tarantella_pp.runtime.state.optimizer_state import OptimizerState
     from tarantella_pp.runtime.state.variable_sync import VariableSync
+
+_LEGACY = (".h5", ".hdf5")
 
 
 class CollectiveModel(keras.Model):
@@ -137,46 +141,70 @@ class CollectiveModel(keras.Model):
                 write_plain(engine.extracted, self._config(optimizer), optimizer, path)
                 return pickled(path.read_bytes())
 
-    @collective("filepath", "overwrite", "include_optimizer")
+    @collective("overwrite", "include_optimizer", filepath=lambda given: _named(given["filepath"]))
     def save(
         self,
-        filepath: str | Path,
+        filepath: str | Path | BinaryIO,
         overwrite: bool = True,
         zipped: bool | None = None,
         include_optimizer: bool = True,
         save_format: str | None = None,
     ) -> None:
-        """Saves the wrapped model as a plain `.keras` file, which stock Keras loads and trains on.
+        """Saves the wrapped model as plain Keras does; stock Keras loads it and trains on.
 
         All ranks must call it; the last one writes. The file replaces an older one only when it
         is complete. `keras.saving.save_model` does the same.
 
         Args:
-            filepath: Path that ends in `.keras`.
+            filepath: Path that ends in `.keras`, or in `.h5` or `.hdf5` for Keras' legacy format,
+                for which the last rank holds all of the optimizer's state at once. Or an open
+                file, such as an `io.BytesIO`: each rank's own gets the whole `.keras` file.
             overwrite: Whether to replace an existing file.
             zipped: Must not be `False`: the file is always a zip file.
             include_optimizer: Whether to save the optimizer and what was compiled.
-            save_format: `"keras"` or `None`, the only format there is.
+            save_format: What the name ends in says it, too.
 
         Raises:
             ConfigurationError: If the format is another, or the file must not be replaced.
             FileError: If the file cannot be written; an older one is unchanged.
         """
-        engine = self._engine
-        path = _path(filepath)
-        if path.suffix != ".keras" or zipped is False or save_format not in (None, "keras"):
-            raise ConfigurationError(
-                "A PipelineModel is saved as one file that ends in '.keras'. Received: "
-                f"filepath='{filepath}', zipped={zipped}, save_format={save_format!r}. For other "
-                "formats load that file with `keras.saving.load_model` in one process."
-            )
-        self._refuse_existing(path, overwrite)
 
         def write(draft: Path, state: Any) -> None:
             optimizer = state if include_optimizer else None
-            write_plain(engine.extracted, self._config(optimizer), optimizer, draft)
+            extracted = self._engine.extracted
+            if draft.suffix in _LEGACY:
+                write_legacy(draft, extracted.model, self, optimizer)
+            else:
+                write_plain(extracted, self._config(optimizer), optimizer, draft)
 
+        if isinstance(filepath, io.IOBase):
+            self._save_to_each(filepath, write)
+            return
+        path = _path(filepath)
+        formats = ("h5", "hdf5") if path.suffix in _LEGACY else ("keras",)
+        known = path.suffix in (".keras", *_LEGACY) and save_format in (None, *formats)
+        if not known or zipped is False:
+            raise ConfigurationError(
+                "A PipelineModel is saved as one file that ends in '.keras', or in '.h5' for the "
+                f"legacy format. Received: filepath='{filepath}', zipped={zipped}, "
+                f"save_format={save_format!r}. For other formats load that file with "
+                "`keras.saving.load_model` in one process."
+            )
+        self._refuse_existing(path, overwrite)
         self._on_last_rank("save", replace_file, path, write)
+
+    def _save_to_each(self, file: Any, write: Callable[[Path, Any], None]) -> None:
+        """Writes a model to an open file of each rank."""
+        communicator = self._engine.communicator
+        last = communicator.size - 1
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "model.keras"
+            self._on_last_rank("save", lambda target, draw: draw(target), path, write)
+            own = path.read_bytes() if communicator.rank == last else b""
+        size = communicator.broadcast_json(len(own), last)
+        data = np.frombuffer(own, np.uint8) if own else np.empty(size, np.uint8)
+        communicator.broadcast(data, last)
+        on_all_ranks(communicator, f"write to {_named(file)}", lambda: file.write(data.data))
 
     @collective("filepath", "overwrite", "max_shard_size")
     def save_weights(
@@ -281,8 +309,13 @@ class CollectiveModel(keras.Model):
         )
 
 
+def _named(filepath: Any) -> Any:
+    """A path, or what kind of a file is open, which each rank has for itself."""
+    return type(filepath).__name__ if isinstance(filepath, io.IOBase) else filepath
+
+
 def _path(filepath: Any) -> Path:
-    """The path of a file; an open file will not do, for nothing can replace it."""
+    """The path of a file; nothing can replace one that is open."""
     if not isinstance(filepath, (str, os.PathLike)):
         raise ConfigurationError(
             f"Expected the path of a file. Received: filepath={filepath!r} of type "

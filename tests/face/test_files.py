@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import io
 import os
 import pickle
 import resource
 import signal
 from pathlib import Path
 
+import h5py
 import keras
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ from keras import layers
 from tarantella_pp.errors import ConfigurationError, FileError
 from tarantella_pp.models import file_replacement
 from tarantella_pp.models.pipeline_model import PipelineModel
+from tarantella_pp.runtime.comm.communicator import world
 from tests.helpers.models import mlp, sequential, two_in_two_out
 from tests.helpers.mpi import mpi_run
 from tests.helpers.training import X, Y, distance, use_float64
@@ -158,8 +161,8 @@ def test_an_architecture_is_that_of_the_plain_model(build):
 @pytest.mark.parametrize(
     "save",
     [
-        lambda model, folder: model.save(folder / "old.h5"),
-        lambda model, folder: keras.saving.save_model(model, folder / "old.h5"),
+        lambda model, folder: model.save(folder / "old.h5", zipped=False),
+        lambda model, folder: keras.saving.save_model(model, folder / "old.h5", overwrite=False),
         lambda model, folder: keras.saving.save_model(model, folder / "new", zipped=False),
         lambda model, folder: model.save(folder / "old.keras", save_format="h5"),
         lambda model, folder: keras.models.save_model(model, folder / "old.keras", overwrite=0),
@@ -184,6 +187,13 @@ def save_everywhere(folder):
     keras.saving.save_model(model, folder / "a.keras")
     keras.saving.save_weights(model, folder / "a.weights.h5")
     copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    keras.saving.save_model(model, folder / "a.h5")
+    model.save(file := io.BytesIO())
+    (own := folder / f"own {world().rank}.keras").write_bytes(file.getvalue())
+    copies.append(keras.saving.load_model(own))
+    new = PipelineModel(sequential(), num_stages=2, num_micro_batches=2)
+    new.load_weights(folder / "a.h5")
+    assert distance(new.get_weights(), model.get_weights()) == 0
     keras.models.clone_model(model)
     keras.models.model_from_json(model.to_json())
     model.fit(X, Y, **QUIET)
@@ -204,18 +214,30 @@ def save_everywhere(folder):
             return [told, str(error)]
 
 
+def saved_slots(path):
+    """The values of an optimizer in a legacy file."""
+    with h5py.File(path) as file:
+        group = file["optimizer_weights"]
+        return [group[name][()] for name in group.attrs["weight_names"]]
+
+
 @pytest.mark.slow
 @pytest.mark.mpi
 def test_functions_of_keras_on_two_ranks(tmp_path):
     run = mpi_run(2, save_everywhere, str(tmp_path), timeout=240).check()
     names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == ["a.keras", "a.weights.h5", "new.keras"]
+    assert names == ["a.h5", "a.keras", "a.weights.h5", "new.keras", "own 0.keras", "own 1.keras"]
     assert keras.saving.load_model(tmp_path / "new.keras").optimizer.built
     stock = keras.saving.load_model(tmp_path / "a.keras")
     weights = sequential()
     weights.load_weights(tmp_path / "a.weights.h5")
     assert distance(stock.get_weights(), weights.get_weights()) == 0
-    expected = [stock.fit(X, Y, **QUIET).history["loss"]] * 3
+    # Keras cannot train on with what it loads of such a file itself.
+    legacy = keras.saving.load_model(tmp_path / "a.h5", compile=False)
+    assert type(legacy) is keras.Sequential
+    assert distance(stock.get_weights(), legacy.get_weights()) == 0
+    assert distance(saved_slots(tmp_path / "a.h5"), stock.optimizer.variables) == 0
+    expected = [stock.fit(X, Y, **QUIET).history["loss"]] * 4
     weights.compile("adam", "mse")
     expected.append(weights.fit(X, Y, **QUIET).history["loss"])
     for told, message in run.results:

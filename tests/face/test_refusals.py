@@ -220,8 +220,8 @@ def test_batch_statistics_are_warned_of():
 def test_export_and_formats(model, tmp_path):
     with pytest.raises(ConfigurationError, match="save"):
         model.export(tmp_path / "model")
-    with pytest.raises(ConfigurationError, match=r"model\.h5"):
-        model.save(tmp_path / "model.h5")
+    with pytest.raises(ConfigurationError, match=r"model\.tf"):
+        model.save(tmp_path / "model.tf")
     (tmp_path / "model.keras").write_text("mine")
     with pytest.raises(ConfigurationError, match="overwrite=False"):
         model.save(tmp_path / "model.keras", overwrite=False)

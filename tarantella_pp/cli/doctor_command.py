@@ -12,6 +12,8 @@ import tempfile
 from importlib import metadata, util
 from typing import Any
 
+import msgspec
+
 from tarantella_pp.dependencies import INSTALL
 from tarantella_pp.errors import LaunchError
 from tarantella_pp.launch import mpi_launchers, rank_environment
@@ -93,8 +95,7 @@ def _measure_link(name: str) -> dict[str, float] | None:
         code = run_command.run(parser.parse_args([*options, "--", str(_PINGPONG), str(result)]))
         if code != 0:
             return None
-        measured: dict[str, float] = json.loads(result.read_text(encoding="utf-8"))
-        return measured
+        return msgspec.json.decode(result.read_bytes(), type=dict[str, float])
 
 
 def _print_table(findings: dict[str, Any]) -> None:

@@ -45,8 +45,7 @@ def deferred_init() -> Iterator[None]:
     """
     ranks = world()
     with ranks.call("deferred_init"):
-        state = ranks.broadcast_json(json.dumps(random.getstate()))
-    version, numbers, gauss = json.loads(state)
+        version, numbers, gauss = ranks.broadcast_json(random.getstate())
     random.setstate((version, tuple(numbers), gauss))
     made: list[Any] = []
     try:

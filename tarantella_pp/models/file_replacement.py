@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import tempfile
@@ -15,6 +14,7 @@ from pathlib import Path
 import h5py
 
 from tarantella_pp.errors import FileError
+from tarantella_pp.runtime.comm.collective import files_of_index
 
 
 def replace_file(path: Path, write: Callable[[Path], None]) -> None:
@@ -101,13 +101,8 @@ def _sync(path: Path) -> None:
 
 
 def _shards(index: Path) -> set[str]:
-    """The files that an index names; none if it is no index."""
-    try:
-        named = json.loads(index.read_text())["weight_map"].values()
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return set()
-    lists = [names if isinstance(names, list) else [names] for names in named]
-    return {Path(name).name for names in lists for name in names}
+    """The files beside an index that it names."""
+    return {Path(name).name for name in files_of_index(index)}
 
 
 def _first_shard(index: Path) -> Path:

@@ -91,7 +91,7 @@ def optimizer_of(source: str, model: Any) -> Any:
     with quiet_keras(source) as keras:
         # Not by compiling: that would need the custom losses and metrics of the file as well.
         with zipfile.ZipFile(source) as archive:
-            config = json.loads(archive.read("config.json"))
+            config = json.loads(archive.read("config.json"))  # where Keras may write Infinity
         optimizer = (config.get("compile_config") or {}).get("optimizer")
         return None if optimizer is None else keras.optimizers.get(optimizer)
 

@@ -176,6 +176,7 @@ def headline(record: Record, size: int) -> str:
 
 def _load(path: pathlib.Path) -> Record | None:
     """Reads one record; a file that has just gone or is not one of ours counts as none."""
+    # With json, for what a rank fails of may name a file whose name is no Unicode.
     try:
         return Record(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):

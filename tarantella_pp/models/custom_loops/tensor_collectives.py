@@ -12,6 +12,7 @@ import tensorflow as tf
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.runtime.comm.communicator import Communicator, world
 from tarantella_pp.runtime.comm.tensor_buffers import to_buffer, to_tensor
+from tarantella_pp.runtime.state.variable_sync import broadcast_variable
 
 _OPERATIONS = ("sum", "mean", "max", "min")
 
@@ -92,11 +93,8 @@ def broadcast_variables(variables: Iterable[Any], root: int = 0) -> None:
         )
     told = [f"{variable.dtype}{[*variable.shape]}" for variable in variables]
     with ranks.call("tnt.broadcast_variables", root=root, variables=told):
-        for variable in variables if ranks.size > 1 else ():
-            value = np.array(tf.convert_to_tensor(variable).numpy())  # a scalar would be no array
-            ranks.broadcast(value, root)
-            if ranks.rank != root:
-                variable.assign(value)
+        for variable in variables:
+            broadcast_variable(variable, root, ranks)
 
 
 def refuse_in_graph(name: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
-import json
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -95,11 +94,26 @@ def _files(path: Path) -> list[Path]:
         return sorted(file for file in path.rglob("*") if file.is_file())
     if path.suffix != ".json":
         return [path]
+    return [path, *(path.parent / name for name in sorted(files_of_index(path)))]
+
+
+class _ShardIndex(msgspec.Struct):
+    """What Keras writes about weights in several files."""
+
+    weight_map: dict[str, str | list[str]]
+
+
+def files_of_index(path: Path) -> set[str]:
+    """Returns the names of the files of weights that an index names; none if it is no index.
+
+    Args:
+        path: The index; if it cannot be read, Keras will say so.
+    """
     try:
-        places = json.loads(path.read_text())["weight_map"].values()
-    except (ValueError, KeyError, AttributeError):  # Keras will say so
-        return [path]
-    return [path, *(path.parent / name for name in sorted(set(keras.tree.flatten([*places]))))]
+        places = msgspec.json.decode(path.read_bytes(), type=_ShardIndex).weight_map.values()
+    except (OSError, msgspec.MsgspecError):
+        return set()
+    return {name for place in places for name in ([place] if isinstance(place, str) else place)}
 
 
 def compiled_facts(given: Mapping[str, Any]) -> dict[str, Any]:

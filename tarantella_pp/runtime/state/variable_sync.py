@@ -66,23 +66,24 @@ class VariableSync:
         for i in deferred:
             if i in self._used or not self._owners.ranks(self._variables[i]):
                 initialize_deferred(self._variables[i])
-        self._share(lambda variable: 0, set(range(len(self._variables))) - deferred)
+        self._share(lambda variable: 0, everywhere, set(range(len(self._variables))) - deferred)
         for i, variable in enumerate(self._variables):
             if i not in deferred or i in self._used:
                 broadcast_variable(variable, 0, self._peers)
 
     def gather(self) -> None:
         """Gives every rank the value of each variable from the rank that trains it."""
-        self._share(self._owners.owner)
+        self._share(self._owners.owner, self._communicator.allgather_json(self._stale()))
 
     def refresh(self) -> None:
         """Brings up to date what stages use and another pipeline has trained on another rank."""
         if self._communicator.size == 1:
             return
         needed = [i for i in self._used if is_stale(self._variables[i])]
-        everywhere = self._communicator.allgather_json(needed)
-        if any(everywhere):
-            self._share(self._owners.owner, set().union(*everywhere))
+        needed_by = self._communicator.allgather_json(needed)
+        if any(needed_by):
+            stale = self._communicator.allgather_json(self._stale())
+            self._share(self._owners.owner, stale, set().union(*needed_by))
 
     def reader(self, stream: ValueStream) -> Callable[[Any], Any]:
         """Lets a rank read variables that it has not, one at a time; all ranks must call it.
@@ -107,14 +108,24 @@ class VariableSync:
     def _stale(self) -> list[int]:
         return [i for i, variable in enumerate(self._variables) if is_stale(variable)]
 
-    def _share(self, root_of: Callable[[Any], int], which: Iterable[int] | None = None) -> None:
-        """Gives all ranks values, of some variables or of all, from a rank that has true ones."""
+    def _share(
+        self,
+        root_of: Callable[[Any], int],
+        stale: Sequence[Sequence[int]],
+        which: Iterable[int] | None = None,
+    ) -> None:
+        """Gives all ranks values, of some variables or of all, from a rank that has true ones.
+
+        Args:
+            root_of: The rank to take a variable from, if its value is true there.
+            stale: The variables whose values are out of date, of each rank.
+            which: The variables. Default: all.
+        """
         if self._communicator.size == 1:
             return
-        everywhere = self._communicator.allgather_json(self._stale())
         for i in range(len(self._variables)) if which is None else sorted(which):
             variable = self._variables[i]
-            true = [rank for rank, theirs in enumerate(everywhere) if i not in theirs]
+            true = [rank for rank, theirs in enumerate(stale) if i not in theirs]
             root = root_of(variable)
             root = root if root in true else true[0]
             broadcast_variable(variable, root, self._communicator)

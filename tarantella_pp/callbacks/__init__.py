@@ -10,6 +10,7 @@ from __future__ import annotations
 from tarantella_pp.dependencies import needed_for
 
 with needed_for("tarantella_pp.callbacks"):
+    from tarantella_pp.callbacks.checkpoint import Checkpoint
     from tarantella_pp.callbacks.timeline import Timeline
 
-__all__ = ["Timeline"]
+__all__ = ["Checkpoint", "Timeline"]

@@ -7,7 +7,9 @@ from typing import Any
 
 import keras
 
+from tarantella_pp.callbacks.checkpoint import Checkpoint
 from tarantella_pp.callbacks.lockstep import Lockstep
+from tarantella_pp.callbacks.preemption import Preemption, PreemptionVote
 from tarantella_pp.callbacks.preparation import FolderMaker, WeightGatherer
 from tarantella_pp.callbacks.shared_backup import SharedBackup
 from tarantella_pp.callbacks.timeline import Timeline
@@ -23,6 +25,7 @@ _ONE_RANK = (
 )
 # They change or stop training, or save the model.
 _ALL_RANKS = (
+    Checkpoint,
     Timeline,
     keras.callbacks.BackupAndRestore,
     keras.callbacks.EarlyStopping,
@@ -44,18 +47,41 @@ def kinds_of_all_ranks(callbacks: Any) -> list[str]:
     return sorted(type(callback).__name__ for callback in found)
 
 
-def callbacks_of_rank(callbacks: Any, model: Any, communicator: Communicator) -> Any:
+def checkpoint_of(callbacks: Any) -> Checkpoint | None:
+    """The `Checkpoint` among the callbacks of a call; `None` without one.
+
+    Args:
+        callbacks: A callback, a list of them, Keras' own container of them, or `None`.
+
+    Raises:
+        ConfigurationError: If there are several that would restore the model.
+    """
+    kinds = (Checkpoint, keras.callbacks.BackupAndRestore)
+    found = [callback for callback in _listed(callbacks) if isinstance(callback, kinds)]
+    own = [callback for callback in found if isinstance(callback, Checkpoint)]
+    if own and len(found) > 1:
+        raise ConfigurationError(
+            "A `fit` goes on from one directory. Received: callbacks "
+            f"{', '.join(type(callback).__name__ for callback in found)}. Use one Checkpoint."
+        )
+    return own[0] if own else None
+
+
+def callbacks_of_rank(
+    callbacks: Any, model: Any, communicator: Communicator, preemption: Preemption | None = None
+) -> Any:
     """Makes of the callbacks of a call those that this rank runs.
 
     What would be written once by every rank runs on the last one only. All others run on every
     rank, with the same logs: each rank stops early, or lowers its learning rate, at the same step.
     `ModelCheckpoint` is among them, because saving takes all ranks. In one process they are what
-    they are in plain Keras.
+    they are in plain Keras. A `Checkpoint` comes last: it writes what the others have set.
 
     Args:
         callbacks: A callback, a list of them, Keras' own container of them, or `None`.
         model: The model that they are for.
         communicator: The ranks.
+        preemption: Whether this rank has been told to end, where a `Checkpoint` looks at it.
 
     Returns:
         What to pass to Keras on this rank.
@@ -63,13 +89,19 @@ def callbacks_of_rank(callbacks: Any, model: Any, communicator: Communicator) ->
     Raises:
         ConfigurationError: If a callback would write a wrong file.
     """
-    if communicator.size == 1:
+    checkpoint = checkpoint_of(callbacks)
+    if communicator.size == 1 and checkpoint is None:
         return callbacks
-    found: list[Any] = []
-    for callback in _listed(callbacks):
-        _check(callback)
-        found += _of_rank(callback, communicator)
-    found.append(Lockstep(communicator))
+    found = [callback for callback in _listed(callbacks) if callback is not checkpoint]
+    if communicator.size > 1:
+        for callback in found:
+            _check(callback)
+        found = [ours for callback in found for ours in _of_rank(callback, communicator)]
+        if preemption is not None:
+            found.append(PreemptionVote(preemption))
+        found.append(Lockstep(communicator))
+    if checkpoint is not None:
+        found.append(checkpoint)
     if isinstance(callbacks, keras.callbacks.CallbackList):
         return keras.callbacks.CallbackList(found, model=model, **callbacks.params)
     return found

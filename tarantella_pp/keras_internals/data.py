@@ -16,13 +16,18 @@ from keras.src.trainers.data_adapters.array_slicing import (
     train_validation_split,
 )
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
+from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
+from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 
 __all__ = [
     "DataAdapter",
     "are_arrays",
     "arrays_of",
     "as_sliced",
+    "batch_size_of",
+    "dataset_of",
     "get_data_adapter",
+    "is_shuffled",
     "order_of",
     "train_validation_split",
 ]
@@ -50,3 +55,20 @@ def order_of(adapter: Any) -> DataAdapter:
     """
     numbers = np.arange(adapter._num_samples)
     return ArrayDataAdapter(numbers, batch_size=adapter._batch_size, shuffle=adapter._shuffle)
+
+
+def batch_size_of(adapter: Any) -> int | None:
+    """Samples in a batch of arrays; `None` of an adapter of something else."""
+    return adapter._batch_size if isinstance(adapter, ArrayDataAdapter) else None
+
+
+def is_shuffled(adapter: Any) -> bool:
+    """Whether an adapter draws the order of arrays anew in each epoch."""
+    return isinstance(adapter, ArrayDataAdapter) and bool(adapter._shuffle)
+
+
+def dataset_of(adapter: Any) -> Any:
+    """The user's `PyDataset` or `tf.data.Dataset` that an adapter reads; `None` of another one."""
+    if isinstance(adapter, PyDatasetAdapter):
+        return adapter.py_dataset
+    return adapter._dataset if isinstance(adapter, TFDatasetAdapter) else None

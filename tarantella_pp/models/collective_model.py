@@ -33,6 +33,7 @@ from tarantella_pp.runtime.state.remote_variables import (
     read_with,
     refuse_stale,
 )
+from tarantella_pp.runtime.state.state_share import StateShare
 from tarantella_pp.runtime.state.value_stream import ValueStream
 
 if TYPE_CHECKING:
@@ -253,6 +254,16 @@ class CollectiveModel(keras.Model):
         plain = plain_model(self._engine.extracted, optimizer)
         with only_own_assigned():
             plain.load_weights(filepath, skip_mismatch=skip_mismatch, **kwargs)
+
+    def _state_share(self) -> StateShare:
+        """What of the state of training this rank has, to write it or to read it."""
+        groups = self._engine.groups
+
+        def metrics() -> list[tuple[Any, bool]]:
+            rank = groups.pipeline.rank
+            return [(v, owner == rank) for v, owner in self._engine.shared_logs.metric_variables()]
+
+        return StateShare(self._model_state, self._optimizer_state, metrics, groups.replica == 0)
 
     def _refuse_existing(self, path: Path, overwrite: bool) -> None:
         """Refuses, on all ranks, to replace a file that must not be replaced."""

@@ -7,7 +7,13 @@ from typing import Any
 
 import keras
 
-from tarantella_pp.callbacks.rank_rules import callbacks_of_rank, kinds_of_all_ranks
+from tarantella_pp.callbacks.checkpoint_run import FitOptions, checkpointed
+from tarantella_pp.callbacks.preemption import Preemption
+from tarantella_pp.callbacks.rank_rules import (
+    callbacks_of_rank,
+    checkpoint_of,
+    kinds_of_all_ranks,
+)
 from tarantella_pp.callbacks.timeline import with_trace
 from tarantella_pp.keras_internals.data import train_validation_split
 from tarantella_pp.keras_internals.training import forget_validation
@@ -97,18 +103,23 @@ class TrainingLoops(CollectiveModel):
             parts = keras.utils.unpack_x_y_sample_weight(held_out)
             return [first, given_data(parts, size, validation_steps)]
 
-        train, validation = shared_adapters(engine, find)
-        history = super().fit(
-            train,
-            epochs=epochs,
-            verbose=verbose if engine.prints else 0,
-            callbacks=callbacks_of_rank(callbacks, self, engine.communicator),
-            validation_data=validation,
-            initial_epoch=initial_epoch,
-            steps_per_epoch=steps_per_epoch,
-            validation_steps=validation_steps,
-            validation_freq=validation_freq,
-        )
+        checkpoint = checkpoint_of(callbacks)
+        train, validation = shared_adapters(engine, find, describe=checkpoint is not None)
+        preemption = None if checkpoint is None else Preemption()
+        callbacks = callbacks_of_rank(callbacks, self, engine.communicator, preemption)
+        options = FitOptions(initial_epoch, epochs, steps_per_epoch, bool(shuffle))
+        with checkpointed(checkpoint, self, train, options, callbacks, preemption):
+            history = super().fit(
+                train,
+                epochs=epochs,
+                verbose=verbose if engine.prints else 0,
+                callbacks=callbacks,
+                validation_data=validation,
+                initial_epoch=initial_epoch,
+                steps_per_epoch=steps_per_epoch,
+                validation_steps=validation_steps,
+                validation_freq=validation_freq,
+            )
         engine.shared_logs.share_metrics()  # of an epoch that was cut short
         return history
 

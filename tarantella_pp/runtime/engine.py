@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tarantella_pp.errors import ConfigurationError
@@ -91,6 +91,7 @@ class Engine:
         logs: Keras' logs after the last step, the same on all ranks; empty once metrics are reset.
         fallbacks: Stages of any rank that could not be cut in three, and why, once trained.
         has_run: Whether stages have been traced, with their layers as they were.
+        before_training: Called once, when the metrics of the next training step have variables.
     """
 
     def __init__(
@@ -115,6 +116,7 @@ class Engine:
         self.logs: dict[str, Any] = {}
         self.fallbacks: dict[int, str] = {}
         self.has_run = False
+        self.before_training: Callable[[], None] | None = None
         self._model = model
         self._plan = plan
         graph, rank = extracted.graph, communicator.rank
@@ -206,6 +208,9 @@ class Engine:
         with self._whole_or_nothing():
             self._rehearse(batch, training=True)
             self._try_loss(batch, compiled, training=True)
+        prepare, self.before_training = self.before_training, None
+        if prepare is not None:
+            prepare()
         self.clock.advance()
         with self._whole_or_nothing(), recorder.step():
             step = self._step(batch, compiled, training=True)
@@ -301,6 +306,24 @@ class Engine:
             self.groups, free_schedule=self.schedules.free, wire_dtype=self._wire_dtype,
             clock=self.clock, check_every=self._check_every,
         )  # fmt: skip
+
+    def first_shapes(self) -> dict[str, Any]:
+        """What this rank's stages were compiled for first, by replica and stage."""
+        return {
+            f"{self.groups.replica}.{index}": stage.first_shapes
+            for index, stage in self.stages.items()
+        }
+
+    def begin_with(self, shapes: Mapping[str, Any]) -> None:
+        """Compiles this rank's stages as they were in a run that goes on here.
+
+        Args:
+            shapes: What `first_shapes` returned on all ranks of a job with the same plan.
+        """
+        for index, stage in self.stages.items():
+            known = shapes.get(f"{self.groups.replica}.{index}")
+            if known:
+                stage.begin_with(known)
 
     def record(self, recorder: Recorder | None) -> None:
         """Makes training steps tell when they do what.

@@ -75,18 +75,18 @@ class SharedLogs:
         """Gives every rank the state of all metrics, if they have changed; all must call it."""
         if not self._differ:
             return
-        for variable, owner in self._metric_variables():
+        for variable, owner in self.metric_variables():
             broadcast_variable(variable, owner, self._ranks)
         self._differ = False
 
     def guard_metrics(self) -> None:
         """Has metrics refuse to be read where they are out of date."""
-        for variable, owner in self._metric_variables():
+        for variable, owner in self.metric_variables():
             if owner != self._ranks.rank:
                 make_remote(variable, self._clock)
 
-    def _metric_variables(self) -> Iterator[tuple[Any, int]]:
-        """The variables of all metrics, each with the rank that updates it."""
+    def metric_variables(self) -> Iterator[tuple[Any, int]]:
+        """The variables of all metrics by now, each with the rank that updates it."""
         for metric in self._model.metrics:
             for variable in metric.variables:
                 owner = self.of_layers.owner(variable)

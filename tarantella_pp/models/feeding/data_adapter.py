@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
-import tensorflow as tf
 
-from tarantella_pp.keras_internals.data import DataAdapter, arrays_of
+from tarantella_pp.keras_internals.data import DataAdapter
+from tarantella_pp.keras_internals.epochs import EpochStart
+from tarantella_pp.models.feeding.data_cursor import DataCursor
 from tarantella_pp.runtime.batch.array_rows import ArrayRows
 from tarantella_pp.runtime.batch.batch import Batch
 from tarantella_pp.runtime.batch.data_feed import Batches, DataFeed
@@ -20,33 +21,20 @@ class FedData:
 
     Args:
         feed: Hands every rank its part of each batch.
-        adapter: What the reader reads; `None` elsewhere.
+        cursor: Reads, on the reader; `None` elsewhere.
         arrays: What all ranks have, if the reader reads the numbers of samples.
     """
 
     def __init__(
-        self, feed: DataFeed, adapter: DataAdapter | None, arrays: ArrayRows | None = None
+        self, feed: DataFeed, cursor: DataCursor | None, arrays: ArrayRows | None = None
     ) -> None:
         self._feed = feed
-        self._adapter = adapter
+        self._cursor = cursor
         self._arrays = arrays
-        self._dataset: Any = None
 
     def __iter__(self) -> Batches:
-        source = None if self._adapter is None else self._read(self._adapter)
+        source = None if self._cursor is None else self._cursor.read()
         return self._feed.batches(source, self._arrays)
-
-    def _read(self, adapter: DataAdapter) -> Iterator[Any]:
-        """Reads the data set from when the first batch is asked for.
-
-        Keras' loops make an iterator at the end of each epoch that they drop unread, and an open
-        one of TensorFlow reads ahead and takes its time to stop.
-        """
-        if self._dataset is None:
-            self._dataset = adapter.get_tf_dataset()
-            if arrays_of(adapter) is not None:  # others may be the user's, tuned as they wish
-                self._dataset = _without_tuning(self._dataset)
-        yield from self._dataset
 
 
 class FeedAdapter(DataAdapter):
@@ -57,6 +45,11 @@ class FeedAdapter(DataAdapter):
         adapter: What the reader reads; `None` elsewhere.
         num_batches: Number of batches in an epoch, if known.
         arrays: What all ranks have, if the reader reads the numbers of samples.
+        description: What the data are, on the reader.
+
+    Attributes:
+        cursor: How far the reader has come; `None` elsewhere.
+        start: Where the next epoch begins that Keras' loop runs, if not at its first step.
     """
 
     def __init__(
@@ -65,11 +58,15 @@ class FeedAdapter(DataAdapter):
         adapter: DataAdapter | None,
         num_batches: int | None,
         arrays: ArrayRows | None = None,
+        description: str = "",
     ) -> None:
         self._engine = engine
-        self._data = FedData(engine.feed, adapter, arrays)
+        self.cursor = None if adapter is None else DataCursor(adapter, arrays is not None)
+        self._data = FedData(engine.feed, self.cursor, arrays)
         self._adapter = adapter
         self._num_batches = num_batches
+        self.description = description
+        self.start: EpochStart | None = None
 
     def get_tf_dataset(self) -> Any:
         """Returns the iterable of this rank's parts of the batches."""
@@ -82,7 +79,8 @@ class FeedAdapter(DataAdapter):
 
     def on_epoch_begin(self) -> None:
         """Passes the hook on to the user's data."""
-        if self._adapter is not None:
+        if self._adapter is not None and self.cursor is not None:
+            self.cursor.on_epoch_begin()
             self._adapter.on_epoch_begin()
 
     def on_epoch_end(self) -> None:
@@ -119,10 +117,3 @@ def predict_function(engine: Engine) -> Callable[[Sequence[Any]], Any]:
         return keras.tree.map_structure(lambda *parts: keras.ops.concatenate(parts), *outputs)
 
     return run
-
-
-def _without_tuning(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Slices arrays as fast; but an epoch ends without waiting for a thread that measures it."""
-    options = tf.data.Options()
-    options.autotune.enabled = False
-    return dataset.with_options(options)

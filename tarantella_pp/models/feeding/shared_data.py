@@ -56,13 +56,14 @@ def given_data(
 
 
 def shared_adapters(
-    engine: Engine, find: Callable[[], Sequence[GivenData | None]]
+    engine: Engine, find: Callable[[], Sequence[GivenData | None]], *, describe: bool = False
 ) -> list[FeedAdapter | None]:
     """Opens the user's data where they are read, and tells all ranks how much there is.
 
     Args:
         engine: This rank's part of training.
         find: Finds the data in the arguments of a call.
+        describe: Whether to tell of arrays in one process, too, what they are.
 
     Raises:
         ConfigurationError: On all ranks, if they do not have the same data.
@@ -75,7 +76,7 @@ def shared_adapters(
         for given in find():
             adapter, arrays = _open(given, communicator)
             opened.append((adapter, arrays))
-            known = given is not None and communicator.size > 1
+            known = given is not None and (describe or communicator.size > 1)
             text = _described(given, arrays) if known else _NOTHING
             size = None if adapter is None else adapter.num_batches
             facts.append([text, arrays is not None, given is None, _whole(size)])
@@ -83,16 +84,16 @@ def shared_adapters(
     everyones = _all_told(communicator, open_all, facts)
     found: list[FeedAdapter | None] = []
     for (adapter, arrays), told in zip(opened, zip(*everyones, strict=True), strict=True):
-        _, _, is_none, size = told[READER]
+        text, _, is_none, size = told[READER]
         all_have = _all_have_arrays(told)
         if is_none:
             found.append(None)
         elif all_have:
             order = order_of(adapter) if communicator.rank == READER else None
-            found.append(FeedAdapter(engine, order, size, arrays))
+            found.append(FeedAdapter(engine, order, size, arrays, text))
         else:
             reads = adapter if communicator.rank == READER else None
-            found.append(FeedAdapter(engine, reads, size))
+            found.append(FeedAdapter(engine, reads, size, None, text))
     return found
 
 

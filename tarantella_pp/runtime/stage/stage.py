@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import tensorflow as tf
 
@@ -77,6 +77,7 @@ class Stage:
         self._metrics = StageMetrics(self.module, num_replicas)
         self.probe = StageProbe(self.module)
         self.fallback: str | None = None
+        self._first: list[tuple[tf.TensorShape, tf.DType]] = []
         self._specs: list[tf.TensorSpec] = []
         self._general: TrainingPass | None = None
         self._passes: dict[Shapes, TrainingPass] = {}
@@ -210,6 +211,22 @@ class Stage:
         connected, sums.reached = self.module.connected(self._specs, coming)
         return connected
 
+    @property
+    def first_shapes(self) -> list[Any]:
+        """Shape and dtype of each input of the first micro-batch; none before it."""
+        return [[shape.as_list(), dtype.name] for shape, dtype in self._first]
+
+    def begin_with(self, shapes: Sequence[Any]) -> None:
+        """Compiles the stage as if a micro-batch of these shapes had been the first.
+
+        What is static to a compiled function decides about the last bits of its results.
+
+        Args:
+            shapes: What `first_shapes` returned.
+        """
+        if self._general is None:
+            self._pass_for([tf.TensorSpec(shape, dtype) for shape, dtype in shapes])
+
     def clear(self) -> None:
         """Forgets the micro-batches in flight and the gradients so far."""
         self._running.clear()
@@ -230,7 +247,8 @@ class Stage:
 
     def _new_pass(self, inputs: Sequence[tf.Tensor]) -> TrainingPass:
         if self._general is None:
-            self._specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in inputs]
+            self._first = [(tensor.shape, tensor.dtype) for tensor in inputs]
+            self._specs = [tf.TensorSpec(*given) for given in self._first]
             self._general = self._make_pass(self._specs)
         pairs = list(zip(self._specs, inputs, strict=True))
         if not all(spec.is_compatible_with(tensor) for spec, tensor in pairs):

@@ -128,6 +128,24 @@ class OptimizerState:
                 specs[int(i)] = TensorSpec(tuple(shape), tf.as_dtype(dtype).as_numpy_dtype)
         return held, [specs[i] for i in range(len(self._slots))]
 
+    def needed(self) -> dict[int, Any]:
+        """The slots of this rank, by their number in the whole optimizer; takes all ranks."""
+        self.build()
+        if self._communicator.size == 1:
+            return dict(enumerate(self._optimizer.variables))
+        return self._held()
+
+    def owned(self) -> dict[int, Any]:
+        """As `needed`, but only the slots that this rank tells of for all."""
+        if not self._owners.speaks:
+            return {}
+        rank, needed = self._communicator.rank, self.needed()
+        if self._communicator.size == 1:
+            return needed
+        return {
+            i: slot for i, slot in needed.items() if self._source(self._slots[i].positions) == rank
+        }
+
     def receiver(self) -> Any:
         """An optimizer that keeps of what it loads this rank's share; takes all ranks.
 

@@ -53,3 +53,8 @@ class Trainers:
     def is_own(self, weight: Any) -> bool:
         """Whether this rank updates a weight."""
         return self.owner(weight) == self.ranks.rank
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank has what it trains alone, or is of the replica that speaks for all."""
+        return self._sharded or self._groups.replica == 0

@@ -105,6 +105,25 @@ class VariableSync:
 
         return read_variable
 
+    @property
+    def variables(self) -> tuple[Any, ...]:
+        """All variables of the model, in an order that is the same on all ranks."""
+        return self._variables
+
+    def owned(self) -> dict[int, Any]:
+        """The variables that this rank tells of for all, by their position."""
+        if self._peers.rank:
+            return {}
+        rank = self._communicator.rank
+        return {i: v for i, v in enumerate(self._variables) if self._owners.owner(v) == rank}
+
+    def needed(self) -> dict[int, Any]:
+        """The variables that this rank must have, by their position."""
+        own = set(self._used)
+        return {
+            i: v for i, v in enumerate(self._variables) if i in own or not self._owners.ranks(v)
+        }
+
     def _stale(self) -> list[int]:
         return [i for i, variable in enumerate(self._variables) if is_stale(variable)]
 

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tarantella_pp.keras_internals.data import get_data_adapter
 from tarantella_pp.models.feeding.data_adapter import FedData
+from tarantella_pp.models.feeding.data_cursor import DataCursor
 from tarantella_pp.runtime.batch.batch import Need
 from tarantella_pp.runtime.batch.data_feed import DataFeed
 from tarantella_pp.runtime.comm.communicator import Communicator
@@ -43,7 +44,7 @@ def feed():
 
 def test_a_data_set_is_opened_once_and_read_when_a_batch_is_asked_for():
     adapter = Opened()
-    data = FedData(feed(), adapter)
+    data = FedData(feed(), DataCursor(adapter, numbers=False))
     assert [batch.rows for batch in data] == [2, 1]
     iter(data)  # as Keras does at the end of an epoch
     assert (adapter.opened, adapter.read) == (1, 1)

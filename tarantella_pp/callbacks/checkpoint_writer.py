@@ -1,0 +1,149 @@
+r"""Writes a checkpoint: every rank its own file, side by side, and all of it or nothing.
+
+rank 0   empty folder      its file   manifest, its name   older ones go
+                 \         ........  /
+rank 1            `-> wait its file `   wait
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from tarantella_pp.checkpoints import checkpoint_folder
+from tarantella_pp.checkpoints.manifest import Manifest, SavedFile, SavedTensor
+from tarantella_pp.checkpoints.tensor_file import write_tensors
+from tarantella_pp.errors import ConfigurationError, FileError
+from tarantella_pp.runtime.comm.communicator import Communicator
+from tarantella_pp.runtime.comm.tensor_buffers import value_of
+from tarantella_pp.runtime.state.state_share import spec_of
+
+logger = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+
+class CheckpointWriter:
+    """Writes checkpoints into one directory.
+
+    Args:
+        ranks: All ranks of the job.
+        directory: The directory.
+        keep: How many stay.
+        stages: The stages of this rank.
+    """
+
+    def __init__(
+        self, ranks: Communicator, directory: Path, keep: int, stages: Sequence[int]
+    ) -> None:
+        self._ranks = ranks
+        self._directory = directory
+        self._keep = keep
+        self._stages = tuple(stages)
+
+    def write(
+        self,
+        step: int,
+        own: Mapping[str, Any],
+        describe: Callable[[tuple[SavedFile, ...], dict[str, SavedTensor]], Manifest],
+        damaged: Sequence[str],
+    ) -> Path:
+        """Writes one; takes all ranks.
+
+        Args:
+            step: Its step.
+            own: What this rank writes: variables and arrays, by their keys.
+            describe: Makes the manifest, on rank 0.
+            damaged: Names of checkpoints that are not to be counted.
+
+        Returns:
+            Its folder.
+
+        Raises:
+            FileError: On all ranks, if any could not write; older checkpoints are unchanged.
+        """
+        name = checkpoint_folder.name_of_step(step)
+        draft = self._directory / f"{checkpoint_folder.DRAFT}{name}"
+        try:
+            self._on_all(name, self._begin, step)
+            told = self._on_all(name, self._write_own, draft, own)
+            self._on_all(name, self._publish, draft, lambda: describe(*_gathered(told)))
+        except FileError:
+            if self._ranks.rank == 0:
+                checkpoint_folder.discard_draft(draft)
+            raise
+        self._remove_old(damaged)
+        return self._directory / name
+
+    def _begin(self, step: int) -> None:
+        if self._ranks.rank == 0:
+            checkpoint_folder.begin_draft(self._directory, step)
+
+    def _write_own(self, draft: Path, own: Mapping[str, Any]) -> list[Any]:
+        """Writes this rank's file; returns what it tells of it."""
+        if not own:
+            return []
+        path = draft / f"rank-{self._ranks.rank:05d}.safetensors"
+        specs = {key: _spec(value) for key, value in own.items()}
+        written = write_tensors(path, specs, lambda key: _array(own[key]))
+        labels = {key: getattr(value, "path", key) for key, value in own.items()}
+        tensors = [[key, labels[key], *specs[key]] for key in own]
+        return [path.name, *written, self._ranks.rank, list(self._stages), tensors]
+
+    def _publish(self, draft: Path, describe: Callable[[], Manifest]) -> None:
+        if self._ranks.rank == 0:
+            checkpoint_folder.publish(draft, describe().encode())
+
+    def _remove_old(self, damaged: Sequence[str]) -> None:
+        if self._ranks.rank != 0:
+            return
+        try:
+            checkpoint_folder.remove_old(self._directory, self._keep, damaged)
+        except OSError as error:
+            logger.warning("could not remove old checkpoints in '%s': %s", self._directory, error)
+
+    def _on_all(self, name: str, work: Callable[..., _T], *arguments: Any) -> list[_T]:
+        """Has every rank do its part; a failure of one is the same error on all."""
+        result: Any = None
+        reason = ""
+        try:
+            result = work(*arguments)
+        except (OSError, shutil.Error) as error:
+            reason = error.strerror or str(error)
+        except ConfigurationError as error:
+            reason = str(error)
+        told = self._ranks.allgather_json([reason, result])
+        for rank, (problem, _) in enumerate(told):
+            if problem:
+                raise FileError(
+                    f"Rank {rank} could not write checkpoint '{self._directory / name}': {problem}."
+                    " Older checkpoints are unchanged."
+                )
+        return [value for _, value in told]
+
+
+def _gathered(
+    told: Sequence[list[Any]],
+) -> tuple[tuple[SavedFile, ...], dict[str, SavedTensor]]:
+    """The files of all ranks, and what is in them."""
+    files: list[SavedFile] = []
+    tensors: dict[str, SavedTensor] = {}
+    for name, size, sha256, rank, stages, found in filter(None, told):
+        for key, label, dtype, shape in found:
+            tensors[key] = SavedTensor(label, dtype, tuple(shape), len(files))
+        files.append(SavedFile(name, size, sha256, rank, tuple(stages)))
+    return tuple(files), tensors
+
+
+def _spec(value: Any) -> tuple[str, tuple[int, ...]]:
+    if isinstance(value, np.ndarray):
+        return value.dtype.name, value.shape
+    return spec_of(value)
+
+
+def _array(value: Any) -> np.ndarray[Any, Any]:
+    return value if isinstance(value, np.ndarray) else value_of(value)

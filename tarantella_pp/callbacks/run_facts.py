@@ -1,0 +1,139 @@
+"""What a run is made of: its model, its optimizer and its data, as far as they can be told."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+from collections.abc import Mapping
+from importlib import metadata
+from typing import Any
+
+import keras
+
+from tarantella_pp.checkpoints.fact_comparison import differences, without_names
+from tarantella_pp.checkpoints.manifest import Manifest, plain
+from tarantella_pp.errors import ConfigurationError
+from tarantella_pp.keras_internals.optimizers import settable_learning_rate
+from tarantella_pp.keras_internals.state import compiled_with
+from tarantella_pp.runtime.comm.collective import compiled_facts
+from tarantella_pp.runtime.state.state_share import spec_of
+
+_PACKAGES = ("tarantella-pp", "keras", "tensorflow", "tensorflow-cpu", "numpy")
+_COMPILED = ("loss", "loss_weights", "metrics", "weighted_metrics")
+
+
+def facts_of(model: Any, data: Mapping[str, Any]) -> dict[str, Any]:
+    """What must be the same for training to go on, as JSON keeps it.
+
+    Args:
+        model: The model, compiled.
+        data: What is known of the data.
+    """
+    variables = {
+        str(i): [v.name, *spec_of(v), bool(v.trainable)]
+        for i, v in enumerate(model._model_state.variables)
+    }
+    compiled = compiled_facts(compiled_with(model))
+    facts = {
+        "variables": variables,
+        "model": model._engine.extracted.graph.fingerprint(),
+        "layers": without_names(config_of(model)),
+        "compiled": {name: compiled[name] for name in _COMPILED},
+        "optimizer": _optimizer_facts(model.optimizer),
+        "data": dict(data),
+    }
+    told: dict[str, Any] = as_json(facts)
+    return told
+
+
+def config_of(model: Any) -> Any:
+    """The configuration of the wrapped model, as JSON keeps it; `None` if it has none."""
+    try:
+        return as_json(keras.saving.serialize_keras_object(model._engine.extracted.model))
+    except Exception:  # whatever layers of others raise that cannot be saved
+        return None
+
+
+def configs_of(model: Any) -> dict[str, Any]:
+    """What makes a model like this one again: of itself, its optimizer and its compilation."""
+    try:
+        compiled = as_json(model.get_compile_config())
+    except Exception:  # whatever losses and metrics of others raise that cannot be saved
+        compiled = None
+    optimizer = as_json(keras.saving.serialize_keras_object(model.optimizer))
+    return {"config": config_of(model), "optimizer": optimizer, "compiled": compiled}
+
+
+def has_plan(saved: Manifest, plan: Any) -> bool:
+    """Whether a checkpoint was written with the stages, replicas and micro-batches of a plan."""
+    now = json.loads(plan.to_json())
+    names = ("assignment", "num_micro_batches", "num_replicas", "recompute")
+    return all(saved.plan.get(name) == now.get(name) for name in names)
+
+
+def refuse_others(saved: Manifest, facts: dict[str, Any], rate: float | None, where: str) -> None:
+    """Refuses to go on with a checkpoint of something else.
+
+    Args:
+        saved: What the checkpoint says.
+        facts: Those of the run now.
+        rate: The learning rate now; `None` where a schedule sets it.
+        where: The checkpoint, for the message.
+
+    Raises:
+        ConfigurationError: It names what differs, with both values.
+    """
+    before, now = _without_rate(saved.facts), _without_rate(facts)
+    found = differences(before, now)
+    began = saved.facts["optimizer"].get("config", {}).get("learning_rate")
+    if isinstance(began, float) and rate not in (began, saved.learning_rate):
+        found.append(f"optimizer.config.learning_rate: {began!r} in the checkpoint, {rate!r} now")
+    if found:
+        raise ConfigurationError(
+            f"Checkpoint '{where}' is one of another run: {'; '.join(found)}. Go on with what it "
+            "was written with, or give this run a directory of its own; `tarantella checkpoint "
+            "convert` makes a file of weights to begin with."
+        )
+
+
+def learning_rate_of(model: Any) -> float | None:
+    """The learning rate that callbacks may change; `None` where a schedule sets it."""
+    rate = settable_learning_rate(model)
+    return None if math.isnan(rate) else rate
+
+
+def versions() -> dict[str, str]:
+    """Those of the packages that numbers depend on."""
+    found = {}
+    for package in _PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def now() -> str:
+    """The time, in ISO 8601."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def as_json(value: Any) -> Any:
+    """A value as it comes back from a file."""
+    return json.loads(json.dumps(plain(value), default=str))
+
+
+def _optimizer_facts(optimizer: Any) -> Any:
+    told = as_json(keras.saving.serialize_keras_object(optimizer))
+    config = {k: v for k, v in told["config"].items() if k != "name"}
+    return {"class_name": told["class_name"], "config": config}
+
+
+def _without_rate(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Facts but for a learning rate that callbacks may have changed."""
+    optimizer = dict(facts["optimizer"])
+    config = dict(optimizer.get("config", {}))
+    if isinstance(config.get("learning_rate"), float):
+        del config["learning_rate"]
+    return {**facts, "optimizer": {**optimizer, "config": config}}

@@ -1,0 +1,116 @@
+"""The folder of a run's checkpoints: how a new one comes there, and old ones go.
+
+DIRECTORY/step-00000120/            files of tensors, and the manifest, written last
+DIRECTORY/.writing-step-00000130/   one that is being written; whoever finds it later removes it
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from tarantella_pp.checkpoints.manifest import MANIFEST
+
+_NAME = re.compile(r"step-(\d{8,})")
+DRAFT = ".writing-"
+"""What the name of one begins with that is being written."""
+_DISCARDED = ".discarded-"
+
+
+def name_of_step(step: int) -> str:
+    """The name of the checkpoint of a step."""
+    return f"step-{step:08d}"
+
+
+def checkpoints_in(directory: Path) -> list[Path]:
+    """The checkpoints in a directory that are complete, the newest first; damaged ones, too.
+
+    Args:
+        directory: The directory; it need not exist.
+    """
+    if not directory.is_dir():
+        return []
+    found = [path for path in directory.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
+    return sorted(found, key=_step, reverse=True)
+
+
+def begin_draft(directory: Path, step: int) -> Path:
+    """Makes an empty folder for a new checkpoint, after what a kill has left is removed.
+
+    Args:
+        directory: Where checkpoints are; it is made.
+        step: The step.
+
+    Returns:
+        The folder.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    for pattern in (f"{DRAFT}*", f"{_DISCARDED}*"):
+        for left in directory.glob(pattern):
+            shutil.rmtree(left)
+    draft = directory / f"{DRAFT}{name_of_step(step)}"
+    draft.mkdir()
+    return draft
+
+
+def discard_draft(draft: Path) -> None:
+    """Removes a checkpoint that could not be written."""
+    shutil.rmtree(draft, ignore_errors=True)
+
+
+def publish(draft: Path, manifest: bytes) -> Path:
+    """Writes the manifest, and gives a checkpoint its name once all of it is on the disk.
+
+    Args:
+        draft: Its folder, with all files of tensors.
+        manifest: The manifest.
+
+    Returns:
+        The folder with its name.
+    """
+    with (draft / MANIFEST).open("wb") as file:
+        file.write(manifest)
+        file.flush()
+        os.fsync(file.fileno())
+    _sync(draft)
+    target = draft.with_name(draft.name.removeprefix(DRAFT))
+    if target.exists():  # damaged: otherwise training would have gone on from there
+        os.replace(target, target.with_name(f"{_DISCARDED}{target.name}"))
+    os.replace(draft, target)
+    _sync(target.parent)
+    return target
+
+
+def remove_old(directory: Path, keep: int, damaged: Iterable[str]) -> None:
+    """Removes all checkpoints but the newest, and damaged ones that are older than these.
+
+    Args:
+        directory: Where they are.
+        keep: How many stay.
+        damaged: The names of those that do not count.
+    """
+    known, good = set(damaged), 0
+    for path in checkpoints_in(directory):
+        if good >= keep:
+            shutil.rmtree(path)
+        good += path.name not in known
+    for left in directory.glob(f"{_DISCARDED}*"):
+        shutil.rmtree(left)
+
+
+def _step(path: Path) -> int:
+    match = _NAME.fullmatch(path.name)
+    return int(match[1]) if match else -1
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # some file systems do not sync folders
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,109 @@
+"""The private names of Keras that going on in the middle of an epoch needs, all in this one file.
+
+Written against Keras 3.14 and 3.15; `tests/keras_internals/test_epochs.py` says which of them a new
+version of Keras has changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import keras
+from keras.src.backend.tensorflow import trainer
+from keras.src.random import seed_generator
+
+
+class EpochStart(NamedTuple):
+    """Where the first epoch of a resumed `fit` begins.
+
+    Attributes:
+        steps: Steps of the epoch that have been trained.
+        batches_before: Batches of the same pass over the data that came before the epoch.
+        in_pass: Whether the epoch goes on with a pass that has begun.
+    """
+
+    steps: int
+    batches_before: int
+    in_pass: bool
+
+
+class _ResumedEpochs(trainer.TFEpochIterator):  # type: ignore[misc]
+    """Leaves out steps of an epoch that have been trained, if its data adapter knows of any."""
+
+    def __iter__(self) -> Any:
+        start = getattr(self.data_adapter, "start", None)
+        if not isinstance(start, EpochStart):
+            return super().__iter__()
+        self.data_adapter.start = None
+        if self.steps_per_epoch is not None and start.in_pass:
+            self._current_iterator = iter(self._get_iterator())
+            self._steps_seen = start.batches_before
+        super().__iter__()
+        steps: Any = getattr(self, "_epoch_iterator")  # noqa: B009
+        left_out = start.steps // self.steps_per_execution
+        self._epoch_iterator = itertools.islice(steps, left_out, None)
+        return self
+
+
+trainer.TFEpochIterator = _ResumedEpochs
+
+
+@contextlib.contextmanager
+def starting_anywhere(model: Any) -> Iterator[None]:
+    """Surrounds a `fit` whose first epoch `start_epoch` may change; the next one is as ever."""
+    try:
+        yield
+    finally:
+        model._initial_epoch = None
+
+
+def start_epoch(model: Any, epoch: int) -> None:
+    """Lets `fit`, which has begun, go on with another epoch."""
+    model._initial_epoch = epoch
+
+
+# What callbacks of Keras remember from epoch to epoch, besides weights.
+_REMEMBERED = {
+    keras.callbacks.EarlyStopping: ("wait", "stopped_epoch", "best", "best_epoch"),
+    keras.callbacks.ReduceLROnPlateau: ("wait", "cooldown_counter", "best"),
+    keras.callbacks.ModelCheckpoint: (
+        "best", "_batches_seen_since_last_saving", "_last_batch_seen", "_current_epoch",
+    ),
+    keras.callbacks.SwapEMAWeights: ("_ema_weights_in_model",),
+}  # fmt: skip
+
+
+def remembered_by(callback: Any) -> dict[str, Any] | None:
+    """What a callback of Keras remembers, in numbers; `None` of another one."""
+    for kind, names in _REMEMBERED.items():
+        if isinstance(callback, kind):
+            found = {name: getattr(callback, name, None) for name in names}
+            return {name: _number(value) for name, value in found.items()}
+    return None
+
+
+def remind(callback: Any, remembered: dict[str, Any]) -> None:
+    """Gives a callback back what `remembered_by` has found."""
+    for name, value in remembered.items():
+        setattr(callback, name, value)
+
+
+def has_stopped(callback: Any) -> bool:
+    """Whether a callback is an `EarlyStopping` that has lost its patience."""
+    return (
+        isinstance(callback, keras.callbacks.EarlyStopping)
+        and callback.stopped_epoch > 0
+        and callback.wait >= callback.patience
+    )
+
+
+def made_global_seed() -> Any:
+    """The state of the generator of random numbers without a seed, which is made if need be."""
+    return seed_generator.global_seed_generator().state
+
+
+def _number(value: Any) -> Any:
+    return value if value is None or isinstance(value, (bool, int)) else float(value)

@@ -1,0 +1,216 @@
+"""Whatever happens while a checkpoint is written, or to it later, none that is wrong is loaded."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import shutil
+import signal
+
+import keras
+import pytest
+from keras import layers
+
+import tarantella_pp as tnt
+from tarantella_pp.callbacks import checkpoint_writer
+from tarantella_pp.checkpoints import checkpoint_folder, tensor_file
+from tarantella_pp.cli.main import main
+from tarantella_pp.errors import ConfigurationError, FileError
+from tests.helpers.training import floats
+
+pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("float64")]
+
+X, Y = floats(6, seed=1), floats(3, seed=2)
+
+
+def model(units=8, activation="tanh", rate=0.1, loss="mse", frozen=False):
+    keras.utils.set_random_seed(1)
+    stack = [keras.Input((6,)), layers.Dense(units, activation), layers.Dense(3)]
+    plain = keras.Sequential(stack)
+    plain.layers[0].trainable = not frozen
+    wrapped = tnt.PipelineModel(plain, num_stages=1, num_micro_batches=1)
+    wrapped.compile(keras.optimizers.Adam(rate), loss)
+    return wrapped
+
+
+def fit(directory, given=None, epochs=3, x=X, **options):
+    """Losses of each epoch, three steps each, with a checkpoint after each step."""
+    own = tnt.callbacks.Checkpoint(directory, every=1, keep=options.pop("keep", 3))
+    options = {"batch_size": 8, "verbose": 0, **options}
+    told = (given or model()).fit(x, Y, epochs=epochs, callbacks=[own], **options)
+    return told.history["loss"]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """Checkpoints of steps 4, 5 and 6 of 9, and all losses there would be."""
+    directory = tmp_path_factory.mktemp("written") / "run"
+    losses = fit(directory, epochs=2)
+    assert sorted(os.listdir(directory)) == ["step-00000004", "step-00000005", "step-00000006"]
+    whole = directory.parent / "whole"
+    shutil.copytree(directory, whole)
+    expected = fit(whole)
+    assert expected[:2] == losses
+    assert fit(directory.parent / "at once") == expected
+    return directory, expected
+
+
+@pytest.fixture
+def run(written, tmp_path):
+    directory = tmp_path / "run"
+    shutil.copytree(written[0], directory)
+    return directory, written[1]
+
+
+def flipped(path):
+    data = bytearray(path.read_bytes())
+    data[-20] ^= 1
+    path.write_bytes(data)
+
+
+def shortened(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+DAMAGE = {
+    "flipped": ("rank-00000.safetensors", flipped),
+    "shortened": ("rank-00000.safetensors", shortened),
+    "missing": ("rank-00000.safetensors", lambda path: path.unlink()),
+    "manifest": ("manifest.json", shortened),
+    "no manifest": ("manifest.json", lambda path: path.unlink()),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(run, caplog, capsys, kind):
+    directory, expected = run
+    name, harm = DAMAGE[kind]
+    assert main(["checkpoint", "verify", str(directory)]) == 0
+    harm(directory / "step-00000006" / name)
+    assert main(["checkpoint", "verify", str(directory)]) == 1
+    assert f"step-00000006/{name}'" in capsys.readouterr().out
+    assert fit(directory) == expected
+    assert "step-00000006" in caplog.messages[0]
+    assert "step-00000005', which has trained 1 epochs, step 2 of the next" in caplog.text
+    assert main(["checkpoint", "verify", str(directory)]) == 0  # written anew
+
+
+def test_nothing_begins_anew_where_all_checkpoints_are_damaged(run):
+    directory, _ = run
+    for path in directory.iterdir():
+        flipped(path / "rank-00000.safetensors")
+    before = contents(directory)
+    with pytest.raises(FileError, match=r"All checkpoints in .* are damaged: step-00000006"):
+        fit(directory)
+    assert contents(directory) == before
+
+
+def contents(directory):
+    files = (path for path in directory.rglob("*") if path.is_file())
+    return {str(path.relative_to(directory)): path.read_bytes() for path in files}
+
+
+class Killed(BaseException):
+    """What a process that is killed cannot catch, either."""
+
+
+POINTS = {
+    "folder": (checkpoint_folder, "begin_draft"),
+    "file": (checkpoint_writer, "write_tensors"),
+    "file on the disk": (tensor_file.os, "fsync"),
+    "manifest": (checkpoint_folder, "publish"),
+    "name": (checkpoint_folder.os, "replace"),
+    "old ones": (checkpoint_folder, "remove_old"),
+}
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("point", POINTS)
+def test_a_kill_while_writing_loses_no_checkpoint(run, monkeypatch, point, after):
+    directory, expected = run
+    place, name = POINTS[point]
+    original = getattr(place, name)
+
+    def killed(*arguments):
+        if after:
+            original(*arguments)
+        raise Killed
+
+    before = contents(directory)
+    monkeypatch.setattr(place, name, killed)
+    with pytest.raises(Killed):
+        fit(directory)
+    monkeypatch.undo()
+    now = contents(directory)
+    if not (point == "old ones" and after):
+        assert before.items() <= now.items()
+    assert fit(directory) == expected
+    assert sorted(os.listdir(directory)) == ["step-00000007", "step-00000008", "step-00000009"]
+
+
+@contextlib.contextmanager
+def full_disk(size):
+    """No file may grow beyond so many bytes."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+@pytest.mark.parametrize("size", [100, 3000])
+def test_a_full_disk_leaves_the_old_checkpoints(run, size):
+    """There is no room for the tensors, or for the manifest."""
+    directory, expected = run
+    before = contents(directory)
+    with (
+        full_disk(size),
+        pytest.raises(FileError, match=r"Rank 0 could not write .*00000007.*arge"),
+    ):
+        fit(directory)
+    assert contents(directory) == before
+    assert fit(directory) == expected
+
+
+OTHERS = {
+    "layers.config.layers.*units: 8 in the checkpoint, 9 now": lambda: {"given": model(9)},
+    "activation: 'tanh' in the checkpoint, 'relu'": lambda: {"given": model(activation="relu")},
+    "optimizer.config.learning_rate: 0.1.* in the checkpoint, 0.2": lambda: {
+        "given": model(rate=0.2)
+    },
+    "compiled.loss: 'mse' in the checkpoint, 'mae' now": lambda: {"given": model(loss="mae")},
+    r"variables.0\[3\]: True in the checkpoint, False now": lambda: {"given": model(frozen=True)},
+    "data.contents: 'arrays float64 .22, 6.": lambda: {"x": X + 1},
+    "data.batch_size: 8 in the checkpoint, 4 now": lambda: {"batch_size": 4},
+    "data.shuffle: True in the checkpoint": lambda: {"shuffle": False},
+    "has trained 2 epochs. Received: initial_epoch=3": lambda: {"initial_epoch": 3, "epochs": 4},
+}
+
+
+def test_another_run_is_refused_by_what_differs(run):
+    directory, expected = run
+    before = contents(directory)
+    for message, options in OTHERS.items():
+        with pytest.raises(ConfigurationError, match=message):
+            fit(directory, **options())
+    assert contents(directory) == before
+    assert fit(directory) == expected
+
+
+def test_what_cannot_work_is_refused(tmp_path):
+    make = tnt.callbacks.Checkpoint
+    for options in ({"every": 0}, {"every": "step"}, {"keep": 0}, {"directory": 3}):
+        with pytest.raises(ConfigurationError, match=f"{next(iter(options))}="):
+            make(**{"directory": tmp_path, **options})
+    both = [make(tmp_path / "a"), make(tmp_path / "b")]
+    with pytest.raises(ConfigurationError, match="from one directory"):
+        model().fit(X, Y, callbacks=both, verbose=0)
+    plain = keras.Sequential([keras.Input((6,)), layers.Dense(3)])
+    plain.compile("sgd", "mse")
+    with pytest.raises(ConfigurationError, match="Wrap it"):
+        plain.fit(X, Y, callbacks=[make(tmp_path / "a")], verbose=0)
+    assert not list(tmp_path.iterdir())

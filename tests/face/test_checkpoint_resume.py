@@ -1,0 +1,187 @@
+"""In the middle of all kinds of data, among callbacks, on SIGTERM: a run goes on as if it had not
+stopped. In one process; `test_checkpoints.py` has several ranks."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+import tarantella_pp as tnt
+from tests.face.test_checkpoints import At, stop
+from tests.helpers.training import floats
+
+pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("float64")]
+
+X, Y = floats(6, seed=1), floats(3, seed=2)
+BATCHES = [(X[i : i + 5], Y[i : i + 5]) for i in range(0, 20, 5)]
+
+
+def model(rate=0.05):
+    keras.utils.set_random_seed(1)
+    inputs = keras.Input((6,))
+    x = layers.Dropout(0.2)(layers.Dense(8, "tanh")(inputs))
+    wrapped = tnt.PipelineModel(
+        keras.Model(inputs, layers.Dense(3)(x)), num_stages=1, num_micro_batches=1
+    )
+    wrapped.compile(keras.optimizers.SGD(rate, momentum=0.9), "mse", metrics=["mae"])
+    return wrapped
+
+
+def run(directory, *callbacks, data=lambda: {"x": X, "y": Y, "batch_size": 5}, **options):
+    """History and weights of a run; without a directory, of one that is not stopped."""
+    trained = model()
+    own = [] if directory is None else [tnt.callbacks.Checkpoint(directory)]
+    options = {"epochs": 4, "verbose": 0, **options}
+    told = trained.fit(**data(), callbacks=[*own, *callbacks], **options)
+    return told.history, told.epoch, [w.tolist() for w in trained.get_weights()]
+
+
+class Shuffled(keras.utils.PyDataset):
+    """Draws another order of its samples, by itself, after each epoch."""
+
+    def __init__(self):
+        super().__init__()
+        self.order = np.arange(len(X))
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        rows = self.order[5 * index : 5 * index + 5]
+        return X[rows], Y[rows]
+
+    def on_epoch_end(self):
+        np.random.shuffle(self.order)  # noqa: NPY002
+
+
+def endless():
+    while True:
+        yield from BATCHES
+
+
+def dataset():
+    batches = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(22, seed=3)
+    return {"x": batches.batch(5)}
+
+
+DATA = {
+    "arrays": lambda: {"x": X, "y": Y, "batch_size": 5},
+    "in order": lambda: {"x": X, "y": Y, "batch_size": 5, "shuffle": False},
+    "within batches": lambda: {"x": X, "y": Y, "batch_size": 5, "shuffle": "batch"},
+    "parts of a pass": lambda: {"x": X, "y": Y, "batch_size": 2, "steps_per_epoch": 3},
+    "PyDataset": lambda: {"x": Shuffled()},
+    "tf.data": dataset,
+    "generator": lambda: {"x": endless(), "steps_per_epoch": 3},
+}
+
+
+@pytest.mark.parametrize("kind", DATA)
+def test_data_go_on_where_they_were(tmp_path, kind):
+    expected = run(None, data=DATA[kind])
+    for step in (5, 6):
+        run(tmp_path, At(step, stop), data=DATA[kind])
+    assert run(tmp_path, data=DATA[kind]) == expected
+
+
+def test_each_sample_is_seen_once_in_an_epoch_without_a_seed(tmp_path):
+    seen = []
+    x = np.arange(22.0)[:, None] * np.ones((1, 6))
+
+    class Seen(keras.losses.Loss):
+        def call(self, y_true, y_pred):
+            tf.py_function(lambda rows: seen.extend(rows.numpy().tolist()), [y_true[:, 0]], [])
+            return tf.reduce_mean((y_true - y_pred) ** 2, axis=-1)
+
+    def train(*callbacks):
+        trained = model()
+        trained.compile("sgd", Seen(), run_eagerly=None)
+        tf.random.set_seed(random.randrange(10**6))
+        own = tnt.callbacks.Checkpoint(tmp_path)
+        fit = {"batch_size": 5, "epochs": 1, "verbose": 0}
+        trained.fit(x, x[:, :3], callbacks=[own, *callbacks], **fit)
+
+    train(At(2, stop))
+    first, seen[:] = sorted(set(seen)), []
+    train()
+    assert len(first) == 10
+    assert sorted({*first, *seen}) == x[:, 0].tolist()
+    assert not set(first) & set(seen)
+
+
+def faster(epoch, rate):
+    return rate * 0.9
+
+
+def callbacks():
+    return [
+        keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=1, min_delta=0.5),
+        keras.callbacks.LearningRateScheduler(faster),
+        keras.callbacks.EarlyStopping("val_loss", patience=1, restore_best_weights=True),
+    ]
+
+
+def test_callbacks_remember(tmp_path):
+    """Learning rates go on from that of the step, and an early stop is one."""
+    fit = {"validation_split": 0.3, "epochs": 12}
+    stopping = keras.callbacks.EarlyStopping("loss", baseline=0.0, patience=3)
+    expected = run(None, *callbacks(), stopping, **fit)
+    assert len(expected[1]) < 12
+    for step in (2, 5, 7):
+        again = keras.callbacks.EarlyStopping("loss", baseline=0.0, patience=3)
+        run(tmp_path, *callbacks(), again, At(step, stop), **fit)
+    again = keras.callbacks.EarlyStopping("loss", baseline=0.0, patience=3)
+    assert run(tmp_path, *callbacks(), again, **fit) == expected
+    again = keras.callbacks.EarlyStopping("loss", baseline=0.0, patience=3)
+    assert run(tmp_path, *callbacks(), again, **fit) == expected
+
+
+def test_reached_epochs_train_nothing_and_more_go_on(tmp_path, caplog):
+    first = run(tmp_path, epochs=2)
+    assert run(tmp_path, epochs=2) == first
+    assert "nothing is trained: checkpoint" in caplog.text
+    assert run(tmp_path, epochs=4) == run(None)
+    assert run(tmp_path, epochs=4, initial_epoch=2) == run(None)
+
+
+def test_fits_in_one_script_go_on_and_others_begin_as_ever(tmp_path):
+    trained, serial = model(), model()
+    fit = {"batch_size": 5, "verbose": 0}
+    own = tnt.callbacks.Checkpoint(tmp_path, every=3)
+    for first, last in ((0, 2), (2, 3)):
+        told = trained.fit(X, Y, initial_epoch=first, epochs=last, callbacks=[own], **fit)
+        expected = serial.fit(X, Y, initial_epoch=first, epochs=last, **fit)
+        assert told.history["loss"][first:] == expected.history["loss"]
+    without = [m.fit(X, Y, epochs=2, **fit).history for m in (trained, serial)]
+    assert without[0] == without[1]
+
+
+def terminate(callback):
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize("step", [3, 5, 10])
+def test_sigterm_writes_a_checkpoint_and_ends_with_75(tmp_path, step):
+    """In the middle of an epoch, at its end, and at the end of the second."""
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as end:
+        run(tmp_path, At(step, terminate), validation_split=0.1)
+    assert end.value.code == 75
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert f"step-{step:08d}" in os.listdir(tmp_path)
+    assert run(tmp_path, validation_split=0.1) == run(None, validation_split=0.1)
+
+
+def test_a_loss_that_is_not_finite_is_not_written(tmp_path, caplog):
+    bad = X.copy()
+    bad[3] = np.nan
+    last = keras.callbacks.TerminateOnNaN()
+    run(tmp_path, last, data=lambda: {"x": bad, "y": Y, "batch_size": 22})
+    assert "writes no checkpoint: the loss is nan after step 1" in caplog.text
+    assert not list(tmp_path.iterdir())

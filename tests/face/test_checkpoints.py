@@ -1,0 +1,165 @@
+"""A run that dies goes on where its newest checkpoint was written, as if it had not died."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import tarantella_pp as tnt
+from tests.helpers.jobs import PYTHONS, tarantella
+from tests.helpers.mpi import mpi_run
+from tests.helpers.training import floats, use_float64
+
+pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("float64")]
+
+X, Y = floats(6, seed=1), floats(3, seed=2)
+STEPS = 4 * 4  # the last of an epoch has one sample
+FIT = {"batch_size": 5, "epochs": 4, "verbose": 0, "validation_split": 0.25}
+BITS = 1e-13
+
+
+def network():
+    keras.utils.set_random_seed(1)
+    inputs = keras.Input((6,))
+    x = layers.Dense(8, activation="tanh")(inputs)
+    x = layers.Dropout(0.3)(x)
+    x = layers.LayerNormalization()(x)
+    x = layers.Dense(8, activation="relu", use_bias=False)(x)
+    return keras.Model(inputs, layers.Dense(3)(layers.Dropout(0.2)(x)))
+
+
+def compiled(deferred=False, **options):
+    options = {"num_stages": 2, "num_micro_batches": 2, "balance": "memory", **options}
+    model = tnt.PipelineModel(network if deferred else network(), **options)
+    rate = keras.optimizers.schedules.ExponentialDecay(1e-2, 3, 0.9)
+    optimizer = keras.optimizers.AdamW(rate, weight_decay=0.01, use_ema=True, global_clipnorm=1.0)
+    model.compile(optimizer, "mse", metrics=["mae"])
+    return model
+
+
+class At(keras.callbacks.Callback):
+    """Does something after a number of steps of the run."""
+
+    def __init__(self, step, act):
+        super().__init__()
+        self.step = step
+        self.act = act
+
+    def on_train_batch_end(self, batch, logs=None):
+        if int(self.model.optimizer.iterations) == self.step:
+            self.act(self)
+
+
+def stop(callback):
+    callback.model.stop_training = True
+
+
+def kill(callback):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def trained(directory, *callbacks, every=3, model=None, **options):
+    """What a run comes to: its history, its epochs and its weights."""
+    model = compiled() if model is None else model
+    own = [] if directory is None else [tnt.callbacks.Checkpoint(directory, every=every)]
+    told = model.fit(X, Y, callbacks=[*own, *callbacks], **{**FIT, **options})
+    return [told.history, told.epoch, [w.tolist() for w in model.get_weights()]]
+
+
+def killed(directory, step, rank):
+    """Goes on until a rank is killed, after so many steps; with rank -1, to the end."""
+    use_float64()
+    if rank < 0:
+        return [trained(directory), trained(None)]
+    return trained(directory, *[At(step, kill)] * (tnt.get_rank() == rank))
+
+
+def run_with_kills(directory, kills):
+    for step, rank in kills:
+        run = mpi_run(2, killed, directory, step, rank, timeout=150)
+        assert "Traceback" not in run.stderr, run.stderr
+        assert not run.timed_out, run.stderr
+    for resumed, uninterrupted in mpi_run(2, killed, directory, 0, -1, timeout=150).check().results:
+        assert resumed == uninterrupted
+
+
+@pytest.mark.mpi
+def test_killed_ranks_change_no_bit(tmp_path):
+    run_with_kills(str(tmp_path), [(4, 0), (9, 1), (13, 0)])
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
+def test_twenty_killed_ranks_change_no_bit(tmp_path):
+    draw = np.random.default_rng(0)
+    for number in range(5):
+        steps = sorted(draw.integers(3, STEPS, 4).tolist())
+        kills = [(step, int(draw.integers(2))) for step in steps]
+        run_with_kills(str(tmp_path / str(number)), kills)
+
+
+def half_way(directory, step=6, **options):
+    """A run that its user ends in the middle of an epoch."""
+    trained(directory, At(step, stop), **options)
+
+
+def shapes(ours, theirs):
+    """Ends a run of one process on these ranks, and leaves one half done."""
+    use_float64()
+    options = {"num_stages": 2, "num_replicas": 2, "num_micro_batches": 1, "shard_optimizer": True}
+    resumed = trained(theirs, model=compiled(deferred=True, **options))
+    half_way(ours, model=compiled(**options))
+    kept = sorted(os.listdir(ours))
+    return [resumed, kept]
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
+def test_another_number_of_stages_and_replicas_goes_on(tmp_path):
+    """Two replicas of two stages with a sharded optimizer; the first half is that of one process.
+
+    Two micro-batches in all cases, so that dropout draws the same.
+    """
+    expected = trained(None)
+    half_way(tmp_path / "theirs")
+    run = mpi_run(4, shapes, str(tmp_path / "ours"), str(tmp_path / "theirs"), timeout=240).check()
+    for resumed, kept in run.results:
+        assert close(resumed, expected)
+        assert kept == ["step-00000003", "step-00000006"]
+    # One rank of each stage has written the weights, those of all replicas their slots.
+    assert len(list((tmp_path / "ours" / "step-00000006").iterdir())) == 5
+    assert close(trained(tmp_path / "ours"), expected)
+
+
+def close(one, other):
+    """Whether two runs came to the same losses, metrics and weights, to rounding."""
+    histories = [one[0], other[0]]
+    assert list(histories[0]) == list(histories[1])
+    assert one[1] == other[1]
+    pairs = [(histories[0][name], histories[1][name]) for name in histories[0]]
+    pairs += zip(one[2], other[2], strict=True)
+    return all(np.allclose(a, b, rtol=BITS, atol=BITS) for a, b in pairs)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("python", PYTHONS)
+def test_sigterm_to_the_launcher_ends_with_75_and_the_run_goes_on(python, tmp_path):
+    with tarantella(python, "-n", "2", "--", "preempted.py", str(tmp_path), "0.1") as job:
+        job.wait_until_ready()
+        job.send(signal.SIGTERM)
+        result = job.result()
+        left = job.processes()
+    assert result.code == 75, result.stderr
+    assert not left
+    (folder,) = os.listdir(tmp_path)
+    assert folder.startswith("step-")
+    with tarantella(python, "-n", "2", "--", "preempted.py", str(tmp_path), "0") as job:
+        result = job.result()
+    assert result.code == 0, result.stderr
+    assert "goes on from checkpoint" in result.stdout
+    assert "steps: 200" in result.stdout

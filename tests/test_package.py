@@ -67,7 +67,9 @@ def test_plans_schedules_and_ranks_load_nothing_heavy(module):
     assert not loaded_by(f"import {module}") & HEAVY
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["run", "--help"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["--version"], ["run", "--help"], ["checkpoint", "show", "--help"]]
+)
 def test_the_command_line_loads_nothing_heavy(arguments):
     code = f"""
 from tarantella_pp.cli.main import main

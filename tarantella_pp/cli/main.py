@@ -15,6 +15,7 @@ COMMANDS = {
     "run": "start a script on several ranks (the default)",
     "plan": "make, show and compare plans",
     "simulate": "step time, bubble and memory of a schedule",
+    "checkpoint": "show, verify and convert the checkpoints of a run",
     "doctor": "check versions, MPI, cores and the link between two ranks",
 }
 """Subcommands and their help. Each is a module of this package with `add_arguments(parser)` and

@@ -1,0 +1,1 @@
+"""What `tarantella checkpoint` does with the checkpoints of a run."""

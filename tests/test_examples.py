@@ -24,6 +24,7 @@ SMALL = {
     "data_parallel_resnet.py": ({"filters": 4, "blocks": 1}, "--epochs 2 --warm-up 1"),
     "hybrid_gpt.py": ({"width": 16, "blocks": 1}, "--steps 6 --batch-size 8 --write 2"),
     "oversized.py": ({}, "--width 16 --blocks 1 --steps 2 --limit 20000"),
+    "resume.py": ({"width": 8}, "--epochs 2 --directory {folder}"),
     "train_digits.py": ({"filters": 2}, "--epochs 1 --batch-size 359"),
 }
 """Options of the model, which are those of its function, and of the command line."""
@@ -46,9 +47,14 @@ def losses(printed):
     return re.findall(r"^(?:test )?loss: .*", printed, re.MULTILINE)
 
 
-def on_ranks():
+def on_ranks(folder):
     use_float64()
-    return {name: run_example(name, *small) for name, small in SMALL.items()}
+    return {name: run_small(name, folder) for name in SMALL}
+
+
+def run_small(name, folder, *more):
+    options, arguments = SMALL[name]
+    return run_example(name, options, " ".join([arguments.format(folder=folder), *more]))
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -60,13 +66,20 @@ def test_it_says_how_to_be_called(name):
 
 @pytest.mark.slow
 @pytest.mark.mpi
-def test_four_ranks_come_to_the_losses_of_one(float64):
+def test_four_ranks_come_to_the_losses_of_one(float64, tmp_path):
     """Two replicas of two stages; the residual network has a batch that grows with the ranks."""
-    *others, master = mpi_run(4, on_ranks, timeout=240).check().results
-    for name in ("hybrid_gpt.py", "oversized.py", "train_digits.py"):
+    shared, alone = tmp_path / "shared", tmp_path / "alone"
+    *others, master = mpi_run(4, on_ranks, str(shared), timeout=240).check().results
+    for name in ("hybrid_gpt.py", "oversized.py", "resume.py", "train_digits.py"):
         assert losses(master[name])
-        assert losses(master[name]) == losses(run_example(name, *SMALL[name]))
-        assert ("on 2 replicas" in master[name]) == (name != "oversized.py")
+        assert losses(master[name]) == losses(run_small(name, alone))
+        assert ("on 2 replicas" in master[name]) == (name in ("hybrid_gpt.py", "train_digits.py"))
+    # One process goes on where four ranks have ended.
+    resumed, expected = (
+        losses(run_small("resume.py", folder, "--epochs", "3")) for folder in (shared, alone)
+    )
+    assert resumed == expected
+    assert len(resumed) == 3
     before, after = map(float, re.findall(r"[\d.]+", losses(master["data_parallel_resnet.py"])[0]))
     assert after < before
     assert not any(losses(other[name]) for other in others for name in SMALL)

@@ -19,7 +19,7 @@ import numpy as np
 
 import tarantella_pp as tnt
 
-SAMPLES, BATCH = 256, 64
+SAMPLES, BATCH, STAGES = 256, 64, 2
 
 
 def build_model(width: int = 32) -> keras.Model:
@@ -62,7 +62,13 @@ def main() -> None:
     x = np.random.default_rng(1).uniform(-2, 2, size=(SAMPLES, 2))
     y = np.sin(x[:, :1]) * np.cos(x[:, 1:])
 
-    model = tnt.PipelineModel(build_model(), num_stages=2, num_micro_batches=2, batch_size=BATCH)
+    replicas = max(1, tnt.get_size() // STAGES)
+    model = tnt.PipelineModel(
+        build_model(),
+        num_stages=STAGES,
+        num_micro_batches=4 // replicas,  # dropout draws once for each of all four
+        batch_size=BATCH,
+    )
     rate = keras.optimizers.schedules.ExponentialDecay(1e-2, decay_steps=4, decay_rate=0.9)
     model.compile(keras.optimizers.Adam(rate), "mse")
     callbacks = [tnt.callbacks.Checkpoint(args.directory, every=args.every)]

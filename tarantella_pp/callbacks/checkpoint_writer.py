@@ -76,7 +76,7 @@ class CheckpointWriter:
             if self._ranks.rank == 0:
                 checkpoint_folder.discard_draft(draft)
             raise
-        self._remove_old(damaged)
+        self._remove_old([other for other in damaged if other != name])
         return self._directory / name
 
     def _begin(self, step: int) -> None:
@@ -112,6 +112,8 @@ class CheckpointWriter:
         reason = ""
         try:
             result = work(*arguments)
+        except FileNotFoundError:
+            reason = "its folder is not there; the directory must be on a disk that all ranks see"
         except (OSError, shutil.Error) as error:
             reason = error.strerror or str(error)
         except ConfigurationError as error:

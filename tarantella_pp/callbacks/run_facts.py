@@ -61,7 +61,7 @@ def configs_of(model: Any) -> dict[str, Any]:
         compiled = as_json(model.get_compile_config())
     except Exception:  # whatever losses and metrics of others raise that cannot be saved
         compiled = None
-    optimizer = as_json(keras.saving.serialize_keras_object(model.optimizer))
+    optimizer = model.optimizer and as_json(keras.saving.serialize_keras_object(model.optimizer))
     return {"config": config_of(model), "optimizer": optimizer, "compiled": compiled}
 
 
@@ -124,7 +124,9 @@ def as_json(value: Any) -> Any:
     return json.loads(json.dumps(plain(value), default=str))
 
 
-def _optimizer_facts(optimizer: Any) -> Any:
+def _optimizer_facts(optimizer: Any) -> dict[str, Any]:
+    if optimizer is None:
+        return {}
     told = as_json(keras.saving.serialize_keras_object(optimizer))
     config = {k: v for k, v in told["config"].items() if k != "name"}
     return {"class_name": told["class_name"], "config": config}

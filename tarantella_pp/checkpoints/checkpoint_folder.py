@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from tarantella_pp.checkpoints.manifest import MANIFEST
+from tarantella_pp.checkpoints.manifest import CHECKSUM, MANIFEST, checksum_of
 
 _NAME = re.compile(r"step-(\d{8,})")
 DRAFT = ".writing-"
@@ -72,10 +72,11 @@ def publish(draft: Path, manifest: bytes) -> Path:
     Returns:
         The folder with its name.
     """
-    with (draft / MANIFEST).open("wb") as file:
-        file.write(manifest)
-        file.flush()
-        os.fsync(file.fileno())
+    for name, data in ((MANIFEST, manifest), (CHECKSUM, checksum_of(manifest))):
+        with (draft / name).open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
     _sync(draft)
     target = draft.with_name(draft.name.removeprefix(DRAFT))
     if target.exists():  # damaged: otherwise training would have gone on from there

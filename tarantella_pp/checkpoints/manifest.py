@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import msgspec
 from tarantella_pp.errors import FileError
 
 MANIFEST = "manifest.json"
+CHECKSUM = "manifest.json.sha256"
+"""Its checksum, as `sha256sum --check` reads it."""
 FORMAT = 1
 
 
@@ -140,6 +143,8 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     try:
         text = path.read_bytes()
+        if (folder / CHECKSUM).read_bytes() != checksum_of(text):
+            raise FileError(f"'{path}' has other contents than were written (its checksum differs)")
         number = msgspec.json.decode(text, type=dict[str, Any]).get("format")
         if number != FORMAT:
             raise FileError(
@@ -147,8 +152,15 @@ def read_manifest(folder: Path) -> Manifest:
                 "tarantella_pp that has written it."
             )
         return msgspec.json.decode(text, type=Manifest)
+    except FileError:
+        raise
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise FileError(f"'{path}' is damaged: {error}") from error
+
+
+def checksum_of(manifest: bytes) -> bytes:
+    """What stands in the file beside a manifest."""
+    return f"{hashlib.sha256(manifest).hexdigest()}  {MANIFEST}\n".encode()
 
 
 def plain(value: Any) -> Any:

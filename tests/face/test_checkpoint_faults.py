@@ -73,11 +73,18 @@ def shortened(path):
     path.write_bytes(path.read_bytes()[:-1])
 
 
+def replaced(path, old, new):
+    data = path.read_bytes()
+    assert old in data
+    path.write_bytes(data.replace(old, new))
+
+
 DAMAGE = {
     "flipped": ("rank-00000.safetensors", flipped),
     "shortened": ("rank-00000.safetensors", shortened),
     "missing": ("rank-00000.safetensors", lambda path: path.unlink()),
     "manifest": ("manifest.json", shortened),
+    "another epoch": ("manifest.json", lambda path: replaced(path, b'"epoch": 2', b'"epoch": 1')),
     "no manifest": ("manifest.json", lambda path: path.unlink()),
 }
 

@@ -98,6 +98,8 @@ def _details(manifest: Manifest) -> Iterator[Any]:
     yield f"Trained: {manifest.where()}, {manifest.step} steps."
     if manifest.learning_rate is not None:
         yield f"Learning rate: {manifest.learning_rate:g}."
+    logs = ", ".join(f"{name} {value}" for name, value in manifest.logs.items())
+    yield f"Last step: {logs}."
     last = {name: values[-1] for name, values in manifest.history.items() if values}
     if last:
         yield f"Last epoch: {', '.join(f'{name} {value}' for name, value in last.items())}."

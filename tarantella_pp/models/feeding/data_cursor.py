@@ -140,7 +140,7 @@ class DataCursor:
         self._order = saved
         size = batch_size_of(self._adapter) or len(saved)
         starts = range((skips or 0) * size, len(saved), size)
-        return iter([tf.convert_to_tensor(saved[start : start + size]) for start in starts])
+        return (tf.convert_to_tensor(saved[start : start + size]) for start in starts)
 
 
 def _kind_of(data: Any) -> str:

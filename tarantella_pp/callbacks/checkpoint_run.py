@@ -168,6 +168,8 @@ class CheckpointRun:
             refuse_others(manifest, self._facts, rate, str(folder))
             self._check_epochs(manifest, str(folder))
             self._go_on(RestoredState(folder, manifest), str(folder))
+        if self._trains:
+            self._writer.prepare()
 
     def begin_epoch(self) -> None:
         """Undoes what the beginning of an epoch has changed that had begun before."""

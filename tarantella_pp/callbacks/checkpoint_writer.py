@@ -45,6 +45,14 @@ class CheckpointWriter:
         self._keep = keep
         self._stages = tuple(stages)
 
+    def prepare(self) -> None:
+        """Makes sure that there is a directory to write to; takes all ranks.
+
+        Raises:
+            FileError: On all ranks, if there is not.
+        """
+        self._on_all("", self._try)
+
     def write(
         self,
         step: int,
@@ -78,6 +86,10 @@ class CheckpointWriter:
             raise
         self._remove_old([other for other in damaged if other != name])
         return self._directory / name
+
+    def _try(self) -> None:
+        if self._ranks.rank == 0:
+            checkpoint_folder.discard_draft(checkpoint_folder.begin_draft(self._directory, 0))
 
     def _begin(self, step: int) -> None:
         if self._ranks.rank == 0:
@@ -122,8 +134,8 @@ class CheckpointWriter:
         for rank, (problem, _) in enumerate(told):
             if problem:
                 raise FileError(
-                    f"Rank {rank} could not write checkpoint '{self._directory / name}': {problem}."
-                    " Older checkpoints are unchanged."
+                    f"Rank {rank} could not write a checkpoint, '{self._directory / name}': "
+                    f"{problem}. Older checkpoints are unchanged."
                 )
         return [value for _, value in told]
 

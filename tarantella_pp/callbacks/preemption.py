@@ -27,9 +27,10 @@ class Preemption:
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
-        """Notes SIGTERM instead of ending at once; a second one does end this process.
+        """Notes SIGTERM instead of ending at once.
 
-        What came too late to be acted upon takes its usual effect afterwards.
+        A second one changes nothing: Slurm sends it to all processes of a job, and the launcher
+        passes it on besides. What came too late to be acted upon takes its usual effect afterwards.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -37,9 +38,6 @@ class Preemption:
         before = signal.getsignal(signal.SIGTERM)
 
         def note(number: int, frame: types.FrameType | None) -> None:
-            if self.asked:
-                signal.signal(number, before)
-                os.kill(os.getpid(), number)
             self.asked = True
 
         signal.signal(signal.SIGTERM, note)

@@ -34,17 +34,18 @@ def facts_of(model: Any, data: Mapping[str, Any]) -> dict[str, Any]:
         str(i): [v.name, *spec_of(v), bool(v.trainable)]
         for i, v in enumerate(model._model_state.variables)
     }
-    compiled = compiled_facts(compiled_with(model))
+    told = configs_of(model)
+    compiled = told["compiled"] or as_json(compiled_facts(compiled_with(model)))
     facts = {
         "variables": variables,
         "model": model._engine.extracted.graph.fingerprint(),
-        "layers": without_names(config_of(model)),
-        "compiled": {name: compiled[name] for name in _COMPILED},
+        "layers": without_names(told["config"]),
+        "compiled": without_names({name: compiled.get(name) for name in _COMPILED}),
         "optimizer": _optimizer_facts(model.optimizer),
         "data": dict(data),
     }
-    told: dict[str, Any] = as_json(facts)
-    return told
+    found: dict[str, Any] = as_json(facts)
+    return found
 
 
 def config_of(model: Any) -> Any:

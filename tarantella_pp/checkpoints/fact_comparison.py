@@ -24,7 +24,8 @@ def differences(saved: Any, now: Any, where: str = "") -> list[str]:
 def without_names(config: Any) -> Any:
     """The configuration of a model as it is in each process: layers have numbers for names.
 
-    Keras counts layers, so that the second `Dense` of a process is called otherwise.
+    Keras counts layers, so that the second `Dense` of a process is called otherwise; and objects
+    that several layers share have their address for a number.
 
     Args:
         config: The configuration.
@@ -65,7 +66,8 @@ def _collect(config: Any, names: dict[str, str]) -> None:
 
 def _renamed(config: Any, names: Mapping[str, str]) -> Any:
     if isinstance(config, Mapping):
-        return {key: _renamed(value, names) for key, value in config.items()}
+        kept = {key: value for key, value in config.items() if key != "shared_object_id"}
+        return {key: _renamed(value, names) for key, value in kept.items()}
     if isinstance(config, list):
         return [_renamed(value, names) for value in config]
     return names.get(config, config) if isinstance(config, str) else config

@@ -176,11 +176,19 @@ def test_a_full_disk_leaves_the_old_checkpoints(run, size):
     before = contents(directory)
     with (
         full_disk(size),
-        pytest.raises(FileError, match=r"Rank 0 could not write .*00000007.*arge"),
+        pytest.raises(FileError, match=r"Rank 0 could .*00000007.*arge"),
     ):
         fit(directory)
     assert contents(directory) == before
     assert fit(directory) == expected
+
+
+def test_a_folder_that_is_none_is_refused_before_training(tmp_path):
+    (tmp_path / "file").write_text("")
+    trained = model()
+    with pytest.raises(FileError, match=r"Rank 0 could not write a checkpoint, .*file/run"):
+        fit(tmp_path / "file" / "run", trained)
+    assert int(trained.optimizer.iterations) == 0
 
 
 OTHERS = {
@@ -206,6 +214,13 @@ def test_another_run_is_refused_by_what_differs(run):
             fit(directory, **options())
     assert contents(directory) == before
     assert fit(directory) == expected
+
+
+def test_another_option_of_the_loss_is_another_loss(tmp_path):
+    loss = keras.losses.MeanSquaredError
+    fit(tmp_path, model(loss=loss()), epochs=1)
+    with pytest.raises(ConfigurationError, match=r"loss.config.reduction: 'sum_o.* 'sum' now"):
+        fit(tmp_path, model(loss=loss(reduction="sum")))
 
 
 def test_what_cannot_work_is_refused(tmp_path):

@@ -29,7 +29,7 @@ from tarantella_pp.runtime.modules.stage_boundary import (
     stage_edges,
 )
 from tarantella_pp.runtime.stage_messages import Conversion, StageMessages
-from tarantella_pp.runtime.tracing.recorder import Recorder
+from tarantella_pp.runtime.tracing.recorder import REDUCTIONS, Recorder
 from tarantella_pp.schedule import SEARCHED, Schedule, lower, make_schedule, validate
 from tarantella_pp.simulation import Costs, search_schedule
 
@@ -91,13 +91,41 @@ class SleepingStage:
         del self._kept[key]
 
 
+class StubSums:
+    """Gradients of a stage that are added up over replicas.
+
+    Args:
+        peers: The ranks with the same stage.
+        nbytes: Bytes of float32 gradients of a stage.
+    """
+
+    def __init__(self, peers: Communicator, nbytes: int) -> None:
+        self.peers = peers
+        self._array = np.ones(nbytes // 4, np.float32)
+        self._open: list[Any] = []
+
+    def start(self) -> None:
+        """Starts to add up; never waits."""
+        self._open.append(self.peers.start_allreduce(self._array))
+
+    def finish(self) -> None:
+        """Waits for all sums."""
+        while self._open:
+            self._open.pop(0).wait()
+
+
 class StubStep:
     """Data and loss of a step, all of them one array; see `runtime/stage/step.py`."""
 
     def __init__(
-        self, training: bool, array: np.ndarray, results: Sequence[BoundaryTensor]
+        self,
+        training: bool,
+        array: np.ndarray,
+        results: Sequence[BoundaryTensor],
+        sums: StubSums | None = None,
     ) -> None:
         self.training = training
+        self._sums = sums
         self.finished: list[int] = []
         self._array = array
         self._gradients = dict.fromkeys(results, array)
@@ -130,10 +158,12 @@ class StubStep:
         return False
 
     def reduce(self, stage: int, bucket: int) -> None:
-        """There are no replicas."""
+        if self._sums is not None:
+            self._sums.start()
 
     def progress(self) -> None:
-        """Nothing has been started."""
+        if self._sums is not None:
+            self._sums.peers.progress()
 
     def loss_gradients(self, micro_batch: int) -> Mapping[BoundaryTensor, Any]:
         return self._gradients
@@ -150,6 +180,7 @@ class StubPipeline:
         communicator: The ranks.
         width: Elements of a row; a message has `ROWS` rows of float32.
         recorder: Where to note what happens, if anywhere.
+        sums: The gradients of each stage that replicas add up; `None` for one pipeline.
     """
 
     def __init__(
@@ -161,6 +192,7 @@ class StubPipeline:
         communicator: Communicator,
         width: int = 128,
         recorder: Recorder | None = None,
+        sums: StubSums | None = None,
     ) -> None:
         graph = chain(num_stages, width)
         boundaries = stage_boundaries(graph, range(num_stages), num_stages)
@@ -170,7 +202,9 @@ class StubPipeline:
             plain = search_schedule(*size, costs=Costs.uniform(num_stages, *parts))
         else:
             plain = make_schedule(name, *size)
-        self.schedule: Schedule = lower(plain)
+        buckets = () if sums is None else [1] * num_stages
+        self.schedule: Schedule = lower(plain, buckets=buckets)
+        self._sums = sums
         validate(self.schedule)
         own = self.schedule.stages_of(communicator.rank)
         stages: Any = {stage: SleepingStage(boundaries[stage], seconds) for stage in own}
@@ -189,11 +223,14 @@ class StubPipeline:
 
     def step(self) -> StubStep:
         """Runs one step."""
-        step = StubStep(self.schedule.has_backward, self._array, self._results)
+        step = StubStep(self.schedule.has_backward, self._array, self._results, self._sums)
         rows = dict.fromkeys(range(self.schedule.num_micro_batches), ROWS)
         with self._recorder.step():
             self._recorder.runs(self.schedule, sum(rows.values()))
             self._execution.run(self._program, rows, step)
+            if self._sums is not None:
+                with self._recorder.span(REDUCTIONS):
+                    self._sums.finish()
         return step
 
 

@@ -11,6 +11,8 @@ import pytest
 from keras import layers
 
 import tarantella_pp as tnt
+from tarantella_pp.callbacks import checkpoint_choice, checkpoint_writer
+from tarantella_pp.errors import TarantellaError
 from tests.helpers.jobs import PYTHONS, tarantella
 from tests.helpers.mpi import mpi_run
 from tests.helpers.training import floats, use_float64
@@ -163,3 +165,56 @@ def test_sigterm_to_the_launcher_ends_with_75_and_the_run_goes_on(python, tmp_pa
     assert result.code == 0, result.stderr
     assert "goes on from checkpoint" in result.stdout
     assert "steps: 200" in result.stdout
+
+
+def troubles(directory):
+    """What ranks are told when one of them has a problem, and how all go on afterwards."""
+    use_float64()
+    rank = tnt.get_rank()
+    patch = pytest.MonkeyPatch()
+    told = []
+
+    def caught(*callbacks, where=directory, error=TarantellaError):
+        try:
+            trained(where, *callbacks)
+        except error as raised:
+            told.append(f"{type(raised).__name__}: {raised}")
+
+    half_way(directory)
+    before = sorted(os.listdir(directory))
+    with patch.context() as only:
+        if rank == 1:
+            only.setattr(checkpoint_writer, "write_tensors", full)
+        caught()
+    told.append(sorted(os.listdir(directory)) == before)
+    with patch.context() as only:
+        if rank == 1:
+            only.setattr(checkpoint_choice, "_fingerprint", lambda path: "other")
+        caught()
+    caught(where=f"{directory}-{rank}")
+    terminate = [At(8, lambda callback: os.kill(os.getpid(), signal.SIGTERM))]
+    caught(*terminate * (rank == 0), error=SystemExit)
+    tnt.barrier()
+    told.append(sorted(os.listdir(directory)))
+    return [told, trained(directory), trained(None)]
+
+
+def full(*arguments):
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.mpi
+def test_the_trouble_of_one_rank_is_told_on_all(tmp_path):
+    directory = str(tmp_path / "run")
+    run = mpi_run(2, troubles, directory, timeout=200).check()
+    for told, resumed, expected in run.results:
+        disk, unchanged, contents, others, code, left = told
+        assert "FileError: Rank 1 could not write a checkpoint" in disk
+        assert "No space left on device. Older checkpoints are unchanged" in disk
+        assert unchanged
+        assert "ConfigurationError: All ranks must see the same checkpoints" in contents
+        assert "ranks [1]" in contents
+        assert "ConfigurationError: All ranks must have the same Checkpoint" in others
+        assert code == "SystemExit: 75"
+        assert left[-1] in ("step-00000008", "step-00000009")
+        assert resumed == expected

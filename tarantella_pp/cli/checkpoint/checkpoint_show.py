@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from tarantella_pp.checkpoints.manifest import Manifest, SavedFile
 
 _KINDS = {
-    "model": "weights and seeds",
+    "model": "weights",
     "optimizer": "optimizer",
     "metric": "metrics",
-    "data": "order of data",
-    "best": "best weights",
+    "data": "order",
+    "best": "best",
 }
 """What the keys of tensors begin with."""
 
@@ -60,7 +60,8 @@ def _table(*columns: str) -> Any:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in columns:
         left = name in _LEFT
-        table.add_column(name, justify="left" if left else "right", no_wrap=left)
+        whole = left and name != "Tensor"
+        table.add_column(name, justify="left" if left else "right", no_wrap=whole, overflow="fold")
     return table
 
 
@@ -71,12 +72,12 @@ def _list(read: dict[Path, Manifest | str]) -> Any:
     """The table of all checkpoints."""
     from tarantella_pp.partition.graph.units import format_bytes
 
-    table = _table("Checkpoint", "Step", "Epochs", "Step in epoch", "Size", "Written")
+    table = _table("Checkpoint", "Step", "Epochs", "+ steps", "Size", "Written")
     for path, manifest in read.items():
         if isinstance(manifest, str):
             table.add_row(path.name, "", "", "", "", manifest)
             continue
-        size = format_bytes(sum(file.size for file in manifest.files))
+        size = format_bytes(sum(file.size for file in manifest.files), short=True)
         figures = (str(manifest.step), str(manifest.epoch), str(manifest.epoch_step))
         table.add_row(path.name, *figures, size, manifest.written)
     return table
@@ -92,7 +93,7 @@ def _details(manifest: Manifest) -> Iterator[Any]:
     for number, file in enumerate(manifest.files):
         sizes = [_bytes(manifest, kind, number) for kind in _used(manifest).values()]
         stages = ", ".join(map(str, file.stages))
-        row = (*(format_bytes(size) if size else "" for size in sizes), format_bytes(file.size))
+        row = [format_bytes(size, short=True) if size else "-" for size in (*sizes, file.size)]
         files.add_row(_short(file), str(file.rank), stages, *row)
     yield files
     yield f"Trained: {manifest.where()}, {manifest.step} steps."

@@ -132,7 +132,7 @@ POINTS = {
 }
 
 
-@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("after", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("point", POINTS)
 def test_a_kill_while_writing_loses_no_checkpoint(run, monkeypatch, point, after):
     directory, expected = run

@@ -82,7 +82,13 @@ DATA = {
 }
 
 
-@pytest.mark.parametrize("kind", DATA)
+ALIKE = ("in order", "within batches")
+"""What takes the way of shuffled arrays."""
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=pytest.mark.slow) if k in ALIKE else k for k in DATA]
+)
 def test_data_go_on_where_they_were(tmp_path, kind):
     expected = run(None, data=DATA[kind])
     for step in (5, 6):

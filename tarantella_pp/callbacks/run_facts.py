@@ -14,12 +14,13 @@ import keras
 from tarantella_pp.checkpoints.fact_comparison import differences, without_names
 from tarantella_pp.checkpoints.manifest import Manifest, plain
 from tarantella_pp.errors import ConfigurationError
-from tarantella_pp.keras_internals.optimizers import settable_learning_rate
+from tarantella_pp.keras_internals.optimizers import settable_learning_rate, wrapped_in
 from tarantella_pp.keras_internals.state import compiled_with
 from tarantella_pp.runtime.comm.collective import compiled_facts
 from tarantella_pp.runtime.state.state_share import spec_of
 
 _PACKAGES = ("tarantella-pp", "keras", "tensorflow", "tensorflow-cpu", "numpy")
+_OF_LOSS_SCALING = ("initial_scale", "dynamic_growth_steps")
 _COMPILED = ("loss", "loss_weights", "metrics", "weighted_metrics")
 
 
@@ -128,9 +129,13 @@ def as_json(value: Any) -> Any:
 def _optimizer_facts(optimizer: Any) -> dict[str, Any]:
     if optimizer is None:
         return {}
-    told = as_json(keras.saving.serialize_keras_object(optimizer))
-    config = {k: v for k, v in told["config"].items() if k != "name"}
-    return {"class_name": told["class_name"], "config": config}
+    inner = wrapped_in(optimizer)
+    told = without_names(as_json(keras.saving.serialize_keras_object(inner)))
+    found = {"class_name": told["class_name"], "config": told["config"]}
+    if inner is not optimizer:
+        options = as_json(optimizer.get_config())
+        found["loss_scaling"] = {name: options.get(name) for name in _OF_LOSS_SCALING}
+    return found
 
 
 def _without_rate(facts: Mapping[str, Any]) -> dict[str, Any]:

@@ -96,6 +96,22 @@ def test_data_go_on_where_they_were(tmp_path, kind):
     assert run(tmp_path, data=DATA[kind]) == expected
 
 
+def test_a_loss_that_is_scaled_goes_on_with_its_scale(tmp_path):
+    def train(*callbacks):
+        keras.utils.set_random_seed(1)
+        plain = keras.Sequential([keras.Input((6,)), layers.Dense(3, dtype="mixed_float16")])
+        trained = tnt.PipelineModel(plain, num_stages=1, num_micro_batches=1)
+        adam = keras.optimizers.Adam(0.01, gradient_accumulation_steps=2)
+        scaled = keras.optimizers.LossScaleOptimizer(adam, dynamic_growth_steps=3)
+        trained.compile(scaled, "mse")
+        told = trained.fit(X, Y, batch_size=5, epochs=2, verbose=0, callbacks=callbacks)
+        return told.history, [np.asarray(v).tolist() for v in trained.optimizer.variables]
+
+    expected = train()
+    train(tnt.callbacks.Checkpoint(tmp_path), At(4, stop))
+    assert train(tnt.callbacks.Checkpoint(tmp_path)) == expected
+
+
 def test_each_sample_is_seen_once_in_an_epoch_without_a_seed(tmp_path):
     seen = []
     x = np.arange(22.0)[:, None] * np.ones((1, 6))

@@ -51,7 +51,7 @@ class Compilation:
         coupling: Why the loss needs the outputs of the whole batch at once, if it does.
         reach_known: Whether it is known which weights gradients reach.
         loss_per_sample: Whether the compiled loss has a value for each sample.
-        tried: The kinds of batches for which the loss is known to work.
+        tried: The kinds of batches whose steps have been compiled.
         losses_checked: Whether it has been checked, in training or not, what layers add to it.
     """
 

@@ -207,7 +207,7 @@ class Engine:
         recorder, update = self._execution.recorder, compiled.update
         with self._whole_or_nothing():
             self._rehearse(batch, training=True)
-            self._try_loss(batch, compiled, training=True)
+            self._compile_ahead(batch, compiled, training=True)
         prepare, self.before_training = self.before_training, None
         if prepare is not None:
             prepare()
@@ -248,7 +248,7 @@ class Engine:
         with self._whole_or_nothing():
             self._rehearse(batch, training=False)
             compiled = self._compiled_for(batch)
-            self._try_loss(batch, compiled, training=False)
+            self._compile_ahead(batch, compiled, training=False)
             step = self._step(batch, compiled, training=False)
             schedule = self.schedules.inference(len(step.pieces.sizes))
             self._run(schedule, batch, step, compiled)
@@ -350,16 +350,24 @@ class Engine:
             raise error
         self._rehearsed.add(kind)
 
-    def _try_loss(self, batch: Batch, compiled: Compilation, training: bool) -> None:
-        """Compiles the loss before the first step with batches of a kind.
+    def _compile_ahead(self, batch: Batch, compiled: Compilation, training: bool) -> None:
+        """Compiles the loss, and later the stages, before the first step with batches of a kind.
 
         An error in it is one of all ranks, and leaves them able to go on.
         """
         kind = (training, batch.signature, batch.rows)
-        if kind not in compiled.tried and self.communicator.size > 1:
-            step = self._step(batch, compiled, training=training)
-            on_all_ranks(self.communicator, "compute the loss", step.compile_loss)
-            compiled.tried.add(kind)
+        if kind in compiled.tried or self.communicator.size == 1:
+            return
+        step = self._step(batch, compiled, training=training)
+        is_first = all(before != training for before, _, _ in compiled.tried)
+
+        def compile_step() -> None:
+            if not is_first:  # else they have been rehearsed just now
+                self._rehearsal.compile(step)
+            step.compile_loss()
+
+        on_all_ranks(self.communicator, "compile the step", compile_step)
+        compiled.tried.add(kind)
 
     def _run(
         self, schedule: Schedule, batch: Batch, step: BatchStep, compiled: Compilation | None = None

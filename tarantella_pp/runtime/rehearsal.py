@@ -11,6 +11,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import tensorflow as tf
+
 from tarantella_pp import errors
 from tarantella_pp.errors import TarantellaError, UnsupportedModelError
 from tarantella_pp.runtime.modules.stage_boundary import StageBoundary, StageEdge
@@ -21,8 +23,6 @@ from tarantella_pp.runtime.stage_messages import StageMessages
 from tarantella_pp.schedule import Transfer
 
 if TYPE_CHECKING:
-    import tensorflow as tf
-
     from tarantella_pp.runtime.stage.stage import Stage
 
 
@@ -75,6 +75,18 @@ class Rehearsal:
             self._state.measured(before, step.training)
             self._state.restore(before)
         return self._of_all_replicas(error)
+
+    def compile(self, step: Step) -> None:
+        """Compiles this rank's stages for the micro-batches of a step, if it knows their shapes."""
+        keys = {rows: key for key, rows in enumerate(step.pieces.sizes)}
+        for index, stage in self._stages.items():
+            for rows, key in keys.items():
+                arrived = [self._messages.shapes(edge, rows) for edge in stage.boundary.receives]
+                known = [specs for specs in arrived if specs is not None]
+                if len(known) == len(arrived):
+                    coming = [spec for specs in known for spec in specs]
+                    inputs = [*step.data(index, key), *coming]
+                    stage.compile([tf.TensorSpec(t.shape, t.dtype) for t in inputs], step.training)
 
     def _of_all_replicas(self, error: Exception | None) -> Exception | None:
         """The error of the first replica that has one."""

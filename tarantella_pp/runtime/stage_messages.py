@@ -137,6 +137,17 @@ class StageMessages:
         self._communicator.send(arrays, target, way.tag, label=way.label)
         self._post_ahead()
 
+    def shapes(self, edge: StageEdge, rows: int) -> list[TensorSpec] | None:
+        """What crosses an edge for so many samples; `None` where the model does not say.
+
+        Args:
+            edge: The edge, to another rank or on this one.
+            rows: Number of samples.
+        """
+        if any(map(self._is_dynamic, edge.tensors)):
+            return None
+        return [TensorSpec(self._shape_of(t, rows), self._dtype(t)) for t in edge.tensors]
+
     def expect(self, action: Transfer) -> None:
         """Posts a receive, at the place in the program where it must be posted at the latest.
 
@@ -176,9 +187,7 @@ class StageMessages:
         action = self._expected.pop()
         rows, way = self._rows[action.micro_batch], self._way(action)
         if (way.tag, rows) not in self._specs:
-            shapes: list[tuple[Any, ...]] = [
-                (rows, *self._shape(tensor)[1:]) for tensor in way.tensors
-            ]
+            shapes = [self._shape_of(tensor, rows) for tensor in way.tensors]
             self._specs[way.tag, rows] = list(map(TensorSpec, shapes, way.on_wire))
         self._posted[action] = self._post(action, self._specs[way.tag, rows])
 
@@ -220,6 +229,9 @@ class StageMessages:
         described, shape = self._graph.tensors[tensor.tensor], self._shape(tensor)
         by_samples = described.rows_per_sample == 1 and shape[:1] == described.shape[:1]
         return not by_samples or None in shape[1:]
+
+    def _shape_of(self, tensor: BoundaryTensor, rows: int) -> tuple[Any, ...]:
+        return (rows, *self._shape(tensor)[1:])
 
     def _shape(self, tensor: BoundaryTensor) -> tuple[int | None, ...]:
         described = self._graph.tensors[tensor.tensor]

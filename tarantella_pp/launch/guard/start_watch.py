@@ -44,6 +44,9 @@ def watched(place: str, warn: float, timeout: float) -> Iterator[None]:
         warn: Seconds until a warning is printed; 0 for never.
         timeout: Seconds until the rank is ended; 0 for never.
     """
+    if not sys.executable or getattr(sys, "frozen", False):  # what would start is no Python
+        yield
+        return
     command = [sys.executable, __file__, str(os.getpid()), place, str(warn), str(timeout)]
     try:
         watch = subprocess.Popen(command, stdin=subprocess.PIPE)

@@ -116,6 +116,13 @@ class Stage:
             lambda: (step.data(self.boundary.index, key) for key in later),
         )
 
+    def compile(self, specs: Sequence[tf.TensorSpec], training: bool) -> None:
+        """Compiles what runs for inputs that are only described; see `forward` and `evaluate`."""
+        if training:
+            self._pass_for(specs)
+        else:
+            self._evaluate.get_concrete_function(list(specs))
+
     def run_once(self, inputs: Sequence[tf.Tensor], step: Step) -> None:
         """Runs a micro-batch forward of which nothing is kept but what layers write."""
         if step.training:

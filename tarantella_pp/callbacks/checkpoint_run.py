@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 
 from tarantella_pp.callbacks.checkpoint import Checkpoint
-from tarantella_pp.callbacks.checkpoint_choice import newest_whole
-from tarantella_pp.callbacks.checkpoint_restore import RestoredState
-from tarantella_pp.callbacks.checkpoint_writer import CheckpointWriter
-from tarantella_pp.callbacks.preemption import EXIT_CODE, Preemption
-from tarantella_pp.callbacks.run_facts import (
+from tarantella_pp.callbacks.resuming.checkpoint_choice import newest_whole
+from tarantella_pp.callbacks.resuming.checkpoint_restore import RestoredState
+from tarantella_pp.callbacks.resuming.checkpoint_writer import CheckpointWriter
+from tarantella_pp.callbacks.resuming.preemption import EXIT_CODE, Preemption
+from tarantella_pp.callbacks.resuming.run_facts import (
     as_json,
     configs_of,
     facts_of,

@@ -9,8 +9,8 @@ import keras
 
 from tarantella_pp.callbacks.checkpoint import Checkpoint
 from tarantella_pp.callbacks.lockstep import Lockstep
-from tarantella_pp.callbacks.preemption import Preemption, PreemptionVote
 from tarantella_pp.callbacks.preparation import FolderMaker, WeightGatherer
+from tarantella_pp.callbacks.resuming.preemption import Preemption, PreemptionVote
 from tarantella_pp.callbacks.shared_backup import SharedBackup
 from tarantella_pp.callbacks.timeline import Timeline
 from tarantella_pp.errors import ConfigurationError

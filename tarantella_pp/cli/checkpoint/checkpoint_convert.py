@@ -77,7 +77,7 @@ def _restored(folder: Path, manifest: Manifest, source: str | None) -> Any:
         else:
             plain = keras.saving.deserialize_keras_object(manifest.config)
 
-        from tarantella_pp.callbacks.checkpoint_restore import RestoredState
+        from tarantella_pp.callbacks.resuming.checkpoint_restore import RestoredState
         from tarantella_pp.models.pipeline_model import PipelineModel
 
         model = PipelineModel(plain, num_stages=1, num_micro_batches=1)

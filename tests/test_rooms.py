@@ -23,7 +23,7 @@ WITHOUT_TENSORFLOW = (
     "partition/solvers/wide", "partition/external", "partition/visualization",
     "partition/visualization/graph_drawing", "partition/visualization/canvas", "checkpoints",
 )  # fmt: skip
-ACROSS_ROOMS = ("", "face", "exactness")
+ACROSS_ROOMS = ("", "face", "face/files", "face/fit", "face/numbers", "exactness")
 """Folders of tests that look at several rooms at once."""
 
 

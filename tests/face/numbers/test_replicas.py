@@ -16,7 +16,7 @@ from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.runtime.comm.communicator import world
 from tarantella_pp.runtime.replicas.batch_share import batch_shares
 from tarantella_pp.runtime.stage.stage import Stage
-from tests.face.test_ranks import data_of_rank
+from tests.face.numbers.test_ranks import data_of_rank
 from tests.helpers.models import mlp
 from tests.helpers.mpi import mpi_run
 from tests.helpers.training import (

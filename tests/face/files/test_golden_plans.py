@@ -22,7 +22,7 @@ from tests.helpers.training import (
     make,
 )
 
-FILES = sorted((Path(__file__).parents[1] / "partition" / "golden_plans").glob("*.json"))
+FILES = sorted((Path(__file__).parents[2] / "partition" / "golden_plans").glob("*.json"))
 OF_MODELS = [path for path in FILES if path.name.split(".")[1] in CASES]
 
 names = functools.partial(map, lambda path: path.name)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from keras import layers, ops
 
-from tests.face.test_ranks import data_of_rank
+from tests.face.numbers.test_ranks import data_of_rank
 from tests.helpers.models import causal_attention, mlp
 from tests.helpers.mpi import mpi_run
 from tests.helpers.training import (

@@ -14,7 +14,7 @@ import tensorflow as tf
 from keras import layers
 
 import tarantella_pp as tnt
-from tests.face.test_checkpoints import At, stop
+from tests.face.files.test_checkpoints import At, stop
 from tests.helpers.training import floats
 
 pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("float64")]

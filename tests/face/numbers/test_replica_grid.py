@@ -2,7 +2,7 @@
 
 Usually with three replicas of one stage. All shapes, up to twelve ranks:
 
-    TNT_TEST_EXAMPLES=1 pytest tests/face/test_replica_grid.py
+    TNT_TEST_EXAMPLES=1 pytest tests/face/numbers/test_replica_grid.py
 """
 
 from __future__ import annotations

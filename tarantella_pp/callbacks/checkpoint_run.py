@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from tarantella_pp.callbacks.checkpoint import Checkpoint
@@ -160,7 +161,8 @@ class CheckpointRun:
                 f"{'; '.join(f'{theirs} on rank {rank}' for rank, theirs in enumerate(told))}"
             )
         self._configs = configs_of(self._model)
-        self._facts = self._ranks.broadcast_json(facts_of(self._model, self._data_facts()))
+        facts = facts_of(self._model, self._configs, self._data_facts())
+        self._facts = self._ranks.broadcast_json(facts)
         found = newest_whole(self._ranks, self._checkpoint.directory)
         if found is not None:
             folder, manifest, self._damaged = found
@@ -290,9 +292,7 @@ class CheckpointRun:
             position, arrays = self._adapter.cursor.position(self._in_pass())
             own |= {f"data/{name}": array for name, array in arrays.items()}
         epochs = self._epoch - self._initial_epoch
-        position = DataPosition(
-            position.kind, position.passes, position.batches, epochs, position.in_pass
-        )
+        position = msgspec.structs.replace(position, epochs=epochs)
         if self._ranks.rank == 0:
             own |= self._best_weights()
         shapes: dict[str, Any] = {}

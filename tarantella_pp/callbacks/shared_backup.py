@@ -20,8 +20,8 @@ from tarantella_pp.keras_internals.backups import (
     back_up,
     saves_on_batch,
     serving,
-    start_at,
 )
+from tarantella_pp.keras_internals.epochs import start_epoch
 from tarantella_pp.runtime.comm.communicator import Communicator
 from tarantella_pp.runtime.one_rank import on_all_ranks, on_one_rank
 
@@ -59,7 +59,7 @@ class SharedBackup(keras.callbacks.Callback):
             pass
         epoch = self._led("restore a backup", lambda: self._backup.on_train_begin(logs))
         if epoch is not None:
-            start_at(self.model, epoch)
+            start_epoch(self.model, epoch)
 
     def on_train_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
         """Backs up after so many batches, which each rank counts for itself."""

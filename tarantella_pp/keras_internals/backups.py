@@ -55,11 +55,6 @@ def back_up(backup: keras.callbacks.BackupAndRestore) -> None:
     backup._save_model()
 
 
-def start_at(model: Any, epoch: int) -> None:
-    """Lets `fit`, which has begun, go on with another epoch."""
-    model._initial_epoch = epoch
-
-
 @contextlib.contextmanager
 def serving(backup: keras.callbacks.BackupAndRestore, instead: BackedUp) -> Iterator[None]:
     """Gives a backup something else for its model."""

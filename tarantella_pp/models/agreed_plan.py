@@ -38,7 +38,9 @@ def agreed_plan(
     if plan is None and given["balance"] == "time" and communicator.size > 1:
         link = measure_bandwidth(communicator)
         machine = msgspec.structs.replace(machine, bandwidth=link)
-    memory = memory_of_each_rank(communicator)
+    memory = None
+    if plan is None and given["memory_limit"] is None:
+        memory = memory_of_each_rank(communicator)
 
     def make() -> str:
         if plan is None:
@@ -56,20 +58,21 @@ def agreed_plan(
 
 
 def _fitting_plan(
-    extracted: ExtractedModel, num_ranks: int, given: Mapping[str, Any], memory: int
+    extracted: ExtractedModel, num_ranks: int, given: Mapping[str, Any], memory: int | None
 ) -> Plan:
-    """The best plan within the memory that there is, if that is possible and no other limit given.
+    """The best plan within the memory that there is, if that is possible.
 
     Args:
         extracted: The model.
         num_ranks: Number of ranks.
         given: Options of the plan.
-        memory: Bytes that a rank may take.
+        memory: Bytes that a rank may take; `None` where a limit is given.
     """
     plan = _best_plan(extracted, num_ranks, given)
+    if memory is None or given["machine"] == ACCELERATOR:  # of which it is not known what it has
+        return plan
     needed, stages = _largest_rank(plan, num_ranks)
-    # What an accelerator has is not known.
-    if given["memory_limit"] is not None or needed <= memory or given["machine"] == ACCELERATOR:
+    if needed <= memory:
         return plan
     try:
         fitting = _best_plan(extracted, num_ranks, {**given, "memory_limit": memory // stages})

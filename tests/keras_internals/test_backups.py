@@ -7,7 +7,8 @@ import inspect
 import keras
 import pytest
 
-from tarantella_pp.keras_internals.backups import BackedUp, back_up, saves_on_batch, start_at
+from tarantella_pp.keras_internals.backups import BackedUp, back_up, saves_on_batch
+from tarantella_pp.keras_internals.epochs import start_epoch
 
 pytestmark = pytest.mark.keras
 
@@ -35,5 +36,5 @@ def test_fit_looks_for_the_epoch_after_callbacks_have_begun():
     assert source.index("on_train_begin()") < source.index("self._initial_epoch")
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     assert model._initial_epoch is None
-    start_at(model, 3)
+    start_epoch(model, 3)
     assert model._initial_epoch == 3

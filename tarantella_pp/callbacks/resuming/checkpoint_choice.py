@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from pathlib import Path
 
 from tarantella_pp.checkpoints.checkpoint_folder import checkpoints_in
 from tarantella_pp.checkpoints.manifest import MANIFEST, Manifest, read_manifest
+from tarantella_pp.checkpoints.tensor_file import sha256_of
 from tarantella_pp.checkpoints.verification import damage
 from tarantella_pp.errors import ConfigurationError, FileError
 from tarantella_pp.runtime.comm.communicator import Communicator
@@ -71,6 +71,6 @@ def _seen_by_all(ranks: Communicator, directory: Path) -> list[str]:
 
 def _fingerprint(path: Path) -> str:
     try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()
+        return sha256_of(path)
     except OSError:
         return "none"

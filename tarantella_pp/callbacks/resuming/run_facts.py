@@ -24,18 +24,18 @@ _OF_LOSS_SCALING = ("initial_scale", "dynamic_growth_steps")
 _COMPILED = ("loss", "loss_weights", "metrics", "weighted_metrics")
 
 
-def facts_of(model: Any, data: Mapping[str, Any]) -> dict[str, Any]:
+def facts_of(model: Any, told: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
     """What must be the same for training to go on, as JSON keeps it.
 
     Args:
         model: The model, compiled.
+        told: What `configs_of` says of it.
         data: What is known of the data.
     """
     variables = {
         str(i): [v.name, *spec_of(v), bool(v.trainable)]
         for i, v in enumerate(model._model_state.variables)
     }
-    told = configs_of(model)
     compiled = told["compiled"] or as_json(compiled_facts(compiled_with(model)))
     facts = {
         "variables": variables,

@@ -62,10 +62,10 @@ class BatchStatistics:
         with moments_told(layer, told):
             yield
 
-    def covers(self, variable: Any) -> bool:
-        """Whether a variable is one of the moving averages that are kept here."""
-        averages = ((part.moving_mean, part.moving_variance) for part in self._layers)
-        return any(variable is one for pair in averages for one in pair)
+    @property
+    def averages(self) -> list[Any]:
+        """The moving averages that are kept here, as far as stages have been traced."""
+        return [v for part in self._layers for v in (part.moving_mean, part.moving_variance)]
 
     def merge(self, peers: Communicator, counts: Sequence[int]) -> None:
         """Puts together what all replicas have seen.

@@ -110,11 +110,12 @@ class ForwardState:
 
     def _put_in_turn(self, counts: Sequence[int]) -> None:
         """Gives all replicas the averages that take in one micro-batch after the other."""
+        of_batch = {id(v) for statistics in self._of_batch for v in statistics.averages}
         averages = zip(self._statistics.values(), self._before[len(self._seeds) :], strict=False)
         in_turn = [
             (variable, factor, start)
             for (variable, factor), start in averages
-            if not any(statistics.covers(variable) for statistics in self._of_batch)
+            if id(variable) not in of_batch
         ]
         gathered = [
             self._peers.start_allgather([value_of(variable)[None]], label="statistics")

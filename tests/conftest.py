@@ -7,6 +7,7 @@ in its workers, which do. Each has a mark and a clock of its own.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import sys
 import threading
@@ -23,6 +24,9 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
 for _name in ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "OMP_NUM_THREADS"):
     os.environ.setdefault(_name, "1")
+
+# A collection goes through all that TensorFlow has loaded, and tracing sets off many.
+gc.set_threshold(50_000, 20, 50)
 
 settings.register_profile("default", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
@@ -115,6 +119,8 @@ def pytest_unconfigure() -> None:
 def _nothing_left_behind() -> Iterator[None]:
     """Fails the last test of the session if a process that some test started still runs."""
     yield
+    if "tests.helpers.mpi" in sys.modules:
+        sys.modules["tests.helpers.mpi"].end_fork_servers()
     _, left = psutil.wait_procs(processes_of_session(), timeout=10)
     names = [f"{process.pid} {' '.join(process.cmdline())[:200]}" for process in left]
     _kill(left)

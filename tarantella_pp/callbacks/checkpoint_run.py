@@ -266,7 +266,7 @@ class CheckpointRun:
         start_epoch(self._model, epoch)
         self._resume_data(restored)
         if has_plan(saved, self._model.plan):
-            self._model._engine.begin_with(saved.shapes)
+            self._model._engine.stages.begin_with(saved.shapes)
 
     def _resume_data(self, restored: RestoredState) -> None:
         """Brings the data to where they were."""
@@ -296,7 +296,7 @@ class CheckpointRun:
         if self._ranks.rank == 0:
             own |= self._best_weights()
         shapes: dict[str, Any] = {}
-        for theirs in self._ranks.allgather_json(self._model._engine.first_shapes()):
+        for theirs in self._ranks.allgather_json(self._model._engine.stages.first_shapes()):
             shapes |= theirs
 
         def describe(files: tuple[SavedFile, ...], tensors: dict[str, SavedTensor]) -> Manifest:

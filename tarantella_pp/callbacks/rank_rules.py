@@ -43,7 +43,7 @@ def kinds_of_all_ranks(callbacks: Any) -> list[str]:
     Args:
         callbacks: A callback, a list of them, Keras' own container of them, or `None`.
     """
-    found = [c for c in _listed(callbacks) if isinstance(c, _ALL_RANKS) or _looks_at_weights(c)]
+    found = [c for c in listed(callbacks) if isinstance(c, _ALL_RANKS) or _looks_at_weights(c)]
     return sorted(type(callback).__name__ for callback in found)
 
 
@@ -57,7 +57,7 @@ def checkpoint_of(callbacks: Any) -> Checkpoint | None:
         ConfigurationError: If there are several that would restore the model.
     """
     kinds = (Checkpoint, keras.callbacks.BackupAndRestore)
-    found = [callback for callback in _listed(callbacks) if isinstance(callback, kinds)]
+    found = [callback for callback in listed(callbacks) if isinstance(callback, kinds)]
     own = [callback for callback in found if isinstance(callback, Checkpoint)]
     if own and len(found) > 1:
         raise ConfigurationError(
@@ -92,7 +92,7 @@ def callbacks_of_rank(
     checkpoint = checkpoint_of(callbacks)
     if communicator.size == 1 and checkpoint is None:
         return callbacks
-    found = [callback for callback in _listed(callbacks) if callback is not checkpoint]
+    found = [callback for callback in listed(callbacks) if callback is not checkpoint]
     if communicator.size > 1:
         for callback in found:
             _check(callback)
@@ -144,7 +144,12 @@ def _looks_at_weights(callback: Any) -> bool:
     return is_board and bool(callback.histogram_freq or callback.embeddings_freq)
 
 
-def _listed(callbacks: Any) -> list[Any]:
+def listed(callbacks: Any) -> list[Any]:
+    """The callbacks of a call.
+
+    Args:
+        callbacks: A callback, a list of them, Keras' own container of them, or `None`.
+    """
     if isinstance(callbacks, keras.callbacks.CallbackList):
         return list(callbacks.callbacks)
     return [callback for callback in keras.tree.flatten(callbacks) if callback is not None]

@@ -6,13 +6,13 @@ DIRECTORY/.writing-step-00000130/   one that is being written; whoever finds it 
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
+from tarantella_pp.checkpoints.disk import sync
 from tarantella_pp.checkpoints.manifest import CHECKSUM, MANIFEST, checksum_of
 
 _NAME = re.compile(r"step-(\d{8,})")
@@ -77,12 +77,12 @@ def publish(draft: Path, manifest: bytes) -> Path:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-    _sync(draft)
+    sync(draft)
     target = draft.with_name(draft.name.removeprefix(DRAFT))
     if target.exists():  # damaged: otherwise training would have gone on from there
         os.replace(target, target.with_name(f"{_DISCARDED}{target.name}"))
     os.replace(draft, target)
-    _sync(target.parent)
+    sync(target.parent)
     return target
 
 
@@ -106,12 +106,3 @@ def remove_old(directory: Path, keep: int, damaged: Iterable[str]) -> None:
 def _step(path: Path) -> int:
     match = _NAME.fullmatch(path.name)
     return int(match[1]) if match else -1
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):  # some file systems do not sync folders
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--timeout", type=positive_seconds, metavar="S", help="kill the job after S seconds")
     add("--dry-run", action="store_true", help="print the command and environment, run nothing")
     add("command", nargs=argparse.REMAINDER, metavar="[--] script.py ...",
-        help="the script and its arguments")  # fmt: skip
+        help="the script and its arguments; or `-- -m module ...`")  # fmt: skip
     parser.epilog = EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
 
@@ -156,10 +156,15 @@ def _show(command: list[str], variables: dict[str, str], exported: dict[str, str
 
 
 def _script(command: list[str]) -> list[str]:
-    """Returns the script and its arguments, without the `--` before them."""
+    """Returns the script or `-m module` and its arguments, without the `--` before them."""
     script = command[1:] if command[:1] == ["--"] else command
-    if not script:
-        raise ConfigurationError("No script to run. Usage: tarantella -n 2 -- script.py ...")
+    if script in ([], ["-m"]):
+        raise ConfigurationError(
+            "No script to run. Usage: tarantella -n 2 -- script.py ... or "
+            "tarantella -n 2 -- -m module ..."
+        )
+    if script[0] == "-m":
+        return script
     if not pathlib.Path(script[0]).is_file():
         raise ConfigurationError(f"There is no script {script[0]!r} in {os.getcwd()}.")
     return script

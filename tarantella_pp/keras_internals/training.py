@@ -31,6 +31,7 @@ __all__ = [
     "is_keras_loss",
     "layers_in",
     "logits_of",
+    "moments_known",
     "moments_told",
     "moving_statistics",
     "reduction_of",
@@ -258,6 +259,26 @@ def moments_told(layer: Any, told: Callable[..., bool]) -> Iterator[None]:
         for part in changed:
             del vars(part)["_moments"]
             part.momentum = momenta[id(part)]
+
+
+@contextlib.contextmanager
+def moments_known(layer: Any) -> Iterator[None]:
+    """Has batch normalizations take their moving averages for what they find in training."""
+    norms = [p for p in layers_in(layer) if isinstance(p, keras.layers.BatchNormalization)]
+
+    def moments(part: Any, inputs: Any, mask: Any) -> Any:
+        found = type(part)._moments(part, inputs, mask)
+        averages = (part.moving_mean, part.moving_variance)
+        pairs = zip(averages, found, strict=True)
+        return tuple(tf.reshape(tf.cast(a.value, f.dtype), tf.shape(f)) for a, f in pairs)
+
+    try:
+        for part in norms:
+            vars(part)["_moments"] = functools.partial(moments, part)
+        yield
+    finally:
+        for part in norms:
+            del vars(part)["_moments"]
 
 
 def forget_validation(model: Any) -> None:

@@ -10,6 +10,8 @@ import time
 
 import psutil
 
+from tarantella_pp.launch.guard.start_watch import is_alive
+
 _FOLDER = "/dev/shm/"  # noqa: S108 (files are only removed here)
 _SHARED_MEMORY = ("mpich_shm_", "sm_segment.", "vader_segment.", "ucx_shm_")
 """What the names of the files begin with, in which MPI libraries share memory between ranks."""
@@ -53,7 +55,7 @@ def kill_descendants(seconds: float = 3.0) -> list[int]:
     deadline = time.monotonic() + seconds
     me = psutil.Process()
     while True:
-        alive = [child for child in me.children(recursive=True) if _is_running(child)]
+        alive = [child for child in me.children(recursive=True) if is_alive(child)]
         if not alive or time.monotonic() > deadline:
             return [child.pid for child in alive]
         for child in alive:
@@ -61,13 +63,6 @@ def kill_descendants(seconds: float = 3.0) -> list[int]:
                 child.kill()
         time.sleep(0.02)
         _reap()
-
-
-def _is_running(process: psutil.Process) -> bool:
-    try:
-        return bool(process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
 
 
 def _reap() -> None:

@@ -82,7 +82,7 @@ def main() -> int:
 
 
 def run_script(command: list[str], keeper: Guard, local_rank: int | None = None) -> int:
-    """Runs a script as `python script.py arguments` would, and puts on record how it ended."""
+    """Runs `script.py ...` or `-m module ...` as Python would, and puts on record how it ended."""
     faulthandler.enable()
     failure_guard.adopt(keeper)
     keeper.start()
@@ -91,12 +91,10 @@ def run_script(command: list[str], keeper: Guard, local_rank: int | None = None)
     # Whole lines, at once: not held back until the buffer is full, and not in pieces either.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
-    sys.argv = command
-    sys.path[0] = os.path.dirname(os.path.abspath(command[0]))
     try:
         if local_rank is not None:
             gpus.take_one(os.environ, local_rank)
-        runpy.run_path(command[0], run_name="__main__")
+        _run_as_main(command)
     except SystemExit as exit_:
         if exit_.code not in (None, 0):
             code = exit_.code if isinstance(exit_.code, int) else 1
@@ -117,9 +115,22 @@ def run_script(command: list[str], keeper: Guard, local_rank: int | None = None)
     return 0
 
 
+def _run_as_main(command: list[str]) -> None:
+    """Runs a script, which imports what lies beside it, or a module, as from this folder."""
+    if command[0] == "-m":
+        sys.argv = command[1:]
+        sys.path[0] = os.getcwd()
+        runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = command
+        sys.path[0] = os.path.dirname(os.path.abspath(command[0]))
+        runpy.run_path(command[0], run_name="__main__")
+
+
 def _of_script(trace: types.TracebackType | None) -> types.TracebackType | None:
     """Drops the frames of this module and of runpy, with which every traceback begins."""
-    trace = trace.tb_next if trace is not None else None
+    for _ in range(2):
+        trace = trace.tb_next if trace is not None else None
     while trace is not None and "runpy" in trace.tb_frame.f_code.co_filename:
         trace = trace.tb_next
     return trace

@@ -17,6 +17,7 @@ from tarantella_pp.partition.extraction.keras_reader import ExtractedModel
 from tarantella_pp.partition.graph.units import format_bytes
 from tarantella_pp.partition.options import checked_count
 from tarantella_pp.partition.plan.plan import Plan
+from tarantella_pp.partition.plan.rank_memory import planned_of_ranks
 from tarantella_pp.runtime.comm.communicator import Communicator
 from tarantella_pp.runtime.one_rank import on_one_rank
 from tarantella_pp.runtime.tracing.host_memory import memory_of_each_rank
@@ -89,11 +90,9 @@ def _fitting_plan(
 def _largest_rank(plan: Plan, num_ranks: int) -> tuple[int, int]:
     """Bytes of the rank that needs most, and the largest number of stages of a rank."""
     replicas = replicas_of(plan.num_stages, num_ranks, plan.num_replicas) if num_ranks > 1 else 1
-    placement = plan.schedule_spec(num_ranks // replicas).placement
-    needed: Counter[int] = Counter()
-    for stage, rank in zip(plan.stages, placement, strict=True):
-        needed[rank] += stage.memory_bytes
-    return max(needed.values()), max(Counter(placement).values())
+    ranks = num_ranks // replicas
+    stages = Counter(plan.schedule_spec(ranks).placement)
+    return max(planned_of_ranks(plan, ranks)), max(stages.values())
 
 
 def _best_plan(extracted: ExtractedModel, num_ranks: int, given: Mapping[str, Any]) -> Plan:

@@ -8,11 +8,15 @@ from typing import Any
 
 import keras
 
-from tarantella_pp.errors import ConfigurationError, UnsupportedModelError
-from tarantella_pp.keras_internals.functional import network_of, own_metrics, runs_its_graph
+from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.models import model_validation
+from tarantella_pp.models.feeding.symbolic_call import graph_of, has_no_graph
+from tarantella_pp.models.feeding.unbuilt_model import wait_for_shapes
+from tarantella_pp.models.own_step_model import has_own_steps, with_replicas
 from tarantella_pp.models.pipeline_model import PipelineModel
+from tarantella_pp.partition.options import checked_count
 from tarantella_pp.partition.plan.plan import Plan
+from tarantella_pp.runtime.comm.communicator import world
 
 
 @keras.saving.register_keras_serializable("tarantella_pp")
@@ -25,7 +29,13 @@ class Model(PipelineModel):
     is that of the whole batch, over all ranks.
 
     Nothing is cut, so that the model may also be one whose operations cannot be seen: a subclassed
-    `keras.Model`, which trains as one operation. Say what it is called with, as `inputs`.
+    `keras.Model`, which trains as one operation. What it is called with, `inputs` or `build()` say,
+    or the first data that it is given; until then there is no plan.
+
+    A model that overrides `train_step` or another step is itself what is returned: it runs its own
+    steps on all ranks, with a share of each batch on each, gradients averaged and metrics
+    brought together. Before the first update samples are tried: what replicas would train
+    otherwise is refused, on all ranks.
 
     Args:
         model: The model; see `PipelineModel`.
@@ -38,8 +48,9 @@ class Model(PipelineModel):
         shard_optimizer: Whether ranks share out the optimizer state; see `PipelineModel`.
         gradient_dtype: `"bfloat16"` to send gradients rounded; see `PipelineModel`.
         inputs: For a subclassed or not yet built model what it is called with: a `keras.Input`, or
-            several in the structure that its `call` takes. Files of a subclassed model are those of
-            `keras.Model(inputs, model(inputs))`, and the model itself holds the trained weights.
+            several in the structure that its `call` takes. Default: what the data say. Files of a
+            subclassed model are those of `keras.Model(inputs, model(inputs))`, and the model itself
+            holds the trained weights.
 
     Raises:
         ConfigurationError: As of `PipelineModel`.
@@ -56,6 +67,12 @@ class Model(PipelineModel):
         ```
     """
 
+    def __new__(cls, model: Any = None, *args: Any, **options: Any) -> Any:
+        """Makes replicas of a model whose own steps are to be run as they are."""
+        if cls in (Model, Sequential) and has_own_steps(model):
+            return _with_own_steps(model, *args, **options)
+        return super().__new__(cls, model, *args, **options)
+
     def __init__(
         self,
         model: keras.Model,
@@ -68,8 +85,19 @@ class Model(PipelineModel):
         inputs: Any = None,
         gradient_dtype: str | None = None,
     ) -> None:
+        if inputs is not None:
+            model_validation.check_model(model)
+        elif has_no_graph(model):
+            model_validation.check_model(model)
+            given = (num_micro_batches, memory_limit, batch_size, recompute, plan, shard_optimizer)
+
+            def make(found: Any) -> None:
+                Model.__init__(self, model, *given, inputs=found, gradient_dtype=gradient_dtype)
+
+            wait_for_shapes(self, make)
+            return
         super().__init__(
-            model if inputs is None else _graph_of(model, inputs),
+            model if inputs is None else graph_of(model, inputs),
             num_stages=1 if plan is None else None,
             num_micro_batches=num_micro_batches,
             memory_limit=memory_limit,
@@ -88,30 +116,25 @@ class Model(PipelineModel):
             self._compile_as(model)
 
 
-def _graph_of(model: Any, inputs: Any) -> keras.Model:
-    """Returns a model whose operations are known: calls of a subclassed one are one operation."""
-    model_validation.check_model(model)
-    if network_of(model) is not None and runs_its_graph(model):
+def _with_own_steps(
+    model: Any,
+    *,
+    batch_size: int = 32,
+    inputs: Any = None,
+    gradient_dtype: str | None = None,
+    **options: Any,
+) -> Any:
+    """Makes a model with steps of its own run them on all ranks; refuses what is of plans."""
+    if given := {name: value for name, value in options.items() if value}:
+        steps = ", ".join(model_validation.own_steps_of(model)) or "its metrics"
         raise ConfigurationError(
-            f"Model '{model.name}' knows its inputs. Received: inputs={inputs!r}. Leave them out; "
-            "they are for subclassed models and for Sequential ones that are not built."
+            f"Model '{model.name}' has {steps} of its own: each rank runs its steps as they are, "
+            f"and nothing is planned. Received: {given}. Leave that out."
         )
-    if own := own_metrics(model):
-        raise UnsupportedModelError(
-            f"Model '{model.name}' has metrics of its own ({', '.join(m.name for m in own)}), "
-            "which each replica would update with its own samples. Pass them to "
-            "`compile(metrics=...)`."
-        )
-    try:
-        outputs = model(inputs)
-    except Exception as error:  # whatever `call` may raise
-        raise UnsupportedModelError(
-            f"Model '{model.name}' cannot be called with inputs={inputs!r}, which have shapes and "
-            f"no values: {type(error).__name__}: {error}"
-        ) from error
-    if network_of(model) is not None and runs_its_graph(model):
-        return model  # a Sequential, which is built now
-    return keras.Model(inputs, outputs, name=model.name)
+    checked_count("batch_size", batch_size)
+    if inputs is not None:
+        model(inputs)  # which builds it
+    return with_replicas(model, world(), gradient_dtype)
 
 
 @keras.saving.register_keras_serializable("tarantella_pp")
@@ -119,7 +142,8 @@ class Sequential(Model):
     """A stack of layers that is trained on all ranks; see `Model`.
 
     Args:
-        layers: The layers, or a built `keras.Sequential`. The first layer is an `Input`.
+        layers: The layers, or a `keras.Sequential`. Without an `Input` as the first of them, the
+            shapes come with `build()` or the first data.
         name: Name of the model.
         **options: As of `Model`.
 
@@ -128,6 +152,10 @@ class Sequential(Model):
         model = tnt.Sequential([keras.Input((784,)), keras.layers.Dense(10)])
         ```
     """
+
+    def __new__(cls, layers: Any = None, *args: Any, **options: Any) -> Any:
+        """As that of `Model`."""
+        return super().__new__(cls, layers, *args, **options)
 
     def __init__(self, layers: Any, name: str | None = None, **options: Any) -> None:
         if not isinstance(layers, keras.Model):

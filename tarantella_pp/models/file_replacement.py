@@ -13,6 +13,7 @@ from pathlib import Path
 
 import h5py
 
+from tarantella_pp.checkpoints.disk import sync
 from tarantella_pp.errors import FileError
 from tarantella_pp.runtime.comm.collective import files_of_index
 
@@ -87,17 +88,9 @@ def _folder_beside(path: Path) -> Iterator[Path]:
 
 def _move(source: Path, target: Path) -> None:
     """Puts a file in its place, after all of it is on the disk; and then its name, too."""
-    _sync(source)
+    sync(source)
     os.replace(source, target)
-    _sync(target.parent)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync(target.parent)
 
 
 def _shards(index: Path) -> set[str]:

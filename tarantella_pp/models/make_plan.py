@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from itertools import filterfalse
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,13 @@ CORE = HardwareSpec(
 """One core of a CPU, as measured with the models of `benchmarks/`."""
 ACCELERATOR = HardwareSpec(flops_per_second=1e13, action_seconds=3e-4, memory_bandwidth=1e12)
 """A GPU."""
+STAGES_TO_OVERLAP = 4
+"""Into how many stages a model on one rank is cut, for sums of gradients to begin earlier."""
 MICRO_BATCHES = 8
 """Into how many a batch is cut to measure operations, where that is open."""
+
+Shape = tuple[int, int, int]
+"""Stages of a pipeline, replicas, and ranks of a pipeline."""
 
 
 def make_plan(
@@ -70,7 +76,8 @@ def make_plan(
         model: A Functional or built Sequential model, or what was read of one.
         num_stages: Number of pipeline stages; each gets at least one operation. Default: that of
             a schedule of your own or of several memory limits, or with `num_ranks` the number
-            that makes a step fastest.
+            that makes a step fastest. Replicas of one rank each may get several stages, where
+            sums of gradients that begin before the backward pass ends are worth it.
         batch_size: Samples of a step, over all replicas.
         num_micro_batches: Micro-batches of a step. Default: the number that divides the batch,
             or a power of two where none does, and makes a step fastest: more of them keep the
@@ -145,19 +152,31 @@ def make_plan(
         "gradient_dtype": gradient_dtype,
     }
     machine = machine or default_machine()
-    everything = [
-        PlanSearch(
-            planner,
-            machine,
-            {**given, "balance": kind, "num_stages": stages, "num_replicas": replicas},
-            ScheduleSpec.of(custom or name, stages, stages // per_rank),
-        )
-        for stages, replicas in _possible(shapes, planner, batch_size, recompute)
-        for kind in (_balances(profile) if balance in (None, *BALANCES) else (balance,))
-        for name in _schedules(schedule, planner, stages, per_rank)
-    ]
-    asked = [s for s in everything if balance in (None, s.given["balance"])]
-    chosen = choose_plan(asked, [s for s in everything if s not in asked])
+    balances = _balances(profile) if balance in (None, *BALANCES) else (balance,)
+
+    def searches(shapes: list[Shape]) -> list[PlanSearch]:
+        return [
+            PlanSearch(
+                planner,
+                machine,
+                {**given, "balance": kind, "num_stages": stages, "num_replicas": replicas},
+                ScheduleSpec.of(custom or name, stages, ranks),
+            )
+            for stages, replicas, ranks in shapes
+            for kind in balances
+            for name in _schedules(schedule, planner, stages, ranks)
+        ]
+
+    def is_asked(search: PlanSearch) -> bool:
+        return balance in (None, search.given["balance"])
+
+    possible = _possible(shapes, planner, batch_size, recompute)
+    everything = searches(possible)
+    asked = [*filter(is_asked, everything)]
+    further: list[PlanSearch] = []
+    if num_stages is stages_per_rank is memory_limit is None and schedule is None:
+        further = searches(_cut_to_overlap(possible, planner, recompute))
+    chosen = choose_plan(asked, [*filterfalse(is_asked, everything)], [*filter(is_asked, further)])
     if chosen is None:
         raise PlanError(infeasible(asked[-1]))
     return chosen
@@ -176,14 +195,14 @@ def implied_stages(custom: Schedule | None, memory_limit: Any) -> int | None:
 
 
 def _possible(
-    shapes: list[tuple[int, int]], planner: Planner, batch_size: int, recompute: Any
-) -> list[tuple[int, int]]:
+    shapes: list[Shape], planner: Planner, batch_size: int, recompute: Any
+) -> list[Shape]:
     """Returns the shapes that model, batch and options allow; if none, one to be refused."""
     if len(shapes) == 1:
         return shapes
     found = [
-        (stages, replicas)
-        for stages, replicas in shapes
+        (stages, replicas, ranks)
+        for stages, replicas, ranks in shapes
         if stages <= len(planner.graph.nodes)
         and replicas <= max(1, batch_size // planner.least_rows)
         and _has_stages(recompute, stages)
@@ -205,15 +224,17 @@ def _balances(profile: Profile | None) -> tuple[str, ...]:
     return ("flops", "memory") if profile is None else ("time", "flops", "memory")
 
 
-def _schedules(given: Any, planner: Planner, num_stages: int, per_rank: int) -> tuple[Any, ...]:
+def _schedules(given: Any, planner: Planner, num_stages: int, num_ranks: int) -> tuple[Any, ...]:
     """Returns the schedules to choose from, that which needs the least memory last."""
     if given is not None:
         return (given,)
-    if per_rank > 1:
+    # Without other ranks that wait for B there is nothing to win by running it before W.
+    if num_ranks == 1:
+        return ("1f1b",)
+    if num_stages > num_ranks:
         return ("interleaved", "1f1b")
     loops = any(node.kind in LOOPS for node in planner.graph.nodes)
-    # Without other ranks that wait for B there is nothing to win by running it before W.
-    return ("1f1b",) if loops or num_stages == 1 else ("zb-h1", "1f1b")
+    return ("1f1b",) if loops else ("zb-h1", "1f1b")
 
 
 def _fusion_threshold(given: int | float | str | None) -> int | float | str:
@@ -233,8 +254,8 @@ def _stages_per_rank(given: int | None, schedule: Any, custom: Schedule | None) 
 
 def _shapes(
     num_stages: int | None, num_replicas: int | None, num_ranks: int | None, per_rank: int
-) -> list[tuple[int, int]]:
-    """Returns the pairs of stages and replicas to choose from."""
+) -> list[Shape]:
+    """Returns what to choose from."""
     given = [("num_stages", num_stages), ("num_replicas", num_replicas)]
     counts = [checked_count(name, value) for name, value in given if value is not None]
     if num_ranks is None:
@@ -251,4 +272,12 @@ def _shapes(
             f"{num_ranks}, num_stages={num_stages}, num_replicas={num_replicas}, "
             f"stages_per_rank={per_rank}"
         )
-    return shapes
+    return [(stages, replicas, stages // per_rank) for stages, replicas in shapes]
+
+
+def _cut_to_overlap(shapes: list[Shape], planner: Planner, recompute: Any) -> list[Shape]:
+    """Models on one rank, cut: later layers' gradients are summed beside the backward pass."""
+    count = STAGES_TO_OVERLAP
+    if count > len(planner.graph.nodes) or not _has_stages(recompute, count):
+        return []
+    return [(count, replicas, 1) for stages, replicas, _ in shapes if stages == 1 < replicas]

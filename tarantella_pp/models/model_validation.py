@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tarantella_pp.errors import ConfigurationError, UnsupportedModelError
 from tarantella_pp.keras_internals.training import layers_in, strategy_of
-from tarantella_pp.models.collective_model import CollectiveModel
+from tarantella_pp.models.training_loops import TrainingLoops
 from tarantella_pp.partition.extraction.keras_reader import ExtractedModel
 from tarantella_pp.partition.graph.layer_graph import LayerGraph
 from tarantella_pp.partition.options import checked_count
@@ -36,17 +36,22 @@ def check_model(model: Any) -> None:
         raise UnsupportedModelError(
             f"Expected a Keras model. Received: model={model!r} of type {type(model).__name__}"
         )
-    if isinstance(model, CollectiveModel):
+    if isinstance(model, TrainingLoops):
         raise UnsupportedModelError(
             f"Model '{model.name}' is a pipeline already. Wrap the model that it was made of."
         )
-    overridden = [n for n in _OWN_STEPS if getattr(type(model), n) is not getattr(keras.Model, n)]
+    overridden = own_steps_of(model)
     if overridden:
         raise UnsupportedModelError(
-            f"Model '{model.name}' overrides {', '.join(overridden)}, which cannot be split over "
-            "stages and replicas. Move the code into layers, the loss or metrics, or train with "
-            "Keras' own `fit` and tnt.DistributedOptimizer: docs/custom_loops.md."
+            f"Model '{model.name}' overrides {', '.join(overridden)}, which cannot be cut into "
+            "stages. Move the code into layers, the loss or metrics, or train replicas of all of "
+            "it with tnt.Model: docs/custom_loops.md."
         )
+
+
+def own_steps_of(model: Any) -> list[str]:
+    """Names what a model overrides of Keras' steps."""
+    return [n for n in _OWN_STEPS if getattr(type(model), n) is not getattr(keras.Model, n)]
 
 
 def check_subclass(kind: type, base: type) -> None:

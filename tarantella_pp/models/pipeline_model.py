@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 from collections.abc import Sequence
@@ -19,8 +20,11 @@ from tarantella_pp.keras_internals.state import compiled_with, forget_functions
 from tarantella_pp.keras_internals.training import compile_loss
 from tarantella_pp.models import compile_validation, model_validation
 from tarantella_pp.models.agreed_plan import agreed_plan
+from tarantella_pp.models.collective_model import CollectiveModel
 from tarantella_pp.models.deferred_init import deferred_init, initial_values
 from tarantella_pp.models.feeding.data_adapter import predict_function, step_function
+from tarantella_pp.models.feeding.symbolic_call import graph_of, has_no_graph
+from tarantella_pp.models.feeding.unbuilt_model import wait_for_shapes
 from tarantella_pp.models.training_loops import TrainingLoops
 from tarantella_pp.partition.extraction.keras_reader import extract
 from tarantella_pp.partition.options import checked_count
@@ -30,12 +34,14 @@ from tarantella_pp.runtime.comm.communicator import world
 from tarantella_pp.runtime.engine import Engine
 from tarantella_pp.runtime.replicas.process_groups import ProcessGroups
 from tarantella_pp.runtime.state.optimizer_state import OptimizerState
+from tarantella_pp.runtime.state.remote_variables import bytes_held
 from tarantella_pp.runtime.state.variable_sync import VariableSync
+from tarantella_pp.runtime.tracing.memory_meter import MemoryMeter
 from tarantella_pp.schedule import Schedule, read_schedule
 
 
 @keras.saving.register_keras_serializable("tarantella_pp")
-class PipelineModel(TrainingLoops):
+class PipelineModel(TrainingLoops, CollectiveModel):
     """Trains a Keras model as a pipeline of stages, one or more on each MPI rank.
 
     Wrap a Functional or Sequential model, launch the script on as many ranks as there are stages
@@ -52,9 +58,10 @@ class PipelineModel(TrainingLoops):
 
     Args:
         model: The Functional or Sequential model. It is neither copied nor changed, but its
-            layers hold the weights that are trained. Or a function without arguments that builds
-            one, which is called under `deferred_init()`: no rank ever has more weights than those
-            of its own stages.
+            layers hold the weights that are trained. Of a Sequential model that is not built the
+            shapes, and the plan with them, come with `build()` or the first data. Or a function
+            without arguments that builds a model, which is called under `deferred_init()`: no rank
+            ever has more weights than those of its own stages.
         num_stages: Number of pipeline stages. Default: that of a schedule of your own, of several
             memory limits or, in one process, 1; otherwise stages x replicas are those of all
             shapes with which a step of `batch_size` samples is fastest within the limit, by
@@ -109,6 +116,8 @@ class PipelineModel(TrainingLoops):
         ```
     """
 
+    _engine: Engine
+
     def __init__(
         self,
         model: keras.Model,
@@ -130,6 +139,15 @@ class PipelineModel(TrainingLoops):
         if not isinstance(model, keras.Model) and callable(model):
             with deferred_init():
                 model = model()
+        elif isinstance(model, keras.Sequential) and has_no_graph(model):
+            options = (
+                *(num_stages, num_micro_batches, schedule, balance, memory_limit, batch_size),
+                *(recompute, plan, wire_dtype, num_replicas, shard_optimizer, check_replicas),
+                gradient_dtype,
+            )
+            make = functools.partial(PipelineModel.__init__, self)
+            wait_for_shapes(self, lambda inputs: make(graph_of(model, inputs), *options))
+            return
         model_validation.check_model(model)
         model_validation.check_strategy(model)
         model_validation.check_subclass(type(self), PipelineModel)
@@ -165,17 +183,18 @@ class PipelineModel(TrainingLoops):
             model_validation.check_outputs(extracted.graph, micro_batches)
             replicas = replicas if communicator.size > 1 else 1
             groups = ProcessGroups.of(communicator, replicas, agreed.placement)
+            meter = MemoryMeter(bytes_held(model.variables))
             super().__init__(extracted.inputs_struct, extracted.outputs_struct, name=model.name)
             self.dtype_policy = model.dtype_policy
             free = plan is None and schedule is None
             self._engine = Engine(
                 self, extracted, agreed, groups, free_schedule=free, wire_dtype=wire_dtype,
-                check_every=check_replicas,
+                check_every=check_replicas, meter=meter,
             )  # fmt: skip
             # Weights whose results are not needed are in no stage, and the same everywhere.
             variables = {id(v): v for v in (*extracted.variables, *self.variables)}.values()
             self._model_state = VariableSync(
-                tuple(variables), self._engine.owners, groups, self._engine.clock
+                tuple(variables), self._engine.weights.owners, groups, self._engine.clock
             )
             self._model_state.start_alike()
         if self._engine.prints:
@@ -276,7 +295,7 @@ class PipelineModel(TrainingLoops):
         if given.arguments["auto_scale_loss"]:
             optimizer = with_loss_scaling(optimizer, self.dtype_policy.name)
         given.arguments["optimizer"] = optimizer
-        ranks = self._engine.trainers.ranks.size
+        ranks = self._engine.weights.trainers.ranks.size
         compile_validation.check_division(optimizer, self.trainable_variables, ranks)
         compiled = compile_loss(self, given.arguments["loss"], given.arguments["loss_weights"])
         compile_validation.check_loss(compiled, self._engine)
@@ -295,7 +314,7 @@ class PipelineModel(TrainingLoops):
         """Leaves an optimizer with this rank's share of its slots; all ranks must call it."""
         if optimizer is None:
             return None
-        weights, owners = self.trainable_variables, self._engine.trainers
+        weights, owners = self.trainable_variables, self._engine.weights.trainers
         return OptimizerState(optimizer, weights, owners, lambda: self._engine.publish_weights())
 
     def _renew(self) -> None:

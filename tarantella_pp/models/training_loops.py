@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 
@@ -17,7 +17,7 @@ from tarantella_pp.callbacks.resuming.preemption import Preemption
 from tarantella_pp.callbacks.timeline import with_trace
 from tarantella_pp.keras_internals.data import train_validation_split
 from tarantella_pp.keras_internals.training import forget_validation
-from tarantella_pp.models.collective_model import CollectiveModel
+from tarantella_pp.models.feeding.batch_engine import BatchEngine
 from tarantella_pp.models.feeding.shared_data import (
     GivenData,
     given_data,
@@ -26,9 +26,19 @@ from tarantella_pp.models.feeding.shared_data import (
 )
 from tarantella_pp.runtime.comm.collective import collective, learning_rate_of
 
+if TYPE_CHECKING:
 
-class TrainingLoops(CollectiveModel):
+    class _AnyModel(keras.Model):
+        """Any class of models."""
+
+else:  # it is put before classes of models, Functional or not
+    _AnyModel = object
+
+
+class TrainingLoops(_AnyModel):
     """Keras' own loops over data of which each rank gets its part."""
+
+    _engine: BatchEngine
 
     @collective(
         "epochs", "initial_epoch", "steps_per_epoch", "validation_steps", "validation_freq",
@@ -120,7 +130,7 @@ class TrainingLoops(CollectiveModel):
                 validation_steps=validation_steps,
                 validation_freq=validation_freq,
             )
-        engine.shared_logs.share_metrics()  # of an epoch that was cut short
+        engine.share_metrics()  # of an epoch that was cut short
         return history
 
     @collective("steps")
@@ -164,7 +174,7 @@ class TrainingLoops(CollectiveModel):
             return_dict=return_dict,
             **kwargs,
         )
-        engine.shared_logs.share_metrics()
+        engine.share_metrics()
         return logs
 
     @collective("steps")

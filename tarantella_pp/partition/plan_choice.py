@@ -19,15 +19,21 @@ from tarantella_pp.partition.plan_search import (
 )
 
 WORTHWHILE = 0.05
-"""Share of a step, or of memory, that another balance has to save to be advised."""
+"""Share of a step, or of memory, that a plan has to save to be advised, or to be cut further."""
 
 
-def choose_plan(searches: Sequence[PlanSearch], others: Sequence[PlanSearch] = ()) -> Plan | None:
+def choose_plan(
+    searches: Sequence[PlanSearch],
+    others: Sequence[PlanSearch] = (),
+    further: Sequence[PlanSearch] = (),
+) -> Plan | None:
     """Makes the plan whose step is the shortest, within the memory limit.
 
     Args:
         searches: What to choose from; of equally fast plans the smaller, then the first one.
         others: The same with other balances than the one that was asked for, to be compared with.
+        further: The same with more stages than ranks, which are to be chosen where that is
+            worthwhile only: a simulation does not know all that an action costs.
 
     Returns:
         The plan, with what came next and one piece of advice; `None` where no plan keeps the
@@ -38,20 +44,28 @@ def choose_plan(searches: Sequence[PlanSearch], others: Sequence[PlanSearch] = (
         PlanError: No plan has an operation for each stage.
     """
     deadline = time.monotonic() + PATIENCE
-    candidates: list[Candidate] = []
-    for search in searches:
-        if not candidates or time.monotonic() < deadline:
-            candidates += search.candidates()
-    candidates.sort(key=lambda candidate: candidate.order)
+    candidates = _candidates(searches, deadline)
     best = _fastest(candidates, deadline)
     if best is None:
         return None
+    cut = _fastest(_candidates(further, deadline), deadline)
+    if cut is not None and cut[0] < (1 - WORTHWHILE) * best[0]:
+        best = cut
     chosen = best[1]
     rest = [c for c in candidates if _kind(c.plan) != _kind(chosen)]
     rest = rest or [c for c in candidates if c.count != chosen.num_micro_batches]
     found = {"next_best": _fastest(rest, deadline), "advice": _advice(best, candidates, others)}
     compared = {name: timed and _alternative(timed) for name, timed in found.items()}
     return with_step(msgspec.structs.replace(chosen, **compared))
+
+
+def _candidates(searches: Sequence[PlanSearch], deadline: float) -> list[Candidate]:
+    """Returns what to choose from, the fastest first."""
+    found: list[Candidate] = []
+    for search in searches:
+        if not found or time.monotonic() < deadline:
+            found += search.candidates()
+    return sorted(found, key=lambda candidate: candidate.order)
 
 
 def _fastest(candidates: Sequence[Candidate], deadline: float) -> Timed | None:

@@ -189,7 +189,7 @@ class PlanSearch:
         if self.given["num_micro_batches"] is not None:
             return [options.num_micro_batches]
         stages, samples = options.num_stages, options.batch_size // options.num_replicas
-        if stages == 1 and not limited:
+        if self.spec.num_ranks == 1 and not limited:  # nobody waits for a first micro-batch
             return [1]
         most = max(1, samples // self.planner.least_rows)
         if not limited:

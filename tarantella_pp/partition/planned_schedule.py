@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from tarantella_pp.partition.plan.plan import Plan
+from tarantella_pp.partition.plan.plan_parts import MeasuredPeak
 from tarantella_pp.partition.plan.plan_simulation import with_step
 from tarantella_pp.schedule import ScheduleSpec
 
@@ -30,8 +31,14 @@ def search_limits(plan: Plan) -> tuple[int, ...]:
     return tuple(bounds)
 
 
-def with_findings(plan: Plan, spec: ScheduleSpec, fallbacks: Mapping[int, str]) -> Plan:
-    """Returns a plan with what training has shown."""
+def with_findings(
+    plan: Plan,
+    spec: ScheduleSpec,
+    fallbacks: Mapping[int, str],
+    measured: Sequence[MeasuredPeak] = (),
+) -> Plan:
+    """Returns a plan with what training has shown, and nothing of a training before."""
+    plan = msgspec.structs.replace(plan, measured=tuple(measured))
     if fallbacks:
         reasons = tuple(f"stage {stage}: {fallbacks[stage]}" for stage in sorted(fallbacks))
         plan = msgspec.structs.replace(plan, fallbacks=reasons)

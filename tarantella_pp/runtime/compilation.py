@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
+import tensorflow as tf
 
+from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.keras_internals.training import build_metrics, compiled_loss, compiled_metrics
 from tarantella_pp.partition.extraction.keras_reader import ExtractedModel
 from tarantella_pp.partition.plan.plan_parts import OutputUse
 from tarantella_pp.runtime.batch.batch import Batch
+from tarantella_pp.runtime.batch.batch_step import BatchStep
 from tarantella_pp.runtime.batch.loss import BatchLoss
 from tarantella_pp.runtime.batch.loss_and_metrics import LossAndMetrics
 from tarantella_pp.runtime.batch.nested_structure import rebuild, tensors_in
@@ -18,13 +22,13 @@ from tarantella_pp.runtime.modules.model_outputs import unpacked
 from tarantella_pp.runtime.modules.stage_boundary import StageBoundary
 from tarantella_pp.runtime.modules.stage_module import StageModule
 from tarantella_pp.runtime.one_rank import on_one_rank
-from tarantella_pp.runtime.optimizer_step import Bucket, OptimizerStep
+from tarantella_pp.runtime.optimizer_step import OptimizerStep
 from tarantella_pp.runtime.probes.loss_probe import whole_batch_reason
+from tarantella_pp.runtime.probes.stage_probe import Pieces
 from tarantella_pp.runtime.replicas.gradient_reduction import GradientReduction
-from tarantella_pp.runtime.replicas.owned_values import OwnedValues
 from tarantella_pp.runtime.replicas.process_groups import ProcessGroups
-from tarantella_pp.runtime.state.tied_weights import TiedWeights
-from tarantella_pp.runtime.state.trainers import Trainers
+from tarantella_pp.runtime.replicas.replica_exchange import ReplicaExchange
+from tarantella_pp.runtime.state.rank_weights import RankWeights
 
 
 class Compilation:
@@ -37,11 +41,8 @@ class Compilation:
         boundary: The border of the last stage.
         last_rank: The rank of the last stage, which computes loss and metrics.
         modules: What this rank's stages compute with.
-        owners: The ranks that update weights.
-        ties: The weights that several ranks have.
+        weights: The weights that this rank has.
         groups: The ranks of the job.
-        buckets: The weights whose gradients are added up together over the replicas.
-        updated: The weights that replicas update for each other.
         gradient_dtype: Dtype in which gradients travel between replicas; `None` for their own.
 
     Attributes:
@@ -52,7 +53,6 @@ class Compilation:
         reach_known: Whether it is known which weights gradients reach.
         loss_per_sample: Whether the compiled loss has a value for each sample.
         tried: The kinds of batches whose steps have been compiled.
-        losses_checked: Whether it has been checked, in training or not, what layers add to it.
     """
 
     def __init__(
@@ -64,11 +64,8 @@ class Compilation:
         boundary: StageBoundary,
         last_rank: int,
         modules: Mapping[int, StageModule],
-        owners: Trainers,
-        ties: TiedWeights,
+        weights: RankWeights,
         groups: ProcessGroups,
-        buckets: Mapping[Bucket, Sequence[Any]],
-        updated: OwnedValues | None,
         gradient_dtype: str | None,
     ) -> None:
         y, weight = (_symbolic(description) for description in batch.targets)
@@ -81,21 +78,21 @@ class Compilation:
             self.loss_and_metrics = LossAndMetrics(model, extracted, boundary)
             self.loss = BatchLoss(model, extracted, boundary)
         shared_out = None
-        if updated is not None:
-            shared_out = {key: [*map(owners.replica, ws)] for key, ws in buckets.items()}
+        if weights.updated is not None:
+            replica = weights.trainers.replica
+            shared_out = {key: [*map(replica, ws)] for key, ws in weights.buckets.items()}
+        reduction = GradientReduction(
+            groups.peers, weights.buckets, gradient_dtype, owners=shared_out
+        )
         self.update = OptimizerStep(
-            model.optimizer,
-            modules,
-            model.trainable_variables,
-            owners,
-            ties,
-            buckets,
-            GradientReduction(groups.peers, buckets, gradient_dtype, owners=shared_out),
-            updated,
+            model.optimizer, modules, model.trainable_variables, weights, reduction
         )
         self.reach_known = False
-        self.losses_checked: set[bool] = set()
         self.tried: set[tuple[bool, bytes, int]] = set()
+        self._model = model
+        self._modules = modules
+        self._speaks = weights.trainers.speaks
+        self._losses_checked: set[bool] = set()
         self._has_metrics = compiled_metrics(model) is not None
         self._last_rank = last_rank
         self._communicator = groups.pipeline
@@ -117,6 +114,58 @@ class Compilation:
                 self._communicator, self._last_rank, "update the metrics", find
             )
         return self._why_whole[batch.signature]
+
+    def step(
+        self,
+        batch: Batch,
+        pieces: Pieces,
+        data: Sequence[Sequence[int]],
+        *,
+        training: bool,
+        exchange: ReplicaExchange,
+        report: Callable[[tf.Tensor], None] | None,
+    ) -> BatchStep:
+        """A step with loss and metrics; see `BatchStep` for the arguments."""
+        update = self.update
+        return BatchStep(
+            batch, pieces, data, self.loss_and_metrics, self.loss, training,
+            coupled=self.coupling is not None,
+            by_parts=self.why_whole(batch) is None,
+            scale=update.loss_scale() if training else None,
+            penalty=update.regularization_loss() if self._speaks else None,
+            report=report,
+            update=update.apply_early if training and self.reach_known else None,
+            exchange=exchange,
+            reduce=functools.partial(update.reduce, counts=not batch.share.is_spare)
+            if self.reach_known  # and with it which weights have gradients
+            else None,
+            progress=update.progress,
+        )  # fmt: skip
+
+    def check_losses(self, training: bool) -> None:
+        """Refuses, as Keras does, a step without a loss, and what cannot be added to its loss.
+
+        Args:
+            training: Whether the step was one of training; all ranks must call it after each.
+        """
+        loss = self._model.loss
+        if (loss is not None and not self.loss_per_sample) or training in self._losses_checked:
+            return
+        added = any(module.added_by[training] for module in self._modules.values())
+        added = any(self._communicator.allgather_json(added or self.update.penalizes))
+        if loss is None and not added:
+            raise ConfigurationError(
+                "No loss to compute. Provide a `loss` argument in `compile()`, or layers that add "
+                "losses. Received: loss=None"
+            )
+        if self.loss_per_sample and added:
+            raise ConfigurationError(
+                "The compiled loss has a value for each sample instead of one for the batch, and "
+                "regularizers or losses that layers add are one for the batch: Keras does not add "
+                "them up either. Use reduction='sum_over_batch_size' or 'sum'. "
+                "Received: a loss with reduction=None"
+            )
+        self._losses_checked.add(training)
 
     def clear(self, error: BaseException) -> None:
         """Drops what is left of a step that an error has ended."""

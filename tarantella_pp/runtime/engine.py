@@ -4,55 +4,36 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.keras_internals.training import (
     compiled_loss,
     compiled_metrics,
     standardize_inputs,
 )
 from tarantella_pp.partition.extraction.keras_reader import ExtractedModel, extract
-from tarantella_pp.partition.graph.layer_graph import LayerGraph
-from tarantella_pp.partition.plan.gradient_buckets import Buckets, gradient_buckets
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.planned_schedule import with_findings
-from tarantella_pp.runtime.batch.batch import Batch, Need
+from tarantella_pp.runtime.batch.batch import Batch
 from tarantella_pp.runtime.batch.batch_step import BatchStep
 from tarantella_pp.runtime.batch.data_feed import DataFeed
+from tarantella_pp.runtime.batch.need import inputs_of_stages, needs_of_ranks
 from tarantella_pp.runtime.compilation import Compilation
-from tarantella_pp.runtime.executor import Executor
 from tarantella_pp.runtime.interrupts import interrupts_put_off
-from tarantella_pp.runtime.modules.model_outputs import find_activations, pack_outputs
-from tarantella_pp.runtime.modules.stage_boundary import (
-    StageBoundary,
-    stage_boundaries,
-    stage_edges,
-)
+from tarantella_pp.runtime.modules.model_outputs import pack_outputs
 from tarantella_pp.runtime.one_rank import on_all_ranks
-from tarantella_pp.runtime.optimizer_step import Bucket
 from tarantella_pp.runtime.plan_watch import PlanWatch
 from tarantella_pp.runtime.probes.stage_probe import Pieces
-from tarantella_pp.runtime.rehearsal import Rehearsal
+from tarantella_pp.runtime.rank_stages import RankStages
 from tarantella_pp.runtime.replicas.batch_share import BatchShare, batch_shares
-from tarantella_pp.runtime.replicas.forward_state import ForwardState
-from tarantella_pp.runtime.replicas.owned_values import OwnedValues
 from tarantella_pp.runtime.replicas.process_groups import ProcessGroups
-from tarantella_pp.runtime.replicas.replica_check import check_all_replicas
 from tarantella_pp.runtime.replicas.replica_exchange import ReplicaExchange
 from tarantella_pp.runtime.shared_logs import SharedLogs
-from tarantella_pp.runtime.stage.gradient_reachability import find_connected_gradients
-from tarantella_pp.runtime.stage.stage import Stage
-from tarantella_pp.runtime.stage_messages import StageMessages
-from tarantella_pp.runtime.state.owners import Owners
-from tarantella_pp.runtime.state.remote_variables import (
-    Clock,
-    only_traced,
-)
-from tarantella_pp.runtime.state.tied_weights import TiedWeights, weights_of_several_ranks
-from tarantella_pp.runtime.state.trainers import Trainers
+from tarantella_pp.runtime.state.rank_weights import RankWeights
+from tarantella_pp.runtime.state.remote_variables import Clock, only_traced
 from tarantella_pp.runtime.step_schedules import StepSchedules
+from tarantella_pp.runtime.tracing.memory_meter import MemoryMeter
 from tarantella_pp.runtime.tracing.recorder import (
     LOGS,
     REDUCTIONS,
@@ -61,7 +42,6 @@ from tarantella_pp.runtime.tracing.recorder import (
     UPDATE,
     Recorder,
 )
-from tarantella_pp.schedule import Schedule
 
 
 class Engine:
@@ -77,6 +57,7 @@ class Engine:
             their own.
         clock: Counts the training steps of the model. Default: one that begins.
         check_every: After how many steps weights are compared between replicas; `None` for never.
+        meter: Measures the memory that this rank takes. Default: one that begins.
 
     Attributes:
         communicator: All ranks of the job.
@@ -84,13 +65,11 @@ class Engine:
         watch: The plan for the batches that are trained.
         placement: Rank of each stage.
         stages: This rank's stages, by their numbers.
-        owners: The ranks of the model's variables.
-        trainers: The ranks that update its weights.
+        weights: What this rank has of the model's weights.
         feed: Hands every rank its part of each batch.
         shared_logs: What its ranks know of losses and metrics.
         logs: Keras' logs after the last step, the same on all ranks; empty once metrics are reset.
         fallbacks: Stages of any rank that could not be cut in three, and why, once trained.
-        has_run: Whether stages have been traced, with their layers as they were.
         before_training: Called once, when the metrics of the next training step have variables.
     """
 
@@ -105,76 +84,43 @@ class Engine:
         wire_dtype: str | None = None,
         clock: Clock | None = None,
         check_every: int | None = None,
+        meter: MemoryMeter | None = None,
     ) -> None:
         self.extracted = extracted
         self.groups = groups
         self.communicator = groups.world
-        communicator = groups.pipeline
-        self._wire_dtype = wire_dtype
         self.clock = clock or Clock()
-        self.placement = plan.schedule_spec(communicator.size).placement
+        self.placement = plan.schedule_spec(groups.pipeline.size).placement
         self.logs: dict[str, Any] = {}
         self.fallbacks: dict[int, str] = {}
-        self.has_run = False
         self.before_training: Callable[[], None] | None = None
         self._model = model
         self._plan = plan
-        graph, rank = extracted.graph, communicator.rank
-        self._boundaries = stage_boundaries(
-            graph, plan.assignment, plan.num_stages, find_activations(extracted)
-        )
-        self._data = _places_of_data(self._boundaries, graph)
+        self._wire_dtype = wire_dtype
+        self._check_every = check_every
         # One process stands for all replicas: it runs their micro-batches one after the other.
         self._micro_batches = plan.num_micro_batches * plan.num_replicas // groups.num_replicas
+        self.stages = RankStages(
+            extracted, plan, self.placement, groups,
+            micro_batches=self._micro_batches, wire_dtype=wire_dtype,
+        )  # fmt: skip
+        self.weights = RankWeights(
+            extracted, plan, self.placement, groups, model.trainable_variables
+        )
+        self.schedules = StepSchedules(
+            plan, self._micro_batches, self.stages.edges, self.weights.bucket_counts, groups,
+            free_schedule,
+        )  # fmt: skip
+        self._meter = meter or MemoryMeter()
+        self.watch = PlanWatch(plan, extracted, self.schedules, groups, self._meter)
+        self._data = inputs_of_stages(self.stages.boundaries, extracted.graph)
         self.feed = DataFeed(
             groups.world,
-            _needs(self._data, self.placement, groups),
+            needs_of_ranks(self._data, self.placement, groups),
             functools.partial(standardize_inputs, model),
             self._shares,
         )
-        self.stages = {
-            boundary.index: Stage(
-                boundary,
-                [extracted.calls[node] for node in boundary.nodes],
-                recompute=boundary.index in plan.recompute,
-                micro_batches=self._micro_batches,
-                num_replicas=groups.num_replicas,
-            )
-            for boundary in self._boundaries
-            if self.placement[boundary.index] == rank
-        }
-        links = stage_edges(self._boundaries)
-        self._buckets: Sequence[Buckets] = ()
-        if groups.num_replicas > 1:
-            self._buckets = gradient_buckets(
-                graph, plan.assignment, plan.num_stages, plan.fusion_threshold
-            )
-        counts = [len(buckets) for buckets in self._buckets]
-        self.schedules = StepSchedules(
-            plan, self._micro_batches, links, counts, groups, free_schedule
-        )
-        self.watch = PlanWatch(plan, extracted, self.schedules)
-        exchange = StageMessages(communicator, graph, links, self.placement, wire_dtype=wire_dtype)
-        self._execution = Executor(self.stages, exchange, Recorder(1))
-        calls = zip(extracted.calls, plan.assignment, strict=True)
-        self._forward_state = ForwardState(
-            [call for call, stage in calls if self.placement[stage] == rank],
-            [stage.module.statistics for stage in self.stages.values()],
-            groups.peers,
-        )
-        self._rehearsal = Rehearsal(
-            self._boundaries, self.stages, exchange, self.placement, groups, self._forward_state
-        )
-        self._rehearsed: set[tuple[bool, bool]] = set()
-        self.owners = Owners(extracted, plan.assignment, self.placement, rank)
-        self._check_every = check_every
-        self._sharded = plan.shard_optimizer and groups.num_replicas > 1
-        self.trainers = Trainers(self.owners, extracted.variables, groups, self._sharded)
-        self._updated = self._updated_by_replicas()
-        self._ties = TiedWeights(weights_of_several_ranks(extracted, self.owners), communicator)
-        self.shared_logs = SharedLogs(
-            model, extracted, plan.assignment, self.placement, communicator
-        )
+        self.shared_logs = SharedLogs(model, extracted, plan.assignment, self.placement, groups)
         self._replica_exchange = ReplicaExchange(groups.peers)
         self._compilation: Compilation | None = None
         self._exchanges = False
@@ -186,7 +132,7 @@ class Engine:
             has_metrics = compiled_metrics(self._model) is not None
             self.watch.expect(compiled_loss(self._model), has_metrics)
         plan = self.watch.in_force or self._plan
-        return with_findings(plan, self.schedules.spec, self.fallbacks)
+        return with_findings(plan, self.schedules.spec, self.fallbacks, self.watch.measured)
 
     @property
     def prints(self) -> bool:
@@ -204,7 +150,7 @@ class Engine:
         """
         compiled = self._compiled_for(batch)
         self.watch.require(batch.rows, compiled.outputs(batch))
-        recorder, update = self._execution.recorder, compiled.update
+        recorder, update = self.stages.recorder, compiled.update
         with self._whole_or_nothing():
             self._rehearse(batch, training=True)
             self._compile_ahead(batch, compiled, training=True)
@@ -218,29 +164,28 @@ class Engine:
                 len(step.pieces.sizes), needs_whole_batch=compiled.coupling is not None
             )
             recorder.runs(schedule, batch.rows)
-            self._run(schedule, batch, step, compiled)
-            self._check_losses(compiled, training=True)
+            self._exchanges = True
+            self.stages.run(schedule, batch, step)
+            compiled.check_losses(training=True)
             if not compiled.reach_known:
-                self._find_reach(compiled)
-                self._find_fallbacks()
+                self._learn_of_gradients(compiled)
             if update.has_deferred_matmuls:
                 with recorder.span(SUMS):
                     update.finish_deferred_matmuls()
-            with self._exchange_of_ties():
+            with self._exchange(TIES, self.weights.ties.exist):
                 gradients = update.gather(counts=not batch.share.is_spare)
-            with self._exchange_of_gradients():
+            with self._exchange(REDUCTIONS, self.groups.num_replicas > 1):
                 sums = update.finish_reductions()
             with recorder.span(UPDATE):
                 update.apply(gradients, sums)
             with recorder.span(LOGS):
                 self.logs = self.shared_logs.share("train", step)
-            with self._exchange_of_ties():
-                self._ties.refresh()
+            with self._exchange(TIES, self.weights.ties.exist):
+                self.weights.ties.refresh()
         self.schedules.learn(recorder.last)
         if self._check_every is not None and self.clock.steps % self._check_every == 0:
-            position = self.groups.pipeline.rank
-            own = [v for v in self.extracted.variables if position in self.owners.ranks(v)]
-            check_all_replicas(own, self.groups)
+            self.weights.compare_replicas()
+        self.watch.step_done()
         return self.logs
 
     def test(self, batch: Batch) -> dict[str, Any]:
@@ -251,8 +196,9 @@ class Engine:
             self._compile_ahead(batch, compiled, training=False)
             step = self._step(batch, compiled, training=False)
             schedule = self.schedules.inference(len(step.pieces.sizes))
-            self._run(schedule, batch, step, compiled)
-            self._check_losses(compiled, training=False)
+            self._exchanges = True
+            self.stages.run(schedule, batch, step)
+            compiled.check_losses(training=False)
             self.logs = self.shared_logs.share("test", step)
         return self.logs
 
@@ -266,19 +212,23 @@ class Engine:
             self._rehearse(batch, training=False)
             if self.shared_logs.of_layers.exist:
                 self.shared_logs.metrics_change()
-            self._run(self.schedules.inference(len(step.pieces.sizes)), batch, step)
+            schedule = self.schedules.inference(len(step.pieces.sizes))
+            self._exchanges = True
+            self.stages.run(schedule, batch, step)
             exchange = self.shared_logs.exchange
             results = exchange.share_tensors(step.whole_results() if exchange.is_source else ())
-        values = dict(zip(self._boundaries[-1].model_outputs, results, strict=True))
-        return pack_outputs(self.extracted, values, self._boundaries[-1].activations)
+        last = self.stages.boundaries[-1]
+        values = dict(zip(last.model_outputs, results, strict=True))
+        return pack_outputs(self.extracted, values, last.activations)
+
+    def share_metrics(self) -> None:
+        """Gives every rank the state of all metrics; all must call it."""
+        self.shared_logs.share_metrics()
 
     def publish_weights(self) -> None:
         """Makes known to other ranks that weights have changed behind a step; all must call it."""
         self.clock.advance()
-        if self._updated is not None:
-            self._updated.spread()
-        self._ties.publish()
-        self._ties.refresh()
+        self.weights.publish()
 
     def forget_compilation(self) -> None:
         """Makes the next step look at the model's loss, metrics and optimizer anew."""
@@ -297,33 +247,15 @@ class Engine:
         """
         pairs = zip(self.extracted.graph.weights, self.extracted.variables, strict=True)
         same = all(weight.trainable == bool(variable.trainable) for weight, variable in pairs)
-        if same and not self.has_run:
+        if same and not self.stages.have_run:
             return self
         extracted = extract(self.extracted.model)
         self._plan.check(extracted.graph)
         return Engine(
             self._model, extracted, with_findings(self._plan, self.schedules.spec, {}),
             self.groups, free_schedule=self.schedules.free, wire_dtype=self._wire_dtype,
-            clock=self.clock, check_every=self._check_every,
+            clock=self.clock, check_every=self._check_every, meter=self._meter,
         )  # fmt: skip
-
-    def first_shapes(self) -> dict[str, Any]:
-        """What this rank's stages were compiled for first, by replica and stage."""
-        return {
-            f"{self.groups.replica}.{index}": stage.first_shapes
-            for index, stage in self.stages.items()
-        }
-
-    def begin_with(self, shapes: Mapping[str, Any]) -> None:
-        """Compiles this rank's stages as they were in a run that goes on here.
-
-        Args:
-            shapes: What `first_shapes` returned on all ranks of a job with the same plan.
-        """
-        for index, stage in self.stages.items():
-            known = shapes.get(f"{self.groups.replica}.{index}")
-            if known:
-                stage.begin_with(known)
 
     def record(self, recorder: Recorder | None) -> None:
         """Makes training steps tell when they do what.
@@ -331,7 +263,7 @@ class Engine:
         Args:
             recorder: Where it is noted; `None` to keep no more than the last step.
         """
-        self._execution.recorder = recorder or Recorder(1)
+        self.stages.recorder = recorder or Recorder(1)
 
     def _rehearse(self, batch: Batch, training: bool) -> None:
         """Tries the stages out before the first step of a kind.
@@ -339,16 +271,14 @@ class Engine:
         An error in it, which is the same on all ranks, leaves them able to go on.
         """
         pieces = self._pieces(batch)
-        kind = (training, pieces.total > 1)
-        if kind in self._rehearsed or (pieces.is_plain and pieces.total == 1):
+        if not self.stages.rehearsal.is_due(training, pieces):
             return
-        self._exchanges = self.has_run = True
+        self._exchanges = True
         step = BatchStep(batch, pieces, self._data, None, None, training=training)
-        error = self._rehearsal.run(step)
+        error = self.stages.rehearse(step)
         self._exchanges = False
         if error is not None:
             raise error
-        self._rehearsed.add(kind)
 
     def _compile_ahead(self, batch: Batch, compiled: Compilation, training: bool) -> None:
         """Compiles the loss, and later the stages, before the first step with batches of a kind.
@@ -363,75 +293,26 @@ class Engine:
 
         def compile_step() -> None:
             if not is_first:  # else they have been rehearsed just now
-                self._rehearsal.compile(step)
+                self.stages.rehearsal.compile(step)
             step.compile_loss()
 
         on_all_ranks(self.communicator, "compile the step", compile_step)
         compiled.tried.add(kind)
 
-    def _run(
-        self, schedule: Schedule, batch: Batch, step: BatchStep, compiled: Compilation | None = None
-    ) -> None:
-        """Runs this rank's actions; from now on an error may leave others with half a step."""
-        self.has_run = self._exchanges = True
-        merged: Sequence[Any] = ()
-        if compiled is not None and compiled.loss_and_metrics and compiled.why_whole(batch) is None:
-            merged = compiled.loss_and_metrics.metrics.variables
-        self._replica_exchange.begin_metrics(merged)
-        self._forward_state.begin(batch.share, step.training)
-        self._execution.run(schedule.actions[self.groups.pipeline.rank], step.rows, step)
-        self._forward_state.end(batch.shares, step.training)
-        if compiled is not None and self._reports_late:
-            self.shared_logs.report(step.added)
-
     def _step(self, batch: Batch, compiled: Compilation, *, training: bool) -> BatchStep:
         """A step with loss and metrics."""
-        update = compiled.update
-        ahead = update.apply_early if training and compiled.reach_known else None
-        return BatchStep(
-            batch, self._pieces(batch), self._data,
-            compiled.loss_and_metrics, compiled.loss, training,
-            coupled=compiled.coupling is not None,
-            by_parts=compiled.why_whole(batch) is None,
-            scale=update.loss_scale() if training else None,
-            penalty=update.regularization_loss()
-            if self._sharded or self.groups.replica == 0
-            else None,
-            report=None if self._reports_late else self.shared_logs.report,
-            update=ahead, exchange=self._replica_exchange,
-            reduce=functools.partial(update.reduce, counts=not batch.share.is_spare)
-            if compiled.reach_known  # and with it which weights have gradients
-            else None,
-            progress=update.progress,
+        return compiled.step(
+            batch, self._pieces(batch), self._data, training=training,
+            exchange=self._replica_exchange,
+            report=None if self.shared_logs.reports_late else self.shared_logs.report,
         )  # fmt: skip
 
     def _shares(self, rows: int) -> list[BatchShare]:
         return batch_shares(rows, self._micro_batches, self.groups.num_replicas)
 
     def _pieces(self, batch: Batch) -> Pieces:
-        is_plain = self.communicator.size == 1 and len(self._boundaries) == 1
+        is_plain = self.communicator.size == 1 and len(self.stages.boundaries) == 1
         return Pieces(batch.share.own_sizes, is_plain, len(batch.share.sizes))
-
-    def _check_losses(self, compiled: Compilation, training: bool) -> None:
-        """Refuses, as Keras does, a step without a loss, and what cannot be added to its loss."""
-        known = self._model.loss is not None and not compiled.loss_per_sample
-        if known or training in compiled.losses_checked:
-            return
-        added = any(stage.module.added_by[training] for stage in self.stages.values())
-        added = any(self.groups.pipeline.allgather_json(added or compiled.update.penalizes))
-        if self._model.loss is None and not added:
-            raise ConfigurationError(
-                "No loss to compute. Provide a `loss` argument in `compile()`, or layers that add "
-                "losses. Received: loss=None"
-            )
-        if compiled.loss_per_sample and added:
-            raise ConfigurationError(
-                "The compiled loss has a value for each sample instead of one for the batch, and "
-                "regularizers or losses that layers add are one for the batch: Keras does not add "
-                "them up either. Use reduction='sum_over_batch_size' or 'sum'. "
-                "Received: a loss with reduction=None"
-            )
-        compiled.losses_checked.add(training)
 
     @contextlib.contextmanager
     def _whole_or_nothing(self) -> Iterator[None]:
@@ -446,58 +327,22 @@ class Engine:
             with interrupts_put_off() if alone else contextlib.nullcontext():
                 yield
         except BaseException as error:
-            self._execution.clear()
-            for stage in self.stages.values():
-                stage.clear()
+            self.stages.clear()
             if self._compilation is not None:
                 self._compilation.clear(error)
             if self._exchanges:
                 self.communicator.breaks(error)
             raise
 
-    def _exchange_of_ties(self) -> contextlib.AbstractContextManager[None]:
-        if not self._ties.exist:
-            return contextlib.nullcontext()
-        return self._execution.recorder.span(TIES)
+    def _exchange(self, what: str, happens: bool) -> contextlib.AbstractContextManager[None]:
+        """Records what ranks exchange, if they do."""
+        return self.stages.recorder.span(what) if happens else contextlib.nullcontext()
 
-    def _exchange_of_gradients(self) -> contextlib.AbstractContextManager[None]:
-        if self.groups.num_replicas == 1:
-            return contextlib.nullcontext()
-        return self._execution.recorder.span(REDUCTIONS)
-
-    def _updated_by_replicas(self) -> OwnedValues | None:
-        """The weights of this rank, if replicas update them for each other."""
-        if not self._sharded:
-            return None
-        own = [w for w in self._model.trainable_variables if self.owners.is_own(w)]
-        return OwnedValues(self.groups.peers, own, [self.trainers.replica(w) for w in own])
-
-    def _own_buckets(self) -> dict[Bucket, list[Any]]:
-        """The weights that this rank reduces together, by stage and number."""
-        return {
-            (stage, number): [self.extracted.variables[i] for i in bucket]
-            for stage, buckets in enumerate(self._buckets)
-            if stage in self.stages
-            for number, bucket in enumerate(buckets)
-        }
-
-    @property
-    def _reports_late(self) -> bool:
-        """Whether what layers have measured is known only once replicas have added it up."""
-        return self.shared_logs.of_layers.exist and self.groups.num_replicas > 1
-
-    def _find_reach(self, compiled: Compilation) -> None:
-        scored = compiled.loss.reached if compiled.loss is not None else ()
-        find_connected_gradients(
-            self._boundaries, self.stages, self.placement, self.groups.pipeline, scored
-        )
+    def _learn_of_gradients(self, compiled: Compilation) -> None:
+        """Learns in the first step which weights have gradients, and which stages are not cut."""
+        self.stages.find_reach(compiled.loss.reached if compiled.loss is not None else ())
         compiled.reach_known = True
-
-    def _find_fallbacks(self) -> None:
-        """Learns on every rank which stages could not be cut."""
-        mine = {str(i): stage.fallback for i, stage in self.stages.items() if stage.fallback}
-        for theirs in self.groups.pipeline.allgather_json(mine):
-            self.fallbacks.update({int(i): reason for i, reason in theirs.items()})
+        self.fallbacks.update(self.stages.find_fallbacks())
 
     def _compiled_for(self, batch: Batch) -> Compilation:
         """Loss, metrics and optimizer, which the first batch after `compile` tells the rest of."""
@@ -505,32 +350,9 @@ class Engine:
             with only_traced():
                 self._compilation = Compilation(
                     self._model, self.extracted, batch,
-                    boundary=self._boundaries[-1], last_rank=self.placement[-1],
-                    modules={i: stage.module for i, stage in self.stages.items()},
-                    owners=self.trainers, ties=self._ties, groups=self.groups,
-                    buckets=self._own_buckets(), updated=self._updated,
+                    boundary=self.stages.boundaries[-1], last_rank=self.placement[-1],
+                    modules=self.stages.modules, weights=self.weights, groups=self.groups,
                     gradient_dtype=self._plan.gradient_dtype,
                 )  # fmt: skip
             self.shared_logs.guard_metrics()
         return self._compilation
-
-
-def _places_of_data(boundaries: Sequence[StageBoundary], graph: LayerGraph) -> list[list[int]]:
-    """For each stage, the positions of the model inputs that it uses."""
-    places = {tensor: i for i, tensor in enumerate(graph.inputs)}
-    return [[places[port.tensor] for port in boundary.model_inputs] for boundary in boundaries]
-
-
-def _needs(
-    data: Sequence[Sequence[int]], placement: Sequence[int], groups: ProcessGroups
-) -> list[Need]:
-    """What each rank of the job gets of each batch."""
-    used: list[set[int]] = [set() for _ in range(groups.pipeline.size)]
-    for rank, places in zip(placement, data, strict=True):
-        used[rank].update(places)
-    needs = {
-        rank: Need(tuple(sorted(used[position])), replica, targets=position == placement[-1])
-        for replica, ranks in enumerate(groups.world_ranks)
-        for position, rank in enumerate(ranks)
-    }
-    return [needs[rank] for rank in sorted(needs)]

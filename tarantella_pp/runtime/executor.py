@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from tarantella_pp.runtime.modules.stage_boundary import BoundaryTensor, StageBoundary
@@ -25,6 +26,27 @@ if TYPE_CHECKING:
     from tarantella_pp.runtime.stage.stage import Stage
 
 Values: TypeAlias = "dict[BoundaryTensor, tf.Tensor]"
+
+
+@dataclass(frozen=True, slots=True)
+class _Totals:
+    """What there is in a program, counted once for all steps that run it."""
+
+    receives: Sequence[Transfer]
+    sends: int
+    forwards: int
+    backwards: Counter[int]
+
+    @classmethod
+    def of(cls, program: Sequence[Action]) -> _Totals:
+        transfers = [action for action in program if isinstance(action, Transfer)]
+        computations = [action for action in program if isinstance(action, Compute)]
+        return cls(
+            [action for action in transfers if action.operation == "R"],
+            sum(action.operation == "S" for action in transfers),
+            sum(action.kind == "F" for action in computations),
+            Counter(action.stage for action in computations if action.kind in ("W", "BW")),
+        )
 
 
 class Executor:
@@ -49,6 +71,8 @@ class Executor:
         self._gradients: dict[Message, Sequence[tf.Tensor]] = {}
         self._awaited: dict[tuple[Direction, Message], Transfer] = {}
         self._waits_since = 0.0
+        self._program: Sequence[Action] = ()
+        self._totals = _Totals.of(())
         self._sends_left = 0
         self._backwards_left: Counter[int] = Counter()
         self._step: Step
@@ -62,18 +86,22 @@ class Executor:
             step: Where data comes from and results go.
         """
         self.clear()
-        self._messages.begin(program, rows)
+        if program is not self._program:
+            self._program, self._totals = program, _Totals.of(program)
+        self._messages.begin(self._totals.receives, rows)
         self._step = step
-        self._sends_left = sum(isinstance(a, Transfer) and a.operation == "S" for a in program)
-        computations = [action for action in program if isinstance(action, Compute)]
-        self._backwards_left = Counter(a.stage for a in computations if a.kind in ("W", "BW"))
-        forwards_left = sum(action.kind == "F" for action in computations)
+        self._sends_left = self._totals.sends
+        self._backwards_left = self._totals.backwards.copy()
+        forwards_left = self._totals.forwards
+        reduces = False
         for action in program:
-            step.progress()
+            if reduces:
+                step.progress()
             if isinstance(action, Transfer):
                 self._transfer(action)
                 continue
             if isinstance(action, Reduce):
+                reduces = True
                 with self.recorder.span(action):
                     step.reduce(action.stage, action.bucket)
                 continue

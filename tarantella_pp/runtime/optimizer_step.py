@@ -21,17 +21,11 @@ from tarantella_pp.keras_internals.optimizers import (
 from tarantella_pp.runtime.modules.gradient_accumulator import Collected
 from tarantella_pp.runtime.modules.stage_module import StageModule
 from tarantella_pp.runtime.replicas.gradient_reduction import GradientReduction
-from tarantella_pp.runtime.replicas.owned_values import OwnedValues
-from tarantella_pp.runtime.state.tied_weights import (
-    Gradient,
-    TiedWeights,
-    total,
-)
-from tarantella_pp.runtime.state.trainers import Trainers
+from tarantella_pp.runtime.state.rank_weights import Bucket, RankWeights
+from tarantella_pp.runtime.state.tied_weights import Gradient, total
 
 OfStage: TypeAlias = dict[int, Collected]
 Collections: TypeAlias = dict[int, OfStage]
-Bucket: TypeAlias = tuple[int, int]
 Gathered: TypeAlias = tuple[Collections, list[list[Gradient]]]
 
 
@@ -48,11 +42,8 @@ class OptimizerStep:
             model that is only evaluated, or has nothing to train.
         modules: The rank's stages.
         order: The model's trainable variables, in its order.
-        owners: The ranks that update the weights.
-        ties: Weights that other ranks use or train, too.
-        buckets: The weights whose gradients are added up together, by stage and number.
+        own: The weights that this rank has.
         reduction: Adds up the gradients of a bucket over the replicas.
-        updated: The weights that replicas update for each other.
     """
 
     def __init__(
@@ -60,16 +51,13 @@ class OptimizerStep:
         optimizer: Any,
         modules: Mapping[int, StageModule],
         order: Sequence[Any],
-        owners: Trainers,
-        ties: TiedWeights,
-        buckets: Mapping[Bucket, Sequence[Any]],
+        own: RankWeights,
         reduction: GradientReduction,
-        updated: OwnedValues | None,
     ) -> None:
-        self._ranks = owners.ranks
-        self._updated = updated
-        self._together = owners.ranks.size > 1 and looks_at_all_gradients(optimizer)
-        self._buckets = buckets
+        self._ranks = own.trainers.ranks
+        self._updated = own.updated
+        self._together = self._ranks.size > 1 and looks_at_all_gradients(optimizer)
+        self._buckets = own.buckets
         self._reduction = reduction
         self._started: set[Bucket] = set()
         self._taken: Collections = {}
@@ -78,15 +66,17 @@ class OptimizerStep:
             for i, weight in enumerate(module.accumulator.weights):
                 self._places.setdefault(id(weight), []).append((stage, i))
         self._sums = {stage: module.accumulator for stage, module in modules.items()}
-        self._ties = ties
+        self._ties = own.ties
         self._optimizer = optimizer
         self._last = min(modules)
         self._groups: dict[int, list[Any]] = {stage: [] for stage in modules}
         apart = updates_weights_alone(optimizer)
-        for weight in filter(owners.is_own, order):
+        for weight in filter(own.trainers.is_own, order):
             self._groups[self._stage_of(weight) if apart else self._last].append(weight)
         self._steps = {stage: _compiled(self._apply, stage) for stage in modules}
-        self._sums_of = {key: _compiled(self._local_gradients, ws) for key, ws in buckets.items()}
+        self._sums_of = {
+            key: _compiled(self._local_gradients, ws) for key, ws in own.buckets.items()
+        }
         self._updates = {stage: _compiled(self._update, stage) for stage in modules}
         self._sum_up = _compiled(self._local_gradients, self._groups[self._last])
         self._measure = tf.function(self._measured, autograph=False, reduce_retracing=True)

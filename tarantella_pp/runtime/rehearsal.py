@@ -23,6 +23,7 @@ from tarantella_pp.runtime.stage_messages import StageMessages
 from tarantella_pp.schedule import Transfer
 
 if TYPE_CHECKING:
+    from tarantella_pp.runtime.probes.stage_probe import Pieces
     from tarantella_pp.runtime.stage.stage import Stage
 
 
@@ -55,7 +56,13 @@ class Rehearsal:
         self._groups = groups
         self._state = state
         self._measures = False
+        self._tried: set[tuple[bool, bool]] = set()
         self._arrived: dict[int, list[tf.Tensor]] = defaultdict(list)
+
+    def is_due(self, training: bool, pieces: Pieces) -> bool:
+        """Whether steps of a kind are yet to be tried out."""
+        several = pieces.total > 1
+        return (training, several) not in self._tried and (several or not pieces.is_plain)
 
     def run(self, step: Step) -> Exception | None:
         """Runs the first micro-batch; all ranks must call it.
@@ -74,7 +81,10 @@ class Rehearsal:
         if self._measures:
             self._state.measured(before, step.training)
             self._state.restore(before)
-        return self._of_all_replicas(error)
+        error = self._of_all_replicas(error)
+        if error is None:
+            self._tried.add((step.training, step.pieces.total > 1))
+        return error
 
     def compile(self, step: Step) -> None:
         """Compiles this rank's stages for the micro-batches of a step, if it knows their shapes."""

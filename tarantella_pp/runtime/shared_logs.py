@@ -10,7 +10,7 @@ import tensorflow as tf
 from tarantella_pp.partition.extraction.keras_reader import ExtractedModel
 from tarantella_pp.runtime.batch.batch_step import BatchStep
 from tarantella_pp.runtime.batch.logs import LogExchange
-from tarantella_pp.runtime.comm.communicator import Communicator
+from tarantella_pp.runtime.replicas.process_groups import ProcessGroups
 from tarantella_pp.runtime.stage.layer_metrics import LayerMetrics
 from tarantella_pp.runtime.state.remote_variables import OF_METRICS, Clock, make_remote
 from tarantella_pp.runtime.state.variable_sync import broadcast_variable
@@ -24,7 +24,7 @@ class SharedLogs:
         extracted: Its graph and calls.
         assignment: Stage of each node.
         placement: Rank of each stage.
-        ranks: The ranks of the pipeline.
+        groups: The ranks of the job.
 
     Attributes:
         exchange: The messages.
@@ -37,15 +37,21 @@ class SharedLogs:
         extracted: ExtractedModel,
         assignment: Sequence[int],
         placement: Sequence[int],
-        ranks: Communicator,
+        groups: ProcessGroups,
     ) -> None:
-        self.exchange = LogExchange(ranks, placement[-1])
+        self.exchange = LogExchange(groups.pipeline, placement[-1])
         self.of_layers = LayerMetrics(extracted, assignment, placement)
         self._model = model
-        self._ranks = ranks
+        self._ranks = groups.pipeline
+        self._num_replicas = groups.num_replicas
         self._last = placement[-1]
         self._clock = Clock(OF_METRICS)
         self._differ = False
+
+    @property
+    def reports_late(self) -> bool:
+        """Whether what layers have measured is known only once replicas have added it up."""
+        return self.of_layers.exist and self._num_replicas > 1
 
     def report(self, added: tf.Tensor) -> None:
         """Tells the rank of the last stage what this one adds; see `LogExchange.report`."""
@@ -58,6 +64,8 @@ class SharedLogs:
             kind: What step it is of.
             step: The step, which has been run.
         """
+        if self.reports_late:
+            self.report(step.added)
         self.metrics_change()
         logs: Mapping[str, Any] = {}
         if self.exchange.is_source:

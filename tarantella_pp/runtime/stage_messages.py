@@ -106,17 +106,15 @@ class StageMessages:
         self._expected: list[Transfer] = []
         self._posted: dict[Transfer, RecvRequest] = {}
 
-    def begin(self, program: Sequence[Any], rows: Mapping[int, int]) -> None:
+    def begin(self, receives: Sequence[Transfer], rows: Mapping[int, int]) -> None:
         """Posts the first receives of a step.
 
         Args:
-            program: This rank's actions.
+            receives: All that this rank will `expect`, in order.
             rows: Number of samples of each micro-batch.
         """
         self._rows = rows
-        receives = (a for a in program if isinstance(a, Transfer) and a.operation == "R")
-        static = [a for a in receives if not self._way(a).is_dynamic]
-        self._expected = static[::-1]
+        self._expected = [*reversed(receives)]
         self._posted.clear()
         self._post_ahead()
 
@@ -186,6 +184,8 @@ class StageMessages:
     def _post_next(self) -> None:
         action = self._expected.pop()
         rows, way = self._rows[action.micro_batch], self._way(action)
+        if way.is_dynamic:
+            return  # its shapes come first
         if (way.tag, rows) not in self._specs:
             shapes = [self._shape_of(tensor, rows) for tensor in way.tensors]
             self._specs[way.tag, rows] = list(map(TensorSpec, shapes, way.on_wire))

@@ -61,6 +61,7 @@ def test_help_names_the_commands_that_exist() -> None:
         ),
         (["-n", "2"], "No script to run"),
         (["-n", "2", "--"], "No script to run"),
+        (["-n", "2", "--", "-m"], "No script to run"),
         (["missing.py"], "There is no script 'missing.py'"),
         (["--mpi", "pvm", "x.py"], "pvm"),
         (["-x", "A-B=1", "pyproject.toml"], "Received: -x A-B=1"),

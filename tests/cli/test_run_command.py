@@ -32,6 +32,13 @@ def test_the_script_gets_its_arguments_and_one_rank_prints(python: str, start: l
     assert note.startswith("tarantella: rank 0 printed 3 lines that are not shown; --output-on-all")
 
 
+def test_a_module_runs_as_python_m_would(python: str) -> None:
+    with tarantella(python, "-n", "2", "--", "-m", "hello", "a") as job:
+        result = job.result()
+    assert result.code == 0, result.stderr
+    assert result.stdout.startswith("hello 1 2 a\n")
+
+
 def test_variables_of_another_mpi_and_of_its_jobs_do_not_count(python: str) -> None:
     stale = {
         "PMIX_RANK": "0",

@@ -6,6 +6,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase as fnmatch
 from typing import Any
 
 import keras
@@ -22,8 +23,9 @@ from tests.exactness.trials import (
     ROUNDING,
     Trial,
     Verdict,
-    steps,
+    predicting,
 )
+from tests.helpers.draws import more_asked_for
 from tests.helpers.training import SAMPLES, Case, floats, integers, sgd
 
 NOT_BUILT = {
@@ -246,13 +248,21 @@ def middle_of(name: str, make: Callable[[], layers.Layer]) -> Middle:
     raise ExceptionGroup(f"Keras cannot run {name}", errors)
 
 
+ON_DEMAND = ("*1D", "*1DTranspose", "ConvLSTM3D", "Random*")
+USUALLY = ("RandomBrightness", "RandomCrop", "RandomErasing", "RandomFlip")
+"""Of layers that differ in dimensions only, or in what they draw, the others are left out."""
+
 Y = floats(2, seed=5)
 WEIGHTS = {"sample_weight": np.random.default_rng(4).uniform(0.2, 2, size=SAMPLES)}
 
 
 def trials() -> dict[str, Trial]:
-    """Each layer in a model of its own."""
-    return {name: trial(name, make) for name, make in kinds().items()}
+    """Each layer in a model of its own; those `ON_DEMAND` only then."""
+    return {
+        name: trial(name, make)
+        for name, make in kinds().items()
+        if more_asked_for() or name in USUALLY or not any(fnmatch(name, p) for p in ON_DEMAND)
+    }
 
 
 def trial(name: str, make: Callable[[], layers.Layer]) -> Trial:
@@ -265,5 +275,5 @@ def trial(name: str, make: Callable[[], layers.Layer]) -> Trial:
     beside = next(
         (o for o in (REFUSED, BY_MICRO_BATCH) if reason("layers", Verdict(name, o))), EXACT
     )
-    run = functools.partial(steps, rows=EVENLY)
+    run = functools.partial(predicting, rows=EVENLY)
     return Trial(name, case, run, limit, None if beside == REFUSED else beside)

@@ -22,7 +22,8 @@ from tests.helpers.training import SAMPLES, Case, floats, integers, sgd
 
 NOT_TRIED = {"Loss": "the base class of all losses"}
 
-REDUCTIONS = ("sum_over_batch_size", "mean", "mean_with_sample_weight", "sum", "none")
+OTHERS = ("sum_over_batch_size", "mean_with_sample_weight", "sum", "none")
+"""Reductions besides "mean"."""
 TIMES, CLASSES = 4, 3
 
 IDS = integers(5, TIMES, seed=1)
@@ -113,14 +114,14 @@ def model_and_targets(name: str) -> tuple[dict[bool, Any], Any, Any]:
 def trials() -> dict[str, Trial]:
     """All combinations, by name; of "mean", another word for the first reduction, only one.
 
-    Usually each loss with each reduction takes the next way in turn; all ways are tried on demand.
+    Usually each loss takes the next of the other reductions and ways in turn, which are all tried
+    so with one loss or another; all with all of them on demand.
     """
     found = {}
-    losses_of_keras = enumerate(kinds().items())
-    ways = itertools.product(losses_of_keras, enumerate(REDUCTIONS), enumerate(WAYS))
-    for (number, (name, make)), (place, reduction), (turn, way) in ways:
-        chosen = more_asked_for() or (number + place) % len(WAYS) == turn
-        if way == "masked, weighted" if reduction == "mean" else chosen:
+    ways = list(itertools.product(OTHERS, WAYS))
+    for number, (name, make) in enumerate(kinds().items()):
+        chosen = ways if more_asked_for() else [ways[number % len(ways)]]
+        for reduction, way in [("mean", "masked, weighted"), *chosen]:
             found[f"{name}, {reduction}, {way}"] = _trial(name, make, reduction, way)
     return found
 

@@ -31,9 +31,9 @@ ARGUMENTS: dict[str, Callable[[], Any]] = {
     "decay_steps": lambda: 2,
     "first_decay_steps": lambda: 2,
     "initial_learning_rate": lambda: 0.05,
-    "inner_optimizer": lambda: optimizers.SGD(0.05),
-    "optimizer_map": lambda: optimizers.OptimizerMap(optimizers.SGD(0.05)),
-    "default_optimizer": lambda: optimizers.SGD(0.05),
+    "inner_optimizer": lambda: sgd("inner"),
+    "optimizer_map": lambda: optimizers.OptimizerMap(sgd("first")),
+    "default_optimizer": lambda: sgd("second"),
     "values": lambda: [0.05, 0.02, 0.01],
 }
 OPTIONS: tuple[dict[str, Any], ...] = (
@@ -61,7 +61,7 @@ def build() -> keras.Model:
 def kinds() -> dict[str, Callable[[], optimizers.Optimizer]]:
     """All optimizers that Keras has, and two of them with options and schedules."""
     found: dict[str, Callable[[], optimizers.Optimizer]] = {
-        name: functools.partial(kind, **arguments_of(kind, ARGUMENTS))
+        name: functools.partial(made, kind)
         for name, kind in classes_in(optimizers, NOT_TRIED).items()
     }
     for kind in (optimizers.SGD, optimizers.Adam):
@@ -73,14 +73,23 @@ def kinds() -> dict[str, Callable[[], optimizers.Optimizer]]:
     return found
 
 
+def sgd(name: str) -> optimizers.Optimizer:
+    """One whose name does not count those that this rank has made before."""
+    return optimizers.SGD(0.05, name=name)
+
+
+def made(kind: type) -> optimizers.Optimizer:
+    return kind(**arguments_of(kind, ARGUMENTS))
+
+
 def scheduled(kind: type) -> optimizers.Optimizer:
     return optimizers.SGD(kind(**arguments_of(kind, ARGUMENTS)), momentum=0.9)
 
 
 def trials() -> dict[str, Trial]:
-    """Each optimizer with a model of its own."""
+    """Each optimizer with the same model."""
     return {
-        name: Trial(name, _case(make), functools.partial(training, rows=EVENLY))
+        name: Trial(name, _case(make), functools.partial(training, rows=EVENLY), again=True)
         for name, make in kinds().items()
     }
 

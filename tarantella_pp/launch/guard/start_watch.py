@@ -94,14 +94,15 @@ def missing_processes(pid: int) -> tuple[int, int]:
     try:
         parents = psutil.Process(pid).parents()
         launcher = next((p for p in parents if p.name() in _LAUNCHERS), None)
-        alive = [] if launcher is None else [*filter(_is_alive, launcher.children())]
+        alive = [] if launcher is None else [*filter(is_alive, launcher.children())]
     except psutil.Error:
         return 0, 0
     size = int(sizes[0])
     return (max(size - len(alive), 0), size) if alive else (0, 0)
 
 
-def _is_alive(process: psutil.Process) -> bool:
+def is_alive(process: psutil.Process) -> bool:
+    """Whether a process runs: it has neither gone nor ended without being missed yet."""
     try:
         return bool(process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:

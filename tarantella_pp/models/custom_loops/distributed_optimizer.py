@@ -12,7 +12,11 @@ from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.models.custom_loops.tensor_collectives import refuse_in_graph
 from tarantella_pp.partition.plan.plan_config import FUSION_THRESHOLD
 from tarantella_pp.runtime.comm.communicator import Communicator, world
-from tarantella_pp.runtime.replicas.gradient_reduction import Gradient, GradientReduction
+from tarantella_pp.runtime.replicas.gradient_reduction import (
+    Gradient,
+    GradientReduction,
+    in_buckets,
+)
 
 
 def DistributedOptimizer(  # noqa: N802 - the name that it has in Horovod
@@ -74,7 +78,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that it has in Horovod
         raise ConfigurationError(
             f"fusion_threshold is a number of bytes. Received: fusion_threshold={fusion_threshold}"
         )
-    if isinstance(optimizer, _Distributed):
+    if averages_gradients(optimizer):
         raise ConfigurationError("optimizer is a DistributedOptimizer already.")
     own = type(optimizer)
     exchange = _GradientExchange(op, fusion_threshold, wire_dtype)
@@ -84,6 +88,15 @@ def DistributedOptimizer(  # noqa: N802 - the name that it has in Horovod
         own.__name__, (_Distributed, own), {**names, "_gradient_exchange": exchange}
     )
     return optimizer
+
+
+def averages_gradients(optimizer: Any) -> bool:
+    """Whether an optimizer is a `DistributedOptimizer`.
+
+    Args:
+        optimizer: Any optimizer.
+    """
+    return isinstance(optimizer, _Distributed)
 
 
 class _Distributed:
@@ -148,23 +161,11 @@ class _GradientExchange:
         """Makes the buckets, unless they are those of these variables."""
         if [*map(id, variables)] == [*map(id, self._variables)]:
             return
-        buckets: list[list[int]] = []
-        room = 0
-        for i in reversed(range(len(variables))):
-            nbytes = _nbytes(variables[i])
-            if nbytes > room:
-                room = self._threshold
-                buckets.append([])
-            buckets[-1].append(i)
-            room -= nbytes
+        buckets = in_buckets(variables, self._threshold)
         self._buckets = dict(enumerate(buckets))
         weights = {key: [variables[i] for i in own] for key, own in self._buckets.items()}
         self._reduction = GradientReduction(ranks, weights, self._wire_dtype)
         self._variables = list(variables)
-
-
-def _nbytes(variable: Any) -> int:
-    return int(tf.TensorShape(variable.shape).num_elements() * tf.as_dtype(variable.dtype).size)
 
 
 def _scaled(gradient: Gradient, scale: float | None) -> Gradient:

@@ -9,11 +9,11 @@ import keras
 
 from tarantella_pp.keras_internals.data import DataAdapter
 from tarantella_pp.keras_internals.epochs import EpochStart
+from tarantella_pp.models.feeding.batch_engine import BatchEngine
 from tarantella_pp.models.feeding.data_cursor import DataCursor
 from tarantella_pp.runtime.batch.array_rows import ArrayRows
 from tarantella_pp.runtime.batch.batch import Batch
 from tarantella_pp.runtime.batch.data_feed import Batches, DataFeed
-from tarantella_pp.runtime.engine import Engine
 
 
 class FedData:
@@ -54,7 +54,7 @@ class FeedAdapter(DataAdapter):
 
     def __init__(
         self,
-        engine: Engine,
+        engine: BatchEngine,
         adapter: DataAdapter | None,
         num_batches: int | None,
         arrays: ArrayRows | None = None,
@@ -85,13 +85,13 @@ class FeedAdapter(DataAdapter):
 
     def on_epoch_end(self) -> None:
         """Gives every rank the state of all metrics, and passes the hook on to the user's data."""
-        self._engine.shared_logs.share_metrics()
+        self._engine.share_metrics()
         if self._adapter is not None:
             self._adapter.on_epoch_end()
 
 
 def step_function(
-    engine: Engine, step: Callable[[Batch], dict[str, Any]], steps_per_execution: int
+    engine: BatchEngine, step: Callable[[Batch], dict[str, Any]], steps_per_execution: int
 ) -> Callable[[Any], dict[str, Any]]:
     """Makes a function that trains or evaluates, as Keras' loops expect it."""
 
@@ -101,13 +101,13 @@ def step_function(
         for _, batch in zip(range(steps_per_execution - 1), batches, strict=False):
             logs = step(batch)
         if batches is not iterator:  # a single batch is an epoch of its own
-            engine.shared_logs.share_metrics()
+            engine.share_metrics()
         return logs
 
     return run
 
 
-def predict_function(engine: Engine) -> Callable[[Sequence[Any]], Any]:
+def predict_function(engine: BatchEngine) -> Callable[[Sequence[Any]], Any]:
     """Makes a function that predicts, as Keras' loops expect it."""
 
     def run(data: Sequence[Any]) -> Any:

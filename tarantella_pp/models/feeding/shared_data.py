@@ -23,11 +23,11 @@ from tarantella_pp.keras_internals.data import (
     get_data_adapter,
     order_of,
 )
+from tarantella_pp.models.feeding.batch_engine import BatchEngine
 from tarantella_pp.models.feeding.data_adapter import FeedAdapter
 from tarantella_pp.runtime.batch.array_rows import ArrayRows
 from tarantella_pp.runtime.batch.data_feed import READER
 from tarantella_pp.runtime.comm.communicator import Communicator
-from tarantella_pp.runtime.engine import Engine
 
 logger = logging.getLogger(__name__)
 _NOTHING = "nothing"
@@ -56,7 +56,7 @@ def given_data(
 
 
 def shared_adapters(
-    engine: Engine, find: Callable[[], Sequence[GivenData | None]], *, describe: bool = False
+    engine: BatchEngine, find: Callable[[], Sequence[GivenData | None]], *, describe: bool = False
 ) -> list[FeedAdapter | None]:
     """Opens the user's data where they are read, and tells all ranks how much there is.
 
@@ -98,7 +98,12 @@ def shared_adapters(
 
 
 def shared_adapter(
-    engine: Engine, x: Any, y: Any, sample_weight: Any, batch_size: int | None, steps: int | None
+    engine: BatchEngine,
+    x: Any,
+    y: Any,
+    sample_weight: Any,
+    batch_size: int | None,
+    steps: int | None,
 ) -> FeedAdapter | None:
     """Opens data to evaluate or predict, as `shared_adapters`."""
     given = given_data((x, y, sample_weight), batch_size, steps)

@@ -12,6 +12,7 @@ from tarantella_pp.partition.plan.plan_config import PlanConfig
 from tarantella_pp.partition.plan.plan_parts import (
     Alternative,
     CutEdge,
+    MeasuredPeak,
     OutputUse,
     StagePlan,
     Tie,
@@ -82,6 +83,8 @@ class Plan(
             was not simulated.
         next_best: What would have been chosen without this plan's shape, schedule and balance.
         advice: A plan with another balance, that is faster or needs less memory.
+        measured: What each rank of a pipeline has really taken of its memory, the largest of all
+            replicas; empty before the first training step.
     """
 
     noun: ClassVar[str] = "plan"
@@ -105,6 +108,7 @@ class Plan(
     step_seconds: float | None = None
     next_best: Alternative | None = None
     advice: Alternative | None = None
+    measured: tuple[MeasuredPeak, ...] = ()
     version: int = 1
 
     def __post_init__(self) -> None:

@@ -15,6 +15,12 @@ from tarantella_pp.partition.plan.choice_lines import choice_lines
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan.plan_config import common_limit
 from tarantella_pp.partition.plan.plan_parts import StagePlan
+from tarantella_pp.partition.plan.rank_memory import (
+    measured_lines,
+    measured_note,
+    measured_of_stages,
+    measured_text,
+)
 
 
 def table(plan: Plan) -> Group:
@@ -30,7 +36,9 @@ def table(plan: Plan) -> Group:
     rows.add_column("Stage", justify="right")
     measured = all(stage.seconds is not None for stage in plan.stages)
     work = "Time" if measured else "FLOPs"
-    for name in ("Ops", "Weights", "State", "Activations", "Memory", work, "Sends"):
+    taken = measured_of_stages(plan)
+    heads = ("Ops", "Weights", "State", "Activations", "Memory", work, "Sends")
+    for name in heads if taken is None else (*heads[:5], "Measured", *heads[5:]):
         rows.add_column(name, justify="right", overflow="fold")
     total = sum(stage.flops for stage in plan.stages) or 1.0
     largest = max(stage.memory_bytes for stage in plan.stages)
@@ -43,6 +51,7 @@ def table(plan: Plan) -> Group:
             format_bytes(stage.state_bytes, short=True),
             _activations(stage),
             Text(memory, style="bold" if stage.memory_bytes == largest else ""),
+            *([] if taken is None else [measured_text(taken[i], short=True)]),
             f"{1e3 * (stage.seconds or 0.0):.3g}ms"
             if measured
             else f"{100 * stage.flops / total:.1f}%",
@@ -119,6 +128,10 @@ def _footer(plan: Plan) -> list[str]:
         "Activations = micro-batches in flight x bytes of one.",
         "Memory = State + Activations + peak temporaries + message buffers.",
     ]
+    if measured_of_stages(plan) is not None:
+        lines.append(measured_note(plan.measured))
+    else:
+        lines += measured_lines(plan)
     if plan.ranks:
         lines.append(f"Ranks: {'; '.join(_rank(plan, rank) for rank in range(plan.num_ranks))}.")
     lines += _replicas(plan)

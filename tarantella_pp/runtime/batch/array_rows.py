@@ -44,6 +44,11 @@ class ArrayRows:
         y, weight = (_rows_of(part, rows) for part in self._parts[1:])
         return y, weight
 
+    def whole(self, rows: Any) -> Any:
+        """All that there is of some samples, in the structure in which Keras gives a batch."""
+        x, y, weight = (_rows_of(part, rows) for part in self._parts)
+        return keras.utils.pack_x_y_sample_weight(x, y, weight)
+
     def fingerprint(self) -> str:
         """A short text that is the same for the same arrays in the same structure."""
         description, leaves = describe(self._parts)

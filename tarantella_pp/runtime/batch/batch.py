@@ -1,4 +1,4 @@
-"""A batch as one rank has it, and what each rank needs of batches."""
+"""A batch as one rank has it."""
 
 from __future__ import annotations
 
@@ -9,26 +9,6 @@ from typing import Any
 import tensorflow as tf
 
 from tarantella_pp.runtime.replicas.batch_share import BatchShare
-
-
-@dataclass(frozen=True, slots=True)
-class Need:
-    """What a rank gets of each batch.
-
-    Attributes:
-        inputs: The positions of the model inputs that it uses.
-        replica: Its replica, whose samples it gets.
-        targets: Whether it gets targets and sample weights.
-    """
-
-    inputs: tuple[int, ...]
-    replica: int = 0
-    targets: bool = False
-
-    @property
-    def any(self) -> bool:
-        """Whether it gets anything."""
-        return bool(self.inputs) or self.targets
 
 
 @dataclass(frozen=True)

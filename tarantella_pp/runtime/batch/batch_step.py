@@ -95,6 +95,11 @@ class BatchStep:
         """Number of samples of each micro-batch."""
         return dict(enumerate(self._sizes))
 
+    def begin(self) -> None:
+        """Has metrics that add up count from zero on all replicas but the first."""
+        if self._by_parts and self._loss_and_metrics is not None:
+            self._exchange.begin_metrics(self._loss_and_metrics.metrics.variables)
+
     def data(self, stage: int, micro_batch: int) -> Sequence[tf.Tensor]:
         """The model inputs of a stage."""
         return [self._pieces[i][micro_batch] for i in self._data[stage]]
@@ -214,11 +219,8 @@ class BatchStep:
         if not self._by_parts:
             results = self.whole_results()
             loss_and_metrics.metrics.add(batch.y, results, batch.sample_weight, batch.signature)
-        totals = [tf.cast(loss.total, self._dtype) for loss in self._losses]
-        each = [
-            tf.add_n(parts) for parts in zip(*(loss.each for loss in self._losses), strict=True)
-        ]
-        losses = [tf.add_n(totals), *each]
+        parts = ([loss.total, *loss.each] for loss in self._losses)
+        losses = [tf.add_n(summands) for summands in zip(*parts, strict=True)]
         if not self._counts:
             losses = [tf.zeros_like(loss) for loss in losses]
         losses[0] += self.added + tf.constant(elsewhere, self._dtype)

@@ -17,7 +17,8 @@ import tensorflow as tf
 
 from tarantella_pp.errors import ConfigurationError, UnsupportedModelError
 from tarantella_pp.runtime.batch.array_rows import ArrayRows
-from tarantella_pp.runtime.batch.batch import Batch, Need
+from tarantella_pp.runtime.batch.batch import Batch
+from tarantella_pp.runtime.batch.need import Need
 from tarantella_pp.runtime.batch.nested_structure import (
     describe,
     rebuild,
@@ -89,26 +90,35 @@ class DataFeed:
             raise
 
     def _distribute(self, data: Any) -> Batch:
-        x, y, weight = keras.utils.unpack_x_y_sample_weight(_without_optionals(data))
-        inputs = [_dense(tensor, "an input") for tensor in self._standardize(x)]
-        y_struct, y_leaves = describe(y)
-        w_struct, w_leaves = describe(weight)
-        signature = _signature(inputs, y_struct, w_struct)
+        inputs, targets, structures = self._opened(_without_optionals(data))
         rows = int(inputs[0].shape[0])
-        targets = [tf.convert_to_tensor(_dense(t, "a target")) for t in (*y_leaves, *w_leaves)]
-        self._announce(rows, signature)
+        self._announce(rows, _signature(inputs, *structures))
         shares = self._shares(rows)
         for rank, need in enumerate(self._needs):
             if rank != self._communicator.rank:
                 own = shares[need.replica].own_rows
-                arrays = [to_buffer(inputs[i])[own] for i in need.inputs]
+                arrays = [to_buffer(inputs[i])[own] for i in self._wanted(need, len(inputs))]
                 arrays += map(to_buffer, targets if need.targets else ())
                 if arrays:
                     self._communicator.send(arrays, rank, _DATA_TAG, label="data")
         own = shares[self._need.replica].own_rows
         whole = own == slice(0, rows)
-        mine = {i: inputs[i] if whole else inputs[i][own] for i in self._need.inputs}
-        return self._batch(rows, mine, targets, (y_struct, w_struct))
+        wanted = self._wanted(self._need, len(inputs))
+        mine = {i: inputs[i] if whole else inputs[i][own] for i in wanted}
+        return self._batch(rows, mine, targets, structures)
+
+    def _opened(self, data: Any) -> tuple[list[tf.Tensor], list[tf.Tensor], tuple[Any, Any]]:
+        """Takes a batch apart: model inputs; targets and their weights; the structures of both."""
+        x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
+        inputs = [dense(tensor, "an input") for tensor in self._standardize(x)]
+        y_struct, y_leaves = describe(y)
+        w_struct, w_leaves = describe(weight)
+        targets = [tf.convert_to_tensor(dense(t, "a target")) for t in (*y_leaves, *w_leaves)]
+        return inputs, targets, (y_struct, w_struct)
+
+    def _wanted(self, need: Need, count: int) -> Sequence[int]:
+        """Which of so many inputs a rank gets."""
+        return need.inputs
 
     def _order(self, numbers: tf.Tensor, arrays: ArrayRows) -> Batch:
         """Tells every rank the numbers of the samples that come next."""
@@ -116,13 +126,18 @@ class DataFeed:
         inputs, leaves = self._own_parts(order, arrays)
         first = order[:1]  # is enough to see what there is, on a rank that does not need it
         inputs = inputs or self._standardize(arrays.inputs(first))
-        targets = tuple(describe(part)[0] for part in arrays.targets(first))
-        self._announce(len(order), _signature(inputs, *targets))
+        structures = self._structures(arrays, first)
+        self._announce(len(order), _signature(inputs, *structures))
         for rank, need in enumerate(self._needs):
             if rank != self._communicator.rank and need.any:
                 self._communicator.send([order], rank, _DATA_TAG, label="order of samples")
-        mine = {i: inputs[i] for i in self._need.inputs}
-        return self._batch(len(order), mine, leaves, targets)
+        mine = {i: inputs[i] for i in self._wanted(self._need, len(inputs))}
+        return self._batch(len(order), mine, leaves, structures)
+
+    def _structures(self, arrays: ArrayRows, rows: Any) -> tuple[Any, Any]:
+        """The structures of targets and of their weights."""
+        y, weight = (describe(part)[0] for part in arrays.targets(rows))
+        return y, weight
 
     def _own_parts(
         self, order: np.ndarray[Any, Any], arrays: ArrayRows
@@ -175,7 +190,7 @@ class DataFeed:
         if arrays is not None:
             return self._take(rows, arrays)
         specs, y, weight = self._signature
-        need = self._need.inputs
+        need = self._wanted(self._need, len(specs))
         own = sum(self._shares(rows)[self._need.replica].own_sizes)
         wanted = [(own, *specs[i]) for i in need]
         if self._need.targets:
@@ -196,7 +211,7 @@ class DataFeed:
         if self._need.any:
             order = self._get([TensorSpec((rows,), np.dtype(np.int64))], _DATA_TAG)[0]
             inputs, leaves = self._own_parts(order, arrays)
-        mine = {i: inputs[i] for i in self._need.inputs}
+        mine = {i: inputs[i] for i in self._wanted(self._need, len(inputs))}
         return self._batch(rows, mine, leaves, self._signature[1:])
 
     def _get(self, specs: Sequence[TensorSpec], tag: int) -> list[np.ndarray[Any, Any]]:
@@ -240,8 +255,13 @@ def _signature(inputs: Sequence[tf.Tensor], y: Any, weight: Any) -> bytes:
     return msgspec.msgpack.encode([specs, y, weight])
 
 
-def _dense(value: Any, what: str) -> Any:
-    """Refuses what no buffer holds; plain Keras computes with it, each layer in its own way."""
+def dense(value: Any, what: str) -> Any:
+    """Refuses what no buffer holds; plain Keras computes with it, each layer in its own way.
+
+    Args:
+        value: A tensor of a batch.
+        what: What it is, for the error.
+    """
     if isinstance(value, (tf.RaggedTensor, tf.SparseTensor)):
         raise UnsupportedModelError(
             f"Expected dense tensors from the data. Received: {what} that is a "

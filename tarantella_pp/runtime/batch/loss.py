@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import keras
 import tensorflow as tf
 
 from tarantella_pp.errors import UnsupportedModelError
@@ -24,13 +24,13 @@ from tarantella_pp.runtime.tf_graph.compiled_function import CompiledFunction, d
 _COMPILED_SIGNATURES = 16
 
 
-@dataclass(frozen=True)
-class LossValue:
+class LossValue(NamedTuple):
     """A loss, or what some samples contribute to it.
 
     Attributes:
-        total: The loss.
-        each: The loss of each output that has one, before it is weighted.
+        total: The loss, in Keras' default float type.
+        each: The loss of each output that has one, before it is weighted; none if Keras does not
+            track them, as for a single loss.
         gradients: Gradient of the total with respect to each output; empty if not asked for.
     """
 
@@ -66,6 +66,7 @@ class BatchLoss:
             if not tensor.mask and extracted.graph.tensors[tensor.tensor].has_gradient
         ]
         first = compiled_loss(model)
+        self._tracks_each = first is not None and bool(first.metrics)
         self._whole = None if first is None else second_loss(first, self._noted)
         self._measure: Any = None if first is None else second_loss(first, self._measured)
         self._add_up = None if first is None else second_loss(first, self._contribution)
@@ -187,10 +188,11 @@ class BatchLoss:
         """A function compiled for these shapes; `None` once there were too many."""
         results = tuple((tensor.shape, tensor.dtype) for tensor in arguments[1])
         key = (function, differentiate, signature, results)
-        if key not in self._compiled and len(self._compiled) < _COMPILED_SIGNATURES:
+        compiled = self._compiled.get(key)
+        if compiled is None and len(self._compiled) < _COMPILED_SIGNATURES:
             run = functools.partial(function, differentiate)
-            self._compiled[key] = CompiledFunction.like(run, arguments)
-        return self._compiled.get(key)
+            compiled = self._compiled[key] = CompiledFunction.like(run, arguments)
+        return compiled
 
     def _call(
         self,
@@ -242,20 +244,24 @@ class BatchLoss:
         """The loss, that of each output, and the gradients, multiplied, if they are needed."""
         sources = [results[i] for i in self._sources] if differentiate else []
         if loss is None:
-            return [tf.zeros(()), *map(tf.zeros_like, sources)]
+            return [tf.zeros((), keras.config.floatx()), *map(tf.zeros_like, sources)]
         self._each = []
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(sources)
             value = loss(y, self._pack(results), sample_weight)
+        values = [
+            tf.cast(value, keras.config.floatx()),
+            *(self._each if self._tracks_each else ()),
+        ]
         if not differentiate:
-            return [value, *self._each]
+            return values
         seed = None if scale is None else tf.fill(tf.shape(value), tf.cast(scale, value.dtype))
         found = tape.gradient(value, sources, output_gradients=seed)
         pairs = list(zip(self._sources, found, strict=True))
         self.reached = {self._results[i].tensor for i, gradient in pairs if gradient is not None}
         zeros = map(tf.zeros_like, sources)
         gradients = [z if g is None else g for z, g in zip(zeros, found, strict=True)]
-        return [value, *self._each, *gradients]
+        return [*values, *gradients]
 
     def _noted(self, loss: Any, y: Any, y_pred: Any, sample_weight: Any) -> tf.Tensor:
         """Stands for one loss: notes its value."""

@@ -122,12 +122,12 @@ def compiled_facts(given: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         given: The arguments of `keras.Model.compile`, defaults included.
     """
-    facts = {name: keras.tree.map_structure(_named, given[name]) for name in _COMPILED}
+    facts = {name: keras.tree.map_structure(named, given[name]) for name in _COMPILED}
     optimizer = given["optimizer"]
-    facts["optimizer"] = _named(optimizer)
+    facts["optimizer"] = named(optimizer)
     if isinstance(optimizer, keras.optimizers.Optimizer):
-        options = optimizer.get_config()
-        facts |= {f"optimizer.{k}": v for k, v in options.items() if k != "name" and _is_plain(v)}
+        options = _nameless(optimizer.get_config())
+        facts |= {f"optimizer.{k}": v for k, v in options.items() if _is_plain(v)}
     return facts
 
 
@@ -140,11 +140,22 @@ def learning_rate_of(given: Mapping[str, Any]) -> float:
     return settable_learning_rate(given["self"])
 
 
-def _named(value: Any) -> Any:
-    """A value that can be compared between processes: numbers and names."""
+def named(value: Any) -> Any:
+    """A value that can be compared between processes: numbers and names.
+
+    Args:
+        value: Anything.
+    """
     if value is None or isinstance(value, (str, int, float)):
         return value
     return getattr(value, "__name__", type(value).__name__)
+
+
+def _nameless(value: Any) -> Any:
+    """A configuration without names, inside of it, too: Keras numbers what a process makes."""
+    if isinstance(value, dict):
+        return {key: _nameless(part) for key, part in value.items() if key != "name"}
+    return [_nameless(part) for part in value] if isinstance(value, list) else value
 
 
 def _is_plain(value: Any) -> bool:

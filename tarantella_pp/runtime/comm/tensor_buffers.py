@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import ml_dtypes
@@ -70,6 +71,16 @@ def variable_dtype(variable: Any) -> np.dtype[Any]:
     """
     found: np.dtype[Any] = np.dtype(tf.as_dtype(variable.dtype).as_numpy_dtype)
     return found
+
+
+def variable_bytes(variable: Any) -> int:
+    """Returns the size in bytes of a Keras or TensorFlow variable.
+
+    Args:
+        variable: The variable; it is not read.
+    """
+    size: int = math.prod(tuple(variable.shape))
+    return size * variable_dtype(variable).itemsize
 
 
 def value_of(variable: Any) -> np.ndarray[Any, Any]:

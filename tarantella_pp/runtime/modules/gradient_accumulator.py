@@ -120,9 +120,12 @@ class GradientAccumulator:
         Returns:
             Whether that was anything.
         """
-        due = sorted((p for p in self._products.values() if p.is_due), key=lambda p: p.room)
+        due = [products for products in self._products.values() if products.is_due]
+        if not due:
+            return False
+        due.sort(key=lambda products: products.room)
         needed = [math.ceil(number / products.room) for number, products in enumerate(due, 1)]
-        late = due[: max(needed, default=0)]
+        late = due[: max(needed)]
         for products in late:
             products.multiply()
         return bool(late)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from tarantella_pp.partition.graph.crossings import crossings, readers
 from tarantella_pp.partition.graph.layer_graph import LayerGraph
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class BoundaryTensor:
+class BoundaryTensor(NamedTuple):
     """One value at the border of a stage: a tensor, or the Keras mask that belongs to it.
 
     Attributes:
@@ -40,7 +40,7 @@ class StageEdge:
     gradients: tuple[BoundaryTensor, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StageBoundary:
     """The border of one stage.
 
@@ -71,20 +71,20 @@ class StageBoundary:
         """For each of some tensors along which dimension its samples are, if it has any."""
         return [self.sample_axes.get(tensor, 0) for tensor in tensors]
 
-    @property
+    @functools.cached_property
     def inputs(self) -> tuple[BoundaryTensor, ...]:
         """All values the stage takes in: model inputs first, then edge by edge."""
         return self.model_inputs + tuple(
             tensor for edge in self.receives for tensor in edge.tensors
         )
 
-    @property
+    @functools.cached_property
     def outputs(self) -> tuple[BoundaryTensor, ...]:
         """All values the stage hands on, each once, the model's outputs last."""
         sent = {tensor: None for edge in self.sends for tensor in edge.tensors}
         return tuple(sent | dict.fromkeys(self.model_outputs))
 
-    @property
+    @functools.cached_property
     def input_gradients(self) -> tuple[BoundaryTensor, ...]:
         """Those of `inputs` whose gradient the stage sends back."""
         return tuple(tensor for edge in self.receives for tensor in edge.gradients)

@@ -67,6 +67,11 @@ class BatchStatistics:
         """The moving averages that are kept here, as far as stages have been traced."""
         return [v for part in self._layers for v in (part.moving_mean, part.moving_variance)]
 
+    @property
+    def variables(self) -> list[tf.Variable]:
+        """What is kept here of a batch."""
+        return list(self._seen.values())
+
     def merge(self, peers: Communicator, counts: Sequence[int]) -> None:
         """Puts together what all replicas have seen.
 

@@ -56,7 +56,7 @@ class ForwardState:
         known = {*self._statistics, *self._metrics}
         self._seeds = [v for key, v in seeds.items() if key not in known]
         self._drawn: dict[bool, list[Array]] = {}
-        self._before: list[Array] = []
+        self._before: dict[int, Array] = {}
 
     def must_measure(self, training: bool) -> bool:
         """Whether it is yet to be found out how much a micro-batch draws."""
@@ -87,18 +87,20 @@ class ForwardState:
 
     def begin(self, share: BatchShare, training: bool) -> None:
         """Sets seeds to where the replicas before this one leave them."""
-        self._before = self.snapshot()
-        drawn = self._drawn.get(training, ())
-        for seed, start, number in zip(self._seeds, self._before, drawn, strict=False):
+        kept = [*self._seeds, *self._metrics.values()]
+        if training:
+            kept += [variable for variable, _ in self._in_turn]
+        self._before = {id(variable): value_of(variable) for variable in kept}
+        for seed, number in zip(self._seeds, self._drawn.get(training, ()), strict=False):
+            start = self._before[id(seed)]
             seed.assign(start + number * np.asarray(share.first, start.dtype))
 
     def end(self, shares: Sequence[BatchShare], training: bool) -> None:
         """Gives all replicas the state after the whole batch."""
         counts = [share.count for share in shares]
         number = sum(counts)
-        for seed, start, drawn in zip(
-            self._seeds, self._before, self._drawn.get(training, ()), strict=False
-        ):
+        for seed, drawn in zip(self._seeds, self._drawn.get(training, ()), strict=False):
+            start = self._before[id(seed)]
             seed.assign(start + drawn * np.asarray(number, start.dtype))
         self._add_up_metrics(counts)
         if training:
@@ -110,19 +112,13 @@ class ForwardState:
 
     def _put_in_turn(self, counts: Sequence[int]) -> None:
         """Gives all replicas the averages that take in one micro-batch after the other."""
-        of_batch = {id(v) for statistics in self._of_batch for v in statistics.averages}
-        averages = zip(self._statistics.values(), self._before[len(self._seeds) :], strict=False)
-        in_turn = [
-            (variable, factor, start)
-            for (variable, factor), start in averages
-            if id(variable) not in of_batch
-        ]
+        in_turn = self._in_turn
         gathered = [
             self._peers.start_allgather([value_of(variable)[None]], label="statistics")
-            for variable, _, _ in in_turn
+            for variable, _ in in_turn
         ]
-        for (variable, factor, start), request in zip(in_turn, gathered, strict=True):
-            total = start
+        for (variable, factor), request in zip(in_turn, gathered, strict=True):
+            total = start = self._before[id(variable)]
             values = request.wait()[0]
             for theirs, count in zip(values, counts, strict=True):
                 if count:
@@ -131,15 +127,23 @@ class ForwardState:
 
     def _add_up_metrics(self, counts: Sequence[int]) -> None:
         metrics = list(self._metrics.values())
-        starts = self._before[len(self._before) - len(metrics) :]
         requests = [
             self._peers.start_allgather([value_of(variable)[None]], label="metrics of layers")
             for variable in metrics
         ]
-        for variable, start, request in zip(metrics, starts, requests, strict=True):
-            values = request.wait()[0]
+        for variable, request in zip(metrics, requests, strict=True):
+            values, start = request.wait()[0], self._before[id(variable)]
             added = [theirs - start for theirs, count in zip(values, counts, strict=True) if count]
             variable.assign(sum(added, start))
+
+    @property
+    def _in_turn(self) -> list[tuple[Any, float]]:
+        """The averages that take in one micro-batch after the other, as far as stages are traced.
+
+        Until then it is all of them; see `BatchStatistics`.
+        """
+        of_batch = {id(v) for statistics in self._of_batch for v in statistics.averages}
+        return [pair for key, pair in self._statistics.items() if key not in of_batch]
 
     @property
     def _variables(self) -> list[Any]:

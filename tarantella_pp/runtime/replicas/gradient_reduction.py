@@ -22,6 +22,7 @@ from tarantella_pp.runtime.comm.tensor_buffers import (
     cast,
     to_buffer,
     to_tensor,
+    variable_bytes,
     variable_dtype,
 )
 
@@ -252,6 +253,28 @@ class GradientReduction:
             tag=bucket.tag + 1 + 2 * len(bucket.dtypes) + i,
             label=f"rows of {bucket.label}",
         )
+
+
+def in_buckets(variables: Sequence[Any], fusion_threshold: int) -> list[list[int]]:
+    """Packs variables whose gradients come together, those of the last layers first.
+
+    Args:
+        variables: Keras or TensorFlow variables.
+        fusion_threshold: Bytes up to which they are packed.
+
+    Returns:
+        The positions of the variables of each bucket.
+    """
+    buckets: list[list[int]] = []
+    room = 0
+    for i in reversed(range(len(variables))):
+        nbytes = variable_bytes(variables[i])
+        if nbytes > room:
+            room = fusion_threshold
+            buckets.append([])
+        buckets[-1].append(i)
+        room -= nbytes
+    return buckets
 
 
 def _kind(gradient: Gradient) -> int:

@@ -10,7 +10,12 @@ import numpy as np
 import tensorflow as tf
 
 from tarantella_pp.runtime.comm.communicator import Communicator
-from tarantella_pp.runtime.comm.tensor_buffers import to_buffer, to_tensor, variable_dtype
+from tarantella_pp.runtime.comm.tensor_buffers import (
+    to_buffer,
+    to_tensor,
+    variable_bytes,
+    variable_dtype,
+)
 from tarantella_pp.runtime.comm.wire_format import as_bytes
 
 
@@ -30,7 +35,7 @@ class OwnedValues:
         self._of_ranks: list[list[Any]] = [[] for _ in range(communicator.size)]
         for variable, owner in zip(variables, owners, strict=True):
             self._of_ranks[owner].append(variable)
-        self._sizes = [sum(map(_nbytes, own)) for own in self._of_ranks]
+        self._sizes = [sum(map(variable_bytes, own)) for own in self._of_ranks]
 
     def spread(self) -> None:
         """Gives all replicas the values that the owners have; takes all of them."""
@@ -46,11 +51,7 @@ class OwnedValues:
         begins = accumulate(self._sizes, initial=0)
         for rank, (begin, variables) in enumerate(zip(begins, self._of_ranks, strict=False)):
             for variable in variables if rank != ranks.rank else ():
-                end = begin + _nbytes(variable)
+                end = begin + variable_bytes(variable)
                 value = everything[begin:end].view(variable_dtype(variable))
                 variable.assign(to_tensor(value.reshape(tuple(variable.shape))))
                 begin = end
-
-
-def _nbytes(variable: Any) -> int:
-    return int(np.prod(tuple(variable.shape), dtype=np.int64)) * variable_dtype(variable).itemsize

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,16 +59,23 @@ class StageMetrics:
         if self._owned and share < 1.0 and training not in self._means:
             self._means[training] = self._find_means(inputs, training)
 
-    @contextlib.contextmanager
-    def counted(self, share: float, inputs: Sequence[tf.Tensor], training: bool) -> Iterator[None]:
-        """Is around a forward pass of a micro-batch, after `examine`."""
+    def means(self, share: float, training: bool) -> list[Array]:
+        """The means before a micro-batch of which they take in a share; call `examine` first."""
         if not self._owned or share == 1.0:
-            yield
-            return
-        before = [variable.numpy() for variable in self._means[training]]
-        yield
-        for variable, old in zip(self._means[training], before, strict=True):
-            variable.assign(old + share * (variable.numpy() - old))
+            return []
+        return [variable.numpy() for variable in self._means[training]]
+
+    def weigh(self, before: Sequence[Array], share: float, training: bool) -> None:
+        """Has means take in no more than the share of a micro-batch that has run.
+
+        Args:
+            before: What `means` returned before it ran.
+            share: Its share of the batch.
+            training: Whether it was one of training.
+        """
+        if before:
+            for variable, old in zip(self._means[training], before, strict=True):
+                variable.assign(old + share * (variable.numpy() - old))
 
     def _find_means(self, inputs: Sequence[tf.Tensor], training: bool) -> list[Any]:
         """Tries which variables move by the share of a micro-batch; changes nothing.

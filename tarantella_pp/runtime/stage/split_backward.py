@@ -96,7 +96,7 @@ class SplitBackward:
     def backward(self, key: int, seeds: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Runs `key` backward: accumulates weight gradients, returns the input gradients."""
         gradients = self._backward(_key(key), _flag(self._module.accumulator.begin()), *seeds)
-        self._module.accumulator.append_sparse(_pairs(gradients[self._num_back :]))
+        self._collect(gradients[self._num_back :])
         return gradients[: self._num_back]
 
     def backward_input(self, key: int, seeds: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -109,10 +109,15 @@ class SplitBackward:
     def backward_weight(self, key: int) -> None:
         """Runs W of `key` and drops what was kept."""
         if self._num_back:
-            gradients = self._backward_weight(_key(key), _flag(self._module.accumulator.begin()))
-            self._module.accumulator.append_sparse(_pairs(gradients))
+            first = _flag(self._module.accumulator.begin())
+            self._collect(self._backward_weight(_key(key), first))
         else:
             self.backward(key, self._seeds.pop(key))
+
+    def _collect(self, gradients: Sequence[tf.Tensor]) -> None:
+        if gradients:
+            pairs = list(zip(gradients[::2], gradients[1::2], strict=True))
+            self._module.accumulator.append_sparse(pairs)
 
     def clear(self) -> None:
         """Drops what is kept for micro-batches in flight."""
@@ -218,10 +223,6 @@ def _key(micro_batch: int) -> tf.Tensor:
 @functools.cache
 def _flag(value: bool) -> tf.Tensor:
     return tf.constant(value)
-
-
-def _pairs(tensors: Sequence[tf.Tensor]) -> list[Pair]:
-    return list(zip(tensors[::2], tensors[1::2], strict=True))
 
 
 def _bytes_of(tensors: Sequence[tf.Tensor]) -> int | None:

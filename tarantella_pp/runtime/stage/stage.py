@@ -154,8 +154,10 @@ class Stage:
             added, `None` if they added none.
         """
         work = self._running[key] = self._pass_for(inputs)
-        with self._metrics.counted(share, inputs, training=True):
-            return work.forward(key, inputs)
+        before = self._metrics.means(share, training=True)
+        results = work.forward(key, inputs)
+        self._metrics.weigh(before, share, training=True)
+        return results
 
     def backward(self, key: int, seeds: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Runs one micro-batch backward (action BW).
@@ -198,8 +200,9 @@ class Stage:
         self, inputs: Sequence[tf.Tensor], share: float = 1.0
     ) -> tuple[list[tf.Tensor], tf.Tensor | None]:
         """Runs one micro-batch forward in inference mode; takes and returns what `forward` does."""
-        with self._metrics.counted(share, inputs, training=False):
-            outputs, added = self._evaluate(list(inputs))
+        before = self._metrics.means(share, training=False)
+        outputs, added = self._evaluate(list(inputs))
+        self._metrics.weigh(before, share, training=False)
         return outputs, added if self.module.added_by[False] else None
 
     def reached(self, coming: Sequence[bool]) -> list[bool]:
@@ -248,9 +251,10 @@ class Stage:
     def _pass_for(self, inputs: Sequence[tf.Tensor]) -> TrainingPass:
         """One pass for the first shapes seen, fast for they are static; one for all others."""
         shapes = tuple(tensor.shape for tensor in inputs)
-        if shapes not in self._passes:
-            self._passes[shapes] = self._new_pass(inputs)
-        return self._passes[shapes]
+        known = self._passes.get(shapes)
+        if known is None:
+            known = self._passes[shapes] = self._new_pass(inputs)
+        return known
 
     def _new_pass(self, inputs: Sequence[tf.Tensor]) -> TrainingPass:
         if self._general is None:

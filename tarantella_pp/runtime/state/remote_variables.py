@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
@@ -25,6 +25,7 @@ from tarantella_pp.keras_internals.state import (
     initializer_of,
     needs_only_shapes,
 )
+from tarantella_pp.runtime.comm.tensor_buffers import variable_bytes
 
 OF_WEIGHTS = (
     "Weight '{path}' is trained on another rank, and its value on this one is out of date. Call "
@@ -176,6 +177,16 @@ def _become_remote(variable: Any) -> None:
         variable._seen = {}
         variable._has_memory = True
         variable.__class__ = _remote_kind(type(variable))
+
+
+def bytes_held(variables: Iterable[Any]) -> int:
+    """Bytes of those variables that have memory on this rank.
+
+    Args:
+        variables: Keras variables.
+    """
+    held = (v for v in variables if not isinstance(v, _Remote) or v._has_memory)
+    return sum(map(variable_bytes, held))
 
 
 def is_stale(variable: Any) -> bool:

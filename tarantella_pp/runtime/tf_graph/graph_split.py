@@ -133,7 +133,7 @@ class _Sides:
         b_ops = ancestors(trace.input_gradients) & after
         w_ops = (ancestors(trace.weight_gradients) & after) - b_ops
         for op in b_ops | w_ops:
-            if _has_effect(op):
+            if has_effect(op):
                 raise CutError(f"the backward pass has a side effect: {op.type} '{op.name}'")
         return cls({op: place for place, op in enumerate(operations)}, after, b_ops, w_ops)
 
@@ -196,8 +196,13 @@ def _weights_first(sides: _Sides) -> dict[str, list[str]]:
 def _effects(trace: Trace, after: set[tf.Operation]) -> list[tf.Operation]:
     """Operations that the forward pass must run although nothing uses their results."""
     operations = trace.function.graph.get_operations()
-    return [op for op in operations if op not in after and _has_effect(op)]
+    return [op for op in operations if op not in after and has_effect(op)]
 
 
-def _has_effect(op: tf.Operation) -> bool:
+def has_effect(op: tf.Operation) -> bool:
+    """Whether an operation must run although nothing uses its result.
+
+    Args:
+        op: An operation of a traced graph.
+    """
     return op.op_def is not None and op.op_def.is_stateful and op.type not in _READS

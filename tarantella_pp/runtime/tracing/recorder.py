@@ -54,10 +54,15 @@ class StepRecord:
     rows: int = 0
     spans: list[Span] = field(default_factory=list)
 
-    def seconds(self, busy: bool) -> float:
-        """Returns how long the rank computed in this step, or else how long it waited."""
-        of_kind = is_busy if busy else is_wait
-        return sum(span.end - span.start for span in self.spans if of_kind(span.what))
+    def seconds(self) -> tuple[float, float]:
+        """Returns how long the rank computed in this step, and how long it waited."""
+        busy = wait = 0.0
+        for what, start, end in self.spans:
+            if is_busy(what):
+                busy += end - start
+            elif is_wait(what):
+                wait += end - start
+        return busy, wait
 
 
 class Shares(NamedTuple):
@@ -119,7 +124,7 @@ class Recorder:
             self.spans = deque(maxlen=0)  # evaluation and prediction are not recorded
         step.end = time.perf_counter()
         self._count += 1
-        self._begun.append((step.start, step.end, step.seconds(True), step.seconds(False)))
+        self._begun.append((step.start, step.end, *step.seconds()))
         if self._numbers is None or step.number in self._numbers:
             self._kept.append(step)
 
@@ -156,12 +161,16 @@ class Recorder:
 
 def is_busy(what: Action | str) -> bool:
     """Whether a rank computes meanwhile."""
-    return isinstance(what, Compute | Reduce) or what in (UPDATE, SUMS, METRICS)
+    if isinstance(what, str):
+        return what in (UPDATE, SUMS, METRICS)
+    return isinstance(what, Compute | Reduce)
 
 
 def is_wait(what: Action | str) -> bool:
     """Whether a rank waits for a message meanwhile."""
-    return what in (TIES, REDUCTIONS) or (isinstance(what, Transfer) and what.operation == "R")
+    if isinstance(what, str):
+        return what in (TIES, REDUCTIONS)
+    return isinstance(what, Transfer) and what.operation == "R"
 
 
 def _some(steps: int | range) -> bool:

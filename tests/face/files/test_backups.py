@@ -12,18 +12,18 @@ import tarantella_pp as tnt
 from tarantella_pp.callbacks.rank_rules import callbacks_of_rank
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.runtime.comm.communicator import Communicator, world
-from tests.helpers.models import mlp
+from tests.helpers.draws import more_asked_for
 from tests.helpers.mpi import mpi_run
 from tests.helpers.training import X, Y, distance, use_float64
+from tests.zoo.models import mlp
 
 pytestmark = [pytest.mark.keras, pytest.mark.mpi]
 
 ROUNDING = 1e-10
 QUIET = {"batch_size": 4, "shuffle": False, "verbose": 0}  # six steps an epoch
-SHAPES = {
-    "two stages": {"num_stages": 2, "num_micro_batches": 2},
-    "two replicas": {"num_stages": 1, "num_replicas": 2, "num_micro_batches": 1},
-}
+SHAPES = {"two stages": {"num_stages": 2, "num_micro_batches": 2}}
+if more_asked_for():
+    SHAPES["two replicas"] = {"num_stages": 1, "num_replicas": 2, "num_micro_batches": 1}
 TWO_BY_TWO = {"num_stages": 2, "num_replicas": 2, "num_micro_batches": 1, "shard_optimizer": True}
 
 
@@ -144,6 +144,7 @@ def plain(tmp_path_factory):
     return found, backups
 
 
+@pytest.mark.slow
 def test_ranks_go_on_from_a_backup_as_one_process_does(tmp_path, plain):
     for name in SHAPES:
         shutil.copytree(plain[1], tmp_path / name)

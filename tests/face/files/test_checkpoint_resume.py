@@ -149,6 +149,7 @@ def callbacks():
     ]
 
 
+@pytest.mark.slow
 def test_callbacks_remember(tmp_path):
     """Learning rates go on from that of the step, and an early stop is one."""
     fit = {"validation_split": 0.3, "epochs": 12}
@@ -188,7 +189,7 @@ def terminate(callback):
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-@pytest.mark.parametrize("step", [3, 5, 10])
+@pytest.mark.parametrize("step", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (5, 10))])
 def test_sigterm_writes_a_checkpoint_and_ends_with_75(tmp_path, step):
     """In the middle of an epoch, at its end, and at the end of the second."""
     before = signal.getsignal(signal.SIGTERM)

@@ -153,6 +153,7 @@ def close(one, other):
 
 
 @pytest.mark.mpi
+@pytest.mark.slow
 @pytest.mark.parametrize("python", PYTHONS)
 def test_sigterm_to_the_launcher_ends_with_75_and_the_run_goes_on(python, tmp_path):
     with tarantella(python, "-n", "2", "--", "preempted.py", str(tmp_path), "0.1") as job:

@@ -21,9 +21,9 @@ from tarantella_pp.errors import ConfigurationError, FileError
 from tarantella_pp.models import file_replacement
 from tarantella_pp.models.pipeline_model import PipelineModel
 from tarantella_pp.runtime.comm.communicator import world
-from tests.helpers.models import mlp, sequential, two_in_two_out
 from tests.helpers.mpi import mpi_run
 from tests.helpers.training import X, Y, distance, use_float64
+from tests.zoo.models import mlp, sequential, two_in_two_out
 
 pytestmark = pytest.mark.keras
 
@@ -110,11 +110,11 @@ def test_at_any_moment_the_old_files_or_the_new_ones_are_there(tmp_path, monkeyp
     large.set_weights(new)
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", watched(os.replace))
-        patch.setattr(file_replacement, "_sync", watched(file_replacement._sync))
+        patch.setattr(file_replacement, "sync", watched(file_replacement.sync))
         WRITERS[name](large, path)
     assert same(read(), new)
     # Each file is on the disk before it has its name, and then its name is.
-    assert steps == ["_sync", "replace", "_sync"] * (4 if name.startswith("shards") else 1)
+    assert steps == ["sync", "replace", "sync"] * (4 if name.startswith("shards") else 1)
     WRITERS[name](large, path)
     assert same(read(), new)
 

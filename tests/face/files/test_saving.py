@@ -8,7 +8,8 @@ import pytest
 from keras import layers
 
 from tarantella_pp.models.pipeline_model import PipelineModel
-from tests.helpers.models import (
+from tests.helpers.training import CASES, X, adamw, decaying, distance, make
+from tests.zoo.models import (
     mlp,
     nested,
     recurrent,
@@ -17,7 +18,6 @@ from tests.helpers.models import (
     sequential,
     two_in_two_out,
 )
-from tests.helpers.training import CASES, X, adamw, decaying, distance, make
 
 pytestmark = pytest.mark.keras
 

@@ -11,9 +11,9 @@ import pytest
 from tarantella_pp.errors import ConfigurationError, StaleWeightError
 from tarantella_pp.models.pipeline_model import PipelineModel
 from tarantella_pp.runtime.comm.communicator import world
-from tests.helpers.models import mlp, tied_head
 from tests.helpers.mpi import mpi_run
 from tests.helpers.training import IDS, X, Y, distance, integers, use_float64
+from tests.zoo.models import mlp, tied_head
 
 pytestmark = [pytest.mark.keras, pytest.mark.mpi]
 
@@ -142,7 +142,7 @@ def take_turns_on_ranks():
         return PipelineModel(model, num_stages=2, num_micro_batches=1)
 
     models, told = take_turns(wrap)
-    owners = [model._engine.owners.owner(plain[0].layers[-1].kernel) for model in models]
+    owners = [model._engine.weights.owners.owner(plain[0].layers[-1].kernel) for model in models]
     # Another one begins with the true weights, wherever they are.
     again = PipelineModel(plain[1], num_stages=2, num_micro_batches=2)
     again.compile("adam", "mse")

@@ -143,13 +143,14 @@ def test_an_error_at_any_call_of_a_step_leaves_whole_steps(schedule):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_error_at_any_call_of_the_first_step_leaves_whole_steps():
     reference = Reference()
-    for number in np.linspace(1, count_calls(pipeline_of_all_kinds()), 5, dtype=int):
+    for number in np.linspace(1, count_calls(pipeline_of_all_kinds()), 4, dtype=int):
         model = pipeline_of_all_kinds()
         if not attempt(model, number):
             check(model, reference)
             check(model, reference)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_step_ends_before_ctrl_c_does():
     reference = Reference()
@@ -222,6 +223,7 @@ class FailsOnce(keras.callbacks.Callback):
             fail()
 
 
+@pytest.mark.slow
 def test_a_callback_that_fails_takes_nothing_along():
     """The first one before anything has run, the others in a model that has trained."""
     model = pipeline_of_all_kinds()

@@ -11,8 +11,8 @@ import pytest
 from tarantella_pp.callbacks.lockstep import Lockstep
 from tarantella_pp.callbacks.rank_rules import callbacks_of_rank, kinds_of_all_ranks
 from tarantella_pp.runtime.comm.communicator import Communicator
-from tests.helpers.models import mlp
 from tests.helpers.training import CASES, Case, X, Y, distance, make, regression, sgd
+from tests.zoo.models import mlp
 
 pytestmark = pytest.mark.keras
 
@@ -142,6 +142,7 @@ class Fails(keras.callbacks.Callback):
             raise RuntimeError("the power is gone")
 
 
+@pytest.mark.slow
 def test_one_process_goes_on_from_a_backup(tmp_path):
     case = Case(mlp, X, Y, regression())
     found = []

@@ -11,9 +11,9 @@ import pytest
 
 import tarantella_pp as tnt
 from tarantella_pp.errors import ConfigurationError
-from tests.helpers.models import mlp
 from tests.helpers.mpi import mpi_run
 from tests.helpers.training import X, Y, sgd, use_float64
+from tests.zoo.models import mlp
 
 pytestmark = [pytest.mark.keras, pytest.mark.mpi]
 

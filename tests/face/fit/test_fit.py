@@ -12,7 +12,6 @@ import tensorflow as tf
 from keras import layers
 
 from tarantella_pp.models.pipeline_model import PipelineModel
-from tests.helpers.models import mlp
 from tests.helpers.training import (
     CASES,
     LABELS,
@@ -30,6 +29,7 @@ from tests.helpers.training import (
     serial,
     sgd,
 )
+from tests.zoo.models import mlp
 
 pytestmark = pytest.mark.keras
 

@@ -99,7 +99,9 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", ["early", *(pytest.param(n, marks=pytest.mark.slow) for n in CASES if n != "early")]
+)
 def test_what_is_sure_learns_as_in_keras(name):
     case = CASES[name]
     plain = finish(make(case), case, epochs=1)

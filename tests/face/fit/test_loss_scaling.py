@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 
 import keras
@@ -10,9 +11,9 @@ import numpy as np
 import pytest
 from keras import layers, ops
 
-from tests.face.numbers.test_ranks import data_of_rank
-from tests.helpers.models import causal_attention, mlp
+from tests.helpers.draws import more_asked_for
 from tests.helpers.mpi import mpi_run
+from tests.helpers.rank_training import data_of_rank
 from tests.helpers.training import (
     Case,
     X,
@@ -24,6 +25,7 @@ from tests.helpers.training import (
     regression,
     use_float64,
 )
+from tests.zoo.models import causal_attention, mlp
 
 pytestmark = pytest.mark.keras
 
@@ -104,48 +106,52 @@ def test_in_one_process(name):
     check(name, finish(model, case_of(name)).plain(), books(model))
 
 
-def train(names, shapes):
+TWO = [("accumulating", {"num_stages": 2}), ("not scaled", {"num_stages": 1})]
+STAGES, REPLICAS = {"num_stages": 4}, {"num_stages": 2}  # of four, the last have nothing to train
+SHARDED = {**REPLICAS, "shard_optimizer": True}
+ALL = list(itertools.product(OPTIMIZERS, (STAGES, REPLICAS, SHARDED)))
+FOUR = [
+    ("momentum", STAGES),
+    ("several", STAGES),
+    ("fixed", STAGES),
+    ("clipped", REPLICAS),
+    ("accumulating", REPLICAS),
+    ("not scaled", REPLICAS),
+    ("adam", SHARDED),
+    ("clipped", SHARDED),
+    ("averaging", SHARDED),
+    ("several", SHARDED),
+]
+
+
+def train(trials):
     """Trains on this rank."""
     use_float64()
     found = []
-    for name in names:
-        for shape in shapes:
-            model = make(case_of(name), num_micro_batches=2, **shape)
-            outcome = finish(model, data_of_rank(case_of(name))).plain()
-            found.append([json.loads(json.dumps(outcome)), books(model)])
+    for name, shape in trials:
+        model = make(case_of(name), num_micro_batches=2, **shape)
+        outcome = finish(model, data_of_rank(case_of(name))).plain()
+        found.append([json.loads(json.dumps(outcome)), books(model)])
     return found
 
 
 @pytest.mark.mpi
 @pytest.mark.parametrize(
-    ("ranks", "shapes", "names"),
-    [
-        (2, [{"num_stages": 2}, {"num_stages": 1}], ["accumulating", "not scaled"]),
-        pytest.param(
-            4,
-            [
-                {"num_stages": 4},  # the last stages have nothing to train
-                {"num_stages": 2},
-                {"num_stages": 2, "shard_optimizer": True},
-            ],
-            list(OPTIMIZERS),
-            marks=pytest.mark.slow,
-        ),
-    ],
+    ("ranks", "trials"),
+    [(2, TWO), pytest.param(4, ALL if more_asked_for() else FOUR, marks=pytest.mark.slow)],
 )
-def test_all_ranks_make_the_same_steps(ranks, shapes, names):
-    run = mpi_run(ranks, train, names, shapes, timeout=500).check()
+def test_all_ranks_make_the_same_steps(ranks, trials):
+    run = mpi_run(ranks, train, trials, timeout=500).check()
     for results in zip(*run.results, strict=True):
         assert all(result == results[0] for result in results)
-    trials = [name for name in names for _ in shapes]
-    for name, (outcome, counted) in zip(trials, run.results[0], strict=True):
+    for (name, _), (outcome, counted) in zip(trials, run.results[0], strict=True):
         check(name, outcome, counted)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("build", "limits"),
-    [(mlp, (1e-6, 1e-2)), (causal_attention, (1e-2, 1e-2))],  # of which Keras compiles one graph
+    [(mlp, {1: 1e-6, 3: 1e-2}), (causal_attention, {3: 1e-2})],  # of which Keras compiles one graph
 )
 def test_float16_as_in_keras(build, limits):
     """`compile` scales the loss by itself; with one micro-batch a perceptron is that of Keras."""
@@ -160,7 +166,7 @@ def test_float16_as_in_keras(build, limits):
         plain = build()
         plain.compile(**case.compiled())
         outcome = finish(plain, case)
-        for micro_batches, limit in zip((1, 3), limits, strict=True):
+        for micro_batches, limit in limits.items():
             keras.config.set_dtype_policy("mixed_float16")
             options = {"num_stages": 2, "num_micro_batches": micro_batches}
             model = make(case, **options)

@@ -13,7 +13,6 @@ from keras import layers, ops
 from tarantella_pp.errors import StaleWeightError, UnsupportedModelError
 from tarantella_pp.models.pipeline_model import PipelineModel
 from tarantella_pp.runtime.batch.batch_step import BatchStep
-from tests.helpers.models import mlp
 from tests.helpers.mpi import mpi_run
 from tests.helpers.training import (
     BATCH,
@@ -26,6 +25,7 @@ from tests.helpers.training import (
     make,
     use_float64,
 )
+from tests.zoo.models import mlp
 
 pytestmark = pytest.mark.keras
 
@@ -122,7 +122,10 @@ def _plain(value):
     return np.asarray(value).tolist()
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    "name",
+    ["additive", *(pytest.param(n, marks=pytest.mark.slow) for n in KINDS if n != "additive")],
+)
 def test_logs_are_those_of_keras(name):
     pipeline = used(make(CASES[name], num_stages=2, num_micro_batches=3))
     assert in_keras(name)["kinds"] == pipeline["kinds"]
@@ -201,6 +204,7 @@ def test_metrics_in_layers_are_those_of_keras():
     assert distance(plain["numbers"], pipeline["numbers"]) < ROUNDING
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "see",
     [
@@ -276,6 +280,7 @@ def read_within_epochs():
     return reads.found
 
 
+@pytest.mark.slow
 def test_metrics_are_read_within_an_epoch_in_one_process():
     (middle, logged), (end, told) = read_within_epochs()
     assert (middle, end) == (logged, told)

@@ -14,8 +14,8 @@ from tarantella_pp.errors import ConfigurationError, UnsupportedModelError
 from tarantella_pp.models.make_plan import make_plan
 from tarantella_pp.models.pipeline_model import PipelineModel
 from tarantella_pp.partition.extraction import keras_reader
-from tests.helpers.models import Table, mlp, nested, sequential
 from tests.helpers.training import SAMPLES, X, Y, distance
+from tests.zoo.models import Table, mlp, nested, sequential
 
 pytestmark = pytest.mark.keras
 

@@ -11,9 +11,9 @@ import pytest
 
 import tarantella_pp as tnt
 from tarantella_pp.errors import ConfigurationError
-from tests.helpers.models import mlp
 from tests.helpers.mpi import mpi_run
 from tests.helpers.training import X, Y, distance, sgd, use_float64
+from tests.zoo.models import mlp
 
 pytestmark = [pytest.mark.keras, pytest.mark.mpi]
 
@@ -94,9 +94,11 @@ STOPS = {
 def stop():
     """Trains, evaluates and predicts; some ranks want to stop."""
     use_float64()
-    found = {}
+    found, model = {}, pipeline()
+    start = model.get_weights()
     for name, (ranks, at, options, _) in STOPS.items():
-        model, callback = pipeline(), Stop(ranks, **at)
+        compiled(model).set_weights(start)  # its stages need not be traced again
+        callback = Stop(ranks, **at)
         model.fit(X, Y, epochs=2, callbacks=[callback], **options, **QUIET)
         weights = [w.tolist() for w in model.get_weights()]
         found[name] = [int(model.optimizer.iterations), callback.ended, weights]
@@ -116,6 +118,7 @@ def stop():
     return found
 
 
+@pytest.mark.slow
 def test_all_ranks_stop_after_the_same_step():
     run = mpi_run(2, stop, timeout=240, env={"TNT_TIMEOUT": "60"}).check()
     assert run.results[0] == run.results[1]
@@ -151,12 +154,14 @@ class Rate(keras.callbacks.Callback):
 def change_rates():
     """Learning rates that differ are refused; equal ones, and schedules, train."""
     use_float64()
-    texts = []
+    texts, model = [], pipeline()
+    start = model.get_weights()
     for hook in ("on_train_begin", "on_train_batch_end", "on_epoch_end"):
         for rank in (0, 1):
-            model, callback = pipeline(), Rate(hook, rank)
+            compiled(model)
+            callback = Rate(hook, rank)
             texts.append(refused(lambda: model.fit(X, Y, callbacks=[callback], **QUIET)))  # noqa: B023
-    model = pipeline()
+    compiled(model).set_weights(start)
     if tnt.get_rank():
         model.optimizer.learning_rate = 0.125
     texts.append(refused(lambda: model.fit(X, Y, **QUIET)))

@@ -20,8 +20,8 @@ from tarantella_pp.errors import (
 from tarantella_pp.models.make_plan import make_plan
 from tarantella_pp.models.pipeline_model import PipelineModel
 from tarantella_pp.runtime.comm import communicator as communicators
-from tests.helpers.models import mlp, residual_cnn, two_in_two_out, unreached
 from tests.helpers.training import squared_of_largest
+from tests.zoo.models import mlp, residual_cnn, two_in_two_out, unreached
 
 pytestmark = pytest.mark.keras
 
@@ -92,7 +92,6 @@ def own_step():
     ("build", "message"),
     [
         (Subclassed, "subclassed model"),
-        (lambda: keras.Sequential([layers.Dense(2)]), "not built"),
         (own_step, "overrides train_step"),
     ],
 )
@@ -165,7 +164,7 @@ def test_optimizers_that_clip_what_is_delegated_to_them(monkeypatch):
     several = keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(clipped, {}))
     for optimizer in (several, keras.optimizers.LossScaleOptimizer(several)):
         model = PipelineModel(mlp(), num_stages=3)
-        monkeypatch.setattr(model._engine.trainers, "ranks", Ranks())
+        monkeypatch.setattr(model._engine.weights.trainers, "ranks", Ranks())
         with pytest.raises(ConfigurationError, match=r"Received: global_clipnorm=1.0.*Multi"):
             model.compile(optimizer, "mse")
 

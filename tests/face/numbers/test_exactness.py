@@ -13,7 +13,7 @@ from tarantella_pp.runtime.batch.batch_step import BatchStep
 from tarantella_pp.runtime.executor import Executor
 from tarantella_pp.runtime.modules import gradient_accumulator
 from tarantella_pp.schedule import TRAINING_NAMES, ScheduleSpec
-from tests.helpers.models import mlp
+from tests.helpers.draws import more_asked_for
 from tests.helpers.training import (
     CASES,
     WEIGHTED,
@@ -29,6 +29,7 @@ from tests.helpers.training import (
     serial,
     sgd,
 )
+from tests.zoo.models import mlp
 
 pytestmark = pytest.mark.keras
 
@@ -36,7 +37,18 @@ ROUNDING = 1e-10
 BITS = 1e-13
 """For the same sums elsewhere: one micro-batch, or another number of stages."""
 
-EXACT = [name for name, case in CASES.items() if not case.batch_statistics]
+# Those that are trained over ranks in this room, or whose loss or metrics are in tests/exactness,
+# are tried in one process on demand only.
+ELSEWHERE = (
+    "mlp", "long_skip", "merged_windows", "embedding_adamw", "regularized", "tied_head",
+    "looked_up_again", "tied_blocks", "frozen", "unreached", "class_weight", "area_under_curve",
+    "sum", "mean_with_sample_weight",
+)  # fmt: skip
+EXACT = [
+    name
+    for name, case in CASES.items()
+    if not case.batch_statistics and (more_asked_for() or name not in ELSEWHERE)
+]
 
 
 def quick(names, *first):
@@ -48,7 +60,7 @@ def test_every_kind_of_model_gives_the_numbers_of_keras(name):
     assert distance(serial(name), piped(name, 2, 3, CASES[name].schedules[0])) < ROUNDING
 
 
-@pytest.mark.parametrize("name", quick(("long_skip", "causal_attention", "unreached")))
+@pytest.mark.parametrize("name", quick(("causal_attention", "residual_cnn")))
 def test_more_stages_and_the_other_schedule_give_them_too(name):
     assert distance(serial(name), piped(name, 4, 8, "gpipe")) < ROUNDING
 
@@ -58,13 +70,14 @@ def test_one_micro_batch_gives_them_to_the_last_bits(name):
     assert distance(serial(name), piped(name, 2, 1, None)) < BITS
 
 
-@pytest.mark.parametrize("name", quick(("dropout", "batch_norm", "two_in_two_out"), "dropout"))
+@pytest.mark.parametrize("name", quick(("dropout", "batch_norm"), "dropout"))
 def test_the_number_of_stages_and_the_schedule_change_no_bits(name):
     assert distance(piped(name, 1, 3, "gpipe"), piped(name, 3, 3, "1f1b")) < BITS
 
 
 OPTIMIZERS = {"sgd": sgd, "adamw": adamw}
-MATRIX = list(itertools.product((1, 2, 3, 4), (1, 2, 3, 8)))
+ALL = list(itertools.product((1, 2, 3, 4), (1, 2, 3, 8)))
+MATRIX = ALL if more_asked_for() else [(1, 3), (2, 1), (2, 8), (3, 2), (4, 3)]
 
 
 def fitted(model):
@@ -145,7 +158,7 @@ def updated_ahead(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name", quick(("mlp", "embedding_adamw", "tied_head", "accumulation", "frozen"), "mlp")
+    "name", quick(("mlp", "embedding_adamw", "tied_head", "accumulation"), "mlp")
 )
 def test_stages_updated_while_their_rank_waits_get_the_numbers_of_keras(name, updated_ahead):
     model = make(CASES[name], num_stages=3, num_micro_batches=2, schedule="gpipe")
@@ -188,7 +201,7 @@ def forgetful(run):
 
 
 def test_a_wrong_share_of_a_micro_batch_is_noticed(monkeypatch):
-    monkeypatch.setattr("tarantella_pp.runtime.engine.BatchStep", WrongShare)
+    monkeypatch.setattr("tarantella_pp.runtime.compilation.BatchStep", WrongShare)
     found = finish(make(CASES["mlp"], num_stages=2, num_micro_batches=3), CASES["mlp"])
     assert distance(serial("mlp"), found) > 1e-4
 

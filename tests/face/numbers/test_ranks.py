@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import csv
-import dataclasses
-import json
 import re
 from pathlib import Path
 
@@ -16,13 +14,11 @@ from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.models.pipeline_model import PipelineModel
 from tarantella_pp.runtime import autotune
 from tarantella_pp.runtime.comm.communicator import world
-from tarantella_pp.runtime.stage.stage import Stage
 from tarantella_pp.schedule import Schedule
-from tests.helpers.models import mlp
 from tests.helpers.mpi import mpi_run
+from tests.helpers.rank_training import ROUNDING, check_numbers, facts_of, train_cases
 from tests.helpers.training import (
     CASES,
-    FIELDS,
     SAMPLES,
     Case,
     X,
@@ -31,102 +27,63 @@ from tests.helpers.training import (
     distance,
     finish,
     make,
-    piped,
     regression,
     serial,
     sgd,
     use_float64,
 )
+from tests.zoo.models import mlp
 
 pytestmark = [pytest.mark.keras, pytest.mark.mpi]
 
-ROUNDING, BITS = 1e-10, 1e-13
 
 TWO = [
     ("mlp", 2, 1, None),
-    ("two_in_two_out", 4, 3, "1f1b"),
     ("masked_output", 2, 3, None),
     ("embedding_adamw", 2, 3, "1f1b"),
     ("dropout", 4, 3, "gpipe"),
     ("long_skip", 4, 3, "interleaved"),
     ("two_in_two_out", 4, 3, "zb-v"),
-    ("tied_head", 2, 1, None),
     ("looked_up_again", 4, 3, "1f1b"),
     ("tied_head", 4, 3, "zb-v"),
     ("merged_windows", 10, 3, "interleaved"),
 ]
 FOUR = [
-    ("mlp", 4, 8, "1f1b"),
     ("long_skip", 4, 3, "gpipe"),
     ("regularized", 4, 3, "1f1b"),
     ("unreached", 4, 8, "1f1b"),
     ("frozen", 4, 1, "gpipe"),
-    ("dropout", 4, 3, "zb-h1"),
     ("tied_blocks", 4, 3, "zb-h1"),
     ("tied_head", 4, 8, "1f1b"),
 ]
 
 
-def data_of_rank(case):
-    """Rank 0 has the data, and sends the others their parts."""
-    if world().rank == 0:
-        return case
-    return dataclasses.replace(case, x=None, y=None, fit=dict.fromkeys(case.fit))
-
-
-def train_cases(cases):
-    """Trains on this rank; returns the outcomes and what the rank had to do for them."""
-    use_float64()
-    ran = []
-    forward = Stage.forward
-
-    def counted(self, *arguments):
-        ran.append(self.boundary.index)
-        return forward(self, *arguments)
-
-    Stage.forward = counted
-    found = []
-    for name, stages, micro_batches, schedule in cases:
-        options = {"num_stages": stages, "num_micro_batches": micro_batches, "schedule": schedule}
-        ran.clear()
-        model = make(CASES[name], **options)
-        outcome = finish(model, data_of_rank(CASES[name]))
-        slots = [v.path for v in model.optimizer.variables if len(v.shape)]
-        facts = {"ran": list(ran), "slots": slots, "weights": len(model.trainable_variables)}
-        found.append([json.loads(json.dumps(outcome.plain())), facts])
-    return found
-
-
-def check(run, cases, ranks):
+def train_and_check(ranks, cases):
+    options = ("num_stages", "num_micro_batches", "schedule")
+    named = [(name, dict(zip(options, shape, strict=True))) for name, *shape in cases]
+    run = mpi_run(ranks, train_cases, named, timeout=300).check()
     for i, (name, stages, micro_batches, schedule) in enumerate(cases):
-        outcomes = [result[i][0] for result in run.results]
-        facts = [result[i][1] for result in run.results]
-        for outcome in outcomes:
-            assert outcome == outcomes[0], name
-            assert set(outcome) == set(FIELDS)
-        one_process = piped(name, 1, micro_batches, "gpipe").plain()
-        assert distance(one_process, outcomes[0]) < BITS, name
-        if not CASES[name].batch_statistics:
-            limit = BITS if micro_batches == 1 else ROUNDING
-            assert distance(serial(name).plain(), outcomes[0]) < limit, name
+        check_numbers(run, i, name, micro_batches)
+        facts = facts_of(run, i)
         runs = 2 * sum(min(micro_batches, rows) for rows in (8, 8, 6))
         for rank, fact in enumerate(facts):
+            ran = [stage for stage, _ in fact.ran]
             own = [rank, stages - 1 - rank] if schedule == "zb-v" else range(rank, stages, ranks)
             own = list(own)
-            assert sorted(set(fact["ran"])) == own, (name, rank)
-            assert len(fact["ran"]) == runs * len(own)
-        slots = [slot for fact in facts for slot in fact["slots"]]
+            assert sorted(set(ran)) == own, (name, rank)
+            assert len(ran) == runs * len(own)
+        slots = [slot for fact in facts for slot in fact.slots]
         assert len(slots) == len(set(slots)), name
 
 
 @pytest.mark.slow
 def test_two_ranks():
-    check(mpi_run(2, train_cases, TWO, timeout=240).check(), TWO, 2)
+    train_and_check(2, TWO)
 
 
 @pytest.mark.slow
 def test_four_ranks():
-    check(mpi_run(4, train_cases, FOUR, timeout=300).check(), FOUR, 4)
+    train_and_check(4, FOUR)
 
 
 def search_and_narrow(folder):

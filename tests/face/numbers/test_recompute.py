@@ -36,12 +36,9 @@ def plain(name):
     ("name", "schedule"),
     [
         ("dropout", "zb-h1"),
-        pytest.param("dropout", "1f1b", marks=pytest.mark.slow),
-        *(
-            pytest.param(name, schedule, marks=pytest.mark.slow)
-            for name in ("causal_attention", "batch_norm", "regularized")
-            for schedule in ("1f1b", "zb-h1")
-        ),
+        pytest.param("causal_attention", "1f1b", marks=pytest.mark.slow),
+        pytest.param("batch_norm", "zb-h1", marks=pytest.mark.slow),
+        pytest.param("regularized", "1f1b", marks=pytest.mark.slow),
     ],
 )
 def test_recomputation_changes_no_number(name, schedule):
@@ -49,10 +46,10 @@ def test_recomputation_changes_no_number(name, schedule):
     assert distance(plain(name), train(CASES[name], **options, recompute="all")) < 1e-13
 
 
-@pytest.mark.parametrize("name", ["dropout", pytest.param("batch_norm", marks=pytest.mark.slow)])
-def test_one_micro_batch_that_recomputes_equals_plain_keras(name):
-    found = train(CASES[name], num_stages=2, num_micro_batches=1, recompute="all")
-    assert distance(serial(name), found) < 1e-10
+@pytest.mark.slow
+def test_one_micro_batch_that_recomputes_equals_plain_keras():
+    found = train(CASES["batch_norm"], num_stages=2, num_micro_batches=1, recompute="all")
+    assert distance(serial("batch_norm"), found) < 1e-10
 
 
 def test_only_inputs_are_kept_and_the_plan_says_how_much():

@@ -11,9 +11,9 @@ import pytest
 import tensorflow as tf
 
 import tarantella_pp as tnt
-from tests.helpers.models import mlp
 from tests.helpers.mpi import mpi_run
 from tests.helpers.training import LABELS, WEIGHTS, X, adamw, distance, use_float64
+from tests.zoo.models import mlp
 
 pytestmark = [pytest.mark.keras, pytest.mark.mpi]
 

@@ -16,6 +16,7 @@ import tarantella_pp as tnt
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.runtime.comm.channel import Channel
 from tarantella_pp.runtime.stage.stage import Stage
+from tests.helpers.draws import more_asked_for
 from tests.helpers.mpi import mpi_run
 from tests.helpers.training import LABELS, SAMPLES, WEIGHTS, X, adamw, distance, use_float64
 
@@ -115,7 +116,9 @@ def count(wrap, counted):
         "gradients": counted.of("gradients 1>0"),
         "sums": counted.of("gradients of bucket"),
         "updates": counted.of("updated weights"),
-        "weights": nbytes(w for w in model.trainable_variables if engine.trainers.is_own(w)),
+        "weights": nbytes(
+            w for w in model.trainable_variables if engine.weights.trainers.is_own(w)
+        ),
         "slots": nbytes(v for v in model.optimizer.variables if len(v.shape)),
         "stage": position,
         "replica": engine.groups.replica,
@@ -175,7 +178,7 @@ def on_ranks(stages):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stages", [1, 2] if more_asked_for() else [2])
 def test_each_rank_reads_holds_and_sends_its_part(stages):
     run = mpi_run(2 * stages, on_ranks, stages, timeout=300).check()
     for sharded in (False, True):

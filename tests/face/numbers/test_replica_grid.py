@@ -1,6 +1,6 @@
 """Stages x replicas: the numbers of one process with batches of any size, clipped and weighted.
 
-Usually with three replicas of one stage. All shapes, up to twelve ranks:
+Usually some trainings with three replicas of one stage. All, of all shapes, up to twelve ranks:
 
     TNT_TEST_EXAMPLES=1 pytest tests/face/numbers/test_replica_grid.py
 """
@@ -16,9 +16,9 @@ import pytest
 from tarantella_pp.models.pipeline_model import PipelineModel
 from tarantella_pp.runtime.comm.communicator import world
 from tests.helpers.draws import more_asked_for
-from tests.helpers.models import mlp
 from tests.helpers.mpi import mpi_run
 from tests.helpers.training import WEIGHTS, X, Y, distance, use_float64
+from tests.zoo.models import mlp
 
 pytestmark = [pytest.mark.keras, pytest.mark.mpi, pytest.mark.slow]
 
@@ -31,7 +31,7 @@ OPTIMIZERS = {
     "adamw": lambda: keras.optimizers.AdamW(1e-2, global_clipnorm=0.1),
     "nadam": lambda: keras.optimizers.Nadam(1e-2, gradient_accumulation_steps=2),
 }
-TRAININGS = [  # optimizer, samples of a batch, micro-batches of a replica, schedule, weighted
+ALL_TRAININGS = [  # optimizer, samples of a batch, micro-batches of a replica, schedule, weighted
     ("sgd", 8, 2, "1f1b", True),
     ("sgd", 2, 1, "gpipe", False),
     ("adamw", 7, 2, "zb-h1", True),
@@ -39,6 +39,7 @@ TRAININGS = [  # optimizer, samples of a batch, micro-batches of a replica, sche
     ("nadam", 11, 3, "gpipe", False),
     ("nadam", 22, 1, "zb-h1", True),
 ]
+TRAININGS = ALL_TRAININGS if more_asked_for() else [ALL_TRAININGS[i] for i in (0, 3, 4)]
 
 
 def trained(training, **shape):

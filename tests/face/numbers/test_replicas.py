@@ -15,34 +15,36 @@ from tarantella_pp.models.pipeline_model import PipelineModel
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.runtime.comm.communicator import world
 from tarantella_pp.runtime.replicas.batch_share import batch_shares
-from tarantella_pp.runtime.stage.stage import Stage
-from tests.face.numbers.test_ranks import data_of_rank
-from tests.helpers.models import mlp
 from tests.helpers.mpi import mpi_run
+from tests.helpers.rank_training import (
+    BITS,
+    ROUNDING,
+    check_numbers,
+    data_of_rank,
+    facts_of,
+    train_cases,
+)
 from tests.helpers.training import (
     BATCH,
     CASES,
     EPOCHS,
-    FIELDS,
     X,
     Y,
     adamw,
     distance,
     finish,
     make,
-    piped,
-    serial,
     use_float64,
 )
+from tests.zoo.models import mlp
 
 pytestmark = [pytest.mark.keras, pytest.mark.mpi]
 
-ROUNDING, BITS = 1e-10, 1e-13
+OPTIONS = ("num_stages", "num_micro_batches", "schedule")
 SIZES = (8, 8, 6)
 """Of the batches of an epoch of each case."""
 
 TWO = [  # model, stages, micro-batches of a replica, schedule; all others are replicas
-    ("mlp", 1, 1, None),
     ("two_in_two_out", 1, 2, None),
     ("masked_output", 1, 2, None),
     ("embedding_adamw", 1, 2, None),
@@ -51,7 +53,6 @@ TWO = [  # model, stages, micro-batches of a replica, schedule; all others are r
     ("class_weight", 1, 8, None),
 ]
 FOUR = [
-    ("mlp", 2, 1, "1f1b"),
     ("regularized", 2, 2, "zb-h1"),
     ("tied_head", 2, 2, "1f1b"),
     ("tied_blocks", 4, 2, "interleaved"),
@@ -59,7 +60,6 @@ FOUR = [
     ("batch_norm", 2, 1, "gpipe"),
     ("embedding_adamw", 1, 3, None),
     ("unreached", 2, 8, "zb-h1"),
-    ("frozen", 2, 3, "1f1b"),
 ]
 
 
@@ -67,60 +67,30 @@ def replicas_of(case, ranks):
     return 2 if case[3] == "interleaved" else ranks // case[1]
 
 
-def train_cases(cases):
-    """Trains on this rank; returns the outcomes and what the rank had to do for them."""
-    use_float64()
-    seen = []
-    forward = Stage.forward
-
-    def counted(self, key, inputs, *rest):
-        seen.append([self.boundary.index, int(inputs[0].shape[0])])
-        return forward(self, key, inputs, *rest)
-
-    Stage.forward = counted
-    found = []
+def train_and_check(ranks, cases):
+    named = []
     for case in cases:
-        name, stages, micro_batches, schedule = case
-        model = make(
-            CASES[name],
-            num_stages=stages,
-            num_micro_batches=micro_batches,
-            schedule=schedule,
-            num_replicas=replicas_of(case, world().size),
-        )
-        seen.clear()
-        outcome = finish(model, data_of_rank(CASES[name]))
-        slots = len([v for v in model.optimizer.variables if len(v.shape)])
-        facts = {"seen": list(seen), "slots": slots, "replicas": model.plan.num_replicas}
-        found.append([json.loads(json.dumps(outcome.plain())), facts])
-    return found
-
-
-def check(run, cases, ranks):
+        name, *shape = case
+        options = dict(zip(OPTIONS, shape, strict=True))
+        named.append((name, {**options, "num_replicas": replicas_of(case, ranks)}))
+    run = mpi_run(ranks, train_cases, named, timeout=300).check()
     for i, case in enumerate(cases):
         name, stages, micro_batches, _ = case
-        outcomes = [result[i][0] for result in run.results]
-        facts = [result[i][1] for result in run.results]
         replicas = replicas_of(case, ranks)
-        for outcome in outcomes:
-            assert outcome == outcomes[0], name
-            assert set(outcome) == set(FIELDS)
-        one_pipeline = piped(name, 1, micro_batches * replicas, "gpipe").plain()
-        assert distance(one_pipeline, outcomes[0]) < BITS, name
-        if not CASES[name].batch_statistics and name != "dropout":
-            assert distance(serial(name).plain(), outcomes[0]) < ROUNDING, name
+        check_numbers(run, i, name, micro_batches * replicas)
+        facts = facts_of(run, i)
         size = ranks // replicas
         for rank, fact in enumerate(facts):
-            assert fact["replicas"] == replicas
-            own = {stage for stage, _ in fact["seen"]}
+            assert fact.replicas == replicas
+            own = {stage for stage, _ in fact.ran}
             assert len(own) == stages // size, (name, rank)
             shares = [batch_shares(rows, micro_batches, replicas)[rank // size] for rows in SIZES]
             rows = EPOCHS * sum(sum(share.own_sizes) for share in shares)
             if name == "dropout":  # one micro-batch shows how much each draws
                 rows += shares[0].own_sizes[0]
-            assert sum(n for _, n in fact["seen"]) == rows * len(own), (name, rank)
+            assert sum(n for _, n in fact.ran) == rows * len(own), (name, rank)
         # the ranks of a pipeline share the slots; each replica has all of them
-        slots = [sum(f["slots"] for f in facts[i : i + size]) for i in range(0, ranks, size)]
+        slots = [sum(len(f.slots) for f in facts[i : i + size]) for i in range(0, ranks, size)]
         assert slots == [len(serial_slots(name))] * replicas, name
 
 
@@ -132,17 +102,16 @@ def serial_slots(name):
 
 @pytest.mark.slow
 def test_two_replicas():
-    check(mpi_run(2, train_cases, TWO, timeout=240).check(), TWO, 2)
+    train_and_check(2, TWO)
 
 
 @pytest.mark.slow
 def test_four_ranks():
-    check(mpi_run(4, train_cases, FOUR, timeout=300).check(), FOUR, 4)
+    train_and_check(4, FOUR)
 
 
 SHARDED = [
     ("regularized", 1, 2, "adamw"),
-    ("tied_head", 2, 2, "adamw"),
     ("embedding_adamw", 2, 1, "averaging"),
     ("tied_blocks", 2, 2, "clipped"),
 ]
@@ -306,6 +275,7 @@ def synchronized():
     return keras.Sequential([keras.Input((4,)), norm, keras.layers.Dense(1)])
 
 
+@pytest.mark.slow
 def test_small_batches_and_what_needs_all_samples(tmp_path):
     run = mpi_run(2, be_refused_and_train, str(tmp_path), timeout=240).check()
     first, second = run.results

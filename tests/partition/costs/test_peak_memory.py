@@ -13,7 +13,7 @@ from tarantella_pp.partition.costs.peak_memory import (
 from tarantella_pp.partition.costs.stage_costs import StageCostModel
 from tarantella_pp.partition.extraction.keras_reader import extract
 from tarantella_pp.partition.plan.plan_parts import CutEdge
-from tests.helpers import models
+from tests.zoo import models
 
 pytestmark = pytest.mark.keras
 

@@ -12,8 +12,8 @@ from tarantella_pp.partition.costs.optimizer_slots import optimizer_name, optimi
 from tarantella_pp.partition.costs.stage_costs import StageCostModel
 from tarantella_pp.partition.extraction.keras_reader import extract
 from tarantella_pp.partition.graph.layer_graph import Weight
-from tests.helpers import models
 from tests.helpers.traced import activation_bytes_total
+from tests.zoo import models
 
 pytestmark = pytest.mark.keras
 

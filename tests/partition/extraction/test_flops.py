@@ -6,7 +6,7 @@ from keras import layers, ops
 
 from tarantella_pp.partition.extraction.flops import einsum_flops
 from tarantella_pp.partition.extraction.keras_reader import extract
-from tests.helpers import models
+from tests.zoo import models
 
 pytestmark = pytest.mark.keras
 

@@ -10,8 +10,8 @@ from keras import layers, ops
 from tarantella_pp.errors import UnsupportedModelError
 from tarantella_pp.keras_internals.functional import tree
 from tarantella_pp.partition.extraction.keras_reader import extract
-from tests.helpers import models
 from tests.helpers.runner import random_stages, run
+from tests.zoo import models
 
 pytestmark = pytest.mark.keras
 

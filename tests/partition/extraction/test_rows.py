@@ -7,7 +7,7 @@ import pytest
 from keras import layers, ops
 
 from tarantella_pp.partition.extraction.keras_reader import extract
-from tests.helpers.models import merged_windows
+from tests.zoo.models import merged_windows
 
 pytestmark = pytest.mark.keras
 

@@ -8,15 +8,18 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from tarantella_pp.errors import ConfigurationError
+from tarantella_pp.errors import ConfigurationError, PlanError
 from tarantella_pp.partition.graph.units import (
     format_bytes,
     item_bytes,
     parse_bytes,
     sample_shape,
 )
+from tarantella_pp.partition.plan.plan import Plan
+from tarantella_pp.partition.plan.plan_parts import MeasuredPeak
 from tarantella_pp.partition.plan.report import as_text, table
 from tarantella_pp.partition.solvers.problem.certificate import Certificate
+from tarantella_pp.partition.visualization.html import render_html
 from tests.helpers.plans import chain_graph, plan_of
 
 PLAN = plan_of(chain_graph(), [0, 0, 1, 1])
@@ -41,6 +44,30 @@ def test_the_table():
         "Activations = micro-batches in flight x bytes of one.",
         "Memory = State + Activations + peak temporaries + message buffers.",
     ]
+
+
+def test_what_was_measured_stands_beside_what_was_planned():
+    peaks = (MeasuredPeak(5000), MeasuredPeak(6 * 2**20, exact=False))
+    plan = msgspec.structs.replace(PLAN, measured=peaks)
+    lines = as_text(plan, 80).split("\n")
+    assert lines[2:6] == [
+        " Stage  Ops  Weights  State  Activations  Memory  Measured  FLOPs  Sends",
+        " ───────────────────────────────────────────────────────────────────────",
+        "     0    2     512B  2.00K     2 x 512B   4.25K     4.88K  50.0%   256B",
+        "     1    2     512B  2.00K     1 x 512B   4.00K    <6.00M  50.0%      -",
+    ]
+    text = " ".join(lines)
+    assert "Measured = peak of resident memory" in text
+    assert "< is no more than this" in text
+    assert Plan.from_json(plan.to_json()) == plan
+    together = msgspec.structs.replace(PLAN, measured=peaks[:1])  # one process has both stages
+    planned = format_bytes(sum(stage.memory_bytes for stage in PLAN.stages))
+    assert f"ranks: 0 took 4.88 KiB of {planned} planned." in " ".join(
+        as_text(together, 200).split()
+    )
+    assert "0 took 4.88 KiB" in render_html(together)
+    with pytest.raises(PlanError, match="measured"):
+        msgspec.structs.replace(PLAN, measured=3 * peaks)
 
 
 @pytest.mark.parametrize("width", [60, 80, 200])

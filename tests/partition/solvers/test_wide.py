@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.graphs import branching, gpt, layered
 from tarantella_pp.partition.external.external_graph import to_problem
 from tarantella_pp.partition.solvers import strategy as search_module
 from tarantella_pp.partition.solvers import tie_breaking as ties_module
@@ -40,6 +39,7 @@ from tests.helpers.problems import (
     optimum,
     problems,
 )
+from tests.zoo.graphs import branching, gpt, layered
 
 
 def soon(seconds=0.3):

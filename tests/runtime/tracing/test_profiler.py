@@ -17,7 +17,7 @@ from tarantella_pp.partition.graph.profile import NodeProfile, Profile
 from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
 from tarantella_pp.partition.plan.plan_simulation import PlanSimulation
 from tarantella_pp.runtime.tracing.profiler import profile
-from tests.helpers import models
+from tests.zoo import models
 
 pytestmark = pytest.mark.keras
 

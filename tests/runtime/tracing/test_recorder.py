@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from benchmarks.stubs import Seconds, SleepingStage, StubPipeline, StubStep
+from benchmarks.runtime.stubs import Seconds, SleepingStage, StubPipeline, StubStep
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.runtime.comm.communicator import Communicator, world
 from tarantella_pp.runtime.tracing import clock_sync

@@ -1,0 +1,121 @@
+"""Plans of every model of `keras.applications`, a GPT-like decoder stack and a U-Net.
+
+    python benchmarks/planning/applications.py [MODEL ...] [--stages 2 4 8] [--markdown FILE]
+
+The models have no weights of their own and are planned by memory, for 1F1B, a batch of 32 and
+four micro-batches a stage. Seconds are those of the solvers; building and reading the model are
+not in them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import gc
+import inspect
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+os.environ.setdefault("KERAS_BACKEND", "tensorflow")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import keras
+from keras import layers
+from rich.console import Console
+from rich.table import Table
+
+from tarantella_pp.errors import TarantellaError
+from tarantella_pp.partition.graph.units import format_bytes
+from tarantella_pp.partition.options import PlanOptions
+from tarantella_pp.partition.planner import Planner
+from tests.zoo.sized_models import gpt, unet
+
+HEADS = ("model", "operations", "stages", "largest stage", "gap", "seconds", "method")
+PAGE = """\
+# Plans of well-known models
+
+Every model of `keras.applications`, a decoder stack as of GPT-2 (tied: its head has the weights of
+the embedding, of which the last stage then has a copy) and a U-Net, planned for 2, 4 and 8 stages:
+the memory of the largest stage with Adam, a batch of 32 in 1F1B with four micro-batches a stage
+(buffers of messages left out), how far from the best of all plans it can be at most, and the
+seconds that the solvers took on one core of a shared machine. The NASNets have too many ways to be
+cut for an exact answer: they are searched and bounded, for at most 15 seconds for each of two ways
+to count memory that several operations keep. Made by
+
+    python benchmarks/planning/applications.py --markdown docs/applications.md
+
+"""
+
+
+def two_classes(x: keras.KerasTensor) -> keras.KerasTensor:
+    return layers.Conv2D(2, 1)(x)
+
+
+def builders() -> dict[str, Callable[[], keras.Model]]:
+    """All models by name."""
+    found: dict[str, Callable[[], keras.Model]] = {}
+    for name, value in sorted(vars(keras.applications).items()):
+        if inspect.isfunction(value):
+            found[name] = functools.partial(application, value)
+    return {
+        **found,
+        "GPT": gpt,
+        "GPT, tied": functools.partial(gpt, tied=True),
+        "UNet": functools.partial(unet, 256, (64, 128, 256, 512, 1024), two_classes),
+    }
+
+
+def application(build: Callable[..., keras.Model]) -> keras.Model:
+    """A model of `keras.applications`, for images of its own size, or of 224 x 224 for any size."""
+    model = build(weights=None)
+    if None in model.input_shape[1:]:
+        model = build(weights=None, input_shape=(224, 224, 3))
+    return model
+
+
+def rows(name: str, build: Callable[[], keras.Model], stages: list[int]) -> Iterator[list[str]]:
+    """Plans a model for each number of stages."""
+    try:
+        planner = Planner.of(build())
+    except (TarantellaError, ImportError, ValueError) as error:
+        yield [name, "-", "-", str(error).split(".")[0], "-", "-", "-"]
+        return
+    for count in stages:
+        options = PlanOptions.checked(
+            num_stages=count, batch_size=32, num_micro_batches=min(32, 4 * count),
+            num_replicas=1, schedule="1f1b", balance="memory", memory_limit=None,
+        )  # fmt: skip
+        start = time.perf_counter()
+        proof = planner.plan(options).certificate
+        seconds = time.perf_counter() - start
+        gap = "optimal" if proof.optimal else f"{100 * (proof.gap or 0.0):.2f} %"
+        size = format_bytes(proof.value)
+        nodes = str(len(planner.graph.nodes))
+        yield [name, nodes, str(count), size, gap, f"{seconds:.2f}", proof.method]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("models", nargs="*", metavar="MODEL")
+    parser.add_argument("--stages", nargs="+", type=int, default=[2, 4, 8])
+    parser.add_argument("--markdown", type=Path, help="write the table to this page as well")
+    args = parser.parse_args()
+    known = builders()
+    table = Table(*HEADS)
+    lines = [f"| {' | '.join(HEADS)} |", f"| {' | '.join(['---'] * len(HEADS))} |"]
+    for name in args.models or known:
+        for row in rows(name, known[name], args.stages):
+            table.add_row(*row)
+            lines.append(f"| {' | '.join(row)} |")
+            print(lines[-1], flush=True)
+        keras.backend.clear_session()
+        gc.collect()
+    if args.markdown:
+        args.markdown.write_text(PAGE + "\n".join(lines) + "\n", encoding="utf-8")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

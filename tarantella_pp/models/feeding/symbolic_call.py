@@ -1,0 +1,48 @@
+"""Models without a graph of operations, called symbolically to get one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from tarantella_pp.errors import ConfigurationError, UnsupportedModelError
+from tarantella_pp.keras_internals.functional import network_of, runs_its_graph
+
+
+def has_no_graph(model: Any) -> bool:
+    """Whether a model's operations are not known: a subclassed one, or a Sequential not yet built.
+
+    Args:
+        model: A Keras model, or anything else.
+    """
+    is_model = isinstance(model, keras.Model)
+    return is_model and not (network_of(model) is not None and runs_its_graph(model))
+
+
+def graph_of(model: Any, inputs: Any) -> keras.Model:
+    """Returns a model whose operations are known: calls of a subclassed one are one operation.
+
+    Args:
+        model: A model without a graph.
+        inputs: What it is called with: a `keras.Input`, or several in a structure.
+
+    Raises:
+        ConfigurationError: If the model knows its inputs.
+        UnsupportedModelError: If it cannot be called with them.
+    """
+    if not has_no_graph(model):
+        raise ConfigurationError(
+            f"Model '{model.name}' knows its inputs. Received: inputs={inputs!r}. Leave them out; "
+            "they are for subclassed models and for Sequential ones that are not built."
+        )
+    try:
+        outputs = model(inputs)
+    except Exception as error:  # whatever `call` may raise
+        raise UnsupportedModelError(
+            f"Model '{model.name}' cannot be called with inputs={inputs!r}, which have shapes and "
+            f"no values: {type(error).__name__}: {error}"
+        ) from error
+    if not has_no_graph(model):
+        return model  # a Sequential, which is built now
+    return keras.Model(inputs, outputs, name=model.name)

@@ -1,0 +1,57 @@
+"""What each rank needs of a batch: the model inputs of its stages, and perhaps the targets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tarantella_pp.partition.graph.layer_graph import LayerGraph
+from tarantella_pp.runtime.modules.stage_boundary import StageBoundary
+from tarantella_pp.runtime.replicas.process_groups import ProcessGroups
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What a rank gets of each batch.
+
+    Attributes:
+        inputs: The positions of the model inputs that it uses.
+        replica: Its replica, whose samples it gets.
+        targets: Whether it gets targets and sample weights.
+    """
+
+    inputs: tuple[int, ...]
+    replica: int = 0
+    targets: bool = False
+
+    @property
+    def any(self) -> bool:
+        """Whether it gets anything."""
+        return bool(self.inputs) or self.targets
+
+
+def inputs_of_stages(boundaries: Sequence[StageBoundary], graph: LayerGraph) -> list[list[int]]:
+    """For each stage, the positions of the model inputs that it uses."""
+    places = {tensor: i for i, tensor in enumerate(graph.inputs)}
+    return [[places[port.tensor] for port in boundary.model_inputs] for boundary in boundaries]
+
+
+def needs_of_ranks(
+    inputs: Sequence[Sequence[int]], placement: Sequence[int], groups: ProcessGroups
+) -> list[Need]:
+    """What each rank of the job gets of each batch.
+
+    Args:
+        inputs: What `inputs_of_stages` returned.
+        placement: Rank of each stage in its pipeline.
+        groups: The ranks of the job.
+    """
+    used: list[set[int]] = [set() for _ in range(groups.pipeline.size)]
+    for rank, places in zip(placement, inputs, strict=True):
+        used[rank].update(places)
+    needs = {
+        rank: Need(tuple(sorted(used[position])), replica, targets=position == placement[-1])
+        for replica, ranks in enumerate(groups.world_ranks)
+        for position, rank in enumerate(ranks)
+    }
+    return [needs[rank] for rank in sorted(needs)]

@@ -1,0 +1,165 @@
+"""Models with steps of their own, as users write them, and what training them gives."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import layers, ops
+
+RNG = np.random.default_rng(7)
+X, Y = RNG.normal(size=(23, 6)), RNG.normal(size=(23, 3))
+IDS = RNG.integers(0, 5, size=(23, 4)).astype("int32")
+
+
+class Regression(keras.Model):
+    """Losses and metrics that the user keeps, one a batch and one a sample."""
+
+    reduce = staticmethod(tf.reduce_mean)
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.first = layers.Dense(8, "tanh", kernel_regularizer="l2")
+        self.last = layers.Dense(3)
+        self.tracker = keras.metrics.Mean(name="loss")
+        self.error = keras.metrics.MeanAbsoluteError(name="mae")
+
+    @property
+    def metrics(self):
+        return [self.tracker, self.error]
+
+    def call(self, x):
+        return self.last(self.first(x))
+
+    def loss_of(self, x, y):
+        predicted = self(x, training=True)
+        return self.reduce(tf.square(predicted - y)) + sum(self.losses), predicted
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss, predicted = self.loss_of(x, y)
+        gradients = tape.gradient(loss, self.trainable_weights)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_weights, strict=True))
+        return self.logs(loss, y, predicted)
+
+    def logs(self, loss, y, predicted):
+        self.tracker.update_state(loss)
+        self.error.update_state(y, predicted)
+        steps = tf.cast(self.optimizer.iterations, "float64")
+        return {"raw": loss, "steps": steps, **{m.name: m.result() for m in self.metrics}}
+
+    def track(self, loss, rows):
+        self.tracker.update_state(loss, sample_weight=rows)
+
+    def test_step(self, data):
+        x, y = data
+        loss, predicted = self.loss_of(x, y)
+        self.track(loss, tf.shape(x)[0])
+        self.error.update_state(y, predicted)
+        return {m.name: m.result() for m in self.metrics}
+
+
+class SumOfLosses(Regression):
+    """A loss that is a sum over the samples, of all but the regularizers."""
+
+    reduce = staticmethod(tf.reduce_sum)
+
+    def loss_of(self, x, y):
+        predicted = self(x, training=True)
+        return self.reduce(tf.square(predicted - y)), predicted
+
+    def track(self, loss, rows):
+        self.tracker.update_state(loss)
+
+
+class Adversaries(keras.Model):
+    """Two optimizers: what is updated first is read by what comes after it."""
+
+    def __init__(self):
+        super().__init__()
+        self.makes = keras.Sequential([keras.Input((6,)), layers.Dense(5, "tanh"), layers.Dense(3)])
+        self.judges = keras.Sequential(
+            [keras.Input((3,)), layers.Dense(4, "tanh"), layers.Dense(1)]
+        )
+
+    def compile(self, of_judge, of_maker):
+        super().compile()
+        self.of_judge, self.of_maker = of_judge, of_maker
+
+    def call(self, x):
+        return self.makes(x)
+
+    def train_step(self, data):
+        x, real = data
+        made = self.makes(x)
+        both = tf.concat([made, real], axis=0)
+        rows = tf.shape(x)[0]
+        labels = tf.concat([tf.ones((rows, 1), "float64"), tf.zeros((rows, 1), "float64")], axis=0)
+        with tf.GradientTape() as tape:
+            judged = tf.reduce_mean(tf.square(self.judges(both) - labels))
+        weights = self.judges.trainable_weights
+        self.of_judge.apply_gradients(zip(tape.gradient(judged, weights), weights, strict=True))
+        with tf.GradientTape() as tape:
+            fooled = tf.reduce_mean(tf.square(self.judges(self.makes(x))))
+        weights = self.makes.trainable_weights
+        self.of_maker.apply_gradients(zip(tape.gradient(fooled, weights), weights, strict=True))
+        return {"judged": judged, "fooled": fooled}
+
+    def test_step(self, data):
+        x, real = data
+        return {"apart": tf.reduce_mean(tf.abs(self(x) - real))}
+
+
+class Teacher(keras.Model):
+    """Overrides the loss only; keeps averages of weights, and of samples, of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = layers.Embedding(5, 4)
+        self.last = layers.Dense(3)
+        self.follows = layers.Dense(3, trainable=False)
+        self.seen = self.add_weight(shape=(), name="seen", trainable=False)
+
+    def call(self, ids):
+        hidden = ops.mean(self.table(ids), axis=1)
+        self.add_loss(0.1 * ops.mean(ops.square(hidden)))
+        return self.last(hidden) + 0.1 * self.follows(hidden)
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return tf.reduce_mean(tf.square(y - y_pred)) + sum(self.losses)
+
+    def train_step(self, data):
+        logs = super().train_step(data)
+        for weight, average in zip(self.last.weights, self.follows.weights, strict=True):
+            average.assign(0.9 * average + 0.1 * weight)
+        self.seen.assign(0.5 * self.seen + 0.5 * tf.reduce_mean(data[1]))
+        return logs
+
+
+CASES = {
+    "regression": (Regression, lambda: [keras.optimizers.Adam(0.01, clipnorm=0.1)], X),
+    "sum": (SumOfLosses, lambda: [keras.optimizers.SGD(0.01, global_clipnorm=0.5)], X),
+    "adversaries": (
+        Adversaries,
+        lambda: [keras.optimizers.Adam(0.01), keras.optimizers.SGD(0.1, momentum=0.9)],
+        X,
+    ),
+    "teacher": (Teacher, lambda: [keras.optimizers.Adam(0.01)], IDS),
+}
+
+
+def numbers_of(case, wrap, seed=3):
+    """What training a case gives: even batches, uneven ones, and some smaller than the ranks."""
+    build, optimizers, x = CASES[case]
+    keras.utils.set_random_seed(seed)
+    model = wrap(build())
+    model.compile(*optimizers())
+    quiet = {"shuffle": False, "verbose": 0}
+    found = {"fit": model.fit(x, Y, batch_size=8, epochs=2, **quiet).history}
+    batches = tf.data.Dataset.from_tensor_slices((x[:7], Y[:7])).batch(2)
+    found["tiny"] = model.fit(batches, validation_data=(x[:5], Y[:5]), **quiet).history
+    found["evaluated"] = model.evaluate(x, Y, batch_size=5, return_dict=True, verbose=0)
+    found["predicted"] = model.predict(x, batch_size=4, verbose=0).tolist()
+    found["weights"] = [weight.tolist() for weight in model.get_weights()]
+    return found

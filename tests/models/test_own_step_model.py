@@ -1,0 +1,120 @@
+"""Models with steps of their own train on several ranks to the numbers of plain Keras."""
+
+from __future__ import annotations
+
+import json
+
+import keras
+import numpy as np
+import pytest
+
+import tarantella_pp as tnt
+from tarantella_pp.errors import ConfigurationError, TarantellaError
+from tests.helpers.mpi import mpi_run
+from tests.helpers.own_steps import CASES, Regression, X, Y, numbers_of
+from tests.helpers.training import distance, use_float64
+
+pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("float64")]
+
+
+class Normalized(Regression):
+    """Its first layer takes statistics of the data, which are exact; draws random numbers."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.norm = keras.layers.BatchNormalization()
+        self.drop = keras.layers.Dropout(0.3, seed=1)
+
+    def call(self, x, training=False):
+        return super().call(self.drop(self.norm(x, training=training), training=training))
+
+
+class Contrasts(Regression):
+    def loss_of(self, x, y):
+        predicted = self(x)
+        return keras.ops.var(predicted), predicted
+
+
+def normalized(wrap):
+    keras.utils.set_random_seed(4)
+    model = wrap(Normalized())
+    model.compile(keras.optimizers.SGD(0.01))
+    model.fit(X, Y, batch_size=8, shuffle=False, verbose=0)
+    averages = [model.norm.moving_mean, model.norm.moving_variance]
+    return [np.array(v).tolist() for v in averages], model
+
+
+def refused(wrap):
+    """Refused before the first update, on all ranks, which go on."""
+    model = wrap(Contrasts())
+    model.compile("sgd")
+    model(X[:1])
+    before = model.get_weights()
+    found = []
+    for run in (
+        lambda: model.fit(X, Y, verbose=0),
+        lambda: model.fit(X, Y, verbose=0, callbacks=keras.callbacks.BackupAndRestore("b")),
+        lambda: model.plan,
+    ):
+        try:
+            run()
+        except Exception as error:
+            found.append(f"{type(error).__name__}: {error}")
+    assert all(map(np.array_equal, before, model.get_weights()))
+    return found
+
+
+def train(folder, cases):
+    use_float64()
+    found = {}
+    for case in cases:
+        found[case] = numbers_of(case, tnt.Model, seed=3 + tnt.get_rank())
+    found["averages"], model = normalized(tnt.Model)
+    found["seeds"] = np.array(model.drop.seed_generator.state).tolist()
+    found["refused"] = refused(tnt.Model)
+    model.save(f"{folder}/m.keras")
+    model.save_weights(f"{folder}/m.weights.h5")
+    before = model.get_weights()
+    model.set_weights([0 * weight for weight in before])
+    model.load_weights(f"{folder}/m.weights.h5")
+    assert all(map(np.array_equal, before, model.get_weights()))
+    model.fit(X if tnt.get_rank() == 0 else None, Y, batch_size=8, verbose=0)
+    found["weights"] = [w.tolist() for w in model.get_weights()]
+    return json.loads(json.dumps(found))
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_ranks_train_as_one_process(ranks, tmp_path):
+    cases = list(CASES)
+    results = mpi_run(ranks, train, str(tmp_path), cases, timeout=300).check().results
+    for result in results:  # the rank that has tried says it in other words
+        gradients, backup, plan = result.pop("refused")
+        assert "gradients that Contrasts.train_step applies" in gradients
+        assert "BackupAndRestore keeps the state of a pipeline" in backup
+        assert "nothing to plan" in plan
+    assert all(result == results[0] for result in results)
+    first = results[0]
+    for case in cases:
+        plain = numbers_of(case, lambda model: model)
+        assert distance(plain, first[case]) < 1e-10, case
+    assert distance(normalized(lambda model: model)[0], first["averages"]) < 1e-10
+    assert first["seeds"][1] == 3 * ranks
+    again = keras.saving.load_model(tmp_path / "m.keras", {"Normalized": Normalized})
+    assert type(again) is Normalized
+
+
+def test_one_process_trains_the_model_itself():
+    model = Regression()
+    assert tnt.Model(model) is model
+
+
+@pytest.mark.parametrize("options", [{"num_micro_batches": 2}, {"shard_optimizer": True}])
+def test_options_of_plans_are_refused(options):
+    with pytest.raises(ConfigurationError, match=f"Received: .*{next(iter(options))}"):
+        tnt.Model(Regression(), **options)
+
+
+def test_pipelines_name_what_trains_the_model():
+    with pytest.raises(TarantellaError, match=r"overrides train_step, .* tnt\.Model"):
+        tnt.PipelineModel(Regression(), num_stages=2)

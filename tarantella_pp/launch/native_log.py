@@ -10,12 +10,13 @@ from collections.abc import Callable
 
 _STANDARD_ERROR = 2
 _NOISE = re.compile(
-    rb"(\[[^\]]*\](<stderr>:)? ?|\d+: )?"  # the rank, where the MPI launcher writes it there
+    rb"(\[[^\]\n]*\](<stderr>:)? ?|\d+: )?"  # the rank, where the MPI launcher writes it there
     rb"(I\d{4} \d\d:\d\d:[\d.]+ |WARNING: All log messages before absl::"
-    rb"|W\d{4} .* util\.cc:\d+\] Not handling type )"
+    rb"|W\d{4} .* util\.cc:\d+\] Not handling type )[^\n]*\n?"
 )
 """Lines of the level INFO, which no variable turns off while TensorFlow is imported, what stands
-above them, and a warning for each float64 operation that oneDNN has no faster one for."""
+above them, and a warning for each float64 operation that oneDNN has no faster one for. They may
+begin within a line: all ranks share one pipe, and a progress bar of another rank ends no line."""
 
 
 class QuietStderr:
@@ -46,14 +47,18 @@ def pass_on(read: Callable[[], bytes], write: Callable[[bytes], object]) -> None
     """Passes text on without its noise, until there is no more."""
     held = b""
     while piece := read():
-        *lines, held = (held + piece).split(b"\n")
-        text = b"".join(line + b"\n" for line in lines if not _NOISE.match(line))
-        if not _NOISE.match(held):  # such as a progress bar, which ends no line
-            text, held = text + held, b""
+        text = _NOISE.sub(_unless_unfinished, held + piece)
+        begun = _NOISE.search(text)
+        text, held = (text[: begun.start()], text[begun.start() :]) if begun else (text, b"")
         if text:
             write(text)
     if held:
         write(held)
+
+
+def _unless_unfinished(noise: re.Match[bytes]) -> bytes:
+    """Nothing for a whole line; one that still lacks its end is kept until the end is there."""
+    return b"" if noise[0].endswith(b"\n") else noise[0]
 
 
 def _write(text: bytes) -> None:

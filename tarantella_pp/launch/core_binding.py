@@ -1,14 +1,22 @@
-"""Which cores a rank runs on: its own share, where the ranks of a node use all of them."""
+"""Which cores a rank runs on, with how many threads: its own share of the host it is on."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import pathlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, MutableMapping
 
-BIND_VARIABLE = "TNT_BIND_CORES"
-"""Number of cores that the ranks of a node share; set where each is to have its part of them."""
+from tarantella_pp.launch import sockets
+
+BIND_VARIABLE = "TNT_BIND"
+"""How a rank is bound: to its share of the cores, to a socket, to its memory as well, or not."""
+TO_CORES, TO_SOCKET, TO_MEMORY = "cores", "socket", "memory"
+COUNT_VARIABLE = "TNT_THREADS"
+"""Threads of a rank, where the user has said how many."""
+RANKS_VARIABLE = "TNT_RANKS_PER_NODE"
+"""Most ranks of a host, for launchers that do not tell a rank how many its own has."""
+THREAD_VARIABLES = ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "OMP_NUM_THREADS")
 _LOCAL_RANKS = (
     ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
@@ -35,23 +43,58 @@ def cores_to_share(cores: int, ranks: int, threads: int) -> int | None:
     return cores if ranks > 1 and threads == cores // ranks else None
 
 
-def bind_to_share(given: Mapping[str, str]) -> None:
-    """Binds this process to its share of the cores, if the environment says so.
+def take_share(environ: MutableMapping[str, str], siblings: Collection[int] | None = None) -> None:
+    """Gives this process its part of its host: cores to run on, and as many threads.
 
-    It does nothing where somebody else has bound the process already.
+    It counts the cores of the host it is on, which may have others than that of the launcher.
+
+    Args:
+        environ: Its environment, whose variables for threads are set where they are not yet.
+        siblings: Cores of the process that has started it. With others of its own it has been
+            bound already, and stays as it is. None where there are none to compare with.
+
+    Raises:
+        LaunchError: It cannot be bound as the user has asked for.
     """
-    wanted = given.get(BIND_VARIABLE, "")
-    place = next(
-        ((given[rank], given[size]) for rank, size in _LOCAL_RANKS if {rank, size} <= given.keys()),
-        ("", ""),
-    )
-    if not all(text.isdigit() for text in (wanted, *place)) or not hasattr(os, "sched_setaffinity"):
-        return
-    cores = os.sched_getaffinity(0)
-    rank, size = map(int, place)
-    if len(cores) == int(wanted) >= size > rank:
-        with contextlib.suppress(OSError):  # some containers forbid it
-            os.sched_setaffinity(0, share(cores, rank, size))
+    rank, ranks = _local_place(environ)
+    way = environ.get(BIND_VARIABLE, "")
+    cores = cores_of_node(environ)
+    if way in (TO_SOCKET, TO_MEMORY):
+        threads = sockets.pin(rank, ranks, memory=way == TO_MEMORY)
+    elif siblings is not None and set(siblings) != _affinity():
+        threads, way = cores, ""
+    else:
+        threads = max(1, cores // ranks)
+    wanted, per_task = environ.get(COUNT_VARIABLE, ""), environ.get("SLURM_CPUS_PER_TASK", "")
+    said = next((text for text in (wanted, per_task) if text.isdecimal() and int(text)), None)
+    threads = threads if said is None else int(said)
+    chosen = any(name in environ for name in THREAD_VARIABLES) and not wanted
+    if way == TO_CORES and not chosen and cores_to_share(cores, ranks, threads):
+        bind_to_share(rank, ranks, cores)
+    for name in THREAD_VARIABLES:
+        if wanted or name not in environ:
+            environ[name] = str(threads)
+
+
+def cores_of_node(environ: Mapping[str, str] = os.environ) -> int:
+    """Returns the number of cores this process may run on, and its job, where that is Slurm's."""
+    allocated = environ.get("SLURM_CPUS_ON_NODE", "")
+    most = int(allocated) if allocated.isdecimal() and int(allocated) else 1 << 20
+    return min(len(_affinity()), most)
+
+
+def bind_to_share(rank: int, ranks: int, wanted: int) -> None:
+    """Binds this process to its share of the cores, where it has all that are wanted.
+
+    Args:
+        rank: Its number among the ranks of its host.
+        ranks: Their number.
+        wanted: Cores that they share.
+    """
+    cores = _affinity()
+    if len(cores) == wanted >= ranks > rank:
+        with contextlib.suppress(OSError, AttributeError):  # some containers and systems forbid it
+            os.sched_setaffinity(0, share(cores, rank, ranks))
 
 
 def share(cores: Iterable[int], rank: int, ranks: int) -> set[int]:
@@ -59,6 +102,24 @@ def share(cores: Iterable[int], rank: int, ranks: int) -> set[int]:
     ordered = sorted(cores, key=_place)
     begin, end = (len(ordered) * i // ranks for i in (rank, rank + 1))
     return set(ordered[begin:end])
+
+
+def _local_place(environ: Mapping[str, str]) -> tuple[int, int]:
+    """Returns the number of this process among the ranks of its host, and how many these are."""
+    for names in _LOCAL_RANKS:
+        rank, ranks = (environ.get(name, "") for name in names)
+        if rank.isdecimal() and ranks.isdecimal() and int(rank) < int(ranks):
+            return int(rank), int(ranks)
+    local, most = environ.get("SLURM_LOCALID", ""), environ.get(RANKS_VARIABLE, "")
+    number = int(local) if local.isdecimal() else 0
+    return number, max(1, int(most)) if most.isdecimal() else 1
+
+
+def _affinity() -> set[int]:
+    """Returns the cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))
 
 
 def _place(core: int) -> tuple[int, int, int]:

@@ -7,17 +7,21 @@ import dataclasses
 import os
 import pathlib
 import re
+import shlex
 import shutil
 import site
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar
 
 from tarantella_pp.errors import ConfigurationError, LaunchError
 from tarantella_pp.launch.guard.rank_records import LOCAL_RANK_VARIABLE, RANK_VARIABLE
+from tarantella_pp.launch.hosts import HostRanks
 
 NAMES = ("auto", "mpich", "openmpi", "slurm")
+_SHELL_OF_PRTE, _SHELL_OF_ORTE = "PRTE_MCA_plm_ssh_agent", "OMPI_MCA_plm_rsh_agent"
+"""What Open MPI reads the remote shell from: since version 5, and before."""
 _OF_ANOTHER_JOB = re.compile(
     r"(OMPI_(COMM_WORLD|UNIVERSE|APP_CTX|FIRST_RANKS|NUM_APP_CTX)|PMIX_(?!MCA_)|MV2_COMM_WORLD_"
     r"|PMI_(APPNUM|FD|ID|JOBID|LOCAL_RANK|LOCAL_SIZE|PORT|RANK|SIZE|SPAWNED|UNIVERSE_SIZE)\b"
@@ -36,18 +40,22 @@ class Job:
         num_ranks: Number of ranks.
         cores: Cores of one node.
         cores_per_rank: Cores of one rank.
-        hostfile: File with one host per line, or None for this host alone.
+        hosts: Hosts with their ranks, or none for this host alone.
         names: Environment variables that every rank needs, on other hosts, too.
         label_output: Whether each line of output begins with the rank it comes from.
+        options: Further options of the launcher, as the user gave them.
+        per_node: Most ranks of a host that the launcher chooses, where the user said so.
     """
 
     command: tuple[str, ...]
     num_ranks: int
     cores: int
     cores_per_rank: int = 1
-    hostfile: str | None = None
+    hosts: tuple[HostRanks, ...] = ()
     names: tuple[str, ...] = ()
     label_output: bool = False
+    options: tuple[str, ...] = ()
+    per_node: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -66,8 +74,17 @@ class Launcher(abc.ABC):
     def command(self, job: Job) -> list[str]:
         """Returns the command that starts a job."""
 
-    def environment(self, directory: str) -> dict[str, str]:
-        """Returns what the launcher itself needs in its environment."""
+    @abc.abstractmethod
+    def remote_shell(self, environ: Mapping[str, str]) -> list[str]:
+        """Returns the command that it reaches other hosts with; empty where it needs none."""
+
+    def environment(self, directory: str, remote_shell: str | None = None) -> dict[str, str]:
+        """Returns what the launcher itself needs in its environment.
+
+        Args:
+            directory: Where it may keep files.
+            remote_shell: The command to reach other hosts with; None for its own choice.
+        """
         return {
             RANK_VARIABLE: self.rank_variable,
             LOCAL_RANK_VARIABLE: self.local_rank_variable,
@@ -82,9 +99,32 @@ class Mpich(Launcher):
 
     def command(self, job: Job) -> list[str]:
         """Returns the command that starts a job."""
-        hosts = ["-f", job.hostfile] if job.hostfile else []
+        hosts = ["-hosts", _slots(job.hosts)] if job.hosts else []
         label = ["-prepend-rank"] if job.label_output else []
-        return [self.executable, "-n", str(job.num_ranks), *hosts, *label, *job.command]
+        return [
+            *(self.executable, "-n", str(job.num_ranks), *hosts),
+            *(*label, *job.options, *job.command),
+        ]
+
+    def remote_shell(self, environ: Mapping[str, str]) -> list[str]:
+        """Returns the command that it reaches other hosts with."""
+        if environ.get("HYDRA_LAUNCHER", "ssh") not in ("ssh", "rsh"):
+            return []
+        own = environ.get("HYDRA_LAUNCHER_EXEC") or environ.get("HYDRA_LAUNCHER", "ssh")
+        return [own, *environ.get("HYDRA_LAUNCHER_EXTRA_ARGS", "").split()]
+
+    def environment(self, directory: str, remote_shell: str | None = None) -> dict[str, str]:
+        """Returns what the launcher itself needs in its environment."""
+        ours = super().environment(directory)
+        if remote_shell is None:
+            return ours
+        shell, *options = shlex.split(remote_shell)
+        return {
+            **ours,
+            "HYDRA_LAUNCHER": "ssh",
+            "HYDRA_LAUNCHER_EXEC": shutil.which(shell) or shell,
+            "HYDRA_LAUNCHER_EXTRA_ARGS": " ".join(options),
+        }
 
 
 class OpenMpi(Launcher):
@@ -100,21 +140,29 @@ class OpenMpi(Launcher):
     def command(self, job: Job) -> list[str]:
         """Returns the command that starts a job."""
         options = ["--bind-to", "none"]
-        if job.num_ranks > job.cores and not job.hostfile:
+        if job.num_ranks > job.cores and not job.hosts:
             options.append("--oversubscribe")
         if os.geteuid() == 0:
             options.append("--allow-run-as-root")
-        if job.hostfile:
-            options += ["--hostfile", job.hostfile]
+        if job.hosts:
+            options += ["--map-by", "slot", "--host", _slots(job.hosts)]
         if job.label_output:
             options += ["--output", "tag"]
         for name in job.names:
             options += ["-x", name]
+        options += job.options
         return [self.executable, "-n", str(job.num_ranks), *options, *job.command]
 
-    def environment(self, directory: str) -> dict[str, str]:
+    def remote_shell(self, environ: Mapping[str, str]) -> list[str]:
+        """Returns the command that it reaches other hosts with."""
+        return (environ.get(_SHELL_OF_PRTE) or environ.get(_SHELL_OF_ORTE) or "ssh").split()
+
+    def environment(self, directory: str, remote_shell: str | None = None) -> dict[str, str]:
         """Has session files kept with the job: they stay behind when a launcher is killed."""
-        return {**super().environment(directory), "PRTE_MCA_prte_tmpdir_base": directory}
+        ours = super().environment(directory)
+        names = () if remote_shell is None else (_SHELL_OF_PRTE, _SHELL_OF_ORTE)
+        shells = dict.fromkeys(names, remote_shell or "")
+        return {**ours, "PRTE_MCA_prte_tmpdir_base": directory, **shells}
 
 
 class Slurm(Launcher):
@@ -129,14 +177,37 @@ class Slurm(Launcher):
 
     def command(self, job: Job) -> list[str]:
         """Returns the command that starts a job."""
-        if job.hostfile:
+        if job.hosts:
             raise ConfigurationError(
-                "Slurm chooses the hosts itself. "
-                f"Received: --hostfile {job.hostfile} with {self.executable}. Leave it out."
+                "Slurm chooses the hosts itself. Received: --hostfile with "
+                f"{self.executable}. Leave it out, or name hosts with --mpi-args=--nodelist=..."
             )
-        label = ["--label"] if job.label_output else []
         options = ["--kill-on-bad-exit=1", "--export=ALL", f"--cpus-per-task={job.cores_per_rank}"]
-        return [self.executable, f"--ntasks={job.num_ranks}", *options, *label, *job.command]
+        if job.per_node is not None:
+            options.append(f"--ntasks-per-node={job.per_node}")
+        if job.label_output:
+            options.append("--label")
+        options += job.options
+        return [self.executable, f"--ntasks={job.num_ranks}", *options, *job.command]
+
+    def remote_shell(self, environ: Mapping[str, str]) -> list[str]:
+        """Returns no command: Slurm has its own processes on all hosts."""
+        return []
+
+    def environment(self, directory: str, remote_shell: str | None = None) -> dict[str, str]:
+        """Returns what the launcher itself needs in its environment."""
+        if remote_shell is not None:
+            raise ConfigurationError(
+                "Slurm needs no shell to start ranks on other hosts. Received: "
+                f"--remote-shell={remote_shell!r} with {self.executable}. Leave it out."
+            )
+        return super().environment(directory)
+
+
+def _slots(hosts: Sequence[HostRanks]) -> str:
+    """Returns hosts with their numbers of ranks, as both MPIs take them on the command line."""
+    named = (f"[{host.name}]" if ":" in host.name else host.name for host in hosts)
+    return ",".join(f"{name}:{host.count}" for name, host in zip(named, hosts, strict=True))
 
 
 _FAMILIES: dict[str, type[Launcher]] = {"mpich": Mpich, "openmpi": OpenMpi, "slurm": Slurm}

@@ -2,51 +2,48 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from collections.abc import Mapping, Sequence
 
 from tarantella_pp.errors import ConfigurationError
-from tarantella_pp.launch.core_binding import BIND_VARIABLE, cores_to_share
+from tarantella_pp.launch.core_binding import cores_of_node
 
-THREAD_VARIABLES = ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "OMP_NUM_THREADS")
-UNBOUND = {BIND_VARIABLE: ""}
-"""What leaves the ranks of a node unbound, even in a job that was started by a rank of another."""
+_FAMILIES = (
+    "TNT_",
+    "TF_",
+    "OMP_",
+    "KMP_",
+    "MKL_",
+    "KERAS_",
+    "MALLOC_",
+    "XLA_",
+    "CUDA_",
+    "NCCL_",
+    "UCX_",
+)
+_EVERYWHERE = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
+"""What a user has set for a script; not every MPI hands it on to other hosts by itself."""
 LOG_VARIABLE = "TF_CPP_MIN_LOG_LEVEL"
 LOG_LEVELS = {"DEBUG": "0", "INFO": "0", "WARNING": "1", "ERROR": "2"}
 """The library's log levels, with the level of TensorFlow's native log that goes with each."""
 
 
 def rank_environment(
-    threads: int,
-    log_level: str,
-    output_on_all_devices: bool,
-    given: Mapping[str, str],
-    force_threads: bool = False,
+    log_level: str, output_on_all_devices: bool, given: Mapping[str, str]
 ) -> dict[str, str]:
     """Returns the variables to set for every rank, on top of those given already."""
     defaults = {LOG_VARIABLE: LOG_LEVELS[log_level], **allocator_variables()}
-    counts = dict.fromkeys(THREAD_VARIABLES, str(threads))
     ours = {
         "TNT_LOG_LEVEL": log_level,
         "TNT_OUTPUT_ON_ALL_DEVICES": "1" if output_on_all_devices else "0",
     }
-    if force_threads:
-        ours |= counts
-    else:
-        defaults |= counts
     unset = {name: value for name, value in defaults.items() if name not in given}
     return {**unset, **ours}
 
 
-def binding(
-    threads: int, ranks_of_node: int, given: Mapping[str, str], force_threads: bool
-) -> dict[str, str]:
-    """Returns what has the ranks of a node bound to cores of their own, where they should be."""
-    if not force_threads and any(name in given for name in THREAD_VARIABLES):
-        return UNBOUND
-    cores = cores_to_share(cores_of_node(), ranks_of_node, threads)
-    return UNBOUND if cores is None else {BIND_VARIABLE: str(cores)}
+def needed_elsewhere(given: Mapping[str, str]) -> list[str]:
+    """Returns the variables that ranks on other hosts need as they are here."""
+    return sorted(name for name in given if name in _EVERYWHERE or name.startswith(_FAMILIES))
 
 
 def allocator_variables() -> dict[str, str]:
@@ -83,13 +80,6 @@ def parse_exports(options: Sequence[str], given: Mapping[str, str]) -> dict[str,
             )
         exports[name] = value if equals else given[name]
     return exports
-
-
-def cores_of_node() -> int:
-    """Returns the number of cores this process may run on, and its job, where that is Slurm's."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    allocated = os.environ.get("SLURM_CPUS_ON_NODE", "")
-    return min(cores or 1, int(allocated) if allocated.isdigit() and int(allocated) else 1 << 20)
 
 
 def threads_per_rank(num_ranks: int, num_nodes: int, given: Mapping[str, str]) -> int:

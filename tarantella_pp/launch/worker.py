@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import io
 import os
 import runpy
@@ -18,10 +19,11 @@ import sys
 import tempfile
 import time
 import types
+from collections.abc import Callable
 from typing import Any
 
 from tarantella_pp.errors import LaunchError
-from tarantella_pp.launch.core_binding import bind_to_share
+from tarantella_pp.launch import core_binding, rank_log
 from tarantella_pp.launch.guard import failure_guard, gpus
 from tarantella_pp.launch.guard.cause import describe
 from tarantella_pp.launch.guard.guarded_rank import (
@@ -64,13 +66,13 @@ def main() -> int:
     watched = {signal.SIGCHLD, *PASSED_ON}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, watched)
     minder = os.getpid()
+    siblings = _cores_of(os.getppid())
     child = os.fork()
     if child == 0:
         die_with_parent(minder)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        bind_to_share(os.environ)
-        local_rank = None if size == 1 else _number(LOCAL_RANK_VARIABLE)
-        return run_script(sys.argv[1:], Guard(rank, size, directory, abort=None), local_rank)
+        keeper = Guard(rank, size, directory, abort=None)
+        return run_script(sys.argv[1:], keeper, functools.partial(_take_share, size, siblings))
     record = _mind(child, rank, directory, watched)
     if not seen:
         shutil.rmtree(directory.path, ignore_errors=True)
@@ -81,7 +83,7 @@ def main() -> int:
     return record.exit_code
 
 
-def run_script(command: list[str], keeper: Guard, local_rank: int | None = None) -> int:
+def run_script(command: list[str], keeper: Guard, prepare: Callable[[], None]) -> int:
     """Runs `script.py ...` or `-m module ...` as Python would, and puts on record how it ended."""
     faulthandler.enable()
     failure_guard.adopt(keeper)
@@ -92,8 +94,8 @@ def run_script(command: list[str], keeper: Guard, local_rank: int | None = None)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
     try:
-        if local_rank is not None:
-            gpus.take_one(os.environ, local_rank)
+        prepare()
+        rank_log.show(os.environ, keeper.rank)
         _run_as_main(command)
     except SystemExit as exit_:
         if exit_.code not in (None, 0):
@@ -113,6 +115,24 @@ def run_script(command: list[str], keeper: Guard, local_rank: int | None = None)
         _linger(RunDirectory(os.environ[DIRECTORY_VARIABLE]))
         os._exit(keeper.record.exit_code)
     return 0
+
+
+def _take_share(size: int, siblings: set[int] | None) -> None:
+    """Gives this rank its part of the host's cores, and of its GPUs."""
+    core_binding.take_share(os.environ, siblings)
+    local_rank = None if size == 1 else _number(LOCAL_RANK_VARIABLE)
+    if local_rank is not None:
+        gpus.take_one(os.environ, local_rank)
+
+
+def _cores_of(pid: int) -> set[int] | None:
+    """Returns the cores that another process may run on, where that can be told."""
+    if not hasattr(os, "sched_getaffinity"):
+        return None
+    try:
+        return os.sched_getaffinity(pid)
+    except OSError:
+        return None
 
 
 def _run_as_main(command: list[str]) -> None:

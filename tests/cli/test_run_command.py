@@ -7,6 +7,7 @@ import pathlib
 
 import pytest
 
+from tarantella_pp.launch import sockets
 from tests.helpers.jobs import (
     PYTHONS,
     SCRIPTS,
@@ -90,9 +91,31 @@ def test_one_rank_is_a_job_like_any_other(python: str) -> None:
 
 
 def test_options_reach_the_ranks(python: str) -> None:
-    options = ["-n", "2", "--threads", "3", "-x", "GREETING=hi there"]
-    with tarantella(python, *options, "hello.py") as job:
-        assert job.result().stdout.splitlines()[2] == "threads 3 hi there"
+    options = ["-x", "A=1", "GREETING=hi there", "B=", "--threads", "3", "-n", "2", "--no-gpu"]
+    interpreter = f"env C=4 {python} -O"
+    with tarantella(python, *options, "--python-interpreter", interpreter, "told.py") as job:
+        lines = job.result().stdout.splitlines()
+    assert lines == ["threads 3, 1 'hi there' '' '4', gpu -1, -O 1"]
+
+
+def test_all_ranks_log_when_asked(python: str) -> None:
+    heard = {}
+    for options in ([], ["--log-level=INFO"], ["--log-level=INFO", "--log-on-all-devices"]):
+        with tarantella(python, "-n", "2", *options, "told.py") as job:
+            lines = job.result().stderr.splitlines()
+        heard[len(options)] = sorted(line for line in lines if "told" in line)
+    assert heard[0] == ["warning told"] * 2
+    of_rank = [[f"rank {rank}: {word} told" for word in ("info", "warning")] for rank in (0, 1)]
+    assert heard[1] == [*of_rank[0], "warning told"]
+    assert heard[2] == [*of_rank[0], *of_rank[1]]
+
+
+def test_more_ranks_than_sockets_are_refused(python: str) -> None:
+    ranks = str(len(sockets.of_this_host()) + 1)
+    with tarantella(python, "-n", ranks, "--mpi-args=", "--pin-to-socket", "told.py") as job:
+        result = job.result()
+    assert result.code == 1
+    assert "failed first: --pin-to-socket gives each rank a socket" in result.stderr
 
 
 def test_the_hosts_of_a_hostfile_are_used(python: str, tmp_path: pathlib.Path) -> None:

@@ -7,7 +7,7 @@ import pathlib
 
 import pytest
 
-from tarantella_pp.launch import core_binding, rank_environment
+from tarantella_pp.launch import core_binding
 from tests.helpers.jobs import PYTHONS, tarantella
 
 CORES = len(os.sched_getaffinity(0))
@@ -31,17 +31,6 @@ def test_ranks_are_bound_where_their_threads_fill_the_node(
     assert core_binding.cores_to_share(cores, ranks, threads) == shared
 
 
-def test_the_users_own_threads_leave_ranks_unbound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_environment, "cores_of_node", lambda: 8)
-    assert rank_environment.binding(4, 2, {}, False) == {core_binding.BIND_VARIABLE: "8"}
-    assert (
-        rank_environment.binding(4, 2, {"OMP_NUM_THREADS": "4"}, False) == rank_environment.UNBOUND
-    )
-    assert (
-        rank_environment.binding(4, 2, {"OMP_NUM_THREADS": "4"}, True) != rank_environment.UNBOUND
-    )
-
-
 def test_shares_are_neighbours_and_disjoint(
     monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:
@@ -63,27 +52,59 @@ def test_shares_are_neighbours_and_disjoint(
     assert core_binding.share([9, 3, 5, 7], 1, 2) == {7, 9}
 
 
-def bound(monkeypatch: pytest.MonkeyPatch, cores: int, **given: str) -> object:
-    """The cores that a process with so many of them is bound to."""
+MPICH = {"MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+OPEN_MPI = {"OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+BIND = {"TNT_BIND": "cores"}
+
+
+@pytest.mark.parametrize(
+    ("cores", "given", "share", "threads"),
+    [
+        (4, {**BIND, **MPICH}, {2, 3}, "2"),
+        (4, {**BIND, **OPEN_MPI}, {0, 1}, "2"),
+        (6, {**BIND, **MPICH}, {3, 4, 5}, "3"),  # this host has more cores
+        (4, MPICH, None, "2"),
+        (4, {**BIND, **MPICH, "TNT_THREADS": "1"}, None, "1"),  # cores are left free
+        (4, {**BIND, **MPICH, "TNT_THREADS": "2", "OMP_NUM_THREADS": "9"}, {2, 3}, "2"),
+        (4, {**BIND, **MPICH, "OMP_NUM_THREADS": "2"}, None, "2"),
+        (4, {**BIND, **MPICH, "SLURM_CPUS_PER_TASK": "3"}, None, "3"),
+        (4, {**BIND, **MPICH, "SLURM_CPUS_ON_NODE": "2"}, None, "1"),
+        (4, {**BIND, "TNT_RANKS_PER_NODE": "2", "SLURM_LOCALID": "1"}, {2, 3}, "2"),
+        (4, BIND, None, "4"),
+        (1, {**BIND, **MPICH}, None, "1"),
+    ],
+)
+def test_a_rank_takes_its_share_of_the_host_it_is_on(
+    cores: int,
+    given: dict[str, str],
+    share: set[int] | None,
+    threads: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: pathlib.Path,
+) -> None:
     chosen: list[object] = []
+    monkeypatch.setattr(core_binding, "_TOPOLOGY", tmp_path / "missing")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
     monkeypatch.setattr(os, "sched_setaffinity", lambda _, share: chosen.append(share))
-    core_binding.bind_to_share(given)
-    return chosen[0] if chosen else None
+    environ = dict(given)
+    core_binding.take_share(environ, set(range(cores)))
+    assert chosen == ([] if share is None else [share])
+    assert environ["TF_NUM_INTRAOP_THREADS"] == threads
+    assert environ["OMP_NUM_THREADS"] == threads
 
 
-def test_a_rank_is_bound_once_and_only_by_us(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
-) -> None:
-    monkeypatch.setattr(core_binding, "_TOPOLOGY", tmp_path / "missing")
-    mpich = {"MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
-    open_mpi = {"OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
-    assert bound(monkeypatch, 4, TNT_BIND_CORES="4", **mpich) == {2, 3}
-    assert bound(monkeypatch, 4, TNT_BIND_CORES="4", **open_mpi) == {0, 1}
-    assert bound(monkeypatch, 2, TNT_BIND_CORES="4", **mpich) is None  # bound already
-    assert bound(monkeypatch, 4, **mpich) is None
-    assert bound(monkeypatch, 4, TNT_BIND_CORES="4") is None
-    assert bound(monkeypatch, 1, TNT_BIND_CORES="1", **mpich) is None
+def test_a_rank_that_is_bound_already_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {4, 5, 6, 7})
+    monkeypatch.setattr(os, "sched_setaffinity", lambda *_: pytest.fail("bound again"))
+    environ = {**BIND, **MPICH}
+    core_binding.take_share(environ, set(range(8)))
+    assert environ["OMP_NUM_THREADS"] == "4"
+
+
+def test_cores_that_slurm_has_given_to_others_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(64)))
+    assert core_binding.cores_of_node({}) == 64
+    assert core_binding.cores_of_node({"SLURM_CPUS_ON_NODE": "4"}) == 4
 
 
 @pytest.mark.mpi
@@ -94,7 +115,7 @@ def test_ranks_of_a_job_run_on_cores_of_their_own(
     python: str, option: str, own: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if option == "none":
-        monkeypatch.setenv(core_binding.BIND_VARIABLE, str(CORES))  # of a job around this one
+        monkeypatch.setenv(core_binding.BIND_VARIABLE, "cores")  # of a job around this one
     options = ["-n", "2", "--threads", str(CORES // 2), "--bind", option]
     with tarantella(python, *options, "cores.py") as job:
         result = job.result()

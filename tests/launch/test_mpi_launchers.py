@@ -11,6 +11,7 @@ import pytest
 from tarantella_pp.cli import main
 from tarantella_pp.errors import ConfigurationError, LaunchError
 from tarantella_pp.launch import mpi_launchers
+from tarantella_pp.launch.hosts import HostRanks
 
 VERSIONS = {
     "openmpi": "mpiexec (Open MPI) 5.0.11",
@@ -161,12 +162,30 @@ def test_what_other_jobs_say_of_their_ranks_is_left_out() -> None:
 
 def test_hosts_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    job = mpi_launchers.Job(("w",), num_ranks=3, cores=2, hostfile="h")
-    assert mpi_launchers.Mpich("m").command(job) == ["m", "-n", "3", "-f", "h", "w"]
-    expected = ["m", "-n", "3", "--bind-to", "none", "--allow-run-as-root", "--hostfile", "h", "w"]
-    assert mpi_launchers.OpenMpi("m").command(job) == expected
-    with pytest.raises(ConfigurationError, match="--hostfile h"):
+    hosts = (HostRanks("a", 0, 2), HostRanks("fe80::1", 2, 1))
+    job = mpi_launchers.Job(("w",), num_ranks=3, cores=2, hosts=hosts, options=("--o",))
+    expected = ["m", "-n", "3", "-hosts", "a:2,[fe80::1]:1", "--o", "w"]
+    assert mpi_launchers.Mpich("m").command(job) == expected
+    assert mpi_launchers.OpenMpi("m").command(job) == [
+        *("m", "-n", "3", "--bind-to", "none", "--allow-run-as-root"),
+        *("--map-by", "slot", "--host", "a:2,[fe80::1]:1", "--o", "w"),
+    ]
+    with pytest.raises(ConfigurationError, match="--hostfile with s"):
         mpi_launchers.Slurm("s").command(job)
+
+
+def test_the_remote_shell_is_that_of_the_user_of_the_environment_or_ssh() -> None:
+    mpich, open_mpi = mpi_launchers.Mpich("m"), mpi_launchers.OpenMpi("m")
+    for launcher in (mpich, open_mpi):
+        assert launcher.remote_shell({}) == ["ssh"]
+        given = launcher.environment("/d", "sh -p 22")
+        assert launcher.remote_shell(given)[-2:] == ["-p", "22"]
+        assert "sh -p 22" in given.values() or given["HYDRA_LAUNCHER_EXTRA_ARGS"] == "-p 22"
+    assert mpich.remote_shell({"HYDRA_LAUNCHER": "slurm"}) == []
+    slurm = mpi_launchers.Slurm("s")
+    assert slurm.remote_shell({}) == []
+    with pytest.raises(ConfigurationError, match="--remote-shell='ssh'"):
+        slurm.environment("/d", "ssh")
 
 
 def test_a_dry_run_shows_command_and_environment_but_no_secret(

@@ -8,26 +8,26 @@ from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.launch import rank_environment
 
 
-def variables(given: dict[str, str], force: bool = False) -> dict[str, str]:
-    return rank_environment.rank_environment(3, "WARNING", False, given, force_threads=force)
+def variables(given: dict[str, str]) -> dict[str, str]:
+    return rank_environment.rank_environment("WARNING", False, given)
 
 
-def test_threads_and_log_level_are_set() -> None:
+def test_log_level_and_output_are_set() -> None:
     found = variables({})
-    assert {found[name] for name in rank_environment.THREAD_VARIABLES} == {"3"}
     assert found["TF_CPP_MIN_LOG_LEVEL"] == "1"  # warnings are shown
     assert found["TNT_OUTPUT_ON_ALL_DEVICES"] == "0"
 
 
 def test_what_the_user_has_set_stays() -> None:
-    given = {"OMP_NUM_THREADS": "8", "MALLOC_TRIM_THRESHOLD_": "1", "TF_CPP_MIN_LOG_LEVEL": "0"}
+    given = {"MALLOC_TRIM_THRESHOLD_": "1", "TF_CPP_MIN_LOG_LEVEL": "0"}
     assert not set(variables(given)) & set(given)
 
 
-def test_an_explicit_number_of_threads_wins() -> None:
-    found = variables({"OMP_NUM_THREADS": "8", "TF_CPP_MIN_LOG_LEVEL": "0"}, force=True)
-    assert found["OMP_NUM_THREADS"] == "3"
-    assert "TF_CPP_MIN_LOG_LEVEL" not in found
+def test_what_other_hosts_need_is_the_users_own_and_no_secret() -> None:
+    given = {"OMP_NUM_THREADS": "8", "TNT_WARN": "9", "TF_X": "", "KERAS_BACKEND": "tensorflow"}
+    given |= {"PATH": "/bin", "PYTHONPATH": "", "LD_LIBRARY_PATH": "", "UCX_TLS": "tcp"}
+    others = {"HOME": "/root", "HUB_TOKEN": "s3cret", "HOSTNAME": "a", "TMPDIR": "/x"}
+    assert rank_environment.needed_elsewhere({**given, **others}) == sorted(given)
 
 
 @pytest.mark.parametrize(
@@ -53,13 +53,6 @@ def test_ranks_share_the_cores_of_a_node(
     monkeypatch.setattr(rank_environment, "cores_of_node", lambda: 8)
     assert rank_environment.threads_per_rank(ranks, nodes, {}) == threads
     assert rank_environment.threads_per_rank(ranks, nodes, {"SLURM_CPUS_PER_TASK": "5"}) == 5
-
-
-def test_cores_that_slurm_has_given_to_others_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_environment.os, "sched_getaffinity", lambda process: set(range(64)))
-    assert rank_environment.cores_of_node() == 64
-    monkeypatch.setenv("SLURM_CPUS_ON_NODE", "4")
-    assert rank_environment.cores_of_node() == 4
 
 
 def test_exports_have_names_and_values() -> None:

@@ -12,6 +12,7 @@ from tarantella_pp.errors import LaunchError
 
 SHARE_VARIABLE = "TNT_SHARE_GPUS"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
+NONE_VISIBLE = {_VISIBLE: "-1"}
 _GROWTH = "TF_FORCE_GPU_ALLOW_GROWTH"
 _GIVEN_BY_SLURM = ("SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND", "SLURM_NTASKS_PER_GPU")
 """With these each task sees GPUs of its own only."""

@@ -1,0 +1,133 @@
+"""The hosts of a job: read from a file in one format, and which ranks run on which of them."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tarantella_pp.errors import ConfigurationError
+
+_LINE = re.compile(
+    r"(?P<name>[A-Za-z0-9_][A-Za-z0-9_.-]*|\[[0-9A-Fa-f:.]+\])"
+    r"(?::(?P<count>\d+)|\s+slots\s*=\s*(?P<slots>\d+))?"
+)
+"""`host`, `host:4` or `host slots=4`; an address of IPv6 in brackets. ssh takes no name that begins
+with a dash for an option."""
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """A line of a hostfile.
+
+    Args:
+        name: Its name or address.
+        slots: The ranks it takes; None where the line does not say.
+    """
+
+    name: str
+    slots: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HostRanks:
+    """The ranks of one host, which are neighbours.
+
+    Args:
+        name: Name or address of the host.
+        first: Its first rank.
+        count: Number of its ranks.
+    """
+
+    name: str
+    first: int
+    count: int
+
+    def __str__(self) -> str:
+        """Returns what a user reads of it."""
+        last = self.first + self.count - 1
+        ranks = f"rank {last}" if self.count == 1 else f"ranks {self.first} to {last}"
+        return f"host {self.name}: {ranks}"
+
+
+def read_hostfile(path: str) -> tuple[Host, ...]:
+    """Returns the hosts of a file.
+
+    Raises:
+        ConfigurationError: It cannot be read, names no host or one twice, or has another format.
+    """
+    try:
+        lines = pathlib.Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"Cannot read --hostfile {path}: {error}") from error
+    texts = [(number, line.split("#")[0].strip()) for number, line in enumerate(lines, 1)]
+    hosts = tuple(_host(path, number, text) for number, text in texts if text)
+    if not hosts:
+        raise ConfigurationError(f"--hostfile {path} names no host. Received: an empty file")
+    names = [host.name for host in hosts]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ConfigurationError(
+            f"--hostfile {path}: each host has one line, with its number of ranks behind it, as in "
+            f"`{twice[0]}:2`. Received twice: {', '.join(twice)}"
+        )
+    return hosts
+
+
+def place(
+    hosts: Sequence[Host], num_ranks: int | None = None, per_node: int | None = None
+) -> tuple[HostRanks, ...]:
+    """Returns which ranks run on which host: one host after the other is filled.
+
+    So neighbours in a pipeline are on one host where they can be, and of a pipeline's links as few
+    as possible cross the network.
+
+    Args:
+        hosts: The hosts.
+        num_ranks: Ranks of the job. None: as many as the hosts take.
+        per_node: Most ranks of a host. None: its slots; where no host has any, the ranks are dealt
+            out evenly, and without `num_ranks` each host gets one.
+
+    Raises:
+        ConfigurationError: The hosts do not take so many.
+    """
+    limited = any(host.slots is not None for host in hosts)
+    if per_node is not None:
+        wrong = [host for host in hosts if host.slots is not None and host.slots < per_node]
+        if wrong:
+            raise ConfigurationError(
+                f"--n-per-node asks for more ranks than host {wrong[0].name} has slots, which are "
+                f"{wrong[0].slots}. Received: --n-per-node={per_node}"
+            )
+        room = [per_node] * len(hosts)
+    elif limited or num_ranks is None:
+        room = [1 if host.slots is None else host.slots for host in hosts]
+    else:
+        each, left = divmod(num_ranks, len(hosts))
+        room = [each + (index < left) for index in range(len(hosts))]
+    wanted = sum(room) if num_ranks is None else num_ranks
+    if wanted > sum(room):
+        remedy = "--n-per-node" if per_node is not None else "slots"
+        raise ConfigurationError(
+            f"The hosts take {sum(room)} ranks; ask for fewer, or give them more {remedy}. "
+            f"Received: -n {wanted}"
+        )
+    found, first = [], 0
+    for host, most in zip(hosts, room, strict=True):
+        if count := min(most, wanted - first):
+            found.append(HostRanks(host.name, first, count))
+            first += count
+    return tuple(found)
+
+
+def _host(path: str, number: int, text: str) -> Host:
+    """Reads one line."""
+    match = _LINE.fullmatch(text)
+    slots = None if match is None else match["count"] or match["slots"]
+    if match is None or slots == "0":
+        raise ConfigurationError(
+            f"--hostfile {path}, line {number}: expected `host`, `host:4` or `host slots=4`, with "
+            f"at least one slot. Received: {text!r}"
+        )
+    return Host(match["name"].strip("[]"), int(slots) if slots else None)

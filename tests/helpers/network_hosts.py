@@ -1,0 +1,217 @@
+"""Hosts with a network between them, made of namespaces of this machine.
+
+Each has a name, an address, processes, /dev/shm and a folder for temporary files of its own; the
+rest of the file system is shared. That needs Linux, root and `ip`. A namespace of its own has the
+bridge that joins them. As ssh, the remote shell gives a command no variables of its caller.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import pathlib
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import psutil
+
+from tests.helpers.jobs import SCRIPTS, Job
+
+LIMIT_SECONDS = 30
+_SHELL = """\
+#!/bin/sh
+while [ "${{1#-}}" != "$1" ]; do shift; done
+case "$1" in
+{cases}
+*) echo "no route to $1" >&2; exit 255 ;;
+esac
+shift
+exec nsenter -t "$pid" -n -u -m -w/ env -i PATH="$PATH" HOME=/root TMPDIR={tmp} sh -c "$*"
+"""
+
+
+@dataclass
+class NetworkHost:
+    """One host.
+
+    Attributes:
+        name: Its name, which the others know.
+        holder: The process that keeps its namespaces.
+        tmp: Its folder for temporary files: the same path on each host, but another folder.
+    """
+
+    name: str
+    holder: subprocess.Popen[bytes]
+    tmp: pathlib.Path
+
+    def inside(self, *command: str) -> list[str]:
+        """Returns a command that runs another one on this host."""
+        return ["nsenter", "-t", str(self.holder.pid), "-n", "-u", "-m", *command]
+
+    def run(self, *command: str) -> None:
+        """Runs a command on this host."""
+        subprocess.run(self.inside(*command), check=True, timeout=LIMIT_SECONDS)
+
+    def seen(self, path: str | pathlib.Path) -> pathlib.Path:
+        """Returns what this host sees at a path, from outside."""
+        return pathlib.Path(f"/proc/{self.holder.pid}/root{path}")
+
+    def processes(self) -> list[psutil.Process]:
+        """Returns what runs on this host."""
+        own = _network_of(self.holder.pid)
+        found = [p for p in psutil.process_iter() if p.pid != self.holder.pid]
+        return [p for p in found if own is not None and _network_of(p.pid) == own]
+
+    def leftovers(self) -> list[str]:
+        """Returns what has stayed behind on this host, for which it gets a moment to go."""
+        deadline = time.monotonic() + LIMIT_SECONDS
+        while self._left() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return self._left()
+
+    def _left(self) -> list[str]:
+        alive = [p for p in self.processes() if _name(p)]
+        files = [*self.seen("/dev/shm").iterdir(), *self.seen(self.tmp).iterdir()]
+        return [_name(process) for process in alive] + [str(path) for path in files]
+
+
+@dataclass
+class Network:
+    """Some hosts with links between all of them.
+
+    Attributes:
+        switch: What joins them.
+        hosts: The hosts; the first one is that of the launcher.
+        remote_shell: The command to reach the others with.
+    """
+
+    switch: NetworkHost
+    hosts: list[NetworkHost]
+    remote_shell: str = ""
+
+    def hostfile(self, *lines: str) -> str:
+        """Returns the path of a hostfile, with a line for each host if none are given."""
+        path = self.hosts[0].tmp.parent / "hosts"
+        path.write_text("\n".join([*(lines or [host.name for host in self.hosts]), ""]))
+        return str(path)
+
+    def link(self, number: int, state: str) -> None:
+        """Cuts the link to a host (`"down"`), or mends it (`"up"`)."""
+        self.switch.run("ip", "link", "set", f"port{number}", state)
+
+    def tarantella(self, python: str, *arguments: str, **environment: str) -> Job:
+        """Starts `tarantella` on the first host."""
+        given = {"UCX_TLS": "tcp,self", "TMPDIR": str(self.hosts[0].tmp), **environment}
+        options = ["--hostfile", self.hostfile()] if "--hostfile" not in arguments else []
+        command = [python, "-m", "tarantella_pp", *options, "--remote-shell", self.remote_shell]
+        return Job(*self.hosts[0].inside(f"--wd={SCRIPTS}", *command, *arguments), **given)
+
+
+@functools.cache
+def obstacle() -> str:
+    """Returns why no hosts can be made here, or the empty string."""
+    if sys.platform != "linux" or os.geteuid() != 0:
+        return "needs Linux and root"
+    missing = [name for name in ("ip", "nsenter", "unshare") if shutil.which(name) is None]
+    if missing:
+        return f"needs {', '.join(missing)}"
+    links = "ip link add eth0 type veth peer name eth1 && ip link add bridge0 type bridge"
+    tried = f"{links} && mount -t tmpfs tmpfs /mnt"
+    command = ["unshare", "--net", "--uts", "--mount", "sh", "-c", tried]
+    answer = subprocess.run(command, capture_output=True, timeout=LIMIT_SECONDS, check=False)
+    return "" if answer.returncode == 0 else "namespaces, veth or mounts are not allowed"
+
+
+@contextlib.contextmanager
+def network(size: int, folder: pathlib.Path) -> Iterator[Network]:
+    """Makes hosts `alpha`, `beta`, ... and takes them away in the end.
+
+    Args:
+        size: Their number.
+        folder: An empty folder that all of them see.
+    """
+    names = ("alpha", "beta", "gamma")[:size]
+    addresses = [f"10.97.0.{number + 1}" for number in range(size)]
+    pairs = zip(addresses, names, strict=True)
+    lines = ["127.0.0.1 localhost", *(f"{address} {name}" for address, name in pairs)]
+    (folder / "etc_hosts").write_text("\n".join([*lines, ""]))
+    tmp = folder / "tmp"
+    tmp.mkdir()
+    found: list[NetworkHost] = []
+    try:
+        all_names = ("switch", *names)
+        found.extend(NetworkHost(name, _holder(name, folder, tmp), tmp) for name in all_names)
+        made = Network(found[0], found[1:])
+        _join(made, addresses)
+        shell = folder / "remote-shell"
+        cases = [f"{host.name}) pid={host.holder.pid} ;;" for host in made.hosts]
+        shell.write_text(_SHELL.format(cases="\n".join(cases), tmp=shlex.quote(str(tmp))))
+        shell.chmod(0o700)
+        made.remote_shell = str(shell)
+        yield made
+    finally:
+        for host in found:
+            for process in host.processes():
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+            host.holder.kill()
+            host.holder.wait()
+
+
+def _holder(name: str, folder: pathlib.Path, tmp: pathlib.Path) -> subprocess.Popen[bytes]:
+    """Starts the process of a host, and returns once it has all its own."""
+    setup = (
+        "hostname $0 && mount -t tmpfs tmpfs /dev/shm && mount -t tmpfs tmpfs $1 "
+        "&& mount --bind $2 /etc/hosts && ip link set lo up && echo ready && exec sleep 600"
+    )
+    command = ["unshare", "--net", "--uts", "--mount", "sh", "-c", setup, name, str(tmp)]
+    holder = subprocess.Popen(
+        [*command, str(folder / "etc_hosts")],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        preexec_fn=_die_with_parent,
+    )
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == b"ready\n"
+    return holder
+
+
+def _join(made: Network, addresses: list[str]) -> None:
+    """Joins hosts by a bridge."""
+    made.switch.run(*["ip", "link", "add", "bridge0", "type", "bridge"])
+    made.switch.run(*["ip", "link", "set", "bridge0", "up"])
+    for number, (host, address) in enumerate(zip(made.hosts, addresses, strict=True)):
+        other = f"netns {host.holder.pid}"
+        link = f"ip link add port{number} type veth peer name eth0 {other}"
+        made.switch.run(*link.split())
+        made.switch.run(*f"ip link set port{number} master bridge0 up".split())
+        host.run(*f"ip address add {address}/24 dev eth0".split())
+        host.run(*["ip", "link", "set", "eth0", "up"])
+
+
+def _die_with_parent() -> None:
+    from tarantella_pp.launch.prctl import die_with_parent
+
+    die_with_parent(os.getppid())
+
+
+def _network_of(pid: int) -> str | None:
+    try:
+        return os.readlink(f"/proc/{pid}/ns/net")
+    except OSError:
+        return None
+
+
+def _name(process: psutil.Process) -> str:
+    """Returns the command of a process that runs."""
+    try:
+        running = process.status() != psutil.STATUS_ZOMBIE
+        return " ".join(process.cmdline()) if running else ""
+    except psutil.Error:
+        return ""

@@ -1,0 +1,127 @@
+"""Hostfiles, and which ranks run where."""
+
+from __future__ import annotations
+
+import pathlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tarantella_pp.errors import ConfigurationError
+from tarantella_pp.launch.hosts import Host, HostRanks, place, read_hostfile
+
+HOSTFILE = """
+# a cluster
+node-1          # one without a number
+node-2:4
+ 10.0.0.3 slots=2
+node.four  slots = 16   # as Open MPI writes it
+[fe80::1]:2
+"""
+
+
+def write(folder: pathlib.Path, text: str) -> str:
+    path = folder / "hosts"
+    path.write_text(text)
+    return str(path)
+
+
+def test_lines_of_both_mpis_are_read(tmp_path: pathlib.Path) -> None:
+    assert read_hostfile(write(tmp_path, HOSTFILE)) == (
+        Host("node-1"),
+        Host("node-2", 4),
+        Host("10.0.0.3", 2),
+        Host("node.four", 16),
+        Host("fe80::1", 2),
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("", "names no host"),
+        ("# nothing\n\n", "names no host"),
+        ("a\nb\na:2\n", "Received twice: a"),
+        ("a\n-oProxyCommand=x\n", "line 2: expected `host`"),
+        ("a:0\n", "at least one slot. Received: 'a:0'"),
+        ("a slots=\n", "Received: 'a slots='"),
+        ("a b\n", "Received: 'a b'"),
+        ("a slots=2 max_slots=4\n", "line 1"),
+        ("a:2 slots=2\n", "line 1"),
+        ("a;reboot\n", "line 1"),
+        ("$(reboot)\n", "line 1"),
+    ],
+)
+def test_other_lines_are_refused(tmp_path: pathlib.Path, text: str, complaint: str) -> None:
+    with pytest.raises(ConfigurationError) as error:
+        read_hostfile(write(tmp_path, text))
+    assert complaint in str(error.value)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(ConfigurationError, match="Cannot read --hostfile"):
+        read_hostfile(str(tmp_path / "missing"))
+
+
+@pytest.mark.parametrize(
+    ("slots", "ranks", "per_node", "counts"),
+    [
+        ([None, None], None, None, [1, 1]),
+        ([None, None], 4, None, [2, 2]),
+        ([None, None, None], 5, None, [2, 2, 1]),
+        ([None, None], 1, None, [1]),
+        ([2, 3], None, None, [2, 3]),
+        ([2, 3], 3, None, [2, 1]),
+        ([None, 3], None, None, [1, 3]),
+        ([None, None], None, 4, [4, 4]),
+        ([4, 4], None, 2, [2, 2]),
+        ([4, 4], 3, 2, [2, 1]),
+    ],
+)
+def test_hosts_are_filled_one_after_the_other(
+    slots: list[int | None], ranks: int | None, per_node: int | None, counts: list[int]
+) -> None:
+    hosts = [Host(f"h{index}", each) for index, each in enumerate(slots)]
+    assert [host.count for host in place(hosts, ranks, per_node)] == counts
+
+
+@pytest.mark.parametrize(
+    ("slots", "ranks", "per_node", "complaint"),
+    [
+        ([2, 2], 5, None, "take 4 ranks; ask for fewer, or give them more slots"),
+        ([None, 2], 4, None, "take 3 ranks"),
+        ([None, None], 5, 2, "more --n-per-node. Received: -n 5"),
+        ([4, 2], None, 3, "host h1 has slots, which are 2"),
+    ],
+)
+def test_more_ranks_than_the_hosts_take_are_refused(
+    slots: list[int | None], ranks: int | None, per_node: int | None, complaint: str
+) -> None:
+    hosts = [Host(f"h{index}", each) for index, each in enumerate(slots)]
+    with pytest.raises(ConfigurationError) as error:
+        place(hosts, ranks, per_node)
+    assert complaint in str(error.value)
+
+
+@given(st.lists(st.none() | st.integers(1, 5), min_size=1, max_size=6), st.integers(1, 20))
+def test_ranks_of_a_host_are_neighbours(slots: list[int | None], ranks: int) -> None:
+    hosts = [Host(f"h{index}", each) for index, each in enumerate(slots)]
+    try:
+        placed = place(hosts, ranks)
+    except ConfigurationError:
+        assert ranks > sum(1 if each is None else each for each in slots)
+        return
+    assert [r for h in placed for r in range(h.first, h.first + h.count)] == [*range(ranks)]
+    assert all(host.count for host in placed)
+    assert [host.name for host in placed] == [host.name for host in hosts[: len(placed)]]
+    most = {host.name: host.slots for host in hosts}
+    if any(each is not None for each in slots):
+        assert all(host.count <= (most[host.name] or 1) for host in placed)
+    else:
+        assert placed[0].count - placed[-1].count <= 1
+
+
+def test_a_host_says_which_ranks_it_has() -> None:
+    assert str(HostRanks("a", 0, 1)) == "host a: rank 0"
+    assert str(HostRanks("b", 2, 3)) == "host b: ranks 2 to 4"

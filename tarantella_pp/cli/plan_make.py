@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tarantella_pp.cli.io import model_source, plan_pictures
+from tarantella_pp.cli.io import model_source, plan_pictures, quantities
 from tarantella_pp.cli.io.output import check_target
 from tarantella_pp.cli.io.quantities import positive_int
 from tarantella_pp.errors import ConfigurationError
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _OF_MODELS = (
     "batch_size", "num_micro_batches", "num_replicas", "num_ranks", "stages_per_rank", "schedule",
     "optimizer", "recompute", "placement", "fusion_threshold",
-    "shard_optimizer", "gradient_dtype",
+    "shard_optimizer", "gradient_dtype", "machine",
 )  # fmt: skip
 """Options that say what a graph's own memory and time already hold."""
 
@@ -73,6 +73,11 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     add("--schedule", metavar="NAME",
         help="gpipe, 1f1b or zb-h1; to make a plan interleaved, zb-v, zb-auto or the text file of "
         "a schedule as well (default: the fastest of some, else 1f1b)")  # fmt: skip
+    add(
+        "--machine",
+        metavar="NAME",
+        help=f"{quantities.MACHINE} (default: a core, or the GPU that is there)",
+    )
     add("--optimizer", metavar="NAME",
         help="whose state counts as memory (default: the model's, else Adam's)")  # fmt: skip
 

@@ -38,8 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("plan", metavar="PLAN", help="the plan's JSON file, of a Keras model")
     add("--replicas", type=quantities.positive_int, metavar="R",
         help="pipelines side by side, each with its own batch (default: the plan's)")  # fmt: skip
+    add("--machine", metavar="NAME", help=f"{quantities.MACHINE} (default: the plan's)")
     add("--speed", type=quantities.flops_per_second, metavar="TFLOPS",
-        help="what a rank reaches, in TFLOP/s or e.g. 500GFLOPs (default: the plan's, else 1); "
+        help="what a rank reaches, in TFLOP/s or e.g. 500GFLOPs (default: the machine's, else 1); "
         "of another one than the plan's nothing else is known")  # fmt: skip
     add("--link-bandwidth", type=quantities.bytes_per_second, metavar="B",
         help="between ranks, in each direction, e.g. 10GB or 100Gbit "
@@ -98,10 +99,14 @@ def _simulate(arguments: argparse.Namespace) -> int:
 
 def _machine(arguments: argparse.Namespace, planned: HardwareSpec | None) -> HardwareSpec:
     """Returns the machine that a plan was made for, with what the command line says otherwise."""
-    from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
+    from tarantella_pp.partition.plan.hardware_spec import HardwareSpec, machine_of
 
     machine = planned or HardwareSpec()
-    if arguments.speed is not None:  # another machine, of which all else is unknown
+    if arguments.machine is not None:
+        machine = machine_of(arguments.machine)
+        if arguments.speed is not None:
+            machine = msgspec.structs.replace(machine, flops_per_second=arguments.speed)
+    elif arguments.speed is not None:  # another machine, of which all else is unknown
         machine = HardwareSpec(arguments.speed)
     links = {"bandwidth": arguments.link_bandwidth, "latency": arguments.link_latency}
     given = {name: value for name, value in links.items() if value is not None}
@@ -177,7 +182,7 @@ def _speed(machine: HardwareSpec) -> str:
     """What takes time on a rank."""
     text = f"a rank does {machine.flops_per_second / 1e12:g} TFLOP/s on every layer"
     if machine.memory_bandwidth is not None:
-        text += f", reads weights at {machine.memory_bandwidth / 1e9:g} GB/s"
+        text += f" or moves {machine.memory_bandwidth / 1e9:g} GB/s, whichever takes longer"
     if machine.action_seconds:
         text += f", takes {machine.action_seconds * 1e6:g} us to start a computation"
     return f"{text}."

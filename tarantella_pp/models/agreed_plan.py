@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import tensorflow as tf
 
 from tarantella_pp.errors import ConfigurationError, PlanError
-from tarantella_pp.models.make_plan import ACCELERATOR, default_machine, implied_stages, make_plan
+from tarantella_pp.models.make_plan import default_machine, implied_stages, make_plan
 from tarantella_pp.models.model_validation import needs_one_replica, replicas_of
 from tarantella_pp.partition.extraction.keras_reader import ExtractedModel
 from tarantella_pp.partition.graph.units import format_bytes
@@ -70,7 +71,8 @@ def _fitting_plan(
         memory: Bytes that a rank may take; `None` where a limit is given.
     """
     plan = _best_plan(extracted, num_ranks, given)
-    if memory is None or given["machine"] == ACCELERATOR:  # of which it is not known what it has
+    on_gpu = tf.config.list_physical_devices("GPU")  # of which it is not known what it has
+    if memory is None or on_gpu:
         return plan
     needed, stages = _largest_rank(plan, num_ranks)
     if needed <= memory:

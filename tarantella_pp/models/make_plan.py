@@ -17,7 +17,7 @@ from tarantella_pp.partition.extraction.keras_reader import ExtractedModel, extr
 from tarantella_pp.partition.graph.profile import Profile
 from tarantella_pp.partition.infeasible import infeasible
 from tarantella_pp.partition.options import BALANCES, PLACEMENTS, checked_count, stages_to_recompute
-from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
+from tarantella_pp.partition.plan.hardware_spec import CORE, HardwareSpec, machine_of, machines
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan.plan_config import FUSION_THRESHOLD
 from tarantella_pp.partition.plan_choice import choose_plan
@@ -26,16 +26,8 @@ from tarantella_pp.partition.planner import LOOPS, Planner
 from tarantella_pp.runtime.tracing.profiler import profile as measure
 from tarantella_pp.schedule import Schedule, ScheduleSpec, read_schedule
 
-CORE = HardwareSpec(
-    flops_per_second=6e10,
-    bandwidth=4.4e9,
-    action_seconds=3e-4,
-    memory_bandwidth=1e10,
-    split_factor=1.2,
-)
-"""One core of a CPU, as measured with the models of `benchmarks/`."""
 ACCELERATOR = HardwareSpec(flops_per_second=1e13, action_seconds=3e-4, memory_bandwidth=1e12)
-"""A GPU."""
+"""A GPU of which nothing is known."""
 STAGES_TO_OVERLAP = 4
 """Into how many stages a model on one rank is cut, for sums of gradients to begin earlier."""
 MICRO_BATCHES = 8
@@ -60,7 +52,7 @@ def make_plan(
     recompute: str | Sequence[int] | None = None,
     optimizer: Any = None,
     profile: Profile | None = None,
-    machine: HardwareSpec | None = None,
+    machine: HardwareSpec | str | Path | None = None,
     placement: str = PLACEMENTS[0],
     fusion_threshold: int | float | str | None = None,
     shard_optimizer: bool = False,
@@ -96,9 +88,10 @@ def make_plan(
             `"1f1b"` and `"interleaved"`.
         balance: `"memory"` for the smallest largest memory of a stage, buffers of messages left
             out; `"time"` for the smallest largest time of a stage, measured on this machine;
-            `"flops"` for the smallest largest number of floating point operations. Of ranks with
-            several stages the largest counts, not the largest stage. Default: that with which a
-            step is fastest within the limit; `"time"` is among them with a `profile`.
+            `"flops"` for the smallest largest time by the machine's arithmetic and memory
+            traffic, nothing measured. Of ranks with several stages the largest counts, not the
+            largest stage. Default: that with which a step is fastest within the limit; `"time"`
+            is among them with a `profile`.
         memory_limit: Largest memory of a stage, in bytes or as in `"16GB"`; for unequal devices
             one for each stage, as in `["16GB", "8GB"]`. Default: none.
         recompute: Activation checkpointing: stages that keep only the inputs of a micro-batch
@@ -108,8 +101,10 @@ def make_plan(
             Default: two slots for each variable, as Adam has.
         profile: What `tnt.profile` measured of this model. The plan and its simulation use it
             whatever they balance. Default: for `balance="time"`, measured now with random inputs.
-        machine: Speed of a rank and of the links, for the simulation. Default: one core of a
-            CPU, or a GPU where there is one.
+        machine: Speed of a rank, its memory and the links: a `HardwareSpec`, a name in
+            `tnt.machines` such as `"v100"`, or a file that `tarantella doctor --save` wrote. An
+            operation counts as long as its arithmetic or its memory traffic takes. Default: one
+            core of a CPU, or a GPU where there is one.
         placement: Which ranks are neighbours, usually on one node: `"pipelines-together"`, those
             of a pipeline, or `"replicas-together"`, those that sum the gradients of a stage.
         fusion_threshold: Most bytes of gradients that replicas sum at a time, in bytes or as in
@@ -140,7 +135,8 @@ def make_plan(
     if balance == "time" and profile is None:
         parts = (num_micro_batches or MICRO_BATCHES) * shapes[0][1]
         profile = measure(extracted, max(1, checked_count("batch_size", batch_size) // parts))
-    planner = Planner.of(extracted, optimizer, profile)
+    machine = default_machine() if machine is None else machine_of(machine)
+    planner = Planner.of(extracted, optimizer, profile, machine)
     given = {
         "batch_size": batch_size,
         "num_micro_batches": num_micro_batches,
@@ -151,14 +147,12 @@ def make_plan(
         "shard_optimizer": shard_optimizer,
         "gradient_dtype": gradient_dtype,
     }
-    machine = machine or default_machine()
     balances = _balances(profile) if balance in (None, *BALANCES) else (balance,)
 
     def searches(shapes: list[Shape]) -> list[PlanSearch]:
         return [
             PlanSearch(
                 planner,
-                machine,
                 {**given, "balance": kind, "num_stages": stages, "num_replicas": replicas},
                 ScheduleSpec.of(custom or name, stages, ranks),
             )
@@ -184,7 +178,10 @@ def make_plan(
 
 def default_machine() -> HardwareSpec:
     """The machine that a step is simulated on where none is given."""
-    return ACCELERATOR if tf.config.list_physical_devices("GPU") else CORE
+    for device in tf.config.list_physical_devices("GPU"):
+        name = tf.config.experimental.get_device_details(device).get("device_name", "").lower()
+        return next((machines[key] for key in machines if key in name), ACCELERATOR)
+    return CORE
 
 
 def implied_stages(custom: Schedule | None, memory_limit: Any) -> int | None:

@@ -154,7 +154,7 @@ def _sharing(costs: StageCostModel) -> list[tuple[tuple[int, ...], Tied, float]]
 def _work(costs: StageCostModel, options: PlanOptions) -> FloatArray:
     """FLOPs or seconds of each node; a repeated forward pass counts where all stages repeat it."""
     if options.balance != "time" or costs.seconds is None:
-        return np.array([node.flops for node in costs.graph.nodes])
+        return costs.flops()
     forwards = 1 + (len(options.repeats) == options.num_stages)
     return np.array([forwards * forward + backward for forward, backward in costs.seconds])
 
@@ -271,7 +271,7 @@ def _values(costs: StageCostModel, options: PlanOptions, solution: Solution) -> 
     """FLOPs, seconds or bytes of each stage."""
     stages = costs.stages(solution.assignment, options.in_flight, options.repeats)
     if options.balance == "flops":
-        return [stage.flops for stage in stages]
+        return list(np.bincount(solution.assignment, costs.flops(), options.num_stages))
     if options.balance == "time":
         return [
             (stage.seconds or 0.0) + (stage.forward_seconds or 0.0) * (i in options.repeats)

@@ -62,15 +62,13 @@ class PlanSearch:
     """Makes plans of a model, with some options left open.
 
     Attributes:
-        planner: The model.
-        machine: Speed of a rank and of the links.
+        planner: The model, and the machine that its steps are simulated on.
         given: The arguments of `PlanOptions.checked`; `num_micro_batches` and `recompute` may be
             `None`, to be chosen.
         spec: The schedule.
     """
 
     planner: Planner
-    machine: HardwareSpec
     given: Mapping[str, Any]
     spec: ScheduleSpec
 
@@ -108,12 +106,18 @@ class PlanSearch:
         found = []
         for count in counts:
             options = self.options(num_micro_batches=count, memory_limit=None)
-            alike = count == solved_for or (options.balance == "flops" and not options.ranks)
+            alike = count == solved_for or self._independent(options)
             if not alike and solution.certificate.seconds < QUICK:
                 solution, solved_for, alike = self.planner.solve(options), count, True
             seconds, plan = self._timed(self._written(solution, options))
             found.append(Candidate(seconds, self, count, plan, limited, alike and not limited))
         return found
+
+    def _independent(self, options: PlanOptions) -> bool:
+        """Whether the number of micro-batches is nothing to the balance."""
+        machine = self.planner.machine
+        arithmetic = machine is None or machine.memory_bandwidth is None
+        return options.balance == "flops" and arithmetic and not options.ranks
 
     def of_count(self, count: int) -> list[Timed]:
         """Returns the plans for a number of micro-batches, if any keeps the limit.
@@ -174,12 +178,13 @@ class PlanSearch:
         """Writes down a plan, with what only the schedule itself can say."""
         plan, custom = self.planner.write(solution, options), self.spec.custom
         text = None if custom is None else custom.to_text()
-        return msgspec.structs.replace(plan, schedule_text=text, machine=self.machine)
+        return msgspec.structs.replace(plan, schedule_text=text)
 
     def _timed(self, plan: Plan) -> Timed:
         """Plays a step of a plan; a schedule that is searched for counts as it is before."""
         name = BEFORE_SEARCH if plan.schedule == SEARCHED else plan.schedule
-        simulation = PlanSimulation(plan, self.machine, name, plan.num_micro_batches)
+        machine = plan.machine or HardwareSpec()
+        simulation = PlanSimulation(plan, machine, name, plan.num_micro_batches)
         step = simulation.step(self.spec.num_ranks)
         return simulation.point(step, plan.num_replicas).step_seconds, plan
 

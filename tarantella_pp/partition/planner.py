@@ -18,8 +18,10 @@ from tarantella_pp.partition.graph.layer_graph import LayerGraph
 from tarantella_pp.partition.graph.profile import Profile
 from tarantella_pp.partition.options import PlanOptions
 from tarantella_pp.partition.plan.gradient_buckets import bucket_bytes, gradient_buckets
+from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan.plan_config import PlanConfig
+from tarantella_pp.partition.plan.roofline import node_work
 from tarantella_pp.partition.solvers.problem.certificate import Solution
 from tarantella_pp.partition.solvers.solve import solve
 
@@ -42,6 +44,7 @@ class Planner:
         optimizer: Name of the optimizer whose slots count.
         slots: Bytes of its slots for each variable of the graph.
         profile: What was measured of the operations, if anything.
+        machine: What computes; `None` where arithmetic alone counts.
     """
 
     model: str
@@ -49,6 +52,7 @@ class Planner:
     optimizer: str
     slots: Sequence[int]
     profile: Profile | None = None
+    machine: HardwareSpec | None = None
 
     @classmethod
     def of(
@@ -56,6 +60,7 @@ class Planner:
         model: keras.Model | ExtractedModel,
         optimizer: Any = None,
         profile: Profile | None = None,
+        machine: HardwareSpec | None = None,
     ) -> Planner:
         """Reads a model, if that has not been done.
 
@@ -64,6 +69,7 @@ class Planner:
             optimizer: The optimizer whose slots count as memory: a Keras optimizer or its name.
                 Default: two slots for each variable, as Adam has.
             profile: What was measured of the model; bytes in it take the place of guesses.
+            machine: What computes. Default: something of which arithmetic alone is known.
 
         Raises:
             ConfigurationError: There is no such optimizer.
@@ -76,7 +82,8 @@ class Planner:
             profile.check(graph)
             graph = profile.apply(graph)
         slots = optimizer_state_bytes(optimizer, graph.weights)
-        return cls(extracted.model.name, graph, optimizer_name(optimizer), slots, profile)
+        name = optimizer_name(optimizer)
+        return cls(extracted.model.name, graph, name, slots, profile, machine)
 
     @property
     def least_rows(self) -> int:
@@ -89,7 +96,7 @@ class Planner:
         seconds = None if self.profile is None else self.profile.seconds(options.micro_batch_size)
         return StageCostModel(
             self.graph, self.slots, options.micro_batch_size, seconds, options.num_micro_batches,
-            shards=options.shards, ranks=options.ranks,
+            shards=options.shards, ranks=options.ranks, machine=self.machine,
         )  # fmt: skip
 
     def plan(self, options: PlanOptions) -> Plan:
@@ -173,6 +180,8 @@ class Planner:
             certificate=solution.certificate,
             assumed_size=graph.assumed_size,
             estimated=tuple(dict.fromkeys(guessed)),
+            machine=self.machine,
+            work=node_work(graph),
         )
 
     def _check_recomputation(self, assignment: Sequence[int], options: PlanOptions) -> None:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
+import msgspec
 import pytest
 
 from tarantella_pp.cli import doctor_command
 from tarantella_pp.errors import LaunchError
+from tarantella_pp.partition.plan.hardware_spec import machine_of
 from tests.helpers.jobs import PYTHONS, tarantella
 
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("python", PYTHONS)
-def test_two_ranks_reach_each_other(python: str) -> None:
-    with tarantella(python, "doctor", "--json") as job:
+def test_two_ranks_reach_each_other(python: str, tmp_path: Path) -> None:
+    with tarantella(python, "doctor", "--json", "--save", str(tmp_path / "machine.json")) as job:
         result = job.result()
         assert not job.processes()
     assert result.code == 0, result.stderr
@@ -24,6 +27,12 @@ def test_two_ranks_reach_each_other(python: str) -> None:
     assert found["link"]["latency_us"] > 0
     assert found["link"]["bandwidth_gb_per_s"] > 0
     assert found["versions"]["keras"].startswith("3.")
+    machine = machine_of(tmp_path / "machine.json")
+    assert found["machine"] == msgspec.structs.asdict(machine)
+    assert machine.bandwidth == pytest.approx(1e9 * found["link"]["bandwidth_gb_per_s"])
+    assert 1e9 < machine.flops_per_second < 1e16
+    assert 1e8 < machine.memory_bandwidth < 1e13
+    assert 1e-6 < machine.action_seconds < 0.1
 
 
 def test_a_machine_without_mpi_is_reported(
@@ -46,7 +55,7 @@ def test_a_machine_without_tensorflow_is_reported(
     mpich = doctor_command.mpi_launchers.Mpich("mpiexec")
     monkeypatch.setattr(doctor_command.util, "find_spec", lambda name: None)
     monkeypatch.setattr(doctor_command.mpi_launchers, "find_launcher", lambda name: mpich)
-    monkeypatch.setattr(doctor_command, "_measure_link", lambda name: link)
+    monkeypatch.setattr(doctor_command, "_measure", lambda name, compute: link)
     parser = doctor_command.argparse.ArgumentParser()
     doctor_command.add_arguments(parser)
     assert doctor_command.run(parser.parse_args([])) == 1

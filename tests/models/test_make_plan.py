@@ -277,10 +277,9 @@ def resnet():
 
 @pytest.mark.parametrize("options", [{}, {"num_micro_batches": 16}])
 def test_the_default_is_the_fastest_plan(resnet, options):
-    """By FLOPs a step is simulated at 479 ms, and by memory at half as much again."""
     given = {"batch_size": 64, **options}
     plan = make_plan(resnet, 4, **given)
-    assert seconds(plan, HardwareSpec()) < 0.4796
+    assert plan.balance == "flops"
     others = [
         make_plan(resnet, 4, **given, balance=balance, schedule=schedule)
         for balance in ("memory", "flops")

@@ -40,7 +40,7 @@ def planner():
     x = inputs = keras.Input((24,))
     for width in (64, 8, 48, 96, 16, 24, 80, 32, 8, 64, 40, 24):
         x = layers.Dense(width, activation="relu")(x)
-    return Planner.of(keras.Model(inputs, layers.Add()([x, inputs])))
+    return Planner.of(keras.Model(inputs, layers.Add()([x, inputs])), machine=HardwareSpec())
 
 
 def plan_of(spec, micro_batches, **given):
@@ -53,7 +53,7 @@ def plan_of(spec, micro_batches, **given):
         "memory_limit": None,
         "recompute": "none",
     }
-    return choose_plan([PlanSearch(planner(), HardwareSpec(), {**options, **given}, spec)])
+    return choose_plan([PlanSearch(planner(), {**options, **given}, spec)])
 
 
 @st.composite

@@ -25,6 +25,7 @@ def made():
             x = keras.layers.Dense(width)(x)
         model = keras.Model(inputs, x, name="widening")
         given = {"num_stages": 4, "num_micro_batches": 4, "balance": "flops", **options}
+        given.setdefault("machine", HardwareSpec(6e10, action_seconds=3e-4))
         return make_plan(model, given.pop("num_stages"), **given)
 
     return make

@@ -7,6 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
+import numpy as np
+import numpy.typing as npt
+
 from tarantella_pp.partition.costs.optimizer_shards import weight_replicas
 from tarantella_pp.partition.costs.peak_memory import (
     OutputBytes,
@@ -25,12 +28,14 @@ from tarantella_pp.partition.graph.layer_graph import (
     Tensor,
 )
 from tarantella_pp.partition.graph.units import sample_shape
+from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
 from tarantella_pp.partition.plan.plan_parts import (
     CutEdge,
     OutputUse,
     StagePlan,
     Tie,
 )
+from tarantella_pp.partition.plan.roofline import node_work, roofline_seconds
 
 NOTHING: Mapping[int, int] = MappingProxyType({})
 """No stage repeats its forward pass."""
@@ -54,6 +59,7 @@ class StageCostModel:
             yet, and not counted.
         shards: Replicas that share out the optimizer state; 1 where each has all of it.
         ranks: Rank of each stage in its pipeline; empty where each has its own.
+        machine: What computes; `None` where arithmetic alone counts.
     """
 
     graph: LayerGraph
@@ -64,6 +70,19 @@ class StageCostModel:
     outputs: OutputUse | None = None
     shards: int = 1
     ranks: Sequence[int] = ()
+    machine: HardwareSpec | None = None
+
+    def flops(self) -> npt.NDArray[np.float64]:
+        """Returns the FLOPs of each node's forward pass per sample, memory traffic among them.
+
+        That takes as many as the machine could have done meanwhile.
+        """
+        counted = np.array([node.flops for node in self.graph.nodes])
+        if self.machine is None or self.machine.memory_bandwidth is None:
+            return counted
+        rows = self.micro_batch_size
+        seconds = np.array(roofline_seconds(node_work(self.graph), rows, self.machine))
+        return np.asarray(np.maximum(counted, seconds * (self.machine.flops_per_second / rows)))
 
     def state_bytes(self, weight: int) -> float:
         """Returns the bytes of a variable, its gradient and its optimizer state.

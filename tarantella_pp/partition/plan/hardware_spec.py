@@ -1,8 +1,15 @@
-"""The machine that a plan's step is simulated on."""
+"""The machine that a plan's step is simulated on, and some that are known by name."""
 
 from __future__ import annotations
 
+import math
+import os
+from pathlib import Path
+
 import msgspec
+
+from tarantella_pp.errors import ConfigurationError, PlanError
+from tarantella_pp.partition.graph.json_record import decoded, read
 
 
 class HardwareSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -14,8 +21,9 @@ class HardwareSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             messages take no time.
         latency: Seconds of each message more.
         action_seconds: Seconds that starting one computation takes.
-        memory_bandwidth: Bytes per second at which weights are read and gradients added up, for
-            each micro-batch anew; `None` where that is not counted.
+        memory_bandwidth: Bytes per second at which a rank reads and writes its memory: an operation
+            takes as long as its arithmetic, or as its activations and weights need to come and
+            go, whichever is longer (roofline). `None` where only arithmetic is counted.
         split_factor: How many times as long as both gradients together take those of inputs and
             weights apart.
     """
@@ -26,3 +34,84 @@ class HardwareSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     action_seconds: float = 0.0
     memory_bandwidth: float | None = None
     split_factor: float = 1.0
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes a JSON file, which `machine=` and `--machine` read."""
+        text = msgspec.json.format(msgspec.json.encode(self), indent=1).decode()
+        try:
+            Path(path).write_text(f"{text}\n", encoding="utf-8")
+        except OSError as error:
+            raise ConfigurationError(
+                f"Cannot write the machine '{path}': {error.strerror or error}. "
+                "Name a file that can be written."
+            ) from error
+
+
+CORE = HardwareSpec(
+    flops_per_second=6e10,
+    bandwidth=4.4e9,
+    action_seconds=3e-4,
+    memory_bandwidth=1e10,
+    split_factor=1.2,
+)
+"""One core of a CPU, as measured with the models of `benchmarks/`."""
+_LAUNCH = 3e-4
+"""Seconds that TensorFlow takes to start a stage's computation on a GPU, too."""
+
+
+class Machines(dict[str, HardwareSpec]):
+    """Machines by name, from the data sheets of GPUs, and a core of a CPU as it was measured.
+
+    Arithmetic is that of products of float32 matrices as TensorFlow makes them, in TF32 from the
+    A100 on; links are PCIe 3 for a P40, else NVLink in one direction. No program reaches all of
+    that: `tarantella doctor --save` measures what a machine does.
+    """
+
+
+_MAY_BE_NOTHING = ("latency", "action_seconds")
+LEAST = 1e-9
+"""The least that speeds and factors of a machine may be."""
+
+machines = Machines(
+    {
+        "core": CORE,
+        "p40": HardwareSpec(11.76e12, 12e9, 1e-5, _LAUNCH, 346e9),
+        "v100": HardwareSpec(15.7e12, 150e9, 5e-6, _LAUNCH, 900e9),
+        "a100": HardwareSpec(156e12, 300e9, 5e-6, _LAUNCH, 2.039e12),
+        "h100": HardwareSpec(495e12, 450e9, 5e-6, _LAUNCH, 3.35e12),
+        "h200": HardwareSpec(495e12, 450e9, 5e-6, _LAUNCH, 4.8e12),
+    }
+)
+"""The machines that options name."""
+
+
+def machine_of(given: HardwareSpec | str | os.PathLike[str]) -> HardwareSpec:
+    """Returns the machine that an option names.
+
+    Args:
+        given: The machine itself, one of `machines`, or the path of a JSON file that
+            `tarantella doctor --save` or `HardwareSpec.save` wrote.
+
+    Raises:
+        ConfigurationError: There is no such machine or file, or the file has none.
+    """
+    if isinstance(given, HardwareSpec):
+        return given
+    if isinstance(given, str) and given.lower() in machines:
+        return machines[given.lower()]
+    if not isinstance(given, (str, os.PathLike)) or not Path(given).is_file():
+        raise ConfigurationError(
+            f"Expected a HardwareSpec, one of {', '.join(machines)}, or a file that `tarantella "
+            f"doctor --save` wrote. Received: machine={str(given)!r}"
+        )
+    try:
+        found = decoded(read(given, "machine"), HardwareSpec)
+    except (ValueError, PlanError) as error:
+        raise ConfigurationError(f"{given} has no machine: {error}") from None
+    for name in found.__struct_fields__:
+        value, least = getattr(found, name), 0.0 if name in _MAY_BE_NOTHING else LEAST
+        if value is not None and not least <= value < math.inf:
+            raise ConfigurationError(
+                f"{given} has no machine: expected {name} of at least {least:g}. Received: {value}"
+            )
+    return found

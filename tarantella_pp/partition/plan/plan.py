@@ -18,6 +18,7 @@ from tarantella_pp.partition.plan.plan_parts import (
     Tie,
 )
 from tarantella_pp.partition.plan.plan_validation import difference, problems
+from tarantella_pp.partition.plan.roofline import NodeWork
 from tarantella_pp.partition.solvers.problem.certificate import Certificate
 from tarantella_pp.schedule import Schedule, ScheduleSpec
 
@@ -85,6 +86,8 @@ class Plan(
         advice: A plan with another balance, that is faster or needs less memory.
         measured: What each rank of a pipeline has really taken of its memory, the largest of all
             replicas; empty before the first training step.
+        work: Arithmetic and memory traffic of each node, from which its seconds on any machine
+            follow; empty in files from before plans had it.
     """
 
     noun: ClassVar[str] = "plan"
@@ -109,6 +112,7 @@ class Plan(
     next_best: Alternative | None = None
     advice: Alternative | None = None
     measured: tuple[MeasuredPeak, ...] = ()
+    work: tuple[NodeWork, ...] = ()
     version: int = 1
 
     def __post_init__(self) -> None:

@@ -12,6 +12,7 @@ from tarantella_pp.errors import ScheduleError
 from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
 from tarantella_pp.partition.plan.plan import Plan, StagePlan
 from tarantella_pp.partition.plan.plan_config import micro_batch_size
+from tarantella_pp.partition.plan.roofline import NodeWork, roofline_seconds
 from tarantella_pp.schedule.actions import Link
 from tarantella_pp.schedule.spec import ScheduleSpec
 from tarantella_pp.simulation.costs import Costs, LinkCosts, StageCosts
@@ -24,8 +25,8 @@ from tarantella_pp.simulation.scaling import (
 
 MOST_RANKS = 4096
 """Where the scaling curve ends."""
-BACKWARD = 2.0
-"""Arithmetic of a backward pass, in forward passes: a gradient for the inputs and the weights."""
+SUMMING = 2.0
+"""How often the bytes of a weight's gradient move besides, to be added to a sum."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,24 @@ def with_step(plan: Plan) -> Plan:
     return msgspec.structs.replace(plan, bubble=step.bubble_fraction, step_seconds=seconds)
 
 
+def forward_seconds(plan: Plan, machine: HardwareSpec, samples: float) -> list[float]:
+    """Returns the seconds of each stage's forward pass, by arithmetic and memory traffic.
+
+    Args:
+        plan: The plan; each stage of one that does not say what its nodes do is one operation.
+        machine: The machine.
+        samples: Samples of a micro-batch.
+    """
+    stages, nodes = plan.assignment, plan.work
+    if not nodes:
+        stages = tuple(range(plan.num_stages))
+        nodes = tuple(NodeWork(s.flops, 0.0, s.parameter_bytes) for s in plan.stages)
+    sums = [0.0] * plan.num_stages
+    for stage, seconds in zip(stages, roofline_seconds(nodes, samples, machine), strict=True):
+        sums[stage] += seconds
+    return sums
+
+
 @dataclass(frozen=True, slots=True)
 class PlanSimulation:
     """A plan on a machine.
@@ -124,8 +143,9 @@ class PlanSimulation:
         planned = self.plan.micro_batch_size
         # Memory must hold the largest micro-batch; time is that of all of them together.
         mean = self.samples / self.num_micro_batches
+        forwards = forward_seconds(self.plan, self.machine, mean)
         stages = [
-            self._stage(stage, mean, repeats=i in self.plan.recompute)
+            self._stage(stage, mean, forwards[i], repeats=i in self.plan.recompute)
             for i, stage in enumerate(self.plan.stages)
         ]
         sizes: Counter[Link] = Counter()
@@ -141,30 +161,29 @@ class PlanSimulation:
         }
         return Costs(tuple(stages), links)
 
-    def _stage(self, stage: StagePlan, mean: float, *, repeats: bool) -> StageCosts:
-        """Costs of a stage, whose micro-batches have so many samples on average."""
-        machine = self.machine
+    def _stage(self, stage: StagePlan, mean: float, forward: float, *, repeats: bool) -> StageCosts:
+        """Costs of a stage, whose micro-batches have so many samples on average.
+
+        Without measured seconds, gradients of inputs and of weights take as long as the forward
+        pass each. Weight gradients are added to a sum besides, but for those put off.
+        """
+        machine, gradient, summed = self.machine, forward, 0.0
         if stage.forward_seconds is None or stage.backward_seconds is None:
-            forward = mean * stage.flops / machine.flops_per_second
-            backward = forward * BACKWARD / 2
-            traffic = stage.parameter_bytes / (machine.memory_bandwidth or math.inf)
+            added = stage.parameter_bytes - stage.deferred_bytes
+            summed = SUMMING * max(0, added) / (machine.memory_bandwidth or math.inf)
         else:
             share = mean / self.plan.micro_batch_size
-            forward, backward = share * stage.forward_seconds, share * stage.backward_seconds / 2
-            traffic = 0.0  # measured with the rest
-        # Weight gradients are written, read, and added to a sum, but for those put off.
-        share = 1.0 - stage.deferred_bytes / (stage.parameter_bytes or 1)
-        once, summed = machine.action_seconds + traffic, 3 * share * traffic
-        apart = machine.split_factor
+            forward, gradient = share * stage.forward_seconds, share * stage.backward_seconds / 2
+        once, apart = machine.action_seconds, machine.split_factor
         larger = self.micro_batch_size / self.plan.micro_batch_size
         moving = stage.working_bytes + stage.buffer_bytes + stage.recomputed_bytes
         static = stage.state_bytes + larger * moving
-        again = forward + traffic if repeats else 0.0
+        again = forward if repeats else 0.0
         return StageCosts(
             forward=once + forward,
-            input_gradient=once + again + apart * backward,
-            weight_gradient=once + summed + apart * backward,
-            full_backward=once + again + traffic + summed + 2 * backward,
+            input_gradient=once + again + apart * gradient,
+            weight_gradient=once + summed + apart * gradient,
+            full_backward=once + again + summed + 2 * gradient,
             activation_bytes=larger * stage.activation_bytes,
             static_bytes=static,
         )

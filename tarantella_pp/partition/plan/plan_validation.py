@@ -59,6 +59,7 @@ def _wrong_numbers(plan: Plan) -> Iterator[str]:
     parts += [(f"cuts[{i}]", cut) for i, cut in enumerate(plan.cuts)]
     parts += [(f"ties[{i}]", tie) for i, tie in enumerate(plan.ties)]
     parts += [(f"measured[{i}]", peak) for i, peak in enumerate(plan.measured)]
+    parts += [(f"work[{i}]", work) for i, work in enumerate(plan.work)]
     for where, part in parts:
         for name in part.__struct_fields__:
             value = getattr(part, name)
@@ -78,6 +79,11 @@ def _wrong_stages(plan: Plan) -> Iterator[str]:
         yield (
             f"assignment and node_names must be equally long. Received: {len(plan.assignment)} "
             f"and {len(plan.node_names)}"
+        )
+    if plan.work and len(plan.work) != len(plan.node_names):
+        yield (
+            f"work must be that of all {len(plan.node_names)} nodes, or of none. "
+            f"Received: {len(plan.work)}"
         )
     for name, times in Counter(plan.node_names).most_common(1):
         if times > 1:

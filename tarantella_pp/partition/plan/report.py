@@ -12,9 +12,11 @@ from rich.text import Text
 
 from tarantella_pp.partition.graph.units import format_bytes
 from tarantella_pp.partition.plan.choice_lines import choice_lines
+from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan.plan_config import common_limit
 from tarantella_pp.partition.plan.plan_parts import StagePlan
+from tarantella_pp.partition.plan.plan_simulation import forward_seconds
 from tarantella_pp.partition.plan.rank_memory import (
     measured_lines,
     measured_note,
@@ -35,12 +37,14 @@ def table(plan: Plan) -> Group:
     rows = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     rows.add_column("Stage", justify="right")
     measured = all(stage.seconds is not None for stage in plan.stages)
-    work = "Time" if measured else "FLOPs"
+    machine = plan.machine or HardwareSpec()
+    work = "Time" if measured else "FLOPs" if machine.memory_bandwidth is None else "Work"
+    seconds = forward_seconds(plan, machine, plan.micro_batch_size)
+    total = sum(seconds) or 1.0
     taken = measured_of_stages(plan)
     heads = ("Ops", "Weights", "State", "Activations", "Memory", work, "Sends")
     for name in heads if taken is None else (*heads[:5], "Measured", *heads[5:]):
         rows.add_column(name, justify="right", overflow="fold")
-    total = sum(stage.flops for stage in plan.stages) or 1.0
     largest = max(stage.memory_bytes for stage in plan.stages)
     for i, stage in enumerate(plan.stages):
         memory = format_bytes(stage.memory_bytes, short=True)
@@ -54,7 +58,7 @@ def table(plan: Plan) -> Group:
             *([] if taken is None else [measured_text(taken[i], short=True)]),
             f"{1e3 * (stage.seconds or 0.0):.3g}ms"
             if measured
-            else f"{100 * stage.flops / total:.1f}%",
+            else f"{100 * seconds[i] / total:.1f}%",
             _sends(plan, i),
         )
     lines = [*_layers(plan), "", *_footer(plan)]
@@ -124,6 +128,7 @@ def _footer(plan: Plan) -> list[str]:
         ),
         *choice_lines(plan),
         _quality(plan),
+        *_work_line(plan),
         f"State = weights + gradients + optimizer state of {plan.optimizer}.",
         "Activations = micro-batches in flight x bytes of one.",
         "Memory = State + Activations + peak temporaries + message buffers.",
@@ -158,6 +163,15 @@ def _footer(plan: Plan) -> list[str]:
     return lines
 
 
+def _work_line(plan: Plan) -> list[str]:
+    """What the column of work means, where it is not measured and more than arithmetic."""
+    machine = plan.machine
+    measured = all(stage.seconds is not None for stage in plan.stages)
+    if machine is None or machine.memory_bandwidth is None or measured:
+        return []
+    return ["Work = time by arithmetic or by memory traffic, whichever takes longer."]
+
+
 def _replicas(plan: Plan) -> list[str]:
     """Which ranks are which, where there are several pipelines."""
     if plan.num_replicas == 1:
@@ -188,14 +202,15 @@ def _rank(plan: Plan, rank: int) -> str:
 
 def _quality(plan: Plan) -> str:
     proof = plan.certificate
+    counted = ", memory traffic counted in" if _work_line(plan) else ""
+    notes = {"memory": " of state and activations", "flops": counted}
     units = {"flops": "{:.4g} FLOPs per sample", "time": "{:.4g} s per micro-batch"}
     value, bound = (
         units[plan.balance].format(v) if plan.balance in units else format_bytes(v)
         for v in (proof.value, proof.lower_bound)
     )
-    without = "" if plan.balance in units else " of state and activations"
-    what = "rank" if plan.ranks else "stage"
+    what, note = "rank" if plan.ranks else "stage", notes.get(plan.balance, "")
     return (
-        f"Balanced by {plan.balance}: largest {what} {value}{without}, {proof.verdict(bound)} "
+        f"Balanced by {plan.balance}: largest {what} {value}{note}, {proof.verdict(bound)} "
         f"({proof.method}, {proof.seconds:.2g} s)."
     )

@@ -1,0 +1,138 @@
+"""Seconds of operations by arithmetic and memory traffic, and machines by name."""
+
+from __future__ import annotations
+
+import keras
+import msgspec
+import pytest
+from keras import layers
+
+import tarantella_pp as tnt
+from tarantella_pp.errors import ConfigurationError, PlanError
+from tarantella_pp.partition.extraction.keras_reader import extract
+from tarantella_pp.partition.plan.hardware_spec import HardwareSpec, machine_of
+from tarantella_pp.partition.plan.plan_simulation import PlanSimulation, forward_seconds
+from tarantella_pp.partition.plan.roofline import NodeWork, node_work, roofline_seconds
+from tests.helpers.commands import Command
+from tests.zoo import models
+
+pytestmark = pytest.mark.keras
+
+
+def work_of(*stack, shape=(6,), dtype="float32"):
+    x = inputs = keras.Input(shape, dtype=dtype)
+    for layer in stack:
+        x = layer(x)
+    return node_work(extract(keras.Model(inputs, x)).graph)
+
+
+def test_what_moves():
+    dense, relu = work_of(layers.Dense(4), layers.ReLU())
+    assert dense == NodeWork(2 * 6 * 4 + 4, 4 * (6 + 4), 4 * (6 * 4 + 4))
+    assert relu == NodeWork(4, 4 * (4 + 4), 0)
+    flat = work_of(layers.Dense(4), layers.Flatten(), shape=(3, 6))[1]
+    assert flat == NodeWork(0, 0, 0)  # the same memory
+    (table,) = work_of(layers.Embedding(1000, 8), shape=(5,), dtype="int32")
+    assert table == NodeWork(0, 4 * (2 * 5 + 2 * 5 * 8), 0)  # no more of it than is picked
+
+
+def test_the_longer_of_both_counts():
+    work = (NodeWork(100.0, 1.0, 0.0), NodeWork(1.0, 40.0, 80.0))
+    assert roofline_seconds(work, 2, HardwareSpec(10.0)) == [20.0, 0.2]
+    machine = HardwareSpec(10.0, memory_bandwidth=4.0)
+    assert roofline_seconds(work, 2, machine) == [20.0, (2 * 40 + 80) / 4]
+    assert roofline_seconds(work, 1, machine) == [10.0, (40 + 80) / 4]  # weights come anew
+
+
+def bound_by_memory():
+    """As many FLOPs in two products as traffic in what follows them."""
+    x = inputs = keras.Input((16, 16, 8))
+    x = layers.Conv2D(64, 3, padding="same")(x)
+    x = layers.Conv2D(64, 3, padding="same")(x)
+    for _ in range(8):
+        x = layers.ReLU()(x)
+    return keras.Model(inputs, x)
+
+
+def test_flops_are_balanced_with_their_traffic():
+    machine = HardwareSpec(1e12, memory_bandwidth=1e10)
+    given = {"balance": "flops", "num_micro_batches": 4, "schedule": "gpipe"}
+    plan = tnt.make_plan(bound_by_memory(), 2, machine=machine, **given)
+    arithmetic = tnt.make_plan(bound_by_memory(), 2, machine=HardwareSpec(1e12), **given)
+    assert plan.stages[1].nodes < arithmetic.stages[0].nodes + 5
+    rows = plan.micro_batch_size
+    largest, blind = (max(forward_seconds(p, machine, rows)) for p in (plan, arithmetic))
+    assert largest < blind / 1.2
+    assert plan.certificate.value == pytest.approx(largest * machine.flops_per_second / rows)
+    assert plan.certificate.optimal
+    assert "Work = time by arithmetic or by memory traffic" in str(plan)
+    assert "Work =" not in str(arithmetic)
+    assert arithmetic.certificate.value == max(stage.flops for stage in arithmetic.stages)
+
+
+def test_a_plan_is_played_on_any_machine():
+    plan = tnt.make_plan(models.batch_norm_cnn(), 2, machine="v100")
+    assert plan.machine == tnt.machines["v100"]
+    again = tnt.Plan.from_json(plan.to_json())
+    assert again == plan
+    whole = sum(roofline_seconds(plan.work, plan.micro_batch_size, tnt.machines["core"]))
+    assert sum(forward_seconds(again, tnt.machines["core"], plan.micro_batch_size)) == (
+        pytest.approx(whole)
+    )
+    step = PlanSimulation(again, tnt.machines["core"], plan.schedule, plan.num_micro_batches)
+    assert step.step().step_seconds > plan.step_seconds
+    with pytest.raises(PlanError, match="work must be that of all"):
+        msgspec.structs.replace(plan, work=plan.work[1:])
+    with pytest.raises(PlanError, match=r"work\[0\].flops must be finite"):
+        msgspec.structs.replace(plan, work=(NodeWork(-1.0, 0.0, 0.0), *plan.work[1:]))
+
+
+def test_an_old_plan_has_stages_of_one_operation():
+    plan = msgspec.structs.replace(tnt.make_plan(models.batch_norm_cnn(), 2), work=())
+    machine = HardwareSpec(1e6, memory_bandwidth=1e6)
+    assert forward_seconds(plan, machine, 2) == [
+        max(2 * stage.flops, stage.parameter_bytes) / 1e6 for stage in plan.stages
+    ]
+
+
+def test_machines_by_name_and_file(tmp_path, capsys):
+    command = Command(capsys)
+    assert machine_of("V100") is tnt.machines["v100"]
+    path = tmp_path / "machine.json"
+    mine = HardwareSpec(1e11, bandwidth=None, memory_bandwidth=2e10)
+    mine.save(path)
+    assert machine_of(path) == machine_of(str(path)) == mine
+    code = command(
+        "plan", "make", "tests.zoo.models:batch_norm_cnn", "--stages", "2",
+        "--machine", path, "-o", tmp_path / "plan.json",
+    )  # fmt: skip
+    assert code == 0
+    plan = tnt.Plan.load(tmp_path / "plan.json")
+    assert plan.machine == mine
+    seconds = []
+    for machine in ("p40", "h200"):
+        found = command.json("simulate", tmp_path / "plan.json", "--machine", machine)
+        seconds.append(found["step_seconds"])
+    assert seconds[0] > seconds[1] > 0
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("{", "has no machine"),
+        ('{"speed": 1}', "speed"),
+        ('{"flops_per_second": 0}', "flops_per_second"),
+        ('{"latency": -1}', "latency"),
+        ('{"memory_bandwidth": 0}', "memory_bandwidth"),
+    ],
+)
+def test_files_without_a_machine_are_refused(tmp_path, text, complaint):
+    (tmp_path / "machine.json").write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigurationError, match=complaint):
+        machine_of(tmp_path / "machine.json")
+
+
+@pytest.mark.parametrize("name", ["gpu", "missing.json", 3])
+def test_unknown_machines_are_refused(name):
+    with pytest.raises(ConfigurationError, match=r"one of core, p40.*Received: machine="):
+        tnt.make_plan(models.batch_norm_cnn(), 2, machine=name)

@@ -23,18 +23,25 @@ class FedData:
         feed: Hands every rank its part of each batch.
         cursor: Reads, on the reader; `None` elsewhere.
         arrays: What all ranks have, if the reader reads the numbers of samples.
+        is_split: Whether a rank of each replica reads the samples of its own.
     """
 
     def __init__(
-        self, feed: DataFeed, cursor: DataCursor | None, arrays: ArrayRows | None = None
+        self,
+        feed: DataFeed,
+        cursor: DataCursor | None,
+        arrays: ArrayRows | None = None,
+        *,
+        is_split: bool = False,
     ) -> None:
         self._feed = feed
         self._cursor = cursor
         self._arrays = arrays
+        self._is_split = is_split
 
     def __iter__(self) -> Batches:
         source = None if self._cursor is None else self._cursor.read()
-        return self._feed.batches(source, self._arrays)
+        return self._feed.batches(source, self._arrays, is_split=self._is_split)
 
 
 class FeedAdapter(DataAdapter):
@@ -42,13 +49,14 @@ class FeedAdapter(DataAdapter):
 
     Args:
         engine: This rank's part of training.
-        adapter: What the reader reads; `None` elsewhere.
+        adapter: What a reader reads; `None` elsewhere.
         num_batches: Number of batches in an epoch, if known.
         arrays: What all ranks have, if the reader reads the numbers of samples.
         description: What the data are, on the reader.
+        is_split: Whether a rank of each replica reads the samples of its own.
 
     Attributes:
-        cursor: How far the reader has come; `None` elsewhere.
+        cursor: How far a reader has come; `None` elsewhere.
         start: Where the next epoch begins that Keras' loop runs, if not at its first step.
     """
 
@@ -59,10 +67,12 @@ class FeedAdapter(DataAdapter):
         num_batches: int | None,
         arrays: ArrayRows | None = None,
         description: str = "",
+        *,
+        is_split: bool = False,
     ) -> None:
         self._engine = engine
         self.cursor = None if adapter is None else DataCursor(adapter, arrays is not None)
-        self._data = FedData(engine.feed, self.cursor, arrays)
+        self._data = FedData(engine.feed, self.cursor, arrays, is_split=is_split)
         self._adapter = adapter
         self._num_batches = num_batches
         self.description = description

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.keras_internals.data import get_data_adapter
-from tarantella_pp.runtime.batch.data_feed import READER
+from tarantella_pp.runtime.batch.batch_announcement import READER
 from tarantella_pp.runtime.batch.nested_structure import describe
 from tarantella_pp.runtime.comm.communicator import Communicator
 from tarantella_pp.runtime.one_rank import on_one_rank

@@ -1,17 +1,19 @@
 """The data that a script gives on several ranks: who reads them, and whether they are the same.
 
-Arrays that all ranks have the same are read by all of them, each its own rows. Everything else is
-read by one rank, which sends the others their parts: a generator, a data set that shuffles or a
-`PyDataset` that draws random numbers gives each rank something else.
+Arrays that all ranks have the same are read by all of them, each its own rows. Of a `tf.data` data
+set that is surely the same on all ranks, one rank of each replica reads the samples of its own.
+Everything else is read by one rank, which sends the others their parts: a generator, or a
+`PyDataset` that draws random numbers, gives each rank something else.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -20,13 +22,16 @@ from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.keras_internals.data import (
     DataAdapter,
     are_arrays,
+    dataset_of,
     get_data_adapter,
     order_of,
 )
 from tarantella_pp.models.feeding.batch_engine import BatchEngine
 from tarantella_pp.models.feeding.data_adapter import FeedAdapter
+from tarantella_pp.models.feeding.split_dataset import NotSplitError, SplitDataset, shards_of
 from tarantella_pp.runtime.batch.array_rows import ArrayRows
-from tarantella_pp.runtime.batch.data_feed import READER
+from tarantella_pp.runtime.batch.batch_announcement import READER
+from tarantella_pp.runtime.batch.data_feed import DataFeed
 from tarantella_pp.runtime.comm.communicator import Communicator
 
 logger = logging.getLogger(__name__)
@@ -44,6 +49,51 @@ class GivenData:
 
     parts: tuple[Any, Any, Any]
     open: Callable[[], DataAdapter]
+
+
+class DataFacts(NamedTuple):
+    """What a rank tells the others of its data.
+
+    Attributes:
+        text: What they are.
+        has_arrays: Whether it reads its rows itself.
+        is_given: Whether there are any, be it `None`.
+        size: Number of batches in an epoch, if known.
+        is_split: Whether it can read the samples of its replica.
+        split: What must be the same on all ranks for that; or why it cannot.
+    """
+
+    text: str
+    has_arrays: bool
+    is_given: bool
+    size: int | None
+    is_split: bool
+    split: str
+
+
+@dataclass(frozen=True)
+class OpenedData:
+    """Data of a script as a rank has opened them.
+
+    Attributes:
+        adapter: Reads all of them.
+        arrays: The arrays that they are.
+        part: Reads the samples of the rank's replica.
+        split: As of `DataFacts`.
+    """
+
+    adapter: DataAdapter | None = None
+    arrays: ArrayRows | None = None
+    part: DataAdapter | None = None
+    split: str = ""
+
+    def facts(self, text: str, *, is_given: bool) -> DataFacts:
+        """What the other ranks are told of them."""
+        size = None if self.adapter is None else self.adapter.num_batches
+        return DataFacts(
+            text, self.arrays is not None, is_given, None if size is None else int(size),
+            self.part is not None, self.split,
+        )  # fmt: skip
 
 
 def given_data(
@@ -69,32 +119,22 @@ def shared_adapters(
         ConfigurationError: On all ranks, if they do not have the same data.
     """
     communicator = engine.communicator
-    opened: list[tuple[DataAdapter | None, ArrayRows | None]] = []
-    facts: list[list[Any]] = []
+    opened: list[OpenedData] = []
+    facts: list[DataFacts] = []
 
     def open_all() -> None:
         for given in find():
-            adapter, arrays = _open(given, communicator)
-            opened.append((adapter, arrays))
+            data = _open(given, engine)
+            opened.append(data)
             known = given is not None and (describe or communicator.size > 1)
-            text = _described(given, arrays) if known else _NOTHING
-            size = None if adapter is None else adapter.num_batches
-            facts.append([text, arrays is not None, given is None, _whole(size)])
+            text = _described(given, data.arrays) if known else _NOTHING
+            facts.append(data.facts(text, is_given=given is not None))
 
     everyones = _all_told(communicator, open_all, facts)
-    found: list[FeedAdapter | None] = []
-    for (adapter, arrays), told in zip(opened, zip(*everyones, strict=True), strict=True):
-        text, _, is_none, size = told[READER]
-        all_have = _all_have_arrays(told)
-        if is_none:
-            found.append(None)
-        elif all_have:
-            order = order_of(adapter) if communicator.rank == READER else None
-            found.append(FeedAdapter(engine, order, size, arrays, text))
-        else:
-            reads = adapter if communicator.rank == READER else None
-            found.append(FeedAdapter(engine, reads, size, None, text))
-    return found
+    return [
+        _fed(engine, data, told)
+        for data, told in zip(opened, zip(*everyones, strict=True), strict=True)
+    ]
 
 
 def shared_adapter(
@@ -110,22 +150,57 @@ def shared_adapter(
     return shared_adapters(engine, lambda: [given])[0]
 
 
-def _open(
-    given: GivenData | None, communicator: Communicator
-) -> tuple[DataAdapter | None, ArrayRows | None]:
-    """Opens data on the rank that reads, and arrays wherever they are."""
+def _open(given: GivenData | None, engine: BatchEngine) -> OpenedData:
+    """Opens data on the ranks that may have to read, and arrays wherever they are."""
     if given is None:
-        return None, None
-    reads = communicator.rank == READER
-    if not reads and (given.parts[0] is None or not are_arrays(given.parts)):
-        return None, None
+        return OpenedData()
+    feed, reads = engine.feed, engine.communicator.rank == READER
+    x = given.parts[0]
+    if isinstance(x, tf.data.Dataset) and feed.num_replicas > 1 and feed.reads_for_replica:
+        with warnings.catch_warnings():
+            if not reads:  # one rank says what all would say
+                warnings.simplefilter("ignore")
+            return _opened_in_parts(given.open(), feed)
+    if not reads and (x is None or not are_arrays(given.parts)):
+        return OpenedData()
     adapter = given.open()
-    return adapter, ArrayRows.of(adapter)
+    return OpenedData(adapter, ArrayRows.of(adapter))
+
+
+def _opened_in_parts(adapter: DataAdapter, feed: DataFeed) -> OpenedData:
+    """A `tf.data` data set, and if possible that of the samples of this rank's replica."""
+    try:
+        split = SplitDataset.of(dataset_of(adapter))
+        part = get_data_adapter(split.part(feed.shares, feed.replica), None, None, None, None)
+        return OpenedData(adapter, None, part, split.fingerprint)
+    except NotSplitError as error:
+        return OpenedData(adapter, None, None, str(error))
+
+
+def _fed(engine: BatchEngine, data: OpenedData, told: Sequence[DataFacts]) -> FeedAdapter | None:
+    """What feeds a loop of Keras, once it is known what all ranks have."""
+    reads = engine.communicator.rank == READER
+    text, size = told[READER].text, told[READER].size
+    _refuse_others(told)
+    if not told[READER].is_given:
+        return None
+    if all(theirs.has_arrays for theirs in told):
+        order = order_of(data.adapter) if reads else None
+        return FeedAdapter(engine, order, size, data.arrays, text)
+    splits = [theirs.split for theirs in told if theirs.is_split]
+    if len(splits) == engine.feed.num_replicas and len(set(splits)) == 1:
+        logger.info("one rank of each replica reads its samples of %s", text)
+        return FeedAdapter(engine, data.part, size, None, text, is_split=True)
+    if text != _NOTHING:
+        reason = f" ({told[READER].split})" if told[READER].split and not splits else ""
+        words = "rank %d reads %s and sends the other ranks their parts%s"
+        logger.info(words, READER, text, reason)
+    return FeedAdapter(engine, data.adapter if reads else None, size, None, text)
 
 
 def _all_told(
-    communicator: Communicator, open_all: Callable[[], None], facts: list[list[Any]]
-) -> list[list[list[Any]]]:
+    communicator: Communicator, open_all: Callable[[], None], facts: list[DataFacts]
+) -> list[list[DataFacts]]:
     """Opens data on all ranks; returns what each of them tells of its own."""
     failure: Exception | None = None
     try:
@@ -138,12 +213,13 @@ def _all_told(
             if failure is not None and rank == communicator.rank:
                 raise failure
             raise ConfigurationError(f"Rank {rank} could not read the data: {theirs}")
-    return communicator.allgather_json(facts)
+    everyones: list[list[Any]] = communicator.allgather_json([list(each) for each in facts])
+    return [[DataFacts(*each) for each in theirs] for theirs in everyones]
 
 
-def _all_have_arrays(told: Sequence[Sequence[Any]]) -> bool:
-    """Whether all ranks have the same arrays; refuses data that differ."""
-    texts = [text for text, *_ in told]
+def _refuse_others(told: Sequence[DataFacts]) -> None:
+    """Refuses data that differ between ranks, of those that have any."""
+    texts = [theirs.text for theirs in told]
     given = [text for text in texts if text != _NOTHING]
     if len({texts[READER], *given}) > 1:
         received = "; ".join(f"{text} on rank {rank}" for rank, text in enumerate(texts))
@@ -153,12 +229,6 @@ def _all_have_arrays(told: Sequence[Sequence[Any]]) -> bool:
             "of every batch. Or pass them on rank 0, and None on all others: then rank 0 sends "
             "their parts."
         )
-    if all(has_arrays for _, has_arrays, *_ in told):
-        return True
-    if texts[READER] != _NOTHING:
-        text = "rank %d reads %s and sends the other ranks their parts"
-        logger.info(text, READER, texts[READER])
-    return False
 
 
 def _described(given: GivenData | None, arrays: ArrayRows | None) -> str:
@@ -170,11 +240,8 @@ def _described(given: GivenData | None, arrays: ArrayRows | None) -> str:
     x = given.parts[0]
     if isinstance(x, tf.data.Dataset):
         size = int(x.cardinality())
-        return "a tf.data.Dataset" + (f" of {size} batches" if size >= 0 else "")
+        found = "a tf.data.Dataset" + (f" of {size} batches" if size >= 0 else "")
+        return found + "".join(f", shard {index} of {count}" for index, count in shards_of(x))
     if isinstance(x, keras.utils.PyDataset):
         return f"a PyDataset of {x.num_batches} batches"
     return f"a {type(x).__name__}"
-
-
-def _whole(size: Any) -> int | None:
-    return None if size is None else int(size)

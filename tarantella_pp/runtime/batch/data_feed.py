@@ -2,7 +2,8 @@
 
 Unseeded shuffles differ between ranks: inputs and targets must come from one reader, and only it
 opens the data set. Every rank gets the parts of a batch that its stages use. Of arrays that all
-ranks have it gets nothing but the numbers of the samples, and takes its parts itself.
+ranks have it gets nothing but the numbers of the samples, and takes its parts itself. Of data sets
+that are surely the same, the first rank of each replica reads the samples of its own.
 """
 
 from __future__ import annotations
@@ -15,22 +16,23 @@ import msgspec
 import numpy as np
 import tensorflow as tf
 
-from tarantella_pp.errors import ConfigurationError, UnsupportedModelError
+from tarantella_pp.errors import UnsupportedModelError
 from tarantella_pp.runtime.batch.array_rows import ArrayRows
 from tarantella_pp.runtime.batch.batch import Batch
+from tarantella_pp.runtime.batch.batch_announcement import END, READER, BatchAnnouncement
 from tarantella_pp.runtime.batch.need import Need
 from tarantella_pp.runtime.batch.nested_structure import (
     describe,
     rebuild,
     tensors_in,
 )
+from tarantella_pp.runtime.batch.split_readers import ReadPart, SplitReaders, failure_text
 from tarantella_pp.runtime.comm.communicator import Communicator, TensorSpec
+from tarantella_pp.runtime.comm.requests import RecvRequest
 from tarantella_pp.runtime.comm.tensor_buffers import to_buffer, to_tensor
 from tarantella_pp.runtime.replicas.batch_share import BatchShare
 
-READER = 0
-_HEADER_TAG, _SIGNATURE_TAG, _DATA_TAG = 1, 2, 3
-_END, _FAILED = -1, -2
+_DATA_TAG, _TARGETS_TAG = 3, 4
 
 
 class DataFeed:
@@ -55,44 +57,147 @@ class DataFeed:
         self._need = needs[communicator.rank]
         self._standardize = standardize
         self._shares = shares
-        self._known: bytes = b""
-        self._signature: Any = None
+        self._news = BatchAnnouncement(communicator)
+        first = {need.replica: rank for rank, need in reversed(list(enumerate(needs)))}
+        ranks = [first[replica] for replica in sorted(first)]
+        self._readers = SplitReaders(communicator, ranks, self._news)
 
-    def batches(self, source: Iterator[Any] | None, arrays: ArrayRows | None = None) -> Batches:
+    @property
+    def replica(self) -> int:
+        """The replica whose samples this rank gets."""
+        return self._need.replica
+
+    @property
+    def num_replicas(self) -> int:
+        """Number of replicas."""
+        return len(self._readers.ranks)
+
+    @property
+    def reads_for_replica(self) -> bool:
+        """Whether this rank reads for its replica, where each of them reads."""
+        return self._communicator.rank in self._readers.ranks
+
+    def shares(self, rows: int) -> Sequence[BatchShare]:
+        """Shares a batch of so many samples among the replicas."""
+        return self._shares(rows)
+
+    def batches(
+        self,
+        source: Iterator[Any] | None,
+        arrays: ArrayRows | None = None,
+        *,
+        is_split: bool = False,
+    ) -> Batches:
         """Iterates over the batches of one epoch, on all ranks together.
 
         Args:
-            source: What the data set gives, on the reader; ignored elsewhere.
+            source: What the data set gives, on those that read; ignored elsewhere.
             arrays: What all ranks have, if the data set gives the numbers of samples.
+            is_split: Whether a rank of each replica reads the samples of its own: then the data
+                set gives with them size and hash of each one's batch.
         """
-        return Batches(self, iter(source or ()), arrays)
+        return Batches(self, iter(source or ()), arrays, is_split)
 
-    def next(self, source: Iterator[Any], arrays: ArrayRows | None = None) -> Batch | None:
+    def next(
+        self, source: Iterator[Any], arrays: ArrayRows | None = None, is_split: bool = False
+    ) -> Batch | None:
         """Returns this rank's part of the next batch; `None` after the last one.
 
         Args:
             source: As of `batches`.
             arrays: As of `batches`.
+            is_split: As of `batches`.
 
         Raises:
-            ConfigurationError: If the reader could not read a batch, on the other ranks.
+            ConfigurationError: If a reader could not read a batch, on the other ranks.
         """
+        if is_split:
+            return self._next_split(source)
         if self._communicator.rank != READER:
             return self._receive(arrays)
         try:
             data = next(source)
             return self._distribute(data) if arrays is None else self._order(data, arrays)
         except (StopIteration, tf.errors.OutOfRangeError):
-            self._announce(_END, b"")
+            self._news.announce(END)
             return None
         except Exception as error:
-            self._announce(_FAILED, f"{type(error).__name__}: {error}".encode())
+            self._news.fail(failure_text(READER, error))
             raise
+
+    def _next_split(self, source: Iterator[Any]) -> Batch | None:
+        part = self._read_part(source) if self.reads_for_replica else None
+        rows = self._news.hear() if part is None else self._readers.agree(part)
+        return None if rows == END else self._exchange(rows, part)
+
+    def _read_part(self, source: Iterator[Any]) -> ReadPart:
+        """Reads the samples of this rank's replica."""
+        try:
+            about, data = next(source)
+            rows, content = (int(number) for number in about[0])
+            inputs, targets, structures = self._opened(_without_optionals(data))
+            expected = sum(self._shares(rows)[self.replica].own_sizes)
+            if (read := int(inputs[0].shape[0])) != expected:
+                raise RuntimeError(f"{read} samples were read instead of {expected}")
+            signature = _signature(inputs, *structures)
+            return ReadPart(rows, content, signature, inputs, targets)
+        except (StopIteration, tf.errors.OutOfRangeError):
+            return ReadPart()
+        except Exception as error:
+            return ReadPart(failure=error)
+
+    def _exchange(self, rows: int, part: ReadPart | None) -> Batch:
+        """Gets inputs from the reader of the replica, and targets from those of all replicas."""
+        specs, *structures = self._news.signature
+        shares, wanted = self._shares(rows), self._wanted(self._need, len(specs))
+        leaves = [spec for structure in structures for spec in tensors_in(structure)]
+        awaited = [
+            self._awaited(share.counted_rows, leaves, reader, _TARGETS_TAG)
+            for reader, share in zip(self._readers.ranks, shares, strict=True)
+            if self._need.targets and leaves and not share.is_spare
+        ]
+        share = shares[self.replica]
+        if part is not None:
+            self._send_part(part, counted=not share.is_spare)
+            inputs = {i: part.inputs[i] for i in wanted}
+        elif wanted:
+            mine, reader = [specs[i] for i in wanted], self._readers.ranks[self.replica]
+            request = self._awaited(sum(share.own_sizes), mine, reader, _DATA_TAG)
+            received = request.wait() if request else ()
+            inputs = dict(zip(wanted, map(to_tensor, received), strict=True))
+        else:
+            inputs = {}
+        own = [] if part is None else [to_buffer(target) for target in part.targets]
+        pieces = [own if request is None else request.wait() for request in awaited]
+        targets = [to_tensor(np.concatenate(each)) for each in zip(*pieces, strict=True)]
+        return self._batch(rows, inputs, targets, tuple(structures))
+
+    def _send_part(self, part: ReadPart, counted: bool) -> None:
+        """Sends model inputs within the replica, and targets to the last ranks of all."""
+        for rank, need in enumerate(self._needs):
+            if rank == self._communicator.rank:
+                continue
+            if need.replica == self.replica and (wanted := self._wanted(need, len(part.inputs))):
+                inputs = [to_buffer(part.inputs[i]) for i in wanted]
+                self._communicator.send(inputs, rank, _DATA_TAG, label="data")
+            if need.targets and counted and part.targets:
+                targets = [to_buffer(target) for target in part.targets]
+                self._communicator.send(targets, rank, _TARGETS_TAG, label="data")
+
+    def _awaited(self, rows: int, specs: Sequence[Any], rank: int, tag: int) -> RecvRequest | None:
+        """Makes ready for so many samples of tensors; `None` for what this rank has itself."""
+        if rank == self._communicator.rank:
+            return None
+        buffers = [
+            TensorSpec((rows, *shape[1:]), tf.as_dtype(dtype).as_numpy_dtype)
+            for shape, dtype in specs
+        ]
+        return self._communicator.post_receive(buffers, rank, tag, label="data")
 
     def _distribute(self, data: Any) -> Batch:
         inputs, targets, structures = self._opened(_without_optionals(data))
         rows = int(inputs[0].shape[0])
-        self._announce(rows, _signature(inputs, *structures))
+        self._news.announce(rows, _signature(inputs, *structures))
         shares = self._shares(rows)
         for rank, need in enumerate(self._needs):
             if rank != self._communicator.rank:
@@ -127,7 +232,7 @@ class DataFeed:
         first = order[:1]  # is enough to see what there is, on a rank that does not need it
         inputs = inputs or self._standardize(arrays.inputs(first))
         structures = self._structures(arrays, first)
-        self._announce(len(order), _signature(inputs, *structures))
+        self._news.announce(len(order), _signature(inputs, *structures))
         for rank, need in enumerate(self._needs):
             if rank != self._communicator.rank and need.any:
                 self._communicator.send([order], rank, _DATA_TAG, label="order of samples")
@@ -159,37 +264,15 @@ class DataFeed:
             count = len(tensors_in(targets[0]))
             y, weight = rebuild(targets[0], leaves[:count]), rebuild(targets[1], leaves[count:])
         share = shares[self._need.replica]
-        return Batch(rows, shares, share, inputs, y, weight, targets, self._known)
-
-    def _announce(self, rows: int, signature: bytes) -> None:
-        """Tells every rank the size of the next batch, and its structure if that is new.
-
-        Or that there is no next batch, because the data have ended or because of an error.
-        """
-        news = np.frombuffer(signature if signature != self._known else b"", np.uint8)
-        header = np.array([rows, news.size], np.int64)
-        for rank in range(self._communicator.size):
-            if rank != self._communicator.rank:
-                self._communicator.send([header], rank, _HEADER_TAG, label="batch header")
-                if news.size:
-                    self._communicator.send([news], rank, _SIGNATURE_TAG, label="batch structure")
-        if rows >= 0:
-            self._known = signature
+        return Batch(rows, shares, share, inputs, y, weight, targets, self._news.known)
 
     def _receive(self, arrays: ArrayRows | None) -> Batch | None:
-        rows, news = self._get([TensorSpec((2,), np.dtype(np.int64))], _HEADER_TAG)[0].tolist()
-        if rows == _END:
+        rows = self._news.hear()
+        if rows == END:
             return None
-        if news:
-            data = self._get([TensorSpec((news,), np.dtype(np.uint8))], _SIGNATURE_TAG)[0]
-            if rows == _FAILED:
-                text = data.tobytes().decode()
-                raise ConfigurationError(f"Rank {READER} could not read the data: {text}")
-            self._known = data.tobytes()
-            self._signature = msgspec.msgpack.decode(self._known)
         if arrays is not None:
             return self._take(rows, arrays)
-        specs, y, weight = self._signature
+        specs, y, weight = self._news.signature
         need = self._wanted(self._need, len(specs))
         own = sum(self._shares(rows)[self._need.replica].own_sizes)
         wanted = [(own, *specs[i]) for i in need]
@@ -212,7 +295,7 @@ class DataFeed:
             order = self._get([TensorSpec((rows,), np.dtype(np.int64))], _DATA_TAG)[0]
             inputs, leaves = self._own_parts(order, arrays)
         mine = {i: inputs[i] for i in self._wanted(self._need, len(inputs))}
-        return self._batch(rows, mine, leaves, self._signature[1:])
+        return self._batch(rows, mine, leaves, self._news.signature[1:])
 
     def _get(self, specs: Sequence[TensorSpec], tag: int) -> list[np.ndarray[Any, Any]]:
         return self._communicator.post_receive(specs, READER, tag, label="data").wait()
@@ -225,14 +308,20 @@ class Batches:
         feed: Hands every rank its part.
         source: What the data set gives, on the reader; ignored elsewhere.
         arrays: What all ranks have, if the data set gives the numbers of samples.
+        is_split: Whether a rank of each replica reads the samples of its own.
     """
 
     def __init__(
-        self, feed: DataFeed, source: Iterator[Any], arrays: ArrayRows | None = None
+        self,
+        feed: DataFeed,
+        source: Iterator[Any],
+        arrays: ArrayRows | None = None,
+        is_split: bool = False,
     ) -> None:
         self._feed = feed
         self._source = source
         self._arrays = arrays
+        self._is_split = is_split
         self._ended = False
 
     def __iter__(self) -> Batches:
@@ -241,7 +330,8 @@ class Batches:
     def __next__(self) -> Batch:
         batch: Batch | None = None
         try:
-            batch = None if self._ended else self._feed.next(self._source, self._arrays)
+            if not self._ended:
+                batch = self._feed.next(self._source, self._arrays, self._is_split)
         finally:
             self._ended = batch is None
         if batch is None:

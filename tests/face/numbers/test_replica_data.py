@@ -48,6 +48,13 @@ def compiled(wrap):
     return model
 
 
+def mapped(batch_size, x=X, y=LABELS):
+    """A data set that maps each sample before it makes batches, in an order from a seed."""
+    data = tf.data.Dataset.from_tensor_slices((x, y, WEIGHTS[: len(x)])).shuffle(9, seed=1)
+    data = data.map(lambda x, y, w: (2.0 * x, y, w), num_parallel_calls=2)
+    return data.batch(batch_size).prefetch(1)
+
+
 def train(wrap):
     """Trains with arrays of all kinds; returns all numbers that come of it."""
     model = compiled(wrap)
@@ -64,6 +71,11 @@ def train(wrap):
         X, LABELS, class_weight={0: 1.0, 1: 2.0, 2: 0.5}, validation_split=0.3, steps_per_epoch=2,
         shuffle=False, **QUIET,
     ).history  # fmt: skip
+    found["data set"] = model.fit(
+        mapped(7), epochs=3, validation_data=mapped(4), steps_per_epoch=2, **QUIET
+    ).history
+    found["tiny"] = model.evaluate(mapped(21), **QUIET)
+    found["predicted of a data set"] = model.predict(mapped(5), **QUIET).tolist()
     found["evaluated"] = model.evaluate(X[::2], LABELS[::2], batch_size=3, **QUIET)
     found["predicted"] = model.predict(X[::-1], batch_size=3, **QUIET).tolist()
     return found
@@ -148,7 +160,27 @@ def differ(model):
             with pytest.raises(ConfigurationError) as error:
                 call(x, y, **QUIET)
             found.append(str(error.value))
+    reader = rank == tnt.get_size() // 2  # of the second replica
+    for make, call in ((mapped, model.fit), (mapped, model.evaluate)):
+        with pytest.raises(ConfigurationError) as error:
+            call(make(8, swapped if reader else X), **QUIET)
+        found.append(str(error.value))
     return found
+
+
+def read_apart(model, counted):
+    """Trains with data sets that replicas read themselves; and with one that one of them cannot."""
+    counted.clear()
+    model.fit(mapped(8), **QUIET)
+    sent = counted.of("data")
+    broken = X.copy()
+    broken[3, 0] = np.nan  # in the second half of the first batch
+    data = tf.data.Dataset.from_tensor_slices((broken, LABELS))
+    data = data.map(lambda x, y: (tf.debugging.check_numerics(x, "no number"), y)).batch(5)
+    with pytest.raises((ConfigurationError, tf.errors.InvalidArgumentError)) as error:
+        model.fit(data, **QUIET)
+    again = model.evaluate(mapped(8), **QUIET)
+    return {"sent": sent, "error": f"{type(error.value).__name__}: {error.value}", "again": again}
 
 
 def on_ranks(stages):
@@ -174,6 +206,7 @@ def on_ranks(stages):
     ).history
     model.fit(Batches(), shuffle=False, **QUIET)
     found["sent"] = counted.of("data")
+    found["apart"] = read_apart(model, counted)
     return json.loads(json.dumps(found))
 
 
@@ -192,15 +225,33 @@ def test_each_rank_reads_holds_and_sends_its_part(stages):
             assert distance(numbers, result["trained"][name], "weights") < ROUNDING, name
         assert distance(one_reads.history, result["one reads"]) < ROUNDING
         assert result["refused"] == run.results[0]["refused"]
-    length, _, order, _, content, _, kind, _ = run.results[0]["refused"]
+    length, _, order, _, content, _, kind, _, samples, _ = run.results[0]["refused"]
     assert "(22, 6)" in length
     assert "(21, 6)" in length
     assert order.count("float64 (22, 6), int32 (22,), hash") == 2 * stages
     assert "hash" in content
     assert "a tf.data.Dataset of 1 batches on rank 0; arrays" in kind
+    assert "and a batch of 8 samples with the hash" in samples
+    check_apart([result["apart"] for result in run.results], stages)
     assert run.results[0]["sent"] > 0
-    for line in ("rank 0 reads arrays", "rank 0 reads a PyDataset of 4 batches"):
+    for line in (
+        "rank 0 reads arrays",
+        "rank 0 reads a PyDataset of 4 batches",
+        "one rank of each replica reads its samples of a tf.data.Dataset of 3 batches",
+    ):
         assert line in run.stderr
+
+
+def check_apart(ranks, stages):
+    """Readers send targets and weights of their samples to the last ranks, and no inputs."""
+    for rank, told in enumerate(ranks):
+        reads = rank % stages == 0
+        others = 2 - (stages == 1)
+        assert told["sent"] == reads * others * ROWS[rank // stages] * (4 + 8)
+        assert told["again"] == ranks[0]["again"]
+        assert "no number" in told["error"]
+        own = "InvalidArgumentError" if rank == stages else "ConfigurationError: Rank"
+        assert told["error"].startswith(own)
 
 
 def check_counts(ranks, stages, sharded):

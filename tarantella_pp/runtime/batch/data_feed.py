@@ -32,7 +32,7 @@ from tarantella_pp.runtime.comm.requests import RecvRequest
 from tarantella_pp.runtime.comm.tensor_buffers import to_buffer, to_tensor
 from tarantella_pp.runtime.replicas.batch_share import BatchShare
 
-_DATA_TAG, _TARGETS_TAG = 3, 4
+_DATA_TAG, _TARGETS_TAG = 3, 16
 
 
 class DataFeed:

@@ -15,7 +15,7 @@ from tarantella_pp.runtime.batch.batch_announcement import END, READER, BatchAnn
 from tarantella_pp.runtime.comm.communicator import Communicator, TensorSpec
 
 _FAILED = -2
-_HEADER_TAG, _TEXT_TAG = 5, 6
+_HEADER_TAG, _TEXT_TAG = 14, 15
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,8 @@ def test_steps_of_a_data_set_have_kinds_and_numbers():
     ]  # fmt: skip
     assert numbers == [6, 3, 4, 2, 2, 1, 3], ADVICE + "attributes of data sets"
     assert tf_datasets.may_change_order(mapped), ADVICE + "_deterministic"
-    assert not batch._drop_remainder, ADVICE + "_drop_remainder"
+    drops = tf_datasets.number_of(batch, "drop_remainder")
+    assert drops == 0, ADVICE + "_drop_remainder"
 
 
 def test_functions_of_a_data_set_are_called_and_looked_into():

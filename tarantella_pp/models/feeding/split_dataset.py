@@ -130,7 +130,7 @@ class SplitDataset:
         """
         size = number_of(self.batch, "batch_size")
         rows = _rows_of_batches(size, shares, replica)
-        drops = bool(self.batch._drop_remainder)
+        drops = bool(number_of(self.batch, "drop_remainder"))
         found = self.samples.batch(size, drop_remainder=drops)
         found = found.map(_taking(rows, type(self.samples.element_spec) is tuple)).unbatch()
         for each in self.maps:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tarantella_pp import callbacks as callbacks
     from tarantella_pp import errors as errors
+    from tarantella_pp import models as models
     from tarantella_pp.models.custom_loops.distributed_optimizer import (
         DistributedOptimizer as DistributedOptimizer,
     )
@@ -65,7 +66,7 @@ _HOME = {
     "profile": "tarantella_pp.runtime.tracing.profiler",
 }
 """Module of each public name."""
-_MODULES = ("callbacks", "errors")
+_MODULES = ("callbacks", "errors", "models")
 """Modules that are public names themselves."""
 
 __all__ = [
@@ -90,6 +91,7 @@ __all__ = [
     "is_master_rank",
     "machines",
     "make_plan",
+    "models",
     "profile",
 ]
 

@@ -16,12 +16,10 @@ import numpy as np
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.keras_internals.legacy_files import write_legacy
 from tarantella_pp.keras_internals.state import pickled, send_files_through
-from tarantella_pp.models.file_replacement import replace_file, replace_shards
-from tarantella_pp.models.saving import (
-    config_of,
-    plain_model,
-    write_plain,
-)
+from tarantella_pp.models.files.file_replacement import replace_file, replace_shards
+from tarantella_pp.models.files.keras_file import KerasFile
+from tarantella_pp.models.files.plain_files import config_of, plain_model, write_plain
+from tarantella_pp.models.files.state_reading import read_state
 from tarantella_pp.runtime.comm.collective import (
     collective,
     contents_of,
@@ -254,6 +252,19 @@ class CollectiveModel(keras.Model):
         plain = plain_model(self._engine.extracted, optimizer)
         with only_own_assigned():
             plain.load_weights(filepath, skip_mismatch=skip_mismatch, **kwargs)
+
+    def _read_state(self, file: KerasFile) -> None:
+        """Takes over what a whole model's file has; all ranks must call it, alike."""
+        state = self._optimizer_state
+        if state is not None:
+            state.build()
+        plain = plain_model(self._engine.extracted, None if state is None else state.receiver())
+        needed = self._model_state.needed().values()
+        on_all_ranks(
+            self._engine.communicator,
+            f"load {file.name}",
+            lambda: read_state(file, plain, needed),
+        )
 
     def _state_share(self) -> StateShare:
         """What of the state of training this rank has, to write it or to read it."""

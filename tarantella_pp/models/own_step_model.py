@@ -19,7 +19,7 @@ from tarantella_pp.keras_internals.functional import network_of, own_metrics, ru
 from tarantella_pp.keras_internals.state import send_files_through
 from tarantella_pp.models import model_validation
 from tarantella_pp.models.feeding.data_adapter import predict_function, step_function
-from tarantella_pp.models.file_replacement import replace_file, replace_shards
+from tarantella_pp.models.files.file_replacement import replace_file, replace_shards
 from tarantella_pp.models.own_steps.replica_steps import ReplicaSteps
 from tarantella_pp.models.training_loops import TrainingLoops
 from tarantella_pp.runtime.comm.collective import collective, contents_of, named

@@ -179,6 +179,17 @@ def _become_remote(variable: Any) -> None:
         variable.__class__ = _remote_kind(type(variable))
 
 
+def let_go(variable: Any) -> None:
+    """Forgets the value of a variable that other ranks are given another one of.
+
+    Args:
+        variable: A Keras variable; one that a stage of this rank uses keeps its value.
+    """
+    if isinstance(variable, _Remote) and not hasattr(variable, "_used_here"):
+        variable.drop()
+        variable._seen = dict.fromkeys(variable._seen, NEVER)
+
+
 def bytes_held(variables: Iterable[Any]) -> int:
     """Bytes of those variables that have memory on this rank.
 
@@ -243,8 +254,7 @@ class _Remote(keras.Variable):  # type: ignore[misc]
         if tuple(np.shape(value)) != tuple(self.shape):
             return super().assign(value)  # which says what is wrong
         if _only_own.get() and not hasattr(self, "_used_here"):
-            self.drop()
-            self._seen = dict.fromkeys(self._seen, NEVER)
+            let_go(self)
             return value
         if self._has_memory:
             super().assign(value)

@@ -18,7 +18,7 @@ import pytest
 from keras import layers
 
 from tarantella_pp.errors import ConfigurationError, FileError
-from tarantella_pp.models import file_replacement
+from tarantella_pp.models.files import file_replacement
 from tarantella_pp.models.pipeline_model import PipelineModel
 from tarantella_pp.runtime.comm.communicator import world
 from tests.helpers.mpi import mpi_run

@@ -25,7 +25,7 @@ def plain_model(extracted: ExtractedModel, optimizer: Any = None) -> keras.Model
     name = extracted.model.name
     plain = keras.Model(extracted.inputs_struct, extracted.outputs_struct, name=name)
     if optimizer is not None:
-        plain.compile(optimizer)
+        plain.compile(optimizer, auto_scale_loss=False)  # which has been done where it should be
     return plain
 
 

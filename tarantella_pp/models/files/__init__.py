@@ -1,0 +1,1 @@
+"""Files of whole models: written by one rank, and read by each in parts."""

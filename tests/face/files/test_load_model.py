@@ -1,0 +1,451 @@
+"""`tnt.models`: what `keras.models` does, with models that are distributed from the start."""
+
+from __future__ import annotations
+
+import functools
+import io
+import logging
+import shutil
+import zipfile
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import tarantella_pp as tnt
+from tarantella_pp.errors import ConfigurationError, FileError, UnsupportedModelError
+from tarantella_pp.models.files import keras_file
+from tests.helpers.mpi import mpi_run
+from tests.helpers.training import IDS, X, Y, distance, use_float64
+from tests.zoo.models import dropout, mlp, nested, sequential, shared, tied_head
+
+pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("float64")]
+
+ROUNDING = 1e-10
+QUIET = {"batch_size": 8, "epochs": 2, "shuffle": False, "verbose": 0}
+
+
+@keras.saving.register_keras_serializable("tests")
+class Blocks(layers.Layer):
+    """Layers in lists, and in lists of those."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.blocks = [layers.Dense(6, activation="tanh"), layers.Dense(6)]
+        self.more = {"last": [layers.Dense(6)]}
+
+    def build(self, shape):
+        for layer in (*self.blocks, *self.more["last"]):
+            layer.build(shape)
+
+    def call(self, x):
+        for layer in (*self.blocks, *self.more["last"]):
+            x = layer(x)
+        return x
+
+
+@keras.saving.register_keras_serializable("tests")
+class Centered(layers.Layer):
+    """Makes something of its weights as soon as they are loaded."""
+
+    def build(self, shape):
+        self.center = self.add_weight(shape=(shape[-1],), trainable=False)
+
+    def load_own_variables(self, store):
+        super().load_own_variables(store)
+        self.sum = float(np.sum(self.center.numpy()))
+
+    def call(self, x):
+        return x - self.center
+
+
+class Unregistered(layers.Layer):
+    def build(self, shape):
+        self.amount = self.add_weight(shape=(shape[-1],), initializer="ones")
+
+    def call(self, x):
+        return x + self.amount
+
+
+@keras.saving.register_keras_serializable("tests")
+class FromArray(layers.Layer):
+    """Has a weight that cannot be made without its value."""
+
+    def build(self, shape):
+        self.held = keras.Variable(np.full(shape[-1], 0.5))
+
+    def call(self, x):
+        return x * self.held
+
+
+@keras.saving.register_keras_serializable("tests")
+class Subclassed(keras.Model):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.first, self.second = layers.Dense(4), layers.Dense(3)
+
+    def call(self, x):
+        return self.second(self.first(x))
+
+
+def all_kinds():
+    """Layers with weights, with statistics, with vocabularies; in lists, in models, twice."""
+    ids, x = keras.Input((5,), dtype="int32"), keras.Input((6,))
+    lookup, scale = layers.IntegerLookup(), layers.Normalization()
+    lookup.adapt(IDS)
+    scale.adapt(X)
+    words = layers.Flatten()(layers.Embedding(3000, 5)(lookup(ids)))
+    twice = layers.Dense(6, activation="tanh")
+    values = Centered()(Blocks()(twice(twice(scale(x)))))
+    inner = keras.Sequential([keras.Input((31,)), layers.Dense(9), layers.LayerNormalization()])
+    both = inner(layers.Concatenate()([words, values]))
+    return keras.Model([ids, x], layers.Dense(3)(layers.Dense(1200)(layers.Dropout(0.0)(both))))
+
+
+def small(*more):
+    return keras.Sequential([keras.Input((6,)), layers.Dense(4), *more, layers.Dense(3)])
+
+
+def saved(path, model, x=X, optimizer="adam"):
+    """A file of a model that plain Keras has trained."""
+    model.compile(optimizer, "mse", metrics=["mae"])
+    model.fit(x, Y, **QUIET)
+    model.save(path)
+    return path
+
+
+def averaging():
+    return keras.optimizers.LossScaleOptimizer(
+        keras.optimizers.AdamW(1e-2, use_ema=True, ema_momentum=0.5), dynamic_growth_steps=2
+    )
+
+
+def state_of(model):
+    slots = (variable.numpy() for variable in model.optimizer.variables)
+    return [[*model.get_weights(), *slots]]
+
+
+def gone_on(model, x):
+    """What a model tells when it is trained on."""
+    return model.fit(x, Y, **QUIET).history
+
+
+@functools.cache
+def trained_on_by_keras(path):
+    model = keras.models.load_model(path)
+    told = gone_on(model, [IDS, X])
+    return told, state_of(model)
+
+
+def held_bytes(model):
+    found = [v._value.read_value() for v in model.variables if v._value is not None]
+    return sum(int(np.prod(t.shape)) * t.dtype.size for t in found)
+
+
+def told(call):
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    keras.utils.set_random_seed(1)
+    path = tmp_path_factory.mktemp("models")
+    saved(path / "all.keras", all_kinds(), [IDS, X], averaging())
+    return path
+
+
+def test_a_loaded_model_trains_on_as_in_keras(folder):
+    expected, state = trained_on_by_keras(folder / "all.keras")
+    model = tnt.models.load_model(folder / "all.keras", num_stages=2, num_micro_batches=2)
+    assert type(model) is tnt.PipelineModel
+    assert model.plan.num_stages == 2
+    assert distance(expected, gone_on(model, [IDS, X])) < ROUNDING
+    tnt.models.save_model(model, folder / "on.keras")
+    assert distance(state_of(keras.models.load_model(folder / "on.keras")), state) < ROUNDING
+
+
+@pytest.mark.parametrize("build", [sequential, nested, shared, tied_head, dropout])
+def test_every_kind_of_model_is_loaded(tmp_path, build):
+    plain = build()
+    plain.save(tmp_path / "model.keras")
+    model = tnt.models.load_model(tmp_path / "model.keras", num_stages=2)
+    assert distance([plain.get_weights()], [model.get_weights()]) == 0
+    assert not model.compiled
+    assert type(keras.models.model_from_json(model.to_json())) is type(plain)
+
+
+def test_open_compressed_and_legacy_files(tmp_path):
+    saved(tmp_path / "model.keras", plain := small())
+    plain.save(tmp_path / "model.h5")
+    old = zipfile.ZipFile(tmp_path / "model.keras")
+    with zipfile.ZipFile(tmp_path / "small.keras", "w", zipfile.ZIP_DEFLATED) as new:
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+    opened = io.BytesIO((tmp_path / "model.keras").read_bytes())
+    for file in (opened, tmp_path / "small.keras", str(tmp_path / "model.h5")):
+        compiled = file != str(tmp_path / "model.h5")  # Keras does not find "mse" in those
+        model = tnt.models.load_model(file, compile=compiled, num_stages=2)
+        assert distance([plain.get_weights()], [model.get_weights()]) == 0
+        assert model.compiled == compiled
+    assert not opened.closed
+    assert not tnt.models.load_model(tmp_path / "model.keras", compile=False).compiled
+
+
+def test_what_cannot_be_cut_is_data_parallel(tmp_path):
+    plain = Subclassed()
+    plain(X)
+    saved(tmp_path / "model.keras", plain)
+    expected = gone_on(keras.models.load_model(tmp_path / "model.keras"), X)
+    model = tnt.models.load_model(tmp_path / "model.keras")
+    assert isinstance(model, tnt.Model)
+    assert distance(expected, gone_on(model, X)) < ROUNDING
+    with pytest.raises(UnsupportedModelError, match=r"tnt\.Model"):
+        tnt.models.load_model(tmp_path / "model.keras", num_stages=2)
+
+
+def test_models_of_configurations_have_the_weights_of_keras():
+    plain = sequential()
+    plain.compile("adam", "mse")
+    described = keras.saving.serialize_keras_object(plain)
+    ways = {
+        "config": (keras.Sequential.from_config, tnt.models.model_from_config, plain.get_config()),
+        "object": (
+            keras.saving.deserialize_keras_object, tnt.models.model_from_config, described
+        ),
+        "json": (keras.models.model_from_json, tnt.models.model_from_json, plain.to_json()),
+        "clone": (keras.models.clone_model, tnt.models.clone_model, plain),
+        "array": (
+            keras.Sequential.from_config, tnt.models.model_from_config,
+            small(FromArray()).get_config(),
+        ),
+    }  # fmt: skip
+    for name, (usual, ours, given) in ways.items():
+        keras.utils.set_random_seed(3)
+        expected = usual(given)
+        keras.utils.set_random_seed(3)
+        model = ours(given, num_stages=2, num_micro_batches=1)
+        assert type(model) is tnt.PipelineModel
+        assert distance([expected.get_weights()], [model.get_weights()]) == 0, name
+        assert model.compiled == expected.compiled == (name not in ("config", "array")), name
+    with pytest.raises(ConfigurationError, match="no JSON"):
+        tnt.models.model_from_json("model.json")
+
+
+def test_clones_of_distributed_models():
+    model = tnt.PipelineModel(mlp(), num_stages=3, num_micro_batches=2, schedule="gpipe")
+    model.compile(keras.optimizers.SGD(0.5), "mse")
+    before = model.get_weights()
+    twin = tnt.models.clone_model(model)
+    assert twin.plan == model.plan
+    assert twin.optimizer.get_config() == model.optimizer.get_config()
+    assert twin.optimizer is not model.optimizer
+    assert not {id(v) for v in twin.variables} & {id(v) for v in model.variables}
+    gone_on(twin, X)
+    assert distance([before], [model.get_weights()]) == 0
+    assert type(tnt.models.clone_model(tnt.Model(mlp()))) is tnt.Model
+    inputs = keras.Input((6,), name="other")
+    wider = tnt.models.clone_model(
+        model,
+        input_tensors=inputs,
+        clone_function=lambda layer: type(layer).from_config({**layer.get_config(), "name": None}),
+        num_stages=2,
+    )
+    assert wider.plan.num_stages == 2
+    assert [w.shape for w in wider.weights] == [w.shape for w in model.weights]
+    with pytest.raises(ConfigurationError, match="build"):
+        tnt.models.clone_model(tnt.Sequential([layers.Dense(2)]))
+
+
+def test_plain_models_are_saved_too(tmp_path):
+    plain = mlp()
+    tnt.models.save_model(plain, tmp_path / "model.keras")
+    assert (
+        distance(
+            [keras.models.load_model(tmp_path / "model.keras").get_weights()], [plain.get_weights()]
+        )
+        == 0
+    )
+    with pytest.raises(FileError, match=r"none.model\.keras"):
+        tnt.models.save_model(plain, tmp_path / "none" / "model.keras")
+
+
+def test_mixed_precision_keeps_its_scale(tmp_path):
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        model = small()
+        saved(tmp_path / "model.keras", model, X.astype("float32"))
+        found = tnt.models.load_model(tmp_path / "model.keras", num_stages=2)
+        assert isinstance(found.optimizer, keras.optimizers.LossScaleOptimizer)
+        assert distance(state_of(found), state_of(model)) == 0
+        assert found.optimizer.inner_optimizer.iterations > 0
+    finally:
+        use_float64()
+
+
+# On ranks
+
+
+def load_everywhere(folder, options):
+    """Loads, trains on and saves; how much a rank had and read of the whole."""
+    use_float64()
+    read = []
+    original = keras_file._Part.readinto
+
+    def counted(part, buffer):
+        read.append(count := original(part, buffer))
+        return count
+
+    keras_file._Part.readinto = counted
+    model = tnt.models.load_model(f"{folder}/all.keras", **options)
+    facts = {"held": held_bytes(model), "read": sum(read), "replicas": model.plan.num_replicas}
+    facts["told"] = gone_on(model, [IDS, X])
+    tnt.models.save_model(model, f"{folder}/on {tnt.get_size()}.keras")
+    twin = tnt.models.clone_model(model)
+    facts["twin"] = held_bytes(twin)
+    model = tnt.models.load_model(f"{folder}/on {tnt.get_size()}.keras", num_stages=1)
+    facts["again"] = gone_on(model, [IDS, X])["loss"]
+    if tnt.get_size() == 2:
+        facts["refused"] = refusals(Path(folder))
+    return facts
+
+
+def check_ranks(run, folder):
+    plain = folder / "all.keras"
+    expected, state = trained_on_by_keras(plain)
+    model = keras.models.load_model(plain)
+    whole = sum(w.nbytes for w in model.get_weights())
+    for found in run.results:
+        assert distance(expected, found["told"]) < ROUNDING
+        assert found["held"] == found["twin"] < 0.8 * whole
+    saved_again = folder / f"on {len(run.results)}.keras"
+    model = keras.models.load_model(saved_again)
+    assert distance(state_of(model), state) < ROUNDING
+    again = gone_on(model, [IDS, X])["loss"]
+    assert all(distance(again, found["again"]) < ROUNDING for found in run.results)
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
+def test_two_ranks_load_their_shares(folder):
+    options = {"num_stages": 2, "num_micro_batches": 2, "balance": "memory"}
+    files(folder)
+    run = mpi_run(2, load_everywhere, str(folder), options, timeout=240).check()
+    check_ranks(run, folder)
+    keras.config.set_dtype_policy("mixed_float16")
+    mixed = [keras.models.load_model(folder / f"mixed16{way}.keras") for way in ("", " on")]
+    use_float64()
+    assert distance(*map(state_of, mixed)) == 0
+    size = (folder / "all.keras").stat().st_size
+    for rank, found in enumerate(run.results):
+        assert found["read"] < 0.75 * size
+        for name, (here, everywhere) in REFUSED.items():
+            answer = found["refused"][name]
+            assert (here if rank == 1 else everywhere) in answer, (name, rank, answer)
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
+def test_four_ranks_share_the_optimizer(folder):
+    options = {"num_stages": 2, "num_micro_batches": 1, "shard_optimizer": True}
+    run = mpi_run(4, load_everywhere, str(folder), options, timeout=240).check()
+    check_ranks(run, folder)
+    assert run.results[0]["replicas"] == 2
+
+
+REFUSED = {
+    "missing": ("No such file", "No such file"),
+    "missing on one": ("No such file", "Rank 1 could not read"),
+    "truncated": ("It is damaged", "It is damaged"),
+    "other files": ("contents", "contents"),
+    "no class": ("Unregistered", "Unregistered"),
+    "no class on one": ("Unregistered", "Rank 1 could not build the model"),
+    "no loss": ("own_loss", "own_loss"),
+    "other weights": ("Dense 'wide' does not find", "Dense 'wide' does not find"),
+    "subclassed": ("tnt.Model", "tnt.Model"),
+    "whole": ("balance='time'", ""),
+    "legacy": ("files of this kind", ""),
+    "read-only": ("FileError", "could not save"),
+}
+"""What the last rank is told, and the other one."""
+
+
+@keras.saving.register_keras_serializable("tests")
+def own_loss(y, p):
+    return keras.ops.mean(keras.ops.square(y - p), axis=-1)
+
+
+def files(folder):
+    """What is read by `refusals`."""
+    small(Unregistered()).save(folder / "unregistered.keras")
+    plain = small()
+    plain.compile("adam", own_loss)
+    plain.save(folder / "loss.keras")
+    plain.save(folder / "legacy.h5")
+    whole = (folder / "all.keras").read_bytes()
+    (folder / "truncated.keras").write_bytes(whole[: len(whole) // 2])
+    model = Subclassed()
+    model(X)
+    model.save(folder / "subclassed.keras")
+    # The description of one model with the weights of another.
+    for units in (7, 8):
+        stack = [keras.Input((6,)), layers.Dense(4), layers.Dense(units, name="wide")]
+        keras.Sequential(stack).save(folder / f"{units}.keras")
+    one, other = (zipfile.ZipFile(folder / f"{units}.keras") for units in (7, 8))
+    with zipfile.ZipFile(folder / "mixed.keras", "w") as new:
+        new.writestr("config.json", one.read("config.json"))
+        new.writestr("model.weights.h5", other.read("model.weights.h5"))
+    keras.config.set_dtype_policy("mixed_float16")
+    saved(folder / "mixed16.keras", small(), X.astype("float32"))
+    use_float64()
+    for rank in range(2):
+        shutil.copy(folder / f"{7 + rank}.keras", folder / f"rank{rank}.keras")
+    shutil.copy(folder / "7.keras", folder / "only0.keras")
+
+
+def refusals(folder):
+    """What each wrong use is told on this rank; none of them hangs."""
+    rank = tnt.get_rank()
+    messages = []
+
+    class Kept(logging.Handler):
+        def emit(self, record):
+            messages.append(record.getMessage())
+
+    logging.getLogger("tarantella_pp.models").addHandler(Kept())
+    load = functools.partial(tnt.models.load_model, num_stages=2)
+    objects = {"Unregistered": Unregistered}
+    found = {
+        "missing": told(lambda: load(folder / "none.keras")),
+        "missing on one": told(lambda: load(folder / ("only0.keras" if not rank else "no.keras"))),
+        "truncated": told(lambda: load(folder / "truncated.keras")),
+        "other files": told(lambda: load(folder / f"rank{rank}.keras")),
+        "no class": told(lambda: load(folder / "unregistered.keras")),
+        "no class on one": told(
+            lambda: load(folder / "unregistered.keras", custom_objects={} if rank else objects)
+        ),
+        "other weights": told(lambda: load(folder / "mixed.keras")),
+        "subclassed": told(lambda: load(folder / "subclassed.keras")),
+    }
+    assert told(lambda: load(folder / "unregistered.keras", custom_objects=objects)) == ""
+    keras.saving.get_custom_objects().pop("tests>own_loss")
+    found["no loss"] = told(lambda: load(folder / "loss.keras"))
+    messages.clear()
+    assert told(lambda: load(folder / "7.keras", balance="time")) == ""
+    found["whole"] = " ".join(messages)
+    messages.clear()
+    assert told(lambda: load(folder / "legacy.h5", compile=False)) == ""
+    found["legacy"] = " ".join(messages)
+    keras.config.set_dtype_policy("mixed_float16")
+    tnt.models.save_model(load(folder / "mixed16.keras"), folder / "mixed16 on.keras")
+    use_float64()
+    plain = small()
+    found["read-only"] = told(lambda: tnt.models.save_model(plain, folder / "no" / "a.keras"))
+    tnt.models.save_model(plain, folder / "plain.keras")
+    assert load(folder / "plain.keras").count_params() == plain.count_params()
+    return found

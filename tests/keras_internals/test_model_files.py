@@ -1,0 +1,71 @@
+"""The private parts of Keras that read model files layer by layer, used in `model_files.py`."""
+
+from __future__ import annotations
+
+import warnings
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+from tarantella_pp.keras_internals.model_files import deserialized, load_state
+
+pytestmark = pytest.mark.keras
+
+ADVICE = (
+    f"Keras {keras.__version__} has changed a private part that "
+    "tarantella_pp/keras_internals/model_files.py uses: "
+)
+
+
+def stack():
+    return keras.Sequential([keras.Input((2,)), layers.Dense(3), layers.Dense(4)])
+
+
+def test_state_is_read_of_an_open_file_but_for_what_is_skipped(tmp_path):
+    model, other = stack(), stack()
+    model.save_weights(tmp_path / "a.weights.h5")
+    before = other.layers[1].get_weights()
+    with warnings.catch_warnings(), (tmp_path / "a.weights.h5").open("rb") as file:
+        warnings.simplefilter("error")
+        failed = load_state(other, file, None, [other.layers[1]])
+    assert failed == [], ADVICE + "saving_lib._load_state"
+    assert (other.layers[0].get_weights()[0] == model.layers[0].get_weights()[0]).all()
+    assert (other.layers[1].get_weights()[0] == before[0]).all(), ADVICE + "visited_saveables"
+
+
+def test_what_does_not_fit_is_told(tmp_path):
+    model = stack()
+    model.save_weights(tmp_path / "a.weights.h5")
+    other = keras.Sequential([keras.Input((2,)), layers.Dense(3), layers.Dense(5)])
+    with (tmp_path / "a.weights.h5").open("rb") as file:
+        failed = load_state(other, file, None, [])
+    assert [layer for layer, _ in failed] == [other.layers[1]], ADVICE + "error_msgs"
+
+
+def test_assets_are_read_of_a_folder(tmp_path):
+    def build():
+        return layers.IntegerLookup()
+
+    made = build()
+    made.adapt(np.arange(5))
+    model = keras.Sequential([keras.Input((2,), dtype="int32"), made])
+    folder = tmp_path / "assets" / "layers" / "integer_lookup"
+    folder.mkdir(parents=True)
+    made.save_assets(str(folder))
+    model.save_weights(tmp_path / "a.weights.h5")
+    other = keras.Sequential([keras.Input((2,), dtype="int32"), new := build()])
+    with (tmp_path / "a.weights.h5").open("rb") as file:
+        assert load_state(other, file, tmp_path / "assets", []) == []
+    assert new.get_vocabulary() == made.get_vocabulary(), ADVICE + "DiskIOStore"
+
+
+def test_objects_that_are_shared_stay_shared():
+    l2 = keras.regularizers.L2(0.5)
+    model = keras.Sequential(
+        [keras.Input((2,)), *(layers.Dense(2, kernel_regularizer=l2) for _ in range(2))]
+    )
+    made = deserialized(keras.saving.serialize_keras_object(model))
+    assert type(made) is keras.Sequential
+    assert made.layers[0].kernel_regularizer.l2 == 0.5

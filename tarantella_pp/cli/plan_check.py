@@ -67,7 +67,7 @@ def _check(plan: AnyPlan, source: str) -> None:
         return
     if model_source.is_graph(source):
         raise PlanError(f"This is the plan of a Keras model. Received: MODEL={source!r}")
-    model = model_source.build_model(source)
+    model = model_source.build_without_weights(source)
     from tarantella_pp.partition.extraction.keras_reader import extract
 
     plan.check(extract(model).graph)

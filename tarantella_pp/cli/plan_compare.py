@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 DESCRIPTION = """\
 Prices four plans by their largest stage: ours; equal numbers of layers; parameter balance, as
 DeepSpeed's partition_method="parameters"; block partition, as torchgpipe balances. The other rules
-cut the order of the graph; ours chooses among all orders."""
+cut the order of the graph; ours chooses among all orders. With --balance also the stages that it
+gives."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,13 +28,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = DESCRIPTION
     add = parser.add_argument
     add("model", metavar="MODEL", help=model_source.HELP)
-    add("--stages", dest="num_stages", type=positive_int, required=True, metavar="S",
-        help="number of pipeline stages")  # fmt: skip
+    add("--stages", dest="num_stages", type=positive_int, metavar="S",
+        help="number of pipeline stages (default: those of --balance)")  # fmt: skip
+    add("--balance", metavar="N,N,...",
+        help="a number of layers for each stage, to be priced, too, e.g. 526,551; of a graph, of "
+        "nodes")  # fmt: skip
     plan_make.add_model_options(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the comparison."""
+    arguments.balance = _given(arguments)
     if model_source.is_graph(arguments.model):
         name, comparisons = _of_graph(arguments)
     else:
@@ -44,6 +49,25 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         write_table(*_tables(name, arguments.num_stages, comparisons))
     return 0
+
+
+def _given(arguments: argparse.Namespace) -> list[int] | None:
+    """Reads the stages that are given, and sets their number."""
+    given = plan_make.given_balance(arguments.balance)
+    if given is None and arguments.balance is not None:
+        raise ConfigurationError(
+            f"Expected numbers of layers such as 526,551. Received: --balance={arguments.balance}"
+        )
+    stages = arguments.num_stages or (given and len(given))
+    if stages is None:
+        raise ConfigurationError("Expected --stages or --balance. Received: neither")
+    if given is not None and len(given) != stages:
+        raise ConfigurationError(
+            f"Expected a number of layers for each of {stages} stages. "
+            f"Received: --balance={arguments.balance}"
+        )
+    arguments.num_stages = stages
+    return given
 
 
 def _of_graph(arguments: argparse.Namespace) -> tuple[str, list[Comparison]]:
@@ -64,13 +88,21 @@ def _of_graph(arguments: argparse.Namespace) -> tuple[str, list[Comparison]]:
         def value(assignment: Sequence[int], problem: Any = problem) -> float:
             return float(problem.evaluate(assignment).value)
 
-        comparisons.append(compare(problem, solve(problem), value))
+        given = arguments.balance and [
+            stage for stage, count in enumerate(arguments.balance) for _ in range(count)
+        ]
+        if given is not None and len(given) != len(graph.nodes):
+            raise ConfigurationError(
+                f"Numbers of nodes must add up to {len(graph.nodes)}. "
+                f"Received: --balance={arguments.balance}"
+            )
+        comparisons.append(compare(problem, solve(problem), value, given=given))
     return graph.name, comparisons
 
 
 def _of_model(arguments: argparse.Namespace) -> tuple[str, list[Comparison]]:
     """Compares for a Keras model: memory without message buffers, and FLOPs."""
-    model = model_source.build_model(arguments.model)
+    model = model_source.build_without_weights(arguments.model)
     import numpy as np
 
     from tarantella_pp.models.make_plan import default_machine
@@ -79,14 +111,16 @@ def _of_model(arguments: argparse.Namespace) -> tuple[str, list[Comparison]]:
     from tarantella_pp.partition.costs.stage_costs import StageCostModel
     from tarantella_pp.partition.extraction.keras_reader import extract
     from tarantella_pp.partition.formulation import best_solution, problem_of
+    from tarantella_pp.partition.given_balance import assignment_of
     from tarantella_pp.partition.options import PlanOptions
     from tarantella_pp.partition.plan.hardware_spec import machine_of
 
-    given: dict[str, Any] = {"batch_size": 32, "num_micro_batches": None, "schedule": "1f1b"}
-    given |= plan_make.model_options(arguments)
-    optimizer = given.pop("optimizer", None) or model_source.optimizer_of(arguments.model, model)
-    machine = machine_of(given.pop("machine")) if "machine" in given else default_machine()
+    chosen: dict[str, Any] = {"batch_size": 32, "num_micro_batches": None, "schedule": "1f1b"}
+    chosen |= plan_make.model_options(arguments)
+    optimizer = chosen.pop("optimizer", None) or model_source.optimizer_of(arguments.model, model)
+    machine = machine_of(chosen.pop("machine")) if "machine" in chosen else default_machine()
     graph = extract(model).graph
+    given = None if arguments.balance is None else assignment_of(graph, arguments.balance)
     if arguments.num_stages > len(graph.nodes):
         raise ConfigurationError(
             f"{arguments.model} has {len(graph.nodes)} operations. "
@@ -96,7 +130,7 @@ def _of_model(arguments: argparse.Namespace) -> tuple[str, list[Comparison]]:
     for balance in ("memory", "flops"):
         options = PlanOptions.checked(
             num_stages=arguments.num_stages, balance=balance, num_replicas=1,
-            memory_limit=None, **given,
+            memory_limit=None, **chosen,
         )  # fmt: skip
         slots, count = optimizer_state_bytes(optimizer, graph.weights), options.num_micro_batches
         costs = StageCostModel(
@@ -106,11 +140,11 @@ def _of_model(arguments: argparse.Namespace) -> tuple[str, list[Comparison]]:
         def value(assignment: Sequence[int], costs: Any = costs, options: Any = options) -> float:
             if options.balance == "flops":
                 return float(np.bincount(assignment, costs.flops()).max())
-            stages = costs.stages(assignment, options.in_flight)
+            stages = costs.stages(assignment, options.in_flight, options.repeats)
             return float(max(stage.balanced_bytes for stage in stages))
 
         problem = problem_of(costs, options)
-        comparisons.append(compare(problem, best_solution(costs, options), value, balance))
+        comparisons.append(compare(problem, best_solution(costs, options), value, balance, given))
     return model.name, comparisons
 
 

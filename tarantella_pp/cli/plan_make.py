@@ -37,8 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--stages-per-rank", type=positive_int, metavar="V",
         help="stages of a rank (default: 2 with interleaved and zb-v, else 1)")  # fmt: skip
     add("--balance", metavar="WHAT",
-        help="memory, flops or time (default: with which a step is fastest); of a graph, memory "
-        "(default), time, flops or load")  # fmt: skip
+        help="memory, flops or time (default: with which a step is fastest), or a number of layers "
+        "for each stage: 526,551; of a graph, memory (default), time, flops or load")  # fmt: skip
     add("--memory-limit", metavar="BYTES",
         help="memory of a stage, e.g. 16GB, or one for each stage: 16GB,8GB; "
         "of a graph in its units")  # fmt: skip
@@ -53,9 +53,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="replicas share out the optimizer state (ZeRO-1)")  # fmt: skip
     add("--gradient-dtype", choices=("bfloat16",),
         help="in what gradients travel between replicas (default: as they are)")  # fmt: skip
-    add("--recompute", metavar="STAGES",
-        help="activation checkpointing: all, none, or stages such as 0,1 that repeat their forward "
-        "pass to save memory (default: only where the limit needs it)")  # fmt: skip
     add("-o", "--output", metavar="FILE", help="write the plan to this JSON file")
     plan_pictures.add_arguments(parser)
 
@@ -80,6 +77,9 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )
     add("--optimizer", metavar="NAME",
         help="whose state counts as memory (default: the model's, else Adam's)")  # fmt: skip
+    add("--recompute", metavar="STAGES",
+        help="activation checkpointing: all, none, or stages such as 0,1 that repeat their forward "
+        "pass to save memory (default: only where a limit needs it)")  # fmt: skip
 
 
 def model_options(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -89,6 +89,8 @@ def model_options(arguments: argparse.Namespace) -> dict[str, Any]:
         arguments: The command line.
     """
     values = {name: getattr(arguments, name, None) for name in _OF_MODELS}
+    if values["recompute"] is not None:
+        values["recompute"] = _stages(values["recompute"])
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -132,11 +134,15 @@ def _planned(arguments: argparse.Namespace) -> tuple[AnyPlan, LayerGraph | None]
             raise no_pictures()
         return _plan_of_graph(arguments), None
     open_stages = arguments.num_stages is None and arguments.num_ranks is None
+    open_stages = open_stages and given_balance(arguments.balance) is None
     if open_stages and not Path(arguments.schedule or "").is_file():
         raise ConfigurationError(
             "Expected --stages, or --ranks to choose their number. Received: neither"
         )
-    model = model_source.build_model(arguments.model)
+    # Time is measured, which needs weights.
+    timed = arguments.balance == "time"
+    build = model_source.build_model if timed else model_source.build_without_weights
+    model = build(arguments.model)
     plan = _plan_of_model(arguments, model)
     if not is_drawn(arguments):
         return plan, None
@@ -188,16 +194,27 @@ def _plan_of_model(arguments: argparse.Namespace, model: Any) -> Plan:
     from tarantella_pp import make_plan
 
     options = model_options(arguments)
-    if "recompute" in options:
-        options["recompute"] = _stages(arguments.recompute)
     if "optimizer" not in options:
         options["optimizer"] = model_source.optimizer_of(arguments.model, model)
     if arguments.balance is not None:
-        options["balance"] = arguments.balance
+        options["balance"] = given_balance(arguments.balance) or arguments.balance
     if arguments.memory_limit is not None:
         limits = arguments.memory_limit.split(",")
         options["memory_limit"] = limits if len(limits) > 1 else limits[0]
     return make_plan(model, arguments.num_stages, **options)
+
+
+def given_balance(text: str | None) -> list[int] | None:
+    """Reads numbers of layers, one for each stage.
+
+    Args:
+        text: What stands behind `--balance`.
+
+    Returns:
+        The numbers; `None` where it is something else.
+    """
+    parts = (text or "").split(",")
+    return [int(part) for part in parts] if all(part.strip().isdigit() for part in parts) else None
 
 
 def _stages(text: str) -> str | list[int]:

@@ -269,6 +269,42 @@ def variables_without_values(made: list[Any]) -> Iterator[dict[int, Any]]:
         global_state.set_global_attribute(name, before)
 
 
+@contextlib.contextmanager
+def outside_stateless_scopes() -> Iterator[None]:
+    """Lets variables be made and read as if no stateless scope were open."""
+    name = "stateless_scope"
+    before = global_state.get_global_attribute(name)
+    global_state.set_global_attribute(name, None)
+    try:
+        yield
+    finally:
+        global_state.set_global_attribute(name, before)
+
+
+@contextlib.contextmanager
+def given_values_kept() -> Iterator[None]:
+    """Lets variables that are made of values, not of initializers, have them in stateless scopes.
+
+    Optimizers make such variables, and layers that are given arrays.
+    """
+    maker: Any = next(kind for kind in keras.Variable.__mro__ if "__init__" in vars(kind))
+    make = maker.__init__
+
+    @functools.wraps(make)
+    def made(self: Any, initializer: Any, *args: Any, **kwargs: Any) -> None:
+        if callable(initializer) or isinstance(initializer, str):
+            make(self, initializer, *args, **kwargs)
+            return
+        with outside_stateless_scopes():
+            make(self, initializer, *args, **kwargs)
+
+    maker.__init__ = made
+    try:
+        yield
+    finally:
+        maker.__init__ = make
+
+
 def needs_only_shapes() -> bool:
     """Whether Keras runs a layer just now to learn the shapes of what it returns."""
     return bool(in_symbolic_scope())

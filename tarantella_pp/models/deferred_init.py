@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import random
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,9 +16,16 @@ with needed_for("tarantella_pp.deferred_init"):
     import keras
 
 from tarantella_pp.errors import ConfigurationError, UnsupportedModelError
-from tarantella_pp.keras_internals.state import initializer_of, variables_without_values
+from tarantella_pp.keras_internals.state import (
+    given_values_kept,
+    initializer_of,
+    variables_without_values,
+)
 from tarantella_pp.runtime.comm.communicator import world
 from tarantella_pp.runtime.state.remote_variables import make_deferred
+
+DEEPEST = 100_000
+"""Layers in a row that Keras, which finds its way through a model by recursion, may meet."""
 
 
 @contextlib.contextmanager
@@ -70,6 +78,24 @@ def deferred_init() -> Iterator[None]:
         )
     for variable in made:
         _check_initializer(variable)
+
+
+@contextlib.contextmanager
+def only_shapes() -> Iterator[None]:
+    """Lets models be built that are to be planned only: their weights never have values.
+
+    Optimizers and other variables that are made of values have them. What is assigned is lost.
+    """
+    made: list[Any] = []
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(max(limit, DEEPEST))
+    try:
+        with given_values_kept(), variables_without_values(made):
+            yield
+    finally:
+        sys.setrecursionlimit(limit)
+        for variable in made:
+            make_deferred(variable)
 
 
 def initial_values(model: keras.Model) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import filterfalse
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,9 @@ import tensorflow as tf
 
 from tarantella_pp.errors import ConfigurationError, PlanError
 from tarantella_pp.launch.guard.launch_environment import FUSION_VARIABLE
+from tarantella_pp.models.deferred_init import only_shapes
 from tarantella_pp.partition.extraction.keras_reader import ExtractedModel, extract
+from tarantella_pp.partition.given_balance import GIVEN, assignment_of, is_given
 from tarantella_pp.partition.graph.profile import Profile
 from tarantella_pp.partition.infeasible import infeasible
 from tarantella_pp.partition.options import BALANCES, PLACEMENTS, checked_count, stages_to_recompute
@@ -38,7 +42,7 @@ Shape = tuple[int, int, int]
 
 
 def make_plan(
-    model: keras.Model | ExtractedModel,
+    model: keras.Model | ExtractedModel | Callable[[], keras.Model],
     num_stages: int | None = None,
     *,
     batch_size: int = 32,
@@ -47,7 +51,7 @@ def make_plan(
     num_ranks: int | None = None,
     stages_per_rank: int | None = None,
     schedule: str | Path | Schedule | None = None,
-    balance: str | None = None,
+    balance: str | Sequence[int] | None = None,
     memory_limit: int | float | str | Sequence[int | float | str] | None = None,
     recompute: str | Sequence[int] | None = None,
     optimizer: Any = None,
@@ -65,7 +69,9 @@ def make_plan(
     Options that are left open are chosen by the simulated seconds of a step.
 
     Args:
-        model: A Functional or built Sequential model, or what was read of one.
+        model: A Functional or built Sequential model, or what was read of one. Or a function
+            without arguments that builds one: its weights get no values then, so that a model of
+            any size is planned anywhere, as is one that was made under `tnt.deferred_init()`.
         num_stages: Number of pipeline stages; each gets at least one operation. Default: that of
             a schedule of your own or of several memory limits, or with `num_ranks` the number
             that makes a step fastest. Replicas of one rank each may get several stages, where
@@ -91,7 +97,8 @@ def make_plan(
             `"flops"` for the smallest largest time by the machine's arithmetic and memory
             traffic, nothing measured. Of ranks with several stages the largest counts, not the
             largest stage. Default: that with which a step is fastest within the limit; `"time"`
-            is among them with a `profile`.
+            is among them with a `profile`. Or numbers of layers, one for each stage, a nested model
+            counting as one: then these stages are priced, as in `balance=[526, 551]`.
         memory_limit: Largest memory of a stage, in bytes or as in `"16GB"`; for unequal devices
             one for each stage, as in `["16GB", "8GB"]`. Default: none.
         recompute: Activation checkpointing: stages that keep only the inputs of a micro-batch
@@ -124,7 +131,11 @@ def make_plan(
         PlanError: No plan keeps the limit, or has an operation for each stage. The message names
             the smallest limit that works, and what else would.
     """
-    extracted = extract(model)
+    extracted = _read(model, with_values=balance == "time" and profile is None)
+    assignment = None
+    if is_given(balance):
+        assignment, num_stages = _given_stages(extracted, balance, num_stages)
+        balance = GIVEN
     custom = None if schedule is None else read_schedule(schedule)
     per_rank = _stages_per_rank(stages_per_rank, schedule, custom)
     if num_stages is None:
@@ -147,7 +158,10 @@ def make_plan(
         "shard_optimizer": shard_optimizer,
         "gradient_dtype": gradient_dtype,
     }
-    balances = _balances(profile) if balance in (None, *BALANCES) else (balance,)
+    balances = _balances(profile) if balance in (None, *BALANCES, GIVEN) else (balance,)
+    if balance == GIVEN:
+        planner = replace(planner, assignment=assignment)
+        balances = (GIVEN, *balances)
 
     def searches(shapes: list[Shape]) -> list[PlanSearch]:
         return [
@@ -174,6 +188,29 @@ def make_plan(
     if chosen is None:
         raise PlanError(infeasible(asked[-1]))
     return chosen
+
+
+def _read(model: Any, *, with_values: bool) -> ExtractedModel:
+    """Reads a model, or one that a function builds, without values where these are not needed."""
+    if isinstance(model, keras.Model | ExtractedModel) or not callable(model):
+        return extract(model)
+    with contextlib.nullcontext() if with_values else only_shapes():
+        built = model()
+    return extract(built)
+
+
+def _given_stages(
+    extracted: ExtractedModel, balance: Any, num_stages: int | None
+) -> tuple[tuple[int, ...], int]:
+    """Returns the stage of each node, and their number, where numbers of layers are given."""
+    assignment = assignment_of(extracted.graph, balance)
+    stages = max(assignment) + 1
+    if num_stages not in (None, stages):
+        raise ConfigurationError(
+            f"Expected a number of layers for each of {num_stages} stages. "
+            f"Received: balance={list(balance)}"
+        )
+    return assignment, stages
 
 
 def default_machine() -> HardwareSpec:

@@ -216,6 +216,7 @@ def compare(
     solution: Solution,
     value: Callable[[Sequence[int]], float],
     objective: str | None = None,
+    given: Sequence[int] | None = None,
 ) -> Comparison:
     """Prices our plan and those of the rules of other libraries.
 
@@ -224,10 +225,13 @@ def compare(
         solution: Our plan.
         value: Prices a plan: from the stage of each node to the largest stage.
         objective: Name of the objective. Default: that of the problem.
+        given: The stage of each node of one more plan, priced as `"given"`.
 
     Returns:
         The comparison.
     """
     values = {OURS: value(solution.assignment)}
     values |= {name: value(tuple(rule(problem).tolist())) for name, rule in RULES.items()}
+    if given is not None:
+        values["given"] = value(given)
     return Comparison(objective or problem.objective, solution.certificate, values)

@@ -191,6 +191,21 @@ def best_solution(costs: StageCostModel, options: PlanOptions) -> Solution:
     return Solution(best.assignment, Certificate.of(value, bound, method, seconds))
 
 
+def given_solution(
+    costs: StageCostModel, options: PlanOptions, assignment: Sequence[int]
+) -> Solution:
+    """Prices stages that are given; raises `PlanError` where they do not keep the limit."""
+    solution = Solution(tuple(assignment), Certificate.of(0.0, 0.0, "as given", 0.0))
+    above = _excess(costs, options, solution)
+    if above > 0:
+        raise PlanError(
+            f"A stage of those that are given needs {above:.0f} bytes more than it may have. "
+            f"Received: memory_limit={options.memory_limit}"
+        )
+    value = _value(costs, options, solution)
+    return replace(solution, certificate=Certificate.of(value, 0.0, "as given", 0.0))
+
+
 @dataclass(frozen=True, slots=True)
 class _Formulation:
     """A problem to solve in place of the real one.

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from tarantella_pp.errors import ConfigurationError, PlanError
+from tarantella_pp.partition.given_balance import GIVEN
 from tarantella_pp.partition.graph.units import format_bytes
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan.plan_config import common_limit
@@ -48,7 +49,8 @@ def _alternatives(plan_search: PlanSearch) -> Iterator[tuple[str, Plan]]:
             plan_search, given={**plan_search.given, option: None}
         ).smallest_memory_plan()
         yield f"{option}={getattr(plan, option)}", plan
-    for times in MORE_STAGES if plan_search.spec.custom is None else ():
+    stages_fixed = plan_search.spec.custom is not None or plan_search.given["balance"] == GIVEN
+    for times in () if stages_fixed else MORE_STAGES:
         spec = replace(
             plan_search.spec,
             num_stages=times * plan_search.spec.num_stages,

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, cast, get_args
 
 from tarantella_pp.errors import ConfigurationError
+from tarantella_pp.partition.given_balance import GIVEN
 from tarantella_pp.partition.graph.units import parse_bytes
 from tarantella_pp.partition.plan.plan_config import (
     FUSION_THRESHOLD,
@@ -90,7 +91,8 @@ class PlanOptions(PlanConfig, frozen=True, kw_only=True):
             micro_batches = 1 if stages == 1 else min(4 * (stages - 1), max(2, batch // replicas))
         else:
             micro_batches = checked_count("num_micro_batches", num_micro_batches)
-        _choice("balance", balance, BALANCES)
+        if balance != GIVEN:
+            _choice("balance", balance, BALANCES)
         _choice("placement", placement, PLACEMENTS)
         if gradient_dtype not in (None, "bfloat16"):
             raise ConfigurationError(

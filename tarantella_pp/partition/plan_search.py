@@ -12,6 +12,7 @@ import msgspec
 
 from tarantella_pp.errors import ConfigurationError, PlanError
 from tarantella_pp.partition.costs.peak_memory import factor_bytes
+from tarantella_pp.partition.given_balance import GIVEN
 from tarantella_pp.partition.options import PlanOptions
 from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
 from tarantella_pp.partition.plan.plan import Plan
@@ -163,8 +164,9 @@ class PlanSearch:
 
     def _least_of(self, count: int) -> list[Plan]:
         """Makes plans with little memory, for a number of micro-batches."""
+        balance = GIVEN if self.given["balance"] == GIVEN else "memory"
         free = {
-            "balance": "memory", "memory_limit": None, "num_micro_batches": count, "ranks": (),
+            "balance": balance, "memory_limit": None, "num_micro_batches": count, "ranks": (),
         }  # fmt: skip
         options = self.options(**free)
         found = [self._written(self.planner.solve(options), options)]

@@ -13,7 +13,8 @@ from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.partition.costs.optimizer_slots import optimizer_name, optimizer_state_bytes
 from tarantella_pp.partition.costs.stage_costs import StageCostModel
 from tarantella_pp.partition.extraction.keras_reader import ExtractedModel, extract
-from tarantella_pp.partition.formulation import best_solution, problem_of
+from tarantella_pp.partition.formulation import best_solution, given_solution, problem_of
+from tarantella_pp.partition.given_balance import GIVEN
 from tarantella_pp.partition.graph.layer_graph import LayerGraph
 from tarantella_pp.partition.graph.profile import Profile
 from tarantella_pp.partition.options import PlanOptions
@@ -45,6 +46,7 @@ class Planner:
         slots: Bytes of its slots for each variable of the graph.
         profile: What was measured of the operations, if anything.
         machine: What computes; `None` where arithmetic alone counts.
+        assignment: Stage of each node where that is given, for `balance="given"`.
     """
 
     model: str
@@ -53,6 +55,7 @@ class Planner:
     slots: Sequence[int]
     profile: Profile | None = None
     machine: HardwareSpec | None = None
+    assignment: tuple[int, ...] | None = None
 
     @classmethod
     def of(
@@ -122,6 +125,8 @@ class Planner:
             raise ConfigurationError(
                 "Time is balanced with a profile. Received: balance='time', profile=None"
             )
+        if options.balance == GIVEN:
+            return self._as_given(options)
         nodes = len(self.graph.nodes)
         if options.num_stages > nodes:
             raise ConfigurationError(
@@ -129,6 +134,15 @@ class Planner:
                 f"stages. Received: num_stages={options.num_stages}"
             )
         return best_solution(self.costs(options), options)
+
+    def _as_given(self, options: PlanOptions) -> Solution:
+        """Prices the stages that are given."""
+        if self.assignment is None or max(self.assignment) + 1 != options.num_stages:
+            raise ConfigurationError(
+                "A given balance has a number of layers for each stage. Received: "
+                f"balance='given', num_stages={options.num_stages}"
+            )
+        return given_solution(self.costs(options), options, self.assignment)
 
     def least_memory(self, options: PlanOptions) -> float:
         """Returns bytes that some stage of every plan needs, whichever stages recompute.

@@ -172,6 +172,19 @@ def test_a_variable_gives_its_memory_back_and_stays_the_same(weights):
     np.testing.assert_array_equal(kernel.numpy(), value)
 
 
+def test_values_that_variables_are_given_are_kept_in_stateless_scopes():
+    with state.given_values_kept(), keras.StatelessScope(initialize_variables=False):
+        rate = keras.Variable(0.5, name="rate")
+        kernel = keras.Variable("ones", shape=(2,))
+        with state.outside_stateless_scopes():
+            ready = keras.Variable("ones", shape=(2,))
+    assert float(rate) == 0.5, ADVICE + "Variable.__init__"
+    assert kernel._value is None, ADVICE + "Variable.__init__"
+    assert ready._value is not None, ADVICE + "stateless_scope"
+    with keras.StatelessScope(), pytest.raises(ValueError, match="stateless scope"):
+        keras.Variable(0.5)
+
+
 def test_variables_are_made_without_values_and_get_them_later():
     keras.utils.set_random_seed(1)
     expected = layers.Dense(3)

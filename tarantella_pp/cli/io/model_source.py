@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zipfile
 from typing import TYPE_CHECKING, Any
 
 from tarantella_pp.cli.io.output import existing_file
@@ -74,6 +75,29 @@ def build_model(source: str) -> Any:
     raise ConfigurationError(f"Expected {FORMS}. Received: MODEL={source!r}")
 
 
+def build_without_weights(source: str) -> Any:
+    """Makes the Keras model that a MODEL names, with shapes and no weights, for planning.
+
+    Args:
+        source: What stands on the command line; see `build_model`.
+
+    Returns:
+        The model.
+
+    Raises:
+        ConfigurationError: It names nothing.
+        UnsupportedModelError: What it names makes no Keras model.
+    """
+    with quiet_keras("tarantella_pp"):
+        from tarantella_pp.keras_internals.model_files import deserialized
+        from tarantella_pp.models.deferred_init import only_shapes
+    with only_shapes():
+        if not source.endswith(".keras") or not zipfile.is_zipfile(existing_file(source)):
+            return build_model(source)
+        with quiet_keras(source), zipfile.ZipFile(source) as archive:
+            return deserialized({**json.loads(archive.read("config.json")), "compile_config": None})
+
+
 def optimizer_of(source: str, model: Any) -> Any:
     """Returns the optimizer that a model was compiled with, whose slots count as memory.
 
@@ -86,8 +110,6 @@ def optimizer_of(source: str, model: Any) -> Any:
     """
     if not source.endswith(".keras"):
         return getattr(model, "optimizer", None)
-    import zipfile
-
     with quiet_keras(source) as keras:
         # Not by compiling: that would need the custom losses and metrics of the file as well.
         with zipfile.ZipFile(source) as archive:

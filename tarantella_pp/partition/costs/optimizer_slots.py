@@ -10,7 +10,7 @@ from typing import Any
 import keras
 
 from tarantella_pp.errors import ConfigurationError
-from tarantella_pp.keras_internals.state import name_by_path
+from tarantella_pp.keras_internals.state import name_by_path, outside_stateless_scopes
 from tarantella_pp.partition.graph.layer_graph import Weight
 from tarantella_pp.partition.graph.units import item_bytes
 
@@ -63,7 +63,8 @@ def optimizer_name(optimizer: Any) -> str:
 
 def _optimizer(optimizer: Any) -> Any:
     try:
-        built = keras.optimizers.get(optimizer)
+        with outside_stateless_scopes():
+            built = keras.optimizers.get(optimizer)
     except (ValueError, TypeError) as error:
         raise ConfigurationError(
             f"Expected a Keras optimizer, its name or None. Received: optimizer={optimizer!r}"
@@ -77,11 +78,12 @@ def _optimizer(optimizer: Any) -> Any:
 
 def _slots(config: dict[str, Any], weight: Weight) -> list[tuple[tuple[int, ...], int]]:
     """The slots of variables of this rank: the dimensions that each has, and its item size."""
-    optimizer = keras.optimizers.deserialize(copy.deepcopy(config))
     shape = _PRIMES[: len(weight.shape)]
-    variable = keras.Variable(keras.ops.zeros(shape, weight.dtype), dtype=weight.dtype)
-    name_by_path(variable, weight.name)
-    optimizer.build([variable])
+    with outside_stateless_scopes():
+        optimizer = keras.optimizers.deserialize(copy.deepcopy(config))
+        variable = keras.Variable(keras.ops.zeros(shape, weight.dtype), dtype=weight.dtype)
+        name_by_path(variable, weight.name)
+        optimizer.build([variable])
     return [
         (tuple(shape.index(size) for size in slot.shape), item_bytes(slot.dtype))
         for slot in optimizer.variables

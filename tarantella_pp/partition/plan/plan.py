@@ -46,7 +46,8 @@ class Plan(
         num_replicas: Number of pipelines side by side; a batch is split among them.
         batch_size: Samples of a step, over all replicas, that memory was planned for.
         schedule: Name of the schedule that memory was planned for.
-        balance: What the stages are balanced by, `"memory"`, `"time"` or `"flops"`.
+        balance: What the stages are balanced by, `"memory"`, `"time"` or `"flops"`; `"given"` where
+            they were given as numbers of layers.
         optimizer: The optimizer whose slots are counted.
         memory_limit: Largest memory of a stage that was allowed, in bytes, one number or one for
             each stage; `None` for any.

@@ -210,7 +210,8 @@ def _quality(plan: Plan) -> str:
         for v in (proof.value, proof.lower_bound)
     )
     what, note = "rank" if plan.ranks else "stage", notes.get(plan.balance, "")
+    how = "as given" if plan.balance == "given" else f"by {plan.balance}"
     return (
-        f"Balanced by {plan.balance}: largest {what} {value}{note}, {proof.verdict(bound)} "
+        f"Balanced {how}: largest {what} {value}{note}, {proof.verdict(bound)} "
         f"({proof.method}, {proof.seconds:.2g} s)."
     )

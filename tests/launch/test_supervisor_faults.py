@@ -8,6 +8,7 @@ import signal
 
 import pytest
 
+from tests.helpers.draws import more_asked_for
 from tests.helpers.jobs import PYTHONS, tarantella
 
 pytestmark = [pytest.mark.mpi, pytest.mark.parametrize("python", PYTHONS)]
@@ -152,5 +153,5 @@ def test_every_fault_in_every_other_wait(python: str, fault: str, wait: str) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["sigkill", "_exit5", "raise"])
 def test_faults_that_make_launchers_hang_now_and_then(python: str, fault: str) -> None:
-    for _ in range(20):
+    for _ in range(20 if more_asked_for() else 5):
         expect_failure(python, fault, "recv", *FAULTS[fault])

@@ -40,7 +40,7 @@ class LaunchError(TarantellaError, RuntimeError):
 
 
 class FileError(TarantellaError, OSError):
-    """A file cannot be written: the disk is full, or the folder is missing or not ours."""
+    """A file cannot be written or read: missing, damaged or not ours, or the disk is full."""
 
 
 class StaleWeightError(TarantellaError, RuntimeError):

@@ -2,9 +2,12 @@
 
     tarantella -n 4 -- benchmarks/training/large_model.py
     tarantella -n 4 -- benchmarks/training/large_model.py --gigabytes 4 --usual
+    tarantella -n 4 -- benchmarks/training/large_model.py --save model.keras
+    tarantella -n 4 -- benchmarks/training/large_model.py --load model.keras
 
-Prints the resident memory of each rank beside its share of the weights, and the largest that it was
-while a file was written or read. With --usual the model is built the usual way.
+Prints the resident memory of the last rank beside its share of the weights, and the largest that it
+was while a file was written or read. With --usual the model is built the usual way. With --load
+ranks that have had no model yet load that of a file.
 """
 
 from __future__ import annotations
@@ -61,7 +64,23 @@ class Watch:
         self.rows.append((name, time.perf_counter() - start, resident(), peak[0]))
 
 
-def run(layers: int, make: Callable[[Callable[[], keras.Model]], keras.Model]) -> Watch:
+def load(file: Path) -> Watch:
+    watch = Watch()
+    with watch.part("imports"):
+        tnt.barrier()
+    with watch.part("load_model"):
+        model = tnt.models.load_model(
+            file, num_stages=tnt.get_size(), num_micro_batches=2, balance="memory"
+        )
+    x = np.zeros((4, UNITS), "float32")
+    with watch.part("two steps of SGD"):
+        model.fit(x, x, batch_size=4, epochs=2, verbose=0)
+    return watch
+
+
+def run(
+    layers: int, make: Callable[[Callable[[], keras.Model]], keras.Model], whole: Path | None
+) -> Watch:
     watch = Watch()
     keras.utils.set_random_seed(1)
     with watch.part("imports"):
@@ -76,6 +95,9 @@ def run(layers: int, make: Callable[[Callable[[], keras.Model]], keras.Model]) -
         model.save_weights(FILE)
     with watch.part("load_weights"):
         model.load_weights(FILE)
+    if whole is not None:
+        with watch.part("save"):
+            model.save(whole)
     if tnt.is_master_rank():
         FILE.unlink()
     return watch
@@ -85,6 +107,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gigabytes", type=float, default=4.0, help="weights of the model")
     parser.add_argument("--usual", action="store_true", help="build the model the usual way")
+    parser.add_argument("--save", type=Path, help="where to save the model, and leave it")
+    parser.add_argument("--load", type=Path, help="load this model, with so many gigabytes")
     options = parser.parse_args()
     layers = round(options.gigabytes * 1024 * MIB / (4 * UNITS**2))
     ranks = tnt.get_size()
@@ -93,7 +117,7 @@ def main() -> None:
         model = function() if options.usual else function
         return tnt.PipelineModel(model, num_stages=ranks, num_micro_batches=2, balance="memory")
 
-    watch = run(layers, make)
+    watch = load(options.load) if options.load else run(layers, make, options.save)
     share = layers * 4 * UNITS**2 / MIB / ranks
     table = Table("last rank", "seconds", "resident MiB", "largest MiB", "above the imports")
     start = watch.rows[0][2]

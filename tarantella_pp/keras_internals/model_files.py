@@ -1,4 +1,4 @@
-"""The private names of Keras that read a model file layer by layer, all in this one file.
+"""The private names of Keras that write and read model files layer by layer, all in this one file.
 
 Written against Keras 3.14 and 3.15; `tests/keras_internals/test_model_files.py` says which of them
 a new version of Keras has changed.
@@ -7,6 +7,7 @@ a new version of Keras has changed.
 from __future__ import annotations
 
 import warnings
+import zipfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -15,8 +16,35 @@ import keras
 from keras.src.saving import saving_lib
 from keras.src.saving.serialization_lib import ObjectSharingScope
 
-WEIGHTS, ASSETS, CONFIG = "model.weights.h5", "assets", "config.json"
+CONFIG, METADATA, WEIGHTS, ASSETS = "config.json", "metadata.json", "model.weights.h5", "assets"
 """What is what in a `.keras` file."""
+
+
+def save_state(model: keras.Model, archive: zipfile.ZipFile, scratch: Path) -> None:
+    """Writes the state of a model and its optimizer into a `.keras` file, one variable at a time.
+
+    Keras itself has all of it in memory meanwhile.
+
+    Args:
+        model: The model.
+        archive: The file.
+        scratch: Where nothing is yet, for the HDF5 file until it is complete.
+    """
+    weights = saving_lib.H5IOStore(scratch, mode="w")
+    assets = saving_lib.DiskIOStore(ASSETS, archive=archive, mode="w")
+    try:
+        saving_lib._save_state(
+            model,
+            weights_store=weights,
+            assets_store=assets,
+            inner_path="",
+            visited_saveables=set(),
+        )
+    finally:
+        weights.close()
+        assets.close()
+    archive.write(scratch, WEIGHTS)
+    scratch.unlink()
 
 
 class _Opened:
@@ -45,21 +73,30 @@ def deserialized(config: Any, custom_objects: Any = None, safe_mode: bool = True
 
 
 def load_state(
-    model: keras.Model, weights: BinaryIO, assets: Path | None, skipped: Iterable[Any]
+    model: keras.Model,
+    weights: BinaryIO | Path,
+    assets: Path | None,
+    skipped: Iterable[Any],
+    skip_mismatch: bool = False,
 ) -> list[tuple[Any, Exception]]:
     """Has a model and its optimizer take over the state in a file, as Keras does.
 
     Args:
         model: The model, which is built.
-        weights: The HDF5 file, which is read where it is needed, and closed.
+        weights: The HDF5 file, which is read where it is needed, and closed; or the path of the
+            index of several.
         assets: The folder with what layers keep besides; `None` for none.
         skipped: Layers that keep theirs.
+        skip_mismatch: Whether layers that do not fit keep theirs, too.
 
     Returns:
         Each layer that did not find its state there, and why.
     """
     errors: dict[int, tuple[Any, Exception]] = {}
-    store = saving_lib.H5IOStore(WEIGHTS, archive=_Opened(weights), mode="r")
+    if isinstance(weights, Path):
+        store = saving_lib.ShardedH5IOStore(weights, mode="r")
+    else:
+        store = saving_lib.H5IOStore(WEIGHTS, archive=_Opened(weights), mode="r")
     try:
         with warnings.catch_warnings():
             # A Functional model keeps its layers in other lists, too, of which files say nothing.
@@ -69,6 +106,7 @@ def load_state(
                 weights_store=store,
                 assets_store=assets and saving_lib.DiskIOStore(str(assets), mode="r"),
                 inner_path="",
+                skip_mismatch=skip_mismatch,
                 visited_saveables={id(layer) for layer in skipped},
                 failed_saveables=set(),
                 error_msgs=errors,

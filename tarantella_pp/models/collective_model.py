@@ -19,7 +19,7 @@ from tarantella_pp.keras_internals.state import pickled, send_files_through
 from tarantella_pp.models.files.file_replacement import replace_file, replace_shards
 from tarantella_pp.models.files.keras_file import KerasFile
 from tarantella_pp.models.files.plain_files import config_of, plain_model, write_plain
-from tarantella_pp.models.files.state_reading import read_state
+from tarantella_pp.models.files.state_reading import read_state, read_weights
 from tarantella_pp.runtime.comm.collective import (
     collective,
     contents_of,
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from tarantella_pp.runtime.state.variable_sync import VariableSync
 
 _LEGACY = (".h5", ".hdf5")
+_IN_PARTS = (".weights.h5", ".weights.json", ".keras")
+"""Files of which each rank reads what it needs."""
 
 
 class CollectiveModel(keras.Model):
@@ -237,7 +239,7 @@ class CollectiveModel(keras.Model):
     def load_weights(
         self, filepath: str | Path, skip_mismatch: bool = False, **kwargs: Any
     ) -> None:
-        """Loads weights as plain Keras does, each rank those of the optimizer that it needs.
+        """Loads weights as plain Keras does, each rank those that it needs; all must call it.
 
         Args:
             filepath: Path of a file of weights that all ranks can read.
@@ -245,26 +247,38 @@ class CollectiveModel(keras.Model):
             **kwargs: As of `keras.Model.load_weights`.
 
         Raises:
-            ConfigurationError: If the ranks read files with different contents.
+            ConfigurationError: On all ranks, if they read files with different contents, or the
+                file does not fit on one of them.
+            FileError: If the file is missing or damaged.
         """
-        state = self._optimizer_state
-        optimizer = None if state is None else state.receiver()
-        plain = plain_model(self._engine.extracted, optimizer)
-        with only_own_assigned():
-            plain.load_weights(filepath, skip_mismatch=skip_mismatch, **kwargs)
+        plain, needed = self._receiving()
+        in_parts = not kwargs and str(filepath).endswith(_IN_PARTS)
+
+        def work() -> None:
+            if in_parts:
+                read_weights(Path(filepath), plain, needed, skip_mismatch)
+                return
+            with only_own_assigned():
+                plain.load_weights(filepath, skip_mismatch=skip_mismatch, **kwargs)
+
+        on_all_ranks(self._engine.communicator, f"load '{filepath}'", work)
 
     def _read_state(self, file: KerasFile) -> None:
         """Takes over what a whole model's file has; all ranks must call it, alike."""
-        state = self._optimizer_state
-        if state is not None:
-            state.build()
-        plain = plain_model(self._engine.extracted, None if state is None else state.receiver())
-        needed = self._model_state.needed().values()
+        if self._optimizer_state is not None:
+            self._optimizer_state.build()
+        plain, needed = self._receiving()
         on_all_ranks(
             self._engine.communicator,
             f"load {file.name}",
             lambda: read_state(file, plain, needed),
         )
+
+    def _receiving(self) -> tuple[keras.Model, list[Any]]:
+        """What takes over a state, and this rank's variables; all ranks must call it."""
+        state = self._optimizer_state
+        plain = plain_model(self._engine.extracted, None if state is None else state.receiver())
+        return plain, list(self._model_state.needed().values())
 
     def _state_share(self) -> StateShare:
         """What of the state of training this rank has, to write it or to read it."""

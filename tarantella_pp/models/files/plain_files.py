@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import datetime
 import json
-import shutil
 import zipfile
 from pathlib import Path
 from typing import Any
 
 import keras
 
+from tarantella_pp.keras_internals.model_files import CONFIG, METADATA, WEIGHTS, save_state
 from tarantella_pp.partition.extraction.keras_reader import ExtractedModel
-
-_CONFIG = "config.json"
 
 
 def plain_model(extracted: ExtractedModel, optimizer: Any = None) -> keras.Model:
@@ -52,15 +51,13 @@ def write_plain(
         extracted: The user's model, whose layers hold the current weights.
         config: What `config_of` returned.
         optimizer: The optimizer of the whole model, or `None`.
-        path: Where to, in a folder of its own.
+        path: Where to, in a folder of its own, where it takes its size twice meanwhile.
     """
-    draft = path.with_name("draft.keras")
-    plain_model(extracted, optimizer).save(draft)
-    with zipfile.ZipFile(draft) as old, zipfile.ZipFile(path, "w") as new:
-        for member in old.infolist():
-            with new.open(member.filename, "w", force_zip64=True) as out:
-                if member.filename == _CONFIG:
-                    out.write(json.dumps(config).encode())
-                else:
-                    with old.open(member) as data:
-                        shutil.copyfileobj(data, out)
+    metadata = {
+        "keras_version": keras.__version__,
+        "date_saved": datetime.datetime.now().strftime("%Y-%m-%d@%H:%M:%S"),
+    }
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(METADATA, json.dumps(metadata))
+        archive.writestr(CONFIG, json.dumps(config))
+        save_state(plain_model(extracted, optimizer), archive, path.with_name(WEIGHTS))

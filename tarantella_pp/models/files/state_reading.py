@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import warnings
 from collections.abc import Iterable
-from typing import Any
+from pathlib import Path
+from typing import Any, BinaryIO
 
 import keras
 
-from tarantella_pp.errors import ConfigurationError, StaleWeightError
+from tarantella_pp.errors import ConfigurationError, FileError, StaleWeightError
 from tarantella_pp.keras_internals.model_files import load_state
 from tarantella_pp.keras_internals.training import layers_in
 from tarantella_pp.models.files.keras_file import KerasFile
@@ -15,7 +18,7 @@ from tarantella_pp.runtime.state.remote_variables import let_go, only_own_assign
 
 
 def read_state(file: KerasFile, plain: keras.Model, needed: Iterable[Any]) -> None:
-    """Takes over what a file has of this rank's share of a model.
+    """Takes over what a whole model's file has of this rank's share of the model.
 
     Args:
         file: The file.
@@ -25,19 +28,66 @@ def read_state(file: KerasFile, plain: keras.Model, needed: Iterable[Any]) -> No
     Raises:
         ConfigurationError: If the file does not fit the model.
     """
+    with file.weights() as weights, file.assets() as assets:
+        _read(weights, assets, plain, needed, file.name)
+
+
+def read_weights(
+    path: Path, plain: keras.Model, needed: Iterable[Any], skip_mismatch: bool = False
+) -> None:
+    """Takes over what a file has of this rank's weights and optimizer state, and no assets.
+
+    Args:
+        path: A `.weights.h5` file, the index of several, or the file of a whole model.
+        plain: As of `read_state`.
+        needed: As of `read_state`.
+        skip_mismatch: Whether to warn of what does not fit, and leave it as it is.
+
+    Raises:
+        ConfigurationError: If the file does not fit the model.
+        FileError: If it is missing or damaged.
+    """
+    with contextlib.ExitStack() as stack:
+        weights: BinaryIO | Path = path
+        if path.suffix == ".keras":
+            file = KerasFile(path)
+            stack.callback(file.close)
+            weights = stack.enter_context(file.weights())
+        try:
+            if path.suffix == ".h5":
+                weights = stack.enter_context(path.open("rb"))
+            _read(weights, None, plain, needed, f"'{path}'", skip_mismatch)
+        except OSError as error:
+            raise FileError(
+                f"File '{path}' cannot be read: {error}. Each rank reads it: put it where all of "
+                "them can; if it is damaged, copy it again, or save it again."
+            ) from error
+
+
+def _read(
+    weights: BinaryIO | Path,
+    assets: Path | None,
+    plain: keras.Model,
+    needed: Iterable[Any],
+    name: str,
+    skip_mismatch: bool = False,
+) -> None:
     skipped = layers_of_others(plain, needed)
-    with file.weights() as weights, file.assets() as assets, only_own_assigned():
-        failed = load_state(plain, weights, assets, skipped)
+    with only_own_assigned():
+        failed = load_state(plain, weights, assets, skipped, skip_mismatch)
     # What a layer makes of its weights is not needed where it does not run.
     failed = [(layer, why) for layer, why in failed if not isinstance(why, StaleWeightError)]
-    if failed:
-        layer, why = failed[0]
-        more = f", and {len(failed) - 1} more do not" if len(failed) > 1 else ""
-        raise ConfigurationError(
-            f"{type(layer).__name__} '{layer.name}' does not find its state in file {file.name}"
-            f"{more}: {why} The file was written of another model, or its classes have changed: "
-            "save it again with the classes of today."
-        )
+    if not failed:
+        return
+    layer, why = failed[0]
+    more = f", and {len(failed) - 1} more do not" if len(failed) > 1 else ""
+    told = (
+        f"{type(layer).__name__} '{layer.name}' does not find its state in file {name}{more}: "
+        f"{why} The file was written of another model, or its classes have changed"
+    )
+    if not skip_mismatch:
+        raise ConfigurationError(f"{told}: build that model, or save it again.")
+    warnings.warn(f"{told}; it keeps what it has.", stacklevel=2)
 
 
 def layers_of_others(model: keras.Model, needed: Iterable[Any]) -> list[Any]:

@@ -6,6 +6,7 @@ import functools
 import io
 import logging
 import shutil
+import warnings
 import zipfile
 from pathlib import Path
 
@@ -311,8 +312,31 @@ def load_everywhere(folder, options):
     model = tnt.models.load_model(f"{folder}/on {tnt.get_size()}.keras", num_stages=1)
     facts["again"] = gone_on(model, [IDS, X])["loss"]
     if tnt.get_size() == 2:
+        facts["weights"] = weights_everywhere(Path(folder))
         facts["refused"] = refusals(Path(folder))
     return facts
+
+
+def weights_everywhere(folder):
+    """What each rank has of files of weights, and what it is told of those that do not fit."""
+    model = tnt.PipelineModel(all_kinds(), num_stages=2, num_micro_batches=1)
+    model.compile(averaging(), "mse")
+    gone_on(model, [IDS, X])
+    found = {}
+    for name in ("all.weights.h5", "all.weights.json", "all.keras"):
+        model.set_weights([np.zeros(w.shape) for w in model.weights])
+        model.load_weights(folder / name)
+        found[name] = [w.tolist() for w in model.get_weights()]
+    model.load_weights(folder / "all.weights.h5")
+    found["loss"] = gone_on(model, [IDS, X])["loss"]
+    other = tnt.PipelineModel(small(), num_stages=2, num_micro_batches=1)
+    for name in ("all.weights.h5", "cut.weights.h5", "none.weights.h5"):
+        found[f"no {name}"] = told(lambda name=name: other.load_weights(folder / name))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        other.load_weights(folder / "all.weights.h5", skip_mismatch=True)
+    assert np.isfinite(other.get_weights()[0]).all()
+    return found
 
 
 def check_ranks(run, folder):
@@ -342,8 +366,17 @@ def test_two_ranks_load_their_shares(folder):
     use_float64()
     assert distance(*map(state_of, mixed)) == 0
     size = (folder / "all.keras").stat().st_size
+    plain = keras.models.load_model(folder / "all.keras")
+    expected = [w.tolist() for w in plain.get_weights()]
+    loss = gone_on(plain, [IDS, X])["loss"]
     for rank, found in enumerate(run.results):
         assert found["read"] < 0.75 * size
+        alone = found["weights"]
+        for name in ("all.weights.h5", "all.weights.json", "all.keras"):
+            assert alone[name] == expected, name
+        assert distance(loss, alone["loss"]) < ROUNDING
+        for name in ("all", "cut", "none"):
+            assert f"{name}.weights.h5" in alone[f"no {name}.weights.h5"]
         for name, (here, everywhere) in REFUSED.items():
             answer = found["refused"][name]
             assert (here if rank == 1 else everywhere) in answer, (name, rank, answer)
@@ -388,6 +421,10 @@ def files(folder):
     plain.save(folder / "loss.keras")
     plain.save(folder / "legacy.h5")
     whole = (folder / "all.keras").read_bytes()
+    plain = keras.models.load_model(folder / "all.keras")
+    plain.save_weights(folder / "all.weights.h5")
+    plain.save_weights(folder / "all.weights.json", max_shard_size=1)
+    (folder / "cut.weights.h5").write_bytes((folder / "all.weights.h5").read_bytes()[:9000])
     (folder / "truncated.keras").write_bytes(whole[: len(whole) // 2])
     model = Subclassed()
     model(X)

@@ -30,7 +30,6 @@ from rich.table import Table
 import tarantella_pp as tnt
 from tests.zoo.sized_models import square_layers
 
-UNITS = 4096
 MIB = 2**20
 FILE = Path(tempfile.gettempdir()) / f"large-model-{os.getuid()}.weights.h5"
 
@@ -64,7 +63,7 @@ class Watch:
         self.rows.append((name, time.perf_counter() - start, resident(), peak[0]))
 
 
-def load(file: Path) -> Watch:
+def load(file: Path, units: int) -> Watch:
     watch = Watch()
     with watch.part("imports"):
         tnt.barrier()
@@ -72,23 +71,26 @@ def load(file: Path) -> Watch:
         model = tnt.models.load_model(
             file, num_stages=tnt.get_size(), num_micro_batches=2, balance="memory"
         )
-    x = np.zeros((4, UNITS), "float32")
+    x = np.zeros((4, units), "float32")
     with watch.part("two steps of SGD"):
         model.fit(x, x, batch_size=4, epochs=2, verbose=0)
     return watch
 
 
 def run(
-    layers: int, make: Callable[[Callable[[], keras.Model]], keras.Model], whole: Path | None
+    layers: int,
+    units: int,
+    make: Callable[[Callable[[], keras.Model]], keras.Model],
+    whole: Path | None,
 ) -> Watch:
     watch = Watch()
     keras.utils.set_random_seed(1)
     with watch.part("imports"):
         tnt.barrier()
     with watch.part("build and wrap"):
-        model = make(lambda: square_layers(UNITS, layers))
+        model = make(lambda: square_layers(units, layers))
     model.compile("sgd", "mse")
-    x = np.zeros((4, UNITS), "float32")
+    x = np.zeros((4, units), "float32")
     with watch.part("two steps of SGD"):
         model.fit(x, x, batch_size=4, epochs=2, verbose=0)
     with watch.part("save_weights"):
@@ -107,18 +109,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gigabytes", type=float, default=4.0, help="weights of the model")
     parser.add_argument("--usual", action="store_true", help="build the model the usual way")
+    parser.add_argument("--units", type=int, default=4096, help="rows and columns of a layer")
     parser.add_argument("--save", type=Path, help="where to save the model, and leave it")
     parser.add_argument("--load", type=Path, help="load this model, with so many gigabytes")
     options = parser.parse_args()
-    layers = round(options.gigabytes * 1024 * MIB / (4 * UNITS**2))
+    units = options.units
+    layers = round(options.gigabytes * 1024 * MIB / (4 * units**2))
     ranks = tnt.get_size()
 
     def make(function: Callable[[], keras.Model]) -> keras.Model:
         model = function() if options.usual else function
         return tnt.PipelineModel(model, num_stages=ranks, num_micro_batches=2, balance="memory")
 
-    watch = load(options.load) if options.load else run(layers, make, options.save)
-    share = layers * 4 * UNITS**2 / MIB / ranks
+    watch = load(options.load, units) if options.load else run(layers, units, make, options.save)
+    share = layers * 4 * units**2 / MIB / ranks
     table = Table("last rank", "seconds", "resident MiB", "largest MiB", "above the imports")
     start = watch.rows[0][2]
     for name, seconds, after, peak in watch.rows:

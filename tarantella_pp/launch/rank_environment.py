@@ -6,7 +6,7 @@ import platform
 from collections.abc import Mapping, Sequence
 
 from tarantella_pp.errors import ConfigurationError
-from tarantella_pp.launch.core_binding import cores_of_node
+from tarantella_pp.launch.guard.core_binding import cores_of_node
 
 _FAMILIES = (
     "TNT_",

@@ -15,14 +15,14 @@ import types
 from collections.abc import Mapping, Sequence
 
 from tarantella_pp.errors import LaunchError
-from tarantella_pp.launch.guard.rank_records import (
-    DIRECTORY_VARIABLE,
+from tarantella_pp.launch.channel.hub import Hub
+from tarantella_pp.launch.channel.joining import HUB_VARIABLE, SECRET_VARIABLE
+from tarantella_pp.launch.channel.rank_records import (
     ENDED,
     FINISHED,
     RETURNED,
     SIZE_VARIABLE,
     Record,
-    RunDirectory,
     find_deadlock,
     first_failure,
     headline,
@@ -40,9 +40,16 @@ from tarantella_pp.launch.processes import (
 )
 
 POLL_SECONDS = 0.1
+_CLOSING_POLL_SECONDS = 0.02
 SETTLE_SECONDS = 0.4
 """From the first failure to the end of the job: for output on its way, and earlier failures."""
 DEADLOCK_SECONDS = 1.0
+END_SECONDS = 3.0
+"""How long the minders of ranks may take to end what is left of them."""
+START_SECONDS = 120.0
+"""How long after the first rank the last one may start."""
+LOST_SECONDS = 5.0
+"""How long the MPI launcher may take to end after one of its processes has gone without a word."""
 CLOSING_SECONDS = 5.0
 """How long the MPI launcher may take to end after its ranks have."""
 SHUTDOWN_SECONDS = 300.0
@@ -72,7 +79,7 @@ class Supervisor:
     Args:
         num_ranks: Number of ranks.
         timeout: Seconds after which the job is killed, or None.
-        shared: Whether ranks run on other hosts, which see the current directory at best.
+        hosts: Names of other hosts with ranks, as far as they are known; None if there are none.
         quiet: Whether to leave out what TensorFlow's native code has to say before training.
     """
 
@@ -80,19 +87,26 @@ class Supervisor:
         self,
         num_ranks: int,
         timeout: float | None = None,
-        shared: bool = False,
+        hosts: Sequence[str] | None = None,
         *,
         quiet: bool = False,
     ) -> None:
-        folder = os.getcwd() if shared else None
-        self.directory = RunDirectory(tempfile.mkdtemp(prefix=".tarantella-", dir=folder))
-        self._shared = shared
+        self._hub = Hub(num_ranks, hosts)
+        self.whereabouts = self._hub.whereabouts
+        self.folder = tempfile.mkdtemp(prefix="tarantella-")
         self._stderr = QuietStderr() if quiet else None
         self._num_ranks = num_ranks
         self._name = "mpiexec"
         self._timeout = timeout
         self._stopped_by: signal.Signals | None = None
         self._deadline: float | None = None
+
+    def __enter__(self) -> Supervisor:
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        self._hub.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def run(self, command: Sequence[str], environment: Mapping[str, str]) -> int:
         """Starts the MPI launcher, waits for the end of the job and cleans up after it."""
@@ -101,13 +115,13 @@ class Supervisor:
         try:
             return self._wait(self._start(command, environment))
         finally:
-            _tell_hidden(self.directory.read())
+            _tell_hidden(self._hub.records)
+            self._hub.end(END_SECONDS)
             leftovers = shared_memory_of_descendants()
             kill_descendants()
             if self._stderr is not None:
                 self._stderr.finish()
             remove_shared_memory(leftovers)
-            shutil.rmtree(self.directory.path, ignore_errors=True)
             for number, handler in previous.items():
                 signal.signal(number, handler)
 
@@ -118,7 +132,8 @@ class Supervisor:
         self._name = pathlib.Path(command[0]).name
         variables = {
             **environment,
-            DIRECTORY_VARIABLE: str(self.directory.path),
+            HUB_VARIABLE: str(self.whereabouts),
+            SECRET_VARIABLE: self.whereabouts.secret,
             SIZE_VARIABLE: str(self._num_ranks),
         }
         try:
@@ -140,7 +155,8 @@ class Supervisor:
         """Looks at the records until the job has ended or must be ended."""
         start = time.monotonic()
         while True:
-            records = self.directory.read()
+            self._hub.poll(POLL_SECONDS)
+            records = self._hub.records
             gone = launcher.poll() is not None
             failure = first_failure(records) or find_deadlock(
                 records, self._num_ranks, DEADLOCK_SECONDS
@@ -149,13 +165,13 @@ class Supervisor:
                 if gone or self._all(records, ENDED) or self._must_stop(self._stopped_by):
                     return self._report_stop(self._stopped_by)
             elif failure is not None:
-                time.sleep(SETTLE_SECONDS)
-                return self._report_failure(first_failure(self.directory.read()) or failure)
+                self._settle()
+                return self._report_failure(first_failure(records) or failure)
             elif self._all(records, (FINISHED,)):
                 return self._close(launcher)
             elif gone:
-                time.sleep(SETTLE_SECONDS)
-                return self._report_loss(launcher, self.directory.read())
+                self._settle()
+                return self._report_loss(launcher, records)
             elif self._all(records, ENDED) and _age(records) > SHUTDOWN_SECONDS:
                 stuck = sorted(rank for rank in records if records[rank].state == RETURNED)
                 _tell(
@@ -167,7 +183,32 @@ class Supervisor:
             elif self._timeout is not None and time.monotonic() - start > self._timeout:
                 _tell(f"the job was killed after {self._timeout:g} s (--timeout)")
                 return Exit.TIMEOUT
-            time.sleep(POLL_SECONDS)
+            elif self._strays():
+                return Exit.FAILED
+
+    def _settle(self) -> None:
+        """Takes what is on its way, for a moment."""
+        end = time.monotonic() + SETTLE_SECONDS
+        while (left := end - time.monotonic()) > 0:
+            self._hub.poll(left)
+
+    def _strays(self) -> bool:
+        """Whether a rank has not come, or has gone without a word; then it says so."""
+        now, joined = time.monotonic(), self._hub.first_joined
+        missing = self._hub.missing()
+        if missing and joined is not None and now - joined > START_SECONDS:
+            _tell(
+                f"ranks {missing} did not start within {START_SECONDS:g} s of the first, or their "
+                f"hosts cannot reach the launcher ({self.whereabouts})"
+            )
+            return True
+        for rank, (why, since) in self._hub.lost.items():
+            record = self._hub.records.get(rank)
+            if now - since > LOST_SECONDS and (record is None or record.state not in ENDED):
+                host = "" if record is None else f" on host {record.host}"
+                _tell(f"rank {rank} of {self._num_ranks}{host}: its connection broke ({why})")
+                return True
+        return False
 
     def _all(self, records: Mapping[int, Record], states: Sequence[str]) -> bool:
         """Whether every rank is in one of `states`."""
@@ -175,10 +216,12 @@ class Supervisor:
 
     def _close(self, launcher: subprocess.Popen[bytes]) -> int:
         """Lets the MPI launcher end, and pass on the last output, after a success."""
-        try:
-            launcher.wait(CLOSING_SECONDS)
-        except subprocess.TimeoutExpired:
-            _tell(f"{self._name} did not end after its ranks had; killed")
+        end = time.monotonic() + CLOSING_SECONDS
+        while launcher.poll() is None:
+            self._hub.poll(_CLOSING_POLL_SECONDS)  # minders leave once they are answered
+            if time.monotonic() > end:
+                _tell(f"{self._name} did not end after its ranks had; killed")
+                break
         return Exit.OK
 
     def _report_failure(self, failure: Record) -> int:
@@ -196,26 +239,11 @@ class Supervisor:
         if self._all(records, (FINISHED,)):
             return Exit.OK
         missing = [rank for rank in range(self._num_ranks) if rank not in records]
-        unseen = f"ranks {missing} left no record, for their hosts do not see {self.directory.path}"
-        if missing and self._shared and self._all_well(launcher, records):
-            _tell(f"{unseen}; start in a folder that all hosts share to be told who failed first")
-            return Exit.OK
         what = "its ranks were still at work (MPI_Abort?)"
         if missing:
-            what = (
-                f"{unseen}, or they never started"
-                if self._shared
-                else f"ranks {missing} never started"
-            )
+            what = f"ranks {missing} never started"
         _tell(f"{self._name} {describe_exit(launcher.returncode)}, but {what}")
         return max(launcher.returncode, Exit.FAILED)
-
-    def _all_well(self, launcher: subprocess.Popen[bytes], records: Mapping[int, Record]) -> bool:
-        """Whether all that is known of a job says that it has succeeded.
-
-        A rank whose script failed ends with an exit code other than 0, and so does its launcher.
-        """
-        return launcher.returncode == 0 and all(r.state == FINISHED for r in records.values())
 
     def _on_signal(self, number: int, frame: types.FrameType | None) -> None:
         """Notes the first signal; the second one ends the patience with the ranks."""
@@ -225,7 +253,7 @@ class Supervisor:
 
     def _must_stop(self, number: signal.Signals) -> bool:
         """Passes the signal on to the ranks; whether their time to end on their own is over."""
-        self.directory.request_stop(number)
+        self._hub.request_stop(number)
         return self._deadline is not None and time.monotonic() > self._deadline
 
     def _report_stop(self, number: signal.Signals) -> int:
@@ -245,7 +273,7 @@ def _tell_hidden(records: Mapping[int, Record]) -> None:
 
 def _age(records: Mapping[int, Record]) -> float:
     """Returns the seconds since the last rank came into its present state."""
-    return time.time() - max(record.time for record in records.values())
+    return time.monotonic() - max(record.time for record in records.values())
 
 
 def _tell(message: str) -> None:

@@ -1,8 +1,8 @@
 """What `tarantella` starts for each rank: a minder, and the script in a process below it.
 
-The minder imports nothing, holds no memory and does not fail with the script, so it can tell
-how the script's process ended, whichever way that was, and pass on signals that MPI launchers
-follow with a kill.
+::
+
+    mpiexec  --  what stands for the rank  --  minder  --  rank
 """
 
 from __future__ import annotations
@@ -13,74 +13,102 @@ import functools
 import io
 import os
 import runpy
-import shutil
 import signal
+import socket
 import sys
-import tempfile
 import time
 import types
 from collections.abc import Callable
 from typing import Any
 
 from tarantella_pp.errors import LaunchError
-from tarantella_pp.launch import core_binding, rank_log
-from tarantella_pp.launch.guard import failure_guard, gpus
+from tarantella_pp.launch import rank_log
+from tarantella_pp.launch.channel.joining import join, take_whereabouts
+from tarantella_pp.launch.channel.line import Line
+from tarantella_pp.launch.channel.rank_records import (
+    FAILED,
+    LOCAL_RANK_VARIABLE,
+    RANK_VARIABLE,
+    SIZE_VARIABLE,
+    RankRecords,
+)
+from tarantella_pp.launch.guard import core_binding, failure_guard, gpus
 from tarantella_pp.launch.guard.cause import describe
 from tarantella_pp.launch.guard.guarded_rank import (
-    LOOK_SECONDS,
     Guard,
     exit_code_of,
 )
-from tarantella_pp.launch.guard.rank_records import (
-    DIRECTORY_VARIABLE,
-    FAILED,
-    FINISHED,
-    LOCAL_RANK_VARIABLE,
-    RANK_VARIABLE,
-    RETURNED,
-    SIZE_VARIABLE,
-    STARTED,
-    Record,
-    RunDirectory,
-    headline,
-)
-from tarantella_pp.launch.prctl import die_with_parent, signal_name
+from tarantella_pp.launch.minder import LINGER_SECONDS, WATCHED, Minder
+from tarantella_pp.launch.prctl import die_with_parent
 
 OUTPUT_VARIABLE = "TNT_OUTPUT_ON_ALL_DEVICES"
-PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 _STANDARD_OUTPUT = 1
-LINGER_SECONDS = 8.0
-"""How long a failed rank stays for the launcher to end the job."""
 
 
 def main() -> int:
-    """Runs `worker.py SCRIPT ARGUMENTS...` as one rank of the job described by the environment."""
+    """Runs `worker.py SCRIPT ARGUMENTS...` as one rank of the job described by the environment.
+
+    MPI may kill this process at any time, so that it could not clean up. It only stands for the
+    rank: its minder, in a session of its own, notices that and cleans up.
+    """
     die_with_parent(os.getppid())
+    signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
+    launcher = os.getppid()
+    stands, standing = os.pipe()
+    minder = os.fork()
+    if minder:
+        os.close(stands)
+        return _stand_for(minder)
+    os.setsid()
+    os.close(standing)
+    return _mind(stands, launcher)
+
+
+def _stand_for(minder: int) -> int:
+    """Passes signals on to the minder, and ends as it does."""
+    while True:
+        number = signal.sigwait(WATCHED)
+        if number != signal.SIGCHLD:
+            os.kill(minder, number)
+        elif (ended := os.waitpid(minder, os.WNOHANG))[0]:
+            status = os.waitstatus_to_exitcode(ended[1])
+            if status < 0:  # not every MPI ends a job for an exit code
+                signal.signal(-status, signal.SIG_DFL)
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, WATCHED)
+                os.kill(os.getpid(), -status)
+            return status
+
+
+def _mind(stands: int, launcher: int) -> int:
+    """Joins the job, and starts the rank and looks after it.
+
+    Args:
+        stands: A descriptor that is at its end when the process that MPI knows is gone.
+        launcher: The process of the MPI that has started it.
+    """
     size = int(os.environ[SIZE_VARIABLE])
     rank = 0 if size == 1 else _number(RANK_VARIABLE)
     if rank is None:
         sys.exit(f"tarantella: {os.environ[RANK_VARIABLE]} is not set; is --mpi the MPI in use?")
-    seen = os.path.isdir(os.environ[DIRECTORY_VARIABLE])
-    # What the launcher cannot read, for this host does not see its folder, the minder still can.
-    directory = RunDirectory(os.environ[DIRECTORY_VARIABLE] if seen else tempfile.mkdtemp())
-    watched = {signal.SIGCHLD, *PASSED_ON}
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, watched)
-    minder = os.getpid()
-    siblings = _cores_of(os.getppid())
+    try:
+        hub, welcome = join(take_whereabouts(), rank)
+    except LaunchError as error:
+        sys.stderr.write(f"tarantella: rank {rank} of {size}: {error}\n")
+        sys.stderr.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+    minder, siblings = os.getpid(), _cores_of(launcher)
+    minders, own = socket.socketpair()
     child = os.fork()
     if child == 0:
         die_with_parent(minder)
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        keeper = Guard(rank, size, directory, abort=None)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, WATCHED)
+        minders.close()
+        hub.close()
+        os.close(stands)
+        keeper = Guard(rank, size, RankRecords(Line(own)), abort=None)
         return run_script(sys.argv[1:], keeper, functools.partial(_take_share, size, siblings))
-    record = _mind(child, rank, directory, watched)
-    if not seen:
-        shutil.rmtree(directory.path, ignore_errors=True)
-        if record.state == FAILED:
-            sys.stderr.write(f"{record.details}{headline(record, size)}\n")
-    elif record.state == FAILED:
-        _linger(directory)
-    return record.exit_code
+    own.close()
+    return Minder(rank, child, hub, Line(minders), stands, launcher).run(welcome).exit_code
 
 
 def run_script(command: list[str], keeper: Guard, prepare: Callable[[], None]) -> int:
@@ -112,7 +140,7 @@ def run_script(command: list[str], keeper: Guard, prepare: Callable[[], None]) -
         keeper.leave("its script ended")
     if keeper.record.state == FAILED:
         _flush()
-        _linger(RunDirectory(os.environ[DIRECTORY_VARIABLE]))
+        time.sleep(LINGER_SECONDS)  # its minder ends it as soon as the launcher says so
         os._exit(keeper.record.exit_code)
     return 0
 
@@ -154,53 +182,6 @@ def _of_script(trace: types.TracebackType | None) -> types.TracebackType | None:
     while trace is not None and "runpy" in trace.tb_frame.f_code.co_filename:
         trace = trace.tb_next
     return trace
-
-
-def _mind(child: int, rank: int, directory: RunDirectory, watched: set[signal.Signals]) -> Record:
-    """Waits for the rank, passing on signals, and returns how it ended, put on record."""
-    passed_on: set[int] = set()
-    while True:
-        received = signal.sigtimedwait(watched, LOOK_SECONDS)
-        if received is not None and received.si_signo != signal.SIGCHLD:
-            os.kill(child, received.si_signo)
-        ended, status = os.waitpid(child, os.WNOHANG)
-        if ended:
-            return _conclude(child, rank, directory, os.waitstatus_to_exitcode(status))
-        for number in directory.stop_requests() - passed_on:
-            passed_on.add(number)
-            os.kill(child, number)
-
-
-def _conclude(child: int, rank: int, directory: RunDirectory, status: int) -> Record:
-    """Puts on record how the process of the rank ended, unless it has said so itself."""
-    record = directory.read().get(rank) or Record.of_this_process(rank, STARTED)
-    if record.state == FAILED:
-        return record
-    if status == 0 and record.state == RETURNED:
-        record = record.becomes(FINISHED)
-    elif status < 0:
-        record = record.becomes(
-            FAILED, cause=f"killed by {signal_name(-status)}", exit_code=128 - status
-        )
-    elif status == 0:
-        cause = "its process ended with exit code 0 before its script did (os._exit?)"
-        record = record.becomes(FAILED, cause=cause, exit_code=1)
-    else:
-        cause = f"its process ended with exit code {status}"
-        record = record.becomes(FAILED, cause=cause, exit_code=status)
-    directory.write(record)
-    return record
-
-
-def _linger(directory: RunDirectory) -> None:
-    """Stays until the launcher has read the failure and ends the job, all ranks at once.
-
-    So MPI does not notice, and has nothing to add to the message; and what the rank shares with
-    the others is still known when it comes to cleaning up.
-    """
-    deadline = time.monotonic() + LINGER_SECONDS
-    while directory.path.exists() and time.monotonic() < deadline:
-        time.sleep(0.1)
 
 
 def _number(pointer: str) -> int | None:

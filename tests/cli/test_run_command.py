@@ -7,10 +7,9 @@ import pathlib
 
 import pytest
 
-from tarantella_pp.launch import sockets
+from tarantella_pp.launch.guard import sockets
 from tests.helpers.jobs import (
     PYTHONS,
-    SCRIPTS,
     Job,
     mpiexec,
     tarantella,
@@ -124,10 +123,9 @@ def test_the_hosts_of_a_hostfile_are_used(python: str, tmp_path: pathlib.Path) -
     with tarantella(python, "--hostfile", str(hosts), "hello.py") as job:
         result = job.result()
     assert result.code == 0, result.stderr
-    assert not list(SCRIPTS.glob(".tarantella-*"))
 
 
-UNSEEN = """
+UNREACHED = """
 import os, sys
 from tarantella_pp.launch import mpi_launchers as mpi
 from tarantella_pp.launch.supervisor import Supervisor
@@ -136,22 +134,20 @@ launcher = mpi.find_launcher()
 root = ["--allow-run-as-root"] if isinstance(launcher, mpi.OpenMpi) and not os.geteuid() else []
 rank = [sys.executable, "-m", "tarantella_pp.launch.worker", *sys.argv[1:]]
 command = [launcher.executable, *root, "-n", "1", *rank]
-command += [":", "-n", "1", "env", "TNT_RUN_DIR=/nowhere", *rank]
-sys.exit(Supervisor(2, shared=True).run(command, {**os.environ, **launcher.environment("/tmp")}))
+command += [":", "-n", "1", "env", "TNT_LAUNCHER=127.0.0.1 1", "TNT_HEARTBEAT=1", *rank]
+with Supervisor(2) as supervisor:
+    environment = {**os.environ, **launcher.environment(supervisor.folder)}
+    sys.exit(supervisor.run(command, environment))
 """
 
 
-@pytest.mark.parametrize("script", [["hello.py"], ["fault.py", "raise", "recv"]])
-def test_a_host_that_does_not_see_the_launchers_folder(python: str, script: list[str]) -> None:
-    with Job(python, "-c", UNSEEN, *script) as job:
+def test_a_host_that_does_not_reach_the_launcher_is_named(python: str) -> None:
+    with Job(python, "-c", UNREACHED, "hello.py") as job:
         result = job.result()
-    if script == ["hello.py"]:
-        assert result.code == 0, result.stderr
-        assert "ranks [1] left no record, for their hosts do not see" in result.stderr
-    else:  # what the launcher is not told, the rank says itself
-        assert result.code != 0
-        assert "rank 1 of 2 on host" in result.stderr
-        assert "failed first: ValueError: a bad apple (fault.py:" in result.stderr
+        assert not job.processes()
+    assert result.code != 0
+    assert f"rank 1 of 2: host {os.uname().nodename} cannot reach the launcher" in result.stderr
+    assert "127.0.0.1 port 1: Connection refused" in result.stderr
 
 
 @pytest.mark.parametrize(

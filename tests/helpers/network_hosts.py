@@ -23,7 +23,7 @@ import psutil
 
 from tests.helpers.jobs import SCRIPTS, Job
 
-LIMIT_SECONDS = 30
+LIMIT_SECONDS = 10
 _SHELL = """\
 #!/bin/sh
 while [ "${{1#-}}" != "$1" ]; do shift; done
@@ -44,11 +44,13 @@ class NetworkHost:
         name: Its name, which the others know.
         holder: The process that keeps its namespaces.
         tmp: Its folder for temporary files: the same path on each host, but another folder.
+        work: A folder for scripts that the hosts do not share either.
     """
 
     name: str
     holder: subprocess.Popen[bytes]
     tmp: pathlib.Path
+    work: pathlib.Path
 
     def inside(self, *command: str) -> list[str]:
         """Returns a command that runs another one on this host."""
@@ -104,13 +106,18 @@ class Network:
     def link(self, number: int, state: str) -> None:
         """Cuts the link to a host (`"down"`), or mends it (`"up"`)."""
         self.switch.run("ip", "link", "set", f"port{number}", state)
+        for host in self.hosts:  # what could not be reached is tried again at once
+            host.run("ip", "neighbour", "flush", "all")
 
-    def tarantella(self, python: str, *arguments: str, **environment: str) -> Job:
-        """Starts `tarantella` on the first host."""
+    def tarantella(
+        self, python: str, *arguments: str, folder: pathlib.Path = SCRIPTS, **environment: str
+    ) -> Job:
+        """Starts `tarantella` in a folder of the first host."""
         given = {"UCX_TLS": "tcp,self", "TMPDIR": str(self.hosts[0].tmp), **environment}
         options = ["--hostfile", self.hostfile()] if "--hostfile" not in arguments else []
         command = [python, "-m", "tarantella_pp", *options, "--remote-shell", self.remote_shell]
-        return Job(*self.hosts[0].inside(f"--wd={SCRIPTS}", *command, *arguments), **given)
+        there = ["sh", "-c", 'cd "$0" && exec "$@"', str(folder)]
+        return Job(*self.hosts[0].inside(*there, *command, *arguments), **given)
 
 
 @functools.cache
@@ -141,12 +148,13 @@ def network(size: int, folder: pathlib.Path) -> Iterator[Network]:
     pairs = zip(addresses, names, strict=True)
     lines = ["127.0.0.1 localhost", *(f"{address} {name}" for address, name in pairs)]
     (folder / "etc_hosts").write_text("\n".join([*lines, ""]))
-    tmp = folder / "tmp"
+    tmp, work = folder / "tmp", folder / "work"
     tmp.mkdir()
+    work.mkdir()
     found: list[NetworkHost] = []
     try:
         all_names = ("switch", *names)
-        found.extend(NetworkHost(name, _holder(name, folder, tmp), tmp) for name in all_names)
+        found.extend(NetworkHost(name, _holder(name, folder), tmp, work) for name in all_names)
         made = Network(found[0], found[1:])
         _join(made, addresses)
         shell = folder / "remote-shell"
@@ -164,15 +172,16 @@ def network(size: int, folder: pathlib.Path) -> Iterator[Network]:
             host.holder.wait()
 
 
-def _holder(name: str, folder: pathlib.Path, tmp: pathlib.Path) -> subprocess.Popen[bytes]:
+def _holder(name: str, folder: pathlib.Path) -> subprocess.Popen[bytes]:
     """Starts the process of a host, and returns once it has all its own."""
     setup = (
-        "hostname $0 && mount -t tmpfs tmpfs /dev/shm && mount -t tmpfs tmpfs $1 "
-        "&& mount --bind $2 /etc/hosts && ip link set lo up && echo ready && exec sleep 600"
+        "hostname $0 && mount -t tmpfs tmpfs /dev/shm && mount -t tmpfs tmpfs $1/tmp "
+        "&& mount -t tmpfs tmpfs $1/work && mount --bind $1/etc_hosts /etc/hosts "
+        "&& ip link set lo up && echo ready && exec sleep 600"
     )
-    command = ["unshare", "--net", "--uts", "--mount", "sh", "-c", setup, name, str(tmp)]
+    command = ["unshare", "--net", "--uts", "--mount", "sh", "-c", setup, name, str(folder)]
     holder = subprocess.Popen(
-        [*command, str(folder / "etc_hosts")],
+        command,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         preexec_fn=_die_with_parent,

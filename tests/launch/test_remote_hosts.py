@@ -1,15 +1,18 @@
-"""Jobs on several hosts: which ranks run where, and what they find there."""
+"""Jobs on two hosts: which ranks run where, what they find there, and how they end."""
 
 from __future__ import annotations
 
 import os
 import pathlib
+import shutil
+import signal
+import time
 from collections.abc import Iterator
 
 import pytest
 
 from tests.helpers import network_hosts
-from tests.helpers.jobs import PYTHONS
+from tests.helpers.jobs import PYTHONS, ROOT, SCRIPTS
 from tests.helpers.network_hosts import Network
 
 pytestmark = [
@@ -54,11 +57,135 @@ def test_hosts_that_cannot_be_reached_or_are_one_are_named(python: str, hosts: N
     with hosts.tarantella(python, "--hostfile", missing, "hosts.py") as job:
         result = job.result()
     assert result.code == 1
-    assert "tarantella: Host delta of --hostfile cannot be reached: no route to delta" in (
-        result.stderr
-    )
+    assert "tarantella: Host delta of --hostfile does not answer: no route" in result.stderr
     twice = hosts.hostfile("alpha", "localhost")
     with hosts.tarantella(python, "--hostfile", twice, "hosts.py") as job:
         result = job.result()
     assert result.code == 2
     assert "alpha and localhost, which both say that their name is alpha" in result.stderr
+
+
+FAULTS = {
+    "raise": (1, "ValueError: a bad apple (fault.py:34)"),
+    "exit5": (5, "sys.exit(5)"),
+    "exit0": (1, "sys.exit(0) while other ranks wait for it (rank 0 at fault.py:"),
+    "_exit0": (1, "its process ended with exit code 0 before its script did"),
+    "_exit5": (5, "its process ended with exit code 5"),
+    "sigkill": (137, "killed by SIGKILL"),
+    "orphan": (1, "ValueError: a bad apple (fault.py:34)"),
+}
+SKEWED = """
+import socket, time
+if socket.gethostname() == "beta":
+    real, ahead = time.time, {seconds}
+    time.time = lambda: real() + ahead
+    time.time_ns = lambda: int(1e9 * time.time())
+"""
+
+
+@pytest.fixture
+def clocks(tmp_path: pathlib.Path) -> dict[str, str]:
+    """What sets the clock of beta wrong, by a minute and a half."""
+    (tmp_path / "sitecustomize.py").write_text(
+        SKEWED.format(seconds=90 if os.getpid() % 2 else -90)
+    )
+    return {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+
+
+@pytest.fixture
+def private(hosts: Network) -> pathlib.Path:
+    """A folder with the scripts, of which each host has its own."""
+    for host in hosts.hosts:
+        for script in ("fault.py", "hello.py"):
+            (host.seen(host.work) / script).write_text((SCRIPTS / script).read_text())
+    return hosts.hosts[0].work
+
+
+def check_clean(hosts: Network) -> None:
+    """Checks that nothing is left on any host."""
+    for host in hosts.hosts:
+        assert host.leftovers() == [], host.name
+
+
+def test_hosts_need_not_share_a_folder(
+    python: str, hosts: Network, private: pathlib.Path, clocks: dict[str, str]
+) -> None:
+    with hosts.tarantella(python, "-n", "2", "hello.py", folder=private, **clocks) as job:
+        result = job.result()
+    assert result.code == 0, result.stderr
+    assert result.stdout.startswith("hello 1 2\n")
+    check_clean(hosts)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [f if f in ("raise", "sigkill") else pytest.param(f, marks=pytest.mark.slow) for f in FAULTS],
+)
+def test_a_rank_that_fails_on_another_host_is_named(
+    python: str, fault: str, hosts: Network, private: pathlib.Path, clocks: dict[str, str]
+) -> None:
+    code, cause = FAULTS[fault]
+    script = ["-n", "2", "fault.py", fault, "recv"]
+    with hosts.tarantella(python, *script, folder=private, **clocks) as job:
+        job.wait_until_ready()
+        result = job.result()
+    assert result.code == code, result.stderr
+    headlines = [line for line in result.stderr.splitlines() if "failed first" in line]
+    assert len(headlines) == 1, result.stderr
+    assert f"tarantella: rank 1 of 2 on host beta failed first: {cause}" in headlines[0]
+    assert result.stderr.count("Traceback (most recent") == (1 if cause.startswith("Val") else 0)
+    check_clean(hosts)
+
+
+def test_a_script_that_is_missing_on_another_host_is_named(
+    python: str, hosts: Network, private: pathlib.Path
+) -> None:
+    (hosts.hosts[1].seen(private) / "hello.py").unlink()
+    with hosts.tarantella(python, "-n", "2", "hello.py", folder=private) as job:
+        result = job.result()
+    assert result.code == 1
+    assert "rank 1 of 2 on host beta failed first: FileNotFoundError" in result.stderr
+    check_clean(hosts)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_a_launcher_that_ends_leaves_nothing_on_other_hosts(
+    python: str, number: signal.Signals, hosts: Network
+) -> None:
+    with hosts.tarantella(python, "-n", "2", "fault.py", "none", "recv") as job:
+        job.wait_until_ready()
+        job.send(number)
+        result = job.result()
+        assert hosts.hosts[1].leftovers() == []
+    assert result.code == (130 if number == signal.SIGINT else -number), result.stderr
+    for path in hosts.hosts[0].seen(hosts.hosts[0].tmp).iterdir():  # one that is killed leaves it
+        shutil.rmtree(path)
+    check_clean(hosts)
+
+
+def test_a_dead_link_ends_the_job_on_both_sides(python: str, hosts: Network) -> None:
+    options = ["-n", "2", "fault.py", "none", "recv"]
+    with hosts.tarantella(python, *options, TNT_HEARTBEAT="3") as job:
+        job.wait_until_ready()
+        hosts.link(1, "down")
+        try:
+            result = job.result()
+            assert hosts.hosts[1].leftovers() == []
+        finally:
+            hosts.link(1, "up")
+    assert result.code == 1
+    assert "rank 1 of 2 on host beta failed first: nothing was heard of its host for 3 s" in (
+        result.stderr
+    )
+    check_clean(hosts)
+
+
+def test_an_outage_is_survived(python: str, hosts: Network) -> None:
+    with hosts.tarantella(python, "-n", "2", "fault.py", "return", "work") as job:
+        job.wait_until_ready()
+        hosts.link(1, "down")
+        time.sleep(2)
+        hosts.link(1, "up")
+        result = job.result()
+    assert result.code == 0, result.stderr
+    check_clean(hosts)

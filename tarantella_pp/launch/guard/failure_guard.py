@@ -1,25 +1,28 @@
 """Keeps a job from hanging when one of its ranks fails or leaves early.
 
 An uncaught exception on one rank leaves the others waiting for its messages for ever, for MPI
-knows nothing of Python's exceptions. The guard of a rank writes how the rank ended into a record
-that the other ranks and the launcher read, and tells when the rank waits for one that has ended.
+knows nothing of Python's exceptions. The guard of a rank puts on record how the rank ended, which
+the other ranks and the launcher learn, and tells when the rank waits for one that has ended.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import json
 import os
-import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Iterable
 from typing import NoReturn
 
+from tarantella_pp.errors import LaunchError
+from tarantella_pp.launch.channel.hub import Hub, HubThread
+from tarantella_pp.launch.channel.joining import Whereabouts, join
+from tarantella_pp.launch.channel.rank_records import RankRecords
 from tarantella_pp.launch.guard import start_watch
 from tarantella_pp.launch.guard.cause import calling_line
 from tarantella_pp.launch.guard.guarded_rank import Guard, PeerFailedError
-from tarantella_pp.launch.guard.rank_records import RETURNED, RunDirectory
+from tarantella_pp.launch.guard.start_watch import LOCAL_SIZES
 
 __all__ = ["Guard", "PeerFailedError", "adopt", "check", "install", "starting_mpi"]
 
@@ -43,17 +46,15 @@ def install(
         abort: Ends the whole job with an exit code, such as `comm.Abort`. Not used under
             `tarantella`, which ends the job itself; required otherwise.
         share: Gives the string of rank 0 to every rank (collective). Used once, in jobs that
-            `tarantella` did not start, to agree on a directory for the records. None leaves the
-            ranks without records: a rank that raises still ends the job, one that leaves early
-            does not.
+            `tarantella` did not start, to tell all where rank 0 takes their records. None leaves
+            the ranks without records: a rank that raises still ends the job, one that leaves
+            early does not.
     """
     global _guard
     if _guard is not None or size == 1:
         return
-    directory = None
-    if share is not None:
-        directory = RunDirectory(share(tempfile.mkdtemp(prefix="tarantella-") if not rank else ""))
-    _guard = Guard(rank, size, directory, abort)
+    records = None if share is None else _shared_records(rank, size, share)
+    _guard = Guard(rank, size, records, abort)
     _guard.start()
     _watch_exit(_guard)
 
@@ -108,7 +109,6 @@ def _watch_exit(guard: Guard) -> None:
         code = codes[-1] if codes else None
         if code in (None, 0):
             guard.leave("sys.exit(0)" if codes else "its script ended")
-            _remove_last(guard)
         else:
             guard.fail(None, f"sys.exit({code!r})", code if isinstance(code, int) else 1)
 
@@ -116,10 +116,17 @@ def _watch_exit(guard: Guard) -> None:
     atexit.register(at_exit)
 
 
-def _remove_last(guard: Guard) -> None:
-    """Removes the records when this rank is the last to end."""
-    if guard.directory is None or guard.record.pid != os.getpid():
-        return
-    records = guard.directory.read()
-    if len(records) == guard.size and all(r.state == RETURNED for r in records.values()):
-        shutil.rmtree(guard.directory.path, ignore_errors=True)
+def _shared_records(rank: int, size: int, share: Callable[[str], str]) -> RankRecords | None:
+    """Has rank 0 take the records of a job that has no launcher of ours; every rank joins it."""
+    text = ""
+    if rank == 0:
+        local = any(os.environ.get(name) == str(size) for name in LOCAL_SIZES)
+        hub = Hub(size, None if local else [])
+        HubThread(hub)
+        text = json.dumps([str(hub.whereabouts), hub.whereabouts.secret])
+    try:
+        line, welcome = join(Whereabouts.parse(*json.loads(share(text))), rank)
+    except LaunchError as error:
+        sys.stderr.write(f"tarantella: {error}; if it fails or leaves early, others may wait\n")
+        return None
+    return RankRecords(line, welcome.get("records"))

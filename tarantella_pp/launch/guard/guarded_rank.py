@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import sys
 import threading
 import time
@@ -14,26 +13,29 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import NoReturn
 
 from tarantella_pp.errors import CommunicationError
-from tarantella_pp.launch.guard import blocked_call
-from tarantella_pp.launch.guard.cause import calling_line, describe
-from tarantella_pp.launch.guard.rank_records import (
+from tarantella_pp.launch.channel.rank_records import (
     ENDED,
     FAILED,
     RETURNED,
     STARTED,
+    RankRecords,
     Record,
-    RunDirectory,
     find_deadlock,
     first_failed,
     first_failure,
     headline,
 )
+from tarantella_pp.launch.guard import blocked_call
+from tarantella_pp.launch.guard.cause import calling_line, describe
 
 LOOK_SECONDS = 0.5
 """How often records are looked at."""
 
 FORWARD_SECONDS = 0.3
 """How long mpiexec gets to pass a rank's last words on before the job is aborted."""
+
+ORDER_SECONDS = 1.0
+"""How long rank 0 may take to say which of several ranks failed first."""
 
 GRACE_SECONDS = 5.0
 """How long a message may still be under way from a rank whose script has ended."""
@@ -60,7 +62,7 @@ class Guard:
     Args:
         rank: Number of this rank.
         size: Number of ranks of the job.
-        directory: Where the ranks of the job keep their records; None when they share none.
+        records: What the rank knows of the job and tells it; None where there is no way to.
         abort: Ends the whole job with the exit code it is given. None when a launcher does so as
             soon as it reads a failure in the records.
 
@@ -72,12 +74,12 @@ class Guard:
         self,
         rank: int,
         size: int,
-        directory: RunDirectory | None,
+        records: RankRecords | None,
         abort: Callable[[int], object] | None,
     ) -> None:
         self.rank = rank
         self.size = size
-        self.directory = directory
+        self.records = records
         self.record = Record.of_this_process(rank, STARTED)
         self.hidden_lines: Callable[[], int] = int
         self._abort = abort
@@ -89,7 +91,7 @@ class Guard:
         """Hooks into uncaught exceptions and starts to watch for waits that cannot end."""
         sys.excepthook = self._on_exception
         threading.excepthook = self._on_thread_exception
-        if self.directory is not None:
+        if self.records is not None:
             main = threading.main_thread().ident
             threading.Thread(target=self._watch, args=(main,), daemon=True).start()
 
@@ -146,10 +148,10 @@ class Guard:
     def check(self, peers: int | Iterable[int] | None = None) -> None:
         """Raises when a wait of this rank cannot end; see `guard.check`."""
         now = time.monotonic()
-        if self.directory is None or now - self._last_look < LOOK_SECONDS:
+        if self.records is None or now - self._last_look < LOOK_SECONDS:
             return
         self._last_look = now
-        records = self.directory.read()
+        records = self.records.read()
         failure = first_failure(records)
         if failure is not None and failure.rank != self.rank:
             if self._abort is None:
@@ -159,7 +161,7 @@ class Guard:
             record = records.get(peer)
             if peer == self.rank or record is None or record.state not in ENDED:
                 continue
-            if time.time() - record.time >= GRACE_SECONDS:
+            if time.monotonic() - record.time >= GRACE_SECONDS:
                 raise PeerFailedError(
                     f"rank {self.rank} waits for rank {peer}, but {record.cause} there", peer
                 )
@@ -169,8 +171,8 @@ class Guard:
         return self.record.pid == os.getpid() and self.record.state == STARTED
 
     def _write(self, record: Record) -> None:
-        if self.directory is not None:
-            self.directory.write(record)
+        if self.records is not None:
+            self.records.write(record)
 
     def _on_exception(
         self, kind: type[BaseException], error: BaseException, trace: types.TracebackType | None
@@ -189,7 +191,9 @@ class Guard:
 
     def _report(self, abort: Callable[[int], object]) -> NoReturn:
         """Ends the job, and says why if this rank is the first that failed."""
-        records = self.directory.read() if self.directory is not None else {}
+        if self.records is not None:
+            self.records.wait_for_order(self.rank, ORDER_SECONDS)
+        records = self.records.read() if self.records is not None else {}
         speaker = first_failed(records) or self.record
         if speaker.rank != self.rank:
             time.sleep(GRACE_SECONDS)  # the other rank is about to end this one
@@ -203,17 +207,15 @@ class Guard:
             sys.stderr.write(f"{record.details}{headline(record, self.size)}\n")
             sys.stderr.flush()
         time.sleep(FORWARD_SECONDS)
-        if self.directory is not None:
-            shutil.rmtree(self.directory.path, ignore_errors=True)
         abort(record.exit_code)
         os._exit(record.exit_code)
 
     def _watch(self, thread_id: int) -> None:
         """Looks, once another rank has ended, whether this one sits in an MPI call for good."""
         seen, since = (0, 0), time.monotonic()
-        while self.directory is not None and self._is_alive():
+        while self.records is not None and self._is_alive():
             time.sleep(LOOK_SECONDS)
-            records = self.directory.read()
+            records = self.records.read()
             others_ended = any(r.state in ENDED for r in records.values() if r.rank != self.rank)
             if not others_ended or self.record.starts_mpi:
                 continue

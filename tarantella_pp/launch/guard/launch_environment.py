@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tarantella_pp.launch.guard.rank_records import SIZE_VARIABLE
+from tarantella_pp.launch.channel.rank_records import SIZE_VARIABLE
 
 TRACE_VARIABLE = "TNT_TRACE"
 """Names the file that training is to be recorded in, whatever the script says."""

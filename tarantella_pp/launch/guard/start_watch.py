@@ -27,8 +27,8 @@ LOOK_SECONDS = 0.5
 GRACE_SECONDS = 5.0
 """How long one may be missing: a launcher takes its time to start them."""
 
-_LAUNCHERS = ("hydra_pmi_proxy", "pmi_proxy", "prted", "prterun", "orted", "mpirun", "mpiexec")
-_LOCAL_SIZES = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE")
+LAUNCHERS = ("hydra_pmi_proxy", "pmi_proxy", "prted", "prterun", "orted", "mpirun", "mpiexec")
+LOCAL_SIZES = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE")
 _ADVICE = (
     "All ranks must come to the first call that joins them, such as `tnt.init()` or a "
     "PipelineModel: none may end before, or have it behind an `if`."
@@ -88,12 +88,12 @@ def missing_processes(pid: int) -> tuple[int, int]:
     Returns:
         How many have ended, and how many there were; zeros where that cannot be told.
     """
-    sizes = [os.environ[name] for name in _LOCAL_SIZES if name in os.environ]
+    sizes = [os.environ[name] for name in LOCAL_SIZES if name in os.environ]
     if not sizes or not sizes[0].isdecimal():
         return 0, 0
     try:
         parents = psutil.Process(pid).parents()
-        launcher = next((p for p in parents if p.name() in _LAUNCHERS), None)
+        launcher = next((p for p in parents if p.name() in LAUNCHERS), None)
         alive = [] if launcher is None else [*filter(is_alive, launcher.children())]
     except psutil.Error:
         return 0, 0

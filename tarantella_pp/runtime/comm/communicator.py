@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from numpy.typing import NDArray
 
 from tarantella_pp.errors import CommunicationError, LaunchError
+from tarantella_pp.launch.channel.rank_records import SIZE_VARIABLE
 from tarantella_pp.launch.guard import failure_guard, gpus
 from tarantella_pp.launch.guard.launch_environment import Launch, detect_launch
-from tarantella_pp.launch.guard.rank_records import SIZE_VARIABLE
 from tarantella_pp.runtime.comm.collective_requests import CollectiveRequest, Steps, finished
 from tarantella_pp.runtime.comm.waiting.polling import Limits
 from tarantella_pp.runtime.comm.wire_format import TensorSpec

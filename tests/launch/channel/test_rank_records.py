@@ -2,59 +2,25 @@
 
 from __future__ import annotations
 
-import pathlib
 import time
 
-from tarantella_pp.launch.guard import rank_records
-from tarantella_pp.launch.guard.rank_records import (
+from tarantella_pp.launch.channel import rank_records
+from tarantella_pp.launch.channel.rank_records import (
     FAILED,
-    FINISHED,
     RETURNED,
     STARTED,
     Record,
 )
 
-NOW = time.time()
+NOW = time.monotonic()
 
 
 def record(rank: int, state: str, age: float = 10.0, **changes) -> Record:
-    return Record(rank, state, pid=1, host="h", time=NOW - age, **changes)
+    return Record(rank, state, pid=1, host="h", time=NOW - age, order=int(1000 - age), **changes)
 
 
 def by_rank(*found: Record) -> dict[int, Record]:
     return {one.rank: one for one in found}
-
-
-def test_a_record_comes_back_as_it_was(tmp_path: pathlib.Path) -> None:
-    directory = rank_records.RunDirectory(tmp_path)
-    first = record(3, FAILED, cause="é\n", details="x" * 10_000, exit_code=5, culprit=2)
-    directory.write(first)
-    assert directory.read() == {3: first}
-    directory.write(first.becomes(FINISHED, cause="no"))
-    assert directory.read()[3].state == FINISHED
-    assert [path.name for path in tmp_path.iterdir()] == ["rank-3.json"]
-
-
-def test_a_changed_directory_is_read_again(tmp_path: pathlib.Path) -> None:
-    reader, writer = rank_records.RunDirectory(tmp_path), rank_records.RunDirectory(tmp_path)
-    for count in range(1, 5):
-        writer.write(record(count, STARTED))
-        assert len(reader.read()) == count
-
-
-def test_a_missing_directory_and_damaged_files_count_as_nothing(tmp_path: pathlib.Path) -> None:
-    gone = rank_records.RunDirectory(tmp_path / "gone")
-    gone.write(record(0, STARTED))
-    assert gone.read() == {}
-    assert gone.stop_requests() == set()
-    for text in ("", "[]", '{"rank": 1}', '{"rank": '):
-        (tmp_path / "rank-0.json").write_text(text)
-        assert rank_records.RunDirectory(tmp_path).read() == {}
-
-
-def test_stop_requests_are_seen(tmp_path: pathlib.Path) -> None:
-    rank_records.RunDirectory(tmp_path).request_stop(15)
-    assert rank_records.RunDirectory(tmp_path).stop_requests() == {15}
 
 
 def test_the_first_failure_is_the_oldest() -> None:

@@ -7,7 +7,7 @@ import os
 import pathlib
 from collections.abc import Collection, Iterable, Mapping, MutableMapping
 
-from tarantella_pp.launch import sockets
+from tarantella_pp.launch.guard import sockets
 
 BIND_VARIABLE = "TNT_BIND"
 """How a rank is bound: to its share of the cores, to a socket, to its memory as well, or not."""

@@ -7,7 +7,7 @@ import pathlib
 
 import pytest
 
-from tarantella_pp.launch import core_binding
+from tarantella_pp.launch.guard import core_binding
 from tests.helpers.jobs import PYTHONS, tarantella
 
 CORES = len(os.sched_getaffinity(0))

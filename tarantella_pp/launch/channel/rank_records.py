@@ -1,21 +1,24 @@
-"""What each rank last said of itself: one small JSON file per rank in a directory of the job."""
+"""What each rank last said of itself, and what follows from it for the job."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import json
 import os
-import pathlib
 import socket
+import sys
+import threading
 import time
 
-DIRECTORY_VARIABLE = "TNT_RUN_DIR"
+from tarantella_pp.launch.channel.line import Line
+
 SIZE_VARIABLE = "TNT_NUM_RANKS"
 RANK_VARIABLE = "TNT_RANK_FROM"
 """Names the variable in which the MPI launcher in use tells a process its rank."""
 LOCAL_RANK_VARIABLE = "TNT_LOCAL_RANK_FROM"
 """The same for its number among the ranks of its host."""
+
+_SEND_SECONDS = 5.0
+"""How long a rank may wait for room to send a record."""
 
 STARTED = "started"
 RETURNED = "returned"
@@ -34,7 +37,8 @@ class Record:
             process has, too; `"failed"` when either ended in any other way.
         pid: Process id of the rank on its host.
         host: Name of the host.
-        time: Seconds since the epoch at which the rank came into this state.
+        time: When the reader learned of this state, by its own monotonic clock: clocks of other
+            hosts have no say.
         cause: One line that says how the rank failed, or by which call it ended.
         details: Traceback of a failure, or the empty string.
         exit_code: Exit code the rank ends with.
@@ -44,6 +48,7 @@ class Record:
         starts_mpi: Whether it waits, at `waiting_at`, for all others to start MPI.
         met: Whether it has started MPI before it ended.
         hidden_lines: Lines that it printed and nobody saw.
+        order: Number of the record among all that the hub has received; 0 before it has.
     """
 
     rank: int
@@ -59,70 +64,82 @@ class Record:
     starts_mpi: bool = False
     met: bool = False
     hidden_lines: int = 0
+    order: int = 0
 
     @classmethod
     def of_this_process(cls, rank: int, state: str) -> Record:
         """Returns the record of the calling process, in `state` from now on."""
-        return cls(rank, state, os.getpid(), socket.gethostname(), time.time())
+        return cls(rank, state, os.getpid(), socket.gethostname(), time.monotonic())
+
+    @classmethod
+    def from_message(cls, fields: object) -> Record | None:
+        """Returns a record that somebody has sent; None for what is none."""
+        if not isinstance(fields, dict):
+            return None
+        try:
+            record = cls(**fields)
+        except TypeError:
+            return None
+        kinds = (record.rank, int), (record.state, str), (record.exit_code, int)
+        return record if all(isinstance(value, kind) for value, kind in kinds) else None
 
     def becomes(self, state: str, **changes: object) -> Record:
         """Returns this record in another `state` from now on, with other fields changed."""
-        return dataclasses.replace(self, state=state, time=time.time(), **changes)  # type: ignore[arg-type]
+        return dataclasses.replace(self, state=state, time=time.monotonic(), **changes)  # type: ignore[arg-type]
 
 
-class RunDirectory:
-    """The directory of one job, in which every rank keeps its record.
+class RankRecords:
+    """The records of a job, as one of its ranks knows them.
 
-    Files are replaced in one step, so that a reader never sees half a record. A directory that
-    has gone, or that this host does not see, reads as empty and takes writes without complaint:
-    the records help to explain the end of a job, they must not be the reason for it.
+    A rank knows of the others what the hub passes on: who has ended, how, and who waits. When the
+    connection has broken, it keeps what it knows, and takes writes without complaint: records help
+    to explain the end of a job, they must not be the reason for it.
 
     Args:
-        path: The directory. It need not exist.
+        line: The connection to the hub, or to the minder that has one.
+        known: What the hub has told already.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = pathlib.Path(path)
-        self._stamp = -1
+    def __init__(self, line: Line, known: object = ()) -> None:
+        self._line = line
+        self._lock = threading.Lock()
         self._records: dict[int, Record] = {}
+        self._take(known)
 
     def write(self, record: Record) -> None:
-        """Replaces the record of one rank."""
-        target = self.path / f"rank-{record.rank}.json"
-        partial = target.with_suffix(f".{os.getpid()}.partial")
-        with contextlib.suppress(OSError):
-            partial.write_text(json.dumps(dataclasses.asdict(record)), encoding="utf-8")
-            partial.replace(target)
+        """Replaces the record of this rank."""
+        with self._lock:
+            self._records[record.rank] = record
+            self._line.send({"record": dataclasses.asdict(record)})
+            self._line.flush(_SEND_SECONDS)
 
     def read(self) -> dict[int, Record]:
-        """Returns the records of all ranks that have one, by rank.
+        """Returns the records of all ranks that are known of, by rank."""
+        with self._lock:
+            for message in self._line.receive():
+                self._take(message.get("records"))
+            return dict(self._records)
 
-        The files are read only when the directory has changed since the last call.
-        """
-        try:
-            stamp = self.path.stat().st_mtime_ns
-        except OSError:
-            return self._records
-        # A change within one tick of the file system's clock leaves the stamp as it was, so a
-        # directory that changed just now is read again.
-        if stamp != self._stamp or time.time_ns() - stamp < 1_000_000_000:
-            self._stamp = stamp
-            self._records = {r.rank: r for r in map(_load, self.path.glob("rank-*.json")) if r}
-        return self._records
+    def wait_for_order(self, rank: int, seconds: float) -> None:
+        """Waits until the hub has told when it heard of a rank, for a while."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            record = self.read().get(rank)
+            if record is None or record.order:
+                return
+            time.sleep(0.01)
 
-    def request_stop(self, signal_number: int) -> None:
-        """Asks the minders of all ranks to pass a signal on to their rank."""
-        (self.path / f"stop-{signal_number}").touch()
-
-    def stop_requests(self) -> set[int]:
-        """Returns the signals that were asked for so far."""
-        return {int(path.name[len("stop-") :]) for path in self.path.glob("stop-*")}
+    def _take(self, told: object) -> None:
+        for each in told if isinstance(told, list) else ():
+            record = Record.from_message(each)
+            if record is not None:
+                self._records[record.rank] = dataclasses.replace(record, time=time.monotonic())
 
 
 def first_failed(records: dict[int, Record]) -> Record | None:
     """Returns the record of the rank that failed first, those that name a culprit last."""
     failed = [record for record in records.values() if record.state == FAILED]
-    return min(failed, key=lambda record: (record.culprit is not None, record.time), default=None)
+    return min(failed, key=lambda r: (r.culprit is not None, r.order or sys.maxsize), default=None)
 
 
 def first_failure(records: dict[int, Record]) -> Record | None:
@@ -158,9 +175,9 @@ def find_deadlock(records: dict[int, Record], size: int, patience: float) -> Rec
         waiting = [record for record in waiting if record.starts_mpi]
     elif not ended or not waiting or len(ended) + len(waiting) < size:
         return None
-    if time.time() - max(record.time for record in records.values()) < patience:
+    if time.monotonic() - max(record.time for record in records.values()) < patience:
         return None
-    first = min(ended, key=lambda record: record.time)
+    first = min(ended, key=lambda record: record.order or sys.maxsize)
     places = "; ".join(f"rank {r.rank} at {r.waiting_at}" for r in waiting[:4])
     cause = f"{first.cause or 'its script ended'} while other ranks wait for it ({places})"
     return dataclasses.replace(first, state=FAILED, cause=cause, exit_code=1)
@@ -172,12 +189,3 @@ def headline(record: Record, size: int) -> str:
         f"tarantella: rank {record.rank} of {size} on host {record.host} failed first: "
         f"{record.cause}"
     )
-
-
-def _load(path: pathlib.Path) -> Record | None:
-    """Reads one record; a file that has just gone or is not one of ours counts as none."""
-    # With json, for what a rank fails of may name a file whose name is no Unicode.
-    try:
-        return Record(**json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
-        return None

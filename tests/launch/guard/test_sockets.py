@@ -8,7 +8,7 @@ import pathlib
 import pytest
 
 from tarantella_pp.errors import LaunchError
-from tarantella_pp.launch import core_binding, sockets
+from tarantella_pp.launch.guard import core_binding, sockets
 
 
 @pytest.fixture

@@ -45,9 +45,9 @@ def unused_shared_memory(since: float) -> set[str]:
             ours = status.st_uid == os.getuid() and status.st_ctime >= since
             if ours and path.name.startswith(_SHARED_MEMORY):
                 files[status.st_ino] = str(path)
-    for process in psutil.process_iter() if files else ():
+    for maps in glob.glob("/proc/[0-9]*/maps") if files else ():
         with contextlib.suppress(OSError):
-            for line in pathlib.Path(f"/proc/{process.pid}/maps").read_text().splitlines():
+            for line in pathlib.Path(maps).read_text().splitlines():
                 if _FOLDER in line:
                     files.pop(int(line.split(maxsplit=5)[4]), None)
     return set(files.values())

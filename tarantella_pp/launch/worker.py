@@ -73,9 +73,8 @@ def _stand_for(minder: int) -> int:
         elif (ended := os.waitpid(minder, os.WNOHANG))[0]:
             status = os.waitstatus_to_exitcode(ended[1])
             if status < 0:  # not every MPI ends a job for an exit code
-                signal.signal(-status, signal.SIG_DFL)
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, WATCHED)
-                os.kill(os.getpid(), -status)
+                os.kill(os.getpid(), signal.SIGKILL)
             return status
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import secrets
 import select
 import socket
 import threading
@@ -119,7 +118,7 @@ class Hub:
                 return
             keep_alive(sock, self._heartbeat)
             guest = _Guest(
-                Line(sock, joining.GREETING_BYTES), secrets.token_hex(16), time.monotonic()
+                Line(sock, joining.GREETING_BYTES), joining.new_secret(), time.monotonic()
             )
             guest.line.send({"nonce": guest.nonce})
             self._guests.append(guest)

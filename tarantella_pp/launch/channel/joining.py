@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hmac
 import os
-import secrets
 import socket
 import time
 from dataclasses import dataclass
@@ -56,7 +55,7 @@ class Whereabouts:
 
 def new_secret() -> str:
     """Returns a secret for a job."""
-    return secrets.token_hex(16)
+    return os.urandom(16).hex()
 
 
 def proof(secret: str, text: str) -> str:
@@ -113,7 +112,7 @@ def _joined(
     """Joins at one address."""
     sock = socket.create_connection((address, hub.port), CONNECT_SECONDS)
     keep_alive(sock, heartbeat)
-    line, nonce = Line(sock), secrets.token_hex(16)
+    line, nonce = Line(sock), os.urandom(16).hex()
     try:
         greeting = _next(line)
         text = f"rank {rank} {greeting.get('nonce')}"

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable
 from typing import NoReturn
 
 from tarantella_pp.errors import LaunchError
-from tarantella_pp.launch.channel.hub import Hub, HubThread
 from tarantella_pp.launch.channel.joining import Whereabouts, join
 from tarantella_pp.launch.channel.rank_records import RankRecords
 from tarantella_pp.launch.guard import start_watch
@@ -120,6 +119,8 @@ def _shared_records(rank: int, size: int, share: Callable[[str], str]) -> RankRe
     """Has rank 0 take the records of a job that has no launcher of ours; every rank joins it."""
     text = ""
     if rank == 0:
+        from tarantella_pp.launch.channel.hub import Hub, HubThread
+
         local = any(os.environ.get(name) == str(size) for name in LOCAL_SIZES)
         hub = Hub(size, None if local else [])
         HubThread(hub)

@@ -16,7 +16,7 @@ from tarantella_pp.checkpoints.manifest import Manifest, plain
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.keras_internals.optimizers import settable_learning_rate, wrapped_in
 from tarantella_pp.keras_internals.state import compiled_with
-from tarantella_pp.runtime.comm.collective import compiled_facts
+from tarantella_pp.runtime.comm.collective import compiled_facts, hidden_options
 from tarantella_pp.runtime.state.state_share import spec_of
 
 _PACKAGES = ("tarantella-pp", "keras", "tensorflow", "tensorflow-cpu", "numpy")
@@ -36,12 +36,14 @@ def facts_of(model: Any, told: Mapping[str, Any], data: Mapping[str, Any]) -> di
         str(i): [v.name, *spec_of(v), bool(v.trainable)]
         for i, v in enumerate(model._model_state.variables)
     }
-    compiled = told["compiled"] or as_json(compiled_facts(compiled_with(model)))
+    given = compiled_with(model)
+    compiled = told["compiled"] or as_json(compiled_facts(given))
     facts = {
         "variables": variables,
         "model": model._engine.extracted.graph.fingerprint(),
         "layers": without_names(told["config"]),
         "compiled": without_names({name: compiled.get(name) for name in _COMPILED}),
+        "options": {name: _options_of(given[name]) for name in _COMPILED},
         "optimizer": _optimizer_facts(model.optimizer),
         "data": dict(data),
     }
@@ -86,6 +88,7 @@ def refuse_others(saved: Manifest, facts: dict[str, Any], rate: float | None, wh
     Raises:
         ConfigurationError: It names what differs, with both values.
     """
+    facts = {name: facts[name] for name in facts if name in saved.facts}
     before, now = _without_rate(saved.facts), _without_rate(facts)
     found = differences(before, now)
     began = saved.facts["optimizer"].get("config", {}).get("learning_rate")
@@ -124,6 +127,11 @@ def now() -> str:
 def as_json(value: Any) -> Any:
     """A value as it comes back from a file."""
     return json.loads(json.dumps(plain(value), default=str))
+
+
+def _options_of(given: Any) -> list[dict[str, Any]]:
+    """Options of losses or metrics that their configurations leave out."""
+    return [hidden_options(each) for each in keras.tree.flatten(given)]
 
 
 def _optimizer_facts(optimizer: Any) -> dict[str, Any]:

@@ -122,13 +122,29 @@ def compiled_facts(given: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         given: The arguments of `keras.Model.compile`, defaults included.
     """
-    facts = {name: keras.tree.map_structure(named, given[name]) for name in _COMPILED}
+    facts = {name: keras.tree.map_structure(_told, given[name]) for name in _COMPILED}
     optimizer = given["optimizer"]
     facts["optimizer"] = named(optimizer)
     if isinstance(optimizer, keras.optimizers.Optimizer):
         options = _nameless(optimizer.get_config())
         facts |= {f"optimizer.{k}": v for k, v in options.items() if _is_plain(v)}
     return facts
+
+
+def hidden_options(value: Any) -> dict[str, Any]:
+    """Options of a loss or metric that its `get_config` may leave out, as that of `Huber` does.
+
+    Args:
+        value: Anything. Options are what Keras' own losses and metrics keep in a dict.
+    """
+    attributes = getattr(value, "__dict__", {})
+    return {
+        f"{name}.{option}": told
+        for name, options in attributes.items()
+        if isinstance(options, dict)
+        for option, told in options.items()
+        if isinstance(told, (bool, int, float, str))
+    }
 
 
 def learning_rate_of(given: Mapping[str, Any]) -> float:
@@ -149,6 +165,19 @@ def named(value: Any) -> Any:
     if value is None or isinstance(value, (str, int, float)):
         return value
     return getattr(value, "__name__", type(value).__name__)
+
+
+def _told(value: Any) -> Any:
+    """What a loss or a metric is, and its options."""
+    if not isinstance(value, (keras.losses.Loss, keras.metrics.Metric)):
+        return named(value)
+    try:
+        config = _nameless(value.get_config())
+    except Exception:  # whatever those of others raise that cannot be saved
+        config = {}
+    plain = {name: option for name, option in config.items() if _is_plain(option)}
+    options = {**plain, **hidden_options(value)}
+    return f"{named(value)} {options}" if options else named(value)
 
 
 def _nameless(value: Any) -> Any:

@@ -221,6 +221,12 @@ def test_another_option_of_the_loss_is_another_loss(tmp_path):
     fit(tmp_path, model(loss=loss()), epochs=1)
     with pytest.raises(ConfigurationError, match=r"loss.config.reduction: 'sum_o.* 'sum' now"):
         fit(tmp_path, model(loss=loss(reduction="sum")))
+    huber = keras.losses.Huber  # whose configuration has no delta
+    other = tmp_path / "other"
+    fit(other, model(loss=huber(delta=0.3)), epochs=1)
+    with pytest.raises(ConfigurationError, match=r"delta: 0.3 in the checkpoint, 1.0 now"):
+        fit(other, model(loss=huber()))
+    fit(other, model(loss=huber(delta=0.3)))
 
 
 def test_what_cannot_work_is_refused(tmp_path):

@@ -32,14 +32,11 @@ def save_state(model: keras.Model, archive: zipfile.ZipFile, scratch: Path) -> N
     """
     weights = saving_lib.H5IOStore(scratch, mode="w")
     assets = saving_lib.DiskIOStore(ASSETS, archive=archive, mode="w")
+    visited: set[int] = set()
     try:
-        saving_lib._save_state(
-            model,
-            weights_store=weights,
-            assets_store=assets,
-            inner_path="",
-            visited_saveables=set(),
-        )
+        if model.optimizer is not None:  # before a model inside, which may have the same one
+            saving_lib._save_state(model.optimizer, weights, assets, "optimizer", visited)
+        saving_lib._save_state(model, weights, assets, "", visited)
     finally:
         weights.close()
         assets.close()

@@ -12,7 +12,7 @@ from typing import Any
 
 import keras
 
-from tarantella_pp.errors import CommunicationError, ConfigurationError
+from tarantella_pp.errors import ConfigurationError, UnsupportedModelError
 from tarantella_pp.keras_internals.model_files import deserialized
 from tarantella_pp.models.data_parallel_model import Model
 from tarantella_pp.models.deferred_init import deferred_init
@@ -129,12 +129,17 @@ def clone_model(
 
     Raises:
         ConfigurationError: On all ranks, if the model cannot be cloned, or an option cannot work.
+        UnsupportedModelError: If it is no model, or cannot be trained so.
 
     Example:
         ```python
         twin = tnt.models.clone_model(model)
         ```
     """
+    if not isinstance(model, keras.Model):
+        raise UnsupportedModelError(
+            f"clone_model takes a model. Received: model={model!r} of type {type(model).__name__}"
+        )
     arguments = {
         "input_tensors": input_tensors,
         "clone_function": clone_function,
@@ -212,12 +217,13 @@ def built(
 
 def _without_weights(make: Callable[[], Any]) -> tuple[Any, str]:
     """Builds a model without weights; says why if that cannot be done."""
+    scope = deferred_init()
+    scope.__enter__()  # where the ranks meet: what they do not agree on is no reason, but an error
     try:
-        with deferred_init():
+        with contextlib.ExitStack() as stack:
+            stack.push(scope)
             model = make()
         return model, _reason_of(model)
-    except CommunicationError:
-        raise
     except Exception as error:  # what cannot be done so, or not at all, which is found out next
         return None, f"{type(error).__name__}: {error}"
 

@@ -26,7 +26,7 @@ def run(arguments: argparse.Namespace) -> int:
         ConfigurationError: The script is missing, or an option is malformed.
         LaunchError: There is no MPI, its launcher cannot be started, or a host not be reached.
     """
-    from tarantella_pp.launch import mpi_launchers, remote_hosts
+    from tarantella_pp.launch import mpi_launchers, remote_hosts, slurm
     from tarantella_pp.launch.rank_environment import LOG_VARIABLE, parse_exports
 
     arguments = job_options.with_all_exports(arguments)
@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
     exported = parse_exports(arguments.exports, os.environ)
     hosts, num_ranks = _placement(arguments)
     launcher = mpi_launchers.find_launcher(arguments.mpi)
-    num_nodes = len(hosts) or _nodes_of_slurm()
+    num_nodes = len(hosts) or slurm.nodes(os.environ)
     variables = _variables(arguments, num_ranks, num_nodes)
     inherited = mpi_launchers.without_other_jobs(os.environ)
     environment = {**inherited, **variables, **exported}
@@ -61,15 +61,15 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _placement(arguments: argparse.Namespace) -> tuple[tuple[HostRanks, ...], int]:
     """Returns the hosts with their ranks, if they are given, and the number of all ranks."""
-    from tarantella_pp.launch import hosts
+    from tarantella_pp.launch import hosts, slurm
 
     per_node = arguments.n_per_node
     if arguments.hostfile is not None:
         found = hosts.read_hostfile(arguments.hostfile)
         placed = hosts.place(found, arguments.num_ranks, per_node)
         return placed, sum(host.count for host in placed)
-    nodes, tasks = _nodes_of_slurm(), os.environ.get("SLURM_NTASKS", "")
-    default = int(tasks) if tasks.isdigit() else 1
+    nodes = slurm.nodes(os.environ)
+    default = slurm.tasks(os.environ) or 1
     ranks = arguments.num_ranks or (default if per_node is None else nodes * per_node)
     if per_node is not None and ranks > nodes * per_node:
         raise ConfigurationError(
@@ -79,19 +79,13 @@ def _placement(arguments: argparse.Namespace) -> tuple[tuple[HostRanks, ...], in
     return (), ranks
 
 
-def _nodes_of_slurm() -> int:
-    """Returns the number of hosts of Slurm's allocation; without one it is this host."""
-    nodes = os.environ.get("SLURM_NNODES", "")
-    return max(1, int(nodes)) if nodes.isdigit() else 1
-
-
 def _variables(arguments: argparse.Namespace, num_ranks: int, num_nodes: int) -> dict[str, str]:
     """Returns the environment of the ranks, as far as it is not the user's."""
     from tarantella_pp.launch import rank_environment
     from tarantella_pp.launch.guard import core_binding
     from tarantella_pp.launch.guard.gpus import NONE_VISIBLE, SHARE_VARIABLE
     from tarantella_pp.launch.guard.launch_environment import FUSION_VARIABLE, TRACE_VARIABLE
-    from tarantella_pp.launch.rank_log import ALL_VARIABLE
+    from tarantella_pp.launch.guard.rank_log import ALL_VARIABLE
     from tarantella_pp.partition.graph.units import parse_bytes
 
     exported = rank_environment.parse_exports(arguments.exports, os.environ)
@@ -134,7 +128,7 @@ def _job(
     environment: dict[str, str],
 ) -> mpi_launchers.Job:
     """Returns what the MPI launcher has to know."""
-    from tarantella_pp.launch import mpi_launchers, rank_environment
+    from tarantella_pp.launch import mpi_launchers, rank_environment, slurm
     from tarantella_pp.launch.channel.joining import HUB_VARIABLE, SECRET_VARIABLE
     from tarantella_pp.launch.channel.rank_records import (
         LOCAL_RANK_VARIABLE,
@@ -146,7 +140,7 @@ def _job(
     of_job = {SIZE_VARIABLE, RANK_VARIABLE, LOCAL_RANK_VARIABLE, HUB_VARIABLE, SECRET_VARIABLE}
     names = {*rank_environment.needed_elsewhere(environment), *of_job}
     names |= {option.partition("=")[0] for option in arguments.exports}
-    nodes = len(hosts) or _nodes_of_slurm()
+    nodes = len(hosts) or slurm.nodes(os.environ)
     return mpi_launchers.Job(
         command=(*_interpreter(arguments), "-m", "tarantella_pp.launch.worker", *script),
         num_ranks=num_ranks,

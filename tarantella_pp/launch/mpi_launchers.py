@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar
 
 from tarantella_pp.errors import ConfigurationError, LaunchError
+from tarantella_pp.launch import slurm
 from tarantella_pp.launch.channel.rank_records import LOCAL_RANK_VARIABLE, RANK_VARIABLE
 from tarantella_pp.launch.hosts import HostRanks
 
@@ -201,7 +202,10 @@ class Slurm(Launcher):
                 "Slurm needs no shell to start ranks on other hosts. Received: "
                 f"--remote-shell={remote_shell!r} with {self.executable}. Leave it out."
             )
-        return super().environment(directory)
+        ours = super().environment(directory)
+        given = os.environ.get(slurm.TYPE_VARIABLE)
+        protocol = given or (slurm.mpi_type(self.executable) if directory else None)
+        return ours if protocol is None else {**ours, slurm.TYPE_VARIABLE: protocol}
 
 
 def _slots(hosts: Sequence[HostRanks]) -> str:

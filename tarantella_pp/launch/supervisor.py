@@ -226,6 +226,8 @@ class Supervisor:
 
     def _report_failure(self, failure: Record) -> int:
         """Says which rank failed first, and how; returns the exit code."""
+        if failure.exit_code == Exit.PREEMPTED:  # it was told to end, and not by the launcher
+            return self._report_stop(signal.SIGTERM)
         if failure.details:
             sys.stderr.write(failure.details)
         _tell(headline(failure, self._num_ranks))

@@ -22,7 +22,6 @@ from collections.abc import Callable
 from typing import Any
 
 from tarantella_pp.errors import LaunchError
-from tarantella_pp.launch import rank_log
 from tarantella_pp.launch.channel.joining import join, take_whereabouts
 from tarantella_pp.launch.channel.line import Line
 from tarantella_pp.launch.channel.rank_records import (
@@ -32,7 +31,7 @@ from tarantella_pp.launch.channel.rank_records import (
     SIZE_VARIABLE,
     RankRecords,
 )
-from tarantella_pp.launch.guard import core_binding, failure_guard, gpus
+from tarantella_pp.launch.guard import core_binding, failure_guard, gpus, rank_log
 from tarantella_pp.launch.guard.cause import describe
 from tarantella_pp.launch.guard.guarded_rank import (
     Guard,

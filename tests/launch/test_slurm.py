@@ -1,0 +1,156 @@
+"""Jobs inside an allocation of Slurm, whose srun is acted by a script."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from tarantella_pp.launch import slurm
+from tests.helpers.jobs import PYTHONS, ROOT, Job, tarantella
+from tests.helpers.mpi import find_mpiexec
+
+BIN = ROOT / "tests" / "launch" / "slurm_bin"
+SBATCH = ROOT / "examples" / "slurm.sbatch"
+
+
+def allocation(python: str, calls: pathlib.Path, **more: str) -> dict[str, str]:
+    """Returns the environment in an allocation of two tasks on this host."""
+    folders = [str(BIN), str(pathlib.Path(python).parent), os.environ["PATH"]]
+    return {
+        "PATH": os.pathsep.join(folders),
+        "SLURM_JOB_ID": "7",
+        "SLURM_NNODES": "1",
+        "SLURM_NTASKS_PER_NODE": "2",
+        "SLURM_CPUS_PER_TASK": "3",
+        "SRUN_CALLS": str(calls),
+        "SRUN_MPIEXEC": " ".join(find_mpiexec(python) or ()),
+        **more,
+    }
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("python", PYTHONS)
+def test_tasks_and_cores_are_those_of_the_allocation(
+    python: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    calls = tmp_path / "calls"
+    with tarantella(
+        python, "--mpi", "slurm", "--", "hello.py", "a", **allocation(python, calls)
+    ) as job:
+        result = job.result()
+        assert not job.processes()
+    assert result.code == 0, result.stderr
+    assert result.stdout.splitlines()[::2] == ["hello 1 2 a", "threads 3 "]
+    told = calls.read_text()
+    assert re.match("SLURM_MPI_TYPE=pm(i2|ix) --ntasks=2 --kill-on-bad-exit=1 --export=ALL ", told)
+    assert " --cpus-per-task=3 " in told
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("python", PYTHONS)
+def test_a_rank_that_fails_is_named(python: str, tmp_path: pathlib.Path) -> None:
+    given = allocation(python, tmp_path / "calls")
+    with tarantella(python, "--mpi=slurm", "fault.py", "_exit5", "recv", **given) as job:
+        result = job.result()
+        assert not job.processes()
+    assert result.code == 5
+    assert "tarantella: rank 1 of 2 on host " in result.stderr
+    assert "failed first: its process ended with exit code 5" in result.stderr
+
+
+def signal_tasks(job: Job) -> None:
+    """Sends SIGTERM to all tasks and not to the launcher, as Slurm does."""
+    for process in job.processes():
+        with contextlib.suppress(psutil.Error):
+            if (
+                "tarantella_pp.launch.worker" in process.cmdline()
+                and "mpiexec" not in process.name()
+            ):
+                process.send_signal(signal.SIGTERM)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("python", PYTHONS[:1])  # Open MPI kills what it is to forward signals to
+def test_preempted_tasks_end_with_75(python: str, tmp_path: pathlib.Path) -> None:
+    given = allocation(python, tmp_path / "calls")
+    with tarantella(python, "--mpi=slurm", "stopped.py", **given) as job:
+        job.wait_until_ready()
+        signal_tasks(job)
+        result = job.result()
+        assert not job.processes()
+    assert result.code == 75, result.stderr
+    assert "tarantella: the job was stopped by SIGTERM" in result.stderr
+    assert "failed first" not in result.stderr
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
+@pytest.mark.parametrize("python", PYTHONS[:1])
+def test_the_script_of_the_examples_puts_a_preempted_run_back_into_the_queue(
+    python: str, tmp_path: pathlib.Path
+) -> None:
+    """It writes a checkpoint, and goes on from there in the next job."""
+    (tmp_path / "tarantella").write_text(
+        f'#!/bin/sh\nexec {python} -m tarantella_pp --mpi=slurm "$@"\n'
+    )
+    (tmp_path / "scontrol").write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/queue\n')
+    for name in ("tarantella", "scontrol"):
+        (tmp_path / name).chmod(0o700)
+    given = allocation(python, tmp_path / "calls")
+    given["PATH"] = os.pathsep.join([str(tmp_path), given["PATH"]])
+    script = ["bash", str(SBATCH), "preempted.py", str(tmp_path / "saved")]
+    with Job(*script, "0.1", **given) as job:
+        job.wait_until_ready()
+        signal_tasks(job)
+        result = job.result()
+    assert result.code == 75, result.stderr
+    assert (tmp_path / "queue").read_text() == "requeue 7\n"
+    with Job(*script, "0", **given) as job:
+        result = job.result()
+    assert result.code == 0, result.stderr
+    assert "goes on from checkpoint" in result.stdout
+    assert "steps: 200" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("given", "tasks"),
+    [
+        ({}, None),
+        ({"SLURM_NTASKS": "5"}, 5),
+        ({"SLURM_NTASKS_PER_NODE": "2", "SLURM_NNODES": "3"}, 6),
+        ({"SLURM_NTASKS": "", "SLURM_NTASKS_PER_NODE": "2(x3)"}, None),
+    ],
+)
+def test_tasks_are_those_asked_for(given: dict[str, str], tasks: int | None) -> None:
+    assert slurm.tasks(given) == tasks
+
+
+@pytest.mark.parametrize(
+    ("version", "listed", "protocol"),
+    [
+        ("Open MPI v5.0.11", "none pmi2 pmix", "pmix"),
+        ("Open MPI v5.0.11", "none pmi2", None),
+        ("MPICH Version: 5.0.2", "cray_shasta none pmi2", "pmi2"),
+        ("Intel(R) MPI Library 2021", "none pmi2", "pmi2"),
+        ("CRAY MPICH version 8", "cray_shasta none pmi2", None),
+        ("", "none pmi2", None),
+    ],
+)
+def test_the_protocol_is_that_of_the_mpi(
+    version: str, listed: str, protocol: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(command: list[str], **unused: object) -> subprocess.CompletedProcess[str]:
+        text = version if command[0] == sys.executable else listed.replace(" ", "\n\t")
+        return subprocess.CompletedProcess(command, 0, text, "")
+
+    monkeypatch.setattr(slurm.subprocess, "run", run)
+    assert slurm.mpi_type("srun") == protocol

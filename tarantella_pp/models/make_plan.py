@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import filterfalse
@@ -19,7 +20,7 @@ from tarantella_pp.models.deferred_init import only_shapes
 from tarantella_pp.partition.extraction.keras_reader import ExtractedModel, extract
 from tarantella_pp.partition.given_balance import GIVEN, assignment_of, is_given
 from tarantella_pp.partition.graph.profile import Profile
-from tarantella_pp.partition.infeasible import infeasible
+from tarantella_pp.partition.infeasible import infeasible, useless
 from tarantella_pp.partition.options import BALANCES, PLACEMENTS, checked_count, stages_to_recompute
 from tarantella_pp.partition.plan.hardware_spec import CORE, HardwareSpec, machine_of, machines
 from tarantella_pp.partition.plan.plan import Plan
@@ -158,10 +159,9 @@ def make_plan(
         "shard_optimizer": shard_optimizer,
         "gradient_dtype": gradient_dtype,
     }
-    balances = _balances(profile) if balance in (None, *BALANCES, GIVEN) else (balance,)
-    if balance == GIVEN:
+    balances = _balances(profile) if balance in (None, *BALANCES) else (balance,)
+    if assignment is not None:
         planner = replace(planner, assignment=assignment)
-        balances = (GIVEN, *balances)
 
     def searches(shapes: list[Shape]) -> list[PlanSearch]:
         return [
@@ -187,6 +187,9 @@ def make_plan(
     chosen = choose_plan(asked, [*filterfalse(is_asked, everything)], [*filter(is_asked, further)])
     if chosen is None:
         raise PlanError(infeasible(asked[-1]))
+    complaint = useless(chosen, planner, balance if isinstance(balance, str) else None)
+    if complaint is not None:
+        warnings.warn(complaint, stacklevel=2)
     return chosen
 
 

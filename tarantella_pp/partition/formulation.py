@@ -284,9 +284,9 @@ def _value(costs: StageCostModel, options: PlanOptions, solution: Solution) -> f
 
 def _values(costs: StageCostModel, options: PlanOptions, solution: Solution) -> list[float]:
     """FLOPs, seconds or bytes of each stage."""
-    stages = costs.stages(solution.assignment, options.in_flight, options.repeats)
     if options.balance == "flops":
         return list(np.bincount(solution.assignment, costs.flops(), options.num_stages))
+    stages = costs.stages(solution.assignment, options.in_flight, options.repeats)
     if options.balance == "time":
         return [
             (stage.seconds or 0.0) + (stage.forward_seconds or 0.0) * (i in options.repeats)

@@ -1,4 +1,4 @@
-"""What to say where no plan keeps a memory limit: the smallest that works, and what would fit."""
+"""What to say where no plan keeps a memory limit, or none that is worth it: what would."""
 
 from __future__ import annotations
 
@@ -8,10 +8,17 @@ from dataclasses import replace
 from tarantella_pp.errors import ConfigurationError, PlanError
 from tarantella_pp.partition.given_balance import GIVEN
 from tarantella_pp.partition.graph.units import format_bytes
+from tarantella_pp.partition.options import PlanOptions
+from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan.plan_config import common_limit
+from tarantella_pp.partition.plan.plan_simulation import forward_seconds
 from tarantella_pp.partition.plan_search import PlanSearch, largest_stage
+from tarantella_pp.partition.planner import Planner
+from tarantella_pp.partition.rank_balancing import rank_totals
 
+USELESS = 1.5
+"""How many times the mean a rank may have of the work before a limit is not worth keeping."""
 MORE_STAGES = (2, 4)
 """How many times as many stages are tried."""
 
@@ -39,6 +46,42 @@ def infeasible(plan_search: PlanSearch) -> str:
         f"{size} bytes ({format_bytes(size)}), with num_micro_batches={least.num_micro_batches}, "
         f"recompute={least.recompute}.{advice}"
     )
+
+
+def useless(plan: Plan, planner: Planner, balance: str | None) -> str | None:
+    """Says that a memory limit leaves a plan in which one rank has most of the work, if it does.
+
+    Args:
+        plan: The plan.
+        planner: What made it.
+        balance: What was to be balanced; `None` where that was left open.
+    """
+    heaviest = _heaviest(plan)
+    if plan.memory_limit is None or heaviest <= USELESS or plan.balance == GIVEN:
+        return None
+    free = PlanOptions.checked(
+        num_stages=plan.num_stages, batch_size=plan.batch_size, num_replicas=plan.num_replicas,
+        num_micro_batches=plan.num_micro_batches, schedule=plan.schedule_spec(),
+        balance=balance or "flops", memory_limit=None, ranks=plan.ranks,
+    )  # fmt: skip
+    without = _heaviest(planner.plan(free))
+    if without > USELESS:
+        return None
+    return (
+        f"One rank has {heaviest:.1f} times as much work as the mean of all {plan.num_ranks}, and "
+        f"the others wait for it: the memory limit leaves no better plan. Without it, it would be "
+        f"{without:.1f} times. Received: memory_limit={plan.memory_limit}. More stages, more "
+        "micro-batches or recompute='all' need less memory."
+    )
+
+
+def _heaviest(plan: Plan) -> float:
+    """Returns the work of the rank with the most, over the mean of all ranks."""
+    measured = [stage.seconds for stage in plan.stages]
+    planned = forward_seconds(plan, plan.machine or HardwareSpec(), plan.micro_batch_size)
+    work = [p if m is None else m for m, p in zip(measured, planned, strict=True)]
+    ranks = rank_totals(work, plan.ranks)
+    return float(ranks.max() / (ranks.mean() or 1.0))
 
 
 def _alternatives(plan_search: PlanSearch) -> Iterator[tuple[str, Plan]]:

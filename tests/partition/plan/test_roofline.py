@@ -9,12 +9,14 @@ from keras import layers
 
 import tarantella_pp as tnt
 from tarantella_pp.errors import ConfigurationError, PlanError
+from tarantella_pp.models.deferred_init import only_shapes
 from tarantella_pp.partition.extraction.keras_reader import extract
 from tarantella_pp.partition.plan.hardware_spec import HardwareSpec, machine_of
 from tarantella_pp.partition.plan.plan_simulation import PlanSimulation, forward_seconds
 from tarantella_pp.partition.plan.roofline import NodeWork, node_work, roofline_seconds
 from tests.helpers.commands import Command
 from tests.zoo import models
+from tests.zoo.published_models import amoebanet, resnet101, unet
 
 pytestmark = pytest.mark.keras
 
@@ -136,3 +138,50 @@ def test_files_without_a_machine_are_refused(tmp_path, text, complaint):
 def test_unknown_machines_are_refused(name):
     with pytest.raises(ConfigurationError, match=r"one of core, p40.*Received: machine="):
         tnt.make_plan(models.batch_norm_cnn(), 2, machine=name)
+
+
+@pytest.mark.parametrize(
+    ("balance", "better"),
+    [
+        ((135, 235), 1.05),
+        ((44, 92, 124, 110), 1.1),
+        pytest.param((26, 22, 33, 44, 44, 66, 66, 69), 1.15, marks=pytest.mark.slow),
+    ],
+)
+def test_a_resnet_is_balanced_better_than_by_hand(resnet, balance, better):
+    """torchgpipe's balances, on a P40 that reaches what was published on one of them."""
+    machine = HardwareSpec(7.2e12, 12e9, 1e-5, memory_bandwidth=2.77e11)
+    given = {
+        "batch_size": 4096, "num_micro_batches": 256, "schedule": "gpipe", "machine": machine,
+    }  # fmt: skip
+    plans = (
+        tnt.make_plan(resnet, balance=balance, **given),
+        tnt.make_plan(resnet, len(balance), balance="flops", **given),
+    )
+    theirs, ours = (max(forward_seconds(plan, machine, 16)) for plan in plans)
+    assert theirs > better * ours
+    assert plans[1].certificate.optimal
+
+
+@pytest.fixture(scope="module")
+def resnet():
+    with only_shapes():
+        model = resnet101()
+    return extract(model)
+
+
+@pytest.mark.parametrize(
+    ("build", "size", "places", "millions"),
+    [
+        (unet, (6, 72), 285, 362.2),
+        (amoebanet, (18, 208), 24, 81.5),
+        pytest.param(amoebanet, (18, 416), 24, 319.0, marks=pytest.mark.slow),
+        pytest.param(unet, (11, 128), 505, 2214, marks=pytest.mark.slow),
+    ],
+)
+def test_published_models_have_the_published_parameters(build, size, places, millions):
+    with only_shapes():
+        graph = extract(build(*size)).graph
+    assert 1 + max(int(node.name[1:].partition("_")[0]) for node in graph.nodes) == places
+    trained = sum(weight.bytes for weight in graph.weights if weight.trainable) / 4e6
+    assert trained == pytest.approx(millions, rel=1e-3)

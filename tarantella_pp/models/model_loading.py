@@ -115,8 +115,13 @@ def save_model(
     ranks, path = world(), Path(os.fspath(filepath))  # type: ignore[arg-type]
 
     def write() -> None:
-        if path.suffix not in _FILES or (path.exists() and not overwrite):
-            keras.saving.save_model(model, path, overwrite=overwrite, **options)
+        if path.exists() and not overwrite:  # Keras asks whoever started it, who may be nobody
+            raise ConfigurationError(
+                f"File '{path}' exists. Received: overwrite=False. Choose another name, or pass "
+                "overwrite=True."
+            )
+        if path.suffix not in _FILES:
+            keras.saving.save_model(model, path, **options)
         else:
             replace_file(path, lambda draft: keras.saving.save_model(model, draft, **options))
 
@@ -133,15 +138,18 @@ def _agreed_file(filepath: Any, stack: contextlib.ExitStack, **facts: Any) -> Ke
             "load_model takes the path of a file, or an open one. Received: "
             f"filepath={filepath!r} of type {type(filepath).__name__}"
         )
-    name = "" if opened else os.fspath(filepath)
+    name = f"an open {type(filepath).__name__}" if opened else os.fspath(filepath)
     in_parts = opened or (name.endswith(".keras") and "://" not in name and not Path(name).is_dir())
     found: list[KerasFile] = []
     if not in_parts:
         with ranks.call("load_model", **facts, contents=contents_of(filepath)):
             return None
+
+    def work() -> None:
+        found.append(stack.enter_context(contextlib.closing(KerasFile(filepath))))
+
     with ranks.call("load_model", **facts):
-        on_all_ranks(ranks, f"read '{name}'", lambda: found.append(KerasFile(filepath)))
-        stack.callback(found[0].close)
+        on_all_ranks(ranks, f"read '{name}'", work)
     with ranks.call("load_model (file)", contents=found[0].contents):
         return found[0]
 

@@ -279,6 +279,8 @@ def test_plain_models_are_saved_too(tmp_path):
         )
         == 0
     )
+    with pytest.raises(ConfigurationError, match=r"exists.*overwrite=False"):
+        tnt.models.save_model(plain, tmp_path / "model.keras", overwrite=False)
     with pytest.raises(FileError, match=r"none.model\.keras"):
         tnt.models.save_model(plain, tmp_path / "none" / "model.keras")
 

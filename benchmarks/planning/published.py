@@ -378,8 +378,8 @@ def main() -> None:
         print(f"{name}\n\n{text}", flush=True)
         if arguments.markdown is not None:
             page = arguments.markdown.read_text(encoding="utf-8")
-            place = rf"(<!-- {name} -->\n\n)(?:\|.*\n)*"
-            page = re.sub(place, lambda found, text=text: found[1] + text, page)
+            place = rf"(<!-- {name} -->\n)(?:\n|\|.*\n)*"
+            page = re.sub(place, lambda found, text=text: f"{found[1]}\n{text}\n", page)
             arguments.markdown.write_text(page, encoding="utf-8")
 
 

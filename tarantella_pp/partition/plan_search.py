@@ -108,7 +108,9 @@ class PlanSearch:
         for count in counts:
             options = self.options(num_micro_batches=count, memory_limit=None)
             alike = count == solved_for or self._independent(options)
-            if not alike and solution.certificate.seconds < QUICK:
+            # By FLOPs only weights come anew for each micro-batch: that is left for the best.
+            differs = options.balance != "flops" or bool(options.ranks)
+            if not alike and differs and solution.certificate.seconds < QUICK:
                 solution, solved_for, alike = self.planner.solve(options), count, True
             seconds, plan = self._timed(self._written(solution, options))
             found.append(Candidate(seconds, self, count, plan, limited, alike and not limited))

@@ -289,7 +289,9 @@ class CheckpointRun:
         own = dict(self._share.owned())
         position = DataPosition("", 0, 0, 0, False)
         if self._adapter.cursor is not None:
-            position, arrays = self._adapter.cursor.position(self._in_pass())
+            position, arrays = self._adapter.cursor.position(
+                self._in_pass(), self._adapter.num_batches, self._options.steps_per_epoch
+            )
             own |= {f"data/{name}": array for name, array in arrays.items()}
         epochs = self._epoch - self._initial_epoch
         position = msgspec.structs.replace(position, epochs=epochs)

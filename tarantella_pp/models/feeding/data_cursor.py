@@ -6,6 +6,9 @@
 An epoch is a pass, unless `steps_per_epoch` cuts a pass in several epochs. Arrays are read in an
 order that is kept with the position. A `PyDataset` is told of all epochs again, and draws its order
 from the same state of Python's random numbers. Other data are read again up to the position.
+
+Each iterator of a `tf.data` data set that shuffles has another order, read or not. Keras' loops
+make one at the end of each epoch and drop it unread; it is made here, too, and counts as a pass.
 """
 
 from __future__ import annotations
@@ -51,6 +54,7 @@ class DataCursor:
         self._dataset: Any = None
         self._keeps = False
         self._passes = 0
+        self._is_unread = False
         self.batches = 0
         self._skips: int | None = None
         self._order: Array | None = None
@@ -76,31 +80,55 @@ class DataCursor:
             self._next_states, self._states = {}, _random_states()
 
     def read(self) -> Iterator[Any]:
-        """Reads from when the first batch is asked for.
+        """Reads from when the first batch is asked for; what a data set shuffles it draws at once.
 
-        Keras' loops make an iterator at the end of each epoch that they drop unread, and an open
-        one of TensorFlow reads ahead and takes its time to stop.
+        An open iterator of TensorFlow reads ahead and takes its time to stop, so that none is made
+        before it is needed, where that changes no number.
         """
         if self._dataset is None:
             self._dataset = self._adapter.get_tf_dataset()
             if arrays_of(self._adapter) is not None:  # others are the user's, tuned as they wish
                 self._dataset = _without_tuning(self._dataset)
-        for batch in self._pass():
+        begun = None
+        if self.kind == TF_DATA:
+            begun = iter(self._dataset)
+            self._passes += 1
+            self._is_unread = True
+        return self._read(begun)
+
+    def _read(self, begun: Iterator[Any] | None) -> Iterator[Any]:
+        for batch in self._pass(begun):
             self.batches += 1
             yield batch
 
-    def position(self, in_pass: bool) -> tuple[DataPosition, dict[str, Array]]:
+    def position(
+        self, in_pass: bool, length: int | None = None, steps: int | None = None
+    ) -> tuple[DataPosition, dict[str, Array]]:
         """Where it is, and the arrays that it takes to come back.
 
         Args:
             in_pass: Whether the pass goes on with the next batch.
+            length: Number of batches in a pass, if known.
+            steps: Number of steps that an epoch has been cut to, if it has been.
         """
         arrays = {}
         if self.kind == PY_DATASET:
             arrays = self._states if in_pass else _random_states()
         elif self._order is not None and in_pass:
             arrays = {"order": self._order}
-        return DataPosition(self.kind, self._passes, self.batches, 0, in_pass), arrays
+        passes = self._passes if in_pass else self._passes_before_next(length, steps)
+        return DataPosition(self.kind, passes, self.batches, 0, in_pass), arrays
+
+    def _passes_before_next(self, length: int | None, steps: int | None) -> int:
+        """How many there would be before the next pass, had training not been interrupted.
+
+        With `steps`, what was made at the end of a pass is the next one; without, it is dropped.
+        """
+        if self.kind != TF_DATA:
+            return self._passes
+        if steps is not None:
+            return self._passes - self._is_unread
+        return self._passes + (length is not None and not self._is_unread)
 
     def resume(self, position: DataPosition, arrays: Mapping[str, Array]) -> None:
         """Comes back to a position, with the next batch that is read.
@@ -119,20 +147,22 @@ class DataCursor:
             self._next_states = dict(arrays)
         elif self.kind == TF_DATA:
             self._dataset = self._adapter.get_tf_dataset()
-            for _ in range(position.passes - position.in_pass):
+            self._passes = position.passes - position.in_pass
+            for _ in range(self._passes):
                 iter(self._dataset)  # seeds of shuffles go on with each
         if self._skips and self.kind != ARRAYS:
             logger.warning("reads %d batches again to come back to where it was", self._skips)
 
-    def _pass(self) -> Iterator[Any]:
-        """The batches of a pass that are left."""
+    def _pass(self, begun: Iterator[Any] | None) -> Iterator[Any]:
+        """The batches of a pass that are left, which an iterator has been made for or not."""
         skips, self._skips = self._skips, None
         saved, self._order = self._order, None
+        self._is_unread = False
         if skips is None:
-            self._passes += 1
+            self._passes += begun is None
             self.batches = 0
         if self.kind != ARRAYS or not self._keeps:
-            return itertools.islice(iter(self._dataset), skips or 0, None)
+            return itertools.islice(begun or iter(self._dataset), skips or 0, None)
         if not self._shuffles:
             return iter(self._dataset.skip(skips or 0))
         if saved is None or skips is None:

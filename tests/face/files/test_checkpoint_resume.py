@@ -66,9 +66,9 @@ def endless():
         yield from BATCHES
 
 
-def dataset():
+def dataset(batch_size=5):
     batches = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(22, seed=3)
-    return {"x": batches.batch(5)}
+    return {"x": batches.batch(batch_size)}
 
 
 DATA = {
@@ -78,6 +78,9 @@ DATA = {
     "parts of a pass": lambda: {"x": X, "y": Y, "batch_size": 2, "steps_per_epoch": 3},
     "PyDataset": lambda: {"x": Shuffled()},
     "tf.data": dataset,
+    "tf.data in parts of a pass": lambda: {**dataset(4), "steps_per_epoch": 3},
+    "tf.data without an end": lambda: {"x": dataset()["x"].repeat(), "steps_per_epoch": 3},
+    "tf.data of unknown length": lambda: {"x": dataset()["x"].unbatch().batch(7)},
     "generator": lambda: {"x": endless(), "steps_per_epoch": 3},
 }
 

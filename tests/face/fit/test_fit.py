@@ -148,6 +148,25 @@ def test_shuffled_arrays_come_in_the_order_of_keras():
     assert distance(sorted_ones, second) > 1e-6
 
 
+@pytest.mark.parametrize("name", ["known", "unknown", "shared with validation"])
+def test_data_sets_are_shuffled_as_in_keras_in_all_epochs(name):
+    """Each iterator draws another order, and Keras makes some that it does not read."""
+
+    def shuffled():
+        samples = tf.data.Dataset.from_tensor_slices((X, Y, WEIGHTS))
+        if name == "unknown":
+            samples = samples.filter(lambda *_: True)
+        return samples.shuffle(len(X), seed=3).batch(5)
+
+    def train(model):
+        data = shuffled()
+        held_out = data.take(2) if name == "shared with validation" else None
+        return fitted(model, x=data, validation_data=held_out, epochs=3)
+
+    first, second = both(train)
+    assert distance(first, second) < ROUNDING
+
+
 def dictionaries():
     inputs = {"b": keras.Input((5,), name="b"), "a": keras.Input((4,), name="a")}
     x = layers.Concatenate()([layers.Dense(3)(inputs["a"]), layers.Dense(3)(inputs["b"])])

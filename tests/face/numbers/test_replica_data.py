@@ -74,6 +74,7 @@ def train(wrap):
     found["data set"] = model.fit(
         mapped(7), epochs=3, validation_data=mapped(4), steps_per_epoch=2, **QUIET
     ).history
+    found["data set in whole epochs"] = model.fit(mapped(7), epochs=3, **QUIET).history
     found["tiny"] = model.evaluate(mapped(21), **QUIET)
     found["predicted of a data set"] = model.predict(mapped(5), **QUIET).tolist()
     found["evaluated"] = model.evaluate(X[::2], LABELS[::2], batch_size=3, **QUIET)

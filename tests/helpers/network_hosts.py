@@ -21,9 +21,10 @@ from dataclasses import dataclass
 
 import psutil
 
+from tarantella_pp.launch.prctl import die_with_parent
 from tests.helpers.jobs import SCRIPTS, Job
 
-LIMIT_SECONDS = 10
+LIMIT_SECONDS = 40
 _SHELL = """\
 #!/bin/sh
 while [ "${{1#-}}" != "$1" ]; do shift; done
@@ -205,8 +206,6 @@ def _join(made: Network, addresses: list[str]) -> None:
 
 
 def _die_with_parent() -> None:
-    from tarantella_pp.launch.prctl import die_with_parent
-
     die_with_parent(os.getppid())
 
 

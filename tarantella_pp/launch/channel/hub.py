@@ -217,10 +217,12 @@ def _listen(local: bool) -> socket.socket:
     """Returns a socket that takes connections, of this host only if it is local."""
     if local:
         listener = socket.create_server((addresses.LOOPBACK, 0), backlog=_BACKLOG)
-    elif socket.has_dualstack_ipv6():
-        options = {"family": socket.AF_INET6, "dualstack_ipv6": True}
-        listener = socket.create_server(("", 0), backlog=_BACKLOG, **options)  # type: ignore[arg-type]
     else:
-        listener = socket.create_server(("", 0), backlog=_BACKLOG)
+        try:
+            listener = socket.create_server(
+                ("", 0), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True
+            )
+        except (OSError, ValueError):  # IPv6 is turned off
+            listener = socket.create_server(("", 0), backlog=_BACKLOG)
     listener.setblocking(False)
     return listener

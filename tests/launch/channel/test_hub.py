@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tarantella_pp.errors import LaunchError
-from tarantella_pp.launch.channel import joining
 from tarantella_pp.launch.channel.hub import Hub
 from tarantella_pp.launch.channel.joining import Whereabouts, join
 from tarantella_pp.launch.channel.line import Line
@@ -91,7 +90,7 @@ def test_records_are_ordered_as_they_come_whatever_clocks_say(hub: Hub) -> None:
 
 
 def test_the_secret_is_needed_on_both_sides(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(joining, "JOIN_SECONDS", 0.2)
+    monkeypatch.setenv("TNT_HEARTBEAT", "0.2")  # so long is it tried again
     wrong = dataclasses.replace(hub.whereabouts, secret="0" * 32)
     with pytest.raises(LaunchError, match=f"host {os.uname().nodename} cannot reach"):
         join(wrong, 0)

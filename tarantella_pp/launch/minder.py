@@ -171,7 +171,7 @@ class Minder:
             record = record.becomes(FAILED, cause=cause, exit_code=1)
         else:
             cause = f"its process ended with exit code {status}"
-            record = record.becomes(FAILED, cause=cause, exit_code=status)
+            record = record.becomes(FAILED, cause=cause, exit_code=status, unexplained=True)
         self._record = record
 
     def _linger(self) -> None:

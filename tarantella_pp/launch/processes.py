@@ -44,12 +44,14 @@ def unused_shared_memory(since: float) -> set[str]:
             status = path.stat()
             ours = status.st_uid == os.getuid() and status.st_ctime >= since
             if ours and path.name.startswith(_SHARED_MEMORY):
-                files[status.st_ino] = str(path)
+                device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
+                files[device, str(status.st_ino)] = str(path)
     for maps in glob.glob("/proc/[0-9]*/maps") if files else ():
         with contextlib.suppress(OSError):
             for line in pathlib.Path(maps).read_text().splitlines():
                 if _FOLDER in line:
-                    files.pop(int(line.split(maxsplit=5)[4]), None)
+                    _, _, _, device, inode, _ = line.split(maxsplit=5)
+                    files.pop((device, inode), None)
     return set(files.values())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import pathlib
 import signal
 import subprocess
@@ -14,7 +15,7 @@ import uuid
 import psutil
 import pytest
 
-from tarantella_pp.launch import prctl
+from tarantella_pp.launch import prctl, processes
 from tests.helpers.jobs import ROOT
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="prctl and /proc")
@@ -73,6 +74,20 @@ def test_shared_memory_is_removed_also_that_of_dead_ranks() -> None:
     finally:
         for path in (mapped, dead, foreign, other):
             path.unlink(missing_ok=True)
+
+
+def test_shared_memory_is_unused_once_nobody_has_mapped_it() -> None:
+    path = pathlib.Path(f"/dev/shm/mpich_shm_test{uuid.uuid4().hex}_0")
+    start = time.time() - 1.0
+    try:
+        with path.open("w+b") as file:
+            file.truncate(4096)
+            with mmap.mmap(file.fileno(), 0):
+                assert str(path) not in processes.unused_shared_memory(start)
+        assert str(path) in processes.unused_shared_memory(start)
+        assert str(path) not in processes.unused_shared_memory(time.time() + 60)
+    finally:
+        path.unlink()
 
 
 def test_a_process_dies_with_its_parent() -> None:

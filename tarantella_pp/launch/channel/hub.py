@@ -143,8 +143,8 @@ class Hub:
         line.most_bytes = MOST_BYTES
         told = [dataclasses.asdict(r) for r in self.records.values() if _matters(r, None)]
         answer = joining.proof(self.whereabouts.secret, f"hub {nonce}")
-        line.send({"proof": answer, "records": told, "stops": self._stops})
         self._members[rank] = line
+        line.send({"proof": answer, "records": told, "stops": self._stops})
         self.first_joined = self.first_joined or time.monotonic()
 
     def _hear(self, rank: int, line: Line) -> list[Record]:

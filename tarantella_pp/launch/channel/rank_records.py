@@ -48,6 +48,8 @@ class Record:
         starts_mpi: Whether it waits, at `waiting_at`, for all others to start MPI.
         met: Whether it has started MPI before it ended.
         hidden_lines: Lines that it printed and nobody saw.
+        unexplained: Whether its process ended with an exit code without a word: so it does as well
+            when MPI ends it, for it has lost another rank.
         order: Number of the record among all that the hub has received; 0 before it has.
     """
 
@@ -64,6 +66,7 @@ class Record:
     starts_mpi: bool = False
     met: bool = False
     hidden_lines: int = 0
+    unexplained: bool = False
     order: int = 0
 
     @classmethod
@@ -137,9 +140,13 @@ class RankRecords:
 
 
 def first_failed(records: dict[int, Record]) -> Record | None:
-    """Returns the record of the rank that failed first, those that name a culprit last."""
+    """Returns the record of the rank that failed first, likely consequences of others last."""
     failed = [record for record in records.values() if record.state == FAILED]
-    return min(failed, key=lambda r: (r.culprit is not None, r.order or sys.maxsize), default=None)
+    return min(
+        failed,
+        key=lambda r: (r.culprit is not None, r.unexplained, r.order or sys.maxsize),
+        default=None,
+    )
 
 
 def first_failure(records: dict[int, Record]) -> Record | None:

@@ -150,7 +150,7 @@ def test_a_broken_connection_is_noticed_and_ends_reach_all(hub: Hub) -> None:
     line, _ = join(hub.whereabouts, 0)
     other, _ = join(hub.whereabouts, 1)
     line.close()
-    eventually(lambda: 0 in hub.lost)
+    eventually(lambda: 0 in hub.lost and 1 in hub._members)
     hub.request_stop(15)
     hub.request_stop(15)
     stops = [other.receive_one(20.0)]

@@ -34,6 +34,13 @@ def test_a_consequence_does_not_hide_its_cause() -> None:
     assert rank_records.first_failure(found) == found[1]
 
 
+def test_a_rank_that_mpi_may_have_ended_does_not_hide_one_that_was_killed() -> None:
+    found = by_rank(record(0, FAILED, 5, unexplained=True), record(1, FAILED, 3))
+    assert rank_records.first_failure(found) == found[1]
+    alone = by_rank(record(0, FAILED, 5, unexplained=True), record(1, STARTED))
+    assert rank_records.first_failure(alone) == alone[0]
+
+
 def test_the_rank_that_ended_too_early_is_the_failure() -> None:
     waiting = record(0, FAILED, 1, culprit=1, details="where")
     failure = rank_records.first_failure(

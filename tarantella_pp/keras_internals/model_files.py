@@ -34,8 +34,9 @@ def save_state(model: keras.Model, archive: zipfile.ZipFile, scratch: Path) -> N
     assets = saving_lib.DiskIOStore(ASSETS, archive=archive, mode="w")
     visited: set[int] = set()
     try:
-        if model.optimizer is not None:  # before a model inside, which may have the same one
-            saving_lib._save_state(model.optimizer, weights, assets, "optimizer", visited)
+        optimizer = getattr(model, "optimizer", None)  # which Keras sets in `compile`
+        if optimizer is not None:  # before a model inside, which may have the same one
+            saving_lib._save_state(optimizer, weights, assets, "optimizer", visited)
         saving_lib._save_state(model, weights, assets, "", visited)
     finally:
         weights.close()

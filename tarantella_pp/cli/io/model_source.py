@@ -88,7 +88,8 @@ def build_without_weights(source: str) -> Any:
         ConfigurationError: It names nothing.
         UnsupportedModelError: What it names makes no Keras model.
     """
-    with quiet_keras("tarantella_pp"):
+    file = source.rpartition(":")[0] or source
+    with quiet_keras(f"keras.applications.{file}" if file.isidentifier() else file):
         from tarantella_pp.keras_internals.model_files import deserialized
         from tarantella_pp.models.deferred_init import only_shapes
     with only_shapes():

@@ -149,7 +149,7 @@ def total(gradients: Sequence[Gradient]) -> Gradient:
         return present[0] if present else None
     if all(isinstance(gradient, tf.IndexedSlices) for gradient in present):
         values = tf.concat([gradient.values for gradient in present], 0)
-        indices = tf.concat([gradient.indices for gradient in present], 0)
+        indices = tf.concat([tf.cast(gradient.indices, tf.int64) for gradient in present], 0)
         return tf.IndexedSlices(values, indices, present[0].dense_shape)
     return tf.add_n([tf.convert_to_tensor(gradient) for gradient in present])
 

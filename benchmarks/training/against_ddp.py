@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -62,20 +61,13 @@ def run_torch(name: str, rows: int, rank: int, size: int, folder: Path) -> None:
 
 def launch_torch(name: str, rows: int, size: int, python: str) -> list[float]:
     """Starts PyTorch's processes and returns the seconds of batches."""
+    from benchmarks.training.against_torch import run_together
+
     with tempfile.TemporaryDirectory() as folder:
         own = [python, __file__, "--models", name, "--rows", str(rows)]
         own += ["--folder", folder, "--size", str(size)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        running = [
-            subprocess.Popen([*own, "--rank", str(rank)], env=environment) for rank in range(size)
-        ]
-        try:
-            codes = [process.wait(timeout=600) for process in running]
-        finally:
-            for process in running:
-                process.kill()
-        if any(codes):
-            raise SystemExit(f"PyTorch failed on {name}: exit codes {codes}")
+        commands = [[*own, "--rank", str(rank)] for rank in range(size)]
+        run_together(commands, f"PyTorch failed on {name}")
         found: list[float] = json.loads((Path(folder) / "seconds.json").read_text())
         return found
 

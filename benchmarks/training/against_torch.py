@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 ROWS = {"mlp": 64, "cnn": 8, "transformer": 4}
@@ -109,6 +109,19 @@ def measure(step: Callable[[], object]) -> list[float]:
     return times[WARM_UP:]
 
 
+def run_together(commands: Sequence[Sequence[str]], failure: str) -> None:
+    """Runs processes with one thread each; ends the program with a message if one fails."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    running = [subprocess.Popen(command, env=environment) for command in commands]
+    try:
+        codes = [process.wait(timeout=600) for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    if any(codes):
+        raise SystemExit(f"{failure}: exit codes {codes}")
+
+
 def launch(whose: str, name: str, micro_batches: int, python: str) -> Seconds:
     """Starts both processes of one framework and returns what they measured."""
     with tempfile.TemporaryDirectory() as folder:
@@ -119,15 +132,7 @@ def launch(whose: str, name: str, micro_batches: int, python: str) -> Seconds:
             commands = [[*first, *own]]
         else:
             commands = [[python, *own, "--rank", str(rank)] for rank in range(2)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        running = [subprocess.Popen(command, env=environment) for command in commands]
-        try:
-            codes = [process.wait(timeout=600) for process in running]
-        finally:
-            for process in running:
-                process.kill()
-        if any(codes):
-            raise SystemExit(f"{whose} failed on {name}: exit codes {codes}")
+        run_together(commands, f"{whose} failed on {name}")
         return json.loads((Path(folder) / f"{whose}.json").read_text())
 
 

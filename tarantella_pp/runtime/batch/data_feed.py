@@ -157,8 +157,9 @@ class DataFeed:
             if self._need.targets and leaves and not share.is_spare
         ]
         share = shares[self.replica]
+        own = [] if part is None else [to_buffer(target) for target in part.targets]
         if part is not None:
-            self._send_part(part, counted=not share.is_spare)
+            self._send_part(part.inputs, [] if share.is_spare else own)
             inputs = {i: part.inputs[i] for i in wanted}
         elif wanted:
             mine, reader = [specs[i] for i in wanted], self._readers.ranks[self.replica]
@@ -167,32 +168,26 @@ class DataFeed:
             inputs = dict(zip(wanted, map(to_tensor, received), strict=True))
         else:
             inputs = {}
-        own = [] if part is None else [to_buffer(target) for target in part.targets]
         pieces = [own if request is None else request.wait() for request in awaited]
         targets = [to_tensor(np.concatenate(each)) for each in zip(*pieces, strict=True)]
         return self._batch(rows, inputs, targets, tuple(structures))
 
-    def _send_part(self, part: ReadPart, counted: bool) -> None:
+    def _send_part(self, inputs: Sequence[tf.Tensor], targets: Sequence[Any]) -> None:
         """Sends model inputs within the replica, and targets to the last ranks of all."""
         for rank, need in enumerate(self._needs):
             if rank == self._communicator.rank:
                 continue
-            if need.replica == self.replica and (wanted := self._wanted(need, len(part.inputs))):
-                inputs = [to_buffer(part.inputs[i]) for i in wanted]
-                self._communicator.send(inputs, rank, _DATA_TAG, label="data")
-            if need.targets and counted and part.targets:
-                targets = [to_buffer(target) for target in part.targets]
+            if need.replica == self.replica and (wanted := self._wanted(need, len(inputs))):
+                arrays = [to_buffer(inputs[i]) for i in wanted]
+                self._communicator.send(arrays, rank, _DATA_TAG, label="data")
+            if need.targets and targets:
                 self._communicator.send(targets, rank, _TARGETS_TAG, label="data")
 
     def _awaited(self, rows: int, specs: Sequence[Any], rank: int, tag: int) -> RecvRequest | None:
         """Makes ready for so many samples of tensors; `None` for what this rank has itself."""
         if rank == self._communicator.rank:
             return None
-        buffers = [
-            TensorSpec((rows, *shape[1:]), tf.as_dtype(dtype).as_numpy_dtype)
-            for shape, dtype in specs
-        ]
-        return self._communicator.post_receive(buffers, rank, tag, label="data")
+        return self._communicator.post_receive(_buffers(rows, specs), rank, tag, label="data")
 
     def _distribute(self, data: Any) -> Batch:
         inputs, targets, structures = self._opened(_without_optionals(data))
@@ -275,13 +270,9 @@ class DataFeed:
         specs, y, weight = self._news.signature
         need = self._wanted(self._need, len(specs))
         own = sum(self._shares(rows)[self._need.replica].own_sizes)
-        wanted = [(own, *specs[i]) for i in need]
+        buffers = _buffers(own, [specs[i] for i in need])
         if self._need.targets:
-            wanted += [(rows, *spec) for spec in (*tensors_in(y), *tensors_in(weight))]
-        buffers = [
-            TensorSpec((count, *shape[1:]), tf.as_dtype(dtype).as_numpy_dtype)
-            for count, shape, dtype in wanted
-        ]
+            buffers += _buffers(rows, [*tensors_in(y), *tensors_in(weight)])
         received = self._get(buffers, _DATA_TAG) if buffers else []
         tensors = [to_tensor(array) for array in received]
         inputs = dict(zip(need, tensors, strict=False))
@@ -337,6 +328,13 @@ class Batches:
         if batch is None:
             raise StopIteration
         return batch
+
+
+def _buffers(rows: int, specs: Sequence[Any]) -> list[TensorSpec]:
+    """What so many samples of tensors take, of which shapes and dtypes were announced."""
+    return [
+        TensorSpec((rows, *shape[1:]), tf.as_dtype(dtype).as_numpy_dtype) for shape, dtype in specs
+    ]
 
 
 def _signature(inputs: Sequence[tf.Tensor], y: Any, weight: Any) -> bytes:

@@ -7,6 +7,7 @@ import json
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import tarantella_pp as tnt
 from tarantella_pp.errors import ConfigurationError, TarantellaError
@@ -33,6 +34,24 @@ class Contrasts(Regression):
     def loss_of(self, x, y):
         predicted = self(x)
         return keras.ops.var(predicted), predicted
+
+
+class Branches(Regression):
+    """A condition, whose branches are functions with other names on each rank."""
+
+    def loss_of(self, x, y):
+        predicted = self(x, training=True)
+        loss = tf.reduce_mean(tf.square(predicted - y))
+        steps = self.optimizer.iterations
+        return tf.cond(steps < 3, lambda: loss, lambda: loss / 2.0), predicted
+
+
+def branching(wrap):
+    keras.utils.set_random_seed(5)
+    model = wrap(Branches())
+    model.compile(keras.optimizers.SGD(0.01))
+    model.fit(X, Y, batch_size=8, epochs=2, shuffle=False, verbose=0)
+    return [weight.tolist() for weight in model.get_weights()]
 
 
 def normalized(wrap):
@@ -71,6 +90,7 @@ def train(folder, cases):
         found[case] = numbers_of(case, tnt.Model, seed=3 + tnt.get_rank())
     found["averages"], model = normalized(tnt.Model)
     found["seeds"] = np.array(model.drop.seed_generator.state).tolist()
+    found["branches"] = branching(tnt.Model)
     found["refused"] = refused(tnt.Model)
     model.save(f"{folder}/m.keras")
     model.save_weights(f"{folder}/m.weights.h5")
@@ -99,6 +119,7 @@ def test_ranks_train_as_one_process(ranks, tmp_path):
         plain = numbers_of(case, lambda model: model)
         assert distance(plain, first[case]) < 1e-10, case
     assert distance(normalized(lambda model: model)[0], first["averages"]) < 1e-10
+    assert distance(branching(lambda model: model), first["branches"]) < 1e-10
     assert first["seeds"][1] == 3 * ranks
     again = keras.saving.load_model(tmp_path / "m.keras", {"Normalized": Normalized})
     assert type(again) is Normalized

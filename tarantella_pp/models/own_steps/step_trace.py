@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -151,17 +151,14 @@ class StepTrace:
         updates = [
             [type(u.optimizer).__name__, *map(_described, u.variables)] for u in self.updates
         ]
-        found = hashlib.sha256()
         definition = self.graph.as_graph_def()
-        for nodes in (definition.node, *(f.node_def for f in definition.library.function)):
-            for node in nodes:
-                value = node.attr["value"].tensor.SerializeToString() if node.op == "Const" else b""
-                found.update(node.op.encode() + value)
+        bodies = sorted(_digest(body.node_def) for body in definition.library.function)
+        whole = hashlib.sha256(b"".join([_digest(definition.node), *bodies]))
         return {
             "updates": updates,
             "variables": [_described(variable) for variable in self.variables],
             "results": [[tensor.dtype.name, tensor.shape.rank] for tensor in self.outputs],
-            "operations and constants": found.hexdigest()[:16],
+            "operations and constants": whole.hexdigest()[:16],
         }
 
     @functools.cached_property
@@ -242,6 +239,15 @@ class StepTrace:
                 "keras.random.SeedGenerator(seed), and pass it on, "
                 "keras.random.normal(shape, seed=self.seed_generator)."
             )
+
+
+def _digest(nodes: Iterable[Any]) -> bytes:
+    """What operations of a graph do; names of branches and of other functions differ by rank."""
+    found = hashlib.sha256()
+    for node in nodes:
+        value = node.attr["value"].tensor.SerializeToString() if node.op == "Const" else b""
+        found.update(node.op.encode() + value)
+    return found.digest()
 
 
 def _parts(gradient: Any) -> list[tf.Tensor]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,16 +14,15 @@ import keras
 import tensorflow as tf
 
 from tarantella_pp.errors import ConfigurationError, PlanError
-from tarantella_pp.launch.guard.launch_environment import FUSION_VARIABLE
 from tarantella_pp.models.deferred_init import only_shapes
 from tarantella_pp.partition.extraction.keras_reader import ExtractedModel, extract
+from tarantella_pp.partition.fusion_threshold import fusion_threshold_of
 from tarantella_pp.partition.given_balance import GIVEN, assignment_of, is_given
 from tarantella_pp.partition.graph.profile import Profile
 from tarantella_pp.partition.infeasible import infeasible, useless
 from tarantella_pp.partition.options import BALANCES, PLACEMENTS, checked_count, stages_to_recompute
 from tarantella_pp.partition.plan.hardware_spec import CORE, HardwareSpec, machine_of, machines
 from tarantella_pp.partition.plan.plan import Plan
-from tarantella_pp.partition.plan.plan_config import FUSION_THRESHOLD
 from tarantella_pp.partition.plan_choice import choose_plan
 from tarantella_pp.partition.plan_search import PlanSearch
 from tarantella_pp.partition.planner import LOOPS, Planner
@@ -155,7 +153,7 @@ def make_plan(
         "memory_limit": memory_limit,
         "recompute": recompute,
         "placement": placement,
-        "fusion_threshold": _fusion_threshold(fusion_threshold),
+        "fusion_threshold": fusion_threshold_of(fusion_threshold),
         "shard_optimizer": shard_optimizer,
         "gradient_dtype": gradient_dtype,
     }
@@ -272,13 +270,6 @@ def _schedules(given: Any, planner: Planner, num_stages: int, num_ranks: int) ->
         return ("interleaved", "1f1b")
     loops = any(node.kind in LOOPS for node in planner.graph.nodes)
     return ("1f1b",) if loops else ("zb-h1", "1f1b")
-
-
-def _fusion_threshold(given: int | float | str | None) -> int | float | str:
-    """Reads the option, else the environment."""
-    if given is not None:
-        return given
-    return os.environ.get(FUSION_VARIABLE, "").strip() or FUSION_THRESHOLD
 
 
 def _stages_per_rank(given: int | None, schedule: Any, custom: Schedule | None) -> int:

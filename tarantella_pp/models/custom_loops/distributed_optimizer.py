@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.models.custom_loops.tensor_collectives import refuse_in_graph
-from tarantella_pp.partition.plan.plan_config import FUSION_THRESHOLD
+from tarantella_pp.partition.fusion_threshold import fusion_threshold_of
 from tarantella_pp.runtime.comm.communicator import Communicator, world
 from tarantella_pp.runtime.replicas.gradient_reduction import (
     Gradient,
@@ -23,7 +23,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that it has in Horovod
     optimizer: Any,
     op: str = "mean",
     *,
-    fusion_threshold: int = FUSION_THRESHOLD,
+    fusion_threshold: int | float | str | None = None,
     wire_dtype: str | None = None,
 ) -> Any:
     """Makes an optimizer average the gradients of all ranks before it applies them.
@@ -40,7 +40,8 @@ def DistributedOptimizer(  # noqa: N802 - the name that it has in Horovod
         optimizer: Any Keras optimizer, built or not. Its options see the averaged gradients:
             clipping and loss scaling are those of the whole batch.
         op: `"mean"` or `"sum"` of the gradients of all ranks.
-        fusion_threshold: Bytes up to which gradients are packed into one message.
+        fusion_threshold: Bytes up to which gradients are packed into one message, also as in
+            `"32MiB"`. Default: what `TNT_FUSION_THRESHOLD` says, or 32 MiB.
         wire_dtype: Dtype in which gradients travel, such as `"bfloat16"`; `None` for their own.
             They are added up in float32 at least.
 
@@ -74,14 +75,10 @@ def DistributedOptimizer(  # noqa: N802 - the name that it has in Horovod
         )
     if op not in ("mean", "sum"):
         raise ConfigurationError(f'op is "mean" or "sum". Received: op={op!r}')
-    if fusion_threshold < 0:
-        raise ConfigurationError(
-            f"fusion_threshold is a number of bytes. Received: fusion_threshold={fusion_threshold}"
-        )
     if averages_gradients(optimizer):
         raise ConfigurationError("optimizer is a DistributedOptimizer already.")
     own = type(optimizer)
-    exchange = _GradientExchange(op, fusion_threshold, wire_dtype)
+    exchange = _GradientExchange(op, fusion_threshold_of(fusion_threshold), wire_dtype)
     # Under its own name and module, so that Keras writes and finds it as what it was.
     names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
     optimizer.__class__ = type(

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tarantella_pp.models.own_steps.step_trace import Update
 from tarantella_pp.models.own_steps.value_kinds import MEAN
-from tarantella_pp.partition.plan.plan_config import FUSION_THRESHOLD
+from tarantella_pp.partition.fusion_threshold import fusion_threshold_of
 from tarantella_pp.runtime.comm.communicator import Communicator
 from tarantella_pp.runtime.replicas.gradient_reduction import (
     Gradient,
@@ -38,8 +38,9 @@ class ReplicaUpdates:
         self._updates = list(updates)
         self._kinds = kinds
         self._buckets: dict[tuple[int, int], list[int]] = {}
+        threshold = fusion_threshold_of(None)
         for number, update in enumerate(updates):
-            for place, bucket in enumerate(in_buckets(update.variables, FUSION_THRESHOLD)):
+            for place, bucket in enumerate(in_buckets(update.variables, threshold)):
                 self._buckets[number, place] = bucket
         weights = {
             key: [updates[key[0]].variables[i] for i in bucket]

@@ -181,6 +181,7 @@ class CheckpointRun:
         restored.complete_history(self._model)
         if self._epoch_step:
             restored.restore_learning_rate(self._model)
+            restored.restore_logs(self._model)
             restored.restore_metrics_later(self._model, self._share)
 
     def end_batch(self, batch: int, logs: Mapping[str, Any]) -> None:
@@ -203,6 +204,7 @@ class CheckpointRun:
 
     def end_epoch(self, epoch: int, logs: Mapping[str, Any]) -> None:
         """Writes after an epoch and its validation, if it is time to."""
+        self._model._engine.before_training = None  # if there was no step left
         if not self._cut:
             self._epoch_length = self._epoch_step
             self._epoch, self._epoch_step = epoch + 1, 0

@@ -51,6 +51,17 @@ class _ResumedEpochs(trainer.TFEpochIterator):  # type: ignore[misc]
 trainer.TFEpochIterator = _ResumedEpochs
 
 
+class LogsOfEpoch(keras.Model):  # type: ignore[misc]
+    """A model whose epoch has the logs of the model where no step was left to train.
+
+    Keras takes them from the last step, of which there is none where a run goes on behind the last
+    batch of data of unknown length.
+    """
+
+    def _get_metrics_result_or_logs(self, logs: Any) -> Any:
+        return super()._get_metrics_result_or_logs(logs or self.get_metrics_result())
+
+
 @contextlib.contextmanager
 def starting_anywhere(model: Any) -> Iterator[None]:
     """Surrounds a `fit` whose first epoch `start_epoch` may change; the next one is as ever."""

@@ -18,6 +18,7 @@ def test_the_loop_of_keras_asks_the_iterator_and_the_epoch_for_where_to_begin():
     loop = inspect.getsource(epochs.trainer.TensorFlowTrainer.fit)
     assert "TFEpochIterator(" in loop
     assert "self._initial_epoch or initial_epoch" in loop
+    assert "epoch_logs = dict(self._get_metrics_result_or_logs(logs))" in loop
     assert epochs.trainer.TFEpochIterator is epochs._ResumedEpochs
 
 

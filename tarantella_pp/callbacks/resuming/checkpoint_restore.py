@@ -38,6 +38,10 @@ class RestoredState:
         # What other ranks train is out of date here from now on, as after a step.
         model._engine.clock.advance()
 
+    def restore_logs(self, model: Any) -> None:
+        """Gives the epoch the logs so far, which stay if no batch follows."""
+        model._engine.logs = from_plain(self.manifest.logs)
+
     def restore_metrics_later(self, model: Any, share: StateShare) -> None:
         """Gives metrics their values, once the first batch has made their variables."""
         engine = model._engine

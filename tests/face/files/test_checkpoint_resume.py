@@ -94,7 +94,8 @@ ALIKE = ("in order", "within batches")
 )
 def test_data_go_on_where_they_were(tmp_path, kind):
     expected = run(None, data=DATA[kind])
-    for step in (5, 6):
+    last = [4] if kind == "tf.data of unknown length" else []  # of an epoch, which nobody knows yet
+    for step in (*last, 5, 6):
         run(tmp_path, At(step, stop), data=DATA[kind])
     assert run(tmp_path, data=DATA[kind]) == expected
 

@@ -1,11 +1,13 @@
-"""Memory of each rank as planned, against what it really is: eight models on 2 to 4 stages.
+"""Memory of each rank as planned, against what it really is: eight models on 1 to 4 stages.
 
     python benchmarks/planning/memory.py
     python benchmarks/planning/memory.py --models mlp cnn --stages 2 --recompute all
+    python benchmarks/planning/memory.py --models unet --stages 2 --replicas 2 --metrics accuracy
 
 Each line is of three launches: as many ranks as stages, one thread each, 1F1B, four micro-batches
-(of "small" sixteen small ones, whose weight gradients are multiplied in chunks), Adam, five
-training steps after a first one that compiles. It is the launch with the median peak of that rank;
+(of "small" sixteen small ones, whose weight gradients are multiplied in chunks), Adam (of several
+replicas each its share of the state), five training steps after a first one that compiles. It is
+the launch with the median peak of that rank;
 TensorFlow runs operations that could run in any order in another one in each process.
 What is measured, on each rank:
 
@@ -88,7 +90,21 @@ def nbytes(variables: Iterable[Any]) -> int:
     return sum(int(np.prod(v.shape)) * np.dtype(v.dtype).itemsize for v in variables)
 
 
-def train(name: str, stages: int, recompute: str, steps: int = 5) -> dict[str, Any]:
+class Shape(NamedTuple):
+    """How a model is trained."""
+
+    stages: int
+    replicas: int
+    recompute: str
+    metrics: tuple[str, ...]
+
+    def arguments(self) -> list[str]:
+        """The options that say so."""
+        found = ["--stages", str(self.stages), "--replicas", str(self.replicas)]
+        return [*found, "--recompute", self.recompute, "--metrics", *self.metrics]
+
+
+def train(name: str, shape: Shape, steps: int = 5) -> dict[str, Any]:
     """Trains a pipeline; returns what its rank measures but for the peak."""
     import tarantella_pp as tnt
     from tarantella_pp.schedule import in_flight_bounds
@@ -96,19 +112,21 @@ def train(name: str, stages: int, recompute: str, steps: int = 5) -> dict[str, A
     build, rows, micro_batches = SUBJECTS[name]
     keras.utils.set_random_seed(0)
     before = status("VmRSS")
-    model, batch = build(), rows * micro_batches
-    shape, integers = model.input_shape[1:], model.inputs[0].dtype.startswith("int")
+    model, batch = build(), rows * micro_batches * shape.replicas
+    sizes, integers = model.input_shape[1:], model.inputs[0].dtype.startswith("int")
     rng = np.random.default_rng(0)
-    x = rng.integers(0, 100, (batch, *shape)) if integers else rng.random((batch, *shape))
+    x = rng.integers(0, 100, (batch, *sizes)) if integers else rng.random((batch, *sizes))
     x = x.astype("int32" if integers else "float32")
     y = rng.integers(0, 10, (batch, *model.output_shape[1:-1]))
     piped = tnt.PipelineModel(
-        model, stages, micro_batches, batch_size=batch, schedule="1f1b", recompute=recompute
-    )
+        model, shape.stages, micro_batches, batch_size=batch, schedule="1f1b",
+        recompute=shape.recompute, num_replicas=shape.replicas,
+        shard_optimizer=shape.replicas > 1,
+    )  # fmt: skip
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    piped.compile("adam", loss)
-    engine, rank = piped._engine, tnt.get_rank()
-    own = engine.stages[rank]
+    piped.compile("adam", loss, metrics=list(shape.metrics))
+    stage = piped.plan.coordinates(tnt.get_rank()).position
+    own = piped._engine.stages[stage]
     piped.train_on_batch(x, y)  # compiles, while other ranks wait and messages pile up
     for _ in range(steps):
         with tf.profiler.experimental.Trace(STEP):
@@ -118,11 +136,12 @@ def train(name: str, stages: int, recompute: str, steps: int = 5) -> dict[str, A
     sums = zip(own.module.accumulator.weights, own.module.accumulator._dense, strict=True)
     dense = nbytes(weight for weight, total in sums if total is not None)
     slots = nbytes(v for v in piped.optimizer.variables if len(v.shape))
-    plan, residual = piped.plan.stages[rank], own.residual_bytes
-    held = in_flight_bounds("1f1b", stages, micro_batches)[rank]
+    plan, residual = piped.plan.stages[stage], own.residual_bytes
+    held = in_flight_bounds("1f1b", shape.stages, micro_batches)[stage]
     kept = None
     if residual is not None:
-        again = plan.recomputed_bytes
+        repeats = stage < shape.stages - 1  # the last one repeats nothing
+        again = plan.recomputed_bytes if repeats else 0
         kept = nbytes(weights) + dense + slots + held * residual + plan.buffer_bytes + again
     pools = [each for each in gc.get_objects() if isinstance(each, BufferPool)]
     return {
@@ -164,7 +183,7 @@ def peak_requested(trace: Path) -> int:
     return int(np.median([part.max() for part in np.split(live, bounds)[1:]]))
 
 
-def measure(name: str, stages: int, recompute: str, folder: Path) -> None:
+def measure(name: str, shape: Shape, folder: Path) -> None:
     """Trains on this rank and writes down what it measures."""
     import tarantella_pp as tnt
 
@@ -172,23 +191,23 @@ def measure(name: str, stages: int, recompute: str, folder: Path) -> None:
     tf.linalg.matmul(tf.ones((64, 64)), tf.ones((64, 64)))
     trace = folder / f"trace{rank}"
     tf.profiler.experimental.start(str(trace))
-    found = train(name, stages, recompute)
+    found = train(name, shape)
     tf.profiler.experimental.stop()
     found["peak"] = peak_requested(trace) - found["others"] + found["messages"]
     (folder / f"{rank}.json").write_text(json.dumps(found))
 
 
-def launch(name: str, stages: int, recompute: str) -> list[dict[str, Any]]:
+def launch(name: str, shape: Shape) -> list[dict[str, Any]]:
     """Starts the ranks and returns what each measured."""
+    ranks = shape.stages * shape.replicas
     with tempfile.TemporaryDirectory() as folder:
         command = [
-            *(sys.executable, "-m", "tarantella_pp", "-n", str(stages), "--threads", "1", "--"),
-            *(__file__, "--measure", name, "--stages", str(stages)),
-            *("--recompute", recompute, "--folder", folder),
+            *(sys.executable, "-m", "tarantella_pp", "-n", str(ranks), "--threads", "1", "--"),
+            *(__file__, "--measure", name, "--folder", folder, *shape.arguments()),
         ]
         environment = {**os.environ, "TF_CPU_ALLOCATOR_USE_BFC": "1"}
         subprocess.run(command, check=True, timeout=600, env=environment)
-        return [json.loads((Path(folder) / f"{i}.json").read_text()) for i in range(stages)]
+        return [json.loads((Path(folder) / f"{i}.json").read_text()) for i in range(ranks)]
 
 
 def median(launches: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -235,14 +254,19 @@ HEADS = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", default=list(SUBJECTS), choices=SUBJECTS)
-    parser.add_argument("--stages", nargs="+", type=int, default=[2, 3, 4])
+    parser.add_argument("--stages", nargs="+", type=int, default=[1, 2, 3, 4])
+    parser.add_argument("--replicas", type=int, default=1)
+    parser.add_argument("--metrics", nargs="*", default=[])
     parser.add_argument("--recompute", default="none")
     parser.add_argument("--launches", type=int, default=3)
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    shapes = [
+        Shape(stages, args.replicas, args.recompute, tuple(args.metrics)) for stages in args.stages
+    ]
     if args.measure:
-        measure(args.measure, args.stages[0], args.recompute, args.folder)
+        measure(args.measure, shapes[0], args.folder)
         return
     table = Table(title="Memory of a rank in MiB; where there are two figures: planned/measured")
     for head in HEADS:
@@ -251,12 +275,12 @@ def main() -> None:
     lines.append("| --- | ---: | --- | --- | ---: |")
     errors: list[float] = []
     for name in args.models:
-        for stages in args.stages:
-            launches = [launch(name, stages, args.recompute) for _ in range(args.launches)]
+        for shape in shapes:
+            launches = [launch(name, shape) for _ in range(args.launches)]
             ranks = [median(each) for each in zip(*launches, strict=True)]
             for rank, found in enumerate(ranks):
-                table.add_row(*row(name, stages, rank, found))
-            lines.append(summary(name, stages, ranks))
+                table.add_row(*row(name, shape.stages, rank, found))
+            lines.append(summary(name, shape.stages, ranks))
             errors += [abs(error(found)) for found in ranks]
             print(lines[-1], flush=True)
     console = Console(width=120)

@@ -30,7 +30,7 @@ from tarantella_pp.runtime.modules.stage_boundary import (
 )
 from tarantella_pp.runtime.stage_messages import Conversion, StageMessages
 from tarantella_pp.runtime.tracing.recorder import REDUCTIONS, Recorder
-from tarantella_pp.schedule import SEARCHED, Schedule, lower, make_schedule, validate
+from tarantella_pp.schedule import SEARCHED, Schedule, lower, make_schedule, send_window, validate
 from tarantella_pp.simulation import Costs, search_schedule
 
 ROWS = 4
@@ -59,7 +59,7 @@ class SleepingStage:
         self._kept: dict[int, Any] = {}
 
     def forward(
-        self, key: int, inputs: Sequence[Any], share: float = 1.0
+        self, key: int, inputs: Sequence[Any], share: float = 1.0, *, at_once: bool = False
     ) -> tuple[list[Any], None]:
         self._kept[key] = inputs[0]
         return self.evaluate(inputs, share)
@@ -216,6 +216,7 @@ class StubPipeline:
             Conversion(lambda tensor: tensor, lambda array: array, lambda tensor, dtype: tensor),
         )
         self._program = self.schedule.actions[communicator.rank]
+        self._window = send_window(name, num_stages, communicator.size)
         self._recorder = recorder or Recorder(1)
         self._results = boundaries[-1].model_outputs
         self._array = np.zeros((ROWS, width), np.float32)
@@ -227,7 +228,7 @@ class StubPipeline:
         rows = dict.fromkeys(range(self.schedule.num_micro_batches), ROWS)
         with self._recorder.step():
             self._recorder.runs(self.schedule, sum(rows.values()))
-            self._execution.run(self._program, rows, step)
+            self._execution.run(self._program, rows, step, self._window)
             if self._sums is not None:
                 with self._recorder.span(REDUCTIONS):
                     self._sums.finish()

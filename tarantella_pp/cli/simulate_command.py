@@ -169,7 +169,10 @@ def _assumptions(simulation: PlanSimulation, step: PipelineStep) -> list[str]:
         "updates of weights, reading data and the framework's own time are left out.",
     ]
     if repeated := simulation.plan.recompute:
-        lines.append(f"stages that recompute ({_list(repeated)}) repeat their forward pass once.")
+        lines.append(
+            f"stages that recompute ({_list(repeated)}) repeat their forward pass once, but not of "
+            "a micro-batch whose backward pass comes next."
+        )
     if step.timeline is None:
         lines.append(
             "the pipeline is too large to be played: closed forms, as if every rank took as long "

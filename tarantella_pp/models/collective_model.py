@@ -14,6 +14,7 @@ import keras
 import numpy as np
 
 from tarantella_pp.errors import ConfigurationError
+from tarantella_pp.keras_internals.epochs import LogsOfEpoch
 from tarantella_pp.keras_internals.legacy_files import write_legacy
 from tarantella_pp.keras_internals.state import pickled, send_files_through
 from tarantella_pp.models.files.file_replacement import replace_file, replace_shards
@@ -44,7 +45,7 @@ _IN_PARTS = (".weights.h5", ".weights.json", ".keras")
 """Files of which each rank reads what it needs."""
 
 
-class CollectiveModel(keras.Model):
+class CollectiveModel(LogsOfEpoch):
     """A Keras model whose weights are on the ranks of a pipeline.
 
     Its methods gather the weights first, so all ranks must call them.

@@ -102,7 +102,9 @@ def make_plan(
             one for each stage, as in `["16GB", "8GB"]`. Default: none.
         recompute: Activation checkpointing: stages that keep only the inputs of a micro-batch
             and repeat its forward pass in the backward pass: `"all"`, `"none"` or their
-            numbers. Default: none, or where the limit needs it those with which a step is fastest.
+            numbers. A micro-batch whose backward pass comes next is not repeated (all of the last
+            stage under `1f1b`): what is needed is there. Default: none, or where the limit needs
+            it those with which a step is fastest.
         optimizer: The optimizer whose state counts as memory: a Keras optimizer or its name.
             Default: two slots for each variable, as Adam has.
         profile: What `tnt.profile` measured of this model. The plan and its simulation use it

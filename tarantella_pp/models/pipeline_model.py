@@ -84,7 +84,8 @@ class PipelineModel(TrainingLoops, CollectiveModel):
             `memory_limit`.
         recompute: Activation checkpointing: stages that keep only the inputs of a micro-batch
             and repeat its forward pass in the backward pass, which saves memory: `"all"`,
-            `"none"` or their numbers. Default: where the limit needs it.
+            `"none"` or their numbers. A micro-batch whose backward pass comes next is not repeated
+            (all of the last stage under `1f1b`). Default: where the limit needs it.
         plan: A `Plan` or the path of one, instead of the options before.
         wire_dtype: `"bfloat16"` to halve what travels from rank to rank: floating point
             activations and gradients are rounded to its 8 bits of precision, so that the numbers

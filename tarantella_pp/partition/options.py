@@ -15,7 +15,7 @@ from tarantella_pp.partition.plan.plan_config import (
     Placement,
     PlanConfig,
 )
-from tarantella_pp.schedule import ScheduleSpec, bubble_fraction
+from tarantella_pp.schedule import ScheduleSpec, bubble_fraction, send_window
 
 BALANCES = ("memory", "time", "flops")
 PLACEMENTS: tuple[str, ...] = get_args(Placement)
@@ -42,6 +42,11 @@ class PlanOptions(PlanConfig, frozen=True, kw_only=True):
             return 0.0
         bubble = bubble_fraction("1f1b", self.num_ranks, self.num_micro_batches)
         return float(bubble / (1 - bubble))
+
+    @property
+    def send_window(self) -> int | None:
+        """Most micro-batches that a stage has sent and that are not taken; `None` for any."""
+        return send_window(self.schedule, self.num_stages, self.num_ranks)
 
     @property
     def repeats(self) -> dict[int, int]:

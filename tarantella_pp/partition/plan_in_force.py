@@ -18,6 +18,7 @@ from tarantella_pp.partition.plan.plan_parts import (
     OutputUse,
     StagePlan,
 )
+from tarantella_pp.schedule import send_window
 
 _GROWING = ("activation_bytes", "recomputed_bytes", "working_bytes", "buffer_bytes")
 
@@ -32,15 +33,18 @@ def plan_in_force(
     """Returns a plan with the figures of another batch.
 
     What the planner's rules say of the difference is added to the figures of the plan, which may
-    come from measurements.
+    come from measurements. With `in_flight` micro-batches all forwards come first.
     """
+    schedule = plan.schedule if in_flight is None else "gpipe"
     planned = tuple(stage.in_flight for stage in plan.stages)
     again = _repeats(plan)
-    before, _ = _figures(plan, graph, plan.batch_size, planned, again, plan.outputs)
+    window = send_window(plan.schedule, plan.num_stages, plan.num_ranks)
+    before, _ = _figures(plan, graph, plan.batch_size, planned, again, plan.outputs, window)
     held = planned
     if in_flight is not None:
         held, again = tuple(in_flight), dict.fromkeys(plan.recompute, 1)
-    now, cuts = _figures(plan, graph, batch_size, held, again, outputs)
+    window = send_window(schedule, plan.num_stages, plan.num_ranks)
+    now, cuts = _figures(plan, graph, batch_size, held, again, outputs, window)
     longer = batch_size / plan.batch_size
     stages = []
     for stage, old, new, count in zip(plan.stages, before, now, held, strict=True):
@@ -58,7 +62,7 @@ def plan_in_force(
         stages=tuple(stages),
         cuts=cuts,
         outputs=outputs,
-        schedule=plan.schedule if in_flight is None else "gpipe",
+        schedule=schedule,
     )
 
 
@@ -93,12 +97,13 @@ def _figures(
     in_flight: tuple[int, ...],
     repeats: Mapping[int, int],
     outputs: OutputUse | None,
+    window: int | None,
 ) -> tuple[tuple[StagePlan, ...], tuple[CutEdge, ...]]:
     """What the planner's rules say of the stages of a plan."""
     count = plan.num_micro_batches
     rows = micro_batch_size(batch_size, min(plan.num_replicas, batch_size), count)
     costs = StageCostModel(
         graph, optimizer_state_bytes(None, graph.weights), rows, None, count, outputs,
-        shards=plan.shards, ranks=plan.ranks,
+        shards=plan.shards, ranks=plan.ranks, window=window,
     )  # fmt: skip
     return costs.stages(plan.assignment, in_flight, repeats), costs.cuts(plan.assignment)

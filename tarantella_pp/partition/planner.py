@@ -100,6 +100,7 @@ class Planner:
         return StageCostModel(
             self.graph, self.slots, options.micro_batch_size, seconds, options.num_micro_batches,
             shards=options.shards, ranks=options.ranks, machine=self.machine,
+            window=options.send_window,
         )  # fmt: skip
 
     def plan(self, options: PlanOptions) -> Plan:

@@ -18,7 +18,15 @@ from tarantella_pp.runtime.tracing.recorder import (
     Recorder,
     Span,
 )
-from tarantella_pp.schedule import Action, Compute, Direction, Message, Reduce, Transfer
+from tarantella_pp.schedule import (
+    Action,
+    Compute,
+    Direction,
+    Message,
+    Reduce,
+    Transfer,
+    followed_at_once,
+)
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -36,6 +44,7 @@ class _Totals:
     sends: int
     forwards: int
     backwards: Counter[int]
+    at_once: frozenset[Compute]
 
     @classmethod
     def of(cls, program: Sequence[Action]) -> _Totals:
@@ -46,6 +55,7 @@ class _Totals:
             sum(action.operation == "S" for action in transfers),
             sum(action.kind == "F" for action in computations),
             Counter(action.stage for action in computations if action.kind in ("W", "BW")),
+            followed_at_once(program),
         )
 
 
@@ -77,18 +87,25 @@ class Executor:
         self._backwards_left: Counter[int] = Counter()
         self._step: Step
 
-    def run(self, program: Sequence[Action], rows: Mapping[int, int], step: Step) -> None:
+    def run(
+        self,
+        program: Sequence[Action],
+        rows: Mapping[int, int],
+        step: Step,
+        window: int | None = None,
+    ) -> None:
         """Runs one step.
 
         Args:
             program: This rank's actions, in order.
             rows: Number of samples of each micro-batch.
             step: Where data comes from and results go.
+            window: As of `StageMessages.begin`.
         """
         self.clear()
         if program is not self._program:
             self._program, self._totals = program, _Totals.of(program)
-        self._messages.begin(self._totals.receives, rows)
+        self._messages.begin(self._totals.receives, rows, window)
         self._step = step
         self._sends_left = self._totals.sends
         self._backwards_left = self._totals.backwards.copy()
@@ -112,7 +129,7 @@ class Executor:
             arrived = self._await_messages(stage.boundary, action)
             start = time.perf_counter()
             if action.kind == "F":
-                self._forward(stage, action.micro_batch, arrived, step)
+                self._forward(stage, action, arrived, step)
             elif action.kind == "W":
                 stage.backward_weight(action.micro_batch)
             else:
@@ -195,11 +212,14 @@ class Executor:
             return self._receive(action)
         return (self._activations if direction == "F" else self._gradients).pop(message)
 
-    def _forward(self, stage: Stage, key: int, arrived: Sequence[tf.Tensor], step: Step) -> None:
-        boundary = stage.boundary
+    def _forward(
+        self, stage: Stage, action: Compute, arrived: Sequence[tf.Tensor], step: Step
+    ) -> None:
+        boundary, key = stage.boundary, action.micro_batch
         inputs = [*step.data(boundary.index, key), *arrived]
         if step.training:
-            outputs, added = stage.forward(key, inputs, step.share(key))
+            at_once = action in self._totals.at_once
+            outputs, added = stage.forward(key, inputs, step.share(key), at_once=at_once)
         else:
             outputs, added = stage.evaluate(inputs, step.share(key))
         values: Values = dict(zip(boundary.outputs, outputs, strict=True))

@@ -19,7 +19,7 @@ from tarantella_pp.runtime.stage.gradient_reachability import find_connected_gra
 from tarantella_pp.runtime.stage.stage import Stage
 from tarantella_pp.runtime.stage_messages import StageMessages
 from tarantella_pp.runtime.tracing.recorder import Recorder
-from tarantella_pp.schedule import Schedule
+from tarantella_pp.schedule import Schedule, send_window
 
 
 class RankStages(Mapping[int, Stage]):
@@ -117,7 +117,9 @@ class RankStages(Mapping[int, Stage]):
         self.have_run = True
         step.begin()
         self._forward_state.begin(batch.share, step.training)
-        self._executor.run(schedule.actions[self._groups.pipeline.rank], step.rows, step)
+        window = send_window(schedule.name, schedule.num_stages, schedule.num_ranks)
+        program = schedule.actions[self._groups.pipeline.rank]
+        self._executor.run(program, step.rows, step, window)
         self._forward_state.end(batch.shares, step.training)
 
     def clear(self) -> None:

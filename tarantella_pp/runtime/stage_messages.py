@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -11,10 +12,10 @@ from numpy.typing import NDArray
 
 from tarantella_pp.partition.graph.layer_graph import LayerGraph
 from tarantella_pp.runtime.comm.communicator import Communicator, TensorSpec
-from tarantella_pp.runtime.comm.requests import RecvRequest
+from tarantella_pp.runtime.comm.requests import RecvRequest, SendRequest
 from tarantella_pp.runtime.comm.wire_format import numpy_dtype
 from tarantella_pp.runtime.modules.stage_boundary import BoundaryTensor, StageEdge
-from tarantella_pp.schedule import Direction, Message, Transfer
+from tarantella_pp.schedule import Direction, Link, Message, Transfer
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -71,7 +72,8 @@ class _MessageFormat:
 class StageMessages:
     """Sends and receives what crosses the cuts, for one rank.
 
-    Receives are posted ahead of the computation that needs them; sends are never waited for.
+    Receives are posted ahead of the computation that needs them; sends are waited
+    for where a stage is ahead of another by more than `begin` allows.
     Where a shape does not follow from the number of samples - another dimension is not known from
     the model, or the first one does not count samples - a message with the shapes goes first.
 
@@ -105,21 +107,30 @@ class StageMessages:
         self._rows: Mapping[int, int] = {}
         self._expected: list[Transfer] = []
         self._posted: dict[Transfer, RecvRequest] = {}
+        self._window: int | None = None
+        self._sent: dict[Link, deque[SendRequest]] = {}
 
-    def begin(self, receives: Sequence[Transfer], rows: Mapping[int, int]) -> None:
+    def begin(
+        self, receives: Sequence[Transfer], rows: Mapping[int, int], window: int | None = None
+    ) -> None:
         """Posts the first receives of a step.
 
         Args:
             receives: All that this rank will `expect`, in order.
             rows: Number of samples of each micro-batch.
+            window: Most activations of a link that are sent and not taken, as of `send_window`;
+                `None` for any. Those whose shapes go first are not waited for: that these are
+                expected nobody knows in time.
         """
         self._rows = rows
+        self._window = window
+        self._sent.clear()
         self._expected = [*reversed(receives)]
         self._posted.clear()
         self._post_ahead()
 
     def send(self, action: Transfer, values: Sequence[tf.Tensor]) -> None:
-        """Hands a message over and returns at once.
+        """Hands a message over; returns at once where the window of its link allows.
 
         Args:
             action: The send.
@@ -132,8 +143,13 @@ class StageMessages:
         if way.is_dynamic:
             sizes = np.array([size for a in arrays for size in a.shape], np.int64)
             self._communicator.send([sizes], target, way.tag, label=f"shapes of {way.label}")
-        self._communicator.send(arrays, target, way.tag, label=way.label)
+        sending = self._communicator.send(arrays, target, way.tag, label=way.label)
         self._post_ahead()
+        if self._window is not None and action.direction == "F" and not way.is_dynamic:
+            waiting = self._sent.setdefault((action.source, action.target), deque())
+            waiting.append(sending)
+            if len(waiting) > self._window:
+                self._communicator.wait_sent(waiting.popleft())
 
     def shapes(self, edge: StageEdge, rows: int) -> list[TensorSpec] | None:
         """What crosses an edge for so many samples; `None` where the model does not say.

@@ -21,12 +21,14 @@ from tarantella_pp.schedule.actions import (
     Operation,
     Reduce,
     Transfer,
+    followed_at_once,
     parse_action,
 )
 from tarantella_pp.schedule.formulas import (
     bubble_fraction,
     in_backward_bounds,
     in_flight_bounds,
+    send_window,
     speed_up_bound,
 )
 from tarantella_pp.schedule.lowering import lower
@@ -60,6 +62,7 @@ __all__ = [
     "ScheduleSpec",
     "Transfer",
     "bubble_fraction",
+    "followed_at_once",
     "in_backward_bounds",
     "in_flight_bounds",
     "lower",
@@ -67,6 +70,7 @@ __all__ = [
     "parse_action",
     "read_schedule",
     "reductions",
+    "send_window",
     "speed_up_bound",
     "validate",
 ]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from itertools import pairwise
 from typing import Literal, NamedTuple, TypeAlias
 
 from tarantella_pp.errors import ScheduleError
@@ -86,6 +88,28 @@ class Reduce(NamedTuple):
 
 
 Action: TypeAlias = Compute | Transfer | Reduce
+
+
+def followed_at_once(actions: Iterable[Action]) -> frozenset[Compute]:
+    """Returns the forwards whose own backward is the next computation of their rank.
+
+    Nothing has to be repeated between the two, and nothing else needs memory: a stage that
+    recomputes keeps what it has just made. Under 1F1B those are all of the last stage::
+
+        stage 0  F0 F1 .. .. BW0-- F2 BW1--       keeps inputs, and repeats F0 in BW0
+        stage 1  .. F0 BW0-- F1 BW1-- F2 BW2--    repeats nothing
+
+    Args:
+        actions: What a rank does, in order.
+    """
+    computations = [action for action in actions if isinstance(action, Compute)]
+    return frozenset(
+        first
+        for first, second in pairwise(computations)
+        if first.kind == "F"
+        and second.kind in ("B", "BW")
+        and (first.stage, first.micro_batch) == (second.stage, second.micro_batch)
+    )
 
 
 def parse_action(text: str) -> Action:

@@ -135,6 +135,32 @@ def in_backward_bounds(name: str, num_stages: int, num_micro_batches: int) -> tu
     return (0 if name == "forward" else 1,) * num_stages
 
 
+def send_window(name: str, num_stages: int, num_ranks: int) -> int | None:
+    """Returns how many activations a stage may have sent to another that has not taken them.
+
+    Where all forwards come first a stage could run ahead by a whole step, and keep all of it in
+    memory. It waits instead: each micro-batch takes as long as the one before, and in such a line
+    the slowest stage alone says when the last one is through, as long as it never runs dry. A link
+    that skips stages is as many micro-batches behind as it skips; two more make up for unsteady
+    times. The wait ends when the receive is posted, so the law that no schedule may deadlock if
+    each send blocks until then holds for this one, too.
+
+    Args:
+        name: Name of the schedule.
+        num_stages: Number of stages.
+        num_ranks: Number of ranks of a pipeline.
+
+    Returns:
+        A number of messages of each link; `None` for no bound. Other schedules hold few
+        micro-batches anyway, and ranks with several stages have other work than to wait.
+
+    Example:
+        >>> send_window("gpipe", num_stages=4, num_ranks=4)
+        6
+    """
+    return num_stages + 2 if name in ("gpipe", "forward") and num_ranks == num_stages else None
+
+
 def _check_memory_formula(name: str) -> None:
     if name not in MEMORY_FORMULAS:
         raise ScheduleError(

@@ -22,6 +22,8 @@ class StageCosts:
         activation_bytes: Bytes that a micro-batch in flight keeps.
         static_bytes: Bytes that the stage needs whatever is in flight: weights, gradients,
             optimizer state, buffers.
+        repeated: Seconds of B and BW that repeat the forward pass; not taken where that was the
+            computation before. Default: nothing is repeated.
     """
 
     forward: float
@@ -30,6 +32,7 @@ class StageCosts:
     full_backward: float | None = None
     activation_bytes: float = 0.0
     static_bytes: float = 0.0
+    repeated: float = 0.0
 
     def __post_init__(self) -> None:
         for option, value in vars(self).items():
@@ -130,8 +133,10 @@ class Costs:
         return self.links.get((source, target), opposite)
 
     def serial_seconds(self, num_micro_batches: int, *, has_backward: bool = True) -> float:
-        """Returns the seconds of a step in one process, with fused backwards."""
+        """Returns the seconds of a step in one process, with fused backwards.
+
+        Each micro-batch goes forward and back before the next, so the last stage repeats nothing.
+        """
         kinds: tuple[Kind, ...] = ("F", "BW") if has_backward else ("F",)
-        return num_micro_batches * sum(
-            stage.seconds(kind) for stage in self.stages for kind in kinds
-        )
+        seconds = sum(stage.seconds(kind) for stage in self.stages for kind in kinds)
+        return num_micro_batches * (seconds - (self.stages[-1].repeated if has_backward else 0.0))

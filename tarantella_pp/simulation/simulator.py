@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from tarantella_pp.errors import ScheduleError
-from tarantella_pp.schedule.actions import Compute, Message, Reduce, Transfer
+from tarantella_pp.schedule.actions import (
+    Compute,
+    Message,
+    Reduce,
+    Transfer,
+    followed_at_once,
+)
 from tarantella_pp.schedule.replay import Replay
 from tarantella_pp.schedule.schedule import Schedule
 from tarantella_pp.simulation.costs import Costs
@@ -64,12 +70,21 @@ class _TimedReplay(Replay):
         self._seconds = [
             {kind: stage.seconds(kind) for kind in ("F", "B", "W", "BW")} for stage in costs.stages
         ]
+        self._at_once = {
+            (action.stage, action.micro_batch)
+            for own in (schedule.actions if any(s.repeated for s in costs.stages) else ())
+            for action in followed_at_once(own)
+        }
         super().__init__(schedule.actions, blocking=False)
 
     def compute(self, rank: int, action: Compute) -> None:
         """Lets a computation take its seconds."""
         start = self._clock[rank] + self._costs.before.get(action, 0.0)
-        self._clock[rank] = end = start + self._seconds[action.stage][action.kind]
+        seconds = self._seconds[action.stage][action.kind]
+        if self._at_once and action.kind in ("B", "BW"):
+            at_once = (action.stage, action.micro_batch) in self._at_once
+            seconds -= self._costs.stages[action.stage].repeated if at_once else 0.0
+        self._clock[rank] = end = start + seconds
         self.events[rank].append(Event(rank, start, end, action))
 
     def send(self, rank: int, action: Transfer) -> None:

@@ -63,9 +63,9 @@ def train_cases(cases: Sequence[tuple[str, dict[str, Any]]]) -> list[list[Any]]:
     ran: list[list[int]] = []
     forward = Stage.forward
 
-    def counted(self: Stage, key: int, inputs: Sequence[Any], *rest: Any) -> Any:
+    def counted(self: Stage, key: int, inputs: Sequence[Any], *rest: Any, **options: Any) -> Any:
         ran.append([self.boundary.index, int(inputs[0].shape[0])])
-        return forward(self, key, inputs, *rest)
+        return forward(self, key, inputs, *rest, **options)
 
     Stage.forward = counted
     found = []

@@ -14,6 +14,7 @@ from tarantella_pp.schedule import (
     Schedule,
     Transfer,
     bubble_fraction,
+    followed_at_once,
     lower,
     make_schedule,
     reductions,
@@ -203,3 +204,31 @@ def test_drawings_have_the_width_asked_for(schedule, width):
     reduced = any(schedule.buckets)
     assert len(lines) == schedule.num_ranks * (1 + reduced) + 1
     assert {len(line) for line in lines[:-1]} == {len("rank 0 ||") + width}
+
+
+@pytest.mark.parametrize(
+    ("name", "stages", "micro_batches", "saved"),
+    [
+        ("gpipe", 2, 3, 0),
+        ("1f1b", 2, 3, 3),
+        ("zb-h1", 2, 3, 3),
+        ("1f1b", 3, 1, 3),
+        ("gpipe", 1, 1, 1),
+    ],
+)
+def test_a_micro_batch_that_comes_back_at_once_is_not_repeated(name, stages, micro_batches, saved):
+    def busy(repeated):
+        costs = StageCosts(1.0, 2.0, 1.0, repeated=repeated)
+        return sum(play(name, stages, micro_batches, costs=Costs((costs,) * stages)).busy_seconds)
+
+    assert busy(0.0) - busy(1.0) == pytest.approx(saved)
+
+
+def test_nothing_comes_back_at_once_where_a_rank_computes_in_between():
+    schedule = Schedule.from_text("rank 0: 0F0 1F0 1BW0 0BW0 0F1 0BW1 1F1 1B1")
+    assert followed_at_once(schedule.actions[0]) == {
+        Compute(1, "F", 0), Compute(0, "F", 1), Compute(1, "F", 1)
+    }  # fmt: skip
+    assert followed_at_once(lower(make_schedule("1f1b", 2, 4)).actions[1]) == {
+        Compute(1, "F", i) for i in range(4)
+    }

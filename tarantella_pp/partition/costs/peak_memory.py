@@ -201,21 +201,27 @@ def tie_bytes(weights: Iterable[Weight], users: Sequence[Sequence[int]], stage: 
 
 
 def message_bytes(
-    cuts: Iterable[CutEdge], stage: int, in_flight: int, kept: Container[str]
+    cuts: Iterable[CutEdge],
+    stage: int,
+    in_flight: int,
+    kept: Container[str],
+    window: int | None = None,
 ) -> tuple[int, int, int]:
     """Counts the memory of messages.
 
     The next receive is posted ahead; what has arrived is there while it is used, or longer where
-    it is kept. What has been sent stays until it is received, and no rank waits for that:
-    activations until their gradient comes back, at the latest. Gradients are gone when the next
-    ones are made, because a stage that waits for messages in between sees to its own; the last one
-    hardly waits.
+    it is kept. What has been sent stays until it is received: activations until their gradient
+    comes back, at the latest, and no more of them than a window and the next. Gradients are gone
+    when the next ones are made, because a stage that waits for messages in between sees to its
+    own; the last one hardly waits.
 
     Args:
         cuts: The tensors that are sent between stages.
         stage: The stage.
         in_flight: Most micro-batches that it holds at a time.
         kept: Names of the tensors that it keeps for its backward pass.
+        window: Most micro-batches that it has sent and that are not taken, as of `send_window`;
+            `None` for any.
 
     Returns:
         Bytes that it receives into besides what it keeps, of activations that it has sent, and of
@@ -235,4 +241,5 @@ def message_bytes(
                 messages["gradients", target] += cut.bytes
     back = sum(size for (what, _), size in messages.items() if what == "gradients")
     received = max(messages.values(), default=0) + back + fresh
-    return received, in_flight * waiting, 0 if back else ON_THEIR_WAY * returned
+    backlog = in_flight if window is None else min(in_flight, window + 1)
+    return received, backlog * waiting, 0 if back else ON_THEIR_WAY * returned

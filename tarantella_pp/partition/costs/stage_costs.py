@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -60,6 +60,7 @@ class StageCostModel:
         shards: Replicas that share out the optimizer state; 1 where each has all of it.
         ranks: Rank of each stage in its pipeline; empty where each has its own.
         machine: What computes; `None` where arithmetic alone counts.
+        window: Most micro-batches that a stage has sent and that are not taken; `None` for any.
     """
 
     graph: LayerGraph
@@ -71,6 +72,7 @@ class StageCostModel:
     shards: int = 1
     ranks: Sequence[int] = ()
     machine: HardwareSpec | None = None
+    window: int | None = None
 
     def flops(self) -> npt.NDArray[np.float64]:
         """Returns the FLOPs of each node's forward pass per sample, memory traffic among them.
@@ -194,7 +196,8 @@ class StageCostModel:
         parameters = sum(weight.bytes for weight in weights if weight.trainable)
         kept, repeated = self._kept_bytes(nodes, again=repeats > 0)
         names = {self.graph.tensors[t].name for t in self._kept(nodes, again=repeats > 0)}
-        received, sent, returned = message_bytes(cuts, stage, in_flight, names)
+        window = None if self._sends_shapes(cuts, stage) else self.window
+        received, sent, returned = message_bytes(cuts, stage, in_flight, names, window)
         backward = returned + backward_bytes(self.graph, nodes, self.micro_batch_size)
         own = [weight for weight in weights if users[weight.id][0] == stage]
         shares = [[w for w in own if replicas[w.id] == one] for one in range(self.shards)]
@@ -235,6 +238,17 @@ class StageCostModel:
             + max(
                 made.held + max(made.gradients + backward, made.loss), sent, update, product, end
             ),
+        )
+
+    def _sends_shapes(self, cuts: Iterable[CutEdge], stage: int) -> bool:
+        """Whether a stage may send messages whose shapes go first, which it does not wait for."""
+        sent = {cut.tensor for cut in cuts if cut.source == stage}
+        return any(
+            tensor.rows_per_sample != 1
+            or None in tensor.shape[1:]
+            or (tensor.mask_shape is not None and tensor.mask_shape != tensor.shape[:2])
+            for tensor in self.graph.tensors
+            if tensor.name in sent
         )
 
     def _replicas(self, users: Sequence[tuple[int, ...]]) -> Sequence[int]:

@@ -186,6 +186,7 @@ class PlanSimulation:
             full_backward=once + again + summed + 2 * gradient,
             activation_bytes=larger * stage.activation_bytes,
             static_bytes=static,
+            repeated=again,
         )
 
     def step(self, num_ranks: int | None = None) -> PipelineStep:

@@ -105,7 +105,7 @@ class Channel:
         spec = TensorSpec(shape, dtype)
         return self._pool.take(spec.nbytes).view(numpy_dtype(dtype)).reshape(shape)
 
-    def send(self, arrays: Sequence[Any], dest: int, tag: int, label: str) -> None:
+    def send(self, arrays: Sequence[Any], dest: int, tag: int, label: str) -> SendRequest:
         """Starts to send a message."""
         tensors = [as_array(array) for array in arrays]
         world_rank = self._world_ranks[dest]
@@ -124,6 +124,7 @@ class Channel:
         self.progress()  # or a rank that never waits keeps all that it has sent
         self._outgoing.append(sending)
         self._progress.add_sender(self)
+        return sending
 
     def _send_piece(self, sending: SendRequest, piece: Bytes) -> None:
         sending.add(piece, self._comm.Isend((piece, self._byte), sending.dest, sending.tag))
@@ -173,12 +174,16 @@ class Channel:
         self._outgoing = remaining
         return [(sending.world_rank, sending.nbytes) for sending in remaining]
 
+    def wait(self, sending: SendRequest) -> None:
+        """Waits until a message has been sent."""
+        if not sending.done():
+            self.waiter.until(sending.done, sending.expectation, self.peers(sending.dest))
+        self.progress()
+
     def flush(self) -> None:
         """Waits until everything has been sent."""
         while self._outgoing:
-            sending = self._outgoing[0]
-            self.waiter.until(sending.done, sending.expectation, self.peers(sending.dest))
-            self.progress()
+            self.wait(self._outgoing[0])
 
     def outstanding(self) -> list[str]:
         """Returns what is on its way, one line each."""

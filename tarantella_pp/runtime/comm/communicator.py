@@ -22,7 +22,7 @@ from tarantella_pp.runtime.comm.wire_format import TensorSpec
 
 if TYPE_CHECKING:
     from tarantella_pp.runtime.comm.mpi_communicator import MpiCommunicator
-    from tarantella_pp.runtime.comm.requests import RecvRequest
+    from tarantella_pp.runtime.comm.requests import RecvRequest, SendRequest
 
 __all__ = ["Communicator", "TensorSpec", "world"]
 
@@ -49,7 +49,7 @@ class Communicator:
     world_ranks: tuple[int, ...] = (0,)
     largest_tag: int = 2**31 - 1
 
-    def send(self, arrays: Sequence[Any], dest: int, tag: int, *, label: str = "") -> None:
+    def send(self, arrays: Sequence[Any], dest: int, tag: int, *, label: str = "") -> SendRequest:
         """Starts to send tensors to another rank and returns at once.
 
         No tensor is copied, unless its memory is not contiguous: do not change them before they
@@ -62,10 +62,22 @@ class Communicator:
                 Messages with the same tag arrive in the order in which they were sent.
             label: What the message is, for reports: the edge and the micro-batch.
 
+        Returns:
+            A request, for `wait_sent`.
+
         Raises:
             CommunicationError: No such other rank or tag, or elements that are Python objects.
         """
         raise self._nobody(f"dest={dest}")
+
+    def wait_sent(self, sending: SendRequest) -> None:
+        """Waits until MPI has read all of a message.
+
+        The receiver expects a large one by then; a small one may wait in memory of its MPI.
+
+        Args:
+            sending: What `send` has returned.
+        """
 
     def post_receive(
         self, specs: Sequence[TensorSpec], source: int, tag: int, *, label: str = ""

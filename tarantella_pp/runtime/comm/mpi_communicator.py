@@ -17,7 +17,7 @@ from tarantella_pp.runtime.comm.agreement import Agreement
 from tarantella_pp.runtime.comm.channel import Channel
 from tarantella_pp.runtime.comm.collective_requests import CollectiveRequest, Steps
 from tarantella_pp.runtime.comm.communicator import Communicator
-from tarantella_pp.runtime.comm.requests import RecvRequest
+from tarantella_pp.runtime.comm.requests import RecvRequest, SendRequest
 from tarantella_pp.runtime.comm.waiting.flight_recorder import FlightRecorder
 from tarantella_pp.runtime.comm.waiting.polling import Limits, Waiter
 from tarantella_pp.runtime.comm.waiting.progress import Progress
@@ -96,10 +96,14 @@ class MpiCommunicator(Communicator):
         bell.connect(ranks.allgather_json(bell.address))
         return ranks
 
-    def send(self, arrays: Sequence[Any], dest: int, tag: int, *, label: str = "") -> None:
+    def send(self, arrays: Sequence[Any], dest: int, tag: int, *, label: str = "") -> SendRequest:
         """Starts to send tensors; see `Communicator.send`."""
         self._check_peer("dest", dest, tag, label)
-        self._channel.send(arrays, dest, tag, label)
+        return self._channel.send(arrays, dest, tag, label)
+
+    def wait_sent(self, sending: SendRequest) -> None:
+        """Waits until a message has been sent; see `Communicator.wait_sent`."""
+        self._channel.wait(sending)
 
     def post_receive(
         self, specs: Sequence[TensorSpec], source: int, tag: int, *, label: str = ""

@@ -52,6 +52,7 @@ class SendRequest:
             if not self._requests[-1].Test():
                 return False
             self._requests.pop()
+        self._memory.clear()
         return True
 
     def expectation(self) -> str:

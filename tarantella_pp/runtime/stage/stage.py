@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import tensorflow as tf
 
@@ -15,33 +14,7 @@ from tarantella_pp.runtime.probes.stage_probe import StageProbe
 from tarantella_pp.runtime.stage.layer_metrics import StageMetrics
 from tarantella_pp.runtime.stage.split_backward import SplitBackward
 from tarantella_pp.runtime.stage.step import Step
-from tarantella_pp.runtime.stage.tape_backward import TapeBackward
-from tarantella_pp.runtime.tf_graph.graph_split import CutError
-
-logger = logging.getLogger(__name__)
-
-Shapes = tuple[tf.TensorShape, ...]
-
-
-class TrainingPass(Protocol):
-    """Forward and backward of one stage, for micro-batches of one size or of any size."""
-
-    def forward(
-        self, key: int, inputs: Sequence[tf.Tensor]
-    ) -> tuple[list[tf.Tensor], tf.Tensor | None]:
-        """Runs micro-batch `key` forward: the outputs, and the added losses."""
-
-    def backward(self, key: int, seeds: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Runs `key` backward: accumulates weight gradients, returns the input gradients."""
-
-    def backward_input(self, key: int, seeds: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """The part of `backward` that the input gradients need."""
-
-    def backward_weight(self, key: int) -> None:
-        """The rest of `backward`."""
-
-    def clear(self) -> None:
-        """Drops what is kept for micro-batches in flight."""
+from tarantella_pp.runtime.stage.training_passes import TrainingPass, TrainingPasses
 
 
 class Stage:
@@ -53,14 +26,14 @@ class Stage:
     Args:
         boundary: The border of the stage.
         calls: The stage's calls, in topological order.
-        recompute: Whether to keep a micro-batch's inputs only, and repeat its forward pass.
+        recompute: Whether to keep a micro-batch's inputs only, and repeat its forward pass, where
+            other work comes between that and its backward pass.
         micro_batches: Most micro-batches of a step.
         num_replicas: Number of pipelines that share a batch.
 
     Attributes:
         module: What it computes with.
         probe: Tries it out before it first runs.
-        fallback: Why it could not be cut in three, if so.
     """
 
     def __init__(
@@ -71,28 +44,41 @@ class Stage:
         micro_batches: int = 1,
         num_replicas: int = 1,
     ) -> None:
-        self._recompute = recompute
         self.boundary = boundary
         self.module = StageModule(boundary, calls, micro_batches)
         self._metrics = StageMetrics(self.module, num_replicas)
         self.probe = StageProbe(self.module)
-        self.fallback: str | None = None
-        self._first: list[tuple[tf.TensorShape, tf.DType]] = []
-        self._specs: list[tf.TensorSpec] = []
-        self._general: TrainingPass | None = None
-        self._passes: dict[Shapes, TrainingPass] = {}
+        self._first: list[tf.TensorSpec] = []
+        self._keeping = TrainingPasses(self.module, recompute=False)
+        self._repeating = TrainingPasses(self.module, recompute=True) if recompute else None
         self._running: dict[int, TrainingPass] = {}
         self._evaluate = tf.function(self._run_inference, autograph=False, reduce_retracing=True)
 
     @property
+    def fallback(self) -> str | None:
+        """Why it could not be cut in three, if so."""
+        return next((passes.fallback for passes in self._used if passes.fallback), None)
+
+    @property
     def residual_bytes(self) -> int | None:
-        """Bytes kept of a micro-batch of the shapes seen first; `None` for loops and on tapes."""
-        return self._general.residual_bytes if isinstance(self._general, SplitBackward) else None
+        """Bytes kept of a micro-batch of the shapes seen first; `None` for loops and on tapes.
+
+        Of one that waits for its backward pass, if there are any.
+        """
+        found = self._used[0].general if self._used else None
+        return found.residual_bytes if isinstance(found, SplitBackward) else None
 
     @property
     def waiting_bytes(self) -> int | None:
         """As `residual_bytes`, of a micro-batch that has run B and waits for W."""
-        return self._general.waiting_bytes if isinstance(self._general, SplitBackward) else None
+        found = self._used[0].general if self._used else None
+        return found.waiting_bytes if isinstance(found, SplitBackward) else None
+
+    @property
+    def _used(self) -> list[TrainingPasses]:
+        """The kinds of passes that have run."""
+        kinds = (self._repeating, self._keeping)
+        return [kind for kind in kinds if kind is not None and kind.general is not None]
 
     def rehearse(self, step: Step, inputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Tries the stage out before it first runs; changes nothing.
@@ -119,7 +105,8 @@ class Stage:
     def compile(self, specs: Sequence[tf.TensorSpec], training: bool) -> None:
         """Compiles what runs for inputs that are only described; see `forward` and `evaluate`."""
         if training:
-            self._pass_for(specs)
+            for kind in self._used or [self._kind()]:
+                self._pass_for(specs, kind)
         else:
             self._evaluate.get_concrete_function(list(specs))
 
@@ -140,7 +127,7 @@ class Stage:
         return self.probe.factors(step.training, step.share(key))
 
     def forward(
-        self, key: int, inputs: Sequence[tf.Tensor], share: float = 1.0
+        self, key: int, inputs: Sequence[tf.Tensor], share: float = 1.0, *, at_once: bool = False
     ) -> tuple[list[tf.Tensor], tf.Tensor | None]:
         """Runs one micro-batch forward in training mode and keeps what backward needs.
 
@@ -148,12 +135,14 @@ class Stage:
             key: The micro-batch.
             inputs: One tensor for each of `boundary.inputs`.
             share: Its share of the batch.
+            at_once: Whether its backward pass comes next: then nothing has to be repeated, for
+                what that would make is there already.
 
         Returns:
             One tensor for each of `boundary.outputs`, and the losses that the stage's layers
             added, `None` if they added none.
         """
-        work = self._running[key] = self._pass_for(inputs)
+        work = self._running[key] = self._pass_for(inputs, self._kind(at_once))
         before = self._metrics.means(share, training=True)
         results = work.forward(key, inputs)
         self._metrics.weigh(before, share, training=True)
@@ -218,66 +207,42 @@ class Stage:
         if all(coming) and not self.module.blocks:
             sums.reached = [True] * len(sums.weights)
             return [True] * len(self.boundary.input_gradients)
-        connected, sums.reached = self.module.connected(self._specs, coming)
+        connected, sums.reached = self.module.connected(self._used[0].specs, coming)
         return connected
 
     @property
     def first_shapes(self) -> list[Any]:
         """Shape and dtype of each input of the first micro-batch; none before it."""
-        return [[shape.as_list(), dtype.name] for shape, dtype in self._first]
+        return [[spec.shape.as_list(), spec.dtype.name] for spec in self._first]
 
     def begin_with(self, shapes: Sequence[Any]) -> None:
-        """Compiles the stage as if a micro-batch of these shapes had been the first.
+        """Has the stage compiled as if a micro-batch of these shapes had been the first.
 
         What is static to a compiled function decides about the last bits of its results.
 
         Args:
             shapes: What `first_shapes` returned.
         """
-        if self._general is None:
-            self._pass_for([tf.TensorSpec(shape, dtype) for shape, dtype in shapes])
+        if not self._first:
+            self._first = [tf.TensorSpec(shape, dtype) for shape, dtype in shapes]
 
     def clear(self) -> None:
         """Forgets the micro-batches in flight and the gradients so far."""
         self._running.clear()
-        for work in set(self._passes.values()):
-            work.clear()
+        for passes in self._used:
+            for work in passes:
+                work.clear()
         self.module.accumulator.reset()
         self.module.statistics.clear()
 
     def _run_inference(self, inputs: list[tf.Tensor]) -> tuple[list[tf.Tensor], tf.Tensor]:
         return self.module.run(inputs, training=False)
 
-    def _pass_for(self, inputs: Sequence[tf.Tensor]) -> TrainingPass:
-        """One pass for the first shapes seen, fast for they are static; one for all others."""
-        shapes = tuple(tensor.shape for tensor in inputs)
-        known = self._passes.get(shapes)
-        if known is None:
-            known = self._passes[shapes] = self._new_pass(inputs)
-        return known
+    def _kind(self, at_once: bool = False) -> TrainingPasses:
+        """The passes that keep what backward needs, or those that repeat it."""
+        return self._keeping if at_once or self._repeating is None else self._repeating
 
-    def _new_pass(self, inputs: Sequence[tf.Tensor]) -> TrainingPass:
-        if self._general is None:
-            self._first = [(tensor.shape, tensor.dtype) for tensor in inputs]
-            self._specs = [tf.TensorSpec(*given) for given in self._first]
-            self._general = self._make_pass(self._specs)
-        pairs = list(zip(self._specs, inputs, strict=True))
-        if not all(spec.is_compatible_with(tensor) for spec, tensor in pairs):
-            specs = [tf.TensorSpec(_covering(s.shape, t.shape), t.dtype) for s, t in pairs]
-            self._general, self._specs = self._make_pass(specs), specs
-        return self._general
-
-    def _make_pass(self, specs: Sequence[tf.TensorSpec]) -> TrainingPass:
-        if self.fallback is None:
-            try:
-                return SplitBackward(self.module, specs, self._recompute)
-            except CutError as error:
-                self.fallback = str(error)
-                logger.info("stage %d runs on a gradient tape: %s", self.boundary.index, error)
-        return TapeBackward(self.module)
-
-
-def _covering(first: tf.TensorShape, second: tf.TensorShape) -> list[int | None]:
-    """The shape that fits both, and any number of rows."""
-    sizes = zip(first.as_list(), second.as_list(), strict=True)
-    return [a if a == b and place else None for place, (a, b) in enumerate(sizes)]
+    def _pass_for(self, inputs: Sequence[tf.Tensor], kind: TrainingPasses) -> TrainingPass:
+        if not self._first:
+            self._first = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in inputs]
+        return kind.for_inputs(inputs, self._first)

@@ -68,6 +68,21 @@ def test_outputs_that_loss_and_metrics_hold_are_in_the_plan():
     assert [stage.in_flight for stage in once.plan.stages] == [8, 8]
 
 
+@pytest.mark.filterwarnings("ignore:.*at once")
+def test_a_loss_of_all_samples_at_once_has_the_backlog_of_gpipe():
+    def skip():
+        x = keras.Input((64,))
+        y = layers.Add()([layers.Dropout(0.1)(layers.Dense(64)(x)), x])  # sent and not kept
+        return keras.Model(x, layers.Dense(10)(layers.Dense(64)(y)))
+
+    stages = []
+    for schedule, loss in ((None, coupled), ("gpipe", "mse")):
+        model = tnt.PipelineModel(skip(), 2, 16, batch_size=4096, schedule=schedule)
+        model.compile("sgd", loss)
+        stages.append(model.plan.stages[0].working_bytes)
+    assert stages[0] == stages[1]
+
+
 def test_the_plan_in_force_is_that_of_the_largest_batch_trained():
     model = pipeline()
     model.fit(X[:40], X[:40], batch_size=2 * ROWS, verbose=0)  # and a last one of 8 samples

@@ -11,6 +11,7 @@ from keras import layers
 
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.models.pipeline_model import PipelineModel
+from tarantella_pp.schedule import Schedule
 from tests.helpers.training import (
     CASES,
     distance,
@@ -46,6 +47,18 @@ def test_recomputation_changes_no_number(name, schedule):
     assert distance(plain(name), train(CASES[name], **options, recompute="all")) < 1e-13
 
 
+@pytest.mark.parametrize("name", ["dropout", pytest.param("batch_norm", marks=pytest.mark.slow)])
+def test_micro_batches_that_repeat_nothing_and_others_give_the_same(name):
+    order = "0F0 1F0 1BW0 0F1 0F2 1F1 1F2 1BW1 1BW2 0BW0 0BW1 0BW2"
+    given = {"num_stages": 2, "num_micro_batches": 3}
+    free = train(CASES[name], **given, schedule="1f1b")
+    schedule = Schedule.from_text(f"rank 0: {order}")
+    model = make(CASES[name], **given, schedule=schedule, recompute="all")
+    assert distance(free, finish(model, CASES[name])) < 1e-13
+    stages = model._engine.stages
+    assert [len(stages[i]._used) for i in (0, 1)] == [1, 2]
+
+
 @pytest.mark.slow
 def test_one_micro_batch_that_recomputes_equals_plain_keras():
     found = train(CASES["batch_norm"], num_stages=2, num_micro_batches=1, recompute="all")
@@ -55,7 +68,7 @@ def test_one_micro_batch_that_recomputes_equals_plain_keras():
 def test_only_inputs_are_kept_and_the_plan_says_how_much():
     """What the traced stages keep is what the plan counts, with and without recomputation."""
     kept = {}
-    for recompute in ("none", (0,)):
+    for recompute in ("none", (0,), (0, 1)):
         x = inputs = keras.Input((16,))
         for seed in range(6):
             x = layers.Dense(16, activation="relu")(x)
@@ -68,10 +81,13 @@ def test_only_inputs_are_kept_and_the_plan_says_how_much():
         stages = model._engine.stages
         kept[recompute] = [stages[i].residual_bytes for i in (0, 1)]
         planned = [stage.activation_bytes for stage in model.plan.stages]
+        if recompute == (0, 1):  # every micro-batch comes back at once
+            planned[1] += model.plan.stages[1].recomputed_bytes
         states = [24 * 8, 24 * 8]  # of random number generators, at most
         for real, count, more in zip(kept[recompute], planned, states, strict=True):
             assert count <= real <= count + more
     assert kept[0,][0] < kept["none"][0] / 4
+    assert kept[0, 1] == kept[0,]  # the last stage repeats nothing
 
 
 def test_the_limit_decides_which_stages_recompute():

@@ -94,9 +94,9 @@ class Counted:
             self.sent[label.split(",")[0]] += sum(np.asarray(array).nbytes for array in arrays)
             return send(channel, arrays, dest, tag, label)
 
-        def counting_forward(stage, micro_batch, inputs, *more):
+        def counting_forward(stage, micro_batch, inputs, *more, **options):
             self.rows += int(inputs[0].shape[0])
-            return forward(stage, micro_batch, inputs, *more)
+            return forward(stage, micro_batch, inputs, *more, **options)
 
         Channel.send, Stage.forward = counting_send, counting_forward
 

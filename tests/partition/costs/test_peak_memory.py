@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import keras
+import msgspec
 import pytest
 from keras import layers
 
@@ -120,6 +121,21 @@ CHAIN = [cut(0, 1, name="a"), cut(1, 2, name="b")]
 )
 def test_messages_are_there_until_used_and_received(cuts, stage, kept, received, sent, returned):
     assert message_bytes(cuts, stage, 3, set(kept)) == (received, sent, returned)
+    assert message_bytes(cuts, stage, 3, set(kept), window=2) == (received, sent, returned)
+    assert message_bytes(cuts, stage, 1667, set(kept), window=2) == (received, sent, returned)
+
+
+def test_stages_that_send_shapes_first_have_no_window():
+    graph = graph_of(*[dense() for _ in range(4)])
+    tensors = tuple(msgspec.structs.replace(t, rows_per_sample=None) for t in graph.tensors)
+    unsure = msgspec.structs.replace(graph, tensors=tensors)
+
+    def sends(graph, window):
+        slots = [0] * len(graph.weights)
+        costs = StageCostModel(graph, slots, micro_batch_size=2, window=window)
+        return costs.stages([0, 0, 1, 1], [500, 500])[0].working_bytes
+
+    assert sends(graph, 4) < sends(graph, None) == sends(unsure, None) == sends(unsure, 4)
 
 
 def test_stages_that_recompute_keep_what_they_receive():

@@ -16,7 +16,8 @@ from tarantella_pp.runtime.comm.waiting.wakeup import Wakeup
 _LOG = logging.getLogger(__name__)
 
 # Who waits for whom: a receive for the rank that sends, the end of a step for the sends that are
-# still under way, a collective call for all. Nobody waits at a send: it leaves in the background.
+# still under way, a collective call for all. A send leaves in the background; only who is ahead by
+# as much as `send_window` allows waits there.
 #
 #     rank 0   F0 F1 F2 ~~~~~~~~~~~~~ B0           ~  waits for the gradient of micro-batch 0
 #                \                   /

@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from benchmarks.runtime.stubs import Seconds, StubPipeline
+from tarantella_pp.runtime.comm.communicator import world
+from tarantella_pp.runtime.tracing.recorder import Recorder
+from tarantella_pp.schedule import Transfer, send_window
+from tests.helpers.mpi import find_mpiexec, mpi_run
+
+needs_mpi = pytest.mark.skipif(find_mpiexec() is None, reason="no mpiexec")
+MICRO_BATCHES = 20
+LARGE = 1 << 16
+"""Elements of a row, for messages that MPI does not buffer."""
+
+
+def run_ahead():
+    """Runs on both ranks: the first stage is quick, the second one slow. When did what end?"""
+    ranks, found = world(), {}
+    seconds = Seconds(*([0.0] * 3 if ranks.rank == 0 else [5e-3] * 3))
+    for name in ("gpipe", "forward"):
+        recorder = Recorder(2)
+        pipeline = StubPipeline(name, 2, MICRO_BATCHES, seconds, ranks, LARGE, recorder)
+        alike = [pipeline.step().finished for _ in range(2)]
+        ranks.flush()
+        found[name] = (
+            len(alike),
+            [
+                (span.what.micro_batch, span.what.operation, span.end)
+                for span in recorder.steps[0].spans
+                if isinstance(span.what, Transfer) and span.what.direction == "F"
+            ],
+        )
+    return found
+
+
+@needs_mpi
+@pytest.mark.mpi
+def test_a_stage_is_ahead_of_a_slower_one_by_a_window_of_messages():
+    first, second = mpi_run(2, run_ahead, timeout=60).check().results
+    for name in ("gpipe", "forward"):
+        window = send_window(name, 2, 2)
+        sent = {i: end for i, operation, end in first[name][1] if operation == "S"}
+        taken = sorted(end for _, operation, end in second[name][1] if operation == "R")
+        assert len(sent) == len(taken) == MICRO_BATCHES
+        ahead = [i + 1 - np.searchsorted(taken, end) for i, end in sent.items()]
+        # the receiver expects two ahead, which count as taken for the sender
+        assert 2 <= max(ahead) <= window + 3
+
+
+@pytest.mark.parametrize(
+    ("name", "stages", "ranks", "window"),
+    [("gpipe", 4, 4, 6), ("forward", 2, 2, 4), ("gpipe", 4, 2, None), ("1f1b", 4, 4, None)],
+)
+def test_schedules_with_all_forwards_first_have_a_window(name, stages, ranks, window):
+    assert send_window(name, stages, ranks) == window

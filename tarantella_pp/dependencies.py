@@ -27,3 +27,13 @@ def needed_for(what: str) -> Iterator[None]:
         raise MissingDependencyError(
             f"{what} needs {package}, which is not installed here: {INSTALL[package]}."
         ) from error
+
+
+def version_of(distribution: str) -> str | None:
+    """Returns the version of an installed distribution, without importing it."""
+    from importlib import metadata  # loads more modules than all else of `import tarantella_pp`
+
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None

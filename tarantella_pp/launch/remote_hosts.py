@@ -7,10 +7,11 @@ import json
 import shlex
 import socket
 import subprocess
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import IO, Any
 
 from tarantella_pp.errors import ConfigurationError, LaunchError
 from tarantella_pp.launch.channel import addresses
@@ -22,7 +23,8 @@ LIMIT_SECONDS = 60.0
 """How long a host may take to answer."""
 _OF_A_BATCH_SYSTEM = ("SLURM_JOB_ID", "PBS_NODEFILE", "LSB_HOSTS", "PE_HOSTFILE", "HYDRA_HOST_FILE")
 """Variables from which MPI takes hosts of its own accord."""
-_NEEDED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH")
+_NEEDED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES")
+_POLL_SECONDS = 0.02
 
 
 def other_hosts(
@@ -67,9 +69,7 @@ def check(
     own = addresses.own_addresses()
     local = [host.name for host in hosts if addresses.is_here(host.name, own)]
     remote = [host.name for host in hosts if host.name not in local] if shell else []
-    given = [f"{name}={environ[name]}" for name in _NEEDED if name in environ]
-    command = ["env", *given, *interpreter, "-m", "tarantella_pp.launch.host_answer"]
-    answers = ask(remote, shell, [*command, str(launcher)])
+    answers = ask(remote, shell, question(interpreter, environ, launcher))
     names = {host: socket.gethostname() for host in local}
     for host, answer in answers.items():
         names[host] = str(answer["name"])
@@ -85,10 +85,26 @@ def check(
                 )
 
 
+def question(
+    interpreter: Sequence[str], environ: Mapping[str, str], launcher: Whereabouts, folder: str = ""
+) -> list[str]:
+    """Returns the command that has a host say what it is.
+
+    Args:
+        interpreter: The command of Python there.
+        environ: The environment of the ranks.
+        launcher: Where the launcher listens.
+        folder: The folder of the ranks, for all that `tarantella doctor` compares.
+    """
+    given = [f"{name}={environ[name]}" for name in _NEEDED if name in environ]
+    command = ["env", *given, *interpreter, "-m", "tarantella_pp.launch.host_answer"]
+    return [*command, str(launcher), *([folder] if folder else [])]
+
+
 def ask(
     hosts: Sequence[str], shell: Sequence[str], command: Sequence[str]
 ) -> dict[str, dict[str, Any]]:
-    """Returns what a command prints on each host, an object of JSON; all are asked at once.
+    """Returns what a command prints on each host, an object of JSON.
 
     Args:
         hosts: Their names.
@@ -98,65 +114,121 @@ def ask(
     Raises:
         LaunchError: One has not answered.
     """
-    options = [f"-oConnectTimeout={CONNECT_SECONDS}"] if [*shell][:1] == ["ssh"] else []
-    questions: list[_Question] = []
-    try:
-        questions.extend(
-            _Question(host, shell, _started([*shell, *options, host, shlex.join(command)]))
-            for host in hosts
-        )
-        deadline = time.monotonic() + LIMIT_SECONDS
-        return {question.host: question.answer(deadline) for question in questions}
-    except OSError as error:
-        raise LaunchError(
-            f"Cannot start `{shlex.join(shell)}`, which reaches other hosts: {error}. "
-            "Install it, or name another one with --remote-shell."
-        ) from error
-    finally:
-        for question in questions:
-            with contextlib.suppress(OSError):
-                question.process.kill()
-            question.process.communicate()
+    found = {}
+    commands = {host: there(host, shell, command) for host in hosts}
+    with contextlib.closing(answers_of(commands)) as answers:
+        for answer in answers:
+            if answer.found is None:
+                raise LaunchError(answer.silence(shell))
+            found[answer.host] = answer.found
+    return {host: found[host] for host in hosts}
+
+
+def there(host: str, shell: Sequence[str], command: Sequence[str]) -> list[str]:
+    """Returns the command that runs another one on a host, and never asks for a password."""
+    own = ["-oBatchMode=yes", f"-oConnectTimeout={CONNECT_SECONDS}"]
+    return [*shell, *(own if [*shell][:1] == ["ssh"] else []), host, shlex.join(command)]
 
 
 @dataclass(frozen=True, slots=True)
-class _Question:
-    """A host that is being asked."""
+class Answer:
+    """What a host has answered.
+
+    Args:
+        host: Its name.
+        found: What it says; None if it did not answer.
+        why: Why it did not.
+        received: When it had answered, by the clock of this host.
+    """
 
     host: str
-    shell: Sequence[str]
-    process: subprocess.Popen[str]
+    found: dict[str, Any] | None
+    why: str
+    received: float
 
-    def answer(self, deadline: float) -> dict[str, Any]:
-        """Returns what the host has answered."""
-        try:
-            seconds = max(0.1, deadline - time.monotonic())
-            out, said = self.process.communicate(timeout=seconds)
-        except subprocess.TimeoutExpired:
-            self._refuse(f"no answer within {LIMIT_SECONDS:g} s")
-        try:
-            found = json.loads(out.splitlines()[-1])
-        except (IndexError, ValueError):
-            found = None
-        if self.process.returncode != 0 or not isinstance(found, dict):
-            self._refuse(" ".join(said.split()) or f"exit code {self.process.returncode}")
-        return found
-
-    def _refuse(self, why: str) -> NoReturn:
-        command = shlex.join([*self.shell, self.host])
-        raise LaunchError(
-            f"Host {self.host} of --hostfile does not answer: {why}. `{command}` must work without "
-            "a password (another command than that is given with --remote-shell), and find this "
-            "package there, in the same place or by --python-interpreter."
+    def silence(self, shell: Sequence[str]) -> str:
+        """Returns what to say and do where it did not answer."""
+        command = shlex.join([*shell, self.host])
+        return (
+            f"Host {self.host} of --hostfile does not answer: {self.why}. `{command}` must work "
+            "without a password (another command than that is given with --remote-shell), and "
+            "find this package there, in the same place or by --python-interpreter."
         )
 
 
-def _started(command: list[str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-    )
+def answers_of(commands: Mapping[str, Sequence[str]]) -> Generator[Answer]:
+    """Asks all hosts at once, and yields each answer when it is there, or is late.
+
+    Args:
+        commands: For each host, the command that asks it.
+
+    Raises:
+        LaunchError: A command cannot be started.
+    """
+    asked: list[_Question] = []
+    try:
+        asked.extend(_Question(host, command) for host, command in commands.items())
+        deadline = time.monotonic() + LIMIT_SECONDS
+        waiting = [*asked]
+        while waiting:
+            late = time.monotonic() > deadline
+            ready = [question for question in waiting if late or question.has_ended()]
+            for question in ready:
+                waiting.remove(question)
+                yield question.answer()
+            time.sleep(0 if ready else _POLL_SECONDS)
+    finally:
+        for question in asked:
+            question.end()
+
+
+class _Question:
+    """A host that is being asked.
+
+    What it says goes to files: a process that a shell leaves in the background, as ssh does to
+    share its connection, would hold a pipe open.
+    """
+
+    def __init__(self, host: str, command: Sequence[str]) -> None:
+        self._host = host
+        self._out: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (`end` closes them)
+        self._err: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
+        try:
+            self._process = subprocess.Popen(
+                list(command), stdin=subprocess.DEVNULL, stdout=self._out, stderr=self._err
+            )
+        except OSError as error:
+            raise LaunchError(
+                f"Cannot start `{command[0]}`, which reaches other hosts: {error}. "
+                "Install it, or name another one with --remote-shell."
+            ) from error
+
+    def has_ended(self) -> bool:
+        """Whether nothing more is to come."""
+        return self._process.poll() is not None
+
+    def answer(self) -> Answer:
+        """Returns what the host has answered so far."""
+        now, code = time.time(), self._process.poll()
+        if code is None:
+            return Answer(self._host, None, f"no answer within {LIMIT_SECONDS:g} s", now)
+        try:
+            found = json.loads(self._read(self._out).splitlines()[-1])
+        except (IndexError, ValueError):
+            found = None
+        if code == 0 and isinstance(found, dict):
+            return Answer(self._host, found, "", now)
+        said = " ".join(self._read(self._err).split())
+        return Answer(self._host, None, said or f"exit code {code}", now)
+
+    def end(self) -> None:
+        """Ends it, if it has not."""
+        with contextlib.suppress(OSError):
+            self._process.kill()
+        self._process.wait()
+        self._out.close()
+        self._err.close()
+
+    def _read(self, file: IO[bytes]) -> str:
+        file.seek(0)
+        return file.read().decode(errors="replace")

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Mapping
+
+from tarantella_pp.launch.mpi_library import library_version, said
 
 TYPE_VARIABLE = "SLURM_MPI_TYPE"
 """Tells srun the protocol by which ranks find each other, as its option `--mpi`."""
-_LIMIT_SECONDS = 60.0
 _PROTOCOLS = (("open mpi", "pmix"), ("intel", "pmi2"), ("mvapich", "pmi2"), ("mpich", "pmi2"))
 """What the version of an MPI library contains, and the protocol that it speaks with Slurm."""
-_LIBRARY = (
-    "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; "
-    "print(MPI.Get_library_version())"
-)
 
 
 def nodes(environ: Mapping[str, str]) -> int:
@@ -37,22 +32,11 @@ def mpi_type(srun: str) -> str | None:
     Args:
         srun: Path of srun.
     """
-    version = _said([sys.executable, "-c", _LIBRARY])
+    version = library_version().lower()
     if "cray" in version:  # it has one of its own, which is the default where it is installed
         return None
     wanted = next((protocol for name, protocol in _PROTOCOLS if name in version), None)
-    return wanted if wanted in _said([srun, "--mpi=list"]).split() else None
-
-
-def _said(command: list[str]) -> str:
-    """Returns what a command prints; nothing if it cannot."""
-    try:
-        answer = subprocess.run(
-            command, capture_output=True, text=True, timeout=_LIMIT_SECONDS, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return (answer.stdout + answer.stderr).lower()
+    return wanted if wanted in said([srun, "--mpi=list"]).split() else None
 
 
 def _number(environ: Mapping[str, str], name: str) -> int | None:

@@ -113,12 +113,14 @@ class Network:
     def tarantella(
         self, python: str, *arguments: str, folder: pathlib.Path = SCRIPTS, **environment: str
     ) -> Job:
-        """Starts `tarantella` in a folder of the first host."""
+        """Starts `tarantella`, or `tarantella doctor`, in a folder of the first host."""
         given = {"UCX_TLS": "tcp,self", "TMPDIR": str(self.hosts[0].tmp), **environment}
         options = ["--hostfile", self.hostfile()] if "--hostfile" not in arguments else []
-        command = [python, "-m", "tarantella_pp", *options, "--remote-shell", self.remote_shell]
+        options += [] if "--remote-shell" in arguments else ["--remote-shell", self.remote_shell]
+        first = ["doctor"] if arguments[0] == "doctor" else []
+        command, arguments = [python, "-m", "tarantella_pp", *first], arguments[len(first) :]
         there = ["sh", "-c", 'cd "$0" && exec "$@"', str(folder)]
-        return Job(*self.hosts[0].inside(*there, *command, *arguments), **given)
+        return Job(*self.hosts[0].inside(*there, *command, *options, *arguments), **given)
 
 
 @functools.cache

@@ -22,8 +22,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("-x", "--setenv", dest="exports", action="append", default=[], metavar="NAME[=VALUE]",
         help="set environment variables on all ranks; several NAME=VALUE may follow, and it may "
         "be repeated")  # fmt: skip
-    add("--python-interpreter", metavar="CMD",
-        help="what runs the script on each rank (default: this Python)")  # fmt: skip
     add("--log-level", default="WARNING", choices=("DEBUG", "INFO", "WARNING", "ERROR"),
         help="of the library and of TensorFlow's native code (default: WARNING)")  # fmt: skip
     add("--log-on-all-devices", action="store_true",
@@ -51,6 +49,12 @@ def _add_hosts(parser: argparse.ArgumentParser) -> None:
     add("-n", "--num-ranks", type=positive_int, metavar="N", help="number of ranks (default: 1)")
     add("--n-per-node", "--devices-per-node", type=positive_int, metavar="K",
         help="most ranks of a host; without -n, as many on each")  # fmt: skip
+    add_reach(parser)
+
+
+def add_reach(parser: argparse.ArgumentParser) -> None:
+    """Adds what says on which hosts ranks run, and how they are reached."""
+    add = parser.add_argument
     add("--hostfile", metavar="F",
         help="hosts to run on, one per line: `host`, `host:4` or `host slots=4`")  # fmt: skip
     add("--mpi", default="auto", choices=("auto", "mpich", "openmpi", "slurm"),
@@ -58,6 +62,8 @@ def _add_hosts(parser: argparse.ArgumentParser) -> None:
     add("--remote-shell", metavar="CMD",
         help="what reaches other hosts, e.g. 'ssh -p 2222' (default: ssh)")  # fmt: skip
     add("--mpi-args", metavar="ARGS", help="further options for the MPI's own launcher")
+    add("--python-interpreter", metavar="CMD",
+        help="what runs the script on each rank (default: this Python)")  # fmt: skip
 
 
 def _add_shares(parser: argparse.ArgumentParser) -> None:
@@ -108,6 +114,15 @@ def check(arguments: argparse.Namespace) -> None:
             "A rank is bound to a socket, or to its share of all cores. "
             f"Received: {pinned[0]} and --bind={arguments.bind}"
         )
+    check_reach(arguments)
+
+
+def check_reach(arguments: argparse.Namespace) -> None:
+    """Refuses commands without a word.
+
+    Raises:
+        ConfigurationError: There is one.
+    """
     for name in ("python_interpreter", "remote_shell"):
         if (value := getattr(arguments, name)) is not None and not value.strip():
             raise ConfigurationError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,7 +30,7 @@ def take_one(environ: MutableMapping[str, str], local_rank: int) -> None:
     if tensorflow is not None:
         _tell(tensorflow, environ, None if has_own else local_rank)
         return
-    gpus = _visible(environ)
+    gpus = visible(environ)
     if gpus and not has_own:
         environ[_VISIBLE] = _chosen(gpus, environ, local_rank)
     if gpus:
@@ -67,7 +67,7 @@ def _chosen(gpus: Sequence[_Gpu], environ: MutableMapping[str, str], local_rank:
     return gpus[local_rank % len(gpus)]
 
 
-def _visible(environ: MutableMapping[str, str]) -> list[str]:
+def visible(environ: Mapping[str, str]) -> list[str]:
     """Returns the GPUs that CUDA would show, which ends at the first invalid one."""
     given = environ.get(_VISIBLE)
     if given is None:

@@ -1,0 +1,132 @@
+"""What the hosts of a hostfile say of themselves."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from tarantella_pp.launch import host_answer, remote_hosts
+from tarantella_pp.launch.channel import addresses
+from tarantella_pp.launch.channel.hub import Hub
+from tarantella_pp.launch.hosts import Host
+from tarantella_pp.launch.remote_hosts import Answer
+
+_VERSION = "import json, tarantella_pp as t; print(json.dumps({'version': t.__version__}))"
+
+
+@dataclass(frozen=True, slots=True)
+class HostFacts:
+    """What is known of a host.
+
+    Attributes:
+        host: Its name in the hostfile.
+        slots: The ranks it takes; None where its line does not say.
+        silence: Why nothing is known; empty if it has answered.
+        is_old: Whether its version of this package cannot say more than its name.
+        name: What it says that its name is.
+        versions: Of Python, this package, TensorFlow, Keras and the MPI library; None for one
+            that it does not have.
+        cores: Its cores.
+        gpus: Its GPUs that ranks would see.
+        has_folder: Whether it has the folder that ranks start in.
+        ahead: Seconds that its clock is ahead of that of this host.
+        obstacles: Why it cannot reach the launcher; empty if it can.
+    """
+
+    host: str
+    slots: int | None = None
+    silence: str = ""
+    is_old: bool = False
+    name: str = ""
+    versions: dict[str, str | None] = field(default_factory=dict)
+    cores: int | None = None
+    gpus: int | None = None
+    has_folder: bool = True
+    ahead: float | None = None
+    obstacles: tuple[str, ...] = ()
+
+
+def this_host() -> HostFacts:
+    """Returns what this Python says of its host."""
+    return _facts(Host(socket.gethostname()), host_answer.examined(os.getcwd()), 0.0)
+
+
+def survey(
+    hosts: Sequence[Host], shell: Sequence[str], interpreter: Sequence[str]
+) -> list[HostFacts]:
+    """Asks hosts, all at once; one that does not answer is told by its silence.
+
+    Args:
+        hosts: The hosts.
+        shell: The command that reaches one, such as `ssh`.
+        interpreter: The command of Python there.
+
+    Raises:
+        LaunchError: The shell cannot be started.
+    """
+    own = addresses.own_addresses()
+    here = {host.name for host in hosts if addresses.is_here(host.name, own)}
+    hub, begin = Hub(1, [host.name for host in hosts if host.name not in here]), time.time()
+    try:
+        command = remote_hosts.question(interpreter, os.environ, hub.whereabouts, os.getcwd())
+        answers = _ask([host.name for host in hosts], here, shell, command)
+    finally:
+        hub.close()
+    found = [_heard(host, answers[host.name], begin, here, shell) for host in hosts]
+    old = [facts.host for facts in found if facts.is_old]
+    command = [*command[: command.index("-m")], "-c", _VERSION]
+    versions = {name: said.found or {} for name, said in _ask(old, here, shell, command).items()}
+    return [
+        replace(facts, versions={"tarantella_pp": versions[facts.host].get("version")})
+        if facts.is_old
+        else facts
+        for facts in found
+    ]
+
+
+def _ask(
+    names: Sequence[str], here: set[str], shell: Sequence[str], command: Sequence[str]
+) -> dict[str, Answer]:
+    """Asks hosts; this one needs no shell."""
+    commands = {
+        name: command if name in here else remote_hosts.there(name, shell, command)
+        for name in names
+    }
+    return {answer.host: answer for answer in remote_hosts.answers_of(commands)}
+
+
+def _heard(
+    host: Host, answer: Answer, begin: float, here: set[str], shell: Sequence[str]
+) -> HostFacts:
+    """Reads what came of asking a host."""
+    if answer.found is not None:
+        # Its clock was read after the question and before the answer: in between it may be right.
+        then = float(answer.found.get("time", begin))
+        return _facts(host, answer.found, min(then - begin, 0.0) + max(then - answer.received, 0.0))
+    if host.name not in here:
+        return HostFacts(host.name, host.slots, answer.silence(shell))
+    silence = (
+        f"Host {host.name}, which is this one, does not answer: {answer.why}. Name a Python that "
+        "finds this package with --python-interpreter."
+    )
+    return HostFacts(host.name, host.slots, silence)
+
+
+def _facts(host: Host, said: Mapping[str, Any], ahead: float) -> HostFacts:
+    """Reads an answer; that of an older version has a name and obstacles only."""
+    return HostFacts(
+        host.name,
+        host.slots,
+        is_old="versions" not in said,
+        name=str(said.get("name", host.name)),
+        versions=dict(said.get("versions", {})),
+        cores=said.get("cores"),
+        gpus=said.get("gpus"),
+        has_folder=bool(said.get("has_folder", True)),
+        ahead=ahead if "time" in said else None,
+        obstacles=tuple(said.get("reasons", ())),
+    )

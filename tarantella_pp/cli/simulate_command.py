@@ -117,6 +117,7 @@ def _as_dict(
     simulation: PlanSimulation, step: PipelineStep, point: ScalePoint, curve: list[ScalePoint]
 ) -> dict[str, Any]:
     plan = simulation.plan
+    replicated = simulation.replicated(step, point.num_replicas)
     ranks = zip(step.busy_seconds, step.peak_bytes, strict=True)
     return {
         "model": plan.model,
@@ -127,6 +128,8 @@ def _as_dict(
         "machine": msgspec.structs.asdict(simulation.machine),
         "bubble": step.bubble_fraction,
         "pipeline_seconds": step.pipeline_seconds,
+        "period_seconds": replicated.period_seconds,
+        "bubble_in_a_row": replicated.bubble_in_a_row,
         "peak_bytes": max(step.peak_bytes),
         "memory_limit": plan.memory_limit,
         **_point(point),
@@ -166,6 +169,7 @@ def _assumptions(simulation: PlanSimulation, step: PipelineStep) -> list[str]:
         f"links do {bandwidth:g} GB/s in each direction after {latency:g} us, while ranks compute.",
         "the batch grows with the replicas, each of which has the plan's samples.",
         "replicas sum a stage's gradients in a ring once all are there, while others compute.",
+        "steps in a row: a rank begins the next one as soon as it is done with this one.",
         "updates of weights, reading data and the framework's own time are left out.",
     ]
     if repeated := simulation.plan.recompute:

@@ -37,6 +37,7 @@ def summary(
             limits = (min(limits),) * len(step.peak_bytes)
         fits = all(peak <= own for peak, own in zip(step.peak_bytes, limits, strict=True))
         over = f", {'within' if fits else 'ABOVE'} the plan's limit of {size}"
+    step_of_all = simulation.replicated(step, point.num_replicas)
     bubble = f"{100 * step.bubble_fraction:.1f} %, {100 * balance:.1f} % without messages"
     title = (
         f"A step of '{plan.model}': {plan.num_stages} stages on {point.num_ranks} ranks, "
@@ -46,10 +47,19 @@ def summary(
     return [
         Text(title, style="bold"),
         f"Step:       {_seconds(point.step_seconds)}{summed}",
+        *_in_a_row(step_of_all),
         f"Throughput: {point.samples_per_second:.4g} samples/s, {point.speed_up:.2f} x one rank",
         f"Bubble:     {bubble}",
         f"Memory:     {format_bytes(max(step.peak_bytes))} on the largest rank{over}",
     ]
+
+
+def _in_a_row(step: PipelineStep) -> list[str]:
+    """Makes the line of what each of many steps takes, where that is known."""
+    period, bubble = step.period_seconds, step.bubble_in_a_row
+    if period is None or bubble is None:
+        return []
+    return [f"In a row:   {_seconds(period)} each, bubble {100 * bubble:.1f} %"]
 
 
 def rank_table(step: PipelineStep) -> Any:

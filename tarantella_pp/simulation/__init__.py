@@ -18,6 +18,7 @@ from tarantella_pp.simulation.scaling import (
 )
 from tarantella_pp.simulation.schedule_search import search_schedule
 from tarantella_pp.simulation.simulator import simulate
+from tarantella_pp.simulation.step_recurrence import StepRecurrence
 from tarantella_pp.simulation.step_timeline import Event, StepTimeline
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "Network",
     "PipelineStep",
     "StageCosts",
+    "StepRecurrence",
     "StepTimeline",
     "pipeline_step",
     "replicated_step",

@@ -5,16 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from tarantella_pp.errors import ScheduleError
-from tarantella_pp.schedule.actions import Compute, Link, Transfer
+from tarantella_pp.schedule.actions import Compute, Link, Reduce, Transfer
 from tarantella_pp.schedule.formulas import bubble_fraction, in_flight_bounds
 from tarantella_pp.schedule.lowering import lower
 from tarantella_pp.schedule.reduction_order import reductions
+from tarantella_pp.schedule.schedule import Schedule
 from tarantella_pp.schedule.spec import SEARCHED, ScheduleSpec
 from tarantella_pp.simulation.costs import Costs
 from tarantella_pp.simulation.schedule_search import search_schedule
 from tarantella_pp.simulation.simulator import simulate
+from tarantella_pp.simulation.step_recurrence import StepRecurrence
 from tarantella_pp.simulation.step_timeline import (
     Event,
     StepTimeline,
@@ -44,6 +47,7 @@ class PipelineStep:
         serial_seconds: Seconds of the same step in one process.
         timeline: The step as it was played; `None` where it is from closed forms.
         reductions: When each rank sums which gradients over replicas; empty for one pipeline.
+        played: The schedule with its messages and the costs that were played; `None` likewise.
     """
 
     schedule: str
@@ -55,6 +59,7 @@ class PipelineStep:
     serial_seconds: float
     timeline: StepTimeline | None
     reductions: tuple[tuple[Event, ...], ...] = ()
+    played: tuple[Schedule, Costs] | None = None
 
     @property
     def step_seconds(self) -> float:
@@ -75,6 +80,29 @@ class PipelineStep:
     def bubble_fraction(self) -> float:
         """The part of all ranks' time in which they do not compute, but for reductions."""
         return idle_fraction(self.busy_seconds, self.pipeline_seconds)
+
+    @cached_property
+    def period_seconds(self) -> float | None:
+        """Seconds from step to step where each rank goes on when it is done; see `StepRecurrence`.
+
+        `None` where the step is from closed forms.
+        """
+        if self.played is None:
+            return None
+        sums = [
+            [(e.action.stage, e.end - e.start) for e in own if isinstance(e.action, Reduce)]
+            for own in self.reductions
+        ]
+        return StepRecurrence.of(*self.played).reduced_period(sums)
+
+    @property
+    def bubble_in_a_row(self) -> float | None:
+        """The part of all ranks' time in which they do not compute where steps follow each other.
+
+        Waits for reductions count; `None` where the step is from closed forms.
+        """
+        period = self.period_seconds
+        return None if period is None else idle_fraction(self.busy_seconds, period)
 
 
 @dataclass(frozen=True)
@@ -143,7 +171,8 @@ def pipeline_step(
         )  # fmt: skip
     else:
         schedule = spec.make(num_micro_batches)
-    timeline = simulate(lower(schedule, links, gradient_links), costs)
+    lowered = lower(schedule, links, gradient_links)
+    timeline = simulate(lowered, costs)
     return PipelineStep(
         schedule=spec.name,
         placement=schedule.placement,
@@ -153,6 +182,7 @@ def pipeline_step(
         peak_bytes=timeline.peak_bytes,
         serial_seconds=timeline.serial_seconds,
         timeline=timeline,
+        played=(lowered, costs),
     )
 
 

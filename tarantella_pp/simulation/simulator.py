@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from tarantella_pp.errors import ScheduleError
-from tarantella_pp.schedule.actions import (
-    Compute,
-    Message,
-    Reduce,
-    Transfer,
-    followed_at_once,
-)
-from tarantella_pp.schedule.replay import Replay
+from typing import Any
+
+from tarantella_pp.schedule.actions import Action, Reduce
 from tarantella_pp.schedule.schedule import Schedule
 from tarantella_pp.simulation.costs import Costs
 from tarantella_pp.simulation.step_timeline import Event, StepTimeline, reduction_events
+from tarantella_pp.simulation.timed_replay import TimedReplay
 
 
 def simulate(schedule: Schedule, costs: Costs) -> StepTimeline:
@@ -33,16 +28,8 @@ def simulate(schedule: Schedule, costs: Costs) -> StepTimeline:
         ScheduleError: If the schedule has no messages yet, `costs` are of another number of
             stages, or the ranks deadlock.
     """
-    if not schedule.is_lowered:
-        raise ScheduleError("Expected a schedule with messages; pass it to lower() first")
-    if len(costs.stages) != schedule.num_stages:
-        raise ScheduleError(
-            f"Expected costs of {schedule.num_stages} stages. Received: {len(costs.stages)}"
-        )
-    replay = _TimedReplay(schedule, costs)
-    stuck = replay.run()
-    if stuck:
-        raise ScheduleError(f"Deadlock: ranks {stuck} wait forever; validate() says for what")
+    replay = _Recording(schedule, costs, [0.0] * schedule.num_ranks, max)
+    replay.play()
     serial = costs.serial_seconds(schedule.num_micro_batches, has_backward=schedule.has_backward)
     events = tuple(map(tuple, replay.events))
     reductions = tuple(
@@ -52,63 +39,21 @@ def simulate(schedule: Schedule, costs: Costs) -> StepTimeline:
     return StepTimeline(schedule.name, events, serial, _peak_bytes(schedule, costs), reductions)
 
 
-class _TimedReplay(Replay):
-    """A replay in which computations and messages take their time.
+class _Recording(TimedReplay[float]):
+    """A replay that notes what happens when."""
 
-    A rank depends on others through messages only, so each has a clock of its own and no order
-    between ranks has to be kept.
-    """
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.events: list[list[Event]] = [[] for _ in self.programs]
+        self.started: list[list[tuple[Reduce, float]]] = [[] for _ in self.programs]
 
-    def __init__(self, schedule: Schedule, costs: Costs) -> None:
-        self.events: list[list[Event]] = [[] for _ in schedule.actions]
-        self.started: list[list[tuple[Reduce, float]]] = [[] for _ in schedule.actions]
-        self._costs = costs
-        self._placement = schedule.placement
-        self._clock = [0.0] * schedule.num_ranks
-        self._arrival: dict[Message, float] = {}
-        self._channel_free: dict[tuple[int, int], float] = {}
-        self._seconds = [
-            {kind: stage.seconds(kind) for kind in ("F", "B", "W", "BW")} for stage in costs.stages
-        ]
-        self._at_once = {
-            (action.stage, action.micro_batch)
-            for own in (schedule.actions if any(s.repeated for s in costs.stages) else ())
-            for action in followed_at_once(own)
-        }
-        super().__init__(schedule.actions, blocking=False)
-
-    def compute(self, rank: int, action: Compute) -> None:
-        """Lets a computation take its seconds."""
-        start = self._clock[rank] + self._costs.before.get(action, 0.0)
-        seconds = self._seconds[action.stage][action.kind]
-        if self._at_once and action.kind in ("B", "BW"):
-            at_once = (action.stage, action.micro_batch) in self._at_once
-            seconds -= self._costs.stages[action.stage].repeated if at_once else 0.0
-        self._clock[rank] = end = start + seconds
-        self.events[rank].append(Event(rank, start, end, action))
-
-    def send(self, rank: int, action: Transfer) -> None:
-        """Puts a message on its way, behind the earlier ones of its channel."""
-        start = self._clock[rank]
-        end = start + self._costs.send_seconds
-        channel = (rank, self._placement[action.target])
-        link = self._costs.link(action.source, action.target)
-        begin = max(end, self._channel_free.get(channel, 0.0))
-        self._channel_free[channel] = begin + link.seconds
-        self._arrival[action.message] = begin + link.seconds + link.latency
-        self._clock[rank] = end
-        self.events[rank].append(Event(rank, start, end, action))
-
-    def receive(self, rank: int, action: Transfer) -> None:
-        """Waits until a message has arrived."""
-        start = self._clock[rank] + self._costs.before.get(action, 0.0)
-        end = max(start, self._arrival[action.message]) + self._costs.receive_seconds
-        self._clock[rank] = end
+    def note(self, rank: int, start: float, end: float, action: Action) -> None:
+        """Keeps an event."""
         self.events[rank].append(Event(rank, start, end, action))
 
     def reduce(self, rank: int, action: Reduce) -> None:
         """Notes when a reduction starts."""
-        self.started[rank].append((action, self._clock[rank]))
+        self.started[rank].append((action, self.clock[rank]))
 
 
 def _peak_bytes(schedule: Schedule, costs: Costs) -> tuple[float, ...]:

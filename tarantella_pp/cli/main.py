@@ -16,7 +16,7 @@ COMMANDS = {
     "plan": "make, show and compare plans",
     "simulate": "step time, bubble and memory of a schedule",
     "checkpoint": "show, verify and convert the checkpoints of a run",
-    "doctor": "check versions, MPI, cores and the link between two ranks",
+    "doctor": "check versions, MPI, cores and links, of this host or of all in a hostfile",
 }
 """Subcommands and their help. Each is a module of this package with `add_arguments(parser)` and
 `run(arguments) -> exit code`; one whose module does not exist is not offered."""

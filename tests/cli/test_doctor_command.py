@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from tarantella_pp.cli import doctor_command
+from tarantella_pp.cli.doctor import probe_job
 from tarantella_pp.errors import LaunchError
 from tarantella_pp.partition.plan.hardware_spec import machine_of
 from tests.helpers.jobs import PYTHONS, tarantella
@@ -51,11 +52,11 @@ def test_a_machine_without_mpi_is_reported(
 def test_a_machine_without_tensorflow_is_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    link = {"latency_us": 1.0, "bandwidth_gb_per_s": 1.0}
+    measured = probe_job.Probed({(0, 1): probe_job.Link(1.0, 1.0)})
     mpich = doctor_command.mpi_launchers.Mpich("mpiexec")
     monkeypatch.setattr(doctor_command.util, "find_spec", lambda name: None)
     monkeypatch.setattr(doctor_command.mpi_launchers, "find_launcher", lambda name: mpich)
-    monkeypatch.setattr(doctor_command, "_measure", lambda name, compute: link)
+    monkeypatch.setattr(doctor_command, "_measure", lambda name, compute: measured)
     parser = doctor_command.argparse.ArgumentParser()
     doctor_command.add_arguments(parser)
     assert doctor_command.run(parser.parse_args([])) == 1

@@ -71,9 +71,9 @@ class Job:
         """Sends a signal to the command itself."""
         self._process.send_signal(number)
 
-    def result(self) -> Result:
-        """Waits for the end of the command, and of all that it started."""
-        stdout, stderr = self._process.communicate(timeout=LIMIT_SECONDS)
+    def result(self, limit: float = LIMIT_SECONDS) -> Result:
+        """Waits some seconds for the end of the command, and of all that it started."""
+        stdout, stderr = self._process.communicate(timeout=limit)
         seconds = time.monotonic() - self._start
         return Result(self._process.returncode, stdout, self._seen + stderr, seconds)
 

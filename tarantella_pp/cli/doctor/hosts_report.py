@@ -7,11 +7,23 @@ import dataclasses
 import os
 import shlex
 import sys
+from typing import Any
 
-from tarantella_pp.cli.doctor import host_findings, host_survey
+import msgspec
+
+from tarantella_pp.cli.doctor import (
+    host_findings,
+    host_survey,
+    host_tables,
+    link_survey,
+    probe_job,
+)
+from tarantella_pp.cli.doctor.host_survey import HostFacts
+from tarantella_pp.cli.doctor.link_survey import MeasuredLinks
 from tarantella_pp.cli.io.output import write_json, write_table
 from tarantella_pp.errors import ConfigurationError, LaunchError
 from tarantella_pp.launch import hosts, mpi_launchers
+from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -23,17 +35,56 @@ def run(arguments: argparse.Namespace) -> int:
     """
     lines = hosts.read_hostfile(arguments.hostfile)
     shell, findings = _shell(arguments)
+    has_mpi = not findings
     interpreter = shlex.split(arguments.python_interpreter or "") or [sys.executable]
     here, found = host_survey.this_host(), host_survey.survey(lines, shell, interpreter)
     findings += host_findings.host_findings(here, found)
-    if arguments.json:
-        told = [dataclasses.asdict(host) for host in found]
-        write_json({"hosts": told, "problems": findings})
-    else:
-        from tarantella_pp.cli.doctor import host_tables
-
-        write_table(host_tables.table_of_hosts(found), *_lines(findings))
+    compute, links = arguments.save is not None, MeasuredLinks()
+    ready = host_findings.usable(here, found) if has_mpi else []
+    if len(ready) > 1:
+        links = link_survey.measure_links(ready, arguments, compute=compute)
+        findings += links.findings()
+    machine = _machine(links, len(found))
+    if compute and machine is None:
+        why = links.why or "that needs the links between all hosts, which are two at least"
+        findings.append(f"{arguments.save} was not written: {why.rstrip('.')}.")
+    elif compute and machine is not None:
+        machine.save(arguments.save)
+    _show(arguments, found, links, machine, findings)
     return 1 if findings else 0
+
+
+def _machine(links: MeasuredLinks, num_hosts: int) -> HardwareSpec | None:
+    """Returns the machine that was measured, if all links between the hosts were."""
+    if not links.rank or len(links.links) < num_hosts * (num_hosts - 1) // 2:
+        return None
+    return probe_job.machine_of_ranks(links.rank, list(links.links.values()))
+
+
+def _show(
+    arguments: argparse.Namespace,
+    found: list[HostFacts],
+    links: MeasuredLinks,
+    machine: HardwareSpec | None,
+    findings: list[str],
+) -> None:
+    """Prints tables, or JSON."""
+    if arguments.json:
+        told = [{"hosts": pair, **dataclasses.asdict(link)} for pair, link in links.links.items()]
+        write_json(
+            {
+                "hosts": [dataclasses.asdict(host) for host in found],
+                "links": told,
+                "machine": machine and msgspec.structs.asdict(machine),
+                "problems": findings,
+            }
+        )
+        return
+    parts: list[Any] = [host_tables.table_of_hosts(found)]
+    if links.links or links.dead:
+        parts += ["", host_tables.table_of_links(links)]
+    lines = [f"- {finding}" for finding in findings or ["Nothing is wrong."]]
+    write_table(*parts, "", *lines)
 
 
 def _shell(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
@@ -52,10 +103,3 @@ def _shell(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
             "an allocation of Slurm leave --hostfile out, or name another MPI with --mpi."
         )
     return shell, []
-
-
-def _lines(findings: list[str]) -> list[str]:
-    """Returns the findings as they are printed."""
-    return (
-        ["", *(f"- {finding}" for finding in findings)] if findings else ["", "Nothing is wrong."]
-    )

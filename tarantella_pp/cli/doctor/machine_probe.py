@@ -1,13 +1,17 @@
-"""The script that `tarantella doctor` runs on two ranks: messages to and fro, and what a rank does.
+"""What `tarantella doctor` runs on ranks: messages between pairs of them, and what a rank does.
 
-Writes `{"latency_us": ..., "bandwidth_gb_per_s": ...}` to the file it is given; with a second
-argument, `compute`, also what `HardwareSpec` says of a rank.
+    python -m tarantella_pp.cli.doctor.machine_probe 0,2,3 [compute]
+
+Measures the link between each two of the ranks it is given, one pair after the other. The last rank
+of the job writes a line of JSON for each pair, `{"pair": [0, 2], "latency_us": ...,
+"bandwidth_gb_per_s": ...}`; with `compute` also `{"rank": {...}}`, what `HardwareSpec` says of a
+rank, of the slowest one.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
-import pathlib
 import sys
 import time
 from collections.abc import Callable
@@ -15,14 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from tarantella_pp.runtime.comm.communicator import (
-    Communicator,
-    TensorSpec,
-    world,
-)
+from tarantella_pp.cli.doctor.ping_pong import measure_link
+from tarantella_pp.runtime.comm.communicator import Communicator, world
 
-SMALL, LARGE = 8, 4 << 20
-"""Bytes of the messages: one for the latency, one of the size of an activation."""
 ENOUGH = 0.02
 """Seconds of a matrix product whose start does not count."""
 MOST = 8192
@@ -31,34 +30,30 @@ MOVED = 32 << 20
 """Bytes of the tensor that is read and written: more than caches of a core hold."""
 
 
-def main() -> None:
-    """Measures, and has rank 0 write the result."""
+def main(ranks: str, *options: str) -> None:
+    """Measures."""
     group = world()
-    latency = _seconds_per_message(group, SMALL, repeats=200)
-    seconds = _seconds_per_message(group, LARGE, repeats=20)
-    result = {"latency_us": latency * 1e6, "bandwidth_gb_per_s": LARGE / seconds / 1e9}
-    if sys.argv[2:] == ["compute"]:
-        result |= _of_rank(group)
-    if group.rank == 0:
-        pathlib.Path(sys.argv[1]).write_text(json.dumps(result), encoding="utf-8")
-
-
-def _seconds_per_message(group: Communicator, size: int, repeats: int) -> float:
-    """Returns the fastest of some ways there and back, halved."""
-    data, spec, other = np.ones(size, np.uint8), TensorSpec((size,), "uint8"), 1 - group.rank
-    times = []
-    for _ in range(repeats):
+    for pair in itertools.combinations(map(int, ranks.split(",")), 2):
         group.barrier()
-        start = time.perf_counter()
-        request = group.post_receive([spec], other, tag=0)
-        if group.rank == 0:
-            group.send([data], other, tag=0)
-        request.wait()
-        if group.rank == 1:
-            group.send([data], other, tag=0)
-        times.append((time.perf_counter() - start) / 2)
-    group.flush()
-    return min(times)
+        found = {}
+        if group.rank in pair:
+            found = measure_link(group, sum(pair) - group.rank)
+        _tell(group, {"pair": pair, **group.allgather_json(found)[pair[0]]})
+    if options:
+        _tell(group, {"rank": _slowest([of for of in group.allgather_json(_of_rank(group)) if of])})
+
+
+def _tell(group: Communicator, found: dict[str, Any]) -> None:
+    """Writes what was found, at once: what comes next may never end."""
+    if group.rank == group.size - 1:
+        sys.stdout.write(f"{json.dumps(found)}\n")
+        sys.stdout.flush()
+
+
+def _slowest(ranks: list[dict[str, float]]) -> dict[str, float]:
+    """Returns the worst of each."""
+    worst = {"flops_per_second": min, "memory_bandwidth": min, "action_seconds": max, "on_gpu": min}
+    return {name: which(rank[name] for rank in ranks) for name, which in worst.items()}
 
 
 def _of_rank(group: Communicator) -> dict[str, float]:
@@ -122,4 +117,4 @@ def _median(call: Callable[[], Any], repeats: int = 15) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

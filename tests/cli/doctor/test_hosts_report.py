@@ -9,14 +9,16 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 
 from tarantella_pp.cli.doctor import host_survey
 from tarantella_pp.launch import remote_hosts
 from tarantella_pp.launch.hosts import Host
+from tarantella_pp.partition.plan.hardware_spec import machine_of
 from tests.helpers import network_hosts
 from tests.helpers.commands import Command
-from tests.helpers.jobs import PYTHONS, ROOT
+from tests.helpers.jobs import PYTHONS, ROOT, Job
 from tests.helpers.network_hosts import Network
 
 needs_hosts = pytest.mark.skipif(
@@ -68,6 +70,56 @@ def test_hosts_that_are_alike_are_right(python: str, hosts: Network) -> None:
     assert alpha["versions"] == beta["versions"]
     assert alpha["versions"]["MPI"].startswith(("MPICH ", "Open MPI "))
     assert alpha["cores"] == len(os.sched_getaffinity(0))
+    [link] = found["links"]
+    assert link["hosts"] == ["alpha", "beta"]
+    assert link["latency_us"] > 0
+    assert link["bandwidth_gb_per_s"] > 0
+
+
+@needs_hosts
+@pytest.mark.slow
+@pytest.mark.mpi
+def test_the_machine_has_the_link_between_hosts(hosts: Network, tmp_path: pathlib.Path) -> None:
+    path = str(tmp_path / "machine.json")
+    hostfile = hosts.hostfile("alpha:1", "beta:2")
+    code, found = examined(hosts, PYTHONS[0], "--hostfile", hostfile, "--save", path)
+    assert (code, found["problems"]) == (0, [])
+    machine = machine_of(path)
+    assert found["machine"] == msgspec.structs.asdict(machine)
+    assert machine.bandwidth == pytest.approx(1e9 * found["links"][0]["bandwidth_gb_per_s"])
+    assert 1e8 < machine.flops_per_second < 1e16
+
+
+SOONER = """
+import sys
+from tarantella_pp.cli import main
+from tarantella_pp.cli.doctor import link_survey
+link_survey.START_SECONDS = 15.0
+sys.exit(main.main(sys.argv[1:]))
+"""
+
+
+@needs_hosts
+@pytest.mark.slow
+@pytest.mark.mpi
+def test_a_dead_link_is_named_and_the_others_are_measured(tmp_path: pathlib.Path) -> None:
+    """What beta sends to gamma is lost, without a word."""
+    with network_hosts.network(3, tmp_path) as made:
+        beta = made.hosts[1]
+        lost = "ip neighbour replace 10.97.0.3 lladdr 02:00:00:00:00:99 dev eth0 nud permanent"
+        beta.run(*lost.split())
+        options = ["--hostfile", made.hostfile(), "--remote-shell", made.remote_shell]
+        command = [PYTHONS[0], "-c", SOONER, "doctor", "--json", *options]
+        environment = {"UCX_TLS": "tcp,self", "TMPDIR": str(made.hosts[0].tmp)}
+        with Job(*made.hosts[0].inside(*command), **environment) as job:
+            result = job.result(200.0)
+        left = [host.leftovers() for host in made.hosts]
+    found = json.loads(result.stdout)
+    assert result.code == 1
+    [problem] = found["problems"]
+    assert problem.startswith("No messages of MPI pass between beta and gamma: ")
+    assert [link["hosts"] for link in found["links"]] == [["alpha", "beta"], ["alpha", "gamma"]]
+    assert left == [[], [], []]
 
 
 @needs_hosts
@@ -77,6 +129,7 @@ def test_hosts_that_do_not_answer_are_named_and_the_others_examined(hosts: Netwo
     code, found = examined(hosts, PYTHONS[0], "--hostfile", hostfile)
     assert code == 1
     assert [host["name"] for host in found["hosts"]] == ["alpha", "", "beta", "alpha"]
+    assert [link["hosts"] for link in found["links"]] == [["alpha", "beta"]]
     silent, twice = found["problems"][:2]
     assert silent.startswith("Host delta of --hostfile does not answer: no route to delta.")
     assert twice.startswith("Hosts alpha, localhost say that their name is alpha")

@@ -1,0 +1,41 @@
+"""What is wrong with the links between hosts."""
+
+from __future__ import annotations
+
+import pytest
+
+from tarantella_pp.cli.doctor.link_survey import MeasuredLinks
+from tarantella_pp.cli.doctor.probe_job import Link, machine_of_ranks
+
+FAST, SLOW = Link(20.0, 3.0), Link(90.0, 0.1)
+RANK = {
+    "flops_per_second": 1e10,
+    "memory_bandwidth": 1e9,
+    "action_seconds": 1e-4,
+    "on_gpu": 0.0,
+}
+
+
+def test_links_that_are_alike_are_right() -> None:
+    assert not list(MeasuredLinks({("a", "b"): FAST, ("a", "c"): Link(50.0, 1.2)}).findings())
+    assert not list(MeasuredLinks({("a", "b"): SLOW}).findings())
+    assert not list(MeasuredLinks().findings())
+
+
+def test_a_slow_link_is_named_beside_the_others() -> None:
+    links = {("a", "b"): FAST, ("a", "c"): SLOW, ("b", "c"): FAST}
+    [finding] = MeasuredLinks(links).findings()
+    assert finding.startswith("Messages between a and c are slow, 0.1 GB/s at worst, where half")
+
+
+def test_dead_links_and_those_not_tried_are_named() -> None:
+    links = MeasuredLinks({("a", "b"): FAST}, {("a", "c"): "", ("b", "c"): "why."}, (("c", "d"),))
+    dead, unknown = links.findings()
+    assert dead.startswith("No messages of MPI pass between a and c, b and c: why. Let ")
+    assert unknown.startswith("The time was up before c and d were tried")
+
+
+def test_the_machine_has_the_slowest_link() -> None:
+    machine = machine_of_ranks(RANK, [FAST, Link(10.0, 0.5), SLOW])
+    assert (machine.bandwidth, machine.latency) == pytest.approx((0.1e9, 90e-6))
+    assert machine.flops_per_second == 1e10

@@ -137,6 +137,9 @@ def _print_table(findings: dict[str, Any]) -> None:
             "matrix product", f"{machine['flops_per_second'] / 1e9:.4g} GFLOP/s of a rank"
         )
         table.add_row("memory", f"{machine['memory_bandwidth'] / 1e9:.3g} GB/s of a rank")
+        if machine["weight_bandwidth"]:
+            speed = f"{machine['weight_bandwidth'] / 1e9:.3g} GB/s of a rank"
+            table.add_row("layout of weights", speed)
         table.add_row("start of a stage", f"{machine['action_seconds'] * 1e6:.0f} us")
     console = Console()
     console.print(table)

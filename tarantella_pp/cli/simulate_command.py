@@ -190,6 +190,8 @@ def _speed(machine: HardwareSpec) -> str:
     text = f"a rank does {machine.flops_per_second / 1e12:g} TFLOP/s on every layer"
     if machine.memory_bandwidth is not None:
         text += f" or moves {machine.memory_bandwidth / 1e9:g} GB/s, whichever takes longer"
+    if machine.weight_bandwidth is not None:
+        text += f", lays out weights at {machine.weight_bandwidth / 1e9:g} GB/s"
     if machine.action_seconds:
         text += f", takes {machine.action_seconds * 1e6:g} us to start a computation"
     return f"{text}."

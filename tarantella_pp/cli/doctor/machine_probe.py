@@ -26,6 +26,8 @@ ENOUGH = 0.02
 """Seconds of a matrix product whose start does not count."""
 MOST = 8192
 """Rows of the largest matrix."""
+FEW, WIDE = 32, 2048
+"""Rows of a small micro-batch, and those of the weights that it is multiplied with."""
 MOVED = 32 << 20
 """Bytes of the tensor that is read and written: more than caches of a core hold."""
 
@@ -52,7 +54,13 @@ def _tell(group: Communicator, found: dict[str, Any]) -> None:
 
 def _slowest(ranks: list[dict[str, float]]) -> dict[str, float]:
     """Returns the worst of each."""
-    worst = {"flops_per_second": min, "memory_bandwidth": min, "action_seconds": max, "on_gpu": min}
+    worst = {
+        "flops_per_second": min,
+        "memory_bandwidth": min,
+        "layout_seconds_per_byte": max,
+        "action_seconds": max,
+        "on_gpu": min,
+    }
     return {name: which(rank[name] for rank in ranks) for name, which in worst.items()}
 
 
@@ -64,9 +72,11 @@ def _of_rank(group: Communicator) -> dict[str, float]:
     found = {}
     group.barrier()
     if group.rank == 0 or not on_gpu:
+        speed = _flops_per_second(tf)
         found = {
-            "flops_per_second": _flops_per_second(tf),
+            "flops_per_second": speed,
             "memory_bandwidth": _memory_bandwidth(tf),
+            "layout_seconds_per_byte": 0.0 if on_gpu else _layout_seconds(tf, speed),
             "action_seconds": _start_seconds(tf),
             "on_gpu": float(on_gpu),
         }
@@ -89,6 +99,17 @@ def _memory_bandwidth(tf: Any) -> float:
     """Measures an activation function, which reads a tensor and writes another."""
     tensor = tf.ones((MOVED // 4,))
     return 2 * MOVED / _median(tf.function(lambda: tf.nn.relu(tensor)[0]))
+
+
+def _layout_seconds(tf: Any, flops_per_second: float) -> float:
+    """Measures how much longer products of few rows take than their arithmetic, for a byte."""
+    weights, few = tf.ones((WIDE, WIDE)), tf.ones((FEW, WIDE))
+    seconds = [
+        _median(tf.function(lambda: tf.matmul(few, weights, transpose_b=back)[0, 0]))  # noqa: B023
+        for back in (False, True)
+    ]
+    arithmetic = 2.0 * FEW * WIDE**2 / flops_per_second
+    return max(0.0, float(np.mean(seconds)) - arithmetic) / (4 * WIDE**2)
 
 
 def _start_seconds(tf: Any) -> float:

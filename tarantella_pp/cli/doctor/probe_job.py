@@ -84,6 +84,7 @@ def machine_of_ranks(rank: Mapping[str, float], links: Sequence[Link]) -> Hardwa
         rank: What a rank does, as in `Probed`.
         links: All links, at least one.
     """
+    layout = rank["layout_seconds_per_byte"]
     return HardwareSpec(
         flops_per_second=rank["flops_per_second"],
         bandwidth=1e9 * min(link.bandwidth_gb_per_s for link in links),
@@ -91,6 +92,7 @@ def machine_of_ranks(rank: Mapping[str, float], links: Sequence[Link]) -> Hardwa
         action_seconds=rank["action_seconds"],
         memory_bandwidth=rank["memory_bandwidth"],
         split_factor=1.0 if rank["on_gpu"] else CORE.split_factor,
+        weight_bandwidth=1 / layout if layout else None,
     )
 
 

@@ -24,6 +24,8 @@ class HardwareSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         memory_bandwidth: Bytes per second at which a rank reads and writes its memory: an operation
             takes as long as its arithmetic, or as its activations and weights need to come and
             go, whichever is longer (roofline). `None` where only arithmetic is counted.
+        weight_bandwidth: Bytes of weights per second that products of matrices lay out before they
+            multiply, for each micro-batch anew; `None` where that takes no time of its own.
         split_factor: How many times as long as both gradients together take those of inputs and
             weights apart.
     """
@@ -34,6 +36,7 @@ class HardwareSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     action_seconds: float = 0.0
     memory_bandwidth: float | None = None
     split_factor: float = 1.0
+    weight_bandwidth: float | None = None
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes a JSON file, which `machine=` and `--machine` read."""
@@ -53,6 +56,7 @@ CORE = HardwareSpec(
     action_seconds=3e-4,
     memory_bandwidth=1e10,
     split_factor=1.2,
+    weight_bandwidth=1e10,
 )
 """One core of a CPU, as measured with the models of `benchmarks/`."""
 _LAUNCH = 3e-4

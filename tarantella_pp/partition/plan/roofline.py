@@ -6,6 +6,9 @@ Williams, Waterman and Patterson, "Roofline: an insightful visual performance mo
     seconds                                     __/   arithmetic: FLOPs / FLOP/s
                        ______________________--       traffic: bytes / bandwidth
     of a micro-batch  /  weights, once  + activations of each sample
+
+On a CPU weights are not under that roof but come first: a product of matrices lays them out anew
+before it multiplies. So micro-batches of few samples are slow.
 """
 
 from __future__ import annotations
@@ -71,10 +74,14 @@ def roofline_seconds(
     speed, memory = machine.flops_per_second, machine.memory_bandwidth
     if memory is None:
         return [samples * one.flops / speed for one in work]
+    beside, first = 1 / memory, 0.0
+    if machine.weight_bandwidth is not None:
+        beside, first = 0.0, 1 / machine.weight_bandwidth
     return [
-        max(
+        first * one.weight_bytes
+        + max(
             samples * one.flops / speed,
-            (samples * one.activation_bytes + one.weight_bytes) / memory,
+            samples * one.activation_bytes / memory + beside * one.weight_bytes,
         )
         for one in work
     ]

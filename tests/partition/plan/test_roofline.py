@@ -46,6 +46,13 @@ def test_the_longer_of_both_counts():
     assert roofline_seconds(work, 1, machine) == [10.0, (40 + 80) / 4]  # weights come anew
 
 
+@pytest.mark.parametrize("rows", [1, 2, 64])
+def test_weights_are_laid_out_before_arithmetic(rows):
+    machine = HardwareSpec(10.0, memory_bandwidth=4.0, weight_bandwidth=8.0)
+    work = (NodeWork(100.0, 1.0, 80.0), NodeWork(1.0, 40.0, 80.0))
+    assert roofline_seconds(work, rows, machine) == [10 + 10 * rows, 10 + 10 * rows]
+
+
 def bound_by_memory():
     """As many FLOPs in two products as traffic in what follows them."""
     x = inputs = keras.Input((16, 16, 8))

@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import psutil
@@ -139,14 +139,17 @@ def obstacle() -> str:
 
 
 @contextlib.contextmanager
-def network(size: int, folder: pathlib.Path) -> Iterator[Network]:
-    """Makes hosts `alpha`, `beta`, ... and takes them away in the end.
+def network(
+    size: int, folder: pathlib.Path, names: Sequence[str] = ("alpha", "beta", "gamma")
+) -> Iterator[Network]:
+    """Makes hosts and takes them away in the end.
 
     Args:
         size: Their number.
         folder: An empty folder that all of them see.
+        names: Their names, of which the first ones are taken.
     """
-    names = ("alpha", "beta", "gamma")[:size]
+    names = names[:size]
     addresses = [f"10.97.0.{number + 1}" for number in range(size)]
     pairs = zip(addresses, names, strict=True)
     lines = ["127.0.0.1 localhost", *(f"{address} {name}" for address, name in pairs)]

@@ -90,7 +90,7 @@ def _flops_per_second(tf: Any) -> float:
     while seconds < ENOUGH and rows < MOST:
         rows *= 2
         matrix = tf.ones((rows, rows))
-        multiply = tf.function(lambda: tf.matmul(matrix, matrix)[0, 0])  # noqa: B023
+        multiply = tf.function(lambda: tf.matmul(matrix, matrix)[0, 0], autograph=False)  # noqa: B023
         seconds = _median(multiply)
     return 2.0 * rows**3 / seconds
 
@@ -98,7 +98,7 @@ def _flops_per_second(tf: Any) -> float:
 def _memory_bandwidth(tf: Any) -> float:
     """Measures an activation function, which reads a tensor and writes another."""
     tensor = tf.ones((MOVED // 4,))
-    return 2 * MOVED / _median(tf.function(lambda: tf.nn.relu(tensor)[0]))
+    return 2 * MOVED / _median(tf.function(lambda: tf.nn.relu(tensor)[0], autograph=False))
 
 
 def _layout_seconds(tf: Any, flops_per_second: float) -> float:
@@ -116,7 +116,7 @@ def _start_seconds(tf: Any) -> float:
     """Measures a stage that has next to nothing to compute."""
     weights = tf.Variable(tf.ones((8, 8)))
 
-    @tf.function
+    @tf.function(autograph=False)
     def stage() -> Any:
         with tf.GradientTape() as tape:
             x = tf.ones((8, 8))

@@ -11,6 +11,7 @@ FAST, SLOW = Link(20.0, 3.0), Link(90.0, 0.1)
 RANK = {
     "flops_per_second": 1e10,
     "memory_bandwidth": 1e9,
+    "layout_seconds_per_byte": 2e-10,
     "action_seconds": 1e-4,
     "on_gpu": 0.0,
 }
@@ -39,3 +40,6 @@ def test_the_machine_has_the_slowest_link() -> None:
     machine = machine_of_ranks(RANK, [FAST, Link(10.0, 0.5), SLOW])
     assert (machine.bandwidth, machine.latency) == pytest.approx((0.1e9, 90e-6))
     assert machine.flops_per_second == 1e10
+    assert machine.weight_bandwidth == 5e9
+    gpu = RANK | {"layout_seconds_per_byte": 0.0, "on_gpu": 1.0}
+    assert machine_of_ranks(gpu, [FAST]).weight_bandwidth is None

@@ -59,7 +59,7 @@ class SleepingStage:
         self._kept: dict[int, Any] = {}
 
     def forward(
-        self, key: int, inputs: Sequence[Any], share: float = 1.0, *, at_once: bool = False
+        self, key: int, inputs: Sequence[Any], share: float = 1.0, *, whole: bool = False
     ) -> tuple[list[Any], None]:
         self._kept[key] = inputs[0]
         return self.evaluate(inputs, share)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from tarantella_pp.cli.io.plan_files import AnyPlan
     from tarantella_pp.partition.external.external_plan import ExternalPlan
     from tarantella_pp.partition.graph.layer_graph import LayerGraph
+    from tarantella_pp.partition.options import Recompute
     from tarantella_pp.partition.plan.plan import Plan
 
 _OF_MODELS = (
@@ -23,6 +24,9 @@ _OF_MODELS = (
     "shard_optimizer", "gradient_dtype", "machine",
 )  # fmt: skip
 """Options that say what a graph's own memory and time already hold."""
+
+_RECOMPUTATIONS = ("all", "except_last", "none")
+"""What stands behind `--recompute`, for all stages or behind the number of one."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,8 +82,9 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     add("--optimizer", metavar="NAME",
         help="whose state counts as memory (default: the model's, else Adam's)")  # fmt: skip
     add("--recompute", metavar="STAGES",
-        help="activation checkpointing: all, none, or stages such as 0,1 that repeat their forward "
-        "pass to save memory (default: only where a limit needs it)")  # fmt: skip
+        help="activation checkpointing: all, except_last, none, or stages such as 0,1 or "
+        "0:except_last,1 that repeat their forward pass to save memory, of all micro-batches or of "
+        "all but the last (default: only where a limit needs it)")  # fmt: skip
 
 
 def model_options(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -217,11 +222,19 @@ def given_balance(text: str | None) -> list[int] | None:
     return [int(part) for part in parts] if all(part.strip().isdigit() for part in parts) else None
 
 
-def _stages(text: str) -> str | list[int]:
-    """Reads `all`, `none` or numbers of stages."""
+def _stages(text: str) -> Recompute:
+    """Reads `all`, `except_last`, `none` or stages, each with one of these or without."""
+    if text in _RECOMPUTATIONS:
+        return text
+    pairs = [part.partition(":") for part in text.split(",")]
+    named = all(how in _RECOMPUTATIONS if colon else not how for _, colon, how in pairs)
     try:
-        return text if text in ("all", "none") else [int(part) for part in text.split(",")]
+        hows = {int(stage): how or "all" for stage, _, how in pairs}
     except ValueError:
-        raise ConfigurationError(
-            f"Expected all, none, or stages such as 0,1. Received: --recompute={text}"
-        ) from None
+        named, hows = False, {}
+    if named and len(hows) == len(pairs):
+        return hows
+    raise ConfigurationError(
+        "Expected all, except_last, none, or different stages such as 0,1 or 0:except_last,1. "
+        f"Received: --recompute={text}"
+    )

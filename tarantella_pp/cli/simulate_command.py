@@ -175,8 +175,10 @@ def _assumptions(simulation: PlanSimulation, step: PipelineStep) -> list[str]:
     if repeated := simulation.plan.recompute:
         lines.append(
             f"stages that recompute ({_list(repeated)}) repeat their forward pass once, but not of "
-            "a micro-batch whose backward pass comes next."
+            "a micro-batch before whose backward pass their rank runs no other one."
         )
+    if kept := simulation.plan.except_last:
+        lines.append(f"stages {_list(kept)} keep all of the last micro-batch and do not repeat it.")
     if step.timeline is None:
         lines.append(
             "the pipeline is too large to be played: closed forms, as if every rank took as long "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from tarantella_pp.models.feeding.symbolic_call import graph_of, has_no_graph
 from tarantella_pp.models.feeding.unbuilt_model import wait_for_shapes
 from tarantella_pp.models.own_step_model import has_own_steps, with_replicas
 from tarantella_pp.models.pipeline_model import PipelineModel
-from tarantella_pp.partition.options import checked_count
+from tarantella_pp.partition.options import Recompute, checked_count
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.runtime.comm.communicator import world
 
@@ -79,7 +78,7 @@ class Model(PipelineModel):
         num_micro_batches: int | None = None,
         memory_limit: int | str | None = None,
         batch_size: int = 32,
-        recompute: str | Sequence[int] | None = None,
+        recompute: Recompute | None = None,
         plan: Plan | str | Path | None = None,
         shard_optimizer: bool = False,
         inputs: Any = None,

@@ -20,7 +20,13 @@ from tarantella_pp.partition.fusion_threshold import fusion_threshold_of
 from tarantella_pp.partition.given_balance import GIVEN, assignment_of, is_given
 from tarantella_pp.partition.graph.profile import Profile
 from tarantella_pp.partition.infeasible import infeasible, useless
-from tarantella_pp.partition.options import BALANCES, PLACEMENTS, checked_count, stages_to_recompute
+from tarantella_pp.partition.options import (
+    BALANCES,
+    PLACEMENTS,
+    Recompute,
+    checked_count,
+    stages_to_recompute,
+)
 from tarantella_pp.partition.plan.hardware_spec import CORE, HardwareSpec, machine_of, machines
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan_choice import choose_plan
@@ -52,7 +58,7 @@ def make_plan(
     schedule: str | Path | Schedule | None = None,
     balance: str | Sequence[int] | None = None,
     memory_limit: int | float | str | Sequence[int | float | str] | None = None,
-    recompute: str | Sequence[int] | None = None,
+    recompute: Recompute | None = None,
     optimizer: Any = None,
     profile: Profile | None = None,
     machine: HardwareSpec | str | Path | None = None,
@@ -103,8 +109,10 @@ def make_plan(
         recompute: Activation checkpointing: stages that keep only the inputs of a micro-batch
             and repeat its forward pass in the backward pass: `"all"`, `"none"` or their
             numbers. A micro-batch whose backward pass comes next is not repeated (all of the last
-            stage under `1f1b`): what is needed is there. Default: none, or where the limit needs
-            it those with which a step is fastest.
+            stage under `1f1b`): what is needed is there. With `"except_last"` the last micro-batch
+            of a step is not repeated either, but kept in memory, which is faster; also for each
+            stage, as in `{0: "except_last", 1: "all"}`. Default: none, or where the limit needs it
+            those with which a step is fastest.
         optimizer: The optimizer whose state counts as memory: a Keras optimizer or its name.
             Default: two slots for each variable, as Adam has.
         profile: What `tnt.profile` measured of this model. The plan and its simulation use it

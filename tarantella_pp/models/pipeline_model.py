@@ -27,7 +27,7 @@ from tarantella_pp.models.feeding.symbolic_call import graph_of, has_no_graph
 from tarantella_pp.models.feeding.unbuilt_model import wait_for_shapes
 from tarantella_pp.models.training_loops import TrainingLoops
 from tarantella_pp.partition.extraction.keras_reader import extract
-from tarantella_pp.partition.options import checked_count
+from tarantella_pp.partition.options import Recompute, checked_count
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.runtime.comm.collective import collective, compiled_facts, learning_rate_of
 from tarantella_pp.runtime.comm.communicator import world
@@ -85,7 +85,9 @@ class PipelineModel(TrainingLoops, CollectiveModel):
         recompute: Activation checkpointing: stages that keep only the inputs of a micro-batch
             and repeat its forward pass in the backward pass, which saves memory: `"all"`,
             `"none"` or their numbers. A micro-batch whose backward pass comes next is not repeated
-            (all of the last stage under `1f1b`). Default: where the limit needs it.
+            (all of the last stage under `1f1b`). `"except_last"` keeps the last micro-batch of a
+            step, too; also for each stage, as in `{0: "except_last", 1: "all"}`. Default: where the
+            limit needs it.
         plan: A `Plan` or the path of one, instead of the options before.
         wire_dtype: `"bfloat16"` to halve what travels from rank to rank: floating point
             activations and gradients are rounded to its 8 bits of precision, so that the numbers
@@ -128,7 +130,7 @@ class PipelineModel(TrainingLoops, CollectiveModel):
         balance: str | None = None,
         memory_limit: int | str | Sequence[int | str] | None = None,
         batch_size: int = 32,
-        recompute: str | Sequence[int] | None = None,
+        recompute: Recompute | None = None,
         plan: Plan | str | Path | None = None,
         wire_dtype: str | None = None,
         num_replicas: int | None = None,

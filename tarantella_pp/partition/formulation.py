@@ -82,14 +82,15 @@ def problem_of(
         costs: The graph and its costs.
         options: The options of the plan.
         limit: Largest memory of each stage in bytes, of state and activations.
-        cautious: Whether memory that several nodes keep is an upper bound of the real one.
+        cautious: Whether memory that several nodes keep, and the time of forward passes that some
+            stages repeat, are upper bounds of the real ones.
     """
     activations, kept = _activations(costs, cautious)
     sharing = _sharing(costs)
     return Problem(
         num_stages=options.num_stages,
         objective=OBJECTIVES[options.balance],
-        work=_work(costs, options),
+        work=_work(costs, options, max if cautious else min),
         static_memory=_state(costs),
         activation_memory=activations,
         tensors=(*kept, *_messages(costs)),
@@ -151,11 +152,13 @@ def _sharing(costs: StageCostModel) -> list[tuple[tuple[int, ...], Tied, float]]
     return free + [(tuple(sorted(group)), "together", 0.0) for group in groups]
 
 
-def _work(costs: StageCostModel, options: PlanOptions) -> FloatArray:
-    """FLOPs or seconds of each node; a repeated forward pass counts where all stages repeat it."""
+def _work(
+    costs: StageCostModel, options: PlanOptions, of_all: Callable[[Sequence[float]], float]
+) -> FloatArray:
+    """FLOPs or seconds of each node, repeated as often as on the stage with the least or most."""
     if options.balance != "time" or costs.seconds is None:
         return costs.flops()
-    forwards = 1 + (len(options.repeats) == options.num_stages)
+    forwards = 1 + of_all(options.repeated)
     return np.array([forwards * forward + backward for forward, backward in costs.seconds])
 
 
@@ -231,7 +234,8 @@ def _formulations(costs: StageCostModel, options: PlanOptions) -> Iterator[_Form
         repeating = functools.partial(_recomputing, costs, options)
         yield _Formulation(repeating, attempts=attempts)
     yield _Formulation(base, attempts=attempts)
-    if options.balance == "memory" or options.memory_limit is not None:
+    uneven = len(set(options.repeated)) > 1
+    if uneven or options.balance == "memory" or options.memory_limit is not None:
         yield _Formulation(functools.partial(base, cautious=True), bounds=False)
     if options.memory_limit is not None:
         yield _Formulation(lambda limit: replace(base(limit), objective="memory"), False, True)
@@ -289,8 +293,8 @@ def _values(costs: StageCostModel, options: PlanOptions, solution: Solution) -> 
     stages = costs.stages(solution.assignment, options.in_flight, options.repeats)
     if options.balance == "time":
         return [
-            (stage.seconds or 0.0) + (stage.forward_seconds or 0.0) * (i in options.repeats)
-            for i, stage in enumerate(stages)
+            (stage.seconds or 0.0) + (stage.forward_seconds or 0.0) * again
+            for stage, again in zip(stages, options.repeated, strict=True)
         ]
     return [float(stage.balanced_bytes) for stage in stages]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast, get_args
 
 from tarantella_pp.errors import ConfigurationError
@@ -18,6 +18,10 @@ from tarantella_pp.partition.plan.plan_config import (
 from tarantella_pp.schedule import ScheduleSpec, bubble_fraction, send_window
 
 BALANCES = ("memory", "time", "flops")
+RECOMPUTATIONS = ("all", "except_last", "none")
+"""Which micro-batches a stage may repeat."""
+Recompute = str | Sequence[int] | Mapping[int, str]
+"""What the option `recompute` may be."""
 PLACEMENTS: tuple[str, ...] = get_args(Placement)
 
 
@@ -26,11 +30,14 @@ class PlanOptions(PlanConfig, frozen=True, kw_only=True):
 
     Attributes:
         in_flight: Most micro-batches that each stage holds at a time.
-        in_backward: Most micro-batches that each stage is in the backward pass of at a time.
+        held_whole: Most micro-batches that each stage, if it recomputes, holds all of at a time.
+        repeated: Share of the micro-batches whose forward pass each stage repeats; told where time
+            is balanced, otherwise empty.
     """
 
     in_flight: tuple[int, ...]
-    in_backward: tuple[int, ...]
+    held_whole: tuple[int, ...]
+    repeated: tuple[float, ...] = ()
 
     @property
     def bubble_weight(self) -> float:
@@ -50,12 +57,12 @@ class PlanOptions(PlanConfig, frozen=True, kw_only=True):
 
     @property
     def repeats(self) -> dict[int, int]:
-        """Stages that repeat their forward pass, and for how many micro-batches at a time.
+        """Stages that repeat their forward pass, and how many micro-batches they hold all of.
 
         For those in the backward pass: where weight gradients wait, what they need waits with
-        them.
+        them. And for the last one where that is not repeated.
         """
-        return {stage: self.in_backward[stage] for stage in self.recompute}
+        return {stage: self.held_whole[stage] for stage in self.recompute}
 
     @classmethod
     def checked(
@@ -68,7 +75,7 @@ class PlanOptions(PlanConfig, frozen=True, kw_only=True):
         schedule: str | ScheduleSpec,
         balance: str,
         memory_limit: int | float | str | Sequence[int | float | str] | None,
-        recompute: str | Sequence[int] = "none",
+        recompute: Recompute = "none",
         ranks: tuple[int, ...] = (),
         placement: str = PLACEMENTS[0],
         fusion_threshold: int | float | str = FUSION_THRESHOLD,
@@ -105,6 +112,12 @@ class PlanOptions(PlanConfig, frozen=True, kw_only=True):
                 f"Received: gradient_dtype={gradient_dtype!r}"
             )
         spec = schedule if isinstance(schedule, ScheduleSpec) else ScheduleSpec.of(schedule, stages)
+        again = stages_to_recompute(recompute, stages)
+        except_last = tuple(stage for stage, how in again.items() if how == "except_last")
+        repeated: tuple[float, ...] = ()
+        if balance == "time":
+            times = spec.repeated(micro_batches, again, except_last) if again else {}
+            repeated = tuple(times.get(stage, 0) / micro_batches for stage in range(stages))
         return cls(
             num_stages=stages,
             num_micro_batches=micro_batches,
@@ -114,8 +127,10 @@ class PlanOptions(PlanConfig, frozen=True, kw_only=True):
             balance=balance,
             memory_limit=_memory_limit(memory_limit, stages),
             in_flight=spec.in_flight(micro_batches),
-            in_backward=spec.in_backward(micro_batches),
-            recompute=stages_to_recompute(recompute, stages),
+            held_whole=spec.held_whole(micro_batches, except_last),
+            repeated=repeated,
+            recompute=tuple(again),
+            except_last=except_last,
             ranks=ranks,
             placement=cast("Placement", placement),
             fusion_threshold=parse_bytes(fusion_threshold, "fusion_threshold"),
@@ -124,30 +139,33 @@ class PlanOptions(PlanConfig, frozen=True, kw_only=True):
         )
 
 
-def stages_to_recompute(recompute: Any, num_stages: int) -> tuple[int, ...]:
+def stages_to_recompute(recompute: Any, num_stages: int) -> dict[int, str]:
     """Reads the option `recompute`.
 
     Args:
-        recompute: `"all"`, `"none"` or the stages.
+        recompute: `"all"`, `"except_last"`, `"none"`, the stages, or one of the three for each of
+            some stages.
         num_stages: Number of stages.
 
     Returns:
-        The stages, ascending.
+        The stages, ascending, and `"all"` or `"except_last"` for each.
 
     Raises:
         ConfigurationError: It is none of these.
     """
-    named: dict[Any, tuple[int, ...]] = {"none": (), "all": tuple(range(num_stages))}
-    if isinstance(recompute, str) and recompute in named:
-        return named[recompute]
+    if isinstance(recompute, str) and recompute in RECOMPUTATIONS:
+        recompute = dict.fromkeys(range(num_stages), recompute)
     given = list(recompute) if isinstance(recompute, Iterable) else [recompute]
+    hows = list(recompute.values()) if isinstance(recompute, Mapping) else ["all"] * len(given)
     whole = all(hasattr(s, "__index__") and not isinstance(s, bool) for s in given)
-    stages = tuple(sorted(s.__index__() for s in given)) if whole else ()
-    if whole and len(set(stages)) == len(given) and set(stages) <= set(range(num_stages)):
-        return stages
+    stages = [s.__index__() for s in given] if whole else []
+    known = all(isinstance(how, str) and how in RECOMPUTATIONS for how in hows)
+    if whole and known and len(set(stages)) == len(given) and set(stages) <= set(range(num_stages)):
+        return {s: how for s, how in sorted(zip(stages, hows, strict=True)) if how != "none"}
     raise ConfigurationError(
-        f"Expected 'all', 'none' or different stages from 0 to {num_stages - 1}. "
-        f"Received: recompute={recompute!r}"
+        "Expected 'all', 'except_last', 'none', different stages from "
+        f"0 to {num_stages - 1}, or one of the three for each of some stages, as in "
+        f"{{0: 'except_last'}}. Received: recompute={recompute!r}"
     )
 
 

@@ -18,7 +18,7 @@ from tarantella_pp.partition.plan.plan_parts import (
     OutputUse,
     StagePlan,
 )
-from tarantella_pp.schedule import send_window
+from tarantella_pp.schedule import held_whole_bounds, send_window
 
 _GROWING = ("activation_bytes", "recomputed_bytes", "working_bytes", "buffer_bytes")
 
@@ -42,7 +42,11 @@ def plan_in_force(
     before, _ = _figures(plan, graph, plan.batch_size, planned, again, plan.outputs, window)
     held = planned
     if in_flight is not None:
-        held, again = tuple(in_flight), dict.fromkeys(plan.recompute, 1)
+        held = tuple(in_flight)
+        counts = held_whole_bounds(
+            schedule, plan.num_stages, plan.num_micro_batches, plan.except_last
+        )
+        again = {stage: counts[stage] for stage in plan.recompute}
     window = send_window(schedule, plan.num_stages, plan.num_ranks)
     now, cuts = _figures(plan, graph, batch_size, held, again, outputs, window)
     longer = batch_size / plan.batch_size
@@ -86,7 +90,9 @@ def check_limit(plan: Plan, planned_for: int) -> None:
 
 def _repeats(plan: Plan) -> dict[int, int]:
     """Stages that repeat their forward pass, and for how many micro-batches at a time."""
-    counts = plan.schedule_spec().in_backward(plan.num_micro_batches) if plan.recompute else ()
+    if not plan.recompute:
+        return {}
+    counts = plan.schedule_spec().held_whole(plan.num_micro_batches, plan.except_last)
     return {stage: counts[stage] for stage in plan.recompute}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -25,7 +25,7 @@ from tarantella_pp.schedule import (
     Message,
     Reduce,
     Transfer,
-    followed_at_once,
+    kept_whole,
 )
 
 if TYPE_CHECKING:
@@ -44,10 +44,10 @@ class _Totals:
     sends: int
     forwards: int
     backwards: Counter[int]
-    at_once: frozenset[Compute]
+    kept_whole: frozenset[tuple[int, int]]
 
     @classmethod
-    def of(cls, program: Sequence[Action]) -> _Totals:
+    def of(cls, program: Sequence[Action], except_last: Container[int] = ()) -> _Totals:
         transfers = [action for action in program if isinstance(action, Transfer)]
         computations = [action for action in program if isinstance(action, Compute)]
         return cls(
@@ -55,7 +55,7 @@ class _Totals:
             sum(action.operation == "S" for action in transfers),
             sum(action.kind == "F" for action in computations),
             Counter(action.stage for action in computations if action.kind in ("W", "BW")),
-            followed_at_once(program),
+            kept_whole(program, except_last),
         )
 
 
@@ -69,10 +69,15 @@ class Executor:
         stages: This rank's stages.
         exchange: Its messages.
         recorder: Where to note.
+        except_last: Stages that do not repeat the last micro-batch of a step.
     """
 
     def __init__(
-        self, stages: Mapping[int, Stage], exchange: StageMessages, recorder: Recorder
+        self,
+        stages: Mapping[int, Stage],
+        exchange: StageMessages,
+        recorder: Recorder,
+        except_last: Container[int] = (),
     ) -> None:
         self.recorder = recorder
         self._stages = stages
@@ -81,6 +86,7 @@ class Executor:
         self._gradients: dict[Message, Sequence[tf.Tensor]] = {}
         self._awaited: dict[tuple[Direction, Message], Transfer] = {}
         self._waits_since = 0.0
+        self._except_last = except_last
         self._program: Sequence[Action] = ()
         self._totals = _Totals.of(())
         self._sends_left = 0
@@ -104,7 +110,7 @@ class Executor:
         """
         self.clear()
         if program is not self._program:
-            self._program, self._totals = program, _Totals.of(program)
+            self._program, self._totals = program, _Totals.of(program, self._except_last)
         self._messages.begin(self._totals.receives, rows, window)
         self._step = step
         self._sends_left = self._totals.sends
@@ -218,8 +224,8 @@ class Executor:
         boundary, key = stage.boundary, action.micro_batch
         inputs = [*step.data(boundary.index, key), *arrived]
         if step.training:
-            at_once = action in self._totals.at_once
-            outputs, added = stage.forward(key, inputs, step.share(key), at_once=at_once)
+            whole = (boundary.index, key) in self._totals.kept_whole
+            outputs, added = stage.forward(key, inputs, step.share(key), whole=whole)
         else:
             outputs, added = stage.evaluate(inputs, step.share(key))
         values: Values = dict(zip(boundary.outputs, outputs, strict=True))

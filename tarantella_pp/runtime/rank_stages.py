@@ -72,7 +72,7 @@ class RankStages(Mapping[int, Stage]):
         }
         self.modules = {index: stage.module for index, stage in self._own.items()}
         messages = StageMessages(ranks, graph, self.edges, placement, wire_dtype=wire_dtype)
-        self._executor = Executor(self._own, messages, Recorder(1))
+        self._executor = Executor(self._own, messages, Recorder(1), plan.except_last)
         self._forward_state = ForwardState(
             [call for module in self.modules.values() for call in module.layer.calls],
             [module.statistics for module in self.modules.values()],

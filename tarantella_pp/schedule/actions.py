@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from itertools import pairwise
+from collections.abc import Container, Iterable
 from typing import Literal, NamedTuple, TypeAlias
 
 from tarantella_pp.errors import ScheduleError
@@ -90,26 +89,43 @@ class Reduce(NamedTuple):
 Action: TypeAlias = Compute | Transfer | Reduce
 
 
-def followed_at_once(actions: Iterable[Action]) -> frozenset[Compute]:
-    """Returns the forwards whose own backward is the next computation of their rank.
+def kept_whole(
+    actions: Iterable[Action], except_last: Container[int] = ()
+) -> frozenset[tuple[int, int]]:
+    """Returns the micro-batches that a stage keeps whole even if it recomputes: none is repeated.
 
-    Nothing has to be repeated between the two, and nothing else needs memory: a stage that
-    recomputes keeps what it has just made. Under 1F1B those are all of the last stage::
+    Those between whose forward and backward the rank runs nothing else backward. That takes no
+    more memory, for in its backward a micro-batch is whole anyhow, and is the first one of each
+    stage and all of the last stage under 1F1B. And the last micro-batch of the stages in
+    `except_last`, which waits with all that its backward needs while others run backward::
 
-        stage 0  F0 F1 .. .. BW0-- F2 BW1--       keeps inputs, and repeats F0 in BW0
-        stage 1  .. F0 BW0-- F1 BW1-- F2 BW2--    repeats nothing
+        stage 0  F0 F1 .. .. BW0 F2 BW1 .. BW2    keeps 0 whole, and 2 with `except_last`
+        stage 1  .. F0 BW0 F1 BW1 .. F2 BW2       keeps 0, 1 and 2 whole
 
     Args:
         actions: What a rank does, in order.
+        except_last: Stages that do not repeat the last micro-batch of a step: Kim et al.,
+            "torchgpipe: On-the-fly Pipeline Parallelism for Training Giant Models", 2020.
+
+    Returns:
+        Stage and number of each.
     """
-    computations = [action for action in actions if isinstance(action, Compute)]
-    return frozenset(
-        first
-        for first, second in pairwise(computations)
-        if first.kind == "F"
-        and second.kind in ("B", "BW")
-        and (first.stage, first.micro_batch) == (second.stage, second.micro_batch)
-    )
+    found: set[tuple[int, int]] = set()
+    last: dict[int, int] = {}
+    since: set[tuple[int, int]] = set()
+    for action in actions:
+        if not isinstance(action, Compute):
+            continue
+        one = (action.stage, action.micro_batch)
+        if action.kind == "F":
+            since.add(one)
+            last[action.stage] = max(action.micro_batch, last.get(action.stage, 0))
+            continue
+        if action.kind != "W" and one in since:
+            found.add(one)
+        since.clear()
+    found.update((stage, i) for stage, i in last.items() if stage in except_last)
+    return frozenset(found)
 
 
 def parse_action(text: str) -> Action:

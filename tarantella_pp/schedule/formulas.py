@@ -17,6 +17,7 @@ SC 2021, section 2.2; Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, 
 
 from __future__ import annotations
 
+from collections.abc import Container
 from fractions import Fraction
 
 from tarantella_pp.errors import ScheduleError
@@ -91,7 +92,7 @@ def speed_up_bound(
 
 
 MEMORY_FORMULAS = ("gpipe", "1f1b", "zb-h1", "forward")
-"""The schedules of which `in_flight_bounds` and `in_backward_bounds` know how much they hold."""
+"""The schedules of which `in_flight_bounds` and `held_whole_bounds` know how much they hold."""
 
 
 def in_flight_bounds(name: str, num_stages: int, num_micro_batches: int) -> tuple[int, ...]:
@@ -115,24 +116,32 @@ def in_flight_bounds(name: str, num_stages: int, num_micro_batches: int) -> tupl
     return (held[name],) * num_stages
 
 
-def in_backward_bounds(name: str, num_stages: int, num_micro_batches: int) -> tuple[int, ...]:
-    """Returns the most micro-batches that each stage is in the backward pass of, begun or waiting.
+def held_whole_bounds(
+    name: str, num_stages: int, num_micro_batches: int, except_last: Container[int] = ()
+) -> tuple[int, ...]:
+    """Returns the most micro-batches that each stage, if it recomputes, holds all of at a time.
+
+    Those that it is in the backward pass of, begun or waiting, and those that it keeps whole.
 
     Args:
         name: One of `MEMORY_FORMULAS`.
         num_stages: Number of stages.
         num_micro_batches: Number of micro-batches.
+        except_last: Stages that do not repeat the last micro-batch.
 
     Returns:
-        One number for each stage; more than 1 where weight gradients are put off.
+        One number for each stage; more than 1 where weight gradients are put off, and one more
+        where the last micro-batch waits.
 
     Raises:
         ScheduleError: If there is no such formula.
     """
     _check_memory_formula(name)
-    if name == "zb-h1":
-        return tuple(min(1 + stage, num_micro_batches) for stage in range(num_stages))
-    return (0 if name == "forward" else 1,) * num_stages
+    held = in_flight_bounds(name, num_stages, num_micro_batches)
+    return tuple(
+        min(held[stage], 1 + stage * (name == "zb-h1") + (stage in except_last))
+        for stage in range(num_stages)
+    )
 
 
 def send_window(name: str, num_stages: int, num_ranks: int) -> int | None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from tarantella_pp.errors import ScheduleError
-from tarantella_pp.schedule.actions import Action, Compute, Link
+from tarantella_pp.schedule.actions import Action, Compute, Link, kept_whole
 from tarantella_pp.schedule.text import read_text, write_text
 
 
@@ -113,22 +113,33 @@ class Schedule:
         """
         return self._in_flight[self._known(stage)]
 
-    def in_backward(self, stage: int) -> int:
-        """Returns how many micro-batches `stage` is in the backward pass of at the worst moment.
+    def held_whole(self, except_last: Container[int] = ()) -> tuple[int, ...]:
+        """Returns of how many micro-batches each stage holds all, if it recomputes, at the worst.
 
-        From the beginning of a micro-batch's B to the end of its W; a stage that recomputes its
-        forward pass holds for so many what that makes. 1 where no weight gradient is put off.
+        To the end of a micro-batch's W: of one that is kept whole from its F, and of others, which
+        are repeated, from their B. 1 where no weight gradient is put off and none is kept whole.
 
         Args:
-            stage: The stage, from 0.
+            except_last: Stages that do not repeat the last micro-batch; see `kept_whole`.
 
         Returns:
-            The peak number of micro-batches.
-
-        Raises:
-            ScheduleError: If there is no such stage.
+            The peak number of micro-batches of each stage.
         """
-        return self._in_backward[self._known(stage)]
+        kept = self.kept_whole(except_last)
+        whole: list[set[int]] = [set() for _ in self.placement]
+        peak = [0] * self.num_stages
+        for action in self.computations() if self.has_backward else ():
+            stage, kind, i = action
+            if kind != "F" or (stage, i) in kept:
+                whole[stage].add(i)
+                peak[stage] = max(peak[stage], len(whole[stage]))
+                if action in self._releases:
+                    whole[stage].remove(i)
+        return tuple(peak)
+
+    def kept_whole(self, except_last: Container[int] = ()) -> frozenset[tuple[int, int]]:
+        """Returns stages and micro-batches that are never repeated: `kept_whole` of all ranks."""
+        return frozenset(one for own in self.actions for one in kept_whole(own, except_last))
 
     def _known(self, stage: int) -> int:
         """Refuses what is no stage."""
@@ -153,20 +164,6 @@ class Schedule:
             for _, action, change in self.residual_changes(rank):
                 held[action.stage] += change
                 peak[action.stage] = max(peak[action.stage], held[action.stage])
-        return tuple(peak)
-
-    @cached_property
-    def _in_backward(self) -> tuple[int, ...]:
-        """The peak of each stage."""
-        begun: list[set[int]] = [set() for _ in self.placement]
-        peak = [0] * self.num_stages
-        for action in self.computations():
-            stage, kind, i = action
-            if kind != "F":
-                begun[stage].add(i)
-                peak[stage] = max(peak[stage], len(begun[stage]))
-                if action in self._releases:
-                    begun[stage].remove(i)
         return tuple(peak)
 
     def residual_changes(self, rank: int) -> Iterator[tuple[int, Compute, int]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -11,7 +13,7 @@ from tarantella_pp.errors import ScheduleError
 from tarantella_pp.schedule.actions import Compute
 from tarantella_pp.schedule.formulas import (
     MEMORY_FORMULAS,
-    in_backward_bounds,
+    held_whole_bounds,
     in_flight_bounds,
 )
 from tarantella_pp.schedule.list_scheduling import by_time
@@ -151,20 +153,35 @@ class ScheduleSpec:
         schedule = self.make(num_micro_batches)
         return tuple(schedule.in_flight(stage) for stage in range(self.num_stages))
 
-    def in_backward(self, num_micro_batches: int) -> tuple[int, ...]:
-        """Returns the most micro-batches that each stage is in the backward pass of at a time.
+    def held_whole(
+        self, num_micro_batches: int, except_last: Container[int] = ()
+    ) -> tuple[int, ...]:
+        """Returns the most micro-batches that each stage, if it recomputes, holds all of at a time.
 
         All in flight, while a schedule is yet to be searched for.
 
         Args:
             num_micro_batches: Number of micro-batches of a step.
+            except_last: Stages that do not repeat the last one.
         """
         if self.custom is None and self.name == SEARCHED:
             return self.in_flight(num_micro_batches)
         if self.custom is None and self.name in MEMORY_FORMULAS:
-            return in_backward_bounds(self.name, self.num_stages, num_micro_batches)
-        schedule = self.make(num_micro_batches)
-        return tuple(schedule.in_backward(stage) for stage in range(self.num_stages))
+            return held_whole_bounds(self.name, self.num_stages, num_micro_batches, except_last)
+        return self.make(num_micro_batches).held_whole(except_last)
+
+    def repeated(
+        self, num_micro_batches: int, stages: Iterable[int], except_last: Container[int] = ()
+    ) -> dict[int, int]:
+        """Returns how many micro-batches of a step each stage that recomputes really repeats.
+
+        Args:
+            num_micro_batches: Number of micro-batches of a step.
+            stages: Those that recompute.
+            except_last: Those of them that do not repeat the last one.
+        """
+        kept = Counter(stage for stage, _ in self.make(num_micro_batches).kept_whole(except_last))
+        return {stage: num_micro_batches - kept[stage] for stage in stages}
 
 
 @lru_cache(maxsize=8)

@@ -22,8 +22,9 @@ class StageCosts:
         activation_bytes: Bytes that a micro-batch in flight keeps.
         static_bytes: Bytes that the stage needs whatever is in flight: weights, gradients,
             optimizer state, buffers.
-        repeated: Seconds of B and BW that repeat the forward pass; not taken where that was the
-            computation before. Default: nothing is repeated.
+        repeated: Seconds of B and BW that repeat the forward pass; not taken of micro-batches
+            that are kept whole, see `kept_whole`. Default: nothing is repeated.
+        except_last: Whether the last micro-batch is kept whole.
     """
 
     forward: float
@@ -33,6 +34,7 @@ class StageCosts:
     activation_bytes: float = 0.0
     static_bytes: float = 0.0
     repeated: float = 0.0
+    except_last: bool = False
 
     def __post_init__(self) -> None:
         for option, value in vars(self).items():
@@ -139,4 +141,7 @@ class Costs:
         """
         kinds: tuple[Kind, ...] = ("F", "BW") if has_backward else ("F",)
         seconds = sum(stage.seconds(kind) for stage in self.stages for kind in kinds)
-        return num_micro_batches * (seconds - (self.stages[-1].repeated if has_backward else 0.0))
+        if not has_backward:
+            return num_micro_batches * seconds
+        saved = sum(stage.repeated for stage in self.stages[:-1] if stage.except_last)
+        return num_micro_batches * (seconds - self.stages[-1].repeated) - saved

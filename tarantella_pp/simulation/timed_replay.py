@@ -6,13 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from tarantella_pp.errors import ScheduleError
-from tarantella_pp.schedule.actions import (
-    Action,
-    Compute,
-    Message,
-    Transfer,
-    followed_at_once,
-)
+from tarantella_pp.schedule.actions import Action, Compute, Message, Transfer
 from tarantella_pp.schedule.replay import Replay
 from tarantella_pp.schedule.schedule import Schedule
 from tarantella_pp.simulation.costs import Costs
@@ -68,11 +62,9 @@ class TimedReplay(Replay, Generic[Time]):
         self._seconds = [
             {kind: stage.seconds(kind) for kind in ("F", "B", "W", "BW")} for stage in costs.stages
         ]
-        self._at_once = {
-            (action.stage, action.micro_batch)
-            for own in (schedule.actions if any(s.repeated for s in costs.stages) else ())
-            for action in followed_at_once(own)
-        }
+        except_last = [i for i, stage in enumerate(costs.stages) if stage.except_last]
+        repeats = any(stage.repeated for stage in costs.stages)
+        self._kept_whole = schedule.kept_whole(except_last) if repeats else frozenset()
         super().__init__(schedule.actions, blocking=False)
 
     def play(self) -> None:
@@ -92,9 +84,8 @@ class TimedReplay(Replay, Generic[Time]):
         """Lets a computation take its seconds."""
         start = self.clock[rank] + self._costs.before.get(action, 0.0)
         seconds = self._seconds[action.stage][action.kind]
-        if self._at_once and action.kind in ("B", "BW"):
-            at_once = (action.stage, action.micro_batch) in self._at_once
-            seconds -= self._costs.stages[action.stage].repeated if at_once else 0.0
+        if (action.stage, action.micro_batch) in self._kept_whole and action.kind in ("B", "BW"):
+            seconds -= self._costs.stages[action.stage].repeated
         self.clock[rank] = end = start + seconds
         self.note(rank, start, end, action)
 

@@ -127,13 +127,23 @@ def test_a_schedule_of_ones_own(command, script, tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "stages"), [("all", [0, 1]), ("none", []), ("1", [1]), ("0,1", [0, 1])]
+    ("given", "stages", "except_last"),
+    [
+        ("all", [0, 1], []),
+        ("none", [], []),
+        ("1", [1], []),
+        ("0,1", [0, 1], []),
+        ("except_last", [0, 1], [0, 1]),
+        ("1:except_last,0", [0, 1], [1]),
+        ("0:none,1:all", [1], []),
+    ],
 )
-def test_recomputation(command, script, tmp_path, given, stages) -> None:
+def test_recomputation(command, script, tmp_path, given, stages, except_last) -> None:
     made = make(command, f"{script}:small", "--recompute", given, "-o", "plan.json")
-    assert made["recompute"] == stages
+    assert (made["recompute"], made["except_last"]) == (stages, except_last)
     assert command("simulate", "plan.json") == 0
     assert ("repeat their forward pass" in command.stdout) == bool(stages)
+    assert ("keep all of the last micro-batch" in command.stdout) == bool(except_last)
 
 
 def test_ranks_are_shared_among_stages_and_replicas(command, script) -> None:
@@ -253,7 +263,8 @@ def test_a_script_does_not_see_the_options_of_the_command(command, tmp_path) -> 
 def test_options_of_the_planner_are_refused_by_it(command, script) -> None:
     for options in (
         ["--balance", "load"], ["--schedule", "x"], ["--memory-limit", "much"],
-        ["--recompute", "some"], ["--recompute", "7"],
+        ["--recompute", "some"], ["--recompute", "7"], ["--recompute", "0,0"],
+        ["--recompute", "0:some"], ["--recompute", "0:"],
     ):  # fmt: skip
         assert command("plan", "make", f"{script}:small", "--stages", 2, *options) == 2
         assert options[1] in command.stderr.splitlines()[-1]

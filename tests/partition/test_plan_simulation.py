@@ -69,7 +69,7 @@ def specs(draw):
     spec=specs(),
     micro_batches=st.integers(1, 10),
     balance=st.sampled_from(["memory", "flops"]),
-    recompute=st.sampled_from(["none", "all", (0,)]),
+    recompute=st.sampled_from(["none", "all", (0,), "except_last", {0: "except_last"}]),
 )
 def test_a_plan_says_what_the_simulator_says(spec, micro_batches, balance, recompute):
     plan = plan_of(spec, micro_batches, balance=balance, recompute=recompute)
@@ -81,7 +81,7 @@ def test_a_plan_says_what_the_simulator_says(spec, micro_batches, balance, recom
     timeline = simulate(schedule, simulation.costs())
     shown = simulation.step()
     if spec.name == SEARCHED:  # what runs till then is a schedule that the search begins with
-        assert plan.bubble <= timeline.bubble_fraction + 1e-12
+        assert shown.pipeline_seconds <= timeline.pipeline_seconds * (1 + 1e-12)
     else:
         assert plan.bubble == pytest.approx(timeline.bubble_fraction, abs=1e-12)
         assert shown.peak_bytes == timeline.peak_bytes
@@ -109,7 +109,7 @@ def test_the_bubble_is_that_of_the_ranks_that_a_plan_is_for():
 def test_what_is_recomputed_stays_until_the_weight_gradient(text, counts):
     """Whatever the name of the schedule."""
     spec = ScheduleSpec.of(Schedule.from_text(text), 1)
-    assert spec.in_backward(2) == counts
+    assert spec.held_whole(2) == counts
     plan = plan_of(spec, 2, recompute="all")
     alone = plan_of(ScheduleSpec.of("gpipe", 1), 2, recompute="all")
     assert plan.stages[0].recomputed_bytes == counts[0] * alone.stages[0].recomputed_bytes

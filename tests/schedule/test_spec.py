@@ -17,7 +17,7 @@ from tarantella_pp.schedule import (
     read_schedule,
     validate,
 )
-from tarantella_pp.schedule.spec import on_one_rank
+from tarantella_pp.schedule.spec import SEARCHED, on_one_rank
 
 OWN = """
 stages: 2
@@ -30,6 +30,18 @@ rank 1: 1F0 1BW0 1F1 1BW1 1F2 1BW2
 def order_of(schedule, stage):
     rank = schedule.actions[schedule.placement[stage]]
     return [(a.kind, a.micro_batch) for a in rank if a.stage == stage]
+
+
+def in_backward(schedule, stage):
+    """The most micro-batches between their B and W."""
+    own, begun, most = order_of(schedule, stage), set(), 0
+    for position, (kind, i) in enumerate(own):
+        if kind != "F":
+            begun.add(i)
+            most = max(most, len(begun))
+            if i not in [later for _, later in own[position + 1 :]]:
+                begun.remove(i)
+    return most
 
 
 @given(
@@ -47,6 +59,48 @@ def test_every_recipe_makes_legal_schedules(name, ranks, per_rank, micro_batches
     validate(lower(alone))
     assert alone.placement == (0,) * stages
     assert sorted(map(str, alone.computations())) == sorted(map(str, alone.actions[0]))
+
+
+@given(st.sampled_from(TRAINING_NAMES), st.integers(1, 4), st.sampled_from([1, 2]), st.data())
+def test_what_recomputing_stages_hold_all_of_is_known_for_every_recipe(name, ranks, per_rank, data):
+    spec = ScheduleSpec.of(name, ranks * (2 if name == "zb-v" else per_rank), ranks)
+    micro_batches = data.draw(st.integers(1, 7))
+    except_last = data.draw(st.sets(st.integers(0, spec.num_stages - 1)) | st.just(set()))
+    schedule = spec.make(micro_batches)
+    found = spec.held_whole(micro_batches, except_last)
+    held = [0] * spec.num_stages
+    kept = schedule.kept_whole(except_last)
+    for stage in range(spec.num_stages):
+        left, whole = dict.fromkeys(range(micro_batches), 0), set()
+        own = [a for a in schedule.actions[spec.placement[stage]] if a.stage == stage]
+        for _, kind, i in own:
+            left[i] += 1
+            if kind != "F" or (stage, i) in kept:
+                whole.add(i)
+                held[stage] = max(held[stage], len(whole))
+            if left[i] == sum(a.micro_batch == i for a in own):
+                whole.discard(i)
+    assert list(schedule.held_whole(except_last)) == held
+    if not except_last:  # what is kept whole anyhow takes no more than the backward passes
+        assert held == [in_backward(schedule, stage) for stage in range(spec.num_stages)]
+    assert list(found) == (held if name != SEARCHED else list(spec.in_flight(micro_batches)))
+
+
+@pytest.mark.parametrize(
+    ("name", "stages", "micro_batches", "all_but", "repeated"),
+    [
+        ("gpipe", 2, 4, (), [3, 3]),
+        ("gpipe", 2, 4, (0, 1), [2, 2]),
+        ("gpipe", 2, 1, (), [0, 0]),
+        ("1f1b", 3, 4, (), [3, 3, 0]),
+        ("1f1b", 3, 4, (0, 1, 2), [2, 2, 0]),
+        ("1f1b", 3, 4, (1,), [3, 2, 0]),
+        ("zb-h1", 3, 4, (0,), [2, 3, 0]),
+    ],
+)
+def test_how_often_stages_repeat_their_forward_pass(name, stages, micro_batches, all_but, repeated):
+    found = ScheduleSpec.of(name, stages).repeated(micro_batches, range(stages), all_but)
+    assert found == dict(enumerate(repeated))
 
 
 @given(st.sampled_from(("gpipe", "1f1b", "zb-h1")), st.integers(1, 4), st.integers(1, 8))

@@ -14,7 +14,7 @@ from tarantella_pp.schedule import (
     Schedule,
     Transfer,
     bubble_fraction,
-    followed_at_once,
+    kept_whole,
     lower,
     make_schedule,
     reductions,
@@ -207,28 +207,45 @@ def test_drawings_have_the_width_asked_for(schedule, width):
 
 
 @pytest.mark.parametrize(
-    ("name", "stages", "micro_batches", "saved"),
+    ("name", "stages", "micro_batches", "saved", "except_last"),
     [
-        ("gpipe", 2, 3, 0),
-        ("1f1b", 2, 3, 3),
-        ("zb-h1", 2, 3, 3),
-        ("1f1b", 3, 1, 3),
-        ("gpipe", 1, 1, 1),
+        ("gpipe", 2, 3, 2, 4),
+        ("1f1b", 2, 3, 4, 5),
+        ("zb-h1", 2, 3, 4, 5),
+        ("1f1b", 3, 1, 3, 3),
+        ("gpipe", 1, 1, 1, 1),
     ],
 )
-def test_a_micro_batch_that_comes_back_at_once_is_not_repeated(name, stages, micro_batches, saved):
-    def busy(repeated):
-        costs = StageCosts(1.0, 2.0, 1.0, repeated=repeated)
+def test_micro_batches_that_are_kept_whole_are_not_repeated(
+    name, stages, micro_batches, saved, except_last
+):
+    def busy(repeated, spared=False):
+        costs = StageCosts(1.0, 2.0, 1.0, repeated=repeated, except_last=spared)
         return sum(play(name, stages, micro_batches, costs=Costs((costs,) * stages)).busy_seconds)
 
     assert busy(0.0) - busy(1.0) == pytest.approx(saved)
+    assert busy(0.0) - busy(1.0, spared=True) == pytest.approx(except_last)
 
 
-def test_nothing_comes_back_at_once_where_a_rank_computes_in_between():
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+def test_except_last_shortens_the_step_by_a_forward_pass(name):
+    """Of equal stages: each has the last but one to do till the last one comes."""
+
+    def seconds(spared):
+        costs = StageCosts(1.0, 2.0, 1.0, repeated=1.0, except_last=spared)
+        return play(name, 3, 4, costs=Costs((costs,) * 3))
+
+    assert seconds(False).pipeline_seconds - seconds(True).pipeline_seconds == pytest.approx(1)
+    # in one process the last stage repeats nothing anyhow
+    assert seconds(False).serial_seconds - seconds(True).serial_seconds == pytest.approx(2)
+
+
+def test_nothing_is_kept_whole_for_nothing_where_a_rank_runs_backward_in_between():
     schedule = Schedule.from_text("rank 0: 0F0 1F0 1BW0 0BW0 0F1 0BW1 1F1 1B1")
-    assert followed_at_once(schedule.actions[0]) == {
-        Compute(1, "F", 0), Compute(0, "F", 1), Compute(1, "F", 1)
-    }  # fmt: skip
-    assert followed_at_once(lower(make_schedule("1f1b", 2, 4)).actions[1]) == {
-        Compute(1, "F", i) for i in range(4)
-    }
+    assert kept_whole(schedule.actions[0]) == {(1, 0), (0, 1), (1, 1)}
+    lowered = lower(make_schedule("1f1b", 2, 4))
+    assert kept_whole(lowered.actions[1]) == {(1, i) for i in range(4)}
+    assert kept_whole(lowered.actions[0]) == {(0, 0)}
+    assert kept_whole(lowered.actions[0], except_last=(0, 1)) == {(0, 0), (0, 3)}
+    waiting = Schedule.from_text("rank 0: 0F0 0F1 0B0 0F2 0W0 0B2 0W2 0B1 0W1")
+    assert kept_whole(waiting.actions[0]) == {(0, 0)}  # 0W0 would have two of them

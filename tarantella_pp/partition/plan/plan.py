@@ -65,6 +65,8 @@ class Plan(
             stages have seconds, measurements.
         recompute: Stages that keep the inputs of a micro-batch only and repeat its forward pass,
             ascending.
+        except_last: Those of them that keep all of the last micro-batch of a step, and do not
+            repeat it, ascending.
         schedule_text: Text of the schedule where its name does not say all: a user's own, or one
             that was searched for.
         ranks: Rank of each stage that the plan was made for; empty where each has its own.

@@ -41,6 +41,7 @@ class PlanConfig(msgspec.Struct, frozen=True, kw_only=True):
     balance: str
     memory_limit: MemoryLimit | None
     recompute: tuple[int, ...] = ()
+    except_last: tuple[int, ...] = ()
     ranks: tuple[int, ...] = ()
     placement: Placement = "pipelines-together"
     fusion_threshold: int = FUSION_THRESHOLD

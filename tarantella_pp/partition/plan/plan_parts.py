@@ -21,7 +21,8 @@ class StagePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         buffer_bytes: What messages are received into.
         flops: Floating point operations of the forward pass, per sample.
         recomputed_bytes: What a stage that repeats its forward pass makes again, of all the
-            micro-batches that run backward at a time, which is one but for split backward passes.
+            micro-batches that run backward at a time, which is one but for split backward passes;
+            and of the last micro-batch, where that is not repeated but waits with all of it.
         working_bytes: What there is besides for a moment, at the most: gradients on their way back
             through the stage, messages sent that nobody has received yet, or temporaries of the
             optimizer that need more than `activation_bytes_total`. On the last stage of a compiled

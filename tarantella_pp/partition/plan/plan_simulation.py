@@ -10,7 +10,7 @@ import msgspec
 
 from tarantella_pp.errors import ScheduleError
 from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
-from tarantella_pp.partition.plan.plan import Plan, StagePlan
+from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan.plan_config import micro_batch_size
 from tarantella_pp.partition.plan.roofline import NodeWork, roofline_seconds
 from tarantella_pp.schedule.actions import Link
@@ -138,16 +138,18 @@ class PlanSimulation:
         """Samples of one micro-batch, rounded up."""
         return micro_batch_size(self.samples, 1, self.num_micro_batches)
 
-    def costs(self) -> Costs:
-        """Returns the seconds and bytes of the plan's stages and messages."""
+    def costs(self, num_ranks: int | None = None) -> Costs:
+        """Returns the seconds and bytes of the plan's stages and messages.
+
+        Args:
+            num_ranks: As of `step`, which says what is raised.
+        """
         planned = self.plan.micro_batch_size
         # Memory must hold the largest micro-batch; time is that of all of them together.
         mean = self.samples / self.num_micro_batches
         forwards = forward_seconds(self.plan, self.machine, mean)
-        stages = [
-            self._stage(stage, mean, forwards[i], repeats=i in self.plan.recompute)
-            for i, stage in enumerate(self.plan.stages)
-        ]
+        again = self._held_again(num_ranks)
+        stages = [self._stage(i, mean, forward, again.get(i)) for i, forward in enumerate(forwards)]
         sizes: Counter[Link] = Counter()
         for cut in self.plan.cuts:
             for target in cut.targets:
@@ -161,12 +163,25 @@ class PlanSimulation:
         }
         return Costs(tuple(stages), links)
 
-    def _stage(self, stage: StagePlan, mean: float, forward: float, *, repeats: bool) -> StageCosts:
+    def _held_again(self, num_ranks: int | None) -> dict[int, float]:
+        """Stages that recompute, with what they make again and hold, over what was planned."""
+        plan = self.plan
+        if not plan.recompute:
+            return {}
+        spec, last = self._spec(num_ranks), plan.except_last
+        planned = plan.schedule_spec().held_whole(plan.num_micro_batches, last)
+        now = spec.held_whole(self.num_micro_batches, last)
+        return {stage: now[stage] / planned[stage] for stage in plan.recompute}
+
+    def _stage(
+        self, index: int, mean: float, forward: float, held_again: float | None
+    ) -> StageCosts:
         """Costs of a stage, whose micro-batches have so many samples on average.
 
         Without measured seconds, gradients of inputs and of weights take as long as the forward
         pass each. Weight gradients are added to a sum besides, but for those put off.
         """
+        stage = self.plan.stages[index]
         machine, gradient, summed = self.machine, forward, 0.0
         if stage.forward_seconds is None or stage.backward_seconds is None:
             added = stage.parameter_bytes - stage.deferred_bytes
@@ -176,9 +191,9 @@ class PlanSimulation:
             forward, gradient = share * stage.forward_seconds, share * stage.backward_seconds / 2
         once, apart = machine.action_seconds, machine.split_factor
         larger = self.micro_batch_size / self.plan.micro_batch_size
-        moving = stage.working_bytes + stage.buffer_bytes + stage.recomputed_bytes
-        static = stage.state_bytes + larger * moving
-        again = forward if repeats else 0.0
+        moving = stage.working_bytes + stage.buffer_bytes
+        static = stage.state_bytes + larger * (moving + stage.recomputed_bytes * (held_again or 0))
+        again = 0.0 if held_again is None else forward
         return StageCosts(
             forward=once + forward,
             input_gradient=once + again + apart * gradient,
@@ -187,6 +202,7 @@ class PlanSimulation:
             activation_bytes=larger * stage.activation_bytes,
             static_bytes=static,
             repeated=again,
+            except_last=index in self.plan.except_last,
         )
 
     def step(self, num_ranks: int | None = None) -> PipelineStep:
@@ -204,22 +220,23 @@ class PlanSimulation:
         Raises:
             ScheduleError: The schedule is unknown, or does not work with so many ranks.
         """
-        limit = None
-        if self._runs_own:
-            spec = self.plan.schedule_spec(num_ranks)
-            limit = [stage.in_flight for stage in self.plan.stages]
-        else:
-            if num_ranks is None and self.plan.ranks:
-                num_ranks = self.plan.num_ranks
-            spec = ScheduleSpec.of(self.schedule, self.plan.num_stages, num_ranks)
+        limit = [stage.in_flight for stage in self.plan.stages] if self._runs_own else None
         return pipeline_step(
-            spec,
-            self.costs(),
+            self._spec(num_ranks),
+            self.costs(num_ranks),
             self.num_micro_batches,
             links=self.plan.links,
             gradient_links=self.plan.gradient_links,
             in_flight_limit=limit,
         )
+
+    def _spec(self, num_ranks: int | None) -> ScheduleSpec:
+        """The schedule on a number of ranks."""
+        if self._runs_own:
+            return self.plan.schedule_spec(num_ranks)
+        if num_ranks is None and self.plan.ranks:
+            num_ranks = self.plan.num_ranks
+        return ScheduleSpec.of(self.schedule, self.plan.num_stages, num_ranks)
 
     @property
     def _runs_own(self) -> bool:

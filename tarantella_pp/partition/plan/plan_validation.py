@@ -119,6 +119,11 @@ def _wrong_recomputation(plan: Plan) -> Iterator[str]:
     stages = set(plan.recompute)
     if list(plan.recompute) != sorted(stages) or not stages <= set(range(plan.num_stages)):
         yield f"recompute must name stages, ascending. Received: {list(plan.recompute)}"
+    if list(plan.except_last) != sorted(stages & set(plan.except_last)):
+        yield (
+            "except_last must name stages of those that recompute, ascending. "
+            f"Received: {list(plan.except_last)}"
+        )
     for i, stage in enumerate(plan.stages):
         if stage.recomputed_bytes and i not in stages:
             yield f"stages[{i}] recomputes nothing. Received: {stage.recomputed_bytes} bytes of it"

@@ -102,6 +102,9 @@ def _stages(plan: Plan) -> Markup:
             f" Stages that keep their inputs only and repeat their forward pass: {which}; what "
             "follows + is what they make again."
         )
+    if plan.except_last:
+        which = ", ".join(map(str, plan.except_last))
+        note += f" Those that keep all of the last micro-batch instead: {which}."
     return _section("Stages", note, scrolling(stage_table(plan), "Table of stages"))
 
 

@@ -26,8 +26,8 @@ class Stage:
     Args:
         boundary: The border of the stage.
         calls: The stage's calls, in topological order.
-        recompute: Whether to keep a micro-batch's inputs only, and repeat its forward pass, where
-            other work comes between that and its backward pass.
+        recompute: Whether to keep a micro-batch's inputs only, and repeat its forward pass, but
+            for those that are to be kept whole.
         micro_batches: Most micro-batches of a step.
         num_replicas: Number of pipelines that share a batch.
 
@@ -127,7 +127,7 @@ class Stage:
         return self.probe.factors(step.training, step.share(key))
 
     def forward(
-        self, key: int, inputs: Sequence[tf.Tensor], share: float = 1.0, *, at_once: bool = False
+        self, key: int, inputs: Sequence[tf.Tensor], share: float = 1.0, *, whole: bool = False
     ) -> tuple[list[tf.Tensor], tf.Tensor | None]:
         """Runs one micro-batch forward in training mode and keeps what backward needs.
 
@@ -135,14 +135,14 @@ class Stage:
             key: The micro-batch.
             inputs: One tensor for each of `boundary.inputs`.
             share: Its share of the batch.
-            at_once: Whether its backward pass comes next: then nothing has to be repeated, for
-                what that would make is there already.
+            whole: Whether to keep all that its backward pass needs, on a stage that recomputes,
+                too: then nothing is repeated.
 
         Returns:
             One tensor for each of `boundary.outputs`, and the losses that the stage's layers
             added, `None` if they added none.
         """
-        work = self._running[key] = self._pass_for(inputs, self._kind(at_once))
+        work = self._running[key] = self._pass_for(inputs, self._kind(whole))
         before = self._metrics.means(share, training=True)
         results = work.forward(key, inputs)
         self._metrics.weigh(before, share, training=True)
@@ -238,9 +238,9 @@ class Stage:
     def _run_inference(self, inputs: list[tf.Tensor]) -> tuple[list[tf.Tensor], tf.Tensor]:
         return self.module.run(inputs, training=False)
 
-    def _kind(self, at_once: bool = False) -> TrainingPasses:
+    def _kind(self, whole: bool = False) -> TrainingPasses:
         """The passes that keep what backward needs, or those that repeat it."""
-        return self._keeping if at_once or self._repeating is None else self._repeating
+        return self._keeping if whole or self._repeating is None else self._repeating
 
     def _pass_for(self, inputs: Sequence[tf.Tensor], kind: TrainingPasses) -> TrainingPass:
         if not self._first:

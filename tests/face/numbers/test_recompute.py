@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 
 import keras
@@ -11,9 +12,12 @@ from keras import layers
 
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.models.pipeline_model import PipelineModel
+from tarantella_pp.runtime.stage.stage import Stage
 from tarantella_pp.schedule import Schedule
 from tests.helpers.training import (
+    BATCH,
     CASES,
+    EPOCHS,
     distance,
     finish,
     make,
@@ -45,6 +49,53 @@ def plain(name):
 def test_recomputation_changes_no_number(name, schedule):
     options = {"num_stages": 3, "num_micro_batches": 2, "schedule": schedule}
     assert distance(plain(name), train(CASES[name], **options, recompute="all")) < 1e-13
+
+
+def repeats(monkeypatch):
+    """Counts the micro-batches that stages run with passes that repeat the forward pass."""
+    found = collections.Counter()
+    forward = Stage.forward
+
+    def counted(stage, key, *given, **options):
+        results = forward(stage, key, *given, **options)
+        if stage._repeating is not None and stage._running[key] in stage._repeating:
+            found[stage.boundary.index] += 1
+        return results
+
+    monkeypatch.setattr(Stage, "forward", counted)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule", "recompute", "repeated"),
+    [
+        ("dropout", "gpipe", "all", [4, 4, 3]),
+        ("dropout", "gpipe", "except_last", [3, 3, 2]),
+        ("dropout", "1f1b", {0: "except_last", 1: "all"}, [3, 4, 0]),
+        pytest.param("dropout", "zb-h1", "except_last", [3, 3, 0], marks=pytest.mark.slow),
+        pytest.param("batch_norm", "1f1b", "except_last", [3, 3, 0], marks=pytest.mark.slow),
+        pytest.param("causal_attention", "gpipe", "except_last", [3, 3, 2], marks=pytest.mark.slow),
+    ],
+)
+def test_the_last_micro_batch_is_kept_whole(name, schedule, recompute, repeated, monkeypatch):
+    options = {"num_stages": 3, "num_micro_batches": 4, "schedule": schedule}
+    free = train(CASES[name], **options)
+    found = repeats(monkeypatch)
+    model = make(CASES[name], **options, recompute=recompute)
+    assert distance(free, finish(model, CASES[name])) < 1e-13
+    steps = -(-len(CASES[name].x) // BATCH) * EPOCHS
+    assert [found[stage] for stage in range(3)] == [steps * count for count in repeated]
+
+
+def test_a_step_of_fewer_micro_batches_keeps_its_own_last_one(monkeypatch):
+    x, found = np.ones((5, 4)), repeats(monkeypatch)
+    inputs = keras.Input((4,))
+    outputs = layers.Dense(1)(layers.Dense(4)(inputs))
+    options = {"batch_size": 4, "schedule": "gpipe", "recompute": "except_last"}
+    model = PipelineModel(keras.Model(inputs, outputs), 2, 4, **options)
+    model.compile("sgd", "mse")
+    model.fit(x, x[:, :1], batch_size=4, verbose=0)  # of 4 micro-batches, and of 1
+    assert found == {0: 3, 1: 2}  # one rank has both stages, and runs 1BW0 before 0BW0
 
 
 @pytest.mark.parametrize("name", ["dropout", pytest.param("batch_norm", marks=pytest.mark.slow)])
@@ -88,6 +139,44 @@ def test_only_inputs_are_kept_and_the_plan_says_how_much():
             assert count <= real <= count + more
     assert kept[0,][0] < kept["none"][0] / 4
     assert kept[0, 1] == kept[0,]  # the last stage repeats nothing
+
+
+@pytest.mark.parametrize("recompute", ["all", "except_last", {0: "except_last"}])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_stages_hold_at_the_most_what_the_plan_says(schedule, recompute, monkeypatch):
+    held, most = collections.defaultdict(dict), collections.Counter()
+    forward, backward = Stage.forward, Stage.backward
+
+    def note(stage, key, size):
+        index = stage.boundary.index
+        held[index][key] = size
+        most[index] = max(most[index], sum(held[index].values()))
+
+    def noted_forward(stage, key, *given, **options):
+        results = forward(stage, key, *given, **options)
+        note(stage, key, stage._running[key].residual_bytes)
+        return results
+
+    def noted_backward(stage, key, seeds):
+        plan = whole.plan.stages[stage.boundary.index]
+        note(stage, key, max(plan.activation_bytes, held[stage.boundary.index][key]))
+        results = backward(stage, key, seeds)
+        del held[stage.boundary.index][key]
+        return results
+
+    x = inputs = keras.Input((16,))
+    for _ in range(6):
+        x = layers.Dense(16, activation="relu")(x)
+    model = keras.Model(inputs, layers.Dense(1)(x))
+    options = {"batch_size": 32, "schedule": schedule, "balance": "flops"}
+    whole = PipelineModel(model, 2, 4, **options)
+    wrapped = PipelineModel(model, 2, 4, **options, recompute=recompute)
+    wrapped.compile("sgd", "mse")
+    monkeypatch.setattr(Stage, "forward", noted_forward)
+    monkeypatch.setattr(Stage, "backward", noted_backward)
+    wrapped.fit(np.ones((32, 16)), np.ones((32, 1)), batch_size=32, verbose=0)
+    planned = [stage.activation_bytes_total for stage in wrapped.plan.stages]
+    assert [most[stage] for stage in range(2)] == planned
 
 
 def test_the_limit_decides_which_stages_recompute():

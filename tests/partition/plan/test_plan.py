@@ -39,11 +39,11 @@ def test_weights_of_several_stages_are_named():
 
 def test_files_from_before_recomputation_are_read():
     data = json.loads(PLAN.to_json())
-    del data["recompute"]
+    del data["recompute"], data["except_last"]
     for stage in data["stages"]:
         del stage["recomputed_bytes"], stage["working_bytes"]
     old = Plan.from_json(json.dumps(data))
-    assert old.recompute == ()
+    assert old.recompute == old.except_last == ()
     assert [stage.state_bytes for stage in old.stages] == [2048, 2048]
 
 
@@ -149,6 +149,8 @@ def tie(**changes):
         ({"bubble": -0.5}, "plan.bubble"),
         ({"recompute": [1, 0]}, r"recompute must name stages, ascending. Received: \[1, 0\]"),
         ({"recompute": [2]}, "recompute must name stages"),
+        ({"except_last": [0]}, r"except_last must name stages of those.*Received: \[0\]"),
+        ({"recompute": [0, 1], "except_last": [1, 0]}, "except_last must name stages"),
         ({"stages__0__recomputed_bytes": 8}, "stages.0. recomputes nothing. Received: 8"),
     ],
 )

@@ -84,4 +84,5 @@ class Autotune:
             placement=self._wanted.placement,
             costs=costs,
             in_flight_limit=self._limit,
+            in_a_row=False,
         )

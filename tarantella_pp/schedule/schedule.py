@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -113,6 +113,21 @@ class Schedule:
         """
         return self._in_flight[self._known(stage)]
 
+    def held(self, waiting: Sequence[float] | None = None) -> tuple[float, ...]:
+        """Returns of how many micro-batches each stage holds the residuals at the worst moment.
+
+        Args:
+            waiting: Which share of a micro-batch's residuals each stage keeps from the end of its
+                B to the end of its W. Default: all of them, and the peaks are those of
+                `in_flight`.
+        """
+        held, peak = [0.0] * self.num_stages, [0.0] * self.num_stages
+        for rank in range(self.num_ranks):
+            for _, action, change in self.residual_changes(rank, waiting):
+                held[action.stage] += change
+                peak[action.stage] = max(peak[action.stage], held[action.stage])
+        return tuple(peak)
+
     def held_whole(self, except_last: Container[int] = ()) -> tuple[int, ...]:
         """Returns of how many micro-batches each stage holds all, if it recomputes, at the worst.
 
@@ -159,34 +174,37 @@ class Schedule:
     @cached_property
     def _in_flight(self) -> tuple[int, ...]:
         """The peak of each stage."""
-        held, peak = [0] * self.num_stages, [0] * self.num_stages
-        for rank in range(self.num_ranks):
-            for _, action, change in self.residual_changes(rank):
-                held[action.stage] += change
-                peak[action.stage] = max(peak[action.stage], held[action.stage])
-        return tuple(peak)
+        return tuple(map(round, self.held()))
 
-    def residual_changes(self, rank: int) -> Iterator[tuple[int, Compute, int]]:
-        """Iterates over the computations after which a rank holds residuals of one more, or fewer.
+    def residual_changes(
+        self, rank: int, waiting: Sequence[float] | None = None
+    ) -> Iterator[tuple[int, Compute, float]]:
+        """Iterates over the computations after which a rank holds more or fewer residuals.
 
-        Residuals of a micro-batch are there from its forward to the last part of its backward::
+        Residuals of a micro-batch are there from its forward to the last part of its backward; of
+        a share of them only W has need::
 
-            0F0 +1   0F1 +1   0B0    0W0 -1   0BW1 -1
+            0F0 +1   0F1 +1   0B0 -0.6   0W0 -0.4   0BW1 -1
 
         Args:
             rank: The rank.
+            waiting: That share on each stage. Default: all, so that B changes nothing.
 
         Yields:
-            The position in the rank's list, the computation, and 1 or -1.
+            The position in the rank's list, the computation, and of how many micro-batches it
+            adds the residuals.
         """
         if not self.has_backward:
             return
+        shares = [1.0] * self.num_stages if waiting is None else waiting
         for position, action in enumerate(self.actions[rank]):
             if isinstance(action, Compute):
                 if action.kind == "F":
                     yield position, action, 1
-                elif action in self._releases:
-                    yield position, action, -1
+                elif action not in self._releases:
+                    yield position, action, shares[action.stage] - 1
+                else:
+                    yield position, action, -1 if action.kind == "BW" else -shares[action.stage]
 
     @cached_property
     def _releases(self) -> frozenset[Compute]:

@@ -202,13 +202,13 @@ def _check_in_flight(schedule: Schedule, bounds: Sequence[int]) -> None:
             f"Expected one bound for each of the {schedule.num_stages} stages. "
             f"Received: in_flight={bounds}"
         )
-    held = [0] * schedule.num_stages
+    held = [0.0] * schedule.num_stages
     for rank in range(schedule.num_ranks):
         for position, action, change in schedule.residual_changes(rank):
             held[action.stage] += change
             if held[action.stage] > bounds[action.stage]:
                 why = (
-                    f"stage {action.stage} would hold {held[action.stage]} micro-batches, "
+                    f"stage {action.stage} would hold {held[action.stage]:g} micro-batches, "
                     f"its bound is {bounds[action.stage]}"
                 )
                 raise broken(rank, position, action, why)

@@ -22,6 +22,8 @@ class StageCosts:
         activation_bytes: Bytes that a micro-batch in flight keeps.
         static_bytes: Bytes that the stage needs whatever is in flight: weights, gradients,
             optimizer state, buffers.
+        waiting_share: Share of `activation_bytes` that a micro-batch keeps from the end of its B to
+            that of its W. Default: all.
         repeated: Seconds of B and BW that repeat the forward pass; not taken of micro-batches
             that are kept whole, see `kept_whole`. Default: nothing is repeated.
         except_last: Whether the last micro-batch is kept whole.
@@ -35,11 +37,16 @@ class StageCosts:
     static_bytes: float = 0.0
     repeated: float = 0.0
     except_last: bool = False
+    waiting_share: float = 1.0
 
     def __post_init__(self) -> None:
         for option, value in vars(self).items():
             if value is not None and not (value >= 0 and math.isfinite(value)):
                 raise ScheduleError(f"Expected a number of at least 0. Received: {option}={value}")
+        if self.waiting_share > 1:
+            raise ScheduleError(
+                f"Expected a share of at most 1. Received: waiting_share={self.waiting_share}"
+            )
 
     def seconds(self, kind: Kind) -> float:
         """Returns the seconds of a computation of this kind."""

@@ -10,13 +10,17 @@ from tarantella_pp.schedule.actions import Compute, Kind
 from tarantella_pp.schedule.list_scheduling import ListScheduler
 from tarantella_pp.simulation.costs import Costs
 
+ROUNDING = 1e-9
+"""Micro-batches by which a limit may seem to be exceeded, where shares of them are added up."""
+
 
 @dataclass(frozen=True)
 class Policy:
     """What a free rank does next.
 
     Args:
-        limits: The most micro-batches that each stage may hold, from F to the end of W.
+        limits: The most micro-batches that each stage may hold, from F to the end of W; after B
+            one counts by what is left of it.
         ahead: The most micro-batches that each stage may be ahead, from F to the end of B.
         fused: Whether B and W run together.
         forward_first: Whether F comes before B when both could run; else B comes first.
@@ -26,7 +30,7 @@ class Policy:
             possible within so many times the seconds of W.
     """
 
-    limits: tuple[int, ...]
+    limits: tuple[float, ...]
     ahead: tuple[int, ...]
     fused: bool = False
     forward_first: bool = False
@@ -49,10 +53,23 @@ class PolicyScheduler(ListScheduler):
     ) -> None:
         super().__init__(placement, num_micro_batches)
         self._costs, self._policy = costs, policy
+        self._shares = [stage.waiting_share for stage in costs.stages]
         self._stages: list[list[int]] = [[] for _ in range(1 + max(placement))]
         for stage, rank in enumerate(placement):
             self._stages[rank].append(stage)
         self._begun = {kind: [0] * len(placement) for kind in "FBW"}
+
+    def longest_rank(self) -> float:
+        """Returns the most seconds of a rank from its first to its last computation.
+
+        Steps in a row take no longer: each may begin so much later than the one before.
+        """
+        first: dict[int, float] = {}
+        last: dict[int, float] = {}
+        for turn in self.turns:
+            first.setdefault(turn.rank, turn.start)
+            last[turn.rank] = turn.end
+        return max(last[rank] - first[rank] for rank in first)
 
     def choose(self, rank: int, now: float) -> Compute | None:
         """Returns what `rank` does now, or None if it has to wait or wants to."""
@@ -105,8 +122,10 @@ class PolicyScheduler(ListScheduler):
         index = self._begun[kind][stage]
         held = self._begun["F"][stage]
         if kind == "F":
-            full = held - self._begun["W"][stage] >= self._policy.limits[stage]
-            if full or held - self._begun["B"][stage] >= self._policy.ahead[stage]:
+            ahead = held - self._begun["B"][stage]
+            waiting = self._begun["B"][stage] - self._begun["W"][stage]
+            after = ahead + 1 + self._shares[stage] * waiting
+            if after > self._policy.limits[stage] + ROUNDING or ahead >= self._policy.ahead[stage]:
                 return math.inf
         elif index >= held:
             return math.inf

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
+from typing import NamedTuple
 
 from tarantella_pp.errors import ScheduleError
 from tarantella_pp.schedule.actions import Action, Compute
+from tarantella_pp.schedule.list_scheduling import Orders
 from tarantella_pp.schedule.lowering import lower
 from tarantella_pp.schedule.registry import (
     Backward,
@@ -20,11 +22,24 @@ from tarantella_pp.schedule.registry import (
 from tarantella_pp.schedule.schedule import Schedule
 from tarantella_pp.schedule.spec import SEARCHED
 from tarantella_pp.simulation.costs import Costs
-from tarantella_pp.simulation.policies import Policy, PolicyScheduler
+from tarantella_pp.simulation.policies import ROUNDING, Policy, PolicyScheduler
 from tarantella_pp.simulation.simulator import simulate
+from tarantella_pp.simulation.step_recurrence import StepRecurrence
 
 _FINALISTS = 4
 """Found schedules that are simulated with all that playing leaves out."""
+
+
+class _Seconds(NamedTuple):
+    """What schedules are compared by, in this order.
+
+    Attributes:
+        each: Seconds of each step, of many in a row or of one alone.
+        alone: Seconds of one alone.
+    """
+
+    each: float
+    alone: float
 
 
 def search_schedule(
@@ -34,9 +49,14 @@ def search_schedule(
     *,
     placement: Sequence[int] | None = None,
     costs: Costs | None = None,
-    in_flight_limit: int | Sequence[int] | None = None,
+    in_flight_limit: float | Sequence[float] | None = None,
+    in_a_row: bool = True,
 ) -> Schedule:
-    """Finds ``zb-auto``: the schedule of the shortest simulated step within a memory limit.
+    """Finds ``zb-auto``: the schedule of the fastest simulated steps within a memory limit.
+
+    Ranks go on with the next step as soon as they are done with one, so what counts is what each of
+    many steps in a row takes (see `StepRecurrence`), and of schedules equal in that, what a step
+    alone takes.
 
     The heuristic search of Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, section 3.1,
     played with the costs at hand: how many forwards the stages run ahead, whether weight
@@ -54,10 +74,19 @@ def search_schedule(
         costs: Seconds of stages and messages. Default: F, B and W take equally long and messages
             no time.
         in_flight_limit: The most micro-batches that each stage may hold, one number or one for
-            each stage. Default: no limit.
+            each stage. After its B one counts by its share of `StageCosts.waiting_share`.
+            Default: no limit.
+        in_a_row: Whether ranks go on without waiting for each other. Otherwise what counts is a
+            step alone.
 
     Returns:
         The schedule, computations only; never slower than the named ones within the limit.
+
+    Example:
+        Within the memory of twice 1F1B, if W needs 0.4 of what a micro-batch keeps::
+
+            stage = StageCosts(1.0, 1.0, 0.5, waiting_share=0.4)
+            search_schedule(8, 24, costs=Costs((stage,) * 8), in_flight_limit=16)
 
     Raises:
         ScheduleError: If an option cannot work; names it.
@@ -68,20 +97,42 @@ def search_schedule(
     if len(costs.stages) != num_stages:
         raise ScheduleError(f"Expected costs of {num_stages} stages. Received: {len(costs.stages)}")
     limits = _check_limits(in_flight_limit, num_stages, num_micro_batches)
+    shares = [stage.waiting_share for stage in costs.stages]
     known = _named_schedules(num_micro_batches, where)
+    finalists = [schedule for schedule in known if _fits(schedule.held(shares), limits)]
+    orders = _played(num_micro_batches, where, costs, limits, in_a_row)
+    finalists += [replace(known[0], actions=own) for own in orders]
+    judged = [(_seconds(schedule, costs, in_a_row), schedule) for schedule in finalists]
+    best = min(judged, key=lambda one: one[0])
+    if all(s.seconds("BW") >= s.seconds("B") + s.seconds("W") for s in costs.stages):
+        return best[1]
+    best_alone = min(judged, key=lambda one: one[0].alone)
+    fused = [_fuse(one, costs, in_a_row) for one in (best, best_alone)]
+    return min(fused, key=lambda one: one[0])[1]
+
+
+def _fits(held: Sequence[float], limits: Sequence[float]) -> bool:
+    """Returns whether stages hold no more than they may."""
+    return all(own <= limit + ROUNDING for own, limit in zip(held, limits, strict=True))
+
+
+def _played(
+    num_micro_batches: int,
+    placement: tuple[int, ...],
+    costs: Costs,
+    limits: Sequence[float],
+    in_a_row: bool,
+) -> list[Orders]:
+    """Returns the best orders that playing finds, for steps in a row and for one alone."""
     played = []
-    for policy in _policies(num_stages, num_micro_batches, limits):
-        scheduler = PolicyScheduler(where, num_micro_batches, costs, policy)
-        played.append((scheduler.play(), scheduler.orders()))
-    played.sort(key=lambda outcome: outcome[0])
-    finalists = [
-        schedule
-        for schedule in known
-        if all(schedule.in_flight(stage) <= limit for stage, limit in enumerate(limits))
-    ]
-    finalists += [replace(known[0], actions=orders) for _, orders in played[:_FINALISTS]]
-    best = min(finalists, key=lambda schedule: _step_seconds(schedule, costs))
-    return _fuse(best, costs)
+    for policy in _policies(num_micro_batches, limits, 1 + max(placement)):
+        scheduler = PolicyScheduler(placement, num_micro_batches, costs, policy)
+        alone = scheduler.play()
+        seconds = scheduler.longest_rank() if in_a_row else alone
+        played.append((seconds, alone, scheduler.orders()))
+    played.sort(key=lambda outcome: outcome[:2])
+    best_alone = min(played, key=lambda outcome: outcome[1])
+    return [orders for *_, orders in (*played[:_FINALISTS], best_alone)]
 
 
 def _named_schedules(num_micro_batches: int, placement: tuple[int, ...]) -> list[Schedule]:
@@ -103,12 +154,12 @@ def _named_schedules(num_micro_batches: int, placement: tuple[int, ...]) -> list
 
 
 def _check_limits(
-    limits: int | Sequence[int] | None, num_stages: int, num_micro_batches: int
-) -> tuple[int, ...]:
+    limits: float | Sequence[float] | None, num_stages: int, num_micro_batches: int
+) -> tuple[float, ...]:
     """Returns the limit of each stage."""
     if limits is None:
         limits = num_micro_batches
-    bounds = (limits,) * num_stages if isinstance(limits, int) else tuple(limits)
+    bounds = (limits,) * num_stages if isinstance(limits, int | float) else tuple(limits)
     if len(bounds) != num_stages or min(bounds) < 1:
         raise ScheduleError(
             f"Expected at least 1 micro-batch for each of the {num_stages} stages. "
@@ -117,41 +168,49 @@ def _check_limits(
     return bounds
 
 
-def _policies(num_stages: int, num_micro_batches: int, bounds: Sequence[int]) -> Iterator[Policy]:
+def _policies(num_micro_batches: int, bounds: Sequence[float], num_ranks: int) -> Iterator[Policy]:
     """Yields the policies to be tried, each once."""
     limits = tuple(min(bound, num_micro_batches) for bound in bounds)
-    left = [num_stages - stage for stage in range(num_stages)]
+    left = range(len(bounds), 0, -1)
+    several = num_ranks < len(bounds)  # stages on a rank; only then they can be in each other's way
+    runs_ahead: list[Sequence[float]] = [left, [2 * stages - 1 for stages in left], limits]
+    if not several:
+        runs_ahead += [[2 * stages for stages in left], [3 * stages // 2 + 3 for stages in left]]
     warm_ups = {
-        tuple(min(limit, stages) for limit, stages in zip(limits, left, strict=True)),
-        tuple(min(limit, 2 * stages - 1) for limit, stages in zip(limits, left, strict=True)),
-        limits,
+        tuple(int(min(bound, most)) for bound, most in zip(limits, ahead, strict=True))
+        for ahead in runs_ahead
     }
+    depths = (False, True) if several else (False,)
     for ahead, fused, forward_first, deepest_first, patience in product(
-        sorted(warm_ups), (False, True), (False, True), (False, True), (0.0, 0.5, 1.0)
+        sorted(warm_ups), (False, True), (False, True), depths, (0.0, 0.5, 1.0)
     ):
         if not (fused and patience):
             yield Policy(limits, ahead, fused, forward_first, deepest_first, patience)
 
 
-def _step_seconds(schedule: Schedule, costs: Costs) -> float:
-    """Returns the simulated seconds of a step."""
-    return simulate(lower(schedule), costs).step_seconds
+def _seconds(schedule: Schedule, costs: Costs, in_a_row: bool) -> _Seconds:
+    """Returns what a schedule is judged by."""
+    lowered = lower(schedule)
+    if not in_a_row:
+        alone = simulate(lowered, costs).step_seconds
+        return _Seconds(alone, alone)
+    recurrence = StepRecurrence.of(lowered, costs)
+    # What differs less differs by rounding.
+    return _Seconds(float(f"{recurrence.period_seconds:.9g}"), recurrence.step_seconds)
 
 
-def _fuse(schedule: Schedule, costs: Costs) -> Schedule:
-    """Runs W together with the B just before it on each rank where the step gets shorter."""
-    if all(
-        stage.seconds("BW") >= stage.seconds("B") + stage.seconds("W") for stage in costs.stages
-    ):
-        return schedule
-    best, seconds = schedule, _step_seconds(schedule, costs)
-    for rank in range(schedule.num_ranks):
+def _fuse(
+    judged: tuple[_Seconds, Schedule], costs: Costs, in_a_row: bool
+) -> tuple[_Seconds, Schedule]:
+    """Runs W together with the B just before it on each rank where steps get shorter."""
+    seconds, best = judged
+    for rank in range(best.num_ranks):
         actions = list(best.actions)
         actions[rank] = _fuse_neighbours(actions[rank])
         fused = replace(best, actions=tuple(actions))
-        if _step_seconds(fused, costs) < seconds:
-            best, seconds = fused, _step_seconds(fused, costs)
-    return best
+        if (found := _seconds(fused, costs, in_a_row)) < seconds:
+            seconds, best = found, fused
+    return seconds, best
 
 
 def _fuse_neighbours(actions: Sequence[Action]) -> tuple[Action, ...]:

@@ -59,9 +59,10 @@ class _Recording(TimedReplay[float]):
 def _peak_bytes(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
     """Returns the most bytes that each rank holds at a time."""
     peaks = []
+    waiting = [stage.waiting_share for stage in costs.stages]
     for rank in range(schedule.num_ranks):
         held = peak = sum(costs.stages[stage].static_bytes for stage in schedule.stages_of(rank))
-        for _, action, change in schedule.residual_changes(rank):
+        for _, action, change in schedule.residual_changes(rank, waiting):
             held += change * costs.stages[action.stage].activation_bytes
             peak = max(peak, held)
         peaks.append(peak)

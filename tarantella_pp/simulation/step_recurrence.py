@@ -67,6 +67,11 @@ class StepRecurrence:
         """Seconds from step to step of a pipeline alone."""
         return _cycle_mean(self.ends)
 
+    @property
+    def step_seconds(self) -> float:
+        """Seconds of a step alone, for which all ranks begin together."""
+        return float(self.ends.max())
+
     def reduced_period(self, reductions: Iterable[Iterable[tuple[int, float]]]) -> float:
         """Returns the seconds from step to step where ranks wait for reductions at a step's end.
 

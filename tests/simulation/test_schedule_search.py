@@ -5,8 +5,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tarantella_pp.errors import ScheduleError
-from tarantella_pp.schedule import lower, make_schedule
-from tarantella_pp.simulation import Costs, LinkCosts, StageCosts, search_schedule, simulate
+from tarantella_pp.schedule import lower, make_schedule, validate
+from tarantella_pp.simulation import (
+    Costs,
+    LinkCosts,
+    StageCosts,
+    StepRecurrence,
+    search_schedule,
+    simulate,
+)
+
+
+def period(schedule, costs):
+    return StepRecurrence.of(lower(schedule), costs).period_seconds
+
+
+def alone(schedule, costs):
+    return simulate(lower(schedule), costs).step_seconds
 
 
 @settings(max_examples=60)
@@ -19,19 +34,22 @@ def test_the_search_is_never_worse_than_what_it_starts_from(data, p, m):
             data.draw(seconds),
             data.draw(seconds),
             data.draw(st.none() | st.floats(0.1, 4.0)),
+            waiting_share=data.draw(st.floats(0, 1)),
         )
         for _ in range(p)
     ]
     costs = Costs(tuple(stages), default_link=LinkCosts(data.draw(st.floats(0, 1))))
-    limit = data.draw(st.none() | st.integers(1, 8))
-    best = search_schedule(p, m, costs=costs, in_flight_limit=limit)
-    peaks = [best.in_flight(stage) for stage in range(p)]
-    assert limit is None or max(peaks) <= limit
-    ours = simulate(lower(best), costs).step_seconds
+    limit = data.draw(st.none() | st.floats(1, 8))
+    in_a_row = data.draw(st.booleans())
+    seconds = period if in_a_row else alone
+    best = search_schedule(p, m, costs=costs, in_flight_limit=limit, in_a_row=in_a_row)
+    validate(lower(best))
+    shares = [stage.waiting_share for stage in stages]
+    assert limit is None or max(best.held(shares)) <= limit + 1e-6
     for name in ("1f1b", "zb-h1", "gpipe"):
         other = make_schedule(name, p, m)
-        if limit is None or max(other.in_flight(stage) for stage in range(p)) <= limit:
-            assert ours <= simulate(lower(other), costs).step_seconds
+        if limit is None or max(other.held(shares)) <= limit:
+            assert seconds(best, costs) <= seconds(other, costs) * (1 + 1e-8)
 
 
 def test_the_search_uses_what_it_is_given():
@@ -46,6 +64,38 @@ def test_the_search_uses_what_it_is_given():
     assert all(action.kind in ("F", "BW") for action in found.computations())
     v_shaped = search_schedule(4, 8, placement=(0, 1, 1, 0))
     assert simulate(lower(v_shaped), Costs.uniform(4)).step_seconds <= 6 * 8 + 1
+
+
+PUBLISHED = [
+    (24, StageCosts(18.522, 18.086, 9.337, waiting_share=0.366), 0.601, 0.0433),
+    (64, StageCosts(18.546, 18.097, 9.321, waiting_share=0.366), 0.762, 0.0026),
+]
+"""Two rows of ZB-2p, table 5 of Qi et al. (2024): 8 stages, the memory of 16 micro-batches."""
+
+
+@pytest.mark.parametrize(("count", "stage", "message", "rate"), PUBLISHED)
+def test_steps_in_a_row_have_the_published_bubble(count, stage, message, rate):
+    costs = Costs((stage,) * 8, default_link=LinkCosts(latency=message))
+    found = search_schedule(8, count, costs=costs, in_flight_limit=16)
+    assert max(found.held([stage.waiting_share] * 8)) <= 16 + 1e-6
+    assert max(found.in_flight(s) for s in range(8)) > 16  # that is why it is so fast
+    busy = max(simulate(lower(found), costs).busy_seconds)
+    assert 1 - busy / period(found, costs) <= rate + 0.001
+    isolated = search_schedule(8, count, costs=costs, in_flight_limit=16, in_a_row=False)
+    assert alone(isolated, costs) <= alone(found, costs)
+    assert period(found, costs) <= period(isolated, costs) * (1 + 1e-8)
+
+
+def test_what_waits_for_its_weight_gradients_counts_by_its_share():
+    schedule = make_schedule("zb-h1", 4, 8)
+    assert schedule.held() == tuple(schedule.in_flight(s) for s in range(4)) == (4, 4, 4, 4)
+    # Stage 3 runs F and B in turn, and is 3 weight gradients behind: 1 more is whole.
+    assert schedule.held([0.5] * 4)[3] == 1 + 3 * 0.5
+    stage = StageCosts(1, 1, 1, activation_bytes=10.0, waiting_share=0.5)
+    peaks = simulate(lower(schedule), Costs((stage,) * 4)).peak_bytes
+    assert peaks == tuple(10 * held for held in schedule.held([0.5] * 4))
+    with pytest.raises(ScheduleError, match=r"waiting_share=1\.5"):
+        StageCosts(1.0, waiting_share=1.5)
 
 
 @pytest.mark.parametrize(

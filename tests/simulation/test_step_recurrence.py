@@ -50,7 +50,9 @@ def test_the_period_is_what_a_step_more_takes_in_the_long_run(schedule, data):
     ))  # fmt: skip
     assert found == pytest.approx(grows_by(alone, costs), rel=0.03)
     assert max(simulate(alone, costs).busy_seconds) <= found * (1 + 1e-9)
-    assert found <= simulate(alone, costs).step_seconds * (1 + 1e-9)
+    step = simulate(alone, costs).step_seconds
+    assert StepRecurrence.of(schedule, costs).step_seconds == pytest.approx(step)
+    assert found <= step * (1 + 1e-9)
 
 
 def test_a_rank_that_is_done_goes_on():

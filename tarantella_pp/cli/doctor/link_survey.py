@@ -6,6 +6,7 @@ import argparse
 import itertools
 import pathlib
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,8 @@ START_SECONDS, PAIR_SECONDS, COMPUTE_SECONDS = 40.0, 5.0, 120.0
 """How long a job may take to start, to measure a pair, and what a rank computes."""
 ALONE_SECONDS = 300.0
 """How long pairs are measured in jobs of their own, all together."""
+MANY = 10
+"""From how many links on it is said that they take a while."""
 SLOW = 3.0
 """A link is slow if the median one has so many times its bandwidth."""
 Pair = tuple[str, str]
@@ -83,6 +86,10 @@ def measure_links(
     """
     pairs = list(itertools.combinations([host.host for host in hosts], 2))
     seconds = START_SECONDS + PAIR_SECONDS * len(pairs) + compute * COMPUTE_SECONDS
+    if len(pairs) > MANY:
+        sys.stderr.write(
+            f"{len(pairs)} links are measured, within {seconds:.0f} s if none is dead\n"
+        )
     found, probed = _in_one_job(hosts, arguments, seconds, compute)
     left = [pair for pair in pairs if pair not in found]
     if len(pairs) == 1:

@@ -10,6 +10,7 @@ rank, of the slowest one.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import sys
@@ -104,10 +105,12 @@ def _memory_bandwidth(tf: Any) -> float:
 def _layout_seconds(tf: Any, flops_per_second: float) -> float:
     """Measures how much longer products of few rows take than their arithmetic, for a byte."""
     weights, few = tf.ones((WIDE, WIDE)), tf.ones((FEW, WIDE))
-    seconds = [
-        _median(tf.function(lambda: tf.matmul(few, weights, transpose_b=back)[0, 0]))  # noqa: B023
-        for back in (False, True)
-    ]
+
+    @tf.function(autograph=False)
+    def product(back: bool) -> Any:
+        return tf.matmul(few, weights, transpose_b=back)[0, 0]
+
+    seconds = [_median(functools.partial(product, back)) for back in (False, True)]
     arithmetic = 2.0 * FEW * WIDE**2 / flops_per_second
     return max(0.0, float(np.mean(seconds)) - arithmetic) / (4 * WIDE**2)
 

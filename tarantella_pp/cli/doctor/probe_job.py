@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any
 
+from tarantella_pp.launch.prctl import die_with_parent
 from tarantella_pp.partition.plan.hardware_spec import CORE, HardwareSpec
 
 _MODULE = "tarantella_pp.cli.doctor.machine_probe"
@@ -104,8 +105,14 @@ def _exit_code(
     seconds: float,
 ) -> int:
     """Runs the launcher, and ends it after some time: gently first, as it has ranks to end."""
+    parent = os.getpid()
     process = subprocess.Popen(
-        list(command), env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=errors
+        list(command),
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=out,
+        stderr=errors,
+        preexec_fn=lambda: die_with_parent(parent),
     )
     try:
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -12,8 +12,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from tarantella_pp.cli.doctor import host_survey
-from tarantella_pp.launch import remote_hosts
+from tarantella_pp.cli.doctor import host_survey, hosts_report
+from tarantella_pp.errors import LaunchError
+from tarantella_pp.launch import mpi_launchers, remote_hosts
 from tarantella_pp.launch.hosts import Host
 from tarantella_pp.partition.plan.hardware_spec import machine_of
 from tests.helpers import network_hosts
@@ -191,3 +192,33 @@ def test_options_of_hosts_need_hosts(capsys: pytest.CaptureFixture[str]) -> None
     command = Command(capsys)
     assert command("doctor", "--remote-shell", "rsh") == 2
     assert "--remote-shell is for the hosts of --hostfile, which is missing" in command.stderr
+
+
+def test_hosts_are_examined_where_the_launcher_has_no_mpi(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path
+) -> None:
+    def find_launcher(name: str) -> None:
+        raise LaunchError("Found no MPI.")
+
+    monkeypatch.setattr(hosts_report.mpi_launchers, "find_launcher", find_launcher)
+    (tmp_path / "hosts").write_text("localhost\n")
+    command, path = Command(capsys), str(tmp_path / "machine.json")
+    code = command("doctor", "--json", "--hostfile", tmp_path / "hosts", "--save", path)
+    found = json.loads(command.stdout)
+    assert code == 1
+    assert found["problems"][0] == "Found no MPI."
+    assert found["problems"][-1].startswith(f"{path} was not written: ")
+    assert found["hosts"][0]["versions"]["keras"].startswith("3.")
+    assert not os.path.exists(path)
+
+
+def test_hosts_that_slurm_chooses_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path
+) -> None:
+    srun = mpi_launchers.Slurm("/usr/bin/srun")
+    monkeypatch.setattr(hosts_report.mpi_launchers, "find_launcher", lambda name: srun)
+    (tmp_path / "hosts").write_text("node-1\nnode-2\n")
+    command = Command(capsys)
+    assert command("doctor", "--hostfile", tmp_path / "hosts") == 2
+    assert "this MPI starts its ranks without one" in command.stderr
+    assert "/usr/bin/srun" in command.stderr

@@ -3,6 +3,7 @@
     tarantella -n 2 --threads 1 -- benchmarks/training/pipeline.py
     ... benchmarks/training/pipeline.py --models mlp cnn --micro-batches 4 8 --schedules 1f1b zb-h1
     ... benchmarks/training/pipeline.py --times 4
+    ... benchmarks/training/pipeline.py --recompute none all except_last --balance flops
 
 Both run in the same launch, in turn (A B A B ...): while one process trains alone, the other rank
 sleeps. Stages are balanced by measured time, unless told otherwise. Printed are the medians, their
@@ -15,6 +16,9 @@ in two or run beside others; that is one. The other is the runtime, whose messag
 time. "Runtime" is what it leaves: the step that the recorded computations would make if everything
 between them were free, over the recorded step. The last columns compare recorded steps with the
 simulator's prediction from what computations and messages cost.
+
+With `--recompute`, pipelines that recompute in these ways train in turn instead, with the memory of
+each of their stages as planned.
 """
 
 from __future__ import annotations
@@ -60,6 +64,7 @@ class Trainer:
         ranks: The ranks of the pipeline.
         balance: What the stages are balanced by.
         times: Size of a micro-batch, as a multiple of the usual one.
+        recompute: Which micro-batches are repeated.
     """
 
     def __init__(
@@ -71,13 +76,15 @@ class Trainer:
         ranks: Communicator,
         balance: str = "time",
         times: int = 1,
+        recompute: str | None = None,
     ) -> None:
         keras.utils.set_random_seed(0)
         rows = times * ROWS[name] * micro_batches
         with mock.patch.object(pipeline_model, "world", return_value=ranks):
             self.model = tnt.PipelineModel(
-                BUILDERS[name](), stages, micro_batches, schedule, balance, batch_size=rows
-            )
+                BUILDERS[name](), stages, micro_batches, schedule, balance, batch_size=rows,
+                recompute=recompute,
+            )  # fmt: skip
         self.model.compile(
             keras.optimizers.SGD(1e-3, momentum=0.9),
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),
@@ -154,6 +161,32 @@ def compare(
     ]  # fmt: skip
 
 
+def compare_recomputation(
+    name: str, micro_batches: int, schedule: str, args: argparse.Namespace
+) -> list[str] | None:
+    """Times pipelines that recompute in different ways, in turn; a table row on the last rank."""
+    ranks = world()
+    stages = ranks.size * STAGES_PER_RANK.get(schedule, 1)
+    trainers = [
+        Trainer(name, stages, micro_batches, schedule, ranks, args.balance, args.times, way)
+        for way in args.recompute
+    ]
+    seconds: list[list[float]] = [[] for _ in trainers]
+    for turn in range(args.rounds + 1):
+        for trainer, found in zip(trainers, seconds, strict=True):
+            ranks.barrier()
+            own = trainer.seconds(5)
+            found += own[1:] if turn else []
+    if ranks.rank < ranks.size - 1:
+        return None
+    cells = [name, str(args.times * ROWS[name]), str(micro_batches), schedule]
+    for trainer, found in zip(trainers, seconds, strict=True):
+        memory = [stage.activation_bytes_total / 2**20 for stage in trainer.model.plan.stages]
+        cells.append(f"{1e3 * statistics.median(found):.1f}")
+        cells.append(" + ".join(f"{size:.1f}" for size in memory))
+    return cells
+
+
 def bound_of(schedule: str, plan: tnt.Plan, ranks: int) -> float:
     """The bound on the speed-up, of equal stages; of a schedule found by playing it."""
     if plan.schedule_text is not None:
@@ -171,36 +204,32 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--balance", default="time", choices=("memory", "time", "flops"))
     parser.add_argument("--times", type=int, default=1, help="rows of a micro-batch: so many more")
+    parser.add_argument(
+        "--recompute", nargs="+", choices=("none", "all", "except_last"), help="compare these"
+    )
     args = parser.parse_args()
     rows = []
     for name, micro_batches in itertools.product(args.models, args.micro_batches):
         for schedule in args.schedules:
-            row = compare(name, micro_batches, schedule, args)
+            measure = compare_recomputation if args.recompute else compare
+            row = measure(name, micro_batches, schedule, args)
             keras.backend.clear_session()
             if row is not None:
                 rows.append(row)
                 print(" ".join(row), flush=True)
     if rows:
-        Console(width=150).print(table_of(rows))
+        Console(width=150).print(table_of(rows, args.recompute))
 
 
-def table_of(rows: list[list[str]]) -> Table:
+def table_of(rows: list[list[str]], recompute: list[str] | None) -> Table:
     """The table of some rows."""
-    table = Table(title=f"{world().size} ranks, one thread each, against one process")
-    for head in (
-        *(
-            "model",
-            "rows",
-            "m",
-            "schedule",
-            "1 process ms",
-            "pipeline ms",
-            "speed-up",
-            "bound",
-            "ratio",
-        ),
-        *("runtime", "recorded ms", "simulated ms", "off"),
-    ):
+    other = "with other recomputation" if recompute else "one process"
+    table = Table(title=f"{world().size} ranks, one thread each, against {other}")
+    heads = ["1 process ms", "pipeline ms", "speed-up", "bound", "ratio"]
+    heads += ["runtime", "recorded ms", "simulated ms", "off"]
+    if recompute:
+        heads = [head for way in recompute for head in (f"{way} ms", "activations MiB")]
+    for head in ("model", "rows", "m", "schedule", *heads):
         table.add_column(head, justify="left" if head in ("model", "schedule") else "right")
     for row in rows:
         table.add_row(*row)

@@ -175,13 +175,14 @@ def allreduce(
     at_once = size * length * wire.itemsize <= LARGEST_IN_ONE_ROUND
     # What has come from all others says that they have got what this rank has sent, but not in
     # one round. There the caller could change what is still on its way.
-    sent = _rounded(flat, wire, copy=at_once)
-    out = channel.empty((length,), wire)
-    counts = even_counts(length, size)
-    segments = [slice(0, length)] * size if at_once else segments_of(counts)
-    own = out[segments[channel.rank]]
-    yield from _combine_segments(channel, sent, segments, combine, own, tags[0], label)
-    if not at_once:
+    sent = _rounded(channel, flat, wire, copy=at_once)
+    if at_once:
+        whole = [slice(0, length)] * size
+        out = yield from _combine_segments(channel, sent, whole, combine, tags[0], label)
+    else:
+        segments = segments_of(even_counts(length, size))
+        out, rows = _with_rows(channel, length, segments[channel.rank], wire)
+        yield from _combine_segments(channel, sent, segments, combine, tags[0], label, rows)
         yield from _spread(channel, [out], [segments], tags[1], label)
     return _as_dtype(channel, out, array.dtype).reshape(array.shape)
 
@@ -203,9 +204,9 @@ def reduce_scatter(
             f"{array.size} elements of the array. Received: counts={list(counts)}"
         )
     wire = dtype_on_wire(array.dtype, wire_dtype)
-    sent = _rounded(np.ascontiguousarray(array).reshape(-1), wire)
-    own = channel.empty((counts[channel.rank],), wire)
-    yield from _combine_segments(channel, sent, segments_of(counts), combine, own, tag, label)
+    sent = _rounded(channel, np.ascontiguousarray(array).reshape(-1), wire)
+    segments = segments_of(counts)
+    own = yield from _combine_segments(channel, sent, segments, combine, tag, label)
     return _as_dtype(channel, own, array.dtype)
 
 
@@ -242,31 +243,60 @@ def _others(channel: Channel) -> list[int]:
     return [(channel.rank + step) % channel.size for step in range(1, channel.size)]
 
 
+def _with_rows(
+    channel: Channel, length: int, own: slice, dtype: np.dtype[Any]
+) -> tuple[Array, Array]:
+    """Memory of a sum of all ranks, and in it that of what each sends for this rank's segment.
+
+    The parts of others wait where later their sums come, on both sides of the own segment::
+
+        rank 1 of 3:   | of 0 | own | of 2 |
+    """
+    longest = -(-length // channel.size)
+    out = channel.empty((channel.size * longest,), dtype)
+    size = own.stop - own.start
+    begin = own.start - channel.rank * size
+    return out[:length], out[begin : begin + channel.size * size].reshape(channel.size, size)
+
+
 def _combine_segments(
     channel: Channel,
     sent: Array,
     segments: Segments,
     combine: Callable[..., Array],
-    own: Array,
     tag: int,
     label: str,
-) -> Steps[None]:
-    """Every rank gets its segment of all ranks, and combines them into `own`."""
-    spec = [TensorSpec(own.shape, own.dtype)]
+    rows: Array | None = None,
+) -> Steps[Array]:
+    """Every rank gets its segment of all ranks, and combines them.
+
+    In rows of memory for the part of each rank the result is in the own one; otherwise it is in
+    the place of one that has arrived.
+    """
+    mine = sent[segments[channel.rank]]
+    spec = [TensorSpec(mine.shape, mine.dtype)]
     others = _others(channel)
-    receives = {rank: channel.receive(spec, rank, tag, label) for rank in others if own.size}
+    receives = {
+        rank: channel.receive(spec, rank, tag, label, None if rows is None else [rows[rank]])
+        for rank in (others if mine.size else ())
+    }
     for rank in others:
         if segments[rank].stop > segments[rank].start:
             channel.send([sent[segments[rank]]], rank, tag, label)
     yield [*receives.values()]
-    mine = sent[segments[channel.rank]]
-    if own.size:
-        parts = [receives[r].wait()[0] if r in receives else mine for r in range(channel.size)]
-        _combine(parts, combine, own)
+    if not mine.size:
+        return channel.empty(mine.shape, mine.dtype)
+    parts = [receives[r].wait()[0] if r in receives else mine for r in range(channel.size)]
+    out = parts[channel.rank == 0] if rows is None else rows[channel.rank]
+    _combine(parts, combine, out)
+    return out
 
 
 def _combine(parts: Sequence[Array], combine: Callable[..., Array], out: Array) -> None:
-    """Combines arrays in their order; those of 16 bits in float32."""
+    """Combines arrays in their order; those of 16 bits in float32.
+
+    The result may be in the place of one of the first two, of which nothing is needed again.
+    """
     small = out.dtype.itemsize <= 2 and out.dtype.kind not in "iub"
     with np.errstate(all="ignore"):  # an overflow is for the optimizer to see
         if not small:
@@ -306,9 +336,9 @@ def _spread(
     yield receives
 
 
-def _rounded(array: Array, dtype: np.dtype[Any], copy: bool = False) -> Array:
+def _rounded(channel: Channel, array: Array, dtype: np.dtype[Any], copy: bool = False) -> Array:
     with np.errstate(all="ignore"):
-        return array.astype(dtype, copy=copy)
+        return array.copy() if copy and array.dtype == dtype else _as_dtype(channel, array, dtype)
 
 
 def _as_dtype(channel: Channel, array: Array, dtype: np.dtype[Any]) -> Array:

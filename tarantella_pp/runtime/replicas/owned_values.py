@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from tarantella_pp.runtime.comm.communicator import Communicator
 from tarantella_pp.runtime.comm.tensor_buffers import (
     to_buffer,
     to_tensor,
-    variable_bytes,
     variable_dtype,
 )
-from tarantella_pp.runtime.comm.wire_format import as_bytes
+from tarantella_pp.runtime.comm.wire_format import TensorSpec
+
+_TAG = 0
+_LABEL = "updated weights"
 
 
 class OwnedValues:
@@ -35,23 +35,25 @@ class OwnedValues:
         self._of_ranks: list[list[Any]] = [[] for _ in range(communicator.size)]
         for variable, owner in zip(variables, owners, strict=True):
             self._of_ranks[owner].append(variable)
-        self._sizes = [sum(map(variable_bytes, own)) for own in self._of_ranks]
+        self._specs = [
+            [TensorSpec(tuple(v.shape), variable_dtype(v)) for v in own] for own in self._of_ranks
+        ]
 
     def spread(self) -> None:
-        """Gives all replicas the values that the owners have; takes all of them."""
+        """Gives all replicas the values that the owners have; takes all of them.
+
+        They go straight from the memory of a variable to what becomes that of the others'.
+        """
         ranks = self._communicator
-        if ranks.size == 1:
-            return
-        mine = [
-            as_bytes(np.ascontiguousarray(to_buffer(tf.convert_to_tensor(variable))))
-            for variable in self._of_ranks[ranks.rank]
-        ]
-        packed = np.concatenate([np.empty(0, np.uint8), *mine])
-        everything = ranks.start_allgather([packed], self._sizes, label="updated weights").wait()[0]
-        begins = accumulate(self._sizes, initial=0)
-        for rank, (begin, variables) in enumerate(zip(begins, self._of_ranks, strict=False)):
-            for variable in variables if rank != ranks.rank else ():
-                end = begin + variable_bytes(variable)
-                value = everything[begin:end].view(variable_dtype(variable))
-                variable.assign(to_tensor(value.reshape(tuple(variable.shape))))
-                begin = end
+        others = [(ranks.rank + step) % ranks.size for step in range(1, ranks.size)]
+        receives = {
+            rank: ranks.post_receive(self._specs[rank], rank, _TAG, label=_LABEL)
+            for rank in others
+            if self._of_ranks[rank]
+        }
+        mine = [to_buffer(tf.convert_to_tensor(v)) for v in self._of_ranks[ranks.rank]]
+        for rank in others if mine else ():
+            ranks.send(mine, rank, _TAG, label=_LABEL)
+        for rank, request in receives.items():
+            for variable, value in zip(self._of_ranks[rank], request.wait(), strict=True):
+                variable.assign(to_tensor(value))

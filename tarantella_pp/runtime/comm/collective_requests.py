@@ -47,7 +47,7 @@ class CollectiveRequest(Generic[_Result]):
     Args:
         steps: Its steps; none is taken before all that the one before has asked for is here.
         label: What it is, for reports.
-        wait: Waits until the request is ready, see `MpiCommunicator`.
+        wait: Waits until the request is ready, if it is not; see `MpiCommunicator`.
     """
 
     def __init__(
@@ -101,8 +101,7 @@ class CollectiveRequest(Generic[_Result]):
         Raises:
             CommunicationError: A message is late, or not what was expected.
         """
-        if not self.ready():
-            self._wait(self, meanwhile)
+        self._wait(self, meanwhile)
         return self._result
 
     def coming(self) -> int:

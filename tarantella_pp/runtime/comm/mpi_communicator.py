@@ -274,15 +274,17 @@ class MpiCommunicator(Communicator):
     def _wait_for_collective(
         self, request: CollectiveRequest[Any], meanwhile: Callable[[], bool] | None
     ) -> None:
-        self._channel.waiter.until(
-            request.ready,
-            request.__str__,
-            [rank for rank in self.world_ranks if rank != self.world_ranks[self.rank]],
-            rings=True,
-            coming=request.coming,
-            meanwhile=meanwhile,
-            check=request.check,
-        )
+        if not request.ready():
+            self._channel.waiter.until(
+                request.ready,
+                request.__str__,
+                [rank for rank in self.world_ranks if rank != self.world_ranks[self.rank]],
+                rings=True,
+                coming=request.coming,
+                meanwhile=meanwhile,
+                check=request.check,
+            )
+        self._progress.drop_collective(request)  # or its result lives until the next poll
 
     def _tags(self, tag: int, label: str) -> tuple[int, int]:
         """The tags of the messages of a collective."""

@@ -44,6 +44,10 @@ class Progress:
         """Moves a collective on from now on, until it has ended."""
         self._collectives[id(collective)] = collective
 
+    def drop_collective(self, collective: Collective) -> None:
+        """Lets go of a collective that has ended, and with it of the memory of its result."""
+        self._collectives.pop(id(collective), None)
+
     def poll(self) -> Outgoing:
         """Moves all on; returns receiver and bytes of each message that is not sent yet."""
         for key, collective in [*self._collectives.items()]:

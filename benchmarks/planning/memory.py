@@ -16,7 +16,7 @@ What is measured, on each rank:
   flight, plus the planned buffers of messages. No figure for loops, whose graph does not say.
 * peak: most bytes at a time that TensorFlow had asked its allocator for, as the allocator tells
   TensorFlow's profiler (it is made to count small tensors, too), less the weights of other ranks'
-  stages, plus the most memory in use for messages. Everything counts: temporaries of all
+  stages, plus the memory that is kept for messages. Everything counts: temporaries of all
   operations and of the optimizer, the batch, the loss. It is the median of the steps: when the
   system lets a rank wait, the messages to it wait in memory, too.
 * resident: how far the resident memory of the process (VmHWM) rises above where it was before
@@ -142,18 +142,19 @@ def train(name: str, shape: Shape, steps: int = 5) -> dict[str, Any]:
     if residual is not None:
         repeats = stage < shape.stages - 1  # the last one repeats nothing
         again = plan.recomputed_bytes if repeats else 0
-        kept = nbytes(weights) + dense + slots + held * residual + plan.buffer_bytes + again
+        kept = nbytes(weights) + dense + slots + held * residual + again
+        kept += plan.buffer_bytes + plan.reduction_bytes
     pools = [each for each in gc.get_objects() if isinstance(each, BufferPool)]
     return {
         "planned": plan.memory_bytes,
         "kept": kept,
         "others": others,
-        "messages": sum(pool._peak_bytes for pool in pools),
+        "messages": sum(pool.held_bytes for pool in pools),
         "resident": status("VmHWM") - before - others,
-        "state": (plan.state_bytes, nbytes(weights) + dense + slots),
+        "state": (plan.state_bytes - plan.reduction_bytes, nbytes(weights) + dense + slots),
         "activations": (plan.activation_bytes, residual),
         "moment": plan.working_bytes,
-        "buffers": plan.buffer_bytes,
+        "buffers": plan.buffer_bytes + plan.reduction_bytes,
         "in_flight": held,
     }
 

@@ -106,10 +106,11 @@ def problem_of(
 
 def _state(costs: StageCostModel) -> FloatArray:
     """Bytes of variables, gradients and optimizer state, each for the first node that uses it."""
-    state = np.zeros(len(costs.graph.nodes))
+    state, summed = np.zeros(len(costs.graph.nodes)), costs.reduction_bytes()
     counted: set[int] = set()
     for node in costs.graph.nodes:
-        state[node.id] = sum(costs.state_bytes(w) for w in node.weights if w not in counted)
+        own = [w for w in node.weights if w not in counted]
+        state[node.id] = sum(costs.state_bytes(w) + summed[w] for w in own)
         counted.update(node.weights)
     return state
 

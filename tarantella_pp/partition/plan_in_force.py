@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from tarantella_pp.errors import PlanError
+from tarantella_pp.partition.costs.gradient_sums import GradientSums
 from tarantella_pp.partition.costs.optimizer_slots import optimizer_state_bytes
 from tarantella_pp.partition.costs.stage_costs import StageCostModel
 from tarantella_pp.partition.graph.layer_graph import LayerGraph
@@ -20,7 +21,10 @@ from tarantella_pp.partition.plan.plan_parts import (
 )
 from tarantella_pp.schedule import held_whole_bounds, send_window
 
-_GROWING = ("activation_bytes", "recomputed_bytes", "working_bytes", "buffer_bytes")
+_GROWING = (
+    *("activation_bytes", "recomputed_bytes", "working_bytes", "buffer_bytes"),
+    "reduction_bytes",  # of the rows that are looked up in embeddings
+)
 
 
 def plan_in_force(
@@ -110,6 +114,6 @@ def _figures(
     rows = micro_batch_size(batch_size, min(plan.num_replicas, batch_size), count)
     costs = StageCostModel(
         graph, optimizer_state_bytes(None, graph.weights), rows, None, count, outputs,
-        shards=plan.shards, ranks=plan.ranks, window=window,
+        shards=plan.shards, ranks=plan.ranks, window=window, sums=GradientSums.of(plan),
     )  # fmt: skip
     return costs.stages(plan.assignment, in_flight, repeats), costs.cuts(plan.assignment)

@@ -10,6 +10,7 @@ import keras
 import msgspec
 
 from tarantella_pp.errors import ConfigurationError
+from tarantella_pp.partition.costs.gradient_sums import GradientSums
 from tarantella_pp.partition.costs.optimizer_slots import optimizer_name, optimizer_state_bytes
 from tarantella_pp.partition.costs.stage_costs import StageCostModel
 from tarantella_pp.partition.extraction.keras_reader import ExtractedModel, extract
@@ -100,7 +101,7 @@ class Planner:
         return StageCostModel(
             self.graph, self.slots, options.micro_batch_size, seconds, options.num_micro_batches,
             shards=options.shards, ranks=options.ranks, machine=self.machine,
-            window=options.send_window,
+            window=options.send_window, sums=GradientSums.of(options),
         )  # fmt: skip
 
     def plan(self, options: PlanOptions) -> Plan:

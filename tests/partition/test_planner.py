@@ -16,6 +16,7 @@ from tarantella_pp.errors import (
     ScheduleError,
     UnsupportedModelError,
 )
+from tarantella_pp.partition.costs.gradient_sums import GradientSums
 from tarantella_pp.partition.costs.optimizer_slots import optimizer_state_bytes
 from tarantella_pp.partition.costs.stage_costs import NOTHING, StageCostModel
 from tarantella_pp.partition.extraction.keras_reader import extract
@@ -105,6 +106,24 @@ def test_the_plan_is_the_best_of_all(build, num_stages):
     assert largest == plan.certificate.value
     if build is not models.two_in_two_out:  # its branches part after a tensor both need again
         assert plan.certificate.optimal
+
+
+@pytest.mark.parametrize("build", [models.mlp, models.long_skip, models.tied_variable])
+@pytest.mark.parametrize("num_stages", [2, 3])
+@pytest.mark.parametrize("shard_optimizer", [False, True])
+def test_the_plan_of_replicas_is_the_best_of_all(build, num_stages, shard_optimizer):
+    """What sums of gradients travel in is balanced, too."""
+    options = options_of(
+        num_stages=num_stages, num_replicas=2, shard_optimizer=shard_optimizer, batch_size=16
+    )
+    planner = Planner.of(build(), "sgd")
+    plan = planner.plan(options)
+    best = best_by_hand(planner.costs(options), options.in_flight)
+    assert plan.certificate.optimal
+    assert plan.certificate.value == max(s.balanced_bytes for s in plan.stages) == best
+    assert any(stage.reduction_bytes for stage in plan.stages)
+    alone = planner.plan(options_of(num_stages=num_stages, batch_size=8))
+    assert not any(stage.reduction_bytes for stage in alone.stages)
 
 
 def options_of(**changes):
@@ -206,13 +225,12 @@ def is_legal(graph, assignment):
 
 
 @pytest.mark.parametrize("build", models.READ, ids=lambda build: build.__name__)
-def test_solvers_and_tables_count_the_same_memory(build):
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_solvers_and_tables_count_the_same_memory(build, replicas):
     """Exactly in the order of the nodes, and between the bounds in any other."""
     graph = extract(build()).graph
-    costs, options = (
-        StageCostModel(graph, optimizer_state_bytes(None, graph.weights), micro_batch_size=3),
-        options_of(),
-    )
+    slots, sums = optimizer_state_bytes(None, graph.weights), GradientSums(replicas)
+    costs, options = StageCostModel(graph, slots, micro_batch_size=3, sums=sums), options_of()
     exact, cautious = (problem_of(costs, options, cautious=c) for c in (False, True))
     repeating = options_of(recompute="all")
     repeated = recomputing(problem_of(costs, repeating), costs, repeating)

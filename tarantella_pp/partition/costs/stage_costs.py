@@ -7,9 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from tarantella_pp.partition.costs.gradient_sums import GradientSums
 from tarantella_pp.partition.costs.optimizer_shards import weight_replicas
 from tarantella_pp.partition.costs.peak_memory import (
     OutputBytes,
@@ -39,6 +41,8 @@ from tarantella_pp.partition.plan.roofline import node_work, roofline_seconds
 
 NOTHING: Mapping[int, int] = MappingProxyType({})
 """No stage repeats its forward pass."""
+ALONE = GradientSums()
+"""One replica."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +65,7 @@ class StageCostModel:
         ranks: Rank of each stage in its pipeline; empty where each has its own.
         machine: What computes; `None` where arithmetic alone counts.
         window: Most micro-batches that a stage has sent and that are not taken; `None` for any.
+        sums: How gradients are summed over replicas.
     """
 
     graph: LayerGraph
@@ -73,6 +78,7 @@ class StageCostModel:
     ranks: Sequence[int] = ()
     machine: HardwareSpec | None = None
     window: int | None = None
+    sums: GradientSums = ALONE
 
     def flops(self) -> npt.NDArray[np.float64]:
         """Returns the FLOPs of each node's forward pass per sample, memory traffic among them.
@@ -104,6 +110,18 @@ class StageCostModel:
         """
         found = self.graph.weights[weight]
         return found.bytes * (2 if found.trainable else 1)
+
+    def reduction_bytes(self, share: float | None = None) -> Sequence[float]:
+        """Returns the bytes in which each variable travels between replicas.
+
+        Args:
+            share: How much of each the replica updates; `None` for the mean over replicas, whose
+                sum is no more than the largest has.
+        """
+        rows = self.micro_batch_size * self.micro_batches
+        return self.sums.weight_bytes(
+            self.graph, rows, 1 / self.sums.replicas if share is None else share
+        )
 
     def keepers(self) -> dict[int, list[int]]:
         """Returns which nodes need which memory again in their backward pass.
@@ -172,11 +190,31 @@ class StageCostModel:
         nodes: list[list[int]] = [[] for _ in in_flight]
         for node, stage in enumerate(assignment):
             nodes[stage].append(node)
-        return tuple(
+        found = tuple(
             self._stage(
                 nodes[stage], stage, last, held, cuts, users, repeats.get(stage, 0), replicas
             )
             for stage, held in enumerate(in_flight)
+        )
+        return found if self.sums.replicas == 1 else self._with_sums(found, users, replicas)
+
+    def _with_sums(
+        self,
+        stages: Sequence[StagePlan],
+        users: Sequence[tuple[int, ...]],
+        replicas: Sequence[int],
+    ) -> tuple[StagePlan, ...]:
+        """Adds what gradients travel in between replicas, of the replica with most of it."""
+        totals = np.zeros((len(stages), self.shards))
+        others, own = (self.reduction_bytes(share) for share in (0.0, 1.0))
+        for weight, used in enumerate(users):
+            if used:
+                totals[used[0]] += others[weight]
+                totals[used[0], replicas[weight]] += own[weight] - others[weight]
+        largest = np.ceil(totals.max(axis=1)).astype(int).tolist()
+        return tuple(
+            msgspec.structs.replace(stage, reduction_bytes=size)
+            for stage, size in zip(stages, largest, strict=True)
         )
 
     def _stage(
@@ -202,8 +240,6 @@ class StageCostModel:
         own = [weight for weight in weights if users[weight.id][0] == stage]
         shares = [[w for w in own if replicas[w.id] == one] for one in range(self.shards)]
         update = max(update_bytes(self.graph, share, self.slots) for share in shares)
-        if self.shards > 1:  # new values come packed
-            update = max(update, 2 * sum(weight.bytes for weight in own if weight.trainable))
         update += tie_bytes(weights, users, stage)
         update -= in_flight * kept + repeats * repeated  # which is gone by then
         made = OutputBytes()

@@ -33,6 +33,8 @@ class StagePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             in files from before there were any.
         deferred_bytes: Of the gradients, what need not be added up for each micro-batch, because
             products of several are made at once.
+        reduction_bytes: What gradients and new values travel in between replicas, which is kept
+            from step to step.
     """
 
     first: str
@@ -52,6 +54,7 @@ class StagePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     backward_seconds: float | None = None
     bucket_bytes: tuple[int, ...] | None = None
     deferred_bytes: int = 0
+    reduction_bytes: int = 0
 
     @property
     def reduced_bytes(self) -> tuple[int, ...]:
@@ -60,10 +63,9 @@ class StagePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def state_bytes(self) -> int:
-        """Bytes that do not depend on micro-batches: variables, gradients, optimizer state."""
-        return (
-            self.parameter_bytes + self.constant_bytes + self.gradient_bytes + self.optimizer_bytes
-        )
+        """Bytes that are always there: variables, gradients, their sums, optimizer state."""
+        variables = self.parameter_bytes + self.constant_bytes
+        return variables + self.gradient_bytes + self.reduction_bytes + self.optimizer_bytes
 
     @property
     def seconds(self) -> float | None:

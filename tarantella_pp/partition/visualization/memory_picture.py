@@ -34,7 +34,7 @@ def parts(stage: StagePlan) -> dict[str, int]:
         "activations": stage.in_flight * stage.activation_bytes,
         "recomputed": stage.recomputed_bytes,
         "working": stage.working_bytes,
-        "buffers": stage.buffer_bytes,
+        "buffers": stage.buffer_bytes + stage.reduction_bytes,
     }
 
 

@@ -57,6 +57,11 @@ class BufferPool:
         self._used_bytes = 0
         self._peak_bytes = 0
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that the pool keeps: in use, and to be used again."""
+        return self._used_bytes + self._free_bytes
+
     def take(self, nbytes: int) -> Bytes:
         """Returns an array of `nbytes` bytes with any content; call it from one thread only."""
         if nbytes < SMALLEST_POOLED:

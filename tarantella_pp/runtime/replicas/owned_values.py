@@ -15,7 +15,7 @@ from tarantella_pp.runtime.comm.tensor_buffers import (
 )
 from tarantella_pp.runtime.comm.wire_format import TensorSpec
 
-_TAG = 0
+_TAG = 17
 _LABEL = "updated weights"
 
 

@@ -57,6 +57,9 @@ FOUR = [
     ("tied_head", 4, 8, "1f1b"),
 ]
 
+REPEATED = [("mlp", "gpipe"), ("long_skip", "1f1b"), ("tied_head", "zb-h1")]
+"""Models and schedules of stages that recompute."""
+
 
 def train_and_check(ranks, cases):
     options = ("num_stages", "num_micro_batches", "schedule")
@@ -74,6 +77,14 @@ def train_and_check(ranks, cases):
             assert len(ran) == runs * len(own)
         slots = [slot for fact in facts for slot in fact.slots]
         assert len(slots) == len(set(slots)), name
+
+
+def test_ranks_that_keep_only_the_last_micro_batches_whole_train_as_one_process():
+    options = {"num_stages": 2, "num_micro_batches": 4, "recompute": "except_last"}
+    cases = [(name, {**options, "schedule": schedule}) for name, schedule in REPEATED]
+    run = mpi_run(2, train_cases, cases, timeout=300).check()
+    for i, (name, _) in enumerate(REPEATED):
+        check_numbers(run, i, name, 4)
 
 
 @pytest.mark.slow

@@ -122,6 +122,21 @@ class Agreement:
         ):
             self._refuse(waiter)
 
+    def check_arrival(self, waiter: Waiter, dest: int, arrived: Callable[[], bool]) -> None:
+        """Refuses to wait until a message is taken, for its receiver makes another call.
+
+        Args:
+            waiter: Waits for the other ranks.
+            dest: The receiver, by its number in the job.
+            arrived: Whether it has been taken; asked once it is known what the receiver does, for
+                it may have been taken just before.
+
+        Raises:
+            ConfigurationError: On all ranks.
+        """
+        if self._next_of(dest) is not None and not arrived():
+            self._refuse(waiter)
+
     def check_collective(self, waiter: Waiter, peers: Sequence[int], group: int) -> None:
         """Refuses to wait in a collective that another rank will not enter.
 

@@ -177,7 +177,13 @@ class Channel:
     def wait(self, sending: SendRequest) -> None:
         """Waits until a message has been sent."""
         if not sending.done():
-            self.waiter.until(sending.done, sending.expectation, self.peers(sending.dest))
+            peers, check = self.peers(sending.dest), self._agreement.check_arrival
+            self.waiter.until(
+                sending.done,
+                sending.expectation,
+                peers,
+                check=lambda: check(self.waiter, *peers, sending.done),
+            )
         self.progress()
 
     def flush(self) -> None:

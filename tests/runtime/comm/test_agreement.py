@@ -140,6 +140,7 @@ def wait_for_what_does_not_come(kind):
 
 WAITS = {
     "message": lambda: world().post_receive(_ONE, world().size - 1, 7, label="logs").wait(),
+    "arrival": lambda: world().wait_sent(world().send([np.zeros(1 << 20)], world().size - 1, 8)),
     "broadcast": lambda: world().broadcast_json(None, world().size - 1),
     "allgather": lambda: world().allgather_json(None),
 }
@@ -147,7 +148,9 @@ WAITS = {
 
 @needs_mpi
 @pytest.mark.mpi
-@pytest.mark.parametrize(("ranks", "kind"), [(2, "message"), (3, "broadcast"), (3, "allgather")])
+@pytest.mark.parametrize(
+    ("ranks", "kind"), [(2, "message"), (2, "arrival"), (3, "broadcast"), (3, "allgather")]
+)
 def test_a_wait_that_cannot_end_names_both_calls(ranks, kind):
     run = mpi_run(ranks, wait_for_what_does_not_come, kind, env={"TNT_TIMEOUT": "20"}).check()
     for first, then in run.results:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 _OPTIONS = (
     "model", "num_stages", "num_micro_batches", "num_replicas", "batch_size", "schedule",
     "balance", "optimizer", "memory_limit", "placement", "fusion_threshold",
-    "shard_optimizer", "gradient_dtype",
+    "shard_optimizer", "gradient_dtype", "recompute", "except_last", "ranks",
 )  # fmt: skip
 _GRAPH_OPTIONS = ("graph", "num_stages", "balance", "memory_limit")
 _MOST_LINES = 40

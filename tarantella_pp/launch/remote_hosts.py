@@ -212,14 +212,12 @@ class _Question:
         now, code = time.time(), self._process.poll()
         if code is None:
             return Answer(self._host, None, f"no answer within {LIMIT_SECONDS:g} s", now)
-        try:
-            found = json.loads(self._read(self._out).splitlines()[-1])
-        except (IndexError, ValueError):
-            found = None
-        if code == 0 and isinstance(found, dict):
+        found = _last_object(self._read(self._out))
+        if code == 0 and found is not None:
             return Answer(self._host, found, "", now)
         said = " ".join(self._read(self._err).split())
-        return Answer(self._host, None, said or f"exit code {code}", now)
+        reason = f"exit code {code}" if code else "no answer in what it has printed"
+        return Answer(self._host, None, said or reason, now)
 
     def end(self) -> None:
         """Ends it, if it has not."""
@@ -232,3 +230,13 @@ class _Question:
     def _read(self, file: IO[bytes]) -> str:
         file.seek(0)
         return file.read().decode(errors="replace")
+
+
+def _last_object(text: str) -> dict[str, Any] | None:
+    """Returns the last line that is an object of JSON; a shell may print something, too."""
+    for line in reversed(text.splitlines()):
+        with contextlib.suppress(ValueError):
+            found = json.loads(line)
+            if isinstance(found, dict):
+                return found
+    return None

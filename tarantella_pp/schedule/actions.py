@@ -95,9 +95,10 @@ def kept_whole(
     """Returns the micro-batches that a stage keeps whole even if it recomputes: none is repeated.
 
     Those between whose forward and backward the rank runs nothing else backward. That takes no
-    more memory, for in its backward a micro-batch is whole anyhow, and is the first one of each
-    stage and all of the last stage under 1F1B. And the last micro-batch of the stages in
-    `except_last`, which waits with all that its backward needs while others run backward::
+    more memory, for in its backward a micro-batch is whole anyhow. Where each rank has one stage,
+    it is the first one of each, and all of the last stage under 1F1B. And the last micro-batch of
+    the stages in `except_last`, which waits with all that its backward needs while others run
+    backward::
 
         stage 0  F0 F1 .. .. BW0 F2 BW1 .. BW2    keeps 0 whole, and 2 with `except_last`
         stage 1  .. F0 BW0 F1 BW1 .. F2 BW2       keeps 0, 1 and 2 whole

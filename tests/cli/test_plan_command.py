@@ -172,6 +172,15 @@ def test_diff(command, plan_file) -> None:
     assert command.stdout == "The plans are the same.\n"
 
 
+def test_diff_tells_what_stages_repeat_and_which_ranks_have_them(command, plan_file) -> None:
+    before = plan_file([0, 0, 1, 1], "a.json")
+    data, after = json.loads(before.read_text()), before.with_name("b.json")
+    for changed in ({"recompute": [1]}, {"recompute": [1], "except_last": [1]}, {"ranks": [0, 0]}):
+        after.write_text(json.dumps(data | changed))
+        told = {name: [[], value] for name, value in changed.items()}
+        assert command.json("plan", "diff", before, after)["options"] == told
+
+
 def test_diff_of_plans_with_other_layers_and_stages(command, plan_file) -> None:
     found = command.json(
         "plan", "diff", plan_file([0, 0, 1], "a.json"), plan_file([0, 1, 1, 2], "b.json")

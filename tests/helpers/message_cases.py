@@ -137,7 +137,10 @@ def a_message_without_tensors(ranks: Communicator) -> None:
     for _ in range(2):
         ranks.send([], after, 33)
         assert ranks.post_receive([], before, 33).wait() == []
+        ranks.send([np.zeros(0)], after, 33)
+        assert ranks.post_receive([TensorSpec((0,), "float64")], before, 33).wait()[0].size == 0
     ranks.flush()
+    assert ranks._channel.outstanding() == []  # nor is it kept as a message that is yet to come
 
 
 @case

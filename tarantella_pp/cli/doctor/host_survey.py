@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+
+import msgspec
 
 from tarantella_pp.launch import host_answer, remote_hosts
 from tarantella_pp.launch.channel import addresses
@@ -50,9 +51,22 @@ class HostFacts:
     obstacles: tuple[str, ...] = ()
 
 
+class _Said(msgspec.Struct):
+    """What `host_answer` prints; an older version prints a name and reasons only."""
+
+    name: str = ""
+    reasons: tuple[str, ...] = ()
+    versions: dict[str, str | None] | None = None
+    cores: int | None = None
+    gpus: int | None = None
+    has_folder: bool = True
+    time: float | None = None
+
+
 def this_host() -> HostFacts:
     """Returns what this Python says of its host."""
-    return _facts(Host(socket.gethostname()), host_answer.examined(os.getcwd()), 0.0)
+    said = msgspec.convert(host_answer.examined(os.getcwd()), _Said)
+    return _facts(Host(socket.gethostname()), said, 0.0)
 
 
 def survey(
@@ -103,30 +117,38 @@ def _heard(
     host: Host, answer: Answer, begin: float, here: set[str], shell: Sequence[str]
 ) -> HostFacts:
     """Reads what came of asking a host."""
+    why = answer.why
     if answer.found is not None:
-        # Its clock was read after the question and before the answer: in between it may be right.
-        then = float(answer.found.get("time", begin))
-        return _facts(host, answer.found, min(then - begin, 0.0) + max(then - answer.received, 0.0))
+        try:
+            said = msgspec.convert(answer.found, _Said)
+        except msgspec.ValidationError as error:
+            why = f"it says what this version does not understand ({error})"
+        else:
+            # Its clock was read after the question and before the answer: in between it may be
+            # right.
+            then = begin if said.time is None else said.time
+            ahead = min(then - begin, 0.0) + max(then - answer.received, 0.0)
+            return _facts(host, said, ahead)
     if host.name not in here:
-        return HostFacts(host.name, host.slots, answer.silence(shell))
+        return HostFacts(host.name, host.slots, replace(answer, why=why).silence(shell))
     silence = (
-        f"Host {host.name}, which is this one, does not answer: {answer.why}. Name a Python that "
+        f"Host {host.name}, which is this one, does not answer: {why}. Name a Python that "
         "finds this package with --python-interpreter."
     )
     return HostFacts(host.name, host.slots, silence)
 
 
-def _facts(host: Host, said: Mapping[str, Any], ahead: float) -> HostFacts:
-    """Reads an answer; that of an older version has a name and obstacles only."""
+def _facts(host: Host, said: _Said, ahead: float) -> HostFacts:
+    """Reads an answer."""
     return HostFacts(
         host.name,
         host.slots,
-        is_old="versions" not in said,
-        name=str(said.get("name", host.name)),
-        versions=dict(said.get("versions", {})),
-        cores=said.get("cores"),
-        gpus=said.get("gpus"),
-        has_folder=bool(said.get("has_folder", True)),
-        ahead=ahead if "time" in said else None,
-        obstacles=tuple(said.get("reasons", ())),
+        is_old=said.versions is None,
+        name=said.name or host.name,
+        versions=said.versions or {},
+        cores=said.cores,
+        gpus=said.gpus,
+        has_folder=said.has_folder,
+        ahead=None if said.time is None else ahead,
+        obstacles=said.reasons,
     )

@@ -151,7 +151,8 @@ class Channel:
             ]
             request.add_tensor(memory.view(numpy_dtype(spec.dtype)).reshape(spec.shape), parts)
         self._recorder.add("expecting", label, self._world_ranks[source], tag, request.nbytes)
-        self._expected[id(request)] = request
+        if request.nbytes or request.number == 0:  # else there is nothing to come
+            self._expected[id(request)] = request
         return request
 
     def received(self, request: RecvRequest) -> None:

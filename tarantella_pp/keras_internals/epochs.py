@@ -52,14 +52,18 @@ trainer.TFEpochIterator = _ResumedEpochs
 
 
 class LogsOfEpoch(keras.Model):  # type: ignore[misc]
-    """A model whose epoch has the logs of the model where no step was left to train.
+    """A model whose epoch has the logs that were restored where no step was left to train.
 
     Keras takes them from the last step, of which there is none where a run goes on behind the last
     batch of data of unknown length.
     """
 
+    def _logs_so_far(self) -> dict[str, Any]:
+        """Returns the logs of the last step, those of a run that goes on here included."""
+        return {}
+
     def _get_metrics_result_or_logs(self, logs: Any) -> Any:
-        return super()._get_metrics_result_or_logs(logs or self.get_metrics_result())
+        return super()._get_metrics_result_or_logs(logs or self._logs_so_far())
 
 
 @contextlib.contextmanager

@@ -141,6 +141,20 @@ def test_more_steps_than_data_end_training_as_in_keras():
     assert distance(first, second) < ROUNDING
 
 
+def test_validation_without_a_batch_says_nothing():
+    """Not a loss of 0, which would be the best of all."""
+    empty = tf.data.Dataset.from_tensor_slices((X, Y)).batch(4).take(0)
+
+    def use(model):
+        told = fitted(model, x=X, y=Y, batch_size=4, validation_data=empty)
+        return told, model.evaluate(empty, return_dict=True)
+
+    (plain, nothing), (ours, same) = both(use)
+    assert distance(plain, ours) < ROUNDING
+    assert "val_loss" not in ours[0]
+    assert same == nothing
+
+
 def test_shuffled_arrays_come_in_the_order_of_keras():
     first, second = histories(x=X, y=Y, shuffle=True, batch_size=4)
     assert distance(first, second) < ROUNDING

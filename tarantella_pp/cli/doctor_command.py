@@ -103,6 +103,11 @@ def examine(name: str = "auto", *, compute: bool = False) -> dict[str, Any]:
             )
         else:
             findings["link"] = dataclasses.asdict(links[0])
+            if measured.why:
+                problems.append(
+                    "Two ranks reached each other, but their job failed then: "
+                    f"{measured.why.rstrip('.')}."
+                )
         if links and measured.rank:
             machine = probe_job.machine_of_ranks(measured.rank, links)
             findings["machine"] = msgspec.structs.asdict(machine)

@@ -49,6 +49,22 @@ def test_a_machine_without_mpi_is_reported(
     assert "Found no MPI" in capsys.readouterr().out
 
 
+def test_a_job_that_fails_behind_its_messages_is_reported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    measured = probe_job.Probed({(0, 1): probe_job.Link(1.0, 1.0)}, why="out of memory.")
+    mpich = doctor_command.mpi_launchers.Mpich("mpiexec")
+    monkeypatch.setattr(doctor_command.mpi_launchers, "find_launcher", lambda name: mpich)
+    monkeypatch.setattr(doctor_command, "_measure", lambda name, compute: measured)
+    parser = doctor_command.argparse.ArgumentParser()
+    doctor_command.add_arguments(parser)
+    file = tmp_path / "machine.json"
+    assert doctor_command.run(parser.parse_args(["--json", "--save", str(file)])) == 1
+    problem = json.loads(capsys.readouterr().out)["problem"]
+    assert "reached each other, but their job failed then: out of memory." in problem
+    assert not file.exists()
+
+
 def test_a_machine_without_tensorflow_is_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

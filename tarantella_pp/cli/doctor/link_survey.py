@@ -60,6 +60,8 @@ class MeasuredLinks:
                 f"The time was up before {_named(self.unknown)} were tried, as messages between "
                 "others did not pass. Run this again on a part of the hosts."
             )
+        if self.why and self.links and not (self.dead or self.unknown):
+            yield f"The job that measured the links failed: {self.why.rstrip('.')}."
         middle = statistics.median([link.bandwidth_gb_per_s for link in self.links.values()] or [0])
         slow = [p for p, link in self.links.items() if SLOW * link.bandwidth_gb_per_s < middle]
         if slow:

@@ -36,6 +36,11 @@ def test_dead_links_and_those_not_tried_are_named() -> None:
     assert unknown.startswith("The time was up before c and d were tried")
 
 
+def test_a_job_that_fails_behind_its_messages_is_told() -> None:
+    [finding] = MeasuredLinks({("a", "b"): FAST}, why="rank 1 did not end.").findings()
+    assert finding == "The job that measured the links failed: rank 1 did not end."
+
+
 def test_the_machine_has_the_slowest_link() -> None:
     machine = machine_of_ranks(RANK, [FAST, Link(10.0, 0.5), SLOW])
     assert (machine.bandwidth, machine.latency) == pytest.approx((0.1e9, 90e-6))

@@ -15,7 +15,7 @@ from tarantella_pp.models.pipeline_model import PipelineModel
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.runtime.comm.communicator import world
 from tarantella_pp.runtime.replicas.batch_share import batch_shares
-from tests.helpers.mpi import mpi_run
+from tests.helpers.mpi import PYTHONS, mpi_run
 from tests.helpers.rank_training import (
     BITS,
     ROUNDING,
@@ -67,13 +67,13 @@ def replicas_of(case, ranks):
     return 2 if case[3] == "interleaved" else ranks // case[1]
 
 
-def train_and_check(ranks, cases):
+def train_and_check(ranks, cases, python):
     named = []
     for case in cases:
         name, *shape = case
         options = dict(zip(OPTIONS, shape, strict=True))
         named.append((name, {**options, "num_replicas": replicas_of(case, ranks)}))
-    run = mpi_run(ranks, train_cases, named, timeout=300).check()
+    run = mpi_run(ranks, train_cases, named, timeout=300, python=python).check()
     for i, case in enumerate(cases):
         name, stages, micro_batches, _ = case
         replicas = replicas_of(case, ranks)
@@ -101,13 +101,15 @@ def serial_slots(name):
 
 
 @pytest.mark.slow
-def test_two_replicas():
-    train_and_check(2, TWO)
+@pytest.mark.parametrize("python", PYTHONS)
+def test_two_replicas(python):
+    train_and_check(2, TWO, python)
 
 
 @pytest.mark.slow
-def test_four_ranks():
-    train_and_check(4, FOUR)
+@pytest.mark.parametrize("python", PYTHONS)
+def test_four_ranks(python):
+    train_and_check(4, FOUR, python)
 
 
 SHARDED = [
@@ -150,8 +152,9 @@ def train_sharded(folder):
 
 
 @pytest.mark.slow
-def test_sharded_optimizers_give_the_same_bits(tmp_path):
-    run = mpi_run(4, train_sharded, str(tmp_path), timeout=400).check()
+@pytest.mark.parametrize("python", PYTHONS)
+def test_sharded_optimizers_give_the_same_bits(tmp_path, python):
+    run = mpi_run(4, train_sharded, str(tmp_path), timeout=400, python=python).check()
     for i, (name, stages, _, optimizer) in enumerate(SHARDED):
         whole, sharded = run.results[0][i][0]
         for a, b in zip(whole, sharded, strict=True):

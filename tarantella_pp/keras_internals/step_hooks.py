@@ -64,6 +64,35 @@ def results_told(told: Callable[[Any, Any], None]) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def scaled_losses_weighted(weighted: Callable[[Any], Any]) -> Iterator[None]:
+    """Weights losses that optimizers scale, and leaves those that they do not scale.
+
+    Args:
+        weighted: Is given a scaled loss, and returns what is to be in its place; of an optimizer
+            that asks others, only its own.
+    """
+    depth = 0
+
+    def instead(kind: type) -> Any:
+        original = kind.__dict__["scale_loss"]
+
+        @functools.wraps(original)
+        def scale_loss(optimizer: Any, loss: Any) -> Any:
+            nonlocal depth
+            depth += 1
+            try:
+                scaled = original(optimizer, loss)
+            finally:
+                depth -= 1
+            return scaled if depth or scaled is loss else weighted(scaled)
+
+        return scale_loss
+
+    with _replaced(BaseOptimizer, "scale_loss", instead):
+        yield
+
+
 def variables_for(optimizer: Any, trainable_variables: Any) -> list[Any]:
     """The variables of gradients that an optimizer is given; it is built for them if it is not.
 

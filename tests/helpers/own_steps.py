@@ -39,7 +39,8 @@ class Regression(keras.Model):
         x, y = data
         with tf.GradientTape() as tape:
             loss, predicted = self.loss_of(x, y)
-        gradients = tape.gradient(loss, self.trainable_weights)
+            scaled = self.optimizer.scale_loss(loss)
+        gradients = tape.gradient(scaled, self.trainable_weights)
         self.optimizer.apply_gradients(zip(gradients, self.trainable_weights, strict=True))
         return self.logs(loss, y, predicted)
 
@@ -137,8 +138,13 @@ class Teacher(keras.Model):
         return logs
 
 
+def scaling(optimizer):
+    """Scales losses, twice as much every other step."""
+    return keras.optimizers.LossScaleOptimizer(optimizer, 1024.0, dynamic_growth_steps=2)
+
+
 CASES = {
-    "regression": (Regression, lambda: [keras.optimizers.Adam(0.01, clipnorm=0.1)], X),
+    "regression": (Regression, lambda: [scaling(keras.optimizers.Adam(0.01, clipnorm=0.1))], X),
     "sum": (SumOfLosses, lambda: [keras.optimizers.SGD(0.01, global_clipnorm=0.5)], X),
     "adversaries": (
         Adversaries,

@@ -46,6 +46,14 @@ def test_updates_are_taken_once_and_only_for_a_while(optimizer):
     assert int(optimizer.iterations) == 1
 
 
+def test_scaled_losses_are_weighted_once_and_only_for_a_while():
+    bare, scaled = optimizers()[:2]
+    with step_hooks.scaled_losses_weighted(lambda loss: loss / 4):
+        assert bare.scale_loss(3.0) == 3.0, ADVICE + "BaseOptimizer.scale_loss"
+        assert float(scaled.scale_loss(3.0)) == 3.0 * 2**13, ADVICE + "scale_loss"
+    assert float(scaled.scale_loss(3.0)) == 3.0 * 2**15
+
+
 class Both(keras.metrics.Metric):
     def __init__(self):
         super().__init__()

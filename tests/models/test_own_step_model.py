@@ -36,14 +36,45 @@ class Contrasts(Regression):
         return keras.ops.var(predicted), predicted
 
 
+@tf.function
+def repeated(predicted, y, times):
+    """A loop that AutoGraph makes, with a condition in it."""
+    loss = tf.zeros((), predicted.dtype)
+    for i in tf.range(times):
+        if i > 0:
+            loss += tf.reduce_mean(tf.square(tf.cast(i, y.dtype) * predicted - y))
+        else:
+            loss += tf.reduce_mean(tf.abs(predicted - y))
+    return loss
+
+
 class Branches(Regression):
-    """A condition, whose branches are functions with other names on each rank."""
+    """Conditions and loops, whose parts are functions with other names on each rank."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = self.add_weight((), "zeros", name="seen", trainable=False)
 
     def loss_of(self, x, y):
         predicted = self(x, training=True)
         loss = tf.reduce_mean(tf.square(predicted - y))
-        steps = self.optimizer.iterations
-        return tf.cond(steps < 3, lambda: loss, lambda: loss / 2.0), predicted
+        steps = tf.cast(self.optimizer.iterations, "int32")
+        _, halved = tf.while_loop(lambda i, _: i < steps, lambda i, h: (i + 1, h / 2), [0, loss])
+
+        def later():
+            return tf.cond(steps < 4, lambda: halved, lambda: repeated(predicted, y, 3))
+
+        return tf.cond(steps < 2, lambda: loss, later), predicted
+
+    def train_step(self, data):
+        rows = tf.cast(tf.shape(data[0])[0], "float64")
+
+        def count(i):
+            self.seen.assign_add(rows)
+            return (i + 1,)
+
+        tf.while_loop(lambda i: i < 3, count, [0])
+        return super().train_step(data)
 
 
 def branching(wrap):

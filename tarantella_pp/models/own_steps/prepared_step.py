@@ -39,6 +39,7 @@ class PreparedStep:
     ) -> None:
         self._trace = trace
         self._ranks = ranks
+        self._weighted = kinds.weighted
         self._statistics = statistics
         self._program = StepProgram(trace)
         self._updates = ReplicaUpdates(trace.updates, kinds.gradients, ranks, gradient_dtype)
@@ -81,6 +82,8 @@ class PreparedStep:
 
     def _on_own(self, batch: Batch, share: float) -> list[tf.Tensor]:
         self._values.begin()
+        if self._weighted:
+            self._trace.weight.assign(share)
         tensors = [batch.inputs[i] for i in range(len(batch.inputs))]
         return self._program.run(
             tensors, lambda number, gradients: self._updates.make(number, gradients, share)

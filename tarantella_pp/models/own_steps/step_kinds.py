@@ -32,12 +32,15 @@ class StepKinds:
         results: By position among what the step returns; what metrics give is not among them.
         state: By `id` of a variable that the step writes.
         drawn: What a step adds to a variable that counts random numbers, by its `id`.
+        weighted: Whether scaled losses are weighted with a replica's share of the samples. Their
+            gradients are then sums over the replicas.
     """
 
     gradients: dict[tuple[int, int], str]
     results: dict[int, str]
     state: dict[int, str]
     drawn: dict[int, Array]
+    weighted: bool
 
     @classmethod
     def told(cls, trace: StepTrace, found: Sequence[Any]) -> StepKinds:
@@ -47,13 +50,14 @@ class StepKinds:
             trace: The trace that was tried, on this rank.
             found: What it found.
         """
-        gradients, results, state, drawn = found
+        gradients, results, state, drawn, weighted = found
         written = trace.written
         return cls(
             {(number, i): kind for number, i, kind in gradients},
             dict(results),
             {id(variable): kind for variable, kind in zip(written, state, strict=True)},
             {id(written[i]): np.reshape(n, tuple(written[i].shape)) for i, n in drawn},
+            weighted,
         )
 
 
@@ -76,7 +80,7 @@ def found_kinds(
     """
     probe = StepProbe(trace, by_rows)
     probe.run(tensors)
-    gradients = []
+    gradients: dict[tuple[int, int], str | None] = {}
     for number, update in enumerate(trace.updates):
         own = {i: kinds for (n, i), kinds in probe.gradients.items() if n == number}
         kinds = chosen_together(own)
@@ -88,14 +92,20 @@ def found_kinds(
                 "Compute a loss that is a mean (or a sum) of one value for each sample, or train "
                 "in one process."
             )
-        gradients += [[number, i, kind] for i, kind in kinds.items()]
+        gradients |= {(number, i): kind for i, kind in kinds.items()}
     if by_rows:
         _check_rows(trace, probe, what)
+    weighted = {key: kind for key, kind in gradients.items() if key[0] in probe.weighted}
+    if all(kind == MEAN for kind in weighted.values()):
+        gradients |= dict.fromkeys(weighted, SUM)
+    else:  # what is added up over the samples has no share
+        weighted = {}
     return [
-        gradients,
+        [[*key, kind] for key, kind in gradients.items()],
         [] if by_rows else _results(trace, probe, what),
         _state(trace, probe, what),
         [[i, steps] for i, steps in probe.drawn.items()],
+        bool(weighted),
     ]
 
 

@@ -23,7 +23,7 @@ import numpy as np
 import tensorflow as tf
 
 from tarantella_pp.models.own_steps.step_trace import StepTrace
-from tarantella_pp.models.own_steps.value_kinds import ALL, kinds_of
+from tarantella_pp.models.own_steps.value_kinds import ALL, SAME, SUM, kinds_of
 from tarantella_pp.runtime.comm.tensor_buffers import value_of
 from tarantella_pp.runtime.probes.metric_probe import some_rows
 from tarantella_pp.runtime.probes.probe_trace import TOLERANCES
@@ -39,6 +39,8 @@ LEAST_ROWS, MOST_ROWS = 6, 48
 in another way, such as those of a rare class."""
 _SHAPES, _COARSEST = 30, 0.1
 """How much farther apart numbers may be that were computed in other shapes, and how far at most."""
+_WEIGHTS = (1.0, 2.0**-8, 2.0**-16)
+"""Of scaled losses: the first with which all gradients are finite is tried."""
 _DRAWS = re.compile(
     r"(Stateless|Stateful)?(Random(Uniform|Normal|StandardNormal|Gamma|Poisson|Binomial)"
     r"|StandardNormal|Uniform|(Parameterized)?TruncatedNormal|Multinomial)(Int|Full|Int64)*(V\d)?$"
@@ -74,6 +76,8 @@ class StepProbe:
         results: Those of each value that the step returns.
         state: Those of each variable that it writes.
         drawn: What a step adds to each variable that counts random numbers, by its position.
+        weighted: The updates all of whose gradients are weighted as the trace is told to weight
+            scaled losses; none if that changes anything else.
     """
 
     def __init__(self, trace: StepTrace, by_rows: bool = False) -> None:
@@ -88,6 +92,7 @@ class StepProbe:
         self.results = dict.fromkeys(range(len(trace.outputs)), ALL)
         self.state = dict.fromkeys(range(len(trace.written)), ALL)
         self.drawn: dict[int, list[float]] = {}
+        self.weighted: frozenset[int] = frozenset()
         operations = trace.graph.get_operations()
         self._rows = LEAST_ROWS
         self._draws = [op.outputs[0] for op in operations if _DRAWS.match(op.type)]
@@ -112,6 +117,7 @@ class StepProbe:
         samples = [some_rows(tensor, self._rows) for tensor in tensors]
         before = self._state()
         try:
+            self.weighted = self._try_weights(samples)
             self._compare(samples, self._sizes(PARTS[0]))
             # What depends on what there was before shows itself the second time.
             for sizes, change in zip(PARTS[1:], (_smaller, _opposite), strict=True):
@@ -119,7 +125,40 @@ class StepProbe:
                     self._compare([change(tensor) for tensor in samples], self._sizes(sizes))
                 self._restore(before)
         finally:
+            self._trace.weight.assign(1.0)
             self._restore(before)
+
+    def _try_weights(self, samples: Sequence[tf.Tensor]) -> frozenset[int]:
+        """Finds `weighted`; leaves a weight with which scaled losses have finite gradients.
+
+        With half of the weight a gradient must be half as large, as if it were that of one of two
+        equal parts that are added up.
+        """
+        if not self._trace.is_weighted:
+            return frozenset()
+        start, count = self._state(), len(self.gradients)
+        for weight in _WEIGHTS:
+            self._trace.weight.assign(weight)
+            whole = self._try(samples)
+            self._restore(start)
+            if all(np.isfinite(gradient).all() for gradient in whole.values[:count]):
+                break
+        self._trace.weight.assign(weight / 2)
+        halves = [self._try(samples)] * 2
+        self._trace.weight.assign(weight)
+        self._restore(start)
+        found = list(self._kinds(start, whole, halves, [0.5, 0.5]))
+        pairs = list(zip(self.gradients, found[:count], strict=True))
+        weighted = set()
+        for number in {number for number, _ in self.gradients}:
+            own = [kinds for (other, _), kinds in pairs if other == number]
+            follows = all(SUM in kinds for kinds in own)
+            if follows == all(SAME in kinds for kinds in own):  # neither, or nothing but zeros
+                return frozenset()
+            if follows:
+                weighted.add(number)
+        alone = all(SAME in kinds for kinds in found[count:])
+        return frozenset(weighted) if alone else frozenset()
 
     def _sizes(self, thirds: Sequence[int]) -> list[int]:
         """Samples of the parts of a trial."""

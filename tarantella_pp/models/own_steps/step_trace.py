@@ -13,7 +13,12 @@ import keras
 import tensorflow as tf
 
 from tarantella_pp.errors import UnsupportedModelError
-from tarantella_pp.keras_internals.step_hooks import results_told, updates_taken, variables_for
+from tarantella_pp.keras_internals.step_hooks import (
+    results_told,
+    scaled_losses_weighted,
+    updates_taken,
+    variables_for,
+)
 from tarantella_pp.models.custom_loops.distributed_optimizer import averages_gradients
 from tarantella_pp.runtime.tf_graph.side_effects import effects_of
 
@@ -89,6 +94,9 @@ class StepTrace:
         updates: The calls of `apply`, in order.
         results: What the step returns, in its own structure, as tensors or `None`.
         metric_logs: By position among `outputs`, what metrics gave.
+        weight: What losses that an optimizer scales are multiplied with: 1 unless it is set. The
+            gradient of a mean over a share of the batch is larger, in each sample, than that of
+            the mean over all of it, and leaves the numbers of float16 sooner.
     """
 
     def __init__(
@@ -106,6 +114,7 @@ class StepTrace:
         self.updates: list[Update] = []
         self.results: Any = None
         self.metric_logs: dict[int, MetricLog] = {}
+        self.weight = tf.Variable(1.0, trainable=False, dtype=tf.float64)
         traced = tf.function(self._trace, input_signature=list(specs), autograph=False)
         self.function = traced.get_concrete_function()
         self.inputs = self.function.inputs[: len(specs)]
@@ -133,10 +142,16 @@ class StepTrace:
         handles = {id(outer) for outer, inner in self.graph.captures if inner.op.name in names}
         return [variable for variable in self.variables if id(variable.handle) in handles]
 
+    @property
+    def is_weighted(self) -> bool:
+        """Whether `weight` is in it: whether an optimizer scales a loss."""
+        return any(outer is self.weight.handle for outer, _ in self.graph.captures)
+
     @functools.cached_property
     def variables(self) -> list[tf.Variable]:
         """All variables that the step reads or writes, in an order that is that of all ranks."""
-        known = {id(variable.handle): variable for variable in self.graph.variables}  # a set
+        every = (v for v in self.graph.variables if v is not self.weight)  # a set
+        known = {id(variable.handle): variable for variable in every}
         handles = (id(outer) for outer, _ in self.graph.captures)
         return [known[handle] for handle in handles if handle in known]
 
@@ -187,7 +202,11 @@ class StepTrace:
     def _trace(self, *tensors: tf.Tensor) -> None:
         self.updates, self._told = [], {}
         self._traced = tf.compat.v1.get_default_graph()
-        with self._around(), updates_taken(self._take), results_told(self._tell):
+        with contextlib.ExitStack() as hooks:
+            hooks.enter_context(self._around())
+            hooks.enter_context(updates_taken(self._take))
+            hooks.enter_context(results_told(self._tell))
+            hooks.enter_context(scaled_losses_weighted(self._weighted))
             results = self._step(*tensors)
         flat = keras.tree.flatten(results)
         found = [None if leaf is None else tf.convert_to_tensor(leaf) for leaf in flat]
@@ -227,6 +246,10 @@ class StepTrace:
         place = len(tf.compat.v1.get_default_graph().get_operations())
         for position, leaf in enumerate(keras.tree.flatten(value)):
             self._told[id(leaf)] = leaf, MetricLog(metric, position, place)
+
+    def _weighted(self, loss: Any) -> tf.Tensor:
+        loss = tf.convert_to_tensor(loss)
+        return loss * tf.cast(self.weight, loss.dtype)
 
     def _check_random(self) -> None:
         """Refuses random numbers that would be the same on all replicas, whatever seeds say."""

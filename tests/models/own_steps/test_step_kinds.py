@@ -11,7 +11,7 @@ import tarantella_pp as tnt
 from tarantella_pp.errors import UnsupportedModelError
 from tarantella_pp.models.own_steps.step_kinds import StepKinds, found_kinds
 from tarantella_pp.models.own_steps.step_trace import StepTrace
-from tests.helpers.own_steps import CASES, Regression, X, Y
+from tests.helpers.own_steps import CASES, Regression, X, Y, scaling
 
 pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("float64")]
 
@@ -58,6 +58,28 @@ def test_means_sums_and_what_is_the_same(rows):
     assert sorted(found.state.values()) == ["mean", "same", "sum", "sum"]
     _, sums = kinds(CASES["sum"][0](), rows=rows)
     assert set(sums.gradients.values()) == {"sum"}
+
+
+class LogsScaled(Regression):
+    def logs(self, loss, y, predicted):
+        return {"scaled": self.optimizer.scale_loss(loss)}
+
+
+def test_scaled_losses_that_are_means_get_a_share_of_the_scale():
+    _, found = kinds(Regression(), scaling(keras.optimizers.SGD()))
+    assert found.weighted
+    assert set(found.gradients.values()) == {"sum"}
+    _, sums = kinds(CASES["sum"][0](), scaling(keras.optimizers.SGD()))
+    assert not sums.weighted
+    assert set(sums.gradients.values()) == {"sum"}
+    _, logged = kinds(LogsScaled(), scaling(keras.optimizers.SGD()))
+    assert not logged.weighted
+    assert set(logged.gradients.values()) == {"mean"}
+
+
+def test_losses_scaled_out_of_all_numbers_are_tried_smaller():
+    _, found = kinds(CASES["sum"][0](), keras.optimizers.SGD(loss_scale_factor=2.0**1020))
+    assert set(found.gradients.values()) == {"sum"}
 
 
 def test_random_numbers_are_those_of_the_samples():

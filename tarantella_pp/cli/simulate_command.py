@@ -20,7 +20,8 @@ from tarantella_pp.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
-    from tarantella_pp.partition.plan.plan_simulation import PlanSimulation, ScalePoint
+    from tarantella_pp.partition.plan.plan_scaling import Scale, ScalePoint
+    from tarantella_pp.partition.plan.plan_simulation import PlanSimulation
     from tarantella_pp.simulation.scaling import PipelineStep
 
 
@@ -53,9 +54,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="micro-batches of the same batch (default: the plan's)")  # fmt: skip
     add("--ranks", type=quantities.positive_int, metavar="N",
         help="ranks of one pipeline, a divisor of the stages (default: one per stage)")  # fmt: skip
+    _add_scale(parser.add_argument_group("many ranks"))
     add("--timeline", action="store_true", help="draw what each rank does when")
     add("--json", action="store_true", help="print JSON instead of tables")
     parser.epilog = "exit codes: 0 done; 1 failed; 2 usage, or a malformed file."
+
+
+def _add_scale(group: Any) -> None:
+    """Adds what is assumed of many ranks."""
+    add = group.add_argument
+    add("--nodes", type=quantities.positive_int, metavar="N",
+        help="hosts, all full: as many replicas as they hold; needs --ranks-per-node")  # fmt: skip
+    add("--ranks-per-node", type=quantities.positive_int, metavar="K",
+        help="ranks of a host, which share its network card (default: one)")  # fmt: skip
+    add("--nic", type=quantities.bytes_per_second, metavar="B",
+        help="what a host's card does in each direction (default: as between ranks)")  # fmt: skip
+    add("--inside", type=quantities.bytes_per_second, metavar="B",
+        help="between two ranks of a host (default: as between ranks)")  # fmt: skip
+    add("--strong", action="store_true",
+        help="replicas share the plan's batch (default: it grows with them)")  # fmt: skip
+    add("--overlap", action="store_true",
+        help="sums of gradients begin during a stage's last pass backward, layer by layer, as with "
+        "Horovod (default: at its end, as here)")  # fmt: skip
+    add("--spread", type=quantities.share, metavar="S", default=0.0,
+        help="standard deviation of a rank's computing seconds from step to step, e.g. 0.05 or "
+        "5%%; replicas wait for the slowest")  # fmt: skip
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -73,15 +96,18 @@ def _simulate(arguments: argparse.Namespace) -> int:
     micro_batches = arguments.micro_batches or plan.num_micro_batches
     if schedule == "forward":
         raise ConfigurationError("A step trains. Received: --schedule=forward")
-    simulation = PlanSimulation(plan, machine, schedule, micro_batches)
+    scale = _scale(arguments, machine)
+    simulation = PlanSimulation(plan, machine, schedule, micro_batches, scale)
     if micro_batches > simulation.samples:
         raise ConfigurationError(
             f"Each micro-batch needs a sample, and a replica has {simulation.samples}. "
             f"Received: --micro-batches={micro_batches}"
         )
+    replicas = _replicas(arguments, simulation.num_ranks(arguments.ranks), plan.num_replicas)
+    simulation = simulation.of_replicas(replicas)
     step = simulation.step(arguments.ranks)
-    point = simulation.point(step, arguments.replicas or plan.num_replicas)
-    curve = simulation.curve(step)
+    point = simulation.point(step, replicas)
+    curve = simulation.curve(step, arguments.ranks)
     balance = simulation.without_messages().step(arguments.ranks).bubble_fraction
     if arguments.json:
         found = _as_dict(simulation, step, point, curve)
@@ -92,7 +118,8 @@ def _simulate(arguments: argparse.Namespace) -> int:
     write_table(*summary(simulation, step, point, balance), rank_table(step))
     if arguments.timeline:
         write_table(drawing(simulation.replicated(step, point.num_replicas)))
-    write_table("Scaling, with the same work for each replica:", curve_table(curve))
+    work = "batch shared by the replicas" if scale.strong else "work for each replica"
+    write_table(f"Scaling, with the same {work}:", curve_table(curve))
     write_table(*(f"Assumed: {line}" for line in _assumptions(simulation, step)))
     return 0
 
@@ -113,6 +140,38 @@ def _machine(arguments: argparse.Namespace, planned: HardwareSpec | None) -> Har
     return msgspec.structs.replace(machine, **given)
 
 
+def _scale(arguments: argparse.Namespace, machine: HardwareSpec) -> Scale:
+    """Returns what the command line assumes of many ranks."""
+    from tarantella_pp.partition.plan.plan_scaling import Scale
+    from tarantella_pp.simulation.nodes import Nodes
+
+    nodes = None
+    if arguments.ranks_per_node is not None:
+        links = (arguments.nic or machine.bandwidth, arguments.inside or machine.bandwidth)
+        nodes = Nodes(arguments.ranks_per_node, *links)
+    else:
+        for name in ("nodes", "nic", "inside"):
+            if (value := getattr(arguments, name)) is not None:
+                raise ConfigurationError(
+                    f"Hosts need --ranks-per-node. Received: --{name}={value:g} without it"
+                )
+    return Scale(nodes, arguments.strong, arguments.overlap, arguments.spread)
+
+
+def _replicas(arguments: argparse.Namespace, num_ranks: int, planned: int) -> int:
+    """Returns the number of replicas: as given, as many as fill the hosts, or as planned."""
+    if arguments.nodes is None:
+        return int(arguments.replicas or planned)
+    every = arguments.nodes * arguments.ranks_per_node
+    if every % num_ranks or arguments.replicas not in (None, every // num_ranks):
+        wanted = f" and --replicas={arguments.replicas}" if arguments.replicas else ""
+        raise ConfigurationError(
+            f"Hosts are filled by whole replicas of {num_ranks} ranks each. Received: "
+            f"--nodes={arguments.nodes} with --ranks-per-node={arguments.ranks_per_node}{wanted}"
+        )
+    return int(every // num_ranks)
+
+
 def _as_dict(
     simulation: PlanSimulation, step: PipelineStep, point: ScalePoint, curve: list[ScalePoint]
 ) -> dict[str, Any]:
@@ -123,7 +182,7 @@ def _as_dict(
         "model": plan.model,
         "schedule": simulation.schedule,
         "num_stages": plan.num_stages,
-        "num_micro_batches": simulation.num_micro_batches,
+        "num_micro_batches": simulation.micro_batches,
         "micro_batch_size": simulation.micro_batch_size,
         "machine": msgspec.structs.asdict(simulation.machine),
         "bubble": step.bubble_fraction,
@@ -153,6 +212,8 @@ def _assumptions(simulation: PlanSimulation, step: PipelineStep) -> list[str]:
     bandwidth, latency = (machine.bandwidth or math.inf) / 1e9, machine.latency * 1e6
     stages = simulation.plan.stages
     measured = [i for i, stage in enumerate(stages) if stage.forward_seconds is not None]
+    from tarantella_pp.cli.simulate_tables import scale_lines
+
     lines = []
     if len(measured) < len(stages):
         lines += [
@@ -165,10 +226,13 @@ def _assumptions(simulation: PlanSimulation, step: PipelineStep) -> list[str]:
             f"{which} take the seconds that the plan has of them, measured on one machine and in "
             "proportion to the samples of a micro-batch; half of a backward pass is for weights."
         )
+    if simulation.scale.nodes is None:
+        lines.append(
+            f"links do {bandwidth:g} GB/s in each direction after {latency:g} us, while ranks "
+            "compute."
+        )
     lines += [
-        f"links do {bandwidth:g} GB/s in each direction after {latency:g} us, while ranks compute.",
-        "the batch grows with the replicas, each of which has the plan's samples.",
-        "replicas sum a stage's gradients in a ring once all are there, while others compute.",
+        *scale_lines(simulation),
         "steps in a row: a rank begins the next one as soon as it is done with this one.",
         "updates of weights, reading data and the framework's own time are left out.",
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from typing import Any
 
@@ -11,7 +12,8 @@ from rich.text import Text
 
 from tarantella_pp.partition.graph.units import format_bytes
 from tarantella_pp.partition.plan.plan_config import common_limit
-from tarantella_pp.partition.plan.plan_simulation import PlanSimulation, ScalePoint
+from tarantella_pp.partition.plan.plan_scaling import ScalePoint
+from tarantella_pp.partition.plan.plan_simulation import PlanSimulation
 from tarantella_pp.simulation.scaling import PipelineStep
 
 
@@ -29,6 +31,8 @@ def summary(
     plan = simulation.plan
     sums = point.exposed_seconds
     summed = f", of which {_seconds(sums)} wait for sums of gradients" if sums else ""
+    if slower := point.straggling_seconds:
+        summed += f"{' and' if sums else ', of which'} {_seconds(slower)} for slower ranks"
     over = ""
     if (limits := plan.limits) is not None:
         limit = common_limit(limits)
@@ -41,7 +45,7 @@ def summary(
     bubble = f"{100 * step.bubble_fraction:.1f} %, {100 * balance:.1f} % without messages"
     title = (
         f"A step of '{plan.model}': {plan.num_stages} stages on {point.num_ranks} ranks, "
-        f"{simulation.schedule}, {simulation.num_micro_batches} micro-batches of "
+        f"{simulation.schedule}, {_count(simulation.micro_batches, 'micro-batch')} of "
         f"{simulation.micro_batch_size}, {_count(point.num_replicas, 'replica')}"
     )
     return [
@@ -101,6 +105,39 @@ def curve_table(curve: list[ScalePoint]) -> Any:
     return rows
 
 
+def scale_lines(simulation: PlanSimulation) -> list[str]:
+    """Says what is assumed of many ranks.
+
+    Args:
+        simulation: The plan on its machine.
+    """
+    scale, nodes = simulation.scale, simulation.scale.nodes
+    lines, ring = [], "in a ring"
+    if nodes is not None:
+        card, inside = ((speed or math.inf) / 1e9 for speed in (nodes.card, nodes.inside))
+        lines.append(
+            f"hosts have {_count(nodes.ranks_per_node, 'rank')}, do {inside:g} GB/s between two of "
+            f"them and have a card of {card:g} GB/s in each direction, of which all ranks that "
+            f"send to other hosts have an equal part; {simulation.machine.latency * 1e6:g} us each."
+        )
+        ring = "inside each host, then in a ring of hosts"
+    if scale.strong:
+        lines.append("replicas share the plan's batch; micro-batches are smaller, not fewer.")
+    else:
+        lines.append("the batch grows with the replicas, each of which has the plan's samples.")
+    when = "once all are there"
+    if scale.overlap and simulation.plan.work:
+        when = "from the last pass backward on, as soon as those of layers are there"
+    lines.append(f"replicas sum a stage's gradients {ring} {when}, while others compute.")
+    if scale.spread:
+        lines.append(
+            f"the computing seconds of a rank vary by {100 * scale.spread:g} % (standard "
+            "deviation, normal) from step to step, and all replicas wait for the "
+            "slowest; not in a row."
+        )
+    return lines
+
+
 def drawing(step: PipelineStep) -> str:
     """Draws the timeline as wide as the terminal.
 
@@ -122,4 +159,5 @@ def _seconds(value: float) -> str:
 
 
 def _count(number: int, name: str) -> str:
-    return f"{number} {name}{'' if number == 1 else 's'}"
+    plural = "es" if name.endswith("ch") else "s"
+    return f"{number} {name}{'' if number == 1 else plural}"

@@ -90,10 +90,15 @@ class PipelineStep:
         if self.played is None:
             return None
         sums = [
-            [(e.action.stage, e.end - e.start) for e in own if isinstance(e.action, Reduce)]
+            [(a.stage, self._left_of(a, e)) for e in own if isinstance(a := e.action, Reduce)]
             for own in self.reductions
         ]
         return StepRecurrence.of(*self.played).reduced_period(sums)
+
+    def _left_of(self, action: Reduce, event: Event) -> float:
+        """Seconds of a reduction that are left once its stage is done."""
+        ready = self.gradients_ready[action.stage]
+        return event.end - max(event.start, min(event.end, ready))
 
     @property
     def bubble_in_a_row(self) -> float | None:
@@ -111,18 +116,24 @@ class Network:
 
     Attributes:
         bandwidth: Bytes per second that a rank sends, and receives at the same time; `None` where
-            messages take no time.
+            messages take no time. Of ranks that share a host: all that add up the same.
         latency: Seconds of each message more.
+        inside: The same between two ranks of a host.
+        peers_inside: Replicas whose ranks with the same stages share a host.
     """
 
     bandwidth: float | None
     latency: float = 0.0
+    inside: float | None = None
+    peers_inside: int = 1
 
     def allreduce_seconds(self, size: float, num_replicas: int) -> float:
-        """Returns the seconds of a ring all-reduce.
+        """Returns the seconds of a ring all-reduce; a hierarchical one where replicas share hosts.
 
         Each of R replicas sends 2 (R - 1) messages of a share of 1 / R. Patarasuk and Yuan,
         "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 69 (2009).
+        If k of them share a host, they first add up inside, so that each has the sum of a share of
+        1 / k; these k shares go round the hosts in k rings at once, and inside again at the end.
 
         Args:
             size: Bytes that each replica has.
@@ -130,8 +141,13 @@ class Network:
         """
         if num_replicas == 1 or not size:
             return 0.0
-        messages = 2 * (num_replicas - 1)
-        return messages * (size / num_replicas / (self.bandwidth or math.inf) + self.latency)
+        within = min(self.peers_inside, num_replicas)
+        hosts = -(-num_replicas // within)
+        parts = ((within, self.inside), (hosts, self.bandwidth))
+        return sum(
+            2 * (count - 1) * (size / count / (speed or math.inf) + self.latency)
+            for count, speed in parts
+        )
 
 
 def pipeline_step(
@@ -191,18 +207,23 @@ def replicated_step(
     bucket_bytes: Sequence[Sequence[float]],
     network: Network,
     num_replicas: int,
+    left: Sequence[Sequence[float]] | None = None,
 ) -> PipelineStep:
     """Returns the step of several pipelines side by side.
 
     The replicas of a stage sum its gradients in a ring of their own, bucket by bucket, as soon as
-    its last weight gradient is there; the other stages compute meanwhile. Nothing waits for a
-    reduction before the end of the step, so all else happens when it does in one pipeline alone.
+    its last weight gradient is there, or earlier as `left` says; the other stages compute
+    meanwhile. Nothing waits for a reduction before the end of the step, so all else happens when it
+    does in one pipeline alone.
 
     Args:
         step: The step of one pipeline.
         bucket_bytes: Bytes of each bucket of each stage.
         network: The network between replicas.
         num_replicas: Number of replicas.
+        left: For each bucket of each stage, how much of the stage's last pass backward is left
+            when its gradients are there, from 0 to 1. Default: nothing. Without a timeline it does
+            not count.
 
     Returns:
         The step with its reductions; that of one pipeline has none.
@@ -211,9 +232,19 @@ def replicated_step(
         return replace(step, reductions=())
     counts = [len(own) for own in bucket_bytes]
     found = []
+    last = [0.0] * len(counts)
+    if left is not None and step.timeline is not None:
+        last = _last_backward_seconds(step.timeline, len(counts))
     for rank in range(step.num_ranks):
         order = reductions(step.placement, counts, rank)
-        started = [(action, step.gradients_ready[action.stage]) for action in order]
+        started = [
+            (
+                action,
+                step.gradients_ready[action.stage]
+                - (last[action.stage] * left[action.stage][action.bucket] if left else 0.0),
+            )
+            for action in order
+        ]
         seconds = {
             action: network.allreduce_seconds(
                 bucket_bytes[action.stage][action.bucket], num_replicas
@@ -224,6 +255,16 @@ def replicated_step(
     events = tuple(found)
     timeline = None if step.timeline is None else replace(step.timeline, reductions=events)
     return replace(step, reductions=events, timeline=timeline)
+
+
+def _last_backward_seconds(timeline: StepTimeline, num_stages: int) -> list[float]:
+    """Returns how long the last computation of each stage's weight gradients takes."""
+    found = [0.0] * num_stages
+    for own in timeline.events:
+        for event in own:
+            if isinstance(event.action, Compute) and event.action.kind in ("W", "BW"):
+                found[event.action.stage] = event.end - event.start
+    return found
 
 
 def _gradients_ready(timeline: StepTimeline, num_stages: int) -> tuple[float, ...]:

@@ -82,6 +82,15 @@ def test_ring_allreduce() -> None:
     assert network.allreduce_seconds(400.0, 4) == 6 * (1.0 + 0.5)
 
 
+def test_hierarchical_allreduce() -> None:
+    network = Network(bandwidth=100.0, latency=0.5, inside=1000.0, peers_inside=2)
+    # Inside two messages of a half; then, of four replicas on two hosts, both halves go round.
+    assert network.allreduce_seconds(400.0, 2) == 2 * (0.2 + 0.5)
+    assert network.allreduce_seconds(400.0, 4) == 2 * (0.2 + 0.5) + 2 * (2.0 + 0.5)
+    assert network.allreduce_seconds(400.0, 16) == 2 * (0.2 + 0.5) + 14 * (0.5 + 0.5)
+    assert Network(None, 0.5, None, 2).allreduce_seconds(400.0, 4) == 2.0
+
+
 def replicated(step, buckets, replicas=2, bandwidth=1.0):
     return replicated_step(step, buckets, Network(bandwidth), replicas)
 
@@ -107,6 +116,17 @@ def test_a_rank_of_two_stages_does_one_sum_after_the_other() -> None:
     assert replicated(step, [[5.0], [5.0]]).step_seconds == 14.0
     times = [(e.start, e.end) for e in replicated(step, [[5.0], [2.0, 3.0]]).reductions[0]]
     assert times == [(4.0, 6.0), (6.0, 9.0), (9.0, 14.0)]
+
+
+def test_sums_begin_while_the_last_pass_backward_goes_on() -> None:
+    step = step_of("gpipe", Costs.uniform(1), 2)  # the last pass backward from 4 to 6
+    found = replicated_step(step, [[1.0, 3.0]], Network(1.0), 2, [[0.75, 0.25]])
+    assert [(e.start, e.end) for e in found.reductions[0]] == [(4.5, 5.5), (5.5, 8.5)]
+    assert found.exposed_seconds == 2.5
+    assert found.period_seconds == pytest.approx(8.5)
+    hidden = replicated_step(step, [[1.0]], Network(1.0), 2, [[0.75]])
+    assert hidden.step_seconds == step.step_seconds == 6.0
+    assert hidden.period_seconds == pytest.approx(6.0)
 
 
 @given(data=st.data())

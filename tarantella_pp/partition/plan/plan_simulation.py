@@ -4,62 +4,33 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from tarantella_pp.errors import ScheduleError
+from tarantella_pp.errors import ConfigurationError, ScheduleError
 from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
 from tarantella_pp.partition.plan.plan import Plan
-from tarantella_pp.partition.plan.plan_config import micro_batch_size
+from tarantella_pp.partition.plan.plan_config import micro_batch_size, rank_in_job
+from tarantella_pp.partition.plan.plan_scaling import Scale, ScalePoint, left_at_buckets
 from tarantella_pp.partition.plan.roofline import NodeWork, roofline_seconds
 from tarantella_pp.schedule.actions import Link
 from tarantella_pp.schedule.spec import ScheduleSpec
 from tarantella_pp.simulation.costs import Costs, LinkCosts, StageCosts
+from tarantella_pp.simulation.nodes import NodeLayout, Nodes
 from tarantella_pp.simulation.scaling import (
     Network,
     PipelineStep,
     pipeline_step,
     replicated_step,
 )
+from tarantella_pp.simulation.stragglers import step_spread
 
 MOST_RANKS = 4096
 """Where the scaling curve ends."""
 SUMMING = 2.0
 """How often the bytes of a weight's gradient move besides, to be added to a sum."""
-
-
-@dataclass(frozen=True, slots=True)
-class ScalePoint:
-    """A plan's step on a number of ranks.
-
-    Attributes:
-        num_ranks: Number of ranks.
-        num_replicas: Number of pipelines side by side.
-        step_seconds: Seconds of a step, gradients summed over replicas.
-        exposed_seconds: Seconds of these that wait for the sums alone.
-        samples: Samples of a step.
-        speed_up: How many times more samples per second than one rank alone.
-        played: Whether the pipeline was played event by event; otherwise from closed forms.
-    """
-
-    num_ranks: int
-    num_replicas: int
-    step_seconds: float
-    exposed_seconds: float
-    samples: int
-    speed_up: float
-    played: bool
-
-    @property
-    def samples_per_second(self) -> float:
-        """Samples of a step by its seconds."""
-        return self.samples / self.step_seconds if self.step_seconds else 0.0
-
-    @property
-    def efficiency(self) -> float:
-        """Speed-up by the number of ranks."""
-        return self.speed_up / self.num_ranks
 
 
 def planned_step(plan: Plan, num_ranks: int | None = None) -> PipelineStep:
@@ -120,23 +91,52 @@ class PlanSimulation:
         plan: The plan.
         machine: The machine.
         schedule: Name of the schedule.
-        num_micro_batches: Micro-batches of a step on each replica.
+        num_micro_batches: Micro-batches of a step on each replica, at most.
+        scale: What is assumed of many ranks.
+        num_replicas: Replicas that share the batch and the hosts, where that matters. Default: the
+            plan's.
     """
 
     plan: Plan
     machine: HardwareSpec
     schedule: str
     num_micro_batches: int
+    scale: Scale = field(default_factory=Scale)
+    num_replicas: int | None = None
+
+    def of_replicas(self, num_replicas: int) -> PlanSimulation:
+        """Returns the simulation of one replica of so many, where its step depends on that.
+
+        Args:
+            num_replicas: Number of replicas.
+
+        Raises:
+            ConfigurationError: The replicas share the batch, which has fewer samples.
+        """
+        if not self.scale.strong and self.scale.nodes is None:
+            return self
+        if self.scale.strong and num_replicas > self.plan.batch_size:
+            raise ConfigurationError(
+                f"Each replica needs a sample of the batch, which has {self.plan.batch_size}. "
+                f"Received: num_replicas={num_replicas}"
+            )
+        return replace(self, num_replicas=num_replicas)
 
     @property
     def samples(self) -> int:
         """Samples of a step on one replica."""
-        return -(-self.plan.batch_size // self.plan.num_replicas)
+        sharing = (self.scale.strong and self.num_replicas) or self.plan.num_replicas
+        return -(-self.plan.batch_size // sharing)
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of a step on each replica, no more than it has samples."""
+        return min(self.num_micro_batches, self.samples)
 
     @property
     def micro_batch_size(self) -> int:
         """Samples of one micro-batch, rounded up."""
-        return micro_batch_size(self.samples, 1, self.num_micro_batches)
+        return micro_batch_size(self.samples, 1, self.micro_batches)
 
     def costs(self, num_ranks: int | None = None) -> Costs:
         """Returns the seconds and bytes of the plan's stages and messages.
@@ -146,7 +146,7 @@ class PlanSimulation:
         """
         planned = self.plan.micro_batch_size
         # Memory must hold the largest micro-batch; time is that of all of them together.
-        mean = self.samples / self.num_micro_batches
+        mean = self.samples / self.micro_batches
         forwards = forward_seconds(self.plan, self.machine, mean)
         again = self._held_again(num_ranks)
         stages = [self._stage(i, mean, forward, again.get(i)) for i, forward in enumerate(forwards)]
@@ -155,13 +155,37 @@ class PlanSimulation:
             for target in cut.targets:
                 sizes[cut.source, target] += cut.bytes + cut.mask_bytes
                 sizes[target, cut.source] += cut.bytes if cut.has_gradient else 0
+        speeds = self._link_speeds(sizes, num_ranks)
         links = {
-            pair: LinkCosts.of_bytes(
-                size * mean / planned, self.machine.bandwidth or math.inf, self.machine.latency
-            )
+            pair: LinkCosts.of_bytes(size * mean / planned, speeds[pair], self.machine.latency)
             for pair, size in sizes.items()
         }
         return Costs(tuple(stages), links)
+
+    def _link_speeds(self, pairs: Iterable[Link], num_ranks: int | None) -> dict[Link, float]:
+        """Bytes per second between the ranks of stages."""
+        nodes = self.scale.nodes
+        if nodes is None:
+            return dict.fromkeys(pairs, self.machine.bandwidth or math.inf)
+        where = self._spec(num_ranks).placement
+        layout = self._layout(nodes, 1 + max(where))
+        ranks = {pair: (where[pair[0]], where[pair[1]]) for pair in pairs}
+        senders = layout.senders(ranks.values())
+        return {
+            pair: (nodes.card or math.inf) / senders[layout.cards[own[0]]]
+            if layout.crosses(*own)
+            else nodes.inside or math.inf
+            for pair, own in ranks.items()
+        }
+
+    def _layout(self, nodes: Nodes, num_ranks: int) -> NodeLayout:
+        """Which ranks share a host."""
+        replicas, together = self.num_replicas or self.plan.num_replicas, self.plan.placement
+
+        def rank_of(replica: int, position: int) -> int:
+            return rank_in_job(replica, position, replicas, num_ranks, together)
+
+        return nodes.layout(num_ranks, replicas, rank_of)
 
     def _held_again(self, num_ranks: int | None) -> dict[int, float]:
         """Stages that recompute, with what they make again and hold, over what was planned."""
@@ -170,7 +194,7 @@ class PlanSimulation:
             return {}
         spec, last = self._spec(num_ranks), plan.except_last
         planned = plan.schedule_spec().held_whole(plan.num_micro_batches, last)
-        now = spec.held_whole(self.num_micro_batches, last)
+        now = spec.held_whole(self.micro_batches, last)
         return {stage: now[stage] / planned[stage] for stage in plan.recompute}
 
     def _stage(
@@ -224,11 +248,19 @@ class PlanSimulation:
         return pipeline_step(
             self._spec(num_ranks),
             self.costs(num_ranks),
-            self.num_micro_batches,
+            self.micro_batches,
             links=self.plan.links,
             gradient_links=self.plan.gradient_links,
             in_flight_limit=limit,
         )
+
+    def num_ranks(self, given: int | None = None) -> int:
+        """Returns the ranks of one replica.
+
+        Args:
+            given: As of `step`.
+        """
+        return 1 + max(self._spec(given).placement)
 
     def _spec(self, num_ranks: int | None) -> ScheduleSpec:
         """The schedule on a number of ranks."""
@@ -246,7 +278,7 @@ class PlanSimulation:
     def without_messages(self) -> PlanSimulation:
         """Returns the same on a machine whose links take no time: what balance alone costs."""
         free = msgspec.structs.replace(self.machine, bandwidth=None, latency=0.0)
-        return replace(self, machine=free)
+        return replace(self, machine=free, scale=replace(self.scale, nodes=None))
 
     def replicated(self, step: PipelineStep, num_replicas: int) -> PipelineStep:
         """Returns the step of several replicas, with the sums of their gradients.
@@ -257,42 +289,76 @@ class PlanSimulation:
         """
         buckets = [stage.reduced_bytes for stage in self.plan.stages]
         network = Network(self.machine.bandwidth, self.machine.latency)
-        return replicated_step(step, buckets, network, num_replicas)
+        if (nodes := self.scale.nodes) is not None:
+            layout = self._layout(nodes, step.num_ranks)
+            card = None if nodes.card is None else nodes.card / max(Counter(layout.cards).values())
+            network = Network(card, self.machine.latency, nodes.inside, layout.peers_inside)
+        left = None
+        if self.scale.overlap and self.plan.work:
+            mean = self.samples / self.micro_batches
+            left = left_at_buckets(self.plan, roofline_seconds(self.plan.work, mean, self.machine))
+        return replicated_step(step, buckets, network, num_replicas, left)
+
+    def _straggling(self, step: PipelineStep, num_replicas: int) -> float:
+        """Seconds more because some ranks are slower than others in each step."""
+        if not self.scale.spread:
+            return 0.0
+        if step.played is None:
+            raise ScheduleError(
+                "The pipeline is too large to be played with ranks of different speed. Take fewer "
+                "micro-batches or stages, or no spread."
+            )
+        found = step_spread(*step.played, self.scale.spread)
+        return found.slowest_of(num_replicas) - step.pipeline_seconds
 
     def point(self, step: PipelineStep, num_replicas: int) -> ScalePoint:
         """Returns what the step of several replicas comes to.
 
         Args:
             step: The step of one of them.
-            num_replicas: Their number.
+            num_replicas: Their number, as of `of_replicas`.
+
+        Raises:
+            ScheduleError: Ranks have different speeds, and the step is from closed forms.
         """
         step = self.replicated(step, num_replicas)
-        seconds = step.step_seconds
-        serial = num_replicas * step.serial_seconds
+        straggling = self._straggling(step, num_replicas)
+        seconds = step.step_seconds + straggling
+        samples, serial = num_replicas * self.samples, num_replicas * step.serial_seconds
+        if self.scale.strong:
+            planned = replace(self, num_replicas=None)
+            samples, own = self.plan.batch_size, planned.costs().serial_seconds
+            serial = self.plan.num_replicas * own(planned.micro_batches)
         return ScalePoint(
             num_ranks=num_replicas * step.num_ranks,
             num_replicas=num_replicas,
             step_seconds=seconds,
             exposed_seconds=step.exposed_seconds,
-            samples=num_replicas * self.samples,
+            straggling_seconds=straggling,
+            samples=samples,
             speed_up=serial / seconds if seconds else 0.0,
             played=step.timeline is not None,
         )
 
-    def curve(self, step: PipelineStep) -> list[ScalePoint]:
+    def curve(self, step: PipelineStep, num_ranks: int | None = None) -> list[ScalePoint]:
         """Returns the steps on 2 to 4,096 ranks.
 
         Up to a rank for each stage there is one pipeline, whose ranks own several stages; from
-        then on there are 2, 4, 8 ... replicas of it.
+        then on there are 2, 4, 8 ... replicas of it, as long as each has a sample.
 
         Args:
             step: The step of one replica.
+            num_ranks: Its ranks, as of `step`.
         """
         size = step.num_ranks
         custom = self._runs_own and self.plan.schedule_text is not None
         shared = step.timeline is not None and self.schedule != "zb-v" and not custom
         fewer = [ranks for ranks in range(2, size) if shared and size % ranks == 0]
-        points = [self.point(self.step(ranks), 1) for ranks in fewer]
-        replicas = [2**k for k in range(MOST_RANKS.bit_length())]
-        points += [self.point(step, r) for r in replicas if 2 <= r * size <= MOST_RANKS]
+        alone = self.of_replicas(1)
+        points = [alone.point(alone.step(ranks), 1) for ranks in fewer]
+        most = self.plan.batch_size if self.scale.strong else MOST_RANKS
+        for replicas in (2**k for k in range(MOST_RANKS.bit_length())):
+            if replicas <= most and 2 <= replicas * size <= MOST_RANKS:
+                one = self.of_replicas(replicas)
+                points.append(one.point(step if one is self else one.step(num_ranks), replicas))
         return points

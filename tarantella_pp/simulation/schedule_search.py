@@ -21,11 +21,14 @@ from tarantella_pp.schedule.registry import (
 )
 from tarantella_pp.schedule.schedule import Schedule
 from tarantella_pp.schedule.spec import SEARCHED
+from tarantella_pp.simulation.building_blocks import v_orders
 from tarantella_pp.simulation.costs import Costs
 from tarantella_pp.simulation.policies import ROUNDING, Policy, PolicyScheduler
 from tarantella_pp.simulation.simulator import simulate
 from tarantella_pp.simulation.step_recurrence import StepRecurrence
 
+_BLOCKS = tuple((1, down, 1, up) for down in (1, 2, 3) for up in (1, 2, 3))
+"""Building blocks that are tried on V-shaped pipelines: V-Min, V-Half, and what is between."""
 _FINALISTS = 4
 """Found schedules that are simulated with all that playing leaves out."""
 
@@ -61,7 +64,8 @@ def search_schedule(
     The heuristic search of Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, section 3.1,
     played with the costs at hand: how many forwards the stages run ahead, whether weight
     gradients fill gaps that are too small for them, and what comes first otherwise, are tried in
-    all combinations; the best of them and the named schedules are simulated. Finally weight
+    all combinations; the best of them, the named schedules and, on V-shaped pipelines, repeated
+    building blocks that need little memory are simulated. Finally weight
     gradients are run together with their input gradients on those ranks where that is faster.
     This takes a fraction of a second for 8 stages and 32 micro-batches, and some seconds for 32
     and 128.
@@ -150,6 +154,9 @@ def _named_schedules(num_micro_batches: int, placement: tuple[int, ...]) -> list
                 name, len(placement), num_micro_batches, placement=placement, backward=backward
             )
             found.append(replace(schedule, name=SEARCHED))
+    if is_v_shaped(placement):
+        blocks = (v_orders(1 + max(placement), num_micro_batches, steps) for steps in _BLOCKS)
+        found += [replace(found[0], actions=orders) for orders in blocks]
     return found
 
 

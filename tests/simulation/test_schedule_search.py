@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tarantella_pp.errors import ScheduleError
-from tarantella_pp.schedule import lower, make_schedule, validate
+from tarantella_pp.schedule import Schedule, lower, make_schedule, validate
 from tarantella_pp.simulation import (
     Costs,
     LinkCosts,
@@ -14,6 +14,7 @@ from tarantella_pp.simulation import (
     search_schedule,
     simulate,
 )
+from tarantella_pp.simulation.building_blocks import V_HALF, V_MIN, v_orders
 
 
 def period(schedule, costs):
@@ -84,6 +85,17 @@ def test_steps_in_a_row_have_the_published_bubble(count, stage, message, rate):
     isolated = search_schedule(8, count, costs=costs, in_flight_limit=16, in_a_row=False)
     assert alone(isolated, costs) <= alone(found, costs)
     assert period(found, costs) <= period(isolated, costs) * (1 + 1e-8)
+
+
+@pytest.mark.parametrize("steps", [V_MIN, V_HALF])
+def test_building_blocks_are_found_within_their_memory(steps):
+    placement = (*range(8), *range(8)[::-1])
+    block = Schedule("v", 16, 16, 8, placement, v_orders(8, 16, steps))
+    costs = Costs.uniform(16)
+    limits = block.held()
+    found = search_schedule(16, 16, placement=placement, costs=costs, in_flight_limit=limits)
+    assert all(own <= limit for own, limit in zip(found.held(), limits, strict=True))
+    assert period(found, costs) <= period(block, costs) * (1 + 1e-9)
 
 
 def test_what_waits_for_its_weight_gradients_counts_by_its_share():

@@ -12,7 +12,10 @@ one of hybrid_gpt.py, and so is its text.
 from __future__ import annotations
 
 import argparse
+import logging
+import os
 import resource
+import shutil
 import sys
 import tempfile
 import warnings
@@ -22,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import hybrid_gpt
 import keras
+import numpy as np
 
 import tarantella_pp as tnt
 
@@ -32,6 +36,13 @@ def memory() -> int:
     """Returns the bytes of memory that this process may write to."""
     status = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmData"))
+
+
+def limit_memory(megabytes: int) -> int:
+    """Lets this process have so many megabytes more; returns the bytes that it has now."""
+    before = memory()
+    resource.setrlimit(resource.RLIMIT_DATA, (before + megabytes * MEGABYTE, -1))
+    return before
 
 
 def build_model(width: int = 512, blocks: int = 8) -> keras.Model:
@@ -51,49 +62,74 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def main() -> None:
-    """Trains the model, saves its weights, loads them into a new one and goes on."""
-    args = parse_arguments()
-    # As in plain Keras, an optimizer that has not made a step yet loads no state.
-    warnings.filterwarnings("ignore", message=".* keeps its state")
-    keras.utils.set_random_seed(1)
+def compiled(model: keras.Model) -> keras.Model:
+    """Gives a model what it is trained with."""
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.AdamW(1e-3), loss)
+    return model
+
+
+def load_data(args: argparse.Namespace) -> tuple[np.ndarray, np.ndarray]:
+    """Returns what the model is trained on."""
     text, _ = hybrid_gpt.load_text()
-    x, y = hybrid_gpt.windows(text, args.steps * args.batch_size, seed=1)
-    before = memory()
-    resource.setrlimit(resource.RLIMIT_DATA, (before + args.limit * MEGABYTE, -1))
+    return hybrid_gpt.windows(text, args.steps * args.batch_size, seed=1)
+
+
+def train(args: argparse.Namespace, folder: Path) -> list[float]:
+    """Trains an epoch, loads what it came to into a new model, and goes on from the checkpoint."""
+    x, y = load_data(args)
+    quiet = {"batch_size": args.batch_size, "verbose": 0}
 
     def new_model() -> keras.Model:
-        model = tnt.PipelineModel(
-            lambda: build_model(args.width, args.blocks),
-            num_stages=tnt.get_size(),
-            num_micro_batches=4,
-            batch_size=args.batch_size,
-            balance="memory",
+        keras.utils.set_random_seed(1)
+        return compiled(
+            tnt.PipelineModel(
+                lambda: build_model(args.width, args.blocks),
+                num_stages=tnt.get_size(),
+                num_micro_batches=4,
+                batch_size=args.batch_size,
+                balance="memory",
+            )
         )
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile(keras.optimizers.AdamW(1e-3), loss)
-        return model
+
+    def fit(model: keras.Model, epochs: int) -> None:
+        own = tnt.callbacks.Checkpoint(folder / "run")
+        model.fit(x, y, epochs=epochs, shuffle=False, callbacks=[own], **quiet)
 
     model = new_model()
     if tnt.is_master_rank():
         print(model.plan)
         needs = 16 * model.count_params() // MEGABYTE
         print(f"weights, gradients and AdamW's state: {needs} MB; limit: {args.limit} MB a process")
-    quiet = {"batch_size": args.batch_size, "verbose": 0, "shuffle": False}
-    model.fit(x, y, **quiet)
-    losses = [model.evaluate(x, y, batch_size=args.batch_size, verbose=0)]
-    file = Path(tempfile.gettempdir()) / "oversized.weights.h5"
-    model.save_weights(file)
+    fit(model, epochs=1)
+    losses = [model.evaluate(x, y, **quiet)]
+    model.save_weights(folder / "trained.weights.h5")
     del model
     keras.backend.clear_session()
 
     model = new_model()
-    model.load_weights(file)
-    losses.append(model.evaluate(x, y, batch_size=args.batch_size, verbose=0))
-    model.fit(x, y, **quiet)
-    losses.append(model.evaluate(x, y, batch_size=args.batch_size, verbose=0))
+    model.load_weights(folder / "trained.weights.h5")
+    losses.append(model.evaluate(x, y, **quiet))
+    fit(model, epochs=2)
+    losses.append(model.evaluate(x, y, **quiet))
+    return losses
+
+
+def main() -> None:
+    """Trains the model, each process with a limit to its memory, and prints its losses."""
+    args = parse_arguments()
+    # As in plain Keras, an optimizer that has not made a step yet loads no state.
+    warnings.filterwarnings("ignore", message=".* keeps its state")
+    logging.getLogger("tarantella_pp").setLevel(logging.ERROR)  # it goes on from a checkpoint
+    folder = Path(tempfile.gettempdir()) / f"oversized-{os.getuid()}"
     if tnt.is_master_rank():
-        file.unlink()
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+    tnt.barrier()
+    before = limit_memory(args.limit)
+    losses = train(args, folder)
+    if tnt.is_master_rank():
+        shutil.rmtree(folder)
         told = ", ".join(f"{loss:.4f}" for loss in losses)
         print(f"loss: trained, loaded, trained on: {told}")
         print(f"this process took {(memory() - before) // MEGABYTE} MB of {args.limit}")

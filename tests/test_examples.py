@@ -7,10 +7,12 @@ import functools
 import importlib.util
 import io
 import re
+import resource
 import sys
 from pathlib import Path
 from unittest import mock
 
+import keras
 import pytest
 
 from tests.helpers.mpi import mpi_run
@@ -30,14 +32,23 @@ SMALL = {
 """Options of the model, which are those of its function, and of the command line."""
 
 
-def run_example(name, options, arguments):
-    """Runs an example as a script, with a smaller model; returns what it prints."""
+OVERSIZED = "--width 512 --blocks 4 --steps 2 --batch-size 4 --limit 600"
+"""Weights, gradients and optimizer state take 404 MB in float64, TensorFlow and its graphs more."""
+
+
+def loaded(name):
     spec = importlib.util.spec_from_file_location("example", FOLDER / name)
     module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run_example(name, options, arguments):
+    """Runs an example as a script, with a smaller model; returns what it prints."""
     printed = io.StringIO()
     called = [name, *arguments.split()]
     with mock.patch.object(sys, "argv", called), contextlib.redirect_stdout(printed):
-        spec.loader.exec_module(module)
+        module = loaded(name)
         module.build_model = functools.partial(module.build_model, **options)
         module.main()
     return printed.getvalue()
@@ -83,3 +94,46 @@ def test_four_ranks_come_to_the_losses_of_one(float64, tmp_path):
     before, after = map(float, re.findall(r"[\d.]+", losses(master["data_parallel_resnet.py"])[0]))
     assert after < before
     assert not any(losses(other[name]) for other in others for name in SMALL)
+
+
+def oversized():
+    """The example, and its arguments."""
+    example = loaded("oversized.py")
+    with mock.patch.object(sys, "argv", ["oversized.py", *OVERSIZED.split()]):
+        return example, example.parse_arguments()
+
+
+def limited(folder):
+    """Its losses where a process may not have more memory, and how much it has had of that."""
+    use_float64()
+    example, args = oversized()
+    before = example.limit_memory(args.limit)
+    losses = example.train(args, Path(folder))
+    limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
+    return losses, (limit - before) // 10**6, (example.memory() - before) // 10**6
+
+
+@pytest.mark.slow
+@pytest.mark.mpi
+def test_four_ranks_train_what_one_process_cannot_hold(float64, tmp_path):
+    """They come to the losses of one process of plain Keras that has no limit and trains on."""
+    alone = mpi_run(1, limited, str(tmp_path / "alone"), timeout=120)
+    assert not alone.timed_out
+    assert alone.returncode != 0
+    assert re.search("OOM|MemoryError|bad_alloc|allocate", alone.stderr), alone.stderr[-2000:]
+
+    example, args = oversized()
+    x, y = example.load_data(args)
+    keras.utils.set_random_seed(1)
+    model = example.compiled(example.build_model(args.width, args.blocks))
+    options = {"batch_size": args.batch_size, "verbose": 0}
+    expected = []
+    for epoch in range(2):
+        model.fit(x, y, shuffle=False, initial_epoch=epoch, epochs=epoch + 1, **options)
+        expected.append(model.evaluate(x, y, **options))
+
+    run = mpi_run(4, limited, str(tmp_path), timeout=240).check()
+    for (trained, read, trained_on), limit, taken in run.results:
+        assert [trained, trained_on] == pytest.approx(expected, rel=1e-10, abs=0)
+        assert read == pytest.approx(trained, rel=1e-13, abs=0)
+        assert taken <= limit == args.limit

@@ -151,7 +151,7 @@ class Channel:
             ]
             request.add_tensor(memory.view(numpy_dtype(spec.dtype)).reshape(spec.shape), parts)
         self._recorder.add("expecting", label, self._world_ranks[source], tag, request.nbytes)
-        if request.nbytes or request.number == 0:  # else there is nothing to come
+        if specs or request.number == 0:  # else there is nothing to come
             self._expected[id(request)] = request
         return request
 

@@ -6,10 +6,6 @@ import math
 import shutil
 from typing import Any
 
-from rich import box
-from rich.table import Table
-from rich.text import Text
-
 from tarantella_pp.partition.graph.units import format_bytes
 from tarantella_pp.partition.plan.plan_config import common_limit
 from tarantella_pp.partition.plan.plan_scaling import ScalePoint
@@ -28,6 +24,8 @@ def summary(
         point: The step of all of them.
         balance: The bubble if messages took no time.
     """
+    from rich.text import Text
+
     plan = simulation.plan
     sums = point.exposed_seconds
     summed = f", of which {_seconds(sums)} wait for sums of gradients" if sums else ""
@@ -72,6 +70,9 @@ def rank_table(step: PipelineStep) -> Any:
     Args:
         step: Its step.
     """
+    from rich import box
+    from rich.table import Table
+
     rows = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("Rank", "Stages", "Computes", "Idle", "Memory"):
         rows.add_column(name, justify="right")
@@ -90,6 +91,9 @@ def curve_table(curve: list[ScalePoint]) -> Any:
     Args:
         curve: Its points.
     """
+    from rich import box
+    from rich.table import Table
+
     rows = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("Ranks", "Replicas", "Step", "Samples/s", "Speed-up", "Efficiency"):
         rows.add_column(name, justify="right")

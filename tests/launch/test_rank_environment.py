@@ -44,6 +44,15 @@ def test_allocator_thresholds_are_those_the_c_library_accepts(
         assert found["MALLOC_MMAP_THRESHOLD_"] == str(megabytes * 2**20)
 
 
+@pytest.mark.parametrize(("machine", "value"), [("x86_64", "1"), ("aarch64", None)])
+def test_onednn_is_asked_for_where_tensorflow_has_it_for_all_processors(
+    machine: str, value: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_environment.platform, "machine", lambda: machine)
+    assert variables({}).get("TF_ENABLE_ONEDNN_OPTS") == value
+    assert "TF_ENABLE_ONEDNN_OPTS" not in variables({"TF_ENABLE_ONEDNN_OPTS": "0"})
+
+
 @pytest.mark.parametrize(
     ("ranks", "nodes", "threads"), [(1, 1, 8), (2, 1, 4), (3, 1, 2), (16, 1, 1), (4, 2, 4)]
 )

@@ -1,7 +1,6 @@
-r"""Tables that others have published, beside what the planner and the simulator say.
+"""Tables that others have published, beside what the planner and the simulator say.
 
-    python benchmarks/planning/published.py [memory balance speed bubble searched forms] \
-        [--markdown docs/published.md]
+    python benchmarks/planning/published.py [TABLE ...] [--markdown docs/published.md]
 
 The models are built with shapes alone. With `--markdown` each table is written to its place in the
 page, behind a comment such as `<!-- memory -->`.
@@ -23,6 +22,7 @@ from typing import Any, NamedTuple
 import keras
 
 import tarantella_pp as tnt
+from benchmarks.planning import controlled_memory, published_scaling
 from tarantella_pp.models.deferred_init import only_shapes
 from tarantella_pp.partition.extraction.keras_reader import ExtractedModel, extract
 from tarantella_pp.partition.given_balance import GIVEN, assignment_of, is_given
@@ -400,6 +400,8 @@ TABLES: dict[str, Callable[[], Iterator[Cells]]] = {
     "speed": speed_rows,
     "bubble": bubble_rows,
     "searched": searched_rows,
+    "controlled": controlled_memory.rows,
+    "scaling": published_scaling.rows,
     "forms": form_rows,
 }
 

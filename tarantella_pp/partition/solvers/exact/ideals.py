@@ -175,9 +175,11 @@ def pack(member: NDArray[np.bool_]) -> Words:
 def unpack(words: Words, num_nodes: int) -> NDArray[np.uint8]:
     """Unpacks words into membership tables of 0 and 1, shape `(nodes, ideals)`."""
     member = np.empty((num_nodes, words.shape[1]), np.uint8)
-    one = np.uint64(1)
-    for node in range(num_nodes):
-        member[node] = (words[node >> 6] >> np.uint64(node & 63)) & one
+    bits = np.arange(64, dtype=np.uint64)[:, None]
+    for word, first in enumerate(range(0, num_nodes, 64)):
+        part = member[first : first + 64]
+        np.right_shift(words[word], bits[: len(part)], out=part, casting="unsafe")
+    member &= 1
     return member
 
 

@@ -97,6 +97,11 @@ def _simulate(arguments: argparse.Namespace) -> int:
     if schedule == "forward":
         raise ConfigurationError("A step trains. Received: --schedule=forward")
     scale = _scale(arguments, machine)
+    if scale.overlap and not plan.work:
+        raise ConfigurationError(
+            "The plan does not say what its layers do, so it is not known when their gradients are "
+            "there. Make it anew. Received: --overlap"
+        )
     simulation = PlanSimulation(plan, machine, schedule, micro_batches, scale)
     if micro_batches > simulation.samples:
         raise ConfigurationError(

@@ -130,7 +130,7 @@ def scale_lines(simulation: PlanSimulation) -> list[str]:
     else:
         lines.append("the batch grows with the replicas, each of which has the plan's samples.")
     when = "once all are there"
-    if scale.overlap and simulation.plan.work:
+    if scale.overlap:
         when = "from the last pass backward on, as soon as those of layers are there"
     lines.append(f"replicas sum a stage's gradients {ring} {when}, while others compute.")
     if scale.spread:

@@ -172,6 +172,13 @@ def test_replicas_of_a_host_sum_inside_first(command, plan) -> None:
     assert found["exposed_seconds"] == pytest.approx(sums)
 
 
+def test_the_curve_leaves_out_what_does_not_lie_alike(command, plan) -> None:
+    found = command.json("simulate", plan, "--ranks-per-node", 3)
+    assert [point["num_replicas"] for point in found["scaling"]] == [1, 1]
+    whole = command.json("simulate", plan, "--ranks-per-node", 8)
+    assert [point["num_replicas"] for point in whole["scaling"]][-1] == 1024
+
+
 def test_strong_scaling_shares_the_batch(command, plan) -> None:
     found = command.json("simulate", plan, *fast_links("--strong", "--replicas", 2))
     alone = command.json("simulate", plan, *fast_links())
@@ -252,6 +259,7 @@ def test_the_limit_of_the_plan_is_watched(command, tmp_path, spare, verdict) -> 
         (2, ["PLAN", "--ranks", "3"], "num_ranks=3"),
         (2, ["PLAN", "--micro-batches", "33"], "32. Received: --micro-batches=33"),
         (2, ["PLAN", "--schedule", "forward"], "forward"),
+        (2, ["PLAN", "--overlap"], "--overlap"),
         (2, ["PLAN", "--nodes", "2"], "--nodes=2"),
         (2, ["PLAN", "--nic", "1GB"], "--nic=1e+09"),
         (2, ["PLAN", "--nodes", "3", "--ranks-per-node", "2"], "--nodes=3"),

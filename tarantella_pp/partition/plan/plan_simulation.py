@@ -178,6 +178,13 @@ class PlanSimulation:
             for pair, own in ranks.items()
         }
 
+    def _lie_alike(self, num_ranks: int) -> bool:
+        """Whether each replica has the same ranks of hosts for its own."""
+        try:
+            return self.scale.nodes is None or bool(self._layout(self.scale.nodes, num_ranks))
+        except ScheduleError:
+            return False
+
     def _layout(self, nodes: Nodes, num_ranks: int) -> NodeLayout:
         """Which ranks share a host."""
         replicas, together = self.num_replicas or self.plan.num_replicas, self.plan.placement
@@ -344,7 +351,8 @@ class PlanSimulation:
         """Returns the steps on 2 to 4,096 ranks.
 
         Up to a rank for each stage there is one pipeline, whose ranks own several stages; from
-        then on there are 2, 4, 8 ... replicas of it, as long as each has a sample.
+        then on there are 2, 4, 8 ... replicas of it, as long as each has a sample, and but for
+        numbers that do not lie alike on their hosts.
 
         Args:
             step: The step of one replica.
@@ -360,5 +368,7 @@ class PlanSimulation:
         for replicas in (2**k for k in range(MOST_RANKS.bit_length())):
             if replicas <= most and 2 <= replicas * size <= MOST_RANKS:
                 one = self.of_replicas(replicas)
+                if not one._lie_alike(size):
+                    continue
                 points.append(one.point(step if one is self else one.step(num_ranks), replicas))
         return points

@@ -14,6 +14,7 @@ from tarantella_pp.errors import ConfigurationError, FileError, StaleWeightError
 from tarantella_pp.keras_internals.model_files import load_state
 from tarantella_pp.keras_internals.training import layers_in
 from tarantella_pp.models.files.keras_file import KerasFile
+from tarantella_pp.runtime.state.free_memory import give_back
 from tarantella_pp.runtime.state.remote_variables import let_go, only_own_assigned
 
 
@@ -73,8 +74,10 @@ def _read(
     skip_mismatch: bool = False,
 ) -> None:
     skipped = layers_of_others(plain, needed)
+    give_back()
     with only_own_assigned():
         failed = load_state(plain, weights, assets, skipped, skip_mismatch)
+    give_back()
     # What a layer makes of its weights is not needed where it does not run.
     failed = [(layer, why) for layer, why in failed if not isinstance(why, StaleWeightError)]
     if not failed:

@@ -26,6 +26,7 @@ from tarantella_pp.keras_internals.state import (
     needs_only_shapes,
 )
 from tarantella_pp.runtime.comm.tensor_buffers import variable_bytes
+from tarantella_pp.runtime.state.free_memory import give_back
 
 OF_WEIGHTS = (
     "Weight '{path}' is trained on another rank, and its value on this one is out of date. Call "
@@ -161,6 +162,7 @@ def initialize_deferred(variable: Any) -> None:
         raise _error(variable)
     initialize(variable)
     variable.has_true_value()
+    give_back(variable_bytes(variable))  # three times its size, of an initializer that draws
 
 
 def keep_memory(variable: Any) -> None:

@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from tarantella_pp.runtime.comm.communicator import Communicator, TensorSpec
+from tarantella_pp.runtime.state.free_memory import give_back
 
 _REQUEST_TAG, _VALUE_TAG = 12, 13
 _REQUEST = TensorSpec((2,), np.dtype(np.int64))
@@ -54,6 +55,7 @@ class ValueStream:
         def read(owner: int, number: int, spec: TensorSpec) -> Array:
             if owner == self._ranks.rank:
                 return value_of(number)
+            give_back(spec.nbytes)
             label = f"value {number} of kind {kind}"
             self._ranks.send([np.array([kind, number])], owner, _REQUEST_TAG, label=label)
             return self._ranks.post_receive([spec], owner, _VALUE_TAG, label=label).wait()[0]
@@ -83,3 +85,6 @@ class ValueStream:
                 return
             value = self._kinds[kind](number)
             self._ranks.send([value], self._reader, _VALUE_TAG, label=f"value {number}")
+            size = value.nbytes
+            del value
+            give_back(size)

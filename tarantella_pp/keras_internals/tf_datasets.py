@@ -58,6 +58,13 @@ def stateful_operations(dataset: Any) -> set[str]:
     return {operation for operation in found - _CALLS - _HARMLESS if _is_stateful(operation)}
 
 
+def caches_an_order(dataset: Any) -> bool:
+    """Whether a cache keeps what the first pass has drawn, so that all have the same."""
+    caches = (each for each in every_dataset(dataset) if kind_of(each) == "CacheDataset")
+    below = (each for cache in caches for each in every_dataset(cache))
+    return any(kind_of(each) == "ShuffleDataset" or stateful_operations(each) for each in below)
+
+
 def function_hash(dataset: Any) -> int:
     """A number that is the same for the same functions with the same captured tensors."""
     found = 0

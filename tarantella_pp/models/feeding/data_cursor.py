@@ -13,6 +13,7 @@ make one at the end of each epoch and drop it unread; it is made here, too, and 
 
 from __future__ import annotations
 
+import collections
 import itertools
 import logging
 import random
@@ -31,6 +32,7 @@ from tarantella_pp.keras_internals.data import (
     dataset_of,
     is_shuffled,
 )
+from tarantella_pp.keras_internals.tf_datasets import caches_an_order
 
 logger = logging.getLogger(__name__)
 Array = np.ndarray[Any, Any]
@@ -148,8 +150,11 @@ class DataCursor:
         elif self.kind == TF_DATA:
             self._dataset = self._adapter.get_tf_dataset()
             self._passes = position.passes - position.in_pass
-            for _ in range(self._passes):
-                iter(self._dataset)  # seeds of shuffles go on with each
+            for number in range(self._passes):
+                begun = iter(self._dataset)  # seeds of shuffles go on with each
+                if number == 0 and caches_an_order(self._dataset):
+                    logger.warning("reads a whole pass again, for a cache keeps what it has drawn")
+                    collections.deque(begun, maxlen=0)
         if self._skips and self.kind != ARRAYS:
             logger.warning("reads %d batches again to come back to where it was", self._skips)
 

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 
 from tarantella_pp.callbacks.checkpoint import Checkpoint
+from tarantella_pp.callbacks.resuming.callback_states import CallbackStates, States, agreed
 from tarantella_pp.callbacks.resuming.checkpoint_choice import newest_whole
 from tarantella_pp.callbacks.resuming.checkpoint_restore import RestoredState
 from tarantella_pp.callbacks.resuming.checkpoint_writer import CheckpointWriter
@@ -117,6 +118,9 @@ class CheckpointRun:
         self._adapter = adapter
         self._options = options
         self._callbacks = [c for c in callbacks if remembered_by(c) is not None]
+        inner = model._engine.extracted.model
+        kept = [model, inner, model.optimizer, *inner.layers]
+        self._states = CallbackStates(callbacks, kept)
         self._preemption = preemption
         engine = model._engine
         self._ranks = engine.communicator
@@ -160,6 +164,7 @@ class CheckpointRun:
                 "All ranks must have the same Checkpoint. Received: directory, every and keep "
                 f"{'; '.join(f'{theirs} on rank {rank}' for rank, theirs in enumerate(told))}"
             )
+        self._states.begin()
         self._configs = configs_of(self._model)
         facts = facts_of(self._model, self._configs, self._data_facts())
         self._facts = self._ranks.broadcast_json(facts)
@@ -183,6 +188,7 @@ class CheckpointRun:
             restored.restore_learning_rate(self._model)
             restored.restore_logs(self._model)
             restored.restore_metrics_later(self._model, self._share)
+            self._states.restore_again()
 
     def end_batch(self, batch: int, logs: Mapping[str, Any]) -> None:
         """Writes after a step, if it is time to."""
@@ -245,7 +251,7 @@ class CheckpointRun:
         saved = restored.manifest
         restored.restore(self._model, self._share)
         restored.remind(self._callbacks)
-        self._facts = saved.facts
+        self._facts = {**self._facts, **saved.facts}  # one made of a file knows of no data
         self._history = {name: list(values) for name, values in saved.history.items()}
         self._step = self._written = saved.step
         self._epoch, self._epoch_step = saved.epoch, saved.epoch_step
@@ -257,6 +263,7 @@ class CheckpointRun:
         else:
             self._trains = saved.epoch < self._options.epochs
             told, epoch = f"has trained {saved.where()}", saved.epoch
+        self._restore_callbacks(saved)
         if not self._trains:
             self._tell(
                 f"nothing is trained: checkpoint '{where}' {told} of epochs="
@@ -264,11 +271,23 @@ class CheckpointRun:
             )
             start_epoch(self._model, epoch)
             return
-        self._tell(f"goes on from checkpoint '{where}', which {told}")
+        anew = "" if restored.has_optimizer else "; it has no optimizer state, which begins anew"
+        self._tell(f"goes on from checkpoint '{where}', which {told}{anew}")
         start_epoch(self._model, epoch)
         self._resume_data(restored)
         if has_plan(saved, self._model.plan):
             self._model._engine.stages.begin_with(saved.shapes)
+
+    def _restore_callbacks(self, saved: Manifest) -> None:
+        """Gives the user's callbacks what they remembered; says what is not as it was."""
+        states = self._states
+        told = [states.missing(saved.remembered), states.restore(saved.remembered)]
+        missing, problems = zip(*self._ranks.allgather_json(told), strict=True)
+        nowhere = [kind for kind in missing[0] if all(kind in theirs for theirs in missing)]
+        notes = [f"no {kind} is among the callbacks" for kind in nowhere]
+        notes += dict.fromkeys(note for theirs in problems for note in theirs)
+        if notes:
+            self._tell(f"callbacks that do not go on as they were: {'; '.join(notes)}")
 
     def _resume_data(self, restored: RestoredState) -> None:
         """Brings the data to where they were."""
@@ -303,8 +322,10 @@ class CheckpointRun:
         for theirs in self._ranks.allgather_json(self._model._engine.stages.first_shapes()):
             shapes |= theirs
 
+        states = agreed(self._ranks.allgather_json(self._states.changes()))
+
         def describe(files: tuple[SavedFile, ...], tensors: dict[str, SavedTensor]) -> Manifest:
-            return self._manifest(files, tensors, position, shapes)
+            return self._manifest(files, tensors, position, shapes, states)
 
         self._writer.write(self._step, own, describe, self._damaged)
         self._written = self._step
@@ -323,6 +344,7 @@ class CheckpointRun:
         tensors: dict[str, SavedTensor],
         position: DataPosition,
         shapes: dict[str, Any],
+        states: States,
     ) -> Manifest:
         engine = self._model._engine
         remembered = [(type(c).__name__, remembered_by(c) or {}) for c in self._callbacks]
@@ -345,6 +367,7 @@ class CheckpointRun:
             **self._configs,
             versions=versions(),
             written=now(),
+            remembered=states,
         )
 
     def _best_weights(self) -> dict[str, Any]:

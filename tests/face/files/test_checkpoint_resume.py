@@ -3,9 +3,12 @@ stopped. In one process; `test_checkpoints.py` has several ranks."""
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import signal
+import time
+from collections import deque
 
 import keras
 import numpy as np
@@ -23,21 +26,29 @@ X, Y = floats(6, seed=1), floats(3, seed=2)
 BATCHES = [(X[i : i + 5], Y[i : i + 5]) for i in range(0, 20, 5)]
 
 
-def model(rate=0.05):
+def model(rate=0.05, ema=False):
     keras.utils.set_random_seed(1)
     inputs = keras.Input((6,))
     x = layers.Dropout(0.2)(layers.Dense(8, "tanh")(inputs))
     wrapped = tnt.PipelineModel(
         keras.Model(inputs, layers.Dense(3)(x)), num_stages=1, num_micro_batches=1
     )
-    wrapped.compile(keras.optimizers.SGD(rate, momentum=0.9), "mse", metrics=["mae"])
+    sgd = keras.optimizers.SGD(rate, momentum=0.9, use_ema=ema, ema_momentum=0.8)
+    wrapped.compile(sgd, "mse", metrics=["mae"])
     return wrapped
 
 
-def run(directory, *callbacks, data=lambda: {"x": X, "y": Y, "batch_size": 5}, **options):
+def run(
+    directory,
+    *callbacks,
+    data=lambda: {"x": X, "y": Y, "batch_size": 5},
+    every="epoch",
+    ema=False,
+    **options,
+):
     """History and weights of a run; without a directory, of one that is not stopped."""
-    trained = model()
-    own = [] if directory is None else [tnt.callbacks.Checkpoint(directory)]
+    trained = model(ema=ema)
+    own = [] if directory is None else [tnt.callbacks.Checkpoint(directory, every)]
     options = {"epochs": 4, "verbose": 0, **options}
     told = trained.fit(**data(), callbacks=[*own, *callbacks], **options)
     return told.history, told.epoch, [w.tolist() for w in trained.get_weights()]
@@ -71,6 +82,11 @@ def dataset(batch_size=5):
     return {"x": batches.batch(batch_size)}
 
 
+def noisy():
+    noise = lambda x, y: (x + tf.random.normal((6,), dtype=x.dtype, seed=1), y)  # noqa: E731
+    return {"x": tf.data.Dataset.from_tensor_slices((X, Y)).map(noise).batch(5)}
+
+
 DATA = {
     "arrays": lambda: {"x": X, "y": Y, "batch_size": 5},
     "in order": lambda: {"x": X, "y": Y, "batch_size": 5, "shuffle": False},
@@ -81,6 +97,8 @@ DATA = {
     "tf.data in parts of a pass": lambda: {**dataset(4), "steps_per_epoch": 3},
     "tf.data without an end": lambda: {"x": dataset()["x"].repeat(), "steps_per_epoch": 3},
     "tf.data of unknown length": lambda: {"x": dataset()["x"].unbatch().batch(7)},
+    "tf.data with random numbers": noisy,
+    "tf.data that caches an order": lambda: {"x": dataset(2)["x"].cache()},
     "generator": lambda: {"x": endless(), "steps_per_epoch": 3},
 }
 
@@ -92,12 +110,14 @@ ALIKE = ("in order", "within batches")
 @pytest.mark.parametrize(
     "kind", [pytest.param(k, marks=pytest.mark.slow) if k in ALIKE else k for k in DATA]
 )
-def test_data_go_on_where_they_were(tmp_path, kind):
+def test_data_go_on_where_they_were(tmp_path, caplog, kind):
     expected = run(None, data=DATA[kind])
     last = [4] if kind == "tf.data of unknown length" else []  # of an epoch, which nobody knows yet
     for step in (*last, 5, 6):
         run(tmp_path, At(step, stop), data=DATA[kind])
     assert run(tmp_path, data=DATA[kind]) == expected
+    reads_again = kind == "generator" or kind.startswith(("tf.data", "PyDataset"))
+    assert ("batches again to come back" in caplog.text) == reads_again
 
 
 def test_a_loss_that_is_scaled_goes_on_with_its_scale(tmp_path):
@@ -167,6 +187,113 @@ def test_callbacks_remember(tmp_path):
     assert run(tmp_path, *callbacks(), again, **fit) == expected
     again = keras.callbacks.EarlyStopping("loss", baseline=0.0, patience=3)
     assert run(tmp_path, *callbacks(), again, **fit) == expected
+
+
+class Killed(BaseException):
+    """What no `fit` expects."""
+
+
+def kill(callback):
+    raise Killed
+
+
+def writing(folder):
+    """Those that write what depends on what they remember."""
+    folder.mkdir(exist_ok=True)
+    save = keras.callbacks.ModelCheckpoint
+    return [
+        keras.callbacks.SwapEMAWeights(swap_on_epoch=True),
+        save(folder / "{epoch}-{loss:.9f}.weights.h5", save_weights_only=True, save_freq=3),
+        save(folder / "b-{epoch}.keras", monitor="val_mae", save_best_only=True, mode="max"),
+        keras.callbacks.CSVLogger(folder / "log.csv", append=True),
+    ]
+
+
+@pytest.mark.slow
+def test_callbacks_of_keras_that_write_go_on(tmp_path):
+    once, again = tmp_path / "once", tmp_path / "again"
+    fit = {"validation_split": 0.1, "every": 1, "ema": True}
+    expected = run(None, *writing(once), **fit)
+    for step in (2, 5, 6, 10):
+        with pytest.raises(Killed):
+            run(tmp_path / "run", *writing(again), At(step, kill), **fit)
+    assert run(tmp_path / "run", *writing(again), **fit) == expected
+    assert sorted(os.listdir(again)) == sorted(os.listdir(once))
+    assert (again / "log.csv").read_text() == (once / "log.csv").read_text()
+
+
+class Counting(keras.callbacks.Callback):
+    """Remembers things of all kinds, and lowers the learning rate by what it remembers."""
+
+    def __init__(self, limit=1.5):
+        super().__init__()
+        self.limit = limit
+        self.seen = []
+        self.draw = random.Random(1)
+
+    def on_train_begin(self, logs=None):
+        self.began = time.perf_counter()
+        self.epochs, self.best = 0, math.inf
+        self.last = deque(maxlen=3)
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.epochs += 1
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.last.append(logs["loss"])
+        self.best = min(self.best, logs["loss"])
+        self.told = {"mean": np.mean(self.last), ("a", 1): {batch}, "all": np.array(self.last)}
+        self.model.optimizer.learning_rate = 0.1 * float(self.told["mean"]) / self.limit
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.seen.append(logs["loss"])
+
+    def state(self):
+        return repr([self.seen, self.epochs, self.best, self.last, self.told])
+
+
+class Patient(keras.callbacks.EarlyStopping):
+    """Has more to remember than the one of Keras."""
+
+    def on_train_begin(self, logs=None):
+        super().on_train_begin(logs)
+        self.asked = 0
+
+    def on_epoch_end(self, epoch, logs=None):
+        super().on_epoch_end(epoch, logs)
+        self.asked += 1
+
+
+def test_callbacks_of_the_user_remember(tmp_path, caplog):
+    """In the middle of an epoch, at its end, and in a second `fit` of the same objects."""
+    alone, patient = Counting(), Patient("loss", patience=9)
+    expected = run(None, alone, patient)
+    for step in (2, 5, 8):
+        run(tmp_path, Counting(), Patient("loss", patience=9), At(step, stop))
+    seen = []
+    again = Counting()
+    again.seen = seen
+    assert run(tmp_path, again, resumed := Patient("loss", patience=9)) == expected
+    assert again.state() == alone.state()
+    assert resumed.asked == patient.asked == 4
+    assert seen is again.seen  # as others look at it, too
+    assert "Counting.draw begins anew: it is or holds a Random, which is not kept" in caplog.text
+    assert "Counting.began" not in caplog.text
+    assert run(tmp_path, again, epochs=5)[0]["loss"] == run(None, Counting(), epochs=5)[0]["loss"]
+
+
+def test_what_the_script_says_of_callbacks_now_stays(tmp_path, caplog):
+    run(tmp_path, Counting(), At(6, stop))
+    other = Counting(limit=3.0)
+    other.seen = [1.0]
+    run(tmp_path, other)
+    assert other.limit == 3.0
+    assert other.seen[0] == 1.0
+    assert "Counting.seen was another one when training began" in caplog.text
+    assert other.epochs == 4
+    caplog.clear()
+    run(tmp_path)
+    assert "no Counting is among the callbacks" in caplog.text
 
 
 def test_reached_epochs_train_nothing_and_more_go_on(tmp_path, caplog):

@@ -9,6 +9,7 @@ import sys
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from keras import layers
 
 import tarantella_pp as tnt
@@ -67,12 +68,29 @@ def kill(callback):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def trained(directory, *callbacks, every=3, model=None, **options):
-    """What a run comes to: its history, its epochs and its weights."""
+class Seen(keras.callbacks.Callback):
+    """Remembers what it is told, and which rank it is on."""
+
+    def __init__(self):
+        super().__init__()
+        self.losses, self.epochs = [], 0
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.epochs += 1
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.losses.append(logs["loss"])
+        self.rank = tnt.get_rank()
+
+
+def trained(directory, *callbacks, every=3, model=None, data=(X, Y), **options):
+    """What a run comes to: its history, its epochs, its weights, and what a callback remembers."""
     model = compiled() if model is None else model
     own = [] if directory is None else [tnt.callbacks.Checkpoint(directory, every=every)]
-    told = model.fit(X, Y, callbacks=[*own, *callbacks], **{**FIT, **options})
-    return [told.history, told.epoch, [w.tolist() for w in model.get_weights()]]
+    seen = Seen()
+    told = model.fit(*data, callbacks=[*own, seen, *callbacks], **{**FIT, **options})
+    weights = [w.tolist() for w in model.get_weights()]
+    return [told.history, told.epoch, weights, [seen.losses, seen.epochs]]
 
 
 def killed(directory, step, rank):
@@ -121,7 +139,18 @@ def shapes(ours, theirs):
     resumed = trained(theirs, model=compiled(deferred=True, **options))
     half_way(ours, model=compiled(**options))
     kept = sorted(os.listdir(ours))
-    return [resumed, kept]
+    stream = trained(f"{theirs}-stream", model=compiled(**options), **streamed())
+    return [resumed, kept, stream]
+
+
+def streamed():
+    """Samples that one rank reads, again up to where it was."""
+    samples = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(22, seed=3).cache()
+    return {
+        "data": [samples.batch(5).map(lambda x, y: (x, y))],
+        "validation_split": 0.0,
+        "batch_size": None,
+    }
 
 
 @pytest.mark.mpi
@@ -133,9 +162,12 @@ def test_another_number_of_stages_and_replicas_goes_on(tmp_path):
     """
     expected = trained(None)
     half_way(tmp_path / "theirs")
+    half_way(tmp_path / "theirs-stream", **streamed())
     run = mpi_run(4, shapes, str(tmp_path / "ours"), str(tmp_path / "theirs"), timeout=240).check()
-    for resumed, kept in run.results:
+    expected_stream = trained(None, **streamed())
+    for resumed, kept, stream in run.results:
         assert close(resumed, expected)
+        assert close(stream, expected_stream)
         assert kept == ["step-00000003", "step-00000006"]
     # One rank of each stage has written the weights, those of all replicas their slots.
     assert len(list((tmp_path / "ours" / "step-00000006").iterdir())) == 6
@@ -148,7 +180,7 @@ def close(one, other):
     assert list(histories[0]) == list(histories[1])
     assert one[1] == other[1]
     pairs = [(histories[0][name], histories[1][name]) for name in histories[0]]
-    pairs += zip(one[2], other[2], strict=True)
+    pairs += zip(one[2] + one[3], other[2] + other[3], strict=True)
     return all(np.allclose(a, b, rtol=BITS, atol=BITS) for a, b in pairs)
 
 

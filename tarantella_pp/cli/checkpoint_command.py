@@ -9,7 +9,7 @@ from tarantella_pp.cli.io.subcommands import Subcommands
 COMMANDS = {
     "show": "list checkpoints, and print what is in one",
     "verify": "compare the files of checkpoints with their checksums",
-    "convert": "write a file of plain Keras from a checkpoint",
+    "convert": "write a file of plain Keras from a checkpoint, or the other way",
 }
 """Subcommands and their help; each is a module `checkpoint_NAME` of the room below."""
 _SUBCOMMANDS = Subcommands("checkpoint", "tarantella_pp.cli.checkpoint.checkpoint_", COMMANDS)

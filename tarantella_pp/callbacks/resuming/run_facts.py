@@ -32,23 +32,30 @@ def facts_of(model: Any, told: Mapping[str, Any], data: Mapping[str, Any]) -> di
         told: What `configs_of` says of it.
         data: What is known of the data.
     """
+    facts = facts_of_model(model, told) | facts_of_compilation(model, told) | {"data": dict(data)}
+    found: dict[str, Any] = as_json(facts)
+    return found
+
+
+def facts_of_model(model: Any, told: Mapping[str, Any]) -> dict[str, Any]:
+    """Of `facts_of`, what is known of a model that has not been compiled, too."""
     variables = {
         str(i): [v.name, *spec_of(v), bool(v.trainable)]
         for i, v in enumerate(model._model_state.variables)
     }
+    graph, layers = model._engine.extracted.graph, without_names(told["config"])
+    return {"variables": variables, "model": graph.fingerprint(), "layers": layers}
+
+
+def facts_of_compilation(model: Any, told: Mapping[str, Any]) -> dict[str, Any]:
+    """Of `facts_of`, what a model has been compiled with."""
     given = compiled_with(model)
     compiled = told["compiled"] or as_json(compiled_facts(given))
-    facts = {
-        "variables": variables,
-        "model": model._engine.extracted.graph.fingerprint(),
-        "layers": without_names(told["config"]),
+    return {
         "compiled": without_names({name: compiled.get(name) for name in _COMPILED}),
         "options": {name: _options_of(given[name]) for name in _COMPILED},
         "optimizer": _optimizer_facts(model.optimizer),
-        "data": dict(data),
     }
-    found: dict[str, Any] = as_json(facts)
-    return found
 
 
 def config_of(model: Any) -> Any:
@@ -65,7 +72,8 @@ def configs_of(model: Any) -> dict[str, Any]:
         compiled = as_json(model.get_compile_config())
     except Exception:  # whatever losses and metrics of others raise that cannot be saved
         compiled = None
-    optimizer = model.optimizer and as_json(keras.saving.serialize_keras_object(model.optimizer))
+    optimizer = getattr(model, "optimizer", None)
+    optimizer = optimizer and as_json(keras.saving.serialize_keras_object(optimizer))
     return {"config": config_of(model), "optimizer": optimizer, "compiled": compiled}
 
 
@@ -89,9 +97,9 @@ def refuse_others(saved: Manifest, facts: dict[str, Any], rate: float | None, wh
         ConfigurationError: It names what differs, with both values.
     """
     facts = {name: facts[name] for name in facts if name in saved.facts}
-    before, now = _without_rate(saved.facts), _without_rate(facts)
+    before, now = _comparable(saved.facts), _comparable(facts)
     found = differences(before, now)
-    began = saved.facts["optimizer"].get("config", {}).get("learning_rate")
+    began = saved.facts.get("optimizer", {}).get("config", {}).get("learning_rate")
     if isinstance(began, float) and rate not in (began, saved.learning_rate):
         found.append(f"optimizer.config.learning_rate: {began!r} in the checkpoint, {rate!r} now")
     if found:
@@ -146,10 +154,12 @@ def _optimizer_facts(optimizer: Any) -> dict[str, Any]:
     return found
 
 
-def _without_rate(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Facts but for a learning rate that callbacks may have changed."""
-    optimizer = dict(facts["optimizer"])
+def _comparable(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Facts but for a learning rate that callbacks may have changed, and what is told twice."""
+    optimizer, layers = dict(facts.get("optimizer", {})), facts["layers"]
     config = dict(optimizer.get("config", {}))
     if isinstance(config.get("learning_rate"), float):
         del config["learning_rate"]
-    return {**facts, "optimizer": {**optimizer, "config": config}}
+    if isinstance(layers, Mapping):  # the model may have been compiled before it was wrapped
+        layers = {name: told for name, told in layers.items() if name != "compile_config"}
+    return {**facts, "layers": layers, "optimizer": {**optimizer, "config": config}}

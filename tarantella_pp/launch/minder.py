@@ -20,7 +20,7 @@ import time
 
 import psutil
 
-from tarantella_pp.launch.channel.line import Line
+from tarantella_pp.launch.channel.line import Line, heartbeat_seconds
 from tarantella_pp.launch.channel.rank_records import (
     FAILED,
     FINISHED,
@@ -72,6 +72,9 @@ class Minder:
         self._stands = stands
         self._launcher = launcher
         self._record = Record.of_this_process(rank, STARTED)
+        self._heartbeat = heartbeat_seconds()
+        self._hub_ahead = 0.0
+        self._ended_at = 0.0
         self._status: int | None = None
         self._start = psutil.Process().create_time() - 1.0
         self._waking, woken = socket.socketpair()
@@ -91,6 +94,8 @@ class Minder:
             welcome: What the launcher has told already.
         """
         self._obey(welcome)
+        ahead = welcome.get("ahead")
+        self._hub_ahead = ahead if isinstance(ahead, float) else 0.0
         for number in _numbers(welcome.get("stops")):
             self._signal(number)
         while self._status is None:
@@ -121,6 +126,7 @@ class Minder:
         self._take_records()
         for message in self._hub.receive():
             self._obey(message)
+        self._hub.end_if_silent(self._heartbeat)
         if self._hub.ended is not None or self._stands in ready:
             self._end_alone()
 
@@ -154,6 +160,7 @@ class Minder:
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 if ended[0] == self._child:
+                    self._ended_at = time.monotonic()
                     self._status = os.waitstatus_to_exitcode(ended[1])
 
     def _conclude(self, status: int) -> None:
@@ -171,7 +178,10 @@ class Minder:
             record = record.becomes(FAILED, cause=cause, exit_code=1)
         else:
             cause = f"its process ended with exit code {status}"
-            record = record.becomes(FAILED, cause=cause, exit_code=status, unexplained=True)
+            record = record.becomes(FAILED, cause=cause, exit_code=status)
+        if status > 0 or status == -signal.SIGTERM:
+            ended_at = self._ended_at + self._hub_ahead
+            record = dataclasses.replace(record, unexplained=True, ended_at=ended_at)
         self._record = record
 
     def _linger(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import pathlib
 import shutil
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.helpers import network_hosts
+from tests.helpers.draws import more_asked_for
 from tests.helpers.jobs import PYTHONS, ROOT, SCRIPTS
 from tests.helpers.network_hosts import Network
 
@@ -66,14 +68,21 @@ def test_hosts_that_cannot_be_reached_or_are_one_are_named(python: str, hosts: N
 
 
 FAULTS = {
-    "raise": (1, "ValueError: a bad apple (fault.py:34)"),
+    "raise": (1, "ValueError: a bad apple (fault.py:35)"),
     "exit5": (5, "sys.exit(5)"),
-    "exit0": (1, "sys.exit(0) while other ranks wait for it (rank 0 at fault.py:"),
+    "exit0": (1, "sys.exit(0) while other ranks wait for it (rank "),
     "_exit0": (1, "its process ended with exit code 0 before its script did"),
     "_exit5": (5, "its process ended with exit code 5"),
     "sigkill": (137, "killed by SIGKILL"),
-    "orphan": (1, "ValueError: a bad apple (fault.py:34)"),
+    "orphan": (1, "ValueError: a bad apple (fault.py:35)"),
+    "exit-text": (1, "sys.exit('no data')"),
+    "sigsegv": (139, "killed by SIGSEGV"),
+    "interrupt": (130, "KeyboardInterrupt"),
+    "thread": (1, "ZeroDivisionError: division by zero (in thread"),
 }
+ORDINARY = {("raise", "private", 1), ("sigkill", "shared", 2), ("exit5", "private", 2)}
+"""Cells of the matrix of faults that are always tried; all are on demand."""
+RAISING = ("raise", "orphan", "interrupt", "thread")
 SKEWED = """
 import socket, time
 if socket.gethostname() == "beta":
@@ -117,24 +126,42 @@ def test_hosts_need_not_share_a_folder(
     check_clean(hosts)
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [f if f in ("raise", "sigkill") else pytest.param(f, marks=pytest.mark.slow) for f in FAULTS],
-)
-def test_a_rank_that_fails_on_another_host_is_named(
-    python: str, fault: str, hosts: Network, private: pathlib.Path, clocks: dict[str, str]
-) -> None:
+def failed_on_beta(
+    python: str, hosts: Network, fault: str, folder: pathlib.Path, per_host: int, **given: str
+) -> str:
+    """Runs a job whose first rank on beta fails; returns what is wrong about its end."""
     code, cause = FAULTS[fault]
-    script = ["-n", "2", "fault.py", fault, "recv"]
-    with hosts.tarantella(python, *script, folder=private, **clocks) as job:
+    hostfile = hosts.hostfile(*(f"{host.name}:{per_host}" for host in hosts.hosts))
+    script = ["-x", f"FAULT_RANK={per_host}", "--", "fault.py", fault, "recv"]
+    with hosts.tarantella(python, "--hostfile", hostfile, *script, folder=folder, **given) as job:
         job.wait_until_ready()
         result = job.result()
-    assert result.code == code, result.stderr
     headlines = [line for line in result.stderr.splitlines() if "failed first" in line]
-    assert len(headlines) == 1, result.stderr
-    assert f"tarantella: rank 1 of 2 on host beta failed first: {cause}" in headlines[0]
-    assert result.stderr.count("Traceback (most recent") == (1 if cause.startswith("Val") else 0)
-    check_clean(hosts)
+    who = f"tarantella: rank {per_host} of {2 * per_host} on host beta failed first: {cause}"
+    traces = result.stderr.count("Traceback (most recent")
+    left = [file for host in hosts.hosts for file in host.leftovers()]
+    told = len(headlines) == 1 and who in headlines[0]
+    if told and result.code == code and traces == (fault in RAISING) and not left:
+        return ""
+    return f"{fault}, {folder}, {per_host} a host: {result.code} {left}\n{result.stderr}"
+
+
+@pytest.mark.parametrize(("fault", "folder", "per_host"), sorted(ORDINARY))
+def test_a_rank_that_fails_on_another_host_is_named(
+    python: str, fault: str, folder: str, per_host: int, hosts: Network, private: pathlib.Path,
+    clocks: dict[str, str],
+) -> None:  # fmt: skip
+    where = private if folder == "private" else SCRIPTS
+    assert not failed_on_beta(python, hosts, fault, where, per_host, **clocks)
+
+
+@pytest.mark.skipif(not more_asked_for(), reason="takes minutes; set TNT_TEST_EXAMPLES")
+def test_every_fault_is_named_in_every_kind_of_job(
+    python: str, hosts: Network, private: pathlib.Path, clocks: dict[str, str]
+) -> None:
+    cells = itertools.product(FAULTS, (SCRIPTS, private), (1, 2))
+    wrong = "\n".join(failed_on_beta(python, hosts, *cell, **clocks) for cell in cells).strip()
+    assert not wrong, wrong
 
 
 def test_a_script_that_is_missing_on_another_host_is_named(
@@ -148,44 +175,56 @@ def test_a_script_that_is_missing_on_another_host_is_named(
     check_clean(hosts)
 
 
+def kinds_of_jobs(hosts: Network, private: pathlib.Path) -> Iterator[tuple[pathlib.Path, str]]:
+    """Yields folders and hostfiles; one of each, or on demand all of them."""
+    kinds = [(SCRIPTS, 1), (private, 2), (SCRIPTS, 2), (private, 1)]
+    for folder, per_host in kinds if more_asked_for() else kinds[:1]:
+        yield folder, hosts.hostfile(*(f"{host.name}:{per_host}" for host in hosts.hosts))
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_a_launcher_that_ends_leaves_nothing_on_other_hosts(
-    python: str, number: signal.Signals, hosts: Network
+    python: str, number: signal.Signals, hosts: Network, private: pathlib.Path
 ) -> None:
-    with hosts.tarantella(python, "-n", "2", "fault.py", "none", "recv") as job:
-        job.wait_until_ready()
-        job.send(number)
-        result = job.result()
-        assert hosts.hosts[1].leftovers() == []
-    assert result.code == (130 if number == signal.SIGINT else -number), result.stderr
-    for path in hosts.hosts[0].seen(hosts.hosts[0].tmp).iterdir():  # one that is killed leaves it
-        shutil.rmtree(path)
-    check_clean(hosts)
-
-
-def test_a_dead_link_ends_the_job_on_both_sides(python: str, hosts: Network) -> None:
-    options = ["-n", "2", "fault.py", "none", "recv"]
-    with hosts.tarantella(python, *options, TNT_HEARTBEAT="3") as job:
-        job.wait_until_ready()
-        hosts.link(1, "down")
-        try:
+    for folder, hostfile in kinds_of_jobs(hosts, private):
+        options = ["--hostfile", hostfile, "fault.py", "none", "recv"]
+        with hosts.tarantella(python, *options, folder=folder) as job:
+            job.wait_until_ready()
+            job.send(number)
             result = job.result()
             assert hosts.hosts[1].leftovers() == []
-        finally:
+        assert result.code == (130 if number == signal.SIGINT else -number), result.stderr
+        for path in hosts.hosts[0].seen(hosts.hosts[0].tmp).iterdir():  # one that is killed leaves
+            shutil.rmtree(path)
+        check_clean(hosts)
+
+
+def test_a_dead_link_ends_the_job_on_both_sides(
+    python: str, hosts: Network, private: pathlib.Path
+) -> None:
+    for folder, hostfile in kinds_of_jobs(hosts, private):
+        options = ["--hostfile", hostfile, "fault.py", "none", "recv"]
+        with hosts.tarantella(python, *options, folder=folder, TNT_HEARTBEAT="3") as job:
+            job.wait_until_ready()
+            hosts.link(1, "down")
+            try:
+                result = job.result()
+                assert hosts.hosts[1].leftovers() == []
+            finally:
+                hosts.link(1, "up")
+        assert result.code == 1
+        assert "on host beta failed first: nothing was heard of its host for 3 s" in result.stderr
+        check_clean(hosts)
+
+
+def test_an_outage_is_survived(python: str, hosts: Network, private: pathlib.Path) -> None:
+    for folder, hostfile in kinds_of_jobs(hosts, private):
+        options = ["--hostfile", hostfile, "fault.py", "return", "work"]
+        with hosts.tarantella(python, *options, folder=folder) as job:
+            job.wait_until_ready()
+            hosts.link(1, "down")
+            time.sleep(2)
             hosts.link(1, "up")
-    assert result.code == 1
-    assert "rank 1 of 2 on host beta failed first: nothing was heard of its host for 3 s" in (
-        result.stderr
-    )
-    check_clean(hosts)
-
-
-def test_an_outage_is_survived(python: str, hosts: Network) -> None:
-    with hosts.tarantella(python, "-n", "2", "fault.py", "return", "work") as job:
-        job.wait_until_ready()
-        hosts.link(1, "down")
-        time.sleep(2)
-        hosts.link(1, "up")
-        result = job.result()
-    assert result.code == 0, result.stderr
-    check_clean(hosts)
+            result = job.result()
+        assert result.code == 0, result.stderr
+        check_clean(hosts)

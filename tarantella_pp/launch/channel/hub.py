@@ -23,6 +23,8 @@ from tarantella_pp.launch.channel.line import (
 from tarantella_pp.launch.channel.rank_records import ENDED, FAILED, RETURNED, STARTED, Record
 
 _BACKLOG = 4096
+_LOOK_SECONDS = 0.5
+"""How often it is looked whether a host is silent."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -61,6 +63,7 @@ class Hub:
         self.first_joined: float | None = None
         self._size = size
         self._heartbeat = heartbeat_seconds()
+        self._next_look = 0.0
         self._guests: list[_Guest] = []
         self._members: dict[int, Line] = {}
         self._stops: list[int] = []
@@ -79,10 +82,15 @@ class Hub:
         for guest in self._guests[:]:
             self._hear_guest(guest)
         changed: list[Record] = []
+        now = time.monotonic()
         for rank, line in [*self._members.items()]:
-            if line.fileno() in ready:
+            if now > self._next_look:
+                line.end_if_silent(self._heartbeat)
+            if line.fileno() in ready or line.ended is not None:
                 line.flush()
                 changed += self._hear(rank, line)
+        if now > self._next_look:
+            self._next_look = now + _LOOK_SECONDS
         if changed:
             self._tell({"records": [dataclasses.asdict(record) for record in changed]})
 
@@ -144,7 +152,8 @@ class Hub:
         told = [dataclasses.asdict(r) for r in self.records.values() if _matters(r, None)]
         answer = joining.proof(self.whereabouts.secret, f"hub {nonce}")
         self._members[rank] = line
-        line.send({"proof": answer, "records": told, "stops": self._stops})
+        now = time.monotonic()
+        line.send({"proof": answer, "records": told, "stops": self._stops, "now": now})
         self.first_joined = self.first_joined or time.monotonic()
 
     def _hear(self, rank: int, line: Line) -> list[Record]:

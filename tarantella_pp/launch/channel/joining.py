@@ -4,7 +4,7 @@
 
     hub     {"nonce": N}
     rank    {"rank": 3, "nonce": M, "proof": HMAC(secret, "rank 3 N")}
-    hub     {"proof": HMAC(secret, "hub M"), "records": [...], "stops": [...]}
+    hub     {"proof": HMAC(secret, "hub M"), "records": [...], "stops": [...], "now": 81.5}
 """
 
 from __future__ import annotations
@@ -73,6 +73,8 @@ def is_proof(given: object, secret: str, text: str) -> bool:
 def join(hub: Whereabouts, rank: int) -> tuple[Line, dict[str, object]]:
     """Returns the line to the hub, and what it says first.
 
+    With that is how far its monotonic clock is `"ahead"` of the one of this host.
+
     Raises:
         LaunchError: It cannot be reached from this host.
     """
@@ -120,6 +122,8 @@ def _joined(
         answer = _next(line)
         if not is_proof(answer.get("proof"), hub.secret, f"hub {nonce}"):
             raise ValueError("another service answers there")
+        if isinstance(now := answer.get("now"), float):
+            answer["ahead"] = now - time.monotonic()  # less than the way of a message too small
     except BaseException:
         line.close()
         raise

@@ -8,6 +8,8 @@ import json
 import os
 import select
 import socket
+import struct
+import sys
 import time
 from typing import Any
 
@@ -18,6 +20,10 @@ HEARTBEAT_SECONDS = 60.0
 """How long a host may be silent."""
 _PROBES = 6
 """Heartbeats in that time."""
+_SHORTEST_SECONDS = 1
+"""Between two of them."""
+_TCP_INFO = struct.Struct("=52x2I")
+"""Milliseconds since data, and since an answer to own data: the place in Linux' `tcp_info`."""
 MOST_BYTES = 16 << 20
 """Of one message."""
 
@@ -103,6 +109,18 @@ class Line:
         self._kept = found[1:]
         return found[0] if found else None
 
+    def end_if_silent(self, seconds: float) -> None:
+        """Ends the connection if nothing was heard of the other host for so long; 0 is never.
+
+        So does the system (`keep_alive`), but it counts anew from each message that is sent.
+        """
+        if self.ended is not None or seconds <= 0 or sys.platform != "linux":
+            return
+        info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+        longest = max(seconds, 2 * _SHORTEST_SECONDS)
+        if min(_TCP_INFO.unpack(info)) > 1000 * longest:
+            self._end(TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT)))
+
     def close(self) -> None:
         """Closes this end."""
         if self.ended is None:
@@ -173,7 +191,7 @@ def keep_alive(sock: socket.socket, seconds: float) -> None:
     if seconds <= 0:
         return
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    between = max(1, round(seconds / _PROBES))
+    between = max(_SHORTEST_SECONDS, round(seconds / _PROBES))
     wanted = {
         "TCP_KEEPIDLE": between,
         "TCP_KEEPINTVL": between,

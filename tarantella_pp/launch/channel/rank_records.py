@@ -48,9 +48,12 @@ class Record:
         starts_mpi: Whether it waits, at `waiting_at`, for all others to start MPI.
         met: Whether it has started MPI before it ended.
         hidden_lines: Lines that it printed and nobody saw.
-        unexplained: Whether its process ended with an exit code without a word: so it does as well
-            when MPI ends it, for it has lost another rank.
+        unexplained: Whether its process ended with an exit code, or by SIGTERM, without a word: so
+            it does as well when MPI ends it, for it has lost another rank.
         order: Number of the record among all that the hub has received; 0 before it has.
+        ended_at: When the process ended, by the monotonic clock of the hub, if that is
+            unexplained: of two such ends one causes the other within milliseconds, in which
+            records of several hosts may overtake each other.
     """
 
     rank: int
@@ -68,6 +71,7 @@ class Record:
     hidden_lines: int = 0
     unexplained: bool = False
     order: int = 0
+    ended_at: float = 0.0
 
     @classmethod
     def of_this_process(cls, rank: int, state: str) -> Record:
@@ -144,7 +148,12 @@ def first_failed(records: dict[int, Record]) -> Record | None:
     failed = [record for record in records.values() if record.state == FAILED]
     return min(
         failed,
-        key=lambda r: (r.culprit is not None, r.unexplained, r.order or sys.maxsize),
+        key=lambda r: (
+            r.culprit is not None,
+            r.unexplained,
+            r.ended_at,
+            r.order or sys.maxsize,
+        ),
         default=None,
     )
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import sys
+import time
 
 import pytest
 from hypothesis import given
@@ -103,3 +105,31 @@ def test_a_heartbeat_that_is_no_number_is_refused(
     monkeypatch.setenv("TNT_HEARTBEAT", text)
     with pytest.raises(ConfigurationError, match=f"TNT_HEARTBEAT is .* Received: '{text}'"):
         lines.heartbeat_seconds()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells when something was heard last")
+def test_a_silent_host_ends_a_line_also_while_a_message_is_on_its_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        line = Line(socket.create_connection(server.getsockname()))
+        other = Line(server.accept()[0])
+    line.send({"one": 1})
+    assert other.receive_one(1.0) == {"one": 1}
+    time.sleep(0.2)
+    told = line._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, lines._TCP_INFO.size)
+    assert all(150 <= age < 30_000 for age in lines._TCP_INFO.unpack(told))
+    line.end_if_silent(60.0)
+    line.end_if_silent(0.0)
+    assert line.ended is None
+    monkeypatch.setattr(lines, "_SHORTEST_SECONDS", 0.05)
+    line.send({"two": 2})
+    assert other.receive_one(1.0) == {"two": 2}
+    line.end_if_silent(0.1)
+    assert line.ended is None  # it has got that
+    time.sleep(0.2)
+    line.end_if_silent(0.1)
+    assert line.timed_out
+    assert line.ended == "Connection timed out"
+    line.close()
+    other.close()

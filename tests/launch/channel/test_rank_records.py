@@ -41,6 +41,14 @@ def test_a_rank_that_mpi_may_have_ended_does_not_hide_one_that_was_killed() -> N
     assert rank_records.first_failure(alone) == alone[0]
 
 
+def test_of_two_unexplained_ends_the_earlier_one_counts_whichever_was_heard_of_first() -> None:
+    found = by_rank(
+        record(0, FAILED, 5, unexplained=True, ended_at=10.02),
+        record(1, FAILED, 3, unexplained=True, ended_at=10.01),
+    )
+    assert rank_records.first_failure(found) == found[1]
+
+
 def test_the_rank_that_ended_too_early_is_the_failure() -> None:
     waiting = record(0, FAILED, 1, culprit=1, details="where")
     failure = rank_records.first_failure(

@@ -2,7 +2,7 @@
 
     fault.py FAULT WAIT [--guard]
 
-Rank 1 does FAULT; all other ranks, and rank 1 if FAULT is "none", do WAIT.
+Rank 1, or FAULT_RANK, does FAULT; all other ranks, and that one if FAULT is "none", do WAIT.
 """
 
 import os
@@ -15,6 +15,7 @@ import time
 from mpi4py import MPI
 
 fault, wait = sys.argv[1:3]
+culprit = int(os.environ.get("FAULT_RANK", "1"))
 comm = MPI.COMM_WORLD
 if "--guard" in sys.argv:
     from tarantella_pp.launch.guard import failure_guard
@@ -48,6 +49,8 @@ def fail() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if fault == "sigsegv":
         os.kill(os.getpid(), signal.SIGSEGV)
+    if fault == "abort":
+        comm.Abort(6)
     if fault == "interrupt":
         raise KeyboardInterrupt
     if fault == "thread":
@@ -55,22 +58,22 @@ def fail() -> None:
         time.sleep(60)
 
 
-if comm.rank == 1:
+if comm.rank == culprit:
     fail()
 elif wait == "recv":
-    comm.recv(source=1, tag=7)
+    comm.recv(source=culprit, tag=7)
 elif wait == "wait":
-    comm.irecv(source=1, tag=7).wait()
+    comm.irecv(source=culprit, tag=7).wait()
 elif wait == "barrier":
     comm.Barrier()
 elif wait == "poll":
     from tarantella_pp.launch.guard import failure_guard
 
-    request = comm.irecv(source=1, tag=7)
+    request = comm.irecv(source=culprit, tag=7)
     while not request.Test():
-        failure_guard.check(1)
+        failure_guard.check(culprit)
         time.sleep(0.001)
 elif wait == "work":
     time.sleep(4 if fault == "return" else 60)
-if fault == "none" and comm.rank == 1 and wait != "none":
+if fault == "none" and comm.rank == culprit and wait != "none":
     time.sleep(60)

@@ -137,7 +137,8 @@ class Executor:
             if action.kind == "F":
                 self._forward(stage, action, arrived, step)
             elif action.kind == "W":
-                stage.backward_weight(action.micro_batch)
+                with self._messages.computing():
+                    stage.backward_weight(action.micro_batch)
             else:
                 self._backward(stage, action, arrived, step)
             self.recorder.spans.append(Span(action, start, time.perf_counter()))
@@ -192,7 +193,8 @@ class Executor:
     def _noted(self, name: str, work: Callable[[], bool]) -> bool:
         """Notes some work that is no action of the schedule, if there was any."""
         start = time.perf_counter()
-        found = work()
+        with self._messages.computing():
+            found = work()
         if found:
             self._waits_since = time.perf_counter()
             self.recorder.spans.append(Span(name, start, self._waits_since))
@@ -225,9 +227,11 @@ class Executor:
         inputs = [*step.data(boundary.index, key), *arrived]
         if step.training:
             whole = (boundary.index, key) in self._totals.kept_whole
-            outputs, added = stage.forward(key, inputs, step.share(key), whole=whole)
+            with self._messages.computing():
+                outputs, added = stage.forward(key, inputs, step.share(key), whole=whole)
         else:
-            outputs, added = stage.evaluate(inputs, step.share(key))
+            with self._messages.computing():
+                outputs, added = stage.evaluate(inputs, step.share(key))
         values: Values = dict(zip(boundary.outputs, outputs, strict=True))
         for edge in boundary.sends:
             self._activations[edge.source, edge.target, key] = _pick(values, edge.tensors)
@@ -250,7 +254,9 @@ class Executor:
             *(sums[tensor] for tensor in boundary.outputs_with_gradient),
         ]
         run = stage.backward if action.kind == "BW" else stage.backward_input
-        gradients = dict(zip(boundary.input_gradients, run(key, seeds), strict=True))
+        with self._messages.computing():
+            results = run(key, seeds)
+        gradients = dict(zip(boundary.input_gradients, results, strict=True))
         for edge in boundary.receives:
             if edge.gradients:
                 message = (edge.target, edge.source, key)

@@ -164,7 +164,8 @@ class OptimizerStep:
             return self._ahead[stage]
         if stage not in self._taken:
             if self._buckets:
-                self._sums[stage].finish()
+                with self._reduction.computing():
+                    self._sums[stage].finish()
             self._taken[stage] = self._sums[stage].take_collected()
         return self._taken[stage]
 
@@ -179,7 +180,8 @@ class OptimizerStep:
         gradients: list[Gradient] = [None] * len(weights)
         if counts:
             far = [arrived.get(id(weight), []) for weight in weights]
-            gradients = self._sums_of[key](collected, far)
+            with self._reduction.computing():
+                gradients = self._sums_of[key](collected, far)
         self._started.add(key)
         self._reduction.start(key, gradients)
 

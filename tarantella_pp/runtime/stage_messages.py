@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -109,6 +110,10 @@ class StageMessages:
         self._posted: dict[Transfer, RecvRequest] = {}
         self._window: int | None = None
         self._sent: dict[Link, deque[SendRequest]] = {}
+
+    def computing(self) -> contextlib.AbstractContextManager[None]:
+        """Surrounds a computation; see `Communicator.computing`."""
+        return self._communicator.computing()
 
     def begin(
         self, receives: Sequence[Transfer], rows: Mapping[int, int], window: int | None = None

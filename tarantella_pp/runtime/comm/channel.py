@@ -153,6 +153,7 @@ class Channel:
         self._recorder.add("expecting", label, self._world_ranks[source], tag, request.nbytes)
         if specs or request.number == 0:  # else there is nothing to come
             self._expected[id(request)] = request
+            self._progress.expected += 1
         return request
 
     def received(self, request: RecvRequest) -> None:
@@ -160,6 +161,7 @@ class Channel:
         world_rank = self._world_ranks[request.source]
         self._recorder.add("received", request.label, world_rank, request.tag, request.nbytes)
         del self._expected[id(request)]
+        self._progress.expected -= 1
 
     def progress(self) -> Outgoing:
         """Lets go of what has been sent; returns receiver and bytes of each message that is not."""

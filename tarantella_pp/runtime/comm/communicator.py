@@ -104,6 +104,13 @@ class Communicator:
         Those of all groups: whoever computes for long calls this now and then.
         """
 
+    def computing(self) -> contextlib.AbstractContextManager[None]:
+        """Surrounds a computation of this rank, while which messages may move on.
+
+        Inside, no method of any group may be called, nor of what they have returned.
+        """
+        return contextlib.nullcontext()
+
     def flush(self) -> None:
         """Waits until everything that was sent has left this rank."""
 

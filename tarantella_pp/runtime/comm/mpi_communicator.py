@@ -18,6 +18,7 @@ from tarantella_pp.runtime.comm.channel import Channel
 from tarantella_pp.runtime.comm.collective_requests import CollectiveRequest, Steps
 from tarantella_pp.runtime.comm.communicator import Communicator
 from tarantella_pp.runtime.comm.requests import RecvRequest, SendRequest
+from tarantella_pp.runtime.comm.waiting.background import BackgroundProgress, is_wanted
 from tarantella_pp.runtime.comm.waiting.flight_recorder import FlightRecorder
 from tarantella_pp.runtime.comm.waiting.polling import Limits, Waiter
 from tarantella_pp.runtime.comm.waiting.progress import Progress
@@ -46,6 +47,7 @@ class MpiCommunicator(Communicator):
         agreement: The calls of this rank and those of the others.
         progress: What this rank has under way in all groups.
         group: Number of the group for the doorbell, the same on all of its ranks.
+        background: Moves on while this rank computes what it has under way; `None` for nobody.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class MpiCommunicator(Communicator):
         agreement: Agreement,
         progress: Progress,
         group: int = 0,
+        background: BackgroundProgress | None = None,
     ) -> None:
         self.rank = comm.Get_rank()
         self.size = comm.Get_size()
@@ -73,6 +76,7 @@ class MpiCommunicator(Communicator):
         everyone = mpi.COMM_WORLD.Get_group()
         self.world_ranks = tuple(comm.Get_group().Translate_ranks(range(self.size), everyone))
         self._progress = progress
+        self._background = background
         where, number = agreement.where, self.world_ranks[self.rank]
         waiter = Waiter(number, limits, progress.poll, bell, self._report, where)
         self._channel = Channel(
@@ -92,8 +96,12 @@ class MpiCommunicator(Communicator):
             waiter.until(request.Test, lambda: "all ranks to start", everyone)
             copies.append(copy)
         agreement = Agreement(mpi, copies[1], bell.ring)
-        ranks = cls(mpi, copies[0], bell, limits, agreement, Progress())
+        progress = Progress()
+        ranks = cls(mpi, copies[0], bell, limits, agreement, progress)
         bell.connect(ranks.allgather_json(bell.address))
+        wanted = is_wanted(several_hosts=bell.neighbours < ranks.size)
+        if wanted and mpi.Query_thread() >= mpi.THREAD_SERIALIZED:
+            ranks._background = BackgroundProgress(progress.is_open, ranks._move_on)
         return ranks
 
     def send(self, arrays: Sequence[Any], dest: int, tag: int, *, label: str = "") -> SendRequest:
@@ -115,6 +123,10 @@ class MpiCommunicator(Communicator):
     def progress(self) -> None:
         """Moves on all that this rank has begun; see `Communicator.progress`."""
         self._progress.poll()
+
+    def computing(self) -> contextlib.AbstractContextManager[None]:
+        """Surrounds a computation; see `Communicator.computing`."""
+        return self._background or contextlib.nullcontext()
 
     def flush(self) -> None:
         """Waits until everything that was sent has left this rank."""
@@ -232,8 +244,9 @@ class MpiCommunicator(Communicator):
         group = zlib.crc32(repr((self._group, self._splits, color)).encode())
         comm = self._comm.Split(color, key)
         return MpiCommunicator(
-            self._mpi, comm, self._bell, self._limits, self._agreement, self._progress, group
-        )
+            self._mpi, comm, self._bell, self._limits, self._agreement, self._progress, group,
+            self._background,
+        )  # fmt: skip
 
     def call(self, method: str, **facts: Any) -> contextlib.AbstractContextManager[None]:
         """Surrounds a call that all ranks must make; see `Communicator.call`."""
@@ -246,6 +259,7 @@ class MpiCommunicator(Communicator):
 
     def breaks(self, error: BaseException) -> None:
         """Notes that an error came in the middle of a call; see `Communicator.breaks`."""
+        self._end_background()
         self._agreement.breaks(error)
 
     def abort(self, code: int = 1) -> None:
@@ -254,7 +268,18 @@ class MpiCommunicator(Communicator):
 
     def meet_before_exit(self) -> None:
         """Waits, as long as it takes, until every rank has come to the end of its script."""
+        self._end_background()
         self._agreement.end(self._channel.waiter)
+
+    def _move_on(self) -> None:
+        """Moves on all that this rank has begun or expects; for the background."""
+        self._progress.poll()
+        self._comm.Iprobe(self._mpi.ANY_SOURCE, 0)  # has MPI look at sockets; takes no message
+
+    def _end_background(self) -> None:
+        """Makes sure that this thread alone uses MPI, also if Ctrl-C ended a computation."""
+        if self._background is not None:
+            self._background.stop()
 
     def _run(self, name: str, request: Any) -> None:
         """Waits for a collective."""

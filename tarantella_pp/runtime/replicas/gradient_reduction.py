@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -130,6 +131,10 @@ class GradientReduction:
     def progress(self) -> None:
         """Moves on what has been started; never waits."""
         self._communicator.progress()
+
+    def computing(self) -> contextlib.AbstractContextManager[None]:
+        """Surrounds a computation; see `Communicator.computing`."""
+        return self._communicator.computing()
 
     def ready(self, key: Hashable) -> bool:
         """Returns whether the gradients of a bucket have been added up; never waits."""

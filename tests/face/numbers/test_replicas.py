@@ -73,7 +73,8 @@ def train_and_check(ranks, cases, python):
         name, *shape = case
         options = dict(zip(OPTIONS, shape, strict=True))
         named.append((name, {**options, "num_replicas": replicas_of(case, ranks)}))
-    run = mpi_run(ranks, train_cases, named, timeout=300, python=python).check()
+    env = {"TNT_PROGRESS": "1"}  # sums move on while ranks compute, as between hosts
+    run = mpi_run(ranks, train_cases, named, timeout=300, env=env, python=python).check()
     for i, case in enumerate(cases):
         name, stages, micro_batches, _ = case
         replicas = replicas_of(case, ranks)

@@ -30,11 +30,19 @@ class Progress:
 
     A rank that waits for an activation of its pipeline moves on the reduction of gradients among
     the replicas of a stage, and the other way around.
+
+    Attributes:
+        expected: How many messages this rank is ready to receive.
     """
 
     def __init__(self) -> None:
+        self.expected = 0
         self._senders: dict[int, Sender] = {}
         self._collectives: dict[int, Collective] = {}
+
+    def is_open(self) -> bool:
+        """Whether anything is under way."""
+        return bool(self.expected or self._senders or self._collectives)
 
     def add_sender(self, sender: Sender) -> None:
         """Asks a sender from now on, until nothing of it is left."""

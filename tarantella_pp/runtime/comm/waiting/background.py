@@ -1,0 +1,123 @@
+"""Moves messages on while a rank computes, where MPI does not do so by itself."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from types import TracebackType
+
+from tarantella_pp.errors import ConfigurationError
+
+# Between two polls a socket takes what the network brings meanwhile: at 10 Gbit/s 1.25 MB. A poll
+# takes some 20 us from the rank, also while nothing comes.
+_PERIOD_SECONDS = 1e-3
+_PATIENCE_SECONDS = 20e-3
+"""How long the thread stays awake while the rank does something else than to compute."""
+
+
+class BackgroundProgress:
+    """A thread that polls while the rank computes, and lets go before the rank goes on.
+
+    MPI moves what is larger than its own buffers only inside its calls, and a rank that computes
+    makes none. TensorFlow leaves Python's interpreter to other threads meanwhile. A rank surrounds
+    computations with this object, and promises to leave messages alone inside, so that MPI and all
+    requests belong to one thread at a time, as `MPI_THREAD_SERIALIZED` asks::
+
+        the rank      send  F0 ............  wait  B0 ........................  send
+        this thread          .  .  .  .  .          .  .  .  .  .  .  .  .  .
+                             a poll each, as long as a message is under way
+
+    Args:
+        is_open: Whether anything is under way; cheap.
+        poll: Moves it on.
+    """
+
+    def __init__(self, is_open: Callable[[], bool], poll: Callable[[], object]) -> None:
+        self._is_open = is_open
+        self._poll = poll
+        self._lock = threading.Lock()
+        self._awake = threading.Event()
+        self._computes = False
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> None:
+        """Begins a computation."""
+        if self._is_open():
+            self._computes = True
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="tnt-progress", daemon=True)
+                self._thread.start()
+            self._awake.set()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Ends a computation; raises what a poll has raised meanwhile."""
+        if self._computes:
+            self.stop()
+        if self._error is not None and error is None:
+            found, self._error = self._error, None
+            raise found
+
+    def stop(self) -> None:
+        """Returns once this thread alone uses MPI."""
+        self._computes = False
+        try:
+            self._wait_for_poll()
+        except BaseException:  # Ctrl-C
+            self._wait_for_poll()
+            raise
+
+    def _wait_for_poll(self) -> None:
+        with self._lock:
+            pass
+
+    def _run(self) -> None:
+        while True:
+            self._awake.wait()
+            last = time.monotonic()
+            while time.monotonic() - last < _PATIENCE_SECONDS:
+                time.sleep(_PERIOD_SECONDS)
+                if self._computes and self._move_on():
+                    last = time.monotonic()
+            self._awake.clear()
+            if self._computes and self._is_open():  # it began before `clear`
+                self._awake.set()
+
+    def _move_on(self) -> bool:
+        """Polls if the rank still computes; returns whether anything is left."""
+        with self._lock:
+            if not self._computes:
+                return False
+            try:
+                self._poll()
+            except BaseException as error:  # whoever computes raises it
+                self._error = error
+                self._computes = False
+            return self._is_open()
+
+
+def is_wanted(several_hosts: bool, environ: Mapping[str, str] | None = None) -> bool:
+    """Whether messages are to move on while this rank computes, as `TNT_PROGRESS` may say.
+
+    Args:
+        several_hosts: Whether ranks are on several hosts. On one a poll of the receiver takes a
+            whole message out of shared memory, and a thread has little to win.
+        environ: The environment.
+
+    Raises:
+        ConfigurationError: `TNT_PROGRESS` is neither 0 nor 1.
+    """
+    text = (os.environ if environ is None else environ).get("TNT_PROGRESS", "").strip()
+    if text not in ("", "0", "1"):
+        raise ConfigurationError(
+            "TNT_PROGRESS is 1 or 0: whether messages move on while a rank computes. "
+            f"Received: TNT_PROGRESS={text!r}"
+        )
+    return several_hosts if not text else text == "1"

@@ -1,0 +1,126 @@
+"""What moves on while a rank computes, and what must not."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from tarantella_pp.errors import CommunicationError, ConfigurationError
+from tarantella_pp.runtime.comm.communicator import TensorSpec, world
+from tarantella_pp.runtime.comm.waiting import background
+from tarantella_pp.runtime.comm.waiting.background import BackgroundProgress, is_wanted
+from tests.helpers.mpi import PYTHONS, find_mpiexec, mpi_run
+
+SECONDS = 20
+
+
+def eventually(condition: Callable[[], object]) -> bool:
+    """Waits until something is so; returns whether it is."""
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.001)
+    return True
+
+
+def test_it_polls_while_something_is_open_and_the_rank_computes() -> None:
+    polls: list[str] = []
+    open_ = [True]
+    moved = BackgroundProgress(lambda: open_[0], lambda: polls.append(name()))
+    for least in (3, 100):
+        with moved:
+            assert eventually(lambda least=least: len(polls) >= least)
+        after = len(polls)
+        time.sleep(2 * background._PATIENCE_SECONDS)  # the second time it has fallen asleep
+        assert len(polls) == after
+    assert set(polls) == {"tnt-progress"}
+    open_[0] = False
+    with moved:
+        time.sleep(0.01)
+    assert len(polls) == after
+
+
+def name() -> str:
+    return threading.current_thread().name
+
+
+def test_there_is_no_thread_where_nothing_is_open() -> None:
+    before = threading.active_count()
+    with BackgroundProgress(lambda: False, lambda: pytest.fail("polled")):
+        assert threading.active_count() == before
+
+
+def test_a_computation_ends_after_the_poll_that_has_begun() -> None:
+    begun, go_on, events = threading.Event(), threading.Event(), []
+
+    def poll() -> None:
+        begun.set()
+        assert go_on.wait(SECONDS)
+        events.append("polled")
+
+    with BackgroundProgress(lambda: True, poll):
+        assert begun.wait(SECONDS)
+        threading.Timer(0.05, go_on.set).start()
+    events.append("went on")
+    assert events == ["polled", "went on"]
+
+
+def test_an_error_of_a_poll_is_one_of_the_computation() -> None:
+    def poll() -> None:
+        polls.append(1)
+        raise CommunicationError("not what was expected")
+
+    def compute(then: type[Exception] | None = None) -> None:
+        before = len(polls)
+        with moved:
+            assert eventually(lambda: len(polls) > before)
+            time.sleep(0.01)
+            if then is not None:
+                raise then
+
+    polls: list[int] = []
+    moved = BackgroundProgress(lambda: True, poll)
+    with pytest.raises(CommunicationError, match="not what was expected"):
+        compute()
+    assert polls == [1]
+    with pytest.raises(ZeroDivisionError):  # the computation's own error comes first
+        compute(ZeroDivisionError)
+
+
+def test_whether_it_is_wanted_can_be_said() -> None:
+    assert is_wanted(True, {})
+    assert not is_wanted(False, {"TNT_PROGRESS": " "})
+    assert is_wanted(False, {"TNT_PROGRESS": "1"})
+    assert not is_wanted(True, {"TNT_PROGRESS": "0"})
+    with pytest.raises(ConfigurationError, match="Received: TNT_PROGRESS='yes'"):
+        is_wanted(True, {"TNT_PROGRESS": "yes"})
+
+
+def sum_while_computing() -> list[bool]:
+    """A sum in two rounds, and messages, get on while ranks do nothing but compute."""
+    ranks = world()
+    array = np.arange(1 << 20, dtype=np.float32)
+    request = ranks.start_allreduce(array + ranks.rank, label="gradients")
+    with ranks.computing():
+        moved = eventually(lambda: request._awaited is None)
+    right = np.array_equal(request.wait(), 2 * array + 1)
+    other = 1 - ranks.rank
+    received = ranks.post_receive([TensorSpec(array.shape, array.dtype)], other, 7)
+    ranks.send([array], other, 7)
+    with ranks.computing():
+        gone = eventually(lambda: not ranks._progress._senders)
+    return [moved, right, gone, np.array_equal(received.wait()[0], array)]
+
+
+@pytest.mark.skipif(find_mpiexec() is None, reason="no mpiexec")
+@pytest.mark.mpi
+@pytest.mark.parametrize("python", PYTHONS)
+def test_ranks_that_compute_move_their_sums_and_messages_on(python: str) -> None:
+    env = {"TNT_PROGRESS": "1", "TNT_TIMEOUT": "20"}
+    run = mpi_run(2, sum_while_computing, env=env, python=python).check()
+    assert run.results == [[True] * 4] * 2

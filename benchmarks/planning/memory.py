@@ -3,6 +3,7 @@
     python benchmarks/planning/memory.py
     python benchmarks/planning/memory.py --models mlp cnn --stages 2 --recompute all
     python benchmarks/planning/memory.py --models unet --stages 2 --replicas 2 --metrics accuracy
+    python benchmarks/planning/memory.py --models tied --stages 1 4 --balance memory
 
 Each line is of three launches: as many ranks as stages, one thread each, 1F1B, four micro-batches
 (of "small" sixteen small ones, whose weight gradients are multiplied in chunks), Adam (of several
@@ -96,11 +97,13 @@ class Shape(NamedTuple):
     stages: int
     replicas: int
     recompute: str
+    balance: str | None
     metrics: tuple[str, ...]
 
     def arguments(self) -> list[str]:
         """The options that say so."""
         found = ["--stages", str(self.stages), "--replicas", str(self.replicas)]
+        found += ["--balance", self.balance] if self.balance else []
         return [*found, "--recompute", self.recompute, "--metrics", *self.metrics]
 
 
@@ -120,7 +123,7 @@ def train(name: str, shape: Shape, steps: int = 5) -> dict[str, Any]:
     y = rng.integers(0, 10, (batch, *model.output_shape[1:-1]))
     piped = tnt.PipelineModel(
         model, shape.stages, micro_batches, batch_size=batch, schedule="1f1b",
-        recompute=shape.recompute, num_replicas=shape.replicas,
+        recompute=shape.recompute, num_replicas=shape.replicas, balance=shape.balance,
         shard_optimizer=shape.replicas > 1,
     )  # fmt: skip
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -259,13 +262,13 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument("--metrics", nargs="*", default=[])
     parser.add_argument("--recompute", default="none")
+    parser.add_argument("--balance", choices=("memory", "flops"), help="default: the fastest")
     parser.add_argument("--launches", type=int, default=3)
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    shapes = [
-        Shape(stages, args.replicas, args.recompute, tuple(args.metrics)) for stages in args.stages
-    ]
+    options = args.replicas, args.recompute, args.balance, tuple(args.metrics)
+    shapes = [Shape(stages, *options) for stages in args.stages]
     if args.measure:
         measure(args.measure, shapes[0], args.folder)
         return

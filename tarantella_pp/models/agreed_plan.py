@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import tensorflow as tf
 
 from tarantella_pp.errors import ConfigurationError, PlanError
 from tarantella_pp.models.make_plan import default_machine, implied_stages, make_plan
@@ -71,8 +70,7 @@ def _fitting_plan(
         memory: Bytes that a rank may take; `None` where a limit is given.
     """
     plan = _best_plan(extracted, num_ranks, given)
-    on_gpu = tf.config.list_physical_devices("GPU")  # of which it is not known what it has
-    if memory is None or on_gpu:
+    if memory is None:
         return plan
     needed, stages = _largest_rank(plan, num_ranks)
     if needed <= memory:

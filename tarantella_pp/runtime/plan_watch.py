@@ -83,7 +83,7 @@ class PlanWatch:
         if rows > self._largest_batch:
             plan = self._of(rows, outputs)
             check_limit(plan, self._plan.batch_size)
-            if plan.limits is None and rows > self._plan.batch_size and not self._meter.on_gpu:
+            if plan.limits is None and rows > self._plan.batch_size:
                 self._compare(plan, memory_of_each_rank(self._groups.world))
             self.in_force, self._largest_batch = plan, rows
 

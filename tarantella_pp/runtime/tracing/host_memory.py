@@ -1,4 +1,4 @@
-"""How much memory a rank may take: its share of what its host, or the job's control group, has."""
+"""How much memory a rank may take: its share of what its GPU or its host has, or the job may."""
 
 from __future__ import annotations
 
@@ -8,15 +8,21 @@ from pathlib import Path
 
 import psutil
 
+from tarantella_pp.keras_internals.devices import gpu_in_use
 from tarantella_pp.runtime.comm.communicator import Communicator
 
 PROC, GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
 def memory_of_each_rank(communicator: Communicator) -> int:
-    """Bytes that each rank may take: the smallest share of a host, on all ranks the same."""
-    hosts = communicator.allgather_json(socket.gethostname())
-    own = memory_of_host() // hosts.count(socket.gethostname())
+    """Bytes that each rank may take: the smallest share of a device, on all ranks the same.
+
+    A rank's device is its GPU, which it may share, or else its host.
+    """
+    gpu = gpu_in_use()
+    place = [socket.gethostname(), gpu.name if gpu else ""]
+    there = communicator.allgather_json(place).count(place)
+    own = (gpu.nbytes if gpu else memory_of_host()) // there
     return min(communicator.allgather_json(own))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import psutil
 import pytest
 
+from tarantella_pp.keras_internals.devices import Gpu
 from tarantella_pp.runtime.comm.communicator import Communicator
 from tarantella_pp.runtime.tracing import host_memory
 
@@ -34,11 +35,40 @@ def test_the_smallest_limit_of_all_control_groups_holds(tmp_path, named, files, 
     assert host_memory.memory_of_host(proc, tmp_path / "groups") == expected
 
 
-@pytest.mark.parametrize(("others", "expected"), [(700, 300), (200, 200)])
-def test_ranks_of_a_host_share_it_and_the_smallest_share_holds(monkeypatch, others, expected):
-    class Three(Communicator):
-        def allgather_json(self, value):
-            return [value, value, "elsewhere" if isinstance(value, str) else others]
+FIRST, SECOND = Gpu("device: 0, pci bus id: 01", 900), Gpu("device: 0, pci bus id: 02", 500)
 
-    monkeypatch.setattr(host_memory, "memory_of_host", lambda: 600)
-    assert host_memory.memory_of_each_rank(Three()) == expected
+
+@pytest.mark.parametrize(
+    ("ranks", "expected"),
+    [
+        ([("a", None, 600), ("a", None, 600), ("b", None, 700)], 300),
+        ([("a", None, 600), ("a", None, 600), ("b", None, 200)], 200),
+        ([("a", FIRST, 600), ("a", SECOND, 600), ("b", FIRST, 600)], 500),
+        ([("a", FIRST, 600), ("a", FIRST, 600), ("a", SECOND, 600)], 450),
+        ([("a", FIRST, 600), ("a", None, 600), ("a", None, 600)], 300),
+    ],
+    ids=["hosts", "smallest", "GPUs", "shared GPU", "with and without"],
+)
+def test_ranks_of_a_device_share_it_and_the_smallest_share_holds(monkeypatch, ranks, expected):
+    told = [[[host, gpu.name if gpu else ""] for host, gpu, _ in ranks]]
+    told.append(
+        [
+            (gpu.nbytes if gpu else rest) // told[0].count([host, gpu.name if gpu else ""])
+            for host, gpu, rest in ranks
+        ]
+    )
+
+    class Three(Communicator):
+        def __init__(self, rank):
+            self.rounds, self.number = iter(told), rank
+
+        def allgather_json(self, value):
+            expected = next(self.rounds)
+            assert value == expected[self.number]
+            return expected
+
+    for rank, (host, gpu, memory) in enumerate(ranks):
+        monkeypatch.setattr(host_memory.socket, "gethostname", lambda host=host: host)
+        monkeypatch.setattr(host_memory, "gpu_in_use", lambda gpu=gpu: gpu)
+        monkeypatch.setattr(host_memory, "memory_of_host", lambda memory=memory: memory)
+        assert host_memory.memory_of_each_rank(Three(rank)) == expected

@@ -213,12 +213,12 @@ def _point(point: ScalePoint) -> dict[str, Any]:
 
 def _assumptions(simulation: PlanSimulation, step: PipelineStep) -> list[str]:
     """Says what the figures rest on."""
+    from tarantella_pp.cli.simulate_tables import scale_lines
+
     machine = simulation.machine
     bandwidth, latency = (machine.bandwidth or math.inf) / 1e9, machine.latency * 1e6
     stages = simulation.plan.stages
     measured = [i for i, stage in enumerate(stages) if stage.forward_seconds is not None]
-    from tarantella_pp.cli.simulate_tables import scale_lines
-
     lines = []
     if len(measured) < len(stages):
         lines += [

@@ -225,12 +225,11 @@ class Executor:
     ) -> None:
         boundary, key = stage.boundary, action.micro_batch
         inputs = [*step.data(boundary.index, key), *arrived]
-        if step.training:
-            whole = (boundary.index, key) in self._totals.kept_whole
-            with self._messages.computing():
+        whole = (boundary.index, key) in self._totals.kept_whole
+        with self._messages.computing():
+            if step.training:
                 outputs, added = stage.forward(key, inputs, step.share(key), whole=whole)
-        else:
-            with self._messages.computing():
+            else:
                 outputs, added = stage.evaluate(inputs, step.share(key))
         values: Values = dict(zip(boundary.outputs, outputs, strict=True))
         for edge in boundary.sends:

@@ -1,19 +1,24 @@
 """The folder of a run's checkpoints: how a new one comes there, and old ones go.
 
-DIRECTORY/step-00000120/            files of tensors, and the manifest, written last
-DIRECTORY/.writing-step-00000130/   one that is being written; whoever finds it later removes it
+DIRECTORY/step-00000120/                 files of tensors, and the manifest, written last
+DIRECTORY/.writing-step-00000130.5f1c/   one that is being written; a job that begins removes it
+
+A directory belongs to one job at a time. No lock says so, for over a network a lock
+can outlive its host. A job notices, before it writes, what it has neither found nor written.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import secrets
 import shutil
-from collections.abc import Iterable
+from collections.abc import Collection
 from pathlib import Path
 
 from tarantella_pp.checkpoints.disk import sync
 from tarantella_pp.checkpoints.manifest import CHECKSUM, MANIFEST, checksum_of
+from tarantella_pp.errors import ConfigurationError
 
 _NAME = re.compile(r"step-(\d{8,})")
 DRAFT = ".writing-"
@@ -38,21 +43,36 @@ def checkpoints_in(directory: Path) -> list[Path]:
     return sorted(found, key=_step, reverse=True)
 
 
-def begin_draft(directory: Path, step: int) -> Path:
-    """Makes an empty folder for a new checkpoint, after what a kill has left is removed.
-
-    Args:
-        directory: Where checkpoints are; it is made.
-        step: The step.
-
-    Returns:
-        The folder.
-    """
+def remove_leftovers(directory: Path) -> None:
+    """Makes the directory, and removes what a kill has left in it."""
     directory.mkdir(parents=True, exist_ok=True)
     for pattern in (f"{DRAFT}*", f"{_DISCARDED}*"):
         for left in directory.glob(pattern):
             shutil.rmtree(left)
-    draft = directory / f"{DRAFT}{name_of_step(step)}"
+
+
+def begin_draft(directory: Path, step: int, known: Collection[str]) -> Path:
+    """Makes an empty folder for a new checkpoint.
+
+    Args:
+        directory: Where checkpoints are.
+        step: The step.
+        known: The names of checkpoints that this job has found there or written.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ConfigurationError: If another job has written since, or is writing.
+    """
+    there = [path.name for path in (*directory.glob(f"{DRAFT}*"), *checkpoints_in(directory))]
+    if strange := [name for name in there if name not in known]:
+        raise ConfigurationError(
+            f"another job writes to this directory, too: it has '{strange[0]}', which is not of "
+            "this one. End one of the two, or give it a directory of its own"
+        )
+    # A name that no other job gives, so that none writes into it or removes it by mistake.
+    draft = directory / f"{DRAFT}{name_of_step(step)}.{secrets.token_hex(4)}"
     draft.mkdir()
     return draft
 
@@ -78,7 +98,7 @@ def publish(draft: Path, manifest: bytes) -> Path:
             file.flush()
             os.fsync(file.fileno())
     sync(draft)
-    target = draft.with_name(draft.name.removeprefix(DRAFT))
+    target = draft.with_name(draft.stem.removeprefix(DRAFT))
     if target.exists():  # damaged: otherwise training would have gone on from there
         os.replace(target, target.with_name(f"{_DISCARDED}{target.name}"))
     os.replace(draft, target)
@@ -86,19 +106,22 @@ def publish(draft: Path, manifest: bytes) -> Path:
     return target
 
 
-def remove_old(directory: Path, keep: int, damaged: Iterable[str]) -> None:
+def remove_old(
+    directory: Path, keep: int, known: Collection[str], damaged: Collection[str]
+) -> None:
     """Removes all checkpoints but the newest, and damaged ones that are older than these.
 
     Args:
         directory: Where they are.
         keep: How many stay.
+        known: The names of those that this job has found or written; no others go.
         damaged: The names of those that do not count.
     """
-    known, good = set(damaged), 0
+    good = 0
     for path in checkpoints_in(directory):
-        if good >= keep:
+        if good >= keep and path.name in known:
             shutil.rmtree(path)
-        good += path.name not in known
+        good += path.name not in damaged
     for left in directory.glob(f"{_DISCARDED}*"):
         shutil.rmtree(left)
 

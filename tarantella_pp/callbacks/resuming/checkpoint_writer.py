@@ -28,7 +28,7 @@ _T = TypeVar("_T")
 
 
 class CheckpointWriter:
-    """Writes checkpoints into one directory.
+    """Writes the checkpoints of one job into a directory.
 
     Args:
         ranks: All ranks of the job.
@@ -44,6 +44,8 @@ class CheckpointWriter:
         self._directory = directory
         self._keep = keep
         self._stages = tuple(stages)
+        self._known = {path.name for path in checkpoint_folder.checkpoints_in(directory)}
+        self._begun = False
 
     def prepare(self) -> None:
         """Makes sure that there is a directory to write to; takes all ranks.
@@ -75,25 +77,31 @@ class CheckpointWriter:
             FileError: On all ranks, if any could not write; older checkpoints are unchanged.
         """
         name = checkpoint_folder.name_of_step(step)
-        draft = self._directory / f"{checkpoint_folder.DRAFT}{name}"
+        draft = Path(self._on_all(name, self._begin, step)[0])
         try:
-            self._on_all(name, self._begin, step)
             told = self._on_all(name, self._write_own, draft, own)
             self._on_all(name, self._publish, draft, lambda: describe(*_gathered(told)))
         except FileError:
             if self._ranks.rank == 0:
                 checkpoint_folder.discard_draft(draft)
             raise
+        self._known.add(name)
         self._remove_old([other for other in damaged if other != name])
         return self._directory / name
 
     def _try(self) -> None:
         if self._ranks.rank == 0:
-            checkpoint_folder.discard_draft(checkpoint_folder.begin_draft(self._directory, 0))
+            checkpoint_folder.discard_draft(self._new_draft(0))
 
-    def _begin(self, step: int) -> None:
-        if self._ranks.rank == 0:
-            checkpoint_folder.begin_draft(self._directory, step)
+    def _begin(self, step: int) -> str:
+        """Makes the folder that all ranks write into; rank 0 tells which."""
+        return str(self._new_draft(step)) if self._ranks.rank == 0 else ""
+
+    def _new_draft(self, step: int) -> Path:
+        if not self._begun:
+            checkpoint_folder.remove_leftovers(self._directory)
+            self._begun = True
+        return checkpoint_folder.begin_draft(self._directory, step, self._known)
 
     def _write_own(self, draft: Path, own: Mapping[str, Any]) -> list[Any]:
         """Writes this rank's file; returns what it tells of it."""
@@ -114,7 +122,7 @@ class CheckpointWriter:
         if self._ranks.rank != 0:
             return
         try:
-            checkpoint_folder.remove_old(self._directory, self._keep, damaged)
+            checkpoint_folder.remove_old(self._directory, self._keep, self._known, damaged)
         except OSError as error:
             logger.warning("could not remove old checkpoints in '%s': %s", self._directory, error)
 
@@ -125,7 +133,10 @@ class CheckpointWriter:
         try:
             result = work(*arguments)
         except FileNotFoundError:
-            reason = "its folder is not there; the directory must be on a disk that all ranks see"
+            reason = (
+                "its folder is not there; the directory must be on a disk that all ranks see, and "
+                "no other job may begin in it"
+            )
         except (OSError, shutil.Error) as error:
             reason = error.strerror or str(error)
         except ConfigurationError as error:

@@ -38,7 +38,8 @@ def fit(directory, given=None, epochs=3, x=X, **options):
     """Losses of each epoch, three steps each, with a checkpoint after each step."""
     own = tnt.callbacks.Checkpoint(directory, every=1, keep=options.pop("keep", 3))
     options = {"batch_size": 8, "verbose": 0, **options}
-    told = (given or model()).fit(x, Y, epochs=epochs, callbacks=[own], **options)
+    callbacks = [*options.pop("callbacks", ()), own]
+    told = (given or model()).fit(x, Y, epochs=epochs, callbacks=callbacks, **options)
     return told.history["loss"]
 
 
@@ -189,6 +190,40 @@ def test_a_folder_that_is_none_is_refused_before_training(tmp_path):
     with pytest.raises(FileError, match=r"Rank 0 could not write a checkpoint, .*file/run"):
         fit(tmp_path / "file" / "run", trained)
     assert int(trained.optimizer.iterations) == 0
+
+
+class During(keras.callbacks.Callback):
+    """Does something once, in the middle of a training."""
+
+    def __init__(self, step, work):
+        super().__init__()
+        self.step, self.work = step, work
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if int(self.model.optimizer.iterations) == self.step:
+            self.work()
+
+
+def test_two_jobs_in_one_directory_are_told_apart(run):
+    """The one that finds what the other has written ends; the other trains on as if alone."""
+    directory, expected = run
+    losses = []
+    beside = During(7, lambda: losses.extend(fit(directory)))
+    with pytest.raises(FileError, match=r"00000008'.* another job writes .* it has 'step-0000000"):
+        fit(directory, callbacks=[beside])
+    assert losses == expected
+    assert sorted(os.listdir(directory)) == ["step-00000007", "step-00000008", "step-00000009"]
+    assert fit(directory) == expected
+
+
+def test_another_job_that_begins_or_writes_is_noticed(run):
+    directory, expected = run
+    draft = directory / f"{checkpoint_folder.DRAFT}step-00000006.0000"
+    with pytest.raises(FileError, match=r"00000009'.* another job .* '.writing-step-0+6.0000'"):
+        fit(directory, callbacks=[During(8, draft.mkdir)])
+    assert draft.is_dir()  # for that job has done nothing wrong
+    assert fit(directory) == expected
+    assert not draft.exists()
 
 
 OTHERS = {

@@ -4,6 +4,10 @@
     python benchmarks/planning/memory.py --models mlp cnn --stages 2 --recompute all
     python benchmarks/planning/memory.py --models unet --stages 2 --replicas 2 --metrics accuracy
     python benchmarks/planning/memory.py --models tied --stages 1 4 --balance memory
+    python benchmarks/planning/memory.py --models cnn --micro-batches 8 --plain
+
+With --plain a model is first trained by plain Keras, in one process, on the whole batch. Then lines
+say how the peak of the largest rank compares with that.
 
 Each line is of three launches: as many ranks as stages, one thread each, 1F1B, four micro-batches
 (of "small" sixteen small ones, whose weight gradients are multiplied in chunks), Adam (of several
@@ -99,41 +103,62 @@ class Shape(NamedTuple):
     recompute: str
     balance: str | None
     metrics: tuple[str, ...]
+    micro_batches: int | None = None
 
     def arguments(self) -> list[str]:
         """The options that say so."""
         found = ["--stages", str(self.stages), "--replicas", str(self.replicas)]
         found += ["--balance", self.balance] if self.balance else []
+        found += ["--micro-batches", str(self.micro_batches)] if self.micro_batches else []
         return [*found, "--recompute", self.recompute, "--metrics", *self.metrics]
 
 
-def train(name: str, shape: Shape, steps: int = 5) -> dict[str, Any]:
+def samples(model: keras.Model, batch: int) -> tuple[np.ndarray, np.ndarray]:
+    """A batch for a model, and its targets."""
+    sizes, integers = model.input_shape[1:], model.inputs[0].dtype.startswith("int")
+    rng = np.random.default_rng(0)
+    x = rng.integers(0, 100, (batch, *sizes)) if integers else rng.random((batch, *sizes))
+    y = rng.integers(0, 10, (batch, *model.output_shape[1:-1]))
+    return x.astype("int32" if integers else "float32"), y
+
+
+def steps(model: keras.Model, batch: int, metrics: Sequence[str], count: int = 5) -> None:
+    """Compiles a model and trains it; all steps but the first are traced."""
+    x, y = samples(model, batch)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile("adam", loss, metrics=list(metrics))
+    model.train_on_batch(x, y)  # compiles, while other ranks wait and messages pile up
+    for _ in range(count):
+        with tf.profiler.experimental.Trace(STEP):
+            model.train_on_batch(x, y)
+
+
+def train_plain(name: str, metrics: Sequence[str]) -> dict[str, Any]:
+    """Trains by plain Keras on the whole batch."""
+    build, rows, micro_batches = SUBJECTS[name]
+    before = status("VmRSS")
+    steps(build(), rows * micro_batches, metrics)
+    return {"resident": status("VmHWM") - before, "others": 0, "messages": 0}
+
+
+def train(name: str, shape: Shape) -> dict[str, Any]:
     """Trains a pipeline; returns what its rank measures but for the peak."""
     import tarantella_pp as tnt
     from tarantella_pp.schedule import in_flight_bounds
 
-    build, rows, micro_batches = SUBJECTS[name]
+    build, rows, default = SUBJECTS[name]
+    micro_batches = shape.micro_batches or default
     keras.utils.set_random_seed(0)
     before = status("VmRSS")
-    model, batch = build(), rows * micro_batches * shape.replicas
-    sizes, integers = model.input_shape[1:], model.inputs[0].dtype.startswith("int")
-    rng = np.random.default_rng(0)
-    x = rng.integers(0, 100, (batch, *sizes)) if integers else rng.random((batch, *sizes))
-    x = x.astype("int32" if integers else "float32")
-    y = rng.integers(0, 10, (batch, *model.output_shape[1:-1]))
+    model, batch = build(), rows * default * shape.replicas
     piped = tnt.PipelineModel(
         model, shape.stages, micro_batches, batch_size=batch, schedule="1f1b",
         recompute=shape.recompute, num_replicas=shape.replicas, balance=shape.balance,
         shard_optimizer=shape.replicas > 1,
     )  # fmt: skip
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    piped.compile("adam", loss, metrics=list(shape.metrics))
+    steps(piped, batch, shape.metrics)
     stage = piped.plan.coordinates(tnt.get_rank()).position
     own = piped._engine.stages[stage]
-    piped.train_on_batch(x, y)  # compiles, while other ranks wait and messages pile up
-    for _ in range(steps):
-        with tf.profiler.experimental.Trace(STEP):
-            piped.train_on_batch(x, y)
     weights = {id(v): v for call in own.module.layer.calls for v in call.variables}.values()
     others = nbytes(model.variables) - nbytes(weights)
     sums = zip(own.module.accumulator.weights, own.module.accumulator._dense, strict=True)
@@ -195,7 +220,7 @@ def measure(name: str, shape: Shape, folder: Path) -> None:
     tf.linalg.matmul(tf.ones((64, 64)), tf.ones((64, 64)))
     trace = folder / f"trace{rank}"
     tf.profiler.experimental.start(str(trace))
-    found = train(name, shape)
+    found = train(name, shape) if shape.stages else train_plain(name, shape.metrics)
     tf.profiler.experimental.stop()
     found["peak"] = peak_requested(trace) - found["others"] + found["messages"]
     (folder / f"{rank}.json").write_text(json.dumps(found))
@@ -203,13 +228,14 @@ def measure(name: str, shape: Shape, folder: Path) -> None:
 
 def launch(name: str, shape: Shape) -> list[dict[str, Any]]:
     """Starts the ranks and returns what each measured."""
-    ranks = shape.stages * shape.replicas
+    ranks = max(1, shape.stages * shape.replicas)
     with tempfile.TemporaryDirectory() as folder:
         command = [
             *(sys.executable, "-m", "tarantella_pp", "-n", str(ranks), "--threads", "1", "--"),
             *(__file__, "--measure", name, "--folder", folder, *shape.arguments()),
         ]
-        environment = {**os.environ, "TF_CPU_ALLOCATOR_USE_BFC": "1"}
+        traced = {"TF_CPU_ALLOCATOR_USE_BFC": "1", "TF_ONEDNN_USE_SYSTEM_ALLOCATOR": "0"}
+        environment = {**os.environ, **traced}
         subprocess.run(command, check=True, timeout=600, env=environment)
         return [json.loads((Path(folder) / f"{i}.json").read_text()) for i in range(ranks)]
 
@@ -249,6 +275,16 @@ def summary(name: str, stages: int, ranks: Sequence[dict[str, Any]]) -> str:
     return f"| {name} | {stages} | {both} | {errors} | {100 * spread:.0f} % |"
 
 
+def beside_plain(name: str, shape: Shape, ranks: Sequence[dict[str, Any]], plain: int) -> str:
+    """A line of the table in docs/performance.md."""
+    largest = max(found["peak"] for found in ranks)
+    over = 100 * (shape.stages * largest / plain - 1)
+    return (
+        f"| {name} | {mega(plain)} | {shape.stages} | {shape.micro_batches} | {shape.recompute} "
+        f"| {mega(largest)} | {mega(plain / shape.stages)} | {over:+.0f} % |"
+    )
+
+
 HEADS = (
     *("model", "stages", "rank", "planned", "peak", "error", "resident", "kept"),
     *("state", "activations", "moment", "messages"),
@@ -261,14 +297,16 @@ def main() -> None:
     parser.add_argument("--stages", nargs="+", type=int, default=[1, 2, 3, 4])
     parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument("--metrics", nargs="*", default=[])
+    parser.add_argument("--micro-batches", type=int, help="to cut the same batch in")
+    parser.add_argument("--plain", action="store_true", help="plain Keras on the batch first")
     parser.add_argument("--recompute", default="none")
     parser.add_argument("--balance", choices=("memory", "flops"), help="default: the fastest")
     parser.add_argument("--launches", type=int, default=3)
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    options = args.replicas, args.recompute, args.balance, tuple(args.metrics)
-    shapes = [Shape(stages, *options) for stages in args.stages]
+    options = args.recompute, args.balance, tuple(args.metrics), args.micro_batches
+    shapes = [Shape(stages, args.replicas, *options) for stages in args.stages]
     if args.measure:
         measure(args.measure, shapes[0], args.folder)
         return
@@ -278,7 +316,10 @@ def main() -> None:
     lines = ["| model | stages | planned / measured of each rank, MiB | error | launches |"]
     lines.append("| --- | ---: | --- | --- | ---: |")
     errors: list[float] = []
+    besides = []
     for name in args.models:
+        serial = shapes[0]._replace(stages=0)
+        plain = [launch(name, serial)[0]["peak"] for _ in range(args.launches * args.plain)]
         for shape in shapes:
             launches = [launch(name, shape) for _ in range(args.launches)]
             ranks = [median(each) for each in zip(*launches, strict=True)]
@@ -287,9 +328,11 @@ def main() -> None:
             lines.append(summary(name, shape.stages, ranks))
             errors += [abs(error(found)) for found in ranks]
             print(lines[-1], flush=True)
+            if plain:
+                besides.append(beside_plain(name, shape, ranks, sorted(plain)[len(plain) // 2]))
     console = Console(width=120)
     console.print(table)
-    print("\n".join(lines))
+    print("\n".join([*lines, *besides]))
     close = sum(each <= 10 for each in errors)
     print(f"{close} of {len(errors)} ranks within 10 %, {np.mean(errors):.1f} % off in the mean")
 

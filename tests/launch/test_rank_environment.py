@@ -49,8 +49,9 @@ def test_onednn_is_asked_for_where_tensorflow_has_it_for_all_processors(
     machine: str, value: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rank_environment.platform, "machine", lambda: machine)
-    assert variables({}).get("TF_ENABLE_ONEDNN_OPTS") == value
-    assert "TF_ENABLE_ONEDNN_OPTS" not in variables({"TF_ENABLE_ONEDNN_OPTS": "0"})
+    for name in ("TF_ENABLE_ONEDNN_OPTS", "TF_ONEDNN_USE_SYSTEM_ALLOCATOR"):
+        assert variables({}).get(name) == value
+        assert name not in variables({name: "0"})
 
 
 @pytest.mark.parametrize(

@@ -20,10 +20,10 @@ What is measured, on each rank:
   gradients, slots), plus what the traced stage keeps of a micro-batch times micro-batches in
   flight, plus the planned buffers of messages. No figure for loops, whose graph does not say.
 * peak: most bytes at a time that TensorFlow had asked its allocator for, as the allocator tells
-  TensorFlow's profiler (it is made to count small tensors, too), less the weights of other ranks'
-  stages, plus the memory that is kept for messages. Everything counts: temporaries of all
-  operations and of the optimizer, the batch, the loss. It is the median of the steps: when the
-  system lets a rank wait, the messages to it wait in memory, too.
+  TensorFlow's profiler (it is made to count small tensors, too), less weights of other ranks'
+  stages as far as they are still there, plus the memory that is kept for messages. Everything
+  counts: temporaries of all operations and of the optimizer, the batch, the loss. It is the median
+  of the steps: when the system lets a rank wait, the messages to it wait in memory, too.
 * resident: how far the resident memory of the process (VmHWM) rises above where it was before
   the model was built, less the weights of other ranks' stages. Graphs, compiled code and what
   allocators round up count as well.
@@ -54,6 +54,7 @@ from rich.table import Table
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 from tarantella_pp.runtime.comm.buffer_pool import BufferPool
+from tarantella_pp.runtime.state.remote_variables import bytes_held
 from tests.zoo.sized_models import gpt, lstm, mlp, plain_cnn, resnet, transformer, unet
 
 STEP = "training step"
@@ -160,7 +161,7 @@ def train(name: str, shape: Shape) -> dict[str, Any]:
     stage = piped.plan.coordinates(tnt.get_rank()).position
     own = piped._engine.stages[stage]
     weights = {id(v): v for call in own.module.layer.calls for v in call.variables}.values()
-    others = nbytes(model.variables) - nbytes(weights)
+    others = bytes_held(model.variables) - nbytes(weights)
     sums = zip(own.module.accumulator.weights, own.module.accumulator._dense, strict=True)
     dense = nbytes(weight for weight, total in sums if total is not None)
     slots = nbytes(v for v in piped.optimizer.variables if len(v.shape))

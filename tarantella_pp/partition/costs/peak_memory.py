@@ -31,7 +31,7 @@ as gradients come, so that there are two of these at most."""
 
 WAITING_OUTPUTS = 1
 """Micro-batches whose outputs wait for metrics to be updated with them, at the most."""
-LOSS_COPIES = 3
+LOSS_COPIES = 2
 """Tensors of the outputs' size that a loss and its gradient make for a moment."""
 
 
@@ -195,7 +195,10 @@ def _kernels(graph: LayerGraph, node: Node) -> list[Weight]:
 
 
 def tie_bytes(weights: Iterable[Weight], users: Sequence[Sequence[int]], stage: int) -> int:
-    """Counts what arrives, once a step, for variables that several stages use."""
+    """Counts what arrives, once a step, for variables that several stages use, and is kept for it.
+
+    A stage with a copy has the next value arrive beside the one that it computes with.
+    """
     tied = [w for w in weights if w.trainable and len(users[w.id]) > 1]
     return sum(w.bytes * (len(users[w.id]) - 1 if users[w.id][0] == stage else 1) for w in tied)
 

@@ -240,7 +240,6 @@ class StageCostModel:
         own = [weight for weight in weights if users[weight.id][0] == stage]
         shares = [[w for w in own if replicas[w.id] == one] for one in range(self.shards)]
         update = max(update_bytes(self.graph, share, self.slots) for share in shares)
-        update += tie_bytes(weights, users, stage)
         update -= in_flight * kept + repeats * repeated  # which is gone by then
         made = OutputBytes()
         if self.outputs is not None and stage == last:
@@ -262,7 +261,7 @@ class StageCostModel:
             optimizer_bytes=max(sum(self.slots[w.id] for w in share) for share in shares),
             activation_bytes=kept,
             in_flight=in_flight,
-            buffer_bytes=received,
+            buffer_bytes=received + tie_bytes(weights, users, stage),
             flops=sum(node.flops for node in nodes),
             forward_seconds=None if times is None else sum(f for f, _ in times),
             backward_seconds=None if times is None else sum(b for _, b in times),

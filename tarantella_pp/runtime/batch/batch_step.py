@@ -199,7 +199,7 @@ class BatchStep:
             differentiate=self.training,
             scale=self._scale,
         )
-        self._losses.append(loss)
+        self._losses.append(loss._replace(gradients={}))  # of the size of the outputs
         if not self._keeps_outputs:
             self.results[micro_batch] = ()
         return loss.gradients
@@ -252,7 +252,7 @@ class BatchStep:
             differentiate=self.training,
             scale=self._scale,
         )
-        self._losses.append(loss)
+        self._losses.append(loss._replace(gradients={}))  # of the size of the outputs
         if not self._keeps_outputs:
             self.results = [()] * len(self._sizes)
         return loss.gradients

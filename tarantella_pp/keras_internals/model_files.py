@@ -6,13 +6,15 @@ a new version of Keras has changed.
 
 from __future__ import annotations
 
+import math
 import warnings
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 import keras
+import numpy as np
 from keras.src.saving import saving_lib
 from keras.src.saving.serialization_lib import ObjectSharingScope
 
@@ -20,8 +22,86 @@ CONFIG, METADATA, WEIGHTS, ASSETS = "config.json", "metadata.json", "model.weigh
 """What is what in a `.keras` file."""
 
 
-def save_state(model: keras.Model, archive: zipfile.ZipFile, scratch: Path) -> None:
-    """Writes the state of a model and its optimizer into a `.keras` file, one variable at a time.
+PIECE_BYTES = 2**23
+"""About how much of a large value is in memory at a time, on its way to a file."""
+
+
+class Rows(Protocol):
+    """A value that can be had row by row."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+
+    @property
+    def dtype(self) -> Any:
+        """Its dtype."""
+
+    def __getitem__(self, rows: slice) -> Any:
+        """Some of its rows."""
+
+
+RowsOf = Callable[[Any], "Rows | None"]
+"""What writes a value row by row; `None` for one that is small or no variable."""
+
+
+def row_ranges(shape: Sequence[int], dtype: Any) -> Iterator[tuple[int, int]]:
+    """Cuts a value into pieces of whole rows, each of about `PIECE_BYTES`.
+
+    Args:
+        shape: Its shape, of one dimension at the least.
+        dtype: Its dtype.
+
+    Returns:
+        The first row of each piece, and the one behind its last.
+    """
+    row = math.prod(shape[1:]) * np.dtype(dtype).itemsize
+    step = max(1, PIECE_BYTES // max(1, row))
+    return ((begin, min(begin + step, shape[0])) for begin in range(0, shape[0], step))
+
+
+def goes_in_pieces(shape: Sequence[int], dtype: Any) -> bool:
+    """Whether a value is written in pieces: a large one, of a dtype that HDF5 has."""
+    kind = np.dtype(dtype)
+    return len(shape) > 0 and kind.kind in "fiu" and math.prod(shape) * kind.itemsize > PIECE_BYTES
+
+
+class _WrittenFile(saving_lib.H5IOStore):  # type: ignore[misc]
+    """A file of Keras that large values are written to in pieces."""
+
+    def __init__(self, path: Path, rows_of: RowsOf) -> None:
+        super().__init__(path, mode="w")
+        self._rows_of = rows_of
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        rows = self._rows_of(value)
+        if rows is None:
+            super().__setitem__(key, value)
+            return
+        if not self._h5_entry_initialized:
+            self._create_h5_group(self._h5_entry_path)
+        dataset = self._h5_entry_group.create_dataset(key, rows.shape, rows.dtype)
+        for begin, end in row_ranges(rows.shape, rows.dtype):
+            dataset[begin:end] = rows[begin:end]
+
+
+def save_weights(model: keras.Model, path: Path, rows_of: RowsOf) -> None:
+    """Writes a `.weights.h5` file as Keras does, large values in pieces.
+
+    Args:
+        model: The model.
+        path: The file.
+        rows_of: How large values are read.
+    """
+    weights = _WrittenFile(path, rows_of)
+    saving_lib._save_state(model, weights, None, "", set())
+    weights.close()
+
+
+def save_state(
+    model: keras.Model, archive: zipfile.ZipFile, scratch: Path, rows_of: RowsOf
+) -> None:
+    """Writes the state of a model and its optimizer into a `.keras` file, large values in pieces.
 
     Keras itself has all of it in memory meanwhile.
 
@@ -29,8 +109,9 @@ def save_state(model: keras.Model, archive: zipfile.ZipFile, scratch: Path) -> N
         model: The model.
         archive: The file.
         scratch: Where nothing is yet, for the HDF5 file until it is complete.
+        rows_of: How large values are read.
     """
-    weights = saving_lib.H5IOStore(scratch, mode="w")
+    weights = _WrittenFile(scratch, rows_of)
     assets = saving_lib.DiskIOStore(ASSETS, archive=archive, mode="w")
     visited: set[int] = set()
     try:

@@ -16,6 +16,7 @@ import numpy as np
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.keras_internals.epochs import LogsOfEpoch
 from tarantella_pp.keras_internals.legacy_files import write_legacy
+from tarantella_pp.keras_internals.model_files import save_weights
 from tarantella_pp.keras_internals.state import pickled, send_files_through
 from tarantella_pp.models.files.file_replacement import replace_file, replace_shards
 from tarantella_pp.models.files.keras_file import KerasFile
@@ -33,6 +34,7 @@ from tarantella_pp.runtime.state.remote_variables import (
     refuse_stale,
 )
 from tarantella_pp.runtime.state.state_share import StateShare
+from tarantella_pp.runtime.state.value_pieces import rows_of
 from tarantella_pp.runtime.state.value_stream import ValueStream
 
 if TYPE_CHECKING:
@@ -140,7 +142,7 @@ class CollectiveModel(LogsOfEpoch):
             optimizer = self._optimizer_state and self._optimizer_state.whole()
             with tempfile.TemporaryDirectory() as folder:
                 path = Path(folder) / "model.keras"
-                write_plain(engine.extracted, self._config(optimizer), optimizer, path)
+                write_plain(engine.extracted, self._config(optimizer), optimizer, path, rows_of)
                 return pickled(path.read_bytes())
 
     @collective("overwrite", "include_optimizer", filepath=lambda given: _named(given["filepath"]))
@@ -177,7 +179,7 @@ class CollectiveModel(LogsOfEpoch):
             if draft.suffix in _LEGACY:
                 write_legacy(draft, extracted.model, self, optimizer)
             else:
-                write_plain(extracted, self._config(optimizer), optimizer, draft)
+                write_plain(extracted, self._config(optimizer), optimizer, draft, rows_of)
 
         if isinstance(filepath, io.IOBase):
             self._save_to_each(filepath, write)
@@ -231,7 +233,10 @@ class CollectiveModel(LogsOfEpoch):
 
         def write(draft: Path, state: Any) -> None:
             plain = plain_model(engine.extracted, state)
-            plain.save_weights(draft, max_shard_size=max_shard_size)
+            if max_shard_size is None and draft.name.endswith(".weights.h5"):
+                save_weights(plain, draft, rows_of)
+            else:
+                plain.save_weights(draft, max_shard_size=max_shard_size)
 
         replace = replace_file if max_shard_size is None else replace_shards
         self._on_last_rank("save_weights", replace, path, write)

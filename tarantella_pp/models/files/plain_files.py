@@ -10,7 +10,13 @@ from typing import Any
 
 import keras
 
-from tarantella_pp.keras_internals.model_files import CONFIG, METADATA, WEIGHTS, save_state
+from tarantella_pp.keras_internals.model_files import (
+    CONFIG,
+    METADATA,
+    WEIGHTS,
+    RowsOf,
+    save_state,
+)
 from tarantella_pp.partition.extraction.keras_reader import ExtractedModel
 
 
@@ -43,7 +49,11 @@ def config_of(model: keras.Model, compile_config: dict[str, Any] | None) -> dict
 
 
 def write_plain(
-    extracted: ExtractedModel, config: dict[str, Any], optimizer: Any, path: Path
+    extracted: ExtractedModel,
+    config: dict[str, Any],
+    optimizer: Any,
+    path: Path,
+    rows_of: RowsOf,
 ) -> None:
     """Writes a `.keras` file that stock Keras loads and trains on.
 
@@ -52,6 +62,7 @@ def write_plain(
         config: What `config_of` returned.
         optimizer: The optimizer of the whole model, or `None`.
         path: Where to, in a folder of its own, where it takes its size twice meanwhile.
+        rows_of: How large values are read.
     """
     metadata = {
         "keras_version": keras.__version__,
@@ -60,4 +71,4 @@ def write_plain(
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr(METADATA, json.dumps(metadata))
         archive.writestr(CONFIG, json.dumps(config))
-        save_state(plain_model(extracted, optimizer), archive, path.with_name(WEIGHTS))
+        save_state(plain_model(extracted, optimizer), archive, path.with_name(WEIGHTS), rows_of)

@@ -92,6 +92,20 @@ def value_of(variable: Any) -> np.ndarray[Any, Any]:
     return np.asarray(variable.numpy())  # which has copied it
 
 
+def elements_of(variable: Any, begin: int, end: int) -> np.ndarray[Any, Any]:
+    """Returns some elements of a variable's value, which is not copied as a whole.
+
+    Args:
+        variable: A Keras or TensorFlow variable, whose value stays as it is meanwhile.
+        begin: The first one, in row-major order.
+        end: Behind the last one.
+
+    Returns:
+        An array with one dimension, not to be written to.
+    """
+    return to_buffer(tf.reshape(tf.convert_to_tensor(variable), [-1])[begin:end])
+
+
 def cast(tensor: tf.Tensor, dtype: np.dtype[Any]) -> tf.Tensor:
     """Returns a tensor in another dtype.
 

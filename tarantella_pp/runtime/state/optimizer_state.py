@@ -24,7 +24,7 @@ from tarantella_pp.runtime.comm.collective import digest
 from tarantella_pp.runtime.comm.communicator import TensorSpec
 from tarantella_pp.runtime.comm.tensor_buffers import value_of
 from tarantella_pp.runtime.state.trainers import Trainers
-from tarantella_pp.runtime.state.value_stream import ValueStream
+from tarantella_pp.runtime.state.value_stream import ValuePieces, ValueStream
 
 _Array = np.ndarray[Any, Any]
 
@@ -108,9 +108,9 @@ class OptimizerState:
         if self._communicator.size == 1:
             return self._optimizer
         held, specs = self._all_specs()
-        read = stream.add(lambda number: value_of(held[number]))
+        read = stream.add(held.__getitem__)
 
-        def value(number: int) -> _Array:
+        def value(number: int) -> ValuePieces:
             owner = self._communicator.world_ranks[self._source(self._slots[number].positions)]
             return read(owner, number, specs[number])
 
@@ -230,7 +230,7 @@ class OptimizerState:
         """The rank with the values of a slot; one that serves no single weight is on several."""
         return self._ranks[positions[0] if positions else 0] if self._ranks else 0
 
-    def _stand_in(self, value_of: Callable[[int], _Array]) -> _StandIn:
+    def _stand_in(self, value_of: Callable[[int], _Array | ValuePieces]) -> _StandIn:
         parts: dict[tuple[int, str], list[int]] = {}
         for number, place in enumerate(self._slots):
             parts.setdefault((place.part, place.part_class), []).append(number)
@@ -264,7 +264,7 @@ class _StandIn(keras.optimizers.Optimizer):  # type: ignore[misc]
         self,
         name: str,
         slots: Sequence[int],
-        value_of: Callable[[int], _Array] | None = None,
+        value_of: Callable[[int], _Array | ValuePieces] | None = None,
         receivers: Mapping[int, Any] | None = None,
         inner: Sequence[_StandIn] = (),
     ) -> None:

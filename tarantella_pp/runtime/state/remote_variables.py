@@ -25,8 +25,9 @@ from tarantella_pp.keras_internals.state import (
     initializer_of,
     needs_only_shapes,
 )
-from tarantella_pp.runtime.comm.tensor_buffers import variable_bytes
+from tarantella_pp.runtime.comm.tensor_buffers import to_tensor, variable_bytes
 from tarantella_pp.runtime.state.free_memory import give_back
+from tarantella_pp.runtime.state.value_stream import ValuePieces
 
 OF_WEIGHTS = (
     "Weight '{path}' is trained on another rank, and its value on this one is out of date. Call "
@@ -91,11 +92,11 @@ def only_traced() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def read_with(read: Callable[[Any], Any]) -> Iterator[None]:
+def read_with(read: Callable[[Any], ValuePieces]) -> Iterator[None]:
     """Lets stale variables be read, one at a time, from where their true value is.
 
     Args:
-        read: Returns the true value of a variable.
+        read: Finds the true value of a variable.
     """
     before = _reader.set(read)
     try:
@@ -116,7 +117,7 @@ def only_own_assigned() -> Iterator[None]:
 
 _traced = contextvars.ContextVar("_traced", default=False)
 _only_own = contextvars.ContextVar("_only_own", default=False)
-_reader: contextvars.ContextVar[Callable[[Any], Any] | None] = contextvars.ContextVar(
+_reader: contextvars.ContextVar[Callable[[Any], ValuePieces] | None] = contextvars.ContextVar(
     "_reader", default=None
 )
 
@@ -207,6 +208,23 @@ def is_stale(variable: Any) -> bool:
     return isinstance(variable, _Remote) and variable.is_stale
 
 
+def remote_value(variable: Any) -> ValuePieces | None:
+    """The true value of a stale variable, from where it is; `None` of one that this rank has.
+
+    Args:
+        variable: A Keras variable.
+
+    Raises:
+        StaleWeightError: If it cannot be read now.
+    """
+    if not is_stale(variable):
+        return None
+    read = _reader.get()
+    if read is None:
+        raise _error(variable)
+    return read(variable)
+
+
 def refuse_stale(model: Any) -> None:
     """Refuses a model that cannot be read.
 
@@ -248,7 +266,7 @@ class _Remote(keras.Variable):  # type: ignore[misc]
             read = _reader.get()
             if read is None:
                 raise _error(self)
-            return read(self)
+            return to_tensor(read(self).whole())
         return super().value
 
     def assign(self, value: Any) -> Any:

@@ -1,30 +1,74 @@
-"""Values that one rank reads from all others, one at a time, while it writes a file.
+"""Values that one rank reads from all others, piece by piece, while it writes a file.
 
     rank 3 writes   read             -> write   read             -> write ...   done
                        |            |              |            |                 |
     rank 0 serves      `-> look up -'              `-> look up -'                 `-> goes on
 
-So no rank has more than its own share of a model and one value of others.
+So no rank has more than its own share of a model and one piece of others.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from tarantella_pp.runtime.comm.communicator import Communicator, TensorSpec
+from tarantella_pp.runtime.comm.tensor_buffers import elements_of
+from tarantella_pp.runtime.comm.wire_format import numpy_dtype
 from tarantella_pp.runtime.state.free_memory import give_back
 
 _REQUEST_TAG, _VALUE_TAG = 12, 13
-_REQUEST = TensorSpec((2,), np.dtype(np.int64))
+_REQUEST = TensorSpec((4,), np.dtype(np.int64))
 _DONE = -1
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
-Read: TypeAlias = Callable[[int, int, TensorSpec], Array]
-"""Reads a value: takes the rank that has it, its number, and its shape and dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class ValuePieces:
+    """A value that is read from where it is, when it is needed, as a whole or some of its rows.
+
+    Attributes:
+        spec: Its shape and dtype.
+        elements: Reads some of its elements, given the first and the one behind the last in
+            row-major order; an array with one dimension, not to be written to.
+    """
+
+    spec: TensorSpec
+    elements: Callable[[int, int], Array]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+        return self.spec.shape
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Its dtype."""
+        return numpy_dtype(self.spec.dtype)
+
+    def __getitem__(self, rows: slice) -> Array:
+        """Reads some of its rows."""
+        begin, end, _ = rows.indices(self.shape[0])
+        row = math.prod(self.shape[1:])
+        return self.elements(begin * row, end * row).reshape(end - begin, *self.shape[1:])
+
+    def whole(self) -> Array:
+        """Reads all of it."""
+        return self.elements(0, math.prod(self.shape)).reshape(self.shape)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        """All of it, for those who want an array."""
+        return np.array(self.whole(), dtype)
+
+
+Read: TypeAlias = Callable[[int, int, TensorSpec], ValuePieces]
+"""Finds a value: takes the rank that has it, its number, and its shape and dtype."""
 
 
 class ValueStream:
@@ -38,27 +82,32 @@ class ValueStream:
     def __init__(self, ranks: Communicator, reader: int) -> None:
         self._ranks = ranks
         self._reader = reader
-        self._kinds: list[Callable[[int], Array]] = []
+        self._kinds: list[Callable[[int], Any]] = []
 
-    def add(self, value_of: Callable[[int], Array]) -> Read:
+    def add(self, variable_of: Callable[[int], Any]) -> Read:
         """Adds values of a kind, in the same order on all ranks.
 
         Args:
-            value_of: Looks up one of this rank's, by its number.
+            variable_of: Looks up the variable with one of this rank's, by its number.
 
         Returns:
             What reads one of any rank's, for the rank that reads.
         """
         kind = len(self._kinds)
-        self._kinds.append(value_of)
+        self._kinds.append(variable_of)
 
-        def read(owner: int, number: int, spec: TensorSpec) -> Array:
-            if owner == self._ranks.rank:
-                return value_of(number)
-            give_back(spec.nbytes)
-            label = f"value {number} of kind {kind}"
-            self._ranks.send([np.array([kind, number])], owner, _REQUEST_TAG, label=label)
-            return self._ranks.post_receive([spec], owner, _VALUE_TAG, label=label).wait()[0]
+        def read(owner: int, number: int, spec: TensorSpec) -> ValuePieces:
+            def elements(begin: int, end: int) -> Array:
+                if owner == self._ranks.rank:
+                    return elements_of(variable_of(number), begin, end)
+                piece = TensorSpec((end - begin,), spec.dtype)
+                give_back(piece.nbytes)
+                label = f"value {number} of kind {kind}"
+                request = np.array([kind, number, begin, end])
+                self._ranks.send([request], owner, _REQUEST_TAG, label=label)
+                return self._ranks.post_receive([piece], owner, _VALUE_TAG, label=label).wait()[0]
+
+            return ValuePieces(spec, elements)
 
         return read
 
@@ -70,7 +119,7 @@ class ValueStream:
         finally:
             for rank in range(self._ranks.size):
                 if rank != self._reader:
-                    self._ranks.send([np.array([_DONE, 0])], rank, _REQUEST_TAG, label="done")
+                    self._ranks.send([np.array([_DONE, 0, 0, 0])], rank, _REQUEST_TAG, label="done")
 
     def serve(self) -> None:
         """Hands the one rank values until it has read all that it needs; there it does nothing."""
@@ -80,10 +129,10 @@ class ValueStream:
             request = self._ranks.post_receive(
                 [_REQUEST], self._reader, _REQUEST_TAG, label="a request for a value"
             )
-            kind, number = request.wait()[0].tolist()
+            kind, number, begin, end = request.wait()[0].tolist()
             if kind == _DONE:
                 return
-            value = self._kinds[kind](number)
+            value = elements_of(self._kinds[kind](number), begin, end)
             self._ranks.send([value], self._reader, _VALUE_TAG, label=f"value {number}")
             size = value.nbytes
             del value

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tarantella_pp.runtime.comm.communicator import Communicator, TensorSpec
-from tarantella_pp.runtime.comm.tensor_buffers import to_tensor, value_of, variable_dtype
+from tarantella_pp.runtime.comm.tensor_buffers import value_of, variable_dtype
 from tarantella_pp.runtime.replicas.process_groups import ProcessGroups
 from tarantella_pp.runtime.state.owners import Owners
 from tarantella_pp.runtime.state.remote_variables import (
@@ -18,7 +18,7 @@ from tarantella_pp.runtime.state.remote_variables import (
     keep_memory,
     make_remote,
 )
-from tarantella_pp.runtime.state.value_stream import ValueStream
+from tarantella_pp.runtime.state.value_stream import ValuePieces, ValueStream
 
 
 class VariableSync:
@@ -85,23 +85,23 @@ class VariableSync:
             stale = self._communicator.allgather_json(self._stale())
             self._share(self._owners.owner, stale, set().union(*needed_by))
 
-    def reader(self, stream: ValueStream) -> Callable[[Any], Any]:
+    def reader(self, stream: ValueStream) -> Callable[[Any], ValuePieces]:
         """Lets a rank read variables that it has not, one at a time; all ranks must call it.
 
         Args:
             stream: What values are read through.
 
         Returns:
-            What returns the true value of a variable, for `read_with`.
+            What finds the true value of a variable, for `read_with`.
         """
         self.refresh()
         numbers = {id(variable): i for i, variable in enumerate(self._variables)}
-        read = stream.add(lambda number: value_of(self._variables[number]))
+        read = stream.add(self._variables.__getitem__)
 
-        def read_variable(variable: Any) -> Any:
+        def read_variable(variable: Any) -> ValuePieces:
             owner = self._communicator.world_ranks[self._owners.owner(variable)]
             spec = TensorSpec(tuple(variable.shape), variable_dtype(variable))
-            return to_tensor(read(owner, numbers[id(variable)], spec))
+            return read(owner, numbers[id(variable)], spec)
 
         return read_variable
 

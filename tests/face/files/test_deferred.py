@@ -10,9 +10,12 @@ import pytest
 from keras import layers
 
 from tarantella_pp.errors import ConfigurationError, StaleWeightError, UnsupportedModelError
+from tarantella_pp.keras_internals import model_files
 from tarantella_pp.models.deferred_init import deferred_init
 from tarantella_pp.models.pipeline_model import PipelineModel
 from tarantella_pp.runtime.comm.communicator import world
+from tarantella_pp.runtime.comm.tensor_buffers import elements_of
+from tarantella_pp.runtime.state import value_pieces, value_stream
 from tests.helpers.mpi import mpi_run
 from tests.helpers.training import (
     IDS,
@@ -91,8 +94,22 @@ def held_bytes(model):
     return sum(int(np.prod(t.shape)) * t.dtype.size for t in found)
 
 
+def count_pieces():
+    """Has all but the smallest values go to files in pieces; notes how many elements these have."""
+    model_files.PIECE_BYTES, counts = 64, []
+
+    def counted(variable, begin, end):
+        counts.append(end - begin)
+        return elements_of(variable, begin, end)
+
+    for module in (value_pieces, value_stream):
+        module.elements_of = counted
+    return counts
+
+
 def everything(folder, names):
     use_float64()
+    pieces = count_pieces()
     rank, size = world().rank, world().size
     found = {"files": {}}
     random.seed(rank)  # ranks need not begin alike
@@ -109,6 +126,7 @@ def everything(folder, names):
     shares.append(held_bytes(model))
     model.save(f"{folder}/model.keras")
     model.save_weights(f"{folder}/model.weights.h5")
+    found["piece"] = max(pieces, default=0)
     shares.append(held_bytes(model))
     expected = [w.tolist() for w in model.get_weights()]
     shares.append(held_bytes(model))
@@ -149,6 +167,7 @@ def test_no_rank_has_more_than_its_share(ranks, names, tmp_path):
         assert start == fitted == saved == loaded < 0.75 * found["whole"]
         assert gathered >= found["whole"]
         assert found["loaded"]
+        assert found["piece"] <= 32  # half of attention's last kernel; the LSTM's has 224
         assert "FileError" in found["failed"] or "ConfigurationError" in found["failed"]
         assert np.isfinite(found["after"]).all()
         assert all(found["refused"]), found["refused"]

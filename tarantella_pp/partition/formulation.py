@@ -166,17 +166,18 @@ def _work(
 def best_solution(costs: StageCostModel, options: PlanOptions) -> Solution:
     """Solves the problem of a layer graph."""
     best: Solution | None = None
-    bound, seconds = 0.0, 0.0
+    value, bound, seconds = math.inf, 0.0, 0.0
     for one in _formulations(costs, options):
         if best is not None and one.is_last_resort:
             break
         solution, lowest, spent = _within_limit(costs, options, one)
         bound, seconds = max(bound, lowest if one.bounds else 0.0), seconds + spent
         if solution is not None:
-            solutions = [solution] if best is None else [best, solution]
-            best = min(solutions, key=lambda one: _value(costs, options, one))
+            found = _value(costs, options, solution)
+            if best is None or found < value:
+                best, value = solution, found
             near = TOLERANCE if solution.certificate.optimal else CLOSE
-            if _value(costs, options, best) <= bound * (1 + near):
+            if value <= bound * (1 + near):
                 break
     if best is None:
         raise PlanError(
@@ -184,7 +185,7 @@ def best_solution(costs: StageCostModel, options: PlanOptions) -> Solution:
             f"messages. Received: memory_limit={options.memory_limit}. More stages or smaller "
             "micro-batches need less."
         )
-    value, method = _value(costs, options, best), best.certificate.method
+    method = best.certificate.method
     if options.ranks:
         problem = problem_of(costs, options, options.limits)
         best = _over_ranks(costs, options, problem, best)
@@ -326,7 +327,7 @@ def _within_limit(
             break
         bound = min(bound, solution.certificate.lower_bound)
         seconds += solution.certificate.seconds
-        above = _excess(costs, options, solution)
+        above = 0.0 if limit is None else _excess(costs, options, solution)
         if limit is None or above <= 0:
             return solution, bound, seconds
         limit = [max(1.0, most - above) for most in limit]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, cast, get_args
+
+import msgspec
 
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.partition.given_balance import GIVEN
@@ -63,6 +65,13 @@ class PlanOptions(PlanConfig, frozen=True, kw_only=True):
         them. And for the last one where that is not repeated.
         """
         return {stage: self.held_whole[stage] for stage in self.recompute}
+
+    @property
+    def problem_key(self) -> tuple[Hashable, ...]:
+        """What the best stages depend on: options with equal keys have the same."""
+        if self.balance == "flops" and self.memory_limit is None and not self.ranks:
+            return (self.balance, self.num_stages, self.micro_batch_size)
+        return (msgspec.structs.replace(self, schedule=""), self.send_window)
 
     @classmethod
     def checked(

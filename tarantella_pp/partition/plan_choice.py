@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import heapq
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
 from tarantella_pp.partition.plan.plan import Plan
+from tarantella_pp.partition.plan.plan_config import PlanConfig
 from tarantella_pp.partition.plan.plan_parts import Alternative
 from tarantella_pp.partition.plan.plan_simulation import with_step
 from tarantella_pp.partition.plan_search import (
@@ -52,29 +54,49 @@ def choose_plan(
     if cut is not None and cut[0] < (1 - WORTHWHILE) * best[0]:
         best = cut
     chosen = best[1]
-    rest = [c for c in candidates if _kind(c.plan) != _kind(chosen)]
-    rest = rest or [c for c in candidates if c.count != chosen.num_micro_batches]
-    found = {"next_best": _fastest(rest, deadline), "advice": _advice(best, candidates, others)}
+    rest = [c for c in candidates if _kind_of(c) != _kind(chosen, chosen.assignment)]
+    rest = rest or [
+        c for c in candidates if c.options.num_micro_batches != chosen.num_micro_batches
+    ]
+    found = {
+        "next_best": _fastest(rest, deadline, chosen),
+        "advice": _advice(best, candidates, others),
+    }
     compared = {name: timed and _alternative(timed) for name, timed in found.items()}
     return with_step(msgspec.structs.replace(chosen, **compared))
 
 
 def _candidates(searches: Sequence[PlanSearch], deadline: float) -> list[Candidate]:
-    """Returns what to choose from, the fastest first."""
+    """Returns what to choose from."""
     found: list[Candidate] = []
     for search in searches:
         if not found or time.monotonic() < deadline:
             found += search.candidates()
-    return sorted(found, key=lambda candidate: candidate.order)
+    return found
 
 
-def _fastest(candidates: Sequence[Candidate], deadline: float) -> Timed | None:
-    """Returns the best of some candidates in order; a memory limit makes none of them faster."""
+def _in_order(candidates: Iterable[Candidate]) -> Iterator[Candidate]:
+    """Yields the fastest first; steps that cannot be the next are not played yet."""
+    waiting = [((one.least_seconds, -1), place, one) for place, one in enumerate(candidates)]
+    heapq.heapify(waiting)
+    while waiting:
+        (_, size), place, candidate = heapq.heappop(waiting)
+        if size >= 0:
+            yield candidate
+        else:
+            heapq.heappush(waiting, (candidate.order, place, candidate))
+
+
+def _fastest(
+    candidates: Iterable[Candidate], deadline: float, but: Plan | None = None
+) -> Timed | None:
+    """Returns the best of some candidates but one; a memory limit makes none of them faster."""
     found: list[Timed] = []
-    for candidate in candidates:
-        if found and (candidate.seconds >= min(found, key=_order)[0] or not candidate.limited):
+    for candidate in _in_order(candidates):
+        if found and (candidate.timed[0] >= min(found, key=_order)[0] or not candidate.limited):
             break
-        found += candidate.search.within_limit(candidate, deadline)
+        made = candidate.search.within_limit(candidate, deadline)
+        found += [timed for timed in made if but is None or _differs(timed[1], but)]
     return min(found, key=_order, default=None)
 
 
@@ -83,12 +105,9 @@ def _advice(
 ) -> Timed | None:
     """Finds a plan with another balance, all else alike: a faster one, else a smaller one."""
     seconds, chosen = best
-    alike = [c for c in candidates if _but_balance(c.plan) == _but_balance(chosen)]
-    smaller = [
-        (c.seconds, c.plan)
-        for c in alike
-        if largest_stage(c.plan) < (1 - WORTHWHILE) * largest_stage(chosen)
-    ]
+    alike = [c.timed for c in candidates if _but_balance(c.options) == _but_balance(chosen)]
+    most = (1 - WORTHWHILE) * largest_stage(chosen)
+    smaller = [timed for timed in alike if largest_stage(timed[1]) < most]
     faster = []
     for search in others:
         shape = (search.given["num_stages"], search.given["num_replicas"], search.spec.name)
@@ -111,12 +130,22 @@ def _alternative(timed: Timed) -> Alternative:
     )
 
 
-def _kind(plan: Plan) -> tuple[object, ...]:
+def _kind(plan: PlanConfig, assignment: Sequence[int]) -> tuple[object, ...]:
     """What plans of one kind have in common: stages that differ make another one."""
-    return (plan.num_replicas, plan.schedule, plan.assignment)
+    return (plan.num_replicas, plan.schedule, tuple(assignment))
 
 
-def _but_balance(plan: Plan) -> tuple[object, ...]:
+def _kind_of(candidate: Candidate) -> tuple[object, ...]:
+    return _kind(candidate.options, candidate.solution.assignment)
+
+
+def _differs(one: Plan, other: Plan) -> bool:
+    """Whether plans run something else: stages that were simulated may become the same ones."""
+    run = [(_kind(plan, plan.assignment), plan.num_micro_batches) for plan in (one, other)]
+    return run[0] != run[1]
+
+
+def _but_balance(plan: PlanConfig) -> tuple[object, ...]:
     return (plan.num_stages, plan.num_replicas, plan.schedule, plan.num_micro_batches)
 
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import msgspec
 
 from tarantella_pp.errors import ConfigurationError, PlanError
 from tarantella_pp.partition.costs.peak_memory import factor_bytes
+from tarantella_pp.partition.costs.step_bound import least_step_seconds
 from tarantella_pp.partition.given_balance import GIVEN
 from tarantella_pp.partition.options import PlanOptions
 from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
@@ -25,37 +28,50 @@ MOST_SUBSETS = 4
 """Stages up to which every set of recomputing ones is tried; of more, the first stages."""
 PATIENCE = 60.0
 """Seconds after which no more is tried."""
-QUICK = 0.2
-"""Seconds of a solver up to which more is tried than what is likely to be best."""
+QUICK = 1.0
+"""Seconds of solving after which stages are only found for what is likely to be best."""
+SLOW = 0.2
+"""Seconds of one solution beyond which no more is tried once something is found."""
 
 Timed = tuple[float, Plan]
 """Simulated seconds of a step, and the plan."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Candidate:
     """A number of micro-batches of a search.
 
     Attributes:
-        seconds: Simulated seconds of a step, or a guess.
         search: The search.
-        count: The number.
-        plan: The plan that was simulated.
-        limited: Whether there is a memory limit, which the plan may not keep.
-        final: Whether that is the best plan for this number, within the limit.
+        options: What its plan is for.
+        solution: The stages that are simulated.
+        limited: Whether there is a memory limit, which they may not keep.
+        final: Whether they are the best for this number, within the limit.
     """
 
-    seconds: float
     search: PlanSearch
-    count: int
-    plan: Plan
+    options: PlanOptions
+    solution: Solution
     limited: bool
     final: bool
+
+    @cached_property
+    def least_seconds(self) -> float:
+        """Seconds that its step is not below."""
+        options, stages = self.options, self.solution.assignment
+        samples = -(-options.batch_size // options.num_replicas) / options.num_micro_batches
+        costs = self.search.planner.costs(options)
+        return least_step_seconds(costs, stages, self.search.spec, samples)
+
+    @cached_property
+    def timed(self) -> Timed:
+        """Simulated seconds of a step, or a guess, and the plan that was simulated."""
+        return self.search.timed(self.solution, self.options)
 
     @property
     def order(self) -> tuple[float, int]:
         """What candidates are tried by: the fastest first, of equal ones the smallest."""
-        return (self.seconds, largest_stage(self.plan))
+        return (self.timed[0], largest_stage(self.timed[1]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,29 +107,27 @@ class PlanSearch:
         return PlanOptions.checked(**arguments)
 
     def candidates(self) -> list[Candidate]:
-        """Returns the numbers of micro-batches to choose from, with the seconds of a step.
+        """Returns the numbers of micro-batches to choose from.
 
-        Memory limits are left out. Where solving takes its time, all are played with the stages
-        that are best for one of them; so they are where the number is nothing to the balance.
+        Memory limits are left out. Where solving takes its time, those that are far from the usual
+        number are played with its stages; so are all where the number is nothing to the balance.
 
         Raises:
             ConfigurationError: An option cannot work.
             PlanError: No plan has an operation for each stage.
         """
         limited = self.given["memory_limit"] is not None
-        counts = self._counts(limited=limited)
         usual = self.options(memory_limit=None)
-        solution, solved_for = self.planner.solve(usual), usual.num_micro_batches
+        solution, near = self.planner.solve(usual), usual.num_micro_batches
         found = []
-        for count in counts:
+        for count in sorted(self._counts(limited=limited), key=lambda n: abs(math.log(n / near))):
             options = self.options(num_micro_batches=count, memory_limit=None)
-            alike = count == solved_for or self._independent(options)
+            own, alike = solution, count == near or self._independent(options)
             # By FLOPs only weights come anew for each micro-batch: that is left for the best.
             differs = options.balance != "flops" or bool(options.ranks)
-            if not alike and differs and solution.certificate.seconds < QUICK:
-                solution, solved_for, alike = self.planner.solve(options), count, True
-            seconds, plan = self._timed(self._written(solution, options))
-            found.append(Candidate(seconds, self, count, plan, limited, alike and not limited))
+            if not alike and differs and self.planner.seconds < QUICK:
+                own, alike = self.planner.solve(options), True
+            found.append(Candidate(self, options, own, limited, alike and not limited))
         return found
 
     def _independent(self, options: PlanOptions) -> bool:
@@ -141,10 +155,20 @@ class PlanSearch:
             Simulated seconds of a step, and the plan, of each.
         """
         if candidate.final:
-            return [(candidate.seconds, candidate.plan)]
+            return [candidate.timed]
+        count = candidate.options.num_micro_batches
         if not candidate.limited:
-            return self.of_count(candidate.count)
-        return list(map(self._timed, self._fitting(candidate.count, deadline)))
+            return self.of_count(count)
+        return list(map(self._timed, self._fitting(count, deadline)))
+
+    def timed(self, solution: Solution, options: PlanOptions) -> Timed:
+        """Writes down a plan and plays its step.
+
+        Args:
+            solution: The stages.
+            options: What the plan is for.
+        """
+        return self._timed(self._written(solution, options))
 
     def smallest_memory_plan(self) -> Plan:
         """Makes the plan whose largest stage needs the least memory, whatever the limit.
@@ -160,7 +184,7 @@ class PlanSearch:
         found: list[Plan] = []
         for count in counts:
             found += self._least_of(count)
-            if found[0].certificate.seconds > QUICK:
+            if found[0].certificate.seconds > SLOW:
                 break
         return min(found, key=largest_stage)
 
@@ -173,7 +197,7 @@ class PlanSearch:
         options = self.options(**free)
         found = [self._written(self.planner.solve(options), options)]
         for stages in self._sets():
-            if len(found) > 1 and found[0].certificate.seconds > QUICK:
+            if len(found) > 1 and found[0].certificate.seconds > SLOW:
                 break
             found += self._try(**free, recompute=stages)
         return found
@@ -216,7 +240,7 @@ class PlanSearch:
             return found
         needed = 0
         for stages in self._sets():
-            if needed and len(stages) > needed and found[0].certificate.seconds > QUICK:
+            if needed and len(stages) > needed and found[0].certificate.seconds > SLOW:
                 break
             if time.monotonic() > deadline:
                 break

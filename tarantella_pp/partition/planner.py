@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import keras
@@ -23,7 +23,7 @@ from tarantella_pp.partition.plan.gradient_buckets import bucket_bytes, gradient
 from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan.plan_config import PlanConfig
-from tarantella_pp.partition.plan.roofline import node_work
+from tarantella_pp.partition.plan.roofline import NodeWork, node_work
 from tarantella_pp.partition.solvers.problem.certificate import Solution
 from tarantella_pp.partition.solvers.solve import solve
 
@@ -48,6 +48,7 @@ class Planner:
         profile: What was measured of the operations, if anything.
         machine: What computes; `None` where arithmetic alone counts.
         assignment: Stage of each node where that is given, for `balance="given"`.
+        work: What each node does.
     """
 
     model: str
@@ -57,6 +58,11 @@ class Planner:
     profile: Profile | None = None
     machine: HardwareSpec | None = None
     assignment: tuple[int, ...] | None = None
+    work: tuple[NodeWork, ...] = field(init=False, compare=False)
+    _solved: dict[Hashable, Solution] = field(default_factory=dict, init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "work", node_work(self.graph))
 
     @classmethod
     def of(
@@ -101,8 +107,13 @@ class Planner:
         return StageCostModel(
             self.graph, self.slots, options.micro_batch_size, seconds, options.num_micro_batches,
             shards=options.shards, ranks=options.ranks, machine=self.machine,
-            window=options.send_window, sums=GradientSums.of(options),
+            window=options.send_window, sums=GradientSums.of(options), work=self.work,
         )  # fmt: skip
+
+    @property
+    def seconds(self) -> float:
+        """Seconds that solving has taken so far."""
+        return sum(solution.certificate.seconds for solution in self._solved.values())
 
     def plan(self, options: PlanOptions) -> Plan:
         """Makes the plan that is best for these options, or comes with a bound of the best.
@@ -118,7 +129,7 @@ class Planner:
         return self.write(self.solve(options), options)
 
     def solve(self, options: PlanOptions) -> Solution:
-        """Finds the best stages for these options; raises what `plan` does.
+        """Finds the best stages for these options, once; raises what `plan` does.
 
         Args:
             options: What they are for.
@@ -135,7 +146,10 @@ class Planner:
                 f"Model '{self.model}' has {nodes} operations, so it can have at most {nodes} "
                 f"stages. Received: num_stages={options.num_stages}"
             )
-        return best_solution(self.costs(options), options)
+        key = options.problem_key
+        if key not in self._solved:
+            self._solved[key] = best_solution(self.costs(options), options)
+        return self._solved[key]
 
     def _as_given(self, options: PlanOptions) -> Solution:
         """Prices the stages that are given."""
@@ -197,7 +211,7 @@ class Planner:
             assumed_size=graph.assumed_size,
             estimated=tuple(dict.fromkeys(guessed)),
             machine=self.machine,
-            work=node_work(graph),
+            work=self.work,
         )
 
     def _check_recomputation(self, assignment: Sequence[int], options: PlanOptions) -> None:

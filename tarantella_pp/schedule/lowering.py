@@ -120,7 +120,8 @@ def _unblock(replay: Replay, stuck: Iterable[int], placement: Sequence[int]) -> 
         if isinstance(head, Transfer) and head.operation == "S":
             receiver = placement[head.target]
             receive = head._replace(operation="R")
-            distance = replay.programs[receiver].index(receive) - replay.position[receiver]
+            reached = replay.position[receiver]
+            distance = replay.programs[receiver].index(receive, reached) - reached
             choices.append((distance, receive, receiver))
     if not choices:
         waits = ", ".join(

@@ -12,12 +12,15 @@ from hypothesis import strategies as st
 from keras import layers
 
 from tarantella_pp.errors import ScheduleError
+from tarantella_pp.partition.costs.stage_costs import StageCostModel
+from tarantella_pp.partition.costs.step_bound import least_step_seconds
 from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
 from tarantella_pp.partition.plan.plan_simulation import PlanSimulation
 from tarantella_pp.partition.plan_choice import choose_plan
 from tarantella_pp.partition.plan_search import PlanSearch
 from tarantella_pp.partition.planner import Planner
 from tarantella_pp.schedule import (
+    BEFORE_SEARCH,
     SEARCHED,
     TRAINING_NAMES,
     Schedule,
@@ -30,6 +33,7 @@ from tarantella_pp.simulation import simulate
 
 pytestmark = pytest.mark.keras
 
+BEFORE = {SEARCHED: BEFORE_SEARCH}
 BATCH_SIZE = 5040
 """Divided by all numbers of micro-batches up to 10."""
 
@@ -91,6 +95,30 @@ def test_a_plan_says_what_the_simulator_says(spec, micro_batches, balance, recom
             assert timeline.peak_bytes[rank] == sum(memory)
         for peaks in (timeline.peak_bytes, shown.peak_bytes):
             assert peaks[rank] <= sum(memory)  # stages hold the most at different moments
+
+
+@given(
+    spec=specs(),
+    micro_batches=st.integers(1, 10),
+    recompute=st.sampled_from(["none", "all", (0,), "except_last"]),
+    split_factor=st.sampled_from([0.9, 1.0, 1.2]),
+)
+def test_no_step_is_below_its_bound(spec, micro_batches, recompute, split_factor):
+    """Else a plan could be ruled out that is the fastest."""
+    plan = plan_of(spec, micro_batches, balance="flops", recompute=recompute)
+    machine = HardwareSpec(
+        action_seconds=1e-6, split_factor=split_factor, bandwidth=None, latency=0.0
+    )
+    step = PlanSimulation(plan, machine, BEFORE.get(spec.name, spec.name), micro_batches).step()
+    graph = planner().graph
+    costs = StageCostModel(
+        graph, [0] * len(graph.weights), plan.micro_batch_size, None, micro_batches, machine=machine
+    )
+    samples = BATCH_SIZE / micro_batches
+    least = least_step_seconds(costs, plan.assignment, spec, samples)
+    assert least <= step.pipeline_seconds * (1 + 1e-9)
+    if spec.name == "1f1b" and recompute == "none" and spec.num_stages == spec.num_ranks < 3:
+        assert least == pytest.approx(step.pipeline_seconds)
 
 
 def test_the_bubble_is_that_of_the_ranks_that_a_plan_is_for():

@@ -37,7 +37,7 @@ from tarantella_pp.partition.plan.plan_parts import (
     StagePlan,
     Tie,
 )
-from tarantella_pp.partition.plan.roofline import node_work, roofline_seconds
+from tarantella_pp.partition.plan.roofline import NodeWork, node_work, roofline_seconds
 
 NOTHING: Mapping[int, int] = MappingProxyType({})
 """No stage repeats its forward pass."""
@@ -66,6 +66,7 @@ class StageCostModel:
         machine: What computes; `None` where arithmetic alone counts.
         window: Most micro-batches that a stage has sent and that are not taken; `None` for any.
         sums: How gradients are summed over replicas.
+        work: What each node does; `None` to have that counted when it is asked for.
     """
 
     graph: LayerGraph
@@ -79,6 +80,17 @@ class StageCostModel:
     machine: HardwareSpec | None = None
     window: int | None = None
     sums: GradientSums = ALONE
+    work: Sequence[NodeWork] | None = None
+
+    def forward_seconds(self, samples: float, machine: HardwareSpec) -> list[float]:
+        """Returns the seconds of each node's forward pass by arithmetic and memory traffic.
+
+        Args:
+            samples: Samples of a micro-batch.
+            machine: The machine.
+        """
+        work = node_work(self.graph) if self.work is None else self.work
+        return roofline_seconds(work, samples, machine)
 
     def flops(self) -> npt.NDArray[np.float64]:
         """Returns the FLOPs of each node's forward pass per sample, memory traffic among them.
@@ -89,7 +101,7 @@ class StageCostModel:
         if self.machine is None or self.machine.memory_bandwidth is None:
             return counted
         rows = self.micro_batch_size
-        seconds = np.array(roofline_seconds(node_work(self.graph), rows, self.machine))
+        seconds = np.array(self.forward_seconds(rows, self.machine))
         return np.asarray(np.maximum(counted, seconds * (self.machine.flops_per_second / rows)))
 
     def state_bytes(self, weight: int) -> float:

@@ -86,8 +86,12 @@ def _by_order(instance: Instance, stages: IntArray, capacity: float) -> IntArray
     late = np.argsort(depth_first_order(instance, backward=True))
     early = np.argsort(depth_first_order(instance))
     n = instance.num_nodes
+    tried: set[bytes] = set()
     for rank in (early, late, np.arange(n)):
         order = ranked_order(instance, stages + rank / (n + 1))
+        if order.tobytes() in tried:
+            continue
+        tried.add(order.tobytes())
         total, better = orders.solve(order, capacity=capacity)
         if np.isfinite(total):
             stages = better

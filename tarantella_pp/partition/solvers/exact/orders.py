@@ -62,7 +62,7 @@ def depth_first_order(instance: Instance, *, backward: bool = False) -> IntArray
 
 
 def starting_orders(instance: Instance) -> list[IntArray]:
-    """Returns a few different orders to start from.
+    """Returns a few orders to start from, each once: a chain has one.
 
     Args:
         instance: The graph.
@@ -74,7 +74,7 @@ def starting_orders(instance: Instance) -> list[IntArray]:
     depth = np.zeros(instance.num_nodes)
     for node, before in enumerate(instance.preds):
         depth[node] = max((depth[b] + 1 for b in before), default=0.0)
-    return [
+    orders = [
         np.arange(instance.num_nodes),
         depth_first_order(instance),
         depth_first_order(instance, backward=True),
@@ -82,6 +82,7 @@ def starting_orders(instance: Instance) -> list[IntArray]:
         ranked_order(instance, -weight),
         ranked_order(instance, weight),
     ]
+    return list({order.tobytes(): order for order in orders}.values())
 
 
 def random_order(

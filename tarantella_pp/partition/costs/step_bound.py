@@ -1,0 +1,58 @@
+"""How long the step of a plan takes at least: what needs not be played to be ruled out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from tarantella_pp.partition.costs.stage_costs import StageCostModel
+from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
+from tarantella_pp.partition.solvers.problem.problem import weighted_counts
+from tarantella_pp.schedule import ScheduleSpec
+from tarantella_pp.schedule.actions import Compute
+
+
+def least_step_seconds(
+    costs: StageCostModel, assignment: Sequence[int], spec: ScheduleSpec, samples: float
+) -> float:
+    """Returns seconds that no simulated step of these stages is below.
+
+    A rank begins when the stages before its first one have had a micro-batch, has all its work to
+    do, and after its last backward pass come those of the stages before::
+
+        rank 2  [F of 0 and 1] [ all micro-batches of rank 2 ] [B of 1 and 0]
+
+    Messages, and what ranks wait for each other in between, come on top.
+
+    Args:
+        costs: The graph and its costs.
+        assignment: Stage of each node.
+        spec: The schedule.
+        samples: Samples of a micro-batch on average.
+    """
+    machine, count = costs.machine or HardwareSpec(), costs.micro_batches
+    if costs.seconds is None:
+        ahead = np.array(costs.forward_seconds(samples, machine))
+        back = 2 * ahead
+    else:
+        ahead, back = samples / costs.micro_batch_size * np.array(costs.seconds, float).T
+    forward = weighted_counts(np.asarray(assignment), ahead, spec.num_stages)
+    backward = weighted_counts(np.asarray(assignment), back, spec.num_stages)
+    kinds = {one.kind for own in spec.make(1).actions for one in own if isinstance(one, Compute)}
+    # What goes on to other ranks first: all of a backward pass, or its part for the inputs.
+    whole, first, parts = backward, backward, 1
+    if "B" in kinds:
+        alike = "BW" in kinds  # of both kinds, the quicker
+        whole = backward * (min(1.0, machine.split_factor) if alike else machine.split_factor)
+        first, parts = whole / 2, 1 if alike else 2
+    once = machine.action_seconds
+    forward, whole, first = forward + once, whole + parts * once, first + once
+    least = 0.0
+    for rank in range(spec.num_ranks):
+        own = np.asarray(spec.placement) == rank
+        before = slice(int(own.argmax()))
+        alone = count * (forward + whole)[own].sum()
+        handed_on = count * (forward + first)[own].sum() + first[before].sum()
+        least = max(least, forward[before].sum() + max(alone, handed_on))
+    return float(least)

@@ -2,7 +2,8 @@
 
     python benchmarks/planning/controlled_memory.py
 
-V-Min, V-Half and ZB-V are played, ZB-H2 and DualPipeV are their authors' formulas. Memory is of a
+V-Min, V-Half and ZB-V are played, ZB-H2 and DualPipeV are their authors' formulas; where no
+schedule can be as short as ZB-H2's formula, what is possible stands in its place. Memory is of a
 rank, in micro-batches of all its stages; bubbles are those of many steps in a row.
 """
 
@@ -58,11 +59,27 @@ def rows() -> Iterator[Sequence[str]]:
                     ]
                 idle = (ranks - 1) * (forward + 2 * backward - weights) / 2
                 cells.append(f"{idle / (busy + idle):.3f} ({ranks + 0.5:g})")
-                idle = (ranks - 1) * max(0.0, forward + backward - 2 * weights)
-                cells.append(f"{idle / (busy + idle):.3f} ({2 * ranks - 1})")
+                period = max(
+                    busy + (ranks - 1) * max(0.0, forward + backward - 2 * weights),
+                    least_period(ranks, count, forward, backward, weights),
+                )
+                cells.append(f"{1 - busy / period:.3f} ({2 * ranks - 1})")
                 ours = search_schedule(ranks, count, costs=whole, in_flight_limit=2 * ranks - 1)
                 cells.append(f"{bubble(ours, whole, busy):.3f} ({held(ours):g})")
                 yield name, str(ranks), str(count), *cells
+
+
+def least_period(ranks: int, count: int, forward: float, backward: float, weights: float) -> float:
+    """Seconds from step to step that no schedule with one stage on each rank is below.
+
+    The first rank has nothing but its F to do until the first B has come back from the last rank.
+    And the last rank, which begins when a micro-batch has come all the way, does all its F and B
+    before its last B goes all the way back to the first rank, which has a W to do then.
+    """
+    way = ranks * forward + (ranks - 1) * backward
+    begins = max(way, count * forward) + count * (backward + weights)
+    ends = (ranks + count - 1) * (forward + backward) + weights
+    return max(begins, ends)
 
 
 def v_shaped(ranks: int, count: int) -> list[Schedule]:

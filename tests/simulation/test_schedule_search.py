@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.planning.controlled_memory import least_period
 from tarantella_pp.errors import ScheduleError
 from tarantella_pp.schedule import Schedule, lower, make_schedule, validate
 from tarantella_pp.simulation import (
@@ -96,6 +97,18 @@ def test_building_blocks_are_found_within_their_memory(steps):
     found = search_schedule(16, 16, placement=placement, costs=costs, in_flight_limit=limits)
     assert all(own <= limit for own, limit in zip(found.held(), limits, strict=True))
     assert period(found, costs) <= period(block, costs) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("count", [4, 5, 7, 9])
+@pytest.mark.parametrize("times", [(1.0, 1.0, 1.0), (18.5, 18.1, 9.3), (1.0, 1.0, 2.0)])
+def test_nothing_is_faster_in_the_memory_of_zb_h2(count, times):
+    """With so few micro-batches that ZB-H2's formula is out of reach, too."""
+    forward, backward, weights = times
+    ranks, costs = 4, Costs((StageCosts(*times),) * 4)
+    found = search_schedule(ranks, count, costs=costs, in_flight_limit=2 * ranks - 1)
+    formula = (ranks - 1) * max(0.0, forward + backward - 2 * weights) + count * sum(times)
+    least = least_period(ranks, count, *times)
+    assert period(found, costs) == pytest.approx(max(formula, least))
 
 
 def test_what_waits_for_its_weight_gradients_counts_by_its_share():

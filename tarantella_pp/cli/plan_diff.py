@@ -15,6 +15,7 @@ _OPTIONS = (
     "model", "num_stages", "num_micro_batches", "num_replicas", "batch_size", "schedule",
     "balance", "optimizer", "memory_limit", "placement", "fusion_threshold",
     "shard_optimizer", "gradient_dtype", "recompute", "except_last", "ranks",
+    "schedule_text",
 )  # fmt: skip
 _GRAPH_OPTIONS = ("graph", "num_stages", "balance", "memory_limit")
 _MOST_LINES = 40
@@ -58,7 +59,7 @@ def _print(changes: Difference, *, of_models: bool) -> None:
     if changes.same:
         write_table("The plans are the same.")
         return
-    lines = [f"{name}: {a} -> {b}" for name, (a, b) in changes.options.items()]
+    lines = [f"{name}: {_shown(a)} -> {_shown(b)}" for name, (a, b) in changes.options.items()]
     for text, names in (
         ("only in the first", changes.removed),
         ("only in the second", changes.added),
@@ -74,6 +75,12 @@ def _print(changes: Difference, *, of_models: bool) -> None:
     if len(changes.moves) > _MOST_LINES:
         lines.append(f"  and {len(changes.moves) - _MOST_LINES} more such moves")
     write_table(*lines, _stage_table(changes, of_models=of_models))
+
+
+def _shown(value: Any) -> Any:
+    """Returns what a value is shown as; a schedule as its beginning."""
+    text = str(value)
+    return f"{text[:40]} ..." if len(text) > 80 or "\n" in text else value
 
 
 def _stage_table(changes: Difference, *, of_models: bool) -> Any:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tarantella_pp.schedule import make_schedule
 from tests.helpers.commands import (
     BERT,
     GNMT,
@@ -179,6 +180,17 @@ def test_diff_tells_what_stages_repeat_and_which_ranks_have_them(command, plan_f
         after.write_text(json.dumps(data | changed))
         told = {name: [[], value] for name, value in changed.items()}
         assert command.json("plan", "diff", before, after)["options"] == told
+
+
+def test_diff_tells_of_another_schedule_of_the_same_name(command, plan_file) -> None:
+    before = plan_file([0, 0, 1, 1], "a.json")
+    data, after = json.loads(before.read_text()), before.with_name("b.json")
+    text = make_schedule("zb-h1", 2, data["num_micro_batches"]).to_text()
+    after.write_text(json.dumps(data | {"program": text}))
+    assert command.json("plan", "diff", before, after)["options"]["schedule_text"] == [None, text]
+    assert command("plan", "diff", before, after) == 0
+    assert "schedule_text: None -> " in command.stdout
+    assert len(command.stdout.splitlines()[0]) < 80
 
 
 def test_diff_of_plans_with_other_layers_and_stages(command, plan_file) -> None:

@@ -45,6 +45,9 @@ LINGER_SECONDS = 8.0
 """How long a minder stays after its rank has failed, for the launcher to end the job."""
 LEAVE_SECONDS = 10.0
 """How long the launcher may take to say that it has got everything."""
+ABORT_SECONDS = 0.25
+"""How long a rank may take to end by itself after it has had MPI end the job; less than the
+launcher waits for what is on its way."""
 _LOOK_SECONDS = 0.5
 _UNUSED_SECONDS = 0.2
 _DAEMONS = frozenset(LAUNCHERS) - {"prterun", "mpirun", "mpiexec"}
@@ -127,6 +130,8 @@ class Minder:
         for message in self._hub.receive():
             self._obey(message)
         self._hub.end_if_silent(self._heartbeat)
+        if self._stands in ready and self._hub.ended is None:
+            self._note_abort()
         if self._hub.ended is not None or self._stands in ready:
             self._end_alone()
 
@@ -183,6 +188,18 @@ class Minder:
             ended_at = self._ended_at + self._hub_ahead
             record = dataclasses.replace(record, unexplained=True, ended_at=ended_at)
         self._record = record
+
+    def _note_abort(self) -> None:
+        """Tells how the rank has ended itself, if so: MPI ends all for one that calls `Abort`."""
+        deadline = time.monotonic() + ABORT_SECONDS
+        while self._status is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+            self._reap()
+        if self._status is not None and self._status > 0:
+            self._take_records()
+            self._conclude(self._status)
+            self._hub.send({"record": dataclasses.asdict(self._record)})
+            self._hub.flush(ABORT_SECONDS)
 
     def _linger(self) -> None:
         """Stays until the launcher has taken note of the failure and ends the job.

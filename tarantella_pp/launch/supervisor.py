@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import os
 import pathlib
@@ -20,6 +21,7 @@ from tarantella_pp.launch.channel.joining import HUB_VARIABLE, SECRET_VARIABLE
 from tarantella_pp.launch.channel.rank_records import (
     ENDED,
     FINISHED,
+    GONE,
     RETURNED,
     SIZE_VARIABLE,
     Record,
@@ -47,7 +49,8 @@ DEADLOCK_SECONDS = 1.0
 END_SECONDS = 3.0
 """How long the minders of ranks may take to end what is left of them."""
 START_SECONDS = 120.0
-"""How long after the first rank the last one may start."""
+"""How long after the first rank the last one may start; on hosts that are the job's own, the first
+one after their MPI."""
 LOST_SECONDS = 5.0
 """How long the MPI launcher may take to end after one of its processes has gone without a word."""
 CLOSING_SECONDS = 5.0
@@ -96,6 +99,7 @@ class Supervisor:
         self.folder = tempfile.mkdtemp(prefix="tarantella-")
         self._stderr = QuietStderr() if quiet else None
         self._num_ranks = num_ranks
+        self._own_hosts = bool(hosts)
         self._name = "mpiexec"
         self._timeout = timeout
         self._stopped_by: signal.Signals | None = None
@@ -166,7 +170,7 @@ class Supervisor:
                     return self._report_stop(self._stopped_by)
             elif failure is not None:
                 self._settle()
-                return self._report_failure(first_failure(records) or failure)
+                return self._report_failure(first_failure(records) or failure, launcher)
             elif self._all(records, (FINISHED,)):
                 return self._close(launcher)
             elif gone:
@@ -183,7 +187,7 @@ class Supervisor:
             elif self._timeout is not None and time.monotonic() - start > self._timeout:
                 _tell(f"the job was killed after {self._timeout:g} s (--timeout)")
                 return Exit.TIMEOUT
-            elif self._strays():
+            elif self._strays(start):
                 return Exit.FAILED
 
     def _settle(self) -> None:
@@ -192,19 +196,21 @@ class Supervisor:
         while (left := end - time.monotonic()) > 0:
             self._hub.poll(left)
 
-    def _strays(self) -> bool:
+    def _strays(self, start: float) -> bool:
         """Whether a rank has not come, or has gone without a word; then it says so."""
         now, joined = time.monotonic(), self._hub.first_joined
         missing = self._hub.missing()
+        if joined is None and self._own_hosts:  # a batch system may have others wait
+            joined = start
         if missing and joined is not None and now - joined > START_SECONDS:
             _tell(
-                f"ranks {missing} did not start within {START_SECONDS:g} s of the first, or their "
-                f"hosts cannot reach the launcher ({self.whereabouts})"
+                f"ranks {missing} did not start within {START_SECONDS:g} s, or their hosts cannot "
+                f"reach the launcher ({self.whereabouts})"
             )
             return True
         for rank, (why, since) in self._hub.lost.items():
             record = self._hub.records.get(rank)
-            if now - since > LOST_SECONDS and (record is None or record.state not in ENDED):
+            if now - since > LOST_SECONDS and (record is None or record.state not in GONE):
                 host = "" if record is None else f" on host {record.host}"
                 _tell(f"rank {rank} of {self._num_ranks}{host}: its connection broke ({why})")
                 return True
@@ -224,8 +230,12 @@ class Supervisor:
                 break
         return Exit.OK
 
-    def _report_failure(self, failure: Record) -> int:
+    def _report_failure(self, failure: Record, launcher: subprocess.Popen[bytes]) -> int:
         """Says which rank failed first, and how; returns the exit code."""
+        code = launcher.poll()
+        if failure.unexplained and code is not None and code > 0:
+            cause = f"MPI has ended the job with exit code {code} (MPI_Abort?)"
+            failure = dataclasses.replace(failure, cause=cause, exit_code=code)
         if failure.exit_code == Exit.PREEMPTED:  # it was told to end, and not by the launcher
             return self._report_stop(signal.SIGTERM)
         if failure.details:
@@ -237,7 +247,7 @@ class Supervisor:
         """Explains why the MPI launcher ended; returns the exit code."""
         failure = first_failure(records)
         if failure is not None:
-            return self._report_failure(failure)
+            return self._report_failure(failure, launcher)
         if self._all(records, (FINISHED,)):
             return Exit.OK
         missing = [rank for rank in range(self._num_ranks) if rank not in records]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import pathlib
+import re
 import shutil
 import signal
 import time
@@ -79,6 +80,7 @@ FAULTS = {
     "sigsegv": (139, "killed by SIGSEGV"),
     "interrupt": (130, "KeyboardInterrupt"),
     "thread": (1, "ZeroDivisionError: division by zero (in thread"),
+    "abort": (6, "exit code 6"),
 }
 ORDINARY = {("raise", "private", 1), ("sigkill", "shared", 2), ("exit5", "private", 2)}
 """Cells of the matrix of faults that are always tried; all are on demand."""
@@ -164,22 +166,43 @@ def test_every_fault_is_named_in_every_kind_of_job(
     assert not wrong, wrong
 
 
-def test_a_script_that_is_missing_on_another_host_is_named(
-    python: str, hosts: Network, private: pathlib.Path
-) -> None:
-    (hosts.hosts[1].seen(private) / "hello.py").unlink()
-    with hosts.tarantella(python, "-n", "2", "hello.py", folder=private) as job:
-        result = job.result()
-    assert result.code == 1
-    assert "rank 1 of 2 on host beta failed first: FileNotFoundError" in result.stderr
-    check_clean(hosts)
-
-
 def kinds_of_jobs(hosts: Network, private: pathlib.Path) -> Iterator[tuple[pathlib.Path, str]]:
     """Yields folders and hostfiles; one of each, or on demand all of them."""
     kinds = [(SCRIPTS, 1), (private, 2), (SCRIPTS, 2), (private, 1)]
     for folder, per_host in kinds if more_asked_for() else kinds[:1]:
         yield folder, hosts.hostfile(*(f"{host.name}:{per_host}" for host in hosts.hosts))
+
+
+@pytest.mark.parametrize("per_host", [1, 2] if more_asked_for() else [1])
+def test_a_script_that_is_missing_on_another_host_is_named(
+    python: str, per_host: int, hosts: Network, private: pathlib.Path
+) -> None:
+    (hosts.hosts[1].seen(private) / "hello.py").unlink()
+    hostfile = hosts.hostfile(*(f"{host.name}:{per_host}" for host in hosts.hosts))
+    with hosts.tarantella(python, "--hostfile", hostfile, "hello.py", folder=private) as job:
+        result = job.result()
+    assert result.code == 1
+    ranks = f"rank {per_host}" if per_host == 1 else "rank [23]"
+    told = rf"{ranks} of {2 * per_host} on host beta failed first: FileNotFoundError"
+    assert re.search(told, result.stderr), result.stderr
+    check_clean(hosts)
+
+
+def test_an_interpreter_that_is_missing_on_another_host_is_named(
+    python: str, hosts: Network, private: pathlib.Path
+) -> None:
+    own = hosts.hosts[0].seen(hosts.hosts[0].tmp) / "python"
+    own.symlink_to(python)
+    for folder, hostfile in kinds_of_jobs(hosts, private):
+        interpreter = str(hosts.hosts[0].tmp / "python")
+        options = ["--hostfile", hostfile, "--python-interpreter", interpreter, "hello.py"]
+        with hosts.tarantella(python, *options, folder=folder) as job:
+            result = job.result()
+        assert result.code == 1
+        assert "tarantella: Host beta of --hostfile does not answer: " in result.stderr
+        assert f"{interpreter}': No such file" in result.stderr
+    own.unlink()
+    check_clean(hosts)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
@@ -199,13 +222,18 @@ def test_a_launcher_that_ends_leaves_nothing_on_other_hosts(
         check_clean(hosts)
 
 
+MOMENTS = {"in the middle": ("none", "recv"), "at the end": ("return", "work")}
+
+
+@pytest.mark.parametrize("moment", MOMENTS if more_asked_for() else ["in the middle"])
 def test_a_dead_link_ends_the_job_on_both_sides(
-    python: str, hosts: Network, private: pathlib.Path
+    python: str, moment: str, hosts: Network, private: pathlib.Path
 ) -> None:
     for folder, hostfile in kinds_of_jobs(hosts, private):
-        options = ["--hostfile", hostfile, "fault.py", "none", "recv"]
+        options = ["--hostfile", hostfile, "fault.py", *MOMENTS[moment]]
         with hosts.tarantella(python, *options, folder=folder, TNT_HEARTBEAT="3") as job:
             job.wait_until_ready()
+            time.sleep(1 if moment == "at the end" else 0)  # rank 1 has come to its end
             hosts.link(1, "down")
             try:
                 result = job.result()

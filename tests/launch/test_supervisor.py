@@ -14,8 +14,9 @@ PROGRAM = """
     import os, sys
     from tarantella_pp.launch import supervisor as supervise
     supervise.SHUTDOWN_SECONDS = supervise.CLOSING_SECONDS = 1.0
-    command = [sys.executable, "-c", sys.argv[1]]
-    with supervise.Supervisor(num_ranks=2) as supervisor:
+    supervise.START_SECONDS = 3.0
+    command, hosts = [sys.executable, "-c", sys.argv[1]], sys.argv[2:] or None
+    with supervise.Supervisor(num_ranks=2, hosts=hosts) as supervisor:
         sys.exit(supervisor.run(command, dict(os.environ)))
 """
 ACTOR = """
@@ -49,9 +50,22 @@ def test_records_count_not_the_exit_code_of_mpiexec(acts: str, code: int, messag
     check(acts, code, message)
 
 
-def check(acts: str, code: int, message: str) -> None:
+@pytest.mark.parametrize(
+    ("acts", "hosts", "message"),
+    [
+        ("say(0, 'started'); time.sleep(60)", (), "ranks [1] did not start within 3 s"),
+        ("time.sleep(60)", ("localhost",), "ranks [0, 1] did not start within 3 s"),
+    ],
+)
+def test_ranks_that_do_not_start_end_the_job(
+    acts: str, hosts: tuple[str, ...], message: str
+) -> None:
+    check(acts, 1, message, *hosts)
+
+
+def check(acts: str, code: int, message: str, *hosts: str) -> None:
     answer = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(PROGRAM), ACTOR + acts],
+        [sys.executable, "-c", textwrap.dedent(PROGRAM), ACTOR + acts, *hosts],
         cwd=ROOT,
         capture_output=True,
         text=True,

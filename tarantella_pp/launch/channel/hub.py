@@ -20,7 +20,13 @@ from tarantella_pp.launch.channel.line import (
     heartbeat_seconds,
     keep_alive,
 )
-from tarantella_pp.launch.channel.rank_records import ENDED, FAILED, RETURNED, STARTED, Record
+from tarantella_pp.launch.channel.rank_records import (
+    FAILED,
+    GONE,
+    RETURNED,
+    STARTED,
+    Record,
+)
 
 _BACKLOG = 4096
 _LOOK_SECONDS = 0.5
@@ -182,7 +188,7 @@ class Hub:
         """Notes that a connection broke; a host that was silent for too long has failed."""
         self.lost[rank] = line.ended or "it was closed", time.monotonic()
         record = self.records.get(rank)
-        if not line.timed_out or record is None or record.state in ENDED:
+        if not line.timed_out or record is None or record.state in GONE:
             return []
         cause = (
             f"nothing was heard of its host for {self._heartbeat:g} s ({HEARTBEAT_VARIABLE}): "

@@ -25,6 +25,8 @@ RETURNED = "returned"
 FINISHED = "finished"
 FAILED = "failed"
 ENDED = (RETURNED, FINISHED, FAILED)
+GONE = (FINISHED, FAILED)
+"""Of a rank in another state, whose script may have ended, something is yet to come."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

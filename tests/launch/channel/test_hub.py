@@ -24,6 +24,9 @@ from tarantella_pp.launch.channel.rank_records import (
     Record,
 )
 
+TURN = threading.Lock()
+"""A hub belongs to one thread at a time."""
+
 
 @pytest.fixture
 def hub() -> Iterator[Hub]:
@@ -32,7 +35,9 @@ def hub() -> Iterator[Hub]:
 
     def work() -> None:
         while not ended.is_set():
-            made.poll(0.01)
+            with TURN:
+                made.poll(0.01)
+            time.sleep(0.001)
 
     worker = threading.Thread(target=work)
     worker.start()
@@ -151,8 +156,9 @@ def test_a_broken_connection_is_noticed_and_ends_reach_all(hub: Hub) -> None:
     other, _ = join(hub.whereabouts, 1)
     line.close()
     eventually(lambda: 0 in hub.lost and 1 in hub._members)
-    hub.request_stop(15)
-    hub.request_stop(15)
+    with TURN:
+        hub.request_stop(15)
+        hub.request_stop(15)
     stops = [other.receive_one(20.0)]
     late, welcome = join(hub.whereabouts, 2)
     assert stops == [{"stop": 15}]
@@ -161,3 +167,17 @@ def test_a_broken_connection_is_noticed_and_ends_reach_all(hub: Hub) -> None:
     other.leave(20.0)
     assert 1 not in hub.lost
     late.close()
+
+
+@pytest.mark.parametrize(("state", "becomes"), [(RETURNED, FAILED), (FINISHED, FINISHED)])
+def test_a_host_that_is_silent_has_failed_unless_its_rank_has_ended(
+    hub: Hub, state: str, becomes: str
+) -> None:
+    rank = joined(hub, 0)
+    rank.write(Record.of_this_process(0, state))
+    eventually(lambda: 0 in hub.records)
+    line = hub._members[0]
+    with TURN:
+        line.timed_out, line.ended = True, "silent"
+    eventually(lambda: 0 in hub.lost)
+    assert hub.records[0].state == becomes

@@ -72,8 +72,8 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     add("--micro-batches", dest="num_micro_batches", type=positive_int, metavar="M",
         help="micro-batches of a step (default: as make_plan chooses)")  # fmt: skip
     add("--schedule", metavar="NAME",
-        help="gpipe, 1f1b or zb-h1; to make a plan interleaved, zb-v, zb-auto or the text file of "
-        "a schedule as well (default: the fastest of some, else 1f1b)")  # fmt: skip
+        help="gpipe, 1f1b, eager-1f1b or zb-h1; to make a plan interleaved, zb-v, zb-auto or the "
+        "text file of a schedule as well (default: the fastest of some, else 1f1b)")  # fmt: skip
     add(
         "--machine",
         metavar="NAME",

@@ -49,7 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--link-latency", type=quantities.seconds, metavar="T",
         help="of each message, e.g. 5us (default: the plan's, else 5us)")  # fmt: skip
     add("--schedule", metavar="NAME",
-        help="gpipe, 1f1b, interleaved, zb-h1, zb-v or zb-auto (default: the plan's)")  # fmt: skip
+        help="gpipe, 1f1b, eager-1f1b, interleaved, zb-h1, zb-v or zb-auto "
+        "(default: the plan's)")  # fmt: skip
     add("--micro-batches", type=quantities.positive_int, metavar="M",
         help="micro-batches of the same batch (default: the plan's)")  # fmt: skip
     add("--ranks", type=quantities.positive_int, metavar="N",

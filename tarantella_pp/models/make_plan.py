@@ -92,9 +92,10 @@ def make_plan(
             many as `stages_per_rank` says.
         stages_per_rank: Number of stages of a rank (virtual stages). Default: 2 for
             `"interleaved"` and `"zb-v"`, that of a schedule of your own, otherwise 1.
-        schedule: `"gpipe"`, `"1f1b"`, `"interleaved"`, `"zb-h1"`, `"zb-v"`, `"zb-auto"`, which is
-            planned like `"zb-h1"` and searched for in the first training steps, or a schedule of
-            your own: a `tarantella_pp.schedule.Schedule` or the path of a text file with one.
+        schedule: `"gpipe"`, `"1f1b"`, `"eager-1f1b"`, `"interleaved"`, `"zb-h1"`, `"zb-v"`,
+            `"zb-auto"`, which is planned like `"zb-h1"` and searched for in the first training
+            steps, or a schedule of your own: a `tarantella_pp.schedule.Schedule` or the path of a
+            text file with one.
             Default: the faster of `"1f1b"` and `"zb-h1"`, or with several stages on a rank of
             `"1f1b"` and `"interleaved"`.
         balance: `"memory"` for the smallest largest memory of a stage, buffers of messages left

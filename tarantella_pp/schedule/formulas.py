@@ -28,8 +28,9 @@ def bubble_fraction(
 ) -> Fraction:
     """Returns the part of all ranks' time in which they do not compute.
 
-    For ``gpipe``, ``1f1b`` and ``interleaved`` with fused backwards, and for ``forward``, whatever
-    the seconds of F, B and W; for ``zb-h1`` and ``zb-v`` if all three take equally long.
+    For ``gpipe``, ``1f1b``, ``eager-1f1b`` and ``interleaved`` with fused backwards, and for
+    ``forward``, whatever the seconds of F, B and W; for ``zb-h1`` and ``zb-v`` if all three take
+    equally long.
 
     Args:
         name: The schedule, one of `make_schedule`'s.
@@ -54,7 +55,7 @@ def bubble_fraction(
         raise ScheduleError(
             f"Expected one stage per rank for the formula of {name}. Received: stages_per_rank={v}"
         )
-    if name in ("gpipe", "1f1b", "forward"):
+    if name in ("gpipe", "1f1b", "eager-1f1b", "forward"):
         work, idle = m, p - 1
     elif name == "interleaved":
         work, idle = v * m, p - 1 if m >= p else v * (p - m) + m - 1
@@ -64,7 +65,7 @@ def bubble_fraction(
         work, idle = 6 * m, max(p - 1, 4 * p - 2 - 2 * m)
     else:
         raise ScheduleError(
-            "Expected gpipe, 1f1b, interleaved, zb-h1, zb-v or forward. "
+            "Expected gpipe, 1f1b, eager-1f1b, interleaved, zb-h1, zb-v or forward. "
             f"Received: schedule={name!r}"
         )
     return Fraction(idle, work + idle)
@@ -91,7 +92,7 @@ def speed_up_bound(
     return num_ranks * (1 - bubble)
 
 
-MEMORY_FORMULAS = ("gpipe", "1f1b", "zb-h1", "forward")
+MEMORY_FORMULAS = ("gpipe", "1f1b", "eager-1f1b", "zb-h1", "forward")
 """The schedules of which `in_flight_bounds` and `held_whole_bounds` know how much they hold."""
 
 
@@ -110,8 +111,10 @@ def in_flight_bounds(name: str, num_stages: int, num_micro_batches: int) -> tupl
         ScheduleError: If there is no such formula.
     """
     _check_memory_formula(name)
-    if name == "1f1b":
-        return tuple(min(num_stages - stage, num_micro_batches) for stage in range(num_stages))
+    if name in ("1f1b", "eager-1f1b"):
+        ahead = 2 if name == "eager-1f1b" else 1
+        after = range(num_stages - 1, -1, -1)
+        return tuple(min(1 + ahead * stages, num_micro_batches) for stages in after)
     held = {"gpipe": num_micro_batches, "zb-h1": min(num_stages, num_micro_batches), "forward": 0}
     return (held[name],) * num_stages
 

@@ -40,7 +40,26 @@ def one_f_one_b(stage: int, num_stages: int, num_micro_batches: int) -> list[Com
         stage 0  F0 F1 .. .. BW0-- F2 BW1-- F3 BW2-- .. BW3--
         stage 1  .. F0 BW0-- F1 BW1-- F2 BW2-- F3 BW3-- .. ..
     """
-    warm_up = min(num_stages - stage, num_micro_batches)
+    return _forward_and_back(stage, num_stages - stage, num_micro_batches)
+
+
+def eager_one_f_one_b(stage: int, num_stages: int, num_micro_batches: int) -> list[Compute]:
+    """Orders one stage as 1F1B, with more micro-batches ahead, for links that are not fast.
+
+    Zhuang et al., "On Optimizing the Communication of Model Parallelism", MLSys 2023
+    (eager-1F1B). Under 1F1B a gradient is wanted as soon as it can be there if messages take no
+    time. One more micro-batch in flight for each stage that follows leaves messages time to come
+    while others are computed, for the memory of up to ``2 * (num_stages - stage) - 1``::
+
+        stage 0  F0 F1 F2 .. .. BW0-- F3 BW1-- BW2-- BW3--
+        stage 1  .. .. F0 BW0-- F1 BW1-- F2 BW2-- F3 BW3--
+    """
+    return _forward_and_back(stage, 2 * (num_stages - stage) - 1, num_micro_batches)
+
+
+def _forward_and_back(stage: int, in_flight: int, num_micro_batches: int) -> list[Compute]:
+    """Orders forwards up to a number in flight, then backwards and forwards in turn."""
+    warm_up = min(in_flight, num_micro_batches)
     order = [Compute(stage, "F", i) for i in range(warm_up)]
     for i in range(num_micro_batches):
         order.append(Compute(stage, "BW", i))

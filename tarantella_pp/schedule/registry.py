@@ -8,6 +8,7 @@ from typing import Literal, TypeAlias
 from tarantella_pp.errors import ScheduleError
 from tarantella_pp.schedule.actions import Compute
 from tarantella_pp.schedule.generators import (
+    eager_one_f_one_b,
     forward,
     gpipe,
     interleaved,
@@ -20,12 +21,13 @@ from tarantella_pp.schedule.schedule import Schedule
 
 Backward: TypeAlias = Literal["fused", "split"]
 
-SCHEDULE_NAMES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "forward")
+SCHEDULE_NAMES = ("gpipe", "1f1b", "eager-1f1b", "interleaved", "zb-h1", "zb-v", "forward")
 """The schedules that `make_schedule` makes."""
 _STAGE_ORDERS: dict[str, Callable[[int, int, int], list[Compute]]] = {
     "forward": forward,
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
+    "eager-1f1b": eager_one_f_one_b,
     "zb-h1": zb_h1,
 }
 

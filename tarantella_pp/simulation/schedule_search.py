@@ -141,7 +141,7 @@ def _played(
 
 def _named_schedules(num_micro_batches: int, placement: tuple[int, ...]) -> list[Schedule]:
     """Returns the known schedules that the search starts from, under the name of the search."""
-    names = ["1f1b", "zb-h1", "gpipe"]
+    names = ["1f1b", "eager-1f1b", "zb-h1", "gpipe"]
     names += ["interleaved"] if is_round_robin(placement) else []
     names += ["zb-v"] if is_v_shaped(placement) else []
     found = []

@@ -42,7 +42,7 @@ def test_every_stage_runs_micro_batches_in_increasing_order(schedule):
             assert order == list(range(schedule.num_micro_batches))
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1", "forward"])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "eager-1f1b", "zb-h1", "forward"])
 @given(ranks=st.integers(1, 4), depth=st.integers(1, 3), m=st.integers(1, 12))
 def test_in_flight_is_as_the_formula_says_on_any_number_of_ranks(name, ranks, depth, m):
     schedule = make_schedule(name, ranks * depth, m, ranks)
@@ -56,6 +56,7 @@ def test_formulas_of_large_pipelines():
     assert bubble_fraction("zb-h1", 4096, 8192) == Fraction(4095, 3 * 8192 + 4095)
     assert speed_up_bound("1f1b", 2, 8) == Fraction(16, 9)
     assert in_flight_bounds("1f1b", 4096, 8192)[0] == 4096
+    assert in_flight_bounds("eager-1f1b", 4096, 8192)[0] == 8191
 
 
 @pytest.mark.parametrize(

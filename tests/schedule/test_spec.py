@@ -103,7 +103,9 @@ def test_how_often_stages_repeat_their_forward_pass(name, stages, micro_batches,
     assert found == dict(enumerate(repeated))
 
 
-@given(st.sampled_from(("gpipe", "1f1b", "zb-h1")), st.integers(1, 4), st.integers(1, 8))
+@given(
+    st.sampled_from(("gpipe", "1f1b", "eager-1f1b", "zb-h1")), st.integers(1, 4), st.integers(1, 8)
+)
 def test_on_one_rank_every_stage_keeps_its_order(name, stages, micro_batches):
     spread = make_schedule(name, stages, micro_batches)
     alone = on_one_rank(spread)

@@ -1,20 +1,22 @@
 """Two ranks on two hosts with a network between them: a pipeline, and two replicas.
 
     python benchmarks/training/network.py
-    python benchmarks/training/network.py --mbit 10000 --ms 0.1 --models cnn --rounds 3
-    python benchmarks/training/network.py --progress on off --wire float32 bfloat16
+    python benchmarks/training/network.py --models cnn --kinds 1f1b zb-auto --wire float32 bfloat16
+    python benchmarks/training/network.py --links 10000:0 --progress on off --rounds 3
 
-The hosts are two network namespaces of this machine, each with a name and an address of its own,
-and a token bucket (tbf) lets through as many bits a second as are asked for; MPI may use TCP only.
-That needs Linux, root, `ip` and `tc`, and for a delay of the network (`--ms`) a kernel that has
-netem. The ranks have one thread each and are started by
-`tarantella --hostfile`; both train by `fit`. Replicas have all of the model on one stage, or on
-four, so that sums of gradients begin before the backward pass ends. All that is compared is
-launched in turn (A B A B ...): kinds, what floats travel as, and whether messages move on while a
-rank computes; the first launch of a kind makes the plan of all. Printed are the medians of batches;
-what the plan said before, by costs and a link that it measured; what the schedule would take if
-messages took no time, and how long the link is busy in each direction; and the step over the larger
-of these two.
+The hosts are two network namespaces of this machine, each with a name and an address of its own;
+MPI may use TCP only. A link is given as `MBIT:MS`, a speed and a delay in each direction. Without a
+delay a token bucket (tbf) lets through as many bits a second; with one `relay.py` passes packets
+on, up to some 4 Gbit/s. That needs Linux, root, `ip` and `tc` or tun devices. The ranks have one
+thread each and are started by `tarantella --hostfile`; both train by `fit`. Replicas have all of
+the model on one stage, or on four, so that sums of gradients begin before the backward pass ends.
+
+A launch trains a model in all kinds, with all that floats travel as, one after the other, every
+other round in the opposite order. Those with messages that move on while a rank computes, and those
+without, are launches of their own. The first training of a kind makes the plan of all. Printed are
+the medians of batches; what the plan said before, by costs and a link that it measured; what the
+schedule would take if messages took no time, and how long the link is busy in each direction; and
+the step over the larger of these two. The title has the link, and a round trip of 8 bytes by TCP.
 
 A bucket takes whole segments of TCP (64 KiB), as a network card does: a smaller one has this
 machine's cores cut them into packets, on which ranks then compute at a third of their speed.
@@ -24,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import itertools
 import json
 import os
@@ -46,12 +49,16 @@ from rich.table import Table
 import tarantella_pp as tnt
 from benchmarks.training.against_fit import BatchSeconds
 from tarantella_pp.partition.plan.plan_simulation import PlanSimulation
+from tarantella_pp.runtime.autotune import MEASURED, WARM_UP
 from tarantella_pp.runtime.comm.wire_format import numpy_dtype
 from tests.zoo.sized_models import BUILDERS, ROWS, data_for
 
 HOSTS = ("tnt-host-0", "tnt-host-1")
 ADDRESSES = ("10.99.0.1", "10.99.0.2")
-BATCHES, TIMES = 12, 8
+BATCHES, TIMES = 8, 8
+BEFORE = {"zb-auto": 2 * (WARM_UP + MEASURED) + 1}
+"""Batches before those that are measured, where a schedule is searched for."""
+ROUND_TRIPS = 200
 REMOTE_SHELL = """\
 #!/bin/sh
 while [ "${{1#-}}" != "$1" ]; do shift; done
@@ -73,6 +80,7 @@ PIPELINE = {"num_stages": 2, "num_micro_batches": 8}
 REPLICAS = {"num_replicas": 2, "num_micro_batches": 1}
 KINDS = [
     Kind("1f1b", {**PIPELINE, "schedule": "1f1b"}),
+    Kind("eager-1f1b", {**PIPELINE, "schedule": "eager-1f1b"}),
     Kind("zb-h1", {**PIPELINE, "schedule": "zb-h1"}),
     Kind("zb-auto", {**PIPELINE, "schedule": "zb-auto"}),
     Kind("2 replicas", {**REPLICAS, "num_stages": 1}),
@@ -95,60 +103,105 @@ class Setting(NamedTuple):
     progress: str
 
 
-def train(name: str, kind: Kind, wire: str, path: Path) -> None:
-    """Trains on this rank, and writes down the seconds of batches and of the plan."""
+def train(name: str, kind: Kind, wire: str, folder: Path) -> dict[str, Any]:
+    """Trains on this rank, and returns the seconds of batches and of the plan."""
+    gc.collect()  # models before
     rows = TIMES * ROWS[name]
     x, y = data_for(name, rows * BATCHES)
     narrow = "wire_dtype" if kind.options.get("num_replicas", 1) == 1 else "gradient_dtype"
     options = {**kind.options, "batch_size": rows, "balance": "time"}
-    plan = path.with_name(f"{name}-{kind.label}-{wire}.json".replace(" ", "-"))
-    if plan.exists():
-        options = {"plan": plan}
-    if wire != "float32" and (narrow == "wire_dtype" or not plan.exists()):
+    path = folder / f"{name}-{kind.label}-{wire}.json".replace(" ", "-")
+    if path.exists():
+        options = {"plan": path}
+    if wire != "float32" and (narrow == "wire_dtype" or not path.exists()):
         options[narrow] = wire
+    tnt.barrier()  # or one finds what another one has written meanwhile
     model = tnt.PipelineModel(BUILDERS[name](), **options)
     model.compile(
         keras.optimizers.SGD(1e-3, momentum=0.9),
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),
     )
-    measured = BatchSeconds()
-    model.fit(x, y, batch_size=rows, epochs=2, verbose=0, callbacks=[measured])
+    before = BEFORE.get(kind.label, 3)
+    warm_up = {"epochs": -(-before // BATCHES), "steps_per_epoch": min(before, BATCHES)}
+    measured, how = BatchSeconds(), {"batch_size": rows, "verbose": 0}
+    model.fit(x, y, **how, **warm_up)
+    model.fit(x, y, **how, initial_epoch=1, epochs=2, callbacks=[measured])
+    plan = model.plan
+    if tnt.is_master_rank() and not path.exists():
+        plan.save(path)
+    links = sum(cut.bytes * plan.num_micro_batches for cut in plan.cuts)
+    sums = sum(sum(stage.reduced_bytes) for stage in plan.stages)
+    crossing = (links if plan.num_replicas == 1 else sums) * numpy_dtype(wire).itemsize / 4
+    simulated = PlanSimulation(plan, plan.machine, plan.schedule, plan.num_micro_batches)
+    return {
+        "seconds": measured.seconds,
+        "plan": plan.step_seconds,
+        "computation": simulated.without_messages().step().step_seconds,
+        "bytes": crossing,
+    }
+
+
+def train_all(args: argparse.Namespace) -> None:
+    """Trains in all ways on this rank, and writes down what is found."""
+    pairs = [*itertools.product(chosen(args.kinds), args.wire)]
+    name, found = args.models[0], {}
+    for kind, wire in reversed(pairs) if args.backwards else pairs:
+        found[f"{kind.label} {wire}"] = train(name, kind, wire, args.train)
     if tnt.is_master_rank():
-        if not plan.exists():
-            model.plan.save(plan)
-        plan = model.plan
-        links = sum(cut.bytes * plan.num_micro_batches for cut in plan.cuts)
-        sums = sum(sum(stage.reduced_bytes) for stage in plan.stages)
-        crossing = (links if plan.num_replicas == 1 else sums) * numpy_dtype(wire).itemsize / 4
-        simulated = PlanSimulation(plan, plan.machine, plan.schedule, plan.num_micro_batches)
-        found = {
-            "seconds": measured.seconds,
-            "plan": plan.step_seconds,
-            "computation": simulated.without_messages().step().step_seconds,
-            "bytes": crossing,
-        }
-        path.write_text(json.dumps(found))
+        (args.train / "found.json").write_text(json.dumps(found))
+
+
+def chosen(labels: list[str]) -> list[Kind]:
+    """Returns the kinds with these labels."""
+    return [kind for kind in KINDS if kind.label in labels]
+
+
+@dataclass(frozen=True)
+class Link:
+    """A link between two hosts.
+
+    Attributes:
+        mbit: Million bits a second.
+        ms: Delay in each direction.
+    """
+
+    mbit: float
+    ms: float
+
+    @classmethod
+    def parse(cls, text: str) -> Link:
+        """Reads `MBIT:MS`."""
+        mbit, _, ms = text.partition(":")
+        return cls(float(mbit), float(ms or 0))
+
+    def __str__(self) -> str:
+        return f"{self.mbit:g} Mbit/s, {self.ms:g} ms"
 
 
 @contextlib.contextmanager
-def hosts(mbit: int, delay: float, folder: Path) -> Iterator[None]:
-    """Two hosts with a network of so many million bits a second, and ms of delay, between them."""
+def hosts(link: Link, folder: Path) -> Iterator[None]:
+    """Two hosts with a link between them."""
     commands = [f"ip netns add {host}" for host in HOSTS]
-    bucket = f"rate {mbit}mbit burst {max(128, mbit // 25)}kb latency 20ms"
-    commands.append("ip link add tnt-link-0 type veth peer name tnt-link-1")
+    bucket = f"rate {link.mbit:g}mbit burst {max(128, link.mbit / 25):.0f}kb latency 20ms"
+    relay = None
+    if link.ms:
+        command = [sys.executable, str(Path(__file__).with_name("relay.py"))]
+        command += [f"{link.mbit}", f"{link.ms}"]
+        relay = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert relay.stdout is not None
+        relay.stdout.readline()
+    else:
+        commands.append("ip link add tnt-link-0 type veth peer name tnt-link-1")
     for number, (host, address) in enumerate(zip(HOSTS, ADDRESSES, strict=True)):
-        link = f"tnt-link-{number}"
+        own = f"tnt-link-{number}"
         commands += [
-            f"ip link set {link} netns {host}",
-            f"ip -n {host} address add {address}/24 dev {link}",
-            f"ip -n {host} link set {link} up",
+            f"ip link set {own} netns {host}",
+            f"ip -n {host} address add {address}/24 dev {own}",
+            f"ip -n {host} link set {own} up" + (" mtu 65000" if relay else ""),
             f"ip -n {host} link set lo up",
-            f"tc -n {host} qdisc add dev {link} root handle 1: tbf {bucket}",
         ]
-        if delay:
-            commands.append(
-                f"tc -n {host} qdisc add dev {link} parent 1: netem delay {delay}ms limit 100000"
-            )
+        if relay is None:
+            commands.append(f"tc -n {host} qdisc add dev {own} root tbf {bucket}")
     shell = folder / "remote-shell"
     shell.write_text(REMOTE_SHELL.format(ADDRESSES, HOSTS))
     shell.chmod(0o700)
@@ -160,27 +213,47 @@ def hosts(mbit: int, delay: float, folder: Path) -> Iterator[None]:
     finally:
         for host in HOSTS:
             subprocess.run(["ip", "netns", "delete", host], check=False)
+        if relay is not None:
+            relay.communicate()
 
 
-def launch(name: str, setting: Setting, folder: Path) -> dict[str, Any]:
+def launch(name: str, progress: str, args: argparse.Namespace, folder: Path, number: int) -> Any:
     """Starts both ranks, and returns what they wrote down."""
-    path = folder / "found.json"
     environment = {
         **os.environ,
         "HYDRA_LAUNCHER": "ssh",
         "HYDRA_LAUNCHER_EXEC": str(folder / "remote-shell"),
         "UCX_TLS": "tcp,self",
-        "TNT_PROGRESS": "01"[setting.progress == "on"],
+        "TNT_PROGRESS": "01"[progress == "on"],
     }
     command = [sys.executable, "-m", "tarantella_pp", "-n", "2", "--threads", "1"]
     command += ["--hostfile", str(folder / "hosts"), "-x", "UCX_TLS"]
-    command += ["--", __file__, "--models", name, "--kinds", setting.kind, "--wire", setting.wire]
-    command += ["--train", str(path)]
+    command += ["--", __file__, "--models", name, "--train", str(folder)]
+    command += ["--kinds", *args.kinds, "--wire", *args.wire]
+    command += ["--backwards"] if number % 2 else []
     host = ["ip", "netns", "exec", HOSTS[0], "unshare", "--uts", "sh", "-c"]
     named = 'hostname $0; exec "$@"'
-    subprocess.run([*host, named, HOSTS[0], *command], check=True, timeout=300, env=environment)
-    found: dict[str, Any] = json.loads(path.read_text())
-    return found
+    subprocess.run([*host, named, HOSTS[0], *command], check=True, timeout=600, env=environment)
+    return json.loads((folder / "found.json").read_text())
+
+
+def round_trip() -> float:
+    """Returns the seconds of a round trip of 8 bytes between the hosts."""
+    first, second = (["ip", "netns", "exec", host, sys.executable, "-c"] for host in HOSTS)
+    taken = (
+        "import socket; s = socket.create_server(('', 7001)); print('', flush=True)\n"
+        f"c, _ = s.accept()\nfor _ in range({ROUND_TRIPS}): c.sendall(c.recv(8))"
+    )
+    sent = (
+        f"import socket, time; s = socket.create_connection(('{ADDRESSES[1]}', 7001))\n"
+        "s.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1); t = time.perf_counter()\n"
+        f"for _ in range({ROUND_TRIPS}): s.sendall(bytes(8)); s.recv(8)\n"
+        f"print((time.perf_counter() - t) / {ROUND_TRIPS})"
+    )
+    with subprocess.Popen([*second, taken], stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        return float(subprocess.check_output([*first, sent], timeout=60))
 
 
 def main() -> None:
@@ -190,46 +263,49 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", default=labels, choices=labels)
     parser.add_argument("--wire", nargs="+", default=["float32"], choices=["float32", "bfloat16"])
     parser.add_argument("--progress", nargs="+", default=["on"], choices=["on", "off"])
-    parser.add_argument("--mbit", type=int, default=1000)
     parser.add_argument(
-        "--ms", type=float, default=0.0, help="delay in each direction; needs netem"
+        "--links", nargs="+", type=Link.parse, default=[Link(1000, 1)], metavar="MBIT:MS"
     )
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--train", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--backwards", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    kinds = [kind for kind in KINDS if kind.label in args.kinds]
     if args.train:
-        train(args.models[0], kinds[0], args.wire[0], args.train)
+        train_all(args)
         return
-    table = Table(title=f"Two hosts, {args.mbit} Mbit/s, {args.ms:g} ms; ms of a step")
-    for head in ("model", "what", "wire", "progress"):
-        table.add_column(head)
-    for head in ("step", "planned", "off", "computed", "link", "over the larger"):
-        table.add_column(head, justify="right")
-    with tempfile.TemporaryDirectory() as folder, hosts(args.mbit, args.ms, Path(folder)):
-        for name in args.models:
-            for row in compare(name, args, Path(folder)):
-                table.add_row(*row)
-    Console(width=100).print(table)
+    for link in args.links:
+        with tempfile.TemporaryDirectory() as folder, hosts(link, Path(folder)):
+            title = f"Two hosts, {link}, {1e3 * round_trip():.2f} ms there and back; ms of a step"
+            table = Table(title=title)
+            for head in ("model", "what", "wire", "progress"):
+                table.add_column(head)
+            for head in ("step", "planned", "off", "computed", "link", "over"):
+                table.add_column(head, justify="right")
+            for name in args.models:
+                for row in compare(name, link, args, Path(folder)):
+                    table.add_row(*row)
+        Console(width=120).print(table)
 
 
-def compare(name: str, args: argparse.Namespace, folder: Path) -> Iterator[list[str]]:
+def compare(name: str, link: Link, args: argparse.Namespace, folder: Path) -> Iterator[list[str]]:
     """Measures all settings in turn; yields table rows."""
-    settings = [*map(Setting._make, itertools.product(args.kinds, args.wire, args.progress))]
-    found: dict[Setting, list[dict[str, Any]]] = {setting: [] for setting in settings}
-    for _ in range(args.rounds):
-        for setting in settings:
-            found[setting].append(launch(name, setting, folder))
+    found: dict[Setting, list[dict[str, Any]]] = {}
+    for number in range(args.rounds):
+        for progress in args.progress:
+            launched = launch(name, progress, args, folder, number)
+            for kind, wire in itertools.product(args.kinds, args.wire):
+                setting = Setting(kind, wire, progress)
+                found.setdefault(setting, []).append(launched[f"{kind} {wire}"])
     for setting, runs in found.items():
         step = statistics.median(second for run in runs for second in run["seconds"])
         plan, computed = (
             statistics.median(run[key] for run in runs) for key in ("plan", "computation")
         )
-        link = 8 * runs[0]["bytes"] / (args.mbit * 1e6)
-        planned, times = f"{plan / step - 1:+.1%}", (step, plan, computed, link)
+        busy = 8 * runs[0]["bytes"] / (link.mbit * 1e6)
+        planned, times = f"{plan / step - 1:+.1%}", (step, plan, computed, busy)
         shown = [f"{1e3 * each:.0f}" for each in times]
         shown.insert(2, planned)
-        yield [name, *setting, *shown, f"{step / max(computed, link):.2f}"]
+        yield [name, *setting, *shown, f"{step / max(computed, busy):.2f}"]
 
 
 if __name__ == "__main__":

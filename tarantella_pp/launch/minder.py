@@ -195,8 +195,8 @@ class Minder:
         while self._status is None and time.monotonic() < deadline:
             time.sleep(0.01)
             self._reap()
-        if self._status is not None and self._status > 0:
-            self._take_records()
+        self._take_records()
+        if self._status is not None and self._status > 0 and self._record.state != FAILED:
             self._conclude(self._status)
             self._hub.send({"record": dataclasses.asdict(self._record)})
             self._hub.flush(ABORT_SECONDS)

@@ -82,7 +82,12 @@ FAULTS = {
     "thread": (1, "ZeroDivisionError: division by zero (in thread"),
     "abort": (6, "exit code 6"),
 }
-ORDINARY = {("raise", "private", 1), ("sigkill", "shared", 2), ("exit5", "private", 2)}
+ORDINARY = {
+    ("raise", "private", 1),
+    ("sigkill", "shared", 2),
+    ("exit5", "private", 2),
+    ("abort", "private", 2),
+}
 """Cells of the matrix of faults that are always tried; all are on demand."""
 RAISING = ("raise", "orphan", "interrupt", "thread")
 SKEWED = """
@@ -139,10 +144,10 @@ def failed_on_beta(
         job.wait_until_ready()
         result = job.result()
     headlines = [line for line in result.stderr.splitlines() if "failed first" in line]
-    who = f"tarantella: rank {per_host} of {2 * per_host} on host beta failed first: {cause}"
+    who = f"tarantella: rank {per_host} of {2 * per_host} on host beta failed first: "
     traces = result.stderr.count("Traceback (most recent")
     left = [file for host in hosts.hosts for file in host.leftovers()]
-    told = len(headlines) == 1 and who in headlines[0]
+    told = len(headlines) == 1 and headlines[0].startswith(who) and cause in headlines[0]
     if told and result.code == code and traces == (fault in RAISING) and not left:
         return ""
     return f"{fault}, {folder}, {per_host} a host: {result.code} {left}\n{result.stderr}"

@@ -416,8 +416,6 @@ class PipelineModel(TrainingLoops, CollectiveModel):
 
     def get_metrics_result(self) -> dict[str, Any]:
         """Returns the logs of the last step, or of none since a reset, the same on every rank."""
-        if not self._engine.logs and not all(getattr(m, "built", True) for m in self.metrics):
-            return {}  # there was no batch yet
         return dict(self._engine.logs or super().get_metrics_result())
 
     def _logs_so_far(self) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 
 import keras
 import numpy as np
@@ -11,6 +12,7 @@ from keras import layers, losses
 
 from tarantella_pp.errors import ConfigurationError, UnsupportedModelError
 from tarantella_pp.models.pipeline_model import PipelineModel
+from tarantella_pp.runtime.batch.batch_step import BatchStep
 from tarantella_pp.runtime.probes.loss_probe import treats_samples_apart
 from tests.helpers.training import distance, sgd
 
@@ -45,6 +47,24 @@ def models():
     made = segmentation(), segmentation()
     pipeline = PipelineModel(made[1], num_stages=2, num_micro_batches=3, schedule="1f1b")
     return made[0], pipeline, made[0].get_weights()
+
+
+def test_gradients_of_the_loss_are_let_go_one_after_the_other(models, monkeypatch):
+    """Each is as large as the outputs of a micro-batch."""
+    _, pipeline, _ = models
+    pipeline.compile("sgd", "mse")
+    honest, made, alive = BatchStep.loss_gradients, [], []
+
+    def noted(self, micro_batch):
+        found = honest(self, micro_batch)
+        alive.append(sum(one() is not None for one in made))
+        made.extend(map(weakref.ref, found.values()))
+        return found
+
+    monkeypatch.setattr(BatchStep, "loss_gradients", noted)
+    pipeline.train_on_batch(IMAGES, PARTS)
+    assert len(made) == 3
+    assert alive == [0, 0, 0]
 
 
 REDUCTIONS = ("sum", "mean", "sum_over_batch_size", "mean_with_sample_weight")

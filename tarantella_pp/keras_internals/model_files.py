@@ -43,6 +43,8 @@ class Rows(Protocol):
 
 RowsOf = Callable[[Any], "Rows | None"]
 """What writes a value row by row; `None` for one that is small or no variable."""
+ArrayOf = Callable[[Any], "np.ndarray[Any, Any] | None"]
+"""What reads a value of an HDF5 file; `None` for one that is read as Keras does."""
 
 
 def row_ranges(shape: Sequence[int], dtype: Any) -> Iterator[tuple[int, int]]:
@@ -83,6 +85,19 @@ class _WrittenFile(saving_lib.H5IOStore):  # type: ignore[misc]
         dataset = self._h5_entry_group.create_dataset(key, rows.shape, rows.dtype)
         for begin, end in row_ranges(rows.shape, rows.dtype):
             dataset[begin:end] = rows[begin:end]
+
+
+class _ReadFile(saving_lib.H5IOStore):  # type: ignore[misc]
+    """A file of Keras whose large values are read with no copies."""
+
+    def __init__(self, file: BinaryIO, array_of: ArrayOf) -> None:
+        super().__init__(WEIGHTS, archive=_Opened(file), mode="r")
+        self._array_of = array_of
+
+    def __getitem__(self, key: str) -> Any:
+        dataset = saving_lib.safe_get_h5_dataset(self._h5_entry_group, key)
+        found = None if "dtype" in dataset.attrs else self._array_of(dataset)
+        return super().__getitem__(key) if found is None else found
 
 
 def save_weights(model: keras.Model, path: Path, rows_of: RowsOf) -> None:
@@ -156,6 +171,7 @@ def load_state(
     weights: BinaryIO | Path,
     assets: Path | None,
     skipped: Iterable[Any],
+    array_of: ArrayOf,
     skip_mismatch: bool = False,
 ) -> list[tuple[Any, Exception]]:
     """Has a model and its optimizer take over the state in a file, as Keras does.
@@ -166,6 +182,7 @@ def load_state(
             index of several.
         assets: The folder with what layers keep besides; `None` for none.
         skipped: Layers that keep theirs.
+        array_of: How large values are read; not of an index.
         skip_mismatch: Whether layers that do not fit keep theirs, too.
 
     Returns:
@@ -175,7 +192,7 @@ def load_state(
     if isinstance(weights, Path):
         store = saving_lib.ShardedH5IOStore(weights, mode="r")
     else:
-        store = saving_lib.H5IOStore(WEIGHTS, archive=_Opened(weights), mode="r")
+        store = _ReadFile(weights, array_of)
     try:
         with warnings.catch_warnings():
             # A Functional model keeps its layers in other lists, too, of which files say nothing.

@@ -24,6 +24,10 @@ def stack():
     return keras.Sequential([keras.Input((2,)), layers.Dense(3), layers.Dense(4)])
 
 
+def as_keras(dataset):
+    """Reads no value in a way of its own."""
+
+
 def same(*models):
     pairs = zip(*(model.get_weights() for model in models), strict=True)
     return all((one == other).all() for one, other in pairs)
@@ -35,7 +39,7 @@ def test_state_is_read_of_an_open_file_but_for_what_is_skipped(tmp_path):
     before = other.layers[1].get_weights()
     with warnings.catch_warnings(), (tmp_path / "a.weights.h5").open("rb") as file:
         warnings.simplefilter("error")
-        failed = load_state(other, file, None, [other.layers[1]])
+        failed = load_state(other, file, None, [other.layers[1]], as_keras)
     assert failed == [], ADVICE + "saving_lib._load_state"
     assert (other.layers[0].get_weights()[0] == model.layers[0].get_weights()[0]).all()
     assert (other.layers[1].get_weights()[0] == before[0]).all(), ADVICE + "visited_saveables"
@@ -62,12 +66,27 @@ def test_large_values_are_written_in_pieces(tmp_path, monkeypatch):
     assert same(model, other)
 
 
+def test_values_are_read_as_the_caller_says(tmp_path):
+    model, other, asked = stack(), stack(), []
+    model.save_weights(tmp_path / "a.weights.h5")
+
+    def array_of(dataset):
+        asked.append(dataset.shape)
+        return dataset[()] + 1 if len(dataset.shape) == 2 else None
+
+    with (tmp_path / "a.weights.h5").open("rb") as file:
+        assert load_state(other, file, None, [], array_of) == []
+    assert asked == [(2, 3), (3,), (3, 4), (4,)], ADVICE + "H5IOStore.__getitem__"
+    for before, after in zip(model.get_weights(), other.get_weights(), strict=True):
+        assert (after == before + (before.ndim == 2)).all()
+
+
 def test_what_does_not_fit_is_told(tmp_path):
     model = stack()
     model.save_weights(tmp_path / "a.weights.h5")
     other = keras.Sequential([keras.Input((2,)), layers.Dense(3), layers.Dense(5)])
     with (tmp_path / "a.weights.h5").open("rb") as file:
-        failed = load_state(other, file, None, [])
+        failed = load_state(other, file, None, [], as_keras)
     assert [layer for layer, _ in failed] == [other.layers[1]], ADVICE + "error_msgs"
 
 
@@ -84,7 +103,7 @@ def test_assets_are_read_of_a_folder(tmp_path):
     model.save_weights(tmp_path / "a.weights.h5")
     other = keras.Sequential([keras.Input((2,), dtype="int32"), new := build()])
     with (tmp_path / "a.weights.h5").open("rb") as file:
-        assert load_state(other, file, tmp_path / "assets", []) == []
+        assert load_state(other, file, tmp_path / "assets", [], as_keras) == []
     assert new.get_vocabulary() == made.get_vocabulary(), ADVICE + "DiskIOStore"
 
 

@@ -17,6 +17,7 @@ from tarantella_pp.keras_internals.training import layers_in
 from tarantella_pp.models.files.keras_file import KerasFile
 from tarantella_pp.runtime.state.free_memory import give_back
 from tarantella_pp.runtime.state.remote_variables import let_go, only_own_assigned
+from tarantella_pp.runtime.state.stored_values import array_of
 
 
 def read_state(file: KerasFile, plain: keras.Model, needed: Iterable[Any]) -> None:
@@ -95,7 +96,7 @@ def _read(
     skipped = layers_of_others(plain, needed)
     give_back()
     with only_own_assigned():
-        failed = load_state(plain, weights, assets, skipped, skip_mismatch)
+        failed = load_state(plain, weights, assets, skipped, array_of, skip_mismatch)
     give_back()
     # What a layer makes of its weights is not needed where it does not run.
     failed = [(layer, why) for layer, why in failed if not isinstance(why, StaleWeightError)]

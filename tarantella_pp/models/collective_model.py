@@ -142,7 +142,7 @@ class CollectiveModel(LogsOfEpoch):
             optimizer = self._optimizer_state and self._optimizer_state.whole()
             with tempfile.TemporaryDirectory() as folder:
                 path = Path(folder) / "model.keras"
-                write_plain(engine.extracted, self._config(optimizer), optimizer, path, rows_of)
+                write_plain(engine.extracted, self._config(optimizer), optimizer, path)
                 return pickled(path.read_bytes())
 
     @collective("overwrite", "include_optimizer", filepath=lambda given: _named(given["filepath"]))
@@ -179,7 +179,7 @@ class CollectiveModel(LogsOfEpoch):
             if draft.suffix in _LEGACY:
                 write_legacy(draft, extracted.model, self, optimizer)
             else:
-                write_plain(extracted, self._config(optimizer), optimizer, draft, rows_of)
+                write_plain(extracted, self._config(optimizer), optimizer, draft)
 
         if isinstance(filepath, io.IOBase):
             self._save_to_each(filepath, write)

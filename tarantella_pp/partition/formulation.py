@@ -327,8 +327,7 @@ def _within_limit(
             break
         bound = min(bound, solution.certificate.lower_bound)
         seconds += solution.certificate.seconds
-        above = 0.0 if limit is None else _excess(costs, options, solution)
-        if limit is None or above <= 0:
+        if limit is None or (above := _excess(costs, options, solution)) <= 0:
             return solution, bound, seconds
         limit = [max(1.0, most - above) for most in limit]
     return None, bound, seconds

@@ -10,14 +10,9 @@ from typing import Any
 
 import keras
 
-from tarantella_pp.keras_internals.model_files import (
-    CONFIG,
-    METADATA,
-    WEIGHTS,
-    RowsOf,
-    save_state,
-)
+from tarantella_pp.keras_internals.model_files import CONFIG, METADATA, WEIGHTS, save_state
 from tarantella_pp.partition.extraction.keras_reader import ExtractedModel
+from tarantella_pp.runtime.state.value_pieces import rows_of
 
 
 def plain_model(extracted: ExtractedModel, optimizer: Any = None) -> keras.Model:
@@ -49,11 +44,7 @@ def config_of(model: keras.Model, compile_config: dict[str, Any] | None) -> dict
 
 
 def write_plain(
-    extracted: ExtractedModel,
-    config: dict[str, Any],
-    optimizer: Any,
-    path: Path,
-    rows_of: RowsOf,
+    extracted: ExtractedModel, config: dict[str, Any], optimizer: Any, path: Path
 ) -> None:
     """Writes a `.keras` file that stock Keras loads and trains on.
 
@@ -62,7 +53,6 @@ def write_plain(
         config: What `config_of` returned.
         optimizer: The optimizer of the whole model, or `None`.
         path: Where to, in a folder of its own, where it takes its size twice meanwhile.
-        rows_of: How large values are read.
     """
     metadata = {
         "keras_version": keras.__version__,

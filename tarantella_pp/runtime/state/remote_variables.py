@@ -217,12 +217,7 @@ def remote_value(variable: Any) -> ValuePieces | None:
     Raises:
         StaleWeightError: If it cannot be read now.
     """
-    if not is_stale(variable):
-        return None
-    read = _reader.get()
-    if read is None:
-        raise _error(variable)
-    return read(variable)
+    return _found(variable) if is_stale(variable) else None
 
 
 def refuse_stale(model: Any) -> None:
@@ -263,10 +258,7 @@ class _Remote(keras.Variable):  # type: ignore[misc]
             StaleWeightError: If it is no longer the true one.
         """
         if self.is_stale and not _traced.get() and not needs_only_shapes():
-            read = _reader.get()
-            if read is None:
-                raise _error(self)
-            return to_tensor(read(self).whole())
+            return to_tensor(_found(self).whole())
         return super().value
 
     def assign(self, value: Any) -> Any:
@@ -302,6 +294,14 @@ class _Remote(keras.Variable):  # type: ignore[misc]
         return (
             f"<Variable path={self.path}, shape={self.shape}, dtype={self.dtype}, on other ranks>"
         )
+
+
+def _found(variable: Any) -> ValuePieces:
+    """The true value of a stale variable, if it can be read now."""
+    read = _reader.get()
+    if read is None:
+        raise _error(variable)
+    return read(variable)
 
 
 def _error(variable: Any) -> StaleWeightError:

@@ -101,25 +101,24 @@ def _of_graph(arguments: argparse.Namespace) -> tuple[str, list[Comparison]]:
 
 
 def _of_model(arguments: argparse.Namespace) -> tuple[str, list[Comparison]]:
-    """Compares for a Keras model: memory without message buffers, and FLOPs."""
+    """Compares for a Keras model: memory, and FLOPs."""
     model = model_source.build_without_weights(arguments.model)
     import numpy as np
 
     from tarantella_pp.models.make_plan import default_machine
     from tarantella_pp.partition.baselines import compare
-    from tarantella_pp.partition.costs.optimizer_slots import optimizer_state_bytes
-    from tarantella_pp.partition.costs.stage_costs import StageCostModel
-    from tarantella_pp.partition.extraction.keras_reader import extract
-    from tarantella_pp.partition.formulation import best_solution, problem_of
+    from tarantella_pp.partition.formulation import problem_of
     from tarantella_pp.partition.given_balance import assignment_of
     from tarantella_pp.partition.options import PlanOptions
     from tarantella_pp.partition.plan.hardware_spec import machine_of
+    from tarantella_pp.partition.planner import Planner
 
     chosen: dict[str, Any] = {"batch_size": 32, "num_micro_batches": None, "schedule": "1f1b"}
     chosen |= plan_make.model_options(arguments)
     optimizer = chosen.pop("optimizer", None) or model_source.optimizer_of(arguments.model, model)
     machine = machine_of(chosen.pop("machine")) if "machine" in chosen else default_machine()
-    graph = extract(model).graph
+    planner = Planner.of(model, optimizer, machine=machine)
+    graph = planner.graph
     given = None if arguments.balance is None else assignment_of(graph, arguments.balance)
     if arguments.num_stages > len(graph.nodes):
         raise ConfigurationError(
@@ -132,19 +131,16 @@ def _of_model(arguments: argparse.Namespace) -> tuple[str, list[Comparison]]:
             num_stages=arguments.num_stages, balance=balance, num_replicas=1,
             memory_limit=None, **chosen,
         )  # fmt: skip
-        slots, count = optimizer_state_bytes(optimizer, graph.weights), options.num_micro_batches
-        costs = StageCostModel(
-            graph, slots, options.micro_batch_size, micro_batches=count, machine=machine
-        )
+        costs = planner.costs(options)
 
         def value(assignment: Sequence[int], costs: Any = costs, options: Any = options) -> float:
             if options.balance == "flops":
                 return float(np.bincount(assignment, costs.flops()).max())
             stages = costs.stages(assignment, options.in_flight, options.repeats)
-            return float(max(stage.balanced_bytes for stage in stages))
+            return float(max(stage.memory_bytes for stage in stages))
 
         problem = problem_of(costs, options)
-        comparisons.append(compare(problem, best_solution(costs, options), value, balance, given))
+        comparisons.append(compare(problem, planner.solve(options), value, balance, given))
     return model.name, comparisons
 
 

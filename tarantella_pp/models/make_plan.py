@@ -178,6 +178,7 @@ def make_plan(
                 planner,
                 {**given, "balance": kind, "num_stages": stages, "num_replicas": replicas},
                 ScheduleSpec.of(custom or name, stages, ranks),
+                roughly=kind != balance,
             )
             for stages, replicas, ranks in shapes
             for kind in balances
@@ -195,7 +196,7 @@ def make_plan(
         further = searches(_cut_to_overlap(possible, planner, recompute))
     chosen = choose_plan(asked, [*filterfalse(is_asked, everything)], [*filter(is_asked, further)])
     if chosen is None:
-        raise PlanError(infeasible(asked[-1]))
+        raise PlanError(infeasible(replace(asked[-1], roughly=False)))
     complaint = useless(chosen, planner, balance if isinstance(balance, str) else None)
     if complaint is not None:
         warnings.warn(complaint, stacklevel=2)

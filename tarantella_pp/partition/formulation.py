@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import msgspec
 import numpy as np
 
 from tarantella_pp.errors import PlanError
+from tarantella_pp.partition.costs.least_memory import LeastMemory, StageSums, least_memory
 from tarantella_pp.partition.costs.stage_costs import StageCostModel
 from tarantella_pp.partition.graph.layer_graph import LayerGraph
 from tarantella_pp.partition.options import PlanOptions
@@ -43,8 +46,6 @@ CLOSE = 1e-3
 """Relative distance from the bound at which that search ends before."""
 Limits = Sequence[float]
 """Largest memory of each stage in bytes."""
-SHARES = (1.0, 0.9, 0.75, 0.6)
-"""Shares of a limit that are tried for what lasts."""
 
 
 # From a layer graph to a problem, for stages 0 | 1 and a skip whose tensor x three nodes keep:
@@ -163,8 +164,14 @@ def _work(
     return np.array([forwards * forward + backward for forward, backward in costs.seconds])
 
 
-def best_solution(costs: StageCostModel, options: PlanOptions) -> Solution:
-    """Solves the problem of a layer graph."""
+def best_solution(costs: StageCostModel, options: PlanOptions, *, whole: bool = True) -> Solution:
+    """Solves the problem of a layer graph.
+
+    Args:
+        costs: The graph and its costs.
+        options: What its stages are for.
+        whole: Whether memory is balanced with what does not add up.
+    """
     best: Solution | None = None
     value, bound, seconds = math.inf, 0.0, 0.0
     for one in _formulations(costs, options):
@@ -180,12 +187,12 @@ def best_solution(costs: StageCostModel, options: PlanOptions) -> Solution:
             if value <= bound * (1 + near):
                 break
     if best is None:
-        raise PlanError(
-            "No plan was found that keeps the memory limit together with the buffers of its "
-            f"messages. Received: memory_limit={options.memory_limit}. More stages or smaller "
-            "micro-batches need less."
-        )
-    method = best.certificate.method
+        best = _within_limits(costs, options)
+    if whole and options.weighs_stages:
+        return _priced_whole(costs, options, best, bound, seconds)
+    method, value = best.certificate.method, _value(costs, options, best)
+    if options.balance == "memory":
+        method += " of state and activations"
     if options.ranks:
         problem = problem_of(costs, options, options.limits)
         best = _over_ranks(costs, options, problem, best)
@@ -194,6 +201,49 @@ def best_solution(costs: StageCostModel, options: PlanOptions) -> Solution:
     elif value > bound * (1 + TOLERANCE):
         method += ", parts of the memory bounded"
     return Solution(best.assignment, Certificate.of(value, bound, method, seconds))
+
+
+def _priced_whole(
+    costs: StageCostModel, options: PlanOptions, best: Solution, bound: float, seconds: float
+) -> Solution:
+    """Makes the largest stage small with all that it needs, not only what adds up."""
+    begun = time.perf_counter()
+    stages = costs.stages(best.assignment, options.in_flight, options.repeats)
+    value = float(max(stage.memory_bytes for stage in stages))
+    found = _least_memory(costs, options, best, value)
+    if found.assignment is not None:
+        best, value = replace(best, assignment=found.assignment), found.value
+    method = f"{best.certificate.method}, stages priced whole"
+    certificate = Certificate.of(
+        value, max(bound, found.lower_bound), method, seconds + time.perf_counter() - begun
+    )
+    return replace(best, certificate=certificate)
+
+
+def _within_limits(costs: StageCostModel, options: PlanOptions) -> Solution:
+    """Finds stages that keep limits which are tight for what does not add up."""
+    free = msgspec.structs.replace(options, balance="memory", memory_limit=None)
+    known = solve(problem_of(costs, free), time_budget=SECONDS, gap=CLOSE)
+    found = _least_memory(costs, options, known, math.inf)
+    if found.assignment is None:
+        raise PlanError(
+            "No plan was found that keeps the memory limit together with the buffers of its "
+            f"messages. Received: memory_limit={options.memory_limit}. More stages or smaller "
+            "micro-batches need less."
+        )
+    return replace(known, assignment=found.assignment)
+
+
+def _least_memory(
+    costs: StageCostModel, options: PlanOptions, known: Solution, below: float
+) -> LeastMemory:
+    """Finds a plan whose largest stage is below so many bytes, if any."""
+    problem = problem_of(costs, options)
+    sums = StageSums(problem.static_memory, problem.activation_memory, problem.flight)
+    limits = options.limits or (math.inf,) * options.num_stages
+    return least_memory(
+        costs, sums, options.in_flight, options.repeats, known.assignment, below, limits
+    )
 
 
 def given_solution(
@@ -241,23 +291,10 @@ def _formulations(costs: StageCostModel, options: PlanOptions) -> Iterator[_Form
         yield _Formulation(functools.partial(base, cautious=True), bounds=False)
     if options.memory_limit is not None:
         yield _Formulation(lambda limit: replace(base(limit), objective="memory"), False, True)
-        for share in SHARES:
-            thin = functools.partial(_thin, costs, options, share)
-            yield _Formulation(thin, bounds=False, is_last_resort=True)
 
 
 def _recomputing(costs: StageCostModel, options: PlanOptions, limit: Limits | None) -> Problem:
     return recomputing(problem_of(costs, options, limit), costs, options)
-
-
-def _thin(
-    costs: StageCostModel, options: PlanOptions, share: float, limit: Limits | None
-) -> Problem:
-    """Makes buffers small, with a share of the limit for all else."""
-    problem = problem_of(costs, options, limit and [share * each for each in limit])
-    tensors = [replace(tensor, comm=tensor.bytes) for tensor in problem.tensors]
-    nothing = np.zeros(problem.num_nodes)
-    return replace(problem, objective="load", work=nothing, tensors=tuple(tensors))
 
 
 def _over_ranks(
@@ -298,7 +335,9 @@ def _values(costs: StageCostModel, options: PlanOptions, solution: Solution) -> 
             (stage.seconds or 0.0) + (stage.forward_seconds or 0.0) * again
             for stage, again in zip(stages, options.repeated, strict=True)
         ]
-    return [float(stage.balanced_bytes) for stage in stages]
+    if options.balance == "memory":
+        return [float(stage.state_bytes + stage.activation_bytes_total) for stage in stages]
+    return [float(stage.memory_bytes) for stage in stages]
 
 
 def _within_limit(

@@ -53,6 +53,11 @@ class PlanOptions(PlanConfig, frozen=True, kw_only=True):
         return float(bubble / (1 - bubble))
 
     @property
+    def weighs_stages(self) -> bool:
+        """Whether the largest stage is to be small with all that it has in memory."""
+        return self.balance == "memory" and not self.ranks
+
+    @property
     def send_window(self) -> int | None:
         """Most micro-batches that a stage has sent and that are not taken; `None` for any."""
         return send_window(self.schedule, self.num_stages, self.num_ranks)

@@ -83,11 +83,14 @@ class PlanSearch:
         given: The arguments of `PlanOptions.checked`; `num_micro_batches` and `recompute` may be
             `None`, to be chosen.
         spec: The schedule.
+        roughly: Whether to balance memory it is enough to count what adds up: where that is one of
+            several ways to find a fast plan.
     """
 
     planner: Planner
     given: Mapping[str, Any]
     spec: ScheduleSpec
+    roughly: bool = False
 
     def options(self, **changes: Any) -> PlanOptions:
         """Returns the options, with defaults for those that are open.
@@ -118,7 +121,7 @@ class PlanSearch:
         """
         limited = self.given["memory_limit"] is not None
         usual = self.options(memory_limit=None)
-        solution, near = self.planner.solve(usual), usual.num_micro_batches
+        solution, near = self._solved(usual), usual.num_micro_batches
         found = []
         for count in sorted(self._counts(limited=limited), key=lambda n: abs(math.log(n / near))):
             options = self.options(num_micro_batches=count, memory_limit=None)
@@ -126,9 +129,12 @@ class PlanSearch:
             # By FLOPs only weights come anew for each micro-batch: that is left for the best.
             differs = options.balance != "flops" or bool(options.ranks)
             if not alike and differs and self.planner.seconds < QUICK:
-                own, alike = self.planner.solve(options), True
+                own, alike = self._solved(options), True
             found.append(Candidate(self, options, own, limited, alike and not limited))
         return found
+
+    def _solved(self, options: PlanOptions) -> Solution:
+        return self.planner.solve(options, roughly=self.roughly)
 
     def _independent(self, options: PlanOptions) -> bool:
         """Whether the number of micro-batches is nothing to the balance."""
@@ -252,7 +258,7 @@ class PlanSearch:
         """Makes a plan, if there is one: a limit, or what cannot recompute, may be in the way."""
         options = self.options(**changes)
         try:
-            return [self._written(self.planner.solve(options), options)]
+            return [self._written(self._solved(options), options)]
         except PlanError:
             if options.memory_limit is None:
                 raise

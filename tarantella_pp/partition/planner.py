@@ -128,11 +128,12 @@ class Planner:
         """
         return self.write(self.solve(options), options)
 
-    def solve(self, options: PlanOptions) -> Solution:
+    def solve(self, options: PlanOptions, *, roughly: bool = False) -> Solution:
         """Finds the best stages for these options, once; raises what `plan` does.
 
         Args:
             options: What they are for.
+            roughly: Whether it is enough, to balance memory, to count what adds up.
         """
         if options.balance == "time" and self.profile is None:
             raise ConfigurationError(
@@ -146,9 +147,10 @@ class Planner:
                 f"Model '{self.model}' has {nodes} operations, so it can have at most {nodes} "
                 f"stages. Received: num_stages={options.num_stages}"
             )
-        key = options.problem_key
+        whole = options.weighs_stages and not roughly
+        key = (*options.problem_key, whole)
         if key not in self._solved:
-            self._solved[key] = best_solution(self.costs(options), options)
+            self._solved[key] = best_solution(self.costs(options), options, whole=whole)
         return self._solved[key]
 
     def _as_given(self, options: PlanOptions) -> Solution:

@@ -316,10 +316,13 @@ def test_plans_say_what_came_next_and_what_else_there_is(resnet):
     assert f"A step takes {plan.step_seconds:.3g} s, simulated. Next best: {trade}" in text
     assert f"Advice: {trade.replace(',', ':', 1)}" in text
     small = make_plan(resnet, 4, schedule="1f1b", num_micro_batches=8, balance="memory")
-    assert small.step_seconds == plan.next_best.step_seconds
+    # Where it is not asked for, memory is balanced without what there is for a moment.
+    assert largest(small) <= plan.next_best.memory_bytes
+    assert small.step_seconds == pytest.approx(plan.next_best.step_seconds, rel=0.05)
     assert (small.advice.balance, small.advice.step_seconds) == ("flops", plan.step_seconds)
     shorter = 100 * (1 - plan.step_seconds / small.step_seconds)
-    advice = f"Advice: balance='flops': {shorter:.2g} % shorter step, +{format_bytes(less)}."
+    more = format_bytes(largest(plan) - largest(small))
+    advice = f"Advice: balance='flops': {shorter:.2g} % shorter step, +{more}."
     assert advice in " ".join(str(small).split())
     assert advice in render_html(small).replace("&#x27;", "'")
 

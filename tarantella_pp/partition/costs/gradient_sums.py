@@ -6,9 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tarantella_pp.partition.graph.layer_graph import LayerGraph, Weight
+from tarantella_pp.partition.graph.layer_graph import LOOKUPS, LayerGraph, Weight
 from tarantella_pp.partition.graph.units import item_bytes
-from tarantella_pp.partition.plan.gradient_buckets import LOOKUPS
 from tarantella_pp.partition.plan.plan_config import FUSION_THRESHOLD, PlanConfig
 
 INDEX_BYTES = 8

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from tarantella_pp.partition.costs.deferred_gradients import MatmulChunks
@@ -33,6 +33,10 @@ WAITING_OUTPUTS = 1
 """Micro-batches whose outputs wait for metrics to be updated with them, at the most."""
 LOSS_COPIES = 2
 """Tensors of the outputs' size that a loss and its gradient make for a moment."""
+
+
+Users = Sequence[tuple[int, ...]] | Mapping[int, tuple[int, ...]]
+"""The stages that use each variable, ascending."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,43 +99,32 @@ def backward_bytes(graph: LayerGraph, nodes: Sequence[Node], rows: int) -> int:
     Returns:
         How much more there is than what is kept of the forward pass, at the most.
     """
-    users = Counter(tensor for node in nodes for tensor in _kept(graph, node))
-    gradients: dict[int, int] = {}
+    flows = [graph.flows[node.id] for node in nodes]
+    users = Counter(tensor for flow in flows for tensor in flow.kept)
+    gradients: set[int] = set()
     now = most = 0.0
-    for node in reversed(nodes):
-        made = _sizes(graph, node.outputs, rows)
-        now += sum(size for tensor, size in made.items() if tensor not in gradients)
-        gradients |= made
+    for node, (kept, made, given, outputs) in zip(reversed(nodes), reversed(flows), strict=True):
+        now += rows * sum(size for tensor, size in made.items() if tensor not in gradients)
+        gradients.update(made)
         inside = rows * node.residual_bytes
-        last = [tensor for tensor in _kept(graph, node) if users[tensor] == 1]
-        users.subtract(_kept(graph, node))
-        results = {graph.storage(tensor) for tensor in node.outputs}
-        free = {t: rows * graph.tensors[t].bytes_per_sample for t in last}
-        # The gradient of an activation function is written over its result.
-        now -= sum(free[t] for t in last if t in results)
-        given = {t: s for t, s in _sizes(graph, node.inputs, rows).items() if t not in gradients}
-        gradients |= given
-        now += sum(given.values())
+        results = freed = 0
+        for tensor, size in kept.items():
+            users[tensor] -= 1
+            if not users[tensor]:
+                freed += size
+                # The gradient of an activation function is written over its result.
+                results += size * (tensor in outputs)
+        now -= rows * results
+        now += rows * sum(size for tensor, size in given.items() if tensor not in gradients)
+        gradients.update(given)
         most = max(most, now + node.parameters * bool(made) + inside * INSIDE)
-        now -= sum(made.values()) + inside + sum(free[t] for t in last if t not in results)
+        now -= rows * (sum(made.values()) + freed - results) + inside
     return math.ceil(most)
-
-
-def _kept(graph: LayerGraph, node: Node) -> set[int]:
-    return {graph.storage(tensor) for tensor in node.keeps}
-
-
-def _sizes(graph: LayerGraph, tensors: Iterable[int], rows: int) -> dict[int, int]:
-    """Bytes of the gradients of tensors; views share them."""
-    found = (graph.tensors[graph.storage(tensor)] for tensor in tensors)
-    return {t.id: rows * t.bytes_per_sample for t in found if t.has_gradient}
 
 
 def update_bytes(graph: LayerGraph, weights: Iterable[Weight], slots: Sequence[int]) -> int:
     """Counts what the optimizer makes while it updates weights."""
-    looked_up = {w for node in graph.nodes if node.kind == "Embedding" for w in node.weights}
-    elsewhere = {w for node in graph.nodes if node.kind != "Embedding" for w in node.weights}
-    sparse = looked_up - elsewhere
+    sparse = graph.looked_up
     trainable = [weight for weight in weights if weight.trainable]
     dense = sorted((weight.bytes for weight in trainable if weight.id not in sparse), reverse=True)
     slices = sum(slots[weight.id] for weight in trainable if weight.id in sparse)
@@ -194,7 +187,7 @@ def _kernels(graph: LayerGraph, node: Node) -> list[Weight]:
     return [w for w in weights if len(w.shape) == 2 and w.trainable and w.dtype == made]
 
 
-def tie_bytes(weights: Iterable[Weight], users: Sequence[Sequence[int]], stage: int) -> int:
+def tie_bytes(weights: Iterable[Weight], users: Users, stage: int) -> int:
     """Counts what arrives, once a step, for variables that several stages use, and is kept for it.
 
     A stage with a copy has the next value arrive beside the one that it computes with.

@@ -15,6 +15,7 @@ from tarantella_pp.partition.costs.gradient_sums import GradientSums
 from tarantella_pp.partition.costs.optimizer_shards import weight_replicas
 from tarantella_pp.partition.costs.peak_memory import (
     OutputBytes,
+    Users,
     backward_bytes,
     deferred_bytes,
     factor_bytes,
@@ -161,17 +162,24 @@ class StageCostModel:
 
     def cuts(self, assignment: Sequence[int]) -> tuple[CutEdge, ...]:
         """Returns the tensors that are sent between stages."""
-        return tuple(
-            CutEdge(
-                tensor=tensor.name,
-                source=source,
-                targets=targets,
-                dtype=tensor.dtype,
-                bytes=self.micro_batch_size * tensor.bytes_per_sample,
-                has_gradient=tensor.has_gradient,
-                mask_bytes=self.mask_bytes(tensor),
-            )
-            for tensor, source, targets in crossings(self.graph, assignment)
+        return tuple(self.cut(*one) for one in crossings(self.graph, assignment))
+
+    def cut(self, tensor: Tensor, source: int, targets: tuple[int, ...]) -> CutEdge:
+        """Returns what it costs to send a tensor.
+
+        Args:
+            tensor: The tensor.
+            source: Stage that makes it.
+            targets: Stages that read it, ascending.
+        """
+        return CutEdge(
+            tensor=tensor.name,
+            source=source,
+            targets=targets,
+            dtype=tensor.dtype,
+            bytes=self.micro_batch_size * tensor.bytes_per_sample,
+            has_gradient=tensor.has_gradient,
+            mask_bytes=self.mask_bytes(tensor),
         )
 
     def ties(self, assignment: Sequence[int]) -> tuple[Tie, ...]:
@@ -198,12 +206,12 @@ class StageCostModel:
                 pass, and for how many micro-batches at a time they hold what that makes.
         """
         cuts, users = self.cuts(assignment), self.graph.users(assignment)
-        last, replicas = len(in_flight) - 1, self._replicas(users)
+        last, replicas = len(in_flight) - 1, self.replicas(users)
         nodes: list[list[int]] = [[] for _ in in_flight]
         for node, stage in enumerate(assignment):
             nodes[stage].append(node)
         found = tuple(
-            self._stage(
+            self.stage(
                 nodes[stage], stage, last, held, cuts, users, repeats.get(stage, 0), replicas
             )
             for stage, held in enumerate(in_flight)
@@ -229,17 +237,30 @@ class StageCostModel:
             for stage, size in zip(stages, largest, strict=True)
         )
 
-    def _stage(
+    def stage(
         self,
         ids: Sequence[int],
         stage: int,
         last: int,
         in_flight: int,
-        cuts: tuple[CutEdge, ...],
-        users: Sequence[tuple[int, ...]],
+        cuts: Sequence[CutEdge],
+        users: Users,
         repeats: int,
         replicas: Sequence[int],
     ) -> StagePlan:
+        """Returns what one stage costs, but for what gradients travel in between replicas.
+
+        Args:
+            ids: Its nodes, ascending.
+            stage: Its number.
+            last: Number of the last stage.
+            in_flight: Most micro-batches that it holds at a time.
+            cuts: The tensors that it sends or receives, and any others.
+            users: The stages that use each of its variables, ascending.
+            repeats: For how many micro-batches at a time it holds what a repeated forward pass
+                makes; 0 where it repeats none.
+            replicas: Replica that updates each variable.
+        """
         nodes = [self.graph.nodes[i] for i in ids]
         used = {w for node in nodes for w in node.weights}
         weights = [self.graph.weights[w] for w in used]
@@ -289,16 +310,9 @@ class StageCostModel:
 
     def _sends_shapes(self, cuts: Iterable[CutEdge], stage: int) -> bool:
         """Whether a stage may send messages whose shapes go first, which it does not wait for."""
-        sent = {cut.tensor for cut in cuts if cut.source == stage}
-        return any(
-            tensor.rows_per_sample != 1
-            or None in tensor.shape[1:]
-            or (tensor.mask_shape is not None and tensor.mask_shape != tensor.shape[:2])
-            for tensor in self.graph.tensors
-            if tensor.name in sent
-        )
+        return any(cut.source == stage and cut.tensor in self.graph.unsized for cut in cuts)
 
-    def _replicas(self, users: Sequence[tuple[int, ...]]) -> Sequence[int]:
+    def replicas(self, users: Sequence[tuple[int, ...]]) -> Sequence[int]:
         """Returns the replica that updates each variable, as far as that matters."""
         if self.shards == 1:
             return [0] * len(users)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
 
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 Source = Literal["analytic", "estimated", "measured"]
 """Where a figure comes from: a rule for that layer, a general guess, or a measurement."""
+LOOKUPS = frozenset({"Embedding"})
+"""Kinds of operations whose gradients are some rows of their weights."""
 
 
 class Weight(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -115,6 +117,22 @@ class Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sample_axis: int | None = 0
 
 
+class BackwardFlow(NamedTuple):
+    """What comes and goes in the backward pass of a node, by tensors, views resolved.
+
+    Attributes:
+        kept: Tensors that the node needs again, and their bytes per sample.
+        made: Tensors of its outputs that have gradients, and bytes of these.
+        given: The same of its inputs.
+        results: Tensors of its outputs.
+    """
+
+    kept: dict[int, int]
+    made: dict[int, int]
+    given: dict[int, int]
+    results: frozenset[int]
+
+
 class LayerGraph(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     """A model as an acyclic graph of operations; pure data.
 
@@ -175,6 +193,43 @@ class LayerGraph(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
             if len(nodes) > 1 and not any(group.issuperset(nodes) for group in self.groups):
                 shared.setdefault(tuple(nodes), []).append(w)
         return {nodes: tuple(weights) for nodes, weights in shared.items()}
+
+    @cached_property
+    def flows(self) -> tuple[BackwardFlow, ...]:
+        """What comes and goes in the backward pass of each node."""
+
+        def sizes(tensors: Iterable[int], *, gradients: bool) -> dict[int, int]:
+            found = (self.tensors[self.storage(tensor)] for tensor in tensors)
+            return {t.id: t.bytes_per_sample for t in found if t.has_gradient or not gradients}
+
+        return tuple(
+            BackwardFlow(
+                sizes(node.keeps, gradients=False),
+                sizes(node.outputs, gradients=True),
+                sizes(node.inputs, gradients=True),
+                frozenset(map(self.storage, node.outputs)),
+            )
+            for node in self.nodes
+        )
+
+    @cached_property
+    def unsized(self) -> frozenset[str]:
+        """Names of tensors of which the shapes of a micro-batch have to be sent, too."""
+        return frozenset(
+            tensor.name
+            for tensor in self.tensors
+            if tensor.rows_per_sample != 1
+            or None in tensor.shape[1:]
+            or (tensor.mask_shape is not None and tensor.mask_shape != tensor.shape[:2])
+        )
+
+    @cached_property
+    def looked_up(self) -> frozenset[int]:
+        """Variables of which only rows are read, so that their gradients are sparse."""
+        tables = {w for node in self.nodes if node.kind in LOOKUPS for w in node.weights}
+        return frozenset(tables) - {
+            w for node in self.nodes if node.kind not in LOOKUPS for w in node.weights
+        }
 
     def users(self, assignment: Sequence[int]) -> list[tuple[int, ...]]:
         """Returns the stages that use each variable, ascending: the first one trains it.

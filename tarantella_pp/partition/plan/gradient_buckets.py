@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tarantella_pp.partition.graph.layer_graph import LayerGraph, Weight
+from tarantella_pp.partition.graph.layer_graph import LOOKUPS, LayerGraph, Weight
 from tarantella_pp.partition.graph.units import item_bytes
-
-LOOKUPS = frozenset({"Embedding"})
-"""Kinds of operations whose gradients are some rows of their weights."""
 
 Buckets = tuple[tuple[int, ...], ...]
 """The buckets of a stage: ids of variables in `LayerGraph.weights`."""

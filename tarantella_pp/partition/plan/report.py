@@ -206,7 +206,7 @@ def _rank(plan: Plan, rank: int) -> str:
 def _quality(plan: Plan) -> str:
     proof = plan.certificate
     counted = ", memory traffic counted in" if _work_line(plan) else ""
-    notes = {"memory": " of state and activations", "flops": counted}
+    notes = {"flops": counted}
     units = {"flops": "{:.4g} FLOPs per sample", "time": "{:.4g} s per micro-batch"}
     value, bound = (
         units[plan.balance].format(v) if plan.balance in units else format_bytes(v)

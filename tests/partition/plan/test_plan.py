@@ -57,8 +57,7 @@ def test_stages_say_what_they_cost():
     assert (first.in_flight, second.in_flight) == (2, 1)
     assert (first.buffer_bytes, second.buffer_bytes) == (2 * 256, 256)
     assert first.working_bytes == 256 + 256 + 256  # of outputs, inputs and the kernel
-    assert first.balanced_bytes == 2048 + 2 * 512
-    assert first.memory_bytes == first.balanced_bytes + 512 + 768
+    assert first.memory_bytes == 2048 + 2 * 512 + 512 + 768
     (cut,) = PLAN.cuts
     assert (cut.tensor, cut.source, cut.targets, cut.bytes) == ("dense_1", 0, (1,), 256)
     assert PLAN.micro_batch_size == 8

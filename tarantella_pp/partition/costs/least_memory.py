@@ -1,0 +1,341 @@
+"""The stages whose largest needs the least memory, with all that is there for a moment.
+
+Solvers add up state and activations. What a stage needs besides does not add up: gradients on their
+way back, temporaries of the update, messages that wait. Here stages are priced whole::
+
+    nodes before a boundary     {}      {a}     {a b}   {a b c}  {a b c d}
+    stage 0                     |--------------->|
+    stage 1                                      |------->|
+    stage 2                                               |-------->|
+
+A plan is a path over such sets; its value is that of its dearest stage. State and activations,
+which are quick to sum up, tell of most stages that they are too dear, and these are never priced.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from tarantella_pp.partition.costs.stage_costs import StageCostModel
+from tarantella_pp.partition.graph.layer_graph import LayerGraph
+from tarantella_pp.partition.plan.plan_parts import CutEdge
+
+MOST_BOUNDARIES = 1500
+"""Sets of nodes before a boundary that are listed at most."""
+Array = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class LeastMemory:
+    """What was found.
+
+    Attributes:
+        assignment: Stage of each node; `None` where no plan needs less than what is known.
+        value: Bytes of the largest stage; of the known plan where there is none that needs less.
+        lower_bound: Bytes that the largest stage of every plan needs; 0 where not all were looked
+            at.
+    """
+
+    assignment: tuple[int, ...] | None
+    value: float
+    lower_bound: float
+
+
+@dataclass(frozen=True, slots=True)
+class StageSums:
+    """State and activations of each node, which add up to what a stage has at the least.
+
+    Attributes:
+        static: Bytes whatever the number of micro-batches, shape `(nodes,)`.
+        held: Bytes of each micro-batch, shape `(nodes,)`.
+        in_flight: Micro-batches that each stage holds, shape `(stages,)`.
+    """
+
+    static: Array
+    held: Array
+    in_flight: Array
+
+
+def least_memory(
+    costs: StageCostModel,
+    sums: StageSums,
+    in_flight: Sequence[int],
+    repeats: Mapping[int, int],
+    known: Sequence[int],
+    below: float,
+    limits: Sequence[float],
+) -> LeastMemory:
+    """Finds the stages whose largest needs the least memory.
+
+    A stage does not know from how many others its messages come, and waits for the largest of each:
+    it is priced as if they were from one, and for the bound as if each were from another.
+    Optimizers that are shared out over replicas are taken as the known plan has them, without a
+    bound.
+
+    Args:
+        costs: The graph and its costs.
+        sums: What is no more than a stage has.
+        in_flight: Most micro-batches that each stage holds at a time.
+        repeats: Stages that repeat their forward pass, as in `StageCostModel.stages`.
+        known: Stage of each node in a plan that is known.
+        below: Bytes that the largest stage has to stay below.
+        limits: Bytes that each stage may have.
+    """
+    boundaries = BoundarySets.of(costs.graph, known)
+    pricing = _Pricing(costs, boundaries, in_flight, repeats, known)
+    floors = [boundaries.floors(sums, stage, limits[stage]) for stage in range(len(in_flight))]
+    best, bound = None, 0.0
+    for price in (pricing.usual, pricing.least)[: 1 + (boundaries.complete and costs.shards == 1)]:
+        least, path = _shortest(price, floors, below, limits)
+        bound = least if price == pricing.least else 0.0
+        if path is None:
+            continue
+        assignment = boundaries.assignment(path)
+        stages = costs.stages(assignment, in_flight, repeats)
+        sizes = [stage.memory_bytes for stage in stages]
+        if max(sizes) < below and all(map(operator.le, sizes, limits)):
+            best, below = assignment, max(sizes)
+    return LeastMemory(best, below, bound)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class BoundarySets:
+    """Where stages may begin and end.
+
+    Attributes:
+        before: Which nodes lie before each boundary, shape `(boundaries, nodes)`; none first, all
+            last.
+        sets: The same as bits.
+        complete: Whether these are all there are.
+    """
+
+    before: npt.NDArray[np.bool_]
+    sets: Sequence[int]
+    complete: bool
+
+    @classmethod
+    def of(cls, graph: LayerGraph, known: Sequence[int]) -> BoundarySets:
+        """Lists the boundaries of a graph, or if they are too many those in line with a plan.
+
+        Args:
+            graph: The layer graph.
+            known: Stage of each node in a plan.
+        """
+        sets = _ideals(graph)
+        complete = sets is not None
+        if sets is None:
+            sets = [0]
+            for node in sorted(range(len(known)), key=lambda node: (known[node], node)):
+                sets.append(sets[-1] | 1 << node)
+        together = [sum(1 << node for node in group) for group in graph.groups]
+        sets = [one for one in sets if all(one & group in (0, group) for group in together)]
+        sets.sort(key=int.bit_count)
+        size = -(-len(known) // 8)
+        packed = np.frombuffer(b"".join(one.to_bytes(size, "little") for one in sets), np.uint8)
+        before = np.unpackbits(packed.reshape(-1, size), axis=1, bitorder="little")
+        return cls(before[:, : len(known)].astype(bool), sets, complete)
+
+    def floors(self, sums: StageSums, stage: int, limit: float) -> Array:
+        """Returns what a stage between each two boundaries has at the least.
+
+        Args:
+            sums: What is no more than a stage has.
+            stage: Its number.
+            limit: Bytes that it may have; a stage with more counts as infinitely large, as one does
+                that ends before it begins.
+        """
+        table = self.before.astype(np.float32)
+        bytes_: Array = self.before @ (sums.static + sums.in_flight[stage] * sums.held)
+        floors: Array = bytes_[None, :] - bytes_[:, None]
+        apart = table @ (1 - table).T > 0
+        floors[apart | np.eye(len(table), dtype=bool) | (floors > limit)] = np.inf
+        return floors
+
+    def nodes(self, begin: int, end: int) -> list[int]:
+        """Returns the nodes between two boundaries, ascending.
+
+        Args:
+            begin: The first boundary.
+            end: The second one.
+        """
+        found: list[int] = np.flatnonzero(self.before[end] & ~self.before[begin]).tolist()
+        return found
+
+    def assignment(self, path: Sequence[int]) -> tuple[int, ...]:
+        """Returns the stage of each node.
+
+        Args:
+            path: The boundary behind each stage.
+        """
+        return tuple((len(path) - self.before[list(path)].sum(axis=0)).tolist())
+
+
+def _ideals(graph: LayerGraph) -> list[int] | None:
+    """Lists sets of nodes that have all before them, as bits; `None` if there are too many."""
+    sets = [0]
+    trains: dict[int, int] = {}
+    for node in graph.nodes:
+        producers = {graph.tensors[tensor].producer for tensor in node.inputs}
+        # The first node that has a variable trains it, and others come no earlier.
+        first = {trains.setdefault(weight, node.id) for weight in node.weights}
+        needed = sum(1 << one for one in {*producers, *first} - {None, node.id} if one is not None)
+        sets += [one | 1 << node.id for one in sets if one & needed == needed]
+        if len(sets) > MOST_BOUNDARIES:
+            return None
+    return sets
+
+
+class _Pricing:
+    """Prices stages between two boundaries."""
+
+    def __init__(
+        self,
+        costs: StageCostModel,
+        boundaries: BoundarySets,
+        in_flight: Sequence[int],
+        repeats: Mapping[int, int],
+        known: Sequence[int],
+    ) -> None:
+        self._costs, self._boundaries = costs, boundaries
+        self._in_flight, self._repeats = in_flight, repeats
+        graph = costs.graph
+        self._replicas = costs.replicas(graph.users(known))
+        self._summed = costs.reduction_bytes(1.0 if costs.shards == 1 else None)
+        self._outputs = set(graph.outputs)
+        self._known: dict[tuple[int, int, int], tuple[float, float]] = {}
+        self._users = [0] * len(graph.weights)
+        for node in graph.nodes:
+            for weight in node.weights:
+                self._users[weight] |= 1 << node.id
+
+    def usual(self, begin: int, end: int, stage: int) -> float:
+        """Returns the bytes of a stage that exchanges messages with its neighbours.
+
+        Args:
+            begin: The boundary before it.
+            end: The boundary behind it.
+            stage: Its number.
+        """
+        return self._priced(begin, end, stage)[0]
+
+    def least(self, begin: int, end: int, stage: int) -> float:
+        """Returns the bytes of a stage, wherever its messages come from and go to, at the least.
+
+        Args:
+            begin: The boundary before it.
+            end: The boundary behind it.
+            stage: Its number.
+        """
+        return self._priced(begin, end, stage)[1]
+
+    def _priced(self, begin: int, end: int, stage: int) -> tuple[float, float]:
+        if (begin, end, stage) not in self._known:
+            self._known[begin, end, stage] = self._price(begin, end, stage)
+        return self._known[begin, end, stage]
+
+    def _price(self, begin: int, end: int, stage: int) -> tuple[float, float]:
+        costs, last = self._costs, len(self._in_flight) - 1
+        nodes = self._boundaries.nodes(begin, end)
+        users = self._stages_of_weights(nodes, begin, end, stage)
+        received, sent = self._messages(nodes, stage, last)
+        priced = costs.stage(
+            nodes, stage, last, self._in_flight[stage], (*received, *sent), users,
+            self._repeats.get(stage, 0), self._replicas,
+        )  # fmt: skip
+        size = priced.memory_bytes + sum(self._summed[w] for w in users if users[w][0] == stage)
+        arriving = [[cut.bytes + cut.mask_bytes for cut in received]]
+        arriving += [[cut.bytes for cut in sent if cut.has_gradient]]
+        together = [sum(sizes) for sizes in arriving]
+        # From one stage only where there is no other.
+        alone = [stage == 1, stage == last - 1]
+        apart = [
+            all_ if one else max(sizes, default=0)
+            for all_, sizes, one in zip(together, arriving, alone, strict=True)
+        ]
+        return size, size - max(together) + max(apart)
+
+    def _stages_of_weights(
+        self, nodes: Sequence[int], begin: int, end: int, stage: int
+    ) -> dict[int, tuple[int, ...]]:
+        """Returns the stages that use each variable of a stage, as if there were three."""
+        sets, found = self._boundaries.sets, {}
+        for node in nodes:
+            for weight in self._costs.graph.nodes[node].weights:
+                used = self._users[weight]
+                earlier, later = used & sets[begin], used & ~sets[end]
+                found[weight] = (*[stage - 1] * bool(earlier), stage, *[stage + 1] * bool(later))
+        return found
+
+    def _messages(
+        self, nodes: Sequence[int], stage: int, last: int
+    ) -> tuple[list[CutEdge], list[CutEdge]]:
+        """Returns what a stage receives from the one before, and sends to the next."""
+        graph, cut, own = self._costs.graph, self._costs.cut, set(nodes)
+        read = {tensor for node in nodes for tensor in graph.nodes[node].inputs}
+        if stage == last:
+            read |= self._outputs
+        given = [graph.tensors[tensor] for tensor in sorted(read)]
+        made = [graph.tensors[t] for node in nodes for t in graph.nodes[node].outputs]
+        received = [
+            cut(one, stage - 1, (stage,)) for one in given if one.producer not in {None, *own}
+        ]
+        sent = [
+            cut(one, stage, (stage + 1,))
+            for one in made
+            if not own.issuperset(one.consumers) or (one.id in self._outputs and stage != last)
+        ]
+        return received, sent
+
+
+def _shortest(
+    price: Callable[[int, int, int], float],
+    floors: Sequence[Array],
+    below: float,
+    limits: Sequence[float],
+) -> tuple[float, list[int] | None]:
+    """Finds the path whose dearest stage is the cheapest, if that is below what is known.
+
+    Returns:
+        What no path is below, and the boundary behind each stage; `None` without such a path.
+    """
+    ahead = _floors_ahead(floors)
+    reached = np.full(len(floors[0]), np.inf)
+    reached[0] = 0.0
+    came: list[npt.NDArray[np.int64]] = []
+    for stage, floor in enumerate(floors):
+        behind = np.full(len(reached), np.inf)
+        origin = np.zeros(len(reached), np.int64)
+        for end in np.flatnonzero(ahead[stage] < below).tolist():
+            least = np.maximum(reached, floor[:, end])
+            best = below
+            for begin in np.argsort(least, kind="stable").tolist():
+                # A path is as dear as what still has to come, however cheap it was.
+                if least[begin] >= best or best <= ahead[stage][end]:
+                    break
+                bytes_ = price(begin, end, stage)
+                if bytes_ <= limits[stage] and (found := max(reached[begin], bytes_)) < best:
+                    best = behind[end] = found
+                    origin[end] = begin
+        reached = behind
+        came.append(origin)
+    if not np.isfinite(reached[-1]):
+        return below, None
+    path = [len(reached) - 1]
+    for origin in reversed(came[1:]):
+        path.append(int(origin[path[-1]]))
+    return float(reached[-1]), path[::-1]
+
+
+def _floors_ahead(floors: Sequence[Array]) -> list[Array]:
+    """Returns what the dearest stage behind each boundary of each stage has at the least."""
+    nothing_left = np.full(len(floors[0]), np.inf)
+    nothing_left[-1] = 0.0
+    ahead = [nothing_left]
+    for floor in reversed(floors[1:]):
+        ahead.append(np.maximum(floor, ahead[-1][None, :]).min(axis=1))
+    return ahead[::-1]

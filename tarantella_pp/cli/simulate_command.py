@@ -190,7 +190,7 @@ def _as_dict(
         "num_stages": plan.num_stages,
         "num_micro_batches": simulation.micro_batches,
         "micro_batch_size": simulation.micro_batch_size,
-        "machine": msgspec.structs.asdict(simulation.machine),
+        "machine": msgspec.to_builtins(simulation.machine),
         "bubble": step.bubble_fraction,
         "pipeline_seconds": step.pipeline_seconds,
         "period_seconds": replicated.period_seconds,
@@ -264,6 +264,8 @@ def _speed(machine: HardwareSpec) -> str:
         text += f" or moves {machine.memory_bandwidth / 1e9:g} GB/s, whichever takes longer"
     if machine.weight_bandwidth is not None:
         text += f", lays out weights at {machine.weight_bandwidth / 1e9:g} GB/s"
+    if machine.layers:
+        text += f", is as fast as was measured with layers ({', '.join(machine.layers)})"
     if machine.action_seconds:
         text += f", takes {machine.action_seconds * 1e6:g} us to start a computation"
     return f"{text}."

@@ -12,7 +12,7 @@ from tarantella_pp.partition.options import PlanOptions
 from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan.plan_config import common_limit
-from tarantella_pp.partition.plan.plan_simulation import forward_seconds
+from tarantella_pp.partition.plan.plan_simulation import stage_seconds
 from tarantella_pp.partition.plan_search import PlanSearch, largest_stage
 from tarantella_pp.partition.planner import Planner
 from tarantella_pp.partition.rank_balancing import rank_totals
@@ -78,7 +78,8 @@ def useless(plan: Plan, planner: Planner, balance: str | None) -> str | None:
 def _heaviest(plan: Plan) -> float:
     """Returns the work of the rank with the most, over the mean of all ranks."""
     measured = [stage.seconds for stage in plan.stages]
-    planned = forward_seconds(plan, plan.machine or HardwareSpec(), plan.micro_batch_size)
+    found = stage_seconds(plan, plan.machine or HardwareSpec(), plan.micro_batch_size)
+    planned = [forward + backward for forward, backward in found]
     work = [p if m is None else m for m, p in zip(measured, planned, strict=True)]
     ranks = rank_totals(work, plan.ranks)
     return float(ranks.max() / (ranks.mean() or 1.0))

@@ -11,7 +11,7 @@ import pytest
 from tarantella_pp.cli import doctor_command
 from tarantella_pp.cli.doctor import probe_job
 from tarantella_pp.errors import LaunchError
-from tarantella_pp.partition.plan.hardware_spec import machine_of
+from tarantella_pp.partition.plan.hardware_spec import LAYER_KINDS, machine_of
 from tests.helpers.jobs import PYTHONS, tarantella
 
 
@@ -29,11 +29,16 @@ def test_two_ranks_reach_each_other(python: str, tmp_path: Path) -> None:
     assert found["link"]["bandwidth_gb_per_s"] > 0
     assert found["versions"]["keras"].startswith("3.")
     machine = machine_of(tmp_path / "machine.json")
-    assert found["machine"] == msgspec.structs.asdict(machine)
+    assert found["machine"] == msgspec.to_builtins(machine)
     assert machine.bandwidth == pytest.approx(1e9 * found["link"]["bandwidth_gb_per_s"])
     assert 1e9 < machine.flops_per_second < 1e16
     assert 1e8 < machine.memory_bandwidth < 1e13
     assert 1e-6 < machine.action_seconds < 0.1
+    assert set(machine.layers) == set(LAYER_KINDS)
+    for speed in machine.layers.values():
+        for one in (speed.forward, speed.backward):
+            assert one.flops_per_second > 1e7
+            assert 0 <= one.start_seconds < 0.1
 
 
 def test_a_machine_without_mpi_is_reported(

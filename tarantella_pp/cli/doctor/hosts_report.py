@@ -75,7 +75,7 @@ def _show(
             {
                 "hosts": [dataclasses.asdict(host) for host in found],
                 "links": told,
-                "machine": machine and msgspec.structs.asdict(machine),
+                "machine": machine and msgspec.to_builtins(machine),
                 "problems": findings,
             }
         )

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import IO, Any
 
 from tarantella_pp.launch.prctl import die_with_parent
-from tarantella_pp.partition.plan.hardware_spec import CORE, HardwareSpec
+from tarantella_pp.partition.plan.hardware_spec import CORE, HardwareSpec, LayerSpeed, PassSpeed
 
 _MODULE = "tarantella_pp.cli.doctor.machine_probe"
 WAIT_SECONDS = 20.0
@@ -21,6 +21,8 @@ WAIT_SECONDS = 20.0
 MORE_SECONDS = 100.0
 """What the launcher may take besides the job: hosts have a minute to answer."""
 _END_SECONDS = 10.0
+_LEAST = 1e-18
+"""The least seconds of a floating point operation: noise may leave none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +44,13 @@ class Probed:
 
     Attributes:
         links: Pairs of ranks, with what messages between them need.
-        rank: What the slowest rank does, as `HardwareSpec` says it; empty if it was not measured.
+        rank: What the slowest rank does, as `compute_probes` found it; empty if it was not
+            measured.
         why: What the job had to say; empty if it ended well.
     """
 
     links: dict[tuple[int, int], Link] = field(default_factory=dict)
-    rank: dict[str, float] = field(default_factory=dict)
+    rank: dict[str, Any] = field(default_factory=dict)
     why: str = ""
 
 
@@ -78,14 +81,18 @@ def probe(
     )
 
 
-def machine_of_ranks(rank: Mapping[str, float], links: Sequence[Link]) -> HardwareSpec:
+def machine_of_ranks(rank: Mapping[str, Any], links: Sequence[Link]) -> HardwareSpec:
     """Returns the machine that was measured, whose link is the slowest of all.
 
     Args:
         rank: What a rank does, as in `Probed`.
         links: All links, at least one.
     """
-    layout = rank["layout_seconds_per_byte"]
+    layers = {
+        name: LayerSpeed(_pass_speed(*kind["forward"]), _pass_speed(*kind["backward"]))
+        for name, kind in rank["layers"].items()
+    }
+    product = layers.get("product")
     return HardwareSpec(
         flops_per_second=rank["flops_per_second"],
         bandwidth=1e9 * min(link.bandwidth_gb_per_s for link in links),
@@ -93,8 +100,14 @@ def machine_of_ranks(rank: Mapping[str, float], links: Sequence[Link]) -> Hardwa
         action_seconds=rank["action_seconds"],
         memory_bandwidth=rank["memory_bandwidth"],
         split_factor=1.0 if rank["on_gpu"] else CORE.split_factor,
-        weight_bandwidth=1 / layout if layout else None,
+        weight_bandwidth=None if product is None else product.forward.weight_bandwidth,
+        **layers,
     )
+
+
+def _pass_speed(start: float, flop: float, byte: float) -> PassSpeed:
+    """Returns what layers of a kind do, from seconds of a start, a FLOP and a byte of weights."""
+    return PassSpeed(1 / max(flop, _LEAST), start, 1 / byte if byte > _LEAST else None)
 
 
 def _exit_code(

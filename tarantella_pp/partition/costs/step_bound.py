@@ -33,8 +33,7 @@ def least_step_seconds(
     """
     machine, count = costs.machine or HardwareSpec(), costs.micro_batches
     if costs.seconds is None:
-        ahead = np.array(costs.forward_seconds(samples, machine))
-        back = 2 * ahead
+        ahead, back = np.array(costs.roofline_seconds(samples, machine)).T
     else:
         ahead, back = samples / costs.micro_batch_size * np.array(costs.seconds, float).T
     forward = weighted_counts(np.asarray(assignment), ahead, spec.num_stages)

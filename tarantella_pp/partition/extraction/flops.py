@@ -72,6 +72,21 @@ def forward_flops(call: SizedCall) -> tuple[float, Source]:
     return _guess(call), "estimated"
 
 
+def function_flops(call: SizedCall) -> float:
+    """Counts how many of the operations of a call are steps of an activation function.
+
+    Softmax of attention is one; functions inside loops of recurrent layers are not counted.
+    """
+    if call.kind in ACTIVATION_KINDS or call.kind == "Activation":
+        return forward_flops(call)[0]
+    if _RULES.get(call.kind) in _WITH_FUNCTION:
+        return float(_activation(call.operation, call.output.size))
+    if _RULES.get(call.kind) is _attention:
+        heads, _, _, queries, keys = attention_sizes(call)
+        return float(_ACTIVATIONS["softmax"] * heads * queries * keys)
+    return 0.0
+
+
 def _guess(call: SizedCall) -> float:
     matrices = sum(math.prod(shape) for shape in call.weights if len(shape) > 1)
     positions = max((math.prod(t.shape[:-1]) for t in (*call.inputs, *call.outputs)), default=1)
@@ -271,3 +286,12 @@ _RULES: dict[str, Callable[[SizedCall], Any]] = {
     "TimeDistributed": _time_distributed,
     "Activation": _activation_layer,
 }
+_WITH_FUNCTION = (
+    _dense,
+    _einsum_dense,
+    _conv,
+    _depthwise_conv,
+    _separable_conv,
+    _transposed_conv,
+)
+"""Rules of layers that apply an activation function to what they make."""

@@ -10,7 +10,7 @@ import msgspec
 from tarantella_pp.keras_internals.functional import trained_variables
 from tarantella_pp.partition.extraction.call_shapes import SizedTensor, sized_call
 from tarantella_pp.partition.extraction.calls import Call, GraphBuilder
-from tarantella_pp.partition.extraction.flops import forward_flops
+from tarantella_pp.partition.extraction.flops import forward_flops, function_flops
 from tarantella_pp.partition.extraction.saved_activations import saved_activations
 from tarantella_pp.partition.graph.layer_graph import (
     LayerGraph,
@@ -131,6 +131,7 @@ def _node(
         parameters=sum(weight.bytes for weight in weights if weight.trainable),
         constants=sum(weight.bytes for weight in weights if not weight.trainable),
         flops=flops * times,
+        function_flops=function_flops(described) * times,
         flops_source=flops_source,
         keeps=kept.tensors,
         residual_bytes=kept.bytes * times,

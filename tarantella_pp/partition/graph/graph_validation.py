@@ -83,7 +83,7 @@ def check_edges(graph: LayerGraph) -> None:
 def check_numbers(graph: LayerGraph) -> None:
     """Checks that costs and sizes are finite and not negative."""
     fields = {
-        "nodes": ("parameters", "constants", "flops", "residual_bytes"),
+        "nodes": ("parameters", "constants", "flops", "function_flops", "residual_bytes"),
         "tensors": ("bytes_per_sample",),
         "weights": ("bytes",),
     }

@@ -60,6 +60,7 @@ class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         parameters: Bytes of its trainable variables (shared ones count in each of their nodes).
         constants: Bytes of its other variables.
         flops: Floating point operations of the forward pass, per sample.
+        function_flops: How many of them are steps of an activation function.
         flops_source: Whether `flops` follows a rule for this layer or is a guess.
         keeps: Ids of those inputs and outputs that its backward pass needs again.
         residual_bytes: Bytes per sample kept for its backward pass that are no tensor of the graph.
@@ -75,6 +76,7 @@ class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     parameters: int = 0
     constants: int = 0
     flops: float = 0.0
+    function_flops: float = 0.0
     flops_source: Source = "estimated"
     keeps: tuple[int, ...] = ()
     residual_bytes: float = 0.0

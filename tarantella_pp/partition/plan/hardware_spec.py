@@ -12,6 +12,33 @@ from tarantella_pp.errors import ConfigurationError, PlanError
 from tarantella_pp.partition.graph.json_record import decoded, read
 
 
+class PassSpeed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How fast layers of one kind are in one direction.
+
+    Attributes:
+        flops_per_second: Floating point operations of the forward pass that are passed in a second.
+        start_seconds: Seconds that a layer takes which has next to nothing to compute.
+        weight_bandwidth: Bytes of weights per second that are laid out, or whose gradients are;
+            `None` where that takes no time of its own.
+    """
+
+    flops_per_second: float
+    start_seconds: float = 0.0
+    weight_bandwidth: float | None = None
+
+
+class LayerSpeed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a rank does of layers of one kind, as layers of that kind were measured.
+
+    Attributes:
+        forward: Their forward pass.
+        backward: Both gradients.
+    """
+
+    forward: PassSpeed
+    backward: PassSpeed
+
+
 class HardwareSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The ranks and what connects them.
 
@@ -28,6 +55,13 @@ class HardwareSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             multiply, for each micro-batch anew; `None` where that takes no time of its own.
         split_factor: How many times as long as both gradients together take those of inputs and
             weights apart.
+        product: What it does of products of matrices in layers (dense, attention, recurrent), where
+            that was measured; `None`: what the numbers above say. So are all that follow.
+        convolution: Of convolutions.
+        depthwise: Of depthwise convolutions.
+        normalization: Of batch normalization, by batch statistics.
+        function: Of activation functions, on their own or in layers; layers that only move data
+            start like these.
     """
 
     flops_per_second: float = 1e12
@@ -37,6 +71,17 @@ class HardwareSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     memory_bandwidth: float | None = None
     split_factor: float = 1.0
     weight_bandwidth: float | None = None
+    product: LayerSpeed | None = None
+    convolution: LayerSpeed | None = None
+    depthwise: LayerSpeed | None = None
+    normalization: LayerSpeed | None = None
+    function: LayerSpeed | None = None
+
+    @property
+    def layers(self) -> dict[str, LayerSpeed]:
+        """The kinds of layers that were measured."""
+        given = {name: getattr(self, name) for name in LAYER_KINDS}
+        return {name: speed for name, speed in given.items() if speed is not None}
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes a JSON file, which `machine=` and `--machine` read."""
@@ -50,6 +95,8 @@ class HardwareSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             ) from error
 
 
+LAYER_KINDS = ("product", "convolution", "depthwise", "normalization", "function")
+"""The fields of a machine that are a `LayerSpeed`."""
 CORE = HardwareSpec(
     flops_per_second=6e10,
     bandwidth=4.4e9,
@@ -72,7 +119,7 @@ class Machines(dict[str, HardwareSpec]):
     """
 
 
-_MAY_BE_NOTHING = ("latency", "action_seconds")
+_MAY_BE_NOTHING = ("latency", "action_seconds", "start_seconds")
 LEAST = 1e-9
 """The least that speeds and factors of a machine may be."""
 
@@ -112,10 +159,18 @@ def machine_of(given: HardwareSpec | str | os.PathLike[str]) -> HardwareSpec:
         found = decoded(read(given, "machine"), HardwareSpec)
     except (ValueError, PlanError) as error:
         raise ConfigurationError(f"{given} has no machine: {error}") from None
-    for name in found.__struct_fields__:
-        value, least = getattr(found, name), 0.0 if name in _MAY_BE_NOTHING else LEAST
-        if value is not None and not least <= value < math.inf:
-            raise ConfigurationError(
-                f"{given} has no machine: expected {name} of at least {least:g}. Received: {value}"
-            )
+    parts: dict[str, HardwareSpec | PassSpeed] = {"": found}
+    for kind, speed in found.layers.items():
+        parts |= {f"{kind}.forward": speed.forward, f"{kind}.backward": speed.backward}
+    for where, part in parts.items():
+        for name, value in msgspec.structs.asdict(part).items():
+            if value is None or isinstance(value, LayerSpeed):
+                continue
+            least = 0.0 if name in _MAY_BE_NOTHING else LEAST
+            if not least <= value < math.inf:
+                full = f"{where}.{name}".lstrip(".")
+                raise ConfigurationError(
+                    f"{given} has no machine: expected {full} of at least {least:g}. "
+                    f"Received: {value}"
+                )
     return found

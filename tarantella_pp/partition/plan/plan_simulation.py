@@ -62,8 +62,8 @@ def with_step(plan: Plan) -> Plan:
     return msgspec.structs.replace(plan, bubble=step.bubble_fraction, step_seconds=seconds)
 
 
-def forward_seconds(plan: Plan, machine: HardwareSpec, samples: float) -> list[float]:
-    """Returns the seconds of each stage's forward pass, by arithmetic and memory traffic.
+def stage_seconds(plan: Plan, machine: HardwareSpec, samples: float) -> list[tuple[float, float]]:
+    """Returns the seconds of each stage, forward and backward, by arithmetic and memory traffic.
 
     Args:
         plan: The plan; each stage of one that does not say what its nodes do is one operation.
@@ -74,9 +74,11 @@ def forward_seconds(plan: Plan, machine: HardwareSpec, samples: float) -> list[f
     if not nodes:
         stages = tuple(range(plan.num_stages))
         nodes = tuple(NodeWork(s.flops, 0.0, s.parameter_bytes) for s in plan.stages)
-    sums = [0.0] * plan.num_stages
-    for stage, seconds in zip(stages, roofline_seconds(nodes, samples, machine), strict=True):
-        sums[stage] += seconds
+    sums = [(0.0, 0.0)] * plan.num_stages
+    for stage, (forward, backward) in zip(
+        stages, roofline_seconds(nodes, samples, machine), strict=True
+    ):
+        sums[stage] = sums[stage][0] + forward, sums[stage][1] + backward
     return sums
 
 
@@ -147,9 +149,9 @@ class PlanSimulation:
         planned = self.plan.micro_batch_size
         # Memory must hold the largest micro-batch; time is that of all of them together.
         mean = self.samples / self.micro_batches
-        forwards = forward_seconds(self.plan, self.machine, mean)
+        seconds = stage_seconds(self.plan, self.machine, mean)
         again = self._held_again(num_ranks)
-        stages = [self._stage(i, mean, forward, again.get(i)) for i, forward in enumerate(forwards)]
+        stages = [self._stage(i, mean, both, again.get(i)) for i, both in enumerate(seconds)]
         sizes: Counter[Link] = Counter()
         for cut in self.plan.cuts:
             for target in cut.targets:
@@ -205,15 +207,16 @@ class PlanSimulation:
         return {stage: now[stage] / planned[stage] for stage in plan.recompute}
 
     def _stage(
-        self, index: int, mean: float, forward: float, held_again: float | None
+        self, index: int, mean: float, seconds: tuple[float, float], held_again: float | None
     ) -> StageCosts:
         """Costs of a stage, whose micro-batches have so many samples on average.
 
-        Without measured seconds, gradients of inputs and of weights take as long as the forward
-        pass each. Weight gradients are added to a sum besides, but for those put off.
+        Gradients of inputs and of weights take half of the backward pass each. Weight gradients
+        are added to a sum besides, where that was not measured, but for those put off.
         """
         stage = self.plan.stages[index]
-        machine, gradient, summed = self.machine, forward, 0.0
+        forward, gradient = seconds[0], seconds[1] / 2
+        machine, summed = self.machine, 0.0
         if stage.forward_seconds is None or stage.backward_seconds is None:
             added = stage.parameter_bytes - stage.deferred_bytes
             summed = SUMMING * max(0, added) / (machine.memory_bandwidth or math.inf)
@@ -303,7 +306,8 @@ class PlanSimulation:
         left = None
         if self.scale.overlap and self.plan.work:
             mean = self.samples / self.micro_batches
-            left = left_at_buckets(self.plan, roofline_seconds(self.plan.work, mean, self.machine))
+            seconds = roofline_seconds(self.plan.work, mean, self.machine)
+            left = left_at_buckets(self.plan, [backward for _, backward in seconds])
         return replicated_step(step, buckets, network, num_replicas, left)
 
     def _straggling(self, step: PipelineStep, num_replicas: int) -> float:

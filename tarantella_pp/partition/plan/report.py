@@ -16,7 +16,7 @@ from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan.plan_config import common_limit
 from tarantella_pp.partition.plan.plan_parts import StagePlan
-from tarantella_pp.partition.plan.plan_simulation import forward_seconds
+from tarantella_pp.partition.plan.plan_simulation import stage_seconds
 from tarantella_pp.partition.plan.rank_memory import (
     measured_lines,
     measured_note,
@@ -39,7 +39,7 @@ def table(plan: Plan) -> Group:
     measured = all(stage.seconds is not None for stage in plan.stages)
     machine = plan.machine or HardwareSpec()
     work = "Time" if measured else "FLOPs" if machine.memory_bandwidth is None else "Work"
-    seconds = forward_seconds(plan, machine, plan.micro_batch_size)
+    seconds = [sum(both) for both in stage_seconds(plan, machine, plan.micro_batch_size)]
     total = sum(seconds) or 1.0
     taken = measured_of_stages(plan)
     heads = ("Ops", "Weights", "State", "Activations", "Memory", work, "Sends")

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from tarantella_pp.cli.doctor.link_survey import MeasuredLinks
 from tarantella_pp.cli.doctor.probe_job import Link, machine_of_ranks
+from tarantella_pp.partition.plan.hardware_spec import PassSpeed
 
 FAST, SLOW = Link(20.0, 3.0), Link(90.0, 0.1)
 RANK = {
     "flops_per_second": 1e10,
     "memory_bandwidth": 1e9,
-    "layout_seconds_per_byte": 2e-10,
     "action_seconds": 1e-4,
     "on_gpu": 0.0,
+    "layers": {
+        "product": {"forward": [3e-5, 2e-10, 2e-10], "backward": [4e-5, 4e-10, 0.0]},
+        "function": {"forward": [1e-5, 2.5e-10, 0.0], "backward": [0.0, 0.0, 0.0]},
+    },
 }
 
 
@@ -46,5 +52,9 @@ def test_the_machine_has_the_slowest_link() -> None:
     assert (machine.bandwidth, machine.latency) == pytest.approx((0.1e9, 90e-6))
     assert machine.flops_per_second == 1e10
     assert machine.weight_bandwidth == 5e9
-    gpu = RANK | {"layout_seconds_per_byte": 0.0, "on_gpu": 1.0}
-    assert machine_of_ranks(gpu, [FAST]).weight_bandwidth is None
+    forward, backward = machine.layers["product"].forward, machine.layers["product"].backward
+    assert forward == PassSpeed(1 / 2e-10, 3e-5, 1 / 2e-10)
+    assert backward == PassSpeed(1 / 4e-10, 4e-5, None)
+    assert 1e15 < machine.layers["function"].backward.flops_per_second < math.inf
+    gpu = machine_of_ranks(RANK | {"layers": {}, "on_gpu": 1.0}, [FAST])
+    assert (gpu.weight_bandwidth, gpu.layers) == (None, {})

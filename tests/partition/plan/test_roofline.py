@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import keras
 import msgspec
+import numpy as np
 import pytest
 from keras import layers
 
@@ -11,14 +12,20 @@ import tarantella_pp as tnt
 from tarantella_pp.errors import ConfigurationError, PlanError
 from tarantella_pp.models.deferred_init import only_shapes
 from tarantella_pp.partition.extraction.keras_reader import extract
-from tarantella_pp.partition.plan.hardware_spec import HardwareSpec, machine_of
-from tarantella_pp.partition.plan.plan_simulation import PlanSimulation, forward_seconds
+from tarantella_pp.partition.plan.hardware_spec import (
+    HardwareSpec,
+    LayerSpeed,
+    PassSpeed,
+    machine_of,
+)
+from tarantella_pp.partition.plan.plan_simulation import PlanSimulation, stage_seconds
 from tarantella_pp.partition.plan.roofline import NodeWork, node_work, roofline_seconds
 from tests.helpers.commands import Command
 from tests.zoo import models
 from tests.zoo.published_models import amoebanet, resnet101, unet
 
 pytestmark = pytest.mark.keras
+ZERO, ONE = '{"flops_per_second": 0}', '{"flops_per_second": 1}'
 
 
 def work_of(*stack, shape=(6,), dtype="float32"):
@@ -30,27 +37,109 @@ def work_of(*stack, shape=(6,), dtype="float32"):
 
 def test_what_moves():
     dense, relu = work_of(layers.Dense(4), layers.ReLU())
-    assert dense == NodeWork(2 * 6 * 4 + 4, 4 * (6 + 4), 4 * (6 * 4 + 4))
-    assert relu == NodeWork(4, 4 * (4 + 4), 0)
+    assert dense == NodeWork(2 * 6 * 4 + 4, 4 * (6 + 4), 4 * (6 * 4 + 4), "product")
+    assert relu == NodeWork(4, 4 * (4 + 4), 0, "function", 4)
     flat = work_of(layers.Dense(4), layers.Flatten(), shape=(3, 6))[1]
     assert flat == NodeWork(0, 0, 0)  # the same memory
     (table,) = work_of(layers.Embedding(1000, 8), shape=(5,), dtype="int32")
-    assert table == NodeWork(0, 4 * (2 * 5 + 2 * 5 * 8), 0)  # no more of it than is picked
+    assert table == NodeWork(
+        0, 4 * (2 * 5 + 2 * 5 * 8), 0, "function"
+    )  # no more of it than is picked
+
+
+@pytest.mark.parametrize(
+    ("layer", "kind", "functions"),
+    [
+        (layers.Conv2D(2, 3, activation="silu"), "convolution", 5 * 2 * 2 * 2),
+        (layers.SeparableConv2D(2, 3), "convolution", 0),
+        (layers.DepthwiseConv2D(3), "depthwise", 0),
+        (layers.BatchNormalization(), "normalization", 0),
+        (layers.Activation("gelu"), "function", 10 * 4 * 4 * 4),
+        (layers.EinsumDense("abcd,de->abce", (4, 4, 8)), "product", 0),
+        (layers.LayerNormalization(), "function", 0),
+        (layers.ZeroPadding2D(), "function", 0),
+    ],
+)
+def test_kinds_of_layers(layer, kind, functions):
+    (work,) = work_of(layer, shape=(4, 4, 4))
+    assert (work.kind, work.function_flops) == (kind, functions)
+
+
+def test_softmax_of_attention_is_a_function():
+    x = keras.Input((6, 8))
+    layer = layers.MultiHeadAttention(2, 4)
+    (work,) = node_work(extract(keras.Model(x, layer(x, x))).graph)
+    assert (work.kind, work.function_flops) == ("product", 5 * 2 * 6 * 6)
 
 
 def test_the_longer_of_both_counts():
     work = (NodeWork(100.0, 1.0, 0.0), NodeWork(1.0, 40.0, 80.0))
-    assert roofline_seconds(work, 2, HardwareSpec(10.0)) == [20.0, 0.2]
+    assert roofline_seconds(work, 2, HardwareSpec(10.0)) == [(20.0, 40.0), (0.2, 0.4)]
     machine = HardwareSpec(10.0, memory_bandwidth=4.0)
-    assert roofline_seconds(work, 2, machine) == [20.0, (2 * 40 + 80) / 4]
-    assert roofline_seconds(work, 1, machine) == [10.0, (40 + 80) / 4]  # weights come anew
+    moved = (2 * 40 + 80) / 4
+    assert roofline_seconds(work, 2, machine) == [(20.0, 40.0), (moved, 2 * moved)]
+    moved = (40 + 80) / 4  # weights come anew
+    assert roofline_seconds(work, 1, machine) == [(10.0, 20.0), (moved, 2 * moved)]
 
 
 @pytest.mark.parametrize("rows", [1, 2, 64])
 def test_weights_are_laid_out_before_arithmetic(rows):
     machine = HardwareSpec(10.0, memory_bandwidth=4.0, weight_bandwidth=8.0)
     work = (NodeWork(100.0, 1.0, 80.0), NodeWork(1.0, 40.0, 80.0))
-    assert roofline_seconds(work, rows, machine) == [10 + 10 * rows, 10 + 10 * rows]
+    assert roofline_seconds(work, rows, machine) == [(10 + 10 * rows, 20 + 20 * rows)] * 2
+
+
+def test_layers_are_as_fast_as_their_kind():
+    """Two samples, by hand."""
+    machine = HardwareSpec(
+        1e3, memory_bandwidth=4.0, weight_bandwidth=8.0,
+        convolution=LayerSpeed(PassSpeed(10.0, 1.0, 16.0), PassSpeed(5.0, 3.0, 8.0)),
+        normalization=LayerSpeed(PassSpeed(5.0), PassSpeed(4.0)),
+        function=LayerSpeed(PassSpeed(2.0, 0.5), PassSpeed(1.0, 2.0)),
+    )  # fmt: skip
+    convolution = NodeWork(104.0, 1.0, 80.0, "convolution", 4.0)
+    norm, relu = NodeWork(10.0, 1.0, 8.0, "normalization"), NodeWork(1.0, 8.0, 0.0, "function", 1.0)
+    dense, view = NodeWork(100.0, 8.0, 80.0, "product"), NodeWork(0.0, 0.0, 0.0, "function")
+    old = NodeWork(100.0, 8.0, 80.0)
+    assert roofline_seconds((convolution, norm, relu, dense, view, old), 2, machine) == [
+        (1 + 80 / 16 + 2 * 100 / 10 + 2 * 4 / 2, 3 + 80 / 8 + 2 * 100 / 5 + 2 * 4 / 1),
+        (4.0, 5.0),
+        (0.5 + 4.0, 2 + 2 * 4.0),  # traffic takes longer than the function
+        (10 + 4.0, 2 * (10 + 4.0)),  # its kind was not measured
+        (0.0, 0.0),
+        (10 + 4.0, 2 * (10 + 4.0)),
+    ]
+
+
+def test_stages_are_balanced_by_what_their_layers_take():
+    """Convolutions that are slower than products, and go backward more slowly."""
+    x = inputs = keras.Input((8, 8, 8))
+    for _ in range(4):
+        x = layers.Conv2D(8, 3, padding="same")(x)
+    for _ in range(16):  # as many FLOPs
+        x = layers.Dense(18)(layers.Dense(8)(x))
+    model = keras.Model(inputs, x)
+    machine = HardwareSpec(
+        1e9, memory_bandwidth=1e12, convolution=LayerSpeed(PassSpeed(5e8), PassSpeed(6e7))
+    )
+    plan = tnt.make_plan(
+        model, 2, machine=machine, balance="flops", num_micro_batches=2, schedule="gpipe"
+    )
+    assert plan.certificate.optimal
+    found = [sum(both) for both in stage_seconds(plan, machine, plan.micro_batch_size)]
+    assert plan.certificate.value == pytest.approx(
+        max(found) / 3 * machine.flops_per_second / plan.micro_batch_size
+    )
+    costs = PlanSimulation(plan, machine, "gpipe", 2).costs().stages
+    forward, backward = stage_seconds(plan, machine, plan.micro_batch_size)[0]
+    assert (costs[0].forward, costs[0].full_backward) == pytest.approx(
+        (forward, backward), rel=1e-3
+    )
+    blind = tnt.make_plan(
+        model, 2, machine=msgspec.structs.replace(machine, convolution=None), balance="flops",
+        num_micro_batches=2, schedule="gpipe",
+    )  # fmt: skip
+    assert plan.stages[0].nodes < blind.stages[0].nodes
 
 
 def bound_by_memory():
@@ -70,7 +159,7 @@ def test_flops_are_balanced_with_their_traffic():
     arithmetic = tnt.make_plan(bound_by_memory(), 2, machine=HardwareSpec(1e12), **given)
     assert plan.stages[1].nodes < arithmetic.stages[0].nodes + 5
     rows = plan.micro_batch_size
-    largest, blind = (max(forward_seconds(p, machine, rows)) for p in (plan, arithmetic))
+    largest, blind = (max(stage_seconds(p, machine, rows))[0] for p in (plan, arithmetic))
     assert largest < blind / 1.2
     assert plan.certificate.value == pytest.approx(largest * machine.flops_per_second / rows)
     assert plan.certificate.optimal
@@ -84,10 +173,9 @@ def test_a_plan_is_played_on_any_machine():
     assert plan.machine == tnt.machines["v100"]
     again = tnt.Plan.from_json(plan.to_json())
     assert again == plan
-    whole = sum(roofline_seconds(plan.work, plan.micro_batch_size, tnt.machines["core"]))
-    assert sum(forward_seconds(again, tnt.machines["core"], plan.micro_batch_size)) == (
-        pytest.approx(whole)
-    )
+    rows, core = plan.micro_batch_size, tnt.machines["core"]
+    whole = np.sum(roofline_seconds(plan.work, rows, core), axis=0)
+    assert np.sum(stage_seconds(again, core, rows), axis=0) == pytest.approx(whole)
     step = PlanSimulation(again, tnt.machines["core"], plan.schedule, plan.num_micro_batches)
     assert step.step().step_seconds > plan.step_seconds
     with pytest.raises(PlanError, match="work must be that of all"):
@@ -99,7 +187,7 @@ def test_a_plan_is_played_on_any_machine():
 def test_an_old_plan_has_stages_of_one_operation():
     plan = msgspec.structs.replace(tnt.make_plan(models.batch_norm_cnn(), 2), work=())
     machine = HardwareSpec(1e6, memory_bandwidth=1e6)
-    assert forward_seconds(plan, machine, 2) == [
+    assert [forward for forward, _ in stage_seconds(plan, machine, 2)] == [
         max(2 * stage.flops, stage.parameter_bytes) / 1e6 for stage in plan.stages
     ]
 
@@ -108,9 +196,14 @@ def test_machines_by_name_and_file(tmp_path, capsys):
     command = Command(capsys)
     assert machine_of("V100") is tnt.machines["v100"]
     path = tmp_path / "machine.json"
-    mine = HardwareSpec(1e11, bandwidth=None, memory_bandwidth=2e10)
+    speed = LayerSpeed(PassSpeed(5e10, 1e-5, 1e9), PassSpeed(2e10, 2e-5))
+    mine = HardwareSpec(1e11, bandwidth=None, memory_bandwidth=2e10, convolution=speed)
     mine.save(path)
     assert machine_of(path) == machine_of(str(path)) == mine
+    old = '{"flops_per_second": 8e10, "memory_bandwidth": 1e10, "weight_bandwidth": null}'
+    (tmp_path / "old.json").write_text(old, encoding="utf-8")
+    before = machine_of(tmp_path / "old.json")
+    assert (before, before.layers) == (HardwareSpec(8e10, memory_bandwidth=1e10), {})
     code = command(
         "plan", "make", "tests.zoo.models:batch_norm_cnn", "--stages", "2",
         "--machine", path, "-o", tmp_path / "plan.json",
@@ -133,6 +226,9 @@ def test_machines_by_name_and_file(tmp_path, capsys):
         ('{"flops_per_second": 0}', "flops_per_second"),
         ('{"latency": -1}', "latency"),
         ('{"memory_bandwidth": 0}', "memory_bandwidth"),
+        (f'{{"depthwise": {{"forward": {ZERO}, "backward": {ONE}}}}}', "depthwise.forward.flops"),
+        (f'{{"function": {{"forward": {ONE}, "backward": {ZERO}}}}}', "function.backward.flops"),
+        (f'{{"product": {{"forward": {ONE}}}}}', "product"),
     ],
 )
 def test_files_without_a_machine_are_refused(tmp_path, text, complaint):
@@ -165,7 +261,8 @@ def test_a_resnet_is_balanced_better_than_by_hand(resnet, balance, better):
         tnt.make_plan(resnet, balance=balance, **given),
         tnt.make_plan(resnet, len(balance), balance="flops", **given),
     )
-    theirs, ours = (max(forward_seconds(plan, machine, 16)) for plan in plans)
+    theirs, ours = (max(stage_seconds(plan, machine, 16)) for plan in plans)
+    theirs, ours = theirs[0], ours[0]
     assert theirs > better * ours
     assert plans[1].certificate.optimal
 

@@ -1,0 +1,283 @@
+"""What a rank computes while all others do so, too: products, memory, and layers of each kind.
+
+A rank that trains does so for hours, and so do the others. So probes run on all ranks at once, in
+turn, for a while, and their medians count: what is quicker for a moment, or alone, is not kept up.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tarantella_pp.runtime.comm.communicator import Communicator
+
+SECONDS, TIMES = 4.0, 5
+"""How long probes run, and how often each, at the least."""
+REPEATED = 8
+"""How many stacks of small layers follow each other, so that the start of the first is little."""
+ENOUGH, MOST = 0.02, 8192
+"""Seconds of a matrix product whose start does not count, and rows of the largest matrix."""
+MOVED = 32 << 20
+"""Bytes of the tensor that is read and written: more than caches of a core hold."""
+SAMPLES = 4
+"""Samples of a micro-batch that layers are measured with."""
+COUNTED = ("flops", "weight_bytes")
+"""What is counted of layers as it is for plans."""
+Call = Callable[[], Any]
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Layers that are typical of a kind.
+
+    Attributes:
+        make: Makes a stack of them, from `keras.layers` and a width.
+        shapes: Those of a sample: `"large"`, with which arithmetic takes most of the time,
+            `"small"`, with next to nothing to compute, and `"wide"`, with which weights take most
+            of it, if they ever do.
+    """
+
+    make: Callable[[Any, int], list[Any]]
+    shapes: Mapping[str, Shape]
+
+
+def _products(layers: Any, width: int) -> list[Any]:
+    """Those of a transformer's block."""
+    return [layers.Dense(4 * width), layers.Dense(width)]
+
+
+def _convolutions(layers: Any, width: int) -> list[Any]:
+    """Those of a residual block."""
+    inner = width // 4
+    return [layers.Conv2D(n, k, padding="same") for n, k in ((inner, 1), (inner, 3), (width, 1))]
+
+
+def _three(make: Callable[[Any], Any]) -> Callable[[Any, int], list[Any]]:
+    """Those that are so quick that the start of the first would count."""
+    return lambda layers, _: [make(layers) for _ in range(3)]
+
+
+IMAGES = {"large": (24, 24, 128), "small": (3, 3, 16)}
+KINDS = {
+    "product": Kind(_products, {"large": (128, 256), "small": (1, 16), "wide": (8, 1024)}),
+    "convolution": Kind(
+        _convolutions, {"large": (24, 24, 256), "small": (3, 3, 16), "wide": (3, 3, 2048)}
+    ),
+    "depthwise": Kind(_three(lambda of: of.DepthwiseConv2D(3, padding="same")), IMAGES),
+    "normalization": Kind(_three(lambda of: of.BatchNormalization()), IMAGES),
+    "function": Kind(_three(lambda of: of.Activation("silu")), IMAGES),
+}
+"""What is measured for each field of `HardwareSpec` that is a `LayerSpeed`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """Layers, compiled.
+
+    Attributes:
+        model: The layers.
+        forward: Runs them forward.
+        both: Runs them forward and backward.
+        flops: Floating point operations of the forward pass.
+        weight_bytes: Bytes of weights that are read.
+    """
+
+    model: Any
+    forward: Call
+    both: Call
+    flops: float
+    weight_bytes: float
+
+    @classmethod
+    def of(cls, kind: Kind, size: str) -> Stack:
+        """Builds layers of a kind for samples of a size."""
+        import keras
+        import tensorflow as tf
+
+        from tarantella_pp.partition.extraction.keras_reader import extract
+        from tarantella_pp.partition.plan.roofline import node_work
+
+        shape = kind.shapes[size]
+        stacks = range(REPEATED if size == "small" else 1)
+        layers = [one for _ in stacks for one in kind.make(keras.layers, shape[-1])]
+        model = keras.Sequential([keras.Input(shape), *layers])
+        x = tf.random.normal((SAMPLES, *shape))
+        gradient = tf.random.normal(x.shape)
+        weights = [variable.value for variable in model.trainable_variables]
+
+        @tf.function(autograph=False)
+        def forward() -> Any:
+            return model(x, training=True)
+
+        @tf.function(autograph=False)
+        def both() -> Any:
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                y = model(x, training=True)
+            return y, tape.gradient(y, [x, *weights], gradient)
+
+        work = node_work(extract(model).graph)
+        flops, weight_bytes = (sum(getattr(one, part) for one in work) for part in COUNTED)
+        return cls(
+            model=model,
+            forward=forward.get_concrete_function(),
+            both=both.get_concrete_function(),
+            flops=SAMPLES * flops,
+            weight_bytes=weight_bytes,
+        )
+
+
+class ComputeProbes:
+    """Probes, compiled once.
+
+    Args:
+        group: All ranks. If they have GPUs, of which they may share one, only the first one
+            measures, and no layers: those of the probes are too small for a GPU.
+    """
+
+    def __init__(self, group: Communicator) -> None:
+        import tensorflow as tf
+
+        self._group = group
+        self._on_gpu = bool(tf.config.list_physical_devices("GPU"))
+        tensor = tf.ones((MOVED // 4,))
+        self._rows, product = _product(tf)
+        self._calls: dict[str, Call] = {
+            "nothing": tf.function(lambda: tf.constant(0.0), autograph=False),
+            "memory": tf.function(lambda: tf.nn.relu(tensor)[0], autograph=False),
+            "stage": _stage(tf),
+            "product": product,
+        }
+        self._stacks: dict[str, dict[str, Stack]] = {}
+        for kind, one in {} if self._on_gpu else KINDS.items():
+            stacks = {size: Stack.of(one, size) for size in one.shapes}
+            self._stacks[kind] = stacks
+            for size, of in stacks.items():
+                self._calls |= {f"{kind} {size}": of.forward, f"{kind} {size} both": of.both}
+
+    def measure(self, seconds: float = SECONDS) -> dict[str, Any]:
+        """Measures on all ranks at once.
+
+        Args:
+            seconds: How long.
+
+        Returns:
+            What the slowest rank does, of each.
+        """
+        found: dict[str, Any] = {}
+        self._group.barrier()
+        if self._group.rank == 0 or not self._on_gpu:
+            taken = self._medians(seconds)
+            found = {
+                "flops_per_second": 2.0 * self._rows**3 / taken["product"],
+                "memory_bandwidth": 2.0 * MOVED / taken["memory"],
+                "action_seconds": taken["stage"],
+                "on_gpu": float(self._on_gpu),
+                "layers": {kind: _passes(kind, of, taken) for kind, of in self._stacks.items()},
+            }
+        return slowest([of for of in self._group.allgather_json(found) if of])
+
+    def _medians(self, seconds: float) -> dict[str, float]:
+        """Returns the median seconds of each call, in turn with all others.
+
+        So none finds in caches what it left there, and where a machine is slow for a while, all
+        are. Where next to nothing is computed, the code is to be there: it is called twice.
+        """
+        times: list[list[float]] = []
+        for call in self._calls.values():
+            call()
+        end = time.perf_counter() + seconds
+        while len(times) < TIMES or time.perf_counter() < end:
+            times.append([])
+            for name, call in self._calls.items():
+                if "small" in name or name == "nothing":
+                    call()
+                begin = time.perf_counter()
+                found = call()
+                if self._on_gpu:
+                    found.numpy()
+                times[-1].append(time.perf_counter() - begin)
+        return dict(zip(self._calls, np.median(times, axis=0).tolist(), strict=True))
+
+
+def _passes(
+    kind: str, stacks: Mapping[str, Stack], taken: Mapping[str, float]
+) -> dict[str, tuple[float, float, float]]:
+    """Returns what layers of a kind need forward, and backward."""
+    forward = {size: taken[f"{kind} {size}"] - taken["nothing"] for size in stacks}
+    backward = {size: taken[f"{kind} {size} both"] - taken[f"{kind} {size}"] for size in stacks}
+    return {"forward": layer_seconds(stacks, forward), "backward": layer_seconds(stacks, backward)}
+
+
+def layer_seconds(
+    stacks: Mapping[str, Stack], taken: Mapping[str, float]
+) -> tuple[float, float, float]:
+    """Returns the seconds of a start, a FLOP and a byte of weights of layers of a kind.
+
+    Args:
+        stacks: Stacks of such layers by size.
+        taken: What each of them takes.
+    """
+    large, small = stacks["large"], stacks["small"]
+    start = max(0.0, taken["small"]) / len(small.model.layers)
+    left = {size: taken[size] - start * len(of.model.layers) for size, of in stacks.items()}
+    byte = 0.0
+    if (wide := stacks.get("wide")) is not None:
+        rows = [[one.flops, one.weight_bytes] for one in (large, wide)]
+        byte = max(0.0, float(np.linalg.solve(rows, [left["large"], left["wide"]])[1]))
+    return start, max(0.0, left["large"] - byte * large.weight_bytes) / large.flops, byte
+
+
+def _product(tf: Any) -> tuple[int, Any]:
+    """Returns a product of float32 matrices that takes long enough, and their rows."""
+    rows, seconds = 256, 0.0
+    while seconds < ENOUGH and rows < MOST:
+        rows *= 2
+        matrix = tf.ones((rows, rows))
+        multiply = tf.function(lambda: tf.matmul(matrix, matrix)[0, 0], autograph=False)  # noqa: B023
+        multiply().numpy()
+        begin = time.perf_counter()
+        multiply().numpy()
+        seconds = time.perf_counter() - begin
+    return rows, multiply
+
+
+def _stage(tf: Any) -> Any:
+    """Returns a stage that has next to nothing to compute."""
+    weights = tf.Variable(tf.ones((8, 8)))
+
+    @tf.function(autograph=False)
+    def stage() -> Any:
+        with tf.GradientTape() as tape:
+            x = tf.ones((8, 8))
+            for _ in range(4):
+                x = tf.nn.relu(tf.matmul(x, weights))
+        return tape.gradient(x, weights)
+
+    return stage
+
+
+def slowest(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the worst of each."""
+    worst = {
+        "flops_per_second": min,
+        "memory_bandwidth": min,
+        "action_seconds": max,
+        "on_gpu": min,
+    }
+    found: dict[str, Any] = {name: of(one[name] for one in ranks) for name, of in worst.items()}
+    found["layers"] = {
+        name: {
+            way: [
+                max(part) for part in zip(*(one["layers"][name][way] for one in ranks), strict=True)
+            ]
+            for way in ways
+        }
+        for name, ways in ranks[0]["layers"].items()
+    }
+    return found

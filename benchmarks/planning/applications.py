@@ -40,9 +40,9 @@ Every model of `keras.applications`, a decoder stack as of GPT-2 (tied: its head
 the embedding, of which the last stage then has a copy) and a U-Net, planned for 2, 4 and 8 stages:
 the memory of the largest stage with Adam, a batch of 32 in 1F1B with four micro-batches a stage
 (with all that a stage has for a moment), how far from the best of all plans it can be at most, and
-the seconds that the solvers took on one core of a shared machine. The NASNets have too many ways to be
-cut for an exact answer: they are searched and bounded, for at most 15 seconds for each of two ways
-to count memory that several operations keep. Made by
+the seconds that the solvers took on one core of a shared machine. The NASNets have too many ways
+to be cut for an exact answer: they are searched and bounded, for at most 15 seconds for each of two
+ways to count memory that several operations keep. Made by
 
     python benchmarks/planning/applications.py --markdown docs/applications.md
 

@@ -25,7 +25,7 @@ from tarantella_pp.partition.costs.stage_costs import StageCostModel
 from tarantella_pp.partition.graph.layer_graph import LayerGraph
 from tarantella_pp.partition.plan.plan_parts import CutEdge
 
-MOST_BOUNDARIES = 1500
+MOST_BOUNDARIES = 2500
 """Sets of nodes before a boundary that are listed at most."""
 Array = npt.NDArray[np.float64]
 
@@ -88,7 +88,7 @@ def least_memory(
     """
     boundaries = BoundarySets.of(costs.graph, known)
     pricing = _Pricing(costs, boundaries, in_flight, repeats, known)
-    floors = [boundaries.floors(sums, stage, limits[stage]) for stage in range(len(in_flight))]
+    floors = _Floors(boundaries, sums, limits)
     best, bound = None, 0.0
     for price in (pricing.usual, pricing.least)[: 1 + (boundaries.complete and costs.shards == 1)]:
         least, path = _shortest(price, floors, below, limits)
@@ -140,22 +140,6 @@ class BoundarySets:
         before = np.unpackbits(packed.reshape(-1, size), axis=1, bitorder="little")
         return cls(before[:, : len(known)].astype(bool), sets, complete)
 
-    def floors(self, sums: StageSums, stage: int, limit: float) -> Array:
-        """Returns what a stage between each two boundaries has at the least.
-
-        Args:
-            sums: What is no more than a stage has.
-            stage: Its number.
-            limit: Bytes that it may have; a stage with more counts as infinitely large, as one does
-                that ends before it begins.
-        """
-        table = self.before.astype(np.float32)
-        bytes_: Array = self.before @ (sums.static + sums.in_flight[stage] * sums.held)
-        floors: Array = bytes_[None, :] - bytes_[:, None]
-        apart = table @ (1 - table).T > 0
-        floors[apart | np.eye(len(table), dtype=bool) | (floors > limit)] = np.inf
-        return floors
-
     def nodes(self, begin: int, end: int) -> list[int]:
         """Returns the nodes between two boundaries, ascending.
 
@@ -190,6 +174,29 @@ def _ideals(graph: LayerGraph) -> list[int] | None:
     return sets
 
 
+class _Floors:
+    """What stages between two boundaries have at the least, made when asked for: it is large."""
+
+    def __init__(self, boundaries: BoundarySets, sums: StageSums, limits: Sequence[float]) -> None:
+        table = boundaries.before.astype(np.float32)
+        self._never = table @ (1 - table).T > 0  # it would end before it begins
+        np.fill_diagonal(self._never, val=True)
+        self._sums = [
+            boundaries.before @ (sums.static + held * sums.held) for held in sums.in_flight
+        ]
+        self._limits = limits
+
+    def __len__(self) -> int:
+        return len(self._sums)
+
+    def __getitem__(self, stage: int) -> Array:
+        """Returns the bytes of a stage, infinitely many if it cannot be, by boundaries."""
+        before = self._sums[stage]
+        floors: Array = before[None, :] - before[:, None]
+        floors[self._never | (floors > self._limits[stage])] = np.inf
+        return floors
+
+
 class _Pricing:
     """Prices stages between two boundaries."""
 
@@ -208,6 +215,7 @@ class _Pricing:
         self._summed = costs.reduction_bytes(1.0 if costs.shards == 1 else None)
         self._outputs = set(graph.outputs)
         self._known: dict[tuple[int, int, int], tuple[float, float]] = {}
+        self._readers = [sum(1 << node for node in set(t.consumers)) for t in graph.tensors]
         self._users = [0] * len(graph.weights)
         for node in graph.nodes:
             for weight in node.weights:
@@ -242,7 +250,7 @@ class _Pricing:
         costs, last = self._costs, len(self._in_flight) - 1
         nodes = self._boundaries.nodes(begin, end)
         users = self._stages_of_weights(nodes, begin, end, stage)
-        received, sent = self._messages(nodes, stage, last)
+        received, sent = self._messages(nodes, end, stage, last)
         priced = costs.stage(
             nodes, stage, last, self._in_flight[stage], (*received, *sent), users,
             self._repeats.get(stage, 0), self._replicas,
@@ -272,7 +280,7 @@ class _Pricing:
         return found
 
     def _messages(
-        self, nodes: Sequence[int], stage: int, last: int
+        self, nodes: Sequence[int], end: int, stage: int, last: int
     ) -> tuple[list[CutEdge], list[CutEdge]]:
         """Returns what a stage receives from the one before, and sends to the next."""
         graph, cut, own = self._costs.graph, self._costs.cut, set(nodes)
@@ -280,21 +288,22 @@ class _Pricing:
         if stage == last:
             read |= self._outputs
         given = [graph.tensors[tensor] for tensor in sorted(read)]
-        made = [graph.tensors[t] for node in nodes for t in graph.nodes[node].outputs]
+        beyond = ~self._boundaries.sets[end]
+        made = [t for node in nodes for t in graph.nodes[node].outputs]
         received = [
             cut(one, stage - 1, (stage,)) for one in given if one.producer not in {None, *own}
         ]
         sent = [
-            cut(one, stage, (stage + 1,))
-            for one in made
-            if not own.issuperset(one.consumers) or (one.id in self._outputs and stage != last)
+            cut(graph.tensors[t], stage, (stage + 1,))
+            for t in made
+            if self._readers[t] & beyond or (t in self._outputs and stage != last)
         ]
         return received, sent
 
 
 def _shortest(
     price: Callable[[int, int, int], float],
-    floors: Sequence[Array],
+    floors: _Floors,
     below: float,
     limits: Sequence[float],
 ) -> tuple[float, list[int] | None]:
@@ -304,10 +313,11 @@ def _shortest(
         What no path is below, and the boundary behind each stage; `None` without such a path.
     """
     ahead = _floors_ahead(floors)
-    reached = np.full(len(floors[0]), np.inf)
+    reached = np.full(len(ahead[0]), np.inf)
     reached[0] = 0.0
     came: list[npt.NDArray[np.int64]] = []
-    for stage, floor in enumerate(floors):
+    for stage in range(len(floors)):
+        floor = floors[stage]
         behind = np.full(len(reached), np.inf)
         origin = np.zeros(len(reached), np.int64)
         for end in np.flatnonzero(ahead[stage] < below).tolist():
@@ -331,11 +341,11 @@ def _shortest(
     return float(reached[-1]), path[::-1]
 
 
-def _floors_ahead(floors: Sequence[Array]) -> list[Array]:
+def _floors_ahead(floors: _Floors) -> list[Array]:
     """Returns what the dearest stage behind each boundary of each stage has at the least."""
     nothing_left = np.full(len(floors[0]), np.inf)
     nothing_left[-1] = 0.0
     ahead = [nothing_left]
-    for floor in reversed(floors[1:]):
-        ahead.append(np.maximum(floor, ahead[-1][None, :]).min(axis=1))
+    for stage in range(len(floors) - 1, 0, -1):
+        ahead.append(np.maximum(floors[stage], ahead[-1][None, :]).min(axis=1))
     return ahead[::-1]

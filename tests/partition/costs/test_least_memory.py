@@ -118,14 +118,14 @@ def test_one_order_is_taken_where_ideals_are_too_many(monkeypatch):
     sums = least_memory.StageSums(problem.static_memory, problem.activation_memory, problem.flight)
     known = (0, 1, 1, 1, 1, 2, 2)
     values = []
-    for most in (1500, 3):
+    for most in (2500, 3):
         monkeypatch.setattr(least_memory, "MOST_BOUNDARIES", most)
         found = least_memory.least_memory(
             costs, sums, options.in_flight, {}, known, math.inf, (math.inf,) * 3
         )
         assert found.value == largest(costs, options, found.assignment)
         assert found.value <= largest(costs, options, known)
-        assert (found.lower_bound > 0) == (most == 1500)
+        assert (found.lower_bound > 0) == (most == 2500)
         values.append(found.value)
     assert values[0] <= values[1]
     assert np.all(np.diff(found.assignment)[[0, 1, 4, 5]] >= 0)

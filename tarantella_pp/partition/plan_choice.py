@@ -93,10 +93,12 @@ def _fastest(
     """Returns the best of some candidates but one; a memory limit makes none of them faster."""
     found: list[Timed] = []
     for candidate in _in_order(candidates):
-        if found and (candidate.timed[0] >= min(found, key=_order)[0] or not candidate.limited):
+        if found and candidate.timed[0] >= min(found, key=_order)[0]:
             break
         made = candidate.search.within_limit(candidate, deadline)
         found += [timed for timed in made if but is None or _differs(timed[1], but)]
+        if found and not candidate.limited:
+            break
     return min(found, key=_order, default=None)
 
 

@@ -28,7 +28,7 @@ MOST_SUBSETS = 4
 """Stages up to which every set of recomputing ones is tried; of more, the first stages."""
 PATIENCE = 60.0
 """Seconds after which no more is tried."""
-QUICK = 1.0
+QUICK = 0.6
 """Seconds of solving after which stages are only found for what is likely to be best."""
 SLOW = 0.2
 """Seconds of one solution beyond which no more is tried once something is found."""
@@ -211,15 +211,16 @@ class PlanSearch:
     def _written(self, solution: Solution, options: PlanOptions) -> Plan:
         """Writes down a plan, with what only the schedule itself can say."""
         plan, custom = self.planner.write(solution, options), self.spec.custom
-        text = None if custom is None else custom.to_text()
-        return msgspec.structs.replace(plan, schedule_text=text)
+        if custom is None:
+            return plan
+        return msgspec.structs.replace(plan, schedule_text=custom.to_text())
 
     def _timed(self, plan: Plan) -> Timed:
         """Plays a step of a plan; a schedule that is searched for counts as it is before."""
         name = BEFORE_SEARCH if plan.schedule == SEARCHED else plan.schedule
         machine = plan.machine or HardwareSpec()
         simulation = PlanSimulation(plan, machine, name, plan.num_micro_batches)
-        step = simulation.step(self.spec.num_ranks)
+        step = simulation.step(self.spec.num_ranks, blocking=False)
         return simulation.point(step, plan.num_replicas).step_seconds, plan
 
     def _counts(self, *, limited: bool) -> list[int]:

@@ -158,6 +158,7 @@ def pipeline_step(
     links: Iterable[Link] | None = None,
     gradient_links: Iterable[Link] | None = None,
     in_flight_limit: Sequence[int] | None = None,
+    blocking: bool = True,
 ) -> PipelineStep:
     """Plays one step of a pipeline; a very large one is calculated from closed forms.
 
@@ -168,6 +169,7 @@ def pipeline_step(
         links: Pairs of stages that exchange activations. Default: each stage and the next.
         gradient_links: The links over which gradients flow back. Default: all.
         in_flight_limit: For `zb-auto`: the most micro-batches that each stage may hold.
+        blocking: As of `lower`; nothing to the seconds.
 
     Returns:
         The step.
@@ -187,7 +189,7 @@ def pipeline_step(
         )  # fmt: skip
     else:
         schedule = spec.make(num_micro_batches)
-    lowered = lower(schedule, links, gradient_links)
+    lowered = lower(schedule, links, gradient_links, blocking=blocking)
     timeline = simulate(lowered, costs)
     return PipelineStep(
         schedule=spec.name,

@@ -239,7 +239,7 @@ class PlanSimulation:
             except_last=index in self.plan.except_last,
         )
 
-    def step(self, num_ranks: int | None = None) -> PipelineStep:
+    def step(self, num_ranks: int | None = None, *, blocking: bool = True) -> PipelineStep:
         """Plays the step of one replica.
 
         A plan's own schedule, where it is searched for, holds no more than was planned.
@@ -247,6 +247,7 @@ class PlanSimulation:
         Args:
             num_ranks: Ranks of the pipeline, a divisor of the number of stages. Default: those
                 of the plan, or for `zb-v` one for each two stages.
+            blocking: As of `lower`; nothing to the seconds.
 
         Returns:
             The step.
@@ -262,6 +263,7 @@ class PlanSimulation:
             links=self.plan.links,
             gradient_links=self.plan.gradient_links,
             in_flight_limit=limit,
+            blocking=blocking,
         )
 
     def num_ranks(self, given: int | None = None) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,8 @@ from tarantella_pp.partition.solvers.problem.problem import FloatArray
 
 Words = NDArray[np.uint64]
 
+#: Ideals up to which lattices are kept: problems of one graph differ in their costs alone.
+SMALL = 4_000
 #: Bytes that the bit sets of an enumeration may take.
 MEMORY_LIMIT = 600_000_000
 
@@ -61,7 +64,19 @@ def enumerate_ideals(instance: Instance, limit: int, *, steps: bool = False) -> 
     Returns:
         The lattice, or None when it is larger than the limit.
     """
-    n, width = instance.num_nodes, max(1, (instance.num_nodes + 63) // 64)
+    small = _small(instance.preds, steps)
+    if small is not None:
+        return small if small.count <= limit else None
+    return None if limit <= SMALL else _listed(instance.preds, limit, steps)
+
+
+@functools.lru_cache(maxsize=4)
+def _small(preds: tuple[tuple[int, ...], ...], steps: bool) -> Lattice | None:
+    return _listed(preds, SMALL, steps)
+
+
+def _listed(preds: tuple[tuple[int, ...], ...], limit: int, steps: bool) -> Lattice | None:
+    n, width = len(preds), max(1, (len(preds) + 63) // 64)
     limit = min(limit, MEMORY_LIMIT // (8 * width))
     words = np.zeros((width, 1024), np.uint64)
     size = np.zeros(1, np.int32)
@@ -69,7 +84,7 @@ def enumerate_ideals(instance: Instance, limit: int, *, steps: bool = False) -> 
     walk = _Steps() if steps else None
     for node in range(n):
         holds = np.ones(count, bool)
-        for word, mask in _masks(instance.preds[node]):
+        for word, mask in _masks(preds[node]):
             holds &= (words[word, :count] & mask) == mask
         grown = np.flatnonzero(holds)
         total = count + len(grown)

@@ -58,7 +58,7 @@ def read_hostfile(path: str) -> tuple[Host, ...]:
         ConfigurationError: It cannot be read, names no host or one twice, or has another format.
     """
     try:
-        lines = pathlib.Path(path).read_text(encoding="utf-8").splitlines()
+        lines = pathlib.Path(path).read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"Cannot read --hostfile {path}: {error}") from error
     texts = [(number, line.split("#")[0].strip()) for number, line in enumerate(lines, 1)]
@@ -125,9 +125,10 @@ def _host(path: str, number: int, text: str) -> Host:
     """Reads one line."""
     match = _LINE.fullmatch(text)
     slots = None if match is None else match["count"] or match["slots"]
-    if match is None or slots == "0":
+    if match is None or (slots and not int(slots)):
         raise ConfigurationError(
             f"--hostfile {path}, line {number}: expected `host`, `host:4` or `host slots=4`, with "
-            f"at least one slot. Received: {text!r}"
+            "at least one slot, and brackets around an address of IPv6, as in `[fd00::1]:4`. "
+            f"Received: {text!r}"
         )
     return Host(match["name"].strip("[]"), int(slots) if slots else None)

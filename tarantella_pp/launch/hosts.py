@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from tarantella_pp.errors import ConfigurationError
 
 _LINE = re.compile(
-    r"(?P<name>[A-Za-z0-9_][A-Za-z0-9_.-]*|\[[0-9A-Fa-f:.]+\])"
-    r"(?::(?P<count>\d+)|\s+slots\s*=\s*(?P<slots>\d+))?"
+    r"(?P<name>[A-Za-z0-9_][A-Za-z0-9_.-]*)(?::(?P<count>\d+)|\s+slots\s*=\s*(?P<slots>\d+))?"
 )
-"""`host`, `host:4` or `host slots=4`; an address of IPv6 in brackets. ssh takes no name that begins
-with a dash for an option."""
+"""`host`, `host:4` or `host slots=4`. ssh takes no name that begins with a dash for an option."""
+_ADDRESS = ". The launchers of MPI read no addresses of IPv6: give the host a name"
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +127,6 @@ def _host(path: str, number: int, text: str) -> Host:
     if match is None or (slots and not int(slots)):
         raise ConfigurationError(
             f"--hostfile {path}, line {number}: expected `host`, `host:4` or `host slots=4`, with "
-            "at least one slot, and brackets around an address of IPv6, as in `[fd00::1]:4`. "
-            f"Received: {text!r}"
+            f"at least one slot. Received: {text!r}{_ADDRESS if '::' in text else ''}"
         )
-    return Host(match["name"].strip("[]"), int(slots) if slots else None)
+    return Host(match["name"], int(slots) if slots else None)

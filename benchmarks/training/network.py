@@ -14,9 +14,11 @@ the model on one stage, or on four, so that sums of gradients begin before the b
 A launch trains a model in all kinds, with all that floats travel as, one after the other, every
 other round in the opposite order. Those with messages that move on while a rank computes, and those
 without, are launches of their own. The first training of a kind makes the plan of all. Printed are
-the medians of batches; what the plan said before, by costs and a link that it measured; what the
-schedule would take if messages took no time, and how long the link is busy in each direction; and
-the step over the larger of these two. The title has the link, and a round trip of 8 bytes by TCP.
+the medians of batches; what the plan said before, by costs and a link that it measured; the same
+with computations as they were in these batches, for the machine's speed may have changed since
+("replayed"); what the schedule would then take if messages took no time, and how long the link is
+busy in each direction; and the step over the larger of these two. The title has the link, and a
+round trip of 8 bytes by TCP.
 
 A bucket takes whole segments of TCP (64 KiB), as a network card does: a smaller one has this
 machine's cores cut them into packets, on which ranks then compute at a third of their speed.
@@ -30,12 +32,13 @@ import gc
 import itertools
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,14 +46,20 @@ os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import keras
+import msgspec
 from rich.console import Console
 from rich.table import Table
 
 import tarantella_pp as tnt
 from benchmarks.training.against_fit import BatchSeconds
+from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
+from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan.plan_simulation import PlanSimulation
 from tarantella_pp.runtime.autotune import MEASURED, WARM_UP
 from tarantella_pp.runtime.comm.wire_format import numpy_dtype
+from tarantella_pp.runtime.tracing.measured_costs import alike, measured_costs, work_between
+from tarantella_pp.runtime.tracing.recorded_step import RecordedStep
+from tarantella_pp.simulation import simulate
 from tests.zoo.sized_models import BUILDERS, ROWS, data_for
 
 HOSTS = ("tnt-host-0", "tnt-host-1")
@@ -59,6 +68,7 @@ BATCHES, TIMES = 8, 8
 BEFORE = {"zb-auto": 2 * (WARM_UP + MEASURED) + 1}
 """Batches before those that are measured, where a schedule is searched for."""
 ROUND_TRIPS = 200
+HEADS = ("step", "planned", "off", "replayed", "off", "computed", "link", "over")
 REMOTE_SHELL = """\
 #!/bin/sh
 while [ "${{1#-}}" != "$1" ]; do shift; done
@@ -124,21 +134,63 @@ def train(name: str, kind: Kind, wire: str, folder: Path) -> dict[str, Any]:
     before = BEFORE.get(kind.label, 3)
     warm_up = {"epochs": -(-before // BATCHES), "steps_per_epoch": min(before, BATCHES)}
     measured, how = BatchSeconds(), {"batch_size": rows, "verbose": 0}
+    timeline = tnt.callbacks.Timeline(steps=BATCHES)
     model.fit(x, y, **how, **warm_up)
-    model.fit(x, y, **how, initial_epoch=1, epochs=2, callbacks=[measured])
+    model.fit(x, y, **how, initial_epoch=1, epochs=2, callbacks=[measured, timeline])
     plan = model.plan
     if tnt.is_master_rank() and not path.exists():
         plan.save(path)
     links = sum(cut.bytes * plan.num_micro_batches for cut in plan.cuts)
     sums = sum(sum(stage.reduced_bytes) for stage in plan.stages)
     crossing = (links if plan.num_replicas == 1 else sums) * numpy_dtype(wire).itemsize / 4
-    simulated = PlanSimulation(plan, plan.machine, plan.schedule, plan.num_micro_batches)
+    narrower = numpy_dtype("float32").itemsize / numpy_dtype(wire).itemsize
+    planned, replayed, computation = simulated(plan, narrower, alike(timeline.steps))
     return {
         "seconds": measured.seconds,
-        "plan": plan.step_seconds,
-        "computation": simulated.without_messages().step().step_seconds,
+        "plan": planned,
+        "replayed": replayed,
+        "computation": computation,
         "bytes": crossing,
     }
+
+
+def simulated(plan: Plan, narrower: float, steps: list[RecordedStep]) -> tuple[float, float, float]:
+    """Returns what a step takes as planned, with the computations of steps, and of these alone.
+
+    Args:
+        plan: The plan.
+        narrower: How many times as large as on the wire the plan takes messages of a pipeline for.
+        steps: What ranks did.
+    """
+    machine, seconds = plan.machine or HardwareSpec(), measured_costs(steps).stages
+    if plan.num_replicas > 1:
+        stages = tuple(
+            msgspec.structs.replace(
+                stage, forward_seconds=one.forward, backward_seconds=one.seconds("BW")
+            )
+            for stage, one in zip(plan.stages, seconds, strict=True)
+        )
+        plans = [plan, msgspec.structs.replace(plan, stages=stages)]
+        found = [
+            one.point(one.step(), plan.num_replicas).step_seconds
+            for one in map(simulation_of, plans)
+        ]
+        return found[0], found[1], sum(one.forward + one.seconds("BW") for one in seconds)
+    machine = msgspec.structs.replace(machine, bandwidth=narrower * (machine.bandwidth or 0.0))
+    planned = simulation_of(msgspec.structs.replace(plan, machine=machine))
+    costs = replace(planned.costs(), stages=seconds, before=work_between(steps))
+    free = simulation_of(plan).without_messages().costs()
+    costs_alone = replace(costs, links=free.links, default_link=free.default_link)
+    replayed, alone = (
+        simulate(steps[0].schedule, each).step_seconds for each in (costs, costs_alone)
+    )
+    return planned.step().step_seconds, replayed, alone
+
+
+def simulation_of(plan: Plan) -> PlanSimulation:
+    """Returns the simulation of a plan on its machine."""
+    machine = plan.machine or HardwareSpec()
+    return PlanSimulation(plan, machine, plan.schedule, plan.num_micro_batches)
 
 
 def train_all(args: argparse.Namespace) -> None:
@@ -273,18 +325,19 @@ def main() -> None:
     if args.train:
         train_all(args)
         return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and the hosts are gone
     for link in args.links:
         with tempfile.TemporaryDirectory() as folder, hosts(link, Path(folder)):
             title = f"Two hosts, {link}, {1e3 * round_trip():.2f} ms there and back; ms of a step"
             table = Table(title=title)
             for head in ("model", "what", "wire", "progress"):
                 table.add_column(head)
-            for head in ("step", "planned", "off", "computed", "link", "over"):
+            for head in HEADS:
                 table.add_column(head, justify="right")
             for name in args.models:
                 for row in compare(name, link, args, Path(folder)):
                     table.add_row(*row)
-        Console(width=120).print(table)
+        Console(width=130).print(table)
 
 
 def compare(name: str, link: Link, args: argparse.Namespace, folder: Path) -> Iterator[list[str]]:
@@ -298,13 +351,15 @@ def compare(name: str, link: Link, args: argparse.Namespace, folder: Path) -> It
                 found.setdefault(setting, []).append(launched[f"{kind} {wire}"])
     for setting, runs in found.items():
         step = statistics.median(second for run in runs for second in run["seconds"])
-        plan, computed = (
-            statistics.median(run[key] for run in runs) for key in ("plan", "computation")
+        plan, replayed, computed = (
+            statistics.median(run[key] for run in runs)
+            for key in ("plan", "replayed", "computation")
         )
         busy = 8 * runs[0]["bytes"] / (link.mbit * 1e6)
-        planned, times = f"{plan / step - 1:+.1%}", (step, plan, computed, busy)
-        shown = [f"{1e3 * each:.0f}" for each in times]
-        shown.insert(2, planned)
+        shown = [f"{1e3 * step:.0f}"]
+        for each in (plan, replayed):
+            shown += [f"{1e3 * each:.0f}", f"{each / step - 1:+.1%}"]
+        shown += [f"{1e3 * each:.0f}" for each in (computed, busy)]
         yield [name, *setting, *shown, f"{step / max(computed, busy):.2f}"]
 
 

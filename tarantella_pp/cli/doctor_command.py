@@ -79,7 +79,7 @@ def examine(name: str = "auto", *, compute: bool = False) -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": versions,
         "cores": core_binding.cores_of_node(),
-        "threads_per_rank": rank_environment.threads_per_rank(NUM_RANKS, 1, os.environ),
+        "threads_per_rank": rank_environment.threads_per_rank(NUM_RANKS, os.environ),
         "mpi": None,
         "link": None,
         "machine": None,

@@ -26,7 +26,7 @@ def run(arguments: argparse.Namespace) -> int:
         ConfigurationError: The script is missing, or an option is malformed.
         LaunchError: There is no MPI, its launcher cannot be started, or a host not be reached.
     """
-    from tarantella_pp.launch import mpi_launchers, remote_hosts, slurm
+    from tarantella_pp.launch import mpi_launchers, remote_hosts
     from tarantella_pp.launch.rank_environment import LOG_VARIABLE, parse_exports
 
     arguments = job_options.with_all_exports(arguments)
@@ -35,11 +35,11 @@ def run(arguments: argparse.Namespace) -> int:
     exported = parse_exports(arguments.exports, os.environ)
     hosts, num_ranks = _placement(arguments)
     launcher = mpi_launchers.find_launcher(arguments.mpi)
-    num_nodes = len(hosts) or slurm.nodes(os.environ)
-    variables = _variables(arguments, num_ranks, num_nodes)
+    per_node = _most_of_node(arguments, num_ranks, hosts)
+    variables = _variables(arguments, per_node)
     inherited = mpi_launchers.without_other_jobs(os.environ)
     environment = {**inherited, **variables, **exported}
-    job = _job(arguments, script, num_ranks, hosts, environment)
+    job = _job(arguments, script, num_ranks, per_node, hosts, environment)
     command = launcher.command(job)
     if arguments.dry_run:
         launcher.environment("", arguments.remote_shell)
@@ -79,7 +79,21 @@ def _placement(arguments: argparse.Namespace) -> tuple[tuple[HostRanks, ...], in
     return (), ranks
 
 
-def _variables(arguments: argparse.Namespace, num_ranks: int, num_nodes: int) -> dict[str, str]:
+def _most_of_node(
+    arguments: argparse.Namespace, num_ranks: int, hosts: tuple[HostRanks, ...]
+) -> int:
+    """Returns the most ranks of a host."""
+    from tarantella_pp.launch import slurm
+
+    if hosts:
+        return max(host.count for host in hosts)
+    if arguments.n_per_node is not None:
+        return int(arguments.n_per_node)
+    known = slurm.most_tasks(os.environ, num_ranks)
+    return known or -(-num_ranks // slurm.nodes(os.environ))
+
+
+def _variables(arguments: argparse.Namespace, per_node: int) -> dict[str, str]:
     """Returns the environment of the ranks, as far as it is not the user's."""
     from tarantella_pp.launch import rank_environment
     from tarantella_pp.launch.guard import core_binding
@@ -93,7 +107,6 @@ def _variables(arguments: argparse.Namespace, num_ranks: int, num_nodes: int) ->
         arguments.log_level, arguments.output_on_all_devices, {**os.environ, **exported}
     )
     variables[core_binding.COUNT_VARIABLE] = str(arguments.threads or "")
-    per_node = arguments.n_per_node or rank_environment.ranks_of_node(num_ranks, num_nodes)
     variables[core_binding.RANKS_VARIABLE] = str(per_node)
     variables[core_binding.BIND_VARIABLE] = _binding(arguments)
     variables[ALL_VARIABLE] = "1" if arguments.log_on_all_devices else "0"
@@ -124,11 +137,12 @@ def _job(
     arguments: argparse.Namespace,
     script: list[str],
     num_ranks: int,
+    per_node: int,
     hosts: tuple[HostRanks, ...],
     environment: dict[str, str],
 ) -> mpi_launchers.Job:
     """Returns what the MPI launcher has to know."""
-    from tarantella_pp.launch import mpi_launchers, rank_environment, slurm
+    from tarantella_pp.launch import mpi_launchers, rank_environment
     from tarantella_pp.launch.channel.joining import HUB_VARIABLE, SECRET_VARIABLE
     from tarantella_pp.launch.channel.rank_records import (
         LOCAL_RANK_VARIABLE,
@@ -140,12 +154,11 @@ def _job(
     of_job = {SIZE_VARIABLE, RANK_VARIABLE, LOCAL_RANK_VARIABLE, HUB_VARIABLE, SECRET_VARIABLE}
     names = {*rank_environment.needed_elsewhere(environment), *of_job}
     names |= {option.partition("=")[0] for option in arguments.exports}
-    nodes = len(hosts) or slurm.nodes(os.environ)
     return mpi_launchers.Job(
         command=(*_interpreter(arguments), "-m", "tarantella_pp.launch.worker", *script),
         num_ranks=num_ranks,
         cores=core_binding.cores_of_node(),
-        cores_per_rank=rank_environment.threads_per_rank(num_ranks, nodes, os.environ),
+        cores_per_rank=rank_environment.threads_per_rank(per_node, os.environ),
         hosts=hosts,
         names=tuple(sorted(names)),
         label_output=arguments.output_on_all_devices,

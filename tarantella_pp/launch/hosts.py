@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from tarantella_pp.errors import ConfigurationError
 
 _LINE = re.compile(
-    r"(?P<name>[A-Za-z0-9_][A-Za-z0-9_.-]*|\[[0-9A-Fa-f:.]+\])"
-    r"(?::(?P<count>\d+)|\s+slots\s*=\s*(?P<slots>\d+))?"
+    r"(?P<name>[A-Za-z0-9_][A-Za-z0-9_.-]*)(?::(?P<count>\d+)|\s+slots\s*=\s*(?P<slots>\d+))?"
 )
-"""`host`, `host:4` or `host slots=4`; an address of IPv6 in brackets. ssh takes no name that begins
-with a dash for an option."""
+"""`host`, `host:4` or `host slots=4`. ssh takes no name that begins with a dash for an option."""
+_ADDRESS = ". The launchers of MPI read no addresses of IPv6: give the host a name"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +57,7 @@ def read_hostfile(path: str) -> tuple[Host, ...]:
         ConfigurationError: It cannot be read, names no host or one twice, or has another format.
     """
     try:
-        lines = pathlib.Path(path).read_text(encoding="utf-8").splitlines()
+        lines = pathlib.Path(path).read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"Cannot read --hostfile {path}: {error}") from error
     texts = [(number, line.split("#")[0].strip()) for number, line in enumerate(lines, 1)]
@@ -125,9 +124,9 @@ def _host(path: str, number: int, text: str) -> Host:
     """Reads one line."""
     match = _LINE.fullmatch(text)
     slots = None if match is None else match["count"] or match["slots"]
-    if match is None or slots == "0":
+    if match is None or (slots and not int(slots)):
         raise ConfigurationError(
             f"--hostfile {path}, line {number}: expected `host`, `host:4` or `host slots=4`, with "
-            f"at least one slot. Received: {text!r}"
+            f"at least one slot. Received: {text!r}{_ADDRESS if '::' in text else ''}"
         )
-    return Host(match["name"].strip("[]"), int(slots) if slots else None)
+    return Host(match["name"], int(slots) if slots else None)

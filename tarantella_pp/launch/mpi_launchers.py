@@ -210,8 +210,7 @@ class Slurm(Launcher):
 
 def _slots(hosts: Sequence[HostRanks]) -> str:
     """Returns hosts with their numbers of ranks, as both MPIs take them on the command line."""
-    named = (f"[{host.name}]" if ":" in host.name else host.name for host in hosts)
-    return ",".join(f"{name}:{host.count}" for name, host in zip(named, hosts, strict=True))
+    return ",".join(f"{host.name}:{host.count}" for host in hosts)
 
 
 _FAMILIES: dict[str, type[Launcher]] = {"mpich": Mpich, "openmpi": OpenMpi, "slurm": Slurm}

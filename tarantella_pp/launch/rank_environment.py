@@ -99,14 +99,9 @@ def parse_exports(options: Sequence[str], given: Mapping[str, str]) -> dict[str,
     return exports
 
 
-def threads_per_rank(num_ranks: int, num_nodes: int, given: Mapping[str, str]) -> int:
+def threads_per_rank(ranks_of_node: int, given: Mapping[str, str]) -> int:
     """Returns the threads of one rank, such that the ranks of a node do not share cores."""
     per_task = given.get("SLURM_CPUS_PER_TASK", "")
     if per_task.isdigit() and int(per_task) > 0:
         return int(per_task)
-    return max(1, cores_of_node() // ranks_of_node(num_ranks, num_nodes))
-
-
-def ranks_of_node(num_ranks: int, num_nodes: int) -> int:
-    """Returns the most ranks of a job on one node."""
-    return -(-num_ranks // num_nodes)
+    return max(1, cores_of_node() // ranks_of_node)

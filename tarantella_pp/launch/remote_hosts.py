@@ -21,6 +21,8 @@ from tarantella_pp.launch.hosts import HostRanks
 CONNECT_SECONDS = 10
 LIMIT_SECONDS = 60.0
 """How long a host may take to answer."""
+MOST_AT_ONCE = 128
+"""Hosts that are asked at once: each takes files, of which a process may have 1,024 open."""
 _OF_A_BATCH_SYSTEM = ("SLURM_JOB_ID", "PBS_NODEFILE", "LSB_HOSTS", "PE_HOSTFILE", "HYDRA_HOST_FILE")
 """Variables from which MPI takes hosts of its own accord."""
 _NEEDED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES")
@@ -157,7 +159,7 @@ class Answer:
 
 
 def answers_of(commands: Mapping[str, Sequence[str]]) -> Generator[Answer]:
-    """Asks all hosts at once, and yields each answer when it is there, or is late.
+    """Asks many hosts at once, and yields each answer when it is there, or is late.
 
     Args:
         commands: For each host, the command that asks it.
@@ -166,16 +168,16 @@ def answers_of(commands: Mapping[str, Sequence[str]]) -> Generator[Answer]:
         LaunchError: A command cannot be started.
     """
     asked: list[_Question] = []
+    left = [*commands.items()]
     try:
-        asked.extend(_Question(host, command) for host, command in commands.items())
-        deadline = time.monotonic() + LIMIT_SECONDS
-        waiting = [*asked]
-        while waiting:
-            late = time.monotonic() > deadline
-            ready = [question for question in waiting if late or question.has_ended()]
+        while left or asked:
+            while left and len(asked) < MOST_AT_ONCE:
+                asked.append(_Question(*left.pop(0)))
+            ready = [question for question in asked if question.is_over()]
             for question in ready:
-                waiting.remove(question)
                 yield question.answer()
+                question.end()
+                asked.remove(question)
             time.sleep(0 if ready else _POLL_SECONDS)
     finally:
         for question in asked:
@@ -191,6 +193,7 @@ class _Question:
 
     def __init__(self, host: str, command: Sequence[str]) -> None:
         self._host = host
+        self._deadline = time.monotonic() + LIMIT_SECONDS
         self._out: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (`end` closes them)
         self._err: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
         try:
@@ -203,9 +206,9 @@ class _Question:
                 "Install it, or name another one with --remote-shell."
             ) from error
 
-    def has_ended(self) -> bool:
-        """Whether nothing more is to come."""
-        return self._process.poll() is not None
+    def is_over(self) -> bool:
+        """Whether nothing more is to come, or is waited for."""
+        return self._process.poll() is not None or time.monotonic() > self._deadline
 
     def answer(self) -> Answer:
         """Returns what the host has answered so far."""

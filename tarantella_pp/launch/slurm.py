@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from tarantella_pp.launch.mpi_library import library_version, said
@@ -14,13 +15,27 @@ _PROTOCOLS = (("open mpi", "pmix"), ("intel", "pmi2"), ("mvapich", "pmi2"), ("mp
 
 def nodes(environ: Mapping[str, str]) -> int:
     """Returns the number of hosts of the allocation; 1 without one."""
-    return _number(environ, "SLURM_NNODES") or 1
+    return _number(environ, "SLURM_NNODES") or _number(environ, "SLURM_JOB_NUM_NODES") or 1
 
 
 def tasks(environ: Mapping[str, str]) -> int | None:
     """Returns the number of ranks that the allocation was asked for, where it says so."""
     per_node = _number(environ, "SLURM_NTASKS_PER_NODE")
     return _number(environ, "SLURM_NTASKS") or (per_node and per_node * nodes(environ))
+
+
+def most_tasks(environ: Mapping[str, str], num_ranks: int) -> int | None:
+    """Returns the most ranks of a host, where the allocation says how they are dealt out.
+
+    Args:
+        environ: The environment, with `SLURM_TASKS_PER_NODE` such as `2(x3),1`.
+        num_ranks: The ranks of the job; None is returned if the allocation is for others.
+    """
+    parts = environ.get("SLURM_TASKS_PER_NODE", "").split(",")
+    found = [re.fullmatch(r"([0-9]+)(?:\(x([0-9]+)\))?", part.strip()) for part in parts]
+    each = [(int(one[1]), int(one[2] or 1)) for one in found if one is not None]
+    alike = len(each) == len(parts) and sum(n * hosts for n, hosts in each) == num_ranks
+    return max(n for n, _ in each) if alike else None
 
 
 def mpi_type(srun: str) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import os
@@ -48,17 +49,19 @@ SETTLE_SECONDS = 0.4
 DEADLOCK_SECONDS = 1.0
 END_SECONDS = 3.0
 """How long the minders of ranks may take to end what is left of them."""
-START_SECONDS = 120.0
-"""How long after the first rank the last one may start; on hosts that are the job's own, the first
-one after their MPI."""
+START_SECONDS = 60.0
+"""How long after a rank the next one may start; on hosts that are the job's own, the first one
+after their MPI."""
 LOST_SECONDS = 5.0
 """How long the MPI launcher may take to end after one of its processes has gone without a word."""
 CLOSING_SECONDS = 5.0
 """How long the MPI launcher may take to end after its ranks have."""
 SHUTDOWN_SECONDS = 300.0
 """How long ranks may take to leave after the scripts of all have ended."""
-GRACE_SECONDS = {signal.SIGTERM: 30.0, signal.SIGINT: 5.0}
-"""How long the ranks may take to end after the launcher was told to stop."""
+GRACE_SECONDS = {signal.SIGTERM: 30.0, signal.SIGINT: 5.0, signal.SIGHUP: 30.0}
+"""How long the ranks may take to end after the launcher was told to stop, or its terminal is gone.
+What it was started to ignore, as `nohup` does and shells for what they put in the background, it
+does ignore."""
 
 
 class Exit(enum.IntEnum):
@@ -115,7 +118,11 @@ class Supervisor:
     def run(self, command: Sequence[str], environment: Mapping[str, str]) -> int:
         """Starts the MPI launcher, waits for the end of the job and cleans up after it."""
         adopt_orphans()
-        previous = {number: signal.signal(number, self._on_signal) for number in GRACE_SECONDS}
+        previous = {
+            number: signal.signal(number, self._on_signal)
+            for number in GRACE_SECONDS
+            if signal.getsignal(number) is not signal.SIG_IGN
+        }
         try:
             return self._wait(self._start(command, environment))
         finally:
@@ -198,7 +205,7 @@ class Supervisor:
 
     def _strays(self, start: float) -> bool:
         """Whether a rank has not come, or has gone without a word; then it says so."""
-        now, joined = time.monotonic(), self._hub.first_joined
+        now, joined = time.monotonic(), self._hub.last_joined
         missing = self._hub.missing()
         if joined is None and self._own_hosts:  # a batch system may have others wait
             joined = start
@@ -239,7 +246,7 @@ class Supervisor:
         if failure.exit_code == Exit.PREEMPTED:  # it was told to end, and not by the launcher
             return self._report_stop(signal.SIGTERM)
         if failure.details:
-            sys.stderr.write(failure.details)
+            _write(failure.details)
         _tell(headline(failure, self._num_ranks))
         return failure.exit_code or Exit.FAILED
 
@@ -265,7 +272,7 @@ class Supervisor:
 
     def _must_stop(self, number: signal.Signals) -> bool:
         """Passes the signal on to the ranks; whether their time to end on their own is over."""
-        self._hub.request_stop(number)
+        self._hub.request_stop(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
         return self._deadline is not None and time.monotonic() > self._deadline
 
     def _report_stop(self, number: signal.Signals) -> int:
@@ -291,5 +298,11 @@ def _age(records: Mapping[int, Record]) -> float:
 def _tell(message: str) -> None:
     """Writes one line of the launcher's own to standard error."""
     prefix = "" if message.startswith("tarantella: ") else "tarantella: "
-    sys.stderr.write(f"{prefix}{message}\n")
-    sys.stderr.flush()
+    _write(f"{prefix}{message}\n")
+
+
+def _write(text: str) -> None:
+    """Writes to standard error; what follows is done even where nobody reads it any more."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.write(text)
+        sys.stderr.flush()

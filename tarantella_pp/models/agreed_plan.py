@@ -16,12 +16,13 @@ from tarantella_pp.models.model_validation import needs_one_replica, replicas_of
 from tarantella_pp.partition.extraction.keras_reader import ExtractedModel
 from tarantella_pp.partition.graph.units import format_bytes
 from tarantella_pp.partition.options import checked_count
+from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan.rank_memory import planned_of_ranks
 from tarantella_pp.runtime.comm.communicator import Communicator
 from tarantella_pp.runtime.one_rank import on_one_rank
 from tarantella_pp.runtime.tracing.host_memory import memory_of_each_rank
-from tarantella_pp.runtime.tracing.link_speed import measure_bandwidth
+from tarantella_pp.runtime.tracing.link_speed import magnitude, measure_link
 from tarantella_pp.schedule import read_schedule
 
 _PLAN_DEFAULTS = {"batch_size": 32, "shard_optimizer": False}
@@ -36,9 +37,8 @@ def agreed_plan(
     """The plan that rank 0 makes or loads, on all ranks, whose models it must fit."""
     made: list[Plan] = []
     machine = default_machine()
-    if plan is None and given["balance"] == "time" and communicator.size > 1:
-        link = measure_bandwidth(communicator)
-        machine = msgspec.structs.replace(machine, bandwidth=link)
+    if plan is None:
+        machine = _with_link(machine, communicator, exact=given["balance"] == "time")
     memory = None
     if plan is None and given["memory_limit"] is None:
         memory = memory_of_each_rank(communicator)
@@ -56,6 +56,23 @@ def agreed_plan(
     agreed = made[0] if made else Plan.from_json(text)
     agreed.check(extracted.graph)
     return agreed
+
+
+def _with_link(machine: HardwareSpec, communicator: Communicator, *, exact: bool) -> HardwareSpec:
+    """A machine with the link between ranks as it is, where that is not known without asking.
+
+    Args:
+        machine: The machine.
+        communicator: The ranks.
+        exact: Whether plans may differ a little each time, for they are measured. Otherwise a
+            link between hosts counts by its order of magnitude, and those of one host as usual.
+    """
+    if communicator.size == 1 or not (exact or communicator.several_hosts):
+        return machine
+    bandwidth, latency = measure_link(communicator)
+    if exact:
+        return msgspec.structs.replace(machine, bandwidth=bandwidth, latency=latency)
+    return msgspec.structs.replace(machine, bandwidth=magnitude(bandwidth))
 
 
 def _fitting_plan(

@@ -44,6 +44,9 @@ SECONDS = 15.0
 """How long one problem is searched where the best plan cannot be told by listing."""
 CLOSE = 1e-3
 """Relative distance from the bound at which that search ends before."""
+ALIKE = 0.02
+"""Share by which measured seconds of stages differ that count as equal: nobody measures them more
+exactly, and a tensor more that crosses a network costs more than that."""
 Limits = Sequence[float]
 """Largest memory of each stage in bytes."""
 
@@ -102,7 +105,13 @@ def problem_of(
         group_bytes=tuple(size for _, _, size in sharing),
         memory_limit=limit,
         exactly=True,
+        alike=_alike(options),
     )
+
+
+def _alike(options: PlanOptions) -> float:
+    """How far values may be apart and count as equal."""
+    return ALIKE if options.balance == "time" else TOLERANCE / 4
 
 
 def _state(costs: StageCostModel) -> FloatArray:
@@ -184,7 +193,7 @@ def best_solution(costs: StageCostModel, options: PlanOptions, *, whole: bool = 
             if best is None or found < value:
                 best, value = solution, found
             near = TOLERANCE if solution.certificate.optimal else CLOSE
-            if value <= bound * (1 + near):
+            if value <= bound * (1 + max(near, _alike(options))):
                 break
     if best is None:
         best = _within_limits(costs, options)
@@ -198,7 +207,7 @@ def best_solution(costs: StageCostModel, options: PlanOptions, *, whole: bool = 
         best = _over_ranks(costs, options, problem, best)
         bound = max(bound, lower_bound(problem, options.ranks))
         value, method = _value(costs, options, best), f"{method}, then over ranks"
-    elif value > bound * (1 + TOLERANCE):
+    elif value > bound * (1 + max(TOLERANCE, _alike(options))):
         method += ", parts of the memory bounded"
     return Solution(best.assignment, Certificate.of(value, bound, method, seconds))
 

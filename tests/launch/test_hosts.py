@@ -17,7 +17,6 @@ node-1          # one without a number
 node-2:4
  10.0.0.3 slots=2
 node.four  slots = 16   # as Open MPI writes it
-[fe80::1]:2
 """
 
 
@@ -33,8 +32,13 @@ def test_lines_of_both_mpis_are_read(tmp_path: pathlib.Path) -> None:
         Host("node-2", 4),
         Host("10.0.0.3", 2),
         Host("node.four", 16),
-        Host("fe80::1", 2),
     )
+
+
+def test_a_file_from_windows_is_read(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "hosts"
+    path.write_bytes(b"\xef\xbb\xbfnode-1:2\r\n\r\n# two\r\nnode-2 slots=1\r\n")
+    assert read_hostfile(str(path)) == (Host("node-1", 2), Host("node-2", 1))
 
 
 @pytest.mark.parametrize(
@@ -44,7 +48,10 @@ def test_lines_of_both_mpis_are_read(tmp_path: pathlib.Path) -> None:
         ("# nothing\n\n", "names no host"),
         ("a\nb\na:2\n", "Received twice: a"),
         ("a\n-oProxyCommand=x\n", "line 2: expected `host`"),
-        ("a:0\n", "at least one slot. Received: 'a:0'"),
+        ("a:0\n", "Received: 'a:0'"),
+        ("a:00\n", "Received: 'a:00'"),
+        ("fd00::1\n", "give the host a name"),
+        ("[fd00::1]:4\n", "give the host a name"),  # both MPIs would look for a host `[`
         ("a slots=\n", "Received: 'a slots='"),
         ("a b\n", "Received: 'a b'"),
         ("a slots=2 max_slots=4\n", "line 1"),

@@ -162,13 +162,13 @@ def test_what_other_jobs_say_of_their_ranks_is_left_out() -> None:
 
 def test_hosts_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    hosts = (HostRanks("a", 0, 2), HostRanks("fe80::1", 2, 1))
+    hosts = (HostRanks("a", 0, 2), HostRanks("b.c", 2, 1))
     job = mpi_launchers.Job(("w",), num_ranks=3, cores=2, hosts=hosts, options=("--o",))
-    expected = ["m", "-n", "3", "-hosts", "a:2,[fe80::1]:1", "--o", "w"]
+    expected = ["m", "-n", "3", "-hosts", "a:2,b.c:1", "--o", "w"]
     assert mpi_launchers.Mpich("m").command(job) == expected
     assert mpi_launchers.OpenMpi("m").command(job) == [
         *("m", "-n", "3", "--bind-to", "none", "--allow-run-as-root"),
-        *("--map-by", "slot", "--host", "a:2,[fe80::1]:1", "--o", "w"),
+        *("--map-by", "slot", "--host", "a:2,b.c:1", "--o", "w"),
     ]
     with pytest.raises(ConfigurationError, match="--hostfile with s"):
         mpi_launchers.Slurm("s").command(job)

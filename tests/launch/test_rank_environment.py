@@ -54,15 +54,13 @@ def test_onednn_is_asked_for_where_tensorflow_has_it_for_all_processors(
         assert name not in variables({name: "0"})
 
 
-@pytest.mark.parametrize(
-    ("ranks", "nodes", "threads"), [(1, 1, 8), (2, 1, 4), (3, 1, 2), (16, 1, 1), (4, 2, 4)]
-)
+@pytest.mark.parametrize(("ranks", "threads"), [(1, 8), (2, 4), (3, 2), (16, 1)])
 def test_ranks_share_the_cores_of_a_node(
-    ranks: int, nodes: int, threads: int, monkeypatch: pytest.MonkeyPatch
+    ranks: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rank_environment, "cores_of_node", lambda: 8)
-    assert rank_environment.threads_per_rank(ranks, nodes, {}) == threads
-    assert rank_environment.threads_per_rank(ranks, nodes, {"SLURM_CPUS_PER_TASK": "5"}) == 5
+    assert rank_environment.threads_per_rank(ranks, {}) == threads
+    assert rank_environment.threads_per_rank(ranks, {"SLURM_CPUS_PER_TASK": "5"}) == 5
 
 
 def test_exports_have_names_and_values() -> None:

@@ -135,6 +135,25 @@ def test_tasks_are_those_asked_for(given: dict[str, str], tasks: int | None) -> 
 
 
 @pytest.mark.parametrize(
+    ("tasks", "ranks", "most"),
+    [
+        ("2(x3),1", 7, 2),
+        ("8,1", 9, 8),
+        ("4", 4, 4),
+        ("64(x2)", 9, None),  # those of the command line, and dealt out by Slurm
+        ("", 1, None),
+        ("2(x", 2, None),
+    ],
+)
+def test_hosts_may_have_unequal_numbers_of_ranks(tasks: str, ranks: int, most: int | None) -> None:
+    assert slurm.most_tasks({"SLURM_TASKS_PER_NODE": tasks}, ranks) == most
+
+
+def test_hosts_are_counted_under_both_names() -> None:
+    assert slurm.nodes({"SLURM_JOB_NUM_NODES": "3"}) == 3
+
+
+@pytest.mark.parametrize(
     ("version", "listed", "protocol"),
     [
         ("Open MPI v5.0.11", "none pmi2 pmix", "pmix"),

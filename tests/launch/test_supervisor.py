@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import pathlib
 import subprocess
 import sys
 import textwrap
 
+import psutil
 import pytest
 
 from tests.helpers.jobs import ROOT
@@ -55,17 +58,44 @@ def test_records_count_not_the_exit_code_of_mpiexec(acts: str, code: int, messag
     [
         ("say(0, 'started'); time.sleep(60)", (), "ranks [1] did not start within 3 s"),
         ("time.sleep(60)", ("localhost",), "ranks [0, 1] did not start within 3 s"),
+        (
+            "time.sleep(2); say(0, 'started'); time.sleep(2); say(1, 'started'); sys.exit(5)",
+            ("localhost",),
+            "still at work",
+        ),
     ],
 )
 def test_ranks_that_do_not_start_end_the_job(
     acts: str, hosts: tuple[str, ...], message: str
 ) -> None:
-    check(acts, 1, message, *hosts)
+    check(acts, 5 if "exit(5)" in acts else 1, message, *hosts)
 
 
-def check(acts: str, code: int, message: str, *hosts: str) -> None:
+def test_signals_that_are_ignored_stay_so() -> None:
+    """As under `nohup`, and in the background of a shell without job control."""
+    acts = "say(0, 'started'); os.kill(os.getppid(), 1); os.kill(os.getppid(), 2); time.sleep(1)\n"
+    acts += "say(1, 'failed', cause='its own', exit_code=9); sys.exit(9)"
+    ignoring = (
+        "import os, sys, signal\n    for number in (1, 2): signal.signal(number, signal.SIG_IGN)"
+    )
+    check(acts, 9, "its own", program=PROGRAM.replace("import os, sys", ignoring, 1))
+
+
+def test_nobody_need_read_what_the_launcher_says(tmp_path: pathlib.Path) -> None:
+    """As behind `2>&1 | head`: the job ends as it would, and is cleaned up."""
+    acts = f"open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\n"
+    acts += "say(0, 'failed', cause='c', details='text', exit_code=9); time.sleep(60)"
+    reader, writer = os.pipe()
+    os.close(reader)
+    program = [sys.executable, "-c", textwrap.dedent(PROGRAM), ACTOR + acts]
+    assert subprocess.run(program, cwd=ROOT, stderr=writer, timeout=30, check=False).returncode == 9
+    os.close(writer)
+    assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
+
+
+def check(acts: str, code: int, message: str, *hosts: str, program: str = PROGRAM) -> None:
     answer = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(PROGRAM), ACTOR + acts, *hosts],
+        [sys.executable, "-c", textwrap.dedent(program), ACTOR + acts, *hosts],
         cwd=ROOT,
         capture_output=True,
         text=True,

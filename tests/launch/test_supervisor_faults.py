@@ -96,7 +96,12 @@ def test_a_rank_may_end_long_before_the_others(python: str) -> None:
 
 @pytest.mark.parametrize(
     ("number", "wait", "code"),
-    [(signal.SIGTERM, "recv", 75), (signal.SIGINT, "work", 130), (signal.SIGKILL, "recv", -9)],
+    [
+        (signal.SIGTERM, "recv", 75),
+        (signal.SIGINT, "work", 130),
+        (signal.SIGKILL, "recv", -9),
+        (signal.SIGHUP, "work", 75),
+    ],
 )
 def test_a_signal_to_the_launcher_ends_all_ranks(
     python: str, number: signal.Signals, wait: str, code: int

@@ -39,6 +39,9 @@ def towards(hosts: Sequence[str]) -> list[str]:
 def is_here(host: str, own: set[str] | None = None) -> bool:
     """Whether a name or an address is that of this host.
 
+    Some systems have their own full name stand for a loopback address that no link has, such as
+    127.0.1.1.
+
     Args:
         host: The name.
         own: The addresses of this host, if they are known already.
@@ -46,7 +49,8 @@ def is_here(host: str, own: set[str] | None = None) -> bool:
     if host in ("localhost", socket.gethostname()):
         return True
     own = own_addresses() if own is None else own
-    return any(address in own for _, address in _resolved(host))
+    found = [address.partition("%")[0] for _, address in _resolved(host)]
+    return any(one in own or ipaddress.ip_address(one).is_loopback for one in found)
 
 
 def _resolved(host: str) -> list[tuple[int, str]]:

@@ -57,6 +57,7 @@ class Hub:
         whereabouts: How a rank finds it.
         records: The last record of each rank that has one.
         lost: Ranks whose connection broke, with the reason and the time.
+        last_joined: When the last rank came that has come; None before the first.
     """
 
     def __init__(self, size: int, hosts: Sequence[str] | None = None) -> None:
@@ -66,7 +67,7 @@ class Hub:
         self.whereabouts = Whereabouts(tuple(here), port, joining.new_secret())
         self.records: dict[int, Record] = {}
         self.lost: dict[int, tuple[str, float]] = {}
-        self.first_joined: float | None = None
+        self.last_joined: float | None = None
         self._size = size
         self._heartbeat = heartbeat_seconds()
         self._next_look = 0.0
@@ -160,7 +161,8 @@ class Hub:
         self._members[rank] = line
         now = time.monotonic()
         line.send({"proof": answer, "records": told, "stops": self._stops, "now": now})
-        self.first_joined = self.first_joined or time.monotonic()
+        self.last_joined = now
+        self.lost.pop(rank, None)  # it has tried twice
 
     def _hear(self, rank: int, line: Line) -> list[Record]:
         """Takes what a rank says of itself; returns what others have to know of it."""

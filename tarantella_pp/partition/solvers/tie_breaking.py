@@ -12,7 +12,6 @@ from tarantella_pp.partition.solvers.exact.ideals import enumerate_ideals
 from tarantella_pp.partition.solvers.exact.order_dp import OrderDP
 from tarantella_pp.partition.solvers.exact.orders import depth_first_order, ranked_order
 from tarantella_pp.partition.solvers.exact.stage_pricing import IdealFamily
-from tarantella_pp.partition.solvers.problem.certificate import TOLERANCE
 from tarantella_pp.partition.solvers.problem.instance import (
     ANY,
     Instance,
@@ -36,7 +35,7 @@ def break_ties(
         return assignment
     instance = reduce_problem(problem, together=together, join=False)
     instance = replace(instance, resources=(*instance.resources, _cuts(instance, costs)))
-    capacity = problem.evaluate(assignment).value * (1 + TOLERANCE / 4)
+    capacity = problem.evaluate(assignment).value * (1 + problem.alike)
     stages = np.zeros(instance.num_nodes, np.int64)
     stages[instance.place] = assignment
     tried = [stages, _by_order(instance, stages, capacity)]

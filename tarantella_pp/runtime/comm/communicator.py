@@ -42,10 +42,12 @@ class Communicator:
         size: Number of processes in the group.
         world_ranks: Number in the job of each process of the group.
         largest_tag: Largest tag that a message may have.
+        several_hosts: Whether ranks of the job are on several hosts; the same on all of them.
     """
 
     rank: int = 0
     size: int = 1
+    several_hosts: bool = False
     world_ranks: tuple[int, ...] = (0,)
     largest_tag: int = 2**31 - 1
 

@@ -99,7 +99,8 @@ class MpiCommunicator(Communicator):
         progress = Progress()
         ranks = cls(mpi, copies[0], bell, limits, agreement, progress)
         bell.connect(ranks.allgather_json(bell.address))
-        wanted = is_wanted(several_hosts=bell.neighbours < ranks.size)
+        ranks.several_hosts = bell.neighbours < ranks.size
+        wanted = is_wanted(several_hosts=ranks.several_hosts)
         if wanted and mpi.Query_thread() >= mpi.THREAD_SERIALIZED:
             ranks._background = BackgroundProgress(progress.is_open, ranks._move_on)
         return ranks

@@ -2,34 +2,57 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 import numpy as np
 
 from tarantella_pp.runtime.comm.communicator import Communicator, TensorSpec
 
-NBYTES, ROUNDS = 1 << 20, 6
-"""Size of a message, and how often one is sent: other work may disturb some rounds."""
+LARGE, SMALL = 1 << 20, 1 << 18
+"""Bytes of messages, both so many that a network asks the receiver for room first."""
+ROUNDS = 6
+"""How often each is sent: other work may disturb some rounds."""
+MOST_LATENCY = 0.9
+"""Most of the time of a large message that counts as latency."""
 
 
-def measure_bandwidth(communicator: Communicator) -> float:
-    """Returns the bytes per second of the slowest link; all ranks must call it.
+def measure_link(communicator: Communicator) -> tuple[float, float]:
+    """Returns bytes per second of the slowest link, and seconds of each message more.
 
-    Every rank sends to the next one at the same time, as in sums over replicas.
+    Every rank sends to the next one at the same time, as in sums over replicas. All ranks must
+    call it.
 
     Args:
         communicator: Two ranks or more.
     """
-    rank, size = communicator.rank, communicator.size
-    data, spec = np.zeros(NBYTES, np.uint8), TensorSpec((NBYTES,), "uint8")
+    large, small = (_seconds(communicator, size) for size in (LARGE, SMALL))
+    parts = LARGE / SMALL
+    latency = min(max(0.0, (parts * small - large) / (parts - 1)), MOST_LATENCY * large)
+    return LARGE / (large - latency), latency
+
+
+def magnitude(bandwidth: float) -> float:
+    """Returns the power of ten next to a measured speed: the same whenever it is measured.
+
+    Args:
+        bandwidth: Bytes per second.
+    """
+    return float(10.0 ** round(math.log10(bandwidth)))
+
+
+def _seconds(communicator: Communicator, size: int) -> float:
+    """Returns the seconds of the slowest message of a size, in the best of some rounds."""
+    rank, ranks = communicator.rank, communicator.size
+    data, spec = np.zeros(size, np.uint8), TensorSpec((size,), "uint8")
     seconds = np.zeros(ROUNDS)
     for i in range(ROUNDS):
         communicator.barrier()
         start = time.perf_counter()
-        request = communicator.post_receive([spec], (rank - 1) % size, 0, label="link speed")
-        communicator.send([data], (rank + 1) % size, 0, label="link speed")
+        request = communicator.post_receive([spec], (rank - 1) % ranks, 0, label="link speed")
+        communicator.send([data], (rank + 1) % ranks, 0, label="link speed")
         request.wait()
         seconds[i] = time.perf_counter() - start
         communicator.flush()
     communicator.allreduce(seconds, "max")
-    return NBYTES / float(seconds.min())
+    return float(seconds.min())

@@ -181,3 +181,13 @@ def test_a_host_that_is_silent_has_failed_unless_its_rank_has_ended(
         line.timed_out, line.ended = True, "silent"
     eventually(lambda: 0 in hub.lost)
     assert hub.records[0].state == becomes
+
+
+def test_a_rank_that_joins_again_is_not_lost(hub: Hub) -> None:
+    """Its first try took too long, so that it has tried another address of the launcher."""
+    first, _ = join(hub.whereabouts, 0)
+    first.close()
+    eventually(lambda: 0 in hub.lost)
+    second, _ = join(hub.whereabouts, 0)
+    assert 0 not in hub.lost
+    second.close()

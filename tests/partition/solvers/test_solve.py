@@ -114,3 +114,16 @@ def test_a_chain_is_cut_evenly():
     chain = [(i, i + 1) for i in range(7)]
     problem = Problem(4, "time", ones, ones, ones, edges=np.array(chain))
     assert solve(problem).assignment == (0, 0, 1, 1, 2, 2, 3, 3)
+
+
+@pytest.mark.parametrize(("alike", "cut"), [(0.0, 20.0), (0.02, 10.0)])
+def test_of_plans_that_count_as_equal_that_which_cuts_less_is_taken(alike, cut):
+    from tarantella_pp.partition.solvers.problem.problem import Problem, TensorCost
+
+    # (a) -> (b) -> (c), and a skip from a to c: cut behind a or behind b, where two values cross.
+    tensors = [TensorCost(0, (0, 1, 2), bytes=10.0), TensorCost(1, (1, 2), bytes=10.0)]
+    work, nothing = np.array([99.0, 1.0, 99.5]), np.zeros(3)
+    problem = Problem(2, "time", work, nothing, nothing, tensors, exactly=True, alike=alike)
+    solution = solve(problem)
+    assert problem.evaluate(solution.assignment).cut_bytes == cut
+    assert solution.certificate.optimal == (alike == 0.0)

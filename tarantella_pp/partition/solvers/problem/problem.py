@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from tarantella_pp.errors import PlanError
 from tarantella_pp.partition.solvers.problem import problem_validation
+from tarantella_pp.partition.solvers.problem.certificate import TOLERANCE
 
 Objective = Literal["memory", "time", "flops", "load"]
 Tied = Literal["together", "free"]
@@ -89,6 +90,8 @@ class Problem:
         group_bytes: Bytes of each group's weights; empty: 0 each.
         memory_limit: Bytes that a stage may hold, one number or one per stage; None: no limit.
         exactly: Whether each of the stages must have at least one node.
+        alike: Share of the best value by which another plan's may be larger and count as equal, so
+            that the one of them is taken that cuts less.
 
     Raises:
         GraphError: A cost, node id or edge is malformed.
@@ -108,6 +111,7 @@ class Problem:
     group_bytes: Sequence[float] = ()
     memory_limit: float | Sequence[float] | None = None
     exactly: bool = False
+    alike: float = TOLERANCE / 4
     apart: tuple[bool, ...] = field(init=False)
     precedence: IntArray = field(init=False)
     flight: FloatArray = field(init=False)

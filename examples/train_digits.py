@@ -40,14 +40,16 @@ def residual_block(x: keras.KerasTensor, filters: int) -> keras.KerasTensor:
     return layers.Add()([shortcut, x])
 
 
-def build_model(image_shape: tuple[int, ...] = (8, 8, 1), filters: int = 16) -> keras.Model:
-    """Builds a residual network of eight blocks with ten outputs, one for each digit."""
+def build_model(
+    image_shape: tuple[int, ...] = (8, 8, 1), filters: int = 16, blocks: int = 4
+) -> keras.Model:
+    """Builds a residual network of two levels of blocks with ten outputs, one for each digit."""
     image = keras.Input(image_shape)
     x = layers.Conv2D(filters, 3, padding="same")(image)
-    for _ in range(4):
+    for _ in range(blocks):
         x = residual_block(x, filters)
     x = layers.Conv2D(2 * filters, 2, strides=2)(x)
-    for _ in range(4):
+    for _ in range(blocks):
         x = residual_block(x, 2 * filters)
     x = layers.LayerNormalization()(x)
     x = layers.Activation("relu")(x)

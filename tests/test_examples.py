@@ -27,7 +27,7 @@ SMALL = {
     "hybrid_gpt.py": ({"width": 16, "blocks": 1}, "--steps 6 --batch-size 8 --write 2"),
     "oversized.py": ({}, "--width 16 --blocks 1 --steps 2 --limit 20000"),
     "resume.py": ({"width": 8}, "--epochs 2 --directory {folder}"),
-    "train_digits.py": ({"filters": 2}, "--epochs 1 --batch-size 359"),
+    "train_digits.py": ({"filters": 2, "blocks": 1}, "--epochs 1 --batch-size 359"),
 }
 """Options of the model, which are those of its function, and of the command line."""
 
@@ -80,7 +80,7 @@ def test_it_says_how_to_be_called(name):
 def test_four_ranks_come_to_the_losses_of_one(float64, tmp_path):
     """Two replicas of two stages; the residual network has a batch that grows with the ranks."""
     shared, alone = tmp_path / "shared", tmp_path / "alone"
-    *others, master = mpi_run(4, on_ranks, str(shared), timeout=240).check().results
+    *others, master = mpi_run(4, on_ranks, str(shared), timeout=400).check().results
     for name in ("hybrid_gpt.py", "oversized.py", "resume.py", "train_digits.py"):
         assert losses(master[name])
         assert losses(master[name]) == losses(run_small(name, alone))

@@ -20,8 +20,8 @@ KINDS = {
     "optimizers": optimizers,
     "callbacks": callbacks,
 }
-LAUNCHES = (("losses",), ("layers",), ("metrics", "optimizers", "callbacks"))
-"""What one launch of two ranks tries."""
+LAUNCHES = (("losses",), ("layers",), ("metrics",), ("optimizers", "callbacks"))
+"""What one launch of two ranks tries: as much as others, so that cores end together."""
 
 RANKS, SECONDS = 2, 1200.0
 

@@ -11,7 +11,8 @@ import numpy as np
 from keras import layers, metrics, ops
 
 from tests.exactness.classes import arguments_of, classes_in
-from tests.exactness.trials import ROUNDING, Trial
+from tests.exactness.expected import reason
+from tests.exactness.trials import NOT_IN_KERAS, ROUNDING, Trial, Verdict
 from tests.helpers.training import (
     SAMPLES,
     Case,
@@ -125,7 +126,9 @@ def trials() -> dict[str, Trial]:
         model, y, loss = data_of(name)
         case = Case(model, X, y, functools.partial(compiled, loss, make), WEIGHTS)
         limit = 1e-5 if model is NARROW else ROUNDING
-        found[name] = Trial(name, case, limit=limit, beside="compiled")
+        # One that Keras does not train either would have all others beside it tried alone.
+        alone = reason("metrics", Verdict(name, NOT_IN_KERAS))
+        found[name] = Trial(name, case, limit=limit, beside=None if alone else "compiled")
     for name in IN_LAYERS:
         inside = functools.partial(CATEGORICAL, kinds()[name])
         case = Case(inside, X, ONE_HOT, lambda: {"optimizer": sgd(), "loss": "mse"}, WEIGHTS)

@@ -10,9 +10,7 @@ client ends in the same way; if the client is killed, the keeper kills the rank.
 started nothing of TensorFlow and MPI, and has read no option of the package from its environment:
 each rank does so itself.
 
-To save time, ranks differ from a process of their own in two ways. TensorFlow does not rewrite
-their graphs before it runs them, which takes a fifth of a training; in the process of pytest, and
-in jobs that `tarantella` or a plain `mpiexec` starts, it does. And once the script has ended well,
+To save time, ranks differ from a process of their own in one way: once the script has ended well,
 and what it has registered for its end has run, the interpreter frees no objects.
 """
 
@@ -100,11 +98,10 @@ def _load() -> None:
     """Loads what takes long and is not what tests are about."""
     import gc
 
-    import tensorflow as tf
+    import tensorflow as tf  # noqa: F401
 
     for name in LOADED:
         importlib.import_module(name)
-    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
     gc.collect()
     gc.freeze()  # a collection in a fork would copy every page
     gc.set_threshold(50_000, 20, 50)  # as in `tests/conftest.py`

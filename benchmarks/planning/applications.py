@@ -3,7 +3,7 @@
     python benchmarks/planning/applications.py [MODEL ...] [--stages 2 4 8] [--markdown FILE]
 
 The models have no weights of their own and are planned by memory, for 1F1B, a batch of 32 and
-four micro-batches a stage. Seconds are those of the solvers; building and reading the model are
+four micro-batches a stage. Seconds are those of the processor; building and reading the model are
 not in them.
 """
 
@@ -40,8 +40,7 @@ Every model of `keras.applications`, a decoder stack as of GPT-2 (tied: its head
 the embedding, of which the last stage then has a copy) and a U-Net, planned for 2, 4 and 8 stages:
 the memory of the largest stage with Adam, a batch of 32 in 1F1B with four micro-batches a stage
 (with all that a stage has for a moment), how far from the best of all plans it can be at most, and
-the seconds that the solvers took on one core of a shared machine. The NASNets have too many ways
-to be cut for an exact answer: they are searched and bounded, for at most 15 seconds for each of two
+the seconds of one core that planning took. The NASNets have too many ways to be cut for an exact answer: they are searched and bounded, for at most 15 seconds for each of two
 ways to count memory that several operations keep. Made by
 
     python benchmarks/planning/applications.py --markdown docs/applications.md
@@ -87,9 +86,9 @@ def rows(name: str, build: Callable[[], keras.Model], stages: list[int]) -> Iter
             num_stages=count, batch_size=32, num_micro_batches=min(32, 4 * count),
             num_replicas=1, schedule="1f1b", balance="memory", memory_limit=None,
         )  # fmt: skip
-        start = time.perf_counter()
+        start = time.process_time()
         proof = planner.plan(options).certificate
-        seconds = time.perf_counter() - start
+        seconds = time.process_time() - start
         gap = "optimal" if proof.optimal else f"{100 * (proof.gap or 0.0):.2f} %"
         size = format_bytes(proof.value)
         nodes = str(len(planner.graph.nodes))

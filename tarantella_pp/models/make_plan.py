@@ -98,8 +98,8 @@ def make_plan(
             text file with one.
             Default: the faster of `"1f1b"` and `"zb-h1"`, or with several stages on a rank of
             `"1f1b"` and `"interleaved"`.
-        balance: `"memory"` for the smallest largest memory of a stage, buffers of messages left
-            out; `"time"` for the smallest largest time of a stage, measured on this machine;
+        balance: `"memory"` for the smallest largest memory of a stage, all that it has for a moment
+            included; `"time"` for the smallest largest time of a stage, measured on this machine;
             `"flops"` for the smallest largest time by the machine's arithmetic and memory
             traffic, nothing measured. Of ranks with several stages the largest counts, not the
             largest stage. Default: that with which a step is fastest within the limit; `"time"`

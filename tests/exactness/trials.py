@@ -147,7 +147,7 @@ class Group:
         if len(self.trials) > 1 and stages > 1:
             return PipelineModel(model, plan=plan_across(model, micro_batches))
         options = {"num_stages": stages, "num_micro_batches": micro_batches}
-        return PipelineModel(model, balance="memory", **options)
+        return PipelineModel(model, balance="flops", **options)
 
     def __str__(self) -> str:
         return ", ".join(repr(trial.name) for trial in self.trials)

@@ -86,7 +86,7 @@ def test_the_machine_has_the_link_between_hosts(hosts: Network, tmp_path: pathli
     code, found = examined(hosts, PYTHONS[0], "--hostfile", hostfile, "--save", path)
     assert (code, found["problems"]) == (0, [])
     machine = machine_of(path)
-    assert found["machine"] == msgspec.structs.asdict(machine)
+    assert found["machine"] == msgspec.to_builtins(machine)
     assert machine.bandwidth == pytest.approx(1e9 * found["links"][0]["bandwidth_gb_per_s"])
     assert 1e8 < machine.flops_per_second < 1e16
 

@@ -35,7 +35,7 @@ def test_a_plan_that_does_not_fit_gives_way_to_one_that_does(monkeypatch):
 
 
 def test_where_no_plan_fits_a_warning_has_both_numbers_and_what_would(monkeypatch):
-    told = r"would need .*memory of this machine is 1\.00 KiB\. .*The smallest found to work is"
+    told = r"would need .*memory of this machine is 1\.00 KiB\. .*The smallest that works is"
     with pytest.warns(UserWarning, match=told):
         plan = planned(monkeypatch, 1024)
     assert plan.assignment == planned(monkeypatch, 1 << 60).assignment

@@ -229,7 +229,7 @@ def memory_rows(table: Iterable[Memory]) -> Iterator[Cells]:
     for row in table:
         theirs, ours = (planned_memory(row, row.balance, kind) for kind in (Unbounded, Planner))
         total, bounded = (sum(s.memory_bytes for s in p.stages) / GIB for p in (theirs, ours))
-        kept = sum(s.state_bytes + s.activation_bytes_total for s in ours.stages) / GIB
+        kept = sum(s.lasting_bytes for s in ours.stages) / GIB
         size = sum(stage.parameter_bytes for stage in ours.stages) / 4e6
         yield (
             row.name, str(len(row.balance)), f"{size:,.1f} M", f"{row.published:.2f}",

@@ -249,9 +249,8 @@ def _least_memory(
     """Finds a plan whose largest stage is below so many bytes, if any."""
     problem = problem_of(costs, options)
     sums = StageSums(problem.static_memory, problem.activation_memory, problem.flight)
-    limits = options.limits or (math.inf,) * options.num_stages
     return least_memory(
-        costs, sums, options.in_flight, options.repeats, known.assignment, below, limits
+        costs, sums, options.in_flight, options.repeats, known.assignment, below, _limits(options)
     )
 
 
@@ -325,8 +324,13 @@ def _step(costs: StageCostModel, options: PlanOptions, solution: Solution) -> fl
 def _excess(costs: StageCostModel, options: PlanOptions, solution: Solution) -> float:
     """Bytes of the stage that is most above its limit; 0 or less where all keep it."""
     stages = costs.stages(solution.assignment, options.in_flight, options.repeats)
-    limits = options.limits or (math.inf,) * len(stages)
-    return max(stage.memory_bytes - most for stage, most in zip(stages, limits, strict=True))
+    pairs = zip(stages, _limits(options), strict=True)
+    return max(stage.memory_bytes - most for stage, most in pairs)
+
+
+def _limits(options: PlanOptions) -> Limits:
+    """What each stage may have, infinitely much where nothing is said."""
+    return options.limits or (math.inf,) * options.num_stages
 
 
 def _value(costs: StageCostModel, options: PlanOptions, solution: Solution) -> float:
@@ -345,7 +349,7 @@ def _values(costs: StageCostModel, options: PlanOptions, solution: Solution) -> 
             for stage, again in zip(stages, options.repeated, strict=True)
         ]
     if options.balance == "memory":
-        return [float(stage.state_bytes + stage.activation_bytes_total) for stage in stages]
+        return [float(stage.lasting_bytes) for stage in stages]
     return [float(stage.memory_bytes) for stage in stages]
 
 

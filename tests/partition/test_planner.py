@@ -240,7 +240,7 @@ def test_solvers_and_tables_count_the_same_memory(build, replicas):
 
     def memory(assignment, repeats=NOTHING):
         stages = costs.stages(assignment, options.in_flight, repeats)
-        return [stage.state_bytes + stage.activation_bytes_total for stage in stages]
+        return [stage.lasting_bytes for stage in stages]
 
     for seed in range(20):
         assignment = random_stages(graph, 3, seed)
@@ -338,7 +338,7 @@ def test_a_limit_holds_with_buffers_or_is_refused():
     assert max(stage.memory_bytes for stage in fitting.stages) <= largest
     with pytest.raises(PlanError, match="memory limit"):
         make_plan(model, 3, memory_limit=largest // 3)
-    lasting = [stage.state_bytes + stage.activation_bytes_total for stage in free.stages]
+    lasting = [stage.lasting_bytes for stage in free.stages]
     tight = max(lasting)  # without what there is for a moment
     with pytest.raises(PlanError, match="memory"):
         make_plan(model, 3, memory_limit=tight)

@@ -15,8 +15,9 @@ which are quick to sum up, tell of most stages that they are too dear, and these
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,7 @@ import numpy.typing as npt
 from tarantella_pp.partition.costs.stage_costs import StageCostModel
 from tarantella_pp.partition.graph.layer_graph import LayerGraph
 from tarantella_pp.partition.plan.plan_parts import CutEdge
+from tarantella_pp.partition.solvers.exact.ideals import Preds, ideals_of, unpack
 
 MOST_BOUNDARIES = 2500
 """Sets of nodes before a boundary that are listed at most."""
@@ -89,10 +91,10 @@ def least_memory(
     boundaries = BoundarySets.of(costs.graph, known)
     pricing = _Pricing(costs, boundaries, in_flight, repeats, known)
     floors = _Floors(boundaries, sums, limits)
-    best, bound = None, 0.0
-    for price in (pricing.usual, pricing.least)[: 1 + (boundaries.complete and costs.shards == 1)]:
-        least, path = _shortest(price, floors, below, limits)
-        bound = least if price == pricing.least else 0.0
+    proves = boundaries.complete and costs.shards == 1
+    best, least = None, 0.0
+    for kind in ("usual", "least") if proves else ("usual",):
+        least, path = _shortest(pricing, kind, floors, below, limits)
         if path is None:
             continue
         assignment = boundaries.assignment(path)
@@ -100,7 +102,7 @@ def least_memory(
         sizes = [stage.memory_bytes for stage in stages]
         if max(sizes) < below and all(map(operator.le, sizes, limits)):
             best, below = assignment, max(sizes)
-    return LeastMemory(best, below, bound)
+    return LeastMemory(best, below, least if proves else 0.0)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -126,19 +128,19 @@ class BoundarySets:
             graph: The layer graph.
             known: Stage of each node in a plan.
         """
-        sets = _ideals(graph)
-        complete = sets is not None
-        if sets is None:
-            sets = [0]
-            for node in sorted(range(len(known)), key=lambda node: (known[node], node)):
-                sets.append(sets[-1] | 1 << node)
-        together = [sum(1 << node for node in group) for group in graph.groups]
-        sets = [one for one in sets if all(one & group in (0, group) for group in together)]
-        sets.sort(key=int.bit_count)
-        size = -(-len(known) // 8)
-        packed = np.frombuffer(b"".join(one.to_bytes(size, "little") for one in sets), np.uint8)
-        before = np.unpackbits(packed.reshape(-1, size), axis=1, bitorder="little")
-        return cls(before[:, : len(known)].astype(bool), sets, complete)
+        lattice, count = ideals_of(_preds(graph), MOST_BOUNDARIES), len(known)
+        if lattice is None:
+            before = np.zeros((count + 1, count), bool)
+            before[:, np.argsort(known, kind="stable")] = np.tri(count + 1, count, -1)
+        else:
+            before = unpack(lattice.words, count).T.astype(bool)
+        for group in map(list, graph.groups):
+            inside = before[:, group]
+            before = before[inside.all(axis=1) == inside.any(axis=1)]
+        before = before[np.argsort(before.sum(axis=1), kind="stable")]
+        packed = np.packbits(before, axis=1, bitorder="little")
+        sets = [int.from_bytes(row.tobytes(), "little") for row in packed]
+        return cls(before, sets, lattice is not None)
 
     def nodes(self, begin: int, end: int) -> list[int]:
         """Returns the nodes between two boundaries, ascending.
@@ -159,19 +161,18 @@ class BoundarySets:
         return tuple((len(path) - self.before[list(path)].sum(axis=0)).tolist())
 
 
-def _ideals(graph: LayerGraph) -> list[int] | None:
-    """Lists sets of nodes that have all before them, as bits; `None` if there are too many."""
-    sets = [0]
+def _preds(graph: LayerGraph) -> Preds:
+    """Returns what comes before each node: what it reads, and what trains its variables.
+
+    The first node that has a variable trains it, and others come no earlier.
+    """
     trains: dict[int, int] = {}
+    found = []
     for node in graph.nodes:
-        producers = {graph.tensors[tensor].producer for tensor in node.inputs}
-        # The first node that has a variable trains it, and others come no earlier.
-        first = {trains.setdefault(weight, node.id) for weight in node.weights}
-        needed = sum(1 << one for one in {*producers, *first} - {None, node.id} if one is not None)
-        sets += [one | 1 << node.id for one in sets if one & needed == needed]
-        if len(sets) > MOST_BOUNDARIES:
-            return None
-    return sets
+        before = {graph.tensors[tensor].producer for tensor in node.inputs}
+        before |= {trains.setdefault(weight, node.id) for weight in node.weights}
+        found.append(tuple(sorted(one for one in before if one not in {None, node.id})))
+    return tuple(found)
 
 
 class _Floors:
@@ -197,6 +198,18 @@ class _Floors:
         return floors
 
 
+class Price(TypedDict):
+    """Bytes of a stage between two boundaries.
+
+    Attributes:
+        usual: If it exchanges messages with its neighbours.
+        least: At the least, wherever its messages come from and go to.
+    """
+
+    usual: float
+    least: float
+
+
 class _Pricing:
     """Prices stages between two boundaries."""
 
@@ -214,39 +227,26 @@ class _Pricing:
         self._replicas = costs.replicas(graph.users(known))
         self._summed = costs.reduction_bytes(1.0 if costs.shards == 1 else None)
         self._outputs = set(graph.outputs)
-        self._known: dict[tuple[int, int, int], tuple[float, float]] = {}
+        self._known: dict[tuple[int, int, int], Price] = {}
         self._readers = [sum(1 << node for node in set(t.consumers)) for t in graph.tensors]
         self._users = [0] * len(graph.weights)
         for node in graph.nodes:
             for weight in node.weights:
                 self._users[weight] |= 1 << node.id
 
-    def usual(self, begin: int, end: int, stage: int) -> float:
-        """Returns the bytes of a stage that exchanges messages with its neighbours.
+    def __call__(self, begin: int, end: int, stage: int) -> Price:
+        """Prices a stage.
 
         Args:
             begin: The boundary before it.
             end: The boundary behind it.
             stage: Its number.
         """
-        return self._priced(begin, end, stage)[0]
-
-    def least(self, begin: int, end: int, stage: int) -> float:
-        """Returns the bytes of a stage, wherever its messages come from and go to, at the least.
-
-        Args:
-            begin: The boundary before it.
-            end: The boundary behind it.
-            stage: Its number.
-        """
-        return self._priced(begin, end, stage)[1]
-
-    def _priced(self, begin: int, end: int, stage: int) -> tuple[float, float]:
         if (begin, end, stage) not in self._known:
             self._known[begin, end, stage] = self._price(begin, end, stage)
         return self._known[begin, end, stage]
 
-    def _price(self, begin: int, end: int, stage: int) -> tuple[float, float]:
+    def _price(self, begin: int, end: int, stage: int) -> Price:
         costs, last = self._costs, len(self._in_flight) - 1
         nodes = self._boundaries.nodes(begin, end)
         users = self._stages_of_weights(nodes, begin, end, stage)
@@ -265,7 +265,7 @@ class _Pricing:
             all_ if one else max(sizes, default=0)
             for all_, sizes, one in zip(together, arriving, alone, strict=True)
         ]
-        return size, size - max(together) + max(apart)
+        return {"usual": size, "least": size - max(together) + max(apart)}
 
     def _stages_of_weights(
         self, nodes: Sequence[int], begin: int, end: int, stage: int
@@ -302,7 +302,8 @@ class _Pricing:
 
 
 def _shortest(
-    price: Callable[[int, int, int], float],
+    pricing: _Pricing,
+    kind: Literal["usual", "least"],
     floors: _Floors,
     below: float,
     limits: Sequence[float],
@@ -327,7 +328,7 @@ def _shortest(
                 # A path is as dear as what still has to come, however cheap it was.
                 if least[begin] >= best or best <= ahead[stage][end]:
                     break
-                bytes_ = price(begin, end, stage)
+                bytes_ = pricing(begin, end, stage)[kind]
                 if bytes_ <= limits[stage] and (found := max(reached[begin], bytes_)) < best:
                     best = behind[end] = found
                     origin[end] = begin

@@ -80,10 +80,14 @@ class StagePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.in_flight * self.activation_bytes + self.recomputed_bytes
 
     @property
+    def lasting_bytes(self) -> int:
+        """Bytes that add up over operations: state and what is kept of micro-batches."""
+        return self.state_bytes + self.activation_bytes_total
+
+    @property
     def memory_bytes(self) -> int:
         """Bytes of everything, at the most: what has to fit, and what plans balance."""
-        lasting = self.state_bytes + self.activation_bytes_total
-        return lasting + self.working_bytes + self.buffer_bytes
+        return self.lasting_bytes + self.working_bytes + self.buffer_bytes
 
 
 class MeasuredPeak(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -18,6 +18,7 @@ from tarantella_pp.partition.solvers.problem.instance import (
 from tarantella_pp.partition.solvers.problem.problem import FloatArray
 
 Words = NDArray[np.uint64]
+Preds = tuple[tuple[int, ...], ...]
 
 #: Ideals up to which lattices are kept: problems of one graph differ in their costs alone.
 SMALL = 4_000
@@ -64,18 +65,32 @@ def enumerate_ideals(instance: Instance, limit: int, *, steps: bool = False) -> 
     Returns:
         The lattice, or None when it is larger than the limit.
     """
-    small = _small(instance.preds, steps)
+    return ideals_of(instance.preds, limit, steps=steps)
+
+
+def ideals_of(preds: Preds, limit: int, *, steps: bool = False) -> Lattice | None:
+    """Lists every ideal of a graph of which nothing but the order matters.
+
+    Args:
+        preds: For each node those that come right before it, in topological order.
+        limit: Give up beyond that many ideals.
+        steps: Whether to list the covering steps of the lattice too.
+
+    Returns:
+        The lattice, or None when it is larger than the limit.
+    """
+    small = _small(preds, steps)
     if small is not None:
         return small if small.count <= limit else None
-    return None if limit <= SMALL else _listed(instance.preds, limit, steps)
+    return None if limit <= SMALL else _listed(preds, limit, steps)
 
 
 @functools.lru_cache(maxsize=4)
-def _small(preds: tuple[tuple[int, ...], ...], steps: bool) -> Lattice | None:
+def _small(preds: Preds, steps: bool) -> Lattice | None:
     return _listed(preds, SMALL, steps)
 
 
-def _listed(preds: tuple[tuple[int, ...], ...], limit: int, steps: bool) -> Lattice | None:
+def _listed(preds: Preds, limit: int, steps: bool) -> Lattice | None:
     n, width = len(preds), max(1, (len(preds) + 63) // 64)
     limit = min(limit, MEMORY_LIMIT // (8 * width))
     words = np.zeros((width, 1024), np.uint64)

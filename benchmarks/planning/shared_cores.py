@@ -10,11 +10,10 @@ from tarantella_pp.schedule.actions import Compute
 
 
 def shared_step_seconds(simulation: PlanSimulation, cores: int) -> float:
-    """Plays a step of ranks of one stage each, on a machine measured with all of them at once.
+    """Plays a step of ranks of one stage each, on a machine measured with as many as have a core.
 
     The simulator of the library knows no cores: it lets each rank compute as it was measured. Here
-    ranks that compute share the cores, so that the fewer they are, the faster they go on. Messages
-    take no time.
+    ranks that compute share the cores. Messages take no time.
 
     Args:
         simulation: A plan on a machine.
@@ -26,7 +25,7 @@ def shared_step_seconds(simulation: PlanSimulation, cores: int) -> float:
     programs = [[one for one in own if isinstance(one, Compute)] for own in made]
     left = [[costs[one.stage].seconds(one.kind) for one in own] for own in programs]
     done: set[Compute] = set()
-    measured_share, seconds = min(1.0, cores / len(programs)), 0.0
+    seconds = 0.0
 
     def needed(one: Compute) -> Iterator[Compute]:
         forward = one.kind == "F"
@@ -38,7 +37,7 @@ def shared_step_seconds(simulation: PlanSimulation, cores: int) -> float:
 
     while any(programs):
         running = [r for r, own in enumerate(programs) if own and done.issuperset(needed(own[0]))]
-        speed = min(1.0, cores / len(running)) / measured_share
+        speed = min(1.0, cores / len(running))
         span = min(left[rank][0] for rank in running) / speed
         seconds += span
         for rank in running:

@@ -94,7 +94,7 @@ def _mind(stands: int, launcher: int) -> int:
         sys.stderr.write(f"tarantella: rank {rank} of {size}: {error}\n")
         sys.stderr.flush()
         os.kill(os.getpid(), signal.SIGKILL)
-    minder, siblings = os.getpid(), _cores_of(launcher)
+    minder, siblings = os.getpid(), core_binding.cores_of_starter(launcher)
     minders, own = socket.socketpair()
     child = os.fork()
     if child == 0:
@@ -149,16 +149,6 @@ def _take_share(size: int, siblings: set[int] | None) -> None:
     local_rank = None if size == 1 else _number(LOCAL_RANK_VARIABLE)
     if local_rank is not None:
         gpus.take_one(os.environ, local_rank)
-
-
-def _cores_of(pid: int) -> set[int] | None:
-    """Returns the cores that another process may run on, where that can be told."""
-    if not hasattr(os, "sched_getaffinity"):
-        return None
-    try:
-        return os.sched_getaffinity(pid)
-    except OSError:
-        return None
 
 
 def _run_as_main(command: list[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
+import time
 from collections.abc import Collection, Iterable, Mapping, MutableMapping
 
 from tarantella_pp.launch.guard import sockets
@@ -22,6 +23,7 @@ _LOCAL_RANKS = (
     ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
 )
 """What MPICH and its relatives, and Open MPI, call a rank's place on its node."""
+_VISIT_SECONDS = 2.0
 _TOPOLOGY = pathlib.Path("/sys/devices/system/cpu")
 
 
@@ -74,6 +76,29 @@ def take_share(environ: MutableMapping[str, str], siblings: Collection[int] | No
     for name in THREAD_VARIABLES:
         if wanted or name not in environ:
             environ[name] = str(threads)
+
+
+def cores_of_starter(process: int) -> set[int] | None:
+    """Returns the cores of the process that has started this one, where that can be told.
+
+    MPICH's proxy looks at the processor of its host while ranks begin: it runs on one core after
+    the other then, and on its own again some milliseconds later. A rank that had more cores than
+    that would think it had been bound.
+
+    Args:
+        process: Its number.
+    """
+    if not hasattr(os, "sched_getaffinity"):
+        return None
+    own, deadline = _affinity(), time.monotonic() + _VISIT_SECONDS
+    try:
+        while not own <= (cores := os.sched_getaffinity(process)) and len(cores) == 1:
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.01)
+    except OSError:
+        return None
+    return cores
 
 
 def cores_of_node(environ: Mapping[str, str] = os.environ) -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import pathlib
+import time
 
 import pytest
 
@@ -99,6 +101,26 @@ def test_a_rank_that_is_bound_already_stays_so(monkeypatch: pytest.MonkeyPatch) 
     environ = {**BIND, **MPICH}
     core_binding.take_share(environ, set(range(8)))
     assert environ["OMP_NUM_THREADS"] == "4"
+
+
+@pytest.mark.parametrize(
+    ("seen", "cores"),
+    [
+        ([{0}, {1}, {2}, {0, 1, 2, 3}], {0, 1, 2, 3}),  # a look at each core of the host
+        ([{0, 1, 2, 3, 4, 5, 6, 7}], {0, 1, 2, 3, 4, 5, 6, 7}),
+        ([{4, 5}], {4, 5}),
+        ([{5}] * 400, {5}),  # it has one of its own: that of the daemons of this host
+    ],
+)
+def test_what_has_started_a_rank_may_visit_other_cores(
+    seen: list[set[int]], cores: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MPICH's proxy does so when the first rank calls MPI_Init: another one may be that late."""
+    moments, own, clock = iter(seen), {0, 1, 2, 3}, itertools.count()
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: next(moments) if pid else own)
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock) / 99)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    assert core_binding.cores_of_starter(7) == cores
 
 
 def test_cores_that_slurm_has_given_to_others_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,6 +110,12 @@ def pytest_configure(config: pytest.Config) -> None:
     faulthandler.dump_traceback_later(seconds + 30, exit=True, file=stderr)
 
 
+def pytest_collection_finish() -> None:
+    """Leaves what test files have loaded, TensorFlow above all, out of all later collections."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_unconfigure() -> None:
     """Ends what tests have left that crashed with their worker, before anything could see it."""
     _kill(processes_of_session())

@@ -26,7 +26,7 @@ def run(arguments: argparse.Namespace) -> int:
         ConfigurationError: The script is missing, or an option is malformed.
         LaunchError: There is no MPI, its launcher cannot be started, or a host not be reached.
     """
-    from tarantella_pp.launch import mpi_launchers, remote_hosts
+    from tarantella_pp.launch import mpi_launchers, remote_hosts, slurm
     from tarantella_pp.launch.rank_environment import LOG_VARIABLE, parse_exports
 
     arguments = job_options.with_all_exports(arguments)
@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     launcher = mpi_launchers.find_launcher(arguments.mpi)
     per_node = _most_of_node(arguments, num_ranks, hosts)
     variables = _variables(arguments, per_node)
-    inherited = mpi_launchers.without_other_jobs(os.environ)
+    inherited = mpi_launchers.without_other_jobs(slurm.beside_own_step(os.environ))
     environment = {**inherited, **variables, **exported}
     job = _job(arguments, script, num_ranks, per_node, hosts, environment)
     command = launcher.command(job)

@@ -6,7 +6,7 @@ import platform
 from collections.abc import Mapping, Sequence
 
 from tarantella_pp.errors import ConfigurationError
-from tarantella_pp.launch.guard.core_binding import cores_of_node
+from tarantella_pp.launch.guard.core_binding import cores_of_node, cores_of_task
 
 _FAMILIES = (
     "TNT_",
@@ -21,7 +21,7 @@ _FAMILIES = (
     "NCCL_",
     "UCX_",
 )
-_EVERYWHERE = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
+_EVERYWHERE = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LD_PRELOAD", "VIRTUAL_ENV")
 """What a user has set for a script; not every MPI hands it on to other hosts by itself."""
 LOG_VARIABLE = "TF_CPP_MIN_LOG_LEVEL"
 LOG_LEVELS = {"DEBUG": "0", "INFO": "0", "WARNING": "1", "ERROR": "2"}
@@ -101,7 +101,5 @@ def parse_exports(options: Sequence[str], given: Mapping[str, str]) -> dict[str,
 
 def threads_per_rank(ranks_of_node: int, given: Mapping[str, str]) -> int:
     """Returns the threads of one rank, such that the ranks of a node do not share cores."""
-    per_task = given.get("SLURM_CPUS_PER_TASK", "")
-    if per_task.isdigit() and int(per_task) > 0:
-        return int(per_task)
-    return max(1, cores_of_node() // ranks_of_node)
+    said = cores_of_task(given, ranks_of_node)
+    return max(1, cores_of_node() // ranks_of_node) if said is None else said

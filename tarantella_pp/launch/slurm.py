@@ -9,8 +9,27 @@ from tarantella_pp.launch.mpi_library import library_version, said
 
 TYPE_VARIABLE = "SLURM_MPI_TYPE"
 """Tells srun the protocol by which ranks find each other, as its option `--mpi`."""
+OVERLAP_VARIABLE = "SLURM_OVERLAP"
+"""Has a step share what others have, as srun's option `--overlap` since Slurm 20.11."""
+_OF_A_TASK = re.compile(r"SLURM_(CPU|MEM)_BIND")
+"""Variables in which srun tells a task its cores; another srun takes them for options."""
 _PROTOCOLS = (("open mpi", "pmix"), ("intel", "pmi2"), ("mvapich", "pmi2"), ("mpich", "pmi2"))
 """What the version of an MPI library contains, and the protocol that it speaks with Slurm."""
+
+
+def beside_own_step(environ: Mapping[str, str]) -> dict[str, str]:
+    """Returns an environment in which a step can begin while that of this process goes on.
+
+    In a shell that `srun --pty` has started, all that was allocated is the shell's, and another
+    srun, which MPICH's launcher calls as well, would wait until the shell is left.
+
+    Args:
+        environ: The environment. Outside a step it is returned as it is.
+    """
+    if not {"SLURM_STEP_ID", "SLURM_PROCID"} <= environ.keys():
+        return dict(environ)
+    kept = {name: value for name, value in environ.items() if not _OF_A_TASK.match(name)}
+    return {OVERLAP_VARIABLE: "1", **kept}
 
 
 def nodes(environ: Mapping[str, str]) -> int:

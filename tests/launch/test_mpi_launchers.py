@@ -117,6 +117,7 @@ def test_the_command_of_each_family(monkeypatch: pytest.MonkeyPatch) -> None:
     ("allocation", "cores"),
     [
         ({"SLURM_CPUS_PER_TASK": "6"}, 6),
+        ({"SLURM_CPUS_PER_TASK": "6", "SLURM_CPUS_ON_NODE": "6"}, 3),  # those of a shell
         ({"SLURM_CPUS_ON_NODE": "8"}, 4),
         ({"SLURM_CPUS_ON_NODE": "8", "SLURM_NNODES": "2"}, 8),
         ({}, 32),

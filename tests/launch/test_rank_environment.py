@@ -25,7 +25,13 @@ def test_what_the_user_has_set_stays() -> None:
 
 def test_what_other_hosts_need_is_the_users_own_and_no_secret() -> None:
     given = {"OMP_NUM_THREADS": "8", "TNT_WARN": "9", "TF_X": "", "KERAS_BACKEND": "tensorflow"}
-    given |= {"PATH": "/bin", "PYTHONPATH": "", "LD_LIBRARY_PATH": "", "UCX_TLS": "tcp"}
+    given |= {
+        "PATH": "/bin",
+        "PYTHONPATH": "",
+        "LD_LIBRARY_PATH": "",
+        "LD_PRELOAD": "x",
+        "UCX_TLS": "tcp",
+    }
     others = {"HOME": "/root", "HUB_TOKEN": "s3cret", "HOSTNAME": "a", "TMPDIR": "/x"}
     assert rank_environment.needed_elsewhere({**given, **others}) == sorted(given)
 

@@ -45,14 +45,15 @@ def test_ranks_fill_hosts_and_get_the_environment_and_threads_of_theirs(
     for name in ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"):
         monkeypatch.delenv(name)
     monkeypatch.setenv("TF_OF_MINE", "a b")
+    monkeypatch.setenv("LD_PRELOAD", "libm.so.6")
     hostfile = hosts.hostfile("alpha slots=2  # here", "", "beta:1")
     options = ["--hostfile", hostfile, "--remote-shell", str(narrow), "-x", "SEED=7", "WORD=x=y"]
-    script = ["--", "hosts.py", "TF_OF_MINE", "SEED", "WORD"]
+    script = ["--", "hosts.py", "TF_OF_MINE", "LD_PRELOAD", "SEED", "WORD"]
     with hosts.tarantella(python, *options, *script) as job:
         result = job.result()
     assert result.code == 0, result.stderr
-    alpha = f"alpha {len(os.sched_getaffinity(0)) // 2} a b 7 x=y"
-    assert result.stdout.splitlines() == [alpha, alpha, "beta 1 a b 7 x=y"]
+    alpha = f"alpha {len(os.sched_getaffinity(0)) // 2} a b libm.so.6 7 x=y"
+    assert result.stdout.splitlines() == [alpha, alpha, "beta 1 a b libm.so.6 7 x=y"]
 
 
 def test_hosts_that_cannot_be_reached_or_are_one_are_named(python: str, hosts: Network) -> None:

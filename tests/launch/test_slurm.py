@@ -55,6 +55,40 @@ def test_tasks_and_cores_are_those_of_the_allocation(
     assert " --cpus-per-task=3 " in told
 
 
+OWN_STEP = {
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "0",
+    "SLURM_STEP_NUM_TASKS": "1",
+    "SLURM_NTASKS": "1",
+    "SLURM_CPU_BIND": "quiet,mask_cpu:0x1",
+    "PMI_RANK": "0",
+    "PMI_SIZE": "1",
+    "PMI_FD": "9",
+    "PMIX_RANK": "0",
+    "PMIX_NAMESPACE": "slurm.pmix.7.0",
+}
+"""What a shell finds that `srun --pty` has started."""
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("python", PYTHONS)
+def test_a_step_begins_beside_that_of_the_shell(python: str, tmp_path: pathlib.Path) -> None:
+    """srun would wait for the shell to end, or bind all ranks to its cores."""
+    given = allocation(python, tmp_path / "calls", **OWN_STEP)
+    with tarantella(python, "-n", "2", "--mpi=slurm", "--", "hello.py", "b", **given) as job:
+        result = job.result()
+    assert result.code == 0, result.stderr
+    assert result.stdout.splitlines()[0] == "hello 1 2 b"
+
+
+def test_a_batch_script_has_no_step() -> None:
+    given = {"SLURM_JOB_ID": "7", "SLURM_CPU_BIND": "cores"}
+    assert slurm.beside_own_step(given) == given
+    own = slurm.beside_own_step({**OWN_STEP, **given, "SLURM_OVERLAP": "0"})
+    assert own["SLURM_OVERLAP"] == "0"  # the user's
+    assert "SLURM_CPU_BIND" not in own
+
+
 @pytest.mark.mpi
 @pytest.mark.parametrize("python", PYTHONS)
 def test_a_rank_that_fails_is_named(python: str, tmp_path: pathlib.Path) -> None:

@@ -67,9 +67,9 @@ def take_share(environ: MutableMapping[str, str], siblings: Collection[int] | No
         threads, way = cores, ""
     else:
         threads = max(1, cores // ranks)
-    wanted, per_task = environ.get(COUNT_VARIABLE, ""), environ.get("SLURM_CPUS_PER_TASK", "")
-    said = next((text for text in (wanted, per_task) if text.isdecimal() and int(text)), None)
-    threads = threads if said is None else int(said)
+    wanted = environ.get(COUNT_VARIABLE, "")
+    said = _number(wanted) or cores_of_task(environ, ranks)
+    threads = threads if said is None else said
     chosen = any(name in environ for name in THREAD_VARIABLES) and not wanted
     if way == TO_CORES and not chosen and cores_to_share(cores, ranks, threads):
         bind_to_share(rank, ranks, cores)
@@ -103,9 +103,20 @@ def cores_of_starter(process: int) -> set[int] | None:
 
 def cores_of_node(environ: Mapping[str, str] = os.environ) -> int:
     """Returns the number of cores this process may run on, and its job, where that is Slurm's."""
-    allocated = environ.get("SLURM_CPUS_ON_NODE", "")
-    most = int(allocated) if allocated.isdecimal() and int(allocated) else 1 << 20
-    return min(len(_affinity()), most)
+    return min(len(_affinity()), _number(environ.get("SLURM_CPUS_ON_NODE", "")) or 1 << 20)
+
+
+def cores_of_task(environ: Mapping[str, str], ranks: int) -> int | None:
+    """Returns the cores that Slurm was asked for for each task, where ranks are its tasks.
+
+    Args:
+        environ: The environment.
+        ranks: Ranks of the host. More than there are such cores for are no tasks, but ranks that
+            share the cores of one, as in a shell with several.
+    """
+    cores = _number(environ.get("SLURM_CPUS_PER_TASK", ""))
+    there = _number(environ.get("SLURM_CPUS_ON_NODE", ""))
+    return None if cores and there and cores * ranks > there else cores
 
 
 def bind_to_share(rank: int, ranks: int, wanted: int) -> None:
@@ -138,6 +149,11 @@ def _local_place(environ: Mapping[str, str]) -> tuple[int, int]:
     local, most = environ.get("SLURM_LOCALID", ""), environ.get(RANKS_VARIABLE, "")
     number = int(local) if local.isdecimal() else 0
     return number, max(1, int(most)) if most.isdecimal() else 1
+
+
+def _number(text: str) -> int | None:
+    """Returns a number above 0."""
+    return int(text) if text.isdecimal() and int(text) else None
 
 
 def _affinity() -> set[int]:

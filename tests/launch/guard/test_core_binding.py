@@ -70,6 +70,7 @@ BIND = {"TNT_BIND": "cores"}
         (4, {**BIND, **MPICH, "TNT_THREADS": "2", "OMP_NUM_THREADS": "9"}, {2, 3}, "2"),
         (4, {**BIND, **MPICH, "OMP_NUM_THREADS": "2"}, None, "2"),
         (4, {**BIND, **MPICH, "SLURM_CPUS_PER_TASK": "3"}, None, "3"),
+        (4, {**BIND, **MPICH, "SLURM_CPUS_PER_TASK": "3", "SLURM_CPUS_ON_NODE": "4"}, {2, 3}, "2"),
         (4, {**BIND, **MPICH, "SLURM_CPUS_ON_NODE": "2"}, None, "1"),
         (4, {**BIND, "TNT_RANKS_PER_NODE": "2", "SLURM_LOCALID": "1"}, {2, 3}, "2"),
         (4, BIND, None, "4"),

@@ -30,7 +30,7 @@ import numpy as np
 import tarantella_pp as tnt
 from benchmarks.planning.shared_cores import shared_step_seconds
 from tarantella_pp.cli.doctor.compute_probes import ComputeProbes
-from tarantella_pp.cli.doctor.ping_pong import measure_link
+from tarantella_pp.cli.doctor.ping_pong import measure_pair
 from tarantella_pp.cli.doctor.probe_job import Link, machine_of_ranks
 from tarantella_pp.partition.baselines import minimal_maximum
 from tarantella_pp.partition.extraction.keras_reader import ExtractedModel, extract
@@ -126,7 +126,7 @@ class Machine:
         self.given = None if path is None else machine_of(path)
         if path is None:
             self.probes = ComputeProbes(world())
-            found = measure_link(world(), 1 - world().rank) if world().rank < 2 else {}
+            found = measure_pair(world(), 1 - world().rank) if world().rank < 2 else {}
             self.link = Link(**world().allgather_json(found)[0])
 
     def once(self) -> dict[str, float]:

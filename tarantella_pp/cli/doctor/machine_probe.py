@@ -15,7 +15,7 @@ import sys
 from typing import Any
 
 from tarantella_pp.cli.doctor.compute_probes import ComputeProbes
-from tarantella_pp.cli.doctor.ping_pong import measure_link
+from tarantella_pp.cli.doctor.ping_pong import measure_pair
 from tarantella_pp.runtime.comm.communicator import Communicator, world
 
 
@@ -26,7 +26,7 @@ def main(ranks: str, *options: str) -> None:
         group.barrier()
         found = {}
         if group.rank in pair:
-            found = measure_link(group, sum(pair) - group.rank)
+            found = measure_pair(group, sum(pair) - group.rank)
         _tell(group, {"pair": pair, **group.allgather_json(found)[pair[0]]})
     if options:
         _tell(group, {"rank": ComputeProbes(group).measure()})

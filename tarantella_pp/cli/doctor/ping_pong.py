@@ -15,7 +15,7 @@ _ENOUGH_SECONDS = 0.4
 """How long one size is tried: over a slow link, only a few times."""
 
 
-def measure_link(group: Communicator, other: int) -> dict[str, float]:
+def measure_pair(group: Communicator, other: int) -> dict[str, float]:
     """Returns latency and bandwidth of messages to another rank; both must call it.
 
     Args:

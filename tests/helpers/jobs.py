@@ -31,6 +31,12 @@ class Result:
     seconds: float
 
 
+def _as_from_a_terminal() -> None:
+    """Has signals end the command that these tests were started to ignore, as by `nohup`."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 class Job:
     """A command that may start processes of its own; all are killed on leaving the block."""
 
@@ -45,6 +51,7 @@ class Job:
             stderr=subprocess.PIPE,
             text=True,
             errors="replace",
+            preexec_fn=_as_from_a_terminal,
         )
         self._start = time.monotonic()
         self._seen = ""

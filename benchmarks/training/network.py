@@ -56,7 +56,6 @@ from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan.plan_simulation import PlanSimulation
 from tarantella_pp.runtime.autotune import MEASURED, WARM_UP
-from tarantella_pp.runtime.comm.wire_format import numpy_dtype
 from tarantella_pp.runtime.tracing.measured_costs import alike, measured_costs, work_between
 from tarantella_pp.runtime.tracing.recorded_step import RecordedStep
 from tarantella_pp.simulation import simulate
@@ -123,7 +122,7 @@ def train(name: str, kind: Kind, wire: str, folder: Path) -> dict[str, Any]:
     path = folder / f"{name}-{kind.label}-{wire}.json".replace(" ", "-")
     if path.exists():
         options = {"plan": path}
-    if wire != "float32" and (narrow == "wire_dtype" or not path.exists()):
+    elif wire != "float32":
         options[narrow] = wire
     tnt.barrier()  # or one finds what another one has written meanwhile
     model = tnt.PipelineModel(BUILDERS[name](), **options)
@@ -140,11 +139,10 @@ def train(name: str, kind: Kind, wire: str, folder: Path) -> dict[str, Any]:
     plan = model.plan
     if tnt.is_master_rank() and not path.exists():
         plan.save(path)
-    links = sum(cut.bytes * plan.num_micro_batches for cut in plan.cuts)
+    links = sum(cut.sent_bytes(plan.wire_dtype) for cut in plan.cuts)
     sums = sum(sum(stage.reduced_bytes) for stage in plan.stages)
-    crossing = (links if plan.num_replicas == 1 else sums) * numpy_dtype(wire).itemsize / 4
-    narrower = numpy_dtype("float32").itemsize / numpy_dtype(wire).itemsize
-    planned, replayed, computation = simulated(plan, narrower, alike(timeline.steps))
+    crossing = links * plan.num_micro_batches if plan.num_replicas == 1 else sums
+    planned, replayed, computation = simulated(plan, alike(timeline.steps))
     return {
         "seconds": measured.seconds,
         "plan": planned,
@@ -154,15 +152,14 @@ def train(name: str, kind: Kind, wire: str, folder: Path) -> dict[str, Any]:
     }
 
 
-def simulated(plan: Plan, narrower: float, steps: list[RecordedStep]) -> tuple[float, float, float]:
+def simulated(plan: Plan, steps: list[RecordedStep]) -> tuple[float, float, float]:
     """Returns what a step takes as planned, with the computations of steps, and of these alone.
 
     Args:
         plan: The plan.
-        narrower: How many times as large as on the wire the plan takes messages of a pipeline for.
         steps: What ranks did.
     """
-    machine, seconds = plan.machine or HardwareSpec(), measured_costs(steps).stages
+    seconds = measured_costs(steps).stages
     if plan.num_replicas > 1:
         stages = tuple(
             msgspec.structs.replace(
@@ -176,10 +173,9 @@ def simulated(plan: Plan, narrower: float, steps: list[RecordedStep]) -> tuple[f
             for one in map(simulation_of, plans)
         ]
         return found[0], found[1], sum(one.forward + one.seconds("BW") for one in seconds)
-    machine = msgspec.structs.replace(machine, bandwidth=narrower * (machine.bandwidth or 0.0))
-    planned = simulation_of(msgspec.structs.replace(plan, machine=machine))
+    planned = simulation_of(plan)
     costs = replace(planned.costs(), stages=seconds, before=work_between(steps))
-    free = simulation_of(plan).without_messages().costs()
+    free = planned.without_messages().costs()
     costs_alone = replace(costs, links=free.links, default_link=free.default_link)
     replayed, alone = (
         simulate(steps[0].schedule, each).step_seconds for each in (costs, costs_alone)

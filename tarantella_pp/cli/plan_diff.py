@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 _OPTIONS = (
     "model", "num_stages", "num_micro_batches", "num_replicas", "batch_size", "schedule",
     "balance", "optimizer", "memory_limit", "placement", "fusion_threshold",
-    "shard_optimizer", "gradient_dtype", "recompute", "except_last", "ranks",
+    "shard_optimizer", "gradient_dtype", "wire_dtype", "recompute", "except_last", "ranks",
     "schedule_text",
 )  # fmt: skip
 _GRAPH_OPTIONS = ("graph", "num_stages", "balance", "memory_limit")

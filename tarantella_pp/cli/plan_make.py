@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _OF_MODELS = (
     "batch_size", "num_micro_batches", "num_replicas", "num_ranks", "stages_per_rank", "schedule",
     "optimizer", "recompute", "placement", "fusion_threshold",
-    "shard_optimizer", "gradient_dtype", "machine",
+    "shard_optimizer", "gradient_dtype", "wire_dtype", "machine",
 )  # fmt: skip
 """Options that say what a graph's own memory and time already hold."""
 
@@ -57,6 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="replicas share out the optimizer state (ZeRO-1)")  # fmt: skip
     add("--gradient-dtype", choices=("bfloat16",),
         help="in what gradients travel between replicas (default: as they are)")  # fmt: skip
+    add("--wire-dtype", choices=("bfloat16",),
+        help="in what activations and their gradients travel (default: as they are)")  # fmt: skip
     add("-o", "--output", metavar="FILE", help="write the plan to this JSON file")
     plan_pictures.add_arguments(parser)
 

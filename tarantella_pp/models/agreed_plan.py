@@ -19,6 +19,7 @@ from tarantella_pp.partition.options import checked_count
 from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan.rank_memory import planned_of_ranks
+from tarantella_pp.partition.plan_in_force import sent_as
 from tarantella_pp.runtime.comm.communicator import Communicator
 from tarantella_pp.runtime.one_rank import on_one_rank
 from tarantella_pp.runtime.tracing.host_memory import memory_of_each_rank
@@ -26,6 +27,8 @@ from tarantella_pp.runtime.tracing.link_speed import magnitude, measure_link
 from tarantella_pp.schedule import read_schedule
 
 _PLAN_DEFAULTS = {"batch_size": 32, "shard_optimizer": False}
+_BESIDE_PLANS = ("wire_dtype",)
+"""Options that a plan may be given together with: plans did not say them before."""
 
 
 def agreed_plan(
@@ -49,7 +52,8 @@ def agreed_plan(
             made.append(_fitting_plan(extracted, communicator.size, options, memory))
         else:
             _check_plan(plan, given)
-            made.append(plan if isinstance(plan, Plan) else Plan.load(plan))
+            loaded = plan if isinstance(plan, Plan) else Plan.load(plan)
+            made.append(sent_as(loaded, extracted.graph, given["wire_dtype"] or loaded.wire_dtype))
         return made[0].to_json()
 
     text = on_one_rank(communicator, 0, "make the plan", make, PlanError)
@@ -143,6 +147,8 @@ def _check_plan(plan: Any, options: Mapping[str, Any]) -> None:
             f"{type(plan).__name__}"
         )
     for name, value in options.items():
+        if name in _BESIDE_PLANS:
+            continue
         if value is not None and value != _PLAN_DEFAULTS.get(name):
             raise ConfigurationError(
                 f"The plan says how the pipeline is made. Received: plan together with "

@@ -66,6 +66,7 @@ def make_plan(
     fusion_threshold: int | float | str | None = None,
     shard_optimizer: bool = False,
     gradient_dtype: str | None = None,
+    wire_dtype: str | None = None,
 ) -> Plan:
     """Plans the stages of a model's pipeline; needs neither MPI nor data, and trains nothing.
 
@@ -130,6 +131,8 @@ def make_plan(
             only (ZeRO-1), by whole weights. The plan counts the largest share.
         gradient_dtype: `"bfloat16"` if gradients of weights are to travel between replicas in
             it. Default: as they are.
+        wire_dtype: `"bfloat16"` if floating point activations and their gradients are to travel
+            from stage to stage in it. Default: as they are.
 
     Returns:
         The plan.
@@ -167,6 +170,7 @@ def make_plan(
         "fusion_threshold": fusion_threshold_of(fusion_threshold),
         "shard_optimizer": shard_optimizer,
         "gradient_dtype": gradient_dtype,
+        "wire_dtype": wire_dtype,
     }
     balances = _balances(profile) if balance in (None, *BALANCES) else (balance,)
     if assignment is not None:

@@ -86,15 +86,6 @@ def check_step_by_hand(method: str, compiled: bool) -> None:
         )
 
 
-def check_wire_dtype(wire_dtype: Any) -> None:
-    """Refuses types that numbers do not travel in."""
-    if wire_dtype not in (None, "bfloat16"):
-        raise ConfigurationError(
-            f"Expected 'bfloat16', or None for the numbers' own type. "
-            f"Received: wire_dtype={wire_dtype!r}"
-        )
-
-
 def replicas_of(num_stages: Any, num_ranks: int, num_replicas: int | None = None) -> int:
     """Returns how many replicas so many ranks are; refuses numbers that do not fit each other."""
     num_stages = checked_count("num_stages", num_stages)

@@ -27,7 +27,7 @@ from tarantella_pp.models.feeding.symbolic_call import graph_of, has_no_graph
 from tarantella_pp.models.feeding.unbuilt_model import wait_for_shapes
 from tarantella_pp.models.training_loops import TrainingLoops
 from tarantella_pp.partition.extraction.keras_reader import extract
-from tarantella_pp.partition.options import Recompute, checked_count
+from tarantella_pp.partition.options import Recompute, checked_count, narrow_dtype
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.runtime.comm.collective import collective, compiled_facts, learning_rate_of
 from tarantella_pp.runtime.comm.communicator import world
@@ -91,7 +91,8 @@ class PipelineModel(TrainingLoops, CollectiveModel):
         plan: A `Plan` or the path of one, instead of the options before.
         wire_dtype: `"bfloat16"` to halve what travels from rank to rank: floating point
             activations and gradients are rounded to its 8 bits of precision, so that the numbers
-            are no longer those of one process. Default: their own type, and the exact numbers.
+            are no longer those of one process. Plans count it so. Default: their own type, and the
+            exact numbers, or what `plan` says.
         num_replicas: Number of pipelines side by side, each of which computes its share of every
             batch (data parallelism). Default: the number of ranks divided by that of the stages,
             or chosen with it.
@@ -154,7 +155,7 @@ class PipelineModel(TrainingLoops, CollectiveModel):
         model_validation.check_model(model)
         model_validation.check_strategy(model)
         model_validation.check_subclass(type(self), PipelineModel)
-        model_validation.check_wire_dtype(wire_dtype)
+        narrow_dtype("wire_dtype", wire_dtype)  # which may stand beside a plan
         if check_replicas is not None:
             check_replicas = checked_count("check_replicas", check_replicas)
         communicator = world()
@@ -172,8 +173,9 @@ class PipelineModel(TrainingLoops, CollectiveModel):
             "num_replicas": num_replicas,
             "shard_optimizer": shard_optimizer,
             "gradient_dtype": gradient_dtype,
+            "wire_dtype": wire_dtype,
         }
-        facts = {**given, "plan": plan is not None, "wire_dtype": wire_dtype}
+        facts = {**given, "plan": plan is not None}
         facts |= {"check_replicas": check_replicas, "compiled model": model.compiled}
         facts |= {"initial values": initial_values(model)}
         with communicator.call("PipelineModel", **facts):
@@ -191,7 +193,7 @@ class PipelineModel(TrainingLoops, CollectiveModel):
             self.dtype_policy = model.dtype_policy
             free = plan is None and schedule is None
             self._engine = Engine(
-                self, extracted, agreed, groups, free_schedule=free, wire_dtype=wire_dtype,
+                self, extracted, agreed, groups, free_schedule=free, wire_dtype=agreed.wire_dtype,
                 check_every=check_replicas, meter=meter,
             )  # fmt: skip
             # Weights whose results are not needed are in no stage, and the same everywhere.

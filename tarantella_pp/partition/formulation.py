@@ -15,6 +15,7 @@ from tarantella_pp.errors import PlanError
 from tarantella_pp.partition.costs.least_memory import LeastMemory, StageSums, least_memory
 from tarantella_pp.partition.costs.stage_costs import StageCostModel
 from tarantella_pp.partition.graph.layer_graph import LayerGraph
+from tarantella_pp.partition.graph.units import wire_bytes
 from tarantella_pp.partition.options import PlanOptions
 from tarantella_pp.partition.rank_balancing import (
     balance_ranks,
@@ -148,7 +149,8 @@ def _messages(costs: StageCostModel) -> Iterator[TensorCost]:
     """What is sent if its nodes part: activations, masks and gradients of a micro-batch."""
     for tensor in costs.graph.tensors:
         if tensor.producer is not None and tensor.consumers:
-            size = costs.micro_batch_size * tensor.bytes_per_sample * (1 + tensor.has_gradient)
+            sent = wire_bytes(tensor.bytes_per_sample, tensor.dtype, costs.wire_dtype)
+            size = costs.micro_batch_size * sent * (1 + tensor.has_gradient)
             nodes = (tensor.producer, *tensor.consumers)
             yield TensorCost(tensor.producer, nodes, bytes=size + costs.mask_bytes(tensor))
 

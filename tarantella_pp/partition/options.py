@@ -12,8 +12,8 @@ from tarantella_pp.partition.given_balance import GIVEN
 from tarantella_pp.partition.graph.units import parse_bytes
 from tarantella_pp.partition.plan.plan_config import (
     FUSION_THRESHOLD,
-    GradientDtype,
     MemoryLimit,
+    NarrowDtype,
     Placement,
     PlanConfig,
 )
@@ -75,7 +75,7 @@ class PlanOptions(PlanConfig, frozen=True, kw_only=True):
     def problem_key(self) -> tuple[Hashable, ...]:
         """What the best stages depend on: options with equal keys have the same."""
         if self.balance == "flops" and self.memory_limit is None and not self.ranks:
-            return (self.balance, self.num_stages, self.micro_batch_size)
+            return (self.balance, self.num_stages, self.micro_batch_size, self.wire_dtype)
         return (msgspec.structs.replace(self, schedule=""), self.send_window)
 
     @classmethod
@@ -95,6 +95,7 @@ class PlanOptions(PlanConfig, frozen=True, kw_only=True):
         fusion_threshold: int | float | str = FUSION_THRESHOLD,
         shard_optimizer: bool = False,
         gradient_dtype: str | None = None,
+        wire_dtype: str | None = None,
     ) -> PlanOptions:
         """Checks the arguments of `make_plan`, which says what they mean, and chooses defaults.
 
@@ -120,11 +121,6 @@ class PlanOptions(PlanConfig, frozen=True, kw_only=True):
         if balance != GIVEN:
             _choice("balance", balance, BALANCES)
         _choice("placement", placement, PLACEMENTS)
-        if gradient_dtype not in (None, "bfloat16"):
-            raise ConfigurationError(
-                "Expected 'bfloat16', or None for the gradients' own type. "
-                f"Received: gradient_dtype={gradient_dtype!r}"
-            )
         spec = schedule if isinstance(schedule, ScheduleSpec) else ScheduleSpec.of(schedule, stages)
         again = stages_to_recompute(recompute, stages)
         except_last = tuple(stage for stage, how in again.items() if how == "except_last")
@@ -149,8 +145,26 @@ class PlanOptions(PlanConfig, frozen=True, kw_only=True):
             placement=cast("Placement", placement),
             fusion_threshold=parse_bytes(fusion_threshold, "fusion_threshold"),
             shard_optimizer=bool(shard_optimizer),
-            gradient_dtype=cast("GradientDtype | None", gradient_dtype),
+            gradient_dtype=narrow_dtype("gradient_dtype", gradient_dtype),
+            wire_dtype=narrow_dtype("wire_dtype", wire_dtype),
         )
+
+
+def narrow_dtype(option: str, given: Any) -> NarrowDtype | None:
+    """Returns the type that numbers travel in, `None` for their own.
+
+    Args:
+        option: Name of the option.
+        given: Its value.
+
+    Raises:
+        ConfigurationError: Numbers do not travel in that type.
+    """
+    if given not in (None, "bfloat16"):
+        raise ConfigurationError(
+            f"Expected 'bfloat16', or None for the numbers' own type. Received: {option}={given!r}"
+        )
+    return cast("NarrowDtype | None", given)
 
 
 def stages_to_recompute(recompute: Any, num_stages: int) -> dict[int, str]:

@@ -13,12 +13,13 @@ from tarantella_pp.partition.costs.stage_costs import StageCostModel
 from tarantella_pp.partition.graph.layer_graph import LayerGraph
 from tarantella_pp.partition.graph.units import format_bytes
 from tarantella_pp.partition.plan.plan import Plan
-from tarantella_pp.partition.plan.plan_config import micro_batch_size
+from tarantella_pp.partition.plan.plan_config import NarrowDtype, micro_batch_size
 from tarantella_pp.partition.plan.plan_parts import (
     CutEdge,
     OutputUse,
     StagePlan,
 )
+from tarantella_pp.partition.plan.plan_simulation import with_step
 from tarantella_pp.schedule import held_whole_bounds, send_window
 
 _GROWING = (
@@ -56,10 +57,7 @@ def plan_in_force(
     longer = batch_size / plan.batch_size
     stages = []
     for stage, old, new, count in zip(plan.stages, before, now, held, strict=True):
-        changes: dict[str, object] = {"in_flight": count}
-        for name in _GROWING:
-            more = getattr(new, name) - getattr(old, name)
-            changes[name] = max(0, getattr(stage, name) + more)
+        changes: dict[str, object] = {"in_flight": count, **_changed(stage, old, new)}
         if stage.seconds is not None and batch_size != plan.batch_size:
             for name in ("forward_seconds", "backward_seconds"):
                 changes[name] = longer * getattr(stage, name)
@@ -72,6 +70,42 @@ def plan_in_force(
         outputs=outputs,
         schedule=schedule,
     )
+
+
+def sent_as(plan: Plan, graph: LayerGraph, wire_dtype: NarrowDtype | None) -> Plan:
+    """Returns a plan with the memory and the step of messages that travel in another type.
+
+    Args:
+        plan: The plan.
+        graph: The layer graph that it is for.
+        wire_dtype: As of a plan.
+
+    Raises:
+        PlanError: It is a plan of another model.
+    """
+    if wire_dtype == plan.wire_dtype:
+        return plan
+    plan.check(graph)
+    narrow = msgspec.structs.replace(plan, wire_dtype=wire_dtype)
+    held, again = tuple(stage.in_flight for stage in plan.stages), _repeats(plan)
+    window = send_window(plan.schedule, plan.num_stages, plan.num_ranks)
+    figures = [
+        _figures(one, graph, plan.batch_size, held, again, plan.outputs, window)[0]
+        for one in (plan, narrow)
+    ]
+    stages = tuple(
+        msgspec.structs.replace(stage, **_changed(stage, old, new))
+        for stage, old, new in zip(plan.stages, *figures, strict=True)
+    )
+    return with_step(msgspec.structs.replace(narrow, stages=stages))
+
+
+def _changed(stage: StagePlan, old: StagePlan, new: StagePlan) -> dict[str, int]:
+    """What grows with batches and messages, by as much as the rules say."""
+    return {
+        name: max(0, getattr(stage, name) + getattr(new, name) - getattr(old, name))
+        for name in _GROWING
+    }
 
 
 def check_limit(plan: Plan, planned_for: int) -> None:
@@ -115,5 +149,6 @@ def _figures(
     costs = StageCostModel(
         graph, optimizer_state_bytes(None, graph.weights), rows, None, count, outputs,
         shards=plan.shards, ranks=plan.ranks, window=window, sums=GradientSums.of(plan),
+        wire_dtype=plan.wire_dtype,
     )  # fmt: skip
     return costs.stages(plan.assignment, in_flight, repeats), costs.cuts(plan.assignment)

@@ -108,6 +108,7 @@ class Planner:
             self.graph, self.slots, options.micro_batch_size, seconds, options.num_micro_batches,
             shards=options.shards, ranks=options.ranks, machine=self.machine,
             window=options.send_window, sums=GradientSums.of(options), work=self.work,
+            wire_dtype=options.wire_dtype,
         )  # fmt: skip
 
     @property

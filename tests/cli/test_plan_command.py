@@ -322,6 +322,7 @@ def test_broken_plans_are_refused_in_one_line(command, tmp_path, change, complai
         (["make", "ResNet50"], "--stages, or --ranks"),
         (["make", VGG, "--ranks", "2"], "leave out --ranks"),
         (["make", VGG, "--stages", "2", "--recompute", "all"], "leave out --recompute"),
+        (["make", VGG, "--stages", "2", "--wire-dtype", "bfloat16"], "leave out --wire-dtype"),
         (["make", VGG, "--stages", "0"], "positive integer. Received: '0'"),
         (["make", VGG, "--stages", "two"], "'two'"),
         (["make", VGG, "--stages", "9" * 30], "at most 4096 stages"),

@@ -90,11 +90,12 @@ def test_options_reach_the_plan(command, script) -> None:
     made = make(
         command, f"{script}:small", "--batch-size", 48, "--micro-batches", 6, "--replicas", 2,
         "--schedule", "gpipe", "--optimizer", "rmsprop", "--memory-limit", "1MB",
+        "--wire-dtype", "bfloat16",
     )  # fmt: skip
     found = {key: made[key] for key in ("batch_size", "num_micro_batches", "num_replicas")}
     assert found == {"batch_size": 48, "num_micro_batches": 6, "num_replicas": 2}
     assert (made["schedule"], made["optimizer"]) == ("gpipe", "RMSprop")
-    assert made["memory_limit"] == 1_000_000
+    assert (made["memory_limit"], made["wire_dtype"]) == (1_000_000, "bfloat16")
     made = make(command, f"{script}:small", "--memory-limit", "1MB,2MB")
     assert made["memory_limit"] == [1_000_000, 2_000_000]
 

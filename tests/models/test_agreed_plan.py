@@ -7,6 +7,7 @@ import warnings
 import pytest
 
 from tarantella_pp.models import agreed_plan
+from tarantella_pp.models.make_plan import make_plan
 from tarantella_pp.models.pipeline_model import PipelineModel
 from tests.zoo import models
 
@@ -18,6 +19,18 @@ OPTIONS = {"num_stages": 2, "num_micro_batches": 2, "batch_size": 4096, "schedul
 def planned(monkeypatch, memory, **options):
     monkeypatch.setattr(agreed_plan, "memory_of_each_rank", lambda communicator: memory)
     return PipelineModel(models.causal_attention(), **OPTIONS, **options).plan
+
+
+def test_messages_in_a_type_beside_a_plan_count_as_in_one_made_for_it():
+    model, options = models.causal_attention(), {**OPTIONS, "balance": "flops"}
+    wide, narrow = (make_plan(model, **options, wire_dtype=dtype) for dtype in (None, "bfloat16"))
+    assert wide.assignment == narrow.assignment
+    assert wide.stages != narrow.stages
+    for plan in (wide, narrow):
+        found = PipelineModel(model, plan=plan, wire_dtype="bfloat16").plan
+        for name in ("wire_dtype", "stages", "cuts", "step_seconds", "bubble"):
+            assert getattr(found, name) == getattr(narrow, name), name
+    assert PipelineModel(model, plan=wide).plan == wide
 
 
 def needed(plan):

@@ -6,6 +6,7 @@ import functools
 from dataclasses import replace
 
 import keras
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,6 +16,7 @@ from tarantella_pp.errors import ScheduleError
 from tarantella_pp.partition.costs.stage_costs import StageCostModel
 from tarantella_pp.partition.costs.step_bound import least_step_seconds
 from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
+from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan.plan_simulation import PlanSimulation
 from tarantella_pp.partition.plan_choice import choose_plan
 from tarantella_pp.partition.plan_search import PlanSearch
@@ -95,6 +97,20 @@ def test_a_plan_says_what_the_simulator_says(spec, micro_batches, balance, recom
             assert timeline.peak_bytes[rank] == sum(memory)
         for peaks in (timeline.peak_bytes, shown.peak_bytes):
             assert peaks[rank] <= sum(memory)  # stages hold the most at different moments
+
+
+def test_messages_count_as_they_travel():
+    spec = ScheduleSpec.of("1f1b", 3)
+    wide, narrow = (plan_of(spec, 6, wire_dtype=dtype) for dtype in (None, "bfloat16"))
+    assert narrow == Plan.from_json(narrow.to_json())
+    assert "sent as bfloat16" in str(narrow)
+    assert "bfloat16" not in str(wide)
+    machine = HardwareSpec(bandwidth=1e6, latency=0.0)
+    of_own = msgspec.structs.replace(wide, wire_dtype="bfloat16")  # the same stages
+    slow, fast = (PlanSimulation(plan, machine, "1f1b", 6).costs() for plan in (wide, of_own))
+    for pair, link in slow.links.items():
+        assert fast.links[pair].seconds == link.seconds / 2
+    assert of_own.sent_bytes() == wide.sent_bytes() / 2 == sum(map(wide.sent_bytes, (0, 1))) / 2
 
 
 @given(

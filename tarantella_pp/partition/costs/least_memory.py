@@ -256,8 +256,9 @@ class _Pricing:
             self._repeats.get(stage, 0), self._replicas,
         )  # fmt: skip
         size = priced.memory_bytes + sum(self._summed[w] for w in users if users[w][0] == stage)
-        arriving = [[cut.bytes + cut.mask_bytes for cut in received]]
-        arriving += [[cut.bytes for cut in sent if cut.has_gradient]]
+        wire = costs.wire_dtype
+        arriving = [[cut.sent_bytes(wire) + cut.mask_bytes for cut in received]]
+        arriving += [[cut.sent_bytes(wire) for cut in sent if cut.has_gradient]]
         together = [sum(sizes) for sizes in arriving]
         # From one stage only where there is no other.
         alone = [stage == 1, stage == last - 1]

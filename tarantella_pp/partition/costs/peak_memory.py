@@ -202,6 +202,7 @@ def message_bytes(
     in_flight: int,
     kept: Container[str],
     window: int | None = None,
+    wire_dtype: str | None = None,
 ) -> tuple[int, int, int]:
     """Counts the memory of messages.
 
@@ -218,24 +219,30 @@ def message_bytes(
         kept: Names of the tensors that it keeps for its backward pass.
         window: Most micro-batches that it has sent and that are not taken, as of `send_window`;
             `None` for any.
+        wire_dtype: As of a plan. What is sent narrower is a copy for each target, which waits
+            instead of what it was made of; what has arrived is made as wide as it was.
 
     Returns:
         Bytes that it receives into besides what it keeps, of activations that it has sent, and of
         gradients that it has sent while it makes the next ones.
     """
     messages: Counter[tuple[str, int]] = Counter()
-    fresh = waiting = returned = 0
+    fresh = waiting = narrowed = returned = back = 0
     for cut in cuts:
+        sent = cut.sent_bytes(wire_dtype)
         new = cut.bytes * (cut.tensor not in kept) + cut.mask_bytes
         if stage in cut.targets:
-            messages["activations", cut.source] += cut.bytes + cut.mask_bytes
+            messages["activations", cut.source] += sent + cut.mask_bytes
             fresh += new
-            returned += cut.bytes * cut.has_gradient
+            returned += sent * cut.has_gradient
         elif stage == cut.source:
+            if sent < cut.bytes:
+                narrowed += new - cut.mask_bytes
+                new = len(cut.targets) * sent + cut.mask_bytes
             waiting += new
             for target in cut.targets if cut.has_gradient else ():
-                messages["gradients", target] += cut.bytes
-    back = sum(size for (what, _), size in messages.items() if what == "gradients")
+                messages["gradients", target] += sent
+                back += cut.bytes
     received = max(messages.values(), default=0) + back + fresh
     backlog = in_flight if window is None else min(in_flight, window + 1)
-    return received, backlog * waiting, 0 if back else ON_THEIR_WAY * returned
+    return received, backlog * waiting + narrowed, 0 if back else ON_THEIR_WAY * returned

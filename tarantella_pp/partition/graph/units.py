@@ -70,6 +70,20 @@ def sample_shape(shape: Shape, assumed_size: int) -> tuple[int, ...]:
     return tuple(assumed_size if size is None else size for size in sizes)
 
 
+def wire_bytes(size: int, dtype: str, wire_dtype: str | None) -> int:
+    """Returns the bytes of a tensor as it is sent; floating point numbers may travel in less.
+
+    Args:
+        size: Bytes of the tensor.
+        dtype: Dtype of the tensor.
+        wire_dtype: Dtype in which wider floating point numbers travel; `None` for their own.
+    """
+    own = item_bytes(dtype)
+    if wire_dtype is None or not dtype.startswith("float"):
+        return size
+    return size // own * min(own, item_bytes(wire_dtype))
+
+
 def item_bytes(dtype: str) -> int:
     """Returns the bytes of one element of a dtype, given by name, e.g. `"bfloat16"`."""
     digits = re.search(r"\d+", dtype)

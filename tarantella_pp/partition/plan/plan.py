@@ -77,6 +77,8 @@ class Plan(
             replica with the most is counted.
         gradient_dtype: Dtype in which gradients of weights travel between replicas, if it is
             smaller than their own; `None` for their own.
+        wire_dtype: Dtype in which wider floating point activations and their gradients travel from
+            stage to stage; `None` for their own. Sizes of `cuts` are those of the tensors.
         fallbacks: The stages whose backward pass the runtime could not cut in two, and why; known
             once they have trained.
         outputs: What loss and metrics of a compiled model need of its outputs, which the memory of
@@ -137,6 +139,18 @@ class Plan(
         """Those of `links` over which gradients come back."""
         with_gradient = (cut for cut in self.cuts if cut.has_gradient)
         return {(cut.source, target) for cut in with_gradient for target in cut.targets}
+
+    def sent_bytes(self, source: int | None = None) -> int:
+        """Returns the bytes that are sent forward for one micro-batch.
+
+        Args:
+            source: The stage that sends them. Default: all of them.
+        """
+        return sum(
+            (cut.sent_bytes(self.wire_dtype) + cut.mask_bytes) * len(cut.targets)
+            for cut in self.cuts
+            if source in {None, cut.source}
+        )
 
     def schedule_spec(self, num_ranks: int | None = None) -> ScheduleSpec:
         """Returns the schedule that the plan's pipeline runs, for any number of micro-batches.

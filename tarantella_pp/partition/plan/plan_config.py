@@ -12,8 +12,8 @@ MemoryLimit = int | tuple[int, ...]
 
 Placement = Literal["pipelines-together", "replicas-together"]
 """Whether the ranks of a pipeline are neighbours, or those of a stage."""
-GradientDtype = Literal["bfloat16"]
-"""In what gradients of weights travel between replicas, if not as they are."""
+NarrowDtype = Literal["bfloat16"]
+"""In what numbers travel, from stage to stage or between replicas, if not as they are."""
 FUSION_THRESHOLD = 32 * 2**20
 """Bytes of a bucket of gradients, where no other is asked for."""
 
@@ -46,7 +46,8 @@ class PlanConfig(msgspec.Struct, frozen=True, kw_only=True):
     placement: Placement = "pipelines-together"
     fusion_threshold: int = FUSION_THRESHOLD
     shard_optimizer: bool = False
-    gradient_dtype: GradientDtype | None = None
+    gradient_dtype: NarrowDtype | None = None
+    wire_dtype: NarrowDtype | None = None
 
     @property
     def shards(self) -> int:

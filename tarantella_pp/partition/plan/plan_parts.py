@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from tarantella_pp.partition.graph.units import wire_bytes
+
 
 class StagePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One stage and what it costs.
@@ -126,6 +128,14 @@ class CutEdge(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bytes: int
     has_gradient: bool
     mask_bytes: int = 0
+
+    def sent_bytes(self, wire_dtype: str | None) -> int:
+        """Returns the bytes of one micro-batch of it as they are sent, without the mask.
+
+        Args:
+            wire_dtype: As of a plan.
+        """
+        return wire_bytes(self.bytes, self.dtype, wire_dtype)
 
 
 class Tie(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -154,9 +154,10 @@ class PlanSimulation:
         stages = [self._stage(i, mean, both, again.get(i)) for i, both in enumerate(seconds)]
         sizes: Counter[Link] = Counter()
         for cut in self.plan.cuts:
+            sent = cut.sent_bytes(self.plan.wire_dtype)
             for target in cut.targets:
-                sizes[cut.source, target] += cut.bytes + cut.mask_bytes
-                sizes[target, cut.source] += cut.bytes if cut.has_gradient else 0
+                sizes[cut.source, target] += sent + cut.mask_bytes
+                sizes[target, cut.source] += sent if cut.has_gradient else 0
         speeds = self._link_speeds(sizes, num_ranks)
         links = {
             pair: LinkCosts.of_bytes(size * mean / planned, speeds[pair], self.machine.latency)

@@ -112,9 +112,8 @@ def _sends(plan: Plan, stage: int) -> str:
     sent = [(cut, len(cut.targets)) for cut in plan.cuts if cut.source == stage]
     if not sent:
         return "-"
-    total = sum((cut.bytes + cut.mask_bytes) * times for cut, times in sent)
     messages = sum(times * (2 if cut.mask_bytes else 1) for cut, times in sent)
-    size = format_bytes(total, short=True)
+    size = format_bytes(plan.sent_bytes(stage), short=True)
     return size if messages == 1 else f"{size} ({messages})"
 
 
@@ -139,6 +138,8 @@ def _footer(plan: Plan) -> list[str]:
         lines += measured_lines(plan)
     if plan.ranks:
         lines.append(f"Ranks: {'; '.join(_rank(plan, rank) for rank in range(plan.num_ranks))}.")
+    if plan.wire_dtype is not None:
+        lines.append(f"Activations and their gradients are sent as {plan.wire_dtype}.")
     lines += _replicas(plan)
     for tie in plan.ties:
         where = ", ".join(map(str, tie.stages))

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from tarantella_pp.partition.graph.layer_graph import LayerGraph
 from tarantella_pp.partition.graph.units import format_bytes
 from tarantella_pp.partition.plan.plan import (
-    CutEdge,
     Plan,
     StagePlan,
 )
@@ -57,7 +56,7 @@ def stage_table(plan: Plan) -> Markup:
         if plan.limits is not None:
             cells.append(_of_limit(stage.memory_bytes, plan.limits[i]))
         cells.append(f"{percent(stage.flops, work)} · {flops(stage.flops)}")
-        cells.append(_sends(plan.cuts, i))
+        cells.append(_sends(plan, i))
         body.append(_row(cells))
     return _table(heads, body, _row(_totals(plan, limited), head=True))
 
@@ -131,9 +130,9 @@ def _of_limit(size: int, limit: int) -> Markup:
     return tag("span", percent(size, limit), class_="over" if size > limit else None)
 
 
-def _sends(cuts: Iterable[CutEdge], stage: int) -> str:
-    """What a stage sends forward for one micro-batch."""
-    sent = sum((c.bytes + c.mask_bytes) * len(c.targets) for c in cuts if c.source == stage)
+def _sends(plan: Plan, stage: int | None = None) -> str:
+    """What a stage, or all of them, send forward for one micro-batch."""
+    sent = plan.sent_bytes(stage)
     return format_bytes(sent) if sent else "-"
 
 
@@ -141,7 +140,6 @@ def _totals(plan: Plan, limited: bool) -> list[str]:
     sums = {part: sum(parts(stage)[part] for stage in plan.stages) for part in PARTS}
     sums["activations"] += sums.pop("recomputed")
     memory = sum(stage.memory_bytes for stage in plan.stages)
-    sent = sum((cut.bytes + cut.mask_bytes) * len(cut.targets) for cut in plan.cuts)
     return [
         "All",
         "",
@@ -150,7 +148,7 @@ def _totals(plan: Plan, limited: bool) -> list[str]:
         format_bytes(memory),
         *([""] if limited else []),
         flops(sum(stage.flops for stage in plan.stages)),
-        format_bytes(sent) if sent else "-",
+        _sends(plan),
     ]
 
 
@@ -226,5 +224,6 @@ def _ranks(plan: Plan, timeline: StepBars | None) -> tuple[str, str]:
 
 
 def _sent(plan: Plan) -> tuple[str, str]:
-    size = sum((cut.bytes + cut.mask_bytes) * len(cut.targets) for cut in plan.cuts)
-    return format_bytes(size), f"{count(len(plan.cuts), 'tensor')}, per micro-batch"
+    narrow = "" if plan.wire_dtype is None else f", as {plan.wire_dtype}"
+    note = f"{count(len(plan.cuts), 'tensor')}, per micro-batch{narrow}"
+    return format_bytes(plan.sent_bytes()), note

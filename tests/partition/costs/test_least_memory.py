@@ -16,13 +16,16 @@ from tarantella_pp.partition.options import PlanOptions
 from tests.helpers.pictured import graph_of, graphs
 
 
-def sized(graph, tensors, weights):
+def sized(graph, tensors, weights, integers=()):
     """A graph whose tensors and weights have these sizes, each operation keeping what it reads."""
+    whole = {"dtype": "int32", "has_gradient": False}
     return msgspec.structs.replace(
         graph,
         nodes=tuple(msgspec.structs.replace(node, keeps=node.inputs) for node in graph.nodes),
         tensors=tuple(
-            msgspec.structs.replace(tensor, bytes_per_sample=4 * size)
+            msgspec.structs.replace(
+                tensor, bytes_per_sample=4 * size, **(whole if tensor.id in integers else {})
+            )
             for tensor, size in zip(graph.tensors, tensors, strict=True)
         ),
         weights=tuple(
@@ -51,14 +54,17 @@ def problems(draw):
         balance="memory",
         memory_limit=None,
         recompute=draw(st.sampled_from(["none", "all"])),
+        wire_dtype=draw(st.sampled_from([None, "bfloat16"])),
     )
-    return sized(graph, tensors, [1 + weight for weight in weights]), options
+    integers = draw(st.sets(st.integers(0, len(graph.tensors) - 1), max_size=3))
+    return sized(graph, tensors, [1 + weight for weight in weights], integers), options
 
 
 def costs_of(graph, options):
     return StageCostModel(
         graph, [2 * weight.bytes for weight in graph.weights], options.micro_batch_size,
         micro_batches=options.num_micro_batches, window=options.send_window,
+        wire_dtype=options.wire_dtype,
     )  # fmt: skip
 
 

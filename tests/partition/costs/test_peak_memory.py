@@ -13,6 +13,7 @@ from tarantella_pp.partition.costs.peak_memory import (
 )
 from tarantella_pp.partition.costs.stage_costs import StageCostModel
 from tarantella_pp.partition.extraction.keras_reader import extract
+from tarantella_pp.partition.graph.units import wire_bytes
 from tarantella_pp.partition.plan.plan_parts import CutEdge
 from tests.zoo import models
 
@@ -123,6 +124,41 @@ def test_messages_are_there_until_used_and_received(cuts, stage, kept, received,
     assert message_bytes(cuts, stage, 3, set(kept)) == (received, sent, returned)
     assert message_bytes(cuts, stage, 3, set(kept), window=2) == (received, sent, returned)
     assert message_bytes(cuts, stage, 1667, set(kept), window=2) == (received, sent, returned)
+
+
+@pytest.mark.parametrize(
+    ("cuts", "stage", "kept", "received", "sent", "returned"),
+    [
+        (CHAIN, 0, "", 50 + 100, 3 * 50 + 100, 0),  # as wide as before where it is made and used
+        (CHAIN, 0, "a", 50 + 100, 3 * 50, 0),  # what is sent is not what is kept
+        (CHAIN, 1, "", 50 + 100 + 100, 3 * 50 + 100, 0),
+        (CHAIN, 2, "b", 50, 0, 2 * 50),
+        ([cut(0, 1, 2, mask_bytes=5)], 0, "x", 50 + 200, 3 * 105, 0),  # narrower for each
+        ([cut(0, 1, 2, mask_bytes=5)], 0, "", 50 + 200, 3 * 105 + 100, 0),
+        ([cut(0, 1, mask_bytes=5)], 1, "x", 55 + 5, 0, 100),
+    ],
+)
+def test_messages_may_be_narrower(cuts, stage, kept, received, sent, returned):
+    found = message_bytes(cuts, stage, 3, set(kept), wire_dtype="bfloat16")
+    assert found == (received, sent, returned)
+
+
+@pytest.mark.parametrize("dtype", ["int32", "float16", "bfloat16", "bool"])
+@pytest.mark.parametrize("kept", ["", "x"])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_messages_that_are_narrow_anyway_count_as_without(dtype, kept, stage):
+    cuts = [msgspec.structs.replace(cut(0, 1, 2, mask_bytes=5), dtype=dtype)]
+    found = message_bytes(cuts, stage, 3, set(kept), wire_dtype="bfloat16")
+    assert found == message_bytes(cuts, stage, 3, set(kept))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size"),
+    [("float32", 80), ("float64", 40), ("float16", 160), ("bfloat16", 160), ("int32", 160)],
+)
+def test_only_wider_floats_travel_as_bfloat16(dtype, size):
+    assert wire_bytes(160, dtype, "bfloat16") == size
+    assert wire_bytes(160, dtype, None) == 160
 
 
 def test_stages_that_send_shapes_first_have_no_window():

@@ -46,6 +46,14 @@ def test_the_table():
     ]
 
 
+def test_what_is_sent_is_shown_as_it_travels():
+    narrow = msgspec.structs.replace(PLAN, wire_dtype="bfloat16")
+    text = as_text(narrow, 80)
+    assert "50.0%   128B" in text
+    assert "\nActivations and their gradients are sent as bfloat16.\n" in f"{text}\n"
+    assert "128 B<small>1 tensor, per micro-batch, as bfloat16" in render_html(narrow)
+
+
 def test_what_was_measured_stands_beside_what_was_planned():
     peaks = (MeasuredPeak(5000), MeasuredPeak(6 * 2**20, exact=False))
     plan = msgspec.structs.replace(PLAN, measured=peaks)

@@ -42,7 +42,7 @@ OBJECTIVES: dict[str, Objective] = {"memory": "memory", "time": "time", "flops":
 MOST_ATTEMPTS = 6
 """How often less memory is allowed, where messages and what is there for a moment come on top."""
 SECONDS = 15.0
-"""How long one problem is searched where the best plan cannot be told by listing."""
+"""How long a processor searches a problem, at most, whose best plan cannot be told by listing."""
 CLOSE = 1e-3
 """Relative distance from the bound at which that search ends before."""
 ALIKE = 0.02
@@ -175,27 +175,34 @@ def _work(
     return np.array([forwards * forward + backward for forward, backward in costs.seconds])
 
 
-def best_solution(costs: StageCostModel, options: PlanOptions, *, whole: bool = True) -> Solution:
+def best_solution(
+    costs: StageCostModel, options: PlanOptions, *, whole: bool = True, budget: float = SECONDS
+) -> Solution:
     """Solves the problem of a layer graph.
 
     Args:
         costs: The graph and its costs.
         options: What its stages are for.
         whole: Whether memory is balanced with what does not add up.
+        budget: Seconds of the processor for each way to put it, where the best plan cannot be
+            told by listing.
     """
     best: Solution | None = None
     value, bound, seconds = math.inf, 0.0, 0.0
     for one in _formulations(costs, options):
         if best is not None and one.is_last_resort:
             break
-        solution, lowest, spent = _within_limit(costs, options, one)
+        near = None if best is None else best.assignment
+        solution, lowest, spent = _within_limit(costs, options, one, budget, near)
         bound, seconds = max(bound, lowest if one.bounds else 0.0), seconds + spent
         if solution is not None:
             found = _value(costs, options, solution)
             if best is None or found < value:
                 best, value = solution, found
-            near = TOLERANCE if solution.certificate.optimal else CLOSE
-            if value <= bound * (1 + max(near, _alike(options))):
+            # What counts all that is real is not searched again in another way.
+            proven = solution.certificate.optimal
+            least, slack = (bound, TOLERANCE) if proven else (solution.certificate.value, CLOSE)
+            if value <= least * (1 + max(slack, _alike(options))):
                 break
     if best is None:
         best = _within_limits(costs, options)
@@ -356,7 +363,11 @@ def _values(costs: StageCostModel, options: PlanOptions, solution: Solution) -> 
 
 
 def _within_limit(
-    costs: StageCostModel, options: PlanOptions, formulation: _Formulation
+    costs: StageCostModel,
+    options: PlanOptions,
+    formulation: _Formulation,
+    budget: float,
+    near: Sequence[int] | None,
 ) -> tuple[Solution | None, float, float]:
     """Solves, and again with less memory allowed where a plan really needs more than the limit.
 
@@ -365,6 +376,8 @@ def _within_limit(
         options: The options of the plan.
         formulation: The problem; if it bounds the real one, a limit that nothing keeps in it is
             refused.
+        budget: Seconds of the processor for each solution.
+        near: Stages that solve a problem much alike, if any.
 
     Returns:
         The solution, if there is one, a lower bound of all that keep the limit, and seconds.
@@ -374,7 +387,7 @@ def _within_limit(
     bound, seconds = math.inf, 0.0
     for _ in range(formulation.attempts):
         try:
-            solution = solve(formulation.build(limit), time_budget=SECONDS, gap=CLOSE)
+            solution = solve(formulation.build(limit), time_budget=budget, gap=CLOSE, near=near)
         except PlanError as error:
             if limit == allowed and formulation.bounds:
                 raise PlanError(f"{error}{_shared(costs.graph)}") from None

@@ -14,7 +14,12 @@ from tarantella_pp.partition.costs.gradient_sums import GradientSums
 from tarantella_pp.partition.costs.optimizer_slots import optimizer_name, optimizer_state_bytes
 from tarantella_pp.partition.costs.stage_costs import StageCostModel
 from tarantella_pp.partition.extraction.keras_reader import ExtractedModel, extract
-from tarantella_pp.partition.formulation import best_solution, given_solution, problem_of
+from tarantella_pp.partition.formulation import (
+    SECONDS,
+    best_solution,
+    given_solution,
+    problem_of,
+)
 from tarantella_pp.partition.given_balance import GIVEN
 from tarantella_pp.partition.graph.layer_graph import LayerGraph
 from tarantella_pp.partition.graph.profile import Profile
@@ -32,6 +37,11 @@ LOOPS = (
     *("LSTM", "GRU", "SimpleRNN", "RNN", "Bidirectional"),
     *("ConvLSTM1D", "ConvLSTM2D", "ConvLSTM3D"),
 )
+#: Seconds of the processor for all problems of a planning, where their best plans cannot be told by
+#: listing.
+PLANNING_SECONDS = 25.0
+#: What each of them has at least.
+LEAST_SECONDS = 1.0
 #: Samples that batch normalization gets to see, where the number of its calls is open.
 LEAST_ROWS = 4
 
@@ -48,6 +58,7 @@ class Planner:
         profile: What was measured of the operations, if anything.
         machine: What computes; `None` where arithmetic alone counts.
         assignment: Stage of each node where that is given, for `balance="given"`.
+        problems: About how many problems share the time for planning.
         work: What each node does.
     """
 
@@ -58,6 +69,7 @@ class Planner:
     profile: Profile | None = None
     machine: HardwareSpec | None = None
     assignment: tuple[int, ...] | None = None
+    problems: int = 1
     work: tuple[NodeWork, ...] = field(init=False, compare=False)
     _solved: dict[Hashable, Solution] = field(default_factory=dict, init=False, compare=False)
 
@@ -151,7 +163,10 @@ class Planner:
         whole = options.weighs_stages and not roughly
         key = (*options.problem_key, whole)
         if key not in self._solved:
-            self._solved[key] = best_solution(self.costs(options), options, whole=whole)
+            budget = min(SECONDS, max(LEAST_SECONDS, PLANNING_SECONDS / self.problems))
+            self._solved[key] = best_solution(
+                self.costs(options), options, whole=whole, budget=budget
+            )
         return self._solved[key]
 
     def _as_given(self, options: PlanOptions) -> Solution:

@@ -145,6 +145,23 @@ def expand(problem: Problem, instance: Instance, stages: IntArray) -> IntArray:
     return full.astype(np.int64)
 
 
+def shrink(instance: Instance, stages: Sequence[int]) -> IntArray | None:
+    """Gives every node of an instance its stage in a plan of the original nodes.
+
+    Args:
+        instance: The instance.
+        stages: Stage of each original node.
+
+    Returns:
+        The stages, or None where nodes that are one here are on several stages there.
+    """
+    kept = instance.place >= 0
+    place, original = instance.place[kept], np.asarray(stages)[kept]
+    own: IntArray = np.zeros(instance.num_nodes, np.int64)
+    own[place] = original
+    return own if (own[place] == original).all() else None
+
+
 def cut_tensors(problem: Problem) -> list[tuple[tuple[int, ...], float]]:
     """Lists what cuts cost, to break ties: comm, or bytes where no tensor has comm.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -14,7 +15,7 @@ from tarantella_pp.partition.solvers.problem.certificate import (
     Solution,
 )
 from tarantella_pp.partition.solvers.problem.problem import IntArray, Problem
-from tarantella_pp.partition.solvers.reductions import expand, reduce_problem
+from tarantella_pp.partition.solvers.reductions import expand, reduce_problem, shrink
 from tarantella_pp.partition.solvers.strategy import Found, search
 from tarantella_pp.partition.solvers.tie_breaking import break_ties
 
@@ -22,7 +23,13 @@ from tarantella_pp.partition.solvers.tie_breaking import break_ties
 LARGE = 10_000
 
 
-def solve(problem: Problem, *, time_budget: float = 30.0, gap: float = 0.0) -> Solution:
+def solve(
+    problem: Problem,
+    *,
+    time_budget: float = 30.0,
+    gap: float = 0.0,
+    near: Sequence[int] | None = None,
+) -> Solution:
     """Partitions a graph into the stages of a pipeline.
 
     Where the down-sets of the graph can be listed the plan is exactly optimal over all
@@ -35,9 +42,10 @@ def solve(problem: Problem, *, time_budget: float = 30.0, gap: float = 0.0) -> S
 
     Args:
         problem: The graph, the objective and the limits.
-        time_budget: Seconds after which searches are cut off.
+        time_budget: Seconds of the processor after which searches are cut off.
         gap: Relative distance from the bound at which a search may end before, where the best
             plan cannot be told by listing.
+        near: Stages of a problem that is much alike, from which such a search may begin.
 
     Returns:
         The plan and its certificate.
@@ -50,7 +58,7 @@ def solve(problem: Problem, *, time_budget: float = 30.0, gap: float = 0.0) -> S
     started = time.perf_counter()
     # The last round of a search may overrun a little, the more the larger the graph.
     share = 0.9 if problem.num_nodes < LARGE else 0.6
-    deadline = started + share * time_budget
+    deadline = time.thread_time() + share * time_budget
     if problem.num_nodes == 0:
         raise PlanError("There is nothing to partition: the graph has no nodes.")
     if problem.exactly and problem.num_nodes < problem.num_stages:
@@ -59,9 +67,9 @@ def solve(problem: Problem, *, time_budget: float = 30.0, gap: float = 0.0) -> S
             f"{problem.num_nodes}. Ask for fewer stages."
         )
     if any(problem.apart):
-        outcome, assignment = _tied_free(problem, deadline, gap)
+        outcome, assignment = _tied_free(problem, deadline, gap, near)
     else:
-        outcome, assignment = _plan(problem, deadline, gap, together=True)
+        outcome, assignment = _plan(problem, deadline, gap, near, together=True)
     if assignment is None:
         raise PlanError(_refusal(problem, outcome, deadline))
     value = problem.evaluate(assignment).value
@@ -71,23 +79,26 @@ def solve(problem: Problem, *, time_budget: float = 30.0, gap: float = 0.0) -> S
 
 
 def _plan(
-    problem: Problem, deadline: float, gap: float, *, together: bool
+    problem: Problem, deadline: float, gap: float, near: Sequence[int] | None, *, together: bool
 ) -> tuple[Found, IntArray | None]:
     """Solves a problem with the groups that may part fused, too, or priced."""
     instance = reduce_problem(problem, together=together)
     if problem.exactly and instance.num_nodes < problem.num_stages:
         return Found(None, np.inf, "too few nodes apart", True), None
-    outcome = search(instance, deadline, gap)
+    begin = None if near is None else shrink(instance, near)
+    outcome = search(instance, deadline, gap, begin)
     if outcome.stages is None:
         return outcome, None
     assignment = expand(problem, instance, outcome.stages)
     return outcome, break_ties(problem, assignment, deadline, together=together)
 
 
-def _tied_free(problem: Problem, deadline: float, gap: float) -> tuple[Found, IntArray | None]:
+def _tied_free(
+    problem: Problem, deadline: float, gap: float, near: Sequence[int] | None
+) -> tuple[Found, IntArray | None]:
     """Prefers the plan that keeps groups together, where that costs nothing."""
-    free, apart = _plan(problem, deadline, gap, together=False)
-    tied, close = _plan(problem, deadline, gap, together=True)
+    free, apart = _plan(problem, deadline, gap, near, together=False)
+    tied, close = _plan(problem, deadline, gap, near, together=True)
     bound = replace(tied, lower_bound=min(free.lower_bound, tied.lower_bound))
     if apart is None or close is None:
         return (bound, close) if apart is None else (free, apart)
@@ -109,7 +120,7 @@ def _refusal(problem: Problem, outcome: Found, deadline: float) -> str:
     if not level:
         objective = replace(instance.objective, scale=1 / problem.limits)
         instance = instance.with_objective(objective)
-    best = search(instance, max(deadline, time.perf_counter() + 1.0))
+    best = search(instance, max(deadline, time.thread_time() + 1.0))
     if best.stages is None:
         return f"No plan of {S} stages was found within the time budget."
     value = instance.value(best.stages)

@@ -28,6 +28,7 @@ from tarantella_pp.partition.solvers.wide.local_search import (
     spread,
     start,
 )
+from tarantella_pp.partition.solvers.wide.stage_filling import StageFilling
 from tarantella_pp.partition.solvers.wide.stage_windows import (
     MAX_NODES,
     Closure,
@@ -42,6 +43,9 @@ MAX_IDEALS = 600_000
 MANY_IDEALS = 5_000
 WIDE = 20
 ROUNDS = 6
+#: Stages from which on they are filled one after the other: what is searched around a plan becomes
+#: less with each stage more.
+MANY_STAGES = 24
 #: Values closer than this (relative) are the same.
 EQUAL = 1e-11
 
@@ -63,8 +67,20 @@ class Found:
     exhausted: bool = False
 
 
-def search(instance: Instance, deadline: float, gap: float = 0.0) -> Found:
-    """Finds the best plan of an instance."""
+def search(
+    instance: Instance, deadline: float, gap: float = 0.0, begin: IntArray | None = None
+) -> Found:
+    """Finds the best plan of an instance.
+
+    Args:
+        instance: The instance.
+        deadline: `time.thread_time()` at which to stop.
+        gap: Relative distance from the bound at which a search may end before.
+        begin: A plan that a search may begin from, of any value.
+
+    Returns:
+        The plan, if there is one, and its bound.
+    """
     lower = simple_bound(instance)
     if instance.num_stages == 1:
         whole: IntArray = np.zeros(instance.num_nodes, np.int64)
@@ -80,12 +96,14 @@ def search(instance: Instance, deadline: float, gap: float = 0.0) -> Found:
             return Found(stages, lower, "order DP meets the bound of a node and its tensors")
     try:
         # A proof that takes too long leaves time to search instead.
-        now = time.perf_counter()
+        now = time.thread_time()
         outcome = _exact(instance, orders, lower, value, stages, now + 0.6 * (deadline - now))
     except OutOfTimeError:
         outcome = None
     if outcome is not None:
         return outcome if outcome.exhausted else _bounded(instance, outcome, deadline)
+    if begin is not None and instance.value(begin) < value:
+        stages = begin
     return _heuristic(instance, orders, lower, stages, deadline, gap)
 
 
@@ -108,7 +126,7 @@ def _heuristic(
 ) -> Found:
     """Searches and bounds, by turns, an instance whose ideals cannot be listed."""
     closure = Closure.of(instance) if instance.num_nodes <= MAX_NODES else None
-    begun = time.perf_counter()
+    begun = time.thread_time()
     search_more = LocalSearch(instance, orders, closure)
     quarter = (deadline - begun) / 4
     uniform = instance.objective.uniform
@@ -116,8 +134,16 @@ def _heuristic(
         total = float(instance.objective.node_costs().max(axis=0).sum())
         lower = window_bound(closure, lower, max(total, lower))
         lower = granular(instance, lower)
+        if instance.settled and instance.num_stages >= MANY_STAGES:
+            filling = StageFilling(instance, closure)
+            lower, stages = filling.improve(stages, lower, gap, begun + 3.6 * quarter)
         if uniform and instance.additive:
             return _by_boundaries(instance, closure, search_more, lower, stages, deadline)
+        if uniform and instance.settled and stages is not None:
+            # Without what stages receive, which only makes them larger.
+            boundaries = Boundaries(instance, closure)
+            until = time.thread_time() + quarter
+            lower = boundaries.bound(lower, instance.value(stages), until)
     if (
         closure is not None
         and uniform
@@ -133,7 +159,7 @@ def _heuristic(
     value, stages = search_more.run(stages, lower * (1 + gap), begun + quarter)
     if closure is not None:
         cut_bound = CutBound(instance, closure)
-        lower = cut_bound.improve(lower, value, time.perf_counter() + quarter)
+        lower = cut_bound.improve(lower, value, time.thread_time() + quarter)
     if value > lower * (1 + max(gap, EQUAL)):
         value, stages = search_more.run(stages, lower * (1 + gap), deadline)
     return Found(stages, min(lower, value), "order DP, neighbourhoods, least cuts and their bounds")
@@ -153,10 +179,10 @@ def _by_boundaries(
     value = most if stages is None else instance.value(stages)
     random = np.random.default_rng(0)
     while True:
-        now = time.perf_counter()
+        now = time.thread_time()
         until = now + 0.6 * (deadline - now)
         lower, value, stages = boundaries.search(value, stages, lower, random, until)
-        if value <= lower * (1 + EQUAL) or time.perf_counter() + 0.1 > deadline:
+        if value <= lower * (1 + EQUAL) or time.thread_time() + 0.1 > deadline:
             return Found(stages, min(lower, value), "weights at boundaries")
         value, stages = search_more.run(stages, lower, until + 0.6 * (deadline - until))
 

@@ -31,7 +31,7 @@ def break_ties(
 ) -> IntArray:
     """Finds a plan that cuts less, of the same value."""
     costs = cut_tensors(problem)
-    if not costs or time.perf_counter() > deadline:
+    if not costs or time.thread_time() > deadline:
         return assignment
     instance = reduce_problem(problem, together=together, join=False)
     instance = replace(instance, resources=(*instance.resources, _cuts(instance, costs)))

@@ -38,7 +38,7 @@ from tests.helpers.problems import (
     problems,
 )
 
-FOREVER = time.perf_counter() + 1e6
+FOREVER = time.thread_time() + 1e6
 
 
 def close(value):
@@ -256,7 +256,7 @@ def test_a_search_stops_after_its_pairs():
     with pytest.raises(OutOfTimeError):
         ChainSearch(IdealFamily(instance, lattice.words), max_pairs=10).run(100.0, FOREVER)
     with pytest.raises(OutOfTimeError):
-        ChainSearch(IdealFamily(instance, lattice.words)).run(100.0, time.perf_counter() - 1)
+        ChainSearch(IdealFamily(instance, lattice.words)).run(100.0, time.thread_time() - 1)
 
 
 def test_reductions_keep_precedence_acyclic():

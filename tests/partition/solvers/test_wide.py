@@ -18,8 +18,9 @@ from tarantella_pp.partition.solvers.exact.chain_dp import OutOfTimeError
 from tarantella_pp.partition.solvers.exact.ideals import enumerate_ideals, unpack
 from tarantella_pp.partition.solvers.exact.order_dp import OrderDP
 from tarantella_pp.partition.solvers.problem.problem import Problem
-from tarantella_pp.partition.solvers.reductions import expand, reduce_problem
+from tarantella_pp.partition.solvers.reductions import expand, reduce_problem, shrink
 from tarantella_pp.partition.solvers.solve import solve
+from tarantella_pp.partition.solvers.wide import stage_filling as filling_module
 from tarantella_pp.partition.solvers.wide.boundary_weights import Boundaries
 from tarantella_pp.partition.solvers.wide.bounds import (
     company_bound,
@@ -31,6 +32,7 @@ from tarantella_pp.partition.solvers.wide.cut_bound import CutBound
 from tarantella_pp.partition.solvers.wide.ideal_sweep import IdealRange, IdealSweep
 from tarantella_pp.partition.solvers.wide.local_search import LocalSearch
 from tarantella_pp.partition.solvers.wide.min_cut import least_cut
+from tarantella_pp.partition.solvers.wide.stage_filling import StageFilling
 from tarantella_pp.partition.solvers.wide.stage_windows import Closure, window_bound
 from tarantella_pp.partition.solvers.wide.two_stages import TwoStages
 from tests.helpers.draws import examples
@@ -43,7 +45,7 @@ from tests.zoo.graphs import branching, gpt, layered
 
 
 def soon(seconds=0.3):
-    return time.perf_counter() + seconds
+    return time.thread_time() + seconds
 
 
 def ready(problem, stages=2):
@@ -341,3 +343,89 @@ def test_a_large_gpt_is_certified():
     certificate = solve(problem).certificate
     assert certificate.optimal
     assert problem.num_nodes > 4900
+
+
+@pytest.mark.parametrize("few", [False, True])
+@examples(150)
+@given(problems(whole=True), st.sampled_from(["memory", "time"]), st.floats(0.7, 1.5))
+def test_filled_stages_keep_the_capacity_and_refuse_none_in_vain(few, problem, objective, share):
+    changes = {"objective": objective, "tied": "together", "memory_limit": None, "tensors": ()}
+    if objective == "memory":
+        changes.pop("tensors")  # what stages receive
+    problem = replace(problem, **changes)
+    if given_ := ready(problem):
+        instance, best = given_
+        if not instance.settled:
+            return
+        with pytest.MonkeyPatch.context() as patch:
+            if few:
+                patch.setattr(filling_module, "BEAM", 2)
+                patch.setattr(filling_module, "PARTIAL", 3)
+            filling = StageFilling(instance, Closure.of(instance))
+            found, refused = filling.fill(share * best, soon(20))
+            if found is not None:
+                assert instance.value(found) >= best * (1 - 1e-9)
+                assert problem.violation(expand(problem, instance, found)) is None
+            assert not (refused and share > 1 + 1e-9)
+            whole = OrderDP(instance).solve(np.arange(instance.num_nodes))[1]
+            value, lower = instance.value(whole), simple_bound(instance)
+            bound, better = filling.improve(whole, lower, 0.0, soon(20))
+        assert lower <= bound <= best * (1 + 1e-9)
+        assert best * (1 - 1e-9) <= instance.value(better) <= value
+
+
+def test_filled_stages_are_the_best_where_all_ways_are_kept():
+    met, total, random = 0, 40, np.random.default_rng(0)
+    for _ in range(total):
+        n = int(random.integers(5, 9))
+        edges = [(a, b) for b in range(n) for a in range(b) if random.random() < 0.3]
+        work, none = random.integers(1, 9, n).astype(float), np.zeros(n)
+        edges = np.array(edges, np.int64).reshape(-1, 2)
+        problem = Problem(3, "time", work, none, none, edges=edges)
+        instance, best = ready(problem)
+        filling = StageFilling(instance, Closure.of(instance))
+        found, _ = filling.fill(best, soon(20))
+        met += found is not None and instance.value(found) <= best * (1 + 1e-9)
+        assert filling.fill(best * (1 - 1e-6), soon(20))[0] is None
+    assert met == total
+
+
+def test_many_stages_of_a_wide_graph_are_filled_almost_to_the_mean():
+    random = np.random.default_rng(0)
+    width, length = 12, 16
+    edges = [
+        (layer * width + a, (layer + 1) * width + a)
+        for layer in range(length - 1)
+        for a in range(width)
+    ]
+    work = random.choice([1.0, 3.0, 7.0, 20.0], size=width * length)
+    none = np.zeros(len(work))
+    problem = Problem(16, "time", work, none, none, edges=np.array(edges))
+    instance = reduce_problem(problem)
+    filling = StageFilling(instance, Closure.of(instance))
+    _, stages = filling.improve(None, simple_bound(instance), 0.0, soon(60))
+    assert instance.value(stages) <= 1.02 * simple_bound(instance)
+
+
+def test_a_search_begins_with_the_plan_of_a_problem_that_is_alike(monkeypatch):
+    problem = to_problem(layered(), 4, "memory")
+    best = solve(problem)
+    monkeypatch.setattr(search_module, "MAX_IDEALS", 5)
+    monkeypatch.setattr(ties_module, "MAX_IDEALS", 5)
+    assert solve(problem, time_budget=0.0).certificate.value > best.certificate.value * 1.001
+    again = solve(problem, time_budget=0.0, near=best.assignment)
+    assert again.certificate.value == pytest.approx(best.certificate.value)
+
+
+@examples(100)
+@given(problems(), st.booleans())
+def test_stages_of_original_nodes_shrink_to_those_of_an_instance(problem, together):
+    instance = reduce_problem(problem, together=together)
+    if instance.num_nodes:
+        stages = np.sort(np.arange(instance.num_nodes) % problem.num_stages)
+        full = expand(problem, instance, stages)
+        assert (shrink(instance, full) == stages).all()
+        first = np.flatnonzero(instance.place >= 0)[0]
+        full[first] += 1
+        alone = (instance.place == instance.place[first]).sum() == 1
+        assert (shrink(instance, full) is not None) == alone

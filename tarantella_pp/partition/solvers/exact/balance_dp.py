@@ -39,7 +39,7 @@ def solve_balance(
     probe = _Probe(instance, lattice)
     best: IntArray | None = None
     first = True
-    while lower * (1 + 1e-10) < upper and time.perf_counter() < deadline:
+    while lower * (1 + 1e-10) < upper and time.thread_time() < deadline:
         # The bound is often met: try it first, then halve the interval.
         capacity = lower * _SLACK if first else max(lower * _SLACK, (lower + upper) / 2)
         first = False

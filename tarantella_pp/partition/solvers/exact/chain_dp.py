@@ -65,7 +65,7 @@ class ChainSearch:
 
         Args:
             capacity: Largest objective value allowed for a stage.
-            deadline: `time.perf_counter()` at which to give up.
+            deadline: `time.thread_time()` at which to give up.
             goal: What makes one chain better than another: a smaller "bottleneck", a smaller
                 "sum" of the last resource over the stages, or nothing ("any" chain will do).
 
@@ -152,7 +152,7 @@ class ChainSearch:
         known = best.copy()
         open_rows = np.isinf(best) if goal == "any" else None
         for at in np.flatnonzero(front.fresh).tolist():
-            if self._pairs_left < 0 or (not at & 63 and time.perf_counter() > deadline):
+            if self._pairs_left < 0 or (not at & 63 and time.thread_time() > deadline):
                 raise OutOfTimeError("The chain search ran out of time or pairs.")
             near = self._near(begin, at, end, stage, caps[0][stage], open_rows)
             column = np.ascontiguousarray(inside[:, at])

@@ -179,6 +179,11 @@ class Instance:
         terms = self.objective.terms
         return len(self.resources) == 1 and not (terms.has_touch or terms.has_receive)
 
+    @property
+    def settled(self) -> bool:
+        """Whether all that stages cost but for what they receive is a plain sum over nodes."""
+        return len(self.resources) == 1 and not self.objective.terms.has_touch
+
     def value(self, stages: IntArray) -> float:
         """Returns the bottleneck of an assignment, infinite where it breaks a limit."""
         for resource in self.resources:

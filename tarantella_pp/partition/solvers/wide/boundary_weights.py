@@ -79,7 +79,7 @@ class Boundaries:
         Args:
             lower: A bound known.
             upper: Value of a plan known.
-            deadline: `time.perf_counter()` at which to stop.
+            deadline: `time.thread_time()` at which to stop.
 
         Returns:
             A bound, at least `lower`; at most `upper`, where nothing is better.
@@ -94,7 +94,7 @@ class Boundaries:
                 swept = self._swept(none, boundary, capacity, deadline)
                 if swept is not None:
                     self._weights[boundary - 1] = np.unique(swept.work)
-                elif time.perf_counter() < deadline:
+                elif time.thread_time() < deadline:
                     self._failed[boundary - 1] = capacity
         low, high = lower / self._unit, capacity
         for _ in range(60):
@@ -164,7 +164,7 @@ class Boundaries:
         """Improves a plan and its bound by turns."""
         lower = self.bound(lower, value, deadline)
         share = 0.0
-        while value > lower * _MEETS and time.perf_counter() < deadline:
+        while value > lower * _MEETS and time.thread_time() < deadline:
             # What the bound asks for is tried first, and less from failure to failure.
             assignment = self.dive(lower + share * (value - lower), random, deadline)
             reached = np.inf if assignment is None else self._instance.value(assignment)
@@ -183,7 +183,7 @@ class Boundaries:
         Args:
             capacity: Largest stage allowed.
             random: Source of the choices.
-            deadline: `time.perf_counter()` at which to give up.
+            deadline: `time.thread_time()` at which to give up.
 
         Returns:
             The stages, or None: this way led nowhere.

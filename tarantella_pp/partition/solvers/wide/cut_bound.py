@@ -54,7 +54,7 @@ class CutBound:
         weights = 1 / np.maximum(mean, 1e-300)
         weights /= weights.sum()
         ceiling = upper
-        while ceiling - lower > CLOSE * upper and time.perf_counter() < deadline:
+        while ceiling - lower > CLOSE * upper and time.thread_time() < deadline:
             middle = (lower + ceiling) / 2
             refuted, weights = self._refutes(middle, weights, deadline)
             if refuted:
@@ -90,7 +90,7 @@ class CutBound:
                 best, most = weights, bound
             if bound > capacity:
                 return True, weights
-            if time.perf_counter() > deadline:
+            if time.thread_time() > deadline:
                 break
             pull = (loads - loads.mean()) / max(np.abs(loads).max(), 1e-300)
             weights = np.maximum(weights + step * pull / len(loads), 0.0)

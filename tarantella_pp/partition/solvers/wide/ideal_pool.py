@@ -56,7 +56,7 @@ class IdealPool:
         for part in range(1, targets):
             target = self._total * part / targets
             for width in (0.5, 2.0):
-                if time.perf_counter() > deadline:
+                if time.thread_time() > deadline:
                     break
                 slack = self._total * width / targets
                 inside = self._total - self._closure.after < target - slack
@@ -80,7 +80,7 @@ class IdealPool:
             ideals.append(stages < boundary)
             inside, outside = stages < boundary - 1, stages > boundary
             for _ in range(draws):
-                if time.perf_counter() > deadline:
+                if time.thread_time() > deadline:
                     break
                 price = random.uniform(-1, 1) ** 3 * self._work
                 noise = touch * random.uniform(0.8, 1.2, len(touch))
@@ -100,7 +100,7 @@ class IdealPool:
 
         Args:
             value: Value of a known plan.
-            deadline: `time.perf_counter()` at which to give up.
+            deadline: `time.thread_time()` at which to give up.
 
         Returns:
             The stages of a better plan, or None.

@@ -109,7 +109,7 @@ class IdealSweep:
 
         Args:
             span: The span.
-            deadline: `time.perf_counter()` at which to give up.
+            deadline: `time.thread_time()` at which to give up.
             limit: Ideals kept at a time.
             random: Where given, those that cut least are kept where there are more; otherwise the
                 list is given up. Among equals, and those with the same future, any is kept.
@@ -125,7 +125,7 @@ class IdealSweep:
         words: Words = np.zeros((width, int(some)), np.uint64)
         work, cut = np.full(int(some), first), np.full(int(some), steps.cut)
         for place, node in enumerate(span.free.tolist()):
-            if time.perf_counter() > deadline:
+            if time.thread_time() > deadline:
                 return None
             weight = float(self.work[node])
             left -= weight

@@ -74,7 +74,7 @@ class LocalSearch:
         if self._first is None:
             self._first = best
         idle = 0
-        while time.perf_counter() < deadline and value > lower * (1 + 1e-12):
+        while time.thread_time() < deadline and value > lower * (1 + 1e-12):
             before = value
             value, stages = self._cut_orders(value, stages, deadline)
             if stages is None:
@@ -108,7 +108,7 @@ class LocalSearch:
         self, value: float, stages: IntArray | None, deadline: float
     ) -> tuple[float, IntArray | None]:
         for _ in range(4):
-            if time.perf_counter() > deadline:
+            if time.thread_time() > deadline:
                 break
             order = random_order(self._instance, self._random, stages)
             reached, other = self._orders.solve(order)

@@ -47,7 +47,7 @@ def recombine(
         order: A topological order that keeps its stages whole.
         reach: How far to go.
         random: Picks ideals where there are too many.
-        deadline: `time.perf_counter()` at which to give up.
+        deadline: `time.thread_time()` at which to give up.
 
     Returns:
         The stages of a better plan, or None: there is none among them, or no time to tell.

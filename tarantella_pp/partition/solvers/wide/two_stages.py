@@ -61,7 +61,7 @@ class TwoStages:
         first = self._examine(none, none)
         count = itertools.count()
         queue = [(first.bound, next(count), first)]
-        while queue and time.perf_counter() < deadline:
+        while queue and time.thread_time() < deadline:
             bound, _, part = heapq.heappop(queue)
             if bound >= self._upper * _EQUAL:
                 return self._result(self._upper)

@@ -6,9 +6,8 @@
 
 Models of `keras.applications` for small images, and a GPT, are planned for the ranks of the launch
 with 1F1B: by us, with as many operations on each stage, or as many parameters; and by us with
-measured layers. A step is simulated from what the doctor's probes say of the machine while these
-plans train, a step of each and a round of the probes in turn: machines are not as fast in each
-second. Of ranks that share fewer cores, no more are probed at a time than there are cores.
+measured layers. A step is simulated from what the doctor's probes say of the machine just before
+and after these plans train, a step of each in turn: machines are not as fast in each minute.
 """
 
 from __future__ import annotations
@@ -47,7 +46,8 @@ GPT = "GPT"
 SIZE, CLASSES, VOCABULARY = 96, 10, 4000
 MICRO_BATCHES, SAMPLES = 4, 4
 PLANS = ("ours", "operations", "parameters", "measured")
-CORES = os.cpu_count() or 1
+PROBE_SECONDS = 2.5
+"""How long the machine is measured."""
 
 
 def build(name: str) -> keras.Model:
@@ -129,26 +129,17 @@ class Machine:
             found = measure_pair(world(), 1 - world().rank) if world().rank < 2 else {}
             self.link = Link(**world().allgather_json(found)[0])
 
-    def once(self) -> dict[str, float]:
-        """A round of the probes, on as many ranks at once as there are cores."""
-        taken: dict[str, float] = {}
-        for first in range(0, 0 if self.given else world().size, CORES):
-            world().barrier()
-            if first <= world().rank < first + CORES:
-                taken = self.probes.once()
-        world().barrier()
-        return taken
-
-    def of(self, rounds: Sequence[dict[str, float]]) -> tnt.HardwareSpec:
-        """What the doctor says of these rounds, on all ranks."""
-        return self.given or machine_of_ranks(self.probes.found(rounds), [self.link])
+    def now(self) -> tnt.HardwareSpec:
+        """What the doctor says now, on all ranks."""
+        return self.given or machine_of_ranks(self.probes.measure(PROBE_SECONDS), [self.link])
 
 
 def predicted(plan: tnt.Plan, machine: tnt.HardwareSpec) -> float:
     """The simulated seconds of a step; of ranks that share fewer cores, played here."""
     simulation = PlanSimulation(plan, machine, plan.schedule, plan.num_micro_batches)
-    if plan.num_stages > CORES:
-        return shared_step_seconds(simulation, CORES)
+    cores = os.cpu_count() or plan.num_stages
+    if plan.num_stages > cores:
+        return shared_step_seconds(simulation, cores)
     return simulation.step().step_seconds
 
 
@@ -157,13 +148,14 @@ def compared(
     steps: int,
 ) -> dict[str, tuple[float, float]]:  # fmt: skip
     """Predicted and measured seconds of plans, which train in turn: the machine drifts."""
-    seconds, rounds = [], [machine.once()]
-    for _ in range(steps):
-        seconds.append({kind: step() for kind, step in steppers.items()})
-        rounds.append(machine.once())
-    now = machine.of(rounds)
+    before = machine.now()
+    seconds = [{kind: step() for kind, step in steppers.items()} for _ in range(steps)]
+    spans = (before, machine.now())
     return {
-        kind: (predicted(plan, now), statistics.median(taken[kind] for taken in seconds))
+        kind: (
+            statistics.mean(predicted(plan, span) for span in spans),
+            statistics.median(taken[kind] for taken in seconds),
+        )
         for kind, plan in plans.items()
     }
 
@@ -173,7 +165,7 @@ def main() -> None:
     parser.add_argument("--machine", help="a file of tarantella doctor --save; else measured here")
     parser.add_argument("--models", nargs="+", default=[*IMAGES, GPT], metavar="MODEL")
     parser.add_argument("--plans", nargs="+", default=PLANS[:3], choices=PLANS)
-    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=5)
     args = parser.parse_args()
     ranks = world()
     # The launcher shows what the last rank prints.
@@ -182,7 +174,7 @@ def main() -> None:
     tell("| --- | --- | ---: | ---: | ---: | ---: |")
     machine, errors, lost = Machine(args.machine), [], []
     for name in args.models:
-        extracted, at_first = extract(build(name)), machine.of([machine.once() for _ in range(3)])
+        extracted, at_first = extract(build(name)), machine.now()
         plans = {kind: planned(extracted, kind, ranks.size, at_first) for kind in args.plans}
         steppers = {kind: stepper(name, plan) for kind, plan in plans.items()}
         rows = compared(plans, steppers, machine, args.steps)

@@ -10,10 +10,11 @@ from tarantella_pp.schedule.actions import Compute
 
 
 def shared_step_seconds(simulation: PlanSimulation, cores: int) -> float:
-    """Plays a step of ranks of one stage each, on a machine measured with as many as have a core.
+    """Plays a step of ranks of one stage each, on a machine measured with all of them at once.
 
     The simulator of the library knows no cores: it lets each rank compute as it was measured. Here
-    ranks that compute share the cores. Messages take no time.
+    ranks that compute share the cores, so that the fewer they are, the faster they go on. Messages
+    take no time.
 
     Args:
         simulation: A plan on a machine.
@@ -25,7 +26,7 @@ def shared_step_seconds(simulation: PlanSimulation, cores: int) -> float:
     programs = [[one for one in own if isinstance(one, Compute)] for own in made]
     left = [[costs[one.stage].seconds(one.kind) for one in own] for own in programs]
     done: set[Compute] = set()
-    seconds = 0.0
+    measured_share, seconds = min(1.0, cores / len(programs)), 0.0
 
     def needed(one: Compute) -> Iterator[Compute]:
         forward = one.kind == "F"
@@ -37,7 +38,7 @@ def shared_step_seconds(simulation: PlanSimulation, cores: int) -> float:
 
     while any(programs):
         running = [r for r, own in enumerate(programs) if own and done.issuperset(needed(own[0]))]
-        speed = min(1.0, cores / len(running))
+        speed = min(1.0, cores / len(running)) / measured_share
         span = min(left[rank][0] for rank in running) / speed
         seconds += span
         for rank in running:

@@ -17,8 +17,8 @@ from tarantella_pp.runtime.comm.communicator import Communicator
 
 SECONDS, TIMES = 4.0, 5
 """How long probes run, and how often each, at the least."""
-REPEATED = {"small": 6, "large": 2, "wide": 1}
-"""How many stacks of layers follow each other, so that the start of the first is little."""
+REPEATED = 8
+"""How many stacks of small layers follow each other, so that the start of the first is little."""
 ENOUGH, MOST = 0.02, 8192
 """Seconds of a matrix product whose start does not count, and rows of the largest matrix."""
 MOVED = 32 << 20
@@ -27,8 +27,6 @@ SAMPLES = 4
 """Samples of a micro-batch that layers are measured with."""
 COUNTED = ("flops", "weight_bytes")
 """What is counted of layers as it is for plans."""
-BOTH = " both"
-"""Ends the names of calls that go forward and backward."""
 Call = Callable[[], Any]
 Shape = tuple[int, ...]
 
@@ -53,14 +51,10 @@ def _products(layers: Any, width: int) -> list[Any]:
     return [layers.Dense(4 * width), layers.Dense(width)]
 
 
-def _pointwise(layers: Any, width: int) -> list[Any]:
-    """Those around the one that looks at neighbours in a residual block."""
-    return [layers.Conv2D(width // 4, 1), layers.Conv2D(width, 1)]
-
-
 def _convolutions(layers: Any, width: int) -> list[Any]:
-    """That which looks at neighbours."""
-    return [layers.Conv2D(width, 3, padding="same")]
+    """Those of a residual block."""
+    inner = width // 4
+    return [layers.Conv2D(n, k, padding="same") for n, k in ((inner, 1), (inner, 3), (width, 1))]
 
 
 def _three(make: Callable[[Any], Any]) -> Callable[[Any, int], list[Any]]:
@@ -71,11 +65,8 @@ def _three(make: Callable[[Any], Any]) -> Callable[[Any, int], list[Any]]:
 IMAGES = {"large": (24, 24, 128), "small": (3, 3, 16)}
 KINDS = {
     "product": Kind(_products, {"large": (128, 256), "small": (1, 16), "wide": (8, 1024)}),
-    "pointwise": Kind(
-        _pointwise, {"large": (24, 24, 256), "small": (3, 3, 16), "wide": (3, 3, 2048)}
-    ),
     "convolution": Kind(
-        _convolutions, {"large": (48, 48, 64), "small": (3, 3, 16), "wide": (6, 6, 512)}
+        _convolutions, {"large": (24, 24, 256), "small": (3, 3, 16), "wide": (3, 3, 2048)}
     ),
     "depthwise": Kind(_three(lambda of: of.DepthwiseConv2D(3, padding="same")), IMAGES),
     "normalization": Kind(_three(lambda of: of.BatchNormalization()), IMAGES),
@@ -112,7 +103,7 @@ class Stack:
         from tarantella_pp.partition.plan.roofline import node_work
 
         shape = kind.shapes[size]
-        stacks = range(REPEATED[size])
+        stacks = range(REPEATED if size == "small" else 1)
         layers = [one for _ in stacks for one in kind.make(keras.layers, shape[-1])]
         model = keras.Sequential([keras.Input(shape), *layers])
         x = tf.random.normal((SAMPLES, *shape))
@@ -154,23 +145,20 @@ class ComputeProbes:
 
         self._group = group
         self._on_gpu = bool(tf.config.list_physical_devices("GPU"))
-        self._calls: dict[str, Call] = {}
-        self._stacks: dict[str, dict[str, Stack]] = {}
-        if self._on_gpu and group.rank:
-            return
         tensor = tf.ones((MOVED // 4,))
         self._rows, product = _product(tf)
-        self._calls |= {
+        self._calls: dict[str, Call] = {
             "nothing": tf.function(lambda: tf.constant(0.0), autograph=False),
             "memory": tf.function(lambda: tf.nn.relu(tensor)[0], autograph=False),
             "stage": _stage(tf),
             "product": product,
         }
+        self._stacks: dict[str, dict[str, Stack]] = {}
         for kind, one in {} if self._on_gpu else KINDS.items():
             stacks = {size: Stack.of(one, size) for size in one.shapes}
             self._stacks[kind] = stacks
             for size, of in stacks.items():
-                self._calls |= {f"{kind} {size}": of.forward, f"{kind} {size}{BOTH}": of.both}
+                self._calls |= {f"{kind} {size}": of.forward, f"{kind} {size} both": of.both}
 
     def measure(self, seconds: float = SECONDS) -> dict[str, Any]:
         """Measures on all ranks at once.
@@ -181,40 +169,10 @@ class ComputeProbes:
         Returns:
             What the slowest rank does.
         """
-        self._group.barrier()
-        self.once()
-        rounds: list[dict[str, float]] = []
-        end = time.perf_counter() + seconds
-        while self._calls and (len(rounds) < TIMES or time.perf_counter() < end):
-            rounds.append(self.once())
-        return self.found(rounds)
-
-    def once(self) -> dict[str, float]:
-        """Returns the seconds of each call on this rank, in turn with all others.
-
-        So where a machine is slow for a while, all are. Between the layers of a model there is
-        nothing else, so code and memory are to be there: what runs forward runs twice.
-        """
-        taken: dict[str, float] = {}
-        for name, call in self._calls.items():
-            if not name.endswith(BOTH):
-                call()
-            begin = time.perf_counter()
-            made = call()
-            if self._on_gpu:
-                made.numpy()
-            taken[name] = time.perf_counter() - begin
-        return taken
-
-    def found(self, rounds: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-        """Returns what the slowest rank does.
-
-        Args:
-            rounds: What `once` returned on this rank, some times over; none where it has no calls.
-        """
         found: dict[str, Any] = {}
-        if rounds:
-            taken = {name: _typical(name, [one[name] for one in rounds]) for name in self._calls}
+        self._group.barrier()
+        if self._group.rank == 0 or not self._on_gpu:
+            taken = self._medians(seconds)
             found = {
                 "seconds": sum(taken.values()),
                 "flops_per_second": 2.0 * self._rows**3 / taken["product"],
@@ -225,10 +183,27 @@ class ComputeProbes:
             }
         return slowest([of for of in self._group.allgather_json(found) if of])
 
+    def _medians(self, seconds: float) -> dict[str, float]:
+        """Returns the median seconds of each call, in turn with all others.
 
-def _typical(name: str, seconds: Sequence[float]) -> float:
-    """The median; the lower quartile of small layers, which a page fault takes longer than."""
-    return float(np.quantile(seconds, 0.25 if "small" in name else 0.5))
+        So none finds in caches what it left there, and where a machine is slow for a while, all
+        are. Where next to nothing is computed, the code is to be there: it is called twice.
+        """
+        times: list[list[float]] = []
+        for call in self._calls.values():
+            call()
+        end = time.perf_counter() + seconds
+        while len(times) < TIMES or time.perf_counter() < end:
+            times.append([])
+            for name, call in self._calls.items():
+                if "small" in name or name == "nothing":
+                    call()
+                begin = time.perf_counter()
+                found = call()
+                if self._on_gpu:
+                    found.numpy()
+                times[-1].append(time.perf_counter() - begin)
+        return dict(zip(self._calls, np.median(times, axis=0).tolist(), strict=True))
 
 
 def _passes(
@@ -236,7 +211,7 @@ def _passes(
 ) -> dict[str, tuple[float, float, float]]:
     """Returns what layers of a kind need forward, and backward."""
     forward = {size: taken[f"{kind} {size}"] - taken["nothing"] for size in stacks}
-    backward = {size: taken[f"{kind} {size}{BOTH}"] - taken[f"{kind} {size}"] for size in stacks}
+    backward = {size: taken[f"{kind} {size} both"] - taken[f"{kind} {size}"] for size in stacks}
     return {"forward": layer_seconds(stacks, forward), "backward": layer_seconds(stacks, backward)}
 
 

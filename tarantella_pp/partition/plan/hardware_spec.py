@@ -57,9 +57,7 @@ class HardwareSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             weights apart.
         product: What it does of products of matrices in layers (dense, attention, recurrent), where
             that was measured; `None`: what the numbers above say. So are all that follow.
-        pointwise: Of convolutions of one position each (1 x 1), which are products of matrices with
-            many rows, and of separable ones. `None`: as of other convolutions.
-        convolution: Of other convolutions.
+        convolution: Of convolutions.
         depthwise: Of depthwise convolutions.
         normalization: Of batch normalization, by batch statistics.
         function: Of activation functions, on their own or in layers; layers that only move data
@@ -78,7 +76,6 @@ class HardwareSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     depthwise: LayerSpeed | None = None
     normalization: LayerSpeed | None = None
     function: LayerSpeed | None = None
-    pointwise: LayerSpeed | None = None
 
     @property
     def layers(self) -> dict[str, LayerSpeed]:
@@ -98,9 +95,7 @@ class HardwareSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             ) from error
 
 
-LAYER_KINDS = (
-    "product", "pointwise", "convolution", "depthwise", "normalization", "function",
-)  # fmt: skip
+LAYER_KINDS = ("product", "convolution", "depthwise", "normalization", "function")
 """The fields of a machine that are a `LayerSpeed`."""
 CORE = HardwareSpec(
     flops_per_second=6e10,

@@ -20,7 +20,6 @@ of its gradients, whose speeds are others. Unless that was measured, they take t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
@@ -31,7 +30,7 @@ from tarantella_pp.partition.plan.hardware_spec import HardwareSpec, LayerSpeed,
 
 BOTH_GRADIENTS = 2.0
 """How many times as long as the forward pass the backward pass takes, if nothing else is known."""
-LayerKind = Literal["product", "pointwise", "convolution", "depthwise", "normalization", "function"]
+LayerKind = Literal["product", "convolution", "depthwise", "normalization", "function"]
 """The fields of `HardwareSpec` that say how fast layers of a kind are."""
 _KINDS: dict[str, LayerKind] = {
     **dict.fromkeys(("DepthwiseConv1D", "DepthwiseConv2D"), "depthwise"),
@@ -90,11 +89,9 @@ def _kind(graph: LayerGraph, node: Node) -> LayerKind:
     """Returns what an operation is most like."""
     if node.kind in _KINDS:
         return _KINDS[node.kind]
-    shapes = [graph.weights[w].shape for w in node.weights]
     if "Conv" in node.kind:
-        one = any(len(shape) > 2 and math.prod(shape[:-2]) == 1 for shape in shapes)
-        return "pointwise" if one else "convolution"
-    multiplies = node.flops and any(len(shape) > 1 for shape in shapes)
+        return "convolution"
+    multiplies = node.flops and any(len(graph.weights[w].shape) > 1 for w in node.weights)
     return "product" if multiplies or node.kind in _PRODUCTS else "function"
 
 
@@ -117,8 +114,6 @@ def _seconds(
 ) -> tuple[float, float]:
     """Seconds of one operation, forward and backward."""
     speed = speeds.get(work.kind or "")
-    if speed is None and work.kind == "pointwise":
-        speed = speeds.get("convolution")
     if speed is None:
         forward = _plain_seconds(work, samples, machine)
         return forward, BOTH_GRADIENTS * forward

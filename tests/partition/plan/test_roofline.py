@@ -51,9 +51,7 @@ def test_what_moves():
     ("layer", "kind", "functions"),
     [
         (layers.Conv2D(2, 3, activation="silu"), "convolution", 5 * 2 * 2 * 2),
-        (layers.Conv2D(2, (1, 3)), "convolution", 0),
-        (layers.Conv2D(2, 1), "pointwise", 0),
-        (layers.SeparableConv2D(2, 3), "pointwise", 0),
+        (layers.SeparableConv2D(2, 3), "convolution", 0),
         (layers.DepthwiseConv2D(3), "depthwise", 0),
         (layers.BatchNormalization(), "normalization", 0),
         (layers.Activation("gelu"), "function", 10 * 4 * 4 * 4),
@@ -103,10 +101,6 @@ def test_layers_are_as_fast_as_their_kind():
     norm, relu = NodeWork(10.0, 1.0, 8.0, "normalization"), NodeWork(1.0, 8.0, 0.0, "function", 1.0)
     dense, view = NodeWork(100.0, 8.0, 80.0, "product"), NodeWork(0.0, 0.0, 0.0, "function")
     old = NodeWork(100.0, 8.0, 80.0)
-    pointwise = msgspec.structs.replace(convolution, kind="pointwise")  # as the other convolutions
-    assert roofline_seconds([pointwise], 2, machine) == roofline_seconds([convolution], 2, machine)
-    own = msgspec.structs.replace(machine, pointwise=machine.normalization)
-    assert roofline_seconds([pointwise], 2, own)[0][0] == 2 * 100 / 5 + 2 * 4 / 2
     assert roofline_seconds((convolution, norm, relu, dense, view, old), 2, machine) == [
         (1 + 80 / 16 + 2 * 100 / 10 + 2 * 4 / 2, 3 + 80 / 8 + 2 * 100 / 5 + 2 * 4 / 1),
         (4.0, 5.0),

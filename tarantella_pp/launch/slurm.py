@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from tarantella_pp.launch.guard.launch_environment import number_of
 from tarantella_pp.launch.mpi_library import library_version, said
 
 TYPE_VARIABLE = "SLURM_MPI_TYPE"
@@ -34,13 +35,13 @@ def beside_own_step(environ: Mapping[str, str]) -> dict[str, str]:
 
 def nodes(environ: Mapping[str, str]) -> int:
     """Returns the number of hosts of the allocation; 1 without one."""
-    return _number(environ, "SLURM_NNODES") or _number(environ, "SLURM_JOB_NUM_NODES") or 1
+    return number_of(environ, "SLURM_NNODES") or number_of(environ, "SLURM_JOB_NUM_NODES") or 1
 
 
 def tasks(environ: Mapping[str, str]) -> int | None:
     """Returns the number of ranks that the allocation was asked for, where it says so."""
-    per_node = _number(environ, "SLURM_NTASKS_PER_NODE")
-    return _number(environ, "SLURM_NTASKS") or (per_node and per_node * nodes(environ))
+    per_node = number_of(environ, "SLURM_NTASKS_PER_NODE")
+    return number_of(environ, "SLURM_NTASKS") or (per_node and per_node * nodes(environ))
 
 
 def most_tasks(environ: Mapping[str, str], num_ranks: int) -> int | None:
@@ -71,9 +72,3 @@ def mpi_type(srun: str) -> str | None:
         return None
     wanted = next((protocol for name, protocol in _PROTOCOLS if name in version), None)
     return wanted if wanted in said([srun, "--mpi=list"]).split() else None
-
-
-def _number(environ: Mapping[str, str], name: str) -> int | None:
-    """Returns a number above 0."""
-    text = environ.get(name, "")
-    return int(text) if text.isdecimal() and int(text) else None

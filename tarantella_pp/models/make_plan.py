@@ -173,8 +173,8 @@ def make_plan(
         "wire_dtype": wire_dtype,
     }
     balances = _balances(profile) if balance in (None, *BALANCES) else (balance,)
-    open_ = 2 * (num_micro_batches is None)  # the best, and what comes next, once more
-    problems = len(shapes) * len(balances) * (2 if schedule is None else 1) + open_
+    problems = len(shapes) * len(balances) * (2 if schedule is None else 1)
+    problems += 2 * (num_micro_batches is None)  # the best, and what comes next, once more
     planner = replace(planner, assignment=assignment, problems=problems)
 
     def searches(shapes: list[Shape]) -> list[PlanSearch]:

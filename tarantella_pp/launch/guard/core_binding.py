@@ -9,6 +9,7 @@ import time
 from collections.abc import Collection, Iterable, Mapping, MutableMapping
 
 from tarantella_pp.launch.guard import sockets
+from tarantella_pp.launch.guard.launch_environment import number_of
 
 BIND_VARIABLE = "TNT_BIND"
 """How a rank is bound: to its share of the cores, to a socket, to its memory as well, or not."""
@@ -68,7 +69,7 @@ def take_share(environ: MutableMapping[str, str], siblings: Collection[int] | No
     else:
         threads = max(1, cores // ranks)
     wanted = environ.get(COUNT_VARIABLE, "")
-    said = _number(wanted) or cores_of_task(environ, ranks)
+    said = number_of(environ, COUNT_VARIABLE) or cores_of_task(environ, ranks)
     threads = threads if said is None else said
     chosen = any(name in environ for name in THREAD_VARIABLES) and not wanted
     if way == TO_CORES and not chosen and cores_to_share(cores, ranks, threads):
@@ -103,7 +104,7 @@ def cores_of_starter(process: int) -> set[int] | None:
 
 def cores_of_node(environ: Mapping[str, str] = os.environ) -> int:
     """Returns the number of cores this process may run on, and its job, where that is Slurm's."""
-    return min(len(_affinity()), _number(environ.get("SLURM_CPUS_ON_NODE", "")) or 1 << 20)
+    return min(len(_affinity()), number_of(environ, "SLURM_CPUS_ON_NODE") or 1 << 20)
 
 
 def cores_of_task(environ: Mapping[str, str], ranks: int) -> int | None:
@@ -114,8 +115,8 @@ def cores_of_task(environ: Mapping[str, str], ranks: int) -> int | None:
         ranks: Ranks of the host. More than there are such cores for are no tasks, but ranks that
             share the cores of one, as in a shell with several.
     """
-    cores = _number(environ.get("SLURM_CPUS_PER_TASK", ""))
-    there = _number(environ.get("SLURM_CPUS_ON_NODE", ""))
+    cores = number_of(environ, "SLURM_CPUS_PER_TASK")
+    there = number_of(environ, "SLURM_CPUS_ON_NODE")
     return None if cores and there and cores * ranks > there else cores
 
 
@@ -149,11 +150,6 @@ def _local_place(environ: Mapping[str, str]) -> tuple[int, int]:
     local, most = environ.get("SLURM_LOCALID", ""), environ.get(RANKS_VARIABLE, "")
     number = int(local) if local.isdecimal() else 0
     return number, max(1, int(most)) if most.isdecimal() else 1
-
-
-def _number(text: str) -> int | None:
-    """Returns a number above 0."""
-    return int(text) if text.isdecimal() and int(text) else None
 
 
 def _affinity() -> set[int]:

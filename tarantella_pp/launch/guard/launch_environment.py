@@ -54,6 +54,12 @@ _SIZELESS: tuple[tuple[str, str], ...] = (
 )
 
 
+def number_of(environ: Mapping[str, str], name: str) -> int | None:
+    """Returns a number above 0 that a variable of the environment says, if it does."""
+    text = environ.get(name, "")
+    return int(text) if text.isdecimal() and int(text) else None
+
+
 def detect_launch(environ: Mapping[str, str] | None = None) -> Launch | None:
     """Reads off the environment whether a launcher started this process, without touching MPI.
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tarantella_pp.partition.graph.layer_graph import LOOKUPS, LayerGraph, Weight
-from tarantella_pp.partition.graph.units import item_bytes
+from tarantella_pp.partition.graph.units import item_bytes, wire_bytes
 from tarantella_pp.partition.plan.plan_config import FUSION_THRESHOLD, PlanConfig
 
 INDEX_BYTES = 8
@@ -71,9 +71,8 @@ class GradientSums:
 
     def _bytes(self, weight: Weight, share: float, is_table: bool, seen: float | None) -> float:
         """Bytes of one weight, of which so many rows are looked up, or `None` if all are used."""
-        size, own = weight.bytes, item_bytes(weight.dtype)
-        sent_item = own if self.gradient_dtype is None else item_bytes(self.gradient_dtype)
-        sent = size // own * min(own, sent_item)
+        size = weight.bytes
+        sent = wire_bytes(size, weight.dtype, self.gradient_dtype)
         rounded = sent < size
         values = (1 - share) * size if self.sharded else 0.0
         if seen is not None:

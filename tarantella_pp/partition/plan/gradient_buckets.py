@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tarantella_pp.partition.graph.layer_graph import LOOKUPS, LayerGraph, Weight
-from tarantella_pp.partition.graph.units import item_bytes
+from tarantella_pp.partition.graph.layer_graph import LOOKUPS, LayerGraph
+from tarantella_pp.partition.graph.units import wire_bytes
 
 Buckets = tuple[tuple[int, ...], ...]
 """The buckets of a stage: ids of variables in `LayerGraph.weights`."""
@@ -67,13 +67,11 @@ def bucket_bytes(
         buckets: The buckets.
         gradient_dtype: As of a plan.
     """
-
-    def size(weight: Weight) -> int:
-        own = item_bytes(weight.dtype)
-        sent = own if gradient_dtype is None else min(own, item_bytes(gradient_dtype))
-        return weight.bytes // own * sent
-
-    return tuple(sum(size(graph.weights[w]) for w in bucket) for bucket in buckets)
+    weights = graph.weights
+    return tuple(
+        sum(wire_bytes(weights[w].bytes, weights[w].dtype, gradient_dtype) for w in bucket)
+        for bucket in buckets
+    )
 
 
 def _packed(graph: LayerGraph, weights: Sequence[int], tables: set[int], most: int) -> Buckets:

@@ -176,8 +176,7 @@ class Instance:
     @property
     def additive(self) -> bool:
         """Whether the objective is a plain sum over nodes and nothing else is limited."""
-        terms = self.objective.terms
-        return len(self.resources) == 1 and not (terms.has_touch or terms.has_receive)
+        return self.settled and not self.objective.terms.has_receive
 
     @property
     def settled(self) -> bool:

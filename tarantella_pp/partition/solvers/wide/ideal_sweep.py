@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -119,6 +120,7 @@ class IdealSweep:
             The ideals, or None: they were too many, or time ran out.
         """
         steps = _Steps(self._instance, span, self._touch)
+        free = steps.free
         width = max(1, (len(span.free) + 63) // 64)
         first, left = float(self.work[span.inside].sum()), float(self.work[span.free].sum())
         some = first + steps.cut <= span.high and first + left - steps.cut >= span.low
@@ -133,7 +135,7 @@ class IdealSweep:
             gone, more = cut + without, cut + with_it
             stays = (work + left >= span.low + gone) & (work + gone <= span.high)
             fits = (work + weight + more <= span.high) & (work + weight + left >= span.low + more)
-            old, new = np.flatnonzero(stays), np.flatnonzero(fits & steps.ready(place, words))
+            old, new = np.flatnonzero(stays), np.flatnonzero(fits & holds(words, free.preds[place]))
             grown = words[:, new]
             grown[place >> 6] |= np.uint64(1 << (place & 63))
             words = np.concatenate([words[:, old], grown], axis=1)
@@ -142,7 +144,7 @@ class IdealSweep:
             if alike:
                 kept = np.arange(len(work))
             else:
-                kept = _distinct(words & steps.frontier(place)[:, None], work, cut, random)
+                kept = distinct(words & free.frontier(place)[:, None], work, cut, random)
             if len(kept) > limit:
                 if random is None:
                     return None
@@ -151,16 +153,29 @@ class IdealSweep:
         return Swept(span, words, work, cut)
 
 
-def _distinct(
-    future: Words, work: FloatArray, cut: FloatArray, random: np.random.Generator | None
+def distinct(
+    future: Words,
+    work: FloatArray | IntArray,
+    cost: FloatArray,
+    random: np.random.Generator | None = None,
 ) -> NDArray[np.intp]:
-    """Picks one row of each future and work, the one that cuts least; the first or any of these."""
+    """Picks one row of each future and work, the one that costs least.
+
+    Args:
+        future: Bit sets of what later nodes read of each partial ideal, shape `(words, rows)`.
+        work: Work of each.
+        cost: What each costs.
+        random: Where given, any of those that cost the same is picked, and not the first.
+
+    Returns:
+        The rows.
+    """
     key = work.view(np.uint64) * np.uint64(_ODD)
     for word in future:
         key = (key ^ (key >> np.uint64(29)) ^ word) * np.uint64(_ODD)
     # Rows of equal key that differ are told apart below: at worst, some stay double.
     order = np.arange(len(key)) if random is None else random.permutation(len(key))
-    keys = (cut[order], key[order]) if cut.any() else (key[order],)
+    keys = (cost[order], key[order]) if cost.any() else (key[order],)
     order = order[np.lexsort(keys)]
     same = (work[order[1:]] == work[order[:-1]]) & (
         future[:, order[1:]] == future[:, order[:-1]]
@@ -168,44 +183,69 @@ def _distinct(
     return order[np.concatenate([[True], ~same])] if len(order) else order
 
 
+class FreeNodes:
+    """Nodes that are chosen one after the other, or not, with bit sets of them.
+
+    Args:
+        instance: The instance.
+        nodes: The nodes, in topological order.
+
+    Attributes:
+        place: Place of each node of the instance among these; -1 where it is none of them.
+        preds: Those that come right before each, as bit sets.
+    """
+
+    def __init__(self, instance: Instance, nodes: IntArray) -> None:
+        self.place = np.full(instance.num_nodes, -1, np.int64)
+        self.place[nodes] = np.arange(len(nodes))
+        self._width = max(1, (len(nodes) + 63) // 64)
+        self._last = np.full(len(nodes), -1)
+        self.preds = [self.mask(instance.preds[node]) for node in nodes.tolist()]
+        for place, node in enumerate(nodes.tolist()):
+            self.read(instance.preds[node], place)
+
+    def mask(self, nodes: Sequence[int]) -> Words:
+        """Returns the bit set of those nodes that are free."""
+        mask = [0] * self._width
+        for node in nodes:
+            place = int(self.place[node])
+            if place >= 0:
+                mask[place >> 6] |= 1 << (place & 63)
+        return np.array(mask, dtype=np.uint64)
+
+    def read(self, nodes: Sequence[int], place: int) -> None:
+        """Notes that the choice at a place depends on those of some nodes."""
+        for node in nodes:
+            own = self.place[node]
+            if own >= 0:
+                self._last[own] = max(self._last[own], place)
+
+    def frontier(self, place: int) -> Words:
+        """Returns the nodes up to this one that a later one reads."""
+        bits = np.zeros(64 * self._width, np.uint8)
+        bits[: place + 1] = self._last[: place + 1] > place
+        return np.packbits(bits, bitorder="little").view(np.uint64)
+
+
 class _Steps:
-    """What a step needs to know of earlier choices, as bit sets of free nodes.
+    """What a step needs to know of earlier choices.
 
     `cut` is what the tensors cost that are cut in any case.
     """
 
     def __init__(self, instance: Instance, span: IdealRange, touch: FloatArray | None) -> None:
-        free = span.free
-        self._width = max(1, (len(free) + 63) // 64)
-        self._place = np.full(instance.num_nodes, -1, np.int64)
-        self._place[free] = np.arange(len(free))
-        self._preds = [self._mask(instance.preds[node]) for node in free.tolist()]
-        last = np.full(len(free), -1)
-        for place, node in enumerate(free.tolist()):
-            for before in instance.preds[node]:
-                if self._place[before] >= 0:
-                    last[self._place[before]] = place
+        self.free = FreeNodes(instance, span.free)
         self._tensors: dict[int, list[tuple[float, Words, bool, bool]]] = {}
         self.cut = 0.0
         if touch is not None:
-            self._add_tensors(instance, span, touch, last)
-        self._last = last
+            self._add_tensors(instance, span, touch)
 
-    def _mask(self, nodes: tuple[int, ...] | list[int]) -> Words:
-        mask = [0] * self._width
-        for node in nodes:
-            place = int(self._place[node])
-            if place >= 0:
-                mask[place >> 6] |= 1 << (place & 63)
-        return np.array(mask, dtype=np.uint64)
-
-    def _add_tensors(
-        self, instance: Instance, span: IdealRange, touch: FloatArray, last: IntArray
-    ) -> None:
+    def _add_tensors(self, instance: Instance, span: IdealRange, touch: FloatArray) -> None:
+        free = self.free
         for pins, cost in zip(instance.objective.terms.pins, touch.tolist(), strict=True):
-            places = sorted(int(self._place[pin]) for pin in pins)
+            places = sorted(int(free.place[pin]) for pin in pins)
             known_in = any(span.inside[pin] for pin in pins)
-            known_out = any(self._place[pin] < 0 and not span.inside[pin] for pin in pins)
+            known_out = any(free.place[pin] < 0 and not span.inside[pin] for pin in pins)
             inner = [place for place in places if place >= 0]
             if known_in and known_out:
                 self.cut += cost
@@ -214,19 +254,9 @@ class _Steps:
             nodes = span.free[inner].tolist()
             for index, place in enumerate(inner):
                 if index or known_in or known_out:
-                    entry = (cost, self._mask(nodes[:index]), known_in, known_out)
+                    entry = (cost, free.mask(nodes[:index]), known_in, known_out)
                     self._tensors.setdefault(place, []).append(entry)
-                last[place] = max(last[place], inner[-1])
-
-    def ready(self, place: int, words: Words) -> NDArray[np.bool_]:
-        """Tells which partial ideals hold all predecessors of a free node."""
-        return _holds(words, self._preds[place])
-
-    def frontier(self, place: int) -> Words:
-        """Returns the nodes up to this one that a later one reads."""
-        bits = np.zeros(64 * self._width, np.uint8)
-        bits[: place + 1] = self._last[: place + 1] > place
-        return np.packbits(bits, bitorder="little").view(np.uint64)
+            free.read(pins, inner[-1])
 
     def costs(self, place: int, words: Words) -> tuple[FloatArray, FloatArray]:
         """Returns the cost of the tensors newly cut with a free node in, and with it out."""
@@ -236,12 +266,13 @@ class _Steps:
             if not known_in:
                 with_it += touch * ~(words & earlier[:, None]).any(axis=0)
             if not known_out:
-                without += touch * _holds(words, earlier)
+                without += touch * holds(words, earlier)
         return with_it, without
 
 
-def _holds(words: Words, mask: Words) -> NDArray[np.bool_]:
-    holds = np.ones(words.shape[1], bool)
+def holds(words: Words, mask: Words) -> NDArray[np.bool_]:
+    """Tells which of some bit sets hold all of another one."""
+    found = np.ones(words.shape[1], bool)
     for word in np.flatnonzero(mask).tolist():
-        holds &= (words[word] & mask[word]) == mask[word]
-    return holds
+        found &= (words[word] & mask[word]) == mask[word]
+    return found

@@ -13,6 +13,8 @@ _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
 _FLOPS = {"": 1e12, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
 MACHINE = "core, p40, v100, a100, h100, h200, or a file that `tarantella doctor --save` wrote"
 """Help of an option that names a machine."""
+_SLOWEST = 1e3
+"""Bandwidth below which a unit has been forgotten: `--nic 10` is hardly meant for 10 bytes."""
 _NUMBER = r"(\d+(?:\.\d*)?(?:e[+-]?\d+)?)"
 
 
@@ -48,10 +50,15 @@ def bytes_per_second(text: str) -> float:
     try:
         if bits:
             return parse_bytes(f"{bits[1]}{bits[2]}B", "bandwidth") / 8
-        return float(parse_bytes(amount, "bandwidth"))
+        value = float(parse_bytes(amount, "bandwidth"))
     except ConfigurationError:
-        message = f"Expected e.g. '10GB', '10GB/s' or '100Gbit/s'. Received: {text!r}"
-        raise argparse.ArgumentTypeError(message) from None
+        value = 0.0
+    if value < _SLOWEST:
+        raise argparse.ArgumentTypeError(
+            "Expected a number with its unit, e.g. '10GB', '10GB/s' or '100Gbit/s'. "
+            f"Received: {text!r}"
+        )
+    return value
 
 
 def seconds(text: str) -> float:

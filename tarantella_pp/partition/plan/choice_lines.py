@@ -20,7 +20,7 @@ def choice_lines(plan: Plan) -> list[str]:
     if plan.step_seconds is None:
         return []
     lines = [f"A step takes {_seconds(plan.step_seconds)}, simulated."]
-    if plan.next_best is not None:
+    if plan.next_best is not None and plan.next_best != plan.advice:  # which has its own line
         lines[0] += f" Next best: {_options(plan, plan.next_best)}, {_trade(plan, plan.next_best)}."
     if plan.advice is not None:
         lines.append(f"Advice: {_options(plan, plan.advice)}: {_trade(plan, plan.advice)}.")

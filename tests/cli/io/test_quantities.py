@@ -36,6 +36,7 @@ def test_values(read, text, value) -> None:
     [
         (quantities.bytes_per_second, "0"),
         (quantities.bytes_per_second, "-1GB"),
+        (quantities.bytes_per_second, "10"),
         (quantities.bytes_per_second, "10Gb/h"),
         (quantities.seconds, "-5us"),
         (quantities.seconds, "5 weeks"),

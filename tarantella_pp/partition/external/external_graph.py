@@ -138,7 +138,7 @@ def load_graph(path: str | Path) -> ExternalGraph:
     try:
         return loads_graph(text)
     except GraphError as error:
-        raise GraphError(f"{path}: {error}") from error
+        raise GraphError(f"{path} is no valid external graph: {error}") from error
 
 
 def loads_graph(text: str | bytes) -> ExternalGraph:

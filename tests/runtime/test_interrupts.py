@@ -8,6 +8,14 @@ import pytest
 from tarantella_pp.runtime.interrupts import interrupts_put_off
 
 
+@pytest.fixture(autouse=True)
+def _as_in_a_terminal():
+    """Ctrl-C is noticed, also where pytest was started in the background of a shell."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def press():
     signal.raise_signal(signal.SIGINT)
 

@@ -160,9 +160,9 @@ class Hub:
         answer = joining.proof(self.whereabouts.secret, f"hub {nonce}")
         self._members[rank] = line
         now = time.monotonic()
-        line.send({"proof": answer, "records": told, "stops": self._stops, "now": now})
         self.last_joined = now
         self.lost.pop(rank, None)  # it has tried twice
+        line.send({"proof": answer, "records": told, "stops": self._stops, "now": now})
 
     def _hear(self, rank: int, line: Line) -> list[Record]:
         """Takes what a rank says of itself; returns what others have to know of it."""

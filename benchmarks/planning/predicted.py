@@ -6,8 +6,8 @@
 
 Models of `keras.applications` for small images, and a GPT, are planned for the ranks of the launch
 with 1F1B: by us, with as many operations on each stage, or as many parameters; and by us with
-measured layers. A step is simulated from what the doctor's probes say of the machine just before
-and after these plans train, a step of each in turn: machines are not as fast in each minute.
+measured layers. The plans train a step each in turn, and the doctor's probes run between the steps,
+for a machine is not as fast in each second. A step is simulated from what these probes say.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ GPT = "GPT"
 SIZE, CLASSES, VOCABULARY = 96, 10, 4000
 MICRO_BATCHES, SAMPLES = 4, 4
 PLANS = ("ours", "operations", "parameters", "measured")
-PROBE_SECONDS = 2.5
-"""How long the machine is measured."""
+PROBE_SECONDS, ROUNDS = 2.5, 3
+"""How long the machine is measured before it is planned for, and how often before each step."""
 
 
 def build(name: str) -> keras.Model:
@@ -133,6 +133,14 @@ class Machine:
         """What the doctor says now, on all ranks."""
         return self.given or machine_of_ranks(self.probes.measure(PROBE_SECONDS), [self.link])
 
+    def rounds(self) -> list[list[float]]:
+        """What the doctor's probes take now, a few times."""
+        return [] if self.given else [self.probes.round() for _ in range(ROUNDS)]
+
+    def of_rounds(self, rounds: Sequence[Sequence[float]]) -> tnt.HardwareSpec:
+        """What the doctor makes of its probes, on all ranks."""
+        return self.given or machine_of_ranks(self.probes.found_in(rounds), [self.link])
+
 
 def predicted(plan: tnt.Plan, machine: tnt.HardwareSpec) -> float:
     """The simulated seconds of a step; of ranks that share fewer cores, played here."""
@@ -148,14 +156,14 @@ def compared(
     steps: int,
 ) -> dict[str, tuple[float, float]]:  # fmt: skip
     """Predicted and measured seconds of plans, which train in turn: the machine drifts."""
-    before = machine.now()
-    seconds = [{kind: step() for kind, step in steppers.items()} for _ in range(steps)]
-    spans = (before, machine.now())
+    rounds, seconds = list[list[float]](), list[dict[str, float]]()
+    for _ in range(steps):
+        world().barrier()
+        rounds += machine.rounds()
+        seconds.append({kind: step() for kind, step in steppers.items()})
+    found = machine.of_rounds(rounds)
     return {
-        kind: (
-            statistics.mean(predicted(plan, span) for span in spans),
-            statistics.median(taken[kind] for taken in seconds),
-        )
+        kind: (predicted(plan, found), statistics.median(taken[kind] for taken in seconds))
         for kind, plan in plans.items()
     }
 

@@ -52,9 +52,18 @@ def _products(layers: Any, width: int) -> list[Any]:
 
 
 def _convolutions(layers: Any, width: int) -> list[Any]:
-    """Those of a residual block."""
-    inner = width // 4
-    return [layers.Conv2D(n, k, padding="same") for n, k in ((inner, 1), (inner, 3), (width, 1))]
+    return [layers.Conv2D(width, 3, padding="same")]
+
+
+def _pointwise(layers: Any, width: int) -> list[Any]:
+    """Those around the others of a residual block, or of an inverted one."""
+    inner = max(16, width // 4)
+    return [layers.Conv2D(inner, 1), layers.Conv2D(width, 1)]
+
+
+def _depthwise(layers: Any, width: int) -> list[Any]:
+    """Those of both usual windows: gradients of the larger one may be much slower."""
+    return [layers.DepthwiseConv2D(size, padding="same") for size in (3, 5)]
 
 
 def _three(make: Callable[[Any], Any]) -> Callable[[Any, int], list[Any]]:
@@ -66,9 +75,12 @@ IMAGES = {"large": (24, 24, 128), "small": (3, 3, 16)}
 KINDS = {
     "product": Kind(_products, {"large": (128, 256), "small": (1, 16), "wide": (8, 1024)}),
     "convolution": Kind(
-        _convolutions, {"large": (24, 24, 256), "small": (3, 3, 16), "wide": (3, 3, 2048)}
+        _convolutions, {"large": (24, 24, 128), "small": (3, 3, 16), "wide": (3, 3, 512)}
     ),
-    "depthwise": Kind(_three(lambda of: of.DepthwiseConv2D(3, padding="same")), IMAGES),
+    "pointwise": Kind(
+        _pointwise, {"large": (24, 24, 256), "small": (3, 3, 16), "wide": (3, 3, 2048)}
+    ),
+    "depthwise": Kind(_depthwise, IMAGES),
     "normalization": Kind(_three(lambda of: of.BatchNormalization()), IMAGES),
     "function": Kind(_three(lambda of: of.Activation("silu")), IMAGES),
 }
@@ -145,6 +157,7 @@ class ComputeProbes:
 
         self._group = group
         self._on_gpu = bool(tf.config.list_physical_devices("GPU"))
+        self._measures = group.rank == 0 or not self._on_gpu
         tensor = tf.ones((MOVED // 4,))
         self._rows, product = _product(tf)
         self._calls: dict[str, Call] = {
@@ -159,6 +172,7 @@ class ComputeProbes:
             self._stacks[kind] = stacks
             for size, of in stacks.items():
                 self._calls |= {f"{kind} {size}": of.forward, f"{kind} {size} both": of.both}
+        self.round()  # the first calls are slow
 
     def measure(self, seconds: float = SECONDS) -> dict[str, Any]:
         """Measures on all ranks at once.
@@ -169,12 +183,37 @@ class ComputeProbes:
         Returns:
             What the slowest rank does.
         """
-        found: dict[str, Any] = {}
         self._group.barrier()
-        if self._group.rank == 0 or not self._on_gpu:
-            taken = self._medians(seconds)
+        end, rounds = time.perf_counter() + seconds, list[list[float]]()
+        while len(rounds) < TIMES or time.perf_counter() < end:
+            rounds.append(self.round())
+        return self.found_in(rounds)
+
+    def round(self) -> list[float]:
+        """Returns the seconds of each call, one after the other.
+
+        So none finds in caches what it left there, and where a machine is slow for a while, all
+        are. Where next to nothing is computed, the code is to be there: it is called twice.
+        """
+        taken = []
+        for name, call in self._calls.items() if self._measures else ():
+            if "small" in name or name == "nothing":
+                call()
+            begin = time.perf_counter()
+            found = call()
+            if self._on_gpu:
+                found.numpy()
+            taken.append(time.perf_counter() - begin)
+        return taken
+
+    def found_in(self, rounds: Sequence[Sequence[float]]) -> dict[str, Any]:
+        """Returns what the slowest rank does, by the medians of its rounds; all ranks call it."""
+        found: dict[str, Any] = {}
+        if self._measures:
+            medians = np.median(rounds, axis=0).tolist()
+            taken = dict(zip(self._calls, medians, strict=True))
             found = {
-                "seconds": sum(taken.values()),
+                "seconds": sum(medians),
                 "flops_per_second": 2.0 * self._rows**3 / taken["product"],
                 "memory_bandwidth": 2.0 * MOVED / taken["memory"],
                 "action_seconds": taken["stage"],
@@ -182,28 +221,6 @@ class ComputeProbes:
                 "layers": {kind: _passes(kind, of, taken) for kind, of in self._stacks.items()},
             }
         return slowest([of for of in self._group.allgather_json(found) if of])
-
-    def _medians(self, seconds: float) -> dict[str, float]:
-        """Returns the median seconds of each call, in turn with all others.
-
-        So none finds in caches what it left there, and where a machine is slow for a while, all
-        are. Where next to nothing is computed, the code is to be there: it is called twice.
-        """
-        times: list[list[float]] = []
-        for call in self._calls.values():
-            call()
-        end = time.perf_counter() + seconds
-        while len(times) < TIMES or time.perf_counter() < end:
-            times.append([])
-            for name, call in self._calls.items():
-                if "small" in name or name == "nothing":
-                    call()
-                begin = time.perf_counter()
-                found = call()
-                if self._on_gpu:
-                    found.numpy()
-                times[-1].append(time.perf_counter() - begin)
-        return dict(zip(self._calls, np.median(times, axis=0).tolist(), strict=True))
 
 
 def _passes(

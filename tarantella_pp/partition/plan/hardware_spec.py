@@ -58,6 +58,7 @@ class HardwareSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         product: What it does of products of matrices in layers (dense, attention, recurrent), where
             that was measured; `None`: what the numbers above say. So are all that follow.
         convolution: Of convolutions.
+        pointwise: Of convolutions of 1 x 1, which are products of matrices; `None`: as others.
         depthwise: Of depthwise convolutions.
         normalization: Of batch normalization, by batch statistics.
         function: Of activation functions, on their own or in layers; layers that only move data
@@ -73,6 +74,7 @@ class HardwareSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     weight_bandwidth: float | None = None
     product: LayerSpeed | None = None
     convolution: LayerSpeed | None = None
+    pointwise: LayerSpeed | None = None
     depthwise: LayerSpeed | None = None
     normalization: LayerSpeed | None = None
     function: LayerSpeed | None = None
@@ -81,6 +83,7 @@ class HardwareSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def layers(self) -> dict[str, LayerSpeed]:
         """The kinds of layers that were measured."""
         given = {name: getattr(self, name) for name in LAYER_KINDS}
+        given["pointwise"] = self.pointwise or self.convolution
         return {name: speed for name, speed in given.items() if speed is not None}
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -95,7 +98,7 @@ class HardwareSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             ) from error
 
 
-LAYER_KINDS = ("product", "convolution", "depthwise", "normalization", "function")
+LAYER_KINDS = ("product", "convolution", "pointwise", "depthwise", "normalization", "function")
 """The fields of a machine that are a `LayerSpeed`."""
 CORE = HardwareSpec(
     flops_per_second=6e10,

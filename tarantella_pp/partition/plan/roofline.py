@@ -30,7 +30,7 @@ from tarantella_pp.partition.plan.hardware_spec import HardwareSpec, LayerSpeed,
 
 BOTH_GRADIENTS = 2.0
 """How many times as long as the forward pass the backward pass takes, if nothing else is known."""
-LayerKind = Literal["product", "convolution", "depthwise", "normalization", "function"]
+LayerKind = Literal["product", "convolution", "pointwise", "depthwise", "normalization", "function"]
 """The fields of `HardwareSpec` that say how fast layers of a kind are."""
 _KINDS: dict[str, LayerKind] = {
     **dict.fromkeys(("DepthwiseConv1D", "DepthwiseConv2D"), "depthwise"),
@@ -89,9 +89,11 @@ def _kind(graph: LayerGraph, node: Node) -> LayerKind:
     """Returns what an operation is most like."""
     if node.kind in _KINDS:
         return _KINDS[node.kind]
+    weights = [graph.weights[w] for w in node.weights]
     if "Conv" in node.kind:
-        return "convolution"
-    multiplies = node.flops and any(len(graph.weights[w].shape) > 1 for w in node.weights)
+        window = max(weights, key=lambda weight: weight.bytes).shape[:-2] if weights else ()
+        return "pointwise" if set(window) == {1} else "convolution"
+    multiplies = node.flops and any(len(weight.shape) > 1 for weight in weights)
     return "product" if multiplies or node.kind in _PRODUCTS else "function"
 
 

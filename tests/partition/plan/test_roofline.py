@@ -52,6 +52,9 @@ def test_what_moves():
     [
         (layers.Conv2D(2, 3, activation="silu"), "convolution", 5 * 2 * 2 * 2),
         (layers.SeparableConv2D(2, 3), "convolution", 0),
+        (layers.SeparableConv2D(16, 3), "pointwise", 0),  # by the larger of its weights
+        (layers.Conv2D(2, 1), "pointwise", 0),
+        (layers.Conv2DTranspose(2, 1), "pointwise", 0),
         (layers.DepthwiseConv2D(3), "depthwise", 0),
         (layers.BatchNormalization(), "normalization", 0),
         (layers.Activation("gelu"), "function", 10 * 4 * 4 * 4),
@@ -87,6 +90,14 @@ def test_weights_are_laid_out_before_arithmetic(rows):
     machine = HardwareSpec(10.0, memory_bandwidth=4.0, weight_bandwidth=8.0)
     work = (NodeWork(100.0, 1.0, 80.0), NodeWork(1.0, 40.0, 80.0))
     assert roofline_seconds(work, rows, machine) == [(10 + 10 * rows, 20 + 20 * rows)] * 2
+
+
+def test_pointwise_convolutions_are_as_others_where_they_were_not_measured():
+    slow, fast = (LayerSpeed(PassSpeed(speed), PassSpeed(speed)) for speed in (10.0, 20.0))
+    work = (NodeWork(100.0, 1.0, 0.0, "convolution"), NodeWork(100.0, 1.0, 0.0, "pointwise"))
+    assert roofline_seconds(work, 2, HardwareSpec(convolution=slow)) == [(20.0, 20.0)] * 2
+    machine = HardwareSpec(convolution=slow, pointwise=fast)
+    assert roofline_seconds(work, 2, machine) == [(20.0, 20.0), (10.0, 10.0)]
 
 
 def test_layers_are_as_fast_as_their_kind():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -15,19 +16,32 @@ from tarantella_pp.partition.plan.hardware_spec import LAYER_KINDS, machine_of
 from tests.helpers.jobs import PYTHONS, tarantella
 
 
-@pytest.mark.mpi
-@pytest.mark.parametrize("python", PYTHONS)
-def test_two_ranks_reach_each_other(python: str, tmp_path: Path) -> None:
-    with tarantella(python, "doctor", "--json", "--save", str(tmp_path / "machine.json")) as job:
+def examined(python: str, *options: str) -> dict[str, Any]:
+    """Returns what the command says as JSON."""
+    with tarantella(python, "doctor", "--json", *options) as job:
         result = job.result()
         assert not job.processes()
     assert result.code == 0, result.stderr
-    found = json.loads(result.stdout)
+    found: dict[str, Any] = json.loads(result.stdout)
     assert found["problem"] is None
+    return found
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("python", PYTHONS)
+def test_two_ranks_reach_each_other(python: str) -> None:
+    found = examined(python)
     assert found["mpi"]["launcher"].endswith("mpiexec")
     assert found["link"]["latency_us"] > 0
     assert found["link"]["bandwidth_gb_per_s"] > 0
     assert found["versions"]["keras"].startswith("3.")
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
+@pytest.mark.parametrize("python", PYTHONS)
+def test_what_ranks_compute_is_measured(python: str, tmp_path: Path) -> None:
+    found = examined(python, "--save", str(tmp_path / "machine.json"))
     machine = machine_of(tmp_path / "machine.json")
     assert found["machine"] == msgspec.to_builtins(machine)
     assert machine.bandwidth == pytest.approx(1e9 * found["link"]["bandwidth_gb_per_s"])

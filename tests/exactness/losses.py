@@ -22,8 +22,8 @@ from tests.helpers.training import SAMPLES, Case, floats, integers, sgd
 
 NOT_TRIED = {"Loss": "the base class of all losses"}
 
-OTHERS = ("sum_over_batch_size", "mean_with_sample_weight", "sum", "none")
-"""Reductions besides "mean"."""
+REDUCTIONS = ("sum_over_batch_size", "mean_with_sample_weight", "sum", "none")
+"""All but "mean", which is another word for the first one."""
 TIMES, CLASSES = 4, 3
 
 IDS = integers(5, TIMES, seed=1)
@@ -112,18 +112,26 @@ def model_and_targets(name: str) -> tuple[dict[bool, Any], Any, Any]:
 
 
 def trials() -> dict[str, Trial]:
-    """All combinations, by name; of "mean", another word for the first reduction, only one.
+    """Each loss with one reduction and way, by name; with all of them on demand.
 
-    Usually each loss takes the next of the other reductions and ways in turn, which are all tried
-    so with one loss or another; all with all of them on demand.
+    Losses take in turn the next reduction and way that Keras trains them with, so that all are
+    tried with one loss or another.
     """
     found = {}
-    ways = list(itertools.product(OTHERS, WAYS))
+    ways = list(itertools.product(REDUCTIONS, WAYS))
     for number, (name, make) in enumerate(kinds().items()):
-        chosen = ways if more_asked_for() else [ways[number % len(ways)]]
-        for reduction, way in [("mean", "masked, weighted"), *chosen]:
+        chosen = [("mean", "masked, weighted"), *ways]
+        if not more_asked_for():
+            turn = number % len(ways)
+            chosen = [next(way for way in ways[turn:] + ways[:turn] if _is_in_keras(name, *way))]
+        for reduction, way in chosen:
             found[f"{name}, {reduction}, {way}"] = _trial(name, make, reduction, way)
     return found
+
+
+def _is_in_keras(name: str, reduction: str, way: str) -> bool:
+    """Whether plain Keras trains a loss so, as far as is known."""
+    return reason("losses", Verdict(f"{name}, {reduction}, {way}", NOT_IN_KERAS)) is None
 
 
 def _trial(name: str, make: Callable[..., Any], reduction: str, way: str) -> Trial:
@@ -140,7 +148,7 @@ def _trial(name: str, make: Callable[..., Any], reduction: str, way: str) -> Tri
     )
     limit = 1e-5 if name == "CTC" else ROUNDING  # TensorFlow computes it in float32
     title = f"{name}, {reduction}, {way}"
-    alone = limit > ROUNDING or reason("losses", Verdict(title, NOT_IN_KERAS))
+    alone = limit > ROUNDING or not _is_in_keras(name, reduction, way)
     # One loss that is computed of the whole batch has all others computed so.
     at_once = masked or not _is_apart(make(reduction=reduction))
     # Values without a reduction add up to the loss of all outputs only if there are equally many.

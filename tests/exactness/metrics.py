@@ -11,6 +11,7 @@ import numpy as np
 from keras import layers, metrics, ops
 
 from tests.exactness.classes import arguments_of, classes_in
+from tests.exactness.ensemble import Headed
 from tests.exactness.expected import reason
 from tests.exactness.trials import NOT_IN_KERAS, ROUNDING, Trial, Verdict
 from tests.helpers.training import (
@@ -69,23 +70,21 @@ class Watched(layers.Layer):
         return x
 
 
-def build(
-    units: int,
-    activation: str,
-    watched: Callable[[], Any] | None = None,
-    dtype: str | None = None,
-) -> keras.Model:
+def trunk(watched: Callable[[], Any] | None = None) -> tuple[Any, Any]:
     inputs = keras.Input((5,))
     x = layers.Dense(CLASSES, activation="sigmoid")(inputs)
     if watched is not None:
         x = Watched(watched())(x)
-    x = layers.Dense(4, activation="tanh")(x)
-    return keras.Model(inputs, layers.Dense(units, activation=activation, dtype=dtype)(x))
+    return inputs, layers.Dense(4, activation="tanh")(x)
 
 
-CATEGORICAL = functools.partial(build, CLASSES, "softmax")
-SINGLE = functools.partial(build, 1, "sigmoid")
-NARROW = functools.partial(build, CLASSES, "softmax", dtype="float32")
+def head(units: int, activation: str, x: Any, dtype: str | None = None) -> Any:
+    return layers.Dense(units, activation=activation, dtype=dtype)(x)
+
+
+CATEGORICAL = Headed(trunk, functools.partial(head, CLASSES, "softmax"))
+SINGLE = Headed(trunk, functools.partial(head, 1, "sigmoid"))
+NARROW = Headed(trunk, functools.partial(head, CLASSES, "softmax", dtype="float32"))
 IN_LAYERS = ("Mean", "Sum", "RootMeanSquaredError", "BinaryAccuracy", "CosineSimilarity", "AUC")
 
 
@@ -128,9 +127,10 @@ def trials() -> dict[str, Trial]:
         limit = 1e-5 if model is NARROW else ROUNDING
         # One that Keras does not train either would have all others beside it tried alone.
         alone = reason("metrics", Verdict(name, NOT_IN_KERAS))
-        found[name] = Trial(name, case, limit=limit, beside=None if alone else "compiled")
+        # A float32 head rounds the gradients of the trunk.
+        found[name] = Trial(name, case, limit=limit, beside=None if alone else limit)
     for name in IN_LAYERS:
-        inside = functools.partial(CATEGORICAL, kinds()[name])
+        inside = Headed(functools.partial(trunk, kinds()[name]), CATEGORICAL.head)
         case = Case(inside, X, ONE_HOT, lambda: {"optimizer": sgd(), "loss": "mse"}, WEIGHTS)
         found[f"{name} in a layer"] = Trial(f"{name} in a layer", case)
     return found

@@ -50,7 +50,7 @@ def logged(sentence, logs):
     return {k: v for k, v in logs.items() if sentence.outputs == 1 or not k.endswith("_loss")}
 
 
-@asked_for(8)
+@asked_for(4)
 @given(sentences())
 def test_random_models_give_the_numbers_of_keras(sentence):
     keras.backend.clear_session()

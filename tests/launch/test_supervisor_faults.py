@@ -29,6 +29,10 @@ EARLY = {"exit0": "sys.exit(0) while", "return": "its script ended while"}
 WAITS = ("recv", "wait", "barrier", "poll")
 ALWAYS = {("exit0", "barrier"), *((fault, "recv") for fault in FAULTS)}
 """Combinations that a test without the mark `slow` has."""
+OTHERS = [pair for pair in itertools.product([*FAULTS, *EARLY], WAITS) if pair not in ALWAYS]
+if not more_asked_for():  # each fault in the next of the other waits
+    OTHERS = [(fault, WAITS[1:][turn % 3]) for turn, fault in enumerate(FAULTS)]
+    OTHERS += [("exit0", "poll"), ("return", "recv")]
 
 
 def expect_failure(
@@ -146,11 +150,8 @@ def test_no_files_are_left(python: str, tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("fault", "wait"),
-    [pair for pair in itertools.product([*FAULTS, *EARLY], WAITS) if pair not in ALWAYS],
-)
-def test_every_fault_in_every_other_wait(python: str, fault: str, wait: str) -> None:
+@pytest.mark.parametrize(("fault", "wait"), OTHERS)
+def test_faults_in_other_waits(python: str, fault: str, wait: str) -> None:
     code, cause = FAULTS.get(fault) or (1, EARLY[fault])
     expect_failure(python, fault, wait, code, cause, ranks=3)
 
@@ -158,5 +159,5 @@ def test_every_fault_in_every_other_wait(python: str, fault: str, wait: str) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["sigkill", "_exit5", "raise"])
 def test_faults_that_make_launchers_hang_now_and_then(python: str, fault: str) -> None:
-    for _ in range(20 if more_asked_for() else 5):
+    for _ in range(20 if more_asked_for() else 2):
         expect_failure(python, fault, "recv", *FAULTS[fault])

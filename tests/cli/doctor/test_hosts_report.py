@@ -33,6 +33,12 @@ if socket.gethostname() == "beta":
 """What Python does first on all hosts: something else on beta."""
 AHEAD = "real = time.time; time.time = lambda: real() + 90"
 OLD = "sys.path.insert(0, {folder!r})"
+SHORTER = """
+from tarantella_pp.cli.doctor import compute_probes
+compute_probes.KINDS = {"product": compute_probes.KINDS["product"]}
+compute_probes.ComputeProbes.measure.__defaults__ = (0.0,)
+"""
+"""What Python does first so that ranks measure layers of one kind, and no longer than they must."""
 
 
 @pytest.fixture(scope="module")
@@ -82,20 +88,23 @@ def test_hosts_that_are_alike_are_right(python: str, hosts: Network) -> None:
 @pytest.mark.mpi
 def test_the_machine_has_the_link_between_hosts(hosts: Network, tmp_path: pathlib.Path) -> None:
     path = str(tmp_path / "machine.json")
+    (tmp_path / "sitecustomize.py").write_text(SHORTER)
+    given = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
     hostfile = hosts.hostfile("alpha:1", "beta:2")
-    code, found = examined(hosts, PYTHONS[0], "--hostfile", hostfile, "--save", path)
+    code, found = examined(hosts, PYTHONS[0], "--hostfile", hostfile, "--save", path, **given)
     assert (code, found["problems"]) == (0, [])
     machine = machine_of(path)
     assert found["machine"] == msgspec.to_builtins(machine)
     assert machine.bandwidth == pytest.approx(1e9 * found["links"][0]["bandwidth_gb_per_s"])
     assert 1e8 < machine.flops_per_second < 1e16
+    assert set(machine.layers) == {"product"}
 
 
 SOONER = """
 import sys
 from tarantella_pp.cli import main
 from tarantella_pp.cli.doctor import link_survey
-link_survey.START_SECONDS = 15.0
+link_survey.START_SECONDS, link_survey.PAIR_SECONDS = 8.0, 1.0
 sys.exit(main.main(sys.argv[1:]))
 """
 

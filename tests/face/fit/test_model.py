@@ -14,7 +14,7 @@ from tarantella_pp.errors import ConfigurationError, UnsupportedModelError
 from tarantella_pp.models.make_plan import make_plan
 from tarantella_pp.models.pipeline_model import PipelineModel
 from tarantella_pp.partition.extraction import keras_reader
-from tests.helpers.training import SAMPLES, X, Y, distance
+from tests.helpers.training import SAMPLES, X, Y, distance, in_eager_steps
 from tests.zoo.models import Table, mlp, nested, sequential
 
 pytestmark = pytest.mark.keras
@@ -24,11 +24,11 @@ ROUNDING = 1e-10
 
 def both(use, build=mlp, **options):
     """What `use` returns for a model of plain Keras, and for a pipeline."""
-    found = []
-    for wrap in (lambda model: model, lambda model: PipelineModel(model, **options)):
-        keras.utils.set_random_seed(1)
-        found.append(use(wrap(build())))
-    return found
+    keras.utils.set_random_seed(1)
+    with in_eager_steps():
+        plain = use(build())
+    keras.utils.set_random_seed(1)
+    return [plain, use(PipelineModel(build(), **options))]
 
 
 def trained(model, **fit):
@@ -138,7 +138,9 @@ def frozen():
 
 
 @pytest.mark.filterwarnings("ignore:The model does not have any trainable weights")
-@pytest.mark.parametrize(("build", "parts"), [(without_weights, 1), (frozen, 3)])
+@pytest.mark.parametrize(
+    ("build", "parts"), [(without_weights, 1), pytest.param(frozen, 3, marks=pytest.mark.slow)]
+)
 def test_a_model_with_nothing_to_train(build, parts):
     def use(model):
         first = model.predict(X, verbose=0)
@@ -150,7 +152,9 @@ def test_a_model_with_nothing_to_train(build, parts):
     assert distance(*both(use, build, num_stages=2, num_micro_batches=parts)) < ROUNDING
 
 
-@pytest.mark.parametrize("option", ["run_eagerly", "jit_compile"])
+@pytest.mark.parametrize(
+    "option", ["run_eagerly", pytest.param("jit_compile", marks=pytest.mark.slow)]
+)
 def test_how_stages_are_compiled_is_warned_of_and_changes_nothing(option):
     def use(model):
         with warnings.catch_warnings(record=True) as caught:
@@ -183,6 +187,7 @@ def test_what_is_changed_in_layers_takes_effect_at_compile():
     assert distance(*both(use, build, num_stages=2, num_micro_batches=1)) < ROUNDING
 
 
+@pytest.mark.slow
 def test_training_functions_that_are_forced():
     class Thaw(keras.callbacks.Callback):
         def on_epoch_begin(self, epoch, logs=None):

@@ -124,7 +124,8 @@ def test_several_losses_of_one_output_and_of_several_add_up():
                 ignore_class=2, reduction="mean_with_sample_weight"
             ),
         }
-        model.compile(sgd(), loss, loss_weights={"a": 0.3, "b": 2.0})
+        eagerly = not isinstance(model, PipelineModel)
+        model.compile(sgd(), loss, loss_weights={"a": 0.3, "b": 2.0}, run_eagerly=eagerly)
         found.append([model.train_on_batch(x, y, weight, return_dict=True) for _ in range(2)])
         found[-1] += model.get_weights()
     assert distance(*found) < 1e-10
@@ -150,7 +151,11 @@ def test_values_of_samples_are_trained_but_not_added_to_other_losses(name, micro
     for options in ({}, {"num_stages": 2, "num_micro_batches": micro_batches}):
         model = build(ADDING.get(name, lambda: layers.Dense(5)))
         model = PipelineModel(model, **options) if options else model
-        model.compile(sgd(), losses.MeanSquaredError(reduction="none"))
+        model.compile(
+            sgd(),
+            losses.MeanSquaredError(reduction="none"),
+            run_eagerly=not options and name is None,
+        )
         start = model.get_weights()
         if name is not None:  # Keras raises a ValueError, too
             with pytest.raises(ValueError, match="reduction=None" if options else None):
@@ -219,7 +224,7 @@ def test_one_micro_batch_takes_any_loss_with_any_schedule():
     model = PipelineModel(segmentation(), 2, num_micro_batches=1, schedule="1f1b")
     model.compile(sgd(), own_loss)
     plain = segmentation()
-    plain.compile(sgd(), own_loss)
+    plain.compile(sgd(), own_loss, run_eagerly=True)
     found = [trained(m, PARTS, None) for m in (plain, model)]
     assert distance(*found) < 1e-13
 

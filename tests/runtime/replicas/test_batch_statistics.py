@@ -37,14 +37,18 @@ def trained(rows, options, steps=3, **kinds):
     model = normalized(**kinds)
     if options:
         model = PipelineModel(model, **options)
-    model.compile("sgd", "mse")
+    model.compile("sgd", "mse", run_eagerly=not options)
     for _ in range(steps):
         model.train_on_batch(rows, np.ones((len(rows), 1)))
     return averages(model)
 
 
 @pytest.mark.filterwarnings("ignore:.*batch:UserWarning")
-@pytest.mark.parametrize("kinds", [{}, {"shared": True}, {"masked": True}], ids=str)
+@pytest.mark.parametrize(
+    "kinds",
+    [{}, *(pytest.param({kind: True}, marks=pytest.mark.slow) for kind in ("shared", "masked"))],
+    ids=str,
+)
 def test_they_are_those_of_the_batch(kinds):
     rows = ROWS.copy()
     if kinds.get("masked"):
@@ -57,6 +61,7 @@ def test_they_are_those_of_the_batch(kinds):
 
 
 @pytest.mark.filterwarnings("ignore:.*batch:UserWarning")
+@pytest.mark.slow
 def test_layers_with_renorm_take_in_one_micro_batch_after_the_other():
     options = {"num_stages": 2, "num_micro_batches": 4}
     first, second = (trained(ROWS, o, steps=1, renorm=True)[0] for o in (None, options))

@@ -45,7 +45,7 @@ def choose_plan(
         ConfigurationError: An option cannot work.
         PlanError: No plan has an operation for each stage.
     """
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.thread_time() + PATIENCE
     candidates = _candidates(searches, deadline)
     best = _fastest(candidates, deadline)
     if best is None:
@@ -70,7 +70,7 @@ def _candidates(searches: Sequence[PlanSearch], deadline: float) -> list[Candida
     """Returns what to choose from."""
     found: list[Candidate] = []
     for search in searches:
-        if not found or time.monotonic() < deadline:
+        if not found or time.thread_time() < deadline:
             found += search.candidates()
     return found
 

@@ -40,36 +40,27 @@ def plan_in_force(
     What the planner's rules say of the difference is added to the figures of the plan, which may
     come from measurements. With `in_flight` micro-batches all forwards come first.
     """
-    schedule = plan.schedule if in_flight is None else "gpipe"
-    planned = tuple(stage.in_flight for stage in plan.stages)
-    again = _repeats(plan)
-    window = send_window(plan.schedule, plan.num_stages, plan.num_ranks)
-    before, _ = _figures(plan, graph, plan.batch_size, planned, again, plan.outputs, window)
-    held = planned
-    if in_flight is not None:
-        held = tuple(in_flight)
-        counts = held_whole_bounds(
-            schedule, plan.num_stages, plan.num_micro_batches, plan.except_last
-        )
-        again = {stage: counts[stage] for stage in plan.recompute}
-    window = send_window(schedule, plan.num_stages, plan.num_ranks)
-    now, cuts = _figures(plan, graph, batch_size, held, again, outputs, window)
     longer = batch_size / plan.batch_size
-    stages = []
-    for stage, old, new, count in zip(plan.stages, before, now, held, strict=True):
-        changes: dict[str, object] = {"in_flight": count, **_changed(stage, old, new)}
-        if stage.seconds is not None and batch_size != plan.batch_size:
-            for name in ("forward_seconds", "backward_seconds"):
-                changes[name] = longer * getattr(stage, name)
-        stages.append(msgspec.structs.replace(stage, **changes))
-    return msgspec.structs.replace(
+    changed = msgspec.structs.replace(
         plan,
         batch_size=batch_size,
-        stages=tuple(stages),
-        cuts=cuts,
+        stages=tuple(_longer(stage, longer) for stage in plan.stages),
         outputs=outputs,
-        schedule=schedule,
+        schedule=plan.schedule if in_flight is None else "gpipe",
     )
+    if in_flight is None:
+        return _recounted(plan, changed, graph)
+    counts = held_whole_bounds("gpipe", plan.num_stages, plan.num_micro_batches, plan.except_last)
+    again = {stage: counts[stage] for stage in plan.recompute}
+    return _recounted(plan, changed, graph, in_flight, again)
+
+
+def _longer(stage: StagePlan, times: float) -> StagePlan:
+    """What a stage takes for larger micro-batches, where that was measured."""
+    if stage.forward_seconds is None or stage.backward_seconds is None:
+        return stage
+    forward, backward = times * stage.forward_seconds, times * stage.backward_seconds
+    return msgspec.structs.replace(stage, forward_seconds=forward, backward_seconds=backward)
 
 
 def sent_as(plan: Plan, graph: LayerGraph, wire_dtype: NarrowDtype | None) -> Plan:
@@ -87,17 +78,29 @@ def sent_as(plan: Plan, graph: LayerGraph, wire_dtype: NarrowDtype | None) -> Pl
         return plan
     plan.check(graph)
     narrow = msgspec.structs.replace(plan, wire_dtype=wire_dtype)
-    held, again = tuple(stage.in_flight for stage in plan.stages), _repeats(plan)
-    window = send_window(plan.schedule, plan.num_stages, plan.num_ranks)
-    figures = [
-        _figures(one, graph, plan.batch_size, held, again, plan.outputs, window)[0]
-        for one in (plan, narrow)
-    ]
+    return with_step(_recounted(plan, narrow, graph))
+
+
+def _recounted(
+    plan: Plan,
+    changed: Plan,
+    graph: LayerGraph,
+    in_flight: Sequence[int] | None = None,
+    repeats: Mapping[int, int] | None = None,
+) -> Plan:
+    """Gives a plan that was changed its figures: what the rules say of the change comes on top.
+
+    What stages hold and repeat is as planned, unless it is given.
+    """
+    planned, again = tuple(stage.in_flight for stage in plan.stages), _repeats(plan)
+    held = planned if in_flight is None else tuple(in_flight)
+    before, _ = _figures(plan, graph, planned, again)
+    now, cuts = _figures(changed, graph, held, again if repeats is None else repeats)
     stages = tuple(
-        msgspec.structs.replace(stage, **_changed(stage, old, new))
-        for stage, old, new in zip(plan.stages, *figures, strict=True)
+        msgspec.structs.replace(stage, in_flight=count, **_changed(stage, old, new))
+        for stage, old, new, count in zip(changed.stages, before, now, held, strict=True)
     )
-    return with_step(msgspec.structs.replace(narrow, stages=stages))
+    return msgspec.structs.replace(changed, stages=stages, cuts=cuts)
 
 
 def _changed(stage: StagePlan, old: StagePlan, new: StagePlan) -> dict[str, int]:
@@ -135,20 +138,20 @@ def _repeats(plan: Plan) -> dict[int, int]:
 
 
 def _figures(
-    plan: Plan,
-    graph: LayerGraph,
-    batch_size: int,
-    in_flight: tuple[int, ...],
-    repeats: Mapping[int, int],
-    outputs: OutputUse | None,
-    window: int | None,
+    plan: Plan, graph: LayerGraph, in_flight: tuple[int, ...], repeats: Mapping[int, int]
 ) -> tuple[tuple[StagePlan, ...], tuple[CutEdge, ...]]:
     """What the planner's rules say of the stages of a plan."""
-    count = plan.num_micro_batches
-    rows = micro_batch_size(batch_size, min(plan.num_replicas, batch_size), count)
+    count, batch_size = plan.num_micro_batches, plan.batch_size
     costs = StageCostModel(
-        graph, optimizer_state_bytes(None, graph.weights), rows, None, count, outputs,
-        shards=plan.shards, ranks=plan.ranks, window=window, sums=GradientSums.of(plan),
+        graph,
+        optimizer_state_bytes(None, graph.weights),
+        micro_batch_size(batch_size, min(plan.num_replicas, batch_size), count),
+        micro_batches=count,
+        outputs=plan.outputs,
+        shards=plan.shards,
+        ranks=plan.ranks,
+        window=send_window(plan.schedule, plan.num_stages, plan.num_ranks),
+        sums=GradientSums.of(plan),
         wire_dtype=plan.wire_dtype,
-    )  # fmt: skip
+    )
     return costs.stages(plan.assignment, in_flight, repeats), costs.cuts(plan.assignment)

@@ -27,11 +27,12 @@ from tarantella_pp.schedule import BEFORE_SEARCH, SEARCHED, ScheduleSpec
 MOST_SUBSETS = 4
 """Stages up to which every set of recomputing ones is tried; of more, the first stages."""
 PATIENCE = 60.0
-"""Seconds after which no more is tried."""
-QUICK = 0.6
-"""Seconds of solving after which stages are only found for what is likely to be best."""
-SLOW = 0.2
-"""Seconds of one solution beyond which no more is tried once something is found."""
+"""Seconds of the processor after which no more is tried."""
+QUICK = 11_000
+"""Effort of all solutions (see `Planner.effort`) after which stages are only found for what is
+likely to be best: half a second or so. A plan must not depend on how fast it was made."""
+SLOW = 4_000
+"""Effort of one solution beyond which no more is tried once something is found."""
 
 Timed = tuple[float, Plan]
 """Simulated seconds of a step, and the plan."""
@@ -128,10 +129,16 @@ class PlanSearch:
             own, alike = solution, count == near or self._independent(options)
             # By FLOPs only weights come anew for each micro-batch: that is left for the best.
             differs = options.balance != "flops" or bool(options.ranks)
-            if not alike and differs and self.planner.seconds < QUICK:
+            if not alike and differs and self.planner.spent < QUICK:
                 own, alike = self._solved(options), True
             found.append(Candidate(self, options, own, limited, alike and not limited))
         return found
+
+    @property
+    def _is_slow(self) -> bool:
+        """Whether one solution takes long enough to be content with few."""
+        found = self.given["balance"] != GIVEN
+        return found and self.planner.effort(self.given["num_stages"]) > SLOW
 
     def _solved(self, options: PlanOptions) -> Solution:
         return self.planner.solve(options, roughly=self.roughly)
@@ -155,7 +162,7 @@ class PlanSearch:
 
         Args:
             candidate: One of this search.
-            deadline: When to try no more, as `time.monotonic` tells.
+            deadline: When to try no more, as `time.thread_time` tells.
 
         Returns:
             Simulated seconds of a step, and the plan, of each.
@@ -187,12 +194,8 @@ class PlanSearch:
         options, graph = self.options(num_micro_batches=counts[0]), self.planner.graph
         if not any(factor_bytes(graph, graph.nodes, options.micro_batch_size, counts[0])):
             counts = counts[:1]  # smaller micro-batches need less of all else
-        found: list[Plan] = []
-        for count in counts:
-            found += self._least_of(count)
-            if found[0].certificate.seconds > SLOW:
-                break
-        return min(found, key=largest_stage)
+        counts = counts[:1] if self._is_slow else counts
+        return min(itertools.chain(*map(self._least_of, counts)), key=largest_stage)
 
     def _least_of(self, count: int) -> list[Plan]:
         """Makes plans with little memory, for a number of micro-batches."""
@@ -203,7 +206,7 @@ class PlanSearch:
         options = self.options(**free)
         found = [self._written(self.planner.solve(options), options)]
         for stages in self._sets():
-            if len(found) > 1 and found[0].certificate.seconds > SLOW:
+            if len(found) > 1 and self._is_slow:
                 break
             found += self._try(**free, recompute=stages)
         return found
@@ -247,9 +250,9 @@ class PlanSearch:
             return found
         needed = 0
         for stages in self._sets():
-            if needed and len(stages) > needed and found[0].certificate.seconds > SLOW:
+            if needed and len(stages) > needed and self._is_slow:
                 break
-            if time.monotonic() > deadline:
+            if time.thread_time() > deadline:
                 break
             found += self._try(num_micro_batches=count, recompute=stages)
             needed = needed or (len(stages) if found else 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +12,7 @@ import msgspec
 
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.partition.costs.gradient_sums import GradientSums
+from tarantella_pp.partition.costs.least_memory import comes_before
 from tarantella_pp.partition.costs.optimizer_slots import optimizer_name, optimizer_state_bytes
 from tarantella_pp.partition.costs.stage_costs import StageCostModel
 from tarantella_pp.partition.extraction.keras_reader import ExtractedModel, extract
@@ -29,6 +31,7 @@ from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan.plan_config import PlanConfig
 from tarantella_pp.partition.plan.roofline import NodeWork, node_work
+from tarantella_pp.partition.solvers.exact.ideals import SMALL, ideals_of
 from tarantella_pp.partition.solvers.problem.certificate import Solution
 from tarantella_pp.partition.solvers.solve import solve
 
@@ -42,6 +45,9 @@ LOOPS = (
 PLANNING_SECONDS = 25.0
 #: What each of them has at least.
 LEAST_SECONDS = 1.0
+#: What finding stages takes besides listing what may come before a cut, in such sets of operations:
+#: for each problem, and for each stage.
+PROBLEM_EFFORT, STAGE_EFFORT = 1_000, 80
 #: Samples that batch normalization gets to see, where the number of its calls is open.
 LEAST_ROWS = 4
 
@@ -60,6 +66,8 @@ class Planner:
         assignment: Stage of each node where that is given, for `balance="given"`.
         problems: About how many problems share the time for planning.
         work: What each node does.
+        sets: Sets of nodes that may come before a cut; infinitely many where these are too many to
+            be kept.
     """
 
     model: str
@@ -71,10 +79,13 @@ class Planner:
     assignment: tuple[int, ...] | None = None
     problems: int = 1
     work: tuple[NodeWork, ...] = field(init=False, compare=False)
+    sets: float = field(init=False, compare=False)
     _solved: dict[Hashable, Solution] = field(default_factory=dict, init=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "work", node_work(self.graph))
+        lattice = ideals_of(comes_before(self.graph), SMALL)
+        object.__setattr__(self, "sets", math.inf if lattice is None else lattice.count)
 
     @classmethod
     def of(
@@ -123,10 +134,18 @@ class Planner:
             wire_dtype=options.wire_dtype,
         )  # fmt: skip
 
+    def effort(self, num_stages: int) -> float:
+        """Returns about what finding stages takes, the same on every machine.
+
+        Args:
+            num_stages: Their number.
+        """
+        return self.sets + PROBLEM_EFFORT + STAGE_EFFORT * num_stages
+
     @property
-    def seconds(self) -> float:
-        """Seconds that solving has taken so far."""
-        return sum(solution.certificate.seconds for solution in self._solved.values())
+    def spent(self) -> float:
+        """The effort of all problems that have been solved so far."""
+        return sum(self.effort(1 + max(one.assignment)) for one in self._solved.values())
 
     def plan(self, options: PlanOptions) -> Plan:
         """Makes the plan that is best for these options, or comes with a bound of the best.

@@ -15,6 +15,7 @@ from keras import layers
 from tarantella_pp.errors import ScheduleError
 from tarantella_pp.partition.costs.stage_costs import StageCostModel
 from tarantella_pp.partition.costs.step_bound import least_step_seconds
+from tarantella_pp.partition.formulation import best_solution
 from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan.plan_simulation import PlanSimulation
@@ -60,6 +61,33 @@ def plan_of(spec, micro_batches, **given):
         "recompute": "none",
     }
     return choose_plan([PlanSearch(planner(), {**options, **given}, spec)])
+
+
+def test_what_is_tried_does_not_depend_on_how_long_it_takes(monkeypatch):
+    given = {
+        "num_stages": 4,
+        "num_micro_batches": None,
+        "num_replicas": 1,
+        "batch_size": 64,
+        "balance": "memory",
+        "memory_limit": None,
+        "recompute": None,
+    }
+    spec = ScheduleSpec.of("1f1b", 4)
+
+    def tried():
+        found = PlanSearch(replace(planner()), given, spec).candidates()
+        return [(one.final, one.options, one.solution.assignment) for one in found]
+
+    def slowly(*arguments, **options):
+        solution = best_solution(*arguments, **options)
+        certificate = msgspec.structs.replace(solution.certificate, seconds=1000.0)
+        return replace(solution, certificate=certificate)
+
+    quickly = tried()
+    assert sum(final for final, _, _ in quickly) > 2
+    monkeypatch.setattr("tarantella_pp.partition.planner.best_solution", slowly)
+    assert tried() == quickly
 
 
 @st.composite

@@ -128,7 +128,7 @@ class BoundarySets:
             graph: The layer graph.
             known: Stage of each node in a plan.
         """
-        lattice, count = ideals_of(_preds(graph), MOST_BOUNDARIES), len(known)
+        lattice, count = ideals_of(comes_before(graph), MOST_BOUNDARIES), len(known)
         if lattice is None:
             before = np.zeros((count + 1, count), bool)
             before[:, np.argsort(known, kind="stable")] = np.tri(count + 1, count, -1)
@@ -161,10 +161,13 @@ class BoundarySets:
         return tuple((len(path) - self.before[list(path)].sum(axis=0)).tolist())
 
 
-def _preds(graph: LayerGraph) -> Preds:
+def comes_before(graph: LayerGraph) -> Preds:
     """Returns what comes before each node: what it reads, and what trains its variables.
 
     The first node that has a variable trains it, and others come no earlier.
+
+    Args:
+        graph: The layer graph.
     """
     trains: dict[int, int] = {}
     found = []

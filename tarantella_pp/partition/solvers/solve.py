@@ -90,7 +90,10 @@ def _plan(
     if outcome.stages is None:
         return outcome, None
     assignment = expand(problem, instance, outcome.stages)
-    return outcome, break_ties(problem, assignment, deadline, together=together)
+    whole = instance  # nothing of it was joined or dropped
+    if not problem.exactly:
+        whole = reduce_problem(problem, together=together, join=False)
+    return outcome, break_ties(problem, whole, assignment, deadline)
 
 
 def _tied_free(

@@ -19,7 +19,7 @@ from tarantella_pp.partition.solvers.problem.instance import (
     Terms,
 )
 from tarantella_pp.partition.solvers.problem.problem import IntArray, Problem
-from tarantella_pp.partition.solvers.reductions import cut_tensors, expand, reduce_problem
+from tarantella_pp.partition.solvers.reductions import cut_tensors, expand
 
 #: Ideals listed, and pairs of them priced, to break ties; both are counted, not timed.
 MAX_IDEALS = 4_000
@@ -27,13 +27,12 @@ MAX_PAIRS = 800_000
 
 
 def break_ties(
-    problem: Problem, assignment: IntArray, deadline: float, *, together: bool
+    problem: Problem, instance: Instance, assignment: IntArray, deadline: float
 ) -> IntArray:
-    """Finds a plan that cuts less, of the same value."""
+    """Finds a plan that cuts less, of the same value; in the instance no node is left out."""
     costs = cut_tensors(problem)
     if not costs or time.thread_time() > deadline:
         return assignment
-    instance = reduce_problem(problem, together=together, join=False)
     instance = replace(instance, resources=(*instance.resources, _cuts(instance, costs)))
     capacity = problem.evaluate(assignment).value * (1 + problem.alike)
     stages = np.zeros(instance.num_nodes, np.int64)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from unittest import mock
 
 import networkx as nx
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tarantella_pp.partition.solvers.contraction import contract, fuse_uncuttable
+from tarantella_pp.partition.solvers.exact import chain_dp, order_dp
 from tarantella_pp.partition.solvers.exact.balance_dp import solve_balance
 from tarantella_pp.partition.solvers.exact.chain_dp import ChainSearch, OutOfTimeError
 from tarantella_pp.partition.solvers.exact.ideals import (
@@ -113,6 +115,23 @@ def test_bounds_stay_below_and_orders_above(problem):
             assert problem.violation(expand(problem, instance, stages)) is None
 
 
+@examples(100)
+@given(problems(), st.sampled_from([0.01, 0.5, 1.3]))
+def test_stages_too_dear_to_be_looked_at_are_nothing_to_the_plan(problem, guess):
+    instance = reduce_problem(replace(problem, tied="together"))
+    orders, order = OrderDP(instance), np.arange(instance.num_nodes)
+    with mock.patch.object(order_dp, "FIRST_GUESS", 1e6):
+        value, stages = orders.solve(order)
+    with mock.patch.object(order_dp, "FIRST_GUESS", guess):
+        found, same = orders.solve(order)
+    assert found == value
+    if np.isfinite(value):
+        assert same.tolist() == stages.tolist()
+        total, tight = orders.solve(order, capacity=value * (1 + 1e-9))
+        assert np.isfinite(total)
+        assert instance.value(tight) <= value * (1 + 1e-9)
+
+
 @examples(200)
 @given(problems())
 def test_thinned_orders_still_give_plans(problem):
@@ -120,6 +139,21 @@ def test_thinned_orders_still_give_plans(problem):
     instance = reduce_problem(problem)
     value, stages = OrderDP(instance, max_cuts=3).solve(np.arange(instance.num_nodes))
     assert instance.value(stages) == close(value)
+
+
+@examples(100)
+@given(problems(), st.sampled_from(["bottleneck", "sum", "any"]))
+def test_pairs_priced_at_once_are_priced_one_by_one(problem, goal):
+    instance = reduce_problem(replace(problem, tied="together"))
+    family = IdealFamily(instance, enumerate_ideals(instance, 10_000).words)
+    found = []
+    for pairs in (1, 1 << 15):
+        with mock.patch.object(chain_dp, "PAIRS_AT_ONCE", pairs):
+            found.append(ChainSearch(family).run(np.inf, FOREVER, goal=goal))
+    assert (found[0] is None) == (found[1] is None)
+    if found[0] is not None:
+        assert found[0][0] == found[1][0]
+        assert found[0][1].tolist() == found[1][1].tolist()
 
 
 @examples(200)
@@ -136,7 +170,7 @@ def test_the_stage_between_two_ideals_costs_what_it_should(problem, seed):
     rows = np.flatnonzero((member >= member[:, [row]]).all(axis=0))
     for index, resource in enumerate(instance.resources):
         pricer = Pricer.of(instance, index)
-        fixed, held = pricer.stage(family, row, member[:, row].copy(), family, rows, member)
+        fixed, held = pricer.stages(family, np.full(len(rows), row), family, rows)
         for at, end in enumerate(rows):
             stages = np.where(member[:, row], 0, np.where(member[:, end], 1, 2))
             expected = resource.stage_costs(stages)[1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,14 +13,18 @@ from numpy.typing import NDArray
 
 from tarantella_pp.errors import TarantellaError
 from tarantella_pp.partition.solvers.exact.ideals import unpack
-from tarantella_pp.partition.solvers.exact.stage_pricing import IdealFamily, Pricer
+from tarantella_pp.partition.solvers.exact.stage_pricing import IdealFamily, Pricer, expand
 from tarantella_pp.partition.solvers.problem.instance import Resource
 from tarantella_pp.partition.solvers.problem.problem import FloatArray, IntArray
 
 #: What looking at one ideal costs, whatever follows it, in pairs.
 PAIRS_PER_ROW = 1000
+#: Pairs priced at a time.
+PAIRS_AT_ONCE = 1 << 15
 
 Goal = Literal["bottleneck", "sum", "any"]
+Ranges = tuple[NDArray[np.intp], NDArray[np.intp]]
+"""Where each of several ranges of ideals begins and ends."""
 
 
 class OutOfTimeError(TarantellaError):
@@ -141,8 +146,7 @@ class ChainSearch:
     ) -> _Front:
         """Extends every chain of a front by one stage."""
         begin, end = self._family.take(front.rows), self._family.take(rows)
-        inside = unpack(begin.words, self._instance.num_nodes)
-        member = unpack(end.words, self._instance.num_nodes)
+        room = caps[0][stage] / self._instance.objective.scale[stage]
         best = np.full(len(rows), np.inf)
         parent = np.zeros(len(rows), np.intp)
         if self._carry:
@@ -150,71 +154,97 @@ class ChainSearch:
             _, ours, theirs = np.intersect1d(rows, front.rows, return_indices=True)
             best[ours], parent[ours] = front.value[theirs], theirs
         known = best.copy()
-        open_rows = np.isinf(best) if goal == "any" else None
-        for at in np.flatnonzero(front.fresh).tolist():
-            if self._pairs_left < 0 or (not at & 63 and time.thread_time() > deadline):
-                raise OutOfTimeError("The chain search ran out of time or pairs.")
-            near = self._near(begin, at, end, stage, caps[0][stage], open_rows)
-            column = np.ascontiguousarray(inside[:, at])
-            cost = self._cost(begin, at, column, end, near, member, stage, caps, goal)
+        for starts, ranges in self._blocks(begin, np.flatnonzero(front.fresh), end, room):
+            if time.thread_time() > deadline:
+                raise OutOfTimeError("The chain search ran out of time.")
+            wanted = np.isinf(best) if goal == "any" else None
+            at, to = self._near(begin, starts, end, ranges, room, wanted)
+            cost = self._cost(begin, at, end, to, stage, caps, goal)
             before = front.value[at]
             value = np.maximum(before, cost) if goal == "bottleneck" else before + cost
-            better = value < best[near]
-            if open_rows is not None:
-                open_rows[near[better]] = False
-            best[near[better]] = value[better]
-            parent[near[better]] = at
+            better = np.flatnonzero(value < best[to])
+            # Of each end's best ways the first.
+            better = better[np.lexsort((value[better], to[better]))]
+            better = better[np.flatnonzero(np.diff(to[better], prepend=-1))]
+            best[to[better]], parent[to[better]] = value[better], at[better]
         kept = np.flatnonzero(np.isfinite(best))
         fresh = best < known if self._carry else np.ones(len(rows), bool)
         return _Front(rows[kept], best[kept], parent[kept], fresh[kept])
 
+    def _blocks(
+        self,
+        begin: IdealFamily,
+        starts: NDArray[np.intp],
+        end: IdealFamily,
+        room: float,
+    ) -> Iterator[tuple[NDArray[np.intp], Ranges]]:
+        """Yields ideals that begin a stage, and the ranges in which it may end, some at a time."""
+        at, fixed = begin.sums[0].fixed[starts], end.sums[0].fixed
+        slack = 1e-9 * np.abs(at)
+        low = np.searchsorted(fixed, at - slack)
+        high = np.searchsorted(fixed, at + room + slack, "right")
+        done, sizes = 0, PAIRS_PER_ROW + high - low
+        pairs = np.cumsum(high - low)
+        while done < len(starts):
+            most = (pairs[done - 1] if done else 0) + PAIRS_AT_ONCE
+            until = max(done + 1, int(np.searchsorted(pairs, most, "right")))
+            block = slice(done, until)
+            if self._pairs_left < sizes[done : until - 1].sum():
+                raise OutOfTimeError("The chain search ran out of pairs.")
+            self._pairs_left -= int(sizes[block].sum())
+            yield starts[block], (low[block], high[block])
+            done = until
+
     def _near(
         self,
         begin: IdealFamily,
-        at: int,
+        starts: NDArray[np.intp],
         end: IdealFamily,
-        stage: int,
-        cap: float,
+        ranges: Ranges,
+        room: float,
         wanted: NDArray[np.bool_] | None,
-    ) -> NDArray[np.intp]:
-        """Lists the ideals of the next front that contain one and may be a stage away."""
-        resource = self._instance.objective
-        fixed, start = end.sums[0].fixed, begin.sums[0].fixed[at]
-        slack = 1e-9 * abs(start)
-        low = int(np.searchsorted(fixed, start - slack))
-        high = int(np.searchsorted(fixed, start + cap / resource.scale[stage] + slack, "right"))
-        # A tensor cut on one side only is paid in full.
-        jump = np.abs(end.sums[0].touch[low:high] - begin.sums[0].touch[at])
-        within = fixed[low:high] - start + jump <= cap / resource.scale[stage] + slack
+    ) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+        """Lists the pairs of ideals that contain each other and may be a stage apart."""
+        which, to = expand(*ranges)
+        at = starts[which]
         if wanted is not None:
-            within &= wanted[low:high]
-        near = low + np.flatnonzero(within)
-        self._pairs_left -= PAIRS_PER_ROW + len(within)
-        ours = begin.words[:, at]
-        for word in np.flatnonzero(ours):
-            near = near[(end.words[word, near] & ours[word]) == ours[word]]
+            at, to = at[wanted[to]], to[wanted[to]]
+        first, last = begin.sums[0], end.sums[0]
+        # A tensor cut on one side only is paid in full.
+        jump = np.abs(last.touch[to] - first.touch[at])
+        slack = 1e-9 * np.abs(first.fixed[at])
+        within = last.fixed[to] - first.fixed[at] + jump <= room + slack
+        at, to = at[within], to[within]
+        if not len(at):
+            return at, to
+        ours, theirs = begin.words[:, starts], end.words[:, to.min() : to.max() + 1]
+        missing = np.bitwise_or.reduce(ours, axis=1) & ~np.bitwise_and.reduce(theirs, axis=1)
+        for word in np.flatnonzero(missing):
+            needed = begin.words[word, at]
+            inside = (end.words[word, to] & needed) == needed
+            at, to = at[inside], to[inside]
         if self._instance.strict:
-            near = near[(end.words[:, near] != ours[:, None]).any(axis=0)]
-        return near
+            same = np.flatnonzero(last.fixed[to] == first.fixed[at])
+            same = same[(begin.words[:, at[same]] == end.words[:, to[same]]).all(axis=0)]
+            at, to = np.delete(at, same), np.delete(to, same)
+        return at, to
 
     def _cost(
         self,
         begin: IdealFamily,
-        at: int,
-        inside: NDArray[np.uint8],
+        at: NDArray[np.intp],
         end: IdealFamily,
-        near: NDArray[np.intp],
-        member: NDArray[np.uint8],
+        to: NDArray[np.intp],
         stage: int,
         caps: list[FloatArray],
         goal: Goal,
     ) -> FloatArray:
         """Prices the stages; infinite where one is above a cap."""
-        result = np.zeros(len(near))
-        allowed = np.ones(len(near), bool)
+        result = np.zeros(len(at))
+        allowed = np.ones(len(at), bool)
         for pricer, cap in zip(self._pricers, caps, strict=True):
             resource: Resource = pricer.resource
-            fixed, held = pricer.stage(begin, at, inside, end, near, member)
+            fixed, held = pricer.stages(begin, at, end, to)
             cost = resource.price(stage, fixed, held)
             allowed &= cost <= cap[stage]
             if goal != "any" and pricer.index == (len(caps) - 1 if goal == "sum" else 0):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
+from numpy.lib.stride_tricks import as_strided, sliding_window_view
 from numpy.typing import NDArray
 
 from tarantella_pp.partition.solvers.problem.instance import (
@@ -20,6 +23,9 @@ from tarantella_pp.partition.solvers.problem.problem import (
 
 #: Cuts considered at a time; longer orders are thinned first and refined afterwards.
 MAX_CUTS = 640
+#: Cost of the dearest stage that is looked at, over what each has on average; by how much it grows
+#: where no plan keeps within it.
+FIRST_GUESS, NEXT_GUESS = 1.3, 2.0
 
 
 class OrderDP:
@@ -79,43 +85,67 @@ class OrderDP:
     def _cut(
         self, order: IntArray, position: IntArray, cuts: IntArray, capacity: float | None
     ) -> tuple[float, IntArray]:
-        costs = self._stage_costs(order, position, cuts, capacity)
-        count, S = len(cuts), self._instance.num_stages
-        best = np.full(count, np.inf)
-        best[0] = 0.0
-        parents = []
-        for stage in range(S):
-            cost = costs(stage)
-            reached = np.maximum(best[:, None], cost) if capacity is None else best[:, None] + cost
-            parent = reached.argmin(axis=0)
-            best = reached[parent, np.arange(count)]
-            parents.append(parent)
+        prices = self._prices(order, position, cuts, capacity)
+        # Dearer stages than the best plan's need not be looked at: what that is has to be guessed.
+        most = prices.share * FIRST_GUESS if capacity is None else capacity
+        while True:
+            width = prices.width(most)
+            value, bounds = self._cheapest(prices, width, len(cuts), additive=capacity is not None)
+            if value <= most or width == len(cuts) or capacity is not None:
+                break
+            most *= NEXT_GUESS
         stages = np.zeros(len(order), np.int64)
-        at = count - 1
-        for stage in range(S - 1, -1, -1):
-            begin = int(parents[stage][at])
-            stages[order[cuts[begin] : cuts[at]]] = stage
-            at = begin
-        return float(best[-1]), stages
+        for stage, (begin, end) in enumerate(itertools.pairwise(bounds)):
+            stages[order[cuts[begin] : cuts[end]]] = stage
+        return value, stages
 
-    def _stage_costs(
+    def _cheapest(
+        self, prices: StagePrices, width: int, count: int, *, additive: bool
+    ) -> tuple[float, list[int]]:
+        """Finds the best bounds of stages that are no wider; returns their value, too."""
+        # best[i] of the cuts before the first one, and of all others
+        best = np.full(width - 1 + count, np.inf)
+        best[width - 1] = 0.0
+        before, ends = sliding_window_view(best, width), np.arange(count)
+        reached = np.empty((count, width))
+        parents = []
+        for stage in range(self._instance.num_stages):
+            (np.add if additive else np.maximum)(before, prices.table(stage, width), out=reached)
+            nearest = reached.argmin(axis=1)
+            best[width - 1 :] = reached[ends, nearest]
+            parents.append(np.maximum(ends - (width - 1) + nearest, 0))
+        bounds = [count - 1]
+        for parent in reversed(parents):
+            bounds.append(int(parent[bounds[-1]]))
+        return float(best[-1]), bounds[::-1]
+
+    def _prices(
         self, order: IntArray, position: IntArray, cuts: IntArray, capacity: float | None
     ) -> StagePrices:
-        tables = []
-        backward = np.tril(
-            np.ones((len(cuts), len(cuts)), bool), 0 if self._instance.strict else -1
-        )
+        tables, index = [], np.arange(len(cuts))
+        backward = index[:, None] < index[None, :] + self._instance.strict
         for resource, layout in zip(self._instance.resources, self._layouts, strict=True):
             fixed = _differences(resource.fixed, order, cuts)
             held = _differences(resource.held, order, cuts) if resource.held.any() else None
             fixed, held = layout.add(fixed, held, position, cuts)
-            fixed[backward] = np.inf
-            tables.append((resource, fixed, held))
+            behind = _by_end(held, 0.0) if held is not None else None
+            fixed = _by_end(fixed, np.inf)
+            np.copyto(fixed[1:], np.inf, where=backward)
+            tables.append((resource, fixed, behind))
         return StagePrices(tables, capacity)
 
 
 class StagePrices:
-    """Costs of all stages between two cuts, `(cuts, cuts)`; infinite where not allowed."""
+    """Costs of all stages between two cuts, by the cut that ends them; infinite where not allowed.
+
+    Stages that go back over few cuts lie along the diagonal; of a table of these the columns are
+    the cuts from farthest to nearest::
+
+        end 0   [ . ]                     . . 0       a stage that ends at cut 3 and
+        end 1   [ a . ]                   . a .       begins at cut 1 is c
+        end 2   [   b . ]        ->       . b .
+        end 3   [   c d . ]               c d .
+    """
 
     def __init__(
         self,
@@ -125,15 +155,32 @@ class StagePrices:
         self._tables = tables
         self._capacity = capacity
         self._same = all(resource.uniform for resource, _, _ in tables)
-        self._known: FloatArray | None = None
+        self._known: dict[int, FloatArray] = {}
 
-    def __call__(self, stage: int) -> FloatArray:
-        """Returns the table of one stage."""
-        if self._known is not None:
-            return self._known
+    @property
+    def share(self) -> float:
+        """What each stage would cost if all were equal and nothing were cut."""
+        resource, fixed, held = self._tables[0]
+        whole = fixed[-1, 0] + (0.0 if held is None else resource.factor.mean() * held[-1, 0])
+        return float(resource.scale.mean() * whole / len(resource.scale))
+
+    def width(self, most: float) -> int:
+        """Returns how many cuts stages go back at most that cost no more than so much."""
+        resource, fixed, held = self._tables[0]
+        least = fixed[1:] if held is None else fixed[1:] + resource.factor.min() * held[1:]
+        within = least <= most / resource.scale.min() * (1 + 1e-9)
+        farthest = np.where(within.any(axis=1), within.argmax(axis=1), len(within))
+        return max(1, int((np.arange(len(within)) - farthest).max()) + 1)
+
+    def table(self, stage: int, width: int) -> FloatArray:
+        """Returns the costs of one stage that goes back so many cuts, `(cuts, width)`."""
+        if width in self._known:
+            return self._known[width]
         costs, allowed = [], None
-        for index, (resource, fixed, held) in enumerate(self._tables):
-            cost = fixed if held is None else fixed + resource.factor[stage] * held
+        for index, (resource, by_end, held_by_end) in enumerate(self._tables):
+            cost = _diagonal(by_end, width)
+            if held_by_end is not None:
+                cost = cost + resource.factor[stage] * _diagonal(held_by_end, width)
             if resource.scale[stage] != 1.0:
                 cost = resource.scale[stage] * cost
             cap = resource.cap[stage]
@@ -145,8 +192,25 @@ class StagePrices:
             costs.append(cost)
         wanted = costs[0] if self._capacity is None else costs[-1]
         table = wanted if allowed is None else np.where(allowed, wanted, np.inf)
-        self._known = table if self._same else None
+        if self._same:
+            self._known[width] = table
         return table
+
+
+def _by_end(table: FloatArray, before: float) -> FloatArray:
+    """Turns a table by begin and end round, behind a row of what is before it."""
+    turned = np.empty((len(table) + 1, len(table)))
+    turned[0], turned[1:] = before, table.T
+    return turned
+
+
+def _diagonal(by_end: FloatArray, width: int) -> FloatArray:
+    """Returns the entries left of the diagonal; before the first column are those above it."""
+    count = by_end.shape[1]
+    step = by_end.itemsize
+    return as_strided(
+        by_end.ravel()[count - width + 1 :], (count, width), ((count + 1) * step, step)
+    )
 
 
 def _differences(weights: FloatArray, order: IntArray, cuts: IntArray) -> FloatArray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +20,7 @@ from tarantella_pp.partition.solvers.problem.instance import (
     Instance,
     Resource,
 )
-from tarantella_pp.partition.solvers.problem.problem import FloatArray
+from tarantella_pp.partition.solvers.problem.problem import FloatArray, weighted_counts
 
 #: Ideals unpacked at a time while summing.
 BLOCK = 1 << 15
@@ -44,6 +45,11 @@ class IdealFamily:
     def __len__(self) -> int:
         """Returns the number of ideals."""
         return int(self.words.shape[1])
+
+    @functools.cached_property
+    def member(self) -> NDArray[np.uint8]:
+        """Membership of the ideals, shape `(nodes, ideals)`."""
+        return unpack(self.words, self.instance.num_nodes)
 
     def take(self, rows: NDArray[np.intp]) -> IdealFamily:
         """Returns the family of some of the ideals."""
@@ -94,7 +100,7 @@ def _sums(instance: Instance, words: Words) -> tuple[Sums, ...]:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Pricer:
-    """Prices stages that begin at one ideal and end at many.
+    """Prices the stages between pairs of ideals.
 
     With P the touch cost of the tensors an ideal cuts, the stage J - I pays P(I) + P(J), less
     what both count: a tensor cut by both is counted twice, and owed once where the stage touches
@@ -114,55 +120,101 @@ class Pricer:
         flat, starts = resource.terms.flat()
         return cls(resource, index, flat, starts, np.diff(starts, append=len(flat)))
 
-    def stage(
+    def stages(
         self,
         begin: IdealFamily,
-        row: int,
-        inside: NDArray[np.uint8],
+        at: NDArray[np.intp],
         end: IdealFamily,
-        rows: NDArray[np.intp],
-        member: NDArray[np.uint8],
+        to: NDArray[np.intp],
     ) -> tuple[FloatArray, FloatArray]:
-        """Prices the stages from one ideal to each of several that contain it.
+        """Prices the stages between pairs of ideals, of which the second contains the first.
 
         Args:
-            begin: Family of the first ideal.
-            row: Its row.
-            inside: Its membership, shape `(nodes,)`.
+            begin: Family of the first ideals.
+            at: The row of the first ideal of each pair, ascending.
             end: Family of the last ideals.
-            rows: Their rows.
-            member: Membership of the whole `end` family, shape `(nodes, ideals)`.
+            to: The row of the last ideal of each pair.
 
         Returns:
-            The fixed part and the part per micro-batch in flight, each of shape `(rows,)`.
+            The fixed part and the part per micro-batch in flight, each of shape `(pairs,)`.
         """
-        at, to, terms = begin.sums[self.index], end.sums[self.index], self.resource.terms
-        fixed = to.fixed[rows] - at.fixed[row] + (to.touch[rows] + at.touch[row])
-        held = to.held[rows] - at.held[row]
-        fixed += at.receive[row]
-        held += at.receive_held[row]
-        if not len(terms):
-            return fixed, held
-        # Which tensors are cut, and how many of their pins lie outside.
-        absent = 1 - inside[self.flat].astype(np.int64)
-        outside = np.add.reduceat(absent, self.starts)
-        producer = terms.producer
-        live = (producer == ANY) | ((producer != INPUT) & (inside[producer] > 0))
-        cut = (outside > 0) & (outside < self.sizes)
-        lone = np.flatnonzero(cut & (outside == 1))
-        if len(lone):
-            # One pin left: the tensor stays cut where that pin stays out, and is then missed.
-            last = np.add.reduceat(absent * self.flat, self.starts)[lone]
-            missing = 1.0 - member[last[:, None], rows[None, :]]
-            fixed -= (2 * terms.touch[lone] + terms.receive[lone] * live[lone]) @ missing
-            held -= (terms.receive_held[lone] * live[lone]) @ missing
-        for t in np.flatnonzero(cut & (outside > 1)).tolist():
-            rest = np.array([pin for pin in terms.pins[t] if not inside[pin]])
-            more = member[rest[:, None], rows[None, :]].sum(axis=0, dtype=np.int64)
-            both, missed = more < len(rest), more == 0
-            if terms.touch[t]:
-                fixed -= terms.touch[t] * both + terms.touch[t] * missed
-            if live[t]:
-                fixed -= terms.receive[t] * missed
-                held -= terms.receive_held[t] * missed
+        first, last, terms = begin.sums[self.index], end.sums[self.index], self.resource.terms
+        fixed = last.fixed[to] - first.fixed[at] + (last.touch[to] + first.touch[at])
+        held = last.held[to] - first.held[at]
+        fixed += first.receive[at]
+        held += first.receive_held[at]
+        if len(terms) and len(at):
+            rows, pair_row = np.unique(at, return_inverse=True)
+            both = self._counted_twice(begin.member[:, rows], pair_row, end.member, to)
+            fixed -= both[0]
+            held -= both[1]
         return fixed, held
+
+    def _counted_twice(
+        self,
+        inside: NDArray[np.uint8],
+        row: NDArray[np.intp],
+        member: NDArray[np.uint8],
+        to: NDArray[np.intp],
+    ) -> tuple[FloatArray, FloatArray]:
+        """Sums up what pairs of ideals count of tensors that are cut at both."""
+        terms = self.resource.terms
+        tensors, first_row, live = self._cut(inside)
+        # A pair for each tensor that is cut at its first ideal ...
+        at_row = np.searchsorted(first_row, np.arange(inside.shape[1] + 1))
+        pair, one = expand(at_row[row], at_row[row + 1])
+        tensor = tensors[one]
+        # ... and each of its pins: how many lie outside of that, and how many not of the last.
+        which, pin = expand(self.starts[tensor], self.starts[tensor] + self.sizes[tensor])
+        pin = self.flat[pin]
+        outside = 1 - inside[pin, row[pair[which]]]
+        more = outside & member[pin, to[pair[which]]]
+        begins = np.cumsum(self.sizes[tensor]) - self.sizes[tensor]
+        if not len(begins):
+            return np.zeros(len(row)), np.zeros(len(row))
+        left, met = (np.add.reduceat(n.astype(np.int64), begins) for n in (outside, more))
+        missed = met == 0
+        received = missed & live[one]
+        fixed = terms.touch[tensor] * ((met < left).astype(float) + missed)
+        fixed += terms.receive[tensor] * received
+        held = terms.receive_held[tensor] * received
+        return weighted_counts(pair, fixed, len(row)), weighted_counts(pair, held, len(row))
+
+    def _cut(
+        self, inside: NDArray[np.uint8]
+    ) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.bool_]]:
+        """Lists the tensors that ideals cut, by ideal, and whether their producer is inside."""
+        some, every = inside.max(axis=1) > 0, inside.min(axis=1) > 0
+        may = np.logical_or.reduceat(some[self.flat], self.starts)
+        may &= ~np.logical_and.reduceat(every[self.flat], self.starts)
+        candidates = np.flatnonzero(may)
+        if not len(candidates):
+            return candidates, candidates, may[:0]
+        _, pins = expand(self.starts[candidates], self.starts[candidates] + self.sizes[candidates])
+        sizes = self.sizes[candidates]
+        within = np.add.reduceat(
+            inside[self.flat[pins]].astype(np.int32), np.cumsum(sizes) - sizes, axis=0
+        )
+        row, chosen = np.nonzero(((within > 0) & (within < sizes[:, None])).T)
+        tensor = candidates[chosen]
+        producer = self.resource.terms.producer[tensor]
+        live = (producer == ANY) | ((producer != INPUT) & (inside[producer, row] > 0))
+        return tensor, row, live
+
+
+def expand(
+    begin: NDArray[np.intp], end: NDArray[np.intp]
+) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """Lists the numbers of several ranges one after another.
+
+    Args:
+        begin: Where each range begins.
+        end: Where it ends.
+
+    Returns:
+        The range of each number, and the number.
+    """
+    sizes = end - begin
+    which = np.repeat(np.arange(len(sizes)), sizes)
+    before = np.cumsum(sizes) - sizes
+    return which, np.arange(len(which)) + (begin - before)[which]

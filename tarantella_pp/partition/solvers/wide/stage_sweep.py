@@ -90,7 +90,11 @@ class StageSweep:
             new = np.flatnonzero(fits & holds(words, free.preds[at]))
             if not len(new):
                 continue
-            more = cost[node] + self._receives(node, begin, begun, words, new, parent, free, stage)
+            more = np.full(len(new), cost[node])
+            if self._received[node]:
+                origin = parent[new]
+                own = words[:, new] & ~begun[:, origin]
+                more += self._receives(node, begin, origin, own, free, stage)
             kept = load[new] + more <= most
             new, more = new[kept], more[kept]
             grown = words[:, new]
@@ -133,24 +137,20 @@ class StageSweep:
         self,
         node: int,
         begin: Members,
-        begun: Words,
-        words: Words,
-        rows: NDArray[np.intp],
-        parent: NDArray[np.intp],
+        origin: NDArray[np.intp],
+        own: Words,
         free: FreeNodes,
         stage: int,
     ) -> FloatArray:
-        """Returns what partial stages receive for one more node, but for what they have."""
+        """Returns what partial stages, of so many own nodes, receive besides for one more."""
         resource = self._instance.objective
-        terms, total = resource.terms, np.zeros(len(rows))
+        terms, total = resource.terms, np.zeros(len(origin))
         for tensor in self._received[node]:
             producer, pins = int(terms.producer[tensor]), terms.pins[tensor]
             makers = list(pins) if producer == ANY else [producer]
-            made = begin[makers].max(axis=0) == 1
-            live = made[parent[rows]]
+            live = (begin[makers].max(axis=0) == 1)[origin]
             if producer != node and live.any():
-                mask = free.mask(pins)[:, None]
-                got = (words[:, rows] & ~begun[:, parent[rows]] & mask).any(axis=0)
+                got = (own & free.mask(pins)[:, None]).any(axis=0)
                 held = resource.factor[stage] * terms.receive_held[tensor]
                 total += resource.scale[stage] * (terms.receive[tensor] + held) * (live & ~got)
         return total

@@ -316,6 +316,7 @@ def test_what_the_script_says_of_callbacks_now_stays(tmp_path, caplog):
     assert "no Counting is among the callbacks" in caplog.text
 
 
+@pytest.mark.slow
 def test_reached_epochs_train_nothing_and_more_go_on(tmp_path, caplog):
     first = run(tmp_path, epochs=2)
     assert run(tmp_path, epochs=2) == first

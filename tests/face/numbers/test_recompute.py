@@ -40,13 +40,14 @@ def plain(name):
     return train(CASES[name], **SHAPE, schedule="1f1b")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "schedule"),
     [
         ("dropout", "zb-h1"),
-        pytest.param("causal_attention", "1f1b", marks=pytest.mark.slow),
-        pytest.param("batch_norm", "zb-h1", marks=pytest.mark.slow),
-        pytest.param("regularized", "1f1b", marks=pytest.mark.slow),
+        ("causal_attention", "1f1b"),
+        ("batch_norm", "zb-h1"),
+        ("regularized", "1f1b"),
     ],
 )
 def test_recomputation_changes_no_number(name, schedule):

@@ -60,7 +60,7 @@ def losses(printed):
 
 def on_ranks(folder):
     use_float64()
-    return {name: run_small(name, folder) for name in SMALL}
+    return {name: run_small(name, folder) for name in SMALL if name != "oversized.py"}
 
 
 def run_small(name, folder, *more):
@@ -81,7 +81,7 @@ def test_four_ranks_come_to_the_losses_of_one(float64, tmp_path):
     """Two replicas of two stages; the residual network has a batch that grows with the ranks."""
     shared, alone = tmp_path / "shared", tmp_path / "alone"
     *others, master = mpi_run(4, on_ranks, str(shared), timeout=400).check().results
-    for name in ("hybrid_gpt.py", "oversized.py", "resume.py", "train_digits.py"):
+    for name in ("hybrid_gpt.py", "resume.py", "train_digits.py"):
         assert losses(master[name])
         assert losses(master[name]) == losses(run_small(name, alone))
         assert ("on 2 replicas" in master[name]) == (name in ("hybrid_gpt.py", "train_digits.py"))
@@ -93,7 +93,13 @@ def test_four_ranks_come_to_the_losses_of_one(float64, tmp_path):
     assert len(resumed) == 3
     before, after = map(float, re.findall(r"[\d.]+", losses(master["data_parallel_resnet.py"])[0]))
     assert after < before
-    assert not any(losses(other[name]) for other in others for name in SMALL)
+    assert not any(losses(other[name]) for other in others for name in other)
+
+
+@pytest.mark.slow
+def test_a_model_that_fits_is_trained_by_one_process_too(float64):
+    """On ranks that hold a part of it see below."""
+    assert len(re.findall(r"\d\.\d{4}", *losses(run_small("oversized.py", "")))) == 3
 
 
 def oversized():

@@ -24,7 +24,7 @@ from tests.helpers.training import (
 )
 
 ROUNDING, BITS = 1e-10, 1e-13
-IN_BITS = ("embedding_adamw", "tied_head", "two_in_two_out")
+IN_BITS = ("tied_head", "two_in_two_out")
 """Cases that are compared with one stage, too, besides those that Keras trains otherwise."""
 
 

@@ -212,6 +212,7 @@ def test_an_interpreter_that_is_missing_on_another_host_is_named(
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.slow
 def test_a_launcher_that_ends_leaves_nothing_on_other_hosts(
     python: str, number: signal.Signals, hosts: Network, private: pathlib.Path
 ) -> None:
@@ -251,6 +252,7 @@ def test_a_dead_link_ends_the_job_on_both_sides(
         check_clean(hosts)
 
 
+@pytest.mark.slow
 def test_an_outage_is_survived(python: str, hosts: Network, private: pathlib.Path) -> None:
     for folder, hostfile in kinds_of_jobs(hosts, private):
         options = ["--hostfile", hostfile, "fault.py", "return", "work"]

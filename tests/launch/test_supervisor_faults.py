@@ -66,9 +66,18 @@ def test_a_rank_that_leaves_while_others_wait_ends_the_job(python: str) -> None:
     ("how", "ranks", "cause"),
     [
         ("exit0", 2, "sys.exit(0) while other ranks wait for it (rank 0 at early.py:26)"),
-        ("return", 3, "its script ended while other ranks wait for it (rank 0 at early.py:26)"),
+        pytest.param(
+            *(
+                "return",
+                3,
+                "its script ended while other ranks wait for it (rank 0 at early.py:26)",
+            ),
+            marks=pytest.mark.slow,
+        ),
         ("_exit0", 2, "exit code 0 before its script did"),
-        ("met", 2, "its script ended while rank 0 waits for it"),
+        pytest.param(
+            *("met", 2, "its script ended while rank 0 waits for it"), marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_rank_that_ends_before_all_have_met_ends_the_job(
@@ -92,6 +101,7 @@ def test_the_traceback_is_that_of_the_script_and_comes_once(python: str) -> None
     assert "worker.py" not in result.stderr
 
 
+@pytest.mark.slow
 def test_a_rank_may_end_long_before_the_others(python: str) -> None:
     with tarantella(python, "-n", "2", "fault.py", "return", "work") as job:
         result = job.result()

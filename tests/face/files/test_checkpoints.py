@@ -252,6 +252,7 @@ def full(*arguments):
 
 
 @pytest.mark.mpi
+@pytest.mark.slow
 def test_the_trouble_of_one_rank_is_told_on_all(tmp_path):
     directory = str(tmp_path / "run")
     run = mpi_run(2, troubles, directory, timeout=200).check()

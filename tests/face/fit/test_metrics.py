@@ -197,6 +197,7 @@ def in_keras(name):
     return used(make(CASES[name]))
 
 
+@pytest.mark.slow
 def test_metrics_in_layers_are_those_of_keras():
     options = {"num_stages": 3, "num_micro_batches": 3, "recompute": [0]}
     plain, pipeline = in_keras("in layers"), used(make(CASES["in layers"], **options))
@@ -265,6 +266,7 @@ def reset_after_batches(model):
     return model.fit(X, ONE_HOT, callbacks=[Resets()], **quiet).history
 
 
+@pytest.mark.slow
 def test_an_epoch_after_which_metrics_are_reset_logs_what_keras_does():
     one = CASES["additive"]
     found = reset_after_batches(make(one, num_stages=2, num_micro_batches=3))

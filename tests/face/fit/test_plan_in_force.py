@@ -154,6 +154,7 @@ def test_a_batch_over_the_limit_is_refused_before_it_is_trained():
 
 
 @pytest.mark.mpi
+@pytest.mark.slow
 def test_every_rank_refuses_it():
     for result in mpi_run(2, train_over_the_limit, timeout=120).check().results:
         check_refusal(*result)

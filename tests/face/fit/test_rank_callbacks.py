@@ -28,7 +28,7 @@ def compiled(model, **options):
 
 def plain(**options):
     keras.utils.set_random_seed(1)
-    return compiled(mlp(), **options)
+    return compiled(mlp(), run_eagerly=True, **options)
 
 
 def pipeline(**options):

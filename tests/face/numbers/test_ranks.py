@@ -39,14 +39,12 @@ pytestmark = [pytest.mark.keras, pytest.mark.mpi]
 
 
 TWO = [
-    ("mlp", 2, 1, None),
     ("masked_output", 2, 3, None),
     ("embedding_adamw", 2, 3, "1f1b"),
     ("dropout", 4, 3, "gpipe"),
     ("long_skip", 4, 3, "interleaved"),
     ("two_in_two_out", 4, 3, "zb-v"),
     ("looked_up_again", 4, 3, "1f1b"),
-    ("tied_head", 4, 3, "zb-v"),
     ("merged_windows", 10, 3, "interleaved"),
 ]
 FOUR = [
@@ -80,6 +78,7 @@ def train_and_check(ranks, cases):
         assert len(slots) == len(set(slots)), name
 
 
+@pytest.mark.slow
 def test_ranks_that_keep_only_the_last_micro_batches_whole_train_as_one_process():
     options = {"num_stages": 2, "num_micro_batches": 4, "recompute": "except_last"}
     cases = [(name, {**options, "schedule": schedule}) for name, schedule in REPEATED]

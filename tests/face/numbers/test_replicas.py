@@ -47,8 +47,6 @@ SIZES = (8, 8, 6)
 TWO = [  # model, stages, micro-batches of a replica, schedule; all others are replicas
     ("two_in_two_out", 1, 2, None),
     ("masked_output", 1, 2, None),
-    ("embedding_adamw", 1, 2, None),
-    ("dropout", 1, 2, None),
     ("batch_norm", 1, 2, None),
     ("class_weight", 1, 8, None),
 ]

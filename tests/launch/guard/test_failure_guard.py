@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.mpi, pytest.mark.parametrize("python", PYTHONS)]
         ("exit5", "barrier", "sys.exit(5)"),
         ("thread", "recv", "ZeroDivisionError"),
         pytest.param("exit0", "recv", "sys.exit(0) while", marks=pytest.mark.slow),
-        ("return", "poll", "its script ended while"),
+        pytest.param("return", "poll", "its script ended while", marks=pytest.mark.slow),
         pytest.param("system-exit", "wait", "its script ended while", marks=pytest.mark.slow),
     ],
 )

@@ -12,8 +12,10 @@ pytestmark = [pytest.mark.mpi, pytest.mark.parametrize("python", PYTHONS)]
 @pytest.mark.parametrize(
     ("how", "limit", "text"),
     [
-        ("exit0", "60", "1 of the 2 processes of the job on host"),
-        pytest.param("sleep", "2", "gives up (TNT_TIMEOUT=2;", marks=pytest.mark.slow),
+        pytest.param(
+            "exit0", "60", "1 of the 2 processes of the job on host", marks=pytest.mark.slow
+        ),
+        ("sleep", "2", "gives up (TNT_TIMEOUT=2;"),
     ],
 )
 def test_a_rank_that_never_starts_mpi_ends_the_job(

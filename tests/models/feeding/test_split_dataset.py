@@ -112,8 +112,7 @@ def flat(batch):
     return [leaf.numpy() for leaf in tf.nest.flatten(batch)]
 
 
-@pytest.mark.parametrize("name", SPLIT)
-@pytest.mark.parametrize("num_replicas", [2, 3])
+@pytest.mark.parametrize(("name", "num_replicas"), [*((name, 3) for name in SPLIT), ("files", 2)])
 def test_replicas_read_the_rows_of_the_very_batches(name, num_replicas, tmp_path):
     def shares(rows):
         return batch_shares(rows, 2, num_replicas)

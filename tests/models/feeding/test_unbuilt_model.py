@@ -77,6 +77,7 @@ def train():
 
 
 @pytest.mark.mpi
+@pytest.mark.slow
 def test_ranks_agree_on_the_plan_of_the_first_data():
     first, second = mpi_run(2, train, timeout=200).check().results
     assert first[:-1] == second[:-1]

@@ -86,6 +86,7 @@ INDICES = 8 * BATCH * IDS  # too small for a pool
 
 
 @pytest.mark.parametrize("case", range(len(WAYS) * len(THRESHOLDS)))
+@pytest.mark.slow
 def test_as_much_as_planned(case: int) -> None:
     """Exactly, in plain sums; what is never there at once may be less, never more."""
     plain = case < len(THRESHOLDS)

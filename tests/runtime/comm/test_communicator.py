@@ -100,6 +100,7 @@ def test_a_wait_that_takes_too_long_says_who_waits_for_whom() -> None:
 
 @needs_mpi
 @pytest.mark.mpi
+@pytest.mark.slow
 def test_a_reduction_that_takes_too_long_names_ranks_by_their_number_in_the_job() -> None:
     run = mpi_run(3, reduce_in_vain, env={"TNT_TIMEOUT": "1", "TNT_WARN": "0"}).check()
     text = run.results[1][0]

@@ -30,6 +30,7 @@ def test_other_systems_say_nothing(tmp_path):
 
 
 @pytest.mark.skipif(not STATUS.exists(), reason="not Linux")
+@pytest.mark.slow
 def test_memory_of_this_process():
     meter = MemoryMeter()
     size = int(STATUS.read_text().split("VmHWM:")[1].split()[0]) * 1024  # more than ever before

@@ -57,7 +57,7 @@ class CouplingProbe:
             if weights or not self._equal_rows(before, after, kept):
                 raise self._refusal(weights)
         for part in self._parts():
-            if not self._equal_alone(part):
+            if not self._equal_alone(part, before):
                 raise self._counting(part)
 
     def _sides(self) -> list[tuple[Array, Change]]:
@@ -110,10 +110,9 @@ class CouplingProbe:
         first = np.arange(self._samples.rows) < self._samples.rows // 2
         return [] if self._trace.is_random else [first, ~first]
 
-    def _equal_alone(self, part: Array) -> bool:
+    def _equal_alone(self, part: Array, whole: Trial) -> bool:
         """Whether the stage makes the same of some samples if there are no others."""
         factors, every = np.zeros(len(self._trace.added_by)), np.ones(part.sum(), bool)
-        whole = self._trace(np.ones(self._samples.rows, bool), factors, self._samples.inputs)
         alone = self._trace(every, factors, self._samples.only(part))
         trials = zip(whole.outputs, alone.outputs, self._trace.results_batched, strict=False)
         return all(self._close(rows_of(a, part) if one else a, b) for a, b, one in trials)

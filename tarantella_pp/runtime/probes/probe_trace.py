@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -91,7 +92,8 @@ class ProbeTrace:
         given = [tf.constant(rows), tf.constant(factors, keras.config.floatx()), *inputs]
         found = iter([_array(tensor) for tensor in self._run(*given)])
         parts = [[next(found) for _ in part] for part in self._parts]
-        return Trial(parts[0], parts[1][0], parts[2], np.array(parts[3], float).reshape(-1, 2))
+        products, lengths = parts[3] or [np.zeros(0)] * 2
+        return Trial(parts[0], parts[1][0], parts[2], np.stack([products.ravel(), lengths], -1))
 
     def outputs(self, inputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """The stage's outputs for some inputs, as it hands them on."""
@@ -157,7 +159,8 @@ class ProbeTrace:
         found = [(weight, gradient) for weight, gradient in pairs if gradient is not None]
         self.weights = [weight for weight, _ in found]
         self.added_by = module.added_by[self._training]
-        self._parts = [list(outputs), [added], given, [_in_short(g) for _, g in found]]
+        shortened = _in_short(self.weights, [gradient for _, gradient in found])
+        self._parts = [list(outputs), [added], given, shortened]
         return added
 
     def _observe(self, call: Call, results: Sequence[Any]) -> None:
@@ -201,19 +204,14 @@ def _random_numbers() -> Any:
 
 
 def _array(tensor: tf.Tensor) -> Array:
-    if tensor.dtype.is_floating:
-        tensor = tf.cast(tensor, tf.float64)
     array: Array = tensor.numpy()
-    return array
-
-
-def _wave(size: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-    """Numbers of both signs with no simple relation between them."""
-    return tf.cast(tf.cos(1.7 * tf.cast(tf.range(size), tf.float64) + 1.0), dtype)
+    return array.astype(np.float64) if tensor.dtype.is_floating else array
 
 
 def _pattern(tensor: tf.Tensor) -> tf.Tensor:
-    return tf.reshape(_wave(tf.size(tensor), tensor.dtype), tf.shape(tensor))
+    """Numbers of both signs with no simple relation between them."""
+    wave = tf.cos(1.7 * tf.cast(tf.range(tf.size(tensor)), tf.float64) + 1.0)
+    return tf.reshape(tf.cast(wave, tensor.dtype), tf.shape(tensor))
 
 
 def _mask(kept: tf.Tensor, tensor: tf.Tensor) -> tf.Tensor:
@@ -226,27 +224,26 @@ def _mask(kept: tf.Tensor, tensor: tf.Tensor) -> tf.Tensor:
     return tf.cast(tf.reshape(rows, [-1, *[1] * (tensor.shape.rank - 1)]), tensor.dtype)
 
 
-def _in_short(gradient: Any) -> tf.Tensor:
-    """A gradient's product with a fixed direction, and its length: large ones are not kept."""
-    sliced = isinstance(gradient, tf.IndexedSlices)
-    values = gradient.values if sliced else gradient
-    dtype = tf.float64 if values.dtype == tf.float64 else tf.float32
-    rows = tf.shape(values)[0] if values.shape.rank else 1
-    places = tf.cast(gradient.indices, tf.int32) if sliced else tf.range(rows)
-    return _product_and_length(dtype)(tf.reshape(tf.cast(values, dtype), [rows, -1]), places)
+def _in_short(weights: Sequence[Any], gradients: Sequence[Any]) -> list[tf.Tensor]:
+    """Products of gradients with a fixed direction, and their lengths: large ones are not kept."""
+    if not gradients:
+        return []
+    doubles = any(gradient.dtype == tf.float64 for gradient in gradients)
+    dtype = tf.float64 if doubles else tf.float32
+    direction = functools.cache(functools.partial(_direction, dtype))
+    products, squares = [], []
+    for weight, gradient in zip(weights, gradients, strict=True):
+        rows, columns = weight.shape[0] if len(weight.shape) else 1, math.prod(weight.shape[1:])
+        left, right = direction(rows, 1.3, 0.5), direction(columns, 1.7, 1.0)
+        values = gradient
+        if isinstance(gradient, tf.IndexedSlices):
+            values, left = gradient.values, tf.gather(left, gradient.indices)
+        values = tf.reshape(tf.cast(values, dtype), [-1, columns])
+        products.append(tf.matmul(left, tf.matmul(values, right), transpose_a=True))
+        squares.append(tf.nn.l2_loss(values))
+    return [tf.concat(products, 0), tf.sqrt(2 * tf.stack(squares))]
 
 
-@functools.cache
-def _product_and_length(dtype: tf.DType) -> Any:
-    """A function of rows and their places, traced once: a model may have thousands of weights."""
-
-    def shortened(values: tf.Tensor, places: tf.Tensor) -> tf.Tensor:
-        left = tf.cast(tf.cos(1.3 * tf.cast(places, tf.float64) + 0.5), dtype)
-        right = _wave(tf.shape(values)[1], dtype)
-        product = tf.reduce_sum(left * tf.linalg.matvec(values, right))
-        return tf.stack([product, tf.norm(values)])
-
-    specs = [tf.TensorSpec([None, None], dtype), tf.TensorSpec([None], tf.int32)]
-    with tf.init_scope():
-        traced = tf.function(shortened, input_signature=specs, autograph=False)
-        return traced.get_concrete_function()
+def _direction(dtype: tf.DType, size: int, pace: float, start: float) -> tf.Tensor:
+    """A column of numbers of both signs with no simple relation between them."""
+    return tf.constant(np.cos(pace * np.arange(size) + start)[:, np.newaxis], dtype)

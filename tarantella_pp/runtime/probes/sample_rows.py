@@ -56,7 +56,9 @@ class SampleRows:
 
     def only(self, part: Array) -> list[tf.Tensor]:
         """The inputs for some of the samples alone."""
-        return self._map(lambda x: tf.boolean_mask(x, np.repeat(part, x.shape[0] // self.rows)))
+        return self._map(
+            lambda x: tf.gather(x, np.flatnonzero(np.repeat(part, x.shape[0] // self.rows)))
+        )
 
     def beside(self, inputs: Sequence[tf.Tensor], change: Change) -> list[tf.Tensor]:
         """Other inputs with these samples, changed, beside their own."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -59,3 +60,17 @@ def _spec(tensor: tf.Tensor, any_rows: bool) -> tf.TensorSpec:
 def dense_tensors(arguments: tuple[Any, ...]) -> list[tf.Tensor]:
     """The tensors in nested arguments, in the order in which `CompiledFunction.like` takes them."""
     return [value for value in tf.nest.flatten(arguments) if value is not None]
+
+
+@contextlib.contextmanager
+def unoptimized() -> Iterator[None]:
+    """Has TensorFlow not optimize what is called in here for the first time.
+
+    That takes longer than a function computes that is called a few times with a few samples.
+    """
+    before = tf.config.optimizer.get_experimental_options()["disable_meta_optimizer"]
+    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
+    try:
+        yield
+    finally:
+        tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": before})

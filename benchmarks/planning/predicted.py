@@ -46,7 +46,7 @@ GPT = "GPT"
 SIZE, CLASSES, VOCABULARY = 96, 10, 4000
 MICRO_BATCHES, SAMPLES = 4, 4
 PLANS = ("ours", "operations", "parameters", "measured")
-PROBE_SECONDS, ROUNDS = 2.5, 3
+PROBE_SECONDS, ROUNDS = 2.5, 4
 """How long the machine is measured before it is planned for, and how often before each step."""
 
 
@@ -134,8 +134,8 @@ class Machine:
         return self.given or machine_of_ranks(self.probes.measure(PROBE_SECONDS), [self.link])
 
     def rounds(self) -> list[list[float]]:
-        """What the doctor's probes take now, a few times."""
-        return [] if self.given else [self.probes.round() for _ in range(ROUNDS)]
+        """What the doctor's probes take now, a few times; a first time they come after a step."""
+        return [] if self.given else [self.probes.round() for _ in range(1 + ROUNDS)][1:]
 
     def of_rounds(self, rounds: Sequence[Sequence[float]]) -> tnt.HardwareSpec:
         """What the doctor makes of its probes, on all ranks."""

@@ -46,8 +46,8 @@ GPT = "GPT"
 SIZE, CLASSES, VOCABULARY = 96, 10, 4000
 MICRO_BATCHES, SAMPLES = 4, 4
 PLANS = ("ours", "operations", "parameters", "measured")
-PROBE_SECONDS, ROUNDS = 2.5, 4
-"""How long the machine is measured before it is planned for, and how often before each step."""
+PROBE_SECONDS, BETWEEN_SECONDS = 2.5, 1.0
+"""How long the machine is measured before it is planned for, and before each step."""
 
 
 def build(name: str) -> keras.Model:
@@ -135,7 +135,7 @@ class Machine:
 
     def rounds(self) -> list[list[float]]:
         """What the doctor's probes take now, a few times; a first time they come after a step."""
-        return [] if self.given else [self.probes.round() for _ in range(1 + ROUNDS)][1:]
+        return [] if self.given else self.probes.rounds(BETWEEN_SECONDS, 2)[1:]
 
     def of_rounds(self, rounds: Sequence[Sequence[float]]) -> tnt.HardwareSpec:
         """What the doctor makes of its probes, on all ranks."""

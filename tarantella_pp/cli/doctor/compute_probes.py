@@ -172,7 +172,7 @@ class ComputeProbes:
             self._stacks[kind] = stacks
             for size, of in stacks.items():
                 self._calls |= {f"{kind} {size}": of.forward, f"{kind} {size} both": of.both}
-        self.round()  # the first calls are slow
+        self._round()  # the first calls are slow
 
     def measure(self, seconds: float = SECONDS) -> dict[str, Any]:
         """Measures on all ranks at once.
@@ -183,18 +183,26 @@ class ComputeProbes:
         Returns:
             What the slowest rank does.
         """
-        self._group.barrier()
-        end, rounds = time.perf_counter() + seconds, list[list[float]]()
-        while len(rounds) < TIMES or time.perf_counter() < end:
-            rounds.append(self.round())
-        return self.found_in(rounds)
+        return self.found_in(self.rounds(seconds, TIMES))
 
-    def round(self) -> list[float]:
-        """Returns the seconds of each call, one after the other.
+    def rounds(self, seconds: float, least: int) -> list[list[float]]:
+        """Returns what each call takes, one after the other, again and again on all ranks at once.
 
         So none finds in caches what it left there, and where a machine is slow for a while, all
-        are. Where next to nothing is computed, the code is to be there: it is called twice.
+        are.
+
+        Args:
+            seconds: How long.
+            least: How many rounds at least.
         """
+        self._group.barrier()
+        end, found = time.perf_counter() + seconds, list[list[float]]()
+        while len(found) < least or time.perf_counter() < end:
+            found.append(self._round())
+        return found
+
+    def _round(self) -> list[float]:
+        """Where next to nothing is computed, the code is to be there: it is called twice."""
         taken = []
         for name, call in self._calls.items() if self._measures else ():
             if "small" in name or name == "nothing":

@@ -158,7 +158,6 @@ def compared(
     """Predicted and measured seconds of plans, which train in turn: the machine drifts."""
     rounds, seconds = list[list[float]](), list[dict[str, float]]()
     for _ in range(steps):
-        world().barrier()
         rounds += machine.rounds()
         seconds.append({kind: step() for kind, step in steppers.items()})
     found = machine.of_rounds(rounds)

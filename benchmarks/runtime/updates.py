@@ -28,7 +28,7 @@ import tensorflow as tf
 from rich.console import Console
 from rich.table import Table
 
-from tarantella_pp.cli.doctor.compute_probes import MOVED
+from tarantella_pp.cli.doctor.compute_probes import MOVED, memory_traffic
 
 REPEATS = 9
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
@@ -80,14 +80,6 @@ def packing(shapes: Sequence[tuple[int, ...]]) -> Call:
     return pack
 
 
-def traffic() -> Call:
-    """What the doctor measures the memory with."""
-    tensor = tf.ones((MOVED // 4,))
-    read = tf.function(lambda: tf.nn.relu(tensor)[0], autograph=False)
-    compiled: Call = read.get_concrete_function()
-    return compiled
-
-
 def seconds_of(calls: dict[str, Call]) -> dict[str, float]:
     """The median time of each call, in turn with the others."""
     taken: dict[str, list[float]] = {name: [] for name in calls}
@@ -112,7 +104,11 @@ def main() -> None:
         table.add_column(head, justify="right" if head else "left")
     for width in args.widths:
         shapes = [(width, width)] * max(1, (args.megabytes << 20) // (4 * width**2))
-        calls = {"memory": traffic(), "added to sums": addition(shapes), "packed": packing(shapes)}
+        calls = {
+            "memory": memory_traffic(tf),
+            "added to sums": addition(shapes),
+            "packed": packing(shapes),
+        }
         calls |= {name: update(make, shapes) for name, make in OPTIMIZERS.items()}
         seconds = seconds_of(calls)
         bandwidth = 2 * MOVED / seconds.pop("memory")

@@ -158,11 +158,10 @@ class ComputeProbes:
         self._group = group
         self._on_gpu = bool(tf.config.list_physical_devices("GPU"))
         self._measures = group.rank == 0 or not self._on_gpu
-        tensor = tf.ones((MOVED // 4,))
         self._rows, product = _product(tf)
         self._calls: dict[str, Call] = {
             "nothing": tf.function(lambda: tf.constant(0.0), autograph=False),
-            "memory": tf.function(lambda: tf.nn.relu(tensor)[0], autograph=False),
+            "memory": memory_traffic(tf),
             "stage": _stage(tf),
             "product": product,
         }
@@ -271,6 +270,12 @@ def _product(tf: Any) -> tuple[int, Any]:
         multiply().numpy()
         seconds = time.perf_counter() - begin
     return rows, multiply
+
+
+def memory_traffic(tf: Any) -> Any:
+    """Returns what reads and writes `MOVED` bytes."""
+    tensor = tf.ones((MOVED // 4,))
+    return tf.function(lambda: tf.nn.relu(tensor)[0], autograph=False)
 
 
 def _stage(tf: Any) -> Any:

@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from tarantella_pp.keras_internals.training import moving_statistics
 from tarantella_pp.partition.extraction.calls import Call
 from tarantella_pp.runtime.modules.stage_module import StageModule
 from tarantella_pp.runtime.probes.sample_rows import samples_back, samples_first
-from tarantella_pp.runtime.tf_graph.compiled_function import CompiledFunction
+from tarantella_pp.runtime.tf_graph.compiled_function import CompiledFunction, unoptimized
 from tarantella_pp.runtime.tf_graph.subgraph import SubgraphExtractor
 
 Array = NDArray[Any]
@@ -110,7 +110,7 @@ class ProbeTrace:
         return [[_array(next(found)) for _ in tensors] for _, tensors in self._made]
 
     @functools.cached_property
-    def _run(self) -> CompiledFunction:
+    def _run(self) -> Callable[..., list[tf.Tensor]]:
         return self._compiled([tensor for part in self._parts for tensor in part])
 
     @property
@@ -137,9 +137,10 @@ class ProbeTrace:
         """For each result of a call whether it has samples."""
         return [axis is not None for axis in self._module.boundary.axes_of(call.outputs)]
 
-    def _compiled(self, fetches: Sequence[tf.Tensor]) -> CompiledFunction:
+    def _compiled(self, fetches: Sequence[tf.Tensor]) -> Callable[..., list[tf.Tensor]]:
         carved = SubgraphExtractor(self.function).extract(self._feeds, fetches)
-        return CompiledFunction(lambda *values: carved(*values), self._signature)
+        compiled = CompiledFunction(lambda *values: carved(*values), self._signature)
+        return unoptimized()(compiled.__call__)
 
     def _trace(self, kept: tf.Tensor, factors: tf.Tensor, *inputs: tf.Tensor) -> tf.Tensor:
         module, layer, boundary = self._module, self._module.layer, self._module.boundary

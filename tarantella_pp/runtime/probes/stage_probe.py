@@ -21,7 +21,6 @@ from tarantella_pp.runtime.probes.sample_rows import (
     others,
     samples_first,
 )
-from tarantella_pp.runtime.tf_graph.compiled_function import unoptimized
 from tarantella_pp.runtime.tf_graph.side_effects import refuse_effects
 
 _ENOUGH = 4
@@ -57,7 +56,6 @@ class StageProbe:
         self._kinds: dict[bool, Any] = {}
         self._factors: dict[tuple[bool, int, float], tf.Tensor] = {}
 
-    @unoptimized()
     def examine(
         self,
         pieces: Pieces,
@@ -106,7 +104,6 @@ class StageProbe:
             self._factors[key] = tf.constant(np.maximum(kinds, share), keras.config.floatx())
         return self._factors[key]
 
-    @unoptimized()
     def _find_kinds(self, trace: ProbeTrace, training: bool, samples: SampleRows) -> None:
         self._factors.clear()
         if self._module.added_by[training]:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from tarantella_pp.errors import TarantellaError
 from tarantella_pp.partition.solvers.exact.ideals import unpack
-from tarantella_pp.partition.solvers.exact.stage_pricing import IdealFamily, Pricer, expand
+from tarantella_pp.partition.solvers.exact.stage_pricing import IdealFamily, Pricer, numbers_in
 from tarantella_pp.partition.solvers.problem.instance import Resource
 from tarantella_pp.partition.solvers.problem.problem import FloatArray, IntArray
 
@@ -205,7 +205,7 @@ class ChainSearch:
         wanted: NDArray[np.bool_] | None,
     ) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
         """Lists the pairs of ideals that contain each other and may be a stage apart."""
-        which, to = expand(*ranges)
+        which, to = numbers_in(*ranges)
         at = starts[which]
         if wanted is not None:
             at, to = at[wanted[to]], to[wanted[to]]

@@ -160,18 +160,18 @@ class Pricer:
         """Sums up what pairs of ideals count of tensors that are cut at both."""
         terms = self.resource.terms
         tensors, first_row, live = self._cut(inside)
+        if not len(tensors):
+            return np.zeros(len(row)), np.zeros(len(row))
         # A pair for each tensor that is cut at its first ideal ...
         at_row = np.searchsorted(first_row, np.arange(inside.shape[1] + 1))
-        pair, one = expand(at_row[row], at_row[row + 1])
+        pair, one = numbers_in(at_row[row], at_row[row + 1])
         tensor = tensors[one]
         # ... and each of its pins: how many lie outside of that, and how many not of the last.
-        which, pin = expand(self.starts[tensor], self.starts[tensor] + self.sizes[tensor])
+        which, pin = numbers_in(self.starts[tensor], self.starts[tensor] + self.sizes[tensor])
         pin = self.flat[pin]
         outside = 1 - inside[pin, row[pair[which]]]
         more = outside & member[pin, to[pair[which]]]
         begins = np.cumsum(self.sizes[tensor]) - self.sizes[tensor]
-        if not len(begins):
-            return np.zeros(len(row)), np.zeros(len(row))
         left, met = (np.add.reduceat(n.astype(np.int64), begins) for n in (outside, more))
         missed = met == 0
         received = missed & live[one]
@@ -190,7 +190,9 @@ class Pricer:
         candidates = np.flatnonzero(may)
         if not len(candidates):
             return candidates, candidates, may[:0]
-        _, pins = expand(self.starts[candidates], self.starts[candidates] + self.sizes[candidates])
+        _, pins = numbers_in(
+            self.starts[candidates], self.starts[candidates] + self.sizes[candidates]
+        )
         sizes = self.sizes[candidates]
         within = np.add.reduceat(
             inside[self.flat[pins]].astype(np.int32), np.cumsum(sizes) - sizes, axis=0
@@ -202,7 +204,7 @@ class Pricer:
         return tensor, row, live
 
 
-def expand(
+def numbers_in(
     begin: NDArray[np.intp], end: NDArray[np.intp]
 ) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
     """Lists the numbers of several ranges one after another.

@@ -121,10 +121,9 @@ class IdealSweep:
         """
         steps = _Steps(self._instance, span, self._touch)
         free = steps.free
-        width = max(1, (len(span.free) + 63) // 64)
         first, left = float(self.work[span.inside].sum()), float(self.work[span.free].sum())
         some = first + steps.cut <= span.high and first + left - steps.cut >= span.low
-        words: Words = np.zeros((width, int(some)), np.uint64)
+        words: Words = np.zeros((free.width, int(some)), np.uint64)
         work, cut = np.full(int(some), first), np.full(int(some), steps.cut)
         for place, node in enumerate(span.free.tolist()):
             if time.thread_time() > deadline:
@@ -193,12 +192,13 @@ class FreeNodes:
     Attributes:
         place: Place of each node of the instance among these; -1 where it is none of them.
         preds: Those that come right before each, as bit sets.
+        width: Words of a bit set.
     """
 
     def __init__(self, instance: Instance, nodes: IntArray) -> None:
         self.place = np.full(instance.num_nodes, -1, np.int64)
         self.place[nodes] = np.arange(len(nodes))
-        self._width = max(1, (len(nodes) + 63) // 64)
+        self.width = max(1, (len(nodes) + 63) // 64)
         self._last = np.full(len(nodes), -1)
         self.preds = [self.mask(instance.preds[node]) for node in nodes.tolist()]
         for place, node in enumerate(nodes.tolist()):
@@ -206,7 +206,7 @@ class FreeNodes:
 
     def mask(self, nodes: Sequence[int]) -> Words:
         """Returns the bit set of those nodes that are free."""
-        mask = [0] * self._width
+        mask = [0] * self.width
         for node in nodes:
             place = int(self.place[node])
             if place >= 0:
@@ -222,7 +222,7 @@ class FreeNodes:
 
     def frontier(self, place: int) -> Words:
         """Returns the nodes up to this one that a later one reads."""
-        bits = np.zeros(64 * self._width, np.uint8)
+        bits = np.zeros(64 * self.width, np.uint8)
         bits[: place + 1] = self._last[: place + 1] > place
         return np.packbits(bits, bitorder="little").view(np.uint64)
 

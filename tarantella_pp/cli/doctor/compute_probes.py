@@ -2,10 +2,15 @@
 
 A rank that trains does so for hours, and so do the others. So probes run on all ranks at once, in
 turn, for a while, and their medians count: what is quicker for a moment, or alone, is not kept up.
+
+Where ranks share cores, the clock says little of a probe: either another rank has run meanwhile, or
+not. There the time of the processor counts, as often as there are ranks for each core.
 """
 
 from __future__ import annotations
 
+import os
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -61,17 +66,17 @@ def _pointwise(layers: Any, width: int) -> list[Any]:
     return [layers.Conv2D(inner, 1), layers.Conv2D(width, 1)]
 
 
-def _depthwise(layers: Any, width: int) -> list[Any]:
-    """Those of both usual windows: gradients of the larger one may be much slower."""
-    return [layers.DepthwiseConv2D(size, padding="same") for size in (3, 5)]
-
-
 def _three(make: Callable[[Any], Any]) -> Callable[[Any, int], list[Any]]:
     """Those that are so quick that the start of the first would count."""
     return lambda layers, _: [make(layers) for _ in range(3)]
 
 
+def _depthwise(window: int) -> Callable[[Any, int], list[Any]]:
+    return _three(lambda of: of.DepthwiseConv2D(window, padding="same"))
+
+
 IMAGES = {"large": (24, 24, 128), "small": (3, 3, 16)}
+FEW_PIXELS = {**IMAGES, "wide": (3, 3, 1024)}
 KINDS = {
     "product": Kind(_products, {"large": (128, 256), "small": (1, 16), "wide": (8, 1024)}),
     "convolution": Kind(
@@ -80,7 +85,8 @@ KINDS = {
     "pointwise": Kind(
         _pointwise, {"large": (24, 24, 256), "small": (3, 3, 16), "wide": (3, 3, 2048)}
     ),
-    "depthwise": Kind(_depthwise, IMAGES),
+    "depthwise": Kind(_depthwise(3), FEW_PIXELS),
+    "large_depthwise": Kind(_depthwise(5), FEW_PIXELS),
     "normalization": Kind(_three(lambda of: of.BatchNormalization()), IMAGES),
     "function": Kind(_three(lambda of: of.Activation("silu")), IMAGES),
 }
@@ -158,6 +164,8 @@ class ComputeProbes:
         self._group = group
         self._on_gpu = bool(tf.config.list_physical_devices("GPU"))
         self._measures = group.rank == 0 or not self._on_gpu
+        place = [socket.gethostname(), *sorted(os.sched_getaffinity(0))]
+        self._share_cores(ranks_per_core(group.allgather_json(place), group.rank))
         self._rows, product = _product(tf)
         self._calls: dict[str, Call] = {
             "nothing": tf.function(lambda: tf.constant(0.0), autograph=False),
@@ -172,6 +180,11 @@ class ComputeProbes:
             for size, of in stacks.items():
                 self._calls |= {f"{kind} {size}": of.forward, f"{kind} {size} both": of.both}
         self._round()  # the first calls are slow
+
+    def _share_cores(self, ranks: float) -> None:
+        """Chooses the clock, for so many ranks of each core."""
+        self._sharing = 1.0 if self._on_gpu else max(1.0, ranks)
+        self._clock = time.perf_counter if self._sharing == 1.0 else time.process_time
 
     def measure(self, seconds: float = SECONDS) -> dict[str, Any]:
         """Measures on all ranks at once.
@@ -206,11 +219,11 @@ class ComputeProbes:
         for name, call in self._calls.items() if self._measures else ():
             if "small" in name or name == "nothing":
                 call()
-            begin = time.perf_counter()
+            begin = self._clock()
             found = call()
             if self._on_gpu:
                 found.numpy()
-            taken.append(time.perf_counter() - begin)
+            taken.append(self._sharing * (self._clock() - begin))
         return taken
 
     def found_in(self, rounds: Sequence[Sequence[float]]) -> dict[str, Any]:
@@ -228,6 +241,17 @@ class ComputeProbes:
                 "layers": {kind: _passes(kind, of, taken) for kind, of in self._stacks.items()},
             }
         return slowest([of for of in self._group.allgather_json(found) if of])
+
+
+def ranks_per_core(places: Sequence[Sequence[Any]], rank: int) -> float:
+    """Returns the ranks of a host for each of the cores that they run on.
+
+    Args:
+        places: The host of each rank, then the cores that it may run on.
+        rank: The rank whose host is meant.
+    """
+    there = [cores for host, *cores in places if host == places[rank][0]]
+    return len(there) / len({core for cores in there for core in cores})
 
 
 def _passes(

@@ -60,6 +60,7 @@ class HardwareSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         convolution: Of convolutions.
         pointwise: Of convolutions of 1 x 1, which are products of matrices; `None`: as others.
         depthwise: Of depthwise convolutions.
+        large_depthwise: Of those with windows above 3 x 3; `None`: as others.
         normalization: Of batch normalization, by batch statistics.
         function: Of activation functions, on their own or in layers; layers that only move data
             start like these.
@@ -76,6 +77,7 @@ class HardwareSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     convolution: LayerSpeed | None = None
     pointwise: LayerSpeed | None = None
     depthwise: LayerSpeed | None = None
+    large_depthwise: LayerSpeed | None = None
     normalization: LayerSpeed | None = None
     function: LayerSpeed | None = None
 
@@ -84,6 +86,7 @@ class HardwareSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """The kinds of layers that were measured."""
         given = {name: getattr(self, name) for name in LAYER_KINDS}
         given["pointwise"] = self.pointwise or self.convolution
+        given["large_depthwise"] = self.large_depthwise or self.depthwise
         return {name: speed for name, speed in given.items() if speed is not None}
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -98,7 +101,10 @@ class HardwareSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             ) from error
 
 
-LAYER_KINDS = ("product", "convolution", "pointwise", "depthwise", "normalization", "function")
+LAYER_KINDS = (
+    "product", "convolution", "pointwise", "depthwise", "large_depthwise", "normalization",
+    "function",
+)  # fmt: skip
 """The fields of a machine that are a `LayerSpeed`."""
 CORE = HardwareSpec(
     flops_per_second=6e10,

@@ -59,7 +59,8 @@ def _wrong_numbers(plan: Plan) -> Iterator[str]:
     parts += [(f"cuts[{i}]", cut) for i, cut in enumerate(plan.cuts)]
     parts += [(f"ties[{i}]", tie) for i, tie in enumerate(plan.ties)]
     parts += [(f"measured[{i}]", peak) for i, peak in enumerate(plan.measured)]
-    parts += [(f"work[{i}]", work) for i, work in enumerate(plan.work)]
+    for i, work in enumerate(plan.work):
+        parts += [(f"work[{i}]", work), *((f"work[{i}].parts", one) for one in work.parts)]
     for where, part in parts:
         for name in part.__struct_fields__:
             value = getattr(part, name)

@@ -30,12 +30,19 @@ from tarantella_pp.partition.plan.hardware_spec import HardwareSpec, LayerSpeed,
 
 BOTH_GRADIENTS = 2.0
 """How many times as long as the forward pass the backward pass takes, if nothing else is known."""
-LayerKind = Literal["product", "convolution", "pointwise", "depthwise", "normalization", "function"]
+LayerKind = Literal[
+    "product",
+    "convolution",
+    "pointwise",
+    "depthwise",
+    "large_depthwise",
+    "normalization",
+    "function",
+]
 """The fields of `HardwareSpec` that say how fast layers of a kind are."""
-_KINDS: dict[str, LayerKind] = {
-    **dict.fromkeys(("DepthwiseConv1D", "DepthwiseConv2D"), "depthwise"),
-    "BatchNormalization": "normalization",
-}
+_LARGE_WINDOW = 3
+"""Depthwise convolutions with larger windows have a kind of their own."""
+_SEPARABLE = ("SeparableConv1D", "SeparableConv2D")
 _PRODUCTS = ("Einsum", "Matmul", "Dot", "Attention", "AdditiveAttention")
 """Products of matrices without weights."""
 
@@ -49,6 +56,8 @@ class NodeWork(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
         weight_bytes: Bytes of variables read, for each micro-batch anew.
         kind: What kind of layer it is; `None` in plans from before that was told.
         function_flops: How many of `flops` are steps of an activation function.
+        parts: How much of it is done as layers of other kinds do it: the depthwise part of a
+            separable convolution.
     """
 
     flops: float
@@ -56,6 +65,7 @@ class NodeWork(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     weight_bytes: float
     kind: LayerKind | None = None
     function_flops: float = 0.0
+    parts: tuple[NodeWork, ...] = ()
 
 
 def node_work(graph: LayerGraph) -> tuple[NodeWork, ...]:
@@ -82,16 +92,39 @@ def _work(graph: LayerGraph, node: Node) -> NodeWork:
     weights = sum(graph.weights[w].bytes for w in node.weights) if node.flops else 0
     picked = written if node.weights and not node.flops else 0
     moves = read + written + picked + node.residual_bytes
-    return NodeWork(node.flops, moves, weights, _kind(graph, node), node.function_flops)
+    kind, functions = _kind(graph, node), node.function_flops
+    parts = _separable_parts(graph, node)
+    return NodeWork(node.flops, moves, weights, kind, functions, parts)
+
+
+def _separable_parts(graph: LayerGraph, node: Node) -> tuple[NodeWork, ...]:
+    """Returns the depthwise part of a separable convolution, whose other part is pointwise.
+
+    Both make as many pixels, so their arithmetic is as that of their kernels.
+    """
+    kernels = [graph.weights[w] for w in node.weights if len(graph.weights[w].shape) > 2]
+    if node.kind not in _SEPARABLE or len(kernels) != 2:
+        return ()
+    flops = (node.flops - node.function_flops) / sum(kernel.bytes for kernel in kernels)
+    first = kernels[0]
+    return (NodeWork(flops * first.bytes, 0.0, first.bytes, _depthwise(first.shape[:-2])),)
+
+
+def _depthwise(window: Sequence[int]) -> LayerKind:
+    return "large_depthwise" if max(window) > _LARGE_WINDOW else "depthwise"
 
 
 def _kind(graph: LayerGraph, node: Node) -> LayerKind:
     """Returns what an operation is most like."""
-    if node.kind in _KINDS:
-        return _KINDS[node.kind]
     weights = [graph.weights[w] for w in node.weights]
-    if "Conv" in node.kind:
-        window = max(weights, key=lambda weight: weight.bytes).shape[:-2] if weights else ()
+    if node.kind == "BatchNormalization":
+        return "normalization"
+    if "Conv" in node.kind and weights:
+        window = max(weights, key=lambda weight: weight.bytes).shape[:-2]
+        if node.kind in _SEPARABLE:
+            return "pointwise"
+        if node.kind.startswith("Depthwise"):
+            return _depthwise(window)
         return "pointwise" if set(window) == {1} else "convolution"
     multiplies = node.flops and any(len(weight.shape) > 1 for weight in weights)
     return "product" if multiplies or node.kind in _PRODUCTS else "function"
@@ -121,10 +154,23 @@ def _seconds(
         return forward, BOTH_GRADIENTS * forward
     if not work.activation_bytes:  # nothing but another view of what is there
         return 0.0, 0.0
-    steps = speeds.get("function", speed)
-    return (
-        _pass_seconds(work, samples, machine, speed.forward, steps.forward),
-        _pass_seconds(work, samples, machine, speed.backward, steps.backward, BOTH_GRADIENTS),
+    steps, forward, backward = speeds.get("function", speed), 0.0, 0.0
+    for part in (_without_parts(work), *work.parts):
+        own = speeds.get(part.kind or "", speed)
+        forward += _pass_seconds(part, samples, machine, own.forward, steps.forward)
+        backward += _pass_seconds(
+            part, samples, machine, own.backward, steps.backward, BOTH_GRADIENTS
+        )
+    return forward, backward
+
+
+def _without_parts(work: NodeWork) -> NodeWork:
+    """Returns what is done as by layers of the operation's own kind."""
+    return msgspec.structs.replace(
+        work,
+        flops=work.flops - sum(part.flops for part in work.parts),
+        weight_bytes=work.weight_bytes - sum(part.weight_bytes for part in work.parts),
+        parts=(),
     )
 
 

@@ -51,11 +51,11 @@ def test_what_moves():
     ("layer", "kind", "functions"),
     [
         (layers.Conv2D(2, 3, activation="silu"), "convolution", 5 * 2 * 2 * 2),
-        (layers.SeparableConv2D(2, 3), "convolution", 0),
-        (layers.SeparableConv2D(16, 3), "pointwise", 0),  # by the larger of its weights
+        (layers.SeparableConv2D(2, 3), "pointwise", 0),
         (layers.Conv2D(2, 1), "pointwise", 0),
         (layers.Conv2DTranspose(2, 1), "pointwise", 0),
         (layers.DepthwiseConv2D(3), "depthwise", 0),
+        (layers.DepthwiseConv2D((1, 4)), "large_depthwise", 0),
         (layers.BatchNormalization(), "normalization", 0),
         (layers.Activation("gelu"), "function", 10 * 4 * 4 * 4),
         (layers.EinsumDense("abcd,de->abce", (4, 4, 8)), "product", 0),
@@ -92,12 +92,41 @@ def test_weights_are_laid_out_before_arithmetic(rows):
     assert roofline_seconds(work, rows, machine) == [(10 + 10 * rows, 20 + 20 * rows)] * 2
 
 
-def test_pointwise_convolutions_are_as_others_where_they_were_not_measured():
+@pytest.mark.parametrize(
+    ("usual", "special"), [("convolution", "pointwise"), ("depthwise", "large_depthwise")]
+)
+def test_special_convolutions_are_as_usual_ones_where_they_were_not_measured(usual, special):
     slow, fast = (LayerSpeed(PassSpeed(speed), PassSpeed(speed)) for speed in (10.0, 20.0))
-    work = (NodeWork(100.0, 1.0, 0.0, "convolution"), NodeWork(100.0, 1.0, 0.0, "pointwise"))
-    assert roofline_seconds(work, 2, HardwareSpec(convolution=slow)) == [(20.0, 20.0)] * 2
-    machine = HardwareSpec(convolution=slow, pointwise=fast)
+    work = (NodeWork(100.0, 1.0, 0.0, usual), NodeWork(100.0, 1.0, 0.0, special))
+    assert roofline_seconds(work, 2, HardwareSpec(**{usual: slow})) == [(20.0, 20.0)] * 2
+    machine = HardwareSpec(**{usual: slow, special: fast})
     assert roofline_seconds(work, 2, machine) == [(20.0, 20.0), (10.0, 10.0)]
+
+
+def test_separable_convolutions_have_two_kinds():
+    """By hand: 16 pixels of 4 channels, to 2, with a function of 4 steps."""
+    kind = layers.SeparableConv2D(2, 5, padding="same", use_bias=False, activation="sigmoid")
+    (work,) = work_of(kind, shape=(4, 4, 4))
+    depthwise, pointwise, functions = 2 * 16 * 4 * 25, 2 * 16 * 4 * 2, 4 * 16 * 2
+    assert work.flops == depthwise + pointwise + functions
+    assert work.weight_bytes == 4 * (4 * 25 + 4 * 2)
+    assert work.parts == (NodeWork(depthwise, 0, 4 * 4 * 25, "large_depthwise"),)
+    machine = HardwareSpec(
+        1e3,
+        pointwise=LayerSpeed(PassSpeed(10.0, 1.0, 16.0), PassSpeed(5.0, 3.0, 8.0)),
+        depthwise=LayerSpeed(PassSpeed(100.0, 4.0, 2.0), PassSpeed(50.0, 5.0)),
+        function=LayerSpeed(PassSpeed(2.0), PassSpeed(1.0)),
+    )
+    forward = 1 + 4 * 4 * 2 / 16 + pointwise / 10 + functions / 2
+    backward = 3 + 4 * 4 * 2 / 8 + pointwise / 5 + functions / 1
+    assert roofline_seconds((work,), 1, machine) == [
+        (
+            pytest.approx(forward + 4 + 4 * 4 * 25 / 2 + depthwise / 100),
+            pytest.approx(backward + 5 + depthwise / 50),
+        )
+    ]
+    plain = HardwareSpec(1e3, memory_bandwidth=1e9)
+    assert roofline_seconds((work,), 1, plain) == [(work.flops / 1e3, 2 * work.flops / 1e3)]
 
 
 def test_layers_are_as_fast_as_their_kind():
@@ -193,6 +222,12 @@ def test_a_plan_is_played_on_any_machine():
         msgspec.structs.replace(plan, work=plan.work[1:])
     with pytest.raises(PlanError, match=r"work\[0\].flops must be finite"):
         msgspec.structs.replace(plan, work=(NodeWork(-1.0, 0.0, 0.0), *plan.work[1:]))
+    part = msgspec.structs.replace(plan.work[0], parts=(NodeWork(-1.0, 0.0, 0.0),))
+    with pytest.raises(PlanError, match=r"work\[0\].parts.flops must be finite"):
+        msgspec.structs.replace(plan, work=(part, *plan.work[1:]))
+    part = msgspec.structs.replace(plan.work[0], parts=(NodeWork(1.0, 0.0, 0.0, "depthwise"),))
+    other = msgspec.structs.replace(plan, work=(part, *plan.work[1:]))
+    assert tnt.Plan.from_json(other.to_json()) == other
 
 
 def test_an_old_plan_has_stages_of_one_operation():

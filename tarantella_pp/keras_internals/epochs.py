@@ -17,6 +17,8 @@ import keras
 from keras.src.backend.tensorflow import trainer
 from keras.src.random import seed_generator
 
+from tarantella_pp.keras_internals.training import compiled_metrics
+
 
 class EpochStart(NamedTuple):
     """Where the first epoch of a resumed `fit` begins.
@@ -65,7 +67,10 @@ class LogsOfEpoch(keras.Model):  # type: ignore[misc]
         return {}
 
     def _get_metrics_result_or_logs(self, logs: Any) -> Any:
-        return super()._get_metrics_result_or_logs(logs or self._logs_so_far())
+        logs = logs or self._logs_so_far()
+        if not logs and (metrics := compiled_metrics(self)) is not None and not metrics.built:
+            return logs  # there has never been a batch
+        return super()._get_metrics_result_or_logs(logs)
 
 
 @contextlib.contextmanager

@@ -155,6 +155,16 @@ def test_validation_without_a_batch_says_nothing():
     assert same == nothing
 
 
+def test_a_first_training_without_a_batch_trains_nothing():
+    """As in compiled steps of Keras; it raises what is hard to understand in eager ones."""
+    empty, model = dataset().take(0), pipelined_mlp()[0]
+    model.compile(**MLP.compiled())
+    with pytest.warns(UserWarning, match="ran out of data"):
+        assert fitted(model, x=empty)[0] == {}
+    assert model.evaluate(empty, return_dict=True) == {}
+    assert set(fitted(model, x=X, y=Y)[0]) == {"loss", "mae"}
+
+
 def test_shuffled_arrays_come_in_the_order_of_keras():
     first, second = histories(x=X, y=Y, shuffle=True, batch_size=4)
     assert distance(first, second) < ROUNDING

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -105,6 +106,8 @@ def _is_apart(loss: Any, y: Array, y_pred: Array) -> bool | None:
         return [np.asarray(keras.ops.convert_to_numpy(part), float) for part in found]
 
     try:
+        # TensorFlow warns on standard error of shapes that do not fit, but not while it traces.
+        compute_output_spec(functools.partial(sample_values, loss), *map(_spec, (y[0], y_pred[0])))
         whole = values(y[0], y_pred[0])
         others = values(y[0], y_pred[1])
         mixed = [values(_mix(y, kept), _mix(y_pred, kept)) for kept in (_KEPT, ~_KEPT)]
@@ -119,6 +122,10 @@ def _is_apart(loss: Any, y: Array, y_pred: Array) -> bool | None:
         for kept, found in zip((_KEPT, ~_KEPT), mixed, strict=True)
         for before, after in zip(whole, found, strict=True)
     )
+
+
+def _spec(data: Array) -> keras.KerasTensor:
+    return keras.KerasTensor(data.shape, str(data.dtype))
 
 
 def _mix(pair: Array, kept: Array) -> Array:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
+import sys
 import weakref
 
 import keras
@@ -262,3 +265,17 @@ def test_what_couples_samples_is_found_without_a_list(name):
     halves = (float(loss(y[:3], p[:3])) + float(loss(y[3:], p[3:]))) / 2
     same = abs(whole - halves) < 1e-8 * max(1, abs(whole))
     assert treats_samples_apart(loss, (None, 3)) == same
+
+
+def test_targets_that_do_not_fit_leave_nothing_on_standard_error():
+    """TensorFlow's native code warned of them there, whenever a model was compiled with "mse"."""
+    script = (
+        "import keras; from tarantella_pp.runtime.probes.loss_probe import treats_samples_apart\n"
+        "print(treats_samples_apart(keras.losses.MeanSquaredError(), (None, 2)))"
+    )
+    environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "1"}
+    found = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert found.stdout == "True\n"
+    assert "Incompatible shapes" not in found.stderr

@@ -150,9 +150,9 @@ class Answer:
 
     def silence(self, shell: Sequence[str]) -> str:
         """Returns what to say and do where it did not answer."""
-        command = shlex.join([*shell, self.host])
+        command, why = shlex.join([*shell, self.host]), self.why.rstrip(".")
         return (
-            f"Host {self.host} of --hostfile does not answer: {self.why}. `{command}` must work "
+            f"Host {self.host} of --hostfile does not answer: {why}. `{command}` must work "
             "without a password (another command than that is given with --remote-shell), and "
             "find this package there, in the same place or by --python-interpreter."
         )

@@ -10,6 +10,7 @@ import os
 import pathlib
 import shutil
 import sys
+from collections.abc import Sequence
 
 import pytest
 
@@ -65,7 +66,14 @@ shift
 """
 
 
-def in_allocation(folder: pathlib.Path, *arguments: str) -> Result:
+ALLOCATED = ("salloc", "-Q", "-n", "2")
+SHELL_OF_A_STEP = ("srun", "-Q", "-n", "2", "--pty")
+"""All that is allocated is the step's, of which one task runs."""
+
+
+def in_allocation(
+    folder: pathlib.Path, *arguments: str, through: Sequence[str] = ALLOCATED
+) -> Result:
     """Runs `tarantella` with two tasks of a new cluster."""
     for name in ("state", "spool"):
         (folder / name).mkdir()
@@ -76,13 +84,16 @@ def in_allocation(folder: pathlib.Path, *arguments: str) -> Result:
     configuration.write_text(CONFIGURATION.format(folder, max(2, os.cpu_count() or 1)))
     namespaces = ["unshare", "--mount", "--uts", "--net", "--pid", "--fork", "--mount-proc"]
     inside = [*namespaces, "--kill-child", "sh", "-c", SETUP, str(folder), str(SCRIPTS)]
-    command = ["salloc", "-Q", "-n", "2", sys.executable, "-m", "tarantella_pp", "--mpi", "slurm"]
+    command = [*through, sys.executable, "-m", "tarantella_pp", "--mpi", "slurm"]
     with Job(*inside, *command, *arguments, SLURM_CONF=str(configuration)) as job:
         return job.result()
 
 
-def test_ranks_are_the_tasks_of_the_allocation(tmp_path: pathlib.Path) -> None:
-    result = in_allocation(tmp_path, "hello.py", "you")
+@pytest.mark.parametrize("through", [ALLOCATED, SHELL_OF_A_STEP])
+def test_ranks_are_the_tasks_of_the_allocation(
+    tmp_path: pathlib.Path, through: Sequence[str]
+) -> None:
+    result = in_allocation(tmp_path, "hello.py", "you", through=through)
     assert result.code == 0, result.stderr
     assert "hello 1 2 you\n" in result.stdout
 

@@ -188,7 +188,10 @@ def test_a_host_that_says_nothing_is_waited_for_no_longer_than_the_others(
     """A process that the shell has left behind holds its output open, as a shared ssh does."""
     monkeypatch.setattr(remote_hosts, "LIMIT_SECONDS", 2.0)
     shell = tmp_path / "shell"
-    shell.write_text('#!/bin/sh\ncase "$1" in quiet) exec sleep 60;; esac\nsleep 5 &\necho Refused. >&2\nexit 3\n')
+    shell.write_text(
+        '#!/bin/sh\ncase "$1" in quiet) exec sleep 60;; esac\n'
+        "sleep 5 &\necho Refused. >&2\nexit 3\n"
+    )
     shell.chmod(0o700)
     start = time.monotonic()
     quiet, fails = host_survey.survey([Host("quiet"), Host("fails", 2)], [str(shell)], ["python"])

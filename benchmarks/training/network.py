@@ -88,6 +88,7 @@ class Kind:
 PIPELINE = {"num_stages": 2, "num_micro_batches": 8}
 REPLICAS = {"num_replicas": 2, "num_micro_batches": 1}
 KINDS = [
+    Kind("chosen", PIPELINE),
     Kind("1f1b", {**PIPELINE, "schedule": "1f1b"}),
     Kind("eager-1f1b", {**PIPELINE, "schedule": "eager-1f1b"}),
     Kind("zb-h1", {**PIPELINE, "schedule": "zb-h1"}),

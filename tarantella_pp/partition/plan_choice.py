@@ -21,7 +21,7 @@ from tarantella_pp.partition.plan_search import (
 )
 
 WORTHWHILE = 0.05
-"""Share of a step, or of memory, that a plan has to save to be advised, or to be cut further."""
+"""Share of a step, or of memory, that a plan has to save to be advised, or to be a further one."""
 
 
 def choose_plan(
@@ -34,8 +34,9 @@ def choose_plan(
     Args:
         searches: What to choose from; of equally fast plans the smaller, then the first one.
         others: The same with other balances than the one that was asked for, to be compared with.
-        further: The same with more stages than ranks, which are to be chosen where that is
-            worthwhile only: a simulation does not know all that an action costs.
+        further: The same with more stages than ranks, or more micro-batches in flight, which are
+            to be chosen where that is worthwhile only: a simulation does not know all that an
+            action costs.
 
     Returns:
         The plan, with what came next and one piece of advice; `None` where no plan keeps the

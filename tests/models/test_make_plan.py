@@ -200,6 +200,20 @@ def test_replicas_of_one_rank_are_cut_where_that_hides_their_sums():
     assert made(2e7, stages_per_rank=1).num_stages == 1
 
 
+def test_over_a_slow_link_more_micro_batches_are_in_flight_where_that_is_worthwhile():
+    model = tower(8, width=256)
+
+    def made(bandwidth, **options):
+        machine = HardwareSpec(1e9, bandwidth=bandwidth, split_factor=1.5)  # zb-h1 is no match
+        given = {"batch_size": 64, "num_micro_batches": 8, "balance": "flops"}
+        return make_plan(model, 2, machine=machine, **{**given, **options})
+
+    eager, usual = made(5e6), made(5e6, schedule="1f1b")
+    assert eager.schedule == "eager-1f1b"
+    assert eager.step_seconds < 0.95 * usual.step_seconds
+    assert made(1e9).schedule == "1f1b"  # slow, and messages are small
+
+
 def test_shapes_are_those_that_model_and_options_allow():
     model, given = tower(4), {"num_ranks": 4, "machine": SLOW}
     limits = make_plan(model, **given, memory_limit=["1GB", "2GB"])

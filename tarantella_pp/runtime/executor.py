@@ -48,6 +48,7 @@ class _Totals:
 
     @classmethod
     def of(cls, program: Sequence[Action], except_last: Container[int] = ()) -> _Totals:
+        """Counts what a rank's program has of each."""
         transfers = [action for action in program if isinstance(action, Transfer)]
         computations = [action for action in program if isinstance(action, Compute)]
         return cls(

@@ -166,6 +166,8 @@ def _seconds(
 
 def _without_parts(work: NodeWork) -> NodeWork:
     """Returns what is done as by layers of the operation's own kind."""
+    if not work.parts:
+        return work
     return msgspec.structs.replace(
         work,
         flops=work.flops - sum(part.flops for part in work.parts),

@@ -57,6 +57,7 @@ class _Bucket:
 
     @property
     def num_tags(self) -> int:
+        """Tags of its messages, those of other buckets come after."""
         return 1 + 2 * len(self.dtypes) + len(self.weights)
 
 

@@ -30,8 +30,6 @@ MOVED = 32 << 20
 """Bytes of the tensor that is read and written: more than caches of a core hold."""
 SAMPLES = 4
 """Samples of a micro-batch that layers are measured with."""
-COUNTED = ("flops", "weight_bytes")
-"""What is counted of layers as it is for plans."""
 Call = Callable[[], Any]
 Shape = tuple[int, ...]
 
@@ -139,14 +137,13 @@ class Stack:
                 y = model(x, training=True)
             return y, tape.gradient(y, [x, *weights], gradient)
 
-        work = node_work(extract(model).graph)
-        flops, weight_bytes = (sum(getattr(one, part) for one in work) for part in COUNTED)
+        graph = extract(model).graph
         return cls(
             model=model,
             forward=forward.get_concrete_function(),
             both=both.get_concrete_function(),
-            flops=SAMPLES * flops,
-            weight_bytes=weight_bytes,
+            flops=SAMPLES * sum(node.flops for node in graph.nodes),
+            weight_bytes=sum(work.weight_bytes for work in node_work(graph)),
         )
 
 

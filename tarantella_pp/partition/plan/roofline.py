@@ -20,12 +20,14 @@ of its gradients, whose speeds are others. Unless that was measured, they take t
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import msgspec
 
 from tarantella_pp.partition.graph.layer_graph import LayerGraph, Node
+from tarantella_pp.partition.graph.units import item_bytes
 from tarantella_pp.partition.plan.hardware_spec import HardwareSpec, LayerSpeed, PassSpeed
 
 BOTH_GRADIENTS = 2.0
@@ -45,6 +47,9 @@ _LARGE_WINDOW = 3
 _SEPARABLE = ("SeparableConv1D", "SeparableConv2D")
 _PRODUCTS = ("Einsum", "Matmul", "Dot", "Attention", "AdditiveAttention")
 """Products of matrices without weights."""
+LOSS_STEPS = 15
+"""Steps of a function that a loss takes for each entry of an output, about as a cross-entropy of
+logits. Others take from a fifth of it (mean squared error) to twice as many."""
 
 
 class NodeWork(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -57,7 +62,7 @@ class NodeWork(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
         kind: What kind of layer it is; `None` in plans from before that was told.
         function_flops: How many of `flops` are steps of an activation function.
         parts: How much of it is done as layers of other kinds do it: the depthwise part of a
-            separable convolution.
+            separable convolution, and the loss of an output of the model.
     """
 
     flops: float
@@ -74,7 +79,26 @@ def node_work(graph: LayerGraph) -> tuple[NodeWork, ...]:
     Args:
         graph: The layer graph.
     """
-    return tuple(_work(graph, node) for node in graph.nodes)
+    losses = Counter[int]()
+    for output in (graph.tensors[t] for t in graph.outputs):
+        if output.has_gradient and output.producer is not None:
+            entries = output.bytes_per_sample // item_bytes(output.dtype)
+            losses[output.producer] += LOSS_STEPS * entries
+    return tuple(_with_loss(_work(graph, node), losses[node.id]) for node in graph.nodes)
+
+
+def _with_loss(work: NodeWork, steps: float) -> NodeWork:
+    """Adds the loss of what an operation makes to its work."""
+    if not steps:
+        return work
+    loss = NodeWork(steps, 0.0, 0.0, "function", steps)
+    return msgspec.structs.replace(
+        work,
+        kind=work.kind or loss.kind,
+        flops=work.flops + loss.flops,
+        function_flops=work.function_flops + loss.function_flops,
+        parts=(*work.parts, loss),
+    )
 
 
 def _work(graph: LayerGraph, node: Node) -> NodeWork:
@@ -152,14 +176,14 @@ def _seconds(
     if speed is None:
         forward = _plain_seconds(work, samples, machine)
         return forward, BOTH_GRADIENTS * forward
-    if not work.activation_bytes:  # nothing but another view of what is there
-        return 0.0, 0.0
     steps, forward, backward = speeds.get("function", speed), 0.0, 0.0
-    for part in (_without_parts(work), *work.parts):
-        own = speeds.get(part.kind or "", speed)
-        forward += _pass_seconds(part, samples, machine, own.forward, steps.forward)
+    # What moves nothing is but another view of what is there.
+    own = (_without_parts(work),) if work.activation_bytes else ()
+    for part in (*own, *work.parts):
+        at = speeds.get(part.kind or "", speed)
+        forward += _pass_seconds(part, samples, machine, at.forward, steps.forward)
         backward += _pass_seconds(
-            part, samples, machine, own.backward, steps.backward, BOTH_GRADIENTS
+            part, samples, machine, at.backward, steps.backward, BOTH_GRADIENTS
         )
     return forward, backward
 
@@ -171,6 +195,7 @@ def _without_parts(work: NodeWork) -> NodeWork:
     return msgspec.structs.replace(
         work,
         flops=work.flops - sum(part.flops for part in work.parts),
+        function_flops=work.function_flops - sum(part.function_flops for part in work.parts),
         weight_bytes=work.weight_bytes - sum(part.weight_bytes for part in work.parts),
         parts=(),
     )

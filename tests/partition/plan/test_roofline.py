@@ -29,10 +29,11 @@ ZERO, ONE = '{"flops_per_second": 0}', '{"flops_per_second": 1}'
 
 
 def work_of(*stack, shape=(6,), dtype="float32"):
+    """Work of layers that are followed by another one, which has the loss."""
     x = inputs = keras.Input(shape, dtype=dtype)
-    for layer in stack:
+    for layer in (*stack, layers.Rescaling(2.0)):
         x = layer(x)
-    return node_work(extract(keras.Model(inputs, x)).graph)
+    return node_work(extract(keras.Model(inputs, x)).graph)[:-1]
 
 
 def test_what_moves():
@@ -70,8 +71,8 @@ def test_kinds_of_layers(layer, kind, functions):
 
 def test_softmax_of_attention_is_a_function():
     x = keras.Input((6, 8))
-    layer = layers.MultiHeadAttention(2, 4)
-    (work,) = node_work(extract(keras.Model(x, layer(x, x))).graph)
+    y = layers.Rescaling(2.0)(layers.MultiHeadAttention(2, 4)(x, x))
+    work, _ = node_work(extract(keras.Model(x, y)).graph)
     assert (work.kind, work.function_flops) == ("product", 5 * 2 * 6 * 6)
 
 
@@ -101,6 +102,35 @@ def test_special_convolutions_are_as_usual_ones_where_they_were_not_measured(usu
     assert roofline_seconds(work, 2, HardwareSpec(**{usual: slow})) == [(20.0, 20.0)] * 2
     machine = HardwareSpec(**{usual: slow, special: fast})
     assert roofline_seconds(work, 2, machine) == [(20.0, 20.0), (10.0, 10.0)]
+
+
+def test_losses_take_steps_of_functions():
+    """Of each entry of outputs that have gradients, whatever makes them."""
+    x = keras.Input((6,))
+    y = layers.Dense(4)(x)
+    outputs = [
+        layers.Reshape((2, 2))(y),
+        layers.Dense(3, activation="relu")(y),
+        keras.ops.argmax(y),
+    ]
+    graph = extract(keras.Model(x, outputs)).graph
+    work = {node.kind: one for node, one in zip(graph.nodes, node_work(graph), strict=True)}
+    loss = [NodeWork(15.0 * n, 0.0, 0.0, "function", 15.0 * n) for n in (4, 3)]
+    assert work["Reshape"].parts == (loss[0],)
+    assert work["Reshape"].flops == 60
+    assert work["Dense"].parts == (loss[1],)  # the last one
+    assert (work["Dense"].flops, work["Dense"].function_flops) == (2 * 4 * 3 + 3 + 3 + 45, 3 + 45)
+    assert not work["Argmax"].parts
+    machine = HardwareSpec(
+        1e3,
+        product=LayerSpeed(PassSpeed(10.0), PassSpeed(5.0)),
+        function=LayerSpeed(PassSpeed(2.0, 1.0), PassSpeed(1.0, 3.0)),
+    )
+    both = [work["Reshape"], work["Dense"]]
+    assert roofline_seconds(both, 1, machine) == [
+        (1 + 60 / 2, 3 + 60 / 1),
+        (pytest.approx(27 / 10 + 3 / 2 + 1 + 45 / 2), pytest.approx(27 / 5 + 3 / 1 + 3 + 45 / 1)),
+    ]
 
 
 def test_separable_convolutions_have_two_kinds():

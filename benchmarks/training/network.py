@@ -85,10 +85,11 @@ class Kind:
     options: dict[str, object]
 
 
+CHOSEN = "chosen"
 PIPELINE = {"num_stages": 2, "num_micro_batches": 8}
 REPLICAS = {"num_replicas": 2, "num_micro_batches": 1}
 KINDS = [
-    Kind("chosen", PIPELINE),
+    Kind(CHOSEN, PIPELINE),
     Kind("1f1b", {**PIPELINE, "schedule": "1f1b"}),
     Kind("eager-1f1b", {**PIPELINE, "schedule": "eager-1f1b"}),
     Kind("zb-h1", {**PIPELINE, "schedule": "zb-h1"}),
@@ -145,6 +146,7 @@ def train(name: str, kind: Kind, wire: str, folder: Path) -> dict[str, Any]:
     crossing = links * plan.num_micro_batches if plan.num_replicas == 1 else sums
     planned, replayed, computation = simulated(plan, alike(timeline.steps))
     return {
+        "schedule": plan.schedule,
         "seconds": measured.seconds,
         "plan": planned,
         "replayed": replayed,
@@ -357,6 +359,8 @@ def compare(name: str, link: Link, args: argparse.Namespace, folder: Path) -> It
         for each in (plan, replayed):
             shown += [f"{1e3 * each:.0f}", f"{each / step - 1:+.1%}"]
         shown += [f"{1e3 * each:.0f}" for each in (computed, busy)]
+        if setting.kind == CHOSEN:
+            setting = setting._replace(kind=f"{CHOSEN}, {runs[0]['schedule']}")
         yield [name, *setting, *shown, f"{step / max(computed, busy):.2f}"]
 
 

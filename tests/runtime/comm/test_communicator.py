@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 import socket
@@ -24,6 +25,7 @@ from tarantella_pp.runtime.comm.communicator import (
 from tarantella_pp.runtime.comm.waiting.flight_recorder import FlightRecorder
 from tarantella_pp.runtime.comm.waiting.polling import (
     LARGE,
+    NETWORK_POLLS,
     Limits,
     Waiter,
 )
@@ -414,6 +416,26 @@ def test_while_a_large_message_goes_over_both_ranks_are_kept_awake(large: bool) 
     waiter.until(done, lambda: "x", (1,), rings=True, coming=lambda: nbytes * 1000, limited=False)
     assert any(polls) is large
     assert there.asked is large
+
+
+@pytest.mark.parametrize(("peer", "polls"), [(1, 1), (2, NETWORK_POLLS)])
+def test_what_comes_over_a_network_is_polled_for_several_times_in_a_row(
+    peer: int, polls: int
+) -> None:
+    """A poll takes only a part of it: as many polls as sleeps would take milliseconds."""
+    here, there = connected_bells()
+    events: list[str] = []
+    here.sleep = lambda seconds: bool(events.append("sleep"))  # type: ignore[assignment]
+    waiter = Waiter(0, Limits(), tuple, here, str)
+
+    def done() -> bool:
+        events.append("poll")
+        return events.count("sleep") > 4
+
+    waiter.until(done, lambda: "x", (peer,))
+    sleeps = [place for place, event in enumerate(events) if event == "sleep"]
+    assert {second - first - 1 for first, second in itertools.pairwise(sleeps[1:])} == {polls}
+    assert there.reaches(0)
 
 
 def test_the_recorder_keeps_the_last_events() -> None:

@@ -9,9 +9,10 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 
 from tarantella_pp.errors import ConfigurationError
+from tarantella_pp.runtime.comm.waiting.polling import NETWORK_POLLS
 
-# Between two polls a socket takes what the network brings meanwhile: at 10 Gbit/s 1.25 MB. A poll
-# takes some 20 us from the rank, also while nothing comes.
+# Between two rounds of polls a socket takes what the network brings meanwhile: at 10 Gbit/s
+# 1.25 MB. A round takes some 20 us from the rank, also while nothing comes.
 _PERIOD_SECONDS = 1e-3
 _PATIENCE_SECONDS = 20e-3
 """How long the thread stays awake while the rank does something else than to compute."""
@@ -96,7 +97,10 @@ class BackgroundProgress:
             if not self._computes:
                 return False
             try:
-                self._poll()
+                for _ in range(NETWORK_POLLS):
+                    self._poll()
+                    if not (self._computes and self._is_open()):
+                        break
             except BaseException as error:  # whoever computes raises it
                 self._error = error
                 self._computes = False

@@ -40,7 +40,7 @@ settings.load_profile(_PROFILE)
 
 SESSION_SECONDS = float(os.environ.get("TNT_TEST_SESSION_SECONDS", "4500"))
 """A session that takes longer hangs, and is ended."""
-QUICK_EXAMPLES = 40
+QUICK_EXAMPLES = 25
 """Of each property in a session without slow tests, instead of a hundred."""
 MOST_WORKERS = 4
 """More would need more memory than a small machine has: each loads TensorFlow."""

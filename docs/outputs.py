@@ -61,7 +61,8 @@ def renewed(block: re.Match[str]) -> str:
 
 def printed(commands: str) -> str:
     """Runs commands in a folder of their own; returns what the last one prints."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "80"}
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": paths, "COLUMNS": "80"}
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "examples").symlink_to(ROOT / "examples")
         for command in re.sub(r"\\\n", " ", commands).splitlines():

@@ -18,6 +18,8 @@ import psutil
 import pytest
 from hypothesis import settings
 
+from tests.helpers.startup import sitecustomize
+
 # Before any test module can import Keras or TensorFlow, and for every process that a test starts.
 os.environ["KERAS_BACKEND"] = "tensorflow"
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -25,8 +27,11 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
 for _name in ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "OMP_NUM_THREADS"):
     os.environ.setdefault(_name, "1")
 
-# A collection goes through all that TensorFlow has loaded, and tracing sets off many.
-gc.set_threshold(50_000, 20, 50)
+# For every process that a test starts; in this one it has been imported.
+_STARTUP = str(Path(sitecustomize.__file__).parent)
+if _STARTUP not in os.environ.get("PYTHONPATH", "").split(os.pathsep):
+    _paths = filter(None, [os.environ.get("PYTHONPATH"), _STARTUP])
+    os.environ["PYTHONPATH"] = os.pathsep.join(_paths)
 
 settings.register_profile("default", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
@@ -35,7 +40,7 @@ settings.load_profile(_PROFILE)
 
 SESSION_SECONDS = float(os.environ.get("TNT_TEST_SESSION_SECONDS", "4500"))
 """A session that takes longer hangs, and is ended."""
-QUICK_EXAMPLES = 40
+QUICK_EXAMPLES = 25
 """Of each property in a session without slow tests, instead of a hundred."""
 MOST_WORKERS = 4
 """More would need more memory than a small machine has: each loads TensorFlow."""

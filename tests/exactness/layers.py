@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase as fnmatch
@@ -256,13 +257,22 @@ Y = floats(2, seed=5)
 WEIGHTS = {"sample_weight": np.random.default_rng(4).uniform(0.2, 2, size=SAMPLES)}
 
 
-def trials() -> dict[str, Trial]:
-    """Each layer in a model of its own; those `ON_DEMAND` only then."""
+def trials(pattern: str = "") -> dict[str, Trial]:
+    """Each layer in a model of its own; those `ON_DEMAND` only then.
+
+    Args:
+        pattern: Regular expression that names must match from their start on: it takes time to
+            find out what a layer takes.
+    """
     return {
         name: trial(name, make)
         for name, make in kinds().items()
-        if more_asked_for() or name in USUALLY or not any(fnmatch(name, p) for p in ON_DEMAND)
+        if re.match(pattern, name) and (more_asked_for() or _is_usual(name))
     }
+
+
+def _is_usual(name: str) -> bool:
+    return name in USUALLY or not any(fnmatch(name, pattern) for pattern in ON_DEMAND)
 
 
 def trial(name: str, make: Callable[[], layers.Layer]) -> Trial:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -111,7 +112,7 @@ def model_and_targets(name: str) -> tuple[dict[bool, Any], Any, Any]:
     return SEQUENCES, STEPS, ONE_HOT
 
 
-def trials() -> dict[str, Trial]:
+def trials(pattern: str = "") -> dict[str, Trial]:
     """Each loss with one reduction and way, by name; with all of them on demand.
 
     Losses take in turn the next reduction and way that Keras trains them with, so that all are
@@ -125,7 +126,9 @@ def trials() -> dict[str, Trial]:
             turn = number % len(ways)
             chosen = [next(way for way in ways[turn:] + ways[:turn] if _is_in_keras(name, *way))]
         for reduction, way in chosen:
-            found[f"{name}, {reduction}, {way}"] = _trial(name, make, reduction, way)
+            title = f"{name}, {reduction}, {way}"
+            if re.match(pattern, title):
+                found[title] = _trial(title, name, make, reduction, way)
     return found
 
 
@@ -134,7 +137,7 @@ def _is_in_keras(name: str, reduction: str, way: str) -> bool:
     return reason("losses", Verdict(f"{name}, {reduction}, {way}", NOT_IN_KERAS)) is None
 
 
-def _trial(name: str, make: Callable[..., Any], reduction: str, way: str) -> Trial:
+def _trial(title: str, name: str, make: Callable[..., Any], reduction: str, way: str) -> Trial:
     masked, weights = WAYS[way]
     builds, x, y = model_and_targets(name)
     if builds is VECTORS and weights is not None:
@@ -147,7 +150,6 @@ def _trial(name: str, make: Callable[..., Any], reduction: str, way: str) -> Tri
         {} if weights is None else {"sample_weight": weights},
     )
     limit = 1e-5 if name == "CTC" else ROUNDING  # TensorFlow computes it in float32
-    title = f"{name}, {reduction}, {way}"
     alone = limit > ROUNDING or not _is_in_keras(name, reduction, way)
     # One loss that is computed of the whole batch has all others computed so.
     at_once = masked or not _is_apart(make(reduction=reduction))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,7 +27,7 @@ RANKS, SECONDS = 2, 1200.0
 
 def trials_of(kind: str, pattern: str = "") -> list[Trial]:
     """The trials of a kind whose names match a regular expression from their start on."""
-    return [trial for name, trial in KINDS[kind].trials().items() if re.match(pattern, name)]
+    return list(KINDS[kind].trials(pattern).values())
 
 
 def judge_on_rank(kinds: Sequence[str], pattern: str = "", broken: bool = False) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -118,7 +119,7 @@ def compiled(loss: str, make: Callable[[], metrics.Metric]) -> dict[str, Any]:
     return {"optimizer": sgd(), "loss": loss, **options}
 
 
-def trials() -> dict[str, Trial]:
+def trials(pattern: str = "") -> dict[str, Trial]:
     """Each metric, compiled, and some in a layer of the first stage."""
     found = {}
     for name, make in kinds().items():
@@ -133,4 +134,4 @@ def trials() -> dict[str, Trial]:
         inside = Headed(functools.partial(trunk, kinds()[name]), CATEGORICAL.head)
         case = Case(inside, X, ONE_HOT, lambda: {"optimizer": sgd(), "loss": "mse"}, WEIGHTS)
         found[f"{name} in a layer"] = Trial(f"{name} in a layer", case)
-    return found
+    return {name: trial for name, trial in found.items() if re.match(pattern, name)}

@@ -104,7 +104,6 @@ def _load() -> None:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # a collection in a fork would copy every page
-    gc.set_threshold(50_000, 20, 50)  # as in `tests/conftest.py`
 
 
 def _keep(client: socket.socket) -> None:

@@ -15,6 +15,8 @@ import psutil
 
 ROOT = pathlib.Path(__file__).parents[2]
 SCRIPTS = ROOT / "tests" / "launch" / "scripts"
+PYTHONPATH = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "helpers" / "startup")])
+"""Where Python finds the package, the tests, and what it runs first."""
 PYTHONS = os.environ.get("TNT_TEST_PYTHONS", sys.executable).split(os.pathsep)
 """Interpreters, each with an MPI of its own, for which the tests of jobs are run."""
 LIMIT_SECONDS = 40.0
@@ -46,7 +48,7 @@ class Job:
         self._process = subprocess.Popen(
             command,
             cwd=SCRIPTS,
-            env={**inherited, "PYTHONPATH": str(ROOT), MARK: self._mark, **environment},
+            env={**inherited, "PYTHONPATH": PYTHONPATH, MARK: self._mark, **environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -1,0 +1,32 @@
+"""Python runs this first in processes of tests, for Keras to be there in two thirds of the time.
+
+Keras loads scikit-learn and Matplotlib where they are installed, and does without them where they
+are not. A script that imports them itself gets them.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+
+NOT_NEEDED = ("matplotlib", "sklearn")
+
+# A collection goes through all that TensorFlow has loaded, and loading and tracing set off many.
+gc.set_threshold(50_000, 20, 50)
+
+
+class LightKeras:
+    """Finds no module that Keras tries to import, but does not need, while it is loaded itself."""
+
+    def find_spec(self, name: str, *unused: object) -> None:
+        """Leaves a module to others.
+
+        Raises:
+            ModuleNotFoundError: Keras tries whether there is one that it does not need.
+        """
+        spec = getattr(sys.modules.get("keras"), "__spec__", None)
+        if name in NOT_NEEDED and getattr(spec, "_initializing", False):
+            raise ModuleNotFoundError(f"Keras is loaded without {name} in tests", name=name)
+
+
+sys.meta_path.insert(0, LightKeras())

@@ -135,7 +135,7 @@ def _separable_parts(graph: LayerGraph, node: Node) -> tuple[NodeWork, ...]:
 
 
 def _depthwise(window: Sequence[int]) -> LayerKind:
-    return "large_depthwise" if max(window) > _LARGE_WINDOW else "depthwise"
+    return "large_depthwise" if max(window, default=1) > _LARGE_WINDOW else "depthwise"
 
 
 def _kind(graph: LayerGraph, node: Node) -> LayerKind:

@@ -69,6 +69,21 @@ def test_kinds_of_layers(layer, kind, functions):
     assert (work.kind, work.function_flops) == (kind, functions)
 
 
+class DepthwiseConvolution(layers.Layer):
+    """A user's layer, named as if it were one of Keras, without a window."""
+
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=(shape[-1], shape[-1]))
+
+    def call(self, x):
+        return x @ self.kernel
+
+
+def test_a_layer_may_be_named_as_one_of_keras():
+    (work,) = work_of(DepthwiseConvolution(), shape=(4, 4, 4))
+    assert work.kind == "depthwise"
+
+
 def test_softmax_of_attention_is_a_function():
     x = keras.Input((6, 8))
     y = layers.Rescaling(2.0)(layers.MultiHeadAttention(2, 4)(x, x))

@@ -18,6 +18,8 @@ from tarantella_pp.partition.options import checked_count
 from tarantella_pp.runtime.state.remote_variables import is_stale
 
 _OWN_STEPS = ("train_step", "test_step", "predict_step", "compute_loss", "compute_metrics")
+_NAMED = 3
+"""Layers that a warning names; models have hundreds of one kind."""
 
 
 def check_backend() -> None:
@@ -131,6 +133,8 @@ def check_outputs(graph: LayerGraph, num_micro_batches: int) -> None:
 def warn_of_batch_statistics(calls: Iterable[Any], num_micro_batches: int) -> None:
     """Warns where the numbers are not those of plain Keras."""
     names = [layer.name for layer in _batch_norms(calls)]
+    if len(names) > _NAMED:
+        names = [*names[:_NAMED], f"and {len(names) - _NAMED} more"]
     if names and num_micro_batches > 1:
         warnings.warn(
             f"BatchNormalization layers {', '.join(names)} take their statistics of each of the "

@@ -206,6 +206,9 @@ def test_batch_statistics_are_warned_of():
         PipelineModel(cnn(), num_stages=2, num_micro_batches=2)
     assert len(w) == 1
     assert w[0].filename == __file__
+    many = keras.Sequential([keras.Input((4,)), *(layers.BatchNormalization() for _ in range(9))])
+    with pytest.warns(UserWarning, match=r"layers (\w+, ){3}and 6 more take"):
+        PipelineModel(many, num_stages=2, num_micro_batches=2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         PipelineModel(cnn(), num_stages=2, num_micro_batches=1)

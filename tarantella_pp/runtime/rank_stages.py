@@ -99,6 +99,7 @@ class RankStages(Mapping[int, Stage]):
 
     @recorder.setter
     def recorder(self, recorder: Recorder) -> None:
+        """Has it noted elsewhere."""
         self._executor.recorder = recorder
 
     def rehearse(self, step: BatchStep) -> Exception | None:

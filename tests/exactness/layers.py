@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase as fnmatch
@@ -257,22 +256,13 @@ Y = floats(2, seed=5)
 WEIGHTS = {"sample_weight": np.random.default_rng(4).uniform(0.2, 2, size=SAMPLES)}
 
 
-def trials(pattern: str = "") -> dict[str, Trial]:
-    """Each layer in a model of its own; those `ON_DEMAND` only then.
-
-    Args:
-        pattern: Regular expression that names must match from their start on: it takes time to
-            find out what a layer takes.
-    """
+def trials() -> dict[str, Callable[[], Trial]]:
+    """What makes the trial of each layer, which takes time; those `ON_DEMAND` only then."""
     return {
-        name: trial(name, make)
+        name: functools.partial(trial, name, make)
         for name, make in kinds().items()
-        if re.match(pattern, name) and (more_asked_for() or _is_usual(name))
+        if more_asked_for() or name in USUALLY or not any(fnmatch(name, p) for p in ON_DEMAND)
     }
-
-
-def _is_usual(name: str) -> bool:
-    return name in USUALLY or not any(fnmatch(name, pattern) for pattern in ON_DEMAND)
 
 
 def trial(name: str, make: Callable[[], layers.Layer]) -> Trial:

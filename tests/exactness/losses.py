@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -112,13 +111,13 @@ def model_and_targets(name: str) -> tuple[dict[bool, Any], Any, Any]:
     return SEQUENCES, STEPS, ONE_HOT
 
 
-def trials(pattern: str = "") -> dict[str, Trial]:
-    """Each loss with one reduction and way, by name; with all of them on demand.
+def trials() -> dict[str, Callable[[], Trial]]:
+    """What makes trials of each loss, in one reduction and way; with all of them on demand.
 
     Losses take in turn the next reduction and way that Keras trains them with, so that all are
     tried with one loss or another.
     """
-    found = {}
+    found = dict[str, Callable[[], Trial]]()
     ways = list(itertools.product(REDUCTIONS, WAYS))
     for number, (name, make) in enumerate(kinds().items()):
         chosen = [("mean", "masked, weighted"), *ways]
@@ -127,8 +126,7 @@ def trials(pattern: str = "") -> dict[str, Trial]:
             chosen = [next(way for way in ways[turn:] + ways[:turn] if _is_in_keras(name, *way))]
         for reduction, way in chosen:
             title = f"{name}, {reduction}, {way}"
-            if re.match(pattern, title):
-                found[title] = _trial(title, name, make, reduction, way)
+            found[title] = functools.partial(_trial, title, name, make, reduction, way)
     return found
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -119,19 +118,27 @@ def compiled(loss: str, make: Callable[[], metrics.Metric]) -> dict[str, Any]:
     return {"optimizer": sgd(), "loss": loss, **options}
 
 
-def trials(pattern: str = "") -> dict[str, Trial]:
-    """Each metric, compiled, and some in a layer of the first stage."""
-    found = {}
-    for name, make in kinds().items():
-        model, y, loss = data_of(name)
-        case = Case(model, X, y, functools.partial(compiled, loss, make), WEIGHTS)
-        limit = 1e-5 if model is NARROW else ROUNDING
-        # One that Keras does not train either would have all others beside it tried alone.
-        alone = reason("metrics", Verdict(name, NOT_IN_KERAS))
-        # A float32 head rounds the gradients of the trunk.
-        found[name] = Trial(name, case, limit=limit, beside=None if alone else limit)
+def trials() -> dict[str, Callable[[], Trial]]:
+    """What makes trials of each metric, compiled, and of some in a layer of the first stage."""
+    made = kinds()
+    found = {name: functools.partial(_trial, name, make) for name, make in made.items()}
     for name in IN_LAYERS:
-        inside = Headed(functools.partial(trunk, kinds()[name]), CATEGORICAL.head)
-        case = Case(inside, X, ONE_HOT, lambda: {"optimizer": sgd(), "loss": "mse"}, WEIGHTS)
-        found[f"{name} in a layer"] = Trial(f"{name} in a layer", case)
-    return {name: trial for name, trial in found.items() if re.match(pattern, name)}
+        title = f"{name} in a layer"
+        found[title] = functools.partial(_trial_in_a_layer, title, made[name])
+    return dict(found)
+
+
+def _trial(name: str, make: Callable[[], metrics.Metric]) -> Trial:
+    model, y, loss = data_of(name)
+    case = Case(model, X, y, functools.partial(compiled, loss, make), WEIGHTS)
+    limit = 1e-5 if model is NARROW else ROUNDING
+    # One that Keras does not train either would have all others beside it tried alone.
+    alone = reason("metrics", Verdict(name, NOT_IN_KERAS))
+    # A float32 head rounds the gradients of the trunk.
+    return Trial(name, case, limit=limit, beside=None if alone else limit)
+
+
+def _trial_in_a_layer(title: str, make: Callable[[], metrics.Metric]) -> Trial:
+    inside = Headed(functools.partial(trunk, make), CATEGORICAL.head)
+    case = Case(inside, X, ONE_HOT, lambda: {"optimizer": sgd(), "loss": "mse"}, WEIGHTS)
+    return Trial(title, case)

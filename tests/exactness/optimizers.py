@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -92,13 +91,13 @@ def scheduled(kind: type) -> optimizers.Optimizer:
     return optimizers.SGD(kind(**arguments_of(kind, ARGUMENTS)), momentum=0.9)
 
 
-def trials(pattern: str = "") -> dict[str, Trial]:
-    """Each optimizer with the same model."""
-    return {
-        name: Trial(name, _case(make), functools.partial(training, rows=EVENLY), again=True)
-        for name, make in kinds().items()
-        if re.match(pattern, name)
-    }
+def trials() -> dict[str, Callable[[], Trial]]:
+    """What makes the trial of each optimizer, with the same model."""
+    return {name: functools.partial(_trial, name, make) for name, make in kinds().items()}
+
+
+def _trial(name: str, make: Callable[[], optimizers.Optimizer]) -> Trial:
+    return Trial(name, _case(make), functools.partial(training, rows=EVENLY), again=True)
 
 
 def _case(make: Callable[[], optimizers.Optimizer]) -> Case:

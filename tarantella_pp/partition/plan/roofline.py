@@ -144,9 +144,9 @@ def _kind(graph: LayerGraph, node: Node) -> LayerKind:
     if node.kind == "BatchNormalization":
         return "normalization"
     if "Conv" in node.kind and weights:
-        window = max(weights, key=lambda weight: weight.bytes).shape[:-2]
         if node.kind in _SEPARABLE:
             return "pointwise"
+        window = max(weights, key=lambda weight: weight.bytes).shape[:-2]
         if node.kind.startswith("Depthwise"):
             return _depthwise(window)
         return "pointwise" if set(window) == {1} else "convolution"

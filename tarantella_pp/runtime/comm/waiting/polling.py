@@ -45,10 +45,12 @@ class Pace:
     Attributes:
         share: Sleep as a share of the wait so far: how much later at most its end is noticed.
         longest: Longest sleep in seconds.
+        polls: How often to poll between two sleeps.
     """
 
     share: float
     longest: float
+    polls: int = 1
 
 
 # A rank that is rung for polls for safety only.
@@ -58,6 +60,7 @@ NOT_RUNG_FOR = Pace(0.05, 1e-3)
 # bring 1.25 MB in a millisecond: so a rank polls so many times in a row, which takes some
 # microseconds where nothing has come.
 NETWORK_POLLS = 16
+FROM_ELSEWHERE = Pace(0.05, 1e-3, NETWORK_POLLS)
 
 # Where MPI may read the memory of another process, one poll fetches all of a message that is on
 # its way. Elsewhere a large one goes over in many small parts, for which both ranks must poll:
@@ -177,8 +180,8 @@ class Waiter:
             if done():
                 return
         near = all(map(self._bell.reaches, peers))
-        pace = RUNG_FOR if rings and near else NOT_RUNG_FOR
-        sleep = _Sleep(self._bell, peers, pace, coming, polls=1 if near else NETWORK_POLLS)
+        pace = (RUNG_FOR if rings else NOT_RUNG_FOR) if near else FROM_ELSEWHERE
+        sleep = _Sleep(self._bell, peers, pace, coming)
         limits = self._limits if limited else Limits(0.0, 0.0)
 
         def look() -> None:
@@ -198,7 +201,7 @@ class Waiter:
     ) -> None:
         start = time.perf_counter()
         warn, next_check = limits.warn, _CHECK_SECONDS
-        while not any(done() for _ in range(sleep.polls)):
+        while not any(done() for _ in range(sleep.pace.polls)):
             waited = time.perf_counter() - start
             if waited >= next_check:
                 next_check = waited + _CHECK_SECONDS
@@ -224,21 +227,14 @@ class _Sleep:
     """The sleeps of one wait: short at first, ended by rings, none while a message goes over."""
 
     def __init__(
-        self,
-        bell: Wakeup,
-        peers: Sequence[int],
-        pace: Pace,
-        coming: Callable[[], int],
-        *,
-        polls: int,
+        self, bell: Wakeup, peers: Sequence[int], pace: Pace, coming: Callable[[], int]
     ) -> None:
         self._bell = bell
         self._peers = peers
-        self._pace = pace
+        self.pace = pace
         self._coming = coming
         self._since = time.perf_counter()
         self._next_ask = 0.0
-        self.polls = polls
         self._bell.sleep(0.0)  # what was announced while this rank had other things to do
 
     def once(self, outgoing: Outgoing) -> None:
@@ -261,6 +257,6 @@ class _Sleep:
             os.sched_yield()
             pause = 0.0
         else:
-            pause = min(waited * self._pace.share, self._pace.longest)
+            pause = min(waited * self.pace.share, self.pace.longest)
         if self._bell.sleep(pause):
             self._since = time.perf_counter()

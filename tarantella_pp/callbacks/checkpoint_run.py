@@ -76,16 +76,7 @@ def checkpointed(
     callbacks: Any,
     preemption: Preemption | None,
 ) -> contextlib.AbstractContextManager[None]:
-    """Surrounds Keras' own `fit`, so that a `Checkpoint` among its callbacks can work.
-
-    Args:
-        checkpoint: The callback; `None` without one.
-        model: The model.
-        adapter: Its data.
-        options: What `fit` was called with.
-        callbacks: All callbacks of this rank.
-        preemption: Whether this rank has been told to end.
-    """
+    """Surrounds Keras' own `fit`, so that a `Checkpoint` among its callbacks can work."""
     if checkpoint is None or preemption is None:
         return contextlib.nullcontext()
     listed = getattr(callbacks, "callbacks", callbacks)
@@ -93,16 +84,7 @@ def checkpointed(
 
 
 class CheckpointRun:
-    """One `fit` with checkpoints.
-
-    Args:
-        checkpoint: The callback.
-        model: The model.
-        adapter: Its data; each rank has one, and the reader's knows how far it has come.
-        options: What `fit` was called with.
-        callbacks: All callbacks of this rank.
-        preemption: Whether this rank has been told to end.
-    """
+    """One `fit` with checkpoints."""
 
     def __init__(
         self,

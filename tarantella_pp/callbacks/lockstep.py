@@ -63,9 +63,6 @@ class Lockstep(keras.callbacks.Callback):
     where all ranks want to stop they do so at once, and where one does, all do so a step later.
 
     It is the last of a rank's callbacks, to see what the others have set.
-
-    Args:
-        communicator: The ranks.
     """
 
     def __init__(self, communicator: Communicator) -> None:

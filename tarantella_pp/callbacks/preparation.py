@@ -15,9 +15,6 @@ class FolderMaker(keras.callbacks.Callback):
     """Makes the folder of a `ModelCheckpoint`, which itself fails where another rank is quicker.
 
     It stands before the checkpoint in the list.
-
-    Args:
-        checkpoint: The checkpoint.
     """
 
     def __init__(self, checkpoint: keras.callbacks.ModelCheckpoint) -> None:
@@ -49,10 +46,6 @@ class WeightGatherer(keras.callbacks.Callback):
     """Gathers the weights on all ranks at the end of the epochs in which a `TensorBoard` looks.
 
     It stands before the board in the list, and for it on ranks that have none.
-
-    Args:
-        board: The board, which runs on one rank.
-        follows: Whether this rank has to take part in what the board does on the other one.
     """
 
     def __init__(self, board: keras.callbacks.TensorBoard, follows: bool) -> None:

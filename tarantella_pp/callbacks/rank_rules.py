@@ -38,24 +38,13 @@ _ALL_RANKS = (
 
 
 def kinds_of_all_ranks(callbacks: Any) -> list[str]:
-    """Names the callbacks that none may have alone, for all ranks must do as they do.
-
-    Args:
-        callbacks: A callback, a list of them, Keras' own container of them, or `None`.
-    """
+    """Names the callbacks that none may have alone, for all ranks must do as they do."""
     found = [c for c in listed(callbacks) if isinstance(c, _ALL_RANKS) or _looks_at_weights(c)]
     return sorted(type(callback).__name__ for callback in found)
 
 
 def checkpoint_of(callbacks: Any) -> Checkpoint | None:
-    """The `Checkpoint` among the callbacks of a call; `None` without one.
-
-    Args:
-        callbacks: A callback, a list of them, Keras' own container of them, or `None`.
-
-    Raises:
-        ConfigurationError: If there are several that would restore the model.
-    """
+    """The `Checkpoint` among the callbacks of a call; `None` without one."""
     kinds = (Checkpoint, keras.callbacks.BackupAndRestore)
     found = [callback for callback in listed(callbacks) if isinstance(callback, kinds)]
     own = [callback for callback in found if isinstance(callback, Checkpoint)]
@@ -76,18 +65,6 @@ def callbacks_of_rank(
     rank, with the same logs: each rank stops early, or lowers its learning rate, at the same step.
     `ModelCheckpoint` is among them, because saving takes all ranks. In one process they are what
     they are in plain Keras. A `Checkpoint` comes last: it writes what the others have set.
-
-    Args:
-        callbacks: A callback, a list of them, Keras' own container of them, or `None`.
-        model: The model that they are for.
-        communicator: The ranks.
-        preemption: Whether this rank has been told to end, where a `Checkpoint` looks at it.
-
-    Returns:
-        What to pass to Keras on this rank.
-
-    Raises:
-        ConfigurationError: If a callback would write a wrong file.
     """
     checkpoint = checkpoint_of(callbacks)
     if communicator.size == 1 and checkpoint is None:
@@ -145,11 +122,7 @@ def _looks_at_weights(callback: Any) -> bool:
 
 
 def listed(callbacks: Any) -> list[Any]:
-    """The callbacks of a call.
-
-    Args:
-        callbacks: A callback, a list of them, Keras' own container of them, or `None`.
-    """
+    """The callbacks of a call."""
     if isinstance(callbacks, keras.callbacks.CallbackList):
         return list(callbacks.callbacks)
     return [callback for callback in keras.tree.flatten(callbacks) if callback is not None]

@@ -35,10 +35,6 @@ class SharedBackup(keras.callbacks.Callback):
     What is in the folder, of which epoch it is, and whether it is damaged, that rank alone decides
     by Keras' own code. So ranks never go on from different epochs, and none sees a file that
     another one is writing or has just removed.
-
-    Args:
-        backup: The backup of this rank.
-        ranks: All ranks of the job; the last one has the folder.
     """
 
     def __init__(self, backup: keras.callbacks.BackupAndRestore, ranks: Communicator) -> None:
@@ -78,11 +74,7 @@ class SharedBackup(keras.callbacks.Callback):
         self._led("remove the backup", lambda: self._backup.on_train_end(logs))
 
     def _led(self, what: str, work: Callable[[], None]) -> int | None:
-        """Has one rank do something; all must call it, and do what it asks of the model.
-
-        Returns:
-            The epoch to go on with; `None` if nothing was restored.
-        """
+        """Has one rank do something; all must call it, and do what it asks of the model."""
         model = BackedUp(self._ask)
 
         def lead() -> int | None:

@@ -140,17 +140,7 @@ class Timeline(keras.callbacks.Callback):
 
 
 def with_trace(callbacks: Any, model: Any, environ: Mapping[str, str]) -> Any:
-    """Adds the callback that `tarantella --trace FILE` asks for.
-
-    Args:
-        callbacks: What `fit` was given: a callback, a list, Keras' container, or `None`.
-        model: The model that is trained.
-        environ: The environment.
-
-    Returns:
-        The callbacks, with a `Timeline` if the environment names a file and there is none yet.
-        The first training writes that file; the second one of `trace.json` is `trace-2.json`.
-    """
+    """Adds the callback that `tarantella --trace FILE` asks for."""
     path = Path(environ.get(TRACE_VARIABLE, ""))
     if not path.name:
         return callbacks
@@ -167,11 +157,7 @@ def with_trace(callbacks: Any, model: Any, environ: Mapping[str, str]) -> Any:
 
 
 def timelines_in(callbacks: Any) -> int:
-    """Returns how many of the callbacks record timelines, which must be so on all ranks.
-
-    Args:
-        callbacks: A callback, a list, Keras' container, or `None`.
-    """
+    """Returns how many of the callbacks record timelines, which must be so on all ranks."""
     return sum(isinstance(callback, Timeline) for callback in _listed(callbacks))
 
 

@@ -32,11 +32,7 @@ def name_of_step(step: int) -> str:
 
 
 def checkpoints_in(directory: Path) -> list[Path]:
-    """The checkpoints in a directory that are complete, the newest first; damaged ones, too.
-
-    Args:
-        directory: The directory; it need not exist.
-    """
+    """The checkpoints in a directory that are complete, the newest first; damaged ones, too."""
     if not directory.is_dir():
         return []
     found = [path for path in directory.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
@@ -52,19 +48,7 @@ def remove_leftovers(directory: Path) -> None:
 
 
 def begin_draft(directory: Path, step: int, known: Collection[str]) -> Path:
-    """Makes an empty folder for a new checkpoint.
-
-    Args:
-        directory: Where checkpoints are.
-        step: The step.
-        known: The names of checkpoints that this job has found there or written.
-
-    Returns:
-        The folder.
-
-    Raises:
-        ConfigurationError: If another job has written since, or is writing.
-    """
+    """Makes an empty folder for a new checkpoint."""
     there = [path.name for path in (*directory.glob(f"{DRAFT}*"), *checkpoints_in(directory))]
     if strange := [name for name in there if name not in known]:
         raise ConfigurationError(
@@ -83,15 +67,7 @@ def discard_draft(draft: Path) -> None:
 
 
 def publish(draft: Path, manifest: bytes) -> Path:
-    """Writes the manifest, and gives a checkpoint its name once all of it is on the disk.
-
-    Args:
-        draft: Its folder, with all files of tensors.
-        manifest: The manifest.
-
-    Returns:
-        The folder with its name.
-    """
+    """Writes the manifest, and gives a checkpoint its name once all of it is on the disk."""
     for name, data in ((MANIFEST, manifest), (CHECKSUM, checksum_of(manifest))):
         with (draft / name).open("wb") as file:
             file.write(data)
@@ -109,14 +85,7 @@ def publish(draft: Path, manifest: bytes) -> Path:
 def remove_old(
     directory: Path, keep: int, known: Collection[str], damaged: Collection[str]
 ) -> None:
-    """Removes all checkpoints but the newest, and damaged ones that are older than these.
-
-    Args:
-        directory: Where they are.
-        keep: How many stay.
-        known: The names of those that this job has found or written; no others go.
-        damaged: The names of those that do not count.
-    """
+    """Removes all checkpoints but the newest, and damaged ones that are older than these."""
     good = 0
     for path in checkpoints_in(directory):
         if good >= keep and path.name in known:

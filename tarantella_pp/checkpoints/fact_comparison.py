@@ -9,13 +9,7 @@ _MOST = 5
 
 
 def differences(saved: Any, now: Any, where: str = "") -> list[str]:
-    """What differs, each with its name and both values; at most a few.
-
-    Args:
-        saved: Numbers, texts, lists and dicts, as JSON keeps them.
-        now: The same.
-        where: The name of all of it.
-    """
+    """What differs, each with its name and both values; at most a few."""
     found = list(_differences(saved, now, where))
     more = [f"and {len(found) - _MOST} more"] if len(found) > _MOST else []
     return found[:_MOST] + more
@@ -26,9 +20,6 @@ def without_names(config: Any) -> Any:
 
     Keras counts layers, so that the second `Dense` of a process is called otherwise; and objects
     that several layers share have their address for a number.
-
-    Args:
-        config: The configuration.
     """
     names: dict[str, str] = {}
     _collect(config, names)

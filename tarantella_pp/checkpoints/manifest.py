@@ -134,14 +134,7 @@ class Manifest(msgspec.Struct, frozen=True):
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Reads the manifest of a checkpoint.
-
-    Args:
-        folder: That of the checkpoint.
-
-    Raises:
-        FileError: If there is none, or it is damaged, or of a later version of the library.
-    """
+    """Reads the manifest of a checkpoint."""
     path = folder / MANIFEST
     try:
         text = path.read_bytes()
@@ -166,11 +159,7 @@ def checksum_of(manifest: bytes) -> bytes:
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON keeps it: numbers that are not finite become their names.
-
-    Args:
-        value: Numbers, texts, lists and dicts.
-    """
+    """A value as JSON keeps it: numbers that are not finite become their names."""
     if isinstance(value, float) and not math.isfinite(value):
         return repr(value)
     if isinstance(value, dict):

@@ -65,17 +65,7 @@ class WrittenFile(NamedTuple):
 def write_tensors(
     path: Path, tensors: Mapping[str, tuple[str, tuple[int, ...]]], read: Callable[[str], Array]
 ) -> WrittenFile:
-    """Writes a file, and returns when it is on the disk.
-
-    Args:
-        path: The file.
-        tensors: Name of the dtype and shape of each tensor.
-        read: Returns the value of one.
-
-    Raises:
-        OSError: If it cannot be written.
-        ConfigurationError: If there is no such dtype in the format.
-    """
+    """Writes a file, and returns when it is on the disk."""
     header: dict[str, Any] = {}
     end = 0
     for name, (dtype, shape) in tensors.items():
@@ -110,14 +100,8 @@ def sha256_of(path: Path) -> str:
 class TensorFile:
     """A file of tensors to read from.
 
-    Args:
-        path: The file.
-
     Attributes:
         slots: What is in it.
-
-    Raises:
-        FileError: If it is no such file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -134,14 +118,7 @@ class TensorFile:
             raise FileError(f"'{path}' is no file of tensors: {error}") from error
 
     def read(self, name: str) -> Array:
-        """Reads one tensor.
-
-        Args:
-            name: Its name.
-
-        Raises:
-            FileError: If the file has ended before.
-        """
+        """Reads one tensor."""
         slot = self.slots[name]
         with self._path.open("rb") as file:
             file.seek(self._start + slot.begin)

@@ -11,12 +11,7 @@ from tarantella_pp.errors import FileError
 
 
 def damage(folder: Path, is_mine: Callable[[int], bool] = lambda number: True) -> str:
-    """What is wrong with a checkpoint, naming the file; an empty text if nothing is.
-
-    Args:
-        folder: That of the checkpoint.
-        is_mine: Which of its files, by number, to look at. Default: all.
-    """
+    """What is wrong with a checkpoint, naming the file; an empty text if nothing is."""
     try:
         manifest = read_manifest(folder)
     except FileError as error:

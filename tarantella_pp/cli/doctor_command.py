@@ -67,12 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def examine(name: str = "auto", *, compute: bool = False) -> dict[str, Any]:
-    """Returns versions, the MPI, cores, threads per rank and the speed of the link.
-
-    Args:
-        name: The MPI to look at, as for `tarantella --mpi`.
-        compute: Whether to measure what a rank computes as well.
-    """
+    """Returns versions, the MPI, cores, threads per rank and the speed of the link."""
     versions = {name: version_of(name) for name in DISTRIBUTIONS}
     versions["tensorflow"] = versions["tensorflow"] or version_of("tensorflow-cpu")
     findings: dict[str, Any] = {

@@ -25,14 +25,7 @@ FAILURE, USAGE_ERROR = 1, 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line.
-
-    Args:
-        argv: Its arguments, without the program's name. None: those of this process.
-
-    Returns:
-        The exit code.
-    """
+    """Runs the command line."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     commands = available_commands()
     explicit = bool(arguments) and arguments[0] in commands

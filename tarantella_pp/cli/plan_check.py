@@ -25,11 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Says whether the plan fits; returns 1 if it does not.
-
-    Raises:
-        PlanError: It does not fit, and no JSON is asked for.
-    """
+    """Says whether the plan fits; returns 1 if it does not."""
     from tarantella_pp.cli.io.plan_files import load_plan
 
     plan = load_plan(arguments.plan)
@@ -51,11 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check(plan: AnyPlan, source: str) -> None:
-    """Checks a plan against a MODEL.
-
-    Raises:
-        PlanError: It is a plan of another one.
-    """
+    """Checks a plan against a MODEL."""
     from tarantella_pp.partition.plan.plan import Plan
 
     if not isinstance(plan, Plan):

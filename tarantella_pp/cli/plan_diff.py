@@ -29,11 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the difference; plans that differ are no failure.
-
-    Raises:
-        ConfigurationError: One plan is of a Keras model, and the other of an external graph.
-    """
+    """Prints the difference; plans that differ are no failure."""
     from tarantella_pp.cli.io.plan_files import load_plan
     from tarantella_pp.partition.plan.difference import difference
     from tarantella_pp.partition.plan.plan import Plan

@@ -64,11 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options that say what a step of a Keras model needs.
-
-    Args:
-        parser: The parser of a subcommand.
-    """
+    """Adds the options that say what a step of a Keras model needs."""
     add = parser.add_argument
     add("--batch-size", type=positive_int, metavar="N", help="samples of a step (default: 32)")
     add("--micro-batches", dest="num_micro_batches", type=positive_int, metavar="M",
@@ -90,11 +86,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 
 def model_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Returns those of the model's options that were given.
-
-    Args:
-        arguments: The command line.
-    """
+    """Returns those of the model's options that were given."""
     values = {name: getattr(arguments, name, None) for name in _OF_MODELS}
     if values["recompute"] is not None:
         values["recompute"] = _stages(values["recompute"])
@@ -102,14 +94,7 @@ def model_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def refuse_model_options(arguments: argparse.Namespace) -> None:
-    """Refuses options that mean nothing for an external graph.
-
-    Args:
-        arguments: The command line.
-
-    Raises:
-        ConfigurationError: One of them is given.
-    """
+    """Refuses options that mean nothing for an external graph."""
     for name, value in model_options(arguments).items():
         option = name.removeprefix("num_").replace("_", "-")
         raise ConfigurationError(
@@ -212,14 +197,7 @@ def _plan_of_model(arguments: argparse.Namespace, model: Any) -> Plan:
 
 
 def given_balance(text: str | None) -> list[int] | None:
-    """Reads numbers of layers, one for each stage.
-
-    Args:
-        text: What stands behind `--balance`.
-
-    Returns:
-        The numbers; `None` where it is something else.
-    """
+    """Reads numbers of layers, one for each stage."""
     parts = (text or "").split(",")
     return [int(part) for part in parts] if all(part.strip().isdigit() for part in parts) else None
 

@@ -35,16 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def draw(plan: AnyPlan, graph: LayerGraph | None, arguments: argparse.Namespace) -> None:
-    """Draws a plan, if that is asked for.
-
-    Args:
-        plan: The plan.
-        graph: The model's layer graph, where it is at hand.
-        arguments: The command line.
-
-    Raises:
-        ConfigurationError: There is no picture of the plan of an external graph.
-    """
+    """Draws a plan, if that is asked for."""
     if not is_drawn(arguments):
         return
     from tarantella_pp.partition.plan.plan import Plan
@@ -57,11 +48,7 @@ def draw(plan: AnyPlan, graph: LayerGraph | None, arguments: argparse.Namespace)
 
 
 def is_drawn(arguments: argparse.Namespace) -> bool:
-    """Whether the command line asks for a picture.
-
-    Args:
-        arguments: The command line.
-    """
+    """Whether the command line asks for a picture."""
     return any(getattr(arguments, kind) is not None for kind in ("html", "svg", "png", "dot"))
 
 
@@ -73,12 +60,7 @@ def no_pictures() -> ConfigurationError:
 
 
 def show(plan: AnyPlan, *, as_json: bool) -> None:
-    """Writes a plan to stdout.
-
-    Args:
-        plan: The plan.
-        as_json: Whether to write JSON instead of a table.
-    """
+    """Writes a plan to stdout."""
     if as_json:
         sys.stdout.write(f"{plan.to_json()}\n")
         return

@@ -20,12 +20,7 @@ add_arguments = job_options.add_arguments
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs the script; returns the exit code of the job.
-
-    Raises:
-        ConfigurationError: The script is missing, or an option is malformed.
-        LaunchError: There is no MPI, its launcher cannot be started, or a host not be reached.
-    """
+    """Runs the script; returns the exit code of the job."""
     from tarantella_pp.launch import mpi_launchers, remote_hosts, slurm
     from tarantella_pp.launch.rank_environment import LOG_VARIABLE, parse_exports
 

@@ -16,14 +16,7 @@ from tarantella_pp.simulation.scaling import PipelineStep
 def summary(
     simulation: PlanSimulation, step: PipelineStep, point: ScalePoint, balance: float
 ) -> list[Any]:
-    """Makes the lines at the top.
-
-    Args:
-        simulation: The plan on its machine.
-        step: The step of one replica.
-        point: The step of all of them.
-        balance: The bubble if messages took no time.
-    """
+    """Makes the lines at the top."""
     from rich.text import Text
 
     plan = simulation.plan
@@ -65,11 +58,7 @@ def _in_a_row(step: PipelineStep) -> list[str]:
 
 
 def rank_table(step: PipelineStep) -> Any:
-    """Makes the table of the ranks of one pipeline.
-
-    Args:
-        step: Its step.
-    """
+    """Makes the table of the ranks of one pipeline."""
     from rich import box
     from rich.table import Table
 
@@ -86,11 +75,7 @@ def rank_table(step: PipelineStep) -> Any:
 
 
 def curve_table(curve: list[ScalePoint]) -> Any:
-    """Makes the table of the scaling curve.
-
-    Args:
-        curve: Its points.
-    """
+    """Makes the table of the scaling curve."""
     from rich import box
     from rich.table import Table
 
@@ -110,11 +95,7 @@ def curve_table(curve: list[ScalePoint]) -> Any:
 
 
 def scale_lines(simulation: PlanSimulation) -> list[str]:
-    """Says what is assumed of many ranks.
-
-    Args:
-        simulation: The plan on its machine.
-    """
+    """Says what is assumed of many ranks."""
     scale, nodes = simulation.scale, simulation.scale.nodes
     lines, ring = [], "in a ring"
     if nodes is not None:
@@ -143,11 +124,7 @@ def scale_lines(simulation: PlanSimulation) -> list[str]:
 
 
 def drawing(step: PipelineStep) -> str:
-    """Draws the timeline as wide as the terminal.
-
-    Args:
-        step: The step of one pipeline.
-    """
+    """Draws the timeline as wide as the terminal."""
     if step.timeline is None:
         return "The pipeline is too large to be played, so there is no timeline."
     columns = shutil.get_terminal_size((100, 24)).columns

@@ -16,9 +16,6 @@ import keras
 class BackedUp:
     """What a `BackupAndRestore` takes for its model: each file is somebody else's business.
 
-    Args:
-        ask: Takes the name of a method of the model, and its arguments.
-
     Attributes:
         built: Always true.
         optimizer: Always `None`, for a backup would build it for all weights.

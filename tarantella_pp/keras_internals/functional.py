@@ -89,11 +89,7 @@ def input_layer_of(tensor: Any) -> Any:
 
 
 def ordered_nodes(network: Any) -> list[Any]:
-    """Returns the calls in a Functional in the order in which Keras runs them.
-
-    Args:
-        network: A Functional.
-    """
+    """Returns the calls in a Functional in the order in which Keras runs them."""
     by_depth = network._nodes_by_depth
     return [node for depth in sorted(by_depth, reverse=True) for node in by_depth[depth]]
 

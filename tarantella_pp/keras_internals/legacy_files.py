@@ -39,14 +39,7 @@ class _Slots:
 def write_legacy(
     path: Path, model: keras.Model, compiled: keras.Model, optimizer: Any = None
 ) -> None:
-    """Writes a whole model as a legacy `.h5` file.
-
-    Args:
-        path: The file.
-        model: The model, whose weights are read layer by layer.
-        compiled: The one that is compiled.
-        optimizer: What saves all slots; `None` to leave out optimizer and compilation.
-    """
+    """Writes a whole model as a legacy `.h5` file."""
     with h5py.File(path, "w") as file:
         legacy_h5_format.save_model_to_hdf5(model, file, include_optimizer=False)
         if optimizer is not None:

@@ -48,15 +48,7 @@ ArrayOf = Callable[[Any], "np.ndarray[Any, Any] | None"]
 
 
 def row_ranges(shape: Sequence[int], dtype: Any) -> Iterator[tuple[int, int]]:
-    """Cuts a value into pieces of whole rows, each of about `PIECE_BYTES`.
-
-    Args:
-        shape: Its shape, of one dimension at the least.
-        dtype: Its dtype.
-
-    Returns:
-        The first row of each piece, and the one behind its last.
-    """
+    """Cuts a value into pieces of whole rows, each of about `PIECE_BYTES`."""
     row = math.prod(shape[1:]) * np.dtype(dtype).itemsize
     step = max(1, PIECE_BYTES // max(1, row))
     return ((begin, min(begin + step, shape[0])) for begin in range(0, shape[0], step))
@@ -101,13 +93,7 @@ class _ReadFile(saving_lib.H5IOStore):  # type: ignore[misc]
 
 
 def save_weights(model: keras.Model, path: Path, rows_of: RowsOf) -> None:
-    """Writes a `.weights.h5` file as Keras does, large values in pieces.
-
-    Args:
-        model: The model.
-        path: The file.
-        rows_of: How large values are read.
-    """
+    """Writes a `.weights.h5` file as Keras does, large values in pieces."""
     weights = _WrittenFile(path, rows_of)
     saving_lib._save_state(model, weights, None, "", set())
     weights.close()
@@ -119,12 +105,6 @@ def save_state(
     """Writes the state of a model and its optimizer into a `.keras` file, large values in pieces.
 
     Keras itself has all of it in memory meanwhile.
-
-    Args:
-        model: The model.
-        archive: The file.
-        scratch: Where nothing is yet, for the HDF5 file until it is complete.
-        rows_of: How large values are read.
     """
     weights = _WrittenFile(scratch, rows_of)
     assets = saving_lib.DiskIOStore(ASSETS, archive=archive, mode="w")
@@ -153,13 +133,7 @@ class _Opened:
 
 
 def deserialized(config: Any, custom_objects: Any = None, safe_mode: bool = True) -> Any:
-    """Makes what `keras.saving.serialize_keras_object` has described.
-
-    Args:
-        config: The description, of a model or of what it was compiled with.
-        custom_objects: As of `keras.saving.load_model`.
-        safe_mode: As of `keras.saving.load_model`.
-    """
+    """Makes what `keras.saving.serialize_keras_object` has described."""
     with ObjectSharingScope():
         return keras.saving.deserialize_keras_object(
             config, custom_objects=custom_objects, safe_mode=safe_mode
@@ -174,20 +148,7 @@ def load_state(
     array_of: ArrayOf,
     skip_mismatch: bool = False,
 ) -> list[tuple[Any, Exception]]:
-    """Has a model and its optimizer take over the state in a file, as Keras does.
-
-    Args:
-        model: The model, which is built.
-        weights: The HDF5 file, which is read where it is needed, and closed; or the path of the
-            index of several.
-        assets: The folder with what layers keep besides; `None` for none.
-        skipped: Layers that keep theirs.
-        array_of: How large values are read; not of an index.
-        skip_mismatch: Whether layers that do not fit keep theirs, too.
-
-    Returns:
-        Each layer that did not find its state there, and why.
-    """
+    """Has a model and its optimizer take over the state in a file, as Keras does."""
     errors: dict[int, tuple[Any, Exception]] = {}
     if isinstance(weights, Path):
         store = saving_lib.ShardedH5IOStore(weights, mode="r")

@@ -46,23 +46,14 @@ def wrapped_in(optimizer: Any) -> Any:
 
 
 def with_loss_scaling(optimizer: Any, policy: str) -> Any:
-    """What `keras.Model.compile` makes of an optimizer for a dtype policy, with `auto_scale_loss`.
-
-    Args:
-        optimizer: An optimizer, or `None`.
-        policy: The name of the model's policy.
-    """
+    """Wraps an optimizer as `keras.Model.compile` does for a dtype policy (`auto_scale_loss`)."""
     if optimizer is None or policy != "mixed_float16" or scales_dynamically(optimizer):
         return optimizer
     return keras.optimizers.LossScaleOptimizer(optimizer, name="loss_scale_optimizer")
 
 
 def loss_scale(optimizer: Any) -> tf.Tensor | None:
-    """What the gradients of a step are multiplied with; `None` for nothing.
-
-    Args:
-        optimizer: The optimizer, which divides them again; `None` for none.
-    """
+    """What the gradients of a step are multiplied with; `None` for nothing."""
     if optimizer is None:
         return None
     one = tf.ones((), keras.config.floatx())
@@ -111,17 +102,7 @@ def looks_at_all_gradients(optimizer: Any) -> bool:
 
 
 def summands(optimizer: Any, gradients: Sequence[Any], weights: Sequence[Any]) -> tf.Tensor:
-    """What a step needs to know of some gradients, in numbers to be added up over the model.
-
-    Args:
-        optimizer: The optimizer, built for the weights.
-        gradients: Their gradients, as the optimizer takes them.
-        weights: The weights.
-
-    Returns:
-        Two numbers in float64: 1 if any gradient is not finite, otherwise 0; and the sum of the
-        squares of what `global_clipnorm` clips.
-    """
+    """What a step needs to know of some gradients, in numbers to be added up over the model."""
     infinite, squares = tf.zeros((), tf.float64), tf.zeros((), tf.float64)
     if scales_dynamically(optimizer):
         infinite = 1.0 - tf.cast(optimizer.check_finite(gradients), tf.float64)
@@ -134,12 +115,7 @@ def summands(optimizer: Any, gradients: Sequence[Any], weights: Sequence[Any]) -
 
 @contextlib.contextmanager
 def told(optimizer: Any, totals: tf.Tensor) -> Iterator[None]:
-    """Has an optimizer go by the gradients of the whole model, of which it is given some.
-
-    Args:
-        optimizer: The optimizer.
-        totals: The sums of `summands`.
-    """
+    """Has an optimizer go by the gradients of the whole model, of which it is given some."""
     inner, most = wrapped_in(optimizer), wrapped_in(optimizer).global_clipnorm
     norm = tf.sqrt(totals[1])
 

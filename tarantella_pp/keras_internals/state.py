@@ -122,17 +122,7 @@ def rebuild(optimizer: Any, weights: Sequence[Any]) -> None:
 
 
 def divide(optimizer: Any, weights: Sequence[Any], share: Sequence[Any]) -> list[Place]:
-    """Makes an optimizer one for a part of a model; see `rebuild`.
-
-    Args:
-        optimizer: Any optimizer, built or not.
-        weights: All weights of the model that are trained, in its order.
-        share: What the optimizer shall train; if empty, it is not built afterwards, unless it was
-            and scales the loss.
-
-    Returns:
-        The slots that it would have for all weights, in the order in which it would save them.
-    """
+    """Makes an optimizer one for a part of a model; see `rebuild`."""
     held, built = trained_by(optimizer), optimizer.built
     values = _take_down(optimizer)
     stand_ins = [_stand_in(weight) for weight in weights]
@@ -154,13 +144,7 @@ def divide(optimizer: Any, weights: Sequence[Any], share: Sequence[Any]) -> list
 
 
 def finalize_only(optimizer: Any, weights: Sequence[Any], then: Callable[[], None]) -> None:
-    """Lets an optimizer do what Keras' `fit` asks for at its end for some weights only.
-
-    Args:
-        optimizer: The optimizer.
-        weights: The weights that it was built for.
-        then: Called if weights have changed, which become their moving averages.
-    """
+    """Lets an optimizer do what Keras' `fit` asks for at its end for some weights only."""
     finalize = type(optimizer).finalize_variable_values
 
     def finalized(_: Any) -> None:
@@ -250,14 +234,7 @@ def initializer_of(variable: Any) -> Any:
 
 @contextlib.contextmanager
 def variables_without_values(made: list[Any]) -> Iterator[dict[int, Any]]:
-    """Lets variables be made that have shapes and initializers, but no memory.
-
-    Args:
-        made: Where they are put in the end, in the order in which they were made.
-
-    Returns:
-        What has been assigned meanwhile, which is lost.
-    """
+    """Lets variables be made that have shapes and initializers, but no memory."""
     name = "uninitialized_variables"
     before = global_state.get_global_attribute(name, [])
     global_state.set_global_attribute(name, [])

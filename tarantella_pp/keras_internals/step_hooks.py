@@ -17,11 +17,7 @@ from keras.src.optimizers.base_optimizer import BaseOptimizer
 
 @contextlib.contextmanager
 def updates_taken(take: Callable[[Any, Any, Any], None]) -> Iterator[None]:
-    """Hands over what optimizers are asked to apply, which then do not apply it.
-
-    Args:
-        take: Is given an optimizer, the gradients and their variables, as `apply` is.
-    """
+    """Hands over what optimizers are asked to apply, which then do not apply it."""
 
     def instead(kind: type) -> Any:
         @functools.wraps(kind.__dict__["apply"])
@@ -36,11 +32,7 @@ def updates_taken(take: Callable[[Any, Any, Any], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def results_told(told: Callable[[Any, Any], None]) -> Iterator[None]:
-    """Tells what metrics give as their results.
-
-    Args:
-        told: Is given a metric and its result; of a metric that asks others, only its own.
-    """
+    """Tells what metrics give as their results."""
     depth = 0
 
     def instead(kind: type) -> Any:
@@ -66,12 +58,7 @@ def results_told(told: Callable[[Any, Any], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def scaled_losses_weighted(weighted: Callable[[Any], Any]) -> Iterator[None]:
-    """Weights losses that optimizers scale, and leaves those that they do not scale.
-
-    Args:
-        weighted: Is given a scaled loss, and returns what is to be in its place; of an optimizer
-            that asks others, only its own.
-    """
+    """Weights losses that optimizers scale, and leaves those that they do not scale."""
     depth = 0
 
     def instead(kind: type) -> Any:
@@ -94,12 +81,7 @@ def scaled_losses_weighted(weighted: Callable[[Any], Any]) -> Iterator[None]:
 
 
 def variables_for(optimizer: Any, trainable_variables: Any) -> list[Any]:
-    """The variables of gradients that an optimizer is given; it is built for them if it is not.
-
-    Args:
-        optimizer: An optimizer.
-        trainable_variables: As of its `apply`.
-    """
+    """The variables of gradients that an optimizer is given; it is built for them if it is not."""
     if trainable_variables is None:
         return list(optimizer._trainable_variables)
     variables = list(trainable_variables)

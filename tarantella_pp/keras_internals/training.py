@@ -55,17 +55,7 @@ def layers_in(layer: Any) -> list[Any]:
 
 
 def build_metrics(model: Any, y: Any, y_pred: Any, sample_weight: Any) -> tuple[int | None, ...]:
-    """Creates the variables of a compiled model's loss trackers and metrics, without data.
-
-    Args:
-        model: A compiled model.
-        y: Symbolic targets, in the structure of the data.
-        y_pred: Symbolic outputs, in the structure of the model.
-        sample_weight: Symbolic sample weights, or `None`.
-
-    Returns:
-        The shape of the loss.
-    """
+    """Creates the variables of a compiled model's loss trackers and metrics, without data."""
     loss: Any = None
     if model._compile_loss is not None:
         loss = backend.compute_output_spec(model._compile_loss, y, y_pred, sample_weight)
@@ -77,20 +67,12 @@ def build_metrics(model: Any, y: Any, y_pred: Any, sample_weight: Any) -> tuple[
 
 
 def compiled_loss(model: Any) -> Any:
-    """The `CompileLoss` of a compiled model; `None` without a loss.
-
-    Args:
-        model: The model.
-    """
+    """The `CompileLoss` of a compiled model; `None` without a loss."""
     return model._compile_loss
 
 
 def compiled_metrics(model: Any) -> Any:
-    """The `CompileMetrics` of a compiled model; `None` without metrics.
-
-    Args:
-        model: The model.
-    """
+    """The `CompileMetrics` of a compiled model; `None` without metrics."""
     return model._compile_metrics
 
 
@@ -100,25 +82,14 @@ def track_loss(model: Any, loss: Any, rows: Any) -> None:
 
 
 def compile_loss(model: Any, loss: Any, loss_weights: Any) -> Any:
-    """The loss that a model would be compiled with; `None` for none.
-
-    Args:
-        model: The model.
-        loss: As of `keras.Model.compile`.
-        loss_weights: As of `keras.Model.compile`.
-    """
+    """The loss that a model would be compiled with; `None` for none."""
     if loss is None:
         return None
     return CompileLoss(loss, loss_weights, output_names=model.output_names)
 
 
 class _SecondLoss(CompileLoss):
-    """A compiled loss once more, without trackers of the losses of single outputs.
-
-    Args:
-        first: The compiled loss.
-        instead: Called in the place of each of its losses, with that loss as first argument.
-    """
+    """A compiled loss once more, without trackers of the losses of single outputs."""
 
     def __init__(self, first: Any, instead: Callable[..., Any] | None) -> None:
         super().__init__(
@@ -143,13 +114,7 @@ class _SecondLoss(CompileLoss):
 
 
 def second_loss(first: Any, instead: Callable[..., Any] | None = None) -> Any:
-    """A compiled loss once more: it finds targets, weights and outputs in the same way.
-
-    Args:
-        first: The `CompileLoss` of a model.
-        instead: Takes the place of each of its losses: a function of the loss, its targets, its
-            outputs and sample weights. Default: the losses themselves.
-    """
+    """A compiled loss once more: it finds targets, weights and outputs in the same way."""
     return _SecondLoss(first, instead)
 
 
@@ -162,14 +127,7 @@ def sample_values(loss: Any, y_true: Any, y_pred: Any) -> tuple[Any, Any]:
 
 
 def reduction_of(loss: Any, values: Any, sample_weight: Any, mask: Any) -> Any:
-    """What a loss makes of its values: linear in them.
-
-    Args:
-        loss: A loss that does not override `__call__`.
-        values: Its values for each sample.
-        sample_weight: Weights of the samples, or `None`.
-        mask: Which of the values count; `None` for all.
-    """
+    """What a loss makes of its values: linear in them."""
     return reduce_weighted_values(
         values, sample_weight=sample_weight, mask=mask, reduction=loss.reduction, dtype=loss.dtype
     )
@@ -184,11 +142,7 @@ def is_keras_loss(loss: Any) -> bool:
 
 
 def logits_of(tensor: Any) -> Any:
-    """What softmax or sigmoid of Keras made a tensor of, where it still knows; or `None`.
-
-    Args:
-        tensor: A tensor of TensorFlow.
-    """
+    """What softmax or sigmoid of Keras made a tensor of, where it still knows; or `None`."""
     return getattr(tensor, "_keras_logits", None)
 
 
@@ -228,14 +182,7 @@ def moving_statistics(layer: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def moments_told(layer: Any, told: Callable[..., bool]) -> Iterator[None]:
-    """Tells what batch normalizations find in training.
-
-    Args:
-        layer: Holds them, at any depth.
-        told: Is given a batch normalization, the number of values of each channel, their mean and
-            their variance, and returns whether it takes care of the moving averages, which the
-            layer then leaves as they are.
-    """
+    """Tells what batch normalizations find in training."""
     norms = [p for p in layers_in(layer) if isinstance(p, keras.layers.BatchNormalization)]
     momenta = {id(part): part.momentum for part in norms}
 

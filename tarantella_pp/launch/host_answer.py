@@ -31,11 +31,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def examined(folder: str) -> dict[str, Any]:
-    """Returns versions, cores and GPUs of this host, and the time by its clock, which is read last.
-
-    Args:
-        folder: The folder that ranks are to start in.
-    """
+    """Returns versions, cores and GPUs of this host, and its clock's time, read last."""
     return {
         "versions": {
             "python": platform.python_version(),

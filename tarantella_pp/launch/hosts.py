@@ -18,12 +18,7 @@ _ADDRESS = ". The launchers of MPI read no addresses of IPv6: give the host a na
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A line of a hostfile.
-
-    Args:
-        name: Its name or address.
-        slots: The ranks it takes; None where the line does not say.
-    """
+    """A line of a hostfile."""
 
     name: str
     slots: int | None = None
@@ -31,13 +26,7 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class HostRanks:
-    """The ranks of one host, which are neighbours.
-
-    Args:
-        name: Name or address of the host.
-        first: Its first rank.
-        count: Number of its ranks.
-    """
+    """The ranks of one host, which are neighbours."""
 
     name: str
     first: int
@@ -51,11 +40,7 @@ class HostRanks:
 
 
 def read_hostfile(path: str) -> tuple[Host, ...]:
-    """Returns the hosts of a file.
-
-    Raises:
-        ConfigurationError: It cannot be read, names no host or one twice, or has another format.
-    """
+    """Returns the hosts of a file."""
     try:
         lines = pathlib.Path(path).read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -81,15 +66,6 @@ def place(
 
     So neighbours in a pipeline are on one host where they can be, and of a pipeline's links as few
     as possible cross the network.
-
-    Args:
-        hosts: The hosts.
-        num_ranks: Ranks of the job. None: as many as the hosts take.
-        per_node: Most ranks of a host. None: its slots; where no host has any, the ranks are dealt
-            out evenly, and without `num_ranks` each host gets one.
-
-    Raises:
-        ConfigurationError: The hosts do not take so many.
     """
     limited = any(host.slots is not None for host in hosts)
     if per_node is not None:

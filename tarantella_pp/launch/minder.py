@@ -55,16 +55,7 @@ _DAEMONS = frozenset(LAUNCHERS) - {"prterun", "mpirun", "mpiexec"}
 
 
 class Minder:
-    """Looks after one rank.
-
-    Args:
-        rank: Its number.
-        child: Its process.
-        hub: The line to the launcher.
-        own: The line to the rank.
-        stands: A descriptor that is at its end when the process that MPI knows is gone.
-        launcher: The process of the MPI on this host.
-    """
+    """Looks after one rank."""
 
     def __init__(
         self, rank: int, child: int, hub: Line, own: Line, stands: int, launcher: int
@@ -91,11 +82,7 @@ class Minder:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, WATCHED)
 
     def run(self, welcome: dict[str, object]) -> Record:
-        """Returns how the rank ended, once the launcher knows.
-
-        Args:
-            welcome: What the launcher has told already.
-        """
+        """Returns how the rank ended, once the launcher knows."""
         self._obey(welcome)
         ahead = welcome.get("ahead")
         self._hub_ahead = ahead if isinstance(ahead, float) else 0.0

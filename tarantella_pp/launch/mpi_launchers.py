@@ -34,19 +34,7 @@ they are those of another job than the one to be started."""
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Job:
-    """What an MPI launcher has to know.
-
-    Args:
-        command: Command of one rank.
-        num_ranks: Number of ranks.
-        cores: Cores of one node.
-        cores_per_rank: Cores of one rank.
-        hosts: Hosts with their ranks, or none for this host alone.
-        names: Environment variables that every rank needs, on other hosts, too.
-        label_output: Whether each line of output begins with the rank it comes from.
-        options: Further options of the launcher, as the user gave them.
-        per_node: Most ranks of a host that the launcher chooses, where the user said so.
-    """
+    """What an MPI launcher has to know."""
 
     command: tuple[str, ...]
     num_ranks: int
@@ -61,11 +49,7 @@ class Job:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Launcher(abc.ABC):
-    """A command that starts MPI ranks.
-
-    Args:
-        executable: Its path.
-    """
+    """A command that starts MPI ranks."""
 
     executable: str
     rank_variable: ClassVar[str]
@@ -80,12 +64,7 @@ class Launcher(abc.ABC):
         """Returns the command that it reaches other hosts with; empty where it needs none."""
 
     def environment(self, directory: str, remote_shell: str | None = None) -> dict[str, str]:
-        """Returns what the launcher itself needs in its environment.
-
-        Args:
-            directory: Where it may keep files.
-            remote_shell: The command to reach other hosts with; None for its own choice.
-        """
+        """Returns what the launcher itself needs in its environment."""
         return {
             RANK_VARIABLE: self.rank_variable,
             LOCAL_RANK_VARIABLE: self.local_rank_variable,

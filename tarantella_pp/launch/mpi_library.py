@@ -20,12 +20,7 @@ def library_version() -> str:
 
 
 def said(command: Sequence[str], *, errors: bool = True) -> str:
-    """Returns what a command prints; nothing if it cannot be run.
-
-    Args:
-        command: The command.
-        errors: Whether to include what it writes to standard error.
-    """
+    """Returns what a command prints; nothing if it cannot be run."""
     try:
         answer = subprocess.run(
             list(command), capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False

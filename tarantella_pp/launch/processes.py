@@ -33,11 +33,7 @@ def shared_memory_of_descendants() -> set[str]:
 
 
 def unused_shared_memory(since: float) -> set[str]:
-    """Returns the shared-memory files of MPI that no process has mapped any more.
-
-    Args:
-        since: When the job started, by the clock of this host: older files are not its own.
-    """
+    """Returns the shared-memory files of MPI that no process has mapped any more."""
     files = {}
     for path in pathlib.Path(_FOLDER).glob("*"):
         with contextlib.suppress(OSError):
@@ -66,15 +62,7 @@ def remove_shared_memory(paths: set[str]) -> None:
 
 
 def kill_descendants(seconds: float = 3.0) -> list[int]:
-    """Kills everything the calling process has started, directly or not.
-
-    Args:
-        seconds: How long to wait for the last of them to go.
-
-    Returns:
-        Process ids of those that were still there, which only happens to a process that hangs
-        inside the kernel.
-    """
+    """Kills everything the calling process has started, directly or not."""
     deadline = time.monotonic() + seconds
     me = psutil.Process()
     while True:

@@ -32,16 +32,7 @@ _POLL_SECONDS = 0.02
 def other_hosts(
     hosts: Sequence[HostRanks], environ: Mapping[str, str], options: Sequence[str] = ()
 ) -> list[str] | None:
-    """Returns the names of other hosts with ranks, as far as they are known.
-
-    Args:
-        hosts: The hosts of the hostfile.
-        environ: The environment of the launcher.
-        options: What the user has told the MPI's launcher, which may be hosts.
-
-    Returns:
-        The names, or None if all ranks run on this host.
-    """
+    """Returns the names of other hosts with ranks, as far as they are known."""
     own = addresses.own_addresses()
     found = [host.name for host in hosts if not addresses.is_here(host.name, own)]
     unknown = bool(options) or any(name in environ for name in _OF_A_BATCH_SYSTEM)
@@ -55,19 +46,7 @@ def check(
     environ: Mapping[str, str],
     launcher: Whereabouts,
 ) -> None:
-    """Makes sure that hosts can be reached, are different ones, and reach the launcher.
-
-    Args:
-        hosts: The hosts.
-        shell: The command that reaches one, such as `ssh`. None are asked without it.
-        interpreter: The command of Python there.
-        environ: The environment of the ranks.
-        launcher: Where the launcher listens.
-
-    Raises:
-        LaunchError: A host cannot be reached, has no such Python, or does not reach the launcher.
-        ConfigurationError: Two names are those of one host.
-    """
+    """Makes sure that hosts can be reached, are different ones, and reach the launcher."""
     own = addresses.own_addresses()
     local = [host.name for host in hosts if addresses.is_here(host.name, own)]
     remote = [host.name for host in hosts if host.name not in local] if shell else []
@@ -90,14 +69,7 @@ def check(
 def question(
     interpreter: Sequence[str], environ: Mapping[str, str], launcher: Whereabouts, folder: str = ""
 ) -> list[str]:
-    """Returns the command that has a host say what it is.
-
-    Args:
-        interpreter: The command of Python there.
-        environ: The environment of the ranks.
-        launcher: Where the launcher listens.
-        folder: The folder of the ranks, for all that `tarantella doctor` compares.
-    """
+    """Returns the command that has a host say what it is."""
     given = [f"{name}={environ[name]}" for name in _NEEDED if name in environ]
     command = ["env", *given, *interpreter, "-m", "tarantella_pp.launch.host_answer"]
     return [*command, str(launcher), *([folder] if folder else [])]
@@ -106,16 +78,7 @@ def question(
 def ask(
     hosts: Sequence[str], shell: Sequence[str], command: Sequence[str]
 ) -> dict[str, dict[str, Any]]:
-    """Returns what a command prints on each host, an object of JSON.
-
-    Args:
-        hosts: Their names.
-        shell: The command that reaches one.
-        command: The command there.
-
-    Raises:
-        LaunchError: One has not answered.
-    """
+    """Returns what a command prints on each host, an object of JSON."""
     found = {}
     commands = {host: there(host, shell, command) for host in hosts}
     with contextlib.closing(answers_of(commands)) as answers:
@@ -134,14 +97,7 @@ def there(host: str, shell: Sequence[str], command: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a host has answered.
-
-    Args:
-        host: Its name.
-        found: What it says; None if it did not answer.
-        why: Why it did not.
-        received: When it had answered, by the clock of this host.
-    """
+    """What a host has answered."""
 
     host: str
     found: dict[str, Any] | None
@@ -159,14 +115,7 @@ class Answer:
 
 
 def answers_of(commands: Mapping[str, Sequence[str]]) -> Generator[Answer]:
-    """Asks many hosts at once, and yields each answer when it is there, or is late.
-
-    Args:
-        commands: For each host, the command that asks it.
-
-    Raises:
-        LaunchError: A command cannot be started.
-    """
+    """Asks many hosts at once, and yields each answer when it is there, or is late."""
     asked: list[_Question] = []
     left = [*commands.items()]
     try:

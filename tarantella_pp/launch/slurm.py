@@ -23,9 +23,6 @@ def beside_own_step(environ: Mapping[str, str]) -> dict[str, str]:
 
     In a shell that `srun --pty` has started, all that was allocated is the shell's, and another
     srun, which MPICH's launcher calls as well, would wait until the shell is left.
-
-    Args:
-        environ: The environment. Outside a step it is returned as it is.
     """
     if not {"SLURM_STEP_ID", "SLURM_PROCID"} <= environ.keys():
         return dict(environ)
@@ -45,12 +42,7 @@ def tasks(environ: Mapping[str, str]) -> int | None:
 
 
 def most_tasks(environ: Mapping[str, str], num_ranks: int) -> int | None:
-    """Returns the most ranks of a host, where the allocation says how they are dealt out.
-
-    Args:
-        environ: The environment, with `SLURM_TASKS_PER_NODE` such as `2(x3),1`.
-        num_ranks: The ranks of the job; None is returned if the allocation is for others.
-    """
+    """Returns the most ranks of a host, where the allocation says how they are dealt out."""
     parts = environ.get("SLURM_TASKS_PER_NODE", "").split(",")
     found = [re.fullmatch(r"([0-9]+)(?:\(x([0-9]+)\))?", part.strip()) for part in parts]
     each = [(int(one[1]), int(one[2] or 1)) for one in found if one is not None]
@@ -63,9 +55,6 @@ def mpi_type(srun: str) -> str | None:
 
     With another one every rank would think that it is alone. None leaves the choice to Slurm, which
     its administrators have made.
-
-    Args:
-        srun: Path of srun.
     """
     version = library_version().lower()
     if "cray" in version:  # it has one of its own, which is the default where it is installed

@@ -81,12 +81,6 @@ class Supervisor:
     The exit code of an MPI launcher is not to be trusted: some return 0 after a rank has left in
     the middle, some never return. A job has succeeded when every rank has put on record that
     it has; it has failed as soon as one rank has, and then all that is left of it is killed.
-
-    Args:
-        num_ranks: Number of ranks.
-        timeout: Seconds after which the job is killed, or None.
-        hosts: Names of other hosts with ranks, as far as they are known; None if there are none.
-        quiet: Whether to leave out what TensorFlow's native code has to say before training.
     """
 
     def __init__(

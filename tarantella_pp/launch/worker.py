@@ -78,12 +78,7 @@ def _stand_for(minder: int) -> int:
 
 
 def _mind(stands: int, launcher: int) -> int:
-    """Joins the job, and starts the rank and looks after it.
-
-    Args:
-        stands: A descriptor that is at its end when the process that MPI knows is gone.
-        launcher: The process of the MPI that has started it.
-    """
+    """Joins the job, and starts the rank and looks after it."""
     size = int(os.environ[SIZE_VARIABLE])
     rank = 0 if size == 1 else _number(RANK_VARIABLE)
     if rank is None:

@@ -63,14 +63,7 @@ def agreed_plan(
 
 
 def _with_link(machine: HardwareSpec, communicator: Communicator, *, exact: bool) -> HardwareSpec:
-    """A machine with the link between ranks as it is, where that is not known without asking.
-
-    Args:
-        machine: The machine.
-        communicator: The ranks.
-        exact: Whether plans may differ a little each time, for they are measured. Otherwise a
-            link between hosts counts by its order of magnitude, and those of one host as usual.
-    """
+    """A machine with the link between ranks as it is, where that is not known without asking."""
     if communicator.size == 1 or not (exact or communicator.several_hosts):
         return machine
     bandwidth, latency = measure_link(communicator)
@@ -82,14 +75,7 @@ def _with_link(machine: HardwareSpec, communicator: Communicator, *, exact: bool
 def _fitting_plan(
     extracted: ExtractedModel, num_ranks: int, given: Mapping[str, Any], memory: int | None
 ) -> Plan:
-    """The best plan within the memory that there is, if that is possible.
-
-    Args:
-        extracted: The model.
-        num_ranks: Number of ranks.
-        given: Options of the plan.
-        memory: Bytes that a rank may take; `None` where a limit is given.
-    """
+    """The best plan within the memory that there is, if that is possible."""
     plan = _best_plan(extracted, num_ranks, given)
     if memory is None:
         return plan

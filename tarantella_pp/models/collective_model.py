@@ -66,38 +66,17 @@ class CollectiveModel(LogsOfEpoch):
 
     @collective(weights=lambda given: digest(given["weights"]))
     def set_weights(self, weights: Any) -> None:
-        """Sets all weights; all ranks must call it, with the same values.
-
-        Args:
-            weights: Arrays in the order of `get_weights`.
-
-        Raises:
-            ConfigurationError: If the values differ between ranks.
-        """
+        """Sets all weights; all ranks must call it, with the same values."""
         super().set_weights(weights)
 
     def get_state_tree(self, value_format: str = "backend_tensor") -> dict[str, Any]:
-        """Returns weights and slots by name, where one process has all of them.
-
-        Args:
-            value_format: As of `keras.Model.get_state_tree`.
-
-        Raises:
-            ConfigurationError: If they are on several ranks.
-        """
+        """Returns weights and slots by name, where one process has all of them."""
         self._refuse_trees("get_state_tree")
         tree: dict[str, Any] = super().get_state_tree(value_format)
         return tree
 
     def set_state_tree(self, state_tree: dict[str, Any]) -> None:
-        """Sets weights and slots by name, where one process has all of them.
-
-        Args:
-            state_tree: As of `keras.Model.set_state_tree`.
-
-        Raises:
-            ConfigurationError: If they are on several ranks.
-        """
+        """Sets weights and slots by name, where one process has all of them."""
         self._refuse_trees("set_state_tree")
         super().set_state_tree(state_tree)
 
@@ -117,21 +96,12 @@ class CollectiveModel(LogsOfEpoch):
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> keras.Model:
-        """Makes a plain Keras model of the configuration of a wrapped one, with new weights.
-
-        Args:
-            config: What `get_config` returned.
-            custom_objects: As of `keras.Model.from_config`.
-        """
+        """Makes a plain Keras model of the configuration of a wrapped one, with new weights."""
         kind = keras.Model if "input_layers" in config else keras.Sequential
         return kind.from_config(config, custom_objects=custom_objects)
 
     def to_json(self, **kwargs: Any) -> str:
-        """Describes the wrapped model and its compilation, for `keras.models.model_from_json`.
-
-        Args:
-            **kwargs: As of `json.dumps`.
-        """
+        """Describes the wrapped model and its compilation, for `keras.models.model_from_json`."""
         return json.dumps(self._config(), **kwargs)
 
     def __reduce__(self) -> Any:
@@ -158,19 +128,6 @@ class CollectiveModel(LogsOfEpoch):
 
         All ranks must call it; the last one writes. The file replaces an older one only when it
         is complete. `keras.saving.save_model` does the same.
-
-        Args:
-            filepath: Path that ends in `.keras`, or in `.h5` or `.hdf5` for Keras' legacy format,
-                for which the last rank holds all of the optimizer's state at once. Or an open
-                file, such as an `io.BytesIO`: each rank's own gets the whole `.keras` file.
-            overwrite: Whether to replace an existing file.
-            zipped: Must not be `False`: the file is always a zip file.
-            include_optimizer: Whether to save the optimizer and what was compiled.
-            save_format: What the name ends in says it, too.
-
-        Raises:
-            ConfigurationError: If the format is another, or the file must not be replaced.
-            FileError: If the file cannot be written; an older one is unchanged.
         """
 
         def write(draft: Path, state: Any) -> None:
@@ -217,15 +174,6 @@ class CollectiveModel(LogsOfEpoch):
         """Saves the weights as plain Keras does; all ranks must call it, the last one writes.
 
         New files replace older ones only when all of them are complete.
-
-        Args:
-            filepath: Path that ends in `.weights.h5`, or `.weights.json` for several files.
-            overwrite: Whether to replace existing files.
-            max_shard_size: Largest size of one file, in GB.
-
-        Raises:
-            ConfigurationError: If the file exists and may not be replaced.
-            FileError: If the files cannot be written; older ones are unchanged.
         """
         engine = self._engine
         path = _path(filepath)
@@ -245,18 +193,7 @@ class CollectiveModel(LogsOfEpoch):
     def load_weights(
         self, filepath: str | Path, skip_mismatch: bool = False, **kwargs: Any
     ) -> None:
-        """Loads weights as plain Keras does, each rank those that it needs; all must call it.
-
-        Args:
-            filepath: Path of a file of weights that all ranks can read.
-            skip_mismatch: Whether to skip weights that do not fit.
-            **kwargs: As of `keras.Model.load_weights`.
-
-        Raises:
-            ConfigurationError: On all ranks, if they read files with different contents, or the
-                file does not fit on one of them.
-            FileError: If the file is missing or damaged.
-        """
+        """Loads weights as plain Keras does, each rank those that it needs; all must call it."""
         plain, needed = self._receiving()
         in_parts = not kwargs and str(filepath).endswith(_IN_PARTS)
 
@@ -313,14 +250,7 @@ class CollectiveModel(LogsOfEpoch):
         path: Path,
         write: Callable[[Path, Any], None],
     ) -> None:
-        """Lets the last rank write a file, while the others hand it values one at a time.
-
-        Args:
-            what: The method, for the error.
-            replace: Puts new files in the place of older ones.
-            path: The file.
-            write: Writes it to a path, given what to save as the optimizer; or `None`.
-        """
+        """Lets the last rank write a file, while the others hand it values one at a time."""
         communicator = self._engine.communicator
         last = communicator.size - 1
         stream = ValueStream(communicator, last)
@@ -340,11 +270,7 @@ class CollectiveModel(LogsOfEpoch):
         return config_of(self._engine.extracted.model, compiled)
 
     def export(self, *args: Any, **kwargs: Any) -> None:
-        """Refuses: save the model and export it with stock Keras.
-
-        Raises:
-            ConfigurationError: Always.
-        """
+        """Refuses: save the model and export it with stock Keras."""
         raise ConfigurationError(
             "A PipelineModel cannot be exported as it is. Save it with `save('model.keras')`, and "
             "call `keras.saving.load_model('model.keras').export(...)` in one process."

@@ -99,11 +99,7 @@ def only_shapes() -> Iterator[None]:
 
 
 def initial_values(model: keras.Model) -> str:
-    """Describes what the weights without values begin with, the same if they begin alike.
-
-    Args:
-        model: A Keras model.
-    """
+    """Describes what the weights without values begin with, the same if they begin alike."""
     found = (_described(initializer_of(variable)) for variable in model.variables)
     return hashlib.sha256("\n".join(found).encode()).hexdigest()[:16]
 

@@ -181,22 +181,7 @@ def built(
     of: str = "",
     reason: str = "",
 ) -> tuple[Any, bool]:
-    """Builds a model without weights or, if that cannot be done, all of it on every rank.
-
-    Args:
-        make: Builds it, the same on all ranks.
-        method: What the user has called.
-        options: What it will be wrapped with.
-        whole: Builds it with weights. Default: `make`.
-        of: What it is made of, for errors.
-        reason: Why it needs its weights; empty if it may not.
-
-    Returns:
-        The model, and whether it has no weights yet.
-
-    Raises:
-        ConfigurationError: On all ranks, if a rank cannot build it.
-    """
+    """Builds a model without weights or, if that cannot be done, all of it on every rank."""
     ranks, model, drawn = world(), None, random.getstate()
     if not reason and options.get("balance") == "time":
         reason = "balance='time' runs the model on rank 0"
@@ -243,13 +228,7 @@ def _with_weights(make: Callable[[], Any], failed: str) -> Any:
 
 
 def wrapped(model: Any, options: Mapping[str, Any], kind: Any = None) -> Any:
-    """Makes a model a distributed one.
-
-    Args:
-        model: The model.
-        options: Of the distributed one.
-        kind: Its class. Default: `PipelineModel`, unless `model` cannot be cut.
-    """
+    """Makes a model a distributed one."""
     subclassed = has_no_graph(model) and not isinstance(model, keras.Sequential)
     unknown = set(options) - set(inspect.signature(Model.__init__).parameters)
     if kind is None:
@@ -264,14 +243,7 @@ def compile_as(
     custom_objects: Mapping[str, Any] | None = None,
     safe_mode: bool = True,
 ) -> None:
-    """Compiles a distributed model as a configuration says, if it is not; takes all ranks.
-
-    Args:
-        model: The model.
-        compilation: What `get_compile_config` returned; `None` for nothing.
-        custom_objects: As of `keras.saving.load_model`.
-        safe_mode: As of `keras.saving.load_model`.
-    """
+    """Compiles a distributed model as a configuration says, if it is not; takes all ranks."""
     if not compilation or model.compiled:
         return
     given: dict[str, Any] = {}

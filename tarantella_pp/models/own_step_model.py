@@ -29,11 +29,7 @@ from tarantella_pp.runtime.state.remote_variables import refuse_stale
 
 
 def has_own_steps(model: Any) -> bool:
-    """Whether a model computes its steps in a way of its own, in which replicas must run them.
-
-    Args:
-        model: A Keras model, or anything else.
-    """
+    """Whether a model computes its steps in a way of its own, in which replicas must run them."""
     if not isinstance(model, keras.Model) or isinstance(model, TrainingLoops):
         return False
     is_graph = network_of(model) is not None and runs_its_graph(model)
@@ -43,16 +39,7 @@ def has_own_steps(model: Any) -> bool:
 
 
 def with_replicas(model: Any, ranks: Communicator, gradient_dtype: str | None = None) -> Any:
-    """Makes a model run its own steps on all ranks, with a share of each batch on each.
-
-    Args:
-        model: The user's model.
-        ranks: All ranks of the job.
-        gradient_dtype: Dtype in which gradients travel; `None` for their own.
-
-    Returns:
-        The same model, still an instance of its class; in one process it is as it was.
-    """
+    """Makes a model run its own steps on all ranks, with a share of each batch on each."""
     model_validation.check_backend()
     model_validation.check_strategy(model)
     if ranks.size == 1:
@@ -73,23 +60,14 @@ class OwnStepModel(TrainingLoops):
 
     @property
     def plan(self) -> Any:
-        """None: nothing of a step of the user's is cut or planned.
-
-        Raises:
-            ConfigurationError: Always.
-        """
+        """None: nothing of a step of the user's is cut or planned."""
         raise ConfigurationError(
             f"Model '{self.name}' runs steps of its own, each rank with its share of a batch: "
             "there is nothing to plan."
         )
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Configures training as the user's class does; all ranks must call it.
-
-        Args:
-            *args: As of the class.
-            **kwargs: As of the class.
-        """
+        """Configures training as the user's class does; all ranks must call it."""
         model_validation.check_strategy(self)
         told = {name: keras.tree.map_structure(named, value) for name, value in kwargs.items()}
         given = keras.tree.map_structure(named, args)
@@ -105,15 +83,7 @@ class OwnStepModel(TrainingLoops):
             )
 
     def fit(self, *args: Any, **kwargs: Any) -> keras.callbacks.History:
-        """Trains the model; takes and returns what `keras.Model.fit` does, as `tnt.Model.fit`.
-
-        Args:
-            *args: As of `keras.Model.fit`.
-            **kwargs: As of `keras.Model.fit`.
-
-        Raises:
-            ConfigurationError: If a callback would keep what only a pipeline has.
-        """
+        """Trains the model; takes and returns what `keras.Model.fit` does, as `tnt.Model.fit`."""
         given = inspect.signature(keras.Model.fit).bind(self, *args, **kwargs).arguments
         for callback in listed(given.get("callbacks")):
             if isinstance(callback, (Checkpoint, keras.callbacks.BackupAndRestore)):
@@ -147,42 +117,21 @@ class OwnStepModel(TrainingLoops):
 
     @collective("overwrite")
     def save(self, filepath: Any, overwrite: bool = True, **kwargs: Any) -> None:
-        """Saves the model as plain Keras does; all ranks must call it, the last one writes.
-
-        Args:
-            filepath: As of `keras.Model.save`; into an open file each rank writes its own.
-            overwrite: Whether to replace an existing file.
-            **kwargs: As of `keras.Model.save`.
-        """
+        """Saves the model as plain Keras does; all ranks must call it, the last one writes."""
         self._write("save", filepath, overwrite, replace_file, kwargs)
 
     @collective("overwrite")
     def save_weights(
         self, filepath: Any, overwrite: bool = True, max_shard_size: float | None = None
     ) -> None:
-        """Saves the weights as plain Keras does; all ranks must call it, the last one writes.
-
-        Args:
-            filepath: As of `keras.Model.save_weights`.
-            overwrite: Whether to replace existing files.
-            max_shard_size: Largest size of one file, in GB.
-        """
+        """Saves the weights as plain Keras does; all ranks must call it, the last one writes."""
         replace = replace_file if max_shard_size is None else replace_shards
         options = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
         self._write("save_weights", filepath, overwrite, replace, options)
 
     @collective("skip_mismatch", contents=lambda given: contents_of(given["filepath"]))
     def load_weights(self, filepath: Any, skip_mismatch: bool = False, **kwargs: Any) -> None:
-        """Loads weights as plain Keras does; all ranks must call it, and each reads the file.
-
-        Args:
-            filepath: Path of a file of weights that all ranks can read.
-            skip_mismatch: Whether to skip weights that do not fit.
-            **kwargs: As of `keras.Model.load_weights`.
-
-        Raises:
-            ConfigurationError: If the ranks read files with different contents.
-        """
+        """Loads weights as plain Keras does; all ranks must call it, and each reads the file."""
         with self._as_it_was():
             self.load_weights(filepath, skip_mismatch=skip_mismatch, **kwargs)
 

@@ -70,30 +70,6 @@ class TrainingLoops(_AnyModel):
         must not be changed during the call. Other data are read by rank 0 only, which sends the
         others their parts; so are arrays if other ranks pass `None`. Only the last rank shows
         progress. Logs, and with them the history, are the same on every rank.
-
-        Args:
-            x: As of `keras.Model.fit`, like all that follow.
-            y: Targets.
-            batch_size: Samples per step, in all micro-batches together. Default: 32.
-            epochs: Number of the last epoch.
-            verbose: Verbosity of the rank that prints.
-            callbacks: Keras callbacks; they run on every rank.
-            validation_split: Share of the data to validate with.
-            validation_data: Data to validate with.
-            shuffle: Whether to shuffle arrays before each epoch.
-            class_weight: Weights of classes.
-            sample_weight: Weights of samples.
-            initial_epoch: Number of the first epoch.
-            steps_per_epoch: Steps per epoch.
-            validation_steps: Steps per validation.
-            validation_batch_size: Batch size of validation.
-            validation_freq: Validate every so many epochs.
-
-        Returns:
-            The history.
-
-        Raises:
-            ConfigurationError: If the ranks do not agree on the call, or on the data.
         """
         engine = self._engine
         callbacks = with_trace(callbacks, self, os.environ)
@@ -146,22 +122,7 @@ class TrainingLoops(_AnyModel):
         return_dict: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """Evaluates the model; takes and returns what `keras.Model.evaluate` does, on all ranks.
-
-        Args:
-            x: As of `keras.Model.evaluate`, like all that follow.
-            y: Targets.
-            batch_size: Samples per step. Default: 32.
-            verbose: Verbosity of the rank that prints.
-            sample_weight: Weights of samples.
-            steps: Number of steps.
-            callbacks: Keras callbacks; they run on every rank.
-            return_dict: Whether to return a dict.
-            **kwargs: What Keras' own `fit` passes for validation.
-
-        Returns:
-            Loss and metrics, the same on every rank.
-        """
+        """Evaluates the model; takes and returns what `keras.Model.evaluate` does, on all ranks."""
         engine = self._engine
         if not kwargs:
             x = shared_adapter(engine, x, y, sample_weight, batch_size, steps)
@@ -186,18 +147,7 @@ class TrainingLoops(_AnyModel):
         steps: int | None = None,
         callbacks: Any = None,
     ) -> Any:
-        """Predicts; takes and returns what `keras.Model.predict` does, on all ranks.
-
-        Args:
-            x: As of `keras.Model.predict`, like all that follow.
-            batch_size: Samples per step. Default: 32.
-            verbose: Verbosity of the rank that prints.
-            steps: Number of steps.
-            callbacks: Keras callbacks; they run on every rank.
-
-        Returns:
-            The predictions, the same on every rank.
-        """
+        """Predicts; takes and returns what `keras.Model.predict` does, on all ranks."""
         engine = self._engine
         return super().predict(
             shared_adapter(engine, x, None, None, batch_size, steps),
@@ -208,38 +158,15 @@ class TrainingLoops(_AnyModel):
 
     @collective(learning_rate=learning_rate_of)
     def train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
-        """Trains on one batch, of which only rank 0 reads the data; all ranks must call it.
-
-        Args:
-            *args: As of `keras.Model.train_on_batch`.
-            **kwargs: As of `keras.Model.train_on_batch`.
-
-        Returns:
-            Loss and metrics, the same on every rank.
-        """
+        """Trains on one batch, of which only rank 0 reads the data; all ranks must call it."""
         return super().train_on_batch(*args, **kwargs)
 
     @collective()
     def test_on_batch(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluates one batch, of which only rank 0 reads the data; all ranks must call it.
-
-        Args:
-            *args: As of `keras.Model.test_on_batch`.
-            **kwargs: As of `keras.Model.test_on_batch`.
-
-        Returns:
-            Loss and metrics, the same on every rank.
-        """
+        """Evaluates one batch, of which only rank 0 reads the data; all ranks must call it."""
         return super().test_on_batch(*args, **kwargs)
 
     @collective()
     def predict_on_batch(self, x: Any) -> Any:
-        """Predicts one batch, of which only rank 0 reads the data; all ranks must call it.
-
-        Args:
-            x: The inputs.
-
-        Returns:
-            The predictions, the same on every rank.
-        """
+        """Predicts one batch, of which only rank 0 reads the data; all ranks must call it."""
         return super().predict_on_batch(x)

@@ -20,14 +20,7 @@ from tarantella_pp.partition.solvers.problem.problem import (
 
 
 def equal_layers(problem: Problem) -> IntArray:
-    """Gives every stage the same number of layers, along the order of the graph.
-
-    Args:
-        problem: The problem.
-
-    Returns:
-        Stage of each node.
-    """
+    """Gives every stage the same number of layers, along the order of the graph."""
     return _by_sequence(problem, np.ones(problem.num_nodes), minimal_maximum)
 
 
@@ -35,12 +28,6 @@ def parameter_balance(problem: Problem) -> IntArray:
     """Balances the static memory along the order of the graph.
 
     DeepSpeed's `partition_method="parameters"`: the smallest largest stage of a sequence.
-
-    Args:
-        problem: The problem; where no node has static memory, its activations count.
-
-    Returns:
-        Stage of each node.
     """
     weights = problem.static_memory
     if not weights.any():
@@ -54,12 +41,6 @@ def block_partition(problem: Problem) -> IntArray:
     torchgpipe's `balance_by_time` and `balance_by_size`: the block partition of Bárány and
     Grinberg, "Block partitions of sequences", Israel Journal of Mathematics 206 (2015), whose
     blocks differ by no more than the largest item.
-
-    Args:
-        problem: The problem.
-
-    Returns:
-        Stage of each node.
     """
     memory = problem.static_memory + problem.activation_memory
     weights = memory if problem.objective == "memory" else problem.work
@@ -100,15 +81,7 @@ def _by_sequence(
 
 
 def minimal_maximum(weights: FloatArray, parts: int) -> list[int]:
-    """Cuts a sequence so that its heaviest part is as light as can be.
-
-    Args:
-        weights: The sequence.
-        parts: Number of parts, none of them empty.
-
-    Returns:
-        Where each part begins.
-    """
+    """Cuts a sequence so that its heaviest part is as light as can be."""
     low, high = float(weights.max(initial=0.0)), float(weights.sum())
     for _ in range(60):
         middle = (low + high) / 2
@@ -137,13 +110,6 @@ def barany_grinberg(weights: FloatArray, parts: int) -> list[int]:
 
     Starting from even counts, the heaviest block hands an item at its border towards the
     lightest one, as long as the block that receives it stays lighter.
-
-    Args:
-        weights: The sequence.
-        parts: Number of blocks, none of them empty.
-
-    Returns:
-        Where each block begins.
     """
     n = len(weights)
     sums = np.concatenate([[0.0], np.cumsum(weights)])
@@ -188,14 +154,7 @@ class Comparison:
     values: dict[str, float]
 
     def ratio(self, rule: str) -> float | None:
-        """Returns how many times larger the largest stage is than in our plan.
-
-        Args:
-            rule: One of `values`.
-
-        Returns:
-            The ratio, over the optimum if the certificate says so; `None` where ours is 0.
-        """
+        """Returns how many times larger the largest stage is than in our plan."""
         ours = self.values[OURS]
         return self.values[rule] / ours if ours else None
 
@@ -218,18 +177,7 @@ def compare(
     objective: str | None = None,
     given: Sequence[int] | None = None,
 ) -> Comparison:
-    """Prices our plan and those of the rules of other libraries.
-
-    Args:
-        problem: The problem; its memory limit is nothing that the rules know.
-        solution: Our plan.
-        value: Prices a plan: from the stage of each node to the largest stage.
-        objective: Name of the objective. Default: that of the problem.
-        given: The stage of each node of one more plan, priced as `"given"`.
-
-    Returns:
-        The comparison.
-    """
+    """Prices our plan and those of the rules of other libraries."""
     values = {OURS: value(solution.assignment)}
     values |= {name: value(tuple(rule(problem).tolist())) for name, rule in RULES.items()}
     if given is not None:

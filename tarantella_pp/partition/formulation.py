@@ -82,13 +82,6 @@ def problem_of(
 
     A stage that recomputes counts as if it held only as many micro-batches as run backward at a
     time, which is a lower bound as well; `recomputing` gives another one.
-
-    Args:
-        costs: The graph and its costs.
-        options: The options of the plan.
-        limit: Largest memory of each stage in bytes, of state and activations.
-        cautious: Whether memory that several nodes keep, and the time of forward passes that some
-            stages repeat, are upper bounds of the real ones.
     """
     activations, kept = _activations(costs, cautious)
     sharing = _sharing(costs)
@@ -178,15 +171,7 @@ def _work(
 def best_solution(
     costs: StageCostModel, options: PlanOptions, *, whole: bool = True, budget: float = SECONDS
 ) -> Solution:
-    """Solves the problem of a layer graph.
-
-    Args:
-        costs: The graph and its costs.
-        options: What its stages are for.
-        whole: Whether memory is balanced with what does not add up.
-        budget: Seconds of the processor for each way to put it, where the best plan cannot be
-            told by listing.
-    """
+    """Solves the problem of a layer graph."""
     best: Solution | None = None
     value, bound, seconds = math.inf, 0.0, 0.0
     for one in _formulations(costs, options):
@@ -369,19 +354,7 @@ def _within_limit(
     budget: float,
     near: Sequence[int] | None,
 ) -> tuple[Solution | None, float, float]:
-    """Solves, and again with less memory allowed where a plan really needs more than the limit.
-
-    Args:
-        costs: The graph and its costs.
-        options: The options of the plan.
-        formulation: The problem; if it bounds the real one, a limit that nothing keeps in it is
-            refused.
-        budget: Seconds of the processor for each solution.
-        near: Stages that solve a problem much alike, if any.
-
-    Returns:
-        The solution, if there is one, a lower bound of all that keep the limit, and seconds.
-    """
+    """Solves, and again with less memory allowed where a plan really needs more than the limit."""
     allowed = options.limits
     limit: Limits | None = allowed
     bound, seconds = math.inf, 0.0

@@ -10,18 +10,7 @@ from tarantella_pp.partition.plan.plan_config import FUSION_THRESHOLD
 
 
 def fusion_threshold_of(given: int | float | str | None) -> int:
-    """Reads the option `fusion_threshold`, else the environment.
-
-    Args:
-        given: Bytes, or text such as `"32MiB"`. `None` for what `TNT_FUSION_THRESHOLD` says, or
-            32 MiB.
-
-    Returns:
-        Bytes.
-
-    Raises:
-        ConfigurationError: It is no positive number of bytes.
-    """
+    """Reads the option `fusion_threshold`, else the environment."""
     if given is not None:
         return parse_bytes(given, "fusion_threshold")
     text = os.environ.get(FUSION_VARIABLE, "").strip()

@@ -15,11 +15,7 @@ GIVEN = "given"
 
 
 def is_given(balance: Any) -> bool:
-    """Whether an option `balance` is numbers of layers.
-
-    Args:
-        balance: The option.
-    """
+    """Whether an option `balance` is numbers of layers."""
     return isinstance(balance, Iterable) and not isinstance(balance, str)
 
 
@@ -29,14 +25,6 @@ def assignment_of(graph: LayerGraph, balance: Iterable[Any]) -> tuple[int, ...]:
     Numbers count the model's own layers, in order, a nested model as one. Where they add up to
     something else, they may count operations; or, where layers are numbered by name (`l0`,
     `l1_conv`, `l1_add` ...), these numbers.
-
-    Args:
-        graph: The layer graph.
-        balance: Number of layers on each stage.
-
-    Raises:
-        ConfigurationError: They are no positive integers, add up to something else, or a stage
-            would need what a later one makes.
     """
     counts = [int(n) if hasattr(n, "__index__") and n is not True else n for n in balance]
     if not counts or not all(type(count) is int and count > 0 for count in counts):

@@ -49,13 +49,7 @@ def infeasible(plan_search: PlanSearch) -> str:
 
 
 def useless(plan: Plan, planner: Planner, balance: str | None) -> str | None:
-    """Says that a memory limit leaves a plan in which one rank has most of the work, if it does.
-
-    Args:
-        plan: The plan.
-        planner: What made it.
-        balance: What was to be balanced; `None` where that was left open.
-    """
+    """Says that a memory limit leaves a plan in which one rank has most of the work, if it does."""
     heaviest = _heaviest(plan)
     if plan.memory_limit is None or heaviest <= USELESS or plan.balance == GIVEN:
         return None

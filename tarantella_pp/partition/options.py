@@ -97,13 +97,7 @@ class PlanOptions(PlanConfig, frozen=True, kw_only=True):
         gradient_dtype: str | None = None,
         wire_dtype: str | None = None,
     ) -> PlanOptions:
-        """Checks the arguments of `make_plan`, which says what they mean, and chooses defaults.
-
-        Raises:
-            ConfigurationError: One of them cannot work, alone or with the others.
-            ScheduleError: There is no such schedule, or it is not one for so many stages or
-                micro-batches.
-        """
+        """Checks the arguments of `make_plan`, which says what they mean, and chooses defaults."""
         stages = checked_count("num_stages", num_stages)
         batch, replicas = (
             checked_count("batch_size", batch_size),
@@ -151,15 +145,7 @@ class PlanOptions(PlanConfig, frozen=True, kw_only=True):
 
 
 def narrow_dtype(option: str, given: Any) -> NarrowDtype | None:
-    """Returns the type that numbers travel in, `None` for their own.
-
-    Args:
-        option: Name of the option.
-        given: Its value.
-
-    Raises:
-        ConfigurationError: Numbers do not travel in that type.
-    """
+    """Returns the type that numbers travel in, `None` for their own."""
     if given not in (None, "bfloat16"):
         raise ConfigurationError(
             f"Expected 'bfloat16', or None for the numbers' own type. Received: {option}={given!r}"
@@ -168,19 +154,7 @@ def narrow_dtype(option: str, given: Any) -> NarrowDtype | None:
 
 
 def stages_to_recompute(recompute: Any, num_stages: int) -> dict[int, str]:
-    """Reads the option `recompute`.
-
-    Args:
-        recompute: `"all"`, `"except_last"`, `"none"`, the stages, or one of the three for each of
-            some stages.
-        num_stages: Number of stages.
-
-    Returns:
-        The stages, ascending, and `"all"` or `"except_last"` for each.
-
-    Raises:
-        ConfigurationError: It is none of these.
-    """
+    """Reads the option `recompute`."""
     if isinstance(recompute, str) and recompute in RECOMPUTATIONS:
         recompute = dict.fromkeys(range(num_stages), recompute)
     given = list(recompute) if isinstance(recompute, Iterable) else [recompute]
@@ -198,15 +172,7 @@ def stages_to_recompute(recompute: Any, num_stages: int) -> dict[int, str]:
 
 
 def checked_count(name: str, value: Any) -> int:
-    """Reads an option that is a positive integer.
-
-    Args:
-        name: Its name, for the message.
-        value: What was given.
-
-    Raises:
-        ConfigurationError: It is none.
-    """
+    """Reads an option that is a positive integer."""
     if isinstance(value, bool) or not hasattr(value, "__index__") or value.__index__() < 1:
         raise ConfigurationError(f"Expected a positive integer. Received: {name}={value!r}")
     return int(value.__index__())

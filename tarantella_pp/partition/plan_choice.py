@@ -29,23 +29,7 @@ def choose_plan(
     others: Sequence[PlanSearch] = (),
     further: Sequence[PlanSearch] = (),
 ) -> Plan | None:
-    """Makes the plan whose step is the shortest, within the memory limit.
-
-    Args:
-        searches: What to choose from; of equally fast plans the smaller, then the first one.
-        others: The same with other balances than the one that was asked for, to be compared with.
-        further: The same with more stages than ranks, or more micro-batches in flight, which are
-            to be chosen where that is worthwhile only: a simulation does not know all that an
-            action costs.
-
-    Returns:
-        The plan, with what came next and one piece of advice; `None` where no plan keeps the
-        limit.
-
-    Raises:
-        ConfigurationError: An option cannot work.
-        PlanError: No plan has an operation for each stage.
-    """
+    """Makes the plan whose step is the shortest, within the memory limit."""
     deadline = time.thread_time() + PATIENCE
     candidates = _candidates(searches, deadline)
     best = _fastest(candidates, deadline)

@@ -64,16 +64,7 @@ def _longer(stage: StagePlan, times: float) -> StagePlan:
 
 
 def sent_as(plan: Plan, graph: LayerGraph, wire_dtype: NarrowDtype | None) -> Plan:
-    """Returns a plan with the memory and the step of messages that travel in another type.
-
-    Args:
-        plan: The plan.
-        graph: The layer graph that it is for.
-        wire_dtype: As of a plan.
-
-    Raises:
-        PlanError: It is a plan of another model.
-    """
+    """Returns a plan with the memory and the step of messages that travel in another type."""
     if wire_dtype == plan.wire_dtype:
         return plan
     plan.check(graph)

@@ -94,14 +94,7 @@ class PlanSearch:
     roughly: bool = False
 
     def options(self, **changes: Any) -> PlanOptions:
-        """Returns the options, with defaults for those that are open.
-
-        Args:
-            **changes: What is different from what was given.
-
-        Raises:
-            ConfigurationError: One of them cannot work.
-        """
+        """Returns the options, with defaults for those that are open."""
         placement = self.spec.placement
         shared = len(set(placement)) < len(placement)
         arguments = {"ranks": placement if shared else (), **self.given, **changes}
@@ -115,10 +108,6 @@ class PlanSearch:
 
         Memory limits are left out. Where solving takes its time, those that are far from the usual
         number are played with its stages; so are all where the number is nothing to the balance.
-
-        Raises:
-            ConfigurationError: An option cannot work.
-            PlanError: No plan has an operation for each stage.
         """
         limited = self.given["memory_limit"] is not None
         usual = self.options(memory_limit=None)
@@ -150,23 +139,11 @@ class PlanSearch:
         return options.balance == "flops" and arithmetic and not options.ranks
 
     def of_count(self, count: int) -> list[Timed]:
-        """Returns the plans for a number of micro-batches, if any keeps the limit.
-
-        Args:
-            count: The number.
-        """
+        """Returns the plans for a number of micro-batches, if any keeps the limit."""
         return list(map(self._timed, self._try(num_micro_batches=count)))
 
     def within_limit(self, candidate: Candidate, deadline: float) -> list[Timed]:
-        """Makes the plans of a candidate that keep the memory limit.
-
-        Args:
-            candidate: One of this search.
-            deadline: When to try no more, as `time.thread_time` tells.
-
-        Returns:
-            Simulated seconds of a step, and the plan, of each.
-        """
+        """Makes the plans of a candidate that keep the memory limit."""
         if candidate.final:
             return [candidate.timed]
         count = candidate.options.num_micro_batches
@@ -175,21 +152,11 @@ class PlanSearch:
         return list(map(self._timed, self._fitting(count, deadline)))
 
     def timed(self, solution: Solution, options: PlanOptions) -> Timed:
-        """Writes down a plan and plays its step.
-
-        Args:
-            solution: The stages.
-            options: What the plan is for.
-        """
+        """Writes down a plan and plays its step."""
         return self._timed(self._written(solution, options))
 
     def smallest_memory_plan(self) -> Plan:
-        """Makes the plan whose largest stage needs the least memory, whatever the limit.
-
-        Raises:
-            ConfigurationError: An option cannot work.
-            PlanError: No plan has an operation for each stage.
-        """
+        """Makes the plan whose largest stage needs the least memory, whatever the limit."""
         counts = sorted(self._counts(limited=True), reverse=True)
         options, graph = self.options(num_micro_batches=counts[0]), self.planner.graph
         if not any(factor_bytes(graph, graph.nodes, options.micro_batch_size, counts[0])):

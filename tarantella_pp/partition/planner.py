@@ -95,20 +95,7 @@ class Planner:
         profile: Profile | None = None,
         machine: HardwareSpec | None = None,
     ) -> Planner:
-        """Reads a model, if that has not been done.
-
-        Args:
-            model: A Functional or built Sequential model, or what was read of one.
-            optimizer: The optimizer whose slots count as memory: a Keras optimizer or its name.
-                Default: two slots for each variable, as Adam has.
-            profile: What was measured of the model; bytes in it take the place of guesses.
-            machine: What computes. Default: something of which arithmetic alone is known.
-
-        Raises:
-            ConfigurationError: There is no such optimizer.
-            PlanError: The profile is one of another model.
-            UnsupportedModelError: The model cannot be cut into stages.
-        """
+        """Reads a model, if that has not been done."""
         extracted = extract(model)
         graph = extracted.graph
         if profile is not None:
@@ -135,11 +122,7 @@ class Planner:
         )  # fmt: skip
 
     def effort(self, num_stages: int) -> float:
-        """Returns about what finding stages takes, the same on every machine.
-
-        Args:
-            num_stages: Their number.
-        """
+        """Returns about what finding stages takes, the same on every machine."""
         return self.sets + PROBLEM_EFFORT + STAGE_EFFORT * num_stages
 
     @property
@@ -148,25 +131,11 @@ class Planner:
         return sum(self.effort(1 + max(one.assignment)) for one in self._solved.values())
 
     def plan(self, options: PlanOptions) -> Plan:
-        """Makes the plan that is best for these options, or comes with a bound of the best.
-
-        Args:
-            options: What the plan is for.
-
-        Raises:
-            ConfigurationError: There are more stages than operations, or one that cannot
-                recompute would have to.
-            PlanError: No plan keeps the limit, or has an operation for each stage.
-        """
+        """Makes the plan that is best for these options, or comes with a bound of the best."""
         return self.write(self.solve(options), options)
 
     def solve(self, options: PlanOptions, *, roughly: bool = False) -> Solution:
-        """Finds the best stages for these options, once; raises what `plan` does.
-
-        Args:
-            options: What they are for.
-            roughly: Whether it is enough, to balance memory, to count what adds up.
-        """
+        """Finds the best stages for these options, once; raises what `plan` does."""
         if options.balance == "time" and self.profile is None:
             raise ConfigurationError(
                 "Time is balanced with a profile. Received: balance='time', profile=None"
@@ -198,11 +167,7 @@ class Planner:
         return given_solution(self.costs(options), options, self.assignment)
 
     def least_memory(self, options: PlanOptions) -> float:
-        """Returns bytes that some stage of every plan needs, whichever stages recompute.
-
-        Args:
-            options: What the plans are for; all stages may recompute.
-        """
+        """Returns bytes that some stage of every plan needs, whichever stages recompute."""
         everywhere = tuple(range(options.num_stages))
         free = msgspec.structs.replace(
             options, recompute=everywhere, balance="memory", memory_limit=None
@@ -210,15 +175,7 @@ class Planner:
         return solve(problem_of(self.costs(free), free)).certificate.lower_bound
 
     def write(self, solution: Solution, options: PlanOptions) -> Plan:
-        """Writes down the plan of an assignment.
-
-        Args:
-            solution: The stage of each node, and how good that is.
-            options: What the plan is for.
-
-        Raises:
-            ConfigurationError: A stage that cannot recompute would have to.
-        """
+        """Writes down the plan of an assignment."""
         graph, assignment, costs = self.graph, solution.assignment, self.costs(options)
         buckets = gradient_buckets(graph, assignment, options.num_stages, options.fusion_threshold)
         stages = costs.stages(assignment, options.in_flight, options.repeats)

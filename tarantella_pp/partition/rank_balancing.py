@@ -64,14 +64,7 @@ def balance_ranks(
 
 
 class _Line:
-    """The nodes one behind the other, and what the stages between boundaries have.
-
-    Args:
-        problem: The problem.
-        assignment: Stage of each node.
-        ranks: Rank of each stage.
-        bubble_weight: How much the largest stage counts.
-    """
+    """The nodes one behind the other, and what the stages between boundaries have."""
 
     def __init__(
         self,

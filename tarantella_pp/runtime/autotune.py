@@ -24,12 +24,6 @@ class Autotune:
     Some steps run with both gradients of a micro-batch in one, some with one after the other.
     Then rank 0 searches with the medians of what these cost, and all ranks go on with what it
     finds. All these steps train: gradients are summed in the same order in every schedule.
-
-    Args:
-        spec: The spec of a schedule that is searched for.
-        num_micro_batches: Number of micro-batches of a batch of the usual size.
-        in_flight_limit: The most micro-batches that each stage may hold.
-        communicator: The ranks of the pipeline.
     """
 
     def __init__(

@@ -34,17 +34,6 @@ from tarantella_pp.runtime.state.rank_weights import RankWeights
 class Compilation:
     """Loss, metrics and optimizer of a compiled model; all ranks make it with their first batch.
 
-    Args:
-        model: The compiled Keras model.
-        extracted: The model's graph and calls.
-        batch: A batch with its targets, for which metrics are built on every rank alike.
-        boundary: The border of the last stage.
-        last_rank: The rank of the last stage, which computes loss and metrics.
-        modules: What this rank's stages compute with.
-        weights: The weights that this rank has.
-        groups: The ranks of the job.
-        gradient_dtype: Dtype in which gradients travel between replicas; `None` for their own.
-
     Attributes:
         loss_and_metrics: The metrics, on the rank of the last stage; elsewhere `None`.
         loss: The loss, likewise.
@@ -143,11 +132,7 @@ class Compilation:
         )  # fmt: skip
 
     def check_losses(self, training: bool) -> None:
-        """Refuses, as Keras does, a step without a loss, and what cannot be added to its loss.
-
-        Args:
-            training: Whether the step was one of training; all ranks must call it after each.
-        """
+        """Refuses, as Keras does, a step without a loss, and what cannot be added to its loss."""
         loss = self._model.loss
         if (loss is not None and not self.loss_per_sample) or training in self._losses_checked:
             return
@@ -178,11 +163,6 @@ def expected_outputs(loss: Any, has_metrics: bool, extracted: ExtractedModel) ->
     """What loss and metrics need of the outputs as far as it is known before the first batch.
 
     Metrics are expected not to need those of the whole batch, as hardly any does.
-
-    Args:
-        loss: The `CompileLoss` of the model; `None` for none.
-        has_metrics: Whether there are metrics.
-        extracted: The model's graph and calls.
     """
     return OutputUse(whole_batch_reason(loss, extracted), None, has_metrics)
 

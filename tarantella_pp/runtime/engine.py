@@ -47,18 +47,6 @@ from tarantella_pp.runtime.tracing.recorder import (
 class Engine:
     """Trains, tests and predicts on one rank of a pipeline.
 
-    Args:
-        model: The Keras model of the user's side: compiled loss, metrics and optimizer.
-        extracted: The model's graph and calls.
-        plan: Which stage runs which node, and with which schedule.
-        groups: The ranks of the job: of this rank's pipeline, and of the replicas.
-        free_schedule: Whether another schedule may run where the loss needs the whole batch.
-        wire_dtype: The type in which floating point numbers cross from rank to rank; `None` for
-            their own.
-        clock: Counts the training steps of the model. Default: one that begins.
-        check_every: After how many steps weights are compared between replicas; `None` for never.
-        meter: Measures the memory that this rank takes. Default: one that begins.
-
     Attributes:
         communicator: All ranks of the job.
         schedules: What steps run.
@@ -140,14 +128,7 @@ class Engine:
         return self.communicator.rank == self.communicator.size - 1
 
     def train(self, batch: Batch) -> dict[str, Any]:
-        """Trains one batch; returns Keras' logs, the same on all ranks.
-
-        Args:
-            batch: This rank's part of it.
-
-        Raises:
-            PlanError: On all ranks, if a stage would need more memory than it may have.
-        """
+        """Trains one batch; returns Keras' logs, the same on all ranks."""
         compiled = self._compiled_for(batch)
         self.watch.require(batch.rows, compiled.outputs(batch))
         recorder, update = self.stages.recorder, compiled.update
@@ -241,9 +222,6 @@ class Engine:
 
         As in plain Keras stages are traced with their layers as they are, so what has been frozen
         since, or changed in another way, takes effect in new ones.
-
-        Raises:
-            PlanError: If layers have come or gone since the plan was made.
         """
         pairs = zip(self.extracted.graph.weights, self.extracted.variables, strict=True)
         same = all(weight.trainable == bool(variable.trainable) for weight, variable in pairs)
@@ -258,11 +236,7 @@ class Engine:
         )  # fmt: skip
 
     def record(self, recorder: Recorder | None) -> None:
-        """Makes training steps tell when they do what.
-
-        Args:
-            recorder: Where it is noted; `None` to keep no more than the last step.
-        """
+        """Makes training steps tell when they do what."""
         self.stages.recorder = recorder or Recorder(1)
 
     def _rehearse(self, batch: Batch, training: bool) -> None:

@@ -65,12 +65,6 @@ class Executor:
 
     It notes when each begins and ends. On a GPU a computation ends when it has been handed over,
     as far as these notes can tell.
-
-    Args:
-        stages: This rank's stages.
-        exchange: Its messages.
-        recorder: Where to note.
-        except_last: Stages that do not repeat the last micro-batch of a step.
     """
 
     def __init__(
@@ -101,14 +95,7 @@ class Executor:
         step: Step,
         window: int | None = None,
     ) -> None:
-        """Runs one step.
-
-        Args:
-            program: This rank's actions, in order.
-            rows: Number of samples of each micro-batch.
-            step: Where data comes from and results go.
-            window: As of `StageMessages.begin`.
-        """
+        """Runs one step."""
         self.clear()
         if program is not self._program:
             self._program, self._totals = program, _Totals.of(program, self._except_last)

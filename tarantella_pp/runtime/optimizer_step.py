@@ -36,14 +36,6 @@ class OptimizerStep:
     backward passes while it waits for others. The first stage is last, together with weights that
     several stages use, and with all weights if the optimizer does not treat each by itself. Which
     weights are updated together does not depend on when that is.
-
-    Args:
-        optimizer: The rank's optimizer, built for its own weights before it trains. `None` for a
-            model that is only evaluated, or has nothing to train.
-        modules: The rank's stages.
-        order: The model's trainable variables, in its order.
-        own: The weights that this rank has.
-        reduction: Adds up the gradients of a bucket over the replicas.
     """
 
     def __init__(
@@ -115,14 +107,7 @@ class OptimizerStep:
             sums.finish()
 
     def apply_early(self, stage: int) -> bool:
-        """Updates the weights of a stage before the step ends.
-
-        Args:
-            stage: A stage that has run all its backward passes.
-
-        Returns:
-            Whether there was anything to do that need not wait for other stages.
-        """
+        """Updates the weights of a stage before the step ends."""
         if stage == self._last or stage in self._ahead or not self._groups[stage]:
             return False
         if self._buckets:
@@ -132,24 +117,14 @@ class OptimizerStep:
         return True
 
     def reduce(self, stage: int, bucket: int, counts: bool) -> None:
-        """Starts to add up the gradients of a bucket over the replicas; never waits.
-
-        Args:
-            stage: A stage that has run all its backward passes.
-            bucket: Number of the bucket.
-            counts: Whether this replica has had samples of the batch.
-        """
+        """Starts to add up the gradients of a bucket over the replicas; never waits."""
         weights = self._buckets[stage, bucket]
         if any(self._ties.is_tied(weight) for weight in weights):
             return  # `gather` will have what other ranks add to it
         self._start((stage, bucket), {stage: self._collected(stage)}, {}, counts)
 
     def gather(self, counts: bool = True) -> Gathered:
-        """Brings together the gradients that have been summed up, those of other ranks, too.
-
-        Args:
-            counts: Whether this replica has had samples of the batch.
-        """
+        """Brings together the gradients that have been summed up, those of other ranks, too."""
         collected = {stage: self._collected(stage) for stage in self._sums}
         self._ties.hand_over(lambda weight: self._summed(weight, collected))
         arrived = self._ties.collect()
@@ -191,11 +166,7 @@ class OptimizerStep:
             self._reduction.progress()
 
     def finish_reductions(self) -> dict[int, Gradient]:
-        """Waits for the gradients that are being added up over the replicas.
-
-        Returns:
-            From `id` of a weight to its gradient.
-        """
+        """Waits for the gradients that are being added up over the replicas."""
         found: dict[int, Gradient] = {}
         for key, weights in self._buckets.items():
             gradients = self._reduction.finish(key)
@@ -203,12 +174,7 @@ class OptimizerStep:
         return found
 
     def apply(self, gradients: Gathered, sums: Mapping[int, Gradient]) -> None:
-        """Updates the weights that have not been, and begins new sums.
-
-        Args:
-            gradients: What `gather` returned.
-            sums: What `finish_reductions` returned.
-        """
+        """Updates the weights that have not been, and begins new sums."""
         self._applying = True
         if self._together:
             self._apply_together(gradients, sums)
@@ -245,11 +211,7 @@ class OptimizerStep:
         self._started.clear()
 
     def clear(self, error: BaseException) -> None:
-        """Forgets a step that an error ended; says so if weights have been updated in part.
-
-        Args:
-            error: The error.
-        """
+        """Forgets a step that an error ended; says so if weights have been updated in part."""
         self._forget()
         if self._applying:
             self._applying = False

@@ -28,13 +28,6 @@ from tarantella_pp.runtime.tracing.memory_meter import MemoryMeter
 class PlanWatch:
     """Holds a plan against what is trained, and against the memory that this really takes.
 
-    Args:
-        plan: The plan.
-        extracted: The model's graph and calls.
-        schedules: What steps run.
-        groups: The ranks of the job.
-        meter: Measures what this rank takes.
-
     Attributes:
         in_force: The plan with the figures of the largest batch so far; `None` before the first.
         measured: The most memory that each rank of a pipeline has taken; empty before a step.
@@ -61,25 +54,12 @@ class PlanWatch:
         self._largest_batch = 0
 
     def check(self, loss: Any, has_metrics: bool) -> None:
-        """Refuses what does not fit the limit with the batch size of the plan.
-
-        Args:
-            loss: The `CompileLoss` that the model is to be compiled with; `None` for none.
-            has_metrics: Whether it is to have metrics.
-
-        Raises:
-            PlanError: If a stage would need more memory than it may have.
-        """
+        """Refuses what does not fit the limit with the batch size of the plan."""
         if self._plan.limits is not None:
             check_limit(self._expected(loss, has_metrics), self._plan.batch_size)
 
     def require(self, rows: int, outputs: OutputUse) -> None:
-        """Refuses a batch for which a stage needs more memory than it may have.
-
-        Args:
-            rows: Samples of the batch.
-            outputs: What is computed of the model's outputs.
-        """
+        """Refuses a batch for which a stage needs more memory than it may have."""
         if rows > self._largest_batch:
             plan = self._of(rows, outputs)
             check_limit(plan, self._plan.batch_size)
@@ -99,11 +79,7 @@ class PlanWatch:
             self.measure()
 
     def measure(self) -> list[RankMemory]:
-        """Learns what all ranks have taken, and warns of what is over the limit; on all ranks.
-
-        Returns:
-            Planned and measured memory of each rank of a pipeline; empty if it is not known.
-        """
+        """Learns what all ranks have taken, and warns of what is over the limit; on all ranks."""
         own = self._meter.peak()
         mine = None if own is None else (own.bytes, own.exact, own.on_gpu)
         told = self._groups.world.allgather_json(mine)

@@ -25,15 +25,6 @@ from tarantella_pp.schedule import Schedule, send_window
 class RankStages(Mapping[int, Stage]):
     """This rank's stages, by their numbers.
 
-    Args:
-        extracted: The model's graph and calls.
-        plan: Which stage runs which node.
-        placement: Rank of each stage.
-        groups: The ranks of the job.
-        micro_batches: Most micro-batches of a step.
-        wire_dtype: The type in which floating point numbers cross from rank to rank; `None` for
-            their own.
-
     Attributes:
         boundaries: The borders of all stages of the model.
         edges: What crosses from stage to stage, of all ranks.
@@ -108,13 +99,7 @@ class RankStages(Mapping[int, Stage]):
         return self.rehearsal.run(step)
 
     def run(self, schedule: Schedule, batch: Batch, step: BatchStep) -> None:
-        """Runs this rank's actions of a schedule.
-
-        Args:
-            schedule: The schedule, with its messages.
-            batch: This rank's part of the batch.
-            step: Where data comes from and results go.
-        """
+        """Runs this rank's actions of a schedule."""
         self.have_run = True
         step.begin()
         self._forward_state.begin(batch.share, step.training)
@@ -130,11 +115,7 @@ class RankStages(Mapping[int, Stage]):
             stage.clear()
 
     def find_reach(self, scored: Iterable[int]) -> None:
-        """Learns which weights no gradient reaches; all ranks must call it after a training step.
-
-        Args:
-            scored: The tensors that the loss depends on, on the rank of the last stage.
-        """
+        """Learns which weights no gradient reaches; collective, after a training step."""
         find_connected_gradients(
             self.boundaries, self._own, self._placement, self._groups.pipeline, scored
         )
@@ -153,11 +134,7 @@ class RankStages(Mapping[int, Stage]):
         }
 
     def begin_with(self, shapes: Mapping[str, Any]) -> None:
-        """Compiles the stages as they were in a run that goes on here.
-
-        Args:
-            shapes: What `first_shapes` returned on all ranks of a job with the same plan.
-        """
+        """Compiles the stages as they were in a run that goes on here."""
         for index, stage in self._own.items():
             known = shapes.get(f"{self._groups.replica}.{index}")
             if known:

@@ -28,16 +28,7 @@ if TYPE_CHECKING:
 
 
 class Rehearsal:
-    """Tries all stages out together, and leaves nothing behind.
-
-    Args:
-        boundaries: The borders of all stages.
-        stages: This rank's stages.
-        exchange: Its messages.
-        placement: Rank of each stage.
-        groups: The ranks of the job.
-        state: What the forward passes of this rank's stages write.
-    """
+    """Tries all stages out together, and leaves nothing behind."""
 
     def __init__(
         self,
@@ -65,14 +56,7 @@ class Rehearsal:
         return (training, several) not in self._tried and (several or not pieces.is_plain)
 
     def run(self, step: Step) -> Exception | None:
-        """Runs the first micro-batch; all ranks must call it.
-
-        Args:
-            step: Where data comes from.
-
-        Returns:
-            Why a stage cannot run, on all ranks; `None` if all can.
-        """
+        """Runs the first micro-batch; all ranks must call it."""
         self._arrived.clear()
         self._measures = self._state.must_measure(step.training)
         before = self._state.snapshot()

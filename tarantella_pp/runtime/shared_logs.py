@@ -19,13 +19,6 @@ from tarantella_pp.runtime.state.variable_sync import broadcast_variable
 class SharedLogs:
     """What the ranks of a pipeline know of its losses and metrics.
 
-    Args:
-        model: The Keras model with the metrics.
-        extracted: Its graph and calls.
-        assignment: Stage of each node.
-        placement: Rank of each stage.
-        groups: The ranks of the job.
-
     Attributes:
         exchange: The messages.
         of_layers: The metrics that layers have.
@@ -58,12 +51,7 @@ class SharedLogs:
         self.exchange.report(added, self.of_layers.state(self._ranks.rank))
 
     def share(self, kind: str, step: BatchStep) -> dict[str, Any]:
-        """Gives every rank the logs of a step; all must call it.
-
-        Args:
-            kind: What step it is of.
-            step: The step, which has been run.
-        """
+        """Gives every rank the logs of a step; all must call it."""
         if self.reports_late:
             self.report(step.added)
         self.metrics_change()

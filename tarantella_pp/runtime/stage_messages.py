@@ -77,14 +77,6 @@ class StageMessages:
     for where a stage is ahead of another by more than `begin` allows.
     Where a shape does not follow from the number of samples - another dimension is not known from
     the model, or the first one does not count samples - a message with the shapes goes first.
-
-    Args:
-        communicator: The ranks of the pipeline.
-        graph: The layer graph, for dtypes and shapes.
-        edges: All edges of the pipeline, in an order that all ranks share.
-        placement: Rank of each stage.
-        conversion: Makes arrays of tensors and back. Default: that of TensorFlow.
-        wire_dtype: The type in which wider floating point numbers travel; `None` for their own.
     """
 
     def __init__(
@@ -118,15 +110,7 @@ class StageMessages:
     def begin(
         self, receives: Sequence[Transfer], rows: Mapping[int, int], window: int | None = None
     ) -> None:
-        """Posts the first receives of a step.
-
-        Args:
-            receives: All that this rank will `expect`, in order.
-            rows: Number of samples of each micro-batch.
-            window: Most activations of a link that are sent and not taken, as of `send_window`;
-                `None` for any. Those whose shapes go first are not waited for: that these are
-                expected nobody knows in time.
-        """
+        """Posts the first receives of a step."""
         self._rows = rows
         self._window = window
         self._sent.clear()
@@ -135,12 +119,7 @@ class StageMessages:
         self._post_ahead()
 
     def send(self, action: Transfer, values: Sequence[tf.Tensor]) -> None:
-        """Hands a message over; returns at once where the window of its link allows.
-
-        Args:
-            action: The send.
-            values: One value for each tensor of the message.
-        """
+        """Hands a message over; returns at once where the window of its link allows."""
         target, way = self._placement[action.target], self._way(action)
         if way.narrows:
             values = list(map(self._conversion.cast, values, way.on_wire))
@@ -157,37 +136,20 @@ class StageMessages:
                 self._communicator.wait_sent(waiting.popleft())
 
     def shapes(self, edge: StageEdge, rows: int) -> list[TensorSpec] | None:
-        """What crosses an edge for so many samples; `None` where the model does not say.
-
-        Args:
-            edge: The edge, to another rank or on this one.
-            rows: Number of samples.
-        """
+        """What crosses an edge for so many samples; `None` where the model does not say."""
         if any(map(self._is_dynamic, edge.tensors)):
             return None
         return [TensorSpec(self._shape_of(t, rows), self._dtype(t)) for t in edge.tensors]
 
     def expect(self, action: Transfer) -> None:
-        """Posts a receive, at the place in the program where it must be posted at the latest.
-
-        Args:
-            action: The receive.
-        """
+        """Posts a receive, at the place in the program where it must be posted at the latest."""
         while action in self._expected:
             self._post_next()
 
     def receive(
         self, action: Transfer, meanwhile: Callable[[], bool] | None = None
     ) -> list[tf.Tensor]:
-        """Waits for a message.
-
-        Args:
-            action: The receive, which `expect` has seen.
-            meanwhile: Does some work that can be done while waiting; returns whether there was any.
-
-        Returns:
-            One value for each tensor of the message.
-        """
+        """Waits for a message."""
         self._post_ahead()
         request = self._posted.pop(action, None)
         if request is None:

@@ -16,14 +16,6 @@ from tarantella_pp.schedule import SEARCHED, Schedule, ScheduleSpec, lower, vali
 class StepSchedules:
     """Schedules with their messages and reductions, each of which has passed all laws.
 
-    Args:
-        plan: Which schedule, on which ranks.
-        num_micro_batches: Micro-batches of a batch of the usual size.
-        links: What crosses from stage to stage.
-        buckets: Number of the buckets of gradients of each stage; none for one replica.
-        groups: The ranks of the job.
-        free: Whether another schedule may run where the loss needs the whole batch.
-
     Attributes:
         spec: The schedule by now; one that is searched for changes.
         free: As above.
@@ -52,20 +44,11 @@ class StepSchedules:
             self._tuning = Autotune(self.spec, num_micro_batches, limits, groups.pipeline)
 
     def inference(self, count: int) -> Schedule:
-        """The schedule of forward passes only.
-
-        Args:
-            count: Number of micro-batches.
-        """
+        """The schedule of forward passes only."""
         return self._schedule(None, count)
 
     def training(self, count: int, needs_whole_batch: bool) -> Schedule:
-        """The schedule of the next training step.
-
-        Args:
-            count: Number of micro-batches.
-            needs_whole_batch: Whether the loss does.
-        """
+        """The schedule of the next training step."""
         if needs_whole_batch and count > 1 and self.free:
             return self._schedule(self.gpipe, count)
         return self._schedule(self.spec if self._tuning is None else self._tuning.spec, count)
@@ -82,11 +65,7 @@ class StepSchedules:
         return schedule.runs_all_forwards_first(self.spec.num_stages - 1)
 
     def learn(self, step: StepRecord) -> None:
-        """Goes on with the schedule that the steps so far lead to, once there are enough.
-
-        Args:
-            step: The last step; all ranks must call this alike.
-        """
+        """Goes on with the schedule that the steps so far lead to, once there are enough."""
         found = None if self._tuning is None else self._tuning.learn(step)
         if found is not None and found.custom is not None:
             text = self._peers.broadcast_json(found.custom.to_text())

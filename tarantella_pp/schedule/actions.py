@@ -102,14 +102,6 @@ def kept_whole(
 
         stage 0  F0 F1 .. .. BW0 F2 BW1 .. BW2    keeps 0 whole, and 2 with `except_last`
         stage 1  .. F0 BW0 F1 BW1 .. F2 BW2       keeps 0, 1 and 2 whole
-
-    Args:
-        actions: What a rank does, in order.
-        except_last: Stages that do not repeat the last micro-batch of a step: Kim et al.,
-            "torchgpipe: On-the-fly Pipeline Parallelism for Training Giant Models", 2020.
-
-    Returns:
-        Stage and number of each.
     """
     found: set[tuple[int, int]] = set()
     last: dict[int, int] = {}
@@ -130,17 +122,7 @@ def kept_whole(
 
 
 def parse_action(text: str) -> Action:
-    """Reads an action as `str` writes it.
-
-    Args:
-        text: For example ``2F0``, ``1BW3``, ``0>1SF3``, ``1>0RB3`` or ``2R0``.
-
-    Returns:
-        The action.
-
-    Raises:
-        ScheduleError: If `text` is not an action.
-    """
+    """Reads an action as `str` writes it."""
     found = _COMPUTE.fullmatch(text)
     if found:
         return Compute(int(found[1]), found[2], int(found[3]))  # type: ignore[arg-type]

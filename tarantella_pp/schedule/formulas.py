@@ -31,19 +31,6 @@ def bubble_fraction(
     For ``gpipe``, ``1f1b``, ``eager-1f1b`` and ``interleaved`` with fused backwards, and for
     ``forward``, whatever the seconds of F, B and W; for ``zb-h1`` and ``zb-v`` if all three take
     equally long.
-
-    Args:
-        name: The schedule, one of `make_schedule`'s.
-        num_ranks: Number of ranks, p.
-        num_micro_batches: Number of micro-batches, m.
-        stages_per_rank: Stages of each rank, v; more than one for ``interleaved`` only, and
-            always two for ``zb-v``, where it need not be given.
-
-    Returns:
-        The exact fraction; ``(p - 1) / (m + p - 1)`` for ``1f1b``.
-
-    Raises:
-        ScheduleError: If there is no such formula.
     """
     p, m, v = num_ranks, num_micro_batches, stages_per_rank
     if min(p, m, v) < 1:
@@ -74,20 +61,7 @@ def bubble_fraction(
 def speed_up_bound(
     name: str, num_ranks: int, num_micro_batches: int, stages_per_rank: int = 1
 ) -> Fraction:
-    """Returns how many times faster than one process a schedule can be at best.
-
-    Args:
-        name: The schedule, one of `make_schedule`'s.
-        num_ranks: Number of ranks.
-        num_micro_batches: Number of micro-batches.
-        stages_per_rank: Stages of each rank, as for `bubble_fraction`.
-
-    Returns:
-        The exact bound; ``2 m / (m + 1)`` for ``1f1b`` on two ranks.
-
-    Raises:
-        ScheduleError: If there is no such formula.
-    """
+    """Returns how many times faster than one process a schedule can be at best."""
     bubble = bubble_fraction(name, num_ranks, num_micro_batches, stages_per_rank)
     return num_ranks * (1 - bubble)
 
@@ -97,19 +71,7 @@ MEMORY_FORMULAS = ("gpipe", "1f1b", "eager-1f1b", "zb-h1", "forward")
 
 
 def in_flight_bounds(name: str, num_stages: int, num_micro_batches: int) -> tuple[int, ...]:
-    """Returns the most micro-batches that each stage holds, for any number of ranks.
-
-    Args:
-        name: One of `MEMORY_FORMULAS`.
-        num_stages: Number of stages.
-        num_micro_batches: Number of micro-batches.
-
-    Returns:
-        One number for each stage.
-
-    Raises:
-        ScheduleError: If there is no such formula.
-    """
+    """Returns the most micro-batches that each stage holds, for any number of ranks."""
     _check_memory_formula(name)
     if name in ("1f1b", "eager-1f1b"):
         ahead = 2 if name == "eager-1f1b" else 1
@@ -125,19 +87,6 @@ def held_whole_bounds(
     """Returns the most micro-batches that each stage, if it recomputes, holds all of at a time.
 
     Those that it is in the backward pass of, begun or waiting, and those that it keeps whole.
-
-    Args:
-        name: One of `MEMORY_FORMULAS`.
-        num_stages: Number of stages.
-        num_micro_batches: Number of micro-batches.
-        except_last: Stages that do not repeat the last micro-batch.
-
-    Returns:
-        One number for each stage; more than 1 where weight gradients are put off, and one more
-        where the last micro-batch waits.
-
-    Raises:
-        ScheduleError: If there is no such formula.
     """
     _check_memory_formula(name)
     held = in_flight_bounds(name, num_stages, num_micro_batches)
@@ -156,15 +105,6 @@ def send_window(name: str, num_stages: int, num_ranks: int) -> int | None:
     that skips stages is as many micro-batches behind as it skips; two more make up for unsteady
     times. The wait ends when the receive is posted, so the law that no schedule may deadlock if
     each send blocks until then holds for this one, too.
-
-    Args:
-        name: Name of the schedule.
-        num_stages: Number of stages.
-        num_ranks: Number of ranks of a pipeline.
-
-    Returns:
-        A number of messages of each link; `None` for no bound. Other schedules hold few
-        micro-batches anyway, and ranks with several stages have other work than to wait.
 
     Example:
         >>> send_window("gpipe", num_stages=4, num_ranks=4)

@@ -43,10 +43,6 @@ class ListScheduler:
 
     `Replay` is the other way to play: of orders that are given, where no clock is needed to say
     who comes next.
-
-    Args:
-        placement: Rank of each stage.
-        num_micro_batches: Number of micro-batches.
     """
 
     def __init__(self, placement: Sequence[int], num_micro_batches: int) -> None:

@@ -44,24 +44,6 @@ def lower(
 
     The reductions of a stage start behind its last weight gradient and the sends that this causes,
     for others wait for messages; in the order of `reductions`.
-
-    Args:
-        schedule: Computations only.
-        links: Pairs (source stage, target stage), source before target, that exchange
-            activations; a link may skip stages. Default: each stage and the next.
-        gradient_links: The links over which gradients flow back. Default: all.
-        buckets: Number of buckets in which the gradients of each stage are summed over replicas.
-            Default: no reductions.
-        blocking: Whether the result has to get through where sends block. What is only played by
-            the clock, whose sends never do, is made faster without.
-
-    Returns:
-        The schedule with sends and receives, and reductions.
-
-    Raises:
-        ScheduleError: If a link is malformed, a computation is missing or given twice, the
-            order of the computations deadlocks whatever the messages, or there are buckets
-            without backward passes.
     """
     if schedule.is_lowered:
         raise ScheduleError("Expected computations only. Received: a schedule that is lowered")

@@ -14,14 +14,6 @@ def reductions(placement: Sequence[int], buckets: Sequence[int], rank: int) -> t
     The last stage comes first, for its gradients are there first. The order depends on nothing
     else, so replicas agree whatever their numbers of micro-batches; one that has none of a small
     batch runs these actions alone, with gradients of zero.
-
-    Args:
-        placement: Rank of each stage.
-        buckets: Number of buckets of each stage; empty for none.
-        rank: The rank.
-
-    Returns:
-        The actions.
     """
     counts = list(enumerate(buckets))[::-1]
     return tuple(
@@ -40,10 +32,6 @@ class StartingReductions:
 
         0BW3                2BW3
              nothing starts      2R0 2R1 0R0 start
-
-    Args:
-        order: The reductions of the rank, in order.
-        actions: The actions of the rank.
     """
 
     def __init__(self, order: Sequence[Reduce], actions: Sequence[Action]) -> None:

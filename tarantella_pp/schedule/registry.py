@@ -45,25 +45,6 @@ def make_schedule(
 
     Every stage runs its micro-batches in increasing order, forwards as well as backwards, so
     that all schedules sum gradients in the same order.
-
-    Args:
-        name: One of `SCHEDULE_NAMES`; ``forward`` is for inference. ``zb-auto`` depends on
-            costs: `tarantella_pp.simulation.search_schedule` searches it.
-        num_stages: Number of pipeline stages.
-        num_micro_batches: Number of micro-batches of a step; may be fewer than stages.
-        num_ranks: Number of ranks, a divisor of `num_stages`; stage s is on rank
-            ``s % num_ranks``. Default: one rank for each stage; for ``zb-v``, which needs it so,
-            one for each two.
-        backward: ``fused`` runs both gradients of a micro-batch together, ``split`` the input
-            gradient first, so that the stage before need not wait for the weight gradient.
-            Default: ``fused``; the zero-bubble schedules choose themselves.
-        placement: Rank of each stage, instead of ``s % num_ranks``.
-
-    Returns:
-        The schedule.
-
-    Raises:
-        ScheduleError: If an option cannot work; names it.
     """
     if name not in SCHEDULE_NAMES:
         raise ScheduleError(
@@ -86,21 +67,7 @@ def make_placement(
     *,
     v_shaped: bool = False,
 ) -> tuple[int, ...]:
-    """Checks the options that say which rank owns which stages, and fills in the defaults.
-
-    Args:
-        num_stages: Number of stages.
-        num_ranks: Number of ranks, a divisor of `num_stages`. Default: as many as stages, or as
-            `placement` names; half as many if `v_shaped`.
-        placement: Rank of each stage. Default: stage s on rank ``s % num_ranks``.
-        v_shaped: Whether the default is stages r and ``num_stages - 1 - r`` on rank r.
-
-    Returns:
-        The rank of each stage.
-
-    Raises:
-        ScheduleError: If the options do not fit together.
-    """
+    """Checks the options that say which rank owns which stages, and fills in the defaults."""
     if placement is None:
         return _default_placement(num_stages, num_ranks, v_shaped)
     ranks = set(placement)

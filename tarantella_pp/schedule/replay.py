@@ -26,10 +26,6 @@ class Replay:
     * Otherwise, as in the runtime, sends go on by themselves, and a receive is waited for by the
       computation that needs it.
     * A reduction only starts where it stands, so it never waits.
-
-    Args:
-        programs: The actions of each rank.
-        blocking: Whether sends and receives block.
     """
 
     def __init__(self, programs: Sequence[Sequence[Action]], *, blocking: bool) -> None:
@@ -45,11 +41,7 @@ class Replay:
             self._enter_exchange(rank)
 
     def run(self) -> list[int]:
-        """Lets every rank go as far as it can.
-
-        Returns:
-            The ranks that did not reach the end of their lists: none, or a deadlock.
-        """
+        """Lets every rank go as far as it can."""
         while self._runnable:
             self._walk(self._runnable.pop())
         return [rank for rank, own in enumerate(self.programs) if self.position[rank] < len(own)]

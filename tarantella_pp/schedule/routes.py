@@ -32,13 +32,7 @@ def check_links(
 
 
 class Routes:
-    """The messages that a computation needs and makes.
-
-    Args:
-        num_stages: Number of stages.
-        links: Pairs (source, target) that exchange activations.
-        gradient_links: The links over which gradients flow back.
-    """
+    """The messages that a computation needs and makes."""
 
     def __init__(
         self, num_stages: int, links: Iterable[Link], gradient_links: Iterable[Link]

@@ -20,22 +20,6 @@ class Schedule:
     whose receives are posted when the rank enters it. A send hands its message over where it
     stands. A receive stands where it must have been posted at the latest; the computation that
     needs the message, the next of its stage and micro-batch, waits for it.
-
-    Args:
-        name: For example ``1f1b``.
-        num_stages: Number of pipeline stages.
-        num_micro_batches: Number of micro-batches of a step.
-        num_ranks: Number of ranks; a rank may own several stages.
-        placement: Rank of each stage.
-        actions: The actions of each rank, in order.
-        links: Pairs (source stage, target stage) that exchange activations; None until `lower`.
-        gradient_links: The links over which gradients flow back; None until `lower`.
-        buckets: Number of buckets in which the gradients of each stage are summed over replicas;
-            empty for one pipeline alone, and until `lower`.
-
-    Raises:
-        ScheduleError: If the numbers do not fit together. Whether the *order* is legal is what
-            `validate` says.
     """
 
     name: str
@@ -101,26 +85,11 @@ class Schedule:
 
         Residuals live from the end of a micro-batch's forward to the end of the last computation
         of its backward. A forward-only schedule keeps none.
-
-        Args:
-            stage: The stage, from 0.
-
-        Returns:
-            The peak number of micro-batches.
-
-        Raises:
-            ScheduleError: If there is no such stage.
         """
         return self._in_flight[self._known(stage)]
 
     def held(self, waiting: Sequence[float] | None = None) -> tuple[float, ...]:
-        """Returns of how many micro-batches each stage holds the residuals at the worst moment.
-
-        Args:
-            waiting: Which share of a micro-batch's residuals each stage keeps from the end of its
-                B to the end of its W. Default: all of them, and the peaks are those of
-                `in_flight`.
-        """
+        """Returns of how many micro-batches each stage holds the residuals at the worst moment."""
         held, peak = [0.0] * self.num_stages, [0.0] * self.num_stages
         for rank in range(self.num_ranks):
             for _, action, change in self.residual_changes(rank, waiting):
@@ -133,12 +102,6 @@ class Schedule:
 
         To the end of a micro-batch's W: of one that is kept whole from its F, and of others, which
         are repeated, from their B. 1 where no weight gradient is put off and none is kept whole.
-
-        Args:
-            except_last: Stages that do not repeat the last micro-batch; see `kept_whole`.
-
-        Returns:
-            The peak number of micro-batches of each stage.
         """
         kept = self.kept_whole(except_last)
         whole: list[set[int]] = [set() for _ in self.placement]
@@ -185,14 +148,6 @@ class Schedule:
         a share of them only W has need::
 
             0F0 +1   0F1 +1   0B0 -0.6   0W0 -0.4   0BW1 -1
-
-        Args:
-            rank: The rank.
-            waiting: That share on each stage. Default: all, so that B changes nothing.
-
-        Yields:
-            The position in the rank's list, the computation, and of how many micro-batches it
-            adds the residuals.
         """
         if not self.has_backward:
             return
@@ -216,17 +171,7 @@ class Schedule:
         return frozenset(last.values())
 
     def first(self, num_micro_batches: int) -> Schedule:
-        """Returns the same order for the first micro-batches alone: what is left stays legal.
-
-        Args:
-            num_micro_batches: Number of micro-batches to keep.
-
-        Returns:
-            The schedule, itself if it has no more.
-
-        Raises:
-            ScheduleError: If it has fewer, or its messages already.
-        """
+        """Returns the same order for the first micro-batches alone: what is left stays legal."""
         if num_micro_batches == self.num_micro_batches:
             return self
         if num_micro_batches > self.num_micro_batches or self.is_lowered:
@@ -273,15 +218,6 @@ class Schedule:
         schedule still has to be lowered; a text with messages names its links as well, as in
         ``links: 0>1 1>2``, and one with reductions the number of buckets of each stage, as in
         ``buckets: 2 1``.
-
-        Args:
-            source: The text.
-
-        Returns:
-            The schedule; `validate` says whether it is legal.
-
-        Raises:
-            ScheduleError: If the text cannot be read; names the line.
         """
         return cls(**read_text(source))
 

@@ -47,21 +47,7 @@ class ScheduleSpec:
 
     @classmethod
     def of(cls, schedule: Any, num_stages: int, num_ranks: int | None = None) -> ScheduleSpec:
-        """Reads what a user gave as `schedule`.
-
-        Args:
-            schedule: Name of a schedule, a `Schedule`, or the path of a text file with one.
-            num_stages: Number of pipeline stages.
-            num_ranks: Number of ranks. Default: those of the schedule, or one for each stage, or
-                for `zb-v` one for each two.
-
-        Returns:
-            The spec.
-
-        Raises:
-            ScheduleError: If there is no such schedule, it does not train, or it is not one for
-                so many stages and ranks.
-        """
+        """Reads what a user gave as `schedule`."""
         custom = read_schedule(schedule)
         if custom is not None:
             return cls.of_custom(custom, num_stages, num_ranks)
@@ -75,19 +61,7 @@ class ScheduleSpec:
     def of_custom(
         cls, custom: Schedule, num_stages: int, num_ranks: int | None = None
     ) -> ScheduleSpec:
-        """Makes the spec of one schedule.
-
-        Args:
-            custom: The schedule, computations only.
-            num_stages: Number of pipeline stages.
-            num_ranks: Number of ranks: those of the schedule, which is the default, or 1.
-
-        Returns:
-            The spec.
-
-        Raises:
-            ScheduleError: If the schedule is not one for so many stages and ranks.
-        """
+        """Makes the spec of one schedule."""
         num_ranks = custom.num_ranks if num_ranks is None else num_ranks
         if custom.num_stages != num_stages or num_ranks not in (1, custom.num_ranks):
             raise ScheduleError(
@@ -100,11 +74,7 @@ class ScheduleSpec:
 
     @property
     def placement(self) -> tuple[int, ...]:
-        """The rank of each stage.
-
-        Raises:
-            ScheduleError: If the schedule does not work with so many ranks.
-        """
+        """The rank of each stage."""
         if self.custom is not None:
             return self.custom.placement
         if self.num_ranks == 1:
@@ -114,15 +84,7 @@ class ScheduleSpec:
         return make_placement(self.num_stages, self.num_ranks, None, v_shaped=v_shaped)
 
     def make(self, num_micro_batches: int) -> Schedule:
-        """Makes the schedule of a step, computations only.
-
-        Args:
-            num_micro_batches: Number of micro-batches; a schedule of the user's leaves out those
-                that are missing.
-
-        Raises:
-            ScheduleError: If it has fewer.
-        """
+        """Makes the schedule of a step, computations only."""
         if self.custom is not None:
             return self.custom.first(num_micro_batches)
         return _named_schedule(self, num_micro_batches)
@@ -133,21 +95,13 @@ class ScheduleSpec:
         return BEFORE_SEARCH if self.name == SEARCHED else self.name
 
     def make_inference(self, num_micro_batches: int) -> Schedule:
-        """Makes the schedule of a step that runs forward only, computations only.
-
-        Args:
-            num_micro_batches: Number of micro-batches of the step.
-        """
+        """Makes the schedule of a step that runs forward only, computations only."""
         return make_schedule(
             "forward", self.num_stages, num_micro_batches, placement=self.placement
         )
 
     def in_flight(self, num_micro_batches: int) -> tuple[int, ...]:
-        """Returns the most micro-batches that each stage holds.
-
-        Args:
-            num_micro_batches: Number of micro-batches of a step.
-        """
+        """Returns the most micro-batches that each stage holds."""
         if self.custom is None and self.named in MEMORY_FORMULAS:
             return in_flight_bounds(self.named, self.num_stages, num_micro_batches)
         schedule = self.make(num_micro_batches)
@@ -159,10 +113,6 @@ class ScheduleSpec:
         """Returns the most micro-batches that each stage, if it recomputes, holds all of at a time.
 
         All in flight, while a schedule is yet to be searched for.
-
-        Args:
-            num_micro_batches: Number of micro-batches of a step.
-            except_last: Stages that do not repeat the last one.
         """
         if self.custom is None and self.name == SEARCHED:
             return self.in_flight(num_micro_batches)
@@ -173,13 +123,7 @@ class ScheduleSpec:
     def repeated(
         self, num_micro_batches: int, stages: Iterable[int], except_last: Container[int] = ()
     ) -> dict[int, int]:
-        """Returns how many micro-batches of a step each stage that recomputes really repeats.
-
-        Args:
-            num_micro_batches: Number of micro-batches of a step.
-            stages: Those that recompute.
-            except_last: Those of them that do not repeat the last one.
-        """
+        """Returns how many micro-batches of a step each stage that recomputes really repeats."""
         kept = Counter(stage for stage, _ in self.make(num_micro_batches).kept_whole(except_last))
         return {stage: num_micro_batches - kept[stage] for stage in stages}
 
@@ -196,17 +140,7 @@ def _named_schedule(spec: ScheduleSpec, num_micro_batches: int) -> Schedule:
 
 
 def on_one_rank(schedule: Schedule) -> Schedule:
-    """Puts all stages on one rank, which runs the computations in the order of their beginnings.
-
-    Args:
-        schedule: Computations only.
-
-    Returns:
-        The same computations on rank 0, in an order that they could have had on their own ranks.
-
-    Raises:
-        ScheduleError: If the order of the computations breaks a law of schedules.
-    """
+    """Puts all stages on one rank, which runs the computations in the order of their beginnings."""
     validate(lower(schedule))
     orders = [[a for a in own if isinstance(a, Compute)] for own in schedule.actions]
     order = by_time(orders, schedule.placement, schedule.num_micro_batches)
@@ -215,17 +149,7 @@ def on_one_rank(schedule: Schedule) -> Schedule:
 
 
 def read_schedule(schedule: Any) -> Schedule | None:
-    """Reads a schedule that is none of the named ones.
-
-    Args:
-        schedule: Name of a schedule, a `Schedule`, or the path of a text file with one.
-
-    Returns:
-        The schedule, computations only; `None` for a name.
-
-    Raises:
-        ScheduleError: If it is none of these, has messages already, or does not train.
-    """
+    """Reads a schedule that is none of the named ones."""
     if isinstance(schedule, str) and schedule in TRAINING_NAMES:
         return None
     if isinstance(schedule, str | Path) and Path(schedule).is_file():

@@ -39,14 +39,6 @@ def validate(schedule: Schedule, in_flight: Sequence[int] | None = None) -> None
        theirs. Replicas run lists that differ in their micro-batches at most, so all of them
        reduce the same buckets in the same order. To start a reduction is to wait for nobody, and
        each list gets through to its end, where they are waited for: no deadlock comes of them.
-
-    Args:
-        schedule: The schedule with its messages.
-        in_flight: The most micro-batches that each stage may hold; None for no bound.
-
-    Raises:
-        ScheduleError: If a law is broken; names the rank, the position in its list and the
-            action.
     """
     if schedule.links is None:
         raise ScheduleError("Expected a schedule with messages; pass it to lower() first")

@@ -21,15 +21,6 @@ def v_orders(num_ranks: int, num_micro_batches: int, steps: Sequence[int]) -> Or
     micro-batches are in flight: Qi et al., "Pipeline Parallelism with Controllable Memory",
     NeurIPS 2024. `V_MIN` holds a third of what 1F1B holds, `V_HALF` about half. W takes the slots
     that are left.
-
-    Args:
-        num_ranks: Number of ranks; rank r has stages r and 2 * num_ranks - 1 - r.
-        num_micro_batches: Number of micro-batches of a step.
-        steps: Slots from a rank to the next forward down and up, then backward down and up; more
-            where a rank has no slot free.
-
-    Returns:
-        The computations of each rank, in order.
     """
     taken: list[set[int]] = [set() for _ in range(num_ranks)]
     block: list[list[tuple[int, Compute]]] = [[] for _ in range(num_ranks)]

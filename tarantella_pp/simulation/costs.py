@@ -12,22 +12,7 @@ from tarantella_pp.schedule.actions import Action, Kind, Link, Reduce
 
 @dataclass(frozen=True)
 class StageCosts:
-    """Seconds and bytes of one stage for one micro-batch.
-
-    Args:
-        forward: Seconds of F.
-        input_gradient: Seconds of B.
-        weight_gradient: Seconds of W.
-        full_backward: Seconds of BW. Default: those of B and W together.
-        activation_bytes: Bytes that a micro-batch in flight keeps.
-        static_bytes: Bytes that the stage needs whatever is in flight: weights, gradients,
-            optimizer state, buffers.
-        waiting_share: Share of `activation_bytes` that a micro-batch keeps from the end of its B to
-            that of its W. Default: all.
-        repeated: Seconds of B and BW that repeat the forward pass; not taken of micro-batches
-            that are kept whole, see `kept_whole`. Default: nothing is repeated.
-        except_last: Whether the last micro-batch is kept whole.
-    """
+    """Seconds and bytes of one stage for one micro-batch."""
 
     forward: float
     input_gradient: float = 0.0
@@ -62,47 +47,20 @@ class StageCosts:
 
 @dataclass(frozen=True)
 class LinkCosts:
-    """Seconds of one message.
-
-    Args:
-        seconds: For how long the message occupies the channel between its two ranks; messages
-            of the same direction wait for each other there.
-        latency: Seconds more until it has arrived.
-    """
+    """Seconds of one message."""
 
     seconds: float = 0.0
     latency: float = 0.0
 
     @classmethod
     def of_bytes(cls, size: float, bandwidth: float, latency: float = 0.0) -> LinkCosts:
-        """Makes the costs of a message from its size.
-
-        Args:
-            size: Bytes.
-            bandwidth: Bytes per second.
-            latency: Seconds.
-
-        Returns:
-            The costs.
-        """
+        """Makes the costs of a message from its size."""
         return cls(size / bandwidth, latency)
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What a simulation needs to know.
-
-    Args:
-        stages: The costs of each stage.
-        links: The costs of messages from one stage to another. A pair that is not there costs
-            what the opposite direction costs; with neither there, `default_link`.
-        default_link: The costs of all other messages.
-        send_seconds: Seconds that handing over a message takes from the sending rank.
-        receive_seconds: Seconds that taking a message takes from the receiving rank.
-        before: Seconds of other work that a rank does before a computation, or before it takes
-            a message, whether that has arrived or not. Default: none.
-        reductions: Seconds of each reduction over replicas. Default: none.
-    """
+    """What a simulation needs to know."""
 
     stages: tuple[StageCosts, ...]
     links: Mapping[Link, LinkCosts] = field(default_factory=dict)
@@ -121,18 +79,7 @@ class Costs:
         weight_gradient: float = 1.0,
         link: LinkCosts = LinkCosts(),
     ) -> Costs:
-        """Makes the costs of a pipeline of equal stages.
-
-        Args:
-            num_stages: Number of stages.
-            forward: Seconds of F.
-            input_gradient: Seconds of B.
-            weight_gradient: Seconds of W.
-            link: Costs of each message.
-
-        Returns:
-            The costs.
-        """
+        """Makes the costs of a pipeline of equal stages."""
         stage = StageCosts(forward, input_gradient, weight_gradient, activation_bytes=1.0)
         return cls((stage,) * num_stages, default_link=link)
 

@@ -30,17 +30,7 @@ class Nodes:
     def layout(
         self, num_ranks: int, num_replicas: int, rank_of: Callable[[int, int], int]
     ) -> NodeLayout:
-        """Returns which ranks of replicas share a host.
-
-        Args:
-            num_ranks: Ranks of one replica.
-            num_replicas: Number of replicas.
-            rank_of: The rank in the job of a replica's rank: `rank_of(replica, rank)`.
-
-        Raises:
-            ScheduleError: Replicas lie differently on their hosts, so that the step of one is not
-                that of all.
-        """
+        """Returns which ranks of replicas share a host."""
         inner = num_ranks
         if num_ranks > 1 and num_replicas > 1 and rank_of(0, 1) != 1:
             inner = num_replicas  # the ranks of a stage are side by side
@@ -73,11 +63,7 @@ class NodeLayout:
         return self.cards[source] != self.cards[target]
 
     def senders(self, pairs: Iterable[tuple[int, int]]) -> Counter[int]:
-        """Returns how many ranks of each host of a replica send messages to other hosts.
-
-        Args:
-            pairs: The ranks that send, and those that they send to.
-        """
+        """Returns how many ranks of each host of a replica send messages to other hosts."""
         own = {source for source, target in pairs if self.crosses(source, target)}
         found = Counter(self.cards[source] for source in own)
         return Counter({card: self.peers_inside * n for card, n in found.items()})

@@ -16,19 +16,7 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class Policy:
-    """What a free rank does next.
-
-    Args:
-        limits: The most micro-batches that each stage may hold, from F to the end of W; after B
-            one counts by what is left of it.
-        ahead: The most micro-batches that each stage may be ahead, from F to the end of B.
-        fused: Whether B and W run together.
-        forward_first: Whether F comes before B when both could run; else B comes first.
-        deepest_first: Whether, of several F, that of the deepest stage comes first; else that of
-            the oldest micro-batch.
-        patience: A rank with only W to do waits instead if something better is known to become
-            possible within so many times the seconds of W.
-    """
+    """What a free rank does next."""
 
     limits: tuple[float, ...]
     ahead: tuple[int, ...]
@@ -39,14 +27,7 @@ class Policy:
 
 
 class PolicyScheduler(ListScheduler):
-    """Plays all ranks of a chain of stages with real costs, each taking what a policy prefers.
-
-    Args:
-        placement: Rank of each stage.
-        num_micro_batches: Number of micro-batches.
-        costs: Seconds of stages and messages; messages do not wait for each other here.
-        policy: What a free rank does next.
-    """
+    """Plays all ranks of a chain of stages with real costs, each taking what a policy prefers."""
 
     def __init__(
         self, placement: Sequence[int], num_micro_batches: int, costs: Costs, policy: Policy

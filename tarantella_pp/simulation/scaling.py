@@ -134,10 +134,6 @@ class Network:
         "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 69 (2009).
         If k of them share a host, they first add up inside, so that each has the sum of a share of
         1 / k; these k shares go round the hosts in k rings at once, and inside again at the end.
-
-        Args:
-            size: Bytes that each replica has.
-            num_replicas: Number of replicas, R.
         """
         if num_replicas == 1 or not size:
             return 0.0
@@ -160,24 +156,7 @@ def pipeline_step(
     in_flight_limit: Sequence[int] | None = None,
     blocking: bool = True,
 ) -> PipelineStep:
-    """Plays one step of a pipeline; a very large one is calculated from closed forms.
-
-    Args:
-        spec: The schedule; `zb-auto` is searched for with these costs.
-        costs: Seconds and bytes of stages and messages.
-        num_micro_batches: Number of micro-batches.
-        links: Pairs of stages that exchange activations. Default: each stage and the next.
-        gradient_links: The links over which gradients flow back. Default: all.
-        in_flight_limit: For `zb-auto`: the most micro-batches that each stage may hold.
-        blocking: As of `lower`; nothing to the seconds.
-
-    Returns:
-        The step.
-
-    Raises:
-        ScheduleError: An option cannot work, or the pipeline is too large to be played and its
-            schedule has no closed forms.
-    """
+    """Plays one step of a pipeline; a very large one is calculated from closed forms."""
     searched = spec.name == SEARCHED and spec.custom is None
     most = MOST_SEARCHED if searched else MOST_PLAYED
     if spec.num_stages * num_micro_batches > most and spec.custom is None:
@@ -217,18 +196,6 @@ def replicated_step(
     its last weight gradient is there, or earlier as `left` says; the other stages compute
     meanwhile. Nothing waits for a reduction before the end of the step, so all else happens when it
     does in one pipeline alone.
-
-    Args:
-        step: The step of one pipeline.
-        bucket_bytes: Bytes of each bucket of each stage.
-        network: The network between replicas.
-        num_replicas: Number of replicas.
-        left: For each bucket of each stage, how much of the stage's last pass backward is left
-            when its gradients are there, from 0 to 1. Default: nothing. Without a timeline it does
-            not count.
-
-    Returns:
-        The step with its reductions; that of one pipeline has none.
     """
     if num_replicas == 1:
         return replace(step, reductions=())

@@ -70,30 +70,11 @@ def search_schedule(
     This takes a fraction of a second for 8 stages and 32 micro-batches, and some seconds for 32
     and 128.
 
-    Args:
-        num_stages: Number of pipeline stages.
-        num_micro_batches: Number of micro-batches of a step.
-        num_ranks: Number of ranks, as of `make_schedule`. Default: one for each stage.
-        placement: Rank of each stage. Default: stage s on rank ``s % num_ranks``.
-        costs: Seconds of stages and messages. Default: F, B and W take equally long and messages
-            no time.
-        in_flight_limit: The most micro-batches that each stage may hold, one number or one for
-            each stage. After its B one counts by its share of `StageCosts.waiting_share`.
-            Default: no limit.
-        in_a_row: Whether ranks go on without waiting for each other. Otherwise what counts is a
-            step alone.
-
-    Returns:
-        The schedule, computations only; never slower than the named ones within the limit.
-
     Example:
         Within the memory of twice 1F1B, if W needs 0.4 of what a micro-batch keeps::
 
             stage = StageCosts(1.0, 1.0, 0.5, waiting_share=0.4)
             search_schedule(8, 24, costs=Costs((stage,) * 8), in_flight_limit=16)
-
-    Raises:
-        ScheduleError: If an option cannot work; names it.
     """
     check_counts(num_stages=num_stages, num_micro_batches=num_micro_batches, num_ranks=num_ranks)
     where = make_placement(num_stages, num_ranks, placement)

@@ -16,17 +16,6 @@ def simulate(schedule: Schedule, costs: Costs) -> StepTimeline:
 
     Sends go on by themselves, as in the runtime, and so do reductions: those of a rank one after
     the other, on a network of their own.
-
-    Args:
-        schedule: The schedule with its messages.
-        costs: Seconds and bytes of stages and messages.
-
-    Returns:
-        The timeline.
-
-    Raises:
-        ScheduleError: If the schedule has no messages yet, `costs` are of another number of
-            stages, or the ranks deadlock.
     """
     replay = _Recording(schedule, costs, [0.0] * schedule.num_ranks, max)
     replay.play()

@@ -43,15 +43,7 @@ class StepRecurrence:
 
     @classmethod
     def of(cls, schedule: Schedule, costs: Costs) -> StepRecurrence:
-        """Plays a step from all beginnings at once.
-
-        Args:
-            schedule: A schedule with its messages.
-            costs: Seconds of stages and messages.
-
-        Raises:
-            ScheduleError: As of `simulate`.
-        """
+        """Plays a step from all beginnings at once."""
         channels = _busy_channels(schedule, costs)
         size = schedule.num_ranks + len(channels)
         begun = np.where(np.eye(size, dtype=bool), 0.0, -np.inf)
@@ -73,11 +65,7 @@ class StepRecurrence:
         return float(self.ends.max())
 
     def reduced_period(self, reductions: Iterable[Iterable[tuple[int, float]]]) -> float:
-        """Returns the seconds from step to step where ranks wait for reductions at a step's end.
-
-        Args:
-            reductions: Those of each rank, in order: the stage, and how long it takes.
-        """
+        """Returns the seconds from step to step where ranks wait for reductions at a step's end."""
         ends = self.ends.copy()
         for rank, own in enumerate(reductions):
             free = np.full(len(ends), -np.inf)

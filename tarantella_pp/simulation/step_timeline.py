@@ -13,27 +13,14 @@ _FILL = {"F": ">", "B": "<", "W": "=", "BW": "<"}
 
 
 def idle_fraction(busy_seconds: Sequence[float], step_seconds: float) -> float:
-    """Returns the bubble: the part of all ranks' time in which they do not compute.
-
-    Args:
-        busy_seconds: Seconds that each rank computes.
-        step_seconds: Seconds of the step; of one that takes no time nothing is idle.
-
-    Returns:
-        A number from 0 to 1.
-    """
+    """Returns the bubble: the part of all ranks' time in which they do not compute."""
     if not step_seconds:
         return 0.0
     return max(0.0, 1.0 - sum(busy_seconds) / (len(busy_seconds) * step_seconds))
 
 
 def end_of_step(pipeline_seconds: float, reductions: Iterable[Sequence[Event]]) -> float:
-    """Returns the second at which all is computed and reduced.
-
-    Args:
-        pipeline_seconds: When the last rank has computed everything.
-        reductions: The reductions of each rank, in order.
-    """
+    """Returns the second at which all is computed and reduced."""
     return max([pipeline_seconds, *(own[-1].end for own in reductions if own)])
 
 
@@ -63,14 +50,6 @@ def reduction_events(
         rank     .... 2BW3  0BW2  0BW3
         network            2R0===2R1===0R0====
                                        `------ exposed
-
-    Args:
-        rank: The rank.
-        started: The reductions in order, and when each is started.
-        seconds: How long each takes; those that are not there take no time.
-
-    Returns:
-        When each occupies the network.
     """
     events, free = [], 0.0
     for action, start in started:
@@ -82,15 +61,7 @@ def reduction_events(
 
 @dataclass(frozen=True)
 class StepTimeline:
-    """When each rank does what in one step.
-
-    Args:
-        name: Name of the schedule.
-        events: The events of each rank, in order, but for reductions.
-        serial_seconds: Seconds of the same step in one process.
-        peak_bytes: Peak memory of each rank.
-        reductions: The reductions of each rank, in order; empty for none.
-    """
+    """When each rank does what in one step."""
 
     name: str
     events: tuple[tuple[Event, ...], ...]
@@ -137,14 +108,7 @@ class StepTimeline:
         return self.serial_seconds / (self.step_seconds or 1.0)
 
     def to_text(self, width: int = 100) -> str:
-        """Draws the computations, one line for each rank, with its reductions below.
-
-        Args:
-            width: Columns of a line, the rank's name not counted.
-
-        Returns:
-            The drawing, with a line that says what is to be seen.
-        """
+        """Draws the computations, one line for each rank, with its reductions below."""
         names = [f"rank {rank} " for rank in range(len(self.events))]
         margin = max(map(len, names), default=0)
         scale = width / (self.step_seconds or 1.0)

@@ -28,11 +28,7 @@ class StepSpread(NamedTuple):
     deviation: float
 
     def slowest_of(self, num_replicas: int) -> float:
-        """Returns the mean seconds of the slowest of several pipelines, as if normal.
-
-        Args:
-            num_replicas: Their number.
-        """
+        """Returns the mean seconds of the slowest of several pipelines, as if normal."""
         return self.mean + self.deviation * expected_maximum(num_replicas)
 
 
@@ -42,11 +38,6 @@ def step_spread(schedule: Schedule, costs: Costs, spread: float) -> StepSpread:
     Of `DRAWS` steps each rank has the same speeds, in an order of its own: quantiles of a normal
     distribution, so that few steps are enough (McKay, Beckman, Conover, "A comparison of three
     methods for selecting values of input variables", Technometrics 21, 1979).
-
-    Args:
-        schedule: A schedule with its messages.
-        costs: Seconds of stages and messages.
-        spread: Standard deviation of a rank's computing seconds, as a share of their mean.
     """
     draw = random.Random(0)
     middles = [_NORMAL.inv_cdf((i + 0.5) / DRAWS) for i in range(DRAWS)]
@@ -66,11 +57,7 @@ def step_spread(schedule: Schedule, costs: Costs, spread: float) -> StepSpread:
 
 
 def expected_maximum(count: int) -> float:
-    """Returns the mean of the largest of several numbers of the standard normal distribution.
-
-    Args:
-        count: How many numbers there are.
-    """
+    """Returns the mean of the largest of several numbers of the standard normal distribution."""
     width = 1 / 128
     places = [width * (i + 0.5) for i in range(int(9 / width))]
     above = sum(1 - _NORMAL.cdf(x) ** count for x in places)

@@ -23,20 +23,9 @@ class TimedReplay(Replay, Generic[Time]):
     A rank depends on others through messages only, so each has a clock of its own and no order
     between ranks has to be kept.
 
-    Args:
-        schedule: The schedule with its messages.
-        costs: Seconds of stages and messages.
-        clock: When each rank begins.
-        later: Returns the later of two times.
-        channels: From when on channels between ranks are free. Default: from the start.
-
     Attributes:
         clock: When each rank is done with what it has done so far.
         channels: When the last message of each channel has left it.
-
-    Raises:
-        ScheduleError: If the schedule has no messages yet, or `costs` are of another number of
-            stages.
     """
 
     def __init__(
@@ -68,11 +57,7 @@ class TimedReplay(Replay, Generic[Time]):
         super().__init__(schedule.actions, blocking=False)
 
     def play(self) -> None:
-        """Plays the step.
-
-        Raises:
-            ScheduleError: If the ranks deadlock.
-        """
+        """Plays the step."""
         stuck = self.run()
         if stuck:
             raise ScheduleError(f"Deadlock: ranks {stuck} wait forever; validate() says for what")

@@ -41,12 +41,7 @@ _UNCHANGING = (
 
 
 class CallbackStates:
-    """What the callbacks of this rank remember, but for those of this library.
-
-    Args:
-        callbacks: All callbacks.
-        trained: The model and what it is made of, which is kept anyway.
-    """
+    """What the callbacks of this rank remember, but for those of this library."""
 
     def __init__(self, callbacks: Iterable[Any], trained: Sequence[Any]) -> None:
         self._callbacks = _named(callbacks)
@@ -71,14 +66,7 @@ class CallbackStates:
         return [name.partition("#")[0] for name in names]
 
     def restore(self, saved: States) -> list[str]:
-        """Gives them back what was saved.
-
-        Args:
-            saved: What `agreed` has made of `changes`.
-
-        Returns:
-            What is not as it was, and why.
-        """
+        """Gives them back what was saved."""
         self._given, notes = [], []
         for name in filter(saved.__contains__, self._callbacks):
             for attribute, (begun, now) in saved[name].items():
@@ -122,11 +110,7 @@ class CallbackStates:
 
 
 def agreed(told: Sequence[States]) -> States:
-    """What is the same on all ranks that have a callback, whatever other callbacks they have.
-
-    Args:
-        told: What `changes` has found on each rank.
-    """
+    """What is the same on all ranks that have a callback, whatever other callbacks they have."""
     found: States = {}
     for name in dict.fromkeys(name for states in told for name in states):
         having = [states[name] for states in told if name in states]

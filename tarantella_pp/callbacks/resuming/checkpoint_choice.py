@@ -16,20 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 def newest_whole(ranks: Communicator, directory: Path) -> tuple[Path, Manifest, list[str]] | None:
-    """The newest checkpoint whose checksums are right; takes all ranks, each looks at some files.
-
-    Args:
-        ranks: All ranks of the job.
-        directory: Where checkpoints are.
-
-    Returns:
-        Its folder, its manifest, and the names of newer ones that are damaged; `None` if there is
-        no checkpoint.
-
-    Raises:
-        ConfigurationError: On all ranks, if they see other contents.
-        FileError: On all ranks, if there are checkpoints, and all are damaged.
-    """
+    """Finds the newest checkpoint with right checksums; collective, each rank reads some files."""
     names = _seen_by_all(ranks, directory)
     damaged: list[str] = []
     for name in names:

@@ -20,12 +20,7 @@ Array = np.ndarray[Any, Any]
 
 
 class RestoredState:
-    """What a checkpoint holds, each rank reading what it needs.
-
-    Args:
-        folder: The folder of the checkpoint.
-        manifest: What it says.
-    """
+    """What a checkpoint holds, each rank reading what it needs."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.manifest = manifest
@@ -61,11 +56,7 @@ class RestoredState:
             wrapped_in(model.optimizer).learning_rate = self.manifest.learning_rate
 
     def remind(self, callbacks: Sequence[Any]) -> None:
-        """Gives callbacks of Keras what they remembered.
-
-        Args:
-            callbacks: Those that `remembered_by` knows.
-        """
+        """Gives callbacks of Keras what they remembered."""
         left = list(enumerate(self.manifest.callbacks))
         for callback in callbacks:
             kind = type(callback).__name__

@@ -28,14 +28,7 @@ _T = TypeVar("_T")
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of one job into a directory.
-
-    Args:
-        ranks: All ranks of the job.
-        directory: The directory.
-        keep: How many stay.
-        stages: The stages of this rank.
-    """
+    """Writes the checkpoints of one job into a directory."""
 
     def __init__(
         self, ranks: Communicator, directory: Path, keep: int, stages: Sequence[int]
@@ -48,11 +41,7 @@ class CheckpointWriter:
         self._begun = False
 
     def prepare(self) -> None:
-        """Makes sure that there is a directory to write to; takes all ranks.
-
-        Raises:
-            FileError: On all ranks, if there is not.
-        """
+        """Makes sure that there is a directory to write to; takes all ranks."""
         self._on_all("", self._try)
 
     def write(
@@ -62,20 +51,7 @@ class CheckpointWriter:
         describe: Callable[[tuple[SavedFile, ...], dict[str, SavedTensor]], Manifest],
         damaged: Sequence[str],
     ) -> Path:
-        """Writes one; takes all ranks.
-
-        Args:
-            step: Its step.
-            own: What this rank writes: variables and arrays, by their keys.
-            describe: Makes the manifest, on rank 0.
-            damaged: Names of checkpoints that are not to be counted.
-
-        Returns:
-            Its folder.
-
-        Raises:
-            FileError: On all ranks, if any could not write; older checkpoints are unchanged.
-        """
+        """Writes one; takes all ranks."""
         name = checkpoint_folder.name_of_step(step)
         draft = Path(self._on_all(name, self._begin, step)[0])
         try:

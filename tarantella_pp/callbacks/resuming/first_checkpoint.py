@@ -29,15 +29,6 @@ def write_first(model: Any, directory: Path, epoch: int, with_optimizer: bool) -
     """Writes a checkpoint from which `fit` goes on with an epoch; takes all ranks.
 
     What it is compared with is the model, and what that was compiled with; the data are not known.
-
-    Args:
-        model: The distributed model.
-        directory: Where to; there are no checkpoints yet.
-        epoch: How many epochs it has been trained.
-        with_optimizer: Whether it goes on with the state of the optimizer, or begins with weights.
-
-    Returns:
-        The folder of the checkpoint.
     """
     engine, configs = model._engine, configs_of(model)
     facts = facts_of_model(model, configs)

@@ -50,11 +50,7 @@ class Preemption:
 
 
 class PreemptionVote(keras.callbacks.Callback):
-    """Asks all ranks to stop once one of them is to end; stands before `Lockstep`.
-
-    Args:
-        preemption: That of this rank.
-    """
+    """Asks all ranks to stop once one of them is to end; stands before `Lockstep`."""
 
     def __init__(self, preemption: Preemption) -> None:
         super().__init__()

@@ -25,13 +25,7 @@ _COMPILED = ("loss", "loss_weights", "metrics", "weighted_metrics")
 
 
 def facts_of(model: Any, told: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
-    """What must be the same for training to go on, as JSON keeps it.
-
-    Args:
-        model: The model, compiled.
-        told: What `configs_of` says of it.
-        data: What is known of the data.
-    """
+    """What must be the same for training to go on, as JSON keeps it."""
     facts = facts_of_model(model, told) | facts_of_compilation(model, told) | {"data": dict(data)}
     found: dict[str, Any] = as_json(facts)
     return found
@@ -85,17 +79,7 @@ def has_plan(saved: Manifest, plan: Any) -> bool:
 
 
 def refuse_others(saved: Manifest, facts: dict[str, Any], rate: float | None, where: str) -> None:
-    """Refuses to go on with a checkpoint of something else.
-
-    Args:
-        saved: What the checkpoint says.
-        facts: Those of the run now.
-        rate: The learning rate now; `None` where a schedule sets it.
-        where: The checkpoint, for the message.
-
-    Raises:
-        ConfigurationError: It names what differs, with both values.
-    """
+    """Refuses to go on with a checkpoint of something else."""
     facts = {name: facts[name] for name in facts if name in saved.facts}
     before, now = _comparable(saved.facts), _comparable(facts)
     found = differences(before, now)

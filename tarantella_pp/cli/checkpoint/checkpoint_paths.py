@@ -10,14 +10,7 @@ HELP = "the directory that a Checkpoint callback was given, or one checkpoint in
 
 
 def found_in(directory: str) -> list[Path]:
-    """The checkpoints that a DIRECTORY names, the newest first.
-
-    Args:
-        directory: What stands on the command line.
-
-    Raises:
-        ConfigurationError: There are none.
-    """
+    """The checkpoints that a DIRECTORY names, the newest first."""
     from tarantella_pp.checkpoints.checkpoint_folder import checkpoints_in
     from tarantella_pp.checkpoints.manifest import MANIFEST
 

@@ -148,12 +148,7 @@ class Stack:
 
 
 class ComputeProbes:
-    """Probes, compiled once.
-
-    Args:
-        group: All ranks. If they have GPUs, of which they may share one, only the first one
-            measures, and no layers: those of the probes are too small for a GPU.
-    """
+    """Probes, compiled once."""
 
     def __init__(self, group: Communicator) -> None:
         import tensorflow as tf
@@ -184,14 +179,7 @@ class ComputeProbes:
         self._clock = time.perf_counter if self._sharing == 1.0 else time.process_time
 
     def measure(self, seconds: float = SECONDS) -> dict[str, Any]:
-        """Measures on all ranks at once.
-
-        Args:
-            seconds: How long.
-
-        Returns:
-            What the slowest rank does.
-        """
+        """Measures on all ranks at once."""
         return self.found_in(self.rounds(seconds, TIMES))
 
     def rounds(self, seconds: float, least: int) -> list[list[float]]:
@@ -199,10 +187,6 @@ class ComputeProbes:
 
         So none finds in caches what it left there, and where a machine is slow for a while, all
         are.
-
-        Args:
-            seconds: How long.
-            least: How many rounds at least.
         """
         self._group.barrier()
         end, found = time.perf_counter() + seconds, list[list[float]]()
@@ -241,12 +225,7 @@ class ComputeProbes:
 
 
 def ranks_per_core(places: Sequence[Sequence[Any]], rank: int) -> float:
-    """Returns the ranks of a host for each of the cores that they run on.
-
-    Args:
-        places: The host of each rank, then the cores that it may run on.
-        rank: The rank whose host is meant.
-    """
+    """Returns the ranks of a host for each of the cores that they run on."""
     there = [cores for host, *cores in places if host == places[rank][0]]
     return len(there) / len({core for cores in there for core in cores})
 
@@ -263,12 +242,7 @@ def _passes(
 def layer_seconds(
     stacks: Mapping[str, Stack], taken: Mapping[str, float]
 ) -> tuple[float, float, float]:
-    """Returns the seconds of a start, a FLOP and a byte of weights of layers of a kind.
-
-    Args:
-        stacks: Stacks of such layers by size.
-        taken: What each of them takes.
-    """
+    """Returns the seconds of a start, a FLOP and a byte of weights of layers of a kind."""
     large, small = stacks["large"], stacks["small"]
     start = max(0.0, taken["small"]) / len(small.model.layers)
     left = {size: taken[size] - start * len(of.model.layers) for size, of in stacks.items()}

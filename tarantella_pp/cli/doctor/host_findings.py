@@ -24,12 +24,7 @@ _MISSING = {
 
 
 def host_findings(here: HostFacts, hosts: Sequence[HostFacts]) -> list[str]:
-    """Returns a sentence for each thing that is wrong, with its host and what to do.
-
-    Args:
-        here: The host of the launcher.
-        hosts: Those of the hostfile.
-    """
+    """Returns a sentence for each thing that is wrong, with its host and what to do."""
     return [
         *(finding for host in hosts for finding in _of_one(host)),
         *(finding for package in _REMEDIES for finding in _of_versions(package, here, hosts)),

@@ -72,16 +72,7 @@ def this_host() -> HostFacts:
 def survey(
     hosts: Sequence[Host], shell: Sequence[str], interpreter: Sequence[str]
 ) -> list[HostFacts]:
-    """Asks hosts, all at once; one that does not answer is told by its silence.
-
-    Args:
-        hosts: The hosts.
-        shell: The command that reaches one, such as `ssh`.
-        interpreter: The command of Python there.
-
-    Raises:
-        LaunchError: The shell cannot be started.
-    """
+    """Asks hosts, all at once; one that does not answer is told by its silence."""
     own = addresses.own_addresses()
     here = {host.name for host in hosts if addresses.is_here(host.name, own)}
     hub, begin = Hub(1, [host.name for host in hosts if host.name not in here]), time.time()

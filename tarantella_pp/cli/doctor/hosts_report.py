@@ -27,12 +27,7 @@ from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints what it found; returns 0 if nothing is wrong.
-
-    Raises:
-        ConfigurationError: The hostfile is malformed, or MPI reaches hosts without a shell.
-        LaunchError: The remote shell cannot be started.
-    """
+    """Prints what it found; returns 0 if nothing is wrong."""
     lines = hosts.read_hostfile(arguments.hostfile)
     shell, findings = _shell(arguments)
     has_mpi = not findings

@@ -80,11 +80,6 @@ def measure_links(
 
     One job measures one pair after the other. If it ends before all are measured, the others are
     measured in jobs of their own, so that one dead link does not hide the rest.
-
-    Args:
-        hosts: At least two hosts, on which ranks of one job can find each other.
-        arguments: Options of `tarantella doctor`.
-        compute: Whether to measure what a rank does, with as many ranks as the hostfile says.
     """
     pairs = list(itertools.combinations([host.host for host in hosts], 2))
     seconds = START_SECONDS + PAIR_SECONDS * len(pairs) + compute * COMPUTE_SECONDS

@@ -16,12 +16,7 @@ _ENOUGH_SECONDS = 0.4
 
 
 def measure_pair(group: Communicator, other: int) -> dict[str, float]:
-    """Returns latency and bandwidth of messages to another rank; both must call it.
-
-    Args:
-        group: The ranks.
-        other: The other rank.
-    """
+    """Returns latency and bandwidth of messages to another rank; both must call it."""
     latency = _seconds_per_message(group, other, SMALL)
     seconds = _seconds_per_message(group, other, LARGE)
     return {"latency_us": latency * 1e6, "bandwidth_gb_per_s": LARGE / seconds / 1e9}

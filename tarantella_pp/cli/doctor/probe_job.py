@@ -57,14 +57,7 @@ class Probed:
 def probe(
     options: Sequence[str], ranks: Sequence[int], seconds: float, *, compute: bool = False
 ) -> Probed:
-    """Measures the links between ranks in a job of its own.
-
-    Args:
-        options: Options of `tarantella run`.
-        ranks: The ranks between which links are measured.
-        seconds: How long the job may take, from its start.
-        compute: Whether to measure what a rank computes, too.
-    """
+    """Measures the links between ranks in a job of its own."""
     script = ["-m", _MODULE, ",".join(map(str, ranks)), *(["compute"] if compute else [])]
     run = [sys.executable, "-m", "tarantella_pp", "run", *options, "--timeout", f"{seconds:g}"]
     longest = seconds if compute else WAIT_SECONDS
@@ -82,12 +75,7 @@ def probe(
 
 
 def machine_of_ranks(rank: Mapping[str, Any], links: Sequence[Link]) -> HardwareSpec:
-    """Returns the machine that was measured, whose link is the slowest of all.
-
-    Args:
-        rank: What a rank does, as in `Probed`.
-        links: All links, at least one.
-    """
+    """Returns the machine that was measured, whose link is the slowest of all."""
     layers = {
         name: LayerSpeed(_pass_speed(*kind["forward"]), _pass_speed(*kind["backward"]))
         for name, kind in rank["layers"].items()

@@ -99,11 +99,7 @@ def with_all_exports(arguments: argparse.Namespace) -> argparse.Namespace:
 
 
 def check(arguments: argparse.Namespace) -> None:
-    """Refuses options that do not go together.
-
-    Raises:
-        ConfigurationError: Some do not.
-    """
+    """Refuses options that do not go together."""
     pinned = [
         option
         for option in ("--pin-to-socket", "--pin-memory-to-socket")
@@ -118,11 +114,7 @@ def check(arguments: argparse.Namespace) -> None:
 
 
 def check_reach(arguments: argparse.Namespace) -> None:
-    """Refuses commands without a word.
-
-    Raises:
-        ConfigurationError: There is one.
-    """
+    """Refuses commands without a word."""
     for name in ("python_interpreter", "remote_shell"):
         if (value := getattr(arguments, name)) is not None and not value.strip():
             raise ConfigurationError(

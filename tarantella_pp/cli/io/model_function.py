@@ -18,19 +18,7 @@ from tarantella_pp.errors import ConfigurationError, UnsupportedModelError
 
 
 def call(source: str) -> Any:
-    """Calls the function that makes a model.
-
-    Args:
-        source: `"module:function"` or `"script.py:function"`; the name of a model that is there
-            already will do as well.
-
-    Returns:
-        The model.
-
-    Raises:
-        ConfigurationError: There is no such module or function, or it needs arguments.
-        UnsupportedModelError: It raises, or makes no Keras model.
-    """
+    """Calls the function that makes a model."""
     place, _, name = source.rpartition(":")
     script = existing_file(place) if place.endswith(".py") else None
     known = script is not None or all(part.isidentifier() for part in place.split("."))

@@ -18,45 +18,19 @@ HELP = f"{FORMS}, or an external graph as .json"
 
 
 def is_graph(source: str) -> bool:
-    """Whether a MODEL is an external graph, which needs no Keras.
-
-    Args:
-        source: What stands on the command line.
-    """
+    """Whether a MODEL is an external graph, which needs no Keras."""
     return source.endswith(".json")
 
 
 def read_graph(source: str) -> ExternalGraph:
-    """Reads an external graph.
-
-    Args:
-        source: Its file.
-
-    Returns:
-        The graph.
-
-    Raises:
-        ConfigurationError: There is no such file.
-        GraphError: It is no valid graph.
-    """
+    """Reads an external graph."""
     from tarantella_pp.partition.external.external_graph import load_graph
 
     return load_graph(existing_file(source))
 
 
 def build_model(source: str) -> Any:
-    """Makes the Keras model that a MODEL names.
-
-    Args:
-        source: What stands on the command line.
-
-    Returns:
-        The model.
-
-    Raises:
-        ConfigurationError: It names nothing.
-        UnsupportedModelError: What it names makes no Keras model.
-    """
+    """Makes the Keras model that a MODEL names."""
     if source.endswith(".keras"):
         path = existing_file(source)
         with quiet_keras(source) as keras:
@@ -76,18 +50,7 @@ def build_model(source: str) -> Any:
 
 
 def build_without_weights(source: str) -> Any:
-    """Makes the Keras model that a MODEL names, with shapes and no weights, for planning.
-
-    Args:
-        source: What stands on the command line; see `build_model`.
-
-    Returns:
-        The model.
-
-    Raises:
-        ConfigurationError: It names nothing.
-        UnsupportedModelError: What it names makes no Keras model.
-    """
+    """Makes the Keras model that a MODEL names, with shapes and no weights, for planning."""
     file = source.rpartition(":")[0] or source
     with quiet_keras(f"keras.applications.{file}" if file.isidentifier() else file):
         from tarantella_pp.keras_internals.model_files import deserialized
@@ -100,15 +63,7 @@ def build_without_weights(source: str) -> Any:
 
 
 def optimizer_of(source: str, model: Any) -> Any:
-    """Returns the optimizer that a model was compiled with, whose slots count as memory.
-
-    Args:
-        source: What stands on the command line.
-        model: The model made from it.
-
-    Returns:
-        The optimizer, or `None` where there is none.
-    """
+    """Returns the optimizer that a model was compiled with, whose slots count as memory."""
     if not source.endswith(".keras"):
         return getattr(model, "optimizer", None)
     with quiet_keras(source) as keras:

@@ -28,21 +28,13 @@ class Parser(argparse.ArgumentParser):
     """A parser that says in one line what is wrong."""
 
     def error(self, message: str) -> NoReturn:
-        """Ends the process with the message.
-
-        Args:
-            message: What is wrong.
-        """
+        """Ends the process with the message."""
         self.exit(USAGE_ERROR, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Reads arguments, and refuses those it does not know itself.
 
         Otherwise the parser of the whole command would, in several lines.
-
-        Args:
-            args: The arguments.
-            namespace: Where their values go.
         """
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
@@ -51,15 +43,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def guarded(command: str, run: Callable[[], int]) -> int:
-    """Runs a command, with its errors as one line on stderr.
-
-    Args:
-        command: What stands before the message, e.g. `"tarantella plan"`.
-        run: The command.
-
-    Returns:
-        Its exit code: 0 for success, 1 for failure, 2 for wrong usage and malformed files.
-    """
+    """Runs a command, with its errors as one line on stderr."""
     try:
         code = run()
         sys.stdout.flush()
@@ -74,12 +58,7 @@ def guarded(command: str, run: Callable[[], int]) -> int:
 
 
 def one_line(error: BaseException, limit: int = 1000) -> str:
-    """Returns the message of an exception without line breaks and control characters.
-
-    Args:
-        error: The exception.
-        limit: Most characters.
-    """
+    """Returns the message of an exception without line breaks and control characters."""
     text = _plain(" ".join(str(error).split())) or type(error).__name__
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
@@ -91,11 +70,7 @@ def _plain(text: str) -> str:
 
 
 def write_json(value: Any) -> None:
-    """Writes a value to stdout as JSON.
-
-    Args:
-        value: Dicts, lists, strings and finite numbers.
-    """
+    """Writes a value to stdout as JSON."""
     sys.stdout.write(f"{json.dumps(value, indent=1, allow_nan=False)}\n")
 
 
@@ -103,9 +78,6 @@ def write_table(*parts: Any) -> None:
     """Writes tables and lines to stdout: as wide as the terminal, plain in a pipe.
 
     `NO_COLOR` and `COLUMNS` are respected, and lines in a pipe are not wrapped.
-
-    Args:
-        *parts: What `rich` prints; text is printed as it is.
     """
     from rich.console import Console
     from rich.text import Text
@@ -117,14 +89,7 @@ def write_table(*parts: Any) -> None:
 
 
 def existing_file(path: str) -> Path:
-    """Returns the path of a file that is there.
-
-    Args:
-        path: The path.
-
-    Raises:
-        ConfigurationError: There is no such file.
-    """
+    """Returns the path of a file that is there."""
     if not Path(path).is_file():
         kind = "is no file" if Path(path).exists() else "does not exist"
         raise ConfigurationError(f"{path!r} {kind}.")
@@ -132,14 +97,7 @@ def existing_file(path: str) -> Path:
 
 
 def check_target(path: str | None) -> None:
-    """Checks, before the work is done, that a file can be written.
-
-    Args:
-        path: The file; `None` for none.
-
-    Raises:
-        ConfigurationError: Its folder is missing, or it is a folder itself.
-    """
+    """Checks, before the work is done, that a file can be written."""
     if path is None:
         return
     target = Path(path)

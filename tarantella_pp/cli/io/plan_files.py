@@ -22,17 +22,7 @@ class _Kind(msgspec.Struct):
 
 
 def load_plan(path: str) -> AnyPlan:
-    """Reads a plan.
-
-    Args:
-        path: Its file.
-
-    Returns:
-        The plan.
-
-    Raises:
-        ConfigurationError: There is no such file, or it holds no valid plan.
-    """
+    """Reads a plan."""
     file = existing_file(path)
     try:
         text = read(file, "plan")
@@ -42,19 +32,7 @@ def load_plan(path: str) -> AnyPlan:
 
 
 def load_model_plan(path: str, purpose: str) -> Plan:
-    """Reads the plan of a Keras model.
-
-    Args:
-        path: Its file.
-        purpose: What it is needed for.
-
-    Returns:
-        The plan.
-
-    Raises:
-        ConfigurationError: There is no such file, or it holds no valid plan, or that of a neutral
-            graph.
-    """
+    """Reads the plan of a Keras model."""
     plan = load_plan(path)
     if not isinstance(plan, Plan):
         raise ConfigurationError(

@@ -24,11 +24,7 @@ _HELP = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options.
-
-    Args:
-        parser: The parser of a subcommand.
-    """
+    """Adds the options."""
     group = parser.add_argument_group(
         "pictures", "each takes a file or a folder; by default the file is named after the model"
     )
@@ -37,14 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check(arguments: argparse.Namespace) -> None:
-    """Checks the options, before the work is done.
-
-    Args:
-        arguments: The parsed options.
-
-    Raises:
-        ConfigurationError: A file has the wrong ending, or its folder is missing.
-    """
+    """Checks the options, before the work is done."""
     for kind in _HELP:
         given = getattr(arguments, kind)
         if given is None:
@@ -59,22 +48,7 @@ def check(arguments: argparse.Namespace) -> None:
 
 
 def write(plan: Plan, graph: LayerGraph | None, arguments: argparse.Namespace) -> list[Path]:
-    """Draws what the options ask for.
-
-    Args:
-        plan: The plan.
-        graph: The model's layer graph, where it is at hand; without it, pictures of the graph
-            show operations and what is sent between stages, but no tensors within stages.
-        arguments: The parsed options.
-
-    Returns:
-        The files that were written.
-
-    Raises:
-        ConfigurationError: An option cannot work, or a file cannot be written.
-        MissingDependencyError: matplotlib is not installed.
-        PlanError: The graph is one of another model.
-    """
+    """Draws what the options ask for."""
     check(arguments)
     timeline = _timeline(plan, arguments)
     written = []

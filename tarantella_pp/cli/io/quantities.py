@@ -19,14 +19,7 @@ _NUMBER = r"(\d+(?:\.\d*)?(?:e[+-]?\d+)?)"
 
 
 def positive_int(text: str) -> int:
-    """Reads a positive integer.
-
-    Args:
-        text: The option's value.
-
-    Raises:
-        argparse.ArgumentTypeError: It is none.
-    """
+    """Reads a positive integer."""
     try:
         value = int(text)
     except ValueError:
@@ -37,14 +30,7 @@ def positive_int(text: str) -> int:
 
 
 def bytes_per_second(text: str) -> float:
-    """Reads a bandwidth, such as `"10GB"`, `"10GB/s"` or `"100Gbit/s"`, in bytes per second.
-
-    Args:
-        text: The option's value.
-
-    Raises:
-        argparse.ArgumentTypeError: It is none.
-    """
+    """Reads a bandwidth, such as `"10GB"`, `"10GB/s"` or `"100Gbit/s"`, in bytes per second."""
     amount = re.sub(r"/s\s*$", "", text)
     bits = re.fullmatch(rf"\s*{_NUMBER}\s*([KMGT]?)bit\s*", amount, re.IGNORECASE)
     try:
@@ -62,14 +48,7 @@ def bytes_per_second(text: str) -> float:
 
 
 def seconds(text: str) -> float:
-    """Reads a time, such as `"5us"` or `"1.5ms"`; a plain number is seconds.
-
-    Args:
-        text: The option's value.
-
-    Raises:
-        argparse.ArgumentTypeError: It is none.
-    """
+    """Reads a time, such as `"5us"` or `"1.5ms"`; a plain number is seconds."""
     match = re.fullmatch(rf"\s*{_NUMBER}\s*({'|'.join(_SECONDS)})?\s*", text)
     value = float(match[1]) * _SECONDS[match[2] or "s"] if match else math.inf
     if not math.isfinite(value):
@@ -80,14 +59,7 @@ def seconds(text: str) -> float:
 
 
 def positive_seconds(text: str) -> float:
-    """Reads a time over 0, in seconds or with a unit as for `seconds`.
-
-    Args:
-        text: The option's value.
-
-    Raises:
-        argparse.ArgumentTypeError: It is none.
-    """
+    """Reads a time over 0, in seconds or with a unit as for `seconds`."""
     value = seconds(text)
     if not value:
         raise argparse.ArgumentTypeError(f"Expected more than 0 s. Received: {text!r}")
@@ -95,14 +67,7 @@ def positive_seconds(text: str) -> float:
 
 
 def share(text: str) -> float:
-    """Reads a share below 1, such as `"0.05"` or `"5%"`.
-
-    Args:
-        text: The option's value.
-
-    Raises:
-        argparse.ArgumentTypeError: It is none.
-    """
+    """Reads a share below 1, such as `"0.05"` or `"5%"`."""
     match = re.fullmatch(rf"\s*{_NUMBER}\s*(%?)\s*", text)
     value = float(match[1]) / (100 if match[2] else 1) if match else 1.0
     if not value < 1:
@@ -111,14 +76,7 @@ def share(text: str) -> float:
 
 
 def flops_per_second(text: str) -> float:
-    """Reads a speed, such as `"500GFLOPs"`; a plain number is TFLOP/s.
-
-    Args:
-        text: The option's value.
-
-    Raises:
-        argparse.ArgumentTypeError: It is none.
-    """
+    """Reads a speed, such as `"500GFLOPs"`; a plain number is TFLOP/s."""
     match = re.fullmatch(rf"\s*{_NUMBER}\s*(?:([GTPE])FLOPs?(?:/s)?)?\s*", text, re.IGNORECASE)
     value = float(match[1]) * _FLOPS[(match[2] or "").upper()] if match else 0.0
     if not (0 < value < math.inf):

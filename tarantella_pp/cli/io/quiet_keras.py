@@ -31,13 +31,6 @@ def quiet_keras(what: str) -> Iterator[Any]:
     """Yields Keras while code of others runs, and tells what that raises.
 
     Its output does not mix with ours, nor do our options look like its own.
-
-    Args:
-        what: What runs, for the message.
-
-    Raises:
-        MissingDependencyError: TensorFlow, or what else the code needs, is not installed.
-        UnsupportedModelError: The code raised, or ended the program.
     """
     for name, value in _VARIABLES.items():
         os.environ.setdefault(name, value)

@@ -12,13 +12,7 @@ from tarantella_pp.cli.io.output import USAGE_ERROR, Parser, guarded
 
 
 class Subcommands:
-    """The commands of a command, each in a module of its own.
-
-    Args:
-        command: Name of the command.
-        modules: What the names of the modules begin with.
-        helps: The commands and their help.
-    """
+    """The commands of a command, each in a module of its own."""
 
     def __init__(self, command: str, modules: str, helps: Mapping[str, str]) -> None:
         self._command = command

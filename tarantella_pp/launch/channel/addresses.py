@@ -25,11 +25,7 @@ def own_addresses() -> set[str]:
 
 
 def towards(hosts: Sequence[str]) -> list[str]:
-    """Returns the addresses of this host, those of its links to some other hosts first.
-
-    Args:
-        hosts: Names of other hosts, as far as they are known.
-    """
+    """Returns the addresses of this host, those of its links to some other hosts first."""
     found = [address for host in hosts for address in _route(host)]
     parsed = sorted(map(ipaddress.ip_address, own_addresses()), key=lambda a: (a.version, int(a)))
     found += [str(a) for a in parsed if not a.is_loopback and not a.is_link_local]
@@ -41,10 +37,6 @@ def is_here(host: str, own: set[str] | None = None) -> bool:
 
     Some systems have their own full name stand for a loopback address that no link has, such as
     127.0.1.1.
-
-    Args:
-        host: The name.
-        own: The addresses of this host, if they are known already.
     """
     if host in ("localhost", socket.gethostname()):
         return True

@@ -48,11 +48,6 @@ class Hub:
     Only who knows the secret of the job is listened to. Records are numbered as they come, which
     no clock of another host has to do with.
 
-    Args:
-        size: Number of ranks.
-        hosts: Names of other hosts with ranks, as far as they are known; None where there are no
-            others, so that nobody but this host can connect.
-
     Attributes:
         whereabouts: How a rank finds it.
         records: The last record of each rank that has one.
@@ -207,11 +202,7 @@ class Hub:
 
 
 class HubThread:
-    """A hub that works beside the script of rank 0.
-
-    Args:
-        hub: The hub.
-    """
+    """A hub that works beside the script of rank 0."""
 
     def __init__(self, hub: Hub) -> None:
         self._hub = hub

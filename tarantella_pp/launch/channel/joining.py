@@ -30,13 +30,7 @@ GREETING_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class Whereabouts:
-    """How to reach a hub.
-
-    Args:
-        addresses: Addresses of its host.
-        port: Its port.
-        secret: Secret of the job.
-    """
+    """How to reach a hub."""
 
     addresses: tuple[str, ...]
     port: int
@@ -74,9 +68,6 @@ def join(hub: Whereabouts, rank: int) -> tuple[Line, dict[str, object]]:
     """Returns the line to the hub, and what it says first.
 
     With that is how far its monotonic clock is `"ahead"` of the one of this host.
-
-    Raises:
-        LaunchError: It cannot be reached from this host.
     """
     start = time.monotonic()
     heartbeat = heartbeat_seconds()

@@ -35,10 +35,6 @@ class Line:
 
     A message that is not an object, or is longer than any of ours, ends the connection.
 
-    Args:
-        sock: The connected socket; it belongs to the line from now on.
-        most_bytes: Bytes of the longest message that is taken.
-
     Attributes:
         ended: Why nothing comes any more, or None: the empty string after the other end has closed.
         timed_out: Whether that is because the other host was silent for too long.
@@ -165,11 +161,7 @@ class Line:
 
 
 def heartbeat_seconds() -> float:
-    """Returns how long a host may be silent before it counts as dead; 0 for ever.
-
-    Raises:
-        ConfigurationError: `TNT_HEARTBEAT` is no number of seconds.
-    """
+    """Returns how long a host may be silent before it counts as dead; 0 for ever."""
     text = os.environ.get(HEARTBEAT_VARIABLE) or str(HEARTBEAT_SECONDS)
     try:
         seconds = float(text)

@@ -31,32 +31,7 @@ GONE = (FINISHED, FAILED)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Record:
-    """The state of one rank.
-
-    Args:
-        rank: Number of the rank in the job.
-        state: `"started"`; `"returned"` once its script has ended normally; `"finished"` once its
-            process has, too; `"failed"` when either ended in any other way.
-        pid: Process id of the rank on its host.
-        host: Name of the host.
-        time: When the reader learned of this state, by its own monotonic clock: clocks of other
-            hosts have no say.
-        cause: One line that says how the rank failed, or by which call it ended.
-        details: Traceback of a failure, or the empty string.
-        exit_code: Exit code the rank ends with.
-        waiting_at: Place of the blocking MPI call the rank has not come out of. Only looked at
-            once another rank has ended.
-        culprit: The rank whose end made this one fail, if this failure is only a consequence.
-        starts_mpi: Whether it waits, at `waiting_at`, for all others to start MPI.
-        met: Whether it has started MPI before it ended.
-        hidden_lines: Lines that it printed and nobody saw.
-        unexplained: Whether its process ended with an exit code, or by SIGTERM, without a word: so
-            it does as well when MPI ends it, for it has lost another rank.
-        order: Number of the record among all that the hub has received; 0 before it has.
-        ended_at: When the process ended, by the monotonic clock of the hub, if that is
-            unexplained: of two such ends one causes the other within milliseconds, in which
-            records of several hosts may overtake each other.
-    """
+    """The state of one rank."""
 
     rank: int
     state: str
@@ -103,10 +78,6 @@ class RankRecords:
     A rank knows of the others what the hub passes on: who has ended, how, and who waits. When the
     connection has broken, it keeps what it knows, and takes writes without complaint: records help
     to explain the end of a job, they must not be the reason for it.
-
-    Args:
-        line: The connection to the hub, or to the minder that has one.
-        known: What the hub has told already.
     """
 
     def __init__(self, line: Line, known: object = ()) -> None:

@@ -34,14 +34,6 @@ def cores_to_share(cores: int, ranks: int, threads: int) -> int | None:
     A bound rank finds in its caches what it left there, and does not lose its core to the threads
     of another rank. But jobs that leave cores free must be free to move to them, or two of them
     would share a core beside idle ones.
-
-    Args:
-        cores: Cores of the node.
-        ranks: Ranks on it.
-        threads: Threads of one rank.
-
-    Returns:
-        The number of cores to share, or `None` where ranks should not be bound.
     """
     return cores if ranks > 1 and threads == cores // ranks else None
 
@@ -50,14 +42,6 @@ def take_share(environ: MutableMapping[str, str], siblings: Collection[int] | No
     """Gives this process its part of its host: cores to run on, and as many threads.
 
     It counts the cores of the host it is on, which may have others than that of the launcher.
-
-    Args:
-        environ: Its environment, whose variables for threads are set where they are not yet.
-        siblings: Cores of the process that has started it. With others of its own it has been
-            bound already, and stays as it is. None where there are none to compare with.
-
-    Raises:
-        LaunchError: It cannot be bound as the user has asked for.
     """
     rank, ranks = _local_place(environ)
     way = environ.get(BIND_VARIABLE, "")
@@ -85,9 +69,6 @@ def cores_of_starter(process: int) -> set[int] | None:
     MPICH's proxy looks at the processor of its host while ranks begin: it runs on one core after
     the other then, and on its own again some milliseconds later. A rank that had more cores than
     that would think it had been bound.
-
-    Args:
-        process: Its number.
     """
     if not hasattr(os, "sched_getaffinity"):
         return None
@@ -108,26 +89,14 @@ def cores_of_node(environ: Mapping[str, str] = os.environ) -> int:
 
 
 def cores_of_task(environ: Mapping[str, str], ranks: int) -> int | None:
-    """Returns the cores that Slurm was asked for for each task, where ranks are its tasks.
-
-    Args:
-        environ: The environment.
-        ranks: Ranks of the host. More than there are such cores for are no tasks, but ranks that
-            share the cores of one, as in a shell with several.
-    """
+    """Returns the cores that Slurm was asked for for each task, where ranks are its tasks."""
     cores = number_of(environ, "SLURM_CPUS_PER_TASK")
     there = number_of(environ, "SLURM_CPUS_ON_NODE")
     return None if cores and there and cores * ranks > there else cores
 
 
 def bind_to_share(rank: int, ranks: int, wanted: int) -> None:
-    """Binds this process to its share of the cores, where it has all that are wanted.
-
-    Args:
-        rank: Its number among the ranks of its host.
-        ranks: Their number.
-        wanted: Cores that they share.
-    """
+    """Binds this process to its share of the cores, where it has all that are wanted."""
     cores = _affinity()
     if len(cores) == wanted >= ranks > rank:
         with contextlib.suppress(OSError, AttributeError):  # some containers and systems forbid it

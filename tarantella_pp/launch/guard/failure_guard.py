@@ -38,16 +38,6 @@ def install(
 
     To be called on every rank when MPI is first used. Does nothing the second time, and nothing
     in a job of one rank.
-
-    Args:
-        rank: Number of this rank.
-        size: Number of ranks of the job.
-        abort: Ends the whole job with an exit code, such as `comm.Abort`. Not used under
-            `tarantella`, which ends the job itself; required otherwise.
-        share: Gives the string of rank 0 to every rank (collective). Used once, in jobs that
-            `tarantella` did not start, to tell all where rank 0 takes their records. None leaves
-            the ranks without records: a rank that raises still ends the job, one that leaves
-            early does not.
     """
     global _guard
     if _guard is not None or size == 1:
@@ -65,12 +55,7 @@ def adopt(guard: Guard) -> None:
 
 
 def starting_mpi(warn: float, timeout: float) -> contextlib.AbstractContextManager[None]:
-    """Returns a block in which this rank starts MPI: for the records of a job of `tarantella`.
-
-    Args:
-        warn: Seconds until a warning, in a job that has no records yet; 0 for never.
-        timeout: Seconds until such a rank is ended; 0 for never.
-    """
+    """Returns a block in which this rank starts MPI: for the records of a job of `tarantella`."""
     if _guard is not None:
         return _guard.starting_mpi()
     return start_watch.watched(calling_line() or "its first use of MPI", warn, timeout)
@@ -80,12 +65,6 @@ def check(peers: int | Iterable[int] | None = None) -> None:
     """Raises when a wait of this rank cannot end, because another rank has.
 
     For the inside of a polling wait: the records are looked at twice a second at most.
-
-    Args:
-        peers: The ranks without which this wait cannot end. None: only failures are noticed.
-
-    Raises:
-        PeerFailedError: A rank has failed, or one of `peers` ended its script some seconds ago.
     """
     if _guard is not None:
         _guard.check(peers)

@@ -59,13 +59,6 @@ class PeerFailedError(CommunicationError):
 class Guard:
     """Watches over one rank of a job.
 
-    Args:
-        rank: Number of this rank.
-        size: Number of ranks of the job.
-        records: What the rank knows of the job and tells it; None where there is no way to.
-        abort: Ends the whole job with the exit code it is given. None when a launcher does so as
-            soon as it reads a failure in the records.
-
     Attributes:
         hidden_lines: Returns the number of lines that this rank has printed and nobody saw.
     """
@@ -96,13 +89,7 @@ class Guard:
             threading.Thread(target=self._watch, args=(main,), daemon=True).start()
 
     def fail(self, error: BaseException | None, cause: str, exit_code: int) -> None:
-        """Puts on record that this rank has failed, and ends the job.
-
-        Args:
-            error: The exception, whose traceback is kept. None when there is none.
-            cause: One line that says what happened.
-            exit_code: Exit code of the job.
-        """
+        """Puts on record that this rank has failed, and ends the job."""
         details = "" if error is None else "".join(traceback.format_exception(error))
         culprit = error.culprit if isinstance(error, PeerFailedError) else None
         with self._lock:

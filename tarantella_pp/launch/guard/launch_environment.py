@@ -66,12 +66,6 @@ def detect_launch(environ: Mapping[str, str] | None = None) -> Launch | None:
     A shell inside a job passes on the variables of its own launcher, beside those of the launcher
     in use. The largest number counts: MPI itself corrects one that is too large; with one that is
     too small each process would train alone.
-
-    Args:
-        environ: The environment to read; `None` for that of this process.
-
-    Returns:
-        The launch, or `None` for a process that nobody started as one of several.
     """
     environ = os.environ if environ is None else environ
     ours = environ.get(SIZE_VARIABLE, "")

@@ -15,10 +15,6 @@ def show(environ: Mapping[str, str], rank: int) -> None:
     """Shows what the library logs below the level of a warning, where the user asked for it.
 
     Warnings and errors are shown on all ranks as Python does, unless the script says otherwise.
-
-    Args:
-        environ: The environment of the rank.
-        rank: Its number. Others than rank 0 would say the same.
     """
     level = environ.get(LEVEL_VARIABLE, "WARNING")
     logger = logging.getLogger(_LIBRARY)

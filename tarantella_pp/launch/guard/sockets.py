@@ -16,17 +16,7 @@ _MPOL_BIND = 2
 
 
 def pin(rank: int, ranks: int, *, memory: bool) -> int:
-    """Binds this process to a socket, as `numactl --cpunodebind` would; returns its cores.
-
-    Args:
-        rank: Its number among the ranks of its host.
-        ranks: Their number.
-        memory: Whether it takes memory of this socket only, as with `--membind`. Otherwise Linux
-            prefers that memory all the same.
-
-    Raises:
-        LaunchError: There are more ranks than sockets, or the system does not allow it.
-    """
+    """Binds this process to a socket, as `numactl --cpunodebind` would; returns its cores."""
     nodes = of_this_host()
     if ranks > len(nodes):
         raise LaunchError(

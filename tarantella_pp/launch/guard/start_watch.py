@@ -37,13 +37,7 @@ _ADVICE = (
 
 @contextlib.contextmanager
 def watched(place: str, warn: float, timeout: float) -> Iterator[None]:
-    """Has a process look after this rank while it starts MPI.
-
-    Args:
-        place: Where in the user's script it does.
-        warn: Seconds until a warning is printed; 0 for never.
-        timeout: Seconds until the rank is ended; 0 for never.
-    """
+    """Has a process look after this rank while it starts MPI."""
     if not sys.executable or getattr(sys, "frozen", False):  # what would start is no Python
         yield
         return
@@ -80,14 +74,7 @@ def main(pid: int, place: str, warn: float, timeout: float) -> None:
 
 
 def missing_processes(pid: int) -> tuple[int, int]:
-    """Counts the processes that the launcher of a rank has started on this host and that ended.
-
-    Args:
-        pid: The rank.
-
-    Returns:
-        How many have ended, and how many there were; zeros where that cannot be told.
-    """
+    """Counts the processes that the launcher of a rank has started on this host and that ended."""
     sizes = [os.environ[name] for name in LOCAL_SIZES if name in os.environ]
     if not sizes or not sizes[0].isdecimal():
         return 0, 0

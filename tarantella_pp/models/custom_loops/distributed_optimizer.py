@@ -88,11 +88,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that it has in Horovod
 
 
 def averages_gradients(optimizer: Any) -> bool:
-    """Whether an optimizer is a `DistributedOptimizer`.
-
-    Args:
-        optimizer: Any optimizer.
-    """
+    """Whether an optimizer is a `DistributedOptimizer`."""
     return isinstance(optimizer, _Distributed)
 
 
@@ -103,12 +99,7 @@ class _Distributed:
     _trainable_variables: Any
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
-        """Averages gradients over all ranks and applies them; takes all ranks.
-
-        Args:
-            grads: Gradients: tensors, slices or `None`.
-            trainable_variables: Their variables; `None` for those that the optimizer is built for.
-        """
+        """Averages gradients over all ranks and applies them; takes all ranks."""
         refuse_in_graph("apply() of a DistributedOptimizer")
         gradients: Sequence[Gradient] = list(grads)
         known = self._trainable_variables if trainable_variables is None else trainable_variables
@@ -119,13 +110,7 @@ class _Distributed:
 
 
 class _GradientExchange:
-    """Combines gradients over all ranks of the job.
-
-    Args:
-        op: "mean" or "sum".
-        fusion_threshold: Bytes up to which gradients are packed.
-        wire_dtype: Dtype in which they travel.
-    """
+    """Combines gradients over all ranks of the job."""
 
     def __init__(self, op: str, fusion_threshold: int, wire_dtype: str | None) -> None:
         self._op = op

@@ -98,14 +98,7 @@ def broadcast_variables(variables: Iterable[Any], root: int = 0) -> None:
 
 
 def refuse_in_graph(name: str) -> None:
-    """Refuses a call while TensorFlow traces a function.
-
-    Args:
-        name: What is called.
-
-    Raises:
-        ConfigurationError: Always within a `tf.function`.
-    """
+    """Refuses a call while TensorFlow traces a function."""
     if not tf.executing_eagerly():
         raise ConfigurationError(
             f"{name} is called within a `tf.function`, where messages between ranks would be sent "

@@ -17,14 +17,7 @@ from tarantella_pp.runtime.batch.data_feed import Batches, DataFeed
 
 
 class FedData:
-    """What takes the place of a `tf.data.Dataset` in Keras' loops.
-
-    Args:
-        feed: Hands every rank its part of each batch.
-        cursor: Reads, on the reader; `None` elsewhere.
-        arrays: What all ranks have, if the reader reads the numbers of samples.
-        is_split: Whether a rank of each replica reads the samples of its own.
-    """
+    """What takes the place of a `tf.data.Dataset` in Keras' loops."""
 
     def __init__(
         self,
@@ -46,14 +39,6 @@ class FedData:
 
 class FeedAdapter(DataAdapter):
     """A data adapter whose data set gives each rank its part of every batch.
-
-    Args:
-        engine: This rank's part of training.
-        adapter: What a reader reads; `None` elsewhere.
-        num_batches: Number of batches in an epoch, if known.
-        arrays: What all ranks have, if the reader reads the numbers of samples.
-        description: What the data are, on the reader.
-        is_split: Whether a rank of each replica reads the samples of its own.
 
     Attributes:
         cursor: How far a reader has come; `None` elsewhere.

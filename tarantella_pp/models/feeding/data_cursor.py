@@ -42,10 +42,6 @@ ARRAYS, PY_DATASET, TF_DATA, OTHER = "arrays", "PyDataset", "tf.data", "generato
 class DataCursor:
     """Reads data, and knows how far.
 
-    Args:
-        adapter: What is read.
-        numbers: Whether it gives the numbers of samples of arrays.
-
     Attributes:
         kind: What is read.
         batches: How many batches of the last pass have been read.
@@ -106,13 +102,7 @@ class DataCursor:
     def position(
         self, in_pass: bool, length: int | None = None, steps: int | None = None
     ) -> tuple[DataPosition, dict[str, Array]]:
-        """Where it is, and the arrays that it takes to come back.
-
-        Args:
-            in_pass: Whether the pass goes on with the next batch.
-            length: Number of batches in a pass, if known.
-            steps: Number of steps that an epoch has been cut to, if it has been.
-        """
+        """Where it is, and the arrays that it takes to come back."""
         arrays = {}
         if self.kind == PY_DATASET:
             arrays = self._states if in_pass else _random_states()
@@ -133,12 +123,7 @@ class DataCursor:
         return self._passes + (length is not None and not self._is_unread)
 
     def resume(self, position: DataPosition, arrays: Mapping[str, Array]) -> None:
-        """Comes back to a position, with the next batch that is read.
-
-        Args:
-            position: What `position` returned, with the number of epochs before it.
-            arrays: The arrays.
-        """
+        """Comes back to a position, with the next batch that is read."""
         self._passes, self.batches = position.passes, position.batches
         self._skips = position.batches if position.in_pass else None
         self._order = arrays.get("order")

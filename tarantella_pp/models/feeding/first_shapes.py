@@ -19,16 +19,7 @@ from tarantella_pp.runtime.one_rank import on_one_rank
 
 
 def inputs_of_data(data: Any, ranks: Communicator) -> tuple[Any, Any]:
-    """Symbolic inputs for data that rank 0 reads; all ranks must call it.
-
-    Args:
-        data: Arrays, a data set of batches, or anything else that Keras takes; ignored elsewhere.
-        ranks: All ranks of the job.
-
-    Returns:
-        A `keras.Input`, or several in the structure of the data; and the data, of which nothing
-        has been taken.
-    """
+    """Symbolic inputs for data that rank 0 reads; all ranks must call it."""
     whole = [data]
 
     def read() -> Any:
@@ -43,11 +34,7 @@ def inputs_of_data(data: Any, ranks: Communicator) -> tuple[Any, Any]:
 
 
 def inputs_of_shape(shape: Any) -> Any:
-    """Symbolic inputs of the model's floats.
-
-    Args:
-        shape: A shape with the batch in front, or several in the structure of the inputs.
-    """
+    """Symbolic inputs of the model's floats."""
     return _inputs(_of_shape(shape))
 
 

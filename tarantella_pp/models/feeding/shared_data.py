@@ -108,16 +108,7 @@ def given_data(
 def shared_adapters(
     engine: BatchEngine, find: Callable[[], Sequence[GivenData | None]], *, describe: bool = False
 ) -> list[FeedAdapter | None]:
-    """Opens the user's data where they are read, and tells all ranks how much there is.
-
-    Args:
-        engine: This rank's part of training.
-        find: Finds the data in the arguments of a call.
-        describe: Whether to tell of arrays in one process, too, what they are.
-
-    Raises:
-        ConfigurationError: On all ranks, if they do not have the same data.
-    """
+    """Opens the user's data where they are read, and tells all ranks how much there is."""
     communicator = engine.communicator
     opened: list[OpenedData] = []
     facts: list[DataFacts] = []

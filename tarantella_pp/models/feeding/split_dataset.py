@@ -78,14 +78,7 @@ class SplitDataset:
 
     @classmethod
     def of(cls, dataset: Any) -> SplitDataset:
-        """Takes a data set apart.
-
-        Args:
-            dataset: The user's data set.
-
-        Raises:
-            NotSplitError: If its samples cannot be read apart, with the same numbers.
-        """
+        """Takes a data set apart."""
         policy = dataset.options().experimental_distribute.auto_shard_policy
         if policy == tf.data.experimental.AutoShardPolicy.OFF:
             raise NotSplitError("its auto_shard_policy is OFF")
@@ -115,19 +108,7 @@ class SplitDataset:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def part(self, shares: Shares, replica: int) -> tf.data.Dataset:
-        """The data set of one replica's samples.
-
-        Args:
-            shares: Shares a batch of so many samples among the replicas.
-            replica: The replica.
-
-        Returns:
-            A data set of `(sizes and hashes, batch)`, where `sizes and hashes` has a row for each
-            sample of the batch, which are the replica's.
-
-        Raises:
-            NotSplitError: If batches are too large, or shares of smaller ones are larger.
-        """
+        """The data set of one replica's samples."""
         size = number_of(self.batch, "batch_size")
         rows = _rows_of_batches(size, shares, replica)
         drops = bool(number_of(self.batch, "drop_remainder"))

@@ -11,26 +11,13 @@ from tarantella_pp.keras_internals.functional import network_of, runs_its_graph
 
 
 def has_no_graph(model: Any) -> bool:
-    """Whether a model's operations are not known: a subclassed one, or a Sequential not yet built.
-
-    Args:
-        model: A Keras model, or anything else.
-    """
+    """Says whether a model hides its operations: a subclassed one, or an unbuilt Sequential."""
     is_model = isinstance(model, keras.Model)
     return is_model and not (network_of(model) is not None and runs_its_graph(model))
 
 
 def graph_of(model: Any, inputs: Any) -> keras.Model:
-    """Returns a model whose operations are known: calls of a subclassed one are one operation.
-
-    Args:
-        model: A model without a graph.
-        inputs: What it is called with: a `keras.Input`, or several in a structure.
-
-    Raises:
-        ConfigurationError: If the model knows its inputs.
-        UnsupportedModelError: If it cannot be called with them.
-    """
+    """Returns a model whose operations are known: calls of a subclassed one are one operation."""
     if not has_no_graph(model):
         raise ConfigurationError(
             f"Model '{model.name}' knows its inputs. Received: inputs={inputs!r}. Leave them out; "

@@ -16,12 +16,7 @@ Make = Callable[[Any], None]
 
 
 def wait_for_shapes(model: Any, make: Make) -> None:
-    """Lets a model that cannot be planned yet wait for data, or for `build()`.
-
-    Args:
-        model: A model of which nothing has been made yet.
-        make: Makes it, once its inputs are known.
-    """
+    """Lets a model that cannot be planned yet wait for data, or for `build()`."""
     kind = type(model)
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
     waits = type(kind.__name__, (UnbuiltModel, kind), {**names, "__doc__": kind.__doc__})
@@ -81,12 +76,7 @@ class UnbuiltModel:
         return args[0] if args else kwargs.get("optimizer")
 
     def build(self, input_shape: Any) -> None:
-        """Builds the model and makes its plan; all ranks must call it.
-
-        Args:
-            input_shape: Shape of what it is called with, the batch in front as `None`, or several
-                in the structure of its inputs.
-        """
+        """Builds the model and makes its plan; all ranks must call it."""
         with world().call("build", input_shape=input_shape):
             self._become(inputs_of_shape(input_shape))
 

@@ -19,15 +19,7 @@ from tarantella_pp.runtime.comm.collective import files_of_index
 
 
 def replace_file(path: Path, write: Callable[[Path], None]) -> None:
-    """Writes a file that replaces an older one when it is complete and on the disk.
-
-    Args:
-        path: The file.
-        write: Writes the new one, to a path with the same name in a folder of its own.
-
-    Raises:
-        FileError: If it cannot be written; the older one is as it was.
-    """
+    """Writes a file that replaces an older one when it is complete and on the disk."""
     path = Path(os.path.realpath(path))
     with _folder_beside(path) as folder:
         write(folder / path.name)
@@ -40,13 +32,6 @@ def replace_shards(path: Path, write: Callable[[Path], None]) -> None:
     New files never have the names of those that the old index needs: it stays valid until the new
     one, which comes last, is in its place. Then the files that only the old one needs go; the first
     becomes an empty one, for Keras opens it in any case.
-
-    Args:
-        path: The index, which ends in `.weights.json`.
-        write: Writes the index, whose name begins as those of its files, and them beside it.
-
-    Raises:
-        FileError: If they cannot be written; the older ones are as they were.
     """
     path = Path(os.path.realpath(path))
     if path.suffix != ".json":

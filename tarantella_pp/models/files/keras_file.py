@@ -29,15 +29,9 @@ _LARGEST_BOMB, _MOST_EXPANSION = 256 * _MIB, 100
 class KerasFile:
     """A whole model that Keras has saved, or one of its distributed models.
 
-    Args:
-        filepath: Its path, or an open file.
-
     Attributes:
         name: What to call it in errors.
         config: The description of the model, its compilation included.
-
-    Raises:
-        ConfigurationError: If it is missing, damaged, or something else.
     """
 
     def __init__(self, filepath: Any) -> None:
@@ -126,13 +120,7 @@ class KerasFile:
 
 
 class _Part(io.RawIOBase):
-    """A part of a file, as a file.
-
-    Args:
-        file: The whole file, which nobody else reads meanwhile.
-        start: Where the part begins.
-        size: How many bytes it has.
-    """
+    """A part of a file, as a file."""
 
     def __init__(self, file: Any, start: int, size: int) -> None:
         self._file, self._start, self._size, self._position = file, start, size, 0

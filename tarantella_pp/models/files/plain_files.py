@@ -16,12 +16,7 @@ from tarantella_pp.runtime.state.value_pieces import rows_of
 
 
 def plain_model(extracted: ExtractedModel, optimizer: Any = None) -> keras.Model:
-    """Makes a stock Keras model of the same layers, to save or to load.
-
-    Args:
-        extracted: The user's model.
-        optimizer: The optimizer of the whole model, or `None`.
-    """
+    """Makes a stock Keras model of the same layers, to save or to load."""
     name = extracted.model.name
     plain = keras.Model(extracted.inputs_struct, extracted.outputs_struct, name=name)
     if optimizer is not None:
@@ -30,12 +25,7 @@ def plain_model(extracted: ExtractedModel, optimizer: Any = None) -> keras.Model
 
 
 def config_of(model: keras.Model, compile_config: dict[str, Any] | None) -> dict[str, Any]:
-    """Describes the wrapped model, so that plain Keras makes one of its class.
-
-    Args:
-        model: The wrapped model.
-        compile_config: What the pipeline was compiled with, or `None`.
-    """
+    """Describes the wrapped model, so that plain Keras makes one of its class."""
     config: dict[str, Any] = keras.saving.serialize_keras_object(model)
     config.pop("compile_config", None)
     if compile_config:
@@ -46,14 +36,7 @@ def config_of(model: keras.Model, compile_config: dict[str, Any] | None) -> dict
 def write_plain(
     extracted: ExtractedModel, config: dict[str, Any], optimizer: Any, path: Path
 ) -> None:
-    """Writes a `.keras` file that stock Keras loads and trains on.
-
-    Args:
-        extracted: The user's model, whose layers hold the current weights.
-        config: What `config_of` returned.
-        optimizer: The optimizer of the whole model, or `None`.
-        path: Where to, in a folder of its own, where it takes its size twice meanwhile.
-    """
+    """Writes a `.keras` file that stock Keras loads and trains on."""
     metadata = {
         "keras_version": keras.__version__,
         "date_saved": datetime.datetime.now().strftime("%Y-%m-%d@%H:%M:%S"),

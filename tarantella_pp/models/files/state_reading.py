@@ -21,16 +21,7 @@ from tarantella_pp.runtime.state.stored_values import array_of
 
 
 def read_state(file: KerasFile, plain: keras.Model, needed: Iterable[Any]) -> None:
-    """Takes over what a whole model's file has of this rank's share of the model.
-
-    Args:
-        file: The file.
-        plain: A stock Keras model of the layers, with what takes over the optimizer's state.
-        needed: The variables of this rank.
-
-    Raises:
-        ConfigurationError: If the file does not fit the model.
-    """
+    """Takes over what a whole model's file has of this rank's share of the model."""
     with file.weights() as weights, file.assets() as assets:
         _read(weights, assets, plain, needed, file.name)
 
@@ -38,18 +29,7 @@ def read_state(file: KerasFile, plain: keras.Model, needed: Iterable[Any]) -> No
 def read_weights(
     path: Path, plain: keras.Model, needed: Iterable[Any], skip_mismatch: bool = False
 ) -> None:
-    """Takes over what a file has of this rank's weights and optimizer state, and no assets.
-
-    Args:
-        path: A `.weights.h5` file, the index of several, or the file of a whole model.
-        plain: As of `read_state`.
-        needed: As of `read_state`.
-        skip_mismatch: Whether to warn of what does not fit, and leave it as it is.
-
-    Raises:
-        ConfigurationError: If the file does not fit the model.
-        FileError: If it is missing or damaged.
-    """
+    """Takes over what a file has of this rank's weights and optimizer state, and no assets."""
     with contextlib.ExitStack() as stack:
         weights: BinaryIO | Path = path
         if path.suffix == ".keras":
@@ -68,11 +48,7 @@ def read_weights(
 
 
 def has_optimizer(path: Path) -> bool:
-    """Whether a `.keras` or `.weights.h5` file has the state of an optimizer.
-
-    Raises:
-        FileError: If it is damaged.
-    """
+    """Whether a `.keras` or `.weights.h5` file has the state of an optimizer."""
     with contextlib.ExitStack() as stack:
         weights: Any = path
         if path.suffix == ".keras":
@@ -117,10 +93,6 @@ def layers_of_others(model: keras.Model, needed: Iterable[Any]) -> list[Any]:
     """The layers of a model that need not be read on this rank; lets go what it has of them.
 
     A layer that keeps more than variables is read everywhere.
-
-    Args:
-        model: The model.
-        needed: The variables of this rank.
     """
     own = {id(variable) for variable in needed}
     found = []

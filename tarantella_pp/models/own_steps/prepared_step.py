@@ -19,15 +19,7 @@ from tarantella_pp.runtime.replicas.replica_exchange import ReplicaExchange
 
 
 class PreparedStep:
-    """Runs a step on this replica's share of a batch, and makes of it one of the whole batch.
-
-    Args:
-        trace: The step.
-        kinds: How its values follow from those of shares.
-        statistics: What its batch normalizations have seen.
-        ranks: The replicas.
-        gradient_dtype: Dtype in which gradients travel; `None` for their own.
-    """
+    """Runs a step on this replica's share of a batch, and makes of it one of the whole batch."""
 
     def __init__(
         self,
@@ -47,14 +39,7 @@ class PreparedStep:
         self._metrics = tf.function(self._results_of_metrics, autograph=False)
 
     def run(self, batch: Batch) -> Any:
-        """Runs a training or a test step; all replicas must call it.
-
-        Args:
-            batch: This replica's part of the batch.
-
-        Returns:
-            What the step returns, of the whole batch.
-        """
+        """Runs a training or a test step; all replicas must call it."""
         share = batch.share.counted_rows / batch.rows
         found = self._on_own(batch, share)
         shared = self._values.finish(found, share)

@@ -29,11 +29,6 @@ _TRIES = 0
 class ReplicaSteps:
     """Runs the steps of a model on all ranks, each of which has all of it.
 
-    Args:
-        model: The user's model.
-        ranks: The replicas.
-        gradient_dtype: Dtype in which gradients travel; `None` for their own.
-
     Attributes:
         communicator: The replicas.
         feed: Hands every rank its samples.
@@ -70,11 +65,7 @@ class ReplicaSteps:
         """Does nothing: metrics are the same on all ranks after each step."""
 
     def record(self, recorder: Recorder | None) -> None:
-        """Refuses to record; `None` is what it does anyway.
-
-        Raises:
-            ConfigurationError: If something is to be recorded.
-        """
+        """Refuses to record; `None` is what it does anyway."""
         if recorder is not None:
             raise ConfigurationError(
                 f"Model '{self._model.name}' runs steps of its own, which have no stages that a "
@@ -86,11 +77,7 @@ class ReplicaSteps:
         self._steps.clear()
 
     def check_alike(self) -> None:
-        """Compares what replicas hold; all of them must call it.
-
-        Raises:
-            ReplicaError: On all ranks, if a variable is not the same on all of them.
-        """
+        """Compares what replicas hold; all of them must call it."""
         check_replicas(list(self._alike.values()), self.communicator)
 
     def _run(self, name: str, batch: Batch) -> Any:

@@ -19,14 +19,7 @@ from tarantella_pp.runtime.replicas.gradient_reduction import (
 
 
 class ReplicaUpdates:
-    """Makes the updates of a step those of the whole batch.
-
-    Args:
-        updates: The updates, in order.
-        kinds: The kind of each gradient, by update and by variable.
-        ranks: The replicas.
-        gradient_dtype: Dtype in which gradients travel; `None` for their own.
-    """
+    """Makes the updates of a step those of the whole batch."""
 
     def __init__(
         self,
@@ -50,13 +43,7 @@ class ReplicaUpdates:
         self._apply = [_compiled(update) for update in updates]
 
     def make(self, number: int, tensors: Sequence[tf.Tensor], share: float) -> None:
-        """Makes an update; all replicas must call it.
-
-        Args:
-            number: Which one.
-            tensors: Those of this replica's gradients.
-            share: This replica's share of the samples.
-        """
+        """Makes an update; all replicas must call it."""
         gradients = self._updates[number].rebuilt(tensors)
         keys = [key for key in self._buckets if key[0] == number]
         for key in keys:

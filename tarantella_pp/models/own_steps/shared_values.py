@@ -22,13 +22,7 @@ Array = np.ndarray[Any, Any]
 
 
 class SharedValues:
-    """Makes of what each replica writes and returns that of the whole batch, on all of them.
-
-    Args:
-        trace: The step that is run.
-        kinds: How it follows from that of the replicas.
-        ranks: The replicas.
-    """
+    """Makes of what each replica writes and returns that of the whole batch, on all of them."""
 
     def __init__(self, trace: StepTrace, kinds: StepKinds, ranks: Communicator) -> None:
         known = [(v, kinds.state[id(v)]) for v in trace.written if id(v) in kinds.state]
@@ -48,18 +42,7 @@ class SharedValues:
         self._count(self._ranks.rank)
 
     def finish(self, values: Sequence[tf.Tensor], share: float) -> dict[int, Array]:
-        """Brings together what one step has made; all replicas must call it.
-
-        Args:
-            values: What it returned.
-            share: This replica's share of the samples.
-
-        Returns:
-            The values of the whole batch, by their position.
-
-        Raises:
-            ReplicaError: If something is not the same on all replicas that was so when tried.
-        """
+        """Brings together what one step has made; all replicas must call it."""
         states = [value_of(variable).astype(np.float64) for variable, _ in self._added]
         mine = [
             self._part(state, before, share, is_sum)

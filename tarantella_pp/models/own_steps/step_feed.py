@@ -20,12 +20,7 @@ _NOTHING = ["none"]
 
 
 class StepFeed(DataFeed):
-    """Hands every rank its samples of all that there is in a batch: a step gets what Keras gives.
-
-    Args:
-        communicator: The ranks, each of which is a replica.
-        shares: Shares a batch of so many samples among them.
-    """
+    """Hands every rank its samples of all that a batch has: a step gets what Keras gives."""
 
     def __init__(
         self, communicator: Communicator, shares: Callable[[int], Sequence[BatchShare]]
@@ -55,10 +50,5 @@ class StepFeed(DataFeed):
 
 
 def data_of(batch: Batch, leaves: Sequence[Any]) -> Any:
-    """What a step of Keras is given.
-
-    Args:
-        batch: A batch of a `StepFeed`.
-        leaves: Its tensors, or others in their places.
-    """
+    """What a step of Keras is given."""
     return rebuild(batch.targets[0], leaves)

@@ -44,12 +44,7 @@ class StepKinds:
 
     @classmethod
     def told(cls, trace: StepTrace, found: Sequence[Any]) -> StepKinds:
-        """Makes them of what `found_kinds` returned on the rank that has tried.
-
-        Args:
-            trace: The trace that was tried, on this rank.
-            found: What it found.
-        """
+        """Makes them of what `found_kinds` returned on the rank that has tried."""
         gradients, results, state, drawn, weighted = found
         written = trace.written
         return cls(
@@ -64,20 +59,7 @@ class StepKinds:
 def found_kinds(
     trace: StepTrace, tensors: Sequence[tf.Tensor], what: str, by_rows: bool = False
 ) -> list[Any]:
-    """Tries a step, and chooses what is to be done with its values.
-
-    Args:
-        trace: The step.
-        tensors: Some samples.
-        what: Its name.
-        by_rows: Whether what it returns has samples.
-
-    Returns:
-        What `StepKinds.told` takes, made of plain lists.
-
-    Raises:
-        UnsupportedModelError: If something follows from the samples in another way.
-    """
+    """Tries a step, and chooses what is to be done with its values."""
     probe = StepProbe(trace, by_rows)
     probe.run(tensors)
     gradients: dict[tuple[int, int], str | None] = {}

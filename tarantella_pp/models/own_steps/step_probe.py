@@ -67,10 +67,6 @@ class _Trial:
 class StepProbe:
     """Tries a traced step out.
 
-    Args:
-        trace: The step, traced for any number of samples.
-        by_rows: Whether results have samples, and those of parts are put one behind the other.
-
     Attributes:
         gradients: The kinds that each gradient may be of, by update and by variable.
         results: Those of each value that the step returns.
@@ -107,11 +103,7 @@ class StepProbe:
             self._run_with = self._compiled([*trace.inputs, *self._draws], fetches, effects)
 
     def run(self, tensors: Sequence[tf.Tensor]) -> None:
-        """Tries the step with samples of a batch, as they are and changed.
-
-        Args:
-            tensors: The batch, with one sample or more.
-        """
+        """Tries the step with samples of a batch, as they are and changed."""
         given = max((int(tensor.shape[0]) for tensor in tensors), default=0)
         self._rows = min(max(given // 3 * 3, LEAST_ROWS), MOST_ROWS)
         samples = [some_rows(tensor, self._rows) for tensor in tensors]

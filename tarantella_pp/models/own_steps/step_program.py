@@ -42,11 +42,7 @@ class _Part:
 
 
 class StepProgram:
-    """Runs a step as it is written, with updates that are made outside of its graph.
-
-    Args:
-        trace: The step.
-    """
+    """Runs a step as it is written, with updates that are made outside of its graph."""
 
     def __init__(self, trace: StepTrace) -> None:
         self._trace = trace
@@ -64,15 +60,7 @@ class StepProgram:
     def run(
         self, tensors: Sequence[tf.Tensor], update: Callable[[int, list[tf.Tensor]], None]
     ) -> list[tf.Tensor]:
-        """Runs the step.
-
-        Args:
-            tensors: A batch.
-            update: Is given the number of an update and the tensors of its gradients.
-
-        Returns:
-            What is in the step's results.
-        """
+        """Runs the step."""
         known = {t.ref(): value for t, value in zip(self._trace.inputs, tensors, strict=True)}
         for number, part in enumerate(self._parts):
             values = part.call(*(known[tensor.ref()] for tensor in part.needs))

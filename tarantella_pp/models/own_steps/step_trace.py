@@ -82,12 +82,6 @@ class StepTrace:
     Nothing is applied in it: optimizers hand over their gradients, and the step goes on as if the
     weights had been updated. `StepProgram` cuts it there.
 
-    Args:
-        step: The step.
-        specs: Shape and dtype of each tensor of a batch.
-        what: Its name, for messages.
-        around: In what it is traced.
-
     Attributes:
         function: The traced function.
         inputs: The tensors of the batch in its graph.

@@ -36,19 +36,7 @@ def kinds_of(
     tolerance: float,
     largest: float = 0.0,
 ) -> frozenset[str]:
-    """Tells how a value follows from those of parts.
-
-    Args:
-        start: What it was before; zeros for what has no past.
-        whole: What it is after a batch.
-        parts: What it is after each part of the batch instead.
-        shares: The share of each part in the samples.
-        tolerance: How far apart, relative to their change, numbers may be.
-        largest: The largest number in any value that is compared along with it.
-
-    Returns:
-        All kinds that it may be of: none if it is of no kind, all if that cannot be told.
-    """
+    """Tells how a value follows from those of parts."""
     if any(part.shape != whole.shape for part in (start, *parts)):
         return frozenset()
     before, after, *each = [value.astype(np.float64) for value in (start, whole, *parts)]
@@ -82,24 +70,12 @@ def _limit(
 
 
 def chosen(kinds: frozenset[str], order: Sequence[str]) -> str | None:
-    """Chooses one of the kinds that a value may be of.
-
-    Args:
-        kinds: The kinds.
-        order: Which of several to prefer.
-
-    Returns:
-        The kind; `None` if it is of none.
-    """
+    """Chooses one of the kinds that a value may be of."""
     return next((kind for kind in order if kind in kinds), None)
 
 
 def chosen_together(found: Mapping[int, frozenset[str]]) -> dict[int, str | None]:
-    """Chooses the kinds of gradients of one update: what shows nothing is as the others are.
-
-    Args:
-        found: The kinds that each of them may be of.
-    """
+    """Chooses the kinds of gradients of one update: what shows nothing is as the others are."""
     told = {MEAN if MEAN in kinds else SUM for kinds in found.values() if SUM not in kinds}
     order = (MEAN, SUM) if told else (SUM, MEAN)
     if all(kinds == ALL for kinds in found.values()):  # nothing is known of any of them

@@ -31,18 +31,7 @@ class MatmulChunks:
 
     @classmethod
     def of(cls, micro_batches: int, rows: int, inputs: int, outputs: int) -> MatmulChunks | None:
-        """Decides for a weight.
-
-        Args:
-            micro_batches: Most micro-batches of a step.
-            rows: Rows of the factors of one of them; 0 if that is not known.
-            inputs: Columns of the first factor.
-            outputs: Columns of the second factor.
-
-        Returns:
-            The chunks; `None` where gradients are added up as they come, because too few factors
-            fit into the memory of the gradient.
-        """
+        """Decides for a weight."""
         fitting = inputs * outputs // (rows * (inputs + outputs)) if rows else 0
         if not 2 <= min(micro_batches, _MANY_FACTORS) <= fitting:
             return None

@@ -48,16 +48,7 @@ class GradientSums:
         )
 
     def weight_bytes(self, graph: LayerGraph, rows: int, share: float) -> Sequence[float]:
-        """Counts the memory of each weight on the rank that trains it.
-
-        Args:
-            graph: The layer graph.
-            rows: Samples of a step on a replica.
-            share: How much of the weight the replica updates, from 0 to 1, where they share out.
-
-        Returns:
-            Bytes of each weight of the graph; 0 for one that is not trained.
-        """
+        """Counts the memory of each weight on the rank that trains it."""
         if self.replicas == 1:
             return [0.0] * len(graph.weights)
         ids, dense, tables = _lookups(graph)

@@ -78,15 +78,6 @@ def least_memory(
     it is priced as if they were from one, and for the bound as if each were from another.
     Optimizers that are shared out over replicas are taken as the known plan has them, without a
     bound.
-
-    Args:
-        costs: The graph and its costs.
-        sums: What is no more than a stage has.
-        in_flight: Most micro-batches that each stage holds at a time.
-        repeats: Stages that repeat their forward pass, as in `StageCostModel.stages`.
-        known: Stage of each node in a plan that is known.
-        below: Bytes that the largest stage has to stay below.
-        limits: Bytes that each stage may have.
     """
     boundaries = BoundarySets.of(costs.graph, known)
     pricing = _Pricing(costs, boundaries, in_flight, repeats, known)
@@ -122,12 +113,7 @@ class BoundarySets:
 
     @classmethod
     def of(cls, graph: LayerGraph, known: Sequence[int]) -> BoundarySets:
-        """Lists the boundaries of a graph, or if they are too many those in line with a plan.
-
-        Args:
-            graph: The layer graph.
-            known: Stage of each node in a plan.
-        """
+        """Lists the boundaries of a graph, or if they are too many those in line with a plan."""
         lattice, count = ideals_of(comes_before(graph), MOST_BOUNDARIES), len(known)
         if lattice is None:
             before = np.zeros((count + 1, count), bool)
@@ -143,21 +129,12 @@ class BoundarySets:
         return cls(before, sets, lattice is not None)
 
     def nodes(self, begin: int, end: int) -> list[int]:
-        """Returns the nodes between two boundaries, ascending.
-
-        Args:
-            begin: The first boundary.
-            end: The second one.
-        """
+        """Returns the nodes between two boundaries, ascending."""
         found: list[int] = np.flatnonzero(self.before[end] & ~self.before[begin]).tolist()
         return found
 
     def assignment(self, path: Sequence[int]) -> tuple[int, ...]:
-        """Returns the stage of each node.
-
-        Args:
-            path: The boundary behind each stage.
-        """
+        """Returns the stage of each node."""
         return tuple((len(path) - self.before[list(path)].sum(axis=0)).tolist())
 
 
@@ -165,9 +142,6 @@ def comes_before(graph: LayerGraph) -> Preds:
     """Returns what comes before each node: what it reads, and what trains its variables.
 
     The first node that has a variable trains it, and others come no earlier.
-
-    Args:
-        graph: The layer graph.
     """
     trains: dict[int, int] = {}
     found = []
@@ -238,13 +212,7 @@ class _Pricing:
                 self._users[weight] |= 1 << node.id
 
     def __call__(self, begin: int, end: int, stage: int) -> Price:
-        """Prices a stage.
-
-        Args:
-            begin: The boundary before it.
-            end: The boundary behind it.
-            stage: Its number.
-        """
+        """Prices a stage."""
         if (begin, end, stage) not in self._known:
             self._known[begin, end, stage] = self._price(begin, end, stage)
         return self._known[begin, end, stage]
@@ -312,11 +280,7 @@ def _shortest(
     below: float,
     limits: Sequence[float],
 ) -> tuple[float, list[int] | None]:
-    """Finds the path whose dearest stage is the cheapest, if that is below what is known.
-
-    Returns:
-        What no path is below, and the boundary behind each stage; `None` without such a path.
-    """
+    """Finds the path whose dearest stage is the cheapest, if that is below what is known."""
     ahead = _floors_ahead(floors)
     reached = np.full(len(ahead[0]), np.inf)
     reached[0] = 0.0

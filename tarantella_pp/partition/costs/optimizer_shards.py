@@ -11,13 +11,6 @@ def shard_owners(nbytes: Sequence[int], num_replicas: int) -> list[int]:
     Weights stay whole, for most optimizers look at all of a weight. The largest come first, each
     to the replica with the fewest bytes so far (Graham 1969): the fullest replica has at most 4/3
     of what it would have in the best of all cases. The same on all ranks.
-
-    Args:
-        nbytes: Size of each weight.
-        num_replicas: Number of replicas, 1 or more.
-
-    Returns:
-        The replica of each weight, from 0.
     """
     owners = [0] * len(nbytes)
     loads = [(0, 0, replica) for replica in range(num_replicas)]
@@ -29,17 +22,7 @@ def shard_owners(nbytes: Sequence[int], num_replicas: int) -> list[int]:
 
 
 def weight_replicas(sizes: Sequence[int], positions: Sequence[int], num_replicas: int) -> list[int]:
-    """Shares the weights of each rank of a pipeline out to the replicas of that rank.
-
-    Args:
-        sizes: Number of elements of each weight of a model, frozen ones too, so that what is
-            frozen later changes nothing.
-        positions: The rank in its pipeline that trains each weight.
-        num_replicas: Number of replicas, 1 or more.
-
-    Returns:
-        The replica that updates each weight, from 0.
-    """
+    """Shares the weights of each rank of a pipeline out to the replicas of that rank."""
     found = [0] * len(sizes)
     for position in set(positions):
         own = [i for i, other in enumerate(positions) if other == position]

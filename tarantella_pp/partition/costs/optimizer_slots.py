@@ -20,19 +20,7 @@ _PRIMES = (2, 3, 5, 7, 11, 13, 17, 19)
 
 
 def optimizer_state_bytes(optimizer: Any, weights: Sequence[Weight]) -> tuple[int, ...]:
-    """Returns the bytes of the optimizer's slots for each variable.
-
-    Args:
-        optimizer: A Keras optimizer, its name, or `None` for two slots as Adam has them. It is
-            neither built nor changed.
-        weights: Variables of a layer graph; those that are not trainable have no slots.
-
-    Returns:
-        One number for each variable.
-
-    Raises:
-        ConfigurationError: There is no such optimizer.
-    """
+    """Returns the bytes of the optimizer's slots for each variable."""
     if optimizer is None:
         return tuple(2 * weight.bytes * weight.trainable for weight in weights)
     config = keras.optimizers.serialize(_optimizer(optimizer))
@@ -51,11 +39,7 @@ def optimizer_state_bytes(optimizer: Any, weights: Sequence[Weight]) -> tuple[in
 
 
 def optimizer_name(optimizer: Any) -> str:
-    """Returns how to call the optimizer that slots are counted for.
-
-    Args:
-        optimizer: As of `optimizer_state_bytes`.
-    """
+    """Returns how to call the optimizer that slots are counted for."""
     if optimizer is None:
         return "Adam (assumed)"
     return type(_optimizer(optimizer)).__name__

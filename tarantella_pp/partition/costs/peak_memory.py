@@ -59,16 +59,7 @@ class OutputBytes:
 def output_bytes(
     graph: LayerGraph, rows: int, micro_batches: int, in_flight: int, use: OutputUse, kept: set[int]
 ) -> OutputBytes:
-    """Counts the memory of outputs on the last stage.
-
-    Args:
-        graph: The layer graph.
-        rows: Samples of a micro-batch.
-        micro_batches: Micro-batches of a step.
-        in_flight: Most of them that the stage holds at a time.
-        use: What loss and metrics need.
-        kept: Tensors that the stage keeps anyhow while a micro-batch is in flight.
-    """
+    """Counts the memory of outputs on the last stage."""
     tensors = dict.fromkeys(graph.storage(tensor) for tensor in graph.outputs)
     size = rows * sum(graph.tensors[t].bytes_per_sample for t in tensors)
     counted = rows * sum(graph.tensors[t].bytes_per_sample for t in tensors if t in kept)
@@ -90,14 +81,6 @@ def backward_bytes(graph: LayerGraph, nodes: Sequence[Node], rows: int) -> int:
     The gradient of a tensor is there from when the last of its readers runs backward until its
     producer has, that of a weight until it is added to its sum. What is kept of the forward pass
     goes with the last operation that needs it.
-
-    Args:
-        graph: The layer graph.
-        nodes: The stage's nodes, in topological order.
-        rows: Samples of the micro-batch.
-
-    Returns:
-        How much more there is than what is kept of the forward pass, at the most.
     """
     flows = [graph.flows[node.id] for node in nodes]
     users = Counter(tensor for flow in flows for tensor in flow.kept)
@@ -150,14 +133,7 @@ def factor_bytes(
 
 
 def deferred_bytes(graph: LayerGraph, nodes: Iterable[Node], rows: int, micro_batches: int) -> int:
-    """Counts gradients that are not added up for each micro-batch: all but a sum for each chunk.
-
-    Args:
-        graph: The layer graph.
-        nodes: The stage's nodes.
-        rows: Samples of a micro-batch.
-        micro_batches: Micro-batches of a step.
-    """
+    """Counts gradients that are not added up for each micro-batch: all but a sum for each chunk."""
     return sum(
         kernel.bytes * (micro_batches - chunking.number) // micro_batches
         for _, kernel, chunking in _chunked(graph, nodes, rows, micro_batches)
@@ -211,20 +187,6 @@ def message_bytes(
     comes back, at the latest, and no more of them than a window and the next. Gradients are gone
     when the next ones are made, because a stage that waits for messages in between sees to its
     own; the last one hardly waits.
-
-    Args:
-        cuts: The tensors that are sent between stages.
-        stage: The stage.
-        in_flight: Most micro-batches that it holds at a time.
-        kept: Names of the tensors that it keeps for its backward pass.
-        window: Most micro-batches that it has sent and that are not taken, as of `send_window`;
-            `None` for any.
-        wire_dtype: As of a plan. What is sent narrower is a copy for each target, which waits
-            instead of what it was made of; what has arrived is made as wide as it was.
-
-    Returns:
-        Bytes that it receives into besides what it keeps, of activations that it has sent, and of
-        gradients that it has sent while it makes the next ones.
     """
     messages: Counter[tuple[str, int]] = Counter()
     fresh = waiting = narrowed = returned = back = 0

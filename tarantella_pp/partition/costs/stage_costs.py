@@ -91,12 +91,7 @@ class StageCostModel:
     wire_dtype: str | None = None
 
     def roofline_seconds(self, samples: float, machine: HardwareSpec) -> list[tuple[float, float]]:
-        """Returns the seconds of each node, forward and backward, by arithmetic and traffic.
-
-        Args:
-            samples: Samples of a micro-batch.
-            machine: The machine.
-        """
+        """Returns the seconds of each node, forward and backward, by arithmetic and traffic."""
         work = node_work(self.graph) if self.work is None else self.work
         return roofline_seconds(work, samples, machine)
 
@@ -118,39 +113,23 @@ class StageCostModel:
         """Returns the bytes of a variable, its gradient and its optimizer state.
 
         Of state that is shared out the mean over replicas, which is no more than the largest has.
-
-        Args:
-            weight: Id of the variable.
         """
         return self.copy_bytes(weight) + self.slots[weight] / self.shards
 
     def copy_bytes(self, weight: int) -> int:
-        """Returns the bytes of a variable and its gradient, on a stage that does not train it.
-
-        Args:
-            weight: Id of the variable.
-        """
+        """Returns the bytes of a variable and its gradient, on a stage that does not train it."""
         found = self.graph.weights[weight]
         return found.bytes * (2 if found.trainable else 1)
 
     def reduction_bytes(self, share: float | None = None) -> Sequence[float]:
-        """Returns the bytes in which each variable travels between replicas.
-
-        Args:
-            share: How much of each the replica updates; `None` for the mean over replicas, whose
-                sum is no more than the largest has.
-        """
+        """Returns the bytes in which each variable travels between replicas."""
         rows = self.micro_batch_size * self.micro_batches
         return self.sums.weight_bytes(
             self.graph, rows, 1 / self.sums.replicas if share is None else share
         )
 
     def keepers(self) -> dict[int, list[int]]:
-        """Returns which nodes need which memory again in their backward pass.
-
-        Returns:
-            From the id of each kept tensor, views resolved, to nodes in ascending order.
-        """
+        """Returns which nodes need which memory again in their backward pass."""
         found: dict[int, dict[int, None]] = {}
         for node in self.graph.nodes:
             for tensor in node.keeps:
@@ -158,11 +137,7 @@ class StageCostModel:
         return {tensor: list(nodes) for tensor, nodes in found.items()}
 
     def mask_bytes(self, tensor: Tensor) -> int:
-        """Returns the bytes of a tensor's mask for one micro-batch; 0 without one.
-
-        Args:
-            tensor: The tensor.
-        """
+        """Returns the bytes of a tensor's mask for one micro-batch; 0 without one."""
         if tensor.mask_shape is None:
             return 0
         return self.micro_batch_size * math.prod(
@@ -174,13 +149,7 @@ class StageCostModel:
         return tuple(self.cut(*one) for one in crossings(self.graph, assignment))
 
     def cut(self, tensor: Tensor, source: int, targets: tuple[int, ...]) -> CutEdge:
-        """Returns what it costs to send a tensor.
-
-        Args:
-            tensor: The tensor.
-            source: Stage that makes it.
-            targets: Stages that read it, ascending.
-        """
+        """Returns what it costs to send a tensor."""
         return CutEdge(
             tensor=tensor.name,
             source=source,
@@ -206,14 +175,7 @@ class StageCostModel:
         in_flight: Sequence[int],
         repeats: Mapping[int, int] = NOTHING,
     ) -> tuple[StagePlan, ...]:
-        """Returns what each stage costs.
-
-        Args:
-            assignment: Stage of each node; every stage has one.
-            in_flight: Most micro-batches that each stage holds at a time.
-            repeats: Stages that keep the inputs of a micro-batch only and repeat their forward
-                pass, and for how many micro-batches at a time they hold what that makes.
-        """
+        """Returns what each stage costs."""
         cuts, users = self.cuts(assignment), self.graph.users(assignment)
         last, replicas = len(in_flight) - 1, self.replicas(users)
         nodes: list[list[int]] = [[] for _ in in_flight]
@@ -257,19 +219,7 @@ class StageCostModel:
         repeats: int,
         replicas: Sequence[int],
     ) -> StagePlan:
-        """Returns what one stage costs, but for what gradients travel in between replicas.
-
-        Args:
-            ids: Its nodes, ascending.
-            stage: Its number.
-            last: Number of the last stage.
-            in_flight: Most micro-batches that it holds at a time.
-            cuts: The tensors that it sends or receives, and any others.
-            users: The stages that use each of its variables, ascending.
-            repeats: For how many micro-batches at a time it holds what a repeated forward pass
-                makes; 0 where it repeats none.
-            replicas: Replica that updates each variable.
-        """
+        """Returns what one stage costs, but for what gradients travel in between replicas."""
         nodes = [self.graph.nodes[i] for i in ids]
         used = {w for node in nodes for w in node.weights}
         weights = [self.graph.weights[w] for w in used]

@@ -24,12 +24,6 @@ def least_step_seconds(
         rank 2  [F of 0 and 1] [ all micro-batches of rank 2 ] [B of 1 and 0]
 
     Messages, and what ranks wait for each other in between, come on top.
-
-    Args:
-        costs: The graph and its costs.
-        assignment: Stage of each node.
-        spec: The schedule.
-        samples: Samples of a micro-batch on average.
     """
     machine, count = costs.machine or HardwareSpec(), costs.micro_batches
     if costs.seconds is None:

@@ -116,18 +116,7 @@ class ExternalGraph:
 
 
 def load_graph(path: str | Path) -> ExternalGraph:
-    """Reads an external graph from a JSON file.
-
-    Args:
-        path: The file.
-
-    Returns:
-        The checked graph.
-
-    Raises:
-        GraphError: The file is missing, too large, not JSON, or breaks a rule of the format;
-            the message names the place.
-    """
+    """Reads an external graph from a JSON file."""
     try:
         with Path(path).open("rb") as file:
             text = file.read(MAX_BYTES + 1)
@@ -142,18 +131,7 @@ def load_graph(path: str | Path) -> ExternalGraph:
 
 
 def loads_graph(text: str | bytes) -> ExternalGraph:
-    """Reads an external graph from JSON text.
-
-    Args:
-        text: The JSON: `nodes` (id, time, memory ...), `edges` (src, dst, comm, bytes, tensor) and
-            `tensors` (id, src, nodes, comm, bytes).
-
-    Returns:
-        The checked graph.
-
-    Raises:
-        GraphError: The text is not JSON or breaks a rule of the format.
-    """
+    """Reads an external graph from JSON text."""
     try:
         record = decoded(text, GraphRecord)
     except ValueError as error:
@@ -181,22 +159,7 @@ def to_problem(
     memory_limit: float | Sequence[float] | None = None,
     exactly: bool = False,
 ) -> Problem:
-    """Makes the partition problem of an external graph; memory and time count as given.
-
-    Args:
-        graph: The graph.
-        num_stages: Stages; at most that many are used.
-        objective: What the largest stage is measured in.
-        memory_limit: Bytes that a stage may hold, one number or one for each stage.
-        exactly: Whether every stage must have a node.
-
-    Returns:
-        The problem.
-
-    Raises:
-        ConfigurationError: There are more stages than any pipeline has.
-        PlanError: An option is out of range.
-    """
+    """Makes the partition problem of an external graph; memory and time count as given."""
     if num_stages > MAX_STAGES:
         raise ConfigurationError(
             f"A pipeline has at most {MAX_STAGES} stages. Received: num_stages={num_stages}"

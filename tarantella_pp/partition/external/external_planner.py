@@ -17,22 +17,7 @@ def plan_graph(
     balance: Objective = "memory",
     memory_limit: float | Sequence[float] | None = None,
 ) -> ExternalPlan:
-    """Plans the stages of an external graph; memory and time count as its file gives them.
-
-    Args:
-        graph: The graph.
-        num_stages: Number of stages; at most that many are used.
-        balance: What the largest stage is measured in.
-        memory_limit: Memory that a stage may have, one number or one for each stage.
-
-    Returns:
-        The plan.
-
-    Raises:
-        ConfigurationError: The graph names no FLOPs, and they are to be balanced, or there are
-            more stages than any pipeline has.
-        PlanError: No plan keeps the limit.
-    """
+    """Plans the stages of an external graph; memory and time count as its file gives them."""
     if balance == "flops" and not any(node.flops for node in graph.nodes):
         raise ConfigurationError(
             f"Graph {graph.name!r} names no flops for its nodes. Received: balance='flops'"
@@ -64,15 +49,7 @@ def plan_graph(
 
 
 def check_plan(plan: ExternalPlan, graph: ExternalGraph) -> None:
-    """Checks that a plan is one of this graph, and that its figures are right.
-
-    Args:
-        plan: The plan.
-        graph: The graph.
-
-    Raises:
-        PlanError: It is not; the message names what differs.
-    """
+    """Checks that a plan is one of this graph, and that its figures are right."""
     if len(plan.assignment) != len(graph.nodes):
         raise PlanError(
             f"This is a plan of another graph: it has {len(plan.assignment)} nodes, and this "

@@ -125,11 +125,7 @@ def sized_call(
 
 
 def activation_name(activation: Any) -> str:
-    """Returns the name of an activation function; empty where it is not one of Keras' own.
-
-    Args:
-        activation: A function, an `Activation` layer or `None`.
-    """
+    """Returns the name of an activation function; empty where it is not one of Keras' own."""
     if activation is None:
         return "linear"
     if isinstance(activation, keras.layers.Activation):

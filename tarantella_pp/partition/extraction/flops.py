@@ -110,15 +110,7 @@ def _dense(call: SizedCall) -> Any:
 
 
 def einsum_flops(equation: str, shapes: list[tuple[int, ...]]) -> float:
-    """Counts the operations of an einsum of two or more tensors.
-
-    Args:
-        equation: Einsum equation in letters; `"..."` is allowed.
-        shapes: Shape of each operand, batch included where the equation has it.
-
-    Returns:
-        Twice the product of the sizes of all its letters.
-    """
+    """Counts the operations of an einsum of two or more tensors."""
     sizes: dict[str, int] = {}
     for term, shape in zip(equation.split("->")[0].split(","), shapes, strict=True):
         term = term.strip()

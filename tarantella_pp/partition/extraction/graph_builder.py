@@ -35,18 +35,7 @@ def graph_of(
     outputs: tuple[int, ...],
     assumed_size: int,
 ) -> LayerGraph:
-    """Makes the layer graph of a draft.
-
-    Args:
-        draft: Tensors and calls in running order.
-        variables: All Keras variables of the calls, each once.
-        inputs: Ids of the model's inputs.
-        outputs: Ids of the model's outputs.
-        assumed_size: Size to count unknown dimensions other than the batch with.
-
-    Returns:
-        The graph.
-    """
+    """Makes the layer graph of a draft."""
     trained = {id(v) for call in draft.calls for v in trained_variables(call.operation)}
     weights = tuple(_weight(i, v, id(v) not in trained) for i, v in enumerate(variables))
     weight_ids = {id(variable): i for i, variable in enumerate(variables)}

@@ -63,16 +63,6 @@ def extract(model: keras.Model | ExtractedModel, *, assumed_size: int = 256) -> 
     layers and `keras.ops` calls. A nested model stays one node where opening it could change a
     result: it overrides `call()`, has an activity regularizer, converts its inputs, or gets a
     mask of its own.
-
-    Args:
-        model: A Functional or built Sequential model; one that has been read already is returned.
-        assumed_size: Size to count unknown dimensions other than the batch with.
-
-    Returns:
-        The graph, and one call per node that runs it.
-
-    Raises:
-        UnsupportedModelError: The model, or something in it, cannot be cut into stages.
     """
     if isinstance(model, ExtractedModel):
         return model

@@ -36,13 +36,7 @@ class MaskFlow:
 
 
 def symbolic(shape: Shape, dtype: str, mask_shape: Shape | None = None) -> Any:
-    """Makes a symbolic tensor that belongs to no model, so that nothing called on it is recorded.
-
-    Args:
-        shape: Its shape, batch first.
-        dtype: Its dtype.
-        mask_shape: Shape of the mask attached to it; `None` for no mask.
-    """
+    """Makes a symbolic tensor outside of every model; nothing called on it is recorded."""
     tensor = keras.KerasTensor(shape, dtype, name="free")
     if mask_shape is not None:
         set_mask(tensor, keras.KerasTensor(mask_shape, "bool", name="free_mask"))

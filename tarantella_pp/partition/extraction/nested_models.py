@@ -18,16 +18,7 @@ from tarantella_pp.partition.graph.layer_graph import Tensor
 
 
 def opened_inputs(node: Any, given: list[Tensor]) -> list[Any] | None:
-    """Says how to open a call of a nested model.
-
-    Args:
-        node: A call in a Functional (a `Node` of Keras).
-        given: The tensors that `node.input_tensors` are in this place.
-
-    Returns:
-        The symbolic tensors of the outer model that are the nested model's inputs, in its order;
-        `None` where the call is of no nested model, or opening it could change a result.
-    """
+    """Says how to open a call of a nested model."""
     model = node.operation
     network = network_of(model)
     if network is None or not is_plain_call(model) or not _same_weights_inside(model, network):

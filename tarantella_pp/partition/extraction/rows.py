@@ -25,23 +25,12 @@ Probe = tuple[Shape, ...] | None
 
 
 def probe_of(shape: Shape) -> Probe:
-    """Returns the shapes of a tensor that has a row for each sample.
-
-    Args:
-        shape: Its shape, whatever the first dimension.
-    """
+    """Returns the shapes of a tensor that has a row for each sample."""
     return tuple((samples, *shape[1:]) for samples in _SAMPLES)
 
 
 def rows_per_sample(probe: Probe) -> int | None:
-    """Returns how many rows each sample adds to a tensor.
-
-    Args:
-        probe: The shapes of the tensor.
-
-    Returns:
-        Their number; 0 for a tensor without rows of samples; `None` where it cannot be told.
-    """
+    """Returns how many rows each sample adds to a tensor."""
     if probe is None:
         return None
     few, many = (shape[0] if shape else 0 for shape in probe)
@@ -52,15 +41,7 @@ def rows_per_sample(probe: Probe) -> int | None:
 
 
 def sample_axis(probe: Probe) -> int | None:
-    """Returns along which dimension a tensor has its samples.
-
-    Args:
-        probe: The shapes of the tensor.
-
-    Returns:
-        The first dimension that grows with their number, `None` for a tensor that has none of them.
-        Where it cannot be told that is taken for the first.
-    """
+    """Returns along which dimension a tensor has its samples."""
     if probe is None:
         return 0
     few, many = probe
@@ -71,13 +52,7 @@ def sample_axis(probe: Probe) -> int | None:
 def probe_call(
     node: Any, given: Mapping[int, tuple[Probe, str]], shapes: list[Shape]
 ) -> list[Probe]:
-    """Works out the shapes that a call makes.
-
-    Args:
-        node: The call (a `Node` of Keras).
-        given: Shapes and dtype of each argument, by `id` of the symbolic tensor in the node.
-        shapes: What Keras says of the results.
-    """
+    """Works out the shapes that a call makes."""
     if is_own_layer(node.operation) and all(rows_per_sample(p) == 1 for p, _ in given.values()):
         return [probe_of(shape) for shape in shapes]
     results = []

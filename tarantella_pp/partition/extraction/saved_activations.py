@@ -86,14 +86,7 @@ _NORMALIZATIONS = by_name(
 
 
 def saved_activations(call: SizedCall) -> SavedActivations:
-    """Says what a call keeps for its backward pass.
-
-    Args:
-        call: The call with its sizes.
-
-    Returns:
-        The tensors of the graph and the other bytes, per sample.
-    """
+    """Says what a call keeps for its backward pass."""
     if not any(tensor.has_gradient for tensor in call.outputs):
         return SavedActivations()
     rule = _RULES.get(call.kind)

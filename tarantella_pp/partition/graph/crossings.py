@@ -32,12 +32,7 @@ class Crossing(NamedTuple):
 
 
 def crossings(graph: LayerGraph, assignment: Sequence[int]) -> list[Crossing]:
-    """Returns the tensors that cross from stage to stage, in the order of the graph.
-
-    Args:
-        graph: The layer graph.
-        assignment: Stage of each node.
-    """
+    """Returns the tensors that cross from stage to stage, in the order of the graph."""
     crossed = []
     for tensor, stages in zip(graph.tensors, readers(graph, assignment), strict=True):
         if tensor.producer is not None:
@@ -49,12 +44,7 @@ def crossings(graph: LayerGraph, assignment: Sequence[int]) -> list[Crossing]:
 
 
 def readers(graph: LayerGraph, assignment: Sequence[int]) -> list[tuple[int, ...]]:
-    """Returns the stages that read each tensor, ascending.
-
-    Args:
-        graph: The layer graph.
-        assignment: Stage of each node.
-    """
+    """Returns the stages that read each tensor, ascending."""
     last, outputs = {max(assignment)}, set(graph.outputs)
     return [
         tuple(sorted({assignment[n] for n in t.consumers} | (last if t.id in outputs else set())))

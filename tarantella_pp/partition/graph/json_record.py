@@ -98,18 +98,7 @@ def _complaint(message: str, text: str | bytes) -> str:
 
 
 def read(path: str | os.PathLike[str], noun: str) -> bytes:
-    """Reads a file, a byte more than is allowed at the most.
-
-    Args:
-        path: The file.
-        noun: What it should hold.
-
-    Returns:
-        Its bytes.
-
-    Raises:
-        PlanError: It cannot be read.
-    """
+    """Reads a file, a byte more than is allowed at the most."""
     try:
         with Path(path).open("rb") as file:
             return file.read(MAX_FILE_BYTES + 1)

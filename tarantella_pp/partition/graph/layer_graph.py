@@ -234,11 +234,7 @@ class LayerGraph(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
         }
 
     def users(self, assignment: Sequence[int]) -> list[tuple[int, ...]]:
-        """Returns the stages that use each variable, ascending: the first one trains it.
-
-        Args:
-            assignment: Stage of each node.
-        """
+        """Returns the stages that use each variable, ascending: the first one trains it."""
         stages: list[set[int]] = [set() for _ in self.weights]
         for node in self.nodes:
             for w in node.weights:

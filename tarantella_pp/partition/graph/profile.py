@@ -53,11 +53,7 @@ class Profile(JsonRecord, frozen=True, tag_field="format", tag="tarantella_pp.pr
     version: int = 1
 
     def __post_init__(self) -> None:
-        """Checks that everything fits together.
-
-        Raises:
-            PlanError: A number is out of range, not finite, or there are too many or too few.
-        """
+        """Checks that everything fits together."""
         for problem in _problems(self):
             raise PlanError(f"This is no valid profile: {problem}")
 

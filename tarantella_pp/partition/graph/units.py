@@ -12,18 +12,7 @@ _UNITS = {"": 1, "K": 1, "M": 2, "G": 3, "T": 4, "P": 5}
 
 
 def parse_bytes(value: int | float | str, name: str) -> int:
-    """Reads a number of bytes.
-
-    Args:
-        value: A number, or text such as `"16GB"` (1000-based) or `"16GiB"` (1024-based).
-        name: The option's name, for the message.
-
-    Returns:
-        The number of bytes.
-
-    Raises:
-        ConfigurationError: It is no positive number of bytes.
-    """
+    """Reads a number of bytes."""
     number = None
     if isinstance(value, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([KMGTP]?)(i?)B?\s*", value, re.IGNORECASE)
@@ -41,12 +30,7 @@ def parse_bytes(value: int | float | str, name: str) -> int:
 
 
 def format_bytes(value: float, *, short: bool = False) -> str:
-    """Writes a number of bytes with three significant digits, 1024-based, e.g. `"14.9 GiB"`.
-
-    Args:
-        value: Number of bytes.
-        short: Whether to write `"14.9G"` instead, for tables.
-    """
+    """Writes a number of bytes with three significant digits, 1024-based, e.g. `"14.9 GiB"`."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if value < 999.5 or unit == "TiB":
             break
@@ -56,12 +40,7 @@ def format_bytes(value: float, *, short: bool = False) -> str:
 
 
 def sample_shape(shape: Shape, assumed_size: int) -> tuple[int, ...]:
-    """Returns the shape of one sample.
-
-    Args:
-        shape: Shape of the tensor; its first unknown dimension is the batch.
-        assumed_size: Size to count the other unknown dimensions with.
-    """
+    """Returns the shape of one sample."""
     sizes = list(shape)
     if None in sizes:
         sizes.remove(None)
@@ -71,13 +50,7 @@ def sample_shape(shape: Shape, assumed_size: int) -> tuple[int, ...]:
 
 
 def wire_bytes(size: int, dtype: str, wire_dtype: str | None) -> int:
-    """Returns the bytes of a tensor as it is sent; floating point numbers may travel in less.
-
-    Args:
-        size: Bytes of the tensor.
-        dtype: Dtype of the tensor.
-        wire_dtype: Dtype in which wider floating point numbers travel; `None` for their own.
-    """
+    """Returns the bytes of a tensor as it is sent; floating point numbers may travel in less."""
     own = item_bytes(dtype)
     if wire_dtype is None or not dtype.startswith("float"):
         return size

@@ -12,11 +12,7 @@ EQUAL = 5e-4
 
 
 def choice_lines(plan: Plan) -> list[str]:
-    """Returns lines that say how long a step takes, what came next, and what else there is.
-
-    Args:
-        plan: The plan; one whose step was not simulated says nothing.
-    """
+    """Returns lines that say how long a step takes, what came next, and what else there is."""
     if plan.step_seconds is None:
         return []
     lines = [f"A step takes {_seconds(plan.step_seconds)}, simulated."]

@@ -65,15 +65,6 @@ def difference(
 
     Nodes are known by their names, the first, second ... of a name each; names that Keras has
     numbered anew are told apart by their places where both plans are of the same model.
-
-    Args:
-        before: The first plan, a `Plan` or `ExternalPlan`.
-        after: The second plan.
-        options: Attributes of the plans to compare.
-        figures: Attributes of their stages to compare.
-
-    Returns:
-        The difference.
     """
     old, new = _names(before), _names(after)
     if getattr(before, "fingerprint", "") == getattr(after, "fingerprint", None):

@@ -26,15 +26,6 @@ def gradient_buckets(
     it, the first that uses it. One that other stages use, too, is in the last buckets of its stage,
     without others: its gradient is complete only once theirs have come. A table of embeddings has
     a bucket of its own, for its gradient may be a few rows.
-
-    Args:
-        graph: The layer graph.
-        assignment: Stage of each node.
-        num_stages: Number of stages.
-        fusion_threshold: Most bytes of a bucket; a variable with more has its own.
-
-    Returns:
-        The buckets of each stage, in the order in which they are reduced.
     """
     first_use: dict[int, tuple[int, int]] = {}
     tables = set()
@@ -60,13 +51,7 @@ def gradient_buckets(
 def bucket_bytes(
     graph: LayerGraph, buckets: Buckets, gradient_dtype: str | None = None
 ) -> tuple[int, ...]:
-    """Returns the bytes of the gradients in each bucket of a stage, as they travel.
-
-    Args:
-        graph: The layer graph.
-        buckets: The buckets.
-        gradient_dtype: As of a plan.
-    """
+    """Returns the bytes of the gradients in each bucket of a stage, as they travel."""
     weights = graph.weights
     return tuple(
         sum(wire_bytes(weights[w].bytes, weights[w].dtype, gradient_dtype) for w in bucket)

@@ -146,15 +146,7 @@ machines = Machines(
 
 
 def machine_of(given: HardwareSpec | str | os.PathLike[str]) -> HardwareSpec:
-    """Returns the machine that an option names.
-
-    Args:
-        given: The machine itself, one of `machines`, or the path of a JSON file that
-            `tarantella doctor --save` or `HardwareSpec.save` wrote.
-
-    Raises:
-        ConfigurationError: There is no such machine or file, or the file has none.
-    """
+    """Returns the machine that an option names."""
     if isinstance(given, HardwareSpec):
         return given
     if isinstance(given, str) and given.lower() in machines:

@@ -121,11 +121,7 @@ class Plan(
     version: int = 1
 
     def __post_init__(self) -> None:
-        """Checks that everything fits together.
-
-        Raises:
-            PlanError: A number is out of range, not finite, or does not match the others.
-        """
+        """Checks that everything fits together."""
         for problem in problems(self):
             raise PlanError(f"This is no valid plan: {problem}")
 

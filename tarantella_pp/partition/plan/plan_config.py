@@ -70,20 +70,11 @@ class PlanConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.num_replicas * self.num_ranks
 
     def world_rank(self, replica: int, position: int) -> int:
-        """Returns the rank, among those of all pipelines, of a rank of one of them.
-
-        Args:
-            replica: The pipeline, from 0.
-            position: Rank in the pipeline, from 0.
-        """
+        """Returns the rank, among those of all pipelines, of a rank of one of them."""
         return rank_in_job(replica, position, self.num_replicas, self.num_ranks, self.placement)
 
     def coordinates(self, world_rank: int) -> Coordinates:
-        """Returns where a rank among those of all pipelines stands: undoes `world_rank`.
-
-        Args:
-            world_rank: The rank, from 0.
-        """
+        """Returns where a rank among those of all pipelines stands: undoes `world_rank`."""
         if self.placement == "pipelines-together":
             return Coordinates(*divmod(world_rank, self.num_ranks))
         position, replica = divmod(world_rank, self.num_replicas)
@@ -97,11 +88,7 @@ class PlanConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def common_limit(limits: Sequence[int]) -> int | None:
-    """Returns the memory limit of all stages, `None` where they have different ones.
-
-    Args:
-        limits: The limit of each stage.
-    """
+    """Returns the memory limit of all stages, `None` where they have different ones."""
     return limits[0] if len(set(limits)) == 1 else None
 
 
@@ -114,13 +101,6 @@ def rank_in_job(
 
         pipelines-together     replica 0: 0 1 2     replicas-together     replica 0: 0 2 4
                                replica 1: 3 4 5                           replica 1: 1 3 5
-
-    Args:
-        replica: The pipeline, from 0.
-        position: Rank in the pipeline, from 0.
-        num_replicas: Number of pipelines.
-        num_ranks: Ranks of one pipeline.
-        placement: `"pipelines-together"` or `"replicas-together"`.
     """
     if placement == "pipelines-together":
         return replica * num_ranks + position
@@ -128,11 +108,5 @@ def rank_in_job(
 
 
 def micro_batch_size(batch_size: int, num_replicas: int, num_micro_batches: int) -> int:
-    """Returns the samples of one micro-batch on one replica, rounded up.
-
-    Args:
-        batch_size: Samples of a step, over all replicas.
-        num_replicas: Number of replicas.
-        num_micro_batches: Micro-batches of a step.
-    """
+    """Returns the samples of one micro-batch on one replica, rounded up."""
     return -(-batch_size // (num_replicas * num_micro_batches))

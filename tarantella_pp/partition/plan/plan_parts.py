@@ -130,11 +130,7 @@ class CutEdge(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     mask_bytes: int = 0
 
     def sent_bytes(self, wire_dtype: str | None) -> int:
-        """Returns the bytes of one micro-batch of it as they are sent, without the mask.
-
-        Args:
-            wire_dtype: As of a plan.
-        """
+        """Returns the bytes of one micro-batch of it as they are sent, without the mask."""
         return wire_bytes(self.bytes, self.dtype, wire_dtype)
 
 

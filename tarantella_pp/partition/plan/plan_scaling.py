@@ -68,10 +68,6 @@ def left_at_buckets(plan: Plan, seconds: Sequence[float]) -> list[list[float]]:
 
     Buckets are filled from the last layer on, so a bucket is full once the layers that come last
     have as many bytes of weights as it and those before it.
-
-    Args:
-        plan: The plan, with the work of its layers; without, nothing is left.
-        seconds: Seconds of each layer.
     """
     found = []
     for stage, cost in enumerate(plan.stages):

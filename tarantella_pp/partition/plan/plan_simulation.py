@@ -38,10 +38,6 @@ def planned_step(plan: Plan, num_ranks: int | None = None) -> PipelineStep:
 
     Its bubble is the one that tables, pages and commands show. A plan from before plans named a
     machine is played on any, with messages that take no time.
-
-    Args:
-        plan: The plan.
-        num_ranks: Ranks of the pipeline; see `PlanSimulation.step`, which says what is raised.
     """
     machine = plan.machine or HardwareSpec(bandwidth=None, latency=0.0)
     simulation = PlanSimulation(plan, machine, plan.schedule, plan.num_micro_batches)
@@ -49,11 +45,7 @@ def planned_step(plan: Plan, num_ranks: int | None = None) -> PipelineStep:
 
 
 def with_step(plan: Plan) -> Plan:
-    """Returns a plan with the bubble and seconds of its step, or without where that is too large.
-
-    Args:
-        plan: The plan.
-    """
+    """Adds the bubble and the seconds of a step to a plan, unless it is too large to simulate."""
     try:
         step = planned_step(plan)
     except ScheduleError:
@@ -63,13 +55,7 @@ def with_step(plan: Plan) -> Plan:
 
 
 def stage_seconds(plan: Plan, machine: HardwareSpec, samples: float) -> list[tuple[float, float]]:
-    """Returns the seconds of each stage, forward and backward, by arithmetic and memory traffic.
-
-    Args:
-        plan: The plan; each stage of one that does not say what its nodes do is one operation.
-        machine: The machine.
-        samples: Samples of a micro-batch.
-    """
+    """Returns the seconds of each stage, forward and backward, by arithmetic and memory traffic."""
     stages, nodes = plan.assignment, plan.work
     if not nodes:
         stages = tuple(range(plan.num_stages))
@@ -107,14 +93,7 @@ class PlanSimulation:
     num_replicas: int | None = None
 
     def of_replicas(self, num_replicas: int) -> PlanSimulation:
-        """Returns the simulation of one replica of so many, where its step depends on that.
-
-        Args:
-            num_replicas: Number of replicas.
-
-        Raises:
-            ConfigurationError: The replicas share the batch, which has fewer samples.
-        """
+        """Returns the simulation of one replica of so many, where its step depends on that."""
         if not self.scale.strong and self.scale.nodes is None:
             return self
         if self.scale.strong and num_replicas > self.plan.batch_size:
@@ -141,11 +120,7 @@ class PlanSimulation:
         return micro_batch_size(self.samples, 1, self.micro_batches)
 
     def costs(self, num_ranks: int | None = None) -> Costs:
-        """Returns the seconds and bytes of the plan's stages and messages.
-
-        Args:
-            num_ranks: As of `step`, which says what is raised.
-        """
+        """Returns the seconds and bytes of the plan's stages and messages."""
         planned = self.plan.micro_batch_size
         # Memory must hold the largest micro-batch; time is that of all of them together.
         mean = self.samples / self.micro_batches
@@ -244,17 +219,6 @@ class PlanSimulation:
         """Plays the step of one replica.
 
         A plan's own schedule, where it is searched for, holds no more than was planned.
-
-        Args:
-            num_ranks: Ranks of the pipeline, a divisor of the number of stages. Default: those
-                of the plan, or for `zb-v` one for each two stages.
-            blocking: As of `lower`; nothing to the seconds.
-
-        Returns:
-            The step.
-
-        Raises:
-            ScheduleError: The schedule is unknown, or does not work with so many ranks.
         """
         limit = [stage.in_flight for stage in self.plan.stages] if self._runs_own else None
         return pipeline_step(
@@ -268,11 +232,7 @@ class PlanSimulation:
         )
 
     def num_ranks(self, given: int | None = None) -> int:
-        """Returns the ranks of one replica.
-
-        Args:
-            given: As of `step`.
-        """
+        """Returns the ranks of one replica."""
         return 1 + max(self._spec(given).placement)
 
     def _spec(self, num_ranks: int | None) -> ScheduleSpec:
@@ -294,12 +254,7 @@ class PlanSimulation:
         return replace(self, machine=free, scale=replace(self.scale, nodes=None))
 
     def replicated(self, step: PipelineStep, num_replicas: int) -> PipelineStep:
-        """Returns the step of several replicas, with the sums of their gradients.
-
-        Args:
-            step: The step of one of them.
-            num_replicas: Their number.
-        """
+        """Returns the step of several replicas, with the sums of their gradients."""
         buckets = [stage.reduced_bytes for stage in self.plan.stages]
         network = Network(self.machine.bandwidth, self.machine.latency)
         if (nodes := self.scale.nodes) is not None:
@@ -326,15 +281,7 @@ class PlanSimulation:
         return found.slowest_of(num_replicas) - step.pipeline_seconds
 
     def point(self, step: PipelineStep, num_replicas: int) -> ScalePoint:
-        """Returns what the step of several replicas comes to.
-
-        Args:
-            step: The step of one of them.
-            num_replicas: Their number, as of `of_replicas`.
-
-        Raises:
-            ScheduleError: Ranks have different speeds, and the step is from closed forms.
-        """
+        """Returns what the step of several replicas comes to."""
         step = self.replicated(step, num_replicas)
         straggling = self._straggling(step, num_replicas)
         seconds = step.step_seconds + straggling
@@ -360,10 +307,6 @@ class PlanSimulation:
         Up to a rank for each stage there is one pipeline, whose ranks own several stages; from
         then on there are 2, 4, 8 ... replicas of it, as long as each has a sample, and but for
         numbers that do not lie alike on their hosts.
-
-        Args:
-            step: The step of one replica.
-            num_ranks: Its ranks, as of `step`.
         """
         size = step.num_ranks
         custom = self._runs_own and self.plan.schedule_text is not None

@@ -16,14 +16,7 @@ if TYPE_CHECKING:
 
 
 def problems(plan: Plan) -> Iterator[str]:
-    """Finds what in a plan does not fit together.
-
-    Args:
-        plan: The plan.
-
-    Yields:
-        What is wrong, in words.
-    """
+    """Finds what in a plan does not fit together."""
     yield from _wrong_numbers(plan)
     yield from _wrong_stages(plan)
     yield from _wrong_ranks(plan)
@@ -156,10 +149,6 @@ def difference(plan: Plan, graph: LayerGraph) -> str:
     """Says how a model differs from the one that a plan was made for.
 
     Names are compared without the numbers that Keras appends to them.
-
-    Args:
-        plan: The plan.
-        graph: Layer graph of the other model.
     """
 
     def stem(name: str) -> str:

@@ -26,14 +26,7 @@ from tarantella_pp.partition.plan.rank_memory import (
 
 
 def table(plan: Plan) -> Group:
-    """Makes the table of a plan: one row for each stage, its layers, and what holds for all of it.
-
-    Args:
-        plan: The plan.
-
-    Returns:
-        Something that `rich` prints.
-    """
+    """Makes a plan's table: one row for each stage, its layers, and the facts of the whole plan."""
     rows = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     rows.add_column("Stage", justify="right")
     measured = all(stage.seconds is not None for stage in plan.stages)
@@ -66,15 +59,7 @@ def table(plan: Plan) -> Group:
 
 
 def as_text(plan: Plan, width: int | None = None) -> str:
-    """Writes the table of a plan as plain text.
-
-    Args:
-        plan: The plan.
-        width: Columns. Default: those of the terminal, 80 in a pipe.
-
-    Returns:
-        The lines, without colours or blanks at their ends.
-    """
+    """Writes the table of a plan as plain text."""
     columns = shutil.get_terminal_size((80, 24)).columns if width is None else width
     console = Console(file=io.StringIO(), width=columns, color_system=None, force_terminal=False)
     with console.capture() as captured:

@@ -74,11 +74,7 @@ class NodeWork(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 
 
 def node_work(graph: LayerGraph) -> tuple[NodeWork, ...]:
-    """Returns what each operation of a layer graph does.
-
-    Args:
-        graph: The layer graph.
-    """
+    """Returns what each operation of a layer graph does."""
     losses = Counter[int]()
     for output in (graph.tensors[t] for t in graph.outputs):
         if output.has_gradient and output.producer is not None:
@@ -157,13 +153,7 @@ def _kind(graph: LayerGraph, node: Node) -> LayerKind:
 def roofline_seconds(
     work: Sequence[NodeWork], samples: float, machine: HardwareSpec
 ) -> list[tuple[float, float]]:
-    """Returns the seconds of each operation for one micro-batch, forward and backward.
-
-    Args:
-        work: What the operations do.
-        samples: Samples of the micro-batch.
-        machine: The machine.
-    """
+    """Returns the seconds of each operation for one micro-batch, forward and backward."""
     speeds = machine.layers
     return [_seconds(one, samples, machine, speeds) for one in work]
 

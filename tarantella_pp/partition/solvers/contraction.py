@@ -28,14 +28,6 @@ def strong_owners(
     """Names for each node the one that stands for all that must share its stage.
 
     Nodes of a set must, and so must whatever lies on a path between two of them.
-
-    Args:
-        n: Number of nodes.
-        edges: Precedence pairs.
-        sets: Nodes that must share a stage.
-
-    Returns:
-        The smallest node fused with each node, shape `(n,)`.
     """
     pairs = list(edges)
     for one in sets:

@@ -36,12 +36,6 @@ class NodeMerger:
     w, no longer cut, cost at least as much. The same reduction (of leaves) brings the GNMT graphs
     of Tarnawski et al., "Efficient Algorithms for Device Placement of DNN Graph Operators"
     (NeurIPS 2020), within reach.
-
-    Args:
-        owner: Node that each node is fused into (itself, mostly).
-        edges: Precedence pairs of original nodes.
-        drafts: Resources whose costs matter.
-        strict: Whether stages must not be empty; then nothing is joined or dropped.
     """
 
     def __init__(

@@ -146,15 +146,7 @@ def expand(problem: Problem, instance: Instance, stages: IntArray) -> IntArray:
 
 
 def shrink(instance: Instance, stages: Sequence[int]) -> IntArray | None:
-    """Gives every node of an instance its stage in a plan of the original nodes.
-
-    Args:
-        instance: The instance.
-        stages: Stage of each original node.
-
-    Returns:
-        The stages, or None where nodes that are one here are on several stages there.
-    """
+    """Gives every node of an instance its stage in a plan of the original nodes."""
     kept = instance.place >= 0
     place, original = instance.place[kept], np.asarray(stages)[kept]
     own: IntArray = np.zeros(instance.num_nodes, np.int64)
@@ -163,14 +155,7 @@ def shrink(instance: Instance, stages: Sequence[int]) -> IntArray | None:
 
 
 def cut_tensors(problem: Problem) -> list[tuple[tuple[int, ...], float]]:
-    """Lists what cuts cost, to break ties: comm, or bytes where no tensor has comm.
-
-    Args:
-        problem: The problem.
-
-    Returns:
-        The nodes and the cost of each tensor that costs something.
-    """
+    """Lists what cuts cost, to break ties: comm, or bytes where no tensor has comm."""
     by_comm = any(tensor.comm for tensor in problem.tensors)
     costs = [(t.nodes, t.comm if by_comm else t.bytes) for t in problem.tensors]
     return [(nodes, cost) for nodes, cost in costs if cost > 0 and len(nodes) > 1]

@@ -39,21 +39,6 @@ def solve(
 
     Among plans of equal value those that cut less (comm, or bytes where nothing has comm) are
     preferred, as far as they can be listed.
-
-    Args:
-        problem: The graph, the objective and the limits.
-        time_budget: Seconds of the processor after which searches are cut off.
-        gap: Relative distance from the bound at which a search may end before, where the best
-            plan cannot be told by listing.
-        near: Stages of a problem that is much alike, from which such a search may begin.
-
-    Returns:
-        The plan and its certificate.
-
-    Raises:
-        PlanError: No plan keeps the limits, or has a node for each stage; the message names the
-            smallest limit that works.
-        GraphError: The precedence has a cycle.
     """
     started = time.perf_counter()
     # The last round of a search may overrun a little, the more the larger the graph.

@@ -70,17 +70,7 @@ class Found:
 def search(
     instance: Instance, deadline: float, gap: float = 0.0, begin: IntArray | None = None
 ) -> Found:
-    """Finds the best plan of an instance.
-
-    Args:
-        instance: The instance.
-        deadline: `time.thread_time()` at which to stop.
-        gap: Relative distance from the bound at which a search may end before.
-        begin: A plan that a search may begin from, of any value.
-
-    Returns:
-        The plan, if there is one, and its bound.
-    """
+    """Finds the best plan of an instance."""
     lower = simple_bound(instance)
     if instance.num_stages == 1:
         whole: IntArray = np.zeros(instance.num_nodes, np.int64)

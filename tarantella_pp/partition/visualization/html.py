@@ -36,19 +36,7 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 def render_html(
     plan: Plan, graph: LayerGraph | None = None, timeline: StepBars | None = None
 ) -> str:
-    """Makes the page of a plan: figures, stages, memory, timeline, layer graph and cuts.
-
-    Args:
-        plan: The plan.
-        graph: The model's layer graph. Default: none, and then no tensors within stages.
-        timeline: The step to draw. Default: none, and the page says so.
-
-    Returns:
-        The page; it needs no network, adapts to narrow screens and to light and dark.
-
-    Raises:
-        PlanError: The graph is one of another model.
-    """
+    """Makes the page of a plan: figures, stages, memory, timeline, layer graph and cuts."""
     title = f"Plan of '{plan.model}'"
     head = tag(
         "head",

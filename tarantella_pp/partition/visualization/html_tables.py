@@ -74,12 +74,7 @@ def cut_table(plan: Plan) -> Markup:
 
 
 def operation_table(plan: Plan, graph: LayerGraph | None) -> Markup:
-    """Returns the table of all operations.
-
-    Args:
-        plan: The plan.
-        graph: The model's layer graph. Default: names and stages only.
-    """
+    """Returns the table of all operations."""
     heads = ["Stage", "Operation"] + (["Kind", "Weights", "FLOPs"] if graph else [])
     body = []
     for i, name in enumerate(plan.node_names[:MOST_ROWS]):
@@ -160,12 +155,7 @@ def _chips(stages: Iterable[int]) -> Iterable[Markup]:
 
 
 def tiles(plan: Plan, timeline: StepBars | None) -> Markup:
-    """Returns what one looks for first.
-
-    Args:
-        plan: The plan.
-        timeline: The step that is drawn; `None` for none.
-    """
+    """Returns what one looks for first."""
     shown: list[tuple[str, str, str]] = [
         ("Largest stage", *_largest(plan)),
         (f"Balanced by {plan.balance}", *_verdict(plan)),

@@ -22,11 +22,7 @@ LEGEND_COLUMN = 128
 
 
 def parts(stage: StagePlan) -> dict[str, int]:
-    """Returns the bytes of each part of a stage's memory, from the bottom.
-
-    Args:
-        stage: The stage.
-    """
+    """Returns the bytes of each part of a stage's memory, from the bottom."""
     return {
         "weights": stage.parameter_bytes + stage.constant_bytes,
         "gradients": stage.gradient_bytes,

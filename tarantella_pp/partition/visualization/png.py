@@ -41,19 +41,7 @@ def save_png(
     graph: LayerGraph | None = None,
     timeline: StepBars | None = None,
 ) -> None:
-    """Draws a plan's timeline, its memory, its layer graph, or all of them, into a PNG file.
-
-    Args:
-        path: The file.
-        plan: The plan.
-        kind: `"timeline"`, `"memory"`, `"graph"`, or `"sheet"` for all.
-        graph: The model's layer graph. Default: operations and cuts only.
-        timeline: The step, for `"timeline"` and `"sheet"`.
-
-    Raises:
-        ConfigurationError: There is no such kind, or the timeline is missing.
-        MissingDependencyError: matplotlib is not installed.
-    """
+    """Draws a plan's timeline, its memory, its layer graph, or all of them, into a PNG file."""
     kinds = {"sheet": ["timeline", "memory", "graph"]}.get(kind, [kind])
     if not set(kinds) <= {"timeline", "memory", "graph"}:
         raise ConfigurationError(

@@ -48,10 +48,6 @@ class StepBars:
         in_seconds: Whether times are seconds; otherwise only their ratios mean something.
         note: Where the times come from, in a sentence.
         reductions: The sums of gradients over replicas, which go on beside computations.
-
-    Raises:
-        PlanError: A bar is of an unknown rank or kind, or its times are not finite, in order and
-            not negative.
     """
 
     name: str
@@ -106,11 +102,7 @@ class StepBars:
         return tuple(kind for kind in KINDS if kind in found)
 
     def of_rank(self, rank: int) -> tuple[Bar, ...]:
-        """Returns the computations of a rank, in order, then its reductions.
-
-        Args:
-            rank: The rank.
-        """
+        """Returns the computations of a rank, in order, then its reductions."""
         reduced = tuple(bar for bar in self.reductions if bar.rank == rank)
         return self._by_rank[rank] + reduced
 
@@ -129,22 +121,7 @@ class StepBars:
 def simulated_step(
     plan: Plan, machine: HardwareSpec | None = None, *, num_ranks: int | None = None
 ) -> StepBars:
-    """Simulates one step of a plan, to be drawn.
-
-    Args:
-        plan: The plan.
-        machine: The ranks and what connects them. Default: the plan's; where it names none, any,
-            and links that take no time: then only the ratios of times mean something.
-        num_ranks: Number of ranks of a pipeline. Default: what the schedule needs, else one for
-            each stage.
-
-    Returns:
-        The rows of all ranks.
-
-    Raises:
-        ScheduleError: There is no such schedule, it cannot run with so many ranks, or the step is
-            too large to be played.
-    """
+    """Simulates one step of a plan, to be drawn."""
     machine = machine or plan.machine
     step = planned_step(msgspec.structs.replace(plan, machine=machine), num_ranks)
     note = "Times follow the FLOPs of the stages; each gradient takes as long as the forward pass"
@@ -155,19 +132,7 @@ def simulated_step(
 
 
 def step_bars(step: PipelineStep, *, in_seconds: bool = True, note: str = "") -> StepBars:
-    """Turns a step that was played into the rows that pictures show.
-
-    Args:
-        step: The step.
-        in_seconds: Whether its times are seconds; otherwise only their ratios mean something.
-        note: Where the times come from, in a sentence.
-
-    Returns:
-        The rows of all ranks.
-
-    Raises:
-        ScheduleError: The step was too large to be played.
-    """
+    """Turns a step that was played into the rows that pictures show."""
     if step.timeline is None:
         raise ScheduleError(
             f"A step of {len(step.placement)} stages and so many micro-batches is too large to be "

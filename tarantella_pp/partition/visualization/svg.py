@@ -31,21 +31,7 @@ def render_svg(
     graph: LayerGraph | None = None,
     timeline: StepBars | None = None,
 ) -> str:
-    """Draws a plan as an SVG file; it brings its colours, light and dark.
-
-    Args:
-        plan: The plan.
-        kind: `"timeline"`, `"memory"`, `"graph"`, or `"sheet"` for all in one.
-        graph: The model's layer graph. Default: operations and cuts only.
-        timeline: The step, for `"timeline"` and `"sheet"`.
-
-    Returns:
-        The file's text.
-
-    Raises:
-        ConfigurationError: There is no such kind, or the timeline is missing or too long.
-        PlanError: The graph is one of another model.
-    """
+    """Draws a plan as an SVG file; it brings its colours, light and dark."""
     pictures = _pictures(plan, kind, graph, timeline)
     return below_each_other([_heading(plan), *pictures]).alone()
 

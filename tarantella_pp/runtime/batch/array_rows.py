@@ -15,11 +15,7 @@ from tarantella_pp.runtime.comm.tensor_buffers import to_buffer, to_tensor
 
 
 class ArrayRows:
-    """The arrays of a data set: model inputs, targets and sample weights.
-
-    Args:
-        arrays: NumPy arrays of numbers, or `None`, structured like a batch.
-    """
+    """The arrays of a data set: model inputs, targets and sample weights."""
 
     def __init__(self, arrays: Any) -> None:
         self._parts = keras.utils.unpack_x_y_sample_weight(keras.tree.lists_to_tuples(arrays))

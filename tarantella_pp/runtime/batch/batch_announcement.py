@@ -20,9 +20,6 @@ _HEADER_TAG, _STRUCTURE_TAG = 1, 2
 class BatchAnnouncement:
     """Tells every rank the size of the next batch, and its structure where that is new.
 
-    Args:
-        communicator: All ranks, of which the reader tells the others.
-
     Attributes:
         known: Names the structure of the last batch.
         signature: The same, decoded: shapes and dtypes of inputs, structures of targets.
@@ -34,12 +31,7 @@ class BatchAnnouncement:
         self.signature: Any = None
 
     def announce(self, rows: int, signature: bytes = b"") -> None:
-        """Says, on the reader, what comes next.
-
-        Args:
-            rows: Number of samples in the batch; or `END`.
-            signature: Names its structure.
-        """
+        """Says, on the reader, what comes next."""
         self._tell(rows, signature if signature != self.known else b"")
         if rows >= 0:
             self._keep(signature)
@@ -49,11 +41,7 @@ class BatchAnnouncement:
         self._tell(_FAILED, text.encode())
 
     def hear(self) -> int:
-        """Returns, elsewhere, the number of samples in the next batch; or `END`.
-
-        Raises:
-            ConfigurationError: If the data could not be read.
-        """
+        """Returns, elsewhere, the number of samples in the next batch; or `END`."""
         rows, size = self._get((2,), np.int64, _HEADER_TAG).tolist()
         if size:
             news = self._get((size,), np.uint8, _STRUCTURE_TAG).tobytes()

@@ -24,25 +24,6 @@ _T = TypeVar("_T")
 class BatchStep:
     """The data and the results of one step on one rank.
 
-    Args:
-        batch: This rank's part of the batch.
-        pieces: How it is cut into micro-batches.
-        data: For each stage, the positions of the model inputs that it uses.
-        loss_and_metrics: Logs of loss and metrics, on the rank of the last stage when there are
-            targets.
-        loss: The loss and its gradients, likewise.
-        training: Whether the step trains.
-        coupled: Whether the loss needs the outputs of the whole batch at once.
-        by_parts: Whether metrics are updated with each micro-batch.
-        scale: What the gradients of the loss are multiplied with; `None` for nothing.
-        penalty: What the weight regularizers of this rank add to the loss.
-        report: Takes what this rank adds to the loss, once its forwards are done.
-        update: Updates the weights of a stage whose backward passes are done, if it can.
-        exchange: What the replicas tell each other.
-        reduce: Starts to add up the gradients of a bucket of a stage over the replicas. Default:
-            they wait until the schedule has been run.
-        progress: Moves that on.
-
     Attributes:
         added: What layers and regularizers of this rank add to the loss, so far.
     """
@@ -205,14 +186,7 @@ class BatchStep:
         return loss.gradients
 
     def logs(self, elsewhere: float) -> Mapping[str, Any]:
-        """Loss and metrics after the step, on the rank of the last stage.
-
-        Args:
-            elsewhere: Regularizers of other ranks, and the losses that their layers added.
-
-        Returns:
-            Keras' logs.
-        """
+        """Loss and metrics after the step, on the rank of the last stage."""
         loss_and_metrics, batch = _required(self._loss_and_metrics), self._batch
         if not self.training and self._at_once:
             self._loss_of_whole()

@@ -36,14 +36,7 @@ _DATA_TAG, _TARGETS_TAG = 3, 16
 
 
 class DataFeed:
-    """Hands every rank its part of each batch.
-
-    Args:
-        communicator: The ranks of all pipelines.
-        needs: What each of them gets.
-        standardize: Makes the flat list of model inputs of what the data set gives for `x`.
-        shares: Shares a batch of so many samples among the replicas.
-    """
+    """Hands every rank its part of each batch."""
 
     def __init__(
         self,
@@ -88,29 +81,13 @@ class DataFeed:
         *,
         is_split: bool = False,
     ) -> Batches:
-        """Iterates over the batches of one epoch, on all ranks together.
-
-        Args:
-            source: What the data set gives, on those that read; ignored elsewhere.
-            arrays: What all ranks have, if the data set gives the numbers of samples.
-            is_split: Whether a rank of each replica reads the samples of its own: then the data
-                set gives with them size and hash of each one's batch.
-        """
+        """Iterates over the batches of one epoch, on all ranks together."""
         return Batches(self, iter(source or ()), arrays, is_split)
 
     def next(
         self, source: Iterator[Any], arrays: ArrayRows | None = None, is_split: bool = False
     ) -> Batch | None:
-        """Returns this rank's part of the next batch; `None` after the last one.
-
-        Args:
-            source: As of `batches`.
-            arrays: As of `batches`.
-            is_split: As of `batches`.
-
-        Raises:
-            ConfigurationError: If a reader could not read a batch, on the other ranks.
-        """
+        """Returns this rank's part of the next batch; `None` after the last one."""
         if is_split:
             return self._next_split(source)
         if self._communicator.rank != READER:
@@ -293,14 +270,7 @@ class DataFeed:
 
 
 class Batches:
-    """The batches of one epoch, as this rank gets them.
-
-    Args:
-        feed: Hands every rank its part.
-        source: What the data set gives, on the reader; ignored elsewhere.
-        arrays: What all ranks have, if the data set gives the numbers of samples.
-        is_split: Whether a rank of each replica reads the samples of its own.
-    """
+    """The batches of one epoch, as this rank gets them."""
 
     def __init__(
         self,
@@ -344,12 +314,7 @@ def _signature(inputs: Sequence[tf.Tensor], y: Any, weight: Any) -> bytes:
 
 
 def dense(value: Any, what: str) -> Any:
-    """Refuses what no buffer holds; plain Keras computes with it, each layer in its own way.
-
-    Args:
-        value: A tensor of a batch.
-        what: What it is, for the error.
-    """
+    """Refuses what no buffer holds; plain Keras computes with it, each layer in its own way."""
     if isinstance(value, (tf.RaggedTensor, tf.SparseTensor)):
         raise UnsupportedModelError(
             f"Expected dense tensors from the data. Received: {what} that is a "

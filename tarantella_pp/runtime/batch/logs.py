@@ -22,12 +22,7 @@ Form = list[Any]
 
 
 class LogExchange:
-    """Small messages to and from the rank where losses, metrics and predictions are born.
-
-    Args:
-        communicator: The ranks of the pipeline.
-        source: The rank of the last stage.
-    """
+    """Small messages to and from the rank where losses, metrics and predictions are born."""
 
     def __init__(self, communicator: Communicator, source: int) -> None:
         self._communicator = communicator
@@ -40,25 +35,13 @@ class LogExchange:
         return self._communicator.rank == self._source
 
     def report(self, loss: tf.Tensor, metrics: Array) -> None:
-        """Tells the rank of the last stage what this rank adds to the logs of the batch.
-
-        Args:
-            loss: Regularizers, and the losses that layers of this rank added.
-            metrics: What the metrics of its layers hold by now.
-        """
+        """Tells the rank of the last stage what this rank adds to the logs of the batch."""
         if not self.is_source:
             values = np.concatenate([[float(loss)], metrics], dtype=_FLOAT)
             self._communicator.send([values], self._source, _LOSS_TAG, label="added losses")
 
     def reports(self, sizes: Callable[[int], int]) -> tuple[float, dict[int, Array]]:
-        """What the other ranks reported, on the rank of the last stage.
-
-        Args:
-            sizes: How many numbers the metrics of a rank's layers hold.
-
-        Returns:
-            The sum of their losses, and what the metrics of each rank hold.
-        """
+        """What the other ranks reported, on the rank of the last stage."""
         requests = {
             rank: self._communicator.post_receive(
                 [TensorSpec((1 + sizes(rank),), _FLOAT)], rank, _LOSS_TAG, label="added losses"
@@ -69,18 +52,7 @@ class LogExchange:
         return sum(float(v[0]) for v in values.values()), {r: v[1:] for r, v in values.items()}
 
     def share_logs(self, kind: str, logs: Mapping[str, Any]) -> dict[str, Any]:
-        """Gives every rank the logs of a step.
-
-        Args:
-            kind: What step they are of; values of one kind always have the same names and shapes.
-            logs: The logs on the rank of the last stage; ignored elsewhere.
-
-        Returns:
-            The logs as Keras gives them to callbacks: floats, and arrays where they are no scalars.
-
-        Raises:
-            ConfigurationError: If a value has another shape than in the step before.
-        """
+        """Gives every rank the logs of a step."""
         found = {name: np.asarray(value) for name, value in _flatten(logs).items()}
         forms = [[name, list(value.shape), value.dtype.name] for name, value in found.items()]
         if kind not in self._forms:
@@ -105,14 +77,7 @@ class LogExchange:
         self._forms.clear()
 
     def share_tensors(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Gives every rank the tensors of the rank of the last stage.
-
-        Args:
-            tensors: The tensors there; ignored elsewhere.
-
-        Returns:
-            The tensors, on every rank.
-        """
+        """Gives every rank the tensors of the rank of the last stage."""
         specs = [[list(tensor.shape), tensor.dtype.name] for tensor in tensors]
         specs = self._communicator.broadcast_json(specs, self._source)
         if self.is_source:

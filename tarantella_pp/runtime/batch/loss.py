@@ -47,11 +47,6 @@ class BatchLoss:
     weights, masked targets and sizes of the *whole* batch, which are known before any output is.
     So the loss of a batch is the sum of what its micro-batches contribute, whatever the reduction.
 
-    Args:
-        model: The compiled model, its losses built.
-        extracted: The model's graph.
-        boundary: The border of the last stage, which gives the outputs with their masks.
-
     Attributes:
         reached: The output tensors that the loss depends on; known once gradients were computed.
     """
@@ -86,34 +81,14 @@ class BatchLoss:
         differentiate: bool,
         scale: tf.Tensor | None = None,
     ) -> LossValue:
-        """Loss of a whole batch, and its gradient.
-
-        Args:
-            y: Its targets.
-            results: The model's outputs with their masks.
-            sample_weight: The weights of its samples, or `None`.
-            signature: Names the structure, shapes and dtypes of the arguments.
-            differentiate: Whether gradients are needed.
-            scale: What gradients are multiplied with; `None` for nothing.
-        """
+        """Loss of a whole batch, and its gradient."""
         arguments = (y, list(results), sample_weight, scale)
         return self._call(self._of_batch, arguments, signature, differentiate)
 
     def coefficients(
         self, y: Any, outputs: Sequence[tf.Tensor], sample_weight: Any, rows: int, signature: Any
     ) -> list[tf.Tensor]:
-        """What the values of the samples of a batch are multiplied with.
-
-        Args:
-            y: The targets of the batch.
-            outputs: The model's outputs for some of its samples.
-            sample_weight: The weights of its samples, or `None`.
-            rows: Number of its samples.
-            signature: Names the structure, shapes and dtypes of the arguments.
-
-        Returns:
-            For each loss a tensor with a row for each sample.
-        """
+        """What the values of the samples of a batch are multiplied with."""
         if self._measure is None:
             return []
         shapes = tuple((rows, *tensor.shape[1:]) for tensor in outputs)
@@ -133,16 +108,7 @@ class BatchLoss:
         differentiate: bool,
         scale: tf.Tensor | None = None,
     ) -> LossValue:
-        """What some samples contribute to the loss of their batch, and its gradient.
-
-        Args:
-            y: Their targets.
-            results: The model's outputs with their masks.
-            coefficients: Their rows of `coefficients` of the batch.
-            signature: Names the structure, shapes and dtypes of the arguments.
-            differentiate: Whether gradients are needed.
-            scale: What gradients are multiplied with; `None` for nothing.
-        """
+        """What some samples contribute to the loss of their batch, and its gradient."""
         arguments = (y, list(results), list(coefficients), scale)
         return self._call(self._of_samples, arguments, signature, differentiate)
 

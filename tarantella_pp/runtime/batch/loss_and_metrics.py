@@ -19,11 +19,6 @@ from tarantella_pp.runtime.modules.stage_boundary import StageBoundary
 class LossAndMetrics:
     """The compiled loss and metrics of a model, applied to the outputs of a pipeline.
 
-    Args:
-        model: The compiled model, its metrics built.
-        extracted: The model's graph.
-        boundary: The border of the last stage, which gives the outputs with their masks.
-
     Attributes:
         metrics: Updates the metrics.
     """
@@ -37,25 +32,12 @@ class LossAndMetrics:
         self._finish = tf.function(self._update, autograph=False, reduce_retracing=True)
 
     def why_whole(self, batch: Batch) -> str | None:
-        """Finds out why the metrics need all outputs of a batch at once; `None` if they do not.
-
-        Args:
-            batch: A batch with its targets; of batches of one structure the first decides.
-        """
+        """Finds out why the metrics need all outputs of a batch at once; `None` if they do not."""
         outputs = [output_spec(self._extracted, tensor) for tensor in self._results]
         return self.metrics.why_whole(batch, outputs, replicas=len(batch.shares) > 1)
 
     def finish(self, loss: tf.Tensor, each: Sequence[tf.Tensor], rows: int) -> Mapping[str, Any]:
-        """Updates the loss trackers with one batch, and the metrics with what is left of it.
-
-        Args:
-            loss: The loss of the batch.
-            each: The loss of each output that has one, before it is weighted.
-            rows: Number of samples.
-
-        Returns:
-            Keras' logs.
-        """
+        """Updates the loss trackers with one batch, and the metrics with what is left of it."""
         self.metrics.finish()
         logs: Mapping[str, Any] = self._finish(loss, list(each), tf.constant(rows))
         return logs

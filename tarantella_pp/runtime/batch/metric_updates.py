@@ -21,10 +21,6 @@ class MetricUpdates:
     its parts, as all of Keras' own are but for means of something that looks at several samples.
     Where all are, they are updated while the rank waits, and outputs are let go. Otherwise all
     outputs of a batch are kept, and the metrics updated with all of it at once.
-
-    Args:
-        metrics: The compiled metrics of the model, built; `None` without any.
-        pack: Puts the model's outputs together, masks attached, as the model returns them.
     """
 
     def __init__(self, metrics: Any, pack: Callable[[Sequence[tf.Tensor]], Any]) -> None:
@@ -42,16 +38,7 @@ class MetricUpdates:
     def why_whole(
         self, batch: Batch, outputs: Sequence[tf.TensorSpec], replicas: bool = False
     ) -> str | None:
-        """Finds out why the metrics need the outputs of a whole batch.
-
-        Args:
-            batch: A batch with its targets; of batches of one structure the first decides.
-            outputs: The model's outputs with their masks.
-            replicas: Whether the states of several replicas are to be added up.
-
-        Returns:
-            The reason, `None` if they do not need them.
-        """
+        """Finds out why the metrics need the outputs of a whole batch."""
         if self._metrics is None:
             return None
         if batch.signature not in self._reasons:
@@ -61,14 +48,7 @@ class MetricUpdates:
         return self._reasons[batch.signature]
 
     def add(self, y: Any, results: Sequence[tf.Tensor], weight: Any, signature: Hashable) -> None:
-        """Takes samples to update the metrics with, now or later.
-
-        Args:
-            y: Their targets.
-            results: The model's outputs with their masks.
-            weight: Their weights, or `None`.
-            signature: Names the structure, shapes and dtypes of all this but for the rows.
-        """
+        """Takes samples to update the metrics with, now or later."""
         if self._metrics is None:
             return
         arguments = (y, list(results), weight)

@@ -39,13 +39,7 @@ def inputs_of_stages(boundaries: Sequence[StageBoundary], graph: LayerGraph) -> 
 def needs_of_ranks(
     inputs: Sequence[Sequence[int]], placement: Sequence[int], groups: ProcessGroups
 ) -> list[Need]:
-    """What each rank of the job gets of each batch.
-
-    Args:
-        inputs: What `inputs_of_stages` returned.
-        placement: Rank of each stage in its pipeline.
-        groups: The ranks of the job.
-    """
+    """What each rank of the job gets of each batch."""
     used: list[set[int]] = [set() for _ in range(groups.pipeline.size)]
     for rank, places in zip(placement, inputs, strict=True):
         used[rank].update(places)

@@ -9,31 +9,13 @@ from tarantella_pp.errors import UnsupportedModelError
 
 
 def describe(value: Any) -> tuple[Any, list[Any]]:
-    """Takes a nested structure apart.
-
-    Args:
-        value: Tensors in dicts, lists and tuples, or `None`.
-
-    Returns:
-        A description made of plain lists, and the tensors in order.
-
-    Raises:
-        UnsupportedModelError: If there is something else in it than dense tensors.
-    """
+    """Takes a nested structure apart."""
     leaves: list[Any] = []
     return _describe(value, leaves), leaves
 
 
 def rebuild(description: Any, leaves: Sequence[Any]) -> Any:
-    """Puts a structure together again; undoes `describe`.
-
-    Args:
-        description: As `describe` gives it.
-        leaves: One value for each tensor.
-
-    Returns:
-        The structure.
-    """
+    """Puts a structure together again; undoes `describe`."""
     return _rebuild(description, iter(leaves))
 
 

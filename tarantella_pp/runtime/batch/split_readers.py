@@ -40,13 +40,7 @@ class ReadPart:
 
 
 class SplitReaders:
-    """The ranks that read for their replicas; the first one compares what they have read.
-
-    Args:
-        communicator: All ranks.
-        ranks: The reader of each replica; that of the first one is the reader of the job.
-        news: Tells all ranks of a batch.
-    """
+    """The ranks that read for their replicas; the first one compares what they have read."""
 
     def __init__(
         self, communicator: Communicator, ranks: Sequence[int], news: BatchAnnouncement
@@ -56,17 +50,7 @@ class SplitReaders:
         self._news = news
 
     def agree(self, part: ReadPart) -> int:
-        """Makes sure that all have read the same batch, and tells all ranks of it.
-
-        Args:
-            part: What this reader has read.
-
-        Returns:
-            Number of samples in the batch; or `END`.
-
-        Raises:
-            ConfigurationError: On all ranks, if they have not, or one could not read.
-        """
+        """Makes sure that all have read the same batch, and tells all ranks of it."""
         if self._communicator.rank != READER:
             return self._tell(part)
         told = [(READER, *_header(part), failure_text(READER, part.failure))]

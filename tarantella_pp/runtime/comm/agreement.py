@@ -37,11 +37,6 @@ _RUN_USER_CODE = ("fit", "evaluate", "predict")
 class Agreement:
     """The calls of this rank and what is known of those of the others.
 
-    Args:
-        mpi: The module `mpi4py.MPI`.
-        comm: Communicator of mpi4py with all ranks of the job, that nobody else uses.
-        ring: Ends the sleep of a rank.
-
     Attributes:
         sent: How many messages were sent: by group, rank in the job and tag.
         entered: How many collectives this rank has entered, by group.
@@ -73,16 +68,7 @@ class Agreement:
 
     @contextlib.contextmanager
     def call(self, waiter: Waiter, method: str, facts: Mapping[str, Any]) -> Iterator[None]:
-        """Surrounds a call that all ranks must make.
-
-        Args:
-            waiter: Waits for the other ranks.
-            method: The method.
-            facts: What must be the same on all ranks.
-
-        Raises:
-            ConfigurationError: On all ranks, if they do not make the same call.
-        """
+        """Surrounds a call that all ranks must make."""
         if self._calls and self._calls[-1].method not in _RUN_USER_CODE:
             yield  # a part of the call that was announced
             return
@@ -104,18 +90,7 @@ class Agreement:
             self._tell(self._unfinished_call(), unfinished=True)
 
     def check_message(self, waiter: Waiter, source: int, group: int, tag: int, number: int) -> None:
-        """Refuses to wait for a message that will not come, for its sender makes another call.
-
-        Args:
-            waiter: Waits for the other ranks.
-            source: The sender, by its number in the job.
-            group: The group in which the message is sent.
-            tag: Its tag.
-            number: How many messages with this tag the sender must have sent before.
-
-        Raises:
-            ConfigurationError: On all ranks.
-        """
+        """Refuses to wait for a message that will not come, for its sender makes another call."""
         theirs = self._next_of(source)
         if theirs is not None and all(
             (group, tag) != (g, t) or count <= number for g, t, count in theirs.sent
@@ -123,31 +98,12 @@ class Agreement:
             self._refuse(waiter)
 
     def check_arrival(self, waiter: Waiter, dest: int, arrived: Callable[[], bool]) -> None:
-        """Refuses to wait until a message is taken, for its receiver makes another call.
-
-        Args:
-            waiter: Waits for the other ranks.
-            dest: The receiver, by its number in the job.
-            arrived: Whether it has been taken; asked once it is known what the receiver does, for
-                it may have been taken just before.
-
-        Raises:
-            ConfigurationError: On all ranks.
-        """
+        """Refuses to wait until a message is taken, for its receiver makes another call."""
         if self._next_of(dest) is not None and not arrived():
             self._refuse(waiter)
 
     def check_collective(self, waiter: Waiter, peers: Sequence[int], group: int) -> None:
-        """Refuses to wait in a collective that another rank will not enter.
-
-        Args:
-            waiter: Waits for the other ranks.
-            peers: The ranks that must enter it, by their number in the job.
-            group: The group.
-
-        Raises:
-            ConfigurationError: On all ranks.
-        """
+        """Refuses to wait in a collective that another rank will not enter."""
         for peer in peers:
             theirs = self._next_of(peer)
             if theirs is not None and theirs.entered.get(group, 0) < self.entered[group]:

@@ -50,14 +50,7 @@ class Announcement(msgspec.Struct, frozen=True, array_like=True):
 
 
 def disagreement(said: Mapping[int, Announcement]) -> str:
-    """Says how the calls of ranks differ, or why none of them can be made.
-
-    Args:
-        said: What each rank has announced.
-
-    Returns:
-        The reason to refuse the call; empty if they agree.
-    """
+    """Says how the calls of ranks differ, or why none of them can be made."""
     for told in said.values():
         if told.broken:
             return (

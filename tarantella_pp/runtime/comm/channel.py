@@ -37,17 +37,6 @@ class Channel:
     same tag in order. A datatype over all of them would make MPI copy them; packing them would
     copy them here. The first message with a tag says what it holds, and the receiver compares.
 
-    Args:
-        mpi: The module `mpi4py.MPI`.
-        comm: Communicator of mpi4py.
-        world_ranks: Rank among all ranks of the job of each rank of `comm`.
-        recorder: Where events are noted.
-        bell: Rings for the ranks that messages go to.
-        group: Number of the group, the same on all of its ranks.
-        agreement: Learns what is sent, and knows what will not be.
-        waiter: Waits for other ranks.
-        progress: Asks this channel now and then to let go of what it has sent.
-
     Attributes:
         rank: This rank.
         size: Number of ranks.

@@ -26,15 +26,7 @@ _COMPILED = ("loss", "loss_weights", "metrics", "weighted_metrics", "steps_per_e
 def collective(
     *names: str, **computed: Callable[[Mapping[str, Any]], Any]
 ) -> Callable[[_Method], _Method]:
-    """Makes a method of a `PipelineModel` one that all ranks must call alike.
-
-    Args:
-        *names: Arguments that must be the same on all ranks.
-        **computed: What else must be, computed of the arguments.
-
-    Returns:
-        A decorator.
-    """
+    """Makes a method of a `PipelineModel` one that all ranks must call alike."""
 
     def decorate(method: _Method) -> _Method:
         signature = inspect.signature(method)
@@ -57,11 +49,7 @@ def collective(
 
 
 def digest(arrays: Iterable[Any]) -> str:
-    """Returns a short text that is the same for the same numbers.
-
-    Args:
-        arrays: Arrays, or what NumPy makes arrays of.
-    """
+    """Returns a short text that is the same for the same numbers."""
     found = hashlib.sha256()
     for array in map(np.ascontiguousarray, arrays):
         found.update(f"{array.dtype}{array.shape}".encode())
@@ -70,11 +58,7 @@ def digest(arrays: Iterable[Any]) -> str:
 
 
 def contents_of(filepath: Any) -> str:
-    """Returns a short text that is the same for files of weights with the same contents.
-
-    Args:
-        filepath: Path of a file of weights, of the list of such files, or of a folder.
-    """
+    """Returns a short text that is the same for files of weights with the same contents."""
     if not isinstance(filepath, (str, os.PathLike)):
         return type(filepath).__name__
     found, size = hashlib.sha256(), 0
@@ -104,11 +88,7 @@ class _ShardIndex(msgspec.Struct):
 
 
 def files_of_index(path: Path) -> set[str]:
-    """Returns the names of the files of weights that an index names; none if it is no index.
-
-    Args:
-        path: The index; if it cannot be read, Keras will say so.
-    """
+    """Returns the names of the files of weights that an index names; none if it is no index."""
     try:
         places = msgspec.json.decode(path.read_bytes(), type=_ShardIndex).weight_map.values()
     except (OSError, msgspec.MsgspecError):
@@ -117,11 +97,7 @@ def files_of_index(path: Path) -> set[str]:
 
 
 def compiled_facts(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a compilation must be the same on all ranks, as far as it can be told.
-
-    Args:
-        given: The arguments of `keras.Model.compile`, defaults included.
-    """
+    """What of a compilation must be the same on all ranks, as far as it can be told."""
     facts = {name: keras.tree.map_structure(_told, given[name]) for name in _COMPILED}
     optimizer = given["optimizer"]
     facts["optimizer"] = named(optimizer)
@@ -132,11 +108,7 @@ def compiled_facts(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def hidden_options(value: Any) -> dict[str, Any]:
-    """Options of a loss or metric that its `get_config` may leave out, as that of `Huber` does.
-
-    Args:
-        value: Anything. Options are what Keras' own losses and metrics keep in a dict.
-    """
+    """Options of a loss or metric that its `get_config` may leave out, as that of `Huber` does."""
     attributes = getattr(value, "__dict__", {})
     return {
         f"{name}.{option}": told
@@ -148,20 +120,12 @@ def hidden_options(value: Any) -> dict[str, Any]:
 
 
 def learning_rate_of(given: Mapping[str, Any]) -> float:
-    """The learning rate with which a call begins; NaN where a schedule sets it.
-
-    Args:
-        given: The arguments of a model's method.
-    """
+    """The learning rate with which a call begins; NaN where a schedule sets it."""
     return settable_learning_rate(given["self"])
 
 
 def named(value: Any) -> Any:
-    """A value that can be compared between processes: numbers and names.
-
-    Args:
-        value: Anything.
-    """
+    """A value that can be compared between processes: numbers and names."""
     if value is None or isinstance(value, (str, int, float)):
         return value
     return getattr(value, "__name__", type(value).__name__)

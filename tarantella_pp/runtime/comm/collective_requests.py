@@ -42,13 +42,7 @@ LARGEST_IN_ONE_ROUND = 256 << 10
 
 
 class CollectiveRequest(Generic[_Result]):
-    """A collective that has been started.
-
-    Args:
-        steps: Its steps; none is taken before all that the one before has asked for is here.
-        label: What it is, for reports.
-        wait: Waits until the request is ready, if it is not; see `MpiCommunicator`.
-    """
+    """A collective that has been started."""
 
     def __init__(
         self,
@@ -65,11 +59,7 @@ class CollectiveRequest(Generic[_Result]):
         self.ready()
 
     def ready(self) -> bool:
-        """Whether the result is here; does what can be done for it, and never waits.
-
-        Raises:
-            CommunicationError: What has arrived is not what was expected.
-        """
+        """Whether the result is here; does what can be done for it, and never waits."""
         if self._error is not None:
             raise self._error
         try:
@@ -90,17 +80,7 @@ class CollectiveRequest(Generic[_Result]):
         return self._error is not None
 
     def wait(self, meanwhile: Callable[[], bool] | None = None) -> _Result:
-        """Waits for the result.
-
-        Args:
-            meanwhile: As of `Waiter.until`.
-
-        Returns:
-            The result; the same objects at every call.
-
-        Raises:
-            CommunicationError: A message is late, or not what was expected.
-        """
+        """Waits for the result."""
         self._wait(self, meanwhile)
         return self._result
 
@@ -128,11 +108,7 @@ class CollectiveRequest(Generic[_Result]):
 
 
 def finished(result: _Result) -> CollectiveRequest[_Result]:
-    """Returns a request that has ended, as those of a group of one rank have.
-
-    Args:
-        result: Its result.
-    """
+    """Returns a request that has ended, as those of a group of one rank have."""
 
     def steps() -> Steps[_Result]:
         yield ()
@@ -142,11 +118,7 @@ def finished(result: _Result) -> CollectiveRequest[_Result]:
 
 
 def segments_of(counts: Sequence[int]) -> list[slice]:
-    """Returns where parts that lie one behind the other begin and end.
-
-    Args:
-        counts: The length of each part.
-    """
+    """Returns where parts that lie one behind the other begin and end."""
     return [slice(*bounds) for bounds in pairwise(accumulate(counts, initial=0))]
 
 

@@ -56,19 +56,6 @@ class Communicator:
 
         No tensor is copied, unless its memory is not contiguous: do not change them before they
         have arrived. References to them are kept until then.
-
-        Args:
-            arrays: NumPy arrays or other objects with the buffer protocol, all of one message.
-            dest: The receiving rank, another than this one.
-            tag: Number that the receiver uses for the same message, from 0 to `largest_tag`.
-                Messages with the same tag arrive in the order in which they were sent.
-            label: What the message is, for reports: the edge and the micro-batch.
-
-        Returns:
-            A request, for `wait_sent`.
-
-        Raises:
-            CommunicationError: No such other rank or tag, or elements that are Python objects.
         """
         raise self._nobody(f"dest={dest}")
 
@@ -76,28 +63,12 @@ class Communicator:
         """Waits until MPI has read all of a message.
 
         The receiver expects a large one by then; a small one may wait in memory of its MPI.
-
-        Args:
-            sending: What `send` has returned.
         """
 
     def post_receive(
         self, specs: Sequence[TensorSpec], source: int, tag: int, *, label: str = ""
     ) -> RecvRequest:
-        """Makes ready to receive the tensors of one message, and returns at once.
-
-        Args:
-            specs: Shape and dtype of each tensor, as the sender has them.
-            source: The sending rank, another than this one.
-            tag: Number that the sender uses for the same message.
-            label: What the message is, for reports: the edge and the micro-batch.
-
-        Returns:
-            A request, whose `wait` returns the tensors.
-
-        Raises:
-            CommunicationError: No such other rank or tag.
-        """
+        """Makes ready to receive the tensors of one message, and returns at once."""
         raise self._nobody(f"source={source}")
 
     def progress(self) -> None:
@@ -120,20 +91,10 @@ class Communicator:
         """Waits until every rank of the group has come here."""
 
     def broadcast(self, array: NDArray[Any], root: int = 0) -> None:
-        """Overwrites an array with that of another rank.
-
-        Args:
-            array: Array of the same shape and dtype on every rank, writable except on `root`.
-            root: The rank whose values all get.
-        """
+        """Overwrites an array with that of another rank."""
 
     def allreduce(self, array: NDArray[Any], op: str = "sum") -> None:
-        """Overwrites an array with the combination of the arrays of all ranks.
-
-        Args:
-            array: Writable array of the same shape and dtype on every rank.
-            op: As of `start_allreduce`, whose bits the result has.
-        """
+        """Overwrites an array with the combination of the arrays of all ranks."""
 
     def start_allreduce(
         self,
@@ -151,23 +112,6 @@ class Communicator:
         fewer are combined in float32, and the result is rounded to them. Of n bytes, each rank
         sends 2 n (size - 1) / size, and receives as many. It goes on in `progress` and in the
         waits of this rank, those of other groups included.
-
-        Args:
-            array: Array of the same shape and dtype on every rank; it must not change before the
-                result is here.
-            op: `"sum"`, `"max"` or `"min"`.
-            wire_dtype: Dtype in which floats that are larger travel, such as `"bfloat16"`; `None`
-                for their own.
-            tag: Tells apart collectives that ranks may start in different orders, from 0 to
-                `largest_tag // 2 - 1`. Those with the same tag are matched in their order.
-            label: What it is, for reports.
-
-        Returns:
-            A request, whose `wait` returns the result in memory of its own: aligned as TensorFlow
-            takes it, not to be written to. In a group of one rank it is the array itself.
-
-        Raises:
-            CommunicationError: No such operation or tag.
         """
         return finished(array)
 
@@ -184,18 +128,6 @@ class Communicator:
         """Starts to combine arrays, of which each rank gets its part, and returns at once.
 
         The parts have the bits that `start_allreduce` gives.
-
-        Args:
-            array: As of `start_allreduce`; it must not change at all.
-            counts: Number of elements of the part of each rank, one behind the other. All of them
-                on one rank make this a reduction to that rank.
-            op: As of `start_allreduce`.
-            wire_dtype: As of `start_allreduce`.
-            tag: As of `start_allreduce`.
-            label: As of `start_allreduce`.
-
-        Returns:
-            A request, whose `wait` returns the part of this rank, flat.
         """
         return finished(array.reshape(-1))
 
@@ -207,46 +139,17 @@ class Communicator:
         tag: int = 0,
         label: str = "",
     ) -> CollectiveRequest[list[NDArray[Any]]]:
-        """Starts to gather the rows of all ranks, and returns at once.
-
-        Args:
-            arrays: Arrays that have the same number of rows on one rank, and the same dtypes and
-                shapes of a row on every rank.
-            rows: Number of rows on each rank; `None` if it is the same on every rank. All of them
-                on one rank make this a broadcast from that rank.
-            tag: As of `start_allreduce`.
-            label: As of `start_allreduce`.
-
-        Returns:
-            A request, whose `wait` returns for each array the rows of all ranks, one rank's
-            behind the other's, in memory as of `start_allreduce`.
-        """
+        """Starts to gather the rows of all ranks, and returns at once."""
         return finished([*arrays])
 
     def start(self, steps: Steps[_Result], label: str) -> CollectiveRequest[_Result]:
-        """Starts a collective that is made of others, and returns at once.
-
-        Args:
-            steps: A generator: it starts collectives, yields them, is continued once all of them
-                are ready, and at last returns the result. The tags of what it starts must be
-                used by nobody else: when it is continued differs between ranks.
-            label: What it is, for reports.
-
-        Returns:
-            A request, whose `wait` returns the result.
-        """
+        """Starts a collective that is made of others, and returns at once."""
         request = CollectiveRequest(steps, label, lambda request, meanwhile: None)
         request.ready()
         return request
 
     def broadcast_json(self, value: _Json | None, root: int = 0) -> _Json:
-        """Returns the value that rank `root` passes, on every rank.
-
-        Args:
-            value: On `root`, anything made of dicts, lists, strings, bytes, numbers and `None`;
-                tuples arrive as lists. Ignored on the other ranks.
-            root: The rank whose value all get.
-        """
+        """Returns the value that rank `root` passes, on every rank."""
         return value  # type: ignore[return-value]
 
     def gather_json(self, value: _Json, root: int = 0) -> list[_Json] | None:
@@ -258,15 +161,7 @@ class Communicator:
         return [value]
 
     def call(self, method: str, **facts: Any) -> contextlib.AbstractContextManager[None]:
-        """Surrounds a call of the user's script that all ranks must make, and waits for them.
-
-        Args:
-            method: The method.
-            **facts: What must be the same on all ranks.
-
-        Raises:
-            ConfigurationError: On all ranks, if they do not make the same call.
-        """
+        """Surrounds a call of the user's script that all ranks must make, and waits for them."""
         return contextlib.nullcontext()
 
     @property
@@ -275,19 +170,10 @@ class Communicator:
         return 0
 
     def breaks(self, error: BaseException) -> None:
-        """Notes that an error has ended a call in the middle of messages, so that none may follow.
-
-        Args:
-            error: The error.
-        """
+        """Notes that an error ended a call in the middle of messages; none may follow."""
 
     def split(self, color: int, key: int = 0) -> Communicator:
-        """Returns the group of the ranks that pass the same `color`.
-
-        Args:
-            color: Number of the new group, 0 or more.
-            key: Order of the ranks in the new group; the old order where keys are equal.
-        """
+        """Returns the group of the ranks that pass the same `color`."""
         return self
 
     def abort(self, code: int = 1) -> None:
@@ -310,15 +196,6 @@ def world() -> Communicator:
     """Returns the group of all ranks of the job; starts MPI if the job has several.
 
     The first call of a job with several ranks returns once all ranks have made it.
-
-    Returns:
-        The same communicator at every call. A process that no launcher started as one of several
-        is alone, and needs neither mpi4py nor an MPI library.
-
-    Raises:
-        LaunchError: The environment says that there are several processes, but mpi4py or an MPI
-            library is missing, or the processes do not know of each other.
-        ConfigurationError: `TNT_WARN` or `TNT_TIMEOUT` is no number of seconds.
     """
     global _world
     if _world is None:

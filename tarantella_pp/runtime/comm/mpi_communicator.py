@@ -38,16 +38,6 @@ class MpiCommunicator(Communicator):
     """A group of several ranks, seen from one of them.
 
     The collectives are MPI's non-blocking ones: its blocking calls would keep the core busy.
-
-    Args:
-        mpi: The module `mpi4py.MPI`.
-        comm: Communicator of mpi4py that nobody else uses.
-        bell: The doorbell of this rank; not yet connected.
-        limits: How long a wait may take.
-        agreement: The calls of this rank and those of the others.
-        progress: What this rank has under way in all groups.
-        group: Number of the group for the doorbell, the same on all of its ranks.
-        background: Moves on while this rank computes what it has under way; `None` for nobody.
     """
 
     def __init__(

@@ -20,14 +20,7 @@ if TYPE_CHECKING:
 
 
 class SendRequest:
-    """A message on its way out; keeps its memory alive until MPI has read all of it.
-
-    Args:
-        label: What the message is, for reports.
-        dest: The receiving rank, by its number in the group.
-        tag: Number of the message.
-        world_rank: The receiving rank, by its number in the job.
-    """
+    """A message on its way out; keeps its memory alive until MPI has read all of it."""
 
     __slots__ = ("_memory", "_requests", "dest", "label", "nbytes", "tag", "world_rank")
 
@@ -112,11 +105,7 @@ class RecvRequest:
         self.nbytes += array.nbytes
 
     def ready(self) -> bool:
-        """Whether the whole message is here; never waits.
-
-        Raises:
-            CommunicationError: What has arrived is not what was expected.
-        """
+        """Whether the whole message is here; never waits."""
         while self._next < len(self._parts):
             memory, request = self._parts[self._next]
             try:
@@ -131,18 +120,7 @@ class RecvRequest:
         return True
 
     def wait(self, meanwhile: Callable[[], bool] | None = None) -> list[NDArray[Any]]:
-        """Waits for the message.
-
-        Args:
-            meanwhile: As of `Waiter.until`.
-
-        Returns:
-            The tensors. Their memory is theirs alone, starts at a multiple of 64 bytes, and is
-            not used again while an array or a tensor looks at it.
-
-        Raises:
-            CommunicationError: The message is late, or not what was expected.
-        """
+        """Waits for the message."""
         self._channel.waiter.until(
             self.ready,
             self.__str__,

@@ -27,12 +27,6 @@ def to_buffer(tensor: tf.Tensor) -> np.ndarray[Any, Any]:
     """A NumPy array on the memory of an eager tensor, for sending.
 
     `tensor.numpy()` copies; this does not, on the CPU. The array keeps the tensor alive.
-
-    Args:
-        tensor: An eager tensor of numbers.
-
-    Returns:
-        An array not to be written to.
     """
     # Everything here runs after a computation that has pushed it out of the caches: what looks
     # like a few microseconds of Python is ten times as much.
@@ -45,15 +39,7 @@ def to_buffer(tensor: tf.Tensor) -> np.ndarray[Any, Any]:
 
 
 def to_tensor(array: np.ndarray[Any, Any]) -> tf.Tensor:
-    """An eager tensor on the memory of a NumPy array, for what was received.
-
-    Args:
-        array: Freshly received, not written to afterwards; copied unless it is contiguous and
-            starts at a multiple of 64 bytes, as the memory of channels does.
-
-    Returns:
-        The tensor; it keeps the memory alive.
-    """
+    """An eager tensor on the memory of a NumPy array, for what was received."""
     if array.dtype in _DLPACK and array.size:
         flags, begin = array.flags, array.__array_interface__["data"][0]
         if begin % ALIGNMENT == 0 and flags.c_contiguous and flags.writeable:
@@ -64,53 +50,27 @@ def to_tensor(array: np.ndarray[Any, Any]) -> tf.Tensor:
 
 
 def variable_dtype(variable: Any) -> np.dtype[Any]:
-    """Returns the NumPy dtype of a Keras or TensorFlow variable, or of a tensor.
-
-    Args:
-        variable: The variable; it is not read.
-    """
+    """Returns the NumPy dtype of a Keras or TensorFlow variable, or of a tensor."""
     found: np.dtype[Any] = np.dtype(tf.as_dtype(variable.dtype).as_numpy_dtype)
     return found
 
 
 def variable_bytes(variable: Any) -> int:
-    """Returns the size in bytes of a Keras or TensorFlow variable.
-
-    Args:
-        variable: The variable; it is not read.
-    """
+    """Returns the size in bytes of a Keras or TensorFlow variable."""
     size: int = math.prod(tuple(variable.shape))
     return size * variable_dtype(variable).itemsize
 
 
 def value_of(variable: Any) -> np.ndarray[Any, Any]:
-    """Returns a copy of a variable's value; that of a scalar is an array, too.
-
-    Args:
-        variable: A Keras or TensorFlow variable.
-    """
+    """Returns a copy of a variable's value; that of a scalar is an array, too."""
     return np.asarray(variable.numpy())  # which has copied it
 
 
 def elements_of(variable: Any, begin: int, end: int) -> np.ndarray[Any, Any]:
-    """Returns some elements of a variable's value, which is not copied as a whole.
-
-    Args:
-        variable: A Keras or TensorFlow variable, whose value stays as it is meanwhile.
-        begin: The first one, in row-major order.
-        end: Behind the last one.
-
-    Returns:
-        An array with one dimension, not to be written to.
-    """
+    """Returns some elements of a variable's value, which is not copied as a whole."""
     return to_buffer(tf.reshape(tf.convert_to_tensor(variable), [-1])[begin:end])
 
 
 def cast(tensor: tf.Tensor, dtype: np.dtype[Any]) -> tf.Tensor:
-    """Returns a tensor in another dtype.
-
-    Args:
-        tensor: An eager tensor of numbers.
-        dtype: The dtype; that of the tensor leaves it as it is.
-    """
+    """Returns a tensor in another dtype."""
     return tf.cast(tensor, dtype)

@@ -57,14 +57,7 @@ class TensorSpec:
 
 
 def as_array(value: Any) -> NDArray[Any]:
-    """Returns a contiguous array on the memory of a tensor or array; copies only if it must.
-
-    Args:
-        value: NumPy array, or an object with the buffer protocol such as an eager CPU tensor.
-
-    Raises:
-        CommunicationError: The elements are Python objects.
-    """
+    """Returns a contiguous array on the memory of a tensor or array; copies only if it must."""
     if isinstance(value, np.ndarray):
         array = value
     else:

@@ -26,14 +26,7 @@ class DeferredMatmul:
 
     @classmethod
     def of(cls, gradient: tf.Tensor) -> DeferredMatmul | None:
-        """Finds the factors of a gradient in a traced graph.
-
-        Args:
-            gradient: A symbolic tensor.
-
-        Returns:
-            The factors, or `None` where it is no such product.
-        """
+        """Finds the factors of a gradient in a traced graph."""
         op = gradient.op
         if op.type != "MatMul" or not op.get_attr("transpose_a") or op.get_attr("transpose_b"):
             return None
@@ -46,11 +39,7 @@ class DeferredMatmul:
         return cls(tf.concat(lefts, 0), tf.concat(rights, 0))
 
     def chunking(self, micro_batches: int) -> MatmulChunks | None:
-        """Returns how such gradients are collected by their factors; `None` if they are not.
-
-        Args:
-            micro_batches: Most micro-batches of a step.
-        """
+        """Returns how such gradients are collected by their factors; `None` if they are not."""
         (rows, inputs), outputs = self.left.shape.as_list(), self.right.shape[1]
         if None in (rows, inputs, outputs):
             return None
@@ -73,9 +62,6 @@ class DeferredMatmulSum:
     the optimizer's step; where there are rows enough, there is one before, which a rank can
     multiply while it waits for others. What is multiplied with what does not depend on when that
     is, so that the sum is the same in each run.
-
-    Args:
-        chunking: How many chunks there are, of how many micro-batches.
 
     Attributes:
         has_chunks: Whether there are several chunks, so that some are multiplied before the last.

@@ -22,10 +22,6 @@ class GradientAccumulator:
     change the result. Those that are small products are collected, too, see `DeferredMatmulSum`.
     Weights that no gradient reaches have no sum, as in plain Keras.
 
-    Args:
-        weights: The trainable weights.
-        micro_batches: Most micro-batches of a step.
-
     Attributes:
         reached: For each weight whether the gradient of the loss gets as far as this stage's
             gradient of the weight; where not, the sum is nothing but zeros.
@@ -42,11 +38,7 @@ class GradientAccumulator:
         self._empty = True
 
     def prepare(self, gradients: Sequence[Any]) -> None:
-        """Learns from the gradients of one micro-batch what kind each weight's is.
-
-        Args:
-            gradients: A tensor, `tf.IndexedSlices`, `DeferredMatmul` or `None` for each weight.
-        """
+        """Learns from the gradients of one micro-batch what kind each weight's is."""
         if self._kinds is not None:
             return
         kinds = [_kind(gradient) for gradient in gradients]
@@ -61,12 +53,7 @@ class GradientAccumulator:
         self._kinds = kinds  # last, for an error may come before
 
     def collects(self, index: int, product: DeferredMatmul) -> bool:
-        """Whether the gradients of a weight are collected by their factors.
-
-        Args:
-            index: The weight.
-            product: Its gradient of one micro-batch; looked at until `prepare` was called.
-        """
+        """Whether the gradients of a weight are collected by their factors."""
         if self._kinds is None:
             return product.chunking(self._micro_batches) is not None
         return self._kinds[index] == "product"
@@ -81,10 +68,6 @@ class GradientAccumulator:
 
         The first ones take the place of what is there: their memory becomes that of the sum,
         which need neither be set to zero nor be read.
-
-        Args:
-            gradients: One for each weight.
-            first: What `begin` said.
         """
         pairs = zip(self._dense, gradients, strict=True)
         dense = [(total, gradient) for total, gradient in pairs if total is not None]
@@ -115,11 +98,7 @@ class GradientAccumulator:
             products.add(DeferredMatmul(*factors))
 
     def flush_overdue(self) -> bool:
-        """Multiplies evenly as much as it takes not to keep more factors than fit.
-
-        Returns:
-            Whether that was anything.
-        """
+        """Multiplies evenly as much as it takes not to keep more factors than fit."""
         due = [products for products in self._products.values() if products.is_due]
         if not due:
             return False
@@ -167,15 +146,7 @@ class GradientAccumulator:
         return collected
 
     def gradient(self, index: int, collected: dict[int, Collected]) -> Any:
-        """The sum for one weight, for the optimizer; works inside a `tf.function`.
-
-        Args:
-            index: The weight.
-            collected: What `take_collected` returned.
-
-        Returns:
-            A tensor, `tf.IndexedSlices`, or `None` if no gradient reaches the weight.
-        """
+        """The sum for one weight, for the optimizer; works inside a `tf.function`."""
         if not self.reached[index]:
             return None
         total = self._dense[index]

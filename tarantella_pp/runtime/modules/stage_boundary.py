@@ -96,17 +96,7 @@ def stage_boundaries(
     num_stages: int,
     activations: Mapping[int, Callable[[Any], Any]] | None = None,
 ) -> tuple[StageBoundary, ...]:
-    """Works out the border of every stage.
-
-    Args:
-        graph: The layer graph.
-        assignment: Stage of each node, in node order.
-        num_stages: Number of stages.
-        activations: Tensors that travel as their logits, and what makes them of these.
-
-    Returns:
-        One layout for each stage.
-    """
+    """Works out the border of every stage."""
     last = num_stages - 1
     crossing: dict[tuple[int, int], list[BoundaryTensor]] = {}
     for tensor, source, targets in crossings(graph, assignment):

@@ -25,11 +25,6 @@ from tarantella_pp.runtime.replicas.batch_statistics import BatchStatistics
 class StageModule:
     """The nodes of one stage, and one gradient sum for each of its trainable weights.
 
-    Args:
-        boundary: The border of the stage.
-        calls: The stage's calls, in topological order.
-        micro_batches: Most micro-batches of a step.
-
     Attributes:
         added_by: Names of the layers that add losses, in training and otherwise; known once it
             has run.
@@ -96,10 +91,6 @@ class StageLayer(keras.layers.Layer):
     It tracks the layers of those nodes: a bare loop over them would lose the activity losses of
     a layer that is called twice, because each call outside an enclosing layer starts anew. The
     model itself is neither cloned nor changed.
-
-    Args:
-        calls: The stage's calls, in topological order.
-        boundary: The border of the stage.
 
     Attributes:
         observe: Is told the results of each call, if it is set.

@@ -31,12 +31,7 @@ Array = NDArray[Any]
 
 
 class AddedLosses:
-    """Finds out how the losses that a stage's layers add follow from the samples.
-
-    Args:
-        trace: The stage.
-        samples: Its inputs for some samples.
-    """
+    """Finds out how the losses that a stage's layers add follow from the samples."""
 
     def __init__(self, trace: ProbeTrace, samples: SampleRows) -> None:
         self._trace = trace

@@ -37,12 +37,7 @@ _OTHER_SHAPES = 100
 
 
 class CouplingProbe:
-    """Tries a stage out on the rows of one micro-batch.
-
-    Args:
-        trace: The stage.
-        samples: Its inputs for some samples.
-    """
+    """Tries a stage out on the rows of one micro-batch."""
 
     def __init__(self, trace: ProbeTrace, samples: SampleRows) -> None:
         self._trace = trace

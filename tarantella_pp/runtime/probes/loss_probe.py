@@ -28,16 +28,7 @@ _KEPT = np.arange(_ROWS) % 2 == 0
 
 
 def whole_batch_reason(compiled: Any, extracted: ExtractedModel, y: Any = None) -> str | None:
-    """Why the loss of a batch is not the sum of what its micro-batches contribute.
-
-    Args:
-        compiled: The `CompileLoss` of a model, `None` for none.
-        extracted: The model's graph.
-        y: Symbolic targets. Default: none are known yet, and the outputs stand for them.
-
-    Returns:
-        The reason, naming the loss; `None` if it is.
-    """
+    """Why the loss of a batch is not the sum of what its micro-batches contribute."""
     if compiled is None:
         return None
     graph = extracted.graph
@@ -73,10 +64,6 @@ def treats_samples_apart(loss: Any, shape: Sequence[int | None]) -> bool:
     """Whether each value of a loss, and its mask, depends on one sample only.
 
     Some samples are replaced by others: the values of the rest must stay what they are.
-
-    Args:
-        loss: One of Keras' losses.
-        shape: Shape of the output that it is applied to, the batch first.
     """
     sizes = [_LARGEST if size is None else min(size, _LARGEST) for size in shape[1:]]
     with warnings.catch_warnings():

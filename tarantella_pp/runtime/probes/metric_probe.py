@@ -35,17 +35,6 @@ def why_not_by_parts(
 
     The targets that are tried are those of the batch, and once more with zeros among them; outputs
     and masks are made up. Nothing changes: neither the metrics nor any other state.
-
-    Args:
-        metrics: What Keras compiles of a model's metrics, built.
-        pack: Puts the model's outputs together, masks attached.
-        y: Targets of a batch.
-        outputs: The model's outputs with their masks.
-        weight: Weights of the samples, or `None`.
-        replicas: Whether states of replicas that began with zeros are to be added up.
-
-    Returns:
-        Why they may not be, in words; `None` if they may.
     """
     rows = sum(PARTS)
     rng = np.random.default_rng(0)
@@ -118,12 +107,7 @@ def _added_up(update: Update, state: State, tensors: Sequence[tf.Tensor]) -> Sta
 
 
 def some_rows(tensor: Any, rows: int) -> Any:
-    """Makes as many samples as are needed, of those that there are.
-
-    Args:
-        tensor: Some samples, at least one; `None` stays `None`.
-        rows: How many are needed.
-    """
+    """Makes as many samples as are needed, of those that there are."""
     if tensor is None:
         return None
     return tf.gather(tensor, np.arange(rows) % int(tensor.shape[0]))
@@ -155,12 +139,7 @@ def _with_zeros(tensor: Any) -> Any:
 
 
 def same(first: np.ndarray[Any, Any], second: np.ndarray[Any, Any]) -> bool:
-    """Returns whether two values of a variable differ by rounding at the most.
-
-    Args:
-        first: One.
-        second: The other, of the same shape and dtype.
-    """
+    """Returns whether two values of a variable differ by rounding at the most."""
     if first.dtype.kind in "iub":
         return bool(np.array_equal(first, second))
     unit = ml_dtypes.finfo(first.dtype).eps

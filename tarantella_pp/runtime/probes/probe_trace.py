@@ -54,11 +54,6 @@ class ProbeTrace:
     Batch normalizations use their moving statistics: that they couple samples is known. What the
     forward pass would write is left out, so that trying it out changes nothing.
 
-    Args:
-        module: The stage's nodes and weights.
-        specs: Shape and dtype of each of its inputs.
-        training: Whether layers run in training mode, and gradients are computed.
-
     Attributes:
         function: The traced function.
         results_batched: For each output, then each gradient of an input, whether it has samples.

@@ -15,12 +15,7 @@ Change: TypeAlias = "Callable[[tf.Tensor, int], tf.Tensor]"
 
 
 def samples_first(tensors: Sequence[Any], axes: Sequence[int | None]) -> list[Any]:
-    """Puts the dimension of the samples first.
-
-    Args:
-        tensors: Some tensors.
-        axes: Along which dimension each has its samples, `None` for those that have none.
-    """
+    """Puts the dimension of the samples first."""
     pairs = zip(tensors, axes, strict=True)
     return [keras.ops.moveaxis(x, axis, 0) if _moves(x, axis) else x for x, axis in pairs]
 
@@ -36,13 +31,7 @@ def _moves(tensor: Any, axis: int | None) -> bool:
 
 
 class SampleRows:
-    """The inputs of a stage for some samples, which are along the first dimension.
-
-    Args:
-        rows: Number of samples.
-        inputs: The inputs.
-        batched: For each of them whether it has samples.
-    """
+    """The inputs of a stage for some samples, which are along the first dimension."""
 
     def __init__(self, rows: int, inputs: Sequence[tf.Tensor], batched: Sequence[bool]) -> None:
         self.rows = rows

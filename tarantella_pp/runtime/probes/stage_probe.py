@@ -43,11 +43,7 @@ class Pieces:
 
 
 class StageProbe:
-    """Refuses, before anything is updated, a stage that would train something else in a pipeline.
-
-    Args:
-        module: The stage's nodes and weights.
-    """
+    """Refuses a stage that would train something else in a pipeline, before any update."""
 
     def __init__(self, module: StageModule) -> None:
         self._module = module

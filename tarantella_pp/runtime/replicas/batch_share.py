@@ -49,16 +49,7 @@ class BatchShare:
 
 
 def batch_shares(rows: int, num_micro_batches: int, num_replicas: int = 1) -> list[BatchShare]:
-    """Shares a batch among replicas.
-
-    Args:
-        rows: Number of samples in the batch.
-        num_micro_batches: Wanted number of micro-batches of each replica; fewer samples give fewer.
-        num_replicas: Number of replicas.
-
-    Returns:
-        The share of each replica; those of the first ones are larger if there is a difference.
-    """
+    """Shares a batch among replicas."""
     sizes = micro_batch_sizes(rows, num_micro_batches * num_replicas)
     few, larger = divmod(len(sizes), num_replicas)
     counts = [few + (replica < larger) for replica in range(num_replicas)]
@@ -66,15 +57,7 @@ def batch_shares(rows: int, num_micro_batches: int, num_replicas: int = 1) -> li
 
 
 def micro_batch_sizes(rows: int, num_micro_batches: int) -> tuple[int, ...]:
-    """Cuts a batch into micro-batches whose sizes differ by one at most.
-
-    Args:
-        rows: Number of samples in the batch.
-        num_micro_batches: Wanted number of micro-batches; fewer samples give fewer.
-
-    Returns:
-        Size of each micro-batch, the larger ones first.
-    """
+    """Cuts a batch into micro-batches whose sizes differ by one at most."""
     count = max(1, min(num_micro_batches, rows))
     small, larger = divmod(rows, count)
     return tuple(small + (i < larger) for i in range(count))

@@ -39,11 +39,7 @@ class BatchStatistics:
 
     @contextlib.contextmanager
     def gathered(self, layer: Any) -> Iterator[None]:
-        """Has batch normalizations add to what they have seen, where a stage is traced.
-
-        Args:
-            layer: Holds all layers of the stage.
-        """
+        """Has batch normalizations add to what they have seen, where a stage is traced."""
         graph = tf.compat.v1.get_default_graph()
         calls: Counter[int] = Counter()
 
@@ -73,12 +69,7 @@ class BatchStatistics:
         return list(self._seen.values())
 
     def merge(self, peers: Communicator, counts: Sequence[int]) -> None:
-        """Puts together what all replicas have seen.
-
-        Args:
-            peers: The ranks with the same stage, one of each replica.
-            counts: Number of micro-batches of each replica that count.
-        """
+        """Puts together what all replicas have seen."""
         requests = [
             peers.start_allgather([seen.numpy()[None]], label="statistics")
             for seen in self._seen.values()

@@ -28,11 +28,6 @@ class ForwardState:
     micro-batch after the other, `v <- a v + (1 - a) x`. What all the micro-batches of a replica
     make of them is of the same form, so the replicas' are put one after the other. Metrics of
     layers get the sum of what the replicas add to them.
-
-    Args:
-        calls: The calls of this rank's stages.
-        statistics: What the batch normalizations of each stage have seen.
-        peers: The ranks with the same stages, one of each replica.
     """
 
     def __init__(
@@ -67,21 +62,12 @@ class ForwardState:
         return [value_of(variable) for variable in self._variables]
 
     def restore(self, state: Sequence[Array]) -> None:
-        """Brings a state back.
-
-        Args:
-            state: What `snapshot` returned.
-        """
+        """Brings a state back."""
         for variable, value in zip(self._variables, state, strict=True):
             variable.assign(value)
 
     def measured(self, before: Sequence[Array], training: bool) -> None:
-        """Learns what one micro-batch draws.
-
-        Args:
-            before: The state before it.
-            training: Whether it was one of training.
-        """
+        """Learns what one micro-batch draws."""
         pairs = zip(self._seeds, before, strict=False)
         self._drawn[training] = [value_of(seed) - start for seed, start in pairs]
 

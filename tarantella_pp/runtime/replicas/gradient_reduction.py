@@ -83,15 +83,6 @@ class GradientReduction:
     by one. Replicas need not have gradients of the same kinds: a replica without samples has
     none. So each tells the others what it has, beside the gradients, and nobody waits for that
     but in the first step, in which it is not known yet what is dense.
-
-    Args:
-        communicator: The ranks with the same weights, one of each replica. With one rank,
-            gradients are what they were.
-        buckets: The weights of each bucket, in an order that all replicas share.
-        wire_dtype: Dtype in which gradients travel, such as `"bfloat16"`; `None` for their own.
-            They are added up in float32 at least.
-        owners: For each bucket the replica that gets the sum of each weight's gradient, if not all
-            need all: half the bytes for what is dense. The sums have the same bits either way.
     """
 
     def __init__(
@@ -116,12 +107,7 @@ class GradientReduction:
             tag += bucket.num_tags
 
     def start(self, key: Hashable, gradients: Sequence[Gradient]) -> None:
-        """Starts to add up the gradients of a bucket; never waits.
-
-        Args:
-            key: The bucket. All replicas start the same ones, in any order.
-            gradients: For each weight a tensor, slices, or `None`. They must not be changed.
-        """
+        """Starts to add up the gradients of a bucket; never waits."""
         bucket = self._buckets[key]
         if self._communicator.size == 1:
             self._open[key] = finished(list(gradients))
@@ -142,16 +128,7 @@ class GradientReduction:
         return self._open[key].ready()
 
     def finish(self, key: Hashable, meanwhile: Callable[[], bool] | None = None) -> Gradients:
-        """Waits for the gradients of a bucket, added up over all replicas.
-
-        Args:
-            key: A bucket that has been started.
-            meanwhile: As of `Waiter.until`.
-
-        Returns:
-            For each weight a tensor, slices if all replicas have slices or nothing, or `None` if
-            none has a gradient or another replica gets it. The same bits on all replicas.
-        """
+        """Waits for the gradients of a bucket, added up over all replicas."""
         return self._open.pop(key).wait(meanwhile)
 
     def _steps(self, bucket: _Bucket, gradients: Sequence[Gradient]) -> Steps[Gradients]:
@@ -262,15 +239,7 @@ class GradientReduction:
 
 
 def in_buckets(variables: Sequence[Any], fusion_threshold: int) -> list[list[int]]:
-    """Packs variables whose gradients come together, those of the last layers first.
-
-    Args:
-        variables: Keras or TensorFlow variables.
-        fusion_threshold: Bytes up to which they are packed.
-
-    Returns:
-        The positions of the variables of each bucket.
-    """
+    """Packs variables whose gradients come together, those of the last layers first."""
     buckets: list[list[int]] = []
     room = 0
     for i in reversed(range(len(variables))):

@@ -20,13 +20,7 @@ _LABEL = "updated weights"
 
 
 class OwnedValues:
-    """Weights each of which one replica updates, for all (ZeRO-1).
-
-    Args:
-        communicator: The ranks with the same weights, one of each replica.
-        variables: The weights, Keras or TensorFlow variables, in an order that all replicas share.
-        owners: The replica that updates each of them.
-    """
+    """Weights each of which one replica updates, for all (ZeRO-1)."""
 
     def __init__(
         self, communicator: Communicator, variables: Sequence[Any], owners: Sequence[int]

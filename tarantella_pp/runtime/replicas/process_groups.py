@@ -36,13 +36,7 @@ class ProcessGroups:
     def of(
         cls, world: Communicator, num_replicas: int, placement: str = "pipelines-together"
     ) -> ProcessGroups:
-        """Makes the groups; all ranks of the job must call it.
-
-        Args:
-            world: All ranks of the job.
-            num_replicas: Number of pipelines, which divides the number of ranks.
-            placement: That of a plan.
-        """
+        """Makes the groups; all ranks of the job must call it."""
         size = world.size // num_replicas
         world_ranks = tuple(
             tuple(rank_in_job(r, p, num_replicas, size, placement) for p in range(size))

@@ -16,15 +16,7 @@ from tarantella_pp.runtime.replicas.process_groups import ProcessGroups
 
 
 def check_all_replicas(variables: Sequence[Any], groups: ProcessGroups) -> None:
-    """Compares the variables of all stages between replicas; all ranks of the job must call this.
-
-    Args:
-        variables: Those that the stages of this rank use.
-        groups: The ranks of the job.
-
-    Raises:
-        ReplicaError: On all ranks, if a variable is not the same on all that have it.
-    """
+    """Compares the variables of all stages between replicas; all ranks must call it."""
     problem = ""
     try:
         check_replicas(variables, groups.peers)
@@ -39,14 +31,6 @@ def check_replicas(variables: Sequence[Any], communicator: Communicator) -> None
     """Compares variables between replicas, bit for bit; all of them must call this.
 
     Only a hash of each variable travels.
-
-    Args:
-        variables: Keras or TensorFlow variables, in the same order on all replicas.
-        communicator: The ranks that have them, one of each replica.
-
-    Raises:
-        ReplicaError: On all of the ranks, if a variable is not the same on all of them. Names the
-            first one that is not, and who has what.
     """
     if communicator.size == 1:
         return

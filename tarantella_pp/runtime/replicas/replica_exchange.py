@@ -17,9 +17,6 @@ class ReplicaExchange:
     """Adds up and puts together what replicas have computed of their shares of a batch.
 
     All of it comes out with the same bits on every replica. With one replica nothing changes.
-
-    Args:
-        peers: The ranks with the same stages, one of each replica.
     """
 
     def __init__(self, peers: Communicator) -> None:
@@ -39,12 +36,7 @@ class ReplicaExchange:
         return [tf.constant(v, s.dtype) for v, s in zip(values, scalars, strict=True)]
 
     def joined(self, tensors: Sequence[tf.Tensor], rows: Sequence[int]) -> list[tf.Tensor]:
-        """Puts the samples of all replicas together.
-
-        Args:
-            tensors: This replica's, one row or more for each of its samples.
-            rows: Number of samples of each replica that count.
-        """
+        """Puts the samples of all replicas together."""
         if self._peers.size == 1:
             return list(tensors)
         gathered = [self._start_join(tensor, rows) for tensor in tensors]

@@ -16,11 +16,7 @@ _names = itertools.count()
 
 
 class ActivationStash:
-    """Tensors of one kind, for any number of micro-batches.
-
-    Args:
-        like: Symbolic tensors of the dtypes and shapes to be kept.
-    """
+    """Tensors of one kind, for any number of micro-batches."""
 
     def __init__(self, like: Sequence[tf.Tensor]) -> None:
         self._like = [(tensor.dtype, tensor.shape) for tensor in like]

@@ -21,15 +21,7 @@ def find_connected_gradients(
     communicator: Communicator,
     scored: Iterable[int],
 ) -> None:
-    """Tells each stage's gradient sums which weights no gradient reaches; once for each loss.
-
-    Args:
-        boundaries: The borders of all stages.
-        stages: This rank's stages, which have run a training step.
-        placement: Rank of each stage.
-        communicator: The ranks of the pipeline.
-        scored: The tensors that the loss depends on, on the rank of the last stage.
-    """
+    """Tells each stage's gradient sums which weights no gradient reaches; once for each loss."""
     connected = {
         (-1, tensor) for tensor in communicator.broadcast_json(list(scored), placement[-1])
     }

@@ -40,10 +40,6 @@ class StageMetrics:
     its parts add up to the same, or a mean over them or a constant, such as a count of batches.
     Then what a part adds counts by its share of the batch. Which it is, is tried. What replicas
     add is added up, so it must not depend on what was there before, as a maximum does.
-
-    Args:
-        module: The stage's nodes.
-        num_replicas: Number of replicas, which call the layers with parts of a batch.
     """
 
     def __init__(self, module: StageModule, num_replicas: int = 1) -> None:
@@ -66,13 +62,7 @@ class StageMetrics:
         return [variable.numpy() for variable in self._means[training]]
 
     def weigh(self, before: Sequence[Array], share: float, training: bool) -> None:
-        """Has means take in no more than the share of a micro-batch that has run.
-
-        Args:
-            before: What `means` returned before it ran.
-            share: Its share of the batch.
-            training: Whether it was one of training.
-        """
+        """Has means take in no more than the share of a micro-batch that has run."""
         if before:
             for variable, old in zip(self._means[training], before, strict=True):
                 variable.assign(old + share * (variable.numpy() - old))
@@ -163,13 +153,7 @@ class StageMetrics:
 
 
 class LayerMetrics:
-    """Which rank has the metrics of which layers, and their way to the rank of the logs.
-
-    Args:
-        extracted: The model's graph and calls.
-        assignment: Stage of each node.
-        placement: Rank of each stage.
-    """
+    """Which rank has the metrics of which layers, and their way to the rank of the logs."""
 
     def __init__(
         self, extracted: ExtractedModel, assignment: Sequence[int], placement: Sequence[int]

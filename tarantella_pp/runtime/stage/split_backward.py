@@ -29,14 +29,6 @@ class SplitBackward:
 
     Residuals stay inside TensorFlow, in a `ActivationStash`: only activations and their gradients
     cross into Python.
-
-    Args:
-        module: The stage's nodes and weights.
-        specs: Shape and dtype of each of the stage's inputs.
-        recompute: Whether to keep the inputs only, and repeat the forward pass.
-
-    Raises:
-        CutError: If the graph cannot be cut.
     """
 
     def __init__(

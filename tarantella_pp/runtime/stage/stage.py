@@ -23,14 +23,6 @@ class Stage:
     The gradients of the stage's trainable weights add up in `module.accumulator`, in the order in
     which the micro-batches run backward.
 
-    Args:
-        boundary: The border of the stage.
-        calls: The stage's calls, in topological order.
-        recompute: Whether to keep a micro-batch's inputs only, and repeat its forward pass, but
-            for those that are to be kept whole.
-        micro_batches: Most micro-batches of a step.
-        num_replicas: Number of pipelines that share a batch.
-
     Attributes:
         module: What it computes with.
         probe: Tries it out before it first runs.
@@ -81,18 +73,7 @@ class Stage:
         return [kind for kind in kinds if kind is not None and kind.general is not None]
 
     def rehearse(self, step: Step, inputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Tries the stage out before it first runs; changes nothing.
-
-        Args:
-            step: The step to come.
-            inputs: One tensor for each of `boundary.inputs`, for the first micro-batch.
-
-        Returns:
-            One tensor for each of `boundary.outputs`, to try later stages with, if any follow.
-
-        Raises:
-            UnsupportedModelError: It would train something else; see `StageProbe`.
-        """
+        """Tries the stage out before it first runs; changes nothing."""
         self._metrics.examine(step.share(0), inputs, step.training)
         later = range(1, len(step.pieces.sizes))
         return self.probe.examine(
@@ -129,19 +110,7 @@ class Stage:
     def forward(
         self, key: int, inputs: Sequence[tf.Tensor], share: float = 1.0, *, whole: bool = False
     ) -> tuple[list[tf.Tensor], tf.Tensor | None]:
-        """Runs one micro-batch forward in training mode and keeps what backward needs.
-
-        Args:
-            key: The micro-batch.
-            inputs: One tensor for each of `boundary.inputs`.
-            share: Its share of the batch.
-            whole: Whether to keep all that its backward pass needs, on a stage that recomputes,
-                too: then nothing is repeated.
-
-        Returns:
-            One tensor for each of `boundary.outputs`, and the losses that the stage's layers
-            added, `None` if they added none.
-        """
+        """Runs one micro-batch forward in training mode and keeps what backward needs."""
         work = self._running[key] = self._pass_for(inputs, self._kind(whole))
         before = self._metrics.means(share, training=True)
         results = work.forward(key, inputs)
@@ -149,16 +118,7 @@ class Stage:
         return results
 
     def backward(self, key: int, seeds: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Runs one micro-batch backward (action BW).
-
-        Args:
-            key: The micro-batch.
-            seeds: The factors of the added losses, then the gradient of each of
-                `boundary.outputs_with_gradient`.
-
-        Returns:
-            One gradient for each of `boundary.input_gradients`.
-        """
+        """Runs one micro-batch backward (action BW)."""
         return self._running.pop(key).backward(key, seeds)
 
     def backward_input(self, key: int, seeds: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -170,19 +130,11 @@ class Stage:
         self._running.pop(key).backward_weight(key)
 
     def run_pending(self) -> bool:
-        """Does some of what is left for after the last backward pass, as far as it can be done.
-
-        Returns:
-            Whether there was any.
-        """
+        """Does some of what is left for after the last backward pass, as far as it can be done."""
         return self.module.accumulator.multiply()
 
     def flush_overdue(self) -> bool:
-        """Does what must not be left for later; call it between computations.
-
-        Returns:
-            Whether there was any.
-        """
+        """Does what must not be left for later; call it between computations."""
         return self.module.accumulator.flush_overdue()
 
     def evaluate(
@@ -195,14 +147,7 @@ class Stage:
         return outputs, added if self.module.added_by[False] else None
 
     def reached(self, coming: Sequence[bool]) -> list[bool]:
-        """Finds out where gradients get to, and notes in the sums which weights they do not reach.
-
-        Args:
-            coming: For each of `boundary.outputs_with_gradient` whether a gradient comes in there.
-
-        Returns:
-            For each of `boundary.input_gradients` whether a gradient goes out there.
-        """
+        """Finds where gradients arrive, and notes which weights they do not reach."""
         sums = self.module.accumulator
         if all(coming) and not self.module.blocks:
             sums.reached = [True] * len(sums.weights)
@@ -219,9 +164,6 @@ class Stage:
         """Has the stage compiled as if a micro-batch of these shapes had been the first.
 
         What is static to a compiled function decides about the last bits of its results.
-
-        Args:
-            shapes: What `first_shapes` returned.
         """
         if not self._first:
             self._first = [tf.TensorSpec(shape, dtype) for shape, dtype in shapes]

@@ -15,9 +15,6 @@ class TapeBackward:
 
     The tape cannot give the input gradients alone: `backward_input` computes the weight gradients
     along with them, and `backward_weight` only adds them up.
-
-    Args:
-        module: The stage's nodes and weights.
     """
 
     def __init__(self, module: StageModule) -> None:

@@ -42,10 +42,6 @@ class TrainingPass(Protocol):
 class TrainingPasses:
     """One pass for the first shapes seen, fast for they are static, and one for all others.
 
-    Args:
-        module: What the stage computes with.
-        recompute: Whether to keep a micro-batch's inputs only, and repeat its forward pass.
-
     Attributes:
         general: The pass for any shape seen so far; `None` before the first.
         specs: What `general` takes.
@@ -66,12 +62,7 @@ class TrainingPasses:
     def for_inputs(
         self, inputs: Sequence[tf.Tensor], first: Sequence[tf.TensorSpec]
     ) -> TrainingPass:
-        """Returns the pass for inputs of these shapes.
-
-        Args:
-            inputs: The inputs, or what describes them.
-            first: What describes the first inputs of the stage.
-        """
+        """Returns the pass for inputs of these shapes."""
         shapes = tuple(tensor.shape for tensor in inputs)
         known = self._known.get(shapes)
         if known is None:

@@ -12,11 +12,7 @@ _LARGE = 2**22
 
 
 def give_back(freed: int = _LARGE) -> None:
-    """Gives back what was freed, if it is worth the time; only glibc has it.
-
-    Args:
-        freed: About how many bytes were.
-    """
+    """Gives back what was freed, if it is worth the time; only glibc has it."""
     if freed >= _LARGE and (trim := getattr(_LIBRARY, "malloc_trim", None)) is not None:
         trim(0)
 

@@ -36,17 +36,6 @@ class OptimizerState:
     them, by their kind and by the position of their weight among those that are trained. Making
     one takes all ranks; an optimizer that has been built for the whole model is left with this
     rank's share of its slots.
-
-    Args:
-        optimizer: The optimizer of this rank.
-        weights: The trainable weights of the whole model, in its order.
-        owners: The ranks that update the weights.
-        finalized: Called when the optimizer has replaced weights by their moving averages.
-
-    Raises:
-        ConfigurationError: On all ranks, if it was built for other weights, or treats weights
-            otherwise on one rank than on another.
-        UnsupportedModelError: On all ranks, if its slots cannot be told apart.
     """
 
     def __init__(
@@ -87,12 +76,7 @@ class OptimizerState:
         self._held()
 
     def whole(self) -> Any:
-        """Brings all slots together; takes all ranks.
-
-        Returns:
-            An optimizer to save: what Keras writes of it is what it writes of the optimizer of
-            the whole model.
-        """
+        """Brings all slots together; takes all ranks."""
         if self._communicator.size == 1:
             return self._optimizer
         held, specs = self._all_specs()
@@ -100,11 +84,7 @@ class OptimizerState:
         return self._stand_in(values.__getitem__)
 
     def streamed(self, stream: ValueStream) -> Any:
-        """As `whole`, but slots are read when Keras writes them; takes all ranks.
-
-        Args:
-            stream: What they are read through.
-        """
+        """As `whole`, but slots are read when Keras writes them; takes all ranks."""
         if self._communicator.size == 1:
             return self._optimizer
         held, specs = self._all_specs()
@@ -250,15 +230,7 @@ class OptimizerState:
 
 
 class _StandIn(keras.optimizers.Optimizer):  # type: ignore[misc]
-    """What Keras saves and loads instead of the optimizer of a whole model.
-
-    Args:
-        name: Name of the optimizer.
-        slots: The numbers of its slots.
-        value_of: Returns the value of a slot, to save.
-        receivers: The slots to load, by number.
-        inner: Stand-ins of the optimizers in it, which Keras saves once more by themselves.
-    """
+    """What Keras saves and loads instead of the optimizer of a whole model."""
 
     def __init__(
         self,

@@ -13,12 +13,6 @@ class Owners:
 
     A variable is owned by the rank of the first stage that uses it. One that no stage uses, for
     its results are not needed, is the same everywhere and owned by rank 0.
-
-    Args:
-        extracted: The model's graph and variables.
-        assignment: Stage of each node.
-        placement: Rank of each stage.
-        rank: This rank.
     """
 
     def __init__(

@@ -22,13 +22,6 @@ Bucket: TypeAlias = tuple[int, int]
 class RankWeights:
     """What a rank has of a model's weights, and what it does for other ranks with them.
 
-    Args:
-        extracted: The model's graph and variables.
-        plan: The plan of its stages.
-        placement: Rank of each stage.
-        groups: The ranks of the job.
-        trainable: The model's trainable variables, in an order that all ranks share.
-
     Attributes:
         owners: The ranks of a pipeline that have each variable.
         trainers: The ranks that update each weight.

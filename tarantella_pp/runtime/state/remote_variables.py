@@ -52,9 +52,6 @@ NEVER = -1
 class Clock:
     """Counts the steps of a pipeline, after which variables of other ranks are out of date.
 
-    Args:
-        message: What to tell whoever reads one then, with its `{path}`.
-
     Attributes:
         steps: Their number.
     """
@@ -72,11 +69,7 @@ class Clock:
         self._readable.clear()
 
     def follows(self, variable: _Remote) -> None:
-        """Takes note of a variable that has its true value until the next step.
-
-        Args:
-            variable: A variable of this clock.
-        """
+        """Takes note of a variable that has its true value until the next step."""
         variable._seen[self] = self.steps
         self._readable[id(variable)] = variable
 
@@ -93,11 +86,7 @@ def only_traced() -> Iterator[None]:
 
 @contextlib.contextmanager
 def read_with(read: Callable[[Any], ValuePieces]) -> Iterator[None]:
-    """Lets stale variables be read, one at a time, from where their true value is.
-
-    Args:
-        read: Finds the true value of a variable.
-    """
+    """Lets stale variables be read, one at a time, from where their true value is."""
     before = _reader.set(read)
     try:
         yield
@@ -126,10 +115,6 @@ def make_remote(variable: Any, clock: Clock) -> None:
     """Lets a variable refuse to be read after a step in which another rank trained it.
 
     It stays the same object, and is read again once it has been assigned a value.
-
-    Args:
-        variable: A Keras variable that this rank does not use.
-        clock: That of the pipeline. A variable may be one of several pipelines.
     """
     _become_remote(variable)
     if variable.is_stale:
@@ -140,25 +125,14 @@ def make_remote(variable: Any, clock: Clock) -> None:
 
 
 def make_deferred(variable: Any) -> None:
-    """Lets a variable that was made without a value refuse to be read.
-
-    Args:
-        variable: A Keras variable.
-    """
+    """Lets a variable that was made without a value refuse to be read."""
     _become_remote(variable)
     variable._has_memory = False
     variable._seen[_UNBORN] = NEVER
 
 
 def initialize_deferred(variable: Any) -> None:
-    """Gives a variable that was made without a value its first one.
-
-    Args:
-        variable: The variable.
-
-    Raises:
-        StaleWeightError: If it was not made so.
-    """
+    """Gives a variable that was made without a value its first one."""
     if initializer_of(variable) is None:
         raise _error(variable)
     initialize(variable)
@@ -167,11 +141,7 @@ def initialize_deferred(variable: Any) -> None:
 
 
 def keep_memory(variable: Any) -> None:
-    """Has a variable keep its memory, though it may be a remote one of another pipeline.
-
-    Args:
-        variable: A Keras variable that a stage of this rank uses.
-    """
+    """Has a variable keep its memory, though it may be a remote one of another pipeline."""
     variable._used_here = True
 
 
@@ -183,22 +153,14 @@ def _become_remote(variable: Any) -> None:
 
 
 def let_go(variable: Any) -> None:
-    """Forgets the value of a variable that other ranks are given another one of.
-
-    Args:
-        variable: A Keras variable; one that a stage of this rank uses keeps its value.
-    """
+    """Forgets the value of a variable that other ranks are given another one of."""
     if isinstance(variable, _Remote) and not hasattr(variable, "_used_here"):
         variable.drop()
         variable._seen = dict.fromkeys(variable._seen, NEVER)
 
 
 def bytes_held(variables: Iterable[Any]) -> int:
-    """Bytes of those variables that have memory on this rank.
-
-    Args:
-        variables: Keras variables.
-    """
+    """Bytes of those variables that have memory on this rank."""
     held = (v for v in variables if not isinstance(v, _Remote) or v._has_memory)
     return sum(map(variable_bytes, held))
 
@@ -209,26 +171,12 @@ def is_stale(variable: Any) -> bool:
 
 
 def remote_value(variable: Any) -> ValuePieces | None:
-    """The true value of a stale variable, from where it is; `None` of one that this rank has.
-
-    Args:
-        variable: A Keras variable.
-
-    Raises:
-        StaleWeightError: If it cannot be read now.
-    """
+    """The true value of a stale variable, from where it is; `None` of one that this rank has."""
     return _found(variable) if is_stale(variable) else None
 
 
 def refuse_stale(model: Any) -> None:
-    """Refuses a model that cannot be read.
-
-    Args:
-        model: A Keras model.
-
-    Raises:
-        StaleWeightError: If another rank has trained one of its weights.
-    """
+    """Refuses a model that cannot be read."""
     for variable in model.variables:
         if is_stale(variable) and _reader.get() is None:
             raise _error(variable)
@@ -252,11 +200,7 @@ class _Remote(keras.Variable):  # type: ignore[misc]
 
     @property
     def value(self) -> Any:
-        """The value, which Keras asks for whenever it needs it.
-
-        Raises:
-            StaleWeightError: If it is no longer the true one.
-        """
+        """The value, which Keras asks for whenever it needs it."""
         if self.is_stale and not _traced.get() and not needs_only_shapes():
             return to_tensor(_found(self).whole())
         return super().value

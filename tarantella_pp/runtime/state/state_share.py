@@ -18,15 +18,7 @@ from tarantella_pp.runtime.state.variable_sync import VariableSync
 
 
 class StateShare:
-    """One rank's share of the state of training.
-
-    Args:
-        variables: Those of the model.
-        optimizer: The slots of its optimizer; `None` without one.
-        metrics: Returns the variables of its metrics by now, each with whether this rank updates
-            it.
-        speaks: Whether this rank is of the replica that tells of metrics for all.
-    """
+    """One rank's share of the state of training."""
 
     def __init__(
         self,

@@ -28,11 +28,7 @@ class StoredArray(np.ndarray[Any, Any]):
 
 
 def array_of(dataset: Any) -> StoredArray | None:
-    """Reads a large value; returns `None` for a small one, or of a dtype that is not a number's.
-
-    Args:
-        dataset: Where it is in an HDF5 file.
-    """
+    """Reads a large value; returns `None` for a small one, or of a dtype that is not a number's."""
     dtype = np.dtype(dataset.dtype)
     if not goes_in_pieces(dataset.shape, dtype) or not dtype.isnative:
         return None

@@ -36,12 +36,7 @@ class TiedWeight:
 
 
 def weights_of_several_ranks(extracted: ExtractedModel, owners: Owners) -> tuple[TiedWeight, ...]:
-    """Finds the trainable weights that several ranks have.
-
-    Args:
-        extracted: The model's graph and variables.
-        owners: The ranks of the variables.
-    """
+    """Finds the trainable weights that several ranks have."""
     pairs = zip(extracted.graph.weights, extracted.variables, strict=True)
     shared = [TiedWeight(v, owners.ranks(v)) for weight, v in pairs if weight.trainable]
     return tuple(tied for tied in shared if len(tied.ranks) > 1)
@@ -52,10 +47,6 @@ class TiedWeights:
 
     Once a step, gradients summed over the micro-batches go to the rank of the first stage that
     uses the weight. That rank trains it and sends the new value back before the step ends.
-
-    Args:
-        weights: The weights that several ranks have, in the same order on all ranks.
-        communicator: The ranks of the pipeline.
     """
 
     def __init__(self, weights: Sequence[TiedWeight], communicator: Communicator) -> None:
@@ -85,11 +76,7 @@ class TiedWeights:
         return id(variable) in self._tied
 
     def hand_over(self, gradient_of: Callable[[Any], Gradient]) -> None:
-        """Sends the gradients of weights that other ranks train.
-
-        Args:
-            gradient_of: Sum over the micro-batches of a variable's gradients.
-        """
+        """Sends the gradients of weights that other ranks train."""
         for rank, variables in self._lenders.items():
             gradients = [gradient_of(variable) for variable in variables]
             sizes = np.array([_rows(gradient) for gradient in gradients], _INDICES)
@@ -99,11 +86,7 @@ class TiedWeights:
                 self._communicator.send(tensors, rank, _GRADIENTS_TAG, label="tied gradients")
 
     def collect(self) -> dict[int, list[Gradient]]:
-        """Receives the gradients of weights that this rank trains.
-
-        Returns:
-            From `id` of a variable to what each other rank found.
-        """
+        """Receives the gradients of weights that this rank trains."""
         received: dict[int, list[Gradient]] = {}
         for rank, variables in self._borrowers.items():
             spec = [TensorSpec((len(variables),), _INDICES)]
@@ -136,14 +119,7 @@ class TiedWeights:
 
 
 def total(gradients: Sequence[Gradient]) -> Gradient:
-    """Adds up gradients of one weight, as TensorFlow does with those of several operations.
-
-    Args:
-        gradients: Dense ones, sparse ones, or `None` where no gradient reaches the weight.
-
-    Returns:
-        `None` if there is nothing to add, slices if all are sparse, otherwise a tensor.
-    """
+    """Adds up gradients of one weight, as TensorFlow does with those of several operations."""
     present = [gradient for gradient in gradients if gradient is not None]
     if len(present) < 2:
         return present[0] if present else None

@@ -17,12 +17,6 @@ class Trainers:
 
     Usually every replica updates all weights of its pipeline, and the group is the pipeline. With
     a sharded optimizer (ZeRO-1) each weight is updated by one replica, and the group is the job.
-
-    Args:
-        owners: The ranks of the weights in a pipeline.
-        weights: The variables of the model, in its order; frozen ones too.
-        groups: The ranks of the job.
-        sharded: Whether replicas share out the optimizer.
     """
 
     def __init__(

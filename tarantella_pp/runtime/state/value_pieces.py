@@ -15,11 +15,7 @@ from tarantella_pp.runtime.state.value_stream import ValuePieces
 
 
 def rows_of(value: Any) -> ValuePieces | None:
-    """Returns what a large value is read with; `None` if it is a small one, or none of a variable.
-
-    Args:
-        value: What is saved: a Keras variable, or a value that is read in pieces.
-    """
+    """Returns what reads a large value; `None` for a small one, or one without a variable."""
     if isinstance(value, keras.Variable):
         spec = TensorSpec(tuple(value.shape), variable_dtype(value))
         if not goes_in_pieces(spec.shape, spec.dtype):

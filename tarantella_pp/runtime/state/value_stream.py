@@ -72,12 +72,7 @@ Read: TypeAlias = Callable[[int, int, TensorSpec], ValuePieces]
 
 
 class ValueStream:
-    """Hands values of all ranks to one of them.
-
-    Args:
-        ranks: All ranks of the job.
-        reader: The one that reads.
-    """
+    """Hands values of all ranks to one of them."""
 
     def __init__(self, ranks: Communicator, reader: int) -> None:
         self._ranks = ranks
@@ -85,14 +80,7 @@ class ValueStream:
         self._kinds: list[Callable[[int], Any]] = []
 
     def add(self, variable_of: Callable[[int], Any]) -> Read:
-        """Adds values of a kind, in the same order on all ranks.
-
-        Args:
-            variable_of: Looks up the variable with one of this rank's, by its number.
-
-        Returns:
-            What reads one of any rank's, for the rank that reads.
-        """
+        """Adds values of a kind, in the same order on all ranks."""
         kind = len(self._kinds)
         self._kinds.append(variable_of)
 

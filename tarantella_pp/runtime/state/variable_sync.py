@@ -27,12 +27,6 @@ class VariableSync:
     They are known by their position in the model, the same on all ranks, and never by a name:
     Keras counts layers in each process, so a rank that made another model before has other names.
     Those that only other ranks use refuse to be read here once these have trained them.
-
-    Args:
-        variables: All variables of the model, seeds of random layers included.
-        owners: The ranks of the variables.
-        groups: The ranks of the job.
-        clock: Counts the training steps, after which others' variables are not known here.
     """
 
     def __init__(
@@ -86,14 +80,7 @@ class VariableSync:
             self._share(self._owners.owner, stale, set().union(*needed_by))
 
     def reader(self, stream: ValueStream) -> Callable[[Any], ValuePieces]:
-        """Lets a rank read variables that it has not, one at a time; all ranks must call it.
-
-        Args:
-            stream: What values are read through.
-
-        Returns:
-            What finds the true value of a variable, for `read_with`.
-        """
+        """Lets a rank read variables that it has not, one at a time; all ranks must call it."""
         self.refresh()
         numbers = {id(variable): i for i, variable in enumerate(self._variables)}
         read = stream.add(self._variables.__getitem__)
@@ -133,13 +120,7 @@ class VariableSync:
         stale: Sequence[Sequence[int]],
         which: Iterable[int] | None = None,
     ) -> None:
-        """Gives all ranks values, of some variables or of all, from a rank that has true ones.
-
-        Args:
-            root_of: The rank to take a variable from, if its value is true there.
-            stale: The variables whose values are out of date, of each rank.
-            which: The variables. Default: all.
-        """
+        """Gives all ranks values, of some variables or of all, from a rank that has true ones."""
         if self._communicator.size == 1:
             return
         for i in range(len(self._variables)) if which is None else sorted(which):
@@ -151,13 +132,7 @@ class VariableSync:
 
 
 def broadcast_variable(variable: Any, root: int, ranks: Communicator) -> None:
-    """Gives all ranks the value that a variable has on one of them; all of them must call it.
-
-    Args:
-        variable: A Keras variable.
-        root: The rank that has the value.
-        ranks: The ranks.
-    """
+    """Gives all ranks the value that a variable has on one of them; all of them must call it."""
     if ranks.size == 1:
         return
     if ranks.rank == root:

@@ -15,10 +15,6 @@ class CompiledFunction:
     `tf.function` matches its arguments against signatures at every call, which takes half a
     millisecond: as long as a small stage computes. A stage always gets what it was compiled for,
     so this calls the compiled function directly, in a fifth of the time.
-
-    Args:
-        function: Takes tensors, returns a list of tensors; may be nested.
-        specs: Shape and dtype of each argument.
     """
 
     def __init__(self, function: Callable[..., Any], specs: Sequence[tf.TensorSpec]) -> None:
@@ -36,13 +32,7 @@ class CompiledFunction:
     def like(
         cls, function: Callable[..., Any], arguments: tuple[Any, ...], any_rows: bool = False
     ) -> CompiledFunction:
-        """Compiles a function for nested arguments, `None` among them.
-
-        Args:
-            function: Takes the arguments.
-            arguments: Example of them; a call is given `dense_tensors(arguments)`.
-            any_rows: Whether their first dimension may be another in each call.
-        """
+        """Compiles a function for nested arguments, `None` among them."""
         flat = tf.nest.flatten(arguments)
 
         def flattened(*tensors: tf.Tensor) -> Any:

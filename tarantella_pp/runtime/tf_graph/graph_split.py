@@ -200,9 +200,5 @@ def _effects(trace: Trace, after: set[tf.Operation]) -> list[tf.Operation]:
 
 
 def has_effect(op: tf.Operation) -> bool:
-    """Whether an operation must run although nothing uses its result.
-
-    Args:
-        op: An operation of a traced graph.
-    """
+    """Whether an operation must run although nothing uses its result."""
     return op.op_def is not None and op.op_def.is_stateful and op.type not in _READS

@@ -8,12 +8,7 @@ import tensorflow as tf
 
 
 def dependents(seeds: Iterable[tf.Tensor], operations: Iterable[tf.Operation]) -> set[tf.Operation]:
-    """Returns all operations that depend on some tensors.
-
-    Args:
-        seeds: The tensors.
-        operations: The operations of the graph, in the order in which they were made.
-    """
+    """Returns all operations that depend on some tensors."""
     after = {seed.op for seed in seeds}
     for op in operations:
         if any(t.op in after for t in op.inputs) or any(c in after for c in op.control_inputs):
@@ -53,11 +48,6 @@ def frontier(
 def in_order(
     tensors: Iterable[tf.Tensor], order: Mapping[tf.Operation, int]
 ) -> tuple[tf.Tensor, ...]:
-    """Returns each tensor once, in the order in which they were made.
-
-    Args:
-        tensors: The tensors.
-        order: Place of each operation in the graph.
-    """
+    """Returns each tensor once, in the order in which they were made."""
     unique = {tensor.ref(): tensor for tensor in tensors}.values()
     return tuple(sorted(unique, key=lambda t: (order[t.op], t.value_index)))

@@ -19,11 +19,7 @@ _REPEATABLE = {
 
 
 class DependsOnlyOnWeights:
-    """Whether an operation depends on nothing but constants and weights that F does not write.
-
-    Args:
-        trace: The traced stage.
-    """
+    """Whether an operation depends on nothing but constants and weights that F does not write."""
 
     def __init__(self, trace: Trace) -> None:
         operations = trace.function.graph.get_operations()

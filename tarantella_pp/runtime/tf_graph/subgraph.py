@@ -17,9 +17,6 @@ class SubgraphExtractor:
 
     `tf.compat.v1.WrappedFunction.prune` would do much the same, but it copies the ancestors of
     what is fed as well, and with them writes of variables that must happen only once.
-
-    Args:
-        function: The traced function; its captured variables are shared with every part.
     """
 
     def __init__(self, function: Any) -> None:

@@ -52,15 +52,7 @@ def write_trace(
 def trace_events(
     steps: Sequence[RecordedStep], simulation: tuple[StepTimeline, float] | None = None
 ) -> list[TraceEvent]:
-    """Makes the events of a trace; times are in microseconds since the first step began.
-
-    Args:
-        steps: The steps.
-        simulation: As of `write_trace`.
-
-    Returns:
-        The events.
-    """
+    """Makes the events of a trace; times are in microseconds since the first step began."""
     if not steps:
         return []
     zero = min(start for start, _ in steps[0].bounds)

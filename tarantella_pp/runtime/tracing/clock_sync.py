@@ -18,13 +18,6 @@ def clock_offset(communicator: Communicator) -> float:
 
     Each rank asks rank 0 for the time, often enough that one answer comes at once: Cristian,
     "Probabilistic clock synchronization", 1989. All ranks must call this.
-
-    Args:
-        communicator: The ranks.
-
-    Returns:
-        Seconds; known to half the shortest round trip. An offset below that is taken for none,
-        so that ranks of one host, which have one clock, keep it exactly.
     """
     if communicator.rank == 0:
         for rank in range(1, communicator.size):

@@ -27,12 +27,7 @@ def memory_of_each_rank(communicator: Communicator) -> int:
 
 
 def memory_of_host(proc: Path = PROC, groups: Path = GROUPS) -> int:
-    """Bytes that the processes of this job may take on this host.
-
-    Args:
-        proc: Names the control groups of this process, as Linux does.
-        groups: Where control groups are.
-    """
+    """Bytes that the processes of this job may take on this host."""
     return min([int(psutil.virtual_memory().total), *_limits(proc, groups)])
 
 

@@ -22,9 +22,6 @@ def measure_link(communicator: Communicator) -> tuple[float, float]:
 
     Every rank sends to the next one at the same time, as in sums over replicas. All ranks must
     call it.
-
-    Args:
-        communicator: Two ranks or more.
     """
     large, small = (_seconds(communicator, size) for size in (LARGE, SMALL))
     parts = LARGE / SMALL
@@ -33,11 +30,7 @@ def measure_link(communicator: Communicator) -> tuple[float, float]:
 
 
 def magnitude(bandwidth: float) -> float:
-    """Returns the power of ten next to a measured speed: the same whenever it is measured.
-
-    Args:
-        bandwidth: Bytes per second.
-    """
+    """Returns the power of ten next to a measured speed: the same whenever it is measured."""
     return float(10.0 ** round(math.log10(bandwidth)))
 
 

@@ -37,12 +37,6 @@ def measured_costs(steps: Sequence[RecordedStep]) -> Costs:
     the receiver what its shortest waits take: those for messages sent before it asked for them.
     Where the receiver waited already when a message was sent, the time until it had it is the
     latency of the link.
-
-    Args:
-        steps: Steps of one batch size, at least one; the schedules may differ in their orders.
-
-    Returns:
-        The costs, for `simulate`.
     """
     usual: defaultdict[tuple[int, Kind], list[float]] = defaultdict(list)
     for step in _typical(steps):
@@ -80,15 +74,7 @@ def simulated(steps: Sequence[RecordedStep]) -> StepTimeline:
 
 
 def work_between(steps: Sequence[RecordedStep]) -> dict[Action, float]:
-    """Returns how long ranks worked at sums of gradients and updates before they went on.
-
-    Args:
-        steps: Steps of one schedule and batch size.
-
-    Returns:
-        Seconds before each action, as `Costs.before`, in the step of median length: a mean would be
-        of steps in which a rank finds the time in one wait, in another, or in none.
-    """
+    """Returns how long ranks worked at sums of gradients and updates before they went on."""
     ordered = sorted(steps, key=lambda step: step.timeline.step_seconds)
     seconds: dict[Action, float] = {}
     for spans in ordered[len(ordered) // 2].spans:

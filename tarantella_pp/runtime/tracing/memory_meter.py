@@ -21,10 +21,6 @@ class MemoryMeter:
     begun anew without changing what others read of it; as long as it has not risen, what is known
     is that it was not more.
 
-    Args:
-        held: Bytes that are there already and count as well: those of the model's variables.
-        status: What Linux says of this process.
-
     Attributes:
         on_gpu: Whether it is the memory of a GPU.
     """

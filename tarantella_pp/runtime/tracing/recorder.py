@@ -81,12 +81,6 @@ class Recorder:
     """Notes what this rank does in its training steps.
 
     Of every step it keeps how long the rank computed and waited, of some all that happened.
-
-    Args:
-        steps: The steps to keep: so many last ones, or a range of their numbers.
-
-    Raises:
-        ConfigurationError: If `steps` names no step.
     """
 
     def __init__(self, steps: int | range) -> None:

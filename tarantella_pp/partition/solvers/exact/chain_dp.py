@@ -48,11 +48,6 @@ class ChainSearch:
     given, and at boundary b only ideals whose own work and cut fit b stages before and S - b
     stages after are kept, and pairs whose difference fits one stage: a few hundred pairs where
     the lattice has 10^8. No chain within the capacity is missed.
-
-    Args:
-        family: The ideals to use; its instance gives stages and resources. The empty ideal is
-            the first row, the full one the last.
-        max_pairs: Pairs looked at before the search gives up; unlike a time, the same anywhere.
     """
 
     def __init__(self, family: IdealFamily, max_pairs: float = float("inf")) -> None:
@@ -66,20 +61,7 @@ class ChainSearch:
     def run(
         self, capacity: float, deadline: float, *, goal: Goal = "bottleneck"
     ) -> tuple[float, IntArray] | None:
-        """Finds the best chain whose stages all keep within a capacity.
-
-        Args:
-            capacity: Largest objective value allowed for a stage.
-            deadline: `time.thread_time()` at which to give up.
-            goal: What makes one chain better than another: a smaller "bottleneck", a smaller
-                "sum" of the last resource over the stages, or nothing ("any" chain will do).
-
-        Returns:
-            The best value and the stages, or None: no chain of the family keeps within it.
-
-        Raises:
-            OutOfTimeError: The deadline came first.
-        """
+        """Finds the best chain whose stages all keep within a capacity."""
         S = self._instance.num_stages
         caps = self._caps(capacity)
         zero = np.zeros(1, np.intp)

@@ -56,29 +56,12 @@ def enumerate_ideals(instance: Instance, limit: int, *, steps: bool = False) -> 
     Nodes are inserted in topological order: the ideals of the first v + 1 nodes are those of the
     first v, and those of them that hold all predecessors of v, with v. Each round is a handful
     of array operations, and each ideal is written once.
-
-    Args:
-        instance: The graph.
-        limit: Give up beyond that many ideals.
-        steps: Whether to list the covering steps of the lattice too.
-
-    Returns:
-        The lattice, or None when it is larger than the limit.
     """
     return ideals_of(instance.preds, limit, steps=steps)
 
 
 def ideals_of(preds: Preds, limit: int, *, steps: bool = False) -> Lattice | None:
-    """Lists every ideal of a graph of which nothing but the order matters.
-
-    Args:
-        preds: For each node those that come right before it, in topological order.
-        limit: Give up beyond that many ideals.
-        steps: Whether to list the covering steps of the lattice too.
-
-    Returns:
-        The lattice, or None when it is larger than the limit.
-    """
+    """Lists every ideal of a graph of which nothing but the order matters."""
     small = _small(preds, steps)
     if small is not None:
         return small if small.count <= limit else None
@@ -233,15 +216,7 @@ class Sums:
 
 
 def resource_sums(resource: Resource, member: NDArray[np.uint8]) -> Sums:
-    """Sums a resource over each ideal of a family.
-
-    Args:
-        resource: What to sum.
-        member: Membership, shape `(nodes, ideals)`.
-
-    Returns:
-        The sums.
-    """
+    """Sums a resource over each ideal of a family."""
     count = member.shape[1]
     fixed, held = _weighted(resource.fixed, member), _weighted(resource.held, member)
     touch, receive, receive_held = np.zeros(count), np.zeros(count), np.zeros(count)

@@ -29,12 +29,7 @@ FIRST_GUESS, NEXT_GUESS = 1.3, 2.0
 
 
 class OrderDP:
-    """Cuts linear orders of an instance into stages, each as well as the order allows.
-
-    Args:
-        instance: The instance; its tensors are laid out once for all orders.
-        max_cuts: Largest number of cut positions priced pairwise.
-    """
+    """Cuts linear orders of an instance into stages, each as well as the order allows."""
 
     def __init__(self, instance: Instance, max_cuts: int = MAX_CUTS) -> None:
         self._instance = instance
@@ -42,17 +37,7 @@ class OrderDP:
         self._layouts = [_Layout(resource.terms) for resource in instance.resources]
 
     def solve(self, order: IntArray, capacity: float | None = None) -> tuple[float, IntArray]:
-        """Cuts one order.
-
-        Args:
-            order: The nodes in a topological order.
-            capacity: Where given, the sum of the last resource is minimised instead, and no
-                stage may have a larger objective than this.
-
-        Returns:
-            The bottleneck or the sum (infinite: no cuts keep the limits), and the stage of each
-            node.
-        """
+        """Cuts one order."""
         n = len(order)
         position = np.empty(n, np.int64)
         position[order] = np.arange(n)

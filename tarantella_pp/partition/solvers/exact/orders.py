@@ -12,15 +12,7 @@ from tarantella_pp.partition.solvers.problem.problem import FloatArray, IntArray
 
 
 def ranked_order(instance: Instance, key: Sequence[float] | FloatArray) -> IntArray:
-    """Orders nodes topologically, the ready one with the smallest key first.
-
-    Args:
-        instance: The graph.
-        key: Rank of each node.
-
-    Returns:
-        The order.
-    """
+    """Orders nodes topologically, the ready one with the smallest key first."""
     keys = [float(value) for value in key]
     waiting = [len(before) for before in instance.preds]
     ready = [(keys[node], node) for node, count in enumerate(waiting) if count == 0]
@@ -37,15 +29,7 @@ def ranked_order(instance: Instance, key: Sequence[float] | FloatArray) -> IntAr
 
 
 def depth_first_order(instance: Instance, *, backward: bool = False) -> IntArray:
-    """Orders nodes by finishing one branch before the next begins.
-
-    Args:
-        instance: The graph.
-        backward: Whether to walk from the sinks, which puts nodes as late as they may be.
-
-    Returns:
-        The order.
-    """
+    """Orders nodes by finishing one branch before the next begins."""
     preds = instance.succs if backward else instance.preds
     succs = instance.preds if backward else instance.succs
     waiting = [len(before) for before in preds]
@@ -62,14 +46,7 @@ def depth_first_order(instance: Instance, *, backward: bool = False) -> IntArray
 
 
 def starting_orders(instance: Instance) -> list[IntArray]:
-    """Returns a few orders to start from, each once: a chain has one.
-
-    Args:
-        instance: The graph.
-
-    Returns:
-        The order given, depth first from both ends, breadth first, heavy and light nodes first.
-    """
+    """Returns a few orders to start from, each once: a chain has one."""
     weight = instance.objective.fixed + instance.objective.factor.mean() * instance.objective.held
     depth = np.zeros(instance.num_nodes)
     for node, before in enumerate(instance.preds):
@@ -88,15 +65,6 @@ def starting_orders(instance: Instance) -> list[IntArray]:
 def random_order(
     instance: Instance, random: np.random.Generator, stages: IntArray | None = None
 ) -> IntArray:
-    """Draws an order, one that keeps the stages of a plan whole where one is given.
-
-    Args:
-        instance: The graph.
-        random: Source of the draw.
-        stages: Stage of each node.
-
-    Returns:
-        The order.
-    """
+    """Draws an order, one that keeps the stages of a plan whole where one is given."""
     key = random.random(instance.num_nodes)
     return ranked_order(instance, key if stages is None else key + stages)

@@ -16,15 +16,7 @@ MOST = 10_000_000
 
 
 def reversed_instance(instance: Instance) -> Instance | None:
-    """Turns an instance around: node v becomes n - 1 - v, and stage s becomes S - 1 - s.
-
-    Args:
-        instance: The instance.
-
-    Returns:
-        The instance from behind; None where stages pay for what they receive, for then the two
-        directions differ.
-    """
+    """Turns an instance around: node v becomes n - 1 - v, and stage s becomes S - 1 - s."""
     if any(resource.terms.has_receive for resource in instance.resources):
         return None
     last = instance.num_nodes - 1
@@ -56,15 +48,7 @@ def _turned(resource: Resource, last: int) -> Resource:
 
 
 def reversed_family(family: IdealFamily) -> IdealFamily | None:
-    """Turns a family around: what an ideal leaves out is the ideal from behind.
-
-    Args:
-        family: All ideals of an instance.
-
-    Returns:
-        The family of the mirrored instance, in the opposite order; None where the directions
-        differ or the family is too large to be worth it.
-    """
+    """Turns a family around: what an ideal leaves out is the ideal from behind."""
     instance = reversed_instance(family.instance)
     if instance is None or len(family) * instance.num_nodes > MOST:
         return None

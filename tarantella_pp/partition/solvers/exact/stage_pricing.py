@@ -27,13 +27,7 @@ BLOCK = 1 << 15
 
 
 class IdealFamily:
-    """Some ideals of an instance, the empty and the full one among them or not.
-
-    Args:
-        instance: The graph and its resources.
-        words: Bit sets of the ideals, shape `(words, ideals)`.
-        sums: Sums of each resource over each ideal; None: computed here.
-    """
+    """Some ideals of an instance, the empty and the full one among them or not."""
 
     def __init__(
         self, instance: Instance, words: Words, sums: tuple[Sums, ...] | None = None
@@ -127,17 +121,7 @@ class Pricer:
         end: IdealFamily,
         to: NDArray[np.intp],
     ) -> tuple[FloatArray, FloatArray]:
-        """Prices the stages between pairs of ideals, of which the second contains the first.
-
-        Args:
-            begin: Family of the first ideals.
-            at: The row of the first ideal of each pair, ascending.
-            end: Family of the last ideals.
-            to: The row of the last ideal of each pair.
-
-        Returns:
-            The fixed part and the part per micro-batch in flight, each of shape `(pairs,)`.
-        """
+        """Prices the stages between pairs of ideals, of which the second contains the first."""
         first, last, terms = begin.sums[self.index], end.sums[self.index], self.resource.terms
         fixed = last.fixed[to] - first.fixed[at] + (last.touch[to] + first.touch[at])
         held = last.held[to] - first.held[at]
@@ -207,15 +191,7 @@ class Pricer:
 def numbers_in(
     begin: NDArray[np.intp], end: NDArray[np.intp]
 ) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """Lists the numbers of several ranges one after another.
-
-    Args:
-        begin: Where each range begins.
-        end: Where it ends.
-
-    Returns:
-        The range of each number, and the number.
-    """
+    """Lists the numbers of several ranges one after another."""
     sizes = end - begin
     which = np.repeat(np.arange(len(sizes)), sizes)
     before = np.cumsum(sizes) - sizes

@@ -32,17 +32,7 @@ class Certificate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def of(cls, value: float, lower_bound: float, method: str, seconds: float) -> Certificate:
-        """Makes the certificate that follows from a value and a bound.
-
-        Args:
-            value: Bottleneck of the plan.
-            lower_bound: A proven bound; rounding may put it above the value, it is cut there.
-            method: Which solver found and proved it.
-            seconds: Wall-clock time of the solver.
-
-        Returns:
-            The certificate; it claims optimality only where the bound meets the value.
-        """
+        """Makes the certificate that follows from a value and a bound."""
         bound = min(value, max(lower_bound, 0.0))
         optimal = value <= bound * (1 + TOLERANCE)
         if optimal:
@@ -57,11 +47,7 @@ class Certificate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
 
     def verdict(self, bound: str | None = None) -> str:
-        """Says whether the plan is optimal, or else how far from it at the most.
-
-        Args:
-            bound: The lower bound in words. Default: its number.
-        """
+        """Says whether the plan is optimal, or else how far from it at the most."""
         if self.optimal:
             return "optimal"
         if self.gap is None:

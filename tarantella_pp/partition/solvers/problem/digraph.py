@@ -20,15 +20,7 @@ def adjacency(count: int, edges: Iterable[tuple[int, int]]) -> tuple[Neighbours,
 
 
 def topological(preds: Sequence[Sequence[int]], succs: Sequence[Sequence[int]]) -> list[int]:
-    """Orders nodes, smallest number first among the ready ones.
-
-    Args:
-        preds: Predecessors of each node.
-        succs: Successors of each node.
-
-    Returns:
-        The order; shorter than the graph where that has a cycle.
-    """
+    """Orders nodes, smallest number first among the ready ones."""
     waiting = [len(before) for before in preds]
     ready = [node for node, count in enumerate(waiting) if count == 0]
     heapq.heapify(ready)

@@ -92,15 +92,6 @@ class Resource:
         Stages that hold a_s and b_s of it have room for a_s + f_s b_s each. Added up, that is at
         least `a + f_min b`; weighted by 1 / f_s, so that b counts in full, at least
         `a / f_max + b`.
-
-        Args:
-            stages: The stages.
-            caps: Largest cost of each stage of the plan, shape `(S,)`.
-            fixed: Fixed parts.
-            held: Per-micro-batch parts, of the same shape.
-
-        Returns:
-            Whether each may fit.
         """
         room, factor = caps[stages] / self.scale[stages], self.factor[stages]
         slack = 1e-9 * room.max(initial=0.0)

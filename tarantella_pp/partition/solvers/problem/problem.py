@@ -92,10 +92,6 @@ class Problem:
         exactly: Whether each of the stages must have at least one node.
         alike: Share of the best value by which another plan's may be larger and count as equal, so
             that the one of them is taken that cuts less.
-
-    Raises:
-        GraphError: A cost, node id or edge is malformed.
-        PlanError: An option is out of range.
     """
 
     num_stages: int
@@ -136,17 +132,7 @@ class Problem:
         return len(self.work)
 
     def evaluate(self, assignment: Sequence[int] | IntArray) -> Evaluation:
-        """Prices a plan.
-
-        Args:
-            assignment: Stage of each node, in node order.
-
-        Returns:
-            The cost of each stage and of the cuts.
-
-        Raises:
-            PlanError: The assignment has the wrong length or a stage out of range.
-        """
+        """Prices a plan."""
         stages = np.asarray(assignment, dtype=np.int64)
         if stages.shape != (self.num_nodes,):
             raise PlanError(
@@ -182,14 +168,7 @@ class Problem:
                 static[touching[1:]] += self.group_bytes[index] if self.group_bytes else 0.0
 
     def violation(self, assignment: Sequence[int] | IntArray) -> str | None:
-        """Says what is wrong with a plan, if anything.
-
-        Args:
-            assignment: Stage of each node, in node order.
-
-        Returns:
-            None for a valid plan, otherwise the first broken rule in words.
-        """
+        """Says what is wrong with a plan, if anything."""
         stages = np.asarray(assignment, dtype=np.int64)
         back = np.flatnonzero(stages[self.precedence[:, 0]] > stages[self.precedence[:, 1]])
         if len(back):
@@ -208,15 +187,6 @@ class Problem:
 
 
 def weighted_counts(index: IntArray, weights: FloatArray, size: int) -> FloatArray:
-    """Sums weights by index: entry i of the result is the sum of the weights of index i.
-
-    Args:
-        index: Indices in 0..size - 1.
-        weights: One weight for each.
-        size: Length of the result.
-
-    Returns:
-        The sums, shape `(size,)`.
-    """
+    """Sums weights by index: entry i of the result is the sum of the weights of index i."""
     counts: FloatArray = np.bincount(index, weights, size).astype(np.float64, copy=False)
     return counts

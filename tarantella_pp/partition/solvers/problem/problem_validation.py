@@ -80,17 +80,7 @@ def in_flight(problem: Problem) -> FloatArray:
 
 
 def limits(problem: Problem) -> FloatArray | None:
-    """Reads the memory limits.
-
-    Args:
-        problem: The problem.
-
-    Returns:
-        One limit for each stage; None where there is none.
-
-    Raises:
-        PlanError: They are not positive, or not one for each stage.
-    """
+    """Reads the memory limits."""
     if problem.memory_limit is None:
         return None
     limits = np.array(problem.memory_limit, dtype=np.float64)
@@ -105,17 +95,7 @@ def limits(problem: Problem) -> FloatArray | None:
 
 
 def precedence(problem: Problem) -> IntArray:
-    """Lists which node comes before which.
-
-    Args:
-        problem: The problem.
-
-    Returns:
-        Pairs of nodes, each once, shape `(m, 2)`.
-
-    Raises:
-        GraphError: A node does not exist, or comes before itself.
-    """
+    """Lists which node comes before which."""
     n = problem.num_nodes
     if problem.edges is None:
         pairs = [

@@ -56,10 +56,6 @@ class Boundaries:
     after it, so its ideal lies in a narrow window of work, in which sums of few different costs
     leave gaps. The least capacity with which a chain of such weights leads from nothing to
     everything is a bound; and it says what a plan that meets it must look like.
-
-    Args:
-        instance: An instance of one additive objective whose stages cost the same.
-        closure: Its ancestors' and descendants' work.
     """
 
     def __init__(self, instance: Instance, closure: Closure) -> None:
@@ -74,16 +70,7 @@ class Boundaries:
         self._failed = [np.inf] * (instance.num_stages - 1)
 
     def bound(self, lower: float, upper: float, deadline: float) -> float:
-        """Raises a bound.
-
-        Args:
-            lower: A bound known.
-            upper: Value of a plan known.
-            deadline: `time.thread_time()` at which to stop.
-
-        Returns:
-            A bound, at least `lower`; at most `upper`, where nothing is better.
-        """
+        """Raises a bound."""
         S, capacity = self._instance.num_stages, upper / self._unit
         none = np.zeros(self._instance.num_nodes, bool)
         for boundary in range(1, S):
@@ -178,16 +165,7 @@ class Boundaries:
     def dive(
         self, capacity: float, random: np.random.Generator, deadline: float
     ) -> IntArray | None:
-        """Puts a plan together boundary by boundary, along weights that may lead to the end.
-
-        Args:
-            capacity: Largest stage allowed.
-            random: Source of the choices.
-            deadline: `time.thread_time()` at which to give up.
-
-        Returns:
-            The stages, or None: this way led nowhere.
-        """
+        """Puts a plan together boundary by boundary, along weights that may lead to the end."""
         S, room = self._instance.num_stages, capacity / self._unit * (1 + 1e-12)
         forward = self._forward(room, mirrored=False)
         backward = self._forward(room, mirrored=True)

@@ -31,10 +31,6 @@ class CutBound:
     before the boundary and those that must lie after it. A tensor that can cross k boundaries is
     charged to each with 1 / k of the least that it can cost. The weights follow the subgradient
     (Lagrangian relaxation; Held and Karp, Mathematical Programming 1, 1971).
-
-    Args:
-        instance: An instance.
-        closure: What comes before and after each node.
     """
 
     def __init__(self, instance: Instance, closure: Closure) -> None:
@@ -134,23 +130,14 @@ class CutBound:
 
 
 class _Crossings:
-    """Shares what tensors cost among the boundaries that they can cross.
-
-    Args:
-        most: Last stage that each tensor can meet.
-        least: First stage that it can meet.
-    """
+    """Shares what tensors cost among the boundaries that they can cross."""
 
     def __init__(self, most: IntArray, least: IntArray) -> None:
         self._most, self._least = most, least
         self._count = np.maximum(most - least, 1)
 
     def ends(self, costs: FloatArray) -> FloatArray:
-        """Returns what a tensor costs at least at each boundary, where its two ends pay.
-
-        Args:
-            costs: What each stage pays for each tensor, shape `(S, tensors)`.
-        """
+        """Returns what a tensor costs at least at each boundary, where its two ends pay."""
         shares = np.zeros_like(costs)
         smallest = self._smallest(costs, self._least)
         for boundary in range(1, len(costs)):

@@ -21,12 +21,7 @@ MAX_POOL = 6000
 
 
 class IdealPool:
-    """Ideals of small cut, gathered around targets of work and around plans.
-
-    Args:
-        instance: The instance; its objective has tensors that cost their touching stages.
-        closure: Its ancestors' and descendants' work.
-    """
+    """Ideals of small cut, gathered around targets of work and around plans."""
 
     def __init__(self, instance: Instance, closure: Closure) -> None:
         self._instance = instance
@@ -96,15 +91,7 @@ class IdealPool:
             self._words = np.unique(more, axis=1)
 
     def recombine(self, value: float, deadline: float) -> IntArray | None:
-        """Looks for the best plan whose boundaries all lie in the pool.
-
-        Args:
-            value: Value of a known plan.
-            deadline: `time.thread_time()` at which to give up.
-
-        Returns:
-            The stages of a better plan, or None.
-        """
+        """Looks for the best plan whose boundaries all lie in the pool."""
         family = ends_first_and_last(
             IdealFamily(self._instance, self._words), self._instance.num_nodes
         )

@@ -76,11 +76,6 @@ class IdealSweep:
     costs, that leaves thousands where there are 10^8 (the nodes that later ones read are a cut of
     the graph, of the kind that frontier-based search counts over; Sekine, Imai and Tani 1995).
 
-    Args:
-        instance: The instance.
-        costs: Cost of each node; its work is that in whole units, so that equal sums are equal.
-        touch: What each tensor of the objective costs where it is cut; None: nothing.
-
     Attributes:
         unit: The unit of work; small where the costs have none of their own.
         work: Work of each node.
@@ -106,19 +101,7 @@ class IdealSweep:
         random: np.random.Generator | None = None,
         alike: bool = False,
     ) -> Swept | None:
-        """Lists the ideals of a span.
-
-        Args:
-            span: The span.
-            deadline: `time.thread_time()` at which to give up.
-            limit: Ideals kept at a time.
-            random: Where given, those that cut least are kept where there are more; otherwise the
-                list is given up. Among equals, and those with the same future, any is kept.
-            alike: Whether ideals with the same future are all wanted.
-
-        Returns:
-            The ideals, or None: they were too many, or time ran out.
-        """
+        """Lists the ideals of a span."""
         steps = _Steps(self._instance, span, self._touch)
         free = steps.free
         first, left = float(self.work[span.inside].sum()), float(self.work[span.free].sum())
@@ -158,17 +141,7 @@ def distinct(
     cost: FloatArray,
     random: np.random.Generator | None = None,
 ) -> NDArray[np.intp]:
-    """Picks one row of each future and work, the one that costs least.
-
-    Args:
-        future: Bit sets of what later nodes read of each partial ideal, shape `(words, rows)`.
-        work: Work of each.
-        cost: What each costs.
-        random: Where given, any of those that cost the same is picked, and not the first.
-
-    Returns:
-        The rows.
-    """
+    """Picks one row of each future and work, the one that costs least."""
     key = work.view(np.uint64) * np.uint64(_ODD)
     for word in future:
         key = (key ^ (key >> np.uint64(29)) ^ word) * np.uint64(_ODD)
@@ -184,10 +157,6 @@ def distinct(
 
 class FreeNodes:
     """Nodes that are chosen one after the other, or not, with bit sets of them.
-
-    Args:
-        instance: The instance.
-        nodes: The nodes, in topological order.
 
     Attributes:
         place: Place of each node of the instance among these; -1 where it is none of them.

@@ -21,16 +21,7 @@ PATIENCE = 5
 
 
 def start(instance: Instance, orders: OrderDP, lower: float) -> tuple[float, IntArray | None]:
-    """Cuts a few orders and keeps the best plan.
-
-    Args:
-        instance: The instance.
-        orders: Cuts orders of the instance.
-        lower: A bound; a plan that meets it ends the search.
-
-    Returns:
-        The bottleneck and the stages, or infinity and None where no order keeps the limits.
-    """
+    """Cuts a few orders and keeps the best plan."""
     value, best = float("inf"), None
     for order in starting_orders(instance):
         reached, stages = orders.solve(order)
@@ -48,11 +39,6 @@ class LocalSearch:
     its boundaries, and, where tensors cost their stages, least cuts between its boundaries. After
     some rounds in vain it begins again with the first plan, and other luck.
     Deterministic but for the moment at which time runs out.
-
-    Args:
-        instance: The instance.
-        orders: Cuts orders of the instance.
-        closure: Its ancestors' and descendants' work, where there is one.
     """
 
     def __init__(self, instance: Instance, orders: OrderDP, closure: Closure | None) -> None:
@@ -132,15 +118,7 @@ class LocalSearch:
 
 
 def spread(instance: Instance, stages: IntArray) -> IntArray:
-    """Splits full stages until none is empty, keeping the order of the nodes.
-
-    Args:
-        instance: The instance, with at least as many nodes as stages.
-        stages: Stage of each node.
-
-    Returns:
-        The stages, each with at least one node.
-    """
+    """Splits full stages until none is empty, keeping the order of the nodes."""
     order = np.lexsort((np.arange(len(stages)), stages))
     bounds = np.flatnonzero(np.diff(stages[order])) + 1
     parts = np.split(order, bounds)

@@ -14,11 +14,7 @@ _INFINITE = 1e300
 
 
 class Flow:
-    """A flow network for Dinic's algorithm (Soviet Math. Dokl. 11, 1970).
-
-    Args:
-        nodes: Number of nodes to begin with; node 0 is the source, node 1 the sink.
-    """
+    """A flow network for Dinic's algorithm (Soviet Math. Dokl. 11, 1970)."""
 
     def __init__(self, nodes: int) -> None:
         self._arcs: list[list[int]] = [[] for _ in range(nodes)]

@@ -40,17 +40,6 @@ def recombine(
     Around each boundary the nodes next to it along the order are free, the others stay; the
     ideals of the free nodes are listed, and the chain DP over all of them together finds the
     best combination: exponentially many plans at once.
-
-    Args:
-        instance: The instance.
-        stages: The plan.
-        order: A topological order that keeps its stages whole.
-        reach: How far to go.
-        random: Picks ideals where there are too many.
-        deadline: `time.thread_time()` at which to give up.
-
-    Returns:
-        The stages of a better plan, or None: there is none among them, or no time to tell.
     """
     value = instance.value(stages)
     n, S = instance.num_nodes, instance.num_stages

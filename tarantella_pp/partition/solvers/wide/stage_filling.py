@@ -35,11 +35,6 @@ class StageFilling:
     (bounded dynamic programming: Bautista and Pereira, "A dynamic programming based heuristic for
     the assembly line balancing problem", EJOR 194, 2009). Deterministic but for the moment at which
     time runs out.
-
-    Args:
-        instance: An instance of one resource, whose tensors cost at most the stages that receive
-            them.
-        closure: What comes before each node.
     """
 
     def __init__(self, instance: Instance, closure: Closure) -> None:
@@ -51,17 +46,7 @@ class StageFilling:
     def improve(
         self, stages: IntArray | None, lower: float, gap: float, deadline: float
     ) -> tuple[float, IntArray | None]:
-        """Looks for a better plan.
-
-        Args:
-            stages: A plan, if one is known.
-            lower: A bound.
-            gap: Relative distance from the bound at which to stop.
-            deadline: `time.thread_time()` at which to stop.
-
-        Returns:
-            The bound, raised where all ways were tried in vain, and the best plan.
-        """
+        """Looks for a better plan."""
         value = np.inf if stages is None else self._instance.value(stages)
         failed, step = lower, min(NEAR * lower, FIRST * (value - lower))
         for _ in range(TRIES):
@@ -81,15 +66,7 @@ class StageFilling:
         return lower, stages
 
     def fill(self, capacity: float, deadline: float) -> tuple[IntArray | None, bool]:
-        """Fills stages within a capacity.
-
-        Args:
-            capacity: The most that a stage may cost.
-            deadline: `time.thread_time()` at which to give up.
-
-        Returns:
-            The stages, if a way was found; and if not, whether there is none.
-        """
+        """Fills stages within a capacity."""
         instance, S = self._instance, self._instance.num_stages
         member, complete = np.zeros((instance.num_nodes, 1), np.uint8), True
         ways: list[Way] = [(member, np.zeros(1, np.intp))]

@@ -39,10 +39,6 @@ class StageSweep:
     Node by node, each partial stage goes on without the node and, where its predecessors are in
     and it fits, with it. Of two with the same work that agree on every node which a later one
     reads, the one with less load is kept; of too many, the fullest, and some by luck.
-
-    Args:
-        instance: An instance whose tensors cost the stages that receive them, if any.
-        closure: What comes before each node.
     """
 
     def __init__(self, instance: Instance, closure: Closure) -> None:
@@ -65,16 +61,7 @@ class StageSweep:
         limit: int,
         random: np.random.Generator,
     ) -> Ends:
-        """Lists the ends of a stage.
-
-        Args:
-            begin: Membership of the ideals at which it may begin, shape `(nodes, ideals)`.
-            stage: The stage.
-            capacity: The most it may cost.
-            order: A topological order of the nodes.
-            limit: Ideals kept at a time.
-            random: Picks some of too many.
-        """
+        """Lists the ends of a stage."""
         resource = self._instance.objective
         cost = self._costs[stage]
         most = min(capacity, resource.cap[stage]) * (1 + 1e-12)

@@ -35,9 +35,6 @@ class TwoStages:
     `P + m W + (1 - m) (T - W)` for every m in 0..1: a least cut with a price on the nodes. The
     best m leaves a gap between an ideal too light and one too heavy; a node that only the heavy
     one holds is put in, or left out, and both cases are bounded again.
-
-    Args:
-        instance: An instance of two stages of equal cost, without limits.
     """
 
     def __init__(self, instance: Instance) -> None:

@@ -21,11 +21,7 @@ def flops(value: float) -> str:
 
 
 def seconds(value: float) -> str:
-    """Writes a time, e.g. `"12.5 ms"`.
-
-    Args:
-        value: Seconds.
-    """
+    """Writes a time, e.g. `"12.5 ms"`."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
         if value >= scale or unit == "µs":
             break
@@ -33,13 +29,7 @@ def seconds(value: float) -> str:
 
 
 def count(number: int, noun: str, plural: str | None = None) -> str:
-    """Writes a number of things, e.g. `"1 operation"`, `"2,000 operations"`.
-
-    Args:
-        number: How many.
-        noun: What.
-        plural: What if it is not one. Default: the noun with an "s".
-    """
+    """Writes a number of things, e.g. `"1 operation"`, `"2,000 operations"`."""
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 

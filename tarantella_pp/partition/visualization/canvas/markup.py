@@ -25,14 +25,7 @@ def escape(text: str) -> str:
 
 
 def tag(name: str, /, *children: str, **attributes: str | float | None) -> Markup:
-    """Makes an element.
-
-    Args:
-        name: Its name.
-        children: What is inside; text that is no `Markup` is escaped.
-        attributes: Its attributes, `class_` for `class` and `stroke_width` for `stroke-width`;
-            those that are `None` are left out.
-    """
+    """Makes an element."""
     given = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{escape(_text(value))}"'
         for key, value in attributes.items()
@@ -49,11 +42,7 @@ def join(children: Sequence[str]) -> Markup:
 
 
 def number(value: float) -> str:
-    """Writes a coordinate with at most one decimal.
-
-    Args:
-        value: The coordinate.
-    """
+    """Writes a coordinate with at most one decimal."""
     return f"{value:.1f}".removesuffix(".0")
 
 

@@ -37,13 +37,7 @@ class Box:
 
 
 def layer_box(name: str, index: int, node: Node | None) -> Box:
-    """Makes the box of one operation.
-
-    Args:
-        name: Its name.
-        index: Its position in the plan.
-        node: What the layer graph knows of it; `None` without one.
-    """
+    """Makes the box of one operation."""
     text = shorten(name, TITLE_CHARACTERS)
     if node is None:
         return Box(text, f"operation {index}", f"{name}\noperation {index}")

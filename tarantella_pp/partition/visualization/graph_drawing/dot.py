@@ -13,19 +13,7 @@ from tarantella_pp.partition.visualization.graph_drawing.cuts import cut_tensors
 
 
 def render_dot(plan: Plan, graph: LayerGraph | None = None) -> str:
-    """Writes the layer graph for Graphviz: stages are clusters, cut edges carry their bytes.
-
-    Args:
-        plan: The plan.
-        graph: The model's layer graph. Default: none, and then cut edges only, which run from
-            their operation to the cluster that reads the tensor.
-
-    Returns:
-        The text of a DOT file.
-
-    Raises:
-        PlanError: The graph is one of another model.
-    """
+    """Writes the layer graph for Graphviz: stages are clusters, cut edges carry their bytes."""
     if graph is not None:
         plan.check(graph)
     lines = [

@@ -35,15 +35,7 @@ from tarantella_pp.partition.visualization.graph_drawing.outline import outline
 
 
 def graph_picture(plan: Plan, graph: LayerGraph | None = None) -> Picture:
-    """Draws the operations of a plan, stage by stage, and what is sent between stages.
-
-    Args:
-        plan: The plan.
-        graph: The model's layer graph. Default: none, and then no tensors within stages.
-
-    Raises:
-        PlanError: It is a plan of another model.
-    """
+    """Draws the operations of a plan, stage by stage, and what is sent between stages."""
     shown = outline(plan, graph)
     layout = lay_out(shown)
     pieces = []

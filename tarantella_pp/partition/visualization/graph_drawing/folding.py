@@ -16,14 +16,6 @@ def fold(names: Sequence[str], crossing: Sequence[int], most: int) -> list[range
 
     A run ends where few tensors cross and the names change early, so that runs tend to be the
     blocks that a model is made of.
-
-    Args:
-        names: Name of each operation, in the order in which they run.
-        crossing: How many tensors run on from each operation or those before it to later ones.
-        most: Most runs.
-
-    Returns:
-        The runs, as ranges of positions; each a single operation where all fit.
     """
     total = len(names)
     least = -(-total // most)

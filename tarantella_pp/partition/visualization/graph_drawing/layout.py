@@ -95,12 +95,7 @@ def lay_out(outline: Outline) -> Layout:
 
 
 def middle(top: float, row: int) -> float:
-    """Returns the height of the middle of a box, or of a column's head.
-
-    Args:
-        top: Upper end of the columns.
-        row: Row of the box; -1 for the head.
-    """
+    """Returns the height of the middle of a box, or of a column's head."""
     return top + (HEAD / 2 if row < 0 else HEAD + row * PITCH + BOX_HEIGHT / 2)
 
 

@@ -44,15 +44,7 @@ class Outline:
 
 
 def outline(plan: Plan, graph: LayerGraph | None = None) -> Outline:
-    """Makes the outline of a plan.
-
-    Args:
-        plan: The plan.
-        graph: The model's layer graph. Default: operations and cuts only.
-
-    Raises:
-        PlanError: It is a plan of another model.
-    """
+    """Makes the outline of a plan."""
     if graph is not None:
         plan.check(graph)
     columns: list[list[Box]] = []

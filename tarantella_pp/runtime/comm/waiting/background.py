@@ -29,10 +29,6 @@ class BackgroundProgress:
         the rank      send  F0 ............  wait  B0 ........................  send
         this thread          .  .  .  .  .          .  .  .  .  .  .  .  .  .
                              a poll each, as long as a message is under way
-
-    Args:
-        is_open: Whether anything is under way; cheap.
-        poll: Moves it on.
     """
 
     def __init__(self, is_open: Callable[[], bool], poll: Callable[[], object]) -> None:
@@ -108,16 +104,7 @@ class BackgroundProgress:
 
 
 def is_wanted(several_hosts: bool, environ: Mapping[str, str] | None = None) -> bool:
-    """Whether messages are to move on while this rank computes, as `TNT_PROGRESS` may say.
-
-    Args:
-        several_hosts: Whether ranks are on several hosts. On one a poll of the receiver takes a
-            whole message out of shared memory, and a thread has little to win.
-        environ: The environment.
-
-    Raises:
-        ConfigurationError: `TNT_PROGRESS` is neither 0 nor 1.
-    """
+    """Whether messages are to move on while this rank computes, as `TNT_PROGRESS` may say."""
     text = (os.environ if environ is None else environ).get("TNT_PROGRESS", "").strip()
     if text not in ("", "0", "1"):
         raise ConfigurationError(

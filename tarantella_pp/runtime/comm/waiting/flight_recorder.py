@@ -21,15 +21,7 @@ class FlightRecorder:
         self._events: deque[Event] = deque(maxlen=_KEPT)
 
     def add(self, state: str, label: str, peer: int = -1, tag: int = -1, nbytes: int = 0) -> None:
-        """Notes an event.
-
-        Args:
-            state: What happened: "sending", "sent", "expecting", "received", "entered", "left".
-            label: The edge and micro-batch, or the name of the collective.
-            peer: The other rank; -1 for all.
-            tag: Tag of the message; -1 for none.
-            nbytes: Size of the message in bytes.
-        """
+        """Notes an event."""
         self._events.append((time.monotonic(), state, label, peer, tag, nbytes))
 
     def __iter__(self) -> Iterator[Event]:

@@ -87,11 +87,7 @@ class Limits:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Limits:
-        """Reads the limits from `TNT_WARN` and `TNT_TIMEOUT`.
-
-        Raises:
-            ConfigurationError: A value is no number of seconds.
-        """
+        """Reads the limits from `TNT_WARN` and `TNT_TIMEOUT`."""
         environ = os.environ if environ is None else environ
         return cls(_seconds(environ, "TNT_WARN", 60.0), _seconds(environ, "TNT_TIMEOUT", 1800.0))
 
@@ -110,17 +106,7 @@ def _seconds(environ: Mapping[str, str], name: str, default: float) -> float:
 
 
 class Waiter:
-    """Waits for conditions that other ranks bring about.
-
-    Args:
-        rank: This rank, for messages.
-        limits: When to warn, when to give up.
-        between: Called while waiting, to move other messages on; returns for each that this rank
-            has not yet got rid of its receiver and its bytes.
-        bell: Ends the sleep when a message comes.
-        report: What else is under way, for the message of a wait that took too long.
-        where: In which call of the user's script this rank is, for messages.
-    """
+    """Waits for conditions that other ranks bring about."""
 
     def __init__(
         self,
@@ -150,22 +136,7 @@ class Waiter:
         meanwhile: Callable[[], bool] | None = None,
         check: Callable[[], None] | None = None,
     ) -> None:
-        """Returns as soon as `done()` is true.
-
-        Args:
-            done: The condition; calls into MPI, so that messages move.
-            what: What is waited for, for messages.
-            peers: The ranks without which the wait cannot end, by their number in the job.
-            rings: Whether they ring when there is something to notice.
-            coming: Returns the bytes of the message that is waited for, 0 if it is not on its way.
-            limited: Whether the time limits hold.
-            meanwhile: Does some work that can be done while waiting; returns whether there was
-                any. Not called in the first moments.
-            check: Raises if the wait cannot end; called now and then.
-
-        Raises:
-            CommunicationError: The wait took longer than the limit, or another rank has ended.
-        """
+        """Returns as soon as `done()` is true."""
         if done():
             return
         shared = self._bell.neighbours > _CORES
@@ -238,11 +209,7 @@ class _Sleep:
         self._bell.sleep(0.0)  # what was announced while this rank had other things to do
 
     def once(self, outgoing: Outgoing) -> None:
-        """Sleeps until the next poll; call it after one.
-
-        Args:
-            outgoing: Receiver and bytes of each message this rank has not yet got rid of.
-        """
+        """Sleeps until the next poll; call it after one."""
         now = time.perf_counter()
         busy = self._coming()
         if self._bell.asked:

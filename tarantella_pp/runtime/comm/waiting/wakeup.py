@@ -59,15 +59,7 @@ class Wakeup:
         return rank < len(self._peers) and bool(self._peers[rank])
 
     def announce(self, rank: int, group: int, source: int, tag: int, number: int) -> None:
-        """Tells another rank that a message is on its way, and ends its sleep; never waits.
-
-        Args:
-            rank: The receiving rank.
-            group: Number of the group of ranks in which the message is sent.
-            source: The sending rank, by its number in that group.
-            tag: Tag of the message.
-            number: How many messages with this tag have been sent to that rank before.
-        """
+        """Tells another rank that a message is on its way, and ends its sleep; never waits."""
         self.ring(rank, _NOTE.pack(group, source, tag, number))
 
     def is_announced(self, group: int, source: int, tag: int, number: int) -> bool:
@@ -82,11 +74,7 @@ class Wakeup:
                 self._socket.sendto(note, self._peers[rank])
 
     def sleep(self, seconds: float) -> bool:
-        """Sleeps until somebody rings, or for some time.
-
-        Returns:
-            Whether somebody rang.
-        """
+        """Sleeps until somebody rings, or for some time."""
         if self._socket is None:
             time.sleep(seconds)
             return False

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import keras
 from keras.src.backend.tensorflow import trainer
-from keras.src.random import seed_generator
 
 from tarantella_pp.keras_internals.training import compiled_metrics
 
@@ -133,11 +132,6 @@ def has_stopped(callback: Any) -> bool:
         and callback.stopped_epoch > 0
         and callback.wait >= callback.patience
     )
-
-
-def made_global_seed() -> Any:
-    """The state of the generator of random numbers without a seed, which is made if need be."""
-    return seed_generator.global_seed_generator().state
 
 
 def _number(value: Any) -> Any:

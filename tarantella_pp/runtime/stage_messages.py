@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     import tensorflow as tf
 
 _FIRST_TAG = 1024
-_MICRO_BATCH_TAGS = 64
 _AHEAD = 2
 
 
@@ -99,6 +98,7 @@ class StageMessages:
         self._specs: dict[tuple[int, int], list[TensorSpec]] = {}
         self._rows: Mapping[int, int] = {}
         self._expected: list[Transfer] = []
+        self._not_posted: set[Transfer] = set()
         self._posted: dict[Transfer, RecvRequest] = {}
         self._window: int | None = None
         self._sent: dict[Link, deque[SendRequest]] = {}
@@ -115,6 +115,7 @@ class StageMessages:
         self._window = window
         self._sent.clear()
         self._expected = [*reversed(receives)]
+        self._not_posted = set(receives)
         self._posted.clear()
         self._post_ahead()
 
@@ -143,7 +144,7 @@ class StageMessages:
 
     def expect(self, action: Transfer) -> None:
         """Posts a receive, at the place in the program where it must be posted at the latest."""
-        while action in self._expected:
+        while action in self._not_posted:
             self._post_next()
 
     def receive(
@@ -166,6 +167,7 @@ class StageMessages:
 
     def _post_next(self) -> None:
         action = self._expected.pop()
+        self._not_posted.remove(action)
         rows, way = self._rows[action.micro_batch], self._way(action)
         if way.is_dynamic:
             return  # its shapes come first
@@ -200,7 +202,9 @@ class StageMessages:
         pair = (action.source, action.target) if forward else (action.target, action.source)
         tensors = self._edges[pair].tensors if forward else self._edges[pair].gradients
         channel = 2 * self._numbers[pair] + forward
-        tag = _FIRST_TAG + channel * _MICRO_BATCH_TAGS + action.micro_batch % _MICRO_BATCH_TAGS
+        # MPI matches equal tags in the order of sending, and a stage may run micro-batches in
+        # another order than the stage before: so no two messages of a step have the same tag.
+        tag = _FIRST_TAG + channel + 2 * len(self._edges) * action.micro_batch
         dtypes = tuple(map(self._dtype, tensors))
         on_wire = tuple(map(self._on_wire, dtypes))
         is_dynamic = any(map(self._is_dynamic, tensors))

@@ -93,11 +93,6 @@ class StepTimeline:
         )
 
     @property
-    def busy_fractions(self) -> tuple[float, ...]:
-        """The part of the step that each rank computes."""
-        return tuple(busy / (self.step_seconds or 1.0) for busy in self.busy_seconds)
-
-    @property
     def bubble_fraction(self) -> float:
         """The part of all ranks' time in which they do not compute, but for reductions."""
         return idle_fraction(self.busy_seconds, self.pipeline_seconds)

@@ -1,10 +1,16 @@
 from __future__ import annotations
 
+from collections import Counter, defaultdict
+
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from benchmarks.runtime.stubs import Seconds, StubPipeline
+from benchmarks.runtime.stubs import Seconds, StubPipeline, chain
 from tarantella_pp.runtime.comm.communicator import world
+from tarantella_pp.runtime.modules.stage_boundary import stage_boundaries, stage_edges
+from tarantella_pp.runtime.stage_messages import Conversion, StageMessages
 from tarantella_pp.runtime.tracing.recorder import Recorder
 from tarantella_pp.schedule import Transfer, send_window
 from tests.helpers.mpi import find_mpiexec, mpi_run
@@ -55,3 +61,42 @@ def test_a_stage_is_ahead_of_a_slower_one_by_a_window_of_messages():
 )
 def test_schedules_with_all_forwards_first_have_a_window(name, stages, ranks, window):
     assert send_window(name, stages, ranks) == window
+
+
+class MemoryRank:
+    """A rank whose messages stay in memory, matched as MPI does: equal tags in their order."""
+
+    def __init__(self, sent):
+        self._sent, self._posted = sent, Counter()
+
+    def send(self, arrays, dest, tag, label=""):
+        self._sent[tag].append(arrays)
+
+    def post_receive(self, specs, source, tag, label=""):
+        self._posted[tag] += 1
+        return Arriving(self._sent[tag], self._posted[tag] - 1)
+
+
+class Arriving:
+    def __init__(self, sent, number):
+        self._sent, self._number = sent, number
+
+    def wait(self, meanwhile=None):
+        return self._sent[self._number]
+
+
+@given(st.permutations(range(130)), st.permutations(range(130)), st.sampled_from("FB"))
+def test_stages_may_run_micro_batches_in_different_orders(sent, received, direction):
+    graph = chain(2, 1)
+    edges = stage_edges(stage_boundaries(graph, [0, 1], 2))
+    same = Conversion(lambda x: x, lambda x: x, lambda x, _: x)
+    rank = MemoryRank(defaultdict(list))
+    messages = StageMessages(rank, graph, edges, [0, 1], same)
+    pair = (0, 1) if direction == "F" else (1, 0)
+    receives = [Transfer(*pair, "R", direction, i) for i in received]
+    messages.begin(receives, dict.fromkeys(received, 4))
+    for i in sent:
+        messages.send(Transfer(*pair, "S", direction, i), [np.array(i)])
+    for action in receives:
+        messages.expect(action)
+        assert messages.receive(action) == [action.micro_batch]

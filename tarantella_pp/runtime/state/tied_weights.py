@@ -59,17 +59,12 @@ class TiedWeights:
                 self._lenders.setdefault(first, []).append(tied.variable)
             for rank in others if communicator.rank == first else ():
                 self._borrowers.setdefault(rank, []).append(tied.variable)
-        self._borrowed = {id(v) for variables in self._lenders.values() for v in variables}
         self._tied = {id(tied.variable) for tied in weights}
 
     @property
     def exist(self) -> bool:
         """Whether this rank has any weights that others have, too."""
         return bool(self._lenders or self._borrowers)
-
-    def is_borrowed(self, variable: Any) -> bool:
-        """Returns whether another rank trains a variable of this one."""
-        return id(variable) in self._borrowed
 
     def is_tied(self, variable: Any) -> bool:
         """Returns whether several ranks have a variable."""

@@ -84,10 +84,10 @@ def rows(name: str, build: Callable[[], keras.Model], stages: list[int]) -> Iter
         yield [name, "-", "-", str(error).split(".")[0], "-", "-", "-"]
         return
     for count in stages:
-        options = PlanOptions.checked(
+        options = PlanOptions(
             num_stages=count, batch_size=32, num_micro_batches=min(32, 4 * count),
             num_replicas=1, schedule="1f1b", balance="memory", memory_limit=None,
-        )  # fmt: skip
+        ).settled()  # fmt: skip
         start = time.process_time()
         proof = planner.plan(options).certificate
         seconds = time.process_time() - start

@@ -27,7 +27,7 @@ from tarantella_pp.models.deferred_init import only_shapes
 from tarantella_pp.partition.costs.stage_costs import StageCostModel
 from tarantella_pp.partition.extraction.keras_reader import ExtractedModel, extract
 from tarantella_pp.partition.given_balance import GIVEN, assignment_of, is_given
-from tarantella_pp.partition.options import PlanOptions
+from tarantella_pp.partition.options import PlanOptions, Settings
 from tarantella_pp.partition.plan.hardware_spec import HardwareSpec, machines
 from tarantella_pp.partition.plan.plan_simulation import PlanSimulation
 from tarantella_pp.partition.planner import Planner
@@ -201,17 +201,17 @@ def planned(
     if is_given(balance):
         planner = replace(planner, assignment=assignment_of(planner.graph, balance))
         balance = GIVEN
-    options = PlanOptions.checked(
+    options = PlanOptions(
         num_stages=stages, batch_size=batch, num_micro_batches=count, num_replicas=1,
         schedule="gpipe", balance=balance, memory_limit=None, recompute=again,
-    )  # fmt: skip
+    ).settled()  # fmt: skip
     return planner.plan(options)
 
 
 class Unbounded(Planner):
     """Plans for torchgpipe, whose stages run ahead of the next ones by as much as they can."""
 
-    def costs(self, options: PlanOptions) -> StageCostModel:
+    def costs(self, options: Settings) -> StageCostModel:
         """Describes stages whose messages wait for the next one, all of a step if need be."""
         return replace(super().costs(options), window=None)
 

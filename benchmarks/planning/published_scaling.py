@@ -66,11 +66,11 @@ PUBLISHED = (
 def efficiency(row: Published, scale: Scale) -> float:
     """How many times faster than one replica, for each replica."""
     planner = planner_of(row.build, row.machine)
-    options = PlanOptions.checked(
+    options = PlanOptions(
         num_stages=row.stages, batch_size=row.samples * row.replicas,
         num_micro_batches=row.micro_batches, num_replicas=row.replicas, schedule="gpipe",
         balance="flops", memory_limit=None,
-    )  # fmt: skip
+    ).settled()  # fmt: skip
     plan = planner.plan(options)
     count = row.micro_batches
     simulation = PlanSimulation(plan, row.machine, "gpipe", count, scale).of_replicas(row.replicas)

@@ -113,8 +113,7 @@ def _of_model(arguments: argparse.Namespace) -> tuple[str, list[Comparison]]:
     from tarantella_pp.partition.plan.hardware_spec import machine_of
     from tarantella_pp.partition.planner import Planner
 
-    chosen: dict[str, Any] = {"batch_size": 32, "num_micro_batches": None, "schedule": "1f1b"}
-    chosen |= plan_make.model_options(arguments)
+    chosen = plan_make.model_options(arguments)
     optimizer = chosen.pop("optimizer", None) or model_source.optimizer_of(arguments.model, model)
     machine = machine_of(chosen.pop("machine")) if "machine" in chosen else default_machine()
     planner = Planner.of(model, optimizer, machine=machine)
@@ -127,10 +126,8 @@ def _of_model(arguments: argparse.Namespace) -> tuple[str, list[Comparison]]:
         )
     comparisons = []
     for balance in ("memory", "flops"):
-        options = PlanOptions.checked(
-            num_stages=arguments.num_stages, balance=balance, num_replicas=1,
-            memory_limit=None, **chosen,
-        )  # fmt: skip
+        asked = PlanOptions(num_stages=arguments.num_stages, balance=balance, **chosen)
+        options = asked.settled()
         costs = planner.costs(options)
 
         def value(assignment: Sequence[int], costs: Any = costs, options: Any = options) -> float:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from tarantella_pp.errors import ConfigurationError, PlanError
-from tarantella_pp.models.make_plan import default_machine, implied_stages, make_plan
+from tarantella_pp.models.make_plan import best_plan, default_machine
 from tarantella_pp.models.model_validation import needs_one_replica, replicas_of
 from tarantella_pp.partition.extraction.keras_reader import ExtractedModel
 from tarantella_pp.partition.graph.units import format_bytes
-from tarantella_pp.partition.options import checked_count
+from tarantella_pp.partition.options import PlanOptions, checked_count, narrow_dtype
 from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan.rank_memory import planned_of_ranks
@@ -26,34 +26,27 @@ from tarantella_pp.runtime.tracing.host_memory import memory_of_each_rank
 from tarantella_pp.runtime.tracing.link_speed import magnitude, measure_link
 from tarantella_pp.schedule import read_schedule
 
-_PLAN_DEFAULTS = {"batch_size": 32, "shard_optimizer": False}
-_BESIDE_PLANS = ("wire_dtype",)
-"""Options that a plan may be given together with: plans did not say them before."""
-
 
 def agreed_plan(
     extracted: ExtractedModel,
     communicator: Communicator,
-    given: Mapping[str, Any],
+    options: PlanOptions,
     plan: Plan | str | Path | None,
 ) -> Plan:
     """The plan that rank 0 makes or loads, on all ranks, whose models it must fit."""
     made: list[Plan] = []
-    machine = default_machine()
-    if plan is None:
-        machine = _with_link(machine, communicator, exact=given["balance"] == "time")
     memory = None
-    if plan is None and given["memory_limit"] is None:
-        memory = memory_of_each_rank(communicator)
+    if plan is None:
+        machine = _with_link(default_machine(), communicator, exact=options.balance == "time")
+        options = replace(options, machine=machine)
+        if options.memory_limit is None:
+            memory = memory_of_each_rank(communicator)
 
     def make() -> str:
         if plan is None:
-            options = {**given, "machine": machine}
             made.append(_fitting_plan(extracted, communicator.size, options, memory))
         else:
-            _check_plan(plan, given)
-            loaded = plan if isinstance(plan, Plan) else Plan.load(plan)
-            made.append(sent_as(loaded, extracted.graph, given["wire_dtype"] or loaded.wire_dtype))
+            made.append(_given_plan(extracted, plan, options))
         return made[0].to_json()
 
     text = on_one_rank(communicator, 0, "make the plan", make, PlanError)
@@ -73,17 +66,18 @@ def _with_link(machine: HardwareSpec, communicator: Communicator, *, exact: bool
 
 
 def _fitting_plan(
-    extracted: ExtractedModel, num_ranks: int, given: Mapping[str, Any], memory: int | None
+    extracted: ExtractedModel, num_ranks: int, options: PlanOptions, memory: int | None
 ) -> Plan:
     """The best plan within the memory that there is, if that is possible."""
-    plan = _best_plan(extracted, num_ranks, given)
+    plan = _best_plan(extracted, num_ranks, options)
     if memory is None:
         return plan
     needed, stages = _largest_rank(plan, num_ranks)
     if needed <= memory:
         return plan
     try:
-        fitting = _best_plan(extracted, num_ranks, {**given, "memory_limit": memory // stages})
+        within = replace(options, memory_limit=memory // stages)
+        fitting = _best_plan(extracted, num_ranks, within)
     except PlanError as error:
         warnings.warn(
             f"A rank would need {format_bytes(needed)} for a batch of {plan.batch_size} samples, "
@@ -102,41 +96,40 @@ def _largest_rank(plan: Plan, num_ranks: int) -> tuple[int, int]:
     return max(planned_of_ranks(plan, ranks)), max(stages.values())
 
 
-def _best_plan(extracted: ExtractedModel, num_ranks: int, given: Mapping[str, Any]) -> Plan:
+def _best_plan(extracted: ExtractedModel, num_ranks: int, options: PlanOptions) -> Plan:
     """The plan that is best for the options and so many ranks."""
-    schedule, replicas = given["schedule"], given["num_replicas"]
-    custom = None if schedule is None else read_schedule(schedule)
-    stages = given["num_stages"]
-    options = {**given, "schedule": custom or schedule}
-    if stages is None:
-        stages = implied_stages(custom, given["memory_limit"]) or (1 if num_ranks == 1 else None)
+    custom = None if options.schedule is None else read_schedule(options.schedule)
+    stages, replicas = options.implied_stages(custom), options.num_replicas
+    options = replace(options, schedule=custom or options.schedule)
+    if stages is None and num_ranks == 1:
+        stages = 1
     if stages is None:
         if replicas is None and needs_one_replica(extracted):
             replicas = 1
         if replicas is not None:
             each = max(1, num_ranks // checked_count("num_replicas", replicas))
             replicas = replicas_of(each, num_ranks, replicas)
-        return make_plan(extracted, **{**options, "num_replicas": replicas}, num_ranks=num_ranks)
+        return best_plan(extracted, replace(options, num_replicas=replicas, num_ranks=num_ranks))
     replicas = replicas_of(stages, num_ranks, replicas)
-    stages_per_rank: int | None = max(1, stages * replicas // num_ranks)
+    per_rank: int | None = max(1, stages * replicas // num_ranks)
     if num_ranks == 1:  # which plans for the ranks that it stands for
-        stages_per_rank = None if custom is not None or stages % 2 == 0 else 1
-    options |= {"num_stages": stages, "num_replicas": replicas}
-    return make_plan(extracted, **options, stages_per_rank=stages_per_rank)
+        per_rank = None if custom is not None or stages % 2 == 0 else 1
+    shape = replace(options, num_stages=stages, num_replicas=replicas, stages_per_rank=per_rank)
+    return best_plan(extracted, shape)
 
 
-def _check_plan(plan: Any, options: Mapping[str, Any]) -> None:
-    """Refuses what is no plan, and options that the plan has decided already."""
+def _given_plan(extracted: ExtractedModel, plan: Any, options: PlanOptions) -> Plan:
+    """Reads a given plan; refuses what is no plan, and options that it has decided already."""
     if not isinstance(plan, (Plan, str, Path)):
         raise ConfigurationError(
             f"Expected a Plan or the path of one. Received: plan={plan!r} of type "
             f"{type(plan).__name__}"
         )
-    for name, value in options.items():
-        if name in _BESIDE_PLANS:
-            continue
-        if value is not None and value != _PLAN_DEFAULTS.get(name):
-            raise ConfigurationError(
-                f"The plan says how the pipeline is made. Received: plan together with "
-                f"{name}={value!r}. Leave one of the two out."
-            )
+    # Plans of the first version did not say what messages are sent as, so that stands beside them.
+    for name, value in replace(options, wire_dtype=None).given().items():
+        raise ConfigurationError(
+            f"The plan says how the pipeline is made. Received: plan together with "
+            f"{name}={value!r}. Leave one of the two out."
+        )
+    loaded = plan if isinstance(plan, Plan) else Plan.load(plan)
+    return sent_as(loaded, extracted.graph, narrow_dtype("wire_dtype", options.wire_dtype))

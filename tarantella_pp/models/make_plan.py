@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import filterfalse
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import keras
 import tensorflow as tf
@@ -16,13 +17,13 @@ import tensorflow as tf
 from tarantella_pp.errors import ConfigurationError, PlanError
 from tarantella_pp.models.deferred_init import only_shapes
 from tarantella_pp.partition.extraction.keras_reader import ExtractedModel, extract
-from tarantella_pp.partition.fusion_threshold import fusion_threshold_of
 from tarantella_pp.partition.given_balance import GIVEN, assignment_of, is_given
 from tarantella_pp.partition.graph.profile import Profile
 from tarantella_pp.partition.infeasible import infeasible, useless
 from tarantella_pp.partition.options import (
     BALANCES,
     PLACEMENTS,
+    PlanOptions,
     Recompute,
     checked_count,
     stages_to_recompute,
@@ -147,69 +148,75 @@ def make_plan(
         PlanError: No plan keeps the limit, or has an operation for each stage. The message names
             the smallest limit that works, and what else would.
     """
-    extracted = _read(model, with_values=balance == "time" and profile is None)
+    return best_plan(
+        model,
+        PlanOptions(
+            num_stages=num_stages, batch_size=batch_size, num_micro_batches=num_micro_batches,
+            num_replicas=num_replicas, num_ranks=num_ranks, stages_per_rank=stages_per_rank,
+            schedule=schedule, balance=balance, memory_limit=memory_limit, recompute=recompute,
+            optimizer=optimizer, profile=profile, machine=machine, placement=placement,
+            fusion_threshold=fusion_threshold, shard_optimizer=shard_optimizer,
+            gradient_dtype=gradient_dtype, wire_dtype=wire_dtype,
+        ),
+    )  # fmt: skip
+
+
+def best_plan(model: Any, options: PlanOptions) -> Plan:
+    """Makes the plan that `make_plan` describes."""
+    extracted = _read(model, with_values=options.balance == "time" and options.profile is None)
+    machine = default_machine() if options.machine is None else machine_of(options.machine)
+    custom = None if options.schedule is None else read_schedule(options.schedule)
     assignment = None
-    if is_given(balance):
-        assignment, num_stages = _given_stages(extracted, balance, num_stages)
-        balance = GIVEN
-    custom = None if schedule is None else read_schedule(schedule)
-    per_rank = _stages_per_rank(stages_per_rank, schedule, custom)
-    if num_stages is None:
-        num_stages = implied_stages(custom, memory_limit)
-    if custom is not None and num_micro_batches is None:
-        num_micro_batches = custom.num_micro_batches
-    shapes = _shapes(num_stages, num_replicas, num_ranks, per_rank)
-    if balance == "time" and profile is None:
-        parts = (num_micro_batches or MICRO_BATCHES) * shapes[0][1]
-        profile = measure(extracted, max(1, checked_count("batch_size", batch_size) // parts))
-    machine = default_machine() if machine is None else machine_of(machine)
-    planner = Planner.of(extracted, optimizer, profile, machine)
-    given = {
-        "batch_size": batch_size,
-        "num_micro_batches": num_micro_batches,
-        "memory_limit": memory_limit,
-        "recompute": recompute,
-        "placement": placement,
-        "fusion_threshold": fusion_threshold_of(fusion_threshold),
-        "shard_optimizer": shard_optimizer,
-        "gradient_dtype": gradient_dtype,
-        "wire_dtype": wire_dtype,
-    }
-    balances = _balances(profile) if balance in (None, *BALANCES) else (balance,)
-    problems = len(shapes) * len(balances) * (2 if schedule is None else 1)
-    problems += 2 * (num_micro_batches is None)  # the best, and what comes next, once more
+    if is_given(options.balance):
+        assignment, stages = _given_stages(extracted, options)
+        options = replace(options, num_stages=stages, balance=GIVEN)
+    if custom is not None and options.num_micro_batches is None:
+        options = replace(options, num_micro_batches=custom.num_micro_batches)
+    options = replace(options, num_stages=options.implied_stages(custom))
+    shapes = _shapes(options, _stages_per_rank(options, custom))
+    if options.balance == "time" and options.profile is None:
+        parts = (options.num_micro_batches or MICRO_BATCHES) * shapes[0][1]
+        rows = max(1, checked_count("batch_size", options.batch_size) // parts)
+        options = replace(options, profile=measure(extracted, rows))
+    planner = Planner.of(extracted, options.optimizer, options.profile, machine)
+    asked = options.balance
+    balances = _balances(options) if asked in (None, *BALANCES) else (asked,)
+    problems = len(shapes) * len(balances) * (2 if options.schedule is None else 1)
+    problems += 2 * (options.num_micro_batches is None)  # the best, and what comes next, once more
     planner = replace(planner, assignment=assignment, problems=problems)
 
     def searches(shapes: list[Shape], only: str | None = None) -> list[PlanSearch]:
         return [
             PlanSearch(
                 planner,
-                {**given, "balance": kind, "num_stages": stages, "num_replicas": replicas},
+                replace(options, balance=kind, num_stages=stages, num_replicas=replicas),
                 ScheduleSpec.of(custom or name, stages, ranks),
-                roughly=kind != balance,
+                roughly=kind != asked,
             )
             for stages, replicas, ranks in shapes
             for kind in balances
-            for name in _schedules(only or schedule, planner, stages, ranks)
+            for name in _schedules(only or options.schedule, planner, stages, ranks)
         ]
 
     def is_asked(search: PlanSearch) -> bool:
-        return balance in (None, search.given["balance"])
+        return asked in (None, search.given.balance)
 
-    possible = _possible(shapes, planner, batch_size, recompute)
+    possible = _possible(shapes, planner, options)
     everything = searches(possible)
-    asked = [*filter(is_asked, everything)]
+    wanted = [*filter(is_asked, everything)]
     further: list[PlanSearch] = []
-    if schedule is None:
+    if options.schedule is None:
         further = searches(_behind_slow_links(possible, machine), "eager-1f1b")
-    if num_stages is stages_per_rank is memory_limit is None and schedule is None:
-        further += searches(_cut_to_overlap(possible, planner, recompute))
-    chosen = choose_plan(asked, [*filterfalse(is_asked, everything)], [*filter(is_asked, further)])
+    open_stages = options.num_stages is options.stages_per_rank is options.memory_limit is None
+    if open_stages and options.schedule is None:
+        further += searches(_cut_to_overlap(possible, planner, options))
+    others = [*filterfalse(is_asked, everything)]
+    chosen = choose_plan(wanted, others, [*filter(is_asked, further)])
     if chosen is None:
-        raise PlanError(infeasible(replace(asked[-1], roughly=False)))
-    complaint = useless(chosen, planner, balance if isinstance(balance, str) else None)
+        raise PlanError(infeasible(replace(wanted[-1], roughly=False)))
+    complaint = useless(chosen, planner, asked if isinstance(asked, str) else None)
     if complaint is not None:
-        warnings.warn(complaint, stacklevel=2)
+        warnings.warn(complaint, stacklevel=3)
     return chosen
 
 
@@ -222,15 +229,14 @@ def _read(model: Any, *, with_values: bool) -> ExtractedModel:
     return extract(built)
 
 
-def _given_stages(
-    extracted: ExtractedModel, balance: Any, num_stages: int | None
-) -> tuple[tuple[int, ...], int]:
+def _given_stages(extracted: ExtractedModel, options: PlanOptions) -> tuple[tuple[int, ...], int]:
     """Returns the stage of each node, and their number, where numbers of layers are given."""
+    balance = cast("Sequence[int]", options.balance)
     assignment = assignment_of(extracted.graph, balance)
     stages = max(assignment) + 1
-    if num_stages not in (None, stages):
+    if options.num_stages not in (None, stages):
         raise ConfigurationError(
-            f"Expected a number of layers for each of {num_stages} stages. "
+            f"Expected a number of layers for each of {options.num_stages} stages. "
             f"Received: balance={list(balance)}"
         )
     return assignment, stages
@@ -239,50 +245,44 @@ def _given_stages(
 def default_machine() -> HardwareSpec:
     """The machine that a step is simulated on where none is given."""
     for device in tf.config.list_physical_devices("GPU"):
-        name = tf.config.experimental.get_device_details(device).get("device_name", "").lower()
-        return next((machines[key] for key in machines if key in name), ACCELERATOR)
+        name = tf.config.experimental.get_device_details(device).get("device_name", "")
+        words = re.findall(r"\w+", name.lower())  # an "RTX A1000" is no A100
+        return next((machines[key] for key in machines if key in words), ACCELERATOR)
     return CORE
 
 
-def implied_stages(custom: Schedule | None, memory_limit: Any) -> int | None:
-    """Number of stages that a schedule of the user's or several memory limits are for, if any."""
-    if custom is not None:
-        return custom.num_stages
-    return len(memory_limit) if isinstance(memory_limit, (list, tuple)) else None
-
-
-def _possible(
-    shapes: list[Shape], planner: Planner, batch_size: int, recompute: Any
-) -> list[Shape]:
+def _possible(shapes: list[Shape], planner: Planner, options: PlanOptions) -> list[Shape]:
     """Returns the shapes that model, batch and options allow; if none, one to be refused."""
     if len(shapes) == 1:
         return shapes
+    most = max(1, options.batch_size // planner.least_rows)
     found = [
         (stages, replicas, ranks)
         for stages, replicas, ranks in shapes
-        if stages <= len(planner.graph.nodes)
-        and replicas <= max(1, batch_size // planner.least_rows)
-        and _has_stages(recompute, stages)
+        if replicas <= most and _has_stages(stages, planner, options)
     ]
     return found or shapes[-1:]
 
 
-def _has_stages(recompute: Any, num_stages: int) -> bool:
-    """Whether so many stages have those that are to recompute."""
+def _has_stages(num_stages: int, planner: Planner, options: PlanOptions) -> bool:
+    """Whether a model can have so many stages, among them those that are to recompute."""
+    if num_stages > len(planner.graph.nodes):
+        return False
     try:
-        stages_to_recompute("none" if recompute is None else recompute, num_stages)
+        again = "none" if options.recompute is None else options.recompute
+        stages_to_recompute(again, num_stages)
     except ConfigurationError:
         return False
     return True
 
 
-def _balances(profile: Profile | None) -> tuple[str, ...]:
-    """Returns what stages can be balanced by, that of which a plan of least memory is made last."""
-    return ("flops", "memory") if profile is None else ("time", "flops", "memory")
+def _balances(options: PlanOptions) -> tuple[str, ...]:
+    """Returns what stages can be balanced by; the last makes the plan of least memory."""
+    return ("flops", "memory") if options.profile is None else ("time", "flops", "memory")
 
 
 def _schedules(given: Any, planner: Planner, num_stages: int, num_ranks: int) -> tuple[Any, ...]:
-    """Returns the schedules to choose from, that which needs the least memory last."""
+    """Returns the schedules to choose from; the last needs the least memory."""
     if given is not None:
         return (given,)
     # Without other ranks that wait for B there is nothing to win by running it before W.
@@ -294,18 +294,18 @@ def _schedules(given: Any, planner: Planner, num_stages: int, num_ranks: int) ->
     return ("1f1b",) if loops else ("zb-h1", "1f1b")
 
 
-def _stages_per_rank(given: int | None, schedule: Any, custom: Schedule | None) -> int:
-    if given is not None:
-        return checked_count("stages_per_rank", given)
+def _stages_per_rank(options: PlanOptions, custom: Schedule | None) -> int:
+    if options.stages_per_rank is not None:
+        return checked_count("stages_per_rank", options.stages_per_rank)
     if custom is not None:
         return custom.num_stages // custom.num_ranks
-    return 2 if schedule in ("interleaved", "zb-v") else 1
+    return 2 if options.schedule in ("interleaved", "zb-v") else 1
 
 
-def _shapes(
-    num_stages: int | None, num_replicas: int | None, num_ranks: int | None, per_rank: int
-) -> list[Shape]:
+def _shapes(options: PlanOptions, per_rank: int) -> list[Shape]:
     """Returns what to choose from."""
+    num_stages, num_replicas = options.num_stages, options.num_replicas
+    num_ranks = options.num_ranks
     given = [("num_stages", num_stages), ("num_replicas", num_replicas)]
     counts = [checked_count(name, value) for name, value in given if value is not None]
     if num_ranks is None:
@@ -332,9 +332,10 @@ def _behind_slow_links(shapes: list[Shape], machine: HardwareSpec) -> list[Shape
     return [shape for shape in shapes if shape[0] == shape[2] > 1]
 
 
-def _cut_to_overlap(shapes: list[Shape], planner: Planner, recompute: Any) -> list[Shape]:
+def _cut_to_overlap(shapes: list[Shape], planner: Planner, options: PlanOptions) -> list[Shape]:
     """Models on one rank, cut: later layers' gradients are summed beside the backward pass."""
-    count = STAGES_TO_OVERLAP
-    if count > len(planner.graph.nodes) or not _has_stages(recompute, count):
+    if not _has_stages(STAGES_TO_OVERLAP, planner, options):
         return []
-    return [(count, replicas, 1) for stages, replicas, _ in shapes if stages == 1 < replicas]
+    return [
+        (STAGES_TO_OVERLAP, replicas, 1) for stages, replicas, _ in shapes if stages == 1 < replicas
+    ]

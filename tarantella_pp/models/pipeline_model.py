@@ -27,7 +27,7 @@ from tarantella_pp.models.feeding.symbolic_call import graph_of, has_no_graph
 from tarantella_pp.models.feeding.unbuilt_model import wait_for_shapes
 from tarantella_pp.models.training_loops import TrainingLoops
 from tarantella_pp.partition.extraction.keras_reader import extract
-from tarantella_pp.partition.options import Recompute, checked_count, narrow_dtype
+from tarantella_pp.partition.options import PlanOptions, Recompute, checked_count
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.runtime.comm.collective import collective, compiled_facts, learning_rate_of
 from tarantella_pp.runtime.comm.communicator import world
@@ -144,42 +144,34 @@ class PipelineModel(TrainingLoops, CollectiveModel):
             with deferred_init():
                 model = model()
         elif isinstance(model, keras.Sequential) and has_no_graph(model):
-            options = (
+            given = (
                 *(num_stages, num_micro_batches, schedule, balance, memory_limit, batch_size),
                 *(recompute, plan, wire_dtype, num_replicas, shard_optimizer, check_replicas),
                 gradient_dtype,
             )
             make = functools.partial(PipelineModel.__init__, self)
-            wait_for_shapes(self, lambda inputs: make(graph_of(model, inputs), *options))
+            wait_for_shapes(self, lambda inputs: make(graph_of(model, inputs), *given))
             return
         model_validation.check_model(model)
         model_validation.check_strategy(model)
         model_validation.check_subclass(type(self), PipelineModel)
-        narrow_dtype("wire_dtype", wire_dtype)  # which may stand beside a plan
         if check_replicas is not None:
             check_replicas = checked_count("check_replicas", check_replicas)
         communicator = world()
         model_validation.check_deferred(model, balance)
         extracted = extract(model)
         read_schedule(schedule or "1f1b")  # refuses, on all ranks, what is none
-        given = {
-            "num_stages": num_stages,
-            "num_micro_batches": num_micro_batches,
-            "schedule": schedule,
-            "balance": balance,
-            "memory_limit": memory_limit,
-            "batch_size": batch_size,
-            "recompute": recompute,
-            "num_replicas": num_replicas,
-            "shard_optimizer": shard_optimizer,
-            "gradient_dtype": gradient_dtype,
-            "wire_dtype": wire_dtype,
-        }
-        facts = {**given, "plan": plan is not None}
+        options = PlanOptions(
+            num_stages=num_stages, num_micro_batches=num_micro_batches, schedule=schedule,
+            balance=balance, memory_limit=memory_limit, batch_size=batch_size,
+            recompute=recompute, num_replicas=num_replicas, shard_optimizer=shard_optimizer,
+            gradient_dtype=gradient_dtype, wire_dtype=wire_dtype,
+        )  # fmt: skip
+        facts = {**vars(options), "plan": plan is not None}
         facts |= {"check_replicas": check_replicas, "compiled model": model.compiled}
         facts |= {"initial values": initial_values(model)}
         with communicator.call("PipelineModel", **facts):
-            agreed = agreed_plan(extracted, communicator, given, plan)
+            agreed = agreed_plan(extracted, communicator, options, plan)
             replicas = model_validation.replicas_of(
                 agreed.num_stages, communicator.size, agreed.num_replicas
             )
@@ -193,7 +185,7 @@ class PipelineModel(TrainingLoops, CollectiveModel):
             self.dtype_policy = model.dtype_policy
             free = plan is None and schedule is None
             self._engine = Engine(
-                self, extracted, agreed, groups, free_schedule=free, wire_dtype=agreed.wire_dtype,
+                self, extracted, agreed, groups, free_schedule=free,
                 check_every=check_replicas, meter=meter,
             )  # fmt: skip
             # Weights whose results are not needed are in no stage, and the same everywhere.

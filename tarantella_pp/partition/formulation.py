@@ -16,7 +16,7 @@ from tarantella_pp.partition.costs.least_memory import LeastMemory, StageSums, l
 from tarantella_pp.partition.costs.stage_costs import StageCostModel
 from tarantella_pp.partition.graph.layer_graph import LayerGraph
 from tarantella_pp.partition.graph.units import wire_bytes
-from tarantella_pp.partition.options import PlanOptions
+from tarantella_pp.partition.options import Settings
 from tarantella_pp.partition.rank_balancing import (
     balance_ranks,
     lower_bound,
@@ -73,7 +73,7 @@ Limits = Sequence[float]
 
 def problem_of(
     costs: StageCostModel,
-    options: PlanOptions,
+    options: Settings,
     limit: Limits | None = None,
     *,
     cautious: bool = False,
@@ -103,7 +103,7 @@ def problem_of(
     )
 
 
-def _alike(options: PlanOptions) -> float:
+def _alike(options: Settings) -> float:
     """How far values may be apart and count as equal."""
     return ALIKE if options.balance == "time" else TOLERANCE / 4
 
@@ -159,7 +159,7 @@ def _sharing(costs: StageCostModel) -> list[tuple[tuple[int, ...], Tied, float]]
 
 
 def _work(
-    costs: StageCostModel, options: PlanOptions, of_all: Callable[[Sequence[float]], float]
+    costs: StageCostModel, options: Settings, of_all: Callable[[Sequence[float]], float]
 ) -> FloatArray:
     """FLOPs or seconds of each node, repeated as often as on the stage with the least or most."""
     if options.balance != "time" or costs.seconds is None:
@@ -169,7 +169,7 @@ def _work(
 
 
 def best_solution(
-    costs: StageCostModel, options: PlanOptions, *, whole: bool = True, budget: float = SECONDS
+    costs: StageCostModel, options: Settings, *, whole: bool = True, budget: float = SECONDS
 ) -> Solution:
     """Solves the problem of a layer graph."""
     best: Solution | None = None
@@ -207,7 +207,7 @@ def best_solution(
 
 
 def _priced_whole(
-    costs: StageCostModel, options: PlanOptions, best: Solution, bound: float, seconds: float
+    costs: StageCostModel, options: Settings, best: Solution, bound: float, seconds: float
 ) -> Solution:
     """Makes the largest stage small with all that it needs, not only what adds up."""
     begun = time.perf_counter()
@@ -223,7 +223,7 @@ def _priced_whole(
     return replace(best, certificate=certificate)
 
 
-def _within_limits(costs: StageCostModel, options: PlanOptions) -> Solution:
+def _within_limits(costs: StageCostModel, options: Settings) -> Solution:
     """Finds stages that keep limits which are tight for what does not add up."""
     free = msgspec.structs.replace(options, balance="memory", memory_limit=None)
     known = solve(problem_of(costs, free), time_budget=SECONDS, gap=CLOSE)
@@ -238,7 +238,7 @@ def _within_limits(costs: StageCostModel, options: PlanOptions) -> Solution:
 
 
 def _least_memory(
-    costs: StageCostModel, options: PlanOptions, known: Solution, below: float
+    costs: StageCostModel, options: Settings, known: Solution, below: float
 ) -> LeastMemory:
     """Finds a plan whose largest stage is below so many bytes, if any."""
     problem = problem_of(costs, options)
@@ -248,9 +248,7 @@ def _least_memory(
     )
 
 
-def given_solution(
-    costs: StageCostModel, options: PlanOptions, assignment: Sequence[int]
-) -> Solution:
+def given_solution(costs: StageCostModel, options: Settings, assignment: Sequence[int]) -> Solution:
     """Prices stages that are given; raises `PlanError` where they do not keep the limit."""
     solution = Solution(tuple(assignment), Certificate.of(0.0, 0.0, "as given", 0.0))
     above = _excess(costs, options, solution)
@@ -280,7 +278,7 @@ class _Formulation:
     attempts: int = 1
 
 
-def _formulations(costs: StageCostModel, options: PlanOptions) -> Iterator[_Formulation]:
+def _formulations(costs: StageCostModel, options: Settings) -> Iterator[_Formulation]:
     base = functools.partial(problem_of, costs, options)
     # What needs the least memory cannot do with less.
     attempts = 1 if options.balance == "memory" else MOST_ATTEMPTS
@@ -295,12 +293,12 @@ def _formulations(costs: StageCostModel, options: PlanOptions) -> Iterator[_Form
         yield _Formulation(lambda limit: replace(base(limit), objective="memory"), False, True)
 
 
-def _recomputing(costs: StageCostModel, options: PlanOptions, limit: Limits | None) -> Problem:
+def _recomputing(costs: StageCostModel, options: Settings, limit: Limits | None) -> Problem:
     return recomputing(problem_of(costs, options, limit), costs, options)
 
 
 def _over_ranks(
-    costs: StageCostModel, options: PlanOptions, problem: Problem, solution: Solution
+    costs: StageCostModel, options: Settings, problem: Problem, solution: Solution
 ) -> Solution:
     """Makes the largest rank smaller where ranks have several stages, within the limits."""
     moved = balance_ranks(problem, solution.assignment, options.ranks, options.bubble_weight)
@@ -309,30 +307,30 @@ def _over_ranks(
     return other if better and _excess(costs, options, other) <= 0 else solution
 
 
-def _step(costs: StageCostModel, options: PlanOptions, solution: Solution) -> float:
+def _step(costs: StageCostModel, options: Settings, solution: Solution) -> float:
     """What `balance_ranks` makes small, but for what is cut."""
     values = _values(costs, options, solution)
     return float(max(rank_totals(values, options.ranks))) + options.bubble_weight * max(values)
 
 
-def _excess(costs: StageCostModel, options: PlanOptions, solution: Solution) -> float:
+def _excess(costs: StageCostModel, options: Settings, solution: Solution) -> float:
     """Bytes of the stage that is most above its limit; 0 or less where all keep it."""
     stages = costs.stages(solution.assignment, options.in_flight, options.repeats)
     pairs = zip(stages, _limits(options), strict=True)
     return max(stage.memory_bytes - most for stage, most in pairs)
 
 
-def _limits(options: PlanOptions) -> Limits:
+def _limits(options: Settings) -> Limits:
     """What each stage may have, infinitely much where nothing is said."""
     return options.limits or (math.inf,) * options.num_stages
 
 
-def _value(costs: StageCostModel, options: PlanOptions, solution: Solution) -> float:
+def _value(costs: StageCostModel, options: Settings, solution: Solution) -> float:
     """The largest stage, or rank where ranks have several."""
     return float(max(rank_totals(_values(costs, options, solution), options.ranks)))
 
 
-def _values(costs: StageCostModel, options: PlanOptions, solution: Solution) -> list[float]:
+def _values(costs: StageCostModel, options: Settings, solution: Solution) -> list[float]:
     """FLOPs, seconds or bytes of each stage."""
     if options.balance == "flops":
         return list(np.bincount(solution.assignment, costs.flops(), options.num_stages))
@@ -349,7 +347,7 @@ def _values(costs: StageCostModel, options: PlanOptions, solution: Solution) -> 
 
 def _within_limit(
     costs: StageCostModel,
-    options: PlanOptions,
+    options: Settings,
     formulation: _Formulation,
     budget: float,
     near: Sequence[int] | None,

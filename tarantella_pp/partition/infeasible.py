@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from tarantella_pp.errors import ConfigurationError, PlanError
 from tarantella_pp.partition.given_balance import GIVEN
@@ -42,7 +43,7 @@ def infeasible(plan_search: PlanSearch) -> str:
     advice = f" Less is needed with {' or '.join(others)}." if others else ""
     return (
         f"No plan of {least.num_stages} stages keeps the memory limit of {named}. "
-        f"Received: memory_limit={plan_search.given['memory_limit']!r}. The smallest {known} is "
+        f"Received: memory_limit={plan_search.given.memory_limit!r}. The smallest {known} is "
         f"{size} bytes ({format_bytes(size)}), with num_micro_batches={least.num_micro_batches}, "
         f"recompute={least.recompute}.{advice}"
     )
@@ -53,11 +54,10 @@ def useless(plan: Plan, planner: Planner, balance: str | None) -> str | None:
     heaviest = _heaviest(plan)
     if plan.memory_limit is None or heaviest <= USELESS or plan.balance == GIVEN:
         return None
-    free = PlanOptions.checked(
+    free = PlanOptions(
         num_stages=plan.num_stages, batch_size=plan.batch_size, num_replicas=plan.num_replicas,
-        num_micro_batches=plan.num_micro_batches, schedule=plan.schedule_spec(),
-        balance=balance or "flops", memory_limit=None, ranks=plan.ranks,
-    )  # fmt: skip
+        num_micro_batches=plan.num_micro_batches, balance=balance or "flops",
+    ).settled(plan.schedule_spec())  # fmt: skip
     without = _heaviest(planner.plan(free))
     if without > USELESS:
         return None
@@ -81,20 +81,21 @@ def _heaviest(plan: Plan) -> float:
 
 def _alternatives(plan_search: PlanSearch) -> Iterator[tuple[str, Plan]]:
     """Yields options that were given, or stages, in another way, and the least plan with them."""
-    fixed = [o for o in ("num_micro_batches", "recompute") if plan_search.given[o] is not None]
-    for option in fixed:
-        plan = replace(
-            plan_search, given={**plan_search.given, option: None}
-        ).smallest_memory_plan()
+    asked = plan_search.given
+    for option in ("num_micro_batches", "recompute"):
+        if option not in asked.given():
+            continue
+        given = replace(asked, **dict[str, Any]({option: None}))
+        plan = replace(plan_search, given=given).smallest_memory_plan()
         yield f"{option}={getattr(plan, option)}", plan
-    stages_fixed = plan_search.spec.custom is not None or plan_search.given["balance"] == GIVEN
+    stages_fixed = plan_search.spec.custom is not None or asked.balance == GIVEN
     for times in () if stages_fixed else MORE_STAGES:
         spec = replace(
             plan_search.spec,
             num_stages=times * plan_search.spec.num_stages,
             num_ranks=times * plan_search.spec.num_ranks,
         )
-        given = {**plan_search.given, "num_stages": spec.num_stages}
+        given = replace(asked, num_stages=spec.num_stages)
         try:
             yield (
                 f"num_stages={spec.num_stages}",

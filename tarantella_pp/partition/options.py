@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, cast, get_args
 
 import msgspec
 
 from tarantella_pp.errors import ConfigurationError
+from tarantella_pp.launch.guard.launch_environment import FUSION_VARIABLE
 from tarantella_pp.partition.given_balance import GIVEN
+from tarantella_pp.partition.graph.profile import Profile
 from tarantella_pp.partition.graph.units import parse_bytes
+from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
 from tarantella_pp.partition.plan.plan_config import (
     FUSION_THRESHOLD,
     MemoryLimit,
@@ -17,7 +23,7 @@ from tarantella_pp.partition.plan.plan_config import (
     Placement,
     PlanConfig,
 )
-from tarantella_pp.schedule import ScheduleSpec, bubble_fraction, send_window
+from tarantella_pp.schedule import Schedule, ScheduleSpec, bubble_fraction, send_window
 
 BALANCES = ("memory", "time", "flops")
 RECOMPUTATIONS = ("all", "except_last", "none")
@@ -27,14 +33,14 @@ Recompute = str | Sequence[int] | Mapping[int, str]
 PLACEMENTS: tuple[str, ...] = get_args(Placement)
 
 
-class PlanOptions(PlanConfig, frozen=True, kw_only=True):
-    """Checked options, with what the schedule says of them.
+class Settings(PlanConfig, frozen=True, kw_only=True):
+    """Options of a plan, checked, with what its schedule says of them.
 
     Attributes:
         in_flight: Most micro-batches that each stage holds at a time.
         held_whole: Most micro-batches that each stage, if it recomputes, holds all of at a time.
-        repeated: Share of the micro-batches whose forward pass each stage repeats; told where time
-            is balanced, otherwise empty.
+        repeated: Share of the micro-batches whose forward pass each stage repeats; empty unless
+            time is balanced.
     """
 
     in_flight: tuple[int, ...]
@@ -78,70 +84,101 @@ class PlanOptions(PlanConfig, frozen=True, kw_only=True):
             return (self.balance, self.num_stages, self.micro_batch_size, self.wire_dtype)
         return (msgspec.structs.replace(self, schedule=""), self.send_window)
 
-    @classmethod
-    def checked(
-        cls,
-        *,
-        num_stages: int,
-        batch_size: int,
-        num_micro_batches: int | None,
-        num_replicas: int,
-        schedule: str | ScheduleSpec,
-        balance: str,
-        memory_limit: int | float | str | Sequence[int | float | str] | None,
-        recompute: Recompute = "none",
-        ranks: tuple[int, ...] = (),
-        placement: str = PLACEMENTS[0],
-        fusion_threshold: int | float | str = FUSION_THRESHOLD,
-        shard_optimizer: bool = False,
-        gradient_dtype: str | None = None,
-        wire_dtype: str | None = None,
-    ) -> PlanOptions:
-        """Checks the arguments of `make_plan`, which says what they mean, and chooses defaults."""
-        stages = checked_count("num_stages", num_stages)
-        batch, replicas = (
-            checked_count("batch_size", batch_size),
-            checked_count("num_replicas", num_replicas),
-        )
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """What a plan is asked for, as a user says it; `make_plan` says what it means.
+
+    It is made where a user's arguments arrive, and handed on whole. `None` leaves an option open.
+    """
+
+    num_stages: int | None = None
+    batch_size: int = 32
+    num_micro_batches: int | None = None
+    num_replicas: int | None = None
+    num_ranks: int | None = None
+    stages_per_rank: int | None = None
+    schedule: str | Path | Schedule | None = None
+    balance: str | Sequence[int] | None = None
+    memory_limit: int | float | str | Sequence[int | float | str] | None = None
+    recompute: Recompute | None = None
+    optimizer: Any = None
+    profile: Profile | None = None
+    machine: HardwareSpec | str | Path | None = None
+    placement: str = PLACEMENTS[0]
+    fusion_threshold: int | float | str | None = None
+    shard_optimizer: bool = False
+    gradient_dtype: str | None = None
+    wire_dtype: str | None = None
+
+    def implied_stages(self, custom: Schedule | None) -> int | None:
+        """Number of stages, also where a user's own schedule or several limits say it."""
+        if self.num_stages is None and custom is not None:
+            return custom.num_stages
+        if self.num_stages is None and isinstance(self.memory_limit, (list, tuple)):
+            return len(self.memory_limit)
+        return self.num_stages
+
+    def given(self) -> dict[str, Any]:
+        """Returns the options that differ from their defaults."""
+        pairs = [(f, getattr(self, f.name)) for f in fields(self)]
+        return {f.name: value for f, value in pairs if value is not None and value != f.default}
+
+    def settled(self, spec: ScheduleSpec | None = None) -> Settings:
+        """Checks all options, and chooses the ones that are open without comparing plans."""
+        stages = checked_count("num_stages", self.num_stages)
+        batch = checked_count("batch_size", self.batch_size)
+        replicas = checked_count("num_replicas", _or(self.num_replicas, 1))
         if batch < replicas:
             raise ConfigurationError(
                 "Each replica needs a sample of the batch. "
                 f"Received: batch_size={batch}, num_replicas={replicas}"
             )
-        if num_micro_batches is None:
-            micro_batches = 1 if stages == 1 else min(4 * (stages - 1), max(2, batch // replicas))
-        else:
-            micro_batches = checked_count("num_micro_batches", num_micro_batches)
-        if balance != GIVEN:
-            _choice("balance", balance, BALANCES)
-        _choice("placement", placement, PLACEMENTS)
-        spec = schedule if isinstance(schedule, ScheduleSpec) else ScheduleSpec.of(schedule, stages)
-        again = stages_to_recompute(recompute, stages)
+        usual = 1 if stages == 1 else min(4 * (stages - 1), max(2, batch // replicas))
+        micro_batches = checked_count("num_micro_batches", _or(self.num_micro_batches, usual))
+        if self.balance != GIVEN:
+            _choice("balance", self.balance, BALANCES)
+        _choice("placement", self.placement, PLACEMENTS)
+        spec = spec or ScheduleSpec.of(_or(self.schedule, "1f1b"), stages)
+        again = stages_to_recompute(_or(self.recompute, "none"), stages)
         except_last = tuple(stage for stage, how in again.items() if how == "except_last")
         repeated: tuple[float, ...] = ()
-        if balance == "time":
+        if self.balance == "time":
             times = spec.repeated(micro_batches, again, except_last) if again else {}
             repeated = tuple(times.get(stage, 0) / micro_batches for stage in range(stages))
-        return cls(
+        shared = len(set(spec.placement)) < len(spec.placement)
+        return Settings(
             num_stages=stages,
             num_micro_batches=micro_batches,
             num_replicas=replicas,
             batch_size=batch,
             schedule=spec.name,
-            balance=balance,
-            memory_limit=_memory_limit(memory_limit, stages),
+            balance=cast("str", self.balance),
+            memory_limit=_memory_limit(self.memory_limit, stages),
             in_flight=spec.in_flight(micro_batches),
             held_whole=spec.held_whole(micro_batches, except_last),
             repeated=repeated,
             recompute=tuple(again),
             except_last=except_last,
-            ranks=ranks,
-            placement=cast("Placement", placement),
-            fusion_threshold=parse_bytes(fusion_threshold, "fusion_threshold"),
-            shard_optimizer=bool(shard_optimizer),
-            gradient_dtype=narrow_dtype("gradient_dtype", gradient_dtype),
-            wire_dtype=narrow_dtype("wire_dtype", wire_dtype),
+            ranks=spec.placement if shared else (),
+            placement=cast("Placement", self.placement),
+            fusion_threshold=fusion_threshold_of(self.fusion_threshold),
+            shard_optimizer=bool(self.shard_optimizer),
+            gradient_dtype=narrow_dtype("gradient_dtype", self.gradient_dtype),
+            wire_dtype=narrow_dtype("wire_dtype", self.wire_dtype),
         )
+
+
+def _or(given: Any, default: Any) -> Any:
+    return default if given is None else given
+
+
+def fusion_threshold_of(given: int | float | str | None) -> int:
+    """Reads the option `fusion_threshold`, else the environment."""
+    if given is not None:
+        return parse_bytes(given, "fusion_threshold")
+    text = os.environ.get(FUSION_VARIABLE, "").strip()
+    return parse_bytes(text, FUSION_VARIABLE) if text else FUSION_THRESHOLD
 
 
 def narrow_dtype(option: str, given: Any) -> NarrowDtype | None:

@@ -97,7 +97,7 @@ def _advice(
     smaller = [timed for timed in alike if largest_stage(timed[1]) < most]
     faster = []
     for search in others:
-        shape = (search.given["num_stages"], search.given["num_replicas"], search.spec.name)
+        shape = (search.given.num_stages, search.given.num_replicas, search.spec.name)
         if shape == (chosen.num_stages, chosen.num_replicas, chosen.schedule):
             faster += search.of_count(chosen.num_micro_batches)
     faster = [timed for timed in faster if timed[0] < (1 - WORTHWHILE) * seconds]

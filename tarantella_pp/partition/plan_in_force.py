@@ -64,8 +64,8 @@ def _longer(stage: StagePlan, times: float) -> StagePlan:
 
 
 def sent_as(plan: Plan, graph: LayerGraph, wire_dtype: NarrowDtype | None) -> Plan:
-    """Returns a plan with the memory and the step of messages that travel in another type."""
-    if wire_dtype == plan.wire_dtype:
+    """Returns a plan whose messages travel in another type, if one is given."""
+    if wire_dtype in (None, plan.wire_dtype):
         return plan
     plan.check(graph)
     narrow = msgspec.structs.replace(plan, wire_dtype=wire_dtype)

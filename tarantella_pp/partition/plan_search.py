@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -16,7 +16,7 @@ from tarantella_pp.errors import ConfigurationError, PlanError
 from tarantella_pp.partition.costs.peak_memory import factor_bytes
 from tarantella_pp.partition.costs.step_bound import least_step_seconds
 from tarantella_pp.partition.given_balance import GIVEN
-from tarantella_pp.partition.options import PlanOptions
+from tarantella_pp.partition.options import PlanOptions, Settings
 from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan.plan_simulation import PlanSimulation
@@ -51,7 +51,7 @@ class Candidate:
     """
 
     search: PlanSearch
-    options: PlanOptions
+    options: Settings
     solution: Solution
     limited: bool
     final: bool
@@ -81,27 +81,24 @@ class PlanSearch:
 
     Attributes:
         planner: The model, and the machine that its steps are simulated on.
-        given: The arguments of `PlanOptions.checked`; `num_micro_batches` and `recompute` may be
-            `None`, to be chosen.
+        given: What is asked for; `num_micro_batches` and `recompute` may be open, to be chosen.
         spec: The schedule.
         roughly: Whether to balance memory it is enough to count what adds up: where that is one of
             several ways to find a fast plan.
     """
 
     planner: Planner
-    given: Mapping[str, Any]
+    given: PlanOptions
     spec: ScheduleSpec
     roughly: bool = False
 
-    def options(self, **changes: Any) -> PlanOptions:
-        """Returns the options, with defaults for those that are open."""
-        placement = self.spec.placement
-        shared = len(set(placement)) < len(placement)
-        arguments = {"ranks": placement if shared else (), **self.given, **changes}
-        arguments["schedule"] = self.spec
-        if arguments["recompute"] is None:
-            arguments["recompute"] = "none"
-        return PlanOptions.checked(**arguments)
+    def options(self, *, alone: bool = False, **changes: Any) -> Settings:
+        """Returns the options, some of them changed, with defaults for those that are open.
+
+        With `alone` each stage counts as if it had a rank of its own.
+        """
+        settings = replace(self.given, **changes).settled(self.spec)
+        return msgspec.structs.replace(settings, ranks=()) if alone else settings
 
     def candidates(self) -> list[Candidate]:
         """Returns the numbers of micro-batches to choose from.
@@ -109,7 +106,7 @@ class PlanSearch:
         Memory limits are left out. Where solving takes its time, those that are far from the usual
         number are played with its stages; so are all where the number is nothing to the balance.
         """
-        limited = self.given["memory_limit"] is not None
+        limited = self.given.memory_limit is not None
         usual = self.options(memory_limit=None)
         solution, near = self._solved(usual), usual.num_micro_batches
         found = []
@@ -126,13 +123,13 @@ class PlanSearch:
     @property
     def _is_slow(self) -> bool:
         """Whether one solution takes long enough to be content with few."""
-        found = self.given["balance"] != GIVEN
-        return found and self.planner.effort(self.given["num_stages"]) > SLOW
+        found = self.given.balance != GIVEN
+        return found and self.planner.effort(self.spec.num_stages) > SLOW
 
-    def _solved(self, options: PlanOptions) -> Solution:
+    def _solved(self, options: Settings) -> Solution:
         return self.planner.solve(options, roughly=self.roughly)
 
-    def _independent(self, options: PlanOptions) -> bool:
+    def _independent(self, options: Settings) -> bool:
         """Whether the number of micro-batches is nothing to the balance."""
         machine = self.planner.machine
         arithmetic = machine is None or machine.memory_bandwidth is None
@@ -151,7 +148,7 @@ class PlanSearch:
             return self.of_count(count)
         return list(map(self._timed, self._fitting(count, deadline)))
 
-    def timed(self, solution: Solution, options: PlanOptions) -> Timed:
+    def timed(self, solution: Solution, options: Settings) -> Timed:
         """Writes down a plan and plays its step."""
         return self._timed(self._written(solution, options))
 
@@ -166,9 +163,9 @@ class PlanSearch:
 
     def _least_of(self, count: int) -> list[Plan]:
         """Makes plans with little memory, for a number of micro-batches."""
-        balance = GIVEN if self.given["balance"] == GIVEN else "memory"
-        free = {
-            "balance": balance, "memory_limit": None, "num_micro_batches": count, "ranks": (),
+        balance = GIVEN if self.given.balance == GIVEN else "memory"
+        free: dict[str, Any] = {
+            "balance": balance, "memory_limit": None, "num_micro_batches": count, "alone": True,
         }  # fmt: skip
         options = self.options(**free)
         found = [self._written(self.planner.solve(options), options)]
@@ -178,7 +175,7 @@ class PlanSearch:
             found += self._try(**free, recompute=stages)
         return found
 
-    def _written(self, solution: Solution, options: PlanOptions) -> Plan:
+    def _written(self, solution: Solution, options: Settings) -> Plan:
         """Writes down a plan, with what only the schedule itself can say."""
         plan, custom = self.planner.write(solution, options), self.spec.custom
         if custom is None:
@@ -196,7 +193,7 @@ class PlanSearch:
     def _counts(self, *, limited: bool) -> list[int]:
         """Returns the numbers of micro-batches to choose from."""
         options = self.options()
-        if self.given["num_micro_batches"] is not None:
+        if self.given.num_micro_batches is not None:
             return [options.num_micro_batches]
         stages, samples = options.num_stages, options.batch_size // options.num_replicas
         if self.spec.num_ranks == 1 and not limited:  # nobody waits for a first micro-batch
@@ -243,7 +240,7 @@ class PlanSearch:
 
         The first stages hold the most micro-batches.
         """
-        stages = range(self.given["num_stages"] if self.given["recompute"] is None else 0)
+        stages = range(self.spec.num_stages if self.given.recompute is None else 0)
         for size in range(1, len(stages) + 1):
             if len(stages) <= MOST_SUBSETS:
                 yield from itertools.combinations(stages, size)

@@ -25,7 +25,7 @@ from tarantella_pp.partition.formulation import (
 from tarantella_pp.partition.given_balance import GIVEN
 from tarantella_pp.partition.graph.layer_graph import LayerGraph
 from tarantella_pp.partition.graph.profile import Profile
-from tarantella_pp.partition.options import PlanOptions
+from tarantella_pp.partition.options import Settings
 from tarantella_pp.partition.plan.gradient_buckets import bucket_bytes, gradient_buckets
 from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
 from tarantella_pp.partition.plan.plan import Plan
@@ -111,7 +111,7 @@ class Planner:
         kinds = {node.kind for node in self.graph.nodes}
         return LEAST_ROWS if "BatchNormalization" in kinds else 1
 
-    def costs(self, options: PlanOptions) -> StageCostModel:
+    def costs(self, options: Settings) -> StageCostModel:
         """Returns the costs of the nodes for micro-batches of these options."""
         seconds = None if self.profile is None else self.profile.seconds(options.micro_batch_size)
         return StageCostModel(
@@ -130,11 +130,11 @@ class Planner:
         """The effort of all problems that have been solved so far."""
         return sum(self.effort(1 + max(one.assignment)) for one in self._solved.values())
 
-    def plan(self, options: PlanOptions) -> Plan:
+    def plan(self, options: Settings) -> Plan:
         """Makes the plan that is best for these options, or comes with a bound of the best."""
         return self.write(self.solve(options), options)
 
-    def solve(self, options: PlanOptions, *, roughly: bool = False) -> Solution:
+    def solve(self, options: Settings, *, roughly: bool = False) -> Solution:
         """Finds the best stages for these options, once; raises what `plan` does."""
         if options.balance == "time" and self.profile is None:
             raise ConfigurationError(
@@ -157,7 +157,7 @@ class Planner:
             )
         return self._solved[key]
 
-    def _as_given(self, options: PlanOptions) -> Solution:
+    def _as_given(self, options: Settings) -> Solution:
         """Prices the stages that are given."""
         if self.assignment is None or max(self.assignment) + 1 != options.num_stages:
             raise ConfigurationError(
@@ -166,7 +166,7 @@ class Planner:
             )
         return given_solution(self.costs(options), options, self.assignment)
 
-    def least_memory(self, options: PlanOptions) -> float:
+    def least_memory(self, options: Settings) -> float:
         """Returns bytes that some stage of every plan needs, whichever stages recompute."""
         everywhere = tuple(range(options.num_stages))
         free = msgspec.structs.replace(
@@ -174,7 +174,7 @@ class Planner:
         )
         return solve(problem_of(self.costs(free), free)).certificate.lower_bound
 
-    def write(self, solution: Solution, options: PlanOptions) -> Plan:
+    def write(self, solution: Solution, options: Settings) -> Plan:
         """Writes down the plan of an assignment."""
         graph, assignment, costs = self.graph, solution.assignment, self.costs(options)
         buckets = gradient_buckets(graph, assignment, options.num_stages, options.fusion_threshold)
@@ -208,7 +208,7 @@ class Planner:
             work=self.work,
         )
 
-    def _check_recomputation(self, assignment: Sequence[int], options: PlanOptions) -> None:
+    def _check_recomputation(self, assignment: Sequence[int], options: Settings) -> None:
         """Refuses stages that the runtime would run without repeating them."""
         for node in self.graph.nodes:
             if node.kind in LOOPS and assignment[node.id] in options.recompute:

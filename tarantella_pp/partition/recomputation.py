@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 
 from tarantella_pp.partition.costs.stage_costs import StageCostModel
-from tarantella_pp.partition.options import PlanOptions
+from tarantella_pp.partition.options import Settings
 from tarantella_pp.partition.solvers.problem.problem import Problem, TensorCost
 
 
-def recomputing(problem: Problem, costs: StageCostModel, options: PlanOptions) -> Problem:
+def recomputing(problem: Problem, costs: StageCostModel, options: Settings) -> Problem:
     """Weighs the inputs of stages, of which a recomputing one keeps all that are in flight.
 
     Such a stage holds its inputs once for each micro-batch in flight, and all else that its

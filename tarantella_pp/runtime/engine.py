@@ -69,7 +69,6 @@ class Engine:
         groups: ProcessGroups,
         *,
         free_schedule: bool = False,
-        wire_dtype: str | None = None,
         clock: Clock | None = None,
         check_every: int | None = None,
         meter: MemoryMeter | None = None,
@@ -84,13 +83,12 @@ class Engine:
         self.before_training: Callable[[], None] | None = None
         self._model = model
         self._plan = plan
-        self._wire_dtype = wire_dtype
         self._check_every = check_every
         # One process stands for all replicas: it runs their micro-batches one after the other.
         self._micro_batches = plan.num_micro_batches * plan.num_replicas // groups.num_replicas
         self.stages = RankStages(
             extracted, plan, self.placement, groups,
-            micro_batches=self._micro_batches, wire_dtype=wire_dtype,
+            micro_batches=self._micro_batches,
         )  # fmt: skip
         self.weights = RankWeights(
             extracted, plan, self.placement, groups, model.trainable_variables
@@ -231,7 +229,7 @@ class Engine:
         self._plan.check(extracted.graph)
         return Engine(
             self._model, extracted, with_findings(self._plan, self.schedules.spec, {}),
-            self.groups, free_schedule=self.schedules.free, wire_dtype=self._wire_dtype,
+            self.groups, free_schedule=self.schedules.free,
             clock=self.clock, check_every=self._check_every, meter=self._meter,
         )  # fmt: skip
 

@@ -41,7 +41,6 @@ class RankStages(Mapping[int, Stage]):
         groups: ProcessGroups,
         *,
         micro_batches: int,
-        wire_dtype: str | None,
     ) -> None:
         graph, ranks = extracted.graph, groups.pipeline
         self._groups = groups
@@ -62,7 +61,7 @@ class RankStages(Mapping[int, Stage]):
             if placement[boundary.index] == ranks.rank
         }
         self.modules = {index: stage.module for index, stage in self._own.items()}
-        messages = StageMessages(ranks, graph, self.edges, placement, wire_dtype=wire_dtype)
+        messages = StageMessages(ranks, graph, self.edges, placement, wire_dtype=plan.wire_dtype)
         self._executor = Executor(self._own, messages, Recorder(1), plan.except_last)
         self._forward_state = ForwardState(
             [call for module in self.modules.values() for call in module.layer.calls],

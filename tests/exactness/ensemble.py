@@ -121,7 +121,7 @@ def plan_across(model: keras.Model, num_micro_batches: int) -> Plan:
     before, after = _longest_paths(graph), _longest_paths(graph.reverse())
     assignment = tuple(int(before[node.id] > after[node.id]) for node in planner.graph.nodes)
     certificate = Certificate.of(1.0, 0.0, "half of each model", 0.0)
-    options = PlanOptions.checked(
+    options = PlanOptions(
         num_stages=2,
         batch_size=32,
         num_micro_batches=num_micro_batches,
@@ -129,7 +129,7 @@ def plan_across(model: keras.Model, num_micro_batches: int) -> Plan:
         schedule="1f1b",
         balance="memory",
         memory_limit=None,
-    )
+    ).settled()
     return planner.write(Solution(assignment, certificate), options)
 
 

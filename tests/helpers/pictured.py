@@ -78,7 +78,7 @@ def graphs(draw, names=None, most=40):
 
 def plan_of(graph, num_stages, *, schedule="1f1b", micro_batches=8, limit=None, model="net"):
     """A plan with equally many operations on each stage."""
-    options = PlanOptions.checked(
+    options = PlanOptions(
         num_stages=num_stages,
         batch_size=64,
         num_micro_batches=micro_batches,
@@ -86,7 +86,7 @@ def plan_of(graph, num_stages, *, schedule="1f1b", micro_batches=8, limit=None, 
         schedule=schedule,
         balance="memory",
         memory_limit=limit,
-    )
+    ).settled()
     total = len(graph.nodes)
     assignment = tuple(i * num_stages // total for i in range(total))
     costs = StageCostModel(graph, [2 * w.bytes for w in graph.weights], options.micro_batch_size)

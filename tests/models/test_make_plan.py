@@ -8,15 +8,16 @@ import re
 import keras
 import msgspec
 import pytest
+import tensorflow as tf
 from keras import layers
 
 from tarantella_pp.cli.main import main
 from tarantella_pp.errors import ConfigurationError, PlanError
-from tarantella_pp.models.make_plan import CORE, make_plan
+from tarantella_pp.models.make_plan import ACCELERATOR, CORE, default_machine, make_plan
 from tarantella_pp.partition.extraction.keras_reader import extract
 from tarantella_pp.partition.graph.profile import NodeProfile, Profile
 from tarantella_pp.partition.graph.units import format_bytes
-from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
+from tarantella_pp.partition.plan.hardware_spec import HardwareSpec, machines
 from tarantella_pp.partition.plan.plan_simulation import PlanSimulation
 from tarantella_pp.partition.visualization import render_html
 from tarantella_pp.partition.visualization.step_rows import simulated_step
@@ -387,3 +388,20 @@ def test_the_threshold_of_buckets_comes_from_the_option_else_the_environment(mon
     for options in ({"fusion_threshold": 0}, {"placement": "anywhere"}):
         with pytest.raises(ConfigurationError, match=next(iter(options))):
             counts(**options)
+
+
+@pytest.mark.parametrize(
+    ("name", "machine"),
+    [
+        ("NVIDIA A100-SXM4-80GB", machines["a100"]),
+        ("Tesla P40", machines["p40"]),
+        ("NVIDIA RTX A1000", ACCELERATOR),
+        ("Quadro P4000", ACCELERATOR),
+    ],
+)
+def test_a_gpu_is_known_by_its_whole_name(name, machine, monkeypatch):
+    monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: [kind])
+    monkeypatch.setattr(
+        tf.config.experimental, "get_device_details", lambda device: {"device_name": name}
+    )
+    assert default_machine() == machine

@@ -16,6 +16,7 @@ from tarantella_pp.errors import ScheduleError
 from tarantella_pp.partition.costs.stage_costs import StageCostModel
 from tarantella_pp.partition.costs.step_bound import least_step_seconds
 from tarantella_pp.partition.formulation import best_solution
+from tarantella_pp.partition.options import PlanOptions
 from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan.plan_simulation import PlanSimulation
@@ -51,28 +52,15 @@ def planner():
 
 
 def plan_of(spec, micro_batches, **given):
-    options = {
-        "num_stages": spec.num_stages,
-        "num_micro_batches": micro_batches,
-        "num_replicas": 1,
-        "batch_size": BATCH_SIZE,
-        "balance": "memory",
-        "memory_limit": None,
-        "recompute": "none",
-    }
-    return choose_plan([PlanSearch(planner(), {**options, **given}, spec)])
+    options = {"batch_size": BATCH_SIZE, "balance": "memory", "recompute": "none"}
+    asked = PlanOptions(
+        num_stages=spec.num_stages, num_micro_batches=micro_batches, **{**options, **given}
+    )
+    return choose_plan([PlanSearch(planner(), asked, spec)])
 
 
 def test_what_is_tried_does_not_depend_on_how_long_it_takes(monkeypatch):
-    given = {
-        "num_stages": 4,
-        "num_micro_batches": None,
-        "num_replicas": 1,
-        "batch_size": 64,
-        "balance": "memory",
-        "memory_limit": None,
-        "recompute": None,
-    }
+    given = PlanOptions(num_stages=4, batch_size=64, balance="memory")
     spec = ScheduleSpec.of("1f1b", 4)
 
     def tried():

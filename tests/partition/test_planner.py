@@ -33,18 +33,11 @@ from tests.zoo import models
 pytestmark = pytest.mark.keras
 
 
-DEFAULTS = {
-    "batch_size": 32,
-    "num_micro_batches": None,
-    "num_replicas": 1,
-    "schedule": "1f1b",
-    "balance": "memory",
-    "memory_limit": None,
-}
+DEFAULTS = {"balance": "memory"}
 
 
-def make_plan(model, num_stages, optimizer=None, **options):
-    options = PlanOptions.checked(num_stages=num_stages, **{**DEFAULTS, **options})
+def make_plan(model, num_stages, optimizer=None, spec=None, **options):
+    options = PlanOptions(num_stages=num_stages, **{**DEFAULTS, **options}).settled(spec)
     return Planner.of(model, optimizer).plan(options)
 
 
@@ -130,9 +123,9 @@ def test_the_plan_of_replicas_is_the_best_of_all(build, num_stages, shard_optimi
 
 
 def options_of(**changes):
-    return PlanOptions.checked(
+    return PlanOptions(
         **{**DEFAULTS, "num_stages": 3, "batch_size": 12, "num_micro_batches": 4, **changes}
-    )
+    ).settled()
 
 
 @pytest.mark.parametrize("build", [models.mlp, models.long_skip, models.causal_attention])
@@ -275,7 +268,7 @@ def test_memory_counts_micro_batches_in_flight():
         ({"num_stages": 3, "schedule": "gpipe"}, 8, (8, 8, 8)),
         ({"num_stages": 3, "schedule": "zb-h1"}, 8, (3, 3, 3)),
         ({"num_stages": 2, "schedule": "zb-v"}, 4, (2, 1)),
-        ({"num_stages": 4, "schedule": ScheduleSpec("interleaved", 4, 2)}, 12, (4, 3, 2, 1)),
+        ({"num_stages": 4, "spec": ScheduleSpec("interleaved", 4, 2)}, 12, (4, 3, 2, 1)),
         ({"num_stages": 2, "batch_size": 4, "num_replicas": 4}, 2, (2, 1)),
         ({"num_stages": np.int64(2), "num_micro_batches": np.int32(3)}, 3, (2, 1)),
     ],
@@ -324,7 +317,7 @@ def test_options_that_cannot_work_are_refused(options, message):
         make_plan(tower(8, 8, 8), **{"num_stages": 2, **options})
 
 
-@pytest.mark.parametrize("schedule", ["1f2b", "forward", None])
+@pytest.mark.parametrize("schedule", ["1f2b", "forward"])
 def test_schedules_that_do_not_train_are_refused(schedule):
     with pytest.raises(ScheduleError, match=f"'gpipe'.*Received: schedule={schedule!r}"):
         make_plan(tower(8, 8, 8), 2, schedule=schedule)

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.models.custom_loops.tensor_collectives import refuse_in_graph
-from tarantella_pp.partition.fusion_threshold import fusion_threshold_of
+from tarantella_pp.partition.options import fusion_threshold_of
 from tarantella_pp.runtime.comm.communicator import Communicator, world
 from tarantella_pp.runtime.replicas.gradient_reduction import (
     Gradient,

@@ -45,7 +45,7 @@ def problems(draw):
         for some in (graph.tensors, graph.weights)
     )
     stages = draw(st.integers(2, min(3, len(graph.nodes))))
-    options = PlanOptions.checked(
+    options = PlanOptions(
         num_stages=stages,
         batch_size=8,
         num_micro_batches=draw(st.sampled_from([1, 4])),
@@ -55,7 +55,7 @@ def problems(draw):
         memory_limit=None,
         recompute=draw(st.sampled_from(["none", "all"])),
         wire_dtype=draw(st.sampled_from([None, "bfloat16"])),
-    )
+    ).settled()
     integers = draw(st.sets(st.integers(0, len(graph.tensors) - 1), max_size=3))
     return sized(graph, tensors, [1 + weight for weight in weights], integers), options
 
@@ -115,10 +115,10 @@ def test_one_order_is_taken_where_ideals_are_too_many(monkeypatch):
     """Two branches: what is found is no worse than what is known, and nothing is proved."""
     graph = graph_of([f"layer_{i}" for i in range(7)], [{-1}, {0}, {1}, {0}, {3}, {2, 4}, {5}])
     graph = sized(graph, [1, 40, 3, 10, 1, 3, 40, 1], range(1, 8))
-    options = PlanOptions.checked(
+    options = PlanOptions(
         num_stages=3, batch_size=8, num_micro_batches=4, num_replicas=1, schedule="1f1b",
         balance="memory", memory_limit=None,
-    )  # fmt: skip
+    ).settled()  # fmt: skip
     costs = costs_of(graph, options)
     problem = problem_of(costs, options)
     sums = least_memory.StageSums(problem.static_memory, problem.activation_memory, problem.flight)

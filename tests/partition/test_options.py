@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tarantella_pp.errors import ConfigurationError
-from tarantella_pp.partition.fusion_threshold import fusion_threshold_of
+from tarantella_pp.partition.options import fusion_threshold_of
 
 
 def test_the_option_counts_more_than_the_environment(monkeypatch):

@@ -21,7 +21,7 @@ WITHOUT_TENSORFLOW = (
     "schedule", "simulation", "launch", "launch/guard", "partition/graph", "partition/plan",
     "partition/solvers", "partition/solvers/problem", "partition/solvers/exact",
     "partition/solvers/wide", "partition/external", "partition/visualization",
-    "partition/visualization/graph_drawing", "partition/visualization/canvas", "checkpoints",
+    "partition/visualization/graph_drawing", "partition/visualization/canvas",
 )  # fmt: skip
 ACROSS_ROOMS = ("", "face", "face/files", "face/fit", "face/numbers", "exactness")
 """Folders of tests that look at several rooms at once."""

@@ -7,7 +7,8 @@ import json
 import logging
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,21 +16,10 @@ import msgspec
 import numpy as np
 
 from tarantella_pp.callbacks.checkpoint import Checkpoint
-from tarantella_pp.callbacks.resuming.callback_states import CallbackStates, States, agreed
-from tarantella_pp.callbacks.resuming.checkpoint_choice import newest_whole
-from tarantella_pp.callbacks.resuming.checkpoint_restore import RestoredState
-from tarantella_pp.callbacks.resuming.checkpoint_writer import CheckpointWriter
-from tarantella_pp.callbacks.resuming.preemption import EXIT_CODE, Preemption
-from tarantella_pp.callbacks.resuming.run_facts import (
-    as_json,
-    configs_of,
-    facts_of,
-    has_plan,
-    learning_rate_of,
-    now,
-    refuse_others,
-    versions,
-)
+from tarantella_pp.callbacks.preemption import EXIT_CODE, Preemption
+from tarantella_pp.checkpoints.checkpoint_choice import newest_whole
+from tarantella_pp.checkpoints.checkpoint_reader import RestoredState
+from tarantella_pp.checkpoints.checkpoint_writer import CheckpointWriter
 from tarantella_pp.checkpoints.manifest import (
     FORMAT,
     DataPosition,
@@ -38,6 +28,16 @@ from tarantella_pp.checkpoints.manifest import (
     SavedTensor,
     from_plain,
     plain,
+)
+from tarantella_pp.checkpoints.run_facts import (
+    as_json,
+    configs_of,
+    facts_of,
+    has_plan,
+    learning_rate_of,
+    now,
+    refuse_others,
+    versions,
 )
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.keras_internals.epochs import (
@@ -100,9 +100,7 @@ class CheckpointRun:
         self._adapter = adapter
         self._options = options
         self._callbacks = [c for c in callbacks if remembered_by(c) is not None]
-        inner = model._engine.extracted.model
-        kept = [model, inner, model.optimizer, *inner.layers]
-        self._states = CallbackStates(callbacks, kept)
+        self._stateful = _stateful(callbacks)
         self._preemption = preemption
         engine = model._engine
         self._ranks = engine.communicator
@@ -146,7 +144,6 @@ class CheckpointRun:
                 "All ranks must have the same Checkpoint. Received: directory, every and keep "
                 f"{'; '.join(f'{theirs} on rank {rank}' for rank, theirs in enumerate(told))}"
             )
-        self._states.begin()
         self._configs = configs_of(self._model)
         facts = facts_of(self._model, self._configs, self._data_facts())
         self._facts = self._ranks.broadcast_json(facts)
@@ -170,7 +167,7 @@ class CheckpointRun:
             restored.restore_learning_rate(self._model)
             restored.restore_logs(self._model)
             restored.restore_metrics_later(self._model, self._share)
-            self._states.restore_again()
+            self._load_callback_states(restored.manifest)  # on_epoch_begin may have reset them
 
     def end_batch(self, batch: int, logs: Mapping[str, Any]) -> None:
         """Writes after a step, if it is time to."""
@@ -253,23 +250,32 @@ class CheckpointRun:
             )
             start_epoch(self._model, epoch)
             return
-        anew = "" if restored.has_optimizer else "; it has no optimizer state, which begins anew"
-        self._tell(f"goes on from checkpoint '{where}', which {told}{anew}")
+        self._tell(f"goes on from checkpoint '{where}', which {told}")
         start_epoch(self._model, epoch)
         self._resume_data(restored)
         if has_plan(saved, self._model.plan):
             self._model._engine.stages.begin_with(saved.shapes)
 
     def _restore_callbacks(self, saved: Manifest) -> None:
-        """Gives the user's callbacks what they remembered; says what is not as it was."""
-        states = self._states
-        told = [states.missing(saved.remembered), states.restore(saved.remembered)]
-        missing, problems = zip(*self._ranks.allgather_json(told), strict=True)
-        nowhere = [kind for kind in missing[0] if all(kind in theirs for theirs in missing)]
-        notes = [f"no {kind} is among the callbacks" for kind in nowhere]
-        notes += dict.fromkeys(note for theirs in problems for note in theirs)
-        if notes:
-            self._tell(f"callbacks that do not go on as they were: {'; '.join(notes)}")
+        """Gives callbacks back their states; names the callbacks that are gone."""
+        self._load_callback_states(saved)
+        everywhere = set().union(*self._ranks.allgather_json([*self._stateful]))
+        gone = [name.partition("#")[0] for name in saved.callback_states if name not in everywhere]
+        if gone:
+            self._tell(f"no {', no '.join(gone)} is among the callbacks: its state is left out")
+
+    def _load_callback_states(self, saved: Manifest) -> None:
+        for name, callback in self._stateful.items():
+            if name in saved.callback_states:
+                callback.load_state_dict(from_plain(saved.callback_states[name]))
+
+    def _callback_states(self) -> dict[str, Any]:
+        """The states of callbacks that have any, from the first rank that runs each."""
+        mine = {name: _json_state(name, each) for name, each in self._stateful.items()}
+        merged: dict[str, Any] = {}
+        for theirs in reversed(self._ranks.allgather_json(mine)):
+            merged |= theirs
+        return merged
 
     def _resume_data(self, restored: RestoredState) -> None:
         """Brings the data to where they were."""
@@ -304,7 +310,7 @@ class CheckpointRun:
         for theirs in self._ranks.allgather_json(self._model._engine.stages.first_shapes()):
             shapes |= theirs
 
-        states = agreed(self._ranks.allgather_json(self._states.changes()))
+        states = self._callback_states()
 
         def describe(files: tuple[SavedFile, ...], tensors: dict[str, SavedTensor]) -> Manifest:
             return self._manifest(files, tensors, position, shapes, states)
@@ -326,7 +332,7 @@ class CheckpointRun:
         tensors: dict[str, SavedTensor],
         position: DataPosition,
         shapes: dict[str, Any],
-        states: States,
+        states: dict[str, Any],
     ) -> Manifest:
         engine = self._model._engine
         remembered = [(type(c).__name__, remembered_by(c) or {}) for c in self._callbacks]
@@ -349,7 +355,7 @@ class CheckpointRun:
             **self._configs,
             versions=versions(),
             written=now(),
-            remembered=states,
+            callback_states=states,
         )
 
     def _best_weights(self) -> dict[str, Any]:
@@ -375,6 +381,28 @@ class CheckpointRun:
     def _tell(self, text: str) -> None:
         if self._model._engine.prints:
             logger.warning("%s", text)
+
+
+def _stateful(callbacks: Iterable[Any]) -> dict[str, Any]:
+    """Callbacks with `state_dict` and `load_state_dict`, by class and number within the class."""
+    counts: Counter[str] = Counter()
+    found = {}
+    for callback in callbacks:
+        kind = type(callback).__name__
+        if hasattr(callback, "state_dict") and hasattr(callback, "load_state_dict"):
+            found[f"{kind}#{counts[kind]}"] = callback
+            counts[kind] += 1
+    return found
+
+
+def _json_state(name: str, callback: Any) -> Any:
+    try:
+        return json.loads(json.dumps(plain(callback.state_dict()), default=_number))
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(
+            f"Callback {name.partition('#')[0]}.state_dict() must return numbers, texts, lists and "
+            f"dicts of them, for a checkpoint keeps it as JSON. {error}"
+        ) from error
 
 
 def _number(value: Any) -> Any:

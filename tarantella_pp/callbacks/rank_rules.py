@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import itertools
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import keras
 
 from tarantella_pp.callbacks.checkpoint import Checkpoint
 from tarantella_pp.callbacks.lockstep import Lockstep
-from tarantella_pp.callbacks.preparation import FolderMaker, WeightGatherer
-from tarantella_pp.callbacks.resuming.preemption import Preemption, PreemptionVote
-from tarantella_pp.callbacks.shared_backup import SharedBackup
+from tarantella_pp.callbacks.preemption import Preemption, PreemptionVote
 from tarantella_pp.callbacks.timeline import Timeline
 from tarantella_pp.errors import ConfigurationError
+from tarantella_pp.launch.guard.launch_environment import TRACE_VARIABLE
 from tarantella_pp.runtime.comm.communicator import Communicator
 
+_TRACED = itertools.count(1)
+_LOG = logging.getLogger(__name__)
 # They write one file or send one report for the whole job.
 _ONE_RANK = (
     keras.callbacks.CSVLogger,
@@ -27,7 +33,6 @@ _ONE_RANK = (
 _ALL_RANKS = (
     Checkpoint,
     Timeline,
-    keras.callbacks.BackupAndRestore,
     keras.callbacks.EarlyStopping,
     keras.callbacks.LearningRateScheduler,
     keras.callbacks.ModelCheckpoint,
@@ -87,9 +92,6 @@ def callbacks_of_rank(
 def _of_rank(callback: Any, communicator: Communicator) -> Iterator[Any]:
     """What runs in place of a callback."""
     prints = communicator.rank == communicator.size - 1
-    if isinstance(callback, keras.callbacks.BackupAndRestore):
-        yield SharedBackup(callback, communicator)
-        return
     if isinstance(callback, keras.callbacks.ModelCheckpoint):
         yield FolderMaker(callback)
     if _looks_at_weights(callback):
@@ -106,12 +108,11 @@ def _check(callback: Any) -> None:
             f"Callback {kind.__name__} saves what one process holds, which is not "
             "the whole model on several ranks. Use keras.callbacks.ModelCheckpoint."
         )
-    backup = keras.callbacks.BackupAndRestore
-    if isinstance(callback, backup) and kind is not backup:
+    if isinstance(callback, keras.callbacks.BackupAndRestore):
         raise ConfigurationError(
-            f"Callback {kind.__name__} is a BackupAndRestore of your own, which would write one "
-            "folder from several ranks at once. Use keras.callbacks.BackupAndRestore itself, and "
-            "a second callback for what yours does besides."
+            f"Callback {kind.__name__} would write one folder from several ranks at once, and goes "
+            "back to the beginning of an epoch. Use tnt.callbacks.Checkpoint(directory): all ranks "
+            "write their part, and `fit` goes on at the very step."
         )
 
 
@@ -121,8 +122,82 @@ def _looks_at_weights(callback: Any) -> bool:
     return is_board and bool(callback.histogram_freq or callback.embeddings_freq)
 
 
+def with_trace(callbacks: Any, model: Any, environ: Mapping[str, str]) -> Any:
+    """Adds the callback that `tarantella --trace FILE` asks for."""
+    path = Path(environ.get(TRACE_VARIABLE, ""))
+    if not path.name:
+        return callbacks
+    if timelines_in(callbacks):
+        _LOG.warning("--trace %s is left out: the script has a Timeline of its own", path)
+        return callbacks
+    number = next(_TRACED)
+    timeline = Timeline(path if number == 1 else path.with_stem(f"{path.stem}-{number}"))
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        timeline.set_model(model)
+        callbacks.append(timeline)
+        return callbacks
+    return [*listed(callbacks), timeline]
+
+
+def timelines_in(callbacks: Any) -> int:
+    """Returns how many of the callbacks record timelines, which must be so on all ranks."""
+    return sum(isinstance(callback, Timeline) for callback in listed(callbacks))
+
+
 def listed(callbacks: Any) -> list[Any]:
     """The callbacks of a call."""
     if isinstance(callbacks, keras.callbacks.CallbackList):
         return list(callbacks.callbacks)
     return [callback for callback in keras.tree.flatten(callbacks) if callback is not None]
+
+
+class FolderMaker(keras.callbacks.Callback):
+    """Makes the folder of a `ModelCheckpoint`, which itself fails where another rank is quicker.
+
+    It stands before the checkpoint in the list.
+    """
+
+    def __init__(self, checkpoint: keras.callbacks.ModelCheckpoint) -> None:
+        super().__init__()
+        self._checkpoint = checkpoint
+        self._epoch = 0
+
+    def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
+        """Notes the epoch, which a path may name."""
+        self._epoch = epoch
+
+    def on_train_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
+        """Makes the folder of a checkpoint that is written every so many batches."""
+        if self._checkpoint.save_freq != "epoch":
+            self._make({"batch": batch + 1, **(logs or {})})
+
+    def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
+        """Makes the folder of a checkpoint that is written once an epoch."""
+        if self._checkpoint.save_freq == "epoch":
+            self._make(logs or {})
+
+    def _make(self, logs: Mapping[str, Any]) -> None:
+        with contextlib.suppress(KeyError):  # the checkpoint says better what is missing
+            path = Path(self._checkpoint.filepath.format(epoch=self._epoch + 1, **logs))
+            path.parent.mkdir(parents=True, exist_ok=True)
+
+
+class WeightGatherer(keras.callbacks.Callback):
+    """Gathers the weights on all ranks at the end of the epochs in which a `TensorBoard` looks.
+
+    It stands before the board in the list, and for it on ranks that have none.
+    """
+
+    def __init__(self, board: keras.callbacks.TensorBoard, follows: bool) -> None:
+        super().__init__()
+        self._board = board
+        self._follows = follows
+
+    def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
+        """Does what takes all ranks."""
+        board = self._board
+        if board.histogram_freq and epoch % board.histogram_freq == 0:
+            self.model._model_state.gather()
+        if self._follows and board.embeddings_freq and epoch % board.embeddings_freq == 0:
+            name = f"keras_embedding.ckpt-{epoch}.weights.h5"
+            self.model.save_weights(os.path.join(board.log_dir, "train", name))

@@ -9,6 +9,7 @@ can outlive its host. A job notices, before it writes, what it has neither found
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import secrets
@@ -16,7 +17,6 @@ import shutil
 from collections.abc import Collection
 from pathlib import Path
 
-from tarantella_pp.checkpoints.disk import sync
 from tarantella_pp.checkpoints.manifest import CHECKSUM, MANIFEST, checksum_of
 from tarantella_pp.errors import ConfigurationError
 
@@ -98,3 +98,14 @@ def remove_old(
 def _step(path: Path) -> int:
     match = _NAME.fullmatch(path.name)
     return int(match[1]) if match else -1
+
+
+def sync(path: Path) -> None:
+    """Waits until a file, or the names of the files in a folder, would outlive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        # Some file systems do not sync folders; a file that cannot be synced is an error.
+        with contextlib.suppress(OSError) if path.is_dir() else contextlib.nullcontext():
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

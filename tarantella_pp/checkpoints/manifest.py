@@ -98,7 +98,7 @@ class Manifest(msgspec.Struct, frozen=True):
         compiled: What the model was compiled with, likewise.
         versions: Of the packages in use.
         written: When, in ISO 8601.
-        remembered: What callbacks of the user's have changed of themselves, by class and number.
+        callback_states: What `state_dict` of callbacks returned, by class and number.
     """
 
     format: int
@@ -121,7 +121,7 @@ class Manifest(msgspec.Struct, frozen=True):
     compiled: Any
     versions: dict[str, str]
     written: str
-    remembered: dict[str, dict[str, list[Any]]] = {}
+    callback_states: dict[str, Any] = {}
 
     def encode(self) -> bytes:
         """The manifest as JSON."""

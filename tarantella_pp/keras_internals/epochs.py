@@ -7,8 +7,6 @@ version of Keras has changed.
 from __future__ import annotations
 
 import contextlib
-import dis
-import inspect
 import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -110,19 +108,6 @@ def remind(callback: Any, remembered: dict[str, Any]) -> None:
     """Gives a callback back what `remembered_by` has found."""
     for name, value in remembered.items():
         setattr(callback, name, value)
-
-
-def set_by_keras(kind: type[Any]) -> frozenset[str]:
-    """The attributes of a callback that methods of Keras set, whoever has derived its class."""
-    functions = [
-        member
-        for base in kind.__mro__
-        if base.__module__.startswith("keras.")
-        for member in vars(base).values()
-        if inspect.isfunction(member)
-    ]
-    stored = (each for function in functions for each in dis.get_instructions(function))
-    return frozenset(each.argval for each in stored if each.opname == "STORE_ATTR")
 
 
 def has_stopped(callback: Any) -> bool:

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 import keras
 
 from tarantella_pp.callbacks.checkpoint_run import FitOptions, checkpointed
+from tarantella_pp.callbacks.preemption import Preemption
 from tarantella_pp.callbacks.rank_rules import (
     callbacks_of_rank,
     checkpoint_of,
     kinds_of_all_ranks,
+    with_trace,
 )
-from tarantella_pp.callbacks.resuming.preemption import Preemption
-from tarantella_pp.callbacks.timeline import with_trace
 from tarantella_pp.keras_internals.data import train_validation_split
 from tarantella_pp.keras_internals.training import forget_validation
 from tarantella_pp.models.feeding.batch_engine import BatchEngine

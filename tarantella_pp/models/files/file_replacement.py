@@ -13,7 +13,7 @@ from pathlib import Path
 
 import h5py
 
-from tarantella_pp.checkpoints.disk import sync
+from tarantella_pp.checkpoints.checkpoint_folder import sync
 from tarantella_pp.errors import FileError
 from tarantella_pp.runtime.comm.collective import files_of_index
 

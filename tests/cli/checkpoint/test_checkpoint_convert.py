@@ -13,7 +13,6 @@ from keras import layers
 
 import tarantella_pp as tnt
 from tarantella_pp.cli.main import main
-from tarantella_pp.errors import ConfigurationError
 
 pytestmark = pytest.mark.keras
 
@@ -105,42 +104,3 @@ def plain(float64):
 
 def here(name):
     return f"{__file__}:{name}"
-
-
-@pytest.mark.parametrize("ending", [".keras", ".weights.h5"])
-def test_a_run_goes_on_from_a_file_of_plain_keras(plain, tmp_path, caplog, ending):
-    file, run = str(tmp_path / f"model{ending}"), str(tmp_path / "run")
-    plain.save(file) if ending == ".keras" else plain.save_weights(file)
-    maker = [] if ending == ".keras" else ["--model", here("compiled")]
-    assert main(["checkpoint", "convert", file, run, "--epoch", "2", *maker]) == 0
-    assert main(["checkpoint", "verify", run]) == 0
-    expected = fit(plain, initial_epoch=2, epochs=4)
-    told = fit(distributed(), tnt.callbacks.Checkpoint(run), epochs=3)
-    assert "begins anew" not in caplog.text
-    more = fit(distributed(), tnt.callbacks.Checkpoint(run), epochs=4)
-    assert told.epoch == [2]
-    assert more.epoch == [2, 3]
-    for name, values in expected.history.items():
-        np.testing.assert_allclose(more.history[name], values, rtol=1e-10, atol=0)
-    with pytest.raises(ConfigurationError, match=r"data\.batch_size: 4 in the checkpoint, 6 now"):
-        fit(distributed(), tnt.callbacks.Checkpoint(run), batch_size=6, epochs=5)
-
-
-def test_a_run_begins_with_weights_alone(plain, tmp_path, caplog):
-    file, run, back = (str(tmp_path / name) for name in ("w.weights.h5", "run", "b.weights.h5"))
-    plain.save_weights(file)
-    convert = ["checkpoint", "convert", file, run]
-    assert main(convert) == 2
-    assert main([*convert, "--model", here("network")]) == 0
-    expected = network()
-    expected.load_weights(file)
-    assert main(["checkpoint", "convert", run, back]) == 0
-    again = network()
-    again.load_weights(back)
-    assert all(map(np.array_equal, again.get_weights(), plain.get_weights()))
-    told = fit(distributed(), tnt.callbacks.Checkpoint(run))
-    assert "it has no optimizer state, which begins anew" in caplog.text
-    assert told.history["loss"] == pytest.approx(fit(compiled(expected)).history["loss"], rel=1e-10)
-    assert main([*convert, "--model", here("network")]) == 2  # it has checkpoints now
-    assert main(["checkpoint", "convert", file, str(tmp_path / "m.keras")]) == 2
-    assert main(["checkpoint", "convert", run, back, "--epoch", "1"]) == 2

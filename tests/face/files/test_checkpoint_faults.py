@@ -13,8 +13,7 @@ import pytest
 from keras import layers
 
 import tarantella_pp as tnt
-from tarantella_pp.callbacks.resuming import checkpoint_writer
-from tarantella_pp.checkpoints import checkpoint_folder, tensor_file
+from tarantella_pp.checkpoints import checkpoint_folder, checkpoint_writer, tensor_file
 from tarantella_pp.cli.main import main
 from tarantella_pp.errors import ConfigurationError, FileError
 from tests.helpers.training import floats

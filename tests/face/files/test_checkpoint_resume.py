@@ -8,8 +8,6 @@ import math
 import os
 import random
 import signal
-import time
-from collections import deque
 
 import keras
 import numpy as np
@@ -18,6 +16,7 @@ import tensorflow as tf
 from keras import layers
 
 import tarantella_pp as tnt
+from tarantella_pp.errors import ConfigurationError
 from tests.face.files.test_checkpoints import At, stop
 from tests.helpers.draws import more_asked_for
 from tests.helpers.training import floats
@@ -242,78 +241,43 @@ def test_callbacks_of_keras_that_write_go_on(tmp_path):
 
 
 class Counting(keras.callbacks.Callback):
-    """Remembers things of all kinds, and lowers the learning rate by what it remembers."""
-
-    def __init__(self, limit=1.5):
-        super().__init__()
-        self.limit = limit
-        self.seen = []
-        self.draw = random.Random(1)
+    """Lowers the learning rate by what it remembers, and says what a checkpoint must keep."""
 
     def on_train_begin(self, logs=None):
-        self.began = time.perf_counter()
-        self.epochs, self.best = 0, math.inf
-        self.last = deque(maxlen=3)
+        self.epochs, self.best, self.last = 0, math.inf, []
 
     def on_epoch_begin(self, epoch, logs=None):
         self.epochs += 1
 
     def on_train_batch_end(self, batch, logs=None):
-        self.last.append(logs["loss"])
+        self.last = [*self.last[-2:], logs["loss"]]
         self.best = min(self.best, logs["loss"])
-        self.told = {"mean": np.mean(self.last), ("a", 1): {batch}, "all": np.array(self.last)}
-        self.model.optimizer.learning_rate = 0.1 * float(self.told["mean"]) / self.limit
+        self.model.optimizer.learning_rate = 0.1 * float(np.mean(self.last))
 
-    def on_epoch_end(self, epoch, logs=None):
-        self.seen.append(logs["loss"])
+    def state_dict(self):
+        return {"epochs": self.epochs, "best": self.best, "last": np.array(self.last)}
 
-    def state(self):
-        return repr([self.seen, self.epochs, self.best, self.last, self.told])
-
-
-class Patient(keras.callbacks.EarlyStopping):
-    """Has more to remember than the one of Keras."""
-
-    def on_train_begin(self, logs=None):
-        super().on_train_begin(logs)
-        self.asked = 0
-
-    def on_epoch_end(self, epoch, logs=None):
-        super().on_epoch_end(epoch, logs)
-        self.asked += 1
+    def load_state_dict(self, state):
+        self.epochs, self.best, self.last = state["epochs"], state["best"], state["last"]
 
 
-@pytest.mark.slow
-def test_callbacks_of_the_user_remember(tmp_path, caplog):
-    """In the middle of an epoch, at its end, and in a second `fit` of the same objects."""
-    alone, patient = Counting(), Patient("loss", patience=9)
-    expected = run(None, alone, patient)
+def test_callbacks_with_a_state_go_on(tmp_path, caplog):
+    """In the middle of an epoch and at its end; one that is gone is named."""
+    alone = Counting()
+    expected = run(None, alone)
     for step in (2, 5, 8):
-        run(tmp_path, Counting(), Patient("loss", patience=9), At(step, stop))
-    seen = []
-    again = Counting()
-    again.seen = seen
-    assert run(tmp_path, again, resumed := Patient("loss", patience=9)) == expected
-    assert again.state() == alone.state()
-    assert resumed.asked == patient.asked == 4
-    assert seen is again.seen  # as others look at it, too
-    assert "Counting.draw begins anew: it is or holds a Random, which is not kept" in caplog.text
-    assert "Counting.began" not in caplog.text
-    assert run(tmp_path, again, epochs=5)[0]["loss"] == run(None, Counting(), epochs=5)[0]["loss"]
-
-
-def test_what_the_script_says_of_callbacks_now_stays(tmp_path, caplog):
-    run(tmp_path, Counting(), At(6, stop))
-    other = Counting(limit=3.0)
-    other.seen = [1.0]
-    run(tmp_path, other)
-    assert other.limit == 3.0
-    assert other.seen[0] == 1.0
-    assert "Counting.seen was another one when training began" in caplog.text
-    assert other.epochs == 4
-    caplog.clear()
-    run(tmp_path)
+        run(tmp_path, Counting(), At(step, stop))
+    assert run(tmp_path, again := Counting()) == expected
+    assert repr(again.state_dict()) == repr(alone.state_dict())
+    run(tmp_path, epochs=5)
     assert "no Counting is among the callbacks" in caplog.text
+
+
+def test_a_state_that_json_cannot_keep_is_refused(tmp_path):
+    counting = Counting()
+    counting.state_dict = lambda: {"draw": random.Random(1)}
+    with pytest.raises(ConfigurationError, match=r"Counting\.state_dict\(\) must return numbers"):
+        run(tmp_path, counting)
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ import tensorflow as tf
 from keras import layers
 
 import tarantella_pp as tnt
-from tarantella_pp.callbacks.resuming import checkpoint_choice, checkpoint_writer
+from tarantella_pp.checkpoints import checkpoint_choice, checkpoint_writer
 from tarantella_pp.errors import TarantellaError
 from tests.helpers.draws import more_asked_for
 from tests.helpers.jobs import PYTHONS, tarantella

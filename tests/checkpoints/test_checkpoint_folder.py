@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from tarantella_pp.checkpoints.disk import sync
+from tarantella_pp.checkpoints.checkpoint_folder import sync
 
 
 def test_a_folder_that_cannot_be_synced_is_no_error_and_a_file_is(tmp_path, monkeypatch) -> None:

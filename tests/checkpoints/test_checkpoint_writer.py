@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tarantella_pp.callbacks.resuming.checkpoint_choice import newest_whole
-from tarantella_pp.callbacks.resuming.checkpoint_writer import CheckpointWriter
+from tarantella_pp.checkpoints.checkpoint_choice import newest_whole
 from tarantella_pp.checkpoints.checkpoint_folder import DRAFT
+from tarantella_pp.checkpoints.checkpoint_writer import CheckpointWriter
 from tarantella_pp.checkpoints.manifest import FORMAT, DataPosition, Manifest
 from tarantella_pp.checkpoints.tensor_file import TensorFile
 from tarantella_pp.runtime.comm.communicator import Communicator

@@ -5,13 +5,12 @@ from __future__ import annotations
 import datetime
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from typing import Any
 
 import keras
 
-from tarantella_pp.checkpoints.fact_comparison import differences, without_names
 from tarantella_pp.checkpoints.manifest import Manifest, plain
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.keras_internals.optimizers import settable_learning_rate, wrapped_in
@@ -21,6 +20,7 @@ from tarantella_pp.runtime.state.state_share import spec_of
 
 _PACKAGES = ("tarantella-pp", "keras", "tensorflow", "tensorflow-cpu", "numpy")
 _OF_LOSS_SCALING = ("initial_scale", "dynamic_growth_steps")
+_MOST_DIFFERENCES = 5
 _COMPILED = ("loss", "loss_weights", "metrics", "weighted_metrics")
 
 
@@ -147,3 +147,59 @@ def _comparable(facts: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(layers, Mapping):  # the model may have been compiled before it was wrapped
         layers = {name: told for name, told in layers.items() if name != "compile_config"}
     return {**facts, "layers": layers, "optimizer": {**optimizer, "config": config}}
+
+
+def differences(saved: Any, now: Any, where: str = "") -> list[str]:
+    """What differs, each with its name and both values; at most a few."""
+    found = list(_differences(saved, now, where))
+    more = [f"and {len(found) - _MOST_DIFFERENCES} more"] if len(found) > _MOST_DIFFERENCES else []
+    return found[:_MOST_DIFFERENCES] + more
+
+
+def without_names(config: Any) -> Any:
+    """The configuration of a model as it is in each process: layers have numbers for names.
+
+    Keras counts layers, so that the second `Dense` of a process is called otherwise; and objects
+    that several layers share have their address for a number.
+    """
+    names: dict[str, str] = {}
+    _collect(config, names)
+    return _renamed(config, names)
+
+
+def _differences(saved: Any, now: Any, where: str) -> Iterator[str]:
+    if isinstance(saved, Mapping) and isinstance(now, Mapping):
+        for key in dict.fromkeys([*saved, *now]):
+            inner = f"{where}.{key}" if where else str(key)
+            yield from _differences(saved.get(key), now.get(key), inner)
+    elif isinstance(saved, list) and isinstance(now, list) and len(saved) == len(now):
+        for number, (before, after) in enumerate(zip(saved, now, strict=True)):
+            yield from _differences(before, after, f"{where}[{number}]")
+    elif saved != now:
+        yield f"{where}: {_short(saved)} in the checkpoint, {_short(now)} now"
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _collect(config: Any, names: dict[str, str]) -> None:
+    if isinstance(config, Mapping):
+        name = config.get("name")
+        if isinstance(name, str):
+            names.setdefault(name, f"#{len(names)}")
+        for value in config.values():
+            _collect(value, names)
+    elif isinstance(config, list):
+        for value in config:
+            _collect(value, names)
+
+
+def _renamed(config: Any, names: Mapping[str, str]) -> Any:
+    if isinstance(config, Mapping):
+        kept = {key: value for key, value in config.items() if key != "shared_object_id"}
+        return {key: _renamed(value, names) for key, value in kept.items()}
+    if isinstance(config, list):
+        return [_renamed(value, names) for value in config]
+    return names.get(config, config) if isinstance(config, str) else config

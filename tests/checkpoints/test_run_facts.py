@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tarantella_pp.checkpoints.fact_comparison import differences, without_names
+from tarantella_pp.checkpoints.run_facts import differences, without_names
 
 
 def test_differences_are_named_with_both_values():

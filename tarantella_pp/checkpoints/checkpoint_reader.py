@@ -27,17 +27,9 @@ class RestoredState:
         self._folder = folder
         self._files: dict[int, TensorFile] = {}
 
-    @property
-    def has_optimizer(self) -> bool:
-        """Whether it has the state of an optimizer; one made of a file of weights has none."""
-        return "optimizer" in self.manifest.facts
-
     def restore(self, model: Any, share: StateShare) -> None:
         """Gives the model and its optimizer their values; takes all ranks."""
-        needed = share.needed()
-        if not self.has_optimizer:
-            needed = {key: each for key, each in needed.items() if not key.startswith("optimizer/")}
-        self._assign(needed)
+        self._assign(share.needed())
         # What other ranks train is out of date here from now on, as after a step.
         model._engine.clock.advance()
 

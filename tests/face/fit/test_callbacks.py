@@ -10,6 +10,7 @@ import pytest
 
 from tarantella_pp.callbacks.lockstep import Lockstep
 from tarantella_pp.callbacks.rank_rules import callbacks_of_rank, kinds_of_all_ranks
+from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.runtime.comm.communicator import Communicator
 from tests.helpers.training import CASES, Case, X, Y, distance, make, regression, sgd
 from tests.zoo.models import mlp
@@ -126,6 +127,13 @@ def test_one_rank_writes():
         assert [c for c in own.callbacks if c in every] == expected
         assert own._history is held._history
         assert own.params == {"epochs": 3}
+
+
+def test_backups_are_refused_on_several_ranks(tmp_path):
+    backup = [keras.callbacks.BackupAndRestore(tmp_path)]
+    assert callbacks_of_rank(backup, None, Ranks(0, 1)) is backup
+    with pytest.raises(ConfigurationError, match=r"Use tnt\.callbacks\.Checkpoint"):
+        callbacks_of_rank(backup, None, Ranks(0, 2))
 
 
 def test_what_all_ranks_must_have():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -20,9 +20,8 @@ from tarantella_pp.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
-    from tarantella_pp.partition.plan.plan_scaling import Scale, ScalePoint
-    from tarantella_pp.partition.plan.plan_simulation import PlanSimulation
-    from tarantella_pp.simulation.scaling import PipelineStep
+    from tarantella_pp.partition.plan.plan_simulation import PlanSimulation, ScalePoint
+    from tarantella_pp.simulation.pipelines import Nodes, PipelineStep
 
 
 DESCRIPTION = """\
@@ -55,14 +54,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="micro-batches of the same batch (default: the plan's)")  # fmt: skip
     add("--ranks", type=quantities.positive_int, metavar="N",
         help="ranks of one pipeline, a divisor of the stages (default: one per stage)")  # fmt: skip
-    _add_scale(parser.add_argument_group("many ranks"))
+    _add_hosts(parser.add_argument_group("many ranks"))
     add("--timeline", action="store_true", help="draw what each rank does when")
     add("--json", action="store_true", help="print JSON instead of tables")
     parser.epilog = "exit codes: 0 done; 1 failed; 2 usage, or a malformed file."
 
 
-def _add_scale(group: Any) -> None:
-    """Adds what is assumed of many ranks."""
+def _add_hosts(group: Any) -> None:
+    """Adds the shape of the hosts."""
     add = group.add_argument
     add("--nodes", type=quantities.positive_int, metavar="N",
         help="hosts, all full: as many replicas as they hold; needs --ranks-per-node")  # fmt: skip
@@ -72,14 +71,6 @@ def _add_scale(group: Any) -> None:
         help="what a host's card does in each direction (default: as between ranks)")  # fmt: skip
     add("--inside", type=quantities.bytes_per_second, metavar="B",
         help="between two ranks of a host (default: as between ranks)")  # fmt: skip
-    add("--strong", action="store_true",
-        help="replicas share the plan's batch (default: it grows with them)")  # fmt: skip
-    add("--overlap", action="store_true",
-        help="sums of gradients begin during a stage's last pass backward, layer by layer, as with "
-        "Horovod (default: at its end, as here)")  # fmt: skip
-    add("--spread", type=quantities.share, metavar="S", default=0.0,
-        help="standard deviation of a rank's computing seconds from step to step, e.g. 0.05 or "
-        "5%%; replicas wait for the slowest")  # fmt: skip
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -97,20 +88,15 @@ def _simulate(arguments: argparse.Namespace) -> int:
     micro_batches = arguments.micro_batches or plan.num_micro_batches
     if schedule == "forward":
         raise ConfigurationError("A step trains. Received: --schedule=forward")
-    scale = _scale(arguments, machine)
-    if scale.overlap and not plan.work:
-        raise ConfigurationError(
-            "The plan does not say what its layers do, so it is not known when their gradients are "
-            "there. Make it anew. Received: --overlap"
-        )
-    simulation = PlanSimulation(plan, machine, schedule, micro_batches, scale)
+    nodes = _nodes(arguments, machine)
+    simulation = PlanSimulation(plan, machine, schedule, micro_batches, nodes)
     if micro_batches > simulation.samples:
         raise ConfigurationError(
             f"Each micro-batch needs a sample, and a replica has {simulation.samples}. "
             f"Received: --micro-batches={micro_batches}"
         )
     replicas = _replicas(arguments, simulation.num_ranks(arguments.ranks), plan.num_replicas)
-    simulation = simulation.of_replicas(replicas)
+    simulation = replace(simulation, num_replicas=replicas)
     step = simulation.step(arguments.ranks)
     point = simulation.point(step, replicas)
     curve = simulation.curve(step, arguments.ranks)
@@ -124,8 +110,7 @@ def _simulate(arguments: argparse.Namespace) -> int:
     write_table(*summary(simulation, step, point, balance), rank_table(step))
     if arguments.timeline:
         write_table(drawing(simulation.replicated(step, point.num_replicas)))
-    work = "batch shared by the replicas" if scale.strong else "work for each replica"
-    write_table(f"Scaling, with the same {work}:", curve_table(curve))
+    write_table("Scaling, with the same work for each replica:", curve_table(curve))
     write_table(*(f"Assumed: {line}" for line in _assumptions(simulation, step)))
     return 0
 
@@ -146,22 +131,19 @@ def _machine(arguments: argparse.Namespace, planned: HardwareSpec | None) -> Har
     return msgspec.structs.replace(machine, **given)
 
 
-def _scale(arguments: argparse.Namespace, machine: HardwareSpec) -> Scale:
-    """Returns what the command line assumes of many ranks."""
-    from tarantella_pp.partition.plan.plan_scaling import Scale
-    from tarantella_pp.simulation.nodes import Nodes
+def _nodes(arguments: argparse.Namespace, machine: HardwareSpec) -> Nodes | None:
+    """Returns the hosts that the command line describes."""
+    from tarantella_pp.simulation.pipelines import Nodes
 
-    nodes = None
     if arguments.ranks_per_node is not None:
         links = (arguments.nic or machine.bandwidth, arguments.inside or machine.bandwidth)
-        nodes = Nodes(arguments.ranks_per_node, *links)
-    else:
-        for name in ("nodes", "nic", "inside"):
-            if (value := getattr(arguments, name)) is not None:
-                raise ConfigurationError(
-                    f"Hosts need --ranks-per-node. Received: --{name}={value:g} without it"
-                )
-    return Scale(nodes, arguments.strong, arguments.overlap, arguments.spread)
+        return Nodes(arguments.ranks_per_node, *links)
+    for name in ("nodes", "nic", "inside"):
+        if (value := getattr(arguments, name)) is not None:
+            raise ConfigurationError(
+                f"Hosts need --ranks-per-node. Received: --{name}={value:g} without it"
+            )
+    return None
 
 
 def _replicas(arguments: argparse.Namespace, num_ranks: int, planned: int) -> int:
@@ -182,7 +164,6 @@ def _as_dict(
     simulation: PlanSimulation, step: PipelineStep, point: ScalePoint, curve: list[ScalePoint]
 ) -> dict[str, Any]:
     plan = simulation.plan
-    replicated = simulation.replicated(step, point.num_replicas)
     ranks = zip(step.busy_seconds, step.peak_bytes, strict=True)
     return {
         "model": plan.model,
@@ -193,8 +174,6 @@ def _as_dict(
         "machine": msgspec.to_builtins(simulation.machine),
         "bubble": step.bubble_fraction,
         "pipeline_seconds": step.pipeline_seconds,
-        "period_seconds": replicated.period_seconds,
-        "bubble_in_a_row": replicated.bubble_in_a_row,
         "peak_bytes": max(step.peak_bytes),
         "memory_limit": plan.memory_limit,
         **_point(point),
@@ -232,14 +211,13 @@ def _assumptions(simulation: PlanSimulation, step: PipelineStep) -> list[str]:
             f"{which} take the seconds that the plan has of them, measured on one machine and in "
             "proportion to the samples of a micro-batch; half of a backward pass is for weights."
         )
-    if simulation.scale.nodes is None:
+    if simulation.nodes is None:
         lines.append(
             f"links do {bandwidth:g} GB/s in each direction after {latency:g} us, while ranks "
             "compute."
         )
     lines += [
         *scale_lines(simulation),
-        "steps in a row: a rank begins the next one as soon as it is done with this one.",
         "updates of weights, reading data and the framework's own time are left out.",
     ]
     if repeated := simulation.plan.recompute:

@@ -8,9 +8,8 @@ from typing import Any
 
 from tarantella_pp.partition.graph.units import format_bytes
 from tarantella_pp.partition.plan.plan_config import common_limit
-from tarantella_pp.partition.plan.plan_scaling import ScalePoint
-from tarantella_pp.partition.plan.plan_simulation import PlanSimulation
-from tarantella_pp.simulation.scaling import PipelineStep
+from tarantella_pp.partition.plan.plan_simulation import PlanSimulation, ScalePoint
+from tarantella_pp.simulation.pipelines import PipelineStep
 
 
 def summary(
@@ -22,8 +21,6 @@ def summary(
     plan = simulation.plan
     sums = point.exposed_seconds
     summed = f", of which {_seconds(sums)} wait for sums of gradients" if sums else ""
-    if slower := point.straggling_seconds:
-        summed += f"{' and' if sums else ', of which'} {_seconds(slower)} for slower ranks"
     over = ""
     if (limits := plan.limits) is not None:
         limit = common_limit(limits)
@@ -32,7 +29,6 @@ def summary(
             limits = (min(limits),) * len(step.peak_bytes)
         fits = all(peak <= own for peak, own in zip(step.peak_bytes, limits, strict=True))
         over = f", {'within' if fits else 'ABOVE'} the plan's limit of {size}"
-    step_of_all = simulation.replicated(step, point.num_replicas)
     bubble = f"{100 * step.bubble_fraction:.1f} %, {100 * balance:.1f} % without messages"
     title = (
         f"A step of '{plan.model}': {plan.num_stages} stages on {point.num_ranks} ranks, "
@@ -42,19 +38,10 @@ def summary(
     return [
         Text(title, style="bold"),
         f"Step:       {_seconds(point.step_seconds)}{summed}",
-        *_in_a_row(step_of_all),
         f"Throughput: {point.samples_per_second:.4g} samples/s, {point.speed_up:.2f} x one rank",
         f"Bubble:     {bubble}",
         f"Memory:     {format_bytes(max(step.peak_bytes))} on the largest rank{over}",
     ]
-
-
-def _in_a_row(step: PipelineStep) -> list[str]:
-    """Makes the line of what each of many steps takes, where that is known."""
-    period, bubble = step.period_seconds, step.bubble_in_a_row
-    if period is None or bubble is None:
-        return []
-    return [f"In a row:   {_seconds(period)} each, bubble {100 * bubble:.1f} %"]
 
 
 def rank_table(step: PipelineStep) -> Any:
@@ -96,8 +83,7 @@ def curve_table(curve: list[ScalePoint]) -> Any:
 
 def scale_lines(simulation: PlanSimulation) -> list[str]:
     """Says what is assumed of many ranks."""
-    scale, nodes = simulation.scale, simulation.scale.nodes
-    lines, ring = [], "in a ring"
+    lines, ring, nodes = [], "in a ring", simulation.nodes
     if nodes is not None:
         card, inside = ((speed or math.inf) / 1e9 for speed in (nodes.card, nodes.inside))
         lines.append(
@@ -106,21 +92,11 @@ def scale_lines(simulation: PlanSimulation) -> list[str]:
             f"send to other hosts have an equal part; {simulation.machine.latency * 1e6:g} us each."
         )
         ring = "inside each host, then in a ring of hosts"
-    if scale.strong:
-        lines.append("replicas share the plan's batch; micro-batches are smaller, not fewer.")
-    else:
-        lines.append("the batch grows with the replicas, each of which has the plan's samples.")
-    when = "once all are there"
-    if scale.overlap:
-        when = "from the last pass backward on, as soon as those of layers are there"
-    lines.append(f"replicas sum a stage's gradients {ring} {when}, while others compute.")
-    if scale.spread:
-        lines.append(
-            f"the computing seconds of a rank vary by {100 * scale.spread:g} % (standard "
-            "deviation, normal) from step to step, and all replicas wait for the "
-            "slowest; not in a row."
-        )
-    return lines
+    return [
+        *lines,
+        "the batch grows with the replicas, each of which has the plan's samples.",
+        f"replicas sum a stage's gradients {ring} once all are there, while others compute.",
+    ]
 
 
 def drawing(step: PipelineStep) -> str:

@@ -78,5 +78,4 @@ class Autotune:
             placement=self._wanted.placement,
             costs=costs,
             in_flight_limit=self._limit,
-            in_a_row=False,
         )

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import product
-from typing import NamedTuple
 
 from tarantella_pp.errors import ScheduleError
-from tarantella_pp.schedule.actions import Action, Compute
-from tarantella_pp.schedule.list_scheduling import Orders
+from tarantella_pp.schedule.actions import Action, Compute, Kind
+from tarantella_pp.schedule.list_scheduling import ListScheduler, Orders
 from tarantella_pp.schedule.lowering import lower
 from tarantella_pp.schedule.registry import (
     Backward,
@@ -21,28 +21,19 @@ from tarantella_pp.schedule.registry import (
 )
 from tarantella_pp.schedule.schedule import Schedule
 from tarantella_pp.schedule.spec import SEARCHED
-from tarantella_pp.simulation.building_blocks import v_orders
 from tarantella_pp.simulation.costs import Costs
-from tarantella_pp.simulation.policies import ROUNDING, Policy, PolicyScheduler
 from tarantella_pp.simulation.simulator import simulate
-from tarantella_pp.simulation.step_recurrence import StepRecurrence
 
 _BLOCKS = tuple((1, down, 1, up) for down in (1, 2, 3) for up in (1, 2, 3))
 """Building blocks that are tried on V-shaped pipelines: V-Min, V-Half, and what is between."""
 _FINALISTS = 4
 """Found schedules that are simulated with all that playing leaves out."""
-
-
-class _Seconds(NamedTuple):
-    """What schedules are compared by, in this order.
-
-    Attributes:
-        each: Seconds of each step, of many in a row or of one alone.
-        alone: Seconds of one alone.
-    """
-
-    each: float
-    alone: float
+_ROUNDING = 1e-9
+"""Micro-batches by which a limit may seem to be exceeded, where shares of them are added up."""
+_SLOTS = 6
+"""F, B and W of both stages of a rank: a micro-batch begins so many slots after the one before."""
+V_MIN = (1, 1, 1, 1)
+V_HALF = (1, 2, 1, 2)
 
 
 def search_schedule(
@@ -53,13 +44,8 @@ def search_schedule(
     placement: Sequence[int] | None = None,
     costs: Costs | None = None,
     in_flight_limit: float | Sequence[float] | None = None,
-    in_a_row: bool = True,
 ) -> Schedule:
-    """Finds ``zb-auto``: the schedule of the fastest simulated steps within a memory limit.
-
-    Ranks go on with the next step as soon as they are done with one, so what counts is what each of
-    many steps in a row takes (see `StepRecurrence`), and of schedules equal in that, what a step
-    alone takes.
+    """Finds ``zb-auto``: the schedule of the fastest simulated step within a memory limit.
 
     The heuristic search of Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, section 3.1,
     played with the costs at hand: how many forwards the stages run ahead, whether weight
@@ -85,39 +71,30 @@ def search_schedule(
     shares = [stage.waiting_share for stage in costs.stages]
     known = _named_schedules(num_micro_batches, where)
     finalists = [schedule for schedule in known if _fits(schedule.held(shares), limits)]
-    orders = _played(num_micro_batches, where, costs, limits, in_a_row)
+    orders = _played(num_micro_batches, where, costs, limits)
     finalists += [replace(known[0], actions=own) for own in orders]
-    judged = [(_seconds(schedule, costs, in_a_row), schedule) for schedule in finalists]
+    judged = [(_seconds(schedule, costs), schedule) for schedule in finalists]
     best = min(judged, key=lambda one: one[0])
     if all(s.seconds("BW") >= s.seconds("B") + s.seconds("W") for s in costs.stages):
         return best[1]
-    best_alone = min(judged, key=lambda one: one[0].alone)
-    fused = [_fuse(one, costs, in_a_row) for one in (best, best_alone)]
-    return min(fused, key=lambda one: one[0])[1]
+    return _fuse(*best, costs)
 
 
 def _fits(held: Sequence[float], limits: Sequence[float]) -> bool:
     """Returns whether stages hold no more than they may."""
-    return all(own <= limit + ROUNDING for own, limit in zip(held, limits, strict=True))
+    return all(own <= limit + _ROUNDING for own, limit in zip(held, limits, strict=True))
 
 
 def _played(
-    num_micro_batches: int,
-    placement: tuple[int, ...],
-    costs: Costs,
-    limits: Sequence[float],
-    in_a_row: bool,
+    num_micro_batches: int, placement: tuple[int, ...], costs: Costs, limits: Sequence[float]
 ) -> list[Orders]:
-    """Returns the best orders that playing finds, for steps in a row and for one alone."""
+    """Returns the best orders that playing finds."""
     played = []
     for policy in _policies(num_micro_batches, limits, 1 + max(placement)):
-        scheduler = PolicyScheduler(placement, num_micro_batches, costs, policy)
-        alone = scheduler.play()
-        seconds = scheduler.longest_rank() if in_a_row else alone
-        played.append((seconds, alone, scheduler.orders()))
-    played.sort(key=lambda outcome: outcome[:2])
-    best_alone = min(played, key=lambda outcome: outcome[1])
-    return [orders for *_, orders in (*played[:_FINALISTS], best_alone)]
+        scheduler = _PolicyScheduler(placement, num_micro_batches, costs, policy)
+        played.append((scheduler.play(), scheduler.orders()))
+    played.sort(key=lambda outcome: outcome[0])
+    return [orders for _, orders in played[:_FINALISTS]]
 
 
 def _named_schedules(num_micro_batches: int, placement: tuple[int, ...]) -> list[Schedule]:
@@ -156,7 +133,7 @@ def _check_limits(
     return bounds
 
 
-def _policies(num_micro_batches: int, bounds: Sequence[float], num_ranks: int) -> Iterator[Policy]:
+def _policies(num_micro_batches: int, bounds: Sequence[float], num_ranks: int) -> Iterator[_Policy]:
     """Yields the policies to be tried, each once."""
     limits = tuple(min(bound, num_micro_batches) for bound in bounds)
     left = range(len(bounds), 0, -1)
@@ -173,32 +150,22 @@ def _policies(num_micro_batches: int, bounds: Sequence[float], num_ranks: int) -
         sorted(warm_ups), (False, True), (False, True), depths, (0.0, 0.5, 1.0)
     ):
         if not (fused and patience):
-            yield Policy(limits, ahead, fused, forward_first, deepest_first, patience)
+            yield _Policy(limits, ahead, fused, forward_first, deepest_first, patience)
 
 
-def _seconds(schedule: Schedule, costs: Costs, in_a_row: bool) -> _Seconds:
-    """Returns what a schedule is judged by."""
-    lowered = lower(schedule)
-    if not in_a_row:
-        alone = simulate(lowered, costs).step_seconds
-        return _Seconds(alone, alone)
-    recurrence = StepRecurrence.of(lowered, costs)
-    # What differs less differs by rounding.
-    return _Seconds(float(f"{recurrence.period_seconds:.9g}"), recurrence.step_seconds)
+def _seconds(schedule: Schedule, costs: Costs) -> float:
+    return simulate(lower(schedule), costs).step_seconds
 
 
-def _fuse(
-    judged: tuple[_Seconds, Schedule], costs: Costs, in_a_row: bool
-) -> tuple[_Seconds, Schedule]:
-    """Runs W together with the B just before it on each rank where steps get shorter."""
-    seconds, best = judged
+def _fuse(seconds: float, best: Schedule, costs: Costs) -> Schedule:
+    """Runs W together with the B just before it on each rank where the step gets shorter."""
     for rank in range(best.num_ranks):
         actions = list(best.actions)
         actions[rank] = _fuse_neighbours(actions[rank])
         fused = replace(best, actions=tuple(actions))
-        if (found := _seconds(fused, costs, in_a_row)) < seconds:
+        if (found := _seconds(fused, costs)) < seconds:
             seconds, best = found, fused
-    return seconds, best
+    return best
 
 
 def _fuse_neighbours(actions: Sequence[Action]) -> tuple[Action, ...]:
@@ -215,3 +182,141 @@ def _fuse_neighbours(actions: Sequence[Action]) -> tuple[Action, ...]:
         else:
             fused.append(action)
     return tuple(fused)
+
+
+@dataclass(frozen=True)
+class _Policy:
+    """What a free rank does next."""
+
+    limits: tuple[float, ...]
+    ahead: tuple[int, ...]
+    fused: bool = False
+    forward_first: bool = False
+    deepest_first: bool = False
+    patience: float = 0.0
+
+
+class _PolicyScheduler(ListScheduler):
+    """Plays all ranks of a chain of stages with real costs, each taking what a policy prefers."""
+
+    def __init__(
+        self, placement: Sequence[int], num_micro_batches: int, costs: Costs, policy: _Policy
+    ) -> None:
+        super().__init__(placement, num_micro_batches)
+        self._costs, self._policy = costs, policy
+        self._shares = [stage.waiting_share for stage in costs.stages]
+        self._stages: list[list[int]] = [[] for _ in range(1 + max(placement))]
+        for stage, rank in enumerate(placement):
+            self._stages[rank].append(stage)
+        self._begun = {kind: [0] * len(placement) for kind in "FBW"}
+
+    def choose(self, rank: int, now: float) -> Compute | None:
+        """Returns what `rank` does now, or None if it has to wait or wants to."""
+        action = self._preferred(rank, now)
+        if action is not None:
+            for part in action.kind:
+                self._begun[part][action.stage] += 1
+        return action
+
+    def seconds(self, action: Compute) -> float:
+        """Returns the seconds of a computation."""
+        return self._costs.stages[action.stage].seconds(action.kind)
+
+    def transfer_seconds(self, source: int, target: int) -> float:
+        """Returns the seconds from the end of a computation to its message being there."""
+        if self.placement[source] == self.placement[target]:
+            return 0.0
+        link = self._costs.link(source, target)
+        overhead = self._costs.send_seconds + self._costs.receive_seconds
+        return link.latency + link.seconds + overhead
+
+    def _preferred(self, rank: int, now: float) -> Compute | None:
+        """Returns the best F or B that can run now, else a W unless it is worth waiting."""
+        ready: list[Compute] = []
+        soonest = math.inf
+        for stage in self._stages[rank]:
+            for kind in ("F", "B"):
+                time = self._possible_from(stage, kind)
+                if time <= now:
+                    ready.append(Compute(stage, kind, self._begun[kind][stage]))
+                else:
+                    soonest = min(soonest, time)
+        if ready:
+            best = min(ready, key=self._preference)
+            return best._replace(kind="BW") if self._policy.fused and best.kind == "B" else best
+        for stage in self._stages[rank]:
+            index = self._begun["W"][stage]
+            if index < self._begun["B"][stage]:
+                action = Compute(stage, "W", index)
+                wait = self._policy.patience * self.seconds(action)
+                return None if soonest < now + wait else action
+        return None
+
+    def _possible_from(self, stage: int, kind: Kind) -> float:
+        """Returns from when on the stage's next F or B can run; infinity if that is not known."""
+        index = self._begun[kind][stage]
+        held = self._begun["F"][stage]
+        if kind == "F":
+            ahead = held - self._begun["B"][stage]
+            waiting = self._begun["B"][stage] - self._begun["W"][stage]
+            after = ahead + 1 + self._shares[stage] * waiting
+            if after > self._policy.limits[stage] + _ROUNDING or ahead >= self._policy.ahead[stage]:
+                return math.inf
+        elif index >= held:
+            return math.inf
+        return self.arrivals[kind][stage].get(index, math.inf)
+
+    def _preference(self, action: Compute) -> tuple[bool, int, int]:
+        """Returns the sort key of an action that could run: the smallest runs."""
+        forward_last = (action.kind == "F") != self._policy.forward_first
+        if self._policy.deepest_first:
+            return (forward_last, -action.stage, action.micro_batch)
+        return (forward_last, action.micro_batch, -action.stage)
+
+
+def v_orders(num_ranks: int, num_micro_batches: int, steps: Sequence[int]) -> Orders:
+    """Makes the orders of a V-shaped pipeline in which all micro-batches do the same.
+
+    A micro-batch goes down and up through the ranks forward, and down and up backward. The slots
+    from rank to rank on these four ways say how long activations are kept, and so how many
+    micro-batches are in flight: Qi et al., "Pipeline Parallelism with Controllable Memory",
+    NeurIPS 2024. `V_MIN` holds a third of what 1F1B holds, `V_HALF` about half. W takes the slots
+    that are left.
+    """
+    taken: list[set[int]] = [set() for _ in range(num_ranks)]
+    block: list[list[tuple[int, Compute]]] = [[] for _ in range(num_ranks)]
+
+    def put(rank: int, slot: int, stage: int, kind: Kind) -> int:
+        while slot % _SLOTS in taken[rank]:
+            slot += 1
+        taken[rank].add(slot % _SLOTS)
+        block[rank].append((slot, Compute(stage, kind, 0)))
+        return slot
+
+    def rank_of(stage: int) -> int:
+        return min(stage, 2 * num_ranks - 1 - stage)
+
+    slot, stages = -1, list(range(2 * num_ranks))
+    ways: tuple[tuple[Kind, list[int], Sequence[int]], ...] = (
+        ("F", stages, steps[:2]),
+        ("B", stages[::-1], steps[2:]),
+    )
+    for kind, order, (down, up) in ways:
+        for position, stage in enumerate(order):
+            turns = position in (0, num_ranks)
+            apart = 1 if turns else down if position < num_ranks else up
+            slot = put(rank_of(stage), slot + apart, stage, kind)
+    for rank, own in enumerate(block):
+        for done, action in [turn for turn in own if turn[1].kind == "B"]:
+            put(rank, done + 1, action.stage, "W")
+    return tuple(_repeated(own, num_micro_batches) for own in block)
+
+
+def _repeated(block: Sequence[tuple[int, Compute]], count: int) -> tuple[Compute, ...]:
+    """Lets micro-batches follow each other."""
+    turns = [
+        (slot + _SLOTS * index, action._replace(micro_batch=index))
+        for slot, action in block
+        for index in range(count)
+    ]
+    return tuple(action for _, action in sorted(turns))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from tarantella_pp.schedule.actions import Action, Reduce
+from tarantella_pp.errors import ScheduleError
+from tarantella_pp.schedule.actions import Action, Compute, Message, Reduce, Transfer
+from tarantella_pp.schedule.replay import Replay
 from tarantella_pp.schedule.schedule import Schedule
 from tarantella_pp.simulation.costs import Costs
 from tarantella_pp.simulation.step_timeline import Event, StepTimeline, reduction_events
-from tarantella_pp.simulation.timed_replay import TimedReplay
 
 
 def simulate(schedule: Schedule, costs: Costs) -> StepTimeline:
@@ -17,8 +16,10 @@ def simulate(schedule: Schedule, costs: Costs) -> StepTimeline:
     Sends go on by themselves, as in the runtime, and so do reductions: those of a rank one after
     the other, on a network of their own.
     """
-    replay = _Recording(schedule, costs, [0.0] * schedule.num_ranks, max)
-    replay.play()
+    replay = _TimedReplay(schedule, costs)
+    stuck = replay.run()
+    if stuck:
+        raise ScheduleError(f"Deadlock: ranks {stuck} wait forever; validate() says for what")
     serial = costs.serial_seconds(schedule.num_micro_batches, has_backward=schedule.has_backward)
     events = tuple(map(tuple, replay.events))
     reductions = tuple(
@@ -28,21 +29,68 @@ def simulate(schedule: Schedule, costs: Costs) -> StepTimeline:
     return StepTimeline(schedule.name, events, serial, _peak_bytes(schedule, costs), reductions)
 
 
-class _Recording(TimedReplay[float]):
-    """A replay that notes what happens when."""
+class _TimedReplay(Replay):
+    """A replay in which computations and messages take their time.
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.events: list[list[Event]] = [[] for _ in self.programs]
-        self.started: list[list[tuple[Reduce, float]]] = [[] for _ in self.programs]
+    A rank depends on others through messages only, so each has a clock of its own and no order
+    between ranks has to be kept.
+    """
 
-    def note(self, rank: int, start: float, end: float, action: Action) -> None:
-        """Keeps an event."""
+    def __init__(self, schedule: Schedule, costs: Costs) -> None:
+        if not schedule.is_lowered:
+            raise ScheduleError("Expected a schedule with messages; pass it to lower() first")
+        if len(costs.stages) != schedule.num_stages:
+            raise ScheduleError(
+                f"Expected costs of {schedule.num_stages} stages. Received: {len(costs.stages)}"
+            )
+        ranks = range(schedule.num_ranks)
+        self.events: list[list[Event]] = [[] for _ in ranks]
+        self.started: list[list[tuple[Reduce, float]]] = [[] for _ in ranks]
+        self._clock = [0.0] * schedule.num_ranks
+        self._channels: dict[tuple[int, int], float] = {}  # when a link's last message has left
+        self._costs = costs
+        self._placement = schedule.placement
+        self._arrival: dict[Message, float] = {}
+        self._seconds = [
+            {kind: stage.seconds(kind) for kind in ("F", "B", "W", "BW")} for stage in costs.stages
+        ]
+        except_last = [i for i, stage in enumerate(costs.stages) if stage.except_last]
+        repeats = any(stage.repeated for stage in costs.stages)
+        self._kept_whole = schedule.kept_whole(except_last) if repeats else frozenset()
+        super().__init__(schedule.actions, blocking=False)
+
+    def _note(self, rank: int, start: float, end: float, action: Action) -> None:
+        self._clock[rank] = end
         self.events[rank].append(Event(rank, start, end, action))
+
+    def compute(self, rank: int, action: Compute) -> None:
+        """Lets a computation take its seconds."""
+        start = self._clock[rank] + self._costs.before.get(action, 0.0)
+        seconds = self._seconds[action.stage][action.kind]
+        if (action.stage, action.micro_batch) in self._kept_whole and action.kind in ("B", "BW"):
+            seconds -= self._costs.stages[action.stage].repeated
+        self._note(rank, start, start + seconds, action)
+
+    def send(self, rank: int, action: Transfer) -> None:
+        """Puts a message on its way, behind the earlier ones of its channel."""
+        start = self._clock[rank]
+        end = start + self._costs.send_seconds
+        link = self._costs.link(action.source, action.target)
+        channel = (rank, self._placement[action.target])
+        gone = max(end, self._channels.get(channel, 0.0)) + link.seconds
+        self._channels[channel] = gone
+        self._arrival[action.message] = gone + link.latency
+        self._note(rank, start, end, action)
+
+    def receive(self, rank: int, action: Transfer) -> None:
+        """Waits until a message has arrived."""
+        start = self._clock[rank] + self._costs.before.get(action, 0.0)
+        end = max(start, self._arrival[action.message]) + self._costs.receive_seconds
+        self._note(rank, start, end, action)
 
     def reduce(self, rank: int, action: Reduce) -> None:
         """Notes when a reduction starts."""
-        self.started[rank].append((action, self.clock[rank]))
+        self.started[rank].append((action, self._clock[rank]))
 
 
 def _peak_bytes(schedule: Schedule, costs: Costs) -> tuple[float, ...]:

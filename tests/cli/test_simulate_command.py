@@ -134,17 +134,6 @@ def test_ranks_of_several_stages(command, plan) -> None:
     assert len(found["ranks"]) == 2
 
 
-def test_a_step_alone_and_steps_in_a_row(command, plan) -> None:
-    one = command.json("simulate", plan, *fast_links())
-    assert one["period_seconds"] == pytest.approx(one["step_seconds"], rel=1e-9)
-    assert one["bubble_in_a_row"] == pytest.approx(one["bubble"], rel=1e-9)
-    two = command.json("simulate", plan, *fast_links("--replicas", 2, "--link-bandwidth", "1MB"))
-    assert two["period_seconds"] > one["period_seconds"]  # the first rank waits for its sums
-    assert two["period_seconds"] <= two["step_seconds"] * (1 + 1e-9)
-    far = command.json("simulate", plan, "--schedule", "gpipe", "--ranks", 1, "--timeline")
-    assert far["bubble_in_a_row"] == pytest.approx(0, abs=1e-9)
-
-
 def test_hosts_share_a_card(command, plan) -> None:
     """Two ranks on each of two hosts: the message between hosts takes the card's time."""
     speed = ("--speed", "1GFLOPs", "--link-latency", "0s", "--micro-batches", 1)
@@ -179,51 +168,6 @@ def test_the_curve_leaves_out_what_does_not_lie_alike(command, plan) -> None:
     assert [point["num_replicas"] for point in whole["scaling"]][-1] == 1024
 
 
-def test_strong_scaling_shares_the_batch(command, plan) -> None:
-    found = command.json("simulate", plan, *fast_links("--strong", "--replicas", 2))
-    alone = command.json("simulate", plan, *fast_links())
-    assert found["samples"] == SAMPLES
-    assert found["micro_batch_size"] == alone["micro_batch_size"] / 2
-    assert found["pipeline_seconds"] == pytest.approx(alone["pipeline_seconds"] / 2, rel=1e-6)
-    assert found["speed_up"] == pytest.approx(2 * alone["speed_up"], rel=1e-5)
-    last = found["scaling"][-1]
-    assert (last["num_replicas"], last["samples"]) == (SAMPLES, SAMPLES)
-    # Each replica has one micro-batch of one sample, so all four ranks take turns.
-    assert last["speed_up"] == pytest.approx(SAMPLES, rel=1e-3)
-    assert "share" in " ".join(found["assumptions"])
-
-
-def test_sums_overlap_the_last_pass_backward(command, tmp_path) -> None:
-    from tarantella_pp.partition.plan.roofline import node_work
-
-    graph, path = chain_graph(STAGES), tmp_path / "plan.json"
-    whole = plan_of(graph, [0] * STAGES, work=node_work(graph), num_micro_batches=1)
-    quarters = (8 * 8 * 4,) * STAGES
-    replace(whole, stages=(replace(whole.stages[0], bucket_bytes=quarters),)).save(path)
-    links = ("--speed", "1GFLOPs", "--link-bandwidth", "10kB", "--link-latency", "0s")
-    late, early = (
-        command.json("simulate", path, *links, "--replicas", 2, *more)
-        for more in ((), ("--overlap",))
-    )
-    layer, ring = 2 * SAMPLES * FLOPS / 1e9, 8 * 8 * 4 / 10e3
-    assert late["exposed_seconds"] == pytest.approx(STAGES * ring)
-    # The last layer's gradients are there after a quarter of the pass backward.
-    assert early["exposed_seconds"] == pytest.approx(STAGES * ring - 3 * layer)
-    assert "as soon as those of layers are there" in " ".join(early["assumptions"])
-
-
-def test_slower_ranks_are_waited_for(command, tmp_path) -> None:
-    path = tmp_path / "plan.json"
-    plan_of(chain_graph(STAGES), [0] * STAGES).save(path)
-    links = fast_links("--replicas", 2, "--spread", "10%")
-    found = command.json("simulate", path, *links)
-    wait = 0.1 * found["pipeline_seconds"] / 3.141592653589793**0.5
-    assert found["straggling_seconds"] == pytest.approx(wait, rel=1e-4)
-    assert command("simulate", path, *links) == 0
-    assert "for slower ranks" in command.stdout
-    assert "vary by 10 %" in command.stdout
-
-
 def test_tables(command, plan) -> None:
     assert command("simulate", plan, "--replicas", 2, "--timeline") == 0
     assert command.stderr == ""
@@ -232,7 +176,6 @@ def test_tables(command, plan) -> None:
         "2 replicas",
         "Throughput:",
         "Bubble:",
-        "In a row:",
         "4,096",
         "rank 3 |",
     ):
@@ -259,13 +202,11 @@ def test_the_limit_of_the_plan_is_watched(command, tmp_path, spare, verdict) -> 
         (2, ["PLAN", "--ranks", "3"], "num_ranks=3"),
         (2, ["PLAN", "--micro-batches", "33"], "32. Received: --micro-batches=33"),
         (2, ["PLAN", "--schedule", "forward"], "forward"),
-        (2, ["PLAN", "--overlap"], "--overlap"),
         (2, ["PLAN", "--nodes", "2"], "--nodes=2"),
         (2, ["PLAN", "--nic", "1GB"], "--nic=1e+09"),
         (2, ["PLAN", "--nodes", "3", "--ranks-per-node", "2"], "--nodes=3"),
         (2, ["PLAN", "--nodes", "2", "--ranks-per-node", "2", "--replicas", "2"], "--replicas=2"),
         (2, ["PLAN", "--ranks-per-node", "3", "--replicas", "2"], "ranks_per_node=3"),
-        (2, ["PLAN", "--strong", "--replicas", "33"], "num_replicas=33"),
     ],
 )
 def test_mistakes_are_told_in_one_line(command, plan, code, arguments, complaint) -> None:
@@ -283,7 +224,6 @@ def test_mistakes_are_told_in_one_line(command, plan, code, arguments, complaint
         ("--link-bandwidth", "ten"),
         ("--link-latency", "5 days"),
         ("--replicas", "0"),
-        ("--spread", "100%"),
     ],
 )
 def test_malformed_numbers_are_usage_errors(command, plan, option, value) -> None:

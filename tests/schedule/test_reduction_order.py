@@ -44,7 +44,7 @@ def test_order_does_not_depend_on_the_number_of_micro_batches(spec, one, other, 
 
 def test_the_order_of_last_weight_gradients_does_depend_on_it():
     """Why there is an order of its own: without one, replicas would wait for each other."""
-    found = search_schedule(4, 8, 2, in_a_row=False)
+    found = search_schedule(4, 8, 2)
 
     def order(count: int) -> list[int]:
         own = found.first(count).actions[0]

@@ -68,24 +68,6 @@ def _bottleneck(row: _Sequence, x: Tensor, width: int, stride: int, *, project: 
     return row.layer(layers.ReLU)(add([x, skip]))
 
 
-def resnet1001() -> keras.Model:
-    """He et al., "Identity mappings in deep residual networks", for images of CIFAR-10."""
-    x = inputs = keras.Input((32, 32, 3))
-    x = layers.Conv2D(16, 3, padding="same", use_bias=False)(x)
-    for width in (16, 32, 64):
-        for block in range(111):
-            stride = 2 if width > 16 and not block else 1
-            y = skip = x
-            for size, kernel, step in ((width, 1, stride), (width, 3, 1), (4 * width, 1, 1)):
-                y = layers.ReLU()(layers.BatchNormalization()(y))
-                y = layers.Conv2D(size, kernel, step, "same", use_bias=False)(y)
-            if not block:
-                skip = layers.Conv2D(4 * width, 1, stride, use_bias=False)(skip)
-            x = layers.Add()([y, skip])
-    x = layers.GlobalAveragePooling2D()(layers.ReLU()(layers.BatchNormalization()(x)))
-    return keras.Model(inputs, layers.Dense(10)(x), name="resnet1001")
-
-
 def unet(convolutions: int, channels: int, depth: int = 5) -> keras.Model:
     """A simplified U-Net (B, C) for images of 3 x 192 x 192."""
     row = _Sequence()

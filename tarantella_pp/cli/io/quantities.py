@@ -66,15 +66,6 @@ def positive_seconds(text: str) -> float:
     return value
 
 
-def share(text: str) -> float:
-    """Reads a share below 1, such as `"0.05"` or `"5%"`."""
-    match = re.fullmatch(rf"\s*{_NUMBER}\s*(%?)\s*", text)
-    value = float(match[1]) / (100 if match[2] else 1) if match else 1.0
-    if not value < 1:
-        raise argparse.ArgumentTypeError(f"Expected less than 1, or e.g. '5%'. Received: {text!r}")
-    return value
-
-
 def flops_per_second(text: str) -> float:
     """Reads a speed, such as `"500GFLOPs"`; a plain number is TFLOP/s."""
     match = re.fullmatch(rf"\s*{_NUMBER}\s*(?:([GTPE])FLOPs?(?:/s)?)?\s*", text, re.IGNORECASE)

@@ -5,27 +5,26 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import msgspec
 
-from tarantella_pp.errors import ConfigurationError, ScheduleError
+from tarantella_pp.errors import ScheduleError
 from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan.plan_config import micro_batch_size, rank_in_job
-from tarantella_pp.partition.plan.plan_scaling import Scale, ScalePoint, left_at_buckets
 from tarantella_pp.partition.plan.roofline import NodeWork, roofline_seconds
 from tarantella_pp.schedule.actions import Link
 from tarantella_pp.schedule.spec import ScheduleSpec
 from tarantella_pp.simulation.costs import Costs, LinkCosts, StageCosts
-from tarantella_pp.simulation.nodes import NodeLayout, Nodes
-from tarantella_pp.simulation.scaling import (
+from tarantella_pp.simulation.pipelines import (
     Network,
+    NodeLayout,
+    Nodes,
     PipelineStep,
     pipeline_step,
     replicated_step,
 )
-from tarantella_pp.simulation.stragglers import step_spread
 
 MOST_RANKS = 4096
 """Where the scaling curve ends."""
@@ -69,6 +68,39 @@ def stage_seconds(plan: Plan, machine: HardwareSpec, samples: float) -> list[tup
 
 
 @dataclass(frozen=True, slots=True)
+class ScalePoint:
+    """A plan's step on a number of ranks.
+
+    Attributes:
+        num_ranks: Number of ranks.
+        num_replicas: Number of pipelines side by side.
+        step_seconds: Seconds of a step, gradients summed over replicas.
+        exposed_seconds: Seconds of these that wait for the sums alone.
+        samples: Samples of a step.
+        speed_up: How many times more samples per second than one rank alone.
+        played: Whether the pipeline was played event by event; otherwise from closed forms.
+    """
+
+    num_ranks: int
+    num_replicas: int
+    step_seconds: float
+    exposed_seconds: float
+    samples: int
+    speed_up: float
+    played: bool
+
+    @property
+    def samples_per_second(self) -> float:
+        """Samples of a step by its seconds."""
+        return self.samples / self.step_seconds if self.step_seconds else 0.0
+
+    @property
+    def efficiency(self) -> float:
+        """Speed-up by the number of ranks."""
+        return self.speed_up / self.num_ranks
+
+
+@dataclass(frozen=True, slots=True)
 class PlanSimulation:
     """A plan on a machine.
 
@@ -80,34 +112,21 @@ class PlanSimulation:
         machine: The machine.
         schedule: Name of the schedule.
         num_micro_batches: Micro-batches of a step on each replica, at most.
-        scale: What is assumed of many ranks.
-        num_replicas: Replicas that share the batch and the hosts, where that matters. Default: the
-            plan's.
+        nodes: The hosts of the ranks. Default: each rank has a host of its own.
+        num_replicas: Replicas that share the hosts. Default: the plan's.
     """
 
     plan: Plan
     machine: HardwareSpec
     schedule: str
     num_micro_batches: int
-    scale: Scale = field(default_factory=Scale)
+    nodes: Nodes | None = None
     num_replicas: int | None = None
-
-    def of_replicas(self, num_replicas: int) -> PlanSimulation:
-        """Returns the simulation of one replica of so many, where its step depends on that."""
-        if not self.scale.strong and self.scale.nodes is None:
-            return self
-        if self.scale.strong and num_replicas > self.plan.batch_size:
-            raise ConfigurationError(
-                f"Each replica needs a sample of the batch, which has {self.plan.batch_size}. "
-                f"Received: num_replicas={num_replicas}"
-            )
-        return replace(self, num_replicas=num_replicas)
 
     @property
     def samples(self) -> int:
         """Samples of a step on one replica."""
-        sharing = (self.scale.strong and self.num_replicas) or self.plan.num_replicas
-        return -(-self.plan.batch_size // sharing)
+        return -(-self.plan.batch_size // self.plan.num_replicas)
 
     @property
     def micro_batches(self) -> int:
@@ -142,24 +161,16 @@ class PlanSimulation:
 
     def _link_speeds(self, pairs: Iterable[Link], num_ranks: int | None) -> dict[Link, float]:
         """Bytes per second between the ranks of stages."""
-        nodes = self.scale.nodes
-        if nodes is None:
+        if self.nodes is None:
             return dict.fromkeys(pairs, self.machine.bandwidth or math.inf)
         where = self._spec(num_ranks).placement
-        layout = self._layout(nodes, 1 + max(where))
-        ranks = {pair: (where[pair[0]], where[pair[1]]) for pair in pairs}
-        senders = layout.senders(ranks.values())
-        return {
-            pair: (nodes.card or math.inf) / senders[layout.cards[own[0]]]
-            if layout.crosses(*own)
-            else nodes.inside or math.inf
-            for pair, own in ranks.items()
-        }
+        layout = self._layout(self.nodes, 1 + max(where))
+        return layout.link_speeds({pair: (where[pair[0]], where[pair[1]]) for pair in pairs})
 
     def _lie_alike(self, num_ranks: int) -> bool:
         """Whether each replica has the same ranks of hosts for its own."""
         try:
-            return self.scale.nodes is None or bool(self._layout(self.scale.nodes, num_ranks))
+            return self.nodes is None or bool(self._layout(self.nodes, num_ranks))
         except ScheduleError:
             return False
 
@@ -251,52 +262,26 @@ class PlanSimulation:
     def without_messages(self) -> PlanSimulation:
         """Returns the same on a machine whose links take no time: what balance alone costs."""
         free = msgspec.structs.replace(self.machine, bandwidth=None, latency=0.0)
-        return replace(self, machine=free, scale=replace(self.scale, nodes=None))
+        return replace(self, machine=free, nodes=None)
 
     def replicated(self, step: PipelineStep, num_replicas: int) -> PipelineStep:
         """Returns the step of several replicas, with the sums of their gradients."""
         buckets = [stage.reduced_bytes for stage in self.plan.stages]
         network = Network(self.machine.bandwidth, self.machine.latency)
-        if (nodes := self.scale.nodes) is not None:
-            layout = self._layout(nodes, step.num_ranks)
-            card = None if nodes.card is None else nodes.card / max(Counter(layout.cards).values())
-            network = Network(card, self.machine.latency, nodes.inside, layout.peers_inside)
-        left = None
-        if self.scale.overlap and self.plan.work:
-            mean = self.samples / self.micro_batches
-            seconds = roofline_seconds(self.plan.work, mean, self.machine)
-            left = left_at_buckets(self.plan, [backward for _, backward in seconds])
-        return replicated_step(step, buckets, network, num_replicas, left)
-
-    def _straggling(self, step: PipelineStep, num_replicas: int) -> float:
-        """Seconds more because some ranks are slower than others in each step."""
-        if not self.scale.spread:
-            return 0.0
-        if step.played is None:
-            raise ScheduleError(
-                "The pipeline is too large to be played with ranks of different speed. Take fewer "
-                "micro-batches or stages, or no spread."
-            )
-        found = step_spread(*step.played, self.scale.spread)
-        return found.slowest_of(num_replicas) - step.pipeline_seconds
+        if self.nodes is not None:
+            network = self._layout(self.nodes, step.num_ranks).network(self.machine.latency)
+        return replicated_step(step, buckets, network, num_replicas)
 
     def point(self, step: PipelineStep, num_replicas: int) -> ScalePoint:
         """Returns what the step of several replicas comes to."""
         step = self.replicated(step, num_replicas)
-        straggling = self._straggling(step, num_replicas)
-        seconds = step.step_seconds + straggling
-        samples, serial = num_replicas * self.samples, num_replicas * step.serial_seconds
-        if self.scale.strong:
-            planned = replace(self, num_replicas=None)
-            samples, own = self.plan.batch_size, planned.costs().serial_seconds
-            serial = self.plan.num_replicas * own(planned.micro_batches)
+        seconds, serial = step.step_seconds, num_replicas * step.serial_seconds
         return ScalePoint(
             num_ranks=num_replicas * step.num_ranks,
             num_replicas=num_replicas,
             step_seconds=seconds,
             exposed_seconds=step.exposed_seconds,
-            straggling_seconds=straggling,
-            samples=samples,
+            samples=num_replicas * self.samples,
             speed_up=serial / seconds if seconds else 0.0,
             played=step.timeline is not None,
         )
@@ -305,20 +290,17 @@ class PlanSimulation:
         """Returns the steps on 2 to 4,096 ranks.
 
         Up to a rank for each stage there is one pipeline, whose ranks own several stages; from
-        then on there are 2, 4, 8 ... replicas of it, as long as each has a sample, and but for
-        numbers that do not lie alike on their hosts.
+        then on there are 2, 4, 8 ... replicas of it, but for numbers that do not lie alike on their
+        hosts.
         """
         size = step.num_ranks
         custom = self._runs_own and self.plan.schedule_text is not None
         shared = step.timeline is not None and self.schedule != "zb-v" and not custom
         fewer = [ranks for ranks in range(2, size) if shared and size % ranks == 0]
-        alone = self.of_replicas(1)
+        alone = replace(self, num_replicas=1)
         points = [alone.point(alone.step(ranks), 1) for ranks in fewer]
-        most = self.plan.batch_size if self.scale.strong else MOST_RANKS
         for replicas in (2**k for k in range(MOST_RANKS.bit_length())):
-            if replicas <= most and 2 <= replicas * size <= MOST_RANKS:
-                one = self.of_replicas(replicas)
-                if not one._lie_alike(size):
-                    continue
-                points.append(one.point(step if one is self else one.step(num_ranks), replicas))
+            one = replace(self, num_replicas=replicas)
+            if 2 <= replicas * size <= MOST_RANKS and one._lie_alike(size):
+                points.append(one.point(one.step(num_ranks) if self.nodes else step, replicas))
         return points

@@ -15,7 +15,7 @@ from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan.plan_simulation import planned_step
 from tarantella_pp.partition.visualization.canvas.palette import KINDS
 from tarantella_pp.schedule import Compute
-from tarantella_pp.simulation.scaling import PipelineStep
+from tarantella_pp.simulation.pipelines import PipelineStep
 from tarantella_pp.simulation.step_timeline import idle_fraction
 
 

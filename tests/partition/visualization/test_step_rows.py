@@ -13,7 +13,7 @@ from tarantella_pp.partition.visualization import render_html
 from tarantella_pp.partition.visualization.step_rows import simulated_step, step_bars
 from tarantella_pp.schedule import ScheduleSpec, bubble_fraction
 from tarantella_pp.simulation import Costs, LinkCosts
-from tarantella_pp.simulation.scaling import pipeline_step
+from tarantella_pp.simulation.pipelines import pipeline_step
 from tests.helpers.pictured import plan_of, residual_graph
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tarantella_pp.schedule import Schedule, lower, validate
 from tarantella_pp.simulation import Costs, simulate
-from tarantella_pp.simulation.building_blocks import V_HALF, V_MIN, v_orders
+from tarantella_pp.simulation.schedule_search import V_HALF, V_MIN, v_orders
 
 
 def block_of(ranks, micro_batches, steps):

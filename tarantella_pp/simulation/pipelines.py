@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 from tarantella_pp.errors import ScheduleError
-from tarantella_pp.schedule.actions import Compute, Link, Reduce, Transfer
+from tarantella_pp.schedule.actions import Compute, Link, Transfer
 from tarantella_pp.schedule.formulas import bubble_fraction, in_flight_bounds
 from tarantella_pp.schedule.lowering import lower
 from tarantella_pp.schedule.reduction_order import reductions
-from tarantella_pp.schedule.schedule import Schedule
 from tarantella_pp.schedule.spec import SEARCHED, ScheduleSpec
 from tarantella_pp.simulation.costs import Costs
 from tarantella_pp.simulation.schedule_search import search_schedule
 from tarantella_pp.simulation.simulator import simulate
-from tarantella_pp.simulation.step_recurrence import StepRecurrence
 from tarantella_pp.simulation.step_timeline import (
     Event,
     StepTimeline,
@@ -47,7 +45,6 @@ class PipelineStep:
         serial_seconds: Seconds of the same step in one process.
         timeline: The step as it was played; `None` where it is from closed forms.
         reductions: When each rank sums which gradients over replicas; empty for one pipeline.
-        played: The schedule with its messages and the costs that were played; `None` likewise.
     """
 
     schedule: str
@@ -59,7 +56,6 @@ class PipelineStep:
     serial_seconds: float
     timeline: StepTimeline | None
     reductions: tuple[tuple[Event, ...], ...] = ()
-    played: tuple[Schedule, Costs] | None = None
 
     @property
     def step_seconds(self) -> float:
@@ -80,34 +76,6 @@ class PipelineStep:
     def bubble_fraction(self) -> float:
         """The part of all ranks' time in which they do not compute, but for reductions."""
         return idle_fraction(self.busy_seconds, self.pipeline_seconds)
-
-    @cached_property
-    def period_seconds(self) -> float | None:
-        """Seconds from step to step where each rank goes on when it is done; see `StepRecurrence`.
-
-        `None` where the step is from closed forms.
-        """
-        if self.played is None:
-            return None
-        sums = [
-            [(a.stage, self._left_of(a, e)) for e in own if isinstance(a := e.action, Reduce)]
-            for own in self.reductions
-        ]
-        return StepRecurrence.of(*self.played).reduced_period(sums)
-
-    def _left_of(self, action: Reduce, event: Event) -> float:
-        """Seconds of a reduction that are left once its stage is done."""
-        ready = self.gradients_ready[action.stage]
-        return event.end - max(event.start, min(event.end, ready))
-
-    @property
-    def bubble_in_a_row(self) -> float | None:
-        """The part of all ranks' time in which they do not compute where steps follow each other.
-
-        Waits for reductions count; `None` where the step is from closed forms.
-        """
-        period = self.period_seconds
-        return None if period is None else idle_fraction(self.busy_seconds, period)
 
 
 @dataclass(frozen=True)
@@ -146,6 +114,75 @@ class Network:
         )
 
 
+@dataclass(frozen=True)
+class Nodes:
+    """Hosts of a cluster, all alike: fast inside, with one network card for all ranks of a host.
+
+    Ranks of a host that send to other hosts at all have an equal part of its card each, whether the
+    others send at the time or not. So a step can be played without an order between ranks.
+
+    Attributes:
+        ranks_per_node: Ranks of each host; rank i is on host `i // ranks_per_node`.
+        card: Bytes per second of a host's card in each direction; `None` where messages take no
+            time.
+        inside: Bytes per second between two ranks of a host, each way; `None` likewise.
+    """
+
+    ranks_per_node: int
+    card: float | None
+    inside: float | None
+
+    def layout(
+        self, num_ranks: int, num_replicas: int, rank_of: Callable[[int, int], int]
+    ) -> NodeLayout:
+        """Returns which ranks of replicas share a host."""
+        inner = num_ranks
+        if num_ranks > 1 and num_replicas > 1 and rank_of(0, 1) != 1:
+            inner = num_replicas  # the ranks of a stage are side by side
+        if num_replicas > 1 and inner % self.ranks_per_node and self.ranks_per_node % inner:
+            raise ScheduleError(
+                f"Expected a divisor or a multiple of the {inner} ranks that lie side by side, so "
+                "that all replicas lie on their hosts alike. "
+                f"Received: ranks_per_node={self.ranks_per_node}"
+            )
+        hosts = tuple(rank_of(0, rank) // self.ranks_per_node for rank in range(num_ranks))
+        alike = min(num_replicas, self.ranks_per_node)  # more cannot be on one host
+        first = [rank_of(replica, 0) // self.ranks_per_node for replica in range(alike)]
+        return NodeLayout(self, hosts, first.count(hosts[0]))
+
+
+@dataclass(frozen=True)
+class NodeLayout:
+    """Where the ranks of replicas are.
+
+    Attributes:
+        nodes: The hosts.
+        hosts: The host of each rank of a replica.
+        peers_inside: The replicas whose ranks with the same stages are on one host.
+    """
+
+    nodes: Nodes
+    hosts: tuple[int, ...]
+    peers_inside: int
+
+    def link_speeds(self, ranks: Mapping[Link, tuple[int, int]]) -> dict[Link, float]:
+        """Returns the bytes per second of links between stages that are on these ranks."""
+        leaving = {s: self.hosts[s] for s, t in ranks.values() if self.hosts[s] != self.hosts[t]}
+        senders = Counter(leaving.values())
+        card, inside = self.nodes.card or math.inf, self.nodes.inside or math.inf
+        return {
+            link: card / (self.peers_inside * senders[self.hosts[source]])
+            if self.hosts[source] != self.hosts[target]
+            else inside
+            for link, (source, target) in ranks.items()
+        }
+
+    def network(self, latency: float) -> Network:
+        """Returns what sums gradients: all ranks of a host share its card."""
+        card = self.nodes.card and self.nodes.card / max(Counter(self.hosts).values())
+        return Network(card, latency, self.nodes.inside, self.peers_inside)
+
+
 def pipeline_step(
     spec: ScheduleSpec,
     costs: Costs,
@@ -168,8 +205,7 @@ def pipeline_step(
         )  # fmt: skip
     else:
         schedule = spec.make(num_micro_batches)
-    lowered = lower(schedule, links, gradient_links, blocking=blocking)
-    timeline = simulate(lowered, costs)
+    timeline = simulate(lower(schedule, links, gradient_links, blocking=blocking), costs)
     return PipelineStep(
         schedule=spec.name,
         placement=schedule.placement,
@@ -179,7 +215,6 @@ def pipeline_step(
         peak_bytes=timeline.peak_bytes,
         serial_seconds=timeline.serial_seconds,
         timeline=timeline,
-        played=(lowered, costs),
     )
 
 
@@ -188,52 +223,30 @@ def replicated_step(
     bucket_bytes: Sequence[Sequence[float]],
     network: Network,
     num_replicas: int,
-    left: Sequence[Sequence[float]] | None = None,
 ) -> PipelineStep:
     """Returns the step of several pipelines side by side.
 
     The replicas of a stage sum its gradients in a ring of their own, bucket by bucket, as soon as
-    its last weight gradient is there, or earlier as `left` says; the other stages compute
-    meanwhile. Nothing waits for a reduction before the end of the step, so all else happens when it
-    does in one pipeline alone.
+    its last weight gradient is there; the other stages compute meanwhile. Nothing waits for a
+    reduction before the end of the step, so all else happens when it does in one pipeline alone.
     """
     if num_replicas == 1:
         return replace(step, reductions=())
     counts = [len(own) for own in bucket_bytes]
     found = []
-    last = [0.0] * len(counts)
-    if left is not None and step.timeline is not None:
-        last = _last_backward_seconds(step.timeline, len(counts))
     for rank in range(step.num_ranks):
         order = reductions(step.placement, counts, rank)
-        started = [
-            (
-                action,
-                step.gradients_ready[action.stage]
-                - (last[action.stage] * left[action.stage][action.bucket] if left else 0.0),
-            )
-            for action in order
-        ]
         seconds = {
             action: network.allreduce_seconds(
                 bucket_bytes[action.stage][action.bucket], num_replicas
             )
             for action in order
         }
+        started = [(action, step.gradients_ready[action.stage]) for action in order]
         found.append(reduction_events(rank, started, seconds))
     events = tuple(found)
     timeline = None if step.timeline is None else replace(step.timeline, reductions=events)
     return replace(step, reductions=events, timeline=timeline)
-
-
-def _last_backward_seconds(timeline: StepTimeline, num_stages: int) -> list[float]:
-    """Returns how long the last computation of each stage's weight gradients takes."""
-    found = [0.0] * num_stages
-    for own in timeline.events:
-        for event in own:
-            if isinstance(event.action, Compute) and event.action.kind in ("W", "BW"):
-                found[event.action.stage] = event.end - event.start
-    return found
 
 
 def _gradients_ready(timeline: StepTimeline, num_stages: int) -> tuple[float, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -14,11 +15,11 @@ from tarantella_pp.simulation import (
     Costs,
     LinkCosts,
     StageCosts,
-    scaling,
+    pipelines,
     search_schedule,
     simulate,
 )
-from tarantella_pp.simulation.scaling import Network, pipeline_step, replicated_step
+from tarantella_pp.simulation.pipelines import Network, Nodes, pipeline_step, replicated_step
 
 
 def step_of(name, costs, micro_batches, num_ranks=None):
@@ -27,7 +28,7 @@ def step_of(name, costs, micro_batches, num_ranks=None):
 
 def calculated(name, costs, micro_batches):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scaling, "MOST_PLAYED", 0)
+        patch.setattr(pipelines, "MOST_PLAYED", 0)
         return step_of(name, costs, micro_batches)
 
 
@@ -118,15 +119,52 @@ def test_a_rank_of_two_stages_does_one_sum_after_the_other() -> None:
     assert times == [(4.0, 6.0), (6.0, 9.0), (9.0, 14.0)]
 
 
-def test_sums_begin_while_the_last_pass_backward_goes_on() -> None:
-    step = step_of("gpipe", Costs.uniform(1), 2)  # the last pass backward from 4 to 6
-    found = replicated_step(step, [[1.0, 3.0]], Network(1.0), 2, [[0.75, 0.25]])
-    assert [(e.start, e.end) for e in found.reductions[0]] == [(4.5, 5.5), (5.5, 8.5)]
-    assert found.exposed_seconds == 2.5
-    assert found.period_seconds == pytest.approx(8.5)
-    hidden = replicated_step(step, [[1.0]], Network(1.0), 2, [[0.75]])
-    assert hidden.step_seconds == step.step_seconds == 6.0
-    assert hidden.period_seconds == pytest.approx(6.0)
+def together(num_ranks):
+    return lambda replica, rank: replica * num_ranks + rank
+
+
+def apart(num_replicas):
+    return lambda replica, rank: rank * num_replicas + replica
+
+
+def test_ranks_of_a_host_share_its_card() -> None:
+    layout = Nodes(2, 12.0, 100.0).layout(6, 5, together(6))
+    assert (layout.hosts, layout.peers_inside) == ((0, 0, 1, 1, 2, 2), 1)
+    speeds = layout.link_speeds(
+        {(a, b): (a, b) for a in range(6) for b in (a - 1, a + 1) if 0 <= b < 6}
+    )
+    assert speeds[0, 1] == speeds[3, 2] == 100
+    # The host in the middle sends activations on and gradients back.
+    assert (speeds[1, 2], speeds[2, 1], speeds[3, 4], speeds[4, 3]) == (12, 6, 6, 12)
+    assert layout.network(0.5) == Network(6.0, 0.5, 100.0, 1)
+
+
+def test_replicas_side_by_side_send_at_once() -> None:
+    layout = Nodes(4, 12.0, 100.0).layout(2, 4, apart(4))
+    assert (layout.hosts, layout.peers_inside) == ((0, 1), 4)
+    assert layout.link_speeds({(0, 1): (0, 1)}) == {(0, 1): 3.0}
+    assert layout.network(0.5) == Network(12.0, 0.5, 100.0, 4)
+    assert Nodes(8, 12.0, 100.0).layout(2, 4, apart(4)).hosts == (0, 0)
+    assert Nodes(4, 12.0, 100.0).layout(2, 6, together(2)).peers_inside == 2
+
+
+@given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 8), st.booleans())
+def test_all_replicas_lie_alike_or_are_refused(ranks, replicas, per_node, side_by_side) -> None:
+    rank_of = apart(replicas) if side_by_side else together(ranks)
+    nodes, inner = Nodes(per_node, 1.0, 1.0), replicas if side_by_side and ranks > 1 else ranks
+    if replicas > 1 and inner % per_node and per_node % inner:
+        with pytest.raises(ScheduleError, match=f"ranks_per_node={per_node}"):
+            nodes.layout(ranks, replicas, rank_of)
+        return
+    layout = nodes.layout(ranks, replicas, rank_of)
+    for replica in range(replicas):
+        hosts = [rank_of(replica, rank) // per_node for rank in range(ranks)]
+        for one in range(ranks):
+            for other in range(ranks):
+                assert (hosts[one] == hosts[other]) == (layout.hosts[one] == layout.hosts[other])
+    for rank in range(ranks):
+        homes = Counter(rank_of(replica, rank) // per_node for replica in range(replicas))
+        assert max(homes.values()) == layout.peers_inside
 
 
 @given(data=st.data())

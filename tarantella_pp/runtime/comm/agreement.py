@@ -1,14 +1,25 @@
 """Calls that all ranks must make: each rank announces its own, and all compare.
 
 A collective of MPI that one rank enters in `save` and another in `evaluate` would mix up their
-data, or wait for ever. So whoever makes a call first tells every rank which, and goes on once all
-have made the same. What ranks have sent so far travels with it: a rank that waits for a message
-of another sees whether it will ever come, and says so instead of waiting.
+data, or wait for ever. So whoever makes a call first sees to it that all ranks make the same.
+
+As long as they do, only digests of the calls go round, in as many rounds as ranks can be doubled:
+the digest of a rank, or nothing once two have differed, goes to ranks further and further off::
+
+    rank           0   1   2   3   4
+    round of 1      `-> `-> `-> `-> `-> 0      has heard of 2 ranks
+    round of 2      `-----> `-----> `----...   has heard of 4
+    round of 4      `-------------> `----...   has heard of all
+
+If digests differ, or a round takes long, each rank tells all others its call in words, and what it
+has sent them so far: a rank that waits for a message in the call before sees whether it will ever
+come, and says so instead of waiting.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,39 +30,93 @@ import numpy as np
 
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.launch.guard.cause import calling_line, describe
-from tarantella_pp.runtime.comm.announcement import (
-    END,
-    Announcement,
-    CollectiveCall,
-    disagreement,
-)
 from tarantella_pp.runtime.comm.waiting.polling import Waiter
 
 _TAG = 0
+_HURRY = 0.25
+"""Seconds that a round may take until calls are told in words."""
 _PATIENCE = 5.0
 """Seconds for the others to come, too, once it is known that the calls differ."""
 _RUN_USER_CODE = ("fit", "evaluate", "predict")
 """Calls in which callbacks make calls of their own."""
 
 
+class CollectiveCall(msgspec.Struct, frozen=True, array_like=True):
+    """A call of one rank.
+
+    Attributes:
+        method: The method; empty for the end of the script.
+        place: File and line of the user's script.
+        facts: What must be the same on all ranks, as text.
+    """
+
+    method: str
+    place: str = ""
+    facts: dict[str, str] = {}
+
+    def text(self, fact: str | None = None) -> str:
+        """Names the call, with one of its facts."""
+        argument = "" if fact is None else f"{fact}={self.facts.get(fact, 'nothing')}"
+        return f"{self.method}({argument}) at {self.place}" if self.method else "the script's end"
+
+    def digest(self) -> bytes:
+        """Returns the same bytes for the same calls, wherever they are made."""
+        same = repr((self.method, sorted(self.facts.items())))
+        return hashlib.sha256(same.encode()).digest()[:16]
+
+
+END = CollectiveCall("")
+
+
+class Announcement(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A call in words.
+
+    Attributes:
+        number: How many announcements there were before.
+        call: The call.
+        unfinished: Whether the rank has been in it for long, and another one keeps it waiting.
+        broken: Why this rank can make no more calls; empty if it can.
+        sent: How many messages the other rank was sent so far: group, tag, number.
+        entered: How many collectives of each group this rank has entered.
+    """
+
+    number: int
+    call: CollectiveCall
+    unfinished: bool = False
+    broken: str = ""
+    sent: list[tuple[int, int, int]] = []
+    entered: dict[int, int] = {}
+
+
+class _Round(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The digest of the calls of `distance` ranks; empty if they differ."""
+
+    number: int
+    distance: int
+    digest: bytes
+
+
 class Agreement:
-    """The calls of this rank and what is known of those of the others.
+    """The calls of this rank and what is known of the others'.
 
     Attributes:
         sent: How many messages were sent: by group, rank in the job and tag.
         entered: How many collectives this rank has entered, by group.
+        number: How many announcements there were; the same on all ranks.
     """
 
     def __init__(self, mpi: Any, comm: Any, ring: Callable[[int], object]) -> None:
         self.sent: Counter[tuple[int, int, int]] = Counter()
         self.entered: Counter[int] = Counter()
+        self.number = 0
         self._mpi = mpi
         self._comm = comm
         self._ring = ring
         self._rank: int = comm.Get_rank()
-        self._others = [rank for rank in range(comm.Get_size()) if rank != self._rank]
-        self._number = 0
+        self._size: int = comm.Get_size()
+        self._others = [rank for rank in range(self._size) if rank != self._rank]
         self._calls: list[CollectiveCall] = []
+        self._rounds: dict[tuple[int, int], bytes] = {}
         self._heard: dict[int, dict[int, Announcement]] = defaultdict(dict)
         self._ended: dict[int, Announcement] = {}
         self._outgoing: list[tuple[Any, Any]] = []
@@ -61,19 +126,14 @@ class Agreement:
         """Returns in which call this rank is, for messages."""
         return f" in {self._calls[-1].text()}" if self._calls else ""
 
-    @property
-    def number(self) -> int:
-        """How many announcements there were, which is the same on all ranks."""
-        return self._number
-
     @contextlib.contextmanager
     def call(self, waiter: Waiter, method: str, facts: Mapping[str, Any]) -> Iterator[None]:
         """Surrounds a call that all ranks must make."""
         if self._calls and self._calls[-1].method not in _RUN_USER_CODE:
             yield  # a part of the call that was announced
             return
-        told = {name: repr(value) for name, value in facts.items()}
-        self._calls.append(CollectiveCall(method, calling_line() or "?", told))
+        texts = {name: repr(value) for name, value in facts.items()}
+        self._calls.append(CollectiveCall(method, calling_line() or "?", texts))
         try:
             self._announce(waiter, self._calls[-1])
             yield
@@ -83,11 +143,12 @@ class Agreement:
     def breaks(self, error: BaseException) -> None:
         """Notes that this rank has left a call in a state in which it can make no other.
 
-        The others are told at once, for they wait for what will not come.
+        The others hear of it at once, for they wait for what will not come.
         """
         if not self._broken:
             self._broken = f"{describe(error)}{self.where()} on rank {self._rank}"
-            self._tell(self._unfinished_call(), unfinished=True)
+            self.number += 1
+            self._tell(Announcement(self.number, self._unfinished_call(), True, self._broken))
 
     def check_message(self, waiter: Waiter, source: int, group: int, tag: int, number: int) -> None:
         """Refuses to wait for a message that will not come, for its sender makes another call."""
@@ -112,7 +173,8 @@ class Agreement:
     def end(self, waiter: Waiter) -> None:
         """Tells the others that this rank's script has ended, and waits until all have."""
         self._calls.clear()
-        self._tell(END, unfinished=False)
+        self.number += 1
+        self._tell(Announcement(self.number, END, False, self._broken))
 
         def all_ended() -> bool:
             self._listen()
@@ -133,18 +195,29 @@ class Agreement:
         return self._calls[-1] if self._calls else CollectiveCall("wait", calling_line() or "?")
 
     def _announce(self, waiter: Waiter, call: CollectiveCall, unfinished: bool = False) -> None:
-        """Tells all ranks of a call; returns once all have told the same."""
-        mine = self._tell(call, unfinished)
-        since: list[float] = []
+        """Returns once all ranks have announced the same call."""
+        self.number += 1
+        mine = Announcement(self.number, call, unfinished, self._broken)
+        agree = self._go_round(b"" if unfinished or self._broken else call.digest())
+        hurry = time.monotonic() + _HURRY
+        told, since = False, 0.0
 
         def complete() -> bool:
+            nonlocal told, since
             self._listen()
-            said = self._said(mine)
-            if len(said) > len(self._others):
+            verdict = next(agree)
+            if verdict:
                 return self._delivered()
-            if disagreement(said):
-                since.append(time.monotonic())
-            return bool(since) and time.monotonic() - since[0] > _PATIENCE
+            now = time.monotonic()
+            said = self._said(mine)
+            differ = bool(said) and bool(disagreement(said))
+            if not told and (verdict is False or differ or now > hurry):
+                self._tell(mine)
+                told = True
+            if not differ:
+                return False
+            since = since or now
+            return (len(said) == self._size and self._delivered()) or now - since > _PATIENCE
 
         def awaited() -> str:
             missing = [str(rank) for rank in self._others if rank not in self._said(mine)]
@@ -152,26 +225,42 @@ class Agreement:
 
         waiter.until(complete, awaited)
         said = self._said(mine)
-        for heard in self._heard.values():
-            heard.pop(mine.number, None)
-        reason = disagreement(said)
+        for late in [number for number in self._heard if number <= self.number]:
+            del self._heard[late]
+        for old in [key for key in self._rounds if key[0] <= self.number]:
+            del self._rounds[old]
+        reason = disagreement(said) if next(agree) is not True else ""
         if reason:
             broken = (told.broken for told in said.values() if told.broken)
             self._broken = self._broken or next(broken, "")  # which is why this rank cannot, either
             raise ConfigurationError(reason)
 
-    def _tell(self, call: CollectiveCall, unfinished: bool) -> Announcement:
-        self._number += 1
+    def _go_round(self, digest: bytes) -> Iterator[bool | None]:
+        """Sends digests round; yields whether all ranks' are this one, or None till it is known."""
+        distance, number = 1, self.number
+        if not digest:  # this rank tells in words why it takes no part
+            distance = self._size
+        while distance < self._size:
+            there = (self._rank + distance) % self._size
+            self._send(_Round(number, distance, digest), there)
+            while (theirs := self._rounds.pop((number, distance), None)) is None:
+                yield None
+            digest = digest if theirs == digest else b""
+            distance *= 2
+        while True:
+            yield bool(digest)
+
+    def _tell(self, mine: Announcement) -> None:
+        """Tells all ranks in words what this one does, and what it has sent them."""
         entered = dict(self.entered)
-        told = Announcement(self._number, call, unfinished, self._broken, [], entered)
         for rank in self._others:
             sent = [(g, t, n) for (g, other, t), n in self.sent.items() if other == rank]
-            text = msgspec.msgpack.encode(msgspec.structs.replace(told, sent=sent))
-            data = np.frombuffer(text, np.uint8)
-            request = self._comm.Isend((data, self._mpi.BYTE), rank, _TAG)
-            self._outgoing.append((data, request))
-            self._ring(rank)
-        return told
+            self._send(msgspec.structs.replace(mine, sent=sent, entered=entered), rank)
+
+    def _send(self, message: Announcement | _Round, rank: int) -> None:
+        data = np.frombuffer(msgspec.msgpack.encode(message), np.uint8)
+        self._outgoing.append((data, self._comm.Isend((data, self._mpi.BYTE), rank, _TAG)))
+        self._ring(rank)
 
     def _delivered(self) -> bool:
         self._outgoing = [(data, request) for data, request in self._outgoing if not request.Test()]
@@ -183,21 +272,59 @@ class Agreement:
         while message := self._comm.Improbe(self._mpi.ANY_SOURCE, _TAG, status):
             data = np.empty(status.Get_count(self._mpi.BYTE), np.uint8)
             message.Recv((data, self._mpi.BYTE))
-            told = msgspec.msgpack.decode(data.data, type=Announcement)
-            if told.call == END:
+            told = msgspec.msgpack.decode(data.data, type=Announcement | _Round)
+            if isinstance(told, _Round):
+                self._rounds[told.number, told.distance] = told.digest
+            elif told.call == END:
                 self._ended[status.source] = told
-            elif told.number >= self._number:
-                self._heard[status.source][told.number] = told
+            else:
+                self._heard[told.number][status.source] = told
 
     def _next_of(self, rank: int) -> Announcement | None:
         """The announcement of a rank that this one has not answered yet."""
         self._listen()
-        return self._heard[rank].get(self._number + 1) or self._ended.get(rank)
+        return self._heard.get(self.number + 1, {}).get(rank) or self._ended.get(rank)
 
     def _said(self, mine: Announcement) -> dict[int, Announcement]:
-        said = {self._rank: mine}
-        for rank in self._others:
-            theirs = self._heard[rank].get(mine.number) or self._ended.get(rank)
-            if theirs is not None:
-                said[rank] = theirs
-        return dict(sorted(said.items()))
+        """What is known in words of all ranks; nothing if no other rank has said anything."""
+        heard = {**self._ended, **self._heard.get(mine.number, {})}
+        if not heard and not mine.unfinished and not mine.broken:
+            return {}
+        return dict(sorted({**heard, self._rank: mine}.items()))
+
+
+def disagreement(said: Mapping[int, Announcement]) -> str:
+    """Says how the calls of ranks differ, or why none of them can be made."""
+    for told in said.values():
+        if told.broken:
+            return (
+                f"No more calls are possible after {told.broken}: it came in the middle of a call, "
+                "and what the other ranks have sent or trained meanwhile is not known. Start the "
+                "script again, from what was saved last."
+            )
+    names = {told.call.method for told in said.values()}
+    if len(names) > 1 or any(told.unfinished for told in said.values()):
+        texts = {
+            rank: told.call.text() + (", not finished," if told.unfinished else "")
+            for rank, told in said.items()
+        }
+        return _refusal(texts)
+    for fact in sorted({name for told in said.values() for name in told.call.facts}):
+        if len({told.call.facts.get(fact) for told in said.values()}) > 1:
+            return _refusal({rank: told.call.text(fact) for rank, told in said.items()})
+    return ""
+
+
+def _refusal(texts: Mapping[int, str]) -> str:
+    ranks: dict[str, list[str]] = {}
+    for rank, text in texts.items():
+        ranks.setdefault(text, []).append(str(rank))
+    received = "; ".join(
+        f"{text} on rank{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}"
+        for text, numbers in ranks.items()
+    )
+    return (
+        f"All ranks must make the same calls. Received: {received}. Methods of a PipelineModel and "
+        "`tnt.barrier()` take all ranks: none may stand behind `if tnt.is_master_rank()`, or in a "
+        "callback that only some ranks have."
+    )

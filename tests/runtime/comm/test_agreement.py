@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import collections
+import concurrent.futures
 import re
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from tarantella_pp.errors import CommunicationError, ConfigurationError
-from tarantella_pp.runtime.comm.announcement import (
+from tarantella_pp.runtime.comm.agreement import (
     END,
+    Agreement,
     Announcement,
     CollectiveCall,
     disagreement,
@@ -20,6 +24,8 @@ from tarantella_pp.runtime.comm.communicator import (
     TensorSpec,
     world,
 )
+from tarantella_pp.runtime.comm.waiting.polling import Limits, Waiter
+from tarantella_pp.runtime.comm.waiting.wakeup import Wakeup
 from tests.helpers.mpi import find_mpiexec, mpi_run
 
 needs_mpi = pytest.mark.skipif(find_mpiexec() is None, reason="no mpiexec")
@@ -27,7 +33,7 @@ _ONE = [TensorSpec((1,), "float64")]
 
 
 def said(number=1, call=END, unfinished=False, broken=""):
-    return Announcement(number, call, unfinished, broken, [], {})
+    return Announcement(number, call, unfinished, broken)
 
 
 def test_equal_calls_agree_wherever_they_are_made():
@@ -64,6 +70,64 @@ def test_the_end_of_a_script_and_a_call_that_cannot_go_on_are_no_calls():
 def test_one_process_agrees_with_itself():
     with Communicator().call("fit", epochs=2):
         pass
+
+
+class Network:
+    """Carries announcements between threads in place of MPI, and counts them."""
+
+    BYTE, ANY_SOURCE = "byte", -1
+
+    def __init__(self, size):
+        self.size, self.sizes = size, []
+        self.boxes = [collections.deque() for _ in range(size)]
+
+    def Status(self):
+        status = SimpleNamespace(source=0, count=0)
+        status.Get_count = lambda unit: status.count
+        return status
+
+    def of_rank(self, rank):
+        def send(buffer, dest, tag):
+            self.sizes.append(buffer[0].size)
+            self.boxes[dest].append((rank, buffer[0].copy()))
+            return SimpleNamespace(Test=lambda: True)
+
+        def probe(source, tag, status):
+            if not self.boxes[rank]:
+                return None
+            status.source, data = self.boxes[rank].popleft()
+            status.count = data.size
+            return SimpleNamespace(Recv=lambda buffer: np.copyto(buffer[0], data))
+
+        return SimpleNamespace(
+            Get_rank=lambda: rank, Get_size=lambda: self.size, Isend=send, Improbe=probe
+        )
+
+
+@pytest.mark.parametrize(("ranks", "rounds"), [(2, 1), (5, 3), (16, 4)])
+def test_a_call_takes_few_small_messages_whatever_was_sent_before(
+    monkeypatch, ranks, rounds
+) -> None:
+    """Of n ranks each tells few others, and not what it has sent in thousands of messages."""
+    monkeypatch.setattr("tarantella_pp.runtime.comm.agreement._HURRY", 60.0)
+    network = Network(ranks)
+
+    def run(rank):
+        agreement = Agreement(network, network.of_rank(rank), lambda other: None)
+        agreement.sent.update({(0, r, tag): 1 for r in range(ranks) for tag in range(1000)})
+        waiter = Waiter(rank, Limits(), tuple, Wakeup(), str)
+        for _ in range(3):
+            with (
+                agreement.call(waiter, "fit", {"epochs": 2}),
+                agreement.call(waiter, "evaluate", {}),
+            ):
+                pass
+        return agreement.number
+
+    with concurrent.futures.ThreadPoolExecutor(ranks) as pool:
+        assert list(pool.map(run, range(ranks))) == [6] * ranks
+    assert len(network.sizes) == 6 * ranks * rounds
+    assert max(network.sizes) < 64
 
 
 def refusal(make_call) -> str:

@@ -380,6 +380,22 @@ def test_a_bell_ends_a_sleep_and_says_what_comes() -> None:
     assert there.asked
 
 
+@pytest.mark.parametrize(
+    ("cores", "crowded"), [(({0, 1}, {0, 1}), True), (({0}, {1}), True), (({0}, {1, 2}), False)]
+)
+def test_ranks_are_crowded_where_the_job_has_fewer_cores(
+    monkeypatch: pytest.MonkeyPatch, cores: tuple[set[int], set[int]], crowded: bool
+) -> None:
+    """Whatever the host has: three ranks, the first two bound to the same or different cores."""
+    own = iter([cores[0], cores[1], cores[0]])
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: next(own))
+    bells = [Wakeup() for _ in range(3)]
+    for bell in bells:
+        bell.connect([other.address for other in bells])
+    assert [bell.crowded for bell in bells] == [crowded] * 3
+
+
 def test_a_bell_never_holds_up_who_rings() -> None:
     here, there = connected_bells()
     for number in range(1000):

@@ -34,7 +34,6 @@ _LOG = logging.getLogger(__name__)
 SPIN_SECONDS = 1e-3
 SPIN_SECONDS_SHARED = 50e-6
 _CONTENDED_SECONDS = 30e-6
-_CORES = os.cpu_count() or 1
 _CHECK_SECONDS = 0.05
 
 
@@ -139,8 +138,8 @@ class Waiter:
         """Returns as soon as `done()` is true."""
         if done():
             return
-        shared = self._bell.neighbours > _CORES
-        end = time.perf_counter() + (SPIN_SECONDS_SHARED if shared else SPIN_SECONDS)
+        spin = SPIN_SECONDS_SHARED if self._bell.crowded else SPIN_SECONDS
+        end = time.perf_counter() + spin
         contended = False
         while not contended and (now := time.perf_counter()) < end:
             os.sched_yield()

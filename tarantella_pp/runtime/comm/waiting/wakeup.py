@@ -27,12 +27,14 @@ class Wakeup:
     Attributes:
         address: Where to ring, for the other ranks; empty where there are no such sockets.
         neighbours: How many ranks this one reaches, itself included.
+        crowded: Whether these have fewer cores than they are, of those that the job may use.
         asked: Whether another rank has asked this one to poll, for a message to go over.
     """
 
     def __init__(self) -> None:
         self.address = ""
         self.neighbours = 1
+        self.crowded = False
         self.asked = False
         self._announced: dict[tuple[int, int, int], int] = {}
         self._peers: list[bytes] = []
@@ -44,15 +46,17 @@ class Wakeup:
             if bell.fileno() >= _SELECTABLE:
                 return
             self._socket = bell
-            self.address = f"{_place()} {bell.getsockname().hex()}"
+            self.address = f"{_place()} {bell.getsockname().hex()} {_cores():x}"
 
     def connect(self, addresses: Sequence[str]) -> None:
         """Learns where to ring for each rank of the job; those elsewhere cannot be rung for."""
-        place = self.address.partition(" ")[0]
+        place, cores = self.address.partition(" ")[0], 0
         for address in addresses:
-            there, _, name = address.partition(" ")
-            self._peers.append(bytes.fromhex(name) if place and there == place else b"")
+            near = bool(place) and address.startswith(f"{place} ")
+            self._peers.append(bytes.fromhex(address.split(" ")[1]) if near else b"")
+            cores |= int(address.split(" ")[2], 16) if near else 0
         self.neighbours = max(1, sum(map(bool, self._peers)))
+        self.crowded = self.neighbours > max(1, cores.bit_count())
 
     def reaches(self, rank: int) -> bool:
         """Whether `rank` and this rank can ring for each other."""
@@ -92,6 +96,13 @@ class Wakeup:
             self._announced[group, source, tag] = number
         else:
             self.asked = True
+
+
+def _cores() -> int:
+    """Returns a bit for each core that this process may use; a job may have few of a host's."""
+    if hasattr(os, "sched_getaffinity"):
+        return sum(1 << core for core in os.sched_getaffinity(0))
+    return (1 << (os.cpu_count() or 1)) - 1
 
 
 def _place() -> str:

@@ -16,7 +16,6 @@ ROOT = Path(__file__).parent.parent
     [
         "README.md",
         pytest.param("docs/partition.md", marks=pytest.mark.slow),
-        pytest.param("docs/replicas.md", marks=pytest.mark.slow),
         pytest.param("docs/schedules.md", marks=pytest.mark.slow),
     ],
 )
@@ -35,6 +34,5 @@ def test_all_commands_with_outputs_are_run() -> None:
     assert shown == {
         "README.md",
         "docs/partition.md",
-        "docs/replicas.md",
         "docs/schedules.md",
     }

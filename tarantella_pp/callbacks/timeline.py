@@ -44,9 +44,7 @@ class Timeline(keras.callbacks.Callback):
 
     At the end of each epoch the logs get how ranks spent their time, on average: `busy` is the
     part in which they compute, `wait` that in which they wait for messages, and `bubble` all in
-    which they do not compute. `memory` is the most that a rank has taken by now, in MiB, and
-    `memory_planned` what was planned for it; see `print(model.plan)`. Recording takes one or two
-    microseconds for each pass and message.
+    which they do not compute. Recording takes one or two microseconds for each pass and message.
 
     Every rank must have the callback. Steps are counted from 0 over all epochs.
 
@@ -94,7 +92,7 @@ class Timeline(keras.callbacks.Callback):
             self._path.parent.mkdir(parents=True, exist_ok=True)
 
     def on_epoch_end(self, epoch: int, logs: MutableMapping[str, Any] | None = None) -> None:
-        """Adds to the logs how time was spent and memory taken; all ranks come here together.
+        """Adds to the logs how time was spent; all ranks come here together.
 
         Args:
             epoch: Not used.
@@ -102,12 +100,8 @@ class Timeline(keras.callbacks.Callback):
         """
         ranks = self._engine().groups.pipeline.allgather_json(list(self._recorder.take_shares()))
         busy, wait = (sum(part) / len(ranks) for part in zip(*ranks, strict=True))
-        memory = self._engine().watch.measure()
         if logs is not None:
             logs.update(bubble=1.0 - busy, busy=busy, wait=wait)
-            if memory:
-                most = max(memory, key=lambda rank: rank.measured.bytes)
-                logs.update(memory=most.measured.bytes / 2**20, memory_planned=most.planned / 2**20)
 
     def on_train_end(self, logs: Mapping[str, Any] | None = None) -> None:
         """Ends recording and writes the file; all ranks come here together.

@@ -18,8 +18,7 @@ from tarantella_pp.partition.graph.units import format_bytes
 from tarantella_pp.partition.options import PlanOptions, checked_count, narrow_dtype
 from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
 from tarantella_pp.partition.plan.plan import Plan
-from tarantella_pp.partition.plan.rank_memory import planned_of_ranks
-from tarantella_pp.partition.plan_in_force import sent_as
+from tarantella_pp.partition.with_batch import sent_as
 from tarantella_pp.runtime.comm.communicator import Communicator
 from tarantella_pp.runtime.one_rank import on_one_rank
 from tarantella_pp.runtime.tracing.host_memory import memory_of_each_rank
@@ -93,7 +92,7 @@ def _largest_rank(plan: Plan, num_ranks: int) -> tuple[int, int]:
     replicas = replicas_of(plan.num_stages, num_ranks, plan.num_replicas) if num_ranks > 1 else 1
     ranks = num_ranks // replicas
     stages = Counter(plan.schedule_spec(ranks).placement)
-    return max(planned_of_ranks(plan, ranks)), max(stages.values())
+    return max(plan.rank_bytes(ranks)), max(stages.values())
 
 
 def _best_plan(extracted: ExtractedModel, num_ranks: int, options: PlanOptions) -> Plan:

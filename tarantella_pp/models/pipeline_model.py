@@ -34,9 +34,7 @@ from tarantella_pp.runtime.comm.communicator import world
 from tarantella_pp.runtime.engine import Engine
 from tarantella_pp.runtime.replicas.process_groups import ProcessGroups
 from tarantella_pp.runtime.state.optimizer_state import OptimizerState
-from tarantella_pp.runtime.state.remote_variables import bytes_held
 from tarantella_pp.runtime.state.variable_sync import VariableSync
-from tarantella_pp.runtime.tracing.memory_meter import MemoryMeter
 from tarantella_pp.schedule import Schedule, read_schedule
 
 
@@ -180,13 +178,12 @@ class PipelineModel(TrainingLoops, CollectiveModel):
             model_validation.check_outputs(extracted.graph, micro_batches)
             replicas = replicas if communicator.size > 1 else 1
             groups = ProcessGroups.of(communicator, replicas, agreed.placement)
-            meter = MemoryMeter(bytes_held(model.variables))
             super().__init__(extracted.inputs_struct, extracted.outputs_struct, name=model.name)
             self.dtype_policy = model.dtype_policy
             free = plan is None and schedule is None
             self._engine = Engine(
                 self, extracted, agreed, groups, free_schedule=free,
-                check_every=check_replicas, meter=meter,
+                check_every=check_replicas,
             )  # fmt: skip
             # Weights whose results are not needed are in no stage, and the same everywhere.
             variables = {id(v): v for v in (*extracted.variables, *self.variables)}.values()
@@ -297,7 +294,7 @@ class PipelineModel(TrainingLoops, CollectiveModel):
         compiled = compile_loss(self, given.arguments["loss"], given.arguments["loss_weights"])
         compile_validation.check_loss(compiled, self._engine)
         metrics = (given.arguments[name] for name in ("metrics", "weighted_metrics"))
-        self._engine.watch.check(compiled, any(kind is not None for kind in metrics))
+        self._engine.memory.refuse_compilation(compiled, any(kind is not None for kind in metrics))
         facts = compiled_facts(given.arguments)
         with self._engine.communicator.call("compile", **facts):
             state = self._divided(optimizer)

@@ -14,16 +14,16 @@ from tarantella_pp.keras_internals.training import (
 )
 from tarantella_pp.partition.extraction.keras_reader import ExtractedModel, extract
 from tarantella_pp.partition.plan.plan import Plan
-from tarantella_pp.partition.planned_schedule import with_findings
+from tarantella_pp.partition.plan.plan_simulation import with_findings
 from tarantella_pp.runtime.batch.batch import Batch
 from tarantella_pp.runtime.batch.batch_step import BatchStep
 from tarantella_pp.runtime.batch.data_feed import DataFeed
 from tarantella_pp.runtime.batch.need import inputs_of_stages, needs_of_ranks
 from tarantella_pp.runtime.compilation import Compilation
 from tarantella_pp.runtime.interrupts import interrupts_put_off
+from tarantella_pp.runtime.memory_check import MemoryCheck
 from tarantella_pp.runtime.modules.model_outputs import pack_outputs
 from tarantella_pp.runtime.one_rank import on_all_ranks
-from tarantella_pp.runtime.plan_watch import PlanWatch
 from tarantella_pp.runtime.probes.stage_probe import Pieces
 from tarantella_pp.runtime.rank_stages import RankStages
 from tarantella_pp.runtime.replicas.batch_share import BatchShare, batch_shares
@@ -33,7 +33,6 @@ from tarantella_pp.runtime.shared_logs import SharedLogs
 from tarantella_pp.runtime.state.rank_weights import RankWeights
 from tarantella_pp.runtime.state.remote_variables import Clock, only_traced
 from tarantella_pp.runtime.step_schedules import StepSchedules
-from tarantella_pp.runtime.tracing.memory_meter import MemoryMeter
 from tarantella_pp.runtime.tracing.recorder import (
     LOGS,
     REDUCTIONS,
@@ -50,7 +49,7 @@ class Engine:
     Attributes:
         communicator: All ranks of the job.
         schedules: What steps run.
-        watch: The plan for the batches that are trained.
+        memory: Refuses batches that do not fit.
         placement: Rank of each stage.
         stages: This rank's stages, by their numbers.
         weights: What this rank has of the model's weights.
@@ -71,7 +70,6 @@ class Engine:
         free_schedule: bool = False,
         clock: Clock | None = None,
         check_every: int | None = None,
-        meter: MemoryMeter | None = None,
     ) -> None:
         self.extracted = extracted
         self.groups = groups
@@ -97,8 +95,7 @@ class Engine:
             plan, self._micro_batches, self.stages.edges, self.weights.bucket_counts, groups,
             free_schedule,
         )  # fmt: skip
-        self._meter = meter or MemoryMeter()
-        self.watch = PlanWatch(plan, extracted, self.schedules, groups, self._meter)
+        self.memory = MemoryCheck(plan, extracted, self.schedules, groups)
         self._data = inputs_of_stages(self.stages.boundaries, extracted.graph)
         self.feed = DataFeed(
             groups.world,
@@ -114,11 +111,11 @@ class Engine:
     @property
     def plan(self) -> Plan:
         """The plan in force, with what is known by now of the schedule and of the stages."""
-        if self._model.compiled:
+        plan = self.memory.largest or self._plan
+        if self._model.compiled and self.memory.largest is None:
             has_metrics = compiled_metrics(self._model) is not None
-            self.watch.expect(compiled_loss(self._model), has_metrics)
-        plan = self.watch.in_force or self._plan
-        return with_findings(plan, self.schedules.spec, self.fallbacks, self.watch.measured)
+            plan = self.memory.expected(compiled_loss(self._model), has_metrics)
+        return with_findings(plan, self.schedules.spec, self.fallbacks)
 
     @property
     def prints(self) -> bool:
@@ -128,7 +125,7 @@ class Engine:
     def train(self, batch: Batch) -> dict[str, Any]:
         """Trains one batch; returns Keras' logs, the same on all ranks."""
         compiled = self._compiled_for(batch)
-        self.watch.require(batch.rows, compiled.outputs(batch))
+        self.memory.refuse_batch(batch.rows, compiled.outputs(batch))
         recorder, update = self.stages.recorder, compiled.update
         with self._whole_or_nothing():
             self._rehearse(batch, training=True)
@@ -164,7 +161,6 @@ class Engine:
         self.schedules.learn(recorder.last)
         if self._check_every is not None and self.clock.steps % self._check_every == 0:
             self.weights.compare_replicas()
-        self.watch.step_done()
         return self.logs
 
     def test(self, batch: Batch) -> dict[str, Any]:
@@ -211,7 +207,7 @@ class Engine:
 
     def forget_compilation(self) -> None:
         """Makes the next step look at the model's loss, metrics and optimizer anew."""
-        self.watch.forget()
+        self.memory.forget()
         self._compilation = None
         self.shared_logs.exchange.forget_names()
 
@@ -230,7 +226,7 @@ class Engine:
         return Engine(
             self._model, extracted, with_findings(self._plan, self.schedules.spec, {}),
             self.groups, free_schedule=self.schedules.free,
-            clock=self.clock, check_every=self._check_every, meter=self._meter,
+            clock=self.clock, check_every=self._check_every,
         )  # fmt: skip
 
     def record(self, recorder: Recorder | None) -> None:

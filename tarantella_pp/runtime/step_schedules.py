@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tarantella_pp.partition.plan.plan import Plan
-from tarantella_pp.partition.planned_schedule import search_limits
+from tarantella_pp.partition.plan.plan_simulation import search_limits
 from tarantella_pp.runtime.autotune import Autotune
 from tarantella_pp.runtime.modules.stage_boundary import StageEdge
 from tarantella_pp.runtime.replicas.process_groups import ProcessGroups

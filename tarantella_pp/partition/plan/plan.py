@@ -12,7 +12,6 @@ from tarantella_pp.partition.plan.plan_config import PlanConfig
 from tarantella_pp.partition.plan.plan_parts import (
     Alternative,
     CutEdge,
-    MeasuredPeak,
     OutputUse,
     StagePlan,
     Tie,
@@ -89,8 +88,7 @@ class Plan(
             was not simulated.
         next_best: What would have been chosen without this plan's shape, schedule and balance.
         advice: A plan with another balance, that is faster or needs less memory.
-        measured: What each rank of a pipeline has really taken of its memory, the largest of all
-            replicas; empty before the first training step.
+        measured: What ranks had taken, in files of before; nothing is made of it.
         work: Arithmetic and memory traffic of each node, from which its seconds on any machine
             follow; empty in files from before plans had it.
     """
@@ -116,7 +114,7 @@ class Plan(
     step_seconds: float | None = None
     next_best: Alternative | None = None
     advice: Alternative | None = None
-    measured: tuple[MeasuredPeak, ...] = ()
+    measured: tuple[Any, ...] = ()
     work: tuple[NodeWork, ...] = ()
     version: int = 1
 
@@ -147,6 +145,18 @@ class Plan(
             for cut in self.cuts
             if source in {None, cut.source}
         )
+
+    def rank_bytes(self, num_ranks: int) -> list[int]:
+        """Returns the planned bytes of each rank of a pipeline.
+
+        Args:
+            num_ranks: Number of ranks of the pipeline.
+        """
+        found = [0] * num_ranks
+        placement = self.schedule_spec(num_ranks).placement
+        for rank, stage in zip(placement, self.stages, strict=True):
+            found[rank] += stage.memory_bytes
+        return found
 
     def schedule_spec(self, num_ranks: int | None = None) -> ScheduleSpec:
         """Returns the schedule that the plan's pipeline runs, for any number of micro-batches.

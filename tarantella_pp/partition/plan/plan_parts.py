@@ -92,21 +92,6 @@ class StagePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.lasting_bytes + self.working_bytes + self.buffer_bytes
 
 
-class MeasuredPeak(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The most memory that a rank has really taken at a time.
-
-    Attributes:
-        bytes: What it took since the model was made, at the most; the model's variables included.
-        exact: Whether it was that much: otherwise the process had taken as much before, and it is
-            known only that it was not more.
-        on_gpu: Whether it is the memory of a GPU, and not what is resident.
-    """
-
-    bytes: int
-    exact: bool = True
-    on_gpu: bool = False
-
-
 class CutEdge(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A tensor that is sent from one stage to later ones.
 

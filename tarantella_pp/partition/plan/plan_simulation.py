@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -51,6 +51,41 @@ def with_step(plan: Plan) -> Plan:
         return msgspec.structs.replace(plan, bubble=None, step_seconds=None)
     seconds = None if plan.machine is None else step.step_seconds
     return msgspec.structs.replace(plan, bubble=step.bubble_fraction, step_seconds=seconds)
+
+
+def search_limits(plan: Plan) -> tuple[int, ...]:
+    """Returns how many micro-batches a schedule that is searched for may hold on each stage.
+
+    As many as the memory limit leaves room for; without a limit up to twice as many as there are
+    stages, less one, with which no bubble is left: Qi et al., "Zero Bubble Pipeline Parallelism",
+    ICLR 2024. Never fewer than planned.
+    """
+    bounds = []
+    for i, stage in enumerate(plan.stages):
+        bound = 2 * plan.num_stages - 1
+        if plan.limits is not None:
+            left = max(0, plan.limits[i] - stage.memory_bytes)
+            bound = stage.in_flight + left // max(1, stage.activation_bytes)
+        if i in plan.recompute:
+            bound = stage.in_flight  # what waits for its weight gradients is not planned for
+        bounds.append(min(plan.num_micro_batches, max(bound, stage.in_flight)))
+    return tuple(bounds)
+
+
+def with_findings(plan: Plan, spec: ScheduleSpec, fallbacks: Mapping[int, str]) -> Plan:
+    """Returns a plan with what training has shown of its schedule and stages."""
+    if fallbacks:
+        reasons = tuple(f"stage {stage}: {fallbacks[stage]}" for stage in sorted(fallbacks))
+        plan = msgspec.structs.replace(plan, fallbacks=reasons)
+    if spec.custom is None or plan.schedule_text is not None:
+        return plan
+    held = spec.in_flight(plan.num_micro_batches)
+    stages = tuple(
+        msgspec.structs.replace(stage, in_flight=count)
+        for stage, count in zip(plan.stages, held, strict=True)
+    )
+    text = spec.custom.to_text()
+    return with_step(msgspec.structs.replace(plan, stages=stages, schedule_text=text))
 
 
 def stage_seconds(plan: Plan, machine: HardwareSpec, samples: float) -> list[tuple[float, float]]:

@@ -32,8 +32,6 @@ def _wrong_numbers(plan: Plan) -> Iterator[str]:
     for name in counts:
         if getattr(plan, name) < 1:
             yield f"{name} must be at least 1. Received: {name}={getattr(plan, name)}"
-    if len(plan.measured) > plan.num_stages:
-        yield f"measured must be of its ranks. Received: {len(plan.measured)} of them"
     limits = plan.limits
     if limits is not None and (len(limits) != plan.num_stages or min(limits, default=0) < 1):
         yield (
@@ -51,7 +49,6 @@ def _wrong_numbers(plan: Plan) -> Iterator[str]:
     parts += [(f"stages[{i}]", stage) for i, stage in enumerate(plan.stages)]
     parts += [(f"cuts[{i}]", cut) for i, cut in enumerate(plan.cuts)]
     parts += [(f"ties[{i}]", tie) for i, tie in enumerate(plan.ties)]
-    parts += [(f"measured[{i}]", peak) for i, peak in enumerate(plan.measured)]
     for i, work in enumerate(plan.work):
         parts += [(f"work[{i}]", work), *((f"work[{i}].parts", one) for one in work.parts)]
     for where, part in parts:

@@ -11,18 +11,15 @@ from rich.table import Table
 from rich.text import Text
 
 from tarantella_pp.partition.graph.units import format_bytes
-from tarantella_pp.partition.plan.choice_lines import choice_lines
 from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan.plan_config import common_limit
-from tarantella_pp.partition.plan.plan_parts import StagePlan
+from tarantella_pp.partition.plan.plan_parts import Alternative, StagePlan
 from tarantella_pp.partition.plan.plan_simulation import stage_seconds
-from tarantella_pp.partition.plan.rank_memory import (
-    measured_lines,
-    measured_note,
-    measured_of_stages,
-    measured_text,
-)
+
+UNITS = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6))
+EQUAL = 5e-4
+"""Share of a step that nobody minds."""
 
 
 def table(plan: Plan) -> Group:
@@ -34,9 +31,8 @@ def table(plan: Plan) -> Group:
     work = "Time" if measured else "FLOPs" if machine.memory_bandwidth is None else "Work"
     seconds = [sum(both) for both in stage_seconds(plan, machine, plan.micro_batch_size)]
     total = sum(seconds) or 1.0
-    taken = measured_of_stages(plan)
     heads = ("Ops", "Weights", "State", "Activations", "Memory", work, "Sends")
-    for name in heads if taken is None else (*heads[:5], "Measured", *heads[5:]):
+    for name in heads:
         rows.add_column(name, justify="right", overflow="fold")
     largest = max(stage.memory_bytes for stage in plan.stages)
     for i, stage in enumerate(plan.stages):
@@ -48,7 +44,6 @@ def table(plan: Plan) -> Group:
             format_bytes(stage.state_bytes, short=True),
             _activations(stage),
             Text(memory, style="bold" if stage.memory_bytes == largest else ""),
-            *([] if taken is None else [measured_text(taken[i], short=True)]),
             f"{1e3 * (stage.seconds or 0.0):.3g}ms"
             if measured
             else f"{100 * seconds[i] / total:.1f}%",
@@ -68,9 +63,13 @@ def as_text(plan: Plan, width: int | None = None) -> str:
 
 
 def _title(plan: Plan) -> str:
-    nodes = len(plan.node_names)
-    ranks = f", {plan.num_ranks} ranks" if plan.ranks else ""
-    return f"Plan of '{plan.model}': {nodes} operations on {plan.num_stages} stages{ranks}"
+    nodes, stages = _count(len(plan.node_names), "operation"), _count(plan.num_stages, "stage")
+    ranks = f", {_count(plan.num_ranks, 'rank')}" if plan.ranks else ""
+    return f"Plan of '{plan.model}': {nodes} on {stages}{ranks}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun if number == 1 else noun + ('es' if noun.endswith('ch') else 's')}"
 
 
 def _ranks(plan: Plan, stage: int) -> str:
@@ -107,8 +106,9 @@ def _footer(plan: Plan) -> list[str]:
     replicas = "" if plan.num_replicas == 1 else f" on {plan.num_replicas} replicas"
     lines = [
         (
-            f"Schedule {plan.schedule}: {plan.num_micro_batches} micro-batches of "
-            f"{plan.micro_batch_size} samples, batch of {plan.batch_size}{replicas}{bubble}."
+            f"Schedule {plan.schedule}: {_count(plan.num_micro_batches, 'micro-batch')} of "
+            f"{_count(plan.micro_batch_size, 'sample')}, "
+            f"batch of {plan.batch_size}{replicas}{bubble}."
         ),
         *choice_lines(plan),
         _quality(plan),
@@ -117,10 +117,6 @@ def _footer(plan: Plan) -> list[str]:
         "Activations = micro-batches in flight x bytes of one.",
         "Memory = State + Activations + peak temporaries + message buffers.",
     ]
-    if measured_of_stages(plan) is not None:
-        lines.append(measured_note(plan.measured))
-    else:
-        lines += measured_lines(plan)
     if plan.ranks:
         lines.append(f"Ranks: {'; '.join(_rank(plan, rank) for rank in range(plan.num_ranks))}.")
     if plan.wire_dtype is not None:
@@ -204,3 +200,39 @@ def _quality(plan: Plan) -> str:
         f"Balanced {how}: largest {what} {value}{note}, {proof.verdict(bound)} "
         f"({proof.method}, {proof.seconds:.2g} s)."
     )
+
+
+def choice_lines(plan: Plan) -> list[str]:
+    """Returns lines that say how long a step takes, what came next, and what else there is."""
+    if plan.step_seconds is None:
+        return []
+    lines = [f"A step takes {_shown_seconds(plan.step_seconds)}, simulated."]
+    if plan.next_best is not None and plan.next_best != plan.advice:  # which has its own line
+        lines[0] += (
+            f" Next best: {_other_options(plan, plan.next_best)}, {_trade(plan, plan.next_best)}."
+        )
+    if plan.advice is not None:
+        lines.append(f"Advice: {_other_options(plan, plan.advice)}: {_trade(plan, plan.advice)}.")
+    return lines
+
+
+def _other_options(plan: Plan, other: Alternative) -> str:
+    """The options that another plan has otherwise."""
+    names = ("num_stages", "num_replicas", "num_micro_batches", "schedule", "balance")
+    found = [(name, getattr(other, name)) for name in names]
+    return ", ".join(f"{name}={value!r}" for name, value in found if value != getattr(plan, name))
+
+
+def _trade(plan: Plan, other: Alternative) -> str:
+    """How much longer another plan's step is, and what its largest stage needs more."""
+    share = other.step_seconds / (plan.step_seconds or 1.0) - 1
+    more = other.memory_bytes - max(stage.memory_bytes for stage in plan.stages)
+    time = f"{100 * abs(share):.2g} % {'longer' if share > 0 else 'shorter'} step"
+    if abs(share) < EQUAL:
+        time = "as long a step"
+    return f"{time}, {'-' if more < 0 else '+'}{format_bytes(abs(more))}" if more else time
+
+
+def _shown_seconds(value: float) -> str:
+    unit, scale = next((pair for pair in UNITS if value >= pair[1]), UNITS[-1])
+    return f"{value / scale:.3g} {unit}"

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 
 from tarantella_pp.partition.graph.layer_graph import LayerGraph
 from tarantella_pp.partition.graph.units import format_bytes
-from tarantella_pp.partition.plan.choice_lines import choice_lines
 from tarantella_pp.partition.plan.plan import Plan
-from tarantella_pp.partition.plan.rank_memory import measured_lines
+from tarantella_pp.partition.plan.report import choice_lines
 from tarantella_pp.partition.visualization.canvas.labels import (
     count,
     percent,
@@ -99,7 +98,6 @@ def _stages(plan: Plan) -> Markup:
 def _memory(plan: Plan) -> Markup:
     limit = "no limit was set" if plan.memory_limit is None else "the dashed line is the limit"
     note = f"Planned peak of each stage; {limit}. Thin lines part the micro-batches in flight."
-    note = " ".join([note, *measured_lines(plan)])
     picture = memory_picture(plan)
     return tag(
         "section",

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from tarantella_pp.errors import ConfigurationError, PlanError
+from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.partition.graph.units import (
     format_bytes,
     item_bytes,
@@ -16,7 +16,6 @@ from tarantella_pp.partition.graph.units import (
     sample_shape,
 )
 from tarantella_pp.partition.plan.plan import Plan
-from tarantella_pp.partition.plan.plan_parts import MeasuredPeak
 from tarantella_pp.partition.plan.report import as_text, table
 from tarantella_pp.partition.solvers.problem.certificate import Certificate
 from tarantella_pp.partition.visualization.html import render_html
@@ -54,28 +53,10 @@ def test_what_is_sent_is_shown_as_it_travels():
     assert "128 B<small>1 tensor, per micro-batch, as bfloat16" in render_html(narrow)
 
 
-def test_what_was_measured_stands_beside_what_was_planned():
-    peaks = (MeasuredPeak(5000), MeasuredPeak(6 * 2**20, exact=False))
-    plan = msgspec.structs.replace(PLAN, measured=peaks)
-    lines = as_text(plan, 80).split("\n")
-    assert lines[2:6] == [
-        " Stage  Ops  Weights  State  Activations  Memory  Measured  FLOPs  Sends",
-        " ───────────────────────────────────────────────────────────────────────",
-        "     0    2     512B  2.00K     2 x 512B   4.25K     4.88K  50.0%   256B",
-        "     1    2     512B  2.00K     1 x 512B   4.00K    <6.00M  50.0%      -",
-    ]
-    text = " ".join(lines)
-    assert "Measured = peak of resident memory" in text
-    assert "< is no more than this" in text
-    assert Plan.from_json(plan.to_json()) == plan
-    together = msgspec.structs.replace(PLAN, measured=peaks[:1])  # one process has both stages
-    planned = format_bytes(sum(stage.memory_bytes for stage in PLAN.stages))
-    assert f"ranks: 0 took 4.88 KiB of {planned} planned." in " ".join(
-        as_text(together, 200).split()
-    )
-    assert "0 took 4.88 KiB" in render_html(together)
-    with pytest.raises(PlanError, match="measured"):
-        msgspec.structs.replace(PLAN, measured=3 * peaks)
+def test_files_of_before_may_say_what_ranks_took():
+    plan = msgspec.json.decode(PLAN.to_json())
+    plan["measured"] = [{"bytes": 5000, "exact": False, "on_gpu": False}]
+    assert as_text(Plan.from_json(msgspec.json.encode(plan)), 80) == as_text(PLAN, 80)
 
 
 @pytest.mark.parametrize("width", [60, 80, 200])
@@ -180,3 +161,9 @@ def test_shapes_and_dtypes():
 def test_stages_that_cannot_be_cut_are_named():
     plan = msgspec.structs.replace(PLAN, fallbacks=("stage 1: TensorFlow cannot differentiate",))
     assert "No split backward pass, stage 1: TensorFlow cannot differentiate." in as_text(plan, 200)
+
+
+def test_one_of_a_kind_is_named_so():
+    text = as_text(plan_of(chain_graph(1), [0], num_micro_batches=1, batch_size=1), 80)
+    assert "1 operation on 1 stage\n" in text
+    assert "1 micro-batch of 1 sample, batch of 1" in text

@@ -1,4 +1,4 @@
-"""What a plan comes to for the batch that is trained, and for what is computed of the outputs."""
+"""What a plan comes to for another batch, another loss, or messages of another type."""
 
 from __future__ import annotations
 
@@ -6,19 +6,13 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from tarantella_pp.errors import PlanError
 from tarantella_pp.partition.costs.gradient_sums import GradientSums
 from tarantella_pp.partition.costs.optimizer_slots import optimizer_state_bytes
 from tarantella_pp.partition.costs.stage_costs import StageCostModel
 from tarantella_pp.partition.graph.layer_graph import LayerGraph
-from tarantella_pp.partition.graph.units import format_bytes
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan.plan_config import NarrowDtype, micro_batch_size
-from tarantella_pp.partition.plan.plan_parts import (
-    CutEdge,
-    OutputUse,
-    StagePlan,
-)
+from tarantella_pp.partition.plan.plan_parts import CutEdge, OutputUse, StagePlan
 from tarantella_pp.partition.plan.plan_simulation import with_step
 from tarantella_pp.schedule import held_whole_bounds, send_window
 
@@ -28,18 +22,14 @@ _GROWING = (
 )
 
 
-def plan_in_force(
+def with_batch(
     plan: Plan,
     graph: LayerGraph,
     batch_size: int,
     outputs: OutputUse,
     in_flight: Sequence[int] | None = None,
 ) -> Plan:
-    """Returns a plan with the figures of another batch.
-
-    What the planner's rules say of the difference is added to the figures of the plan, which may
-    come from measurements. With `in_flight` micro-batches all forwards come first.
-    """
+    """Returns a plan for another batch; with `in_flight` all forward passes come first."""
     longer = batch_size / plan.batch_size
     changed = msgspec.structs.replace(
         plan,
@@ -55,21 +45,21 @@ def plan_in_force(
     return _recounted(plan, changed, graph, in_flight, again)
 
 
+def sent_as(plan: Plan, graph: LayerGraph, dtype: NarrowDtype | None) -> Plan:
+    """Returns a plan whose messages travel in another type, if one is given."""
+    if dtype in (None, plan.wire_dtype):
+        return plan
+    plan.check(graph)
+    narrow = msgspec.structs.replace(plan, wire_dtype=dtype)
+    return with_step(_recounted(plan, narrow, graph))
+
+
 def _longer(stage: StagePlan, times: float) -> StagePlan:
     """What a stage takes for larger micro-batches, where that was measured."""
     if stage.forward_seconds is None or stage.backward_seconds is None:
         return stage
     forward, backward = times * stage.forward_seconds, times * stage.backward_seconds
     return msgspec.structs.replace(stage, forward_seconds=forward, backward_seconds=backward)
-
-
-def sent_as(plan: Plan, graph: LayerGraph, wire_dtype: NarrowDtype | None) -> Plan:
-    """Returns a plan whose messages travel in another type, if one is given."""
-    if wire_dtype in (None, plan.wire_dtype):
-        return plan
-    plan.check(graph)
-    narrow = msgspec.structs.replace(plan, wire_dtype=wire_dtype)
-    return with_step(_recounted(plan, narrow, graph))
 
 
 def _recounted(
@@ -79,9 +69,10 @@ def _recounted(
     in_flight: Sequence[int] | None = None,
     repeats: Mapping[int, int] | None = None,
 ) -> Plan:
-    """Gives a plan that was changed its figures: what the rules say of the change comes on top.
+    """Gives a plan that was changed its figures.
 
-    What stages hold and repeat is as planned, unless it is given.
+    What the rules say of the change comes on top of the plan's own figures, for these may be
+    measured. What stages hold and repeat is as planned, unless it is given.
     """
     planned, again = tuple(stage.in_flight for stage in plan.stages), _repeats(plan)
     held = planned if in_flight is None else tuple(in_flight)
@@ -100,24 +91,6 @@ def _changed(stage: StagePlan, old: StagePlan, new: StagePlan) -> dict[str, int]
         name: max(0, getattr(stage, name) + getattr(new, name) - getattr(old, name))
         for name in _GROWING
     }
-
-
-def check_limit(plan: Plan, planned_for: int) -> None:
-    """Refuses a batch for which a stage needs more memory than it may have."""
-    for i, (stage, limit) in enumerate(zip(plan.stages, plan.limits or (), strict=False)):
-        if stage.memory_bytes > limit:
-            kept = plan.outputs.at_once if plan.outputs is not None else None
-            why = f" ({kept})" if kept else ""
-            other = f"batch_size={plan.batch_size}, which plans for it, train smaller batches"
-            if plan.batch_size == planned_for:
-                other = "a smaller batch_size and train such batches"
-            raise PlanError(
-                f"Stage {i} would need {stage.memory_bytes} bytes "
-                f"({format_bytes(stage.memory_bytes)}) for a batch of {plan.batch_size} samples"
-                f"{why}. Received: memory_limit={limit} bytes ({format_bytes(limit)}), in a plan "
-                f"for batch_size={planned_for}. Make the PipelineModel with "
-                f"{other}, or allow more memory."
-            )
 
 
 def _repeats(plan: Plan) -> dict[int, int]:

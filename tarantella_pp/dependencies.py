@@ -10,7 +10,6 @@ from tarantella_pp.errors import MissingDependencyError
 INSTALL = {
     "tensorflow": "`pip install tensorflow-cpu`, or `pip install 'tensorflow[and-cuda]'` for GPUs",
     "keras": "`pip install keras`",
-    "matplotlib": "`pip install matplotlib`",
 }
 """How to install what the package can be used without."""
 

@@ -15,7 +15,7 @@ import pytest
 import tarantella_pp as tnt
 
 ROOT = Path(__file__).parent.parent
-HEAVY = {"tensorflow", "keras", "mpi4py", "networkx", "matplotlib"}
+HEAVY = {"tensorflow", "keras", "mpi4py", "networkx", "jinja2"}
 LIGHT_MODULES = [
     "tarantella_pp.cli.main",
     "tarantella_pp.partition.solvers",

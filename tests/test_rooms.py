@@ -20,8 +20,7 @@ MOST_FILES = 13
 WITHOUT_TENSORFLOW = (
     "schedule", "simulation", "launch", "launch/guard", "partition/graph", "partition/plan",
     "partition/solvers", "partition/solvers/problem", "partition/solvers/exact",
-    "partition/solvers/wide", "partition/external", "partition/visualization",
-    "partition/visualization/graph_drawing", "partition/visualization/canvas",
+    "partition/solvers/wide", "partition/external",
 )  # fmt: skip
 ACROSS_ROOMS = ("", "face", "face/files", "face/fit", "face/numbers", "exactness")
 """Folders of tests that look at several rooms at once."""

@@ -6,9 +6,10 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tarantella_pp.cli.io import model_source, plan_pictures, quantities
+from tarantella_pp.cli.io import model_source, quantities
 from tarantella_pp.cli.io.output import check_target
 from tarantella_pp.cli.io.quantities import positive_int
+from tarantella_pp.cli.plan_show import add_page, check_page, no_page, show, write_page
 from tarantella_pp.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--wire-dtype", choices=("bfloat16",),
         help="in what activations and their gradients travel (default: as they are)")  # fmt: skip
     add("-o", "--output", metavar="FILE", help="write the plan to this JSON file")
-    plan_pictures.add_arguments(parser)
+    add_page(parser)
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -105,25 +106,21 @@ def refuse_model_options(arguments: argparse.Namespace) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Makes the plan, writes it to its file, draws and prints it."""
-    from tarantella_pp.cli.plan_show import draw, show
-
     check_target(arguments.output)
-    plan_pictures.check(arguments)
+    check_page(arguments)
     plan, graph = _planned(arguments)
     if arguments.output is not None:
         plan.save(arguments.output)
-    draw(plan, graph, arguments)
+    write_page(plan, graph, arguments)
     show(plan, as_json=arguments.json)
     return 0
 
 
 def _planned(arguments: argparse.Namespace) -> tuple[AnyPlan, LayerGraph | None]:
     """Makes the plan; with it comes the layer graph where pictures need it."""
-    from tarantella_pp.cli.plan_show import is_drawn, no_pictures
-
     if model_source.is_graph(arguments.model):
-        if is_drawn(arguments):
-            raise no_pictures()
+        if arguments.html is not None:
+            raise no_page()
         return _plan_of_graph(arguments), None
     open_stages = arguments.num_stages is None and arguments.num_ranks is None
     open_stages = open_stages and given_balance(arguments.balance) is None
@@ -136,7 +133,7 @@ def _planned(arguments: argparse.Namespace) -> tuple[AnyPlan, LayerGraph | None]
     build = model_source.build_model if timed else model_source.build_without_weights
     model = build(arguments.model)
     plan = _plan_of_model(arguments, model)
-    if not is_drawn(arguments):
+    if arguments.html is None:
         return plan, None
     from tarantella_pp.partition.extraction.keras_reader import extract
 

@@ -23,7 +23,7 @@ from tests.helpers.commands import (
 from tests.helpers.plans import chain_graph, plan_of
 
 OPTIMA = json.loads((GRAPHS / "optima.json").read_text())
-HEAVY = {"tensorflow", "keras", "mpi4py", "networkx", "matplotlib"}
+HEAVY = {"tensorflow", "keras", "mpi4py", "networkx", "jinja2"}
 
 
 @pytest.fixture
@@ -131,23 +131,37 @@ def test_show_a_plan_of_a_model(command, plan_file) -> None:
     assert command.json("plan", "show", path)["assignment"] == [0, 0, 1, 1]
 
 
-def test_show_draws(command, plan_file, tmp_path) -> None:
-    path, page, dot = plan_file([0, 0, 1, 1]), tmp_path / "a.html", tmp_path / "a.dot"
-    assert command("plan", "show", path, "--html", page, "--dot", dot) == 0
+def test_show_writes_the_page(command, plan_file, tmp_path, monkeypatch) -> None:
+    path, page = plan_file([0, 0, 1, 1]), tmp_path / "a.html"
+    assert command("plan", "show", path, "--html", page) == 0
     assert f"Wrote {page}." in command.stdout
     assert "dense_3" in page.read_text()
-    assert dot.read_text().startswith("digraph")
-    svg = tmp_path / "a.svg"
-    assert command.json("plan", "show", path, "--svg", svg)["num_stages"] == 2
-    assert svg.exists()
+    assert "Timeline of 2 ranks" in page.read_text()
+    odd = plan_file([0, 0, 1, 1], "odd.json", model="../odd name/é")
+    assert command.json("plan", "show", odd, "--html", tmp_path)["num_stages"] == 2
+    assert (tmp_path / "odd_name_é.html").exists()
+    monkeypatch.chdir(tmp_path)
+    assert command("plan", "show", plan_file([0, 1], "dots.json", model=".."), "--html") == 0
+    assert (tmp_path / "plan.html").exists()
+
+
+def test_a_page_that_cannot_be_written_is_told(command, plan_file, tmp_path) -> None:
+    path = plan_file([0, 1])
+    assert "ends in .html" in command.fails(2, "plan", "show", path, "--html", path)
+    for file in ("none/a.html", "none/"):
+        told = command.fails(2, "plan", "show", path, "--html", f"{tmp_path}/{file}")
+        assert "There is no folder" in told
+    (tmp_path / "a.html").symlink_to(tmp_path / "none" / "b.html")
+    told = command.fails(2, "plan", "show", path, "--html", tmp_path / "a.html")
+    assert f"Cannot write '{tmp_path}/a.html'" in told
 
 
 @pytest.mark.parametrize("how", ["make", "show"])
-def test_graphs_are_not_drawn(command, tmp_path, how) -> None:
+def test_graphs_have_no_page(command, tmp_path, how) -> None:
     path, page = tmp_path / "plan.json", tmp_path / "a.html"
     assert command("plan", "make", VGG, "--stages", 2, "-o", path) == 0
     arguments = (VGG, "--stages", 2) if how == "make" else (path,)
-    assert "no pictures" in command.fails(2, "plan", how, *arguments, "--html", page)
+    assert "no page" in command.fails(2, "plan", how, *arguments, "--html", page)
     assert not page.exists()
     wrong = tmp_path / "a.txt"
     assert "ends in .html" in command.fails(2, "plan", how, *arguments, "--html", wrong)

@@ -158,10 +158,9 @@ def test_ranks_are_shared_among_stages_and_replicas(command, script) -> None:
 
 
 def test_the_plan_is_drawn_with_its_layers(command, script, tmp_path) -> None:
-    make(command, f"{script}:small", "--html", "a.html", "--dot", "a.dot")
-    assert "</html>" in (tmp_path / "a.html").read_text()
-    # Within a stage, too: only the layer graph knows these edges.
-    assert "n0 -> n1;" in (tmp_path / "a.dot").read_text()
+    make(command, f"{script}:small", "--html", "a.html")
+    # Within a stage, too: only the layer graph knows these lines.
+    assert 'class="link"' in (tmp_path / "a.html").read_text()
 
 
 def test_the_optimizer_of_a_compiled_model_is_counted(command, script) -> None:

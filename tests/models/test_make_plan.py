@@ -18,9 +18,8 @@ from tarantella_pp.partition.extraction.keras_reader import extract
 from tarantella_pp.partition.graph.profile import NodeProfile, Profile
 from tarantella_pp.partition.graph.units import format_bytes
 from tarantella_pp.partition.plan.hardware_spec import HardwareSpec, machines
-from tarantella_pp.partition.plan.plan_simulation import PlanSimulation
-from tarantella_pp.partition.visualization import render_html
-from tarantella_pp.partition.visualization.step_rows import simulated_step
+from tarantella_pp.partition.plan.page import render_html
+from tarantella_pp.partition.plan.plan_simulation import PlanSimulation, planned_step
 from tests.zoo import models
 
 pytestmark = pytest.mark.keras
@@ -273,11 +272,11 @@ def test_options_that_cannot_work_are_refused(options, message):
 def test_the_bubble_is_one_and_the_same_everywhere(options, tmp_path, capsys):
     dense = [layers.Dense(width) for width in (8, 64, 8, 16, 8)]  # unequal stages
     plan = make_plan(keras.Sequential([keras.Input((8,)), *dense]), **options)
-    simulated = simulated_step(plan)
-    assert plan.bubble == pytest.approx(simulated.bubble)
+    simulated = planned_step(plan)
+    assert plan.bubble == pytest.approx(simulated.bubble_fraction)
     shown = f"{100 * plan.bubble:.1f} %"
     assert f"bubble {shown}." in str(plan)
-    assert f"<dt>Bubble</dt><dd>{shown}<" in render_html(plan, timeline=simulated)
+    assert f"<dt>Bubble</dt><dd>{shown}<" in render_html(plan, step=simulated)
     plan.save(tmp_path / "plan.json")
     assert main(["plan", "show", str(tmp_path / "plan.json")]) == 0
     assert main(["simulate", str(tmp_path / "plan.json")]) == 0
@@ -342,7 +341,7 @@ def test_plans_say_what_came_next_and_what_else_there_is(resnet):
     more = format_bytes(largest(plan) - largest(small))
     advice = f"Advice: balance='flops': {shorter:.2g} % shorter step, +{more}."
     assert advice in " ".join(str(small).split())
-    assert advice in render_html(small).replace("&#x27;", "'")
+    assert advice in render_html(small).replace("&#39;", "'")
 
 
 def test_a_measured_profile_is_chosen_by(resnet):

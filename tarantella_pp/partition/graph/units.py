@@ -1,4 +1,4 @@
-"""Sizes of shapes and dtypes, and bytes in words: `"16GB"` to a number and back."""
+"""Sizes of shapes and dtypes, and quantities in words: `"16GB"` to a number and back."""
 
 from __future__ import annotations
 
@@ -37,6 +37,29 @@ def format_bytes(value: float, *, short: bool = False) -> str:
         value /= 1024
     digits = 0 if unit == "B" or value >= 99.95 else 1 if value >= 9.995 else 2
     return f"{value:.{digits}f}{unit[0]}" if short else f"{value:.{digits}f} {unit}"
+
+
+def format_seconds(value: float) -> str:
+    """Writes a time with three significant digits, e.g. `"12.5 ms"`."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if value >= scale:
+            return f"{value / scale:.3g} {unit}"
+    return f"{value / 1e-9:.3g} ns" if value else "0 s"
+
+
+def format_flops(value: float) -> str:
+    """Writes a number of floating point operations, e.g. `"3.87 GFLOP"`."""
+    for unit in ("", "k", "M", "G", "T", "P"):
+        if value < 999.5 or unit == "P":
+            break
+        value /= 1000
+    return f"{value:.3g} {unit}FLOP"
+
+
+def count(number: int, noun: str) -> str:
+    """Writes a number of things, e.g. `"1 batch"`, `"2,000 batches"`."""
+    plural = "es" if noun.endswith("ch") else "s"
+    return f"{number:,} {noun}{'' if number == 1 else plural}"
 
 
 def sample_shape(shape: Shape, assumed_size: int) -> tuple[int, ...]:

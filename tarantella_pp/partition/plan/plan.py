@@ -212,3 +212,9 @@ class Plan(
         from tarantella_pp.partition.plan.report import table
 
         return table(self)
+
+    def _repr_html_(self) -> str:
+        """Returns the page of the plan, as a notebook shows it."""
+        from tarantella_pp.partition.plan.page import as_frame, drawn_step, render_html
+
+        return as_frame(render_html(self, None, drawn_step(self)))

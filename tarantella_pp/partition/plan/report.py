@@ -17,7 +17,6 @@ from tarantella_pp.partition.plan.plan_config import common_limit
 from tarantella_pp.partition.plan.plan_parts import Alternative, StagePlan
 from tarantella_pp.partition.plan.plan_simulation import stage_seconds
 
-UNITS = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6))
 EQUAL = 5e-4
 """Share of a step that nobody minds."""
 
@@ -206,7 +205,7 @@ def choice_lines(plan: Plan) -> list[str]:
     """Returns lines that say how long a step takes, what came next, and what else there is."""
     if plan.step_seconds is None:
         return []
-    lines = [f"A step takes {_shown_seconds(plan.step_seconds)}, simulated."]
+    lines = [f"A step takes {_shownformat_seconds(plan.step_seconds)}, simulated."]
     if plan.next_best is not None and plan.next_best != plan.advice:  # which has its own line
         lines[0] += (
             f" Next best: {_other_options(plan, plan.next_best)}, {_trade(plan, plan.next_best)}."

@@ -15,10 +15,10 @@ from tarantella_pp.partition.graph.units import (
     parse_bytes,
     sample_shape,
 )
+from tarantella_pp.partition.plan.page import render_html
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan.report import as_text, table
 from tarantella_pp.partition.solvers.problem.certificate import Certificate
-from tarantella_pp.partition.visualization.html import render_html
 from tests.helpers.plans import chain_graph, plan_of
 
 PLAN = plan_of(chain_graph(), [0, 0, 1, 1])

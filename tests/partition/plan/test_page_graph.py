@@ -5,25 +5,22 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tarantella_pp.partition.visualization.canvas.labels import (
-    flops,
-    seconds,
-    shorten,
-)
-from tarantella_pp.partition.visualization.graph_drawing.boxes import (
-    NOTE_CHARACTERS,
-    TITLE_CHARACTERS,
-)
-from tarantella_pp.partition.visualization.graph_drawing.folding import fold, title
-from tarantella_pp.partition.visualization.graph_drawing.layout import (
+from tarantella_pp.partition.graph.units import format_flops, format_seconds
+from tarantella_pp.partition.plan.page_graph import (
     BOX_HEIGHT,
     BOX_WIDTH,
     LABEL_HEIGHT,
     LABEL_WIDTH,
+    MOST_BOXES,
+    NOTE_CHARACTERS,
+    TITLE_CHARACTERS,
+    fold,
     lay_out,
     middle,
+    outline,
+    shorten,
+    title,
 )
-from tarantella_pp.partition.visualization.graph_drawing.outline import MOST_ROWS, outline
 from tests.helpers.pictured import (
     graphs,
     plan_of,
@@ -37,13 +34,14 @@ def rectangles(shown, layout):
     for stage, boxes in enumerate(shown.columns):
         for row in range(len(boxes)):
             top = middle(layout.top, row) - BOX_HEIGHT / 2
-            left = layout.boxes[stage]
+            left = layout.columns[stage][2]
             yield (left, top, left + BOX_WIDTH, top + BOX_HEIGHT)
 
 
-def labels(layout):
-    for route in layout.routes:
-        x, y = route.label
+def labels(shown, layout):
+    for cut in shown.cuts:
+        left, width, _ = layout.columns[cut.source[0]]
+        x, y = left + width + 6, middle(layout.top, cut.source[1])
         yield (x, y - LABEL_HEIGHT / 2, x + LABEL_WIDTH, y + LABEL_HEIGHT / 2)
 
 
@@ -77,14 +75,14 @@ def test_nothing_overlaps_and_nothing_is_cut_off(graph, stages, with_graph):
     plan = plan_of(graph, min(stages, len(graph.nodes)))
     shown = outline(plan, graph if with_graph else None)
     layout = lay_out(shown)
-    boxes = [*rectangles(shown, layout), *labels(layout)]
+    boxes = [*rectangles(shown, layout), *labels(shown, layout)]
     for a, b in itertools.combinations(boxes, 2):
         assert not meet(a, b)
     for left, top, right, bottom in boxes:
         assert 0 <= left < right <= layout.width
         assert 0 <= top < bottom <= layout.height
     owned = [*rectangles(shown, layout)]
-    paths = [path for route in layout.routes for path in route.paths]
+    paths = [path for paths in layout.routes for path in paths]
     for path in [*paths, *itertools.chain(*layout.links)]:
         for x, y, u, v in lines(path):
             assert 0 <= x <= u <= layout.width
@@ -98,8 +96,8 @@ def test_cuts_do_not_run_on_each_other(graph, stages):
     plan = plan_of(graph, min(stages, len(graph.nodes)))
     layout = lay_out(outline(plan, graph))
     for one, other in itertools.combinations(layout.routes, 2):
-        first = [line for path in one.paths for line in upright(path)]
-        second = [line for path in other.paths for line in upright(path)]
+        first = [line for path in one for line in upright(path)]
+        second = [line for path in other for line in upright(path)]
         for a, b in itertools.product(first, second):
             assert a[0] != b[0] or a[3] <= b[1] + TOUCH or b[3] <= a[1] + TOUCH
 
@@ -113,7 +111,7 @@ def test_every_edge_is_drawn(graph, stages):
     drawn = {(cut.source[0], place[0]) for cut in shown.cuts for place in cut.targets}
     assert {(plan.assignment[a], plan.assignment[b]) for a, b in crossing} <= drawn
     assert sum(len(cut.tensors) for cut in shown.cuts) == len(plan.cuts)
-    if len(graph.nodes) <= MOST_ROWS:
+    if len(graph.nodes) <= MOST_BOXES:
         inner = sum(len(own) for own in shown.links)
         ends = len({plan.assignment[i] for i in graph.tensors[0].consumers})
         assert inner >= len(graph.digraph.edges) - len(crossing) + ends
@@ -150,7 +148,7 @@ def test_texts_fit_their_boxes(graph, stages):
 
 def test_words():
     assert shorten("abcdefghij", 7) == "ab…ghij"
-    assert [flops(v) for v in (0, 999, 1500, 3.87e9)] == [
+    assert [format_flops(v) for v in (0, 999, 1500, 3.87e9)] == [
         *("0 FLOP", "999 FLOP", "1.5 kFLOP", "3.87 GFLOP")
     ]
-    assert [seconds(v) for v in (0, 2e-6, 0.0125, 3)] == ["0 µs", "2 µs", "12.5 ms", "3 s"]
+    assert [format_seconds(v) for v in (0, 2e-6, 0.0125, 3)] == ["0 s", "2 us", "12.5 ms", "3 s"]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import re
 from html.parser import HTMLParser
 from xml.etree import ElementTree
@@ -9,18 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tarantella_pp.errors import ConfigurationError, PlanError
+from tarantella_pp.errors import PlanError
 from tarantella_pp.partition.graph.units import format_bytes
 from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
+from tarantella_pp.partition.plan.page import drawn_step, render_html
+from tarantella_pp.partition.plan.page_graph import outline
 from tarantella_pp.partition.plan.plan import Tie
-from tarantella_pp.partition.visualization import (
-    Bar,
-    StepBars,
-    render_html,
-    render_svg,
-)
-from tarantella_pp.partition.visualization.graph_drawing.outline import outline
-from tarantella_pp.partition.visualization.step_rows import simulated_step
+from tarantella_pp.schedule import bubble_fraction
 from tests.helpers.pictured import (
     graph_of,
     graphs,
@@ -29,20 +25,23 @@ from tests.helpers.pictured import (
     small,
 )
 
-KINDS = ("timeline", "memory", "graph", "sheet")
-SVG = "{http://www.w3.org/2000/svg}"
 EVIL = st.text(min_size=1) | st.sampled_from(
     ["<script>alert(1)</script>", "</style><b>", "a&b;", "\"'", "]]>", "\x00\ud800\u202e", "a\nb"]
 )
 
 
-def page(graph, plan, **options):
-    return render_html(plan, graph, simulated_step(plan), **options)
+def page(graph, plan):
+    return render_html(plan, graph, drawn_step(plan))
 
 
 def parsed(text):
     """The page as XML, which it is as well."""
     return ElementTree.fromstring(text.removeprefix("<!DOCTYPE html>\n"))
+
+
+def picture(text, label):
+    """The picture in a region of the page."""
+    return next(e for e in parsed(text).iter("div") if e.get("aria-label") == label).find("svg")
 
 
 def cells(text, label, part):
@@ -84,24 +83,11 @@ def test_page_is_well_formed_and_shows_everything():
         assert f">{name}<" in text
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_svg_is_well_formed(kind):
-    graph, plan = small()
-    root = ElementTree.fromstring(
-        render_svg(plan, kind, graph=graph, timeline=simulated_step(plan))
-    )
-    assert root.tag == f"{SVG}svg"
-    assert float(root.get("width")) > 300
-
-
 def test_nothing_is_loaded_from_elsewhere():
     graph, plan = small()
-    texts = [page(graph, plan)]
-    texts += [render_svg(plan, k, graph=graph, timeline=simulated_step(plan)) for k in KINDS]
-    for text in texts:
-        text = text.replace('xmlns="http://www.w3.org/2000/svg"', "")
-        assert not re.search(r"https?:|//\w|@import|<link|<script|<img|<iframe|src=|\bon\w+=", text)
-        assert set(re.findall(r"url\(([^)]*)\)", text)) <= {"#stripes"}
+    text = page(graph, plan)
+    assert not re.search(r"https?:|//\w|@import|<link|<script|<img|<iframe|src=|\bon\w+=", text)
+    assert set(re.findall(r"url\(([^)]*)\)", text)) == {"#stripes"}
 
 
 @settings(max_examples=60)
@@ -115,21 +101,6 @@ def test_every_name_is_escaped(graph, model):
         assert not parser.seen & {"script", "b"}
         text.encode()
         parsed(text)
-    for kind in KINDS:
-        svg = render_svg(plan, kind, graph=graph, timeline=simulated_step(plan))
-        ElementTree.fromstring(svg.encode())
-
-
-@settings(max_examples=60)
-@given(EVIL)
-def test_every_text_of_a_step_is_escaped(text):
-    graph, plan = small()
-    step = StepBars(text, (text,), (Bar(0, 0.0, 1.0, text, "F"),), note=text)
-    parser = Balance()
-    parser.feed(render_html(plan, graph, step))
-    assert parser.open == []
-    assert not parser.seen & {"script", "b"}
-    parsed(render_html(plan, graph, step))
 
 
 def test_names_are_shown_as_they_are():
@@ -168,7 +139,7 @@ def test_what_is_recomputed_is_counted():
     assert "repeat their forward pass: 1;" in text
     (total,) = cells(text, "Table of stages", "tfoot")
     assert total[9] == format_bytes(sum(stage.memory_bytes for stage in stages))
-    assert "part-recomputed" in render_svg(plan, "memory")
+    assert 'class="part-recomputed"' in text
 
 
 def test_cuts_are_listed_and_their_bytes_stand_on_the_edges():
@@ -177,8 +148,8 @@ def test_cuts_are_listed_and_their_bytes_stand_on_the_edges():
     assert [(row[1], row[2]) for row in rows] == [
         (cut.tensor, format_bytes(cut.bytes)) for cut in plan.cuts
     ]
-    drawing = ElementTree.fromstring(render_svg(plan, "graph", graph=graph))
-    texts = [element.text for element in drawing.iter(f"{SVG}text")]
+    drawing = picture(page(graph, plan), "Layer graph")
+    texts = [element.text for element in drawing.iter("text")]
     assert texts.count(format_bytes(plan.cuts[0].bytes)) == len(plan.cuts)
 
 
@@ -195,13 +166,13 @@ def test_memory_bars_are_as_high_as_their_parts():
     again = msgspec.structs.replace(plan.stages[2], recomputed_bytes=2**17)
     stages = (*plan.stages[:2], again, plan.stages[3])
     plan = msgspec.structs.replace(plan, stages=stages)
-    root = ElementTree.fromstring(render_svg(plan, "memory"))
+    root = picture(render_html(plan), "Memory of stages")
     heights = {}
-    for group in root.iter(f"{SVG}g"):
-        title = group.find(f"{SVG}title")
+    for group in root.iter("g"):
+        title = group.find("title")
         if title is not None:
             stage = int(re.match(r"Stage (\d+):", title.text)[1])
-            height = float(group.find(f"{SVG}rect").get("height"))
+            height = float(group.find("rect").get("height"))
             heights[stage] = heights.get(stage, 0) + height
     for i, stage in enumerate(plan.stages):
         share = stage.memory_bytes / plan.stages[0].memory_bytes
@@ -227,26 +198,12 @@ def test_limits_of_unequal_devices_are_drawn_stage_by_stage():
     rows = cells(page(graph, plan), "Table of stages", "tbody")
     shares = [f"{100 * size / limit:.1f} %" for size, limit in zip(sizes, limits, strict=True)]
     assert [row[10] for row in rows] == shares
-    drawing = ElementTree.fromstring(render_svg(plan, "memory"))
-    (line,) = [e for e in drawing.iter(f"{SVG}path") if e.get("class") == "limit"]
+    drawing = picture(render_html(plan), "Memory of stages")
+    (line,) = [e for e in drawing.iter("path") if e.get("class") == "limit"]
     assert line.get("d").count("M") == len(sizes)
-    over = [e for e in drawing.iter(f"{SVG}text") if "over" in (e.get("class") or "")]
+    over = [e for e in drawing.iter("text") if "over" in (e.get("class") or "")]
     assert [e.text for e in over] == [shares[1]]
     assert f"{shares[1]} of {format_bytes(limits[1])}" in page(graph, plan)
-
-
-def test_an_svg_file_says_what_it_is_of():
-    graph, plan = small(bubble=0.125)
-    text = render_svg(plan, "graph", graph=graph)
-    for figure in (
-        f"Plan of &#x27;{plan.model}&#x27;",
-        "20 operations on 4 stages",
-        "bubble 12.5 %",
-    ):
-        assert figure in text
-    assert "Coloured lines are tensors sent between stages" in text
-    for kind in ("kindF", "part-weights", "Stage 3"):
-        assert kind in render_svg(plan, "sheet", graph=graph, timeline=simulated_step(plan))
 
 
 def test_a_graph_of_some_stages_fits_the_page():
@@ -266,68 +223,67 @@ def test_boxes_of_several_operations_say_what_works_in_them():
 
 def test_bubble_is_that_of_the_bars():
     graph, plan = small()
-    step = simulated_step(plan)
+    step = drawn_step(plan)
     text = page(graph, plan)
-    assert f"Ranks wait {100 * step.bubble:.1f} % of the time" in text
-    for idle in step.idle:
-        assert f"idle {100 * idle:.1f} %" in text
+    assert f"Ranks wait {100 * step.bubble_fraction:.1f} % of the time" in text
+    for busy in step.busy_seconds:
+        assert f"idle {100 * (1 - busy / step.pipeline_seconds):.1f} %" in text
 
 
-def test_bars_count_what_is_idle():
-    step = StepBars("x", ("a", "b"), (Bar(0, 0.0, 2.0, "F0", "F"), Bar(1, 2.0, 4.0, "F0", "F")))
-    assert step.length == 4.0
-    assert step.idle == (0.5, 0.5)
-    assert step.bubble == 0.5
-    assert StepBars("x", ("a",), ()).bubble == 0.0
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
+def test_equal_stages_have_the_bubble_of_the_formula(schedule):
+    plan = plan_of(residual_graph(32), 4, schedule=schedule)
+    formula = float(bubble_fraction(schedule, 4, plan.num_micro_batches))
+    assert f"<dt>Bubble</dt><dd>{100 * formula:.1f} %<" in page(None, plan)
 
 
-@pytest.mark.parametrize(
-    "bar",
-    [
-        Bar(1, 0.0, 1.0, "F0", "F"),
-        Bar(0, 1.0, 0.5, "F0", "F"),
-        Bar(0, 0.0, float("nan"), "F0", "F"),
-        Bar(0, 0.0, 1.0, "X0", "X"),
-        Bar(0, -1.0, 1.0, "F0", "F"),
-        Bar(0, 0.0, 1.0, "0R0", "R"),
-    ],
-)
-def test_bars_that_cannot_be_are_refused(bar):
-    with pytest.raises(PlanError, match="Received: Bar"):
-        StepBars("x", ("a",), (bar,))
-    with pytest.raises(PlanError, match=r"kind R on ranks.*Received: Bar"):
-        StepBars("x", ("a",), (), reductions=(bar._replace(kind="F", start=0.0, end=1.0),))
+def test_on_a_machine_times_are_seconds_and_messages_take_some():
+    graph, plan = small()
+    text = page(graph, msgspec.structs.replace(plan, machine=HardwareSpec(1e9)))
+    assert re.search(r"One step takes [\d.]+ s\.", text)
+    assert "messages take what links allow" in text
+    assert re.search(r"F0: forward, 0 s to [\d.]+ ms", text)
+    assert re.search(">[\\d.]+ s<", text)
+    assert "F0: forward, 0.0 % to" in page(graph, plan)
+
+
+def test_several_stages_on_a_rank_are_named():
+    plan = small(schedule="interleaved", ranks=(0, 1, 0, 1))[1]
+    text = page(None, plan)
+    assert "rank 0 (stages 0, 2)" in text
+    assert "<title>2F0: forward" in text
+
+
+def test_stages_without_flops_can_be_drawn():
+    graph, plan = small()
+    stages = tuple(msgspec.structs.replace(stage, flops=0.0) for stage in plan.stages)
+    assert "Ranks wait 0.0 % of the time" in page(
+        graph, msgspec.structs.replace(plan, stages=stages)
+    )
 
 
 def test_replicas_and_their_sums_are_drawn():
     graph, plan = small(num_replicas=2, placement="replicas-together", fusion_threshold=2**20)
-    step = simulated_step(plan, HardwareSpec(1e9, bandwidth=1e6))
-    assert step.exposed > 0
+    plan = msgspec.structs.replace(plan, machine=HardwareSpec(1e9, bandwidth=1e6))
+    step = drawn_step(plan)
+    assert step.exposed_seconds > 0
     alone = msgspec.structs.replace(plan, num_replicas=1, batch_size=plan.batch_size // 2)
-    assert step.bubble == simulated_step(alone, HardwareSpec(1e9, bandwidth=1e6)).bubble
+    assert step.bubble_fraction == drawn_step(alone).bubble_fraction
     text = render_html(plan, graph, step)
-    share = f"{100 * step.exposed / step.length:.1f} % of the step waits for that alone"
+    share = (
+        f"{100 * step.exposed_seconds / step.step_seconds:.1f} % of the step waits for that alone"
+    )
     assert share in text
     assert "Placement replicas-together" in text
     assert "buckets of up to 1.00 MiB" in text
     rows = cells(text, "Ranks of replicas", "tbody")
     assert rows == [["0", *(f"rank {2 * p}" for p in range(4))],
                     ["1", *(f"rank {2 * p + 1}" for p in range(4))]]  # fmt: skip
-    drawing = ElementTree.fromstring(render_svg(plan, "timeline", timeline=step))
-    strips = [e for e in drawing.iter(f"{SVG}rect") if e.get("class") == "kindR"]
-    assert len(strips) == len(step.reductions) + 1  # and the legend
+    drawing = picture(text, "Timeline")
+    strips = [e for e in drawing.iter("rect") if e.get("class") == "kindR"]
+    assert len(strips) == sum(map(len, step.reductions)) + 1  # and the legend
     assert "reduction over replicas" in text
     assert "Ranks of replicas" not in page(*small())
-
-
-def test_times_in_seconds_and_steps_without_work():
-    graph, plan = small()
-    bars = (Bar(0, 0.0, 0.012, "F0", "F"), Bar(0, 0.012, 0.1, "BW0", "BW"))
-    text = render_html(plan, graph, StepBars("x", ("rank 0",), bars))
-    assert "One step takes 100 ms." in text
-    assert ">20 ms<" in text
-    assert "F0: forward, 0 µs to 12 ms" in text
-    parsed(render_html(plan, graph, StepBars("x", ("rank 0",), ())))
 
 
 def test_thousand_layers_make_a_small_page():
@@ -335,24 +291,31 @@ def test_thousand_layers_make_a_small_page():
     plan = plan_of(graph, 8, schedule="zb-h1", micro_batches=64)
     text = page(graph, plan)
     assert len(text) < 1_000_000
-    drawing = ElementTree.fromstring(render_svg(plan, "graph", graph=graph))
+    drawing = picture(text, "Layer graph")
     assert float(drawing.get("height")) < 1500
 
 
 def test_long_steps_are_drawn_without_details_or_not_at_all():
-    graph, plan = small()
-    many = tuple(Bar(0, float(i), i + 1.0, f"F{i}", "F") for i in range(60_000))
-    text = render_html(plan, graph, StepBars("x", ("rank 0",), many))
-    assert len(text) < 3_000_000
-    over = StepBars("x", ("rank 0",), many * 2)
-    assert "too many computations" in render_html(plan, graph, over)
-    with pytest.raises(ConfigurationError, match="120,000"):
-        render_svg(plan, "timeline", timeline=over)
+    plan = plan_of(residual_graph(20), 4, schedule="1f1b", micro_batches=8)
+    plan = msgspec.structs.replace(plan, num_micro_batches=2000, batch_size=2000)
+    text = page(None, plan)
+    assert len(text) < 1_000_000
+    assert "<title>F0" not in text
+    text = page(None, msgspec.structs.replace(plan, num_micro_batches=6000, batch_size=6000))
+    assert "too many computations" in text
 
 
 def test_without_a_step_the_page_says_so():
     graph, plan = small()
     assert "the step was not simulated" in render_html(plan, graph)
+    assert "the step was not simulated" in page(graph, small(schedule="mine")[1])
+
+
+def test_a_notebook_shows_the_page():
+    _, plan = small()
+    (frame,) = [ElementTree.fromstring(plan._repr_html_())]
+    assert frame.tag == "iframe"
+    assert frame.get("srcdoc").split() == page(None, plan).split()
 
 
 def test_one_stage_and_no_graph():
@@ -364,10 +327,6 @@ def test_one_stage_and_no_graph():
 
 def test_what_cannot_be_drawn_is_refused():
     graph, plan = small()
-    with pytest.raises(ConfigurationError, match="kind='pie'"):
-        render_svg(plan, "pie")
-    with pytest.raises(ConfigurationError, match="timeline=None"):
-        render_svg(plan, "timeline")
     with pytest.raises(PlanError, match="another model"):
         render_html(plan, residual_graph(21))
     with pytest.raises(PlanError, match="no cut for"):
@@ -376,3 +335,63 @@ def test_what_cannot_be_drawn_is_refused():
         render_html(msgspec.structs.replace(plan, cuts=plan.cuts[::-1]), graph)
     with pytest.raises(PlanError, match="stays on its stage"):
         render_html(msgspec.structs.replace(plan, cuts=plan.cuts * 2), graph)
+
+
+def colours(style):
+    return dict(re.findall(r"--([\w-]+):(#\w{6})", style))
+
+
+LIGHT, DARK = map(colours, page(*small()).partition("prefers-color-scheme:dark")[::2])
+BARS = re.findall(r"\.(kind\w+|part-\w+)\{fill:(#\w{6})\}", page(*small()))
+KINDS = [colour for name, colour in BARS if name.startswith("kind")]
+PARTS = [colour for name, colour in BARS if name.startswith("part")]
+
+
+def stages(scheme):
+    return [scheme[f"stage{i}"] for i in range(8)]
+
+
+def channels(colour):
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    return [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+
+
+def luminance(colour):
+    r, g, b = channels(colour)
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b
+
+
+def contrast(one, other):
+    low, high = sorted([luminance(one), luminance(other)])
+    return (high + 0.05) / (low + 0.05)
+
+
+def as_deuteranope(colour):
+    """What red-green blindness leaves of a colour (Vienot, Brettel and Mollon, 1999)."""
+    r, g, b = channels(colour)
+    return (0.29 * r + 0.71 * g, 0.29 * r + 0.71 * g, -0.02 * r + 0.02 * g + b)
+
+
+@pytest.mark.parametrize("scheme", [LIGHT, DARK], ids=["light", "dark"])
+def test_texts_can_be_read(scheme):
+    for text, behind in itertools.product(("text", "muted", "warning"), ("page", "card")):
+        assert contrast(scheme[text], scheme[behind]) >= 4.5
+    for colour in stages(scheme):
+        assert contrast(scheme["on-stage"], colour) >= 4.5
+        assert contrast(colour, scheme["card"]) >= 3
+
+
+def test_labels_of_bars_can_be_read():
+    for colour in KINDS:
+        assert contrast(LIGHT["ink"], colour) >= 4.5
+
+
+def test_neighbours_differ_for_the_colour_blind():
+    for a, b in [
+        *itertools.combinations(KINDS, 2),
+        *itertools.pairwise(PARTS),
+        *itertools.pairwise(stages(LIGHT) + stages(LIGHT)[:1]),
+        *itertools.pairwise(stages(DARK) + stages(DARK)[:1]),
+    ]:
+        apart = sum((x - y) ** 2 for x, y in zip(as_deuteranope(a), as_deuteranope(b), strict=True))
+        assert apart**0.5 > 0.05, (a, b)

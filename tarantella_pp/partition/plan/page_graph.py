@@ -1,0 +1,427 @@
+"""The layer graph on the page of a plan: a column for each stage, and the lines between boxes.
+
+Operations stand below each other in the order in which they run. Nothing ever crosses a box:
+
+      rail ------------------------------+        tensors that skip stages run over the columns
+      |  stage 0          stage 1        |  stage 2
+      |  +-----+          +-----+        |  +-----+
+    +-+--| box |--bytes-->| box |--bytes-+->| box |    tensors between stages have lanes between
+    |    +-----+          +-----+           +-----+    columns; those that skip boxes within one
+    +--->| box |                                       have lanes to the left of its boxes
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from tarantella_pp.errors import PlanError
+from tarantella_pp.partition.graph.crossings import crossings
+from tarantella_pp.partition.graph.layer_graph import LayerGraph, Node
+from tarantella_pp.partition.graph.units import count, format_bytes, format_flops
+from tarantella_pp.partition.plan.plan import Plan
+from tarantella_pp.partition.plan.plan_parts import CutEdge
+
+MOST_BOXES = 24
+"""Most boxes of a stage; more operations share boxes."""
+TITLE_CHARACTERS, NOTE_CHARACTERS = 23, 27
+"""What fits in a box."""
+BOX_WIDTH, BOX_HEIGHT, PITCH = 186, 36, 48
+HEAD, PAD, LANE, MARGIN = 50, 10, 7, 6
+LABEL_WIDTH, LABEL_HEIGHT = 70, 20
+
+Place = tuple[int, int]
+"""Stage and row; row -1 is the head of the stage."""
+Points = list[tuple[float, float]]
+Span = tuple[float, float]
+
+
+class Box(NamedTuple):
+    """An operation, a run of them, or the inputs or outputs of the model (`"end"`)."""
+
+    title: str
+    note: str
+    hover: str
+    role: str = "layer"
+
+
+@dataclass(slots=True)
+class CutTensors:
+    """The tensors that leave one box for boxes of other stages."""
+
+    source: Place
+    targets: set[Place] = field(default_factory=set)
+    tensors: list[CutEdge] = field(default_factory=list)
+
+
+class Outline(NamedTuple):
+    """What is drawn, before anything has a place: boxes, the rows that links join, and cuts."""
+
+    columns: list[list[Box]]
+    links: list[list[tuple[int, int]]]
+    cuts: list[CutTensors]
+
+
+class Layout(NamedTuple):
+    """Where everything is; columns have a left end, a width and the left end of their boxes."""
+
+    width: float
+    height: float
+    top: float
+    columns: list[tuple[float, float, float]]
+    links: list[list[Points]]
+    routes: list[list[Points]]
+
+
+def graph_drawing(plan: Plan, graph: LayerGraph | None) -> dict[str, Any]:
+    """Returns the drawing; without a graph, what is known from the plan alone."""
+    shown = outline(plan, graph)
+    layout = lay_out(shown)
+    columns, routes = [], []
+    for stage, (left, width, boxes_left) in enumerate(layout.columns):
+        shape = {"x": boxes_left, "width": BOX_WIDTH, "height": BOX_HEIGHT}
+        boxes = [
+            {**box._asdict(), **shape, "y": middle(layout.top, row) - BOX_HEIGHT / 2}
+            for row, box in enumerate(shown.columns[stage])
+        ]
+        links = _drawn(layout.links[stage])
+        place = {"x": left, "width": width, "height": HEAD + len(boxes) * PITCH}
+        columns.append({**place, "boxes": boxes, "links": links})
+    for cut, paths in zip(shown.cuts, layout.routes, strict=True):
+        stage, row = cut.source
+        left, width, _ = layout.columns[stage]
+        size = sum(tensor.bytes + tensor.mask_bytes for tensor in cut.tensors)
+        label = {"x": left + width + 6, "y": middle(layout.top, row), "label": format_bytes(size)}
+        routes.append({"stage": stage, "hover": _hover(cut.tensors), **label, **_drawn(paths)})
+    return {
+        "text": f"{count(len(plan.node_names), 'operation')} on {count(plan.num_stages, 'stage')}, "
+        f"{count(len(plan.cuts), 'tensor')} sent between stages",
+        "width": layout.width, "height": layout.height, "top": layout.top,
+        "columns": columns, "routes": routes,
+        "label_width": LABEL_WIDTH, "label_height": LABEL_HEIGHT,
+    }  # fmt: skip
+
+
+def outline(plan: Plan, graph: LayerGraph | None = None) -> Outline:
+    """Chooses boxes, links and cuts."""
+    if graph is not None:
+        plan.check(graph)
+    columns: list[list[Box]] = []
+    row: dict[int, int] = {}
+    tensors = () if graph is None else graph.tensors
+    for stage in range(plan.num_stages):
+        nodes = [i for i, place in enumerate(plan.assignment) if place == stage]
+        names = [plan.node_names[i] for i in nodes]
+        feeds = [t.name for t in tensors if t.producer is None and {*nodes} & {*t.consumers}]
+        boxes = [_ends_box(feeds, "input")] if feeds else []
+        for run in fold(names, _crossing(nodes, graph), MOST_BOXES):
+            row.update((nodes[i], len(boxes)) for i in run)
+            own = [] if graph is None else [graph.nodes[nodes[i]] for i in run]
+            boxes.append(_box(names, run, own, nodes[run.start]))
+        columns.append(boxes)
+    if graph is None:
+        return Outline(columns, [[] for _ in columns], _cuts_alone(plan, row))
+    outputs = [graph.tensors[i].name for i in dict.fromkeys(graph.outputs)]
+    columns[-1].append(_ends_box(outputs, "output"))
+    return Outline(columns, *_wires(plan, graph, row, len(columns[-1]) - 1))
+
+
+def _box(names: Sequence[str], run: range, nodes: Sequence[Node], index: int) -> Box:
+    """The box of an operation, or of a run of them; nodes are known with the graph only."""
+    size = sum(node.parameters + node.constants for node in nodes)
+    sizes = [format_bytes(size)] if size else []
+    weights = [f"weights {text}" for text in sizes]
+    if len(run) == 1:
+        name = names[run.start]
+        text = shorten(name, TITLE_CHARACTERS)
+        if not nodes:
+            return Box(text, f"operation {index}", f"{name}\noperation {index}")
+        kind = shorten(nodes[0].kind, NOTE_CHARACTERS - sum(3 + len(s) for s in sizes))
+        work = [f"{format_flops(nodes[0].flops)} per sample"] if nodes[0].flops else []
+        hover = "\n".join([name, nodes[0].kind, *weights, *work])
+        return Box(text, " · ".join([kind, *sizes]), hover)
+    # The kind of layer that does most of the arithmetic says what the run is.
+    flops, kinds = Counter[str](), Counter(node.kind for node in nodes)
+    for node in nodes:
+        flops[node.kind] += int(node.flops)
+    busiest = [f"{kinds[kind]} {kind}" for kind, _ in flops.most_common(1)]
+    note = shorten(" · ".join([f"{len(run)} ops", *busiest]), NOTE_CHARACTERS)
+    shown = [names[i] for i in run][:16]
+    more = [f"and {len(run) - len(shown)} more"] if len(run) > len(shown) else []
+    hover = "\n".join([*shown, *more, *weights])
+    return Box(title(names, run, TITLE_CHARACTERS), note, hover, "run")
+
+
+def _ends_box(names: Sequence[str], role: str) -> Box:
+    """The box of the model's inputs that a stage reads, or of its outputs."""
+    note = role if len(names) == 1 else count(len(names), role)
+    text = title(names, range(len(names)), TITLE_CHARACTERS - 1)
+    return Box(text, note, "\n".join([*names[:16], note]), "end")
+
+
+def fold(names: Sequence[str], crossing: Sequence[int], most: int) -> list[range]:
+    """Cuts a sequence of operations into runs that share a box.
+
+    A run ends where few tensors cross and names change early, so runs tend to be the blocks that
+    a model is made of.
+    """
+    total = len(names)
+    least = -(-total // most)
+    runs, start = [], 0
+
+    def badness(end: int) -> tuple[int, int]:
+        if end == total:
+            return 0, 0
+        return crossing[end - 1], len(_common_prefix(names[end - 1 : end + 1]))
+
+    while start < total:
+        ends = range(start + least, min(start + 2 * least, total + 1))
+        end = min(ends, key=badness) if least > 1 and ends else min(start + least, total)
+        runs.append(range(start, end))
+        start = end
+    return runs
+
+
+def _crossing(own: Sequence[int], graph: LayerGraph | None) -> list[int]:
+    """How many tensors of a stage run on behind each of its operations."""
+    position = {node: i for i, node in enumerate(own)}
+    levels = [0] * len(own)
+    for tensor in graph.tensors if graph else ():
+        readers = [position[node] for node in tensor.consumers if node in position]
+        if tensor.producer in position and readers:
+            for i in range(position[tensor.producer], max(readers)):
+                levels[i] += 1
+    return levels
+
+
+def title(names: Sequence[str], run: range, most: int) -> str:
+    """Names a run: its operation, the block that it is, or the operation that it begins with."""
+    if len(run) == 1:
+        return shorten(names[run.start], most)
+    shared = _common_prefix([names[i] for i in run])
+    prefix = re.sub(r"[^/_.:\- ]*\Z", "", shared, flags=re.DOTALL)  # up to the last separator
+    beside = [names[i] for i in (run.start - 1, run.stop) if 0 <= i < len(names)]
+    if len(prefix) > 1 and not any(name.startswith(prefix) for name in beside):
+        return f"{shorten(prefix[:-1], most - 2)} …"
+    return f"{shorten(names[run.start], most - 2)} …"
+
+
+def shorten(text: str, most: int) -> str:
+    """Shortens a name in its middle, for names differ at their ends."""
+    if len(text) <= most:
+        return text
+    head = (most - 1) // 3
+    return f"{text[:head]}…{text[len(text) - (most - 1 - head) :]}"
+
+
+def _common_prefix(names: Sequence[str]) -> str:
+    low, high = min(names), max(names)
+    same = (i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b)
+    return low[: next(same, len(low))]
+
+
+def _cuts_alone(plan: Plan, row: dict[int, int]) -> list[CutTensors]:
+    """The cuts of a plan without its graph: they end at the heads of stages."""
+    cuts: dict[Place, CutTensors] = {}
+    for tensor in plan.cuts:
+        own = [i for i, stage in enumerate(plan.assignment) if stage == tensor.source]
+        names = (tensor.tensor, tensor.tensor.rpartition("[")[0])
+        producer = next((i for i in own if plan.node_names[i] in names), own[-1])
+        source = (tensor.source, row[producer])
+        cut = cuts.setdefault(source, CutTensors(source))
+        cut.tensors.append(tensor)
+        cut.targets |= {(stage, -1) for stage in tensor.targets}
+    return list(cuts.values())
+
+
+def _wires(
+    plan: Plan, graph: LayerGraph, row: dict[int, int], last_row: int
+) -> tuple[list[list[tuple[int, int]]], list[CutTensors]]:
+    """The links within stages and the cuts between them."""
+    links: list[set[tuple[int, int]]] = [set() for _ in plan.stages]
+    cuts: dict[Place, CutTensors] = {}
+    crossing = _cut_edges(plan, graph)
+    for tensor in graph.tensors:
+        readers = {(plan.assignment[node], row[node]) for node in tensor.consumers}
+        if tensor.producer is None:
+            for stage, below in readers:
+                links[stage].add((0, below))
+            continue
+        readers |= {(plan.num_stages - 1, last_row)} if tensor.id in graph.outputs else set()
+        source = (plan.assignment[tensor.producer], row[tensor.producer])
+        links[source[0]].update((source[1], r) for s, r in readers if s == source[0])
+        if tensor.id in crossing:
+            cut = cuts.setdefault(source, CutTensors(source))
+            cut.tensors.append(crossing[tensor.id])
+            cut.targets |= {place for place in readers if place[0] != source[0]}
+    return [sorted((a, b) for a, b in own if a != b) for own in links], list(cuts.values())
+
+
+def _cut_edges(plan: Plan, graph: LayerGraph) -> dict[int, CutEdge]:
+    """The plan's cut of each tensor that crosses stages.
+
+    Names do not tell, for Keras numbers layers anew in every process; the order does.
+    """
+    found, cuts = {}, iter(plan.cuts)
+    for tensor, source, targets in crossings(graph, plan.assignment):
+        cut = next(cuts, None)
+        if cut is None or (cut.source, cut.targets) != (source, targets):
+            raise PlanError(f"The plan has no cut for '{tensor.name}', which crosses stages.")
+        found[tensor.id] = cut
+    for extra in cuts:
+        raise PlanError(f"The plan cuts '{extra.tensor}', which stays on its stage.")
+    return found
+
+
+def lay_out(outline: Outline) -> Layout:
+    """Gives everything its place."""
+    skips = [_lanes(_reach(own)) for own in outline.links]
+    spans = {i: (c.source[0], max(s for s, _ in c.targets)) for i, c in enumerate(outline.cuts)}
+    rails = _lanes({i: span for i, span in spans.items() if span[1] > span[0] + 1})
+    channels = [_channel(outline, column, rails) for column in range(len(outline.columns))]
+    top = MARGIN + (8 + LANE * (1 + max(rails.values())) if rails else 0)
+    columns, x = [], float(MARGIN)
+    for inner, channel in zip(skips, channels, strict=True):
+        lanes = 1 + max(inner.values(), default=-1)
+        left = x + PAD + (lanes * LANE + 6 if lanes else 0)
+        columns.append((x, left + BOX_WIDTH + PAD - x, left))
+        x = left + BOX_WIDTH + PAD + LABEL_WIDTH + 26 + LANE * max(channel.values(), default=0)
+    links = [
+        [_link(link, left, top, inner) for link in own]
+        for own, (_, _, left), inner in zip(outline.links, columns, skips, strict=True)
+    ]
+    right = columns[-1][0] + columns[-1][1]
+    height = top + HEAD + max(map(len, outline.columns)) * PITCH + MARGIN
+    routes = _routes(outline, top, columns, channels, rails)
+    return Layout(right + MARGIN, height, top, columns, links, routes)
+
+
+def middle(top: float, row: int) -> float:
+    """Returns the height of the middle of a box, or of a column's head."""
+    return top + (HEAD / 2 if row < 0 else HEAD + row * PITCH + BOX_HEIGHT / 2)
+
+
+def _lanes(spans: dict[int, Span]) -> dict[int, int]:
+    """Gives each span a lane in which it meets no other one; greedy, which needs the fewest."""
+    ends: list[float] = []
+    lanes = {}
+    for key, (start, end) in sorted(spans.items(), key=lambda item: item[1]):
+        lane = next((i for i, taken in enumerate(ends) if taken <= start), len(ends))
+        ends[lane : lane + 1] = [end]
+        lanes[key] = lane
+    return lanes
+
+
+def _reach(links: Iterable[tuple[int, int]]) -> dict[int, Span]:
+    """The rows whose tensors skip boxes, and how far down these go."""
+    reach: dict[int, Span] = {}
+    for above, below in links:
+        if below > above + 1:
+            reach[above] = (above, max(below, reach.get(above, (0, 0))[1]))
+    return reach
+
+
+def _link(link: tuple[int, int], left: float, top: float, lanes: dict[int, int]) -> Points:
+    above, below = link
+    start, end = middle(top, above), middle(top, below)
+    if below == above + 1:
+        x = left + BOX_WIDTH / 2
+        return [(x, start + BOX_HEIGHT / 2), (x, end - BOX_HEIGHT / 2)]
+    x = left - 8 - LANE * lanes[above]
+    return [(left, start + 8), (x, start + 8), (x, end - 8), (left, end - 8)]
+
+
+def _channel(outline: Outline, column: int, rails: dict[int, int]) -> dict[int, int]:
+    """The lane of each cut in the channel behind a column."""
+    spans = {}
+    for i, cut in enumerate(outline.cuts):
+        heights = [float(row) for stage, row in cut.targets if stage == column + 1]
+        heights += [cut.source[1]] if cut.source[0] == column else []
+        if heights:
+            heights += [-2] if i in rails else []
+            spans[i] = (min(heights) - 0.4, max(heights) + 0.4)
+    return _lanes(spans)
+
+
+def _routes(
+    outline: Outline, top: float, columns: Sequence[tuple[float, float, float]],
+    channels: Sequence[dict[int, int]], rails: dict[int, int],
+) -> list[list[Points]]:  # fmt: skip
+    """The lines between columns: one for each target of each cut."""
+    arrivals: dict[Place, list[int]] = defaultdict(list)
+    for i, cut in enumerate(outline.cuts):
+        for place in sorted(cut.targets):
+            arrivals[place].append(i)
+
+    def lane_x(column: int, cut: int) -> float:
+        left, width, _ = columns[column]
+        return left + width + LABEL_WIDTH + 12 + LANE * channels[column][cut]
+
+    routes = []
+    for i, cut in enumerate(outline.cuts):
+        column, row = cut.source
+        y, out = middle(top, row), lane_x(column, i)
+        paths = []
+        for stage, below in sorted(cut.targets):
+            points: Points = [(columns[column][2] + BOX_WIDTH, y), (out, y)]
+            if stage > column + 1:
+                rail = MARGIN + LANE * rails[i]
+                points += [(out, rail), (lane_x(stage - 1, i), rail)]
+            arriving = arrivals[stage, below]
+            gap = min(6.0, (BOX_HEIGHT - 12) / len(arriving))  # lines end beside each other
+            end = middle(top, below) + gap * (arriving.index(i) - (len(arriving) - 1) / 2)
+            goal = columns[stage][0] if below < 0 else columns[stage][2]
+            paths.append([*points, (points[-1][0], end), (goal, end)])
+        routes.append(paths)
+    return routes
+
+
+def _hover(tensors: Sequence[CutEdge]) -> str:
+    lines = []
+    for tensor in tensors[:16]:
+        stages = ", ".join(map(str, tensor.targets))
+        extra = f" + mask of {format_bytes(tensor.mask_bytes)}" if tensor.mask_bytes else ""
+        lines.append(
+            f"{tensor.tensor}: stage {tensor.source} to {stages}, "
+            f"{format_bytes(tensor.bytes)} of {tensor.dtype}{extra}"
+        )
+    more = len(tensors) - len(lines)
+    return "\n".join([*lines, *([f"and {more} more"] if more else [])])
+
+
+def _drawn(paths: Sequence[Points]) -> dict[str, str]:
+    """Lines with round corners, and the arrows at their ends; nothing for none."""
+    if not paths:
+        return {}
+    return {"line": " ".join(map(_rounded, paths)), "head": " ".join(map(_arrow, paths))}
+
+
+def _rounded(points: Points, radius: float = 5) -> str:
+    commands = [f"M{_at(*points[0])}"]
+    for before, corner, after in zip(points, points[1:], points[2:], strict=False):
+        start, end = _towards(corner, before, radius), _towards(corner, after, radius)
+        commands.append(f"L{_at(*start)}Q{_at(*corner)} {_at(*end)}")
+    return "".join([*commands, f"L{_at(*points[-1])}"])
+
+
+def _towards(
+    start: tuple[float, float], end: tuple[float, float], most: float
+) -> tuple[float, float]:
+    """The point at most this far from the start of a line, or its middle where that comes first."""
+    length = abs(end[0] - start[0]) + abs(end[1] - start[1])
+    share = min(most, length / 2) / length if length else 0.0
+    return start[0] + share * (end[0] - start[0]), start[1] + share * (end[1] - start[1])
+
+
+def _arrow(points: Points) -> str:
+    (x, y), (from_x, _) = points[-1], points[-2]
+    if from_x == x:
+        return f"M{_at(x - 3.5, y - 6)}L{_at(x + 3.5, y - 6)}L{_at(x, y)}Z"
+    return f"M{_at(x - 6, y - 3.5)}L{_at(x - 6, y + 3.5)}L{_at(x, y)}Z"
+
+
+def _at(x: float, y: float) -> str:
+    return f"{x:.1f} {y:.1f}".replace(".0", "")

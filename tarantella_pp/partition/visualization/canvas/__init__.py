@@ -1,1 +1,0 @@
-"""Elements of pictures: markup, colours, style sheets, labels."""

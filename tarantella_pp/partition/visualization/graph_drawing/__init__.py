@@ -1,1 +1,0 @@
-"""The picture of a layer graph: boxes, links, cuts, their layout."""

@@ -396,7 +396,7 @@ def test_nothing_heavy_is_loaded_where_it_is_not_needed(
     assert not loaded & HEAVY
     if arguments[1] != "make" and arguments[1] != "compare":
         assert "tarantella_pp.partition.solvers.solve" not in loaded
-        assert ("numpy" in loaded) == (arguments[1] == "check" or arguments[0] == "simulate")
+        assert ("numpy" in loaded) == (arguments[1] == "check")
     assert ("rich" in loaded) == ("--json" not in arguments)
 
 

@@ -26,7 +26,7 @@ from tarantella_pp.partition.plan.plan_parts import StagePlan
 from tarantella_pp.partition.plan.plan_simulation import planned_step
 from tarantella_pp.partition.plan.report import choice_lines
 from tarantella_pp.schedule import Compute
-from tarantella_pp.simulation.scaling import PipelineStep
+from tarantella_pp.simulation.pipelines import PipelineStep
 from tarantella_pp.simulation.step_timeline import Event, idle_fraction
 
 MOST_ROWS, MOST_REPLICAS = 5000, 64

@@ -10,7 +10,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from tarantella_pp.partition.graph.units import format_bytes
+from tarantella_pp.partition.graph.units import format_bytes, format_seconds
 from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan.plan_config import common_limit
@@ -205,7 +205,7 @@ def choice_lines(plan: Plan) -> list[str]:
     """Returns lines that say how long a step takes, what came next, and what else there is."""
     if plan.step_seconds is None:
         return []
-    lines = [f"A step takes {_shownformat_seconds(plan.step_seconds)}, simulated."]
+    lines = [f"A step takes {format_seconds(plan.step_seconds)}, simulated."]
     if plan.next_best is not None and plan.next_best != plan.advice:  # which has its own line
         lines[0] += (
             f" Next best: {_other_options(plan, plan.next_best)}, {_trade(plan, plan.next_best)}."
@@ -230,8 +230,3 @@ def _trade(plan: Plan, other: Alternative) -> str:
     if abs(share) < EQUAL:
         time = "as long a step"
     return f"{time}, {'-' if more < 0 else '+'}{format_bytes(abs(more))}" if more else time
-
-
-def _shown_seconds(value: float) -> str:
-    unit, scale = next((pair for pair in UNITS if value >= pair[1]), UNITS[-1])
-    return f"{value / scale:.3g} {unit}"

@@ -16,7 +16,6 @@ import tensorflow as tf
 from keras.src import backend
 from keras.src.backend.common import global_state
 from keras.src.losses.loss import reduce_weighted_values
-from keras.src.losses.losses import LossFunctionWrapper
 from keras.src.trainers.compile_utils import CompileLoss
 
 __all__ = [
@@ -28,12 +27,12 @@ __all__ = [
     "compiled_metrics",
     "forget_validation",
     "global_seed",
-    "is_keras_loss",
     "layers_in",
     "logits_of",
     "moments_known",
     "moments_told",
     "moving_statistics",
+    "reduces_values",
     "reduction_of",
     "running_states",
     "sample_values",
@@ -133,12 +132,9 @@ def reduction_of(loss: Any, values: Any, sample_weight: Any, mask: Any) -> Any:
     )
 
 
-def is_keras_loss(loss: Any) -> bool:
-    """Returns whether a loss is one of Keras' own, and not a subclass or a user's function."""
-    kinds = [type(loss), loss.fn] if isinstance(loss, LossFunctionWrapper) else [type(loss)]
-    return all(
-        str(getattr(kind, "__module__", "")).startswith("keras.src.losses") for kind in kinds
-    )
+def reduces_values(loss: Any) -> bool:
+    """Whether a loss has values, which Keras reduces, instead of a way of its own to be called."""
+    return type(loss).__call__ is keras.losses.Loss.__call__
 
 
 def logits_of(tensor: Any) -> Any:

@@ -68,7 +68,7 @@ def check_loss(compiled: Any, engine: Engine) -> None:
         raise ConfigurationError(
             f"Received: schedule={plan.schedule!r}, which computes the loss of one micro-batch "
             f"after the other, but {reason}. Leave `schedule` out, use schedule='gpipe' or "
-            "num_micro_batches=1, or a loss of keras.losses that treats each sample by itself."
+            "num_micro_batches=1, or a loss that treats each sample by itself."
         )
     if engine.prints:
         outputs = sum(graph.tensors[tensor].bytes_per_sample for tensor in graph.outputs)
@@ -77,7 +77,7 @@ def check_loss(compiled: Any, engine: Engine) -> None:
             "Training runs schedule='gpipe': each stage keeps what its backward pass needs of all "
             f"num_micro_batches={plan.num_micro_batches} micro-batches, and the last one all "
             f"outputs, {format_bytes(outputs)} for each sample; `model.plan` counts both. A loss "
-            "of keras.losses that treats each sample by itself needs neither.",
+            "that treats each sample by itself needs neither.",
             UserWarning,
             stacklevel=3,
         )

@@ -23,7 +23,7 @@ from tarantella_pp.runtime.modules.stage_boundary import StageBoundary
 from tarantella_pp.runtime.modules.stage_module import StageModule
 from tarantella_pp.runtime.one_rank import on_one_rank
 from tarantella_pp.runtime.optimizer_step import OptimizerStep
-from tarantella_pp.runtime.probes.loss_probe import whole_batch_reason
+from tarantella_pp.runtime.probes.loss_probe import loss_kinds, whole_batch_reason
 from tarantella_pp.runtime.probes.stage_probe import Pieces
 from tarantella_pp.runtime.replicas.gradient_reduction import GradientReduction
 from tarantella_pp.runtime.replicas.process_groups import ProcessGroups
@@ -60,12 +60,12 @@ class Compilation:
         y, weight = (_symbolic(description) for description in batch.targets)
         outputs = unpacked(extracted.outputs_struct)
         self.loss_per_sample = bool(build_metrics(model, y, outputs, weight))
-        self.coupling = whole_batch_reason(compiled_loss(model), extracted, y)
+        self.coupling, kinds = loss_kinds(compiled_loss(model), extracted, y)
         self.loss_and_metrics: LossAndMetrics | None = None
         self.loss: BatchLoss | None = None
         if groups.pipeline.rank == last_rank:
             self.loss_and_metrics = LossAndMetrics(model, extracted, boundary)
-            self.loss = BatchLoss(model, extracted, boundary)
+            self.loss = BatchLoss(model, extracted, boundary, kinds)
         shared_out = None
         if weights.updated is not None:
             replica = weights.trainers.replica

@@ -136,9 +136,7 @@ class Engine:
         self.clock.advance()
         with self._whole_or_nothing(), recorder.step():
             step = self._step(batch, compiled, training=True)
-            schedule = self.schedules.training(
-                len(step.pieces.sizes), needs_whole_batch=compiled.coupling is not None
-            )
+            schedule = self.schedules.training(len(step.pieces.sizes), compiled.coupling)
             recorder.runs(schedule, batch.rows)
             self._exchanges = True
             self.stages.run(schedule, batch, step)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan.plan_simulation import search_limits
 from tarantella_pp.runtime.autotune import Autotune
@@ -47,10 +48,17 @@ class StepSchedules:
         """The schedule of forward passes only."""
         return self._schedule(None, count)
 
-    def training(self, count: int, needs_whole_batch: bool) -> Schedule:
+    def training(self, count: int, whole_batch_reason: str | None) -> Schedule:
         """The schedule of the next training step."""
-        if needs_whole_batch and count > 1 and self.free:
-            return self._schedule(self.gpipe, count)
+        if whole_batch_reason is not None and count > 1:
+            if self.free:
+                return self._schedule(self.gpipe, count)
+            if not self.sees_batch_at_once:  # found with the targets of the first batch
+                raise ConfigurationError(
+                    f"Received: schedule={self.spec.name!r}, which computes the loss of one "
+                    f"micro-batch after the other, but {whole_batch_reason}. Leave `schedule` "
+                    "out, or use schedule='gpipe' or num_micro_batches=1."
+                )
         return self._schedule(self.spec if self._tuning is None else self._tuning.spec, count)
 
     @property

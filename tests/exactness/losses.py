@@ -11,7 +11,6 @@ import keras
 import numpy as np
 from keras import layers, losses, ops
 
-from tarantella_pp.keras_internals.training import is_keras_loss
 from tarantella_pp.runtime.probes.loss_probe import treats_samples_apart
 from tests.exactness.classes import classes_in
 from tests.exactness.ensemble import Headed
@@ -159,7 +158,7 @@ def _trial(title: str, name: str, make: Callable[..., Any], reduction: str, way:
 
 def _is_apart(loss: losses.Loss) -> bool:
     """Whether a loss is computed micro-batch by micro-batch, not of the whole batch."""
-    if loss.reduction == "none" or not is_keras_loss(loss):
+    if loss.reduction == "none":
         return False
     return treats_samples_apart(loss, (None, TIMES, CLASSES))
 

@@ -19,6 +19,7 @@ from tarantella_pp.keras_internals.training import (
 from tarantella_pp.partition.extraction.keras_reader import ExtractedModel
 from tarantella_pp.runtime.modules.model_outputs import output_spec, pack_outputs
 from tarantella_pp.runtime.modules.stage_boundary import BoundaryTensor, StageBoundary
+from tarantella_pp.runtime.probes.parts import MEAN, ROWS, SUM
 from tarantella_pp.runtime.tf_graph.compiled_function import CompiledFunction, dense_tensors
 
 _COMPILED_SIGNATURES = 16
@@ -51,8 +52,15 @@ class BatchLoss:
         reached: The output tensors that the loss depends on; known once gradients were computed.
     """
 
-    def __init__(self, model: Any, extracted: ExtractedModel, boundary: StageBoundary) -> None:
+    def __init__(
+        self,
+        model: Any,
+        extracted: ExtractedModel,
+        boundary: StageBoundary,
+        kinds: Sequence[str] = (),
+    ) -> None:
         self._extracted = extracted
+        self._kinds = kinds
         self._results = boundary.model_outputs
         self._activations = boundary.activations
         self._sources = [
@@ -67,7 +75,7 @@ class BatchLoss:
         self._add_up = None if first is None else second_loss(first, self._contribution)
         self._found: list[tf.Tensor] = []
         self._each: list[tf.Tensor] = []
-        self._given: Iterator[tf.Tensor] = iter(())
+        self._given: Iterator[tuple[str, tf.Tensor]] = iter(())
         self._compiled: dict[Hashable, CompiledFunction] = {}
         self._functions: dict[Hashable, Callable[..., Any]] = {}
         self.reached: set[int] = set()
@@ -195,7 +203,7 @@ class BatchLoss:
         coefficients: list[tf.Tensor],
         scale: Any,
     ) -> list[tf.Tensor]:
-        self._given = iter(coefficients)
+        self._given = iter(zip(self._kinds, coefficients, strict=True))
         return self._valued(self._add_up, y, results, None, differentiate, scale)
 
     def _valued(
@@ -243,21 +251,30 @@ class BatchLoss:
         return self._found
 
     def _measured(self, loss: Any, y: Any, y_pred: Any, sample_weight: Any) -> tf.Tensor:
-        """Stands for one loss of Keras: notes its coefficients, which its gradient is."""
+        """Stands for one loss: notes its coefficients, which its gradient is.
+
+        The one of a mean over all samples is spread over them, so that each takes its share along.
+        """
         values, mask = sample_values(loss, y, y_pred)
-        _check(loss, values, [tf.nest.flatten(y_pred)[0].shape[0], *values.shape[1:]])
+        rows, kind = tf.nest.flatten(y_pred)[0].shape[0], self._kinds[len(self._found)]
+        _check(loss, values, kind, rows)
         zeros = tf.zeros_like(values)
         with tf.GradientTape() as tape:
             tape.watch(zeros)
             reduced = reduction_of(loss, zeros, sample_weight, mask)
-        self._found.append(tape.gradient(reduced, zeros))
+        coefficient = tape.gradient(reduced, zeros)
+        if kind != ROWS:
+            coefficient = tf.fill([rows], coefficient / (rows if kind == MEAN else 1))
+        self._found.append(coefficient)
         return reduced
 
     def _contribution(self, loss: Any, y: Any, y_pred: Any, _: Any) -> tf.Tensor:
-        """Stands for one loss of Keras: what some samples contribute to it."""
+        """Stands for one loss: what some samples contribute to it."""
         values, _ = sample_values(loss, y, y_pred)
-        coefficients = next(self._given)
-        _check(loss, values, [None, *coefficients.shape[1:]])
+        kind, coefficients = next(self._given)
+        _check(loss, values, kind, None, coefficients.shape[1:])
+        if kind == SUM:  # it has been added up over the samples
+            coefficients = coefficients[0]
         self._each.append(tf.reduce_sum(values * coefficients))
         return self._each[-1]
 
@@ -266,9 +283,13 @@ class BatchLoss:
         return pack_outputs(self._extracted, values, self._activations)
 
 
-def _check(loss: Any, values: tf.Tensor, expected: Sequence[int | None]) -> None:
+def _check(
+    loss: Any, values: tf.Tensor, kind: str, rows: int | None, sizes: Sequence[int | None] = ()
+) -> None:
     """Refuses targets that Keras spreads over other samples, as those of (8, 1, 3) over (8, 3)."""
-    if not values.shape.rank or not values.shape.is_compatible_with(expected):
+    rank = values.shape.rank
+    expected = [rows, *(sizes or values.shape[1:])] if rank else []
+    if bool(rank) != (kind == ROWS) or not values.shape.is_compatible_with(expected):
         raise UnsupportedModelError(
             f"Loss '{loss.name}' has values of the shape {tuple(values.shape)}, which is not one "
             "row for each sample: the shape of the targets does not fit that of the outputs. "

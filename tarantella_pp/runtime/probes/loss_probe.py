@@ -3,41 +3,76 @@
 from __future__ import annotations
 
 import functools
+import math
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
+import tensorflow as tf
 from numpy.typing import NDArray
 
 from tarantella_pp.keras_internals.functional import compute_output_spec
 from tarantella_pp.keras_internals.training import (
-    is_keras_loss,
+    reduces_values,
     sample_values,
     second_loss,
 )
 from tarantella_pp.partition.extraction.keras_reader import ExtractedModel
 from tarantella_pp.runtime.modules.model_outputs import unpacked
+from tarantella_pp.runtime.probes.parts import (
+    ALL,
+    MEAN,
+    ROWS,
+    SUM,
+    array_of,
+    chosen,
+    kinds_of,
+    thirds,
+)
+from tarantella_pp.runtime.tf_graph.side_effects import effects_of
 
 Array = NDArray[Any]
+Shape = Sequence[int | None]
 
 _ROWS, _LARGEST = 5, 3
 """Another number of samples than any size, so that no axis is taken for the batch by mistake."""
-_KEPT = np.arange(_ROWS) % 2 == 0
+_MANY = 100_000
+"""Numbers of a sample's output beyond which fewer are tried."""
+_TOLERANCE = 1e-5
+
+
+class LossKinds(NamedTuple):
+    """How the loss of a batch follows from its micro-batches.
+
+    Attributes:
+        reason: Why it does not, if so.
+        kinds: For each loss, how its values follow: rows, or a mean or a sum over samples.
+    """
+
+    reason: str | None
+    kinds: Sequence[str]
 
 
 def whole_batch_reason(compiled: Any, extracted: ExtractedModel, y: Any = None) -> str | None:
     """Why the loss of a batch is not the sum of what its micro-batches contribute."""
+    return loss_kinds(compiled, extracted, y).reason
+
+
+def loss_kinds(compiled: Any, extracted: ExtractedModel, y: Any = None) -> LossKinds:
+    """Tries all losses of a model; `y` describes the targets if they are known."""
     if compiled is None:
-        return None
+        return LossKinds(None, ())
     graph = extracted.graph
     if any(graph.tensors[output].mask_shape is not None for output in graph.outputs):
-        return "the model's output carries a mask, and its loss counts unmasked entries only"
-    found: list[tuple[Any, list[Any]]] = []
+        return LossKinds(
+            "the model's output carries a mask, and its loss counts unmasked entries only", ()
+        )
+    found: list[tuple[Any, Any, list[Shape]]] = []
 
-    def note(loss: Any, _: Any, y_pred: Any, __: Any) -> Any:
-        found.append((loss, [tuple(tensor.shape) for tensor in keras.tree.flatten(y_pred)]))
+    def note(loss: Any, y: Any, y_pred: Any, _: Any) -> Any:
+        found.append((loss, y, [tuple(tensor.shape) for tensor in keras.tree.flatten(y_pred)]))
         return keras.ops.zeros(())
 
     outputs = unpacked(extracted.outputs_struct)
@@ -46,80 +81,123 @@ def whole_batch_reason(compiled: Any, extracted: ExtractedModel, y: Any = None) 
     except (KeyError, TypeError, ValueError):
         if y is not None:
             raise  # as Keras does, at the first batch, of losses that do not fit the outputs
-    reasons = (_reason(loss, shapes) for loss, shapes in found)
-    return next(filter(None, reasons), None)
+    trials = [_tried(loss, None if y is None else t, shapes) for loss, t, shapes in found]
+    reason = next((reason for reason, _ in trials if reason), None)
+    return LossKinds(reason, [kind for _, kind in trials])
 
 
-def _reason(loss: Any, shapes: Sequence[tuple[int | None, ...]]) -> str | None:
-    if not is_keras_loss(loss) or len(shapes) != 1:
-        return f"loss '{loss.name}' may look at several samples at once"
+def _tried(loss: Any, y: Any, shapes: Sequence[Shape]) -> tuple[str | None, str]:
+    """Why a loss needs the whole batch, if it does; and the kind of its values."""
     if loss.reduction in (None, "none"):
-        return f"loss '{loss.name}' has reduction={loss.reduction!r}"
-    if not treats_samples_apart(loss, shapes[0]):
-        return f"loss '{loss.name}' looks at several samples at once"
-    return None
+        return f"loss '{loss.name}' has reduction={loss.reduction!r}", ROWS
+    if len(shapes) != 1 or not reduces_values(loss):
+        return f"loss '{loss.name}' may look at several samples at once", ROWS
+    own = [] if y is None else keras.tree.flatten(y)
+    found = value_kinds(loss, shapes[0], own[0] if len(own) == 1 else None)
+    if found is None:
+        return f"loss '{loss.name}' does not take the targets that it was tried with", ROWS
+    kind = chosen(found, (ROWS, MEAN, SUM))
+    if kind is None:
+        return f"loss '{loss.name}' looks at several samples at once", ROWS
+    return None, kind
 
 
-def treats_samples_apart(loss: Any, shape: Sequence[int | None]) -> bool:
-    """Whether each value of a loss, and its mask, depends on one sample only.
+def treats_samples_apart(loss: Any, shape: Shape) -> bool:
+    """Whether each value of a loss, and its mask, depends on one sample only."""
+    found = value_kinds(loss, shape)
+    return found is not None and ROWS in found
 
-    Some samples are replaced by others: the values of the rest must stay what they are.
+
+def value_kinds(loss: Any, shape: Shape, y: Any = None) -> frozenset[str] | None:
+    """Tells how the values of a loss follow from those of parts; `None` if it takes no targets.
+
+    A loss that looks at several samples only where some of them are rare, or of a certain size or
+    sign, shows itself with one of several kinds of data.
     """
-    sizes = [_LARGEST if size is None else min(size, _LARGEST) for size in shape[1:]]
+    sizes = _sizes(shape)
+    found = ALL
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what a loss thinks of made-up data
-        found = [_is_apart(loss, *data) for data in _data(sizes)]
-    return True in found and False not in found
+        trials = [_kinds(loss, *data) for data in _data(sizes, y)]
+    known = [kinds for kinds in trials if kinds is not None]
+    for kinds in known:
+        found &= kinds
+    return found if known else None
 
 
-def _data(sizes: Sequence[int]) -> Iterator[tuple[Array, Array]]:
-    """Two batches of outputs, with targets of each kind that some loss takes.
+def _sizes(shape: Shape) -> list[int]:
+    """The sizes of what a loss is tried with: its own, unless they are large or vary."""
+    sizes = [_LARGEST if size is None else size for size in shape[1:]]
+    return sizes if math.prod(sizes) <= _MANY else [min(size, _LARGEST) for size in sizes]
+
+
+def _data(sizes: Sequence[int], y: Any) -> Iterator[tuple[Array, Array]]:
+    """Targets of each kind that some loss takes, and outputs.
 
     These are values of any size, values beside zeros and ones, and numbers of classes.
     """
     rng = np.random.default_rng(0)
-    y_pred, values = rng.uniform(0.1, 0.9, (2, 2, _ROWS, *sizes))
+    y_pred, values = rng.uniform(0.1, 0.9, (2, _ROWS, *sizes))
+    every_other = np.arange(_ROWS).reshape(-1, *[1] * len(sizes)) % 2
+    beside = np.where(every_other, values, values > 0.5)  # the first part has zeros and ones alone
+    numbers = rng.normal(scale=4.0, size=(2, _ROWS, *sizes))
     yield values, y_pred
-    yield np.stack([values[0] > 0.5, values[1]]), y_pred
+    yield beside, y_pred
+    yield numbers[0], numbers[1]
     if sizes:
         yield np.arange(y_pred[..., 0].size).reshape(y_pred.shape[:-1]) % 2, y_pred
+    if y is not None and list(y.shape[1:]) != list(sizes) and None not in y.shape[1:]:
+        own = rng.uniform(0.0, 1.0, (_ROWS, *y.shape[1:]))
+        yield own, y_pred
+        yield np.round(own), numbers[1]
 
 
-def _is_apart(loss: Any, y: Array, y_pred: Array) -> bool | None:
-    """Whether it is for two batches of such data; `None` if it does not take such targets."""
+def _kinds(loss: Any, y: Array, y_pred: Array) -> frozenset[str] | None:
+    """The kinds that its values may be of with such data; `None` if it does not take them."""
+    masked: list[bool] = []
 
-    def values(y: Array, y_pred: Array) -> list[Array]:
-        found = [part for part in sample_values(loss, y, y_pred) if part is not None]
-        return [np.asarray(keras.ops.convert_to_numpy(part), float) for part in found]
+    def values(y: tf.Tensor, y_pred: tf.Tensor) -> list[tf.Tensor]:
+        found, mask = sample_values(loss, y, y_pred)
+        masked[:] = [mask is not None]
+        return [found] if mask is None else [found, tf.cast(mask, found.dtype)]
 
+    specs = [tf.TensorSpec([None, *data.shape[1:]], keras.config.floatx()) for data in (y, y_pred)]
     try:
         # TensorFlow warns on standard error of shapes that do not fit, but not while it traces.
-        compute_output_spec(functools.partial(sample_values, loss), *map(_spec, (y[0], y_pred[0])))
-        whole = values(y[0], y_pred[0])
-        others = values(y[0], y_pred[1])
-        mixed = [values(_mix(y, kept), _mix(y_pred, kept)) for kept in (_KEPT, ~_KEPT)]
+        compute_output_spec(functools.partial(sample_values, loss), *map(_spec, (y, y_pred)))
+        traced = tf.function(values, input_signature=specs, autograph=False)
+        function = traced.get_concrete_function()
+        if any(effects_of(function.graph.as_graph_def())):
+            return frozenset()  # it draws random numbers, or counts how often it is called
+
+        def run(rows: slice, outputs: Array = y_pred) -> list[Array]:
+            given = [
+                tf.constant(d[rows], s.dtype) for d, s in zip((y, outputs), specs, strict=True)
+            ]
+            return [array_of(tensor) for tensor in function(*given)]
+
+        first = thirds(_ROWS)[0]
+        halves = [slice(0, first), slice(first, _ROWS)]
+        whole, parts = run(slice(0, _ROWS)), [run(rows) for rows in halves]
+        if masked[0] and not np.array_equal(whole[1], run(slice(0, _ROWS), y_pred[::-1])[1]):
+            return frozenset()  # a mask must follow from the targets
     except Exception:  # whatever a loss says to targets of another kind
         return None
-    if any(part.shape[:1] != (_ROWS,) for part in whole):
-        return False
-    if not all(map(_equal, whole[1:], others[1:])):  # the mask must follow from the targets
-        return False
-    return all(
-        _equal(before[kept], after[kept])
-        for kept, found in zip((_KEPT, ~_KEPT), mixed, strict=True)
-        for before, after in zip(whole, found, strict=True)
-    )
+    if not all(np.isfinite(part).all() for part in (*whole, *parts[0], *parts[1])):
+        return None
+    shares = [first / _ROWS, 1 - first / _ROWS]
+    found = [
+        kinds_of(0.0, w, each, shares, _TOLERANCE) for w, *each in zip(whole, *parts, strict=True)
+    ]
+    if whole[0].ndim and whole[0].shape[0] != _ROWS:
+        return frozenset()
+    if any(part[0].shape[1:] != whole[0].shape[1:] for part in parts) and list(y.shape) != list(
+        y_pred.shape
+    ):
+        return None  # Keras spreads such targets over other samples: refused with the batch itself
+    wanted = {ROWS} if whole[0].ndim else {MEAN, SUM}
+    return frozenset.intersection(*found) & wanted
 
 
 def _spec(data: Array) -> keras.KerasTensor:
     return keras.KerasTensor(data.shape, str(data.dtype))
-
-
-def _mix(pair: Array, kept: Array) -> Array:
-    """The kept samples of the first batch and the other ones of the second."""
-    mixed: Array = np.where(kept.reshape(-1, *[1] * (pair.ndim - 2)), pair[0], pair[1])
-    return mixed
-
-
-def _equal(first: Array, second: Array) -> bool:
-    return bool(np.allclose(first, second, rtol=1e-5, atol=1e-6, equal_nan=True))

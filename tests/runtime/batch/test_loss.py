@@ -279,3 +279,55 @@ def test_targets_that_do_not_fit_leave_nothing_on_standard_error():
     )
     assert found.stdout == "True\n"
     assert "Incompatible shapes" not in found.stderr
+
+
+def charbonnier(y, p):
+    """A value for each sample, of all that it has."""
+    return keras.ops.mean(keras.ops.sqrt(keras.ops.square(y - p) + 1e-6), axis=(1, 2, 3))
+
+
+class Weighted(losses.Loss):
+    """A value for each pixel, of a class of the user's."""
+
+    def call(self, y_true, y_pred):
+        return keras.ops.sum(keras.ops.abs(y_true - y_pred) * (1 + y_true), axis=-1)
+
+
+OWN = {
+    "each sample": lambda: charbonnier,
+    "each pixel": Weighted,
+    "mean": lambda: lambda y, p: keras.ops.mean(keras.ops.abs(y - p)),
+    "sum": lambda: lambda y, p: 0.1 * keras.ops.sum(keras.ops.square(y - p)),
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("weighted", [None, "sample"])
+def test_losses_of_the_users_own_are_tried_and_run_with_1f1b(models, name, weighted):
+    plain, pipeline, start = models
+    weight = None if weighted is None else WEIGHTS["sample"][:, 0, 0]
+    if name == "each pixel" and weighted:
+        weight = WEIGHTS["pixel"]
+    found = []
+    for model in (plain, pipeline):
+        model.set_weights(start)
+        model.compile(sgd(), OWN[name](), run_eagerly=model is plain)
+        found.append(trained(model, PARTS, weight))
+    assert distance(*found) < 1e-10
+
+
+def late(y, p):
+    """A mean over samples until errors are large."""
+    error = keras.ops.mean(keras.ops.square(y - p), axis=(1, 2, 3))
+    return error * keras.ops.minimum(1.0, 3.0 / keras.ops.max(error))
+
+
+def noisy(y, p):
+    return keras.ops.mean(keras.ops.square(y - p)) + keras.random.uniform(()) * 0
+
+
+@pytest.mark.parametrize("loss", [late, noisy])
+def test_what_looks_at_the_batch_with_other_numbers_only_is_found(models, loss):
+    _, pipeline, _ = models
+    with pytest.raises(ConfigurationError, match=f"loss '{loss.__name__}' looks at several"):
+        pipeline.compile(sgd(), loss)

@@ -1,0 +1,279 @@
+"""One probe: run the whole, run its parts, compare.
+
+    samples   0 1 2 3 4 5            what the whole gives, w, is one of
+
+    whole     x x x x x x   -->  w   ROWS   a, b                     one behind the other
+    parts     x x           -->  a   SAME   a = b                    nothing follows from samples
+                  x x x x   -->  b   MEAN   (2 a + 4 b) / 6          weighted by samples
+                                     SUM    s + (a - s) + (b - s)    added to what was there, s
+
+or it is refused by name: micro-batches and replicas would train something else than one process.
+What may be of several kinds in one trial is of the kind that it may be of in all of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import tensorflow as tf
+
+from tarantella_pp.runtime.comm.tensor_buffers import value_of
+from tarantella_pp.runtime.tf_graph.compiled_function import CompiledFunction, unoptimized
+from tarantella_pp.runtime.tf_graph.graph_traversal import ancestors
+from tarantella_pp.runtime.tf_graph.subgraph import SubgraphExtractor
+
+ROWS, SAME, MEAN, SUM = "rows", "same", "mean", "sum"
+ALL = frozenset((ROWS, SAME, MEAN, SUM))
+
+TOLERANCES = {tf.float64: 1e-10, tf.float32: 1e-5, tf.bfloat16: 2e-2, tf.float16: 2e-2}
+"""How far numbers may be apart, relative to the largest, that are computed in the same way."""
+_SHAPES, _COARSEST = 30, 0.1
+"""How much farther apart numbers may be that were computed in other shapes, and how far at most."""
+_ROUNDING = 64
+"""Units of rounding of the value itself that count as no difference."""
+_FLOOR = 1e-2
+"""What of the tolerance for the largest of several values counts for all of them."""
+_DRAWS = re.compile(
+    r"(Stateless|Stateful)?(Random(Uniform|Normal|StandardNormal|Gamma|Poisson|Binomial)"
+    r"|StandardNormal|Uniform|(Parameterized)?TruncatedNormal|Multinomial)(Int|Full|Int64)*(V\d)?$"
+)
+
+Array = np.ndarray[Any, Any]
+
+
+def kinds_of(
+    start: Array | float,
+    whole: Array,
+    parts: Sequence[Array],
+    shares: Sequence[float],
+    tolerance: float,
+    largest: float = 0.0,
+) -> frozenset[str]:
+    """Tells how a value follows from those of parts."""
+    before, after, *each = [np.asarray(v, np.float64) for v in (start, whole, *parts)]
+    if not all(np.isfinite(value).all() for value in (before, after, *each)):
+        return ALL
+    limit = _limit(whole.dtype, before, [after, *each], tolerance, largest)
+
+    def close(value: Array) -> bool:
+        return value.shape == after.shape and bool(np.all(np.abs(value - after) <= limit))
+
+    found = {ROWS} if after.ndim and _fit(each) and close(np.concatenate(each)) else set()
+    if all(part.shape == after.shape for part in each):
+        weighted = [share * part for share, part in zip(shares, each, strict=True)]
+        found |= {SAME} if all(map(close, each)) else set()
+        found |= {MEAN} if close(np.sum(weighted, axis=0)) else set()
+        found |= {SUM} if close(before + np.sum([p - before for p in each], axis=0)) else set()
+    return frozenset(found)
+
+
+def _fit(parts: Sequence[Array]) -> bool:
+    return all(part.ndim and part.shape[1:] == parts[0].shape[1:] for part in parts)
+
+
+def _limit(
+    dtype: Any, start: Array, values: Sequence[Array], tolerance: float, largest: float
+) -> float:
+    """How far apart two values may be that count as the same."""
+    try:
+        unit = float(ml_dtypes.finfo(dtype).eps)
+    except ValueError:  # of whole numbers
+        return 0.0
+    sizes = [float(np.max(np.abs(value), initial=0.0)) for value in values]
+    changes = [
+        float(np.max(np.abs(value - start), initial=0.0)) if start.any() else size
+        for value, size in zip(values, sizes, strict=True)
+    ]
+    return tolerance * max(*changes, _FLOOR * largest) + _ROUNDING * unit * max(sizes)
+
+
+def chosen(kinds: frozenset[str], order: Sequence[str]) -> str | None:
+    """Chooses one of the kinds that a value may be of."""
+    return next((kind for kind in order if kind in kinds), None)
+
+
+def chosen_together(found: Mapping[int, frozenset[str]]) -> dict[int, str | None]:
+    """Chooses the kinds of gradients of one update: what shows nothing is as the others are."""
+    told = {MEAN if MEAN in kinds else SUM for kinds in found.values() if SUM not in kinds}
+    order = (MEAN, SUM) if told else (SUM, MEAN)
+    if all(kinds >= {MEAN, SUM} for kinds in found.values()):  # nothing is known of any of them
+        order = (MEAN, SUM)
+    return {i: chosen(kinds, order) for i, kinds in found.items()}
+
+
+def thirds(rows: int, sizes: Sequence[int] = (1, 2)) -> list[int]:
+    """Parts of unlike sizes: of two halves with the same samples, means would tell nothing."""
+    first = max(1, rows * sizes[0] // sum(sizes))
+    return [first, rows - first]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What a function made of some samples: its values, what it wrote and what it drew."""
+
+    values: list[Array]
+    state: list[Array]
+    draws: list[tf.Tensor]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A whole and its parts, all of which began with the same state."""
+
+    start: list[Array]
+    whole: Trial
+    parts: list[Trial]
+    shares: list[float]
+    tolerance: float
+
+    def kinds(self, place: int, largest: float = 0.0) -> frozenset[str]:
+        """The kinds that a value may be of; those of parts began with nothing."""
+        each = [part.values[place] for part in self.parts]
+        whole = self.whole.values[place]
+        return kinds_of(0.0, whole, each, self.shares, self.tolerance, largest)
+
+    def kinds_of_state(self, place: int) -> frozenset[str]:
+        """The kinds that a variable may be of."""
+        each = [part.state[place] for part in self.parts]
+        start, whole = self.start[place], self.whole.state[place]
+        return kinds_of(start, whole, each, self.shares, self.tolerance)
+
+
+class PartsProbe:
+    """Runs a traced function on samples and on parts of them.
+
+    Random numbers are drawn for the whole, and each part is given those of its samples: it would
+    draw others by itself. Nothing changes: what the function writes is put back.
+
+    Attributes:
+        draws: The random numbers that it draws.
+        tolerance: How far numbers may be apart that count as the same.
+        drawn_inside: Whether loops or branches draw numbers, which cannot be given to them.
+    """
+
+    def __init__(
+        self,
+        function: Any,
+        inputs: Sequence[tf.Tensor],
+        fetches: Sequence[tf.Tensor],
+        effects: Sequence[tf.Operation] = (),
+        written: Sequence[tf.Variable] = (),
+    ) -> None:
+        operations = function.graph.get_operations()
+        self.draws = [op.outputs[0] for op in operations if _DRAWS.match(op.type)]
+        dtypes = {tensor.dtype for op in operations for tensor in op.outputs}
+        self.tolerance = min(_COARSEST, _SHAPES * max(TOLERANCES.get(d, 0.0) for d in dtypes))
+        library = function.graph.as_graph_def().library.function
+        self.drawn_inside = any(_DRAWS.match(n.op) for body in library for n in body.node_def)
+        self._count = len(fetches)
+        self._written = list(written)
+        self._graph = function.graph
+        extractor = SubgraphExtractor(function)
+        wanted = [*fetches, *self.draws]
+
+        def compiled(given: Sequence[tf.Tensor]) -> Callable[..., list[tf.Tensor]]:
+            carved = extractor.extract(given, wanted, effects)
+            specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in given]
+            return unoptimized()(CompiledFunction(lambda *v: carved(*v), specs).__call__)
+
+        self._run = compiled(inputs)
+        self._run_with = compiled([*inputs, *self.draws]) if self.draws else self._run
+
+    def compare(
+        self, rows: int, sizes: Sequence[int], given: Callable[[slice], Sequence[tf.Tensor]]
+    ) -> Comparison:
+        """Runs the whole and its parts; leaves the state as the whole does."""
+        start = self.state()
+        whole = self.trial(given(slice(0, rows)))
+        axes = self._axes_of_draws(given(slice(0, sizes[0])), whole, start)
+        parts = []
+        for end, size in zip(itertools.accumulate(sizes), sizes, strict=True):
+            own = slice(end - size, end)
+            drawn = [_of_rows(d, a, rows, own) for d, a in zip(whole.draws, axes, strict=True)]
+            self.restore(start)
+            parts.append(self.trial(given(own), drawn))
+        self.restore(whole.state)
+        shares = [size / rows for size in sizes]
+        return Comparison(start, whole, parts, shares, self.tolerance)
+
+    def trial(self, inputs: Sequence[tf.Tensor], draws: Sequence[tf.Tensor] = ()) -> Trial:
+        """Runs the function on some samples."""
+        found = (self._run_with if draws else self._run)(*inputs, *draws)
+        values = [array_of(tensor) for tensor in found[: self._count]]
+        return Trial(values, self.state(), found[self._count :])
+
+    def state(self) -> list[Array]:
+        """The values of the variables that the function writes."""
+        return [value_of(variable) for variable in self._written]
+
+    def restore(self, values: Sequence[Array]) -> None:
+        """Puts them back."""
+        for variable, value in zip(self._written, values, strict=True):
+            variable.assign(value)
+
+    def counters(self) -> list[int]:
+        """Which of the variables that the function writes say what random numbers are drawn."""
+        sources = [tensor for draw in self.draws for tensor in draw.op.inputs[1:]]
+        names = {op.name for op in ancestors(sources) if op.type == "Placeholder"}
+        captures = self._graph.captures
+        handles = {id(outer) for outer, inner in captures if inner.op.name in names}
+        return [i for i, v in enumerate(self._written) if id(v.handle) in handles]
+
+    def _axes_of_draws(
+        self, fewer: Sequence[tf.Tensor], whole: Trial, start: list[Array]
+    ) -> list[int | None]:
+        """Along which dimension random numbers are those of samples, if along any."""
+        if not self.draws:
+            return []
+        self.restore(start)
+        pairs = zip(whole.draws, self.trial(fewer).draws, strict=True)
+        return [next((i for i, n in enumerate(a.shape) if n != b.shape[i]), None) for a, b in pairs]
+
+
+def _of_rows(draw: tf.Tensor, axis: int | None, count: int, rows: slice) -> tf.Tensor:
+    """The random numbers of some samples, which several blocks of samples may have."""
+    if axis is None:
+        return draw
+    blocks = draw.shape[axis] // count
+    places = np.arange(blocks * count).reshape(blocks, count)[:, rows]
+    return tf.gather(draw, places.ravel(), axis=axis)
+
+
+def array_of(tensor: tf.Tensor) -> Array:
+    """A tensor as an array, in double precision."""
+    if tensor.dtype.is_floating:
+        tensor = tf.cast(tensor, tf.float64)
+    array: Array = tensor.numpy()
+    return array
+
+
+def some_rows(tensor: Any, rows: int) -> Any:
+    """Makes as many samples as are needed, of those that there are."""
+    return None if tensor is None else tf.gather(tensor, np.arange(rows) % int(tensor.shape[0]))
+
+
+def smaller(tensor: tf.Tensor) -> tf.Tensor:
+    """Other samples: numbers that are smaller, or zero in some; no two of them are alike."""
+    rows = int(tensor.shape[0])
+    return _multiplied(tensor, np.linspace(1.0, 0.3, rows), np.arange(rows) % 3 != 1)
+
+
+def opposite(tensor: tf.Tensor) -> tf.Tensor:
+    """Other samples: the last one first, and of the other sign in half of them."""
+    rows = int(tensor.shape[0])
+    factors = np.linspace(0.4, 1.0, rows) * np.where(np.arange(rows) % 2, 1.0, -1.0)
+    return _multiplied(tensor[::-1], factors, np.arange(rows) % 3 != 0)
+
+
+def _multiplied(tensor: tf.Tensor, factors: Array, kept: Array) -> tf.Tensor:
+    """Multiplies numbers, and lets only some samples keep other content."""
+    shape = [len(factors)] + [1] * (len(tensor.shape) - 1)
+    if tensor.dtype.is_floating:
+        return tensor * tf.cast(tf.reshape(factors, shape), tensor.dtype)
+    return tf.where(tf.reshape(kept, shape), tensor, tf.zeros_like(tensor))

@@ -114,7 +114,7 @@ def thirds(rows: int, sizes: Sequence[int] = (1, 2)) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Trial:
+class Outcome:
     """What a function made of some samples: its values, what it wrote and what it drew."""
 
     values: list[Array]
@@ -123,12 +123,12 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Compared:
     """A whole and its parts, all of which began with the same state."""
 
     start: list[Array]
-    whole: Trial
-    parts: list[Trial]
+    whole: Outcome
+    parts: list[Outcome]
     shares: list[float]
     tolerance: float
 
@@ -187,7 +187,7 @@ class PartsProbe:
 
     def compare(
         self, rows: int, sizes: Sequence[int], given: Callable[[slice], Sequence[tf.Tensor]]
-    ) -> Comparison:
+    ) -> Compared:
         """Runs the whole and its parts; leaves the state as the whole does."""
         start = self.state()
         whole = self.trial(given(slice(0, rows)))
@@ -200,13 +200,13 @@ class PartsProbe:
             parts.append(self.trial(given(own), drawn))
         self.restore(whole.state)
         shares = [size / rows for size in sizes]
-        return Comparison(start, whole, parts, shares, self.tolerance)
+        return Compared(start, whole, parts, shares, self.tolerance)
 
-    def trial(self, inputs: Sequence[tf.Tensor], draws: Sequence[tf.Tensor] = ()) -> Trial:
+    def trial(self, inputs: Sequence[tf.Tensor], draws: Sequence[tf.Tensor] = ()) -> Outcome:
         """Runs the function on some samples."""
         found = (self._run_with if draws else self._run)(*inputs, *draws)
         values = [array_of(tensor) for tensor in found[: self._count]]
-        return Trial(values, self.state(), found[self._count :])
+        return Outcome(values, self.state(), found[self._count :])
 
     def state(self) -> list[Array]:
         """The values of the variables that the function writes."""
@@ -226,7 +226,7 @@ class PartsProbe:
         return [i for i, v in enumerate(self._written) if id(v.handle) in handles]
 
     def _axes_of_draws(
-        self, fewer: Sequence[tf.Tensor], whole: Trial, start: list[Array]
+        self, fewer: Sequence[tf.Tensor], whole: Outcome, start: list[Array]
     ) -> list[int | None]:
         """Along which dimension random numbers are those of samples, if along any."""
         if not self.draws:

@@ -25,6 +25,7 @@ __all__ = [
     "arrays_of",
     "as_sliced",
     "batch_size_of",
+    "caches",
     "dataset_of",
     "get_data_adapter",
     "is_shuffled",
@@ -72,3 +73,9 @@ def dataset_of(adapter: Any) -> Any:
     if isinstance(adapter, PyDatasetAdapter):
         return adapter.py_dataset
     return adapter._dataset if isinstance(adapter, TFDatasetAdapter) else None
+
+
+def caches(dataset: Any) -> bool:
+    """Whether a `tf.data` data set keeps what the first pass has drawn, so that all have it."""
+    kept = type(dataset).__name__.lstrip("_") == "CacheDataset"
+    return kept or any(map(caches, dataset._inputs()))

@@ -21,6 +21,7 @@ __all__ = [
     "class_of_keras",
     "compute_output_spec",
     "get_mask",
+    "hides_its_graph",
     "input_layer_of",
     "inputs_struct",
     "is_default",
@@ -59,6 +60,12 @@ def runs_its_graph(model: Any) -> bool:
     kind = type(model)
     base = Functional if isinstance(model, Functional) else keras.Sequential
     return kind.call is base.call and kind.__call__ is keras.layers.Layer.__call__
+
+
+def hides_its_graph(model: Any) -> bool:
+    """Says whether a model's operations cannot be seen: subclassed, or a Sequential not built."""
+    is_model = isinstance(model, keras.Model)
+    return is_model and not (network_of(model) is not None and runs_its_graph(model))
 
 
 def is_plain_call(model: Any) -> bool:

@@ -7,10 +7,9 @@ from typing import Any
 
 import keras
 
-from tarantella_pp.errors import ConfigurationError
+from tarantella_pp.errors import ConfigurationError, UnsupportedModelError
+from tarantella_pp.keras_internals.functional import hides_its_graph
 from tarantella_pp.models import model_validation
-from tarantella_pp.models.feeding.symbolic_call import graph_of, has_no_graph
-from tarantella_pp.models.feeding.unbuilt_model import wait_for_shapes
 from tarantella_pp.models.own_step_model import has_own_steps, with_replicas
 from tarantella_pp.models.pipeline_model import PipelineModel
 from tarantella_pp.partition.options import Recompute, checked_count
@@ -28,8 +27,7 @@ class Model(PipelineModel):
     is that of the whole batch, over all ranks.
 
     Nothing is cut, so that the model may also be one whose operations cannot be seen: a subclassed
-    `keras.Model`, which trains as one operation. What it is called with, `inputs` or `build()` say,
-    or the first data that it is given; until then there is no plan.
+    `keras.Model`, which trains as one operation; `inputs` says what it is called with.
 
     A model that overrides `train_step` or another step is itself what is returned: it runs its own
     steps on all ranks, with a share of each batch on each, gradients averaged and metrics
@@ -47,9 +45,9 @@ class Model(PipelineModel):
         shard_optimizer: Whether ranks share out the optimizer state; see `PipelineModel`.
         gradient_dtype: `"bfloat16"` to send gradients rounded; see `PipelineModel`.
         inputs: For a subclassed or not yet built model what it is called with: a `keras.Input`, or
-            several in the structure that its `call` takes. Default: what the data say. Files of a
-            subclassed model are those of `keras.Model(inputs, model(inputs))`, and the model itself
-            holds the trained weights.
+            several in the structure that its `call` takes. Files of a subclassed model are as if
+            `keras.Model(inputs, model(inputs))` were saved, and the model itself holds the trained
+            weights.
 
     Raises:
         ConfigurationError: As of `PipelineModel`.
@@ -84,19 +82,8 @@ class Model(PipelineModel):
         inputs: Any = None,
         gradient_dtype: str | None = None,
     ) -> None:
-        if inputs is not None:
-            model_validation.check_model(model)
-        elif has_no_graph(model):
-            model_validation.check_model(model)
-            given = (num_micro_batches, memory_limit, batch_size, recompute, plan, shard_optimizer)
-
-            def make(found: Any) -> None:
-                Model.__init__(self, model, *given, inputs=found, gradient_dtype=gradient_dtype)
-
-            wait_for_shapes(self, make)
-            return
         super().__init__(
-            model if inputs is None else graph_of(model, inputs),
+            model if inputs is None else _called_with(model, inputs),
             num_stages=1 if plan is None else None,
             num_micro_batches=num_micro_batches,
             memory_limit=memory_limit,
@@ -113,6 +100,26 @@ class Model(PipelineModel):
             )
         if inputs is not None and model.compiled and not self.compiled:
             self._compile_as(model)
+
+
+def _called_with(model: Any, inputs: Any) -> keras.Model:
+    """A model whose operations are known: the call of a subclassed one is one operation."""
+    model_validation.check_model(model)
+    if not hides_its_graph(model):
+        raise ConfigurationError(
+            f"Model '{model.name}' knows its inputs. Received: inputs={inputs!r}. Leave them out; "
+            "they are for subclassed models and for Sequential ones that are not built."
+        )
+    try:
+        outputs = model(inputs)
+    except Exception as error:  # whatever `call` may raise
+        raise UnsupportedModelError(
+            f"Model '{model.name}' cannot be called with inputs={inputs!r}, which have shapes and "
+            f"no values: {type(error).__name__}: {error}"
+        ) from error
+    if not hides_its_graph(model):
+        return model  # a Sequential, which is built now
+    return keras.Model(inputs, outputs, name=model.name)
 
 
 def _with_own_steps(
@@ -141,8 +148,7 @@ class Sequential(Model):
     """A stack of layers that is trained on all ranks; see `Model`.
 
     Args:
-        layers: The layers, or a `keras.Sequential`. Without an `Input` as the first of them, the
-            shapes come with `build()` or the first data.
+        layers: The layers, of which the first is a `keras.Input`; or a built `keras.Sequential`.
         name: Name of the model.
         **options: As of `Model`.
 

@@ -13,10 +13,10 @@ from typing import Any
 import keras
 
 from tarantella_pp.errors import ConfigurationError, UnsupportedModelError
+from tarantella_pp.keras_internals.functional import hides_its_graph
 from tarantella_pp.keras_internals.model_files import deserialized
 from tarantella_pp.models.data_parallel_model import Model
 from tarantella_pp.models.deferred_init import deferred_init
-from tarantella_pp.models.feeding.symbolic_call import has_no_graph
 from tarantella_pp.models.own_step_model import OwnStepModel, has_own_steps
 from tarantella_pp.models.pipeline_model import PipelineModel
 from tarantella_pp.partition.extraction.keras_reader import extract
@@ -149,10 +149,9 @@ def clone_model(
     given = {name: value for name, value in arguments.items() if value is not None}
     plain, as_it_was = model, _as_it_is
     if isinstance(model, PipelineModel):
-        plan = model.plan  # refuses a model that is not built
         plain = model._engine.extracted.model
         if not given and not options:
-            options = {"plan": plan}
+            options = {"plan": model.plan}
     elif isinstance(model, OwnStepModel):
         as_it_was = model._as_it_was
     compilation = model.get_compile_config() if model.compiled else None
@@ -229,7 +228,7 @@ def _with_weights(make: Callable[[], Any], failed: str) -> Any:
 
 def wrapped(model: Any, options: Mapping[str, Any], kind: Any = None) -> Any:
     """Makes a model a distributed one."""
-    subclassed = has_no_graph(model) and not isinstance(model, keras.Sequential)
+    subclassed = hides_its_graph(model) and not isinstance(model, keras.Sequential)
     unknown = set(options) - set(inspect.signature(Model.__init__).parameters)
     if kind is None:
         whole = (subclassed or has_own_steps(model)) and not unknown
@@ -259,7 +258,7 @@ def compile_as(
 
 def _reason_of(model: Any) -> str:
     """Why a model needs its weights before it is wrapped; empty if it does not."""
-    if has_no_graph(model) or has_own_steps(model):
+    if hides_its_graph(model) or has_own_steps(model):
         return f"{type(model).__name__} '{model.name}' is not a graph of layers with known shapes"
     if type(model).__module__.startswith("keras."):
         return ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import re
 from collections.abc import Sequence
@@ -23,8 +22,6 @@ from tarantella_pp.models.agreed_plan import agreed_plan
 from tarantella_pp.models.collective_model import CollectiveModel
 from tarantella_pp.models.deferred_init import deferred_init, initial_values
 from tarantella_pp.models.feeding.data_adapter import predict_function, step_function
-from tarantella_pp.models.feeding.symbolic_call import graph_of, has_no_graph
-from tarantella_pp.models.feeding.unbuilt_model import wait_for_shapes
 from tarantella_pp.models.training_loops import TrainingLoops
 from tarantella_pp.partition.extraction.keras_reader import extract
 from tarantella_pp.partition.options import PlanOptions, Recompute, checked_count
@@ -56,10 +53,9 @@ class PipelineModel(TrainingLoops, CollectiveModel):
 
     Args:
         model: The Functional or Sequential model. It is neither copied nor changed, but its
-            layers hold the weights that are trained. Of a Sequential model that is not built the
-            shapes, and the plan with them, come with `build()` or the first data. Or a function
-            without arguments that builds a model, which is called under `deferred_init()`: no rank
-            ever has more weights than those of its own stages.
+            layers hold the weights that are trained. Or a function without
+            arguments that builds a model, which is called under `deferred_init()`: no rank ever
+            has more weights than its own stages have.
         num_stages: Number of pipeline stages. Default: that of a schedule of your own, of several
             memory limits or, in one process, 1; otherwise stages x replicas are those of all
             shapes with which a step of `batch_size` samples is fastest within the limit, by
@@ -141,15 +137,6 @@ class PipelineModel(TrainingLoops, CollectiveModel):
         if not isinstance(model, keras.Model) and callable(model):
             with deferred_init():
                 model = model()
-        elif isinstance(model, keras.Sequential) and has_no_graph(model):
-            given = (
-                *(num_stages, num_micro_batches, schedule, balance, memory_limit, batch_size),
-                *(recompute, plan, wire_dtype, num_replicas, shard_optimizer, check_replicas),
-                gradient_dtype,
-            )
-            make = functools.partial(PipelineModel.__init__, self)
-            wait_for_shapes(self, lambda inputs: make(graph_of(model, inputs), *given))
-            return
         model_validation.check_model(model)
         model_validation.check_strategy(model)
         model_validation.check_subclass(type(self), PipelineModel)

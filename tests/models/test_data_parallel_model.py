@@ -110,9 +110,8 @@ def train_subclassed(folder):
     model = residual(lambda model: with_inputs(model, num_micro_batches=2))
     found = {"plain": numbers_of(model), "shape": [model.plan.num_stages, model.plan.num_replicas]}
     model.save(f"{folder}/m.keras")
-    again = Model(
-        keras.saving.load_model(f"{folder}/m.keras", custom_objects={"Residual": Residual})
-    )
+    saved = keras.saving.load_model(f"{folder}/m.keras", custom_objects={"Residual": Residual})
+    again = Model(saved)
     found["on"] = [
         m.fit({"a": X}, TARGETS, verbose=0, shuffle=False).history for m in (model, again)
     ]
@@ -184,6 +183,8 @@ class Eager(keras.Model):
     [
         (lambda: Model(Eager(), inputs=keras.Input((2,))), "'eager' cannot be called with"),
         (lambda: Model(mlp(), inputs=keras.Input((2,))), "knows its inputs"),
+        (lambda: Model(Eager()), r"tnt\.Model\(model, inputs=keras\.Input"),
+        (lambda: Sequential([keras.layers.Dense(4)]), r"Begin it with a keras\.Input"),
     ],
 )
 def test_what_is_refused_says_why(wrap, message):

@@ -29,10 +29,10 @@ from tarantella_pp.keras_internals.data import (
     DataAdapter,
     arrays_of,
     batch_size_of,
+    caches,
     dataset_of,
     is_shuffled,
 )
-from tarantella_pp.keras_internals.tf_datasets import caches_an_order
 
 logger = logging.getLogger(__name__)
 Array = np.ndarray[Any, Any]
@@ -137,7 +137,8 @@ class DataCursor:
             self._passes = position.passes - position.in_pass
             for number in range(self._passes):
                 begun = iter(self._dataset)  # seeds of shuffles go on with each
-                if number == 0 and caches_an_order(self._dataset):
+                ends = self._dataset.cardinality() != tf.data.INFINITE_CARDINALITY
+                if number == 0 and ends and caches(self._dataset):
                     logger.warning("reads a whole pass again, for a cache keeps what it has drawn")
                     collections.deque(begun, maxlen=0)
         if self._skips and self.kind != ARRAYS:

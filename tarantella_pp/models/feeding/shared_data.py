@@ -1,18 +1,17 @@
 """The data that a script gives on several ranks: who reads them, and whether they are the same.
 
-Arrays that all ranks have the same are read by all of them, each its own rows. Of a `tf.data` data
-set that is surely the same on all ranks, one rank of each replica reads the samples of its own.
-Everything else is read by one rank, which sends the others their parts: a generator, or a
-`PyDataset` that draws random numbers, gives each rank something else.
+Arrays that all ranks have the same are read by all of them, each its own rows. A function of an
+`InputContext` is asked by one rank of each replica for the samples of its own. Everything else is
+read by one rank, which sends the others their parts: a generator, or a `PyDataset` that draws
+random numbers, gives each rank something else.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-import warnings
+import types
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import keras
@@ -22,87 +21,67 @@ from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.keras_internals.data import (
     DataAdapter,
     are_arrays,
-    dataset_of,
     get_data_adapter,
     order_of,
 )
 from tarantella_pp.models.feeding.batch_engine import BatchEngine
 from tarantella_pp.models.feeding.data_adapter import FeedAdapter
-from tarantella_pp.models.feeding.split_dataset import NotSplitError, SplitDataset, shards_of
 from tarantella_pp.runtime.batch.array_rows import ArrayRows
 from tarantella_pp.runtime.batch.batch_announcement import READER
-from tarantella_pp.runtime.batch.data_feed import DataFeed
 from tarantella_pp.runtime.comm.communicator import Communicator
 
 logger = logging.getLogger(__name__)
-_NOTHING = "nothing"
+_NOTHING, _FUNCTION = "nothing", "a function of an InputContext"
 
 
-@dataclass(frozen=True)
-class GivenData:
-    """Data of a script that are not opened yet.
-
-    Attributes:
-        parts: Model inputs, targets and sample weights.
-        open: Makes an adapter of Keras of them.
-    """
+class GivenData(NamedTuple):
+    """Data of a script that are not opened yet: inputs, targets, sample weights."""
 
     parts: tuple[Any, Any, Any]
-    open: Callable[[], DataAdapter]
+    options: dict[str, Any]
+
+    @property
+    def is_function(self) -> bool:
+        """Whether each replica is asked for its part of the data."""
+        return isinstance(self.parts[0], (types.FunctionType, types.MethodType, functools.partial))
+
+    def open(self, replica: int = 0, num_replicas: int = 1) -> DataAdapter:
+        """Makes Keras' adapter of them, or of one replica's part."""
+        x = self.parts[0]
+        if self.is_function:
+            x = x(tf.distribute.InputContext(num_replicas, replica, num_replicas))
+        return get_data_adapter(x, *self.parts[1:], **self.options)
 
 
 class DataFacts(NamedTuple):
-    """What a rank tells the others of its data.
-
-    Attributes:
-        text: What they are.
-        has_arrays: Whether it reads its rows itself.
-        is_given: Whether there are any, be it `None`.
-        size: Number of batches in an epoch, if known.
-        is_split: Whether it can read the samples of its replica.
-        split: What must be the same on all ranks for that; or why it cannot.
-    """
+    """What a rank tells the others of its data, and how many batches an epoch has, if known."""
 
     text: str
-    has_arrays: bool
     is_given: bool
+    has_arrays: bool
     size: int | None
-    is_split: bool
-    split: str
 
 
-@dataclass(frozen=True)
-class OpenedData:
-    """Data of a script as a rank has opened them.
-
-    Attributes:
-        adapter: Reads all of them.
-        arrays: The arrays that they are.
-        part: Reads the samples of the rank's replica.
-        split: As of `DataFacts`.
-    """
+class OpenedData(NamedTuple):
+    """Data of a script as a rank has opened them: all, the arrays that they are, or a part."""
 
     adapter: DataAdapter | None = None
     arrays: ArrayRows | None = None
-    part: DataAdapter | None = None
-    split: str = ""
+    is_part: bool = False
 
     def facts(self, text: str, *, is_given: bool) -> DataFacts:
         """What the other ranks are told of them."""
         size = None if self.adapter is None else self.adapter.num_batches
         return DataFacts(
-            text, self.arrays is not None, is_given, None if size is None else int(size),
-            self.part is not None, self.split,
-        )  # fmt: skip
+            text, is_given, self.arrays is not None, None if size is None else int(size)
+        )
 
 
 def given_data(
     parts: tuple[Any, Any, Any], batch_size: int | None, steps: int | None, **options: Any
 ) -> GivenData:
     """Data of a script, with what Keras makes an adapter of them with."""
-    return GivenData(
-        parts, functools.partial(get_data_adapter, *parts, batch_size, steps, **options)
-    )
+    return GivenData(parts, {"batch_size": batch_size, "steps_per_epoch": steps, **options})
 
 
 def shared_adapters(
@@ -146,46 +125,35 @@ def _open(given: GivenData | None, engine: BatchEngine) -> OpenedData:
     if given is None:
         return OpenedData()
     feed, reads = engine.feed, engine.communicator.rank == READER
-    x = given.parts[0]
-    if isinstance(x, tf.data.Dataset) and feed.num_replicas > 1 and feed.reads_for_replica:
-        with warnings.catch_warnings():
-            if not reads:  # one rank says what all would say
-                warnings.simplefilter("ignore")
-            return _opened_in_parts(given.open(), feed)
-    if not reads and (x is None or not are_arrays(given.parts)):
+    if given.is_function and feed.num_replicas > 1:
+        adapter = given.open(feed.replica, feed.num_replicas) if feed.reads_for_replica else None
+        return OpenedData(adapter, is_part=True)
+    if not reads and (given.parts[0] is None or not are_arrays(given.parts)):
         return OpenedData()
     adapter = given.open()
     return OpenedData(adapter, ArrayRows.of(adapter))
-
-
-def _opened_in_parts(adapter: DataAdapter, feed: DataFeed) -> OpenedData:
-    """A `tf.data` data set, and if possible that of the samples of this rank's replica."""
-    try:
-        split = SplitDataset.of(dataset_of(adapter))
-        part = get_data_adapter(split.part(feed.shares, feed.replica), None, None, None, None)
-        return OpenedData(adapter, None, part, split.fingerprint)
-    except NotSplitError as error:
-        return OpenedData(adapter, None, None, str(error))
 
 
 def _fed(engine: BatchEngine, data: OpenedData, told: Sequence[DataFacts]) -> FeedAdapter | None:
     """What feeds a loop of Keras, once it is known what all ranks have."""
     reads = engine.communicator.rank == READER
     text, size = told[READER].text, told[READER].size
-    _refuse_others(told)
+    _refuse_others(told, everywhere=text == _FUNCTION)
     if not told[READER].is_given:
         return None
     if all(theirs.has_arrays for theirs in told):
         order = order_of(data.adapter) if reads else None
         return FeedAdapter(engine, order, size, data.arrays, text)
-    splits = [theirs.split for theirs in told if theirs.is_split]
-    if len(splits) == engine.feed.num_replicas and len(set(splits)) == 1:
-        logger.info("one rank of each replica reads its samples of %s", text)
-        return FeedAdapter(engine, data.part, size, None, text, is_split=True)
+    if data.is_part:
+        sizes = [told[rank].size for rank in engine.feed.readers]
+        if len(set(sizes)) > 1:
+            raise ConfigurationError(
+                "A function of an InputContext must give each replica as many batches. Received: "
+                f"{sizes} batches of replicas 0 to {len(sizes) - 1}."
+            )
+        return FeedAdapter(engine, data.adapter, size, None, text, is_split=True)
     if text != _NOTHING:
-        reason = f" ({told[READER].split})" if told[READER].split and not splits else ""
-        words = "rank %d reads %s and sends the other ranks their parts%s"
-        logger.info(words, READER, text, reason)
+        logger.info("rank %d reads %s and sends the other ranks their parts", READER, text)
     return FeedAdapter(engine, data.adapter if reads else None, size, None, text)
 
 
@@ -208,10 +176,10 @@ def _all_told(
     return [[DataFacts(*each) for each in theirs] for theirs in everyones]
 
 
-def _refuse_others(told: Sequence[DataFacts]) -> None:
+def _refuse_others(told: Sequence[DataFacts], *, everywhere: bool) -> None:
     """Refuses data that differ between ranks, of those that have any."""
     texts = [theirs.text for theirs in told]
-    given = [text for text in texts if text != _NOTHING]
+    given = [text for text in texts if everywhere or text != _NOTHING]
     if len({texts[READER], *given}) > 1:
         received = "; ".join(f"{text} on rank {rank}" for rank, text in enumerate(texts))
         raise ConfigurationError(
@@ -228,11 +196,12 @@ def _described(given: GivenData | None, arrays: ArrayRows | None) -> str:
         return _NOTHING
     if arrays is not None:
         return f"arrays {arrays.fingerprint()}"
+    if given.is_function:
+        return _FUNCTION
     x = given.parts[0]
     if isinstance(x, tf.data.Dataset):
         size = int(x.cardinality())
-        found = "a tf.data.Dataset" + (f" of {size} batches" if size >= 0 else "")
-        return found + "".join(f", shard {index} of {count}" for index, count in shards_of(x))
+        return "a tf.data.Dataset" + (f" of {size} batches" if size >= 0 else "")
     if isinstance(x, keras.utils.PyDataset):
         return f"a PyDataset of {x.num_batches} batches"
     return f"a {type(x).__name__}"

@@ -33,7 +33,7 @@ def supported_network(model: Any) -> Any:
         raise UnsupportedModelError(
             f"Model '{model.name}' is a subclassed model (class {type(model).__name__} defines "
             f"call()): its operations cannot be seen, so it cannot be cut. {_REMEDY} Data parallel "
-            "it need not be cut: tnt.Model(model)."
+            "it need not be cut: tnt.Model(model, inputs=keras.Input(...))."
         )
     return network
 

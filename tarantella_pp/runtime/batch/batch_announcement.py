@@ -34,7 +34,7 @@ class BatchAnnouncement:
         """Says, on the reader, what comes next."""
         self._tell(rows, signature if signature != self.known else b"")
         if rows >= 0:
-            self._keep(signature)
+            self.keep(signature)
 
     def fail(self, text: str) -> None:
         """Says, on the reader, that the data could not be read."""
@@ -47,7 +47,7 @@ class BatchAnnouncement:
             news = self._get((size,), np.uint8, _STRUCTURE_TAG).tobytes()
             if rows == _FAILED:
                 raise ConfigurationError(news.decode())
-            self._keep(news)
+            self.keep(news)
         return int(rows)
 
     def _tell(self, rows: int, news: bytes) -> None:
@@ -58,7 +58,8 @@ class BatchAnnouncement:
                 if news:
                     self._communicator.send([text], rank, _STRUCTURE_TAG, label="batch structure")
 
-    def _keep(self, signature: bytes) -> None:
+    def keep(self, signature: bytes) -> None:
+        """Remembers the structure of the last batch."""
         if signature != self.known:
             self.known, self.signature = signature, msgspec.msgpack.decode(signature)
 

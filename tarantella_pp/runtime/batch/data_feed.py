@@ -2,21 +2,21 @@
 
 Unseeded shuffles differ between ranks: inputs and targets must come from one reader, and only it
 opens the data set. Every rank gets the parts of a batch that its stages use. Of arrays that all
-ranks have it gets nothing but the numbers of the samples, and takes its parts itself. Of data sets
-that are surely the same, the first rank of each replica reads the samples of its own.
+ranks have it gets nothing but the numbers of the samples, and takes its parts itself. A function
+of an `InputContext` has the first rank of each replica read the samples of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import msgspec
 import numpy as np
 import tensorflow as tf
 
-from tarantella_pp.errors import UnsupportedModelError
+from tarantella_pp.errors import ConfigurationError, UnsupportedModelError
 from tarantella_pp.runtime.batch.array_rows import ArrayRows
 from tarantella_pp.runtime.batch.batch import Batch
 from tarantella_pp.runtime.batch.batch_announcement import END, READER, BatchAnnouncement
@@ -26,7 +26,6 @@ from tarantella_pp.runtime.batch.nested_structure import (
     rebuild,
     tensors_in,
 )
-from tarantella_pp.runtime.batch.split_readers import ReadPart, SplitReaders, failure_text
 from tarantella_pp.runtime.comm.communicator import Communicator, TensorSpec
 from tarantella_pp.runtime.comm.requests import RecvRequest
 from tarantella_pp.runtime.comm.tensor_buffers import to_buffer, to_tensor
@@ -35,8 +34,22 @@ from tarantella_pp.runtime.replicas.batch_share import BatchShare
 _DATA_TAG, _TARGETS_TAG = 3, 16
 
 
+class ReadPart(NamedTuple):
+    """What the reader of a replica has read of a batch; nothing at the end, and elsewhere."""
+
+    rows: int = END
+    signature: bytes = b""
+    inputs: Sequence[tf.Tensor] = ()
+    targets: Sequence[tf.Tensor] = ()
+    failure: Exception | None = None
+
+
 class DataFeed:
-    """Hands every rank its part of each batch."""
+    """Hands every rank its part of each batch.
+
+    Attributes:
+        readers: First rank of each replica, which reads for it where each of them reads.
+    """
 
     def __init__(
         self,
@@ -52,8 +65,7 @@ class DataFeed:
         self._shares = shares
         self._news = BatchAnnouncement(communicator)
         first = {need.replica: rank for rank, need in reversed(list(enumerate(needs)))}
-        ranks = [first[replica] for replica in sorted(first)]
-        self._readers = SplitReaders(communicator, ranks, self._news)
+        self.readers = [first[replica] for replica in sorted(first)]
 
     @property
     def replica(self) -> int:
@@ -63,16 +75,12 @@ class DataFeed:
     @property
     def num_replicas(self) -> int:
         """Number of replicas."""
-        return len(self._readers.ranks)
+        return len(self.readers)
 
     @property
     def reads_for_replica(self) -> bool:
-        """Whether this rank reads for its replica, where each of them reads."""
-        return self._communicator.rank in self._readers.ranks
-
-    def shares(self, rows: int) -> Sequence[BatchShare]:
-        """Shares a batch of so many samples among the replicas."""
-        return self._shares(rows)
+        """Whether this rank is one of the readers."""
+        return self._communicator.rank in self.readers
 
     def batches(
         self,
@@ -103,44 +111,67 @@ class DataFeed:
             raise
 
     def _next_split(self, source: Iterator[Any]) -> Batch | None:
-        part = self._read_part(source) if self.reads_for_replica else None
-        rows = self._news.hear() if part is None else self._readers.agree(part)
-        return None if rows == END else self._exchange(rows, part)
+        """Gets a batch of which the first rank of each replica reads the samples of its own."""
+        part = self._read_part(source) if self.reads_for_replica else ReadPart()
+        everyones = self._communicator.allgather_json(
+            [part.rows, part.signature.hex(), failure_text(self._communicator.rank, part.failure)]
+        )
+        told: list[Any] = [everyones[rank] for rank in self.readers]
+        for _, _, failure in told:
+            if failure:
+                raise part.failure or ConfigurationError(failure)
+        rows = self._agreed([rows for rows, _, _ in told], {signature for _, signature, _ in told})
+        if rows == END:
+            return None
+        self._news.keep(bytes.fromhex(told[0][1]))
+        return self._exchange(rows, part)
+
+    def _agreed(self, parts: list[int], signatures: set[str]) -> int:
+        """Number of samples of a batch that readers have read parts of; or `END`."""
+        if set(parts) == {END}:
+            return END
+        if len(signatures) == 1:
+            shares = [share.counted_rows for share in self._shares(sum(parts))]
+            if parts == shares and 0 not in parts:
+                return sum(parts)
+            wrong = f"parts of {parts} samples, where the replicas' shares are {shares}"
+        else:
+            ended = END in parts
+            wrong = "no more batch on some ranks" if ended else "batches of different structures"
+        raise ConfigurationError(
+            "A function of an InputContext must give each replica its share of every batch. "
+            f"Received: {wrong}. Batch by `context.get_per_replica_batch_size(batch_size)` with "
+            "drop_remainder=True, and let every replica read as many batches."
+        )
 
     def _read_part(self, source: Iterator[Any]) -> ReadPart:
         """Reads the samples of this rank's replica."""
         try:
-            about, data = next(source)
-            rows, content = (int(number) for number in about[0])
-            inputs, targets, structures = self._opened(_without_optionals(data))
-            expected = sum(self._shares(rows)[self.replica].own_sizes)
-            if (read := int(inputs[0].shape[0])) != expected:
-                raise RuntimeError(f"{read} samples were read instead of {expected}")
+            inputs, targets, structures = self._opened(_without_optionals(next(source)))
             signature = _signature(inputs, *structures)
-            return ReadPart(rows, content, signature, inputs, targets)
+            return ReadPart(int(inputs[0].shape[0]), signature, inputs, targets)
         except (StopIteration, tf.errors.OutOfRangeError):
             return ReadPart()
         except Exception as error:
             return ReadPart(failure=error)
 
-    def _exchange(self, rows: int, part: ReadPart | None) -> Batch:
+    def _exchange(self, rows: int, part: ReadPart) -> Batch:
         """Gets inputs from the reader of the replica, and targets from those of all replicas."""
         specs, *structures = self._news.signature
         shares, wanted = self._shares(rows), self._wanted(self._need, len(specs))
         leaves = [spec for structure in structures for spec in tensors_in(structure)]
         awaited = [
             self._awaited(share.counted_rows, leaves, reader, _TARGETS_TAG)
-            for reader, share in zip(self._readers.ranks, shares, strict=True)
-            if self._need.targets and leaves and not share.is_spare
+            for reader, share in zip(self.readers, shares, strict=True)
+            if self._need.targets and leaves
         ]
-        share = shares[self.replica]
-        own = [] if part is None else [to_buffer(target) for target in part.targets]
-        if part is not None:
-            self._send_part(part.inputs, [] if share.is_spare else own)
+        own = [to_buffer(target) for target in part.targets]
+        if self.reads_for_replica:
+            self._send_part(part.inputs, own)
             inputs = {i: part.inputs[i] for i in wanted}
         elif wanted:
-            mine, reader = [specs[i] for i in wanted], self._readers.ranks[self.replica]
-            request = self._awaited(sum(share.own_sizes), mine, reader, _DATA_TAG)
+            mine, reader = [specs[i] for i in wanted], self.readers[self.replica]
+            request = self._awaited(shares[self.replica].counted_rows, mine, reader, _DATA_TAG)
             received = request.wait() if request else ()
             inputs = dict(zip(wanted, map(to_tensor, received), strict=True))
         else:
@@ -311,6 +342,13 @@ def _signature(inputs: Sequence[tf.Tensor], y: Any, weight: Any) -> bytes:
     """Names what there is in a batch."""
     specs = [([None, *tensor.shape[1:]], tensor.dtype.name) for tensor in inputs]
     return msgspec.msgpack.encode([specs, y, weight])
+
+
+def failure_text(rank: int, failure: Exception | None) -> str:
+    """What the other ranks are told of an error while reading; nothing if there is none."""
+    if failure is None:
+        return ""
+    return f"Rank {rank} could not read the data: {type(failure).__name__}: {failure}"
 
 
 def dense(value: Any, what: str) -> Any:

@@ -204,7 +204,8 @@ def test_what_cannot_be_cut_is_data_parallel(tmp_path):
     plain(X)
     saved(tmp_path / "model.keras", plain)
     expected = gone_on(keras.models.load_model(tmp_path / "model.keras"), X)
-    model = tnt.models.load_model(tmp_path / "model.keras")
+    inputs = keras.Input(X.shape[1:])
+    model = tnt.models.load_model(tmp_path / "model.keras", inputs=inputs)
     assert isinstance(model, tnt.Model)
     assert distance(expected, gone_on(model, X)) < ROUNDING
     model.save(tmp_path / "on.keras")
@@ -266,8 +267,6 @@ def test_clones_of_distributed_models():
     )
     assert wider.plan.num_stages == 2
     assert [w.shape for w in wider.weights] == [w.shape for w in model.weights]
-    with pytest.raises(ConfigurationError, match="build"):
-        tnt.models.clone_model(tnt.Sequential([layers.Dense(2)]))
 
 
 def test_plain_models_are_saved_too(tmp_path):

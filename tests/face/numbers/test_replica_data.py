@@ -55,6 +55,15 @@ def mapped(batch_size, x=X, y=LABELS):
     return data.batch(batch_size).prefetch(1)
 
 
+def part(context, x=X):
+    """What the replica of a context reads of the first two batches of 8 samples."""
+    parts = context.num_input_pipelines
+    own = np.arange(16).reshape(-1, parts, 8 // parts)[:, context.input_pipeline_id].ravel()
+    data = tf.data.Dataset.from_tensor_slices((x[own], LABELS[own], WEIGHTS[own]))
+    data = data.map(lambda x, y, w: (tf.debugging.check_numerics(x, "no number"), y, w))
+    return data.batch(context.get_per_replica_batch_size(8))
+
+
 def train(wrap):
     """Trains with arrays of all kinds; returns all numbers that come of it."""
     model = compiled(wrap)
@@ -75,6 +84,10 @@ def train(wrap):
         mapped(7), epochs=3, validation_data=mapped(4), steps_per_epoch=2, **QUIET
     ).history
     found["data set in whole epochs"] = model.fit(mapped(7), epochs=3, **QUIET).history
+    wrapped = isinstance(model, tnt.PipelineModel)
+    parts = part if wrapped else part(tf.distribute.InputContext())
+    found["parts"] = model.fit(parts, epochs=2, validation_data=parts, **QUIET).history
+    found["predicted of parts"] = model.predict(parts, **QUIET).tolist()
     found["tiny"] = model.evaluate(mapped(21), **QUIET)
     found["predicted of a data set"] = model.predict(mapped(5), **QUIET).tolist()
     found["evaluated"] = model.evaluate(X[::2], LABELS[::2], batch_size=3, **QUIET)
@@ -161,25 +174,31 @@ def differ(model):
             with pytest.raises(ConfigurationError) as error:
                 call(x, y, **QUIET)
             found.append(str(error.value))
-    reader = rank == tnt.get_size() // 2  # of the second replica
-    for make, call in ((mapped, model.fit), (mapped, model.evaluate)):
+    for given in (
+        lambda context: part(context).map(
+            lambda *data: tuple(values[1 - context.input_pipeline_id :] for values in data)
+        ),
+        lambda context: part(context).take(1 + context.input_pipeline_id),
+        lambda context: part(context).filter(
+            lambda x, *_: not context.input_pipeline_id or len(x) < 4
+        ),
+        None if other else part,
+    ):
         with pytest.raises(ConfigurationError) as error:
-            call(make(8, swapped if reader else X), **QUIET)
+            model.fit(given, **QUIET)
         found.append(str(error.value))
     return found
 
 
 def read_apart(model, counted):
-    """Trains with data sets that replicas read themselves; and with one that one of them cannot."""
+    """Trains with data that replicas read themselves; and with some that one of them cannot."""
     counted.clear()
-    model.fit(mapped(8), **QUIET)
+    model.fit(part, **QUIET)
     sent = counted.of("data")
     broken = X.copy()
-    broken[3, 0] = np.nan  # in the second half of the first batch
-    data = tf.data.Dataset.from_tensor_slices((broken, LABELS))
-    data = data.map(lambda x, y: (tf.debugging.check_numerics(x, "no number"), y)).batch(5)
+    broken[5, 0] = np.nan  # in the second half of the first batch
     with pytest.raises((ConfigurationError, tf.errors.InvalidArgumentError)) as error:
-        model.fit(data, **QUIET)
+        model.fit(lambda context: part(context, broken), **QUIET)
     again = model.evaluate(mapped(8), **QUIET)
     return {"sent": sent, "error": f"{type(error.value).__name__}: {error.value}", "again": again}
 
@@ -226,19 +245,22 @@ def test_each_rank_reads_holds_and_sends_its_part(stages):
             assert distance(numbers, result["trained"][name], "weights") < ROUNDING, name
         assert distance(one_reads.history, result["one reads"]) < ROUNDING
         assert result["refused"] == run.results[0]["refused"]
-    length, _, order, _, content, _, kind, _, samples, _ = run.results[0]["refused"]
+    length, _, order, _, content, _, kind, _, size, few, ended, alone = run.results[0]["refused"]
     assert "(22, 6)" in length
     assert "(21, 6)" in length
     assert order.count("float64 (22, 6), int32 (22,), hash") == 2 * stages
     assert "hash" in content
     assert "a tf.data.Dataset of 1 batches on rank 0; arrays" in kind
-    assert "and a batch of 8 samples with the hash" in samples
+    assert "parts of [3, 4] samples, where the replicas' shares are [4, 3]" in size
+    assert "[1, 2] batches of replicas 0 to 1" in few
+    assert "no more batch on some ranks" in ended
+    assert "a function of an InputContext on rank 0; nothing on rank 1" in alone
     check_apart([result["apart"] for result in run.results], stages)
     assert run.results[0]["sent"] > 0
     for line in (
         "rank 0 reads arrays",
         "rank 0 reads a PyDataset of 4 batches",
-        "one rank of each replica reads its samples of a tf.data.Dataset of 3 batches",
+        "rank 0 reads a tf.data.Dataset of 3 batches",
     ):
         assert line in run.stderr
 
@@ -248,7 +270,7 @@ def check_apart(ranks, stages):
     for rank, told in enumerate(ranks):
         reads = rank % stages == 0
         others = 2 - (stages == 1)
-        assert told["sent"] == reads * others * ROWS[rank // stages] * (4 + 8)
+        assert told["sent"] == reads * others * 8 * (4 + 8)
         assert told["again"] == ranks[0]["again"]
         assert "no number" in told["error"]
         own = "InvalidArgumentError" if rank == stages else "ConfigurationError: Rank"

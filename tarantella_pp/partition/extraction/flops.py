@@ -57,6 +57,9 @@ _ACTIVATIONS = by_name(
 )
 
 
+Rule = Callable[[SizedCall], float]
+
+
 def forward_flops(call: SizedCall) -> tuple[float, Source]:
     """Counts the floating point operations of a call, for one sample."""
     rule = _RULES.get(call.kind)
@@ -93,20 +96,19 @@ def _guess(call: SizedCall) -> float:
     return float(2 * matrices * positions + sum(t.size for t in call.outputs))
 
 
-def _activation(layer: Any, size: int, attribute: str = "activation") -> float:
-    return _ACTIVATIONS.get(activation_name(getattr(layer, attribute, None)), 4) * size
+def _activation(layer: Any, size: int) -> float:
+    return _ACTIVATIONS.get(activation_name(getattr(layer, "activation", None)), 4) * size
 
 
-def _bias(layer: Any, size: int) -> int:
-    return (
-        size if getattr(layer, "use_bias", False) or getattr(layer, "bias", None) is not None else 0
-    )
+def _with_bias_and_function(call: SizedCall, products: float) -> float:
+    """Adds what such layers do to the result of their products of matrices."""
+    layer, size = call.operation, call.output.size
+    biased = getattr(layer, "use_bias", False) or getattr(layer, "bias", None) is not None
+    return products + size * bool(biased) + _activation(layer, size)
 
 
-def _dense(call: SizedCall) -> Any:
-    size = call.output.size
-    multiply = 2 * size * call.inputs[0].shape[-1]
-    return multiply + _bias(call.operation, size) + _activation(call.operation, size)
+def _dense(call: SizedCall) -> float:
+    return _with_bias_and_function(call, 2 * call.output.size * call.inputs[0].shape[-1])
 
 
 def einsum_flops(equation: str, shapes: list[tuple[int, ...]]) -> float:
@@ -124,11 +126,9 @@ def einsum_flops(equation: str, shapes: list[tuple[int, ...]]) -> float:
     return 2.0 * math.prod(sizes.values())
 
 
-def _einsum_dense(call: SizedCall) -> Any:
-    layer, size = call.operation, call.output.size
-    shapes = [(1, *call.inputs[0].shape), tuple(layer.kernel.shape)]
-    multiply = einsum_flops(layer.equation, shapes)
-    return multiply + _bias(layer, size) + _activation(layer, size)
+def _einsum_dense(call: SizedCall) -> float:
+    shapes = [(1, *call.inputs[0].shape), tuple(call.operation.kernel.shape)]
+    return _with_bias_and_function(call, einsum_flops(call.operation.equation, shapes))
 
 
 def _einsum(call: SizedCall) -> float:
@@ -159,38 +159,28 @@ def _channels(layer: Any, tensor: SizedTensor) -> int:
     return tensor.shape[0 if layer.data_format == "channels_first" else -1]
 
 
-def _conv(call: SizedCall) -> Any:
-    layer, size = call.operation, call.output.size
+def _conv(call: SizedCall) -> float:
+    layer = call.operation
     window = math.prod(layer.kernel_size) * _channels(layer, call.inputs[0]) // layer.groups
-    return 2 * size * window + _bias(layer, size) + _activation(layer, size)
+    return _with_bias_and_function(call, 2 * call.output.size * window)
 
 
-def _depthwise_conv(call: SizedCall) -> Any:
-    layer, size = call.operation, call.output.size
-    window = math.prod(layer.kernel_size)
-    return 2 * size * window + _bias(layer, size) + _activation(layer, size)
+def _depthwise_conv(call: SizedCall) -> float:
+    window = math.prod(call.operation.kernel_size)
+    return _with_bias_and_function(call, 2 * call.output.size * window)
 
 
-def _separable_conv(call: SizedCall) -> Any:
+def _separable_conv(call: SizedCall) -> float:
     layer, size = call.operation, call.output.size
     middle = _channels(layer, call.inputs[0]) * layer.depth_multiplier
-    positions = size // _channels(layer, call.output)
-    multiply = 2 * positions * middle * math.prod(layer.kernel_size) + 2 * size * middle
-    return multiply + _bias(layer, size) + _activation(layer, size)
+    depthwise = 2 * size // _channels(layer, call.output) * middle * math.prod(layer.kernel_size)
+    return _with_bias_and_function(call, depthwise + 2 * size * middle)
 
 
-def _transposed_conv(call: SizedCall) -> Any:
-    layer, size = call.operation, call.output.size
-    multiply = 2 * call.inputs[0].size * layer.filters * math.prod(layer.kernel_size)
-    return multiply + _bias(layer, size) + _activation(layer, size)
-
-
-def _pooling(call: SizedCall) -> Any:
-    return math.prod(call.operation.pool_size) * call.output.size
-
-
-def _upsampling(call: SizedCall) -> Any:
-    return 0 if call.operation.interpolation == "nearest" else 8 * call.output.size
+def _transposed_conv(call: SizedCall) -> float:
+    layer = call.operation
+    window = layer.filters * math.prod(layer.kernel_size)
+    return _with_bias_and_function(call, 2 * call.inputs[0].size * window)
 
 
 def attention_sizes(call: SizedCall) -> tuple[int, int, int, int, int]:
@@ -204,37 +194,33 @@ def attention_sizes(call: SizedCall) -> tuple[int, int, int, int, int]:
     return layer.num_heads, layer.key_dim, layer.value_dim, queries, keys
 
 
-def _attention(call: SizedCall) -> Any:
+def _attention(call: SizedCall) -> float:
     heads, key_size, value_size, queries, keys = attention_sizes(call)
     layer = call.operation
     shared = getattr(layer, "num_key_value_heads", heads)
     query, value = call.arguments["query"], call.arguments["value"]
     key = call.arguments.get("key") or value
-    projections = 2 * queries * query.shape[-1] * heads * key_size
-    projections += 2 * keys * key.shape[-1] * shared * key_size
-    projections += 2 * keys * value.shape[-1] * shared * value_size
-    projections += 2 * queries * heads * value_size * call.output.shape[-1]
-    scores = heads * queries * keys
-    return projections + 2 * scores * (key_size + value_size) + 5 * scores
+    projections = queries * query.shape[-1] * heads * key_size
+    projections += keys * key.shape[-1] * shared * key_size
+    projections += keys * value.shape[-1] * shared * value_size
+    projections += queries * heads * value_size * call.output.shape[-1]
+    products = projections + heads * queries * keys * (key_size + value_size)
+    return float(2 * products + _ACTIVATIONS["softmax"] * heads * queries * keys)
 
 
-def _dot_attention(call: SizedCall) -> Any:
+def _dot_attention(call: SizedCall) -> float:
     query, value = call.inputs[0], call.inputs[1] if len(call.inputs) > 1 else call.inputs[0]
     scores = math.prod(query.shape[:-1]) * math.prod(value.shape[:-1])
     return 2 * scores * (query.shape[-1] + value.shape[-1]) + 5 * scores
 
 
-def _recurrent(gates: int, extra: int) -> Callable[[SizedCall], Any]:
-    def count(call: SizedCall) -> Any:
-        return _recurrent_steps(call.operation, call.inputs[0], gates, extra)
+def _recurrent(gates: int, extra: int) -> Rule:
+    def rule(call: SizedCall) -> float:
+        layer, (steps, *_, features) = call.operation, call.inputs[0].shape
+        multiply = 2 * gates * layer.units * (features + layer.units)
+        return float(steps * (multiply + (gates * 5 + extra) * layer.units))
 
-    return count
-
-
-def _recurrent_steps(layer: Any, given: SizedTensor, gates: int, extra: int) -> Any:
-    steps, features = given.shape[0], given.shape[-1]
-    multiply = 2 * gates * layer.units * (features + layer.units)
-    return steps * (multiply + (gates * 5 + extra) * layer.units)
+    return rule
 
 
 def _bidirectional(call: SizedCall) -> float:
@@ -251,11 +237,8 @@ def _time_distributed(call: SizedCall) -> float:
     return given.shape[0] * forward_flops(call.inner(call.operation.layer, step_in, step_out))[0]
 
 
-def _activation_layer(call: SizedCall) -> float:
-    return _activation(call.operation, call.output.size)
-
-
-_RULES: dict[str, Callable[[SizedCall], Any]] = {
+_POOLINGS = [f"{kind}Pooling{n}D" for kind in ("Max", "Average") for n in (1, 2, 3)]
+_RULES: dict[str, Rule] = {
     "Dense": _dense,
     "EinsumDense": _einsum_dense,
     "Einsum": _einsum,
@@ -266,9 +249,8 @@ _RULES: dict[str, Callable[[SizedCall], Any]] = {
     **dict.fromkeys(("DepthwiseConv1D", "DepthwiseConv2D"), _depthwise_conv),
     **dict.fromkeys(("SeparableConv1D", "SeparableConv2D"), _separable_conv),
     **dict.fromkeys(("Conv1DTranspose", "Conv2DTranspose", "Conv3DTranspose"), _transposed_conv),
-    **dict.fromkeys(("MaxPooling1D", "MaxPooling2D", "MaxPooling3D"), _pooling),
-    **dict.fromkeys(("AveragePooling1D", "AveragePooling2D", "AveragePooling3D"), _pooling),
-    "UpSampling2D": _upsampling,
+    **dict.fromkeys(_POOLINGS, lambda c: math.prod(c.operation.pool_size) * c.output.size),
+    "UpSampling2D": lambda c: 0 if c.operation.interpolation == "nearest" else 8 * c.output.size,
     **dict.fromkeys(("MultiHeadAttention", "GroupedQueryAttention"), _attention),
     **dict.fromkeys(("Attention", "AdditiveAttention"), _dot_attention),
     "LSTM": _recurrent(4, 5),
@@ -276,7 +258,7 @@ _RULES: dict[str, Callable[[SizedCall], Any]] = {
     "SimpleRNN": _recurrent(1, 1),
     "Bidirectional": _bidirectional,
     "TimeDistributed": _time_distributed,
-    "Activation": _activation_layer,
+    "Activation": lambda call: _activation(call.operation, call.output.size),
 }
 _WITH_FUNCTION = (
     _dense,

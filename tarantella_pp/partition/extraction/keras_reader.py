@@ -10,25 +10,30 @@ import keras
 from tarantella_pp.errors import UnsupportedModelError
 from tarantella_pp.keras_internals.functional import (
     compute_output_spec,
+    get_mask,
     inputs_struct,
+    is_plain_call,
     network_of,
     ordered_nodes,
     outputs_struct,
+    reads_variables,
     states_of,
     tree,
 )
-from tarantella_pp.partition.extraction.calls import Call, GraphBuilder
-from tarantella_pp.partition.extraction.graph_builder import graph_of
-from tarantella_pp.partition.extraction.masks import mask_flow, symbolic
-from tarantella_pp.partition.extraction.nested_models import opened_inputs
-from tarantella_pp.partition.extraction.rows import probe_call, probe_of
+from tarantella_pp.partition.extraction.calls import Call, GraphBuilder, graph_of
+from tarantella_pp.partition.extraction.placeholders import (
+    mask_flow,
+    probe_call,
+    probe_of,
+    symbolic,
+)
 from tarantella_pp.partition.extraction.supported import (
     check_input,
     check_operation,
     check_result,
     supported_network,
 )
-from tarantella_pp.partition.graph.layer_graph import LayerGraph
+from tarantella_pp.partition.graph.layer_graph import LayerGraph, Tensor
 from tarantella_pp.partition.graph.units import Shape
 
 __all__ = ["Call", "ExtractedModel", "extract"]
@@ -115,7 +120,7 @@ class _Reader:
             if node.is_input or any(id(tensor) not in env for tensor in node.input_tensors):
                 continue  # as Keras does: not computable from these inputs, so not needed
             given = [self.draft.tensors[env[id(tensor)]] for tensor in node.input_tensors]
-            inner_inputs = opened_inputs(node, given)
+            inner_inputs = _opened_inputs(node, given)
             if inner_inputs is None:
                 self._add_call(node, env, prefix + node.operation.name)
                 continue
@@ -180,3 +185,59 @@ def _shapes(node: Any, free: dict[int, Any]) -> list[Shape]:
     else:
         specs = node.outputs
     return [tuple(spec.shape) for spec in tree.flatten(specs)]
+
+
+def _opened_inputs(node: Any, given: list[Tensor]) -> list[Any] | None:
+    """Says how to open a call of a nested model."""
+    model = node.operation
+    network = network_of(model)
+    if network is None or not is_plain_call(model) or not _same_weights_inside(model, network):
+        return None
+    args, kwargs = node.arguments.args, dict(node.arguments.kwargs)
+    kwargs.pop("training", None)  # the run's own `training` goes before it, as in Keras
+    mask = kwargs.pop("mask", None)
+    values = list(args) + [kwargs.pop(key) for key in ("inputs",) if key in kwargs]
+    if len(values) != 1 or kwargs:  # a call with more than its inputs
+        return None
+    inputs = _in_order(values[0], inputs_struct(network))
+    if inputs is None or not all(isinstance(tensor, keras.KerasTensor) for tensor in inputs):
+        return None
+    known = {id(tensor): t for tensor, t in zip(node.input_tensors, given, strict=True)}
+    if not all(_fits(known[id(t)], inner) for t, inner in zip(inputs, network.inputs, strict=True)):
+        return None
+    masks = [None] * len(inputs) if mask is None else tree.flatten(mask)
+    if len(masks) != len(inputs):
+        return None
+    known_masks = [get_mask(tensor) for tensor in inputs]
+    has_others = any(m is not None and m is not k for m, k in zip(masks, known_masks, strict=True))
+    return None if has_others else inputs
+
+
+def _in_order(value: Any, struct: Any) -> list[Any] | None:
+    """Puts the tensors of a call into the order of the nested model's inputs."""
+    if isinstance(value, dict) and isinstance(struct, list | tuple):
+        names = [tensor.name for tensor in struct if isinstance(tensor, keras.KerasTensor)]
+        if len(names) == len(struct) and set(names) <= set(value):
+            return [value[name] for name in names]
+        return None
+    if isinstance(struct, list | tuple) and len(struct) == 1 and not tree.is_nested(value):
+        return [value]
+    try:
+        tree.assert_same_structure(tree.lists_to_tuples(value), tree.lists_to_tuples(struct))
+    except (ValueError, TypeError):
+        return None
+    return list(tree.flatten(value))
+
+
+def _fits(given: Tensor, inner: Any) -> bool:
+    """Returns whether the nested model takes this tensor as it is, without converting it."""
+    return (
+        given.dtype == inner.dtype
+        and len(given.shape) == len(inner.shape)
+        and not (inner.sparse or inner.ragged)
+    )
+
+
+def _same_weights_inside(model: Any, network: Any) -> bool:
+    """Returns whether variables read inside the model have the dtype they would have outside."""
+    return bool(model.compute_dtype == model.variable_dtype or not reads_variables(network))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from tarantella_pp.keras_internals.functional import tree
 from tarantella_pp.partition.extraction.call_shapes import (
@@ -38,6 +37,7 @@ class SavedActivations:
     source: Source = "analytic"
 
 
+Rule = Callable[[SizedCall], SavedActivations]
 #: Kept for the gradient of an activation function: "in" (what it is given), "out" (its result)
 #: or neither, and how many more tensors of that size.
 _ACTIVATIONS: dict[str, tuple[str, float]] = by_name(
@@ -107,6 +107,11 @@ def _ids(tensors: Iterable[SizedTensor]) -> tuple[int, ...]:
     return tuple(tensor.id for tensor in tensors)
 
 
+def _bytes(size: float) -> SavedActivations:
+    """Keeps nothing that travels, and so many bytes besides."""
+    return SavedActivations((), float(size))
+
+
 def _guess(call: SizedCall) -> SavedActivations:
     """Guesses: what goes in and out, and one more tensor for each trainable matrix."""
     matrices = sum(len(shape) > 1 for shape in call.weights)
@@ -122,10 +127,6 @@ def _activation(name: str, call: SizedCall) -> SavedActivations:
     return SavedActivations(_ids(tensors), more * call.output.bytes)
 
 
-def _activation_layer(call: SizedCall) -> SavedActivations:
-    return _activation(activation_name(call.operation), call)
-
-
 def _kernel(call: SizedCall) -> SavedActivations:
     given = _ids(call.inputs[:1]) if any(len(shape) > 1 for shape in call.weights) else ()
     name = activation_name(getattr(call.operation, "activation", None))
@@ -139,15 +140,10 @@ def _kernel(call: SizedCall) -> SavedActivations:
 
 def _separable(call: SizedCall) -> SavedActivations:
     layer, kept = call.operation, _kernel(call)
-    channels = (
-        call.inputs[0].shape[-1]
-        if layer.data_format == "channels_last"
-        else (call.inputs[0].shape[0])
-    )
+    channels = call.inputs[0].shape[0 if layer.data_format == "channels_first" else -1]
     positions = call.output.bytes // layer.filters
-    return SavedActivations(
-        kept.tensors, kept.bytes + positions * channels * layer.depth_multiplier
-    )
+    more = positions * channels * layer.depth_multiplier
+    return SavedActivations(kept.tensors, kept.bytes + more)
 
 
 def _normalization(call: SizedCall) -> SavedActivations:
@@ -155,26 +151,6 @@ def _normalization(call: SizedCall) -> SavedActivations:
         return SavedActivations()
     more = _NORMALIZATIONS[call.kind] * call.inputs[0].bytes
     return SavedActivations(_ids(call.inputs[:1]), more)
-
-
-def _dropout(call: SizedCall) -> SavedActivations:
-    return SavedActivations((), call.output.size if call.operation.rate else 0.0)
-
-
-def _spatial_dropout(call: SizedCall) -> SavedActivations:
-    return SavedActivations((), call.output.shape[-1] if call.operation.rate else 0.0)
-
-
-def _noise(call: SizedCall) -> SavedActivations:
-    return SavedActivations((), call.output.bytes if call.operation.rate else 0.0)
-
-
-def _max_pooling(call: SizedCall) -> SavedActivations:
-    return SavedActivations(_ids((*call.inputs[:1], *call.outputs)))
-
-
-def _one_more_input(call: SizedCall) -> SavedActivations:
-    return SavedActivations((), call.inputs[0].bytes)
 
 
 def _product(call: SizedCall) -> SavedActivations:
@@ -197,30 +173,13 @@ def _choice(call: SizedCall) -> SavedActivations:
     return SavedActivations(_ids(t for t in call.inputs if t is condition))
 
 
-def _comparison(call: SizedCall) -> SavedActivations:
-    return SavedActivations((), float(call.output.size * max(1, len(call.inputs) - 1)))
-
-
-def _clip(call: SizedCall) -> SavedActivations:
-    return SavedActivations((), 2.0 * call.output.size)
-
-
-def _embedding(call: SizedCall) -> SavedActivations:
-    return SavedActivations((), float(call.inputs[0].bytes))
-
-
 def _reversible_embedding(call: SizedCall) -> SavedActivations:
     layer = call.operation
     if not call.arguments.get("reverse"):
-        return _embedding(call)
+        return _bytes(call.inputs[0].bytes)
     capped = layer.logit_soft_cap is not None
     source: Source = "analytic" if layer.reverse_dtype is None else "estimated"
     return SavedActivations(_ids(call.inputs), call.output.bytes if capped else 0.0, source)
-
-
-def _upsampling(call: SizedCall) -> SavedActivations:
-    smooth = call.operation.interpolation != "nearest"
-    return SavedActivations(_ids(call.inputs[:1]) if smooth else ())
 
 
 def _attention(call: SizedCall) -> SavedActivations:
@@ -241,19 +200,15 @@ def _dot_attention(call: SizedCall) -> SavedActivations:
     return SavedActivations(_ids(call.inputs), float(scores * call.output.itemsize))
 
 
-def _recurrent(per_unit: int) -> Callable[[SizedCall], SavedActivations]:
+def _recurrent(per_unit: int) -> Rule:
     """Each step keeps what it is given and so many vectors of the state's size."""
 
     def rule(call: SizedCall) -> SavedActivations:
-        return SavedActivations(
-            (), _recurrent_bytes(call.operation, call.inputs[0], per_unit), "estimated"
-        )
+        given = call.inputs[0]
+        states = given.itemsize * given.shape[0] * call.operation.units * per_unit
+        return SavedActivations((), float(given.bytes + states), "estimated")
 
     return rule
-
-
-def _recurrent_bytes(layer: Any, given: SizedTensor, per_unit: int) -> float:
-    return float(given.bytes + given.itemsize * given.shape[0] * layer.units * per_unit)
 
 
 def _bidirectional(call: SizedCall) -> SavedActivations:
@@ -263,25 +218,42 @@ def _bidirectional(call: SizedCall) -> SavedActivations:
     return SavedActivations(tensors, sum(part.bytes for part in parts), "estimated")
 
 
-_RULES: dict[str, Callable[[SizedCall], SavedActivations]] = {
-    "Activation": _activation_layer,
+_OF_INPUT = ("Max", "Min", "Var", "Std", "Logsumexp", "Embedding")
+_RULES: dict[str, Rule] = {
+    "Activation": lambda call: _activation(activation_name(call.operation), call),
     **dict.fromkeys(("SeparableConv1D", "SeparableConv2D"), _separable),
-    "Dropout": _dropout,
-    **dict.fromkeys(("SpatialDropout1D", "SpatialDropout2D", "SpatialDropout3D"), _spatial_dropout),
-    **dict.fromkeys(("GaussianDropout", "AlphaDropout"), _noise),
-    **dict.fromkeys(("MaxPooling1D", "MaxPooling2D", "MaxPooling3D"), _max_pooling),
-    **dict.fromkeys(("GlobalMaxPooling1D", "GlobalMaxPooling2D"), _one_more_input),
+    # Dropout keeps which entries stay, a byte each; noise keeps itself.
+    "Dropout": lambda call: _bytes(call.output.size if call.operation.rate else 0),
     **dict.fromkeys(
-        ("GlobalMaxPooling3D", "Max", "Min", "Var", "Std", "Logsumexp"), _one_more_input
+        ("SpatialDropout1D", "SpatialDropout2D", "SpatialDropout3D"),
+        lambda call: _bytes(call.output.shape[-1] if call.operation.rate else 0),
+    ),
+    **dict.fromkeys(
+        ("GaussianDropout", "AlphaDropout"),
+        lambda call: _bytes(call.output.bytes if call.operation.rate else 0),
+    ),
+    **dict.fromkeys(
+        ("MaxPooling1D", "MaxPooling2D", "MaxPooling3D"),
+        lambda call: SavedActivations(_ids((*call.inputs[:1], *call.outputs))),
+    ),
+    **dict.fromkeys(
+        ("GlobalMaxPooling1D", "GlobalMaxPooling2D", "GlobalMaxPooling3D", *_OF_INPUT),
+        lambda call: _bytes(call.inputs[0].bytes),
     ),
     **dict.fromkeys(("Multiply", "Matmul", "Einsum", "Dot", "Tensordot"), _product),
     **dict.fromkeys(("Divide", "TrueDivide"), _quotient),
-    "Where": _choice,
-    **dict.fromkeys(("Maximum", "Minimum"), _comparison),
-    "Clip": _clip,
-    "Embedding": _embedding,
+    "Where": lambda call: SavedActivations(
+        _ids(t for t in call.inputs if t is call.arguments.get("condition"))
+    ),
+    **dict.fromkeys(
+        ("Maximum", "Minimum"),
+        lambda call: _bytes(call.output.size * max(1, len(call.inputs) - 1)),
+    ),
+    "Clip": lambda call: _bytes(2 * call.output.size),
     "ReversibleEmbedding": _reversible_embedding,
-    "UpSampling2D": _upsampling,
+    "UpSampling2D": lambda call: SavedActivations(
+        _ids(call.inputs[:1]) if call.operation.interpolation != "nearest" else ()
+    ),
     **dict.fromkeys(("MultiHeadAttention", "GroupedQueryAttention"), _attention),
     "Attention": _dot_attention,
     "LSTM": _recurrent(8),

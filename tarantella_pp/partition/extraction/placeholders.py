@@ -1,11 +1,17 @@
-"""Where Keras masks travel: the hidden boolean tensors that layers attach to their results.
+"""What a call does that its node does not say: found by calling it on placeholders.
 
-Some layers also take masks away: attention deletes those of its inputs, in place, so whoever
-reads the same tensor later finds none. Stages hold copies, so this has to be known.
+Masks are hidden boolean tensors that layers attach to their results. Some layers also take masks
+away: attention deletes its inputs' masks, in place, so whoever reads the same tensor later finds
+none. Stages hold copies, so this has to be known.
+
+Rows: samples and windows merged into one dimension, tables of positions and scalars do not have one
+row for each sample. Keras writes `None` for the first two alike, so shapes are worked out for two
+numbers of samples.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +22,7 @@ from tarantella_pp.keras_internals.functional import (
     get_mask,
     is_default,
     is_own_layer,
+    network_of,
     set_mask,
     tree,
 )
@@ -113,3 +120,56 @@ def _observed(operation: Any, args: Any, kwargs: dict[str, Any], tensors: list[A
         seen["outputs"],
         frozenset(id(t) for t, mask, stays in left if mask is not None and not stays),
     )
+
+
+_SAMPLES = (4, 6)
+Probe = tuple[Shape, ...] | None
+"""The shapes of a tensor for so many samples; `None` where they cannot be told."""
+
+
+def probe_of(shape: Shape) -> Probe:
+    """Returns the shapes of a tensor that has a row for each sample."""
+    return tuple((samples, *shape[1:]) for samples in _SAMPLES)
+
+
+def rows_per_sample(probe: Probe) -> int | None:
+    """Returns how many rows each sample adds to a tensor."""
+    if probe is None:
+        return None
+    few, many = (shape[0] if shape else 0 for shape in probe)
+    if few is None or many is None:
+        return None
+    rows, rest = divmod(many - few, _SAMPLES[1] - _SAMPLES[0])
+    return rows if not rest and few in (rows * _SAMPLES[0], many) else None
+
+
+def sample_axis(probe: Probe) -> int | None:
+    """Returns along which dimension a tensor has its samples."""
+    if probe is None:
+        return 0
+    few, many = probe
+    grows = (axis for axis, sizes in enumerate(zip(few, many, strict=False)) if len({*sizes}) > 1)
+    return next(grows, 0 if None in few else None)
+
+
+def probe_call(
+    node: Any, given: Mapping[int, tuple[Probe, str]], shapes: list[Shape]
+) -> list[Probe]:
+    """Works out the shapes that a call makes."""
+    if is_own_layer(node.operation) and all(rows_per_sample(p) == 1 for p, _ in given.values()):
+        return [probe_of(shape) for shape in shapes]
+    results = []
+    for i, _ in enumerate(_SAMPLES):
+        free = {k: symbolic(p[i], dtype) for k, (p, dtype) in given.items() if p is not None}
+        if len(free) < len(given):
+            return [None] * len(shapes)
+        args, kwargs = node.arguments.fill_in(free)
+        try:
+            if network_of(node.operation) is not None:
+                specs = compute_output_spec(node.operation, *args, **kwargs)
+            else:
+                specs = node.operation.compute_output_spec(*args, **kwargs)
+        except Exception:  # it needs another number of samples, or cannot run on placeholders
+            return [None] * len(shapes)
+        results.append([tuple(spec.shape) for spec in tree.flatten(specs)])
+    return list(zip(*results, strict=True))

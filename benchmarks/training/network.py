@@ -141,7 +141,7 @@ def train(name: str, kind: Kind, wire: str, folder: Path) -> dict[str, Any]:
     plan = model.plan
     if tnt.is_master_rank() and not path.exists():
         plan.save(path)
-    links = sum(cut.sent_bytes(plan.wire_dtype) for cut in plan.cuts)
+    links = sum(plan.sent(cut) for cut in plan.cuts)
     sums = sum(sum(stage.reduced_bytes) for stage in plan.stages)
     crossing = links * plan.num_micro_batches if plan.num_replicas == 1 else sums
     planned, replayed, computation = simulated(plan, alike(timeline.steps))

@@ -11,12 +11,6 @@ from tarantella_pp.errors import ConfigurationError
 if TYPE_CHECKING:
     from tarantella_pp.partition.plan.difference import Difference
 
-_OPTIONS = (
-    "model", "num_stages", "num_micro_batches", "num_replicas", "batch_size", "schedule",
-    "balance", "optimizer", "memory_limit", "placement", "fusion_threshold",
-    "shard_optimizer", "gradient_dtype", "wire_dtype", "recompute", "except_last", "ranks",
-    "schedule_text",
-)  # fmt: skip
 _GRAPH_OPTIONS = ("graph", "num_stages", "balance", "memory_limit")
 _MOST_LINES = 40
 """More moves or names than this are counted, not listed; --json has them all."""
@@ -33,6 +27,7 @@ def run(arguments: argparse.Namespace) -> int:
     from tarantella_pp.cli.io.plan_files import load_plan
     from tarantella_pp.partition.plan.difference import difference
     from tarantella_pp.partition.plan.plan import Plan
+    from tarantella_pp.partition.plan.plan_config import PlanConfig
 
     before, after = load_plan(arguments.before), load_plan(arguments.after)
     of_models = isinstance(before, Plan)
@@ -41,7 +36,8 @@ def run(arguments: argparse.Namespace) -> int:
             "The plan of a Keras model and that of an external graph have nothing to compare. "
             f"Received: {arguments.before}, {arguments.after}"
         )
-    options = _OPTIONS if of_models else _GRAPH_OPTIONS
+    of_plans = ("model", *PlanConfig.__struct_fields__, "optimizer", "schedule_text")
+    options = of_plans if of_models else _GRAPH_OPTIONS
     figures = ("memory_bytes", "flops") if of_models else ("memory", "work", "comm")
     changes = difference(before, after, options, figures)
     if arguments.json:

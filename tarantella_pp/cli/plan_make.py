@@ -19,12 +19,8 @@ if TYPE_CHECKING:
     from tarantella_pp.partition.options import Recompute
     from tarantella_pp.partition.plan.plan import Plan
 
-_OF_MODELS = (
-    "batch_size", "num_micro_batches", "num_replicas", "num_ranks", "stages_per_rank", "schedule",
-    "optimizer", "recompute", "placement", "fusion_threshold",
-    "shard_optimizer", "gradient_dtype", "wire_dtype", "machine",
-)  # fmt: skip
-"""Options that say what a graph's own memory and time already hold."""
+_OF_GRAPHS = ("num_stages", "balance", "memory_limit")
+"""Options that graphs have, too; all others say what a graph's own memory and time already hold."""
 
 _RECOMPUTATIONS = ("all", "except_last", "none")
 """What stands behind `--recompute`, for all stages or behind the number of one."""
@@ -88,7 +84,10 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 def model_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Returns those of the model's options that were given."""
-    values = {name: getattr(arguments, name, None) for name in _OF_MODELS}
+    from tarantella_pp.partition.options import PlanOptions
+
+    names = [name for name in PlanOptions.__dataclass_fields__ if name not in _OF_GRAPHS]
+    values = {name: getattr(arguments, name, None) for name in names}
     if values["recompute"] is not None:
         values["recompute"] = _stages(values["recompute"])
     return {name: value for name, value in values.items() if value is not None}

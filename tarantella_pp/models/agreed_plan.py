@@ -124,11 +124,13 @@ def _given_plan(extracted: ExtractedModel, plan: Any, options: PlanOptions) -> P
             f"Expected a Plan or the path of one. Received: plan={plan!r} of type "
             f"{type(plan).__name__}"
         )
+    asked = options.given()
     # Plans of the first version did not say what messages are sent as, so that stands beside them.
-    for name, value in replace(options, wire_dtype=None).given().items():
+    narrow = narrow_dtype("wire_dtype", asked.pop("wire_dtype", None))
+    for name, value in asked.items():
         raise ConfigurationError(
             f"The plan says how the pipeline is made. Received: plan together with "
             f"{name}={value!r}. Leave one of the two out."
         )
     loaded = plan if isinstance(plan, Plan) else Plan.load(plan)
-    return sent_as(loaded, extracted.graph, narrow_dtype("wire_dtype", options.wire_dtype))
+    return sent_as(loaded, extracted.graph, narrow)

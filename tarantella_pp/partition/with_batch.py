@@ -119,3 +119,15 @@ def _figures(
         wire_dtype=plan.wire_dtype,
     )
     return costs.stages(plan.assignment, in_flight, repeats), costs.cuts(plan.assignment)
+
+
+def ways_to_less_memory(plan: Plan) -> str:
+    """Which options of a plan would take less memory."""
+    ways = ["smaller batches", "more stages"]
+    if plan.num_micro_batches < plan.batch_size:
+        ways.append("more micro-batches")
+    if len(plan.recompute) < plan.num_stages or plan.except_last:
+        ways.append("recompute='all'")
+    if plan.num_replicas > 1 and not plan.shard_optimizer:
+        ways.append("shard_optimizer=True")
+    return f"Less is needed with {', '.join(ways[:-1])} or {ways[-1]}."

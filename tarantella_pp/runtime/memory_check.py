@@ -10,7 +10,7 @@ from tarantella_pp.partition.extraction.keras_reader import ExtractedModel
 from tarantella_pp.partition.graph.units import format_bytes
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan.plan_parts import OutputUse
-from tarantella_pp.partition.with_batch import with_batch
+from tarantella_pp.partition.with_batch import ways_to_less_memory, with_batch
 from tarantella_pp.runtime.compilation import expected_outputs
 from tarantella_pp.runtime.replicas.process_groups import ProcessGroups
 from tarantella_pp.runtime.step_schedules import StepSchedules
@@ -100,18 +100,6 @@ class MemoryCheck:
                 f"Rank {needed.index(max(needed))} of the pipeline needs "
                 f"{format_bytes(max(needed))} for a batch of {plan.batch_size} samples, and its "
                 f"share of the memory of this machine is {format_bytes(memory)}. The plan was "
-                f"made for batch_size={self._plan.batch_size}. {_less(plan)}",
+                f"made for batch_size={self._plan.batch_size}. {ways_to_less_memory(plan)}",
                 stacklevel=2,
             )
-
-
-def _less(plan: Plan) -> str:
-    """Which options of a plan would take less memory."""
-    ways = ["smaller batches", "more stages"]
-    if plan.num_micro_batches < plan.batch_size:
-        ways.append("more micro-batches")
-    if len(plan.recompute) < plan.num_stages or plan.except_last:
-        ways.append("recompute='all'")
-    if plan.num_replicas > 1 and not plan.shard_optimizer:
-        ways.append("shard_optimizer=True")
-    return f"Less is needed with {', '.join(ways[:-1])} or {ways[-1]}."

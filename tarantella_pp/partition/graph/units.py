@@ -72,12 +72,12 @@ def sample_shape(shape: Shape, assumed_size: int) -> tuple[int, ...]:
     return tuple(assumed_size if size is None else size for size in sizes)
 
 
-def wire_bytes(size: int, dtype: str, wire_dtype: str | None) -> int:
+def wire_bytes(size: int, dtype: str, narrow: str | None) -> int:
     """Returns the bytes of a tensor as it is sent; floating point numbers may travel in less."""
     own = item_bytes(dtype)
-    if wire_dtype is None or not dtype.startswith("float"):
+    if narrow is None or not dtype.startswith("float"):
         return size
-    return size // own * min(own, item_bytes(wire_dtype))
+    return size // own * min(own, item_bytes(narrow))
 
 
 def item_bytes(dtype: str) -> int:

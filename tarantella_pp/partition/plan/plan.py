@@ -134,6 +134,14 @@ class Plan(
         with_gradient = (cut for cut in self.cuts if cut.has_gradient)
         return {(cut.source, target) for cut in with_gradient for target in cut.targets}
 
+    def sent(self, cut: CutEdge) -> int:
+        """Returns the bytes of one micro-batch of a tensor as it travels, without its mask.
+
+        Args:
+            cut: One of `cuts`.
+        """
+        return cut.sent_bytes(self.wire_dtype)
+
     def sent_bytes(self, source: int | None = None) -> int:
         """Returns the bytes that are sent forward for one micro-batch.
 
@@ -141,7 +149,7 @@ class Plan(
             source: The stage that sends them. Default: all of them.
         """
         return sum(
-            (cut.sent_bytes(self.wire_dtype) + cut.mask_bytes) * len(cut.targets)
+            (self.sent(cut) + cut.mask_bytes) * len(cut.targets)
             for cut in self.cuts
             if source in {None, cut.source}
         )

@@ -114,9 +114,9 @@ class CutEdge(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     has_gradient: bool
     mask_bytes: int = 0
 
-    def sent_bytes(self, wire_dtype: str | None) -> int:
+    def sent_bytes(self, narrow: str | None) -> int:
         """Returns the bytes of one micro-batch of it as they are sent, without the mask."""
-        return wire_bytes(self.bytes, self.dtype, wire_dtype)
+        return wire_bytes(self.bytes, self.dtype, narrow)
 
 
 class Tie(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

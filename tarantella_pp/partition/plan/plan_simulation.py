@@ -183,7 +183,7 @@ class PlanSimulation:
         stages = [self._stage(i, mean, both, again.get(i)) for i, both in enumerate(seconds)]
         sizes: Counter[Link] = Counter()
         for cut in self.plan.cuts:
-            sent = cut.sent_bytes(self.plan.wire_dtype)
+            sent = self.plan.sent(cut)
             for target in cut.targets:
                 sizes[cut.source, target] += sent + cut.mask_bytes
                 sizes[target, cut.source] += sent if cut.has_gradient else 0

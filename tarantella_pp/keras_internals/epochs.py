@@ -49,9 +49,6 @@ class _ResumedEpochs(trainer.TFEpochIterator):  # type: ignore[misc]
         return self
 
 
-trainer.TFEpochIterator = _ResumedEpochs
-
-
 class LogsOfEpoch(keras.Model):  # type: ignore[misc]
     """A model whose epoch has the logs that were restored where no step was left to train.
 
@@ -72,10 +69,15 @@ class LogsOfEpoch(keras.Model):  # type: ignore[misc]
 
 @contextlib.contextmanager
 def starting_anywhere(model: Any) -> Iterator[None]:
-    """Surrounds a `fit` whose first epoch `start_epoch` may change; the next one is as ever."""
+    """Surrounds a `fit` that may begin with a later epoch and step; the next one is as ever.
+
+    Keras' loop makes its iterator itself, so ours stands in its place as long as the `fit` runs.
+    """
+    original, trainer.TFEpochIterator = trainer.TFEpochIterator, _ResumedEpochs
     try:
         yield
     finally:
+        trainer.TFEpochIterator = original
         model._initial_epoch = None
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,8 +18,6 @@ import numpy as np
 import tensorflow as tf
 from keras.src.backend.common import global_state
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
-from keras.src.legacy.saving import legacy_h5_format
-from keras.src.saving import saving_lib
 
 from tarantella_pp.errors import UnsupportedModelError
 from tarantella_pp.keras_internals.optimizers import parts_of, scales_dynamically, wrapped_in
@@ -153,35 +150,6 @@ def finalize_only(optimizer: Any, weights: Sequence[Any], then: Callable[[], Non
             then()
 
     optimizer.finalize_variable_values = finalized
-
-
-def send_files_through(kind: type, check: Callable[[Any], None]) -> None:
-    """Lets Keras' functions that save and load models use the methods of a class of models.
-
-    `keras.saving.save_model`, `save_weights`, `load_weights` and their like open a file before they
-    look at the model, so the model cannot refuse in time, nor do it right.
-    """
-
-    def send(module: Any, name: str, method: str) -> None:
-        original = getattr(module, name)
-        defaults = inspect.signature(original).parameters
-
-        @functools.wraps(original)
-        def sent(model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
-            if not isinstance(model, kind):
-                if method != "load_weights":
-                    check(model)
-                return original(model, filepath, *args, **kwargs)
-            given = inspect.signature(original).bind(model, filepath, *args, **kwargs).arguments
-            options = {k: v for k, v in given.items() if v is not defaults[k].default}
-            return getattr(model, method)(filepath, **dict(list(options.items())[2:]))
-
-        setattr(module, name, sent)
-
-    send(saving_lib, "save_model", "save")
-    send(saving_lib, "save_weights_only", "save_weights")
-    send(saving_lib, "load_weights_only", "load_weights")
-    send(legacy_h5_format, "save_model_to_hdf5", "save")
 
 
 def compiled_with(model: Any) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.keras_internals.epochs import LogsOfEpoch
 from tarantella_pp.keras_internals.legacy_files import write_legacy
 from tarantella_pp.keras_internals.model_files import save_weights
-from tarantella_pp.keras_internals.state import pickled, send_files_through
+from tarantella_pp.keras_internals.state import pickled
 from tarantella_pp.models.files.file_replacement import replace_file, replace_shards
 from tarantella_pp.models.files.keras_file import KerasFile
 from tarantella_pp.models.files.plain_files import config_of, plain_model, write_plain
@@ -31,7 +31,6 @@ from tarantella_pp.runtime.one_rank import on_all_ranks, on_one_rank
 from tarantella_pp.runtime.state.remote_variables import (
     only_own_assigned,
     read_with,
-    refuse_stale,
 )
 from tarantella_pp.runtime.state.state_share import StateShare
 from tarantella_pp.runtime.state.value_pieces import rows_of
@@ -127,7 +126,7 @@ class CollectiveModel(LogsOfEpoch):
         """Saves the wrapped model as plain Keras does; stock Keras loads it and trains on.
 
         All ranks must call it; the last one writes. The file replaces an older one only when it
-        is complete. `keras.saving.save_model` does the same.
+        is complete. `tnt.models.save_model` does the same.
         """
 
         def write(draft: Path, state: Any) -> None:
@@ -290,6 +289,3 @@ def _path(filepath: Any) -> Path:
             f"{type(filepath).__name__}"
         )
     return Path(filepath)
-
-
-send_files_through(CollectiveModel, refuse_stale)

@@ -147,18 +147,17 @@ def clone_model(
         "recursive": recursive or None,
     }
     given = {name: value for name, value in arguments.items() if value is not None}
-    plain, as_it_was = model, _as_it_is
+    plain = model
     if isinstance(model, PipelineModel):
         plain = model._engine.extracted.model
         if not given and not options:
             options = {"plan": model.plan}
     elif isinstance(model, OwnStepModel):
-        as_it_was = model._as_it_was
+        plain = model._plain
     compilation = model.get_compile_config() if model.compiled else None
 
     def copy() -> Any:
-        with as_it_was():
-            return keras.models.clone_model(plain, **given)
+        return keras.models.clone_model(plain, **given)
 
     def copy_layers() -> Any:
         with _not_compiled(plain):
@@ -268,12 +267,6 @@ def _reason_of(model: Any) -> str:
     inside = {id(variable) for variable in extract(model).variables}
     outside = [variable.path for variable in model.variables if id(variable) not in inside]
     return f"no layer of its graph has {outside[:3]}" if outside else ""
-
-
-@contextlib.contextmanager
-def _as_it_is() -> Iterator[None]:
-    """Changes nothing."""
-    yield
 
 
 @contextlib.contextmanager

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from tarantella_pp.callbacks.checkpoint import Checkpoint
 from tarantella_pp.callbacks.rank_rules import listed
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.keras_internals.functional import network_of, own_metrics, runs_its_graph
-from tarantella_pp.keras_internals.state import send_files_through
 from tarantella_pp.models import model_validation
 from tarantella_pp.models.feeding.data_adapter import predict_function, step_function
 from tarantella_pp.models.files.file_replacement import replace_file, replace_shards
@@ -25,7 +23,6 @@ from tarantella_pp.models.training_loops import TrainingLoops
 from tarantella_pp.runtime.comm.collective import collective, contents_of, named
 from tarantella_pp.runtime.comm.communicator import Communicator
 from tarantella_pp.runtime.one_rank import on_one_rank
-from tarantella_pp.runtime.state.remote_variables import refuse_stale
 
 
 def has_own_steps(model: Any) -> bool:
@@ -39,24 +36,30 @@ def has_own_steps(model: Any) -> bool:
 
 
 def with_replicas(model: Any, ranks: Communicator, gradient_dtype: str | None = None) -> Any:
-    """Makes a model run its own steps on all ranks, with a share of each batch on each."""
+    """Makes a model that runs another one's steps on all ranks, with a share of each batch on each.
+
+    It has all attributes in common with the user's model, which stays one of the user's class: its
+    steps run as they are, and it is saved as ever.
+    """
     model_validation.check_backend()
     model_validation.check_strategy(model)
     if ranks.size == 1:
         return model
     own = type(model)
-    # Under its own name and module, so that Keras writes and finds it as what it was.
     names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
-    model.__class__ = type(own.__name__, (OwnStepModel, own), names)
+    kind: Any = type(own.__name__, (OwnStepModel, own), {**names, "_plain": model})
     model._engine = ReplicaSteps(model, ranks, gradient_dtype)
     model.train_function = model.test_function = model.predict_function = None
-    return model
+    replicas = object.__new__(kind)
+    object.__setattr__(replicas, "__dict__", vars(model))
+    return replicas
 
 
 class OwnStepModel(TrainingLoops):
-    """What is put before the class of a model whose own steps are run on all ranks."""
+    """Comes before the class of a model whose own steps are run on all ranks."""
 
     _engine: ReplicaSteps
+    _plain: keras.Model
 
     @property
     def plan(self) -> Any:
@@ -132,8 +135,7 @@ class OwnStepModel(TrainingLoops):
     @collective("skip_mismatch", contents=lambda given: contents_of(given["filepath"]))
     def load_weights(self, filepath: Any, skip_mismatch: bool = False, **kwargs: Any) -> None:
         """Loads weights as plain Keras does; all ranks must call it, and each reads the file."""
-        with self._as_it_was():
-            self.load_weights(filepath, skip_mismatch=skip_mismatch, **kwargs)
+        self._plain.load_weights(filepath, skip_mismatch=skip_mismatch, **kwargs)
 
     def _write(
         self,
@@ -145,8 +147,7 @@ class OwnStepModel(TrainingLoops):
     ) -> None:
         """Lets the last rank write a file, or each rank its own if that is open."""
         if not isinstance(filepath, (str, os.PathLike)):
-            with self._as_it_was():
-                getattr(self, method)(filepath, **options)
+            getattr(self._plain, method)(filepath, **options)
             return
         path, ranks = Path(filepath), self._engine.communicator
 
@@ -156,20 +157,6 @@ class OwnStepModel(TrainingLoops):
                     f"File '{path}' exists. Received: overwrite=False. Choose another name, or "
                     "pass overwrite=True."
                 )
-            with self._as_it_was():
-                replace(path, lambda draft: getattr(self, method)(draft, **options))
+            replace(path, lambda draft: getattr(self._plain, method)(draft, **options))
 
         on_one_rank(ranks, ranks.size - 1, method, work)
-
-    @contextlib.contextmanager
-    def _as_it_was(self) -> Iterator[None]:
-        """Lets the model be one of the user's class, as which it is saved and loaded."""
-        ours = type(self)
-        self.__class__ = ours.__bases__[1]
-        try:
-            yield
-        finally:
-            self.__class__ = ours
-
-
-send_files_through(OwnStepModel, refuse_stale)

@@ -12,8 +12,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers
-from keras.src.legacy.saving import legacy_h5_format
-from keras.src.saving import saving_lib
 
 from tarantella_pp.errors import StaleWeightError
 from tarantella_pp.keras_internals import state
@@ -106,24 +104,6 @@ def test_what_is_refused_leaves_an_optimizer_as_it_was(weights, monkeypatch):
             state.divide(optimizer, weights, weights[:1])
     assert len(optimizer.variables) == 6
     assert optimizer._momentums[0].numpy().sum() == 12
-
-
-def test_files_are_written_by_functions_that_can_be_replaced():
-    """Those of `keras.saving` look these up in their module each time."""
-    for module, name in (
-        (saving_lib, "save_model"),
-        (saving_lib, "save_weights_only"),
-        (saving_lib, "load_weights_only"),
-        (legacy_h5_format, "save_model_to_hdf5"),
-    ):
-        names = list(inspect.signature(getattr(module, name)).parameters)
-        assert names[:2] == ["model", "filepath"], ADVICE + name
-    api = inspect.getsource(keras.saving.save_model)
-    assert "saving_lib.save_model(" in api, ADVICE + "saving_api.save_model"
-    assert "legacy_h5_format.save_model_to_hdf5(" in api
-    for function in ("save_weights", "load_weights"):
-        api = inspect.getsource(getattr(keras.saving, function))
-        assert f"saving_lib.{function}_only(" in api, ADVICE + function
 
 
 def test_models_remember_how_they_were_compiled():

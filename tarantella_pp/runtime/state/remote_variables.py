@@ -175,13 +175,6 @@ def remote_value(variable: Any) -> ValuePieces | None:
     return _found(variable) if is_stale(variable) else None
 
 
-def refuse_stale(model: Any) -> None:
-    """Refuses a model that cannot be read."""
-    for variable in model.variables:
-        if is_stale(variable) and _reader.get() is None:
-            raise _error(variable)
-
-
 class _Remote(keras.Variable):  # type: ignore[misc]
     """A variable whose value is on another rank."""
 

@@ -1,4 +1,4 @@
-"""What is not installed is told with what to install."""
+"""Errors for missing packages name the command that installs them."""
 
 from __future__ import annotations
 

@@ -138,11 +138,11 @@ class CheckpointRun:
     def begin(self) -> None:
         """Goes on from the newest checkpoint, or begins; takes all ranks."""
         options = [str(self._checkpoint.directory), self._checkpoint.every, self._checkpoint.keep]
-        told = self._ranks.allgather_json(options)
-        if any(theirs != told[0] for theirs in told):
+        given = self._ranks.allgather_json(options)
+        if any(theirs != given[0] for theirs in given):
             raise ConfigurationError(
                 "All ranks must have the same Checkpoint. Received: directory, every and keep "
-                f"{'; '.join(f'{theirs} on rank {rank}' for rank, theirs in enumerate(told))}"
+                f"{'; '.join(f'{theirs} on rank {rank}' for rank, theirs in enumerate(given))}"
             )
         self._configs = configs_of(self._model)
         facts = facts_of(self._model, self._configs, self._data_facts())
@@ -238,19 +238,19 @@ class CheckpointRun:
         self._restored = restored
         if any(map(has_stopped, self._callbacks)):
             self._trains = False
-            told, epoch = "was stopped early", max(self._options.epochs, 1)
+            state, epoch = "was stopped early", max(self._options.epochs, 1)
         else:
             self._trains = saved.epoch < self._options.epochs
-            told, epoch = f"has trained {saved.where()}", saved.epoch
+            state, epoch = f"has trained {saved.where()}", saved.epoch
         self._restore_callbacks(saved)
         if not self._trains:
             self._tell(
-                f"nothing is trained: checkpoint '{where}' {told} of epochs="
+                f"nothing is trained: checkpoint '{where}' {state} of epochs="
                 f"{self._options.epochs}. Raise epochs, or give a new run a directory of its own."
             )
             start_epoch(self._model, epoch)
             return
-        self._tell(f"goes on from checkpoint '{where}', which {told}")
+        self._tell(f"goes on from checkpoint '{where}', which {state}")
         start_epoch(self._model, epoch)
         self._resume_data(restored)
         if has_plan(saved, self._model.plan):
@@ -367,7 +367,7 @@ class CheckpointRun:
         }
 
     def _preempted_alone(self) -> bool:
-        """Whether the only rank there is was told to end; of several, all stop first."""
+        """Says whether a job of one rank was asked to end; several ranks stop together first."""
         return self._ranks.size == 1 and self._preemption.asked
 
     def _any_preempted(self) -> bool:

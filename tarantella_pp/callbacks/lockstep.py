@@ -59,7 +59,7 @@ class Lockstep(keras.callbacks.Callback):
     A rank's clock or a file may tell it alone to stop, and what callbacks set on one rank only is
     not known to the others. So after each step every rank sends the first one its vote, and takes
     that one's decision. The first rank waits for nobody: it counts its own vote of this step, and
-    of the others those of the step before, which have come ahead of that step's gradients. So
+    of the others' the votes of the step before, which have come ahead of that step's gradients. So
     where all ranks want to stop they do so at once, and where one does, all do so a step later.
 
     It is the last of a rank's callbacks, to see what the others have set.
@@ -94,12 +94,12 @@ class Lockstep(keras.callbacks.Callback):
         """Agrees with the other ranks whether this epoch was the last; all come here together."""
         self._take_votes()
         wish = self.model.stop_training or "stop_training" in self._wishes
-        told = self._communicator.allgather_json([wish, settable_learning_rate(self.model)])
-        rates = [rate for _, rate in told]
+        given = self._communicator.allgather_json([wish, settable_learning_rate(self.model)])
+        rates = [rate for _, rate in given]
         for rank, rate in enumerate(rates):
             if _differ(rates[0], rate):
                 raise _refusal(rates[0], rank, rate)
-        self.model.stop_training = any(wish for wish, _ in told)
+        self.model.stop_training = any(wish for wish, _ in given)
 
     def _agree(self, name: str) -> None:
         """Sets one of the model's flags to what holds for all ranks."""
@@ -143,7 +143,7 @@ class Lockstep(keras.callbacks.Callback):
         self._communicator.send([np.array(values, _FLOAT)], rank, tag, label="whether to stop")
 
     def _receive(self, rank: int, tag: int, size: int, step: int | None = None) -> list[float]:
-        """Receives what is about a step; drops what calls have left that an error ended."""
+        """Receives a step's values; drops older ones, left by calls that an error ended."""
         spec = [TensorSpec((size,), _FLOAT)]
         about = [self._call, self._step if step is None else step]
         while True:

@@ -12,11 +12,11 @@ from collections.abc import Iterator
 import keras
 
 EXIT_CODE = 75
-"""EX_TEMPFAIL: start it again; that of `tarantella` for a job that SIGTERM has stopped."""
+"""EX_TEMPFAIL: start it again; `tarantella` ends so, too, when SIGTERM has stopped a job."""
 
 
 class Preemption:
-    """Whether this rank has been told to end.
+    """Whether SIGTERM has asked this rank to end.
 
     Attributes:
         asked: Whether it has.

@@ -167,7 +167,7 @@ class FolderMaker(keras.callbacks.Callback):
         self._epoch = epoch
 
     def on_train_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """Makes the folder of a checkpoint that is written every so many batches."""
+        """Makes the folder of a checkpoint that is written every few batches."""
         if self._checkpoint.save_freq != "epoch":
             self._make({"batch": batch + 1, **(logs or {})})
 
@@ -177,7 +177,7 @@ class FolderMaker(keras.callbacks.Callback):
             self._make(logs or {})
 
     def _make(self, logs: Mapping[str, Any]) -> None:
-        with contextlib.suppress(KeyError):  # the checkpoint says better what is missing
+        with contextlib.suppress(KeyError):  # the checkpoint itself names the missing key
             path = Path(self._checkpoint.filepath.format(epoch=self._epoch + 1, **logs))
             path.parent.mkdir(parents=True, exist_ok=True)
 

@@ -50,7 +50,7 @@ class Timeline(keras.callbacks.Callback):
 
     Args:
         path: The file, in Chrome's trace format. Default: none is written.
-        steps: The steps in the file: so many last ones, or a range of their numbers such as
+        steps: The steps in the file: how many of the last ones, or a range of their numbers such as
             `range(10, 15)`.
 
     Raises:

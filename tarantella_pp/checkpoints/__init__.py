@@ -1,1 +1,1 @@
-"""Checkpoints as files: what is in them, whether they are whole, which is the newest."""
+"""The state of a run as files: tensors, manifest, checksums, the newest whole one."""

@@ -30,7 +30,7 @@ def newest_whole(ranks: Communicator, directory: Path) -> tuple[Path, Manifest, 
     if damaged:
         raise FileError(
             f"All checkpoints in '{directory}' are damaged: {', '.join(damaged)}. "
-            "`tarantella checkpoint verify` says what is wrong with each. Remove them to begin "
+            "`tarantella checkpoint verify` names what is damaged in each. Remove them to begin "
             "anew."
         )
     return None
@@ -41,11 +41,11 @@ def _seen_by_all(ranks: Communicator, directory: Path) -> list[str]:
     mine = [path.name for path in checkpoints_in(directory)]
     names: list[str] = ranks.broadcast_json(mine)
     prints = [_fingerprint(directory / name / MANIFEST) for name in names]
-    told = ranks.allgather_json([bool(mine), prints])
+    seen_by = ranks.allgather_json([bool(mine), prints])
     odd = [
         rank
-        for rank, (has_any, seen) in enumerate(told)
-        if seen != told[0][1] or (has_any and not names)
+        for rank, (has_any, seen) in enumerate(seen_by)
+        if seen != seen_by[0][1] or (has_any and not names)
     ]
     if odd:
         raise ConfigurationError(

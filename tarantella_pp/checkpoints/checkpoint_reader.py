@@ -43,7 +43,7 @@ class RestoredState:
         engine.before_training = lambda: self._assign(share.metrics())
 
     def restore_learning_rate(self, model: Any) -> None:
-        """Sets the learning rate once more, after schedules have set that of the epoch."""
+        """Sets the learning rate once more, after schedules have set the rate of the epoch."""
         if self.manifest.learning_rate is not None:
             wrapped_in(model.optimizer).learning_rate = self.manifest.learning_rate
 
@@ -63,7 +63,7 @@ class RestoredState:
                 callback.best_weights = best
 
     def arrays(self, kind: str) -> dict[str, Array]:
-        """Arrays of a kind, by what is left of their keys."""
+        """Arrays of a kind, by the rest of their keys."""
         return {
             key.removeprefix(f"{kind}/"): self._read(key)
             for key in self.manifest.tensors
@@ -74,7 +74,7 @@ class RestoredState:
         """Puts the epochs before the checkpoint into the history of this `fit`."""
         history = model.history
         values = from_plain(self.manifest.history)
-        history.history.update({name: list(told) for name, told in values.items()})
+        history.history.update({name: list(kept) for name, kept in values.items()})
         first, last = self.manifest.initial_epoch, self.manifest.epoch
         history.epoch[:] = list(range(first, last))
 

@@ -55,8 +55,8 @@ class CheckpointWriter:
         name = checkpoint_folder.name_of_step(step)
         draft = Path(self._on_all(name, self._begin, step)[0])
         try:
-            told = self._on_all(name, self._write_own, draft, own)
-            self._on_all(name, self._publish, draft, lambda: describe(*_gathered(told)))
+            answers = self._on_all(name, self._write_own, draft, own)
+            self._on_all(name, self._publish, draft, lambda: describe(*_gathered(answers)))
         except FileError:
             if self._ranks.rank == 0:
                 checkpoint_folder.discard_draft(draft)
@@ -117,23 +117,23 @@ class CheckpointWriter:
             reason = error.strerror or str(error)
         except ConfigurationError as error:
             reason = str(error)
-        told = self._ranks.allgather_json([reason, result])
-        for rank, (problem, _) in enumerate(told):
+        answers = self._ranks.allgather_json([reason, result])
+        for rank, (problem, _) in enumerate(answers):
             if problem:
                 raise FileError(
                     f"Rank {rank} could not write a checkpoint, '{self._directory / name}': "
                     f"{problem}. Older checkpoints are unchanged."
                 )
-        return [value for _, value in told]
+        return [value for _, value in answers]
 
 
 def _gathered(
-    told: Sequence[list[Any]],
+    answers: Sequence[list[Any]],
 ) -> tuple[tuple[SavedFile, ...], dict[str, SavedTensor]]:
-    """The files of all ranks, and what is in them."""
+    """The files of all ranks, and their tensors."""
     files: list[SavedFile] = []
     tensors: dict[str, SavedTensor] = {}
-    for name, size, sha256, rank, stages, found in filter(None, told):
+    for name, size, sha256, rank, stages, found in filter(None, answers):
         for key, label, dtype, shape in found:
             tensors[key] = SavedTensor(label, dtype, tuple(shape), len(files))
         files.append(SavedFile(name, size, sha256, rank, tuple(stages)))

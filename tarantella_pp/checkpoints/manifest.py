@@ -63,7 +63,7 @@ class DataPosition(msgspec.Struct, frozen=True):
         kind: `"arrays"`, `"PyDataset"`, `"tf.data"` or what else was read.
         passes: How often reading them has begun.
         batches: How many batches of the last pass have been trained.
-        epochs: How many epochs have told the data set of their end.
+        epochs: How many times the data set was called at an epoch's end.
         in_pass: Whether the next batch is one of that pass.
     """
 

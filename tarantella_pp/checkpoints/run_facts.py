@@ -1,4 +1,4 @@
-"""What a run is made of: its model, its optimizer and its data, as far as they can be told."""
+"""What a run is made of: its model, its optimizer and its data, as far as they can be config."""
 
 from __future__ import annotations
 
@@ -24,27 +24,29 @@ _MOST_DIFFERENCES = 5
 _COMPILED = ("loss", "loss_weights", "metrics", "weighted_metrics")
 
 
-def facts_of(model: Any, told: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
+def facts_of(model: Any, configs: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
     """What must be the same for training to go on, as JSON keeps it."""
-    facts = facts_of_model(model, told) | facts_of_compilation(model, told) | {"data": dict(data)}
+    facts = (
+        facts_of_model(model, configs) | facts_of_compilation(model, configs) | {"data": dict(data)}
+    )
     found: dict[str, Any] = as_json(facts)
     return found
 
 
-def facts_of_model(model: Any, told: Mapping[str, Any]) -> dict[str, Any]:
-    """Of `facts_of`, what is known of a model that has not been compiled, too."""
+def facts_of_model(model: Any, configs: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of `facts_of` that needs no compiled model."""
     variables = {
         str(i): [v.name, *spec_of(v), bool(v.trainable)]
         for i, v in enumerate(model._model_state.variables)
     }
-    graph, layers = model._engine.extracted.graph, without_names(told["config"])
+    graph, layers = model._engine.extracted.graph, without_names(configs["config"])
     return {"variables": variables, "model": graph.fingerprint(), "layers": layers}
 
 
-def facts_of_compilation(model: Any, told: Mapping[str, Any]) -> dict[str, Any]:
-    """Of `facts_of`, what a model has been compiled with."""
+def facts_of_compilation(model: Any, configs: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of `facts_of` that `compile` was given."""
     given = compiled_with(model)
-    compiled = told["compiled"] or as_json(compiled_facts(given))
+    compiled = configs["compiled"] or as_json(compiled_facts(given))
     return {
         "compiled": without_names({name: compiled.get(name) for name in _COMPILED}),
         "options": {name: _options_of(given[name]) for name in _COMPILED},
@@ -130,8 +132,8 @@ def _optimizer_facts(optimizer: Any) -> dict[str, Any]:
     if optimizer is None:
         return {}
     inner = wrapped_in(optimizer)
-    told = without_names(as_json(keras.saving.serialize_keras_object(inner)))
-    found = {"class_name": told["class_name"], "config": told["config"]}
+    config = without_names(as_json(keras.saving.serialize_keras_object(inner)))
+    found = {"class_name": config["class_name"], "config": config["config"]}
     if inner is not optimizer:
         options = as_json(optimizer.get_config())
         found["loss_scaling"] = {name: options.get(name) for name in _OF_LOSS_SCALING}
@@ -139,13 +141,13 @@ def _optimizer_facts(optimizer: Any) -> dict[str, Any]:
 
 
 def _comparable(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Facts but for a learning rate that callbacks may have changed, and what is told twice."""
+    """Facts without a learning rate that callbacks may have changed, and without repetitions."""
     optimizer, layers = dict(facts.get("optimizer", {})), facts["layers"]
     config = dict(optimizer.get("config", {}))
     if isinstance(config.get("learning_rate"), float):
         del config["learning_rate"]
     if isinstance(layers, Mapping):  # the model may have been compiled before it was wrapped
-        layers = {name: told for name, told in layers.items() if name != "compile_config"}
+        layers = {name: config for name, config in layers.items() if name != "compile_config"}
     return {**facts, "layers": layers, "optimizer": {**optimizer, "config": config}}
 
 

@@ -113,7 +113,7 @@ class TensorFile:
                     raise ValueError(f"a header of {length} bytes")
                 header = json.loads(file.read(length))
             self._start = 8 + length
-            self.slots = {name: _slot(told) for name, told in header.items() if name[:2] != "__"}
+            self.slots = {name: _slot(entry) for name, entry in header.items() if name[:2] != "__"}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise FileError(f"'{path}' is no file of tensors: {error}") from error
 
@@ -128,9 +128,9 @@ class TensorFile:
         return data.view(_dtype(slot.dtype)).reshape(slot.shape)
 
 
-def _slot(told: Mapping[str, Any]) -> TensorSlot:
-    begin, end = told["data_offsets"]
-    slot = TensorSlot(_NAMES[told["dtype"]], tuple(told["shape"]), begin, end)
+def _slot(entry: Mapping[str, Any]) -> TensorSlot:
+    begin, end = entry["data_offsets"]
+    slot = TensorSlot(_NAMES[entry["dtype"]], tuple(entry["shape"]), begin, end)
     if end - begin != math.prod(slot.shape) * _dtype(slot.dtype).itemsize:
         raise ValueError(f"{end - begin} bytes for {slot.dtype} of shape {slot.shape}")
     return slot

@@ -2,11 +2,11 @@
 
     tarantella -n 2 --threads 1 -- benchmarks/planning/predicted.py
     ... benchmarks/planning/predicted.py --models VGG16 GPT --plans ours measured
-    ... benchmarks/planning/predicted.py --machine machine.json   # of tarantella doctor --save
+    ... benchmarks/planning/predicted.py --machine machine.json   # machine.py wrote it
 
 Models of `keras.applications` for small images, and a GPT, are planned for the ranks of the launch
 with 1F1B: by us, with as many operations on each stage, or as many parameters; and by us with
-measured layers. The plans train a step each in turn, and the doctor's probes run between the steps,
+measured layers. The plans train a step each in turn, and probes run between the steps,
 for a machine is not as fast in each second. A step is simulated from what these probes say.
 """
 
@@ -27,10 +27,9 @@ import keras
 import numpy as np
 
 import tarantella_pp as tnt
+from benchmarks.planning.machine import ComputeProbes, slowest_link
+from benchmarks.planning.machine import machine_of as machine_of_ranks
 from benchmarks.planning.shared_cores import shared_step_seconds
-from tarantella_pp.cli.doctor.compute_probes import ComputeProbes
-from tarantella_pp.cli.doctor.ping_pong import measure_pair
-from tarantella_pp.cli.doctor.probe_job import Link, machine_of_ranks
 from tarantella_pp.partition.baselines import minimal_maximum
 from tarantella_pp.partition.extraction.keras_reader import ExtractedModel, extract
 from tarantella_pp.partition.plan.hardware_spec import machine_of
@@ -126,20 +125,19 @@ class Machine:
         self.given = None if path is None else machine_of(path)
         if path is None:
             self.probes = ComputeProbes(world())
-            found = measure_pair(world(), 1 - world().rank) if world().rank < 2 else {}
-            self.link = Link(**world().allgather_json(found)[0])
+            self.link = slowest_link(world())
 
     def now(self) -> tnt.HardwareSpec:
-        """What the doctor says now, on all ranks."""
-        return self.given or machine_of_ranks(self.probes.measure(PROBE_SECONDS), [self.link])
+        """What all ranks do now."""
+        return self.given or machine_of_ranks(self.probes.measure(PROBE_SECONDS), self.link)
 
     def rounds(self) -> list[list[float]]:
-        """What the doctor's probes take now, a few times; a first time they come after a step."""
+        """What probes take now, a few times; a first time they come after a step."""
         return [] if self.given else self.probes.rounds(BETWEEN_SECONDS, 2)[1:]
 
     def of_rounds(self, rounds: Sequence[Sequence[float]]) -> tnt.HardwareSpec:
-        """What the doctor makes of its probes, on all ranks."""
-        return self.given or machine_of_ranks(self.probes.found_in(rounds), [self.link])
+        """What the probes say of all ranks."""
+        return self.given or machine_of_ranks(self.probes.found_in(rounds), self.link)
 
 
 def predicted(plan: tnt.Plan, machine: tnt.HardwareSpec) -> float:
@@ -169,7 +167,7 @@ def compared(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--machine", help="a file of tarantella doctor --save; else measured here")
+    parser.add_argument("--machine", help="a file of machine.py; else measured here")
     parser.add_argument("--models", nargs="+", default=[*IMAGES, GPT], metavar="MODEL")
     parser.add_argument("--plans", nargs="+", default=PLANS[:3], choices=PLANS)
     parser.add_argument("--steps", type=int, default=5)

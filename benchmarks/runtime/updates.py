@@ -3,7 +3,7 @@
     python benchmarks/runtime/updates.py
     python benchmarks/runtime/updates.py --widths 256 2048 --megabytes 16
 
-A pass is as many bytes read, or written, as the weights have, at the bandwidth that the doctor
+A pass is as many bytes read, or written, as the weights have, at the bandwidth that `machine.py`
 would find (`memory_bandwidth` of a machine), which is measured in turn with the others. An
 optimizer that read weights, gradients and slots once, and wrote weights and slots once, would need
 3 passes without slots, 5 with one and 7 with two. Medians of seconds of the processor, which other
@@ -28,7 +28,7 @@ import tensorflow as tf
 from rich.console import Console
 from rich.table import Table
 
-from tarantella_pp.cli.doctor.compute_probes import MOVED, memory_traffic
+from benchmarks.planning.machine import MOVED, memory_traffic
 
 REPEATS = 9
 OPTIMIZERS: dict[str, Callable[[], Any]] = {

@@ -3,24 +3,253 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from tarantella_pp.cli.io.subcommands import Subcommands
+from tarantella_pp.cli.io import model_source
+from tarantella_pp.cli.io.output import (
+    FAILURE,
+    add_subcommands,
+    check_target,
+    run_subcommand,
+    table,
+    write_json,
+    write_table,
+)
+from tarantella_pp.cli.io.quiet_keras import quiet_keras
+from tarantella_pp.errors import ConfigurationError, FileError
 
-COMMANDS = {
-    "show": "list checkpoints, and print what is in one",
-    "verify": "compare the files of checkpoints with their checksums",
-    "convert": "write a file of plain Keras from a checkpoint, or the other way",
+if TYPE_CHECKING:
+    from tarantella_pp.checkpoints.manifest import Manifest, SavedFile
+
+HELP = "the directory that a Checkpoint callback was given, or one checkpoint in it"
+_ENDINGS = (".keras", ".weights.h5")
+_KINDS = {
+    "model": "weights",
+    "optimizer": "optimizer",
+    "metric": "metrics",
+    "data": "order",
+    "best": "best",
 }
-"""Subcommands and their help; each is a module `checkpoint_NAME` of the room below."""
-_SUBCOMMANDS = Subcommands("checkpoint", "tarantella_pp.cli.checkpoint.checkpoint_", COMMANDS)
+"""What the keys of tensors begin with."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the subcommands of `tarantella checkpoint` and their options."""
-    _SUBCOMMANDS.add_to(parser)
+    show, verify, convert = add_subcommands(
+        parser,
+        show=(_show, "list checkpoints, and print what is in one"),
+        verify=(_verify, "compare the files of checkpoints with their checksums"),
+        convert=(_convert, "write a file of plain Keras from a checkpoint"),
+    )
+    show.add_argument("directory", metavar="DIRECTORY", help=HELP)
+    show.add_argument("--tensors", action="store_true", help="list every tensor, too")
+    show.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    verify.add_argument("directory", metavar="DIRECTORY", help=HELP)
+    verify.add_argument("--json", action="store_true", help="print JSON")
+    convert.add_argument("source", metavar="SOURCE", help=HELP)
+    convert.add_argument("output", metavar="OUTPUT", help="a .keras or .weights.h5 file")
+    model_help = f"what makes the model, where SOURCE cannot: {model_source.FORMS}"
+    convert.add_argument("--model", metavar="MODEL", help=model_help)
+    convert.epilog = "Of a directory the newest checkpoint that is whole is taken."
     parser.epilog = "exit codes: 0 done; 1 failed, or a checkpoint is damaged; 2 usage."
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the subcommand; returns its exit code."""
-    return _SUBCOMMANDS.run(arguments)
+    return run_subcommand("checkpoint", arguments)
+
+
+def _found_in(directory: str) -> list[Path]:
+    """The checkpoints that a DIRECTORY names, the newest first."""
+    from tarantella_pp.checkpoints.checkpoint_folder import checkpoints_in
+    from tarantella_pp.checkpoints.manifest import MANIFEST
+
+    path = Path(directory)
+    siblings = checkpoints_in(path.parent)
+    if (path / MANIFEST).is_file() or path in siblings:
+        return [path]
+    found = checkpoints_in(path)
+    if not found:
+        what = "has no checkpoints" if path.is_dir() else "is no directory"
+        raise ConfigurationError(f"{directory!r} {what}.")
+    return found
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    """Prints a table of all checkpoints, and those of the newest that can be read."""
+    from tarantella_pp.checkpoints.manifest import read_manifest
+    from tarantella_pp.errors import FileError
+
+    read: dict[Path, Manifest | str] = {}
+    for path in _found_in(arguments.directory):
+        try:
+            read[path] = read_manifest(path)
+        except FileError as error:
+            read[path] = str(error)
+    whole = [manifest for manifest in read.values() if not isinstance(manifest, str)]
+    if arguments.json:
+        write_json({path.name: _as_json(manifest) for path, manifest in read.items()})
+    else:
+        write_table(_list(read))
+        for manifest in whole[:1]:
+            write_table(*_details(manifest))
+        for manifest in whole[:1] if arguments.tensors else ():
+            write_table(_tensors(manifest))
+    return 0 if whole else FAILURE
+
+
+def _list(read: dict[Path, Manifest | str]) -> Any:
+    """The table of all checkpoints."""
+    from tarantella_pp.partition.graph.units import format_bytes
+
+    rows: list[tuple[Any, ...]] = []
+    for path, manifest in read.items():
+        if isinstance(manifest, str):
+            rows.append((path.name, "", "", "", "", manifest))
+            continue
+        size = format_bytes(sum(file.size for file in manifest.files), short=True)
+        figures = (manifest.step, manifest.epoch, manifest.epoch_step)
+        rows.append((path.name, *figures, size, manifest.written))
+    heads = ("Checkpoint", "Step", "Epochs", "+ steps", "Size", "Written")
+    return table(heads, rows, left=("Checkpoint", "Written"))
+
+
+def _details(manifest: Manifest) -> Iterator[Any]:
+    """What is in a checkpoint."""
+    from tarantella_pp.partition.graph.units import format_bytes
+
+    rows, used = [], _used(manifest)
+    for number, file in enumerate(manifest.files):
+        sizes = [_bytes(manifest, kind, number) for kind in used.values()]
+        stages = ", ".join(map(str, file.stages))
+        row = [format_bytes(size, short=True) if size else "-" for size in (*sizes, file.size)]
+        rows.append((_short(file), file.rank, stages, *row))
+    heads = ("File", "Rank", "Stages", *(text.capitalize() for text in used), "Size")
+    yield table(heads, rows, left=("File",))
+    yield f"Trained: {manifest.where()}, {manifest.step} steps."
+    if manifest.learning_rate is not None:
+        yield f"Learning rate: {manifest.learning_rate:g}."
+    logs = ", ".join(f"{name} {value}" for name, value in manifest.logs.items())
+    yield f"Last step: {logs}."
+    last = {name: values[-1] for name, values in manifest.history.items() if values}
+    if last:
+        yield f"Last epoch: {', '.join(f'{name} {value}' for name, value in last.items())}."
+    data = manifest.facts.get("data", {})
+    yield f"Data: {data.get('contents')}; {manifest.position.batches} batches of this pass read."
+    yield f"Optimizer: {manifest.facts.get('optimizer', {}).get('class_name')}."
+    yield f"Written with {', '.join(f'{name} {v}' for name, v in manifest.versions.items())}."
+
+
+def _used(manifest: Manifest) -> dict[str, str]:
+    """The kinds of tensors that there are, by what they are called."""
+    begins = {key.partition("/")[0] for key in manifest.tensors}
+    return {text: kind for kind, text in _KINDS.items() if kind in begins}
+
+
+def _bytes(manifest: Manifest, kind: str, file: int) -> int:
+    from tarantella_pp.partition.graph.units import item_bytes
+
+    return sum(
+        tensor.size * item_bytes(tensor.dtype)
+        for key, tensor in manifest.tensors.items()
+        if tensor.file == file and key.startswith(f"{kind}/")
+    )
+
+
+def _tensors(manifest: Manifest) -> Any:
+    rows = []
+    for key, tensor in sorted(manifest.tensors.items(), key=lambda item: _order(item[0])):
+        shape, file = list(tensor.shape), _short(manifest.files[tensor.file])
+        rows.append((key, tensor.label, tensor.dtype, shape, file))
+    heads = ("Key", "Tensor", "Kind", "Shape", "File")
+    return table(heads, rows, left=heads, folded=("Tensor",))
+
+
+def _short(file: SavedFile) -> str:
+    return file.name.removesuffix(".safetensors")
+
+
+def _order(key: str) -> tuple[str, str]:
+    kind, _, number = key.partition("/")
+    return kind, number.zfill(12)
+
+
+def _as_json(manifest: Manifest | str) -> Any:
+    """A manifest without what only training needs."""
+    if isinstance(manifest, str):
+        return {"damaged": manifest}
+    import msgspec
+
+    facts = msgspec.to_builtins(manifest)
+    left_out = ("facts", "config", "plan", "compiled", "optimizer")
+    return {name: value for name, value in facts.items() if name not in left_out}
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    """Looks at every file; returns 1 if one is damaged or missing."""
+    from tarantella_pp.checkpoints.verification import all_damage
+
+    found = {path.name: all_damage(path) for path in _found_in(arguments.directory)}
+    if arguments.json:
+        write_json(found)
+    else:
+        for name, problems in found.items():
+            write_table(*([f"{name}: damaged: {text}" for text in problems] or [f"{name}: whole"]))
+    return FAILURE if any(found.values()) else 0
+
+
+def _convert(arguments: argparse.Namespace) -> int:
+    """Makes the model of a checkpoint in this process, and saves it as plain Keras does."""
+    if not arguments.output.endswith(_ENDINGS):
+        raise ConfigurationError(
+            f"Expected a file that ends in {' or '.join(_ENDINGS)}. Received: {arguments.output!r}"
+        )
+    check_target(arguments.output)
+    folder, manifest = _newest_whole(_found_in(arguments.source))
+    model = _restored(folder, manifest, arguments.model)
+    if arguments.output.endswith(".keras"):
+        model.save(arguments.output)
+    else:
+        model.save_weights(arguments.output)
+    write_table(f"Wrote {arguments.output} from {folder}: {manifest.where()}.")
+    return 0
+
+
+def _newest_whole(folders: list[Path]) -> tuple[Path, Manifest]:
+    from tarantella_pp.checkpoints.manifest import read_manifest
+    from tarantella_pp.checkpoints.verification import damage
+
+    problems = []
+    for folder in folders:
+        problem = damage(folder)
+        if not problem:
+            return folder, read_manifest(folder)
+        problems.append(problem)
+    raise FileError(f"No checkpoint is whole: {'; '.join(problems)}")
+
+
+def _restored(folder: Path, manifest: Manifest, source: str | None) -> Any:
+    """The model of a checkpoint, with its weights and the state of its optimizer."""
+    if source is None and manifest.config is None:
+        raise ConfigurationError(
+            f"Checkpoint '{folder}' does not describe its model, for a layer of it has no "
+            "configuration. Pass what makes the model: --model FILE.py:FUNCTION"
+        )
+    with quiet_keras(f"the model of '{folder}'") as keras:
+        if source is not None:
+            plain = model_source.build_model(source)
+        else:
+            plain = keras.saving.deserialize_keras_object(manifest.config)
+
+        from tarantella_pp.checkpoints.checkpoint_reader import RestoredState
+        from tarantella_pp.models.pipeline_model import PipelineModel
+
+        model = PipelineModel(plain, num_stages=1, num_micro_batches=1)
+        if manifest.compiled is not None:
+            model.compile(**keras.saving.deserialize_keras_object(manifest.compiled))
+        elif manifest.optimizer is not None:
+            model.compile(keras.saving.deserialize_keras_object(manifest.optimizer))
+        RestoredState(folder, manifest).restore(model, model._state_share())
+    return model

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import shutil
 from collections.abc import Iterable
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
@@ -11,11 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from tarantella_pp.cli.io import quantities
-from tarantella_pp.cli.io.output import (
-    guarded,
-    write_json,
-    write_table,
-)
+from tarantella_pp.cli.io.output import guarded, table, write_json, write_table
 from tarantella_pp.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -105,12 +102,10 @@ def _simulate(arguments: argparse.Namespace) -> int:
         found = _as_dict(simulation, step, point, curve)
         write_json({**found, "bubble_without_messages": balance})
         return 0
-    from tarantella_pp.cli.simulate_tables import curve_table, drawing, rank_table, summary
-
-    write_table(*summary(simulation, step, point, balance), rank_table(step))
+    write_table(*_summary(simulation, step, point, balance), _rank_table(step))
     if arguments.timeline:
-        write_table(drawing(simulation.replicated(step, point.num_replicas)))
-    write_table("Scaling, with the same work for each replica:", curve_table(curve))
+        write_table(_drawing(simulation.replicated(step, point.num_replicas)))
+    write_table("Scaling, with the same work for each replica:", _curve_table(curve))
     write_table(*(f"Assumed: {line}" for line in _assumptions(simulation, step)))
     return 0
 
@@ -160,6 +155,79 @@ def _replicas(arguments: argparse.Namespace, num_ranks: int, planned: int) -> in
     return int(every // num_ranks)
 
 
+def _summary(
+    simulation: PlanSimulation, step: PipelineStep, point: ScalePoint, balance: float
+) -> list[Any]:
+    """Makes the lines at the top."""
+    from rich.text import Text
+
+    from tarantella_pp.partition.graph.units import count, format_bytes, format_seconds
+    from tarantella_pp.partition.plan.plan_config import common_limit
+
+    plan = simulation.plan
+    sums = point.exposed_seconds
+    summed = f", of which {format_seconds(sums)} wait for sums of gradients" if sums else ""
+    over = ""
+    if (limits := plan.limits) is not None:
+        limit = common_limit(limits)
+        size = "each stage" if limit is None else format_bytes(limit)
+        if len(limits) != len(step.peak_bytes):  # limits are of stages, not of ranks with several
+            limits = (min(limits),) * len(step.peak_bytes)
+        fits = all(peak <= own for peak, own in zip(step.peak_bytes, limits, strict=True))
+        over = f", {'within' if fits else 'ABOVE'} the plan's limit of {size}"
+    bubble = f"{100 * step.bubble_fraction:.1f} %, {100 * balance:.1f} % without messages"
+    title = (
+        f"A step of '{plan.model}': {plan.num_stages} stages on {point.num_ranks} ranks, "
+        f"{simulation.schedule}, {count(simulation.micro_batches, 'micro-batch')} of "
+        f"{simulation.micro_batch_size}, {count(point.num_replicas, 'replica')}"
+    )
+    return [
+        Text(title, style="bold"),
+        f"Step:       {format_seconds(point.step_seconds)}{summed}",
+        f"Throughput: {point.samples_per_second:.4g} samples/s, {point.speed_up:.2f} x one rank",
+        f"Bubble:     {bubble}",
+        f"Memory:     {format_bytes(max(step.peak_bytes))} on the largest rank{over}",
+    ]
+
+
+def _rank_table(step: PipelineStep) -> Any:
+    """The ranks of one pipeline."""
+    from tarantella_pp.partition.graph.units import format_bytes, format_seconds
+
+    rows = []
+    for rank, (busy, peak) in enumerate(zip(step.busy_seconds, step.peak_bytes, strict=True)):
+        stages = " ".join(str(s) for s, owner in enumerate(step.placement) if owner == rank)
+        idle = f"{100 * (1 - busy / (step.pipeline_seconds or 1.0)):.1f} %"
+        rows.append((rank, stages, format_seconds(busy), idle, format_bytes(peak)))
+    return table(("Rank", "Stages", "Computes", "Idle", "Memory"), rows)
+
+
+def _curve_table(curve: list[ScalePoint]) -> Any:
+    """The scaling curve."""
+    from tarantella_pp.partition.graph.units import format_seconds
+
+    rows = [
+        (
+            f"{point.num_ranks:,}",
+            f"{point.num_replicas:,}",
+            format_seconds(point.step_seconds),
+            f"{point.samples_per_second:.4g}",
+            f"{point.speed_up:.4g}",
+            f"{100 * point.efficiency:.1f} %",
+        )
+        for point in curve
+    ]
+    return table(("Ranks", "Replicas", "Step", "Samples/s", "Speed-up", "Efficiency"), rows)
+
+
+def _drawing(step: PipelineStep) -> str:
+    """Draws the timeline as wide as the terminal."""
+    if step.timeline is None:
+        return "The pipeline is too large to be played, so there is no timeline."
+    columns = shutil.get_terminal_size((100, 24)).columns
+    return step.timeline.to_text(max(40, columns - 12))
+
+
 def _as_dict(
     simulation: PlanSimulation, step: PipelineStep, point: ScalePoint, curve: list[ScalePoint]
 ) -> dict[str, Any]:
@@ -193,8 +261,6 @@ def _point(point: ScalePoint) -> dict[str, Any]:
 
 def _assumptions(simulation: PlanSimulation, step: PipelineStep) -> list[str]:
     """Says what the figures rest on."""
-    from tarantella_pp.cli.simulate_tables import scale_lines
-
     machine = simulation.machine
     bandwidth, latency = (machine.bandwidth or math.inf) / 1e9, machine.latency * 1e6
     stages = simulation.plan.stages
@@ -217,7 +283,7 @@ def _assumptions(simulation: PlanSimulation, step: PipelineStep) -> list[str]:
             "compute."
         )
     lines += [
-        *scale_lines(simulation),
+        *_scale_lines(simulation),
         "updates of weights, reading data and the framework's own time are left out.",
     ]
     if repeated := simulation.plan.recompute:
@@ -233,6 +299,26 @@ def _assumptions(simulation: PlanSimulation, step: PipelineStep) -> list[str]:
             "as the slowest."
         )
     return lines
+
+
+def _scale_lines(simulation: PlanSimulation) -> list[str]:
+    """Says what is assumed of many ranks."""
+    from tarantella_pp.partition.graph.units import count
+
+    lines, ring, nodes = [], "in a ring", simulation.nodes
+    if nodes is not None:
+        card, inside = ((speed or math.inf) / 1e9 for speed in (nodes.card, nodes.inside))
+        lines.append(
+            f"hosts have {count(nodes.ranks_per_node, 'rank')}, do {inside:g} GB/s between two of "
+            f"them and have a card of {card:g} GB/s in each direction, which all ranks that "
+            f"send to other hosts share alike; {simulation.machine.latency * 1e6:g} us each."
+        )
+        ring = "inside each host, then in a ring of hosts"
+    return [
+        *lines,
+        "the batch grows with the replicas, each of which has the plan's samples.",
+        f"replicas sum a stage's gradients {ring} once all are there, while others compute.",
+    ]
 
 
 def _speed(machine: HardwareSpec) -> str:

@@ -124,7 +124,7 @@ def make_plan(
         profile: What `tnt.profile` measured of this model. The plan and its simulation use it
             whatever they balance. Default: for `balance="time"`, measured now with random inputs.
         machine: Speed of a rank, its memory and the links: a `HardwareSpec`, a name in
-            `tnt.machines` such as `"v100"`, or a file that `tarantella doctor --save` wrote. An
+            `tnt.machines` such as `"v100"`, or a file that `HardwareSpec.save` wrote. An
             operation counts as long as its arithmetic or its memory traffic takes. Default: one
             core of a CPU, or a GPU where there is one.
         placement: Which ranks are neighbours, usually on one node: `"pipelines-together"`, those

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from tarantella_pp.cli import doctor_command
-from tarantella_pp.cli.doctor import probe_job
 from tarantella_pp.errors import LaunchError
-from tarantella_pp.partition.plan.hardware_spec import LAYER_KINDS, machine_of
+from tests.helpers.commands import Command
 from tests.helpers.jobs import PYTHONS, tarantella
 
 
@@ -37,24 +36,6 @@ def test_two_ranks_reach_each_other(python: str) -> None:
     assert found["versions"]["keras"].startswith("3.")
 
 
-@pytest.mark.mpi
-@pytest.mark.slow
-@pytest.mark.parametrize("python", PYTHONS)
-def test_what_ranks_compute_is_measured(python: str, tmp_path: Path) -> None:
-    found = examined(python, "--save", str(tmp_path / "machine.json"))
-    machine = machine_of(tmp_path / "machine.json")
-    assert found["machine"] == msgspec.to_builtins(machine)
-    assert machine.bandwidth == pytest.approx(1e9 * found["link"]["bandwidth_gb_per_s"])
-    assert 1e9 < machine.flops_per_second < 1e16
-    assert 1e8 < machine.memory_bandwidth < 1e13
-    assert 1e-6 < machine.action_seconds < 0.1
-    assert set(machine.layers) == set(LAYER_KINDS)
-    for speed in machine.layers.values():
-        for one in (speed.forward, speed.backward):
-            assert one.flops_per_second > 1e7
-            assert 0 <= one.start_seconds < 0.1
-
-
 def test_a_machine_without_mpi_is_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -62,39 +43,68 @@ def test_a_machine_without_mpi_is_reported(
         raise LaunchError("Found no MPI")
 
     monkeypatch.setattr(doctor_command.mpi_launchers, "find_launcher", find_launcher)
-    parser = doctor_command.argparse.ArgumentParser()
-    doctor_command.add_arguments(parser)
-    assert doctor_command.run(parser.parse_args([])) == 1
-    assert "Found no MPI" in capsys.readouterr().out
+    command = Command(capsys)
+    assert command("doctor") == 1
+    assert "Found no MPI" in command.stdout
 
 
-def test_a_job_that_fails_behind_its_messages_is_reported(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+LINE = '{"pair": [0, 1], "latency_us": 2.0, "bandwidth_gb_per_s": 3.0}'
+
+
+@pytest.fixture
+def launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
+    """Has a shell script stand for the launcher of ranks."""
+
+    def stand_in(script: str) -> None:
+        path = tmp_path / "launcher"
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(0o700)
+        mpich = doctor_command.mpi_launchers.Mpich("mpiexec")
+        monkeypatch.setattr(doctor_command.mpi_launchers, "find_launcher", lambda name: mpich)
+        monkeypatch.setattr(doctor_command.sys, "executable", str(path))
+
+    return stand_in
+
+
+@pytest.mark.parametrize(
+    ("script", "told"),
+    [
+        (f"echo noise; echo '{LINE}'; echo tarantella: out of memory. >&2; exit 1",
+         "Two ranks reached each other, but their job failed then: out of memory."),
+        ("echo 'some noise' >&2; echo 'tarantella: no way' >&2; exit 3",
+         "did not reach each other: no way."),
+        ("exit 3", "did not reach each other: exit code 3."),
+    ],
+)  # fmt: skip
+def test_what_the_launcher_says_is_the_reason(
+    launcher: Callable[[str], None], capsys: pytest.CaptureFixture[str], script: str, told: str
 ) -> None:
-    measured = probe_job.Probed({(0, 1): probe_job.Link(1.0, 1.0)}, why="out of memory.")
-    mpich = doctor_command.mpi_launchers.Mpich("mpiexec")
-    monkeypatch.setattr(doctor_command.mpi_launchers, "find_launcher", lambda name: mpich)
-    monkeypatch.setattr(doctor_command, "_measure", lambda name, compute: measured)
-    parser = doctor_command.argparse.ArgumentParser()
-    doctor_command.add_arguments(parser)
-    file = tmp_path / "machine.json"
-    assert doctor_command.run(parser.parse_args(["--json", "--save", str(file)])) == 1
-    problem = json.loads(capsys.readouterr().out)["problem"]
-    assert "reached each other, but their job failed then: out of memory." in problem
-    assert not file.exists()
+    launcher(script)
+    command = Command(capsys)
+    assert command("doctor", "--json") == 1
+    assert told in json.loads(command.stdout)["problem"]
+
+
+def test_a_launcher_that_does_not_end_is_killed_and_what_it_said_kept(
+    launcher: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launcher(f"trap '' TERM; echo '{LINE}'; while :; do sleep 0.1; done")
+    monkeypatch.setattr(doctor_command, "MORE_SECONDS", 0.5)
+    found = doctor_command.exchange_messages([], 0.5)
+    assert found == ({(0, 1): {"latency_us": 2.0, "bandwidth_gb_per_s": 3.0}}, "exit code -9")
 
 
 def test_a_machine_without_tensorflow_is_reported(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    launcher: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measured = probe_job.Probed({(0, 1): probe_job.Link(1.0, 1.0)})
-    mpich = doctor_command.mpi_launchers.Mpich("mpiexec")
+    launcher(f"echo '{LINE}'")
     monkeypatch.setattr(doctor_command.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(doctor_command.mpi_launchers, "find_launcher", lambda name: mpich)
-    monkeypatch.setattr(doctor_command, "_measure", lambda name, compute: measured)
-    parser = doctor_command.argparse.ArgumentParser()
-    doctor_command.add_arguments(parser)
-    assert doctor_command.run(parser.parse_args([])) == 1
-    told = " ".join(capsys.readouterr().out.split())
-    assert "tensorflow is not installed: `pip install tensorflow-cpu`" in told
-    assert "keras is not installed: `pip install keras`" in told
+    problem = doctor_command.examine()["problem"]
+    assert "tensorflow is not installed: `pip install tensorflow-cpu`" in problem
+    assert "keras is not installed: `pip install keras`" in problem
+
+
+def test_options_of_hosts_need_hosts(capsys: pytest.CaptureFixture[str]) -> None:
+    command = Command(capsys)
+    assert command("doctor", "--remote-shell", "rsh") == 2
+    assert "--remote-shell is for the hosts of --hostfile, which is missing" in command.stderr

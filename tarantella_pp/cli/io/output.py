@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -40,6 +40,27 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
         return parsed, unknown
+
+
+def add_subcommands(
+    parser: argparse.ArgumentParser, **commands: tuple[Callable[[argparse.Namespace], int], str]
+) -> list[Parser]:
+    """Adds commands, each with what it runs and its help; returns their parsers."""
+    chosen = parser.add_subparsers(metavar="COMMAND", parser_class=Parser)
+    parser.set_defaults(subcommand=None, subcommands=", ".join(commands))
+    parsers = []
+    for name, (run, text) in commands.items():
+        parsers.append(chosen.add_parser(name, help=text, description=f"{text.capitalize()}."))
+        parsers[-1].set_defaults(subcommand=run)
+    return parsers
+
+
+def run_subcommand(command: str, arguments: argparse.Namespace) -> int:
+    """Runs the one that was chosen; returns its exit code."""
+    if arguments.subcommand is None:
+        sys.stderr.write(f"tarantella {command}: name one of {arguments.subcommands}.\n")
+        return USAGE_ERROR
+    return guarded(f"tarantella {command}", lambda: int(arguments.subcommand(arguments)))
 
 
 def guarded(command: str, run: Callable[[], int]) -> int:
@@ -86,6 +107,24 @@ def write_table(*parts: Any) -> None:
     for part in parts:
         whole = not console.is_terminal and isinstance(part, str | Text)
         console.print(_plain(part) if isinstance(part, str) else part, soft_wrap=whole)
+
+
+def table(
+    heads: Sequence[str], rows: Iterable[Sequence[Any]], *, left: Sequence[str] = (),
+    folded: Sequence[str] = (), ruled: bool = True,
+) -> Any:  # fmt: skip
+    """Makes a table for `write_table`: figures to the right, columns of names whole or folded."""
+    from rich import box
+    from rich.table import Table
+
+    made = Table(box=box.SIMPLE_HEAD if ruled else None, pad_edge=False, collapse_padding=not ruled)
+    for name in heads:
+        justify: Any = "left" if name in left else "right"
+        whole = name in left and name not in folded
+        made.add_column(name, justify=justify, no_wrap=whole, overflow="fold")
+    for row in rows:
+        made.add_row(*map(str, row))
+    return made
 
 
 def existing_file(path: str) -> Path:

@@ -11,7 +11,7 @@ from tarantella_pp.partition.graph.units import parse_bytes
 
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
 _FLOPS = {"": 1e12, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
-MACHINE = "core, p40, v100, a100, h100, h200, or a file that `tarantella doctor --save` wrote"
+MACHINE = "core, p40, v100, a100, h100, h200, or a file that `HardwareSpec.save` wrote"
 """Help of an option that names a machine."""
 _SLOWEST = 1e3
 """Bandwidth below which a unit has been forgotten: `--nic 10` is hardly meant for 10 bytes."""

@@ -124,7 +124,7 @@ class Machines(dict[str, HardwareSpec]):
 
     Arithmetic is that of products of float32 matrices as TensorFlow makes them, in TF32 from the
     A100 on; links are PCIe 3 for a P40, else NVLink in one direction. No program reaches all of
-    that: `tarantella doctor --save` measures what a machine does.
+    that: `benchmarks/planning/machine.py` measures what one does.
     """
 
 
@@ -153,8 +153,8 @@ def machine_of(given: HardwareSpec | str | os.PathLike[str]) -> HardwareSpec:
         return machines[given.lower()]
     if not isinstance(given, (str, os.PathLike)) or not Path(given).is_file():
         raise ConfigurationError(
-            f"Expected a HardwareSpec, one of {', '.join(machines)}, or a file that `tarantella "
-            f"doctor --save` wrote. Received: machine={str(given)!r}"
+            f"Expected a HardwareSpec, one of {', '.join(machines)}, or a file that "
+            f"`HardwareSpec.save` wrote. Received: machine={str(given)!r}"
         )
     try:
         found = decoded(read(given, "machine"), HardwareSpec)

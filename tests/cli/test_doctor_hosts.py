@@ -5,18 +5,19 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 
-from tarantella_pp.cli.doctor import host_survey, hosts_report
+from tarantella_pp.cli import doctor_hosts
+from tarantella_pp.cli.doctor_hosts import HostFacts, host_findings, usable
 from tarantella_pp.errors import LaunchError
-from tarantella_pp.launch import mpi_launchers, remote_hosts
+from tarantella_pp.launch import mpi_launchers
 from tarantella_pp.launch.hosts import Host
-from tarantella_pp.partition.plan.hardware_spec import machine_of
 from tests.helpers import network_hosts
 from tests.helpers.commands import Command
 from tests.helpers.jobs import PYTHONS, ROOT, Job
@@ -32,13 +33,6 @@ if socket.gethostname() == "beta":
 """
 """What Python does first on all hosts: something else on beta."""
 AHEAD = "real = time.time; time.time = lambda: real() + 90"
-OLD = "sys.path.insert(0, {folder!r})"
-SHORTER = """
-from tarantella_pp.cli.doctor import compute_probes
-compute_probes.KINDS = {"product": compute_probes.KINDS["product"]}
-compute_probes.ComputeProbes.measure.__defaults__ = (0.0,)
-"""
-"""What Python does first so that ranks measure layers of one kind, and no longer than they must."""
 
 
 @pytest.fixture(scope="module")
@@ -83,28 +77,10 @@ def test_hosts_that_are_alike_are_right(python: str, hosts: Network) -> None:
     assert link["bandwidth_gb_per_s"] > 0
 
 
-@needs_hosts
-@pytest.mark.slow
-@pytest.mark.mpi
-def test_the_machine_has_the_link_between_hosts(hosts: Network, tmp_path: pathlib.Path) -> None:
-    path = str(tmp_path / "machine.json")
-    (tmp_path / "sitecustomize.py").write_text(SHORTER)
-    given = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
-    hostfile = hosts.hostfile("alpha:1", "beta:2")
-    code, found = examined(hosts, PYTHONS[0], "--hostfile", hostfile, "--save", path, **given)
-    assert (code, found["problems"]) == (0, [])
-    machine = machine_of(path)
-    assert found["machine"] == msgspec.to_builtins(machine)
-    assert machine.bandwidth == pytest.approx(1e9 * found["links"][0]["bandwidth_gb_per_s"])
-    assert 1e8 < machine.flops_per_second < 1e16
-    assert set(machine.layers) == {"product"}
-
-
 SOONER = """
 import sys
-from tarantella_pp.cli import main
-from tarantella_pp.cli.doctor import link_survey
-link_survey.START_SECONDS, link_survey.PAIR_SECONDS = 8.0, 1.0
+from tarantella_pp.cli import doctor_hosts, main
+doctor_hosts.START_SECONDS, doctor_hosts.PAIR_SECONDS = 8.0, 1.0
 sys.exit(main.main(sys.argv[1:]))
 """
 
@@ -151,24 +127,7 @@ def test_a_clock_that_is_wrong_is_told(hosts: Network, tmp_path: pathlib.Path) -
     code, found = examined(hosts, PYTHONS[0], **on_beta(tmp_path, AHEAD))
     assert code == 1
     [problem] = found["problems"]
-    assert problem.startswith("The clock of host beta is 90 s ahead of that of this one")
-
-
-@needs_hosts
-@pytest.mark.slow
-def test_an_older_version_of_this_package_is_told(hosts: Network, tmp_path: pathlib.Path) -> None:
-    """It knows less to say."""
-    launch = tmp_path / "old" / "tarantella_pp" / "launch"
-    launch.mkdir(parents=True)
-    (launch.parent / "__init__.py").write_text('__version__ = "0.0.9"\n')
-    (launch / "__init__.py").write_text("")
-    (launch / "host_answer.py").write_text(
-        'import json\nprint(json.dumps({"name": "beta", "reasons": []}))\n'
-    )
-    given = on_beta(tmp_path, OLD.format(folder=str(tmp_path / "old")))
-    code, found = examined(hosts, PYTHONS[0], **given)
-    assert code == 1
-    assert found["problems"][0].startswith("Host beta has tarantella_pp 0.0.9, this one 0.")
+    assert problem.startswith("The clock of host beta is 90 s ahead of the one here")
 
 
 @needs_hosts
@@ -186,7 +145,7 @@ def test_a_host_that_says_nothing_is_waited_for_no_longer_than_the_others(
     monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:
     """A process that the shell has left behind holds its output open, as a shared ssh does."""
-    monkeypatch.setattr(remote_hosts, "LIMIT_SECONDS", 2.0)
+    monkeypatch.setattr(doctor_hosts, "ANSWER_SECONDS", 2.0)
     shell = tmp_path / "shell"
     shell.write_text(
         '#!/bin/sh\ncase "$1" in quiet) exec sleep 60;; esac\n'
@@ -194,16 +153,22 @@ def test_a_host_that_says_nothing_is_waited_for_no_longer_than_the_others(
     )
     shell.chmod(0o700)
     start = time.monotonic()
-    quiet, fails = host_survey.survey([Host("quiet"), Host("fails", 2)], [str(shell)], ["python"])
+    quiet, fails = doctor_hosts.survey([Host("quiet"), Host("fails", 2)], [str(shell)], ["python"])
     assert time.monotonic() - start < 30
     assert "Host quiet of --hostfile does not answer: no answer within 2 s." in quiet.silence
     assert "Host fails of --hostfile does not answer: Refused. `" in fails.silence
 
 
-def test_options_of_hosts_need_hosts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_hosts_that_slurm_chooses_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path
+) -> None:
+    srun = mpi_launchers.Slurm("/usr/bin/srun")
+    monkeypatch.setattr(doctor_hosts.mpi_launchers, "find_launcher", lambda name: srun)
+    (tmp_path / "hosts").write_text("node-1\nnode-2\n")
     command = Command(capsys)
-    assert command("doctor", "--remote-shell", "rsh") == 2
-    assert "--remote-shell is for the hosts of --hostfile, which is missing" in command.stderr
+    assert command("doctor", "--hostfile", tmp_path / "hosts") == 2
+    assert "this MPI starts its ranks without one" in command.stderr
+    assert "/usr/bin/srun" in command.stderr
 
 
 def test_hosts_are_examined_where_the_launcher_has_no_mpi(
@@ -212,25 +177,110 @@ def test_hosts_are_examined_where_the_launcher_has_no_mpi(
     def find_launcher(name: str) -> None:
         raise LaunchError("Found no MPI.")
 
-    monkeypatch.setattr(hosts_report.mpi_launchers, "find_launcher", find_launcher)
+    monkeypatch.setattr(doctor_hosts.mpi_launchers, "find_launcher", find_launcher)
     (tmp_path / "hosts").write_text("localhost\n")
-    command, path = Command(capsys), str(tmp_path / "machine.json")
-    code = command("doctor", "--json", "--hostfile", tmp_path / "hosts", "--save", path)
-    found = json.loads(command.stdout)
-    assert code == 1
-    assert found["problems"][0] == "Found no MPI."
-    assert found["problems"][-1].startswith(f"{path} was not written: ")
-    assert found["hosts"][0]["versions"]["keras"].startswith("3.")
-    assert not os.path.exists(path)
-
-
-def test_hosts_that_slurm_chooses_are_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path
-) -> None:
-    srun = mpi_launchers.Slurm("/usr/bin/srun")
-    monkeypatch.setattr(hosts_report.mpi_launchers, "find_launcher", lambda name: srun)
-    (tmp_path / "hosts").write_text("node-1\nnode-2\n")
     command = Command(capsys)
-    assert command("doctor", "--hostfile", tmp_path / "hosts") == 2
-    assert "this MPI starts its ranks without one" in command.stderr
-    assert "/usr/bin/srun" in command.stderr
+    assert command("doctor", "--json", "--hostfile", tmp_path / "hosts") == 1
+    found = json.loads(command.stdout)
+    assert found["problems"][0] == "Found no MPI."
+    assert found["hosts"][0]["versions"]["keras"].startswith("3.")
+
+
+VERSIONS: dict[str, str | None] = {
+    "python": "3.11.7",
+    "tarantella_pp": "0.2.0",
+    "tensorflow": "2.21.0",
+    "keras": "3.15.1",
+    "MPI": "MPICH 5.0.2",
+}
+HERE = HostFacts(host="a", name="a", versions=VERSIONS, cores=4, gpus=0, ahead=0.0)
+RIGHT = replace(HERE, host="b", name="b")
+
+
+def without(**versions: str | None) -> HostFacts:
+    return replace(RIGHT, versions={**VERSIONS, **versions})
+
+
+def test_nothing_is_wrong_with_hosts_that_agree() -> None:
+    other = replace(without(python="3.11.9"), ahead=-0.3, slots=4)
+    assert host_findings(HERE, [HERE, other]) == []
+    assert [host.host for host in usable(HERE, [HERE, other])] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("host", "told", "is_usable"),
+    [
+        (without(tarantella_pp="0.1.0"), "Host b has tarantella_pp 0.1.0, this one 0.2.0:", True),
+        (without(python="3.12.1"), "Host b has python 3.12.1, this one 3.11.7: name one", True),
+        (without(MPI="Open MPI v5"), "Host b has Open MPI v5, this one MPICH 5.0.2: ranks", False),
+        (without(MPI=None), "Host b has no MPI: install it there: mpi4py and an MPI", False),
+        (without(keras=None), "Host b has no keras: install it there: `pip install", True),
+        (
+            HostFacts(host="b", silence="Host b does not answer: why."),
+            "Host b does not answer",
+            False,
+        ),
+        (replace(RIGHT, has_folder=False), "Host b has no folder like the one", False),
+        (replace(RIGHT, ahead=61.2), "The clock of host b is 61 s ahead of the one here", True),
+        (replace(RIGHT, ahead=-90.0), "The clock of host b is 90 s behind the one here", True),
+        (replace(RIGHT, slots=8), "Host b has 4 cores for 8 ranks: give its line fewer", True),
+    ],
+)
+def test_one_thing_that_is_wrong_is_told(host: HostFacts, told: str, is_usable: bool) -> None:
+    [finding] = host_findings(HERE, [HERE, host])
+    assert finding.startswith(told)
+    assert finding.endswith(".")
+    assert [host.host for host in usable(HERE, [HERE, host])] == ["a", "b"][: 1 + is_usable]
+
+
+def test_a_host_with_two_lines_is_used_once() -> None:
+    hosts = [HERE, replace(RIGHT, name="a")]
+    [finding] = host_findings(HERE, hosts)
+    assert finding.startswith("Hosts a, b say that their name is a: give one host one line")
+    assert usable(HERE, hosts) == [HERE]
+
+
+def test_hosts_are_compared_with_each_other_where_the_launcher_has_no_tensorflow() -> None:
+    here = replace(HERE, versions={**VERSIONS, "tensorflow": None})
+    hosts: list[Any] = [RIGHT, replace(without(tensorflow="2.20.0"), host="c", name="c")]
+    [finding] = host_findings(here, hosts)
+    assert finding.startswith("Host c has tensorflow 2.20.0, host b 2.21.0: install")
+
+
+def test_gpus_that_some_hosts_lack_or_have_too_few_of_are_told() -> None:
+    one, none = replace(RIGHT, gpus=1, slots=2), replace(RIGHT, host="c", name="c")
+    few, missing = host_findings(HERE, [one, none])
+    assert few.startswith("Host b has 1 GPU for 2 ranks, which need --share-gpus")
+    assert missing.startswith("No GPU on c, but on other hosts")
+
+
+ANSWER = {"name": "alpha", "versions": {"python": "3.11.7"}, "cores": 2, "gpus": 0}
+
+
+def heard(said: str) -> doctor_hosts.HostFacts:
+    """What is known of a host that prints this, whatever it is asked."""
+    shell = [sys.executable, "-c", f"print({said!r})"]
+    return doctor_hosts.survey([Host("alpha.invalid", 2)], shell, [sys.executable])[0]
+
+
+@pytest.mark.parametrize("more", ["", "\n3", "\nConnection closed."])
+def test_an_answer_is_found_among_other_lines(more) -> None:
+    found = heard(f"Welcome!\n{json.dumps(ANSWER)}{more}")
+    assert (found.silence, found.name, found.cores) == ("", "alpha", 2)
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("Welcome!", "no answer in what it has printed"),
+        ("[1]", "no answer in what it has printed"),
+        (json.dumps({**ANSWER, "versions": [3, 11]}), "does not understand"),
+        (json.dumps({**ANSWER, "versions": {"python": 3}}), "does not understand"),
+        (json.dumps({**ANSWER, "cores": "2"}), "does not understand"),
+        (json.dumps({**ANSWER, "time": "noon"}), "does not understand"),
+    ],
+)
+def test_what_is_no_answer_is_told_of_its_host(said, told) -> None:
+    found = heard(said)
+    assert found.silence.startswith("Host alpha.invalid of --hostfile does not answer: ")
+    assert told in found.silence

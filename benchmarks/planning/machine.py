@@ -1,4 +1,9 @@
-"""What a rank computes while all others do so, too: products, memory, and layers of each kind.
+"""Measures the machine: what a rank computes while all others do so, too, and the slowest link.
+
+    tarantella -n 2 -- benchmarks/planning/machine.py machine.json
+
+The file is for `tarantella plan make --machine machine.json`: products, memory, and layers of each
+kind, as many ranks as are started do them at once.
 
 A rank that trains does so for hours, and so do the others. So probes run on all ranks at once, in
 turn, for a while, and their medians count: what is quicker for a moment, or alone, is not kept up.
@@ -9,6 +14,8 @@ not. There the time of the processor counts, as often as there are ranks for eac
 
 from __future__ import annotations
 
+import argparse
+import itertools
 import os
 import socket
 import time
@@ -18,7 +25,9 @@ from typing import Any
 
 import numpy as np
 
-from tarantella_pp.runtime.comm.communicator import Communicator
+from tarantella_pp.cli.doctor_probe import measure_pair
+from tarantella_pp.partition.plan.hardware_spec import CORE, HardwareSpec, LayerSpeed, PassSpeed
+from tarantella_pp.runtime.comm.communicator import Communicator, world
 
 SECONDS, TIMES = 4.0, 5
 """How long probes run, and how often each, at the least."""
@@ -30,6 +39,8 @@ MOVED = 32 << 20
 """Bytes of the tensor that is read and written: more than caches of a core hold."""
 SAMPLES = 4
 """Samples of a micro-batch that layers are measured with."""
+LEAST = 1e-18
+"""The least seconds of a floating point operation: noise may leave none."""
 Call = Callable[[], Any]
 Shape = tuple[int, ...]
 
@@ -296,3 +307,54 @@ def slowest(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     found = dict(max(ranks, key=lambda one: one["seconds"]))
     del found["seconds"]
     return found
+
+
+def slowest_link(group: Communicator) -> tuple[float, float]:
+    """Returns the bandwidth and the latency of the slowest link between two ranks."""
+    bandwidths, latencies = [], []
+    for pair in itertools.combinations(range(group.size), 2):
+        group.barrier()
+        mine = measure_pair(group, sum(pair) - group.rank) if group.rank in pair else {}
+        found = group.allgather_json(mine)[pair[0]]
+        bandwidths.append(1e9 * found["bandwidth_gb_per_s"])
+        latencies.append(1e-6 * found["latency_us"])
+    return min(bandwidths, default=CORE.bandwidth), max(latencies, default=CORE.latency)
+
+
+def machine_of(rank: Mapping[str, Any], link: tuple[float, float]) -> HardwareSpec:
+    """Returns the machine that was measured."""
+    layers = {
+        name: LayerSpeed(_pass_speed(*kind["forward"]), _pass_speed(*kind["backward"]))
+        for name, kind in rank["layers"].items()
+    }
+    product = layers.get("product")
+    return HardwareSpec(
+        flops_per_second=rank["flops_per_second"],
+        bandwidth=link[0],
+        latency=link[1],
+        action_seconds=rank["action_seconds"],
+        memory_bandwidth=rank["memory_bandwidth"],
+        split_factor=1.0 if rank["on_gpu"] else CORE.split_factor,
+        weight_bandwidth=None if product is None else product.forward.weight_bandwidth,
+        **layers,
+    )
+
+
+def _pass_speed(start: float, flop: float, byte: float) -> PassSpeed:
+    """Returns what layers of a kind do, from seconds of a start, a FLOP and a byte of weights."""
+    return PassSpeed(1 / max(flop, LEAST), start, 1 / byte if byte > LEAST else None)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("file")
+    file = parser.parse_args().file
+    machine = machine_of(ComputeProbes(world()).measure(), slowest_link(world()))
+    if world().rank == world().size - 1:  # the launcher shows what the last rank prints
+        machine.save(file)
+        print(f"Wrote {file}: {machine.flops_per_second / 1e9:.4g} GFLOP/s of a rank, "
+              f"links of {machine.bandwidth / 1e9:.3g} GB/s.")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

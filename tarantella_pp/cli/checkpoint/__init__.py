@@ -1,1 +1,0 @@
-"""What `tarantella checkpoint` does with the checkpoints of a run."""

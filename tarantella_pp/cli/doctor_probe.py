@@ -1,0 +1,106 @@
+"""What `tarantella doctor` runs elsewhere, with one line of JSON for each thing that it finds.
+
+python -m tarantella_pp.cli.doctor_probe FOLDER         on a host: what it has
+tarantella -n 2 -- -m tarantella_pp.cli.doctor_probe    on ranks: messages between each two
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import platform
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tarantella_pp.runtime.comm.communicator import Communicator
+
+SMALL, LARGE = 8, 4 << 20
+"""Bytes of messages: one for the latency, one of the size of an activation."""
+_MOST = {SMALL: 200, LARGE: 20}
+_ENOUGH_SECONDS = 0.4
+"""How long one size is tried: over a slow link, only a few times."""
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Prints what this host has, or how fast messages between ranks are."""
+    if arguments:
+        print(json.dumps(this_host(arguments[0])))  # noqa: T201
+        return
+    from tarantella_pp.runtime.comm.communicator import world
+
+    group = world()
+    for pair in itertools.combinations(range(group.size), 2):
+        group.barrier()  # one pair after the other
+        found = measure_pair(group, sum(pair) - group.rank) if group.rank in pair else {}
+        found = group.allgather_json(found)[pair[0]]
+        if group.rank == group.size - 1:  # at once: what comes next may never end
+            print(json.dumps({"pair": pair, **found}), flush=True)  # noqa: T201
+
+
+def this_host(folder: str) -> dict[str, Any]:
+    """Returns versions, cores and GPUs of this host, and its clock's time, read last."""
+    from tarantella_pp.dependencies import version_of
+    from tarantella_pp.launch.guard import core_binding, gpus
+    from tarantella_pp.launch.mpi_library import library_version
+
+    return {
+        "name": socket.gethostname(),
+        "versions": {
+            "python": platform.python_version(),
+            "tarantella_pp": version_of("tarantella-pp"),
+            "tensorflow": version_of("tensorflow") or version_of("tensorflow-cpu"),
+            "keras": version_of("keras"),
+            "MPI": library_version() or None,
+        },
+        "cores": core_binding.cores_of_node(),
+        "gpus": len(gpus.visible(os.environ)),
+        "has_folder": os.path.isdir(folder),
+        "time": time.time(),
+    }
+
+
+def measure_pair(group: Communicator, other: int) -> dict[str, float]:
+    """Returns latency and bandwidth of messages to another rank; both must call it."""
+    latency = _seconds_per_message(group, other, SMALL)
+    seconds = _seconds_per_message(group, other, LARGE)
+    return {"latency_us": latency * 1e6, "bandwidth_gb_per_s": LARGE / seconds / 1e9}
+
+
+def _seconds_per_message(group: Communicator, other: int, size: int) -> float:
+    """Returns the fastest of some ways there and back, halved.
+
+    The lower rank decides how often: the first byte of a message says whether another one comes.
+    """
+    import numpy as np
+
+    from tarantella_pp.runtime.comm.communicator import TensorSpec
+
+    data, spec = np.ones(size, np.uint8), TensorSpec((size,), "uint8")
+    times: list[float] = []
+    begin, goes_on = time.perf_counter(), True
+    request = group.post_receive([spec], other, tag=0, label="link")
+    while goes_on:
+        start = time.perf_counter()
+        if group.rank < other:
+            goes_on = len(times) + 1 < _MOST[size] and start - begin < _ENOUGH_SECONDS
+            data[0] = goes_on
+            group.send([data], other, tag=0, label="link")
+            request.wait()
+        else:
+            goes_on = bool(request.wait()[0][0])
+        if goes_on:
+            request = group.post_receive([spec], other, tag=0, label="link")
+        if group.rank > other:
+            group.send([data], other, tag=0, label="link")
+        times.append((time.perf_counter() - start) / 2)
+    group.flush()
+    return min(times)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

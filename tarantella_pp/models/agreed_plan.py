@@ -42,11 +42,25 @@ def agreed_plan(
             memory = memory_of_each_rank(communicator)
 
     def make() -> str:
-        if plan is None:
-            made.append(_fitting_plan(extracted, communicator.size, options, memory))
-        else:
+        if plan is not None:
             made.append(_given_plan(extracted, plan, options))
-        return made[0].to_json()
+            return made[0].to_json()
+        asked = _on_ranks(options, communicator.size, extracted)
+        best = best_plan(extracted, asked)
+        needed, stages = (0, 1) if memory is None else _largest_rank(best, communicator.size)
+        if memory is not None and needed > memory:
+            try:
+                fitting = best_plan(extracted, replace(asked, memory_limit=memory // stages))
+                best = msgspec.structs.replace(fitting, memory_limit=None)
+            except PlanError as error:
+                warnings.warn(
+                    f"A rank would need {format_bytes(needed)} for a batch of {best.batch_size} "
+                    f"samples, and its share of the memory of this machine is "
+                    f"{format_bytes(memory)}. {error}",
+                    stacklevel=2,
+                )
+        made.append(best)
+        return best.to_json()
 
     text = on_one_rank(communicator, 0, "make the plan", make, PlanError)
     agreed = made[0] if made else Plan.from_json(text)
@@ -64,29 +78,6 @@ def _with_link(machine: HardwareSpec, communicator: Communicator, *, exact: bool
     return msgspec.structs.replace(machine, bandwidth=magnitude(bandwidth))
 
 
-def _fitting_plan(
-    extracted: ExtractedModel, num_ranks: int, options: PlanOptions, memory: int | None
-) -> Plan:
-    """The best plan within the memory that there is, if that is possible."""
-    plan = _best_plan(extracted, num_ranks, options)
-    if memory is None:
-        return plan
-    needed, stages = _largest_rank(plan, num_ranks)
-    if needed <= memory:
-        return plan
-    try:
-        within = replace(options, memory_limit=memory // stages)
-        fitting = _best_plan(extracted, num_ranks, within)
-    except PlanError as error:
-        warnings.warn(
-            f"A rank would need {format_bytes(needed)} for a batch of {plan.batch_size} samples, "
-            f"and its share of the memory of this machine is {format_bytes(memory)}. {error}",
-            stacklevel=2,
-        )
-        return plan
-    return msgspec.structs.replace(fitting, memory_limit=None)
-
-
 def _largest_rank(plan: Plan, num_ranks: int) -> tuple[int, int]:
     """Bytes of the rank that needs most, and the largest number of stages of a rank."""
     replicas = replicas_of(plan.num_stages, num_ranks, plan.num_replicas) if num_ranks > 1 else 1
@@ -95,8 +86,8 @@ def _largest_rank(plan: Plan, num_ranks: int) -> tuple[int, int]:
     return max(plan.rank_bytes(ranks)), max(stages.values())
 
 
-def _best_plan(extracted: ExtractedModel, num_ranks: int, options: PlanOptions) -> Plan:
-    """The plan that is best for the options and so many ranks."""
+def _on_ranks(options: PlanOptions, num_ranks: int, extracted: ExtractedModel) -> PlanOptions:
+    """Says in the options how many ranks there are, or what follows from that."""
     custom = None if options.schedule is None else read_schedule(options.schedule)
     stages, replicas = options.implied_stages(custom), options.num_replicas
     options = replace(options, schedule=custom or options.schedule)
@@ -108,13 +99,12 @@ def _best_plan(extracted: ExtractedModel, num_ranks: int, options: PlanOptions) 
         if replicas is not None:
             each = max(1, num_ranks // checked_count("num_replicas", replicas))
             replicas = replicas_of(each, num_ranks, replicas)
-        return best_plan(extracted, replace(options, num_replicas=replicas, num_ranks=num_ranks))
+        return replace(options, num_replicas=replicas, num_ranks=num_ranks)
     replicas = replicas_of(stages, num_ranks, replicas)
     per_rank: int | None = max(1, stages * replicas // num_ranks)
     if num_ranks == 1:  # which plans for the ranks that it stands for
         per_rank = None if custom is not None or stages % 2 == 0 else 1
-    shape = replace(options, num_stages=stages, num_replicas=replicas, stages_per_rank=per_rank)
-    return best_plan(extracted, shape)
+    return replace(options, num_stages=stages, num_replicas=replicas, stages_per_rank=per_rank)
 
 
 def _given_plan(extracted: ExtractedModel, plan: Any, options: PlanOptions) -> Plan:

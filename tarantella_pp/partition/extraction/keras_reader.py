@@ -9,34 +9,33 @@ import keras
 
 from tarantella_pp.errors import UnsupportedModelError
 from tarantella_pp.keras_internals.functional import (
-    compute_output_spec,
     get_mask,
+    input_layer_of,
     inputs_struct,
     is_plain_call,
     network_of,
     ordered_nodes,
     outputs_struct,
     reads_variables,
+    runs_its_graph,
     states_of,
+    sublayers,
     tree,
 )
 from tarantella_pp.partition.extraction.calls import Call, GraphBuilder, graph_of
 from tarantella_pp.partition.extraction.placeholders import (
+    made_shapes,
     mask_flow,
     probe_call,
     probe_of,
     symbolic,
 )
-from tarantella_pp.partition.extraction.supported import (
-    check_input,
-    check_operation,
-    check_result,
-    supported_network,
-)
 from tarantella_pp.partition.graph.layer_graph import LayerGraph, Tensor
 from tarantella_pp.partition.graph.units import Shape
 
 __all__ = ["Call", "ExtractedModel", "extract"]
+
+_REMEDY = "Build it with keras.Model(inputs, outputs) or keras.Sequential([keras.Input(...), ...])."
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +70,11 @@ def extract(model: keras.Model | ExtractedModel, *, assumed_size: int = 256) -> 
     """
     if isinstance(model, ExtractedModel):
         return model
-    network = supported_network(model)
+    network = _supported_network(model)
     reader = _Reader()
     env: dict[int, int] = {}
     for tensor in network.inputs:
-        check_input(tensor)
+        _check_input(tensor)
         env[id(tensor)] = reader.draft.add_tensor(
             tensor.name, tuple(tensor.shape), tensor.dtype, probe=probe_of(tensor.shape)
         )
@@ -134,7 +133,7 @@ class _Reader:
                 env[id(tensor)] = inner_env[id(inner_tensor)]
 
     def _add_call(self, node: Any, env: dict[int, int], path: str) -> None:
-        check_operation(node.operation)
+        _check_operation(node.operation)
         draft, name = self.draft, self.draft.unique_name(path)
         bindings = {id(tensor): env[id(tensor)] for tensor in node.input_tensors}
         unmasked = draft.unmasked & set(bindings.values())
@@ -148,7 +147,7 @@ class _Reader:
         outputs = []
         for i, (tensor, shape) in enumerate(zip(node.outputs, shapes, strict=True)):
             label = name if len(shapes) == 1 else f"{name}[{i}]"
-            check_result(tensor, node, label)
+            _check_result(tensor, node, label)
             made = draft.add_tensor(label, shape, tensor.dtype, flow.outputs[i], probe=probes[i])
             outputs.append(made)
             env[id(tensor)] = outputs[-1]
@@ -177,14 +176,10 @@ def _shapes(node: Any, free: dict[int, Any]) -> list[Shape]:
     They differ from those in the node where a nested model is called on other shapes than those
     it was built with. Of a nested model that stays closed Keras only guesses them.
     """
-    args, kwargs = node.arguments.fill_in(free)
-    if network_of(node.operation) is not None:
-        specs = compute_output_spec(node.operation, *args, **kwargs)
-    elif any(tuple(t.shape) != tuple(free[id(t)].shape) for t in node.input_tensors):
-        specs = node.operation.compute_output_spec(*args, **kwargs)
-    else:
-        specs = node.outputs
-    return [tuple(spec.shape) for spec in tree.flatten(specs)]
+    same = all(tuple(t.shape) == tuple(free[id(t)].shape) for t in node.input_tensors)
+    if same and network_of(node.operation) is None:
+        return [tuple(tensor.shape) for tensor in node.outputs]
+    return made_shapes(node, free)
 
 
 def _opened_inputs(node: Any, given: list[Tensor]) -> list[Any] | None:
@@ -241,3 +236,69 @@ def _fits(given: Tensor, inner: Any) -> bool:
 def _same_weights_inside(model: Any, network: Any) -> bool:
     """Returns whether variables read inside the model have the dtype they would have outside."""
     return bool(model.compute_dtype == model.variable_dtype or not reads_variables(network))
+
+
+def _supported_network(model: Any) -> Any:
+    """Returns the Functional whose operations make up a model."""
+    if not isinstance(model, keras.Model):
+        raise UnsupportedModelError(
+            f"Expected a Keras model. {_REMEDY} Received: model={model!r} (of type {type(model)})"
+        )
+    network = network_of(model)
+    if isinstance(model, keras.Sequential) and network is None:
+        raise UnsupportedModelError(
+            f"Sequential model '{model.name}' is not built, so its layers are not connected yet. "
+            "Begin it with a keras.Input, or call model.build(input_shape) with one tensor's shape."
+        )
+    if network is None or not runs_its_graph(model):
+        raise UnsupportedModelError(
+            f"Model '{model.name}' is a subclassed model (class {type(model).__name__} defines "
+            f"call()): its operations cannot be seen, so it cannot be cut. {_REMEDY} Data parallel "
+            "it need not be cut: tnt.Model(model, inputs=keras.Input(...))."
+        )
+    return network
+
+
+def _check_input(tensor: Any) -> None:
+    """Refuses an input of the model that cannot be given to a stage."""
+    layer = input_layer_of(tensor)
+    if getattr(layer, "optional", False):
+        raise UnsupportedModelError(
+            f"Input '{tensor.name}' is optional; stages need every input. "
+            "Make it a normal keras.Input and pass zeros where there is no value."
+        )
+    _check_dense(tensor, f"Input '{tensor.name}'")
+
+
+def _check_result(tensor: Any, node: Any, name: str) -> None:
+    """Refuses a result that cannot travel between stages."""
+    # Keras marks a dense tensor times a number, and what follows from that, as sparse, too
+    makes_sparse = isinstance(node.operation, keras.layers.Layer) and not any(
+        given.sparse for given in node.input_tensors
+    )
+    if makes_sparse or not tensor.sparse:
+        _check_dense(tensor, f"Result '{name}'")
+
+
+def _check_dense(tensor: Any, what: str) -> None:
+    if tensor.sparse or tensor.ragged:
+        kind = "sparse" if tensor.sparse else "ragged"
+        raise UnsupportedModelError(
+            f"{what} is a {kind} tensor; only dense tensors can be sent between stages. "
+            "Make it dense in the data pipeline."
+        )
+    if tensor.dtype == "string":
+        raise UnsupportedModelError(
+            f"{what} is a string tensor; strings cannot be sent between stages. "
+            "Turn them into numbers in the data pipeline, e.g. dataset.map(lookup_layer)."
+        )
+
+
+def _check_operation(operation: Any) -> None:
+    """Refuses an operation that micro-batches would break."""
+    for layer in sublayers(operation):
+        if isinstance(layer, keras.layers.RNN) and layer.stateful:
+            raise UnsupportedModelError(
+                f"Layer '{layer.name}' is stateful: its state has one row per sample of a whole "
+                "batch, so a batch cannot be cut into micro-batches. Build it with stateful=False."
+            )

@@ -152,6 +152,16 @@ def sample_axis(probe: Probe) -> int | None:
     return next(grows, 0 if None in few else None)
 
 
+def made_shapes(node: Any, free: dict[int, Any]) -> list[Shape]:
+    """Returns the shapes that a call makes from these symbolic tensors."""
+    args, kwargs = node.arguments.fill_in(free)
+    if network_of(node.operation) is not None:
+        specs = compute_output_spec(node.operation, *args, **kwargs)
+    else:
+        specs = node.operation.compute_output_spec(*args, **kwargs)
+    return [tuple(spec.shape) for spec in tree.flatten(specs)]
+
+
 def probe_call(
     node: Any, given: Mapping[int, tuple[Probe, str]], shapes: list[Shape]
 ) -> list[Probe]:
@@ -163,13 +173,8 @@ def probe_call(
         free = {k: symbolic(p[i], dtype) for k, (p, dtype) in given.items() if p is not None}
         if len(free) < len(given):
             return [None] * len(shapes)
-        args, kwargs = node.arguments.fill_in(free)
         try:
-            if network_of(node.operation) is not None:
-                specs = compute_output_spec(node.operation, *args, **kwargs)
-            else:
-                specs = node.operation.compute_output_spec(*args, **kwargs)
+            results.append(made_shapes(node, free))
         except Exception:  # it needs another number of samples, or cannot run on placeholders
             return [None] * len(shapes)
-        results.append([tuple(spec.shape) for spec in tree.flatten(specs)])
     return list(zip(*results, strict=True))

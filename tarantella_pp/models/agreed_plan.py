@@ -108,7 +108,7 @@ def _on_ranks(options: PlanOptions, num_ranks: int, extracted: ExtractedModel) -
 
 
 def _given_plan(extracted: ExtractedModel, plan: Any, options: PlanOptions) -> Plan:
-    """Reads a given plan; refuses what is no plan, and options that it has decided already."""
+    """Reads a given plan; refuses other things, and options that it has decided already."""
     if not isinstance(plan, (Plan, str, Path)):
         raise ConfigurationError(
             f"Expected a Plan or the path of one. Received: plan={plan!r} of type "

@@ -37,7 +37,7 @@ from tarantella_pp.runtime.tracing.profiler import profile as measure
 from tarantella_pp.schedule import Schedule, ScheduleSpec, read_schedule
 
 ACCELERATOR = HardwareSpec(flops_per_second=1e13, action_seconds=3e-4, memory_bandwidth=1e12)
-"""A GPU of which nothing is known."""
+"""A GPU whose name says nothing."""
 STAGES_TO_OVERLAP = 4
 """Into how many stages a model on one rank is cut, for sums of gradients to begin earlier."""
 SLOW_LINK = 2e9
@@ -91,11 +91,11 @@ def make_plan(
             pipeline busier, and each costs time of its own. With batch normalization a
             micro-batch keeps four samples.
         num_replicas: Number of pipelines side by side, among which a batch is split. Default: 1,
-            or with `num_ranks` what is left for each stage.
+            or with `num_ranks` the ranks that are left for each stage.
         num_ranks: Number of ranks for stages x replicas. Default: one for each stage, or for as
             many as `stages_per_rank` says.
         stages_per_rank: Number of stages of a rank (virtual stages). Default: 2 for
-            `"interleaved"` and `"zb-v"`, that of a schedule of your own, otherwise 1.
+            `"interleaved"` and `"zb-v"`, as in a schedule of your own, otherwise 1.
         schedule: `"gpipe"`, `"1f1b"`, `"eager-1f1b"`, `"interleaved"`, `"zb-h1"`, `"zb-v"`,
             `"zb-auto"`, which is planned like `"zb-h1"` and searched for in the first training
             steps, or a schedule of your own: a `tarantella_pp.schedule.Schedule` or the path of a
@@ -115,7 +115,7 @@ def make_plan(
         recompute: Activation checkpointing: stages that keep only the inputs of a micro-batch
             and repeat its forward pass in the backward pass: `"all"`, `"none"` or their
             numbers. A micro-batch whose backward pass comes next is not repeated (all of the last
-            stage under `1f1b`): what is needed is there. With `"except_last"` the last micro-batch
+            stage under `1f1b`): all it needs is there. With `"except_last"` the last micro-batch
             of a step is not repeated either, but kept in memory, which is faster; also for each
             stage, as in `{0: "except_last", 1: "all"}`. Default: none, or where the limit needs it
             those with which a step is fastest.
@@ -143,7 +143,7 @@ def make_plan(
 
     Raises:
         ConfigurationError: An option cannot work, alone or with this model.
-        ScheduleError: There is no such schedule, or it is none for so many stages and ranks.
+        ScheduleError: There is no such schedule, or it does not fit these stages and ranks.
         UnsupportedModelError: The model cannot be cut into stages.
         PlanError: No plan keeps the limit, or has an operation for each stage. The message names
             the smallest limit that works, and what else would.
@@ -265,7 +265,7 @@ def _possible(shapes: list[Shape], planner: Planner, options: PlanOptions) -> li
 
 
 def _has_stages(num_stages: int, planner: Planner, options: PlanOptions) -> bool:
-    """Whether a model can have so many stages, among them those that are to recompute."""
+    """Whether a model can have these stages, and the ones that are to recompute exist."""
     if num_stages > len(planner.graph.nodes):
         return False
     try:

@@ -39,7 +39,7 @@ class MemoryCheck:
         self._groups = groups
 
     def expected(self, loss: Any, has_metrics: bool) -> Plan:
-        """What the plan comes to as far as it is known before the first batch."""
+        """The plan before the first batch, which may show that metrics need more."""
         outputs = expected_outputs(loss, has_metrics, self._extracted)
         return self._of(self._plan.batch_size, outputs)
 
@@ -66,7 +66,7 @@ class MemoryCheck:
         self.largest, self._rows = None, 0
 
     def _of(self, batch_size: int, outputs: OutputUse) -> Plan:
-        """What the plan comes to for a batch and for what is computed of the outputs."""
+        """The plan for a batch whose outputs are used so."""
         held = None
         if outputs.loss_at_once is not None and self._schedules.free:
             held = self._schedules.gpipe.in_flight(self._plan.num_micro_batches)

@@ -28,7 +28,7 @@ class Call:
     `args, kwargs = call.arguments.fill_in({k: values[t] for k, t in call.bindings.items()})`,
     `result = operation_fn(call.operation, training=training)(*args, **kwargs)`, and
     `keras.tree.flatten(result)` are the values of `call.outputs`. `training` must be a bool:
-    the one baked into the arguments is that of the day the model was built.
+    the one in the arguments is from the day when the model was built.
 
     Attributes:
         name: Unique name of the node.

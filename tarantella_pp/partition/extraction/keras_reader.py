@@ -40,7 +40,7 @@ _REMEDY = "Build it with keras.Model(inputs, outputs) or keras.Sequential([keras
 
 @dataclass(frozen=True, slots=True)
 class ExtractedModel:
-    """A model's graph together with what is needed to run its nodes.
+    """A model's graph, and all that running its nodes needs.
 
     Attributes:
         model: The model it was read from; nothing in it was changed or copied.
@@ -48,7 +48,7 @@ class ExtractedModel:
         calls: One call per node of the graph, in the same order.
         variables: The Keras variable of each `graph.weights`, in the same order.
         inputs_struct: The model's symbolic inputs in its own structure; flattened with
-            `keras.tree` they are those of `graph.inputs`.
+            `keras.tree` they are `graph.inputs`.
         outputs_struct: Likewise for `graph.outputs`.
     """
 

@@ -124,7 +124,7 @@ def _observed(operation: Any, args: Any, kwargs: dict[str, Any], tensors: list[A
 
 _SAMPLES = (4, 6)
 Probe = tuple[Shape, ...] | None
-"""The shapes of a tensor for so many samples; `None` where they cannot be told."""
+"""The shapes of a tensor for 4 and for 6 samples; `None` where they are unknown."""
 
 
 def probe_of(shape: Shape) -> Probe:

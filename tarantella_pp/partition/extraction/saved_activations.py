@@ -76,7 +76,7 @@ _SORTS = by_name(
         " Conv1DTranspose Conv2DTranspose Conv3DTranspose",
     }
 )
-#: Layers that keep what they are given and so many more tensors of its size.
+#: Layers that keep their input and this number of tensors of its size.
 _NORMALIZATIONS = by_name(
     {
         0: "BatchNormalization GroupNormalization",
@@ -108,7 +108,7 @@ def _ids(tensors: Iterable[SizedTensor]) -> tuple[int, ...]:
 
 
 def _bytes(size: float) -> SavedActivations:
-    """Keeps nothing that travels, and so many bytes besides."""
+    """Keeps nothing that travels, and some bytes besides."""
     return SavedActivations((), float(size))
 
 
@@ -154,7 +154,7 @@ def _normalization(call: SizedCall) -> SavedActivations:
 
 
 def _product(call: SizedCall) -> SavedActivations:
-    """Each factor is needed for the gradient of the others, of which some may be variables."""
+    """Each factor is needed for the gradients of the others; some may be variables."""
     flat = tree.flatten(list(call.arguments.values()))
     factors = [value for value in flat if isinstance(value, SizedTensor)]
     flowing = sum(factor.has_gradient for factor in factors) + len(call.weights)
@@ -201,7 +201,7 @@ def _dot_attention(call: SizedCall) -> SavedActivations:
 
 
 def _recurrent(per_unit: int) -> Rule:
-    """Each step keeps what it is given and so many vectors of the state's size."""
+    """Each step keeps its input and some vectors of the state's size."""
 
     def rule(call: SizedCall) -> SavedActivations:
         given = call.inputs[0]

@@ -64,7 +64,7 @@ def difference(
     """Compares two plans of the same kind.
 
     Nodes are known by their names, the first, second ... of a name each; names that Keras has
-    numbered anew are told apart by their places where both plans are of the same model.
+    numbered anew are known by their places where both plans are of the same model.
     """
     old, new = _names(before), _names(after)
     if getattr(before, "fingerprint", "") == getattr(after, "fingerprint", None):

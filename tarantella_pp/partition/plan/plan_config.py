@@ -11,7 +11,7 @@ MemoryLimit = int | tuple[int, ...]
 """Bytes that each stage may have, or one number for each."""
 
 Placement = Literal["pipelines-together", "replicas-together"]
-"""Whether the ranks of a pipeline are neighbours, or those of a stage."""
+"""Whether a pipeline's ranks are neighbours, or a stage's."""
 NarrowDtype = Literal["bfloat16"]
 """In what numbers travel, from stage to stage or between replicas, if not as they are."""
 FUSION_THRESHOLD = 32 * 2**20
@@ -70,11 +70,11 @@ class PlanConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.num_replicas * self.num_ranks
 
     def world_rank(self, replica: int, position: int) -> int:
-        """Returns the rank, among those of all pipelines, of a rank of one of them."""
+        """Returns the rank in the job of a position in a replica."""
         return rank_in_job(replica, position, self.num_replicas, self.num_ranks, self.placement)
 
     def coordinates(self, world_rank: int) -> Coordinates:
-        """Returns where a rank among those of all pipelines stands: undoes `world_rank`."""
+        """Returns replica and position of a rank in the job: undoes `world_rank`."""
         if self.placement == "pipelines-together":
             return Coordinates(*divmod(world_rank, self.num_ranks))
         position, replica = divmod(world_rank, self.num_replicas)
@@ -95,7 +95,7 @@ def common_limit(limits: Sequence[int]) -> int | None:
 def rank_in_job(
     replica: int, position: int, num_replicas: int, num_ranks: int, placement: str
 ) -> int:
-    """Returns the rank, among those of all pipelines, of a rank of one of them.
+    """Returns the rank in the job of a position in a replica.
 
     Two replicas of three ranks::
 

@@ -83,7 +83,7 @@ class StagePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def lasting_bytes(self) -> int:
-        """Bytes that add up over operations: state and what is kept of micro-batches."""
+        """Bytes that add up over operations: state, and all that micro-batches keep."""
         return self.state_bytes + self.activation_bytes_total
 
     @property
@@ -140,7 +140,7 @@ class OutputUse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What loss and metrics of a compiled model need of its outputs.
 
     Attributes:
-        loss_at_once: Why the loss needs those of the whole batch at once, if it does.
+        loss_at_once: Why the loss needs the outputs of a whole batch at once, if it does.
         metrics_at_once: Why the metrics do, if they do.
         metrics: Whether there are metrics.
     """

@@ -176,7 +176,7 @@ class PlanSimulation:
     def costs(self, num_ranks: int | None = None) -> Costs:
         """Returns the seconds and bytes of the plan's stages and messages."""
         planned = self.plan.micro_batch_size
-        # Memory must hold the largest micro-batch; time is that of all of them together.
+        # Memory must hold the largest micro-batch; time adds up over all of them.
         mean = self.samples / self.micro_batches
         seconds = stage_seconds(self.plan, self.machine, mean)
         again = self._held_again(num_ranks)
@@ -231,7 +231,7 @@ class PlanSimulation:
     def _stage(
         self, index: int, mean: float, seconds: tuple[float, float], held_again: float | None
     ) -> StageCosts:
-        """Costs of a stage, whose micro-batches have so many samples on average.
+        """Costs of a stage for micro-batches of `mean` samples.
 
         Gradients of inputs and of weights take half of the backward pass each. Weight gradients
         are added to a sum besides, where that was not measured, but for those put off.

@@ -73,7 +73,7 @@ def _wrong_stages(plan: Plan) -> Iterator[str]:
         )
     if plan.work and len(plan.work) != len(plan.node_names):
         yield (
-            f"work must be that of all {len(plan.node_names)} nodes, or of none. "
+            f"work must name all {len(plan.node_names)} nodes, or of none. "
             f"Received: {len(plan.work)}"
         )
     for name, times in Counter(plan.node_names).most_common(1):

@@ -98,9 +98,9 @@ def _with_loss(work: NodeWork, steps: float) -> NodeWork:
 
 
 def _work(graph: LayerGraph, node: Node) -> NodeWork:
-    """Counts what one operation reads and writes; what is only looked at otherwise is neither.
+    """Counts what one operation reads and writes; a view of another tensor is neither.
 
-    A table of which rows are picked is read as far as it is written, so weights without arithmetic
+    A table whose rows are picked is read as far as it is written, so weights without arithmetic
     count as what they make.
     """
     outputs = [graph.tensors[t] for t in node.outputs]
@@ -120,7 +120,7 @@ def _work(graph: LayerGraph, node: Node) -> NodeWork:
 def _separable_parts(graph: LayerGraph, node: Node) -> tuple[NodeWork, ...]:
     """Returns the depthwise part of a separable convolution, whose other part is pointwise.
 
-    Both make as many pixels, so their arithmetic is as that of their kernels.
+    Both make as many pixels, so arithmetic is in proportion to kernels.
     """
     kernels = [graph.weights[w] for w in node.weights if len(graph.weights[w].shape) > 2]
     if node.kind not in _SEPARABLE or len(kernels) != 2:
@@ -167,7 +167,7 @@ def _seconds(
         forward = _plain_seconds(work, samples, machine)
         return forward, BOTH_GRADIENTS * forward
     steps, forward, backward = speeds.get("function", speed), 0.0, 0.0
-    # What moves nothing is but another view of what is there.
+    # Views of other tensors move nothing.
     own = (_without_parts(work),) if work.activation_bytes else ()
     for part in (*own, *work.parts):
         at = speeds.get(part.kind or "", speed)
@@ -179,7 +179,7 @@ def _seconds(
 
 
 def _without_parts(work: NodeWork) -> NodeWork:
-    """Returns what is done as by layers of the operation's own kind."""
+    """Returns the work that remains for the operation's own kind of layer."""
     if not work.parts:
         return work
     return msgspec.structs.replace(
@@ -201,7 +201,7 @@ def _pass_seconds(
 ) -> float:
     """Seconds of one direction of an operation, at the speeds of its kind and of functions.
 
-    What was not measured of its kind takes so many times as long as forward.
+    Work that was not measured takes `times` as long as forward.
     """
     arithmetic = work.flops - work.function_flops
     if work.kind == "function":
@@ -218,7 +218,7 @@ def _pass_seconds(
 
 
 def _plain_seconds(work: NodeWork, samples: float, machine: HardwareSpec) -> float:
-    """Seconds of the forward pass of an operation of which only its arithmetic is known."""
+    """Seconds of a forward pass by arithmetic and traffic alone."""
     arithmetic = samples * work.flops / machine.flops_per_second
     if machine.memory_bandwidth is None:
         return arithmetic

@@ -263,7 +263,7 @@ def test_a_plan_is_played_on_any_machine():
     assert np.sum(stage_seconds(again, core, rows), axis=0) == pytest.approx(whole)
     step = PlanSimulation(again, tnt.machines["core"], plan.schedule, plan.num_micro_batches)
     assert step.step().step_seconds > plan.step_seconds
-    with pytest.raises(PlanError, match="work must be that of all"):
+    with pytest.raises(PlanError, match="work must name all"):
         msgspec.structs.replace(plan, work=plan.work[1:])
     with pytest.raises(PlanError, match=r"work\[0\].flops must be finite"):
         msgspec.structs.replace(plan, work=(NodeWork(-1.0, 0.0, 0.0), *plan.work[1:]))

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from importlib import util
 from typing import Any, NamedTuple
 
-from tarantella_pp.cli.io import job_options
 from tarantella_pp.cli.io.output import write_json, write_table
+from tarantella_pp.cli.run_command import add_reach, check_reach
 from tarantella_pp.dependencies import INSTALL, version_of
 from tarantella_pp.errors import ConfigurationError, LaunchError
 from tarantella_pp.launch import mpi_launchers, rank_environment
@@ -40,12 +40,12 @@ class Messages(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `tarantella doctor`."""
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    job_options.add_reach(parser)
+    add_reach(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints what it found; returns 0 if models can be trained on two ranks, or on all hosts."""
-    job_options.check_reach(arguments)
+    check_reach(arguments)
     if arguments.hostfile is not None:
         from tarantella_pp.cli import doctor_hosts
 

@@ -56,6 +56,11 @@ def format_flops(value: float) -> str:
     return f"{value:.3g} {unit}FLOP"
 
 
+def percent(part: float, whole: float = 1.0) -> str:
+    """Writes a share, e.g. `"12.5 %"`."""
+    return f"{100 * part / whole if whole else 0.0:.1f} %"
+
+
 def count(number: int, noun: str) -> str:
     """Writes a number of things, e.g. `"1 batch"`, `"2,000 batches"`."""
     plural = "es" if noun.endswith("ch") else "s"

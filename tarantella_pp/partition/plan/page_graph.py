@@ -22,6 +22,7 @@ from tarantella_pp.errors import PlanError
 from tarantella_pp.partition.graph.crossings import crossings
 from tarantella_pp.partition.graph.layer_graph import LayerGraph, Node
 from tarantella_pp.partition.graph.units import count, format_bytes, format_flops
+from tarantella_pp.partition.plan.page_pictures import coordinate
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan.plan_parts import CutEdge
 
@@ -424,4 +425,4 @@ def _arrow(points: Points) -> str:
 
 
 def _at(x: float, y: float) -> str:
-    return f"{x:.1f} {y:.1f}".replace(".0", "")
+    return f"{coordinate(x)} {coordinate(y)}"

@@ -56,8 +56,12 @@ from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan.plan_simulation import PlanSimulation
 from tarantella_pp.runtime.autotune import MEASURED, WARM_UP
-from tarantella_pp.runtime.tracing.measured_costs import alike, measured_costs, work_between
-from tarantella_pp.runtime.tracing.recorded_step import RecordedStep
+from tarantella_pp.runtime.tracing.recorded_step import (
+    RecordedStep,
+    alike,
+    measured_costs,
+    work_between,
+)
 from tarantella_pp.simulation import simulate
 from tests.zoo.sized_models import BUILDERS, ROWS, data_for
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tarantella_pp.runtime.comm.communicator import Communicator
-from tarantella_pp.runtime.tracing.clock_sync import clock_offset
-from tarantella_pp.runtime.tracing.measured_costs import measured_costs
-from tarantella_pp.runtime.tracing.recorded_step import gather_steps
+from tarantella_pp.runtime.tracing.links import clock_offset
+from tarantella_pp.runtime.tracing.recorded_step import gather_steps, measured_costs
 from tarantella_pp.runtime.tracing.recorder import StepRecord
 from tarantella_pp.schedule import Schedule, ScheduleSpec, make_schedule
 from tarantella_pp.simulation import Costs, search_schedule

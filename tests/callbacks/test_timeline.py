@@ -15,25 +15,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tarantella_pp.runtime.tracing.chrome_trace import (
-    COMMUNICATION,
-    COMPUTE,
-    STEPS,
-    trace_events,
-    write_trace,
-)
-from tarantella_pp.runtime.tracing.measured_costs import (
+from tarantella_pp.runtime.tracing.recorded_step import (
+    RecordedStep,
     measured_costs,
     simulated,
     work_between,
 )
-from tarantella_pp.runtime.tracing.recorded_step import RecordedStep
 from tarantella_pp.runtime.tracing.recorder import (
     LOGS,
     SUMS,
     TIES,
     UPDATE,
     Span,
+)
+from tarantella_pp.runtime.tracing.trace_file import (
+    COMMUNICATION,
+    COMPUTE,
+    STEPS,
+    trace_events,
+    write_trace,
 )
 from tarantella_pp.schedule import Compute, Transfer, bubble_fraction, lower, make_schedule
 from tarantella_pp.simulation import Costs, LinkCosts, StageCosts, simulate

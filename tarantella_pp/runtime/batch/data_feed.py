@@ -27,7 +27,7 @@ from tarantella_pp.runtime.batch.nested_structure import (
     tensors_in,
 )
 from tarantella_pp.runtime.comm.communicator import Communicator, TensorSpec
-from tarantella_pp.runtime.comm.requests import RecvRequest
+from tarantella_pp.runtime.comm.messages import RecvRequest
 from tarantella_pp.runtime.comm.tensor_buffers import to_buffer, to_tensor
 from tarantella_pp.runtime.replicas.batch_share import BatchShare
 

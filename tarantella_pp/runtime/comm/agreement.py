@@ -30,7 +30,7 @@ import numpy as np
 
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.launch.guard.cause import calling_line, describe
-from tarantella_pp.runtime.comm.waiting.polling import Waiter
+from tarantella_pp.runtime.comm.waiting import Waiter
 
 _TAG = 0
 _HURRY = 0.25

@@ -1,4 +1,4 @@
-"""The ranks of a job and what they tell each other; the one file that imports mpi4py."""
+"""The group of several ranks over MPI, and how a job begins; the one file that imports mpi4py."""
 
 from __future__ import annotations
 
@@ -6,95 +6,122 @@ import atexit
 import contextlib
 import logging
 import os
-import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
+import msgspec
+import numpy as np
 from numpy.typing import NDArray
 
 from tarantella_pp.errors import CommunicationError, LaunchError
 from tarantella_pp.launch.channel.rank_records import SIZE_VARIABLE
 from tarantella_pp.launch.guard import failure_guard, gpus
 from tarantella_pp.launch.guard.launch_environment import Launch, detect_launch
-from tarantella_pp.runtime.comm.collective_requests import CollectiveRequest, Steps, finished
-from tarantella_pp.runtime.comm.waiting.polling import Limits
-from tarantella_pp.runtime.comm.wire_format import TensorSpec
-
-if TYPE_CHECKING:
-    from tarantella_pp.runtime.comm.mpi_communicator import MpiCommunicator
-    from tarantella_pp.runtime.comm.requests import RecvRequest, SendRequest
+from tarantella_pp.runtime.comm import collectives
+from tarantella_pp.runtime.comm.agreement import Agreement
+from tarantella_pp.runtime.comm.collectives import CollectiveRequest, Steps
+from tarantella_pp.runtime.comm.group import Communicator
+from tarantella_pp.runtime.comm.messages import Channel, Process, RecvRequest, SendRequest
+from tarantella_pp.runtime.comm.progress import BackgroundProgress, Progress, is_wanted
+from tarantella_pp.runtime.comm.waiting import FlightRecorder, Limits, Waiter
+from tarantella_pp.runtime.comm.wakeup import Wakeup
+from tarantella_pp.runtime.comm.wire_format import TensorSpec, as_bytes, pieces
 
 __all__ = ["Communicator", "TensorSpec", "world"]
 
 _LOG = logging.getLogger(__name__)
 _Json = TypeVar("_Json")
 _Result = TypeVar("_Result")
+_EVENTS_REPORTED = 20
 
 
-class Communicator:
-    """A group of ranks, seen from one of them.
+class MpiCommunicator(Communicator):
+    """A group of several ranks, seen from one of them.
 
-    This class is the group of one process, which has nobody to talk to and needs no MPI.
-    `MpiCommunicator` is the group of several.
-
-    Attributes:
-        rank: Number of this process in the group, from 0.
-        size: Number of processes in the group.
-        world_ranks: Number in the job of each process of the group.
-        largest_tag: Largest tag that a message may have.
-        several_hosts: Whether ranks of the job are on several hosts; the same on all of them.
+    The collectives are MPI's non-blocking ones: its blocking calls would keep the core busy.
     """
 
-    rank: int = 0
-    size: int = 1
-    several_hosts: bool = False
-    world_ranks: tuple[int, ...] = (0,)
-    largest_tag: int = 2**31 - 1
+    def __init__(self, process: Process, comm: Any, group: int = 0) -> None:
+        mpi = process.mpi
+        self.rank = comm.Get_rank()
+        self.size = comm.Get_size()
+        # The upper half of the tags is for collectives, two for each of theirs.
+        self.largest_tag = int(mpi.COMM_WORLD.Get_attr(mpi.TAG_UB)) // 2
+        self.recorder = FlightRecorder()
+        self._process = process
+        self._comm = comm
+        self._group = group
+        self._splits = 0
+        everyone = mpi.COMM_WORLD.Get_group()
+        self.world_ranks = tuple(comm.Get_group().Translate_ranks(range(self.size), everyone))
+        self._waiter = Waiter(
+            self.world_ranks[self.rank],
+            process.limits,
+            process.progress.poll,
+            process.wakeup,
+            self._report,
+            process.agreement.where,
+        )
+        self._channel = Channel(process, comm, group, self.world_ranks, self.recorder, self._waiter)
+
+    @classmethod
+    def of_world(cls, mpi: Any) -> MpiCommunicator:
+        """Returns the group of all ranks of the job; all of them must call this."""
+        limits = Limits.from_environment()
+        wakeup = Wakeup()
+        waiter = Waiter(mpi.COMM_WORLD.Get_rank(), limits, tuple, wakeup, str)
+        copies = []
+        everyone = range(mpi.COMM_WORLD.Get_size())
+        for _ in range(2):
+            copy, request = mpi.COMM_WORLD.Idup()
+            waiter.until(request.Test, lambda: "all ranks to start", everyone)
+            copies.append(copy)
+        agreement, progress = Agreement(mpi, copies[1], wakeup.ring), Progress()
+        process = Process(mpi, wakeup, limits, agreement, progress)
+        ranks = cls(process, copies[0])
+        wakeup.connect(ranks.allgather_json(wakeup.address))
+        ranks.several_hosts = wakeup.neighbours < ranks.size
+        wanted = is_wanted(several_hosts=ranks.several_hosts)
+        if wanted and mpi.Query_thread() >= mpi.THREAD_SERIALIZED:
+            process.background = BackgroundProgress(progress.is_open, ranks._move_on)
+        return ranks
 
     def send(self, arrays: Sequence[Any], dest: int, tag: int, *, label: str = "") -> SendRequest:
-        """Starts to send tensors to another rank and returns at once.
-
-        No tensor is copied, unless its memory is not contiguous: do not change them before they
-        have arrived. References to them are kept until then.
-        """
-        raise self._nobody(f"dest={dest}")
+        self._check_peer("dest", dest, tag, label)
+        return self._channel.send(arrays, dest, tag, label)
 
     def wait_sent(self, sending: SendRequest) -> None:
-        """Waits until MPI has read all of a message.
-
-        The receiver expects a large one by then; a small one may wait in memory of its MPI.
-        """
+        self._channel.wait(sending)
 
     def post_receive(
         self, specs: Sequence[TensorSpec], source: int, tag: int, *, label: str = ""
     ) -> RecvRequest:
-        """Makes ready to receive the tensors of one message, and returns at once."""
-        raise self._nobody(f"source={source}")
+        self._check_peer("source", source, tag, label)
+        return self._channel.receive(specs, source, tag, label)
 
     def progress(self) -> None:
-        """Moves on all messages and collectives that this rank has begun; never waits.
-
-        Those of all groups: whoever computes for long calls this now and then.
-        """
+        self._process.progress.poll()
 
     def computing(self) -> contextlib.AbstractContextManager[None]:
-        """Surrounds a computation of this rank, while which messages may move on.
-
-        Inside, no method of any group may be called, nor of what they have returned.
-        """
-        return contextlib.nullcontext()
+        return self._process.background or contextlib.nullcontext()
 
     def flush(self) -> None:
-        """Waits until everything that was sent has left this rank."""
+        self._channel.flush()
 
     def barrier(self) -> None:
-        """Waits until every rank of the group has come here."""
+        self._run("barrier", self._comm.Ibarrier())
 
     def broadcast(self, array: NDArray[Any], root: int = 0) -> None:
-        """Overwrites an array with that of another rank."""
+        buffer = np.ascontiguousarray(array)
+        for piece in pieces(as_bytes(buffer)):
+            request = self._comm.Ibcast((piece, self._process.mpi.BYTE), root)
+            self._run(f"broadcast from rank {root}", request)
+        if self.rank != root and not np.may_share_memory(buffer, array):
+            array[...] = buffer
 
     def allreduce(self, array: NDArray[Any], op: str = "sum") -> None:
-        """Overwrites an array with the combination of the arrays of all ranks."""
+        array[...] = self.start_allreduce(array, op, label=f"allreduce ({op})").wait()
 
     def start_allreduce(
         self,
@@ -105,15 +132,11 @@ class Communicator:
         tag: int = 0,
         label: str = "",
     ) -> CollectiveRequest[NDArray[Any]]:
-        """Starts to combine the arrays of all ranks, and returns at once.
-
-        Values are combined in the order of the ranks, whatever the size of the array: the result
-        has the same bits on every rank, in each run, with each MPI library. Floats of 16 bits or
-        fewer are combined in float32, and the result is rounded to them. Of n bytes, each rank
-        sends 2 n (size - 1) / size, and receives as many. It goes on in `progress` and in the
-        waits of this rank, those of other groups included.
-        """
-        return finished(array)
+        if self.size == 1:
+            return super().start_allreduce(array, op)
+        tags = self._tags(tag, label)
+        steps = collectives.allreduce(self._channel, array, op, wire_dtype, tags, label)
+        return self.start(steps, label)
 
     def start_reduce_scatter(
         self,
@@ -125,11 +148,13 @@ class Communicator:
         tag: int = 0,
         label: str = "",
     ) -> CollectiveRequest[NDArray[Any]]:
-        """Starts to combine arrays, of which each rank gets its part, and returns at once.
-
-        The parts have the bits that `start_allreduce` gives.
-        """
-        return finished(array.reshape(-1))
+        if self.size == 1:
+            return super().start_reduce_scatter(array, counts, op)
+        first, _ = self._tags(tag, label)
+        steps = collectives.reduce_scatter(
+            self._channel, array, counts, op, wire_dtype, first, label
+        )
+        return self.start(steps, label)
 
     def start_allgather(
         self,
@@ -139,54 +164,138 @@ class Communicator:
         tag: int = 0,
         label: str = "",
     ) -> CollectiveRequest[list[NDArray[Any]]]:
-        """Starts to gather the rows of all ranks, and returns at once."""
-        return finished([*arrays])
+        if self.size == 1:
+            return super().start_allgather(arrays, rows)
+        first, _ = self._tags(tag, label)
+        return self.start(collectives.allgather(self._channel, arrays, rows, first, label), label)
 
     def start(self, steps: Steps[_Result], label: str) -> CollectiveRequest[_Result]:
-        """Starts a collective that is made of others, and returns at once."""
-        request = CollectiveRequest(steps, label, lambda request, meanwhile: None)
-        request.ready()
+        request = CollectiveRequest(steps, label, self._wait_for_collective)
+        if not request.ready():
+            self._process.progress.add_collective(request.has_ended)
         return request
 
     def broadcast_json(self, value: _Json | None, root: int = 0) -> _Json:
-        """Returns the value that rank `root` passes, on every rank."""
-        return value  # type: ignore[return-value]
-
-    def gather_json(self, value: _Json, root: int = 0) -> list[_Json] | None:
-        """Returns on rank `root` the list of the values of all ranks, and `None` elsewhere."""
-        return [value]
+        data = _encode(value) if self.rank == root else np.empty(0, np.uint8)
+        size = np.array([data.size], np.int64)
+        self.broadcast(size, root)
+        if self.rank != root:
+            data = np.empty(int(size[0]), np.uint8)
+        self.broadcast(data, root)
+        decoded: _Json = _decode(data)
+        return decoded
 
     def allgather_json(self, value: _Json) -> list[_Json]:
-        """Returns the list of the values that all ranks pass, on every rank."""
-        return [value]
+        data = _encode(value)
+        sizes = np.zeros(self.size, np.int64)
+        own = np.array([data.size], np.int64)
+        self._run("allgather of sizes", self._comm.Iallgather(own, sizes))
+        ends = np.cumsum(sizes)
+        everything = np.empty(int(ends[-1]), np.uint8)
+        target = (everything, (sizes, ends - sizes), self._process.mpi.BYTE)
+        self._run("allgather", self._comm.Iallgatherv((data, self._process.mpi.BYTE), target))
+        return [_decode(part) for part in np.split(everything, ends[:-1])]
+
+    def split(self, color: int, key: int = 0) -> MpiCommunicator:
+        # MPI has no non-blocking split: let all ranks come here first.
+        self.barrier()
+        self._splits += 1
+        group = zlib.crc32(repr((self._group, self._splits, color)).encode())
+        comm = self._comm.Split(color, key)
+        return MpiCommunicator(self._process, comm, group)
 
     def call(self, method: str, **facts: Any) -> contextlib.AbstractContextManager[None]:
-        """Surrounds a call of the user's script that all ranks must make, and waits for them."""
-        return contextlib.nullcontext()
+        return self._process.agreement.call(self._waiter, method, facts)
 
     @property
     def call_number(self) -> int:
-        """How many calls all ranks have made together; the same on all ranks."""
-        return 0
+        return self._process.agreement.number
 
     def breaks(self, error: BaseException) -> None:
-        """Notes that an error ended a call in the middle of messages; none may follow."""
-
-    def split(self, color: int, key: int = 0) -> Communicator:
-        """Returns the group of the ranks that pass the same `color`."""
-        return self
+        self._end_background()
+        self._process.agreement.breaks(error)
 
     def abort(self, code: int = 1) -> None:
-        """Ends all ranks of the job at once, with an exit code other than 0."""
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        self._comm.Abort(code)
 
-    def _nobody(self, received: str) -> CommunicationError:
-        return CommunicationError(
-            "This job has one process, which cannot exchange messages with itself. "
-            f"Received: {received}. Start it with `tarantella -n <ranks> -- <script>` to have more."
+    def meet_before_exit(self) -> None:
+        """Waits, as long as it takes, until every rank has come to the end of its script."""
+        self._end_background()
+        self._process.agreement.end(self._waiter)
+
+    def _move_on(self) -> None:
+        """Moves on all that this rank has begun or expects; for the background."""
+        self._process.progress.poll()
+        # Has MPI look at its sockets; takes no message.
+        self._comm.Iprobe(self._process.mpi.ANY_SOURCE, 0)
+
+    def _end_background(self) -> None:
+        """Makes sure that this thread alone uses MPI, also if Ctrl-C ended a computation."""
+        if self._process.background is not None:
+            self._process.background.stop()
+
+    def _run(self, name: str, request: Any) -> None:
+        """Waits for a collective."""
+        self.recorder.add("entered", name)
+        self._process.agreement.entered[self._group] += 1
+        for peer in self.world_ranks:
+            self._process.wakeup.ring(peer)
+        waiter, peers = self._waiter, self.world_ranks
+        waiter.until(
+            request.Test,
+            lambda: f"the other ranks in {name}",
+            peers,
+            check=lambda: self._process.agreement.check_collective(waiter, peers, self._group),
         )
+        self.recorder.add("left", name)
+
+    def _wait_for_collective(
+        self, request: CollectiveRequest[Any], meanwhile: Callable[[], bool] | None
+    ) -> None:
+        if not request.ready():
+            self._waiter.until(
+                request.ready,
+                request.__str__,
+                [rank for rank in self.world_ranks if rank != self.world_ranks[self.rank]],
+                rings=True,
+                coming=request.coming,
+                meanwhile=meanwhile,
+                check=request.check,
+            )
+        # Or its result would live until the next poll.
+        self._process.progress.drop_collective(request.has_ended)
+
+    def _tags(self, tag: int, label: str) -> tuple[int, int]:
+        """The tags of the messages of a collective."""
+        if not 0 <= tag < self.largest_tag // 2:
+            raise CommunicationError(
+                f"The tag of a collective is a number from 0 to {self.largest_tag // 2 - 1}. "
+                f"Received: tag={tag} for {label or 'a collective'}"
+            )
+        first = self.largest_tag + 1 + 2 * tag
+        return first, first + 1
+
+    def _report(self) -> str:
+        lines = self._channel.outstanding() or ["nothing else"]
+        events = self.recorder.lines(_EVENTS_REPORTED)
+        return "\n  ".join(["On its way:", *lines]) + "\n  ".join(["\nLast events:", *events])
+
+    def _check_peer(self, name: str, peer: int, tag: int, label: str) -> None:
+        if peer == self.rank:
+            raise CommunicationError(
+                f"Rank {peer} cannot exchange messages with itself. "
+                f"Received: {name}={peer} for {label or 'a message'}"
+            )
+        if not 0 <= peer < self.size:
+            raise CommunicationError(
+                f"{name} is a rank from 0 to {self.size - 1}. "
+                f"Received: {name}={peer} for {label or 'a message'}"
+            )
+        if not 0 <= tag <= self.largest_tag:
+            raise CommunicationError(
+                f"A tag is a number from 0 to {self.largest_tag}, the limit of this MPI. "
+                f"Received: tag={tag} for {label or 'a message'}"
+            )
 
 
 _world: Communicator | None = None
@@ -206,8 +315,6 @@ def world() -> Communicator:
 
 def _join(launch: Launch) -> Communicator:
     """Starts MPI and returns the communicator of all ranks."""
-    from tarantella_pp.runtime.comm.mpi_communicator import MpiCommunicator
-
     limits = Limits.from_environment()
     with failure_guard.starting_mpi(limits.warn, limits.timeout):
         mpi = _import_mpi(launch)
@@ -257,3 +364,18 @@ def _leave(ranks: MpiCommunicator, pid: int) -> None:
     except CommunicationError as error:
         _LOG.error("rank %d ends the job: %s", ranks.rank, error)
         ranks.abort(1)
+
+
+def _encode(value: Any) -> NDArray[np.uint8]:
+    """Returns a value as bytes; MessagePack rather than JSON, which has no NaN and no bytes."""
+    return np.frombuffer(msgspec.msgpack.encode(value, enc_hook=_plain), np.uint8)
+
+
+def _decode(data: NDArray[np.uint8]) -> Any:
+    return msgspec.msgpack.decode(data.data)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.generic):
+        return value.item()
+    raise NotImplementedError(f"Cannot send a {type(value).__name__} to other ranks: {value!r}")

@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from tarantella_pp.runtime.comm.buffer_pool import ALIGNMENT, BufferPool
-from tarantella_pp.runtime.comm.collective_requests import (
+from tarantella_pp.runtime.comm.collectives import (
     CollectiveRequest,
     Steps,
     dtype_on_wire,

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tarantella_pp.runtime.comm.collective_requests import CollectiveRequest
+from tarantella_pp.runtime.comm.collectives import CollectiveRequest
 from tarantella_pp.runtime.comm.communicator import Communicator
 from tarantella_pp.runtime.comm.tensor_buffers import to_buffer, to_tensor
 

@@ -15,6 +15,7 @@ from tarantella_pp.schedule import Action, Compute, Reduce, Schedule, Transfer
 
 UPDATE, LOGS, TIES, SUMS = "update", "logs", "tied weights", "gradient sums"
 METRICS, REDUCTIONS = "metrics", "sums over replicas"
+SPAN_NAMES = (UPDATE, LOGS, TIES, SUMS, METRICS, REDUCTIONS)
 """Names of the spans of a step that are no actions of its schedule."""
 MOST_SHARES = 1000
 """Of how many of the last steps it is known how long the rank computed and waited."""

@@ -14,7 +14,7 @@ from keras import layers
 
 import tarantella_pp as tnt
 from tarantella_pp.errors import ConfigurationError
-from tarantella_pp.runtime.comm.channel import Channel
+from tarantella_pp.runtime.comm.messages import Channel
 from tarantella_pp.runtime.stage.stage import Stage
 from tests.helpers.draws import more_asked_for
 from tests.helpers.mpi import mpi_run

@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 from tarantella_pp.partition.costs.optimizer_shards import shard_owners
-from tarantella_pp.runtime.comm.collective_requests import LARGEST_IN_ONE_ROUND
+from tarantella_pp.runtime.comm.collectives import LARGEST_IN_ONE_ROUND
 from tarantella_pp.runtime.comm.communicator import Communicator, world
 from tarantella_pp.runtime.replicas.gradient_reduction import GradientReduction
 from tarantella_pp.runtime.replicas.owned_values import OwnedValues

@@ -8,9 +8,8 @@ import pytest
 from benchmarks.runtime.stubs import Seconds, SleepingStage, StubPipeline, StubStep
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.runtime.comm.communicator import Communicator, world
-from tarantella_pp.runtime.tracing import clock_sync
-from tarantella_pp.runtime.tracing.measured_costs import alike
-from tarantella_pp.runtime.tracing.recorded_step import gather_steps
+from tarantella_pp.runtime.tracing import links
+from tarantella_pp.runtime.tracing.recorded_step import alike, gather_steps
 from tarantella_pp.runtime.tracing.recorder import (
     UPDATE,
     Recorder,
@@ -42,7 +41,7 @@ def record_all():
         pipeline = StubPipeline(name, stages, 5, Seconds(), ranks, recorder=recorder)
         finished = [pipeline.step().finished for _ in range(2)]
         plain = StubPipeline(name, stages, 5, Seconds(), ranks).step().finished
-        steps = gather_steps(recorder.steps, clock_sync.clock_offset(ranks), ranks)
+        steps = gather_steps(recorder.steps, links.clock_offset(ranks), ranks)
         found[name] = {
             "finished": [*finished, plain],
             "programs": [[str(a) for a in own] for own in pipeline.schedule.actions],
@@ -57,9 +56,9 @@ def record_all():
             ],
             "numbers": [step.number for step in steps],
         }
-    same = clock_sync.clock_offset(ranks)
-    clock_sync.time = Clock
-    return found, same, clock_sync.clock_offset(ranks)
+    same = links.clock_offset(ranks)
+    links.time = Clock
+    return found, same, links.clock_offset(ranks)
 
 
 @functools.cache

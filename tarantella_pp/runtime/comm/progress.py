@@ -1,4 +1,4 @@
-"""Moves messages on while a rank computes, where MPI does not do so by itself."""
+"""What of a rank only moves while it polls, and a thread that polls while the rank computes."""
 
 from __future__ import annotations
 
@@ -9,13 +9,60 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 
 from tarantella_pp.errors import ConfigurationError
-from tarantella_pp.runtime.comm.waiting.polling import NETWORK_POLLS
+from tarantella_pp.runtime.comm.waiting import NETWORK_POLLS, Outgoing
 
 # Between two rounds of polls a socket takes what the network brings meanwhile: at 10 Gbit/s
 # 1.25 MB. A round takes some 20 us from the rank, also while nothing comes.
 _PERIOD_SECONDS = 1e-3
 _PATIENCE_SECONDS = 20e-3
 """How long the thread stays awake while the rank does something else than to compute."""
+
+
+class Progress:
+    """Moves on what this rank has begun, in whatever group, while it waits or between other work.
+
+    A rank that waits for an activation of its pipeline moves on the reduction of gradients among
+    the replicas of a stage, and the other way around.
+
+    Attributes:
+        expected: How many messages this rank is ready to receive.
+    """
+
+    def __init__(self) -> None:
+        self.expected = 0
+        self._senders: dict[Callable[[], Outgoing], None] = {}
+        self._collectives: dict[Callable[[], bool], None] = {}
+
+    def is_open(self) -> bool:
+        """Whether anything is under way."""
+        return bool(self.expected or self._senders or self._collectives)
+
+    def add_sender(self, left: Callable[[], Outgoing]) -> None:
+        """Asks from now on what of a sender's messages is left, until nothing is."""
+        self._senders[left] = None
+
+    def add_collective(self, ended: Callable[[], bool]) -> None:
+        """Moves a collective on from now on, until it has ended."""
+        self._collectives[ended] = None
+
+    def drop_collective(self, ended: Callable[[], bool]) -> None:
+        """Lets go of a collective that has ended, and with it of the memory of its result."""
+        self._collectives.pop(ended, None)
+
+    def poll(self) -> Outgoing:
+        """Moves all on; returns receiver and bytes of each message that is not sent yet."""
+        for ended in [*self._collectives]:
+            if ended():
+                self._collectives.pop(ended, None)
+        if not self._senders:
+            return ()
+        outgoing: list[tuple[int, int]] = []
+        for left in [*self._senders]:
+            found = left()
+            outgoing += found
+            if not found:
+                del self._senders[left]
+        return outgoing
 
 
 class BackgroundProgress:

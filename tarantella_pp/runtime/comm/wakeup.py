@@ -40,13 +40,13 @@ class Wakeup:
         self._peers: list[bytes] = []
         self._socket: socket.socket | None = None
         with contextlib.suppress(OSError):
-            bell = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-            bell.setblocking(False)
-            bell.bind("")  # Linux makes up a name that vanishes with the socket
-            if bell.fileno() >= _SELECTABLE:
+            own = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+            own.setblocking(False)
+            own.bind("")  # Linux makes up a name that vanishes with the socket
+            if own.fileno() >= _SELECTABLE:
                 return
-            self._socket = bell
-            self.address = f"{_place()} {bell.getsockname().hex()} {_cores():x}"
+            self._socket = own
+            self.address = f"{_place()} {own.getsockname().hex()} {_cores():x}"
 
     def connect(self, addresses: Sequence[str]) -> None:
         """Learns where to ring for each rank of the job; those elsewhere cannot be rung for."""

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from tarantella_pp.errors import CommunicationError, ConfigurationError
+from tarantella_pp.runtime.comm import progress
 from tarantella_pp.runtime.comm.communicator import TensorSpec, world
-from tarantella_pp.runtime.comm.waiting import background
-from tarantella_pp.runtime.comm.waiting.background import BackgroundProgress, is_wanted
+from tarantella_pp.runtime.comm.progress import BackgroundProgress, is_wanted
 from tests.helpers.mpi import PYTHONS, find_mpiexec, mpi_run
 
 SECONDS = 20
@@ -36,7 +36,7 @@ def test_it_polls_while_something_is_open_and_the_rank_computes() -> None:
         with moved:
             assert eventually(lambda least=least: len(polls) >= least)
         after = len(polls)
-        time.sleep(2 * background._PATIENCE_SECONDS)  # the second time it has fallen asleep
+        time.sleep(2 * progress._PATIENCE_SECONDS)  # the second time it has fallen asleep
         assert len(polls) == after
     assert set(polls) == {"tnt-progress"}
     open_[0] = False
@@ -111,9 +111,9 @@ def sum_while_computing() -> list[bool]:
     right = np.array_equal(request.wait(), 2 * array + 1)
     other = 1 - ranks.rank
     received = ranks.post_receive([TensorSpec(array.shape, array.dtype)], other, 7)
-    ranks.send([array], other, 7)
+    sent = ranks.send([array], other, 7)
     with ranks.computing():
-        gone = eventually(lambda: not ranks._progress._senders)
+        gone = eventually(lambda: not sent._requests)
     return [moved, right, gone, np.array_equal(received.wait()[0], array)]
 
 

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from tarantella_pp.runtime.comm.communicator import Communicator
-from tarantella_pp.runtime.tracing import link_speed
+from tarantella_pp.runtime.tracing import links
 
 
 class Link(Communicator):
@@ -35,12 +35,12 @@ class Link(Communicator):
 def test_latency_and_bandwidth_are_told_apart(bandwidth, latency, found, monkeypatch):
     link = Link(bandwidth, latency)
     monkeypatch.setattr(time, "perf_counter", lambda: link.now)
-    measured, waited = link_speed.measure_link(link)
+    measured, waited = links.measure_link(link)
     assert waited == pytest.approx(found, abs=1e-6)
-    large = link_speed.LARGE
+    large = links.LARGE
     assert waited + large / measured == pytest.approx(latency + large / bandwidth)
 
 
 def test_of_a_measured_speed_its_magnitude_counts():
-    assert {link_speed.magnitude(speed) for speed in (0.8e8, 1.2e8, 2.9e8)} == {1e8}
-    assert link_speed.magnitude(1.1e9) == 1e9
+    assert {links.magnitude(speed) for speed in (0.8e8, 1.2e8, 2.9e8)} == {1e8}
+    assert links.magnitude(1.1e9) == 1e9

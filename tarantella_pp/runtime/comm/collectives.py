@@ -11,17 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tarantella_pp.errors import CommunicationError
-from tarantella_pp.runtime.comm.requests import RecvRequest
+from tarantella_pp.runtime.comm.messages import Channel, RecvRequest
 from tarantella_pp.runtime.comm.wire_format import TensorSpec, numpy_dtype
-
-if TYPE_CHECKING:
-    from tarantella_pp.runtime.comm.channel import Channel
 
 _Result = TypeVar("_Result")
 Array: TypeAlias = NDArray[Any]
@@ -74,10 +71,9 @@ class CollectiveRequest(Generic[_Result]):
             raise
         return True
 
-    @property
-    def has_failed(self) -> bool:
-        """Whether it has raised an error."""
-        return self._error is not None
+    def has_ended(self) -> bool:
+        """Moves it on; returns whether it is done, or has raised an error that a wait has shown."""
+        return self._error is not None or self.ready()
 
     def wait(self, meanwhile: Callable[[], bool] | None = None) -> _Result:
         """Waits for the result."""

@@ -6,12 +6,13 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from tarantella_pp.errors import CommunicationError, ConfigurationError
 from tarantella_pp.launch.guard import failure_guard
-from tarantella_pp.runtime.comm.waiting.wakeup import Wakeup
+from tarantella_pp.runtime.comm.wakeup import Wakeup
 
 _LOG = logging.getLogger(__name__)
 
@@ -70,6 +71,8 @@ _HEAD_START = 10e-3
 _ASK_SECONDS = 1e-3
 
 Outgoing = Sequence[tuple[int, int]]
+"""Receiver and bytes of messages that are not sent yet."""
+_KEPT = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,14 +115,14 @@ class Waiter:
         rank: int,
         limits: Limits,
         between: Callable[[], Outgoing],
-        bell: Wakeup,
+        wakeup: Wakeup,
         report: Callable[[], str],
         where: Callable[[], str] = str,
     ) -> None:
         self._rank = rank
         self._limits = limits
         self._between = between
-        self._bell = bell
+        self._wakeup = wakeup
         self._report = report
         self._where = where
 
@@ -138,7 +141,7 @@ class Waiter:
         """Returns as soon as `done()` is true."""
         if done():
             return
-        spin = SPIN_SECONDS_SHARED if self._bell.crowded else SPIN_SECONDS
+        spin = SPIN_SECONDS_SHARED if self._wakeup.crowded else SPIN_SECONDS
         end = time.perf_counter() + spin
         contended = False
         while not contended and (now := time.perf_counter()) < end:
@@ -149,9 +152,9 @@ class Waiter:
         while meanwhile is not None and meanwhile():
             if done():
                 return
-        near = all(map(self._bell.reaches, peers))
+        near = all(map(self._wakeup.reaches, peers))
         pace = (RUNG_FOR if rings else NOT_RUNG_FOR) if near else FROM_ELSEWHERE
-        sleep = _Sleep(self._bell, peers, pace, coming)
+        sleep = _Sleep(self._wakeup, peers, pace, coming)
         limits = self._limits if limited else Limits(0.0, 0.0)
 
         def look() -> None:
@@ -197,32 +200,62 @@ class _Sleep:
     """The sleeps of one wait: short at first, ended by rings, none while a message goes over."""
 
     def __init__(
-        self, bell: Wakeup, peers: Sequence[int], pace: Pace, coming: Callable[[], int]
+        self, wakeup: Wakeup, peers: Sequence[int], pace: Pace, coming: Callable[[], int]
     ) -> None:
-        self._bell = bell
+        self._wakeup = wakeup
         self._peers = peers
         self.pace = pace
         self._coming = coming
         self._since = time.perf_counter()
         self._next_ask = 0.0
-        self._bell.sleep(0.0)  # what was announced while this rank had other things to do
+        self._wakeup.sleep(0.0)  # what was announced while this rank had other things to do
 
     def once(self, outgoing: Outgoing) -> None:
         """Sleeps until the next poll; call it after one."""
         now = time.perf_counter()
         busy = self._coming()
-        if self._bell.asked:
+        if self._wakeup.asked:
             busy += sum(nbytes for _, nbytes in outgoing)
-            self._bell.asked = bool(outgoing)
+            self._wakeup.asked = bool(outgoing)
         waited = now - self._since
         if busy >= LARGE and waited < _HEAD_START + busy / SLOWEST_RATE:
             if now >= self._next_ask:
                 self._next_ask = now + _ASK_SECONDS
                 for rank in {*self._peers, *(rank for rank, _ in outgoing)}:
-                    self._bell.ring(rank)
+                    self._wakeup.ring(rank)
             os.sched_yield()
             pause = 0.0
         else:
             pause = min(waited * self.pace.share, self.pace.longest)
-        if self._bell.sleep(pause):
+        if self._wakeup.sleep(pause):
             self._since = time.perf_counter()
+
+
+Event = tuple[float, str, str, int, int, int]
+
+
+class FlightRecorder:
+    """Ring buffer of the last communication events of one rank.
+
+    The idea is that of the flight recorder of PyTorch's NCCL process group.
+    """
+
+    def __init__(self) -> None:
+        self._events: deque[Event] = deque(maxlen=_KEPT)
+
+    def add(self, state: str, label: str, peer: int = -1, tag: int = -1, nbytes: int = 0) -> None:
+        """Notes an event."""
+        self._events.append((time.monotonic(), state, label, peer, tag, nbytes))
+
+    def __iter__(self) -> Iterator[Event]:
+        return iter(tuple(self._events))
+
+    def lines(self, last: int = _KEPT) -> list[str]:
+        """Returns the last events as text, oldest first, with their age in seconds."""
+        now = time.monotonic()
+        lines = []
+        for moment, state, label, peer, tag, nbytes in tuple(self._events)[-last:]:
+            where = "" if peer < 0 else f" rank {peer}"
+            about = "" if tag < 0 else f" (tag {tag}, {nbytes} bytes)"
+            lines.append(f"{moment - now:9.3f} s  {state:9s}{where} {label}{about}")
+        return lines

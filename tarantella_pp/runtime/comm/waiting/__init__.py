@@ -1,1 +1,0 @@
-"""How a rank waits for others, and what has happened before a wait that does not end."""

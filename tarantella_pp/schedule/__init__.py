@@ -31,9 +31,9 @@ from tarantella_pp.schedule.formulas import (
     send_window,
     speed_up_bound,
 )
+from tarantella_pp.schedule.generators import SCHEDULE_NAMES, Backward, make_schedule
 from tarantella_pp.schedule.lowering import lower
-from tarantella_pp.schedule.reduction_order import reductions
-from tarantella_pp.schedule.registry import SCHEDULE_NAMES, Backward, make_schedule
+from tarantella_pp.schedule.replay import reductions
 from tarantella_pp.schedule.schedule import Schedule
 from tarantella_pp.schedule.spec import (
     BEFORE_SEARCH,

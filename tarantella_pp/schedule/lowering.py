@@ -14,9 +14,13 @@ from tarantella_pp.schedule.actions import (
     Operation,
     Transfer,
 )
-from tarantella_pp.schedule.reduction_order import StartingReductions, reductions
-from tarantella_pp.schedule.replay import Replay
-from tarantella_pp.schedule.routes import Routes, check_links
+from tarantella_pp.schedule.replay import (
+    Replay,
+    Routes,
+    StartingReductions,
+    check_links,
+    reductions,
+)
 from tarantella_pp.schedule.schedule import Schedule
 from tarantella_pp.schedule.validator import check_computations
 
@@ -59,7 +63,7 @@ def lower(
     schedule = replace(schedule, buckets=tuple(buckets))
     forward, backward = check_links(schedule.num_stages, links, gradient_links)
     check_computations(schedule)
-    routes = Routes(schedule.num_stages, forward, backward)
+    routes = Routes(forward, backward)
     programs = [_program(schedule, rank, routes) for rank in range(schedule.num_ranks)]
     if blocking:
         replay = Replay(programs, blocking=True)

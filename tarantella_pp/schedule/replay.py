@@ -1,10 +1,95 @@
-"""All ranks walking through their lists of actions, each as far as the others let it."""
+"""What actions mean to each other: messages, reductions, all ranks walking through their lists."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 
-from tarantella_pp.schedule.actions import Action, Compute, Message, Reduce, Transfer
+from tarantella_pp.errors import ScheduleError
+from tarantella_pp.schedule.actions import Action, Compute, Link, Message, Reduce, Transfer
+
+
+def check_links(
+    num_stages: int, links: Iterable[Link] | None, gradient_links: Iterable[Link] | None
+) -> tuple[tuple[Link, ...], tuple[Link, ...]]:
+    """Returns links and gradient links, checked, sorted and each once, with their defaults."""
+    if links is None:
+        links = [(stage, stage + 1) for stage in range(num_stages - 1)]
+    forward = tuple(sorted(set(links)))
+    for source, target in forward:
+        if not 0 <= source < target < num_stages:
+            raise ScheduleError(
+                f"Expected links from a stage to a later one, of stages 0 to {num_stages - 1}. "
+                f"Received: links with {source}>{target}"
+            )
+    backward = forward if gradient_links is None else tuple(sorted(set(gradient_links)))
+    for source, target in backward:
+        if (source, target) not in forward:
+            raise ScheduleError(
+                "Expected gradients to flow over links that carry activations. Received: "
+                f"gradient_links with {source}>{target}, links={forward}"
+            )
+    return forward, backward
+
+
+class Routes:
+    """The messages that a computation needs and makes, as pairs of sending and receiving stage."""
+
+    def __init__(self, links: Iterable[Link], gradient_links: Iterable[Link]) -> None:
+        self._needed: defaultdict[tuple[str, int], list[Link]] = defaultdict(list)
+        self._made: defaultdict[tuple[str, int], list[Link]] = defaultdict(list)
+        backward = [("B", target, source) for source, target in reversed(list(gradient_links))]
+        for kind, source, target in [*(("F", *link) for link in links), *backward]:
+            self._needed[kind, target].append((source, target))
+            self._made[kind, source].append((source, target))
+
+    def inputs(self, action: Compute) -> list[Link]:
+        """Returns the links whose messages `action` needs; W needs none."""
+        return self._needed[action.kind[0], action.stage]
+
+    def outputs(self, action: Compute) -> list[Link]:
+        """Returns the links whose messages `action` makes; W makes none."""
+        return self._made[action.kind[0], action.stage]
+
+
+def reductions(placement: Sequence[int], buckets: Sequence[int], rank: int) -> tuple[Reduce, ...]:
+    """Returns the reductions of a rank in the order in which every replica starts them.
+
+    The last stage comes first, for its gradients are there first. The order depends on nothing
+    else, so replicas agree whatever their numbers of micro-batches; one that has none of a small
+    batch runs these actions alone, with gradients of zero.
+    """
+    counts = list(enumerate(buckets))[::-1]
+    return tuple(
+        Reduce(stage, bucket)
+        for stage, count in counts
+        if placement[stage] == rank
+        for bucket in range(count)
+    )
+
+
+class StartingReductions:
+    """Says when which reductions of a rank start, while its computations go by.
+
+    Each starts as soon as its stage has its last weight gradient and those before it in the order
+    have started. Two stages on a rank, of which the lower one is done first::
+
+        0BW3                2BW3
+             nothing starts      2R0 2R1 0R0 start
+    """
+
+    def __init__(self, order: Sequence[Reduce], actions: Sequence[Action]) -> None:
+        self._left = list(order)[::-1]
+        self._weight_gradients = Counter(
+            a.stage for a in actions if isinstance(a, Compute) and a.kind in ("W", "BW")
+        )
+
+    def after(self, action: Compute) -> Iterator[Reduce]:
+        """Yields the reductions that start behind a computation."""
+        if action.kind in ("W", "BW"):
+            self._weight_gradients[action.stage] -= 1
+        while self._left and not self._weight_gradients[self._left[-1].stage]:
+            yield self._left.pop()
 
 
 class Replay:

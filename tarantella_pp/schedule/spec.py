@@ -16,9 +16,9 @@ from tarantella_pp.schedule.formulas import (
     held_whole_bounds,
     in_flight_bounds,
 )
+from tarantella_pp.schedule.generators import SCHEDULE_NAMES, make_placement, make_schedule
 from tarantella_pp.schedule.list_scheduling import by_time
 from tarantella_pp.schedule.lowering import lower
-from tarantella_pp.schedule.registry import SCHEDULE_NAMES, make_placement, make_schedule
 from tarantella_pp.schedule.schedule import Schedule
 from tarantella_pp.schedule.validator import validate
 

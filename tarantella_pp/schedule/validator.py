@@ -13,9 +13,13 @@ from tarantella_pp.schedule.actions import (
     Reduce,
     Transfer,
 )
-from tarantella_pp.schedule.reduction_order import StartingReductions, reductions
-from tarantella_pp.schedule.replay import Replay
-from tarantella_pp.schedule.routes import Routes, check_links
+from tarantella_pp.schedule.replay import (
+    Replay,
+    Routes,
+    StartingReductions,
+    check_links,
+    reductions,
+)
 from tarantella_pp.schedule.schedule import Schedule
 
 
@@ -44,7 +48,7 @@ def validate(schedule: Schedule, in_flight: Sequence[int] | None = None) -> None
         raise ScheduleError("Expected a schedule with messages; pass it to lower() first")
     forward, backward = check_links(schedule.num_stages, schedule.links, schedule.gradient_links)
     check_computations(schedule)
-    routes = Routes(schedule.num_stages, forward, backward)
+    routes = Routes(forward, backward)
     _check_messages(schedule, routes)
     _check_reductions(schedule)
     for rank in range(schedule.num_ranks):

@@ -11,7 +11,7 @@ from tarantella_pp.errors import ScheduleError
 from tarantella_pp.schedule.actions import Compute, Link, Transfer
 from tarantella_pp.schedule.formulas import bubble_fraction, in_flight_bounds
 from tarantella_pp.schedule.lowering import lower
-from tarantella_pp.schedule.reduction_order import reductions
+from tarantella_pp.schedule.replay import reductions
 from tarantella_pp.schedule.spec import SEARCHED, ScheduleSpec
 from tarantella_pp.simulation.costs import Costs
 from tarantella_pp.simulation.schedule_search import search_schedule

@@ -9,9 +9,7 @@ from itertools import product
 
 from tarantella_pp.errors import ScheduleError
 from tarantella_pp.schedule.actions import Action, Compute, Kind
-from tarantella_pp.schedule.list_scheduling import ListScheduler, Orders
-from tarantella_pp.schedule.lowering import lower
-from tarantella_pp.schedule.registry import (
+from tarantella_pp.schedule.generators import (
     Backward,
     check_counts,
     is_round_robin,
@@ -19,6 +17,8 @@ from tarantella_pp.schedule.registry import (
     make_placement,
     make_schedule,
 )
+from tarantella_pp.schedule.list_scheduling import ListScheduler, Orders
+from tarantella_pp.schedule.lowering import lower
 from tarantella_pp.schedule.schedule import Schedule
 from tarantella_pp.schedule.spec import SEARCHED
 from tarantella_pp.simulation.costs import Costs

@@ -53,7 +53,7 @@ from rich.console import Console
 from rich.table import Table
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
-from tarantella_pp.runtime.comm.buffer_pool import BufferPool
+from tarantella_pp.runtime.comm.buffers import BufferPool
 from tarantella_pp.runtime.state.remote_variables import bytes_held
 from tests.zoo.sized_models import gpt, lstm, mlp, plain_cnn, resnet, transformer, unet
 

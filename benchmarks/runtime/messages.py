@@ -20,7 +20,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tarantella_pp.runtime.comm.buffer_pool import Bytes, aligned_memory
+from tarantella_pp.runtime.comm.buffers import Bytes, aligned_memory
 from tarantella_pp.runtime.comm.communicator import (
     Communicator,
     TensorSpec,

@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tarantella_pp.partition.graph.layer_graph import LayerGraph
+from tarantella_pp.runtime.comm.buffers import numpy_dtype
 from tarantella_pp.runtime.comm.communicator import Communicator, TensorSpec
 from tarantella_pp.runtime.comm.messages import RecvRequest, SendRequest
-from tarantella_pp.runtime.comm.wire_format import numpy_dtype
 from tarantella_pp.runtime.modules.stage_boundary import BoundaryTensor, StageEdge
 from tarantella_pp.schedule import Direction, Link, Message, Transfer
 

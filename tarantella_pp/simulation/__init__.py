@@ -9,10 +9,9 @@ print(simulate(schedule, Costs.uniform(num_stages=4)).to_text())
 
 from __future__ import annotations
 
-from tarantella_pp.simulation.costs import Costs, LinkCosts, StageCosts
 from tarantella_pp.simulation.pipelines import Network, PipelineStep, pipeline_step, replicated_step
 from tarantella_pp.simulation.schedule_search import search_schedule
-from tarantella_pp.simulation.simulator import simulate
+from tarantella_pp.simulation.simulator import Costs, LinkCosts, StageCosts, simulate
 from tarantella_pp.simulation.step_timeline import Event, StepTimeline
 
 __all__ = [

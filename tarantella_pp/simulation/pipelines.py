@@ -13,9 +13,8 @@ from tarantella_pp.schedule.formulas import bubble_fraction, in_flight_bounds
 from tarantella_pp.schedule.lowering import lower
 from tarantella_pp.schedule.replay import reductions
 from tarantella_pp.schedule.spec import SEARCHED, ScheduleSpec
-from tarantella_pp.simulation.costs import Costs
 from tarantella_pp.simulation.schedule_search import search_schedule
-from tarantella_pp.simulation.simulator import simulate
+from tarantella_pp.simulation.simulator import Costs, simulate
 from tarantella_pp.simulation.step_timeline import (
     Event,
     StepTimeline,

@@ -21,8 +21,7 @@ from tarantella_pp.schedule.list_scheduling import ListScheduler, Orders
 from tarantella_pp.schedule.lowering import lower
 from tarantella_pp.schedule.schedule import Schedule
 from tarantella_pp.schedule.spec import SEARCHED
-from tarantella_pp.simulation.costs import Costs
-from tarantella_pp.simulation.simulator import simulate
+from tarantella_pp.simulation.simulator import Costs, simulate
 
 _BLOCKS = tuple((1, down, 1, up) for down in (1, 2, 3) for up in (1, 2, 3))
 """Building blocks that are tried on V-shaped pipelines: V-Min, V-Half, and what is between."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 
 from tarantella_pp.errors import CommunicationError
-from tarantella_pp.runtime.comm import buffer_pool, collectives, wire_format
+from tarantella_pp.runtime.comm import buffers, collectives
 from tarantella_pp.runtime.comm.communicator import (
     Communicator,
     TensorSpec,
@@ -46,7 +46,7 @@ def ring(ranks: Communicator) -> tuple[int, int]:
 
 
 def array_of(shape: tuple[int, ...], dtype: str, seed: int) -> np.ndarray:
-    kind = wire_format.numpy_dtype(dtype)
+    kind = buffers.numpy_dtype(dtype)
     data = np.random.default_rng(seed).integers(0, 100, shape)
     if kind == np.bool_:
         data = data % 2
@@ -146,7 +146,7 @@ def a_message_without_tensors(ranks: Communicator) -> None:
 @case
 def large_messages_in_pieces(ranks: Communicator) -> None:
     after, before = ring(ranks)
-    normal, wire_format.LARGEST_PIECE = wire_format.LARGEST_PIECE, 1000
+    normal, buffers.LARGEST_PIECE = buffers.LARGEST_PIECE, 1000
     try:
         for nbytes in (999, 1000, 1001, 4000, 65_537):
             ranks.send([np.arange(nbytes) % 251 + ranks.rank], after, 34)
@@ -161,20 +161,20 @@ def large_messages_in_pieces(ranks: Communicator) -> None:
             np.testing.assert_array_equal(array, np.arange(nbytes))
         ranks.flush()
     finally:
-        wire_format.LARGEST_PIECE = normal
+        buffers.LARGEST_PIECE = normal
 
 
 @case
 def received_memory_is_aligned_and_nobody_elses(ranks: Communicator) -> None:
     after, before = ring(ranks)
-    nbytes = 4 * buffer_pool.SMALLEST_POOLED
+    nbytes = 4 * buffers.SMALLEST_POOLED
     specs = [TensorSpec((), "int8"), TensorSpec((nbytes,), "uint8"), TensorSpec((3,), "float64")]
     kept, addresses = [], set()
     for number in range(12):
         sent = [np.array(number, np.int8), np.full(nbytes, number, np.uint8), np.full(3, number)]
         ranks.send([sent[0], sent[1], sent[2].astype(float)], after, 35)
         got = ranks.post_receive(specs, before, 35).wait()
-        assert all(array.ctypes.data % buffer_pool.ALIGNMENT == 0 for array in got)
+        assert all(array.ctypes.data % buffers.ALIGNMENT == 0 for array in got)
         addresses.add(got[1].ctypes.data)
         if number < 4:
             kept.append(got[1][100:200].reshape(2, 50))  # a view keeps the memory alive
@@ -255,12 +255,12 @@ def gradients_of(size: int, length: int, dtype: str) -> list[np.ndarray]:
     """For each rank numbers whose sum depends on the order in which they are added."""
     random = np.random.default_rng(length)
     found = [random.standard_normal(length) * 10.0 ** random.integers(-3, 4) for _ in range(size)]
-    return [array.astype(wire_format.numpy_dtype(dtype)) for array in found]
+    return [array.astype(buffers.numpy_dtype(dtype)) for array in found]
 
 
 def sum_in_order(arrays: list[np.ndarray], wire: str | None = None) -> np.ndarray:
     dtype = arrays[0].dtype
-    arrays = [array.astype(wire_format.numpy_dtype(wire)) for array in arrays] if wire else arrays
+    arrays = [array.astype(buffers.numpy_dtype(wire)) for array in arrays] if wire else arrays
     wide = np.float32 if arrays[0].dtype.itemsize <= 2 else arrays[0].dtype
     total = arrays[0].astype(wide)
     for array in arrays[1:]:
@@ -272,16 +272,16 @@ def sum_in_order(arrays: list[np.ndarray], wire: str | None = None) -> np.ndarra
 def sums_are_in_the_order_of_the_ranks_whatever_their_size(ranks: Communicator) -> None:
     most = collectives.LARGEST_IN_ONE_ROUND
     for dtype in ("float32", "float64", "bfloat16", "float16"):
-        switch = most // wire_format.numpy_dtype(dtype).itemsize // ranks.size
+        switch = most // buffers.numpy_dtype(dtype).itemsize // ranks.size
         for length in (1, ranks.size - 1, 1000, switch, switch + 1, 3 * switch + 2):
             everyone = gradients_of(ranks.size, length, dtype)
             mine = everyone[ranks.rank].copy()
             total = ranks.start_allreduce(mine).wait()
             mine[:] = 0  # the others have what they need of it
             same(total, sum_in_order(everyone), f"{dtype} x {length}")
-            assert total.ctypes.data % buffer_pool.ALIGNMENT == 0
+            assert total.ctypes.data % buffers.ALIGNMENT == 0
             for wire in ("bfloat16", "float16", "float64"):
-                narrow = np.dtype(wire_format.numpy_dtype(wire)).itemsize < mine.itemsize
+                narrow = np.dtype(buffers.numpy_dtype(wire)).itemsize < mine.itemsize
                 total = ranks.start_allreduce(everyone[ranks.rank], wire_dtype=wire).wait()
                 same(total, sum_in_order(everyone, wire if narrow else None), f"{dtype} as {wire}")
     ranks.flush()

@@ -16,7 +16,6 @@ from tarantella_pp.partition.plan.plan_config import micro_batch_size, rank_in_j
 from tarantella_pp.partition.plan.roofline import NodeWork, roofline_seconds
 from tarantella_pp.schedule.actions import Link
 from tarantella_pp.schedule.spec import ScheduleSpec
-from tarantella_pp.simulation.costs import Costs, LinkCosts, StageCosts
 from tarantella_pp.simulation.pipelines import (
     Network,
     NodeLayout,
@@ -25,6 +24,7 @@ from tarantella_pp.simulation.pipelines import (
     pipeline_step,
     replicated_step,
 )
+from tarantella_pp.simulation.simulator import Costs, LinkCosts, StageCosts
 
 MOST_RANKS = 4096
 """Where the scaling curve ends."""

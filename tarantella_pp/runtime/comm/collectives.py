@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tarantella_pp.errors import CommunicationError
+from tarantella_pp.runtime.comm.buffers import TensorSpec, numpy_dtype
 from tarantella_pp.runtime.comm.messages import Channel, RecvRequest
-from tarantella_pp.runtime.comm.wire_format import TensorSpec, numpy_dtype
 
 _Result = TypeVar("_Result")
 Array: TypeAlias = NDArray[Any]

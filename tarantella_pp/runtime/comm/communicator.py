@@ -20,13 +20,13 @@ from tarantella_pp.launch.guard import failure_guard, gpus
 from tarantella_pp.launch.guard.launch_environment import Launch, detect_launch
 from tarantella_pp.runtime.comm import collectives
 from tarantella_pp.runtime.comm.agreement import Agreement
+from tarantella_pp.runtime.comm.buffers import TensorSpec, as_bytes, pieces
 from tarantella_pp.runtime.comm.collectives import CollectiveRequest, Steps
 from tarantella_pp.runtime.comm.group import Communicator
 from tarantella_pp.runtime.comm.messages import Channel, Process, RecvRequest, SendRequest
 from tarantella_pp.runtime.comm.progress import BackgroundProgress, Progress, is_wanted
 from tarantella_pp.runtime.comm.waiting import FlightRecorder, Limits, Waiter
 from tarantella_pp.runtime.comm.wakeup import Wakeup
-from tarantella_pp.runtime.comm.wire_format import TensorSpec, as_bytes, pieces
 
 __all__ = ["Communicator", "TensorSpec", "world"]
 

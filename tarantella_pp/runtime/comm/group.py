@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 from numpy.typing import NDArray
 
 from tarantella_pp.errors import CommunicationError
+from tarantella_pp.runtime.comm.buffers import TensorSpec
 from tarantella_pp.runtime.comm.collectives import CollectiveRequest, Steps, finished
 from tarantella_pp.runtime.comm.messages import RecvRequest, SendRequest
-from tarantella_pp.runtime.comm.wire_format import TensorSpec
 
 _Json = TypeVar("_Json")
 _Result = TypeVar("_Result")

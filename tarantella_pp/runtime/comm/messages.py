@@ -11,13 +11,12 @@ from numpy.typing import NDArray
 
 from tarantella_pp.errors import CommunicationError
 from tarantella_pp.runtime.comm.agreement import Agreement
-from tarantella_pp.runtime.comm.buffer_pool import BufferPool, Bytes, aligned_memory
-from tarantella_pp.runtime.comm.progress import BackgroundProgress, Progress
-from tarantella_pp.runtime.comm.waiting import FlightRecorder, Limits, Outgoing, Waiter
-from tarantella_pp.runtime.comm.wakeup import Wakeup
-from tarantella_pp.runtime.comm.wire_format import (
+from tarantella_pp.runtime.comm.buffers import (
     DESCRIPTION_BYTES,
+    BufferPool,
+    Bytes,
     TensorSpec,
+    aligned_memory,
     as_array,
     as_bytes,
     describe,
@@ -25,6 +24,9 @@ from tarantella_pp.runtime.comm.wire_format import (
     numpy_dtype,
     pieces,
 )
+from tarantella_pp.runtime.comm.progress import BackgroundProgress, Progress
+from tarantella_pp.runtime.comm.waiting import FlightRecorder, Limits, Outgoing, Waiter
+from tarantella_pp.runtime.comm.wakeup import Wakeup
 
 
 @dataclass

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import tensorflow as tf
 
-from tarantella_pp.runtime.comm.buffer_pool import ALIGNMENT
+from tarantella_pp.runtime.comm.buffers import ALIGNMENT
 
 # What TensorFlow's DLPack import takes; everything else is copied.
 _DLPACK = {

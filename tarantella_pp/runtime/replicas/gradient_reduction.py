@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import tensorflow as tf
 
-from tarantella_pp.runtime.comm.buffer_pool import ALIGNMENT, BufferPool
+from tarantella_pp.runtime.comm.buffers import ALIGNMENT, BufferPool
 from tarantella_pp.runtime.comm.collectives import (
     CollectiveRequest,
     Steps,

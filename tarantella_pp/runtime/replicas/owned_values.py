@@ -7,13 +7,13 @@ from typing import Any
 
 import tensorflow as tf
 
+from tarantella_pp.runtime.comm.buffers import TensorSpec
 from tarantella_pp.runtime.comm.communicator import Communicator
 from tarantella_pp.runtime.comm.tensor_buffers import (
     to_buffer,
     to_tensor,
     variable_dtype,
 )
-from tarantella_pp.runtime.comm.wire_format import TensorSpec
 
 _TAG = 17
 _LABEL = "updated weights"

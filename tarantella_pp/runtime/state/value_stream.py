@@ -17,9 +17,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from tarantella_pp.runtime.comm.buffers import numpy_dtype
 from tarantella_pp.runtime.comm.communicator import Communicator, TensorSpec
 from tarantella_pp.runtime.comm.tensor_buffers import elements_of
-from tarantella_pp.runtime.comm.wire_format import numpy_dtype
 from tarantella_pp.runtime.state.free_memory import give_back
 
 _REQUEST_TAG, _VALUE_TAG = 12, 13

@@ -16,7 +16,7 @@ from hypothesis.extra import numpy as hnp
 
 from tarantella_pp.errors import CommunicationError, ConfigurationError
 from tarantella_pp.launch.guard.launch_environment import detect_launch
-from tarantella_pp.runtime.comm import buffer_pool, wire_format
+from tarantella_pp.runtime.comm import buffers
 from tarantella_pp.runtime.comm.communicator import (
     Communicator,
     TensorSpec,
@@ -244,16 +244,16 @@ SHAPES = hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=6)
 
 @given(SHAPES, NAMES, st.integers(1, 50))
 def test_pieces_are_all_of_an_array(shape: tuple[int, ...], name: str, limit: int) -> None:
-    dtype = wire_format.numpy_dtype(name)
+    dtype = buffers.numpy_dtype(name)
     array = np.arange(int(np.prod(shape)) * dtype.itemsize, dtype=np.uint8)
     array = array.view(dtype).reshape(shape)
-    data = wire_format.as_bytes(wire_format.as_array(array))
+    data = buffers.as_bytes(buffers.as_array(array))
     assert TensorSpec(shape, name).nbytes == array.nbytes == data.nbytes
-    normal, wire_format.LARGEST_PIECE = wire_format.LARGEST_PIECE, limit
+    normal, buffers.LARGEST_PIECE = buffers.LARGEST_PIECE, limit
     try:
-        parts = list(wire_format.pieces(data))
+        parts = list(buffers.pieces(data))
     finally:
-        wire_format.LARGEST_PIECE = normal
+        buffers.LARGEST_PIECE = normal
     assert np.concatenate(parts).tobytes() == array.tobytes()
     assert all(part.nbytes <= limit for part in parts)
     assert len(parts) == max(1, -(-data.nbytes // limit))
@@ -263,31 +263,29 @@ def test_pieces_are_all_of_an_array(shape: tuple[int, ...], name: str, limit: in
 @given(SHAPES, st.integers(0, 23))
 def test_arrays_are_copied_only_if_they_must(shape: tuple[int, ...], order: int) -> None:
     array = np.zeros(shape)
-    assert wire_format.as_array(array) is array
+    assert buffers.as_array(array) is array
     turned = np.moveaxis(array, range(array.ndim), np.roll(range(array.ndim), order))
-    flat = wire_format.as_array(turned)
+    flat = buffers.as_array(turned)
     assert flat.flags.c_contiguous
     assert flat.shape == turned.shape
 
 
 @given(st.lists(st.tuples(SHAPES, NAMES), max_size=60))
 def test_descriptions_tell_messages_apart(specs: list[tuple[tuple[int, ...], str]]) -> None:
-    text = wire_format.describe([TensorSpec(*spec) for spec in specs])
-    assert text.size <= wire_format.DESCRIPTION_BYTES
-    arrays = [np.zeros(shape, wire_format.numpy_dtype(name)) for shape, name in specs]
-    assert text.tobytes() == wire_format.describe(arrays).tobytes()
-    assert text.tobytes() != wire_format.describe([*arrays, np.zeros(())]).tobytes()
+    text = buffers.describe([TensorSpec(*spec) for spec in specs])
+    assert text.size <= buffers.DESCRIPTION_BYTES
+    arrays = [np.zeros(shape, buffers.numpy_dtype(name)) for shape, name in specs]
+    assert text.tobytes() == buffers.describe(arrays).tobytes()
+    assert text.tobytes() != buffers.describe([*arrays, np.zeros(())]).tobytes()
 
 
-@given(
-    st.lists(st.tuples(st.integers(0, 3 * buffer_pool.SMALLEST_POOLED), st.booleans()), max_size=30)
-)
+@given(st.lists(st.tuples(st.integers(0, 3 * buffers.SMALLEST_POOLED), st.booleans()), max_size=30))
 def test_memory_in_use_is_never_handed_out(requests: list[tuple[int, bool]]) -> None:
-    pool, kept = buffer_pool.BufferPool(), []
+    pool, kept = buffers.BufferPool(), []
     for number, (nbytes, keep) in enumerate(requests):
         array = pool.take(nbytes)
         assert array.nbytes == nbytes
-        assert nbytes == 0 or array.ctypes.data % buffer_pool.ALIGNMENT == 0
+        assert nbytes == 0 or array.ctypes.data % buffers.ALIGNMENT == 0
         array[:] = number % 251
         if keep:
             kept.append((number % 251, array[nbytes // 3 :].view(np.int8)))
@@ -296,7 +294,7 @@ def test_memory_in_use_is_never_handed_out(requests: list[tuple[int, bool]]) -> 
 
 
 def test_memory_goes_round_and_is_let_go() -> None:
-    pool, nbytes = buffer_pool.BufferPool(), 2 * buffer_pool.SMALLEST_POOLED
+    pool, nbytes = buffers.BufferPool(), 2 * buffers.SMALLEST_POOLED
     first = pool.take(nbytes)
     address = first.ctypes.data
     view = first[1:].view(np.int8)[5:]

@@ -1,13 +1,19 @@
-"""Memory that messages are received into: aligned, and used again once nobody looks at it."""
+"""Tensors as bytes, in pieces that every MPI takes, and memory that they are received into."""
 
 from __future__ import annotations
 
+import hashlib
 from collections import deque
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tarantella_pp.errors import CommunicationError
+
+_Scalar = TypeVar("_Scalar", bound=np.generic)
 Bytes = NDArray[np.uint8]
 
 # TensorFlow takes over a foreign buffer without a copy only if it starts at such an address.
@@ -16,6 +22,92 @@ ALIGNMENT = 64
 # for every buffer, and faulting them in costs as much as the message itself.
 SMALLEST_POOLED = 128 << 10
 _PAGE = 4096
+# MPI counts are 32-bit, and Open MPI refuses messages of 2 GiB and more.
+LARGEST_PIECE = 1 << 30
+# The description that goes ahead of the first message with a tag.
+DESCRIPTION_BYTES = 512
+
+
+def numpy_dtype(dtype: str | np.dtype[Any] | type[Any]) -> np.dtype[Any]:
+    """Returns the NumPy dtype of a name such as "float32", "bool" or "bfloat16"."""
+    try:
+        return np.dtype(dtype)
+    except TypeError:
+        import ml_dtypes
+
+        extended: np.dtype[Any] = np.dtype(getattr(ml_dtypes, str(dtype)))
+        return extended
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Shape and dtype of a tensor in a message.
+
+    Attributes:
+        shape: Static shape, rows of the micro-batch first; `()` for a scalar, zeros allowed.
+        dtype: NumPy dtype or its name, "bfloat16" and the like included.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str | np.dtype[Any] | type[Any]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        size = numpy_dtype(self.dtype).itemsize
+        for length in self.shape:
+            size *= length
+        return size
+
+    def __str__(self) -> str:
+        return f"{numpy_dtype(self.dtype).name}[{','.join(map(str, self.shape))}]"
+
+
+def as_array(value: Any) -> NDArray[Any]:
+    """Returns a contiguous array on the memory of a tensor or array; copies only if it must."""
+    if isinstance(value, np.ndarray):
+        array = value
+    else:
+        try:
+            array = np.asarray(memoryview(value))
+        except (TypeError, BufferError, ValueError):
+            array = np.asarray(value)
+    if array.dtype.hasobject:
+        raise CommunicationError(
+            "Only arrays of numbers can be sent between ranks. "
+            f"Received: an array of dtype {array.dtype} and shape {array.shape}."
+        )
+    return array if array.flags.c_contiguous else np.ascontiguousarray(array)
+
+
+def as_bytes(array: NDArray[Any]) -> Bytes:
+    """Returns the memory of a contiguous array as bytes, without a copy."""
+    return array.reshape(-1).view(np.uint8)
+
+
+def pieces(flat: NDArray[_Scalar]) -> Iterator[NDArray[_Scalar]]:
+    """Cuts a flat array into pieces of at most `LARGEST_PIECE` bytes; an empty one is one piece."""
+    if flat.nbytes <= LARGEST_PIECE:
+        yield flat
+        return
+    step = max(1, LARGEST_PIECE // flat.itemsize)
+    for start in range(0, flat.size, step):
+        yield flat[start : start + step]
+
+
+def describe(tensors: Sequence[TensorSpec | NDArray[Any]]) -> Bytes:
+    """Returns what a message holds as text in bytes: a digest of all of it, then its beginning."""
+    text = " ".join(
+        str(tensor if isinstance(tensor, TensorSpec) else TensorSpec(tensor.shape, tensor.dtype))
+        for tensor in tensors
+    )
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return np.frombuffer(f"{digest} {text}".encode()[:DESCRIPTION_BYTES], np.uint8)
+
+
+def description_text(description: Bytes) -> str:
+    """Returns the readable part of what `describe` made."""
+    return description.tobytes().decode(errors="replace").partition(" ")[2] or "no tensors"
 
 
 def aligned_memory(nbytes: int) -> Bytes:

@@ -46,7 +46,7 @@ def held_bytes() -> list[list[Any]]:
     import os
 
     import tarantella_pp as tnt
-    from tarantella_pp.runtime.comm.buffer_pool import SMALLEST_POOLED
+    from tarantella_pp.runtime.comm.buffers import SMALLEST_POOLED
     from tarantella_pp.runtime.replicas.gradient_reduction import GradientReduction
 
     x = np.arange(BATCH * IDS).reshape(BATCH, IDS) % 1000

@@ -15,7 +15,7 @@ from tarantella_pp.schedule import (
     validate,
 )
 from tarantella_pp.simulation import simulate
-from tarantella_pp.simulation.costs import Costs
+from tarantella_pp.simulation.simulator import Costs
 from tests.helpers.schedule_strategies import lowered_schedules, schedules
 
 

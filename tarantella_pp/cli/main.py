@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.util
 import sys
 from collections.abc import Sequence
 
@@ -18,8 +17,8 @@ COMMANDS = {
     "checkpoint": "show, verify and convert the checkpoints of a run",
     "doctor": "check versions, MPI, cores and links, of this host or of all in a hostfile",
 }
-"""Subcommands and their help. Each is a module of this package with `add_arguments(parser)` and
-`run(arguments) -> exit code`; one whose module does not exist is not offered."""
+"""Subcommands and their help. Each is a module of this package, `NAME_command`, with
+`add_arguments(parser)` and `run(arguments) -> exit code`."""
 
 FAILURE, USAGE_ERROR = 1, 2
 
@@ -27,11 +26,10 @@ FAILURE, USAGE_ERROR = 1, 2
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    commands = available_commands()
-    explicit = bool(arguments) and arguments[0] in commands
+    explicit = bool(arguments) and arguments[0] in COMMANDS
     name = arguments.pop(0) if explicit else "run"
     module = importlib.import_module(f"tarantella_pp.cli.{name}_command")
-    parser = _parser(name if explicit else "", commands)
+    parser = _parser(name if explicit else "")
     module.add_arguments(parser)
     if not explicit and not arguments:
         parser.print_help(sys.stderr)
@@ -45,20 +43,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def available_commands() -> dict[str, str]:
-    """Returns the subcommands that exist, with their help."""
-    return {
-        name: text
-        for name, text in COMMANDS.items()
-        if importlib.util.find_spec(f"tarantella_pp.cli.{name}_command") is not None
-    }
-
-
-def _parser(name: str, commands: dict[str, str]) -> argparse.ArgumentParser:
+def _parser(name: str) -> argparse.ArgumentParser:
     """Returns the parser of a subcommand; the empty name is `tarantella` without one."""
     if name:
-        return Parser(f"tarantella {name}", description=commands[name], allow_abbrev=False)
-    lines = "\n".join(f"  {key:10s} {text}" for key, text in commands.items())
+        return Parser(f"tarantella {name}", description=COMMANDS[name], allow_abbrev=False)
+    lines = "\n".join(f"  {key:10s} {text}" for key, text in COMMANDS.items())
     parser = argparse.ArgumentParser(
         "tarantella",
         usage="tarantella [options] [--] script.py ...\n       tarantella COMMAND [options]",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from importlib import util
 
 import pytest
 
@@ -40,11 +39,10 @@ def test_help_loads_nothing_heavy() -> None:
     assert not loaded & {"tensorflow", "keras", "mpi4py", "numpy", "networkx", "rich", "psutil"}
 
 
-def test_help_names_the_commands_that_exist() -> None:
+def test_help_names_the_commands() -> None:
     text = call("--help").stdout
     for name in command.COMMANDS:
-        exists = util.find_spec(f"tarantella_pp.cli.{name}_command") is not None
-        assert (f"\n  {name} " in text) == exists
+        assert f"\n  {name} " in text
     assert "--dry-run" in text
     assert "124" in text
 

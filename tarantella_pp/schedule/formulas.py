@@ -67,7 +67,7 @@ def speed_up_bound(
 
 
 MEMORY_FORMULAS = ("gpipe", "1f1b", "eager-1f1b", "zb-h1", "forward")
-"""The schedules of which `in_flight_bounds` and `held_whole_bounds` know how much they hold."""
+"""The schedules whose memory `in_flight_bounds` and `held_whole_bounds` know."""
 
 
 def in_flight_bounds(name: str, num_stages: int, num_micro_batches: int) -> tuple[int, ...]:

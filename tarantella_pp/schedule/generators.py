@@ -163,7 +163,7 @@ def zb_v(rank: int, num_ranks: int, num_micro_batches: int) -> tuple[Compute, ..
         rank 2  stage 2 > stage 3
 
     No bubble but at the start and the end if F, B and W take equally long, with about the memory
-    of 1F1B. The order needs ``2 * num_ranks - 1`` micro-batches; it is made for so many at least
+    of 1F1B. The order needs ``2 * num_ranks - 1`` micro-batches; it is made for that many at least
     and loses those that do not exist.
     """
     padded = max(2 * num_ranks - 1, num_micro_batches)

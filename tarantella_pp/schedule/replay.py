@@ -72,7 +72,7 @@ class StartingReductions:
     """Says when which reductions of a rank start, while its computations go by.
 
     Each starts as soon as its stage has its last weight gradient and those before it in the order
-    have started. Two stages on a rank, of which the lower one is done first::
+    have started. Two stages on a rank; the lower one is done first::
 
         0BW3                2BW3
              nothing starts      2R0 2R1 0R0 start

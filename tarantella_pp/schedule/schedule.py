@@ -128,7 +128,7 @@ class Schedule:
         return frozenset(one for own in self.actions for one in kept_whole(own, except_last))
 
     def _known(self, stage: int) -> int:
-        """Refuses what is no stage."""
+        """Refuses a number that is no stage."""
         if not 0 <= stage < self.num_stages:
             raise ScheduleError(
                 f"Expected a stage from 0 to {self.num_stages - 1}. Received: stage={stage}"
@@ -179,7 +179,7 @@ class Schedule:
         return frozenset(last.values())
 
     def first(self, num_micro_batches: int) -> Schedule:
-        """Returns the same order for the first micro-batches alone: what is left stays legal."""
+        """Returns the same order for the first micro-batches alone, which stays legal."""
         if num_micro_batches == self.num_micro_batches:
             return self
         if num_micro_batches > self.num_micro_batches or self.is_lowered:

@@ -1,4 +1,4 @@
-"""The six laws of a schedule: what is checked before the first step is run."""
+"""The six laws of a schedule, checked before the first step is run."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def validate(schedule: Schedule, in_flight: Sequence[int] | None = None) -> None
     """Checks a lowered schedule against the six laws, over all ranks.
 
     The order of a schedule may come from a formula, a search or a text file; these laws hold it to
-    what training needs, before the first step. 1 and 2 are those of the numbers, 3 and 4 keep ranks
-    from waiting for ever, 5 is that of memory, 6 that of replicas.
+    what training needs, before the first step. 1 and 2 keep the numbers right, 3 and 4 keep ranks
+    from waiting for ever, 5 bounds memory, 6 keeps replicas in step.
 
     1. Each stage runs forward and backward of each micro-batch exactly once, on its own rank.
     2. A computation comes after all that it depends on: a forward after the forwards that feed
@@ -87,7 +87,7 @@ def check_computations(schedule: Schedule) -> None:
 
 
 def broken(rank: int, position: int, action: Action, why: str) -> ScheduleError:
-    """Makes the error that names an action and says what is wrong with it."""
+    """Makes the error that names an action and its fault."""
     return ScheduleError(f"Rank {rank}, position {position}, {action}: {why}")
 
 

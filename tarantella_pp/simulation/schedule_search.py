@@ -23,16 +23,10 @@ from tarantella_pp.schedule.schedule import Schedule
 from tarantella_pp.schedule.spec import SEARCHED
 from tarantella_pp.simulation.simulator import Costs, simulate
 
-_BLOCKS = tuple((1, down, 1, up) for down in (1, 2, 3) for up in (1, 2, 3))
-"""Building blocks that are tried on V-shaped pipelines: V-Min, V-Half, and what is between."""
 _FINALISTS = 4
 """Found schedules that are simulated with all that playing leaves out."""
 _ROUNDING = 1e-9
 """Micro-batches by which a limit may seem to be exceeded, where shares of them are added up."""
-_SLOTS = 6
-"""F, B and W of both stages of a rank: a micro-batch begins so many slots after the one before."""
-V_MIN = (1, 1, 1, 1)
-V_HALF = (1, 2, 1, 2)
 
 
 def search_schedule(
@@ -49,9 +43,8 @@ def search_schedule(
     The heuristic search of Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, section 3.1,
     played with the costs at hand: how many forwards the stages run ahead, whether weight
     gradients fill gaps that are too small for them, and what comes first otherwise, are tried in
-    all combinations; the best of them, the named schedules and, on V-shaped pipelines, repeated
-    building blocks that need little memory are simulated. Finally weight
-    gradients are run together with their input gradients on those ranks where that is faster.
+    all combinations; the best of them and the named schedules are simulated. Finally weight
+    gradients are run together with their input gradients on the ranks where that is faster.
     This takes a fraction of a second for 8 stages and 32 micro-batches, and some seconds for 32
     and 128.
 
@@ -111,9 +104,6 @@ def _named_schedules(num_micro_batches: int, placement: tuple[int, ...]) -> list
                 name, len(placement), num_micro_batches, placement=placement, backward=backward
             )
             found.append(replace(schedule, name=SEARCHED))
-    if is_v_shaped(placement):
-        blocks = (v_orders(1 + max(placement), num_micro_batches, steps) for steps in _BLOCKS)
-        found += [replace(found[0], actions=orders) for orders in blocks]
     return found
 
 
@@ -271,51 +261,3 @@ class _PolicyScheduler(ListScheduler):
         if self._policy.deepest_first:
             return (forward_last, -action.stage, action.micro_batch)
         return (forward_last, action.micro_batch, -action.stage)
-
-
-def v_orders(num_ranks: int, num_micro_batches: int, steps: Sequence[int]) -> Orders:
-    """Makes the orders of a V-shaped pipeline in which all micro-batches do the same.
-
-    A micro-batch goes down and up through the ranks forward, and down and up backward. The slots
-    from rank to rank on these four ways say how long activations are kept, and so how many
-    micro-batches are in flight: Qi et al., "Pipeline Parallelism with Controllable Memory",
-    NeurIPS 2024. `V_MIN` holds a third of what 1F1B holds, `V_HALF` about half. W takes the slots
-    that are left.
-    """
-    taken: list[set[int]] = [set() for _ in range(num_ranks)]
-    block: list[list[tuple[int, Compute]]] = [[] for _ in range(num_ranks)]
-
-    def put(rank: int, slot: int, stage: int, kind: Kind) -> int:
-        while slot % _SLOTS in taken[rank]:
-            slot += 1
-        taken[rank].add(slot % _SLOTS)
-        block[rank].append((slot, Compute(stage, kind, 0)))
-        return slot
-
-    def rank_of(stage: int) -> int:
-        return min(stage, 2 * num_ranks - 1 - stage)
-
-    slot, stages = -1, list(range(2 * num_ranks))
-    ways: tuple[tuple[Kind, list[int], Sequence[int]], ...] = (
-        ("F", stages, steps[:2]),
-        ("B", stages[::-1], steps[2:]),
-    )
-    for kind, order, (down, up) in ways:
-        for position, stage in enumerate(order):
-            turns = position in (0, num_ranks)
-            apart = 1 if turns else down if position < num_ranks else up
-            slot = put(rank_of(stage), slot + apart, stage, kind)
-    for rank, own in enumerate(block):
-        for done, action in [turn for turn in own if turn[1].kind == "B"]:
-            put(rank, done + 1, action.stage, "W")
-    return tuple(_repeated(own, num_micro_batches) for own in block)
-
-
-def _repeated(block: Sequence[tuple[int, Compute]], count: int) -> tuple[Compute, ...]:
-    """Lets micro-batches follow each other."""
-    turns = [
-        (slot + _SLOTS * index, action._replace(micro_batch=index))
-        for slot, action in block
-        for index in range(count)
-    ]
-    return tuple(action for _, action in sorted(turns))

@@ -115,7 +115,7 @@ class Costs:
 def simulate(schedule: Schedule, costs: Costs) -> StepTimeline:
     """Plays one step of a lowered schedule with a clock on each rank.
 
-    Sends go on by themselves, as in the runtime, and so do reductions: those of a rank one after
+    Sends go on by themselves, as in the runtime, and so do reductions: a rank's one after
     the other, on a network of their own.
     """
     replay = _TimedReplay(schedule, costs)

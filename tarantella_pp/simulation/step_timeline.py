@@ -124,7 +124,7 @@ class StepTimeline:
 
 
 def _draw(events: Sequence[Event], scale: float, width: int, idle: str = ".") -> str:
-    """Draws one rank; what is too narrow for its label is drawn without."""
+    """Draws one rank; too narrow blocks have no label."""
     line = [idle] * width
     stages = {event.action.stage for event in events if not isinstance(event.action, Transfer)}
     for event in events:

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tarantella_pp.errors import ScheduleError
-from tarantella_pp.schedule import Schedule, lower, make_schedule, validate
+from tarantella_pp.schedule import lower, make_schedule, validate
 from tarantella_pp.simulation import (
     Costs,
     LinkCosts,
@@ -13,7 +13,6 @@ from tarantella_pp.simulation import (
     search_schedule,
     simulate,
 )
-from tarantella_pp.simulation.schedule_search import V_HALF, V_MIN, v_orders
 
 
 def alone(schedule, costs):
@@ -69,17 +68,6 @@ def test_what_waits_for_its_weight_gradients_takes_less_of_the_limit():
     assert max(found.in_flight(s) for s in range(8)) > 16  # that is why it is so fast
     timeline = simulate(lower(found), costs)
     assert 1 - 24 * sum((18.522, 18.086, 9.337)) / timeline.step_seconds < 0.1084
-
-
-@pytest.mark.parametrize("steps", [V_MIN, V_HALF])
-def test_building_blocks_are_found_within_their_memory(steps):
-    placement = (*range(8), *range(8)[::-1])
-    block = Schedule("v", 16, 16, 8, placement, v_orders(8, 16, steps))
-    costs = Costs.uniform(16)
-    limits = block.held()
-    found = search_schedule(16, 16, placement=placement, costs=costs, in_flight_limit=limits)
-    assert all(own <= limit for own, limit in zip(found.held(), limits, strict=True))
-    assert alone(found, costs) <= alone(block, costs) * (1 + 1e-9)
 
 
 def test_what_waits_for_its_weight_gradients_counts_by_its_share():

@@ -34,7 +34,7 @@ from tarantella_pp.runtime.comm.waiting import Waiter
 
 _TAG = 0
 _HURRY = 0.25
-"""Seconds that a round may take until calls are told in words."""
+"""Seconds that a round may take until ranks say their calls in words."""
 _PATIENCE = 5.0
 """Seconds for the others to come, too, once it is known that the calls differ."""
 _RUN_USER_CODE = ("fit", "evaluate", "predict")
@@ -97,7 +97,7 @@ class _Round(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Agreement:
-    """The calls of this rank and what is known of the others'.
+    """This rank's calls, and the others' as far as they are known.
 
     Attributes:
         sent: How many messages were sent: by group, rank in the job and tag.
@@ -200,10 +200,10 @@ class Agreement:
         mine = Announcement(self.number, call, unfinished, self._broken)
         agree = self._go_round(b"" if unfinished or self._broken else call.digest())
         hurry = time.monotonic() + _HURRY
-        told, since = False, 0.0
+        in_words, since = False, 0.0
 
         def complete() -> bool:
-            nonlocal told, since
+            nonlocal in_words, since
             self._listen()
             verdict = next(agree)
             if verdict:
@@ -211,9 +211,9 @@ class Agreement:
             now = time.monotonic()
             said = self._said(mine)
             differ = bool(said) and bool(disagreement(said))
-            if not told and (verdict is False or differ or now > hurry):
+            if not in_words and (verdict is False or differ or now > hurry):
                 self._tell(mine)
-                told = True
+                in_words = True
             if not differ:
                 return False
             since = since or now
@@ -231,7 +231,7 @@ class Agreement:
             del self._rounds[old]
         reason = disagreement(said) if next(agree) is not True else ""
         if reason:
-            broken = (told.broken for told in said.values() if told.broken)
+            broken = (one.broken for one in said.values() if one.broken)
             self._broken = self._broken or next(broken, "")  # which is why this rank cannot, either
             raise ConfigurationError(reason)
 
@@ -269,16 +269,16 @@ class Agreement:
     def _listen(self) -> None:
         """Takes the announcements that have arrived; never waits."""
         status = self._mpi.Status()
-        while message := self._comm.Improbe(self._mpi.ANY_SOURCE, _TAG, status):
+        while arrived := self._comm.Improbe(self._mpi.ANY_SOURCE, _TAG, status):
             data = np.empty(status.Get_count(self._mpi.BYTE), np.uint8)
-            message.Recv((data, self._mpi.BYTE))
-            told = msgspec.msgpack.decode(data.data, type=Announcement | _Round)
-            if isinstance(told, _Round):
-                self._rounds[told.number, told.distance] = told.digest
-            elif told.call == END:
-                self._ended[status.source] = told
+            arrived.Recv((data, self._mpi.BYTE))
+            message = msgspec.msgpack.decode(data.data, type=Announcement | _Round)
+            if isinstance(message, _Round):
+                self._rounds[message.number, message.distance] = message.digest
+            elif message.call == END:
+                self._ended[status.source] = message
             else:
-                self._heard[told.number][status.source] = told
+                self._heard[message.number][status.source] = message
 
     def _next_of(self, rank: int) -> Announcement | None:
         """The announcement of a rank that this one has not answered yet."""
@@ -295,23 +295,23 @@ class Agreement:
 
 def disagreement(said: Mapping[int, Announcement]) -> str:
     """Says how the calls of ranks differ, or why none of them can be made."""
-    for told in said.values():
-        if told.broken:
+    for one in said.values():
+        if one.broken:
             return (
-                f"No more calls are possible after {told.broken}: it came in the middle of a call, "
+                f"No more calls are possible after {one.broken}: it came in the middle of a call, "
                 "and what the other ranks have sent or trained meanwhile is not known. Start the "
                 "script again, from what was saved last."
             )
-    names = {told.call.method for told in said.values()}
-    if len(names) > 1 or any(told.unfinished for told in said.values()):
+    names = {one.call.method for one in said.values()}
+    if len(names) > 1 or any(one.unfinished for one in said.values()):
         texts = {
-            rank: told.call.text() + (", not finished," if told.unfinished else "")
-            for rank, told in said.items()
+            rank: one.call.text() + (", not finished," if one.unfinished else "")
+            for rank, one in said.items()
         }
         return _refusal(texts)
-    for fact in sorted({name for told in said.values() for name in told.call.facts}):
-        if len({told.call.facts.get(fact) for told in said.values()}) > 1:
-            return _refusal({rank: told.call.text(fact) for rank, told in said.items()})
+    for fact in sorted({name for one in said.values() for name in one.call.facts}):
+        if len({one.call.facts.get(fact) for one in said.values()}) > 1:
+            return _refusal({rank: one.call.text(fact) for rank, one in said.items()})
     return ""
 
 

@@ -171,7 +171,7 @@ class BufferPool:
         return np.asarray(_Lease(block, self._returned, nbytes))
 
     def _collect(self) -> None:
-        """Moves what came home to the free lists, and lets go of what is more than the peak."""
+        """Moves what came home to the free lists, and lets go of any more than the peak."""
         while self._returned:
             block = self._returned.popleft()
             self._used_bytes -= block.size

@@ -97,7 +97,7 @@ def files_of_index(path: Path) -> set[str]:
 
 
 def compiled_facts(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a compilation must be the same on all ranks, as far as it can be told."""
+    """What of a compilation must be the same on all ranks, as far as that is known."""
     facts = {name: keras.tree.map_structure(_told, given[name]) for name in _COMPILED}
     optimizer = given["optimizer"]
     facts["optimizer"] = named(optimizer)
@@ -108,14 +108,14 @@ def compiled_facts(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def hidden_options(value: Any) -> dict[str, Any]:
-    """Options of a loss or metric that its `get_config` may leave out, as that of `Huber` does."""
+    """Options of a loss or metric that its `get_config` may leave out, as `Huber` does."""
     attributes = getattr(value, "__dict__", {})
     return {
-        f"{name}.{option}": told
+        f"{name}.{option}": value
         for name, options in attributes.items()
         if isinstance(options, dict)
-        for option, told in options.items()
-        if isinstance(told, (bool, int, float, str))
+        for option, value in options.items()
+        if isinstance(value, (bool, int, float, str))
     }
 
 
@@ -137,7 +137,7 @@ def _told(value: Any) -> Any:
         return named(value)
     try:
         config = _nameless(value.get_config())
-    except Exception:  # whatever those of others raise that cannot be saved
+    except Exception:  # whatever a user's own raises that cannot be saved
         config = {}
     plain = {name: option for name, option in config.items() if _is_plain(option)}
     options = {**plain, **hidden_options(value)}

@@ -3,7 +3,7 @@
 MPI may add up the values of ranks in whatever order it likes, and in another one for another size
 or library. Here every element is added up by one rank, in the order of the ranks, and sent to the
 others. So a sum does not depend on what it is packed with, nor on which rank it ends up: a
-reduction to one owner gives the bits of a reduction to all. The messages are those of a channel,
+reduction to one owner gives the bits of a reduction to all. The messages go through a channel,
 so collectives need not be started in the same order, and a wait says whom it waits for.
 """
 
@@ -33,7 +33,7 @@ _OPERATIONS: dict[str, Callable[..., Array]] = {
     "max": np.maximum,
     "min": np.minimum,
 }
-# Up to so many bytes of all ranks together, each sends all it has to all others: more bytes, but
+# Up to this many bytes of all ranks together, each sends all it has to all others: more bytes, but
 # one message to wait for instead of two.
 LARGEST_IN_ONE_ROUND = 256 << 10
 
@@ -81,7 +81,7 @@ class CollectiveRequest(Generic[_Result]):
         return self._result
 
     def coming(self) -> int:
-        """Returns the size in bytes of what is known to be on its way."""
+        """Returns how many bytes are known to be on their way."""
         return sum(message.coming() for message in self.missing())
 
     def check(self) -> None:
@@ -104,7 +104,7 @@ class CollectiveRequest(Generic[_Result]):
 
 
 def finished(result: _Result) -> CollectiveRequest[_Result]:
-    """Returns a request that has ended, as those of a group of one rank have."""
+    """Returns a request that has ended, as in a group of one rank."""
 
     def steps() -> Steps[_Result]:
         yield ()
@@ -163,7 +163,7 @@ def reduce_scatter(
     tag: int,
     label: str,
 ) -> Steps[Array]:
-    """The steps of a reduction of which each rank gets its part."""
+    """The steps of a reduction that leaves each rank its part."""
     combine = _operation(op)
     if len(counts) != channel.size or sum(counts) != array.size:
         raise CommunicationError(
@@ -188,7 +188,7 @@ def allgather(
     counts = [len(arrays[0])] * channel.size if rows is None else list(rows)
     if len(counts) != channel.size or any(len(a) != counts[channel.rank] for a in arrays):
         raise CommunicationError(
-            f"rows are {channel.size} numbers, one for each rank, that of this one as its arrays "
+            f"rows are {channel.size} numbers, one for each rank, this one's as its arrays "
             f"have. Received: rows={counts} and arrays of {[len(a) for a in arrays]} rows"
         )
     outs = [channel.empty((sum(counts), *array.shape[1:]), array.dtype) for array in arrays]
@@ -213,7 +213,7 @@ def _others(channel: Channel) -> list[int]:
 def _with_rows(
     channel: Channel, length: int, own: slice, dtype: np.dtype[Any]
 ) -> tuple[Array, Array]:
-    """Memory of a sum of all ranks, and in it that of what each sends for this rank's segment.
+    """Memory of a sum of all ranks, and in it what each sends for this rank's segment.
 
     The parts of others wait where later their sums come, on both sides of the own segment::
 
@@ -260,9 +260,9 @@ def _combine_segments(
 
 
 def _combine(parts: Sequence[Array], combine: Callable[..., Array], out: Array) -> None:
-    """Combines arrays in their order; those of 16 bits in float32.
+    """Combines arrays in their order, 16-bit floats in float32.
 
-    The result may be in the place of one of the first two, of which nothing is needed again.
+    The result may overwrite one of the first two, which are not needed again.
     """
     small = out.dtype.itemsize <= 2 and out.dtype.kind not in "iub"
     with np.errstate(all="ignore"):  # an overflow is for the optimizer to see

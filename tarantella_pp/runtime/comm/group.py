@@ -79,7 +79,7 @@ class Communicator:
         """Waits until every rank of the group has come here."""
 
     def broadcast(self, array: NDArray[Any], root: int = 0) -> None:
-        """Overwrites an array with that of another rank."""
+        """Overwrites an array with another rank's."""
 
     def allreduce(self, array: NDArray[Any], op: str = "sum") -> None:
         """Overwrites an array with the combination of the arrays of all ranks."""
@@ -99,7 +99,7 @@ class Communicator:
         has the same bits on every rank, in each run, with each MPI library. Floats of 16 bits or
         fewer are combined in float32, and the result is rounded to them. Of n bytes, each rank
         sends 2 n (size - 1) / size, and receives as many. It goes on in `progress` and in the
-        waits of this rank, those of other groups included.
+        waits of this rank, in other groups, too.
         """
         return finished(array)
 
@@ -113,7 +113,7 @@ class Communicator:
         tag: int = 0,
         label: str = "",
     ) -> CollectiveRequest[NDArray[Any]]:
-        """Starts to combine arrays, of which each rank gets its part, and returns at once.
+        """Starts to combine arrays, leaves each rank its part, and returns at once.
 
         The parts have the bits that `start_allreduce` gives.
         """

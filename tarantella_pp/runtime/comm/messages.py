@@ -336,7 +336,7 @@ class Channel:
             self.wait(self._outgoing[0])
 
     def outstanding(self) -> list[str]:
-        """Returns what is on its way, one line each."""
+        """Returns the messages on their way, one line each."""
         return [f"expected: {request}" for request in self._expected.values()] + [
             f"not yet taken: {sending}" for sending in self._outgoing
         ]

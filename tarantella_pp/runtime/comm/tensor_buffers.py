@@ -62,7 +62,7 @@ def variable_bytes(variable: Any) -> int:
 
 
 def value_of(variable: Any) -> np.ndarray[Any, Any]:
-    """Returns a copy of a variable's value; that of a scalar is an array, too."""
+    """Returns a copy of a variable's value; a scalar's is an array, too."""
     return np.asarray(variable.numpy())  # which has copied it
 
 

@@ -57,7 +57,7 @@ class Pace:
 RUNG_FOR = Pace(0.5, 10e-3)
 NOT_RUNG_FOR = Pace(0.05, 1e-3)
 # A poll takes some 100 KB at most out of a network (16 segments of 8 KiB with UCX), and 10 Gbit/s
-# bring 1.25 MB in a millisecond: so a rank polls so many times in a row, which takes some
+# bring 1.25 MB in a millisecond: so a rank polls this often in a row, which takes some
 # microseconds where nothing has come.
 NETWORK_POLLS = 16
 FROM_ELSEWHERE = Pace(0.05, 1e-3, NETWORK_POLLS)
@@ -237,7 +237,7 @@ Event = tuple[float, str, str, int, int, int]
 class FlightRecorder:
     """Ring buffer of the last communication events of one rank.
 
-    The idea is that of the flight recorder of PyTorch's NCCL process group.
+    After the flight recorder of PyTorch's NCCL process group.
     """
 
     def __init__(self) -> None:

@@ -13,7 +13,7 @@ _TAG = 6
 _CLOCK_ROUNDS = 20
 _FLOAT = np.dtype(np.float64)
 LARGE, SMALL = 1 << 20, 1 << 18
-"""Bytes of messages, both so many that a network asks the receiver for room first."""
+"""Bytes of messages, both so large that a network asks the receiver for room first."""
 ROUNDS = 6
 """How often each is sent: other work may disturb some rounds."""
 MOST_LATENCY = 0.9
@@ -21,7 +21,7 @@ MOST_LATENCY = 0.9
 
 
 def clock_offset(communicator: Communicator) -> float:
-    """Returns what to add to this rank's `time.perf_counter()` to have that of rank 0.
+    """Returns what to add to this rank's `time.perf_counter()` to have rank 0's.
 
     Each rank asks rank 0 for the time, often enough that one answer comes at once: Cristian,
     "Probabilistic clock synchronization", 1989. All ranks must call this.

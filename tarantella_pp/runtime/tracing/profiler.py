@@ -190,7 +190,7 @@ def _likeness(call: Call, boundary: StageBoundary, inputs: Sequence[tf.Tensor]) 
 
 
 def _seconds(stage: Stage, inputs: Sequence[tf.Tensor], repeats: int) -> Measured:
-    """Runs a stage: the medians of its seconds, without those of calling it."""
+    """Runs a stage: the medians of its seconds, without the seconds of calling it."""
     forward, backward = [], []
     for _ in range(1 + repeats):
         start = time.perf_counter()

@@ -73,7 +73,7 @@ class RecordedStep:
         return StepTimeline(self.schedule.name, events, serial, (0.0,) * len(events))
 
     def messages(self) -> Iterator[tuple[Transfer, Span, Span]]:
-        """Iterates over the messages: the send as an action, its span and that of the wait."""
+        """Iterates over the messages: the send as an action, its span and the wait's."""
         transfers = [
             (span.what, span)
             for spans in self.spans

@@ -45,7 +45,7 @@ class StepRecord:
         end: Seconds of the rank's own clock; `start` until the step has ended.
         schedule: The schedule that it ran, with its messages.
         rows: Samples of the batch.
-        spans: What the rank did, in order; those of a receive are the waits for its message.
+        spans: What the rank did, in order; a receive is the wait for its message.
     """
 
     number: int
@@ -109,7 +109,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Records what is done inside as one step; a step that fails is not kept."""
+        """Records one step; a step that fails is not kept."""
         start = time.perf_counter()
         self._current = step = StepRecord(self._count, start, start)
         self.spans = step.spans
@@ -130,7 +130,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def span(self, what: Action | str) -> Iterator[None]:
-        """Records what is done inside."""
+        """Records one span."""
         start = time.perf_counter()
         yield
         self.spans.append(Span(what, start, time.perf_counter()))

@@ -89,7 +89,7 @@ def _names(first: int, placement: Sequence[int], suffix: str) -> Iterator[TraceE
 def thread_id(process: int, track: int) -> int:
     """Returns the number of a track, one that no other track of any process has.
 
-    Perfetto takes tracks with the number 0, or that of their process, for one and the same.
+    Perfetto takes tracks with the number 0, or their process's, for one and the same.
     """
     return 10 * process + track
 

@@ -62,6 +62,7 @@ def agreed_plan(
         made.append(best)
         return best.to_json()
 
+    # Devices and clocks of ranks may differ, and plans with them: one rank decides for all.
     text = on_one_rank(communicator, 0, "make the plan", make, PlanError)
     agreed = made[0] if made else Plan.from_json(text)
     agreed.check(extracted.graph)
@@ -73,6 +74,7 @@ def _with_link(machine: HardwareSpec, communicator: Communicator, *, exact: bool
     if communicator.size == 1 or not (exact or communicator.several_hosts):
         return machine
     bandwidth, latency = measure_link(communicator)
+    # A rough figure does not make the plan depend on how busy the network happens to be.
     if exact:
         return msgspec.structs.replace(machine, bandwidth=bandwidth, latency=latency)
     return msgspec.structs.replace(machine, bandwidth=magnitude(bandwidth))

@@ -191,6 +191,7 @@ def best_plan(model: Any, options: PlanOptions) -> Plan:
                 planner,
                 replace(options, balance=kind, num_stages=stages, num_replicas=replicas),
                 ScheduleSpec.of(custom or name, stages, ranks),
+                # Plans that compete by their steps need no exact count of temporaries.
                 roughly=kind != asked,
             )
             for stages, replicas, ranks in shapes

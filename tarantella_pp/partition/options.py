@@ -55,6 +55,7 @@ class Settings(PlanConfig, frozen=True, kw_only=True):
         """
         if self.balance == "memory" or not self.ranks:
             return 0.0
+        # Ranks work for (1 - bubble) of a step and wait for the largest stage in the rest.
         bubble = bubble_fraction("1f1b", self.num_ranks, self.num_micro_batches)
         return float(bubble / (1 - bubble))
 
@@ -80,6 +81,7 @@ class Settings(PlanConfig, frozen=True, kw_only=True):
     @property
     def problem_key(self) -> tuple[Hashable, ...]:
         """What the best stages depend on: options with equal keys have the same."""
+        # Arithmetic depends on no schedule: one problem for all of them, solved once.
         if self.balance == "flops" and self.memory_limit is None and not self.ranks:
             return (self.balance, self.num_stages, self.micro_batch_size, self.wire_dtype)
         return (msgspec.structs.replace(self, schedule=""), self.send_window)
@@ -134,6 +136,7 @@ class PlanOptions:
                 "Each replica needs a sample of the batch. "
                 f"Received: batch_size={batch}, num_replicas={replicas}"
             )
+        # With 4 (p - 1) micro-batches the bubble of 1F1B, (p - 1) / (m + p - 1), is a fifth.
         usual = 1 if stages == 1 else min(4 * (stages - 1), max(2, batch // replicas))
         micro_batches = checked_count("num_micro_batches", _or(self.num_micro_batches, usual))
         if self.balance != GIVEN:

@@ -53,7 +53,7 @@ class MemoryCheck:
 
         Without a limit a batch that needs more than a rank's share of its host is warned of.
         """
-        if rows <= self._rows:
+        if rows <= self._rows:  # memory grows with the batch
             return
         plan = self._of(rows, outputs)
         self._refuse(plan)

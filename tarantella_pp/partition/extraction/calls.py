@@ -163,6 +163,7 @@ def graph_of(
         SizedTensor(t, sample_shape(tensor.shape, assumed_size), item_bytes(tensor.dtype), flows)
         for t, (tensor, flows) in enumerate(zip(draft.tensors, gradients, strict=True))
     ]
+    # Tables of positions have no row for a sample; they count as one, never as nothing.
     rows = [max(1, tensor.rows_per_sample or 1) for tensor in draft.tensors]
     nodes = tuple(
         _node(i, call, sized, tuple(weights[w] for w in used), rows)
@@ -257,6 +258,6 @@ def _gradients(
     for call, used in zip(draft.calls, uses, strict=True):
         upstream = any(weights[w].trainable for w in used) or any(flows[t] for t in call.inputs)
         if upstream and type(call.operation).__name__ != "StopGradient":
-            for t in call.outputs:
+            for t in call.outputs:  # integers and booleans have no gradients
                 flows[t] = "float" in draft.tensors[t].dtype
     return flows

@@ -75,6 +75,7 @@ def _by_rule(
 ) -> MaskFlow:
     """Follows `keras.Layer.__call__`."""
     removed = frozenset[int]()
+    # Attention passes masks to its softmax and then deletes them from the tensors it was given.
     if isinstance(operation, keras.layers.MultiHeadAttention):
         removed = frozenset(id(tensor) for tensor in tensors if get_mask(tensor) is not None)
     nothing: tuple[Shape | None, ...] = (None,) * num_outputs
@@ -122,6 +123,8 @@ def _observed(operation: Any, args: Any, kwargs: dict[str, Any], tensors: list[A
     )
 
 
+# Dimensions that differ hold samples. Neither number is 1, which broadcasting would hide, and
+# neither divides the other, so that samples merged with windows are not taken for samples alone.
 _SAMPLES = (4, 6)
 Probe = tuple[Shape, ...] | None
 """The shapes of a tensor for 4 and for 6 samples; `None` where they are unknown."""

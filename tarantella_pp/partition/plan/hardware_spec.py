@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-import math
 import os
 from pathlib import Path
+from typing import Annotated, Literal, get_args
 
 import msgspec
 
 from tarantella_pp.errors import ConfigurationError, PlanError
 from tarantella_pp.partition.graph.json_record import decoded, read
+
+Positive = Annotated[float, msgspec.Meta(ge=1e-9)]
+NotNegative = Annotated[float, msgspec.Meta(ge=0)]
+LayerKind = Literal[
+    "product", "convolution", "pointwise", "depthwise", "large_depthwise", "normalization",
+    "function",
+]  # fmt: skip
+"""The fields of a machine that say how fast layers of a kind are."""
 
 
 class PassSpeed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -22,9 +30,9 @@ class PassSpeed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             `None` where that takes no time of its own.
     """
 
-    flops_per_second: float
-    start_seconds: float = 0.0
-    weight_bandwidth: float | None = None
+    flops_per_second: Positive
+    start_seconds: NotNegative = 0.0
+    weight_bandwidth: Positive | None = None
 
 
 class LayerSpeed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -53,8 +61,8 @@ class HardwareSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             go, whichever is longer (roofline). `None` where only arithmetic is counted.
         weight_bandwidth: Bytes of weights per second that products of matrices lay out before they
             multiply, for each micro-batch anew; `None` where that takes no time of its own.
-        split_factor: How many times as long as both gradients together take those of inputs and
-            weights apart.
+        split_factor: How many times as long the gradients of inputs and weights take apart as
+            together.
         product: What it does of products of matrices in layers (dense, attention, recurrent), where
             that was measured; `None`: what the numbers above say. So are all that follow.
         convolution: Of convolutions.
@@ -66,13 +74,13 @@ class HardwareSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             start like these.
     """
 
-    flops_per_second: float = 1e12
-    bandwidth: float | None = 10e9
-    latency: float = 5e-6
-    action_seconds: float = 0.0
-    memory_bandwidth: float | None = None
-    split_factor: float = 1.0
-    weight_bandwidth: float | None = None
+    flops_per_second: Positive = 1e12
+    bandwidth: Positive | None = 10e9
+    latency: NotNegative = 5e-6
+    action_seconds: NotNegative = 0.0
+    memory_bandwidth: Positive | None = None
+    split_factor: Positive = 1.0
+    weight_bandwidth: Positive | None = None
     product: LayerSpeed | None = None
     convolution: LayerSpeed | None = None
     pointwise: LayerSpeed | None = None
@@ -84,7 +92,7 @@ class HardwareSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def layers(self) -> dict[str, LayerSpeed]:
         """The kinds of layers that were measured."""
-        given = {name: getattr(self, name) for name in LAYER_KINDS}
+        given = {name: getattr(self, name) for name in get_args(LayerKind)}
         given["pointwise"] = self.pointwise or self.convolution
         given["large_depthwise"] = self.large_depthwise or self.depthwise
         return {name: speed for name, speed in given.items() if speed is not None}
@@ -101,11 +109,6 @@ class HardwareSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             ) from error
 
 
-LAYER_KINDS = (
-    "product", "convolution", "pointwise", "depthwise", "large_depthwise", "normalization",
-    "function",
-)  # fmt: skip
-"""The fields of a machine that are a `LayerSpeed`."""
 CORE = HardwareSpec(
     flops_per_second=6e10,
     bandwidth=4.4e9,
@@ -122,15 +125,11 @@ _LAUNCH = 3e-4
 class Machines(dict[str, HardwareSpec]):
     """Machines by name, from the data sheets of GPUs, and a core of a CPU as it was measured.
 
-    Arithmetic is that of products of float32 matrices as TensorFlow makes them, in TF32 from the
+    Arithmetic counts products of float32 matrices as TensorFlow makes them, in TF32 from the
     A100 on; links are PCIe 3 for a P40, else NVLink in one direction. No program reaches all of
     that: `benchmarks/planning/machine.py` measures what one does.
     """
 
-
-_MAY_BE_NOTHING = ("latency", "action_seconds", "start_seconds")
-LEAST = 1e-9
-"""The least that speeds and factors of a machine may be."""
 
 machines = Machines(
     {
@@ -157,21 +156,6 @@ def machine_of(given: HardwareSpec | str | os.PathLike[str]) -> HardwareSpec:
             f"`HardwareSpec.save` wrote. Received: machine={str(given)!r}"
         )
     try:
-        found = decoded(read(given, "machine"), HardwareSpec)
+        return decoded(read(given, "machine"), HardwareSpec)
     except (ValueError, PlanError) as error:
         raise ConfigurationError(f"{given} has no machine: {error}") from None
-    parts: dict[str, HardwareSpec | PassSpeed] = {"": found}
-    for kind, speed in found.layers.items():
-        parts |= {f"{kind}.forward": speed.forward, f"{kind}.backward": speed.backward}
-    for where, part in parts.items():
-        for name, value in msgspec.structs.asdict(part).items():
-            if value is None or isinstance(value, LayerSpeed):
-                continue
-            least = 0.0 if name in _MAY_BE_NOTHING else LEAST
-            if not least <= value < math.inf:
-                full = f"{where}.{name}".lstrip(".")
-                raise ConfigurationError(
-                    f"{given} has no machine: expected {full} of at least {least:g}. "
-                    f"Received: {value}"
-                )
-    return found

@@ -227,6 +227,6 @@ def _trade(plan: Plan, other: Alternative) -> str:
     share = other.step_seconds / (plan.step_seconds or 1.0) - 1
     more = other.memory_bytes - max(stage.memory_bytes for stage in plan.stages)
     time = f"{100 * abs(share):.2g} % {'longer' if share > 0 else 'shorter'} step"
-    if abs(share) < EQUAL:
+    if abs(share) < EQUAL:  # less than simulations are off
         time = "as long a step"
     return f"{time}, {'-' if more < 0 else '+'}{format_bytes(abs(more))}" if more else time

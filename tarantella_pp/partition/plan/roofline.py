@@ -22,26 +22,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Literal
 
 import msgspec
 
 from tarantella_pp.partition.graph.layer_graph import LayerGraph, Node
 from tarantella_pp.partition.graph.units import item_bytes
-from tarantella_pp.partition.plan.hardware_spec import HardwareSpec, LayerSpeed, PassSpeed
+from tarantella_pp.partition.plan.hardware_spec import (
+    HardwareSpec,
+    LayerKind,
+    LayerSpeed,
+    PassSpeed,
+)
 
 BOTH_GRADIENTS = 2.0
 """How many times as long as the forward pass the backward pass takes, if nothing else is known."""
-LayerKind = Literal[
-    "product",
-    "convolution",
-    "pointwise",
-    "depthwise",
-    "large_depthwise",
-    "normalization",
-    "function",
-]
-"""The fields of `HardwareSpec` that say how fast layers of a kind are."""
 _LARGE_WINDOW = 3
 """Depthwise convolutions with larger windows have a kind of their own."""
 _SEPARABLE = ("SeparableConv1D", "SeparableConv2D")

@@ -40,10 +40,9 @@ class Checkpoint(keras.callbacks.Callback):
     Raises:
         ConfigurationError: If an argument cannot be right.
 
-    Example:
-        ```python
+    Example::
+
         model.fit(x, y, epochs=10, callbacks=[tnt.callbacks.Checkpoint("checkpoints")])
-        ```
     """
 
     def __init__(

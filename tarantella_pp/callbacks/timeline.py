@@ -55,12 +55,11 @@ class Timeline(keras.callbacks.Callback):
     Raises:
         ConfigurationError: If `steps` names no step.
 
-    Example:
-        ```python
+    Example::
+
         timeline = tnt.callbacks.Timeline("trace.json")
         model.fit(x, y, callbacks=[timeline])
         timeline.summary()
-        ```
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None, steps: int | range = 10) -> None:

@@ -17,7 +17,6 @@ from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.runtime.comm.communicator import world
 
 
-@keras.saving.register_keras_serializable("tarantella_pp")
 class Model(PipelineModel):
     """Trains a Keras model on all ranks, each of which computes its share of every batch.
 
@@ -54,14 +53,13 @@ class Model(PipelineModel):
         UnsupportedModelError: If replicas would train something else.
         PlanError: As of `PipelineModel`.
 
-    Example:
-        ```python
+    Example::
+
         model = tnt.Model(keras_model)
         model.compile("adam", "sparse_categorical_crossentropy", metrics=["accuracy"])
         model.fit(x, y, batch_size=256, epochs=10)
 
         model = tnt.Model(MySubclass(), inputs=keras.Input((784,)))
-        ```
     """
 
     def __new__(cls, model: Any = None, *args: Any, **options: Any) -> Any:
@@ -143,7 +141,6 @@ def _with_own_steps(
     return with_replicas(model, world(), gradient_dtype)
 
 
-@keras.saving.register_keras_serializable("tarantella_pp")
 class Sequential(Model):
     """A stack of layers that is trained on all ranks; see `Model`.
 
@@ -152,10 +149,9 @@ class Sequential(Model):
         name: Name of the model.
         **options: As of `Model`.
 
-    Example:
-        ```python
+    Example::
+
         model = tnt.Sequential([keras.Input((784,)), keras.layers.Dense(10)])
-        ```
     """
 
     def __new__(cls, layers: Any = None, *args: Any, **options: Any) -> Any:
@@ -166,3 +162,7 @@ class Sequential(Model):
         if not isinstance(layers, keras.Model):
             layers = keras.Sequential(layers, name=name)
         super().__init__(layers, **options)
+
+
+for _kind in (Model, Sequential):
+    keras.saving.register_keras_serializable("tarantella_pp")(_kind)

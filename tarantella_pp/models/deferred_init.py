@@ -44,12 +44,11 @@ def deferred_init() -> Iterator[None]:
         ConfigurationError: If weights are set or an optimizer is made inside, which would be lost.
         UnsupportedModelError: If a weight begins with what Keras does not know how to make again.
 
-    Example:
-        ```python
+    Example::
+
         with tnt.deferred_init():
             model = build()
         model = tnt.PipelineModel(model, num_stages=4)
-        ```
     """
     ranks = world()
     with ranks.call("deferred_init"):

@@ -51,10 +51,9 @@ def model_from_config(
     Raises:
         ConfigurationError: On all ranks, if no model can be made of it, or an option cannot work.
 
-    Example:
-        ```python
+    Example::
+
         model = tnt.models.model_from_config(keras_model.get_config(), num_stages=4)
-        ```
     """
     config = dict(config)
     compilation = config.pop(_COMPILATION, None)
@@ -86,10 +85,9 @@ def model_from_json(
     Raises:
         ConfigurationError: As of `model_from_config`.
 
-    Example:
-        ```python
+    Example::
+
         model = tnt.models.model_from_json(keras_model.to_json(), num_stages=4)
-        ```
     """
     try:
         config = json.loads(json_string)
@@ -131,10 +129,9 @@ def clone_model(
         ConfigurationError: On all ranks, if the model cannot be cloned, or an option cannot work.
         UnsupportedModelError: If it is no model, or cannot be trained so.
 
-    Example:
-        ```python
+    Example::
+
         twin = tnt.models.clone_model(model)
-        ```
     """
     if not isinstance(model, keras.Model):
         raise UnsupportedModelError(

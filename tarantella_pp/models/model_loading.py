@@ -58,11 +58,10 @@ def load_model(
         ConfigurationError: On all ranks, if the file is missing or damaged on one of them, differs
             between them, or does not fit, or an option cannot work.
 
-    Example:
-        ```python
+    Example::
+
         model = tnt.models.load_model("model.keras", num_stages=4)
         model.fit(x, y)
-        ```
     """
     objects = dict(custom_objects or {})
     whole = functools.partial(_whole, filepath, objects, compile, safe_mode)
@@ -104,10 +103,9 @@ def save_model(
         ConfigurationError: On all ranks, if the model cannot be saved so.
         FileError: If the file cannot be written; an older one is unchanged.
 
-    Example:
-        ```python
+    Example::
+
         tnt.models.save_model(model, "model.keras")
-        ```
     """
     if isinstance(model, TrainingLoops) or isinstance(filepath, io.IOBase):
         model.save(filepath, overwrite=overwrite, **options)

@@ -35,7 +35,6 @@ from tarantella_pp.runtime.state.variable_sync import VariableSync
 from tarantella_pp.schedule import Schedule, read_schedule
 
 
-@keras.saving.register_keras_serializable("tarantella_pp")
 class PipelineModel(TrainingLoops, CollectiveModel):
     """Trains a Keras model as a pipeline of stages, one or more on each MPI rank.
 
@@ -106,12 +105,11 @@ class PipelineModel(TrainingLoops, CollectiveModel):
         UnsupportedModelError: If the model cannot be cut into stages.
         PlanError: If `plan` belongs to another model, or no plan meets `memory_limit`.
 
-    Example:
-        ```python
+    Example::
+
         model = tnt.PipelineModel(keras_model, num_stages=4)
         model.compile("adam", "sparse_categorical_crossentropy", metrics=["accuracy"])
         model.fit(x, y, batch_size=64, epochs=10)
-        ```
     """
 
     _engine: Engine
@@ -409,3 +407,6 @@ class PipelineModel(TrainingLoops, CollectiveModel):
         """
         super().reset_metrics()
         self._engine.logs = {}
+
+
+keras.saving.register_keras_serializable("tarantella_pp")(PipelineModel)

@@ -52,8 +52,8 @@ def DistributedOptimizer(  # noqa: N802 - the name that it has in Horovod
         ConfigurationError: Another `op`, or no Keras optimizer. Later, of `apply`: within a
             `tf.function`, or if not all ranks call it with the same variables.
 
-    Example:
-        ```python
+    Example::
+
         optimizer = tnt.DistributedOptimizer(keras.optimizers.Adam(1e-3))
         optimizer.build(model.trainable_variables)
         tnt.broadcast_variables(model.variables + optimizer.variables)
@@ -67,7 +67,6 @@ def DistributedOptimizer(  # noqa: N802 - the name that it has in Horovod
         for x, y in dataset.shard(tnt.get_size(), tnt.get_rank()):
             loss, gradients = gradients_of(x, y)
             optimizer.apply(gradients, model.trainable_variables)
-        ```
     """
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise ConfigurationError(

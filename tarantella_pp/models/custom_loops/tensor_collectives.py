@@ -38,11 +38,10 @@ def allreduce(tensors: Any, op: str = "sum") -> Any:
         ConfigurationError: Another `op`, values that are no numbers, or a call within a
             `tf.function`; on all ranks, if they do not make the same call.
 
-    Example:
-        ```python
+    Example::
+
         loss = tnt.allreduce(loss, op="mean")
         counts = tnt.allreduce({"right": right, "all": len(labels)})
-        ```
     """
     refuse_in_graph("tnt.allreduce")
     if op not in _OPERATIONS:
@@ -79,11 +78,10 @@ def broadcast_variables(variables: Iterable[Any], root: int = 0) -> None:
         ConfigurationError: No such rank, or a call within a `tf.function`; on all ranks, if they
             do not make the same call with variables of the same shapes and dtypes.
 
-    Example:
-        ```python
+    Example::
+
         optimizer.build(model.trainable_variables)
         tnt.broadcast_variables(model.variables + optimizer.variables)
-        ```
     """
     refuse_in_graph("tnt.broadcast_variables")
     ranks, variables = world(), list(variables)

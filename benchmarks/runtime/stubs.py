@@ -71,12 +71,6 @@ class SleepingStage:
     def loss_factors(self, step: Any, key: int) -> Any:
         return step.share(key)
 
-    def run_pending(self) -> bool:
-        return False
-
-    def flush_overdue(self) -> bool:
-        return False
-
     def backward(self, key: int, seeds: Sequence[Any]) -> list[Any]:
         found = self.backward_input(key, seeds)
         self.backward_weight(key)
@@ -153,9 +147,6 @@ class StubStep:
 
     def forwards_done(self) -> None:
         """Nobody waits for this."""
-
-    def update(self, stage: int) -> bool:
-        return False
 
     def reduce(self, stage: int, bucket: int) -> None:
         if self._sums is not None:

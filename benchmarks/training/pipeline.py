@@ -39,8 +39,8 @@ from rich.table import Table
 
 import tarantella_pp as tnt
 from tarantella_pp.models import pipeline_model
-from tarantella_pp.runtime.autotune import MEASURED, WARM_UP
 from tarantella_pp.runtime.comm.communicator import Communicator, world
+from tarantella_pp.runtime.step_schedules import MEASURED, WARM_UP
 from tarantella_pp.runtime.tracing.links import clock_offset
 from tarantella_pp.runtime.tracing.recorded_step import gather_steps, measured_costs, work_between
 from tarantella_pp.runtime.tracing.recorder import Recorder

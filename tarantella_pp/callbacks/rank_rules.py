@@ -197,7 +197,7 @@ class WeightGatherer(keras.callbacks.Callback):
         """Does what takes all ranks."""
         board = self._board
         if board.histogram_freq and epoch % board.histogram_freq == 0:
-            self.model._model_state.gather()
+            self.model._engine.weights.gather()
         if self._follows and board.embeddings_freq and epoch % board.embeddings_freq == 0:
             name = f"keras_embedding.ckpt-{epoch}.weights.h5"
             self.model.save_weights(os.path.join(board.log_dir, "train", name))

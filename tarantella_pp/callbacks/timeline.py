@@ -17,7 +17,7 @@ from rich.text import Text
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.runtime.tracing.links import clock_offset
 from tarantella_pp.runtime.tracing.recorded_step import RecordedStep, alike, gather_steps, simulated
-from tarantella_pp.runtime.tracing.recorder import SUMS, UPDATE, Recorder, Span, is_busy, is_wait
+from tarantella_pp.runtime.tracing.recorder import UPDATE, Recorder, Span, is_busy, is_wait
 from tarantella_pp.runtime.tracing.trace_file import write_trace
 from tarantella_pp.schedule import Compute
 from tarantella_pp.simulation import StepTimeline
@@ -25,9 +25,7 @@ from tarantella_pp.simulation import StepTimeline
 _COLUMNS: dict[str, Callable[[Span], bool]] = {
     "F": lambda span: isinstance(span.what, Compute) and span.what.kind == "F",
     "B": lambda span: isinstance(span.what, Compute) and span.what.kind in ("B", "BW"),
-    "W": lambda span: (
-        span.what == SUMS or (isinstance(span.what, Compute) and span.what.kind == "W")
-    ),
+    "W": lambda span: isinstance(span.what, Compute) and span.what.kind == "W",
     "Update": lambda span: span.what == UPDATE,
     "Wait": lambda span: is_wait(span.what),
 }

@@ -14,7 +14,7 @@ from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.keras_internals.epochs import remind
 from tarantella_pp.keras_internals.optimizers import wrapped_in
 from tarantella_pp.runtime.comm.tensor_buffers import to_tensor
-from tarantella_pp.runtime.state.state_share import StateShare, spec_of
+from tarantella_pp.runtime.state.optimizer_state import StateShare, spec_of
 
 Array = np.ndarray[Any, Any]
 
@@ -31,7 +31,7 @@ class RestoredState:
         """Gives the model and its optimizer their values; takes all ranks."""
         self._assign(share.needed())
         # What other ranks train is out of date here from now on, as after a step.
-        model._engine.clock.advance()
+        model._engine.weights.clock.advance()
 
     def restore_logs(self, model: Any) -> None:
         """Gives the epoch the logs so far, which stay if no batch follows."""

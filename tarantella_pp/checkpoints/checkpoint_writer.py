@@ -21,7 +21,7 @@ from tarantella_pp.checkpoints.tensor_file import write_tensors
 from tarantella_pp.errors import ConfigurationError, FileError
 from tarantella_pp.runtime.comm.communicator import Communicator
 from tarantella_pp.runtime.comm.tensor_buffers import value_of
-from tarantella_pp.runtime.state.state_share import spec_of
+from tarantella_pp.runtime.state.optimizer_state import spec_of
 
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")

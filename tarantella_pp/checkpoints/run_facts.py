@@ -16,7 +16,7 @@ from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.keras_internals.optimizers import settable_learning_rate, wrapped_in
 from tarantella_pp.keras_internals.state import compiled_with
 from tarantella_pp.runtime.comm.collective import compiled_facts, hidden_options
-from tarantella_pp.runtime.state.state_share import spec_of
+from tarantella_pp.runtime.state.optimizer_state import spec_of
 
 _PACKAGES = ("tarantella-pp", "keras", "tensorflow", "tensorflow-cpu", "numpy")
 _OF_LOSS_SCALING = ("initial_scale", "dynamic_growth_steps")
@@ -37,7 +37,7 @@ def facts_of_model(model: Any, configs: Mapping[str, Any]) -> dict[str, Any]:
     """The part of `facts_of` that needs no compiled model."""
     variables = {
         str(i): [v.name, *spec_of(v), bool(v.trainable)]
-        for i, v in enumerate(model._model_state.variables)
+        for i, v in enumerate(model._engine.weights.variables)
     }
     graph, layers = model._engine.extracted.graph, without_names(configs["config"])
     return {"variables": variables, "model": graph.fingerprint(), "layers": layers}

@@ -14,9 +14,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-# Optimizers of Keras that change more with each step than weights, slots and the number of steps.
-_STEPPING = ("LossScaleOptimizer", "MultiOptimizer", "Nadam")
-
 
 def parts_of(optimizer: Any) -> list[Any]:
     """An optimizer and those in it, which it wraps or delegates weights to."""
@@ -85,17 +82,6 @@ def is_keras_optimizer(optimizer: Any) -> bool:
     return getattr(keras.optimizers, type(optimizer).__name__, None) is type(optimizer)
 
 
-def updates_weights_alone(optimizer: Any) -> bool:
-    """Whether a step for some weights, and one for the others, is the same as one for all.
-
-    The number of steps has to be set back in between.
-    """
-    if not is_keras_optimizer(optimizer) or type(optimizer).__name__ in _STEPPING:
-        return False
-    options = ("global_clipnorm", "use_ema", "gradient_accumulation_steps")
-    return not any(getattr(optimizer, option) for option in options)
-
-
 def looks_at_all_gradients(optimizer: Any) -> bool:
     """Whether a step must know something of the gradients of all weights; see `summands`."""
     return scales_dynamically(optimizer) or _clips_globally(optimizer)
@@ -114,7 +100,7 @@ def summands(optimizer: Any, gradients: Sequence[Any], weights: Sequence[Any]) -
 
 
 @contextlib.contextmanager
-def told(optimizer: Any, totals: tf.Tensor) -> Iterator[None]:
+def with_global_norm(optimizer: Any, totals: tf.Tensor) -> Iterator[None]:
     """Has an optimizer go by the gradients of the whole model, of which it is given some."""
     inner, most = wrapped_in(optimizer), wrapped_in(optimizer).global_clipnorm
     norm = tf.sqrt(totals[1])

@@ -28,18 +28,17 @@ from tarantella_pp.runtime.comm.collective import (
     digest,
 )
 from tarantella_pp.runtime.one_rank import on_all_ranks, on_one_rank
+from tarantella_pp.runtime.state.optimizer_state import StateShare
 from tarantella_pp.runtime.state.remote_variables import (
     only_own_assigned,
     read_with,
+    rows_of,
 )
-from tarantella_pp.runtime.state.state_share import StateShare
-from tarantella_pp.runtime.state.value_pieces import rows_of
 from tarantella_pp.runtime.state.value_stream import ValueStream
 
 if TYPE_CHECKING:
     from tarantella_pp.runtime.engine import Engine
     from tarantella_pp.runtime.state.optimizer_state import OptimizerState
-    from tarantella_pp.runtime.state.variable_sync import VariableSync
 
 _LEGACY = (".h5", ".hdf5")
 _IN_PARTS = (".weights.h5", ".weights.json", ".keras")
@@ -53,13 +52,12 @@ class CollectiveModel(LogsOfEpoch):
     """
 
     _engine: Engine
-    _model_state: VariableSync
     _optimizer_state: OptimizerState | None = None
 
     @collective()
     def get_weights(self) -> list[np.ndarray[Any, Any]]:
         """Returns all weights, on every rank; all ranks must call it."""
-        self._model_state.gather()
+        self._engine.weights.gather()
         weights: list[np.ndarray[Any, Any]] = super().get_weights()
         return weights
 
@@ -107,7 +105,7 @@ class CollectiveModel(LogsOfEpoch):
         """Pickles and copies become plain Keras models; all ranks must make them."""
         engine = self._engine
         with engine.communicator.call("pickle or copy"):
-            self._model_state.gather()
+            self._engine.weights.gather()
             optimizer = self._optimizer_state and self._optimizer_state.whole()
             with tempfile.TemporaryDirectory() as folder:
                 path = Path(folder) / "model.keras"
@@ -220,7 +218,7 @@ class CollectiveModel(LogsOfEpoch):
         """What takes over a state, and this rank's variables; all ranks must call it."""
         state = self._optimizer_state
         plain = plain_model(self._engine.extracted, None if state is None else state.receiver())
-        return plain, list(self._model_state.needed().values())
+        return plain, list(self._engine.weights.needed().values())
 
     def _state_share(self) -> StateShare:
         """What of the state of training this rank has, to write it or to read it."""
@@ -230,7 +228,7 @@ class CollectiveModel(LogsOfEpoch):
             rank = groups.pipeline.rank
             return [(v, owner == rank) for v, owner in self._engine.shared_logs.metric_variables()]
 
-        return StateShare(self._model_state, self._optimizer_state, metrics, groups.replica == 0)
+        return StateShare(self._engine.weights, self._optimizer_state, metrics, groups.replica == 0)
 
     def _refuse_existing(self, path: Path, overwrite: bool) -> None:
         """Refuses, on all ranks, to replace a file that must not be replaced."""
@@ -253,7 +251,7 @@ class CollectiveModel(LogsOfEpoch):
         communicator = self._engine.communicator
         last = communicator.size - 1
         stream = ValueStream(communicator, last)
-        read = self._model_state.reader(stream)
+        read = self._engine.weights.reader(stream)
         state = self._optimizer_state and self._optimizer_state.streamed(stream)
 
         def work() -> None:

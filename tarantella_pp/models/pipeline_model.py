@@ -31,7 +31,6 @@ from tarantella_pp.runtime.comm.communicator import world
 from tarantella_pp.runtime.engine import Engine
 from tarantella_pp.runtime.replicas.process_groups import ProcessGroups
 from tarantella_pp.runtime.state.optimizer_state import OptimizerState
-from tarantella_pp.runtime.state.variable_sync import VariableSync
 from tarantella_pp.schedule import Schedule, read_schedule
 
 
@@ -170,12 +169,7 @@ class PipelineModel(TrainingLoops, CollectiveModel):
                 self, extracted, agreed, groups, free_schedule=free,
                 check_every=check_replicas,
             )  # fmt: skip
-            # Weights whose results are not needed are in no stage, and the same everywhere.
-            variables = {id(v): v for v in (*extracted.variables, *self.variables)}.values()
-            self._model_state = VariableSync(
-                tuple(variables), self._engine.weights.owners, groups, self._engine.clock
-            )
-            self._model_state.start_alike()
+            self._engine.weights.start_alike()
         if self._engine.prints:
             model_validation.warn_of_batch_statistics(extracted.calls, micro_batches)
         if model.compiled:
@@ -274,7 +268,7 @@ class PipelineModel(TrainingLoops, CollectiveModel):
         if given.arguments["auto_scale_loss"]:
             optimizer = with_loss_scaling(optimizer, self.dtype_policy.name)
         given.arguments["optimizer"] = optimizer
-        ranks = self._engine.weights.trainers.ranks.size
+        ranks = self._engine.weights.table.ranks.size
         compile_validation.check_division(optimizer, self.trainable_variables, ranks)
         compiled = compile_loss(self, given.arguments["loss"], given.arguments["loss_weights"])
         compile_validation.check_loss(compiled, self._engine)
@@ -293,8 +287,8 @@ class PipelineModel(TrainingLoops, CollectiveModel):
         """Leaves an optimizer with this rank's share of its slots; all ranks must call it."""
         if optimizer is None:
             return None
-        weights, owners = self.trainable_variables, self._engine.weights.trainers
-        return OptimizerState(optimizer, weights, owners, lambda: self._engine.publish_weights())
+        weights, table = self.trainable_variables, self._engine.weights.table
+        return OptimizerState(optimizer, weights, table, lambda: self._engine.publish_weights())
 
     def _renew(self) -> None:
         """Makes changes of layers, loss, metrics and optimizer take effect."""
@@ -313,7 +307,7 @@ class PipelineModel(TrainingLoops, CollectiveModel):
             self._renew()
         if self._optimizer_state is not None:
             self._optimizer_state.build()
-        self._model_state.refresh()
+        self._engine.weights.refresh()
         if self._engine.communicator.size > 1:
             forget_functions(self._engine.extracted.model)
         if force or self.train_function is None:
@@ -323,7 +317,7 @@ class PipelineModel(TrainingLoops, CollectiveModel):
 
     def make_test_function(self, force: bool = False) -> None:
         """Builds this rank's evaluation step; called by Keras' own loops."""
-        self._model_state.refresh()
+        self._engine.weights.refresh()
         if force or self.test_function is None:
             self.test_function: Any = step_function(
                 self._engine, self._engine.test, self.steps_per_execution
@@ -331,7 +325,7 @@ class PipelineModel(TrainingLoops, CollectiveModel):
 
     def make_predict_function(self, force: bool = False) -> None:
         """Builds this rank's prediction step; called by Keras' own loops."""
-        self._model_state.refresh()
+        self._engine.weights.refresh()
         self.predict_function = predict_function(self._engine)
 
     @collective(learning_rate=learning_rate_of)

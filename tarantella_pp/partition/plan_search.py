@@ -13,7 +13,6 @@ from typing import Any
 import msgspec
 
 from tarantella_pp.errors import ConfigurationError, PlanError
-from tarantella_pp.partition.costs.peak_memory import factor_bytes
 from tarantella_pp.partition.costs.step_bound import least_step_seconds
 from tarantella_pp.partition.given_balance import GIVEN
 from tarantella_pp.partition.options import PlanOptions, Settings
@@ -154,12 +153,8 @@ class PlanSearch:
 
     def smallest_memory_plan(self) -> Plan:
         """Makes the plan whose largest stage needs the least memory, whatever the limit."""
-        counts = sorted(self._counts(limited=True), reverse=True)
-        options, graph = self.options(num_micro_batches=counts[0]), self.planner.graph
-        if not any(factor_bytes(graph, graph.nodes, options.micro_batch_size, counts[0])):
-            counts = counts[:1]  # smaller micro-batches need less of all else
-        counts = counts[:1] if self._is_slow else counts
-        return min(itertools.chain(*map(self._least_of, counts)), key=largest_stage)
+        smallest = max(self._counts(limited=True))  # micro-batches, which need the least of all
+        return min(self._least_of(smallest), key=largest_stage)
 
     def _least_of(self, count: int) -> list[Plan]:
         """Makes plans with little memory, for a number of micro-batches."""

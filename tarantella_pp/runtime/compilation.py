@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import keras
@@ -14,7 +13,6 @@ from tarantella_pp.keras_internals.training import build_metrics, compiled_loss,
 from tarantella_pp.partition.extraction.keras_reader import ExtractedModel
 from tarantella_pp.partition.plan.plan_parts import OutputUse
 from tarantella_pp.runtime.batch.batch import Batch
-from tarantella_pp.runtime.batch.batch_step import BatchStep
 from tarantella_pp.runtime.batch.loss import BatchLoss
 from tarantella_pp.runtime.batch.loss_and_metrics import LossAndMetrics
 from tarantella_pp.runtime.batch.nested_structure import rebuild, tensors_in
@@ -24,10 +22,6 @@ from tarantella_pp.runtime.modules.stage_module import StageModule
 from tarantella_pp.runtime.one_rank import on_one_rank
 from tarantella_pp.runtime.optimizer_step import OptimizerStep
 from tarantella_pp.runtime.probes.loss_probe import loss_kinds, whole_batch_reason
-from tarantella_pp.runtime.probes.stage_probe import Pieces
-from tarantella_pp.runtime.replicas.gradient_reduction import GradientReduction
-from tarantella_pp.runtime.replicas.process_groups import ProcessGroups
-from tarantella_pp.runtime.replicas.replica_exchange import ReplicaExchange
 from tarantella_pp.runtime.state.rank_weights import RankWeights
 
 
@@ -54,8 +48,6 @@ class Compilation:
         last_rank: int,
         modules: Mapping[int, StageModule],
         weights: RankWeights,
-        groups: ProcessGroups,
-        gradient_dtype: str | None,
     ) -> None:
         y, weight = (_symbolic(description) for description in batch.targets)
         outputs = unpacked(extracted.outputs_struct)
@@ -63,28 +55,20 @@ class Compilation:
         self.coupling, kinds = loss_kinds(compiled_loss(model), extracted, y)
         self.loss_and_metrics: LossAndMetrics | None = None
         self.loss: BatchLoss | None = None
-        if groups.pipeline.rank == last_rank:
+        ranks = weights.groups.pipeline
+        if ranks.rank == last_rank:
             self.loss_and_metrics = LossAndMetrics(model, extracted, boundary)
             self.loss = BatchLoss(model, extracted, boundary, kinds)
-        shared_out = None
-        if weights.updated is not None:
-            replica = weights.trainers.replica
-            shared_out = {key: [*map(replica, ws)] for key, ws in weights.buckets.items()}
-        reduction = GradientReduction(
-            groups.peers, weights.buckets, gradient_dtype, owners=shared_out
-        )
-        self.update = OptimizerStep(
-            model.optimizer, modules, model.trainable_variables, weights, reduction
-        )
+        self.update = OptimizerStep(model.optimizer, modules, model.trainable_variables, weights)
         self.reach_known = False
         self.tried: set[tuple[bool, bytes, int]] = set()
         self._model = model
         self._modules = modules
-        self._speaks = weights.trainers.speaks
+        self._speaks = weights.table.speaks
         self._losses_checked: set[bool] = set()
         self._has_metrics = compiled_metrics(model) is not None
         self._last_rank = last_rank
-        self._communicator = groups.pipeline
+        self._communicator = ranks
         self._why_whole: dict[bytes, str | None] = {}
 
     def outputs(self, batch: Batch) -> OutputUse:
@@ -104,32 +88,11 @@ class Compilation:
             )
         return self._why_whole[batch.signature]
 
-    def step(
-        self,
-        batch: Batch,
-        pieces: Pieces,
-        data: Sequence[Sequence[int]],
-        *,
-        training: bool,
-        exchange: ReplicaExchange,
-        report: Callable[[tf.Tensor], None] | None,
-    ) -> BatchStep:
-        """A step with loss and metrics; see `BatchStep` for the arguments."""
-        update = self.update
-        return BatchStep(
-            batch, pieces, data, self.loss_and_metrics, self.loss, training,
-            coupled=self.coupling is not None,
-            by_parts=self.why_whole(batch) is None,
-            scale=update.loss_scale() if training else None,
-            penalty=update.regularization_loss() if self._speaks else None,
-            report=report,
-            update=update.apply_early if training and self.reach_known else None,
-            exchange=exchange,
-            reduce=functools.partial(update.reduce, counts=not batch.share.is_spare)
-            if self.reach_known  # and with it which weights have gradients
-            else None,
-            progress=update.progress,
-        )  # fmt: skip
+    def penalty(self) -> tf.Tensor:
+        """What the regularizers of this rank's weights add to the loss, counted by one replica."""
+        if not self._speaks:
+            return tf.zeros((), keras.config.floatx())
+        return self.update.regularization_loss()
 
     def check_losses(self, training: bool) -> None:
         """Refuses, as Keras does, a step without a loss, and what cannot be added to its loss."""
@@ -153,7 +116,7 @@ class Compilation:
         self._losses_checked.add(training)
 
     def clear(self, error: BaseException) -> None:
-        """Drops what is left of a step that an error has ended."""
+        """Drops the rest of a step that an error has ended."""
         self.update.clear(error)
         if self.loss_and_metrics is not None:
             self.loss_and_metrics.metrics.clear()
@@ -162,7 +125,7 @@ class Compilation:
 def expected_outputs(loss: Any, has_metrics: bool, extracted: ExtractedModel) -> OutputUse:
     """What loss and metrics need of the outputs as far as it is known before the first batch.
 
-    Metrics are expected not to need those of the whole batch, as hardly any does.
+    Metrics are expected not to need the whole batch's, as hardly any does.
     """
     return OutputUse(whole_batch_reason(loss, extracted), None, has_metrics)
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import signal
+import threading
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,12 +18,10 @@ from tarantella_pp.keras_internals.training import (
 from tarantella_pp.partition.extraction.keras_reader import ExtractedModel, extract
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan.plan_simulation import with_findings
-from tarantella_pp.runtime.batch.batch import Batch
-from tarantella_pp.runtime.batch.batch_step import BatchStep
+from tarantella_pp.runtime.batch.batch import Batch, inputs_of_stages, needs_of_ranks
 from tarantella_pp.runtime.batch.data_feed import DataFeed
-from tarantella_pp.runtime.batch.need import inputs_of_stages, needs_of_ranks
+from tarantella_pp.runtime.batch_step import BatchStep
 from tarantella_pp.runtime.compilation import Compilation
-from tarantella_pp.runtime.interrupts import interrupts_put_off
 from tarantella_pp.runtime.memory_check import MemoryCheck
 from tarantella_pp.runtime.modules.model_outputs import pack_outputs
 from tarantella_pp.runtime.one_rank import on_all_ranks
@@ -31,12 +32,11 @@ from tarantella_pp.runtime.replicas.process_groups import ProcessGroups
 from tarantella_pp.runtime.replicas.replica_exchange import ReplicaExchange
 from tarantella_pp.runtime.shared_logs import SharedLogs
 from tarantella_pp.runtime.state.rank_weights import RankWeights
-from tarantella_pp.runtime.state.remote_variables import Clock, only_traced
+from tarantella_pp.runtime.state.remote_variables import only_traced
 from tarantella_pp.runtime.step_schedules import StepSchedules
 from tarantella_pp.runtime.tracing.recorder import (
     LOGS,
     REDUCTIONS,
-    SUMS,
     TIES,
     UPDATE,
     Recorder,
@@ -68,13 +68,12 @@ class Engine:
         groups: ProcessGroups,
         *,
         free_schedule: bool = False,
-        clock: Clock | None = None,
+        weights: RankWeights | None = None,
         check_every: int | None = None,
     ) -> None:
         self.extracted = extracted
         self.groups = groups
         self.communicator = groups.world
-        self.clock = clock or Clock()
         self.placement = plan.schedule_spec(groups.pipeline.size).placement
         self.logs: dict[str, Any] = {}
         self.fallbacks: dict[int, str] = {}
@@ -84,12 +83,9 @@ class Engine:
         self._check_every = check_every
         # One process stands for all replicas: it runs their micro-batches one after the other.
         self._micro_batches = plan.num_micro_batches * plan.num_replicas // groups.num_replicas
-        self.stages = RankStages(
-            extracted, plan, self.placement, groups,
-            micro_batches=self._micro_batches,
-        )  # fmt: skip
+        self.stages = RankStages(extracted, plan, self.placement, groups)
         self.weights = RankWeights(
-            extracted, plan, self.placement, groups, model.trainable_variables
+            extracted, plan, self.placement, groups, model.variables, weights
         )
         self.schedules = StepSchedules(
             plan, self._micro_batches, self.stages.edges, self.weights.bucket_counts, groups,
@@ -110,7 +106,7 @@ class Engine:
 
     @property
     def plan(self) -> Plan:
-        """The plan in force, with what is known by now of the schedule and of the stages."""
+        """The plan in force, with the schedule and the stages as they are known by now."""
         plan = self.memory.largest or self._plan
         if self._model.compiled and self.memory.largest is None:
             has_metrics = compiled_metrics(self._model) is not None
@@ -133,7 +129,7 @@ class Engine:
         prepare, self.before_training = self.before_training, None
         if prepare is not None:
             prepare()
-        self.clock.advance()
+        self.weights.clock.advance()
         with self._whole_or_nothing(), recorder.step():
             step = self._step(batch, compiled, training=True)
             schedule = self.schedules.training(len(step.pieces.sizes), compiled.coupling)
@@ -143,21 +139,18 @@ class Engine:
             compiled.check_losses(training=True)
             if not compiled.reach_known:
                 self._learn_of_gradients(compiled)
-            if update.has_deferred_matmuls:
-                with recorder.span(SUMS):
-                    update.finish_deferred_matmuls()
             with self._exchange(TIES, self.weights.ties.exist):
-                gradients = update.gather(counts=not batch.share.is_spare)
+                arrived = update.gather(counts=not batch.share.is_spare)
             with self._exchange(REDUCTIONS, self.groups.num_replicas > 1):
-                sums = update.finish_reductions()
+                reduced = update.finish_reductions()
             with recorder.span(UPDATE):
-                update.apply(gradients, sums)
+                update.apply(arrived, reduced)
             with recorder.span(LOGS):
                 self.logs = self.shared_logs.share("train", step)
             with self._exchange(TIES, self.weights.ties.exist):
                 self.weights.ties.refresh()
         self.schedules.learn(recorder.last)
-        if self._check_every is not None and self.clock.steps % self._check_every == 0:
+        if self._check_every is not None and self.weights.clock.steps % self._check_every == 0:
             self.weights.compare_replicas()
         return self.logs
 
@@ -177,10 +170,7 @@ class Engine:
 
     def predict(self, batch: Batch) -> Any:
         """Predicts one batch; returns the model's outputs, on all ranks."""
-        step = BatchStep(
-            batch, self._pieces(batch), self._data, None, None,
-            training=False, exchange=self._replica_exchange,
-        )  # fmt: skip
+        step = self._step(batch, None, training=False)
         with self._whole_or_nothing():
             self._rehearse(batch, training=False)
             if self.shared_logs.of_layers.exist:
@@ -200,7 +190,7 @@ class Engine:
 
     def publish_weights(self) -> None:
         """Makes known to other ranks that weights have changed behind a step; all must call it."""
-        self.clock.advance()
+        self.weights.clock.advance()
         self.weights.publish()
 
     def forget_compilation(self) -> None:
@@ -224,7 +214,8 @@ class Engine:
         return Engine(
             self._model, extracted, with_findings(self._plan, self.schedules.spec, {}),
             self.groups, free_schedule=self.schedules.free,
-            clock=self.clock, check_every=self._check_every,
+            weights=self.weights,
+            check_every=self._check_every,
         )  # fmt: skip
 
     def record(self, recorder: Recorder | None) -> None:
@@ -240,7 +231,7 @@ class Engine:
         if not self.stages.rehearsal.is_due(training, pieces):
             return
         self._exchanges = True
-        step = BatchStep(batch, pieces, self._data, None, None, training=training)
+        step = self._step(batch, None, training=training)
         error = self.stages.rehearse(step)
         self._exchanges = False
         if error is not None:
@@ -265,12 +256,12 @@ class Engine:
         on_all_ranks(self.communicator, "compile the step", compile_step)
         compiled.tried.add(kind)
 
-    def _step(self, batch: Batch, compiled: Compilation, *, training: bool) -> BatchStep:
-        """A step with loss and metrics."""
-        return compiled.step(
-            batch, self._pieces(batch), self._data, training=training,
-            exchange=self._replica_exchange,
-            report=None if self.shared_logs.reports_late else self.shared_logs.report,
+    def _step(self, batch: Batch, compiled: Compilation | None, *, training: bool) -> BatchStep:
+        """A step, with loss and metrics if compiled."""
+        reports = compiled is not None and not self.shared_logs.reports_late
+        return BatchStep(
+            batch, self._pieces(batch), self._data, self._replica_exchange, compiled,
+            training=training, report=self.shared_logs.report if reports else None,
         )  # fmt: skip
 
     def _shares(self, rows: int) -> list[BatchShare]:
@@ -317,8 +308,33 @@ class Engine:
                 self._compilation = Compilation(
                     self._model, self.extracted, batch,
                     boundary=self.stages.boundaries[-1], last_rank=self.placement[-1],
-                    modules=self.stages.modules, weights=self.weights, groups=self.groups,
-                    gradient_dtype=self._plan.gradient_dtype,
+                    modules=self.stages.modules, weights=self.weights,
                 )  # fmt: skip
             self.shared_logs.guard_metrics()
         return self._compilation
+
+
+@contextlib.contextmanager
+def interrupts_put_off() -> Iterator[None]:
+    """Lets Ctrl-C wait until the block has ended, as a step of plain Keras does.
+
+    A second one does not wait.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+    pressed: list[types.FrameType | None] = []
+
+    def note(number: int, frame: types.FrameType | None) -> None:
+        pressed.append(frame)
+        if len(pressed) > 1:
+            before(number, frame)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if pressed:
+        before(signal.SIGINT, pressed[0])

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from tarantella_pp.runtime.modules.stage_boundary import BoundaryTensor, StageBoundary
-from tarantella_pp.runtime.stage.step import Step
 from tarantella_pp.runtime.stage_messages import StageMessages
 from tarantella_pp.runtime.tracing.recorder import (
     METRICS,
-    SUMS,
-    UPDATE,
     Recorder,
     Span,
 )
@@ -31,6 +27,7 @@ from tarantella_pp.schedule import (
 if TYPE_CHECKING:
     import tensorflow as tf
 
+    from tarantella_pp.runtime.batch_step import BatchStep
     from tarantella_pp.runtime.stage.stage import Stage
 
 Values: TypeAlias = "dict[BoundaryTensor, tf.Tensor]"
@@ -41,9 +38,7 @@ class _Totals:
     """What there is in a program, counted once for all steps that run it."""
 
     receives: Sequence[Transfer]
-    sends: int
     forwards: int
-    backwards: Counter[int]
     kept_whole: frozenset[tuple[int, int]]
 
     @classmethod
@@ -53,9 +48,7 @@ class _Totals:
         computations = [action for action in program if isinstance(action, Compute)]
         return cls(
             [action for action in transfers if action.operation == "R"],
-            sum(action.operation == "S" for action in transfers),
             sum(action.kind == "F" for action in computations),
-            Counter(action.stage for action in computations if action.kind in ("W", "BW")),
             kept_whole(program, except_last),
         )
 
@@ -70,13 +63,13 @@ class Executor:
     def __init__(
         self,
         stages: Mapping[int, Stage],
-        exchange: StageMessages,
+        messages: StageMessages,
         recorder: Recorder,
         except_last: Container[int] = (),
     ) -> None:
         self.recorder = recorder
         self._stages = stages
-        self._messages = exchange
+        self._messages = messages
         self._activations: dict[Message, Sequence[tf.Tensor]] = {}
         self._gradients: dict[Message, Sequence[tf.Tensor]] = {}
         self._awaited: dict[tuple[Direction, Message], Transfer] = {}
@@ -84,15 +77,13 @@ class Executor:
         self._except_last = except_last
         self._program: Sequence[Action] = ()
         self._totals = _Totals.of(())
-        self._sends_left = 0
-        self._backwards_left: Counter[int] = Counter()
-        self._step: Step
+        self._step: BatchStep
 
     def run(
         self,
         program: Sequence[Action],
         rows: Mapping[int, int],
-        step: Step,
+        step: BatchStep,
         window: int | None = None,
     ) -> None:
         """Runs one step."""
@@ -101,8 +92,6 @@ class Executor:
             self._program, self._totals = program, _Totals.of(program, self._except_last)
         self._messages.begin(self._totals.receives, rows, window)
         self._step = step
-        self._sends_left = self._totals.sends
-        self._backwards_left = self._totals.backwards.copy()
         forwards_left = self._totals.forwards
         reduces = False
         for action in program:
@@ -117,9 +106,7 @@ class Executor:
                     step.reduce(action.stage, action.bucket)
                 continue
             stage = self._stages[action.stage]
-            # only now, for others wait for what was computed
-            self._noted(SUMS, stage.flush_overdue)
-            self._noted(METRICS, step.flush_overdue)
+            self._noted(step.flush_overdue)  # only now, for others wait for what was computed
             arrived = self._await_messages(stage.boundary, action)
             start = time.perf_counter()
             if action.kind == "F":
@@ -134,11 +121,9 @@ class Executor:
                 forwards_left -= 1
                 if not forwards_left:
                     step.forwards_done()
-            elif action.kind != "B":
-                self._backwards_left[action.stage] -= 1
 
     def clear(self) -> None:
-        """Drops what is left of a step that did not end."""
+        """Drops the values of a step that did not end."""
         self._activations.clear()
         self._gradients.clear()
         self._awaited.clear()
@@ -152,40 +137,22 @@ class Executor:
         start = time.perf_counter()
         kept = self._activations if action.direction == "F" else self._gradients
         self._messages.send(action, kept.pop(action.message))
-        self._sends_left -= 1
         self.recorder.spans.append(Span(action, start, time.perf_counter()))
 
     def _receive(self, action: Transfer) -> Sequence[tf.Tensor]:
         self._waits_since = time.perf_counter()
-        arrived = self._messages.receive(action, self._run_pending)
+        arrived = self._messages.receive(action, lambda: self._noted(self._step.run_pending))
         self.recorder.spans.append(Span(action, self._waits_since, time.perf_counter()))
         return arrived
 
-    def _run_pending(self) -> bool:
-        """Does some of what can be done while waiting; returns whether there was any."""
-        return (
-            self._noted(METRICS, self._step.run_pending)
-            or self._noted(SUMS, self._multiply_ahead)
-            or self._noted(UPDATE, self._update_ahead)
-        )
-
-    def _multiply_ahead(self) -> bool:
-        return any(stage.run_pending() for stage in self._stages.values())
-
-    def _update_ahead(self) -> bool:
-        if self._sends_left:  # others would wait for this rank
-            return False
-        done = (stage for stage in self._stages if not self._backwards_left[stage])
-        return any(map(self._step.update, done))
-
-    def _noted(self, name: str, work: Callable[[], bool]) -> bool:
-        """Notes some work that is no action of the schedule, if there was any."""
+    def _noted(self, work: Callable[[], bool]) -> bool:
+        """Updates metrics, between computations or while waiting, and notes it if there was any."""
         start = time.perf_counter()
         with self._messages.computing():
             found = work()
         if found:
             self._waits_since = time.perf_counter()
-            self.recorder.spans.append(Span(name, start, self._waits_since))
+            self.recorder.spans.append(Span(METRICS, start, self._waits_since))
         return found
 
     def _await_messages(self, boundary: StageBoundary, action: Compute) -> list[tf.Tensor]:
@@ -209,7 +176,7 @@ class Executor:
         return (self._activations if direction == "F" else self._gradients).pop(message)
 
     def _forward(
-        self, stage: Stage, action: Compute, arrived: Sequence[tf.Tensor], step: Step
+        self, stage: Stage, action: Compute, arrived: Sequence[tf.Tensor], step: BatchStep
     ) -> None:
         boundary, key = stage.boundary, action.micro_batch
         inputs = [*step.data(boundary.index, key), *arrived]
@@ -229,7 +196,7 @@ class Executor:
             step.finish(key, _pick(values, boundary.model_outputs))
 
     def _backward(
-        self, stage: Stage, action: Compute, arrived: Sequence[tf.Tensor], step: Step
+        self, stage: Stage, action: Compute, arrived: Sequence[tf.Tensor], step: BatchStep
     ) -> None:
         boundary, key = stage.boundary, action.micro_batch
         sums: Values = dict(step.loss_gradients(key)) if boundary.model_outputs else {}

@@ -18,13 +18,13 @@ def on_one_rank(
 ) -> Any:
     """Lets one rank do something alone; all ranks wait for it and learn of a failure."""
     failure: Exception | None = None
-    told: list[Any] = [None, None]
+    answer: list[Any] = [None, None]
     if communicator.rank == rank:
         try:
-            told = [None, work()]
+            answer = [None, work()]
         except Exception as caught:
-            failure, told = caught, [f"{type(caught).__name__}: {caught}", None]
-    reason, result = communicator.broadcast_json(told, rank)
+            failure, answer = caught, [f"{type(caught).__name__}: {caught}", None]
+    reason, result = communicator.broadcast_json(answer, rank)
     if failure is not None:
         raise failure
     if reason is not None:
@@ -37,12 +37,12 @@ def on_all_ranks(communicator: Communicator, what: str, work: Callable[[], Any])
     failure: Exception | None = None
     try:
         work()
-    except CommunicationError:  # others cannot be told
+    except CommunicationError:  # others cannot hear of it
         raise
     except Exception as caught:
         failure = caught
-    told = None if failure is None else f"{type(failure).__name__}: {failure}"
-    reasons = communicator.allgather_json(told)
+    answer = None if failure is None else f"{type(failure).__name__}: {failure}"
+    reasons = communicator.allgather_json(answer)
     if failure is not None:
         raise failure
     for rank, reason in enumerate(reasons):

@@ -2,24 +2,151 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import tensorflow as tf
+
+from tarantella_pp import errors
+from tarantella_pp.errors import TarantellaError, UnsupportedModelError
 from tarantella_pp.partition.extraction.keras_reader import ExtractedModel
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.runtime.batch.batch import Batch
-from tarantella_pp.runtime.batch.batch_step import BatchStep
+from tarantella_pp.runtime.batch_step import BatchStep
+from tarantella_pp.runtime.comm.communicator import Communicator
 from tarantella_pp.runtime.executor import Executor
 from tarantella_pp.runtime.modules.model_outputs import find_activations
-from tarantella_pp.runtime.modules.stage_boundary import stage_boundaries, stage_edges
-from tarantella_pp.runtime.rehearsal import Rehearsal
+from tarantella_pp.runtime.modules.stage_boundary import (
+    StageBoundary,
+    StageEdge,
+    stage_boundaries,
+    stage_edges,
+)
+from tarantella_pp.runtime.probes.stage_probe import Pieces
 from tarantella_pp.runtime.replicas.forward_state import ForwardState
 from tarantella_pp.runtime.replicas.process_groups import ProcessGroups
-from tarantella_pp.runtime.stage.gradient_reachability import find_connected_gradients
 from tarantella_pp.runtime.stage.stage import Stage
 from tarantella_pp.runtime.stage_messages import StageMessages
 from tarantella_pp.runtime.tracing.recorder import Recorder
-from tarantella_pp.schedule import Schedule, send_window
+from tarantella_pp.schedule import Schedule, Transfer, send_window
+
+
+class Rehearsal:
+    """Runs the first micro-batch forward, stage after stage, and leaves nothing behind.
+
+    In a step a rank whose stage fails leaves the others waiting for its messages. What can fail
+    before anything is trained, a stage that is refused above all, fails here, on every rank alike,
+    and leaves no message under way: the ranks can go on, with another model for example.
+    """
+
+    def __init__(
+        self,
+        boundaries: Sequence[StageBoundary],
+        stages: Mapping[int, Stage],
+        messages: StageMessages,
+        placement: Sequence[int],
+        groups: ProcessGroups,
+        state: ForwardState,
+    ) -> None:
+        self._boundaries = boundaries
+        self._stages = stages
+        self._messages = messages
+        self._placement = placement
+        self._communicator = groups.pipeline
+        self._groups = groups
+        self._state = state
+        self._measures = False
+        self._tried: set[tuple[bool, bool]] = set()
+        self._arrived: dict[int, list[tf.Tensor]] = defaultdict(list)
+
+    def is_due(self, training: bool, pieces: Pieces) -> bool:
+        """Whether steps of a kind are yet to be tried out."""
+        several = pieces.total > 1
+        return (training, several) not in self._tried and (several or not pieces.is_plain)
+
+    def run(self, step: BatchStep) -> Exception | None:
+        """Runs the first micro-batch; all ranks must call it."""
+        self._arrived.clear()
+        self._measures = self._state.must_measure(step.training)
+        before = self._state.snapshot()
+        errors = (self._try(boundary, step) for boundary in self._boundaries)
+        error = next((error for error in errors if error is not None), None)
+        if self._measures:
+            self._state.measured(before, step.training)
+            self._state.restore(before)
+        error = self._of_all_replicas(error)
+        if error is None:
+            self._tried.add((step.training, step.pieces.total > 1))
+        return error
+
+    def compile(self, step: BatchStep) -> None:
+        """Compiles this rank's stages for the micro-batches of a step, if it knows their shapes."""
+        keys = {rows: key for key, rows in enumerate(step.pieces.sizes)}
+        for index, stage in self._stages.items():
+            for rows, key in keys.items():
+                arrived = [self._messages.shapes(edge, rows) for edge in stage.boundary.receives]
+                known = [specs for specs in arrived if specs is not None]
+                if len(known) == len(arrived):
+                    coming = [spec for specs in known for spec in specs]
+                    inputs = [*step.data(index, key), *coming]
+                    stage.compile([tf.TensorSpec(t.shape, t.dtype) for t in inputs], step.training)
+
+    def _of_all_replicas(self, error: Exception | None) -> Exception | None:
+        """The error of the first replica that has one."""
+        everywhere = self._groups.peers.allgather_json(_described(error))
+        for ranks, theirs in zip(self._groups.world_ranks, everywhere, strict=True):
+            if theirs is not None:
+                return error or _error_of(f"A stage of ranks {list(ranks)} cannot run", *theirs)
+        return None
+
+    def _try(self, boundary: StageBoundary, step: BatchStep) -> Exception | None:
+        """Runs a stage where it is, and passes on what it gives if it can run."""
+        owner = self._placement[boundary.index]
+        error: Exception | None = None
+        outputs: list[tf.Tensor] = []
+        if boundary.index in self._stages:
+            inputs = [*step.data(boundary.index, 0), *self._arrived.pop(boundary.index, ())]
+            try:
+                outputs = self._stages[boundary.index].rehearse(step, inputs)
+                if self._measures:
+                    self._stages[boundary.index].run_once(inputs, step)
+            except Exception as caught:
+                error = caught
+        described = self._communicator.broadcast_json(_described(error), owner)
+        if described is not None:
+            where = f"Stage {boundary.index} cannot run on rank {owner}"
+            return error or _error_of(where, *described)
+        values = dict(zip(boundary.outputs, outputs, strict=False))
+        for edge in boundary.sends:
+            self._pass_on(edge, [values[tensor] for tensor in edge.tensors if values], step)
+        return None
+
+    def _pass_on(self, edge: StageEdge, values: list[tf.Tensor], step: BatchStep) -> None:
+        """Takes what a stage gives to a later one; it is received before anything else can fail."""
+        source, target = self._placement[edge.source], self._placement[edge.target]
+        rank = self._communicator.rank
+        if rank == source != target:
+            self._messages.send(Transfer(edge.source, edge.target, "S", "F", 0), values)
+        elif rank == target != source:
+            receive = Transfer(edge.source, edge.target, "R", "F", 0)
+            self._messages.begin([receive], {0: step.pieces.sizes[0]})
+            values = self._messages.receive(receive)
+        if rank == target:
+            self._arrived[edge.target] += values
+
+
+def _described(error: Exception | None) -> list[str] | None:
+    """An error as plain data, for other ranks."""
+    return None if error is None else [type(error).__name__, str(error)]
+
+
+def _error_of(where: str, name: str, text: str) -> Exception:
+    """The error of another rank, of its own class if that is one of this library."""
+    kind = getattr(errors, name, None)
+    if isinstance(kind, type) and issubclass(kind, TarantellaError):
+        return kind(text)
+    return UnsupportedModelError(f"{where}. {name}: {text}")
 
 
 class RankStages(Mapping[int, Stage]):
@@ -39,8 +166,6 @@ class RankStages(Mapping[int, Stage]):
         plan: Plan,
         placement: Sequence[int],
         groups: ProcessGroups,
-        *,
-        micro_batches: int,
     ) -> None:
         graph, ranks = extracted.graph, groups.pipeline
         self._groups = groups
@@ -54,7 +179,6 @@ class RankStages(Mapping[int, Stage]):
                 boundary,
                 [extracted.calls[node] for node in boundary.nodes],
                 recompute=boundary.index in plan.recompute,
-                micro_batches=micro_batches,
                 num_replicas=groups.num_replicas,
             )
             for boundary in self.boundaries
@@ -108,7 +232,7 @@ class RankStages(Mapping[int, Stage]):
         self._forward_state.end(batch.shares, step.training)
 
     def clear(self) -> None:
-        """Drops what is left of a step that an error has ended."""
+        """Drops the rest of a step that an error has ended."""
         self._executor.clear()
         for stage in self._own.values():
             stage.clear()
@@ -138,3 +262,35 @@ class RankStages(Mapping[int, Stage]):
             known = shapes.get(f"{self._groups.replica}.{index}")
             if known:
                 stage.begin_with(known)
+
+
+def find_connected_gradients(
+    boundaries: Sequence[StageBoundary],
+    stages: Mapping[int, Stage],
+    placement: Sequence[int],
+    communicator: Communicator,
+    scored: Iterable[int],
+) -> None:
+    """Tells each stage's gradient sums which weights no gradient reaches; once for each loss.
+
+    Keras leaves a weight alone that no gradient reaches, where a gradient of zero would let it
+    decay. A stage by itself cannot tell the two apart: what comes back over a cut may be zeros
+    only because a later stage, or the loss, does not use it.
+    """
+    connected = {
+        (-1, tensor) for tensor in communicator.broadcast_json(list(scored), placement[-1])
+    }
+    for boundary in reversed(boundaries):
+        coming = [
+            (boundary.model_outputs != () and (-1, tensor.tensor) in connected)
+            or any((edge.target, tensor.tensor) in connected for edge in boundary.sends)
+            for tensor in boundary.outputs_with_gradient
+        ]
+        stage = stages.get(boundary.index)
+        reached = None if stage is None else stage.reached(coming)
+        reached = communicator.broadcast_json(reached, placement[boundary.index])
+        connected |= {
+            (boundary.index, tensor.tensor)
+            for tensor, is_reached in zip(boundary.input_gradients, reached, strict=True)
+            if is_reached
+        }

@@ -40,7 +40,7 @@ class Conversion(NamedTuple):
 
     @classmethod
     def of_tensorflow(cls) -> Conversion:
-        """Returns that of TensorFlow's eager tensors."""
+        """The conversion of TensorFlow's eager tensors."""
         from tarantella_pp.runtime.comm import tensor_buffers
 
         return cls(tensor_buffers.to_buffer, tensor_buffers.to_tensor, tensor_buffers.cast)
@@ -121,23 +121,23 @@ class StageMessages:
 
     def send(self, action: Transfer, values: Sequence[tf.Tensor]) -> None:
         """Hands a message over; returns at once where the window of its link allows."""
-        target, way = self._placement[action.target], self._way(action)
-        if way.narrows:
-            values = list(map(self._conversion.cast, values, way.on_wire))
+        target, form = self._placement[action.target], self._format(action)
+        if form.narrows:
+            values = list(map(self._conversion.cast, values, form.on_wire))
         arrays = [self._conversion.to_buffer(value) for value in values]
-        if way.is_dynamic:
+        if form.is_dynamic:
             sizes = np.array([size for a in arrays for size in a.shape], np.int64)
-            self._communicator.send([sizes], target, way.tag, label=f"shapes of {way.label}")
-        sending = self._communicator.send(arrays, target, way.tag, label=way.label)
+            self._communicator.send([sizes], target, form.tag, label=f"shapes of {form.label}")
+        sending = self._communicator.send(arrays, target, form.tag, label=form.label)
         self._post_ahead()
-        if self._window is not None and action.direction == "F" and not way.is_dynamic:
+        if self._window is not None and action.direction == "F" and not form.is_dynamic:
             waiting = self._sent.setdefault((action.source, action.target), deque())
             waiting.append(sending)
             if len(waiting) > self._window:
                 self._communicator.wait_sent(waiting.popleft())
 
     def shapes(self, edge: StageEdge, rows: int) -> list[TensorSpec] | None:
-        """What crosses an edge for so many samples; `None` where the model does not say."""
+        """What crosses an edge for some number of samples; `None` where the model does not say."""
         if any(map(self._is_dynamic, edge.tensors)):
             return None
         return [TensorSpec(self._shape_of(t, rows), self._dtype(t)) for t in edge.tensors]
@@ -158,8 +158,8 @@ class StageMessages:
         # The next receive is posted after a send, when no other stage waits for this one.
         arrays = request.wait(meanwhile)
         values = [self._conversion.to_tensor(array) for array in arrays]
-        way = self._way(action)
-        return list(map(self._conversion.cast, values, way.dtypes)) if way.narrows else values
+        form = self._format(action)
+        return list(map(self._conversion.cast, values, form.dtypes)) if form.narrows else values
 
     def _post_ahead(self) -> None:
         while self._expected and len(self._posted) < _AHEAD:
@@ -168,30 +168,30 @@ class StageMessages:
     def _post_next(self) -> None:
         action = self._expected.pop()
         self._not_posted.remove(action)
-        rows, way = self._rows[action.micro_batch], self._way(action)
-        if way.is_dynamic:
+        rows, form = self._rows[action.micro_batch], self._format(action)
+        if form.is_dynamic:
             return  # its shapes come first
-        if (way.tag, rows) not in self._specs:
-            shapes = [self._shape_of(tensor, rows) for tensor in way.tensors]
-            self._specs[way.tag, rows] = list(map(TensorSpec, shapes, way.on_wire))
-        self._posted[action] = self._post(action, self._specs[way.tag, rows])
+        if (form.tag, rows) not in self._specs:
+            shapes = [self._shape_of(tensor, rows) for tensor in form.tensors]
+            self._specs[form.tag, rows] = list(map(TensorSpec, shapes, form.on_wire))
+        self._posted[action] = self._post(action, self._specs[form.tag, rows])
 
     def _post_dynamic(self, action: Transfer) -> RecvRequest:
-        way = self._way(action)
-        ranks = [len(self._shape(tensor)) for tensor in way.tensors]
+        form = self._format(action)
+        ranks = [len(self._shape(tensor)) for tensor in form.tensors]
         shapes = [TensorSpec((sum(ranks),), np.dtype(np.int64))]
         sizes = self._post(action, shapes, "shapes of ").wait()[0].tolist()
         specs = []
-        for dtype, rank in zip(way.on_wire, ranks, strict=True):
+        for dtype, rank in zip(form.on_wire, ranks, strict=True):
             specs.append(TensorSpec(tuple(sizes[:rank]), dtype))
             sizes = sizes[rank:]
         return self._post(action, specs)
 
     def _post(self, action: Transfer, specs: Sequence[TensorSpec], what: str = "") -> RecvRequest:
-        source, way = self._placement[action.source], self._way(action)
-        return self._communicator.post_receive(specs, source, way.tag, label=what + way.label)
+        source, form = self._placement[action.source], self._format(action)
+        return self._communicator.post_receive(specs, source, form.tag, label=what + form.label)
 
-    def _way(self, action: Transfer) -> _MessageFormat:
+    def _format(self, action: Transfer) -> _MessageFormat:
         key = (action.direction, action.message)
         if key not in self._formats:
             self._formats[key] = self._find_format(action)

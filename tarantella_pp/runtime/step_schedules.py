@@ -7,15 +7,23 @@ from collections.abc import Sequence
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan.plan_simulation import search_limits
-from tarantella_pp.runtime.autotune import Autotune
+from tarantella_pp.runtime.comm.communicator import Communicator
 from tarantella_pp.runtime.modules.stage_boundary import StageEdge
 from tarantella_pp.runtime.replicas.process_groups import ProcessGroups
+from tarantella_pp.runtime.tracing.links import clock_offset
+from tarantella_pp.runtime.tracing.recorded_step import gather_steps, measured_costs
 from tarantella_pp.runtime.tracing.recorder import StepRecord
-from tarantella_pp.schedule import SEARCHED, Schedule, ScheduleSpec, lower, validate
+from tarantella_pp.schedule import SEARCHED, Schedule, ScheduleSpec, lower, make_schedule, validate
+from tarantella_pp.simulation import Costs, search_schedule
+
+WARM_UP = 1
+"""Steps of each kind that are not measured, for TensorFlow compiles in them."""
+MEASURED = 4
+"""Steps of each kind that are measured."""
 
 
 class StepSchedules:
-    """Schedules with their messages and reductions, each of which has passed all laws.
+    """Schedules with their messages and reductions; each has passed all laws.
 
     Attributes:
         spec: The schedule by now; one that is searched for changes.
@@ -82,7 +90,7 @@ class StepSchedules:
             self._tuning = None
 
     def _schedule(self, spec: ScheduleSpec | None, count: int) -> Schedule:
-        """A schedule of so many micro-batches; `None` for forward passes only."""
+        """A schedule for some number of micro-batches; without a spec, forward passes only."""
         if (spec, count) not in self._made:
             plain = self.spec.make_inference(count) if spec is None else spec.make(count)
             buckets = [] if spec is None else self._buckets
@@ -90,3 +98,66 @@ class StepSchedules:
             validate(lowered)
             self._made[spec, count] = lowered
         return self._made[spec, count]
+
+
+class Autotune:
+    """Searches for the fastest schedule while the pipeline trains.
+
+    Some steps run with both gradients of a micro-batch in one, some with one after the other.
+    Then rank 0 searches with the medians of what these cost, and all ranks go on with what it
+    finds. All these steps train: gradients are summed in the same order in every schedule.
+    """
+
+    def __init__(
+        self,
+        spec: ScheduleSpec,
+        num_micro_batches: int,
+        in_flight_limit: Sequence[int],
+        communicator: Communicator,
+    ) -> None:
+        self._wanted = spec
+        self._num_micro_batches = num_micro_batches
+        self._limit = tuple(in_flight_limit)
+        self._communicator = communicator
+        self._rows = 0
+        self._steps: list[StepRecord] = []
+        fused = make_schedule("1f1b", spec.num_stages, num_micro_batches, placement=spec.placement)
+        self._trials = [self._spec_of(fused), spec]
+
+    @property
+    def spec(self) -> ScheduleSpec:
+        """The spec of the next step."""
+        return self._trials[len(self._steps) // (WARM_UP + MEASURED)]
+
+    def learn(self, step: StepRecord) -> ScheduleSpec | None:
+        """Takes notice of a step that has ended; all ranks must call this alike."""
+        self._rows = self._rows or step.rows
+        if step.rows != self._rows:
+            return None  # the last batch of a data set is often smaller, and takes less time
+        self._steps.append(step)
+        if len(self._steps) < len(self._trials) * (WARM_UP + MEASURED):
+            return None
+        try:
+            return self._found()
+        except BaseException:
+            self._steps.pop()  # measured and searched for again
+            raise
+
+    def _found(self) -> ScheduleSpec:
+        ranks = self._communicator
+        kept = [s for i, s in enumerate(self._steps) if i % (WARM_UP + MEASURED) >= WARM_UP]
+        costs = measured_costs(gather_steps(kept, clock_offset(ranks), ranks))
+        text = self._search(costs).to_text() if ranks.rank == 0 else None
+        return self._spec_of(Schedule.from_text(ranks.broadcast_json(text, 0)))
+
+    def _spec_of(self, schedule: Schedule) -> ScheduleSpec:
+        return ScheduleSpec.of_custom(schedule, self._wanted.num_stages, self._wanted.num_ranks)
+
+    def _search(self, costs: Costs) -> Schedule:
+        return search_schedule(
+            self._wanted.num_stages,
+            self._num_micro_batches,
+            placement=self._wanted.placement,
+            costs=costs,
+            in_flight_limit=self._limit,
+        )

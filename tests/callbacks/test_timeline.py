@@ -23,7 +23,7 @@ from tarantella_pp.runtime.tracing.recorded_step import (
 )
 from tarantella_pp.runtime.tracing.recorder import (
     LOGS,
-    SUMS,
+    METRICS,
     TIES,
     UPDATE,
     Span,
@@ -67,7 +67,7 @@ def recorded(name, costs=None, steps=2):
             for event in own:
                 start = zero + event.start
                 if costs is not None and event.action in costs.before:
-                    mine.append(Span(SUMS, start - costs.before[event.action], start))
+                    mine.append(Span(METRICS, start - costs.before[event.action], start))
                 mine.append(Span(event.action, start, zero + event.end))
             mine.append(Span(UPDATE, mine[-1].end, mine[-1].end + 1.0))
             mine.append(Span(LOGS, mine[-1].end, mine[-1].end + 0.5))

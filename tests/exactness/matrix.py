@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from tarantella_pp.runtime.batch.batch_step import BatchStep
+from tarantella_pp.runtime.batch_step import BatchStep
 from tests.exactness import callbacks, layers, losses, metrics, optimizers
 from tests.exactness.trials import Judge, Trial, Verdict
 from tests.helpers.mpi import mpi_run

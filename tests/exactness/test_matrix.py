@@ -8,7 +8,7 @@ from collections import Counter
 import keras
 import pytest
 
-from tarantella_pp.runtime.batch.batch_step import BatchStep
+from tarantella_pp.runtime.batch_step import BatchStep
 from tests.exactness import expected, layers, matrix, table
 from tests.exactness.trials import BY_MICRO_BATCH, DIFFERS, EXACT, REFUSED, Group, Judge, Verdict
 from tests.helpers.draws import more_asked_for

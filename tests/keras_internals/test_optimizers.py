@@ -47,38 +47,6 @@ def optimizers_of_keras():
             yield name
 
 
-def three_steps(optimizer, groups):
-    """Trains two weights, group by group as the stages of a rank are."""
-    values = np.arange(12.0).reshape(3, 4) / 9, np.ones((4, 2))
-    weights = [keras.Variable(value, dtype="float32") for value in values]
-    optimizer.build(weights)
-    for step in range(3):
-        gradients = [keras.ops.cos(weight + step) for weight in weights]
-        for group in groups:
-            optimizer.apply([gradients[i] for i in group], [weights[i] for i in group])
-            if group is not groups[-1]:
-                optimizer.iterations.assign_sub(1)
-    return [weight.numpy() for weight in weights]
-
-
-@pytest.mark.parametrize("name", list(optimizers_of_keras()))
-def test_optimizers_that_do_not_treat_weights_one_by_one_are_known(name):
-    kind = getattr(keras.optimizers, name)
-    whole, parts = three_steps(kind(), [[0, 1]]), three_steps(kind(), [[0], [1]])
-    same = all(np.array_equal(a, b) for a, b in zip(whole, parts, strict=True))
-    assert optimizers.updates_weights_alone(kind()) == same, ADVICE + "_STEPPING"
-
-
-def test_optimizers_of_which_nothing_is_known_treat_all_weights_at_once():
-    class Own(keras.optimizers.SGD):
-        pass
-
-    several = {"global_clipnorm": 1.0, "use_ema": True, "gradient_accumulation_steps": 2}
-    options = [keras.optimizers.SGD(**{name: value}) for name, value in several.items()]
-    assert not any(map(optimizers.updates_weights_alone, [Own(), *options]))
-    assert optimizers.updates_weights_alone(keras.optimizers.SGD(clipnorm=1.0))
-
-
 def test_the_learning_rate_is_a_variable_or_a_schedule():
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
     advice = ADVICE + "Optimizer._learning_rate"
@@ -158,7 +126,7 @@ def test_halves_of_a_model_make_the_step_of_the_whole(kind):
             ]
         )
         for half, gradient, weight in zip(halves, gradients, parts, strict=True):
-            with optimizers.told(half, totals):
+            with optimizers.with_global_norm(half, totals):
                 half.apply([gradient], [weight])
     advice = ADVICE + "check_finite, _clip_gradients, _accumulated_gradients"
     for half, part, weight in zip(halves, parts, weights, strict=True):

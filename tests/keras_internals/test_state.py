@@ -17,7 +17,7 @@ from tarantella_pp.errors import StaleWeightError
 from tarantella_pp.keras_internals import state
 from tarantella_pp.keras_internals.optimizers import count_step
 from tarantella_pp.runtime.state.remote_variables import (
-    Clock,
+    StepCounter,
     is_stale,
     make_remote,
 )
@@ -119,7 +119,7 @@ def test_models_remember_how_they_were_compiled():
 def test_a_remote_variable_is_read_only_while_it_is_true():
     layer = layers.Dense(3)
     layer.build((None, 2))
-    clocks = [Clock(), Clock()]
+    clocks = [StepCounter(), StepCounter()]
     for clock in clocks:
         make_remote(layer.kernel, clock)
     assert isinstance(layer.kernel, keras.Variable)

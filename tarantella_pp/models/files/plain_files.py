@@ -12,7 +12,7 @@ import keras
 
 from tarantella_pp.keras_internals.model_files import CONFIG, METADATA, WEIGHTS, save_state
 from tarantella_pp.partition.extraction.keras_reader import ExtractedModel
-from tarantella_pp.runtime.state.value_pieces import rows_of
+from tarantella_pp.runtime.state.remote_variables import rows_of
 
 
 def plain_model(extracted: ExtractedModel, optimizer: Any = None) -> keras.Model:

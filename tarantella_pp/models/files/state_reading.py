@@ -15,9 +15,9 @@ from tarantella_pp.errors import ConfigurationError, FileError, StaleWeightError
 from tarantella_pp.keras_internals.model_files import load_state
 from tarantella_pp.keras_internals.training import layers_in
 from tarantella_pp.models.files.keras_file import KerasFile
-from tarantella_pp.runtime.state.free_memory import give_back
 from tarantella_pp.runtime.state.remote_variables import let_go, only_own_assigned
 from tarantella_pp.runtime.state.stored_values import array_of
+from tarantella_pp.runtime.state.value_stream import give_back
 
 
 def read_state(file: KerasFile, plain: keras.Model, needed: Iterable[Any]) -> None:

@@ -14,7 +14,7 @@ from tarantella_pp.models.own_steps.step_program import StepProgram
 from tarantella_pp.models.own_steps.step_trace import StepTrace
 from tarantella_pp.runtime.batch.batch import Batch
 from tarantella_pp.runtime.comm.communicator import Communicator
-from tarantella_pp.runtime.replicas.batch_statistics import BatchStatistics
+from tarantella_pp.runtime.replicas.forward_state import BatchStatistics
 from tarantella_pp.runtime.replicas.replica_exchange import ReplicaExchange
 
 

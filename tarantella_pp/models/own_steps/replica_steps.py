@@ -17,9 +17,8 @@ from tarantella_pp.runtime.batch.batch import Batch
 from tarantella_pp.runtime.comm.communicator import Communicator
 from tarantella_pp.runtime.one_rank import on_all_ranks, on_one_rank
 from tarantella_pp.runtime.replicas.batch_share import BatchShare, batch_shares
-from tarantella_pp.runtime.replicas.batch_statistics import BatchStatistics
-from tarantella_pp.runtime.replicas.replica_check import check_replicas
-from tarantella_pp.runtime.state.variable_sync import broadcast_variable
+from tarantella_pp.runtime.replicas.forward_state import BatchStatistics
+from tarantella_pp.runtime.state.rank_weights import broadcast_variable, check_replicas
 from tarantella_pp.runtime.tracing.recorder import Recorder
 
 _TRIES = 0

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from tarantella_pp.partition.costs.deferred_gradients import MatmulChunks
 from tarantella_pp.partition.graph.layer_graph import (
     LayerGraph,
     Node,
     Weight,
 )
-from tarantella_pp.partition.graph.units import item_bytes
 from tarantella_pp.partition.plan.plan_parts import CutEdge, OutputUse
 
 AT_ONCE = 5
@@ -112,55 +110,6 @@ def update_bytes(graph: LayerGraph, weights: Iterable[Weight], slots: Sequence[i
     dense = sorted((weight.bytes for weight in trainable if weight.id not in sparse), reverse=True)
     slices = sum(slots[weight.id] for weight in trainable if weight.id in sparse)
     return min(sum(dense), AT_ONCE * max(dense, default=0)) + math.ceil(DENSE_COPIES * slices)
-
-
-def factor_bytes(
-    graph: LayerGraph, nodes: Iterable[Node], rows: int, micro_batches: int
-) -> tuple[int, int]:
-    """Counts what is collected of gradients of dense layers, where it is multiplied in chunks.
-
-    In one chunk it takes the place of the gradients. A kernel of several nodes counts for each of
-    them, although its gradients are added up.
-    """
-    besides = most = 0
-    for node, kernel, chunking in _chunked(graph, nodes, rows, micro_batches):
-        if chunking.number > 1:
-            given, made = graph.tensors[node.inputs[0]], graph.tensors[node.outputs[0]]
-            factors = rows * (given.bytes_per_sample + made.bytes_per_sample)
-            besides += chunking.beside_sum * factors
-            most = max(most, 2 * kernel.bytes + chunking.size * factors)
-    return besides, most
-
-
-def deferred_bytes(graph: LayerGraph, nodes: Iterable[Node], rows: int, micro_batches: int) -> int:
-    """Counts gradients that are not added up for each micro-batch: all but a sum for each chunk."""
-    return sum(
-        kernel.bytes * (micro_batches - chunking.number) // micro_batches
-        for _, kernel, chunking in _chunked(graph, nodes, rows, micro_batches)
-    )
-
-
-def _chunked(
-    graph: LayerGraph, nodes: Iterable[Node], rows: int, micro_batches: int
-) -> Iterator[tuple[Node, Weight, MatmulChunks]]:
-    """Yields the kernels whose gradients are multiplied in chunks."""
-    for node in nodes:
-        for kernel in _kernels(graph, node):
-            made = graph.tensors[node.outputs[0]]
-            inputs, outputs = kernel.shape
-            samples = made.bytes_per_sample // item_bytes(made.dtype) // outputs
-            chunking = MatmulChunks.of(micro_batches, rows * samples, inputs, outputs)
-            if chunking is not None:
-                yield node, kernel, chunking
-
-
-def _kernels(graph: LayerGraph, node: Node) -> list[Weight]:
-    """The kernel of a dense layer that trains it in the type in which it computes."""
-    if node.kind != "Dense":
-        return []
-    made = graph.tensors[node.outputs[0]].dtype
-    weights = [graph.weights[i] for i in node.weights]
-    return [w for w in weights if len(w.shape) == 2 and w.trainable and w.dtype == made]
 
 
 def tie_bytes(weights: Iterable[Weight], users: Users, stage: int) -> int:

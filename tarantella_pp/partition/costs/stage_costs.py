@@ -17,8 +17,6 @@ from tarantella_pp.partition.costs.peak_memory import (
     OutputBytes,
     Users,
     backward_bytes,
-    deferred_bytes,
-    factor_bytes,
     message_bytes,
     output_bytes,
     tie_bytes,
@@ -241,9 +239,6 @@ class StageCostModel:
             held = self._kept(nodes, again=repeats > 0)
             made = output_bytes(self.graph, rows, count, in_flight, self.outputs, held)
         end = made.end - in_flight * kept - repeats * repeated
-        factors, product = factor_bytes(
-            self.graph, nodes, self.micro_batch_size, self.micro_batches
-        )
         times = None if self.seconds is None else [self.seconds[i] for i in ids]
         return StagePlan(
             first=nodes[0].name,
@@ -260,12 +255,8 @@ class StageCostModel:
             forward_seconds=None if times is None else sum(f for f, _ in times),
             backward_seconds=None if times is None else sum(b for _, b in times),
             recomputed_bytes=repeats * repeated,
-            deferred_bytes=deferred_bytes(
-                self.graph, nodes, self.micro_batch_size, self.micro_batches
-            ),
-            working_bytes=factors
-            + max(
-                made.held + max(made.gradients + backward, made.loss), sent, update, product, end
+            working_bytes=max(
+                made.held + max(made.gradients + backward, made.loss), sent, update, end
             ),
         )
 

@@ -33,8 +33,7 @@ class StagePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         backward_seconds: Seconds of its backward pass, without a repeated forward pass.
         bucket_bytes: Bytes of each bucket in which its gradients are summed over replicas; `None`
             in files from before there were any.
-        deferred_bytes: Of the gradients, what need not be added up for each micro-batch, because
-            products of several are made at once.
+        deferred_bytes: In files of versions that made products of several micro-batches at once.
         reduction_bytes: What gradients and new values travel in between replicas, which is kept
             from step to step.
     """

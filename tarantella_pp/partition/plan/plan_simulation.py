@@ -234,14 +234,13 @@ class PlanSimulation:
         """Costs of a stage for micro-batches of `mean` samples.
 
         Gradients of inputs and of weights take half of the backward pass each. Weight gradients
-        are added to a sum besides, where that was not measured, but for those put off.
+        are added to a sum besides, where that was not measured.
         """
         stage = self.plan.stages[index]
         forward, gradient = seconds[0], seconds[1] / 2
         machine, summed = self.machine, 0.0
         if stage.forward_seconds is None or stage.backward_seconds is None:
-            added = stage.parameter_bytes - stage.deferred_bytes
-            summed = SUMMING * max(0, added) / (machine.memory_bandwidth or math.inf)
+            summed = SUMMING * stage.parameter_bytes / (machine.memory_bandwidth or math.inf)
         else:
             share = mean / self.plan.micro_batch_size
             forward, gradient = share * stage.forward_seconds, share * stage.backward_seconds / 2

@@ -1,4 +1,4 @@
-"""Arrays that every rank has, of which each takes the rows that it needs."""
+"""Arrays that every rank has: each takes the rows that it needs."""
 
 from __future__ import annotations
 

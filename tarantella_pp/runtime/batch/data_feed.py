@@ -18,9 +18,8 @@ import tensorflow as tf
 
 from tarantella_pp.errors import ConfigurationError, UnsupportedModelError
 from tarantella_pp.runtime.batch.array_rows import ArrayRows
-from tarantella_pp.runtime.batch.batch import Batch
+from tarantella_pp.runtime.batch.batch import Batch, Need
 from tarantella_pp.runtime.batch.batch_announcement import END, READER, BatchAnnouncement
-from tarantella_pp.runtime.batch.need import Need
 from tarantella_pp.runtime.batch.nested_structure import (
     describe,
     rebuild,
@@ -111,7 +110,7 @@ class DataFeed:
             raise
 
     def _next_split(self, source: Iterator[Any]) -> Batch | None:
-        """Gets a batch of which the first rank of each replica reads the samples of its own."""
+        """Gets a batch whose samples the first rank of each replica reads, each its own."""
         part = self._read_part(source) if self.reads_for_replica else ReadPart()
         everyones = self._communicator.allgather_json(
             [part.rows, part.signature.hex(), failure_text(self._communicator.rank, part.failure)]
@@ -156,7 +155,7 @@ class DataFeed:
             return ReadPart(failure=error)
 
     def _exchange(self, rows: int, part: ReadPart) -> Batch:
-        """Gets inputs from the reader of the replica, and targets from those of all replicas."""
+        """Gets inputs from the replica's reader, and targets from all replicas' readers."""
         specs, *structures = self._news.signature
         shares, wanted = self._shares(rows), self._wanted(self._need, len(specs))
         leaves = [spec for structure in structures for spec in tensors_in(structure)]
@@ -192,7 +191,7 @@ class DataFeed:
                 self._communicator.send(targets, rank, _TARGETS_TAG, label="data")
 
     def _awaited(self, rows: int, specs: Sequence[Any], rank: int, tag: int) -> RecvRequest | None:
-        """Makes ready for so many samples of tensors; `None` for what this rank has itself."""
+        """Makes ready to receive samples; `None` where this rank has them itself."""
         if rank == self._communicator.rank:
             return None
         return self._communicator.post_receive(_buffers(rows, specs), rank, tag, label="data")
@@ -225,7 +224,7 @@ class DataFeed:
         return inputs, targets, (y_struct, w_struct)
 
     def _wanted(self, need: Need, count: int) -> Sequence[int]:
-        """Which of so many inputs a rank gets."""
+        """The inputs that a rank gets."""
         return need.inputs
 
     def _order(self, numbers: tf.Tensor, arrays: ArrayRows) -> Batch:
@@ -287,7 +286,7 @@ class DataFeed:
         return self._batch(rows, inputs, tensors[len(need) :], (y, weight))
 
     def _take(self, rows: int, arrays: ArrayRows) -> Batch:
-        """Takes the samples of the next batch, of which only the numbers come."""
+        """Takes the samples of the next batch from their numbers."""
         inputs: list[tf.Tensor] = []
         leaves: list[tf.Tensor] = []
         if self._need.any:
@@ -332,7 +331,7 @@ class Batches:
 
 
 def _buffers(rows: int, specs: Sequence[Any]) -> list[TensorSpec]:
-    """What so many samples of tensors take, of which shapes and dtypes were announced."""
+    """The buffers of some samples whose shapes and dtypes were announced."""
     return [
         TensorSpec((rows, *shape[1:]), tf.as_dtype(dtype).as_numpy_dtype) for shape, dtype in specs
     ]
@@ -345,7 +344,7 @@ def _signature(inputs: Sequence[tf.Tensor], y: Any, weight: Any) -> bytes:
 
 
 def failure_text(rank: int, failure: Exception | None) -> str:
-    """What the other ranks are told of an error while reading; nothing if there is none."""
+    """An error while reading, for the other ranks; empty if there is none."""
     if failure is None:
         return ""
     return f"Rank {rank} could not read the data: {type(failure).__name__}: {failure}"

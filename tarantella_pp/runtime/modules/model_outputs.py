@@ -69,14 +69,14 @@ def as_logits(value: tf.Tensor, tensor: int, activations: Mapping[int, Activatio
 
 
 def as_made(value: tf.Tensor, tensor: int, activations: Mapping[int, Activation]) -> tf.Tensor:
-    """The tensor of the model's graph of which this was handed on."""
+    """The tensor of the model's graph, from the value that was handed on."""
     return activations[tensor](value) if tensor in activations else value
 
 
 def output_spec(
     extracted: ExtractedModel, tensor: BoundaryTensor, rows: int | None = None
 ) -> tf.TensorSpec:
-    """What an output of a model, or its mask, looks like for so many samples."""
+    """What an output of a model, or its mask, looks like for some number of samples."""
     described = extracted.graph.tensors[tensor.tensor]
     shape = described.mask_shape if tensor.mask else described.shape
     shape = (rows, *shape[1:]) if shape and shape[0] is None else shape

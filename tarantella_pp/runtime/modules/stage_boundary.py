@@ -31,7 +31,7 @@ class StageEdge:
         source: Stage that makes the values.
         target: Later stage that uses them.
         tensors: The values, in the order of the message.
-        gradients: Those of `tensors` whose gradient travels back, in order.
+        gradients: The `tensors` whose gradient travels back, in order.
     """
 
     source: int
@@ -86,7 +86,7 @@ class StageBoundary:
 
     @functools.cached_property
     def input_gradients(self) -> tuple[BoundaryTensor, ...]:
-        """Those of `inputs` whose gradient the stage sends back."""
+        """The `inputs` whose gradient the stage sends back."""
         return tuple(tensor for edge in self.receives for tensor in edge.gradients)
 
 

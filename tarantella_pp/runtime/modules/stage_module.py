@@ -1,9 +1,9 @@
-"""What a stage computes with: its layers, and one gradient sum for each weight."""
+"""What a stage computes with: layers, and gradients summed over the micro-batches of a step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import keras
 import tensorflow as tf
@@ -16,10 +16,108 @@ from tarantella_pp.keras_internals.functional import (
 )
 from tarantella_pp.keras_internals.training import added_losses
 from tarantella_pp.partition.extraction.calls import Call
-from tarantella_pp.runtime.modules.gradient_accumulator import GradientAccumulator
 from tarantella_pp.runtime.modules.model_outputs import as_logits, as_made
 from tarantella_pp.runtime.modules.stage_boundary import BoundaryTensor, StageBoundary
-from tarantella_pp.runtime.replicas.batch_statistics import BatchStatistics
+from tarantella_pp.runtime.replicas.forward_state import BatchStatistics
+
+Slices: TypeAlias = tuple[tf.Tensor, tf.Tensor]
+"""Values and indices of a sparse gradient."""
+
+
+class GradientAccumulator:
+    """One sum for each trainable weight of a stage.
+
+    Dense gradients add up in place. Sparse ones (of an embedding) are collected as they are:
+    Keras' optimizers treat the slices of a batch one by one, so merging equal rows would
+    change the result. Weights that no gradient reaches have no sum, as in plain Keras.
+
+    Attributes:
+        reached: For each weight whether the gradient of the loss gets as far as this stage's
+            gradient of the weight; where not, the sum is nothing but zeros.
+    """
+
+    def __init__(self, weights: Sequence[Any]) -> None:
+        self.weights = list(weights)
+        self.reached = [True] * len(self.weights)
+        self._known = False
+        self._dense: list[tf.Variable | None] = [None] * len(self.weights)
+        self._sparse: dict[int, list[Slices]] = {}
+        self._empty = True
+
+    def prepare(self, gradients: Sequence[Any]) -> None:
+        """Learns from the gradients of one micro-batch what kind each weight's is."""
+        if self._known:
+            return
+        for i, (gradient, weight) in enumerate(zip(gradients, self.weights, strict=True)):
+            if isinstance(gradient, tf.IndexedSlices):
+                self._sparse[i] = []
+            elif gradient is not None:
+                zeros = tf.zeros(weight.shape, weight.dtype)
+                self._dense[i] = tf.Variable(zeros, trainable=False, name="gradient_sum")
+        self._known = True  # last, for an error may come before
+
+    def begin(self) -> bool:
+        """Returns whether nothing has been added since the last reset; call it before adding."""
+        empty, self._empty = self._empty, False
+        return empty
+
+    def add_dense(self, gradients: Sequence[Any], first: tf.Tensor | bool) -> None:
+        """Adds the dense ones of a micro-batch's gradients; works inside a `tf.function`.
+
+        The first ones take the place of what is there: their memory becomes the sum's,
+        which need neither be set to zero nor be read.
+        """
+        pairs = zip(self._dense, gradients, strict=True)
+        dense = [(total, gradient) for total, gradient in pairs if total is not None]
+
+        def replace() -> tf.Operation:
+            return tf.group(*(total.assign(gradient) for total, gradient in dense))
+
+        def add() -> tf.Operation:
+            return tf.group(*(total.assign_add(gradient) for total, gradient in dense))
+
+        if dense:
+            tf.cond(first, replace, add)
+
+    def slices_of(self, gradients: Sequence[Any]) -> list[Slices]:
+        """The sparse gradients of a micro-batch, as `collect` takes them."""
+        return [(gradients[i].values, gradients[i].indices) for i in self._sparse]
+
+    def collect(self, slices: Sequence[Slices]) -> None:
+        """Collects the sparse gradients of a micro-batch."""
+        for kept, pair in zip(self._sparse.values(), slices, strict=True):
+            kept.append(pair)
+
+    def take_collected(self) -> dict[int, Slices]:
+        """The sparse gradients of all micro-batches so far, by weight; forgets them.
+
+        Weight by weight, so that not all of it is there twice at a time.
+        """
+        collected: dict[int, Slices] = {}
+        for i, kept in self._sparse.items():
+            if kept:
+                values, indices = zip(*kept, strict=True)
+                collected[i] = tf.concat(values, 0), tf.concat(indices, 0)
+                kept.clear()
+        return collected
+
+    def gradient(self, index: int, collected: dict[int, Slices]) -> Any:
+        """The sum for one weight, for the optimizer; works inside a `tf.function`."""
+        if not self.reached[index]:
+            return None
+        total = self._dense[index]
+        if total is not None:
+            return tf.convert_to_tensor(total)
+        if index not in collected:
+            return None
+        values, indices = collected[index]
+        return tf.IndexedSlices(values, indices, tf.constant(list(self.weights[index].shape)))
+
+    def reset(self) -> None:
+        """Forgets all gradients so far."""
+        self._empty = True
+        for kept in self._sparse.values():
+            kept.clear()
 
 
 class StageModule:
@@ -32,12 +130,10 @@ class StageModule:
         blocks: Whether some input gets no gradient although it could; set by the passes.
     """
 
-    def __init__(
-        self, boundary: StageBoundary, calls: Sequence[Call], micro_batches: int = 1
-    ) -> None:
+    def __init__(self, boundary: StageBoundary, calls: Sequence[Call]) -> None:
         self.boundary = boundary
         self.layer = StageLayer(calls, boundary)
-        self.accumulator = GradientAccumulator(self.layer.trainable_variables, micro_batches)
+        self.accumulator = GradientAccumulator(self.layer.trainable_variables)
         self.statistics = BatchStatistics()
         self.added_by: dict[bool, tuple[str, ...]] = {True: (), False: ()}
         self.blocks = False
@@ -57,7 +153,7 @@ class StageModule:
         return outputs, tf.stack(added) if added else tf.zeros([0], dtype)
 
     def sources(self, inputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Those of `inputs` whose gradient the stage sends back."""
+        """The `inputs` whose gradient the stage sends back."""
         values = dict(zip(self.boundary.inputs, inputs, strict=True))
         return [values[tensor] for tensor in self.boundary.input_gradients]
 
@@ -93,7 +189,7 @@ class StageLayer(keras.layers.Layer):
     model itself is neither cloned nor changed.
 
     Attributes:
-        observe: Is told the results of each call, if it is set.
+        observe: Called with each call and its results, if it is set.
     """
 
     def __init__(self, calls: Sequence[Call], boundary: StageBoundary) -> None:

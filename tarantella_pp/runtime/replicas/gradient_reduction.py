@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, TypeAlias
@@ -31,7 +31,7 @@ Gradient: TypeAlias = "tf.Tensor | tf.IndexedSlices | None"
 Gradients: TypeAlias = "list[Gradient]"
 _Array: TypeAlias = "np.ndarray[Any, Any]"
 
-_NOTHING, _DENSE = -2, -1
+NOTHING, DENSE = -2, -1
 """In place of the number of rows of a gradient that is not sparse."""
 
 
@@ -43,7 +43,7 @@ class _Bucket:
         label: What it is, for reports.
         weights: The weights.
         owners: The replica that gets the sum of each weight's gradient; `None` if all get all.
-        dtypes: Their dtypes, each once; what is packed together has the same.
+        dtypes: Their dtypes, each once; only equal ones are packed together.
         tag: The first of its tags: of kinds, two for each dtype, one for each weight.
         dense: Which weights are known to have dense gradients.
     """
@@ -57,7 +57,7 @@ class _Bucket:
 
     @property
     def num_tags(self) -> int:
-        """Tags of its messages, those of other buckets come after."""
+        """How many tags its messages take; other buckets' tags come after."""
         return 1 + 2 * len(self.dtypes) + len(self.weights)
 
 
@@ -79,10 +79,10 @@ class GradientReduction:
         |-------|--|  |---|   -->   |-------|--.|---|  -->  reduced; the sums are parts of it
 
     Slices of embeddings are not added up but put one behind the other, in the order of the
-    replicas, as one pipeline collects those of its micro-batches: Keras' optimizers treat them one
+    replicas, as one pipeline collects its micro-batches': Keras' optimizers treat them one
     by one. Replicas need not have gradients of the same kinds: a replica without samples has
     none. So each tells the others what it has, beside the gradients, and nobody waits for that
-    but in the first step, in which it is not known yet what is dense.
+    but in the first step, where nobody knows yet which are dense.
     """
 
     def __init__(
@@ -123,28 +123,24 @@ class GradientReduction:
         """Surrounds a computation; see `Communicator.computing`."""
         return self._communicator.computing()
 
-    def ready(self, key: Hashable) -> bool:
-        """Returns whether the gradients of a bucket have been added up; never waits."""
-        return self._open[key].ready()
-
-    def finish(self, key: Hashable, meanwhile: Callable[[], bool] | None = None) -> Gradients:
+    def finish(self, key: Hashable) -> Gradients:
         """Waits for the gradients of a bucket, added up over all replicas."""
-        return self._open.pop(key).wait(meanwhile)
+        return self._open.pop(key).wait()
 
     def _steps(self, bucket: _Bucket, gradients: Sequence[Gradient]) -> Steps[Gradients]:
         ranks = self._communicator
-        kinds = np.array([_kind(gradient) for gradient in gradients], np.int64)
-        told = ranks.start_allgather([kinds], tag=bucket.tag, label=f"kinds of {bucket.label}")
+        kinds = np.array([kind_of(gradient) for gradient in gradients], np.int64)
+        theirs = ranks.start_allgather([kinds], tag=bucket.tag, label=f"kinds of {bucket.label}")
         sums = self._start_sums(bucket, gradients, sorted(bucket.dense), late=False)
-        yield [told]
-        everywhere = told.wait()[0].reshape(ranks.size, -1)
-        dense = set(np.flatnonzero((everywhere == _DENSE).any(axis=0)).tolist())
+        yield [theirs]
+        everywhere = theirs.wait()[0].reshape(ranks.size, -1)
+        dense = set(np.flatnonzero((everywhere == DENSE).any(axis=0)).tolist())
         sums += self._start_sums(bucket, gradients, sorted(dense - bucket.dense), late=True)
         bucket.dense |= dense
         slices = {
             i: self._start_slices(bucket, i, gradients[i], np.maximum(everywhere[:, i], 0).tolist())
             for i in range(len(gradients))
-            if i not in bucket.dense and (everywhere[:, i] != _NOTHING).any()
+            if i not in bucket.dense and (everywhere[:, i] != NOTHING).any()
         }
         yield [*(each.request for each in sums), *slices.values()]
         found: dict[int, Gradient] = {}
@@ -158,13 +154,13 @@ class GradientReduction:
         for i, owner in enumerate(bucket.owners or ()):
             if owner != ranks.rank:
                 found[i] = None
-        nothing = (everywhere == _NOTHING).all(axis=0)
+        nothing = (everywhere == NOTHING).all(axis=0)
         return [None if nothing[i] else found[i] for i in range(len(gradients))]
 
     def _start_sums(
         self, bucket: _Bucket, gradients: Sequence[Gradient], which: Sequence[int], late: bool
     ) -> list[_Sum]:
-        """Starts to add up dense gradients, those of each dtype together."""
+        """Starts to add up dense gradients, each dtype by itself."""
         found = []
         for number, dtype in enumerate(bucket.dtypes):
             own = [i for i in which if variable_dtype(bucket.weights[i]) == dtype]
@@ -184,7 +180,7 @@ class GradientReduction:
     def _start_sum(
         self, bucket: _Bucket, packed: _Array, places: dict[int, slice], tag: int
     ) -> _Sum:
-        """Starts to add up what is packed, for all replicas or for its owners."""
+        """Starts to add up a packed array, for all replicas or for its owners."""
         ranks, wire = self._communicator, self._wire_dtype
         if bucket.owners is None:
             request = ranks.start_allreduce(packed, wire_dtype=wire, tag=tag, label=bucket.label)
@@ -239,7 +235,7 @@ class GradientReduction:
 
 
 def in_buckets(variables: Sequence[Any], fusion_threshold: int) -> list[list[int]]:
-    """Packs variables whose gradients come together, those of the last layers first."""
+    """Packs variables whose gradients come together, the last layers' first."""
     buckets: list[list[int]] = []
     room = 0
     for i in reversed(range(len(variables))):
@@ -252,10 +248,11 @@ def in_buckets(variables: Sequence[Any], fusion_threshold: int) -> list[list[int
     return buckets
 
 
-def _kind(gradient: Gradient) -> int:
+def kind_of(gradient: Gradient) -> int:
+    """The number of rows of a sparse gradient; or which of the others it is."""
     if gradient is None:
-        return _NOTHING
-    return int(gradient.indices.shape[0]) if isinstance(gradient, tf.IndexedSlices) else _DENSE
+        return NOTHING
+    return int(gradient.indices.shape[0]) if isinstance(gradient, tf.IndexedSlices) else DENSE
 
 
 def _dense(gradient: Gradient, weight: Any, dtype: np.dtype[Any]) -> _Array | None:

@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import tensorflow as tf
 
 from tarantella_pp.partition.extraction.calls import Call
 from tarantella_pp.runtime.modules.stage_boundary import StageBoundary
 from tarantella_pp.runtime.modules.stage_module import StageModule
-from tarantella_pp.runtime.probes.stage_probe import StageProbe
+from tarantella_pp.runtime.probes.stage_probe import Pieces, StageProbe
 from tarantella_pp.runtime.stage.layer_metrics import StageMetrics
 from tarantella_pp.runtime.stage.split_backward import SplitBackward
-from tarantella_pp.runtime.stage.step import Step
 from tarantella_pp.runtime.stage.training_passes import TrainingPass, TrainingPasses
+
+
+class Step(Protocol):
+    """A step as a stage sees it."""
+
+    training: bool
+    pieces: Pieces
+
+    def data(self, stage: int, micro_batch: int) -> Sequence[tf.Tensor]:
+        """The model inputs of a stage."""
+
+    def share(self, micro_batch: int) -> float:
+        """The share of a micro-batch in the batch."""
 
 
 class Stage:
@@ -33,11 +45,10 @@ class Stage:
         boundary: StageBoundary,
         calls: Sequence[Call],
         recompute: bool = False,
-        micro_batches: int = 1,
         num_replicas: int = 1,
     ) -> None:
         self.boundary = boundary
-        self.module = StageModule(boundary, calls, micro_batches)
+        self.module = StageModule(boundary, calls)
         self._metrics = StageMetrics(self.module, num_replicas)
         self.probe = StageProbe(self.module)
         self._first: list[tf.TensorSpec] = []
@@ -92,7 +103,7 @@ class Stage:
             self._evaluate.get_concrete_function(list(specs))
 
     def run_once(self, inputs: Sequence[tf.Tensor], step: Step) -> None:
-        """Runs a micro-batch forward of which nothing is kept but what layers write."""
+        """Runs a micro-batch forward; only what layers write stays."""
         if step.training:
             self.forward(0, inputs, step.share(0))
             self.clear()
@@ -100,7 +111,7 @@ class Stage:
             self.evaluate(inputs, step.share(0))
 
     def settle(self, step: Step, key: int, inputs: Sequence[tf.Tensor], added: tf.Tensor) -> None:
-        """Looks again at added losses that have told nothing so far; see `StageProbe`."""
+        """Looks again at added losses that were zero so far; see `StageProbe`."""
         self.probe.settle(step.pieces.sizes[key], inputs, added, step.training)
 
     def loss_factors(self, step: Step, key: int) -> tf.Tensor:
@@ -128,14 +139,6 @@ class Stage:
     def backward_weight(self, key: int) -> None:
         """Runs the weight-gradient part of the backward pass (action W)."""
         self._running.pop(key).backward_weight(key)
-
-    def run_pending(self) -> bool:
-        """Does some of what is left for after the last backward pass, as far as it can be done."""
-        return self.module.accumulator.multiply()
-
-    def flush_overdue(self) -> bool:
-        """Does what must not be left for later; call it between computations."""
-        return self.module.accumulator.flush_overdue()
 
     def evaluate(
         self, inputs: Sequence[tf.Tensor], share: float = 1.0

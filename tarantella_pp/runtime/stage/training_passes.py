@@ -4,39 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import Any, TypeAlias
 
 import tensorflow as tf
 
 from tarantella_pp.runtime.modules.stage_module import StageModule
 from tarantella_pp.runtime.stage.split_backward import SplitBackward
-from tarantella_pp.runtime.stage.tape_backward import TapeBackward
 from tarantella_pp.runtime.tf_graph.graph_split import CutError
 
 logger = logging.getLogger(__name__)
 
-Shapes = tuple[tf.TensorShape, ...]
-
-
-class TrainingPass(Protocol):
-    """Forward and backward of one stage, for micro-batches of one size or of any size."""
-
-    def forward(
-        self, key: int, inputs: Sequence[tf.Tensor]
-    ) -> tuple[list[tf.Tensor], tf.Tensor | None]:
-        """Runs micro-batch `key` forward: the outputs, and the added losses."""
-
-    def backward(self, key: int, seeds: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Runs `key` backward: accumulates weight gradients, returns the input gradients."""
-
-    def backward_input(self, key: int, seeds: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """The part of `backward` that the input gradients need."""
-
-    def backward_weight(self, key: int) -> None:
-        """The rest of `backward`."""
-
-    def clear(self) -> None:
-        """Drops what is kept for micro-batches in flight."""
+Shapes: TypeAlias = tuple[tf.TensorShape, ...]
+TrainingPass: TypeAlias = "SplitBackward | TapeBackward"
+"""Forward and backward of one stage, for micro-batches of one size or of any size."""
 
 
 class TrainingPasses:
@@ -95,3 +75,62 @@ def _common(first: tf.TensorShape, second: tf.TensorShape) -> list[int | None]:
     """The shape that fits both, and any number of rows."""
     sizes = zip(first.as_list(), second.as_list(), strict=True)
     return [a if a == b and place else None for place, (a, b) in enumerate(sizes)]
+
+
+class TapeBackward:
+    """Keeps one gradient tape for each micro-batch in flight.
+
+    The tape cannot give the input gradients alone: `backward_input` computes the weight gradients
+    along with them, and `backward_weight` only adds them up.
+    """
+
+    def __init__(self, module: StageModule) -> None:
+        self._module = module
+        self._tapes: dict[int, tuple[tf.GradientTape, list[tf.Tensor], list[tf.Tensor]]] = {}
+        self._waiting: dict[int, list[Any]] = {}
+        self._forward = tf.function(self._run, autograph=False, reduce_retracing=True)
+
+    def forward(
+        self, key: int, inputs: Sequence[tf.Tensor]
+    ) -> tuple[list[tf.Tensor], tf.Tensor | None]:
+        """Runs micro-batch `key` forward on a tape of its own."""
+        sources = self._module.sources(inputs)
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch([*sources, *self._module.variables])
+            outputs, added = self._forward(list(inputs))
+        self._tapes[key] = tape, sources, self._module.targets(outputs, added)
+        return outputs, added if self._module.added_by[True] else None
+
+    def backward(self, key: int, seeds: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Runs `key` backward: accumulates weight gradients, returns the input gradients."""
+        gradients = self.backward_input(key, seeds)
+        self.backward_weight(key)
+        return gradients
+
+    def backward_input(self, key: int, seeds: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Runs `key` backward; the weight gradients wait for `backward_weight`."""
+        tape, sources, targets = self._tapes.pop(key)
+        wanted = [*sources, *self._module.variables]
+        gradients = tape.gradient(targets, wanted, output_gradients=list(seeds))
+        self._module.blocks |= any(gradient is None for gradient in gradients[: len(sources)])
+        weight_gradients = gradients[len(sources) :]
+        self._module.accumulator.prepare(weight_gradients)
+        self._waiting[key] = weight_gradients
+        return [
+            tf.zeros_like(source) if gradient is None else tf.convert_to_tensor(gradient)
+            for source, gradient in zip(sources, gradients[: len(sources)], strict=True)
+        ]
+
+    def backward_weight(self, key: int) -> None:
+        """Adds the weight gradients of `key` to the sums."""
+        gradients = self._waiting.pop(key)
+        self._module.accumulator.add_dense(gradients, self._module.accumulator.begin())
+        self._module.accumulator.collect(self._module.accumulator.slices_of(gradients))
+
+    def clear(self) -> None:
+        """Drops the tapes of micro-batches in flight."""
+        self._tapes.clear()
+        self._waiting.clear()
+
+    def _run(self, inputs: list[tf.Tensor]) -> tuple[list[tf.Tensor], tf.Tensor]:
+        return self._module.run(inputs, training=True)

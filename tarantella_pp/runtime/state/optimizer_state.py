@@ -1,4 +1,12 @@
-"""The slots of an optimizer, which are on the ranks of the weights that they serve."""
+"""The slots of an optimizer, on the ranks of the weights that they serve; the state of training.
+
+All that training changes has keys that are the same on any number of ranks. Each key is written
+by one rank, and read by those that need it::
+
+    model/3        the fourth variable of the model: weight, statistics, seed
+    optimizer/5    the sixth of the whole optimizer, as plain Keras saves it
+    metric/0       of the metrics, once a batch has made them
+"""
 
 from __future__ import annotations
 
@@ -22,9 +30,10 @@ from tarantella_pp.keras_internals.state import (
 )
 from tarantella_pp.runtime.comm.collective import digest
 from tarantella_pp.runtime.comm.communicator import TensorSpec
-from tarantella_pp.runtime.comm.tensor_buffers import value_of
-from tarantella_pp.runtime.state.trainers import Trainers
+from tarantella_pp.runtime.comm.tensor_buffers import value_of, variable_dtype
+from tarantella_pp.runtime.state.rank_weights import RankWeights
 from tarantella_pp.runtime.state.value_stream import ValuePieces, ValueStream
+from tarantella_pp.runtime.state.variable_table import VariableTable
 
 _Array = np.ndarray[Any, Any]
 
@@ -42,15 +51,15 @@ class OptimizerState:
         self,
         optimizer: Any,
         weights: Sequence[Any],
-        owners: Trainers,
+        table: VariableTable,
         finalized: Callable[[], None],
     ) -> None:
         self._finalized = finalized
         self._optimizer = optimizer
-        self._owners = owners
-        self._communicator = communicator = owners.ranks
-        self._ranks = [owners.owner(weight) for weight in weights]
-        self._own = list(filter(owners.is_own, weights))
+        self._table = table
+        self._communicator = communicator = table.ranks
+        self._ranks = [table[weight].trainer for weight in weights]
+        self._own = list(filter(table.trains, weights))
         self._positions = {id(weight): i for i, weight in enumerate(weights)}
         self._slots: list[Place] = []
         if communicator.size > 1:
@@ -67,11 +76,11 @@ class OptimizerState:
             if not held and self._own:
                 self._optimizer.build(self._own)
             return
-        share = list(filter(self._owners.is_own, held)) if held else self._own
+        share = list(filter(self._table.trains, held)) if held else self._own
         if len(share) != len(held):
             rebuild(self._optimizer, share)
         elif scales_dynamically(self._optimizer) and not self._optimizer.built:
-            self._optimizer.build([])  # the scale is that of the weights of others, too
+            self._optimizer.build([])  # other ranks' weights have the same scale
         finalize_only(self._optimizer, self._own, self._finalized)
         self._held()
 
@@ -117,7 +126,7 @@ class OptimizerState:
 
     def owned(self) -> dict[int, Any]:
         """As `needed`, but only the slots that this rank tells of for all."""
-        if not self._owners.speaks:
+        if not self._table.speaks:
             return {}
         rank, needed = self._communicator.rank, self.needed()
         if self._communicator.size == 1:
@@ -152,7 +161,7 @@ class OptimizerState:
             problem = f"it was built for other weights, not for {names}. Pass a new optimizer"
         else:
             try:
-                slots = divide(self._optimizer, weights, [*filter(self._owners.is_own, held)])
+                slots = divide(self._optimizer, weights, [*filter(self._table.trains, held)])
             except UnsupportedModelError as error:
                 problem = str(error)
         answers = self._communicator.allgather_json([problem, slots, all_slots])
@@ -264,3 +273,49 @@ class _StandIn(keras.optimizers.Optimizer):  # type: ignore[misc]
             return
         for number, variable in self._receivers:
             variable.assign(store[str(number)])
+
+
+class StateShare:
+    """One rank's share of the state of training."""
+
+    def __init__(
+        self,
+        variables: RankWeights,
+        optimizer: OptimizerState | None,
+        metrics: Callable[[], list[tuple[Any, bool]]],
+        speaks: bool,
+    ) -> None:
+        self._variables = variables
+        self._optimizer = optimizer
+        self._metrics = metrics
+        self._speaks = speaks
+
+    def owned(self) -> dict[str, Any]:
+        """What this rank writes."""
+        found = _keyed("model", self._variables.owned())
+        if self._optimizer is not None:
+            found |= _keyed("optimizer", self._optimizer.owned())
+        if self._speaks:
+            found |= self.metrics()
+        return found
+
+    def needed(self) -> dict[str, Any]:
+        """What this rank must read, but for metrics."""
+        found = _keyed("model", self._variables.needed())
+        if self._optimizer is not None:
+            found |= _keyed("optimizer", self._optimizer.needed())
+        return found
+
+    def metrics(self) -> dict[str, Any]:
+        """The variables of metrics that this rank updates; none before the first batch."""
+        pairs = enumerate(self._metrics())
+        return _keyed("metric", {i: variable for i, (variable, mine) in pairs if mine})
+
+
+def spec_of(variable: Any) -> tuple[str, tuple[int, ...]]:
+    """Name of the dtype of a variable, and its shape."""
+    return variable_dtype(variable).name, tuple(variable.shape)
+
+
+def _keyed(kind: str, found: Mapping[int, Any]) -> dict[str, Any]:
+    return {f"{kind}/{number}": variable for number, variable in found.items()}

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -18,6 +19,7 @@ import keras
 import numpy as np
 
 from tarantella_pp.errors import StaleWeightError
+from tarantella_pp.keras_internals.model_files import goes_in_pieces
 from tarantella_pp.keras_internals.state import (
     drop_value,
     give_value,
@@ -25,9 +27,14 @@ from tarantella_pp.keras_internals.state import (
     initializer_of,
     needs_only_shapes,
 )
-from tarantella_pp.runtime.comm.tensor_buffers import to_tensor, variable_bytes
-from tarantella_pp.runtime.state.free_memory import give_back
-from tarantella_pp.runtime.state.value_stream import ValuePieces
+from tarantella_pp.runtime.comm.communicator import TensorSpec
+from tarantella_pp.runtime.comm.tensor_buffers import (
+    elements_of,
+    to_tensor,
+    variable_bytes,
+    variable_dtype,
+)
+from tarantella_pp.runtime.state.value_stream import ValuePieces, give_back
 
 OF_WEIGHTS = (
     "Weight '{path}' is trained on another rank, and its value on this one is out of date. Call "
@@ -49,7 +56,7 @@ NEVER = -1
 """When a variable had its true value, if it has not had it yet."""
 
 
-class Clock:
+class StepCounter:
     """Counts the steps of a pipeline, after which variables of other ranks are out of date.
 
     Attributes:
@@ -96,7 +103,7 @@ def read_with(read: Callable[[Any], ValuePieces]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def only_own_assigned() -> Iterator[None]:
-    """Lets what is assigned to variables of other ranks go: these are assigned the same."""
+    """Ignores assignments to other ranks' variables: these ranks assign the same."""
     before = _only_own.set(True)
     try:
         yield
@@ -111,7 +118,7 @@ _reader: contextvars.ContextVar[Callable[[Any], ValuePieces] | None] = contextva
 )
 
 
-def make_remote(variable: Any, clock: Clock) -> None:
+def make_remote(variable: Any, clock: StepCounter) -> None:
     """Lets a variable refuse to be read after a step in which another rank trained it.
 
     It stays the same object, and is read again once it has been assigned a value.
@@ -153,7 +160,7 @@ def _become_remote(variable: Any) -> None:
 
 
 def let_go(variable: Any) -> None:
-    """Forgets the value of a variable that other ranks are given another one of."""
+    """Drops a stale value."""
     if isinstance(variable, _Remote) and not hasattr(variable, "_used_here"):
         variable.drop()
         variable._seen = dict.fromkeys(variable._seen, NEVER)
@@ -178,7 +185,7 @@ def remote_value(variable: Any) -> ValuePieces | None:
 class _Remote(keras.Variable):  # type: ignore[misc]
     """A variable whose value is on another rank."""
 
-    _seen: dict[Clock, int]
+    _seen: dict[StepCounter, int]
     _has_memory: bool
     _used_here: bool
 
@@ -187,7 +194,7 @@ class _Remote(keras.Variable):  # type: ignore[misc]
         """Whether a pipeline has made a step since the value was assigned."""
         return any(True for _ in self.passed())
 
-    def passed(self) -> Iterator[Clock]:
+    def passed(self) -> Iterator[StepCounter]:
         """The clocks that have gone on since the value was assigned."""
         return (clock for clock, seen in self._seen.items() if clock.steps != seen)
 
@@ -201,7 +208,7 @@ class _Remote(keras.Variable):  # type: ignore[misc]
     def assign(self, value: Any) -> Any:
         """Takes over a value, which is the true one from now on."""
         if tuple(np.shape(value)) != tuple(self.shape):
-            return super().assign(value)  # which says what is wrong
+            return super().assign(value)  # which says what is wrong with the shape
         if _only_own.get() and not hasattr(self, "_used_here"):
             let_go(self)
             return value
@@ -245,7 +252,7 @@ def _error(variable: Any) -> StaleWeightError:
     return StaleWeightError(next(variable.passed()).message.format(path=variable.path))
 
 
-_UNBORN = Clock(OF_DEFERRED)
+_UNBORN = StepCounter(OF_DEFERRED)
 _KINDS: dict[type, type] = {}
 
 
@@ -254,3 +261,15 @@ def _remote_kind(kind: type) -> type:
     if kind not in _KINDS:
         _KINDS[kind] = type(kind.__name__, (_Remote, kind), {})
     return _KINDS[kind]
+
+
+def rows_of(value: Any) -> ValuePieces | None:
+    """Returns what reads a large value; `None` for a small one, or one without a variable."""
+    if isinstance(value, keras.Variable):
+        spec = TensorSpec(tuple(value.shape), variable_dtype(value))
+        if not goes_in_pieces(spec.shape, spec.dtype):
+            return None
+        return remote_value(value) or ValuePieces(spec, functools.partial(elements_of, value))
+    if isinstance(value, ValuePieces) and goes_in_pieces(value.shape, value.dtype):
+        return value
+    return None

@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from tarantella_pp.keras_internals.model_files import goes_in_pieces
-from tarantella_pp.runtime.state.free_memory import give_back
+from tarantella_pp.runtime.state.value_stream import give_back
 
 
 class StoredArray(np.ndarray[Any, Any]):

@@ -3,43 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from tarantella_pp.partition.extraction.keras_reader import ExtractedModel
 from tarantella_pp.runtime.comm.communicator import Communicator, TensorSpec
 from tarantella_pp.runtime.comm.tensor_buffers import to_buffer, to_tensor, variable_dtype
-from tarantella_pp.runtime.state.owners import Owners
+from tarantella_pp.runtime.replicas.gradient_reduction import DENSE, NOTHING, Gradient, kind_of
 
 _SIZES_TAG, _GRADIENTS_TAG, _VALUES_TAG = 7, 8, 9
-_NOTHING, _DENSE = -2, -1
-"""In place of the number of rows of a gradient that is not sparse."""
 _INDICES = np.dtype(np.int64)
-
-Gradient: TypeAlias = "tf.Tensor | tf.IndexedSlices | None"
-
-
-@dataclass(frozen=True, slots=True)
-class TiedWeight:
-    """A trainable weight that several ranks have.
-
-    Attributes:
-        variable: The Keras variable.
-        ranks: The ranks; the first one trains it.
-    """
-
-    variable: Any
-    ranks: tuple[int, ...]
-
-
-def weights_of_several_ranks(extracted: ExtractedModel, owners: Owners) -> tuple[TiedWeight, ...]:
-    """Finds the trainable weights that several ranks have."""
-    pairs = zip(extracted.graph.weights, extracted.variables, strict=True)
-    shared = [TiedWeight(v, owners.ranks(v)) for weight, v in pairs if weight.trainable]
-    return tuple(tied for tied in shared if len(tied.ranks) > 1)
 
 
 class TiedWeights:
@@ -49,17 +23,18 @@ class TiedWeights:
     uses the weight. That rank trains it and sends the new value back before the step ends.
     """
 
-    def __init__(self, weights: Sequence[TiedWeight], communicator: Communicator) -> None:
+    def __init__(
+        self, weights: Sequence[tuple[Any, tuple[int, ...]]], communicator: Communicator
+    ) -> None:
         self._communicator = communicator
         self._lenders: dict[int, list[Any]] = {}
         self._borrowers: dict[int, list[Any]] = {}
-        for tied in weights:
-            first, *others = tied.ranks
+        for variable, (first, *others) in weights:
             if communicator.rank in others:
-                self._lenders.setdefault(first, []).append(tied.variable)
+                self._lenders.setdefault(first, []).append(variable)
             for rank in others if communicator.rank == first else ():
-                self._borrowers.setdefault(rank, []).append(tied.variable)
-        self._tied = {id(tied.variable) for tied in weights}
+                self._borrowers.setdefault(rank, []).append(variable)
+        self._tied = {id(variable) for variable, _ in weights}
 
     @property
     def exist(self) -> bool:
@@ -74,7 +49,7 @@ class TiedWeights:
         """Sends the gradients of weights that other ranks train."""
         for rank, variables in self._lenders.items():
             gradients = [gradient_of(variable) for variable in variables]
-            sizes = np.array([_rows(gradient) for gradient in gradients], _INDICES)
+            sizes = np.array([kind_of(gradient) for gradient in gradients], _INDICES)
             tensors = [to_buffer(t) for gradient in gradients for t in _parts(gradient)]
             self._communicator.send([sizes], rank, _SIZES_TAG, label="sizes of tied gradients")
             if tensors:
@@ -104,7 +79,7 @@ class TiedWeights:
     def refresh(self) -> None:
         """Takes over the values of weights that other ranks have trained; waits for them."""
         for rank, variables in self._lenders.items():
-            specs = [_specs(variable, _DENSE)[0] for variable in variables]
+            specs = [_specs(variable, DENSE)[0] for variable in variables]
             values = self._wait(specs, rank, _VALUES_TAG, "tied weights")
             for variable, value in zip(variables, values, strict=True):
                 variable.assign(to_tensor(value))
@@ -114,7 +89,7 @@ class TiedWeights:
 
 
 def total(gradients: Sequence[Gradient]) -> Gradient:
-    """Adds up gradients of one weight, as TensorFlow does with those of several operations."""
+    """Adds up gradients of one weight, as TensorFlow does for several operations."""
     present = [gradient for gradient in gradients if gradient is not None]
     if len(present) < 2:
         return present[0] if present else None
@@ -123,12 +98,6 @@ def total(gradients: Sequence[Gradient]) -> Gradient:
         indices = tf.concat([tf.cast(gradient.indices, tf.int64) for gradient in present], 0)
         return tf.IndexedSlices(values, indices, present[0].dense_shape)
     return tf.add_n([tf.convert_to_tensor(gradient) for gradient in present])
-
-
-def _rows(gradient: Gradient) -> int:
-    if gradient is None:
-        return _NOTHING
-    return int(gradient.indices.shape[0]) if isinstance(gradient, tf.IndexedSlices) else _DENSE
 
 
 def _parts(gradient: Gradient) -> list[tf.Tensor]:
@@ -140,11 +109,11 @@ def _parts(gradient: Gradient) -> list[tf.Tensor]:
 
 
 def _specs(variable: Any, rows: int) -> list[TensorSpec]:
-    """What a gradient of so many rows is sent as."""
+    """The arrays that a gradient with some number of rows is sent as."""
     shape, dtype = tuple(variable.shape), variable_dtype(variable)
-    if rows == _NOTHING:
+    if rows == NOTHING:
         return []
-    if rows == _DENSE:
+    if rows == DENSE:
         return [TensorSpec(shape, dtype)]
     return [TensorSpec((rows, *shape[1:]), dtype), TensorSpec((rows,), _INDICES)]
 

@@ -10,6 +10,7 @@ So no rank has more than its own share of a model and one piece of others.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,7 +21,6 @@ import numpy as np
 from tarantella_pp.runtime.comm.buffers import numpy_dtype
 from tarantella_pp.runtime.comm.communicator import Communicator, TensorSpec
 from tarantella_pp.runtime.comm.tensor_buffers import elements_of
-from tarantella_pp.runtime.state.free_memory import give_back
 
 _REQUEST_TAG, _VALUE_TAG = 12, 13
 _REQUEST = TensorSpec((4,), np.dtype(np.int64))
@@ -125,3 +125,20 @@ class ValueStream:
             size = value.nbytes
             del value
             give_back(size)
+
+
+_LARGE = 2**22
+
+
+def give_back(freed: int = _LARGE) -> None:
+    """Gives memory that was freed back to the system, if it is worth the time.
+
+    The launcher has the C library keep what tensors free, for the next step will take it again.
+    What it takes to make a first value, to write a file or to read one, is not taken again.
+    """
+    # only glibc has it
+    if freed >= _LARGE and (trim := getattr(_LIBRARY, "malloc_trim", None)) is not None:
+        trim(0)
+
+
+_LIBRARY = ctypes.CDLL(None)

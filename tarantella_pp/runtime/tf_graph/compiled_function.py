@@ -54,7 +54,7 @@ def dense_tensors(arguments: tuple[Any, ...]) -> list[tf.Tensor]:
 
 @contextlib.contextmanager
 def unoptimized() -> Iterator[None]:
-    """Has TensorFlow not optimize what is called in here for the first time.
+    """Keeps TensorFlow from optimizing functions that are first called in here.
 
     That takes longer than a function computes that is called a few times with a few samples.
     """

@@ -10,12 +10,13 @@ import tensorflow as tf
 
 from tarantella_pp.errors import TarantellaError
 from tarantella_pp.runtime.tf_graph.graph_traversal import (
+    DependsOnlyOnWeights,
     ancestors,
     dependents,
     frontier,
     in_order,
+    is_recomputable,
 )
-from tarantella_pp.runtime.tf_graph.recomputable import DependsOnlyOnWeights, is_recomputable
 from tarantella_pp.runtime.tf_graph.subgraph import SubgraphExtractor
 
 _READS = ("ReadVariableOp", "Placeholder", "ResourceGather", "ResourceGatherNd")
@@ -88,7 +89,7 @@ def split_graph(trace: Trace, recompute: bool = False) -> GraphSplit:
 
     With `recompute` the backward parts repeat the forward pass from the stage's inputs, and
     nothing else is kept (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016).
-    Random numbers come out the same, because what is kept includes the state of their generators.
+    Random numbers come out the same, because the state of their generators is kept.
     """
     sides = _Sides.of(trace)
     early, late, between = _kept(trace, sides, recompute)

@@ -16,7 +16,7 @@ class SubgraphExtractor:
     """Makes callable parts of one traced graph, with TensorFlow's public graph import.
 
     `tf.compat.v1.WrappedFunction.prune` would do much the same, but it copies the ancestors of
-    what is fed as well, and with them writes of variables that must happen only once.
+    feeds as well, and with them writes of variables that must happen only once.
     """
 
     def __init__(self, function: Any) -> None:

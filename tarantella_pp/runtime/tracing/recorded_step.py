@@ -13,7 +13,6 @@ from tarantella_pp.runtime.comm.communicator import Communicator
 from tarantella_pp.runtime.tracing.recorder import (
     METRICS,
     SPAN_NAMES,
-    SUMS,
     UPDATE,
     Span,
     StepRecord,
@@ -183,7 +182,7 @@ def work_between(steps: Sequence[RecordedStep]) -> dict[Action, float]:
     for spans in ordered[len(ordered) // 2].spans:
         worked = 0.0
         for what, start, end in spans:
-            if what in (METRICS, SUMS, UPDATE):
+            if what in (METRICS, UPDATE):
                 worked += end - start
             elif worked and not isinstance(what, str):
                 seconds[what] = worked

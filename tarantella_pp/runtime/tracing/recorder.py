@@ -13,9 +13,9 @@ from typing import NamedTuple
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.schedule import Action, Compute, Reduce, Schedule, Transfer
 
-UPDATE, LOGS, TIES, SUMS = "update", "logs", "tied weights", "gradient sums"
+UPDATE, LOGS, TIES = "update", "logs", "tied weights"
 METRICS, REDUCTIONS = "metrics", "sums over replicas"
-SPAN_NAMES = (UPDATE, LOGS, TIES, SUMS, METRICS, REDUCTIONS)
+SPAN_NAMES = (UPDATE, LOGS, TIES, METRICS, REDUCTIONS)
 """Names of the spans of a step that are no actions of its schedule."""
 MOST_SHARES = 1000
 """Of how many of the last steps it is known how long the rank computed and waited."""
@@ -157,7 +157,7 @@ class Recorder:
 def is_busy(what: Action | str) -> bool:
     """Whether a rank computes meanwhile."""
     if isinstance(what, str):
-        return what in (UPDATE, SUMS, METRICS)
+        return what in (UPDATE, METRICS)
     return isinstance(what, Compute | Reduce)
 
 

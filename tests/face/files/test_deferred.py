@@ -15,7 +15,7 @@ from tarantella_pp.models.deferred_init import deferred_init
 from tarantella_pp.models.pipeline_model import PipelineModel
 from tarantella_pp.runtime.comm.communicator import world
 from tarantella_pp.runtime.comm.tensor_buffers import elements_of
-from tarantella_pp.runtime.state import value_pieces, value_stream
+from tarantella_pp.runtime.state import remote_variables, value_stream
 from tests.helpers.mpi import mpi_run
 from tests.helpers.training import (
     IDS,
@@ -104,7 +104,7 @@ def count_pieces():
         counts.append(end - begin)
         return elements_of(variable, begin, end)
 
-    for module in (value_pieces, value_stream):
+    for module in (remote_variables, value_stream):
         module.elements_of = counted
     return counts
 

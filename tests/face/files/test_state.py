@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from pathlib import Path
 
@@ -250,16 +251,15 @@ def test_an_optimizer_for_other_weights_is_refused_by_name():
     class Alone(Communicator):
         size = 2
 
-    trainers = model._engine.weights.trainers
-    trainers.ranks = Alone()
+    table = dataclasses.replace(model._engine.weights.table, ranks=Alone())
     foreign = keras.optimizers.Adam()
     foreign.build(mlp().trainable_variables)
     with pytest.raises(
         ConfigurationError, match=r"built for other weights, .* Pass a new optimizer"
     ):
-        OptimizerState(foreign, weights, trainers, nothing)
+        OptimizerState(foreign, weights, table, nothing)
     with pytest.raises(UnsupportedModelError, match=r"OddOptimizer .* divided among ranks"):
-        OptimizerState(OddOptimizer(0.1), weights, trainers, nothing)
+        OptimizerState(OddOptimizer(0.1), weights, table, nothing)
 
 
 def nothing():

@@ -15,8 +15,7 @@ from keras import layers
 
 import tarantella_pp
 from tarantella_pp.models.pipeline_model import PipelineModel
-from tarantella_pp.runtime import autotune
-from tarantella_pp.runtime.optimizer_step import OptimizerStep
+from tarantella_pp.runtime import step_schedules
 from tests.helpers.training import (
     distance,
     floats,
@@ -169,27 +168,20 @@ def test_a_step_ends_before_ctrl_c_does():
     assert done > 6
 
 
-def test_an_error_between_two_stages_updates_is_told(monkeypatch):
+def test_an_error_in_the_update_is_told(monkeypatch):
     model = pipeline_of_all_kinds()
     train(model)
-    apply, stages = OptimizerStep._apply_stage, []
-
-    def fail_at_the_second(self, stage, collected):
-        stages.append(stage)
-        if len(stages) == 2:
-            fail()
-        return apply(self, stage, collected)
-
-    monkeypatch.setattr(OptimizerStep, "_apply_stage", fail_at_the_second)
+    update = model._engine._compilation.update
+    monkeypatch.setattr(update, "_update", lambda *sums: fail())
     with pytest.raises(BadAppleError) as error:
         train(model)
     assert TORN in error.value.__notes__[0]
 
 
 def test_a_search_for_a_schedule_that_fails_is_made_again(monkeypatch):
-    monkeypatch.setattr(autotune, "MEASURED", 1)
+    monkeypatch.setattr(step_schedules, "MEASURED", 1)
     reference, model = Reference(), pipeline_of_all_kinds(schedule="zb-auto")
-    search, searched = autotune.Autotune._search, []
+    search, searched = step_schedules.Autotune._search, []
 
     def fail_at_first(self, costs):
         searched.append(costs)
@@ -197,7 +189,7 @@ def test_a_search_for_a_schedule_that_fails_is_made_again(monkeypatch):
             fail()
         return search(self, costs)
 
-    monkeypatch.setattr(autotune.Autotune, "_search", fail_at_first)
+    monkeypatch.setattr(step_schedules.Autotune, "_search", fail_at_first)
     for _ in range(3):
         check(model, reference)
     with pytest.raises(BadAppleError):

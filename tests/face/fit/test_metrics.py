@@ -12,7 +12,7 @@ from keras import layers, ops
 
 from tarantella_pp.errors import StaleWeightError, UnsupportedModelError
 from tarantella_pp.models.pipeline_model import PipelineModel
-from tarantella_pp.runtime.batch.batch_step import BatchStep
+from tarantella_pp.runtime.batch_step import BatchStep
 from tests.helpers.mpi import mpi_run
 from tests.helpers.training import (
     BATCH,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 
 import keras
@@ -164,7 +165,8 @@ def test_optimizers_that_clip_what_is_delegated_to_them(monkeypatch):
     several = keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(clipped, {}))
     for optimizer in (several, keras.optimizers.LossScaleOptimizer(several)):
         model = PipelineModel(mlp(), num_stages=3)
-        monkeypatch.setattr(model._engine.weights.trainers, "ranks", Ranks())
+        table = dataclasses.replace(model._engine.weights.table, ranks=Ranks())
+        monkeypatch.setattr(model._engine.weights, "table", table)
         with pytest.raises(ConfigurationError, match=r"Received: global_clipnorm=1.0.*Multi"):
             model.compile(optimizer, "mse")
 

@@ -9,9 +9,9 @@ import keras
 import pytest
 import tensorflow as tf
 
-from tarantella_pp.runtime.batch.batch_step import BatchStep
+from tarantella_pp.runtime.batch_step import BatchStep
 from tarantella_pp.runtime.executor import Executor
-from tarantella_pp.runtime.modules import gradient_accumulator
+from tarantella_pp.runtime.modules import stage_module
 from tarantella_pp.schedule import TRAINING_NAMES, ScheduleSpec
 from tests.helpers.draws import more_asked_for
 from tests.helpers.training import (
@@ -115,70 +115,6 @@ def test_matrix(stages, micro_batches):
     assert sorted(model._engine.stages) == list(range(stages))
 
 
-@pytest.mark.parametrize(("micro_batches", "kind"), [(3, "product"), (1, "dense")])
-def test_gradients_of_wide_layers_are_collected_by_their_factors(micro_batches, kind):
-    model = make(CASES["wide"], num_stages=2, num_micro_batches=micro_batches)
-    model.train_on_batch(CASES["wide"].x[:8], CASES["wide"].y[:8])
-    for stage in model._engine.stages.values():
-        sums = stage.module.accumulator
-        kinds = {len(w.shape): k for w, k in zip(sums.weights, sums._kinds, strict=True)}
-        assert kinds in ({2: kind, 1: "dense"}, {2: kind})
-
-
-def test_gradients_of_wide_layers_that_do_not_all_fit_give_the_numbers_of_keras(monkeypatch):
-    on_the_way = []
-    flush_overdue = gradient_accumulator.GradientAccumulator.flush_overdue
-
-    def counted(self):
-        on_the_way.append(flush_overdue(self))
-        return on_the_way[-1]
-
-    monkeypatch.setattr(gradient_accumulator.GradientAccumulator, "flush_overdue", counted)
-    case = CASES["wide"]
-    options = {"num_stages": 2, "num_micro_batches": 16, "schedule": "zb-h1"}
-    models = make(case), make(case, **options)
-    for model in models:
-        model.fit(case.x[:16], case.y[:16], batch_size=16, epochs=2, shuffle=False, verbose=0)
-    assert any(on_the_way)
-    plain, pipeline = (model.get_weights() for model in models)
-    assert distance(plain, pipeline) < ROUNDING
-
-
-@pytest.fixture
-def updated_ahead(monkeypatch):
-    """Lets a rank believe that it waits before each computation; counts the updates it does."""
-    ahead = []
-    await_messages = Executor._await_messages
-
-    def waiting(self, layout, action):
-        while self._update_ahead():
-            ahead.append(action)
-        return await_messages(self, layout, action)
-
-    monkeypatch.setattr(Executor, "_await_messages", waiting)
-    return ahead
-
-
-@pytest.mark.parametrize(
-    "name", quick(("mlp", "embedding_adamw", "tied_head", "accumulation"), "mlp")
-)
-def test_stages_updated_while_their_rank_waits_get_the_numbers_of_keras(name, updated_ahead):
-    model = make(CASES[name], num_stages=3, num_micro_batches=2, schedule="gpipe")
-    assert distance(serial(name), finish(model, CASES[name])) < ROUNDING
-    assert bool(updated_ahead) == (name != "accumulation")
-
-
-@pytest.mark.parametrize("optimizer", ["SGD", pytest.param("Nadam", marks=pytest.mark.slow)])
-def test_a_step_that_is_taken_stage_by_stage_counts_once(optimizer, updated_ahead):
-    case = Case(mlp, X, Y, regression(optimizer=getattr(keras.optimizers, optimizer)))
-    plain, pipeline = make(case), make(case, num_stages=3, num_micro_batches=2)
-    for model in (plain, pipeline):
-        model.fit(X, Y, batch_size=8, epochs=2, shuffle=False, verbose=0)
-    assert distance(plain.get_weights(), pipeline.get_weights()) < ROUNDING
-    assert int(plain.optimizer.iterations) == int(pipeline.optimizer.iterations)
-    assert bool(updated_ahead) == (optimizer == "SGD")
-
-
 class WrongShare(BatchStep):
     """Takes what the first micro-batch contributes to the loss twice."""
 
@@ -203,7 +139,7 @@ def forgetful(run):
 
 
 def test_a_wrong_share_of_a_micro_batch_is_noticed(monkeypatch):
-    monkeypatch.setattr("tarantella_pp.runtime.compilation.BatchStep", WrongShare)
+    monkeypatch.setattr("tarantella_pp.runtime.engine.BatchStep", WrongShare)
     found = finish(make(CASES["mlp"], num_stages=2, num_micro_batches=3), CASES["mlp"])
     assert distance(serial("mlp"), found) > 1e-4
 
@@ -217,7 +153,7 @@ def test_a_micro_batch_without_gradients_is_noticed(monkeypatch):
 @pytest.mark.slow
 def test_merged_rows_of_an_embedding_are_noticed(monkeypatch):
     """Keras' Adam treats the slices of a row one by one; a merged sum gives other numbers."""
-    honest = gradient_accumulator.GradientAccumulator.gradient
+    honest = stage_module.GradientAccumulator.gradient
 
     def merged(self, index, collected):
         gradient = honest(self, index, collected)
@@ -225,7 +161,7 @@ def test_merged_rows_of_an_embedding_are_noticed(monkeypatch):
             return tf.convert_to_tensor(gradient)
         return gradient
 
-    monkeypatch.setattr(gradient_accumulator.GradientAccumulator, "gradient", merged)
+    monkeypatch.setattr(stage_module.GradientAccumulator, "gradient", merged)
     name = "embedding_adamw"
     found = finish(make(CASES[name], num_stages=2, num_micro_batches=1), CASES[name])
     assert distance(serial(name), found) > 1e-6

@@ -142,9 +142,7 @@ def count(wrap, counted):
         "gradients": counted.of("gradients 1>0"),
         "sums": counted.of("gradients of bucket"),
         "updates": counted.of("updated weights"),
-        "weights": nbytes(
-            w for w in model.trainable_variables if engine.weights.trainers.is_own(w)
-        ),
+        "weights": nbytes(w for w in model.trainable_variables if engine.weights.table.trains(w)),
         "slots": nbytes(v for v in model.optimizer.variables if len(v.shape)),
         "stage": position,
         "replica": engine.groups.replica,

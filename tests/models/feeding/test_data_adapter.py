@@ -10,8 +10,8 @@ import tensorflow as tf
 from tarantella_pp.keras_internals.data import get_data_adapter
 from tarantella_pp.models.feeding.data_adapter import FedData
 from tarantella_pp.models.feeding.data_cursor import DataCursor
+from tarantella_pp.runtime.batch.batch import Need
 from tarantella_pp.runtime.batch.data_feed import DataFeed
-from tarantella_pp.runtime.batch.need import Need
 from tarantella_pp.runtime.comm.communicator import Communicator
 from tarantella_pp.runtime.replicas.batch_share import batch_shares
 

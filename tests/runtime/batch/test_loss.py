@@ -15,7 +15,7 @@ from keras import layers, losses
 
 from tarantella_pp.errors import ConfigurationError, UnsupportedModelError
 from tarantella_pp.models.pipeline_model import PipelineModel
-from tarantella_pp.runtime.batch.batch_step import BatchStep
+from tarantella_pp.runtime.batch_step import BatchStep
 from tarantella_pp.runtime.probes.loss_probe import treats_samples_apart
 from tests.helpers.training import distance, sgd
 

@@ -70,8 +70,8 @@ def held_bytes() -> list[list[Any]]:
             if isinstance(each, GradientReduction) and each._communicator is groups.peers
         ]
         assert len(pools) == 2
-        trainers = piped._engine.weights.trainers
-        arrived = [v for v in piped.trainable_variables if not trainers.is_own(v)]
+        table = piped._engine.weights.table
+        arrived = [v for v in piped.trainable_variables if not table.trains(v)]
         values = sum(v.numpy().nbytes for v in arrived)  # which are weights, planned as such
         found.append([stage.reduction_bytes, sum(pool.held_bytes for pool in pools) - values])
     return found

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from benchmarks.runtime.stubs import Seconds, SleepingStage, StubPipeline, StubStep
+from benchmarks.runtime.stubs import Seconds, StubPipeline, StubStep
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.runtime.comm.communicator import Communicator, world
 from tarantella_pp.runtime.tracing import links
@@ -131,7 +131,7 @@ def use_waits():
             return True
         return False
 
-    SleepingStage.run_pending = run_pending
+    StubStep.run_pending = run_pending
     recorder = Recorder(1)
     StubPipeline("1f1b", 2, 2, Seconds(0.05, 0.05), world(), recorder=recorder).step()
     return [(str(span.what), span.start, span.end) for span in recorder.last.spans], len(pieces)
@@ -142,46 +142,11 @@ def use_waits():
 def test_a_wait_is_used_for_other_work_and_the_rest_of_it_recorded():
     spans, left = mpi_run(2, use_waits, timeout=60).check().results[0]
     names = [what for what, _, _ in spans if "S" not in what]
-    assert names == ["0F0", "0F1", *["gradient sums"] * 3, "1>0RB0", "0BW0", "1>0RB1", "0BW1"]
+    assert names == ["0F0", "0F1", *["metrics"] * 3, "1>0RB0", "0BW0", "1>0RB1", "0BW1"]
     assert left == 0
     edges = [moment for _, start, end in spans for moment in (start, end)]
     assert edges == sorted(edges)
-    assert is_busy("gradient sums")
-
-
-def update_in_waits():
-    """Runs on every rank: steps with stages whose weights can be updated before the end.
-
-    One in which the second rank is slow, so that the first waits, and one the other way round.
-    """
-    recorder, ranks = Recorder(2), world()
-    for slow in (1, 0):
-        left = {0, 1, 2, 3}
-
-        def update(self, stage, left=left):
-            found = stage in left
-            left.discard(stage)
-            return found
-
-        StubStep.update = update
-        seconds = Seconds(*[0.04 if ranks.rank == slow else 0.01] * 2)
-        pipeline = StubPipeline("interleaved", 4, 4, seconds, ranks, recorder=recorder)
-        pipeline.step()
-    return [[str(span.what) for span in step.spans] for step in recorder.steps]
-
-
-@needs_mpi
-@pytest.mark.mpi
-def test_stages_that_are_done_are_updated_while_no_other_rank_waits():
-    first, second = mpi_run(2, update_in_waits, timeout=60).check().results
-    place = first[0].index("update")
-    assert "2BW3" in first[0][:place]
-    assert not any(">" in what and "S" in what for what in first[0][place:])
-    assert first[0].count("update") == 1
-    assert first[0][-1] == "0BW3"
-    # The second rank waits, too, and is done with stage 3 long before its last computation. But it
-    # sends gradients till then.
-    assert "update" not in {*first[1], *second[0], *second[1]}
+    assert is_busy("metrics")
 
 
 def run_steps(recorder, count):

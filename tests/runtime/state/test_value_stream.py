@@ -13,7 +13,7 @@ from tarantella_pp.launch.rank_environment import allocator_variables
 
 MEBIBYTES = """
 import psutil, numpy
-from tarantella_pp.runtime.state.free_memory import give_back
+from tarantella_pp.runtime.state.value_stream import give_back
 resident = lambda: psutil.Process().memory_info().rss >> 20
 kept, below = [numpy.ones(2**22) for _ in range(4)], numpy.ones(4)
 before = resident()

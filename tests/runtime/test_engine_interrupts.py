@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from tarantella_pp.runtime.interrupts import interrupts_put_off
+from tarantella_pp.runtime.engine import interrupts_put_off
 
 
 @pytest.fixture(autouse=True)

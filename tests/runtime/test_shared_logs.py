@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from tarantella_pp.errors import CommunicationError, ConfigurationError
-from tarantella_pp.runtime.batch.logs import LogExchange
 from tarantella_pp.runtime.comm.communicator import Communicator
+from tarantella_pp.runtime.shared_logs import LogExchange
 
 pytestmark = pytest.mark.keras
 

@@ -16,9 +16,9 @@ from tarantella_pp.runtime.batch.nested_structure import (
     tensors_in,
 )
 from tarantella_pp.runtime.comm.tensor_buffers import to_buffer, to_tensor
-from tarantella_pp.runtime.modules.gradient_accumulator import GradientAccumulator
+from tarantella_pp.runtime.modules.stage_module import GradientAccumulator
 from tarantella_pp.runtime.replicas.batch_share import micro_batch_sizes
-from tarantella_pp.runtime.stage.activation_stash import ActivationStash
+from tarantella_pp.runtime.stage.split_backward import ActivationStash
 
 pytestmark = pytest.mark.keras
 
@@ -60,7 +60,7 @@ def test_sums_of_dense_sparse_and_missing_gradients():
         gradients = [tf.fill((2,), step), sparse, None]
         sums.prepare(gradients)
         sums.add_dense(gradients, sums.begin())
-        sums.append_sparse(sums.pairs_of(gradients))
+        sums.collect(sums.slices_of(gradients))
     collected = sums.take_collected()
     assert sums.gradient(0, collected).numpy().tolist() == [3, 3]
     slices = sums.gradient(1, collected)

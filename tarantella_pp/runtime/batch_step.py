@@ -9,15 +9,12 @@ import keras
 import tensorflow as tf
 
 from tarantella_pp.runtime.batch.batch import Batch
-from tarantella_pp.runtime.batch.loss import BatchLoss, LossValue
-from tarantella_pp.runtime.batch.loss_and_metrics import LossAndMetrics
-from tarantella_pp.runtime.comm.communicator import Communicator
+from tarantella_pp.runtime.batch.loss import LossValue
+from tarantella_pp.runtime.compilation import Compilation
 from tarantella_pp.runtime.modules.stage_boundary import BoundaryTensor
 from tarantella_pp.runtime.probes.stage_probe import Pieces
 from tarantella_pp.runtime.replicas.replica_exchange import ReplicaExchange
 
-ALONE = ReplicaExchange(Communicator())
-"""There are no other replicas."""
 _T = TypeVar("_T")
 
 
@@ -25,6 +22,9 @@ class BatchStep:
     """The data and the results of one step on one rank.
 
     Attributes:
+        training: Whether it trains.
+        pieces: The micro-batches of this rank's replica.
+        results: The model's outputs for each micro-batch, on the rank of the last stage.
         added: What layers and regularizers of this rank add to the loss, so far.
     """
 
@@ -33,40 +33,33 @@ class BatchStep:
         batch: Batch,
         pieces: Pieces,
         data: Sequence[Sequence[int]],
-        loss_and_metrics: LossAndMetrics | None,
-        loss: BatchLoss | None,
-        training: bool,
-        coupled: bool = False,
-        by_parts: bool = False,
-        scale: tf.Tensor | None = None,
-        penalty: tf.Tensor | None = None,
+        exchange: ReplicaExchange,
+        compiled: Compilation | None = None,
+        *,
+        training: bool = False,
         report: Callable[[tf.Tensor], None] | None = None,
-        update: Callable[[int], bool] | None = None,
-        exchange: ReplicaExchange = ALONE,
-        reduce: Callable[[int, int], None] | None = None,
-        progress: Callable[[], None] | None = None,
     ) -> None:
         self.training = training
+        self.pieces = pieces
+        self.results: list[Sequence[tf.Tensor]] = [()] * len(pieces.sizes)
         self._batch = batch
         self._exchange = exchange
-        self._reduce = reduce
-        self._progress = progress
-        self.pieces = pieces
-        self._sizes = sizes = pieces.sizes
-        self.results: list[Sequence[tf.Tensor]] = [()] * len(sizes)
+        self._sizes = pieces.sizes
         self._data = data
-        self._loss_and_metrics = loss_and_metrics
-        self._loss = loss
+        self._compiled = compiled
+        self._update = None if compiled is None else compiled.update
+        self._loss_and_metrics = None if compiled is None else compiled.loss_and_metrics
+        self._loss = None if compiled is None else compiled.loss
+        coupled = compiled is not None and compiled.coupling is not None
         self._at_once = coupled or pieces.total == 1
-        self._by_parts = by_parts
-        self._scale = scale
-        self._keeps_outputs = loss_and_metrics is None or not by_parts
+        self._by_parts = compiled is not None and compiled.why_whole(batch) is None
+        self._scale = self._update.loss_scale() if self._update and training else None
+        self._keeps_outputs = self._loss_and_metrics is None or not self._by_parts
         self._dtype = keras.config.floatx()
         self._pieces = {i: self._split(x) for i, x in batch.inputs.items()}
         self._losses: list[LossValue] = []
-        self.added = tf.zeros((), self._dtype) if penalty is None else penalty
+        self.added = tf.zeros((), self._dtype) if compiled is None else compiled.penalty()
         self._report = report
-        self._update = update
         self._targets: list[tuple[Any, Any]] | None = None
         self._coefficients: list[list[tf.Tensor]] | None = None
         self._gradients: list[Mapping[BoundaryTensor, tf.Tensor]] | None = None
@@ -90,7 +83,7 @@ class BatchStep:
         return self._sizes[micro_batch] / self._batch.rows
 
     def scaled(self, factors: tf.Tensor) -> tf.Tensor:
-        """Multiplies factors of gradients as those of the loss are."""
+        """Scales factors of gradients like the loss."""
         return factors if self._scale is None else factors * self._scale
 
     def add(self, losses: tf.Tensor) -> None:
@@ -122,19 +115,16 @@ class BatchStep:
         if self._report is not None:
             self._report(self.added)
 
-    def update(self, stage: int) -> bool:
-        """Updates the weights of a stage whose backward passes are done, while this rank waits."""
-        return self._update is not None and self._update(stage)
-
     def reduce(self, stage: int, bucket: int) -> None:
         """Starts to add up the gradients of a bucket over the replicas."""
-        if self._reduce is not None:
-            self._reduce(stage, bucket)
+        # Before that it is not known which weights have gradients.
+        if self._compiled is not None and self._compiled.reach_known:
+            self._compiled.update.reduce(stage, bucket, not self._batch.share.is_spare)
 
     def progress(self) -> None:
         """Moves on the sums over the replicas that have been started."""
-        if self._progress is not None:
-            self._progress()
+        if self._update is not None:
+            self._update.progress()
 
     def loss_gradients(self, micro_batch: int) -> Mapping[BoundaryTensor, tf.Tensor]:
         """Gradient of the loss of the batch with respect to the model's outputs."""

@@ -18,7 +18,7 @@ def compare() -> list[str]:
     """Three ranks: all is the same; then the last has one bit less; then one weight more."""
     import keras
 
-    from tarantella_pp.runtime.replicas.replica_check import check_replicas
+    from tarantella_pp.runtime.state.rank_weights import check_replicas
 
     ranks, found = world(), []
     ours = ranks.split(0, -ranks.rank)  # numbered the other way around
@@ -51,6 +51,6 @@ def test_the_first_variable_that_differs_is_named_with_its_ranks() -> None:
 
 
 def test_one_replica_is_equal_to_itself() -> None:
-    from tarantella_pp.runtime.replicas.replica_check import check_replicas
+    from tarantella_pp.runtime.state.rank_weights import check_replicas
 
     check_replicas([object()], Communicator())

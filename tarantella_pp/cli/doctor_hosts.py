@@ -31,7 +31,7 @@ from tarantella_pp.cli.io.output import table, write_json, write_table
 from tarantella_pp.dependencies import INSTALL
 from tarantella_pp.errors import ConfigurationError, LaunchError
 from tarantella_pp.launch import hosts, mpi_launchers
-from tarantella_pp.launch.channel.addresses import is_here
+from tarantella_pp.launch.hosts import is_here
 from tarantella_pp.partition.graph.units import count
 
 CONNECT_SECONDS, ANSWER_SECONDS, MOST_AT_ONCE = 10, 60.0, 128

@@ -50,8 +50,8 @@ def _tell(found: dict[str, Any]) -> None:
 def this_host(folder: str) -> dict[str, Any]:
     """Returns versions, cores and GPUs of this host, and its clock's time, read last."""
     from tarantella_pp.dependencies import version_of
-    from tarantella_pp.launch.guard import core_binding, gpus
-    from tarantella_pp.launch.mpi_library import library_version
+    from tarantella_pp.launch.resources import cores_of_node, visible_gpus
+    from tarantella_pp.launch.slurm import library_version
 
     return {
         "name": socket.gethostname(),
@@ -62,8 +62,8 @@ def this_host(folder: str) -> dict[str, Any]:
             "keras": version_of("keras"),
             "MPI": library_version() or None,
         },
-        "cores": core_binding.cores_of_node(),
-        "gpus": len(gpus.visible(os.environ)),
+        "cores": cores_of_node(),
+        "gpus": len(visible_gpus(os.environ)),
         "has_folder": os.path.isdir(folder),
         "time": time.time(),
     }

@@ -95,8 +95,8 @@ def _add_shares(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the script; returns the exit code of the job."""
-    from tarantella_pp.launch import mpi_launchers, remote_hosts, slurm
-    from tarantella_pp.launch.rank_environment import LOG_VARIABLE, parse_exports
+    from tarantella_pp.launch import mpi_launchers, slurm
+    from tarantella_pp.launch.environment import LOG_VARIABLE, parse_exports
 
     arguments = _with_all_exports(arguments)
     _check(arguments)
@@ -115,17 +115,14 @@ def run(arguments: argparse.Namespace) -> int:
         _show(command, hosts, variables, exported)
         return 0
 
-    from tarantella_pp.launch.supervisor import Supervisor
+    from tarantella_pp.launch.run_job import JobRun
 
     quiet = arguments.log_level in ("WARNING", "ERROR") and LOG_VARIABLE in variables
-    others = remote_hosts.other_hosts(hosts, os.environ, job.options)
-    with Supervisor(num_ranks, arguments.timeout, others, quiet=quiet) as supervisor:
-        environment |= launcher.environment(supervisor.folder, arguments.remote_shell)
-        if hosts:
-            shell = launcher.remote_shell(environment)
-            interpreter, whereabouts = _interpreter(arguments), supervisor.whereabouts
-            remote_hosts.check(hosts, shell, interpreter, environment, whereabouts)
-        return supervisor.run(command, environment)
+    with JobRun(
+        launcher, num_ranks, arguments.timeout, own_hosts=bool(hosts), quiet=quiet
+    ) as job_run:
+        environment |= launcher.environment(job_run.folder, arguments.remote_shell)
+        return job_run.run(command, environment)
 
 
 def _placement(arguments: argparse.Namespace) -> tuple[tuple[HostRanks, ...], int]:
@@ -164,42 +161,38 @@ def _most_of_node(
 
 def _variables(arguments: argparse.Namespace, per_node: int) -> dict[str, str]:
     """Returns the environment of the ranks, as far as it is not the user's."""
-    from tarantella_pp.launch import rank_environment
-    from tarantella_pp.launch.guard import core_binding
-    from tarantella_pp.launch.guard.gpus import NONE_VISIBLE, SHARE_VARIABLE
-    from tarantella_pp.launch.guard.launch_environment import FUSION_VARIABLE, TRACE_VARIABLE
-    from tarantella_pp.launch.guard.rank_log import ALL_VARIABLE
+    from tarantella_pp.launch import environment, resources
     from tarantella_pp.partition.graph.units import parse_bytes
 
-    exported = rank_environment.parse_exports(arguments.exports, os.environ)
-    variables = rank_environment.rank_environment(
+    exported = environment.parse_exports(arguments.exports, os.environ)
+    variables = environment.rank_environment(
         arguments.log_level, arguments.output_on_all_devices, {**os.environ, **exported}
     )
-    variables[core_binding.COUNT_VARIABLE] = str(arguments.threads or "")
-    variables[core_binding.RANKS_VARIABLE] = str(per_node)
-    variables[core_binding.BIND_VARIABLE] = _binding(arguments)
-    variables[ALL_VARIABLE] = "1" if arguments.log_on_all_devices else "0"
+    variables[resources.COUNT_VARIABLE] = str(arguments.threads or "")
+    variables[resources.RANKS_VARIABLE] = str(per_node)
+    variables[resources.BIND_VARIABLE] = _binding(arguments)
+    variables[environment.LOG_ALL_VARIABLE] = "1" if arguments.log_on_all_devices else "0"
     if arguments.share_gpus:
-        variables[SHARE_VARIABLE] = "1"
+        variables[resources.SHARE_VARIABLE] = "1"
     if arguments.no_gpu:
-        variables |= NONE_VISIBLE
+        variables |= resources.NONE_VISIBLE
     if arguments.trace is not None:
-        variables[TRACE_VARIABLE] = os.path.abspath(arguments.trace)
+        variables[environment.TRACE_VARIABLE] = os.path.abspath(arguments.trace)
     if arguments.fusion_threshold is not None:
         size = parse_bytes(arguments.fusion_threshold, "--fusion-threshold")
-        variables[FUSION_VARIABLE] = str(size)
+        variables[environment.FUSION_VARIABLE] = str(size)
     return variables
 
 
 def _binding(arguments: argparse.Namespace) -> str:
     """Returns how ranks are bound."""
-    from tarantella_pp.launch.guard import core_binding
+    from tarantella_pp.launch import resources
 
     if arguments.pin_memory_to_socket:
-        return core_binding.TO_MEMORY
+        return resources.TO_MEMORY
     if arguments.pin_to_socket:
-        return core_binding.TO_SOCKET
-    return "" if arguments.bind == "none" else core_binding.TO_CORES
+        return resources.TO_SOCKET
+    return "" if arguments.bind == "none" else resources.TO_CORES
 
 
 def _job(
@@ -211,23 +204,18 @@ def _job(
     environment: dict[str, str],
 ) -> mpi_launchers.Job:
     """Returns what the MPI launcher has to know."""
-    from tarantella_pp.launch import mpi_launchers, rank_environment
-    from tarantella_pp.launch.channel.joining import HUB_VARIABLE, SECRET_VARIABLE
-    from tarantella_pp.launch.channel.rank_records import (
-        LOCAL_RANK_VARIABLE,
-        RANK_VARIABLE,
-        SIZE_VARIABLE,
-    )
-    from tarantella_pp.launch.guard import core_binding
+    from tarantella_pp.launch import mpi_launchers, resources
+    from tarantella_pp.launch.environment import needed_elsewhere
+    from tarantella_pp.launch.records import LOCAL_RANK_VARIABLE, RANK_VARIABLE, SIZE_VARIABLE
 
-    of_job = {SIZE_VARIABLE, RANK_VARIABLE, LOCAL_RANK_VARIABLE, HUB_VARIABLE, SECRET_VARIABLE}
-    names = {*rank_environment.needed_elsewhere(environment), *of_job}
+    of_job = {SIZE_VARIABLE, RANK_VARIABLE, LOCAL_RANK_VARIABLE}
+    names = {*needed_elsewhere(environment), *of_job}
     names |= {option.partition("=")[0] for option in arguments.exports}
     return mpi_launchers.Job(
         command=(*_interpreter(arguments), "-m", "tarantella_pp.launch.worker", *script),
         num_ranks=num_ranks,
-        cores=core_binding.cores_of_node(),
-        cores_per_rank=rank_environment.threads_per_rank(per_node, os.environ),
+        cores=resources.cores_of_node(),
+        cores_per_rank=resources.threads_per_rank(per_node, os.environ),
         hosts=hosts,
         names=tuple(sorted(names)),
         label_output=arguments.output_on_all_devices,

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ipaddress
 import pathlib
 import re
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import psutil
 
 from tarantella_pp.errors import ConfigurationError
 
@@ -106,3 +110,20 @@ def _host(path: str, number: int, text: str) -> Host:
             f"at least one slot. Received: {text!r}{_ADDRESS if '::' in text else ''}"
         )
     return Host(match["name"], int(slots) if slots else None)
+
+
+def is_here(host: str) -> bool:
+    """Whether a name or an address is one of this host.
+
+    Some systems have their own full name stand for a loopback address that no link has, such as
+    127.0.1.1.
+    """
+    if host in ("localhost", socket.gethostname()):
+        return True
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:  # a name of ssh's configuration
+        return False
+    own = {link.address for links in psutil.net_if_addrs().values() for link in links}
+    addresses = [str(entry[4][0]).partition("%")[0] for entry in found]
+    return any(one in own or ipaddress.ip_address(one).is_loopback for one in addresses)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import dataclasses
+import math
 import os
 import pathlib
 import re
 import shlex
 import shutil
+import signal
 import site
 import subprocess
 import sys
@@ -17,12 +20,18 @@ from typing import ClassVar
 
 from tarantella_pp.errors import ConfigurationError, LaunchError
 from tarantella_pp.launch import slurm
-from tarantella_pp.launch.channel.rank_records import LOCAL_RANK_VARIABLE, RANK_VARIABLE
+from tarantella_pp.launch.environment import heartbeat_seconds
 from tarantella_pp.launch.hosts import HostRanks
+from tarantella_pp.launch.records import LOCAL_RANK_VARIABLE, RANK_VARIABLE
 
+_CONNECT_SECONDS = 10
+_PROBES = 3
+"""Signs of life that ssh asks a host for before it counts as dead."""
+_BETWEEN_SECONDS = 0.1
 NAMES = ("auto", "mpich", "openmpi", "slurm")
 _SHELL_OF_PRTE, _SHELL_OF_ORTE = "PRTE_MCA_plm_ssh_agent", "OMPI_MCA_plm_rsh_agent"
 """What Open MPI reads the remote shell from: since version 5, and before."""
+_OPTIONS_OF_PRTE = "PRTE_MCA_plm_ssh_args"
 _OF_ANOTHER_JOB = re.compile(
     r"(OMPI_(COMM_WORLD|UNIVERSE|APP_CTX|FIRST_RANKS|NUM_APP_CTX)|PMIX_(?!MCA_)|MV2_COMM_WORLD_"
     r"|PMI_(APPNUM|FD|ID|JOBID|LOCAL_RANK|LOCAL_SIZE|PORT|RANK|SIZE|SPAWNED|UNIVERSE_SIZE)\b"
@@ -70,6 +79,14 @@ class Launcher(abc.ABC):
             LOCAL_RANK_VARIABLE: self.local_rank_variable,
         }
 
+    def signal_for(self, number: signal.Signals) -> signal.Signals:
+        """Returns what makes it pass SIGINT, or SIGTERM for any other, on and give ranks time."""
+        return signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
+
+    def end(self, mpi: subprocess.Popen[bytes], seconds: float) -> None:
+        """Ends it, and so its processes on other hosts, before it can say that a rank has died."""
+        mpi.kill()
+
 
 class Mpich(Launcher):
     """MPICH's Hydra, and its relatives: Intel MPI, MVAPICH, Cray MPICH. Exports all variables."""
@@ -97,8 +114,12 @@ class Mpich(Launcher):
         """Returns what the launcher itself needs in its environment."""
         ours = super().environment(directory)
         if remote_shell is None:
+            if self.remote_shell(os.environ)[:1] == ["ssh"]:
+                given = os.environ.get("HYDRA_LAUNCHER_EXTRA_ARGS", "")
+                ours["HYDRA_LAUNCHER_EXTRA_ARGS"] = " ".join([*given.split(), *ssh_options()])
             return ours
         shell, *options = shlex.split(remote_shell)
+        options += ssh_options() if pathlib.Path(shell).name == "ssh" else []
         return {
             **ours,
             "HYDRA_LAUNCHER": "ssh",
@@ -142,7 +163,18 @@ class OpenMpi(Launcher):
         ours = super().environment(directory)
         names = () if remote_shell is None else (_SHELL_OF_PRTE, _SHELL_OF_ORTE)
         shells = dict.fromkeys(names, remote_shell or "")
+        shell = shlex.split(remote_shell) if remote_shell else self.remote_shell(os.environ)
+        if pathlib.Path(shell[0]).name == "ssh":
+            options = [os.environ.get(_OPTIONS_OF_PRTE, ""), *ssh_options()]
+            shells[_OPTIONS_OF_PRTE] = " ".join(options).strip()
         return {**ours, "PRTE_MCA_prte_local_tmpdir_base": directory, **shells}
+
+    def signal_for(self, number: signal.Signals) -> signal.Signals:
+        """Returns what its ranks' keepers take for SIGINT or SIGTERM: it kills 0.25 s after these.
+
+        The keepers do so for it alone: other launchers' users may have signals of their own.
+        """
+        return signal.SIGUSR2 if number == signal.SIGINT else signal.SIGUSR1
 
 
 class Slurm(Launcher):
@@ -185,6 +217,24 @@ class Slurm(Launcher):
         given = os.environ.get(slurm.TYPE_VARIABLE)
         protocol = given or (slurm.mpi_type(self.executable) if directory else None)
         return ours if protocol is None else {**ours, slurm.TYPE_VARIABLE: protocol}
+
+    def signal_for(self, number: signal.Signals) -> signal.Signals:
+        """Returns SIGTERM, which it passes on; at SIGINT it says how its tasks are."""
+        return signal.SIGTERM
+
+    def end(self, mpi: subprocess.Popen[bytes], seconds: float) -> None:
+        """Has it end its tasks on all hosts, as two Ctrl-C within a second do."""
+        for patience in (_BETWEEN_SECONDS, seconds):
+            mpi.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                mpi.wait(patience)
+
+
+def ssh_options() -> list[str]:
+    """Returns what has ssh ask no questions, and end when its host or the link is dead."""
+    between = math.ceil(heartbeat_seconds() / _PROBES)
+    alive = [f"-oServerAliveInterval={between}", f"-oServerAliveCountMax={_PROBES}"]
+    return ["-oBatchMode=yes", f"-oConnectTimeout={_CONNECT_SECONDS}", *alive]
 
 
 def _slots(hosts: Sequence[HostRanks]) -> str:

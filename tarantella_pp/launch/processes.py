@@ -1,20 +1,59 @@
-"""The processes of a job, all of which must be gone when the job is."""
+"""The processes of a job, all of which must be gone when the job is, and what they share."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import glob
 import os
 import pathlib
+import signal
+import sys
 import time
 
 import psutil
 
-from tarantella_pp.launch.guard.start_watch import is_alive
-
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 _FOLDER = "/dev/shm/"  # noqa: S108 (files are only removed here)
 _SHARED_MEMORY = ("mpich_shm_", "sm_segment.", "vader_segment.", "ucx_shm_")
 """What the names of the files begin with, in which MPI libraries share memory between ranks."""
+
+
+def die_with_parent(parent: int) -> None:
+    """Has the system kill the calling process as soon as its parent is gone."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if sys.platform == "linux" and os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def adopt_orphans() -> None:
+    """Makes the calling process the parent of all its descendants that lose theirs.
+
+    So they can still be found when the process that started them is dead.
+    """
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def describe_exit(status: int) -> str:
+    """Returns in words how a process ended, from `subprocess`'s return code."""
+    if status < 0:
+        return f"killed by {signal_name(-status)}"
+    return f"ended with exit code {status}"
+
+
+def signal_name(number: int) -> str:
+    """Returns `"SIGKILL"` for 9, and so on."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _prctl(option: int, value: int) -> None:
+    """Calls prctl where there is one; elsewhere the job is supervised without it."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
 def shared_memory_of_descendants() -> set[str]:
@@ -61,15 +100,18 @@ def remove_shared_memory(paths: set[str]) -> None:
                 os.unlink(name)
 
 
-def kill_descendants(seconds: float = 3.0) -> list[int]:
-    """Kills everything the calling process has started, directly or not."""
-    deadline = time.monotonic() + seconds
-    me = psutil.Process()
+def kill_descendants(patience: float = 0.0, seconds: float = 3.0) -> list[int]:
+    """Kills everything the calling process has started, directly or not.
+
+    It may end by itself before, which is cleaner, for so long.
+    """
+    start, me = time.monotonic(), psutil.Process()
     while True:
         alive = [child for child in me.children(recursive=True) if is_alive(child)]
-        if not alive or time.monotonic() > deadline:
+        waited = time.monotonic() - start
+        if not alive or waited > patience + seconds:
             return [child.pid for child in alive]
-        for child in alive:
+        for child in alive if waited >= patience else ():
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.kill()
         time.sleep(0.02)
@@ -81,3 +123,11 @@ def _reap() -> None:
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Whether a process runs: it has neither gone nor ended without being missed yet."""
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False

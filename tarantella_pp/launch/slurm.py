@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
 
-from tarantella_pp.launch.guard.launch_environment import number_of
-from tarantella_pp.launch.mpi_library import library_version, said
+from tarantella_pp.launch.environment import number_of
 
 TYPE_VARIABLE = "SLURM_MPI_TYPE"
 """Tells srun the protocol by which ranks find each other, as its option `--mpi`."""
@@ -16,6 +17,11 @@ _OF_A_TASK = re.compile(r"SLURM_(CPU|MEM)_BIND")
 """Variables in which srun tells a task its cores; another srun takes them for options."""
 _PROTOCOLS = (("open mpi", "pmix"), ("intel", "pmi2"), ("mvapich", "pmi2"), ("mpich", "pmi2"))
 """What the version of an MPI library contains, and the protocol that it speaks with Slurm."""
+LIMIT_SECONDS = 60.0
+_LIBRARY = (
+    "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; "
+    "print(MPI.Get_library_version())"
+)
 
 
 def beside_own_step(environ: Mapping[str, str]) -> dict[str, str]:
@@ -61,3 +67,20 @@ def mpi_type(srun: str) -> str | None:
         return None
     wanted = next((protocol for name, protocol in _PROTOCOLS if name in version), None)
     return wanted if wanted in said([srun, "--mpi=list"]).split() else None
+
+
+def library_version() -> str:
+    """Returns its name and version, as in `MPICH 5.0.2`; nothing where there is none."""
+    first = said([sys.executable, "-c", _LIBRARY], errors=False).partition("\n")[0]
+    return " ".join(first.partition(",")[0].replace("Version:", "").split())
+
+
+def said(command: Sequence[str], *, errors: bool = True) -> str:
+    """Returns what a command prints; nothing if it cannot be run."""
+    try:
+        answer = subprocess.run(
+            list(command), capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return answer.stdout + (answer.stderr if errors else "")

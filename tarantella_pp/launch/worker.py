@@ -1,8 +1,8 @@
-"""What `tarantella` starts for each rank: a minder, and the script in a process below it.
+"""What `tarantella` starts for each rank: a keeper, and the script in a process below it.
 
 ::
 
-    mpiexec  --  what stands for the rank  --  minder  --  rank
+    mpiexec  --  what stands for the rank  --  keeper  --  rank
 """
 
 from __future__ import annotations
@@ -11,36 +11,38 @@ import contextlib
 import faulthandler
 import functools
 import io
+import logging
 import os
 import runpy
 import signal
-import socket
 import sys
 import time
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from tarantella_pp.errors import LaunchError
-from tarantella_pp.launch.channel.joining import join, take_whereabouts
-from tarantella_pp.launch.channel.line import Line
-from tarantella_pp.launch.channel.rank_records import (
+from tarantella_pp.launch.cause import describe
+from tarantella_pp.launch.environment import (
+    LOG_ALL_VARIABLE,
+    LOG_LEVEL_VARIABLE,
+    OUTPUT_VARIABLE,
+)
+from tarantella_pp.launch.guard import Guard, exit_code_of
+from tarantella_pp.launch.keeper import LINGER_SECONDS, WATCHED, Keeper
+from tarantella_pp.launch.native_log import write_all
+from tarantella_pp.launch.processes import die_with_parent
+from tarantella_pp.launch.records import (
     FAILED,
     LOCAL_RANK_VARIABLE,
     RANK_VARIABLE,
     SIZE_VARIABLE,
-    RankRecords,
+    Record,
+    number_from,
 )
-from tarantella_pp.launch.guard import core_binding, failure_guard, gpus, rank_log
-from tarantella_pp.launch.guard.cause import describe
-from tarantella_pp.launch.guard.guarded_rank import (
-    Guard,
-    exit_code_of,
-)
-from tarantella_pp.launch.minder import LINGER_SECONDS, WATCHED, Minder
-from tarantella_pp.launch.prctl import die_with_parent
+from tarantella_pp.launch.resources import cores_of_starter, take_gpu, take_share
 
-OUTPUT_VARIABLE = "TNT_OUTPUT_ON_ALL_DEVICES"
+_LIBRARY = "tarantella_pp"
 _STANDARD_OUTPUT = 1
 
 
@@ -48,28 +50,28 @@ def main() -> int:
     """Runs `worker.py SCRIPT ARGUMENTS...` as one rank of the job described by the environment.
 
     MPI may kill this process at any time, so that it could not clean up. It only stands for the
-    rank: its minder, in a session of its own, notices that and cleans up.
+    rank: its keeper, in a session of its own, notices that and cleans up.
     """
     die_with_parent(os.getppid())
     signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
     launcher = os.getppid()
     stands, standing = os.pipe()
-    minder = os.fork()
-    if minder:
+    keeper = os.fork()
+    if keeper:
         os.close(stands)
-        return _stand_for(minder)
+        return _stand_for(keeper)
     os.setsid()
     os.close(standing)
-    return _mind(stands, launcher)
+    return _keep(stands, launcher)
 
 
-def _stand_for(minder: int) -> int:
-    """Passes signals on to the minder, and ends as it does."""
+def _stand_for(keeper: int) -> int:
+    """Passes signals on to the keeper, and ends as it does."""
     while True:
         number = signal.sigwait(WATCHED)
         if number != signal.SIGCHLD:
-            os.kill(minder, number)
-        elif (ended := os.waitpid(minder, os.WNOHANG))[0]:
+            os.kill(keeper, number)
+        elif (ended := os.waitpid(keeper, os.WNOHANG))[0]:
             status = os.waitstatus_to_exitcode(ended[1])
             if status < 0:  # not every MPI ends a job for an exit code
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, WATCHED)
@@ -77,73 +79,70 @@ def _stand_for(minder: int) -> int:
             return status
 
 
-def _mind(stands: int, launcher: int) -> int:
-    """Joins the job, and starts the rank and looks after it."""
+def _keep(stands: int, launcher: int) -> int:
+    """Starts the rank and looks after it."""
     size = int(os.environ[SIZE_VARIABLE])
-    rank = 0 if size == 1 else _number(RANK_VARIABLE)
+    rank = 0 if size == 1 else number_from(RANK_VARIABLE)
     if rank is None:
         sys.exit(f"tarantella: {os.environ[RANK_VARIABLE]} is not set; is --mpi the MPI in use?")
-    try:
-        hub, welcome = join(take_whereabouts(), rank)
-    except LaunchError as error:
-        sys.stderr.write(f"tarantella: rank {rank} of {size}: {error}\n")
-        sys.stderr.flush()
-        os.kill(os.getpid(), signal.SIGKILL)
-    minder, siblings = os.getpid(), core_binding.cores_of_starter(launcher)
-    minders, own = socket.socketpair()
+    keeper, siblings = os.getpid(), cores_of_starter(launcher)
+    reports, reporting = os.pipe()
     child = os.fork()
-    if child == 0:
-        die_with_parent(minder)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, WATCHED)
-        minders.close()
-        hub.close()
-        os.close(stands)
-        keeper = Guard(rank, size, RankRecords(Line(own)), abort=None)
-        return run_script(sys.argv[1:], keeper, functools.partial(_take_share, size, siblings))
-    own.close()
-    return Minder(rank, child, hub, Line(minders), stands, launcher).run(welcome).exit_code
+    if child:
+        os.close(reporting)
+        return Keeper(rank, child, reports, stands).run()
+    die_with_parent(keeper)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, WATCHED)
+    os.close(reports)
+    os.close(stands)
+
+    def report(record: Record) -> None:
+        with contextlib.suppress(OSError):
+            write_all(reporting, f"{record.to_json()}\n".encode())
+
+    guard = Guard(rank, size, report)
+    return run_script(sys.argv[1:], guard, functools.partial(_take_share, size, siblings))
 
 
-def run_script(command: list[str], keeper: Guard, prepare: Callable[[], None]) -> int:
-    """Runs `script.py ...` or `-m module ...` as Python would, and puts on record how it ended."""
+def run_script(command: list[str], guard: Guard, prepare: Callable[[], None]) -> int:
+    """Runs `script.py ...` or `-m module ...` as Python would, and reports how it ended."""
     faulthandler.enable()
-    failure_guard.adopt(keeper)
-    keeper.start()
-    if keeper.rank != keeper.size - 1 and os.environ.get(OUTPUT_VARIABLE) != "1":
-        keeper.hidden_lines = _hide_output().count
+    guard.start()
+    if guard.rank != guard.size - 1 and os.environ.get(OUTPUT_VARIABLE) != "1":
+        guard.hidden_lines = _hide_output().count
     # Whole lines, at once: not held back until the buffer is full, and not in pieces either.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
     try:
         prepare()
-        rank_log.show(os.environ, keeper.rank)
+        _show_log(os.environ, guard.rank)
         _run_as_main(command)
     except SystemExit as exit_:
         if exit_.code not in (None, 0):
             code = exit_.code if isinstance(exit_.code, int) else 1
-            keeper.fail(None, f"sys.exit({exit_.code!r})", code)
+            guard.fail(None, f"sys.exit({exit_.code!r})", code)
         else:
-            keeper.leave(f"sys.exit({'' if exit_.code is None else 0})")
+            guard.leave(f"sys.exit({'' if exit_.code is None else 0})")
     except LaunchError as error:
-        keeper.fail(None, str(error), 1)
+        guard.fail(None, str(error), 1)
     except BaseException as error:
         error.__traceback__ = _of_script(error.__traceback__)
-        keeper.fail(error, describe(error), exit_code_of(error))
+        guard.fail(error, describe(error), exit_code_of(error))
     else:
-        keeper.leave("its script ended")
-    if keeper.record.state == FAILED:
+        guard.leave("its script ended")
+    if guard.record.state == FAILED:
         _flush()
-        time.sleep(LINGER_SECONDS)  # its minder ends it as soon as the launcher says so
-        os._exit(keeper.record.exit_code)
+        time.sleep(LINGER_SECONDS)  # its keeper ends it as soon as the launcher says so
+        os._exit(guard.record.exit_code)
     return 0
 
 
 def _take_share(size: int, siblings: set[int] | None) -> None:
     """Gives this rank its part of the host's cores, and of its GPUs."""
-    core_binding.take_share(os.environ, siblings)
-    local_rank = None if size == 1 else _number(LOCAL_RANK_VARIABLE)
+    take_share(os.environ, siblings)
+    local_rank = None if size == 1 else number_from(LOCAL_RANK_VARIABLE)
     if local_rank is not None:
-        gpus.take_one(os.environ, local_rank)
+        take_gpu(os.environ, local_rank)
 
 
 def _run_as_main(command: list[str]) -> None:
@@ -167,13 +166,22 @@ def _of_script(trace: types.TracebackType | None) -> types.TracebackType | None:
     return trace
 
 
-def _number(pointer: str) -> int | None:
-    """Returns a number that the MPI launcher gave this process, in the variable named by another.
+def _show_log(environ: Mapping[str, str], rank: int) -> None:
+    """Shows what the library logs below the level of a warning, where the user asked for it.
 
-    The launcher in use counts, for those of other jobs leave their variables to a shell.
+    Warnings and errors are shown on all ranks as Python does, unless the script says otherwise.
     """
-    value = os.environ.get(os.environ[pointer], "")
-    return int(value) if value.isdigit() else None
+    level = environ.get(LOG_LEVEL_VARIABLE, "WARNING")
+    logger = logging.getLogger(_LIBRARY)
+    if level == "ERROR":
+        logger.setLevel(level)
+    elif level in ("DEBUG", "INFO") and (rank == 0 or environ.get(LOG_ALL_VARIABLE) == "1"):
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter(f"rank {rank}: %(message)s"))
+        # A script that sets up logging of its own shows it there.
+        handler.addFilter(lambda record: not logging.getLogger().handlers)
+        logger.addHandler(handler)
+        logger.setLevel(level)
 
 
 class _HiddenOutput(io.RawIOBase):

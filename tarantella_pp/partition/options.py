@@ -11,7 +11,7 @@ from typing import Any, cast, get_args
 import msgspec
 
 from tarantella_pp.errors import ConfigurationError
-from tarantella_pp.launch.guard.launch_environment import FUSION_VARIABLE
+from tarantella_pp.launch.environment import FUSION_VARIABLE
 from tarantella_pp.partition.given_balance import GIVEN
 from tarantella_pp.partition.graph.profile import Profile
 from tarantella_pp.partition.graph.units import parse_bytes

@@ -7,10 +7,9 @@ import pathlib
 
 import pytest
 
-from tarantella_pp.launch.guard import sockets
+from tarantella_pp.launch.resources import sockets_of_this_host
 from tests.helpers.jobs import (
     PYTHONS,
-    Job,
     mpiexec,
     tarantella,
 )
@@ -110,7 +109,7 @@ def test_all_ranks_log_when_asked(python: str) -> None:
 
 
 def test_more_ranks_than_sockets_are_refused(python: str) -> None:
-    ranks = str(len(sockets.of_this_host()) + 1)
+    ranks = str(len(sockets_of_this_host()) + 1)
     with tarantella(python, "-n", ranks, "--mpi-args=", "--pin-to-socket", "told.py") as job:
         result = job.result()
     assert result.code == 1
@@ -123,31 +122,6 @@ def test_the_hosts_of_a_hostfile_are_used(python: str, tmp_path: pathlib.Path) -
     with tarantella(python, "--hostfile", str(hosts), "hello.py") as job:
         result = job.result()
     assert result.code == 0, result.stderr
-
-
-UNREACHED = """
-import os, sys
-from tarantella_pp.launch import mpi_launchers as mpi
-from tarantella_pp.launch.supervisor import Supervisor
-
-launcher = mpi.find_launcher()
-root = ["--allow-run-as-root"] if isinstance(launcher, mpi.OpenMpi) and not os.geteuid() else []
-rank = [sys.executable, "-m", "tarantella_pp.launch.worker", *sys.argv[1:]]
-command = [launcher.executable, *root, "-n", "1", *rank]
-command += [":", "-n", "1", "env", "TNT_LAUNCHER=127.0.0.1 1", "TNT_HEARTBEAT=1", *rank]
-with Supervisor(2) as supervisor:
-    environment = {**os.environ, **launcher.environment(supervisor.folder)}
-    sys.exit(supervisor.run(command, environment))
-"""
-
-
-def test_a_host_that_does_not_reach_the_launcher_is_named(python: str) -> None:
-    with Job(python, "-c", UNREACHED, "hello.py") as job:
-        result = job.result()
-        assert not job.processes()
-    assert result.code != 0
-    assert f"rank 1 of 2: host {os.uname().nodename} cannot reach the launcher" in result.stderr
-    assert "127.0.0.1 port 1: Connection refused" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from tarantella_pp.launch.prctl import die_with_parent
+from tarantella_pp.launch.processes import die_with_parent
 from tests.helpers.jobs import SCRIPTS, Job
 
 LIMIT_SECONDS = 40

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import threading
+
 import pytest
 
-from tarantella_pp.launch.native_log import pass_on
+from tarantella_pp.launch.native_log import pass_on, write_all
+from tarantella_pp.launch.records import FAILED, Record, Records, write
 
 INFO = b"I0000 00:00:1795359673.039961   13910 port.cc:153] oneDNN custom operations are on.\n"
 FLOAT64 = b"W0000 00:00:1795364491.109910   31503 util.cc:163] Not handling type DT_DOUBLE\n"
@@ -12,9 +16,9 @@ PREFACE = b"WARNING: All log messages before absl::InitializeLog() is called are
 KEPT = b"W0000 00:00:1795359673.0 1 x.cc:1] careful\nWARNING: yours\nI see\n\nE0000 00:00:1 x] no\n"
 
 
-def passed(*pieces: bytes) -> bytes:
+def passed(*pieces: bytes, records: Records | None = None) -> bytes:
     rest, written = [*pieces, b""], []
-    pass_on(lambda: rest.pop(0), written.append)
+    pass_on(lambda: rest.pop(0), written.append, (Records(1) if records is None else records).take)
     return b"".join(written)
 
 
@@ -38,7 +42,7 @@ def test_what_ends_no_line_is_not_held_back() -> None:
         seen.append(b"".join(written))
         return pieces.pop(0) if pieces else b""
 
-    pass_on(read, written.append)
+    pass_on(read, written.append, written.append)
     assert seen[1:4] == [b"Password: ", b"Password: \rbar 1", b"Password: \rbar 1\rbar 2\n"]
     assert b"".join(written) == b"Password: \rbar 1\rbar 2\nend"
 
@@ -46,3 +50,45 @@ def test_what_ends_no_line_is_not_held_back() -> None:
 def test_noise_of_one_rank_after_the_progress_bar_of_another() -> None:
     assert passed(b"\rbar 1" + PREFACE + INFO, b"\rbar 2\n") == b"\rbar 1\rbar 2\n"
     assert passed(b"\rbar 1" + INFO[:30], INFO[30:], b"\rbar 2\n") == b"\rbar 1\rbar 2\n"
+
+
+@pytest.mark.parametrize("label", [b"", b"[1] ", b"1: ", b"[prterun-vm-1@1,0]<stderr>: "])
+@pytest.mark.parametrize("size", [1, 100, 1 << 16])
+def test_records_are_taken_out_with_long_tracebacks(label: bytes, size: int) -> None:
+    record = Record(1, FAILED, "host", "ü: nö", "long\n" * 2000 + "ü\n", exit_code=3)
+    source, target = os.pipe()
+    write(record, target)
+    os.close(target)
+    lines = [label + line for line in os.read(source, 1 << 16).splitlines(True)]
+    assert max(map(len, lines)) < 4096  # what a pipe takes at once
+    text = b"\rbar x" + b"".join(lines[:2]) + b"mine\n" + b"".join(lines[2:]) + b"end\n"
+    os.close(source)
+    pieces, found = [text[i : i + size] for i in range(0, len(text), size)], Records(2)
+    shown = passed(*pieces, records=found)
+    if not label or size > 100:  # in pieces a label may be there before its record
+        assert shown == b"\rbar xmine\nend\n"
+    assert found[1].details == record.details
+    assert (found[1].cause, found[1].exit_code) == ("ü: nö", 3)
+
+
+def test_what_is_no_record_is_left_out() -> None:
+    found = Records(1)
+    for line in (b"{", b"[]", b'{"rank": "x"}', b'{"rank": 0, "more": 1}'):
+        found.take(line)
+    assert not found
+
+
+def test_a_pipe_that_does_not_block_gets_all() -> None:
+    """As where another process has set the terminal so."""
+    source, target = os.pipe()
+    os.set_blocking(target, False)
+    text = b"x" * (1 << 18)
+    writer = threading.Thread(target=write_all, args=(target, text))
+    writer.start()
+    found = b""
+    while len(found) < len(text):
+        found += os.read(source, 1 << 16)
+    writer.join()
+    assert found == text
+    os.close(source)
+    os.close(target)

@@ -15,7 +15,7 @@ import uuid
 import psutil
 import pytest
 
-from tarantella_pp.launch import prctl, processes
+from tarantella_pp.launch import processes
 from tests.helpers.jobs import ROOT
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="prctl and /proc")
@@ -36,7 +36,7 @@ def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 def test_orphans_in_sessions_of_their_own_are_killed() -> None:
     program = """
         import json, subprocess, sys, time, psutil
-        from tarantella_pp.launch.prctl import adopt_orphans
+        from tarantella_pp.launch.processes import adopt_orphans
         from tarantella_pp.launch.processes import kill_descendants
         adopt_orphans()
         shell = "setsid sleep 60 & setsid sh -c 'trap \\"\\" TERM INT; sleep 60' & sleep 0.2"
@@ -93,7 +93,7 @@ def test_shared_memory_is_unused_once_nobody_has_mapped_it() -> None:
 def test_a_process_dies_with_its_parent() -> None:
     program = """
         import os, signal, sys, time
-        from tarantella_pp.launch.prctl import die_with_parent
+        from tarantella_pp.launch.processes import die_with_parent
         parent = os.getpid()
         ready, done = os.pipe()
         child = os.fork()
@@ -114,9 +114,9 @@ def test_a_process_dies_with_its_parent() -> None:
 
 
 def test_an_exit_is_described() -> None:
-    assert prctl.describe_exit(-signal.SIGKILL) == "killed by SIGKILL"
-    assert prctl.describe_exit(3) == "ended with exit code 3"
-    assert prctl.signal_name(63) == "signal 63"
+    assert processes.describe_exit(-signal.SIGKILL) == "killed by SIGKILL"
+    assert processes.describe_exit(3) == "ended with exit code 3"
+    assert processes.signal_name(63) == "signal 63"
 
 
 def _runs(pid: int) -> bool:

@@ -13,7 +13,7 @@ import sys
 import psutil
 import pytest
 
-from tarantella_pp.launch import mpi_library, slurm
+from tarantella_pp.launch import slurm
 from tests.helpers.jobs import PYTHONS, ROOT, Job, tarantella
 from tests.helpers.mpi import find_mpiexec
 
@@ -201,5 +201,5 @@ def test_the_protocol_is_that_of_the_mpi(
         text = version if command[0] == sys.executable else listed.replace(" ", "\n\t")
         return subprocess.CompletedProcess(command, 0, text, "")
 
-    monkeypatch.setattr(mpi_library.subprocess, "run", run)
+    monkeypatch.setattr(slurm.subprocess, "run", run)
     assert slurm.mpi_type("srun") == protocol

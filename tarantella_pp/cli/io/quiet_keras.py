@@ -14,7 +14,7 @@ from tarantella_pp.errors import (
     MissingDependencyError,
     UnsupportedModelError,
 )
-from tarantella_pp.launch.guard.cause import describe
+from tarantella_pp.launch.cause import describe
 
 _VARIABLES = {
     "CUDA_VISIBLE_DEVICES": "-1",

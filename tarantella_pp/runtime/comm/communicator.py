@@ -15,9 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tarantella_pp.errors import CommunicationError, LaunchError
-from tarantella_pp.launch.channel.rank_records import SIZE_VARIABLE
-from tarantella_pp.launch.guard import failure_guard, gpus
-from tarantella_pp.launch.guard.launch_environment import Launch, detect_launch
+from tarantella_pp.launch import guard
+from tarantella_pp.launch.environment import Launch, detect_launch
+from tarantella_pp.launch.records import SIZE_VARIABLE
+from tarantella_pp.launch.resources import take_gpu
 from tarantella_pp.runtime.comm import collectives
 from tarantella_pp.runtime.comm.agreement import Agreement
 from tarantella_pp.runtime.comm.buffers import TensorSpec, as_bytes, pieces
@@ -315,8 +316,7 @@ def world() -> Communicator:
 
 def _join(launch: Launch) -> Communicator:
     """Starts MPI and returns the communicator of all ranks."""
-    limits = Limits.from_environment()
-    with failure_guard.starting_mpi(limits.warn, limits.timeout):
+    with guard.starting_mpi(Limits.from_environment().timeout):
         mpi = _import_mpi(launch)
     size = mpi.COMM_WORLD.Get_size()
     if size == 1:
@@ -334,11 +334,9 @@ def _join(launch: Launch) -> Communicator:
     # Functions registered later are called earlier: the guard must first put on record that this
     # rank's script has ended, for a rank that waits for it would otherwise never learn it.
     atexit.register(_leave, ranks, os.getpid())
-    failure_guard.install(
-        ranks.rank, ranks.size, ranks.abort, lambda text: ranks.broadcast_json(text, 0)
-    )
+    guard.install(ranks.rank, ranks.size, ranks.abort)
     if launch.variable != SIZE_VARIABLE:  # else the launcher has done so before the script began
-        gpus.take_one(os.environ, mpi.COMM_WORLD.Split_type(mpi.COMM_TYPE_SHARED).Get_rank())
+        take_gpu(os.environ, mpi.COMM_WORLD.Split_type(mpi.COMM_TYPE_SHARED).Get_rank())
     return ranks
 
 

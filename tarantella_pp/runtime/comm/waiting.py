@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from tarantella_pp.errors import CommunicationError, ConfigurationError
-from tarantella_pp.launch.guard import failure_guard
 from tarantella_pp.runtime.comm.wakeup import Wakeup
 
 _LOG = logging.getLogger(__name__)
@@ -156,19 +155,13 @@ class Waiter:
         pace = (RUNG_FOR if rings else NOT_RUNG_FOR) if near else FROM_ELSEWHERE
         sleep = _Sleep(self._wakeup, peers, pace, coming)
         limits = self._limits if limited else Limits(0.0, 0.0)
-
-        def look() -> None:
-            if check is not None:
-                check()
-            failure_guard.check(peers)
-
-        self._sleep_until(done, what, look, sleep, limits)
+        self._sleep_until(done, what, check, sleep, limits)
 
     def _sleep_until(
         self,
         done: Callable[[], bool],
         what: Callable[[], str],
-        look: Callable[[], None],
+        check: Callable[[], None] | None,
         sleep: _Sleep,
         limits: Limits,
     ) -> None:
@@ -178,7 +171,8 @@ class Waiter:
             waited = time.perf_counter() - start
             if waited >= next_check:
                 next_check = waited + _CHECK_SECONDS
-                look()
+                if check is not None:
+                    check()
                 if 0 < warn <= waited:
                     warn = 0.0
                     where = self._where()

@@ -18,9 +18,13 @@ fault, wait = sys.argv[1:3]
 culprit = int(os.environ.get("FAULT_RANK", "1"))
 comm = MPI.COMM_WORLD
 if "--guard" in sys.argv:
-    from tarantella_pp.launch.guard import failure_guard
+    from tarantella_pp.launch import guard
 
-    failure_guard.install(comm.rank, comm.size, comm.Abort, lambda text: comm.bcast(text, 0))
+    guard.install(comm.rank, comm.size, comm.Abort)
+if wait == "call":
+    import tarantella_pp as tnt
+
+    tnt.init()
 comm.Barrier()
 if comm.rank == 0:
     sys.stderr.write("ready\n")
@@ -35,6 +39,8 @@ def fail() -> None:
         raise ValueError("a bad apple")
     if fault == "exit5":
         sys.exit(5)
+    if fault == "exit75":
+        sys.exit(75)
     if fault == "exit0":
         sys.exit(0)
     if fault == "exit-text":
@@ -62,17 +68,10 @@ if comm.rank == culprit:
     fail()
 elif wait == "recv":
     comm.recv(source=culprit, tag=7)
-elif wait == "wait":
-    comm.irecv(source=culprit, tag=7).wait()
 elif wait == "barrier":
     comm.Barrier()
-elif wait == "poll":
-    from tarantella_pp.launch.guard import failure_guard
-
-    request = comm.irecv(source=culprit, tag=7)
-    while not request.Test():
-        failure_guard.check(culprit)
-        time.sleep(0.001)
+elif wait == "call":
+    tnt.barrier()
 elif wait == "work":
     time.sleep(4 if fault == "return" else 60)
 if fault == "none" and comm.rank == culprit and wait != "none":

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from tarantella_pp.errors import CommunicationError, ConfigurationError
-from tarantella_pp.launch.guard.launch_environment import detect_launch
+from tarantella_pp.launch.environment import detect_launch
 from tarantella_pp.runtime.comm import buffers
 from tarantella_pp.runtime.comm.communicator import (
     Communicator,

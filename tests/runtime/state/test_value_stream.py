@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tarantella_pp.launch.rank_environment import allocator_variables
+from tarantella_pp.launch.environment import allocator_variables
 
 MEBIBYTES = """
 import psutil, numpy

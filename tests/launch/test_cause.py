@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tarantella_pp.launch.guard.cause import MOST_CHARACTERS, describe
+from tarantella_pp.launch.cause import MOST_CHARACTERS, describe
 
 KERAS = (
     "Exception encountered when calling Tower.call().\n\n\x1b[1mno such tower\nmore\x1b[0m\n\n"

@@ -8,7 +8,7 @@ import pathlib
 import pytest
 
 from tarantella_pp.errors import LaunchError
-from tarantella_pp.launch.guard import core_binding, sockets
+from tarantella_pp.launch import resources
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> list[obj
         (tmp_path / f"node{node}").mkdir()
         (tmp_path / f"node{node}" / "cpulist").write_text(cores)
     bound: list[object] = []
-    monkeypatch.setattr(sockets, "_NODES", tmp_path)
+    monkeypatch.setattr(resources, "_NODES", tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     monkeypatch.setattr(os, "sched_setaffinity", lambda _, cores: bound.append(cores))
     return bound
@@ -27,14 +27,14 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> list[obj
 def test_each_rank_gets_a_socket_and_as_many_threads(machine: list[object]) -> None:
     for rank in (0, 1):
         environ = {"TNT_BIND": "socket", "MPI_LOCALRANKID": str(rank), "MPI_LOCALNRANKS": "2"}
-        core_binding.take_share(environ, set(range(8)))
+        resources.take_share(environ, set(range(8)))
         assert environ["OMP_NUM_THREADS"] == str(len(machine[rank]))
     assert machine == [{0, 1, 2, 3}, {4, 6, 7}]
 
 
 def test_more_ranks_than_sockets_are_refused(machine: list[object]) -> None:
     with pytest.raises(LaunchError, match=r"This host has 2 \(NUMA nodes .*\), and 3 ranks"):
-        sockets.pin(0, 3, memory=False)
+        resources.pin_to_socket(0, 3, memory=False)
     assert not machine
 
 
@@ -49,12 +49,12 @@ def test_memory_is_bound_where_that_is_possible(
             asked.append((number, policy, list(mask)))
             return next(answers)
 
-    monkeypatch.setattr(sockets.ctypes, "CDLL", lambda *_, **__: Library())
-    monkeypatch.setattr(sockets.platform, "machine", lambda: "x86_64")
-    sockets.pin(1, 2, memory=True)
+    monkeypatch.setattr(resources.ctypes, "CDLL", lambda *_, **__: Library())
+    monkeypatch.setattr(resources.platform, "machine", lambda: "x86_64")
+    resources.pin_to_socket(1, 2, memory=True)
     assert asked == [(238, 2, [2])]
     with pytest.raises(LaunchError, match="is not allowed on this host"):
-        sockets.pin(0, 2, memory=True)
-    monkeypatch.setattr(sockets.platform, "machine", lambda: "riscv64")
+        resources.pin_to_socket(0, 2, memory=True)
+    monkeypatch.setattr(resources.platform, "machine", lambda: "riscv64")
     with pytest.raises(LaunchError, match="Received: a host with riscv64"):
-        sockets.pin(0, 2, memory=True)
+        resources.pin_to_socket(0, 2, memory=True)

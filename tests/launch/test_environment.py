@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from tarantella_pp.errors import ConfigurationError
-from tarantella_pp.launch import rank_environment
+from tarantella_pp.launch import environment, resources
 
 
 def variables(given: dict[str, str]) -> dict[str, str]:
-    return rank_environment.rank_environment("WARNING", False, given)
+    return environment.rank_environment("WARNING", False, given)
 
 
 def test_log_level_and_output_are_set() -> None:
@@ -33,7 +33,7 @@ def test_what_other_hosts_need_is_the_users_own_and_no_secret() -> None:
         "UCX_TLS": "tcp",
     }
     others = {"HOME": "/root", "HUB_TOKEN": "s3cret", "HOSTNAME": "a", "TMPDIR": "/x"}
-    assert rank_environment.needed_elsewhere({**given, **others}) == sorted(given)
+    assert environment.needed_elsewhere({**given, **others}) == sorted(given)
 
 
 @pytest.mark.parametrize(
@@ -42,8 +42,8 @@ def test_what_other_hosts_need_is_the_users_own_and_no_secret() -> None:
 def test_allocator_thresholds_are_those_the_c_library_accepts(
     library: tuple[str, str], megabytes: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rank_environment.platform, "libc_ver", lambda: library)
-    found = rank_environment.allocator_variables()
+    monkeypatch.setattr(environment.platform, "libc_ver", lambda: library)
+    found = environment.allocator_variables()
     if megabytes is None:
         assert not found
     else:
@@ -54,7 +54,7 @@ def test_allocator_thresholds_are_those_the_c_library_accepts(
 def test_onednn_is_asked_for_where_tensorflow_has_it_for_all_processors(
     machine: str, value: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rank_environment.platform, "machine", lambda: machine)
+    monkeypatch.setattr(environment.platform, "machine", lambda: machine)
     for name in ("TF_ENABLE_ONEDNN_OPTS", "TF_ONEDNN_USE_SYSTEM_ALLOCATOR"):
         assert variables({}).get(name) == value
         assert name not in variables({name: "0"})
@@ -64,15 +64,15 @@ def test_onednn_is_asked_for_where_tensorflow_has_it_for_all_processors(
 def test_ranks_share_the_cores_of_a_node(
     ranks: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rank_environment, "cores_of_node", lambda: 8)
-    assert rank_environment.threads_per_rank(ranks, {}) == threads
-    assert rank_environment.threads_per_rank(ranks, {"SLURM_CPUS_PER_TASK": "5"}) == 5
+    monkeypatch.setattr(resources, "cores_of_node", lambda: 8)
+    assert resources.threads_per_rank(ranks, {}) == threads
+    assert resources.threads_per_rank(ranks, {"SLURM_CPUS_PER_TASK": "5"}) == 5
 
 
 def test_exports_have_names_and_values() -> None:
     given = {"HOME": "/home/x"}
-    found = rank_environment.parse_exports(["A=1", "B=x=y", "C=", "HOME"], given)
+    found = environment.parse_exports(["A=1", "B=x=y", "C=", "HOME"], given)
     assert found == {"A": "1", "B": "x=y", "C": "", "HOME": "/home/x"}
     for wrong in ("=1", "A B=1", "1A=2", "UNSET"):
         with pytest.raises(ConfigurationError, match=wrong.partition("=")[0] or "=1"):
-            rank_environment.parse_exports([wrong], given)
+            environment.parse_exports([wrong], given)

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from tarantella_pp.launch.guard import core_binding
+from tarantella_pp.launch import resources
 from tests.helpers.jobs import PYTHONS, tarantella
 
 CORES = len(os.sched_getaffinity(0))
@@ -30,7 +30,7 @@ CORES = len(os.sched_getaffinity(0))
 def test_ranks_are_bound_where_their_threads_fill_the_node(
     cores: int, ranks: int, threads: int, shared: int | None
 ) -> None:
-    assert core_binding.cores_to_share(cores, ranks, threads) == shared
+    assert resources.cores_to_share(cores, ranks, threads) == shared
 
 
 def test_shares_are_neighbours_and_disjoint(
@@ -42,16 +42,16 @@ def test_shares_are_neighbours_and_disjoint(
         folder.mkdir(parents=True)
         (folder / "physical_package_id").write_text(f"{core // 2 % 2}\n")
         (folder / "core_id").write_text(f"{core % 2}\n")
-    monkeypatch.setattr(core_binding, "_TOPOLOGY", tmp_path)
-    assert [core_binding.share(range(8), rank, 2) for rank in (0, 1)] == [
+    monkeypatch.setattr(resources, "_TOPOLOGY", tmp_path)
+    assert [resources.share(range(8), rank, 2) for rank in (0, 1)] == [
         {0, 4, 1, 5},
         {2, 6, 3, 7},
     ]
-    shares = [core_binding.share(range(8), rank, 3) for rank in range(3)]
+    shares = [resources.share(range(8), rank, 3) for rank in range(3)]
     assert [len(share) for share in shares] == [2, 3, 3]
     assert set.union(*shares) == set(range(8))
-    monkeypatch.setattr(core_binding, "_TOPOLOGY", tmp_path / "missing")
-    assert core_binding.share([9, 3, 5, 7], 1, 2) == {7, 9}
+    monkeypatch.setattr(resources, "_TOPOLOGY", tmp_path / "missing")
+    assert resources.share([9, 3, 5, 7], 1, 2) == {7, 9}
 
 
 MPICH = {"MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
@@ -86,11 +86,11 @@ def test_a_rank_takes_its_share_of_the_host_it_is_on(
     tmp_path: pathlib.Path,
 ) -> None:
     chosen: list[object] = []
-    monkeypatch.setattr(core_binding, "_TOPOLOGY", tmp_path / "missing")
+    monkeypatch.setattr(resources, "_TOPOLOGY", tmp_path / "missing")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
     monkeypatch.setattr(os, "sched_setaffinity", lambda _, share: chosen.append(share))
     environ = dict(given)
-    core_binding.take_share(environ, set(range(cores)))
+    resources.take_share(environ, set(range(cores)))
     assert chosen == ([] if share is None else [share])
     assert environ["TF_NUM_INTRAOP_THREADS"] == threads
     assert environ["OMP_NUM_THREADS"] == threads
@@ -100,7 +100,7 @@ def test_a_rank_that_is_bound_already_stays_so(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {4, 5, 6, 7})
     monkeypatch.setattr(os, "sched_setaffinity", lambda *_: pytest.fail("bound again"))
     environ = {**BIND, **MPICH}
-    core_binding.take_share(environ, set(range(8)))
+    resources.take_share(environ, set(range(8)))
     assert environ["OMP_NUM_THREADS"] == "4"
 
 
@@ -121,13 +121,13 @@ def test_what_has_started_a_rank_may_visit_other_cores(
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: next(moments) if pid else own)
     monkeypatch.setattr(time, "monotonic", lambda: next(clock) / 99)
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
-    assert core_binding.cores_of_starter(7) == cores
+    assert resources.cores_of_starter(7) == cores
 
 
 def test_cores_that_slurm_has_given_to_others_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(64)))
-    assert core_binding.cores_of_node({}) == 64
-    assert core_binding.cores_of_node({"SLURM_CPUS_ON_NODE": "4"}) == 4
+    assert resources.cores_of_node({}) == 64
+    assert resources.cores_of_node({"SLURM_CPUS_ON_NODE": "4"}) == 4
 
 
 @pytest.mark.mpi
@@ -138,7 +138,7 @@ def test_ranks_of_a_job_run_on_cores_of_their_own(
     python: str, option: str, own: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if option == "none":
-        monkeypatch.setenv(core_binding.BIND_VARIABLE, "cores")  # of a job around this one
+        monkeypatch.setenv(resources.BIND_VARIABLE, "cores")  # of a job around this one
     options = ["-n", "2", "--threads", str(CORES // 2), "--bind", option]
     with tarantella(python, *options, "cores.py") as job:
         result = job.result()

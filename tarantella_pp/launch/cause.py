@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TypeGuard
 
 MOST_CHARACTERS = 600
-_LIBRARIES = (sysconfig.get_path("stdlib"), str(Path(__file__).parents[2]))
+_LIBRARIES = (sysconfig.get_path("stdlib"), str(Path(__file__).parents[1]))
 _INSTALLED = ("site-packages", "dist-packages", "__autograph_generated")
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m|\{\{function_node .*?\}\}")
 _APPENDED = re.compile(r"\n\s*(Arguments received by |Traceback \(most recent call|\[\[\{\{node )")

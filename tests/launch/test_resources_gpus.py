@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from tarantella_pp.errors import LaunchError
-from tarantella_pp.launch.guard import gpus
+from tarantella_pp.launch import resources
 
 GROWTH = {"TF_FORCE_GPU_ALLOW_GROWTH": "true"}
 
@@ -38,7 +38,7 @@ class TensorFlow:
 @pytest.fixture(autouse=True)
 def _no_tensorflow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delitem(sys.modules, "tensorflow", raising=False)
-    monkeypatch.setattr(gpus, "_DEVICES", tmp_path)
+    monkeypatch.setattr(resources, "_DEVICES", tmp_path)
     for name in ("null", "nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
         (tmp_path / name).touch()
 
@@ -56,13 +56,13 @@ def _no_tensorflow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 )
 def test_each_rank_of_a_host_takes_one(given: dict[str, str], local_rank: int, taken: str) -> None:
     environ = dict(given)
-    gpus.take_one(environ, local_rank)
+    resources.take_gpu(environ, local_rank)
     assert environ == {**given, "CUDA_VISIBLE_DEVICES": taken, **GROWTH}
 
 
 def test_what_the_user_says_of_memory_stays() -> None:
     environ = {"TF_FORCE_GPU_ALLOW_GROWTH": "false"}
-    gpus.take_one(environ, 0)
+    resources.take_gpu(environ, 0)
     assert environ["TF_FORCE_GPU_ALLOW_GROWTH"] == "false"
 
 
@@ -71,39 +71,39 @@ def test_more_ranks_than_gpus_are_refused(given: dict[str, str]) -> None:
     with pytest.raises(
         LaunchError, match=r"This host has [12] GPUs?, and at least 3 ranks"
     ) as error:
-        gpus.take_one(dict(given), 2)
+        resources.take_gpu(dict(given), 2)
     assert "--share-gpus or TNT_SHARE_GPUS=1" in str(error.value)
 
 
 @pytest.mark.parametrize("given", ["", "-1", "-1,0"])
 def test_without_gpus_nothing_changes(given: str) -> None:
     environ = {"CUDA_VISIBLE_DEVICES": given}
-    gpus.take_one(environ, 3)
+    resources.take_gpu(environ, 3)
     assert environ == {"CUDA_VISIBLE_DEVICES": given}
     assert "tensorflow" not in sys.modules
 
 
 def test_without_devices_nothing_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpus, "_DEVICES", tmp_path / "missing")
+    monkeypatch.setattr(resources, "_DEVICES", tmp_path / "missing")
     environ: dict[str, str] = {}
-    gpus.take_one(environ, 3)
+    resources.take_gpu(environ, 3)
     assert environ == {}
 
 
 def test_a_loaded_tensorflow_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     tensorflow = TensorFlow(2)
     monkeypatch.setitem(sys.modules, "tensorflow", tensorflow)
-    gpus.take_one({}, 1)
+    resources.take_gpu({}, 1)
     assert tensorflow.visible == tensorflow.growing == ["GPU:1"]
     with pytest.raises(LaunchError, match="at least 3 ranks"):
-        gpus.take_one({}, 2)
+        resources.take_gpu({}, 2)
 
 
 def test_gpus_that_are_in_use_are_not_shared_silently(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorflow", TensorFlow(2, initialized=True))
     with pytest.raises(LaunchError, match=r"Call tarantella_pp\.init\(\) before"):
-        gpus.take_one({}, 0)
+        resources.take_gpu({}, 0)
     none = TensorFlow(0, initialized=True)
     monkeypatch.setitem(sys.modules, "tensorflow", none)
-    gpus.take_one({}, 0)
+    resources.take_gpu({}, 0)
     assert none.visible == none.growing == []

@@ -1,0 +1,192 @@
+"""Variables of the environment: what starts a rank says in them, and what a rank is given."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tarantella_pp.errors import ConfigurationError
+from tarantella_pp.launch.records import SIZE_VARIABLE
+
+LOG_LEVEL_VARIABLE = "TNT_LOG_LEVEL"
+LOG_ALL_VARIABLE = "TNT_LOG_ON_ALL_DEVICES"
+OUTPUT_VARIABLE = "TNT_OUTPUT_ON_ALL_DEVICES"
+HEARTBEAT_VARIABLE = "TNT_HEARTBEAT"
+"""How many seconds a host that is reached by ssh may be silent; 0 is for ever."""
+_HEARTBEAT_SECONDS = 60.0
+TRACE_VARIABLE = "TNT_TRACE"
+"""Names the file that training is to be recorded in, whatever the script says."""
+FUSION_VARIABLE = "TNT_FUSION_THRESHOLD"
+"""Says how many bytes of gradients replicas sum at a time, where the script does not."""
+# The second name, where there is one, must be set as well. SLURM_NTASKS alone is no sign of
+# several processes: an interactive allocation (`salloc`) and a batch script have it, with one plain
+# `python` each.
+_SIGNS: tuple[tuple[str, str, str | None], ...] = (
+    ("Open MPI's mpirun", "OMPI_COMM_WORLD_SIZE", None),
+    ("MVAPICH's launcher", "MV2_COMM_WORLD_SIZE", None),
+    ("mpiexec (PMI)", "PMI_SIZE", "PMI_RANK"),
+    ("mpiexec (PALS)", "PALS_SIZE", "PALS_RANKID"),
+    ("Flux", "FLUX_JOB_SIZE", "FLUX_TASK_RANK"),
+    ("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+    ("mpiexec", "MPI_LOCALNRANKS", None),
+)
+_SIZELESS: tuple[tuple[str, str], ...] = (
+    ("a PMIx launcher", "PMIX_RANK"),
+    ("mpiexec (PMI)", "PMI_RANK"),
+    ("mpiexec (PALS)", "PALS_RANKID"),
+)
+_FAMILIES = (
+    "TNT_",
+    "TF_",
+    "OMP_",
+    "KMP_",
+    "MKL_",
+    "KERAS_",
+    "MALLOC_",
+    "XLA_",
+    "CUDA_",
+    "NCCL_",
+    "UCX_",
+)
+_EVERYWHERE = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LD_PRELOAD", "VIRTUAL_ENV")
+"""What a user has set for a script; not every MPI hands it on to other hosts by itself."""
+LOG_VARIABLE = "TF_CPP_MIN_LOG_LEVEL"
+LOG_LEVELS = {"DEBUG": "0", "INFO": "0", "WARNING": "1", "ERROR": "2"}
+"""The library's log levels, with the level of TensorFlow's native log that goes with each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How this process was started, as far as its environment tells.
+
+    Attributes:
+        starter: What started it, for messages: "Open MPI's mpirun", "srun", ...
+        size: Processes started together; `None` where the environment does not say.
+        variable: The environment variable that says so.
+    """
+
+    starter: str
+    size: int | None
+    variable: str
+
+    def __str__(self) -> str:
+        """Returns who started how many processes, and how that is known."""
+        if self.size is None:
+            return f"Several processes were started by {self.starter} ({self.variable} is set)"
+        return f"{self.size} processes were started by {self.starter} ({self.variable}={self.size})"
+
+
+def number_of(environ: Mapping[str, str], name: str) -> int | None:
+    """Returns a number above 0 that a variable of the environment says, if it does."""
+    text = environ.get(name, "")
+    return int(text) if text.isdecimal() and int(text) else None
+
+
+def detect_launch(environ: Mapping[str, str] | None = None) -> Launch | None:
+    """Reads off the environment whether a launcher started this process, without touching MPI.
+
+    A shell inside a job passes on the variables of its own launcher, beside those of the launcher
+    in use. The largest number counts: MPI itself corrects one that is too large; with one that is
+    too small each process would train alone.
+    """
+    environ = os.environ if environ is None else environ
+    ours = environ.get(SIZE_VARIABLE, "")
+    if ours.isdecimal():
+        return Launch("tarantella", int(ours), SIZE_VARIABLE)
+    found = [
+        Launch(starter, int(environ[name]), name)
+        for starter, name, companion in _SIGNS
+        if environ.get(name, "").isdecimal() and (companion is None or companion in environ)
+    ]
+    if found:
+        return max(found, key=lambda launch: launch.size or 0)
+    return next(
+        (Launch(starter, None, name) for starter, name in _SIZELESS if name in environ), None
+    )
+
+
+def rank_environment(
+    log_level: str, output_on_all_devices: bool, given: Mapping[str, str]
+) -> dict[str, str]:
+    """Returns the variables to set for every rank, on top of those given already."""
+    defaults = {
+        LOG_VARIABLE: LOG_LEVELS[log_level],
+        **allocator_variables(),
+        **product_variables(),
+    }
+    ours = {
+        LOG_LEVEL_VARIABLE: log_level,
+        OUTPUT_VARIABLE: "1" if output_on_all_devices else "0",
+    }
+    unset = {name: value for name, value in defaults.items() if name not in given}
+    return {**unset, **ours}
+
+
+def needed_elsewhere(given: Mapping[str, str]) -> list[str]:
+    """Returns the variables that ranks on other hosts need as they are here."""
+    return sorted(name for name in given if name in _EVERYWHERE or name.startswith(_FAMILIES))
+
+
+def allocator_variables() -> dict[str, str]:
+    """Returns the thresholds that keep freed tensors in the process.
+
+    By default glibc maps blocks from 128 KiB on afresh and gives freed memory back, and the
+    kernel clears each page again at the next step: for tensors of 4 MB a page fault
+    every 4 KiB, five times the cost of writing them. Older versions than 2.36 silently
+    ignore a threshold over 32 MiB.
+    """
+    library, version = platform.libc_ver()
+    if library != "glibc":
+        return {}
+    recent = tuple(int(part) for part in version.split(".")[:2]) >= (2, 36)
+    return {
+        "MALLOC_MMAP_THRESHOLD_": str((256 if recent else 32) << 20),
+        "MALLOC_TRIM_THRESHOLD_": str(512 << 20),
+    }
+
+
+def product_variables() -> dict[str, str]:
+    """Returns what has TensorFlow multiply matrices with oneDNN, as it does where there is AVX-512.
+
+    On cores with AVX2 alone it does not by itself. There a product with the transpose of weights,
+    by which gradients go back through a dense layer, takes up to six times as long for few rows,
+    as each micro-batch lays out all weights anew. With oneDNN TensorFlow also takes memory from an
+    allocator of its own, which gives none back to the system; it is told not to.
+    """
+    if platform.machine() != "x86_64":
+        return {}
+    return {"TF_ENABLE_ONEDNN_OPTS": "1", "TF_ONEDNN_USE_SYSTEM_ALLOCATOR": "1"}
+
+
+def parse_exports(options: Sequence[str], given: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables of `-x NAME` and `-x NAME=VALUE` options."""
+    exports = {}
+    for option in options:
+        name, equals, value = option.partition("=")
+        if not name.isidentifier():
+            raise ConfigurationError(
+                f"-x takes NAME or NAME=VALUE with a name of letters, digits and underscores. "
+                f"Received: -x {option}"
+            )
+        if not equals and name not in given:
+            raise ConfigurationError(
+                f"-x {name}: no such variable in the environment; give NAME=VALUE."
+            )
+        exports[name] = value if equals else given[name]
+    return exports
+
+
+def heartbeat_seconds() -> float:
+    """Returns how long a host may be silent before it counts as dead; 0 for ever."""
+    text = os.environ.get(HEARTBEAT_VARIABLE) or str(_HEARTBEAT_SECONDS)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < 1e6:
+        raise ConfigurationError(
+            f"{HEARTBEAT_VARIABLE} is a number of seconds, 0 for ever. Received: {text!r}"
+        )
+    return seconds

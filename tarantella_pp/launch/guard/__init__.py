@@ -1,1 +1,0 @@
-"""One rank of a job, from inside: who started it, how it ends, where it waits."""

@@ -1,0 +1,276 @@
+"""A rank's share of its host: cores with threads, a socket, a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import pathlib
+import platform
+import re
+import sys
+import time
+from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
+from typing import Any, TypeVar
+
+from tarantella_pp.errors import LaunchError
+from tarantella_pp.launch.environment import number_of
+
+BIND_VARIABLE = "TNT_BIND"
+"""How a rank is bound: to its share of the cores, to a socket, to its memory as well, or not."""
+TO_CORES, TO_SOCKET, TO_MEMORY = "cores", "socket", "memory"
+COUNT_VARIABLE = "TNT_THREADS"
+"""Threads of a rank, where the user has said how many."""
+RANKS_VARIABLE = "TNT_RANKS_PER_NODE"
+"""Most ranks of a host, for launchers that do not tell a rank how many its own has."""
+THREAD_VARIABLES = ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "OMP_NUM_THREADS")
+_LOCAL_RANKS = (
+    ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+)
+"""What MPICH and its relatives, and Open MPI, call a rank's place on its node."""
+_VISIT_SECONDS = 2.0
+_TOPOLOGY = pathlib.Path("/sys/devices/system/cpu")
+_NODES = pathlib.Path("/sys/devices/system/node")
+_SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
+"""Number of the system call, which glibc has no function for."""
+_MPOL_BIND = 2
+SHARE_VARIABLE = "TNT_SHARE_GPUS"
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+NONE_VISIBLE = {_VISIBLE: "-1"}
+_GROWTH = "TF_FORCE_GPU_ALLOW_GROWTH"
+_GIVEN_BY_SLURM = ("SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND", "SLURM_NTASKS_PER_GPU")
+"""With these each task sees GPUs of its own only."""
+_DEVICES = pathlib.Path("/dev")
+_Gpu = TypeVar("_Gpu")
+
+
+def cores_to_share(cores: int, ranks: int, threads: int) -> int | None:
+    """Says whether the ranks of a node should be bound to cores.
+
+    A bound rank finds in its caches what it left there, and does not lose its core to the threads
+    of another rank. But jobs that leave cores free must be free to move to them, or two of them
+    would share a core beside idle ones.
+    """
+    return cores if ranks > 1 and threads == cores // ranks else None
+
+
+def take_share(environ: MutableMapping[str, str], siblings: Collection[int] | None = None) -> None:
+    """Gives this process its part of its host: cores to run on, and as many threads.
+
+    It counts the cores of the host it is on, which may have others than that of the launcher.
+    """
+    rank, ranks = _local_place(environ)
+    way = environ.get(BIND_VARIABLE, "")
+    cores = cores_of_node(environ)
+    if way in (TO_SOCKET, TO_MEMORY):
+        threads = pin_to_socket(rank, ranks, memory=way == TO_MEMORY)
+    elif siblings is not None and set(siblings) != _affinity():
+        threads, way = cores, ""
+    else:
+        threads = max(1, cores // ranks)
+    wanted = environ.get(COUNT_VARIABLE, "")
+    said = number_of(environ, COUNT_VARIABLE) or cores_of_task(environ, ranks)
+    threads = threads if said is None else said
+    chosen = any(name in environ for name in THREAD_VARIABLES) and not wanted
+    if way == TO_CORES and not chosen and cores_to_share(cores, ranks, threads):
+        bind_to_share(rank, ranks, cores)
+    for name in THREAD_VARIABLES:
+        if wanted or name not in environ:
+            environ[name] = str(threads)
+
+
+def cores_of_starter(process: int) -> set[int] | None:
+    """Returns the cores of the process that has started this one, where that can be told.
+
+    MPICH's proxy looks at the processor of its host while ranks begin: it runs on one core after
+    the other then, and on its own again some milliseconds later. A rank that had more cores than
+    that would think it had been bound.
+    """
+    if not hasattr(os, "sched_getaffinity"):
+        return None
+    own, deadline = _affinity(), time.monotonic() + _VISIT_SECONDS
+    try:
+        while not own <= (cores := os.sched_getaffinity(process)) and len(cores) == 1:
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.01)
+    except OSError:
+        return None
+    return cores
+
+
+def cores_of_node(environ: Mapping[str, str] = os.environ) -> int:
+    """Returns the number of cores this process may run on, and its job, where that is Slurm's."""
+    return min(len(_affinity()), number_of(environ, "SLURM_CPUS_ON_NODE") or 1 << 20)
+
+
+def cores_of_task(environ: Mapping[str, str], ranks: int) -> int | None:
+    """Returns the cores that Slurm was asked for for each task, where ranks are its tasks."""
+    cores = number_of(environ, "SLURM_CPUS_PER_TASK")
+    there = number_of(environ, "SLURM_CPUS_ON_NODE")
+    return None if cores and there and cores * ranks > there else cores
+
+
+def threads_per_rank(ranks_of_node: int, given: Mapping[str, str]) -> int:
+    """Returns the threads of one rank, such that the ranks of a node do not share cores."""
+    said = cores_of_task(given, ranks_of_node)
+    return max(1, cores_of_node() // ranks_of_node) if said is None else said
+
+
+def bind_to_share(rank: int, ranks: int, wanted: int) -> None:
+    """Binds this process to its share of the cores, where it has all that are wanted."""
+    cores = _affinity()
+    if len(cores) == wanted >= ranks > rank:
+        with contextlib.suppress(OSError, AttributeError):  # some containers and systems forbid it
+            os.sched_setaffinity(0, share(cores, rank, ranks))
+
+
+def share(cores: Iterable[int], rank: int, ranks: int) -> set[int]:
+    """Returns the cores of one rank: neighbours, of as few sockets as can be."""
+    ordered = sorted(cores, key=_place)
+    begin, end = (len(ordered) * i // ranks for i in (rank, rank + 1))
+    return set(ordered[begin:end])
+
+
+def _local_place(environ: Mapping[str, str]) -> tuple[int, int]:
+    """Returns the number of this process among the ranks of its host, and how many these are."""
+    for names in _LOCAL_RANKS:
+        rank, ranks = (environ.get(name, "") for name in names)
+        if rank.isdecimal() and ranks.isdecimal() and int(rank) < int(ranks):
+            return int(rank), int(ranks)
+    local, most = environ.get("SLURM_LOCALID", ""), environ.get(RANKS_VARIABLE, "")
+    number = int(local) if local.isdecimal() else 0
+    return number, max(1, int(most)) if most.isdecimal() else 1
+
+
+def _affinity() -> set[int]:
+    """Returns the cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))
+
+
+def _place(core: int) -> tuple[int, int, int]:
+    """Where a core is: socket, physical core, and which of its hardware threads."""
+    numbers = []
+    for name in ("physical_package_id", "core_id"):
+        try:
+            text = (_TOPOLOGY / f"cpu{core}" / "topology" / name).read_text(encoding="ascii")
+            numbers.append(int(text))
+        except (OSError, ValueError):
+            numbers.append(0)
+    return numbers[0], numbers[1], core
+
+
+def pin_to_socket(rank: int, ranks: int, *, memory: bool) -> int:
+    """Binds this process to a socket, as `numactl --cpunodebind` would; returns its cores."""
+    nodes = sockets_of_this_host()
+    if ranks > len(nodes):
+        raise LaunchError(
+            f"--pin-to-socket gives each rank a socket of its own. This host has {len(nodes)} "
+            f"(NUMA nodes with cores that this process may use), and {ranks} ranks. Leave it out, "
+            "or start fewer ranks on it."
+        )
+    node = sorted(nodes)[rank]
+    try:
+        os.sched_setaffinity(0, nodes[node])
+    except OSError as error:
+        raise LaunchError(f"--pin-to-socket is not allowed on this host: {error}") from error
+    if memory:
+        _bind_memory(node)
+    return len(nodes[node])
+
+
+def sockets_of_this_host() -> dict[int, set[int]]:
+    """Returns the cores of each NUMA node, as far as this process may run on them."""
+    if not hasattr(os, "sched_getaffinity"):
+        return {}
+    usable, found = os.sched_getaffinity(0), {}
+    for path in _NODES.glob("node[0-9]*/cpulist"):
+        cores = _cores(path.read_text(encoding="ascii")) & usable
+        if cores:
+            found[int(path.parent.name.removeprefix("node"))] = cores
+    return found
+
+
+def _cores(text: str) -> set[int]:
+    """Reads a list such as `0-3,8`."""
+    ends = [part.partition("-") for part in text.strip().split(",") if part]
+    return {core for low, _, high in ends for core in range(int(low), int(high or low) + 1)}
+
+
+def _bind_memory(node: int) -> None:
+    number = _SET_MEMPOLICY.get(platform.machine())
+    if number is None:
+        raise LaunchError(
+            "--pin-memory-to-socket works on x86-64 and ARM only. "
+            f"Received: a host with {platform.machine()}"
+        )
+    words = node // 64 + 1
+    mask = (ctypes.c_uint64 * words)()
+    mask[node // 64] = 1 << node % 64
+    library = ctypes.CDLL(None, use_errno=True)
+    if library.syscall(number, _MPOL_BIND, mask, ctypes.c_ulong(64 * words + 1)) != 0:
+        text = os.strerror(ctypes.get_errno())
+        raise LaunchError(f"--pin-memory-to-socket is not allowed on this host: {text}")
+
+
+def take_gpu(environ: MutableMapping[str, str], local_rank: int) -> None:
+    """Leaves this process one GPU of its host, whose memory it takes as it needs it.
+
+    Before TensorFlow has looked for GPUs that is a matter of variables; afterwards it is told.
+    """
+    has_own = any(name in environ for name in _GIVEN_BY_SLURM)
+    tensorflow = sys.modules.get("tensorflow")
+    if tensorflow is not None:
+        _tell_tensorflow(tensorflow, environ, None if has_own else local_rank)
+        return
+    gpus = visible_gpus(environ)
+    if gpus and not has_own:
+        environ[_VISIBLE] = _chosen(gpus, environ, local_rank)
+    if gpus:
+        environ.setdefault(_GROWTH, "true")
+
+
+def _tell_tensorflow(
+    tensorflow: Any, environ: MutableMapping[str, str], local_rank: int | None
+) -> None:
+    config = tensorflow.config
+    gpus = config.list_physical_devices("GPU")
+    if not gpus:
+        return
+    if local_rank is not None:
+        gpus = [_chosen(gpus, environ, local_rank)]
+    try:
+        config.set_visible_devices(gpus, "GPU")
+        for gpu in gpus:
+            config.experimental.set_memory_growth(gpu, True)
+    except RuntimeError as error:
+        raise LaunchError(
+            "Each rank gets a GPU of its own, but TensorFlow has taken all of this host already. "
+            "Call tarantella_pp.init() before anything is computed or a model built, or start the "
+            "job with `tarantella`."
+        ) from error
+
+
+def _chosen(gpus: Sequence[_Gpu], environ: MutableMapping[str, str], local_rank: int) -> _Gpu:
+    if local_rank >= len(gpus) and environ.get(SHARE_VARIABLE) != "1":
+        count = "1 GPU" if len(gpus) == 1 else f"{len(gpus)} GPUs"
+        raise LaunchError(
+            f"This host has {count}, and at least {local_rank + 1} ranks. Start one rank for each "
+            f"GPU of a host, share them with --share-gpus or {SHARE_VARIABLE}=1, or use none with "
+            f"{_VISIBLE}=-1."
+        )
+    return gpus[local_rank % len(gpus)]
+
+
+def visible_gpus(environ: Mapping[str, str]) -> list[str]:
+    """Returns the GPUs that CUDA would show, which ends at the first invalid one."""
+    given = environ.get(_VISIBLE)
+    if given is None:
+        found = [path for path in _DEVICES.glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)]
+        return [str(i) for i in range(len(found))]
+    names = [name.strip() for name in given.split(",")]
+    invalid = (i for i, name in enumerate(names) if not name or name.startswith("-"))
+    return names[: next(invalid, len(names))]

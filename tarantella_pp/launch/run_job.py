@@ -1,0 +1,272 @@
+"""Runs a job to its end: MPI starts the ranks, and all are ended when one has failed."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import os
+import pathlib
+import queue
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import types
+from collections.abc import Mapping, Sequence
+
+from tarantella_pp.errors import LaunchError
+from tarantella_pp.launch.mpi_launchers import Launcher
+from tarantella_pp.launch.native_log import JobStderr
+from tarantella_pp.launch.processes import (
+    adopt_orphans,
+    describe_exit,
+    die_with_parent,
+    kill_descendants,
+    remove_shared_memory,
+    shared_memory_of_descendants,
+)
+from tarantella_pp.launch.records import (
+    ENDED,
+    FINISHED,
+    RETURNED,
+    SIZE_VARIABLE,
+    Record,
+    Records,
+    headline,
+)
+
+POLL_SECONDS = 0.1
+SETTLE_SECONDS = 0.4
+"""From the first failure to the end of the job: for output on its way, and earlier failures."""
+DEADLOCK_SECONDS = 1.0
+END_SECONDS = 3.0
+"""How long an MPI launcher that is asked to end a job may take."""
+START_SECONDS = 60.0
+"""How long after a rank the next one may start; on hosts that are the job's own, the first one
+after their MPI."""
+CLOSING_SECONDS = 5.0
+"""How long the MPI launcher may take to end after its ranks have."""
+SHUTDOWN_SECONDS = 300.0
+"""How long ranks may take to leave after the scripts of all have ended."""
+GRACE_SECONDS = {signal.SIGTERM: 30.0, signal.SIGINT: 5.0, signal.SIGHUP: 30.0}
+"""How long the ranks may take to end after the launcher got a signal, or its terminal is gone.
+Ignored signals (`nohup`, jobs in the background) stay ignored."""
+
+
+class Exit(enum.IntEnum):
+    """Exit codes of `tarantella`, besides those of a failed rank."""
+
+    OK = 0
+    FAILED = 1
+    USAGE = 2
+    PREEMPTED = 75
+    TIMEOUT = 124
+    INTERRUPTED = 130
+
+
+class JobRun:
+    """Runs one job to its end, whatever end that is.
+
+    The exit code of an MPI launcher is not to be trusted: some return 0 after a rank has left in
+    the middle, some never return. A job has succeeded when every rank has put on record that
+    it has; it has failed as soon as one rank has, and then all that is left of it is killed.
+
+    Attributes:
+        folder: For temporary files of the MPI launcher.
+    """
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        num_ranks: int,
+        timeout: float | None = None,
+        *,
+        own_hosts: bool = False,
+        quiet: bool = False,
+    ) -> None:
+        self.folder = tempfile.mkdtemp(prefix="tarantella-")
+        self._launcher = launcher
+        self._records = Records(num_ranks)
+        self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._stderr = JobStderr(self._lines.put, quiet=quiet)
+        self._num_ranks = num_ranks
+        self._own_hosts = own_hosts
+        self._timeout = timeout
+        self._stopped_by: signal.Signals | None = None
+        self._passed_on = False
+        self._deadline = 0.0
+
+    def __enter__(self) -> JobRun:
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def run(self, command: Sequence[str], environment: Mapping[str, str]) -> int:
+        """Starts MPI's launcher, waits for the end of the job and cleans up after it."""
+        adopt_orphans()
+        previous = {
+            number: signal.signal(number, self._on_signal)
+            for number in GRACE_SECONDS
+            if signal.getsignal(number) is not signal.SIG_IGN
+        }
+        mpi = self._start(command, environment)
+        try:
+            return self._wait(mpi)
+        finally:
+            self._end(mpi)
+            _tell_hidden(self._records)
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def _start(
+        self, command: Sequence[str], environment: Mapping[str, str]
+    ) -> subprocess.Popen[bytes]:
+        parent = os.getpid()
+        try:
+            return subprocess.Popen(
+                list(command),
+                env={**environment, SIZE_VARIABLE: str(self._num_ranks)},
+                stderr=self._stderr.descriptor,
+                start_new_session=True,
+                preexec_fn=lambda: die_with_parent(parent),
+            )
+        except OSError as error:
+            raise LaunchError(f"Cannot start {command[0]}: {error}") from error
+        finally:
+            self._stderr.start()
+
+    def _wait(self, mpi: subprocess.Popen[bytes]) -> int:
+        """Looks at the records until the job has ended or must be ended."""
+        records, start = self._records, time.monotonic()
+        name = pathlib.Path(str(mpi.args[0])).name  # type: ignore[index]
+        while True:
+            self._take(POLL_SECONDS)
+            gone = mpi.poll() is not None
+            if gone:
+                self._settle()
+            failure = records.first_failure() or records.left_before_mpi(DEADLOCK_SECONDS)
+            if self._stopped_by is not None:
+                if gone or records.all_in(*ENDED) or time.monotonic() > self._deadline:
+                    return _report_stop(self._stopped_by)
+                if not self._passed_on:
+                    self._passed_on = True
+                    mpi.send_signal(self._launcher.signal_for(self._stopped_by))
+            elif failure is not None:
+                self._settle()
+                return self._report_failure(records.first_failure() or failure, mpi)
+            elif records.all_in(FINISHED):
+                return _close(mpi, name)
+            elif gone:
+                missing, what = records.missing(), "its ranks were still at work (MPI_Abort?)"
+                what = f"ranks {missing} never started" if missing else what
+                _tell(f"{name} {describe_exit(mpi.returncode)}, but {what}")
+                return max(mpi.returncode, Exit.FAILED)
+            elif records.all_in(*ENDED) and records.age() > SHUTDOWN_SECONDS:
+                stuck = sorted(rank for rank in records if records[rank].state == RETURNED)
+                _tell(
+                    f"ranks {stuck} did not leave within {SHUTDOWN_SECONDS:g} s of the end of "
+                    "every script, and were killed: MPI waits for a message or a collective call "
+                    "that another rank has left out"
+                )
+                return Exit.FAILED
+            elif self._timeout is not None and time.monotonic() - start > self._timeout:
+                _tell(f"the job was killed after {self._timeout:g} s (--timeout)")
+                return Exit.TIMEOUT
+            elif self._strays(start):
+                return Exit.FAILED
+
+    def _take(self, seconds: float) -> None:
+        """Takes the records that have come, waiting so long at most for the first."""
+        with contextlib.suppress(queue.Empty):
+            self._records.take(self._lines.get(timeout=seconds))
+            while True:
+                self._records.take(self._lines.get_nowait())
+
+    def _settle(self) -> None:
+        """Takes what is on its way, for a moment."""
+        self._stderr.finish(SETTLE_SECONDS)
+        self._take(0.0)
+
+    def _strays(self, start: float) -> bool:
+        """Whether a rank has not come in time; then it says so."""
+        missing = self._records.missing()
+        if not missing or not (self._records or self._own_hosts):  # a batch system may have to wait
+            return False
+        since = time.monotonic() - start
+        if (self._records.age() if self._records else since) <= START_SECONDS:
+            return False
+        _tell(
+            f"ranks {missing} did not start within {START_SECONDS:g} s"
+            + ("; `tarantella doctor --hostfile` asks their hosts" if self._own_hosts else "")
+        )
+        return True
+
+    def _report_failure(self, failure: Record, mpi: subprocess.Popen[bytes]) -> int:
+        """Says which rank failed first, and how; returns the exit code."""
+        code = mpi.poll()
+        if failure.unexplained and code is not None and code > 0:
+            cause = f"MPI has ended the job with exit code {code} (MPI_Abort?)"
+            failure = dataclasses.replace(failure, cause=cause, exit_code=code)
+        if failure.stopped and failure.exit_code == Exit.PREEMPTED:  # and not by this process
+            return _report_stop(signal.SIGTERM)
+        _write(failure.details)
+        _tell(headline(failure, self._num_ranks))
+        return failure.exit_code or Exit.FAILED
+
+    def _end(self, mpi: subprocess.Popen[bytes]) -> None:
+        """Ends MPI's launcher, with which all its processes end, and kills what is left here."""
+        if mpi.poll() is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._launcher.end(mpi, END_SECONDS)
+        leftovers = shared_memory_of_descendants()
+        kill_descendants(END_SECONDS)
+        self._stderr.finish(CLOSING_SECONDS)
+        self._take(0.0)
+        remove_shared_memory(leftovers)
+
+    def _on_signal(self, number: int, frame: types.FrameType | None) -> None:
+        """Notes the first signal; the second one ends the patience with the ranks."""
+        seconds = 0.0 if self._stopped_by is not None else GRACE_SECONDS[signal.Signals(number)]
+        self._stopped_by = self._stopped_by or signal.Signals(number)
+        self._deadline = time.monotonic() + seconds
+
+
+def _close(mpi: subprocess.Popen[bytes], name: str) -> int:
+    """Lets MPI's launcher end, and pass on the last output, after a success."""
+    try:
+        mpi.wait(CLOSING_SECONDS)
+    except subprocess.TimeoutExpired:
+        _tell(f"{name} did not end after its ranks had; killed")
+    return Exit.OK
+
+
+def _report_stop(number: signal.Signals) -> int:
+    _tell(f"the job was stopped by {number.name}")
+    return Exit.INTERRUPTED if number == signal.SIGINT else Exit.PREEMPTED
+
+
+def _tell_hidden(records: Records) -> None:
+    """Mentions lines that were printed and not shown."""
+    ranks = sorted(rank for rank, record in records.items() if record.hidden_lines)
+    lines = sum(record.hidden_lines for record in records.values())
+    if ranks:
+        who = f"rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks other than the last"
+        what = "1 line that is" if lines == 1 else f"{lines} lines that are"
+        _tell(f"{who} printed {what} not shown; --output-on-all-devices shows all")
+
+
+def _tell(message: str) -> None:
+    """Writes one line of the launcher's own to standard error."""
+    prefix = "" if message.startswith("tarantella: ") else "tarantella: "
+    _write(f"{prefix}{message}\n")
+
+
+def _write(text: str) -> None:
+    """Writes to standard error; what follows is done even where nobody reads it any more."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.write(text)
+        sys.stderr.flush()

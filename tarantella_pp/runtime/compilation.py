@@ -13,9 +13,9 @@ from tarantella_pp.keras_internals.training import build_metrics, compiled_loss,
 from tarantella_pp.partition.extraction.keras_reader import ExtractedModel
 from tarantella_pp.partition.plan.plan_parts import OutputUse
 from tarantella_pp.runtime.batch.batch import Batch
+from tarantella_pp.runtime.batch.batch_announcement import rebuild, tensors_in
 from tarantella_pp.runtime.batch.loss import BatchLoss
 from tarantella_pp.runtime.batch.loss_and_metrics import LossAndMetrics
-from tarantella_pp.runtime.batch.nested_structure import rebuild, tensors_in
 from tarantella_pp.runtime.modules.model_outputs import unpacked
 from tarantella_pp.runtime.modules.stage_boundary import StageBoundary
 from tarantella_pp.runtime.modules.stage_module import StageModule

@@ -27,8 +27,7 @@ from tarantella_pp.runtime.modules.model_outputs import pack_outputs
 from tarantella_pp.runtime.one_rank import on_all_ranks
 from tarantella_pp.runtime.probes.stage_probe import Pieces
 from tarantella_pp.runtime.rank_stages import RankStages
-from tarantella_pp.runtime.replicas.batch_share import BatchShare, batch_shares
-from tarantella_pp.runtime.replicas.process_groups import ProcessGroups
+from tarantella_pp.runtime.replicas.process_groups import BatchShare, ProcessGroups, batch_shares
 from tarantella_pp.runtime.replicas.replica_exchange import ReplicaExchange
 from tarantella_pp.runtime.shared_logs import SharedLogs
 from tarantella_pp.runtime.state.rank_weights import RankWeights

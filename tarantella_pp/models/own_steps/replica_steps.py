@@ -16,8 +16,8 @@ from tarantella_pp.models.own_steps.step_trace import StepTrace
 from tarantella_pp.runtime.batch.batch import Batch
 from tarantella_pp.runtime.comm.communicator import Communicator
 from tarantella_pp.runtime.one_rank import on_all_ranks, on_one_rank
-from tarantella_pp.runtime.replicas.batch_share import BatchShare, batch_shares
 from tarantella_pp.runtime.replicas.forward_state import BatchStatistics
+from tarantella_pp.runtime.replicas.process_groups import BatchShare, batch_shares
 from tarantella_pp.runtime.state.rank_weights import broadcast_variable, check_replicas
 from tarantella_pp.runtime.tracing.recorder import Recorder
 

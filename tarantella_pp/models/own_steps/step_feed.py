@@ -10,10 +10,10 @@ import tensorflow as tf
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.runtime.batch.array_rows import ArrayRows
 from tarantella_pp.runtime.batch.batch import Batch, Need
+from tarantella_pp.runtime.batch.batch_announcement import describe, rebuild
 from tarantella_pp.runtime.batch.data_feed import DataFeed, dense
-from tarantella_pp.runtime.batch.nested_structure import describe, rebuild
 from tarantella_pp.runtime.comm.communicator import Communicator
-from tarantella_pp.runtime.replicas.batch_share import BatchShare
+from tarantella_pp.runtime.replicas.process_groups import BatchShare
 
 _NOTHING = ["none"]
 

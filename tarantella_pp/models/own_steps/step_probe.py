@@ -29,8 +29,7 @@ from tarantella_pp.runtime.probes.metric_probe import some_rows
 from tarantella_pp.runtime.probes.probe_trace import TOLERANCES
 from tarantella_pp.runtime.tf_graph.compiled_function import CompiledFunction
 from tarantella_pp.runtime.tf_graph.graph_split import has_effect
-from tarantella_pp.runtime.tf_graph.graph_traversal import ancestors
-from tarantella_pp.runtime.tf_graph.subgraph import SubgraphExtractor
+from tarantella_pp.runtime.tf_graph.subgraph import SubgraphExtractor, ancestors
 
 PARTS = ((1, 2), (2, 1), (1, 2))
 """Thirds in the parts of each trial: as they are, changed, and changed in another way."""

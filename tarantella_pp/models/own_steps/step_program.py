@@ -22,8 +22,7 @@ from tarantella_pp.errors import UnsupportedModelError
 from tarantella_pp.models.own_steps.step_trace import StepTrace
 from tarantella_pp.runtime.tf_graph.compiled_function import CompiledFunction
 from tarantella_pp.runtime.tf_graph.graph_split import has_effect
-from tarantella_pp.runtime.tf_graph.graph_traversal import frontier
-from tarantella_pp.runtime.tf_graph.subgraph import SubgraphExtractor
+from tarantella_pp.runtime.tf_graph.subgraph import SubgraphExtractor, frontier
 
 
 @dataclass(frozen=True)

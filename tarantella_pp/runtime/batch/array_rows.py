@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from tarantella_pp.keras_internals.data import arrays_of, as_sliced
-from tarantella_pp.runtime.batch.nested_structure import describe
+from tarantella_pp.runtime.batch.batch_announcement import describe
 from tarantella_pp.runtime.comm.tensor_buffers import to_buffer, to_tensor
 
 

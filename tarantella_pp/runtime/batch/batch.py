@@ -10,8 +10,7 @@ import tensorflow as tf
 
 from tarantella_pp.partition.graph.layer_graph import LayerGraph
 from tarantella_pp.runtime.modules.stage_boundary import StageBoundary
-from tarantella_pp.runtime.replicas.batch_share import BatchShare
-from tarantella_pp.runtime.replicas.process_groups import ProcessGroups
+from tarantella_pp.runtime.replicas.process_groups import BatchShare, ProcessGroups
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,10 @@ import tensorflow as tf
 from tarantella_pp.errors import ConfigurationError, UnsupportedModelError
 from tarantella_pp.runtime.batch.array_rows import ArrayRows
 from tarantella_pp.runtime.batch.batch import Batch, Need
-from tarantella_pp.runtime.batch.batch_announcement import END, READER, BatchAnnouncement
-from tarantella_pp.runtime.batch.nested_structure import (
+from tarantella_pp.runtime.batch.batch_announcement import (
+    END,
+    READER,
+    BatchAnnouncement,
     describe,
     rebuild,
     tensors_in,
@@ -28,7 +30,7 @@ from tarantella_pp.runtime.batch.nested_structure import (
 from tarantella_pp.runtime.comm.communicator import Communicator, TensorSpec
 from tarantella_pp.runtime.comm.messages import RecvRequest
 from tarantella_pp.runtime.comm.tensor_buffers import to_buffer, to_tensor
-from tarantella_pp.runtime.replicas.batch_share import BatchShare
+from tarantella_pp.runtime.replicas.process_groups import BatchShare
 
 _DATA_TAG, _TARGETS_TAG = 3, 16
 

@@ -25,8 +25,7 @@ import tensorflow as tf
 
 from tarantella_pp.runtime.comm.tensor_buffers import value_of
 from tarantella_pp.runtime.tf_graph.compiled_function import CompiledFunction, unoptimized
-from tarantella_pp.runtime.tf_graph.graph_traversal import ancestors
-from tarantella_pp.runtime.tf_graph.subgraph import SubgraphExtractor
+from tarantella_pp.runtime.tf_graph.subgraph import SubgraphExtractor, ancestors
 
 ROWS, SAME, MEAN, SUM = "rows", "same", "mean", "sum"
 ALL = frozenset((ROWS, SAME, MEAN, SUM))

@@ -16,7 +16,7 @@ from tarantella_pp.keras_internals.training import layers_in, moments_told, runn
 from tarantella_pp.partition.extraction.calls import Call
 from tarantella_pp.runtime.comm.communicator import Communicator
 from tarantella_pp.runtime.comm.tensor_buffers import value_of
-from tarantella_pp.runtime.replicas.batch_share import BatchShare
+from tarantella_pp.runtime.replicas.process_groups import BatchShare
 
 Array = np.ndarray[Any, Any]
 

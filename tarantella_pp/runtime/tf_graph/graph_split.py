@@ -9,15 +9,15 @@ from typing import Any
 import tensorflow as tf
 
 from tarantella_pp.errors import TarantellaError
-from tarantella_pp.runtime.tf_graph.graph_traversal import (
+from tarantella_pp.runtime.tf_graph.subgraph import (
     DependsOnlyOnWeights,
+    SubgraphExtractor,
     ancestors,
     dependents,
     frontier,
     in_order,
     is_recomputable,
 )
-from tarantella_pp.runtime.tf_graph.subgraph import SubgraphExtractor
 
 _READS = ("ReadVariableOp", "Placeholder", "ResourceGather", "ResourceGatherNd")
 _PRODUCTS = ("MatMul", "Conv", "Einsum", "While", "Call")

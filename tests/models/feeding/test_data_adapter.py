@@ -13,7 +13,7 @@ from tarantella_pp.models.feeding.data_cursor import DataCursor
 from tarantella_pp.runtime.batch.batch import Need
 from tarantella_pp.runtime.batch.data_feed import DataFeed
 from tarantella_pp.runtime.comm.communicator import Communicator
-from tarantella_pp.runtime.replicas.batch_share import batch_shares
+from tarantella_pp.runtime.replicas.process_groups import batch_shares
 
 pytestmark = pytest.mark.keras
 

@@ -178,14 +178,14 @@ class RankStages(Mapping[int, Stage]):
             boundary.index: Stage(
                 boundary,
                 [extracted.calls[node] for node in boundary.nodes],
-                recompute=boundary.index in plan.recompute,
+                repeats=boundary.index in plan.recompute,
                 num_replicas=groups.num_replicas,
             )
             for boundary in self.boundaries
             if placement[boundary.index] == ranks.rank
         }
         self.modules = {index: stage.module for index, stage in self._own.items()}
-        messages = StageMessages(ranks, graph, self.edges, placement, wire_dtype=plan.wire_dtype)
+        messages = StageMessages(ranks, graph, self.edges, placement, sent_as=plan.wire_dtype)
         self._executor = Executor(self._own, messages, Recorder(1), plan.except_last)
         self._forward_state = ForwardState(
             [call for module in self.modules.values() for call in module.layer.calls],

@@ -85,7 +85,7 @@ class StageMessages:
         edges: Sequence[StageEdge],
         placement: Sequence[int],
         conversion: Conversion | None = None,
-        wire_dtype: str | None = None,
+        sent_as: str | None = None,
     ) -> None:
         self._conversion = conversion or Conversion.of_tensorflow()
         self._communicator = communicator
@@ -93,7 +93,7 @@ class StageMessages:
         self._edges = {(edge.source, edge.target): edge for edge in edges}
         self._numbers = {pair: number for number, pair in enumerate(self._edges)}
         self._placement = placement
-        self._wire_dtype = None if wire_dtype is None else numpy_dtype(wire_dtype)
+        self._sent_as = None if sent_as is None else numpy_dtype(sent_as)
         self._formats: dict[tuple[Direction, Message], _MessageFormat] = {}
         self._specs: dict[tuple[int, int], list[TensorSpec]] = {}
         self._rows: Mapping[int, int] = {}
@@ -229,7 +229,7 @@ class StageMessages:
 
     def _on_wire(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
         """The type in which numbers of a type travel."""
-        wire = self._wire_dtype
+        wire = self._sent_as
         if wire is not None and dtype.kind == "f" and dtype.itemsize > wire.itemsize:
             return wire
         return dtype

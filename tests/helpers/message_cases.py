@@ -282,7 +282,7 @@ def sums_are_in_the_order_of_the_ranks_whatever_their_size(ranks: Communicator) 
             assert total.ctypes.data % buffers.ALIGNMENT == 0
             for wire in ("bfloat16", "float16", "float64"):
                 narrow = np.dtype(buffers.numpy_dtype(wire)).itemsize < mine.itemsize
-                total = ranks.start_allreduce(everyone[ranks.rank], wire_dtype=wire).wait()
+                total = ranks.start_allreduce(everyone[ranks.rank], sent_as=wire).wait()
                 same(total, sum_in_order(everyone, wire if narrow else None), f"{dtype} as {wire}")
     ranks.flush()
 
@@ -293,11 +293,11 @@ def the_parts_of_a_sum_have_its_bits(ranks: Communicator) -> None:
         everyone = gradients_of(ranks.size, length, "float32")
         mine, first = everyone[ranks.rank], length // 3
         for wire in (None, "bfloat16"):
-            whole = ranks.start_allreduce(mine, wire_dtype=wire).wait()
-            part = ranks.start_allreduce(mine[first:], wire_dtype=wire).wait()
+            whole = ranks.start_allreduce(mine, sent_as=wire).wait()
+            part = ranks.start_allreduce(mine[first:], sent_as=wire).wait()
             same(part, whole[first:])
             counts = [first, length - first, *[0] * ranks.size][: ranks.size]
-            own = ranks.start_reduce_scatter(mine, counts, wire_dtype=wire).wait()
+            own = ranks.start_reduce_scatter(mine, counts, sent_as=wire).wait()
             same(own, [whole[:first], whole[first:], whole[:0]][min(ranks.rank, 2)])
             same(ranks.start_allgather([own], counts).wait()[0], whole)
     text = raised(lambda: ranks.start_reduce_scatter(mine, [1] * ranks.size))

@@ -132,11 +132,11 @@ def dtype_on_wire(dtype: np.dtype[Any], wanted: Any) -> np.dtype[Any]:
 
 
 def allreduce(
-    channel: Channel, array: Array, op: str, wire_dtype: Any, tags: tuple[int, int], label: str
+    channel: Channel, array: Array, op: str, sent_as: Any, tags: tuple[int, int], label: str
 ) -> Steps[Array]:
     """The steps of a reduction to all ranks."""
     combine = _operation(op)
-    wire = dtype_on_wire(array.dtype, wire_dtype)
+    wire = dtype_on_wire(array.dtype, sent_as)
     flat = np.ascontiguousarray(array).reshape(-1)
     size, length = channel.size, flat.size
     at_once = size * length * wire.itemsize <= LARGEST_IN_ONE_ROUND
@@ -159,7 +159,7 @@ def reduce_scatter(
     array: Array,
     counts: Sequence[int],
     op: str,
-    wire_dtype: Any,
+    sent_as: Any,
     tag: int,
     label: str,
 ) -> Steps[Array]:
@@ -170,7 +170,7 @@ def reduce_scatter(
             f"counts are {channel.size} lengths, one for each rank, that add up to the "
             f"{array.size} elements of the array. Received: counts={list(counts)}"
         )
-    wire = dtype_on_wire(array.dtype, wire_dtype)
+    wire = dtype_on_wire(array.dtype, sent_as)
     sent = _rounded(channel, np.ascontiguousarray(array).reshape(-1), wire)
     segments = segments_of(counts)
     own = yield from _combine_segments(channel, sent, segments, combine, tag, label)

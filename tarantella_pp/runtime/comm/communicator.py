@@ -129,14 +129,14 @@ class MpiCommunicator(Communicator):
         array: NDArray[Any],
         op: str = "sum",
         *,
-        wire_dtype: Any = None,
+        sent_as: Any = None,
         tag: int = 0,
         label: str = "",
     ) -> CollectiveRequest[NDArray[Any]]:
         if self.size == 1:
             return super().start_allreduce(array, op)
         tags = self._tags(tag, label)
-        steps = collectives.allreduce(self._channel, array, op, wire_dtype, tags, label)
+        steps = collectives.allreduce(self._channel, array, op, sent_as, tags, label)
         return self.start(steps, label)
 
     def start_reduce_scatter(
@@ -145,16 +145,14 @@ class MpiCommunicator(Communicator):
         counts: Sequence[int],
         op: str = "sum",
         *,
-        wire_dtype: Any = None,
+        sent_as: Any = None,
         tag: int = 0,
         label: str = "",
     ) -> CollectiveRequest[NDArray[Any]]:
         if self.size == 1:
             return super().start_reduce_scatter(array, counts, op)
         first, _ = self._tags(tag, label)
-        steps = collectives.reduce_scatter(
-            self._channel, array, counts, op, wire_dtype, first, label
-        )
+        steps = collectives.reduce_scatter(self._channel, array, counts, op, sent_as, first, label)
         return self.start(steps, label)
 
     def start_allgather(

@@ -89,7 +89,7 @@ class Communicator:
         array: NDArray[Any],
         op: str = "sum",
         *,
-        wire_dtype: Any = None,
+        sent_as: Any = None,
         tag: int = 0,
         label: str = "",
     ) -> CollectiveRequest[NDArray[Any]]:
@@ -109,7 +109,7 @@ class Communicator:
         counts: Sequence[int],
         op: str = "sum",
         *,
-        wire_dtype: Any = None,
+        sent_as: Any = None,
         tag: int = 0,
         label: str = "",
     ) -> CollectiveRequest[NDArray[Any]]:

@@ -89,11 +89,11 @@ class GradientReduction:
         self,
         communicator: Communicator,
         buckets: Mapping[Any, Sequence[Any]],
-        wire_dtype: str | None = None,
+        sent_as: str | None = None,
         owners: Mapping[Any, Sequence[int]] | None = None,
     ) -> None:
         self._communicator = communicator
-        self._wire_dtype = wire_dtype
+        self._sent_as = sent_as
         self._pool = BufferPool()
         self._open: dict[Hashable, CollectiveRequest[Gradients]] = {}
         self._buckets: dict[Hashable, _Bucket] = {}
@@ -181,16 +181,16 @@ class GradientReduction:
         self, bucket: _Bucket, packed: _Array, places: dict[int, slice], tag: int
     ) -> _Sum:
         """Starts to add up a packed array, for all replicas or for its owners."""
-        ranks, wire = self._communicator, self._wire_dtype
+        ranks, wire = self._communicator, self._sent_as
         if bucket.owners is None:
-            request = ranks.start_allreduce(packed, wire_dtype=wire, tag=tag, label=bucket.label)
+            request = ranks.start_allreduce(packed, sent_as=wire, tag=tag, label=bucket.label)
             return _Sum(request, places)
         begins = [packed.size] * (ranks.size + 1)
         for i, place in reversed(places.items()):
             begins[: bucket.owners[i] + 1] = [place.start] * (bucket.owners[i] + 1)
         counts = [end - begin for begin, end in pairwise(begins)]
         request = ranks.start_reduce_scatter(
-            packed, counts, wire_dtype=wire, tag=tag, label=bucket.label
+            packed, counts, sent_as=wire, tag=tag, label=bucket.label
         )
         base = begins[ranks.rank]
         return _Sum(
@@ -219,7 +219,7 @@ class GradientReduction:
     ) -> CollectiveRequest[list[_Array]]:
         """Starts to put the slices of all replicas one behind the other."""
         weight = bucket.weights[i]
-        wire = dtype_on_wire(variable_dtype(weight), self._wire_dtype)
+        wire = dtype_on_wire(variable_dtype(weight), self._sent_as)
         if gradient is None:
             values = np.empty((0, *weight.shape[1:]), wire)
             indices = np.empty(0, np.int64)

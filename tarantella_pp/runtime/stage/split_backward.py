@@ -30,12 +30,12 @@ class SplitBackward:
     """
 
     def __init__(
-        self, module: StageModule, specs: Sequence[tf.TensorSpec], recompute: bool = False
+        self, module: StageModule, specs: Sequence[tf.TensorSpec], repeats: bool = False
     ) -> None:
         self._module = module
         self._kinds: list[Callable[[Iterator[tf.Tensor]], Any]] = []
         trace = self._trace(specs)
-        self._cut = split_graph(trace, recompute)
+        self._cut = split_graph(trace, repeats)
         self._early, self._late = (
             ActivationStash(self._cut.kept_for_b),
             ActivationStash(self._cut.kept_for_w),

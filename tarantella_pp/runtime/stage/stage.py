@@ -44,7 +44,7 @@ class Stage:
         self,
         boundary: StageBoundary,
         calls: Sequence[Call],
-        recompute: bool = False,
+        repeats: bool = False,
         num_replicas: int = 1,
     ) -> None:
         self.boundary = boundary
@@ -52,8 +52,8 @@ class Stage:
         self._metrics = StageMetrics(self.module, num_replicas)
         self.probe = StageProbe(self.module)
         self._first: list[tf.TensorSpec] = []
-        self._keeping = TrainingPasses(self.module, recompute=False)
-        self._repeating = TrainingPasses(self.module, recompute=True) if recompute else None
+        self._keeping = TrainingPasses(self.module, repeats=False)
+        self._repeating = TrainingPasses(self.module, repeats=True) if repeats else None
         self._running: dict[int, TrainingPass] = {}
         self._evaluate = tf.function(self._run_inference, autograph=False, reduce_retracing=True)
 

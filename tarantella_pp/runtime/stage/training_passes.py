@@ -28,9 +28,9 @@ class TrainingPasses:
         fallback: Why the stage could not be cut in three, if so.
     """
 
-    def __init__(self, module: StageModule, recompute: bool) -> None:
+    def __init__(self, module: StageModule, repeats: bool) -> None:
         self._module = module
-        self._recompute = recompute
+        self._repeats = repeats
         self._known: dict[Shapes, TrainingPass] = {}
         self.general: TrainingPass | None = None
         self.specs: list[tf.TensorSpec] = []
@@ -63,7 +63,7 @@ class TrainingPasses:
     def _make(self, specs: Sequence[tf.TensorSpec]) -> TrainingPass:
         if self.fallback is None:
             try:
-                return SplitBackward(self._module, specs, self._recompute)
+                return SplitBackward(self._module, specs, self._repeats)
             except CutError as error:
                 self.fallback = str(error)
                 index = self._module.boundary.index

@@ -77,7 +77,7 @@ class GraphSplit:
         return self.kept_for_b + self.kept_for_w
 
 
-def split_graph(trace: Trace, recompute: bool = False) -> GraphSplit:
+def split_graph(trace: Trace, repeats: bool = False) -> GraphSplit:
     """Cuts a traced stage in three: F, B and W.
 
     F is what the outputs need, B the part of the backward pass that the input gradients need, W
@@ -87,12 +87,12 @@ def split_graph(trace: Trace, recompute: bool = False) -> GraphSplit:
     residuals, and nothing else has to be kept for a micro-batch. Reads of weights are not kept but
     repeated.
 
-    With `recompute` the backward parts repeat the forward pass from the stage's inputs, and
+    With `repeats` the backward parts repeat the forward pass from the stage's inputs, and
     nothing else is kept (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016).
     Random numbers come out the same, because the state of their generators is kept.
     """
     sides = _Sides.of(trace)
-    early, late, between = _kept(trace, sides, recompute)
+    early, late, between = _kept(trace, sides, repeats)
     for tensor in (*early, *late, *between):
         if tensor.dtype == tf.resource:
             raise CutError(f"{tensor.op.type} '{tensor.op.name}' cannot be kept between passes")
@@ -140,16 +140,16 @@ class _Sides:
 
 
 def _kept(
-    trace: Trace, sides: _Sides, recompute: bool
+    trace: Trace, sides: _Sides, repeats: bool
 ) -> tuple[tuple[tf.Tensor, ...], tuple[tf.Tensor, ...], tuple[tf.Tensor, ...]]:
     """What is kept of a micro-batch: the three parts of `GraphSplit`."""
     depends_only_on_weights = DependsOnlyOnWeights(trace)
-    repeats = (
-        is_recomputable(trace, depends_only_on_weights) if recompute else depends_only_on_weights
+    is_made_again = (
+        is_recomputable(trace, depends_only_on_weights) if repeats else depends_only_on_weights
     )
 
     def is_residual(tensor: tf.Tensor) -> bool:
-        return tensor.op not in sides.after and not repeats(tensor.op)
+        return tensor.op not in sides.after and not is_made_again(tensor.op)
 
     residuals, _ = frontier([*trace.input_gradients, *trace.weight_gradients], is_residual)
     _, run_by_b = frontier([*trace.input_gradients, *_quick(trace, sides)], is_residual)

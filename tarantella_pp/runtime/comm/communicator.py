@@ -256,7 +256,6 @@ class MpiCommunicator(Communicator):
                 request.ready,
                 request.__str__,
                 [rank for rank in self.world_ranks if rank != self.world_ranks[self.rank]],
-                rings=True,
                 coming=request.coming,
                 meanwhile=meanwhile,
                 check=request.check,

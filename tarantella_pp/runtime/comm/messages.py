@@ -147,7 +147,6 @@ class RecvRequest:
             self.ready,
             self.__str__,
             self._channel.peers(self.source),
-            rings=True,
             coming=self.coming,
             meanwhile=meanwhile,
             check=self.check,

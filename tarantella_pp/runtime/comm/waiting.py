@@ -131,13 +131,16 @@ class Waiter:
         what: Callable[[], str],
         peers: Sequence[int] = (),
         *,
-        rings: bool = False,
-        coming: Callable[[], int] = int,
         limited: bool = True,
         meanwhile: Callable[[], bool] | None = None,
+        coming: Callable[[], int] | None = None,
         check: Callable[[], None] | None = None,
     ) -> None:
-        """Returns as soon as `done()` is true."""
+        """Returns as soon as `done()` is true.
+
+        Meanwhile it does other work as long as `meanwhile()` has any. `check()` raises if the wait
+        is in vain. Whoever can say with `coming()` how many bytes are known to come is rung for.
+        """
         if done():
             return
         spin = SPIN_SECONDS_SHARED if self._wakeup.crowded else SPIN_SECONDS
@@ -152,8 +155,8 @@ class Waiter:
             if done():
                 return
         near = all(map(self._wakeup.reaches, peers))
-        pace = (RUNG_FOR if rings else NOT_RUNG_FOR) if near else FROM_ELSEWHERE
-        sleep = _Sleep(self._wakeup, peers, pace, coming)
+        pace = (RUNG_FOR if coming else NOT_RUNG_FOR) if near else FROM_ELSEWHERE
+        sleep = _Sleep(self._wakeup, peers, pace, coming or int)
         limits = self._limits if limited else Limits(0.0, 0.0)
         self._sleep_until(done, what, check, sleep, limits)
 

@@ -427,7 +427,7 @@ def test_while_a_large_message_goes_over_both_ranks_are_kept_awake(large: bool) 
         return next(answers)
 
     nbytes = LARGE if large else 0
-    waiter.until(done, lambda: "x", (1,), rings=True, coming=lambda: nbytes * 1000, limited=False)
+    waiter.until(done, lambda: "x", (1,), coming=lambda: nbytes * 1000, limited=False)
     assert any(polls) is large
     assert there.asked is large
 

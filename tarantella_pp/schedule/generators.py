@@ -125,6 +125,7 @@ def interleaved(
     those that are missing from the one group are left out. That keeps the order legal, since
     micro-batches do not depend on each other.
     """
+    # Whole groups first, then without those that do not exist: an order with gaps stays legal.
     padded = max(num_ranks, num_micro_batches)
     groups = _groups(padded, padded // num_ranks)
     forwards: list[Compute] = []

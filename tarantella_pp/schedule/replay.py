@@ -134,6 +134,8 @@ class Replay:
     def hoist(self, receive: Transfer, rank: int) -> None:
         """Moves a receive of a stuck rank forward, to the end of the exchange it is stuck in."""
         program = self.programs[rank]
+        # Behind the sends that block, yet in the same exchange: its receives are posted when the
+        # rank enters it, so the sender of this one can go on.
         old = program.index(receive, self.position[rank])
         new = self.position[rank]
         while not isinstance(program[new], Compute):

@@ -135,6 +135,7 @@ class Nodes:
         self, num_ranks: int, num_replicas: int, rank_of: Callable[[int, int], int]
     ) -> NodeLayout:
         """Returns which ranks of replicas share a host."""
+        # What lies side by side in the job: the ranks of a pipeline, or the replicas of a stage.
         inner = num_ranks
         if num_ranks > 1 and num_replicas > 1 and rank_of(0, 1) != 1:
             inner = num_replicas  # the ranks of a stage are side by side

@@ -67,6 +67,7 @@ def search_schedule(
     finalists += [replace(known[0], actions=own) for own in orders]
     judged = [(_seconds(schedule, costs), schedule) for schedule in finalists]
     best = min(judged, key=lambda one: one[0])
+    # Then a full backward saves nothing, and makes the stage before wait longer.
     if all(s.seconds("BW") >= s.seconds("B") + s.seconds("W") for s in costs.stages):
         return best[1]
     return _fuse(*best, costs)
@@ -148,6 +149,8 @@ def _seconds(schedule: Schedule, costs: Costs) -> float:
 
 def _fuse(seconds: float, best: Schedule, costs: Costs) -> Schedule:
     """Runs W together with the B just before it on each rank where the step gets shorter."""
+    # One rank after the other: fusing pays where gaps are filled anyhow, and costs where others
+    # wait for B. All subsets would be too many to simulate.
     for rank in range(best.num_ranks):
         actions = list(best.actions)
         actions[rank] = _fuse_neighbours(actions[rank])

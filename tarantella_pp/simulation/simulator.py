@@ -157,6 +157,7 @@ class _TimedReplay(Replay):
             {kind: stage.seconds(kind) for kind in ("F", "B", "W", "BW")} for stage in costs.stages
         ]
         except_last = [i for i, stage in enumerate(costs.stages) if stage.except_last]
+        # Finding them takes a walk through all actions, which most plans need not pay for.
         repeats = any(stage.repeated for stage in costs.stages)
         self._kept_whole = schedule.kept_whole(except_last) if repeats else frozenset()
         super().__init__(schedule.actions, blocking=False)
@@ -179,6 +180,7 @@ class _TimedReplay(Replay):
         end = start + self._costs.send_seconds
         link = self._costs.link(action.source, action.target)
         channel = (rank, self._placement[action.target])
+        # A link carries one message at a time in each direction: the next waits for the one before.
         gone = max(end, self._channels.get(channel, 0.0)) + link.seconds
         self._channels[channel] = gone
         self._arrival[action.message] = gone + link.latency

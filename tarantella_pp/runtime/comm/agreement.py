@@ -211,6 +211,8 @@ class Agreement:
             now = time.monotonic()
             said = self._said(mine)
             differ = bool(said) and bool(disagreement(said))
+            # A rank that waits for a message in the call before must hear of this one, and who is
+            # late must be named. Counters are large, so they go only now.
             if not in_words and (verdict is False or differ or now > hurry):
                 self._tell(mine)
                 in_words = True
@@ -225,6 +227,7 @@ class Agreement:
 
         waiter.until(complete, awaited)
         said = self._said(mine)
+        # Ranks that differed may have left rounds unfinished, and words may come late.
         for late in [number for number in self._heard if number <= self.number]:
             del self._heard[late]
         for old in [key for key in self._rounds if key[0] <= self.number]:

@@ -70,10 +70,6 @@ class SendRequest:
         self._memory.clear()
         return True
 
-    def expectation(self) -> str:
-        """Returns what a wait for this message waits for."""
-        return f"the arrival of {self}"
-
     def __str__(self) -> str:
         return f"{self.label or 'a message'} to rank {self.world_rank} (tag {self.tag})"
 
@@ -323,7 +319,7 @@ class Channel:
             peers, check = self.peers(sending.dest), self._agreement.check_arrival
             self.waiter.until(
                 sending.done,
-                sending.expectation,
+                lambda: f"the arrival of {sending}",
                 peers,
                 check=lambda: check(self.waiter, *peers, sending.done),
             )

@@ -51,6 +51,7 @@ class Progress:
 
     def poll(self) -> Outgoing:
         """Moves all on; returns receiver and bytes of each message that is not sent yet."""
+        # A copy: a collective that ends may begin another, and whoever waits for one drops it.
         for ended in [*self._collectives]:
             if ended():
                 self._collectives.pop(ended, None)

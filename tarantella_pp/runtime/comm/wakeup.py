@@ -50,6 +50,8 @@ class Wakeup:
 
     def connect(self, addresses: Sequence[str]) -> None:
         """Learns where to ring for each rank of the job; those elsewhere cannot be rung for."""
+        # Ranks may be bound to cores of their own, or share all that the job has: what counts is
+        # how many different ones they have together.
         place, cores = self.address.partition(" ")[0], 0
         for address in addresses:
             near = bool(place) and address.startswith(f"{place} ")

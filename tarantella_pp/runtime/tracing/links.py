@@ -40,6 +40,7 @@ def clock_offset(communicator: Communicator) -> float:
         answered = time.perf_counter()
         best = min(best, (answered - asked, theirs - (asked + answered) / 2))
     trip, offset = best
+    # The answer may have been made at any moment of the trip. Ranks of one host have one clock.
     return 0.0 if abs(offset) <= trip / 2 else offset
 
 
@@ -75,7 +76,7 @@ def _seconds(communicator: Communicator, size: int) -> float:
     data, spec = np.zeros(size, np.uint8), TensorSpec((size,), "uint8")
     seconds = np.zeros(ROUNDS)
     for i in range(ROUNDS):
-        communicator.barrier()
+        communicator.barrier()  # all send at once, as replicas do: they share their card
         start = time.perf_counter()
         request = communicator.post_receive([spec], (rank - 1) % ranks, 0, label="link speed")
         communicator.send([data], (rank + 1) % ranks, 0, label="link speed")

@@ -141,6 +141,7 @@ def measured_costs(steps: Sequence[RecordedStep]) -> Costs:
     latency of the link.
     """
     usual: defaultdict[tuple[int, Kind], list[float]] = defaultdict(list)
+    # TensorFlow traces its functions in the first steps, and other jobs may take a core.
     for step in _typical(steps):
         for spans in step.spans:
             for what, start, end in spans:
@@ -152,6 +153,7 @@ def measured_costs(steps: Sequence[RecordedStep]) -> Costs:
     for step in steps:
         for action, send, wait in step.messages():
             sending.append(send.end - send.start)
+            # Sent before it was asked for: the wait shows what taking costs, not the link.
             if send.start < wait.start:
                 taking.append(wait.end - wait.start)
             else:

@@ -123,6 +123,7 @@ class Engine:
         self.memory.refuse_batch(batch.rows, compiled.outputs(batch))
         recorder, update = self.stages.recorder, compiled.update
         with self._whole_or_nothing():
+            # What can fail does so before any message of the step is under way.
             self._rehearse(batch, training=True)
             self._compile_ahead(batch, compiled, training=True)
         prepare, self.before_training = self.before_training, None
@@ -136,7 +137,7 @@ class Engine:
             self._exchanges = True
             self.stages.run(schedule, batch, step)
             compiled.check_losses(training=True)
-            if not compiled.reach_known:
+            if not compiled.reach_known:  # and so no reduction has started yet
                 self._learn_of_gradients(compiled)
             with self._exchange(TIES, self.weights.ties.exist):
                 arrived = update.gather(counts=not batch.share.is_spare)
@@ -144,6 +145,7 @@ class Engine:
                 reduced = update.finish_reductions()
             with recorder.span(UPDATE):
                 update.apply(arrived, reduced)
+            # New values of tied weights travel while the logs do.
             with recorder.span(LOGS):
                 self.logs = self.shared_logs.share("train", step)
             with self._exchange(TIES, self.weights.ties.exist):

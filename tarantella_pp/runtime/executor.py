@@ -95,7 +95,7 @@ class Executor:
         forwards_left = self._totals.forwards
         reduces = False
         for action in program:
-            if reduces:
+            if reduces:  # MPI moves messages only inside its calls
                 step.progress()
             if isinstance(action, Transfer):
                 self._transfer(action)

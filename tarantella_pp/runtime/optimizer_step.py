@@ -111,7 +111,7 @@ class OptimizerStep:
 
     def apply(self, arrived: Arrived, reduced: list[Gradient]) -> None:
         """Updates the weights, and begins new sums."""
-        self._applying = True
+        self._applying = True  # from here on an error leaves weights half updated
         sums: Any = reduced
         if not self._buckets:
             sums = self._collected(self._sums), self._far(arrived, self._weights)
@@ -156,7 +156,7 @@ class OptimizerStep:
     def _start(self, key: Bucket, arrived: Arrived, counts: bool) -> None:
         weights = self._buckets[key]
         gradients: list[Gradient] = [None] * len(weights)
-        if counts:
+        if counts:  # a replica without samples has run one nevertheless
             stages = {stage for w in weights for stage, _ in self._places.get(id(w), [])}
             with self._reduction.computing():
                 sums = self._collected(sorted(stages)), self._far(arrived, weights)

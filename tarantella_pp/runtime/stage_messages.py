@@ -130,6 +130,7 @@ class StageMessages:
             self._communicator.send([sizes], target, form.tag, label=f"shapes of {form.label}")
         sending = self._communicator.send(arrays, target, form.tag, label=form.label)
         self._post_ahead()
+        # Messages with shapes are not waited for: the receiver posts the second one late.
         if self._window is not None and action.direction == "F" and not form.is_dynamic:
             waiting = self._sent.setdefault((action.source, action.target), deque())
             waiting.append(sending)

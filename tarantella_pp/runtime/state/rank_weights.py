@@ -193,6 +193,7 @@ class RankWeights:
         if self._pipeline.size == 1:
             return
         for i in sorted(which):
+            # The owner's value is stale where another pipeline of the script has trained it.
             true = [rank for rank, theirs in enumerate(stale) if i not in theirs]
             root = roots[i] if roots[i] in true else true[0]
             broadcast_variable(self.variables[i], root, self._pipeline)
@@ -217,6 +218,7 @@ def spread_values(of_ranks: Sequence[Sequence[Any]], ranks: Communicator) -> Non
     They go straight from one variable's memory into what becomes the others' memory.
     """
     label = "updated weights"
+    # Each rank begins with another one, so that none is sent everything at once.
     others = [(ranks.rank + step) % ranks.size for step in range(1, ranks.size)]
     receives = {}
     for rank in others:

@@ -82,6 +82,12 @@ class Seen(keras.callbacks.Callback):
         self.losses.append(logs["loss"])
         self.rank = tnt.get_rank()
 
+    def state_dict(self):
+        return {"losses": self.losses, "epochs": self.epochs}
+
+    def load_state_dict(self, state):
+        self.losses, self.epochs = list(state["losses"]), state["epochs"]
+
 
 def trained(directory, *callbacks, every=3, model=None, data=(X, Y), **options):
     """What a run comes to: its history, its epochs, its weights, and what a callback remembers."""

@@ -5,15 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.partition.options import checked_count
-
-if TYPE_CHECKING:
-    from tarantella_pp.callbacks.checkpoint_run import CheckpointRun
 
 
 class Checkpoint(keras.callbacks.Callback):
@@ -60,9 +57,9 @@ class Checkpoint(keras.callbacks.Callback):
         self.directory = Path(os.path.abspath(directory))
         self.every = every if every == "epoch" else checked_count("every", every)
         self.keep = checked_count("keep", keep)
-        self._run: CheckpointRun | None = None
+        self._run: Any = None
 
-    def runs(self, run: CheckpointRun | None) -> None:
+    def runs(self, run: Any) -> None:
         """Attaches the callback to a `fit`, which does so itself.
 
         Args:
@@ -95,7 +92,7 @@ class Checkpoint(keras.callbacks.Callback):
         """Completes the history."""
         self._active().end()
 
-    def _active(self) -> CheckpointRun:
+    def _active(self) -> Any:
         if self._run is None:
             raise ConfigurationError(
                 "tnt.callbacks.Checkpoint saves models of this library. Received: a "

@@ -40,7 +40,7 @@ from tarantella_pp.checkpoints.run_facts import (
     versions,
 )
 from tarantella_pp.errors import ConfigurationError
-from tarantella_pp.keras_internals.epochs import (
+from tarantella_pp.keras_internals.data import (
     EpochStart,
     has_stopped,
     remembered_by,

@@ -11,7 +11,7 @@ import numpy as np
 from tarantella_pp.checkpoints.manifest import Manifest, from_plain
 from tarantella_pp.checkpoints.tensor_file import TensorFile
 from tarantella_pp.errors import ConfigurationError
-from tarantella_pp.keras_internals.epochs import remind
+from tarantella_pp.keras_internals.data import remind
 from tarantella_pp.keras_internals.optimizers import wrapped_in
 from tarantella_pp.runtime.comm.tensor_buffers import to_tensor
 from tarantella_pp.runtime.state.optimizer_state import StateShare, spec_of

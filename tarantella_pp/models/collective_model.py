@@ -14,14 +14,18 @@ import keras
 import numpy as np
 
 from tarantella_pp.errors import ConfigurationError
-from tarantella_pp.keras_internals.epochs import LogsOfEpoch
-from tarantella_pp.keras_internals.legacy_files import write_legacy
-from tarantella_pp.keras_internals.model_files import save_weights
+from tarantella_pp.keras_internals.data import LogsOfEpoch
+from tarantella_pp.keras_internals.model_files import save_weights, write_legacy
 from tarantella_pp.keras_internals.state import pickled
 from tarantella_pp.models.files.file_replacement import replace_file, replace_shards
 from tarantella_pp.models.files.keras_file import KerasFile
-from tarantella_pp.models.files.plain_files import config_of, plain_model, write_plain
-from tarantella_pp.models.files.state_reading import read_state, read_weights
+from tarantella_pp.models.files.plain_files import (
+    config_of,
+    plain_model,
+    read_state,
+    read_weights,
+    write_plain,
+)
 from tarantella_pp.runtime.comm.collective import (
     collective,
     contents_of,

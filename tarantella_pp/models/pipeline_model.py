@@ -17,7 +17,7 @@ from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.keras_internals.optimizers import with_loss_scaling
 from tarantella_pp.keras_internals.state import compiled_with, forget_functions
 from tarantella_pp.keras_internals.training import compile_loss
-from tarantella_pp.models import compile_validation, model_validation
+from tarantella_pp.models import model_validation
 from tarantella_pp.models.agreed_plan import agreed_plan
 from tarantella_pp.models.collective_model import CollectiveModel
 from tarantella_pp.models.deferred_init import deferred_init, initial_values
@@ -269,9 +269,9 @@ class PipelineModel(TrainingLoops, CollectiveModel):
             optimizer = with_loss_scaling(optimizer, self.dtype_policy.name)
         given.arguments["optimizer"] = optimizer
         ranks = self._engine.weights.table.ranks.size
-        compile_validation.check_division(optimizer, self.trainable_variables, ranks)
+        model_validation.check_division(optimizer, self.trainable_variables, ranks)
         compiled = compile_loss(self, given.arguments["loss"], given.arguments["loss_weights"])
-        compile_validation.check_loss(compiled, self._engine)
+        model_validation.check_loss(compiled, self._engine)
         metrics = (given.arguments[name] for name in ("metrics", "weighted_metrics"))
         self._engine.memory.refuse_compilation(compiled, any(kind is not None for kind in metrics))
         facts = compiled_facts(given.arguments)
@@ -281,7 +281,7 @@ class PipelineModel(TrainingLoops, CollectiveModel):
             self._optimizer_state = state
             self._renew()
         if self._engine.prints:
-            compile_validation.warn_of_compilation(given.arguments)
+            model_validation.warn_of_compilation(given.arguments)
 
     def _divided(self, optimizer: Any) -> OptimizerState | None:
         """Leaves an optimizer with this rank's share of its slots; all ranks must call it."""
@@ -302,7 +302,7 @@ class PipelineModel(TrainingLoops, CollectiveModel):
             ConfigurationError: If the model is compiled without an optimizer and has weights to
                 train.
         """
-        compile_validation.check_optimizer(self)
+        model_validation.check_optimizer(self)
         if force:
             self._renew()
         if self._optimizer_state is not None:

@@ -17,7 +17,7 @@ from tarantella_pp.callbacks.rank_rules import (
 )
 from tarantella_pp.keras_internals.data import train_validation_split
 from tarantella_pp.keras_internals.training import forget_validation
-from tarantella_pp.models.feeding.batch_engine import BatchEngine
+from tarantella_pp.models.feeding.data_adapter import BatchEngine
 from tarantella_pp.models.feeding.shared_data import (
     GivenData,
     given_data,

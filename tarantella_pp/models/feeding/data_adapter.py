@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import keras
 
-from tarantella_pp.keras_internals.data import DataAdapter
-from tarantella_pp.keras_internals.epochs import EpochStart
-from tarantella_pp.models.feeding.batch_engine import BatchEngine
+from tarantella_pp.keras_internals.data import DataAdapter, EpochStart
 from tarantella_pp.models.feeding.data_cursor import DataCursor
 from tarantella_pp.runtime.batch.array_rows import ArrayRows
 from tarantella_pp.runtime.batch.batch import Batch
 from tarantella_pp.runtime.batch.data_feed import Batches, DataFeed
+from tarantella_pp.runtime.comm.communicator import Communicator
+from tarantella_pp.runtime.tracing.recorder import Recorder
 
 
 class FedData:
@@ -112,3 +112,36 @@ def predict_function(engine: BatchEngine) -> Callable[[Sequence[Any]], Any]:
         return keras.tree.map_structure(lambda *parts: keras.ops.concatenate(parts), *outputs)
 
     return run
+
+
+class BatchEngine(Protocol):
+    """Trains, tests and predicts one batch after the other, on one rank.
+
+    Attributes:
+        communicator: All ranks of the job.
+    """
+
+    communicator: Communicator
+
+    @property
+    def feed(self) -> DataFeed:
+        """Hands every rank its part of each batch."""
+
+    @property
+    def prints(self) -> bool:
+        """Whether this rank shows progress and writes files."""
+
+    def train(self, batch: Batch) -> dict[str, Any]:
+        """Trains one batch; returns Keras' logs."""
+
+    def test(self, batch: Batch) -> dict[str, Any]:
+        """Evaluates one batch; returns Keras' logs."""
+
+    def predict(self, batch: Batch) -> Any:
+        """Predicts one batch; returns the outputs for all of it."""
+
+    def share_metrics(self) -> None:
+        """Gives every rank the state of all metrics; all must call it."""
+
+    def record(self, recorder: Recorder | None) -> None:
+        """Makes training steps tell when they do what; `None` for no more of that."""

@@ -24,8 +24,7 @@ from tarantella_pp.keras_internals.data import (
     get_data_adapter,
     order_of,
 )
-from tarantella_pp.models.feeding.batch_engine import BatchEngine
-from tarantella_pp.models.feeding.data_adapter import FeedAdapter
+from tarantella_pp.models.feeding.data_adapter import BatchEngine, FeedAdapter
 from tarantella_pp.runtime.batch.array_rows import ArrayRows
 from tarantella_pp.runtime.batch.batch_announcement import READER
 from tarantella_pp.runtime.comm.communicator import Communicator

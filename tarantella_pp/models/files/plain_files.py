@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
+import warnings
 import zipfile
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+import h5py
 import keras
 
-from tarantella_pp.keras_internals.model_files import CONFIG, METADATA, WEIGHTS, save_state
+from tarantella_pp.errors import ConfigurationError, FileError, StaleWeightError
+from tarantella_pp.keras_internals.model_files import (
+    CONFIG,
+    METADATA,
+    WEIGHTS,
+    load_state,
+    save_state,
+)
+from tarantella_pp.keras_internals.training import layers_in
+from tarantella_pp.models.files.keras_file import KerasFile
 from tarantella_pp.partition.extraction.keras_reader import ExtractedModel
-from tarantella_pp.runtime.state.remote_variables import rows_of
+from tarantella_pp.runtime.state.remote_variables import let_go, only_own_assigned, rows_of
+from tarantella_pp.runtime.state.stored_values import array_of
+from tarantella_pp.runtime.state.value_stream import give_back
 
 
 def plain_model(extracted: ExtractedModel, optimizer: Any = None) -> keras.Model:
@@ -45,3 +60,97 @@ def write_plain(
         archive.writestr(METADATA, json.dumps(metadata))
         archive.writestr(CONFIG, json.dumps(config))
         save_state(plain_model(extracted, optimizer), archive, path.with_name(WEIGHTS), rows_of)
+
+
+def read_state(file: KerasFile, plain: keras.Model, needed: Iterable[Any]) -> None:
+    """Takes over what a whole model's file has of this rank's share of the model."""
+    with file.weights() as weights, file.assets() as assets:
+        _read(weights, assets, plain, needed, file.name)
+
+
+def read_weights(
+    path: Path, plain: keras.Model, needed: Iterable[Any], skip_mismatch: bool = False
+) -> None:
+    """Takes over what a file has of this rank's weights and optimizer state, and no assets."""
+    with contextlib.ExitStack() as stack:
+        weights: BinaryIO | Path = path
+        if path.suffix == ".keras":
+            file = KerasFile(path)
+            stack.callback(file.close)
+            weights = stack.enter_context(file.weights())
+        try:
+            if path.suffix == ".h5":
+                weights = stack.enter_context(path.open("rb"))
+            _read(weights, None, plain, needed, f"'{path}'", skip_mismatch)
+        except OSError as error:
+            raise FileError(
+                f"File '{path}' cannot be read: {error}. Each rank reads it: put it where all of "
+                "them can; if it is damaged, copy it again, or save it again."
+            ) from error
+
+
+def has_optimizer(path: Path) -> bool:
+    """Whether a `.keras` or `.weights.h5` file has the state of an optimizer."""
+    with contextlib.ExitStack() as stack:
+        weights: Any = path
+        if path.suffix == ".keras":
+            weights = stack.enter_context(
+                stack.enter_context(contextlib.closing(KerasFile(path))).weights()
+            )
+        try:
+            return "optimizer" in stack.enter_context(h5py.File(weights, "r"))
+        except OSError as error:
+            raise FileError(f"File '{path}' cannot be read: {error}.") from error
+
+
+def _read(
+    weights: BinaryIO | Path,
+    assets: Path | None,
+    plain: keras.Model,
+    needed: Iterable[Any],
+    name: str,
+    skip_mismatch: bool = False,
+) -> None:
+    skipped = layers_of_others(plain, needed)
+    give_back()
+    with only_own_assigned():
+        failed = load_state(plain, weights, assets, skipped, array_of, skip_mismatch)
+    give_back()
+    # What a layer makes of its weights is not needed where it does not run.
+    failed = [(layer, why) for layer, why in failed if not isinstance(why, StaleWeightError)]
+    if not failed:
+        return
+    layer, why = failed[0]
+    more = f", and {len(failed) - 1} more do not" if len(failed) > 1 else ""
+    told = (
+        f"{type(layer).__name__} '{layer.name}' does not find its state in file {name}{more}: "
+        f"{why} The file was written of another model, or its classes have changed"
+    )
+    if not skip_mismatch:
+        raise ConfigurationError(f"{told}: build that model, or save it again.")
+    warnings.warn(f"{told}; it keeps what it has.", stacklevel=2)
+
+
+def layers_of_others(model: keras.Model, needed: Iterable[Any]) -> list[Any]:
+    """The layers of a model that need not be read on this rank; lets go what it has of them.
+
+    A layer that keeps more than variables is read everywhere.
+    """
+    own = {id(variable) for variable in needed}
+    found = []
+    for layer in layers_in(model):
+        variables = [] if layer is model else layer.variables
+        if variables and not own.intersection(map(id, variables)) and _has_only_variables(layer):
+            found.append(layer)
+            for variable in variables:
+                let_go(variable)
+    return found
+
+
+def _has_only_variables(layer: Any) -> bool:
+    """Whether Keras' own code reads a layer and all in it, and nothing but variables."""
+    return all(
+        type(part).load_own_variables.__module__.startswith("keras.")
+        and not hasattr(part, "load_assets")
+        for part in layers_in(layer)
+    )

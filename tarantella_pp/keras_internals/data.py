@@ -1,6 +1,7 @@
-"""The private names of Keras that reading data needs, all in this one file.
+"""The private names of Keras that reading data, and going on in mid-epoch, need.
 
-`tests/keras_internals/test_data.py` says which of them a new version of Keras has changed.
+Written against Keras 3.14 and 3.15; `tests/keras_internals/test_data.py` says which of them a new
+version of Keras has changed.
 """
 
 from __future__ import annotations
@@ -13,31 +14,17 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 from keras.src.backend.tensorflow import trainer
-from keras.src.trainers.data_adapters import get_data_adapter
+from keras.src.trainers.data_adapters import get_data_adapter as get_data_adapter
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter, can_convert_arrays
+from keras.src.trainers.data_adapters.array_slicing import convert_to_sliceable
 from keras.src.trainers.data_adapters.array_slicing import (
-    convert_to_sliceable,
-    train_validation_split,
+    train_validation_split as train_validation_split,
 )
-from keras.src.trainers.data_adapters.data_adapter import DataAdapter
+from keras.src.trainers.data_adapters.data_adapter import DataAdapter as DataAdapter
 from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 
 from tarantella_pp.keras_internals.training import compiled_metrics
-
-__all__ = [
-    "DataAdapter",
-    "are_arrays",
-    "arrays_of",
-    "as_sliced",
-    "batch_size_of",
-    "caches",
-    "dataset_of",
-    "get_data_adapter",
-    "is_shuffled",
-    "order_of",
-    "train_validation_split",
-]
 
 
 def are_arrays(data: Any) -> bool:

@@ -9,38 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 import keras
-from keras import tree
+from keras import tree as tree
 from keras.src import backend
-from keras.src.backend import compute_output_spec
-from keras.src.models.functional import Functional, operation_fn
-from keras.src.ops.function import Function
-
-__all__ = [
-    "Function",
-    "Functional",
-    "class_of_keras",
-    "compute_output_spec",
-    "get_mask",
-    "hides_its_graph",
-    "input_layer_of",
-    "inputs_struct",
-    "is_default",
-    "is_own_layer",
-    "is_plain_call",
-    "is_variable",
-    "network_of",
-    "operation_fn",
-    "ordered_nodes",
-    "outputs_struct",
-    "own_metrics",
-    "reads_variables",
-    "runs_its_graph",
-    "set_mask",
-    "states_of",
-    "sublayers",
-    "trained_variables",
-    "tree",
-]
+from keras.src.backend import compute_output_spec as compute_output_spec
+from keras.src.models.functional import Functional as Functional
+from keras.src.models.functional import operation_fn as operation_fn
+from keras.src.ops.function import Function as Function
 
 
 def network_of(model: Any) -> Any:

@@ -16,31 +16,7 @@ import tensorflow as tf
 from keras.src import backend
 from keras.src.backend.common import global_state
 from keras.src.losses.loss import reduce_weighted_values
-from keras.src.trainers.compile_utils import CompileLoss
-
-__all__ = [
-    "CompileLoss",
-    "added_losses",
-    "build_metrics",
-    "compile_loss",
-    "compiled_loss",
-    "compiled_metrics",
-    "forget_validation",
-    "global_seed",
-    "layers_in",
-    "logits_of",
-    "moments_known",
-    "moments_told",
-    "moving_statistics",
-    "reduces_values",
-    "reduction_of",
-    "running_states",
-    "sample_values",
-    "second_loss",
-    "standardize_inputs",
-    "strategy_of",
-    "track_loss",
-]
+from keras.src.trainers.compile_utils import CompileLoss as CompileLoss
 
 
 def added_losses(layer: Any) -> list[tuple[str, Any]]:

@@ -49,9 +49,9 @@ class Model(PipelineModel):
             weights.
 
     Raises:
-        ConfigurationError: As of `PipelineModel`.
+        ConfigurationError: If an option cannot work.
         UnsupportedModelError: If replicas would train something else.
-        PlanError: As of `PipelineModel`.
+        PlanError: If `plan` belongs to another model, or no plan meets `memory_limit`.
 
     Example::
 
@@ -147,7 +147,7 @@ class Sequential(Model):
     Args:
         layers: The layers, of which the first is a `keras.Input`; or a built `keras.Sequential`.
         name: Name of the model.
-        **options: As of `Model`.
+        **options: See `Model`.
 
     Example::
 
@@ -155,7 +155,7 @@ class Sequential(Model):
     """
 
     def __new__(cls, layers: Any = None, *args: Any, **options: Any) -> Any:
-        """As that of `Model`."""
+        """Makes replicas of a `keras.Sequential` with steps of its own, as `Model` does."""
         return super().__new__(cls, layers, *args, **options)
 
     def __init__(self, layers: Any, name: str | None = None, **options: Any) -> None:

@@ -76,14 +76,8 @@ def model_from_json(
 
     Args:
         json_string: The description.
-        custom_objects: As of `model_from_config`.
-        **options: As of `model_from_config`.
-
-    Returns:
-        As `model_from_config`.
-
-    Raises:
-        ConfigurationError: As of `model_from_config`.
+        custom_objects: Classes and functions by their names, as in Keras.
+        **options: See `model_from_config`.
 
     Example::
 
@@ -114,11 +108,11 @@ def clone_model(
 
     Args:
         model: A distributed model, or a Functional or Sequential one of plain Keras.
-        input_tensors: As of `keras.models.clone_model`.
-        clone_function: As of `keras.models.clone_model`.
-        call_function: As of `keras.models.clone_model`.
-        recursive: As of `keras.models.clone_model`.
-        **options: As of `model_from_config`. Default: the plan of a distributed model, unless
+        input_tensors: As in Keras.
+        clone_function: As in Keras.
+        call_function: As in Keras.
+        recursive: As in Keras.
+        **options: See `model_from_config`. Default: the plan of a distributed model, unless
             other arguments change its layers.
 
     Returns:

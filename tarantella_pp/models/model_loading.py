@@ -95,9 +95,9 @@ def save_model(
 
     Args:
         model: A distributed model, or one of plain Keras.
-        filepath: As of `tnt.PipelineModel.save`; or an open file of each rank.
+        filepath: Path of the file, or an open file of each rank.
         overwrite: Whether to replace an existing file.
-        **options: As of `save` of the model.
+        **options: What the model's `save` takes.
 
     Raises:
         ConfigurationError: On all ranks, if the model cannot be saved so.

@@ -195,13 +195,7 @@ class PipelineModel(TrainingLoops, CollectiveModel):
         return list(self._engine.extracted.model.layers)
 
     def summary(self, *args: Any, layer_range: Sequence[str] | None = None, **kwargs: Any) -> None:
-        """Prints what the wrapped model's own summary lists.
-
-        Args:
-            *args: As of `keras.Model.summary`.
-            layer_range: As of `keras.Model.summary`.
-            **kwargs: As of `keras.Model.summary`.
-        """
+        """Prints what the wrapped model's own summary lists."""
         if layer_range is None:  # without the input layer of a Sequential model
             ends = self.layers[0].name, self.layers[-1].name
             sequential = isinstance(self._engine.extracted.model, keras.Sequential)
@@ -210,11 +204,7 @@ class PipelineModel(TrainingLoops, CollectiveModel):
 
     @property
     def distribute_strategy(self) -> Any:
-        """TensorFlow's default strategy; Keras' loops ask for it before they read data.
-
-        Raises:
-            ConfigurationError: In the scope of another one.
-        """
+        """TensorFlow's default strategy; Keras' loops ask for it before they read data."""
         model_validation.check_strategy(self)
         return super().distribute_strategy
 
@@ -224,19 +214,7 @@ class PipelineModel(TrainingLoops, CollectiveModel):
         return self._engine.plan
 
     def call(self, inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
-        """Runs the whole model, where one process owns all of it.
-
-        Args:
-            inputs: As of the wrapped model.
-            training: Whether layers run in training mode.
-            mask: Masks of the inputs.
-
-        Returns:
-            The outputs of the model.
-
-        Raises:
-            ConfigurationError: If the weights are spread over several ranks.
-        """
+        """Runs the whole model, where one process owns all of it."""
         if self._engine.communicator.size > 1:
             raise ConfigurationError(
                 f"The weights of '{self.name}' are on {self._engine.communicator.size} ranks: "
@@ -250,10 +228,7 @@ class PipelineModel(TrainingLoops, CollectiveModel):
         As in plain Keras it is what makes a change of `trainable` take effect. What is refused
         changes nothing.
 
-        Args:
-            *args: As of `keras.Model.compile`.
-            **kwargs: As of `keras.Model.compile`; `run_eagerly` and `jit_compile` change nothing,
-                and are warned of.
+        `run_eagerly` and `jit_compile` change nothing, and are warned of.
 
         Raises:
             ConfigurationError: If an option would be wrong, or be wrong on several ranks, or the
@@ -296,12 +271,7 @@ class PipelineModel(TrainingLoops, CollectiveModel):
         self._engine.forget_compilation()
 
     def make_train_function(self, force: bool = False) -> None:
-        """Builds this rank's training step; called by Keras' own loops.
-
-        Raises:
-            ConfigurationError: If the model is compiled without an optimizer and has weights to
-                train.
-        """
+        """Builds this rank's training step; called by Keras' own loops."""
         model_validation.check_optimizer(self)
         if force:
             self._renew()
@@ -330,17 +300,7 @@ class PipelineModel(TrainingLoops, CollectiveModel):
 
     @collective(learning_rate=learning_rate_of)
     def train_step(self, data: Any) -> dict[str, Any]:
-        """Trains on one batch, for loops of your own; all ranks must call it.
-
-        Args:
-            data: What a data set gives: inputs, or a tuple with targets and sample weights.
-
-        Returns:
-            The logs so far, the same on every rank.
-
-        Raises:
-            ConfigurationError: If it is called inside a `tf.function`, or before `compile`.
-        """
+        """Trains on one batch, for loops of your own; returns the logs. All ranks must call it."""
         model_validation.check_step_by_hand("train_step", self.compiled)
         self.make_train_function()
         return self.train_function(iter([data]))  # type: ignore[no-any-return]
@@ -362,20 +322,7 @@ class PipelineModel(TrainingLoops, CollectiveModel):
     def compute_metrics(
         self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None
     ) -> dict[str, Any]:
-        """Updates the compiled metrics, for loops of your own in one process.
-
-        Args:
-            x: Inputs.
-            y: Targets.
-            y_pred: Outputs of the model.
-            sample_weight: Weights of the samples.
-
-        Returns:
-            Loss and metrics by now.
-
-        Raises:
-            ConfigurationError: On several ranks, where the metrics are those of the last one.
-        """
+        """Updates the compiled metrics, for loops of your own in one process."""
         if self._engine.communicator.size > 1:
             raise ConfigurationError(
                 "`compute_metrics()` would update the metrics of one rank alone. Use `test_step` "
@@ -394,11 +341,7 @@ class PipelineModel(TrainingLoops, CollectiveModel):
 
     @collective()
     def reset_metrics(self) -> None:
-        """Makes all metrics begin anew, as Keras does before each epoch; all ranks must call it.
-
-        Raises:
-            ConfigurationError: On all ranks, if one of them calls it alone.
-        """
+        """Makes all metrics begin anew, as Keras does before each epoch; all ranks must call it."""
         super().reset_metrics()
         self._engine.logs = {}
 

@@ -12,24 +12,21 @@ Operations stand below each other in the order in which they run. Nothing ever c
 
 from __future__ import annotations
 
-import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from tarantella_pp.errors import PlanError
 from tarantella_pp.partition.graph.crossings import crossings
-from tarantella_pp.partition.graph.layer_graph import LayerGraph, Node
-from tarantella_pp.partition.graph.units import count, format_bytes, format_flops
-from tarantella_pp.partition.plan.page_pictures import coordinate
+from tarantella_pp.partition.graph.layer_graph import LayerGraph
+from tarantella_pp.partition.graph.units import count, format_bytes
+from tarantella_pp.partition.plan.page_pictures import Box, coordinate, ends_box, fold, layer_box
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan.plan_parts import CutEdge
 
 MOST_BOXES = 24
 """Most boxes of a stage; more operations share boxes."""
-TITLE_CHARACTERS, NOTE_CHARACTERS = 23, 27
-"""What fits in a box."""
 BOX_WIDTH, BOX_HEIGHT, PITCH = 186, 36, 48
 HEAD, PAD, LANE, MARGIN = 50, 10, 7, 6
 LABEL_WIDTH, LABEL_HEIGHT = 70, 20
@@ -38,15 +35,6 @@ Place = tuple[int, int]
 """Stage and row; row -1 is the head of the stage."""
 Points = list[tuple[float, float]]
 Span = tuple[float, float]
-
-
-class Box(NamedTuple):
-    """An operation, a run of them, or the inputs or outputs of the model (`"end"`)."""
-
-    title: str
-    note: str
-    hover: str
-    role: str = "layer"
 
 
 @dataclass(slots=True)
@@ -78,7 +66,7 @@ class Layout(NamedTuple):
 
 
 def graph_drawing(plan: Plan, graph: LayerGraph | None) -> dict[str, Any]:
-    """Returns the drawing; without a graph, what is known from the plan alone."""
+    """Returns the drawing; without a graph, as far as the plan alone knows it."""
     shown = outline(plan, graph)
     layout = lay_out(shown)
     columns, routes = [], []
@@ -117,73 +105,17 @@ def outline(plan: Plan, graph: LayerGraph | None = None) -> Outline:
         nodes = [i for i, place in enumerate(plan.assignment) if place == stage]
         names = [plan.node_names[i] for i in nodes]
         feeds = [t.name for t in tensors if t.producer is None and {*nodes} & {*t.consumers}]
-        boxes = [_ends_box(feeds, "input")] if feeds else []
+        boxes = [ends_box(feeds, "input")] if feeds else []
         for run in fold(names, _crossing(nodes, graph), MOST_BOXES):
             row.update((nodes[i], len(boxes)) for i in run)
             own = [] if graph is None else [graph.nodes[nodes[i]] for i in run]
-            boxes.append(_box(names, run, own, nodes[run.start]))
+            boxes.append(layer_box(names, run, own, nodes[run.start]))
         columns.append(boxes)
     if graph is None:
         return Outline(columns, [[] for _ in columns], _cuts_alone(plan, row))
     outputs = [graph.tensors[i].name for i in dict.fromkeys(graph.outputs)]
-    columns[-1].append(_ends_box(outputs, "output"))
+    columns[-1].append(ends_box(outputs, "output"))
     return Outline(columns, *_wires(plan, graph, row, len(columns[-1]) - 1))
-
-
-def _box(names: Sequence[str], run: range, nodes: Sequence[Node], index: int) -> Box:
-    """The box of an operation, or of a run of them; nodes are known with the graph only."""
-    size = sum(node.parameters + node.constants for node in nodes)
-    sizes = [format_bytes(size)] if size else []
-    weights = [f"weights {text}" for text in sizes]
-    if len(run) == 1:
-        name = names[run.start]
-        text = shorten(name, TITLE_CHARACTERS)
-        if not nodes:
-            return Box(text, f"operation {index}", f"{name}\noperation {index}")
-        kind = shorten(nodes[0].kind, NOTE_CHARACTERS - sum(3 + len(s) for s in sizes))
-        work = [f"{format_flops(nodes[0].flops)} per sample"] if nodes[0].flops else []
-        hover = "\n".join([name, nodes[0].kind, *weights, *work])
-        return Box(text, " · ".join([kind, *sizes]), hover)
-    # The kind of layer that does most of the arithmetic says what the run is.
-    flops, kinds = Counter[str](), Counter(node.kind for node in nodes)
-    for node in nodes:
-        flops[node.kind] += int(node.flops)
-    busiest = [f"{kinds[kind]} {kind}" for kind, _ in flops.most_common(1)]
-    note = shorten(" · ".join([f"{len(run)} ops", *busiest]), NOTE_CHARACTERS)
-    shown = [names[i] for i in run][:16]
-    more = [f"and {len(run) - len(shown)} more"] if len(run) > len(shown) else []
-    hover = "\n".join([*shown, *more, *weights])
-    return Box(title(names, run, TITLE_CHARACTERS), note, hover, "run")
-
-
-def _ends_box(names: Sequence[str], role: str) -> Box:
-    """The box of the model's inputs that a stage reads, or of its outputs."""
-    note = role if len(names) == 1 else count(len(names), role)
-    text = title(names, range(len(names)), TITLE_CHARACTERS - 1)
-    return Box(text, note, "\n".join([*names[:16], note]), "end")
-
-
-def fold(names: Sequence[str], crossing: Sequence[int], most: int) -> list[range]:
-    """Cuts a sequence of operations into runs that share a box.
-
-    A run ends where few tensors cross and names change early, so runs tend to be the blocks that
-    a model is made of.
-    """
-    total = len(names)
-    least = -(-total // most)
-    runs, start = [], 0
-
-    def badness(end: int) -> tuple[int, int]:
-        if end == total:
-            return 0, 0
-        return crossing[end - 1], len(_common_prefix(names[end - 1 : end + 1]))
-
-    while start < total:
-        ends = range(start + least, min(start + 2 * least, total + 1))
-        end = min(ends, key=badness) if least > 1 and ends else min(start + least, total)
-        runs.append(range(start, end))
-        start = end
-    return runs
 
 
 def _crossing(own: Sequence[int], graph: LayerGraph | None) -> list[int]:
@@ -196,32 +128,6 @@ def _crossing(own: Sequence[int], graph: LayerGraph | None) -> list[int]:
             for i in range(position[tensor.producer], max(readers)):
                 levels[i] += 1
     return levels
-
-
-def title(names: Sequence[str], run: range, most: int) -> str:
-    """Names a run: its operation, the block that it is, or the operation that it begins with."""
-    if len(run) == 1:
-        return shorten(names[run.start], most)
-    shared = _common_prefix([names[i] for i in run])
-    prefix = re.sub(r"[^/_.:\- ]*\Z", "", shared, flags=re.DOTALL)  # up to the last separator
-    beside = [names[i] for i in (run.start - 1, run.stop) if 0 <= i < len(names)]
-    if len(prefix) > 1 and not any(name.startswith(prefix) for name in beside):
-        return f"{shorten(prefix[:-1], most - 2)} …"
-    return f"{shorten(names[run.start], most - 2)} …"
-
-
-def shorten(text: str, most: int) -> str:
-    """Shortens a name in its middle, for names differ at their ends."""
-    if len(text) <= most:
-        return text
-    head = (most - 1) // 3
-    return f"{text[:head]}…{text[len(text) - (most - 1 - head) :]}"
-
-
-def _common_prefix(names: Sequence[str]) -> str:
-    low, high = min(names), max(names)
-    same = (i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b)
-    return low[: next(same, len(low))]
 
 
 def _cuts_alone(plan: Plan, row: dict[int, int]) -> list[CutTensors]:

@@ -1,12 +1,21 @@
-"""The memory of stages and the timeline on the page of a plan; sizes are pixels."""
+"""The memory of stages, the timeline and boxes of operations on the page of a plan, in pixels."""
 
 from __future__ import annotations
 
 import math
+import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from tarantella_pp.partition.graph.units import format_bytes, format_seconds, percent
+from tarantella_pp.partition.graph.layer_graph import Node
+from tarantella_pp.partition.graph.units import (
+    count,
+    format_bytes,
+    format_flops,
+    format_seconds,
+    percent,
+)
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan.plan_config import common_limit
 from tarantella_pp.partition.plan.plan_parts import StagePlan
@@ -16,6 +25,8 @@ from tarantella_pp.simulation.step_timeline import Event, idle_fraction
 
 MOST_BARS, MOST_DETAILS = 100_000, 4000
 """Bars of a timeline; with more than the second they have no texts, so the file stays small."""
+TITLE_CHARACTERS, NOTE_CHARACTERS = 23, 27
+"""What fits in a box."""
 KINDS = {
     "F": "forward",
     "B": "input gradient",
@@ -233,3 +244,94 @@ def _add_texts(
 def coordinate(value: float) -> str:
     """Writes a coordinate with at most one decimal."""
     return f"{value:.1f}".removesuffix(".0")
+
+
+class Box(NamedTuple):
+    """An operation, a run of them, or the inputs or outputs of the model (`"end"`)."""
+
+    title: str
+    note: str
+    hover: str
+    role: str = "layer"
+
+
+def layer_box(names: Sequence[str], run: range, nodes: Sequence[Node], index: int) -> Box:
+    """The box of an operation, or of a run of them; nodes are known with the graph only."""
+    size = sum(node.parameters + node.constants for node in nodes)
+    sizes = [format_bytes(size)] if size else []
+    weights = [f"weights {text}" for text in sizes]
+    if len(run) == 1:
+        name = names[run.start]
+        text = shorten(name, TITLE_CHARACTERS)
+        if not nodes:
+            return Box(text, f"operation {index}", f"{name}\noperation {index}")
+        kind = shorten(nodes[0].kind, NOTE_CHARACTERS - sum(3 + len(s) for s in sizes))
+        work = [f"{format_flops(nodes[0].flops)} per sample"] if nodes[0].flops else []
+        hover = "\n".join([name, nodes[0].kind, *weights, *work])
+        return Box(text, " · ".join([kind, *sizes]), hover)
+    # The kind of layer that does most of the arithmetic says what the run is.
+    flops, kinds = Counter[str](), Counter(node.kind for node in nodes)
+    for node in nodes:
+        flops[node.kind] += int(node.flops)
+    busiest = [f"{kinds[kind]} {kind}" for kind, _ in flops.most_common(1)]
+    note = shorten(" · ".join([f"{len(run)} ops", *busiest]), NOTE_CHARACTERS)
+    shown = [names[i] for i in run][:16]
+    more = [f"and {len(run) - len(shown)} more"] if len(run) > len(shown) else []
+    hover = "\n".join([*shown, *more, *weights])
+    return Box(title(names, run, TITLE_CHARACTERS), note, hover, "run")
+
+
+def ends_box(names: Sequence[str], role: str) -> Box:
+    """The box of the model's inputs that a stage reads, or of its outputs."""
+    note = role if len(names) == 1 else count(len(names), role)
+    text = title(names, range(len(names)), TITLE_CHARACTERS - 1)
+    return Box(text, note, "\n".join([*names[:16], note]), "end")
+
+
+def fold(names: Sequence[str], crossing: Sequence[int], most: int) -> list[range]:
+    """Cuts a sequence of operations into runs that share a box.
+
+    A run ends where few tensors cross and names change early, so runs tend to be the blocks that
+    a model is made of.
+    """
+    total = len(names)
+    least = -(-total // most)
+    runs, start = [], 0
+
+    def badness(end: int) -> tuple[int, int]:
+        if end == total:
+            return 0, 0
+        return crossing[end - 1], len(_common_prefix(names[end - 1 : end + 1]))
+
+    while start < total:
+        ends = range(start + least, min(start + 2 * least, total + 1))
+        end = min(ends, key=badness) if least > 1 and ends else min(start + least, total)
+        runs.append(range(start, end))
+        start = end
+    return runs
+
+
+def title(names: Sequence[str], run: range, most: int) -> str:
+    """Names a run: its operation, the block that it is, or the operation that it begins with."""
+    if len(run) == 1:
+        return shorten(names[run.start], most)
+    shared = _common_prefix([names[i] for i in run])
+    prefix = re.sub(r"[^/_.:\- ]*\Z", "", shared, flags=re.DOTALL)  # up to the last separator
+    beside = [names[i] for i in (run.start - 1, run.stop) if 0 <= i < len(names)]
+    if len(prefix) > 1 and not any(name.startswith(prefix) for name in beside):
+        return f"{shorten(prefix[:-1], most - 2)} …"
+    return f"{shorten(names[run.start], most - 2)} …"
+
+
+def shorten(text: str, most: int) -> str:
+    """Shortens a name in its middle, for names differ at their ends."""
+    if len(text) <= most:
+        return text
+    head = (most - 1) // 3
+    return f"{text[:head]}…{text[len(text) - (most - 1 - head) :]}"
+
+
+def _common_prefix(names: Sequence[str]) -> str:
+    low, high = min(names), max(names)
+    same = (i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b)
+    return low[: next(same, len(low))]

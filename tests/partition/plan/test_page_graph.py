@@ -12,12 +12,14 @@ from tarantella_pp.partition.plan.page_graph import (
     LABEL_HEIGHT,
     LABEL_WIDTH,
     MOST_BOXES,
-    NOTE_CHARACTERS,
-    TITLE_CHARACTERS,
-    fold,
     lay_out,
     middle,
     outline,
+)
+from tarantella_pp.partition.plan.page_pictures import (
+    NOTE_CHARACTERS,
+    TITLE_CHARACTERS,
+    fold,
     shorten,
     title,
 )

@@ -18,8 +18,7 @@ ROOT = Path(__file__).parent.parent
 HEAVY = {"tensorflow", "keras", "mpi4py", "networkx", "jinja2"}
 LIGHT_MODULES = [
     "tarantella_pp.cli.main",
-    "tarantella_pp.partition.solvers",
-    "tarantella_pp.partition.solvers.solve",
+    "tarantella_pp.partition.cut",
     "tarantella_pp.partition.graph.layer_graph",
     "tarantella_pp.partition.plan.plan",
     "tarantella_pp.partition.plan.report",

@@ -15,7 +15,7 @@ from tarantella_pp.cli.io.output import (
 from tarantella_pp.errors import PlanError
 
 if TYPE_CHECKING:
-    from tarantella_pp.cli.io.plan_files import AnyPlan
+    from tarantella_pp.partition.plan.plan import Plan
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,20 +46,12 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _check(plan: AnyPlan, source: str) -> None:
+def _check(plan: Plan, source: str) -> None:
     """Checks a plan against a MODEL."""
-    from tarantella_pp.partition.plan.plan import Plan
-
-    if not isinstance(plan, Plan):
-        if not model_source.is_graph(source):
-            raise PlanError(f"This is the plan of an external graph. Received: MODEL={source!r}")
-        from tarantella_pp.partition.external.external_planner import check_plan
-
-        check_plan(plan, model_source.read_graph(source))
-        return
-    if model_source.is_graph(source):
-        raise PlanError(f"This is the plan of a Keras model. Received: MODEL={source!r}")
     model = model_source.build_without_weights(source)
+    if model_source.is_graph(source):
+        plan.check(model.graph)
+        return
     from tarantella_pp.partition.extraction.keras_reader import extract
 
     plan.check(extract(model).graph)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 from tarantella_pp.cli import plan_make
 from tarantella_pp.cli.io import model_source
@@ -31,18 +31,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--stages", dest="num_stages", type=positive_int, metavar="S",
         help="number of pipeline stages (default: those of --balance)")  # fmt: skip
     add("--balance", metavar="N,N,...",
-        help="a number of layers for each stage, to be priced, too, e.g. 526,551; of a graph, of "
-        "nodes")  # fmt: skip
+        help="a number of layers for each stage, to be priced, too, e.g. 526,551")  # fmt: skip
     plan_make.add_model_options(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the comparison."""
     arguments.balance = _given(arguments)
-    if model_source.is_graph(arguments.model):
-        name, comparisons = _of_graph(arguments)
-    else:
-        name, comparisons = _of_model(arguments)
+    name, comparisons = _of_model(arguments)
     if arguments.json:
         objectives = {comparison.objective: comparison.to_dict() for comparison in comparisons}
         write_json({"model": name, "num_stages": arguments.num_stages, "objectives": objectives})
@@ -70,48 +66,19 @@ def _given(arguments: argparse.Namespace) -> list[int] | None:
     return given
 
 
-def _of_graph(arguments: argparse.Namespace) -> tuple[str, list[Comparison]]:
-    """Compares for an external graph: memory, time and load, and FLOPs where it names them."""
-    plan_make.refuse_model_options(arguments)
-    graph = model_source.read_graph(arguments.model)
-    from tarantella_pp.partition.baselines import compare
-    from tarantella_pp.partition.external.external_graph import to_problem
-    from tarantella_pp.partition.solvers.problem.problem import Objective
-    from tarantella_pp.partition.solvers.solve import solve
-
-    comparisons = []
-    for objective in get_args(Objective):
-        if objective == "flops" and not any(node.flops for node in graph.nodes):
-            continue
-        problem = to_problem(graph, arguments.num_stages, objective)
-
-        def value(assignment: Sequence[int], problem: Any = problem) -> float:
-            return float(problem.evaluate(assignment).value)
-
-        given = arguments.balance and [
-            stage for stage, count in enumerate(arguments.balance) for _ in range(count)
-        ]
-        if given is not None and len(given) != len(graph.nodes):
-            raise ConfigurationError(
-                f"Numbers of nodes must add up to {len(graph.nodes)}. "
-                f"Received: --balance={arguments.balance}"
-            )
-        comparisons.append(compare(problem, solve(problem), value, given=given))
-    return graph.name, comparisons
-
-
 def _of_model(arguments: argparse.Namespace) -> tuple[str, list[Comparison]]:
-    """Compares for a Keras model: memory, and FLOPs."""
+    """Compares memory, and FLOPs."""
     model = model_source.build_without_weights(arguments.model)
     import numpy as np
 
     from tarantella_pp.models.make_plan import default_machine
-    from tarantella_pp.partition.baselines import compare
-    from tarantella_pp.partition.formulation import problem_of
+    from tarantella_pp.partition.baselines import by_rules, compare
+    from tarantella_pp.partition.best_stages import sums_of
     from tarantella_pp.partition.given_balance import assignment_of
     from tarantella_pp.partition.options import PlanOptions
     from tarantella_pp.partition.plan.hardware_spec import machine_of
     from tarantella_pp.partition.planner import Planner
+    from tarantella_pp.partition.stage_memory import state_sums
 
     chosen = plan_make.model_options(arguments)
     optimizer = chosen.pop("optimizer", None) or model_source.optimizer_of(arguments.model, model)
@@ -136,9 +103,11 @@ def _of_model(arguments: argparse.Namespace) -> tuple[str, list[Comparison]]:
             stages = costs.stages(assignment, options.in_flight, options.repeats)
             return float(max(stage.memory_bytes for stage in stages))
 
-        problem = problem_of(costs, options)
-        comparisons.append(compare(problem, planner.solve(options), value, balance, given))
-    return model.name, comparisons
+        others = by_rules(planner.blocks, sums_of(costs, options), state_sums(costs))
+        if given is not None:
+            others["given"] = given
+        comparisons.append(compare(balance, planner.solve(options), value, others))
+    return planner.model, comparisons
 
 
 def _tables(name: str, num_stages: int, comparisons: Sequence[Comparison]) -> list[Any]:

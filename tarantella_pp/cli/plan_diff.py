@@ -6,12 +6,10 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from tarantella_pp.cli.io.output import write_json, write_table
-from tarantella_pp.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from tarantella_pp.partition.plan.difference import Difference
 
-_GRAPH_OPTIONS = ("graph", "num_stages", "balance", "memory_limit")
 _MOST_LINES = 40
 """More moves or names than this are counted, not listed; --json has them all."""
 
@@ -26,28 +24,19 @@ def run(arguments: argparse.Namespace) -> int:
     """Prints the difference; plans that differ are no failure."""
     from tarantella_pp.cli.io.plan_files import load_plan
     from tarantella_pp.partition.plan.difference import difference
-    from tarantella_pp.partition.plan.plan import Plan
     from tarantella_pp.partition.plan.plan_config import PlanConfig
 
     before, after = load_plan(arguments.before), load_plan(arguments.after)
-    of_models = isinstance(before, Plan)
-    if of_models != isinstance(after, Plan):
-        raise ConfigurationError(
-            "The plan of a Keras model and that of an external graph have nothing to compare. "
-            f"Received: {arguments.before}, {arguments.after}"
-        )
-    of_plans = ("model", *PlanConfig.__struct_fields__, "optimizer", "schedule_text")
-    options = of_plans if of_models else _GRAPH_OPTIONS
-    figures = ("memory_bytes", "flops") if of_models else ("memory", "work", "comm")
-    changes = difference(before, after, options, figures)
+    options = ("model", *PlanConfig.__struct_fields__, "optimizer", "schedule_text")
+    changes = difference(before, after, options, ("memory_bytes", "flops"))
     if arguments.json:
         write_json(changes.to_dict())
     else:
-        _print(changes, of_models=of_models)
+        _print(changes)
     return 0
 
 
-def _print(changes: Difference, *, of_models: bool) -> None:
+def _print(changes: Difference) -> None:
     if changes.same:
         write_table("The plans are the same.")
         return
@@ -66,7 +55,7 @@ def _print(changes: Difference, *, of_models: bool) -> None:
         lines.append(f"  {move.before} -> {move.after}  {layers}")
     if len(changes.moves) > _MOST_LINES:
         lines.append(f"  and {len(changes.moves) - _MOST_LINES} more such moves")
-    write_table(*lines, _stage_table(changes, of_models=of_models))
+    write_table(*lines, _stage_table(changes))
 
 
 def _shown(value: Any) -> Any:
@@ -75,7 +64,7 @@ def _shown(value: Any) -> Any:
     return f"{text[:40]} ..." if len(text) > 80 or "\n" in text else value
 
 
-def _stage_table(changes: Difference, *, of_models: bool) -> Any:
+def _stage_table(changes: Difference) -> Any:
     """Makes the table of what stages cost: before, after and the change."""
     from rich import box
     from rich.table import Table
@@ -90,7 +79,7 @@ def _stage_table(changes: Difference, *, of_models: bool) -> Any:
     for index, stage in enumerate(changes.stages):
         for place, (name, values) in enumerate(stage.items()):
             title = "FLOPs" if name == "flops" else name.removesuffix("_bytes")
-            as_bytes = of_models and name == "memory_bytes"
+            as_bytes = name == "memory_bytes"
             shown = [
                 "-" if v is None else format_bytes(v) if as_bytes else f"{v:.6g}" for v in values
             ]

@@ -1,4 +1,4 @@
-"""`tarantella plan make`: plans the stages of a model or of an external graph."""
+"""`tarantella plan make`: plans the stages of a model or of a graph."""
 
 from __future__ import annotations
 
@@ -9,18 +9,16 @@ from typing import TYPE_CHECKING, Any
 from tarantella_pp.cli.io import model_source, quantities
 from tarantella_pp.cli.io.output import check_target
 from tarantella_pp.cli.io.quantities import positive_int
-from tarantella_pp.cli.plan_show import add_page, check_page, no_page, show, write_page
+from tarantella_pp.cli.plan_show import add_page, check_page, show, write_page
 from tarantella_pp.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from tarantella_pp.cli.io.plan_files import AnyPlan
-    from tarantella_pp.partition.external.external_plan import ExternalPlan
     from tarantella_pp.partition.graph.layer_graph import LayerGraph
     from tarantella_pp.partition.options import Recompute
     from tarantella_pp.partition.plan.plan import Plan
 
-_OF_GRAPHS = ("num_stages", "balance", "memory_limit")
-"""Options that graphs have, too; all others say what a graph's own memory and time already hold."""
+_NAMED = ("num_stages", "balance", "memory_limit")
+"""Options that are read here; all others are handed on as they are."""
 
 _RECOMPUTATIONS = ("all", "except_last", "none")
 """What stands behind `--recompute`, for all stages or behind the number of one."""
@@ -32,17 +30,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", metavar="MODEL", help=model_source.HELP)
     add("--stages", dest="num_stages", type=positive_int, metavar="S",
-        help="number of pipeline stages; of a graph, the most that are used")  # fmt: skip
+        help="number of pipeline stages")  # fmt: skip
     add("--ranks", dest="num_ranks", type=positive_int, metavar="N",
         help="ranks for stages x replicas, instead of these: choose the fastest")  # fmt: skip
     add("--stages-per-rank", type=positive_int, metavar="V",
         help="stages of a rank (default: 2 with interleaved and zb-v, else 1)")  # fmt: skip
     add("--balance", metavar="WHAT",
         help="memory, flops or time (default: with which a step is fastest), or a number of layers "
-        "for each stage: 526,551; of a graph, memory (default), time, flops or load")  # fmt: skip
+        "for each stage: 526,551")  # fmt: skip
     add("--memory-limit", metavar="BYTES",
-        help="memory of a stage, e.g. 16GB, or one for each stage: 16GB,8GB; "
-        "of a graph in its units")  # fmt: skip
+        help="memory of a stage, e.g. 16GB, or one for each stage: 16GB,8GB")  # fmt: skip
     add_model_options(parser)
     add("--replicas", dest="num_replicas", type=positive_int, metavar="R",
         help="pipelines side by side, which share the batch (default: 1)")  # fmt: skip
@@ -86,21 +83,11 @@ def model_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Returns those of the model's options that were given."""
     from tarantella_pp.partition.options import PlanOptions
 
-    names = [name for name in PlanOptions.__dataclass_fields__ if name not in _OF_GRAPHS]
+    names = [name for name in PlanOptions.__dataclass_fields__ if name not in _NAMED]
     values = {name: getattr(arguments, name, None) for name in names}
     if values["recompute"] is not None:
         values["recompute"] = _stages(values["recompute"])
     return {name: value for name, value in values.items() if value is not None}
-
-
-def refuse_model_options(arguments: argparse.Namespace) -> None:
-    """Refuses options that mean nothing for an external graph."""
-    for name, value in model_options(arguments).items():
-        option = name.removeprefix("num_").replace("_", "-")
-        raise ConfigurationError(
-            "Memory and time of an external graph count as its file gives them; leave out "
-            f"--{option}. Received: --{option}={value}"
-        )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -115,12 +102,8 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _planned(arguments: argparse.Namespace) -> tuple[AnyPlan, LayerGraph | None]:
+def _planned(arguments: argparse.Namespace) -> tuple[Plan, LayerGraph | None]:
     """Makes the plan; with it comes the layer graph where pictures need it."""
-    if model_source.is_graph(arguments.model):
-        if arguments.html is not None:
-            raise no_page()
-        return _plan_of_graph(arguments), None
     open_stages = arguments.num_stages is None and arguments.num_ranks is None
     open_stages = open_stages and given_balance(arguments.balance) is None
     if open_stages and not Path(arguments.schedule or "").is_file():
@@ -128,54 +111,17 @@ def _planned(arguments: argparse.Namespace) -> tuple[AnyPlan, LayerGraph | None]
             "Expected --stages, or --ranks to choose their number. Received: neither"
         )
     # Time is measured, which needs weights.
-    timed = arguments.balance == "time"
+    timed = arguments.balance == "time" and not model_source.is_graph(arguments.model)
     build = model_source.build_model if timed else model_source.build_without_weights
     model = build(arguments.model)
     plan = _plan_of_model(arguments, model)
     if arguments.html is None:
         return plan, None
+    if model_source.is_graph(arguments.model):
+        return plan, model.graph
     from tarantella_pp.partition.extraction.keras_reader import extract
 
     return plan, extract(model).graph
-
-
-def _plan_of_graph(arguments: argparse.Namespace) -> ExternalPlan:
-    refuse_model_options(arguments)
-    if arguments.num_stages is None:
-        raise ConfigurationError("Expected the number of stages. Received: no --stages")
-    balance: Any = arguments.balance or "memory"
-    if balance not in ("memory", "time", "flops", "load"):
-        raise ConfigurationError(
-            f"Expected memory, time, flops or load. Received: --balance={balance}"
-        )
-    limit = _graph_limit(arguments.memory_limit, arguments.num_stages)
-    graph = model_source.read_graph(arguments.model)
-    from tarantella_pp.partition.external.external_planner import plan_graph
-
-    return plan_graph(graph, arguments.num_stages, balance, limit)
-
-
-def _graph_limit(text: str | None, num_stages: int) -> float | list[float] | None:
-    """Reads one limit in the graph's units, or one for each stage."""
-    from tarantella_pp.partition.graph.units import parse_bytes
-
-    if text is None:
-        return None
-    limits = []
-    for part in text.split(","):
-        try:
-            limit = float(part)
-        except ValueError:
-            limit = float(parse_bytes(part, "--memory-limit"))
-        if not 0 < limit < float("inf"):
-            raise ConfigurationError(f"Expected positive numbers. Received: --memory-limit={text}")
-        limits.append(limit)
-    if len(limits) not in (1, num_stages):
-        raise ConfigurationError(
-            f"Expected one limit, or one for each of the {num_stages} stages. "
-            f"Received: --memory-limit={text}"
-        )
-    return limits[0] if len(limits) == 1 else limits
 
 
 def _plan_of_model(arguments: argparse.Namespace, model: Any) -> Plan:

@@ -6,15 +6,14 @@ import argparse
 import re
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tarantella_pp.cli.io.output import write_table
 from tarantella_pp.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from tarantella_pp.cli.io.plan_files import AnyPlan
-    from tarantella_pp.partition.external.external_plan import ExternalPlan
     from tarantella_pp.partition.graph.layer_graph import LayerGraph
+    from tarantella_pp.partition.plan.plan import Plan
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,15 +56,12 @@ def check_page(arguments: argparse.Namespace) -> None:
         raise ConfigurationError(f"There is no folder '{folder}'. Received: --html={given}")
 
 
-def write_page(plan: AnyPlan, graph: LayerGraph | None, arguments: argparse.Namespace) -> None:
+def write_page(plan: Plan, graph: LayerGraph | None, arguments: argparse.Namespace) -> None:
     """Writes the page of a plan, if one is asked for."""
     if arguments.html is None:
         return
     from tarantella_pp.partition.plan.page import drawn_step, render_html
-    from tarantella_pp.partition.plan.plan import Plan
 
-    if not isinstance(plan, Plan):
-        raise no_page()
     path = Path(arguments.html)
     if not arguments.html or path.is_dir():
         name = re.sub(r"[^\w.-]+", "_", plan.model).strip("._")[:80] or "plan"
@@ -80,43 +76,9 @@ def write_page(plan: AnyPlan, graph: LayerGraph | None, arguments: argparse.Name
         write_table(f"Wrote {path}.")
 
 
-def no_page() -> ConfigurationError:
-    """Returns the error that the plan of an external graph has no page."""
-    return ConfigurationError("The plan of an external graph has no page; leave out --html.")
-
-
-def show(plan: AnyPlan, *, as_json: bool) -> None:
+def show(plan: Plan, *, as_json: bool) -> None:
     """Writes a plan to stdout."""
     if as_json:
         sys.stdout.write(f"{plan.to_json()}\n")
         return
-    from tarantella_pp.partition.plan.plan import Plan
-
-    write_table(*([plan] if isinstance(plan, Plan) else _graph_table(plan)))
-
-
-def _graph_table(plan: ExternalPlan) -> list[Any]:
-    """Makes the table of an external graph's plan, in the graph's own units."""
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    work = "FLOPs" if plan.balance == "flops" else "Time"
-    rows = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("Stage", "Nodes", "Memory", work, "Communication", f"{work} + comm."):
-        rows.add_column(name, justify="right")
-    for index, stage in enumerate(plan.stages):
-        figures = (stage.memory, stage.work, stage.comm, stage.work + stage.comm)
-        rows.add_row(str(index), str(stage.nodes), *(f"{value:.6g}" for value in figures))
-    title = f"Plan of {plan.graph!r}: {len(plan.assignment)} nodes on {plan.num_stages} stages"
-    proof = plan.certificate
-    quality = (
-        f"Balanced by {plan.balance}: largest stage {proof.value:.6g}, {proof.verdict()} "
-        f"({proof.method}, {proof.seconds:.2g} s)."
-    )
-    cut = f"Cut: {plan.cut_bytes:.6g} bytes, {plan.cut_comm:.6g} of communication."
-    units = "Figures are in the units of the graph"
-    if plan.units:
-        units += ": " + ", ".join(f"{name} in {unit}" for name, unit in plan.units.items())
-    units += "."
-    return [Text(title, style="bold"), rows, quality, cut, units]
+    write_table(plan)

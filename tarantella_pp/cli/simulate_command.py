@@ -76,10 +76,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _simulate(arguments: argparse.Namespace) -> int:
-    from tarantella_pp.cli.io.plan_files import load_model_plan
+    from tarantella_pp.cli.io.plan_files import load_plan
     from tarantella_pp.partition.plan.plan_simulation import PlanSimulation
 
-    plan = load_model_plan(arguments.plan, "a simulation")
+    plan = load_plan(arguments.plan)
     machine = _machine(arguments, plan.machine)
     schedule = arguments.schedule or plan.schedule
     micro_batches = arguments.micro_batches or plan.num_micro_batches

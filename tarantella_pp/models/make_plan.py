@@ -18,6 +18,7 @@ from tarantella_pp.errors import ConfigurationError, PlanError
 from tarantella_pp.models.deferred_init import only_shapes
 from tarantella_pp.partition.extraction.keras_reader import ExtractedModel, extract
 from tarantella_pp.partition.given_balance import GIVEN, assignment_of, is_given
+from tarantella_pp.partition.graph.node_link import NamedGraph
 from tarantella_pp.partition.graph.profile import Profile
 from tarantella_pp.partition.infeasible import infeasible, useless
 from tarantella_pp.partition.options import (
@@ -164,6 +165,8 @@ def make_plan(
 def best_plan(model: Any, options: PlanOptions) -> Plan:
     """Makes the plan that `make_plan` describes."""
     extracted = _read(model, with_values=options.balance == "time" and options.profile is None)
+    if isinstance(extracted, NamedGraph) and options.profile is None:
+        options = replace(options, profile=extracted.profile)
     machine = default_machine() if options.machine is None else machine_of(options.machine)
     custom = None if options.schedule is None else read_schedule(options.schedule)
     assignment = None
@@ -175,15 +178,20 @@ def best_plan(model: Any, options: PlanOptions) -> Plan:
     options = replace(options, num_stages=options.implied_stages(custom))
     shapes = _shapes(options, _stages_per_rank(options, custom))
     if options.balance == "time" and options.profile is None:
+        if isinstance(extracted, NamedGraph):
+            raise ConfigurationError(
+                f"Graph '{extracted.name}' has no forward_seconds and backward_seconds for its "
+                "nodes. Received: balance='time'"
+            )
         parts = (options.num_micro_batches or MICRO_BATCHES) * shapes[0][1]
         rows = max(1, checked_count("batch_size", options.batch_size) // parts)
         options = replace(options, profile=measure(extracted, rows))
     planner = Planner.of(extracted, options.optimizer, options.profile, machine)
+    if len(shapes) == 1:
+        planner.check_stages(shapes[0][0])
     asked = options.balance
     balances = _balances(options) if asked in (None, *BALANCES) else (asked,)
-    problems = len(shapes) * len(balances) * (2 if options.schedule is None else 1)
-    problems += 2 * (options.num_micro_batches is None)  # the best, and what comes next, once more
-    planner = replace(planner, assignment=assignment, problems=problems)
+    planner = replace(planner, assignment=assignment)
 
     def searches(shapes: list[Shape], only: str | None = None) -> list[PlanSearch]:
         return [
@@ -221,8 +229,10 @@ def best_plan(model: Any, options: PlanOptions) -> Plan:
     return chosen
 
 
-def _read(model: Any, *, with_values: bool) -> ExtractedModel:
+def _read(model: Any, *, with_values: bool) -> ExtractedModel | NamedGraph:
     """Reads a model, or one that a function builds, without values where these are not needed."""
+    if isinstance(model, NamedGraph):
+        return model
     if isinstance(model, keras.Model | ExtractedModel) or not callable(model):
         return extract(model)
     with contextlib.nullcontext() if with_values else only_shapes():
@@ -230,7 +240,9 @@ def _read(model: Any, *, with_values: bool) -> ExtractedModel:
     return extract(built)
 
 
-def _given_stages(extracted: ExtractedModel, options: PlanOptions) -> tuple[tuple[int, ...], int]:
+def _given_stages(
+    extracted: ExtractedModel | NamedGraph, options: PlanOptions
+) -> tuple[tuple[int, ...], int]:
     """Returns the stage of each node, and their number, where numbers of layers are given."""
     balance = cast("Sequence[int]", options.balance)
     assignment = assignment_of(extracted.graph, balance)

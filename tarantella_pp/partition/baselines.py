@@ -8,79 +8,41 @@ from typing import Any
 
 import numpy as np
 
-from tarantella_pp.partition.solvers.contraction import strong_owners
-from tarantella_pp.partition.solvers.problem.certificate import Certificate, Solution
-from tarantella_pp.partition.solvers.problem.digraph import topological
-from tarantella_pp.partition.solvers.problem.problem import (
-    FloatArray,
-    IntArray,
-    Problem,
-    weighted_counts,
-)
+from tarantella_pp.partition.best_stages import Solution
+from tarantella_pp.partition.cut import Prices
+from tarantella_pp.partition.graph.ideals import Array, Blocks, summed
+from tarantella_pp.partition.plan.plan_parts import Certificate
+
+Assignment = tuple[int, ...]
+"""Stage of each operation."""
 
 
-def equal_layers(problem: Problem) -> IntArray:
-    """Gives every stage the same number of layers, along the order of the graph."""
-    return _by_sequence(problem, np.ones(problem.num_nodes), minimal_maximum)
+def by_rules(blocks: Blocks, prices: Prices, state: Array) -> dict[str, Assignment]:
+    """Cuts the order of a graph as other libraries do, by the name that a comparison prints.
 
-
-def parameter_balance(problem: Problem) -> IntArray:
-    """Balances the static memory along the order of the graph.
-
-    DeepSpeed's `partition_method="parameters"`: the smallest largest stage of a sequence.
+    - Every stage gets the same number of layers.
+    - DeepSpeed's `partition_method="parameters"`: the smallest largest stage by state, in bytes.
+    - torchgpipe's `balance_by_time` and `balance_by_size`: the block partition of Bárány and
+      Grinberg, "Block partitions of sequences", Israel Journal of Mathematics 206 (2015), whose
+      blocks differ by no more than the largest item.
     """
-    weights = problem.static_memory
-    if not weights.any():
-        weights = problem.activation_memory
-    return _by_sequence(problem, weights, minimal_maximum)
+    costs = prices.once + prices.each
+    rules = {
+        "equal layers": (np.ones(len(state)), minimal_maximum),
+        "parameter balance": (state if state.any() else costs, minimal_maximum),
+        "block partition": (costs, barany_grinberg),
+    }
+    found = {}
+    for name, (weights, cut) in rules.items():
+        stages = np.zeros(len(blocks), np.int64)
+        items = summed(blocks.owner, weights)
+        for stage, begin in enumerate(cut(items, min(prices.num_stages, len(blocks)))):
+            stages[begin:] = stage
+        found[name] = tuple(stages[blocks.owner].tolist())
+    return found
 
 
-def block_partition(problem: Problem) -> IntArray:
-    """Balances the objective's own node costs along the order of the graph.
-
-    torchgpipe's `balance_by_time` and `balance_by_size`: the block partition of Bárány and
-    Grinberg, "Block partitions of sequences", Israel Journal of Mathematics 206 (2015), whose
-    blocks differ by no more than the largest item.
-    """
-    memory = problem.static_memory + problem.activation_memory
-    weights = memory if problem.objective == "memory" else problem.work
-    return _by_sequence(problem, weights, barany_grinberg)
-
-
-#: The rules by the name that a comparison prints.
-RULES: dict[str, Callable[[Problem], IntArray]] = {
-    "equal layers": equal_layers,
-    "parameter balance": parameter_balance,
-    "block partition": block_partition,
-}
-
-
-def _by_sequence(
-    problem: Problem, weights: FloatArray, cut: Callable[[FloatArray, int], list[int]]
-) -> IntArray:
-    """Cuts the topological order; nodes that must share a stage are one item of it."""
-    n = problem.num_nodes
-    edges = problem.precedence.tolist()
-    together = [g for g, apart in zip(problem.groups, problem.apart, strict=True) if not apart]
-    owner = strong_owners(n, [(before, after) for before, after in edges], together)
-    preds: list[set[int]] = [set() for _ in range(n)]
-    succs: list[set[int]] = [set() for _ in range(n)]
-    for before, after in owner[problem.precedence].tolist():
-        if before != after:
-            preds[after].add(before)
-            succs[before].add(after)
-    order = topological([sorted(p) for p in preds], [sorted(s) for s in succs])
-    items = [node for node in order if owner[node] == node]
-    sums = weighted_counts(owner, weights, n)[items]
-    stage_of = np.zeros(n, np.int64)
-    stages = min(problem.num_stages, len(items))
-    for stage, begin in enumerate(cut(sums, stages)):
-        stage_of[items[begin:]] = stage
-    assignment: IntArray = stage_of[owner]
-    return assignment
-
-
-def minimal_maximum(weights: FloatArray, parts: int) -> list[int]:
+def minimal_maximum(weights: Array, parts: int) -> list[int]:
     """Cuts a sequence so that its heaviest part is as light as can be."""
     low, high = float(weights.max(initial=0.0)), float(weights.sum())
     for _ in range(60):
@@ -92,7 +54,7 @@ def minimal_maximum(weights: FloatArray, parts: int) -> list[int]:
     return _fill(weights, parts, high * (1 + 1e-12))
 
 
-def _fill(weights: FloatArray, parts: int, capacity: float) -> list[int]:
+def _fill(weights: Array, parts: int, capacity: float) -> list[int]:
     """Fills parts in order, each while it holds; the last items each get a part if need be."""
     begins, load = [0], 0.0
     for index, weight in enumerate(weights.tolist()):
@@ -105,7 +67,7 @@ def _fill(weights: FloatArray, parts: int, capacity: float) -> list[int]:
     return begins
 
 
-def barany_grinberg(weights: FloatArray, parts: int) -> list[int]:
+def barany_grinberg(weights: Array, parts: int) -> list[int]:
     """Cuts a sequence into blocks that differ by no more than its largest item.
 
     Starting from even counts, the heaviest block hands an item at its border towards the
@@ -144,7 +106,7 @@ class Comparison:
     """What the largest stage is under each rule, for one objective.
 
     Attributes:
-        objective: What is measured: `"memory"`, `"time"`, `"flops"` or `"load"`.
+        objective: What is measured: `"memory"`, `"time"` or `"flops"`.
         certificate: How good our plan is known to be.
         values: The largest stage under each rule, ours first.
     """
@@ -171,15 +133,12 @@ class Comparison:
 
 
 def compare(
-    problem: Problem,
+    objective: str,
     solution: Solution,
     value: Callable[[Sequence[int]], float],
-    objective: str | None = None,
-    given: Sequence[int] | None = None,
+    others: dict[str, Assignment],
 ) -> Comparison:
-    """Prices our plan and those of the rules of other libraries."""
+    """Prices our plan and those of other rules."""
     values = {OURS: value(solution.assignment)}
-    values |= {name: value(tuple(rule(problem).tolist())) for name, rule in RULES.items()}
-    if given is not None:
-        values["given"] = value(given)
-    return Comparison(objective or problem.objective, solution.certificate, values)
+    values |= {name: value(assignment) for name, assignment in others.items()}
+    return Comparison(objective, solution.certificate, values)

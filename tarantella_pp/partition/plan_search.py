@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from tarantella_pp.errors import ConfigurationError, PlanError
+from tarantella_pp.partition.best_stages import Solution
 from tarantella_pp.partition.costs.step_bound import least_step_seconds
 from tarantella_pp.partition.given_balance import GIVEN
 from tarantella_pp.partition.options import PlanOptions, Settings
@@ -20,7 +21,6 @@ from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan.plan_simulation import PlanSimulation
 from tarantella_pp.partition.planner import Planner
-from tarantella_pp.partition.solvers.problem.certificate import Solution
 from tarantella_pp.schedule import BEFORE_SEARCH, SEARCHED, ScheduleSpec
 
 MOST_SUBSETS = 4

@@ -11,19 +11,16 @@ import keras
 import msgspec
 
 from tarantella_pp.errors import ConfigurationError
+from tarantella_pp.partition.best_stages import Solution, best_solution, given_solution, sums_of
 from tarantella_pp.partition.costs.gradient_sums import GradientSums
-from tarantella_pp.partition.costs.least_memory import comes_before
 from tarantella_pp.partition.costs.optimizer_slots import optimizer_name, optimizer_state_bytes
 from tarantella_pp.partition.costs.stage_costs import StageCostModel
+from tarantella_pp.partition.cut import best_cut
 from tarantella_pp.partition.extraction.keras_reader import ExtractedModel, extract
-from tarantella_pp.partition.formulation import (
-    SECONDS,
-    best_solution,
-    given_solution,
-    problem_of,
-)
 from tarantella_pp.partition.given_balance import GIVEN
+from tarantella_pp.partition.graph.ideals import Blocks
 from tarantella_pp.partition.graph.layer_graph import LayerGraph
+from tarantella_pp.partition.graph.node_link import NamedGraph
 from tarantella_pp.partition.graph.profile import Profile
 from tarantella_pp.partition.options import Settings
 from tarantella_pp.partition.plan.gradient_buckets import bucket_bytes, gradient_buckets
@@ -31,20 +28,12 @@ from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan.plan_config import PlanConfig
 from tarantella_pp.partition.plan.roofline import NodeWork, node_work
-from tarantella_pp.partition.solvers.exact.ideals import SMALL, ideals_of
-from tarantella_pp.partition.solvers.problem.certificate import Solution
-from tarantella_pp.partition.solvers.solve import solve
 
 #: Layers whose forward pass is not repeated: TensorFlow keeps its loops with all they made.
 LOOPS = (
     *("LSTM", "GRU", "SimpleRNN", "RNN", "Bidirectional"),
     *("ConvLSTM1D", "ConvLSTM2D", "ConvLSTM3D"),
 )
-#: Seconds of the processor for all problems of a planning, where their best plans cannot be told by
-#: listing.
-PLANNING_SECONDS = 25.0
-#: What each of them has at least.
-LEAST_SECONDS = 1.0
 #: What finding stages takes besides listing what may come before a cut, in such sets of operations:
 #: for each problem, and for each stage.
 PROBLEM_EFFORT, STAGE_EFFORT = 1_000, 80
@@ -64,10 +53,8 @@ class Planner:
         profile: What was measured of the operations, if anything.
         machine: What computes; `None` where arithmetic alone counts.
         assignment: Stage of each node where that is given, for `balance="given"`.
-        problems: About how many problems share the time for planning.
         work: What each node does.
-        sets: Sets of nodes that may come before a cut; infinitely many where these are too many to
-            be kept.
+        blocks: What of it can be told apart.
     """
 
     model: str
@@ -77,39 +64,48 @@ class Planner:
     profile: Profile | None = None
     machine: HardwareSpec | None = None
     assignment: tuple[int, ...] | None = None
-    problems: int = 1
     work: tuple[NodeWork, ...] = field(init=False, compare=False)
-    sets: float = field(init=False, compare=False)
+    blocks: Blocks = field(init=False, compare=False)
     _solved: dict[Hashable, Solution] = field(default_factory=dict, init=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "work", node_work(self.graph))
-        lattice = ideals_of(comes_before(self.graph), SMALL)
-        object.__setattr__(self, "sets", math.inf if lattice is None else lattice.count)
+        object.__setattr__(self, "blocks", Blocks.of(self.graph))
 
     @classmethod
     def of(
         cls,
-        model: keras.Model | ExtractedModel,
+        model: keras.Model | ExtractedModel | NamedGraph,
         optimizer: Any = None,
         profile: Profile | None = None,
         machine: HardwareSpec | None = None,
     ) -> Planner:
         """Reads a model, if that has not been done."""
-        extracted = extract(model)
-        graph = extracted.graph
+        if isinstance(model, NamedGraph):
+            name, graph, profile = model.name, model.graph, profile or model.profile
+        else:
+            extracted = extract(model)
+            name, graph = extracted.model.name, extracted.graph
         if profile is not None:
             profile.check(graph)
             graph = profile.apply(graph)
         slots = optimizer_state_bytes(optimizer, graph.weights)
-        name = optimizer_name(optimizer)
-        return cls(extracted.model.name, graph, name, slots, profile, machine)
+        return cls(name, graph, optimizer_name(optimizer), slots, profile, machine)
 
     @property
     def least_rows(self) -> int:
         """Samples that a micro-batch keeps, where the number of micro-batches is open."""
         kinds = {node.kind for node in self.graph.nodes}
         return LEAST_ROWS if "BatchNormalization" in kinds else 1
+
+    def check_stages(self, num_stages: int) -> None:
+        """Refuses more stages than there are operations."""
+        nodes = len(self.graph.nodes)
+        if num_stages > nodes:
+            raise ConfigurationError(
+                f"Model '{self.model}' has {nodes} operations, so it can have at most {nodes} "
+                f"stages. Received: num_stages={num_stages}"
+            )
 
     def costs(self, options: Settings) -> StageCostModel:
         """Returns the costs of the nodes for micro-batches of these options."""
@@ -120,6 +116,11 @@ class Planner:
             window=options.send_window, sums=GradientSums.of(options), work=self.work,
             wire_dtype=options.wire_dtype,
         )  # fmt: skip
+
+    @property
+    def sets(self) -> float:
+        """Sets of nodes that may come before a cut; infinitely many where they are not listed."""
+        return math.inf if self.blocks.ideals is None else len(self.blocks.ideals)
 
     def effort(self, num_stages: int) -> float:
         """Returns about what finding stages takes, the same on every machine."""
@@ -142,19 +143,12 @@ class Planner:
             )
         if options.balance == GIVEN:
             return self._as_given(options)
-        nodes = len(self.graph.nodes)
-        if options.num_stages > nodes:
-            raise ConfigurationError(
-                f"Model '{self.model}' has {nodes} operations, so it can have at most {nodes} "
-                f"stages. Received: num_stages={options.num_stages}"
-            )
+        self.check_stages(options.num_stages)
         whole = options.weighs_stages and not roughly
         key = (*options.problem_key, whole)
         if key not in self._solved:
-            budget = min(SECONDS, max(LEAST_SECONDS, PLANNING_SECONDS / self.problems))
-            self._solved[key] = best_solution(
-                self.costs(options), options, whole=whole, budget=budget
-            )
+            costs = self.costs(options)
+            self._solved[key] = best_solution(costs, options, self.blocks, whole=whole)
         return self._solved[key]
 
     def _as_given(self, options: Settings) -> Solution:
@@ -172,7 +166,8 @@ class Planner:
         free = msgspec.structs.replace(
             options, recompute=everywhere, balance="memory", memory_limit=None
         )
-        return solve(problem_of(self.costs(free), free)).certificate.lower_bound
+        found = best_cut(self.blocks, sums_of(self.costs(free), free))
+        return math.inf if found is None else found.bound
 
     def write(self, solution: Solution, options: Settings) -> Plan:
         """Writes down the plan of an assignment."""

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
-from tarantella_pp.partition.solvers.problem.digraph import adjacency, topological
-from tarantella_pp.partition.solvers.problem.problem import (
-    FloatArray,
-    IntArray,
-    Problem,
-    weighted_counts,
-)
+from tarantella_pp.partition.cut import Prices
+from tarantella_pp.partition.graph.ideals import Array, summed
+
+IntArray = npt.NDArray[np.int64]
+Limits = tuple[Prices, Sequence[float]]
+"""The memory of stages, and what each may have."""
 
 MOST_POSITIONS = 300
 """Positions of a boundary that are tried at a time: those around it, and some of all others."""
@@ -24,21 +24,20 @@ LEAST_BUBBLE_WEIGHT, LAST = 1e-2, 1e-4
 """How much the largest stage at least, and then what is cut, count besides the largest rank."""
 
 
-def rank_totals(values: Sequence[float] | FloatArray, ranks: Sequence[int]) -> FloatArray:
+def rank_totals(values: Sequence[float] | Array, ranks: Sequence[int]) -> Array:
     """Adds up the values of stages on each rank."""
     values = np.asarray(values, dtype=np.float64)
-    return weighted_counts(np.asarray(ranks), values, 1 + max(ranks)) if ranks else values
-
-
-def lower_bound(problem: Problem, ranks: Sequence[int]) -> float:
-    """Returns what the largest rank of every assignment has at least: its share of everything."""
-    once, each = _weights(problem)
-    total = float(once.sum() + problem.flight.min() * each.sum())
-    return total / (1 + max(ranks))
+    return summed(ranks, values, 1 + max(ranks)) if ranks else values
 
 
 def balance_ranks(
-    problem: Problem, assignment: Sequence[int], ranks: Sequence[int], bubble_weight: float = 0.0
+    prices: Prices,
+    assignment: Sequence[int],
+    ranks: Sequence[int],
+    bubble_weight: float = 0.0,
+    *,
+    groups: Iterable[Iterable[int]] = (),
+    limits: Limits | None = None,
 ) -> tuple[int, ...]:
     """Makes the largest rank small, beginning with stages of which the largest is small.
 
@@ -49,14 +48,15 @@ def balance_ranks(
     of them, or where these are too many by moving two at a time until nothing gets better. What is
     cut decides between equals.
     """
-    line = _Line(problem, assignment, ranks, max(bubble_weight, LEAST_BUBBLE_WEIGHT))
+    weight = max(bubble_weight, LEAST_BUBBLE_WEIGHT)
+    line = _Line(prices, assignment, ranks, weight, groups, limits)
     score, bounds = line.score(line.bounds), line.bounds
     if line.choices <= MOST_CHOICES:
         return line.assignment(min((score, bounds), line.best_of_all())[1])
     improved = True
     while improved:
         improved = False
-        for i, j in itertools.combinations(range(1, problem.num_stages), 2):
+        for i, j in itertools.combinations(range(1, len(ranks)), 2):
             best, better = line.best(bounds, i, j)
             if best < score * (1 - 1e-9):
                 score, bounds, improved = best, better, True
@@ -68,27 +68,24 @@ class _Line:
 
     def __init__(
         self,
-        problem: Problem,
+        prices: Prices,
         assignment: Sequence[int],
         ranks: Sequence[int],
         bubble_weight: float,
+        groups: Iterable[Iterable[int]],
+        limits: Limits | None,
     ) -> None:
-        edges = [(int(before), int(after)) for before, after in problem.precedence]
-        order = topological(*adjacency(problem.num_nodes, edges))
-        place = np.empty(problem.num_nodes, np.int64)
-        place[order] = np.arange(problem.num_nodes)
         stages = np.asarray(assignment)
-        self._problem, self._ranks, self._bubble_weight = problem, list(ranks), bubble_weight
-        self._order: IntArray = np.lexsort((place, stages))
+        self._prices, self._limits = prices, limits
+        self._ranks, self._bubble_weight = list(ranks), bubble_weight
+        self._order: IntArray = np.argsort(stages, kind="stable")  # operations are in order
         self._place = np.argsort(self._order)
-        counts = np.bincount(stages, minlength=problem.num_stages)
+        counts = np.bincount(stages, minlength=len(ranks))
         self.bounds: list[int] = [0, *np.cumsum(counts).tolist()]
-        once, each = _weights(problem)
-        self._once, self._each = self._running(once), self._running(each)
-        self._static = self._running(problem.static_memory)
-        self._kept = self._running(problem.activation_memory)
-        self._allowed, self._cut = self._allowed_positions(), self._cut_bytes()
-        self._total = float(self._once[-1] + problem.flight.max() * self._each[-1]) or 1.0
+        self._sums = self._running(prices)
+        self._memory = None if limits is None else self._running(limits[0])
+        self._allowed, self._cut = self._allowed_positions(groups), self._cut_bytes()
+        self._total = float(self._sums[0][-1] + prices.times.max() * self._sums[1][-1]) or 1.0
 
     def assignment(self, bounds: Sequence[int]) -> tuple[int, ...]:
         """Returns the stage of each node."""
@@ -102,12 +99,12 @@ class _Line:
     @property
     def choices(self) -> int:
         """Number of sets of boundaries."""
-        return math.comb(len(self._allowed) - 2, self._problem.num_stages - 1)
+        return math.comb(len(self._allowed) - 2, len(self._ranks) - 1)
 
     def best_of_all(self) -> tuple[float, list[int]]:
         """Finds the best boundaries; returns their score, too."""
         inner, end = self._allowed[1:-1], self.bounds[-1]
-        chosen = itertools.combinations(inner.tolist(), self._problem.num_stages - 1)
+        chosen = itertools.combinations(inner.tolist(), len(self._ranks) - 1)
         columns = np.array(list(chosen)).T
         scores = self._scores([np.array(0), *columns, np.array(end)])
         least = int(np.argmin(scores))
@@ -125,24 +122,21 @@ class _Line:
         better[i], better[j] = int(first[row]), int(second[column])
         return float(scores[row, column]), better
 
-    def _scores(self, bounds: Sequence[IntArray]) -> FloatArray:
+    def _scores(self, bounds: Sequence[IntArray]) -> Array:
         """Scores of boundaries, each of which may be an array that fits the others."""
-        problem = self._problem
-        totals: list[FloatArray] = [np.zeros(())] * (1 + max(self._ranks))
-        largest: FloatArray = np.zeros(())
-        too_much: FloatArray = np.zeros(())
-        for stage, (low, high) in enumerate(itertools.pairwise(bounds)):
-            held = problem.flight[stage]
-            value = self._once[high] - self._once[low] + held * (self._each[high] - self._each[low])
+        totals: list[Array] = [np.zeros(())] * (1 + max(self._ranks))
+        largest: Array = np.zeros(())
+        too_much: Array = np.zeros(())
+        for stage, ends in enumerate(itertools.pairwise(bounds)):
+            value = _between(self._sums, self._prices.times[stage], *ends)
             totals[self._ranks[stage]] = totals[self._ranks[stage]] + value
             largest = np.maximum(largest, value)
-            if problem.limits is not None:
-                memory = self._static[high] - self._static[low]
-                memory = memory + held * (self._kept[high] - self._kept[low])
-                too_much = np.where(memory > problem.limits[stage], np.inf, too_much)
+            if self._limits is not None and self._memory is not None:
+                memory = _between(self._memory, self._limits[0].times[stage], *ends)
+                too_much = np.where(memory > self._limits[1][stage], np.inf, too_much)
         worst = np.maximum.reduce(np.broadcast_arrays(*totals))
         cut = sum((self._cut[bound] for bound in bounds[1:-1]), np.zeros(()))
-        scores: FloatArray = (
+        scores: Array = (
             (worst + self._bubble_weight * largest) / self._total + LAST * cut + too_much
         )
         return scores
@@ -156,34 +150,37 @@ class _Line:
         spread = free[np.linspace(0, len(free) - 1, MOST_POSITIONS // 2).astype(np.int64)]
         return np.union1d(nearest, spread)
 
-    def _running(self, weights: FloatArray) -> FloatArray:
-        """Returns sums of weights up to each place of the line."""
-        return np.concatenate([[0.0], np.cumsum(weights[self._order])])
+    def _running(self, prices: Prices) -> tuple[Array, Array]:
+        """Returns sums up to each place of the line, of both parts of prices."""
+        once, each = (
+            np.concatenate([[0.0], np.cumsum(weights[self._order])])
+            for weights in (prices.once, prices.each)
+        )
+        return once, each
 
-    def _allowed_positions(self) -> IntArray:
+    def _allowed_positions(self, groups: Iterable[Iterable[int]]) -> IntArray:
         """Returns the places that part no nodes that have to stay together."""
         inside = np.zeros(len(self._order) + 1, np.int64)
-        for group, apart in zip(self._problem.groups, self._problem.apart, strict=True):
-            if not apart:
-                places = self._place[list(group)]
-                inside[places.min() + 1] += 1
-                inside[places.max() + 1] -= 1
+        for group in groups:
+            places = self._place[list(group)]
+            inside[places.min() + 1] += 1
+            inside[places.max() + 1] -= 1
         return np.flatnonzero(np.cumsum(inside) == 0)
 
-    def _cut_bytes(self) -> FloatArray:
+    def _cut_bytes(self) -> Array:
         """Returns the share of all bytes that travel across each place."""
         across = np.zeros(len(self._order) + 1)
-        for tensor in self._problem.tensors:
-            places = self._place[list(tensor.nodes)]
-            across[places.min() + 1] += tensor.bytes
-            across[places.max() + 1] -= tensor.bytes
-        everything = sum(tensor.bytes for tensor in self._problem.tensors) or 1.0
-        shares: FloatArray = np.cumsum(across) / everything
+        for nodes, size in self._prices.wires:
+            places = self._place[list(nodes)]
+            across[places.min() + 1] += size
+            across[places.max() + 1] -= size
+        everything = sum(size for _, size in self._prices.wires) or 1.0
+        shares: Array = np.cumsum(across) / everything
         return shares
 
 
-def _weights(problem: Problem) -> tuple[FloatArray, FloatArray]:
-    """What of the objective each node adds to its stage: once, and for each micro-batch held."""
-    if problem.objective == "memory":
-        return problem.static_memory, problem.activation_memory
-    return problem.work, np.zeros(problem.num_nodes)
+def _between(sums: tuple[Array, Array], times: float, low: IntArray, high: IntArray) -> Array:
+    """Returns what lies between two places, or arrays of places that fit each other."""
+    once, each = sums
+    found: Array = once[high] - once[low] + times * (each[high] - each[low])
+    return found

@@ -9,10 +9,11 @@ from typing import Any
 import keras
 import networkx as nx
 
+from tarantella_pp.partition.best_stages import Solution
 from tarantella_pp.partition.options import PlanOptions
 from tarantella_pp.partition.plan.plan import Plan
+from tarantella_pp.partition.plan.plan_parts import Certificate
 from tarantella_pp.partition.planner import Planner
-from tarantella_pp.partition.solvers.problem.certificate import Certificate, Solution
 from tests.helpers.training import Case
 
 Found = dict[str, Any]

@@ -11,10 +11,8 @@ import pytest
 from tarantella_pp.cli.main import main
 from tests.helpers.jobs import ROOT
 
-GRAPHS = ROOT / "tests" / "partition" / "external" / "graphs"
-GNMT = str(GRAPHS / "pipedream.gnmt.json")
-VGG = str(GRAPHS / "pipedream.vgg16.json")
-BERT = str(GRAPHS / "msr-layer.bert24_training.json")
+GRAPH = str(ROOT / "tests" / "partition" / "graph" / "diamonds.json")
+"""A graph that is not Keras' own, of 14 operations."""
 
 
 class Command:

@@ -14,7 +14,7 @@ from tarantella_pp.partition.graph.layer_graph import (
 )
 from tarantella_pp.partition.options import PlanOptions
 from tarantella_pp.partition.plan.plan import Plan
-from tarantella_pp.partition.solvers.problem.certificate import Certificate
+from tarantella_pp.partition.plan.plan_parts import Certificate
 
 KINDS = ("Conv2D", "BatchNormalization", "ReLU", "Conv2D", "Add")
 

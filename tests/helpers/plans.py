@@ -12,7 +12,7 @@ from tarantella_pp.partition.graph.layer_graph import (
     Weight,
 )
 from tarantella_pp.partition.plan.plan import Plan
-from tarantella_pp.partition.solvers.problem.certificate import Certificate
+from tarantella_pp.partition.plan.plan_parts import Certificate
 
 
 def chain_graph(length=4, width=8):

@@ -1,4 +1,4 @@
-"""The MODEL of a command: an external graph, a `.keras` file, a function or an application."""
+"""The MODEL of a command: a graph, a `.keras` file, a function or an application."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from tarantella_pp.cli.io.quiet_keras import quiet_keras
 from tarantella_pp.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from tarantella_pp.partition.external.external_graph import ExternalGraph
+    from tarantella_pp.partition.graph.node_link import NamedGraph
 
 FORMS = "a .keras file, module:function, script.py:function, a keras.applications name"
-HELP = f"{FORMS}, or an external graph as .json"
+HELP = f"{FORMS}, or a graph as .json, in networkx's node-link form"
 
 
 def is_graph(source: str) -> bool:
-    """Whether a MODEL is an external graph, which needs no Keras."""
+    """Whether a MODEL is a graph that is not Keras' own."""
     return source.endswith(".json")
 
 
-def read_graph(source: str) -> ExternalGraph:
-    """Reads an external graph."""
-    from tarantella_pp.partition.external.external_graph import load_graph
+def read_graph(source: str) -> NamedGraph:
+    """Reads a graph that is not Keras' own."""
+    from tarantella_pp.partition.graph.node_link import load_graph
 
     return load_graph(existing_file(source))
 
@@ -50,7 +50,12 @@ def build_model(source: str) -> Any:
 
 
 def build_without_weights(source: str) -> Any:
-    """Makes the Keras model that a MODEL names, with shapes and no weights, for planning."""
+    """Makes the Keras model that a MODEL names, with shapes and no weights, for planning.
+
+    A graph comes as it is.
+    """
+    if is_graph(source):
+        return read_graph(source)
     file = source.rpartition(":")[0] or source
     with quiet_keras(f"keras.applications.{file}" if file.isidentifier() else file):
         from tarantella_pp.keras_internals.model_files import deserialized

@@ -11,6 +11,7 @@ from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
 from tarantella_pp.partition.plan.plan_config import PlanConfig
 from tarantella_pp.partition.plan.plan_parts import (
     Alternative,
+    Certificate,
     CutEdge,
     OutputUse,
     StagePlan,
@@ -18,7 +19,6 @@ from tarantella_pp.partition.plan.plan_parts import (
 )
 from tarantella_pp.partition.plan.plan_validation import difference, problems
 from tarantella_pp.partition.plan.roofline import NodeWork
-from tarantella_pp.partition.solvers.problem.certificate import Certificate
 from tarantella_pp.schedule import Schedule, ScheduleSpec
 
 __all__ = ["MAX_FILE_BYTES", "CutEdge", "Plan", "StagePlan", "Tie"]

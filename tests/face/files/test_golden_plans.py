@@ -14,7 +14,6 @@ import keras
 import pytest
 
 import tarantella_pp as tnt
-from tarantella_pp.partition.external.external_plan import ExternalPlan
 from tests.helpers.training import (
     BATCH,
     CASES,
@@ -31,7 +30,7 @@ names = functools.partial(map, lambda path: path.name)
 def test_there_is_one_of_each_kind():
     kinds = {path.name.split(".")[0] for path in FILES}
     assert kinds >= {"gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "zb-auto"}
-    assert kinds >= {"own", "found", "time", "external", "by_hand"}
+    assert kinds >= {"own", "found", "time", "by_hand"}
 
 
 def among(said, again):
@@ -46,13 +45,10 @@ def among(said, again):
 @pytest.mark.parametrize("path", FILES, ids=names(FILES))
 def test_they_load_and_keep_all_they_say(path):
     fields = json.loads(path.read_text())
-    kind = ExternalPlan if fields["format"].endswith("graph_plan") else tnt.Plan
-    plan = kind.load(path)
-    again = json.loads(plan.to_json())
-    assert among(fields, again)
-    assert kind.from_json(plan.to_json()) == plan
-    if kind is tnt.Plan:
-        assert f"{plan.num_stages} stages" in str(plan)
+    plan = tnt.Plan.load(path)
+    assert among(fields, json.loads(plan.to_json()))
+    assert tnt.Plan.from_json(plan.to_json()) == plan
+    assert f"{plan.num_stages} stages" in str(plan)
 
 
 @pytest.mark.keras

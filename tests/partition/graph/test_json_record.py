@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import stat
 from pathlib import Path
@@ -10,15 +9,11 @@ from pathlib import Path
 import pytest
 
 from tarantella_pp.errors import ConfigurationError, PlanError
-from tarantella_pp.partition.external.external_graph import loads_graph
-from tarantella_pp.partition.external.external_planner import plan_graph
 from tarantella_pp.partition.graph.profile import NodeProfile, Profile
 from tests.helpers.plans import chain_graph, plan_of
 
-GRAPH = {"nodes": [{"id": i, "time": 1.0, "memory": 1.0} for i in range(3)], "edges": []}
 RECORDS = [
     plan_of(chain_graph(), [0, 0, 1, 1]),
-    plan_graph(loads_graph(json.dumps(GRAPH)), 2),
     Profile("m", "0" * 64, 1, (4,), (NodeProfile("a", (1.0,), (2.0,)),)),
 ]
 

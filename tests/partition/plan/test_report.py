@@ -17,8 +17,8 @@ from tarantella_pp.partition.graph.units import (
 )
 from tarantella_pp.partition.plan.page import render_html
 from tarantella_pp.partition.plan.plan import Plan
+from tarantella_pp.partition.plan.plan_parts import Certificate
 from tarantella_pp.partition.plan.report import as_text, table
-from tarantella_pp.partition.solvers.problem.certificate import Certificate
 from tests.helpers.plans import chain_graph, plan_of
 
 PLAN = plan_of(chain_graph(), [0, 0, 1, 1])

@@ -1,0 +1,215 @@
+"""The best stages for some options: what they are priced by, and how good they are."""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import msgspec
+import numpy as np
+
+from tarantella_pp.errors import PlanError
+from tarantella_pp.partition.costs.stage_costs import StageCostModel
+from tarantella_pp.partition.cut import Cut, Price, Prices, best_cut
+from tarantella_pp.partition.graph.ideals import Blocks
+from tarantella_pp.partition.graph.layer_graph import LayerGraph
+from tarantella_pp.partition.options import Settings
+from tarantella_pp.partition.plan.plan_parts import TOLERANCE, Certificate
+from tarantella_pp.partition.rank_balancing import balance_ranks, rank_totals
+from tarantella_pp.partition.stage_memory import (
+    StageMemory,
+    activation_sums,
+    state_sums,
+    wires,
+)
+
+Assignment = tuple[int, ...]
+"""Stage of each operation."""
+ALIKE = 0.02
+"""Share by which measured seconds of stages differ that count as equal: nobody measures them more
+exactly, and a tensor more that crosses a network costs more than that."""
+MOST_ATTEMPTS = 3
+"""How often less memory is allowed, where messages to several stages come on top."""
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """A plan in numbers.
+
+    Attributes:
+        assignment: Stage of each node, in node order; stages count from 0 in pipeline order.
+        certificate: How good the plan is known to be.
+    """
+
+    assignment: tuple[int, ...]
+    certificate: Certificate
+
+
+def sums_of(costs: StageCostModel, options: Settings) -> Prices:
+    """Returns what stages cost by their sums alone.
+
+    Exact for time and FLOPs. Of memory it is state and what is kept of micro-batches, of those that
+    run backward at a time where a stage recomputes.
+    """
+    count, alike, none = options.num_stages, TOLERANCE / 4, np.zeros(len(costs.graph.nodes))
+    once, each, times = costs.flops(), none, np.ones(count)
+    if options.balance == "time" and costs.seconds is not None:
+        each, backward = np.array(costs.seconds).T
+        once, times, alike = each + backward, np.array(options.repeated), ALIKE
+    elif options.balance == "memory":
+        once, each = state_sums(costs), activation_sums(costs)
+        held = [options.repeats.get(s, held) for s, held in enumerate(options.in_flight)]
+        times = np.array(held, float)
+    return Prices(once, each, times, wires=wires(costs), alike=alike)
+
+
+def best_solution(
+    costs: StageCostModel, options: Settings, blocks: Blocks | None = None, *, whole: bool = True
+) -> Solution:
+    """Finds the stages whose dearest costs the least; not `whole`, memory counts by its sums."""
+    begun = time.perf_counter()
+    blocks = Blocks.of(costs.graph) if blocks is None else blocks
+    if len(blocks) < options.num_stages:
+        raise PlanError(
+            f"No plan has a node on each of {options.num_stages} stages: only {len(blocks)} groups "
+            f"of nodes can be told apart. Ask for fewer stages.{_shared(costs.graph)}"
+        )
+    whole = options.weighs_stages and (whole or bool(options.repeats))
+    best, cut = _within_limits(costs, options, blocks, whole=whole)
+    bound, method = cut.bound, cut.method
+    if options.ranks:
+        best = _over_ranks(costs, options, best)
+        sums = sums_of(costs, options)
+        share = (sums.once + sums.times.min() * sums.each).sum() / (1 + max(options.ranks))
+        bound, method = max(bound, float(share)), f"{method}, then over ranks"
+    elif options.balance == "memory":
+        method += ", stages priced whole" if whole else " of state and activations"
+    value, seconds = value_of(costs, options, best, whole=whole), time.perf_counter() - begun
+    return Solution(best, Certificate.of(value, bound, method, seconds))
+
+
+def _within_limits(
+    costs: StageCostModel, options: Settings, blocks: Blocks, *, whole: bool
+) -> tuple[Assignment, Cut]:
+    """Finds the best stages that keep the memory limits, and how they were found."""
+    sums, limits = sums_of(costs, options), limits_of(options)
+    if not whole and options.memory_limit is None:
+        cut = best_cut(blocks, sums)
+        assert cut is not None  # nothing is in the way
+        return cut.assignments[0], cut
+    known: Assignment | None = None
+    bound: float | None = None
+    first = best_cut(blocks, sums) if costs.shards > 1 else None
+    if first is not None:  # the replicas' shares depend on the stages, and are no bound
+        known, bound = first.assignments[0], first.bound
+    for _ in range(MOST_ATTEMPTS):
+        cut = best_cut(blocks, _priced(sums, StageMemory(costs, options, limits, known), whole))
+        if cut is None:
+            break
+        bound = cut.bound if bound is None else bound
+        found = [one for one in cut.assignments if excess(costs, options, one) <= 0]
+        if found:
+            best = min(found, key=functools.partial(value_of, costs, options, whole=whole))
+            return best, replace(cut, bound=bound)
+        above = excess(costs, options, cut.assignments[0])
+        limits = [max(1.0, most - above) for most in limits]
+    if not whole and blocks.ideals is None:  # what needs the least memory may lie on no such line
+        smallest = msgspec.structs.replace(options, balance="memory")
+        best, cut = _within_limits(costs, smallest, blocks, whole=True)
+        return best, replace(cut, bound=sums.bound(blocks))
+    raise PlanError(
+        f"No plan of {options.num_stages} stages keeps the memory limit. Received: memory_limit="
+        f"{options.memory_limit}. More stages, more micro-batches of a smaller size or "
+        f"recomputation need less.{_shared(costs.graph)}"
+    )
+
+
+def _priced(sums: Prices, memory: StageMemory, whole: bool) -> Prices:
+    """Prices stages by their memory, or by their sums if that keeps the limits."""
+    if whole:
+        return replace(sums, price=memory.usual, least=memory.least)
+
+    def kept(price: Price) -> Price:
+        return lambda *stage: 0.0 if price(*stage) < math.inf else math.inf
+
+    return replace(sums, price=kept(memory.usual), least=kept(memory.least))
+
+
+def given_solution(costs: StageCostModel, options: Settings, assignment: Sequence[int]) -> Solution:
+    """Prices stages that are given; raises `PlanError` where they do not keep the limit."""
+    above = excess(costs, options, assignment)
+    if above > 0:
+        raise PlanError(
+            f"A stage of those that are given needs {above:.0f} bytes more than it may have. "
+            f"Received: memory_limit={options.memory_limit}"
+        )
+    value = value_of(costs, options, assignment, whole=True)
+    return Solution(tuple(assignment), Certificate.of(value, 0.0, "as given", 0.0))
+
+
+def _over_ranks(costs: StageCostModel, options: Settings, best: Assignment) -> Assignment:
+    """Makes the largest rank smaller where ranks have several stages, within the limits."""
+    memory = sums_of(costs, msgspec.structs.replace(options, balance="memory"))
+    limits = None if options.limits is None else (memory, options.limits)
+    moved = balance_ranks(
+        sums_of(costs, options), best, options.ranks, options.bubble_weight,
+        groups=costs.graph.groups, limits=limits,
+    )  # fmt: skip
+
+    def step(assignment: Assignment) -> float:
+        values = _values(costs, options, assignment, whole=False)
+        most = float(max(rank_totals(values, options.ranks)))
+        return most + options.bubble_weight * max(values)
+
+    return moved if step(moved) < step(best) and excess(costs, options, moved) <= 0 else best
+
+
+def excess(costs: StageCostModel, options: Settings, assignment: Sequence[int]) -> float:
+    """Bytes of the stage that is most above its limit; 0 or less where all keep it."""
+    if options.limits is None:
+        return 0.0
+    stages = costs.stages(assignment, options.in_flight, options.repeats)
+    pairs = zip(stages, options.limits, strict=True)
+    return max(stage.memory_bytes - most for stage, most in pairs)
+
+
+def limits_of(options: Settings) -> Sequence[float]:
+    """What each stage may have, infinitely much where nothing is said."""
+    return options.limits or (math.inf,) * options.num_stages
+
+
+def value_of(
+    costs: StageCostModel, options: Settings, assignment: Sequence[int], *, whole: bool
+) -> float:
+    """The largest stage, or rank where ranks have several."""
+    return float(max(rank_totals(_values(costs, options, assignment, whole=whole), options.ranks)))
+
+
+def _values(
+    costs: StageCostModel, options: Settings, assignment: Sequence[int], *, whole: bool
+) -> list[float]:
+    """FLOPs, seconds or bytes of each stage."""
+    if options.balance == "flops":
+        return list(np.bincount(assignment, costs.flops(), options.num_stages))
+    stages = costs.stages(assignment, options.in_flight, options.repeats)
+    if options.balance == "time":
+        return [
+            (stage.seconds or 0.0) + (stage.forward_seconds or 0.0) * again
+            for stage, again in zip(stages, options.repeated, strict=True)
+        ]
+    return [float(stage.memory_bytes if whole else stage.lasting_bytes) for stage in stages]
+
+
+def _shared(graph: LayerGraph) -> str:
+    """Says which operations must stay together."""
+    if not graph.groups:
+        return ""
+    first = max(graph.groups, key=len)
+    names = ", ".join(graph.nodes[i].name for i in sorted(first)[:4])
+    return (
+        " Operations that share statistics or seeds, which change whenever one of them runs, must "
+        f"stay on one stage, e.g. {names}."
+    )

@@ -1,0 +1,395 @@
+"""The one solver: a shortest path over down-sets, each step priced as a whole stage.
+
+    operations before a cut     {}      {a}     {a b}   {a b c}  {a b c d}
+    stage 0                     |--------------->|
+    stage 1                                      |------->|
+    stage 2                                               |-------->|
+
+A plan is a path; its value is the price of its dearest stage. What adds up over operations, which
+is quick, tells of most stages that they are too dear: these are never priced. Of paths of equal
+value the one that cuts the fewest bytes is taken.
+
+Where the down-sets are too many to be listed, those along some topological orders are taken, then
+those around the best plan, until that does not get better.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from tarantella_pp.partition.graph.ideals import Array, Blocks, Ideals
+from tarantella_pp.partition.plan.plan_parts import TOLERANCE
+
+SLACKS = (0.0, 0.01, 0.05, 0.2, 1.0, math.inf)
+"""How far above what it is at the least the dearest stage is looked for, one after the other."""
+CLOSE = 1e-3
+"""Relative distance from the most that can be said of a bound at which that is good enough."""
+ROUNDS, PRICED_ROUNDS, DRAWS = 12, 1, 2
+"""How often plans around the best are looked for without finding a better one, by sums and by
+prices, and the orders that are drawn for each time."""
+TIES = 8
+"""Paths of equal value that are tried where their stages have to be priced."""
+Price = Callable[[int, int, int], float]
+"""Prices a stage between two down-sets, whose operations are bits; infinite where it cannot be."""
+Indices = npt.NDArray[np.intp]
+
+
+@dataclass(frozen=True, eq=False)
+class Prices:
+    """What stages cost.
+
+    A stage costs `once + times[stage] * each` at the least, summed over its operations.
+
+    Attributes:
+        once: Part of each operation's cost that is the same on all stages.
+        each: Part that counts a number of times.
+        times: How many times on each stage.
+        price: Prices a stage, which costs its sum if that is more; `None` where it always does.
+        least: What a stage costs at the least whatever the others are; the price if `None`.
+        wires: What is cut if some operations part: the first makes it; and bytes.
+        alike: Relative distance of values that count as equal.
+    """
+
+    once: Array
+    each: Array
+    times: Array
+    price: Price | None = None
+    least: Price | None = None
+    wires: Sequence[tuple[tuple[int, ...], float]] = ()
+    alike: float = TOLERANCE / 4
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages."""
+        return len(self.times)
+
+    def bound(self, blocks: Blocks) -> float:
+        """Returns what the dearest stage costs at the least: its share, or the heaviest block."""
+        low = float(np.bincount(blocks.owner, self.once + self.times.min() * self.each).max())
+        once, each = float(self.once.sum()), float(self.each.sum())
+        low = max(low, (once + float(self.times.min()) * each) / self.num_stages)
+        if not each or self.times.min() == self.times.max():
+            return low
+        high = low + once + float(self.times.max()) * each
+        parts = [np.bincount(blocks.segments, part).tolist() for part in (self.once, self.each)]
+        while high - low > CLOSE * high:
+            middle = (low + high) / 2
+            if self._holds(middle, list(zip(*parts, strict=True))):
+                high = middle
+            else:
+                low = middle
+        return low
+
+    def _holds(self, cap: float, segments: list[tuple[float, float]]) -> bool:
+        """Whether stages of a cap hold segments one behind the other, were each a liquid.
+
+        What counts once comes first: later stages count all else less often, or as if they did.
+        """
+        stages = iter(np.minimum.accumulate(self.times).tolist())
+        room, times = cap, next(stages)
+        for once, each in segments:
+            while once + times * each > room:
+                taken = min(once, room)
+                once -= taken
+                each -= (room - taken) / times if times else 0.0
+                following = next(stages, None)
+                if following is None:
+                    return False
+                room, times = cap, following
+            room -= once + times * each
+        return True
+
+    def fits(self, stages: slice, cap: float, once: Array, each: Array) -> npt.NDArray[np.bool_]:
+        """Whether sums of both parts may fit on some stages, each of which costs a cap at most.
+
+        Added up, stages that have a_s and b_s of them cost at least `a + times_min b`; weighted by
+        1 / times_s, so that b counts in full, at least `a / times_max + b`.
+        """
+        times = self.times[stages]
+        if not len(times):
+            return np.ones(len(once), bool)
+        fits: npt.NDArray[np.bool_] = once + times.min() * each <= cap * len(times)
+        if times.min() > 0:
+            fits &= once / times.max() + each <= cap * float((1 / times).sum())
+        return fits
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """What was found.
+
+    Attributes:
+        assignments: Stage of each operation; the best first, then one that may be as good.
+        bound: What the dearest stage costs at the least in all plans.
+        method: How it was found, in words.
+    """
+
+    assignments: tuple[tuple[int, ...], ...]
+    bound: float
+    method: str
+
+
+def best_cut(blocks: Blocks, prices: Prices) -> Cut | None:
+    """Finds the path whose dearest stage is the cheapest, `None` where no path can be."""
+    if blocks.ideals is None:
+        return _around(blocks, prices)
+    found = cheapest(blocks.ideals, prices)
+    if found is None:
+        return None
+    paths, bound = [found[1]], found[0]
+    if prices.least is not None:
+        lower = _Paths(blocks.ideals, prices, prices.least).shortest(bound)
+        if lower is not None:
+            bound, path = lower
+            paths.append(path)
+    method = f"shortest path over {len(blocks.ideals)} down-sets"
+    return Cut(tuple(map(blocks.ideals.assignment, paths)), bound, method)
+
+
+def cheapest(
+    ideals: Ideals, prices: Prices, below: float = math.inf
+) -> tuple[float, list[int]] | None:
+    """Finds the best path over a family of down-sets, if that is not above a value."""
+    paths = _Paths(ideals, prices, None)
+    found = paths.growing(prices.bound(ideals.blocks), below)
+    if found is not None and prices.price is not None:
+        least, path = found
+        paths = _Paths(ideals, prices, prices.price)
+        known = paths.value(path)
+        tight = known < math.inf
+        found = paths.shortest(min(known, below)) if tight else paths.growing(least, below)
+    return None if found is None else (found[0], paths.fewest_cut(*found))
+
+
+def _around(blocks: Blocks, prices: Prices) -> Cut | None:
+    """Finds a good path where down-sets are too many to be listed.
+
+    Sums choose among some orders, then among others that keep the stages of the best so far whole,
+    until these are no better. Then so do prices, which take longer.
+    """
+    sums = replace(prices, price=None, least=None)
+    best = _improved(blocks, sums, _orders(blocks), ROUNDS)
+    if best is not None and prices.price is not None:
+        lines = [_line(blocks, best, order) for order in _orders(blocks)[:DRAWS]]
+        best = _improved(blocks, prices, lines, PRICED_ROUNDS)
+    if best is None:
+        return None
+    return Cut((best,), prices.bound(blocks), "best path along some orders")
+
+
+def _improved(
+    blocks: Blocks, prices: Prices, orders: list[list[int]], rounds: int
+) -> tuple[int, ...] | None:
+    """Finds the best path along some orders, then along drawn ones in line with it."""
+    draw, best, value, since = random.Random(0), None, math.inf, 0
+    while since < rounds:
+        family = Ideals.of(blocks, blocks.along(orders), complete=False)
+        found, since = cheapest(family, prices, value), since + 1
+        if found is not None and (best is None or found[0] < value * (1 - CLOSE)):
+            value, best, since = found[0], family.assignment(found[1]), 0
+        if best is None:
+            return None
+        drawn = [draw.sample(range(len(blocks)), len(blocks)) for _ in range(DRAWS)]
+        orders = [_line(blocks, best, order) for order in drawn]
+    return best
+
+
+def _orders(blocks: Blocks) -> list[list[int]]:
+    """Returns topological orders: as given, in depth and in breadth, from either end."""
+    import networkx as nx
+
+    graph, back = blocks.graph, blocks.graph.reverse()
+    return [
+        [*range(len(blocks))],
+        [*nx.dfs_postorder_nodes(back)],
+        [*nx.dfs_postorder_nodes(graph)][::-1],
+        [*nx.topological_sort(graph)],
+        [*nx.topological_sort(back)][::-1],
+    ]
+
+
+def _line(blocks: Blocks, assignment: Sequence[int], order: Sequence[int]) -> list[int]:
+    """Returns a topological order that keeps stages whole, and is close to another order."""
+    rank = np.empty(len(blocks))
+    rank[list(order)] = np.arange(len(blocks)) / len(blocks)
+    stages = np.empty(len(blocks))
+    stages[blocks.owner] = assignment
+    return blocks.order((stages + rank).tolist())
+
+
+class _Paths:
+    """Paths over a family of down-sets; stages cost their sums where they have no price."""
+
+    def __init__(self, ideals: Ideals, prices: Prices, price: Price | None) -> None:
+        self._ideals, self._prices, self._price = ideals, prices, price
+        self._once, self._each = ideals.sums(prices.once), ideals.sums(prices.each)
+        self._known: dict[tuple[int, int, int], float] = {}
+
+    def growing(self, least: float, below: float) -> tuple[float, list[int]] | None:
+        """Looks for the best path near what it costs at the least, then further away."""
+        for slack in SLACKS:
+            # An infinite slack of nothing is none.
+            cap = min(below, math.inf if slack == math.inf else least * (1 + slack))
+            found = self.shortest(cap)
+            if found is not None or cap == below:
+                return found
+        return None
+
+    def value(self, path: Sequence[int]) -> float:
+        """Returns the price of the dearest stage of a path."""
+        steps = enumerate(itertools.pairwise(path))
+        return max(self.price(begin, end, stage) for stage, (begin, end) in steps)
+
+    def price(self, begin: int, end: int, stage: int) -> float:
+        """Prices a stage, once."""
+        key = begin, end, stage
+        if key not in self._known:
+            times, sets = self._prices.times[stage], self._ideals.sets
+            price = self._once[end] - self._once[begin]
+            price += times * (self._each[end] - self._each[begin])
+            if self._price is not None:
+                price = max(price, self._price(sets[begin], sets[end], stage))
+            self._known[key] = float(price)
+        return self._known[key]
+
+    def _sums(self, stage: int, begins: Indices, ends: Indices) -> Array:
+        """Returns what stages cost at the least, infinite where they cannot be."""
+        running = self._once + self._prices.times[stage] * self._each
+        sums: Array = running[None, ends] - running[begins, None]
+        sums[~self._ideals.inside[np.ix_(begins, ends)]] = np.inf
+        return sums
+
+    def _windows(self, cap: float) -> list[Indices]:
+        """Returns the sets that may come before each stage, and the end, if none is above a cap."""
+        prices, last = self._prices, len(self._ideals) - 1
+        cap = cap * (1 + TOLERANCE)
+        left = self._once[-1] - self._once, self._each[-1] - self._each
+        windows = [np.zeros(1, np.intp)]
+        for stage in range(1, prices.num_stages):
+            fits = prices.fits(slice(stage), cap, self._once, self._each)
+            fits &= prices.fits(slice(stage, None), cap, *left)
+            windows.append(np.flatnonzero(fits))
+        return [*windows, np.array([last])]
+
+    def _ahead(self, windows: list[Indices], cap: float) -> list[Array]:
+        """Drops what leads above a cap; returns what is to come at the least behind each set."""
+        ahead = [np.zeros(1)]
+        for stage in range(len(windows) - 2, -1, -1):
+            sums = self._sums(stage, windows[stage], windows[stage + 1])
+            least = np.maximum(sums, ahead[0], out=sums).min(axis=1, initial=np.inf)
+            keep = (least <= cap) & np.isfinite(least)
+            windows[stage] = windows[stage][keep]
+            ahead.insert(0, least[keep])
+        return ahead
+
+    def shortest(self, cap: float) -> tuple[float, list[int]] | None:
+        """Finds the path whose dearest stage is the cheapest, if that is not above a cap."""
+        cap = math.inf if cap == math.inf else cap * (1 + TOLERANCE / 8)
+        windows = self._windows(cap)
+        ahead = self._ahead(windows, cap)
+        reached, origins = np.zeros(1), []
+        for stage in range(self._prices.num_stages):
+            begins, ends = windows[stage : stage + 2]
+            if not len(begins) or not len(ends):
+                return None
+            least = np.maximum(reached[:, None], self._sums(stage, begins, ends))
+            if self._price is None:
+                origin = least.argmin(axis=0)
+                behind = least[origin, np.arange(len(ends))]
+            else:
+                behind, origin = self._priced(stage, windows, least, reached, ahead[stage + 1], cap)
+            arrived = (behind <= cap) & np.isfinite(behind)
+            windows[stage + 1], ahead[stage + 1] = ends[arrived], ahead[stage + 1][arrived]
+            reached = behind[arrived]
+            origins.append(origin[arrived])
+        return (float(reached[0]), _path(windows, origins)) if len(reached) else None
+
+    def _priced(
+        self,
+        stage: int,
+        windows: Sequence[Indices],
+        least: Array,
+        reached: Array,
+        ahead: Array,
+        cap: float,
+    ) -> tuple[Array, Indices]:
+        """Returns what the dearest stage costs up to each end of a stage, and where it begins."""
+        begins, ends = windows[stage : stage + 2]
+        behind, origin = np.full(len(ends), np.inf), np.zeros(len(ends), np.intp)
+        for column, end in enumerate(ends.tolist()):
+            lows = least[:, column]
+            order = np.flatnonzero(lows <= cap)
+            for row in order[np.argsort(lows[order], kind="stable")].tolist():
+                best = behind[column]
+                # A path is as dear as what still has to come, however cheap it was.
+                if lows[row] >= best or best <= ahead[column]:
+                    break
+                price = max(reached[row], self.price(int(begins[row]), end, stage))
+                if price < best and price <= cap:
+                    behind[column], origin[column] = price, row
+        return behind, origin
+
+    def fewest_cut(self, value: float, path: list[int]) -> list[int]:
+        """Finds a path that is as good and cuts the fewest bytes."""
+        cap = value * (1 + self._prices.alike)
+        cuts = open_bytes(self._ideals, self._prices.wires)
+        windows = self._windows(cap)
+        self._ahead(windows, cap)
+        banned: set[tuple[int, int, int]] = set()
+        for _ in range(TIES):
+            found = self._least_cut(windows, cuts, cap, banned)
+            if found is None or cuts[found].sum() >= cuts[path].sum() * (1 - TOLERANCE):
+                return path
+            steps = {(a, b, stage) for stage, (a, b) in enumerate(itertools.pairwise(found))}
+            dear = {step for step in steps if self.price(*step) > cap}
+            if not dear:
+                return found
+            banned |= dear
+        return path
+
+    def _least_cut(
+        self, windows: Sequence[Indices], cuts: Array, cap: float, banned: set[tuple[int, int, int]]
+    ) -> list[int] | None:
+        """Finds the path that cuts least whose sums are not above a cap."""
+        total, origins = np.zeros(1), []
+        for stage, (begins, ends) in enumerate(itertools.pairwise(windows)):
+            sums = self._sums(stage, begins, ends)
+            costs = np.where(sums <= cap, total[:, None], np.inf)
+            for a, b, at in banned:
+                if at == stage:
+                    costs[begins == a, ends == b] = np.inf
+            if not costs.size:
+                return None
+            origin = costs.argmin(axis=0)
+            total = costs[origin, np.arange(len(ends))] + cuts[ends]
+            origins.append(origin)
+        return _path(windows, origins) if total[0] < np.inf else None
+
+
+def _path(windows: Sequence[Indices], origins: Sequence[Indices]) -> list[int]:
+    """Follows a path back from its end."""
+    place, path = 0, [int(windows[-1][0])]
+    for window, origin in zip(reversed(windows[:-1]), reversed(origins), strict=True):
+        place = int(origin[place])
+        path.append(int(window[place]))
+    return path[::-1]
+
+
+def open_bytes(ideals: Ideals, wires: Sequence[tuple[tuple[int, ...], float]]) -> Array:
+    """Returns the bytes that are cut behind each down-set."""
+    before, weights = ideals.before, np.zeros(ideals.before.shape[1])
+    total = np.zeros(len(ideals))
+    for (maker, *users), size in wires:
+        weights[maker] += size
+        if len(users) == 1:
+            weights[users[0]] -= size
+        else:
+            total -= size * before[:, users].all(axis=1)
+    return total + ideals.sums(weights)

@@ -1,1 +1,0 @@
-"""Layer graphs that come from elsewhere than Keras, as JSON, and their plans."""

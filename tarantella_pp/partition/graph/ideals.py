@@ -1,0 +1,247 @@
+r"""What may come before a cut: the down-sets (ideals) of a layer graph.
+
+A set of operations can be the first stages of a pipeline if it has, with each operation, all that
+come before it. Chains have one more of these sets than operations; branches multiply them::
+
+         -> b --
+        /       \           {}  {a}  {a b}  {a c}  {a b c}  {a b c d}
+       a         -> d
+        \       /           ab | cd  and  ac | bd  are cuts,  ad | bc  is none
+         -> c --
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from tarantella_pp.partition.graph.layer_graph import LayerGraph
+
+if TYPE_CHECKING:
+    import networkx as nx
+
+MOST_IDEALS = 4_000
+"""Sets up to which all of them are listed."""
+Array = npt.NDArray[np.float64]
+Free = tuple[int, ...]
+"""Blocks that may come next."""
+
+
+def summed(
+    places: Sequence[int] | npt.NDArray[np.int64], weights: Sequence[float] | Array, size: int = 0
+) -> Array:
+    """Adds up weights by their places."""
+    return np.bincount(places, weights, size).astype(np.float64, copy=False)
+
+
+@dataclass(frozen=True, eq=False)
+class Blocks:
+    """Operations that can be told apart, in a topological order.
+
+    Operations that must share a stage are one block, with all that lies between them.
+
+    Attributes:
+        nodes: The operations of each block, as bits.
+        before: All operations that come directly before a block, as bits.
+        after: Blocks that come directly after each block.
+        owner: Block of each operation.
+        graph: The blocks as a graph.
+    """
+
+    nodes: tuple[int, ...]
+    before: tuple[int, ...]
+    after: tuple[tuple[int, ...], ...]
+    owner: npt.NDArray[np.int64]
+    graph: nx.DiGraph
+
+    @classmethod
+    def of(cls, graph: LayerGraph) -> Blocks:
+        """Joins what must share a stage."""
+        return cls.joined(len(graph.nodes), comes_before(graph), graph.groups)
+
+    @classmethod
+    def joined(
+        cls, count: int, edges: Iterable[tuple[int, int]], groups: Iterable[Iterable[int]] = ()
+    ) -> Blocks:
+        """Joins groups of operations of a graph with these edges."""
+        import networkx as nx  # here, because reading a plan does not need it
+
+        whole = nx.DiGraph()
+        whole.add_nodes_from(range(count))
+        whole.add_edges_from(edges)
+        for group in groups:
+            nx.add_cycle(whole, group)
+        joined = nx.condensation(whole)
+        members: dict[int, set[int]] = joined.nodes(data="members")
+        order = [*nx.lexicographical_topological_sort(joined, key=lambda one: min(members[one]))]
+        owner = np.empty(count, np.int64)
+        for place, one in enumerate(order):
+            owner[list(members[one])] = place
+        dag = nx.relabel_nodes(joined, {one: place for place, one in enumerate(order)})
+        nodes = [sum(1 << node for node in members[one]) for one in order]
+        return cls(
+            nodes=tuple(nodes),
+            before=tuple(sum(nodes[p] for p in dag.predecessors(b)) for b in range(len(nodes))),
+            after=tuple(tuple(sorted(dag.successors(b))) for b in range(len(nodes))),
+            owner=owner,
+            graph=dag,
+        )
+
+    def __len__(self) -> int:
+        return len(self.nodes)
+
+    @property
+    def first(self) -> Free:
+        """Blocks that nothing comes before."""
+        return tuple(block for block, before in enumerate(self.before) if not before)
+
+    def free_after(self, ideal: int, free: Free, block: int) -> Free:
+        """Returns what may come next once a block is in a set, which it is already."""
+        now = [one for one in self.after[block] if not self.before[one] & ~ideal]
+        return (*(one for one in free if one != block), *now)
+
+    @cached_property
+    def segments(self) -> npt.NDArray[np.int64]:
+        """Segment of each operation: a set with anything of one has all of those before.
+
+        They part at blocks that all others come before or behind.
+        """
+        count, before = len(self), [0] * len(self)
+        behind = [0] * count
+        for block in range(count):
+            for one in self.after[block]:
+                before[one] |= before[block] | self.nodes[block]
+        for block in reversed(range(count)):
+            for one in self.after[block]:
+                behind[block] |= behind[one] | self.nodes[one]
+        everything = (1 << len(self.owner)) - 1
+        numbers, number = np.zeros(count, np.int64), 0
+        for block in range(count):
+            alone = before[block] | behind[block] | self.nodes[block] == everything
+            number += alone
+            numbers[block] = number
+            number += alone
+        return numbers[self.owner]
+
+    @cached_property
+    def ideals(self) -> Ideals | None:
+        """All down-sets; `None` where they are too many to be listed."""
+        level: dict[int, Free] = {0: self.first}
+        found: dict[int, Free] = {}
+        while level:
+            found |= level
+            if len(found) > MOST_IDEALS:
+                return None
+            larger: dict[int, Free] = {}
+            for ideal, free in level.items():
+                for block in free:
+                    grown = ideal | self.nodes[block]
+                    if grown not in larger:
+                        larger[grown] = self.free_after(grown, free, block)
+            level = larger
+        return Ideals.of(self, found, complete=True)
+
+    def along(self, orders: Iterable[Sequence[int]]) -> dict[int, Free]:
+        """Returns the down-sets that some orders of the blocks go through."""
+        found: dict[int, Free] = {0: self.first}
+        for order in orders:
+            ideal, free = 0, self.first
+            for block in order:
+                ideal |= self.nodes[block]
+                free = self.free_after(ideal, free, block)
+                found[ideal] = free
+        return found
+
+    def order(self, rank: Sequence[float]) -> list[int]:
+        """Returns the topological order that always takes the free block of the lowest rank."""
+        import heapq
+
+        left = [before.bit_count() for before in self.before]
+        sizes = [nodes.bit_count() for nodes in self.nodes]
+        heap = [(rank[block], block) for block in self.first]
+        heapq.heapify(heap)
+        found = []
+        while heap:
+            _, block = heapq.heappop(heap)
+            found.append(block)
+            for one in self.after[block]:
+                left[one] -= sizes[block]
+                if not left[one]:
+                    heapq.heappush(heap, (rank[one], one))
+        return found
+
+
+def comes_before(graph: LayerGraph) -> Iterator[tuple[int, int]]:
+    """Yields what comes before what: what is read, and what trains the variables.
+
+    The first operation that has a variable trains it, and others come no earlier.
+    """
+    trains: dict[int, int] = {}
+    for node in graph.nodes:
+        makers = {graph.tensors[tensor].producer for tensor in node.inputs}
+        makers |= {trains.setdefault(weight, node.id) for weight in node.weights}
+        yield from ((maker, node.id) for maker in makers if maker not in {None, node.id})
+
+
+@dataclass(frozen=True, eq=False)
+class Ideals:
+    """A family of down-sets, the smallest first: none of the operations, ..., all of them.
+
+    Attributes:
+        blocks: What they are sets of.
+        sets: The sets, as bits of the operations.
+        free: Blocks that may come next behind each.
+        complete: Whether these are all there are.
+    """
+
+    blocks: Blocks
+    sets: Sequence[int]
+    free: Sequence[Free]
+    complete: bool
+
+    @classmethod
+    def of(cls, blocks: Blocks, found: dict[int, Free], *, complete: bool) -> Ideals:
+        """Sorts down-sets."""
+        sets = sorted(found, key=lambda one: (one.bit_count(), one))
+        return cls(blocks, sets, [found[one] for one in sets], complete)
+
+    def __len__(self) -> int:
+        return len(self.sets)
+
+    @cached_property
+    def before(self) -> npt.NDArray[np.bool_]:
+        """Which operations each set has, shape `(sets, operations)`."""
+        count = len(self.blocks.owner)
+        size = -(-count // 8)
+        text = b"".join(one.to_bytes(size, "little") for one in self.sets)
+        packed = np.frombuffer(text, np.uint8).reshape(len(self.sets), size)
+        return np.unpackbits(packed, axis=1, count=count, bitorder="little").astype(bool)
+
+    @cached_property
+    def inside(self) -> npt.NDArray[np.bool_]:
+        """Whether the second of two sets has all of the first, and more.
+
+        A down-set that has anything beyond another one has something that may come next there.
+        """
+        _, one_of = np.unique(self.blocks.owner, return_index=True)
+        has = np.ascontiguousarray(self.before[:, one_of].T)
+        beyond = np.zeros((len(self), len(self)), bool)
+        for row, free in zip(beyond, self.free, strict=True):
+            for block in free:
+                row |= has[block]
+        np.fill_diagonal(beyond, val=True)
+        return np.ascontiguousarray(~beyond.T)
+
+    def sums(self, weights: Array) -> Array:
+        """Adds up weights of operations over each set."""
+        total: Array = self.before @ weights
+        return total
+
+    def assignment(self, path: Sequence[int]) -> tuple[int, ...]:
+        """Returns the stage of each operation, for the sets before stages 0, 1, ... and the end."""
+        return tuple((len(path) - 1 - self.before[list(path[1:])].sum(axis=0)).tolist())

@@ -1,1 +1,0 @@
-"""Solvers of the partition problem: exact where the down-sets can be listed, bounded elsewhere."""

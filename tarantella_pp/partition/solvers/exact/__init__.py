@@ -1,1 +1,0 @@
-"""Solvers that prove their plan the best: dynamic programs over ideals."""

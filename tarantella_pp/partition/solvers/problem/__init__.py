@@ -1,1 +1,0 @@
-"""The partition problem and its certificate, as data."""

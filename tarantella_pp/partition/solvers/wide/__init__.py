@@ -1,1 +1,0 @@
-"""Graphs with too many ideals to list: local search, lower bounds, minimum cuts."""

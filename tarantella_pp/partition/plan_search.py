@@ -107,7 +107,7 @@ class PlanSearch:
         """
         limited = self.given.memory_limit is not None
         usual = self.options(memory_limit=None)
-        solution, near = self._solved(usual), usual.num_micro_batches
+        solution, near = self.planner.solve(usual, roughly=self.roughly), usual.num_micro_batches
         found = []
         for count in sorted(self._counts(limited=limited), key=lambda n: abs(math.log(n / near))):
             options = self.options(num_micro_batches=count, memory_limit=None)
@@ -115,7 +115,7 @@ class PlanSearch:
             # By FLOPs only weights come anew for each micro-batch: that is left for the best.
             differs = options.balance != "flops" or bool(options.ranks)
             if not alike and differs and self.planner.spent < QUICK:
-                own, alike = self._solved(options), True
+                own, alike = self.planner.solve(options, roughly=self.roughly), True
             found.append(Candidate(self, options, own, limited, alike and not limited))
         return found
 
@@ -125,9 +125,6 @@ class PlanSearch:
         found = self.given.balance != GIVEN
         return found and self.planner.effort(self.spec.num_stages) > SLOW
 
-    def _solved(self, options: Settings) -> Solution:
-        return self.planner.solve(options, roughly=self.roughly)
-
     def _independent(self, options: Settings) -> bool:
         """Whether the number of micro-batches is nothing to the balance."""
         machine = self.planner.machine
@@ -136,16 +133,16 @@ class PlanSearch:
 
     def of_count(self, count: int) -> list[Timed]:
         """Returns the plans for a number of micro-batches, if any keeps the limit."""
-        return list(map(self._timed, self._try(num_micro_batches=count)))
+        return [self._timed(plan) for plan in self._try(num_micro_batches=count)]
 
     def within_limit(self, candidate: Candidate, deadline: float) -> list[Timed]:
         """Makes the plans of a candidate that keep the memory limit."""
         if candidate.final:
             return [candidate.timed]
         count = candidate.options.num_micro_batches
-        if not candidate.limited:
-            return self.of_count(count)
-        return list(map(self._timed, self._fitting(count, deadline)))
+        limited = candidate.limited
+        made = self._fitting(count, deadline) if limited else self._try(num_micro_batches=count)
+        return [self._timed(plan) for plan in made]
 
     def timed(self, solution: Solution, options: Settings) -> Timed:
         """Writes down a plan and plays its step."""
@@ -221,7 +218,7 @@ class PlanSearch:
         """Makes a plan, if there is one: a limit, or what cannot recompute, may be in the way."""
         options = self.options(**changes)
         try:
-            return [self._written(self._solved(options), options)]
+            return [self._written(self.planner.solve(options, roughly=self.roughly), options)]
         except PlanError:
             if options.memory_limit is None:
                 raise

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tarantella_pp.cli.io import model_source
-from tarantella_pp.cli.io.output import (
+from tarantella_pp.cli import inputs
+from tarantella_pp.cli.inputs import quiet_keras
+from tarantella_pp.cli.output import (
     FAILURE,
     add_subcommands,
     check_target,
@@ -17,7 +18,6 @@ from tarantella_pp.cli.io.output import (
     write_json,
     write_table,
 )
-from tarantella_pp.cli.io.quiet_keras import quiet_keras
 from tarantella_pp.errors import ConfigurationError, FileError
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     verify.add_argument("--json", action="store_true", help="print JSON")
     convert.add_argument("source", metavar="SOURCE", help=HELP)
     convert.add_argument("output", metavar="OUTPUT", help="a .keras or .weights.h5 file")
-    model_help = f"what makes the model, where SOURCE cannot: {model_source.FORMS}"
+    model_help = f"what makes the model, where SOURCE cannot: {inputs.FORMS}"
     convert.add_argument("--model", metavar="MODEL", help=model_help)
     convert.epilog = "Of a directory the newest checkpoint that is whole is taken."
     parser.epilog = "exit codes: 0 done; 1 failed, or a checkpoint is damaged; 2 usage."
@@ -239,7 +239,7 @@ def _restored(folder: Path, manifest: Manifest, source: str | None) -> Any:
         )
     with quiet_keras(f"the model of '{folder}'") as keras:
         if source is not None:
-            plain = model_source.build_model(source)
+            plain = inputs.build_model(source)
         else:
             plain = keras.saving.deserialize_keras_object(manifest.config)
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from importlib import util
 from typing import Any, NamedTuple
 
-from tarantella_pp.cli.io.output import table, write_json, write_table
+from tarantella_pp.cli.output import table, write_json, write_table
 from tarantella_pp.cli.run_command import add_reach, check_reach
 from tarantella_pp.dependencies import INSTALL, version_of
 from tarantella_pp.errors import ConfigurationError, LaunchError

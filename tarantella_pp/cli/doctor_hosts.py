@@ -27,7 +27,7 @@ from tarantella_pp.cli.doctor_command import (
     text_of,
 )
 from tarantella_pp.cli.doctor_probe import this_host
-from tarantella_pp.cli.io.output import table, write_json, write_table
+from tarantella_pp.cli.output import table, write_json, write_table
 from tarantella_pp.dependencies import INSTALL
 from tarantella_pp.errors import ConfigurationError, LaunchError
 from tarantella_pp.launch import hosts, mpi_launchers

@@ -7,7 +7,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from tarantella_pp.cli.io.output import Parser
+from tarantella_pp.cli.output import Parser
 from tarantella_pp.errors import ConfigurationError, TarantellaError
 
 COMMANDS = {

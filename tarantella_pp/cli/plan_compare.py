@@ -1,33 +1,39 @@
-"""`tarantella plan compare`: our plan beside those of other libraries' rules."""
+"""`tarantella plan compare` and `diff`: our plan beside other libraries' rules, two plans."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tarantella_pp.cli import plan_make
-from tarantella_pp.cli.io import model_source
-from tarantella_pp.cli.io.output import write_json, write_table
-from tarantella_pp.cli.io.quantities import positive_int
+from tarantella_pp.cli import inputs, plan_make
+from tarantella_pp.cli.output import table, write_json, write_table
+from tarantella_pp.cli.quantities import positive_int
 from tarantella_pp.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from tarantella_pp.partition.baselines import Comparison
+    from tarantella_pp.partition.plan.plan import Plan
 
 DESCRIPTION = """\
 Prices four plans by their largest stage: ours; equal numbers of layers; parameter balance, as
 DeepSpeed's partition_method="parameters"; block partition, as torchgpipe balances. The other rules
 cut the order of the graph; ours chooses among all orders. With --balance also the stages that it
 gives."""
+_FIGURES = {"memory_bytes": "memory", "flops": "FLOPs"}
+"""What stages cost, and what `plan diff` calls it."""
+_MOST_LINES = 40
+"""More moves than this are counted, not listed; --json has them all."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_compare(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `tarantella plan compare`."""
     parser.usage = "%(prog)s MODEL --stages S [options]"
     parser.description = DESCRIPTION
     add = parser.add_argument
-    add("model", metavar="MODEL", help=model_source.HELP)
+    add("model", metavar="MODEL", help=inputs.HELP)
     add("--stages", dest="num_stages", type=positive_int, metavar="S",
         help="number of pipeline stages (default: those of --balance)")  # fmt: skip
     add("--balance", metavar="N,N,...",
@@ -35,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     plan_make.add_model_options(parser)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_compare(arguments: argparse.Namespace) -> int:
     """Prints the comparison."""
     arguments.balance = _given(arguments)
     name, comparisons = _of_model(arguments)
@@ -68,10 +74,11 @@ def _given(arguments: argparse.Namespace) -> list[int] | None:
 
 def _of_model(arguments: argparse.Namespace) -> tuple[str, list[Comparison]]:
     """Compares memory, and FLOPs."""
-    model = model_source.build_without_weights(arguments.model)
+    model = inputs.build_without_weights(arguments.model)
     import numpy as np
 
-    from tarantella_pp.models.make_plan import default_machine
+    with inputs.quiet_keras("A comparison"):
+        from tarantella_pp.models.make_plan import default_machine
     from tarantella_pp.partition.baselines import by_rules, compare
     from tarantella_pp.partition.best_stages import sums_of
     from tarantella_pp.partition.given_balance import assignment_of
@@ -81,7 +88,7 @@ def _of_model(arguments: argparse.Namespace) -> tuple[str, list[Comparison]]:
     from tarantella_pp.partition.stage_memory import state_sums
 
     chosen = plan_make.model_options(arguments)
-    optimizer = chosen.pop("optimizer", None) or model_source.optimizer_of(arguments.model, model)
+    optimizer = chosen.pop("optimizer", None) or inputs.optimizer_of(arguments.model, model)
     machine = machine_of(chosen.pop("machine")) if "machine" in chosen else default_machine()
     planner = Planner.of(model, optimizer, machine=machine)
     graph = planner.graph
@@ -112,23 +119,19 @@ def _of_model(arguments: argparse.Namespace) -> tuple[str, list[Comparison]]:
 
 def _tables(name: str, num_stages: int, comparisons: Sequence[Comparison]) -> list[Any]:
     """Makes the table: a row for each rule, a value and a ratio for each objective."""
-    from rich import box
-    from rich.table import Table
     from rich.text import Text
 
-    rows = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    rows.add_column("Rule")
-    for comparison in comparisons:
-        rows.add_column(_title(comparison), justify="right", no_wrap=True)
-        rows.add_column("/ ours", justify="right", no_wrap=True)
+    rows = []
     for rule in comparisons[0].values:
-        cells = []
+        cells = [rule]
         for comparison in comparisons:
             ratio = comparison.ratio(rule)
             cells += [f"{comparison.values[rule]:.6g}", "-" if ratio is None else f"{ratio:.3f}"]
-        rows.add_row(rule, *cells)
-    title = f"Largest stage of '{name}' on {num_stages} stages"
-    return [Text(title, style="bold"), rows, *(Text(_proof(one)) for one in comparisons)]
+        rows.append(cells)
+    heads = [head for comparison in comparisons for head in (_title(comparison), "/ ours")]
+    title = Text(f"Largest stage of '{name}' on {num_stages} stages", style="bold")
+    shown = table(["Rule", *heads], rows, left=("Rule",))
+    return [title, shown, *(Text(_proof(one)) for one in comparisons)]
 
 
 def _proof(comparison: Comparison) -> str:
@@ -146,3 +149,118 @@ def _proof(comparison: Comparison) -> str:
 def _title(comparison: Comparison) -> str:
     objective = comparison.objective
     return "FLOPs" if objective == "flops" else objective.capitalize()
+
+
+def add_diff(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `tarantella plan diff`."""
+    parser.add_argument("before", metavar="BEFORE", help="JSON file of the first plan")
+    parser.add_argument("after", metavar="AFTER", help="JSON file of the second plan")
+
+
+def run_diff(arguments: argparse.Namespace) -> int:
+    """Prints the difference; plans that differ are no failure."""
+    changes = _difference(inputs.load_plan(arguments.before), inputs.load_plan(arguments.after))
+    if arguments.json:
+        write_json(changes)
+    elif changes["same"]:
+        write_table("The plans are the same.")
+    else:
+        write_table(*_lines(changes), _stage_table(changes["stages"]))
+    return 0
+
+
+def _difference(before: Plan, after: Plan) -> dict[str, Any]:
+    """Returns options, nodes and stages that differ, ready for JSON.
+
+    Nodes are known by their names, the first, second ... of a name each; names that Keras has
+    numbered anew are known by their places where both plans are of the same model.
+    """
+    from tarantella_pp.partition.plan.plan_config import PlanConfig
+
+    old, new = _names(before), _names(after)
+    if before.fingerprint == after.fingerprint:
+        new = old
+    names = ("model", *PlanConfig.__struct_fields__, "optimizer", "schedule_text")
+    both = {name: (getattr(before, name), getattr(after, name)) for name in names}
+    here, there = set(old), dict(zip(new, after.assignment, strict=True))
+    stages = [
+        {name: (getattr(a, name, None), getattr(b, name, None)) for name in _FIGURES}
+        for a, b in itertools.zip_longest(before.stages, after.stages)
+    ]
+    changes = {
+        "options": {name: pair for name, pair in both.items() if pair[0] != pair[1]},
+        "removed": [name for name in old if name not in there],
+        "added": [name for name in new if name not in here],
+        "moves": list(_moves(old, before.assignment, there)),
+    }
+    alike = all(a == b for stage in stages for a, b in stage.values())
+    return {"same": alike and not any(changes.values()), **changes, "stages": stages}
+
+
+def _names(plan: Plan) -> list[str]:
+    """Returns a name of its own for each node."""
+    seen: Counter[str] = Counter()
+    names = []
+    for name in plan.node_names:
+        seen[name] += 1
+        names.append(name if seen[name] == 1 else f"{name} #{seen[name]}")
+    return names
+
+
+def _moves(
+    names: Sequence[str], stages: Sequence[int], there: dict[str, int]
+) -> Iterator[dict[str, Any]]:
+    """Yields runs of nodes that go from one stage to the same other one."""
+    pairs = zip(names, stages, strict=True)
+    common = [(name, before, there[name]) for name, before in pairs if name in there]
+    for (before, after), run in itertools.groupby(common, lambda found: found[1:]):
+        nodes = [name for name, _, _ in run]
+        if before != after:
+            ends = {"first": nodes[0], "last": nodes[-1], "nodes": len(nodes)}
+            yield {**ends, "before": before, "after": after}
+
+
+def _lines(changes: dict[str, Any]) -> Iterator[str]:
+    """Says what differs but for the figures of stages."""
+    for name, (before, after) in changes["options"].items():
+        yield f"{name}: {_shown(before)} -> {_shown(after)}"
+    for place, names in (("first", changes["removed"]), ("second", changes["added"])):
+        if names:
+            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+            yield f"{len(names)} nodes only in the {place}: {', '.join(names[:5])}{more}"
+    moves = changes["moves"]
+    moved = sum(move["nodes"] for move in moves)
+    yield f"{moved} nodes on another stage{':' if moved else '.'}"
+    for move in moves[:_MOST_LINES]:
+        several = "" if move["nodes"] == 1 else f" .. {move['last']} ({move['nodes']})"
+        yield f"  {move['before']} -> {move['after']}  {move['first']}{several}"
+    if len(moves) > _MOST_LINES:
+        yield f"  and {len(moves) - _MOST_LINES} more such moves"
+
+
+def _shown(value: Any) -> Any:
+    """Returns what a value is shown as; a schedule as its beginning."""
+    text = str(value)
+    return f"{text[:40]} ..." if len(text) > 80 or "\n" in text else value
+
+
+def _stage_table(stages: Sequence[dict[str, Any]]) -> Any:
+    """Makes the table of what stages cost: before, after and the change."""
+    from tarantella_pp.partition.graph.units import format_bytes
+
+    rows = []
+    for index, stage in enumerate(stages):
+        for name, title in _FIGURES.items():
+            write = format_bytes if name == "memory_bytes" else "{:.6g}".format
+            shown = ["-" if value is None else write(value) for value in stage[name]]
+            first = "" if name == "flops" else str(index)
+            rows.append((first, title, *shown, _change(*stage[name])))
+    return table(("Stage", "", "Before", "After", "Change"), rows, left=("",))
+
+
+def _change(before: float | None, after: float | None) -> str:
+    if before is None or after is None:
+        return "new" if before is None else "gone"
+    if before == after:
+        return "="
+    return f"{100 * (after / before - 1):+.1f} %" if before else "new"

@@ -1,16 +1,17 @@
-"""`tarantella plan make`: plans the stages of a model or of a graph."""
+"""`tarantella plan make`, `show` and `check`: a plan, its table, its page and its model."""
 
 from __future__ import annotations
 
 import argparse
+import re
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from tarantella_pp.cli.io import model_source, quantities
-from tarantella_pp.cli.io.output import check_target
-from tarantella_pp.cli.io.quantities import positive_int
-from tarantella_pp.cli.plan_show import add_page, check_page, show, write_page
-from tarantella_pp.errors import ConfigurationError
+from tarantella_pp.cli import inputs, quantities
+from tarantella_pp.cli.output import FAILURE, check_target, one_line, write_json, write_table
+from tarantella_pp.cli.quantities import positive_int
+from tarantella_pp.errors import ConfigurationError, PlanError
 
 if TYPE_CHECKING:
     from tarantella_pp.partition.graph.layer_graph import LayerGraph
@@ -24,11 +25,11 @@ _RECOMPUTATIONS = ("all", "except_last", "none")
 """What stands behind `--recompute`, for all stages or behind the number of one."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_make(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `tarantella plan make`."""
     parser.usage = "%(prog)s MODEL --stages S [options]"
     add = parser.add_argument
-    add("model", metavar="MODEL", help=model_source.HELP)
+    add("model", metavar="MODEL", help=inputs.HELP)
     add("--stages", dest="num_stages", type=positive_int, metavar="S",
         help="number of pipeline stages")  # fmt: skip
     add("--ranks", dest="num_ranks", type=positive_int, metavar="N",
@@ -54,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--wire-dtype", choices=("bfloat16",),
         help="in what activations and their gradients travel (default: as they are)")  # fmt: skip
     add("-o", "--output", metavar="FILE", help="write the plan to this JSON file")
-    add_page(parser)
+    _add_page(parser)
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -90,15 +91,15 @@ def model_options(arguments: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def run(arguments: argparse.Namespace) -> int:
+def make(arguments: argparse.Namespace) -> int:
     """Makes the plan, writes it to its file, draws and prints it."""
     check_target(arguments.output)
-    check_page(arguments)
+    _check_page(arguments)
     plan, graph = _planned(arguments)
     if arguments.output is not None:
         plan.save(arguments.output)
-    write_page(plan, graph, arguments)
-    show(plan, as_json=arguments.json)
+    _write_page(plan, graph, arguments)
+    _write(plan, as_json=arguments.json)
     return 0
 
 
@@ -111,25 +112,29 @@ def _planned(arguments: argparse.Namespace) -> tuple[Plan, LayerGraph | None]:
             "Expected --stages, or --ranks to choose their number. Received: neither"
         )
     # Time is measured, which needs weights.
-    timed = arguments.balance == "time" and not model_source.is_graph(arguments.model)
-    build = model_source.build_model if timed else model_source.build_without_weights
+    timed = arguments.balance == "time" and not inputs.is_graph(arguments.model)
+    build = inputs.build_model if timed else inputs.build_without_weights
     model = build(arguments.model)
     plan = _plan_of_model(arguments, model)
-    if arguments.html is None:
-        return plan, None
-    if model_source.is_graph(arguments.model):
-        return plan, model.graph
+    return plan, None if arguments.html is None else _graph_of(arguments.model, model)
+
+
+def _graph_of(source: str, model: Any) -> LayerGraph:
+    """Returns the layer graph of a MODEL."""
+    if inputs.is_graph(source):
+        return cast("LayerGraph", model.graph)
     from tarantella_pp.partition.extraction.keras_reader import extract
 
-    return plan, extract(model).graph
+    return extract(model).graph
 
 
 def _plan_of_model(arguments: argparse.Namespace, model: Any) -> Plan:
-    from tarantella_pp import make_plan
+    with inputs.quiet_keras("A plan"):
+        from tarantella_pp import make_plan
 
     options = model_options(arguments)
     if "optimizer" not in options:
-        options["optimizer"] = model_source.optimizer_of(arguments.model, model)
+        options["optimizer"] = inputs.optimizer_of(arguments.model, model)
     if arguments.balance is not None:
         options["balance"] = given_balance(arguments.balance) or arguments.balance
     if arguments.memory_limit is not None:
@@ -160,3 +165,95 @@ def _stages(text: str) -> Recompute:
         "Expected all, except_last, none, or different stages such as 0,1 or 0:except_last,1. "
         f"Received: --recompute={text}"
     )
+
+
+def add_show(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `tarantella plan show`."""
+    parser.usage = "%(prog)s PLAN [options]"
+    parser.add_argument("plan", metavar="PLAN", help="the plan's JSON file")
+    _add_page(parser)
+
+
+def show(arguments: argparse.Namespace) -> int:
+    """Prints the plan, and draws it where that is asked for."""
+    _check_page(arguments)
+    plan = inputs.load_plan(arguments.plan)
+    _write_page(plan, None, arguments)
+    _write(plan, as_json=arguments.json)
+    return 0
+
+
+def _add_page(parser: argparse.ArgumentParser) -> None:
+    """Adds the option that writes a plan's page."""
+    parser.add_argument("--html", nargs="?", const="", metavar="FILE",
+        help="write a page with stages, memory, timeline and layer graph, which needs no network: "
+        "into a file or a folder (default: here, named after the model)")  # fmt: skip
+
+
+def _check_page(arguments: argparse.Namespace) -> None:
+    """Checks, before the work is done, that a page can be written."""
+    given = arguments.html
+    if not given:
+        return
+    is_folder = given.endswith("/") or Path(given).is_dir()
+    if not is_folder and Path(given).suffix.lower() != ".html":
+        raise ConfigurationError(
+            f"Expected a file that ends in .html, or a folder. Received: --html={given}"
+        )
+    folder = Path(given) if is_folder else Path(given).parent
+    if not folder.is_dir():
+        raise ConfigurationError(f"There is no folder '{folder}'. Received: --html={given}")
+
+
+def _write_page(plan: Plan, graph: LayerGraph | None, arguments: argparse.Namespace) -> None:
+    """Writes the page of a plan, if one is asked for."""
+    if arguments.html is None:
+        return
+    from tarantella_pp.partition.plan.page import drawn_step, render_html
+
+    path = Path(arguments.html)
+    if not arguments.html or path.is_dir():
+        name = re.sub(r"[^\w.-]+", "_", plan.model).strip("._")[:80] or "plan"
+        path /= f"{name}.html"
+    try:
+        path.write_text(render_html(plan, graph, drawn_step(plan)), encoding="utf-8")
+    except OSError as error:
+        raise ConfigurationError(
+            f"Cannot write '{path}': {error.strerror}. Name a file that can be written."
+        ) from error
+    if not arguments.json:
+        write_table(f"Wrote {path}.")
+
+
+def _write(plan: Plan, *, as_json: bool) -> None:
+    """Writes a plan to stdout."""
+    if as_json:
+        sys.stdout.write(f"{plan.to_json()}\n")
+        return
+    write_table(plan)
+
+
+def add_check(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `tarantella plan check`."""
+    parser.add_argument("plan", metavar="PLAN", help="the plan's JSON file")
+    parser.add_argument("model", metavar="MODEL", help=inputs.HELP)
+
+
+def check(arguments: argparse.Namespace) -> int:
+    """Says whether the plan fits; returns 1 if it does not."""
+    plan = inputs.load_plan(arguments.plan)
+    try:
+        plan.check(_graph_of(arguments.model, inputs.build_without_weights(arguments.model)))
+    except PlanError as error:
+        if not arguments.json:
+            raise
+        write_json({"fits": False, "difference": one_line(error)})
+        return FAILURE
+    if arguments.json:
+        write_json({"fits": True, "difference": None})
+    else:
+        write_table(
+            f"{arguments.plan} is a plan of {arguments.model}: {len(plan.assignment)} nodes on "
+            f"{plan.num_stages} stages."
+        )
+    return 0

@@ -10,7 +10,7 @@ import shlex
 import sys
 from typing import TYPE_CHECKING
 
-from tarantella_pp.cli.io.quantities import positive_int, positive_seconds
+from tarantella_pp.cli.quantities import positive_int, positive_seconds
 from tarantella_pp.errors import ConfigurationError
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from tarantella_pp.cli.io import quantities
-from tarantella_pp.cli.io.output import guarded, table, write_json, write_table
+from tarantella_pp.cli import quantities
+from tarantella_pp.cli.output import guarded, table, write_json, write_table
 from tarantella_pp.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _simulate(arguments: argparse.Namespace) -> int:
-    from tarantella_pp.cli.io.plan_files import load_plan
+    from tarantella_pp.cli.inputs import load_plan
     from tarantella_pp.partition.plan.plan_simulation import PlanSimulation
 
     plan = load_plan(arguments.plan)

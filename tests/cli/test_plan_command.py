@@ -326,7 +326,7 @@ def test_a_graph_is_no_plan_and_a_plan_no_graph(command, plan_file, tmp_path) ->
 def test_nothing_heavy_is_loaded_where_it_is_not_needed(command, plan_file, arguments) -> None:
     files = {"PLAN": plan_file([0, 0, 1, 1])}
     loaded = modules_after(*(files.get(argument, argument) for argument in arguments))
-    assert "tarantella_pp.cli.io.output" in loaded
+    assert "tarantella_pp.cli.output" in loaded
     assert not loaded & HEAVY
     assert "tarantella_pp.partition.cut" not in loaded
     assert "numpy" not in loaded

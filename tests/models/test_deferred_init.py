@@ -10,7 +10,7 @@ import pytest
 from keras import layers
 
 import tarantella_pp as tnt
-from tarantella_pp.cli.io import model_source
+from tarantella_pp.cli import inputs
 from tarantella_pp.models.deferred_init import only_shapes
 from tests.helpers.commands import Command
 from tests.zoo import models
@@ -92,7 +92,7 @@ def test_a_saved_model_is_planned_from_its_configuration(tmp_path):
     model.compile("rmsprop", "mse")
     path = str(tmp_path / "model.keras")
     model.save(path)
-    light = model_source.build_without_weights(path)
+    light = inputs.build_without_weights(path)
     given = {"num_stages": 2, "num_micro_batches": 4}
     assert tnt.make_plan(light, **given).stages == tnt.make_plan(model, **given).stages
 

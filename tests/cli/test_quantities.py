@@ -6,7 +6,7 @@ import argparse
 
 import pytest
 
-from tarantella_pp.cli.io import quantities
+from tarantella_pp.cli import quantities
 
 
 @pytest.mark.parametrize(

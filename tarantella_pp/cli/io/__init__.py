@@ -1,1 +1,0 @@
-"""What the subcommands read and write: models, plans, quantities, tables, pictures."""

@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the subcommands of `tarantella checkpoint` and their options."""
     show, verify, convert = add_subcommands(
         parser,
-        show=(_show, "list checkpoints, and print what is in one"),
+        show=(_show, "list checkpoints, and print the contents of one"),
         verify=(_verify, "compare the files of checkpoints with their checksums"),
         convert=(_convert, "write a file of plain Keras from a checkpoint"),
     )
@@ -78,7 +78,7 @@ def _found_in(directory: str) -> list[Path]:
 
 
 def _show(arguments: argparse.Namespace) -> int:
-    """Prints a table of all checkpoints, and those of the newest that can be read."""
+    """Prints a table of all checkpoints, and the contents of the newest one that can be read."""
     from tarantella_pp.checkpoints.manifest import read_manifest
     from tarantella_pp.errors import FileError
 

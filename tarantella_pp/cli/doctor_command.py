@@ -108,7 +108,7 @@ def exchange_messages(options: Sequence[str], seconds: float) -> Messages:
     run = [sys.executable, "-m", "tarantella_pp", "run", *options, "--timeout", f"{seconds:g}"]
     command = [*run, "--", "-m", "tarantella_pp.cli.doctor_probe"]
     environment = {**os.environ, "TNT_TIMEOUT": f"{WAIT_SECONDS:g}", "TNT_WARN": "0"}
-    # Files, since what is left of a job that was killed could hold a pipe open.
+    # Files, since processes left of a killed job could hold a pipe open.
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
         files: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": errors}
         try:

@@ -39,7 +39,7 @@ CONNECT_SECONDS, ANSWER_SECONDS, MOST_AT_ONCE = 10, 60.0, 128
 START_SECONDS, PAIR_SECONDS, ALONE_SECONDS = 40.0, 5.0, 300.0
 """How long a job may take to start, to measure a pair; and pairs in jobs of their own, together."""
 CLOCK_SECONDS = 5.0
-"""How far apart clocks may be: what is measured through a remote shell is not exact."""
+"""How far apart clocks may be: a remote shell does not measure exactly."""
 VERSIONS = {
     "python": "Python",
     "tarantella_pp": "tarantella",
@@ -100,9 +100,9 @@ def run(arguments: argparse.Namespace) -> int:
             "for MPICH, --mpi-args='--mca btl_tcp_if_include eth0' for Open MPI."
         )
     if arguments.json:
-        told = [{"hosts": pair, **link} for pair, link in links.items()]
+        measured = [{"hosts": pair, **link} for pair, link in links.items()]
         facts = msgspec.to_builtins(found)
-        write_json({"hosts": facts, "links": told, "problems": findings})
+        write_json({"hosts": facts, "links": measured, "problems": findings})
     else:
         between = [_table_of_links(links, dead), ""] if links or dead else []
         lines_ = [f"- {finding}" for finding in findings or ["Nothing is wrong."]]
@@ -208,7 +208,7 @@ def host_findings(here: HostFacts, found: Sequence[HostFacts]) -> list[str]:
 
 
 def _of_one(host: HostFacts) -> Iterator[str]:
-    """Yields what is wrong with a host, whatever the others are."""
+    """Yields the faults of a host, whatever the others are."""
     name, slots = host.host, host.slots or 0
     if not host.has_folder:
         yield (

@@ -178,7 +178,7 @@ def _imported(name: str) -> ModuleType:
 
 
 def _loaded(script: Path) -> ModuleType:
-    """Runs a script as a module, so that what is under `if __name__ == "__main__"` stays out."""
+    """Runs a script as a module, without its `if __name__ == "__main__"`."""
     spec = importlib.util.spec_from_file_location(script.stem, script)
     if spec is None or spec.loader is None:
         raise ConfigurationError(f"{str(script)!r} cannot be imported.")

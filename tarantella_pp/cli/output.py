@@ -25,7 +25,7 @@ BROKEN_PIPE = 141
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that says in one line what is wrong."""
+    """A parser that reports a mistake in one line."""
 
     def error(self, message: str) -> NoReturn:
         """Ends the process with the message."""

@@ -35,7 +35,7 @@ def add_compare(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", metavar="MODEL", help=inputs.HELP)
     add("--stages", dest="num_stages", type=positive_int, metavar="S",
-        help="number of pipeline stages (default: those of --balance)")  # fmt: skip
+        help="number of pipeline stages (default: as many as --balance has)")  # fmt: skip
     add("--balance", metavar="N,N,...",
         help="a number of layers for each stage, to be priced, too, e.g. 526,551")  # fmt: skip
     plan_make.add_model_options(parser)

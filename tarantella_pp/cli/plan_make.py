@@ -45,7 +45,7 @@ def add_make(parser: argparse.ArgumentParser) -> None:
     add("--replicas", dest="num_replicas", type=positive_int, metavar="R",
         help="pipelines side by side, which share the batch (default: 1)")  # fmt: skip
     add("--placement", choices=("pipelines-together", "replicas-together"),
-        help="which ranks are neighbours: those of a pipeline (default) or of a stage")  # fmt: skip
+        help="which ranks are neighbours: a pipeline's (default) or a stage's")  # fmt: skip
     add("--fusion-threshold", metavar="BYTES",
         help="most bytes of gradients that replicas sum at a time (default: 32MiB)")  # fmt: skip
     add("--shard-optimizer", action="store_true", default=None,
@@ -81,7 +81,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 
 def model_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Returns those of the model's options that were given."""
+    """Returns the model's options that were given."""
     from tarantella_pp.partition.options import PlanOptions
 
     names = [name for name in PlanOptions.__dataclass_fields__ if name not in _NAMED]

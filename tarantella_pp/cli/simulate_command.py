@@ -119,7 +119,7 @@ def _machine(arguments: argparse.Namespace, planned: HardwareSpec | None) -> Har
         machine = machine_of(arguments.machine)
         if arguments.speed is not None:
             machine = msgspec.structs.replace(machine, flops_per_second=arguments.speed)
-    elif arguments.speed is not None:  # another machine, of which all else is unknown
+    elif arguments.speed is not None:  # another machine: all else is unknown
         machine = HardwareSpec(arguments.speed)
     links = {"bandwidth": arguments.link_bandwidth, "latency": arguments.link_latency}
     given = {name: value for name, value in links.items() if value is not None}
@@ -302,7 +302,7 @@ def _assumptions(simulation: PlanSimulation, step: PipelineStep) -> list[str]:
 
 
 def _scale_lines(simulation: PlanSimulation) -> list[str]:
-    """Says what is assumed of many ranks."""
+    """Says what we assume of many ranks."""
     from tarantella_pp.partition.graph.units import count
 
     lines, ring, nodes = [], "in a ring", simulation.nodes
@@ -316,7 +316,7 @@ def _scale_lines(simulation: PlanSimulation) -> list[str]:
         ring = "inside each host, then in a ring of hosts"
     return [
         *lines,
-        "the batch grows with the replicas, each of which has the plan's samples.",
+        "the batch grows with the replicas: each has the plan's samples.",
         f"replicas sum a stage's gradients {ring} once all are there, while others compute.",
     ]
 

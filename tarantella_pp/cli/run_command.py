@@ -118,9 +118,7 @@ def run(arguments: argparse.Namespace) -> int:
     from tarantella_pp.launch.run_job import JobRun
 
     quiet = arguments.log_level in ("WARNING", "ERROR") and LOG_VARIABLE in variables
-    with JobRun(
-        launcher, num_ranks, arguments.timeout, own_hosts=bool(hosts), quiet=quiet
-    ) as job_run:
+    with JobRun(launcher, num_ranks, arguments.timeout, hosts=hosts, quiet=quiet) as job_run:
         environment |= launcher.environment(job_run.folder, arguments.remote_shell)
         return job_run.run(command, environment)
 

@@ -36,6 +36,11 @@ class HostRanks:
     first: int
     count: int
 
+    @property
+    def ranks(self) -> range:
+        """Returns their numbers."""
+        return range(self.first, self.first + self.count)
+
     def __str__(self) -> str:
         """Returns what a user reads of it."""
         last = self.first + self.count - 1

@@ -37,9 +37,6 @@ _OF_OPEN_MPI = {signal.SIGUSR1: signal.SIGTERM, signal.SIGUSR2: signal.SIGINT}
 """Its launcher follows SIGTERM and SIGINT with a kill, so ours sends others; see `OpenMpi`."""
 _SESSION_VARIABLE = "PMIX_SERVER_TMPDIR"
 """Where Open MPI's daemon on this host keeps files, which it leaves behind when it is cut off."""
-_ABORT_SECONDS = 0.25
-"""How long a rank may take to end by itself after it has had MPI end the job; less than the
-launcher waits for what is on its way."""
 _UNUSED_SECONDS = 0.2
 _STANDARD_ERROR = 2
 
@@ -135,17 +132,7 @@ class Keeper:
         )
 
     def _end_alone(self) -> None:
-        """Ends the rank, for MPI has killed what it knows of it, and leaves nothing behind.
-
-        Where the rank itself has called `MPI_Abort`, its process is about to end.
-        """
-        deadline = time.monotonic() + _ABORT_SECONDS
-        while self._status is None and time.monotonic() < deadline:
-            time.sleep(0.01)
-            self._reap()
-        self._hear()
-        if self._status is not None and self._status > 0:
-            self._conclude(self._status)
+        """Ends the rank, for MPI has killed what it knows of it, and leaves nothing behind."""
         shared = shared_memory_of_descendants()
         kill_descendants()
         remove_shared_memory(shared)

@@ -63,6 +63,8 @@ class Launcher(abc.ABC):
     executable: str
     rank_variable: ClassVar[str]
     local_rank_variable: ClassVar[str]
+    notices_dead_hosts: ClassVar[bool] = True
+    """Whether it ends when the remote shell of a host has ended, as ssh does for a dead one."""
 
     @abc.abstractmethod
     def command(self, job: Job) -> list[str]:
@@ -93,6 +95,7 @@ class Mpich(Launcher):
 
     rank_variable = "PMI_RANK"
     local_rank_variable = "MPI_LOCALRANKID"
+    notices_dead_hosts = False
 
     def command(self, job: Job) -> list[str]:
         """Returns the command that starts a job."""

@@ -53,6 +53,11 @@ class Record:
     order: int = 0
     time: float = 0.0
 
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more comes of this rank."""
+        return self.state in (FINISHED, FAILED)
+
     def becomes(self, state: str, **changes: object) -> Record:
         """Returns this record in another `state`, with other fields changed."""
         return dataclasses.replace(self, state=state, **changes)  # type: ignore[arg-type]

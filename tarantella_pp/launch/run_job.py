@@ -17,19 +17,24 @@ import time
 import types
 from collections.abc import Mapping, Sequence
 
+import psutil
+
 from tarantella_pp.errors import LaunchError
+from tarantella_pp.launch.hosts import HostRanks
 from tarantella_pp.launch.mpi_launchers import Launcher
 from tarantella_pp.launch.native_log import JobStderr
 from tarantella_pp.launch.processes import (
     adopt_orphans,
     describe_exit,
     die_with_parent,
+    is_alive,
     kill_descendants,
     remove_shared_memory,
     shared_memory_of_descendants,
 )
 from tarantella_pp.launch.records import (
     ENDED,
+    FAILED,
     FINISHED,
     RETURNED,
     SIZE_VARIABLE,
@@ -39,6 +44,8 @@ from tarantella_pp.launch.records import (
 )
 
 POLL_SECONDS = 0.1
+LOOK_SECONDS = 1.0
+"""How often remote shells are looked at, which end a moment after the ranks of their host."""
 SETTLE_SECONDS = 0.4
 """From the first failure to the end of the job: for output on its way, and earlier failures."""
 DEADLOCK_SECONDS = 1.0
@@ -84,7 +91,7 @@ class JobRun:
         num_ranks: int,
         timeout: float | None = None,
         *,
-        own_hosts: bool = False,
+        hosts: Sequence[HostRanks] = (),
         quiet: bool = False,
     ) -> None:
         self.folder = tempfile.mkdtemp(prefix="tarantella-")
@@ -93,7 +100,10 @@ class JobRun:
         self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._stderr = JobStderr(self._lines.put, quiet=quiet)
         self._num_ranks = num_ranks
-        self._own_hosts = own_hosts
+        self._hosts = hosts
+        self._shells: dict[HostRanks, psutil.Process] = {}
+        self._suspects: set[HostRanks] = set()
+        self._next_look = 0.0
         self._timeout = timeout
         self._stopped_by: signal.Signals | None = None
         self._passed_on = False
@@ -149,6 +159,7 @@ class JobRun:
             if gone:
                 self._settle()
             failure = records.first_failure() or records.left_before_mpi(DEADLOCK_SECONDS)
+            failure = failure or self._on_dead_host(mpi.pid)
             if self._stopped_by is not None:
                 if gone or records.all_in(*ENDED) or time.monotonic() > self._deadline:
                     return _report_stop(self._stopped_by)
@@ -191,17 +202,42 @@ class JobRun:
         self._stderr.finish(SETTLE_SECONDS)
         self._take(0.0)
 
+    def _on_dead_host(self, mpi: int) -> Record | None:
+        """Returns the failure of a rank whose host is dead, or the link to it.
+
+        ssh ends then, which MPICH's launcher starts for each host and does not look at again.
+        """
+        now = time.monotonic()
+        if self._launcher.notices_dead_hosts or not self._hosts or now < self._next_look:
+            return None
+        self._next_look = now + LOOK_SECONDS
+        for host, shell in self._shells.items():
+            left = [r for r in host.ranks if r not in self._records or not self._records[r].is_over]
+            if is_alive(shell) or not left:
+                continue
+            if host in self._suspects:  # a second time: no record of its ranks is on its way
+                record = self._records.get(left[0]) or Record(left[0], host=host.name)
+                cause = f"the remote shell of its host has ended: {host.name} or the link to it is "
+                cause += "dead (ssh notices after TNT_HEARTBEAT seconds), or MPI cannot start there"
+                return record.becomes(FAILED, cause=cause, exit_code=1)
+            self._suspects.add(host)
+        with contextlib.suppress(psutil.Error):
+            for child in psutil.Process(mpi).children():
+                words = child.cmdline()
+                self._shells |= {host: child for host in self._hosts if host.name in words}
+        return None
+
     def _strays(self, start: float) -> bool:
         """Whether a rank has not come in time; then it says so."""
         missing = self._records.missing()
-        if not missing or not (self._records or self._own_hosts):  # a batch system may have to wait
+        if not missing or not (self._records or self._hosts):  # a batch system may have to wait
             return False
         since = time.monotonic() - start
         if (self._records.age() if self._records else since) <= START_SECONDS:
             return False
         _tell(
             f"ranks {missing} did not start within {START_SECONDS:g} s"
-            + ("; `tarantella doctor --hostfile` asks their hosts" if self._own_hosts else "")
+            + ("; `tarantella doctor --hostfile` asks their hosts" if self._hosts else "")
         )
         return True
 

@@ -16,11 +16,12 @@ from tests.helpers.jobs import ROOT
 PROGRAM = """
     import os, sys
     from tarantella_pp.launch import run_job
+    from tarantella_pp.launch.hosts import HostRanks
     from tarantella_pp.launch.mpi_launchers import Mpich
     run_job.SHUTDOWN_SECONDS = run_job.CLOSING_SECONDS = 1.0
     run_job.START_SECONDS = 3.0
-    command, own_hosts = [sys.executable, "-c", sys.argv[1]], bool(sys.argv[2:])
-    with run_job.JobRun(Mpich("mpiexec"), 2, own_hosts=own_hosts) as job:
+    command, hosts = [sys.executable, "-c", sys.argv[1]], [HostRanks(h, 0, 2) for h in sys.argv[2:]]
+    with run_job.JobRun(Mpich("mpiexec"), 2, hosts=hosts) as job:
         sys.exit(job.run(command, dict(os.environ)))
 """
 ACTOR = """
@@ -73,6 +74,13 @@ def test_ranks_that_do_not_start_end_the_job(
     acts: str, hosts: tuple[str, ...], message: str
 ) -> None:
     check(acts, 5 if "exit(5)" in acts else 1, message, *hosts)
+
+
+def test_a_host_whose_remote_shell_has_ended_is_dead() -> None:
+    """MPICH's launcher would wait for its ranks for ever."""
+    acts = "import subprocess; say(0, 'started'); say(1, 'started'); "
+    acts += "subprocess.Popen(['sh', '-c', 'sleep 2; exit 255', 'far']); time.sleep(60)"
+    check(acts, 1, "failed first: the remote shell of its host has ended: far or the link", "far")
 
 
 def test_signals_that_are_ignored_stay_so() -> None:

@@ -53,7 +53,7 @@ def measure(ranks: Communicator, nbytes: int) -> Row:
         ranks.start_allreduce(array).wait()
 
     def bfloat16() -> None:
-        ranks.start_allreduce(array, wire_dtype="bfloat16").wait()
+        ranks.start_allreduce(array, sent_as="bfloat16").wait()
 
     ways: dict[str, Callable[[], None]] = {"mpi": mpi, "ours": ours, "bfloat16": bfloat16}
     times: dict[str, list[float]] = {name: [] for name in ways}

@@ -25,8 +25,7 @@ from tarantella_pp.partition.graph.profile import Profile
 from tarantella_pp.partition.options import Settings
 from tarantella_pp.partition.plan.gradient_buckets import bucket_bytes, gradient_buckets
 from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
-from tarantella_pp.partition.plan.plan import Plan
-from tarantella_pp.partition.plan.plan_config import PlanConfig
+from tarantella_pp.partition.plan.plan import Plan, PlanConfig
 from tarantella_pp.partition.plan.roofline import NodeWork, node_work
 
 #: Layers whose forward pass is not repeated: TensorFlow keeps its loops with all they made.
@@ -114,7 +113,7 @@ class Planner:
             self.graph, self.slots, options.micro_batch_size, seconds, options.num_micro_batches,
             shards=options.shards, ranks=options.ranks, machine=self.machine,
             window=options.send_window, sums=GradientSums.of(options), work=self.work,
-            wire_dtype=options.wire_dtype,
+            sent_as=options.wire_dtype,
         )  # fmt: skip
 
     @property

@@ -42,7 +42,7 @@ def wires(costs: StageCostModel) -> list[tuple[tuple[int, ...], float]]:
     graph, found = costs.graph, []
     for tensor in graph.tensors:
         if tensor.producer is not None and tensor.consumers:
-            sent = wire_bytes(tensor.bytes_per_sample, tensor.dtype, costs.wire_dtype)
+            sent = wire_bytes(tensor.bytes_per_sample, tensor.dtype, costs.sent_as)
             size = costs.micro_batch_size * sent * (1 + tensor.has_gradient)
             nodes = (tensor.producer, *tensor.consumers)
             found.append((nodes, float(size + costs.mask_bytes(tensor))))
@@ -109,7 +109,7 @@ class StageMemory:
             options.repeats.get(stage, 0), self._replicas,
         )  # fmt: skip
         size = priced.memory_bytes + sum(self._summed[w] for w in users if users[w][0] == stage)
-        wire = costs.wire_dtype
+        wire = costs.sent_as
         arriving = [[cut.sent_bytes(wire) + cut.mask_bytes for cut in received]]
         arriving += [[cut.sent_bytes(wire) for cut in sent if cut.has_gradient]]
         together = [sum(sizes) for sizes in arriving]

@@ -10,8 +10,7 @@ from tarantella_pp.partition.costs.gradient_sums import GradientSums
 from tarantella_pp.partition.costs.optimizer_slots import optimizer_state_bytes
 from tarantella_pp.partition.costs.stage_costs import StageCostModel
 from tarantella_pp.partition.graph.layer_graph import LayerGraph
-from tarantella_pp.partition.plan.plan import Plan
-from tarantella_pp.partition.plan.plan_config import NarrowDtype, micro_batch_size
+from tarantella_pp.partition.plan.plan import NarrowDtype, Plan, micro_batch_size
 from tarantella_pp.partition.plan.plan_parts import CutEdge, OutputUse, StagePlan
 from tarantella_pp.partition.plan.plan_simulation import with_step
 from tarantella_pp.schedule import held_whole_bounds, send_window
@@ -116,7 +115,7 @@ def _figures(
         ranks=plan.ranks,
         window=send_window(plan.schedule, plan.num_stages, plan.num_ranks),
         sums=GradientSums.of(plan),
-        wire_dtype=plan.wire_dtype,
+        sent_as=plan.wire_dtype,
     )
     return costs.stages(plan.assignment, in_flight, repeats), costs.cuts(plan.assignment)
 

@@ -64,7 +64,7 @@ def costs_of(graph, options):
     return StageCostModel(
         graph, [2 * weight.bytes for weight in graph.weights], options.micro_batch_size,
         micro_batches=options.num_micro_batches, window=options.send_window,
-        wire_dtype=options.wire_dtype,
+        sent_as=options.wire_dtype,
     )  # fmt: skip
 
 

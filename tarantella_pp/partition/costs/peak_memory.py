@@ -127,7 +127,7 @@ def message_bytes(
     in_flight: int,
     kept: Container[str],
     window: int | None = None,
-    wire_dtype: str | None = None,
+    sent_as: str | None = None,
 ) -> tuple[int, int, int]:
     """Counts the memory of messages.
 
@@ -140,7 +140,7 @@ def message_bytes(
     messages: Counter[tuple[str, int]] = Counter()
     fresh = waiting = narrowed = returned = back = 0
     for cut in cuts:
-        sent = cut.sent_bytes(wire_dtype)
+        sent = cut.sent_bytes(sent_as)
         new = cut.bytes * (cut.tensor not in kept) + cut.mask_bytes
         if stage in cut.targets:
             messages["activations", cut.source] += sent + cut.mask_bytes

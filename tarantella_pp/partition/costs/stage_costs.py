@@ -71,7 +71,7 @@ class StageCostModel:
         window: Most micro-batches that a stage has sent and that are not taken; `None` for any.
         sums: How gradients are summed over replicas.
         work: What each node does; `None` to have that counted when it is asked for.
-        wire_dtype: As of a plan.
+        sent_as: As of a plan.
     """
 
     graph: LayerGraph
@@ -86,7 +86,7 @@ class StageCostModel:
     window: int | None = None
     sums: GradientSums = ALONE
     work: Sequence[NodeWork] | None = None
-    wire_dtype: str | None = None
+    sent_as: str | None = None
 
     def roofline_seconds(self, samples: float, machine: HardwareSpec) -> list[tuple[float, float]]:
         """Returns the seconds of each node, forward and backward, by arithmetic and traffic."""
@@ -226,7 +226,7 @@ class StageCostModel:
         names = {self.graph.tensors[t].name for t in self._kept(nodes, again=repeats > 0)}
         window = None if self._sends_shapes(cuts, stage) else self.window
         received, sent, returned = message_bytes(
-            cuts, stage, in_flight, names, window, self.wire_dtype
+            cuts, stage, in_flight, names, window, self.sent_as
         )
         backward = returned + backward_bytes(self.graph, nodes, self.micro_batch_size)
         own = [weight for weight in weights if users[weight.id][0] == stage]

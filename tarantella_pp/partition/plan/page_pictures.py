@@ -16,8 +16,7 @@ from tarantella_pp.partition.graph.units import (
     format_seconds,
     percent,
 )
-from tarantella_pp.partition.plan.plan import Plan
-from tarantella_pp.partition.plan.plan_config import common_limit
+from tarantella_pp.partition.plan.plan import Plan, common_limit
 from tarantella_pp.partition.plan.plan_parts import StagePlan
 from tarantella_pp.schedule import Compute
 from tarantella_pp.simulation.pipelines import PipelineStep

@@ -11,8 +11,7 @@ import msgspec
 
 from tarantella_pp.errors import ScheduleError
 from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
-from tarantella_pp.partition.plan.plan import Plan
-from tarantella_pp.partition.plan.plan_config import micro_batch_size, rank_in_job
+from tarantella_pp.partition.plan.plan import Plan, micro_batch_size, rank_in_job
 from tarantella_pp.partition.plan.roofline import NodeWork, roofline_seconds
 from tarantella_pp.schedule.actions import Link
 from tarantella_pp.schedule.spec import ScheduleSpec

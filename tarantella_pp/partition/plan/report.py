@@ -12,8 +12,7 @@ from rich.text import Text
 
 from tarantella_pp.partition.graph.units import format_bytes, format_seconds
 from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
-from tarantella_pp.partition.plan.plan import Plan
-from tarantella_pp.partition.plan.plan_config import common_limit
+from tarantella_pp.partition.plan.plan import Plan, common_limit
 from tarantella_pp.partition.plan.plan_parts import Alternative, StagePlan
 from tarantella_pp.partition.plan.plan_simulation import stage_seconds
 

@@ -139,7 +139,7 @@ def test_messages_are_there_until_used_and_received(cuts, stage, kept, received,
     ],
 )
 def test_messages_may_be_narrower(cuts, stage, kept, received, sent, returned):
-    found = message_bytes(cuts, stage, 3, set(kept), wire_dtype="bfloat16")
+    found = message_bytes(cuts, stage, 3, set(kept), sent_as="bfloat16")
     assert found == (received, sent, returned)
 
 
@@ -148,7 +148,7 @@ def test_messages_may_be_narrower(cuts, stage, kept, received, sent, returned):
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_messages_that_are_narrow_anyway_count_as_without(dtype, kept, stage):
     cuts = [msgspec.structs.replace(cut(0, 1, 2, mask_bytes=5), dtype=dtype)]
-    found = message_bytes(cuts, stage, 3, set(kept), wire_dtype="bfloat16")
+    found = message_bytes(cuts, stage, 3, set(kept), sent_as="bfloat16")
     assert found == message_bytes(cuts, stage, 3, set(kept))
 
 

@@ -290,7 +290,9 @@ class Agreement:
 
     def _said(self, mine: Announcement) -> dict[int, Announcement]:
         """What is known in words of all ranks; nothing if no other rank has said anything."""
-        heard = {**self._ended, **self._heard.get(mine.number, {})}
+        # A rank that has ended since took part in this call: what it sent before is on its way.
+        ended = {rank: one for rank, one in self._ended.items() if one.number <= mine.number}
+        heard = {**ended, **self._heard.get(mine.number, {})}
         if not heard and not mine.unfinished and not mine.broken:
             return {}
         return dict(sorted({**heard, self._rank: mine}.items()))

@@ -5,9 +5,11 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import re
+import threading
 import time
 from types import SimpleNamespace
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -128,6 +130,24 @@ def test_a_call_takes_few_small_messages_whatever_was_sent_before(
         assert list(pool.map(run, range(ranks))) == [6] * ranks
     assert len(network.sizes) == 6 * ranks * rounds
     assert max(network.sizes) < 64
+
+
+def test_a_rank_that_ends_after_a_call_has_made_it(monkeypatch) -> None:
+    """Its end may be heard before the last digest of others arrives."""
+    monkeypatch.setattr("tarantella_pp.runtime.comm.agreement._PATIENCE", 0.05)
+    network = Network(3)
+    last = Agreement(network, network.of_rank(2), lambda other: None)
+    waiter = Waiter(2, Limits(), tuple, Wakeup(), str)
+    digest = CollectiveCall("save").digest()
+    messages = [(1, ["_Round", 1, 1, digest]), (0, ["Announcement", 2, END, False, "", [], {}])]
+    for source, message in messages:
+        network.boxes[2].append((source, np.frombuffer(msgspec.msgpack.encode(message), np.uint8)))
+    late = (0, np.frombuffer(msgspec.msgpack.encode(["_Round", 1, 2, digest]), np.uint8))
+    timer = threading.Timer(0.5, network.boxes[2].append, [late])
+    timer.start()
+    with last.call(waiter, "save", {}):
+        pass
+    timer.join()
 
 
 def refusal(make_call) -> str:

@@ -173,7 +173,7 @@ class JobRun:
                 return _close(mpi, name)
             elif gone:
                 missing, what = records.missing(), "its ranks were still at work (MPI_Abort?)"
-                what = f"ranks {missing} never started" if missing else what
+                what = f"ranks {missing} never started{self._advice()}" if missing else what
                 _tell(f"{name} {describe_exit(mpi.returncode)}, but {what}")
                 return max(mpi.returncode, Exit.FAILED)
             elif records.all_in(*ENDED) and records.age() > SHUTDOWN_SECONDS:
@@ -235,11 +235,12 @@ class JobRun:
         since = time.monotonic() - start
         if (self._records.age() if self._records else since) <= START_SECONDS:
             return False
-        _tell(
-            f"ranks {missing} did not start within {START_SECONDS:g} s"
-            + ("; `tarantella doctor --hostfile` asks their hosts" if self._hosts else "")
-        )
+        _tell(f"ranks {missing} did not start within {START_SECONDS:g} s{self._advice()}")
         return True
+
+    def _advice(self) -> str:
+        """Returns what to do about hosts that cannot be reached, which MPI may not name."""
+        return "; `tarantella doctor --hostfile` asks their hosts why" if self._hosts else ""
 
     def _report_failure(self, failure: Record, mpi: subprocess.Popen[bytes]) -> int:
         """Says which rank failed first, and how; returns the exit code."""

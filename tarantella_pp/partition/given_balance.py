@@ -39,7 +39,7 @@ def assignment_of(graph: LayerGraph, balance: Iterable[Any]) -> tuple[int, ...]:
 
 
 def _places(graph: LayerGraph, counts: Sequence[int]) -> list[int]:
-    """Returns the place of each node among what is counted."""
+    """Returns the place of each node among the things counted."""
     names = [node.name.partition("/")[0] for node in graph.nodes]
     order = {name: place for place, name in enumerate(dict.fromkeys(names))}
     if sum(counts) == len(order):

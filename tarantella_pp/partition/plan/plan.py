@@ -177,14 +177,14 @@ class Plan(
             that was searched for.
         ranks: Rank of each stage that the plan was made for; empty where each has its own.
         placement: Where replicas are: `"pipelines-together"` puts the ranks of a pipeline side by
-            side, `"replicas-together"` those of a stage.
+            side, `"replicas-together"` the ranks of a stage.
         fusion_threshold: Most bytes of gradients that are summed over replicas at a time.
-        shard_optimizer: Whether replicas share out the optimizer state (ZeRO-1); then that of the
-            replica with the most is counted.
+        shard_optimizer: Whether replicas share out the optimizer state (ZeRO-1); then the
+            largest share is counted.
         gradient_dtype: Dtype in which gradients of weights travel between replicas, if it is
             smaller than their own; `None` for their own.
         wire_dtype: Dtype in which wider floating point activations and their gradients travel from
-            stage to stage; `None` for their own. Sizes of `cuts` are those of the tensors.
+            stage to stage; `None` for their own. `cuts` have the sizes of the tensors themselves.
         fallbacks: The stages whose backward pass the runtime could not cut in two, and why; known
             once they have trained.
         outputs: What loss and metrics of a compiled model need of its outputs, which the memory of
@@ -242,11 +242,7 @@ class Plan(
         return {(cut.source, target) for cut in with_gradient for target in cut.targets}
 
     def sent(self, cut: CutEdge) -> int:
-        """Returns the bytes of one micro-batch of a tensor as it travels, without its mask.
-
-        Args:
-            cut: One of `cuts`.
-        """
+        """Returns the bytes of one micro-batch of a tensor as it travels, without its mask."""
         return cut.sent_bytes(self.wire_dtype)
 
     def sent_bytes(self, source: int | None = None) -> int:
@@ -262,11 +258,7 @@ class Plan(
         )
 
     def rank_bytes(self, num_ranks: int) -> list[int]:
-        """Returns the planned bytes of each rank of a pipeline.
-
-        Args:
-            num_ranks: Number of ranks of the pipeline.
-        """
+        """Returns the planned bytes of each rank of a pipeline."""
         found = [0] * num_ranks
         placement = self.schedule_spec(num_ranks).placement
         for rank, stage in zip(placement, self.stages, strict=True):
@@ -280,7 +272,7 @@ class Plan(
             num_ranks: Number of ranks of the pipeline. Default: those that the plan was made for.
 
         Raises:
-            ScheduleError: The schedule is unknown, or does not work with so many ranks.
+            ScheduleError: The schedule is unknown, or does not work with these ranks.
         """
         if num_ranks is None and self.ranks:
             num_ranks = self.num_ranks

@@ -109,12 +109,12 @@ class _ResumedEpochs(trainer.TFEpochIterator):  # type: ignore[misc]
 class LogsOfEpoch(keras.Model):  # type: ignore[misc]
     """A model whose epoch has the logs that were restored where no step was left to train.
 
-    Keras takes them from the last step, of which there is none where a run goes on behind the last
-    batch of data of unknown length.
+    Keras takes them from the last step, and there is none where a run goes on behind the last batch
+    of data of unknown length.
     """
 
     def _logs_so_far(self) -> dict[str, Any]:
-        """Returns the logs of the last step, those of a run that goes on here included."""
+        """Returns the logs of the last step, also of a run that goes on here."""
         return {}
 
     def _get_metrics_result_or_logs(self, logs: Any) -> Any:

@@ -85,7 +85,7 @@ def sublayers(operation: Any) -> list[Any]:
 
 
 def layer_metrics(operation: Any) -> list[Any]:
-    """Returns the metrics that a call may update: those of a layer and of all layers in it."""
+    """Returns the metrics that a call may update: of a layer and all layers in it."""
     layers = [layer for layer in sublayers(operation) if not isinstance(layer, keras.Model)]
     return list(dict.fromkeys(metric for layer in layers for metric in layer.metrics))
 

@@ -159,7 +159,7 @@ def load_state(
         store = _ReadFile(weights, array_of)
     try:
         with warnings.catch_warnings():
-            # A Functional model keeps its layers in other lists, too, of which files say nothing.
+            # A Functional model keeps its layers in other lists, too, which files do not mention.
             warnings.filterwarnings("ignore", message=r"Skipping nested container at '_operations")
             saving_lib._load_state(
                 model,

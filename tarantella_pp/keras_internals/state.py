@@ -58,10 +58,7 @@ class Place(NamedTuple):
     """What a slot is of the optimizer of a whole model.
 
     Attributes:
-        kind: As of `Slot`.
-        positions: Of the weights that it serves, among all that are trained.
-        part: As of `Slot`.
-        part_class: As of `Slot`.
+        positions: Of the weights that it serves, among all that are trained; else see `Slot`.
     """
 
     kind: str
@@ -74,7 +71,7 @@ def slots_of(optimizer: Any) -> list[Slot]:
     """The slots of an optimizer, in the order in which it saves them.
 
     Optimizers of Keras keep them in lists with an entry for each weight that they train, in the
-    order in which they were built; what is not in such a list is of the optimizer as a whole.
+    order in which they were built; others belong to the optimizer as a whole.
     """
     slots: dict[int, Slot] = {}
     for number, part in enumerate(parts_of(optimizer)):

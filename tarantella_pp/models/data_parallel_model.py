@@ -18,20 +18,20 @@ from tarantella_pp.runtime.comm.communicator import world
 
 
 class Model(PipelineModel):
-    """Trains a Keras model on all ranks, each of which computes its share of every batch.
+    """Trains a Keras model on all ranks; each computes its share of every batch.
 
-    It is a `PipelineModel` of one stage, of which every rank has a replica. Gradients are added up
-    over the ranks before the optimizer sees them, so that the numbers are those of the wrapped
-    model in one process with the same batches, whatever the number of ranks. `batch_size` of `fit`
-    is that of the whole batch, over all ranks.
+    It is a `PipelineModel` of one stage, and every rank has a replica. Gradients are added up over
+    the ranks before the optimizer sees them, so the numbers equal the wrapped model's in one
+    process with the same batches, whatever the number of ranks. `batch_size` of `fit` counts the
+    whole batch, over all ranks.
 
     Nothing is cut, so that the model may also be one whose operations cannot be seen: a subclassed
     `keras.Model`, which trains as one operation; `inputs` says what it is called with.
 
-    A model that overrides `train_step` or another step is itself what is returned: it runs its own
-    steps on all ranks, with a share of each batch on each, gradients averaged and metrics
-    brought together. Before the first update samples are tried: what replicas would train
-    otherwise is refused, on all ranks.
+    Of a model that overrides `train_step` or another step, one of the same class and with the same
+    layers is returned. It runs these steps on all ranks, with a share of each batch on each,
+    gradients averaged and metrics brought together. Before the first update samples are tried:
+    steps that replicas would train otherwise are refused, on all ranks.
 
     Args:
         model: The model; see `PipelineModel`.
@@ -128,7 +128,7 @@ def _with_own_steps(
     gradient_dtype: str | None = None,
     **options: Any,
 ) -> Any:
-    """Makes a model with steps of its own run them on all ranks; refuses what is of plans."""
+    """Makes a model with steps of its own run them on all ranks; refuses options of plans."""
     if given := {name: value for name, value in options.items() if value}:
         steps = ", ".join(model_validation.own_steps_of(model)) or "its metrics"
         raise ConfigurationError(

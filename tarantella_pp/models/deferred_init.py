@@ -36,8 +36,8 @@ def deferred_init() -> Iterator[None]:
     bits that they would have had. So a model may be larger than the memory of any rank. A
     `PipelineModel` of a function that builds a model does all of this by itself.
 
-    All ranks must enter it together. They go on with the random state of rank 0, of which Keras
-    draws the seeds of initializers. Compile the model, and load or set weights, after it was
+    All ranks must enter it together. They go on with the random state of rank 0, and Keras draws
+    the seeds of initializers from it. Compile the model, and load or set weights, after it was
     wrapped.
 
     Raises:

@@ -177,10 +177,10 @@ def built(
     if not reason:
         model, reason = _without_weights(make)
     with ranks.call(f"{method} (build)"):
-        reasons = [told for told in ranks.allgather_json(reason) if told]
+        reasons = list(filter(None, ranks.allgather_json(reason)))
         if not reasons:
             return model, True
-        random.setstate(drawn)  # the seeds of weights are those of a model built at once
+        random.setstate(drawn)  # so that weights have the seeds of a model built at once
         model = _with_weights(whole or make, f"{method} cannot build {of or 'the model'}")
     if 1 < ranks.size == ranks.rank + 1:
         logger.warning(

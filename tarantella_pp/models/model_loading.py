@@ -1,4 +1,4 @@
-"""`load_model` and `save_model`: files of whole models, of which each rank reads its share."""
+"""`load_model` and `save_model`: files of whole models; each rank reads its share."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def check_step_by_hand(method: str, compiled: bool) -> None:
 
 
 def replicas_of(num_stages: Any, num_ranks: int, num_replicas: int | None = None) -> int:
-    """Returns how many replicas so many ranks are; refuses numbers that do not fit each other."""
+    """Returns how many replicas the ranks are; refuses numbers that do not fit each other."""
     num_stages = checked_count("num_stages", num_stages)
     if num_replicas is not None:
         replicas = checked_count("num_replicas", num_replicas)
@@ -126,7 +126,7 @@ def needs_one_replica(extracted: ExtractedModel) -> bool:
 
 
 def check_outputs(graph: LayerGraph, num_micro_batches: int) -> None:
-    """Refuses outputs that those of the micro-batches do not make up."""
+    """Refuses outputs that cannot be put together from micro-batches."""
     for tensor in (graph.tensors[i] for i in graph.outputs):
         if num_micro_batches > 1 and tensor.rows_per_sample not in (None, 1):
             raise UnsupportedModelError(
@@ -139,7 +139,7 @@ def check_outputs(graph: LayerGraph, num_micro_batches: int) -> None:
 
 
 def warn_of_batch_statistics(calls: Iterable[Any], num_micro_batches: int) -> None:
-    """Warns where the numbers are not those of plain Keras."""
+    """Warns where the numbers differ from plain Keras."""
     names = [layer.name for layer in _batch_norms(calls)]
     if len(names) > _NAMED:
         names = [*names[:_NAMED], f"and {len(names) - _NAMED} more"]
@@ -155,7 +155,7 @@ def warn_of_batch_statistics(calls: Iterable[Any], num_micro_batches: int) -> No
 
 
 def check_synchronized(calls: Iterable[Any], num_micro_batches: int) -> None:
-    """Refuses batch statistics that are to be those of the whole batch."""
+    """Refuses batch statistics that must be taken over the whole batch."""
     names = [layer.name for layer in _batch_norms(calls) if layer.synchronized]
     if names and num_micro_batches > 1:
         raise UnsupportedModelError(

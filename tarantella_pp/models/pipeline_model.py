@@ -39,7 +39,7 @@ class PipelineModel(TrainingLoops, CollectiveModel):
 
     Wrap a Functional or Sequential model, launch the script on as many ranks as there are stages
     and use it like any Keras model: `compile`, `fit`, `evaluate`, `predict`, `save`, callbacks and
-    all kinds of data. The numbers are those of the wrapped model in one process, whatever the
+    all kinds of data. The numbers equal the wrapped model's in one process, whatever the
     number of stages, ranks and micro-batches; only batch statistics (BatchNormalization) see a
     micro-batch instead of the batch. In one process, not started by MPI, that process owns all
     stages. All ranks must make the same calls: `fit`, `evaluate`, `predict`, `save` and
@@ -142,7 +142,7 @@ class PipelineModel(TrainingLoops, CollectiveModel):
         communicator = world()
         model_validation.check_deferred(model, balance)
         extracted = extract(model)
-        read_schedule(schedule or "1f1b")  # refuses, on all ranks, what is none
+        read_schedule(schedule or "1f1b")  # refuses a wrong one on all ranks
         options = PlanOptions(
             num_stages=num_stages, num_micro_batches=num_micro_batches, schedule=schedule,
             balance=balance, memory_limit=memory_limit, batch_size=batch_size,

@@ -36,7 +36,7 @@ else:  # it is put before classes of models, Functional or not
 
 
 class TrainingLoops(_AnyModel):
-    """Keras' own loops over data of which each rank gets its part."""
+    """Keras' own loops over data; each rank gets its part."""
 
     _engine: BatchEngine
 
@@ -158,15 +158,15 @@ class TrainingLoops(_AnyModel):
 
     @collective(learning_rate=learning_rate_of)
     def train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
-        """Trains on one batch, of which only rank 0 reads the data; all ranks must call it."""
+        """Trains on one batch, which only rank 0 reads; all ranks must call it."""
         return super().train_on_batch(*args, **kwargs)
 
     @collective()
     def test_on_batch(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluates one batch, of which only rank 0 reads the data; all ranks must call it."""
+        """Evaluates one batch, which only rank 0 reads; all ranks must call it."""
         return super().test_on_batch(*args, **kwargs)
 
     @collective()
     def predict_on_batch(self, x: Any) -> Any:
-        """Predicts one batch, of which only rank 0 reads the data; all ranks must call it."""
+        """Predicts one batch, which only rank 0 reads; all ranks must call it."""
         return super().predict_on_batch(x)

@@ -92,9 +92,6 @@ def test_numbers_of_samples_are_drawn_as_the_samples_are(shuffle):
     assert (np.concatenate(found[1][0]).tolist() == list(range(50))) == (not shuffle)
 
 
-pytestmark = pytest.mark.keras
-
-
 def test_the_loop_of_keras_asks_the_iterator_and_the_epoch_for_where_to_begin():
     loop = inspect.getsource(epochs.trainer.TensorFlowTrainer.fit)
     assert "TFEpochIterator(" in loop

@@ -123,9 +123,6 @@ def test_objects_that_are_shared_stay_shared():
     assert made.layers[0].kernel_regularizer.l2 == 0.5
 
 
-pytestmark = pytest.mark.keras
-
-
 def test_files_are_those_that_keras_writes(tmp_path):
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3)], name="one")
     model.compile("adam", "mse", metrics=["mae"])

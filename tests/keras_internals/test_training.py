@@ -238,3 +238,58 @@ def test_models_remember_the_strategy_they_were_made_in(model):
         made = keras.Sequential([keras.Input((2,)), layers.Dense(1)])
     assert made._distribute_strategy is not None
     assert training.strategy_of(made) is made._distribute_strategy
+
+
+class Halved(keras.optimizers.SGD):
+    def apply(self, grads, trainable_variables=None):
+        super().apply([gradient / 2 for gradient in grads], trainable_variables)
+
+
+def optimizers():
+    scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
+    return [keras.optimizers.Adam(), scaled, Halved()]
+
+
+@pytest.mark.parametrize("optimizer", optimizers(), ids=lambda o: type(o).__name__)
+def test_updates_are_taken_once_and_only_for_a_while(optimizer):
+    weight, taken = keras.Variable(np.ones(3)), []
+    with training.updates_taken(lambda *given: taken.append(given)):
+        optimizer.apply_gradients([(keras.ops.ones(3), weight)])
+    assert [given[0] for given in taken] == [optimizer], ADVICE + "BaseOptimizer.apply"
+    assert np.array_equal(weight, np.ones(3))
+    assert np.array_equal(taken[0][1], [np.ones(3)])
+    variables = training.variables_for(optimizer, taken[0][2])
+    assert variables == [weight] == training.variables_for(optimizer, None), (
+        ADVICE + "Optimizer._trainable_variables"
+    )
+    optimizer.apply_gradients([(keras.ops.ones(3), weight)])
+    assert len(taken) == 1
+    assert int(optimizer.iterations) == 1
+
+
+def test_scaled_losses_are_weighted_once_and_only_for_a_while():
+    bare, scaled = optimizers()[:2]
+    with training.scaled_losses_weighted(lambda loss: loss / 4):
+        assert bare.scale_loss(3.0) == 3.0, ADVICE + "BaseOptimizer.scale_loss"
+        assert float(scaled.scale_loss(3.0)) == 3.0 * 2**13, ADVICE + "scale_loss"
+    assert float(scaled.scale_loss(3.0)) == 3.0 * 2**15
+
+
+class Both(keras.metrics.Metric):
+    def __init__(self):
+        super().__init__()
+        self.inner = keras.metrics.Mean()
+
+    def result(self):
+        return {"inner": self.inner.result()}
+
+
+def test_results_are_told_of_the_metric_that_is_asked():
+    told = []
+    alone, both = keras.metrics.Mean(), Both()
+    with training.results_told(lambda *given: told.append(given)):
+        found = [alone.result(), both.result()]
+    assert [metric for metric, _ in told] == [alone, both], ADVICE + "Metric.result"
+    assert all(value is one for (_, value), one in zip(told, found, strict=True))
+    alone.result()
+    assert len(told) == 2

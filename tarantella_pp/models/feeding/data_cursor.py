@@ -4,7 +4,7 @@
     ----------------> batches 1 2 3 ... end   batches 1 2 |  <- position: pass 2, 2 batches
 
 An epoch is a pass, unless `steps_per_epoch` cuts a pass in several epochs. Arrays are read in an
-order that is kept with the position. A `PyDataset` is told of all epochs again, and draws its order
+order that is kept with the position. A `PyDataset` hears of all epochs again, and draws its order
 from the same state of Python's random numbers. Other data are read again up to the position.
 
 Each iterator of a `tf.data` data set that shuffles has another order, read or not. Keras' loops
@@ -186,8 +186,8 @@ def _set_random_states(states: Mapping[str, Array]) -> None:
     gauss, place, has_gauss, cached = states["gauss"].tolist()
     words = tuple(int(word) for word in states["python"])
     random.setstate((3, words, None if np.isnan(gauss) else gauss))
-    told = ("MT19937", states["numpy"], int(place), int(has_gauss), cached)
-    np.random.set_state(told)  # noqa: NPY002
+    state = ("MT19937", states["numpy"], int(place), int(has_gauss), cached)
+    np.random.set_state(state)  # noqa: NPY002
 
 
 def _without_tuning(dataset: tf.data.Dataset) -> tf.data.Dataset:

@@ -69,7 +69,7 @@ class OpenedData(NamedTuple):
     is_part: bool = False
 
     def facts(self, text: str, *, is_given: bool) -> DataFacts:
-        """What the other ranks are told of them."""
+        """What the other ranks hear of them."""
         size = None if self.adapter is None else self.adapter.num_batches
         return DataFacts(
             text, is_given, self.arrays is not None, None if size is None else int(size)
@@ -99,10 +99,10 @@ def shared_adapters(
             text = _described(given, data.arrays) if known else _NOTHING
             facts.append(data.facts(text, is_given=given is not None))
 
-    everyones = _all_told(communicator, open_all, facts)
+    everyones = _of_all_ranks(communicator, open_all, facts)
     return [
-        _fed(engine, data, told)
-        for data, told in zip(opened, zip(*everyones, strict=True), strict=True)
+        _fed(engine, data, facts_of_data)
+        for data, facts_of_data in zip(opened, zip(*everyones, strict=True), strict=True)
     ]
 
 
@@ -133,18 +133,19 @@ def _open(given: GivenData | None, engine: BatchEngine) -> OpenedData:
     return OpenedData(adapter, ArrayRows.of(adapter))
 
 
-def _fed(engine: BatchEngine, data: OpenedData, told: Sequence[DataFacts]) -> FeedAdapter | None:
+def _fed(engine: BatchEngine, data: OpenedData, facts: Sequence[DataFacts]) -> FeedAdapter | None:
     """What feeds a loop of Keras, once it is known what all ranks have."""
     reads = engine.communicator.rank == READER
-    text, size = told[READER].text, told[READER].size
-    _refuse_others(told, everywhere=text == _FUNCTION)
-    if not told[READER].is_given:
+    first = facts[READER]
+    text, size = first.text, first.size
+    _refuse_others(facts, everywhere=text == _FUNCTION)
+    if not first.is_given:
         return None
-    if all(theirs.has_arrays for theirs in told):
+    if all(theirs.has_arrays for theirs in facts):
         order = order_of(data.adapter) if reads else None
         return FeedAdapter(engine, order, size, data.arrays, text)
     if data.is_part:
-        sizes = [told[rank].size for rank in engine.feed.readers]
+        sizes = [facts[rank].size for rank in engine.feed.readers]
         if len(set(sizes)) > 1:
             raise ConfigurationError(
                 "A function of an InputContext must give each replica as many batches. Received: "
@@ -156,10 +157,10 @@ def _fed(engine: BatchEngine, data: OpenedData, told: Sequence[DataFacts]) -> Fe
     return FeedAdapter(engine, data.adapter if reads else None, size, None, text)
 
 
-def _all_told(
+def _of_all_ranks(
     communicator: Communicator, open_all: Callable[[], None], facts: list[DataFacts]
 ) -> list[list[DataFacts]]:
-    """Opens data on all ranks; returns what each of them tells of its own."""
+    """Opens data on all ranks; returns what each of them knows of its own."""
     failure: Exception | None = None
     try:
         open_all()
@@ -175,9 +176,9 @@ def _all_told(
     return [[DataFacts(*each) for each in theirs] for theirs in everyones]
 
 
-def _refuse_others(told: Sequence[DataFacts], *, everywhere: bool) -> None:
+def _refuse_others(facts: Sequence[DataFacts], *, everywhere: bool) -> None:
     """Refuses data that differ between ranks, of those that have any."""
-    texts = [theirs.text for theirs in told]
+    texts = [theirs.text for theirs in facts]
     given = [text for text in texts if everywhere or text != _NOTHING]
     if len({texts[READER], *given}) > 1:
         received = "; ".join(f"{text} on rank {rank}" for rank, text in enumerate(texts))

@@ -85,11 +85,11 @@ class KerasFile:
         self._opened.close()
 
     def _check(self) -> None:
-        """Reads all of it once, and refuses what is not as it was written."""
+        """Reads all of it once, and refuses damaged or dangerous members."""
         for member in self._zip.infolist():
             packed = _MOST_EXPANSION * member.compress_size
             if member.file_size > max(_LARGEST_BOMB, packed):
-                raise ValueError(f"{member.filename} is 100 times larger than what is packed")
+                raise ValueError(f"{member.filename} is 100 times larger than its packed size")
         if WEIGHTS not in self._zip.namelist():
             raise KeyError(f"there is no {WEIGHTS} in it")
         damaged = self._zip.testzip()
@@ -115,8 +115,8 @@ class KerasFile:
             advice = "Each rank reads it: put it where all of them can."
         else:
             advice = "It is damaged, or no `.keras` file: copy it again, or save it again."
-        told = error.args[0] if isinstance(error, KeyError) else error
-        return ConfigurationError(f"File {self.name} cannot be loaded: {told}. {advice}")
+        reason = error.args[0] if isinstance(error, KeyError) else error
+        return ConfigurationError(f"File {self.name} cannot be loaded: {reason}. {advice}")
 
 
 class _Part(io.RawIOBase):

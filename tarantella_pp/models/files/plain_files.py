@@ -1,4 +1,4 @@
-"""Files of a pipeline: those of the plain Keras model that it trains."""
+"""Files of a pipeline are files of the plain Keras model that it trains."""
 
 from __future__ import annotations
 
@@ -122,13 +122,13 @@ def _read(
         return
     layer, why = failed[0]
     more = f", and {len(failed) - 1} more do not" if len(failed) > 1 else ""
-    told = (
+    message = (
         f"{type(layer).__name__} '{layer.name}' does not find its state in file {name}{more}: "
         f"{why} The file was written of another model, or its classes have changed"
     )
     if not skip_mismatch:
-        raise ConfigurationError(f"{told}: build that model, or save it again.")
-    warnings.warn(f"{told}; it keeps what it has.", stacklevel=2)
+        raise ConfigurationError(f"{message}: build that model, or save it again.")
+    warnings.warn(f"{message}; it keeps what it has.", stacklevel=2)
 
 
 def layers_of_others(model: keras.Model, needed: Iterable[Any]) -> list[Any]:

@@ -13,7 +13,7 @@ import keras
 import tensorflow as tf
 
 from tarantella_pp.errors import UnsupportedModelError
-from tarantella_pp.keras_internals.step_hooks import (
+from tarantella_pp.keras_internals.training import (
     results_told,
     scaled_losses_weighted,
     updates_taken,

@@ -206,8 +206,8 @@ def test_training_functions_that_are_forced():
 @pytest.mark.parametrize("balance", ["memory", "time"])
 def test_a_model_is_read_once(balance, monkeypatch):
     read = []
-    network = keras_reader.supported_network
-    monkeypatch.setattr(keras_reader, "supported_network", lambda m: read.append(m) or network(m))
+    network = keras_reader._supported_network
+    monkeypatch.setattr(keras_reader, "_supported_network", lambda m: read.append(m) or network(m))
     model = mlp()
     pipeline = PipelineModel(model, 2, 2, balance=balance, batch_size=4)
     pipeline.compile("sgd", "mse")

@@ -138,7 +138,7 @@ def compare(
     value: Callable[[Sequence[int]], float],
     others: dict[str, Assignment],
 ) -> Comparison:
-    """Prices our plan and those of other rules."""
+    """Prices our plan and the plans of other rules."""
     values = {OURS: value(solution.assignment)}
     values |= {name: value(assignment) for name, assignment in others.items()}
     return Comparison(objective, solution.certificate, values)

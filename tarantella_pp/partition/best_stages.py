@@ -51,8 +51,8 @@ class Solution:
 def sums_of(costs: StageCostModel, options: Settings) -> Prices:
     """Returns what stages cost by their sums alone.
 
-    Exact for time and FLOPs. Of memory it is state and what is kept of micro-batches, of those that
-    run backward at a time where a stage recomputes.
+    Exact for time and FLOPs. Memory counts as state and kept activations; where a stage recomputes,
+    as the activations of the micro-batches that run backward at a time.
     """
     count, alike, none = options.num_stages, TOLERANCE / 4, np.zeros(len(costs.graph.nodes))
     once, each, times = costs.flops(), none, np.ones(count)

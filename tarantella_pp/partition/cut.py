@@ -107,7 +107,7 @@ class Prices:
         return True
 
     def fits(self, stages: slice, cap: float, once: Array, each: Array) -> npt.NDArray[np.bool_]:
-        """Whether sums of both parts may fit on some stages, each of which costs a cap at most.
+        """Whether sums of both parts may fit on some stages that cost a cap each, at most.
 
         Added up, stages that have a_s and b_s of them cost at least `a + times_min b`; weighted by
         1 / times_s, so that b counts in full, at least `a / times_max + b`.
@@ -279,7 +279,7 @@ class _Paths:
         return [*windows, np.array([last])]
 
     def _ahead(self, windows: list[Indices], cap: float) -> list[Array]:
-        """Drops what leads above a cap; returns what is to come at the least behind each set."""
+        """Drops what leads above a cap; returns the least that follows behind each set."""
         ahead = [np.zeros(1)]
         for stage in range(len(windows) - 2, -1, -1):
             sums = self._sums(stage, windows[stage], windows[stage + 1])

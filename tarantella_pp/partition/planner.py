@@ -53,7 +53,7 @@ class Planner:
         machine: What computes; `None` where arithmetic alone counts.
         assignment: Stage of each node where that is given, for `balance="given"`.
         work: What each node does.
-        blocks: What of it can be told apart.
+        blocks: Its operations, joined where they must share a stage.
     """
 
     model: str

@@ -21,7 +21,7 @@ MOST_POSITIONS = 300
 MOST_CHOICES = 200_000
 """Sets of boundaries up to which all of them are tried."""
 LEAST_BUBBLE_WEIGHT, LAST = 1e-2, 1e-4
-"""How much the largest stage at least, and then what is cut, count besides the largest rank."""
+"""How much the largest stage, at least, and then cut bytes count besides the largest rank."""
 
 
 def rank_totals(values: Sequence[float] | Array, ranks: Sequence[int]) -> Array:
@@ -39,7 +39,7 @@ def balance_ranks(
     groups: Iterable[Iterable[int]] = (),
     limits: Limits | None = None,
 ) -> tuple[int, ...]:
-    """Makes the largest rank small, beginning with stages of which the largest is small.
+    """Makes the largest rank small, beginning with stages whose largest is small.
 
     A step takes as long as the largest rank needs for all its stages, whatever each of them has,
     and stages that are as equal as layers allow add up to unequal ranks. Besides, every stage but
@@ -123,7 +123,7 @@ class _Line:
         return float(scores[row, column]), better
 
     def _scores(self, bounds: Sequence[IntArray]) -> Array:
-        """Scores of boundaries, each of which may be an array that fits the others."""
+        """Scores of boundaries, arrays that fit each other, or numbers."""
         totals: list[Array] = [np.zeros(())] * (1 + max(self._ranks))
         largest: Array = np.zeros(())
         too_much: Array = np.zeros(())

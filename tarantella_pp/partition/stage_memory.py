@@ -35,7 +35,7 @@ def activation_sums(costs: StageCostModel) -> Array:
 
 
 def wires(costs: StageCostModel) -> list[tuple[tuple[int, ...], float]]:
-    """What is sent if operations part, the first of which makes it, and its bytes.
+    """Returns who makes and who reads each tensor, and the bytes that travel if they part.
 
     Activations, masks and gradients of a micro-batch; gradients and values of shared variables.
     """

@@ -42,7 +42,7 @@ class GradientSums:
 
     @classmethod
     def of(cls, config: PlanConfig) -> GradientSums:
-        """Returns those of a plan, or of its options."""
+        """Returns the sums of a plan, or of its options."""
         return cls(
             config.num_replicas, config.shards > 1, config.fusion_threshold, config.gradient_dtype
         )
@@ -61,7 +61,7 @@ class GradientSums:
         ]
 
     def _bytes(self, weight: Weight, share: float, is_table: bool, seen: float | None) -> float:
-        """Bytes of one weight, of which so many rows are looked up, or `None` if all are used."""
+        """Bytes of one weight and the rows of it that are looked up; `None` if all are used."""
         size = weight.bytes
         sent = wire_bytes(size, weight.dtype, self.gradient_dtype)
         rounded = sent < size

@@ -24,7 +24,7 @@ DENSE_COPIES = 1.75
 or four for the two of Adam, as it happens."""
 INSIDE = 0.25
 """Share of what an operation keeps inside that its gradients there need at a time: operations that
-keep something there, such as attention and loops, keep about eight tensors, and what is kept goes
+keep something there, such as attention and loops, keep about eight tensors, and kept ones go
 as gradients come, so that there are two of these at most."""
 
 WAITING_OUTPUTS = 1
@@ -77,8 +77,8 @@ def backward_bytes(graph: LayerGraph, nodes: Sequence[Node], rows: int) -> int:
     """Plays the backward pass of a stage for one micro-batch, operation by operation.
 
     The gradient of a tensor is there from when the last of its readers runs backward until its
-    producer has, that of a weight until it is added to its sum. What is kept of the forward pass
-    goes with the last operation that needs it.
+    producer has, the gradient of a weight until it is added to its sum. Kept activations
+    go with the last operation that needs them.
     """
     flows = [graph.flows[node.id] for node in nodes]
     users = Counter(tensor for flow in flows for tensor in flow.kept)

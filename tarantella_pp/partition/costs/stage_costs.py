@@ -53,7 +53,7 @@ ALONE = GradientSums()
 class StageCostModel:
     """A layer graph together with what its costs depend on besides.
 
-    The figures of the nodes are those of the graph: to plan with measured ones, put them into
+    The figures of the nodes are the figures of the graph: to plan with measured ones, put them into
     its nodes (`keeps`, `residual_bytes`, `flops`) and mark them as measured.
 
     Attributes:
@@ -71,7 +71,7 @@ class StageCostModel:
         window: Most micro-batches that a stage has sent and that are not taken; `None` for any.
         sums: How gradients are summed over replicas.
         work: What each node does; `None` to have that counted when it is asked for.
-        sent_as: As of a plan.
+        sent_as: The type that messages travel in, as a plan has it.
     """
 
     graph: LayerGraph

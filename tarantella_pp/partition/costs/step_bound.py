@@ -20,7 +20,7 @@ def least_step_seconds(
     """Returns seconds that no simulated step of these stages is below.
 
     A rank begins when the stages before its first one have had a micro-batch, has all its work to
-    do, and after its last backward pass come those of the stages before::
+    do, and after its last backward pass come the backward passes of the stages before::
 
         rank 2  [F of 0 and 1] [ all micro-batches of rank 2 ] [B of 1 and 0]
 

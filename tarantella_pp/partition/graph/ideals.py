@@ -177,7 +177,7 @@ class Blocks:
 
 
 def comes_before(graph: LayerGraph) -> Iterator[tuple[int, int]]:
-    """Yields what comes before what: what is read, and what trains the variables.
+    """Yields what comes before what: makers of inputs, and trainers of variables.
 
     The first operation that has a variable trains it, and others come no earlier.
     """

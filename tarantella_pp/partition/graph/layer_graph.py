@@ -216,7 +216,7 @@ class LayerGraph(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
 
     @cached_property
     def unsized(self) -> frozenset[str]:
-        """Names of tensors of which the shapes of a micro-batch have to be sent, too."""
+        """Names of tensors whose shapes have to be sent with each micro-batch, too."""
         return frozenset(
             tensor.name
             for tensor in self.tensors
@@ -227,7 +227,7 @@ class LayerGraph(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
 
     @cached_property
     def looked_up(self) -> frozenset[int]:
-        """Variables of which only rows are read, so that their gradients are sparse."""
+        """Variables that are read by rows only, so that their gradients are sparse."""
         tables = {w for node in self.nodes if node.kind in LOOKUPS for w in node.weights}
         return frozenset(tables) - {
             w for node in self.nodes if node.kind not in LOOKUPS for w in node.weights

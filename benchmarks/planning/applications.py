@@ -40,9 +40,9 @@ Every model of `keras.applications`, a decoder stack as of GPT-2 (tied: its head
 the embedding, of which the last stage then has a copy) and a U-Net, planned for 2, 4 and 8 stages:
 the memory of the largest stage with Adam, a batch of 32 in 1F1B with four micro-batches a stage,
 with all that a stage has for a moment; how far from the best of all plans it can be at most; and
-the seconds of one core that planning took. The NASNets and the Inception
-models have too many ways to be cut for all of them to be priced: some orders are, then others around
-the best, and the bound is simpler. Made by
+the seconds of one core that planning took. The NASNets and the Inception models have too many ways
+to be cut for all of them to be priced: some orders are, then others around the best, and the bound
+is simpler. Made by
 
     python benchmarks/planning/applications.py --markdown docs/applications.md
 

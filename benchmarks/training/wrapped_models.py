@@ -23,7 +23,6 @@ from keras.src.trainers.trainer import Trainer
 from tarantella_pp.errors import TarantellaError, UnsupportedModelError
 from tarantella_pp.models.pipeline_model import PipelineModel
 from tarantella_pp.partition.extraction.keras_reader import extract
-from tarantella_pp.runtime.probes import probe_trace
 
 WRAPS = os.environ["KERAS_TESTS"] == "wrapped"
 REPORT = os.environ["KERAS_TESTS_REPORT"]
@@ -200,8 +199,6 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     Watch.trains, Watch.refusal = False, ""
-    # A test of Keras replaces TensorFlow's context, in which this function is kept otherwise.
-    probe_trace._product_and_length.cache_clear()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -180,6 +180,7 @@ class RankStages(Mapping[int, Stage]):
                 [extracted.calls[node] for node in boundary.nodes],
                 repeats=boundary.index in plan.recompute,
                 num_replicas=groups.num_replicas,
+                others=_weights_past(extracted, boundary.nodes),
             )
             for boundary in self.boundaries
             if placement[boundary.index] == ranks.rank
@@ -294,3 +295,14 @@ def find_connected_gradients(
             for tensor, is_reached in zip(boundary.input_gradients, reached, strict=True)
             if is_reached
         }
+
+
+def _weights_past(extracted: ExtractedModel, nodes: Sequence[int]) -> list[Any]:
+    """The weights that a stage has no layer of."""
+    own = {id(w) for node in nodes for w in _weights_of(extracted.calls[node].operation)}
+    every = {id(w): w for call in extracted.calls for w in _weights_of(call.operation)}
+    return [weight for key, weight in every.items() if key not in own]
+
+
+def _weights_of(operation: Any) -> list[Any]:
+    return list(getattr(operation, "trainable_variables", ()))

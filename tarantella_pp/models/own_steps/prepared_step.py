@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tarantella_pp.models.own_steps.replica_updates import ReplicaUpdates
 from tarantella_pp.models.own_steps.shared_values import SharedValues
-from tarantella_pp.models.own_steps.step_kinds import StepKinds
+from tarantella_pp.models.own_steps.step_probe import StepKinds
 from tarantella_pp.models.own_steps.step_program import StepProgram
 from tarantella_pp.models.own_steps.step_trace import StepTrace
 from tarantella_pp.runtime.batch.batch import Batch

@@ -11,7 +11,7 @@ from tarantella_pp.errors import ConfigurationError, UnsupportedModelError
 from tarantella_pp.keras_internals.training import layers_in, moments_known
 from tarantella_pp.models.own_steps.prepared_step import PreparedStep
 from tarantella_pp.models.own_steps.step_feed import StepFeed, data_of
-from tarantella_pp.models.own_steps.step_kinds import StepKinds, found_kinds
+from tarantella_pp.models.own_steps.step_probe import StepKinds, found_kinds
 from tarantella_pp.models.own_steps.step_trace import StepTrace
 from tarantella_pp.runtime.batch.batch import Batch
 from tarantella_pp.runtime.comm.communicator import Communicator

@@ -8,9 +8,9 @@ from typing import Any
 import tensorflow as tf
 
 from tarantella_pp.models.own_steps.step_trace import Update
-from tarantella_pp.models.own_steps.value_kinds import MEAN
 from tarantella_pp.partition.options import fusion_threshold_of
 from tarantella_pp.runtime.comm.communicator import Communicator
+from tarantella_pp.runtime.probes.parts import MEAN
 from tarantella_pp.runtime.replicas.gradient_reduction import (
     Gradient,
     GradientReduction,

@@ -9,11 +9,11 @@ import numpy as np
 import tensorflow as tf
 
 from tarantella_pp.errors import ReplicaError
-from tarantella_pp.models.own_steps.step_kinds import StepKinds
+from tarantella_pp.models.own_steps.step_probe import StepKinds
 from tarantella_pp.models.own_steps.step_trace import StepTrace
-from tarantella_pp.models.own_steps.value_kinds import SAME, SUM
 from tarantella_pp.runtime.comm.communicator import Communicator
 from tarantella_pp.runtime.comm.tensor_buffers import value_of
+from tarantella_pp.runtime.probes.parts import SAME, SUM
 
 _APART = 1e-6
 """How far apart sums over a variable may be on two replicas that have the same."""

@@ -5,62 +5,88 @@
     parts       x x            -->  a      or the step would train otherwise on shares
                     x x x x    -->  b      of a batch than on all of it
 
-Random numbers are drawn for the whole, and each part gets those of its samples. Nothing changes:
-no weight is updated, and what the step itself writes is put back.
+No weight is updated, and what the step itself writes is put back.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import itertools
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from tarantella_pp.errors import UnsupportedModelError
 from tarantella_pp.models.own_steps.step_trace import StepTrace
-from tarantella_pp.models.own_steps.value_kinds import ALL, SAME, SUM, kinds_of
-from tarantella_pp.runtime.comm.tensor_buffers import value_of
-from tarantella_pp.runtime.probes.metric_probe import some_rows
-from tarantella_pp.runtime.probes.probe_trace import TOLERANCES
-from tarantella_pp.runtime.tf_graph.compiled_function import CompiledFunction
+from tarantella_pp.runtime.probes.parts import (
+    ALL,
+    MEAN,
+    ROWS,
+    SAME,
+    SUM,
+    Compared,
+    Outcome,
+    PartsProbe,
+    chosen,
+    chosen_together,
+    kinds_of,
+    opposite,
+    smaller,
+    some_rows,
+    thirds,
+)
 from tarantella_pp.runtime.tf_graph.graph_split import has_effect
-from tarantella_pp.runtime.tf_graph.subgraph import SubgraphExtractor, ancestors
 
 PARTS = ((1, 2), (2, 1), (1, 2))
 """Thirds in the parts of each trial: as they are, changed, and changed in another way."""
 LEAST_ROWS, MOST_ROWS = 6, 48
 """Samples of a trial. Those of a batch, as far as there are so many: a step may treat some samples
 in another way, such as those of a rare class."""
-_SHAPES, _COARSEST = 30, 0.1
-"""How much farther apart numbers may be that were computed in other shapes, and how far at most."""
 _WEIGHTS = (1.0, 2.0**-8, 2.0**-16)
 """Of scaled losses: the first with which all gradients are finite is tried."""
-_DRAWS = re.compile(
-    r"(Stateless|Stateful)?(Random(Uniform|Normal|StandardNormal|Gamma|Poisson|Binomial)"
-    r"|StandardNormal|Uniform|(Parameterized)?TruncatedNormal|Multinomial)(Int|Full|Int64)*(V\d)?$"
-)
 
 Array = np.ndarray[Any, Any]
 
+_OTHERWISE = (
+    "Tried before training with samples of the first batch, those of a third and of the rest do "
+    "not make it up: it is neither a mean nor a sum over the samples, so replicas with a share of "
+    "the batch each would train otherwise than one process."
+)
+
 
 @dataclass(frozen=True)
-class _Trial:
-    """What a step made of some samples.
+class StepKinds:
+    """The kind of each value, as all replicas know it.
 
     Attributes:
-        values: All that is compared, in the order of `StepProbe`.
-        state: What the step wrote.
-        draws: The random numbers that it drew.
+        gradients: By update and by variable.
+        results: By position among what the step returns; what metrics give is not among them.
+        state: By `id` of a variable that the step writes.
+        drawn: What a step adds to a variable that counts random numbers, by its `id`.
+        weighted: Whether scaled losses are weighted with a replica's share of the samples. Their
+            gradients are then sums over the replicas.
     """
 
-    values: list[Array]
-    state: list[Array]
-    draws: list[tf.Tensor]
+    gradients: dict[tuple[int, int], str]
+    results: dict[int, str]
+    state: dict[int, str]
+    drawn: dict[int, Array]
+    weighted: bool
+
+    @classmethod
+    def told(cls, trace: StepTrace, found: Sequence[Any]) -> StepKinds:
+        """Makes them of what `found_kinds` returned on the rank that has tried."""
+        gradients, results, state, drawn, weighted = found
+        written = trace.written
+        return cls(
+            {(number, i): kind for number, i, kind in gradients},
+            dict(results),
+            {id(variable): kind for variable, kind in zip(written, state, strict=True)},
+            {id(written[i]): np.reshape(n, tuple(written[i].shape)) for i, n in drawn},
+            weighted,
+        )
 
 
 class StepProbe:
@@ -71,13 +97,12 @@ class StepProbe:
         results: Those of each value that the step returns.
         state: Those of each variable that it writes.
         drawn: What a step adds to each variable that counts random numbers, by its position.
-        weighted: The updates all of whose gradients are weighted as the trace is told to weight
+        weighted: The updates all of whose gradients are weighted as the trace is asked to weight
             scaled losses; none if that changes anything else.
     """
 
-    def __init__(self, trace: StepTrace, by_rows: bool = False) -> None:
+    def __init__(self, trace: StepTrace) -> None:
         self._trace = trace
-        self._by_rows = by_rows
         self.gradients = {
             (number, i): ALL
             for number, update in enumerate(trace.updates)
@@ -88,36 +113,69 @@ class StepProbe:
         self.state = dict.fromkeys(range(len(trace.written)), ALL)
         self.drawn: dict[int, list[float]] = {}
         self.weighted: frozenset[int] = frozenset()
-        operations = trace.graph.get_operations()
-        self._rows = LEAST_ROWS
-        self._draws = [op.outputs[0] for op in operations if _DRAWS.match(op.type)]
-        dtypes = {tensor.dtype for op in operations for tensor in op.outputs}
-        self._tolerance = min(_COARSEST, _SHAPES * max(TOLERANCES.get(d, 0.0) for d in dtypes))
-        effects = [op for op in operations if has_effect(op)]
+        effects = [op for op in trace.graph.get_operations() if has_effect(op)]
         wanted = [tensor for update in trace.updates for tensor in update.tensors]
-        fetches = [*wanted, *trace.outputs, *self._draws]
-        self._run = self._compiled(trace.inputs, fetches, effects)
-        self._run_with = self._run
-        if self._draws:
-            self._run_with = self._compiled([*trace.inputs, *self._draws], fetches, effects)
+        fetches = [*wanted, *trace.outputs]
+        self._probe = PartsProbe(trace.function, trace.inputs, fetches, effects, trace.written)
 
     def run(self, tensors: Sequence[tf.Tensor]) -> None:
         """Tries the step with samples of a batch, as they are and changed."""
         given = max((int(tensor.shape[0]) for tensor in tensors), default=0)
-        self._rows = min(max(given // 3 * 3, LEAST_ROWS), MOST_ROWS)
-        samples = [some_rows(tensor, self._rows) for tensor in tensors]
-        before = self._state()
+        rows = min(max(given // 3 * 3, LEAST_ROWS), MOST_ROWS)
+        samples = [some_rows(tensor, rows) for tensor in tensors]
+        before = self._probe.state()
         try:
             self.weighted = self._try_weights(samples)
-            self._compare(samples, self._sizes(PARTS[0]))
+            self._compare(samples, rows, PARTS[0])
             # What depends on what there was before shows itself the second time.
-            for sizes, change in zip(PARTS[1:], (_smaller, _opposite), strict=True):
+            for sizes, change in zip(PARTS[1:], (smaller, opposite), strict=True):
                 with contextlib.suppress(tf.errors.OpError):  # content that it does not take
-                    self._compare([change(tensor) for tensor in samples], self._sizes(sizes))
-                self._restore(before)
+                    self._compare([change(tensor) for tensor in samples], rows, sizes)
+                self._probe.restore(before)
         finally:
             self._trace.weight.assign(1.0)
-            self._restore(before)
+            self._probe.restore(before)
+
+    def _compare(self, samples: Sequence[tf.Tensor], rows: int, sizes: Sequence[int]) -> None:
+        """Runs the whole and its parts, and takes in what it shows."""
+        found = self._probe.compare(
+            rows, thirds(rows, sizes), lambda own: [t[own] for t in samples]
+        )
+        gradients, results, state = self._kinds(found)
+        self.gradients = {key: found & gradients[key] for key, found in self.gradients.items()}
+        self.results = {key: found & results[key] for key, found in self.results.items()}
+        self.state = {key: found & state[key] for key, found in self.state.items()}
+        for i in self._probe.counters():
+            moved = found.whole.state[i].astype(float) - found.start[i]
+            self.drawn[i] = moved.ravel().tolist()
+
+    def _kinds(self, found: Compared) -> tuple[Any, list[frozenset[str]], list[frozenset[str]]]:
+        """The kinds of gradients, results and state in one trial."""
+        whole, *parts = [self._dense(trial) for trial in (found.whole, *found.parts)]
+        sizes = {key: np.max(np.abs(g), initial=0.0) for key, g in whole.items()}
+        gradients = {}
+        for key, gradient in whole.items():
+            most = max(size for (number, _), size in sizes.items() if number == key[0])
+            each = [part[key] for part in parts]
+            shares, tolerance = found.shares, found.tolerance
+            gradients[key] = kinds_of(0.0, gradient, each, shares, tolerance, float(most))
+        count = len(found.whole.values)
+        results = [found.kinds(i) for i in range(count - len(self.results), count)]
+        return gradients, results, [found.kinds_of_state(i) for i in self.state]
+
+    def _dense(self, trial: Outcome) -> dict[tuple[int, int], Array]:
+        """Gradients as arrays, slices among them."""
+        values, found = iter(trial.values), {}
+        for number, update in enumerate(self._trace.updates):
+            for i, tensors in enumerate(update.gradients):
+                parts = [next(values) for _ in tensors]
+                if len(parts) == 2:
+                    dense = np.zeros(tuple(update.variables[i].shape), np.float64)
+                    np.add.at(dense, parts[1], parts[0])
+                    parts = [dense]
+                if parts:
+                    found[number, i] = parts[0]
+        return found
 
     def _try_weights(self, samples: Sequence[tf.Tensor]) -> frozenset[int]:
         """Finds `weighted`; leaves a weight with which scaled losses have finite gradients.
@@ -127,172 +185,101 @@ class StepProbe:
         """
         if not self._trace.is_weighted:
             return frozenset()
-        start, count = self._state(), len(self.gradients)
+        start = self._probe.state()
         for weight in _WEIGHTS:
             self._trace.weight.assign(weight)
-            whole = self._try(samples)
-            self._restore(start)
-            if all(np.isfinite(gradient).all() for gradient in whole.values[:count]):
+            whole = self._probe.trial(samples)
+            self._probe.restore(start)
+            if all(np.isfinite(gradient).all() for gradient in self._dense(whole).values()):
                 break
         self._trace.weight.assign(weight / 2)
-        halves = [self._try(samples)] * 2
+        halves = [self._probe.trial(samples)] * 2
         self._trace.weight.assign(weight)
-        self._restore(start)
-        found = list(self._kinds(start, whole, halves, [0.5, 0.5]))
-        pairs = list(zip(self.gradients, found[:count], strict=True))
+        self._probe.restore(start)
+        compared = Compared(start, whole, halves, [0.5, 0.5], self._probe.tolerance)
+        gradients, *others = self._kinds(compared)
         weighted = set()
-        for number in {number for number, _ in self.gradients}:
-            own = [kinds for (other, _), kinds in pairs if other == number]
+        for number in {number for number, _ in gradients}:
+            own = [kinds for (other, _), kinds in gradients.items() if other == number]
             follows = all(SUM in kinds for kinds in own)
             if follows == all(SAME in kinds for kinds in own):  # neither, or nothing but zeros
                 return frozenset()
             if follows:
                 weighted.add(number)
-        alone = all(SAME in kinds for kinds in found[count:])
+        alone = all(SAME in kinds for found in others for kinds in found)
         return frozenset(weighted) if alone else frozenset()
 
-    def _sizes(self, thirds: Sequence[int]) -> list[int]:
-        """Samples of the parts of a trial."""
-        return [self._rows // 3 * number for number in thirds]
 
-    def _compare(self, samples: Sequence[tf.Tensor], sizes: Sequence[int]) -> None:
-        """Runs the whole and its parts, and takes in what it shows."""
-        start = self._state()
-        whole = self._try(samples)
-        lengths = self._lengths(samples, sizes[0], whole, start)
-        parts = []
-        for begin, size in zip((0, *itertools.accumulate(sizes)), sizes, strict=False):
-            rows = slice(begin, begin + size)
-            draws = [
-                _of_rows(d, n, self._rows, rows) for d, n in zip(whole.draws, lengths, strict=True)
-            ]
-            self._restore(start)
-            parts.append(self._try([tensor[rows] for tensor in samples], draws))
-        self._restore(whole.state)  # from which the next trial goes on
-        shares = [size / self._rows for size in sizes]
-        kinds = iter(self._kinds(start, whole, parts, shares))
-        self.gradients = {key: found & next(kinds) for key, found in self.gradients.items()}
-        self.results = {key: found & next(kinds) for key, found in self.results.items()}
-        self.state = {key: found & next(kinds) for key, found in self.state.items()}
-        for i in self._counters:
-            self.drawn[i] = (whole.state[i].astype(float) - start[i]).ravel().tolist()
-
-    def _kinds(
-        self, start: list[Array], whole: _Trial, parts: Sequence[_Trial], shares: list[float]
-    ) -> Iterator[frozenset[str]]:
-        """The kinds of gradients, results and state in one trial."""
-        count = len(self.gradients)
-        sizes = [np.max(np.abs(g), initial=0.0) for g in whole.values[:count]]
-        largest = [
-            max(
-                size
-                for size, (other, _) in zip(sizes, self.gradients, strict=True)
-                if other == number
+def found_kinds(
+    trace: StepTrace, tensors: Sequence[tf.Tensor], what: str, by_rows: bool = False
+) -> list[Any]:
+    """Tries a step, and chooses what is to be done with its values."""
+    probe = StepProbe(trace)
+    probe.run(tensors)
+    gradients: dict[tuple[int, int], str | None] = {}
+    for number, update in enumerate(trace.updates):
+        own = {i: kinds for (n, i), kinds in probe.gradients.items() if n == number}
+        kinds = chosen_together(own)
+        strange = [update.variables[i].path for i, kind in kinds.items() if kind is None]
+        if strange:
+            raise UnsupportedModelError(
+                f"The gradients that {what} applies with optimizer '{update.optimizer.name}' mix "
+                f"samples: that of '{strange[0]}' and {len(strange) - 1} more. {_OTHERWISE} "
+                "Compute a loss that is a mean (or a sum) of one value for each sample, or train "
+                "in one process."
             )
-            for number, _ in self.gradients
-        ]
-        for i, value in enumerate(whole.values):
-            each = [part.values[i] for part in parts]
-            weights = shares
-            if self._by_rows and i >= count:
-                each, weights = [np.concatenate(each) if value.ndim else each[0]], [1.0]
-            most = float(largest[i]) if i < count else 0.0
-            yield kinds_of(np.zeros_like(value), value, each, weights, self._tolerance, most)
-        for i, before in enumerate(start):
-            states = [part.state[i] for part in parts]
-            yield kinds_of(before, whole.state[i], states, shares, self._tolerance)
-
-    def _lengths(
-        self, samples: Sequence[tf.Tensor], fewer: int, whole: _Trial, start: list[Array]
-    ) -> list[int]:
-        """How many rows of random numbers there are for a sample; 0 where they are of none."""
-        if not self._draws:
-            return []
-        self._restore(start)
-        less = self._try([tensor[:fewer] for tensor in samples])
-        return [
-            0 if tuple(a.shape) == tuple(b.shape) else int(a.shape[0]) // self._rows
-            for a, b in zip(whole.draws, less.draws, strict=True)
-        ]
-
-    def _try(self, samples: Sequence[tf.Tensor], draws: Sequence[tf.Tensor] = ()) -> _Trial:
-        call = self._run_with if draws else self._run
-        found = iter(call(*samples, *draws))
-        gradients = []
-        for update in self._trace.updates:
-            parts = [[next(found) for _ in parts] for parts in update.gradients]
-            pairs = zip(update.variables, parts, strict=True)
-            gradients += [_dense(variable, part) for variable, part in pairs if part]
-        results = [_array(next(found)) for _ in self._trace.outputs]
-        return _Trial([*gradients, *results], self._state(), list(found))
-
-    @functools.cached_property
-    def _counters(self) -> list[int]:
-        """Which of the variables that the step writes say what random numbers are drawn."""
-        sources = [tensor for draw in self._draws for tensor in draw.op.inputs[1:]]
-        names = {op.name for op in ancestors(sources) if op.type == "Placeholder"}
-        captures = self._trace.graph.captures
-        handles = {id(outer) for outer, inner in captures if inner.op.name in names}
-        return [i for i, v in enumerate(self._trace.written) if id(v.handle) in handles]
-
-    def _compiled(
-        self,
-        given: Sequence[tf.Tensor],
-        fetches: Sequence[tf.Tensor],
-        effects: Sequence[tf.Operation],
-    ) -> CompiledFunction:
-        carved = SubgraphExtractor(self._trace.function).extract(given, fetches, effects)
-        specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in given]
-        return CompiledFunction(lambda *values: carved(*values), specs)
-
-    def _state(self) -> list[Array]:
-        return [value_of(variable) for variable in self._trace.written]
-
-    def _restore(self, values: Sequence[Array]) -> None:
-        for variable, value in zip(self._trace.written, values, strict=True):
-            variable.assign(value)
+        gradients |= {(number, i): kind for i, kind in kinds.items()}
+    if by_rows:
+        _check_rows(trace, probe, what)
+    weighted = {key: kind for key, kind in gradients.items() if key[0] in probe.weighted}
+    if all(kind == MEAN for kind in weighted.values()):
+        gradients |= dict.fromkeys(weighted, SUM)
+    else:  # what is added up over the samples has no share
+        weighted = {}
+    return [
+        [[*key, kind] for key, kind in gradients.items()],
+        [] if by_rows else _results(trace, probe, what),
+        _state(trace, probe, what),
+        [[i, steps] for i, steps in probe.drawn.items()],
+        bool(weighted),
+    ]
 
 
-def _smaller(tensor: tf.Tensor) -> tf.Tensor:
-    """Other samples: numbers that are smaller, or zero in some; no two of them are alike."""
-    rows = int(tensor.shape[0])
-    return _multiplied(tensor, np.linspace(1.0, 0.3, rows), np.arange(rows) % 3 != 1)
-
-
-def _opposite(tensor: tf.Tensor) -> tf.Tensor:
-    """Other samples: the last one first, and of the other sign in half of them."""
-    rows = int(tensor.shape[0])
-    factors = np.linspace(0.4, 1.0, rows) * np.where(np.arange(rows) % 2, 1.0, -1.0)
-    return _multiplied(tensor[::-1], factors, np.arange(rows) % 3 != 0)
-
-
-def _multiplied(tensor: tf.Tensor, factors: Array, kept: Array) -> tf.Tensor:
-    """Multiplies numbers, and lets only some samples keep other content."""
-    shape = [len(factors)] + [1] * (len(tensor.shape) - 1)
-    if tensor.dtype.is_floating:
-        return tensor * tf.cast(tf.reshape(factors, shape), tensor.dtype)
-    return tf.where(tf.reshape(kept, shape), tensor, tf.zeros_like(tensor))
-
-
-def _of_rows(draw: tf.Tensor, length: int, count: int, rows: slice) -> tf.Tensor:
-    """The random numbers of some samples, which several blocks of samples may have."""
-    if not length:
-        return draw
-    blocks = tf.reshape(draw, [length, count, *draw.shape[1:]])
-    return tf.reshape(blocks[:, rows], [-1, *draw.shape[1:]])
-
-
-def _dense(variable: Any, parts: list[tf.Tensor]) -> Array:
-    """A gradient as an array, of slices, too."""
-    if len(parts) == 1:
-        return _array(parts[0])
-    found = np.zeros(tuple(variable.shape), np.float64)
-    np.add.at(found, parts[1].numpy(), _array(parts[0]))
+def _results(trace: StepTrace, probe: StepProbe, what: str) -> list[list[Any]]:
+    found = []
+    for i, kinds in probe.results.items():
+        kind = chosen(kinds, (MEAN, SUM, SAME))
+        if i in trace.metric_logs:
+            continue
+        if kind is None:
+            raise UnsupportedModelError(
+                f"What {what} returns as '{trace.names[i]}' mixes samples. {_OTHERWISE} Return "
+                "what a keras.metrics.Metric gives as its result, updated in the step, or a mean "
+                "over the samples."
+            )
+        found.append([i, kind])
     return found
 
 
-def _array(tensor: tf.Tensor) -> Array:
-    if tensor.dtype.is_floating:
-        tensor = tf.cast(tensor, tf.float64)
-    array: Array = tensor.numpy()
-    return array
+def _check_rows(trace: StepTrace, probe: StepProbe, what: str) -> None:
+    """Refuses predictions that those of some samples do not make up."""
+    for i, kinds in probe.results.items():
+        if ROWS not in kinds:
+            raise UnsupportedModelError(
+                f"What {what} returns{f' as {trace.names[i]!r}' if trace.names[i] else ''} does "
+                "not have one row or more for each sample that follows from that sample alone, so "
+                "the predictions of replicas do not make it up. Predict in one process."
+            )
+
+
+def _state(trace: StepTrace, probe: StepProbe, what: str) -> list[str]:
+    found = []
+    for i, kinds in probe.state.items():
+        kind = chosen(kinds, (SAME,) if i in probe.drawn else (SAME, SUM, MEAN))
+        if kind is None:
+            raise UnsupportedModelError(
+                f"{what} writes '{trace.written[i].name}' with what mixes samples. {_OTHERWISE} "
+                "Keep it in a metric that adds up, such as keras.metrics.Mean, or leave it out."
+            )
+        found.append(kind)
+    return found

@@ -36,7 +36,7 @@ _SHAPES, _COARSEST = 30, 0.1
 """How much farther apart numbers may be that were computed in other shapes, and how far at most."""
 _ROUNDING = 64
 """Units of rounding of the value itself that count as no difference."""
-_FLOOR = 1e-2
+FLOOR = 1e-2
 """What of the tolerance for the largest of several values counts for all of them."""
 _DRAWS = re.compile(
     r"(Stateless|Stateful)?(Random(Uniform|Normal|StandardNormal|Gamma|Poisson|Binomial)"
@@ -89,7 +89,7 @@ def _limit(
         float(np.max(np.abs(value - start), initial=0.0)) if start.any() else size
         for value, size in zip(values, sizes, strict=True)
     ]
-    return tolerance * max(*changes, _FLOOR * largest) + _ROUNDING * unit * max(sizes)
+    return tolerance * max(*changes, FLOOR * largest) + _ROUNDING * unit * max(sizes)
 
 
 def chosen(kinds: frozenset[str], order: Sequence[str]) -> str | None:
@@ -136,6 +136,12 @@ class Compared:
         each = [part.values[place] for part in self.parts]
         whole = self.whole.values[place]
         return kinds_of(0.0, whole, each, self.shares, self.tolerance, largest)
+
+    def kinds_in(self, place: int, i: int, scale: float = 0.0) -> frozenset[str]:
+        """The kinds of a number in a value; what is small beside the scale may be rounding."""
+        each = [part.values[place].ravel()[i] for part in self.parts]
+        whole = self.whole.values[place].ravel()[i]
+        return kinds_of(0.0, whole, each, self.shares, self.tolerance, scale / FLOOR)
 
     def kinds_of_state(self, place: int) -> frozenset[str]:
         """The kinds that a variable may be of."""

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -18,32 +16,59 @@ from numpy.typing import NDArray
 from tarantella_pp.keras_internals.training import moving_statistics
 from tarantella_pp.partition.extraction.calls import Call
 from tarantella_pp.runtime.modules.stage_module import StageModule
-from tarantella_pp.runtime.probes.sample_rows import samples_back, samples_first
+from tarantella_pp.runtime.probes.parts import (
+    FLOOR,
+    ROWS,
+    SAME,
+    SUM,
+    Compared,
+    PartsProbe,
+    thirds,
+)
 from tarantella_pp.runtime.tf_graph.compiled_function import CompiledFunction, unoptimized
 from tarantella_pp.runtime.tf_graph.subgraph import SubgraphExtractor
 
 Array = NDArray[Any]
 
-TOLERANCES = {tf.float64: 1e-10, tf.float32: 1e-5, tf.bfloat16: 2e-2, tf.float16: 2e-2}
-"""How far numbers may be apart, relative to the largest, that are computed in the same way."""
+
+def samples_first(tensors: Sequence[Any], axes: Sequence[int | None]) -> list[Any]:
+    """Puts the dimension of the samples first."""
+    pairs = zip(tensors, axes, strict=True)
+    return [keras.ops.moveaxis(x, axis, 0) if _moves(x, axis) else x for x, axis in pairs]
 
 
-@dataclass(frozen=True)
-class Trial:
-    """What a stage made of some rows.
+def samples_back(tensors: Sequence[Any], axes: Sequence[int | None]) -> list[Any]:
+    """Puts the dimension of the samples where it was; see `samples_first`."""
+    pairs = zip(tensors, axes, strict=True)
+    return [keras.ops.moveaxis(x, 0, axis) if _moves(x, axis) else x for x, axis in pairs]
 
-    Attributes:
-        outputs: Its outputs.
-        added: The losses that its layers added.
-        input_gradients: The gradients of its inputs.
-        weight_gradients: For each weight that gets a gradient, a product of the gradient with a
-            fixed direction, and the length of the gradient.
-    """
 
-    outputs: list[Array]
-    added: Array
-    input_gradients: list[Array]
-    weight_gradients: Array
+def _moves(tensor: Any, axis: int | None) -> bool:
+    return bool(axis) and len(tensor.shape) > (axis or 0)
+
+
+class Samples:
+    """The inputs of a stage for some samples, which are along the first dimension."""
+
+    def __init__(self, rows: int, inputs: Sequence[tf.Tensor], batched: Sequence[bool]) -> None:
+        self.rows = rows
+        self.inputs = list(inputs)
+        self.batched = batched
+
+    def changed(self, change: Callable[[tf.Tensor], tf.Tensor]) -> Samples:
+        """Other samples."""
+        pairs = zip(self.inputs, self.batched, strict=True)
+        return Samples(self.rows, [change(x) if one else x for x, one in pairs], self.batched)
+
+    def of(self, rows: slice) -> list[tf.Tensor]:
+        """Some of the samples alone; a tensor may have several rows for each."""
+        pairs = zip(self.inputs, self.batched, strict=True)
+        return [_rows_of(x, rows, self.rows) if one else x for x, one in pairs]
+
+
+def _rows_of(tensor: tf.Tensor, rows: slice, count: int) -> tf.Tensor:
+    times = tensor.shape[0] // count
+    return tensor[rows.start * times : rows.stop * times]
 
 
 class ProbeTrace:
@@ -56,7 +81,6 @@ class ProbeTrace:
 
     Attributes:
         function: The traced function.
-        results_batched: For each output, then each gradient of an input, whether it has samples.
         weights: The weights that get a gradient.
         added_by: For each added loss the name of the layer that adds it.
         drawn_by: The calls that drew random numbers of Python or NumPy while they were traced.
@@ -64,80 +88,74 @@ class ProbeTrace:
 
     def __init__(self, module: StageModule, specs: Sequence[tf.TensorSpec], training: bool) -> None:
         self._module = module
-        self._specs = list(specs)
         self._training = training
-        ports = [*module.boundary.outputs, *module.boundary.input_gradients]
-        axes = module.boundary.axes_of(port.tensor for port in ports)
-        self.results_batched = [axis is not None for axis in axes]
         self._parts: list[list[tf.Tensor]] = []
         self._made: list[tuple[Call, list[tf.Tensor]]] = []
         self.weights: list[Any] = []
         self.added_by: tuple[str, ...] = ()
         self.drawn_by: list[Call] = []
         self._numbers = _random_numbers()
-        kept = tf.TensorSpec([None], tf.bool)
+        place = tf.TensorSpec([2], tf.int32)
         factors = tf.TensorSpec([None], keras.config.floatx())
-        self._signature = [kept, factors, *specs]
-        traced = tf.function(self._trace, input_signature=self._signature, autograph=False)
+        traced = tf.function(self._trace, input_signature=[place, factors, *specs], autograph=False)
         self.function = traced.get_concrete_function()
-        self._feeds = self.function.inputs[: len(self._signature)]
+        self._feeds = self.function.inputs[: len(specs) + 2]
 
-    def __call__(self, rows: Array, factors: Array, inputs: Sequence[tf.Tensor]) -> Trial:
-        """Tries the stage out."""
-        given = [tf.constant(rows), tf.constant(factors, keras.config.floatx()), *inputs]
-        found = iter([_array(tensor) for tensor in self._run(*given)])
-        parts = [[next(found) for _ in part] for part in self._parts]
-        products, lengths = parts[3] or [np.zeros(0)] * 2
-        return Trial(parts[0], parts[1][0], parts[2], np.stack([products.ravel(), lengths], -1))
+    @functools.cached_property
+    def _probe(self) -> PartsProbe:
+        return PartsProbe(self.function, self._feeds, [t for part in self._parts for t in part])
+
+    def compare(
+        self,
+        samples: Samples,
+        factors: Array | None = None,
+        of_parts: Callable[[float], Array] | None = None,
+        sizes: Sequence[int] = (1, 2),
+    ) -> StageKinds | None:
+        """Runs the stage on samples and on parts of them; `None` if that cannot be compared.
+
+        `factors` is what added losses count in the loss, of parts with other shares `of_parts`.
+        Random numbers in loops cannot be given to parts, which would draw others.
+        """
+        if self._probe.drawn_inside:
+            return None
+        factors = np.zeros(len(self.added_by)) if factors is None else factors
+
+        def given(rows: slice) -> list[tf.Tensor]:
+            size = rows.stop - rows.start
+            whole = size == samples.rows or of_parts is None
+            counted = factors if whole or of_parts is None else of_parts(size / samples.rows)
+            place = tf.constant([rows.start, size], tf.int32)
+            return [place, tf.constant(counted, keras.config.floatx()), *samples.of(rows)]
+
+        found = self._probe.compare(samples.rows, thirds(samples.rows, sizes), given)
+        return StageKinds(found, [len(part) for part in self._parts], len(self.weights))
+
+    def both_ways(self, samples: Samples) -> Iterator[StageKinds]:
+        """Compares, with random numbers twice: these may pair samples of one part by chance."""
+        for sizes in ((1, 2), (2, 1))[: 2 if self._probe.draws else 1]:
+            found = self.compare(samples, sizes=sizes)
+            if found is not None:
+                yield found
 
     def outputs(self, inputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """The stage's outputs for some inputs, as it hands them on."""
-        nothing = tf.zeros([0], tf.bool), tf.zeros([0], keras.config.floatx())
-        found = self._compiled(self._parts[0])(*nothing, *inputs)
-        boundary = self._module.boundary
-        return samples_back(list(found), boundary.axes_of(port.tensor for port in boundary.outputs))
+        axes = self._module.boundary.axes_of(p.tensor for p in self._module.boundary.outputs)
+        carved = SubgraphExtractor(self.function).extract(self._feeds[2:], self._parts[0])
+        specs = [tf.TensorSpec(feed.shape, feed.dtype) for feed in self._feeds[2:]]
+        compiled = CompiledFunction(lambda *values: carved(*values), specs)
+        return samples_back(list(unoptimized()(compiled.__call__)(*inputs)), axes)
 
-    def results(self, inputs: Sequence[tf.Tensor], rows: Array) -> list[list[Array]]:
-        """The results of each of the stage's calls, in order."""
+    def first_call(self, samples: Samples) -> Call | None:
+        """The first of the stage's calls whose result for some samples changes with others."""
         fetches = [tensor for _, tensors in self._made for tensor in tensors]
-        factors = tf.zeros([0], keras.config.floatx())
-        found = iter(self._compiled(fetches)(tf.constant(rows), factors, *inputs))
-        return [[_array(next(found)) for _ in tensors] for _, tensors in self._made]
+        probe = PartsProbe(self.function, self._feeds[2:], fetches)
+        found = probe.compare(samples.rows, thirds(samples.rows), samples.of)
+        places = iter(range(len(fetches)))
+        kinds = [(call, [found.kinds(next(places)) for _ in own]) for call, own in self._made]
+        return next((c for c, each in kinds if not all(k & {ROWS, SAME} for k in each)), None)
 
-    @functools.cached_property
-    def _run(self) -> Callable[..., list[tf.Tensor]]:
-        return self._compiled([tensor for part in self._parts for tensor in part])
-
-    @property
-    def tolerance(self) -> float:
-        """How far results may be apart that were computed in the same way."""
-        operations = self.function.graph.get_operations()
-        dtypes = {tensor.dtype for op in operations for tensor in op.outputs}
-        return max(TOLERANCES.get(dtype, 0.0) for dtype in dtypes)
-
-    @functools.cached_property
-    def is_random(self) -> bool:
-        """Whether the stage draws random numbers."""
-        definition = self.function.graph.as_graph_def()
-        functions = (function.node_def for function in definition.library.function)
-        nodes = itertools.chain(definition.node, *functions)
-        return any("Random" in node.op or "Normal" in node.op for node in nodes)
-
-    @property
-    def calls(self) -> list[Call]:
-        """The stage's calls in the order of `results`."""
-        return [call for call, _ in self._made]
-
-    def batched_of(self, call: Call) -> list[bool]:
-        """For each result of a call whether it has samples."""
-        return [axis is not None for axis in self._module.boundary.axes_of(call.outputs)]
-
-    def _compiled(self, fetches: Sequence[tf.Tensor]) -> Callable[..., list[tf.Tensor]]:
-        carved = SubgraphExtractor(self.function).extract(self._feeds, fetches)
-        compiled = CompiledFunction(lambda *values: carved(*values), self._signature)
-        return unoptimized()(compiled.__call__)
-
-    def _trace(self, kept: tf.Tensor, factors: tf.Tensor, *inputs: tf.Tensor) -> tf.Tensor:
+    def _trace(self, place: tf.Tensor, factors: tf.Tensor, *inputs: tf.Tensor) -> tf.Tensor:
         module, layer, boundary = self._module, self._module.layer, self._module.boundary
         layer.observe = self._observe
         real = samples_back(inputs, boundary.axes_of(port.tensor for port in boundary.inputs))
@@ -150,7 +168,7 @@ class ProbeTrace:
         given: list[tf.Tensor] = []
         gradients: list[Any] = []
         if self._training:
-            given, gradients = self._gradients(kept, factors, inputs, outputs, added)
+            given, gradients = self._gradients(place, factors, inputs, outputs, added)
         pairs = zip(module.accumulator.weights, gradients, strict=False)
         found = [(weight, gradient) for weight, gradient in pairs if gradient is not None]
         self.weights = [weight for weight, _ in found]
@@ -169,7 +187,7 @@ class ProbeTrace:
 
     def _gradients(
         self,
-        kept: tf.Tensor,
+        place: tf.Tensor,
         factors: tf.Tensor,
         inputs: Sequence[tf.Tensor],
         outputs: Sequence[tf.Tensor],
@@ -182,8 +200,7 @@ class ProbeTrace:
             port.tensor for port in self._module.boundary.outputs_with_gradient
         )
         for axis, target in zip(axes, targets[1:], strict=True):
-            mask = tf.zeros_like(target) if axis is None else _mask(kept, target)
-            seeds.append(_pattern(target) * mask)
+            seeds.append(tf.zeros_like(target) if axis is None else _pattern(target, place))
         try:
             found = tf.gradients(targets, [*sources, *variables], grad_ys=seeds)
         except (NotImplementedError, LookupError):  # such a stage runs on a tape
@@ -193,31 +210,57 @@ class ProbeTrace:
         return given, found[len(sources) :]
 
 
+class StageKinds:
+    """How what a stage makes of some samples follows from what it makes of parts of them.
+
+    Attributes:
+        mixes: Whether its outputs, or the gradients of its inputs, do not.
+        added: The kinds that each added loss may be of.
+    """
+
+    def __init__(self, found: Compared, counts: Sequence[int], weights: int) -> None:
+        outputs, _, gradients, _ = counts
+        self._found = found
+        self._begin = outputs + 1 + gradients
+        values = [found.kinds(i) & {ROWS, SAME} for i in range(outputs)]
+        values += [found.kinds(i) & {ROWS, SUM} for i in range(outputs + 1, self._begin)]
+        self.mixes = not all(values)
+        self.added = [found.kinds_in(outputs, i) for i in range(len(found.whole.values[outputs]))]
+        self._weights = weights
+
+    def strange_weights(self) -> list[int]:
+        """The weights whose gradients do not add up over the parts."""
+        if not self._weights:
+            return []
+        found, products = self._found, self._begin
+        lengths = [trial.values[products + 1] for trial in (found.whole, *found.parts)]
+        longest = np.max(lengths, axis=0)
+        longest = np.maximum(longest, FLOOR * longest.max())  # beside which others are rounding
+        return [
+            i
+            for i in range(self._weights)
+            if SUM not in found.kinds_in(products, i, float(longest[i]))
+        ]
+
+
 def _random_numbers() -> Any:
     """The states of the generators that all of the process shares."""
     numpy = np.random.get_state(legacy=False)["state"]  # noqa: NPY002 - layers may use it
     return random.getstate(), numpy["key"].tobytes(), numpy["pos"]
 
 
-def _array(tensor: tf.Tensor) -> Array:
-    array: Array = tensor.numpy()
-    return array.astype(np.float64) if tensor.dtype.is_floating else array
+def _pattern(tensor: tf.Tensor, place: tf.Tensor) -> tf.Tensor:
+    """Numbers of both signs with no simple relation between them: of a part, those of the whole.
 
-
-def _pattern(tensor: tf.Tensor) -> tf.Tensor:
-    """Numbers of both signs with no simple relation between them."""
-    wave = tf.cos(1.7 * tf.cast(tf.range(tf.size(tensor)), tf.float64) + 1.0)
-    return tf.reshape(tf.cast(wave, tensor.dtype), tf.shape(tensor))
-
-
-def _mask(kept: tf.Tensor, tensor: tf.Tensor) -> tf.Tensor:
-    """Ones in the rows of a tensor that belong to kept samples, zeros elsewhere."""
+    Zeros of what has no row, or no equal number of rows, for each sample.
+    """
     if not tensor.shape.rank:
-        return tf.zeros((), tensor.dtype)
-    samples, first = tf.shape(kept)[0], tf.shape(tensor)[0]
-    places = tf.range(first) // tf.maximum(first // samples, 1)
-    rows = tf.gather(kept, tf.minimum(places, samples - 1)) & (first % samples == 0)
-    return tf.cast(tf.reshape(rows, [-1, *[1] * (tensor.shape.rank - 1)]), tensor.dtype)
+        return tf.zeros_like(tensor)
+    size, samples = tf.size(tensor), place[1]
+    begin = place[0] * (size // samples)
+    wave = tf.cos(1.7 * tf.cast(tf.range(begin, begin + size), tf.float64) + 1.0)
+    wave *= tf.cast(tf.shape(tensor)[0] % samples == 0, tf.float64)
+    return tf.reshape(tf.cast(wave, tensor.dtype), tf.shape(tensor))
 
 
 def _in_short(weights: Sequence[Any], gradients: Sequence[Any]) -> list[tf.Tensor]:

@@ -1,7 +1,16 @@
-"""Tries a stage out before it first runs in micro-batches, and tells what its losses count."""
+"""Tries a stage out before it first runs in micro-batches, and tells what its losses count.
+
+    samples         a b c d e f          a b       c d e f       must give
+    outputs         A B C D E F    =     A B   ,   C D E F       the same rows
+    gradients       g              =     g'    +   g''           a sum, of a made-up loss
+    added losses    l              =     l'    +   l''           a sum or a mean
+
+What mixes samples, or looks at their number or at the place of one, gives something else.
+"""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,19 +21,18 @@ import tensorflow as tf
 
 from tarantella_pp.errors import UnsupportedModelError
 from tarantella_pp.runtime.modules.stage_module import StageModule
-from tarantella_pp.runtime.probes.added_losses import AddedLosses, not_additive
-from tarantella_pp.runtime.probes.coupling_probe import CouplingProbe
-from tarantella_pp.runtime.probes.probe_trace import ProbeTrace
-from tarantella_pp.runtime.probes.sample_rows import (
-    SampleRows,
-    is_batched,
-    others,
-    samples_first,
-)
+from tarantella_pp.runtime.probes.parts import MEAN, SUM, opposite
+from tarantella_pp.runtime.probes.probe_trace import ProbeTrace, Samples, samples_first
+from tarantella_pp.runtime.state.remote_variables import is_stale
 from tarantella_pp.runtime.tf_graph.side_effects import refuse_effects
 
-_ENOUGH = 4
-"""Samples to try a stage out with."""
+_WANTED, _ENOUGH = 6, 4
+"""Samples to try a stage out with, of following micro-batches too; else the same ones once more.
+
+Parts of these must have other samples each: two of [a b] would have the same mean as the whole.
+"""
+
+Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +51,17 @@ class Pieces:
 
 
 class StageProbe:
-    """Refuses a stage that would train something else in a pipeline, before any update."""
+    """Refuses a stage that would train something else in a pipeline, before any update.
 
-    def __init__(self, module: StageModule) -> None:
+    `others` are weights of other stages: a function that reads one has no gradient for it.
+    """
+
+    def __init__(self, module: StageModule, others: Sequence[Any] = ()) -> None:
         self._module = module
+        self._others = others
         self._axes = module.boundary.axes_of(tensor.tensor for tensor in module.boundary.inputs)
         self._traces: dict[bool, ProbeTrace] = {}
-        self._kinds: dict[bool, Any] = {}
+        self._kinds: dict[bool, Array] = {}
         self._factors: dict[tuple[bool, int, float], tf.Tensor] = {}
 
     def examine(
@@ -60,19 +72,20 @@ class StageProbe:
         following: Callable[[], Iterable[Sequence[tf.Tensor]]],
     ) -> list[tf.Tensor]:
         """Tries the stage out; changes nothing."""
-        count = pieces.total
-        rows, first = pieces.sizes[0], self._samples_first(inputs)
+        rows, first = pieces.sizes[0], samples_first(inputs, self._axes)
         trace = self._trace_for(training, rows, first)
-        refuse_effects(trace.function, self._module.layer, count, pieces.is_plain)
+        refuse_effects(trace.function, self._module.layer, pieces.total, pieces.is_plain)
         for call in trace.drawn_by:
             raise UnsupportedModelError(
                 f"'{call.name}' ({type(call.operation).__name__}) draws random numbers of Python "
                 "or NumPy when it is traced, so each trace that a pipeline needs would compute "
                 "something else. Draw them with keras.random and a SeedGenerator of its own."
             )
-        if count > 1:
+        if training:
+            self._refuse_captured(trace)
+        if pieces.total > 1:
             samples = self._enough(rows, first, following())
-            CouplingProbe(trace, samples).check()
+            self._refuse_mixing(trace, samples)
             self._find_kinds(trace, training, samples)
         self._forget(training)
         return trace.outputs(first) if self._module.boundary.sends else []
@@ -81,14 +94,15 @@ class StageProbe:
         self, rows: int, inputs: Sequence[tf.Tensor], added: tf.Tensor, training: bool
     ) -> None:
         """Looks again at losses that were zero when the stage was tried out."""
-        kinds = self._kinds.get(training)
-        if kinds is None or not np.any(np.isnan(kinds) & (added.numpy() != 0)):
+        unknown = np.isnan(self._kinds.get(training, np.zeros(0)))
+        # Only then are the losses read: that waits for a GPU, with each micro-batch.
+        if not unknown.any() or not np.any(unknown & (added.numpy() != 0)):
             return
-        samples = self._enough(rows, self._samples_first(inputs))
+        samples = self._enough(rows, samples_first(inputs, self._axes))
         self._find_kinds(self._traces[training], training, samples)
-        unknown = np.flatnonzero(np.isnan(self._kinds[training]) & (added.numpy() != 0))
-        if unknown.size:
-            raise not_additive(self._module.added_by[training][unknown[0]])
+        unknown = np.isnan(self._kinds[training]) & (added.numpy() != 0)
+        if unknown.any():
+            raise _not_additive(self._module.added_by[training][int(np.argmax(unknown))])
         self._forget(training)
 
     def factors(self, training: bool, share: float) -> tf.Tensor:
@@ -100,10 +114,42 @@ class StageProbe:
             self._factors[key] = tf.constant(np.maximum(kinds, share), keras.config.floatx())
         return self._factors[key]
 
-    def _find_kinds(self, trace: ProbeTrace, training: bool, samples: SampleRows) -> None:
+    def _refuse_captured(self, trace: ProbeTrace) -> None:
+        """Refuses weights that a function reads past their layers."""
+        read = {id(variable) for variable in trace.function.graph.variables}
+        for weight in self._others:
+            if not is_stale(weight) and id(weight.value) in read:
+                raise UnsupportedModelError(
+                    f"Stage {self._module.boundary.index} reads weight '{weight.path}', whose "
+                    "layer is in another stage: a Lambda or a layer reads it past that layer, so "
+                    "its gradient would be lost. Call the layer itself, or make one layer of both, "
+                    "or use num_stages=1."
+                )
+
+    def _refuse_mixing(self, trace: ProbeTrace, samples: Samples) -> None:
+        for found in trace.both_ways(samples):
+            strange = found.strange_weights()
+            if found.mixes or strange:
+                break
+        else:
+            return
+        call, what, how = trace.first_call(samples), "One of the layers", "gradient"
+        if call is not None:
+            what, how = f"'{call.name}' ({type(call.operation).__name__})", "result"
+        elif strange:
+            what = f"The layer of weight '{trace.weights[strange[0]].path}'"
+        raise UnsupportedModelError(
+            f"{what} mixes samples, or looks at the number of samples or at the place of one: its "
+            f"{how} for some samples of a batch changes when they are alone, so in micro-batches "
+            "it would train something else than in one process. Use num_micro_batches=1 and "
+            "num_replicas=1, or a form of it that treats each sample by itself, with the samples "
+            "along the first dimension."
+        )
+
+    def _find_kinds(self, trace: ProbeTrace, training: bool, samples: Samples) -> None:
         self._factors.clear()
         if self._module.added_by[training]:
-            self._kinds[training] = AddedLosses(trace, samples).kinds()
+            self._kinds[training] = _added_kinds(trace, samples)
 
     def _forget(self, training: bool) -> None:
         """Drops a trace that has told all."""
@@ -122,27 +168,84 @@ class StageProbe:
     def _batched(self, rows: int, inputs: Sequence[tf.Tensor]) -> list[bool]:
         """For each input whether it has rows of samples."""
         pairs = zip(inputs, self._axes, strict=True)
-        return [axis is not None and is_batched(x, rows) for x, axis in pairs]
-
-    def _samples_first(self, inputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        return samples_first(inputs, self._axes)
+        return [axis is not None and _has_rows(x, rows) for x, axis in pairs]
 
     def _enough(
         self, rows: int, inputs: Sequence[tf.Tensor], following: Iterable[Sequence[tf.Tensor]] = ()
-    ) -> SampleRows:
+    ) -> Samples:
         """Puts others beside samples that are too few to see which of them are mixed."""
         found = list(inputs)
         batched = self._batched(rows, inputs)
         size = rows
         for more in following:
-            if size >= _ENOUGH or len(more) != len(found):
+            if size >= _WANTED or len(more) != len(found):
                 break
             size += next(y.shape[0] * rows // x.shape[0] for x, y in zip(inputs, more, strict=True))
             found = [tf.concat([x, y], 0) for x, y in zip(found, more, strict=True)]
         while size < _ENOUGH:
             found = [
-                tf.concat([x, x if size > 1 else others(x, 1)], 0) if one else x
+                tf.concat([x, x if size > 1 else _another(x)], 0) if one else x
                 for x, one in zip(found, batched, strict=True)
             ]
             size *= 2
-        return SampleRows(size, found, batched)
+        return Samples(size, found, batched)
+
+
+def _added_kinds(trace: ProbeTrace, samples: Samples) -> Array:
+    """Which losses that layers add are sums (1) and which are means (0), if anything shows it.
+
+    Not a number for those that are zero for these samples, and their gradients, too.
+    """
+    found = trace.compare(samples)
+    if found is None:
+        raise _not_additive(trace.added_by[0])
+    kinds = [each & {SUM, MEAN} for each in found.added]
+    with contextlib.suppress(tf.errors.OpError):  # made-up content that a layer does not take
+        again = trace.compare(samples.changed(opposite))
+        kinds = [one & two for one, two in zip(kinds, again.added if again else kinds, strict=True)]
+    names, count = trace.added_by, len(kinds)
+    for name, each in zip(names, kinds, strict=True):
+        if not each:
+            raise _not_additive(name)
+    known = np.array([np.nan if len(each) > 1 else float(SUM in each) for each in kinds])
+    for i in np.flatnonzero(np.isnan(known)):  # what shows in the gradients alone
+        one = np.eye(count)[i]
+        fits = [kind for kind in (0.0, 1.0) if _gradients_add_up(trace, samples, one, one * kind)]
+        if not fits:
+            raise _not_additive(names[i])
+        known[i] = np.nan if len(fits) > 1 else fits[0]
+    every = np.where(np.isnan(known), 0.0, 1 + np.arange(count) / 7)
+    if not _gradients_add_up(trace, samples, every, np.nan_to_num(known)):
+        each_alone = (np.eye(count)[i] * every for i in range(count))
+        fits = [_gradients_add_up(trace, samples, one, np.nan_to_num(known)) for one in each_alone]
+        raise _not_additive(names[fits.index(False) if False in fits else 0])
+    return known
+
+
+def _gradients_add_up(trace: ProbeTrace, samples: Samples, factors: Array, sums: Array) -> bool:
+    """Whether losses, of which some are sums and the others means, have such gradients, too."""
+    found = trace.compare(samples, factors, lambda share: factors * np.maximum(sums, share))
+    return found is None or not (found.mixes or found.strange_weights())
+
+
+def _has_rows(tensor: Any, rows: int) -> bool:
+    """Whether a tensor may have a row, or several, for each sample."""
+    return len(tensor.shape) > 0 and tensor.shape[0] > 0 and tensor.shape[0] % rows == 0
+
+
+def _another(tensor: tf.Tensor) -> tf.Tensor:
+    """Content that the only sample does not have."""
+    if not tensor.dtype.is_floating:
+        return tensor
+    wave = tf.abs(tf.cos(1.1 * tf.cast(tf.range(tf.size(tensor)), tf.float64)))
+    wave = tf.reshape(tf.cast(wave, tensor.dtype), tf.shape(tensor))
+    return 1.25 * tensor + 0.1 * (tf.reduce_max(tf.abs(tensor)) + 0.1) * wave
+
+
+def _not_additive(name: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"Layer '{name}' adds a loss that is not to be recognized as a sum or a mean over the "
+        "samples of the batch: what it is for some of them depends on others. In micro-batches it "
+        "would train something else than in one process. Use num_micro_batches=1 and "
+        "num_replicas=1, or add ops.sum or ops.mean of one value for each sample."
+    )

@@ -19,7 +19,7 @@ from tarantella_pp.runtime.probes.metric_probe import (
     same,
     some_rows,
 )
-from tarantella_pp.runtime.probes.sample_rows import samples_back, samples_first
+from tarantella_pp.runtime.probes.probe_trace import samples_back, samples_first
 
 Array = np.ndarray[Any, Any]
 

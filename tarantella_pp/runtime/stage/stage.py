@@ -46,11 +46,12 @@ class Stage:
         calls: Sequence[Call],
         repeats: bool = False,
         num_replicas: int = 1,
+        others: Sequence[Any] = (),
     ) -> None:
         self.boundary = boundary
         self.module = StageModule(boundary, calls)
         self._metrics = StageMetrics(self.module, num_replicas)
-        self.probe = StageProbe(self.module)
+        self.probe = StageProbe(self.module, others)
         self._first: list[tf.TensorSpec] = []
         self._keeping = TrainingPasses(self.module, repeats=False)
         self._repeating = TrainingPasses(self.module, repeats=True) if repeats else None

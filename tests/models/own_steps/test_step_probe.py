@@ -9,7 +9,7 @@ import tensorflow as tf
 
 import tarantella_pp as tnt
 from tarantella_pp.errors import UnsupportedModelError
-from tarantella_pp.models.own_steps.step_kinds import StepKinds, found_kinds
+from tarantella_pp.models.own_steps.step_probe import StepKinds, found_kinds
 from tarantella_pp.models.own_steps.step_trace import StepTrace
 from tests.helpers.own_steps import CASES, Regression, X, Y, scaling
 

@@ -445,3 +445,21 @@ def test_trying_out_moves_no_seed():
     start = seed.numpy()
     model.train_on_batch(X, Y)
     assert (seed.numpy() - start).tolist() == [0, 3]
+
+
+def tied_past_its_layer():
+    """A Lambda reads the table of an embedding, as tied softmax layers do."""
+    keras.utils.set_random_seed(1)
+    inputs = keras.Input((5,), dtype="int32")
+    table = layers.Embedding(7, 4, name="table")
+    x = layers.Dense(4, activation="tanh")(table(inputs))
+    x = layers.Lambda(lambda x: ops.matmul(x, ops.transpose(table.embeddings)))(x)
+    return keras.Model(inputs, layers.Dense(5)(layers.Flatten()(x)))
+
+
+def test_weights_that_are_read_past_their_layers_are_refused_by_name():
+    with pytest.raises(UnsupportedModelError, match=r"reads weight 'table/embeddings'"):
+        piped(tied_past_its_layer()).train_on_batch(IDS, Y)
+    models = compiled(tied_past_its_layer()), piped(tied_past_its_layer(), stages=1)
+    found = [[model.train_on_batch(IDS, Y), *model.get_weights()] for model in models]
+    assert distance(*found) < 1e-10

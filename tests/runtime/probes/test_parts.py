@@ -174,3 +174,17 @@ def test_on_two_ranks_they_are_the_same_and_a_refusal_ends_both():
     assert ended.returncode != 0
     assert not ended.timed_out
     assert "Layer 'odd' adds a loss" in ended.stderr
+
+
+def test_losses_of_known_kinds_are_not_read_in_each_micro_batch():
+    """Reading one waits for a GPU."""
+
+    class Unread:
+        def numpy(self):
+            raise AssertionError("a device was waited for")
+
+    model = PipelineModel(model_of(Adds(total, average)), 2, num_micro_batches=3)
+    outcome(model)
+    for stage in model._engine.stages.values():
+        for training in (True, False):
+            stage.probe.settle(2, [], Unread(), training)

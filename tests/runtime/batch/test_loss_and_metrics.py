@@ -14,7 +14,7 @@ from tarantella_pp.keras_internals import training
 from tarantella_pp.keras_internals.functional import set_mask
 from tarantella_pp.partition.costs.peak_memory import WAITING_OUTPUTS
 from tarantella_pp.runtime.batch.batch import Batch
-from tarantella_pp.runtime.batch.metric_updates import MetricUpdates
+from tarantella_pp.runtime.batch.loss_and_metrics import MetricUpdates
 from tarantella_pp.runtime.probes.metric_probe import why_not_by_parts
 from tarantella_pp.runtime.replicas.process_groups import batch_shares
 

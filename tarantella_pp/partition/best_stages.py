@@ -105,8 +105,14 @@ def _within_limits(
     first = best_cut(blocks, sums) if costs.shards > 1 else None
     if first is not None:  # the replicas' shares depend on the stages, and are no bound
         known, bound = first.assignments[0], first.bound
-    for _ in range(MOST_ATTEMPTS):
-        cut = best_cut(blocks, _priced(sums, StageMemory(costs, options, limits, known), whole))
+    if not whole:  # nothing to look for, slowly, if not even the stages of least memory are small
+        memory = sums_of(costs, msgspec.structs.replace(options, balance="memory"))
+        small = _priced(memory, StageMemory(costs, options, limits, known), whole=True)
+        limits = limits if best_cut(blocks, small) is not None or blocks.ideals is None else ()
+    for _ in range(MOST_ATTEMPTS if limits else 0):
+        cut = best_cut(
+            blocks, _priced(sums, StageMemory(costs, options, limits, known), whole=whole)
+        )
         if cut is None:
             break
         bound = cut.bound if bound is None else bound
@@ -127,10 +133,10 @@ def _within_limits(
     )
 
 
-def _priced(sums: Prices, memory: StageMemory, whole: bool) -> Prices:
+def _priced(sums: Prices, memory: StageMemory, *, whole: bool) -> Prices:
     """Prices stages by their memory, or by their sums if that keeps the limits."""
     if whole:
-        return replace(sums, price=memory.usual, least=memory.least)
+        return replace(sums, price=memory.usual, least=memory.least, most=max(memory.limits))
 
     def kept(price: Price) -> Price:
         return lambda *stage: 0.0 if price(*stage) < math.inf else math.inf

@@ -55,6 +55,7 @@ class Prices:
         least: What a stage costs at the least whatever the others are; the price if `None`.
         wires: What is cut if some operations part: the first makes it; and bytes.
         alike: Relative distance of values that count as equal.
+        most: What the dearest stage may cost at the most.
     """
 
     once: Array
@@ -64,6 +65,7 @@ class Prices:
     least: Price | None = None
     wires: Sequence[tuple[tuple[int, ...], float]] = ()
     alike: float = TOLERANCE / 4
+    most: float = math.inf
 
     @property
     def num_stages(self) -> int:
@@ -157,7 +159,7 @@ def cheapest(
     ideals: Ideals, prices: Prices, below: float = math.inf
 ) -> tuple[float, list[int]] | None:
     """Finds the best path over a family of down-sets, if that is not above a value."""
-    paths = _Paths(ideals, prices, None)
+    paths, below = _Paths(ideals, prices, None), min(below, prices.most)
     found = paths.growing(prices.bound(ideals.blocks), below)
     if found is not None and prices.price is not None:
         least, path = found

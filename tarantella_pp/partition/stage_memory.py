@@ -71,7 +71,7 @@ class StageMemory:
         users = [()] * len(graph.weights) if known is None else graph.users(known)
         self._replicas = costs.replicas(users)
         self._summed = costs.reduction_bytes(1.0 if costs.shards == 1 else None)
-        self._limits = limits
+        self.limits = limits
         self._outputs = set(graph.outputs)
         self._known: dict[tuple[int, int, int], tuple[float, float]] = {}
         self._readers = [sum(1 << node for node in set(t.consumers)) for t in graph.tensors]
@@ -92,7 +92,7 @@ class StageMemory:
         """Prices a stage both ways, once; what is above its limit is infinitely dear."""
         if (begin, end, stage) not in self._known:
             prices = self._price(begin, end, stage)
-            most = self._limits[stage]
+            most = self.limits[stage]
             self._known[begin, end, stage] = (
                 prices[0] if prices[0] <= most else math.inf,
                 prices[1] if prices[1] <= most else math.inf,

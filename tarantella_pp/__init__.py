@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from tarantella_pp import callbacks as callbacks
     from tarantella_pp import errors as errors
     from tarantella_pp import models as models
-    from tarantella_pp.models.custom_loops.distributed_optimizer import (
+    from tarantella_pp.custom_steps.distributed_optimizer import (
         DistributedOptimizer as DistributedOptimizer,
     )
-    from tarantella_pp.models.custom_loops.tensor_collectives import allreduce as allreduce
-    from tarantella_pp.models.custom_loops.tensor_collectives import (
+    from tarantella_pp.custom_steps.tensor_collectives import allreduce as allreduce
+    from tarantella_pp.custom_steps.tensor_collectives import (
         broadcast_variables as broadcast_variables,
     )
     from tarantella_pp.models.data_parallel_model import Model as Model
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     __version__: str
 
 _HOME = {
-    "DistributedOptimizer": "tarantella_pp.models.custom_loops.distributed_optimizer",
+    "DistributedOptimizer": "tarantella_pp.custom_steps.distributed_optimizer",
     "HardwareSpec": "tarantella_pp.partition.plan.hardware_spec",
     "LayerSpeed": "tarantella_pp.partition.plan.hardware_spec",
     "Model": "tarantella_pp.models.data_parallel_model",
@@ -56,9 +56,9 @@ _HOME = {
     "Plan": "tarantella_pp.partition.plan.plan",
     "Profile": "tarantella_pp.partition.graph.profile",
     "Sequential": "tarantella_pp.models.data_parallel_model",
-    "allreduce": "tarantella_pp.models.custom_loops.tensor_collectives",
+    "allreduce": "tarantella_pp.custom_steps.tensor_collectives",
     "barrier": "tarantella_pp.models.ranks",
-    "broadcast_variables": "tarantella_pp.models.custom_loops.tensor_collectives",
+    "broadcast_variables": "tarantella_pp.custom_steps.tensor_collectives",
     "deferred_init": "tarantella_pp.models.deferred_init",
     "get_master_rank": "tarantella_pp.models.ranks",
     "get_rank": "tarantella_pp.models.ranks",

@@ -126,7 +126,7 @@ class Stack:
         import keras
         import tensorflow as tf
 
-        from tarantella_pp.partition.extraction.keras_reader import extract
+        from tarantella_pp.partition.graph.keras_reader import extract
         from tarantella_pp.partition.plan.roofline import node_work
 
         shape = kind.shapes[size]

@@ -54,7 +54,7 @@ from rich.table import Table
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 from tarantella_pp.runtime.comm.buffers import BufferPool
-from tarantella_pp.runtime.state.remote_variables import bytes_held
+from tarantella_pp.runtime.weights.remote_variables import bytes_held
 from tests.zoo.sized_models import gpt, lstm, mlp, plain_cnn, resnet, transformer, unet
 
 STEP = "training step"

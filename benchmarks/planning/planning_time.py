@@ -21,7 +21,7 @@ import keras
 
 import tarantella_pp as tnt
 from tarantella_pp.models.deferred_init import only_shapes
-from tarantella_pp.partition.extraction.keras_reader import extract
+from tarantella_pp.partition.graph.keras_reader import extract
 from tests.zoo.published_models import resnet101, unet
 from tests.zoo.sized_models import gpt
 

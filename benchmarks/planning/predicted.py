@@ -31,7 +31,7 @@ from benchmarks.planning.machine import ComputeProbes, slowest_link
 from benchmarks.planning.machine import machine_of as machine_of_ranks
 from benchmarks.planning.shared_cores import shared_step_seconds
 from tarantella_pp.partition.baselines import minimal_maximum
-from tarantella_pp.partition.extraction.keras_reader import ExtractedModel, extract
+from tarantella_pp.partition.graph.keras_reader import ExtractedModel, extract
 from tarantella_pp.partition.plan.hardware_spec import machine_of
 from tarantella_pp.partition.plan.plan_simulation import PlanSimulation
 from tarantella_pp.runtime.comm.communicator import world

@@ -24,8 +24,8 @@ import keras
 import tarantella_pp as tnt
 from tarantella_pp.models.deferred_init import only_shapes
 from tarantella_pp.partition.costs.stage_costs import StageCostModel
-from tarantella_pp.partition.extraction.keras_reader import ExtractedModel, extract
 from tarantella_pp.partition.given_balance import GIVEN, assignment_of, is_given
+from tarantella_pp.partition.graph.keras_reader import ExtractedModel, extract
 from tarantella_pp.partition.options import PlanOptions, Settings
 from tarantella_pp.partition.plan.hardware_spec import HardwareSpec, machines
 from tarantella_pp.partition.plan.plan_simulation import PlanSimulation

@@ -22,7 +22,7 @@ from keras.src.trainers.trainer import Trainer
 
 from tarantella_pp.errors import TarantellaError, UnsupportedModelError
 from tarantella_pp.models.pipeline_model import PipelineModel
-from tarantella_pp.partition.extraction.keras_reader import extract
+from tarantella_pp.partition.graph.keras_reader import extract
 
 WRAPS = os.environ["KERAS_TESTS"] == "wrapped"
 REPORT = os.environ["KERAS_TESTS_REPORT"]

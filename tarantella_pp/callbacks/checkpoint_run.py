@@ -12,15 +12,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from tarantella_pp.callbacks.checkpoint import Checkpoint
 from tarantella_pp.callbacks.preemption import EXIT_CODE, Preemption
-from tarantella_pp.checkpoints.checkpoint_choice import newest_whole
-from tarantella_pp.checkpoints.checkpoint_reader import RestoredState
-from tarantella_pp.checkpoints.checkpoint_writer import CheckpointWriter
-from tarantella_pp.checkpoints.manifest import (
+from tarantella_pp.errors import ConfigurationError
+from tarantella_pp.files.checkpoint_choice import newest_whole
+from tarantella_pp.files.checkpoint_reader import RestoredState
+from tarantella_pp.files.checkpoint_writer import CheckpointWriter
+from tarantella_pp.files.manifest import (
     FORMAT,
     DataPosition,
     Manifest,
@@ -29,7 +29,7 @@ from tarantella_pp.checkpoints.manifest import (
     from_plain,
     plain,
 )
-from tarantella_pp.checkpoints.run_facts import (
+from tarantella_pp.files.run_facts import (
     as_json,
     configs_of,
     facts_of,
@@ -39,8 +39,7 @@ from tarantella_pp.checkpoints.run_facts import (
     refuse_others,
     versions,
 )
-from tarantella_pp.errors import ConfigurationError
-from tarantella_pp.keras_internals.data import (
+from tarantella_pp.internals.data import (
     EpochStart,
     has_stopped,
     remembered_by,
@@ -296,14 +295,13 @@ class CheckpointRun:
             self._tell(f"writes no checkpoint: the loss is {loss} after step {self._step}")
             return
         own = dict(self._share.owned())
-        position = DataPosition("", 0, 0, 0, False)
+        place: dict[str, Any] = {"kind": "", "passes": 0, "batches": 0, "in_pass": False}
         if self._adapter.cursor is not None:
-            position, arrays = self._adapter.cursor.position(
+            place, arrays = self._adapter.cursor.position(
                 self._in_pass(), self._adapter.num_batches, self._options.steps_per_epoch
             )
             own |= {f"data/{name}": array for name, array in arrays.items()}
-        epochs = self._epoch - self._initial_epoch
-        position = msgspec.structs.replace(position, epochs=epochs)
+        position = DataPosition(**place, epochs=self._epoch - self._initial_epoch)
         if self._ranks.rank == 0:
             own |= self._best_weights()
         shapes: dict[str, Any] = {}

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 
 from tarantella_pp.errors import ConfigurationError
-from tarantella_pp.keras_internals.optimizers import settable_learning_rate
+from tarantella_pp.internals.optimizers import settable_learning_rate
 from tarantella_pp.runtime.comm.communicator import Communicator, TensorSpec
 
 _VOTE_TAG, _DECISION_TAG = 10, 11

@@ -21,7 +21,7 @@ from tarantella_pp.cli.output import (
 from tarantella_pp.errors import ConfigurationError, FileError
 
 if TYPE_CHECKING:
-    from tarantella_pp.checkpoints.manifest import Manifest, SavedFile
+    from tarantella_pp.files.manifest import Manifest, SavedFile
 
 HELP = "the directory that a Checkpoint callback was given, or one checkpoint in it"
 _ENDINGS = (".keras", ".weights.h5")
@@ -63,8 +63,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _found_in(directory: str) -> list[Path]:
     """The checkpoints that a DIRECTORY names, the newest first."""
-    from tarantella_pp.checkpoints.checkpoint_folder import checkpoints_in
-    from tarantella_pp.checkpoints.manifest import MANIFEST
+    from tarantella_pp.files.checkpoint_folder import checkpoints_in
+    from tarantella_pp.files.manifest import MANIFEST
 
     path = Path(directory)
     siblings = checkpoints_in(path.parent)
@@ -79,8 +79,8 @@ def _found_in(directory: str) -> list[Path]:
 
 def _show(arguments: argparse.Namespace) -> int:
     """Prints a table of all checkpoints, and the contents of the newest one that can be read."""
-    from tarantella_pp.checkpoints.manifest import read_manifest
     from tarantella_pp.errors import FileError
+    from tarantella_pp.files.manifest import read_manifest
 
     read: dict[Path, Manifest | str] = {}
     for path in _found_in(arguments.directory):
@@ -189,7 +189,7 @@ def _as_json(manifest: Manifest | str) -> Any:
 
 def _verify(arguments: argparse.Namespace) -> int:
     """Looks at every file; returns 1 if one is damaged or missing."""
-    from tarantella_pp.checkpoints.verification import all_damage
+    from tarantella_pp.files.verification import all_damage
 
     found = {path.name: all_damage(path) for path in _found_in(arguments.directory)}
     if arguments.json:
@@ -218,8 +218,8 @@ def _convert(arguments: argparse.Namespace) -> int:
 
 
 def _newest_whole(folders: list[Path]) -> tuple[Path, Manifest]:
-    from tarantella_pp.checkpoints.manifest import read_manifest
-    from tarantella_pp.checkpoints.verification import damage
+    from tarantella_pp.files.manifest import read_manifest
+    from tarantella_pp.files.verification import damage
 
     problems = []
     for folder in folders:
@@ -243,7 +243,7 @@ def _restored(folder: Path, manifest: Manifest, source: str | None) -> Any:
         else:
             plain = keras.saving.deserialize_keras_object(manifest.config)
 
-        from tarantella_pp.checkpoints.checkpoint_reader import RestoredState
+        from tarantella_pp.files.checkpoint_reader import RestoredState
         from tarantella_pp.models.pipeline_model import PipelineModel
 
         model = PipelineModel(plain, num_stages=1, num_micro_batches=1)

@@ -102,7 +102,7 @@ def build_without_weights(source: str) -> Any:
         return read_graph(source)
     file = source.rpartition(":")[0] or source
     with quiet_keras(f"keras.applications.{file}" if file.isidentifier() else file):
-        from tarantella_pp.keras_internals.model_files import deserialized
+        from tarantella_pp.internals.model_files import deserialized
         from tarantella_pp.models.deferred_init import only_shapes
     with only_shapes():
         if not source.endswith(".keras") or not zipfile.is_zipfile(existing_file(source)):

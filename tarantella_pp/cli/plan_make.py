@@ -123,7 +123,7 @@ def _graph_of(source: str, model: Any) -> LayerGraph:
     """Returns the layer graph of a MODEL."""
     if inputs.is_graph(source):
         return cast("LayerGraph", model.graph)
-    from tarantella_pp.partition.extraction.keras_reader import extract
+    from tarantella_pp.partition.graph.keras_reader import extract
 
     return extract(model).graph
 

@@ -14,35 +14,35 @@ import keras
 import numpy as np
 
 from tarantella_pp.errors import ConfigurationError
-from tarantella_pp.keras_internals.data import LogsOfEpoch
-from tarantella_pp.keras_internals.model_files import save_weights, write_legacy
-from tarantella_pp.keras_internals.state import pickled
-from tarantella_pp.models.files.file_replacement import replace_file, replace_shards
-from tarantella_pp.models.files.keras_file import KerasFile
-from tarantella_pp.models.files.plain_files import (
+from tarantella_pp.files.file_replacement import replace_file, replace_shards
+from tarantella_pp.files.keras_file import KerasFile
+from tarantella_pp.files.plain_files import (
     config_of,
     plain_model,
     read_state,
     read_weights,
     write_plain,
 )
+from tarantella_pp.internals.data import LogsOfEpoch
+from tarantella_pp.internals.model_files import save_weights, write_legacy
+from tarantella_pp.internals.state import pickled
 from tarantella_pp.runtime.comm.collective import (
     collective,
     contents_of,
     digest,
 )
 from tarantella_pp.runtime.one_rank import on_all_ranks, on_one_rank
-from tarantella_pp.runtime.state.optimizer_state import StateShare
-from tarantella_pp.runtime.state.remote_variables import (
+from tarantella_pp.runtime.weights.optimizer_state import StateShare
+from tarantella_pp.runtime.weights.remote_variables import (
     only_own_assigned,
     read_with,
     rows_of,
 )
-from tarantella_pp.runtime.state.value_stream import ValueStream
+from tarantella_pp.runtime.weights.value_stream import ValueStream
 
 if TYPE_CHECKING:
     from tarantella_pp.runtime.engine import Engine
-    from tarantella_pp.runtime.state.optimizer_state import OptimizerState
+    from tarantella_pp.runtime.weights.optimizer_state import OptimizerState
 
 _LEGACY = (".h5", ".hdf5")
 _IN_PARTS = (".weights.h5", ".weights.json", ".keras")

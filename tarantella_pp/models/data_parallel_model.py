@@ -8,7 +8,7 @@ from typing import Any
 import keras
 
 from tarantella_pp.errors import ConfigurationError, UnsupportedModelError
-from tarantella_pp.keras_internals.functional import hides_its_graph
+from tarantella_pp.internals.functional import hides_its_graph
 from tarantella_pp.models import model_validation
 from tarantella_pp.models.own_step_model import has_own_steps, with_replicas
 from tarantella_pp.models.pipeline_model import PipelineModel

@@ -16,13 +16,13 @@ with needed_for("tarantella_pp.deferred_init"):
     import keras
 
 from tarantella_pp.errors import ConfigurationError, UnsupportedModelError
-from tarantella_pp.keras_internals.state import (
+from tarantella_pp.internals.state import (
     given_values_kept,
     initializer_of,
     variables_without_values,
 )
 from tarantella_pp.runtime.comm.communicator import world
-from tarantella_pp.runtime.state.remote_variables import make_deferred
+from tarantella_pp.runtime.weights.remote_variables import make_deferred
 
 DEEPEST = 100_000
 """Layers in a row that Keras, which finds its way through a model by recursion, may meet."""

@@ -13,13 +13,13 @@ from typing import Any
 import keras
 
 from tarantella_pp.errors import ConfigurationError, UnsupportedModelError
-from tarantella_pp.keras_internals.functional import hides_its_graph
-from tarantella_pp.keras_internals.model_files import deserialized
+from tarantella_pp.internals.functional import hides_its_graph
+from tarantella_pp.internals.model_files import deserialized
 from tarantella_pp.models.data_parallel_model import Model
 from tarantella_pp.models.deferred_init import deferred_init
 from tarantella_pp.models.own_step_model import OwnStepModel, has_own_steps
 from tarantella_pp.models.pipeline_model import PipelineModel
-from tarantella_pp.partition.extraction.keras_reader import extract
+from tarantella_pp.partition.graph.keras_reader import extract
 from tarantella_pp.runtime.comm.communicator import world
 from tarantella_pp.runtime.one_rank import on_all_ranks
 

@@ -15,9 +15,9 @@ from typing import Any, BinaryIO
 import keras
 
 from tarantella_pp.errors import ConfigurationError
-from tarantella_pp.keras_internals.model_files import deserialized
-from tarantella_pp.models.files.file_replacement import replace_file
-from tarantella_pp.models.files.keras_file import KerasFile
+from tarantella_pp.files.file_replacement import replace_file
+from tarantella_pp.files.keras_file import KerasFile
+from tarantella_pp.internals.model_files import deserialized
 from tarantella_pp.models.model_building import built, compile_as, wrapped
 from tarantella_pp.models.training_loops import TrainingLoops
 from tarantella_pp.runtime.comm.collective import contents_of

@@ -13,15 +13,15 @@ import keras
 
 from tarantella_pp.callbacks.checkpoint import Checkpoint
 from tarantella_pp.callbacks.rank_rules import listed
+from tarantella_pp.custom_steps.replica_steps import ReplicaSteps
 from tarantella_pp.errors import ConfigurationError
-from tarantella_pp.keras_internals.functional import network_of, own_metrics, runs_its_graph
+from tarantella_pp.files.file_replacement import replace_file, replace_shards
+from tarantella_pp.internals.functional import network_of, own_metrics, runs_its_graph
 from tarantella_pp.models import model_validation
-from tarantella_pp.models.feeding.data_adapter import predict_function, step_function
-from tarantella_pp.models.files.file_replacement import replace_file, replace_shards
-from tarantella_pp.models.own_steps.replica_steps import ReplicaSteps
 from tarantella_pp.models.training_loops import TrainingLoops
 from tarantella_pp.runtime.comm.collective import collective, contents_of, named
 from tarantella_pp.runtime.comm.communicator import Communicator
+from tarantella_pp.runtime.data.data_adapter import predict_function, step_function
 from tarantella_pp.runtime.one_rank import on_one_rank
 
 

@@ -14,23 +14,23 @@ with needed_for("tarantella_pp.PipelineModel"):
     import keras
 
 from tarantella_pp.errors import ConfigurationError
-from tarantella_pp.keras_internals.optimizers import with_loss_scaling
-from tarantella_pp.keras_internals.state import compiled_with, forget_functions
-from tarantella_pp.keras_internals.training import compile_loss
+from tarantella_pp.internals.optimizers import with_loss_scaling
+from tarantella_pp.internals.state import compiled_with, forget_functions
+from tarantella_pp.internals.training import compile_loss
 from tarantella_pp.models import model_validation
 from tarantella_pp.models.agreed_plan import agreed_plan
 from tarantella_pp.models.collective_model import CollectiveModel
 from tarantella_pp.models.deferred_init import deferred_init, initial_values
-from tarantella_pp.models.feeding.data_adapter import predict_function, step_function
 from tarantella_pp.models.training_loops import TrainingLoops
-from tarantella_pp.partition.extraction.keras_reader import extract
+from tarantella_pp.partition.graph.keras_reader import extract
 from tarantella_pp.partition.options import PlanOptions, Recompute, checked_count
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.runtime.comm.collective import collective, compiled_facts, learning_rate_of
 from tarantella_pp.runtime.comm.communicator import world
+from tarantella_pp.runtime.data.data_adapter import predict_function, step_function
 from tarantella_pp.runtime.engine import Engine
-from tarantella_pp.runtime.replicas.process_groups import ProcessGroups
-from tarantella_pp.runtime.state.optimizer_state import OptimizerState
+from tarantella_pp.runtime.weights.optimizer_state import OptimizerState
+from tarantella_pp.runtime.weights.process_groups import ProcessGroups
 from tarantella_pp.schedule import Schedule, read_schedule
 
 

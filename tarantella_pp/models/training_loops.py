@@ -15,16 +15,16 @@ from tarantella_pp.callbacks.rank_rules import (
     kinds_of_all_ranks,
     with_trace,
 )
-from tarantella_pp.keras_internals.data import train_validation_split
-from tarantella_pp.keras_internals.training import forget_validation
-from tarantella_pp.models.feeding.data_adapter import BatchEngine
-from tarantella_pp.models.feeding.shared_data import (
+from tarantella_pp.internals.data import train_validation_split
+from tarantella_pp.internals.training import forget_validation
+from tarantella_pp.runtime.comm.collective import collective, learning_rate_of
+from tarantella_pp.runtime.data.data_adapter import BatchEngine
+from tarantella_pp.runtime.data.shared_data import (
     GivenData,
     given_data,
     shared_adapter,
     shared_adapters,
 )
-from tarantella_pp.runtime.comm.collective import collective, learning_rate_of
 
 if TYPE_CHECKING:
 

@@ -8,12 +8,12 @@ from typing import Any, TypeVar
 import keras
 import tensorflow as tf
 
-from tarantella_pp.runtime.batch.batch import Batch
-from tarantella_pp.runtime.batch.loss import LossValue
 from tarantella_pp.runtime.compilation import Compilation
+from tarantella_pp.runtime.data.batch import Batch
+from tarantella_pp.runtime.loss import LossValue
 from tarantella_pp.runtime.modules.stage_boundary import BoundaryTensor
 from tarantella_pp.runtime.probes.stage_probe import Pieces
-from tarantella_pp.runtime.replicas.replica_exchange import ReplicaExchange
+from tarantella_pp.runtime.weights.replica_exchange import ReplicaExchange
 
 _T = TypeVar("_T")
 

@@ -9,20 +9,20 @@ import keras
 import tensorflow as tf
 
 from tarantella_pp.errors import ConfigurationError
-from tarantella_pp.keras_internals.training import build_metrics, compiled_loss, compiled_metrics
-from tarantella_pp.partition.extraction.keras_reader import ExtractedModel
+from tarantella_pp.internals.training import build_metrics, compiled_loss, compiled_metrics
+from tarantella_pp.partition.graph.keras_reader import ExtractedModel
 from tarantella_pp.partition.plan.plan_parts import OutputUse
-from tarantella_pp.runtime.batch.batch import Batch
-from tarantella_pp.runtime.batch.batch_announcement import rebuild, tensors_in
-from tarantella_pp.runtime.batch.loss import BatchLoss
-from tarantella_pp.runtime.batch.loss_and_metrics import LossAndMetrics
+from tarantella_pp.runtime.data.batch import Batch
+from tarantella_pp.runtime.data.batch_announcement import rebuild, tensors_in
+from tarantella_pp.runtime.loss import BatchLoss
+from tarantella_pp.runtime.loss_and_metrics import LossAndMetrics
 from tarantella_pp.runtime.modules.model_outputs import unpacked
 from tarantella_pp.runtime.modules.stage_boundary import StageBoundary
 from tarantella_pp.runtime.modules.stage_module import StageModule
 from tarantella_pp.runtime.one_rank import on_one_rank
 from tarantella_pp.runtime.optimizer_step import OptimizerStep
 from tarantella_pp.runtime.probes.loss_probe import loss_kinds, whole_batch_reason
-from tarantella_pp.runtime.state.rank_weights import RankWeights
+from tarantella_pp.runtime.weights.rank_weights import RankWeights
 
 
 class Compilation:

@@ -10,28 +10,24 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tarantella_pp.keras_internals.training import (
+from tarantella_pp.internals.training import (
     compiled_loss,
     compiled_metrics,
     standardize_inputs,
 )
-from tarantella_pp.partition.extraction.keras_reader import ExtractedModel, extract
+from tarantella_pp.partition.graph.keras_reader import ExtractedModel, extract
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan.plan_simulation import with_findings
-from tarantella_pp.runtime.batch.batch import Batch, inputs_of_stages, needs_of_ranks
-from tarantella_pp.runtime.batch.data_feed import DataFeed
 from tarantella_pp.runtime.batch_step import BatchStep
 from tarantella_pp.runtime.compilation import Compilation
+from tarantella_pp.runtime.data.batch import Batch, inputs_of_stages, needs_of_ranks
+from tarantella_pp.runtime.data.data_feed import DataFeed
 from tarantella_pp.runtime.memory_check import MemoryCheck
 from tarantella_pp.runtime.modules.model_outputs import pack_outputs
 from tarantella_pp.runtime.one_rank import on_all_ranks
 from tarantella_pp.runtime.probes.stage_probe import Pieces
 from tarantella_pp.runtime.rank_stages import RankStages
-from tarantella_pp.runtime.replicas.process_groups import BatchShare, ProcessGroups, batch_shares
-from tarantella_pp.runtime.replicas.replica_exchange import ReplicaExchange
 from tarantella_pp.runtime.shared_logs import SharedLogs
-from tarantella_pp.runtime.state.rank_weights import RankWeights
-from tarantella_pp.runtime.state.remote_variables import only_traced
 from tarantella_pp.runtime.step_schedules import StepSchedules
 from tarantella_pp.runtime.tracing.recorder import (
     LOGS,
@@ -40,6 +36,10 @@ from tarantella_pp.runtime.tracing.recorder import (
     UPDATE,
     Recorder,
 )
+from tarantella_pp.runtime.weights.process_groups import BatchShare, ProcessGroups, batch_shares
+from tarantella_pp.runtime.weights.rank_weights import RankWeights
+from tarantella_pp.runtime.weights.remote_variables import only_traced
+from tarantella_pp.runtime.weights.replica_exchange import ReplicaExchange
 
 
 class Engine:

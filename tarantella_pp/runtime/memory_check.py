@@ -6,15 +6,15 @@ import warnings
 from typing import Any
 
 from tarantella_pp.errors import PlanError
-from tarantella_pp.partition.extraction.keras_reader import ExtractedModel
+from tarantella_pp.partition.graph.keras_reader import ExtractedModel
 from tarantella_pp.partition.graph.units import format_bytes
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan.plan_parts import OutputUse
 from tarantella_pp.partition.with_batch import ways_to_less_memory, with_batch
 from tarantella_pp.runtime.compilation import expected_outputs
-from tarantella_pp.runtime.replicas.process_groups import ProcessGroups
 from tarantella_pp.runtime.step_schedules import StepSchedules
 from tarantella_pp.runtime.tracing.host_memory import memory_of_each_rank
+from tarantella_pp.runtime.weights.process_groups import ProcessGroups
 
 
 class MemoryCheck:

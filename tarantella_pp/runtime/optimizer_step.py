@@ -14,7 +14,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tarantella_pp.keras_internals.optimizers import (
+from tarantella_pp.internals.optimizers import (
     count_step,
     looks_at_all_gradients,
     loss_scale,
@@ -22,9 +22,9 @@ from tarantella_pp.keras_internals.optimizers import (
     with_global_norm,
 )
 from tarantella_pp.runtime.modules.stage_module import Slices, StageModule
-from tarantella_pp.runtime.replicas.gradient_reduction import Gradient
-from tarantella_pp.runtime.state.rank_weights import Bucket, RankWeights
-from tarantella_pp.runtime.state.tied_weights import total
+from tarantella_pp.runtime.weights.gradient_reduction import Gradient
+from tarantella_pp.runtime.weights.rank_weights import Bucket, RankWeights
+from tarantella_pp.runtime.weights.tied_weights import total
 
 Collected: TypeAlias = dict[int, dict[int, Slices]]
 """What is sparse of the gradients, by stage and by the weight's place in it."""

@@ -10,11 +10,11 @@ import tensorflow as tf
 
 from tarantella_pp import errors
 from tarantella_pp.errors import TarantellaError, UnsupportedModelError
-from tarantella_pp.partition.extraction.keras_reader import ExtractedModel
+from tarantella_pp.partition.graph.keras_reader import ExtractedModel
 from tarantella_pp.partition.plan.plan import Plan
-from tarantella_pp.runtime.batch.batch import Batch
 from tarantella_pp.runtime.batch_step import BatchStep
 from tarantella_pp.runtime.comm.communicator import Communicator
+from tarantella_pp.runtime.data.batch import Batch
 from tarantella_pp.runtime.executor import Executor
 from tarantella_pp.runtime.modules.model_outputs import find_activations
 from tarantella_pp.runtime.modules.stage_boundary import (
@@ -24,11 +24,11 @@ from tarantella_pp.runtime.modules.stage_boundary import (
     stage_edges,
 )
 from tarantella_pp.runtime.probes.stage_probe import Pieces
-from tarantella_pp.runtime.replicas.forward_state import ForwardState
-from tarantella_pp.runtime.replicas.process_groups import ProcessGroups
 from tarantella_pp.runtime.stage.stage import Stage
 from tarantella_pp.runtime.stage_messages import StageMessages
 from tarantella_pp.runtime.tracing.recorder import Recorder
+from tarantella_pp.runtime.weights.forward_state import ForwardState
+from tarantella_pp.runtime.weights.process_groups import ProcessGroups
 from tarantella_pp.schedule import Schedule, Transfer, send_window
 
 

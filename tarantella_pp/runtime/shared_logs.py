@@ -10,14 +10,14 @@ import numpy as np
 import tensorflow as tf
 
 from tarantella_pp.errors import ConfigurationError
-from tarantella_pp.partition.extraction.keras_reader import ExtractedModel
+from tarantella_pp.partition.graph.keras_reader import ExtractedModel
 from tarantella_pp.runtime.batch_step import BatchStep
 from tarantella_pp.runtime.comm.communicator import Communicator, TensorSpec
 from tarantella_pp.runtime.comm.tensor_buffers import to_buffer, to_tensor
-from tarantella_pp.runtime.replicas.process_groups import ProcessGroups
 from tarantella_pp.runtime.stage.layer_metrics import LayerMetrics
-from tarantella_pp.runtime.state.rank_weights import broadcast_variable
-from tarantella_pp.runtime.state.remote_variables import OF_METRICS, StepCounter, make_remote
+from tarantella_pp.runtime.weights.process_groups import ProcessGroups
+from tarantella_pp.runtime.weights.rank_weights import broadcast_variable
+from tarantella_pp.runtime.weights.remote_variables import OF_METRICS, StepCounter, make_remote
 
 _LOSS_TAG, _LOGS_TAG = 4, 5
 _FLOAT = np.dtype(np.float64)

@@ -9,10 +9,10 @@ from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan.plan_simulation import search_limits
 from tarantella_pp.runtime.comm.communicator import Communicator
 from tarantella_pp.runtime.modules.stage_boundary import StageEdge
-from tarantella_pp.runtime.replicas.process_groups import ProcessGroups
 from tarantella_pp.runtime.tracing.links import clock_offset
 from tarantella_pp.runtime.tracing.recorded_step import gather_steps, measured_costs
 from tarantella_pp.runtime.tracing.recorder import StepRecord
+from tarantella_pp.runtime.weights.process_groups import ProcessGroups
 from tarantella_pp.schedule import SEARCHED, Schedule, ScheduleSpec, lower, make_schedule, validate
 from tarantella_pp.simulation import Costs, search_schedule
 

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import tensorflow as tf
 
-from tarantella_pp.keras_internals.functional import (
+from tarantella_pp.internals.functional import (
     get_mask,
     operation_fn,
     set_mask,

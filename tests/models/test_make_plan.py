@@ -14,7 +14,7 @@ from keras import layers
 from tarantella_pp.cli.main import main
 from tarantella_pp.errors import ConfigurationError, PlanError
 from tarantella_pp.models.make_plan import ACCELERATOR, CORE, default_machine, make_plan
-from tarantella_pp.partition.extraction.keras_reader import extract
+from tarantella_pp.partition.graph.keras_reader import extract
 from tarantella_pp.partition.graph.profile import NodeProfile, Profile
 from tarantella_pp.partition.graph.units import format_bytes
 from tarantella_pp.partition.plan.hardware_spec import HardwareSpec, machines

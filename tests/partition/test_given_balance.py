@@ -9,8 +9,8 @@ from keras import layers
 
 import tarantella_pp as tnt
 from tarantella_pp.errors import ConfigurationError, PlanError
-from tarantella_pp.partition.extraction.keras_reader import extract
 from tarantella_pp.partition.given_balance import assignment_of
+from tarantella_pp.partition.graph.keras_reader import extract
 from tests.helpers.commands import Command
 from tests.zoo import models
 

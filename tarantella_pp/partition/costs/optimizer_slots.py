@@ -10,7 +10,7 @@ from typing import Any
 import keras
 
 from tarantella_pp.errors import ConfigurationError
-from tarantella_pp.keras_internals.state import name_by_path, outside_stateless_scopes
+from tarantella_pp.internals.state import name_by_path, outside_stateless_scopes
 from tarantella_pp.partition.graph.layer_graph import Weight
 from tarantella_pp.partition.graph.units import item_bytes
 

@@ -14,7 +14,7 @@ import keras
 import msgspec
 import numpy as np
 
-from tarantella_pp.keras_internals.optimizers import settable_learning_rate
+from tarantella_pp.internals.optimizers import settable_learning_rate
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 

@@ -9,16 +9,16 @@ import keras
 import tensorflow as tf
 
 from tarantella_pp.errors import UnsupportedModelError
-from tarantella_pp.keras_internals.functional import (
+from tarantella_pp.internals.functional import (
     get_mask,
     operation_fn,
     set_mask,
 )
-from tarantella_pp.keras_internals.training import added_losses
-from tarantella_pp.partition.extraction.calls import Call
+from tarantella_pp.internals.training import added_losses
+from tarantella_pp.partition.graph.calls import Call
 from tarantella_pp.runtime.modules.model_outputs import as_logits, as_made
 from tarantella_pp.runtime.modules.stage_boundary import BoundaryTensor, StageBoundary
-from tarantella_pp.runtime.replicas.forward_state import BatchStatistics
+from tarantella_pp.runtime.weights.forward_state import BatchStatistics
 
 Slices: TypeAlias = tuple[tf.Tensor, tf.Tensor]
 """Values and indices of a sparse gradient."""

@@ -13,14 +13,15 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from tarantella_pp.keras_internals.functional import compute_output_spec
-from tarantella_pp.keras_internals.training import (
+from tarantella_pp.internals.functional import compute_output_spec
+from tarantella_pp.internals.training import (
     reduces_values,
     sample_values,
     second_loss,
 )
-from tarantella_pp.partition.extraction.keras_reader import ExtractedModel
+from tarantella_pp.partition.graph.keras_reader import ExtractedModel
 from tarantella_pp.runtime.modules.model_outputs import unpacked
+from tarantella_pp.runtime.modules.side_effects import effects_of
 from tarantella_pp.runtime.probes.parts import (
     ALL,
     MEAN,
@@ -31,7 +32,6 @@ from tarantella_pp.runtime.probes.parts import (
     kinds_of,
     thirds,
 )
-from tarantella_pp.runtime.tf_graph.side_effects import effects_of
 
 Array = NDArray[Any]
 Shape = Sequence[int | None]

@@ -24,8 +24,8 @@ import numpy as np
 import tensorflow as tf
 
 from tarantella_pp.runtime.comm.tensor_buffers import value_of
-from tarantella_pp.runtime.tf_graph.compiled_function import CompiledFunction, unoptimized
-from tarantella_pp.runtime.tf_graph.subgraph import SubgraphExtractor, ancestors
+from tarantella_pp.runtime.modules.compiled_function import CompiledFunction, unoptimized
+from tarantella_pp.runtime.modules.subgraph import SubgraphExtractor, ancestors
 
 ROWS, SAME, MEAN, SUM = "rows", "same", "mean", "sum"
 ALL = frozenset((ROWS, SAME, MEAN, SUM))

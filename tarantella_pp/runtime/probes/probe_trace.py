@@ -13,9 +13,11 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from tarantella_pp.keras_internals.training import moving_statistics
-from tarantella_pp.partition.extraction.calls import Call
+from tarantella_pp.internals.training import moving_statistics
+from tarantella_pp.partition.graph.calls import Call
+from tarantella_pp.runtime.modules.compiled_function import CompiledFunction, unoptimized
 from tarantella_pp.runtime.modules.stage_module import StageModule
+from tarantella_pp.runtime.modules.subgraph import SubgraphExtractor
 from tarantella_pp.runtime.probes.parts import (
     FLOOR,
     ROWS,
@@ -25,8 +27,6 @@ from tarantella_pp.runtime.probes.parts import (
     PartsProbe,
     thirds,
 )
-from tarantella_pp.runtime.tf_graph.compiled_function import CompiledFunction, unoptimized
-from tarantella_pp.runtime.tf_graph.subgraph import SubgraphExtractor
 
 Array = NDArray[Any]
 

@@ -20,11 +20,11 @@ import numpy as np
 import tensorflow as tf
 
 from tarantella_pp.errors import UnsupportedModelError
+from tarantella_pp.runtime.modules.side_effects import refuse_effects
 from tarantella_pp.runtime.modules.stage_module import StageModule
 from tarantella_pp.runtime.probes.parts import MEAN, SUM, opposite
 from tarantella_pp.runtime.probes.probe_trace import ProbeTrace, Samples, samples_first
-from tarantella_pp.runtime.state.remote_variables import is_stale
-from tarantella_pp.runtime.tf_graph.side_effects import refuse_effects
+from tarantella_pp.runtime.weights.remote_variables import is_stale
 
 _WANTED, _ENOUGH = 6, 4
 """Samples to try a stage out with, of following micro-batches too; else the same ones once more.

@@ -11,8 +11,8 @@ import numpy as np
 import tensorflow as tf
 
 from tarantella_pp.errors import UnsupportedModelError
-from tarantella_pp.keras_internals.functional import layer_metrics
-from tarantella_pp.partition.extraction.keras_reader import ExtractedModel
+from tarantella_pp.internals.functional import layer_metrics
+from tarantella_pp.partition.graph.keras_reader import ExtractedModel
 from tarantella_pp.runtime.modules.stage_module import StageModule
 from tarantella_pp.runtime.probes.metric_probe import (
     PARTS,

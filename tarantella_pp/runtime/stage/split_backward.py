@@ -9,13 +9,13 @@ from typing import Any
 
 import tensorflow as tf
 
-from tarantella_pp.runtime.modules.stage_module import Slices, StageModule
-from tarantella_pp.runtime.tf_graph.compiled_function import CompiledFunction
-from tarantella_pp.runtime.tf_graph.graph_split import (
+from tarantella_pp.runtime.modules.compiled_function import CompiledFunction
+from tarantella_pp.runtime.modules.graph_split import (
     CutError,
     Trace,
     split_graph,
 )
+from tarantella_pp.runtime.modules.stage_module import Slices, StageModule
 
 _KEY, _FLAG = tf.TensorSpec([], tf.int64), tf.TensorSpec([], tf.bool)
 _VIEWS = ("Reshape", "Identity", "ExpandDims", "Squeeze")

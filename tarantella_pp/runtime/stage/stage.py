@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 
-from tarantella_pp.partition.extraction.calls import Call
+from tarantella_pp.partition.graph.calls import Call
 from tarantella_pp.runtime.modules.stage_boundary import StageBoundary
 from tarantella_pp.runtime.modules.stage_module import StageModule
 from tarantella_pp.runtime.probes.stage_probe import Pieces, StageProbe

@@ -8,9 +8,9 @@ from typing import Any, TypeAlias
 
 import tensorflow as tf
 
+from tarantella_pp.runtime.modules.graph_split import CutError
 from tarantella_pp.runtime.modules.stage_module import StageModule
 from tarantella_pp.runtime.stage.split_backward import SplitBackward
-from tarantella_pp.runtime.tf_graph.graph_split import CutError
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 
-from tarantella_pp.keras_internals.devices import gpu_in_use
+from tarantella_pp.internals.devices import gpu_in_use
 from tarantella_pp.runtime.comm.communicator import Communicator
 
 PROC, GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")

@@ -13,9 +13,9 @@ import pytest
 from keras import layers
 
 import tarantella_pp as tnt
-from tarantella_pp.checkpoints import checkpoint_folder, checkpoint_writer, tensor_file
 from tarantella_pp.cli.main import main
 from tarantella_pp.errors import ConfigurationError, FileError
+from tarantella_pp.files import checkpoint_folder, checkpoint_writer, tensor_file
 from tests.helpers.training import floats
 
 pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("float64")]

@@ -13,8 +13,8 @@ import tensorflow as tf
 from keras import layers
 
 import tarantella_pp as tnt
-from tarantella_pp.checkpoints import checkpoint_choice, checkpoint_writer
 from tarantella_pp.errors import TarantellaError
+from tarantella_pp.files import checkpoint_choice, checkpoint_writer
 from tests.helpers.draws import more_asked_for
 from tests.helpers.jobs import PYTHONS, tarantella
 from tests.helpers.mpi import mpi_run

@@ -10,12 +10,12 @@ import pytest
 from keras import layers
 
 from tarantella_pp.errors import ConfigurationError, StaleWeightError, UnsupportedModelError
-from tarantella_pp.keras_internals import model_files
+from tarantella_pp.internals import model_files
 from tarantella_pp.models.deferred_init import deferred_init
 from tarantella_pp.models.pipeline_model import PipelineModel
 from tarantella_pp.runtime.comm.communicator import world
 from tarantella_pp.runtime.comm.tensor_buffers import elements_of
-from tarantella_pp.runtime.state import remote_variables, value_stream
+from tarantella_pp.runtime.weights import remote_variables, value_stream
 from tests.helpers.mpi import mpi_run
 from tests.helpers.training import (
     IDS,

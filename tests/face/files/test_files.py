@@ -19,7 +19,7 @@ from keras import layers
 
 import tarantella_pp as tnt
 from tarantella_pp.errors import ConfigurationError, FileError
-from tarantella_pp.models.files import file_replacement
+from tarantella_pp.files import file_replacement
 from tarantella_pp.models.pipeline_model import PipelineModel
 from tarantella_pp.runtime.comm.communicator import world
 from tests.helpers.mpi import mpi_run

@@ -17,7 +17,7 @@ from keras import layers
 
 import tarantella_pp as tnt
 from tarantella_pp.errors import ConfigurationError, FileError, UnsupportedModelError
-from tarantella_pp.models.files import keras_file
+from tarantella_pp.files import keras_file
 from tests.helpers.mpi import mpi_run
 from tests.helpers.training import IDS, X, Y, distance, use_float64
 from tests.zoo.models import dropout, mlp, nested, sequential, shared, tied_head

@@ -14,7 +14,7 @@ from keras import layers
 from tarantella_pp.errors import ConfigurationError, UnsupportedModelError
 from tarantella_pp.models.pipeline_model import PipelineModel
 from tarantella_pp.runtime.comm.communicator import Communicator, world
-from tarantella_pp.runtime.state.optimizer_state import OptimizerState
+from tarantella_pp.runtime.weights.optimizer_state import OptimizerState
 from tests.helpers.draws import more_asked_for
 from tests.helpers.mpi import mpi_run
 from tests.helpers.training import (

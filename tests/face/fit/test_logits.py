@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from keras import layers, ops
 
-from tarantella_pp.partition.extraction.keras_reader import extract
+from tarantella_pp.partition.graph.keras_reader import extract
 from tarantella_pp.runtime.modules.model_outputs import find_activations
 from tests.helpers.training import (
     SAMPLES,

@@ -13,7 +13,7 @@ from keras import layers, ops
 from tarantella_pp.errors import ConfigurationError, UnsupportedModelError
 from tarantella_pp.models.make_plan import make_plan
 from tarantella_pp.models.pipeline_model import PipelineModel
-from tarantella_pp.partition.extraction import keras_reader
+from tarantella_pp.partition.graph import keras_reader
 from tests.helpers.training import SAMPLES, X, Y, distance, in_eager_steps
 from tests.zoo.models import Table, mlp, nested, sequential
 

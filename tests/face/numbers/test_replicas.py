@@ -14,7 +14,7 @@ from tarantella_pp.models.make_plan import CORE, make_plan
 from tarantella_pp.models.pipeline_model import PipelineModel
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.runtime.comm.communicator import world
-from tarantella_pp.runtime.replicas.process_groups import batch_shares
+from tarantella_pp.runtime.weights.process_groups import batch_shares
 from tests.helpers.mpi import PYTHONS, mpi_run
 from tests.helpers.rank_training import (
     BITS,

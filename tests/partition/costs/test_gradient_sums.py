@@ -8,7 +8,7 @@ import pytest
 from tarantella_pp.partition.costs.gradient_sums import GradientSums
 from tarantella_pp.partition.costs.optimizer_slots import optimizer_state_bytes
 from tarantella_pp.partition.costs.stage_costs import StageCostModel
-from tarantella_pp.partition.extraction.keras_reader import extract
+from tarantella_pp.partition.graph.keras_reader import extract
 from tests.helpers.runner import random_stages
 from tests.zoo import models
 

@@ -12,7 +12,7 @@ from tarantella_pp.partition.costs.peak_memory import (
     update_bytes,
 )
 from tarantella_pp.partition.costs.stage_costs import StageCostModel
-from tarantella_pp.partition.extraction.keras_reader import extract
+from tarantella_pp.partition.graph.keras_reader import extract
 from tarantella_pp.partition.graph.units import wire_bytes
 from tarantella_pp.partition.plan.plan_parts import CutEdge
 from tests.zoo import models

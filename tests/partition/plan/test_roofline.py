@@ -11,7 +11,7 @@ from keras import layers
 import tarantella_pp as tnt
 from tarantella_pp.errors import ConfigurationError, PlanError
 from tarantella_pp.models.deferred_init import only_shapes
-from tarantella_pp.partition.extraction.keras_reader import extract
+from tarantella_pp.partition.graph.keras_reader import extract
 from tarantella_pp.partition.plan.hardware_spec import (
     HardwareSpec,
     LayerSpeed,

@@ -47,7 +47,7 @@ def held_bytes() -> list[list[Any]]:
 
     import tarantella_pp as tnt
     from tarantella_pp.runtime.comm.buffers import SMALLEST_POOLED
-    from tarantella_pp.runtime.replicas.gradient_reduction import GradientReduction
+    from tarantella_pp.runtime.weights.gradient_reduction import GradientReduction
 
     x = np.arange(BATCH * IDS).reshape(BATCH, IDS) % 1000
     found = []

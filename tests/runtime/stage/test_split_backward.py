@@ -10,15 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tarantella_pp.errors import UnsupportedModelError
-from tarantella_pp.runtime.batch.batch_announcement import (
+from tarantella_pp.runtime.comm.tensor_buffers import to_buffer, to_tensor
+from tarantella_pp.runtime.data.batch_announcement import (
     describe,
     rebuild,
     tensors_in,
 )
-from tarantella_pp.runtime.comm.tensor_buffers import to_buffer, to_tensor
 from tarantella_pp.runtime.modules.stage_module import GradientAccumulator
-from tarantella_pp.runtime.replicas.process_groups import micro_batch_sizes
 from tarantella_pp.runtime.stage.split_backward import ActivationStash
+from tarantella_pp.runtime.weights.process_groups import micro_batch_sizes
 
 pytestmark = pytest.mark.keras
 

@@ -10,12 +10,12 @@ import pytest
 import tensorflow as tf
 from keras import layers, ops
 
-from tarantella_pp.partition.extraction.keras_reader import extract
+from tarantella_pp.partition.graph.keras_reader import extract
+from tarantella_pp.runtime.modules.graph_split import CutError
 from tarantella_pp.runtime.modules.stage_boundary import stage_boundaries
 from tarantella_pp.runtime.stage.split_backward import SplitBackward
 from tarantella_pp.runtime.stage.stage import Stage
 from tarantella_pp.runtime.stage.training_passes import TapeBackward
-from tarantella_pp.runtime.tf_graph.graph_split import CutError
 
 pytestmark = pytest.mark.keras
 

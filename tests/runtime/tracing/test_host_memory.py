@@ -5,7 +5,7 @@ from __future__ import annotations
 import psutil
 import pytest
 
-from tarantella_pp.keras_internals.devices import Gpu
+from tarantella_pp.internals.devices import Gpu
 from tarantella_pp.runtime.comm.communicator import Communicator
 from tarantella_pp.runtime.tracing import host_memory
 

@@ -12,7 +12,7 @@ from keras import layers, ops
 
 from tarantella_pp.errors import ConfigurationError, PlanError
 from tarantella_pp.models.make_plan import make_plan
-from tarantella_pp.partition.extraction.keras_reader import extract
+from tarantella_pp.partition.graph.keras_reader import extract
 from tarantella_pp.partition.graph.profile import NodeProfile, Profile
 from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
 from tarantella_pp.partition.plan.plan_simulation import PlanSimulation

@@ -1,1 +1,0 @@
-"""The state of a run as files: tensors, manifest, checksums, the newest whole one."""

@@ -1,0 +1,181 @@
+"""Replicas of a model that trains, tests or predicts in steps of the user's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tarantella_pp.custom_steps.prepared_step import PreparedStep
+from tarantella_pp.custom_steps.step_feed import StepFeed, data_of
+from tarantella_pp.custom_steps.step_probe import StepKinds, found_kinds
+from tarantella_pp.custom_steps.step_trace import StepTrace
+from tarantella_pp.errors import ConfigurationError, UnsupportedModelError
+from tarantella_pp.internals.training import layers_in, moments_known
+from tarantella_pp.runtime.comm.communicator import Communicator
+from tarantella_pp.runtime.data.batch import Batch
+from tarantella_pp.runtime.one_rank import on_all_ranks, on_one_rank
+from tarantella_pp.runtime.tracing.recorder import Recorder
+from tarantella_pp.runtime.weights.forward_state import BatchStatistics
+from tarantella_pp.runtime.weights.process_groups import BatchShare, batch_shares
+from tarantella_pp.runtime.weights.rank_weights import broadcast_variable, check_replicas
+
+_TRIES = 0
+"""The rank that tries a step: that of the first samples of each batch."""
+
+
+class ReplicaSteps:
+    """Runs the steps of a model on all ranks, each of which has all of it.
+
+    Attributes:
+        communicator: The replicas.
+        feed: Hands every rank its samples.
+    """
+
+    def __init__(self, model: Any, ranks: Communicator, gradient_dtype: str | None) -> None:
+        self.communicator = ranks
+        self.feed = StepFeed(ranks, self._shares)
+        self._model = model
+        self._gradient_dtype = gradient_dtype
+        self._steps: dict[tuple[str, bytes], PreparedStep] = {}
+        self._alike: dict[int, Any] = {}
+
+    @property
+    def prints(self) -> bool:
+        """Whether this rank shows progress and writes files: the last one."""
+        return self.communicator.rank == self.communicator.size - 1
+
+    def train(self, batch: Batch) -> dict[str, Any]:
+        """Trains one batch; returns Keras' logs, the same on all ranks."""
+        logs: dict[str, Any] = self._run("train_step", batch)
+        return logs
+
+    def test(self, batch: Batch) -> dict[str, Any]:
+        """Evaluates one batch; returns Keras' logs, the same on all ranks."""
+        logs: dict[str, Any] = self._run("test_step", batch)
+        return logs
+
+    def predict(self, batch: Batch) -> Any:
+        """Predicts one batch; returns the outputs for all of it, on all ranks."""
+        return self._run("predict_step", batch)
+
+    def share_metrics(self) -> None:
+        """Does nothing: metrics are the same on all ranks after each step."""
+
+    def record(self, recorder: Recorder | None) -> None:
+        """Refuses to record; `None` is what it does anyway."""
+        if recorder is not None:
+            raise ConfigurationError(
+                f"Model '{self._model.name}' runs steps of its own, which have no stages that a "
+                "Timeline could show. Leave the Timeline, or `--trace`, out."
+            )
+
+    def forget_compilation(self) -> None:
+        """Makes the next steps be traced and tried anew."""
+        self._steps.clear()
+
+    def check_alike(self) -> None:
+        """Compares what replicas hold; all of them must call it."""
+        check_replicas(list(self._alike.values()), self.communicator)
+
+    def _run(self, name: str, batch: Batch) -> Any:
+        key = name, batch.signature
+        if key not in self._steps:
+            self._steps[key] = self._prepared(name, batch)
+        step = self._steps[key]
+        try:
+            return step.predict(batch) if name == "predict_step" else step.run(batch)
+        except BaseException as error:
+            step.clear()
+            self.communicator.breaks(error)
+            raise
+
+    def _shares(self, rows: int) -> list[BatchShare]:
+        return batch_shares(rows, 1, self.communicator.size)
+
+    def _prepared(self, name: str, batch: Batch) -> PreparedStep:
+        """Traces a step and tries it out, before the first batch of a kind; takes all ranks."""
+        ranks, what = self.communicator, f"{type(self._model).__name__}.{name}"
+        statistics = BatchStatistics()
+        traces: list[StepTrace] = []
+
+        def trace() -> None:
+            self._check_norms()
+            run = self._trace(name, batch, lambda: statistics.gathered(self._model))
+            traces[:] = [run, run]
+            if statistics.variables:
+                traces[1] = self._trace(name, batch, lambda: moments_known(self._model))
+
+        on_all_ranks(ranks, f"trace {what}", trace)
+        run, tried = traces
+        self._make_alike(run, statistics)
+        tensors = [batch.inputs[i] for i in range(len(batch.inputs))]
+        found = on_one_rank(
+            ranks, _TRIES, f"try {what}",
+            lambda: found_kinds(tried, tensors, what, by_rows=name == "predict_step"),
+            UnsupportedModelError,
+        )  # fmt: skip
+        kinds = StepKinds.told(tried, found)
+        return PreparedStep(run, kinds, statistics, ranks, self._gradient_dtype)
+
+    def _trace(self, name: str, batch: Batch, around: Any) -> StepTrace:
+        """Traces a step; once more if that has made variables, which are there then."""
+        specs = [
+            tf.TensorSpec([None, *batch.inputs[i].shape[1:]], batch.inputs[i].dtype)
+            for i in range(len(batch.inputs))
+        ]
+
+        def step(*tensors: tf.Tensor) -> Any:
+            return getattr(self._model, name)(data_of(batch, tensors))
+
+        what = f"{type(self._model).__name__}.{name}"
+        before = self._count()
+        try:
+            found = StepTrace(step, specs, what, around)
+            return found if self._count() == before else StepTrace(step, specs, what, around)
+        except Exception as error:
+            error.add_note(
+                f"{what} is traced for any number of samples, as Keras' `fit` does of arrays: ask "
+                "for it with keras.ops.shape(x)[0]."
+            )
+            raise
+
+    def _count(self) -> tuple[int, ...]:
+        optimizer = getattr(self._model, "optimizer", None)
+        slots = 0 if optimizer is None else len(optimizer.variables)
+        return slots, len(self._model.variables)
+
+    def _norms(self) -> list[Any]:
+        kind = keras.layers.BatchNormalization
+        return [p for p in layers_in(self._model) if isinstance(p, kind) and p.trainable]
+
+    def _check_norms(self) -> None:
+        """Refuses batch statistics that replicas do not share."""
+        names = [layer.name for layer in self._norms() if layer.synchronized]
+        if names:
+            raise UnsupportedModelError(
+                f"BatchNormalization layers {', '.join(names)} have synchronized=True, but each of "
+                f"{self.communicator.size} replicas takes its own statistics. Use "
+                "synchronized=False, or train in one process."
+            )
+
+    def _make_alike(self, trace: StepTrace, statistics: BatchStatistics) -> None:
+        """Gives all ranks the first one's weights, slots and seeds, unless they have them."""
+        own = {id(v) for v in statistics.variables}
+        held = [v.value for v in self._model.variables]
+        held += [v.value for update in trace.updates for v in update.optimizer.variables]
+        held += [v for v in trace.variables if id(v) not in own]
+        new = {id(v): v for v in held if id(v) not in self._alike}
+        told = trace.description()
+        told["weights and slots"] = [f"{v.dtype.name}{[*v.shape]}" for v in new.values()]
+        for rank, theirs in enumerate(self.communicator.allgather_json(told)):
+            for what in (part for part in told if theirs[part] != told[part]):
+                raise ConfigurationError(
+                    "All ranks must run the same step of the same model, in which nothing follows "
+                    "from the rank or from random numbers of Python or NumPy. Received: other "
+                    f"{what} on rank {rank} than on rank {self.communicator.rank}"
+                )
+        for variable in new.values():
+            broadcast_variable(variable, 0, self.communicator)
+        self._alike |= new

@@ -1,0 +1,1 @@
+"""Files that ranks write and read in parts: models, checkpoints, their manifest and checksums."""

@@ -1,0 +1,111 @@
+"""The folder of a run's checkpoints: how a new one comes there, and old ones go.
+
+DIRECTORY/step-00000120/                 files of tensors, and the manifest, written last
+DIRECTORY/.writing-step-00000130.5f1c/   one that is being written; a job that begins removes it
+
+A directory belongs to one job at a time. No lock says so, for over a network a lock
+can outlive its host. A job notices, before it writes, what it has neither found nor written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Collection
+from pathlib import Path
+
+from tarantella_pp.errors import ConfigurationError
+from tarantella_pp.files.manifest import CHECKSUM, MANIFEST, checksum_of
+
+_NAME = re.compile(r"step-(\d{8,})")
+DRAFT = ".writing-"
+"""What the name of one begins with that is being written."""
+_DISCARDED = ".discarded-"
+
+
+def name_of_step(step: int) -> str:
+    """The name of the checkpoint of a step."""
+    return f"step-{step:08d}"
+
+
+def checkpoints_in(directory: Path) -> list[Path]:
+    """The checkpoints in a directory that are complete, the newest first; damaged ones, too."""
+    if not directory.is_dir():
+        return []
+    found = [path for path in directory.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
+    return sorted(found, key=_step, reverse=True)
+
+
+def remove_leftovers(directory: Path) -> None:
+    """Makes the directory, and removes what a kill has left in it."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for pattern in (f"{DRAFT}*", f"{_DISCARDED}*"):
+        for left in directory.glob(pattern):
+            shutil.rmtree(left)
+
+
+def begin_draft(directory: Path, step: int, known: Collection[str]) -> Path:
+    """Makes an empty folder for a new checkpoint."""
+    there = [path.name for path in (*directory.glob(f"{DRAFT}*"), *checkpoints_in(directory))]
+    if strange := [name for name in there if name not in known]:
+        raise ConfigurationError(
+            f"another job writes to this directory, too: it has '{strange[0]}', which is not of "
+            "this one. End one of the two, or give it a directory of its own"
+        )
+    # A name that no other job gives, so that none writes into it or removes it by mistake.
+    draft = directory / f"{DRAFT}{name_of_step(step)}.{secrets.token_hex(4)}"
+    draft.mkdir()
+    return draft
+
+
+def discard_draft(draft: Path) -> None:
+    """Removes a checkpoint that could not be written."""
+    shutil.rmtree(draft, ignore_errors=True)
+
+
+def publish(draft: Path, manifest: bytes) -> Path:
+    """Writes the manifest, and gives a checkpoint its name once all of it is on the disk."""
+    for name, data in ((MANIFEST, manifest), (CHECKSUM, checksum_of(manifest))):
+        with (draft / name).open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    sync(draft)
+    target = draft.with_name(draft.stem.removeprefix(DRAFT))
+    if target.exists():  # damaged: otherwise training would have gone on from there
+        os.replace(target, target.with_name(f"{_DISCARDED}{target.name}"))
+    os.replace(draft, target)
+    sync(target.parent)
+    return target
+
+
+def remove_old(
+    directory: Path, keep: int, known: Collection[str], damaged: Collection[str]
+) -> None:
+    """Removes all checkpoints but the newest, and damaged ones that are older than these."""
+    good = 0
+    for path in checkpoints_in(directory):
+        if good >= keep and path.name in known:
+            shutil.rmtree(path)
+        good += path.name not in damaged
+    for left in directory.glob(f"{_DISCARDED}*"):
+        shutil.rmtree(left)
+
+
+def _step(path: Path) -> int:
+    match = _NAME.fullmatch(path.name)
+    return int(match[1]) if match else -1
+
+
+def sync(path: Path) -> None:
+    """Waits until a file, or the names of the files in a folder, would outlive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        # Some file systems do not sync folders; a file that cannot be synced is an error.
+        with contextlib.suppress(OSError) if path.is_dir() else contextlib.nullcontext():
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

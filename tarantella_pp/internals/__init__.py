@@ -1,0 +1,1 @@
+"""Private names of Keras and TensorFlow, each with a contract test."""

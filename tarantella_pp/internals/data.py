@@ -1,0 +1,182 @@
+"""The private names of Keras that reading data, and going on in mid-epoch, need.
+
+Written against Keras 3.14 and 3.15; `tests/internals/test_data.py` says which of them a new
+version of Keras has changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+from keras.src.backend.tensorflow import trainer
+from keras.src.trainers.data_adapters import get_data_adapter as get_data_adapter
+from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter, can_convert_arrays
+from keras.src.trainers.data_adapters.array_slicing import convert_to_sliceable
+from keras.src.trainers.data_adapters.array_slicing import (
+    train_validation_split as train_validation_split,
+)
+from keras.src.trainers.data_adapters.data_adapter import DataAdapter as DataAdapter
+from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
+from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
+
+from tarantella_pp.internals.training import compiled_metrics
+
+
+def are_arrays(data: Any) -> bool:
+    """Whether Keras takes `(x, y, sample_weight)` for arrays."""
+    return bool(can_convert_arrays(data))
+
+
+def arrays_of(adapter: DataAdapter) -> Any:
+    """The arrays that an adapter slices, structured like a batch; `None` of another adapter."""
+    return adapter._inputs if isinstance(adapter, ArrayDataAdapter) else None
+
+
+def as_sliced(arrays: Any) -> Any:
+    """Arrays in the types in which Keras slices them: its own floats, tuples for lists."""
+    return keras.tree.lists_to_tuples(convert_to_sliceable(arrays, target_backend="tensorflow"))
+
+
+def order_of(adapter: Any) -> DataAdapter:
+    """An adapter that gives the numbers of the samples of each batch instead of the samples.
+
+    It draws them as the adapter of the arrays would, from the same seed.
+    """
+    numbers = np.arange(adapter._num_samples)
+    return ArrayDataAdapter(numbers, batch_size=adapter._batch_size, shuffle=adapter._shuffle)
+
+
+def batch_size_of(adapter: Any) -> int | None:
+    """Samples in a batch of arrays; `None` of an adapter of something else."""
+    return adapter._batch_size if isinstance(adapter, ArrayDataAdapter) else None
+
+
+def is_shuffled(adapter: Any) -> bool:
+    """Whether an adapter draws the order of arrays anew in each epoch."""
+    return isinstance(adapter, ArrayDataAdapter) and bool(adapter._shuffle)
+
+
+def dataset_of(adapter: Any) -> Any:
+    """The user's `PyDataset` or `tf.data.Dataset` that an adapter reads; `None` of another one."""
+    if isinstance(adapter, PyDatasetAdapter):
+        return adapter.py_dataset
+    return adapter._dataset if isinstance(adapter, TFDatasetAdapter) else None
+
+
+def caches(dataset: Any) -> bool:
+    """Whether a `tf.data` data set keeps what the first pass has drawn, so that all have it."""
+    kept = type(dataset).__name__.lstrip("_") == "CacheDataset"
+    return kept or any(map(caches, dataset._inputs()))
+
+
+class EpochStart(NamedTuple):
+    """Where the first epoch of a resumed `fit` begins.
+
+    Attributes:
+        steps: Steps of the epoch that have been trained.
+        batches_before: Batches of the same pass over the data that came before the epoch.
+        in_pass: Whether the epoch goes on with a pass that has begun.
+    """
+
+    steps: int
+    batches_before: int
+    in_pass: bool
+
+
+class _ResumedEpochs(trainer.TFEpochIterator):  # type: ignore[misc]
+    """Leaves out steps of an epoch that have been trained, if its data adapter knows of any."""
+
+    def __iter__(self) -> Any:
+        start = getattr(self.data_adapter, "start", None)
+        if not isinstance(start, EpochStart):
+            return super().__iter__()
+        self.data_adapter.start = None
+        if self.steps_per_epoch is not None and start.in_pass:
+            self._current_iterator = iter(self._get_iterator())
+            self._steps_seen = start.batches_before
+        super().__iter__()
+        steps: Any = getattr(self, "_epoch_iterator")  # noqa: B009
+        left_out = start.steps // self.steps_per_execution
+        self._epoch_iterator = itertools.islice(steps, left_out, None)
+        return self
+
+
+class LogsOfEpoch(keras.Model):  # type: ignore[misc]
+    """A model whose epoch has the logs that were restored where no step was left to train.
+
+    Keras takes them from the last step, and there is none where a run goes on behind the last batch
+    of data of unknown length.
+    """
+
+    def _logs_so_far(self) -> dict[str, Any]:
+        """Returns the logs of the last step, also of a run that goes on here."""
+        return {}
+
+    def _get_metrics_result_or_logs(self, logs: Any) -> Any:
+        logs = logs or self._logs_so_far()
+        if not logs and (metrics := compiled_metrics(self)) is not None and not metrics.built:
+            return logs  # there has never been a batch
+        return super()._get_metrics_result_or_logs(logs)
+
+
+@contextlib.contextmanager
+def starting_anywhere(model: Any) -> Iterator[None]:
+    """Surrounds a `fit` that may begin with a later epoch and step; the next one is as ever.
+
+    Keras' loop makes its iterator itself, so ours stands in its place as long as the `fit` runs.
+    """
+    original, trainer.TFEpochIterator = trainer.TFEpochIterator, _ResumedEpochs
+    try:
+        yield
+    finally:
+        trainer.TFEpochIterator = original
+        model._initial_epoch = None
+
+
+def start_epoch(model: Any, epoch: int) -> None:
+    """Lets `fit`, which has begun, go on with another epoch."""
+    model._initial_epoch = epoch
+
+
+# What callbacks of Keras remember from epoch to epoch, besides weights.
+_REMEMBERED = {
+    keras.callbacks.EarlyStopping: ("wait", "stopped_epoch", "best", "best_epoch"),
+    keras.callbacks.ReduceLROnPlateau: ("wait", "cooldown_counter", "best"),
+    keras.callbacks.ModelCheckpoint: (
+        "best", "_batches_seen_since_last_saving", "_last_batch_seen", "_current_epoch",
+    ),
+    keras.callbacks.SwapEMAWeights: ("_ema_weights_in_model",),
+}  # fmt: skip
+
+
+def remembered_by(callback: Any) -> dict[str, Any] | None:
+    """What a callback of Keras remembers, in numbers; `None` of another one."""
+    for kind, names in _REMEMBERED.items():
+        if isinstance(callback, kind):
+            found = {name: getattr(callback, name, None) for name in names}
+            return {name: _number(value) for name, value in found.items()}
+    return None
+
+
+def remind(callback: Any, remembered: dict[str, Any]) -> None:
+    """Gives a callback back what `remembered_by` has found."""
+    for name, value in remembered.items():
+        setattr(callback, name, value)
+
+
+def has_stopped(callback: Any) -> bool:
+    """Whether a callback is an `EarlyStopping` that has lost its patience."""
+    return (
+        isinstance(callback, keras.callbacks.EarlyStopping)
+        and callback.stopped_epoch > 0
+        and callback.wait >= callback.patience
+    )
+
+
+def _number(value: Any) -> Any:
+    return value if value is None or isinstance(value, (bool, int)) else float(value)

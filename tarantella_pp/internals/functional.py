@@ -1,0 +1,160 @@
+"""The private names of Keras that reading a model needs, all in this one file.
+
+Written against Keras 3.14 and 3.15; `tests/internals/test_functional.py` says which of them
+a new version of Keras has changed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+from keras import tree as tree
+from keras.src import backend
+from keras.src.backend import compute_output_spec as compute_output_spec
+from keras.src.models.functional import Functional as Functional
+from keras.src.models.functional import operation_fn as operation_fn
+from keras.src.ops.function import Function as Function
+
+
+def network_of(model: Any) -> Any:
+    """Returns the Functional that holds a model's operations; `None` where there is none.
+
+    A Functional holds them itself, a built Sequential has one inside.
+    """
+    if isinstance(model, Functional):
+        return model
+    if isinstance(model, keras.Sequential):
+        return model._functional
+    return None
+
+
+def runs_its_graph(model: Any) -> bool:
+    """Returns whether calling the model runs its graph of operations and does nothing else."""
+    kind = type(model)
+    base = Functional if isinstance(model, Functional) else keras.Sequential
+    return kind.call is base.call and kind.__call__ is keras.layers.Layer.__call__
+
+
+def hides_its_graph(model: Any) -> bool:
+    """Says whether a model's operations cannot be seen: subclassed, or a Sequential not built."""
+    is_model = isinstance(model, keras.Model)
+    return is_model and not (network_of(model) is not None and runs_its_graph(model))
+
+
+def is_plain_call(model: Any) -> bool:
+    """Returns whether a nested model adds nothing of its own to the operations in it."""
+    return bool(
+        runs_its_graph(model)
+        and model.activity_regularizer is None
+        and not model.supports_masking
+        and model._remat_mode is None
+        and model.quantization_mode is None
+        and set(model._call_context_args) == {"training"}
+    )
+
+
+def inputs_struct(network: Any) -> Any:
+    """The inputs of a Functional in the structure in which it is called."""
+    return network._inputs_struct
+
+
+def outputs_struct(network: Any) -> Any:
+    """The outputs of a Functional in the structure in which it returns them."""
+    return network._outputs_struct
+
+
+def input_layer_of(tensor: Any) -> Any:
+    """The layer that a symbolic input of a model comes from."""
+    return tensor._keras_history.operation
+
+
+def ordered_nodes(network: Any) -> list[Any]:
+    """Returns the calls in a Functional in the order in which Keras runs them."""
+    by_depth = network._nodes_by_depth
+    return [node for depth in sorted(by_depth, reverse=True) for node in by_depth[depth]]
+
+
+def sublayers(operation: Any) -> list[Any]:
+    """Returns a layer and all layers in it; nothing for an operation that is no layer."""
+    if isinstance(operation, keras.layers.Layer):
+        return list(operation._flatten_layers())
+    if isinstance(operation, Function):
+        return [layer for inner in operation.operations for layer in sublayers(inner)]
+    return []
+
+
+def layer_metrics(operation: Any) -> list[Any]:
+    """Returns the metrics that a call may update: of a layer and all layers in it."""
+    layers = [layer for layer in sublayers(operation) if not isinstance(layer, keras.Model)]
+    return list(dict.fromkeys(metric for layer in layers for metric in layer.metrics))
+
+
+def own_metrics(model: Any) -> list[Any]:
+    """Returns the metrics that a model has as attributes, which Keras logs and resets."""
+    return list(model._metrics)
+
+
+def states_of(operation: Any, arguments: Any) -> list[Any]:
+    """Returns the variables that one call uses: seeds of random layers included, and metrics."""
+    owners = [operation] if isinstance(operation, keras.layers.Layer) else sublayers(operation)
+    variables = [variable for owner in owners for variable in owner.variables]
+    variables += [v for metric in layer_metrics(operation) for v in metric.variables]
+    variables += [
+        value for value in tree.flatten((arguments.args, arguments.kwargs)) if is_variable(value)
+    ]
+    return list({id(variable): variable for variable in variables}.values())
+
+
+def trained_variables(operation: Any) -> list[Any]:
+    """Returns the variables of a call that only optimizers change, whether frozen now or not."""
+    return [v for layer in sublayers(operation) for v in layer._trainable_variables]
+
+
+def reads_variables(network: Any) -> bool:
+    """Returns whether an operation in a Functional that is no layer takes a variable as argument.
+
+    Such a read depends on the dtype scope that the model around it opens.
+    """
+    return any(
+        is_variable(value)
+        for node in ordered_nodes(network)
+        if not isinstance(node.operation, keras.layers.Layer)
+        for value in tree.flatten((node.arguments.args, node.arguments.kwargs))
+    )
+
+
+def is_variable(value: Any) -> bool:
+    """Returns whether a value is a variable of Keras."""
+    return isinstance(value, keras.Variable)
+
+
+def is_default(method: Any) -> bool:
+    """Returns whether a method of a layer is the one that `keras.Layer` comes with."""
+    return bool(getattr(method, "_is_default", False))
+
+
+def is_own_layer(operation: Any) -> bool:
+    """Whether a layer is one of Keras' own whose way with masks is all in `compute_mask`."""
+    others = (keras.layers.Lambda, keras.layers.Pipeline, keras.layers.ReversibleEmbedding)
+    kind = type(operation)
+    return kind.__module__.startswith("keras.src.layers.") and kind not in others
+
+
+def class_of_keras(operation: Any) -> str:
+    """Returns the name of the class of Keras that defines what an operation computes."""
+    kind: Any = type(operation)
+    for base in kind.__mro__:
+        if base.__module__.startswith(("keras.src.layers.", "keras.src.ops.")):
+            return str(base.__name__) if kind.call is base.call else ""
+    return ""
+
+
+def get_mask(tensor: Any) -> Any:
+    """Returns the mask attached to a tensor, symbolic or not; `None` without one."""
+    return backend.get_keras_mask(tensor)
+
+
+def set_mask(tensor: Any, mask: Any) -> None:
+    """Attaches a mask to a tensor; `None` takes it away."""
+    backend.set_keras_mask(tensor, mask)

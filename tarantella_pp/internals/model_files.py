@@ -1,0 +1,218 @@
+"""The private names of Keras that write and read model files layer by layer, all in this one file.
+
+Written against Keras 3.14 and 3.15; `tests/internals/test_model_files.py` says which of them
+a new version of Keras has changed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+import h5py
+import keras
+import numpy as np
+from keras.src.legacy.saving import json_utils, legacy_h5_format, saving_utils
+from keras.src.saving import saving_lib
+from keras.src.saving.serialization_lib import ObjectSharingScope
+
+CONFIG, METADATA, WEIGHTS, ASSETS = "config.json", "metadata.json", "model.weights.h5", "assets"
+"""What is what in a `.keras` file."""
+
+
+PIECE_BYTES = 2**23
+"""About how much of a large value is in memory at a time, on its way to a file."""
+
+
+class Rows(Protocol):
+    """A value that can be had row by row."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+
+    @property
+    def dtype(self) -> Any:
+        """Its dtype."""
+
+    def __getitem__(self, rows: slice) -> Any:
+        """Some of its rows."""
+
+
+RowsOf = Callable[[Any], "Rows | None"]
+"""What writes a value row by row; `None` for one that is small or no variable."""
+ArrayOf = Callable[[Any], "np.ndarray[Any, Any] | None"]
+"""What reads a value of an HDF5 file; `None` for one that is read as Keras does."""
+
+
+def row_ranges(shape: Sequence[int], dtype: Any) -> Iterator[tuple[int, int]]:
+    """Cuts a value into pieces of whole rows, each of about `PIECE_BYTES`."""
+    row = math.prod(shape[1:]) * np.dtype(dtype).itemsize
+    step = max(1, PIECE_BYTES // max(1, row))
+    return ((begin, min(begin + step, shape[0])) for begin in range(0, shape[0], step))
+
+
+def goes_in_pieces(shape: Sequence[int], dtype: Any) -> bool:
+    """Whether a value is written in pieces: a large one, of a dtype that HDF5 has."""
+    kind = np.dtype(dtype)
+    return len(shape) > 0 and kind.kind in "fiu" and math.prod(shape) * kind.itemsize > PIECE_BYTES
+
+
+class _WrittenFile(saving_lib.H5IOStore):  # type: ignore[misc]
+    """A file of Keras that large values are written to in pieces."""
+
+    def __init__(self, path: Path, rows_of: RowsOf) -> None:
+        super().__init__(path, mode="w")
+        self._rows_of = rows_of
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        rows = self._rows_of(value)
+        if rows is None:
+            super().__setitem__(key, value)
+            return
+        if not self._h5_entry_initialized:
+            self._create_h5_group(self._h5_entry_path)
+        dataset = self._h5_entry_group.create_dataset(key, rows.shape, rows.dtype)
+        for begin, end in row_ranges(rows.shape, rows.dtype):
+            dataset[begin:end] = rows[begin:end]
+
+
+class _ReadFile(saving_lib.H5IOStore):  # type: ignore[misc]
+    """A file of Keras whose large values are read with no copies."""
+
+    def __init__(self, file: BinaryIO, array_of: ArrayOf) -> None:
+        super().__init__(WEIGHTS, archive=_Opened(file), mode="r")
+        self._array_of = array_of
+
+    def __getitem__(self, key: str) -> Any:
+        dataset = saving_lib.safe_get_h5_dataset(self._h5_entry_group, key)
+        found = None if "dtype" in dataset.attrs else self._array_of(dataset)
+        return super().__getitem__(key) if found is None else found
+
+
+def save_weights(model: keras.Model, path: Path, rows_of: RowsOf) -> None:
+    """Writes a `.weights.h5` file as Keras does, large values in pieces."""
+    weights = _WrittenFile(path, rows_of)
+    saving_lib._save_state(model, weights, None, "", set())
+    weights.close()
+
+
+def save_state(
+    model: keras.Model, archive: zipfile.ZipFile, scratch: Path, rows_of: RowsOf
+) -> None:
+    """Writes the state of a model and its optimizer into a `.keras` file, large values in pieces.
+
+    Keras itself has all of it in memory meanwhile.
+    """
+    weights = _WrittenFile(scratch, rows_of)
+    assets = saving_lib.DiskIOStore(ASSETS, archive=archive, mode="w")
+    visited: set[int] = set()
+    try:
+        optimizer = getattr(model, "optimizer", None)  # which Keras sets in `compile`
+        if optimizer is not None:  # before a model inside, which may have the same one
+            saving_lib._save_state(optimizer, weights, assets, "optimizer", visited)
+        saving_lib._save_state(model, weights, assets, "", visited)
+    finally:
+        weights.close()
+        assets.close()
+    archive.write(scratch, WEIGHTS)
+    scratch.unlink()
+
+
+class _Opened:
+    """Stands for a zip file with one member, which is open already."""
+
+    def __init__(self, member: BinaryIO) -> None:
+        self._member = member
+
+    def open(self, name: str, mode: str) -> BinaryIO:
+        """Returns the member."""
+        return self._member
+
+
+def deserialized(config: Any, custom_objects: Any = None, safe_mode: bool = True) -> Any:
+    """Makes what `keras.saving.serialize_keras_object` has described."""
+    with ObjectSharingScope():
+        return keras.saving.deserialize_keras_object(
+            config, custom_objects=custom_objects, safe_mode=safe_mode
+        )
+
+
+def load_state(
+    model: keras.Model,
+    weights: BinaryIO | Path,
+    assets: Path | None,
+    skipped: Iterable[Any],
+    array_of: ArrayOf,
+    skip_mismatch: bool = False,
+) -> list[tuple[Any, Exception]]:
+    """Has a model and its optimizer take over the state in a file, as Keras does."""
+    errors: dict[int, tuple[Any, Exception]] = {}
+    if isinstance(weights, Path):
+        store = saving_lib.ShardedH5IOStore(weights, mode="r")
+    else:
+        store = _ReadFile(weights, array_of)
+    try:
+        with warnings.catch_warnings():
+            # A Functional model keeps its layers in other lists, too, which files do not mention.
+            warnings.filterwarnings("ignore", message=r"Skipping nested container at '_operations")
+            saving_lib._load_state(
+                model,
+                weights_store=store,
+                assets_store=assets and saving_lib.DiskIOStore(str(assets), mode="r"),
+                inner_path="",
+                skip_mismatch=skip_mismatch,
+                visited_saveables={id(layer) for layer in skipped},
+                failed_saveables=set(),
+                error_msgs=errors,
+            )
+    finally:
+        store.close()
+    return list(errors.values())
+
+
+class _Slot:
+    """A value that an optimizer has saved, as the legacy format asks for it."""
+
+    def __init__(self, path: str, value: Any) -> None:
+        self.path = path
+        self._value = np.asarray(value)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        return np.asarray(self._value, dtype)
+
+
+class _Slots:
+    """Stands for an optimizer: all that it saves."""
+
+    def __init__(self, optimizer: keras.optimizers.Optimizer) -> None:
+        values: dict[str, Any] = {}
+        optimizer.save_own_variables(values)
+        self.weights = [_Slot(f"{optimizer.name}/{i}", value) for i, value in values.items()]
+
+
+def write_legacy(
+    path: Path, model: keras.Model, compiled: keras.Model, optimizer: Any = None
+) -> None:
+    """Writes a whole model as a legacy `.h5` file."""
+    with h5py.File(path, "w") as file:
+        legacy_h5_format.save_model_to_hdf5(model, file, include_optimizer=False)
+        if optimizer is not None:
+            training = json.dumps(_compilation(compiled), default=json_utils.get_json_type)
+            file.attrs["training_config"] = training.encode()
+            legacy_h5_format.save_optimizer_weights_to_hdf5_group(file, _Slots(optimizer))
+
+
+def _compilation(model: keras.Model) -> Any:
+    """Describes a model's compilation; Keras' own code takes the optimizer out of it."""
+    config = model._compile_config.config
+    kept = dict(config)
+    try:
+        return saving_utils.model_metadata(model)["training_config"]
+    finally:
+        config.update(kept)

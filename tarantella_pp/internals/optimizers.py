@@ -1,0 +1,142 @@
+"""The private names of Keras that an optimizer's steps need, all in this one file.
+
+Written against Keras 3.14 and 3.15; `tests/internals/test_optimizers.py` says which of them a
+new version of Keras has changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+
+def parts_of(optimizer: Any) -> list[Any]:
+    """An optimizer and those in it, which it wraps or delegates weights to."""
+    inner: Sequence[Any] = ()
+    if scales_dynamically(optimizer):
+        inner = [optimizer.inner_optimizer]
+    elif isinstance(optimizer, keras.optimizers.MultiOptimizer):
+        inner = optimizer.optimizers
+    return [optimizer, *(part for other in inner for part in parts_of(other))]
+
+
+def delegates_of(optimizer: Any, weights: Sequence[Any]) -> list[Any]:
+    """The optimizers that a `MultiOptimizer` delegates weights to; none of another one."""
+    if not isinstance(optimizer, keras.optimizers.MultiOptimizer):
+        return []
+    return list(dict.fromkeys(optimizer._optimizer_map(weight) for weight in weights))
+
+
+def scales_dynamically(optimizer: Any) -> bool:
+    """Whether an optimizer halves and doubles the scale of the loss by what gradients come out."""
+    return isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+
+
+def wrapped_in(optimizer: Any) -> Any:
+    """The optimizer whose options count: the one in a `LossScaleOptimizer`, or itself."""
+    return optimizer.inner_optimizer if scales_dynamically(optimizer) else optimizer
+
+
+def with_loss_scaling(optimizer: Any, policy: str) -> Any:
+    """Wraps an optimizer as `keras.Model.compile` does for a dtype policy (`auto_scale_loss`)."""
+    if optimizer is None or policy != "mixed_float16" or scales_dynamically(optimizer):
+        return optimizer
+    return keras.optimizers.LossScaleOptimizer(optimizer, name="loss_scale_optimizer")
+
+
+def loss_scale(optimizer: Any) -> tf.Tensor | None:
+    """What the gradients of a step are multiplied with; `None` for nothing."""
+    if optimizer is None:
+        return None
+    one = tf.ones((), keras.config.floatx())
+    scaled = optimizer.scale_loss(one)
+    return None if scaled is one else tf.convert_to_tensor(scaled)
+
+
+def count_step(optimizer: Any) -> None:
+    """Counts a step that updates nothing, for the sake of learning-rate schedules."""
+    if scales_dynamically(optimizer):
+        optimizer.apply([], [])  # its scale, and nothing of the optimizer in it
+        inner = optimizer.inner_optimizer
+        keras.ops.cond(optimizer.check_finite([]), lambda: count_step(inner), lambda: None)
+        return
+    if isinstance(optimizer, keras.optimizers.Nadam) and optimizer.built:
+        optimizer._backend_update_step([], [], optimizer.learning_rate)  # its product of momenta
+    optimizer._iterations.assign_add(1)
+
+
+def settable_learning_rate(model: Any) -> float:
+    """The learning rate that callbacks may change; NaN without one, or where a schedule sets it."""
+    optimizer = wrapped_in(getattr(model, "optimizer", None))
+    rate = getattr(optimizer, "_learning_rate", None)
+    return float(rate) if isinstance(rate, keras.Variable) else math.nan
+
+
+def is_keras_optimizer(optimizer: Any) -> bool:
+    """Returns whether an optimizer is one of Keras' own, and not a subclass."""
+    return getattr(keras.optimizers, type(optimizer).__name__, None) is type(optimizer)
+
+
+def looks_at_all_gradients(optimizer: Any) -> bool:
+    """Whether a step must know something of the gradients of all weights; see `summands`."""
+    return scales_dynamically(optimizer) or _clips_globally(optimizer)
+
+
+def summands(optimizer: Any, gradients: Sequence[Any], weights: Sequence[Any]) -> tf.Tensor:
+    """What a step needs to know of some gradients, in numbers to be added up over the model."""
+    infinite, squares = tf.zeros((), tf.float64), tf.zeros((), tf.float64)
+    if scales_dynamically(optimizer):
+        infinite = 1.0 - tf.cast(optimizer.check_finite(gradients), tf.float64)
+    if _clips_globally(optimizer):
+        clipped = _clipped(optimizer, gradients, weights)
+        terms = (tf.cast(keras.ops.sum(keras.ops.square(g)), tf.float64) for g in clipped)
+        squares = tf.add_n([squares, *terms])
+    return tf.stack([infinite, squares])
+
+
+@contextlib.contextmanager
+def with_global_norm(optimizer: Any, totals: tf.Tensor) -> Iterator[None]:
+    """Has an optimizer that is given some gradients go by those of all."""
+    inner, most = wrapped_in(optimizer), wrapped_in(optimizer).global_clipnorm
+    norm = tf.sqrt(totals[1])
+
+    def clip(gradients: Sequence[Any]) -> list[Any]:
+        # As Keras does. What is not finite stays so, and makes all gradients NaN.
+        scale = most * tf.minimum(1 / norm, 1 / most) + (norm - norm)
+        dense = [None if g is None else tf.convert_to_tensor(g) for g in gradients]
+        return [None if g is None else g * tf.cast(scale, g.dtype) for g in dense]
+
+    if scales_dynamically(optimizer):
+        optimizer.check_finite = lambda _: totals[0] == 0
+    if _clips_globally(optimizer):
+        inner._clip_gradients = clip
+    try:
+        yield
+    finally:
+        vars(optimizer).pop("check_finite", None)
+        vars(inner).pop("_clip_gradients", None)
+
+
+def _clips_globally(optimizer: Any) -> bool:
+    return bool(getattr(wrapped_in(optimizer), "global_clipnorm", None))
+
+
+def _clipped(optimizer: Any, gradients: Sequence[Any], weights: Sequence[Any]) -> Iterator[Any]:
+    """What `global_clipnorm` clips: gradients unscaled, or their means over several steps."""
+    inner = wrapped_in(optimizer)
+    for gradient, weight in zip(gradients, weights, strict=True):
+        if gradient is None or weight.overwrite_with_gradient:
+            continue
+        if scales_dynamically(optimizer):
+            gradient = keras.ops.divide(gradient, optimizer.dynamic_scale)
+        if inner.loss_scale_factor is not None:
+            gradient = gradient / inner.loss_scale_factor
+        if inner.gradient_accumulation_steps:
+            earlier = inner._accumulated_gradients[inner._get_variable_index(weight)]
+            gradient = (gradient + earlier) / inner.gradient_accumulation_steps
+        yield gradient

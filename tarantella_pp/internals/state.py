@@ -1,0 +1,346 @@
+"""The private names of Keras that saving and an optimizer's slots need, all in this one file.
+
+Written against Keras 3.14 and 3.15; `tests/internals/test_state.py` says which of them a new
+version of Keras has changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras.src.backend.common import global_state
+from keras.src.backend.common.symbolic_scope import in_symbolic_scope
+
+from tarantella_pp.errors import UnsupportedModelError
+from tarantella_pp.internals.optimizers import parts_of, scales_dynamically, wrapped_in
+
+Key: TypeAlias = tuple[str, int | None]
+"""Kind of a slot, and `id` of a weight that it serves; `None` if it serves the optimizer."""
+# What optimizers keep their books with.
+_BOOKS = ("_variables", "_trainable_variables", "_inner_optimizers")
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A variable of an optimizer.
+
+    Attributes:
+        kind: The attribute that holds it, the same for all weights; of an inner optimizer that
+            trains nothing with its number, too.
+        weights: The weights that it serves: one, all those that are delegated to an inner
+            optimizer, or none where it belongs to the optimizer as a whole.
+        variable: The Keras variable.
+        part: 0 for the optimizer itself, otherwise the number of the inner one that has it.
+        part_class: Name of the class of that.
+    """
+
+    kind: str
+    weights: tuple[Any, ...]
+    variable: Any
+    part: int
+    part_class: str
+
+    @property
+    def keys(self) -> list[Key]:
+        """What it is found by, in this optimizer or in one for other weights."""
+        return [(self.kind, id(weight)) for weight in self.weights] or [(self.kind, None)]
+
+
+class Place(NamedTuple):
+    """What a slot is of the optimizer of a whole model.
+
+    Attributes:
+        positions: Of the weights that it serves, among all that are trained; else see `Slot`.
+    """
+
+    kind: str
+    positions: list[int]
+    part: int
+    part_class: str
+
+
+def slots_of(optimizer: Any) -> list[Slot]:
+    """The slots of an optimizer, in the order in which it saves them.
+
+    Optimizers of Keras keep them in lists with an entry for each weight that they train, in the
+    order in which they were built; others belong to the optimizer as a whole.
+    """
+    slots: dict[int, Slot] = {}
+    for number, part in enumerate(parts_of(optimizer)):
+        weights = trained_by(part)
+        has_all = part in (optimizer, wrapped_in(optimizer))
+        served = () if has_all else tuple(weights)
+        prefix = "" if not number else "inner " if weights or has_all else f"inner {number} "
+        where = (number, type(part).__name__)
+        for name, value in vars(part).items():
+            if isinstance(value, keras.Variable):
+                slots[id(value)] = Slot(prefix + name, served, value, *where)
+            elif _is_per_weight(name, value, weights):
+                for weight, variable in zip(weights, value, strict=True):
+                    slots.setdefault(id(variable), Slot(prefix + name, (weight,), variable, *where))
+    strange = [v.path for v in optimizer.variables if id(v) not in slots]
+    if strange:
+        raise UnsupportedModelError(
+            f"Optimizer {type(optimizer).__name__} keeps {strange} neither in an attribute nor in "
+            "a list with one entry for each weight, so they cannot be divided among ranks. Keep "
+            "them as Keras' own optimizers do: a list for each kind, filled in `build`."
+        )
+    return [slots[id(variable)] for variable in optimizer.variables]
+
+
+def name_by_path(variable: Any, path: str) -> None:
+    """Gives a variable the path by which optimizers look for it."""
+    variable._path = path
+
+
+def trained_by(optimizer: Any) -> list[Any]:
+    """The weights that an optimizer was built for, in its order; none if it is not built."""
+    return list(optimizer._trainable_variables) if optimizer.built else []
+
+
+def rebuild(optimizer: Any, weights: Sequence[Any]) -> None:
+    """Makes an optimizer one for other weights; what it knows of weights that it had, it keeps.
+
+    It stays the same object, with all its options and the number of its steps.
+    """
+    built, values = optimizer.built, _take_down(optimizer)
+    _build(optimizer, weights, values, built)
+
+
+def divide(optimizer: Any, weights: Sequence[Any], share: Sequence[Any]) -> list[Place]:
+    """Makes an optimizer one for a part of a model; see `rebuild`."""
+    held, built = trained_by(optimizer), optimizer.built
+    values = _take_down(optimizer)
+    stand_ins = [_stand_in(weight) for weight in weights]
+    positions = {id(weight): i for i, weight in enumerate(stand_ins)}
+    kept = {id(variable) for variable in optimizer.variables}
+    try:
+        _build_anew(optimizer, stand_ins)
+        slots = [
+            Place(s.kind, [positions[id(w)] for w in s.weights], s.part, s.part_class)
+            for s in slots_of(optimizer)
+        ]
+    except BaseException:
+        _unbuild(optimizer, kept)
+        _build(optimizer, held, values, built)
+        raise
+    _unbuild(optimizer, kept)
+    _build(optimizer, share, values, built)
+    return slots
+
+
+def finalize_only(optimizer: Any, weights: Sequence[Any], then: Callable[[], None]) -> None:
+    """Lets an optimizer do what Keras' `fit` asks for at its end for some weights only."""
+    finalize = type(optimizer).finalize_variable_values
+
+    def finalized(_: Any) -> None:
+        finalize(optimizer, list(weights))
+        if any(part.use_ema for part in parts_of(optimizer)):
+            then()
+
+    optimizer.finalize_variable_values = finalized
+
+
+def compiled_with(model: Any) -> dict[str, Any]:
+    """What a model was compiled with, to compile another one alike."""
+    arguments = dict(model._compile_config.config)
+    del arguments["jit_compile"]  # which Keras has resolved, and a pipeline does by itself
+    return arguments
+
+
+def forget_functions(model: Any) -> None:
+    """Lets a model and those in it trace their steps anew: traced ones do not ask for weights."""
+    for layer in model._flatten_layers():
+        if isinstance(layer, keras.Model):
+            layer.train_function = layer.test_function = layer.predict_function = None
+
+
+def drop_value(variable: Any) -> None:
+    """Gives back the memory of a variable; its TensorFlow variable stays the same.
+
+    What has captured that one, a traced function of another model for example, has the true value
+    again after `give_value`, and fails for its shape before.
+    """
+    tf.raw_ops.AssignVariableOp(
+        resource=variable._value.handle,
+        value=tf.zeros([0], variable._value.dtype),
+        validate_shape=False,
+    )
+
+
+def give_value(variable: Any, value: Any) -> None:
+    """Gives a variable without one a value of its shape."""
+    value = tf.cast(tf.convert_to_tensor(value), variable._dtype)
+    if variable._value is None:
+        variable._initializer = None
+        variable._initialize(value)
+    else:
+        handle = variable._value.handle
+        tf.raw_ops.AssignVariableOp(resource=handle, value=value, validate_shape=False)
+
+
+def initialize(variable: Any) -> None:
+    """Gives a variable that was made without a value the one that its initializer gives."""
+    variable._deferred_initialize()
+
+
+def initializer_of(variable: Any) -> Any:
+    """What a variable without a value is to begin with; `None` if it has begun."""
+    return variable._initializer
+
+
+@contextlib.contextmanager
+def variables_without_values(made: list[Any]) -> Iterator[dict[int, Any]]:
+    """Lets variables be made that have shapes and initializers, but no memory."""
+    name = "uninitialized_variables"
+    before = global_state.get_global_attribute(name, [])
+    global_state.set_global_attribute(name, [])
+    try:
+        with keras.StatelessScope(initialize_variables=False) as scope:
+            yield scope.state_mapping
+    finally:  # or the next scope to end gives them their memory
+        made += global_state.get_global_attribute(name, [])
+        global_state.set_global_attribute(name, before)
+
+
+@contextlib.contextmanager
+def outside_stateless_scopes() -> Iterator[None]:
+    """Lets variables be made and read as if no stateless scope were open."""
+    name = "stateless_scope"
+    before = global_state.get_global_attribute(name)
+    global_state.set_global_attribute(name, None)
+    try:
+        yield
+    finally:
+        global_state.set_global_attribute(name, before)
+
+
+@contextlib.contextmanager
+def given_values_kept() -> Iterator[None]:
+    """Lets variables that are made of values, not of initializers, have them in stateless scopes.
+
+    Optimizers make such variables, and layers that are given arrays.
+    """
+    maker: Any = next(kind for kind in keras.Variable.__mro__ if "__init__" in vars(kind))
+    make = maker.__init__
+
+    @functools.wraps(make)
+    def made(self: Any, initializer: Any, *args: Any, **kwargs: Any) -> None:
+        if callable(initializer) or isinstance(initializer, str):
+            make(self, initializer, *args, **kwargs)
+            return
+        with outside_stateless_scopes():
+            make(self, initializer, *args, **kwargs)
+
+    maker.__init__ = made
+    try:
+        yield
+    finally:
+        maker.__init__ = make
+
+
+def needs_only_shapes() -> bool:
+    """Whether Keras runs a layer just now to learn the shapes of what it returns."""
+    return bool(in_symbolic_scope())
+
+
+def pickled(file: bytes) -> tuple[Any, ...]:
+    """What `__reduce__` returns of a model."""
+    return keras.Model._unpickle_model, (io.BytesIO(file),)
+
+
+def _take_down(optimizer: Any) -> dict[Key, Any]:
+    """Makes an optimizer unbuilt; returns its slots."""
+    slots = slots_of(optimizer)
+    values = {key: slot.variable for slot in slots for key in slot.keys}
+    _unbuild(optimizer, {id(s.variable) for s in slots if _is_alone(optimizer, s)})
+    return values
+
+
+def _is_alone(optimizer: Any, slot: Slot) -> bool:
+    """Whether a slot has an attribute for itself, so that it may be older than the others."""
+    held = [value for part in parts_of(optimizer) for value in vars(part).values()]
+    return any(value is slot.variable for value in held)
+
+
+def _unbuild(optimizer: Any, kept: set[int]) -> None:
+    """Takes away all slots but some, as they were before an optimizer was built."""
+    parts = parts_of(optimizer)
+    kept = kept | {id(v) for part in parts for v in (part._iterations, part._learning_rate)}
+    for part in parts:
+        for name, value in list(vars(part).items()):
+            if name not in _BOOKS and _holds_others(value, kept):
+                delattr(part, name)
+        for variable in list(part._variables):
+            if id(variable) not in kept:
+                part._untrack_variable(variable)
+        part._trainable_variables = []
+        part._trainable_variables_indices = {}
+        part.built = False
+    for part in parts:
+        if isinstance(part, keras.optimizers.MultiOptimizer):
+            part._inner_optimizers = _named_parts(part)
+
+
+def _named_parts(optimizer: Any) -> list[Any]:
+    """The optimizers that a `MultiOptimizer` knows before it is built, in its order."""
+    named = optimizer._optimizer_map
+    values = list(named.values()) if hasattr(named, "values") else []
+    found = [*values, getattr(named, "default_optimizer", None)]
+    return [part for part in dict.fromkeys(found) if part is not None]
+
+
+def _holds_others(value: Any, kept: set[int]) -> bool:
+    held = value if isinstance(value, (list, tuple)) else [value]
+    return any(isinstance(v, keras.Variable) and id(v) not in kept for v in held)
+
+
+def _build(optimizer: Any, weights: Sequence[Any], values: Mapping[Key, Any], built: bool) -> None:
+    """Builds an optimizer, and gives it what it knew before."""
+    if not weights and not (built and scales_dynamically(optimizer)):  # whose scale all ranks need
+        return
+    _build_anew(optimizer, weights)
+    for slot in slots_of(optimizer):
+        source = next((values[key] for key in slot.keys if key in values), slot.variable)
+        if source is not slot.variable:
+            slot.variable.assign(source.value)
+
+
+def _build_anew(optimizer: Any, weights: Sequence[Any]) -> None:
+    """Builds an optimizer, and forgets slots that have been replaced by new ones."""
+    older = list(optimizer.variables)
+    optimizer.build(list(weights))
+    parts = parts_of(optimizer)
+    held = {id(value) for part in parts for value in vars(part).values()}
+    for part in parts:
+        for variable in older:
+            if id(variable) not in held:
+                part._untrack_variable(variable)
+
+
+def _is_per_weight(name: str, value: Any, weights: Sequence[Any]) -> bool:
+    """Whether an attribute is a list with an entry for each weight."""
+    return (
+        isinstance(value, (list, tuple))
+        and name not in _BOOKS
+        and len(value) == len(weights)
+        and all(slot is None or isinstance(slot, keras.Variable) for slot in value)
+    )
+
+
+def _stand_in(weight: Any) -> Any:
+    """A small variable that an optimizer takes for a weight: number of axes, type and name."""
+    variable = keras.Variable(
+        np.zeros((1,) * len(weight.shape)), dtype=weight.dtype, name=weight.name
+    )
+    variable._path = weight.path
+    variable.overwrite_with_gradient = weight.overwrite_with_gradient
+    return variable

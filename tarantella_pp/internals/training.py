@@ -1,0 +1,318 @@
+"""The private names of Keras that training needs, but for data: all in this one file.
+
+Written against Keras 3.14 and 3.15; `tests/internals/test_training.py` says which of them a
+new version of Keras has changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src import backend
+from keras.src.backend.common import global_state
+from keras.src.losses.loss import reduce_weighted_values
+from keras.src.optimizers.base_optimizer import BaseOptimizer
+from keras.src.trainers.compile_utils import CompileLoss as CompileLoss
+
+
+def added_losses(layer: Any) -> list[tuple[str, Any]]:
+    """Losses that a layer and those in it added in their last call, regularizers of weights not."""
+    return [(part.name, loss) for part in layers_in(layer) for loss in part._get_own_losses()]
+
+
+def layers_in(layer: Any) -> list[Any]:
+    """A layer and all layers in it."""
+    return list(layer._flatten_layers())
+
+
+def build_metrics(model: Any, y: Any, y_pred: Any, sample_weight: Any) -> tuple[int | None, ...]:
+    """Creates the variables of a compiled model's loss trackers and metrics, without data."""
+    loss: Any = None
+    if model._compile_loss is not None:
+        loss = backend.compute_output_spec(model._compile_loss, y, y_pred, sample_weight)
+    if model._compile_metrics is not None and not model._compile_metrics.built:
+        model._compile_metrics.build(y, y_pred)
+        # Some metrics make their variables in their first update.
+        backend.compute_output_spec(model._compile_metrics.update_state, y, y_pred, sample_weight)
+    return () if loss is None else tuple(loss.shape)
+
+
+def compiled_loss(model: Any) -> Any:
+    """The `CompileLoss` of a compiled model; `None` without a loss."""
+    return model._compile_loss
+
+
+def compiled_metrics(model: Any) -> Any:
+    """The `CompileMetrics` of a compiled model; `None` without metrics."""
+    return model._compile_metrics
+
+
+def track_loss(model: Any, loss: Any, rows: Any) -> None:
+    """Updates the mean of the loss that a model's logs tell."""
+    model._loss_tracker.update_state(loss, sample_weight=rows)
+
+
+def compile_loss(model: Any, loss: Any, loss_weights: Any) -> Any:
+    """The loss that a model would be compiled with; `None` for none."""
+    if loss is None:
+        return None
+    return CompileLoss(loss, loss_weights, output_names=model.output_names)
+
+
+class _SecondLoss(CompileLoss):
+    """A compiled loss once more, without trackers of the losses of single outputs."""
+
+    def __init__(self, first: Any, instead: Callable[..., Any] | None) -> None:
+        super().__init__(
+            first._user_loss, first._user_loss_weights, output_names=first.output_names
+        )
+        self._flat_losses: Any = None
+        self._instead = instead
+
+    def build(self, y_true: Any, y_pred: Any) -> None:
+        """Finds the losses of the outputs, as Keras does, and puts others in their places."""
+        super().build(y_true, y_pred)
+        if self._instead is not None:
+            self._flat_losses = [
+                entry._replace(loss=functools.partial(self._instead, entry.loss))
+                for entry in self._flat_losses
+            ]
+
+    @property
+    def metrics(self) -> list[None]:
+        """No tracker for each of the losses."""
+        return [None] * len(self._flat_losses or ())
+
+
+def second_loss(first: Any, instead: Callable[..., Any] | None = None) -> Any:
+    """A compiled loss once more: it finds targets, weights and outputs in the same way."""
+    return _SecondLoss(first, instead)
+
+
+def sample_values(loss: Any, y_true: Any, y_pred: Any) -> tuple[Any, Any]:
+    """The values of a loss for each sample before they are reduced, and their mask, if any."""
+    convert = functools.partial(keras.ops.convert_to_tensor, dtype=loss.dtype)
+    y_pred, y_true = (keras.tree.map_structure(convert, value) for value in (y_pred, y_true))
+    values = loss.call(y_true, y_pred)
+    return convert(values), backend.get_keras_mask(values)
+
+
+def reduction_of(loss: Any, values: Any, sample_weight: Any, mask: Any) -> Any:
+    """What a loss makes of its values: linear in them."""
+    return reduce_weighted_values(
+        values, sample_weight=sample_weight, mask=mask, reduction=loss.reduction, dtype=loss.dtype
+    )
+
+
+def reduces_values(loss: Any) -> bool:
+    """Whether a loss has values, which Keras reduces, instead of a way of its own to be called."""
+    return type(loss).__call__ is keras.losses.Loss.__call__
+
+
+def logits_of(tensor: Any) -> Any:
+    """What softmax or sigmoid of Keras made a tensor of, where it still knows; or `None`."""
+    return getattr(tensor, "_keras_logits", None)
+
+
+def running_states(layer: Any) -> list[Any]:
+    """What forward passes of a layer may write: seeds, statistics of batches, metrics."""
+    states: list[Any] = []
+    for part in layers_in(layer):
+        states += [generator.state for generator in part._seed_generators]
+        states += [variable for metric in part._metrics for variable in metric.variables]
+        if isinstance(part, keras.layers.BatchNormalization):
+            states += part.non_trainable_variables
+    return states
+
+
+def global_seed() -> Any:
+    """The state of the generator of random numbers without a seed; `None` as long as none were."""
+    generator = global_state.get_global_attribute("global_seed_generator")
+    return None if generator is None else generator.state
+
+
+@contextlib.contextmanager
+def moving_statistics(layer: Any) -> Iterator[None]:
+    """Has batch normalizations use their moving statistics in training, too."""
+    changed = [
+        part
+        for part in layers_in(layer)
+        if isinstance(part, keras.layers.BatchNormalization) and part.trainable
+    ]
+    try:
+        for part in changed:
+            part._trainable = False
+        yield
+    finally:
+        for part in changed:
+            part._trainable = True
+
+
+@contextlib.contextmanager
+def moments_told(layer: Any, told: Callable[..., bool]) -> Iterator[None]:
+    """Tells what batch normalizations find in training."""
+    norms = [p for p in layers_in(layer) if isinstance(p, keras.layers.BatchNormalization)]
+    momenta = {id(part): part.momentum for part in norms}
+
+    def moments(part: Any, inputs: Any, mask: Any) -> Any:
+        mean, variance = type(part)._moments(part, inputs, mask)
+        if mask is None:
+            sizes = tf.gather(tf.shape(inputs), part._reduction_axes)
+            count = tf.cast(tf.reduce_prod(sizes), mean.dtype)
+        else:
+            count = tf.reduce_sum(tf.cast(mask, mean.dtype))
+        done = told(part, count, tf.reshape(mean, [-1]), tf.reshape(variance, [-1]))
+        part.momentum = 1.0 if done else momenta[id(part)]
+        return mean, variance
+
+    changed = [part for part in norms if not part.renorm]
+    try:
+        for part in changed:
+            vars(part)["_moments"] = functools.partial(moments, part)
+        yield
+    finally:
+        for part in changed:
+            del vars(part)["_moments"]
+            part.momentum = momenta[id(part)]
+
+
+@contextlib.contextmanager
+def moments_known(layer: Any) -> Iterator[None]:
+    """Has batch normalizations take their moving averages for what they find in training."""
+    norms = [p for p in layers_in(layer) if isinstance(p, keras.layers.BatchNormalization)]
+
+    def moments(part: Any, inputs: Any, mask: Any) -> Any:
+        found = type(part)._moments(part, inputs, mask)
+        averages = (part.moving_mean, part.moving_variance)
+        pairs = zip(averages, found, strict=True)
+        return tuple(tf.reshape(tf.cast(a.value, f.dtype), tf.shape(f)) for a, f in pairs)
+
+    try:
+        for part in norms:
+            vars(part)["_moments"] = functools.partial(moments, part)
+        yield
+    finally:
+        for part in norms:
+            del vars(part)["_moments"]
+
+
+def forget_validation(model: Any) -> None:
+    """Makes the next training validate with its own data, also after one that an error ended."""
+    if getattr(model, "_eval_epoch_iterator", None) is not None:
+        del model._eval_epoch_iterator
+
+
+def standardize_inputs(model: Any, x: Any) -> list[Any]:
+    """Makes the flat list of a Functional model's inputs, as it does when it is called."""
+    model._assert_input_compatibility(x)
+    return list(model._standardize_inputs(x))
+
+
+def strategy_of(model: Any) -> Any:
+    """The strategy of `tf.distribute` that a model was made in, or that is in force now, if any."""
+    now = tf.distribute.get_strategy() if tf.distribute.has_strategy() else None
+    return model._distribute_strategy or now
+
+
+@contextlib.contextmanager
+def updates_taken(take: Callable[[Any, Any, Any], None]) -> Iterator[None]:
+    """Hands over what optimizers are asked to apply, which then do not apply it."""
+
+    def instead(kind: type) -> Any:
+        @functools.wraps(kind.__dict__["apply"])
+        def apply(optimizer: Any, grads: Any, trainable_variables: Any = None) -> None:
+            take(optimizer, grads, trainable_variables)
+
+        return apply
+
+    with _replaced(BaseOptimizer, "apply", instead):
+        yield
+
+
+@contextlib.contextmanager
+def results_told(told: Callable[[Any, Any], None]) -> Iterator[None]:
+    """Tells what metrics give as their results."""
+    depth = 0
+
+    def instead(kind: type) -> Any:
+        original = kind.__dict__["result"]
+
+        @functools.wraps(original)
+        def result(metric: Any) -> Any:
+            nonlocal depth
+            depth += 1
+            try:
+                value = original(metric)
+            finally:
+                depth -= 1
+            if not depth:
+                told(metric, value)
+            return value
+
+        return result
+
+    with _replaced(keras.metrics.Metric, "result", instead):
+        yield
+
+
+@contextlib.contextmanager
+def scaled_losses_weighted(weighted: Callable[[Any], Any]) -> Iterator[None]:
+    """Weights losses that optimizers scale, and leaves those that they do not scale."""
+    depth = 0
+
+    def instead(kind: type) -> Any:
+        original = kind.__dict__["scale_loss"]
+
+        @functools.wraps(original)
+        def scale_loss(optimizer: Any, loss: Any) -> Any:
+            nonlocal depth
+            depth += 1
+            try:
+                scaled = original(optimizer, loss)
+            finally:
+                depth -= 1
+            return scaled if depth or scaled is loss else weighted(scaled)
+
+        return scale_loss
+
+    with _replaced(BaseOptimizer, "scale_loss", instead):
+        yield
+
+
+def variables_for(optimizer: Any, trainable_variables: Any) -> list[Any]:
+    """The variables of gradients that an optimizer is given; it is built for them if it is not."""
+    if trainable_variables is None:
+        return list(optimizer._trainable_variables)
+    variables = list(trainable_variables)
+    if not optimizer.built:
+        optimizer.build(variables)
+        optimizer.built = True
+    return variables
+
+
+@contextlib.contextmanager
+def _replaced(base: type, name: str, instead: Callable[[type], Any]) -> Iterator[None]:
+    """Puts another method in the place of that of a class and of all that override it."""
+    every = dict.fromkeys(part for kind in [base, *_below(base)] for part in kind.__mro__)
+    kinds = [kind for kind in every if name in vars(kind)]  # mixins among them
+    originals = {kind: vars(kind)[name] for kind in kinds}
+    replacements = {kind: instead(kind) for kind in kinds}
+    try:
+        for kind, method in replacements.items():
+            setattr(kind, name, method)
+        yield
+    finally:
+        for kind, method in originals.items():
+            setattr(kind, name, method)
+
+
+def _below(base: type) -> Iterator[type]:
+    below: list[type] = base.__subclasses__()
+    for kind in below:
+        yield kind
+        yield from _below(kind)

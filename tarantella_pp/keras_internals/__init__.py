@@ -1,1 +1,0 @@
-"""The private names of Keras that this library needs, each held by a contract test."""

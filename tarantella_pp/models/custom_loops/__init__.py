@@ -1,1 +1,0 @@
-"""For training loops of your own: values of all ranks combined, gradients averaged."""

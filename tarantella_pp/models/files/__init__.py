@@ -1,1 +1,0 @@
-"""Files of whole models: written by one rank, and read by each in parts."""

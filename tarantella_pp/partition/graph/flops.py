@@ -1,0 +1,271 @@
+"""Floating point operations of one sample's forward pass; a multiply-add counts as two."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from tarantella_pp.partition.graph.call_shapes import (
+    ACTIVATION_KINDS,
+    SizedCall,
+    SizedTensor,
+    activation_name,
+    by_name,
+)
+from tarantella_pp.partition.graph.layer_graph import Source
+
+_PER_OUTPUT = by_name(
+    {
+        0: "Reshape Flatten Permute RepeatVector Identity Embedding Concatenate InputLayer"
+        " Masking ZeroPadding1D ZeroPadding2D ZeroPadding3D Cropping1D Cropping2D"
+        " Cropping3D UpSampling1D UpSampling3D ActivityRegularization GetItem Transpose"
+        " Squeeze ExpandDims Stack Split Pad Take Cast StopGradient BroadcastTo Repeat"
+        " Tile Slice Moveaxis Swapaxes Ravel Roll Flip Copy ConvertToTensor OneHot"
+        " ZerosLike OnesLike FullLike TakeAlongAxis Unstack Vstack Hstack",
+        1: "Add Subtract Multiply Maximum Minimum Negative Where Greater GreaterEqual Less"
+        " LessEqual Equal NotEqual LogicalAnd LogicalOr LogicalNot Absolute Abs Square Sign"
+        " Floor Ceil Round",
+        2: "Clip Rescaling Divide TrueDivide Reciprocal FloorDivide Average PReLU LeakyReLU ELU"
+        " Dropout SpatialDropout1D SpatialDropout2D SpatialDropout3D",
+        4: "BatchNormalization Normalization GaussianNoise GaussianDropout AlphaDropout Exp Log"
+        " Log1p Expm1 Sqrt Rsqrt Power Sin Cos",
+        5: "RMSNormalization UnitNormalization Normalize",
+        6: "Erf Arctan Sinh Cosh Log2 Log10 Mod",
+        8: "LayerNormalization GroupNormalization",
+    }
+)
+_PER_INPUT = by_name(
+    {
+        1: "GlobalMaxPooling GlobalAveragePooling Sum Mean Max Min Amax Amin Prod Any All Argmax"
+        " Argmin Cumsum Cumprod",
+        4: "Var Std Norm Logsumexp Moments",
+    }
+)
+_ACTIVATIONS = by_name(
+    {
+        0: "linear",
+        1: "relu",
+        2: "relu6 leaky_relu hard_tanh",
+        3: "hard_sigmoid softsign",
+        4: "sigmoid exponential hard_silu",
+        5: "elu softmax silu glu",
+        6: "selu celu tanh softplus log_softmax log_sigmoid",
+        10: "gelu",
+        12: "mish",
+    }
+)
+
+
+Rule = Callable[[SizedCall], float]
+
+
+def forward_flops(call: SizedCall) -> tuple[float, Source]:
+    """Counts the floating point operations of a call, for one sample."""
+    rule = _RULES.get(call.kind)
+    if rule is not None:
+        return float(rule(call)), "analytic"
+    if call.kind in _PER_OUTPUT:
+        return float(_PER_OUTPUT[call.kind] * sum(t.size for t in call.outputs)), "analytic"
+    if call.kind in ACTIVATION_KINDS:
+        return float(_ACTIVATIONS[ACTIVATION_KINDS[call.kind]] * call.output.size), "analytic"
+    if call.kind.rstrip("123D") in _PER_INPUT:
+        cost = _PER_INPUT[call.kind.rstrip("123D")]
+        return float(cost * sum(t.size for t in call.inputs)), "analytic"
+    return _guess(call), "estimated"
+
+
+def function_flops(call: SizedCall) -> float:
+    """Counts how many of the operations of a call are steps of an activation function.
+
+    Softmax of attention is one; functions inside loops of recurrent layers are not counted.
+    """
+    if call.kind in ACTIVATION_KINDS or call.kind == "Activation":
+        return forward_flops(call)[0]
+    if _RULES.get(call.kind) in _WITH_FUNCTION:
+        return float(_activation(call.operation, call.output.size))
+    if _RULES.get(call.kind) is _attention:
+        heads, _, _, queries, keys = attention_sizes(call)
+        return float(_ACTIVATIONS["softmax"] * heads * queries * keys)
+    return 0.0
+
+
+def _guess(call: SizedCall) -> float:
+    matrices = sum(math.prod(shape) for shape in call.weights if len(shape) > 1)
+    positions = max((math.prod(t.shape[:-1]) for t in (*call.inputs, *call.outputs)), default=1)
+    return float(2 * matrices * positions + sum(t.size for t in call.outputs))
+
+
+def _activation(layer: Any, size: int) -> float:
+    return _ACTIVATIONS.get(activation_name(getattr(layer, "activation", None)), 4) * size
+
+
+def _with_bias_and_function(call: SizedCall, products: float) -> float:
+    """Adds what such layers do to the result of their products of matrices."""
+    layer, size = call.operation, call.output.size
+    biased = getattr(layer, "use_bias", False) or getattr(layer, "bias", None) is not None
+    return products + size * bool(biased) + _activation(layer, size)
+
+
+def _dense(call: SizedCall) -> float:
+    return _with_bias_and_function(call, 2 * call.output.size * call.inputs[0].shape[-1])
+
+
+def einsum_flops(equation: str, shapes: list[tuple[int, ...]]) -> float:
+    """Counts the operations of an einsum of two or more tensors."""
+    sizes: dict[str, int] = {}
+    for term, shape in zip(equation.split("->")[0].split(","), shapes, strict=True):
+        term = term.strip()
+        before, _, after = term.partition("...")
+        if "..." in term:
+            middle = shape[len(before) : len(shape) - len(after)]
+            sizes["..."] = max(sizes.get("...", 1), math.prod(middle))
+            shape = (*shape[: len(before)], *shape[len(shape) - len(after) :])
+        for letter, size in zip(before + after, shape, strict=True):
+            sizes[letter] = max(sizes.get(letter, 1), size)
+    return 2.0 * math.prod(sizes.values())
+
+
+def _einsum_dense(call: SizedCall) -> float:
+    shapes = [(1, *call.inputs[0].shape), tuple(call.operation.kernel.shape)]
+    return _with_bias_and_function(call, einsum_flops(call.operation.equation, shapes))
+
+
+def _einsum(call: SizedCall) -> float:
+    operands = call.arguments.get("operands", ())
+    shapes = [(1, *o.shape) if isinstance(o, SizedTensor) else tuple(o.shape) for o in operands]
+    return einsum_flops(call.operation.subscripts, shapes)
+
+
+def _matmul(call: SizedCall) -> float:
+    return 2.0 * call.output.size * call.inputs[0].shape[-1] if call.inputs[0].shape else 2.0
+
+
+def _reversible_embedding(call: SizedCall) -> float:
+    if not call.arguments.get("reverse"):
+        return 0.0
+    capped = call.operation.logit_soft_cap is not None
+    return _matmul(call) + (_ACTIVATIONS["tanh"] + 2) * call.output.size * capped
+
+
+def _dot(call: SizedCall) -> float:
+    axes = getattr(call.operation, "axes", -1)
+    axis = axes if isinstance(axes, int) else axes[0]
+    summed = call.inputs[0].shape[axis - 1 if axis > 0 else axis]  # sized tensors have no batch
+    return 2.0 * call.output.size * summed
+
+
+def _channels(layer: Any, tensor: SizedTensor) -> int:
+    return tensor.shape[0 if layer.data_format == "channels_first" else -1]
+
+
+def _conv(call: SizedCall) -> float:
+    layer = call.operation
+    window = math.prod(layer.kernel_size) * _channels(layer, call.inputs[0]) // layer.groups
+    return _with_bias_and_function(call, 2 * call.output.size * window)
+
+
+def _depthwise_conv(call: SizedCall) -> float:
+    window = math.prod(call.operation.kernel_size)
+    return _with_bias_and_function(call, 2 * call.output.size * window)
+
+
+def _separable_conv(call: SizedCall) -> float:
+    layer, size = call.operation, call.output.size
+    middle = _channels(layer, call.inputs[0]) * layer.depth_multiplier
+    depthwise = 2 * size // _channels(layer, call.output) * middle * math.prod(layer.kernel_size)
+    return _with_bias_and_function(call, depthwise + 2 * size * middle)
+
+
+def _transposed_conv(call: SizedCall) -> float:
+    layer = call.operation
+    window = layer.filters * math.prod(layer.kernel_size)
+    return _with_bias_and_function(call, 2 * call.inputs[0].size * window)
+
+
+def attention_sizes(call: SizedCall) -> tuple[int, int, int, int, int]:
+    """Returns the sizes of an attention layer: heads, key and value size, queries, keys."""
+    layer, query = call.operation, call.arguments["query"]
+    value = call.arguments["value"]
+    queries = math.prod(query.shape[:-1])
+    keys = math.prod(value.shape[:-1])
+    if call.kind == "GroupedQueryAttention":
+        return layer.num_query_heads, layer.head_dim, layer.head_dim, queries, keys
+    return layer.num_heads, layer.key_dim, layer.value_dim, queries, keys
+
+
+def _attention(call: SizedCall) -> float:
+    heads, key_size, value_size, queries, keys = attention_sizes(call)
+    layer = call.operation
+    shared = getattr(layer, "num_key_value_heads", heads)
+    query, value = call.arguments["query"], call.arguments["value"]
+    key = call.arguments.get("key") or value
+    projections = queries * query.shape[-1] * heads * key_size
+    projections += keys * key.shape[-1] * shared * key_size
+    projections += keys * value.shape[-1] * shared * value_size
+    projections += queries * heads * value_size * call.output.shape[-1]
+    products = projections + heads * queries * keys * (key_size + value_size)
+    return float(2 * products + _ACTIVATIONS["softmax"] * heads * queries * keys)
+
+
+def _dot_attention(call: SizedCall) -> float:
+    query, value = call.inputs[0], call.inputs[1] if len(call.inputs) > 1 else call.inputs[0]
+    scores = math.prod(query.shape[:-1]) * math.prod(value.shape[:-1])
+    return 2 * scores * (query.shape[-1] + value.shape[-1]) + 5 * scores
+
+
+def _recurrent(gates: int, extra: int) -> Rule:
+    def rule(call: SizedCall) -> float:
+        layer, (steps, *_, features) = call.operation, call.inputs[0].shape
+        multiply = 2 * gates * layer.units * (features + layer.units)
+        return float(steps * (multiply + (gates * 5 + extra) * layer.units))
+
+    return rule
+
+
+def _bidirectional(call: SizedCall) -> float:
+    return sum(
+        forward_flops(call.inner(layer, call.inputs[0], call.output))[0]
+        for layer in (call.operation.forward_layer, call.operation.backward_layer)
+    )
+
+
+def _time_distributed(call: SizedCall) -> float:
+    given, made = call.inputs[0], call.output
+    step_in = SizedTensor(given.id, given.shape[1:], given.itemsize, given.has_gradient)
+    step_out = SizedTensor(made.id, made.shape[1:], made.itemsize, made.has_gradient)
+    return given.shape[0] * forward_flops(call.inner(call.operation.layer, step_in, step_out))[0]
+
+
+_POOLINGS = [f"{kind}Pooling{n}D" for kind in ("Max", "Average") for n in (1, 2, 3)]
+_RULES: dict[str, Rule] = {
+    "Dense": _dense,
+    "EinsumDense": _einsum_dense,
+    "Einsum": _einsum,
+    "Matmul": _matmul,
+    "Dot": _dot,
+    "ReversibleEmbedding": _reversible_embedding,
+    **dict.fromkeys(("Conv1D", "Conv2D", "Conv3D"), _conv),
+    **dict.fromkeys(("DepthwiseConv1D", "DepthwiseConv2D"), _depthwise_conv),
+    **dict.fromkeys(("SeparableConv1D", "SeparableConv2D"), _separable_conv),
+    **dict.fromkeys(("Conv1DTranspose", "Conv2DTranspose", "Conv3DTranspose"), _transposed_conv),
+    **dict.fromkeys(_POOLINGS, lambda c: math.prod(c.operation.pool_size) * c.output.size),
+    "UpSampling2D": lambda c: 0 if c.operation.interpolation == "nearest" else 8 * c.output.size,
+    **dict.fromkeys(("MultiHeadAttention", "GroupedQueryAttention"), _attention),
+    **dict.fromkeys(("Attention", "AdditiveAttention"), _dot_attention),
+    "LSTM": _recurrent(4, 5),
+    "GRU": _recurrent(3, 5),
+    "SimpleRNN": _recurrent(1, 1),
+    "Bidirectional": _bidirectional,
+    "TimeDistributed": _time_distributed,
+    "Activation": lambda call: _activation(call.operation, call.output.size),
+}
+_WITH_FUNCTION = (
+    _dense,
+    _einsum_dense,
+    _conv,
+    _depthwise_conv,
+    _separable_conv,
+    _transposed_conv,
+)
+"""Rules of layers that apply an activation function to what they make."""

@@ -1,0 +1,304 @@
+"""Reads a Keras model into a layer graph: nested models opened, one node for every call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+
+from tarantella_pp.errors import UnsupportedModelError
+from tarantella_pp.internals.functional import (
+    get_mask,
+    input_layer_of,
+    inputs_struct,
+    is_plain_call,
+    network_of,
+    ordered_nodes,
+    outputs_struct,
+    reads_variables,
+    runs_its_graph,
+    states_of,
+    sublayers,
+    tree,
+)
+from tarantella_pp.partition.graph.calls import Call, GraphBuilder, graph_of
+from tarantella_pp.partition.graph.layer_graph import LayerGraph, Tensor
+from tarantella_pp.partition.graph.placeholders import (
+    made_shapes,
+    mask_flow,
+    probe_call,
+    probe_of,
+    symbolic,
+)
+from tarantella_pp.partition.graph.units import Shape
+
+__all__ = ["Call", "ExtractedModel", "extract"]
+
+_REMEDY = "Build it with keras.Model(inputs, outputs) or keras.Sequential([keras.Input(...), ...])."
+
+
+@dataclass(frozen=True, slots=True)
+class ExtractedModel:
+    """A model's graph, and all that running its nodes needs.
+
+    Attributes:
+        model: The model it was read from; nothing in it was changed or copied.
+        graph: The layer graph.
+        calls: One call per node of the graph, in the same order.
+        variables: The Keras variable of each `graph.weights`, in the same order.
+        inputs_struct: The model's symbolic inputs in its own structure; flattened with
+            `keras.tree` they are `graph.inputs`.
+        outputs_struct: Likewise for `graph.outputs`.
+    """
+
+    model: Any
+    graph: LayerGraph
+    calls: tuple[Call, ...]
+    variables: tuple[Any, ...]
+    inputs_struct: Any
+    outputs_struct: Any
+
+
+def extract(model: keras.Model | ExtractedModel, *, assumed_size: int = 256) -> ExtractedModel:
+    """Reads a model's operations into a graph, without changing the model.
+
+    Nested Functional and Sequential models are opened, as often as they are called, down to
+    layers and `keras.ops` calls. A nested model stays one node where opening it could change a
+    result: it overrides `call()`, has an activity regularizer, converts its inputs, or gets a
+    mask of its own.
+    """
+    if isinstance(model, ExtractedModel):
+        return model
+    network = _supported_network(model)
+    reader = _Reader()
+    env: dict[int, int] = {}
+    for tensor in network.inputs:
+        _check_input(tensor)
+        env[id(tensor)] = reader.draft.add_tensor(
+            tensor.name, tuple(tensor.shape), tensor.dtype, probe=probe_of(tensor.shape)
+        )
+    reader.read(network, env, prefix="")
+    inputs = tuple(env[id(tensor)] for tensor in network.inputs)
+    outputs = tuple(env[id(tensor)] for tensor in network.outputs)
+    if passed_on := [reader.draft.tensors[i].name for i in outputs if i in inputs]:
+        raise UnsupportedModelError(
+            f"Outputs {passed_on} of model '{model.name}' are its inputs as they are, so no stage "
+            "computes them. Leave them out of the outputs."
+        )
+    draft, numbers = reader.draft.pruned(inputs, outputs)
+    variables = tuple({id(v): v for call in draft.calls for v in call.variables}.values())
+    return ExtractedModel(
+        model=model,
+        graph=graph_of(
+            draft,
+            variables,
+            inputs=tuple(numbers[i] for i in inputs),
+            outputs=tuple(numbers[i] for i in outputs),
+            assumed_size=assumed_size,
+        ),
+        calls=tuple(draft.calls),
+        variables=variables,
+        inputs_struct=inputs_struct(network),
+        outputs_struct=outputs_struct(network),
+    )
+
+
+class _Reader:
+    """Walks through a model and the models in it.
+
+    An `env` maps `id` of the symbolic tensors of one model, in one call of it, to tensor ids.
+    """
+
+    def __init__(self) -> None:
+        self.draft = GraphBuilder()
+
+    def read(self, network: Any, env: dict[int, int], prefix: str) -> None:
+        """Adds all calls of a Functional, and puts the tensors they make into `env`."""
+        for node in ordered_nodes(network):
+            if node.is_input or any(id(tensor) not in env for tensor in node.input_tensors):
+                continue  # as Keras does: not computable from these inputs, so not needed
+            given = [self.draft.tensors[env[id(tensor)]] for tensor in node.input_tensors]
+            inner_inputs = _opened_inputs(node, given)
+            if inner_inputs is None:
+                self._add_call(node, env, prefix + node.operation.name)
+                continue
+            inner = network_of(node.operation)
+            inner_env = {
+                id(inner_tensor): env[id(tensor)]
+                for inner_tensor, tensor in zip(inner.inputs, inner_inputs, strict=True)
+            }
+            self.read(inner, inner_env, f"{prefix}{node.operation.name}/")
+            for tensor, inner_tensor in zip(node.outputs, inner.outputs, strict=True):
+                env[id(tensor)] = inner_env[id(inner_tensor)]
+
+    def _add_call(self, node: Any, env: dict[int, int], path: str) -> None:
+        _check_operation(node.operation)
+        draft, name = self.draft, self.draft.unique_name(path)
+        bindings = {id(tensor): env[id(tensor)] for tensor in node.input_tensors}
+        unmasked = draft.unmasked & set(bindings.values())
+        free = {key: self._symbolic(t) for key, t in bindings.items()}
+        args, kwargs = node.arguments.fill_in(free)
+        shapes = _shapes(node, free)
+        known = {key: (draft.probes[t], draft.tensors[t].dtype) for key, t in bindings.items()}
+        probes = probe_call(node, known, shapes)
+        flow = mask_flow(node.operation, args, dict(kwargs), len(shapes))
+        draft.unmasked.update(bindings[key] for key, t in free.items() if id(t) in flow.removed)
+        outputs = []
+        for i, (tensor, shape) in enumerate(zip(node.outputs, shapes, strict=True)):
+            label = name if len(shapes) == 1 else f"{name}[{i}]"
+            _check_result(tensor, node, label)
+            made = draft.add_tensor(label, shape, tensor.dtype, flow.outputs[i], probe=probes[i])
+            outputs.append(made)
+            env[id(tensor)] = outputs[-1]
+        variables = tuple(states_of(node.operation, node.arguments))
+        draft.calls.append(
+            Call(
+                name=name,
+                operation=node.operation,
+                arguments=node.arguments,
+                bindings=bindings,
+                outputs=tuple(outputs),
+                variables=variables,
+                unmasked=frozenset(t for t in unmasked if draft.tensors[t].mask_shape is not None),
+            )
+        )
+
+    def _symbolic(self, t: int) -> Any:
+        tensor = self.draft.tensors[t]
+        mask_shape = None if t in self.draft.unmasked else tensor.mask_shape
+        return symbolic(tensor.shape, tensor.dtype, mask_shape)
+
+
+def _shapes(node: Any, free: dict[int, Any]) -> list[Shape]:
+    """Returns the shapes that a call makes from these tensors.
+
+    They differ from those in the node where a nested model is called on other shapes than those
+    it was built with. Of a nested model that stays closed Keras only guesses them.
+    """
+    same = all(tuple(t.shape) == tuple(free[id(t)].shape) for t in node.input_tensors)
+    if same and network_of(node.operation) is None:
+        return [tuple(tensor.shape) for tensor in node.outputs]
+    return made_shapes(node, free)
+
+
+def _opened_inputs(node: Any, given: list[Tensor]) -> list[Any] | None:
+    """Says how to open a call of a nested model."""
+    model = node.operation
+    network = network_of(model)
+    if network is None or not is_plain_call(model) or not _same_weights_inside(model, network):
+        return None
+    args, kwargs = node.arguments.args, dict(node.arguments.kwargs)
+    kwargs.pop("training", None)  # the run's own `training` goes before it, as in Keras
+    mask = kwargs.pop("mask", None)
+    values = list(args) + [kwargs.pop(key) for key in ("inputs",) if key in kwargs]
+    if len(values) != 1 or kwargs:  # a call with more than its inputs
+        return None
+    inputs = _in_order(values[0], inputs_struct(network))
+    if inputs is None or not all(isinstance(tensor, keras.KerasTensor) for tensor in inputs):
+        return None
+    known = {id(tensor): t for tensor, t in zip(node.input_tensors, given, strict=True)}
+    if not all(_fits(known[id(t)], inner) for t, inner in zip(inputs, network.inputs, strict=True)):
+        return None
+    masks = [None] * len(inputs) if mask is None else tree.flatten(mask)
+    if len(masks) != len(inputs):
+        return None
+    known_masks = [get_mask(tensor) for tensor in inputs]
+    has_others = any(m is not None and m is not k for m, k in zip(masks, known_masks, strict=True))
+    return None if has_others else inputs
+
+
+def _in_order(value: Any, struct: Any) -> list[Any] | None:
+    """Puts the tensors of a call into the order of the nested model's inputs."""
+    if isinstance(value, dict) and isinstance(struct, list | tuple):
+        names = [tensor.name for tensor in struct if isinstance(tensor, keras.KerasTensor)]
+        if len(names) == len(struct) and set(names) <= set(value):
+            return [value[name] for name in names]
+        return None
+    if isinstance(struct, list | tuple) and len(struct) == 1 and not tree.is_nested(value):
+        return [value]
+    try:
+        tree.assert_same_structure(tree.lists_to_tuples(value), tree.lists_to_tuples(struct))
+    except (ValueError, TypeError):
+        return None
+    return list(tree.flatten(value))
+
+
+def _fits(given: Tensor, inner: Any) -> bool:
+    """Returns whether the nested model takes this tensor as it is, without converting it."""
+    return (
+        given.dtype == inner.dtype
+        and len(given.shape) == len(inner.shape)
+        and not (inner.sparse or inner.ragged)
+    )
+
+
+def _same_weights_inside(model: Any, network: Any) -> bool:
+    """Returns whether variables read inside the model have the dtype they would have outside."""
+    return bool(model.compute_dtype == model.variable_dtype or not reads_variables(network))
+
+
+def _supported_network(model: Any) -> Any:
+    """Returns the Functional whose operations make up a model."""
+    if not isinstance(model, keras.Model):
+        raise UnsupportedModelError(
+            f"Expected a Keras model. {_REMEDY} Received: model={model!r} (of type {type(model)})"
+        )
+    network = network_of(model)
+    if isinstance(model, keras.Sequential) and network is None:
+        raise UnsupportedModelError(
+            f"Sequential model '{model.name}' is not built, so its layers are not connected yet. "
+            "Begin it with a keras.Input, or call model.build(input_shape) with one tensor's shape."
+        )
+    if network is None or not runs_its_graph(model):
+        raise UnsupportedModelError(
+            f"Model '{model.name}' is a subclassed model (class {type(model).__name__} defines "
+            f"call()): its operations cannot be seen, so it cannot be cut. {_REMEDY} Data parallel "
+            "it need not be cut: tnt.Model(model, inputs=keras.Input(...))."
+        )
+    return network
+
+
+def _check_input(tensor: Any) -> None:
+    """Refuses an input of the model that cannot be given to a stage."""
+    layer = input_layer_of(tensor)
+    if getattr(layer, "optional", False):
+        raise UnsupportedModelError(
+            f"Input '{tensor.name}' is optional; stages need every input. "
+            "Make it a normal keras.Input and pass zeros where there is no value."
+        )
+    _check_dense(tensor, f"Input '{tensor.name}'")
+
+
+def _check_result(tensor: Any, node: Any, name: str) -> None:
+    """Refuses a result that cannot travel between stages."""
+    # Keras marks a dense tensor times a number, and what follows from that, as sparse, too
+    makes_sparse = isinstance(node.operation, keras.layers.Layer) and not any(
+        given.sparse for given in node.input_tensors
+    )
+    if makes_sparse or not tensor.sparse:
+        _check_dense(tensor, f"Result '{name}'")
+
+
+def _check_dense(tensor: Any, what: str) -> None:
+    if tensor.sparse or tensor.ragged:
+        kind = "sparse" if tensor.sparse else "ragged"
+        raise UnsupportedModelError(
+            f"{what} is a {kind} tensor; only dense tensors can be sent between stages. "
+            "Make it dense in the data pipeline."
+        )
+    if tensor.dtype == "string":
+        raise UnsupportedModelError(
+            f"{what} is a string tensor; strings cannot be sent between stages. "
+            "Turn them into numbers in the data pipeline, e.g. dataset.map(lookup_layer)."
+        )
+
+
+def _check_operation(operation: Any) -> None:
+    """Refuses an operation that micro-batches would break."""
+    for layer in sublayers(operation):
+        if isinstance(layer, keras.layers.RNN) and layer.stateful:
+            raise UnsupportedModelError(
+                f"Layer '{layer.name}' is stateful: its state has one row per sample of a whole "
+                "batch, so a batch cannot be cut into micro-batches. Build it with stateful=False."
+            )

@@ -1,1 +1,0 @@
-"""A batch on its way: read, cut into micro-batches, scored, told as logs."""

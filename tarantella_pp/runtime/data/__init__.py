@@ -1,0 +1,1 @@
+"""A batch on its way: read once, cut into micro-batches, announced to all ranks."""

@@ -1,0 +1,197 @@
+"""How far the reading rank has come in its data, and how it comes there again after a restart.
+
+    fit starts        pass 1                  pass 2
+    ----------------> batches 1 2 3 ... end   batches 1 2 |  <- position: pass 2, 2 batches
+
+An epoch is a pass, unless `steps_per_epoch` cuts a pass in several epochs. Arrays are read in an
+order that is kept with the position. A `PyDataset` hears of all epochs again, and draws its order
+from the same state of Python's random numbers. Other data are read again up to the position.
+
+Each iterator of a `tf.data` data set that shuffles has another order, read or not. Keras' loops
+make one at the end of each epoch and drop it unread; it is made here, too, and counts as a pass.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import logging
+import random
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tarantella_pp.internals.data import (
+    DataAdapter,
+    arrays_of,
+    batch_size_of,
+    caches,
+    dataset_of,
+    is_shuffled,
+)
+
+logger = logging.getLogger(__name__)
+Array = np.ndarray[Any, Any]
+ARRAYS, PY_DATASET, TF_DATA, OTHER = "arrays", "PyDataset", "tf.data", "generator"
+
+
+class DataCursor:
+    """Reads data, and knows how far.
+
+    Attributes:
+        kind: What is read.
+        batches: How many batches of the last pass have been read.
+    """
+
+    def __init__(self, adapter: DataAdapter, numbers: bool) -> None:
+        self._adapter = adapter
+        self._dataset: Any = None
+        self._keeps = False
+        self._passes = 0
+        self._is_unread = False
+        self.batches = 0
+        self._skips: int | None = None
+        self._order: Array | None = None
+        self._states: dict[str, Array] = {}
+        self._next_states: dict[str, Array] = {}
+        self._user_data = dataset_of(adapter)
+        self._shuffles = numbers and is_shuffled(adapter)
+        self.kind = ARRAYS if numbers else _kind_of(self._user_data)
+
+    def keep_position(self) -> None:
+        """Remembers from now on what it takes to come back to where it is."""
+        self._keeps = True
+
+    def facts(self) -> dict[str, Any]:
+        """What must be the same to come back to a position."""
+        return {"kind": self.kind, "batch_size": batch_size_of(self._adapter)}
+
+    def on_epoch_begin(self) -> None:
+        """Notes, before the data set hears of it, what an order would be drawn from."""
+        if self._keeps and self.kind == PY_DATASET:
+            if self._next_states:
+                _set_random_states(self._next_states)
+            self._next_states, self._states = {}, _random_states()
+
+    def read(self) -> Iterator[Any]:
+        """Reads from when the first batch is asked for; what a data set shuffles it draws at once.
+
+        An open iterator of TensorFlow reads ahead and takes its time to stop, so that none is made
+        before it is needed, where that changes no number.
+        """
+        if self._dataset is None:
+            self._dataset = self._adapter.get_tf_dataset()
+            if arrays_of(self._adapter) is not None:  # others are the user's, tuned as they wish
+                self._dataset = _without_tuning(self._dataset)
+        begun = None
+        if self.kind == TF_DATA:
+            begun = iter(self._dataset)
+            self._passes += 1
+            self._is_unread = True
+        return self._read(begun)
+
+    def _read(self, begun: Iterator[Any] | None) -> Iterator[Any]:
+        for batch in self._pass(begun):
+            self.batches += 1
+            yield batch
+
+    def position(
+        self, in_pass: bool, length: int | None = None, steps: int | None = None
+    ) -> tuple[dict[str, Any], dict[str, Array]]:
+        """Where it is, and the arrays that it takes to come back."""
+        arrays = {}
+        if self.kind == PY_DATASET:
+            arrays = self._states if in_pass else _random_states()
+        elif self._order is not None and in_pass:
+            arrays = {"order": self._order}
+        passes = self._passes if in_pass else self._passes_before_next(length, steps)
+        place = {"kind": self.kind, "passes": passes, "batches": self.batches}
+        return {**place, "in_pass": in_pass}, arrays
+
+    def _passes_before_next(self, length: int | None, steps: int | None) -> int:
+        """How many there would be before the next pass, had training not been interrupted.
+
+        With `steps`, what was made at the end of a pass is the next one; without, it is dropped.
+        """
+        if self.kind != TF_DATA:
+            return self._passes
+        if steps is not None:
+            return self._passes - self._is_unread
+        return self._passes + (length is not None and not self._is_unread)
+
+    def resume(self, position: Any, arrays: Mapping[str, Array]) -> None:
+        """Comes back to a position, with the next batch that is read."""
+        self._passes, self.batches = position.passes, position.batches
+        self._skips = position.batches if position.in_pass else None
+        self._order = arrays.get("order")
+        if self.kind == PY_DATASET:
+            for _ in range(position.epochs):
+                self._user_data.on_epoch_begin()
+                self._user_data.on_epoch_end()
+            self._next_states = dict(arrays)
+        elif self.kind == TF_DATA:
+            self._dataset = self._adapter.get_tf_dataset()
+            self._passes = position.passes - position.in_pass
+            for number in range(self._passes):
+                begun = iter(self._dataset)  # seeds of shuffles go on with each
+                ends = self._dataset.cardinality() != tf.data.INFINITE_CARDINALITY
+                if number == 0 and ends and caches(self._dataset):
+                    logger.warning("reads a whole pass again, for a cache keeps what it has drawn")
+                    collections.deque(begun, maxlen=0)
+        if self._skips and self.kind != ARRAYS:
+            logger.warning("reads %d batches again to come back to where it was", self._skips)
+
+    def _pass(self, begun: Iterator[Any] | None) -> Iterator[Any]:
+        """The batches of a pass that are left, which an iterator has been made for or not."""
+        skips, self._skips = self._skips, None
+        saved, self._order = self._order, None
+        self._is_unread = False
+        if skips is None:
+            self._passes += begun is None
+            self.batches = 0
+        if self.kind != ARRAYS or not self._keeps:
+            return itertools.islice(begun or iter(self._dataset), skips or 0, None)
+        if not self._shuffles:
+            return iter(self._dataset.skip(skips or 0))
+        if saved is None or skips is None:
+            saved = np.concatenate([np.asarray(part) for part in self._dataset])
+        self._order = saved
+        size = batch_size_of(self._adapter) or len(saved)
+        starts = range((skips or 0) * size, len(saved), size)
+        return (tf.convert_to_tensor(saved[start : start + size]) for start in starts)
+
+
+def _kind_of(data: Any) -> str:
+    if isinstance(data, keras.utils.PyDataset):
+        return PY_DATASET
+    return TF_DATA if isinstance(data, tf.data.Dataset) else OTHER
+
+
+def _random_states() -> dict[str, Array]:
+    """The states of Python's and NumPy's global random numbers."""
+    _, words, gauss = random.getstate()
+    _, keys, place, has_gauss, cached = np.random.get_state()  # noqa: NPY002
+    extra = [np.nan if gauss is None else gauss, place, has_gauss, cached]
+    return {
+        "python": np.array(words, np.uint32),
+        "numpy": np.asarray(keys, np.uint32),
+        "gauss": np.array(extra, np.float64),
+    }
+
+
+def _set_random_states(states: Mapping[str, Array]) -> None:
+    gauss, place, has_gauss, cached = states["gauss"].tolist()
+    words = tuple(int(word) for word in states["python"])
+    random.setstate((3, words, None if np.isnan(gauss) else gauss))
+    state = ("MT19937", states["numpy"], int(place), int(has_gauss), cached)
+    np.random.set_state(state)  # noqa: NPY002
+
+
+def _without_tuning(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Slices arrays as fast; but an epoch ends without waiting for a thread that measures it."""
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    return dataset.with_options(options)

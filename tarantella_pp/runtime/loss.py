@@ -1,0 +1,297 @@
+"""The compiled loss and its gradients, for a whole batch at once or micro-batch by micro-batch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from tarantella_pp.errors import UnsupportedModelError
+from tarantella_pp.internals.training import (
+    compiled_loss,
+    reduction_of,
+    sample_values,
+    second_loss,
+)
+from tarantella_pp.partition.graph.keras_reader import ExtractedModel
+from tarantella_pp.runtime.modules.compiled_function import CompiledFunction, dense_tensors
+from tarantella_pp.runtime.modules.model_outputs import output_spec, pack_outputs
+from tarantella_pp.runtime.modules.stage_boundary import BoundaryTensor, StageBoundary
+from tarantella_pp.runtime.probes.parts import MEAN, ROWS, SUM
+
+_COMPILED_SIGNATURES = 16
+
+
+class LossValue(NamedTuple):
+    """A loss, or what some samples contribute to it.
+
+    Attributes:
+        total: The loss, in Keras' default float type.
+        each: The loss of each output that has one, before it is weighted; none if Keras does not
+            track them, as for a single loss.
+        gradients: Gradient of the total with respect to each output; empty if not asked for.
+    """
+
+    total: tf.Tensor
+    each: Sequence[tf.Tensor]
+    gradients: Mapping[BoundaryTensor, tf.Tensor]
+
+
+class BatchLoss:
+    """The compiled loss of a model, applied to the outputs of a pipeline.
+
+    A loss of Keras has a value for each sample, or each pixel or word of it, and a reduction that
+    multiplies each value with a coefficient and adds them up. The coefficients follow from sample
+    weights, masked targets and sizes of the *whole* batch, which are known before any output is.
+    So the loss of a batch is the sum of what its micro-batches contribute, whatever the reduction.
+
+    Attributes:
+        reached: The output tensors that the loss depends on; known once gradients were computed.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        extracted: ExtractedModel,
+        boundary: StageBoundary,
+        kinds: Sequence[str] = (),
+    ) -> None:
+        self._extracted = extracted
+        self._kinds = kinds
+        self._results = boundary.model_outputs
+        self._activations = boundary.activations
+        self._sources = [
+            i
+            for i, tensor in enumerate(self._results)
+            if not tensor.mask and extracted.graph.tensors[tensor.tensor].has_gradient
+        ]
+        first = compiled_loss(model)
+        self._tracks_each = first is not None and bool(first.metrics)
+        self._whole = None if first is None else second_loss(first, self._noted)
+        self._measure: Any = None if first is None else second_loss(first, self._measured)
+        self._add_up = None if first is None else second_loss(first, self._contribution)
+        self._found: list[tf.Tensor] = []
+        self._each: list[tf.Tensor] = []
+        self._given: Iterator[tuple[str, tf.Tensor]] = iter(())
+        self._compiled: dict[Hashable, CompiledFunction] = {}
+        self._functions: dict[Hashable, Callable[..., Any]] = {}
+        self.reached: set[int] = set()
+
+    def of_batch(
+        self,
+        y: Any,
+        results: Sequence[tf.Tensor],
+        sample_weight: Any,
+        signature: Hashable,
+        differentiate: bool,
+        scale: tf.Tensor | None = None,
+    ) -> LossValue:
+        """Loss of a whole batch, and its gradient."""
+        arguments = (y, list(results), sample_weight, scale)
+        return self._call(self._of_batch, arguments, signature, differentiate)
+
+    def coefficients(
+        self, y: Any, outputs: Sequence[tf.Tensor], sample_weight: Any, rows: int, signature: Any
+    ) -> list[tf.Tensor]:
+        """What the values of the samples of a batch are multiplied with."""
+        if self._measure is None:
+            return []
+        shapes = tuple((rows, *tensor.shape[1:]) for tensor in outputs)
+        dtypes = tuple(tensor.dtype for tensor in outputs)
+        measure = functools.partial(self._coefficients, shapes, dtypes)
+        key = (signature, shapes)
+        if key not in self._compiled:
+            self._compiled[key] = CompiledFunction.like(measure, (y, sample_weight))
+        return self._compiled[key](*dense_tensors((y, sample_weight)))
+
+    def contribution(
+        self,
+        y: Any,
+        results: Sequence[tf.Tensor],
+        coefficients: Sequence[tf.Tensor],
+        signature: Hashable,
+        differentiate: bool,
+        scale: tf.Tensor | None = None,
+    ) -> LossValue:
+        """What some samples contribute to the loss of their batch, and its gradient."""
+        arguments = (y, list(results), list(coefficients), scale)
+        return self._call(self._of_samples, arguments, signature, differentiate)
+
+    def compile_of_batch(
+        self,
+        y: Any,
+        results: Sequence[tf.TensorSpec],
+        sample_weight: Any,
+        signature: Hashable,
+        differentiate: bool,
+        scale: tf.Tensor | None = None,
+    ) -> None:
+        """Compiles what `of_batch` runs for outputs that are only described."""
+        arguments = (y, list(results), sample_weight, scale)
+        self._compile(self._of_batch, arguments, signature, differentiate)
+
+    def compile_contribution(
+        self,
+        y: Any,
+        results: Sequence[tf.TensorSpec],
+        coefficients: Sequence[tf.Tensor],
+        signature: Hashable,
+        differentiate: bool,
+        scale: tf.Tensor | None = None,
+    ) -> None:
+        """Compiles what `contribution` runs for outputs that are only described."""
+        arguments = (y, list(results), list(coefficients), scale)
+        self._compile(self._of_samples, arguments, signature, differentiate)
+
+    def outputs(self, rows: int) -> list[tf.TensorSpec] | None:
+        """What the model's outputs with their masks look like; `None` if the model does not say."""
+        specs = [output_spec(self._extracted, tensor, rows) for tensor in self._results]
+        known = (s.shape.is_fully_defined() and s.shape.rank and s.shape[0] == rows for s in specs)
+        return specs if all(known) else None
+
+    def _compile(
+        self,
+        function: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        signature: Hashable,
+        differentiate: bool,
+    ) -> CompiledFunction | None:
+        """A function compiled for these shapes; `None` once there were too many."""
+        results = tuple((tensor.shape, tensor.dtype) for tensor in arguments[1])
+        key = (function, differentiate, signature, results)
+        compiled = self._compiled.get(key)
+        if compiled is None and len(self._compiled) < _COMPILED_SIGNATURES:
+            run = functools.partial(function, differentiate)
+            compiled = self._compiled[key] = CompiledFunction.like(run, arguments)
+        return compiled
+
+    def _call(
+        self,
+        function: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        signature: Hashable,
+        differentiate: bool,
+    ) -> LossValue:
+        """Calls a function compiled for these shapes, or for any once there were too many."""
+        compiled = self._compile(function, arguments, signature, differentiate)
+        if compiled is not None:
+            total, *rest = compiled(*dense_tensors(arguments))
+        else:
+            kind = (function, differentiate)
+            if kind not in self._functions:
+                run = functools.partial(function, differentiate)
+                self._functions[kind] = tf.function(run, autograph=False, reduce_retracing=True)
+            total, *rest = self._functions[kind](*arguments)
+        tensors = [self._results[i] for i in self._sources] if differentiate else []
+        gradients = rest[len(rest) - len(tensors) :]
+        each = rest[: len(rest) - len(tensors)]
+        return LossValue(total, each, dict(zip(tensors, gradients, strict=True)))
+
+    def _of_batch(
+        self, differentiate: bool, y: Any, results: list[tf.Tensor], sample_weight: Any, scale: Any
+    ) -> list[tf.Tensor]:
+        return self._valued(self._whole, y, results, sample_weight, differentiate, scale)
+
+    def _of_samples(
+        self,
+        differentiate: bool,
+        y: Any,
+        results: list[tf.Tensor],
+        coefficients: list[tf.Tensor],
+        scale: Any,
+    ) -> list[tf.Tensor]:
+        self._given = iter(zip(self._kinds, coefficients, strict=True))
+        return self._valued(self._add_up, y, results, None, differentiate, scale)
+
+    def _valued(
+        self,
+        loss: Any,
+        y: Any,
+        results: list[tf.Tensor],
+        sample_weight: Any,
+        differentiate: bool,
+        scale: tf.Tensor | None,
+    ) -> list[tf.Tensor]:
+        """The loss, that of each output, and the gradients, multiplied, if they are needed."""
+        sources = [results[i] for i in self._sources] if differentiate else []
+        if loss is None:
+            return [tf.zeros((), keras.config.floatx()), *map(tf.zeros_like, sources)]
+        self._each = []
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch(sources)
+            value = loss(y, self._pack(results), sample_weight)
+        values = [
+            tf.cast(value, keras.config.floatx()),
+            *(self._each if self._tracks_each else ()),
+        ]
+        if not differentiate:
+            return values
+        seed = None if scale is None else tf.fill(tf.shape(value), tf.cast(scale, value.dtype))
+        found = tape.gradient(value, sources, output_gradients=seed)
+        pairs = list(zip(self._sources, found, strict=True))
+        self.reached = {self._results[i].tensor for i, gradient in pairs if gradient is not None}
+        zeros = map(tf.zeros_like, sources)
+        gradients = [z if g is None else g for z, g in zip(zeros, found, strict=True)]
+        return [*values, *gradients]
+
+    def _noted(self, loss: Any, y: Any, y_pred: Any, sample_weight: Any) -> tf.Tensor:
+        """Stands for one loss: notes its value."""
+        self._each.append(loss(y, y_pred, sample_weight))
+        return self._each[-1]
+
+    def _coefficients(
+        self, shapes: Sequence[Any], dtypes: Sequence[tf.DType], y: Any, sample_weight: Any
+    ) -> list[tf.Tensor]:
+        self._found = []
+        outputs = [tf.zeros(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+        self._measure(y, self._pack(outputs), sample_weight)
+        return self._found
+
+    def _measured(self, loss: Any, y: Any, y_pred: Any, sample_weight: Any) -> tf.Tensor:
+        """Stands for one loss: notes its coefficients, which its gradient is.
+
+        The one of a mean over all samples is spread over them, so that each takes its share along.
+        """
+        values, mask = sample_values(loss, y, y_pred)
+        rows, kind = tf.nest.flatten(y_pred)[0].shape[0], self._kinds[len(self._found)]
+        _check(loss, values, kind, rows)
+        zeros = tf.zeros_like(values)
+        with tf.GradientTape() as tape:
+            tape.watch(zeros)
+            reduced = reduction_of(loss, zeros, sample_weight, mask)
+        coefficient = tape.gradient(reduced, zeros)
+        if kind != ROWS:
+            coefficient = tf.fill([rows], coefficient / (rows if kind == MEAN else 1))
+        self._found.append(coefficient)
+        return reduced
+
+    def _contribution(self, loss: Any, y: Any, y_pred: Any, _: Any) -> tf.Tensor:
+        """Stands for one loss: what some samples contribute to it."""
+        values, _ = sample_values(loss, y, y_pred)
+        kind, coefficients = next(self._given)
+        _check(loss, values, kind, None, coefficients.shape[1:])
+        if kind == SUM:  # it has been added up over the samples
+            coefficients = coefficients[0]
+        self._each.append(tf.reduce_sum(values * coefficients))
+        return self._each[-1]
+
+    def _pack(self, results: Sequence[tf.Tensor]) -> Any:
+        values = dict(zip(self._results, results, strict=True))
+        return pack_outputs(self._extracted, values, self._activations)
+
+
+def _check(
+    loss: Any, values: tf.Tensor, kind: str, rows: int | None, sizes: Sequence[int | None] = ()
+) -> None:
+    """Refuses targets that Keras spreads over other samples, as those of (8, 1, 3) over (8, 3)."""
+    rank = values.shape.rank
+    expected = [rows, *(sizes or values.shape[1:])] if rank else []
+    if bool(rank) != (kind == ROWS) or not values.shape.is_compatible_with(expected):
+        raise UnsupportedModelError(
+            f"Loss '{loss.name}' has values of the shape {tuple(values.shape)}, which is not one "
+            "row for each sample: the shape of the targets does not fit that of the outputs. "
+            "Reshape the targets, or use num_micro_batches=1 and num_replicas=1."
+        )

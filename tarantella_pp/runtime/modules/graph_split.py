@@ -1,0 +1,205 @@
+"""Cuts one traced graph of a stage into its forward, input-gradient and weight-gradient parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from tarantella_pp.errors import TarantellaError
+from tarantella_pp.runtime.modules.subgraph import (
+    DependsOnlyOnWeights,
+    SubgraphExtractor,
+    ancestors,
+    dependents,
+    frontier,
+    in_order,
+    is_recomputable,
+)
+
+_READS = ("ReadVariableOp", "Placeholder", "ResourceGather", "ResourceGatherNd")
+_PRODUCTS = ("MatMul", "Conv", "Einsum", "While", "Call")
+"""Parts of the types of operations that take long; whatever a function calls counts as one."""
+
+
+class CutError(TarantellaError):
+    """A traced graph that cannot be cut into forward and backward parts."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One micro-batch of a stage, forward and backward, as one TensorFlow graph.
+
+    Attributes:
+        function: The concrete function that holds the graph.
+        inputs: Placeholders of the stage's inputs.
+        seeds: Placeholders of the gradients that come in.
+        outputs: What the forward pass hands on.
+        input_gradients: Gradients to hand back.
+        weight_gradients: Components of the gradients of the weights, flattened.
+    """
+
+    function: Any
+    inputs: Sequence[tf.Tensor]
+    seeds: Sequence[tf.Tensor]
+    outputs: Sequence[tf.Tensor]
+    input_gradients: Sequence[tf.Tensor]
+    weight_gradients: Sequence[tf.Tensor]
+
+
+@dataclass(frozen=True)
+class GraphSplit:
+    """The parts of a traced stage.
+
+    Attributes:
+        forward: inputs -> outputs + residuals.
+        backward_input: seeds + residuals -> input gradients + b_to_w.
+        backward_weight: kept_for_w + b_to_w -> weight gradients.
+        backward: seeds + residuals -> input gradients + weight gradients.
+        kept_for_b: Residuals that the input-gradient pass alone needs.
+        kept_for_w: Residuals that the weight-gradient pass needs.
+        b_to_w: What the weight-gradient pass needs of the input-gradient pass and its seeds.
+    """
+
+    forward: Callable[..., list[tf.Tensor]]
+    backward_input: Callable[..., list[tf.Tensor]]
+    backward_weight: Callable[..., list[tf.Tensor]]
+    backward: Callable[..., list[tf.Tensor]]
+    kept_for_b: tuple[tf.Tensor, ...]
+    kept_for_w: tuple[tf.Tensor, ...]
+    b_to_w: tuple[tf.Tensor, ...]
+
+    @property
+    def residuals(self) -> tuple[tf.Tensor, ...]:
+        """What the backward pass needs of the forward pass."""
+        return self.kept_for_b + self.kept_for_w
+
+
+def split_graph(trace: Trace, repeats: bool = False) -> GraphSplit:
+    """Cuts a traced stage in three: F, B and W.
+
+    F is what the outputs need, B the part of the backward pass that the input gradients need, W
+    the rest of what the weight gradients need (Qi et al., "Zero Bubble Pipeline Parallelism",
+    2023). Weight gradients that are no products, such as sums over rows for biases, are left to B:
+    they take less time than to fetch again what they need. What crosses from F into B or W are the
+    residuals, and nothing else has to be kept for a micro-batch. Reads of weights are not kept but
+    repeated.
+
+    With `repeats` the backward parts repeat the forward pass from the stage's inputs, and
+    nothing else is kept (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016).
+    Random numbers come out the same, because the state of their generators is kept.
+    """
+    sides = _Sides.of(trace)
+    early, late, between = _kept(trace, sides, repeats)
+    for tensor in (*early, *late, *between):
+        if tensor.dtype == tf.resource:
+            raise CutError(f"{tensor.op.type} '{tensor.op.name}' cannot be kept between passes")
+    seeds, residuals = trace.seeds, (*early, *late)
+    gradients = (*trace.input_gradients, *trace.weight_gradients)
+    carve = SubgraphExtractor(trace.function).extract
+    return GraphSplit(
+        forward=carve(trace.inputs, [*trace.outputs, *residuals], _effects(trace, sides.after)),
+        backward_input=carve([*seeds, *residuals], [*trace.input_gradients, *between]),
+        backward_weight=carve([*late, *between], trace.weight_gradients),
+        backward=carve([*seeds, *residuals], gradients, first=_weights_first(sides)),
+        kept_for_b=early,
+        kept_for_w=late,
+        b_to_w=between,
+    )
+
+
+@dataclass(frozen=True)
+class _Sides:
+    """The operations of the backward pass.
+
+    Attributes:
+        order: Place of each operation of the graph, after all that it is given.
+        after: All operations that depend on the seeds.
+        b_ops: What input gradients need.
+        w_ops: What weight gradients need besides.
+    """
+
+    order: Mapping[tf.Operation, int]
+    after: set[tf.Operation]
+    b_ops: set[tf.Operation]
+    w_ops: set[tf.Operation]
+
+    @classmethod
+    def of(cls, trace: Trace) -> _Sides:
+        """Finds them; raises `CutError` if one has side effects."""
+        operations = trace.function.graph.get_operations()
+        after = dependents(trace.seeds, operations)
+        b_ops = ancestors(trace.input_gradients) & after
+        w_ops = (ancestors(trace.weight_gradients) & after) - b_ops
+        for op in b_ops | w_ops:
+            if has_effect(op):
+                raise CutError(f"the backward pass has a side effect: {op.type} '{op.name}'")
+        return cls({op: place for place, op in enumerate(operations)}, after, b_ops, w_ops)
+
+
+def _kept(
+    trace: Trace, sides: _Sides, repeats: bool
+) -> tuple[tuple[tf.Tensor, ...], tuple[tf.Tensor, ...], tuple[tf.Tensor, ...]]:
+    """What is kept of a micro-batch: the three parts of `GraphSplit`."""
+    depends_only_on_weights = DependsOnlyOnWeights(trace)
+    is_made_again = (
+        is_recomputable(trace, depends_only_on_weights) if repeats else depends_only_on_weights
+    )
+
+    def is_residual(tensor: tf.Tensor) -> bool:
+        return tensor.op not in sides.after and not is_made_again(tensor.op)
+
+    residuals, _ = frontier([*trace.input_gradients, *trace.weight_gradients], is_residual)
+    _, run_by_b = frontier([*trace.input_gradients, *_quick(trace, sides)], is_residual)
+    of_b = {op for op in run_by_b if not depends_only_on_weights(op)} | {
+        seed.op for seed in trace.seeds
+    }
+    used_by_w, _ = frontier(trace.weight_gradients, lambda t: t.op in of_b or is_residual(t))
+    late = in_order([t for t in used_by_w if t.op not in of_b], sides.order)
+    waits = {tensor.ref() for tensor in late}
+    return (
+        in_order([t for t in residuals if t.ref() not in waits], sides.order),
+        late,
+        in_order([t for t in used_by_w if t.op in of_b], sides.order),
+    )
+
+
+def _quick(trace: Trace, sides: _Sides) -> list[tf.Tensor]:
+    """The weight gradients that do not follow from a product of the backward pass."""
+    slow: set[tf.Operation] = set()
+    for op in sorted(sides.w_ops, key=sides.order.__getitem__):
+        if any(part in op.type for part in _PRODUCTS) or any(t.op in slow for t in op.inputs):
+            slow.add(op)
+    return [gradient for gradient in trace.weight_gradients if gradient.op in sides.w_ops - slow]
+
+
+def _weights_first(sides: _Sides) -> dict[str, list[str]]:
+    """Has weight gradients computed as soon as the gradient that they need is there.
+
+    Left to itself TensorFlow may run ahead with the input gradients, and all that the weight
+    gradients need is in memory until they are computed. What follows from the same gradient cannot
+    be needed for them, so that nothing waits for itself.
+    """
+    b_ops, order = sides.b_ops, sides.order
+    latest: dict[tf.Operation, tf.Operation] = {}
+    first: dict[str, list[str]] = {}
+    for op in sorted(sides.w_ops, key=order.__getitem__):
+        above = [latest.get(t.op, t.op) for t in op.inputs if t.op in latest or t.op in b_ops]
+        if above:
+            latest[op] = max(above, key=order.__getitem__)
+            for reader in {r for t in latest[op].outputs for r in t.consumers()} & b_ops:
+                first.setdefault(reader.name, []).append(op.name)
+    return first
+
+
+def _effects(trace: Trace, after: set[tf.Operation]) -> list[tf.Operation]:
+    """Operations that the forward pass must run although nothing uses their results."""
+    operations = trace.function.graph.get_operations()
+    return [op for op in operations if op not in after and has_effect(op)]
+
+
+def has_effect(op: tf.Operation) -> bool:
+    """Whether an operation must run although nothing uses its result."""
+    return op.op_def is not None and op.op_def.is_stateful and op.type not in _READS

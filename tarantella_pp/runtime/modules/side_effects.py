@@ -1,0 +1,124 @@
+"""What a traced forward pass does besides computing: variables it writes, random numbers it draws.
+
+Micro-batches run a forward pass several times for each batch, and ranks run parts of it apart from
+each other. Neither changes any number, as long as nothing but seeds of a layer's own, statistics
+of batches and metrics goes from one run to the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tarantella_pp.errors import UnsupportedModelError
+from tarantella_pp.internals.training import (
+    global_seed,
+    layers_in,
+    running_states,
+)
+
+_WRITES = ("Assign", "ResourceScatter", "ResourceApply", "ResourceStridedSliceAssign", "Rng")
+_BRANCHES = ("If", "StatelessIf", "Case", "StatelessCase")
+"""Operations that call functions with all inputs but the first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """Something that an operation does to what lasts.
+
+    Attributes:
+        operation: Name of the operation.
+        argument: Name of the resource that it writes; `None` if it draws random numbers from
+            TensorFlow's own generators.
+    """
+
+    operation: str
+    argument: str | None
+
+
+def refuse_effects(function: Any, layer: Any, num_micro_batches: int, plain: bool) -> None:
+    """Refuses a forward pass whose numbers follow from how often, or where, it runs."""
+    graph = function.graph
+    handles = {internal.op.name: external for external, internal in graph.captures}
+    allowed = {id(state.value.handle) for state in running_states(layer)}
+    seed = global_seed()
+    shared = None if seed is None else id(seed.value.handle)
+    for effect in effects_of(graph.as_graph_def()):
+        handle = None if effect.argument is None else id(handles.get(effect.argument))
+        if handle in allowed:
+            continue
+        place = _place(effect.operation, layer)
+        if handle is None or handle == shared:
+            if num_micro_batches > 1 or not plain:
+                raise UnsupportedModelError(
+                    f"{place} draws random numbers without a generator of its own, so they would "
+                    "be others for each number of stages, ranks and micro-batches. Make one in "
+                    "its __init__, self.seed_generator = keras.random.SeedGenerator(seed), and "
+                    "pass it on, keras.random.normal(shape, seed=self.seed_generator)."
+                )
+        elif num_micro_batches > 1:
+            names = [v.name for v in graph.variables if id(v.handle) == handle]
+            raise UnsupportedModelError(
+                f"{place} writes {f'its variable {names[0]!r}' if names else 'a variable'} each "
+                f"time it runs, which is num_micro_batches={num_micro_batches} times for each "
+                "batch instead of once, so it would train something else. Use "
+                "num_micro_batches=1 and num_replicas=1."
+            )
+
+
+def effects_of(definition: Any) -> Iterator[Effect]:
+    """Finds the effects of a graph, those in its loops and branches among them."""
+    library = {function.signature.name: function for function in definition.library.function}
+    yield from _scan(definition.node, library)
+
+
+def _scan(nodes: Iterable[Any], library: Mapping[str, Any]) -> Iterator[Effect]:
+    made = {node.name: node for node in nodes}
+    for node in made.values():
+        given = [_origin(name, made) for name in node.input if not name.startswith("^")]
+        called = [library[name] for name in _functions(node) if name in library]
+        for function in called:
+            arguments = [argument.name for argument in function.signature.input_arg]
+            passed = dict(zip(arguments, given[node.op in _BRANCHES :], strict=False))
+            for effect in _scan(function.node_def, library):
+                argument = None if effect.argument is None else passed.get(effect.argument)
+                yield Effect(node.name, argument if effect.argument is None else argument or "")
+        if called:
+            continue
+        if "seed" in node.attr and "seed2" in node.attr:
+            yield Effect(node.name, None)
+        elif node.op.startswith(_WRITES) or _is_generator(node):
+            yield Effect(node.name, given[0])
+
+
+def _functions(node: Any) -> Iterator[str]:
+    for value in node.attr.values():
+        if value.HasField("func"):
+            yield value.func.name
+        for function in value.list.func:
+            yield function.name
+
+
+def _is_generator(node: Any) -> bool:
+    """Whether an operation draws from a `tf.random.Generator`."""
+    return node.op.startswith("Stateful") and "Call" not in node.op
+
+
+def _origin(name: str, made: Mapping[str, Any]) -> str:
+    """The operation, or argument of a function, that a value comes from unchanged."""
+    name = name.split(":")[0]
+    while name in made and made[name].op == "Identity":
+        name = made[name].input[0].split(":")[0]
+    return name
+
+
+def _place(operation: str, layer: Any) -> str:
+    """The innermost layer in whose scope an operation is."""
+    names = {part.name for part in layers_in(layer) if part is not layer}
+    for scope in reversed(operation.split("/")):
+        head, _, number = scope.rpartition("_")
+        found = scope if scope in names else head if number.isdigit() else ""
+        if found in names:
+            return f"Layer '{found}'"
+    return f"Operation '{operation}'"

@@ -1,1 +1,0 @@
-"""Several pipelines that train one model: their ranks, and what they add up or tell each other."""

@@ -1,1 +1,0 @@
-"""Weights and optimizer state: which rank has them, trains them, sends them."""

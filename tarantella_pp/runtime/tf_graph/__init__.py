@@ -1,1 +1,0 @@
-"""Traced TensorFlow graphs: what depends on what, cut in three, called again."""

@@ -1,0 +1,321 @@
+"""The slots of an optimizer, on the ranks of the weights that they serve; the state of training.
+
+All that training changes has keys that are the same on any number of ranks. Each key is written
+by one rank, and read by those that need it::
+
+    model/3        the fourth variable of the model: weight, statistics, seed
+    optimizer/5    the sixth of the whole optimizer, as plain Keras saves it
+    metric/0       of the metrics, once a batch has made them
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tarantella_pp.errors import ConfigurationError, UnsupportedModelError
+from tarantella_pp.internals.optimizers import scales_dynamically
+from tarantella_pp.internals.state import (
+    Place,
+    divide,
+    finalize_only,
+    rebuild,
+    slots_of,
+    trained_by,
+)
+from tarantella_pp.runtime.comm.collective import digest
+from tarantella_pp.runtime.comm.communicator import TensorSpec
+from tarantella_pp.runtime.comm.tensor_buffers import value_of, variable_dtype
+from tarantella_pp.runtime.weights.rank_weights import RankWeights
+from tarantella_pp.runtime.weights.value_stream import ValuePieces, ValueStream
+from tarantella_pp.runtime.weights.variable_table import VariableTable
+
+_Array = np.ndarray[Any, Any]
+
+
+class OptimizerState:
+    """One rank's share of the optimizer of the whole model.
+
+    Every rank knows all slots of the whole optimizer, in the order in which plain Keras saves
+    them, by their kind and by the position of their weight among those that are trained. Making
+    one takes all ranks; an optimizer that has been built for the whole model is left with this
+    rank's share of its slots.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        weights: Sequence[Any],
+        table: VariableTable,
+        finalized: Callable[[], None],
+    ) -> None:
+        self._finalized = finalized
+        self._optimizer = optimizer
+        self._table = table
+        self._communicator = communicator = table.ranks
+        self._ranks = [table[weight].trainer for weight in weights]
+        self._own = list(filter(table.trains, weights))
+        self._positions = {id(weight): i for i, weight in enumerate(weights)}
+        self._slots: list[Place] = []
+        if communicator.size > 1:
+            self._slots = self._agreed(weights)
+        self._numbers: dict[tuple[str, int | None], int] = {}
+        for number, place in enumerate(self._slots):
+            for position in place.positions or (None,):
+                self._numbers[place.kind, position] = number
+
+    def build(self) -> None:
+        """Gives the optimizer the slots of this rank's weights, and no others."""
+        held = trained_by(self._optimizer)
+        if self._communicator.size == 1:
+            if not held and self._own:
+                self._optimizer.build(self._own)
+            return
+        share = list(filter(self._table.trains, held)) if held else self._own
+        if len(share) != len(held):
+            rebuild(self._optimizer, share)
+        elif scales_dynamically(self._optimizer) and not self._optimizer.built:
+            self._optimizer.build([])  # other ranks' weights have the same scale
+        finalize_only(self._optimizer, self._own, self._finalized)
+        self._held()
+
+    def whole(self) -> Any:
+        """Brings all slots together; takes all ranks."""
+        if self._communicator.size == 1:
+            return self._optimizer
+        held, specs = self._all_specs()
+        values = [self._value(i, held, spec) for i, spec in enumerate(specs)]
+        return self._stand_in(values.__getitem__)
+
+    def streamed(self, stream: ValueStream) -> Any:
+        """As `whole`, but slots are read when Keras writes them; takes all ranks."""
+        if self._communicator.size == 1:
+            return self._optimizer
+        held, specs = self._all_specs()
+        read = stream.add(held.__getitem__)
+
+        def value(number: int) -> ValuePieces:
+            owner = self._communicator.world_ranks[self._source(self._slots[number].positions)]
+            return read(owner, number, specs[number])
+
+        return self._stand_in(value)
+
+    def _all_specs(self) -> tuple[dict[int, Any], list[TensorSpec]]:
+        """This rank's slots, and what all of the whole optimizer look like."""
+        self.build()
+        held = self._held()
+        specs: dict[int, TensorSpec] = {}
+        for theirs in self._communicator.allgather_json(
+            {str(i): [list(variable.shape), variable.dtype] for i, variable in held.items()}
+        ):
+            for i, (shape, dtype) in theirs.items():
+                specs[int(i)] = TensorSpec(tuple(shape), tf.as_dtype(dtype).as_numpy_dtype)
+        return held, [specs[i] for i in range(len(self._slots))]
+
+    def needed(self) -> dict[int, Any]:
+        """The slots of this rank, by their number in the whole optimizer; takes all ranks."""
+        self.build()
+        if self._communicator.size == 1:
+            return dict(enumerate(self._optimizer.variables))
+        return self._held()
+
+    def owned(self) -> dict[int, Any]:
+        """As `needed`, but only the slots that this rank tells of for all."""
+        if not self._table.speaks:
+            return {}
+        rank, needed = self._communicator.rank, self.needed()
+        if self._communicator.size == 1:
+            return needed
+        return {
+            i: slot for i, slot in needed.items() if self._source(self._slots[i].positions) == rank
+        }
+
+    def receiver(self) -> Any:
+        """An optimizer that keeps of what it loads this rank's share; takes all ranks.
+
+        As plain Keras loads no slots before the first step, this does not, either.
+        """
+        if self._communicator.size == 1:
+            return self._optimizer
+        name = self._optimizer.name
+        if not self._communicator.broadcast_json(self._optimizer.built, self._source([])):
+            variables = dict(enumerate(self._optimizer.variables))
+            return _StandIn(name, range(len(variables)), receivers=variables)
+        self.build()
+        return _StandIn(name, range(len(self._slots)), receivers=self._held())
+
+    def _agreed(self, weights: Sequence[Any]) -> list[Place]:
+        """Divides the optimizer, in the same way on all ranks."""
+        held = trained_by(self._optimizer)
+        all_slots = digest(self._optimizer.variables) if len(held) == len(weights) else None
+        unknown = {id(w) for w in self._own} - {id(w) for w in held} if held else ()
+        slots: list[Place] = []
+        problem = ""
+        if unknown:
+            names = [weight.path for weight in self._own if id(weight) in unknown]
+            problem = f"it was built for other weights, not for {names}. Pass a new optimizer"
+        else:
+            try:
+                slots = divide(self._optimizer, weights, [*filter(self._table.trains, held)])
+            except UnsupportedModelError as error:
+                problem = str(error)
+        answers = self._communicator.allgather_json([problem, slots, all_slots])
+        if len({values for _, _, values in answers if values is not None}) > 1:
+            raise ConfigurationError(
+                f"The slots of optimizer {self._optimizer.name} differ between ranks. Load the "
+                "same file on all ranks before you wrap the model, or pass a new optimizer."
+            )
+        for rank, (theirs, boundary, _) in enumerate(answers):
+            if theirs:
+                kind = ConfigurationError if unknown else UnsupportedModelError
+                raise kind(
+                    f"Optimizer {self._optimizer.name} cannot be used on rank {rank}: {theirs}"
+                )
+            if boundary != answers[0][1]:
+                raise ConfigurationError(
+                    f"Optimizer {self._optimizer.name} treats weights otherwise on rank {rank} "
+                    "than on rank 0: it looks at their paths, which begin with the names of "
+                    "layers. Give the layers names, or build the same models on all ranks."
+                )
+        return slots
+
+    def _held(self) -> dict[int, Any]:
+        """This rank's slots, by their number in the whole optimizer."""
+        held = {}
+        for slot in slots_of(self._optimizer):
+            positions = [self._positions.get(id(w)) for w in slot.weights] or [None]
+            numbers = [self._numbers.get((slot.kind, position)) for position in positions]
+            held.update({number: slot.variable for number in numbers if number is not None})
+        rank = self._communicator.rank
+        own = {
+            i
+            for i, place in enumerate(self._slots)
+            if any(self._ranks[position] == rank for position in place.positions)
+        }
+        if self._optimizer.built and not own <= set(held):
+            raise UnsupportedModelError(
+                f"Optimizer {type(self._optimizer).__name__} makes other slots for large weights "
+                "than for small ones, so ranks cannot know each other's. Train in one process, or "
+                "with one of Keras' own optimizers."
+            )
+        return held
+
+    def _value(self, number: int, held: Mapping[int, Any], spec: TensorSpec) -> _Array:
+        """The value of a slot, from the rank that trains with it."""
+        root = self._source(self._slots[number].positions)
+        if root == self._communicator.rank:
+            value = value_of(held[number])
+        else:
+            value = np.empty(spec.shape, spec.dtype)
+        self._communicator.broadcast(value, root)
+        return value
+
+    def _source(self, positions: Sequence[int]) -> int:
+        """The rank with the values of a slot; one that serves no single weight is on several."""
+        return self._ranks[positions[0] if positions else 0] if self._ranks else 0
+
+    def _stand_in(self, value_of: Callable[[int], _Array | ValuePieces]) -> _StandIn:
+        parts: dict[tuple[int, str], list[int]] = {}
+        for number, place in enumerate(self._slots):
+            parts.setdefault((place.part, place.part_class), []).append(number)
+        wraps = scales_dynamically(self._optimizer)
+        inner = [
+            type(name, (_StandIn,), {})(name, own, value_of)
+            for (part, name), own in parts.items()
+            if part > wraps
+        ]
+        name, numbers = self._optimizer.name, range(len(self._slots))
+        if not wraps:
+            return _StandIn(name, numbers, value_of, inner=inner)
+        wrapped = [number for number in numbers if self._slots[number].part]
+        found = _StandIn(name, numbers, value_of)
+        found.inner_optimizer = _StandIn("wrapped", wrapped, value_of, inner=inner)
+        return found
+
+
+class _StandIn(keras.optimizers.Optimizer):  # type: ignore[misc]
+    """What Keras saves and loads instead of the optimizer of a whole model."""
+
+    def __init__(
+        self,
+        name: str,
+        slots: Sequence[int],
+        value_of: Callable[[int], _Array | ValuePieces] | None = None,
+        receivers: Mapping[int, Any] | None = None,
+        inner: Sequence[_StandIn] = (),
+    ) -> None:
+        super().__init__(learning_rate=0.0, name=name)
+        self._slots = slots
+        self._value_of = value_of
+        self._receivers = tuple((receivers or {}).items())
+        self.optimizers = list(inner)
+
+    def save_own_variables(self, store: Any) -> None:
+        """Writes all slots."""
+        if self._value_of is not None:
+            for i, number in enumerate(self._slots):
+                store[str(i)] = self._value_of(number)
+
+    def load_own_variables(self, store: Any) -> None:
+        """Takes over the slots of this rank, if there are as many as there should be."""
+        count = len(store.keys())
+        if count != len(self._slots):
+            warnings.warn(
+                f"Optimizer '{self.name}' keeps its state: it has {len(self._slots)} variables, "
+                f"the file has {count}.",
+                stacklevel=2,
+            )
+            return
+        for number, variable in self._receivers:
+            variable.assign(store[str(number)])
+
+
+class StateShare:
+    """One rank's share of the state of training."""
+
+    def __init__(
+        self,
+        variables: RankWeights,
+        optimizer: OptimizerState | None,
+        metrics: Callable[[], list[tuple[Any, bool]]],
+        speaks: bool,
+    ) -> None:
+        self._variables = variables
+        self._optimizer = optimizer
+        self._metrics = metrics
+        self._speaks = speaks
+
+    def owned(self) -> dict[str, Any]:
+        """What this rank writes."""
+        found = _keyed("model", self._variables.owned())
+        if self._optimizer is not None:
+            found |= _keyed("optimizer", self._optimizer.owned())
+        if self._speaks:
+            found |= self.metrics()
+        return found
+
+    def needed(self) -> dict[str, Any]:
+        """What this rank must read, but for metrics."""
+        found = _keyed("model", self._variables.needed())
+        if self._optimizer is not None:
+            found |= _keyed("optimizer", self._optimizer.needed())
+        return found
+
+    def metrics(self) -> dict[str, Any]:
+        """The variables of metrics that this rank updates; none before the first batch."""
+        pairs = enumerate(self._metrics())
+        return _keyed("metric", {i: variable for i, (variable, mine) in pairs if mine})
+
+
+def spec_of(variable: Any) -> tuple[str, tuple[int, ...]]:
+    """Name of the dtype of a variable, and its shape."""
+    return variable_dtype(variable).name, tuple(variable.shape)
+
+
+def _keyed(kind: str, found: Mapping[int, Any]) -> dict[str, Any]:
+    return {f"{kind}/{number}": variable for number, variable in found.items()}

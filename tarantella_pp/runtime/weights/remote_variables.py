@@ -1,0 +1,275 @@
+"""Variables that other ranks train: their value here is read only while it is the true one.
+
+When it is no longer true, its memory is given back: a rank keeps the weights of its own stages::
+
+    wrapped         step             get_weights()      step
+    true value  ->  none, refuses -> true value     ->  none, refuses
+                    `- while rank 3 writes a file, it reads the value from the owner
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+
+from tarantella_pp.errors import StaleWeightError
+from tarantella_pp.internals.model_files import goes_in_pieces
+from tarantella_pp.internals.state import (
+    drop_value,
+    give_value,
+    initialize,
+    initializer_of,
+    needs_only_shapes,
+)
+from tarantella_pp.runtime.comm.communicator import TensorSpec
+from tarantella_pp.runtime.comm.tensor_buffers import (
+    elements_of,
+    to_tensor,
+    variable_bytes,
+    variable_dtype,
+)
+from tarantella_pp.runtime.weights.value_stream import ValuePieces, give_back
+
+OF_WEIGHTS = (
+    "Weight '{path}' is trained on another rank, and its value on this one is out of date. Call "
+    "`get_weights()` of the PipelineModel on all ranks: it brings all weights of all layers up to "
+    "date, until the next training step."
+)
+OF_METRICS = (
+    "Metric variable '{path}' is updated on another rank, and its value on this one is out of "
+    "date. Take results from the `logs` that callbacks get and steps by hand return, the same on "
+    "every rank; when an epoch or an evaluation has ended, every rank has the metrics, too."
+)
+
+
+OF_DEFERRED = (
+    "Weight '{path}' was made under `deferred_init()` and has no value. Wrap its model in a "
+    "PipelineModel: that gives each rank the values of its own stages."
+)
+NEVER = -1
+"""When a variable had its true value, if it has not had it yet."""
+
+
+class StepCounter:
+    """Counts the steps of a pipeline, after which variables of other ranks are out of date.
+
+    Attributes:
+        steps: Their number.
+    """
+
+    def __init__(self, message: str = OF_WEIGHTS) -> None:
+        self.message = message
+        self.steps = 0
+        self._readable: dict[int, _Remote] = {}
+
+    def advance(self) -> None:
+        """Counts a step: what other ranks train is out of date here, and needs no memory."""
+        self.steps += 1
+        for variable in self._readable.values():
+            variable.drop()
+        self._readable.clear()
+
+    def follows(self, variable: _Remote) -> None:
+        """Takes note of a variable that has its true value until the next step."""
+        variable._seen[self] = self.steps
+        self._readable[id(variable)] = variable
+
+
+@contextlib.contextmanager
+def only_traced() -> Iterator[None]:
+    """Lets stale variables into graphs that are looked at and never run."""
+    before = _traced.set(True)
+    try:
+        yield
+    finally:
+        _traced.reset(before)
+
+
+@contextlib.contextmanager
+def read_with(read: Callable[[Any], ValuePieces]) -> Iterator[None]:
+    """Lets stale variables be read, one at a time, from where their true value is."""
+    before = _reader.set(read)
+    try:
+        yield
+    finally:
+        _reader.reset(before)
+
+
+@contextlib.contextmanager
+def only_own_assigned() -> Iterator[None]:
+    """Ignores assignments to other ranks' variables: these ranks assign the same."""
+    before = _only_own.set(True)
+    try:
+        yield
+    finally:
+        _only_own.reset(before)
+
+
+_traced = contextvars.ContextVar("_traced", default=False)
+_only_own = contextvars.ContextVar("_only_own", default=False)
+_reader: contextvars.ContextVar[Callable[[Any], ValuePieces] | None] = contextvars.ContextVar(
+    "_reader", default=None
+)
+
+
+def make_remote(variable: Any, clock: StepCounter) -> None:
+    """Lets a variable refuse to be read after a step in which another rank trained it.
+
+    It stays the same object, and is read again once it has been assigned a value.
+    """
+    _become_remote(variable)
+    if variable.is_stale:
+        variable._seen.pop(_UNBORN, None)
+        variable._seen[clock] = NEVER
+    else:
+        clock.follows(variable)
+
+
+def make_deferred(variable: Any) -> None:
+    """Lets a variable that was made without a value refuse to be read."""
+    _become_remote(variable)
+    variable._has_memory = False
+    variable._seen[_UNBORN] = NEVER
+
+
+def initialize_deferred(variable: Any) -> None:
+    """Gives a variable that was made without a value its first one."""
+    if initializer_of(variable) is None:
+        raise _error(variable)
+    initialize(variable)
+    variable.has_true_value()
+    give_back(variable_bytes(variable))  # three times its size, of an initializer that draws
+
+
+def keep_memory(variable: Any) -> None:
+    """Has a variable keep its memory, though it may be a remote one of another pipeline."""
+    variable._used_here = True
+
+
+def _become_remote(variable: Any) -> None:
+    if not isinstance(variable, _Remote):
+        variable._seen = {}
+        variable._has_memory = True
+        variable.__class__ = _remote_kind(type(variable))
+
+
+def let_go(variable: Any) -> None:
+    """Drops a stale value."""
+    if isinstance(variable, _Remote) and not hasattr(variable, "_used_here"):
+        variable.drop()
+        variable._seen = dict.fromkeys(variable._seen, NEVER)
+
+
+def bytes_held(variables: Iterable[Any]) -> int:
+    """Bytes of those variables that have memory on this rank."""
+    held = (v for v in variables if not isinstance(v, _Remote) or v._has_memory)
+    return sum(map(variable_bytes, held))
+
+
+def is_stale(variable: Any) -> bool:
+    """Whether another rank has trained a variable since this rank had its value."""
+    return isinstance(variable, _Remote) and variable.is_stale
+
+
+def remote_value(variable: Any) -> ValuePieces | None:
+    """The true value of a stale variable, from where it is; `None` of one that this rank has."""
+    return _found(variable) if is_stale(variable) else None
+
+
+class _Remote(keras.Variable):  # type: ignore[misc]
+    """A variable whose value is on another rank."""
+
+    _seen: dict[StepCounter, int]
+    _has_memory: bool
+    _used_here: bool
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether a pipeline has made a step since the value was assigned."""
+        return any(True for _ in self.passed())
+
+    def passed(self) -> Iterator[StepCounter]:
+        """The clocks that have gone on since the value was assigned."""
+        return (clock for clock, seen in self._seen.items() if clock.steps != seen)
+
+    @property
+    def value(self) -> Any:
+        """The value, which Keras asks for whenever it needs it."""
+        if self.is_stale and not _traced.get() and not needs_only_shapes():
+            return to_tensor(_found(self).whole())
+        return super().value
+
+    def assign(self, value: Any) -> Any:
+        """Takes over a value, which is the true one from now on."""
+        if tuple(np.shape(value)) != tuple(self.shape):
+            return super().assign(value)  # which says what is wrong with the shape
+        if _only_own.get() and not hasattr(self, "_used_here"):
+            let_go(self)
+            return value
+        if self._has_memory:
+            super().assign(value)
+        else:
+            give_value(self, value)
+        self.has_true_value()
+        return value
+
+    def has_true_value(self) -> None:
+        """Takes note that the value is the true one by now."""
+        self._has_memory = True
+        self._seen.pop(_UNBORN, None)
+        for clock in self._seen:
+            clock.follows(self)
+
+    def drop(self) -> None:
+        """Gives the memory back, unless a stage of this rank uses it."""
+        if self._has_memory and not hasattr(self, "_used_here"):
+            drop_value(self)
+            self._has_memory = False
+
+    def __repr__(self) -> str:
+        if not self.is_stale:
+            return str(super().__repr__())
+        return (
+            f"<Variable path={self.path}, shape={self.shape}, dtype={self.dtype}, on other ranks>"
+        )
+
+
+def _found(variable: Any) -> ValuePieces:
+    """The true value of a stale variable, if it can be read now."""
+    read = _reader.get()
+    if read is None:
+        raise _error(variable)
+    return read(variable)
+
+
+def _error(variable: Any) -> StaleWeightError:
+    return StaleWeightError(next(variable.passed()).message.format(path=variable.path))
+
+
+_UNBORN = StepCounter(OF_DEFERRED)
+_KINDS: dict[type, type] = {}
+
+
+def _remote_kind(kind: type) -> type:
+    """The class of remote variables of a class of variables."""
+    if kind not in _KINDS:
+        _KINDS[kind] = type(kind.__name__, (_Remote, kind), {})
+    return _KINDS[kind]
+
+
+def rows_of(value: Any) -> ValuePieces | None:
+    """Returns what reads a large value; `None` for a small one, or one without a variable."""
+    if isinstance(value, keras.Variable):
+        spec = TensorSpec(tuple(value.shape), variable_dtype(value))
+        if not goes_in_pieces(spec.shape, spec.dtype):
+            return None
+        return remote_value(value) or ValuePieces(spec, functools.partial(elements_of, value))
+    if isinstance(value, ValuePieces) and goes_in_pieces(value.shape, value.dtype):
+        return value
+    return None

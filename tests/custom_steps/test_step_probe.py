@@ -1,0 +1,188 @@
+"""Which steps replicas may run, found by trying them with samples: what for, and why not."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tarantella_pp as tnt
+from tarantella_pp.custom_steps.step_probe import StepKinds, found_kinds
+from tarantella_pp.custom_steps.step_trace import StepTrace
+from tarantella_pp.errors import UnsupportedModelError
+from tests.helpers.own_steps import CASES, Regression, X, Y, scaling
+
+pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("float64")]
+
+
+def traced(model, *optimizers, name="train_step"):
+    model.compile(*(optimizers or (keras.optimizers.SGD(0.1),)))
+    specs = [tf.TensorSpec([None, 6], tf.float64), tf.TensorSpec([None, 3], tf.float64)]
+    step = getattr(model, name)
+    for _ in range(2):  # the first one makes the variables
+        found = StepTrace(lambda *data: step(data), specs, name)
+    return found
+
+
+def kinds(model, *optimizers, rows=4, **options):
+    trace = traced(model, *optimizers, **options)
+    given = [tf.constant(X[:rows]), tf.constant(Y[:rows])]
+    return trace, StepKinds.told(trace, found_kinds(trace, given, "train_step"))
+
+
+class Noisy(Regression):
+    """Draws numbers for each sample, twice, and for the weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.drop = keras.layers.Dropout(0.4, seed=1)
+        self.seeds = keras.random.SeedGenerator(2)
+
+    def loss_of(self, x, y):
+        twice = tf.concat([x, x], axis=0)
+        noise = keras.random.normal(tf.shape(twice), dtype="float64", seed=self.seeds)
+        hidden = self.first(self.drop(twice + noise, training=True))
+        shift = keras.random.normal((3,), dtype="float64", seed=self.seeds)
+        both = tf.concat([y, y], axis=0)
+        return self.reduce(tf.square(self.last(hidden) + shift - both)), self(x)
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_means_sums_and_what_is_the_same(rows):
+    trace, found = kinds(Regression(), rows=rows)
+    assert set(found.gradients.values()) == {"mean"}
+    assert [found.results[i] for i, name in enumerate(trace.names) if name in ("raw", "steps")] == [
+        "mean", "mean",
+    ]  # fmt: skip
+    assert sorted(found.state.values()) == ["mean", "same", "sum", "sum"]
+    _, sums = kinds(CASES["sum"][0](), rows=rows)
+    assert set(sums.gradients.values()) == {"sum"}
+
+
+class LogsScaled(Regression):
+    def logs(self, loss, y, predicted):
+        return {"scaled": self.optimizer.scale_loss(loss)}
+
+
+def test_scaled_losses_that_are_means_get_a_share_of_the_scale():
+    _, found = kinds(Regression(), scaling(keras.optimizers.SGD()))
+    assert found.weighted
+    assert set(found.gradients.values()) == {"sum"}
+    _, sums = kinds(CASES["sum"][0](), scaling(keras.optimizers.SGD()))
+    assert not sums.weighted
+    assert set(sums.gradients.values()) == {"sum"}
+    _, logged = kinds(LogsScaled(), scaling(keras.optimizers.SGD()))
+    assert not logged.weighted
+    assert set(logged.gradients.values()) == {"mean"}
+
+
+def test_losses_scaled_out_of_all_numbers_are_tried_smaller():
+    _, found = kinds(CASES["sum"][0](), keras.optimizers.SGD(loss_scale_factor=2.0**1020))
+    assert set(found.gradients.values()) == {"sum"}
+
+
+def test_random_numbers_are_those_of_the_samples():
+    model = Noisy()
+    trace, found = kinds(model)
+    assert set(found.gradients.values()) == {"mean"}
+    drawn = [v for v in trace.written if id(v) in found.drawn]
+    assert len(drawn) == 2
+    assert [found.drawn[id(v)].tolist() for v in drawn] == [[0, 2], [0, 1]]
+
+
+class Rare(Regression):
+    """Some samples count by a mean of their own."""
+
+    def loss_of(self, x, y):
+        result = self(x)
+        kept = tf.cast(x[:, :1] > 100.0, x.dtype)
+        rare = tf.math.divide_no_nan(tf.reduce_sum(kept * result), tf.reduce_sum(kept))
+        return self.reduce(tf.square(result - y)) + rare, result
+
+
+def test_samples_of_a_rare_kind_are_found_anywhere_in_a_batch():
+    trace = traced(Rare())
+    x, y = np.tile(X[:1], (48, 1)), np.tile(Y[:1], (48, 1))
+    x[[20, 29, 43], 0] = (401.0, 402.0, 403.0)
+    with pytest.raises(UnsupportedModelError, match="neither a mean nor a sum over the samples"):
+        found_kinds(trace, [tf.constant(x), tf.constant(y)], "train_step")
+
+
+def test_trying_changes_nothing():
+    model = Noisy()
+    trace = traced(model)
+    variables = [*model.variables, *model.tracker.variables, model.seeds.state]
+    before = [np.array(v) for v in variables]
+    found_kinds(trace, [tf.constant(X[:4]), tf.constant(Y[:4])], "train_step")
+    assert all(np.array_equal(a, v) for a, v in zip(before, variables, strict=True))
+
+
+def contrastive(x, y):
+    apart = tf.matmul(x, y, transpose_b=True)
+    return tf.reduce_mean(tf.reduce_logsumexp(apart, axis=1) - tf.linalg.diag_part(apart))
+
+
+class Contrasts(Regression):
+    def loss_of(self, x, y):
+        predicted = self(x)
+        return contrastive(predicted, y), predicted
+
+
+class SumAndPenalty(Regression):
+    reduce = staticmethod(tf.reduce_sum)
+
+
+class MixedLog(Regression):
+    def logs(self, loss, y, predicted):
+        return {"spread": tf.math.reduce_std(predicted)}
+
+
+class TwiceTheMetric(Regression):
+    def logs(self, loss, y, predicted):
+        self.error.update_state(y, predicted)
+        return {"twice": 2 * self.error.result()}
+
+
+class LargestSeen(Regression):
+    def __init__(self):
+        super().__init__()
+        least = keras.initializers.Constant(-100.0)
+        self.largest = self.add_weight((), least, name="largest", trainable=False)
+
+    def logs(self, loss, y, predicted):
+        self.largest.assign(tf.maximum(self.largest, tf.reduce_max(predicted)))
+        return super().logs(loss, y, predicted)
+
+
+class OwnNumbers(Regression):
+    def loss_of(self, x, y):
+        return super().loss_of(x + tf.random.normal(tf.shape(x), dtype="float64"), y)
+
+
+class Sometimes(Regression):
+    def train_step(self, data):
+        step = super().train_step
+        return tf.cond(tf.reduce_sum(data[0]) > 0, lambda: step(data)["raw"], lambda: 0.0)
+
+
+def distributed():
+    return tnt.DistributedOptimizer(keras.optimizers.SGD())
+
+
+@pytest.mark.parametrize(
+    ("build", "optimizer", "message"),
+    [
+        (Contrasts, keras.optimizers.SGD, "gradients that train_step applies .* mix samples"),
+        (SumAndPenalty, keras.optimizers.SGD, "gradients that train_step applies .* mix samples"),
+        (MixedLog, keras.optimizers.SGD, "returns as 'spread' mixes samples"),
+        (TwiceTheMetric, keras.optimizers.SGD, "returns as 'twice' mixes samples"),
+        (LargestSeen, keras.optimizers.SGD, "writes '.*largest.*' with what mixes samples"),
+        (OwnNumbers, keras.optimizers.SGD, r"TensorFlow's own generator .*SeedGenerator"),
+        (Sometimes, keras.optimizers.SGD, "within a condition"),
+        (Regression, distributed, "is a tnt.DistributedOptimizer"),
+    ],
+)
+def test_what_is_refused(build, optimizer, message):
+    with pytest.raises(UnsupportedModelError, match=message):
+        kinds(build(), optimizer())

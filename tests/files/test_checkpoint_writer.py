@@ -1,0 +1,97 @@
+"""Twenty processes are killed while they write: no checkpoint is lost, none is half of one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tarantella_pp.files.checkpoint_choice import newest_whole
+from tarantella_pp.files.checkpoint_folder import DRAFT
+from tarantella_pp.files.checkpoint_writer import CheckpointWriter
+from tarantella_pp.files.manifest import FORMAT, DataPosition, Manifest
+from tarantella_pp.files.tensor_file import TensorFile
+from tarantella_pp.runtime.comm.communicator import Communicator
+
+pytestmark = pytest.mark.keras
+
+KILLS, KEEP = 20, 2
+NOTHING = {
+    "initial_epoch": 0, "learning_rate": None, "facts": {}, "history": {}, "logs": {},
+    "callbacks": [], "shapes": {}, "plan": None, "config": None, "optimizer": None,
+    "compiled": None, "versions": {}, "written": "",
+}  # fmt: skip
+
+
+def write(directory: Path, step: int) -> None:
+    """A checkpoint of 4 MiB, all of whose numbers are its step."""
+    position = DataPosition("arrays", 1, step, 0, in_pass=True)
+
+    def describe(files, tensors):
+        state = {"format": FORMAT, "step": step, "epoch": 0, "epoch_step": step}
+        return Manifest(**state, position=position, files=files, tensors=tensors, **NOTHING)
+
+    values = {f"model/{i}": np.full(2**18, step, np.float32) for i in range(4)}
+    CheckpointWriter(Communicator(), directory, KEEP, [0]).write(step, values, describe, [])
+
+
+def newest(directory: Path) -> int:
+    """The step of the checkpoint with which a run would go on, whole; 0 for none."""
+    found = newest_whole(Communicator(), directory)
+    if found is None:
+        return 0
+    folder, manifest, damaged = found
+    assert not damaged
+    (file,) = manifest.files
+    tensors = TensorFile(folder / file.name)
+    assert len(tensors.slots) == 4
+    assert all((tensors.read(name) == manifest.step).all() for name in tensors.slots)
+    assert folder.name == f"step-{manifest.step:08d}"
+    return manifest.step
+
+
+def write_until_killed(directory: Path, step: int, seconds: float) -> int:
+    """Has a process write one after the other, kills it; returns the last that it had written."""
+    heard, told = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            while True:
+                step += 1
+                write(directory, step)
+                os.write(told, step.to_bytes(8, "little"))
+        finally:
+            os._exit(1)
+    os.close(told)
+    try:
+        first = os.read(heard, 8)  # at least one is there
+        time.sleep(seconds)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status), "the process ended by itself: it could not write"
+    rest = b"".join(iter(lambda: os.read(heard, 4096), b""))
+    os.close(heard)
+    return int.from_bytes((first + rest)[-8:], "little")
+
+
+def test_kills_while_writing_lose_no_checkpoint(tmp_path):
+    directory = tmp_path / "run"
+    start = time.monotonic()
+    for step in range(1, KEEP + 1):
+        write(directory, step)
+    usual = (time.monotonic() - start) / KEEP
+    draw = np.random.default_rng(1)
+    interrupted = 0
+    for _ in range(KILLS):
+        step = newest(directory)
+        written = write_until_killed(directory, step, 2 * usual * draw.random())
+        assert step < written <= newest(directory) <= written + 1
+        interrupted += any(directory.glob(f"{DRAFT}*"))
+    assert interrupted > KILLS // 4  # or nothing was tried
+    write(directory, step := newest(directory) + 1)
+    assert sorted(os.listdir(directory)) == [f"step-{i:08d}" for i in (step - 1, step)]

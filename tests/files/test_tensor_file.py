@@ -1,0 +1,70 @@
+"""Files of tensors: what is written comes back, and damage is no tensor."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from tarantella_pp.errors import ConfigurationError, FileError
+from tarantella_pp.files.tensor_file import TensorFile, sha256_of, write_tensors
+
+VALUES = {
+    "a": np.arange(6, dtype=np.float32).reshape(2, 3),
+    "turned": np.arange(6.0).reshape(2, 3).T,
+    "half": np.array([1.5, -2.0], ml_dtypes.bfloat16),
+    "one": np.array(7, np.int64),
+    "none": np.zeros((0, 3), np.uint8),
+    "flags": np.array([True, False]),
+}
+
+
+def write(path, values=VALUES):
+    specs = {name: (value.dtype.name, value.shape) for name, value in values.items()}
+    return write_tensors(path, specs, values.__getitem__)
+
+
+def test_what_is_written_comes_back(tmp_path):
+    path = tmp_path / "file.safetensors"
+    written = write(path)
+    data = path.read_bytes()
+    assert written == (len(data), hashlib.sha256(data).hexdigest())
+    assert sha256_of(path) == written.sha256
+    file = TensorFile(path)
+    assert list(file.slots) == list(VALUES)
+    for name, value in VALUES.items():
+        read = file.read(name)
+        assert read.dtype == value.dtype
+        assert read.shape == value.shape
+        assert read.tobytes() == np.ascontiguousarray(value).tobytes()
+
+
+def test_it_is_the_format_of_safetensors(tmp_path):
+    write(tmp_path / "file")
+    data = (tmp_path / "file").read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    assert length % 8 == 0
+    assert header["a"] == {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
+    assert header["half"]["dtype"] == "BF16"
+    assert len(data) == 8 + length + max(told["data_offsets"][1] for told in header.values())
+
+
+def test_what_is_no_such_file_is_refused(tmp_path):
+    path = tmp_path / "file"
+    for data in (b"", b"\xff" * 20, b"\x02" + bytes(7) + b"{]", b"\x02" + bytes(7) + b"[]"):
+        path.write_bytes(data)
+        with pytest.raises(FileError, match="is no file of tensors"):
+            TensorFile(path)
+    write(path)
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(FileError, match="ends within tensor 'flags'"):
+        TensorFile(path).read("flags")
+
+
+def test_what_the_format_has_not_is_refused(tmp_path):
+    with pytest.raises(ConfigurationError, match="'text' has dtype object"):
+        write(tmp_path / "file", {"text": np.array(["a"], object)})

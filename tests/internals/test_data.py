@@ -1,0 +1,132 @@
+"""The private parts of Keras that reading data relies on, one by one.
+
+When one of these fails after an upgrade, the file that it names is the place to mend.
+"""
+
+from __future__ import annotations
+
+import inspect
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras.src.trainers import data_adapters, epoch_iterator
+
+from tarantella_pp.internals import data as epochs
+from tarantella_pp.internals.data import (
+    DataAdapter,
+    are_arrays,
+    arrays_of,
+    as_sliced,
+    get_data_adapter,
+    order_of,
+    train_validation_split,
+)
+
+pytestmark = pytest.mark.keras
+
+ADVICE = (
+    f"Keras {keras.__version__} has changed a private part that "
+    "tarantella_pp/internals/data.py uses: "
+)
+
+
+def test_data_adapters_pass_through_the_loops_of_keras():
+    class Own(DataAdapter):
+        num_batches = 2
+
+        def get_tf_dataset(self):
+            return [1, 2]
+
+    own = Own()
+    assert get_data_adapter(own) is own, ADVICE + "get_data_adapter passes adapters on"
+    assert data_adapters.get_data_adapter is get_data_adapter
+    assert epoch_iterator.EpochIterator(own).data_adapter is own
+    given = list(inspect.signature(get_data_adapter).parameters)
+    expected = [
+        "x",
+        "y",
+        "sample_weight",
+        "batch_size",
+        "steps_per_epoch",
+        "shuffle",
+        "class_weight",
+    ]
+    assert given == expected, ADVICE + "arguments of get_data_adapter"
+    (x, _, _), held_out = train_validation_split((np.arange(10), None, None), 0.2)
+    assert list(x) == list(range(8)), ADVICE + "train_validation_split"
+    assert list(held_out[0]) == [8, 9]
+
+
+def test_arrays_are_told_from_other_data():
+    x = np.arange(6.0).reshape(3, 2)
+    assert are_arrays((x, [tf.constant(x), x], None)), ADVICE + "can_convert_arrays"
+    assert not are_arrays((tf.data.Dataset.from_tensors(x), None, None))
+    y = [np.arange(3), np.ones(3)]
+    adapter = get_data_adapter(x, y, sample_weight=np.ones(3), batch_size=2)
+    found = arrays_of(adapter)
+    assert found[0] is x, ADVICE + "ArrayDataAdapter._inputs"
+    assert found[1] is y
+    assert len(found[2]) == 2, "weights for each target"
+    assert arrays_of(get_data_adapter(tf.data.Dataset.from_tensors(x))) is None
+    halves = as_sliced({"a": [x.astype("float16"), None]})
+    assert halves["a"][0].dtype == keras.config.floatx(), ADVICE + "convert_to_sliceable"
+    assert halves["a"][1] is None
+
+
+@pytest.mark.parametrize("shuffle", [True, False, "batch"])
+def test_numbers_of_samples_are_drawn_as_the_samples_are(shuffle):
+    x = np.random.default_rng(0).normal(size=(50, 2)).astype("float32")
+    found = []
+    for order in (False, True):
+        keras.utils.set_random_seed(3)
+        adapter = get_data_adapter(x, batch_size=8, shuffle=shuffle)
+        data = (order_of(adapter) if order else adapter).get_tf_dataset()
+        # As Keras does, which makes an iterator at the end of an epoch that it drops.
+        found.append([[batch.numpy() for batch in data] for _ in (1, 2, iter(data) and 3)])
+    for samples, numbers in zip(*found, strict=True):
+        assert len(numbers) == 7, ADVICE + "ArrayDataAdapter._batch_size"
+        for one, other in zip(samples, numbers, strict=True):
+            assert (one == x[other]).all(), ADVICE + "ArrayDataAdapter._shuffle"
+    assert (np.concatenate(found[1][0]).tolist() == list(range(50))) == (not shuffle)
+
+
+def test_the_loop_of_keras_asks_the_iterator_and_the_epoch_for_where_to_begin():
+    loop = inspect.getsource(epochs.trainer.TensorFlowTrainer.fit)
+    assert "TFEpochIterator(" in loop
+    assert "self._initial_epoch or initial_epoch" in loop
+    assert "epoch_logs = dict(self._get_metrics_result_or_logs(logs))" in loop
+
+
+def test_steps_that_were_trained_are_left_out_once():
+    adapter = get_data_adapter(np.zeros((7, 2)), batch_size=2)
+    adapter.start = epochs.EpochStart(3, 0, True)
+    strategy = keras.Sequential([keras.Input((2,))]).distribute_strategy
+    with epochs.starting_anywhere(keras.Model()):
+        iterator = epochs.trainer.TFEpochIterator(x=adapter, distribute_strategy=strategy)
+    assert [step for step, _, _ in iterator] == [3]
+    assert [step for step, _, _ in iterator] == [0, 1, 2, 3]
+
+
+def test_callbacks_have_what_they_remember():
+    made = [
+        keras.callbacks.EarlyStopping(),
+        keras.callbacks.ReduceLROnPlateau(),
+        keras.callbacks.ModelCheckpoint("file.keras"),
+        keras.callbacks.SwapEMAWeights(swap_on_epoch=True),
+    ]
+    for callback, names in zip(made, epochs._REMEMBERED.values(), strict=True):
+        callback.on_train_begin()
+        callback.on_epoch_begin(0)
+        missing = [name for name in names if not hasattr(callback, name)]
+        assert missing in ([], ["best"])  # a ModelCheckpoint has one only if it looks at it
+    assert epochs.remembered_by(keras.callbacks.CSVLogger("log.csv")) is None
+
+
+def test_a_seeded_order_of_arrays_is_the_same_in_each_pass():
+    keras.utils.set_random_seed(1)
+    order = order_of(get_data_adapter(np.zeros((9, 2)), batch_size=2, shuffle=True))
+    dataset = order.get_tf_dataset()
+    first, second = (np.concatenate(list(dataset.as_numpy_iterator())) for _ in range(2))
+    assert first.tolist() == second.tolist()

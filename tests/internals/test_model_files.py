@@ -1,0 +1,146 @@
+"""The private parts of Keras that read model files layer by layer, used in `model_files.py`."""
+
+from __future__ import annotations
+
+import warnings
+
+import h5py
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+from tarantella_pp.internals import model_files
+from tarantella_pp.internals.model_files import (
+    deserialized,
+    load_state,
+    save_weights,
+    write_legacy,
+)
+
+pytestmark = pytest.mark.keras
+
+ADVICE = (
+    f"Keras {keras.__version__} has changed a private part that "
+    "tarantella_pp/internals/model_files.py uses: "
+)
+
+
+def stack():
+    return keras.Sequential([keras.Input((2,)), layers.Dense(3), layers.Dense(4)])
+
+
+def as_keras(dataset):
+    """Reads no value in a way of its own."""
+
+
+def same(*models):
+    pairs = zip(*(model.get_weights() for model in models), strict=True)
+    return all((one == other).all() for one, other in pairs)
+
+
+def test_state_is_read_of_an_open_file_but_for_what_is_skipped(tmp_path):
+    model, other = stack(), stack()
+    model.save_weights(tmp_path / "a.weights.h5")
+    before = other.layers[1].get_weights()
+    with warnings.catch_warnings(), (tmp_path / "a.weights.h5").open("rb") as file:
+        warnings.simplefilter("error")
+        failed = load_state(other, file, None, [other.layers[1]], as_keras)
+    assert failed == [], ADVICE + "saving_lib._load_state"
+    assert (other.layers[0].get_weights()[0] == model.layers[0].get_weights()[0]).all()
+    assert (other.layers[1].get_weights()[0] == before[0]).all(), ADVICE + "visited_saveables"
+
+
+def test_large_values_are_written_in_pieces(tmp_path, monkeypatch):
+    monkeypatch.setattr(model_files, "PIECE_BYTES", 16)
+    model, other, asked = stack(), stack(), []
+
+    class Rows:
+        def __init__(self, value):
+            self.value, self.shape, self.dtype = value, value.shape, value.dtype
+
+        def __getitem__(self, rows):
+            asked.append(rows)
+            return self.value[rows]
+
+    def rows_of(variable):
+        return Rows(variable.numpy()) if len(variable.shape) == 2 else None
+
+    save_weights(model, tmp_path / "a.weights.h5", rows_of)
+    assert len(asked) == 2 + 3, ADVICE + "H5IOStore.__setitem__"
+    other.load_weights(tmp_path / "a.weights.h5")
+    assert same(model, other)
+
+
+def test_values_are_read_as_the_caller_says(tmp_path):
+    model, other, asked = stack(), stack(), []
+    model.save_weights(tmp_path / "a.weights.h5")
+
+    def array_of(dataset):
+        asked.append(dataset.shape)
+        return dataset[()] + 1 if len(dataset.shape) == 2 else None
+
+    with (tmp_path / "a.weights.h5").open("rb") as file:
+        assert load_state(other, file, None, [], array_of) == []
+    assert asked == [(2, 3), (3,), (3, 4), (4,)], ADVICE + "H5IOStore.__getitem__"
+    for before, after in zip(model.get_weights(), other.get_weights(), strict=True):
+        assert (after == before + (before.ndim == 2)).all()
+
+
+def test_what_does_not_fit_is_told(tmp_path):
+    model = stack()
+    model.save_weights(tmp_path / "a.weights.h5")
+    other = keras.Sequential([keras.Input((2,)), layers.Dense(3), layers.Dense(5)])
+    with (tmp_path / "a.weights.h5").open("rb") as file:
+        failed = load_state(other, file, None, [], as_keras)
+    assert [layer for layer, _ in failed] == [other.layers[1]], ADVICE + "error_msgs"
+
+
+def test_assets_are_read_of_a_folder(tmp_path):
+    def build():
+        return layers.IntegerLookup()
+
+    made = build()
+    made.adapt(np.arange(5))
+    model = keras.Sequential([keras.Input((2,), dtype="int32"), made])
+    folder = tmp_path / "assets" / "layers" / "integer_lookup"
+    folder.mkdir(parents=True)
+    made.save_assets(str(folder))
+    model.save_weights(tmp_path / "a.weights.h5")
+    other = keras.Sequential([keras.Input((2,), dtype="int32"), new := build()])
+    with (tmp_path / "a.weights.h5").open("rb") as file:
+        assert load_state(other, file, tmp_path / "assets", [], as_keras) == []
+    assert new.get_vocabulary() == made.get_vocabulary(), ADVICE + "DiskIOStore"
+
+
+def test_objects_that_are_shared_stay_shared():
+    l2 = keras.regularizers.L2(0.5)
+    model = keras.Sequential(
+        [keras.Input((2,)), *(layers.Dense(2, kernel_regularizer=l2) for _ in range(2))]
+    )
+    made = deserialized(keras.saving.serialize_keras_object(model))
+    assert type(made) is keras.Sequential
+    assert made.layers[0].kernel_regularizer.l2 == 0.5
+
+
+def test_files_are_those_that_keras_writes(tmp_path):
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3)], name="one")
+    model.compile("adam", "mse", metrics=["mae"])
+    model.fit(np.ones((4, 2)), np.ones((4, 3)), verbose=0)
+    write_legacy(tmp_path / "a.h5", model, model, model.optimizer)
+    assert "optimizer" in model._compile_config.config
+    model.save(tmp_path / "b.h5")
+    first, second = (h5py.File(tmp_path / name) for name in ("a.h5", "b.h5"))
+    assert {**first.attrs} == {**second.attrs}
+    assert set(names_in(first["model_weights"])) == set(names_in(second["model_weights"]))
+    slots = [
+        [group[name][()].tolist() for name in group.attrs["weight_names"]]
+        for group in (first["optimizer_weights"], second["optimizer_weights"])
+    ]
+    assert slots[0] == slots[1]
+
+
+def names_in(group):
+    found = []
+    group.visit(found.append)
+    return found

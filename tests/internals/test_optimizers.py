@@ -1,0 +1,151 @@
+"""The private parts of Keras that an optimizer's steps rely on, one by one.
+
+When one of these fails after an upgrade, the file that it names is the place to mend.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tarantella_pp.internals import optimizers
+
+pytestmark = pytest.mark.keras
+
+ADVICE = (
+    f"Keras {keras.__version__} has changed a private part that "
+    "tarantella_pp/internals/optimizers.py uses: "
+)
+
+
+def scaled(inner, growth=2000):
+    return keras.optimizers.LossScaleOptimizer(
+        inner, initial_scale=8.0, dynamic_growth_steps=growth
+    )
+
+
+def test_optimizers_count_their_steps():
+    for optimizer in (keras.optimizers.SGD(), scaled(keras.optimizers.SGD(), growth=1)):
+        optimizer.build([keras.Variable(np.ones(3))])
+        optimizers.count_step(optimizer)
+        assert int(optimizer.iterations) == 1, ADVICE + "Optimizer._iterations"
+    assert float(optimizer.dynamic_scale) == 16.0, ADVICE + "LossScaleOptimizer.apply([], [])"
+
+
+def optimizers_of_keras():
+    for name, kind in inspect.getmembers(keras.optimizers, inspect.isclass):
+        if issubclass(kind, keras.optimizers.Optimizer) and name not in (
+            "Optimizer",
+            "LossScaleOptimizer",  # made of another
+            "MultiOptimizer",  # made of others
+        ):
+            yield name
+
+
+def test_the_learning_rate_is_a_variable_or_a_schedule():
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    advice = ADVICE + "Optimizer._learning_rate"
+    assert math.isnan(optimizers.settable_learning_rate(keras.Sequential())), advice
+    model.compile(keras.optimizers.SGD(0.25))
+    assert optimizers.settable_learning_rate(model) == 0.25, advice
+    model.optimizer.learning_rate = 0.5
+    assert optimizers.settable_learning_rate(model) == 0.5, advice
+    model.compile(scaled(keras.optimizers.SGD(0.125)))
+    assert optimizers.settable_learning_rate(model) == 0.125
+    model.compile(keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5)))
+    assert math.isnan(optimizers.settable_learning_rate(model)), advice
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16", "float32"])
+def test_losses_are_scaled_for_the_policies_for_which_keras_scales_them(policy):
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy(policy)
+    try:
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    finally:
+        keras.config.set_dtype_policy(before)
+    for optimizer in (keras.optimizers.SGD(), scaled(keras.optimizers.SGD())):
+        model.compile(optimizer, "mse")
+        ours = optimizers.with_loss_scaling(optimizer, policy)
+        advice = ADVICE + "what Model.compile does with auto_scale_loss"
+        assert type(ours) is type(model.optimizer), advice
+        assert ours.name == model.optimizer.name, advice
+        assert optimizers.wrapped_in(ours) is optimizers.wrapped_in(optimizer)
+
+
+def test_the_scale_of_the_loss_is_that_of_this_step():
+    assert optimizers.loss_scale(None) is None
+    assert optimizers.loss_scale(keras.optimizers.SGD()) is None
+    assert float(optimizers.loss_scale(keras.optimizers.SGD(loss_scale_factor=4.0))) == 4.0
+    optimizer = scaled(keras.optimizers.SGD())
+    assert float(optimizers.loss_scale(optimizer)) == 8.0, ADVICE + "scale_loss before build"
+    optimizer.build([])
+    optimizer.dynamic_scale.assign(2.0)
+    assert float(optimizers.loss_scale(optimizer)) == 2.0, ADVICE + "dynamic_scale"
+
+
+SUMS = {
+    "clipped": lambda: keras.optimizers.SGD(1.0, global_clipnorm=0.5),
+    "fixed scale": lambda: keras.optimizers.SGD(1.0, global_clipnorm=0.5, loss_scale_factor=8.0),
+    "several steps": lambda: keras.optimizers.SGD(
+        1.0, global_clipnorm=0.5, gradient_accumulation_steps=2
+    ),
+    "scaled": lambda: scaled(keras.optimizers.SGD(1.0, momentum=0.5), growth=2),
+    "scaled and clipped": lambda: scaled(keras.optimizers.SGD(1.0, global_clipnorm=0.5)),
+    "scaled, clipped, several steps": lambda: scaled(
+        keras.optimizers.SGD(1.0, global_clipnorm=0.5, gradient_accumulation_steps=2), growth=3
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SUMS)
+def test_halves_of_a_model_make_the_step_of_the_whole(kind):
+    """Once each knows the sums of both; in the third step one half is not finite."""
+    start = [np.arange(6.0).reshape(2, 3) / 7, np.ones((4, 2))]
+    whole, *halves = (SUMS[kind]() for _ in range(3))
+    weights, parts = ([keras.Variable(value) for value in start] for _ in range(2))
+    whole.build(weights)
+    for half, weight in zip(halves, parts, strict=True):
+        half.build([weight])
+    for step in range(5):
+        gradients = [keras.ops.cos(weight + step) * 8 for weight in weights]
+        if kind != "fixed scale":  # of which Keras divides no slices
+            gradients.append(tf.IndexedSlices(gradients.pop()[:3], [0, 2, 2], [4, 2]))
+        if step == 2 and kind.startswith("scaled"):
+            gradients[0] *= np.inf
+        whole.apply(gradients, weights)
+        totals = tf.add_n(
+            [
+                optimizers.summands(half, [gradient], [weight])
+                for half, gradient, weight in zip(halves, gradients, parts, strict=True)
+            ]
+        )
+        for half, gradient, weight in zip(halves, gradients, parts, strict=True):
+            with optimizers.with_global_norm(half, totals):
+                half.apply([gradient], [weight])
+    advice = ADVICE + "check_finite, _clip_gradients, _accumulated_gradients"
+    for half, part, weight in zip(halves, parts, weights, strict=True):
+        np.testing.assert_allclose(part.numpy(), weight.numpy(), rtol=1e-5, err_msg=advice)
+        made = 5 - kind.startswith("scaled")
+        updates = made // (optimizers.wrapped_in(whole).gradient_accumulation_steps or 1)
+        assert int(half.iterations) == int(whole.iterations) == updates
+        if optimizers.scales_dynamically(whole):
+            assert float(half.dynamic_scale) == float(whole.dynamic_scale), advice
+        assert not {"check_finite", "_clip_gradients"} & {
+            *vars(half),
+            *vars(optimizers.wrapped_in(half)),
+        }
+
+
+def test_optimizers_that_others_delegate_weights_to_are_known():
+    first, second = keras.optimizers.SGD(), keras.optimizers.Adam()
+    several = keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(first, {"b": second}))
+    weights = [keras.Variable(np.ones(2), name=name) for name in "abb"]
+    assert optimizers.delegates_of(several, weights) == [first, second], ADVICE + "_optimizer_map"
+    assert set(optimizers.parts_of(scaled(several))[1:]) == {several, first, second}
+    assert optimizers.delegates_of(first, weights) == []

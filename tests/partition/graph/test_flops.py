@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import keras
+import pytest
+from keras import layers, ops
+
+from tarantella_pp.partition.graph.flops import einsum_flops
+from tarantella_pp.partition.graph.keras_reader import extract
+from tests.zoo import models
+
+pytestmark = pytest.mark.keras
+
+
+def flops_of(layer, *shapes, dtype="float32", listed=False, **call):
+    inputs = [keras.Input(shape, dtype=dtype) for shape in shapes]
+    outputs = layer(inputs, **call) if listed else layer(*inputs, **call)
+    node = extract(keras.Model(inputs, outputs)).graph.nodes[-1]
+    return node.flops, node.flops_source
+
+
+@pytest.mark.parametrize(
+    ("layer", "shapes", "expected"),
+    [
+        (layers.Dense(8, use_bias=False), [(16,)], 2 * 16 * 8),
+        (layers.Dense(8, activation="relu"), [(5, 16)], 5 * (2 * 16 * 8 + 8 + 8)),
+        (layers.EinsumDense("abc,cde->abde", (5, 2, 3)), [(5, 16)], 2 * 5 * 16 * 6),
+        (layers.Conv2D(4, 3, use_bias=False), [(8, 8, 3)], 2 * 36 * 4 * 27),
+        (layers.Conv2D(4, 3, groups=2, use_bias=False), [(8, 8, 6)], 2 * 36 * 4 * 27),
+        (layers.Conv1D(4, 3, strides=2, use_bias=False), [(9, 5)], 2 * 4 * 4 * 15),
+        (layers.Conv3D(4, 2, use_bias=False), [(3, 3, 3, 2)], 2 * 8 * 4 * 16),
+        (layers.DepthwiseConv2D(3, use_bias=False), [(8, 8, 3)], 2 * 36 * 3 * 9),
+        (layers.SeparableConv2D(5, 3, use_bias=False), [(8, 8, 3)], 2 * 36 * 3 * (9 + 5)),
+        (layers.Conv2DTranspose(4, 3, use_bias=False), [(8, 8, 3)], 2 * 64 * 3 * 4 * 9),
+        (layers.MaxPooling2D(2), [(8, 8, 3)], 16 * 3 * 4),
+        (layers.GlobalAveragePooling2D(), [(8, 8, 3)], 192),
+        (layers.BatchNormalization(), [(8, 8, 3)], 4 * 192),
+        (layers.Activation("relu"), [(8,)], 8),
+        (layers.Flatten(), [(8, 3)], 0),
+        (layers.LSTM(4), [(6, 5)], 6 * (2 * 4 * 4 * 9 + 25 * 4)),
+        (layers.TimeDistributed(layers.Dense(3, use_bias=False)), [(6, 5)], 6 * 2 * 15),
+    ],
+)
+def test_rules(layer, shapes, expected):
+    assert flops_of(layer, *shapes) == (expected, "analytic")
+
+
+def test_an_embedding_read_backwards_is_a_product():
+    table = layers.ReversibleEmbedding(11, 4)
+    assert flops_of(table, (5,), dtype="int32") == (0.0, "analytic")
+    assert flops_of(table, (5, 4), reverse=True) == (2 * 5 * 11 * 4, "analytic")
+    capped = layers.ReversibleEmbedding(11, 4, logit_soft_cap=30.0)
+    assert flops_of(capped, (5, 4), reverse=True)[0] > 2 * 5 * 11 * 4 + 5 * 11
+
+
+def test_bidirectional_is_twice_its_layer():
+    once, _ = flops_of(layers.GRU(4), (6, 5))
+    assert flops_of(layers.Bidirectional(layers.GRU(4)), (6, 5)) == (2 * once, "analytic")
+
+
+def test_attention_counts_projections_scores_and_softmax():
+    heads, size, dim, queries, keys = 2, 4, 8, 5, 7
+    found, source = flops_of(layers.MultiHeadAttention(heads, size), (queries, dim), (keys, dim))
+    width = heads * size
+    projections = 2 * dim * width * (2 * queries + 2 * keys)
+    scores = heads * queries * keys
+    assert (found, source) == (projections + scores * (4 * size + 5), "analytic")
+
+
+def test_embedding_is_free():
+    assert flops_of(layers.Embedding(9, 4), (5,), dtype="int32") == (0, "analytic")
+
+
+def test_operations():
+    assert flops_of(ops.add, (5, 4), (5, 4)) == (20, "analytic")
+    transposed = flops_of(lambda a, b: ops.matmul(a, b), (5, 4), (4, 3))
+    assert transposed == (2 * 5 * 4 * 3, "analytic")
+    einsum = flops_of(lambda a, b: ops.einsum("btf,bsf->bts", a, b), (5, 4), (3, 4))
+    assert einsum == (2 * 5 * 3 * 4, "analytic")
+    assert flops_of(lambda a: a[:, 1:3], (5, 4)) == (0, "analytic")
+    assert flops_of(lambda a: ops.sum(a, -1), (5, 4)) == (20, "analytic")
+
+
+def test_einsum_equations():
+    assert einsum_flops("ij,jk->ik", [(2, 3), (3, 4)]) == 48
+    assert einsum_flops("...x,xy->...y", [(1, 5, 3), (3, 4)]) == 2 * 5 * 3 * 4
+    assert einsum_flops("bhqd, bhkd -> bhqk", [(1, 2, 5, 4), (1, 2, 7, 4)]) == 2 * 2 * 5 * 7 * 4
+
+
+class Mixer(layers.Layer):
+    """A custom layer with two matrices."""
+
+    def build(self, shape):
+        self.a = self.add_weight(shape=(shape[-1], 16))
+        self.b = self.add_weight(shape=(16, shape[-1]))
+
+    def call(self, x):
+        return ops.matmul(ops.matmul(x, self.a), self.b)
+
+
+class Doubled(layers.Dense):
+    """A layer of Keras with another computation."""
+
+    def call(self, x):
+        return 2 * super().call(x)
+
+
+def test_layers_without_a_rule_are_guessed_and_say_so():
+    found, source = flops_of(Mixer(), (5, 8))
+    assert source == "estimated"
+    assert found == 2 * 5 * 2 * 8 * 16 + 5 * 8
+    assert flops_of(Doubled(4), (8,))[1] == "estimated"
+    assert flops_of(layers.Lambda(lambda x: x), (8,))[1] == "estimated"
+
+
+def test_a_known_network():
+    model = keras.applications.ResNet50(weights=None)
+    flops = sum(node.flops for node in extract(model).graph.nodes)
+    assert flops == pytest.approx(7.75e9, rel=0.03)  # 3.87 G multiply-adds are published
+
+
+def test_every_model_has_finite_costs():
+    for build in models.READ:
+        for node in extract(build()).graph.nodes:
+            assert node.flops >= 0

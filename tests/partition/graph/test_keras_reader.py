@@ -1,0 +1,325 @@
+from __future__ import annotations
+
+import copy
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+from tarantella_pp.errors import UnsupportedModelError
+from tarantella_pp.internals.functional import tree
+from tarantella_pp.partition.graph.keras_reader import extract
+from tests.helpers.runner import random_stages, run
+from tests.zoo import models
+
+pytestmark = pytest.mark.keras
+
+
+SLOW = (models.masked_recurrent, models.nested_masked)
+
+
+def state(model):
+    return [v.numpy() for v in model.variables]
+
+
+def restore(model, values):
+    for variable, value in zip(model.variables, values, strict=True):
+        variable.assign(value)
+
+
+@pytest.mark.filterwarnings("ignore:Layer '.*was passed an input with a mask")
+@pytest.mark.parametrize(
+    "build",
+    [pytest.param(b, marks=pytest.mark.slow) if b in SLOW else b for b in models.READ],
+    ids=lambda build: build.__name__,
+)
+def test_stages_give_bitwise_what_the_model_gives(build):
+    keras.utils.set_random_seed(1)
+    model = build()
+    data = models.batch(model)
+    extracted = extract(model)
+    graph = extracted.graph
+    assert len(graph.nodes) == len(extracted.calls)
+    before = state(model)
+    for training in (False, True):
+        restore(model, before)
+        expected = tree.flatten(model(data, training=training))
+        after = state(model)
+        for seed, num_stages in enumerate((1, 2, 3, 4, len(graph.nodes))):
+            restore(model, before)
+            stages = random_stages(graph, num_stages, seed)
+            if num_stages == len(graph.nodes):
+                stages = list(range(num_stages))
+            result, values, masks = run(extracted, data, stages, training)
+            for a, b in zip(tree.flatten(result), expected, strict=True):
+                np.testing.assert_array_equal(np.array(a), np.array(b), strict=True)
+            for a, b in zip(state(model), after, strict=True):
+                np.testing.assert_array_equal(a, b)
+            for t, value in values.items():
+                assert_described(graph.tensors[t], value, masks[t])
+
+
+def assert_described(tensor, value, mask):
+    assert value.dtype.name == tensor.dtype
+    assert len(value.shape) == len(tensor.shape)
+    assert all(d is None or d == n for d, n in zip(tensor.shape, value.shape, strict=True))
+    assert (mask is None) == (tensor.mask_shape is None), tensor.name
+    if mask is not None:
+        assert all(d is None or d == n for d, n in zip(tensor.mask_shape, mask.shape, strict=True))
+
+
+def footprint(model):
+    """What reading a model could leave behind on it."""
+    nodes, operations = [], [model]
+    while operations:
+        operation = operations.pop()
+        nodes.append((id(operation), len(operation._inbound_nodes), len(operation._outbound_nodes)))
+        operations += getattr(operation, "operations", getattr(operation, "_layers", []))
+    return nodes, [id(v) for v in model.variables], copy.deepcopy(model.get_config())
+
+
+@pytest.mark.parametrize("build", models.READ, ids=lambda build: build.__name__)
+def test_the_model_is_not_touched(build):
+    model = build()
+    before = footprint(model)
+    extracted = extract(model)
+    assert footprint(model) == before
+    ours = {id(v) for v in extracted.variables}
+    assert ours == {id(v) for v in model.variables}
+
+
+@pytest.mark.parametrize("build", models.READ, ids=lambda build: build.__name__)
+def test_graph_is_the_same_again(build):
+    first, second = extract(build()).graph, extract(build()).graph
+    assert first.fingerprint() == second.fingerprint()
+
+
+def names(model):
+    return [node.name for node in extract(model).graph.nodes]
+
+
+def test_names_show_paths_and_second_calls():
+    assert [n for n in names(models.shared_layer()) if n.startswith("shared")] == [
+        "shared",
+        "shared:1",
+    ]
+    inner = [n for n in names(models.nested_twice()) if "inner_dense" in n]
+    assert inner == ["inner/inner_dense", "inner/inner_dense:1"]
+    assert any(n.startswith("block/deep/") for n in names(models.nested_sequential()))
+
+
+@pytest.mark.parametrize(
+    ("build", "kind"),
+    [
+        (models.opaque_rank, "Functional"),
+        (models.opaque_regularized, "Sequential"),
+        (models.opaque_mask, "Functional"),
+        (models.opaque_subclass, "Doubled"),
+    ],
+)
+def test_a_nested_model_that_does_more_stays_closed(build, kind):
+    assert kind in [node.kind for node in extract(build()).graph.nodes]
+
+
+def test_no_other_nested_model_stays_closed():
+    for build in models.READ:
+        if not build.__name__.startswith("opaque"):
+            kinds = {node.kind for node in extract(build()).graph.nodes}
+            assert not kinds & {"Functional", "Sequential"}, build.__name__
+
+
+def test_a_mask_computed_only_for_a_nested_model_is_no_node():
+    kinds = [node.kind for node in extract(models.nested_masked()).graph.nodes]
+    assert "NotEqual" not in kinds
+
+
+def test_ties_are_the_calls_that_share_weights():
+    def tied(model):
+        graph = extract(model).graph
+        return [{graph.nodes[i].name.split("_")[0] for i in nodes} for nodes in graph.ties]
+
+    assert tied(models.mlp()) == []
+    assert tied(models.shared_layer()) == [{"shared", "shared:1"}]
+    assert tied(models.tied_variable()) == [{"embedding", "einsum"}]
+    frozen = models.shared_layer()
+    frozen.trainable = False
+    assert tied(frozen) == [{"shared", "shared:1"}]
+
+
+def test_groups_are_the_calls_that_share_statistics_or_seeds():
+    graph = extract(models.shared_layer()).graph
+    assert graph.groups == ()
+    graph = extract(models.nested_twice()).graph
+    kinds = [{graph.nodes[i].kind for i in group} for group in graph.groups]
+    assert kinds == [{"Dropout"}, {"BatchNormalization"}]
+    assert [len(nodes) for nodes in graph.ties] == [2]  # those of the dense layer
+
+
+def test_gradients_flow_over_floats_below_trainable_weights_only():
+    graph = extract(models.frozen_start()).graph
+    flows = {t.name: t.has_gradient for t in graph.tensors}
+    assert [flow for name, flow in flows.items() if "sequential" in name] == [False, False]
+    assert flows[graph.tensors[graph.outputs[0]].name]
+    graph = extract(models.keras_ops()).graph
+    by_kind = {node.kind: graph.tensors[node.outputs[0]].has_gradient for node in graph.nodes}
+    assert by_kind["Dense"]
+    assert by_kind["Matmul"]
+    assert not by_kind["StopGradient"]
+    assert not by_kind["Greater"]
+    assert not by_kind["Cast"]
+    assert not any(graph.tensors[t].has_gradient for t in graph.inputs)
+
+
+def test_weights_are_counted_by_variable():
+    model = models.batch_norm_cnn()
+    graph = extract(model).graph
+    trainable = sum(w.bytes for w in graph.weights if w.trainable)
+    assert trainable == sum(int(np.prod(v.shape)) * 4 for v in model.trainable_weights)
+    assert sum(node.parameters for node in graph.nodes) == trainable
+    assert all(w.dtype == "float32" for w in graph.weights)
+
+
+def test_shapes_inside_a_nested_model_are_those_of_the_call():
+    graph = extract(models.nested_other_shape()).graph
+    shapes = {node.kind: graph.tensors[node.outputs[0]].shape for node in graph.nodes}
+    assert shapes["ZeroPadding2D"] == (None, 10, 10, 2)
+    assert shapes["Conv2D"] == (None, 4, 4, 3)
+    assert graph.assumed_size is None
+
+
+def test_unknown_sizes_are_assumed_and_said():
+    inputs = keras.Input((None, 3))
+    model = keras.Model(inputs, layers.Dense(2)(inputs))
+    graph = extract(model, assumed_size=10).graph
+    assert graph.assumed_size == 10
+    assert graph.tensors[graph.outputs[0]].bytes_per_sample == 10 * 2 * 4
+
+
+def test_a_large_model_of_keras_applications():
+    model = keras.applications.MobileNetV2(weights=None, input_shape=(32, 32, 3), classes=5)
+    extracted = extract(model)
+    data = models.batch(model, 2)
+    expected = model(data, training=False)
+    result, _, _ = run(extracted, data, random_stages(extracted.graph, 4, 0), training=False)
+    np.testing.assert_array_equal(np.array(result), np.array(expected))
+    assert extracted.graph.fingerprint() == extract(model).graph.fingerprint()
+
+
+class Subclassed(keras.Model):
+    """A model without a graph."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = layers.Dense(2)
+
+    def call(self, inputs):
+        return self.dense(inputs)
+
+
+def passes_an_input_on():
+    inputs = keras.Input((3,))
+    return keras.Model(inputs, [inputs, layers.Dense(2)(inputs)])
+
+
+def stateful():
+    inputs = keras.Input((4, 3), batch_size=2)
+    return keras.Model(inputs, layers.Bidirectional(layers.LSTM(2, stateful=True))(inputs))
+
+
+def sparse():
+    inputs = keras.Input((4,), sparse=True)
+    return keras.Model(inputs, layers.Dense(2)(inputs))
+
+
+def string():
+    inputs = keras.Input((), dtype="string")
+    return keras.Model(inputs, layers.StringLookup(vocabulary=["a"])(inputs))
+
+
+def optional():
+    a, b = keras.Input((4,), name="a"), keras.Input((4,), name="b", optional=True)
+
+    class Or(layers.Layer):
+        def call(self, x, y):
+            return x if y is None else x + y
+
+    return keras.Model([a, b], Or()(a, b))
+
+
+def overriding():
+    i = keras.Input((6,))
+    return models.Doubled(i, layers.Dense(3)(i))
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (Subclassed, r"subclassed model \(class Subclassed.*keras.Model\(inputs, outputs\)"),
+        (overriding, "class Doubled defines call"),
+        (lambda: keras.Sequential([layers.Dense(2)]), "not built.*keras.Input"),
+        (lambda: layers.Dense(2), "Expected a Keras model"),
+        (lambda: None, "Expected a Keras model.*NoneType"),
+        (passes_an_input_on, "its inputs as they are"),
+        (stateful, "stateful"),
+        (sparse, "sparse.*Make it dense"),
+        (string, "string.*data pipeline"),
+        (optional, "'b' is optional"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused_with_a_remedy(build, message):
+    with pytest.raises(UnsupportedModelError, match=message):
+        extract(build())
+
+
+def attention_then_add():
+    ids = keras.Input((6,), dtype="int32")
+    x = layers.Embedding(9, 4, mask_zero=True)(ids)
+    y = layers.MultiHeadAttention(2, 2)(x, x)
+    z = layers.LSTM(4, return_sequences=True)(layers.Add()([x, y]))
+    return keras.Model(ids, [layers.GlobalAveragePooling1D()(z), layers.LSTM(3)(x)])
+
+
+class Block(layers.Layer):
+    """A custom layer that deletes a mask and makes another."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = layers.MultiHeadAttention(2, 2)
+
+    def build(self, shape):
+        self.attention.build(shape, shape)
+
+    def call(self, x):
+        return self.attention(x, x) + x
+
+
+def custom_block():
+    ids = keras.Input((6,), dtype="int32")
+    x = layers.Embedding(9, 4, mask_zero=True)(ids)
+    y = Block()(x)
+    return keras.Model(ids, [layers.LSTM(3)(layers.Add()([x, y])), layers.LSTM(3)(x)])
+
+
+@pytest.mark.filterwarnings("ignore:Layer '.*was passed an input with a mask")
+@pytest.mark.parametrize("build", [attention_then_add, custom_block])
+def test_a_mask_that_attention_deletes_is_gone_for_later_calls_on_any_stage(build):
+    model = build()
+    data = models.batch(model)
+    extracted = extract(model)
+    assert any(call.unmasked for call in extracted.calls)
+    stages = list(range(len(extracted.graph.nodes)))
+    result, _, _ = run(extracted, data, stages, training=False)
+    for a, b in zip(result, model(data), strict=True):
+        np.testing.assert_array_equal(np.array(a), np.array(b))
+
+
+def test_cast_to_the_same_dtype_keeps_its_mask():
+    ids = keras.Input((6,), dtype="int32")
+    x = layers.Embedding(9, 5, mask_zero=True)(ids)
+    model = keras.Model(ids, layers.LSTM(3)(ops.cast(x, "float32")))
+    data = models.batch(model)
+    extracted = extract(model)
+    stages = list(range(len(extracted.graph.nodes)))
+    result, _, _ = run(extracted, data, stages, training=False)
+    np.testing.assert_array_equal(np.array(result), np.array(model(data)))

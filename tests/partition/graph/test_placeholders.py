@@ -1,0 +1,92 @@
+"""What the first dimension of each tensor counts."""
+
+from __future__ import annotations
+
+import keras
+import pytest
+from keras import layers, ops
+
+from tarantella_pp.partition.graph.keras_reader import extract
+from tests.zoo.models import merged_windows
+
+pytestmark = pytest.mark.keras
+
+
+def rows(model):
+    """The rows that each sample adds to each tensor, by the shape that Keras writes."""
+    return [(t.shape, t.rows_per_sample) for t in extract(model).graph.tensors]
+
+
+def test_samples_windows_tables_and_scalars():
+    found = rows(merged_windows())
+    assert set(found) == {
+        ((None, 4, 6), 1),
+        ((None, 2, 6), 2),
+        ((1, 4, 6), 0),
+        ((), 0),
+        ((4, None, 6), 0),
+        ((None, 24), 1),
+        ((None, 3), 1),
+    }
+
+
+def test_along_which_dimension_the_samples_are():
+    tensors = extract(merged_windows()).graph.tensors
+    assert {(t.shape, t.sample_axis) for t in tensors} == {
+        ((None, 4, 6), 0),
+        ((None, 2, 6), 0),
+        ((1, 4, 6), None),
+        ((), None),
+        ((4, None, 6), 1),
+        ((None, 24), 0),
+        ((None, 3), 0),
+    }
+
+
+def test_samples_and_steps_of_any_number():
+    inputs = keras.Input((None, 6))
+    merged = ops.reshape(inputs, (-1, 6))
+    graph = extract(keras.Model(inputs, [ops.transpose(inputs, (1, 0, 2)), merged])).graph
+    assert [graph.tensors[i].sample_axis for i in graph.outputs] == [1, 0]
+
+
+def test_a_batch_of_fixed_size_counts_samples_too():
+    inputs = keras.Input(batch_shape=(8, 6))
+    x = layers.Dense(4)(inputs)
+    assert {count for _, count in rows(keras.Model(inputs, ops.exp(x) * 2.0))} == {1}
+
+
+class HalfAndOne(layers.Layer):
+    def call(self, x):
+        return ops.reshape(x, (x.shape[0] // 2 + 1, -1)) if x.shape[0] else x
+
+
+class Picky(layers.Layer):
+    def call(self, x):
+        if x.shape[0] is not None:
+            raise ValueError("any number but that")
+        return x
+
+
+@pytest.mark.parametrize("layer", [HalfAndOne(), Picky()])
+def test_what_cannot_be_told(layer):
+    inputs = keras.Input((6,))
+    assert rows(keras.Model(inputs, layer(inputs)))[-1][1] is None
+
+
+def test_sequences_of_any_length_merged_with_samples():
+    inputs = keras.Input((None, 6))
+    x = layers.Dense(6)(ops.reshape(inputs, (-1, 6)))
+    assert rows(keras.Model(inputs, x))[-1] == ((None, 6), None)
+
+
+def test_rows_count_in_costs():
+    def graph(parts):
+        inputs = keras.Input((parts * 2, 6))
+        x = layers.Dense(6)(ops.reshape(inputs, (-1, 2, 6)))
+        return extract(keras.Model(inputs, ops.reshape(x, (-1, parts * 2, 6)))).graph
+
+    one, many = graph(1), graph(8)
+    assert many.tensors[1].bytes_per_sample == 8 * one.tensors[1].bytes_per_sample
+    assert many.nodes[1].flops == 8 * one.nodes[1].flops > 0
+    assert many.nodes[1].residual_bytes == 8 * one.nodes[1].residual_bytes

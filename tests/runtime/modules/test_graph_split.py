@@ -1,0 +1,129 @@
+"""The order in which a cut graph runs backward."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tarantella_pp.runtime.modules.graph_split import Trace, split_graph
+
+
+def traced(weights, biases=()):
+    """A chain of products, one for each weight, with its gradients."""
+    found = {}
+
+    def run(x):
+        y = x
+        for weight, bias in itertools.zip_longest(weights, biases, fillvalue=0.0):
+            y = tf.nn.softplus(tf.matmul(y, weight) + bias)
+        seed = tf.compat.v1.placeholder(y.dtype, y.shape)
+        variables = list({id(weight): weight for weight in (*weights, *biases)}.values())
+        back, *gradients = tf.gradients(y, [x, *variables], grad_ys=seed)
+        found.update(x=x, seed=seed, y=y, back=back, gradients=gradients)
+        return y
+
+    spec = tf.TensorSpec((3, 4), tf.float64)
+    function = tf.function(run, input_signature=[spec], autograph=False).get_concrete_function()
+    return Trace(
+        function, [found["x"]], [found["seed"]], [found["y"]], [found["back"]], found["gradients"]
+    )
+
+
+def new_weight(seed):
+    return tf.Variable(np.random.default_rng(seed).normal(size=(4, 4)))
+
+
+def ancestors(op):
+    found, todo = set(), [op]
+    while todo:
+        op = todo.pop()
+        above = [*(t.op for t in op.inputs), *op.control_inputs]
+        todo += [other for other in above if other not in found]
+        found.update(above)
+    return found
+
+
+def test_each_weight_gradient_comes_before_the_input_gradient_of_its_operation():
+    parts = split_graph(traced([new_weight(i) for i in range(4)]))
+    found = []
+    specs = [tf.TensorSpec(t.shape, t.dtype) for t in parts.residuals]
+    specs.insert(0, tf.TensorSpec((3, 4), tf.float64))
+    run = tf.function(lambda *fed: found.extend(parts.backward(*fed)), specs, autograph=False)
+    run.get_concrete_function()
+    back, *gradients = found
+    before = ancestors(back.op)
+    assert all(gradient.op in before for gradient in gradients)
+
+
+def operations_of(part, fed):
+    """The types of the operations of a part, and what it returns."""
+    found = []
+    specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in fed]
+    run = tf.function(lambda *given: found.extend(part(*given)), specs, autograph=False)
+    graph = run.get_concrete_function().graph
+    return [op.type for op in graph.get_operations()], found
+
+
+def test_sums_over_rows_are_made_with_the_input_gradients():
+    trace = traced([new_weight(0), new_weight(1)], [tf.Variable(np.zeros(4)) for _ in range(2)])
+    parts = split_graph(trace)
+    weight_part, gradients = operations_of(
+        parts.backward_weight, [*parts.kept_for_w, *parts.b_to_w]
+    )
+    input_part, _ = operations_of(parts.backward_input, [*trace.seeds, *parts.residuals])
+    assert weight_part.count("MatMul") == 2
+    assert "Sum" not in weight_part
+    assert input_part.count("Sum") == 2
+    assert [tuple(g.shape) for g in gradients] == [(4, 4), (4, 4), (4,), (4,)]
+
+
+def test_only_operands_of_products_are_kept_for_the_weight_gradients():
+    trace = traced([new_weight(0), new_weight(1)], [tf.Variable(np.zeros(4)) for _ in range(2)])
+    parts = split_graph(trace)
+    assert [tensor.op.type for tensor in parts.kept_for_b] == ["Sigmoid", "Sigmoid"]
+    assert [tensor.op.type for tensor in parts.kept_for_w] == ["Placeholder", "Softplus"]
+    kept = [tuple(tensor.shape) for tensor in parts.b_to_w]
+    assert sorted(kept) == [(3, 4), (3, 4), (4,), (4,)]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_one_after_the_other_the_parts_make_what_both_make_at_once(recompute):
+    trace = traced([new_weight(i) for i in range(3)], [tf.Variable(np.ones(4)) for _ in range(3)])
+    parts = split_graph(trace, recompute)
+    x, seed = (tf.constant(np.random.default_rng(i).normal(size=(3, 4))) for i in (8, 9))
+
+    def both(x, seed):
+        return parts.backward(seed, *parts.forward(x)[1:])
+
+    def apart(x, seed):
+        kept = parts.forward(x)[1:]
+        back, *between = parts.backward_input(seed, *kept)
+        return [back, *parts.backward_weight(*kept[len(parts.kept_for_b) :], *between)]
+
+    at_once, in_turn = (tf.function(run, autograph=False)(x, seed) for run in (both, apart))
+    for one, other in zip(in_turn, at_once, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("uses", [[0, 1, 0], [0, 0, 0], [0, 1, 2, 1, 0]])
+def test_a_weight_may_be_used_again(uses):
+    variables = [new_weight(i) for i in range(3)]
+    weights = [variables[i] for i in uses]
+    parts = split_graph(traced(weights))
+    x, seed = (tf.constant(np.random.default_rng(i).normal(size=(3, 4))) for i in (8, 9))
+
+    def run(x, seed):
+        return parts.backward(seed, *parts.forward(x)[1:])
+
+    used = list({id(weight): weight for weight in weights}.values())
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        y = x
+        for weight in weights:
+            y = tf.nn.softplus(tf.matmul(y, weight))
+    expected = tape.gradient(y, [x, *used], output_gradients=seed)
+    for found, right in zip(tf.function(run, autograph=False)(x, seed), expected, strict=True):
+        np.testing.assert_allclose(found, right, rtol=1e-12)

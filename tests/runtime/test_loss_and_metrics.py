@@ -1,0 +1,189 @@
+"""Which metrics may be updated micro-batch by micro-batch is tried, and tried right."""
+
+from __future__ import annotations
+
+import inspect
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import ops
+
+from tarantella_pp.internals import training
+from tarantella_pp.internals.functional import set_mask
+from tarantella_pp.partition.costs.peak_memory import WAITING_OUTPUTS
+from tarantella_pp.runtime.data.batch import Batch
+from tarantella_pp.runtime.loss_and_metrics import MetricUpdates
+from tarantella_pp.runtime.probes.metric_probe import why_not_by_parts
+from tarantella_pp.runtime.weights.process_groups import batch_shares
+
+pytestmark = pytest.mark.keras
+
+ARGUMENTS = {
+    "MeanIoU": {"num_classes": 3, "sparse_y_pred": False},
+    "IoU": {"num_classes": 3, "target_class_ids": [0], "sparse_y_pred": False},
+    "OneHotIoU": {"num_classes": 3, "target_class_ids": [0]},
+    "OneHotMeanIoU": {"num_classes": 3},
+    "MeanMetricWrapper": {"fn": lambda y, p: ops.square(y - p)},
+    "MeanRelativeError": {"normalizer": [1.0, 2.0, 3.0]},
+    "SensitivityAtSpecificity": {"specificity": 0.5},
+    "SpecificityAtSensitivity": {"sensitivity": 0.5},
+    "PrecisionAtRecall": {"recall": 0.5},
+    "RecallAtPrecision": {"precision": 0.5},
+}
+SPARSE = ("MeanIoU", "IoU")
+NO_NUMBER = ("PearsonCorrelation",)
+"""Where all targets of a sample are the same."""
+
+
+def metrics_of_keras():
+    for name, kind in inspect.getmembers(keras.metrics, inspect.isclass):
+        if issubclass(kind, keras.metrics.Metric) and name not in ("Metric", "Mean", "Sum"):
+            yield name
+
+
+def compiled(metrics, y, weighted=None):
+    """What Keras compiles of metrics for targets like these and three outputs."""
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(3)])
+    model.compile(None, "mse", metrics=metrics, weighted_metrics=weighted)
+    symbol = keras.KerasTensor((None, *y.shape[1:]), str(y.dtype))
+    training.build_metrics(model, symbol, keras.KerasTensor((None, 3)), None)
+    return model._compile_metrics
+
+
+def tried(metrics, y, weight=None, weighted=None):
+    built = compiled(metrics, y, weighted)
+    spec = tf.TensorSpec([None, 3], "float32")
+    pack = lambda results: results[0]  # noqa: E731
+    before = [v.numpy() for v in built.variables]
+    reason = why_not_by_parts(built, pack, tf.constant(y), [spec], weight)
+    assert all(map(np.array_equal, before, [v.numpy() for v in built.variables]))
+    return reason
+
+
+Y = np.random.default_rng(0).integers(0, 2, (6, 3)).astype("float32")
+LABELS = np.array([0, 2, 1, 1, 0, 2])
+
+
+@pytest.mark.parametrize("name", list(metrics_of_keras()))
+def test_metrics_of_keras_are_additive(name):
+    sparse = "Sparse" in name or name in SPARSE
+    metric = getattr(keras.metrics, name)(**ARGUMENTS.get(name, {}))
+    reason = tried([metric], LABELS if sparse else Y)
+    assert "is no number" in reason if name in NO_NUMBER else reason is None
+
+
+@pytest.mark.parametrize("name", ["F1Score", "SparseCategoricalAccuracy", "AUC", "R2Score"])
+def test_they_are_with_weights_too(name):
+    metric = getattr(keras.metrics, name)()
+    y = LABELS if "Sparse" in name else Y
+    assert tried(None, y, tf.constant([1.0, 2, 0, 3, 1, 1]), [metric]) is None
+
+
+def scalar(y, p):
+    return ops.mean(ops.square(y - p))
+
+
+def by_largest(y, p):
+    error = ops.mean(ops.abs(y - p), axis=-1)
+    return error / ops.max(error)
+
+
+def by_share_of_zeros(y, p):
+    """Additive wherever no target is zero."""
+    valid = ops.cast(ops.any(y != 0, axis=-1), p.dtype)
+    return ops.mean(ops.abs(y - p), axis=-1) / ops.mean(valid)
+
+
+class Smoothed(keras.metrics.Mean):
+    """A moving average over batches."""
+
+    def update_state(self, y, p, sample_weight=None):
+        self.total.assign(0.9 * self.total + 0.1 * scalar(y, p))
+        self.count.assign(1.0)
+
+
+class Noisy(keras.metrics.Mean):
+    def update_state(self, y, p, sample_weight=None):
+        super().update_state(tf.random.uniform([]) * 0.0)
+
+
+class Elsewhere(keras.metrics.Mean):
+    """Counts in a variable of which Keras knows nothing."""
+
+    seen = tf.Variable(0.0)
+
+    def update_state(self, y, p, sample_weight=None):
+        self.seen.assign_add(1.0)
+
+
+class Broken(keras.metrics.Mean):
+    def update_state(self, y, p, sample_weight=None):
+        if not isinstance(p, keras.KerasTensor) and p.shape[0] is None:
+            super().update_state(p)
+            raise ValueError("needs to know the number of samples")
+
+
+@pytest.mark.parametrize("metric", [scalar, by_largest, by_share_of_zeros, Smoothed(name="scalar")])
+def test_metrics_that_look_at_several_samples_are_found(metric):
+    assert "looks at several samples" in tried(["mae", metric], Y + 1.0)
+
+
+@pytest.mark.parametrize("metric", [Noisy(), Elsewhere()])
+def test_what_does_more_than_change_its_variables_is_not_even_tried(metric):
+    assert "does more" in tried([metric], Y)
+    assert float(Elsewhere.seen) == 0.0
+
+
+def test_what_cannot_be_tried_keeps_its_outputs():
+    strings = tf.constant(["a", "b", "c"])
+    built = compiled(["mae"], Y)
+    reason = why_not_by_parts(built, lambda r: r[0], strings, [tf.TensorSpec([None, 3])], None)
+    assert "cannot be tried" in reason
+
+
+def test_masks_of_outputs_are_tried():
+    class Masked(keras.metrics.Mean):
+        def update_state(self, y, p, sample_weight=None):
+            mask = ops.cast(p._keras_mask, "float32")
+            self.total.assign_add(ops.sum(mask * y[:, 0]) / (1.0 + ops.sum(mask)))
+
+    def pack(results):
+        value = tf.identity(results[0])
+        set_mask(value, results[1] if len(results) > 1 else tf.ones([3], tf.bool))
+        return value
+
+    specs = [tf.TensorSpec([None, 3], "float32"), tf.TensorSpec([None], "bool")]
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(3)])
+    model.compile(None, "mse", metrics=[Masked()])
+    model._compile_metrics.build(keras.KerasTensor((None, 3)), keras.KerasTensor((None, 3)))
+    reason = why_not_by_parts(model._compile_metrics, pack, tf.constant(Y), specs, None)
+    assert "looks at several samples" in reason
+
+
+def test_outputs_wait_for_a_moment_to_spare_but_not_many_of_them():
+    built = compiled(["mae"], Y)
+    updates = MetricUpdates(built, lambda results: results[0])
+    p = np.linspace(0.0, 1.0, 18, dtype="float32").reshape(6, 3)
+    count = built.metrics[0].count
+    for rows in (slice(0, 1), slice(1, 4), slice(4, 6)):
+        updates.add(tf.constant(Y[rows]), [tf.constant(p[rows])], None, "signature")
+    assert float(count) == 0.0
+    assert updates.flush_overdue()
+    assert updates.flush_overdue() == (WAITING_OUTPUTS < 2)
+    updates.finish()
+    assert not updates.flush_overdue()
+    assert not updates.run_pending()
+    assert float(count) == 6.0
+    assert float(built.metrics[0].result()) == pytest.approx(np.abs(Y - p).mean(), rel=1e-6)
+    assert len(updates._compiled) == 1  # for any number of samples
+
+
+def test_without_metrics_there_is_nothing_to_do():
+    updates = MetricUpdates(None, lambda results: results[0])
+    shares = batch_shares(3, 1)
+    batch = Batch(3, shares, shares[0], {}, tf.constant(Y), None, (None, None), b"")
+    assert updates.why_whole(batch, []) is None
+    updates.add(Y, [Y], None, "signature")
+    assert not updates.run_pending()

@@ -1,0 +1,261 @@
+"""Gradients of several replicas, in one launch for each number of them."""
+
+from __future__ import annotations
+
+import functools
+import traceback
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tarantella_pp.partition.costs.optimizer_shards import shard_owners
+from tarantella_pp.runtime.comm.collectives import LARGEST_IN_ONE_ROUND
+from tarantella_pp.runtime.comm.communicator import Communicator, world
+from tarantella_pp.runtime.weights.gradient_reduction import GradientReduction
+from tarantella_pp.runtime.weights.rank_weights import spread_values
+from tests.helpers.mpi import MpiRun, find_mpiexec, mpi_run
+
+pytestmark = [
+    pytest.mark.keras,
+    pytest.mark.mpi,
+    pytest.mark.skipif(find_mpiexec() is None, reason="no mpiexec"),
+]
+
+SHAPES = {"kernel": (300, 170), "bias": (170,), "gamma": (3,), "scale": (), "table": (50, 4)}
+assert 4 * 300 * 170 < LARGEST_IN_ONE_ROUND < 3 * 4 * 300 * 170
+
+
+def weight(name: str, dtype: str = "float32") -> tf.Variable:
+    return tf.Variable(tf.zeros(SHAPES[name], dtype), name=name)
+
+
+def dense(name: str, rank: int, step: int = 0, dtype: str = "float32") -> np.ndarray:
+    random = np.random.default_rng([rank, step, len(name)])
+    return np.asarray(random.standard_normal(SHAPES[name])).astype(dtype)
+
+
+def rows(rank: int, step: int = 0) -> tf.IndexedSlices:
+    random = np.random.default_rng([rank, step])
+    count = (3 * rank + step) % 5
+    indices = random.integers(0, 50, count)
+    values = random.standard_normal((count, 4)).astype("float32")
+    return tf.IndexedSlices(values, tf.constant(indices, tf.int32), tf.constant([50, 4]))
+
+
+def total(arrays: list[np.ndarray]) -> np.ndarray:
+    return functools.reduce(np.add, arrays)
+
+
+def bits(value: Any) -> Any:
+    if value is None:
+        return None
+    if isinstance(value, tf.IndexedSlices):
+        return [bits(value.values), value.indices.numpy().tolist()]
+    return [value.dtype.name, list(value.shape), value.numpy().tobytes().hex()]
+
+
+CASES: dict[str, Any] = {}
+
+
+def case(function: Any) -> Any:
+    CASES[function.__name__] = function
+    return function
+
+
+@case
+def packed_and_alone_over_several_steps(ranks: Communicator) -> None:
+    names = ["kernel", "bias", "gamma", "scale"]
+    weights = {name: weight(name) for name in names}
+    buckets = {"all": [*weights.values()], **{n: [w] for n, w in weights.items()}}
+    reduction = GradientReduction(ranks, buckets)
+    for step in range(3):
+        mine = [tf.constant(dense(name, ranks.rank, step)) for name in names]
+        order = [*buckets][ranks.rank % 2 :] + [*buckets][: ranks.rank % 2]
+        for key in order:
+            reduction.start(key, mine if key == "all" else [mine[names.index(key)]])
+        reduction.progress()
+        packed = reduction.finish("all")
+        for name, one in zip(names, packed, strict=True):
+            expected = total([dense(name, rank, step) for rank in range(ranks.size)])
+            assert one.shape == SHAPES[name]
+            np.testing.assert_array_equal(one.numpy(), expected)
+            assert bits(reduction.finish(name)[0]) == bits(one)
+
+
+@case
+def replicas_without_some_gradients(ranks: Communicator) -> None:
+    names = ["kernel", "bias", "gamma"]
+    reduction = GradientReduction(ranks, {0: [weight(name) for name in names]})
+    last = ranks.size - 1
+    # Who has which gradient, step by step; what is not known to be dense comes late.
+    plans = [
+        {"kernel": [0], "bias": [last], "gamma": []},
+        {"kernel": [], "bias": [0, last], "gamma": []},
+        {"kernel": [last], "bias": [0], "gamma": [last]},
+        {"kernel": [], "bias": [], "gamma": []},
+        {"kernel": [0, last], "bias": [0], "gamma": [0]},
+    ]
+    for step, plan in enumerate(plans):
+        mine = [
+            tf.constant(dense(name, ranks.rank, step)) if ranks.rank in plan[name] else None
+            for name in names
+        ]
+        reduction.start(0, mine)
+        for name, one in zip(names, reduction.finish(0), strict=True):
+            if plan[name]:
+                expected = total([dense(name, rank, step) for rank in sorted(set(plan[name]))])
+                np.testing.assert_array_equal(one.numpy(), expected)
+            else:
+                assert one is None, (step, name)
+
+
+@case
+def slices_in_the_order_of_the_replicas(ranks: Communicator) -> None:
+    reduction = GradientReduction(
+        ranks, {0: [weight("bias"), weight("table")], 1: [weight("table")]}
+    )
+    for step in range(3):
+        absent = step == 1 and ranks.rank == 0
+        mine = None if absent else rows(ranks.rank, step)
+        reduction.start(0, [tf.constant(dense("bias", ranks.rank)), mine])
+        reduction.start(1, [mine])
+        there = [rows(rank, step) for rank in range(ranks.size) if step != 1 or rank]
+        values = np.concatenate([one.values for one in there])
+        indices = np.concatenate([one.indices for one in there])
+        for found in (reduction.finish(0)[1], reduction.finish(1)[0]):
+            assert isinstance(found, tf.IndexedSlices)
+            np.testing.assert_array_equal(found.values, values)
+            np.testing.assert_array_equal(found.indices, indices)
+            assert found.dense_shape.numpy().tolist() == [50, 4]
+
+
+@case
+def slices_become_dense_where_a_replica_has_a_tensor(ranks: Communicator) -> None:
+    reduction = GradientReduction(ranks, {0: [weight("table")]})
+    for step in range(2):
+        slices = rows(ranks.rank, step)
+        reduction.start(0, [slices if ranks.rank else tf.constant(dense("table", 0, step))])
+        found = reduction.finish(0)[0]
+        expected = dense("table", 0, step)
+        for rank in range(1, ranks.size):
+            expected = expected + tf.convert_to_tensor(rows(rank, step)).numpy()
+        np.testing.assert_array_equal(found.numpy(), expected)
+
+
+@case
+def messages_of_sixteen_bits(ranks: Communicator) -> None:
+    names, rank = ["kernel", "bias", "table"], ranks.rank
+    reduction = GradientReduction(ranks, {0: [weight(name) for name in names]}, "bfloat16")
+
+    def rounded(array: np.ndarray) -> np.ndarray:
+        return tf.cast(tf.cast(array, "bfloat16"), "float32").numpy()
+
+    for step in range(2):
+        mine = [tf.constant(dense(name, rank, step)) for name in names[:2]]
+        reduction.start(0, [*mine, rows(rank, step)])
+        *sums, slices = reduction.finish(0)
+        for name, one in zip(names, sums, strict=False):
+            parts = [rounded(dense(name, replica, step)) for replica in range(ranks.size)]
+            np.testing.assert_array_equal(one.numpy(), rounded(total(parts)))
+        values = [rows(replica, step).values for replica in range(ranks.size)]
+        np.testing.assert_array_equal(slices.values, rounded(np.concatenate(values)))
+
+
+@case
+def every_dtype(ranks: Communicator) -> None:
+    dtypes = ["float64", "float32", "float16", "bfloat16"]
+    weights = [weight(name, dtype) for dtype in dtypes for name in ("gamma", "bias")]
+    reduction = GradientReduction(ranks, {0: weights})
+    for _ in range(2):
+        mine = [tf.fill(w.shape, tf.cast(ranks.rank + 1, w.dtype)) for w in weights]
+        reduction.start(0, mine)
+        for one, w in zip(reduction.finish(0), weights, strict=True):
+            assert one.dtype == w.dtype
+            assert (one.numpy() == ranks.size * (ranks.size + 1) / 2).all()
+
+
+@case
+def gradients_may_die_and_sums_live_on(ranks: Communicator) -> None:
+    names = ["kernel", "bias"]
+    reduction = GradientReduction(ranks, {0: [weight(name) for name in names]})
+    kept = []
+    for step in range(6):
+        reduction.start(0, [tf.constant(dense(name, ranks.rank, step)) for name in names])
+        kept.append(reduction.finish(0))
+    for step, sums in enumerate(kept):
+        for name, one in zip(names, sums, strict=True):
+            expected = total([dense(name, rank, step) for rank in range(ranks.size)])
+            np.testing.assert_array_equal(one.numpy(), expected)
+
+
+@case
+def sums_for_their_owners_have_the_same_bits(ranks: Communicator) -> None:
+    names = ["kernel", "bias", "table", "gamma", "scale", "kernel"]
+    weights = [weight(name) for name in names]
+    last = ranks.size - 1
+    for owners in ([last, 0, last, 1, 0, 0], [0] * 6, [1, 1, 0, last, last, 0]):
+        for wire in (None, "bfloat16"):
+            for keys in ([range(6)], [[i] for i in range(6)], [[5, 1], [2, 0, 4], [3]]):
+                buckets = {k: [weights[i] for i in own] for k, own in enumerate(keys)}
+                whole = GradientReduction(ranks, buckets, wire)
+                who = {k: [owners[i] for i in own] for k, own in enumerate(keys)}
+                parts = GradientReduction(ranks, buckets, wire, who)
+                for step in range(2):
+                    mine = [tf.constant(dense(name, ranks.rank, step)) for name in names]
+                    mine[2] = rows(ranks.rank, step)
+                    for k, own in enumerate(keys):
+                        whole.start(k, [mine[i] for i in own])
+                        all_of_it = whole.finish(k)
+                        parts.start(k, [mine[i] for i in own])
+                        part = parts.finish(k)
+                        for i, one, other in zip(own, part, all_of_it, strict=True):
+                            here = owners[i] == ranks.rank
+                            assert bits(one) == (bits(other) if here else None)
+
+
+@case
+def values_of_their_owners(ranks: Communicator) -> None:
+    weights = [weight(name, dtype) for dtype in ("float32", "bfloat16") for name in SHAPES]
+    owners = shard_owners([int(w.shape.num_elements()) for w in weights], ranks.size)
+    of_ranks = [
+        [w for w, owner in zip(weights, owners, strict=True) if owner == rank]
+        for rank in range(ranks.size)
+    ]
+    for step in range(2):
+        for w in weights:
+            w.assign(tf.fill(w.shape, tf.cast(10 * ranks.rank + step, w.dtype)))
+        spread_values(of_ranks, ranks)
+        for w, owner in zip(weights, owners, strict=True):
+            assert (w.numpy() == 10 * owner + step).all()
+
+
+def run_cases() -> dict[str, str]:
+    ranks, failures = world(), {}
+    for name, function in CASES.items():
+        try:
+            function(ranks)
+        except Exception:
+            failures[name] = traceback.format_exc()
+        ranks.barrier()
+    return failures
+
+
+@functools.cache
+def run_of_cases(ranks: int) -> MpiRun:
+    return mpi_run(ranks, run_cases, env={"TNT_TIMEOUT": "20"}, timeout=120)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_replicas(ranks: int, name: str) -> None:
+    for failures in run_of_cases(ranks).check().results:
+        assert failures.get(name) is None, failures[name]
+
+
+def test_one_replica_keeps_its_gradients() -> None:
+    reduction = GradientReduction(Communicator(), {0: [weight("bias")] * 3})
+    mine = [tf.constant(dense("bias", 0)), rows(1), None]
+    reduction.start(0, mine)
+    assert all(a is b for a, b in zip(reduction.finish(0), mine, strict=True))

@@ -1,0 +1,56 @@
+"""Which rank updates a weight: one of each pipeline, or with a sharded optimizer one of all."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from tarantella_pp.runtime.comm.communicator import Communicator
+from tarantella_pp.runtime.weights.process_groups import ProcessGroups
+from tarantella_pp.runtime.weights.variable_table import VariableTable
+
+pytestmark = pytest.mark.keras
+
+WEIGHTS = [SimpleNamespace(shape=(size,), trainable=True) for size in (8, 4, 4, 2, 1)]
+UNUSED = SimpleNamespace(shape=(3,), trainable=False)
+USERS = [(0,), (0, 1), (0,), (1,), (1,)]
+"""The first three weights are of the first stage, the others of the second."""
+
+
+def table(rank, sharded):
+    world, pipeline, peers = Communicator(), Communicator(), Communicator()
+    world.rank, world.size = rank, 4
+    pipeline.rank, pipeline.size = rank % 2, 2
+    peers.rank, peers.size = rank // 2, 2
+    groups = ProcessGroups(world, pipeline, peers, ((0, 1), (2, 3)))
+    graph = SimpleNamespace(users=lambda assignment: USERS)
+    extracted = SimpleNamespace(variables=WEIGHTS, graph=graph)
+    plan = SimpleNamespace(shard_optimizer=sharded, assignment=())
+    return VariableTable.of(extracted, plan, [0, 1], groups, [WEIGHTS[0], UNUSED])
+
+
+def test_each_pipeline_updates_all_weights():
+    for rank in range(4):
+        own = [table(rank, False).trains(weight) for weight in WEIGHTS]
+        assert own == ([True] * 3 + [False] * 2 if rank % 2 == 0 else [False] * 3 + [True] * 2)
+
+
+def test_replicas_share_out_the_weights_of_a_stage():
+    trainers = [[row.trainer for row in table(rank, True).rows] for rank in range(4)]
+    assert trainers == [[0, 2, 2, 1, 3, 0]] * 4
+    found = [sum(table(rank, True).trains(w) for rank in range(4)) for w in WEIGHTS]
+    assert found == [1] * len(WEIGHTS)
+    assert [row.replica for row in table(0, True).rows] == [0, 1, 1, 0, 1, 0]
+
+
+def test_all_ranks_know_who_has_what():
+    rows = table(0, False).rows
+    assert [row.variable for row in rows] == [*WEIGHTS, UNUSED]
+    assert [row.ranks for row in rows] == [(0,), (0, 1), (0,), (1,), (1,), ()]
+    assert [row.owner for row in rows] == [0, 0, 0, 1, 1, 0]
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_the_group_is_that_in_which_each_weight_has_one_owner(sharded):
+    assert table(3, sharded).ranks.size == (4 if sharded else 2)

@@ -9,9 +9,7 @@ import tensorflow as tf
 
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.runtime.comm.communicator import Communicator
-from tarantella_pp.runtime.data.array_rows import ArrayRows
-from tarantella_pp.runtime.data.batch import Batch, Need
-from tarantella_pp.runtime.data.batch_announcement import describe, rebuild
+from tarantella_pp.runtime.data.batch import ArrayRows, Batch, Need, describe, rebuild
 from tarantella_pp.runtime.data.data_feed import DataFeed, dense
 from tarantella_pp.runtime.weights.process_groups import BatchShare
 

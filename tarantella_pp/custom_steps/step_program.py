@@ -20,9 +20,12 @@ import tensorflow as tf
 
 from tarantella_pp.custom_steps.step_trace import StepTrace
 from tarantella_pp.errors import UnsupportedModelError
-from tarantella_pp.runtime.modules.compiled_function import CompiledFunction
+from tarantella_pp.runtime.modules.graph_functions import (
+    CompiledFunction,
+    SubgraphExtractor,
+    frontier,
+)
 from tarantella_pp.runtime.modules.graph_split import has_effect
-from tarantella_pp.runtime.modules.subgraph import SubgraphExtractor, frontier
 
 
 @dataclass(frozen=True)

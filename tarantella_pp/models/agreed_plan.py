@@ -19,8 +19,8 @@ from tarantella_pp.partition.options import PlanOptions, checked_count, narrow_d
 from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.with_batch import sent_as
+from tarantella_pp.runtime.comm.collective import on_one_rank
 from tarantella_pp.runtime.comm.communicator import Communicator
-from tarantella_pp.runtime.one_rank import on_one_rank
 from tarantella_pp.runtime.tracing.host_memory import memory_of_each_rank
 from tarantella_pp.runtime.tracing.links import magnitude, measure_link
 from tarantella_pp.schedule import read_schedule

@@ -30,8 +30,9 @@ from tarantella_pp.runtime.comm.collective import (
     collective,
     contents_of,
     digest,
+    on_all_ranks,
+    on_one_rank,
 )
-from tarantella_pp.runtime.one_rank import on_all_ranks, on_one_rank
 from tarantella_pp.runtime.weights.optimizer_state import StateShare
 from tarantella_pp.runtime.weights.remote_variables import (
     only_own_assigned,

@@ -20,8 +20,8 @@ from tarantella_pp.models.deferred_init import deferred_init
 from tarantella_pp.models.own_step_model import OwnStepModel, has_own_steps
 from tarantella_pp.models.pipeline_model import PipelineModel
 from tarantella_pp.partition.graph.keras_reader import extract
+from tarantella_pp.runtime.comm.collective import on_all_ranks
 from tarantella_pp.runtime.comm.communicator import world
-from tarantella_pp.runtime.one_rank import on_all_ranks
 
 logger = logging.getLogger(__name__)
 _COMPILATION = "compile_config"

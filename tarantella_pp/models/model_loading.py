@@ -20,9 +20,8 @@ from tarantella_pp.files.keras_file import KerasFile
 from tarantella_pp.internals.model_files import deserialized
 from tarantella_pp.models.model_building import built, compile_as, wrapped
 from tarantella_pp.models.training_loops import TrainingLoops
-from tarantella_pp.runtime.comm.collective import contents_of
+from tarantella_pp.runtime.comm.collective import contents_of, on_all_ranks, on_one_rank
 from tarantella_pp.runtime.comm.communicator import world
-from tarantella_pp.runtime.one_rank import on_all_ranks, on_one_rank
 
 _FILES = (".keras", ".h5", ".hdf5")
 

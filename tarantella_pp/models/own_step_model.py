@@ -19,10 +19,9 @@ from tarantella_pp.files.file_replacement import replace_file, replace_shards
 from tarantella_pp.internals.functional import network_of, own_metrics, runs_its_graph
 from tarantella_pp.models import model_validation
 from tarantella_pp.models.training_loops import TrainingLoops
-from tarantella_pp.runtime.comm.collective import collective, contents_of, named
+from tarantella_pp.runtime.comm.collective import collective, contents_of, named, on_one_rank
 from tarantella_pp.runtime.comm.communicator import Communicator
 from tarantella_pp.runtime.data.data_adapter import predict_function, step_function
-from tarantella_pp.runtime.one_rank import on_one_rank
 
 
 def has_own_steps(model: Any) -> bool:

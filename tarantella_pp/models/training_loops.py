@@ -18,8 +18,8 @@ from tarantella_pp.callbacks.rank_rules import (
 from tarantella_pp.internals.data import train_validation_split
 from tarantella_pp.internals.training import forget_validation
 from tarantella_pp.runtime.comm.collective import collective, learning_rate_of
-from tarantella_pp.runtime.data.data_adapter import BatchEngine
-from tarantella_pp.runtime.data.shared_data import (
+from tarantella_pp.runtime.data.data_adapter import (
+    BatchEngine,
     GivenData,
     given_data,
     shared_adapter,

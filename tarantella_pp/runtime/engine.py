@@ -19,16 +19,15 @@ from tarantella_pp.partition.graph.keras_reader import ExtractedModel, extract
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan.plan_simulation import with_findings
 from tarantella_pp.runtime.batch_step import BatchStep
+from tarantella_pp.runtime.comm.collective import on_all_ranks
 from tarantella_pp.runtime.compilation import Compilation
 from tarantella_pp.runtime.data.batch import Batch, inputs_of_stages, needs_of_ranks
 from tarantella_pp.runtime.data.data_feed import DataFeed
-from tarantella_pp.runtime.memory_check import MemoryCheck
 from tarantella_pp.runtime.modules.model_outputs import pack_outputs
-from tarantella_pp.runtime.one_rank import on_all_ranks
 from tarantella_pp.runtime.probes.stage_probe import Pieces
 from tarantella_pp.runtime.rank_stages import RankStages
 from tarantella_pp.runtime.shared_logs import SharedLogs
-from tarantella_pp.runtime.step_schedules import StepSchedules
+from tarantella_pp.runtime.step_schedules import MemoryCheck, StepSchedules
 from tarantella_pp.runtime.tracing.recorder import (
     LOGS,
     REDUCTIONS,

@@ -17,7 +17,7 @@ from tarantella_pp.internals.training import (
     second_loss,
 )
 from tarantella_pp.partition.graph.keras_reader import ExtractedModel
-from tarantella_pp.runtime.modules.compiled_function import CompiledFunction, dense_tensors
+from tarantella_pp.runtime.modules.graph_functions import CompiledFunction, dense_tensors
 from tarantella_pp.runtime.modules.model_outputs import output_spec, pack_outputs
 from tarantella_pp.runtime.modules.stage_boundary import BoundaryTensor, StageBoundary
 from tarantella_pp.runtime.probes.parts import MEAN, ROWS, SUM

@@ -17,7 +17,7 @@ from keras.src.losses.losses import LossFunctionWrapper
 from keras.src.trainers.compile_utils import CompileLoss
 
 from tarantella_pp.internals import training
-from tarantella_pp.runtime.modules.compiled_function import CompiledFunction
+from tarantella_pp.runtime.modules.graph_functions import CompiledFunction
 
 pytestmark = pytest.mark.keras
 

@@ -20,12 +20,13 @@ from tarantella_pp.errors import ConfigurationError, UnsupportedModelError
 from tarantella_pp.runtime.comm.communicator import Communicator, TensorSpec
 from tarantella_pp.runtime.comm.messages import RecvRequest
 from tarantella_pp.runtime.comm.tensor_buffers import to_buffer, to_tensor
-from tarantella_pp.runtime.data.array_rows import ArrayRows
-from tarantella_pp.runtime.data.batch import Batch, Need
-from tarantella_pp.runtime.data.batch_announcement import (
+from tarantella_pp.runtime.data.batch import (
     END,
     READER,
+    ArrayRows,
+    Batch,
     BatchAnnouncement,
+    Need,
     describe,
     rebuild,
     tensors_in,

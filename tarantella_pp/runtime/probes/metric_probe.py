@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import tensorflow as tf
 
-from tarantella_pp.runtime.modules.compiled_function import dense_tensors
+from tarantella_pp.runtime.modules.graph_functions import dense_tensors
 
 PARTS = (1, 2)
 """Samples of each part of the batch that is tried; few, for those of some models are large."""

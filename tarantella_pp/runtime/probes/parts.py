@@ -24,8 +24,12 @@ import numpy as np
 import tensorflow as tf
 
 from tarantella_pp.runtime.comm.tensor_buffers import value_of
-from tarantella_pp.runtime.modules.compiled_function import CompiledFunction, unoptimized
-from tarantella_pp.runtime.modules.subgraph import SubgraphExtractor, ancestors
+from tarantella_pp.runtime.modules.graph_functions import (
+    CompiledFunction,
+    SubgraphExtractor,
+    ancestors,
+    unoptimized,
+)
 
 ROWS, SAME, MEAN, SUM = "rows", "same", "mean", "sum"
 ALL = frozenset((ROWS, SAME, MEAN, SUM))

@@ -15,9 +15,12 @@ from numpy.typing import NDArray
 
 from tarantella_pp.internals.training import moving_statistics
 from tarantella_pp.partition.graph.calls import Call
-from tarantella_pp.runtime.modules.compiled_function import CompiledFunction, unoptimized
+from tarantella_pp.runtime.modules.graph_functions import (
+    CompiledFunction,
+    SubgraphExtractor,
+    unoptimized,
+)
 from tarantella_pp.runtime.modules.stage_module import StageModule
-from tarantella_pp.runtime.modules.subgraph import SubgraphExtractor
 from tarantella_pp.runtime.probes.parts import (
     FLOOR,
     ROWS,

@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tarantella_pp.runtime.modules.compiled_function import CompiledFunction
+from tarantella_pp.runtime.modules.graph_functions import CompiledFunction
 from tarantella_pp.runtime.modules.graph_split import (
     CutError,
     Trace,

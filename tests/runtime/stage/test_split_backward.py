@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tarantella_pp.errors import UnsupportedModelError
 from tarantella_pp.runtime.comm.tensor_buffers import to_buffer, to_tensor
-from tarantella_pp.runtime.data.batch_announcement import (
+from tarantella_pp.runtime.data.batch import (
     describe,
     rebuild,
     tensors_in,

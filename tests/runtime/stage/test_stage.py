@@ -14,8 +14,7 @@ from tarantella_pp.partition.graph.keras_reader import extract
 from tarantella_pp.runtime.modules.graph_split import CutError
 from tarantella_pp.runtime.modules.stage_boundary import stage_boundaries
 from tarantella_pp.runtime.stage.split_backward import SplitBackward
-from tarantella_pp.runtime.stage.stage import Stage
-from tarantella_pp.runtime.stage.training_passes import TapeBackward
+from tarantella_pp.runtime.stage.stage import Stage, TapeBackward
 
 pytestmark = pytest.mark.keras
 
@@ -248,7 +247,7 @@ def test_a_stage_that_cannot_be_cut_runs_on_a_tape(monkeypatch, kind):
     def refuse(*_):
         raise CutError("not this one")
 
-    monkeypatch.setattr("tarantella_pp.runtime.stage.training_passes.SplitBackward", refuse)
+    monkeypatch.setattr("tarantella_pp.runtime.stage.stage.SplitBackward", refuse)
     with in_precision("float64", "float64"):
         stage, graph = stage_of(*KINDS[kind])
         check(stage, graph, 1e-12)

@@ -1,15 +1,71 @@
-"""Parts of a traced graph: what depends on what, and parts carved out to be called elsewhere."""
+"""Functions of TensorFlow: compiled ones that cost little to call, and parts of traced graphs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tensorflow as tf
 
-if TYPE_CHECKING:
-    from tarantella_pp.runtime.modules.graph_split import Trace
+
+class CompiledFunction:
+    """A function compiled for one signature, called with flat tensors.
+
+    `tf.function` matches its arguments against signatures at every call, which takes half a
+    millisecond: as long as a small stage computes. A stage always gets what it was compiled for,
+    so this calls the compiled function directly, in a fifth of the time.
+    """
+
+    def __init__(self, function: Callable[..., Any], specs: Sequence[tf.TensorSpec]) -> None:
+        traced = tf.function(function, input_signature=list(specs), autograph=False)
+        self._concrete = traced.get_concrete_function()
+        self._call = self._concrete.inference_fn.call_flat
+        self._captured = list(self._concrete.captured_inputs)
+
+    def __call__(self, *tensors: tf.Tensor) -> list[tf.Tensor]:
+        """Calls the function; returns its tensors, flattened."""
+        results = self._call(*tensors, *self._captured)
+        return results if isinstance(results, list) else []  # TensorFlow gives `None` for nothing
+
+    @classmethod
+    def like(
+        cls, function: Callable[..., Any], arguments: tuple[Any, ...], any_rows: bool = False
+    ) -> CompiledFunction:
+        """Compiles a function for nested arguments, `None` among them."""
+        flat = tf.nest.flatten(arguments)
+
+        def flattened(*tensors: tf.Tensor) -> Any:
+            given = iter(tensors)
+            filled = [None if value is None else next(given) for value in flat]
+            return function(*tf.nest.pack_sequence_as(arguments, filled))
+
+        return cls(flattened, [_spec(t, any_rows) for t in flat if t is not None])
+
+
+def _spec(tensor: tf.Tensor, any_rows: bool) -> tf.TensorSpec:
+    return tf.TensorSpec([None, *tensor.shape[1:]] if any_rows else tensor.shape, tensor.dtype)
+
+
+def dense_tensors(arguments: tuple[Any, ...]) -> list[tf.Tensor]:
+    """The tensors in nested arguments, in the order in which `CompiledFunction.like` takes them."""
+    return [value for value in tf.nest.flatten(arguments) if value is not None]
+
+
+@contextlib.contextmanager
+def unoptimized() -> Iterator[None]:
+    """Keeps TensorFlow from optimizing functions that are first called in here.
+
+    That takes longer than a function computes that is called a few times with a few samples.
+    """
+    before = tf.config.optimizer.get_experimental_options()["disable_meta_optimizer"]
+    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
+    try:
+        yield
+    finally:
+        tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": before})
+
 
 NOTHING: Mapping[str, Iterable[str]] = MappingProxyType({})
 """No operation waits for one that it is given nothing by."""
@@ -142,47 +198,3 @@ def in_order(
     """Returns each tensor once, in the order in which they were made."""
     unique = {tensor.ref(): tensor for tensor in tensors}.values()
     return tuple(sorted(unique, key=lambda t: (order[t.op], t.value_index)))
-
-
-_WRITES = ("AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp")
-# Cheap enough to repeat in the backward pass when nothing but weights goes in.
-_REPEATABLE = {
-    *("Const", "Identity", "Cast", "Reshape", "ExpandDims", "Squeeze", "Shape", "Transpose"),
-    *("StridedSlice", "Pack", "Prod", "ConcatV2", "Range", "Fill", "Sub", "Add", "AddV2", "Mul"),
-}
-
-
-class DependsOnlyOnWeights:
-    """Whether an operation depends on nothing but constants and weights that F does not write."""
-
-    def __init__(self, trace: Trace) -> None:
-        operations = trace.function.graph.get_operations()
-        self._written = {op.inputs[0].ref() for op in operations if op.type in _WRITES}
-        self._fed = {tensor.op for tensor in trace.inputs}
-        self._known: dict[tf.Operation, bool] = {}
-
-    def __call__(self, op: tf.Operation) -> bool:
-        """Tells it of an operation."""
-        if op not in self._known:
-            self._known[op] = self._decide(op)
-        return self._known[op]
-
-    def _decide(self, op: tf.Operation) -> bool:
-        if op.type == "Placeholder":
-            return op not in self._fed
-        if op.type == "ReadVariableOp":
-            return op.inputs[0].ref() not in self._written and self(op.inputs[0].op)
-        return op.type in _REPEATABLE and all(self(tensor.op) for tensor in op.inputs)
-
-
-def is_recomputable(
-    trace: Trace, depends_only_on_weights: DependsOnlyOnWeights
-) -> Callable[[tf.Operation], bool]:
-    """Tells which operations give the same again once the stage's inputs are there."""
-    fed = {tensor.op for tensor in trace.inputs}
-
-    def pure(op: tf.Operation) -> bool:
-        stateful = op.op_def is None or op.op_def.is_stateful
-        return depends_only_on_weights(op) or not (op in fed or stateful)
-
-    return pure

@@ -175,7 +175,7 @@ def _difference(before: Plan, after: Plan) -> dict[str, Any]:
     Nodes are known by their names, the first, second ... of a name each; names that Keras has
     numbered anew are known by their places where both plans are of the same model.
     """
-    from tarantella_pp.partition.plan.plan import PlanConfig
+    from tarantella_pp.partition.plan.plan_parts import PlanConfig
 
     old, new = _names(before), _names(after)
     if before.fingerprint == after.fingerprint:

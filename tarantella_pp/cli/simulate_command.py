@@ -162,7 +162,7 @@ def _summary(
     from rich.text import Text
 
     from tarantella_pp.partition.graph.units import count, format_bytes, format_seconds
-    from tarantella_pp.partition.plan.plan import common_limit
+    from tarantella_pp.partition.plan.plan_parts import common_limit
 
     plan = simulation.plan
     sums = point.exposed_seconds

@@ -11,7 +11,8 @@ from tarantella_pp.partition.given_balance import GIVEN
 from tarantella_pp.partition.graph.units import format_bytes
 from tarantella_pp.partition.options import PlanOptions
 from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
-from tarantella_pp.partition.plan.plan import Plan, common_limit
+from tarantella_pp.partition.plan.plan import Plan
+from tarantella_pp.partition.plan.plan_parts import common_limit
 from tarantella_pp.partition.plan.plan_simulation import stage_seconds
 from tarantella_pp.partition.plan_search import PlanSearch, largest_stage
 from tarantella_pp.partition.planner import Planner

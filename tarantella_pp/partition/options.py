@@ -16,7 +16,7 @@ from tarantella_pp.partition.given_balance import GIVEN
 from tarantella_pp.partition.graph.profile import Profile
 from tarantella_pp.partition.graph.units import parse_bytes
 from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
-from tarantella_pp.partition.plan.plan import (
+from tarantella_pp.partition.plan.plan_parts import (
     FUSION_THRESHOLD,
     MemoryLimit,
     NarrowDtype,

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
-from tarantella_pp.partition.plan.plan import Plan, PlanConfig
-from tarantella_pp.partition.plan.plan_parts import Alternative
+from tarantella_pp.partition.plan.plan import Plan
+from tarantella_pp.partition.plan.plan_parts import Alternative, PlanConfig
 from tarantella_pp.partition.plan.plan_simulation import with_step
 from tarantella_pp.partition.plan_search import (
     PATIENCE,

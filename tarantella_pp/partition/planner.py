@@ -25,7 +25,8 @@ from tarantella_pp.partition.graph.profile import Profile
 from tarantella_pp.partition.options import Settings
 from tarantella_pp.partition.plan.gradient_buckets import bucket_bytes, gradient_buckets
 from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
-from tarantella_pp.partition.plan.plan import Plan, PlanConfig
+from tarantella_pp.partition.plan.plan import Plan
+from tarantella_pp.partition.plan.plan_parts import PlanConfig
 from tarantella_pp.partition.plan.roofline import NodeWork, node_work
 
 #: Layers whose forward pass is not repeated: TensorFlow keeps its loops with all they made.

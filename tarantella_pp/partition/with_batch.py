@@ -10,8 +10,14 @@ from tarantella_pp.partition.costs.gradient_sums import GradientSums
 from tarantella_pp.partition.costs.optimizer_slots import optimizer_state_bytes
 from tarantella_pp.partition.costs.stage_costs import StageCostModel
 from tarantella_pp.partition.graph.layer_graph import LayerGraph
-from tarantella_pp.partition.plan.plan import NarrowDtype, Plan, micro_batch_size
-from tarantella_pp.partition.plan.plan_parts import CutEdge, OutputUse, StagePlan
+from tarantella_pp.partition.plan.plan import Plan
+from tarantella_pp.partition.plan.plan_parts import (
+    CutEdge,
+    NarrowDtype,
+    OutputUse,
+    StagePlan,
+    micro_batch_size,
+)
 from tarantella_pp.partition.plan.plan_simulation import with_step
 from tarantella_pp.schedule import held_whole_bounds, send_window
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from tarantella_pp.partition.graph.layer_graph import LOOKUPS, LayerGraph, Weight
 from tarantella_pp.partition.graph.units import item_bytes, wire_bytes
-from tarantella_pp.partition.plan.plan import FUSION_THRESHOLD, PlanConfig
+from tarantella_pp.partition.plan.plan_parts import FUSION_THRESHOLD, PlanConfig
 
 INDEX_BYTES = 8
 """Bytes of the number of a row that travels with it."""

@@ -30,7 +30,7 @@ from tarantella_pp.partition.plan.page_pictures import (
     memory_picture,
     timeline_picture,
 )
-from tarantella_pp.partition.plan.plan import Plan
+from tarantella_pp.partition.plan.plan_data import PlanData
 from tarantella_pp.partition.plan.plan_simulation import planned_step
 from tarantella_pp.partition.plan.report import choice_lines
 from tarantella_pp.simulation.pipelines import PipelineStep
@@ -43,7 +43,7 @@ _FORBIDDEN = re.compile(
 )
 
 
-def drawn_step(plan: Plan) -> PipelineStep | None:
+def drawn_step(plan: PlanData) -> PipelineStep | None:
     """Plays the step that the page shows; `None` where the schedule cannot be played."""
     try:
         return planned_step(plan)
@@ -52,7 +52,7 @@ def drawn_step(plan: Plan) -> PipelineStep | None:
 
 
 def render_html(
-    plan: Plan, graph: LayerGraph | None = None, step: PipelineStep | None = None
+    plan: PlanData, graph: LayerGraph | None = None, step: PipelineStep | None = None
 ) -> str:
     """Makes the page: figures, stages, memory, timeline, layer graph and cuts."""
     owners = plan.ranks or range(plan.num_stages)
@@ -103,7 +103,7 @@ def _shown(value: Any) -> Any:
     return value
 
 
-def _tiles(plan: Plan, step: PipelineStep | None) -> list[dict[str, Any]]:
+def _tiles(plan: PlanData, step: PipelineStep | None) -> list[dict[str, Any]]:
     """The figures that one looks for first."""
     largest = max(stage.memory_bytes for stage in plan.stages)
     value, note, over = format_bytes(largest), "no limit", False
@@ -138,7 +138,7 @@ def _tiles(plan: Plan, step: PipelineStep | None) -> list[dict[str, Any]]:
     ]
 
 
-def _verdict(plan: Plan) -> tuple[str, str]:
+def _verdict(plan: PlanData) -> tuple[str, str]:
     """How good the plan is known to be."""
     proof = plan.certificate
     value, bound = (
@@ -152,7 +152,7 @@ def _verdict(plan: Plan) -> tuple[str, str]:
     return f"gap ≤ {100 * proof.gap:.2g} %", f"{value}, no plan is below {bound} ({proof.method})"
 
 
-def _stage_table(plan: Plan) -> dict[str, Any]:
+def _stage_table(plan: PlanData) -> dict[str, Any]:
     """The table of stages, without its first two cells, which have markup."""
     heads = ["Stage", "Operations", "Number", "Weights", "Gradients", "Optimizer"]
     heads += ["Activations", "Working", "Buffers", "Memory", "FLOPs", "Sends"]
@@ -182,7 +182,7 @@ def _stage_table(plan: Plan) -> dict[str, Any]:
     return {"heads": heads, "rows": rows, "totals": [*totals, format_flops(work), _sends(plan)]}
 
 
-def _sends(plan: Plan, stage: int | None = None) -> str:
+def _sends(plan: PlanData, stage: int | None = None) -> str:
     """What a stage, or all of them, send forward for one micro-batch."""
     sent = plan.sent_bytes(stage)
     return format_bytes(sent) if sent else "-"

@@ -22,7 +22,7 @@ from tarantella_pp.partition.graph.crossings import crossings
 from tarantella_pp.partition.graph.layer_graph import LayerGraph
 from tarantella_pp.partition.graph.units import count, format_bytes
 from tarantella_pp.partition.plan.page_pictures import Box, coordinate, ends_box, fold, layer_box
-from tarantella_pp.partition.plan.plan import Plan
+from tarantella_pp.partition.plan.plan_data import PlanData
 from tarantella_pp.partition.plan.plan_parts import CutEdge
 
 MOST_BOXES = 24
@@ -65,7 +65,7 @@ class Layout(NamedTuple):
     routes: list[list[Points]]
 
 
-def graph_drawing(plan: Plan, graph: LayerGraph | None) -> dict[str, Any]:
+def graph_drawing(plan: PlanData, graph: LayerGraph | None) -> dict[str, Any]:
     """Returns the drawing; without a graph, as far as the plan alone knows it."""
     shown = outline(plan, graph)
     layout = lay_out(shown)
@@ -94,7 +94,7 @@ def graph_drawing(plan: Plan, graph: LayerGraph | None) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def outline(plan: Plan, graph: LayerGraph | None = None) -> Outline:
+def outline(plan: PlanData, graph: LayerGraph | None = None) -> Outline:
     """Chooses boxes, links and cuts."""
     if graph is not None:
         plan.check(graph)
@@ -130,7 +130,7 @@ def _crossing(own: Sequence[int], graph: LayerGraph | None) -> list[int]:
     return levels
 
 
-def _cuts_alone(plan: Plan, row: dict[int, int]) -> list[CutTensors]:
+def _cuts_alone(plan: PlanData, row: dict[int, int]) -> list[CutTensors]:
     """The cuts of a plan without its graph: they end at the heads of stages."""
     cuts: dict[Place, CutTensors] = {}
     for tensor in plan.cuts:
@@ -145,7 +145,7 @@ def _cuts_alone(plan: Plan, row: dict[int, int]) -> list[CutTensors]:
 
 
 def _wires(
-    plan: Plan, graph: LayerGraph, row: dict[int, int], last_row: int
+    plan: PlanData, graph: LayerGraph, row: dict[int, int], last_row: int
 ) -> tuple[list[list[tuple[int, int]]], list[CutTensors]]:
     """The links within stages and the cuts between them."""
     links: list[set[tuple[int, int]]] = [set() for _ in plan.stages]
@@ -167,7 +167,7 @@ def _wires(
     return [sorted((a, b) for a, b in own if a != b) for own in links], list(cuts.values())
 
 
-def _cut_edges(plan: Plan, graph: LayerGraph) -> dict[int, CutEdge]:
+def _cut_edges(plan: PlanData, graph: LayerGraph) -> dict[int, CutEdge]:
     """The plan's cut of each tensor that crosses stages.
 
     Names do not tell, for Keras numbers layers anew in every process; the order does.

@@ -16,8 +16,8 @@ from tarantella_pp.partition.graph.units import (
     format_seconds,
     percent,
 )
-from tarantella_pp.partition.plan.plan import Plan, common_limit
-from tarantella_pp.partition.plan.plan_parts import StagePlan
+from tarantella_pp.partition.plan.plan_data import PlanData
+from tarantella_pp.partition.plan.plan_parts import StagePlan, common_limit
 from tarantella_pp.schedule import Compute
 from tarantella_pp.simulation.pipelines import PipelineStep
 from tarantella_pp.simulation.step_timeline import Event, idle_fraction
@@ -48,7 +48,7 @@ def memory_parts(stage: StagePlan) -> dict[str, int]:
     }
 
 
-def memory_picture(plan: Plan) -> dict[str, Any]:
+def memory_picture(plan: PlanData) -> dict[str, Any]:
     """The memory of each stage: its parts on each other, and the limit."""
     left, top, plot, pitch, bar, legend_pitch = 68, 30, 240, 72, 46, 128
     end, tick = _memory_axis(plan)
@@ -112,7 +112,7 @@ def memory_picture(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _memory_axis(plan: Plan) -> tuple[float, float]:
+def _memory_axis(plan: PlanData) -> tuple[float, float]:
     """The upper end of the axis and the step of its ticks, in bytes."""
     top = float(max(stage.memory_bytes for stage in plan.stages)) or 1.0
     if plan.limits is not None and _limit_fits(plan):
@@ -122,7 +122,7 @@ def _memory_axis(plan: Plan) -> tuple[float, float]:
     return step * math.ceil(top / step), step
 
 
-def _limit_fits(plan: Plan) -> bool:
+def _limit_fits(plan: PlanData) -> bool:
     """Whether the limit can be drawn: one far above the stages would flatten them."""
     most = max(stage.memory_bytes for stage in plan.stages)
     return plan.limits is not None and max(plan.limits) <= 4 * most
@@ -134,7 +134,7 @@ def _nice(rough: float, factors: Sequence[float]) -> float:
     return next(factor * size for factor in factors if factor * size >= rough)
 
 
-def timeline_picture(plan: Plan, step: PipelineStep) -> dict[str, Any]:
+def timeline_picture(plan: PlanData, step: PipelineStep) -> dict[str, Any]:
     """What each rank computes when, and where it waits."""
     note = "Times follow the FLOPs of the stages; each gradient takes as long as the forward pass"
     note += ", which stages that recompute repeat" if plan.recompute else ""
@@ -183,7 +183,7 @@ def timeline_picture(plan: Plan, step: PipelineStep) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _ticks(plan: Plan, step: PipelineStep) -> Iterator[tuple[float, str]]:
+def _ticks(plan: PlanData, step: PipelineStep) -> Iterator[tuple[float, str]]:
     """Times of a step to mark, and what to call them."""
     length = step.step_seconds
     if plan.machine is None or not length:
@@ -217,7 +217,7 @@ def _outlines(bars: Sequence[dict[str, Any]]) -> dict[str, str]:
 
 
 def _add_texts(
-    plan: Plan, step: PipelineStep, bars: Sequence[dict[str, Any]], *, names_stages: bool
+    plan: PlanData, step: PipelineStep, bars: Sequence[dict[str, Any]], *, names_stages: bool
 ) -> None:
     """Adds what stands in bars: labels where all of a kind fit, else numbers, else nothing."""
     length = step.step_seconds

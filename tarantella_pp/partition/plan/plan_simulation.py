@@ -6,12 +6,14 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import msgspec
 
 from tarantella_pp.errors import ScheduleError
 from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
-from tarantella_pp.partition.plan.plan import Plan, micro_batch_size, rank_in_job
+from tarantella_pp.partition.plan.plan_data import PlanData
+from tarantella_pp.partition.plan.plan_parts import micro_batch_size, rank_in_job
 from tarantella_pp.partition.plan.roofline import NodeWork, roofline_seconds
 from tarantella_pp.schedule.actions import Link
 from tarantella_pp.schedule.spec import ScheduleSpec
@@ -25,13 +27,14 @@ from tarantella_pp.simulation.pipelines import (
 )
 from tarantella_pp.simulation.simulator import Costs, LinkCosts, StageCosts
 
+AnyPlan = TypeVar("AnyPlan", bound=PlanData)
 MOST_RANKS = 4096
 """Where the scaling curve ends."""
 SUMMING = 2.0
 """How often the bytes of a weight's gradient move besides, to be added to a sum."""
 
 
-def planned_step(plan: Plan, num_ranks: int | None = None) -> PipelineStep:
+def planned_step(plan: PlanData, num_ranks: int | None = None) -> PipelineStep:
     """Plays the step of a plan on the machine that it was made for, with all its replicas.
 
     Its bubble is the one that tables, pages and commands show. A plan from before plans named a
@@ -42,7 +45,7 @@ def planned_step(plan: Plan, num_ranks: int | None = None) -> PipelineStep:
     return simulation.replicated(simulation.step(num_ranks), plan.num_replicas)
 
 
-def with_step(plan: Plan) -> Plan:
+def with_step(plan: AnyPlan) -> AnyPlan:
     """Adds the bubble and the seconds of a step to a plan, unless it is too large to simulate."""
     try:
         step = planned_step(plan)
@@ -52,7 +55,7 @@ def with_step(plan: Plan) -> Plan:
     return msgspec.structs.replace(plan, bubble=step.bubble_fraction, step_seconds=seconds)
 
 
-def search_limits(plan: Plan) -> tuple[int, ...]:
+def search_limits(plan: PlanData) -> tuple[int, ...]:
     """Returns how many micro-batches a schedule that is searched for may hold on each stage.
 
     As many as the memory limit leaves room for; without a limit up to twice as many as there are
@@ -71,7 +74,7 @@ def search_limits(plan: Plan) -> tuple[int, ...]:
     return tuple(bounds)
 
 
-def with_findings(plan: Plan, spec: ScheduleSpec, fallbacks: Mapping[int, str]) -> Plan:
+def with_findings(plan: AnyPlan, spec: ScheduleSpec, fallbacks: Mapping[int, str]) -> AnyPlan:
     """Returns a plan with what training has shown of its schedule and stages."""
     if fallbacks:
         reasons = tuple(f"stage {stage}: {fallbacks[stage]}" for stage in sorted(fallbacks))
@@ -87,7 +90,9 @@ def with_findings(plan: Plan, spec: ScheduleSpec, fallbacks: Mapping[int, str]) 
     return with_step(msgspec.structs.replace(plan, stages=stages, schedule_text=text))
 
 
-def stage_seconds(plan: Plan, machine: HardwareSpec, samples: float) -> list[tuple[float, float]]:
+def stage_seconds(
+    plan: PlanData, machine: HardwareSpec, samples: float
+) -> list[tuple[float, float]]:
     """Returns the seconds of each stage, forward and backward, by arithmetic and memory traffic."""
     stages, nodes = plan.assignment, plan.work
     if not nodes:
@@ -150,7 +155,7 @@ class PlanSimulation:
         num_replicas: Replicas that share the hosts. Default: the plan's.
     """
 
-    plan: Plan
+    plan: PlanData
     machine: HardwareSpec
     schedule: str
     num_micro_batches: int

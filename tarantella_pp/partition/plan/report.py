@@ -12,15 +12,15 @@ from rich.text import Text
 
 from tarantella_pp.partition.graph.units import format_bytes, format_seconds
 from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
-from tarantella_pp.partition.plan.plan import Plan, common_limit
-from tarantella_pp.partition.plan.plan_parts import Alternative, StagePlan
+from tarantella_pp.partition.plan.plan_data import PlanData
+from tarantella_pp.partition.plan.plan_parts import Alternative, StagePlan, common_limit
 from tarantella_pp.partition.plan.plan_simulation import stage_seconds
 
 EQUAL = 5e-4
 """Share of a step that nobody minds."""
 
 
-def table(plan: Plan) -> Group:
+def table(plan: PlanData) -> Group:
     """Makes a plan's table: one row for each stage, its layers, and the facts of the whole plan."""
     rows = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     rows.add_column("Stage", justify="right")
@@ -51,7 +51,7 @@ def table(plan: Plan) -> Group:
     return Group(Text(_title(plan), style="bold"), rows, *map(Text, lines))
 
 
-def as_text(plan: Plan, width: int | None = None) -> str:
+def as_text(plan: PlanData, width: int | None = None) -> str:
     """Writes the table of a plan as plain text."""
     columns = shutil.get_terminal_size((80, 24)).columns if width is None else width
     console = Console(file=io.StringIO(), width=columns, color_system=None, force_terminal=False)
@@ -60,7 +60,7 @@ def as_text(plan: Plan, width: int | None = None) -> str:
     return "\n".join(line.rstrip() for line in captured.get().strip("\n").split("\n"))
 
 
-def _title(plan: Plan) -> str:
+def _title(plan: PlanData) -> str:
     nodes, stages = _count(len(plan.node_names), "operation"), _count(plan.num_stages, "stage")
     ranks = f", {_count(plan.num_ranks, 'rank')}" if plan.ranks else ""
     return f"Plan of '{plan.model}': {nodes} on {stages}{ranks}"
@@ -70,11 +70,11 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun if number == 1 else noun + ('es' if noun.endswith('ch') else 's')}"
 
 
-def _ranks(plan: Plan, stage: int) -> str:
+def _ranks(plan: PlanData, stage: int) -> str:
     return str(stage) if plan.num_replicas == 1 else f"{stage} x{plan.num_replicas}"
 
 
-def _layers(plan: Plan) -> list[str]:
+def _layers(plan: PlanData) -> list[str]:
     """The first and the last operation of each stage; below the table, for names may be long."""
     return [
         f"Stage {i}: {stage.first}" + ("" if stage.nodes == 1 else f" .. {stage.last}")
@@ -89,7 +89,7 @@ def _activations(stage: StagePlan) -> str:
     return f"{kept}\n+ {format_bytes(stage.recomputed_bytes, short=True)}"
 
 
-def _sends(plan: Plan, stage: int) -> str:
+def _sends(plan: PlanData, stage: int) -> str:
     """What a stage sends forward for one micro-batch."""
     sent = [(cut, len(cut.targets)) for cut in plan.cuts if cut.source == stage]
     if not sent:
@@ -99,7 +99,7 @@ def _sends(plan: Plan, stage: int) -> str:
     return size if messages == 1 else f"{size} ({messages})"
 
 
-def _footer(plan: Plan) -> list[str]:
+def _footer(plan: PlanData) -> list[str]:
     bubble = "" if plan.bubble is None else f", bubble {100 * plan.bubble:.1f} %"
     replicas = "" if plan.num_replicas == 1 else f" on {plan.num_replicas} replicas"
     lines = [
@@ -146,7 +146,7 @@ def _footer(plan: Plan) -> list[str]:
     return lines
 
 
-def _work_line(plan: Plan) -> list[str]:
+def _work_line(plan: PlanData) -> list[str]:
     """What the column of work means, where it is not measured and more than arithmetic."""
     machine = plan.machine
     measured = all(stage.seconds is not None for stage in plan.stages)
@@ -155,7 +155,7 @@ def _work_line(plan: Plan) -> list[str]:
     return ["Work = time by arithmetic or by memory traffic, whichever takes longer."]
 
 
-def _replicas(plan: Plan) -> list[str]:
+def _replicas(plan: PlanData) -> list[str]:
     """Which ranks are which, where there are several pipelines."""
     if plan.num_replicas == 1:
         return []
@@ -176,14 +176,14 @@ def _replicas(plan: Plan) -> list[str]:
     ]
 
 
-def _rank(plan: Plan, rank: int) -> str:
+def _rank(plan: PlanData, rank: int) -> str:
     """The stages of a rank, and what they need together."""
     stages = [i for i, own in enumerate(plan.ranks) if own == rank]
     memory = format_bytes(sum(plan.stages[i].memory_bytes for i in stages), short=True)
     return f"{rank} has stages {', '.join(map(str, stages))} ({memory})"
 
 
-def _quality(plan: Plan) -> str:
+def _quality(plan: PlanData) -> str:
     proof = plan.certificate
     counted = ", memory traffic counted in" if _work_line(plan) else ""
     notes = {"flops": counted}
@@ -200,7 +200,7 @@ def _quality(plan: Plan) -> str:
     )
 
 
-def choice_lines(plan: Plan) -> list[str]:
+def choice_lines(plan: PlanData) -> list[str]:
     """Returns lines that say how long a step takes, what came next, and what else there is."""
     if plan.step_seconds is None:
         return []
@@ -214,14 +214,14 @@ def choice_lines(plan: Plan) -> list[str]:
     return lines
 
 
-def _other_options(plan: Plan, other: Alternative) -> str:
+def _other_options(plan: PlanData, other: Alternative) -> str:
     """The options that another plan has otherwise."""
     names = ("num_stages", "num_replicas", "num_micro_batches", "schedule", "balance")
     found = [(name, getattr(other, name)) for name in names]
     return ", ".join(f"{name}={value!r}" for name, value in found if value != getattr(plan, name))
 
 
-def _trade(plan: Plan, other: Alternative) -> str:
+def _trade(plan: PlanData, other: Alternative) -> str:
     """How much longer another plan's step is, and what its largest stage needs more."""
     share = other.step_seconds / (plan.step_seconds or 1.0) - 1
     more = other.memory_bytes - max(stage.memory_bytes for stage in plan.stages)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tarantella_pp.partition.plan.plan import rank_in_job
+from tarantella_pp.partition.plan.plan_parts import rank_in_job
 from tarantella_pp.runtime.comm.communicator import Communicator
 
 

@@ -1,4 +1,4 @@
-"""Whether a plan fits together, and how it differs from one of another model."""
+"""What a plan is made of, and whether that fits together; `plan.Plan` shows it, too."""
 
 from __future__ import annotations
 
@@ -7,15 +7,142 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
+from tarantella_pp.errors import PlanError
+from tarantella_pp.partition.graph.json_record import JsonRecord
 from tarantella_pp.partition.graph.layer_graph import LayerGraph
+from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
+from tarantella_pp.partition.plan.plan_parts import (
+    Alternative,
+    Certificate,
+    CutEdge,
+    OutputUse,
+    PlanConfig,
+    StagePlan,
+    Tie,
+)
+from tarantella_pp.partition.plan.roofline import NodeWork
+from tarantella_pp.schedule import Schedule, ScheduleSpec
 
-if TYPE_CHECKING:
-    from tarantella_pp.partition.plan.plan import Plan
+
+class PlanData(
+    PlanConfig,
+    JsonRecord,
+    frozen=True,
+    kw_only=True,
+    tag_field="format",
+    tag="tarantella_pp.plan",
+    rename={"schedule_text": "program"},  # as in files of the first version
+):
+    """The record of a plan, without its displays, which take it; see `Plan`."""
+
+    noun: ClassVar[str] = "plan"
+
+    model: str
+    optimizer: str
+    fingerprint: str
+    node_names: tuple[str, ...]
+    assignment: tuple[int, ...]
+    stages: tuple[StagePlan, ...]
+    cuts: tuple[CutEdge, ...]
+    certificate: Certificate
+    ties: tuple[Tie, ...] = ()
+    bubble: float | None = None
+    assumed_size: int | None = None
+    estimated: tuple[str, ...] = ()
+    schedule_text: str | None = None
+    fallbacks: tuple[str, ...] = ()
+    outputs: OutputUse | None = None
+    machine: HardwareSpec | None = None
+    step_seconds: float | None = None
+    next_best: Alternative | None = None
+    advice: Alternative | None = None
+    measured: tuple[Any, ...] = ()
+    work: tuple[NodeWork, ...] = ()
+    version: int = 1
+
+    def __post_init__(self) -> None:
+        """Checks that everything fits together."""
+        for problem in problems(self):
+            raise PlanError(f"This is no valid plan: {problem}")
+
+    @property
+    def links(self) -> set[tuple[int, int]]:
+        """Pairs of stages, source first, that exchange messages."""
+        return {(cut.source, target) for cut in self.cuts for target in cut.targets}
+
+    @property
+    def gradient_links(self) -> set[tuple[int, int]]:
+        """Those of `links` over which gradients come back."""
+        with_gradient = (cut for cut in self.cuts if cut.has_gradient)
+        return {(cut.source, target) for cut in with_gradient for target in cut.targets}
+
+    def sent(self, cut: CutEdge) -> int:
+        """Returns the bytes of one micro-batch of a tensor as it travels, without its mask."""
+        return cut.sent_bytes(self.wire_dtype)
+
+    def sent_bytes(self, source: int | None = None) -> int:
+        """Returns the bytes that one stage, or all, send forward for one micro-batch."""
+        return sum(
+            (self.sent(cut) + cut.mask_bytes) * len(cut.targets)
+            for cut in self.cuts
+            if source in {None, cut.source}
+        )
+
+    def rank_bytes(self, num_ranks: int) -> list[int]:
+        """Returns the planned bytes of each rank of a pipeline."""
+        found = [0] * num_ranks
+        placement = self.schedule_spec(num_ranks).placement
+        for rank, stage in zip(placement, self.stages, strict=True):
+            found[rank] += stage.memory_bytes
+        return found
+
+    def schedule_spec(self, num_ranks: int | None = None) -> ScheduleSpec:
+        """Returns the schedule that the plan's pipeline runs, for any number of micro-batches.
+
+        Args:
+            num_ranks: Number of ranks of the pipeline. Default: those that the plan was made for.
+
+        Raises:
+            ScheduleError: The schedule is unknown, or does not work with these ranks.
+        """
+        if num_ranks is None and self.ranks:
+            num_ranks = self.num_ranks
+        if self.schedule_text is None:
+            return ScheduleSpec.of(self.schedule, self.num_stages, num_ranks)
+        custom = Schedule.from_text(self.schedule_text)
+        return ScheduleSpec.of_custom(custom, self.num_stages, num_ranks)
+
+    def check(self, graph: LayerGraph) -> None:
+        """Checks that the plan is one of this model.
+
+        Args:
+            graph: The model's layer graph.
+
+        Raises:
+            PlanError: It is a plan of another model; the message names what differs.
+        """
+        if self.fingerprint != graph.fingerprint():
+            raise PlanError(f"This is a plan of another model: {difference(self, graph)}")
+        for group in graph.groups:
+            stages = {self.assignment[node]: self.node_names[node] for node in sorted(group)}
+            if len(stages) > 1:
+                raise PlanError(
+                    f"Nodes {list(stages.values())} share statistics or seeds, which change "
+                    "whenever one of them runs, so they must be on one stage. The plan puts them "
+                    f"on stages {list(stages)}."
+                )
+        for before, after in graph.digraph.edges:
+            if self.assignment[before] > self.assignment[after]:
+                raise PlanError(
+                    f"Node '{self.node_names[after]}' on stage {self.assignment[after]} needs node "
+                    f"'{self.node_names[before]}', which the plan puts on the later stage "
+                    f"{self.assignment[before]}."
+                )
 
 
-def problems(plan: Plan) -> Iterator[str]:
+def problems(plan: PlanData) -> Iterator[str]:
     """Finds what in a plan does not fit together."""
     yield from _wrong_numbers(plan)
     yield from _wrong_stages(plan)
@@ -25,7 +152,7 @@ def problems(plan: Plan) -> Iterator[str]:
     yield from _wrong_ties(plan)
 
 
-def _wrong_numbers(plan: Plan) -> Iterator[str]:
+def _wrong_numbers(plan: PlanData) -> Iterator[str]:
     if plan.version != 1:
         yield f"its version must be 1. Received: version={plan.version}"
     counts = ("num_stages", "num_micro_batches", "num_replicas", "batch_size", "fusion_threshold")
@@ -63,7 +190,7 @@ def _wrong_numbers(plan: Plan) -> Iterator[str]:
         )
 
 
-def _wrong_stages(plan: Plan) -> Iterator[str]:
+def _wrong_stages(plan: PlanData) -> Iterator[str]:
     if len(plan.stages) != plan.num_stages:
         yield f"it must have num_stages={plan.num_stages} stages. Received: {len(plan.stages)}"
     if len(plan.assignment) != len(plan.node_names):
@@ -97,7 +224,7 @@ def _wrong_stages(plan: Plan) -> Iterator[str]:
             )
 
 
-def _wrong_ranks(plan: Plan) -> Iterator[str]:
+def _wrong_ranks(plan: PlanData) -> Iterator[str]:
     used = set(plan.ranks)
     if plan.ranks and (len(plan.ranks) != plan.num_stages or used != set(range(len(used)))):
         yield (
@@ -106,7 +233,7 @@ def _wrong_ranks(plan: Plan) -> Iterator[str]:
         )
 
 
-def _wrong_recomputation(plan: Plan) -> Iterator[str]:
+def _wrong_recomputation(plan: PlanData) -> Iterator[str]:
     stages = set(plan.recompute)
     if list(plan.recompute) != sorted(stages) or not stages <= set(range(plan.num_stages)):
         yield f"recompute must name stages, ascending. Received: {list(plan.recompute)}"
@@ -120,7 +247,7 @@ def _wrong_recomputation(plan: Plan) -> Iterator[str]:
             yield f"stages[{i}] recomputes nothing. Received: {stage.recomputed_bytes} bytes of it"
 
 
-def _wrong_cuts(plan: Plan) -> Iterator[str]:
+def _wrong_cuts(plan: PlanData) -> Iterator[str]:
     for i, cut in enumerate(plan.cuts):
         path = (cut.source, *cut.targets)
         rises = all(a < b for a, b in itertools.pairwise(path))
@@ -131,7 +258,7 @@ def _wrong_cuts(plan: Plan) -> Iterator[str]:
             )
 
 
-def _wrong_ties(plan: Plan) -> Iterator[str]:
+def _wrong_ties(plan: PlanData) -> Iterator[str]:
     for i, tie in enumerate(plan.ties):
         rises = all(a < b for a, b in itertools.pairwise(tie.stages))
         if (
@@ -142,7 +269,7 @@ def _wrong_ties(plan: Plan) -> Iterator[str]:
             yield f"ties[{i}] must name two stages or more, ascending. Received: {tie.stages}"
 
 
-def difference(plan: Plan, graph: LayerGraph) -> str:
+def difference(plan: PlanData, graph: LayerGraph) -> str:
     """Says how a model differs from the one that a plan was made for.
 
     Names are compared without the numbers that Keras appends to them.

@@ -122,4 +122,4 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     """Lists the public names, loaded or not."""
-    return sorted({*globals(), *__all__})
+    return list(__all__)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import warnings
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -93,6 +94,12 @@ class _ReadFile(saving_lib.H5IOStore):  # type: ignore[misc]
         dataset = saving_lib.safe_get_h5_dataset(self._h5_entry_group, key)
         found = None if "dtype" in dataset.attrs else self._array_of(dataset)
         return super().__getitem__(key) if found is None else found
+
+
+def called_by_writer() -> bool:
+    """Whether the caller was asked by a function of Keras that is about to write a file."""
+    asking = sys._getframe(2).f_code
+    return asking in (saving_lib.save_model.__code__, saving_lib.save_weights_only.__code__)
 
 
 def save_weights(model: keras.Model, path: Path, rows_of: RowsOf) -> None:

@@ -24,7 +24,7 @@ from tarantella_pp.files.plain_files import (
     write_plain,
 )
 from tarantella_pp.internals.data import LogsOfEpoch
-from tarantella_pp.internals.model_files import save_weights, write_legacy
+from tarantella_pp.internals.model_files import called_by_writer, save_weights, write_legacy
 from tarantella_pp.internals.state import pickled
 from tarantella_pp.runtime.comm.collective import (
     collective,
@@ -37,6 +37,7 @@ from tarantella_pp.runtime.weights.optimizer_state import StateShare
 from tarantella_pp.runtime.weights.remote_variables import (
     only_own_assigned,
     read_with,
+    remote_value,
     rows_of,
 )
 from tarantella_pp.runtime.weights.value_stream import ValueStream
@@ -58,6 +59,21 @@ class CollectiveModel(LogsOfEpoch):
 
     _engine: Engine
     _optimizer_state: OptimizerState | None = None
+    _is_built = False
+
+    @property
+    def built(self) -> bool:
+        """Whether the model has its weights."""
+        # `keras.saving` asks for this, and only for this, before it opens a file, which empties it.
+        # So weights that are out of date are refused here: the older file stays whole.
+        if called_by_writer():
+            for variable in self.variables:
+                remote_value(variable)
+        return self._is_built
+
+    @built.setter
+    def built(self, value: bool) -> None:
+        self._is_built = value
 
     @collective()
     def get_weights(self) -> list[np.ndarray[Any, Any]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import keras
 import numpy as np
 import pytest
@@ -42,6 +44,17 @@ class Reader(keras.callbacks.Callback):
         self.found.append(told(lambda: [layer.get_weights() for layer in self.model.layers]))
 
 
+def kept_files(model, folder):
+    """What Keras' own functions say to a pipeline, and whether older files are still there."""
+    found = []
+    for save, end in (("save_model", ".keras"), ("save_weights", ".weights.h5")):
+        older = Path(folder) / f"older-{world().rank}{end}"
+        older.write_bytes(b"older")
+        found.append(told(lambda: getattr(keras.saving, save)(model, older)))  # noqa: B023
+        found.append(older.read_bytes() == b"older")
+    return found
+
+
 def read_everything(folder):
     use_float64()
     keras.utils.set_random_seed(1)
@@ -66,6 +79,7 @@ def read_everything(folder):
     found["epochs"] = [reader.found for reader in readers]
     model.fit(X, Y, **QUIET)
     found["trained"] = {name: told(read) for name, read in reads.items()}
+    found["kept"] = kept_files(model, folder)
     found["own"] = told(own[0].get_weights)
     found["text"] = repr(other[0].kernel)
     model.summary(print_fn=lambda *_, **__: None)
@@ -98,6 +112,7 @@ def test_reads_on_the_wrong_rank(tmp_path):
         kinds = found["trained"]
         assert kinds.pop("tree") == "ConfigurationError"
         assert set(kinds.values()) == {"StaleWeightError"}, kinds
+        assert found["kept"] == ["StaleWeightError", True] * 2
         assert found["own"] == ""
         assert "value=" not in found["text"]
         assert found["shapes"][0] == mlp().count_params()

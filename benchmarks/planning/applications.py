@@ -15,7 +15,7 @@ import gc
 import inspect
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
@@ -32,17 +32,15 @@ from tarantella_pp.partition.options import PlanOptions
 from tarantella_pp.partition.planner import Planner
 from tests.zoo.sized_models import gpt, unet
 
-HEADS = ("model", "operations", "stages", "largest stage", "gap", "seconds", "method")
 PAGE = """\
 # Plans of well-known models
 
-Every model of `keras.applications`, a decoder stack as of GPT-2 (tied: its head has the weights of
-the embedding, of which the last stage then has a copy) and a U-Net, planned for 2, 4 and 8 stages:
-the memory of the largest stage with Adam, a batch of 32 in 1F1B with four micro-batches a stage,
-with all that a stage has for a moment; how far from the best of all plans it can be at most; and
-the seconds of one core that planning took. The NASNets and the Inception models have too many ways
-to be cut for all of them to be priced: some orders are, then others around the best, and the bound
-is simpler. Made by
+Every model of `keras.applications`, a decoder stack like GPT-2's (tied: its head has the weights of
+the embedding) and a U-Net, planned for 2, 4 and 8 stages: the memory of the largest stage with
+Adam, a batch of 32 in 1F1B with four micro-batches a stage, all that a stage has for a moment
+included. Without a percentage the plan is proved optimal; otherwise that is how far from the best
+plan it can be at most. The NASNets and the Inception models have too many ways to be cut for all
+of them to be priced. Made by
 
     python benchmarks/planning/applications.py --markdown docs/applications.md
 
@@ -75,25 +73,22 @@ def application(build: Callable[..., keras.Model]) -> keras.Model:
     return model
 
 
-def rows(name: str, build: Callable[[], keras.Model], stages: list[int]) -> Iterator[list[str]]:
-    """Plans a model for each number of stages."""
+def row(name: str, build: Callable[[], keras.Model], stages: list[int]) -> list[str]:
+    """Plans a model for each number of stages; the last cell has the seconds of all of them."""
     try:
         planner = Planner.of(build())
     except (TarantellaError, ImportError, ValueError) as error:
-        yield [name, "-", "-", str(error).split(".")[0], "-", "-", "-"]
-        return
+        return [name, str(error).split(".")[0]]
+    cells, start = [], time.process_time()
     for count in stages:
         options = PlanOptions(
             num_stages=count, batch_size=32, num_micro_batches=min(32, 4 * count),
             num_replicas=1, schedule="1f1b", balance="memory", memory_limit=None,
         ).settled()  # fmt: skip
-        start = time.process_time()
         proof = planner.plan(options).certificate
-        seconds = time.process_time() - start
-        gap = "optimal" if proof.optimal else f"{100 * (proof.gap or 0.0):.2f} %"
-        size = format_bytes(proof.value)
-        nodes = str(len(planner.graph.nodes))
-        yield [name, nodes, str(count), size, gap, f"{seconds:.2f}", proof.method]
+        gap = "" if proof.optimal else f", {100 * (proof.gap or 0.0):.2g} %"
+        cells.append(format_bytes(proof.value) + gap)
+    return [name, str(len(planner.graph.nodes)), *cells, f"{time.process_time() - start:.1f}"]
 
 
 def main() -> None:
@@ -103,13 +98,14 @@ def main() -> None:
     parser.add_argument("--markdown", type=Path, help="write the table to this page as well")
     args = parser.parse_args()
     known = builders()
-    table = Table(*HEADS)
-    lines = [f"| {' | '.join(HEADS)} |", f"| {' | '.join(['---'] * len(HEADS))} |"]
+    heads = ["model", "operations", *(f"{n} stages" for n in args.stages), "seconds"]
+    table = Table(*heads)
+    lines = [f"| {' | '.join(heads)} |", f"| {' | '.join(['---'] * len(heads))} |"]
     for name in args.models or known:
-        for row in rows(name, known[name], args.stages):
-            table.add_row(*row)
-            lines.append(f"| {' | '.join(row)} |")
-            print(lines[-1], flush=True)
+        cells = row(name, known[name], args.stages)
+        table.add_row(*cells)
+        lines.append(f"| {' | '.join(cells)} |")
+        print(lines[-1], flush=True)
         keras.backend.clear_session()
         gc.collect()
     if args.markdown:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from tarantella_pp.models.deferred_init import deferred_init as deferred_init
     from tarantella_pp.models.make_plan import make_plan as make_plan
     from tarantella_pp.models.pipeline_model import PipelineModel as PipelineModel
+    from tarantella_pp.models.profiler import profile as profile
     from tarantella_pp.models.ranks import barrier as barrier
     from tarantella_pp.models.ranks import get_master_rank as get_master_rank
     from tarantella_pp.models.ranks import get_rank as get_rank
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
     from tarantella_pp.partition.plan.hardware_spec import PassSpeed as PassSpeed
     from tarantella_pp.partition.plan.hardware_spec import machines as machines
     from tarantella_pp.partition.plan.plan import Plan as Plan
-    from tarantella_pp.runtime.tracing.profiler import profile as profile
 
     __version__: str
 
@@ -67,7 +67,7 @@ _HOME = {
     "is_master_rank": "tarantella_pp.models.ranks",
     "machines": "tarantella_pp.partition.plan.hardware_spec",
     "make_plan": "tarantella_pp.models.make_plan",
-    "profile": "tarantella_pp.runtime.tracing.profiler",
+    "profile": "tarantella_pp.models.profiler",
 }
 """Module of each public name."""
 _MODULES = ("callbacks", "errors", "models")

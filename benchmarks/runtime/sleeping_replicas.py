@@ -20,9 +20,8 @@ from rich.table import Table
 
 from benchmarks.runtime.stubs import Seconds, StubPipeline, StubSums
 from tarantella_pp.runtime.comm.communicator import Communicator, world
-from tarantella_pp.runtime.tracing.links import clock_offset
-from tarantella_pp.runtime.tracing.recorded_step import RecordedStep, gather_steps
-from tarantella_pp.runtime.tracing.recorder import Recorder
+from tarantella_pp.runtime.tracing.machine import clock_offset
+from tarantella_pp.runtime.tracing.recorder import RecordedStep, Recorder, gather_steps
 from tarantella_pp.runtime.weights.process_groups import ProcessGroups
 from tarantella_pp.schedule.actions import Reduce
 from tarantella_pp.simulation import Costs, simulate

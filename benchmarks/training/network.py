@@ -56,7 +56,7 @@ from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan.plan_simulation import PlanSimulation
 from tarantella_pp.runtime.step_schedules import MEASURED, WARM_UP
-from tarantella_pp.runtime.tracing.recorded_step import (
+from tarantella_pp.runtime.tracing.recorder import (
     RecordedStep,
     alike,
     measured_costs,

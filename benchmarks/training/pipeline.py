@@ -41,9 +41,13 @@ import tarantella_pp as tnt
 from tarantella_pp.models import pipeline_model
 from tarantella_pp.runtime.comm.communicator import Communicator, world
 from tarantella_pp.runtime.step_schedules import MEASURED, WARM_UP
-from tarantella_pp.runtime.tracing.links import clock_offset
-from tarantella_pp.runtime.tracing.recorded_step import gather_steps, measured_costs, work_between
-from tarantella_pp.runtime.tracing.recorder import Recorder
+from tarantella_pp.runtime.tracing.machine import clock_offset
+from tarantella_pp.runtime.tracing.recorder import (
+    Recorder,
+    gather_steps,
+    measured_costs,
+    work_between,
+)
 from tarantella_pp.schedule import TRAINING_NAMES, Schedule, lower, speed_up_bound
 from tarantella_pp.simulation import Costs, simulate
 from tests.zoo.sized_models import BUILDERS, ROWS, data_for

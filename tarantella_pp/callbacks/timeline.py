@@ -15,9 +15,18 @@ from rich.table import Table
 from rich.text import Text
 
 from tarantella_pp.errors import ConfigurationError
-from tarantella_pp.runtime.tracing.links import clock_offset
-from tarantella_pp.runtime.tracing.recorded_step import RecordedStep, alike, gather_steps, simulated
-from tarantella_pp.runtime.tracing.recorder import UPDATE, Recorder, Span, is_busy, is_wait
+from tarantella_pp.runtime.tracing.machine import clock_offset
+from tarantella_pp.runtime.tracing.recorder import (
+    UPDATE,
+    RecordedStep,
+    Recorder,
+    Span,
+    alike,
+    gather_steps,
+    is_busy,
+    is_wait,
+    simulated,
+)
 from tarantella_pp.runtime.tracing.trace_file import write_trace
 from tarantella_pp.schedule import Compute
 from tarantella_pp.simulation import StepTimeline

@@ -22,7 +22,7 @@ from tarantella_pp.runtime.weights.gradient_reduction import (
     GradientReduction,
     in_buckets,
 )
-from tarantella_pp.runtime.weights.replica_exchange import ReplicaExchange
+from tarantella_pp.runtime.weights.process_groups import ReplicaExchange
 
 
 class PreparedStep:

@@ -19,7 +19,7 @@ from tarantella_pp.runtime.data.batch import Batch
 from tarantella_pp.runtime.tracing.recorder import Recorder
 from tarantella_pp.runtime.weights.forward_state import BatchStatistics
 from tarantella_pp.runtime.weights.process_groups import BatchShare, batch_shares
-from tarantella_pp.runtime.weights.rank_weights import broadcast_variable, check_replicas
+from tarantella_pp.runtime.weights.shared_weights import broadcast_variable, check_replicas
 
 _TRIES = 0
 """The rank that tries a step: that of the first samples of each batch."""

@@ -12,7 +12,7 @@ import tensorflow as tf
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.runtime.comm.communicator import Communicator, world
 from tarantella_pp.runtime.comm.tensor_buffers import to_buffer, to_tensor
-from tarantella_pp.runtime.weights.rank_weights import broadcast_variable
+from tarantella_pp.runtime.weights.shared_weights import broadcast_variable
 
 _OPERATIONS = ("sum", "mean", "max", "min")
 

@@ -26,8 +26,7 @@ from tarantella_pp.internals.model_files import (
 from tarantella_pp.internals.training import layers_in
 from tarantella_pp.partition.graph.keras_reader import ExtractedModel
 from tarantella_pp.runtime.weights.remote_variables import let_go, only_own_assigned, rows_of
-from tarantella_pp.runtime.weights.stored_values import array_of
-from tarantella_pp.runtime.weights.value_stream import give_back
+from tarantella_pp.runtime.weights.value_stream import array_of, give_back
 
 
 def plain_model(extracted: ExtractedModel, optimizer: Any = None) -> keras.Model:

@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from tarantella_pp.errors import ConfigurationError, PlanError
 from tarantella_pp.models.deferred_init import only_shapes
+from tarantella_pp.models.profiler import profile as measure
 from tarantella_pp.partition.given_balance import GIVEN, assignment_of, is_given
 from tarantella_pp.partition.graph.keras_reader import ExtractedModel, extract
 from tarantella_pp.partition.graph.node_link import NamedGraph
@@ -34,7 +35,6 @@ from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan_choice import choose_plan
 from tarantella_pp.partition.plan_search import PlanSearch
 from tarantella_pp.partition.planner import LOOPS, Planner
-from tarantella_pp.runtime.tracing.profiler import profile as measure
 from tarantella_pp.schedule import Schedule, ScheduleSpec, read_schedule
 
 ACCELERATOR = HardwareSpec(flops_per_second=1e13, action_seconds=3e-4, memory_bandwidth=1e12)

@@ -13,7 +13,7 @@ from tarantella_pp.runtime.data.batch import Batch
 from tarantella_pp.runtime.loss import LossValue
 from tarantella_pp.runtime.modules.stage_boundary import BoundaryTensor
 from tarantella_pp.runtime.probes.stage_probe import Pieces
-from tarantella_pp.runtime.weights.replica_exchange import ReplicaExchange
+from tarantella_pp.runtime.weights.process_groups import ReplicaExchange
 
 _T = TypeVar("_T")
 

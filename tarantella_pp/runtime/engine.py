@@ -35,10 +35,14 @@ from tarantella_pp.runtime.tracing.recorder import (
     UPDATE,
     Recorder,
 )
-from tarantella_pp.runtime.weights.process_groups import BatchShare, ProcessGroups, batch_shares
+from tarantella_pp.runtime.weights.process_groups import (
+    BatchShare,
+    ProcessGroups,
+    ReplicaExchange,
+    batch_shares,
+)
 from tarantella_pp.runtime.weights.rank_weights import RankWeights
 from tarantella_pp.runtime.weights.remote_variables import only_traced
-from tarantella_pp.runtime.weights.replica_exchange import ReplicaExchange
 
 
 class Engine:

@@ -24,7 +24,7 @@ from tarantella_pp.internals.optimizers import (
 from tarantella_pp.runtime.modules.stage_module import Slices, StageModule
 from tarantella_pp.runtime.weights.gradient_reduction import Gradient
 from tarantella_pp.runtime.weights.rank_weights import Bucket, RankWeights
-from tarantella_pp.runtime.weights.tied_weights import total
+from tarantella_pp.runtime.weights.shared_weights import total
 
 Collected: TypeAlias = dict[int, dict[int, Slices]]
 """What is sparse of the gradients, by stage and by the weight's place in it."""

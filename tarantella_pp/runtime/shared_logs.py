@@ -16,8 +16,8 @@ from tarantella_pp.runtime.comm.communicator import Communicator, TensorSpec
 from tarantella_pp.runtime.comm.tensor_buffers import to_buffer, to_tensor
 from tarantella_pp.runtime.stage.layer_metrics import LayerMetrics
 from tarantella_pp.runtime.weights.process_groups import ProcessGroups
-from tarantella_pp.runtime.weights.rank_weights import broadcast_variable
 from tarantella_pp.runtime.weights.remote_variables import OF_METRICS, StepCounter, make_remote
+from tarantella_pp.runtime.weights.shared_weights import broadcast_variable
 
 _LOSS_TAG, _LOGS_TAG = 4, 5
 _FLOAT = np.dtype(np.float64)

@@ -16,10 +16,8 @@ from tarantella_pp.partition.with_batch import ways_to_less_memory, with_batch
 from tarantella_pp.runtime.comm.communicator import Communicator
 from tarantella_pp.runtime.compilation import expected_outputs
 from tarantella_pp.runtime.modules.stage_boundary import StageEdge
-from tarantella_pp.runtime.tracing.host_memory import memory_of_each_rank
-from tarantella_pp.runtime.tracing.links import clock_offset
-from tarantella_pp.runtime.tracing.recorded_step import gather_steps, measured_costs
-from tarantella_pp.runtime.tracing.recorder import StepRecord
+from tarantella_pp.runtime.tracing.machine import clock_offset, memory_of_each_rank
+from tarantella_pp.runtime.tracing.recorder import StepRecord, gather_steps, measured_costs
 from tarantella_pp.runtime.weights.process_groups import ProcessGroups
 from tarantella_pp.schedule import SEARCHED, Schedule, ScheduleSpec, lower, make_schedule, validate
 from tarantella_pp.simulation import Costs, search_schedule

@@ -24,15 +24,8 @@ from tarantella_pp.schedule.actions import (
     kept_whole,
     parse_action,
 )
-from tarantella_pp.schedule.formulas import (
-    bubble_fraction,
-    held_whole_bounds,
-    in_flight_bounds,
-    send_window,
-    speed_up_bound,
-)
 from tarantella_pp.schedule.generators import SCHEDULE_NAMES, Backward, make_schedule
-from tarantella_pp.schedule.lowering import lower
+from tarantella_pp.schedule.lowering import lower, validate
 from tarantella_pp.schedule.replay import reductions
 from tarantella_pp.schedule.schedule import Schedule
 from tarantella_pp.schedule.spec import (
@@ -40,9 +33,13 @@ from tarantella_pp.schedule.spec import (
     SEARCHED,
     TRAINING_NAMES,
     ScheduleSpec,
+    bubble_fraction,
+    held_whole_bounds,
+    in_flight_bounds,
     read_schedule,
+    send_window,
+    speed_up_bound,
 )
-from tarantella_pp.schedule.validator import validate
 
 __all__ = [
     "BEFORE_SEARCH",

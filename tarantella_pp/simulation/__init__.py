@@ -11,8 +11,14 @@ from __future__ import annotations
 
 from tarantella_pp.simulation.pipelines import Network, PipelineStep, pipeline_step, replicated_step
 from tarantella_pp.simulation.schedule_search import search_schedule
-from tarantella_pp.simulation.simulator import Costs, LinkCosts, StageCosts, simulate
-from tarantella_pp.simulation.step_timeline import Event, StepTimeline
+from tarantella_pp.simulation.simulator import (
+    Costs,
+    Event,
+    LinkCosts,
+    StageCosts,
+    StepTimeline,
+    simulate,
+)
 
 __all__ = [
     "Costs",

@@ -9,18 +9,18 @@ from dataclasses import dataclass, replace
 
 from tarantella_pp.errors import ScheduleError
 from tarantella_pp.schedule.actions import Compute, Link, Transfer
-from tarantella_pp.schedule.formulas import bubble_fraction, in_flight_bounds
 from tarantella_pp.schedule.lowering import lower
 from tarantella_pp.schedule.replay import reductions
-from tarantella_pp.schedule.spec import SEARCHED, ScheduleSpec
+from tarantella_pp.schedule.spec import SEARCHED, ScheduleSpec, bubble_fraction, in_flight_bounds
 from tarantella_pp.simulation.schedule_search import search_schedule
-from tarantella_pp.simulation.simulator import Costs, simulate
-from tarantella_pp.simulation.step_timeline import (
+from tarantella_pp.simulation.simulator import (
+    Costs,
     Event,
     StepTimeline,
     end_of_step,
     idle_fraction,
     reduction_events,
+    simulate,
 )
 
 MOST_PLAYED = 20_000

@@ -15,18 +15,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tarantella_pp.runtime.tracing.recorded_step import (
-    RecordedStep,
-    measured_costs,
-    simulated,
-    work_between,
-)
 from tarantella_pp.runtime.tracing.recorder import (
     LOGS,
     METRICS,
     TIES,
     UPDATE,
+    RecordedStep,
     Span,
+    measured_costs,
+    simulated,
+    work_between,
 )
 from tarantella_pp.runtime.tracing.trace_file import (
     COMMUNICATION,

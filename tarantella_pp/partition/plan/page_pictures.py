@@ -20,7 +20,7 @@ from tarantella_pp.partition.plan.plan_data import PlanData
 from tarantella_pp.partition.plan.plan_parts import StagePlan, common_limit
 from tarantella_pp.schedule import Compute
 from tarantella_pp.simulation.pipelines import PipelineStep
-from tarantella_pp.simulation.step_timeline import Event, idle_fraction
+from tarantella_pp.simulation.simulator import Event, idle_fraction
 
 MOST_BARS, MOST_DETAILS = 100_000, 4000
 """Bars of a timeline; with more than the second they have no texts, so the file stays small."""

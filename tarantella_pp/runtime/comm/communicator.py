@@ -26,8 +26,7 @@ from tarantella_pp.runtime.comm.collectives import CollectiveRequest, Steps
 from tarantella_pp.runtime.comm.group import Communicator
 from tarantella_pp.runtime.comm.messages import Channel, Process, RecvRequest, SendRequest
 from tarantella_pp.runtime.comm.progress import BackgroundProgress, Progress, is_wanted
-from tarantella_pp.runtime.comm.waiting import FlightRecorder, Limits, Waiter
-from tarantella_pp.runtime.comm.wakeup import Wakeup
+from tarantella_pp.runtime.comm.waiting import FlightRecorder, Limits, Waiter, Wakeup
 
 __all__ = ["Communicator", "TensorSpec", "world"]
 

@@ -25,8 +25,7 @@ from tarantella_pp.runtime.comm.buffers import (
     pieces,
 )
 from tarantella_pp.runtime.comm.progress import BackgroundProgress, Progress
-from tarantella_pp.runtime.comm.waiting import FlightRecorder, Limits, Outgoing, Waiter
-from tarantella_pp.runtime.comm.wakeup import Wakeup
+from tarantella_pp.runtime.comm.waiting import FlightRecorder, Limits, Outgoing, Waiter, Wakeup
 
 
 @dataclass

@@ -1,17 +1,36 @@
-"""What one rank does in its training steps, and when."""
+"""What ranks do in training steps and when, and what a pipeline costs by such steps."""
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections import deque
-from collections.abc import Iterator, MutableSequence
-from dataclasses import dataclass, field
-from statistics import median
-from typing import NamedTuple
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator, MutableSequence, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from statistics import fmean, median
+from typing import Any, NamedTuple
 
 from tarantella_pp.errors import ConfigurationError
-from tarantella_pp.schedule import Action, Compute, Reduce, Schedule, Transfer
+from tarantella_pp.runtime.comm.communicator import Communicator
+from tarantella_pp.schedule import (
+    Action,
+    Compute,
+    Kind,
+    Link,
+    Reduce,
+    Schedule,
+    Transfer,
+    parse_action,
+)
+from tarantella_pp.simulation import (
+    Costs,
+    Event,
+    LinkCosts,
+    StageCosts,
+    StepTimeline,
+    simulate,
+)
 
 UPDATE, LOGS, TIES = "update", "logs", "tied weights"
 METRICS, REDUCTIONS = "metrics", "sums over replicas"
@@ -170,3 +189,191 @@ def is_wait(what: Action | str) -> bool:
 
 def _some(steps: int | range) -> bool:
     return steps > 0 if isinstance(steps, int) else len(steps) > 0 and steps[0] >= 0
+
+
+@dataclass(frozen=True)
+class RecordedStep:
+    """One training step.
+
+    Attributes:
+        number: Number of the step since recording began, from 0.
+        schedule: The schedule that it ran, with its messages.
+        rows: Samples of the batch.
+        bounds: For each rank, when the step began and ended there, in seconds of rank 0's clock.
+        spans: What each rank did, in order, on the same clock.
+    """
+
+    number: int
+    schedule: Schedule
+    rows: int
+    bounds: tuple[tuple[float, float], ...]
+    spans: tuple[tuple[Span, ...], ...]
+
+    @cached_property
+    def origin(self) -> float:
+        """When the first computation began."""
+        return min(span.start for spans in self.spans for span in spans if _computes(span))
+
+    @cached_property
+    def timeline(self) -> StepTimeline:
+        """The actions of the schedule, with seconds from the first computation on.
+
+        As in a simulation, a wait counts from the moment the rank has nothing else to do; one
+        that began before the first computation of all counts from there.
+        """
+        events = tuple(
+            tuple(
+                Event(rank, max(0.0, start - self.origin), max(0.0, end - self.origin), what)
+                for what, start, end in spans
+                if not isinstance(what, str)
+            )
+            for rank, spans in enumerate(self.spans)
+        )
+        serial = sum(
+            span.end - span.start for spans in self.spans for span in spans if _computes(span)
+        )
+        return StepTimeline(self.schedule.name, events, serial, (0.0,) * len(events))
+
+    def messages(self) -> Iterator[tuple[Transfer, Span, Span]]:
+        """Iterates over the messages: the send as an action, its span and the wait's."""
+        transfers = [
+            (span.what, span)
+            for spans in self.spans
+            for span in spans
+            if isinstance(span.what, Transfer)
+        ]
+        sends = {(a.direction, a.message): (a, span) for a, span in transfers if a.operation == "S"}
+        for action, wait in transfers:
+            if action.operation == "R":
+                yield *sends[action.direction, action.message], wait
+
+
+def gather_steps(
+    records: Sequence[StepRecord], offset: float, communicator: Communicator
+) -> tuple[RecordedStep, ...]:
+    """Puts the records of all ranks together; all of them must call this."""
+    known = [(record, record.schedule) for record in records if record.schedule is not None]
+    mine = [
+        [
+            [record.start + offset, record.end + offset],
+            [[str(what), start + offset, end + offset] for what, start, end in record.spans],
+        ]
+        for record, _ in known
+    ]
+    steps = zip(known, *communicator.allgather_json(mine), strict=True)
+    return tuple(
+        RecordedStep(
+            number=record.number,
+            schedule=schedule,
+            rows=record.rows,
+            bounds=tuple((start, end) for (start, end), _ in ranks),
+            spans=tuple(tuple(map(_span, spans)) for _, spans in ranks),
+        )
+        for (record, schedule), *ranks in steps
+    )
+
+
+def _span(fields: Sequence[Any]) -> Span:
+    what, start, end = fields
+    return Span(what if what in SPAN_NAMES else parse_action(what), start, end)
+
+
+def _computes(span: Span) -> bool:
+    return isinstance(span.what, Compute)
+
+
+def alike(steps: Sequence[RecordedStep]) -> list[RecordedStep]:
+    """Returns the steps of the schedule and batch size that occur most.
+
+    The last batch of a data set is often smaller, and takes less time.
+    """
+    kinds = Counter((id(step.schedule), step.rows) for step in steps)
+    most = max(kinds, key=lambda kind: kinds[kind], default=None)
+    return [step for step in steps if (id(step.schedule), step.rows) == most]
+
+
+def measured_costs(steps: Sequence[RecordedStep]) -> Costs:
+    """Estimates the costs of stages and messages.
+
+    Computations cost their mean over all micro-batches and typical steps: whatever makes one of
+    them take longer now and then is in there, for it makes steps longer, too.
+
+    Handing over costs the sender what its sends take, and taking a message that is there costs
+    the receiver what its shortest waits take: those for messages sent before it asked for them.
+    Where the receiver waited already when a message was sent, the time until it had it is the
+    latency of the link.
+    """
+    usual: defaultdict[tuple[int, Kind], list[float]] = defaultdict(list)
+    # TensorFlow traces its functions in the first steps, and other jobs may take a core.
+    for step in _typical(steps):
+        for spans in step.spans:
+            for what, start, end in spans:
+                if isinstance(what, Compute):
+                    usual[what.stage, what.kind].append(end - start)
+    sending: list[float] = []
+    taking: list[float] = []
+    coming: defaultdict[Link, list[float]] = defaultdict(list)
+    for step in steps:
+        for action, send, wait in step.messages():
+            sending.append(send.end - send.start)
+            # Sent before it was asked for: the wait shows what taking costs, not the link.
+            if send.start < wait.start:
+                taking.append(wait.end - wait.start)
+            else:
+                coming[action.source, action.target].append(max(0.0, wait.end - send.end))
+    receive = _median(taking)
+    links = {pair: LinkCosts(0.0, max(0.0, _median(s) - receive)) for pair, s in coming.items()}
+    others = _median([link.latency for link in links.values()])
+    stages = range(steps[0].schedule.num_stages)
+    return Costs(
+        tuple(_stage_costs(stage, usual) for stage in stages),
+        links,
+        LinkCosts(0.0, others),
+        send_seconds=_median(sending),
+        receive_seconds=receive,
+    )
+
+
+def simulated(steps: Sequence[RecordedStep]) -> StepTimeline:
+    """Simulates the steps' own schedule with the costs that they show."""
+    costs = replace(measured_costs(steps), before=work_between(steps))
+    return simulate(steps[0].schedule, costs)
+
+
+def work_between(steps: Sequence[RecordedStep]) -> dict[Action, float]:
+    """Returns how long ranks worked at sums of gradients and updates before they went on."""
+    ordered = sorted(steps, key=lambda step: step.timeline.step_seconds)
+    seconds: dict[Action, float] = {}
+    for spans in ordered[len(ordered) // 2].spans:
+        worked = 0.0
+        for what, start, end in spans:
+            if what in (METRICS, UPDATE):
+                worked += end - start
+            elif worked and not isinstance(what, str):
+                seconds[what] = worked
+                worked = 0.0
+    return seconds
+
+
+def _typical(steps: Sequence[RecordedStep]) -> list[RecordedStep]:
+    """Returns the middle half of the steps of each schedule, by their length."""
+    lengths: defaultdict[int, list[RecordedStep]] = defaultdict(list)
+    for step in sorted(steps, key=lambda step: step.timeline.step_seconds):
+        lengths[id(step.schedule)].append(step)
+    return [
+        step
+        for alike in lengths.values()
+        for step in alike[len(alike) // 4 : -(len(alike) // 4) or None]
+    ]
+
+
+def _stage_costs(stage: int, usual: dict[tuple[int, Kind], list[float]]) -> StageCosts:
+    seconds = {
+        kind: fmean(usual[stage, kind]) if (stage, kind) in usual else 0.0
+        for kind in ("F", "B", "W", "BW")
+    }
+    return StageCosts(seconds["F"], seconds["B"], seconds["W"], seconds["BW"] or None)
+
+
+def _median(values: Sequence[float]) -> float:
+    return median(values) if values else 0.0

@@ -14,8 +14,8 @@ from typing import Any
 
 import msgspec
 
-from tarantella_pp.runtime.tracing.recorded_step import RecordedStep
 from tarantella_pp.runtime.tracing.recorder import (
+    RecordedStep,
     Span,
     is_busy,
     is_wait,

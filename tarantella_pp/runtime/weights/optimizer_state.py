@@ -31,9 +31,8 @@ from tarantella_pp.internals.state import (
 from tarantella_pp.runtime.comm.collective import digest
 from tarantella_pp.runtime.comm.communicator import TensorSpec
 from tarantella_pp.runtime.comm.tensor_buffers import value_of, variable_dtype
-from tarantella_pp.runtime.weights.rank_weights import RankWeights
+from tarantella_pp.runtime.weights.rank_weights import RankWeights, VariableTable
 from tarantella_pp.runtime.weights.value_stream import ValuePieces, ValueStream
-from tarantella_pp.runtime.weights.variable_table import VariableTable
 
 _Array = np.ndarray[Any, Any]
 

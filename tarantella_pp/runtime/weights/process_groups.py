@@ -10,10 +10,17 @@ With two replicas of three ranks each, and the ranks of a pipeline side by side:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
 
 from tarantella_pp.partition.plan.plan_parts import rank_in_job
+from tarantella_pp.runtime.comm.collectives import CollectiveRequest
 from tarantella_pp.runtime.comm.communicator import Communicator
+from tarantella_pp.runtime.comm.tensor_buffers import to_buffer, to_tensor
 
 
 @dataclass(frozen=True)
@@ -114,3 +121,57 @@ def micro_batch_sizes(rows: int, num_micro_batches: int) -> tuple[int, ...]:
     count = max(1, min(num_micro_batches, rows))
     small, larger = divmod(rows, count)
     return tuple(small + (i < larger) for i in range(count))
+
+
+class ReplicaExchange:
+    """Adds up and puts together what replicas have computed of their shares of a batch.
+
+    All of it comes out with the same bits on every replica. With one replica nothing changes.
+    """
+
+    def __init__(self, peers: Communicator) -> None:
+        self._peers = peers
+
+    @property
+    def replica(self) -> int:
+        """The replica of this rank."""
+        return self._peers.rank
+
+    def added_up(self, scalars: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """The sum over the replicas of each number."""
+        if self._peers.size == 1 or not scalars:
+            return list(scalars)
+        values = np.array([float(scalar) for scalar in scalars], np.float64)
+        self._peers.allreduce(values)
+        return [tf.constant(v, s.dtype) for v, s in zip(values, scalars, strict=True)]
+
+    def joined(self, tensors: Sequence[tf.Tensor], rows: Sequence[int]) -> list[tf.Tensor]:
+        """Puts the samples of all replicas together."""
+        if self._peers.size == 1:
+            return list(tensors)
+        gathered = [self._start_join(tensor, rows) for tensor in tensors]
+        return [to_tensor(request.wait()[0]) for request in gathered]
+
+    def _start_join(
+        self, tensor: tf.Tensor, rows: Sequence[int]
+    ) -> CollectiveRequest[list[np.ndarray[Any, Any]]]:
+        own = rows[self._peers.rank]
+        per_sample = tensor.shape[0] // max(own, 1)
+        array = to_buffer(tensor)[: own * per_sample]  # a replica without samples has one to run
+        counts = [count * per_sample for count in rows]
+        return self._peers.start_allgather([array], counts, label="samples of replicas")
+
+    def begin_metrics(self, variables: Sequence[Any]) -> None:
+        """Has the metrics of all replicas but the first count from zero; see `merge_metrics`."""
+        if self._peers.rank > 0:
+            for variable in variables:
+                variable.assign(tf.zeros_like(variable.value))
+
+    def merge_metrics(self, variables: Sequence[Any]) -> None:
+        """Gives every replica the sum of the states of metrics that add up."""
+        if self._peers.size == 1:
+            return
+        states = [np.atleast_1d(variable.numpy()) for variable in variables]
+        sums = [self._peers.start_allreduce(state, label="metrics") for state in states]
+        for variable, request in zip(variables, sums, strict=True):
+            variable.assign(request.wait().reshape(tuple(variable.shape)))

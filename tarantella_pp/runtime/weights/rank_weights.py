@@ -1,26 +1,29 @@
-"""The weights of one rank: brought together, handed to others, compared; loops over the table."""
+"""The weights of one rank, and one table of a model's variables: who has and trains each.
+
+The table comes from the plan, the same on all ranks. Two stages on a rank each, two replicas,
+and an optimizer that the replicas share out (`world_ranks` are 0, 1 and 2, 3)::
+
+    variable    trainable   ranks   replica   trainer
+    table       yes         0, 1    0         0         tied: rank 1 hands its gradients to rank 0
+    kernel      yes         1       1         3         replica 1 updates it, for both
+    seed        no          0       0         0
+    unused      yes                 0         0         no stage needs it: the same everywhere
+"""
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Iterable, Sequence
-from itertools import zip_longest
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-import numpy as np
-import tensorflow as tf
-
-from tarantella_pp.errors import ReplicaError
+from tarantella_pp.partition.costs.optimizer_shards import weight_replicas
 from tarantella_pp.partition.graph.keras_reader import ExtractedModel
 from tarantella_pp.partition.plan.gradient_buckets import gradient_buckets
 from tarantella_pp.partition.plan.plan import Plan
-from tarantella_pp.runtime.comm.collective import digest
 from tarantella_pp.runtime.comm.communicator import Communicator, TensorSpec
-from tarantella_pp.runtime.comm.tensor_buffers import (
-    to_buffer,
-    to_tensor,
-    value_of,
-    variable_dtype,
-)
+from tarantella_pp.runtime.comm.tensor_buffers import variable_dtype
 from tarantella_pp.runtime.weights.gradient_reduction import GradientReduction
 from tarantella_pp.runtime.weights.process_groups import ProcessGroups
 from tarantella_pp.runtime.weights.remote_variables import (
@@ -30,11 +33,101 @@ from tarantella_pp.runtime.weights.remote_variables import (
     keep_memory,
     make_remote,
 )
-from tarantella_pp.runtime.weights.tied_weights import TiedWeights
+from tarantella_pp.runtime.weights.shared_weights import (
+    TiedWeights,
+    broadcast_variable,
+    check_all_replicas,
+    spread_values,
+)
 from tarantella_pp.runtime.weights.value_stream import ValuePieces, ValueStream
-from tarantella_pp.runtime.weights.variable_table import VariableTable
 
-_VALUES_TAG = 17
+
+@dataclass(frozen=True, slots=True)
+class VariableRow:
+    """What all ranks know of a variable.
+
+    Attributes:
+        variable: The Keras variable; ranks know it by its place in the table, for Keras counts
+            layers in each process, so that names differ.
+        trainable: Whether it is trained.
+        ranks: The ranks of a pipeline whose stages use it, the first stage's first.
+        replica: The replica that updates it, if they share out the optimizer.
+        trainer: The rank that trains it and has its optimizer state, among `VariableTable.ranks`.
+    """
+
+    variable: Any
+    trainable: bool
+    ranks: tuple[int, ...]
+    replica: int
+    trainer: int
+
+    @property
+    def owner(self) -> int:
+        """The rank of a pipeline that has the true value."""
+        return self.ranks[0] if self.ranks else 0
+
+
+@dataclass(frozen=True)
+class VariableTable:
+    """All variables of a model, in the order in which it has them.
+
+    Attributes:
+        rows: The variables.
+        ranks: The ranks that share out the optimizer: usually those of a pipeline, for every
+            replica updates all of its weights; with a sharded optimizer (ZeRO-1) all of the job.
+        speaks: Whether this rank has what it trains alone, or is of the replica that speaks for
+            all.
+    """
+
+    rows: tuple[VariableRow, ...]
+    ranks: Communicator
+    speaks: bool
+
+    @classmethod
+    def of(
+        cls,
+        extracted: ExtractedModel,
+        plan: Plan,
+        placement: Sequence[int],
+        groups: ProcessGroups,
+        others: Iterable[Any] = (),
+    ) -> VariableTable:
+        """Makes the table of what the stages of a plan use, and of other variables."""
+        shares_out = plan.shard_optimizer and groups.num_replicas > 1
+        users = extracted.graph.users(plan.assignment)
+        ranks = [tuple(dict.fromkeys(placement[s] for s in stages)) for stages in users]
+        replicas = [0] * len(ranks)
+        if shares_out:
+            sizes = [math.prod(variable.shape) for variable in extracted.variables]
+            owners = [own[0] if own else 0 for own in ranks]
+            replicas = weight_replicas(sizes, owners, groups.num_replicas)
+        places = dict(
+            zip(map(id, extracted.variables), zip(ranks, replicas, strict=True), strict=True)
+        )
+        rows = []
+        for variable in {id(v): v for v in (*extracted.variables, *others)}.values():
+            own, replica = places.get(id(variable), ((), 0))
+            owner = own[0] if own else 0
+            trainer = groups.world_ranks[replica][owner] if shares_out else owner
+            rows.append(VariableRow(variable, bool(variable.trainable), own, replica, trainer))
+        ranks_of_optimizer = groups.world if shares_out else groups.pipeline
+        return cls(tuple(rows), ranks_of_optimizer, shares_out or groups.replica == 0)
+
+    def __getitem__(self, variable: Any) -> VariableRow:
+        return self._by_id.get(id(variable), _UNKNOWN)
+
+    @functools.cached_property
+    def _by_id(self) -> dict[int, VariableRow]:
+        return {id(row.variable): row for row in self.rows}
+
+    def trains(self, variable: Any) -> bool:
+        """Whether this rank updates a weight."""
+        return self[variable].trainer == self.ranks.rank
+
+
+_UNKNOWN = VariableRow(None, False, (), 0, 0)
+"""A variable of another model."""
+
 
 Bucket: TypeAlias = tuple[int, int]
 """A stage, and the number of one of its buckets of gradients."""
@@ -197,83 +290,3 @@ class RankWeights:
             true = [rank for rank, theirs in enumerate(stale) if i not in theirs]
             root = roots[i] if roots[i] in true else true[0]
             broadcast_variable(self.variables[i], root, self._pipeline)
-
-
-def broadcast_variable(variable: Any, root: int, ranks: Communicator) -> None:
-    """Gives all ranks the value that a variable has on one of them; all of them must call it."""
-    if ranks.size == 1:
-        return
-    if ranks.rank == root:
-        value = value_of(variable)
-    else:  # where it may not be read
-        value = np.empty(tuple(variable.shape), variable_dtype(variable))
-    ranks.broadcast(value, root)
-    if ranks.rank != root:
-        variable.assign(value)
-
-
-def spread_values(of_ranks: Sequence[Sequence[Any]], ranks: Communicator) -> None:
-    """Gives all ranks the values of variables that each of them has updated; all must call it.
-
-    They go straight from one variable's memory into what becomes the others' memory.
-    """
-    label = "updated weights"
-    # Each rank begins with another one, so that none is sent everything at once.
-    others = [(ranks.rank + step) % ranks.size for step in range(1, ranks.size)]
-    receives = {}
-    for rank in others:
-        specs = [TensorSpec(tuple(v.shape), variable_dtype(v)) for v in of_ranks[rank]]
-        if specs:
-            receives[rank] = ranks.post_receive(specs, rank, _VALUES_TAG, label=label)
-    mine = [to_buffer(tf.convert_to_tensor(v)) for v in of_ranks[ranks.rank]]
-    for rank in others if mine else ():
-        ranks.send(mine, rank, _VALUES_TAG, label=label)
-    for rank, request in receives.items():
-        for variable, value in zip(of_ranks[rank], request.wait(), strict=True):
-            variable.assign(to_tensor(value))
-
-
-def check_all_replicas(variables: Sequence[Any], groups: ProcessGroups) -> None:
-    """Compares the variables of all stages between replicas; all ranks must call it."""
-    problem = ""
-    try:
-        check_replicas(variables, groups.peers)
-    except ReplicaError as error:
-        problem = str(error)
-    for theirs in groups.world.allgather_json(problem):
-        if theirs:
-            raise ReplicaError(theirs)
-
-
-def check_replicas(variables: Sequence[Any], communicator: Communicator) -> None:
-    """Compares variables between replicas, bit for bit; all of them must call this.
-
-    Only a hash of each variable travels.
-    """
-    if communicator.size == 1:
-        return
-    own = [digest([to_buffer(tf.convert_to_tensor(variable))]) for variable in variables]
-    everyones = communicator.allgather_json(own)
-    found = [*zip_longest(*everyones)]
-    different = [i for i, digests in enumerate(found) if len(set(digests)) > 1]
-    if not different:
-        return
-    first = different[0]
-    owners: dict[str | None, list[str]] = {}
-    for rank, value in zip(communicator.world_ranks, found[first], strict=True):
-        owners.setdefault(value, []).append(str(rank))
-    values = "; ".join(
-        f"{value or 'nothing'} on rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}"
-        for value, ranks in owners.items()
-    )
-    name = _name(variables[first]) if first < len(variables) else f"number {first}"
-    raise ReplicaError(
-        f"Variable {name} is not the same on all replicas. Received: hashes {values}. "
-        f"{len(different)} of {len(found)} variables differ. Replicas stay equal as long as all of "
-        "them begin with the same values and make the same steps: look for a callback, a layer or "
-        "a script that writes weights on some ranks only, or with random numbers of its own."
-    )
-
-
-def _name(variable: Any) -> str:
-    return repr(getattr(variable, "path", variable.name))

@@ -26,8 +26,7 @@ from tarantella_pp.runtime.comm.communicator import (
     TensorSpec,
     world,
 )
-from tarantella_pp.runtime.comm.waiting import Limits, Waiter
-from tarantella_pp.runtime.comm.wakeup import Wakeup
+from tarantella_pp.runtime.comm.waiting import Limits, Waiter, Wakeup
 from tests.helpers.mpi import find_mpiexec, mpi_run
 
 needs_mpi = pytest.mark.skipif(find_mpiexec() is None, reason="no mpiexec")

@@ -28,8 +28,8 @@ from tarantella_pp.runtime.comm.waiting import (
     FlightRecorder,
     Limits,
     Waiter,
+    Wakeup,
 )
-from tarantella_pp.runtime.comm.wakeup import Wakeup
 from tests.helpers.message_cases import (
     CASES,
     end_before_the_others,

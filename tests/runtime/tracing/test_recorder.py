@@ -8,12 +8,13 @@ import pytest
 from benchmarks.runtime.stubs import Seconds, StubPipeline, StubStep
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.runtime.comm.communicator import Communicator, world
-from tarantella_pp.runtime.tracing import links
-from tarantella_pp.runtime.tracing.recorded_step import alike, gather_steps
+from tarantella_pp.runtime.tracing import machine as links
 from tarantella_pp.runtime.tracing.recorder import (
     UPDATE,
     Recorder,
     Span,
+    alike,
+    gather_steps,
     is_busy,
 )
 from tarantella_pp.schedule import Compute, Transfer, make_schedule

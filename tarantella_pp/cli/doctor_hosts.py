@@ -10,7 +10,6 @@ import itertools
 import os
 import pathlib
 import shlex
-import subprocess
 import sys
 import tempfile
 import time
@@ -20,14 +19,9 @@ from typing import Any
 
 import msgspec
 
-from tarantella_pp.cli.doctor_command import (
-    exchange_messages,
-    interpreter_of,
-    json_objects,
-    text_of,
-)
-from tarantella_pp.cli.doctor_probe import this_host
+from tarantella_pp.cli.doctor_probe import exchange_messages, json_objects, ran, this_host
 from tarantella_pp.cli.output import table, write_json, write_table
+from tarantella_pp.cli.run_command import interpreter_of
 from tarantella_pp.dependencies import INSTALL
 from tarantella_pp.errors import ConfigurationError, LaunchError
 from tarantella_pp.launch import hosts, mpi_launchers
@@ -144,20 +138,17 @@ def _asked(line: hosts.Host, shell: Sequence[str], command: Sequence[str]) -> Ho
         options = ["-oBatchMode=yes", f"-oConnectTimeout={CONNECT_SECONDS}"]
         options = options if [*shell][:1] == ["ssh"] else []
         command = [*shell, *options, line.name, shlex.join(command)]
-    # Files: a process that the shell leaves behind, as a shared ssh does, would hold a pipe open.
-    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
-        files: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": errors}
-        try:
-            code = subprocess.run(command, timeout=ANSWER_SECONDS, check=False, **files).returncode
-            why = f"exit code {code}" if code else "no answer in what it has printed"
-        except subprocess.TimeoutExpired:
-            code, why = -9, f"no answer within {ANSWER_SECONDS:g} s"
-        except OSError as error:
-            raise LaunchError(
-                f"Cannot start `{command[0]}`, which reaches other hosts: {error}. "
-                "Install it, or name another one with --remote-shell."
-            ) from error
-        end, answers, said = time.time(), json_objects(text_of(out)), text_of(errors)
+    try:
+        code, printed, said = ran(command, ANSWER_SECONDS)
+    except OSError as error:
+        raise LaunchError(
+            f"Cannot start `{command[0]}`, which reaches other hosts: {error}. "
+            "Install it, or name another one with --remote-shell."
+        ) from error
+    end, answers = time.time(), json_objects(printed)
+    why = f"exit code {code}" if code else "no answer in what it has printed"
+    if code is None:
+        why = f"no answer within {ANSWER_SECONDS:g} s"
     of_line: dict[str, Any] = {"host": line.name, "slots": line.slots}
     if code == 0 and answers:
         try:
@@ -169,7 +160,7 @@ def _asked(line: hosts.Host, shell: Sequence[str], command: Sequence[str]) -> Ho
             then = begin if facts.time is None else facts.time
             ahead = min(then - begin, 0.0) + max(then - end, 0.0)
             return msgspec.structs.replace(facts, ahead=ahead)
-    elif code > 0:
+    elif code is not None and code > 0:
         why = " ".join(said.split()) or why
     why = why.rstrip(".")
     silence = (

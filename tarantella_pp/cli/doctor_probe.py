@@ -1,4 +1,4 @@
-"""What `tarantella doctor` runs elsewhere, with one line of JSON for each thing that it finds.
+"""What `tarantella doctor` runs elsewhere, with one line of JSON for each finding; and its start.
 
 python -m tarantella_pp.cli.doctor_probe FOLDER         on a host: what it has
 tarantella -n 2 -- -m tarantella_pp.cli.doctor_probe    on ranks: messages between each two
@@ -6,15 +6,18 @@ tarantella -n 2 -- -m tarantella_pp.cli.doctor_probe    on ranks: messages betwe
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
 import platform
 import socket
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from tarantella_pp.runtime.comm.communicator import Communicator
@@ -24,6 +27,62 @@ SMALL, LARGE = 8, 4 << 20
 _MOST = {SMALL: 200, LARGE: 20}
 _ENOUGH_SECONDS = 0.4
 """How long one size is tried: over a slow link, only a few times."""
+WAIT_SECONDS = 20.0
+"""How long a rank may wait for a message: no link is so slow."""
+MORE_SECONDS = 100.0
+"""What the launcher may take besides the job."""
+
+
+class Messages(NamedTuple):
+    """Pairs of ranks with latency and bandwidth, and what their job had to say if it failed."""
+
+    links: dict[tuple[int, int], dict[str, float]]
+    why: str = ""
+
+
+def exchange_messages(options: Sequence[str], seconds: float) -> Messages:
+    """Has ranks exchange messages in a job of its own, started as a user would."""
+    run = [sys.executable, "-m", "tarantella_pp", "run", *options, "--timeout", f"{seconds:g}"]
+    environment = {**os.environ, "TNT_TIMEOUT": f"{WAIT_SECONDS:g}", "TNT_WARN": "0"}
+    command = [*run, "--", "-m", "tarantella_pp.cli.doctor_probe"]
+    code, printed, said = ran(command, seconds + MORE_SECONDS, environment)
+    links: dict[tuple[int, int], dict[str, float]] = {}
+    for found in json_objects(printed):
+        if "pair" in found:
+            one, other = found.pop("pair")
+            links[one, other] = found
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    ours = [line.removeprefix("tarantella: ") for line in lines if line.startswith("tarantella: ")]
+    why = " ".join(ours or lines[-1:]) or f"exit code {-9 if code is None else code}"
+    return Messages(links, "" if code == 0 else why)
+
+
+def ran(
+    command: Sequence[str], seconds: float, environment: Mapping[str, str] | None = None
+) -> tuple[int | None, str, str]:
+    """Returns exit code, output and errors of a command; no code if it had to be killed."""
+    # Files, not pipes: processes that a killed job or a shared ssh leaves behind hold pipes open.
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
+        files: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": errors}
+        code = None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = subprocess.run(
+                command, env=environment, timeout=seconds, check=False, **files
+            ).returncode
+        texts = []
+        for file in (out, errors):
+            file.seek(0)
+            texts.append(file.read().decode(errors="replace"))
+        return code, texts[0], texts[1]
+
+
+def json_objects(text: str) -> list[dict[str, Any]]:
+    """Returns the lines that are objects of JSON; a shell may print others."""
+    found = []
+    for line in text.splitlines():
+        with contextlib.suppress(ValueError):
+            found.append(json.loads(line))
+    return [value for value in found if isinstance(value, dict)]
 
 
 def main(arguments: Sequence[str]) -> None:

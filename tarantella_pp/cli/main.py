@@ -7,7 +7,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from tarantella_pp.cli.output import Parser
+from tarantella_pp.cli.output import FAILURE, USAGE_ERROR, Parser
 from tarantella_pp.errors import ConfigurationError, TarantellaError
 
 COMMANDS = {
@@ -19,8 +19,6 @@ COMMANDS = {
 }
 """Subcommands and their help. Each is a module of this package, `NAME_command`, with
 `add_arguments(parser)` and `run(arguments) -> exit code`."""
-
-FAILURE, USAGE_ERROR = 1, 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from tarantella_pp.cli import inputs, quantities
+from tarantella_pp.cli import inputs
+from tarantella_pp.cli.inputs import positive_int
 from tarantella_pp.cli.output import FAILURE, check_target, one_line, write_json, write_table
-from tarantella_pp.cli.quantities import positive_int
 from tarantella_pp.errors import ConfigurationError, PlanError
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--machine",
         metavar="NAME",
-        help=f"{quantities.MACHINE} (default: a core, or the GPU that is there)",
+        help=f"{inputs.MACHINE} (default: a core, or the GPU that is there)",
     )
     add("--optimizer", metavar="NAME",
         help="whose state counts as memory (default: the model's, else Adam's)")  # fmt: skip
@@ -98,9 +98,7 @@ def make(arguments: argparse.Namespace) -> int:
     plan, graph = _planned(arguments)
     if arguments.output is not None:
         plan.save(arguments.output)
-    _write_page(plan, graph, arguments)
-    _write(plan, as_json=arguments.json)
-    return 0
+    return _write(plan, graph, arguments)
 
 
 def _planned(arguments: argparse.Namespace) -> tuple[Plan, LayerGraph | None]:
@@ -115,20 +113,6 @@ def _planned(arguments: argparse.Namespace) -> tuple[Plan, LayerGraph | None]:
     timed = arguments.balance == "time" and not inputs.is_graph(arguments.model)
     build = inputs.build_model if timed else inputs.build_without_weights
     model = build(arguments.model)
-    plan = _plan_of_model(arguments, model)
-    return plan, None if arguments.html is None else _graph_of(arguments.model, model)
-
-
-def _graph_of(source: str, model: Any) -> LayerGraph:
-    """Returns the layer graph of a MODEL."""
-    if inputs.is_graph(source):
-        return cast("LayerGraph", model.graph)
-    from tarantella_pp.partition.graph.keras_reader import extract
-
-    return extract(model).graph
-
-
-def _plan_of_model(arguments: argparse.Namespace, model: Any) -> Plan:
     with inputs.quiet_keras("A plan"):
         from tarantella_pp import make_plan
 
@@ -140,7 +124,17 @@ def _plan_of_model(arguments: argparse.Namespace, model: Any) -> Plan:
     if arguments.memory_limit is not None:
         limits = arguments.memory_limit.split(",")
         options["memory_limit"] = limits if len(limits) > 1 else limits[0]
-    return make_plan(model, arguments.num_stages, **options)
+    plan = make_plan(model, arguments.num_stages, **options)
+    return plan, None if arguments.html is None else _graph_of(arguments.model, model)
+
+
+def _graph_of(source: str, model: Any) -> LayerGraph:
+    """Returns the layer graph of a MODEL."""
+    if inputs.is_graph(source):
+        return cast("LayerGraph", model.graph)
+    from tarantella_pp.partition.graph.keras_reader import extract
+
+    return extract(model).graph
 
 
 def given_balance(text: str | None) -> list[int] | None:
@@ -178,9 +172,7 @@ def show(arguments: argparse.Namespace) -> int:
     """Prints the plan, and draws it where that is asked for."""
     _check_page(arguments)
     plan = inputs.load_plan(arguments.plan)
-    _write_page(plan, None, arguments)
-    _write(plan, as_json=arguments.json)
-    return 0
+    return _write(plan, None, arguments)
 
 
 def _add_page(parser: argparse.ArgumentParser) -> None:
@@ -205,10 +197,18 @@ def _check_page(arguments: argparse.Namespace) -> None:
         raise ConfigurationError(f"There is no folder '{folder}'. Received: --html={given}")
 
 
+def _write(plan: Plan, graph: LayerGraph | None, arguments: argparse.Namespace) -> int:
+    """Writes a plan to stdout, and its page if one is asked for; returns the exit code."""
+    if arguments.html is not None:
+        _write_page(plan, graph, arguments)
+    if arguments.json:
+        sys.stdout.write(f"{plan.to_json()}\n")
+    else:
+        write_table(plan)
+    return 0
+
+
 def _write_page(plan: Plan, graph: LayerGraph | None, arguments: argparse.Namespace) -> None:
-    """Writes the page of a plan, if one is asked for."""
-    if arguments.html is None:
-        return
     from tarantella_pp.partition.plan.page import drawn_step, render_html
 
     path = Path(arguments.html)
@@ -223,14 +223,6 @@ def _write_page(plan: Plan, graph: LayerGraph | None, arguments: argparse.Namesp
         ) from error
     if not arguments.json:
         write_table(f"Wrote {path}.")
-
-
-def _write(plan: Plan, *, as_json: bool) -> None:
-    """Writes a plan to stdout."""
-    if as_json:
-        sys.stdout.write(f"{plan.to_json()}\n")
-        return
-    write_table(plan)
 
 
 def add_check(parser: argparse.ArgumentParser) -> None:

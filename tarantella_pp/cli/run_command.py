@@ -10,7 +10,7 @@ import shlex
 import sys
 from typing import TYPE_CHECKING
 
-from tarantella_pp.cli.quantities import positive_int, positive_seconds
+from tarantella_pp.cli.inputs import positive_int, positive_seconds
 from tarantella_pp.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def run(arguments: argparse.Namespace) -> int:
     hosts, num_ranks = _placement(arguments)
     launcher = mpi_launchers.find_launcher(arguments.mpi)
     per_node = _most_of_node(arguments, num_ranks, hosts)
-    variables = _variables(arguments, per_node)
+    variables = _variables(arguments, per_node, exported)
     inherited = mpi_launchers.without_other_jobs(slurm.beside_own_step(os.environ))
     environment = {**inherited, **variables, **exported}
     job = _job(arguments, script, num_ranks, per_node, hosts, environment)
@@ -157,18 +157,24 @@ def _most_of_node(
     return known or -(-num_ranks // slurm.nodes(os.environ))
 
 
-def _variables(arguments: argparse.Namespace, per_node: int) -> dict[str, str]:
+def _variables(
+    arguments: argparse.Namespace, per_node: int, exported: dict[str, str]
+) -> dict[str, str]:
     """Returns the environment of the ranks, as far as it is not the user's."""
     from tarantella_pp.launch import environment, resources
     from tarantella_pp.partition.graph.units import parse_bytes
 
-    exported = environment.parse_exports(arguments.exports, os.environ)
     variables = environment.rank_environment(
         arguments.log_level, arguments.output_on_all_devices, {**os.environ, **exported}
     )
     variables[resources.COUNT_VARIABLE] = str(arguments.threads or "")
     variables[resources.RANKS_VARIABLE] = str(per_node)
-    variables[resources.BIND_VARIABLE] = _binding(arguments)
+    binding = "" if arguments.bind == "none" else resources.TO_CORES
+    if arguments.pin_memory_to_socket:
+        binding = resources.TO_MEMORY
+    elif arguments.pin_to_socket:
+        binding = resources.TO_SOCKET
+    variables[resources.BIND_VARIABLE] = binding
     variables[environment.LOG_ALL_VARIABLE] = "1" if arguments.log_on_all_devices else "0"
     if arguments.share_gpus:
         variables[resources.SHARE_VARIABLE] = "1"
@@ -180,17 +186,6 @@ def _variables(arguments: argparse.Namespace, per_node: int) -> dict[str, str]:
         size = parse_bytes(arguments.fusion_threshold, "--fusion-threshold")
         variables[environment.FUSION_VARIABLE] = str(size)
     return variables
-
-
-def _binding(arguments: argparse.Namespace) -> str:
-    """Returns how ranks are bound."""
-    from tarantella_pp.launch import resources
-
-    if arguments.pin_memory_to_socket:
-        return resources.TO_MEMORY
-    if arguments.pin_to_socket:
-        return resources.TO_SOCKET
-    return "" if arguments.bind == "none" else resources.TO_CORES
 
 
 def _job(
@@ -210,7 +205,7 @@ def _job(
     names = {*needed_elsewhere(environment), *of_job}
     names |= {option.partition("=")[0] for option in arguments.exports}
     return mpi_launchers.Job(
-        command=(*_interpreter(arguments), "-m", "tarantella_pp.launch.worker", *script),
+        command=(*interpreter_of(arguments), "-m", "tarantella_pp.launch.worker", *script),
         num_ranks=num_ranks,
         cores=resources.cores_of_node(),
         cores_per_rank=resources.threads_per_rank(per_node, os.environ),
@@ -222,7 +217,7 @@ def _job(
     )
 
 
-def _interpreter(arguments: argparse.Namespace) -> list[str]:
+def interpreter_of(arguments: argparse.Namespace) -> list[str]:
     """Returns the command that runs Python on each rank."""
     return shlex.split(arguments.python_interpreter or "") or [sys.executable]
 

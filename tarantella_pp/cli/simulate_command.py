@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from tarantella_pp.cli import quantities
+from tarantella_pp.cli import inputs
 from tarantella_pp.cli.output import guarded, table, write_json, write_table
 from tarantella_pp.errors import ConfigurationError
 
@@ -33,23 +33,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = DESCRIPTION
     add = parser.add_argument
     add("plan", metavar="PLAN", help="the plan's JSON file, of a Keras model")
-    add("--replicas", type=quantities.positive_int, metavar="R",
+    add("--replicas", type=inputs.positive_int, metavar="R",
         help="pipelines side by side, each with its own batch (default: the plan's)")  # fmt: skip
-    add("--machine", metavar="NAME", help=f"{quantities.MACHINE} (default: the plan's)")
-    add("--speed", type=quantities.flops_per_second, metavar="TFLOPS",
+    add("--machine", metavar="NAME", help=f"{inputs.MACHINE} (default: the plan's)")
+    add("--speed", type=inputs.flops_per_second, metavar="TFLOPS",
         help="what a rank reaches, in TFLOP/s or e.g. 500GFLOPs (default: the machine's, else 1); "
         "of another one than the plan's nothing else is known")  # fmt: skip
-    add("--link-bandwidth", type=quantities.bytes_per_second, metavar="B",
+    add("--link-bandwidth", type=inputs.bytes_per_second, metavar="B",
         help="between ranks, in each direction, e.g. 10GB or 100Gbit "
         "(default: the plan's, else 10GB)")  # fmt: skip
-    add("--link-latency", type=quantities.seconds, metavar="T",
+    add("--link-latency", type=inputs.seconds, metavar="T",
         help="of each message, e.g. 5us (default: the plan's, else 5us)")  # fmt: skip
     add("--schedule", metavar="NAME",
         help="gpipe, 1f1b, eager-1f1b, interleaved, zb-h1, zb-v or zb-auto "
         "(default: the plan's)")  # fmt: skip
-    add("--micro-batches", type=quantities.positive_int, metavar="M",
+    add("--micro-batches", type=inputs.positive_int, metavar="M",
         help="micro-batches of the same batch (default: the plan's)")  # fmt: skip
-    add("--ranks", type=quantities.positive_int, metavar="N",
+    add("--ranks", type=inputs.positive_int, metavar="N",
         help="ranks of one pipeline, a divisor of the stages (default: one per stage)")  # fmt: skip
     _add_hosts(parser.add_argument_group("many ranks"))
     add("--timeline", action="store_true", help="draw what each rank does when")
@@ -60,13 +60,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_hosts(group: Any) -> None:
     """Adds the shape of the hosts."""
     add = group.add_argument
-    add("--nodes", type=quantities.positive_int, metavar="N",
+    add("--nodes", type=inputs.positive_int, metavar="N",
         help="hosts, all full: as many replicas as they hold; needs --ranks-per-node")  # fmt: skip
-    add("--ranks-per-node", type=quantities.positive_int, metavar="K",
+    add("--ranks-per-node", type=inputs.positive_int, metavar="K",
         help="ranks of a host, which share its network card (default: one)")  # fmt: skip
-    add("--nic", type=quantities.bytes_per_second, metavar="B",
+    add("--nic", type=inputs.bytes_per_second, metavar="B",
         help="what a host's card does in each direction (default: as between ranks)")  # fmt: skip
-    add("--inside", type=quantities.bytes_per_second, metavar="B",
+    add("--inside", type=inputs.bytes_per_second, metavar="B",
         help="between two ranks of a host (default: as between ranks)")  # fmt: skip
 
 
@@ -104,7 +104,13 @@ def _simulate(arguments: argparse.Namespace) -> int:
         return 0
     write_table(*_summary(simulation, step, point, balance), _rank_table(step))
     if arguments.timeline:
-        write_table(_drawing(simulation.replicated(step, point.num_replicas)))
+        timeline = simulation.replicated(step, replicas).timeline
+        columns = shutil.get_terminal_size((100, 24)).columns
+        write_table(
+            "The pipeline is too large to be played, so there is no timeline."
+            if timeline is None
+            else timeline.to_text(max(40, columns - 12))
+        )
     write_table("Scaling, with the same work for each replica:", _curve_table(curve))
     write_table(*(f"Assumed: {line}" for line in _assumptions(simulation, step)))
     return 0
@@ -161,7 +167,7 @@ def _summary(
     """Makes the lines at the top."""
     from rich.text import Text
 
-    from tarantella_pp.partition.graph.units import count, format_bytes, format_seconds
+    from tarantella_pp.partition.graph.units import count, format_bytes, format_seconds, percent
     from tarantella_pp.partition.plan.plan_parts import common_limit
 
     plan = simulation.plan
@@ -175,7 +181,7 @@ def _summary(
             limits = (min(limits),) * len(step.peak_bytes)
         fits = all(peak <= own for peak, own in zip(step.peak_bytes, limits, strict=True))
         over = f", {'within' if fits else 'ABOVE'} the plan's limit of {size}"
-    bubble = f"{100 * step.bubble_fraction:.1f} %, {100 * balance:.1f} % without messages"
+    bubble = f"{percent(step.bubble_fraction)}, {percent(balance)} without messages"
     title = (
         f"A step of '{plan.model}': {plan.num_stages} stages on {point.num_ranks} ranks, "
         f"{simulation.schedule}, {count(simulation.micro_batches, 'micro-batch')} of "
@@ -218,14 +224,6 @@ def _curve_table(curve: list[ScalePoint]) -> Any:
         for point in curve
     ]
     return table(("Ranks", "Replicas", "Step", "Samples/s", "Speed-up", "Efficiency"), rows)
-
-
-def _drawing(step: PipelineStep) -> str:
-    """Draws the timeline as wide as the terminal."""
-    if step.timeline is None:
-        return "The pipeline is too large to be played, so there is no timeline."
-    columns = shutil.get_terminal_size((100, 24)).columns
-    return step.timeline.to_text(max(40, columns - 12))
 
 
 def _as_dict(

@@ -24,10 +24,9 @@ from tarantella_pp.partition.graph.node_link import NamedGraph
 from tarantella_pp.partition.graph.profile import Profile
 from tarantella_pp.partition.options import Settings
 from tarantella_pp.partition.plan.gradient_buckets import bucket_bytes, gradient_buckets
-from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
+from tarantella_pp.partition.plan.hardware_spec import HardwareSpec, NodeWork, node_work
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan.plan_parts import PlanConfig
-from tarantella_pp.partition.plan.roofline import NodeWork, node_work
 
 #: Layers whose forward pass is not repeated: TensorFlow keeps its loops with all they made.
 LOOPS = (

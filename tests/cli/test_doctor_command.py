@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tarantella_pp.cli import doctor_command
+from tarantella_pp.cli import doctor_command, doctor_probe
 from tarantella_pp.errors import LaunchError
 from tests.helpers.commands import Command
 from tests.helpers.jobs import PYTHONS, tarantella
@@ -37,13 +38,12 @@ def test_two_ranks_reach_each_other(python: str) -> None:
 
 
 def test_a_machine_without_mpi_is_reported(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     def find_launcher(name: str) -> None:
         raise LaunchError("Found no MPI")
 
     monkeypatch.setattr(doctor_command.mpi_launchers, "find_launcher", find_launcher)
-    command = Command(capsys)
     assert command("doctor") == 1
     assert "Found no MPI" in command.stdout
 
@@ -61,7 +61,7 @@ def launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str],
         path.chmod(0o700)
         mpich = doctor_command.mpi_launchers.Mpich("mpiexec")
         monkeypatch.setattr(doctor_command.mpi_launchers, "find_launcher", lambda name: mpich)
-        monkeypatch.setattr(doctor_command.sys, "executable", str(path))
+        monkeypatch.setattr(sys, "executable", str(path))
 
     return stand_in
 
@@ -77,10 +77,9 @@ def launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str],
     ],
 )  # fmt: skip
 def test_what_the_launcher_says_is_the_reason(
-    launcher: Callable[[str], None], capsys: pytest.CaptureFixture[str], script: str, told: str
+    launcher: Callable[[str], None], command: Command, script: str, told: str
 ) -> None:
     launcher(script)
-    command = Command(capsys)
     assert command("doctor", "--json") == 1
     assert told in json.loads(command.stdout)["problem"]
 
@@ -89,8 +88,8 @@ def test_a_launcher_that_does_not_end_is_killed_and_what_it_said_kept(
     launcher: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launcher(f"trap '' TERM; echo '{LINE}'; while :; do sleep 0.1; done")
-    monkeypatch.setattr(doctor_command, "MORE_SECONDS", 0.5)
-    found = doctor_command.exchange_messages([], 0.5)
+    monkeypatch.setattr(doctor_probe, "MORE_SECONDS", 0.5)
+    found = doctor_probe.exchange_messages([], 0.5)
     assert found == ({(0, 1): {"latency_us": 2.0, "bandwidth_gb_per_s": 3.0}}, "exit code -9")
 
 
@@ -104,7 +103,6 @@ def test_a_machine_without_tensorflow_is_reported(
     assert "keras is not installed: `pip install keras`" in problem
 
 
-def test_options_of_hosts_need_hosts(capsys: pytest.CaptureFixture[str]) -> None:
-    command = Command(capsys)
+def test_options_of_hosts_need_hosts(command: Command) -> None:
     assert command("doctor", "--remote-shell", "rsh") == 2
     assert "--remote-shell is for the hosts of --hostfile, which is missing" in command.stderr

@@ -160,26 +160,24 @@ def test_a_host_that_says_nothing_is_waited_for_no_longer_than_the_others(
 
 
 def test_hosts_that_slurm_chooses_are_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path
+    monkeypatch: pytest.MonkeyPatch, command: Command, tmp_path: pathlib.Path
 ) -> None:
     srun = mpi_launchers.Slurm("/usr/bin/srun")
     monkeypatch.setattr(doctor_hosts.mpi_launchers, "find_launcher", lambda name: srun)
     (tmp_path / "hosts").write_text("node-1\nnode-2\n")
-    command = Command(capsys)
     assert command("doctor", "--hostfile", tmp_path / "hosts") == 2
     assert "this MPI starts its ranks without one" in command.stderr
     assert "/usr/bin/srun" in command.stderr
 
 
 def test_hosts_are_examined_where_the_launcher_has_no_mpi(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path
+    monkeypatch: pytest.MonkeyPatch, command: Command, tmp_path: pathlib.Path
 ) -> None:
     def find_launcher(name: str) -> None:
         raise LaunchError("Found no MPI.")
 
     monkeypatch.setattr(doctor_hosts.mpi_launchers, "find_launcher", find_launcher)
     (tmp_path / "hosts").write_text("localhost\n")
-    command = Command(capsys)
     assert command("doctor", "--json", "--hostfile", tmp_path / "hosts") == 1
     found = json.loads(command.stdout)
     assert found["problems"][0] == "Found no MPI."

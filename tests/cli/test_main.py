@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 
@@ -21,22 +20,6 @@ def call(*arguments: str) -> subprocess.CompletedProcess[str]:
         timeout=30,
         check=False,
     )
-
-
-def test_help_loads_nothing_heavy() -> None:
-    program = (
-        "import sys, json, contextlib, io\n"
-        "from tarantella_pp.cli.main import main\n"
-        "with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):\n"
-        "    main(['--help'])\n"
-        "print(json.dumps(sorted(sys.modules)))"
-    )
-    answer = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    loaded = set(json.loads(answer.stdout))
-    assert "tarantella_pp.cli.run_command" in loaded
-    assert not loaded & {"tensorflow", "keras", "mpi4py", "numpy", "networkx", "rich", "psutil"}
 
 
 def test_help_names_the_commands() -> None:

@@ -8,11 +8,7 @@ import pathlib
 import pytest
 
 from tarantella_pp.launch.resources import sockets_of_this_host
-from tests.helpers.jobs import (
-    PYTHONS,
-    mpiexec,
-    tarantella,
-)
+from tests.helpers.jobs import PYTHONS, mpiexec, tarantella
 
 pytestmark = [pytest.mark.mpi, pytest.mark.parametrize("python", PYTHONS)]
 
@@ -62,13 +58,8 @@ def test_info_of_native_code_is_left_out_and_all_else_shown(
         shown = job.result().stderr
     with tarantella(python, "-n", "2", "native_log.py", TF_CPP_MIN_LOG_LEVEL="0") as job:
         everything = job.result().stderr
-    for text, times in (
-        ("oneDNN", 0),
-        ("InitializeLog", 0),
-        ("W0000", 2),
-        ("bar 1", 2),
-        ("end", 2),
-    ):
+    expected = {"oneDNN": 0, "InitializeLog": 0, "W0000": 2, "bar 1": 2, "end": 2}
+    for text, times in expected.items():
         assert shown.count(text) == times
         assert everything.count(text) == 2
 

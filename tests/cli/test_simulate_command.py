@@ -5,16 +5,11 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from tests.helpers.commands import GRAPH, Command
+from tests.helpers.commands import GRAPH
 from tests.helpers.plans import chain_graph, plan_of
 
 FLOPS = 128.0  # forward, per sample and layer
 SAMPLES, MICRO_BATCHES, STAGES = 32, 4, 4
-
-
-@pytest.fixture
-def command(capsys):
-    return Command(capsys)
 
 
 @pytest.fixture
@@ -169,14 +164,7 @@ def test_the_curve_leaves_out_what_does_not_lie_alike(command, plan) -> None:
 def test_tables(command, plan) -> None:
     assert command("simulate", plan, "--replicas", 2, "--timeline") == 0
     assert command.stderr == ""
-    for text in (
-        "on 8 ranks",
-        "2 replicas",
-        "Throughput:",
-        "Bubble:",
-        "4,096",
-        "rank 3 |",
-    ):
+    for text in ("on 8 ranks", "2 replicas", "Throughput:", "Bubble:", "4,096", "rank 3 |"):
         assert text in command.stdout
     assert "Assumed: a rank does 1 TFLOP/s" in command.stdout
 
@@ -214,15 +202,7 @@ def test_mistakes_are_told_in_one_line(command, plan, code, arguments, complaint
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [
-        ("--speed", "fast"),
-        ("--speed", "0"),
-        ("--speed", "nan"),
-        ("--link-bandwidth", "10"[:0]),
-        ("--link-bandwidth", "ten"),
-        ("--link-latency", "5 days"),
-        ("--replicas", "0"),
-    ],
+    [("--speed", "nan"), ("--link-bandwidth", ""), ("--link-latency", "5 days")],
 )
 def test_malformed_numbers_are_usage_errors(command, plan, option, value) -> None:
     assert command("simulate", plan, option, value) == 2

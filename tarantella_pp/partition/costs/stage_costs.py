@@ -29,18 +29,18 @@ from tarantella_pp.partition.graph.layer_graph import (
     Tensor,
 )
 from tarantella_pp.partition.graph.units import sample_shape
-from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
+from tarantella_pp.partition.plan.hardware_spec import (
+    BOTH_GRADIENTS,
+    HardwareSpec,
+    NodeWork,
+    node_work,
+    roofline_seconds,
+)
 from tarantella_pp.partition.plan.plan_parts import (
     CutEdge,
     OutputUse,
     StagePlan,
     Tie,
-)
-from tarantella_pp.partition.plan.roofline import (
-    BOTH_GRADIENTS,
-    NodeWork,
-    node_work,
-    roofline_seconds,
 )
 
 NOTHING: Mapping[int, int] = MappingProxyType({})

@@ -1,8 +1,29 @@
-"""The machine that a plan's step is simulated on, and some that are known by name."""
+"""The machine that a plan's step is simulated on, some known by name, and seconds of operations.
+
+An operation takes as long as its arithmetic, or as its memory traffic, whichever is longer.
+Williams, Waterman and Patterson, "Roofline: an insightful visual performance model", CACM 52
+(2009)::
+
+    seconds                                     __/   arithmetic: FLOPs / FLOP/s
+                       ______________________--       traffic: bytes / bandwidth
+    of a micro-batch  /  weights, once  + activations of each sample
+
+On a CPU weights are not under that roof but come first: a product of matrices lays them out anew
+before it multiplies. So micro-batches of few samples are slow.
+
+A machine may know how fast layers of a kind really are (`LayerSpeed`). Of such a layer::
+
+    seconds = start + weights / their layout + the longer of arithmetic and traffic
+
+with the steps of activation functions as arithmetic of their own, at the speed of functions; and so
+of its gradients, whose speeds are others. Unless that was measured, they take twice as long.
+"""
 
 from __future__ import annotations
 
 import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
@@ -10,6 +31,8 @@ import msgspec
 
 from tarantella_pp.errors import ConfigurationError, PlanError
 from tarantella_pp.partition.graph.json_record import decoded, read
+from tarantella_pp.partition.graph.layer_graph import LayerGraph, Node
+from tarantella_pp.partition.graph.units import item_bytes
 
 Positive = Annotated[float, msgspec.Meta(ge=1e-9)]
 NotNegative = Annotated[float, msgspec.Meta(ge=0)]
@@ -159,3 +182,192 @@ def machine_of(given: HardwareSpec | str | os.PathLike[str]) -> HardwareSpec:
         return decoded(read(given, "machine"), HardwareSpec)
     except (ValueError, PlanError) as error:
         raise ConfigurationError(f"{given} has no machine: {error}") from None
+
+
+BOTH_GRADIENTS = 2.0
+"""How many times as long as the forward pass the backward pass takes, if nothing else is known."""
+_LARGE_WINDOW = 3
+"""Depthwise convolutions with larger windows have a kind of their own."""
+_SEPARABLE = ("SeparableConv1D", "SeparableConv2D")
+_PRODUCTS = ("Einsum", "Matmul", "Dot", "Attention", "AdditiveAttention")
+"""Products of matrices without weights."""
+LOSS_STEPS = 15
+"""Steps of a function that a loss takes for each entry of an output, about as a cross-entropy of
+logits. Others take from a fifth of it (mean squared error) to twice as many."""
+
+
+class NodeWork(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What the forward pass of an operation does; in files an array.
+
+    Attributes:
+        flops: Floating point operations, per sample.
+        activation_bytes: Bytes of activations read and written, per sample.
+        weight_bytes: Bytes of variables read, for each micro-batch anew.
+        kind: What kind of layer it is; `None` in plans from before that was told.
+        function_flops: How many of `flops` are steps of an activation function.
+        parts: How much of it is done as layers of other kinds do it: the depthwise part of a
+            separable convolution, and the loss of an output of the model.
+    """
+
+    flops: float
+    activation_bytes: float
+    weight_bytes: float
+    kind: LayerKind | None = None
+    function_flops: float = 0.0
+    parts: tuple[NodeWork, ...] = ()
+
+
+def node_work(graph: LayerGraph) -> tuple[NodeWork, ...]:
+    """Returns what each operation of a layer graph does."""
+    losses = Counter[int]()
+    for output in (graph.tensors[t] for t in graph.outputs):
+        if output.has_gradient and output.producer is not None:
+            entries = output.bytes_per_sample // item_bytes(output.dtype)
+            losses[output.producer] += LOSS_STEPS * entries
+    return tuple(_with_loss(_work(graph, node), losses[node.id]) for node in graph.nodes)
+
+
+def _with_loss(work: NodeWork, steps: float) -> NodeWork:
+    """Adds the loss of what an operation makes to its work."""
+    if not steps:
+        return work
+    loss = NodeWork(steps, 0.0, 0.0, "function", steps)
+    return msgspec.structs.replace(
+        work,
+        kind=work.kind or loss.kind,
+        flops=work.flops + loss.flops,
+        function_flops=work.function_flops + loss.function_flops,
+        parts=(*work.parts, loss),
+    )
+
+
+def _work(graph: LayerGraph, node: Node) -> NodeWork:
+    """Counts what one operation reads and writes; a view of another tensor is neither.
+
+    A table whose rows are picked is read as far as it is written, so weights without arithmetic
+    count as what they make.
+    """
+    outputs = [graph.tensors[t] for t in node.outputs]
+    moved = [t for t in outputs if t.alias_of is None]
+    if not moved:
+        return NodeWork(node.flops, 0.0, 0.0)
+    written = sum(t.bytes_per_sample for t in moved)
+    read = sum(graph.tensors[t].bytes_per_sample for t in node.inputs)
+    weights = sum(graph.weights[w].bytes for w in node.weights) if node.flops else 0
+    picked = written if node.weights and not node.flops else 0
+    moves = read + written + picked + node.residual_bytes
+    kind, functions = _kind(graph, node), node.function_flops
+    parts = _separable_parts(graph, node)
+    return NodeWork(node.flops, moves, weights, kind, functions, parts)
+
+
+def _separable_parts(graph: LayerGraph, node: Node) -> tuple[NodeWork, ...]:
+    """Returns the depthwise part of a separable convolution, whose other part is pointwise.
+
+    Both make as many pixels, so arithmetic is in proportion to kernels.
+    """
+    kernels = [graph.weights[w] for w in node.weights if len(graph.weights[w].shape) > 2]
+    if node.kind not in _SEPARABLE or len(kernels) != 2:
+        return ()
+    flops = (node.flops - node.function_flops) / sum(kernel.bytes for kernel in kernels)
+    first = kernels[0]
+    return (NodeWork(flops * first.bytes, 0.0, first.bytes, _depthwise(first.shape[:-2])),)
+
+
+def _depthwise(window: Sequence[int]) -> LayerKind:
+    return "large_depthwise" if max(window, default=1) > _LARGE_WINDOW else "depthwise"
+
+
+def _kind(graph: LayerGraph, node: Node) -> LayerKind:
+    """Returns what an operation is most like."""
+    weights = [graph.weights[w] for w in node.weights]
+    if node.kind == "BatchNormalization":
+        return "normalization"
+    if "Conv" in node.kind and weights:
+        if node.kind in _SEPARABLE:
+            return "pointwise"
+        window = max(weights, key=lambda weight: weight.bytes).shape[:-2]
+        if node.kind.startswith("Depthwise"):
+            return _depthwise(window)
+        return "pointwise" if set(window) == {1} else "convolution"
+    multiplies = node.flops and any(len(weight.shape) > 1 for weight in weights)
+    return "product" if multiplies or node.kind in _PRODUCTS else "function"
+
+
+def roofline_seconds(
+    work: Sequence[NodeWork], samples: float, machine: HardwareSpec
+) -> list[tuple[float, float]]:
+    """Returns the seconds of each operation for one micro-batch, forward and backward."""
+    speeds = machine.layers
+    return [_seconds(one, samples, machine, speeds) for one in work]
+
+
+def _seconds(
+    work: NodeWork, samples: float, machine: HardwareSpec, speeds: Mapping[str, LayerSpeed]
+) -> tuple[float, float]:
+    """Seconds of one operation, forward and backward."""
+    speed = speeds.get(work.kind or "")
+    if speed is None:
+        forward = _plain_seconds(work, samples, machine)
+        return forward, BOTH_GRADIENTS * forward
+    steps, forward, backward = speeds.get("function", speed), 0.0, 0.0
+    # Views of other tensors move nothing.
+    own = (_without_parts(work),) if work.activation_bytes else ()
+    for part in (*own, *work.parts):
+        at = speeds.get(part.kind or "", speed)
+        forward += _pass_seconds(part, samples, machine, at.forward, steps.forward)
+        backward += _pass_seconds(
+            part, samples, machine, at.backward, steps.backward, BOTH_GRADIENTS
+        )
+    return forward, backward
+
+
+def _without_parts(work: NodeWork) -> NodeWork:
+    """Returns the work that remains for the operation's own kind of layer."""
+    if not work.parts:
+        return work
+    return msgspec.structs.replace(
+        work,
+        flops=work.flops - sum(part.flops for part in work.parts),
+        function_flops=work.function_flops - sum(part.function_flops for part in work.parts),
+        weight_bytes=work.weight_bytes - sum(part.weight_bytes for part in work.parts),
+        parts=(),
+    )
+
+
+def _pass_seconds(
+    work: NodeWork,
+    samples: float,
+    machine: HardwareSpec,
+    speed: PassSpeed,
+    steps: PassSpeed,
+    times: float = 1.0,
+) -> float:
+    """Seconds of one direction of an operation, at the speeds of its kind and of functions.
+
+    Work that was not measured takes `times` as long as forward.
+    """
+    arithmetic = work.flops - work.function_flops
+    if work.kind == "function":
+        arithmetic *= times / machine.flops_per_second
+    else:
+        arithmetic /= speed.flops_per_second
+    arithmetic += work.function_flops / steps.flops_per_second
+    first, traffic = speed.start_seconds, 0.0
+    if speed.weight_bandwidth is not None:
+        first += work.weight_bytes / speed.weight_bandwidth
+    if machine.memory_bandwidth is not None:
+        traffic = times * work.activation_bytes / machine.memory_bandwidth
+    return first + samples * max(arithmetic, traffic)
+
+
+def _plain_seconds(work: NodeWork, samples: float, machine: HardwareSpec) -> float:
+    """Seconds of a forward pass by arithmetic and traffic alone."""
+    arithmetic = samples * work.flops / machine.flops_per_second
+    if machine.memory_bandwidth is None:
+        return arithmetic
+    traffic, weights = samples * work.activation_bytes, work.weight_bytes
+    if machine.weight_bandwidth is None:
+        return max(arithmetic, (traffic + weights) / machine.memory_bandwidth)
+    laid_out = weights / machine.weight_bandwidth
+    return laid_out + max(arithmetic, traffic / machine.memory_bandwidth)

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from tarantella_pp.errors import PlanError
 from tarantella_pp.partition.graph.json_record import JsonRecord
 from tarantella_pp.partition.graph.layer_graph import LayerGraph
-from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
+from tarantella_pp.partition.plan.hardware_spec import HardwareSpec, NodeWork
 from tarantella_pp.partition.plan.plan_parts import (
     Alternative,
     Certificate,
@@ -22,7 +22,6 @@ from tarantella_pp.partition.plan.plan_parts import (
     StagePlan,
     Tie,
 )
-from tarantella_pp.partition.plan.roofline import NodeWork
 from tarantella_pp.schedule import Schedule, ScheduleSpec
 
 

@@ -11,10 +11,9 @@ from typing import TypeVar
 import msgspec
 
 from tarantella_pp.errors import ScheduleError
-from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
+from tarantella_pp.partition.plan.hardware_spec import HardwareSpec, NodeWork, roofline_seconds
 from tarantella_pp.partition.plan.plan_data import PlanData
 from tarantella_pp.partition.plan.plan_parts import micro_batch_size, rank_in_job
-from tarantella_pp.partition.plan.roofline import NodeWork, roofline_seconds
 from tarantella_pp.schedule.actions import Link
 from tarantella_pp.schedule.spec import ScheduleSpec
 from tarantella_pp.simulation.pipelines import (

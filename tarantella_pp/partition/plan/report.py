@@ -10,7 +10,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from tarantella_pp.partition.graph.units import format_bytes, format_seconds
+from tarantella_pp.partition.graph.units import count, format_bytes, format_seconds
 from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
 from tarantella_pp.partition.plan.plan_data import PlanData
 from tarantella_pp.partition.plan.plan_parts import Alternative, StagePlan, common_limit
@@ -18,13 +18,14 @@ from tarantella_pp.partition.plan.plan_simulation import stage_seconds
 
 EQUAL = 5e-4
 """Share of a step that nobody minds."""
+_WORK = "Work = time by arithmetic or by memory traffic, whichever takes longer."
 
 
 def table(plan: PlanData) -> Group:
     """Makes a plan's table: one row for each stage, its layers, and the facts of the whole plan."""
     rows = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     rows.add_column("Stage", justify="right")
-    measured = all(stage.seconds is not None for stage in plan.stages)
+    measured = _is_measured(plan)
     machine = plan.machine or HardwareSpec()
     work = "Time" if measured else "FLOPs" if machine.memory_bandwidth is None else "Work"
     seconds = [sum(both) for both in stage_seconds(plan, machine, plan.micro_batch_size)]
@@ -36,7 +37,7 @@ def table(plan: PlanData) -> Group:
     for i, stage in enumerate(plan.stages):
         memory = format_bytes(stage.memory_bytes, short=True)
         rows.add_row(
-            _ranks(plan, i),
+            f"{i} x{plan.num_replicas}" if plan.num_replicas > 1 else str(i),
             f"{stage.nodes:,}",
             format_bytes(stage.parameter_bytes + stage.constant_bytes, short=True),
             format_bytes(stage.state_bytes, short=True),
@@ -47,7 +48,9 @@ def table(plan: PlanData) -> Group:
             else f"{100 * seconds[i] / total:.1f}%",
             _sends(plan, i),
         )
-    lines = [*_layers(plan), "", *_footer(plan)]
+    # Below the table, for names may be long.
+    ends = [s.first if s.nodes == 1 else f"{s.first} .. {s.last}" for s in plan.stages]
+    lines = [*(f"Stage {i}: {names}" for i, names in enumerate(ends)), "", *_footer(plan)]
     return Group(Text(_title(plan), style="bold"), rows, *map(Text, lines))
 
 
@@ -61,25 +64,19 @@ def as_text(plan: PlanData, width: int | None = None) -> str:
 
 
 def _title(plan: PlanData) -> str:
-    nodes, stages = _count(len(plan.node_names), "operation"), _count(plan.num_stages, "stage")
-    ranks = f", {_count(plan.num_ranks, 'rank')}" if plan.ranks else ""
+    nodes, stages = count(len(plan.node_names), "operation"), count(plan.num_stages, "stage")
+    ranks = f", {count(plan.num_ranks, 'rank')}" if plan.ranks else ""
     return f"Plan of '{plan.model}': {nodes} on {stages}{ranks}"
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun if number == 1 else noun + ('es' if noun.endswith('ch') else 's')}"
+def _is_measured(plan: PlanData) -> bool:
+    return all(stage.seconds is not None for stage in plan.stages)
 
 
-def _ranks(plan: PlanData, stage: int) -> str:
-    return str(stage) if plan.num_replicas == 1 else f"{stage} x{plan.num_replicas}"
-
-
-def _layers(plan: PlanData) -> list[str]:
-    """The first and the last operation of each stage; below the table, for names may be long."""
-    return [
-        f"Stage {i}: {stage.first}" + ("" if stage.nodes == 1 else f" .. {stage.last}")
-        for i, stage in enumerate(plan.stages)
-    ]
+def _counts_traffic(plan: PlanData) -> bool:
+    """Whether the column of work is not measured, and more than arithmetic."""
+    machine = plan.machine
+    return bool(machine and machine.memory_bandwidth) and not _is_measured(plan)
 
 
 def _activations(stage: StagePlan) -> str:
@@ -104,13 +101,13 @@ def _footer(plan: PlanData) -> list[str]:
     replicas = "" if plan.num_replicas == 1 else f" on {plan.num_replicas} replicas"
     lines = [
         (
-            f"Schedule {plan.schedule}: {_count(plan.num_micro_batches, 'micro-batch')} of "
-            f"{_count(plan.micro_batch_size, 'sample')}, "
+            f"Schedule {plan.schedule}: {count(plan.num_micro_batches, 'micro-batch')} of "
+            f"{count(plan.micro_batch_size, 'sample')}, "
             f"batch of {plan.batch_size}{replicas}{bubble}."
         ),
         *choice_lines(plan),
         _quality(plan),
-        *_work_line(plan),
+        *([_WORK] if _counts_traffic(plan) else []),
         f"State = weights + gradients + optimizer state of {plan.optimizer}.",
         "Activations = micro-batches in flight x bytes of one.",
         "Memory = State + Activations + peak temporaries + message buffers.",
@@ -136,7 +133,7 @@ def _footer(plan: PlanData) -> list[str]:
         lines.append(f"Memory limit of {where}: {', '.join(map(format_bytes, shown))}.")
     if plan.assumed_size is not None:
         lines.append(f"Unknown dimensions are counted as {plan.assumed_size}.")
-    if all(stage.seconds is not None for stage in plan.stages):
+    if _is_measured(plan):
         lines.append("Time is measured, of one micro-batch forward and backward.")
     lines += [f"No split backward pass, {reason}." for reason in plan.fallbacks]
     if plan.outputs is not None and plan.outputs.at_once is not None:
@@ -144,15 +141,6 @@ def _footer(plan: PlanData) -> list[str]:
     if plan.estimated:
         lines.append(f"Costs are guesses for: {', '.join(plan.estimated)}.")
     return lines
-
-
-def _work_line(plan: PlanData) -> list[str]:
-    """What the column of work means, where it is not measured and more than arithmetic."""
-    machine = plan.machine
-    measured = all(stage.seconds is not None for stage in plan.stages)
-    if machine is None or machine.memory_bandwidth is None or measured:
-        return []
-    return ["Work = time by arithmetic or by memory traffic, whichever takes longer."]
 
 
 def _replicas(plan: PlanData) -> list[str]:
@@ -185,14 +173,14 @@ def _rank(plan: PlanData, rank: int) -> str:
 
 def _quality(plan: PlanData) -> str:
     proof = plan.certificate
-    counted = ", memory traffic counted in" if _work_line(plan) else ""
-    notes = {"flops": counted}
     units = {"flops": "{:.4g} FLOPs per sample", "time": "{:.4g} s per micro-batch"}
     value, bound = (
         units[plan.balance].format(v) if plan.balance in units else format_bytes(v)
         for v in (proof.value, proof.lower_bound)
     )
-    what, note = "rank" if plan.ranks else "stage", notes.get(plan.balance, "")
+    what = "rank" if plan.ranks else "stage"
+    traffic = plan.balance == "flops" and _counts_traffic(plan)
+    note = ", memory traffic counted in" if traffic else ""
     how = "as given" if plan.balance == "given" else f"by {plan.balance}"
     return (
         f"Balanced {how}: largest {what} {value}{note}, {proof.verdict(bound)} "

@@ -21,15 +21,9 @@ def graphs(draw: st.DrawFn) -> tuple[LayerGraph, list[int], int]:
     num_stages = draw(st.integers(1, 4))
     stages = sorted(draw(st.lists(st.integers(0, num_stages - 1), min_size=1, max_size=8)))
     sizes = draw(st.lists(st.integers(1, 12), min_size=1, max_size=8))
+    dtypes = st.sampled_from(["float32", "float16"])
     weights = tuple(
-        Weight(
-            i,
-            f"w{i}",
-            (size,),
-            draw(st.sampled_from(["float32", "float16"])),
-            draw(st.booleans()),
-            size,
-        )
+        Weight(i, f"w{i}", (size,), draw(dtypes), draw(st.booleans()), size)
         for i, size in enumerate(sizes)
     )
     some = st.lists(st.integers(0, len(sizes) - 1), unique=True, max_size=4)

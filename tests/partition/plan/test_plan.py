@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 
 import msgspec
 import pytest
@@ -152,6 +150,15 @@ def tie(**changes):
         ({"except_last": [0]}, r"except_last must name stages of those.*Received: \[0\]"),
         ({"recompute": [0, 1], "except_last": [1, 0]}, "except_last must name stages"),
         ({"stages__0__recomputed_bytes": 8}, "stages.0. recomputes nothing. Received: 8"),
+        ({"placement": "anywhere"}, "placement"),
+        ({"fusion_threshold": 0}, "fusion_threshold must be at least 1"),
+        *(
+            (
+                {"stages__0__bucket_bytes": [size]},
+                r"stages\[0\] must have its 512 bytes of gradients",
+            )
+            for size in (0, -1, 513)
+        ),
     ],
 )
 def test_a_plan_that_does_not_fit_together_is_refused(changes, message):
@@ -165,13 +172,6 @@ def test_a_plan_that_does_not_fit_together_is_refused(changes, message):
 )
 def test_text_that_is_no_plan_is_refused(text):
     with pytest.raises(PlanError, match="no valid plan"):
-        Plan.from_json(text)
-
-
-def test_infinite_numbers_are_refused():
-    text = PLAN.to_json().replace('"value": 3072.0', '"value": 1e999')
-    assert text != PLAN.to_json()
-    with pytest.raises(PlanError):
         Plan.from_json(text)
 
 
@@ -218,14 +218,6 @@ def test_loading_broken_bytes_raises_nothing_but_plan_errors(place, junk):
         return
 
 
-def test_importing_plans_does_not_load_tensorflow():
-    code = (
-        "import sys, tarantella_pp.partition.plan.plan, tarantella_pp.partition.plan.report;"
-        "sys.exit(bool({'keras', 'tensorflow', 'mpi4py'} & set(sys.modules)))"
-    )
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
-
-
 REPLICAS = plan_of(chain_graph(6), [0, 0, 1, 1, 2, 2], num_replicas=2)
 
 
@@ -253,21 +245,3 @@ def test_the_table_says_which_ranks_are_which():
     assert "Placement" not in as_text(msgspec.structs.replace(REPLICAS, num_replicas=1), 200)
     apart = msgspec.structs.replace(REPLICAS, placement="replicas-together", num_replicas=3)
     assert "replica 1 is ranks 1, 4, 7, ...." in " ".join(as_text(apart, 200).split())
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("placement", "anywhere"), ("fusion_threshold", 0), ("fusion_threshold", -1)],
-)
-def test_what_cannot_be_is_refused(field, value):
-    data = msgspec.json.decode(REPLICAS.to_json())
-    with pytest.raises(PlanError):
-        Plan.from_json(msgspec.json.encode({**data, field: value}))
-
-
-@pytest.mark.parametrize("buckets", [[0], [-1], [513]])
-def test_buckets_hold_the_gradients(buckets):
-    data = msgspec.json.decode(REPLICAS.to_json())
-    data["stages"][0]["bucket_bytes"] = buckets
-    with pytest.raises(PlanError, match=r"stages\[0\] must have its 512 bytes of gradients"):
-        Plan.from_json(msgspec.json.encode(data))

@@ -110,37 +110,18 @@ def test_printing_is_plain_in_a_pipe_and_styled_in_a_terminal():
     assert table(PLAN) is not None
 
 
-@pytest.mark.parametrize(
-    ("value", "text", "short"),
-    [
-        (0, "0 B", "0B"),
-        (999, "999 B", "999B"),
-        (1000, "0.98 KiB", "0.98K"),
-        (1536, "1.50 KiB", "1.50K"),
-        (16 * 2**30, "16.0 GiB", "16.0G"),
-        (123456789, "118 MiB", "118M"),
-        (5 * 2**50, "5120 TiB", "5120T"),
-    ],
-)
-def test_bytes_in_words(value, text, short):
-    assert format_bytes(value) == text
-    assert format_bytes(value, short=True) == short
+def test_bytes_in_words():
+    values = (0, 999, 1000, 1536, 16 * 2**30, 123456789, 5 * 2**50)
+    words = ["0 B", "999 B", "0.98 KiB", "1.50 KiB", "16.0 GiB", "118 MiB", "5120 TiB"]
+    assert list(map(format_bytes, values)) == words
+    short = ["0B", "999B", "0.98K", "1.50K", "16.0G", "118M", "5120T"]
+    assert [format_bytes(value, short=True) for value in values] == short
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("16GB", 16 * 10**9),
-        ("16 GiB", 16 * 2**30),
-        ("1.5k", 1500),
-        ("512", 512),
-        ("3B", 3),
-        (1e6, 10**6),
-        (7, 7),
-    ],
-)
-def test_words_to_bytes(text, value):
-    assert parse_bytes(text, "memory_limit") == value
+def test_words_to_bytes():
+    words = ("16GB", "16 GiB", "1.5k", "512", "3B", 1e6, 7)
+    values = [16 * 10**9, 16 * 2**30, 1500, 512, 3, 10**6, 7]
+    assert [parse_bytes(word, "memory_limit") for word in words] == values
 
 
 @pytest.mark.parametrize("wrong", ["", "GB", "-1GB", "1XB", "iB", 0, -5, True, None, 1e400, [1]])

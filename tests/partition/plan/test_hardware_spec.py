@@ -15,11 +15,13 @@ from tarantella_pp.partition.graph.keras_reader import extract
 from tarantella_pp.partition.plan.hardware_spec import (
     HardwareSpec,
     LayerSpeed,
+    NodeWork,
     PassSpeed,
     machine_of,
+    node_work,
+    roofline_seconds,
 )
 from tarantella_pp.partition.plan.plan_simulation import PlanSimulation, stage_seconds
-from tarantella_pp.partition.plan.roofline import NodeWork, node_work, roofline_seconds
 from tests.helpers.commands import Command
 from tests.zoo import models
 from tests.zoo.published_models import amoebanet, resnet101, unet

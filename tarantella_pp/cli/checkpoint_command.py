@@ -67,7 +67,7 @@ def _found_in(directory: str) -> list[Path]:
     from tarantella_pp.files.manifest import MANIFEST
 
     path = Path(directory)
-    siblings = checkpoints_in(path.parent)
+    siblings = checkpoints_in(path.parent)  # a damaged one has no manifest to be known by
     if (path / MANIFEST).is_file() or path in siblings:
         return [path]
     found = checkpoints_in(path)
@@ -244,6 +244,7 @@ def _restored(folder: Path, manifest: Manifest, source: str | None) -> Any:
         from tarantella_pp.files.checkpoint_reader import RestoredState
         from tarantella_pp.models.pipeline_model import PipelineModel
 
+        # One stage: states are kept by the model's variables, whatever ranks have written them.
         model = PipelineModel(plain, num_stages=1, num_micro_batches=1)
         if manifest.compiled is not None:
             model.compile(**keras.saving.deserialize_keras_object(manifest.compiled))

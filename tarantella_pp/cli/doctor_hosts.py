@@ -79,7 +79,7 @@ class HostFacts(msgspec.Struct, frozen=True):
 def run(arguments: argparse.Namespace) -> int:
     """Prints what it found; returns 0 if nothing is wrong."""
     shell, findings = _shell(arguments)
-    has_mpi = not findings
+    has_mpi = not findings  # without one, hosts are still asked what they have
     lines = hosts.read_hostfile(arguments.hostfile)
     here = msgspec.convert(this_host(os.getcwd()), HostFacts)
     found = survey(lines, shell, interpreter_of(arguments))

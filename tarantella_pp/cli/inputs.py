@@ -254,6 +254,7 @@ def _loaded(script: Path) -> ModuleType:
     if spec is None or spec.loader is None:
         raise ConfigurationError(f"{str(script)!r} cannot be imported.")
     module = importlib.util.module_from_spec(spec)
+    # As `python script.py` would: what it imports may lie beside it.
     sys.path.insert(0, str(script.parent.resolve()))
     sys.modules.setdefault(script.stem, module)
     spec.loader.exec_module(module)

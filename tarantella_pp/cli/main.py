@@ -26,6 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     explicit = bool(arguments) and arguments[0] in COMMANDS
     name = arguments.pop(0) if explicit else "run"
+    # Only the module of this command: others load what takes seconds.
     module = importlib.import_module(f"tarantella_pp.cli.{name}_command")
     parser = _parser(name if explicit else "")
     module.add_arguments(parser)

@@ -211,6 +211,7 @@ def _difference(before: Plan, after: Plan) -> dict[str, Any]:
     from tarantella_pp.partition.plan.plan_parts import PlanConfig
 
     old, new = _names(before), _names(after)
+    # The same graph, perhaps read in another process: nodes are known by their places.
     if before.fingerprint == after.fingerprint:
         new = old
     names = ("model", *PlanConfig.__struct_fields__, "optimizer", "schedule_text")

@@ -106,6 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
     launcher = mpi_launchers.find_launcher(arguments.mpi)
     per_node = _most_of_node(arguments, num_ranks, hosts)
     variables = _variables(arguments, per_node, exported)
+    # Started inside another job (salloc, mpiexec), ranks would take its variables for their own.
     inherited = mpi_launchers.without_other_jobs(slurm.beside_own_step(os.environ))
     environment = {**inherited, **variables, **exported}
     job = _job(arguments, script, num_ranks, per_node, hosts, environment)
@@ -202,6 +203,7 @@ def _job(
     from tarantella_pp.launch.records import LOCAL_RANK_VARIABLE, RANK_VARIABLE, SIZE_VARIABLE
 
     of_job = {SIZE_VARIABLE, RANK_VARIABLE, LOCAL_RANK_VARIABLE}
+    # MPI hands on only what it is given by name, and other hosts start from a bare login shell.
     names = {*needed_elsewhere(environment), *of_job}
     names |= {option.partition("=")[0] for option in arguments.exports}
     return mpi_launchers.Job(

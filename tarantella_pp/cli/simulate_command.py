@@ -97,6 +97,8 @@ def _simulate(arguments: argparse.Namespace) -> int:
     step = simulation.step(arguments.ranks)
     point = simulation.point(step, replicas)
     curve = simulation.curve(step, arguments.ranks)
+    # What bubble would be left with links that take no time: stages that are uneven, or too few
+    # micro-batches.
     balance = simulation.without_messages().step(arguments.ranks).bubble_fraction
     if arguments.json:
         found = _as_dict(simulation, step, point, curve)

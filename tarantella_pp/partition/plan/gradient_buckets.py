@@ -62,6 +62,7 @@ def bucket_bytes(
 def _packed(graph: LayerGraph, weights: Sequence[int], tables: set[int], most: int) -> Buckets:
     """Fills a bucket of each dtype, and begins another one where a variable does not fit."""
     buckets: list[list[int]] = []
+    # The open bucket of each dtype, and the bytes that it still takes.
     room: dict[str, tuple[int, list[int]]] = {}
     for w in weights:
         weight = graph.weights[w]

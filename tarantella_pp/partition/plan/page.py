@@ -74,6 +74,7 @@ def render_html(
 
 def as_frame(page: str) -> str:
     """Returns the element that shows a page inside of another one, as a notebook is."""
+    # A frame of its own: a notebook's style sheets must not reach the page, nor its the notebook.
     style = "width:100%;height:800px;border:0"
     return f'<iframe sandbox="" style="{style}" srcdoc="{html.escape(page)}"></iframe>'
 

@@ -135,6 +135,7 @@ def _cuts_alone(plan: PlanData, row: dict[int, int]) -> list[CutTensors]:
     cuts: dict[Place, CutTensors] = {}
     for tensor in plan.cuts:
         own = [i for i, stage in enumerate(plan.assignment) if stage == tensor.source]
+        # Tensors are named after their operation, with [0], [1] behind it if it makes several.
         names = (tensor.tensor, tensor.tensor.rpartition("[")[0])
         producer = next((i for i in own if plan.node_names[i] in names), own[-1])
         source = (tensor.source, row[producer])
@@ -215,6 +216,7 @@ def _lanes(spans: dict[int, Span]) -> dict[int, int]:
     """Gives each span a lane in which it meets no other one; greedy, which needs the fewest."""
     ends: list[float] = []
     lanes = {}
+    # By their starts: then a lane that is free at a start stays free to its end.
     for key, (start, end) in sorted(spans.items(), key=lambda item: item[1]):
         lane = next((i for i, taken in enumerate(ends) if taken <= start), len(ends))
         ends[lane : lane + 1] = [end]
@@ -248,7 +250,7 @@ def _channel(outline: Outline, column: int, rails: dict[int, int]) -> dict[int, 
         heights = [float(row) for stage, row in cut.targets if stage == column + 1]
         heights += [cut.source[1]] if cut.source[0] == column else []
         if heights:
-            heights += [-2] if i in rails else []
+            heights += [-2] if i in rails else []  # rails run above the heads of columns
             spans[i] = (min(heights) - 0.4, max(heights) + 0.4)
     return _lanes(spans)
 

@@ -231,6 +231,7 @@ def _add_texts(
             when = f"{format_seconds(event.start)} to {format_seconds(event.end)}"
         bar["title"] = f"{label}: {KINDS[bar['kind']]}, {when}"
         bar["forms"] = (label, label[len(label.rstrip("0123456789")) :], "")
+    # All bars of a kind alike: a text here and none there would look like a difference.
     for kind in KINDS:
         own = [bar for bar in bars if bar["kind"] == kind]
         for form in range(3):

@@ -74,6 +74,7 @@ class Plan(PlanData, frozen=True):
 
     def __str__(self) -> str:
         """Returns the table of the plan, as wide as the terminal, without colours."""
+        # Displays are imported when they are asked for: ranks load plans, and never print them.
         from tarantella_pp.partition.plan.report import as_text
 
         return as_text(self)

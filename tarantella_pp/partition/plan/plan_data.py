@@ -77,10 +77,6 @@ class PlanData(
         with_gradient = (cut for cut in self.cuts if cut.has_gradient)
         return {(cut.source, target) for cut in with_gradient for target in cut.targets}
 
-    def sent(self, cut: CutEdge) -> int:
-        """Returns the bytes of one micro-batch of a tensor as it travels, without its mask."""
-        return cut.sent_bytes(self.wire_dtype)
-
     def sent_bytes(self, source: int | None = None) -> int:
         """Returns the bytes that one stage, or all, send forward for one micro-batch."""
         return sum(
@@ -106,6 +102,7 @@ class PlanData(
         Raises:
             ScheduleError: The schedule is unknown, or does not work with these ranks.
         """
+        # A schedule may put several stages on a rank only where the plan was made for that.
         if num_ranks is None and self.ranks:
             num_ranks = self.num_ranks
         if self.schedule_text is None:
@@ -124,6 +121,7 @@ class PlanData(
         """
         if self.fingerprint != graph.fingerprint():
             raise PlanError(f"This is a plan of another model: {difference(self, graph)}")
+        # Such layers change state on each call, so their order must be the model's own.
         for group in graph.groups:
             stages = {self.assignment[node]: self.node_names[node] for node in sorted(group)}
             if len(stages) > 1:
@@ -182,6 +180,7 @@ def _wrong_numbers(plan: PlanData) -> Iterator[str]:
             value = getattr(part, name)
             if isinstance(value, int | float) and not 0 <= value < math.inf:
                 yield f"{where}.{name} must be finite and not negative. Received: {value}"
+    # Far looser than the solver's own tolerance: files may have been written with fewer digits.
     if proof.optimal and not math.isclose(proof.value, proof.lower_bound, rel_tol=1e-6):
         yield (
             f"an optimal plan has the value of its bound. Received: value={proof.value}, "
@@ -209,6 +208,7 @@ def _wrong_stages(plan: PlanData) -> Iterator[str]:
         if not 0 <= place < len(plan.stages):
             yield f"node {node} must be on one of the stages. Received: stage {place}"
     for i, stage in enumerate(plan.stages):
+        # Not strict: unequal lengths are a problem of their own, reported above.
         names = [n for n, s in zip(plan.node_names, plan.assignment, strict=False) if s == i]
         buckets = stage.bucket_bytes or ()
         if min(buckets, default=1) < 1 or sum(buckets) > stage.gradient_bytes:

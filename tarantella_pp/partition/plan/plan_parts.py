@@ -36,6 +36,7 @@ class Certificate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @classmethod
     def of(cls, value: float, lower_bound: float, method: str, seconds: float) -> Certificate:
         """Makes the certificate that follows from a value and a bound."""
+        # Sums in another order may put a bound a rounding above the value it proves.
         bound = min(value, max(lower_bound, 0.0))
         optimal = value <= bound * (1 + TOLERANCE)
         if optimal:
@@ -268,6 +269,10 @@ class PlanConfig(msgspec.Struct, frozen=True, kw_only=True):
     shard_optimizer: bool = False
     gradient_dtype: NarrowDtype | None = None
     wire_dtype: NarrowDtype | None = None
+
+    def sent(self, cut: CutEdge) -> int:
+        """Returns the bytes of one micro-batch of a tensor as it travels, without its mask."""
+        return cut.sent_bytes(self.wire_dtype)
 
     @property
     def shards(self) -> int:

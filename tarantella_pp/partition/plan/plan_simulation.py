@@ -67,6 +67,7 @@ def search_limits(plan: PlanData) -> tuple[int, ...]:
         if plan.limits is not None:
             left = max(0, plan.limits[i] - stage.memory_bytes)
             bound = stage.in_flight + left // max(1, stage.activation_bytes)
+        # A memory limit that was kept by recomputing leaves no room to hold more.
         if i in plan.recompute:
             bound = stage.in_flight  # what waits for its weight gradients is not planned for
         bounds.append(min(plan.num_micro_batches, max(bound, stage.in_flight)))
@@ -226,6 +227,7 @@ class PlanSimulation:
         plan = self.plan
         if not plan.recompute:
             return {}
+        # Bytes of one plan's micro-batches, scaled by how many another schedule holds at a time.
         spec, last = self._spec(num_ranks), plan.except_last
         planned = plan.schedule_spec().held_whole(plan.num_micro_batches, last)
         now = spec.held_whole(self.micro_batches, last)
@@ -247,6 +249,8 @@ class PlanSimulation:
         else:
             share = mean / self.plan.micro_batch_size
             forward, gradient = share * stage.forward_seconds, share * stage.backward_seconds / 2
+        # Apart, both gradients repeat work that one call shares; a repeated forward pass is
+        # needed by the first of them only.
         once, apart = machine.action_seconds, machine.split_factor
         larger = self.micro_batch_size / self.plan.micro_batch_size
         moving = stage.working_bytes + stage.buffer_bytes
@@ -331,6 +335,7 @@ class PlanSimulation:
         hosts.
         """
         size = step.num_ranks
+        # ZB-V needs its two stages on each rank, and a schedule of one's own names its ranks.
         custom = self._runs_own and self.plan.schedule_text is not None
         shared = step.timeline is not None and self.schedule != "zb-v" and not custom
         fewer = [ranks for ranks in range(2, size) if shared and size % ranks == 0]
@@ -339,5 +344,6 @@ class PlanSimulation:
         for replicas in (2**k for k in range(MOST_RANKS.bit_length())):
             one = replace(self, num_replicas=replicas)
             if 2 <= replicas * size <= MOST_RANKS and one._lie_alike(size):
+                # Where a replica lies among the hosts changes its links, so it is played anew.
                 points.append(one.point(one.step(num_ranks) if self.nodes else step, replicas))
         return points

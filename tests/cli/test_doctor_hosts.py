@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from tarantella_pp.cli import doctor_hosts
-from tarantella_pp.cli.doctor_hosts import HostFacts, host_findings, usable
+from tarantella_pp.cli import doctor_command
+from tarantella_pp.cli.doctor_command import HostFacts, host_findings, usable
 from tarantella_pp.errors import LaunchError
 from tarantella_pp.launch import mpi_launchers
 from tarantella_pp.launch.hosts import Host
@@ -79,8 +79,8 @@ def test_hosts_that_are_alike_are_right(python: str, hosts: Network) -> None:
 
 SOONER = """
 import sys
-from tarantella_pp.cli import doctor_hosts, main
-doctor_hosts.START_SECONDS, doctor_hosts.PAIR_SECONDS = 8.0, 1.0
+from tarantella_pp.cli import doctor_command, main
+doctor_command.START_SECONDS, doctor_command.PAIR_SECONDS = 8.0, 1.0
 sys.exit(main.main(sys.argv[1:]))
 """
 
@@ -145,7 +145,7 @@ def test_a_host_that_says_nothing_is_waited_for_no_longer_than_the_others(
     monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:
     """A process that the shell has left behind holds its output open, as a shared ssh does."""
-    monkeypatch.setattr(doctor_hosts, "ANSWER_SECONDS", 2.0)
+    monkeypatch.setattr(doctor_command, "ANSWER_SECONDS", 2.0)
     shell = tmp_path / "shell"
     shell.write_text(
         '#!/bin/sh\ncase "$1" in quiet) exec sleep 60;; esac\n'
@@ -153,7 +153,9 @@ def test_a_host_that_says_nothing_is_waited_for_no_longer_than_the_others(
     )
     shell.chmod(0o700)
     start = time.monotonic()
-    quiet, fails = doctor_hosts.survey([Host("quiet"), Host("fails", 2)], [str(shell)], ["python"])
+    quiet, fails = doctor_command.survey(
+        [Host("quiet"), Host("fails", 2)], [str(shell)], ["python"]
+    )
     assert time.monotonic() - start < 30
     assert "Host quiet of --hostfile does not answer: no answer within 2 s." in quiet.silence
     assert "Host fails of --hostfile does not answer: Refused. `" in fails.silence
@@ -163,7 +165,7 @@ def test_hosts_that_slurm_chooses_are_refused(
     monkeypatch: pytest.MonkeyPatch, command: Command, tmp_path: pathlib.Path
 ) -> None:
     srun = mpi_launchers.Slurm("/usr/bin/srun")
-    monkeypatch.setattr(doctor_hosts.mpi_launchers, "find_launcher", lambda name: srun)
+    monkeypatch.setattr(doctor_command.mpi_launchers, "find_launcher", lambda name: srun)
     (tmp_path / "hosts").write_text("node-1\nnode-2\n")
     assert command("doctor", "--hostfile", tmp_path / "hosts") == 2
     assert "this MPI starts its ranks without one" in command.stderr
@@ -176,7 +178,7 @@ def test_hosts_are_examined_where_the_launcher_has_no_mpi(
     def find_launcher(name: str) -> None:
         raise LaunchError("Found no MPI.")
 
-    monkeypatch.setattr(doctor_hosts.mpi_launchers, "find_launcher", find_launcher)
+    monkeypatch.setattr(doctor_command.mpi_launchers, "find_launcher", find_launcher)
     (tmp_path / "hosts").write_text("localhost\n")
     assert command("doctor", "--json", "--hostfile", tmp_path / "hosts") == 1
     found = json.loads(command.stdout)
@@ -255,10 +257,10 @@ def test_gpus_that_some_hosts_lack_or_have_too_few_of_are_told() -> None:
 ANSWER = {"name": "alpha", "versions": {"python": "3.11.7"}, "cores": 2, "gpus": 0}
 
 
-def heard(said: str) -> doctor_hosts.HostFacts:
+def heard(said: str) -> doctor_command.HostFacts:
     """What is known of a host that prints this, whatever it is asked."""
     shell = [sys.executable, "-c", f"print({said!r})"]
-    return doctor_hosts.survey([Host("alpha.invalid", 2)], shell, [sys.executable])[0]
+    return doctor_command.survey([Host("alpha.invalid", 2)], shell, [sys.executable])[0]
 
 
 @pytest.mark.parametrize("more", ["", "\n3", "\nConnection closed."])

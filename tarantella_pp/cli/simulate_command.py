@@ -200,19 +200,20 @@ def _summary(
 
 def _rank_table(step: PipelineStep) -> Any:
     """The ranks of one pipeline."""
-    from tarantella_pp.partition.graph.units import format_bytes, format_seconds
+    from tarantella_pp.partition.graph.units import format_bytes, format_seconds, percent
+    from tarantella_pp.simulation.step_timeline import idle_fraction
 
     rows = []
     for rank, (busy, peak) in enumerate(zip(step.busy_seconds, step.peak_bytes, strict=True)):
         stages = " ".join(str(s) for s, owner in enumerate(step.placement) if owner == rank)
-        idle = f"{100 * (1 - busy / (step.pipeline_seconds or 1.0)):.1f} %"
+        idle = percent(idle_fraction([busy], step.pipeline_seconds))
         rows.append((rank, stages, format_seconds(busy), idle, format_bytes(peak)))
     return table(("Rank", "Stages", "Computes", "Idle", "Memory"), rows)
 
 
 def _curve_table(curve: list[ScalePoint]) -> Any:
     """The scaling curve."""
-    from tarantella_pp.partition.graph.units import format_seconds
+    from tarantella_pp.partition.graph.units import format_seconds, percent
 
     rows = [
         (
@@ -221,7 +222,7 @@ def _curve_table(curve: list[ScalePoint]) -> Any:
             format_seconds(point.step_seconds),
             f"{point.samples_per_second:.4g}",
             f"{point.speed_up:.4g}",
-            f"{100 * point.efficiency:.1f} %",
+            percent(point.efficiency),
         )
         for point in curve
     ]

@@ -201,7 +201,7 @@ def _summary(
 def _rank_table(step: PipelineStep) -> Any:
     """The ranks of one pipeline."""
     from tarantella_pp.partition.graph.units import format_bytes, format_seconds, percent
-    from tarantella_pp.simulation.step_timeline import idle_fraction
+    from tarantella_pp.simulation.simulator import idle_fraction
 
     rows = []
     for rank, (busy, peak) in enumerate(zip(step.busy_seconds, step.peak_bytes, strict=True)):

@@ -310,14 +310,12 @@ def _of_one(host: HostFacts) -> Iterator[str]:
 
 
 def _of_versions(package: str, here: HostFacts, found: Sequence[HostFacts]) -> Iterator[str]:
-    """Yields the hosts that lack a package, or have another version than this one.
-
-    Where this host has none, as one that only starts jobs, the first host that has one counts.
-    """
+    """Yields the hosts that lack a package, or have another version than this one."""
 
     def compared(version: str) -> str:  # patches of Python need not agree
         return ".".join(version.split(".")[:2]) if package == "python" else version
 
+    # A host that only starts jobs may have none: then the first host that has one counts.
     first = next((host for host in (here, *found) if host.versions.get(package)), here)
     expected = first.versions.get(package) or ""
     for host in found:
@@ -354,11 +352,9 @@ def _of_all(found: Sequence[HostFacts]) -> Iterator[str]:
 def measure_links(
     found: Sequence[HostFacts], arguments: argparse.Namespace
 ) -> tuple[dict[Pair, dict[str, float]], dict[Pair, str]]:
-    """Returns pairs of hosts with what messages need, and those between which none came through.
-
-    One job measures one pair after the other. If it ends before all are measured, the others are
-    measured in jobs of their own, so that one dead link does not hide the rest.
-    """
+    """Returns pairs of hosts with what messages need, and pairs between which none came through."""
+    # One job measures one pair after the other. If it ends before all are measured, the others are
+    # measured in jobs of their own, so that one dead link does not hide the rest.
     names = [host.host for host in found]
     pairs = list(itertools.combinations(names, 2))
     seconds = START_SECONDS + PAIR_SECONDS * len(pairs)

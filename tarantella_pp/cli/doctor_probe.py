@@ -136,10 +136,8 @@ def measure_pair(group: Communicator, other: int) -> dict[str, float]:
 
 
 def _seconds_per_message(group: Communicator, other: int, size: int) -> float:
-    """Returns the fastest of some ways there and back, halved.
-
-    The lower rank decides how often: the first byte of a message says whether another one comes.
-    """
+    """Returns the fastest of some ways there and back, halved."""
+    # The lower rank decides how often: the first byte of a message says whether another one comes.
     import numpy as np
 
     from tarantella_pp.runtime.comm.communicator import TensorSpec

@@ -32,10 +32,8 @@ class Parser(argparse.ArgumentParser):
         self.exit(USAGE_ERROR, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Reads arguments, and refuses those it does not know itself.
-
-        Otherwise the parser of the whole command would, in several lines.
-        """
+        """Reads arguments, and refuses those it does not know itself."""
+        # Otherwise the parser of the whole command would, in several lines.
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -96,10 +94,7 @@ def write_json(value: Any) -> None:
 
 
 def write_table(*parts: Any) -> None:
-    """Writes tables and lines to stdout: as wide as the terminal, plain in a pipe.
-
-    `NO_COLOR` and `COLUMNS` are respected, and lines in a pipe are not wrapped.
-    """
+    """Writes tables and lines to stdout: as wide as the terminal, plain and whole in a pipe."""
     from rich.console import Console
     from rich.text import Text
 

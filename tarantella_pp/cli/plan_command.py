@@ -203,15 +203,12 @@ def run_diff(arguments: argparse.Namespace) -> int:
 
 
 def _difference(before: Plan, after: Plan) -> dict[str, Any]:
-    """Returns options, nodes and stages that differ, ready for JSON.
-
-    Nodes are known by their names, the first, second ... of a name each; names that Keras has
-    numbered anew are known by their places where both plans are of the same model.
-    """
+    """Returns options, nodes and stages that differ, ready for JSON."""
+    # Nodes are known by their names, the first, second ... of a name each; names that Keras has
+    # numbered anew by their places, where both plans are of the same model.
     from tarantella_pp.partition.plan.plan_parts import PlanConfig
 
     old, new = _names(before), _names(after)
-    # The same graph, perhaps read in another process: nodes are known by their places.
     if before.fingerprint == after.fingerprint:
         new = old
     names = ("model", *PlanConfig.__struct_fields__, "optimizer", "schedule_text")

@@ -254,10 +254,8 @@ def _script(command: list[str]) -> list[str]:
 
 
 def _with_all_exports(arguments: argparse.Namespace) -> argparse.Namespace:
-    """Returns the arguments with all variables of `-x A=1 B=2 ...`.
-
-    The parser takes the second one for the script, and leaves all behind it as it is.
-    """
+    """Returns the arguments with all variables of `-x A=1 B=2 ...`."""
+    # The parser takes the second one for the script, and leaves all behind it as it is.
     while arguments.exports and arguments.command and _EXPORT.match(arguments.command[0]):
         arguments.exports.append(arguments.command.pop(0))
         following = arguments.command

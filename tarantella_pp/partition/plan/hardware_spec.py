@@ -242,11 +242,7 @@ def _with_loss(work: NodeWork, steps: float) -> NodeWork:
 
 
 def _work(graph: LayerGraph, node: Node) -> NodeWork:
-    """Counts what one operation reads and writes; a view of another tensor is neither.
-
-    A table whose rows are picked is read as far as it is written, so weights without arithmetic
-    count as what they make.
-    """
+    """Counts what one operation reads and writes; a view of another tensor is neither."""
     outputs = [graph.tensors[t] for t in node.outputs]
     moved = [t for t in outputs if t.alias_of is None]
     if not moved:
@@ -254,6 +250,7 @@ def _work(graph: LayerGraph, node: Node) -> NodeWork:
     written = sum(t.bytes_per_sample for t in moved)
     read = sum(graph.tensors[t].bytes_per_sample for t in node.inputs)
     weights = sum(graph.weights[w].bytes for w in node.weights) if node.flops else 0
+    # Of a table only the rows that are picked are read: as much as is made of them.
     picked = written if node.weights and not node.flops else 0
     moves = read + written + picked + node.residual_bytes
     kind, functions = _kind(graph, node), node.function_flops
@@ -262,13 +259,11 @@ def _work(graph: LayerGraph, node: Node) -> NodeWork:
 
 
 def _separable_parts(graph: LayerGraph, node: Node) -> tuple[NodeWork, ...]:
-    """Returns the depthwise part of a separable convolution, whose other part is pointwise.
-
-    Both make as many pixels, so arithmetic is in proportion to kernels.
-    """
+    """Returns the depthwise part of a separable convolution, whose other part is pointwise."""
     kernels = [graph.weights[w] for w in node.weights if len(graph.weights[w].shape) > 2]
     if node.kind not in _SEPARABLE or len(kernels) != 2:
         return ()
+    # Both make as many pixels, so arithmetic is in proportion to kernels.
     flops = (node.flops - node.function_flops) / sum(kernel.bytes for kernel in kernels)
     first = kernels[0]
     return (NodeWork(flops * first.bytes, 0.0, first.bytes, _depthwise(first.shape[:-2])),)

@@ -169,10 +169,8 @@ def _wires(
 
 
 def _cut_edges(plan: PlanData, graph: LayerGraph) -> dict[int, CutEdge]:
-    """The plan's cut of each tensor that crosses stages.
-
-    Names do not tell, for Keras numbers layers anew in every process; the order does.
-    """
+    """The plan's cut of each tensor that crosses stages."""
+    # By their order: Keras numbers layers anew in every process, so names need not agree.
     found, cuts = {}, iter(plan.cuts)
     for tensor, source, targets in crossings(graph, plan.assignment):
         cut = next(cuts, None)

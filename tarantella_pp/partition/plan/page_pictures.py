@@ -289,11 +289,9 @@ def ends_box(names: Sequence[str], role: str) -> Box:
 
 
 def fold(names: Sequence[str], crossing: Sequence[int], most: int) -> list[range]:
-    """Cuts a sequence of operations into runs that share a box.
-
-    A run ends where few tensors cross and names change early, so runs tend to be the blocks that
-    a model is made of.
-    """
+    """Cuts a sequence of operations into runs that share a box."""
+    # A run ends where few tensors cross and names change early, so runs tend to be the blocks that
+    # a model is made of.
     total = len(names)
     least = -(-total // most)
     runs, start = [], 0

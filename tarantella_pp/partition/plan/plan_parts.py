@@ -240,12 +240,7 @@ FUSION_THRESHOLD = 32 * 2**20
 
 
 class Coordinates(NamedTuple):
-    """Where a rank stands.
-
-    Attributes:
-        replica: The pipeline it is in.
-        position: Its rank in that pipeline.
-    """
+    """The pipeline that a rank is in, and its rank there."""
 
     replica: int
     position: int

@@ -34,11 +34,8 @@ SUMMING = 2.0
 
 
 def planned_step(plan: PlanData, num_ranks: int | None = None) -> PipelineStep:
-    """Plays the step of a plan on the machine that it was made for, with all its replicas.
-
-    Its bubble is the one that tables, pages and commands show. A plan from before plans named a
-    machine is played on any, with messages that take no time.
-    """
+    """Plays the step of a plan on its machine, with all replicas: what all displays show."""
+    # Plans from before they named a machine are played on any, with messages that take no time.
     machine = plan.machine or HardwareSpec(bandwidth=None, latency=0.0)
     simulation = PlanSimulation(plan, machine, plan.schedule, plan.num_micro_batches)
     return simulation.replicated(simulation.step(num_ranks), plan.num_replicas)
@@ -108,25 +105,15 @@ def stage_seconds(
 
 @dataclass(frozen=True, slots=True)
 class ScalePoint:
-    """A plan's step on a number of ranks.
-
-    Attributes:
-        num_ranks: Number of ranks.
-        num_replicas: Number of pipelines side by side.
-        step_seconds: Seconds of a step, gradients summed over replicas.
-        exposed_seconds: Seconds of these that wait for the sums alone.
-        samples: Samples of a step.
-        speed_up: How many times more samples per second than one rank alone.
-        played: Whether the pipeline was played event by event; otherwise from closed forms.
-    """
+    """A plan's step on a number of ranks."""
 
     num_ranks: int
     num_replicas: int
-    step_seconds: float
-    exposed_seconds: float
+    step_seconds: float  # gradients summed over replicas
+    exposed_seconds: float  # of these, what waits for the sums alone
     samples: int
-    speed_up: float
-    played: bool
+    speed_up: float  # samples per second over those of one rank alone
+    played: bool  # event by event; otherwise from closed forms
 
     @property
     def samples_per_second(self) -> float:
@@ -141,26 +128,14 @@ class ScalePoint:
 
 @dataclass(frozen=True, slots=True)
 class PlanSimulation:
-    """A plan on a machine.
-
-    Each replica has the micro-batches that the plan gives it, so that a batch grows with the
-    number of replicas.
-
-    Attributes:
-        plan: The plan.
-        machine: The machine.
-        schedule: Name of the schedule.
-        num_micro_batches: Micro-batches of a step on each replica, at most.
-        nodes: The hosts of the ranks. Default: each rank has a host of its own.
-        num_replicas: Replicas that share the hosts. Default: the plan's.
-    """
+    """A plan on a machine; a batch grows with the replicas, for each has its micro-batches."""
 
     plan: PlanData
     machine: HardwareSpec
     schedule: str
-    num_micro_batches: int
-    nodes: Nodes | None = None
-    num_replicas: int | None = None
+    num_micro_batches: int  # on each replica, at most
+    nodes: Nodes | None = None  # by default each rank has a host of its own
+    num_replicas: int | None = None  # that share the hosts; by default the plan's
 
     @property
     def samples(self) -> int:
@@ -236,11 +211,9 @@ class PlanSimulation:
     def _stage(
         self, index: int, mean: float, seconds: tuple[float, float], held_again: float | None
     ) -> StageCosts:
-        """Costs of a stage for micro-batches of `mean` samples.
-
-        Gradients of inputs and of weights take half of the backward pass each. Weight gradients
-        are added to a sum besides, where that was not measured.
-        """
+        """Costs of a stage for micro-batches of `mean` samples."""
+        # Gradients of inputs and of weights take half of the backward pass each. Weight gradients
+        # are added to a sum besides, where that was not measured.
         stage = self.plan.stages[index]
         forward, gradient = seconds[0], seconds[1] / 2
         machine, summed = self.machine, 0.0
@@ -268,10 +241,8 @@ class PlanSimulation:
         )
 
     def step(self, num_ranks: int | None = None, *, blocking: bool = True) -> PipelineStep:
-        """Plays the step of one replica.
-
-        A plan's own schedule, where it is searched for, holds no more than was planned.
-        """
+        """Plays the step of one replica."""
+        # A schedule that is searched for holds no more than was planned.
         limit = [stage.in_flight for stage in self.plan.stages] if self._runs_own else None
         return pipeline_step(
             self._spec(num_ranks),
@@ -328,12 +299,9 @@ class PlanSimulation:
         )
 
     def curve(self, step: PipelineStep, num_ranks: int | None = None) -> list[ScalePoint]:
-        """Returns the steps on 2 to 4,096 ranks.
-
-        Up to a rank for each stage there is one pipeline, whose ranks own several stages; from
-        then on there are 2, 4, 8 ... replicas of it, but for numbers that do not lie alike on their
-        hosts.
-        """
+        """Returns the steps on 2 to 4,096 ranks."""
+        # Up to a rank for each stage there is one pipeline, whose ranks own several stages; then
+        # 2, 4, 8 ... replicas of it, but for numbers that do not lie alike on their hosts.
         size = step.num_ranks
         # ZB-V needs its two stages on each rank, and a schedule of one's own names its ranks.
         custom = self._runs_own and self.plan.schedule_text is not None

@@ -94,14 +94,7 @@ class PlanData(
         return found
 
     def schedule_spec(self, num_ranks: int | None = None) -> ScheduleSpec:
-        """Returns the schedule that the plan's pipeline runs, for any number of micro-batches.
-
-        Args:
-            num_ranks: Number of ranks of the pipeline. Default: those that the plan was made for.
-
-        Raises:
-            ScheduleError: The schedule is unknown, or does not work with these ranks.
-        """
+        """Returns the schedule of a pipeline, by default of the ranks that the plan was made for."""
         # A schedule may put several stages on a rank only where the plan was made for that.
         if num_ranks is None and self.ranks:
             num_ranks = self.num_ranks
@@ -111,14 +104,7 @@ class PlanData(
         return ScheduleSpec.of_custom(custom, self.num_stages, num_ranks)
 
     def check(self, graph: LayerGraph) -> None:
-        """Checks that the plan is one of this model.
-
-        Args:
-            graph: The model's layer graph.
-
-        Raises:
-            PlanError: It is a plan of another model; the message names what differs.
-        """
+        """Raises a `PlanError` that names what differs, if this is a plan of another model."""
         if self.fingerprint != graph.fingerprint():
             raise PlanError(f"This is a plan of another model: {difference(self, graph)}")
         # Such layers change state on each call, so their order must be the model's own.

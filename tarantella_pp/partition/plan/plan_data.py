@@ -94,7 +94,7 @@ class PlanData(
         return found
 
     def schedule_spec(self, num_ranks: int | None = None) -> ScheduleSpec:
-        """Returns the schedule of a pipeline, by default of the ranks that the plan was made for."""
+        """Returns the schedule of a pipeline, by default for the ranks it was planned for."""
         # A schedule may put several stages on a rank only where the plan was made for that.
         if num_ranks is None and self.ranks:
             num_ranks = self.num_ranks

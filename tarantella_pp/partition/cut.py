@@ -31,7 +31,7 @@ SLACKS = (0.0, 0.01, 0.05, 0.2, 1.0, math.inf)
 """How far above what it is at the least the dearest stage is looked for, one after the other."""
 CLOSE = 1e-3
 """Relative distance from the most that can be said of a bound at which that is good enough."""
-ROUNDS, PRICED_ROUNDS, DRAWS = 12, 1, 2
+ROUNDS, PRICED_ROUNDS, DRAWS = 12, 1, 3
 """How often plans around the best are looked for without finding a better one, by sums and by
 prices, and the orders that are drawn for each time."""
 TIES = 8

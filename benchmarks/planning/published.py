@@ -23,13 +23,12 @@ import keras
 
 import tarantella_pp as tnt
 from tarantella_pp.models.deferred_init import only_shapes
-from tarantella_pp.partition.costs.stage_costs import StageCostModel
-from tarantella_pp.partition.given_balance import GIVEN, assignment_of, is_given
 from tarantella_pp.partition.graph.keras_reader import ExtractedModel, extract
-from tarantella_pp.partition.options import PlanOptions, Settings
+from tarantella_pp.partition.options import GIVEN, PlanOptions, Settings, assignment_of, is_given
 from tarantella_pp.partition.plan.hardware_spec import HardwareSpec, machines
 from tarantella_pp.partition.plan.plan_simulation import PlanSimulation
 from tarantella_pp.partition.planner import Planner
+from tarantella_pp.partition.stage_costs import StageCostModel
 from tarantella_pp.schedule import lower, make_schedule
 from tarantella_pp.schedule.actions import Compute
 from tarantella_pp.simulation import (

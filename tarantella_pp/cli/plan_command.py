@@ -114,8 +114,7 @@ def _of_model(arguments: argparse.Namespace) -> tuple[str, list[Comparison]]:
         from tarantella_pp.models.make_plan import default_machine
     from tarantella_pp.partition.baselines import by_rules, compare
     from tarantella_pp.partition.best_stages import sums_of
-    from tarantella_pp.partition.given_balance import assignment_of
-    from tarantella_pp.partition.options import PlanOptions
+    from tarantella_pp.partition.options import PlanOptions, assignment_of
     from tarantella_pp.partition.plan.hardware_spec import machine_of
     from tarantella_pp.partition.planner import Planner
     from tarantella_pp.partition.stage_memory import state_sums

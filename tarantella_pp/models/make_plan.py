@@ -17,22 +17,23 @@ import tensorflow as tf
 from tarantella_pp.errors import ConfigurationError, PlanError
 from tarantella_pp.models.deferred_init import only_shapes
 from tarantella_pp.models.profiler import profile as measure
-from tarantella_pp.partition.given_balance import GIVEN, assignment_of, is_given
 from tarantella_pp.partition.graph.keras_reader import ExtractedModel, extract
 from tarantella_pp.partition.graph.node_link import NamedGraph
 from tarantella_pp.partition.graph.profile import Profile
-from tarantella_pp.partition.infeasible import infeasible, useless
 from tarantella_pp.partition.options import (
     BALANCES,
+    GIVEN,
     PLACEMENTS,
     PlanOptions,
     Recompute,
+    assignment_of,
     checked_count,
+    is_given,
     stages_to_recompute,
 )
 from tarantella_pp.partition.plan.hardware_spec import CORE, HardwareSpec, machine_of, machines
 from tarantella_pp.partition.plan.plan import Plan
-from tarantella_pp.partition.plan_choice import choose_plan
+from tarantella_pp.partition.plan_choice import choose_plan, infeasible, useless
 from tarantella_pp.partition.plan_search import PlanSearch
 from tarantella_pp.partition.planner import LOOPS, Planner
 from tarantella_pp.schedule import Schedule, ScheduleSpec, read_schedule

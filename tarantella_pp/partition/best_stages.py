@@ -12,13 +12,13 @@ import msgspec
 import numpy as np
 
 from tarantella_pp.errors import PlanError
-from tarantella_pp.partition.costs.stage_costs import StageCostModel
 from tarantella_pp.partition.cut import Cut, Price, Prices, best_cut
 from tarantella_pp.partition.graph.ideals import Blocks
 from tarantella_pp.partition.graph.layer_graph import LayerGraph
 from tarantella_pp.partition.options import Settings
 from tarantella_pp.partition.plan.plan_parts import TOLERANCE, Certificate
 from tarantella_pp.partition.rank_balancing import balance_ranks, rank_totals
+from tarantella_pp.partition.stage_costs import StageCostModel
 from tarantella_pp.partition.stage_memory import (
     StageMemory,
     activation_sums,
@@ -98,8 +98,8 @@ def _within_limits(
     sums, limits = sums_of(costs, options), limits_of(options)
     if not whole and options.memory_limit is None:
         cut = best_cut(blocks, sums)
-        assert cut is not None  # nothing is in the way
-        return cut.assignments[0], cut
+        if cut is not None:
+            return cut.assignments[0], cut
     known: Assignment | None = None
     bound: float | None = None
     first = best_cut(blocks, sums) if costs.shards > 1 else None

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tarantella_pp.partition.costs.stage_costs import StageCostModel
 from tarantella_pp.partition.graph.ideals import Array
 from tarantella_pp.partition.graph.units import wire_bytes
 from tarantella_pp.partition.options import Settings
 from tarantella_pp.partition.plan.plan_parts import CutEdge
+from tarantella_pp.partition.stage_costs import StageCostModel
 
 
 def state_sums(costs: StageCostModel) -> Array:

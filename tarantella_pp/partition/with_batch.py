@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from tarantella_pp.partition.costs.gradient_sums import GradientSums
-from tarantella_pp.partition.costs.optimizer_slots import optimizer_state_bytes
-from tarantella_pp.partition.costs.stage_costs import StageCostModel
 from tarantella_pp.partition.graph.layer_graph import LayerGraph
+from tarantella_pp.partition.optimizer_slots import optimizer_state_bytes
+from tarantella_pp.partition.peak_memory import GradientSums
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan.plan_parts import (
     CutEdge,
@@ -19,6 +18,7 @@ from tarantella_pp.partition.plan.plan_parts import (
     micro_batch_size,
 )
 from tarantella_pp.partition.plan.plan_simulation import with_step
+from tarantella_pp.partition.stage_costs import StageCostModel
 from tarantella_pp.schedule import held_whole_bounds, send_window
 
 _GROWING = (

@@ -16,8 +16,8 @@ from tarantella_pp.internals.training import (
     compiled_metrics,
     track_loss,
 )
-from tarantella_pp.partition.costs.peak_memory import WAITING_OUTPUTS
 from tarantella_pp.partition.graph.keras_reader import ExtractedModel
+from tarantella_pp.partition.peak_memory import WAITING_OUTPUTS
 from tarantella_pp.partition.plan.plan_parts import OutputUse
 from tarantella_pp.runtime.comm.collective import on_one_rank
 from tarantella_pp.runtime.data.batch import Batch, rebuild, tensors_in

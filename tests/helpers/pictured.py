@@ -5,7 +5,6 @@ from __future__ import annotations
 import msgspec
 from hypothesis import strategies as st
 
-from tarantella_pp.partition.costs.stage_costs import StageCostModel
 from tarantella_pp.partition.graph.layer_graph import (
     LayerGraph,
     Node,
@@ -15,6 +14,7 @@ from tarantella_pp.partition.graph.layer_graph import (
 from tarantella_pp.partition.options import PlanOptions
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan.plan_parts import Certificate
+from tarantella_pp.partition.stage_costs import StageCostModel
 
 KINDS = ("Conv2D", "BatchNormalization", "ReLU", "Conv2D", "Add")
 

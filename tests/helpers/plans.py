@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import msgspec
 
-from tarantella_pp.partition.costs.stage_costs import StageCostModel
 from tarantella_pp.partition.graph.layer_graph import (
     LayerGraph,
     Node,
@@ -13,6 +12,7 @@ from tarantella_pp.partition.graph.layer_graph import (
 )
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan.plan_parts import Certificate
+from tarantella_pp.partition.stage_costs import StageCostModel
 
 
 def chain_graph(length=4, width=8):

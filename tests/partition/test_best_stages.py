@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tarantella_pp.partition.best_stages import best_solution
-from tarantella_pp.partition.costs.stage_costs import StageCostModel
 from tarantella_pp.partition.graph import ideals
 from tarantella_pp.partition.options import PlanOptions
+from tarantella_pp.partition.stage_costs import StageCostModel
 from tests.helpers.pictured import graph_of, graphs
 
 

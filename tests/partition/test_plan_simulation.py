@@ -15,16 +15,15 @@ from keras import layers
 from tarantella_pp import make_plan
 from tarantella_pp.errors import ScheduleError
 from tarantella_pp.partition.best_stages import Solution, best_solution
-from tarantella_pp.partition.costs.stage_costs import StageCostModel
-from tarantella_pp.partition.costs.step_bound import least_step_seconds
 from tarantella_pp.partition.options import PlanOptions
 from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan.plan_parts import Certificate
 from tarantella_pp.partition.plan.plan_simulation import PlanSimulation
 from tarantella_pp.partition.plan_choice import choose_plan
-from tarantella_pp.partition.plan_search import PlanSearch
+from tarantella_pp.partition.plan_search import PlanSearch, least_step_seconds
 from tarantella_pp.partition.planner import Planner
+from tarantella_pp.partition.stage_costs import StageCostModel
 from tarantella_pp.schedule import (
     BEFORE_SEARCH,
     SEARCHED,

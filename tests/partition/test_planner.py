@@ -17,14 +17,14 @@ from tarantella_pp.errors import (
     UnsupportedModelError,
 )
 from tarantella_pp.partition.best_stages import sums_of
-from tarantella_pp.partition.costs.gradient_sums import GradientSums
-from tarantella_pp.partition.costs.optimizer_slots import optimizer_state_bytes
-from tarantella_pp.partition.costs.stage_costs import NOTHING, StageCostModel
 from tarantella_pp.partition.graph.keras_reader import extract
+from tarantella_pp.partition.optimizer_slots import optimizer_state_bytes
 from tarantella_pp.partition.options import PlanOptions
+from tarantella_pp.partition.peak_memory import GradientSums
 from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.planner import Planner
+from tarantella_pp.partition.stage_costs import NOTHING, StageCostModel
 from tarantella_pp.schedule import ScheduleSpec
 from tests.helpers.runner import random_stages
 from tests.zoo import models

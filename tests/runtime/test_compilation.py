@@ -12,7 +12,7 @@ from keras import ops
 
 from tarantella_pp.internals import training
 from tarantella_pp.internals.functional import set_mask
-from tarantella_pp.partition.costs.peak_memory import WAITING_OUTPUTS
+from tarantella_pp.partition.peak_memory import WAITING_OUTPUTS
 from tarantella_pp.runtime.compilation import MetricUpdates
 from tarantella_pp.runtime.data.batch import Batch
 from tarantella_pp.runtime.probes.metric_probe import why_not_by_parts

@@ -1,4 +1,4 @@
-r"""What may come before a cut: the down-sets (ideals) of a layer graph.
+r"""What may come before a cut, the down-sets (ideals) of a layer graph, and what crosses cuts.
 
 A set of operations can be the first stages of a pipeline if it has, with each operation, all that
 come before it. Chains have one more of these sets than operations; branches multiply them::
@@ -15,12 +15,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from tarantella_pp.partition.graph.layer_graph import LayerGraph
+from tarantella_pp.partition.graph.layer_graph import LayerGraph, Tensor
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -245,3 +245,47 @@ class Ideals:
     def assignment(self, path: Sequence[int]) -> tuple[int, ...]:
         """Returns the stage of each operation, for the sets before stages 0, 1, ... and the end."""
         return tuple((len(path) - 1 - self.before[list(path[1:])].sum(axis=0)).tolist())
+
+
+class Crossing(NamedTuple):
+    """A tensor that is sent from one stage to later ones.
+
+    Attributes:
+        tensor: The tensor.
+        source: Stage that makes it.
+        targets: Stages that read it, ascending.
+    """
+
+    tensor: Tensor
+    source: int
+    targets: tuple[int, ...]
+
+
+def crossings(graph: LayerGraph, assignment: Sequence[int]) -> list[Crossing]:
+    r"""Returns the tensors that cross from stage to stage, in the order of the graph.
+
+    stage 0            stage 1            stage 2
+    a ---- x ------->  b ---- y ------->  c          x crosses from 0 to 1 and 2, y from 1 to 2
+           \----------------------------> c
+
+    A tensor goes straight from the stage that makes it to each stage that reads it. Outputs of the
+    model are read by the last stage, too, which computes the loss. Inputs of the model do not
+    cross: each stage that needs one gets it with the data.
+    """
+    crossed = []
+    for tensor, stages in zip(graph.tensors, readers(graph, assignment), strict=True):
+        if tensor.producer is not None:
+            source = assignment[tensor.producer]
+            targets = tuple(stage for stage in stages if stage != source)
+            if targets:
+                crossed.append(Crossing(tensor, source, targets))
+    return crossed
+
+
+def readers(graph: LayerGraph, assignment: Sequence[int]) -> list[tuple[int, ...]]:
+    """Returns the stages that read each tensor, ascending."""
+    last, outputs = {max(assignment)}, set(graph.outputs)
+    return [
+        tuple(sorted({assignment[n] for n in t.consumers} | (last if t.id in outputs else set())))
+        for t in graph.tensors
+    ]

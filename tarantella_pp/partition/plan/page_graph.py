@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from tarantella_pp.errors import PlanError
-from tarantella_pp.partition.graph.crossings import crossings
+from tarantella_pp.partition.graph.ideals import crossings
 from tarantella_pp.partition.graph.layer_graph import LayerGraph
 from tarantella_pp.partition.graph.units import count, format_bytes
 from tarantella_pp.partition.plan.page_pictures import Box, coordinate, ends_box, fold, layer_box

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from tarantella_pp.partition.graph.crossings import crossings, readers
+from tarantella_pp.partition.graph.ideals import crossings, readers
 from tarantella_pp.partition.graph.layer_graph import LayerGraph
 
 

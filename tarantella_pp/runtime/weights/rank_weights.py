@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from tarantella_pp.partition.costs.optimizer_shards import weight_replicas
 from tarantella_pp.partition.graph.keras_reader import ExtractedModel
+from tarantella_pp.partition.optimizer_slots import weight_replicas
 from tarantella_pp.partition.plan.gradient_buckets import gradient_buckets
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.runtime.comm.communicator import Communicator, TensorSpec

@@ -7,12 +7,12 @@ import random
 import subprocess
 import sys
 
-from tarantella_pp.partition.costs.stage_costs import StageCostModel
 from tarantella_pp.partition.graph.layer_graph import (
     LayerGraph,
     Node,
     Tensor,
 )
+from tarantella_pp.partition.stage_costs import StageCostModel
 from tarantella_pp.runtime.modules.stage_boundary import (
     BoundaryTensor,
     StageEdge,

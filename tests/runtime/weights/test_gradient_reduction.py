@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tarantella_pp.partition.costs.optimizer_shards import shard_owners
+from tarantella_pp.partition.optimizer_slots import shard_owners
 from tarantella_pp.runtime.comm.collectives import LARGEST_IN_ONE_ROUND
 from tarantella_pp.runtime.comm.communicator import Communicator, world
 from tarantella_pp.runtime.weights.gradient_reduction import GradientReduction

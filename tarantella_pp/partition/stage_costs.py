@@ -11,9 +11,16 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from tarantella_pp.partition.costs.gradient_sums import GradientSums
-from tarantella_pp.partition.costs.optimizer_shards import weight_replicas
-from tarantella_pp.partition.costs.peak_memory import (
+from tarantella_pp.partition.graph.ideals import crossings
+from tarantella_pp.partition.graph.layer_graph import (
+    LayerGraph,
+    Node,
+    Tensor,
+)
+from tarantella_pp.partition.graph.units import sample_shape
+from tarantella_pp.partition.optimizer_slots import weight_replicas
+from tarantella_pp.partition.peak_memory import (
+    GradientSums,
     OutputBytes,
     Users,
     backward_bytes,
@@ -22,13 +29,6 @@ from tarantella_pp.partition.costs.peak_memory import (
     tie_bytes,
     update_bytes,
 )
-from tarantella_pp.partition.graph.crossings import crossings
-from tarantella_pp.partition.graph.layer_graph import (
-    LayerGraph,
-    Node,
-    Tensor,
-)
-from tarantella_pp.partition.graph.units import sample_shape
 from tarantella_pp.partition.plan.hardware_spec import (
     BOTH_GRADIENTS,
     HardwareSpec,

@@ -8,10 +8,10 @@ from keras import layers, ops
 from keras import optimizers as opt
 
 from tarantella_pp.errors import ConfigurationError
-from tarantella_pp.partition.costs.optimizer_slots import optimizer_name, optimizer_state_bytes
-from tarantella_pp.partition.costs.stage_costs import StageCostModel
 from tarantella_pp.partition.graph.keras_reader import extract
 from tarantella_pp.partition.graph.layer_graph import Weight
+from tarantella_pp.partition.optimizer_slots import optimizer_name, optimizer_state_bytes
+from tarantella_pp.partition.stage_costs import StageCostModel
 from tests.helpers.traced import activation_bytes_total
 from tests.zoo import models
 

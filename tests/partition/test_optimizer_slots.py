@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tarantella_pp.partition.costs.optimizer_shards import shard_owners
+from tarantella_pp.partition.optimizer_slots import shard_owners
 
 
 def fullest(nbytes: list[int], owners: list[int], num_replicas: int) -> int:

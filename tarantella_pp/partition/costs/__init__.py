@@ -1,1 +1,0 @@
-"""Memory and arithmetic of a stage, summed up from the nodes of a layer graph."""

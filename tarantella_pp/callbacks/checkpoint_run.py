@@ -15,10 +15,9 @@ from typing import Any
 import numpy as np
 
 from tarantella_pp.callbacks.checkpoint import Checkpoint
-from tarantella_pp.callbacks.preemption import EXIT_CODE, Preemption
+from tarantella_pp.callbacks.lockstep import EXIT_CODE, Preemption
 from tarantella_pp.errors import ConfigurationError
-from tarantella_pp.files.checkpoint_choice import newest_whole
-from tarantella_pp.files.checkpoint_reader import RestoredState
+from tarantella_pp.files.checkpoint_reader import RestoredState, newest_whole
 from tarantella_pp.files.checkpoint_writer import CheckpointWriter
 from tarantella_pp.files.manifest import (
     FORMAT,

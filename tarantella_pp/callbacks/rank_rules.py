@@ -13,8 +13,7 @@ from typing import Any
 import keras
 
 from tarantella_pp.callbacks.checkpoint import Checkpoint
-from tarantella_pp.callbacks.lockstep import Lockstep
-from tarantella_pp.callbacks.preemption import Preemption, PreemptionVote
+from tarantella_pp.callbacks.lockstep import Lockstep, Preemption, PreemptionVote
 from tarantella_pp.callbacks.timeline import Timeline
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.launch.environment import TRACE_VARIABLE

@@ -187,7 +187,7 @@ def _as_json(manifest: Manifest | str) -> Any:
 
 def _verify(arguments: argparse.Namespace) -> int:
     """Looks at every file; returns 1 if one is damaged or missing."""
-    from tarantella_pp.files.verification import all_damage
+    from tarantella_pp.files.checkpoint_folder import all_damage
 
     found = {path.name: all_damage(path) for path in _found_in(arguments.directory)}
     if arguments.json:
@@ -216,8 +216,8 @@ def _convert(arguments: argparse.Namespace) -> int:
 
 
 def _newest_whole(folders: list[Path]) -> tuple[Path, Manifest]:
+    from tarantella_pp.files.checkpoint_folder import damage
     from tarantella_pp.files.manifest import read_manifest
-    from tarantella_pp.files.verification import damage
 
     problems = []
     for folder in folders:

@@ -109,8 +109,8 @@ def _tell(found: dict[str, Any]) -> None:
 def this_host(folder: str) -> dict[str, Any]:
     """Returns versions, cores and GPUs of this host, and its clock's time, read last."""
     from tarantella_pp.dependencies import version_of
+    from tarantella_pp.launch.mpi_launchers import library_version
     from tarantella_pp.launch.resources import cores_of_node, visible_gpus
-    from tarantella_pp.launch.slurm import library_version
 
     return {
         "name": socket.gethostname(),

@@ -95,7 +95,7 @@ def _add_shares(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the script; returns the exit code of the job."""
-    from tarantella_pp.launch import mpi_launchers, slurm
+    from tarantella_pp.launch import mpi_launchers
     from tarantella_pp.launch.environment import LOG_VARIABLE, parse_exports
 
     arguments = _with_all_exports(arguments)
@@ -107,7 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
     per_node = _most_of_node(arguments, num_ranks, hosts)
     variables = _variables(arguments, per_node, exported)
     # Started inside another job (salloc, mpiexec), ranks would take its variables for their own.
-    inherited = mpi_launchers.without_other_jobs(slurm.beside_own_step(os.environ))
+    inherited = mpi_launchers.without_other_jobs(mpi_launchers.beside_own_step(os.environ))
     environment = {**inherited, **variables, **exported}
     job = _job(arguments, script, num_ranks, per_node, hosts, environment)
     command = launcher.command(job)
@@ -126,15 +126,16 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _placement(arguments: argparse.Namespace) -> tuple[tuple[HostRanks, ...], int]:
     """Returns the hosts with their ranks, if they are given, and the number of all ranks."""
-    from tarantella_pp.launch import hosts, slurm
+    from tarantella_pp.launch import hosts
+    from tarantella_pp.launch.mpi_launchers import slurm_hosts, slurm_tasks
 
     per_node = arguments.n_per_node
     if arguments.hostfile is not None:
         found = hosts.read_hostfile(arguments.hostfile)
         placed = hosts.place(found, arguments.num_ranks, per_node)
         return placed, sum(host.count for host in placed)
-    nodes = slurm.nodes(os.environ)
-    default = slurm.tasks(os.environ) or 1
+    nodes = slurm_hosts(os.environ)
+    default = slurm_tasks(os.environ) or 1
     ranks = arguments.num_ranks or (default if per_node is None else nodes * per_node)
     if per_node is not None and ranks > nodes * per_node:
         raise ConfigurationError(
@@ -148,14 +149,14 @@ def _most_of_node(
     arguments: argparse.Namespace, num_ranks: int, hosts: tuple[HostRanks, ...]
 ) -> int:
     """Returns the most ranks of a host."""
-    from tarantella_pp.launch import slurm
+    from tarantella_pp.launch.mpi_launchers import most_tasks_of_host, slurm_hosts
 
     if hosts:
         return max(host.count for host in hosts)
     if arguments.n_per_node is not None:
         return int(arguments.n_per_node)
-    known = slurm.most_tasks(os.environ, num_ranks)
-    return known or -(-num_ranks // slurm.nodes(os.environ))
+    known = most_tasks_of_host(os.environ, num_ranks)
+    return known or -(-num_ranks // slurm_hosts(os.environ))
 
 
 def _variables(

@@ -19,8 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar
 
 from tarantella_pp.errors import ConfigurationError, LaunchError
-from tarantella_pp.launch import slurm
-from tarantella_pp.launch.environment import heartbeat_seconds
+from tarantella_pp.launch.environment import heartbeat_seconds, number_of
 from tarantella_pp.launch.hosts import HostRanks
 from tarantella_pp.launch.records import LOCAL_RANK_VARIABLE, RANK_VARIABLE
 
@@ -217,9 +216,9 @@ class Slurm(Launcher):
                 f"--remote-shell={remote_shell!r} with {self.executable}. Leave it out."
             )
         ours = super().environment(directory)
-        given = os.environ.get(slurm.TYPE_VARIABLE)
-        protocol = given or (slurm.mpi_type(self.executable) if directory else None)
-        return ours if protocol is None else {**ours, slurm.TYPE_VARIABLE: protocol}
+        given = os.environ.get(TYPE_VARIABLE)
+        protocol = given or (mpi_type(self.executable) if directory else None)
+        return ours if protocol is None else {**ours, TYPE_VARIABLE: protocol}
 
     def signal_for(self, number: signal.Signals) -> signal.Signals:
         """Returns SIGTERM, which it passes on; at SIGINT it says how its tasks are."""
@@ -314,15 +313,86 @@ def _is_ours(path: str) -> bool:
 
 def _family(path: str) -> str | None:
     """Returns the family of MPI that an `mpiexec` belongs to, by what it says of itself."""
-    try:
-        answer = subprocess.run(
-            [path, "--version"], capture_output=True, text=True, timeout=20, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    text = (answer.stdout + answer.stderr).lower()
+    text = _output_of([path, "--version"]).lower()
     if any(word in text for word in ("open mpi", "openrte", "prrte", "prterun")):
         return "openmpi"
     if any(word in text for word in ("hydra", "mpich", "intel(r) mpi", "mvapich")):
         return "mpich"
     return None
+
+
+TYPE_VARIABLE = "SLURM_MPI_TYPE"
+"""Tells srun the protocol by which ranks find each other, as its option `--mpi`."""
+OVERLAP_VARIABLE = "SLURM_OVERLAP"
+"""Has a step share what others have, as srun's option `--overlap` since Slurm 20.11."""
+_OF_A_TASK = re.compile(r"SLURM_(CPU|MEM)_BIND")
+"""Variables in which srun tells a task its cores; another srun takes them for options."""
+_PROTOCOLS = (("open mpi", "pmix"), ("intel", "pmi2"), ("mvapich", "pmi2"), ("mpich", "pmi2"))
+"""What the version of an MPI library contains, and the protocol that it speaks with Slurm."""
+LIMIT_SECONDS = 60.0
+_LIBRARY = (
+    "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; "
+    "print(MPI.Get_library_version())"
+)
+
+
+def beside_own_step(environ: Mapping[str, str]) -> dict[str, str]:
+    """Returns an environment in which a step can begin while that of this process goes on.
+
+    In a shell that `srun --pty` has started, all that was allocated is the shell's, and another
+    srun, which MPICH's launcher calls as well, would wait until the shell is left.
+    """
+    if not {"SLURM_STEP_ID", "SLURM_PROCID"} <= environ.keys():
+        return dict(environ)
+    kept = {name: value for name, value in environ.items() if not _OF_A_TASK.match(name)}
+    return {OVERLAP_VARIABLE: "1", **kept}
+
+
+def slurm_hosts(environ: Mapping[str, str]) -> int:
+    """Returns the number of hosts of the allocation; 1 without one."""
+    return number_of(environ, "SLURM_NNODES") or number_of(environ, "SLURM_JOB_NUM_NODES") or 1
+
+
+def slurm_tasks(environ: Mapping[str, str]) -> int | None:
+    """Returns the number of ranks that the allocation was asked for, where it says so."""
+    per_node = number_of(environ, "SLURM_NTASKS_PER_NODE")
+    return number_of(environ, "SLURM_NTASKS") or (per_node and per_node * slurm_hosts(environ))
+
+
+def most_tasks_of_host(environ: Mapping[str, str], num_ranks: int) -> int | None:
+    """Returns the most ranks of a host, where the allocation says how they are dealt out."""
+    parts = environ.get("SLURM_TASKS_PER_NODE", "").split(",")
+    found = [re.fullmatch(r"([0-9]+)(?:\(x([0-9]+)\))?", part.strip()) for part in parts]
+    each = [(int(one[1]), int(one[2] or 1)) for one in found if one is not None]
+    alike = len(each) == len(parts) and sum(n * hosts for n, hosts in each) == num_ranks
+    return max(n for n, _ in each) if alike else None
+
+
+def mpi_type(srun: str) -> str | None:
+    """Returns the protocol that the MPI of mpi4py speaks, if this Slurm has it.
+
+    With another one every rank would think that it is alone. None leaves the choice to Slurm, which
+    its administrators have made.
+    """
+    version = library_version().lower()
+    if "cray" in version:  # it has one of its own, which is the default where it is installed
+        return None
+    wanted = next((protocol for name, protocol in _PROTOCOLS if name in version), None)
+    return wanted if wanted in _output_of([srun, "--mpi=list"]).split() else None
+
+
+def library_version() -> str:
+    """Returns its name and version, as in `MPICH 5.0.2`; nothing where there is none."""
+    first = _output_of([sys.executable, "-c", _LIBRARY], errors=False).partition("\n")[0]
+    return " ".join(first.partition(",")[0].replace("Version:", "").split())
+
+
+def _output_of(command: Sequence[str], *, errors: bool = True) -> str:
+    """Returns what a command prints; nothing if it cannot be run."""
+    try:
+        answer = subprocess.run(
+            list(command), capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return answer.stdout + (answer.stderr if errors else "")

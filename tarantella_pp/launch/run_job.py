@@ -22,7 +22,6 @@ import psutil
 from tarantella_pp.errors import LaunchError
 from tarantella_pp.launch.hosts import HostRanks
 from tarantella_pp.launch.mpi_launchers import Launcher
-from tarantella_pp.launch.native_log import JobStderr
 from tarantella_pp.launch.processes import (
     adopt_orphans,
     describe_exit,
@@ -38,6 +37,7 @@ from tarantella_pp.launch.records import (
     FINISHED,
     RETURNED,
     SIZE_VARIABLE,
+    JobStderr,
     Record,
     Records,
     headline,

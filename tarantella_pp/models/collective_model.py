@@ -15,8 +15,8 @@ import numpy as np
 
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.files.file_replacement import replace_file, replace_shards
-from tarantella_pp.files.keras_file import KerasFile
-from tarantella_pp.files.plain_files import (
+from tarantella_pp.files.keras_file import (
+    KerasFile,
     config_of,
     plain_model,
     read_state,

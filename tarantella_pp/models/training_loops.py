@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 
 from tarantella_pp.callbacks.checkpoint_run import FitOptions, checkpointed
-from tarantella_pp.callbacks.preemption import Preemption
+from tarantella_pp.callbacks.lockstep import Preemption
 from tarantella_pp.callbacks.rank_rules import (
     callbacks_of_rank,
     checkpoint_of,

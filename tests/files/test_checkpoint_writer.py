@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tarantella_pp.files.checkpoint_choice import newest_whole
 from tarantella_pp.files.checkpoint_folder import DRAFT
+from tarantella_pp.files.checkpoint_reader import newest_whole
 from tarantella_pp.files.checkpoint_writer import CheckpointWriter
 from tarantella_pp.files.manifest import FORMAT, DataPosition, Manifest
 from tarantella_pp.files.tensor_file import TensorFile

@@ -14,7 +14,7 @@ from keras import layers
 
 import tarantella_pp as tnt
 from tarantella_pp.errors import TarantellaError
-from tarantella_pp.files import checkpoint_choice, checkpoint_writer
+from tarantella_pp.files import checkpoint_reader, checkpoint_writer
 from tests.helpers.draws import more_asked_for
 from tests.helpers.jobs import PYTHONS, tarantella
 from tests.helpers.mpi import mpi_run
@@ -232,7 +232,7 @@ def troubles(directory):
     told.append(there(directory) == before)
     with patch.context() as only:
         if rank == 1:
-            only.setattr(checkpoint_choice, "_fingerprint", lambda path: "other")
+            only.setattr(checkpoint_reader, "_fingerprint", lambda path: "other")
         caught()
     caught(where=f"{directory}-{rank}")
     terminate = [At(8, lambda callback: os.kill(os.getpid(), signal.SIGTERM))]

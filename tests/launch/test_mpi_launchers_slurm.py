@@ -13,7 +13,7 @@ import sys
 import psutil
 import pytest
 
-from tarantella_pp.launch import slurm
+from tarantella_pp.launch import mpi_launchers
 from tests.helpers.jobs import PYTHONS, ROOT, Job, tarantella
 from tests.helpers.mpi import find_mpiexec
 
@@ -83,8 +83,8 @@ def test_a_step_begins_beside_that_of_the_shell(python: str, tmp_path: pathlib.P
 
 def test_a_batch_script_has_no_step() -> None:
     given = {"SLURM_JOB_ID": "7", "SLURM_CPU_BIND": "cores"}
-    assert slurm.beside_own_step(given) == given
-    own = slurm.beside_own_step({**OWN_STEP, **given, "SLURM_OVERLAP": "0"})
+    assert mpi_launchers.beside_own_step(given) == given
+    own = mpi_launchers.beside_own_step({**OWN_STEP, **given, "SLURM_OVERLAP": "0"})
     assert own["SLURM_OVERLAP"] == "0"  # the user's
     assert "SLURM_CPU_BIND" not in own
 
@@ -161,7 +161,7 @@ def test_the_script_of_the_examples_puts_a_preempted_run_back_into_the_queue(
     ],
 )
 def test_tasks_are_those_asked_for(given: dict[str, str], tasks: int | None) -> None:
-    assert slurm.tasks(given) == tasks
+    assert mpi_launchers.slurm_tasks(given) == tasks
 
 
 @pytest.mark.parametrize(
@@ -176,11 +176,11 @@ def test_tasks_are_those_asked_for(given: dict[str, str], tasks: int | None) -> 
     ],
 )
 def test_hosts_may_have_unequal_numbers_of_ranks(tasks: str, ranks: int, most: int | None) -> None:
-    assert slurm.most_tasks({"SLURM_TASKS_PER_NODE": tasks}, ranks) == most
+    assert mpi_launchers.most_tasks_of_host({"SLURM_TASKS_PER_NODE": tasks}, ranks) == most
 
 
 def test_hosts_are_counted_under_both_names() -> None:
-    assert slurm.nodes({"SLURM_JOB_NUM_NODES": "3"}) == 3
+    assert mpi_launchers.slurm_hosts({"SLURM_JOB_NUM_NODES": "3"}) == 3
 
 
 @pytest.mark.parametrize(
@@ -201,5 +201,5 @@ def test_the_protocol_is_that_of_the_mpi(
         text = version if command[0] == sys.executable else listed.replace(" ", "\n\t")
         return subprocess.CompletedProcess(command, 0, text, "")
 
-    monkeypatch.setattr(slurm.subprocess, "run", run)
-    assert slurm.mpi_type("srun") == protocol
+    monkeypatch.setattr(mpi_launchers.subprocess, "run", run)
+    assert mpi_launchers.mpi_type("srun") == protocol

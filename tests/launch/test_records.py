@@ -7,8 +7,7 @@ import threading
 
 import pytest
 
-from tarantella_pp.launch.native_log import pass_on, write_all
-from tarantella_pp.launch.records import FAILED, Record, Records, write
+from tarantella_pp.launch.records import FAILED, Record, Records, pass_on, write, write_all
 
 INFO = b"I0000 00:00:1795359673.039961   13910 port.cc:153] oneDNN custom operations are on.\n"
 FLOAT64 = b"W0000 00:00:1795364491.109910   31503 util.cc:163] Not handling type DT_DOUBLE\n"

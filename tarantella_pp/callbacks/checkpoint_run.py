@@ -51,19 +51,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class FitOptions:
-    """What `fit` was called with.
+    """What `fit` was called with."""
 
-    Attributes:
-        initial_epoch: Number of the first epoch.
-        epochs: Number of the last one.
-        steps_per_epoch: Steps per epoch, if given.
-        shuffle: Whether it shuffles.
-    """
-
-    initial_epoch: int
-    epochs: int
-    steps_per_epoch: int | None
-    shuffle: bool
+    initial_epoch: int  # number of the first epoch
+    epochs: int  # number of the last one
+    steps_per_epoch: int | None  # steps per epoch, if given
+    shuffle: bool  # whether it shuffles
 
 
 def checkpointed(

@@ -23,39 +23,23 @@ _FLOAT = np.dtype(np.float64)
 
 
 class _Vote(NamedTuple):
-    """What a rank says after a step.
+    """What a rank says after a step."""
 
-    Attributes:
-        call: Number of the call that the step belongs to.
-        step: Number of the step in it.
-        stop: Whether the rank wants to stop.
-        rate: Its learning rate; NaN where a schedule sets it.
-    """
-
-    call: float
-    step: float
-    stop: float
-    rate: float
+    call: float  # number of the call that the step belongs to
+    step: float  # number of the step in it
+    stop: float  # whether the rank wants to stop
+    rate: float  # its learning rate; NaN where a schedule sets it
 
 
 class _Decision(NamedTuple):
-    """What the first rank makes of all votes.
+    """What the first rank makes of all votes."""
 
-    Attributes:
-        call: Number of the call that the step belongs to.
-        step: Number of the step in it.
-        stop: Whether all ranks stop.
-        odd: A rank with another learning rate than the first one; -1 for none.
-        rate: The learning rate there.
-        first: That of the first rank.
-    """
-
-    call: float
-    step: float
-    stop: float
-    odd: float = -1.0
-    rate: float = 0.0
-    first: float = 0.0
+    call: float  # number of the call that the step belongs to
+    step: float  # number of the step in it
+    stop: float  # whether all ranks stop
+    odd: float = -1.0  # A rank with another learning rate than the first one; -1 for none
+    rate: float = 0.0  # the learning rate there
+    first: float = 0.0  # that of the first rank
 
 
 class Lockstep(keras.callbacks.Callback):

@@ -82,14 +82,7 @@ class Timeline(keras.callbacks.Callback):
         return self._steps
 
     def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
-        """Begins to record.
-
-        Args:
-            logs: Not used.
-
-        Raises:
-            ConfigurationError: If the model is no pipeline.
-        """
+        """Begins to record."""
         self._recorder = Recorder(self._wanted)
         self._steps = ()
         self._engine().record(self._recorder)
@@ -97,23 +90,14 @@ class Timeline(keras.callbacks.Callback):
             self._path.parent.mkdir(parents=True, exist_ok=True)
 
     def on_epoch_end(self, epoch: int, logs: MutableMapping[str, Any] | None = None) -> None:
-        """Adds to the logs how time was spent; all ranks come here together.
-
-        Args:
-            epoch: Not used.
-            logs: The logs of the epoch.
-        """
+        """Adds to the logs how time was spent; all ranks come here together."""
         ranks = self._engine().groups.pipeline.allgather_json(list(self._recorder.take_shares()))
         busy, wait = (sum(part) / len(ranks) for part in zip(*ranks, strict=True))
         if logs is not None:
             logs.update(bubble=1.0 - busy, busy=busy, wait=wait)
 
     def on_train_end(self, logs: Mapping[str, Any] | None = None) -> None:
-        """Ends recording and writes the file; all ranks come here together.
-
-        Args:
-            logs: Not used.
-        """
+        """Ends recording and writes the file; all ranks come here together."""
         engine = self._engine()
         engine.record(None)
         offset = clock_offset(engine.groups.pipeline)

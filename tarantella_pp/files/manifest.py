@@ -18,37 +18,22 @@ FORMAT = 1
 
 
 class SavedFile(msgspec.Struct, frozen=True):
-    """A file of tensors, as one rank has written it.
+    """A file of tensors, as one rank has written it."""
 
-    Attributes:
-        name: Its name in the folder of the checkpoint.
-        size: Its bytes.
-        sha256: Its checksum.
-        rank: The rank that has written it.
-        stages: The stages of that rank.
-    """
-
-    name: str
-    size: int
-    sha256: str
-    rank: int
-    stages: tuple[int, ...]
+    name: str  # its name in the folder of the checkpoint
+    size: int  # its bytes
+    sha256: str  # its checksum
+    rank: int  # the rank that has written it
+    stages: tuple[int, ...]  # the stages of that rank
 
 
 class SavedTensor(msgspec.Struct, frozen=True):
-    """A variable, or what else is kept as a tensor.
+    """A variable, or what else is kept as a tensor."""
 
-    Attributes:
-        label: What people call it: the path of a weight, the name of a slot.
-        dtype: Name of its dtype.
-        shape: Its shape.
-        file: Number of the file that has it.
-    """
-
-    label: str
-    dtype: str
-    shape: tuple[int, ...]
-    file: int
+    label: str  # what people call it: the path of a weight, the name of a slot
+    dtype: str  # name of its dtype
+    shape: tuple[int, ...]  # its shape
+    file: int  # number of the file that has it
 
     @property
     def size(self) -> int:
@@ -57,70 +42,41 @@ class SavedTensor(msgspec.Struct, frozen=True):
 
 
 class DataPosition(msgspec.Struct, frozen=True):
-    """How far the data have been read.
+    """How far the data have been read."""
 
-    Attributes:
-        kind: `"arrays"`, `"PyDataset"`, `"tf.data"` or what else was read.
-        passes: How often reading them has begun.
-        batches: How many batches of the last pass have been trained.
-        epochs: How many times the data set was called at an epoch's end.
-        in_pass: Whether the next batch is one of that pass.
-    """
-
-    kind: str
-    passes: int
-    batches: int
-    epochs: int
-    in_pass: bool
+    kind: str  # `"arrays"`, `"PyDataset"`, `"tf.data"` or what else was read
+    passes: int  # how often reading them has begun
+    batches: int  # how many batches of the last pass have been trained
+    epochs: int  # how many times the data set was called at an epoch's end
+    in_pass: bool  # whether the next batch is one of that pass
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """What a checkpoint says of itself.
+    """What a checkpoint says of itself."""
 
-    Attributes:
-        format: Number of this format.
-        step: Steps trained since the first epoch.
-        epoch: Epochs that have ended.
-        epoch_step: Steps trained of the next one.
-        initial_epoch: That of the `fit`.
-        learning_rate: The one in force; `None` without.
-        position: How far the data have been read.
-        tensors: All tensors, by key: `model/3` is the fourth variable of the model.
-        files: Where they are.
-        facts: What training was told, which must be the same to go on.
-        history: Logs of each epoch that has ended.
-        logs: Those of the last step.
-        callbacks: What callbacks of Keras remember, by place and class.
-        shapes: What the stages were compiled for first, by replica and stage.
-        plan: The plan in force, as JSON.
-        config: The configuration of the model, as JSON; `None` where it has none.
-        optimizer: That of the optimizer.
-        compiled: What the model was compiled with, likewise.
-        versions: Of the packages in use.
-        written: When, in ISO 8601.
-        callback_states: What `state_dict` of callbacks returned, by class and number.
-    """
-
-    format: int
-    step: int
-    epoch: int
-    epoch_step: int
-    initial_epoch: int
-    learning_rate: float | None
-    position: DataPosition
+    format: int  # number of this format
+    step: int  # steps trained since the first epoch
+    epoch: int  # epochs that have ended
+    epoch_step: int  # steps trained of the next one
+    initial_epoch: int  # that of the `fit`
+    learning_rate: float | None  # the one in force; `None` without
+    position: DataPosition  # how far the data have been read
+    # All tensors, by key: `model/3` is the fourth variable of the model
     tensors: dict[str, SavedTensor]
-    files: tuple[SavedFile, ...]
-    facts: dict[str, Any]
-    history: dict[str, list[Any]]
-    logs: dict[str, Any]
+    files: tuple[SavedFile, ...]  # where they are
+    facts: dict[str, Any]  # what training was told, which must be the same to go on
+    history: dict[str, list[Any]]  # logs of each epoch that has ended
+    logs: dict[str, Any]  # those of the last step
+    # What callbacks of Keras remember, by place and class
     callbacks: list[tuple[str, dict[str, Any]]]
-    shapes: dict[str, Any]
-    plan: Any
-    config: Any
-    optimizer: Any
-    compiled: Any
-    versions: dict[str, str]
-    written: str
+    shapes: dict[str, Any]  # what the stages were compiled for first, by replica and stage
+    plan: Any  # the plan in force, as JSON
+    config: Any  # the configuration of the model, as JSON; `None` where it has none
+    optimizer: Any  # that of the optimizer
+    compiled: Any  # what the model was compiled with, likewise
+    versions: dict[str, str]  # of the packages in use
+    written: str  # when, in ISO 8601
+    # What `state_dict` of callbacks returned, by class and number
     callback_states: dict[str, Any] = {}
 
     def encode(self) -> bytes:

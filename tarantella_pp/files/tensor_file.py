@@ -35,31 +35,19 @@ _LONGEST_HEADER = 100 * 1024**2
 
 
 class TensorSlot(NamedTuple):
-    """Where a tensor is in a file.
+    """Where a tensor is in a file."""
 
-    Attributes:
-        dtype: Name of its NumPy dtype.
-        shape: Its shape.
-        begin: Its first byte behind the header.
-        end: The byte after its last.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int
-    end: int
+    dtype: str  # name of its NumPy dtype
+    shape: tuple[int, ...]  # its shape
+    begin: int  # its first byte behind the header
+    end: int  # the byte after its last
 
 
 class WrittenFile(NamedTuple):
-    """What was written.
+    """What was written."""
 
-    Attributes:
-        size: Bytes of the file.
-        sha256: Its checksum, in hexadecimal digits.
-    """
-
-    size: int
-    sha256: str
+    size: int  # bytes of the file
+    sha256: str  # its checksum, in hexadecimal digits
 
 
 def write_tensors(

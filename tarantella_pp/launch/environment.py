@@ -59,17 +59,11 @@ LOG_LEVELS = {"DEBUG": "0", "INFO": "0", "WARNING": "1", "ERROR": "2"}
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How this process was started, as far as its environment tells.
+    """How this process was started, as far as its environment tells."""
 
-    Attributes:
-        starter: What started it, for messages: "Open MPI's mpirun", "srun", ...
-        size: Processes started together; `None` where the environment does not say.
-        variable: The environment variable that says so.
-    """
-
-    starter: str
-    size: int | None
-    variable: str
+    starter: str  # what started it, for messages: "Open MPI's mpirun", "srun",
+    size: int | None  # processes started together; `None` where the environment does not say
+    variable: str  # the environment variable that says so
 
     def __str__(self) -> str:
         """Returns who started how many processes, and how that is known."""

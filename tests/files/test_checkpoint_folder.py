@@ -9,7 +9,7 @@ import pytest
 from tarantella_pp.files.checkpoint_folder import sync
 
 
-def test_a_folder_that_cannot_be_synced_is_no_error_and_a_file_is(tmp_path, monkeypatch) -> None:
+def test_a_folder_that_cannot_be_synced_is_no_error_and_a_file_is(tmp_path, monkeypatch):
     def refuse(descriptor: int) -> None:
         raise OSError(22, "Invalid argument")
 

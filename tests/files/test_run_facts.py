@@ -19,7 +19,7 @@ def test_differences_are_named_with_both_values():
 
 def test_names_that_keras_has_counted_do_not_count():
     def config(first, second, units=3):
-        layers = [{"name": first, "units": units}, {"name": second, "from": [first, 0]}]
+        layers = [{"name": first, "units": units}, {"name": second, "inbound_nodes": [first, 0]}]
         layers[0]["shared_object_id"] = hash(first)
         return {"name": "model", "layers": layers}
 

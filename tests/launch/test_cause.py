@@ -44,15 +44,15 @@ SHAPE = (
         (SHAPE, "ValueError: Could not infer it. Error encountered: Dimension size is no good"),
     ],
 )
-def test_the_first_line_that_says_something_is_shown(message: str, line: str) -> None:
+def test_the_first_line_that_says_something_is_shown(message, line):
     assert describe(ValueError(message)) == line
 
 
-def test_a_page_in_one_line_is_cut() -> None:
+def test_a_page_in_one_line_is_cut():
     assert len(describe(ValueError("x" * 9000))) < MOST_CHARACTERS + 20
 
 
-def test_the_place_is_that_in_the_users_code() -> None:
+def test_the_place_is_that_in_the_users_code():
     with pytest.raises(OSError, match="line 1") as caught:
         (Path(__file__).parent / "line 1" / "x").read_text()
     text = describe(caught.value, "in thread T")
@@ -63,7 +63,7 @@ def test_the_place_is_that_in_the_users_code() -> None:
     assert "(test_cause.py:" in describe(caught.value)  # not json/decoder.py
 
 
-def test_a_full_disk_names_the_file() -> None:
+def test_a_full_disk_names_the_file():
     def save(filepath: str) -> None:
         flush()
 
@@ -78,7 +78,7 @@ def test_a_full_disk_names_the_file() -> None:
 
 
 @pytest.mark.keras
-def test_exceptions_of_keras_and_tensorflow_themselves() -> None:
+def test_exceptions_of_keras_and_tensorflow_themselves():
     import keras
     import tensorflow as tf
 

@@ -12,18 +12,18 @@ def variables(given: dict[str, str]) -> dict[str, str]:
     return environment.rank_environment("WARNING", False, given)
 
 
-def test_log_level_and_output_are_set() -> None:
+def test_log_level_and_output_are_set():
     found = variables({})
     assert found["TF_CPP_MIN_LOG_LEVEL"] == "1"  # warnings are shown
     assert found["TNT_OUTPUT_ON_ALL_DEVICES"] == "0"
 
 
-def test_what_the_user_has_set_stays() -> None:
+def test_what_the_user_has_set_stays():
     given = {"MALLOC_TRIM_THRESHOLD_": "1", "TF_CPP_MIN_LOG_LEVEL": "0"}
     assert not set(variables(given)) & set(given)
 
 
-def test_what_other_hosts_need_is_the_users_own_and_no_secret() -> None:
+def test_what_other_hosts_need_is_the_users_own_and_no_secret():
     given = {"OMP_NUM_THREADS": "8", "TNT_WARN": "9", "TF_X": "", "KERAS_BACKEND": "tensorflow"}
     given |= {
         "PATH": "/bin",
@@ -39,9 +39,7 @@ def test_what_other_hosts_need_is_the_users_own_and_no_secret() -> None:
 @pytest.mark.parametrize(
     ("library", "megabytes"), [(("glibc", "2.36"), 256), (("glibc", "2.28"), 32), (("", ""), None)]
 )
-def test_allocator_thresholds_are_those_the_c_library_accepts(
-    library: tuple[str, str], megabytes: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_allocator_thresholds_are_those_the_c_library_accepts(library, megabytes, monkeypatch):
     monkeypatch.setattr(environment.platform, "libc_ver", lambda: library)
     found = environment.allocator_variables()
     if megabytes is None:
@@ -52,8 +50,8 @@ def test_allocator_thresholds_are_those_the_c_library_accepts(
 
 @pytest.mark.parametrize(("machine", "value"), [("x86_64", "1"), ("aarch64", None)])
 def test_onednn_is_asked_for_where_tensorflow_has_it_for_all_processors(
-    machine: str, value: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    machine, value, monkeypatch
+):
     monkeypatch.setattr(environment.platform, "machine", lambda: machine)
     for name in ("TF_ENABLE_ONEDNN_OPTS", "TF_ONEDNN_USE_SYSTEM_ALLOCATOR"):
         assert variables({}).get(name) == value
@@ -61,15 +59,13 @@ def test_onednn_is_asked_for_where_tensorflow_has_it_for_all_processors(
 
 
 @pytest.mark.parametrize(("ranks", "threads"), [(1, 8), (2, 4), (3, 2), (16, 1)])
-def test_ranks_share_the_cores_of_a_node(
-    ranks: int, threads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_share_the_cores_of_a_node(ranks, threads, monkeypatch):
     monkeypatch.setattr(resources, "cores_of_node", lambda: 8)
     assert resources.threads_per_rank(ranks, {}) == threads
     assert resources.threads_per_rank(ranks, {"SLURM_CPUS_PER_TASK": "5"}) == 5
 
 
-def test_exports_have_names_and_values() -> None:
+def test_exports_have_names_and_values():
     given = {"HOME": "/home/x"}
     found = environment.parse_exports(["A=1", "B=x=y", "C=", "HOME"], given)
     assert found == {"A": "1", "B": "x=y", "C": "", "HOME": "/home/x"}

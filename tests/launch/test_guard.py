@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.mpi, pytest.mark.parametrize("python", PYTHONS)]
         ("thread", "recv", "ZeroDivisionError"),
     ],
 )
-def test_a_failed_rank_ends_the_job(python: str, fault: str, wait: str, cause: str) -> None:
+def test_a_failed_rank_ends_the_job(python, fault, wait, cause):
     with mpiexec(python, 2, "fault.py", fault, wait, "--guard") as job:
         job.wait_until_ready()
         result = job.result()
@@ -29,15 +29,13 @@ def test_a_failed_rank_ends_the_job(python: str, fault: str, wait: str, cause: s
     assert cause in headlines[0]
 
 
-def test_a_job_that_ends_well_says_nothing(python: str) -> None:
+def test_a_job_that_ends_well_says_nothing(python):
     with mpiexec(python, 2, "fault.py", "return", "none", "--guard") as job:
         result = job.result()
     assert (result.code, result.stderr) == (0, "ready\n")
 
 
-def test_a_rank_that_never_starts_mpi_is_waited_for_as_long_as_is_allowed(
-    python: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_never_starts_mpi_is_waited_for_as_long_as_is_allowed(python, monkeypatch):
     monkeypatch.setenv("TNT_TIMEOUT", "2")
     with mpiexec(python, 2, "early.py", "sleep") as job:
         result = job.result()

@@ -26,7 +26,7 @@ def write(folder: pathlib.Path, text: str) -> str:
     return str(path)
 
 
-def test_lines_of_both_mpis_are_read(tmp_path: pathlib.Path) -> None:
+def test_lines_of_both_mpis_are_read(tmp_path):
     assert read_hostfile(write(tmp_path, HOSTFILE)) == (
         Host("node-1"),
         Host("node-2", 4),
@@ -35,7 +35,7 @@ def test_lines_of_both_mpis_are_read(tmp_path: pathlib.Path) -> None:
     )
 
 
-def test_a_file_from_windows_is_read(tmp_path: pathlib.Path) -> None:
+def test_a_file_from_windows_is_read(tmp_path):
     path = tmp_path / "hosts"
     path.write_bytes(b"\xef\xbb\xbfnode-1:2\r\n\r\n# two\r\nnode-2 slots=1\r\n")
     assert read_hostfile(str(path)) == (Host("node-1", 2), Host("node-2", 1))
@@ -60,13 +60,13 @@ def test_a_file_from_windows_is_read(tmp_path: pathlib.Path) -> None:
         ("$(reboot)\n", "line 1"),
     ],
 )
-def test_other_lines_are_refused(tmp_path: pathlib.Path, text: str, complaint: str) -> None:
+def test_other_lines_are_refused(tmp_path, text, complaint):
     with pytest.raises(ConfigurationError) as error:
         read_hostfile(write(tmp_path, text))
     assert complaint in str(error.value)
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path: pathlib.Path) -> None:
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
     with pytest.raises(ConfigurationError, match="Cannot read --hostfile"):
         read_hostfile(str(tmp_path / "missing"))
 
@@ -86,9 +86,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: pathlib.Path) -> None:
         ([4, 4], 3, 2, [2, 1]),
     ],
 )
-def test_hosts_are_filled_one_after_the_other(
-    slots: list[int | None], ranks: int | None, per_node: int | None, counts: list[int]
-) -> None:
+def test_hosts_are_filled_one_after_the_other(slots, ranks, per_node, counts):
     hosts = [Host(f"h{index}", each) for index, each in enumerate(slots)]
     assert [host.count for host in place(hosts, ranks, per_node)] == counts
 
@@ -102,9 +100,7 @@ def test_hosts_are_filled_one_after_the_other(
         ([4, 2], None, 3, "host h1 has slots, which are 2"),
     ],
 )
-def test_more_ranks_than_the_hosts_take_are_refused(
-    slots: list[int | None], ranks: int | None, per_node: int | None, complaint: str
-) -> None:
+def test_more_ranks_than_the_hosts_take_are_refused(slots, ranks, per_node, complaint):
     hosts = [Host(f"h{index}", each) for index, each in enumerate(slots)]
     with pytest.raises(ConfigurationError) as error:
         place(hosts, ranks, per_node)
@@ -112,7 +108,7 @@ def test_more_ranks_than_the_hosts_take_are_refused(
 
 
 @given(st.lists(st.none() | st.integers(1, 5), min_size=1, max_size=6), st.integers(1, 20))
-def test_ranks_of_a_host_are_neighbours(slots: list[int | None], ranks: int) -> None:
+def test_ranks_of_a_host_are_neighbours(slots, ranks):
     hosts = [Host(f"h{index}", each) for index, each in enumerate(slots)]
     try:
         placed = place(hosts, ranks)
@@ -129,6 +125,6 @@ def test_ranks_of_a_host_are_neighbours(slots: list[int | None], ranks: int) -> 
         assert placed[0].count - placed[-1].count <= 1
 
 
-def test_a_host_says_which_ranks_it_has() -> None:
+def test_a_host_says_which_ranks_it_has():
     assert str(HostRanks("a", 0, 1)) == "host a: rank 0"
     assert str(HostRanks("b", 2, 3)) == "host b: ranks 2 to 4"

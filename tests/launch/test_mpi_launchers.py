@@ -33,7 +33,7 @@ def install(prefix: pathlib.Path, name: str, answer: str, library: bool = False)
 
 
 @pytest.fixture(autouse=True)
-def _bare_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+def _bare_machine(monkeypatch, tmp_path):
     """Hides what is installed."""
     for name in [name for name in os.environ if name.startswith("SLURM")]:
         monkeypatch.delenv(name)
@@ -43,28 +43,26 @@ def _bare_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> No
     monkeypatch.setattr(mpi_launchers.site, "ENABLE_USER_SITE", False)
 
 
-def test_the_wheel_of_this_environment_comes_first(tmp_path: pathlib.Path) -> None:
+def test_the_wheel_of_this_environment_comes_first(tmp_path):
     install(tmp_path, "mpiexec", VERSIONS["openmpi"])
     wheel = install(tmp_path / "environment", "mpiexec", VERSIONS["mpich"], library=True)
     assert mpi_launchers.find_launcher() == mpi_launchers.Mpich(wheel)
 
 
-def test_an_environment_without_a_library_does_not_count(tmp_path: pathlib.Path) -> None:
+def test_an_environment_without_a_library_does_not_count(tmp_path):
     site = install(tmp_path, "mpiexec", VERSIONS["openmpi"])
     install(tmp_path / "environment", "mpiexec", VERSIONS["mpich"])
     assert mpi_launchers.find_launcher() == mpi_launchers.OpenMpi(site)
 
 
-def test_another_family_can_be_asked_for(tmp_path: pathlib.Path) -> None:
+def test_another_family_can_be_asked_for(tmp_path):
     site = install(tmp_path, "mpirun", VERSIONS["openmpi"])
     install(tmp_path / "environment", "mpiexec", VERSIONS["intel"], library=True)
     assert isinstance(mpi_launchers.find_launcher("mpich"), mpi_launchers.Mpich)
     assert mpi_launchers.find_launcher("openmpi") == mpi_launchers.OpenMpi(site)
 
 
-def test_srun_is_taken_inside_an_allocation_only(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_srun_is_taken_inside_an_allocation_only(tmp_path, monkeypatch):
     srun = install(tmp_path, "srun", "slurm 24.05")
     site = install(tmp_path, "mpiexec", VERSIONS["openmpi"])
     assert mpi_launchers.find_launcher() == mpi_launchers.OpenMpi(site)
@@ -83,7 +81,7 @@ def test_srun_is_taken_inside_an_allocation_only(
         ("openmpi", "`pip install openmpi`"),
     ],
 )
-def test_no_mpi_is_an_error_with_remedies(name: str, remedy: str, tmp_path: pathlib.Path) -> None:
+def test_no_mpi_is_an_error_with_remedies(name, remedy, tmp_path):
     install(tmp_path, "mpiexec", "a shell script of somebody")
     with pytest.raises(LaunchError, match="unknown MPI") as error:
         mpi_launchers.find_launcher(name)
@@ -91,13 +89,13 @@ def test_no_mpi_is_an_error_with_remedies(name: str, remedy: str, tmp_path: path
     assert "module of your site" in str(error.value)
 
 
-def test_no_slurm_is_not_mended_with_pip() -> None:
+def test_no_slurm_is_not_mended_with_pip():
     with pytest.raises(LaunchError, match="no srun on PATH") as error:
         mpi_launchers.find_launcher("slurm")
     assert "pip" not in str(error.value)
 
 
-def test_the_command_of_each_family(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_of_each_family(monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     job = mpi_launchers.Job(
         *(("python", "w"), 3, 2), cores_per_rank=4, names=("A", "B"), label_output=True
@@ -124,12 +122,8 @@ def test_the_command_of_each_family(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_task_of_slurm_gets_its_share_of_the_cores(
-    allocation: dict[str, str],
-    cores: int,
-    tmp_path: pathlib.Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    allocation, cores, tmp_path, monkeypatch, capsys
+):
     install(tmp_path, "srun", "slurm 24.05")
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(64)))
     for name, value in {"SLURM_JOB_ID": "7", **allocation}.items():
@@ -138,7 +132,7 @@ def test_a_task_of_slurm_gets_its_share_of_the_cores(
     assert f" --cpus-per-task={cores} " in capsys.readouterr().out
 
 
-def test_what_other_jobs_say_of_their_ranks_is_left_out() -> None:
+def test_what_other_jobs_say_of_their_ranks_is_left_out():
     others = {
         "PMIX_RANK": "0",
         "PMIX_NAMESPACE": "x",
@@ -161,7 +155,7 @@ def test_what_other_jobs_say_of_their_ranks_is_left_out() -> None:
     assert mpi_launchers.without_other_jobs({**others, **ours}) == ours
 
 
-def test_hosts_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hosts_are_passed_on(monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     hosts = (HostRanks("a", 0, 2), HostRanks("b.c", 2, 1))
     job = mpi_launchers.Job(("w",), num_ranks=3, cores=2, hosts=hosts, options=("--o",))
@@ -175,7 +169,7 @@ def test_hosts_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
         mpi_launchers.Slurm("s").command(job)
 
 
-def test_the_remote_shell_is_that_of_the_user_of_the_environment_or_ssh() -> None:
+def test_the_remote_shell_is_that_of_the_user_of_the_environment_or_ssh():
     mpich, open_mpi = mpi_launchers.Mpich("m"), mpi_launchers.OpenMpi("m")
     for launcher in (mpich, open_mpi):
         assert launcher.remote_shell({}) == ["ssh"]
@@ -189,11 +183,7 @@ def test_the_remote_shell_is_that_of_the_user_of_the_environment_or_ssh() -> Non
         slurm.environment("/d", "ssh")
 
 
-def test_a_dry_run_shows_command_and_environment_but_no_secret(
-    tmp_path: pathlib.Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_dry_run_shows_command_and_environment_but_no_secret(tmp_path, monkeypatch, capsys):
     wheel = install(tmp_path / "environment", "mpiexec", VERSIONS["mpich"], library=True)
     monkeypatch.setenv("HUB_TOKEN", "s3cret")
     monkeypatch.setenv("OMP_NUM_THREADS", "9")

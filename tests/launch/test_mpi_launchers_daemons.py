@@ -90,15 +90,13 @@ def in_allocation(
 
 
 @pytest.mark.parametrize("through", [ALLOCATED, SHELL_OF_A_STEP])
-def test_ranks_are_the_tasks_of_the_allocation(
-    tmp_path: pathlib.Path, through: Sequence[str]
-) -> None:
+def test_ranks_are_the_tasks_of_the_allocation(tmp_path, through):
     result = in_allocation(tmp_path, "hello.py", "you", through=through)
     assert result.code == 0, result.stderr
     assert "hello 1 2 you\n" in result.stdout
 
 
-def test_a_task_that_fails_is_named_and_ends_the_job(tmp_path: pathlib.Path) -> None:
+def test_a_task_that_fails_is_named_and_ends_the_job(tmp_path):
     result = in_allocation(tmp_path, "fault.py", "raise", "recv")
     assert result.code == 1
     assert "tarantella: rank 1 of 2 on host node1 failed first: ValueError" in result.stderr

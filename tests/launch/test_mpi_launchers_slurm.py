@@ -38,9 +38,7 @@ def allocation(python: str, calls: pathlib.Path, **more: str) -> dict[str, str]:
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("python", PYTHONS)
-def test_tasks_and_cores_are_those_of_the_allocation(
-    python: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tasks_and_cores_are_those_of_the_allocation(python, tmp_path, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS")
     calls = tmp_path / "calls"
     with tarantella(
@@ -72,7 +70,7 @@ OWN_STEP = {
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("python", PYTHONS)
-def test_a_step_begins_beside_that_of_the_shell(python: str, tmp_path: pathlib.Path) -> None:
+def test_a_step_begins_beside_that_of_the_shell(python, tmp_path):
     """srun would wait for the shell to end, or bind all ranks to its cores."""
     given = allocation(python, tmp_path / "calls", **OWN_STEP)
     with tarantella(python, "-n", "2", "--mpi=slurm", "--", "hello.py", "b", **given) as job:
@@ -81,7 +79,7 @@ def test_a_step_begins_beside_that_of_the_shell(python: str, tmp_path: pathlib.P
     assert result.stdout.splitlines()[0] == "hello 1 2 b"
 
 
-def test_a_batch_script_has_no_step() -> None:
+def test_a_batch_script_has_no_step():
     given = {"SLURM_JOB_ID": "7", "SLURM_CPU_BIND": "cores"}
     assert mpi_launchers.beside_own_step(given) == given
     own = mpi_launchers.beside_own_step({**OWN_STEP, **given, "SLURM_OVERLAP": "0"})
@@ -91,7 +89,7 @@ def test_a_batch_script_has_no_step() -> None:
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("python", PYTHONS)
-def test_a_rank_that_fails_is_named(python: str, tmp_path: pathlib.Path) -> None:
+def test_a_rank_that_fails_is_named(python, tmp_path):
     given = allocation(python, tmp_path / "calls")
     with tarantella(python, "--mpi=slurm", "fault.py", "_exit5", "recv", **given) as job:
         result = job.result()
@@ -114,7 +112,7 @@ def signal_tasks(job: Job) -> None:
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("python", PYTHONS[:1])  # Open MPI kills what it is to forward signals to
-def test_preempted_tasks_end_with_75(python: str, tmp_path: pathlib.Path) -> None:
+def test_preempted_tasks_end_with_75(python, tmp_path):
     given = allocation(python, tmp_path / "calls")
     with tarantella(python, "--mpi=slurm", "stopped.py", **given) as job:
         job.wait_until_ready()
@@ -129,9 +127,7 @@ def test_preempted_tasks_end_with_75(python: str, tmp_path: pathlib.Path) -> Non
 @pytest.mark.mpi
 @pytest.mark.slow
 @pytest.mark.parametrize("python", PYTHONS[:1])
-def test_the_script_of_the_examples_puts_a_preempted_run_back_into_the_queue(
-    python: str, tmp_path: pathlib.Path
-) -> None:
+def test_the_script_of_the_examples_puts_a_preempted_run_back_into_the_queue(python, tmp_path):
     """It ends with a checkpoint, from which a job goes on as `test_checkpoints.py` shows."""
     (tmp_path / "tarantella").write_text(
         f'#!/bin/sh\nexec {python} -m tarantella_pp --mpi=slurm "$@"\n'
@@ -160,7 +156,7 @@ def test_the_script_of_the_examples_puts_a_preempted_run_back_into_the_queue(
         ({"SLURM_NTASKS": "", "SLURM_NTASKS_PER_NODE": "2(x3)"}, None),
     ],
 )
-def test_tasks_are_those_asked_for(given: dict[str, str], tasks: int | None) -> None:
+def test_tasks_are_those_asked_for(given, tasks):
     assert mpi_launchers.slurm_tasks(given) == tasks
 
 
@@ -175,11 +171,11 @@ def test_tasks_are_those_asked_for(given: dict[str, str], tasks: int | None) -> 
         ("2(x", 2, None),
     ],
 )
-def test_hosts_may_have_unequal_numbers_of_ranks(tasks: str, ranks: int, most: int | None) -> None:
+def test_hosts_may_have_unequal_numbers_of_ranks(tasks, ranks, most):
     assert mpi_launchers.most_tasks_of_host({"SLURM_TASKS_PER_NODE": tasks}, ranks) == most
 
 
-def test_hosts_are_counted_under_both_names() -> None:
+def test_hosts_are_counted_under_both_names():
     assert mpi_launchers.slurm_hosts({"SLURM_JOB_NUM_NODES": "3"}) == 3
 
 
@@ -194,9 +190,7 @@ def test_hosts_are_counted_under_both_names() -> None:
         ("", "none pmi2", None),
     ],
 )
-def test_the_protocol_is_that_of_the_mpi(
-    version: str, listed: str, protocol: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_protocol_is_that_of_the_mpi(version, listed, protocol, monkeypatch):
     def run(command: list[str], **unused: object) -> subprocess.CompletedProcess[str]:
         text = version if command[0] == sys.executable else listed.replace(" ", "\n\t")
         return subprocess.CompletedProcess(command, 0, text, "")

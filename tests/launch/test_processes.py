@@ -33,7 +33,7 @@ def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_orphans_in_sessions_of_their_own_are_killed() -> None:
+def test_orphans_in_sessions_of_their_own_are_killed():
     program = """
         import json, subprocess, sys, time, psutil
         from tarantella_pp.launch.processes import adopt_orphans
@@ -50,7 +50,7 @@ def test_orphans_in_sessions_of_their_own_are_killed() -> None:
     assert not any(psutil.pid_exists(pid) for pid in before)
 
 
-def test_shared_memory_is_removed_also_that_of_dead_ranks() -> None:
+def test_shared_memory_is_removed_also_that_of_dead_ranks():
     stem = f"/dev/shm/sm_segment.test{uuid.uuid4().hex}.0.ab"
     mapped, dead, foreign = (pathlib.Path(f"{stem}.{name}") for name in ("0", "1", "x"))
     other = pathlib.Path(f"/dev/shm/tarantella-test-{uuid.uuid4().hex}")
@@ -76,7 +76,7 @@ def test_shared_memory_is_removed_also_that_of_dead_ranks() -> None:
             path.unlink(missing_ok=True)
 
 
-def test_shared_memory_is_unused_once_nobody_has_mapped_it() -> None:
+def test_shared_memory_is_unused_once_nobody_has_mapped_it():
     path = pathlib.Path(f"/dev/shm/mpich_shm_test{uuid.uuid4().hex}_0")
     start = time.time() - 1.0
     try:
@@ -90,7 +90,7 @@ def test_shared_memory_is_unused_once_nobody_has_mapped_it() -> None:
         path.unlink()
 
 
-def test_a_process_dies_with_its_parent() -> None:
+def test_a_process_dies_with_its_parent():
     program = """
         import os, signal, sys, time
         from tarantella_pp.launch.processes import die_with_parent
@@ -113,7 +113,7 @@ def test_a_process_dies_with_its_parent() -> None:
     assert not _runs(child)
 
 
-def test_an_exit_is_described() -> None:
+def test_an_exit_is_described():
     assert processes.describe_exit(-signal.SIGKILL) == "killed by SIGKILL"
     assert processes.describe_exit(3) == "ended with exit code 3"
     assert processes.signal_name(63) == "signal 63"

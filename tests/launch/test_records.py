@@ -23,7 +23,7 @@ def passed(*pieces: bytes, records: Records | None = None) -> bytes:
 
 @pytest.mark.parametrize("label", [b"", b"[1] ", b"1: ", b"[prterun-vm-1@1,0]<stderr>: "])
 @pytest.mark.parametrize("size", [7, 1000])
-def test_only_info_of_native_code_is_left_out(label: bytes, size: int) -> None:
+def test_only_info_of_native_code_is_left_out(label, size):
     text = b"".join(
         label + line for line in (PREFACE + INFO + KEPT + FLOAT64 + INFO).splitlines(True)
     )
@@ -32,7 +32,7 @@ def test_only_info_of_native_code_is_left_out(label: bytes, size: int) -> None:
     assert passed(*(KEPT[i : i + size] for i in range(0, len(KEPT), size))) == KEPT
 
 
-def test_what_ends_no_line_is_not_held_back() -> None:
+def test_what_ends_no_line_is_not_held_back():
     written: list[bytes] = []
     pieces = [b"Password: ", b"\rbar 1", b"\rbar 2\n", INFO[:30], INFO[30:], b"end"]
     seen = []
@@ -46,14 +46,14 @@ def test_what_ends_no_line_is_not_held_back() -> None:
     assert b"".join(written) == b"Password: \rbar 1\rbar 2\nend"
 
 
-def test_noise_of_one_rank_after_the_progress_bar_of_another() -> None:
+def test_noise_of_one_rank_after_the_progress_bar_of_another():
     assert passed(b"\rbar 1" + PREFACE + INFO, b"\rbar 2\n") == b"\rbar 1\rbar 2\n"
     assert passed(b"\rbar 1" + INFO[:30], INFO[30:], b"\rbar 2\n") == b"\rbar 1\rbar 2\n"
 
 
 @pytest.mark.parametrize("label", [b"", b"[1] ", b"1: ", b"[prterun-vm-1@1,0]<stderr>: "])
 @pytest.mark.parametrize("size", [1, 100, 1 << 16])
-def test_records_are_taken_out_with_long_tracebacks(label: bytes, size: int) -> None:
+def test_records_are_taken_out_with_long_tracebacks(label, size):
     record = Record(1, FAILED, "host", "ü: nö", "long\n" * 2000 + "ü\n", exit_code=3)
     source, target = os.pipe()
     write(record, target)
@@ -70,14 +70,14 @@ def test_records_are_taken_out_with_long_tracebacks(label: bytes, size: int) -> 
     assert (found[1].cause, found[1].exit_code) == ("ü: nö", 3)
 
 
-def test_what_is_no_record_is_left_out() -> None:
+def test_what_is_no_record_is_left_out():
     found = Records(1)
     for line in (b"{", b"[]", b'{"rank": "x"}', b'{"rank": 0, "more": 1}'):
         found.take(line)
     assert not found
 
 
-def test_a_pipe_that_does_not_block_gets_all() -> None:
+def test_a_pipe_that_does_not_block_gets_all():
     """As where another process has set the terminal so."""
     source, target = os.pipe()
     os.set_blocking(target, False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import pathlib
 import time
 
 import pytest
@@ -27,15 +26,11 @@ CORES = len(os.sched_getaffinity(0))
         (8, 1, 8, None),
     ],
 )
-def test_ranks_are_bound_where_their_threads_fill_the_node(
-    cores: int, ranks: int, threads: int, shared: int | None
-) -> None:
+def test_ranks_are_bound_where_their_threads_fill_the_node(cores, ranks, threads, shared):
     assert resources.cores_to_share(cores, ranks, threads) == shared
 
 
-def test_shares_are_neighbours_and_disjoint(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
-) -> None:
+def test_shares_are_neighbours_and_disjoint(monkeypatch, tmp_path):
     """Two sockets of two cores with two hardware threads each, numbered as Linux does."""
     for core in range(8):
         folder = tmp_path / f"cpu{core}" / "topology"
@@ -78,13 +73,8 @@ BIND = {"TNT_BIND": "cores"}
     ],
 )
 def test_a_rank_takes_its_share_of_the_host_it_is_on(
-    cores: int,
-    given: dict[str, str],
-    share: set[int] | None,
-    threads: str,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: pathlib.Path,
-) -> None:
+    cores, given, share, threads, monkeypatch, tmp_path
+):
     chosen: list[object] = []
     monkeypatch.setattr(resources, "_TOPOLOGY", tmp_path / "missing")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
@@ -96,7 +86,7 @@ def test_a_rank_takes_its_share_of_the_host_it_is_on(
     assert environ["OMP_NUM_THREADS"] == threads
 
 
-def test_a_rank_that_is_bound_already_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_is_bound_already_stays_so(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {4, 5, 6, 7})
     monkeypatch.setattr(os, "sched_setaffinity", lambda *_: pytest.fail("bound again"))
     environ = {**BIND, **MPICH}
@@ -113,9 +103,7 @@ def test_a_rank_that_is_bound_already_stays_so(monkeypatch: pytest.MonkeyPatch) 
         ([{5}] * 400, {5}),  # it has one of its own: that of the daemons of this host
     ],
 )
-def test_what_has_started_a_rank_may_visit_other_cores(
-    seen: list[set[int]], cores: set[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_has_started_a_rank_may_visit_other_cores(seen, cores, monkeypatch):
     """MPICH's proxy does so when the first rank calls MPI_Init: another one may be that late."""
     moments, own, clock = iter(seen), {0, 1, 2, 3}, itertools.count()
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: next(moments) if pid else own)
@@ -124,7 +112,7 @@ def test_what_has_started_a_rank_may_visit_other_cores(
     assert resources.cores_of_starter(7) == cores
 
 
-def test_cores_that_slurm_has_given_to_others_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cores_that_slurm_has_given_to_others_do_not_count(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(64)))
     assert resources.cores_of_node({}) == 64
     assert resources.cores_of_node({"SLURM_CPUS_ON_NODE": "4"}) == 4
@@ -134,9 +122,7 @@ def test_cores_that_slurm_has_given_to_others_do_not_count(monkeypatch: pytest.M
 @pytest.mark.skipif(CORES < 2, reason="needs two cores")
 @pytest.mark.parametrize("python", PYTHONS)
 @pytest.mark.parametrize(("option", "own"), [("auto", True), ("none", False)])
-def test_ranks_of_a_job_run_on_cores_of_their_own(
-    python: str, option: str, own: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_of_a_job_run_on_cores_of_their_own(python, option, own, monkeypatch):
     if option == "none":
         monkeypatch.setenv(resources.BIND_VARIABLE, "cores")  # of a job around this one
     options = ["-n", "2", "--threads", str(CORES // 2), "--bind", option]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -36,7 +35,7 @@ class TensorFlow:
 
 
 @pytest.fixture(autouse=True)
-def _no_tensorflow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def _no_tensorflow(monkeypatch, tmp_path):
     monkeypatch.delitem(sys.modules, "tensorflow", raising=False)
     monkeypatch.setattr(resources, "_DEVICES", tmp_path)
     for name in ("null", "nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
@@ -54,20 +53,20 @@ def _no_tensorflow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ({"CUDA_VISIBLE_DEVICES": "0", "SLURM_GPUS_PER_TASK": "1"}, 1, "0"),
     ],
 )
-def test_each_rank_of_a_host_takes_one(given: dict[str, str], local_rank: int, taken: str) -> None:
+def test_each_rank_of_a_host_takes_one(given, local_rank, taken):
     environ = dict(given)
     resources.take_gpu(environ, local_rank)
     assert environ == {**given, "CUDA_VISIBLE_DEVICES": taken, **GROWTH}
 
 
-def test_what_the_user_says_of_memory_stays() -> None:
+def test_what_the_user_says_of_memory_stays():
     environ = {"TF_FORCE_GPU_ALLOW_GROWTH": "false"}
     resources.take_gpu(environ, 0)
     assert environ["TF_FORCE_GPU_ALLOW_GROWTH"] == "false"
 
 
 @pytest.mark.parametrize("given", [{}, {"CUDA_VISIBLE_DEVICES": "1"}])
-def test_more_ranks_than_gpus_are_refused(given: dict[str, str]) -> None:
+def test_more_ranks_than_gpus_are_refused(given):
     with pytest.raises(
         LaunchError, match=r"This host has [12] GPUs?, and at least 3 ranks"
     ) as error:
@@ -76,21 +75,21 @@ def test_more_ranks_than_gpus_are_refused(given: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("given", ["", "-1", "-1,0"])
-def test_without_gpus_nothing_changes(given: str) -> None:
+def test_without_gpus_nothing_changes(given):
     environ = {"CUDA_VISIBLE_DEVICES": given}
     resources.take_gpu(environ, 3)
     assert environ == {"CUDA_VISIBLE_DEVICES": given}
     assert "tensorflow" not in sys.modules
 
 
-def test_without_devices_nothing_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_devices_nothing_changes(tmp_path, monkeypatch):
     monkeypatch.setattr(resources, "_DEVICES", tmp_path / "missing")
     environ: dict[str, str] = {}
     resources.take_gpu(environ, 3)
     assert environ == {}
 
 
-def test_a_loaded_tensorflow_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loaded_tensorflow_is_told(monkeypatch):
     tensorflow = TensorFlow(2)
     monkeypatch.setitem(sys.modules, "tensorflow", tensorflow)
     resources.take_gpu({}, 1)
@@ -99,7 +98,7 @@ def test_a_loaded_tensorflow_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         resources.take_gpu({}, 2)
 
 
-def test_gpus_that_are_in_use_are_not_shared_silently(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_that_are_in_use_are_not_shared_silently(monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorflow", TensorFlow(2, initialized=True))
     with pytest.raises(LaunchError, match=r"Call tarantella_pp\.init\(\) before"):
         resources.take_gpu({}, 0)

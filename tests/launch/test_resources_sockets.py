@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pathlib
 
 import pytest
 
@@ -12,7 +11,7 @@ from tarantella_pp.launch import resources
 
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> list[object]:
+def machine(monkeypatch, tmp_path):
     """Two sockets of four cores, a node without cores, and one whose cores others have."""
     for node, cores in {0: "0-3\n", 1: "4,6-8\n", 2: "\n", 3: "20-23\n"}.items():
         (tmp_path / f"node{node}").mkdir()
@@ -24,7 +23,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> list[obj
     return bound
 
 
-def test_each_rank_gets_a_socket_and_as_many_threads(machine: list[object]) -> None:
+def test_each_rank_gets_a_socket_and_as_many_threads(machine):
     for rank in (0, 1):
         environ = {"TNT_BIND": "socket", "MPI_LOCALRANKID": str(rank), "MPI_LOCALNRANKS": "2"}
         resources.take_share(environ, set(range(8)))
@@ -32,15 +31,13 @@ def test_each_rank_gets_a_socket_and_as_many_threads(machine: list[object]) -> N
     assert machine == [{0, 1, 2, 3}, {4, 6, 7}]
 
 
-def test_more_ranks_than_sockets_are_refused(machine: list[object]) -> None:
+def test_more_ranks_than_sockets_are_refused(machine):
     with pytest.raises(LaunchError, match=r"This host has 2 \(NUMA nodes .*\), and 3 ranks"):
         resources.pin_to_socket(0, 3, memory=False)
     assert not machine
 
 
-def test_memory_is_bound_where_that_is_possible(
-    machine: list[object], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_is_bound_where_that_is_possible(machine, monkeypatch):
     asked: list[tuple[object, ...]] = []
     answers = iter([0, -1])
 

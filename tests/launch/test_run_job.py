@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pathlib
 import subprocess
 import sys
 import textwrap
@@ -50,7 +49,7 @@ FAILS = "say(0, 'failed', cause='c', details='text\\n', exit_code=9)"
         ("say(0, 'returned'); say(1, 'started', starts_mpi='a.py:3'); time.sleep(60)", 1, "a.py:3"),
     ],
 )
-def test_records_count_not_the_exit_code_of_mpiexec(acts: str, code: int, message: str) -> None:
+def test_records_count_not_the_exit_code_of_mpiexec(acts, code, message):
     check(acts, code, message)
 
 
@@ -70,20 +69,18 @@ def test_records_count_not_the_exit_code_of_mpiexec(acts: str, code: int, messag
         ),
     ],
 )
-def test_ranks_that_do_not_start_end_the_job(
-    acts: str, hosts: tuple[str, ...], message: str
-) -> None:
+def test_ranks_that_do_not_start_end_the_job(acts, hosts, message):
     check(acts, 5 if "exit(5)" in acts else 1, message, *hosts)
 
 
-def test_a_host_whose_remote_shell_has_ended_is_dead() -> None:
+def test_a_host_whose_remote_shell_has_ended_is_dead():
     """MPICH's launcher would wait for its ranks for ever."""
     acts = "import subprocess; say(0, 'started'); say(1, 'started'); "
     acts += "subprocess.Popen(['sh', '-c', 'sleep 2; exit 255', 'far']); time.sleep(60)"
     check(acts, 1, "failed first: the remote shell of its host has ended: far or the link", "far")
 
 
-def test_signals_that_are_ignored_stay_so() -> None:
+def test_signals_that_are_ignored_stay_so():
     """As under `nohup`, and in the background of a shell without job control."""
     acts = "say(0, 'started'); os.kill(os.getppid(), 1); os.kill(os.getppid(), 2); time.sleep(1)\n"
     acts += "say(1, 'failed', cause='its own', exit_code=9); sys.exit(9)"
@@ -94,7 +91,7 @@ def test_signals_that_are_ignored_stay_so() -> None:
 
 
 @pytest.mark.slow
-def test_nobody_need_read_what_the_launcher_says(tmp_path: pathlib.Path) -> None:
+def test_nobody_need_read_what_the_launcher_says(tmp_path):
     """As behind `2>&1 | head`: the job ends as it would, and is cleaned up."""
     acts = f"open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\n{FAILS}; time.sleep(60)"
     reader, writer = os.pipe()

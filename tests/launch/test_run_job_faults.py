@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pathlib
 import signal
 
 import pytest
@@ -45,12 +44,12 @@ def expect_failure(python: str, fault: str, wait: str = "recv", ranks: int = 2) 
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_failed_rank_ends_the_job(python: str, fault: str) -> None:
+def test_a_failed_rank_ends_the_job(python, fault):
     expect_failure(python, fault)
 
 
 @pytest.mark.parametrize("fault", ["exit0", "return"])
-def test_a_rank_that_leaves_while_others_wait_ends_the_job(python: str, fault: str) -> None:
+def test_a_rank_that_leaves_while_others_wait_ends_the_job(python, fault):
     with tarantella(python, "-n", "2", "--", "fault.py", fault, "call") as job:
         job.wait_until_ready()
         result = job.result()
@@ -67,9 +66,7 @@ def test_a_rank_that_leaves_while_others_wait_ends_the_job(python: str, fault: s
         ("_exit0", 2, "exit code 0 before its script did"),
     ],
 )
-def test_a_rank_that_ends_before_all_have_met_ends_the_job(
-    python: str, how: str, ranks: int, cause: str
-) -> None:
+def test_a_rank_that_ends_before_all_have_met_ends_the_job(python, how, ranks, cause):
     with tarantella(python, "-n", str(ranks), "early.py", how) as job:
         result = job.result()
         assert not job.processes()
@@ -78,7 +75,7 @@ def test_a_rank_that_ends_before_all_have_met_ends_the_job(
     assert cause in result.stderr
 
 
-def test_a_rank_that_never_starts_mpi_is_waited_for_as_long_as_is_allowed(python: str) -> None:
+def test_a_rank_that_never_starts_mpi_is_waited_for_as_long_as_is_allowed(python):
     with tarantella(python, "-n", "2", "early.py", "sleep", TNT_TIMEOUT="2") as job:
         result = job.result()
         assert not job.processes()
@@ -88,7 +85,7 @@ def test_a_rank_that_never_starts_mpi_is_waited_for_as_long_as_is_allowed(python
     assert "rank 0 of 2 on host" in result.stderr
 
 
-def test_the_traceback_is_of_the_script_and_comes_once(python: str) -> None:
+def test_the_traceback_is_of_the_script_and_comes_once(python):
     with tarantella(python, "-n", "3", "fault.py", "raise", "barrier") as job:
         result = job.result()
     assert result.stderr.count("Traceback (most recent call last)") == 1
@@ -98,7 +95,7 @@ def test_the_traceback_is_of_the_script_and_comes_once(python: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_may_end_long_before_the_others(python: str) -> None:
+def test_a_rank_may_end_long_before_the_others(python):
     with tarantella(python, "-n", "2", "fault.py", "return", "work") as job:
         result = job.result()
     assert result.code == 0, result.stderr
@@ -113,9 +110,7 @@ def test_a_rank_may_end_long_before_the_others(python: str) -> None:
         (signal.SIGHUP, "work", 75),
     ],
 )
-def test_a_signal_to_the_launcher_ends_all_ranks(
-    python: str, number: signal.Signals, wait: str, code: int
-) -> None:
+def test_a_signal_to_the_launcher_ends_all_ranks(python, number, wait, code):
     with tarantella(python, "-n", "2", "fault.py", "none", wait) as job:
         job.wait_until_ready()
         job.send(number)
@@ -129,7 +124,7 @@ def test_a_signal_to_the_launcher_ends_all_ranks(
         assert "Ctrl-C" not in result.stderr  # as MPICH would say
 
 
-def test_a_second_interrupt_does_not_wait(python: str) -> None:
+def test_a_second_interrupt_does_not_wait(python):
     with tarantella(python, "-n", "2", "fault.py", "none", "recv") as job:
         job.wait_until_ready()
         job.send(signal.SIGINT)
@@ -141,7 +136,7 @@ def test_a_second_interrupt_does_not_wait(python: str) -> None:
     assert result.seconds < 4  # the patience after one is 5 s
 
 
-def test_ranks_have_time_to_write_a_checkpoint_after_sigterm(python: str) -> None:
+def test_ranks_have_time_to_write_a_checkpoint_after_sigterm(python):
     with tarantella(python, "-n", "2", "stopped.py") as job:
         job.wait_until_ready()
         job.send(signal.SIGTERM)
@@ -152,7 +147,7 @@ def test_ranks_have_time_to_write_a_checkpoint_after_sigterm(python: str) -> Non
     assert "the job was stopped by SIGTERM" in result.stderr
 
 
-def test_a_job_that_takes_too_long_is_killed(python: str) -> None:
+def test_a_job_that_takes_too_long_is_killed(python):
     with tarantella(python, "-n", "2", "--timeout", "3", "fault.py", "none", "work") as job:
         result = job.result()
         assert not job.processes()
@@ -160,7 +155,7 @@ def test_a_job_that_takes_too_long_is_killed(python: str) -> None:
     assert "after 3 s (--timeout)" in result.stderr
 
 
-def test_no_files_are_left(python: str, tmp_path: pathlib.Path) -> None:
+def test_no_files_are_left(python, tmp_path):
     command = ["-n", "2", "fault.py", "raise", "recv"]
     with tarantella(python, *command, TMPDIR=str(tmp_path)) as job:
         assert job.result().code == 1
@@ -169,6 +164,6 @@ def test_no_files_are_left(python: str, tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["sigkill", "_exit5", "raise"])
-def test_faults_that_make_launchers_hang_now_and_then(python: str, fault: str) -> None:
+def test_faults_that_make_launchers_hang_now_and_then(python, fault):
     for _ in range(20 if more_asked_for() else 2):
         expect_failure(python, fault, "barrier", ranks=3)

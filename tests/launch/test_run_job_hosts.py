@@ -26,7 +26,7 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
+def hosts(tmp_path_factory):
     """Two hosts."""
     with network_hosts.network(2, tmp_path_factory.mktemp("hosts")) as made:
         yield made
@@ -34,8 +34,8 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 def test_ranks_fill_hosts_and_get_the_environment_and_threads_of_theirs(
-    python: str, hosts: Network, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
-) -> None:
+    python, hosts, monkeypatch, tmp_path
+):
     """Beta has one core."""
     shell = pathlib.Path(hosts.remote_shell)
     text = shell.read_text().replace("exec nsenter", "exec taskset -c 0 nsenter")
@@ -56,7 +56,7 @@ def test_ranks_fill_hosts_and_get_the_environment_and_threads_of_theirs(
     assert result.stdout.splitlines() == [alpha, alpha, "beta 1 a b libm.so.6 7 x=y"]
 
 
-def test_hosts_that_cannot_be_reached_end_the_job(python: str, hosts: Network) -> None:
+def test_hosts_that_cannot_be_reached_end_the_job(python, hosts):
     missing = hosts.hostfile("alpha", "delta", "beta")
     with hosts.tarantella(python, "--hostfile", missing, "hosts.py") as job:
         result = job.result(LONG_SECONDS)
@@ -96,7 +96,7 @@ if socket.gethostname() == "beta":
 
 
 @pytest.fixture
-def clocks(tmp_path: pathlib.Path) -> dict[str, str]:
+def clocks(tmp_path):
     """What sets the clock of beta wrong, by a minute and a half."""
     (tmp_path / "sitecustomize.py").write_text(
         SKEWED.format(seconds=90 if os.getpid() % 2 else -90)
@@ -105,7 +105,7 @@ def clocks(tmp_path: pathlib.Path) -> dict[str, str]:
 
 
 @pytest.fixture
-def private(hosts: Network) -> pathlib.Path:
+def private(hosts):
     """A folder with the scripts, of which each host has its own."""
     for host in hosts.hosts:
         for script in ("fault.py", "hello.py"):
@@ -119,9 +119,7 @@ def check_clean(hosts: Network) -> None:
         assert host.leftovers() == [], host.name
 
 
-def test_hosts_need_not_share_a_folder(
-    python: str, hosts: Network, private: pathlib.Path, clocks: dict[str, str]
-) -> None:
+def test_hosts_need_not_share_a_folder(python, hosts, private, clocks):
     with hosts.tarantella(python, "-n", "2", "hello.py", folder=private, **clocks) as job:
         result = job.result()
     assert result.code == 0, result.stderr
@@ -151,17 +149,14 @@ def failed_on_beta(
 
 @pytest.mark.parametrize(("fault", "folder", "per_host"), sorted(ORDINARY))
 def test_a_rank_that_fails_on_another_host_is_named(
-    python: str, fault: str, folder: str, per_host: int, hosts: Network, private: pathlib.Path,
-    clocks: dict[str, str],
-) -> None:  # fmt: skip
+    python, fault, folder, per_host, hosts, private, clocks
+):
     where = private if folder == "private" else SCRIPTS
     assert not failed_on_beta(python, hosts, fault, where, per_host, **clocks)
 
 
 @pytest.mark.skipif(not more_asked_for(), reason="takes minutes; set TNT_TEST_EXAMPLES")
-def test_every_fault_is_named_in_every_kind_of_job(
-    python: str, hosts: Network, private: pathlib.Path, clocks: dict[str, str]
-) -> None:
+def test_every_fault_is_named_in_every_kind_of_job(python, hosts, private, clocks):
     cells = itertools.product(FAULTS, (SCRIPTS, private), (1, 2))
     wrong = "\n".join(failed_on_beta(python, hosts, *cell, **clocks) for cell in cells).strip()
     assert not wrong, wrong
@@ -175,9 +170,7 @@ def kinds_of_jobs(hosts: Network, private: pathlib.Path) -> Iterator[tuple[pathl
 
 
 @pytest.mark.parametrize("per_host", [1, 2] if more_asked_for() else [1])
-def test_a_script_that_is_missing_on_another_host_is_named(
-    python: str, per_host: int, hosts: Network, private: pathlib.Path
-) -> None:
+def test_a_script_that_is_missing_on_another_host_is_named(python, per_host, hosts, private):
     (hosts.hosts[1].seen(private) / "hello.py").unlink()
     hostfile = hosts.hostfile(*(f"{host.name}:{per_host}" for host in hosts.hosts))
     with hosts.tarantella(python, "--hostfile", hostfile, "hello.py", folder=private) as job:
@@ -189,9 +182,7 @@ def test_a_script_that_is_missing_on_another_host_is_named(
     check_clean(hosts)
 
 
-def test_an_interpreter_that_is_missing_on_another_host_ends_the_job(
-    python: str, hosts: Network, private: pathlib.Path
-) -> None:
+def test_an_interpreter_that_is_missing_on_another_host_ends_the_job(python, hosts, private):
     own = hosts.hosts[0].seen(hosts.hosts[0].tmp) / "python"
     own.symlink_to(python)
     for folder, hostfile in kinds_of_jobs(hosts, private):
@@ -207,9 +198,7 @@ def test_an_interpreter_that_is_missing_on_another_host_ends_the_job(
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 @pytest.mark.slow
-def test_a_launcher_that_ends_leaves_nothing_on_other_hosts(
-    python: str, number: signal.Signals, hosts: Network, private: pathlib.Path
-) -> None:
+def test_a_launcher_that_ends_leaves_nothing_on_other_hosts(python, number, hosts, private):
     for folder, hostfile in kinds_of_jobs(hosts, private):
         options = ["--hostfile", hostfile, "fault.py", "none", "recv"]
         with hosts.tarantella(python, *options, folder=folder) as job:
@@ -224,7 +213,7 @@ def test_a_launcher_that_ends_leaves_nothing_on_other_hosts(
 
 
 @pytest.mark.slow
-def test_an_outage_is_survived(python: str, hosts: Network, private: pathlib.Path) -> None:
+def test_an_outage_is_survived(python, hosts, private):
     for folder, hostfile in kinds_of_jobs(hosts, private):
         options = ["--hostfile", hostfile, "fault.py", "return", "work"]
         with hosts.tarantella(python, *options, folder=folder) as job:

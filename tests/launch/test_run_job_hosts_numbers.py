@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import shutil
 import sys
-from collections.abc import Iterator
 
 import pytest
 
@@ -13,7 +12,6 @@ from tests.helpers import network_hosts
 from tests.helpers.draws import more_asked_for
 from tests.helpers.jobs import PYTHONS, SCRIPTS
 from tests.helpers.mpi import mpi_run
-from tests.helpers.network_hosts import Network
 
 pytestmark = [
     pytest.mark.mpi,
@@ -28,7 +26,7 @@ CELLS = [*itertools.product((2, 3), ("shared", "private"), (1, 2))]
 
 
 @pytest.fixture(scope="module")
-def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
+def hosts(tmp_path_factory):
     """Three hosts, each with a copy of the script in a folder of its own."""
     with network_hosts.network(3, tmp_path_factory.mktemp("hosts")) as made:
         for host in made.hosts:
@@ -46,9 +44,7 @@ def losses_in(text: str) -> list[float]:
 @pytest.mark.parametrize(
     ("num_hosts", "folder", "per_host"), CELLS if more_asked_for() else ORDINARY
 )
-def test_losses_are_those_of_one_host(
-    python: str, num_hosts: int, folder: str, per_host: int, hosts: Network
-) -> None:
+def test_losses_are_those_of_one_host(python, num_hosts, folder, per_host, hosts):
     hostfile = hosts.hostfile(*(f"{host.name}:{per_host}" for host in hosts.hosts[:num_hosts]))
     where = hosts.hosts[0].work if folder == "private" else SCRIPTS
     options = ["--hostfile", hostfile, "--threads", "1", "--", "losses.py"]

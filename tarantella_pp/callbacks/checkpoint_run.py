@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import math
@@ -260,9 +261,8 @@ class CheckpointRun:
             if name in saved.callback_states:
                 callback.load_state_dict(from_plain(saved.callback_states[name]))
 
-    def _callback_states(self) -> dict[str, Any]:
-        """The states of callbacks that have any, from the first rank that runs each."""
-        mine = {name: _json_state(name, each) for name, each in self._stateful.items()}
+    def _merged(self, mine: dict[str, Any]) -> dict[str, Any]:
+        """What all ranks know together; the first that knows a thing counts."""
         merged: dict[str, Any] = {}
         for theirs in reversed(self._ranks.allgather_json(mine)):
             merged |= theirs
@@ -286,27 +286,31 @@ class CheckpointRun:
         if loss is not None and not math.isfinite(float(np.mean(loss))):
             self._tell(f"writes no checkpoint: the loss is {loss} after step {self._step}")
             return
-        own = dict(self._share.owned())
+        position, arrays = self._position()
+        own = {**self._share.owned(), **arrays}
+        if self._ranks.rank == 0:
+            own |= self._best_weights()
+        describe = functools.partial(
+            self._manifest,
+            position=position,
+            shapes=self._merged(self._model._engine.stages.first_shapes()),
+            callback_states=self._merged(
+                {name: _json_state(name, each) for name, each in self._stateful.items()}
+            ),
+        )
+        self._writer.write(self._step, own, describe, self._damaged)
+        self._written = self._step
+
+    def _position(self) -> tuple[DataPosition, dict[str, Any]]:
+        """How far the data have been read, and what arrays it takes to come back there."""
         place: dict[str, Any] = {"kind": "", "passes": 0, "batches": 0, "in_pass": False}
+        arrays: dict[str, Any] = {}
         if self._adapter.cursor is not None:
             place, arrays = self._adapter.cursor.position(
                 self._in_pass(), self._adapter.num_batches, self._options.steps_per_epoch
             )
-            own |= {f"data/{name}": array for name, array in arrays.items()}
         position = DataPosition(**place, epochs=self._epoch - self._initial_epoch)
-        if self._ranks.rank == 0:
-            own |= self._best_weights()
-        shapes: dict[str, Any] = {}
-        for theirs in self._ranks.allgather_json(self._model._engine.stages.first_shapes()):
-            shapes |= theirs
-
-        states = self._callback_states()
-
-        def describe(files: tuple[SavedFile, ...], tensors: dict[str, SavedTensor]) -> Manifest:
-            return self._manifest(files, tensors, position, shapes, states)
-
-        self._writer.write(self._step, own, describe, self._damaged)
-        self._written = self._step
+        return position, {f"data/{name}": array for name, array in arrays.items()}
 
     def _in_pass(self) -> bool:
         """Whether the next batch is one of the pass over the data that was read last."""
@@ -317,12 +321,7 @@ class CheckpointRun:
         return length is None or cursor is None or cursor.batches < length
 
     def _manifest(
-        self,
-        files: tuple[SavedFile, ...],
-        tensors: dict[str, SavedTensor],
-        position: DataPosition,
-        shapes: dict[str, Any],
-        states: dict[str, Any],
+        self, files: tuple[SavedFile, ...], tensors: dict[str, SavedTensor], **gathered: Any
     ) -> Manifest:
         engine = self._model._engine
         remembered = [(type(c).__name__, remembered_by(c) or {}) for c in self._callbacks]
@@ -333,19 +332,17 @@ class CheckpointRun:
             epoch_step=self._epoch_step,
             initial_epoch=self._initial_epoch,
             learning_rate=learning_rate_of(self._model),
-            position=position,
             tensors=tensors,
             files=files,
             facts=self._facts,
             history=self._history,
             logs={name: plain(_number(value)) for name, value in engine.logs.items()},
             callbacks=as_json(remembered),
-            shapes=shapes,
             plan=json.loads(self._model.plan.to_json()),
             **self._configs,
             versions=versions(),
             written=now(),
-            callback_states=states,
+            **gathered,
         )
 
     def _best_weights(self) -> dict[str, Any]:

@@ -60,20 +60,11 @@ class Checkpoint(keras.callbacks.Callback):
         self._run: Any = None
 
     def runs(self, run: Any) -> None:
-        """Attaches the callback to a `fit`, which does so itself.
-
-        Args:
-            run: The `fit`; `None` when it has ended.
-        """
+        """Attaches the callback to a `fit`, which does so itself; `None` when it has ended."""
         self._run = run
 
     def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
-        """Goes on from the newest checkpoint.
-
-        Raises:
-            ConfigurationError: If it is not one of this run, or the model is plain Keras.
-            FileError: If there are checkpoints, and all are damaged.
-        """
+        """Goes on from the newest checkpoint."""
         self._active().begin()
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:

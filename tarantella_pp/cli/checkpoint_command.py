@@ -187,9 +187,9 @@ def _as_json(manifest: Manifest | str) -> Any:
 
 def _verify(arguments: argparse.Namespace) -> int:
     """Looks at every file; returns 1 if one is damaged or missing."""
-    from tarantella_pp.files.checkpoint_folder import all_damage
+    from tarantella_pp.files.checkpoint_folder import damages
 
-    found = {path.name: all_damage(path) for path in _found_in(arguments.directory)}
+    found = {path.name: list(damages(path)) for path in _found_in(arguments.directory)}
     if arguments.json:
         write_json(found)
     else:
@@ -216,12 +216,12 @@ def _convert(arguments: argparse.Namespace) -> int:
 
 
 def _newest_whole(folders: list[Path]) -> tuple[Path, Manifest]:
-    from tarantella_pp.files.checkpoint_folder import damage
+    from tarantella_pp.files.checkpoint_folder import damages
     from tarantella_pp.files.manifest import read_manifest
 
     problems = []
     for folder in folders:
-        problem = damage(folder)
+        problem = next(damages(folder), "")
         if not problem:
             return folder, read_manifest(folder)
         problems.append(problem)

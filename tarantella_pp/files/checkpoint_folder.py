@@ -21,7 +21,6 @@ from tarantella_pp.errors import ConfigurationError, FileError
 from tarantella_pp.files.manifest import (
     CHECKSUM,
     MANIFEST,
-    Manifest,
     SavedFile,
     checksum_of,
     read_manifest,
@@ -44,7 +43,7 @@ def checkpoints_in(directory: Path) -> list[Path]:
     if not directory.is_dir():
         return []
     found = [path for path in directory.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
-    return sorted(found, key=_step, reverse=True)
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
 
 
 def remove_leftovers(directory: Path) -> None:
@@ -67,11 +66,6 @@ def begin_draft(directory: Path, step: int, known: Collection[str]) -> Path:
     draft = directory / f"{DRAFT}{name_of_step(step)}.{secrets.token_hex(4)}"
     draft.mkdir()
     return draft
-
-
-def discard_draft(draft: Path) -> None:
-    """Removes a checkpoint that could not be written."""
-    shutil.rmtree(draft, ignore_errors=True)
 
 
 def publish(draft: Path, manifest: bytes) -> Path:
@@ -103,11 +97,6 @@ def remove_old(
         shutil.rmtree(left)
 
 
-def _step(path: Path) -> int:
-    match = _NAME.fullmatch(path.name)
-    return int(match[1]) if match else -1
-
-
 def sync(path: Path) -> None:
     """Waits until a file, or the names of the files in a folder, would outlive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -119,28 +108,15 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def damage(folder: Path, is_mine: Callable[[int], bool] = lambda number: True) -> str:
-    """What is wrong with a checkpoint, naming the file; an empty text if nothing is."""
+def damages(folder: Path, is_mine: Callable[[int], bool] = lambda number: True) -> Iterator[str]:
+    """What is wrong with a checkpoint, naming each file; nothing if it is what was written."""
     try:
-        manifest = read_manifest(folder)
+        files = read_manifest(folder).files
     except FileError as error:
-        return str(error)
-    return next(_problems(folder, manifest, is_mine), "")
-
-
-def all_damage(folder: Path) -> list[str]:
-    """As `damage`, for every file of the checkpoint."""
-    try:
-        manifest = read_manifest(folder)
-    except FileError as error:
-        return [str(error)]
-    return list(_problems(folder, manifest, lambda number: True))
-
-
-def _problems(folder: Path, manifest: Manifest, is_mine: Callable[[int], bool]) -> Iterator[str]:
-    for number, file in enumerate(manifest.files):
-        problem = _problem(folder / file.name, file) if is_mine(number) else ""
-        if problem:
+        yield str(error)
+        return
+    for number, file in enumerate(files):
+        if is_mine(number) and (problem := _problem(folder / file.name, file)):
             yield problem
 
 

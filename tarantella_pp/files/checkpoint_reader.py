@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from tarantella_pp.errors import ConfigurationError, FileError
-from tarantella_pp.files.checkpoint_folder import checkpoints_in, damage
+from tarantella_pp.files.checkpoint_folder import checkpoints_in, damages
 from tarantella_pp.files.manifest import MANIFEST, Manifest, from_plain, read_manifest
 from tarantella_pp.files.tensor_file import TensorFile, sha256_of
 from tarantella_pp.internals.data import remind
@@ -112,7 +112,7 @@ def newest_whole(ranks: Communicator, directory: Path) -> tuple[Path, Manifest, 
     names = _seen_by_all(ranks, directory)
     damaged: list[str] = []
     for name in names:
-        mine = damage(directory / name, lambda number: number % ranks.size == ranks.rank)
+        mine = next(damages(directory / name, lambda n: n % ranks.size == ranks.rank), "")
         problem = next(filter(None, ranks.allgather_json(mine)), "")
         if not problem:
             return directory / name, read_manifest(directory / name), damaged

@@ -59,7 +59,7 @@ class CheckpointWriter:
             self._on_all(name, self._publish, draft, lambda: describe(*_gathered(answers)))
         except FileError:
             if self._ranks.rank == 0:
-                checkpoint_folder.discard_draft(draft)
+                shutil.rmtree(draft, ignore_errors=True)
             raise
         self._known.add(name)
         self._remove_old([other for other in damaged if other != name])
@@ -67,7 +67,7 @@ class CheckpointWriter:
 
     def _try(self) -> None:
         if self._ranks.rank == 0:
-            checkpoint_folder.discard_draft(self._new_draft(0))
+            self._new_draft(0).rmdir()
 
     def _begin(self, step: int) -> str:
         """Makes the folder that all ranks write into; rank 0 tells which."""

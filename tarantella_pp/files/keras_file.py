@@ -56,7 +56,9 @@ class KerasFile:
         self._folder = None if opened else Path(os.path.realpath(filepath)).parent
         with contextlib.ExitStack() as stack:
             try:
-                self._file: Any = filepath if opened else stack.enter_context(_open(filepath))
+                self._file: Any = (
+                    filepath if opened else stack.enter_context(open(filepath, "rb"))
+                )
                 self._zip = stack.enter_context(zipfile.ZipFile(self._file))
                 self._check()
                 self.config: dict[str, Any] = json.loads(self._zip.read(CONFIG))
@@ -162,10 +164,6 @@ class _Part(io.RawIOBase):
         count = int(self._file.readinto(into))
         self._position += count
         return count
-
-
-def _open(filepath: Any) -> BinaryIO:
-    return Path(filepath).open("rb")
 
 
 def plain_model(extracted: ExtractedModel, optimizer: Any = None) -> keras.Model:

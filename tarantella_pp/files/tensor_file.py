@@ -43,17 +43,10 @@ class TensorSlot(NamedTuple):
     end: int  # the byte after its last
 
 
-class WrittenFile(NamedTuple):
-    """What was written."""
-
-    size: int  # bytes of the file
-    sha256: str  # its checksum, in hexadecimal digits
-
-
 def write_tensors(
     path: Path, tensors: Mapping[str, tuple[str, tuple[int, ...]]], read: Callable[[str], Array]
-) -> WrittenFile:
-    """Writes a file, and returns when it is on the disk."""
+) -> tuple[int, str]:
+    """Writes a file; when it is on the disk, returns its size and its checksum."""
     header: dict[str, Any] = {}
     end = 0
     for name, (dtype, shape) in tensors.items():
@@ -76,7 +69,7 @@ def write_tensors(
             size += len(part)
         file.flush()
         os.fsync(file.fileno())
-    return WrittenFile(size, found.hexdigest())
+    return size, found.hexdigest()
 
 
 def sha256_of(path: Path) -> str:

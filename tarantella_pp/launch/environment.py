@@ -38,18 +38,8 @@ _SIZELESS: tuple[tuple[str, str], ...] = (
     ("mpiexec (PALS)", "PALS_RANKID"),
 )
 _FAMILIES = (
-    "TNT_",
-    "TF_",
-    "OMP_",
-    "KMP_",
-    "MKL_",
-    "KERAS_",
-    "MALLOC_",
-    "XLA_",
-    "CUDA_",
-    "NCCL_",
-    "UCX_",
-)
+    "TNT_", "TF_", "OMP_", "KMP_", "MKL_", "KERAS_", "MALLOC_", "XLA_", "CUDA_", "NCCL_", "UCX_",
+)  # fmt: skip
 _EVERYWHERE = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LD_PRELOAD", "VIRTUAL_ENV")
 """What a user has set for a script; not every MPI hands it on to other hosts by itself."""
 LOG_VARIABLE = "TF_CPP_MIN_LOG_LEVEL"

@@ -97,7 +97,6 @@ class Mpich(Launcher):
     notices_dead_hosts = False
 
     def command(self, job: Job) -> list[str]:
-        """Returns the command that starts a job."""
         hosts = ["-hosts", _slots(job.hosts)] if job.hosts else []
         label = ["-prepend-rank"] if job.label_output else []
         return [
@@ -106,14 +105,12 @@ class Mpich(Launcher):
         ]
 
     def remote_shell(self, environ: Mapping[str, str]) -> list[str]:
-        """Returns the command that it reaches other hosts with."""
         if environ.get("HYDRA_LAUNCHER", "ssh") not in ("ssh", "rsh"):
             return []
         own = environ.get("HYDRA_LAUNCHER_EXEC") or environ.get("HYDRA_LAUNCHER", "ssh")
         return [own, *environ.get("HYDRA_LAUNCHER_EXTRA_ARGS", "").split()]
 
     def environment(self, directory: str, remote_shell: str | None = None) -> dict[str, str]:
-        """Returns what the launcher itself needs in its environment."""
         ours = super().environment(directory)
         if remote_shell is None:
             if self.remote_shell(os.environ)[:1] == ["ssh"]:
@@ -141,7 +138,6 @@ class OpenMpi(Launcher):
     local_rank_variable = "OMPI_COMM_WORLD_LOCAL_RANK"
 
     def command(self, job: Job) -> list[str]:
-        """Returns the command that starts a job."""
         options = ["--bind-to", "none"]
         if job.num_ranks > job.cores and not job.hosts:
             options.append("--oversubscribe")
@@ -157,7 +153,6 @@ class OpenMpi(Launcher):
         return [self.executable, "-n", str(job.num_ranks), *options, *job.command]
 
     def remote_shell(self, environ: Mapping[str, str]) -> list[str]:
-        """Returns the command that it reaches other hosts with."""
         return (environ.get(_SHELL_OF_PRTE) or environ.get(_SHELL_OF_ORTE) or "ssh").split()
 
     def environment(self, directory: str, remote_shell: str | None = None) -> dict[str, str]:
@@ -190,7 +185,6 @@ class Slurm(Launcher):
     local_rank_variable = "SLURM_LOCALID"
 
     def command(self, job: Job) -> list[str]:
-        """Returns the command that starts a job."""
         if job.hosts:
             raise ConfigurationError(
                 "Slurm chooses the hosts itself. Received: --hostfile with "
@@ -205,11 +199,9 @@ class Slurm(Launcher):
         return [self.executable, f"--ntasks={job.num_ranks}", *options, *job.command]
 
     def remote_shell(self, environ: Mapping[str, str]) -> list[str]:
-        """Returns no command: Slurm has its own processes on all hosts."""
         return []
 
     def environment(self, directory: str, remote_shell: str | None = None) -> dict[str, str]:
-        """Returns what the launcher itself needs in its environment."""
         if remote_shell is not None:
             raise ConfigurationError(
                 "Slurm needs no shell to start ranks on other hosts. Received: "
@@ -263,7 +255,8 @@ def find_launcher(name: str = "auto") -> Launcher:
         return Slurm(srun)
     seen = []
     for path in _candidates():
-        if srun and name == "auto" and "SLURM_JOB_ID" in os.environ and not _is_ours(path):
+        ours = pathlib.Path(path).parent == pathlib.Path(sys.exec_prefix, "bin")
+        if srun and name == "auto" and "SLURM_JOB_ID" in os.environ and not ours:
             return Slurm(srun)
         family = _family(path)
         seen.append(f"{path} ({family or 'unknown MPI'})")
@@ -292,23 +285,17 @@ def _candidates() -> Iterable[str]:
         site.getuserbase() if site.ENABLE_USER_SITE else "",
         sys.base_prefix,
     ]
-    folders = [str(pathlib.Path(prefix, "bin")) for prefix in prefixes if _has_library(prefix)]
+    folders = [
+        str(pathlib.Path(prefix, "bin"))
+        for prefix in filter(None, prefixes)
+        if any(pathlib.Path(prefix, "lib").glob("libmpi.so*"))
+    ]
     found = (
         shutil.which(command, path=folder)
         for folder in [*folders, *os.get_exec_path()]
         for command in ("mpiexec", "mpirun")
     )
     return dict.fromkeys(path for path in found if path)
-
-
-def _has_library(prefix: str) -> bool:
-    """Whether mpi4py finds an MPI library below `prefix`."""
-    return bool(prefix) and any(pathlib.Path(prefix, "lib").glob("libmpi.so*"))
-
-
-def _is_ours(path: str) -> bool:
-    """Whether an executable belongs to the environment of this Python."""
-    return pathlib.Path(path).parent == pathlib.Path(sys.exec_prefix, "bin")
 
 
 def _family(path: str) -> str | None:

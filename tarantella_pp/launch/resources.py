@@ -45,16 +45,6 @@ _DEVICES = pathlib.Path("/dev")
 _Gpu = TypeVar("_Gpu")
 
 
-def cores_to_share(cores: int, ranks: int, threads: int) -> int | None:
-    """Says whether the ranks of a node should be bound to cores.
-
-    A bound rank finds in its caches what it left there, and does not lose its core to the threads
-    of another rank. But jobs that leave cores free must be free to move to them, or two of them
-    would share a core beside idle ones.
-    """
-    return cores if ranks > 1 and threads == cores // ranks else None
-
-
 def take_share(environ: MutableMapping[str, str], siblings: Collection[int] | None = None) -> None:
     """Gives this process its part of its host: cores to run on, and as many threads.
 
@@ -73,8 +63,12 @@ def take_share(environ: MutableMapping[str, str], siblings: Collection[int] | No
     said = number_of(environ, COUNT_VARIABLE) or cores_of_task(environ, ranks)
     threads = threads if said is None else said
     chosen = any(name in environ for name in THREAD_VARIABLES) and not wanted
-    if way == TO_CORES and not chosen and cores_to_share(cores, ranks, threads):
-        bind_to_share(rank, ranks, cores)
+    # A bound rank finds in its caches what it left there. But where threads leave cores free, jobs
+    # must be free to move to them, or two of them would share a core beside idle ones.
+    fills = ranks > 1 and threads == cores // ranks
+    if way == TO_CORES and not chosen and fills and len(_affinity()) == cores and rank < ranks:
+        with contextlib.suppress(OSError, AttributeError):  # some containers and systems forbid it
+            os.sched_setaffinity(0, share(_affinity(), rank, ranks))
     for name in THREAD_VARIABLES:
         if wanted or name not in environ:
             environ[name] = str(threads)
@@ -116,14 +110,6 @@ def threads_per_rank(ranks_of_node: int, given: Mapping[str, str]) -> int:
     """Returns the threads of one rank, such that the ranks of a node do not share cores."""
     said = cores_of_task(given, ranks_of_node)
     return max(1, cores_of_node() // ranks_of_node) if said is None else said
-
-
-def bind_to_share(rank: int, ranks: int, wanted: int) -> None:
-    """Binds this process to its share of the cores, where it has all that are wanted."""
-    cores = _affinity()
-    if len(cores) == wanted >= ranks > rank:
-        with contextlib.suppress(OSError, AttributeError):  # some containers and systems forbid it
-            os.sched_setaffinity(0, share(cores, rank, ranks))
 
 
 def share(cores: Iterable[int], rank: int, ranks: int) -> set[int]:

@@ -14,22 +14,6 @@ from tests.helpers.jobs import PYTHONS, tarantella
 CORES = len(os.sched_getaffinity(0))
 
 
-@pytest.mark.parametrize(
-    ("cores", "ranks", "threads", "shared"),
-    [
-        (8, 2, 4, 8),
-        (8, 3, 2, 8),
-        (8, 8, 1, 8),
-        (8, 2, 1, None),  # six cores are free, for other jobs as well
-        (8, 2, 8, None),  # the user wants more threads than cores
-        (8, 9, 1, None),
-        (8, 1, 8, None),
-    ],
-)
-def test_ranks_are_bound_where_their_threads_fill_the_node(cores, ranks, threads, shared):
-    assert resources.cores_to_share(cores, ranks, threads) == shared
-
-
 def test_shares_are_neighbours_and_disjoint(monkeypatch, tmp_path):
     """Two sockets of two cores with two hardware threads each, numbered as Linux does."""
     for core in range(8):

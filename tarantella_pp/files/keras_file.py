@@ -56,9 +56,7 @@ class KerasFile:
         self._folder = None if opened else Path(os.path.realpath(filepath)).parent
         with contextlib.ExitStack() as stack:
             try:
-                self._file: Any = (
-                    filepath if opened else stack.enter_context(open(filepath, "rb"))
-                )
+                self._file: Any = filepath if opened else stack.enter_context(open(filepath, "rb"))
                 self._zip = stack.enter_context(zipfile.ZipFile(self._file))
                 self._check()
                 self.config: dict[str, Any] = json.loads(self._zip.read(CONFIG))

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import resource
 import shutil
-import signal
 
 import keras
 import pytest
@@ -16,6 +13,7 @@ import tarantella_pp as tnt
 from tarantella_pp.cli.main import main
 from tarantella_pp.errors import ConfigurationError, FileError
 from tarantella_pp.files import checkpoint_folder, checkpoint_writer, tensor_file
+from tests.helpers.files import contents, full_disk
 from tests.helpers.training import floats
 
 pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("float64")]
@@ -113,11 +111,6 @@ def test_nothing_begins_anew_where_all_checkpoints_are_damaged(run):
     assert contents(directory) == before
 
 
-def contents(directory):
-    files = (path for path in directory.rglob("*") if path.is_file())
-    return {str(path.relative_to(directory)): path.read_bytes() for path in files}
-
-
 class Killed(BaseException):
     """What a process that is killed cannot catch, either."""
 
@@ -154,19 +147,6 @@ def test_a_kill_while_writing_loses_no_checkpoint(run, monkeypatch, point, after
         assert before.items() <= now.items()
     assert fit(directory) == expected
     assert sorted(os.listdir(directory)) == ["step-00000007", "step-00000008", "step-00000009"]
-
-
-@contextlib.contextmanager
-def full_disk(size):
-    """No file may grow beyond so many bytes."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, handler)
 
 
 @pytest.mark.parametrize("size", [100, 3000])

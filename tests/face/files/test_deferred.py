@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 from keras import layers
 
-from tarantella_pp.errors import ConfigurationError, StaleWeightError, UnsupportedModelError
+from tarantella_pp.errors import StaleWeightError
 from tarantella_pp.internals import model_files
 from tarantella_pp.models.deferred_init import deferred_init
 from tarantella_pp.models.pipeline_model import PipelineModel
 from tarantella_pp.runtime.comm.communicator import world
 from tarantella_pp.runtime.comm.tensor_buffers import elements_of
 from tarantella_pp.runtime.weights import remote_variables, value_stream
+from tests.helpers.files import error_of, held_bytes
 from tests.helpers.mpi import mpi_run
 from tests.helpers.training import (
     IDS,
@@ -90,12 +91,6 @@ def test_weights_that_come_late_are_the_same(name):
     assert trained(*CASES[name], in_scope) == usual
 
 
-def held_bytes(model):
-    """The memory of a model's variables on this rank."""
-    found = [v._value.read_value() for v in model.variables if v._value is not None]
-    return sum(int(np.prod(t.shape)) * t.dtype.size for t in found)
-
-
 def count_pieces():
     """Has all but the smallest values go to files in pieces; notes how many elements these have."""
     model_files.PIECE_BYTES, counts = 64, []
@@ -139,19 +134,11 @@ def everything(folder, names):
     found["loaded"] = expected == [w.tolist() for w in again.get_weights()]
     found["shares"] = shares
     found["whole"] = build().count_params() * 8
-    found["read"] = told(lambda: again.layers[1].get_weights()) if rank == size - 1 else ""
+    found["read"] = error_of(lambda: again.layers[1].get_weights()) if rank == size - 1 else ""
     # A failure while others hand over values ends on all ranks, which can go on.
-    found["failed"] = told(lambda: model.save(f"{folder}/none/model.keras"))
+    found["failed"] = error_of(lambda: model.save(f"{folder}/none/model.keras"))
     found["after"] = model.fit(x[:ROWS], y[:ROWS], **QUIET).history["loss"]
     return found
-
-
-def told(call):
-    try:
-        call()
-    except (OSError, ConfigurationError, StaleWeightError, UnsupportedModelError) as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 @pytest.mark.mpi
@@ -216,8 +203,8 @@ def refusals():
         lambda: with_kernel(seeds),
         lambda: keras.Sequential([keras.Input((3,)), Holder(), layers.Dense(2)]),
     ]
-    texts = [told(lambda build=build: piped(build)) for build in builds]
-    texts.append(told(lambda: piped(dropout, balance="time")))
+    texts = [error_of(lambda build=build: piped(build)) for build in builds]
+    texts.append(error_of(lambda: piped(dropout, balance="time")))
     return texts
 
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import io
 import os
 import pickle
-import resource
-import signal
 from pathlib import Path
 
 import h5py
@@ -22,6 +19,7 @@ from tarantella_pp.errors import ConfigurationError, FileError
 from tarantella_pp.files import file_replacement
 from tarantella_pp.models.pipeline_model import PipelineModel
 from tarantella_pp.runtime.comm.communicator import world
+from tests.helpers.files import contents, full_disk
 from tests.helpers.mpi import mpi_run
 from tests.helpers.training import X, Y, distance, use_float64
 from tests.zoo.models import mlp, sequential, two_in_two_out
@@ -52,25 +50,8 @@ def trained():
     return model
 
 
-@contextlib.contextmanager
-def full_disk():
-    """No file may grow beyond 100 kB."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, handler)
-
-
 def same(first, second):
     return all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
-
-
-def contents(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 @pytest.mark.parametrize("name", WRITERS)

@@ -18,6 +18,7 @@ from keras import layers
 import tarantella_pp as tnt
 from tarantella_pp.errors import ConfigurationError, FileError, UnsupportedModelError
 from tarantella_pp.files import keras_file
+from tests.helpers.files import error_of, held_bytes
 from tests.helpers.mpi import mpi_run
 from tests.helpers.training import IDS, X, Y, distance, use_float64
 from tests.zoo.models import dropout, mlp, nested, sequential, shared, tied_head
@@ -138,19 +139,6 @@ def trained_on_by_keras(path):
     model = keras.models.load_model(path)
     told = gone_on(model, [IDS, X])
     return told, state_of(model)
-
-
-def held_bytes(model):
-    found = [v._value.read_value() for v in model.variables if v._value is not None]
-    return sum(int(np.prod(t.shape)) * t.dtype.size for t in found)
-
-
-def told(call):
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 @pytest.fixture(scope="module")
@@ -337,7 +325,7 @@ def weights_everywhere(folder, model):
     found["loss"] = gone_on(model, [IDS, X])["loss"]
     other = tnt.PipelineModel(small(), num_stages=2, num_micro_batches=1)
     for name in ("all.weights.h5", "cut.weights.h5", "none.weights.h5"):
-        found[f"no {name}"] = told(lambda name=name: other.load_weights(folder / name))
+        found[f"no {name}"] = error_of(lambda name=name: other.load_weights(folder / name))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         other.load_weights(folder / "all.weights.h5", skip_mismatch=True)
@@ -465,32 +453,32 @@ def refusals(folder):
     load = functools.partial(tnt.models.load_model, num_stages=2)
     objects = {"Unregistered": Unregistered}
     found = {
-        "missing": told(lambda: load(folder / "none.keras")),
-        "missing on one": told(lambda: load(folder / ("only0.keras" if not rank else "no.keras"))),
-        "truncated": told(lambda: load(folder / "truncated.keras")),
-        "other files": told(lambda: load(folder / f"rank{rank}.keras")),
-        "no class": told(lambda: load(folder / "unregistered.keras")),
-        "no class on one": told(
+        "missing": error_of(lambda: load(folder / "none.keras")),
+        "missing on one": error_of(lambda: load(folder / ("no.keras" if rank else "only0.keras"))),
+        "truncated": error_of(lambda: load(folder / "truncated.keras")),
+        "other files": error_of(lambda: load(folder / f"rank{rank}.keras")),
+        "no class": error_of(lambda: load(folder / "unregistered.keras")),
+        "no class on one": error_of(
             lambda: load(folder / "unregistered.keras", custom_objects={} if rank else objects)
         ),
-        "other weights": told(lambda: load(folder / "mixed.keras")),
-        "subclassed": told(lambda: load(folder / "subclassed.keras")),
-        "other ways": told(lambda: load(folder / "7.keras", balance=["memory", "time"][rank])),
+        "other weights": error_of(lambda: load(folder / "mixed.keras")),
+        "subclassed": error_of(lambda: load(folder / "subclassed.keras")),
+        "other ways": error_of(lambda: load(folder / "7.keras", balance=["memory", "time"][rank])),
     }
-    assert told(lambda: load(folder / "unregistered.keras", custom_objects=objects)) == ""
+    assert error_of(lambda: load(folder / "unregistered.keras", custom_objects=objects)) == ""
     keras.saving.get_custom_objects().pop("tests>own_loss")
-    found["no loss"] = told(lambda: load(folder / "loss.keras"))
+    found["no loss"] = error_of(lambda: load(folder / "loss.keras"))
     messages.clear()
-    assert told(lambda: load(folder / "7.keras", balance="time")) == ""
+    assert error_of(lambda: load(folder / "7.keras", balance="time")) == ""
     found["whole"] = " ".join(messages)
     messages.clear()
-    assert told(lambda: load(folder / "legacy.h5", compile=False)) == ""
+    assert error_of(lambda: load(folder / "legacy.h5", compile=False)) == ""
     found["legacy"] = " ".join(messages)
     keras.config.set_dtype_policy("mixed_float16")
     tnt.models.save_model(load(folder / "mixed16.keras"), folder / "mixed16 on.keras")
     use_float64()
     plain = small()
-    found["read-only"] = told(lambda: tnt.models.save_model(plain, folder / "no" / "a.keras"))
+    found["read-only"] = error_of(lambda: tnt.models.save_model(plain, folder / "no" / "a.keras"))
     tnt.models.save_model(plain, folder / "plain.keras")
     assert load(folder / "plain.keras").count_params() == plain.count_params()
     return found

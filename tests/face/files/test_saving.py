@@ -5,7 +5,6 @@ from __future__ import annotations
 import keras
 import numpy as np
 import pytest
-from keras import layers
 
 from tarantella_pp.models.pipeline_model import PipelineModel
 from tests.helpers.training import CASES, X, adamw, decaying, distance, make
@@ -63,18 +62,6 @@ def test_stock_keras_trains_on_identically(tmp_path, name, optimizer):
 
 
 @pytest.mark.slow
-def test_a_saved_pipeline_becomes_a_pipeline_again(tmp_path):
-    model, case = trained("sequential", adamw)
-    model.save(tmp_path / "model.keras")
-    stock = keras.saving.load_model(tmp_path / "model.keras")
-    again = PipelineModel(stock, num_stages=3, num_micro_batches=1)
-    again.compile(stock.optimizer, "mse")
-    told = [m.fit(case.x, case.y, **QUIET).history for m in (model, again)]
-    assert distance(*told) < BITS
-    assert distance(model.get_weights(), again.get_weights()) < BITS
-
-
-@pytest.mark.slow
 def test_files_without_optimizer(tmp_path):
     model, case = trained("sequential", adamw)
     model.save(tmp_path / "model.keras", include_optimizer=False)
@@ -128,22 +115,3 @@ def test_architecture_and_layers_are_those_of_the_model():
     assert [layer.name for layer in model.layers] == [layer.name for layer in plain.layers]
     assert model.name == plain.name
     assert distance(np.asarray(model(X)), np.asarray(plain(X))) == 0
-
-
-@pytest.mark.slow
-def test_custom_objects(tmp_path):
-    @keras.saving.register_keras_serializable("tests")
-    class Shift(layers.Layer):
-        def build(self, shape):
-            self.amount = self.add_weight(shape=(shape[-1],), initializer="ones")
-
-        def call(self, x):
-            return x + self.amount
-
-    inputs = keras.Input((6,))
-    model = PipelineModel(keras.Model(inputs, layers.Dense(3)(Shift()(inputs))), num_stages=2)
-    model.compile("sgd", "mse")
-    model.fit(X, np.ones((22, 3)), **QUIET)
-    model.save(tmp_path / "model.keras")
-    stock = keras.saving.load_model(tmp_path / "model.keras")
-    assert distance(model.get_weights(), stock.get_weights()) == 0

@@ -1,0 +1,274 @@
+"""A share of a host for each rank: cores, a socket, a GPU."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from tarantella_pp.errors import LaunchError
+from tarantella_pp.launch import resources
+from tests.helpers.jobs import PYTHONS, tarantella
+
+CORES = len(os.sched_getaffinity(0))
+
+
+def test_shares_are_neighbours_and_disjoint(monkeypatch, tmp_path):
+    """Two sockets of two cores with two hardware threads each, numbered as Linux does."""
+    for core in range(8):
+        folder = tmp_path / f"cpu{core}" / "topology"
+        folder.mkdir(parents=True)
+        (folder / "physical_package_id").write_text(f"{core // 2 % 2}\n")
+        (folder / "core_id").write_text(f"{core % 2}\n")
+    monkeypatch.setattr(resources, "_TOPOLOGY", tmp_path)
+    assert [resources.share(range(8), rank, 2) for rank in (0, 1)] == [
+        {0, 4, 1, 5},
+        {2, 6, 3, 7},
+    ]
+    shares = [resources.share(range(8), rank, 3) for rank in range(3)]
+    assert [len(share) for share in shares] == [2, 3, 3]
+    assert set.union(*shares) == set(range(8))
+    monkeypatch.setattr(resources, "_TOPOLOGY", tmp_path / "missing")
+    assert resources.share([9, 3, 5, 7], 1, 2) == {7, 9}
+
+
+MPICH = {"MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+OPEN_MPI = {"OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+BIND = {"TNT_BIND": "cores"}
+
+
+@pytest.mark.parametrize(
+    ("cores", "given", "share", "threads"),
+    [
+        (4, {**BIND, **MPICH}, {2, 3}, "2"),
+        (4, {**BIND, **OPEN_MPI}, {0, 1}, "2"),
+        (6, {**BIND, **MPICH}, {3, 4, 5}, "3"),  # this host has more cores
+        (4, MPICH, None, "2"),
+        (4, {**BIND, **MPICH, "TNT_THREADS": "1"}, None, "1"),  # cores are left free
+        (4, {**BIND, **MPICH, "TNT_THREADS": "2", "OMP_NUM_THREADS": "9"}, {2, 3}, "2"),
+        (4, {**BIND, **MPICH, "OMP_NUM_THREADS": "2"}, None, "2"),
+        (4, {**BIND, **MPICH, "SLURM_CPUS_PER_TASK": "3"}, None, "3"),
+        (4, {**BIND, **MPICH, "SLURM_CPUS_PER_TASK": "3", "SLURM_CPUS_ON_NODE": "4"}, {2, 3}, "2"),
+        (4, {**BIND, **MPICH, "SLURM_CPUS_ON_NODE": "2"}, None, "1"),
+        (4, {**BIND, "TNT_RANKS_PER_NODE": "2", "SLURM_LOCALID": "1"}, {2, 3}, "2"),
+        (4, BIND, None, "4"),
+        (1, {**BIND, **MPICH}, None, "1"),
+    ],
+)
+def test_a_rank_takes_its_share_of_the_host_it_is_on(
+    cores, given, share, threads, monkeypatch, tmp_path
+):
+    chosen: list[object] = []
+    monkeypatch.setattr(resources, "_TOPOLOGY", tmp_path / "missing")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _, share: chosen.append(share))
+    environ = dict(given)
+    resources.take_share(environ, set(range(cores)))
+    assert chosen == ([] if share is None else [share])
+    assert environ["TF_NUM_INTRAOP_THREADS"] == threads
+    assert environ["OMP_NUM_THREADS"] == threads
+
+
+def test_a_rank_that_is_bound_already_stays_so(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {4, 5, 6, 7})
+    monkeypatch.setattr(os, "sched_setaffinity", lambda *_: pytest.fail("bound again"))
+    environ = {**BIND, **MPICH}
+    resources.take_share(environ, set(range(8)))
+    assert environ["OMP_NUM_THREADS"] == "4"
+
+
+@pytest.mark.parametrize(
+    ("seen", "cores"),
+    [
+        ([{0}, {1}, {2}, {0, 1, 2, 3}], {0, 1, 2, 3}),  # a look at each core of the host
+        ([{0, 1, 2, 3, 4, 5, 6, 7}], {0, 1, 2, 3, 4, 5, 6, 7}),
+        ([{4, 5}], {4, 5}),
+        ([{5}] * 400, {5}),  # it has one of its own: that of the daemons of this host
+    ],
+)
+def test_what_has_started_a_rank_may_visit_other_cores(seen, cores, monkeypatch):
+    """MPICH's proxy does so when the first rank calls MPI_Init: another one may be that late."""
+    moments, own, clock = iter(seen), {0, 1, 2, 3}, itertools.count()
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: next(moments) if pid else own)
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock) / 99)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    assert resources.cores_of_starter(7) == cores
+
+
+def test_cores_that_slurm_has_given_to_others_do_not_count(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(64)))
+    assert resources.cores_of_node({}) == 64
+    assert resources.cores_of_node({"SLURM_CPUS_ON_NODE": "4"}) == 4
+
+
+@pytest.mark.mpi
+@pytest.mark.skipif(CORES < 2, reason="needs two cores")
+@pytest.mark.parametrize("python", PYTHONS)
+@pytest.mark.parametrize(("option", "own"), [("auto", True), ("none", False)])
+def test_ranks_of_a_job_run_on_cores_of_their_own(python, option, own, monkeypatch):
+    if option == "none":
+        monkeypatch.setenv(resources.BIND_VARIABLE, "cores")  # of a job around this one
+    options = ["-n", "2", "--threads", str(CORES // 2), "--bind", option]
+    with tarantella(python, *options, "cores.py") as job:
+        result = job.result()
+    assert result.code == 0, result.stderr
+    ranks = [set(map(int, line.split())) for line in result.stdout.splitlines()]
+    assert len(ranks) == 2
+    assert ranks[0].isdisjoint(ranks[1]) == own
+    assert len(ranks[0] | ranks[1]) == CORES
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """Two sockets of four cores, a node without cores, and one whose cores others have."""
+    for node, cores in {0: "0-3\n", 1: "4,6-8\n", 2: "\n", 3: "20-23\n"}.items():
+        (tmp_path / f"node{node}").mkdir()
+        (tmp_path / f"node{node}" / "cpulist").write_text(cores)
+    bound: list[object] = []
+    monkeypatch.setattr(resources, "_NODES", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _, cores: bound.append(cores))
+    return bound
+
+
+def test_each_rank_gets_a_socket_and_as_many_threads(machine):
+    for rank in (0, 1):
+        environ = {"TNT_BIND": "socket", "MPI_LOCALRANKID": str(rank), "MPI_LOCALNRANKS": "2"}
+        resources.take_share(environ, set(range(8)))
+        assert environ["OMP_NUM_THREADS"] == str(len(machine[rank]))
+    assert machine == [{0, 1, 2, 3}, {4, 6, 7}]
+
+
+def test_more_ranks_than_sockets_are_refused(machine):
+    with pytest.raises(LaunchError, match=r"This host has 2 \(NUMA nodes .*\), and 3 ranks"):
+        resources.pin_to_socket(0, 3, memory=False)
+    assert not machine
+
+
+def test_memory_is_bound_where_that_is_possible(machine, monkeypatch):
+    asked: list[tuple[object, ...]] = []
+    answers = iter([0, -1])
+
+    class Library:
+        def syscall(self, number: int, policy: int, mask: list[int], bits: object) -> int:
+            asked.append((number, policy, list(mask)))
+            return next(answers)
+
+    monkeypatch.setattr(resources.ctypes, "CDLL", lambda *_, **__: Library())
+    monkeypatch.setattr(resources.platform, "machine", lambda: "x86_64")
+    resources.pin_to_socket(1, 2, memory=True)
+    assert asked == [(238, 2, [2])]
+    with pytest.raises(LaunchError, match="is not allowed on this host"):
+        resources.pin_to_socket(0, 2, memory=True)
+    monkeypatch.setattr(resources.platform, "machine", lambda: "riscv64")
+    with pytest.raises(LaunchError, match="Received: a host with riscv64"):
+        resources.pin_to_socket(0, 2, memory=True)
+
+
+GROWTH = {"TF_FORCE_GPU_ALLOW_GROWTH": "true"}
+
+
+class TensorFlow:
+    """What is asked of `tf.config`, and what it gets."""
+
+    def __init__(self, count: int, initialized: bool = False) -> None:
+        self.visible = self.all = [f"GPU:{i}" for i in range(count)]
+        self.growing: list[str] = []
+        self.initialized = initialized
+        self.config = SimpleNamespace(
+            list_physical_devices=lambda kind: self.all,
+            set_visible_devices=self.set_visible_devices,
+            experimental=SimpleNamespace(
+                set_memory_growth=lambda gpu, on: self.growing.append(gpu)
+            ),
+        )
+
+    def set_visible_devices(self, devices: list[str], kind: str) -> None:
+        if self.initialized and devices != self.visible:
+            raise RuntimeError("Visible devices cannot be modified after being initialized")
+        self.visible = devices
+
+
+@pytest.fixture
+def two_gpus(monkeypatch, tmp_path):
+    monkeypatch.delitem(sys.modules, "tensorflow", raising=False)
+    monkeypatch.setattr(resources, "_DEVICES", tmp_path)
+    for name in ("null", "nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+
+
+@pytest.mark.usefixtures("two_gpus")
+@pytest.mark.parametrize(
+    ("given", "local_rank", "taken"),
+    [
+        ({}, 0, "0"),
+        ({}, 1, "1"),
+        ({"CUDA_VISIBLE_DEVICES": "3, 5,7"}, 2, "7"),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-ab,GPU-cd"}, 1, "GPU-cd"),
+        ({"TNT_SHARE_GPUS": "1"}, 5, "1"),
+        ({"CUDA_VISIBLE_DEVICES": "0", "SLURM_GPUS_PER_TASK": "1"}, 1, "0"),
+    ],
+)
+def test_each_rank_of_a_host_takes_one(given, local_rank, taken):
+    environ = dict(given)
+    resources.take_gpu(environ, local_rank)
+    assert environ == {**given, "CUDA_VISIBLE_DEVICES": taken, **GROWTH}
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_what_the_user_says_of_memory_stays():
+    environ = {"TF_FORCE_GPU_ALLOW_GROWTH": "false"}
+    resources.take_gpu(environ, 0)
+    assert environ["TF_FORCE_GPU_ALLOW_GROWTH"] == "false"
+
+
+@pytest.mark.usefixtures("two_gpus")
+@pytest.mark.parametrize("given", [{}, {"CUDA_VISIBLE_DEVICES": "1"}])
+def test_more_ranks_than_gpus_are_refused(given):
+    with pytest.raises(
+        LaunchError, match=r"This host has [12] GPUs?, and at least 3 ranks"
+    ) as error:
+        resources.take_gpu(dict(given), 2)
+    assert "--share-gpus or TNT_SHARE_GPUS=1" in str(error.value)
+
+
+@pytest.mark.usefixtures("two_gpus")
+@pytest.mark.parametrize("given", ["", "-1", "-1,0"])
+def test_without_gpus_nothing_changes(given):
+    environ = {"CUDA_VISIBLE_DEVICES": given}
+    resources.take_gpu(environ, 3)
+    assert environ == {"CUDA_VISIBLE_DEVICES": given}
+    assert "tensorflow" not in sys.modules
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_without_devices_nothing_changes(tmp_path, monkeypatch):
+    monkeypatch.setattr(resources, "_DEVICES", tmp_path / "missing")
+    environ: dict[str, str] = {}
+    resources.take_gpu(environ, 3)
+    assert environ == {}
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_a_loaded_tensorflow_is_told(monkeypatch):
+    tensorflow = TensorFlow(2)
+    monkeypatch.setitem(sys.modules, "tensorflow", tensorflow)
+    resources.take_gpu({}, 1)
+    assert tensorflow.visible == tensorflow.growing == ["GPU:1"]
+    with pytest.raises(LaunchError, match="at least 3 ranks"):
+        resources.take_gpu({}, 2)
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_gpus_that_are_in_use_are_not_shared_silently(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorflow", TensorFlow(2, initialized=True))
+    with pytest.raises(LaunchError, match=r"Call tarantella_pp\.init\(\) before"):
+        resources.take_gpu({}, 0)
+    none = TensorFlow(0, initialized=True)
+    monkeypatch.setitem(sys.modules, "tensorflow", none)
+    resources.take_gpu({}, 0)
+    assert none.visible == none.growing == []

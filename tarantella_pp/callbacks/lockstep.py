@@ -39,7 +39,7 @@ class _Decision(NamedTuple):
     stop: float  # whether all ranks stop
     odd: float = -1.0  # A rank with another learning rate than the first one; -1 for none
     rate: float = 0.0  # the learning rate there
-    first: float = 0.0  # that of the first rank
+    first: float = 0.0  # the first rank's
 
 
 class Lockstep(keras.callbacks.Callback):
@@ -154,8 +154,8 @@ def _refusal(first: float, rank: int, rate: float) -> ConfigurationError:
     )
 
 
+# EX_TEMPFAIL: start it again; `tarantella` ends so, too, when SIGTERM has stopped a job.
 EXIT_CODE = 75
-"""EX_TEMPFAIL: start it again; `tarantella` ends so, too, when SIGTERM has stopped a job."""
 
 
 class Preemption:

@@ -28,8 +28,8 @@ from tarantella_pp.files.manifest import (
 from tarantella_pp.files.tensor_file import sha256_of
 
 _NAME = re.compile(r"step-(\d{8,})")
+# What the name of one begins with that is being written.
 DRAFT = ".writing-"
-"""What the name of one begins with that is being written."""
 _DISCARDED = ".discarded-"
 
 

@@ -12,8 +12,8 @@ import msgspec
 from tarantella_pp.errors import FileError
 
 MANIFEST = "manifest.json"
+# Its checksum, as `sha256sum --check` reads it.
 CHECKSUM = "manifest.json.sha256"
-"""Its checksum, as `sha256sum --check` reads it."""
 FORMAT = 1
 
 
@@ -58,21 +58,21 @@ class Manifest(msgspec.Struct, frozen=True):
     step: int  # steps trained since the first epoch
     epoch: int  # epochs that have ended
     epoch_step: int  # steps trained of the next one
-    initial_epoch: int  # that of the `fit`
+    initial_epoch: int  # the first epoch of the `fit`
     learning_rate: float | None  # the one in force; `None` without
     position: DataPosition  # how far the data have been read
     # All tensors, by key: `model/3` is the fourth variable of the model
     tensors: dict[str, SavedTensor]
     files: tuple[SavedFile, ...]  # where they are
-    facts: dict[str, Any]  # what training was told, which must be the same to go on
+    facts: dict[str, Any]  # what must be the same to go on: see `run_facts`
     history: dict[str, list[Any]]  # logs of each epoch that has ended
-    logs: dict[str, Any]  # those of the last step
+    logs: dict[str, Any]  # logs of the last step
     # What callbacks of Keras remember, by place and class
     callbacks: list[tuple[str, dict[str, Any]]]
     shapes: dict[str, Any]  # what the stages were compiled for first, by replica and stage
     plan: Any  # the plan in force, as JSON
     config: Any  # the configuration of the model, as JSON; `None` where it has none
-    optimizer: Any  # that of the optimizer
+    optimizer: Any  # the optimizer's, likewise
     compiled: Any  # what the model was compiled with, likewise
     versions: dict[str, str]  # of the packages in use
     written: str  # when, in ISO 8601

@@ -17,8 +17,8 @@ MOST_CHARACTERS = 600
 _LIBRARIES = (sysconfig.get_path("stdlib"), str(Path(__file__).parents[1]))
 _INSTALLED = ("site-packages", "dist-packages", "__autograph_generated")
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m|\{\{function_node .*?\}\}")
+# What Keras and TensorFlow write below the message itself.
 _APPENDED = re.compile(r"\n\s*(Arguments received by |Traceback \(most recent call|\[\[\{\{node )")
-"""What Keras and TensorFlow write below the message itself."""
 _NOISE = re.compile(
     r"(Exception encountered when calling .*|Graph execution error:|Detected at node .*"
     r"|<stack traces unavailable>|File \".*|\d+ root error\(s\) found\.|\(\d+\) \w+:)$"

@@ -13,13 +13,13 @@ from tarantella_pp.launch.records import SIZE_VARIABLE
 LOG_LEVEL_VARIABLE = "TNT_LOG_LEVEL"
 LOG_ALL_VARIABLE = "TNT_LOG_ON_ALL_DEVICES"
 OUTPUT_VARIABLE = "TNT_OUTPUT_ON_ALL_DEVICES"
+# How many seconds a host that is reached by ssh may be silent; 0 is for ever.
 HEARTBEAT_VARIABLE = "TNT_HEARTBEAT"
-"""How many seconds a host that is reached by ssh may be silent; 0 is for ever."""
 _HEARTBEAT_SECONDS = 60.0
+# Names the file that training is to be recorded in, whatever the script says.
 TRACE_VARIABLE = "TNT_TRACE"
-"""Names the file that training is to be recorded in, whatever the script says."""
+# Says how many bytes of gradients replicas sum at a time, where the script does not.
 FUSION_VARIABLE = "TNT_FUSION_THRESHOLD"
-"""Says how many bytes of gradients replicas sum at a time, where the script does not."""
 # The second name, where there is one, must be set as well. SLURM_NTASKS alone is no sign of
 # several processes: an interactive allocation (`salloc`) and a batch script have it, with one plain
 # `python` each.
@@ -40,11 +40,11 @@ _SIZELESS: tuple[tuple[str, str], ...] = (
 _FAMILIES = (
     "TNT_", "TF_", "OMP_", "KMP_", "MKL_", "KERAS_", "MALLOC_", "XLA_", "CUDA_", "NCCL_", "UCX_",
 )  # fmt: skip
+# What a user has set for a script; not every MPI hands it on to other hosts by itself.
 _EVERYWHERE = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LD_PRELOAD", "VIRTUAL_ENV")
-"""What a user has set for a script; not every MPI hands it on to other hosts by itself."""
 LOG_VARIABLE = "TF_CPP_MIN_LOG_LEVEL"
+# The library's log levels, with the level of TensorFlow's native log that goes with each.
 LOG_LEVELS = {"DEBUG": "0", "INFO": "0", "WARNING": "1", "ERROR": "2"}
-"""The library's log levels, with the level of TensorFlow's native log that goes with each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ def product_variables() -> dict[str, str]:
     On cores with AVX2 alone it does not by itself. There a product with the transpose of weights,
     by which gradients go back through a dense layer, takes up to six times as long for few rows,
     as each micro-batch lays out all weights anew. With oneDNN TensorFlow also takes memory from an
-    allocator of its own, which gives none back to the system; it is told not to.
+    allocator of its own, which gives none back to the system, hence the second variable.
     """
     if platform.machine() != "x86_64":
         return {}

@@ -22,8 +22,8 @@ from typing import NoReturn
 from tarantella_pp.launch.cause import calling_line, describe
 from tarantella_pp.launch.records import FAILED, RETURNED, STARTED, Record, headline
 
+# How long mpiexec gets to pass a rank's last words on before the job is aborted.
 _FORWARD_SECONDS = 0.3
-"""How long mpiexec gets to pass a rank's last words on before the job is aborted."""
 _TURN_SECONDS = 0.5
 _MOST_TURNS = 10
 
@@ -129,7 +129,7 @@ def install(rank: int, size: int, abort: Callable[[int], object]) -> None:
 def starting_mpi(timeout: float) -> Iterator[None]:
     """Surrounds the start of MPI, which holds Python's lock until all ranks have come.
 
-    So only a thread that is not Python's can end a wait that takes too long: that of faulthandler.
+    So only a thread that is not Python's can end a wait that takes too long: faulthandler's.
     """
     if limited := timeout > 0 and sys.__stderr__ is not None:
         faulthandler.dump_traceback_later(timeout, exit=True, file=sys.__stderr__)

@@ -13,10 +13,10 @@ import psutil
 
 from tarantella_pp.errors import ConfigurationError
 
+# `host`, `host:4` or `host slots=4`. ssh takes no name that begins with a dash for an option.
 _LINE = re.compile(
     r"(?P<name>[A-Za-z0-9_][A-Za-z0-9_.-]*)(?::(?P<count>\d+)|\s+slots\s*=\s*(?P<slots>\d+))?"
 )
-"""`host`, `host:4` or `host slots=4`. ssh takes no name that begins with a dash for an option."""
 _ADDRESS = ". The launchers of MPI read no addresses of IPv6: give the host a name"
 
 

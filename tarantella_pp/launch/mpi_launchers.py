@@ -1,4 +1,4 @@
-"""The MPI that starts the ranks: which one it is, and how it is told to."""
+"""The MPI that starts the ranks: which one it is, its command, and its environment."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from tarantella_pp.launch.hosts import HostRanks
 from tarantella_pp.launch.records import LOCAL_RANK_VARIABLE, RANK_VARIABLE
 
 _CONNECT_SECONDS = 10
+# Signs of life that ssh asks a host for before it counts as dead.
 _PROBES = 3
-"""Signs of life that ssh asks a host for before it counts as dead."""
 _BETWEEN_SECONDS = 0.1
 NAMES = ("auto", "mpich", "openmpi", "slurm")
+# What Open MPI reads the remote shell from: since version 5, and before.
 _SHELL_OF_PRTE, _SHELL_OF_ORTE = "PRTE_MCA_plm_ssh_agent", "OMPI_MCA_plm_rsh_agent"
-"""What Open MPI reads the remote shell from: since version 5, and before."""
 _OPTIONS_OF_PRTE = "PRTE_MCA_plm_ssh_args"
+# Variables that say which rank a process is. In a shell that a launcher started, as inside `srun`,
+# they are those of another job than the one to be started.
 _OF_ANOTHER_JOB = re.compile(
     r"(OMPI_(COMM_WORLD|UNIVERSE|APP_CTX|FIRST_RANKS|NUM_APP_CTX)|PMIX_(?!MCA_)|MV2_COMM_WORLD_"
     r"|PMI_(APPNUM|FD|ID|JOBID|LOCAL_RANK|LOCAL_SIZE|PORT|RANK|SIZE|SPAWNED|UNIVERSE_SIZE)\b"
     r"|MPI_LOCALN?RANK|PALS_(LOCAL_)?RANKID\b|SLURM_(PROCID|LOCALID)\b)"
 )
-"""Variables that say which rank a process is. In a shell that a launcher started, as inside `srun`,
-they are those of another job than the one to be started."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,8 +62,8 @@ class Launcher(abc.ABC):
     executable: str
     rank_variable: ClassVar[str]
     local_rank_variable: ClassVar[str]
+    # Whether it ends when the remote shell of a host has ended, as ssh does for a dead one.
     notices_dead_hosts: ClassVar[bool] = True
-    """Whether it ends when the remote shell of a host has ended, as ssh does for a dead one."""
 
     @abc.abstractmethod
     def command(self, job: Job) -> list[str]:
@@ -130,7 +130,7 @@ class Mpich(Launcher):
 class OpenMpi(Launcher):
     """Open MPI.
 
-    It refuses more ranks than cores and the root user unless told otherwise, and binds the
+    It refuses more ranks than cores and the root user unless asked for them, and binds the
     threads of a rank to one core, where TensorFlow's pool would share that core.
     """
 
@@ -308,14 +308,14 @@ def _family(path: str) -> str | None:
     return None
 
 
+# Tells srun the protocol by which ranks find each other, as its option `--mpi`.
 TYPE_VARIABLE = "SLURM_MPI_TYPE"
-"""Tells srun the protocol by which ranks find each other, as its option `--mpi`."""
+# Has a step share what others have, as srun's option `--overlap` since Slurm 20.11.
 OVERLAP_VARIABLE = "SLURM_OVERLAP"
-"""Has a step share what others have, as srun's option `--overlap` since Slurm 20.11."""
+# Variables in which srun tells a task its cores; another srun takes them for options.
 _OF_A_TASK = re.compile(r"SLURM_(CPU|MEM)_BIND")
-"""Variables in which srun tells a task its cores; another srun takes them for options."""
+# What the version of an MPI library contains, and the protocol that it speaks with Slurm.
 _PROTOCOLS = (("open mpi", "pmix"), ("intel", "pmi2"), ("mvapich", "pmi2"), ("mpich", "pmi2"))
-"""What the version of an MPI library contains, and the protocol that it speaks with Slurm."""
 LIMIT_SECONDS = 60.0
 _LIBRARY = (
     "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; "
@@ -324,7 +324,7 @@ _LIBRARY = (
 
 
 def beside_own_step(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns an environment in which a step can begin while that of this process goes on.
+    """Returns an environment in which a step can begin while this process' own one goes on.
 
     In a shell that `srun --pty` has started, all that was allocated is the shell's, and another
     srun, which MPICH's launcher calls as well, would wait until the shell is left.

@@ -16,8 +16,8 @@ import psutil
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _FOLDER = "/dev/shm/"  # noqa: S108 (files are only removed here)
+# What the names of the files begin with, in which MPI libraries share memory between ranks.
 _SHARED_MEMORY = ("mpich_shm_", "sm_segment.", "vader_segment.", "ucx_shm_")
-"""What the names of the files begin with, in which MPI libraries share memory between ranks."""
 
 
 def die_with_parent(parent: int) -> None:

@@ -21,20 +21,20 @@ import threading
 import time
 from collections.abc import Callable
 
+# What a record begins with: ASCII's separator of records, twice.
 RECORD = b"\x1e\x1e"
-"""What a record begins with: ASCII's separator of records, twice."""
 _STANDARD_ERROR = 2
+# The rank, where the MPI launcher writes it there.
 _LABEL = rb"(?:\[[^\]\n]*\](?:<stderr>:)? ?|\d+: )?"
-"""The rank, where the MPI launcher writes it there."""
 _RECORD = _LABEL + rb"\x1e(?:\x1e(?P<record>[^\n]*)\n?|\Z)"
 _OF_MPICH = rb"\[mpiexec@[^\]\n]*\] (?:Sending Ctrl-C to|Press Ctrl-C again to)[^\n\x1e]*\n?"
+# Lines of the level INFO, which no variable turns off while TensorFlow is imported, what stands
+# above them, and a warning for each float64 operation that oneDNN has no faster one for. They may
+# begin within a line: all ranks share one pipe, and a progress bar of another rank ends no line.
 _OF_TENSORFLOW = (
     _LABEL + rb"(?:I\d{4} \d\d:\d\d:[\d.]+ |WARNING: All log messages before absl::"
     rb"|W\d{4} .* util\.cc:\d+\] Not handling type )[^\n\x1e]*\n?"
 )
-"""Lines of the level INFO, which no variable turns off while TensorFlow is imported, what stands
-above them, and a warning for each float64 operation that oneDNN has no faster one for. They may
-begin within a line: all ranks share one pipe, and a progress bar of another rank ends no line."""
 
 
 class JobStderr:
@@ -109,20 +109,20 @@ def write_all(file: int, text: bytes) -> None:
 
 
 SIZE_VARIABLE = "TNT_NUM_RANKS"
+# Names the variable in which the MPI launcher in use tells a process its rank.
 RANK_VARIABLE = "TNT_RANK_FROM"
-"""Names the variable in which the MPI launcher in use tells a process its rank."""
+# The same for its number among the ranks of its host.
 LOCAL_RANK_VARIABLE = "TNT_LOCAL_RANK_FROM"
-"""The same for its number among the ranks of its host."""
 
 STARTED = "started"
+# Its script has ended, its process has not: MPI waits for the others there.
 RETURNED = "returned"
-"""Its script has ended, its process has not: MPI waits for the others there."""
 FINISHED = "finished"
 FAILED = "failed"
 ENDED = (RETURNED, FINISHED, FAILED)
 
+# Of one text in a line: JSON may write six bytes for each, and a pipe takes 4096 at once.
 _MOST_CHARACTERS = 600
-"""Of one text in a line: JSON may write six bytes for each, and a pipe takes 4096 at once."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -242,7 +242,7 @@ def headline(record: Record, size: int) -> str:
 def number_from(pointer: str) -> int | None:
     """Returns a number that the MPI launcher gave this process, in the variable named by another.
 
-    The launcher in use counts, for those of other jobs leave their variables to a shell.
+    The launcher in use counts: a shell may have variables of other jobs' launchers.
     """
     value = os.environ.get(os.environ[pointer], "")
     return int(value) if value.isdigit() else None

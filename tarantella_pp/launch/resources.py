@@ -16,31 +16,31 @@ from typing import Any, TypeVar
 from tarantella_pp.errors import LaunchError
 from tarantella_pp.launch.environment import number_of
 
+# How a rank is bound: to its share of the cores, to a socket, to its memory as well, or not.
 BIND_VARIABLE = "TNT_BIND"
-"""How a rank is bound: to its share of the cores, to a socket, to its memory as well, or not."""
 TO_CORES, TO_SOCKET, TO_MEMORY = "cores", "socket", "memory"
+# Threads of a rank, where the user has said how many.
 COUNT_VARIABLE = "TNT_THREADS"
-"""Threads of a rank, where the user has said how many."""
+# Most ranks of a host, for launchers that do not tell a rank how many its own has.
 RANKS_VARIABLE = "TNT_RANKS_PER_NODE"
-"""Most ranks of a host, for launchers that do not tell a rank how many its own has."""
 THREAD_VARIABLES = ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "OMP_NUM_THREADS")
+# What MPICH and its relatives, and Open MPI, call a rank's place on its node.
 _LOCAL_RANKS = (
     ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
 )
-"""What MPICH and its relatives, and Open MPI, call a rank's place on its node."""
 _VISIT_SECONDS = 2.0
 _TOPOLOGY = pathlib.Path("/sys/devices/system/cpu")
 _NODES = pathlib.Path("/sys/devices/system/node")
+# Number of the system call, which glibc has no function for.
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
-"""Number of the system call, which glibc has no function for."""
 _MPOL_BIND = 2
 SHARE_VARIABLE = "TNT_SHARE_GPUS"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 NONE_VISIBLE = {_VISIBLE: "-1"}
 _GROWTH = "TF_FORCE_GPU_ALLOW_GROWTH"
+# With these each task sees GPUs of its own only.
 _GIVEN_BY_SLURM = ("SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND", "SLURM_NTASKS_PER_GPU")
-"""With these each task sees GPUs of its own only."""
 _DEVICES = pathlib.Path("/dev")
 _Gpu = TypeVar("_Gpu")
 
@@ -48,7 +48,7 @@ _Gpu = TypeVar("_Gpu")
 def take_share(environ: MutableMapping[str, str], siblings: Collection[int] | None = None) -> None:
     """Gives this process its part of its host: cores to run on, and as many threads.
 
-    It counts the cores of the host it is on, which may have others than that of the launcher.
+    It counts the cores of the host it is on, which may have others than the launcher's host.
     """
     rank, ranks = _local_place(environ)
     way = environ.get(BIND_VARIABLE, "")
@@ -75,7 +75,7 @@ def take_share(environ: MutableMapping[str, str], siblings: Collection[int] | No
 
 
 def cores_of_starter(process: int) -> set[int] | None:
-    """Returns the cores of the process that has started this one, where that can be told.
+    """Returns the cores of the process that has started this one, where they are known.
 
     MPICH's proxy looks at the processor of its host while ranks begin: it runs on one core after
     the other then, and on its own again some milliseconds later. A rank that had more cores than
@@ -205,7 +205,7 @@ def _bind_memory(node: int) -> None:
 def take_gpu(environ: MutableMapping[str, str], local_rank: int) -> None:
     """Leaves this process one GPU of its host, whose memory it takes as it needs it.
 
-    Before TensorFlow has looked for GPUs that is a matter of variables; afterwards it is told.
+    Before TensorFlow has looked for GPUs variables are enough; afterwards it takes a call.
     """
     has_own = any(name in environ for name in _GIVEN_BY_SLURM)
     tensorflow = sys.modules.get("tensorflow")

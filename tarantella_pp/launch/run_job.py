@@ -44,27 +44,27 @@ from tarantella_pp.launch.records import (
 )
 
 POLL_SECONDS = 0.1
+# How often remote shells are looked at, which end a moment after the ranks of their host.
 LOOK_SECONDS = 1.0
-"""How often remote shells are looked at, which end a moment after the ranks of their host."""
+# From the first failure to the end of the job: for output on its way, and earlier failures.
 SETTLE_SECONDS = 0.4
-"""From the first failure to the end of the job: for output on its way, and earlier failures."""
 DEADLOCK_SECONDS = 1.0
+# How long an MPI launcher that is asked to end a job may take.
 END_SECONDS = 3.0
-"""How long an MPI launcher that is asked to end a job may take."""
+# How long after a rank the next one may start; on hosts that are the job's own, the first one
+# after their MPI.
 START_SECONDS = 60.0
-"""How long after a rank the next one may start; on hosts that are the job's own, the first one
-after their MPI."""
+# How long the MPI launcher may take to end after its ranks have.
 CLOSING_SECONDS = 5.0
-"""How long the MPI launcher may take to end after its ranks have."""
+# How long ranks may take to leave after the scripts of all have ended.
 SHUTDOWN_SECONDS = 300.0
-"""How long ranks may take to leave after the scripts of all have ended."""
+# How long the ranks may take to end after the launcher got a signal, or its terminal is gone.
+# Ignored signals (`nohup`, jobs in the background) stay ignored.
 GRACE_SECONDS = {signal.SIGTERM: 30.0, signal.SIGINT: 5.0, signal.SIGHUP: 30.0}
-"""How long the ranks may take to end after the launcher got a signal, or its terminal is gone.
-Ignored signals (`nohup`, jobs in the background) stay ignored."""
 
 
 class Exit(enum.IntEnum):
-    """Exit codes of `tarantella`, besides those of a failed rank."""
+    """Exit codes of `tarantella`, besides a failed rank's own."""
 
     OK = 0
     FAILED = 1
@@ -198,7 +198,7 @@ class JobRun:
                 self._records.take(self._lines.get_nowait())
 
     def _settle(self) -> None:
-        """Takes what is on its way, for a moment."""
+        """Takes records on their way, for a moment."""
         self._stderr.finish(SETTLE_SECONDS)
         self._take(0.0)
 
@@ -255,7 +255,7 @@ class JobRun:
         return failure.exit_code or Exit.FAILED
 
     def _end(self, mpi: subprocess.Popen[bytes]) -> None:
-        """Ends MPI's launcher, with which all its processes end, and kills what is left here."""
+        """Ends MPI's launcher, with it all its processes, and kills the rest on this host."""
         if mpi.poll() is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._launcher.end(mpi, END_SECONDS)

@@ -60,12 +60,12 @@ from tarantella_pp.launch.resources import cores_of_starter, take_gpu, take_shar
 
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 WATCHED = (signal.SIGCHLD, *PASSED_ON)
+# How long the launcher may take to end the job after a rank has failed.
 LINGER_SECONDS = 8.0
-"""How long the launcher may take to end the job after a rank has failed."""
+# Its launcher follows SIGTERM and SIGINT with a kill, so ours sends others; see `OpenMpi`.
 _OF_OPEN_MPI = {signal.SIGUSR1: signal.SIGTERM, signal.SIGUSR2: signal.SIGINT}
-"""Its launcher follows SIGTERM and SIGINT with a kill, so ours sends others; see `OpenMpi`."""
+# Where Open MPI's daemon on this host keeps files, which it leaves behind when it is cut off.
 _SESSION_VARIABLE = "PMIX_SERVER_TMPDIR"
-"""Where Open MPI's daemon on this host keeps files, which it leaves behind when it is cut off."""
 _UNUSED_SECONDS = 0.2
 _STANDARD_ERROR = 2
 
@@ -174,7 +174,7 @@ class Keeper:
 
 
 def _read(file: int) -> bytes:
-    """Returns what is there to be read at once."""
+    """Reads all that has come, without waiting."""
     found = b""
     with contextlib.suppress(BlockingIOError):
         while piece := os.read(file, 1 << 16):

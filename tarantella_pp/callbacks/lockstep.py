@@ -54,8 +54,9 @@ class Lockstep(keras.callbacks.Callback):
     It is the last of a rank's callbacks, to see what the others have set.
     """
 
-    def __init__(self, communicator: Communicator) -> None:
+    def __init__(self, communicator: Communicator, preemption: Preemption | None = None) -> None:
         super().__init__()
+        self._preemption = preemption
         self._communicator = communicator
         self._call = communicator.call_number
         self._step = 0
@@ -65,6 +66,7 @@ class Lockstep(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
         """Agrees with the other ranks whether to stop training."""
+        self._note_preemption()
         self._agree("stop_training")
 
     def on_test_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
@@ -81,6 +83,7 @@ class Lockstep(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
         """Agrees with the other ranks whether this epoch was the last; all come here together."""
+        self._note_preemption()
         self._take_votes()
         wish = self.model.stop_training or "stop_training" in self._wishes
         given = self._communicator.allgather_json([wish, settable_learning_rate(self.model)])
@@ -89,6 +92,11 @@ class Lockstep(keras.callbacks.Callback):
             if _differ(rates[0], rate):
                 raise _refusal(rates[0], rank, rate)
         self.model.stop_training = any(wish for wish, _ in given)
+
+    def _note_preemption(self) -> None:
+        """Asks all ranks to stop once this one is to end."""
+        if self._preemption is not None and self._preemption.asked:
+            self.model.stop_training = True
 
     def _agree(self, name: str) -> None:
         """Sets one of the model's flags to what holds for all ranks."""
@@ -190,23 +198,3 @@ class Preemption:
             signal.signal(signal.SIGTERM, before)
         if self.asked:
             os.kill(os.getpid(), signal.SIGTERM)
-
-
-class PreemptionVote(keras.callbacks.Callback):
-    """Asks all ranks to stop once one of them is to end; stands before `Lockstep`."""
-
-    def __init__(self, preemption: Preemption) -> None:
-        super().__init__()
-        self._preemption = preemption
-
-    def on_train_batch_end(self, batch: int, logs: object = None) -> None:
-        """Asks after a step."""
-        self._ask()
-
-    def on_epoch_end(self, epoch: int, logs: object = None) -> None:
-        """Asks after an epoch and its validation."""
-        self._ask()
-
-    def _ask(self) -> None:
-        if self._preemption.asked:
-            self.model.stop_training = True

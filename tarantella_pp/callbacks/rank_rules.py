@@ -13,7 +13,7 @@ from typing import Any
 import keras
 
 from tarantella_pp.callbacks.checkpoint import Checkpoint
-from tarantella_pp.callbacks.lockstep import Lockstep, Preemption, PreemptionVote
+from tarantella_pp.callbacks.lockstep import Lockstep, Preemption
 from tarantella_pp.callbacks.timeline import Timeline
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.launch.environment import TRACE_VARIABLE
@@ -78,9 +78,7 @@ def callbacks_of_rank(
         for callback in found:
             _check(callback)
         found = [ours for callback in found for ours in _of_rank(callback, communicator)]
-        if preemption is not None:
-            found.append(PreemptionVote(preemption))
-        found.append(Lockstep(communicator))
+        found.append(Lockstep(communicator, preemption))
     if checkpoint is not None:
         found.append(checkpoint)
     if isinstance(callbacks, keras.callbacks.CallbackList):

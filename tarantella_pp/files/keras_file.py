@@ -20,7 +20,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-import h5py
 import keras
 
 from tarantella_pp.errors import ConfigurationError, FileError, StaleWeightError
@@ -221,20 +220,6 @@ def read_weights(
                 f"File '{path}' cannot be read: {error}. Each rank reads it: put it where all of "
                 "them can; if it is damaged, copy it again, or save it again."
             ) from error
-
-
-def has_optimizer(path: Path) -> bool:
-    """Whether a `.keras` or `.weights.h5` file has the state of an optimizer."""
-    with contextlib.ExitStack() as stack:
-        weights: Any = path
-        if path.suffix == ".keras":
-            weights = stack.enter_context(
-                stack.enter_context(contextlib.closing(KerasFile(path))).weights()
-            )
-        try:
-            return "optimizer" in stack.enter_context(h5py.File(weights, "r"))
-        except OSError as error:
-            raise FileError(f"File '{path}' cannot be read: {error}.") from error
 
 
 def _read(

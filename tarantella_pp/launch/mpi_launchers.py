@@ -27,7 +27,6 @@ _CONNECT_SECONDS = 10
 # Signs of life that ssh asks a host for before it counts as dead.
 _PROBES = 3
 _BETWEEN_SECONDS = 0.1
-NAMES = ("auto", "mpich", "openmpi", "slurm")
 # What Open MPI reads the remote shell from: since version 5, and before.
 _SHELL_OF_PRTE, _SHELL_OF_ORTE = "PRTE_MCA_plm_ssh_agent", "OMPI_MCA_plm_rsh_agent"
 _OPTIONS_OF_PRTE = "PRTE_MCA_plm_ssh_args"

@@ -75,6 +75,13 @@ def checkpointed(
     return CheckpointRun(checkpoint, model, adapter, options, listed, preemption).attached()
 
 
+# When it writes (W), with `every=2` and epochs of three steps:
+#
+#   step 1   2   3 | validation | 4   5   6 | validation
+#            W                    W      due             W
+#
+# A checkpoint that is due at the last step of an epoch waits for the epoch's end: the epoch is
+# counted there, and what callbacks do with its logs belongs into the checkpoint.
 class CheckpointRun:
     """One `fit` with checkpoints."""
 
@@ -168,9 +175,10 @@ class CheckpointRun:
         every = self._checkpoint.every
         due = every != "epoch" and self._step // int(every) > before // int(every)
         length = self._epoch_length or self._checkpoint.params.get("steps")
-        if length is not None and batch + 1 >= length:
-            self._due = due  # the end of the epoch follows
+        if length is not None and batch + 1 >= length:  # the end of the epoch follows
+            self._due = due
             return
+        # `Lockstep` has all ranks stop after the same step, so that all of them come to ask why.
         stops = bool(self._model.stop_training) or self._preempted_alone()
         preempted = stops and self._any_preempted()
         if due or stops:

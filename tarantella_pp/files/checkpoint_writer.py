@@ -102,6 +102,8 @@ class CheckpointWriter:
         except OSError as error:
             logger.warning("could not remove old checkpoints in '%s': %s", self._directory, error)
 
+    # A rank that failed alone would leave the others waiting: so all say how it went before they
+    # go on, and one that fails ends the writing on every rank.
     def _on_all(self, name: str, work: Callable[..., _T], *arguments: Any) -> list[_T]:
         """Has every rank do its part; a failure of one is the same error on all."""
         result: Any = None

@@ -156,7 +156,7 @@ class JobRun:
         while True:
             self._take(POLL_SECONDS)
             gone = mpi.poll() is not None
-            if gone:
+            if gone:  # its ranks' last records may still be on their way
                 self._settle()
             failure = records.first_failure() or records.left_before_mpi(DEADLOCK_SECONDS)
             failure = failure or self._on_dead_host(mpi.pid)
@@ -215,7 +215,8 @@ class JobRun:
             left = [r for r in host.ranks if r not in self._records or not self._records[r].is_over]
             if is_alive(shell) or not left:
                 continue
-            if host in self._suspects:  # a second time: no record of its ranks is on its way
+            # Only at the second look is it certain that no record of its ranks is on its way.
+            if host in self._suspects:
                 record = self._records.get(left[0]) or Record(left[0], host=host.name)
                 cause = f"the remote shell of its host has ended: {host.name} or the link to it is "
                 cause += "dead (ssh notices after TNT_HEARTBEAT seconds), or MPI cannot start there"

@@ -193,6 +193,7 @@ def main() -> int:
     rank: its keeper, in a session of its own, notices that and cleans up.
     """
     die_with_parent(os.getppid())
+    # Blocked before the fork: a signal in between waits until its reader is there.
     signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
     launcher = os.getppid()
     stands, standing = os.pipe()

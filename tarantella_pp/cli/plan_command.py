@@ -113,11 +113,10 @@ def _of_model(arguments: argparse.Namespace) -> tuple[str, list[Comparison]]:
     with inputs.quiet_keras("A comparison"):
         from tarantella_pp.models.make_plan import default_machine
     from tarantella_pp.partition.baselines import by_rules, compare
-    from tarantella_pp.partition.best_stages import sums_of
+    from tarantella_pp.partition.best_stages import state_sums, sums_of
     from tarantella_pp.partition.options import PlanOptions, assignment_of
     from tarantella_pp.partition.plan.hardware_spec import machine_of
     from tarantella_pp.partition.planner import Planner
-    from tarantella_pp.partition.stage_memory import state_sums
 
     chosen = plan_make.model_options(arguments)
     optimizer = chosen.pop("optimizer", None) or inputs.optimizer_of(arguments.model, model)

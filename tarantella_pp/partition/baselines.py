@@ -106,7 +106,7 @@ class Comparison:
     """What the largest stage is under each rule, for one objective.
 
     Attributes:
-        objective: What is measured: `"memory"`, `"time"` or `"flops"`.
+        objective: The figure: `"memory"`, `"time"` or `"flops"`.
         certificate: How good our plan is known to be.
         values: The largest stage under each rule, ours first.
     """

@@ -53,7 +53,7 @@ class Prices:
         times: How many times on each stage.
         price: Prices a stage, which costs its sum if that is more; `None` where it always does.
         least: What a stage costs at the least whatever the others are; the price if `None`.
-        wires: What is cut if some operations part: the first makes it; and bytes.
+        wires: Operations, the first makes a tensor and others read it, and bytes cut if they part.
         alike: Relative distance of values that count as equal.
         most: What the dearest stage may cost at the most.
     """

@@ -44,7 +44,7 @@ class OutputBytes:
     """Memory of a model's outputs on the last stage.
 
     Attributes:
-        held: Those of micro-batches that wait for their backward pass or for metrics.
+        held: Outputs of micro-batches that wait for their backward pass or for metrics.
         loss: What the loss makes of them for a moment.
         gradients: Gradients of the whole batch, which are made at once.
         end: What metrics make of them at the end of a step, when activations are gone.
@@ -176,7 +176,7 @@ class GradientSums:
         sharded   its size                   of the own share            of others' shares
         bfloat16               half          sums of half size  its size, or the share
 
-    What is packed alone in its bucket is not copied, so that this is at most that much too much.
+    A weight alone in its bucket is not copied, so that this counts at most its size too much.
     The gradient of an embedding table travels as the rows that all replicas look up.
 
     Attributes:

@@ -83,7 +83,7 @@ class PlanSearch:
 
     Attributes:
         planner: The model, and the machine that its steps are simulated on.
-        given: What is asked for; `num_micro_batches` and `recompute` may be open, to be chosen.
+        given: The options; `num_micro_batches` and `recompute` may be open, to be chosen.
         spec: The schedule.
         roughly: Whether to balance memory it is enough to count what adds up: where that is one of
             several ways to find a fast plan.

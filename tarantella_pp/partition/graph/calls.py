@@ -11,8 +11,12 @@ import keras
 import msgspec
 
 from tarantella_pp.internals.functional import trained_variables
-from tarantella_pp.partition.graph.call_shapes import SizedTensor, sized_call
-from tarantella_pp.partition.graph.flops import forward_flops, function_flops
+from tarantella_pp.partition.graph.flops import (
+    SizedTensor,
+    forward_flops,
+    function_flops,
+    sized_call,
+)
 from tarantella_pp.partition.graph.layer_graph import LayerGraph, Node, Tensor, Weight
 from tarantella_pp.partition.graph.placeholders import Probe, rows_per_sample, sample_axis
 from tarantella_pp.partition.graph.saved_activations import saved_activations

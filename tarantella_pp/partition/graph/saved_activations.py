@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from tarantella_pp.internals.functional import tree
-from tarantella_pp.partition.graph.call_shapes import (
+from tarantella_pp.partition.graph.flops import (
     ACTIVATION_KINDS,
     SizedCall,
     SizedTensor,
     activation_name,
+    attention_sizes,
     by_name,
 )
-from tarantella_pp.partition.graph.flops import attention_sizes
 from tarantella_pp.partition.graph.layer_graph import Source
 
 

@@ -71,36 +71,3 @@ def test_everything_is_there_for_programs(trained, capsys):
     assert "model/0" in capsys.readouterr().out
     assert main(["checkpoint", "show", str(directory / "none")]) == 2
     assert main(["checkpoint"]) == 2
-
-
-def network():
-    stack = [keras.Input((3,)), layers.Dense(4, "tanh"), layers.BatchNormalization()]
-    return keras.Sequential([*stack, layers.Dense(3)])
-
-
-def compiled(model=None):
-    model = network() if model is None else model
-    model.compile(keras.optimizers.AdamW(0.01), "mse", metrics=["mae"])
-    return model
-
-
-def fit(model, *callbacks, **options):
-    options = {"batch_size": 4, "epochs": 2, "verbose": 0, "shuffle": False, **options}
-    return model.fit(X.astype("float64"), Y, callbacks=callbacks, **options)
-
-
-def distributed():
-    keras.utils.set_random_seed(2)
-    return compiled(tnt.PipelineModel(network, num_stages=2, num_micro_batches=1))
-
-
-@pytest.fixture
-def plain(float64):
-    keras.utils.set_random_seed(1)
-    model = compiled()
-    fit(model)
-    return model
-
-
-def here(name):
-    return f"{__file__}:{name}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -41,7 +41,7 @@ class PreparedStep:
         self._weighted = kinds.weighted
         self._statistics = statistics
         self._program = StepProgram(trace)
-        self._updates = ReplicaUpdates(trace.updates, kinds.gradients, ranks, gradient_dtype)
+        self._updates = ReplicaUpdates(trace.updates, kinds, ranks, gradient_dtype)
         self._values = SharedValues(trace, kinds, ranks)
         self._metrics = tf.function(self._results_of_metrics, autograph=False)
 
@@ -99,7 +99,7 @@ class ReplicaUpdates:
     def __init__(
         self,
         updates: Sequence[Update],
-        kinds: Mapping[tuple[int, int], str],
+        kinds: StepKinds,
         ranks: Communicator,
         gradient_dtype: str | None,
     ) -> None:
@@ -123,7 +123,9 @@ class ReplicaUpdates:
         keys = [key for key in self._buckets if key[0] == number]
         for key in keys:
             own = [(i, gradients[i]) for i in self._buckets[key]]
-            self._reduction.start(key, [self._weighted(number, i, g, share) for i, g in own])
+            fixed = [place for place, (i, _) in enumerate(own) if (number, i) in self._kinds.fixed]
+            weighted = [self._weighted(number, i, g, share) for i, g in own]
+            self._reduction.start(key, weighted, fixed)
         for key in keys:
             found = zip(self._buckets[key], self._reduction.finish(key), strict=True)
             for i, gradient in found:
@@ -134,7 +136,7 @@ class ReplicaUpdates:
         """What a replica adds to a gradient of the whole batch."""
         if gradient is None or not share:
             return None
-        if self._kinds[number, i] != MEAN:
+        if self._kinds.gradients[number, i] != MEAN:
             return gradient
         factor = tf.constant(share, gradient.dtype)
         if isinstance(gradient, tf.IndexedSlices):

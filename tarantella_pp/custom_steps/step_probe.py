@@ -67,6 +67,8 @@ class StepKinds:
         drawn: What a step adds to a variable that counts random numbers, by its `id`.
         weighted: Whether scaled losses are weighted with a replica's share of the samples. Their
             gradients are then sums over the replicas.
+        fixed: The gradients, by update and by variable, with slices at the same places whatever
+            the samples are.
     """
 
     gradients: dict[tuple[int, int], str]
@@ -74,11 +76,12 @@ class StepKinds:
     state: dict[int, str]
     drawn: dict[int, Array]
     weighted: bool
+    fixed: frozenset[tuple[int, int]]
 
     @classmethod
     def told(cls, trace: StepTrace, found: Sequence[Any]) -> StepKinds:
         """Makes them of what `found_kinds` returned on the rank that has tried."""
-        gradients, results, state, drawn, weighted = found
+        gradients, results, state, drawn, weighted, fixed = found
         written = trace.written
         return cls(
             {(number, i): kind for number, i, kind in gradients},
@@ -86,6 +89,7 @@ class StepKinds:
             {id(variable): kind for variable, kind in zip(written, state, strict=True)},
             {id(written[i]): np.reshape(n, tuple(written[i].shape)) for i, n in drawn},
             weighted,
+            frozenset((number, i) for number, i in fixed),
         )
 
 
@@ -99,6 +103,7 @@ class StepProbe:
         drawn: What a step adds to each variable that counts random numbers, by its position.
         weighted: The updates all of whose gradients are weighted as the trace is asked to weight
             scaled losses; none if that changes anything else.
+        fixed: The gradients with slices at the same places whatever the samples are.
     """
 
     def __init__(self, trace: StepTrace) -> None:
@@ -113,9 +118,18 @@ class StepProbe:
         self.state = dict.fromkeys(range(len(trace.written)), ALL)
         self.drawn: dict[int, list[float]] = {}
         self.weighted: frozenset[int] = frozenset()
+        self.fixed: list[tuple[int, int]] = []
         effects = [op for op in trace.graph.get_operations() if has_effect(op)]
         wanted = [tensor for update in trace.updates for tensor in update.tensors]
         fetches = [*wanted, *trace.outputs]
+        keys = [
+            (n, i, k)
+            for n, u in enumerate(trace.updates)
+            for i, parts in enumerate(u.gradients)
+            for k in range(len(parts))
+        ]
+        # Where the indices of slices are among what is fetched: they come second.
+        self._indices = {place: (n, i) for place, (n, i, k) in enumerate(keys) if k == 1}
         self._probe = PartsProbe(trace.function, trace.inputs, fetches, effects, trace.written)
 
     def run(self, tensors: Sequence[tf.Tensor]) -> None:
@@ -141,6 +155,7 @@ class StepProbe:
         found = self._probe.compare(
             rows, thirds(rows, sizes), lambda own: [t[own] for t in samples]
         )
+        self.fixed = [key for place, key in self._indices.items() if SAME in found.kinds(place)]
         gradients, results, state = self._kinds(found)
         self.gradients = {key: found & gradients[key] for key, found in self.gradients.items()}
         self.results = {key: found & results[key] for key, found in self.results.items()}
@@ -242,6 +257,7 @@ def found_kinds(
         _state(trace, probe, what),
         [[i, steps] for i, steps in probe.drawn.items()],
         bool(weighted),
+        probe.fixed,
     ]
 
 

@@ -162,7 +162,16 @@ class OptimizerStep:
                 sums = self._collected(sorted(stages)), self._far(arrived, weights)
                 gradients = self._sums_of[key](sums)
         self._started.add(key)
-        self._reduction.start(key, gradients)
+        self._reduction.start(key, gradients, self._fixed(weights, arrived))
+
+    def _fixed(self, weights: Sequence[Any], arrived: Arrived) -> list[int]:
+        """Which of some weights are read at the same rows whatever the samples are."""
+        return [
+            number
+            for number, weight in enumerate(weights)
+            if not arrived.get(id(weight))
+            and all(i in self._sums[s].fixed for s, i in self._places.get(id(weight), []))
+        ]
 
     # What follows runs inside TensorFlow's functions.
 

@@ -126,6 +126,7 @@ CASES = {
     "causal_attention": Case(models.causal_attention, floats(5, 8), Y, regression(), WEIGHTED),
     "merged_windows": Case(models.merged_windows, floats(4, 6), Y, regression(), WEIGHTED),
     "embedding_adamw": Case(models.embedding_with_mask, IDS, LABELS, classification(), WEIGHTED),
+    "positions": Case(models.positions, IDS, LABELS, classification(), WEIGHTED),
     "embedding_sgd": Case(models.embedding_with_mask, IDS, LABELS, classification(sgd)),
     "recurrent": Case(models.recurrent, IDS[:, 1:], LABELS, classification(), WEIGHTED),
     "masked_output": Case(

@@ -103,6 +103,24 @@ def embedding_with_mask():
     return keras.Model(ids, layers.Dense(3, activation="softmax")(x))
 
 
+class TokensAndPositions(layers.Layer):
+    """Reads a second table at positions, in which no sample has a say."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.words, self.places = layers.Embedding(6, 4), layers.Embedding(5, 4)
+
+    def call(self, ids):
+        return self.words(ids) + self.places(ops.arange(ops.shape(ids)[-1]))
+
+
+def positions():
+    ids = keras.Input((5,), dtype="int32")
+    x = layers.Dense(5, activation="tanh")(TokensAndPositions()(ids))
+    x = layers.GlobalAveragePooling1D()(x)
+    return keras.Model(ids, layers.Dense(3, activation="softmax")(x))
+
+
 def recurrent():
     ids = keras.Input((4,), dtype="int32")
     x = layers.Embedding(6, 4, mask_zero=True)(ids)

@@ -29,15 +29,19 @@ class GradientAccumulator:
 
     Dense gradients add up in place. Sparse ones (of an embedding) are collected as they are:
     Keras' optimizers treat the slices of a batch one by one, so merging equal rows would
-    change the result. Weights that no gradient reaches have no sum, as in plain Keras.
+    change the result. Only slices at places in which no sample has a say, such as positions, are
+    one and the same for all of the batch: they add up.
+    Weights that no gradient reaches have no sum, as in plain Keras.
 
     Attributes:
         reached: For each weight whether the gradient of the loss gets as far as this stage's
             gradient of the weight; where not, the sum is nothing but zeros.
+        fixed: The weights whose slices are at the same places whatever the samples are.
     """
 
     def __init__(self, weights: Sequence[Any]) -> None:
         self.weights = list(weights)
+        self.fixed: frozenset[int] = frozenset()
         self.reached = [True] * len(self.weights)
         self._known = False
         self._dense: list[tf.Variable | None] = [None] * len(self.weights)
@@ -97,7 +101,10 @@ class GradientAccumulator:
         for i, kept in self._sparse.items():
             if kept:
                 values, indices = zip(*kept, strict=True)
-                collected[i] = tf.concat(values, 0), tf.concat(indices, 0)
+                if i in self.fixed:
+                    collected[i] = tf.add_n(values), indices[0]
+                else:
+                    collected[i] = tf.concat(values, 0), tf.concat(indices, 0)
                 kept.clear()
         return collected
 

@@ -95,6 +95,7 @@ class ProbeTrace:
         self._parts: list[list[tf.Tensor]] = []
         self._made: list[tuple[Call, list[tf.Tensor]]] = []
         self.weights: list[Any] = []
+        self._sparse: list[int] = []
         self.added_by: tuple[str, ...] = ()
         self.drawn_by: list[Call] = []
         self._numbers = _random_numbers()
@@ -132,7 +133,9 @@ class ProbeTrace:
             return [place, tf.constant(counted, keras.config.floatx()), *samples.of(rows)]
 
         found = self._probe.compare(samples.rows, thirds(samples.rows, sizes), given)
-        return StageKinds(found, [len(part) for part in self._parts], len(self.weights))
+        return StageKinds(
+            found, [len(part) for part in self._parts], len(self.weights), self._sparse
+        )
 
     def both_ways(self, samples: Samples) -> Iterator[StageKinds]:
         """Compares, with random numbers twice: these may pair samples of one part by chance."""
@@ -177,7 +180,10 @@ class ProbeTrace:
         self.weights = [weight for weight, _ in found]
         self.added_by = module.added_by[self._training]
         shortened = _in_short(self.weights, [gradient for _, gradient in found])
-        self._parts = [list(outputs), [added], given, shortened]
+        slices = {i: g for i, g in enumerate(gradients) if isinstance(g, tf.IndexedSlices)}
+        self._sparse = list(slices)
+        places = [gradient.indices for gradient in slices.values()]
+        self._parts = [list(outputs), [added], given, shortened, places]
         return added
 
     def _observe(self, call: Call, results: Sequence[Any]) -> None:
@@ -219,10 +225,13 @@ class StageKinds:
     Attributes:
         mixes: Whether its outputs, or the gradients of its inputs, do not.
         added: The kinds that each added loss may be of.
+        fixed: The weights, by place, that are read at the same rows whatever the samples are.
     """
 
-    def __init__(self, found: Compared, counts: Sequence[int], weights: int) -> None:
-        outputs, _, gradients, _ = counts
+    def __init__(
+        self, found: Compared, counts: Sequence[int], weights: int, sparse: Sequence[int]
+    ) -> None:
+        outputs, _, gradients, shortened, _ = counts
         self._found = found
         self._begin = outputs + 1 + gradients
         values = [found.kinds(i) & {ROWS, SAME} for i in range(outputs)]
@@ -230,6 +239,9 @@ class StageKinds:
         self.mixes = not all(values)
         self.added = [found.kinds_in(outputs, i) for i in range(len(found.whole.values[outputs]))]
         self._weights = weights
+        # One row or more for each sample are never the same: parts have fewer of them.
+        rows = enumerate(sparse, self._begin + shortened)
+        self.fixed = frozenset(i for place, i in rows if SAME in found.kinds(place))
 
     def strange_weights(self) -> list[int]:
         """The weights whose gradients do not add up over the parts."""

@@ -129,6 +129,7 @@ class StageProbe:
     def _refuse_mixing(self, trace: ProbeTrace, samples: Samples) -> None:
         for found in trace.both_ways(samples):
             strange = found.strange_weights()
+            self._module.accumulator.fixed = found.fixed
             if found.mixes or strange:
                 break
         else:

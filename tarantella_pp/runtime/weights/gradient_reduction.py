@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, TypeAlias
@@ -33,6 +33,8 @@ _Array: TypeAlias = "np.ndarray[Any, Any]"
 
 NOTHING, DENSE = -2, -1
 """In place of the number of rows of a gradient that is not sparse."""
+_FIXED = -3
+"""Less the number of rows, of a gradient whose rows are at the same places on all replicas."""
 
 
 @dataclass
@@ -80,9 +82,10 @@ class GradientReduction:
 
     Slices of embeddings are not added up but put one behind the other, in the order of the
     replicas, as one pipeline collects its micro-batches': Keras' optimizers treat them one
-    by one. Replicas need not have gradients of the same kinds: a replica without samples has
-    none. So each tells the others what it has, beside the gradients, and nobody waits for that
-    but in the first step, where nobody knows yet which are dense.
+    by one. But slices at places in which samples have no say, such as positions, add up: one
+    process would have them once. Replicas need not have gradients of the same kinds: a replica
+    without samples has none. So each tells the others what it has, beside the gradients, and
+    nobody waits for that but in the first step, where nobody knows yet which are dense.
     """
 
     def __init__(
@@ -106,13 +109,15 @@ class GradientReduction:
             self._buckets[key] = bucket
             tag += bucket.num_tags
 
-    def start(self, key: Hashable, gradients: Sequence[Gradient]) -> None:
-        """Starts to add up the gradients of a bucket; never waits."""
+    def start(
+        self, key: Hashable, gradients: Sequence[Gradient], fixed: Collection[int] = ()
+    ) -> None:
+        """Starts to add up the gradients of a bucket, of which some have fixed rows."""
         bucket = self._buckets[key]
         if self._communicator.size == 1:
             self._open[key] = finished(list(gradients))
         else:
-            steps = self._steps(bucket, gradients)
+            steps = self._steps(bucket, gradients, fixed)
             self._open[key] = self._communicator.start(steps, bucket.label)
 
     def progress(self) -> None:
@@ -127,9 +132,12 @@ class GradientReduction:
         """Waits for the gradients of a bucket, added up over all replicas."""
         return self._open.pop(key).wait()
 
-    def _steps(self, bucket: _Bucket, gradients: Sequence[Gradient]) -> Steps[Gradients]:
+    def _steps(
+        self, bucket: _Bucket, gradients: Sequence[Gradient], fixed: Collection[int]
+    ) -> Steps[Gradients]:
         ranks = self._communicator
-        kinds = np.array([kind_of(gradient) for gradient in gradients], np.int64)
+        own = enumerate(map(kind_of, gradients))
+        kinds = np.array([_FIXED - n if i in fixed and n > 0 else n for i, n in own], np.int64)
         theirs = ranks.start_allgather([kinds], tag=bucket.tag, label=f"kinds of {bucket.label}")
         sums = self._start_sums(bucket, gradients, sorted(bucket.dense), late=False)
         yield [theirs]
@@ -137,8 +145,10 @@ class GradientReduction:
         dense = set(np.flatnonzero((everywhere == DENSE).any(axis=0)).tolist())
         sums += self._start_sums(bucket, gradients, sorted(dense - bucket.dense), late=True)
         bucket.dense |= dense
+        added: _Array = np.any(everywhere <= _FIXED, axis=0)
+        rows = np.where(everywhere <= _FIXED, _FIXED - everywhere, np.maximum(everywhere, 0))
         slices = {
-            i: self._start_slices(bucket, i, gradients[i], np.maximum(everywhere[:, i], 0).tolist())
+            i: self._start_slices(bucket, i, gradients[i], rows[:, i].tolist())
             for i in range(len(gradients))
             if i not in bucket.dense and (everywhere[:, i] != NOTHING).any()
         }
@@ -150,7 +160,9 @@ class GradientReduction:
                 shape = tuple(bucket.weights[i].shape)
                 found[i] = to_tensor(result.reshape(-1)[place].reshape(shape))
         for i, request in slices.items():
-            found[i] = _slices(bucket.weights[i], *request.wait())
+            copies = int(np.count_nonzero(rows[:, i])) if added[i] else 1
+            values, indices = request.wait()
+            found[i] = _slices(bucket.weights[i], values, indices, copies)
         for i, owner in enumerate(bucket.owners or ()):
             if owner != ranks.rank:
                 found[i] = None
@@ -276,6 +288,10 @@ def _places(weights: Sequence[Any], dtype: np.dtype[Any]) -> list[slice]:
     return places
 
 
-def _slices(weight: Any, values: _Array, indices: _Array) -> tf.IndexedSlices:
-    rows = cast(to_tensor(values), variable_dtype(weight))
+def _slices(weight: Any, values: _Array, indices: _Array, copies: int) -> tf.IndexedSlices:
+    """Makes rows of all replicas one gradient; adds up copies that are at the same places."""
+    rows, first = cast(to_tensor(values), variable_dtype(weight)), indices[: len(indices) // copies]
+    # Replicas that read data of their own may have read sequences of other lengths.
+    if np.array_equal(np.tile(first, copies), indices):
+        rows, indices = tf.add_n(tf.split(rows, copies)), first
     return tf.IndexedSlices(rows, to_tensor(indices), tf.constant(list(weight.shape)))

@@ -56,7 +56,7 @@ def quick(names, *first):
     return [n if n in first else pytest.param(n, marks=pytest.mark.slow) for n in names]
 
 
-@pytest.mark.parametrize("name", quick(EXACT, "two_in_two_out", "masked_output"))
+@pytest.mark.parametrize("name", quick(EXACT, "two_in_two_out", "masked_output", "positions"))
 def test_every_kind_of_model_gives_the_numbers_of_keras(name):
     assert distance(serial(name), piped(name, 2, 3, CASES[name].schedules[0])) < ROUNDING
 

@@ -49,6 +49,7 @@ TWO = [  # model, stages, micro-batches of a replica, schedule; all others are r
     ("masked_output", 1, 2, None),
     ("batch_norm", 1, 2, None),
     ("class_weight", 1, 8, None),
+    ("positions", 1, 2, None),
 ]
 FOUR = [
     ("regularized", 2, 2, "zb-h1"),

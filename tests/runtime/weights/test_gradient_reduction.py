@@ -132,6 +132,21 @@ def slices_in_the_order_of_the_replicas(ranks: Communicator) -> None:
 
 
 @case
+def slices_at_the_same_places_are_added_up(ranks: Communicator) -> None:
+    reduction = GradientReduction(ranks, {0: [weight("bias"), weight("table")]})
+    fixed = [rows(1, 1 + 5 * rank) for rank in range(ranks.size)]
+    places = fixed[0].indices
+    for step in range(2):
+        absent = step == 1 and ranks.rank == 0  # it has no samples, and may not have tried either
+        mine = None if absent else tf.IndexedSlices(fixed[ranks.rank].values, places)
+        reduction.start(0, [None, mine], [] if absent else [1])
+        found = reduction.finish(0)[1]
+        expected = total([one.values for one in fixed[step:]])
+        np.testing.assert_allclose(found.values, expected, rtol=1e-6)
+        np.testing.assert_array_equal(found.indices, places)
+
+
+@case
 def slices_become_dense_where_a_replica_has_a_tensor(ranks: Communicator) -> None:
     reduction = GradientReduction(ranks, {0: [weight("table")]})
     for step in range(2):

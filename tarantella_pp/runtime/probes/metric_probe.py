@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from tarantella_pp.runtime.modules.graph_functions import dense_tensors
+from tarantella_pp.runtime.probes.parts import some_rows
 
 PARTS = (1, 2)
 """Samples of each part of the batch that is tried; few, for those of some models are large."""
@@ -104,13 +105,6 @@ def _added_up(update: Update, state: State, tensors: Sequence[tf.Tensor]) -> Sta
         theirs = update([tf.zeros_like(variable) for variable in state], pieces)
         total = [a + b for a, b in zip(total, theirs, strict=True)]
     return total
-
-
-def some_rows(tensor: Any, rows: int) -> Any:
-    """Makes as many samples as are needed, of those that there are."""
-    if tensor is None:
-        return None
-    return tf.gather(tensor, np.arange(rows) % int(tensor.shape[0]))
 
 
 def _made_up(spec: tf.TensorSpec, y: Any, rows: int, rng: np.random.Generator) -> tf.Tensor:

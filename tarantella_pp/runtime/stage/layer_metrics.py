@@ -14,11 +14,8 @@ from tarantella_pp.errors import UnsupportedModelError
 from tarantella_pp.internals.functional import layer_metrics
 from tarantella_pp.partition.graph.keras_reader import ExtractedModel
 from tarantella_pp.runtime.modules.stage_module import StageModule
-from tarantella_pp.runtime.probes.metric_probe import (
-    PARTS,
-    same,
-    some_rows,
-)
+from tarantella_pp.runtime.probes.metric_probe import PARTS, same
+from tarantella_pp.runtime.probes.parts import some_rows
 from tarantella_pp.runtime.probes.probe_trace import samples_back, samples_first
 
 Array = np.ndarray[Any, Any]

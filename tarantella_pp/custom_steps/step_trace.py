@@ -15,7 +15,7 @@ import tensorflow as tf
 from tarantella_pp.custom_steps.distributed_optimizer import averages_gradients
 from tarantella_pp.errors import UnsupportedModelError
 from tarantella_pp.internals.training import (
-    results_told,
+    reported_results,
     scaled_losses_weighted,
     updates_taken,
     variables_for,
@@ -199,7 +199,7 @@ class StepTrace:
         with contextlib.ExitStack() as hooks:
             hooks.enter_context(self._around())
             hooks.enter_context(updates_taken(self._take))
-            hooks.enter_context(results_told(self._tell))
+            hooks.enter_context(reported_results(self._tell))
             hooks.enter_context(scaled_losses_weighted(self._weighted))
             results = self._step(*tensors)
         flat = keras.tree.flatten(results)

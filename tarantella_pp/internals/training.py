@@ -1,4 +1,4 @@
-"""The private names of Keras that training needs, but for data: all in this one file.
+"""The private names of Keras and TensorFlow that training needs, but for data.
 
 Written against Keras 3.14 and 3.15; `tests/internals/test_training.py` says which of them a
 new version of Keras has changed.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -18,6 +18,7 @@ from keras.src.backend.common import global_state
 from keras.src.losses.loss import reduce_weighted_values
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.trainers.compile_utils import CompileLoss as CompileLoss
+from tensorflow.python.client import device_lib
 
 
 def added_losses(layer: Any) -> list[tuple[str, Any]]:
@@ -154,7 +155,7 @@ def moving_statistics(layer: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def moments_told(layer: Any, told: Callable[..., bool]) -> Iterator[None]:
+def reported_moments(layer: Any, report: Callable[..., bool]) -> Iterator[None]:
     """Tells what batch normalizations find in training."""
     norms = [p for p in layers_in(layer) if isinstance(p, keras.layers.BatchNormalization)]
     momenta = {id(part): part.momentum for part in norms}
@@ -166,7 +167,7 @@ def moments_told(layer: Any, told: Callable[..., bool]) -> Iterator[None]:
             count = tf.cast(tf.reduce_prod(sizes), mean.dtype)
         else:
             count = tf.reduce_sum(tf.cast(mask, mean.dtype))
-        done = told(part, count, tf.reshape(mean, [-1]), tf.reshape(variance, [-1]))
+        done = report(part, count, tf.reshape(mean, [-1]), tf.reshape(variance, [-1]))
         part.momentum = 1.0 if done else momenta[id(part)]
         return mean, variance
 
@@ -235,7 +236,7 @@ def updates_taken(take: Callable[[Any, Any, Any], None]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def results_told(told: Callable[[Any, Any], None]) -> Iterator[None]:
+def reported_results(report: Callable[[Any, Any], None]) -> Iterator[None]:
     """Tells what metrics give as their results."""
     depth = 0
 
@@ -251,7 +252,7 @@ def results_told(told: Callable[[Any, Any], None]) -> Iterator[None]:
             finally:
                 depth -= 1
             if not depth:
-                told(metric, value)
+                report(metric, value)
             return value
 
         return result
@@ -316,3 +317,25 @@ def _below(base: type) -> Iterator[type]:
     for kind in below:
         yield kind
         yield from _below(kind)
+
+
+class Gpu(NamedTuple):
+    """A GPU that this process computes with.
+
+    Attributes:
+        name: What tells it from others of its host.
+        nbytes: Bytes of its memory that TensorFlow may take.
+    """
+
+    name: str
+    nbytes: int
+
+
+def gpu_in_use() -> Gpu | None:
+    """The GPU of this process, if it has one; TensorFlow begins to use it if it has not yet."""
+    if not tf.config.get_visible_devices("GPU"):
+        return None
+    tf.config.list_logical_devices("GPU")  # with the memory growth that was set
+    found = (device for device in device_lib.list_local_devices() if device.device_type == "GPU")
+    first = next(found)
+    return Gpu(first.physical_device_desc, int(first.memory_limit))

@@ -8,7 +8,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import keras
 import numpy as np
@@ -26,6 +26,7 @@ from tarantella_pp.files.keras_file import (
 from tarantella_pp.internals.data import LogsOfEpoch
 from tarantella_pp.internals.model_files import called_by_writer, save_weights, write_legacy
 from tarantella_pp.internals.state import pickled
+from tarantella_pp.models.model_validation import check_overwrite
 from tarantella_pp.runtime.comm.collective import (
     collective,
     contents_of,
@@ -33,7 +34,8 @@ from tarantella_pp.runtime.comm.collective import (
     on_all_ranks,
     on_one_rank,
 )
-from tarantella_pp.runtime.weights.optimizer_state import StateShare
+from tarantella_pp.runtime.engine import Engine
+from tarantella_pp.runtime.weights.optimizer_state import OptimizerState, StateShare
 from tarantella_pp.runtime.weights.remote_variables import (
     only_own_assigned,
     read_with,
@@ -41,10 +43,6 @@ from tarantella_pp.runtime.weights.remote_variables import (
     rows_of,
 )
 from tarantella_pp.runtime.weights.value_stream import ValueStream
-
-if TYPE_CHECKING:
-    from tarantella_pp.runtime.engine import Engine
-    from tarantella_pp.runtime.weights.optimizer_state import OptimizerState
 
 _LEGACY = (".h5", ".hdf5")
 _IN_PARTS = (".weights.h5", ".weights.json", ".keras")
@@ -254,12 +252,9 @@ class CollectiveModel(LogsOfEpoch):
     def _refuse_existing(self, path: Path, overwrite: bool) -> None:
         """Refuses, on all ranks, to replace a file that must not be replaced."""
         communicator = self._engine.communicator
+        # The last rank writes, and may see another file system.
         exists = communicator.broadcast_json(path.exists(), communicator.size - 1)
-        if exists and not overwrite:
-            raise ConfigurationError(
-                f"File '{path}' exists. Received: overwrite=False. Choose another name, or pass "
-                "overwrite=True."
-            )
+        check_overwrite(path, exists, overwrite)
 
     def _on_last_rank(
         self,

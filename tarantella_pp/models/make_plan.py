@@ -7,9 +7,8 @@ import re
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import filterfalse
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import keras
 import tensorflow as tf
@@ -80,68 +79,48 @@ def make_plan(
     Options that are left open are chosen by the simulated seconds of a step.
 
     Args:
-        model: A Functional or built Sequential model, or what was read of one. Or a function
-            without arguments that builds one: its weights get no values then, so that a model of
-            any size is planned anywhere, as is one that was made under `tnt.deferred_init()`.
-        num_stages: Number of pipeline stages; each gets at least one operation. Default: that of
-            a schedule of your own or of several memory limits, or with `num_ranks` the number
-            that makes a step fastest. Replicas of one rank each may get several stages, where
-            sums of gradients that begin before the backward pass ends are worth it.
+        model: A Functional or built Sequential model, or a function without arguments that builds
+            one: its weights get no values then, so a model of any size is planned anywhere, as is
+            one that was made under `tnt.deferred_init()`.
+        num_stages: Number of pipeline stages. Default: see `PipelineModel`, or with `num_ranks`
+            the number that makes a step fastest. Replicas of one rank each may get several stages,
+            where sums of gradients that begin before the backward pass ends are worth it.
         batch_size: Samples of a step, over all replicas.
-        num_micro_batches: Micro-batches of a step. Default: the number that divides the batch,
-            or a power of two where none does, and makes a step fastest: more of them keep the
-            pipeline busier, and each costs time of its own. With batch normalization a
-            micro-batch keeps four samples.
+        num_micro_batches: Micro-batches of a step. Default: the number that divides the batch, or
+            a power of two where none does, and makes a step fastest: more of them keep the pipeline
+            busier, and each costs time. With batch normalization a micro-batch keeps four samples.
         num_replicas: Number of pipelines side by side, among which a batch is split. Default: 1,
             or with `num_ranks` the ranks that are left for each stage.
-        num_ranks: Number of ranks for stages x replicas. Default: one for each stage, or for as
-            many as `stages_per_rank` says.
+        num_ranks: Number of ranks for stages x replicas / `stages_per_rank`, the default.
         stages_per_rank: Number of stages of a rank (virtual stages). Default: 2 for
             `"interleaved"` and `"zb-v"`, as in a schedule of your own, otherwise 1.
-        schedule: `"gpipe"`, `"1f1b"`, `"eager-1f1b"`, `"interleaved"`, `"zb-h1"`, `"zb-v"`,
-            `"zb-auto"`, which is planned like `"zb-h1"` and searched for in the first training
-            steps, or a schedule of your own: a `tarantella_pp.schedule.Schedule` or the path of a
-            text file with one.
-            Default: the faster of `"1f1b"` and `"zb-h1"`, or with several stages on a rank of
-            `"1f1b"` and `"interleaved"`; over a link below 2 GB/s `"eager-1f1b"` where that is
-            faster by 5 %, for it takes more memory.
-        balance: `"memory"` for the smallest largest memory of a stage, all that it has for a moment
-            included; `"time"` for the smallest largest time of a stage, measured on this machine;
-            `"flops"` for the smallest largest time by the machine's arithmetic and memory
-            traffic, nothing measured. Of ranks with several stages the largest counts, not the
-            largest stage. Default: that with which a step is fastest within the limit; `"time"`
-            is among them with a `profile`. Or numbers of layers, one for each stage, a nested model
-            counting as one: then these stages are priced, as in `balance=[526, 551]`.
+        schedule: See `PipelineModel`; `"zb-auto"` is planned like `"zb-h1"`. Default: the faster
+            of `"1f1b"` and `"zb-h1"`, or with several stages on a rank of `"1f1b"` and
+            `"interleaved"`; over a link below 2 GB/s `"eager-1f1b"` where that is faster by 5 %,
+            for it takes more memory.
+        balance: `"memory"` for the smallest largest memory of a rank, temporaries included;
+            `"time"` for the smallest largest time, measured on this machine; `"flops"` for the
+            same by the machine's arithmetic and memory traffic, nothing measured. Default: the one
+            with which a step is fastest within the limit, `"time"` only with a `profile`. Or
+            numbers of layers, one for each stage, a nested model counting as one, as in
+            `balance=[526, 551]`: these stages are priced.
         memory_limit: Largest memory of a stage, in bytes or as in `"16GB"`; for unequal devices
             one for each stage, as in `["16GB", "8GB"]`. Default: none.
-        recompute: Activation checkpointing: stages that keep only the inputs of a micro-batch
-            and repeat its forward pass in the backward pass: `"all"`, `"none"` or their
-            numbers. A micro-batch whose backward pass comes next is not repeated (all of the last
-            stage under `1f1b`): all it needs is there. With `"except_last"` the last micro-batch
-            of a step is not repeated either, but kept in memory, which is faster; also for each
-            stage, as in `{0: "except_last", 1: "all"}`. Default: none, or where the limit needs it
-            those with which a step is fastest.
+        recompute: Activation checkpointing; see `PipelineModel`.
         optimizer: The optimizer whose state counts as memory: a Keras optimizer or its name.
             Default: two slots for each variable, as Adam has.
         profile: What `tnt.profile` measured of this model. The plan and its simulation use it
             whatever they balance. Default: for `balance="time"`, measured now with random inputs.
         machine: Speed of a rank, its memory and the links: a `HardwareSpec`, a name in
-            `tnt.machines` such as `"v100"`, or a file that `HardwareSpec.save` wrote. An
-            operation counts as long as its arithmetic or its memory traffic takes. Default: one
+            `tnt.machines` such as `"v100"`, or a file that `HardwareSpec.save` wrote. Default: one
             core of a CPU, or a GPU where there is one.
-        placement: Which ranks are neighbours, usually on one node: `"pipelines-together"`, those
-            of a pipeline, or `"replicas-together"`, those that sum the gradients of a stage.
+        placement: Which ranks are neighbours, usually on one node: `"pipelines-together"` or
+            `"replicas-together"`, which sum the gradients of a stage.
         fusion_threshold: Most bytes of gradients that replicas sum at a time, in bytes or as in
             `"32MiB"`. Default: what `TNT_FUSION_THRESHOLD` says, or 32 MiB.
-        shard_optimizer: Whether each replica keeps the optimizer state of its share of the weights
-            only (ZeRO-1), by whole weights. The plan counts the largest share.
-        gradient_dtype: `"bfloat16"` if gradients of weights are to travel between replicas in
-            it. Default: as they are.
-        wire_dtype: `"bfloat16"` if floating point activations and their gradients are to travel
-            from stage to stage in it. Default: as they are.
-
-    Returns:
-        The plan.
+        shard_optimizer: Whether replicas share out the optimizer state (ZeRO-1), by whole weights.
+        gradient_dtype: `"bfloat16"` to send gradients of weights rounded. Default: as they are.
+        wire_dtype: `"bfloat16"` to send activations and their gradients rounded, likewise.
 
     Raises:
         ConfigurationError: An option cannot work, alone or with this model.
@@ -166,68 +145,96 @@ def make_plan(
 def best_plan(model: Any, options: PlanOptions) -> Plan:
     """Makes the plan that `make_plan` describes."""
     extracted = _read(model, with_values=options.balance == "time" and options.profile is None)
-    if isinstance(extracted, NamedGraph) and options.profile is None:
-        options = replace(options, profile=extracted.profile)
     machine = default_machine() if options.machine is None else machine_of(options.machine)
     custom = None if options.schedule is None else read_schedule(options.schedule)
-    assignment = None
-    if is_given(options.balance):
-        assignment, stages = _given_stages(extracted, options)
-        options = replace(options, num_stages=stages, balance=GIVEN)
-    if custom is not None and options.num_micro_batches is None:
-        options = replace(options, num_micro_batches=custom.num_micro_batches)
-    options = replace(options, num_stages=options.implied_stages(custom))
+    options, assignment = _completed(options, extracted, custom)
     shapes = _shapes(options, _stages_per_rank(options, custom))
     if options.balance == "time" and options.profile is None:
-        if isinstance(extracted, NamedGraph):
-            raise ConfigurationError(
-                f"Graph '{extracted.name}' has no forward_seconds and backward_seconds for its "
-                "nodes. Received: balance='time'"
-            )
-        parts = (options.num_micro_batches or MICRO_BATCHES) * shapes[0][1]
-        rows = max(1, checked_count("batch_size", options.batch_size) // parts)
-        options = replace(options, profile=measure(extracted, rows))
+        options = replace(options, profile=_measured(extracted, options, shapes[0][1]))
     planner = Planner.of(extracted, options.optimizer, options.profile, machine)
     if len(shapes) == 1:
         planner.check_stages(shapes[0][0])
-    asked = options.balance
-    balances = _balances(options) if asked in (None, *BALANCES) else (asked,)
-    planner = replace(planner, assignment=assignment)
-
-    def searches(shapes: list[Shape], only: str | None = None) -> list[PlanSearch]:
-        return [
-            PlanSearch(
-                planner,
-                replace(options, balance=kind, num_stages=stages, num_replicas=replicas),
-                ScheduleSpec.of(custom or name, stages, ranks),
-                # Plans that compete by their steps need no exact count of temporaries.
-                roughly=kind != asked,
-            )
-            for stages, replicas, ranks in shapes
-            for kind in balances
-            for name in _schedules(only or options.schedule, planner, stages, ranks)
-        ]
-
-    def is_asked(search: PlanSearch) -> bool:
-        return asked in (None, search.given.balance)
-
-    possible = _possible(shapes, planner, options)
-    everything = searches(possible)
-    wanted = [*filter(is_asked, everything)]
+    searches = _Searches(replace(planner, assignment=assignment), options, custom)
+    shapes = _possible(shapes, planner, options)
+    wanted, others = searches.of(shapes)
     further: list[PlanSearch] = []
     if options.schedule is None:
-        further = searches(_behind_slow_links(possible, machine), "eager-1f1b")
-    open_stages = options.num_stages is options.stages_per_rank is options.memory_limit is None
-    if open_stages and options.schedule is None:
-        further += searches(_cut_to_overlap(possible, planner, options))
-    others = [*filterfalse(is_asked, everything)]
-    chosen = choose_plan(wanted, others, [*filter(is_asked, further)])
+        further = searches.of(_behind_slow_links(shapes, machine), "eager-1f1b")[0]
+        if options.num_stages is options.stages_per_rank is options.memory_limit is None:
+            further += searches.of(_cut_to_overlap(shapes, planner, options))[0]
+    chosen = choose_plan(wanted, others, further)
     if chosen is None:
         raise PlanError(infeasible(replace(wanted[-1], roughly=False)))
-    complaint = useless(chosen, planner, asked if isinstance(asked, str) else None)
-    if complaint is not None:
+    balance = options.balance if isinstance(options.balance, str) else None
+    if (complaint := useless(chosen, planner, balance)) is not None:
         warnings.warn(complaint, stacklevel=3)
     return chosen
+
+
+class _Searches(NamedTuple):
+    """What plans are searched for with."""
+
+    planner: Planner
+    options: PlanOptions
+    custom: Schedule | None
+
+    def of(
+        self, shapes: list[Shape], only: str | None = None
+    ) -> tuple[list[PlanSearch], list[PlanSearch]]:
+        """Searches among plans of some shapes: by the balance that is asked for, and by others."""
+        planner, options, custom = self
+        asked = options.balance
+        balances = _balances(options) if asked in (None, *BALANCES) else (asked,)
+        found = [
+            PlanSearch(
+                planner,
+                replace(options, balance=balance, num_stages=stages, num_replicas=replicas),
+                ScheduleSpec.of(custom or name, stages, ranks),
+                # Plans that compete by their steps need no exact count of temporaries.
+                roughly=balance != asked,
+            )
+            for stages, replicas, ranks in shapes
+            for balance in balances
+            for name in _schedules(only or options.schedule, planner, stages, ranks)
+        ]
+        wanted = [search for search in found if asked in (None, search.given.balance)]
+        return wanted, [search for search in found if asked not in (None, search.given.balance)]
+
+
+def _completed(
+    options: PlanOptions, extracted: ExtractedModel | NamedGraph, custom: Schedule | None
+) -> tuple[PlanOptions, tuple[int, ...] | None]:
+    """Adds what follows from model, schedule and balance; the stage of each node, if given."""
+    assignment = None
+    changes: dict[str, Any] = {}
+    if isinstance(extracted, NamedGraph) and options.profile is None:
+        changes["profile"] = extracted.profile
+    if is_given(options.balance):
+        balance = cast("Sequence[int]", options.balance)
+        assignment = assignment_of(extracted.graph, balance)
+        stages = max(assignment) + 1
+        if options.num_stages not in (None, stages):
+            raise ConfigurationError(
+                f"Expected a number of layers for each of {options.num_stages} stages. "
+                f"Received: balance={list(balance)}"
+            )
+        options = replace(options, num_stages=stages, balance=GIVEN)
+    if custom is not None and options.num_micro_batches is None:
+        changes["num_micro_batches"] = custom.num_micro_batches
+    return replace(options, num_stages=options.implied_stages(custom), **changes), assignment
+
+
+def _measured(
+    extracted: ExtractedModel | NamedGraph, options: PlanOptions, num_replicas: int
+) -> Profile:
+    """Measures a model's operations with micro-batches like the ones that are planned."""
+    if isinstance(extracted, NamedGraph):
+        raise ConfigurationError(
+            f"Graph '{extracted.name}' has no forward_seconds and backward_seconds for its "
+            "nodes. Received: balance='time'"
+        )
+    parts = (options.num_micro_batches or MICRO_BATCHES) * num_replicas
+    return measure(extracted, max(1, checked_count("batch_size", options.batch_size) // parts))
 
 
 def _read(model: Any, *, with_values: bool) -> ExtractedModel | NamedGraph:
@@ -239,21 +246,6 @@ def _read(model: Any, *, with_values: bool) -> ExtractedModel | NamedGraph:
     with contextlib.nullcontext() if with_values else only_shapes():
         built = model()
     return extract(built)
-
-
-def _given_stages(
-    extracted: ExtractedModel | NamedGraph, options: PlanOptions
-) -> tuple[tuple[int, ...], int]:
-    """Returns the stage of each node, and their number, where numbers of layers are given."""
-    balance = cast("Sequence[int]", options.balance)
-    assignment = assignment_of(extracted.graph, balance)
-    stages = max(assignment) + 1
-    if options.num_stages not in (None, stages):
-        raise ConfigurationError(
-            f"Expected a number of layers for each of {options.num_stages} stages. "
-            f"Received: balance={list(balance)}"
-        )
-    return assignment, stages
 
 
 def default_machine() -> HardwareSpec:

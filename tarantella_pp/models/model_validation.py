@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -17,13 +18,10 @@ from tarantella_pp.partition.graph.keras_reader import ExtractedModel
 from tarantella_pp.partition.graph.layer_graph import LayerGraph
 from tarantella_pp.partition.graph.units import format_bytes
 from tarantella_pp.partition.options import checked_count
+from tarantella_pp.runtime.engine import Engine
 from tarantella_pp.runtime.probes.loss_probe import whole_batch_reason
 from tarantella_pp.runtime.probes.optimizer_probe import treats_weights_apart
 from tarantella_pp.runtime.weights.remote_variables import is_stale
-
-if TYPE_CHECKING:
-    from tarantella_pp.runtime.engine import Engine
-
 
 _OWN_STEPS = ("train_step", "test_step", "predict_step", "compute_loss", "compute_metrics")
 _NAMED = 3
@@ -251,6 +249,15 @@ def check_loss(compiled: Any, engine: Engine) -> None:
             "that treats each sample by itself needs neither.",
             UserWarning,
             stacklevel=3,
+        )
+
+
+def check_overwrite(path: Path, exists: bool, overwrite: bool) -> None:
+    """Refuses to replace a file that must not be replaced."""
+    if exists and not overwrite:
+        raise ConfigurationError(
+            f"File '{path}' exists. Received: overwrite=False. Choose another name, or pass "
+            "overwrite=True."
         )
 
 

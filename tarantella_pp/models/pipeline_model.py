@@ -27,7 +27,6 @@ from tarantella_pp.partition.options import PlanOptions, Recompute, checked_coun
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.runtime.comm.collective import collective, compiled_facts, learning_rate_of
 from tarantella_pp.runtime.comm.communicator import world
-from tarantella_pp.runtime.data.data_adapter import predict_function, step_function
 from tarantella_pp.runtime.engine import Engine
 from tarantella_pp.runtime.weights.optimizer_state import OptimizerState
 from tarantella_pp.runtime.weights.process_groups import ProcessGroups
@@ -280,23 +279,17 @@ class PipelineModel(TrainingLoops, CollectiveModel):
         self._engine.weights.refresh()
         if self._engine.communicator.size > 1:
             forget_functions(self._engine.extracted.model)
-        if force or self.train_function is None:
-            self.train_function: Any = step_function(
-                self._engine, self._engine.train, self.steps_per_execution
-            )
+        super().make_train_function(force)
 
     def make_test_function(self, force: bool = False) -> None:
         """Builds this rank's evaluation step; called by Keras' own loops."""
         self._engine.weights.refresh()
-        if force or self.test_function is None:
-            self.test_function: Any = step_function(
-                self._engine, self._engine.test, self.steps_per_execution
-            )
+        super().make_test_function(force)
 
     def make_predict_function(self, force: bool = False) -> None:
         """Builds this rank's prediction step; called by Keras' own loops."""
         self._engine.weights.refresh()
-        self.predict_function = predict_function(self._engine)
+        super().make_predict_function(force)
 
     @collective(learning_rate=learning_rate_of)
     def train_step(self, data: Any) -> dict[str, Any]:

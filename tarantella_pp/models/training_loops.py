@@ -22,8 +22,10 @@ from tarantella_pp.runtime.data.data_adapter import (
     BatchEngine,
     GivenData,
     given_data,
+    predict_function,
     shared_adapter,
     shared_adapters,
+    step_function,
 )
 
 if TYPE_CHECKING:
@@ -39,6 +41,24 @@ class TrainingLoops(_AnyModel):
     """Keras' own loops over data; each rank gets its part."""
 
     _engine: BatchEngine
+
+    def make_train_function(self, force: bool = False) -> None:
+        """Builds this rank's training step; called by Keras' own loops."""
+        if force or self.train_function is None:
+            self.train_function: Any = step_function(
+                self._engine, self._engine.train, self.steps_per_execution
+            )
+
+    def make_test_function(self, force: bool = False) -> None:
+        """Builds this rank's evaluation step; called by Keras' own loops."""
+        if force or self.test_function is None:
+            self.test_function: Any = step_function(
+                self._engine, self._engine.test, self.steps_per_execution
+            )
+
+    def make_predict_function(self, force: bool = False) -> None:
+        """Builds this rank's prediction step; called by Keras' own loops."""
+        self.predict_function = predict_function(self._engine)
 
     @collective(
         "epochs", "initial_epoch", "steps_per_epoch", "validation_steps", "validation_freq",

@@ -6,6 +6,7 @@ When one of these fails after an upgrade, the file that it names is the place to
 from __future__ import annotations
 
 import inspect
+from types import SimpleNamespace
 
 import keras
 import numpy as np
@@ -110,7 +111,7 @@ def test_batch_norms_tell_what_they_find(done):
         told.append((part, *map(np.asarray, found)))
         return done
 
-    with training.moments_told(norm, note):
+    with training.reported_moments(norm, note):
         norm(x, training=True)
     assert told, ADVICE + "BatchNormalization._moments, _reduction_axes"
     part, count, mean, variance = told.pop()
@@ -287,9 +288,27 @@ class Both(keras.metrics.Metric):
 def test_results_are_told_of_the_metric_that_is_asked():
     told = []
     alone, both = keras.metrics.Mean(), Both()
-    with training.results_told(lambda *given: told.append(given)):
+    with training.reported_results(lambda *given: told.append(given)):
         found = [alone.result(), both.result()]
     assert [metric for metric, _ in told] == [alone, both], ADVICE + "Metric.result"
     assert all(value is one for (_, value), one in zip(told, found, strict=True))
     alone.result()
     assert len(told) == 2
+
+
+def test_devices_say_what_memory_they_have():
+    (cpu,) = (d for d in training.device_lib.list_local_devices() if d.device_type == "CPU")
+    assert cpu.memory_limit > 0, ADVICE + "memory_limit"
+    assert isinstance(cpu.physical_device_desc, str), ADVICE + "physical_device_desc"
+
+
+def test_a_gpu_is_found_where_there_is_one(monkeypatch):
+    assert training.gpu_in_use() is None
+    cpu, gpu = (
+        SimpleNamespace(device_type=kind, memory_limit=size, physical_device_desc=name)
+        for kind, size, name in (("CPU", 7, ""), ("GPU", 9, "pci bus id: 01"))
+    )
+    for name in ("get_visible_devices", "list_logical_devices"):
+        monkeypatch.setattr(tf.config, name, lambda kind: [kind])
+    monkeypatch.setattr(training.device_lib, "list_local_devices", lambda: [cpu, gpu])
+    assert training.gpu_in_use() == ("pci bus id: 01", 9)

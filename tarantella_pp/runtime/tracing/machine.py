@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from tarantella_pp.internals.devices import gpu_in_use
+from tarantella_pp.internals.training import gpu_in_use
 from tarantella_pp.runtime.comm.communicator import Communicator, TensorSpec
 
 PROC, GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")

@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from tarantella_pp.internals.functional import layer_metrics
-from tarantella_pp.internals.training import layers_in, moments_told, running_states
+from tarantella_pp.internals.training import layers_in, reported_moments, running_states
 from tarantella_pp.partition.graph.calls import Call
 from tarantella_pp.runtime.comm.communicator import Communicator
 from tarantella_pp.runtime.comm.tensor_buffers import value_of
@@ -59,7 +59,7 @@ class BatchStatistics:
             seen.assign(_merged(tf.unstack(seen), tf.unstack(more)))
             return True
 
-        with moments_told(layer, told):
+        with reported_moments(layer, told):
             yield
 
     @property

@@ -7,7 +7,7 @@ import time
 import psutil
 import pytest
 
-from tarantella_pp.internals.devices import Gpu
+from tarantella_pp.internals.training import Gpu
 from tarantella_pp.runtime.comm.communicator import Communicator
 from tarantella_pp.runtime.tracing import machine
 

@@ -75,17 +75,11 @@ def caches(dataset: Any) -> bool:
 
 
 class EpochStart(NamedTuple):
-    """Where the first epoch of a resumed `fit` begins.
+    """Where the first epoch of a resumed `fit` begins."""
 
-    Attributes:
-        steps: Steps of the epoch that have been trained.
-        batches_before: Batches of the same pass over the data that came before the epoch.
-        in_pass: Whether the epoch goes on with a pass that has begun.
-    """
-
-    steps: int
-    batches_before: int
-    in_pass: bool
+    steps: int  # that have been trained of the epoch
+    batches_before: int  # of the same pass over the data, before the epoch
+    in_pass: bool  # whether the epoch goes on with a pass that has begun
 
 
 class _ResumedEpochs(trainer.TFEpochIterator):  # type: ignore[misc]

@@ -101,7 +101,7 @@ def summands(optimizer: Any, gradients: Sequence[Any], weights: Sequence[Any]) -
 
 @contextlib.contextmanager
 def with_global_norm(optimizer: Any, totals: tf.Tensor) -> Iterator[None]:
-    """Has an optimizer that is given some gradients go by those of all."""
+    """Has an optimizer that is given some gradients clip and scale by the norm of all."""
     inner, most = wrapped_in(optimizer), wrapped_in(optimizer).global_clipnorm
     norm = tf.sqrt(totals[1])
 

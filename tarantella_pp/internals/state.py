@@ -30,22 +30,12 @@ _BOOKS = ("_variables", "_trainable_variables", "_inner_optimizers")
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A variable of an optimizer.
+    """A variable of an optimizer."""
 
-    Attributes:
-        kind: The attribute that holds it, the same for all weights; of an inner optimizer that
-            trains nothing with its number, too.
-        weights: The weights that it serves: one, all those that are delegated to an inner
-            optimizer, or none where it belongs to the optimizer as a whole.
-        variable: The Keras variable.
-        part: 0 for the optimizer itself, otherwise the number of the inner one that has it.
-        part_class: Name of the class of that.
-    """
-
-    kind: str
-    weights: tuple[Any, ...]
+    kind: str  # its attribute, the same for all weights
+    weights: tuple[Any, ...]  # one, all of an inner optimizer, or none: it serves the whole
     variable: Any
-    part: int
+    part: int  # 0 for the optimizer itself, otherwise the number of the inner one that has it
     part_class: str
 
     @property
@@ -55,14 +45,10 @@ class Slot:
 
 
 class Place(NamedTuple):
-    """What a slot is of the optimizer of a whole model.
-
-    Attributes:
-        positions: Of the weights that it serves, among all that are trained; else see `Slot`.
-    """
+    """A slot in the optimizer of a whole model; see `Slot`."""
 
     kind: str
-    positions: list[int]
+    positions: list[int]  # of the weights that it serves, among all that are trained
     part: int
     part_class: str
 
@@ -261,14 +247,10 @@ def _take_down(optimizer: Any) -> dict[Key, Any]:
     """Makes an optimizer unbuilt; returns its slots."""
     slots = slots_of(optimizer)
     values = {key: slot.variable for slot in slots for key in slot.keys}
-    _unbuild(optimizer, {id(s.variable) for s in slots if _is_alone(optimizer, s)})
+    # A slot with an attribute for itself may be older than the others, and made outside `build`.
+    alone = {id(value) for part in parts_of(optimizer) for value in vars(part).values()}
+    _unbuild(optimizer, alone & {id(slot.variable) for slot in slots})
     return values
-
-
-def _is_alone(optimizer: Any, slot: Slot) -> bool:
-    """Whether a slot has an attribute for itself, so that it may be older than the others."""
-    held = [value for part in parts_of(optimizer) for value in vars(part).values()]
-    return any(value is slot.variable for value in held)
 
 
 def _unbuild(optimizer: Any, kept: set[int]) -> None:

@@ -137,14 +137,14 @@ def global_seed() -> Any:
     return None if generator is None else generator.state
 
 
+def _batch_norms(layer: Any) -> list[Any]:
+    return [p for p in layers_in(layer) if isinstance(p, keras.layers.BatchNormalization)]
+
+
 @contextlib.contextmanager
 def moving_statistics(layer: Any) -> Iterator[None]:
     """Has batch normalizations use their moving statistics in training, too."""
-    changed = [
-        part
-        for part in layers_in(layer)
-        if isinstance(part, keras.layers.BatchNormalization) and part.trainable
-    ]
+    changed = [part for part in _batch_norms(layer) if part.trainable]
     try:
         for part in changed:
             part._trainable = False
@@ -157,7 +157,7 @@ def moving_statistics(layer: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def reported_moments(layer: Any, report: Callable[..., bool]) -> Iterator[None]:
     """Tells what batch normalizations find in training."""
-    norms = [p for p in layers_in(layer) if isinstance(p, keras.layers.BatchNormalization)]
+    norms = _batch_norms(layer)
     momenta = {id(part): part.momentum for part in norms}
 
     def moments(part: Any, inputs: Any, mask: Any) -> Any:
@@ -185,7 +185,7 @@ def reported_moments(layer: Any, report: Callable[..., bool]) -> Iterator[None]:
 @contextlib.contextmanager
 def moments_known(layer: Any) -> Iterator[None]:
     """Has batch normalizations take their moving averages for what they find in training."""
-    norms = [p for p in layers_in(layer) if isinstance(p, keras.layers.BatchNormalization)]
+    norms = _batch_norms(layer)
 
     def moments(part: Any, inputs: Any, mask: Any) -> Any:
         found = type(part)._moments(part, inputs, mask)
@@ -298,7 +298,7 @@ def variables_for(optimizer: Any, trainable_variables: Any) -> list[Any]:
 
 @contextlib.contextmanager
 def _replaced(base: type, name: str, instead: Callable[[type], Any]) -> Iterator[None]:
-    """Puts another method in the place of that of a class and of all that override it."""
+    """Replaces a method of a class, and of all classes that override it."""
     every = dict.fromkeys(part for kind in [base, *_below(base)] for part in kind.__mro__)
     kinds = [kind for kind in every if name in vars(kind)]  # mixins among them
     originals = {kind: vars(kind)[name] for kind in kinds}
@@ -320,15 +320,10 @@ def _below(base: type) -> Iterator[type]:
 
 
 class Gpu(NamedTuple):
-    """A GPU that this process computes with.
+    """A GPU that this process computes with."""
 
-    Attributes:
-        name: What tells it from others of its host.
-        nbytes: Bytes of its memory that TensorFlow may take.
-    """
-
-    name: str
-    nbytes: int
+    name: str  # no other GPU of the host has it
+    nbytes: int  # of its memory, that TensorFlow may take
 
 
 def gpu_in_use() -> Gpu | None:

@@ -46,7 +46,7 @@ from tarantella_pp.runtime.weights.value_stream import ValueStream
 
 _LEGACY = (".h5", ".hdf5")
 _IN_PARTS = (".weights.h5", ".weights.json", ".keras")
-"""Files of which each rank reads what it needs."""
+"""Each rank reads what it needs of these files, and of others all."""
 
 
 class CollectiveModel(LogsOfEpoch):

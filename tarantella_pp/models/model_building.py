@@ -82,15 +82,20 @@ def load_model(
             model, _ = built(whole, "load_model", options, of=f"'{filepath}'", reason=reason)
             return wrapped(model, options)
         config = dict(file.config)
-        compilation = config.pop("compile_config", None)
+        compilation = config.pop(_COMPILATION, None)
         model, by_share = built(
             lambda: deserialized(config, objects, safe_mode),
             "load_model", options, whole, of=f"the model of file {file.name}",
         )  # fmt: skip
         distributed = wrapped(model, options)
         if by_share:
-            if compile:
-                _compile(distributed, file, compilation, objects, safe_mode)
+            try:
+                compile_as(distributed, compilation if compile else None, objects, safe_mode)
+            except ConfigurationError as error:
+                raise ConfigurationError(
+                    f"The model of file {file.name} cannot be compiled as it was: {error} Load it "
+                    "with `compile=False`, and compile it otherwise."
+                ) from error
             with world().call("load_model (weights)"):
                 distributed._read_state(file)
     return distributed
@@ -185,10 +190,6 @@ def model_from_json(
         json_string: The description.
         custom_objects: Classes and functions by their names, as in Keras.
         **options: See `model_from_config`.
-
-    Example::
-
-        model = tnt.models.model_from_json(keras_model.to_json(), num_stages=4)
     """
     try:
         config = json.loads(json_string)
@@ -229,10 +230,6 @@ def clone_model(
     Raises:
         ConfigurationError: On all ranks, if the model cannot be cloned, or an option cannot work.
         UnsupportedModelError: If it is no model, or cannot be trained so.
-
-    Example::
-
-        twin = tnt.models.clone_model(model)
     """
     if not isinstance(model, keras.Model):
         raise UnsupportedModelError(
@@ -402,17 +399,6 @@ def _agreed_file(filepath: Any, stack: contextlib.ExitStack, **facts: Any) -> Ke
         on_all_ranks(ranks, f"read '{name}'", work)
     with ranks.call("load_model (file)", contents=found[0].contents):
         return found[0]
-
-
-def _compile(model: Any, file: KerasFile, compilation: Any, objects: Any, safe_mode: bool) -> None:
-    """Compiles a model as a file says."""
-    try:
-        compile_as(model, compilation, objects, safe_mode)
-    except ConfigurationError as error:
-        raise ConfigurationError(
-            f"The model of file {file.name} cannot be compiled as it was: {error} Load it with "
-            "`compile=False`, and compile it otherwise."
-        ) from error
 
 
 def _whole(filepath: Any, objects: Any, compile_too: bool, safe_mode: bool) -> Any:

@@ -53,53 +53,48 @@ class PipelineModel(TrainingLoops, CollectiveModel):
             layers hold the weights that are trained. Or a function without
             arguments that builds a model, which is called under `deferred_init()`: no rank ever
             has more weights than its own stages have.
-        num_stages: Number of pipeline stages. Default: that of a schedule of your own, of several
-            memory limits or, in one process, 1; otherwise stages x replicas are those of all
-            shapes with which a step of `batch_size` samples is fastest within the limit, by
-            simulation on a machine like one core, or a GPU. `print(model.plan)` shows the choice.
+        num_stages: Number of pipeline stages. Default: as a schedule of your own or several memory
+            limits say, or in one process 1; otherwise stages x replicas with which a step of
+            `batch_size` samples is fastest within the limit, by simulation on a machine like one
+            core, or a GPU. `print(model.plan)` shows the choice.
         num_micro_batches: Number of micro-batches that each batch is cut into. Their gradients
-            are added up before the optimizer step (gradient accumulation). Default: the one with
-            which a step is fastest, see `make_plan`.
+            are added up before the optimizer step (gradient accumulation). Default: the fastest.
         schedule: `"gpipe"`, `"1f1b"`, `"eager-1f1b"`, `"interleaved"`, `"zb-h1"`, `"zb-v"`,
             `"zb-auto"`, which the first steps search for by what they cost, or a schedule of your
             own: a `schedule.Schedule` or the path of a text file with one. Default: the fastest,
             see `make_plan`; `"gpipe"` where the loss cannot be computed one micro-batch at a time.
         balance: What the stages are balanced by: `"memory"`; `"time"`, for which rank 0 measures
             each operation while the others wait, and all ranks their links; or `"flops"`. Default:
-            that with which a step is fastest within the limit.
+            the one with which a step is fastest within the limit.
         memory_limit: Largest memory of a stage, in bytes or as in `"16GB"`, one or one for each
             stage. Default: what a rank may take of the memory of its host, or of the control
             group of the job. If no plan keeps that, a warning says by how much.
-        batch_size: Batch size, of all replicas, to plan for: what is fastest depends on it.
-            Default: 32, Keras' own. Training takes any for which no stage needs more than
-            `memory_limit`.
+        batch_size: Batch size, of all replicas, to plan for. Default: 32, Keras' own. Training
+            takes any for which no stage needs more than `memory_limit`.
         recompute: Activation checkpointing: stages that keep only the inputs of a micro-batch
             and repeat its forward pass in the backward pass, which saves memory: `"all"`,
             `"none"` or their numbers. A micro-batch whose backward pass comes next is not repeated
             (all of the last stage under `1f1b`). `"except_last"` keeps the last micro-batch of a
-            step, too; also for each stage, as in `{0: "except_last", 1: "all"}`. Default: where the
-            limit needs it.
+            step, too, which is faster; also for each stage, as in `{0: "except_last", 1: "all"}`.
+            Default: none, or where the limit needs it the fastest.
         plan: A `Plan` or the path of one, instead of the options before.
         wire_dtype: `"bfloat16"` to halve what travels from rank to rank: floating point
-            activations and gradients are rounded to its 8 bits of precision, so that the numbers
-            are no longer those of one process. Plans count it so. Default: their own type, and the
-            exact numbers, or what `plan` says.
-        num_replicas: Number of pipelines side by side, each of which computes its share of every
-            batch (data parallelism). Default: the number of ranks divided by that of the stages,
-            or chosen with it.
+            activations and gradients are rounded to its 8 bits of precision, and the numbers are
+            no longer exact. Default: their own type, or what `plan` says.
+        num_replicas: Number of pipelines side by side, which share every batch (data parallelism).
+            Default: the ranks left for each stage, or chosen with `num_stages`.
         shard_optimizer: Whether each replica keeps the optimizer state of its share of the weights
-            only, updates these, and tells the others (ZeRO-1, Rajbhandari et al. 2020). The
-            numbers are the same. Default: every replica keeps all, or what `plan` says.
+            only, updates these, and sends them to the others (ZeRO-1, Rajbhandari et al. 2020).
+            The numbers are the same. Default: every replica keeps all, or what `plan` says.
         gradient_dtype: `"bfloat16"` to halve what replicas send each other of float32 gradients:
             each is rounded to 8 bits of precision, added up in float32, and the sum rounded again,
-            so that the numbers are no longer those of one process. Default: their own type, and
-            the exact numbers, or what `plan` says.
+            so the numbers are no longer exact. Default: their own type, or what `plan` says.
         check_replicas: After how many steps the weights of all replicas are compared, by a hash. A
             `ReplicaError` names the first that differs. Default: never.
 
     Raises:
         ConfigurationError: If an option cannot work, alone or with the number of ranks.
-        ScheduleError: If there is no such schedule, or it is none for so many stages and ranks.
+        ScheduleError: If there is no such schedule, or it does not fit these stages and ranks.
         UnsupportedModelError: If the model cannot be cut into stages.
         PlanError: If `plan` belongs to another model, or no plan meets `memory_limit`.
 

@@ -50,7 +50,7 @@ def profile(
 ) -> Profile:
     """Measures the forward and the backward pass of each operation of a model on this machine.
 
-    Each runs compiled, as a stage of its own, on micro-batches of two sizes: that of `batch` and a
+    Each runs compiled, as a stage of its own, on micro-batches of two sizes, `batch` and a
     quarter of it. A first run is left out, the median of the others counts, and what an operation
     that does nothing takes is subtracted. Operations that are alike are measured once. The
     model's state stays as it was.

@@ -1,4 +1,4 @@
-"""Who am I: the rank of this process among those of the job."""
+"""Who am I: the rank of this process in its job."""
 
 from __future__ import annotations
 

@@ -108,6 +108,8 @@ def divide(optimizer: Any, weights: Sequence[Any], share: Sequence[Any]) -> list
     stand_ins = [_stand_in(weight) for weight in weights]
     positions = {id(weight): i for i, weight in enumerate(stand_ins)}
     kept = {id(variable) for variable in optimizer.variables}
+    # Built once for the whole model, whose weights need not be here, with variables of one element:
+    # so every rank knows all slots and their order, by which files name them.
     try:
         _build_anew(optimizer, stand_ins)
         slots = [
@@ -256,6 +258,7 @@ def _take_down(optimizer: Any) -> dict[Key, Any]:
 def _unbuild(optimizer: Any, kept: set[int]) -> None:
     """Takes away all slots but some, as they were before an optimizer was built."""
     parts = parts_of(optimizer)
+    # Keras makes these two at once, all other slots in `build`.
     kept = kept | {id(v) for part in parts for v in (part._iterations, part._learning_rate)}
     for part in parts:
         for name, value in list(vars(part).items()):

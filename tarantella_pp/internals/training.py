@@ -147,6 +147,7 @@ def moving_statistics(layer: Any) -> Iterator[None]:
     changed = [part for part in _batch_norms(layer) if part.trainable]
     try:
         for part in changed:
+            # The public property would change the layer's variables, too.
             part._trainable = False
         yield
     finally:
@@ -168,6 +169,7 @@ def reported_moments(layer: Any, report: Callable[..., bool]) -> Iterator[None]:
         else:
             count = tf.reduce_sum(tf.cast(mask, mean.dtype))
         done = report(part, count, tf.reshape(mean, [-1]), tf.reshape(variance, [-1]))
+        # A momentum of 1 leaves the moving averages to the one who took the moments.
         part.momentum = 1.0 if done else momenta[id(part)]
         return mean, variance
 
@@ -281,6 +283,7 @@ def scaled_losses_weighted(weighted: Callable[[Any], Any]) -> Iterator[None]:
 
         return scale_loss
 
+    # An optimizer may wrap another, or a class call the one above: only the outermost call counts.
     with _replaced(BaseOptimizer, "scale_loss", instead):
         yield
 

@@ -48,6 +48,7 @@ def agreed_plan(
         best = best_plan(extracted, asked)
         needed, stages = (0, 1) if memory is None else _largest_rank(best, communicator.size)
         if memory is not None and needed > memory:
+            # Recomputing or another cut may fit. The limit is not the user's: it is in no plan.
             try:
                 fitting = best_plan(extracted, replace(asked, memory_limit=memory // stages))
                 best = msgspec.structs.replace(fitting, memory_limit=None)

@@ -274,6 +274,7 @@ class CollectiveModel(LogsOfEpoch):
             with stream.open(), read_with(read):
                 replace(path, lambda draft: write(draft, state))
 
+        # Ranks that do not write serve values here, and come to the next line when all are written.
         stream.serve()
         on_one_rank(communicator, last, what, work)
 

@@ -200,6 +200,7 @@ def _with_own_steps(
         return model
     own = type(model)
     names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
+    # A class of its own, so that the user's class and model stay what they are.
     kind: Any = type(own.__name__, (OwnStepModel, own), {**names, "_plain": model})
     model._engine = ReplicaSteps(model, ranks, gradient_dtype)
     model.train_function = model.test_function = model.predict_function = None

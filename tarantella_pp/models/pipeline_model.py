@@ -245,7 +245,7 @@ class PipelineModel(TrainingLoops, CollectiveModel):
         self._engine.memory.refuse_compilation(compiled, any(kind is not None for kind in metrics))
         facts = compiled_facts(given.arguments)
         with self._engine.communicator.call("compile", **facts):
-            state = self._divided(optimizer)
+            state = self._divided(optimizer)  # before Keras compiles: what fails changes nothing
             super().compile(*given.args[1:], **given.kwargs)
             self._optimizer_state = state
             self._renew()
@@ -257,6 +257,7 @@ class PipelineModel(TrainingLoops, CollectiveModel):
         if optimizer is None:
             return None
         weights, table = self.trainable_variables, self._engine.weights.table
+        # By the time it publishes, `compile` has made another engine.
         return OptimizerState(optimizer, weights, table, lambda: self._engine.publish_weights())
 
     def _renew(self) -> None:
@@ -273,6 +274,7 @@ class PipelineModel(TrainingLoops, CollectiveModel):
             self._optimizer_state.build()
         self._engine.weights.refresh()
         if self._engine.communicator.size > 1:
+            # Functions of the wrapped model, once traced, would read stale weights without asking.
             forget_functions(self._engine.extracted.model)
         super().make_train_function(force)
 

@@ -5,7 +5,6 @@ When one of these fails after an upgrade, the file that it names is the place to
 
 from __future__ import annotations
 
-import inspect
 import math
 
 import keras
@@ -35,16 +34,6 @@ def test_optimizers_count_their_steps():
         optimizers.count_step(optimizer)
         assert int(optimizer.iterations) == 1, ADVICE + "Optimizer._iterations"
     assert float(optimizer.dynamic_scale) == 16.0, ADVICE + "LossScaleOptimizer.apply([], [])"
-
-
-def optimizers_of_keras():
-    for name, kind in inspect.getmembers(keras.optimizers, inspect.isclass):
-        if issubclass(kind, keras.optimizers.Optimizer) and name not in (
-            "Optimizer",
-            "LossScaleOptimizer",  # made of another
-            "MultiOptimizer",  # made of others
-        ):
-            yield name
 
 
 def test_the_learning_rate_is_a_variable_or_a_schedule():

@@ -20,16 +20,11 @@ _REDUCE = re.compile(r"(\d+)R(\d+)")
 
 
 class Compute(NamedTuple):
-    """One computation of one stage for one micro-batch, written ``2F0``.
-
-    Attributes:
-        stage: The stage, from 0.
-        kind: ``F`` forward, ``B`` gradient with respect to the stage's inputs, ``W`` gradient
-            with respect to its weights, ``BW`` both at once (the full backward).
-        micro_batch: The micro-batch, from 0.
-    """
+    """One computation of one stage for one micro-batch, written ``2F0``."""
 
     stage: int
+    # `F` forward, `B` gradient with respect to the stage's inputs, `W` gradient with respect to its
+    # weights, `BW` both at once (the full backward)
     kind: Kind
     micro_batch: int
 
@@ -43,20 +38,14 @@ class Transfer(NamedTuple):
     A message carries all tensors that go from one stage to another for one micro-batch, in one
     direction. `source` is always the stage that sends: activations of micro-batch 3 go as
     ``0>1SF3``, and their gradients come back as ``1>0SB3``.
-
-    Attributes:
-        source: The stage that sends.
-        target: The stage that receives.
-        operation: ``S`` hands the message over here, ``R`` has its receive posted here at the
-            latest; the computation that needs the message waits for it.
-        direction: ``F`` for activations, ``B`` for gradients.
-        micro_batch: The micro-batch, from 0.
     """
 
     source: int
     target: int
+    # `S` hands the message over here, `R` has its receive posted here at the latest; the
+    # computation that needs the message waits for it
     operation: Operation
-    direction: Direction
+    direction: Direction  # `F` for activations, `B` for gradients
     micro_batch: int
 
     def __str__(self) -> str:
@@ -73,14 +62,10 @@ class Reduce(NamedTuple):
 
     It *starts* here, behind the stage's last weight gradient, and goes on beside what follows. It
     is waited for at the end of the step, before the optimizer.
-
-    Attributes:
-        stage: The stage, from 0.
-        bucket: The bucket of its gradients, from 0.
     """
 
     stage: int
-    bucket: int
+    bucket: int  # the bucket of its gradients, from 0
 
     def __str__(self) -> str:
         return f"{self.stage}R{self.bucket}"

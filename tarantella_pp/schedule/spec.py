@@ -141,18 +141,12 @@ TRAINING_NAMES = (*(name for name in SCHEDULE_NAMES if name != "forward"), SEARC
 
 @dataclass(frozen=True)
 class ScheduleSpec:
-    """Which schedule one pipeline runs, for any number of micro-batches.
-
-    Attributes:
-        name: Name of the schedule.
-        num_stages: Number of pipeline stages.
-        num_ranks: Number of ranks.
-        custom: The schedule itself where it is none of the named ones: the user's, or a found one.
-    """
+    """Which schedule one pipeline runs, for any number of micro-batches."""
 
     name: str
     num_stages: int
     num_ranks: int
+    # The schedule itself where it is none of the named ones: the user's, or a found one
     custom: Schedule | None = None
 
     @classmethod

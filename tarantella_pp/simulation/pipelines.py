@@ -31,29 +31,18 @@ MOST_SEARCHED = 1_000
 
 @dataclass(frozen=True)
 class PipelineStep:
-    """One step of one pipeline, and of others side by side once `replicated_step` has had it.
-
-    Attributes:
-        schedule: Name of the schedule.
-        placement: Rank of each stage.
-        pipeline_seconds: Seconds until the last rank has computed everything.
-        busy_seconds: Seconds that each rank computes.
-        gradients_ready: Second at which each stage has its last weight gradient, and has sent
-            what others wait for.
-        peak_bytes: Peak memory of each rank.
-        serial_seconds: Seconds of the same step in one process.
-        timeline: The step as it was played; `None` where it is from closed forms.
-        reductions: When each rank sums which gradients over replicas; empty for one pipeline.
-    """
+    """One step of one pipeline, and of others side by side once `replicated_step` has had it."""
 
     schedule: str
     placement: tuple[int, ...]
-    pipeline_seconds: float
-    busy_seconds: tuple[float, ...]
+    pipeline_seconds: float  # seconds until the last rank has computed everything
+    busy_seconds: tuple[float, ...]  # seconds that each rank computes
+    # Second at which each stage has its last weight gradient, and has sent what others wait for
     gradients_ready: tuple[float, ...]
     peak_bytes: tuple[float, ...]
-    serial_seconds: float
-    timeline: StepTimeline | None
+    serial_seconds: float  # seconds of the same step in one process
+    timeline: StepTimeline | None  # the step as it was played; `None` where it is from closed forms
+    # When each rank sums which gradients over replicas; empty for one pipeline
     reductions: tuple[tuple[Event, ...], ...] = ()
 
     @property
@@ -79,20 +68,14 @@ class PipelineStep:
 
 @dataclass(frozen=True)
 class Network:
-    """What sums gradients over replicas.
+    """What sums gradients over replicas."""
 
-    Attributes:
-        bandwidth: Bytes per second that a rank sends, and receives at the same time; `None` where
-            messages take no time. Of ranks that share a host: all that add up the same.
-        latency: Seconds of each message more.
-        inside: The same between two ranks of a host.
-        peers_inside: Replicas whose ranks with the same stages share a host.
-    """
-
+    # Bytes per second that a rank sends, and receives at the same time; `None` where messages take
+    # no time. Of ranks that share a host: all that add up the same
     bandwidth: float | None
-    latency: float = 0.0
-    inside: float | None = None
-    peers_inside: int = 1
+    latency: float = 0.0  # seconds of each message more
+    inside: float | None = None  # the same between two ranks of a host
+    peers_inside: int = 1  # replicas whose ranks with the same stages share a host
 
     def allreduce_seconds(self, size: float, num_replicas: int) -> float:
         """Returns the seconds of a ring all-reduce; a hierarchical one where replicas share hosts.
@@ -119,17 +102,12 @@ class Nodes:
 
     Ranks of a host that send to other hosts at all have an equal part of its card each, whether the
     others send at the time or not. So a step can be played without an order between ranks.
-
-    Attributes:
-        ranks_per_node: Ranks of each host; rank i is on host `i // ranks_per_node`.
-        card: Bytes per second of a host's card in each direction; `None` where messages take no
-            time.
-        inside: Bytes per second between two ranks of a host, each way; `None` likewise.
     """
 
-    ranks_per_node: int
+    ranks_per_node: int  # ranks of each host; rank i is on host `i // ranks_per_node`
+    # Bytes per second of a host's card in each direction; `None` where messages take no time
     card: float | None
-    inside: float | None
+    inside: float | None  # bytes per second between two ranks of a host, each way; `None` likewise
 
     def layout(
         self, num_ranks: int, num_replicas: int, rank_of: Callable[[int, int], int]
@@ -153,17 +131,11 @@ class Nodes:
 
 @dataclass(frozen=True)
 class NodeLayout:
-    """Where the ranks of replicas are.
-
-    Attributes:
-        nodes: The hosts.
-        hosts: The host of each rank of a replica.
-        peers_inside: The replicas whose ranks with the same stages are on one host.
-    """
+    """Where the ranks of replicas are."""
 
     nodes: Nodes
     hosts: tuple[int, ...]
-    peers_inside: int
+    peers_inside: int  # the replicas whose ranks with the same stages are on one host
 
     def link_speeds(self, ranks: Mapping[Link, tuple[int, int]]) -> dict[Link, float]:
         """Returns the bytes per second of links between stages that are on these ranks."""

@@ -37,18 +37,11 @@ def end_of_step(pipeline_seconds: float, reductions: Iterable[Sequence[Event]]) 
 
 
 class Event(NamedTuple):
-    """One action of one rank in time.
-
-    Attributes:
-        rank: The rank.
-        start: Seconds since the step began; a receive starts when its rank begins to wait.
-        end: Seconds since the step began.
-        action: The action.
-    """
+    """One action of one rank in time."""
 
     rank: int
-    start: float
-    end: float
+    start: float  # seconds since the step began; a receive starts when its rank begins to wait
+    end: float  # seconds since the step began
     action: Action
 
 

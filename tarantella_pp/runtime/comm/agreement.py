@@ -42,17 +42,11 @@ _RUN_USER_CODE = ("fit", "evaluate", "predict")
 
 
 class CollectiveCall(msgspec.Struct, frozen=True, array_like=True):
-    """A call of one rank.
+    """A call of one rank."""
 
-    Attributes:
-        method: The method; empty for the end of the script.
-        place: File and line of the user's script.
-        facts: What must be the same on all ranks, as text.
-    """
-
-    method: str
-    place: str = ""
-    facts: dict[str, str] = {}
+    method: str  # the method; empty for the end of the script
+    place: str = ""  # file and line of the user's script
+    facts: dict[str, str] = {}  # what must be the same on all ranks, as text
 
     def text(self, fact: str | None = None) -> str:
         """Names the call, with one of its facts."""
@@ -69,23 +63,16 @@ END = CollectiveCall("")
 
 
 class Announcement(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A call in words.
+    """A call in words."""
 
-    Attributes:
-        number: How many announcements there were before.
-        call: The call.
-        unfinished: Whether the rank has been in it for long, and another one keeps it waiting.
-        broken: Why this rank can make no more calls; empty if it can.
-        sent: How many messages the other rank was sent so far: group, tag, number.
-        entered: How many collectives of each group this rank has entered.
-    """
-
-    number: int
+    number: int  # how many announcements there were before
     call: CollectiveCall
+    # Whether the rank has been in it for long, and another one keeps it waiting
     unfinished: bool = False
-    broken: str = ""
+    broken: str = ""  # why this rank can make no more calls; empty if it can
+    # How many messages the other rank was sent so far: group, tag, number
     sent: list[tuple[int, int, int]] = []
-    entered: dict[int, int] = {}
+    entered: dict[int, int] = {}  # how many collectives of each group this rank has entered
 
 
 class _Round(msgspec.Struct, frozen=True, array_like=True, tag=True):

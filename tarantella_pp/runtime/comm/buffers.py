@@ -41,14 +41,11 @@ def numpy_dtype(dtype: str | np.dtype[Any] | type[Any]) -> np.dtype[Any]:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Shape and dtype of a tensor in a message.
+    """Shape and dtype of a tensor in a message."""
 
-    Attributes:
-        shape: Static shape, rows of the micro-batch first; `()` for a scalar, zeros allowed.
-        dtype: NumPy dtype or its name, "bfloat16" and the like included.
-    """
-
+    # Static shape, rows of the micro-batch first; `()` for a scalar, zeros allowed
     shape: tuple[int, ...]
+    # NumPy dtype or its name, "bfloat16" and the like included
     dtype: str | np.dtype[Any] | type[Any]
 
     @property

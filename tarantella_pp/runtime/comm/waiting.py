@@ -145,17 +145,11 @@ _CHECK_SECONDS = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How long to sleep between polls.
+    """How long to sleep between polls."""
 
-    Attributes:
-        share: Sleep as a share of the wait so far: how much later at most its end is noticed.
-        longest: Longest sleep in seconds.
-        polls: How often to poll between two sleeps.
-    """
-
-    share: float
-    longest: float
-    polls: int = 1
+    share: float  # sleep as a share of the wait so far: how much later at most its end is noticed
+    longest: float  # longest sleep in seconds
+    polls: int = 1  # how often to poll between two sleeps
 
 
 # A rank that is rung for polls for safety only.
@@ -182,15 +176,10 @@ _KEPT = 256
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How long a wait may take.
+    """How long a wait may take."""
 
-    Attributes:
-        warn: Seconds until a wait is logged as a warning; 0 for never.
-        timeout: Seconds until a wait ends the run; 0 for never.
-    """
-
-    warn: float = 60.0
-    timeout: float = 1800.0
+    warn: float = 60.0  # seconds until a wait is logged as a warning; 0 for never
+    timeout: float = 1800.0  # seconds until a wait ends the run; 0 for never
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Limits:

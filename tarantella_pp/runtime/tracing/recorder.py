@@ -41,37 +41,23 @@ MOST_SHARES = 1000
 
 
 class Span(NamedTuple):
-    """Something that a rank did.
+    """Something that a rank did."""
 
-    Attributes:
-        what: An action of the schedule, or one of the names above.
-        start: Seconds of the rank's own clock.
-        end: Seconds of the rank's own clock.
-    """
-
-    what: Action | str
-    start: float
-    end: float
+    what: Action | str  # an action of the schedule, or one of the names above
+    start: float  # seconds of the rank's own clock
+    end: float  # seconds of the rank's own clock
 
 
 @dataclass
 class StepRecord:
-    """One training step of one rank.
+    """One training step of one rank."""
 
-    Attributes:
-        number: Number of the step since recording began, from 0.
-        start: Seconds of the rank's own clock.
-        end: Seconds of the rank's own clock; `start` until the step has ended.
-        schedule: The schedule that it ran, with its messages.
-        rows: Samples of the batch.
-        spans: What the rank did, in order; a receive is the wait for its message.
-    """
-
-    number: int
-    start: float
-    end: float
-    schedule: Schedule | None = None
+    number: int  # number of the step since recording began, from 0
+    start: float  # seconds of the rank's own clock
+    end: float  # seconds of the rank's own clock; `start` until the step has ended
+    schedule: Schedule | None = None  # the schedule that it ran, with its messages
     rows: int = 0
+    # What the rank did, in order; a receive is the wait for its message
     spans: list[Span] = field(default_factory=list)
 
     def seconds(self) -> tuple[float, float]:
@@ -86,14 +72,9 @@ class StepRecord:
 
 
 class Shares(NamedTuple):
-    """How a rank spends its time, in parts of it.
+    """How a rank spends its time, in parts of it."""
 
-    Attributes:
-        busy: Computing: forward and backward passes and the update of the weights.
-        wait: Waiting for messages.
-    """
-
-    busy: float
+    busy: float  # computing: forward and backward passes and the update of the weights
     wait: float
 
 
@@ -193,21 +174,14 @@ def _some(steps: int | range) -> bool:
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """One training step.
+    """One training step."""
 
-    Attributes:
-        number: Number of the step since recording began, from 0.
-        schedule: The schedule that it ran, with its messages.
-        rows: Samples of the batch.
-        bounds: For each rank, when the step began and ended there, in seconds of rank 0's clock.
-        spans: What each rank did, in order, on the same clock.
-    """
-
-    number: int
-    schedule: Schedule
+    number: int  # number of the step since recording began, from 0
+    schedule: Schedule  # the schedule that it ran, with its messages
     rows: int
+    # For each rank, when the step began and ended there, in seconds of rank 0's clock
     bounds: tuple[tuple[float, float], ...]
-    spans: tuple[tuple[Span, ...], ...]
+    spans: tuple[tuple[Span, ...], ...]  # what each rank did, in order, on the same clock
 
     @cached_property
     def origin(self) -> float:

@@ -39,23 +39,15 @@ _FIXED = -3
 
 @dataclass
 class _Bucket:
-    """Weights whose gradients travel together.
-
-    Attributes:
-        label: What it is, for reports.
-        weights: The weights.
-        owners: The replica that gets the sum of each weight's gradient; `None` if all get all.
-        dtypes: Their dtypes, each once; only equal ones are packed together.
-        tag: The first of its tags: of kinds, two for each dtype, one for each weight.
-        dense: Which weights are known to have dense gradients.
-    """
+    """Weights whose gradients travel together."""
 
     label: str
     weights: list[Any]
+    # The replica that gets the sum of each weight's gradient; `None` if all get all
     owners: list[int] | None
-    dtypes: list[np.dtype[Any]]
-    tag: int
-    dense: set[int] = field(default_factory=set)
+    dtypes: list[np.dtype[Any]]  # their dtypes, each once; only equal ones are packed together
+    tag: int  # the first of its tags: of kinds, two for each dtype, one for each weight
+    dense: set[int] = field(default_factory=set)  # which weights are known to have dense gradients
 
     @property
     def num_tags(self) -> int:

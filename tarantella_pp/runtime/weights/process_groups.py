@@ -25,18 +25,12 @@ from tarantella_pp.runtime.comm.tensor_buffers import to_buffer, to_tensor
 
 @dataclass(frozen=True)
 class ProcessGroups:
-    """The groups that a rank belongs to.
-
-    Attributes:
-        world: All ranks of the job.
-        pipeline: The ranks of its pipeline.
-        peers: The ranks with the same stages, one of each replica.
-        world_ranks: For each replica, the ranks of its pipeline in the job.
-    """
+    """The groups that a rank belongs to."""
 
     world: Communicator
-    pipeline: Communicator
-    peers: Communicator
+    pipeline: Communicator  # the ranks of its pipeline
+    peers: Communicator  # the ranks with the same stages, one of each replica
+    # For each replica, the ranks of its pipeline in the job
     world_ranks: tuple[tuple[int, ...], ...]
 
     @classmethod
@@ -75,15 +69,10 @@ class BatchShare:
 
     A replica that gets none because the batch is too small runs the first sample nevertheless, for
     all replicas must compile and exchange the same; what comes of it does not count.
-
-    Attributes:
-        sizes: Size of each micro-batch of the whole batch.
-        first: Number of the replica's first micro-batch.
-        count: Number of its micro-batches.
     """
 
-    sizes: tuple[int, ...]
-    first: int
+    sizes: tuple[int, ...]  # size of each micro-batch of the whole batch
+    first: int  # number of the replica's first micro-batch
     count: int
 
     @property

@@ -44,22 +44,15 @@ from tarantella_pp.runtime.weights.value_stream import ValuePieces, ValueStream
 
 @dataclass(frozen=True, slots=True)
 class VariableRow:
-    """What all ranks know of a variable.
+    """What all ranks know of a variable."""
 
-    Attributes:
-        variable: The Keras variable; ranks know it by its place in the table, for Keras counts
-            layers in each process, so that names differ.
-        trainable: Whether it is trained.
-        ranks: The ranks of a pipeline whose stages use it, the first stage's first.
-        replica: The replica that updates it, if they share out the optimizer.
-        trainer: The rank that trains it and has its optimizer state, among `VariableTable.ranks`.
-    """
-
+    # The Keras variable; ranks know it by its place in the table, for Keras counts layers in each
+    # process, so that names differ
     variable: Any
     trainable: bool
-    ranks: tuple[int, ...]
-    replica: int
-    trainer: int
+    ranks: tuple[int, ...]  # the ranks of a pipeline whose stages use it, the first stage's first
+    replica: int  # the replica that updates it, if they share out the optimizer
+    trainer: int  # the rank that trains it and has its optimizer state, among `VariableTable.ranks`
 
     @property
     def owner(self) -> int:
@@ -69,18 +62,13 @@ class VariableRow:
 
 @dataclass(frozen=True)
 class VariableTable:
-    """All variables of a model, in the order in which it has them.
-
-    Attributes:
-        rows: The variables.
-        ranks: The ranks that share out the optimizer: usually those of a pipeline, for every
-            replica updates all of its weights; with a sharded optimizer (ZeRO-1) all of the job.
-        speaks: Whether this rank has what it trains alone, or is of the replica that speaks for
-            all.
-    """
+    """All variables of a model, in the order in which it has them."""
 
     rows: tuple[VariableRow, ...]
+    # The ranks that share out the optimizer: usually those of a pipeline, for every replica updates
+    # all of its weights; with a sharded optimizer (ZeRO-1) all of the job
     ranks: Communicator
+    # Whether this rank has what it trains alone, or is of the replica that speaks for all
     speaks: bool
 
     @classmethod

@@ -33,15 +33,11 @@ Array: TypeAlias = "np.ndarray[Any, Any]"
 
 @dataclass(frozen=True, slots=True)
 class ValuePieces:
-    """A value that is read from where it is, when it is needed, as a whole or some of its rows.
-
-    Attributes:
-        spec: Its shape and dtype.
-        elements: Reads some of its elements, given the first and the one behind the last in
-            row-major order; an array with one dimension, not to be written to.
-    """
+    """A value that is read from where it is, when it is needed, as a whole or some of its rows."""
 
     spec: TensorSpec
+    # Reads some of its elements, given the first and the one behind the last in row-major order; an
+    # array with one dimension, not to be written to
     elements: Callable[[int, int], Array]
 
     @property

@@ -54,7 +54,6 @@ from rich.table import Table
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 from tarantella_pp.runtime.comm.buffers import BufferPool
-from tarantella_pp.runtime.weights.remote_variables import bytes_held
 from tests.zoo.sized_models import gpt, lstm, mlp, plain_cnn, resnet, transformer, unet
 
 STEP = "training step"
@@ -161,7 +160,9 @@ def train(name: str, shape: Shape) -> dict[str, Any]:
     stage = piped.plan.coordinates(tnt.get_rank()).position
     own = piped._engine.stages[stage]
     weights = {id(v): v for call in own.module.layer.calls for v in call.variables}.values()
-    others = bytes_held(model.variables) - nbytes(weights)
+    others = nbytes([v for v in model.variables if getattr(v, "_has_memory", True)]) - nbytes(
+        weights
+    )
     sums = zip(own.module.accumulator.weights, own.module.accumulator._dense, strict=True)
     dense = nbytes(weight for weight, total in sums if total is not None)
     slots = nbytes(v for v in piped.optimizer.variables if len(v.shape))

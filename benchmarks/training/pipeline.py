@@ -48,7 +48,7 @@ from tarantella_pp.runtime.tracing.recorder import (
     measured_costs,
     work_between,
 )
-from tarantella_pp.schedule import TRAINING_NAMES, Schedule, lower, speed_up_bound
+from tarantella_pp.schedule import TRAINING_NAMES, Schedule, bubble_fraction, lower
 from tarantella_pp.simulation import Costs, simulate
 from tests.zoo.sized_models import BUILDERS, ROWS, data_for
 
@@ -196,7 +196,8 @@ def bound_of(schedule: str, plan: tnt.Plan, ranks: int) -> float:
         found = lower(Schedule.from_text(plan.schedule_text))
         return simulate(found, Costs.uniform(plan.num_stages)).speed_up
     per_rank = STAGES_PER_RANK.get(schedule, 1)
-    return float(speed_up_bound(schedule, ranks, plan.num_micro_batches, per_rank))
+    bubble = bubble_fraction(schedule, ranks, plan.num_micro_batches, per_rank)
+    return float(ranks * (1 - bubble))
 
 
 def main() -> None:

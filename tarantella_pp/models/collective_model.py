@@ -241,13 +241,8 @@ class CollectiveModel(LogsOfEpoch):
 
     def _state_share(self) -> StateShare:
         """What of the state of training this rank has, to write it or to read it."""
-        groups = self._engine.groups
-
-        def metrics() -> list[tuple[Any, bool]]:
-            rank = groups.pipeline.rank
-            return [(v, owner == rank) for v, owner in self._engine.shared_logs.metric_variables()]
-
-        return StateShare(self._engine.weights, self._optimizer_state, metrics, groups.replica == 0)
+        metrics = self._engine.shared_logs.metric_variables
+        return StateShare(self._engine.weights, self._optimizer_state, metrics)
 
     def _refuse_existing(self, path: Path, overwrite: bool) -> None:
         """Refuses, on all ranks, to replace a file that must not be replaced."""

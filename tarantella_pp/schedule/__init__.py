@@ -38,7 +38,6 @@ from tarantella_pp.schedule.spec import (
     in_flight_bounds,
     read_schedule,
     send_window,
-    speed_up_bound,
 )
 
 __all__ = [
@@ -68,6 +67,5 @@ __all__ = [
     "read_schedule",
     "reductions",
     "send_window",
-    "speed_up_bound",
     "validate",
 ]

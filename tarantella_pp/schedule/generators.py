@@ -309,16 +309,9 @@ def _orders(name: str, num_micro_batches: int, placement: tuple[int, ...]) -> Or
 
 def _split(orders: Orders) -> Orders:
     """Puts input gradients and weight gradients apart, one behind the other."""
+    parts: dict[Kind, tuple[Kind, ...]] = {"F": ("F",), "BW": ("B", "W")}
     return tuple(
-        tuple(
-            part
-            for action in order
-            for part in (
-                (action._replace(kind="B"), action._replace(kind="W"))
-                if action.kind == "BW"
-                else (action,)
-            )
-        )
+        tuple(action._replace(kind=kind) for action in order for kind in parts[action.kind])
         for order in orders
     )
 

@@ -94,7 +94,11 @@ class Schedule:
         Residuals live from the end of a micro-batch's forward to the end of the last computation
         of its backward. A forward-only schedule keeps none.
         """
-        return self._in_flight[self._known(stage)]
+        if not 0 <= stage < self.num_stages:
+            raise ScheduleError(
+                f"Expected a stage from 0 to {self.num_stages - 1}. Received: stage={stage}"
+            )
+        return round(self.held()[stage])
 
     def held(self, waiting: Sequence[float] | None = None) -> tuple[float, ...]:
         """Returns of how many micro-batches each stage holds the residuals at the worst moment."""
@@ -127,25 +131,12 @@ class Schedule:
         """Returns stages and micro-batches that are never repeated: `kept_whole` of all ranks."""
         return frozenset(one for own in self.actions for one in kept_whole(own, except_last))
 
-    def _known(self, stage: int) -> int:
-        """Refuses a number that is no stage."""
-        if not 0 <= stage < self.num_stages:
-            raise ScheduleError(
-                f"Expected a stage from 0 to {self.num_stages - 1}. Received: stage={stage}"
-            )
-        return stage
-
     def runs_all_forwards_first(self, stage: int) -> bool:
         """Returns whether `stage` has all its forwards behind it before its first backward."""
         own = self.actions[self.placement[stage]]
         kinds = [a.kind for a in own if isinstance(a, Compute) and a.stage == stage]
         forwards = kinds.count("F")
         return kinds[:forwards] == ["F"] * forwards
-
-    @cached_property
-    def _in_flight(self) -> tuple[int, ...]:
-        """The peak of each stage."""
-        return tuple(map(round, self.held()))
 
     def residual_changes(
         self, rank: int, waiting: Sequence[float] | None = None

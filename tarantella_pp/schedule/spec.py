@@ -70,21 +70,16 @@ def bubble_fraction(
     return Fraction(idle, work + idle)
 
 
-def speed_up_bound(
-    name: str, num_ranks: int, num_micro_batches: int, stages_per_rank: int = 1
-) -> Fraction:
-    """Returns how many times faster than one process a schedule can be at best."""
-    bubble = bubble_fraction(name, num_ranks, num_micro_batches, stages_per_rank)
-    return num_ranks * (1 - bubble)
-
-
 MEMORY_FORMULAS = ("gpipe", "1f1b", "eager-1f1b", "zb-h1", "forward")
 """The schedules whose memory `in_flight_bounds` and `held_whole_bounds` know."""
 
 
 def in_flight_bounds(name: str, num_stages: int, num_micro_batches: int) -> tuple[int, ...]:
     """Returns the most micro-batches that each stage holds, for any number of ranks."""
-    _check_memory_formula(name)
+    if name not in MEMORY_FORMULAS:
+        raise ScheduleError(
+            f"Expected one of {', '.join(MEMORY_FORMULAS)}. Received: schedule={name!r}"
+        )
     if name in ("1f1b", "eager-1f1b"):
         ahead = 2 if name == "eager-1f1b" else 1
         after = range(num_stages - 1, -1, -1)
@@ -100,7 +95,6 @@ def held_whole_bounds(
 
     Those that it is in the backward pass of, begun or waiting, and those that it keeps whole.
     """
-    _check_memory_formula(name)
     held = in_flight_bounds(name, num_stages, num_micro_batches)
     return tuple(
         min(held[stage], 1 + stage * (name == "zb-h1") + (stage in except_last))
@@ -123,13 +117,6 @@ def send_window(name: str, num_stages: int, num_ranks: int) -> int | None:
         6
     """
     return num_stages + 2 if name in ("gpipe", "forward") and num_ranks == num_stages else None
-
-
-def _check_memory_formula(name: str) -> None:
-    if name not in MEMORY_FORMULAS:
-        raise ScheduleError(
-            f"Expected one of {', '.join(MEMORY_FORMULAS)}. Received: schedule={name!r}"
-        )
 
 
 SEARCHED = "zb-auto"
@@ -208,8 +195,7 @@ class ScheduleSpec:
         """Returns the most micro-batches that each stage holds."""
         if self.custom is None and self.named in MEMORY_FORMULAS:
             return in_flight_bounds(self.named, self.num_stages, num_micro_batches)
-        schedule = self.make(num_micro_batches)
-        return tuple(schedule.in_flight(stage) for stage in range(self.num_stages))
+        return tuple(map(round, self.make(num_micro_batches).held()))
 
     def held_whole(
         self, num_micro_batches: int, except_last: Container[int] = ()
@@ -257,7 +243,11 @@ def read_schedule(schedule: Any) -> Schedule | None:
     if isinstance(schedule, str) and schedule in TRAINING_NAMES:
         return None
     if isinstance(schedule, str | Path) and Path(schedule).is_file():
-        schedule = Schedule.from_text(_text_of(Path(schedule)))
+        try:
+            text = Path(schedule).read_text(encoding="utf-8")
+        except (OSError, UnicodeError) as error:
+            raise ScheduleError(f"Cannot read the schedule '{schedule}': {error}") from error
+        schedule = Schedule.from_text(text)
     if not isinstance(schedule, Schedule):
         raise ScheduleError(
             f"Expected one of {TRAINING_NAMES}, a Schedule, or the path of a text file with one. "
@@ -273,10 +263,3 @@ def read_schedule(schedule: Any) -> Schedule | None:
     validate(lower(schedule))
     named = schedule.name in (*SCHEDULE_NAMES, SEARCHED)
     return replace(schedule, name=f"{schedule.name}-edited") if named else schedule
-
-
-def _text_of(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeError) as error:
-        raise ScheduleError(f"Cannot read the schedule '{path}': {error}") from error

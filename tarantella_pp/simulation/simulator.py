@@ -172,14 +172,10 @@ class StageCosts:
 
     def seconds(self, kind: Kind) -> float:
         """Returns the seconds of a computation of this kind."""
-        if kind == "F":
-            return self.forward
-        if kind == "B":
-            return self.input_gradient
-        if kind == "W":
-            return self.weight_gradient
-        both = self.input_gradient + self.weight_gradient
-        return both if self.full_backward is None else self.full_backward
+        if kind == "BW":
+            both = self.input_gradient + self.weight_gradient
+            return both if self.full_backward is None else self.full_backward
+        return {"F": self.forward, "B": self.input_gradient, "W": self.weight_gradient}[kind]
 
 
 @dataclass(frozen=True)
@@ -188,11 +184,6 @@ class LinkCosts:
 
     seconds: float = 0.0
     latency: float = 0.0
-
-    @classmethod
-    def of_bytes(cls, size: float, bandwidth: float, latency: float = 0.0) -> LinkCosts:
-        """Makes the costs of a message from its size."""
-        return cls(size / bandwidth, latency)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from tarantella_pp.schedule import (
     in_flight_bounds,
     lower,
     make_schedule,
-    speed_up_bound,
     validate,
 )
 from tests.helpers.schedule_strategies import lowered_schedules, schedules
@@ -54,7 +53,6 @@ def test_formulas_of_large_pipelines():
     assert bubble_fraction("1f1b", 4096, 8192) == Fraction(4095, 8192 + 4095)
     assert bubble_fraction("interleaved", 4096, 8192, 4) == Fraction(4095, 4 * 8192 + 4095)
     assert bubble_fraction("zb-h1", 4096, 8192) == Fraction(4095, 3 * 8192 + 4095)
-    assert speed_up_bound("1f1b", 2, 8) == Fraction(16, 9)
     assert in_flight_bounds("1f1b", 4096, 8192)[0] == 4096
     assert in_flight_bounds("eager-1f1b", 4096, 8192)[0] == 8191
 

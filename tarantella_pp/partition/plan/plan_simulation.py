@@ -168,7 +168,7 @@ class PlanSimulation:
                 sizes[target, cut.source] += sent if cut.has_gradient else 0
         speeds = self._link_speeds(sizes, num_ranks)
         links = {
-            pair: LinkCosts.of_bytes(size * mean / planned, speeds[pair], self.machine.latency)
+            pair: LinkCosts(size * mean / planned / speeds[pair], self.machine.latency)
             for pair, size in sizes.items()
         }
         return Costs(tuple(stages), links)

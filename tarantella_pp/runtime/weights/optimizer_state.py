@@ -11,7 +11,8 @@ by one rank, and read by those that need it::
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -274,41 +275,29 @@ class _StandIn(keras.optimizers.Optimizer):  # type: ignore[misc]
             variable.assign(store[str(number)])
 
 
+@dataclass(frozen=True)
 class StateShare:
     """One rank's share of the state of training."""
 
-    def __init__(
-        self,
-        variables: RankWeights,
-        optimizer: OptimizerState | None,
-        metrics: Callable[[], list[tuple[Any, bool]]],
-        speaks: bool,
-    ) -> None:
-        self._variables = variables
-        self._optimizer = optimizer
-        self._metrics = metrics
-        self._speaks = speaks
+    weights: RankWeights
+    optimizer: OptimizerState | None
+    metric_owners: Callable[[], Iterable[tuple[Any, int]]]  # variables of metrics, and their ranks
 
     def owned(self) -> dict[str, Any]:
         """What this rank writes."""
-        found = _keyed("model", self._variables.owned())
-        if self._optimizer is not None:
-            found |= _keyed("optimizer", self._optimizer.owned())
-        if self._speaks:
-            found |= self.metrics()
-        return found
+        metrics = self.metrics() if self.weights.groups.replica == 0 else {}
+        optimizer = {} if self.optimizer is None else self.optimizer.owned()
+        return _keyed("model", self.weights.owned()) | _keyed("optimizer", optimizer) | metrics
 
     def needed(self) -> dict[str, Any]:
         """What this rank must read, but for metrics."""
-        found = _keyed("model", self._variables.needed())
-        if self._optimizer is not None:
-            found |= _keyed("optimizer", self._optimizer.needed())
-        return found
+        optimizer = {} if self.optimizer is None else self.optimizer.needed()
+        return _keyed("model", self.weights.needed()) | _keyed("optimizer", optimizer)
 
     def metrics(self) -> dict[str, Any]:
         """The variables of metrics that this rank updates; none before the first batch."""
-        pairs = enumerate(self._metrics())
-        return _keyed("metric", {i: variable for i, (variable, mine) in pairs if mine})
+        rank, owners = self.weights.groups.pipeline.rank, self.metric_owners()
+        return _keyed("metric", {i: v for i, (v, owner) in enumerate(owners) if owner == rank})
 
 
 def spec_of(variable: Any) -> tuple[str, tuple[int, ...]]:

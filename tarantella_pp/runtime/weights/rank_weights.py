@@ -122,17 +122,7 @@ Bucket: TypeAlias = tuple[int, int]
 
 
 class RankWeights:
-    """What a rank has of a model's variables, and what it does for other ranks with them.
-
-    Attributes:
-        table: All variables.
-        groups: The ranks that it exchanges values with.
-        clock: Counts steps, after which the values of other ranks' variables are stale here.
-        ties: The weights that several ranks of the pipeline have.
-        bucket_counts: Number of buckets of gradients of each stage; none for one replica.
-        buckets: The weights of each bucket that this rank sums up.
-        shares_out: Whether replicas update weights for each other (ZeRO-1).
-    """
+    """What a rank has of a model's variables, and what it does for other ranks with them."""
 
     def __init__(
         self,
@@ -153,8 +143,8 @@ class RankWeights:
         tied = [row for row in table.rows if row.trainable and len(row.ranks) > 1]
         self.ties = TiedWeights([(row.variable, row.ranks) for row in tied], groups.pipeline)
         self._used = {i for i, row in enumerate(table.rows) if rank in row.ranks}
-        self.bucket_counts: list[int] = []
-        self.buckets: dict[Bucket, list[Any]] = {}
+        self.bucket_counts: list[int] = []  # of each stage; none for one replica
+        self.buckets: dict[Bucket, list[Any]] = {}  # whose sums this rank takes part in
         if groups.num_replicas > 1:
             stages = gradient_buckets(
                 extracted.graph, plan.assignment, plan.num_stages, plan.fusion_threshold
@@ -167,6 +157,7 @@ class RankWeights:
                 for number, bucket in enumerate(buckets)
             }
         self._gradient_dtype = plan.gradient_dtype
+        # Whether replicas update weights for each other (ZeRO-1).
         self.shares_out = plan.shard_optimizer and groups.num_replicas > 1
         self._of_replicas: list[list[Any]] = [[] for _ in range(groups.num_replicas)]
         for row in table.rows if self.shares_out else ():
@@ -189,9 +180,7 @@ class RankWeights:
         deferred = set(everywhere[0]).intersection(*everywhere[1:])
         for i in deferred & self.needed().keys():
             initialize_deferred(self.variables[i])
-        self._share(
-            [0] * len(self.variables), everywhere, set(range(len(self.variables))) - deferred
-        )
+        self._share(everywhere, set(range(len(self.variables))) - deferred, root=0)
         for i, variable in enumerate(self.variables):
             if i not in deferred or i in self._used:
                 broadcast_variable(variable, 0, self._peers)
@@ -199,7 +188,7 @@ class RankWeights:
     def gather(self) -> None:
         """Gives every rank the value of each variable from the rank that trains it."""
         stale = self._pipeline.allgather_json(self._stale())
-        self._share(self._owners, stale, range(len(self.variables)))
+        self._share(stale, range(len(self.variables)))
 
     def refresh(self) -> None:
         """Brings up to date what stages use and another pipeline has trained on another rank."""
@@ -209,7 +198,7 @@ class RankWeights:
         needed_by = self._pipeline.allgather_json(needed)
         if any(needed_by):
             stale = self._pipeline.allgather_json(self._stale())
-            self._share(self._owners, stale, set().union(*needed_by))
+            self._share(stale, set().union(*needed_by))
 
     def publish(self) -> None:
         """Gives other ranks the values of weights they have from this one; all must call it."""
@@ -260,21 +249,19 @@ class RankWeights:
         rows = enumerate(self.table.rows)
         return {i: row.variable for i, row in rows if i in self._used or not row.ranks}
 
-    @property
-    def _owners(self) -> list[int]:
-        return [row.owner for row in self.table.rows]
-
     def _stale(self) -> list[int]:
         return [i for i, variable in enumerate(self.variables) if is_stale(variable)]
 
     def _share(
-        self, roots: Sequence[int], stale: Sequence[Sequence[int]], which: Iterable[int]
+        self, stale: Sequence[Sequence[int]], which: Iterable[int], root: int | None = None
     ) -> None:
-        """Gives all ranks the values of some variables, from a rank that has true ones."""
+        """Gives all ranks the values of some variables, from the root or their owners."""
         if self._pipeline.size == 1:
             return
         for i in sorted(which):
             # The owner's value is stale where another pipeline of the script has trained it.
             true = [rank for rank, theirs in enumerate(stale) if i not in theirs]
-            root = roots[i] if roots[i] in true else true[0]
-            broadcast_variable(self.variables[i], root, self._pipeline)
+            first = self.table.rows[i].owner if root is None else root
+            broadcast_variable(
+                self.variables[i], first if first in true else true[0], self._pipeline
+            )

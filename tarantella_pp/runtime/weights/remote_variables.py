@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -57,11 +57,7 @@ NEVER = -1
 
 
 class StepCounter:
-    """Counts the steps of a pipeline, after which variables of other ranks are out of date.
-
-    Attributes:
-        steps: Their number.
-    """
+    """Counts the steps of a pipeline, after which variables of other ranks are out of date."""
 
     def __init__(self, message: str = OF_WEIGHTS) -> None:
         self.message = message
@@ -81,34 +77,28 @@ class StepCounter:
         self._readable[id(variable)] = variable
 
 
-@contextlib.contextmanager
-def only_traced() -> Iterator[None]:
+def only_traced() -> contextlib.AbstractContextManager[None]:
     """Lets stale variables into graphs that are looked at and never run."""
-    before = _traced.set(True)
-    try:
-        yield
-    finally:
-        _traced.reset(before)
+    return _meanwhile(_traced, True)
 
 
-@contextlib.contextmanager
-def read_with(read: Callable[[Any], ValuePieces]) -> Iterator[None]:
+def read_with(read: Callable[[Any], ValuePieces]) -> contextlib.AbstractContextManager[None]:
     """Lets stale variables be read, one at a time, from where their true value is."""
-    before = _reader.set(read)
-    try:
-        yield
-    finally:
-        _reader.reset(before)
+    return _meanwhile(_reader, read)
+
+
+def only_own_assigned() -> contextlib.AbstractContextManager[None]:
+    """Ignores assignments to other ranks' variables: these ranks assign the same."""
+    return _meanwhile(_only_own, True)
 
 
 @contextlib.contextmanager
-def only_own_assigned() -> Iterator[None]:
-    """Ignores assignments to other ranks' variables: these ranks assign the same."""
-    before = _only_own.set(True)
+def _meanwhile(setting: contextvars.ContextVar[Any], value: Any) -> Iterator[None]:
+    before = setting.set(value)
     try:
         yield
     finally:
-        _only_own.reset(before)
+        setting.reset(before)
 
 
 _traced = contextvars.ContextVar("_traced", default=False)
@@ -124,7 +114,7 @@ def make_remote(variable: Any, clock: StepCounter) -> None:
     It stays the same object, and is read again once it has been assigned a value.
     """
     _become_remote(variable)
-    if variable.is_stale:
+    if variable.passed:
         variable._seen.pop(_UNBORN, None)
         variable._seen[clock] = NEVER
     else:
@@ -156,7 +146,11 @@ def _become_remote(variable: Any) -> None:
     if not isinstance(variable, _Remote):
         variable._seen = {}
         variable._has_memory = True
-        variable.__class__ = _remote_kind(type(variable))
+        kind = type(variable)
+        # The object stays, for the user's layers have it; only reading and assigning change.
+        if kind not in _KINDS:
+            _KINDS[kind] = type(kind.__name__, (_Remote, kind), {})
+        variable.__class__ = _KINDS[kind]
 
 
 def let_go(variable: Any) -> None:
@@ -166,15 +160,9 @@ def let_go(variable: Any) -> None:
         variable._seen = dict.fromkeys(variable._seen, NEVER)
 
 
-def bytes_held(variables: Iterable[Any]) -> int:
-    """Bytes of those variables that have memory on this rank."""
-    held = (v for v in variables if not isinstance(v, _Remote) or v._has_memory)
-    return sum(map(variable_bytes, held))
-
-
 def is_stale(variable: Any) -> bool:
     """Whether another rank has trained a variable since this rank had its value."""
-    return isinstance(variable, _Remote) and variable.is_stale
+    return isinstance(variable, _Remote) and bool(variable.passed)
 
 
 def remote_value(variable: Any) -> ValuePieces | None:
@@ -190,18 +178,14 @@ class _Remote(keras.Variable):  # type: ignore[misc]
     _used_here: bool
 
     @property
-    def is_stale(self) -> bool:
-        """Whether a pipeline has made a step since the value was assigned."""
-        return any(True for _ in self.passed())
-
-    def passed(self) -> Iterator[StepCounter]:
-        """The clocks that have gone on since the value was assigned."""
-        return (clock for clock, seen in self._seen.items() if clock.steps != seen)
+    def passed(self) -> list[StepCounter]:
+        """The clocks that have gone on since the value was assigned: if any has, it is stale."""
+        return [clock for clock, seen in self._seen.items() if clock.steps != seen]
 
     @property
     def value(self) -> Any:
         """The value, which Keras asks for whenever it needs it."""
-        if self.is_stale and not _traced.get() and not needs_only_shapes():
+        if self.passed and not _traced.get() and not needs_only_shapes():
             return to_tensor(_found(self).whole())
         return super().value
 
@@ -233,7 +217,7 @@ class _Remote(keras.Variable):  # type: ignore[misc]
             self._has_memory = False
 
     def __repr__(self) -> str:
-        if not self.is_stale:
+        if not self.passed:
             return str(super().__repr__())
         return (
             f"<Variable path={self.path}, shape={self.shape}, dtype={self.dtype}, on other ranks>"
@@ -249,18 +233,11 @@ def _found(variable: Any) -> ValuePieces:
 
 
 def _error(variable: Any) -> StaleWeightError:
-    return StaleWeightError(next(variable.passed()).message.format(path=variable.path))
+    return StaleWeightError(variable.passed[0].message.format(path=variable.path))
 
 
 _UNBORN = StepCounter(OF_DEFERRED)
-_KINDS: dict[type, type] = {}
-
-
-def _remote_kind(kind: type) -> type:
-    """The class of remote variables of a class of variables."""
-    if kind not in _KINDS:
-        _KINDS[kind] = type(kind.__name__, (_Remote, kind), {})
-    return _KINDS[kind]
+_KINDS: dict[type, type] = {}  # the class of remote variables of each class of variables
 
 
 def rows_of(value: Any) -> ValuePieces | None:

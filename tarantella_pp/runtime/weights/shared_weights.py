@@ -71,7 +71,10 @@ class TiedWeights:
             left = iter(arrays)
             for variable, rows in pairs:
                 tensors = [to_tensor(next(left)) for _ in _specs(variable, rows)]
-                received.setdefault(id(variable), []).append(_gradient(variable, tensors))
+                gradient = tensors[0] if tensors else None
+                if len(tensors) > 1:
+                    gradient = tf.IndexedSlices(*tensors, tf.constant(list(variable.shape)))
+                received.setdefault(id(variable), []).append(gradient)
         return received
 
     def publish(self) -> None:
@@ -120,12 +123,6 @@ def _specs(variable: Any, rows: int) -> list[TensorSpec]:
     if rows == DENSE:
         return [TensorSpec(shape, dtype)]
     return [TensorSpec((rows, *shape[1:]), dtype), TensorSpec((rows,), _INDICES)]
-
-
-def _gradient(variable: Any, tensors: Sequence[tf.Tensor]) -> Gradient:
-    if len(tensors) < 2:
-        return tensors[0] if tensors else None
-    return tf.IndexedSlices(tensors[0], tensors[1], tf.constant(list(variable.shape)))
 
 
 def broadcast_variable(variable: Any, root: int, ranks: Communicator) -> None:

@@ -15,6 +15,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tarantella_pp.callbacks.timeline import (
+    COMMUNICATION,
+    COMPUTE,
+    STEPS,
+    trace_events,
+    write_trace,
+)
 from tarantella_pp.runtime.tracing.recorder import (
     LOGS,
     METRICS,
@@ -25,13 +32,6 @@ from tarantella_pp.runtime.tracing.recorder import (
     measured_costs,
     simulated,
     work_between,
-)
-from tarantella_pp.runtime.tracing.trace_file import (
-    COMMUNICATION,
-    COMPUTE,
-    STEPS,
-    trace_events,
-    write_trace,
 )
 from tarantella_pp.schedule import Compute, Transfer, bubble_fraction, lower, make_schedule
 from tarantella_pp.simulation import Costs, LinkCosts, StageCosts, simulate

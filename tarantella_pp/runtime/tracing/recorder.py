@@ -64,18 +64,9 @@ class StepRecord:
         """Returns how long the rank computed in this step, and how long it waited."""
         busy = wait = 0.0
         for what, start, end in self.spans:
-            if is_busy(what):
-                busy += end - start
-            elif is_wait(what):
-                wait += end - start
+            busy += (end - start) * is_busy(what)
+            wait += (end - start) * is_wait(what)
         return busy, wait
-
-
-class Shares(NamedTuple):
-    """How a rank spends its time, in parts of it."""
-
-    busy: float  # computing: forward and backward passes and the update of the weights
-    wait: float
 
 
 class Recorder:
@@ -85,7 +76,8 @@ class Recorder:
     """
 
     def __init__(self, steps: int | range) -> None:
-        if isinstance(steps, bool) or not isinstance(steps, int | range) or not _some(steps):
+        least = steps[0] + 1 if isinstance(steps, range) and steps else steps
+        if isinstance(least, bool) or not isinstance(least, int) or least < 1:
             raise ConfigurationError(
                 "Expected how many of the last steps to keep, or a range of their numbers such as "
                 f"range(10, 15). Received: steps={steps!r}"
@@ -135,23 +127,20 @@ class Recorder:
         yield
         self.spans.append(Span(what, start, time.perf_counter()))
 
-    def take_shares(self) -> Shares:
-        """Returns how this rank spent its time since the last call, by the median of its steps.
-
-        Of the last thousand, if there were more. A step lasts until the next one begins, the last
-        one until its own end. The median leaves out the steps in which TensorFlow traces its
-        functions.
-        """
+    def take_shares(self) -> tuple[float, float]:
+        """Returns which parts of its time this rank computed and waited since the last call."""
+        # A step lasts until the next one begins, the last one until its own end. The median leaves
+        # out the steps in which TensorFlow traces its functions.
         steps = list(self._begun)
         self._begun.clear()
         if not steps:
-            return Shares(0.0, 0.0)
+            return 0.0, 0.0
         ends = [*(step[0] for step in steps[1:]), steps[-1][1]]
         shares = [
             (busy / (end - start), wait / (end - start))
             for (start, _, busy, wait), end in zip(steps, ends, strict=True)
         ]
-        return Shares(median(b for b, _ in shares), median(w for _, w in shares))
+        return median(b for b, _ in shares), median(w for _, w in shares)
 
 
 def is_busy(what: Action | str) -> bool:
@@ -166,10 +155,6 @@ def is_wait(what: Action | str) -> bool:
     if isinstance(what, str):
         return what in (TIES, REDUCTIONS)
     return isinstance(what, Transfer) and what.operation == "R"
-
-
-def _some(steps: int | range) -> bool:
-    return steps > 0 if isinstance(steps, int) else len(steps) > 0 and steps[0] >= 0
 
 
 @dataclass(frozen=True)

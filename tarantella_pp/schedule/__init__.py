@@ -11,61 +11,30 @@ The list of actions that is validated and drawn is the one that runs.
 
 from __future__ import annotations
 
-from tarantella_pp.schedule.actions import (
-    Action,
-    Compute,
-    Direction,
-    Kind,
-    Link,
-    Message,
-    Operation,
-    Reduce,
-    Transfer,
-    kept_whole,
-    parse_action,
-)
-from tarantella_pp.schedule.generators import SCHEDULE_NAMES, Backward, make_schedule
-from tarantella_pp.schedule.lowering import lower, validate
-from tarantella_pp.schedule.replay import reductions
-from tarantella_pp.schedule.schedule import Schedule
-from tarantella_pp.schedule.spec import (
-    BEFORE_SEARCH,
-    SEARCHED,
-    TRAINING_NAMES,
-    ScheduleSpec,
-    bubble_fraction,
-    held_whole_bounds,
-    in_flight_bounds,
-    read_schedule,
-    send_window,
-)
-
-__all__ = [
-    "BEFORE_SEARCH",
-    "SCHEDULE_NAMES",
-    "SEARCHED",
-    "TRAINING_NAMES",
-    "Action",
-    "Backward",
-    "Compute",
-    "Direction",
-    "Kind",
-    "Link",
-    "Message",
-    "Operation",
-    "Reduce",
-    "Schedule",
-    "ScheduleSpec",
-    "Transfer",
-    "bubble_fraction",
-    "held_whole_bounds",
-    "in_flight_bounds",
-    "kept_whole",
-    "lower",
-    "make_schedule",
-    "parse_action",
-    "read_schedule",
-    "reductions",
-    "send_window",
-    "validate",
-]
+from tarantella_pp.schedule.actions import Action as Action
+from tarantella_pp.schedule.actions import Compute as Compute
+from tarantella_pp.schedule.actions import Direction as Direction
+from tarantella_pp.schedule.actions import Kind as Kind
+from tarantella_pp.schedule.actions import Link as Link
+from tarantella_pp.schedule.actions import Message as Message
+from tarantella_pp.schedule.actions import Operation as Operation
+from tarantella_pp.schedule.actions import Reduce as Reduce
+from tarantella_pp.schedule.actions import Transfer as Transfer
+from tarantella_pp.schedule.actions import kept_whole as kept_whole
+from tarantella_pp.schedule.actions import parse_action as parse_action
+from tarantella_pp.schedule.generators import SCHEDULE_NAMES as SCHEDULE_NAMES
+from tarantella_pp.schedule.generators import Backward as Backward
+from tarantella_pp.schedule.generators import make_schedule as make_schedule
+from tarantella_pp.schedule.lowering import lower as lower
+from tarantella_pp.schedule.lowering import validate as validate
+from tarantella_pp.schedule.replay import reductions as reductions
+from tarantella_pp.schedule.schedule import Schedule as Schedule
+from tarantella_pp.schedule.spec import BEFORE_SEARCH as BEFORE_SEARCH
+from tarantella_pp.schedule.spec import SEARCHED as SEARCHED
+from tarantella_pp.schedule.spec import TRAINING_NAMES as TRAINING_NAMES
+from tarantella_pp.schedule.spec import ScheduleSpec as ScheduleSpec
+from tarantella_pp.schedule.spec import bubble_fraction as bubble_fraction
+from tarantella_pp.schedule.spec import held_whole_bounds as held_whole_bounds
+from tarantella_pp.schedule.spec import in_flight_bounds as in_flight_bounds
+from tarantella_pp.schedule.spec import read_schedule as read_schedule
+from tarantella_pp.schedule.spec import send_window as send_window

@@ -230,7 +230,13 @@ def make_schedule(
             f"Received: schedule={name!r}"
         )
     check_counts(num_stages=num_stages, num_micro_batches=num_micro_batches, num_ranks=num_ranks)
-    _check_backward(name, backward)
+    if backward not in (None, "fused", "split"):
+        raise ScheduleError(f"Expected 'fused' or 'split'. Received: backward={backward!r}")
+    if backward is not None and (name.startswith("zb-") or name == "forward"):
+        raise ScheduleError(
+            f"Expected no choice of backward for {name}, which has its own. "
+            f"Received: backward={backward!r}"
+        )
     where = make_placement(num_stages, num_ranks, placement, v_shaped=name == "zb-v")
     orders = _orders(name, num_micro_batches, where)
     if backward == "split":
@@ -246,15 +252,27 @@ def make_placement(
     v_shaped: bool = False,
 ) -> tuple[int, ...]:
     """Checks the options that say which rank owns which stages, and fills in the defaults."""
-    if placement is None:
-        return _default_placement(num_stages, num_ranks, v_shaped)
-    ranks = set(placement)
-    if len(placement) != num_stages or ranks != set(range(num_ranks or len(ranks))):
+    if placement is not None:
+        used = set(placement)
+        if len(placement) != num_stages or used != set(range(num_ranks or len(used))):
+            raise ScheduleError(
+                f"Expected the rank of each of the {num_stages} stages, with every rank from 0 in "
+                f"use. Received: placement={tuple(placement)}, num_ranks={num_ranks}"
+            )
+        return tuple(placement)
+    usual = num_stages // 2 if v_shaped else num_stages
+    ranks = usual if num_ranks is None else num_ranks
+    fits = num_stages == 2 * ranks if v_shaped else num_stages % ranks == 0
+    if not fits:
+        wanted = "two stages for each rank"
+        if not v_shaped:
+            wanted = "a number of ranks that divides the number of stages"
         raise ScheduleError(
-            f"Expected the rank of each of the {num_stages} stages, with every rank from 0 in "
-            f"use. Received: placement={tuple(placement)}, num_ranks={num_ranks}"
+            f"Expected {wanted}. Received: num_stages={num_stages}, num_ranks={num_ranks}"
         )
-    return tuple(placement)
+    if v_shaped:
+        return tuple(min(stage, num_stages - 1 - stage) for stage in range(num_stages))
+    return tuple(stage % ranks for stage in range(num_stages))
 
 
 def is_round_robin(placement: Sequence[int]) -> bool:
@@ -314,32 +332,3 @@ def _split(orders: Orders) -> Orders:
         tuple(action._replace(kind=kind) for action in order for kind in parts[action.kind])
         for order in orders
     )
-
-
-def _default_placement(num_stages: int, num_ranks: int | None, v_shaped: bool) -> tuple[int, ...]:
-    """Places stages round robin or V-shaped."""
-    if v_shaped:
-        if num_stages % 2 or num_ranks not in (None, num_stages // 2):
-            raise ScheduleError(
-                "Expected two stages for each rank. Received: "
-                f"num_stages={num_stages}, num_ranks={num_ranks}"
-            )
-        return tuple(min(stage, num_stages - 1 - stage) for stage in range(num_stages))
-    num_ranks = num_stages if num_ranks is None else num_ranks
-    if num_stages % num_ranks:
-        raise ScheduleError(
-            "Expected a number of ranks that divides the number of stages. Received: "
-            f"num_stages={num_stages}, num_ranks={num_ranks}"
-        )
-    return tuple(stage % num_ranks for stage in range(num_stages))
-
-
-def _check_backward(name: str, backward: Backward | None) -> None:
-    """Refuses an unknown or impossible choice of backward."""
-    if backward not in (None, "fused", "split"):
-        raise ScheduleError(f"Expected 'fused' or 'split'. Received: backward={backward!r}")
-    if backward is not None and (name.startswith("zb-") or name == "forward"):
-        raise ScheduleError(
-            f"Expected no choice of backward for {name}, which has its own. "
-            f"Received: backward={backward!r}"
-        )

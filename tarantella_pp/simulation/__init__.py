@@ -9,27 +9,14 @@ print(simulate(schedule, Costs.uniform(num_stages=4)).to_text())
 
 from __future__ import annotations
 
-from tarantella_pp.simulation.pipelines import Network, PipelineStep, pipeline_step, replicated_step
-from tarantella_pp.simulation.schedule_search import search_schedule
-from tarantella_pp.simulation.simulator import (
-    Costs,
-    Event,
-    LinkCosts,
-    StageCosts,
-    StepTimeline,
-    simulate,
-)
-
-__all__ = [
-    "Costs",
-    "Event",
-    "LinkCosts",
-    "Network",
-    "PipelineStep",
-    "StageCosts",
-    "StepTimeline",
-    "pipeline_step",
-    "replicated_step",
-    "search_schedule",
-    "simulate",
-]
+from tarantella_pp.simulation.pipelines import Network as Network
+from tarantella_pp.simulation.pipelines import PipelineStep as PipelineStep
+from tarantella_pp.simulation.pipelines import pipeline_step as pipeline_step
+from tarantella_pp.simulation.pipelines import replicated_step as replicated_step
+from tarantella_pp.simulation.schedule_search import search_schedule as search_schedule
+from tarantella_pp.simulation.simulator import Costs as Costs
+from tarantella_pp.simulation.simulator import Event as Event
+from tarantella_pp.simulation.simulator import LinkCosts as LinkCosts
+from tarantella_pp.simulation.simulator import StageCosts as StageCosts
+from tarantella_pp.simulation.simulator import StepTimeline as StepTimeline
+from tarantella_pp.simulation.simulator import simulate as simulate

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -62,7 +63,10 @@ def search_schedule(
     limits = _check_limits(in_flight_limit, num_stages, num_micro_batches)
     shares = [stage.waiting_share for stage in costs.stages]
     known = _named_schedules(num_micro_batches, where)
-    finalists = [schedule for schedule in known if _fits(schedule.held(shares), limits)]
+    most = [limit + _ROUNDING for limit in limits]
+    finalists = [
+        schedule for schedule in known if all(map(operator.le, schedule.held(shares), most))
+    ]
     orders = _played(num_micro_batches, where, costs, limits)
     finalists += [replace(known[0], actions=own) for own in orders]
     judged = [(_seconds(schedule, costs), schedule) for schedule in finalists]
@@ -71,11 +75,6 @@ def search_schedule(
     if all(s.seconds("BW") >= s.seconds("B") + s.seconds("W") for s in costs.stages):
         return best[1]
     return _fuse(*best, costs)
-
-
-def _fits(held: Sequence[float], limits: Sequence[float]) -> bool:
-    """Returns whether stages hold no more than they may."""
-    return all(own <= limit + _ROUNDING for own, limit in zip(held, limits, strict=True))
 
 
 def _played(

@@ -84,18 +84,12 @@ class _Round(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Agreement:
-    """This rank's calls, and the others' as far as they are known.
-
-    Attributes:
-        sent: How many messages were sent: by group, rank in the job and tag.
-        entered: How many collectives this rank has entered, by group.
-        number: How many announcements there were; the same on all ranks.
-    """
+    """This rank's calls, and the others' as far as they are known."""
 
     def __init__(self, mpi: Any, comm: Any, ring: Callable[[int], object]) -> None:
-        self.sent: Counter[tuple[int, int, int]] = Counter()
-        self.entered: Counter[int] = Counter()
-        self.number = 0
+        self.sent: Counter[tuple[int, int, int]] = Counter()  # messages, by group, rank and tag
+        self.entered: Counter[int] = Counter()  # collectives of this rank, by group
+        self.number = 0  # of announcements; the same on all ranks
         self._mpi = mpi
         self._comm = comm
         self._ring = ring

@@ -24,19 +24,12 @@ class Communicator:
 
     This class is the group of one process, which has nobody to talk to and needs no MPI.
     `MpiCommunicator` is the group of several.
-
-    Attributes:
-        rank: Number of this process in the group, from 0.
-        size: Number of processes in the group.
-        world_ranks: Number in the job of each process of the group.
-        largest_tag: Largest tag that a message may have.
-        several_hosts: Whether ranks of the job are on several hosts; the same on all of them.
     """
 
     rank: int = 0
     size: int = 1
-    several_hosts: bool = False
-    world_ranks: tuple[int, ...] = (0,)
+    several_hosts: bool = False  # whether the job has; the same on all ranks
+    world_ranks: tuple[int, ...] = (0,)  # number in the job of each process of the group
     largest_tag: int = 2**31 - 1
 
     def send(self, arrays: Sequence[Any], dest: int, tag: int, *, label: str = "") -> SendRequest:

@@ -74,15 +74,7 @@ class SendRequest:
 
 
 class RecvRequest:
-    """A message that this rank is ready to receive.
-
-    Attributes:
-        label: What the message is, for reports.
-        source: The sending rank, by its number in the group.
-        tag: Number of the message.
-        nbytes: Size of its tensors in bytes.
-        number: How many messages with this tag from this rank were expected before.
-    """
+    """A message that this rank is ready to receive."""
 
     __slots__ = (
         "_arrays", "_channel", "_description", "_next", "_parts", "_specs",
@@ -99,10 +91,10 @@ class RecvRequest:
         number: int,
     ) -> None:
         self.label = label
-        self.source = source
+        self.source = source  # by its number in the group
         self.tag = tag
         self.nbytes = 0
-        self.number = number
+        self.number = number  # of messages with this tag that were expected from it before
         self._channel = channel
         self._specs = specs
         self._arrays: list[NDArray[Any]] = []
@@ -185,10 +177,6 @@ class Channel:
     Every tensor is an MPI message of its own, larger ones several: MPI keeps messages with the
     same tag in order. A datatype over all of them would make MPI copy them; packing them would
     copy them here. The first message with a tag says what it holds, and the receiver compares.
-
-    Attributes:
-        rank: This rank.
-        size: Number of ranks.
     """
 
     def __init__(

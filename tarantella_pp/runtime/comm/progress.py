@@ -23,13 +23,10 @@ class Progress:
 
     A rank that waits for an activation of its pipeline moves on the reduction of gradients among
     the replicas of a stage, and the other way around.
-
-    Attributes:
-        expected: How many messages this rank is ready to receive.
     """
 
     def __init__(self) -> None:
-        self.expected = 0
+        self.expected = 0  # messages that this rank is ready to receive
         self._senders: dict[Callable[[], Outgoing], None] = {}
         self._collectives: dict[Callable[[], bool], None] = {}
 

@@ -29,19 +29,13 @@ class Wakeup:
     polls often takes the core from a rank that computes. So whoever sends a message to a rank of
     its own host also sends a datagram that announces it, which ends the other's sleep. Rings may
     get lost or come from anybody: all they do is to make a rank poll.
-
-    Attributes:
-        address: Where to ring, for the other ranks; empty where there are no such sockets.
-        neighbours: How many ranks this one reaches, itself included.
-        crowded: Whether these have fewer cores than they are, of those that the job may use.
-        asked: Whether another rank has asked this one to poll, for a message to go over.
     """
 
     def __init__(self) -> None:
-        self.address = ""
-        self.neighbours = 1
-        self.crowded = False
-        self.asked = False
+        self.address = ""  # where others ring; empty where there are no such sockets
+        self.neighbours = 1  # how many ranks this one reaches, itself included
+        self.crowded = False  # whether these have fewer cores than they are
+        self.asked = False  # whether another rank wants this one to poll, for a message to go over
         self._announced: dict[tuple[int, int, int], int] = {}
         self._peers: list[bytes] = []
         self._socket: socket.socket | None = None

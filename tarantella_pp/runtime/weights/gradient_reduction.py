@@ -49,11 +49,6 @@ class _Bucket:
     tag: int  # the first of its tags: of kinds, two for each dtype, one for each weight
     dense: set[int] = field(default_factory=set)  # which weights are known to have dense gradients
 
-    @property
-    def num_tags(self) -> int:
-        """How many tags its messages take; other buckets' tags come after."""
-        return 1 + 2 * len(self.dtypes) + len(self.weights)
-
 
 @dataclass
 class _Sum:
@@ -97,9 +92,8 @@ class GradientReduction:
             dtypes = sorted({variable_dtype(weight) for weight in weights}, key=str)
             shared_out = None if owners is None else list(owners[key])
             label = f"gradients of bucket {key}"
-            bucket = _Bucket(label, list(weights), shared_out, dtypes, tag)
-            self._buckets[key] = bucket
-            tag += bucket.num_tags
+            self._buckets[key] = _Bucket(label, list(weights), shared_out, dtypes, tag)
+            tag += 1 + 2 * len(dtypes) + len(weights)
 
     def start(
         self, key: Hashable, gradients: Sequence[Gradient], fixed: Collection[int] = ()

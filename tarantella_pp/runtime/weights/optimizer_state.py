@@ -89,7 +89,12 @@ class OptimizerState:
         if self._communicator.size == 1:
             return self._optimizer
         held, specs = self._all_specs()
-        values = [self._value(i, held, spec) for i, spec in enumerate(specs)]
+        values = []
+        for i, spec in enumerate(specs):
+            root = self._source(self._slots[i].positions)
+            mine = root == self._communicator.rank
+            values.append(value_of(held[i]) if mine else np.empty(spec.shape, spec.dtype))
+            self._communicator.broadcast(values[-1], root)
         return self._stand_in(values.__getitem__)
 
     def streamed(self, stream: ValueStream) -> Any:
@@ -204,16 +209,6 @@ class OptimizerState:
                 "with one of Keras' own optimizers."
             )
         return held
-
-    def _value(self, number: int, held: Mapping[int, Any], spec: TensorSpec) -> _Array:
-        """The value of a slot, from the rank that trains with it."""
-        root = self._source(self._slots[number].positions)
-        if root == self._communicator.rank:
-            value = value_of(held[number])
-        else:
-            value = np.empty(spec.shape, spec.dtype)
-        self._communicator.broadcast(value, root)
-        return value
 
     def _source(self, positions: Sequence[int]) -> int:
         """The rank with the values of a slot; one that serves no single weight is on several."""

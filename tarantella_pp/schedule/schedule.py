@@ -221,24 +221,25 @@ class Schedule:
         ``links: 0>1 1>2``, and one with reductions the number of buckets of each stage, as in
         ``buckets: 2 1``.
         """
-        header: dict[str, tuple[int, str]] = {}
+        header: dict[str, Any] = {}
         ranks: dict[int, tuple[Action, ...]] = {}
         for number, raw in enumerate(source.splitlines(), start=1):
             line = raw.split("#", 1)[0].strip()
             if not line:
                 continue
-            key, colon, value = (part.strip() for part in line.partition(":"))
-            found = _RANK.fullmatch(key)
-            if not colon or (found is None and key not in _HEADERS):
-                raise _error(number, f"expected 'rank N:' or one of {', '.join(_HEADERS)}", line)
-            if found is None:
-                if key in header:
-                    raise _error(number, f"{key} is given twice", line)
-                header[key] = (number, value)
-            elif int(found[1]) in ranks:
-                raise _error(number, f"rank {found[1]} is given twice", line)
-            else:
-                ranks[int(found[1])] = _actions(number, value)
+            key, colon, text = (part.strip() for part in line.partition(":"))
+            rank = _RANK.fullmatch(key)
+            try:
+                if not colon or (rank is None and key not in _HEADERS):
+                    raise _expected(f"'rank N:' or one of {', '.join(_HEADERS)}", line)
+                if key in header or (rank is not None and int(rank[1]) in ranks):
+                    raise ScheduleError(f"{key} is given twice. Received: {line!r}")
+                if rank is None:
+                    header[key] = _value(key, text)
+                else:
+                    ranks[int(rank[1])] = tuple(map(parse_action, text.split()))
+            except ScheduleError as error:
+                raise ScheduleError(f"Line {number} of the schedule: {error}") from None
         return cls(**_fields(header, ranks))
 
 
@@ -247,9 +248,26 @@ def _links_to_text(links: Iterable[Link]) -> str:
     return " ".join(f"{source}>{target}" for source, target in links)
 
 
-def _fields(
-    header: Mapping[str, tuple[int, str]], ranks: Mapping[int, tuple[Action, ...]]
-) -> dict[str, Any]:
+def _value(key: str, text: str) -> Any:
+    """Reads the value of a header line."""
+    words = text.split()
+    if key == "schedule":
+        return text
+    if key in ("links", "gradient_links"):
+        pairs = [pair for pair in map(_LINK.fullmatch, words) if pair is not None]
+        if len(pairs) < len(words):
+            raise _expected("links such as 0>1", text)
+        return tuple((int(pair[1]), int(pair[2])) for pair in pairs)
+    if not all(word.isdecimal() for word in words):
+        raise _expected("whole numbers", text)
+    if key in ("placement", "buckets"):
+        return tuple(map(int, words))
+    if len(words) != 1:
+        raise _expected(f"one number for {key}", text)
+    return int(words[0])
+
+
+def _fields(header: Mapping[str, Any], ranks: Mapping[int, tuple[Action, ...]]) -> dict[str, Any]:
     """Puts the lines together, and takes from the actions what the header leaves out."""
     if sorted(ranks) != list(range(len(ranks))) or not ranks:
         raise ScheduleError(
@@ -264,70 +282,25 @@ def _fields(
                 micro_batches.add(action.micro_batch)
     if not owners:
         raise ScheduleError("Expected at least one computation. Received: none on any rank")
-    num_stages = _number(header, "stages", 1 + max(owners))
-    if "placement" in header:
-        placement = tuple(_numbers(*header["placement"]))
-    else:
+    num_stages = header.get("stages", 1 + max(owners))
+    placement = header.get("placement")
+    if placement is None:
         idle = [stage for stage in range(num_stages) if stage not in owners]
         if idle:
             raise ScheduleError(f"Expected computations of every stage. Stage {idle[0]} has none")
         placement = tuple(owners[stage] for stage in range(num_stages))
-    links = _links(header, "links")
-    gradient_links = _links(header, "gradient_links")
     return {
-        "name": header.get("schedule", (0, ""))[1] or "custom",
+        "name": header.get("schedule") or "custom",
         "num_stages": num_stages,
-        "num_micro_batches": _number(header, "micro_batches", 1 + max(micro_batches)),
+        "num_micro_batches": header.get("micro_batches", 1 + max(micro_batches)),
         "num_ranks": len(ranks),
         "placement": placement,
         "actions": tuple(own for _, own in sorted(ranks.items())),
-        "links": links,
-        "gradient_links": links if gradient_links is None else gradient_links,
-        "buckets": tuple(_numbers(*header["buckets"])) if "buckets" in header else (),
+        "links": header.get("links"),
+        "gradient_links": header.get("gradient_links", header.get("links")),
+        "buckets": header.get("buckets", ()),
     }
 
 
-def _actions(number: int, value: str) -> tuple[Action, ...]:
-    """Reads the actions of one rank."""
-    try:
-        return tuple(parse_action(word) for word in value.split())
-    except ScheduleError as error:
-        raise ScheduleError(f"Line {number} of the schedule: {error}") from None
-
-
-def _number(header: Mapping[str, tuple[int, str]], key: str, default: int) -> int:
-    """Reads a header line of one number."""
-    if key not in header:
-        return default
-    number, value = header[key]
-    numbers = _numbers(number, value)
-    if len(numbers) != 1:
-        raise _error(number, f"expected one number for {key}", value)
-    return numbers[0]
-
-
-def _numbers(number: int, value: str) -> list[int]:
-    """Reads whole numbers."""
-    words = value.split()
-    if not all(word.isdecimal() for word in words):
-        raise _error(number, "expected whole numbers", value)
-    return [int(word) for word in words]
-
-
-def _links(header: Mapping[str, tuple[int, str]], key: str) -> tuple[Link, ...] | None:
-    """Reads a header line of links."""
-    if key not in header:
-        return None
-    number, value = header[key]
-    links = []
-    for word in value.split():
-        found = _LINK.fullmatch(word)
-        if found is None:
-            raise _error(number, "expected links such as 0>1", value)
-        links.append((int(found[1]), int(found[2])))
-    return tuple(links)
-
-
-def _error(number: int, expected: str, received: str) -> ScheduleError:
-    """Makes the error that names a line."""
-    return ScheduleError(f"Line {number} of the schedule: {expected}. Received: {received!r}")
+def _expected(what: str, received: str) -> ScheduleError:
+    return ScheduleError(f"expected {what}. Received: {received!r}")

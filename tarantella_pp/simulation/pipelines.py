@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tarantella_pp.errors import ScheduleError
-from tarantella_pp.schedule.actions import Compute, Link, Transfer
+from tarantella_pp.schedule.actions import Compute, Link, Reduce, Transfer
 from tarantella_pp.schedule.lowering import lower
 from tarantella_pp.schedule.replay import reductions
 from tarantella_pp.schedule.spec import SEARCHED, ScheduleSpec, bubble_fraction, in_flight_bounds
@@ -114,9 +114,8 @@ class Nodes:
     ) -> NodeLayout:
         """Returns which ranks of replicas share a host."""
         # What lies side by side in the job: the ranks of a pipeline, or the replicas of a stage.
-        inner = num_ranks
-        if num_ranks > 1 and num_replicas > 1 and rank_of(0, 1) != 1:
-            inner = num_replicas  # the ranks of a stage are side by side
+        by_stage = num_ranks > 1 and num_replicas > 1 and rank_of(0, 1) != 1
+        inner = num_replicas if by_stage else num_ranks
         if num_replicas > 1 and inner % self.ranks_per_node and self.ranks_per_node % inner:
             raise ScheduleError(
                 f"Expected a divisor or a multiple of the {inner} ranks that lie side by side, so "
@@ -205,18 +204,17 @@ def replicated_step(
     if num_replicas == 1:
         return replace(step, reductions=())
     counts = [len(own) for own in bucket_bytes]
-    found = []
-    for rank in range(step.num_ranks):
-        order = reductions(step.placement, counts, rank)
-        seconds = {
-            action: network.allreduce_seconds(
-                bucket_bytes[action.stage][action.bucket], num_replicas
-            )
-            for action in order
-        }
-        started = [(action, step.gradients_ready[action.stage]) for action in order]
-        found.append(reduction_events(rank, started, seconds))
-    events = tuple(found)
+    seconds = {
+        Reduce(stage, bucket): network.allreduce_seconds(size, num_replicas)
+        for stage, own in enumerate(bucket_bytes)
+        for bucket, size in enumerate(own)
+    }
+    ready = step.gradients_ready
+    orders = [reductions(step.placement, counts, rank) for rank in range(step.num_ranks)]
+    events = tuple(
+        reduction_events(rank, [(action, ready[action.stage]) for action in order], seconds)
+        for rank, order in enumerate(orders)
+    )
     timeline = None if step.timeline is None else replace(step.timeline, reductions=events)
     return replace(step, reductions=events, timeline=timeline)
 

@@ -44,12 +44,6 @@ def test_closed_form_of_interleaving(p, v, m):
     assert timeline.bubble_fraction == pytest.approx(float(bubble_fraction("interleaved", p, m, v)))
 
 
-def test_the_formulas_of_the_literature():
-    assert float(bubble_fraction("1f1b", 4, 8)) == 3 / 11
-    assert float(bubble_fraction("interleaved", 4, 8, 2)) == 3 / 19
-    assert float(bubble_fraction("zb-h1", 4, 8)) == 3 / 27
-
-
 @given(
     p=st.integers(1, 5),
     m=st.integers(1, 8),

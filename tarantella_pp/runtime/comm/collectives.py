@@ -141,7 +141,7 @@ def allreduce(
     size, length = channel.size, flat.size
     at_once = size * length * wire.itemsize <= LARGEST_IN_ONE_ROUND
     # What has come from all others says that they have got what this rank has sent, but not in
-    # one round. There the caller could change what is still on its way.
+    # one round. There the caller could change data still on its way.
     sent = _rounded(channel, flat, wire, copy=at_once)
     if at_once:
         whole = [slice(0, length)] * size

@@ -194,12 +194,12 @@ class MpiCommunicator(Communicator):
         self._run("allgather", self._comm.Iallgatherv((data, self._process.mpi.BYTE), target))
         return [_decode(part) for part in np.split(everything, ends[:-1])]
 
-    def split(self, color: int, key: int = 0) -> MpiCommunicator:
+    def split(self, color: int) -> MpiCommunicator:
         # MPI has no non-blocking split: let all ranks come here first.
         self.barrier()
         self._splits += 1
         group = zlib.crc32(repr((self._group, self._splits, color)).encode())
-        comm = self._comm.Split(color, key)
+        comm = self._comm.Split(color)
         return MpiCommunicator(self._process, comm, group)
 
     def call(self, method: str, **facts: Any) -> contextlib.AbstractContextManager[None]:

@@ -11,7 +11,7 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -333,10 +333,7 @@ class FlightRecorder:
         """Notes an event."""
         self._events.append((time.monotonic(), state, label, peer, tag, nbytes))
 
-    def __iter__(self) -> Iterator[Event]:
-        return iter(tuple(self._events))
-
-    def lines(self, last: int = _KEPT) -> list[str]:
+    def lines(self, last: int) -> list[str]:
         """Returns the last events as text, oldest first, with their age in seconds."""
         now = time.monotonic()
         lines = []

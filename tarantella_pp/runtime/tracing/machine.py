@@ -63,7 +63,6 @@ def _read(path: Path) -> str:
 
 _TAG = 6
 _CLOCK_ROUNDS = 20
-_FLOAT = np.dtype(np.float64)
 LARGE, SMALL = 1 << 20, 1 << 18
 """Bytes of messages, both so large that a network asks the receiver for room first."""
 ROUNDS = 6
@@ -97,11 +96,11 @@ def clock_offset(communicator: Communicator) -> float:
 
 
 def _put(communicator: Communicator, rank: int, value: float) -> None:
-    communicator.send([np.array([value], _FLOAT)], rank, _TAG, label="time")
+    communicator.send([np.array([value])], rank, _TAG, label="time")
 
 
 def _get(communicator: Communicator, rank: int) -> float:
-    request = communicator.post_receive([TensorSpec((1,), _FLOAT)], rank, _TAG, label="time")
+    request = communicator.post_receive([TensorSpec((1,), "float64")], rank, _TAG, label="time")
     return float(request.wait()[0][0])
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, MutableSequence, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from statistics import fmean, median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.runtime.comm.communicator import Communicator
@@ -226,15 +226,13 @@ def gather_steps(
             schedule=schedule,
             rows=record.rows,
             bounds=tuple((start, end) for (start, end), _ in ranks),
-            spans=tuple(tuple(map(_span, spans)) for _, spans in ranks),
+            spans=tuple(
+                tuple(Span(w if w in SPAN_NAMES else parse_action(w), *when) for w, *when in spans)
+                for _, spans in ranks
+            ),
         )
         for (record, schedule), *ranks in steps
     )
-
-
-def _span(fields: Sequence[Any]) -> Span:
-    what, start, end = fields
-    return Span(what if what in SPAN_NAMES else parse_action(what), start, end)
 
 
 def _computes(span: Span) -> bool:
@@ -327,12 +325,10 @@ def _typical(steps: Sequence[RecordedStep]) -> list[RecordedStep]:
 
 
 def _stage_costs(stage: int, usual: dict[tuple[int, Kind], list[float]]) -> StageCosts:
-    seconds = {
-        kind: fmean(usual[stage, kind]) if (stage, kind) in usual else 0.0
-        for kind in ("F", "B", "W", "BW")
-    }
-    return StageCosts(seconds["F"], seconds["B"], seconds["W"], seconds["BW"] or None)
+    kinds: tuple[Kind, ...] = ("F", "B", "W", "BW")
+    forward, inputs, weights, both = (fmean(usual.get((stage, k), [0.0])) for k in kinds)
+    return StageCosts(forward, inputs, weights, both or None)
 
 
 def _median(values: Sequence[float]) -> float:
-    return median(values) if values else 0.0
+    return median(values or [0.0])

@@ -47,7 +47,7 @@ class BatchStatistics:
         graph = tf.compat.v1.get_default_graph()
         calls: Counter[int] = Counter()
 
-        def told(part: Any, count: tf.Tensor, mean: tf.Tensor, variance: tf.Tensor) -> bool:
+        def add(part: Any, count: tf.Tensor, mean: tf.Tensor, variance: tf.Tensor) -> bool:
             if tf.compat.v1.get_default_graph() is not graph:
                 return False
             key = id(part), calls[id(part)]
@@ -59,7 +59,7 @@ class BatchStatistics:
             seen.assign(_merged(tf.unstack(seen), tf.unstack(more)))
             return True
 
-        with reported_moments(layer, told):
+        with reported_moments(layer, add):
             yield
 
     @property
@@ -74,13 +74,9 @@ class BatchStatistics:
 
     def merge(self, peers: Communicator, counts: Sequence[int]) -> None:
         """Puts together what all replicas have seen."""
-        requests = [
-            peers.start_allgather([seen.numpy()[None]], label="statistics")
-            for seen in self._seen.values()
-        ]
-        for seen, request in zip(self._seen.values(), requests, strict=True):
+        for seen, parts in _of_all(peers, self.variables):
             whole = tf.zeros_like(seen)
-            for theirs, count in zip(request.wait()[0], counts, strict=True):
+            for theirs, count in zip(parts, counts, strict=True):
                 if count:
                     whole = _merged(tf.unstack(whole), tf.unstack(tf.constant(theirs)))
             seen.assign(whole)
@@ -113,6 +109,13 @@ class BatchStatistics:
                 old = tf.cast(average.value, value.dtype)
                 average.assign(old * part.momentum + value * (1.0 - part.momentum))
             seen.assign(tf.zeros_like(seen))
+
+
+def _of_all(peers: Communicator, variables: Sequence[Any]) -> list[tuple[Any, Array]]:
+    """Gathers each variable's value on every replica; all values travel at once."""
+    label = "state of forward passes"
+    requests = [peers.start_allgather([value_of(v)[None]], label=label) for v in variables]
+    return [(v, request.wait()[0]) for v, request in zip(variables, requests, strict=True)]
 
 
 def _merged(first: Sequence[tf.Tensor], second: Sequence[tf.Tensor]) -> tf.Tensor:
@@ -206,27 +209,18 @@ class ForwardState:
 
     def _put_in_turn(self, counts: Sequence[int]) -> None:
         """Gives all replicas the averages that take in one micro-batch after the other."""
-        in_turn = self._in_turn
-        gathered = [
-            self._peers.start_allgather([value_of(variable)[None]], label="statistics")
-            for variable, _ in in_turn
-        ]
-        for (variable, factor), request in zip(in_turn, gathered, strict=True):
+        factors = {id(variable): factor for variable, factor in self._in_turn}
+        for variable, values in _of_all(self._peers, [variable for variable, _ in self._in_turn]):
             total = start = self._before[id(variable)]
-            values = request.wait()[0]
+            factor = factors[id(variable)]
             for theirs, count in zip(values, counts, strict=True):
                 if count:
                     total = factor**count * total + (theirs - factor**count * start)
             variable.assign(total.astype(values.dtype))
 
     def _add_up_metrics(self, counts: Sequence[int]) -> None:
-        metrics = list(self._metrics.values())
-        requests = [
-            self._peers.start_allgather([value_of(variable)[None]], label="metrics of layers")
-            for variable in metrics
-        ]
-        for variable, request in zip(metrics, requests, strict=True):
-            values, start = request.wait()[0], self._before[id(variable)]
+        for variable, values in _of_all(self._peers, list(self._metrics.values())):
+            start = self._before[id(variable)]
             added = [theirs - start for theirs, count in zip(values, counts, strict=True) if count]
             variable.assign(sum(added, start))
 

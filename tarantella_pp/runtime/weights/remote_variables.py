@@ -192,7 +192,7 @@ class _Remote(keras.Variable):  # type: ignore[misc]
     def assign(self, value: Any) -> Any:
         """Takes over a value, which is the true one from now on."""
         if tuple(np.shape(value)) != tuple(self.shape):
-            return super().assign(value)  # which says what is wrong with the shape
+            return super().assign(value)  # which names what does not fit
         if _only_own.get() and not hasattr(self, "_used_here"):
             let_go(self)
             return value

@@ -105,6 +105,7 @@ def zb_h1(stage: int, num_stages: int, num_micro_batches: int) -> list[Compute]:
             order.append(Compute(stage, "W", i - stage))
         if warm_up + i < num_micro_batches:
             order.append(Compute(stage, "F", warm_up + i))
+    # The weight gradients that were put off fill the wait for the last gradients.
     late = max(0, num_micro_batches - stage)
     return order + [Compute(stage, "W", i) for i in range(late, num_micro_batches)]
 
@@ -136,6 +137,8 @@ def interleaved(
             last = (stages_per_rank - 1 - chunk) * num_ranks + rank
             forwards += [Compute(stage, "F", i) for i in group]
             backwards += [Compute(last, "BW", i) for i in group]
+    # Rank r has as many forwards ahead as ranks follow, twice where stages interleave, for then
+    # messages go round the ring; and one group for each stage that it has besides.
     warm_up = num_ranks - rank - 1
     if stages_per_rank > 1:
         warm_up = 2 * warm_up + (stages_per_rank - 1) * len(groups[0])
@@ -180,6 +183,7 @@ def zb_v(rank: int, num_ranks: int, num_micro_batches: int) -> tuple[Compute, ..
                 order.append(Compute(stages[half], kind, index))
                 count[half, kind] = index + 1
 
+    # Down the V: forwards until the first micro-batch has come up to this rank again.
     for _ in range(2 * (num_ranks - rank) - 1):
         run(0, "F")
     for _ in range(rank):
@@ -187,6 +191,7 @@ def zb_v(rank: int, num_ranks: int, num_micro_batches: int) -> tuple[Compute, ..
         run(0, "F")
     for _ in range(num_ranks - rank):
         run(1, "F", "B", "W")
+    # Steady state: both halves in turn, so that memory freed by one goes to the other.
     while count[1, "F"] < padded:
         run(0, "F", "B", "W")
         run(1, "F", "B", "W")
@@ -195,6 +200,7 @@ def zb_v(rank: int, num_ranks: int, num_micro_batches: int) -> tuple[Compute, ..
         run(1, "B")
     for _ in range(num_ranks - rank):
         run(0, "B", "W")
+    # What is left are weight gradients, for which nobody waits.
     for half in (1, 0):
         for _ in range(num_ranks):
             run(half, "W")

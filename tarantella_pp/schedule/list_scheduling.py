@@ -75,6 +75,7 @@ class ListScheduler:
         queue = [(0.0, rank) for rank in range(num_ranks)]
         while queue:
             now, rank = heapq.heappop(queue)
+            # A message may wake a rank that computes: it looks again when it is free.
             action = None if now < free[rank] else self.choose(rank, now)
             if action is None:
                 continue
@@ -136,6 +137,8 @@ def merge(
     if len(set(placement)) == len(placement):
         return tuple(tuple(orders[placement.index(rank)]) for rank in range(len(placement)))
     queues = list(zip(placement, orders, strict=True))
+    # No single preference is best for all shapes; to play all four takes less than to find out
+    # which.
     players = [
         _InOrder(queues, placement, num_micro_batches, preference) for preference in _PREFERENCES
     ]

@@ -78,6 +78,7 @@ def check_computations(schedule: Schedule) -> None:
             if schedule.placement[stage] != rank:
                 why = f"stage {stage} belongs to rank {schedule.placement[stage]}"
                 raise broken(rank, position, action, why)
+            # BW is both of B and W.
             for part in kind:
                 if (stage, part, i) in seen:
                     raise broken(rank, position, action, f"{stage}{part}{i} is there already")
@@ -164,6 +165,7 @@ def _check_causality(schedule: Schedule, rank: int, routes: Routes) -> None:
                 raise broken(rank, position, action, why)
             continue
         stage, kind, _ = action
+        # W needs the output gradients that B has received, so it comes after its own B.
         before = {"F": None, "B": "F", "BW": "F", "W": "B"}[kind]
         if before is not None and (stage, before, i) not in done:
             raise broken(rank, position, action, f"{stage}{before}{i} comes after it")
@@ -301,6 +303,7 @@ def _unblock(replay: Replay, stuck: Iterable[int], placement: Sequence[int]) -> 
             receiver = placement[head.target]
             receive = head._replace(operation="R")
             reached = replay.position[receiver]
+            # The nearest receive moves least, so its message waits in memory for the shortest time.
             distance = replay.programs[receiver].index(receive, reached) - reached
             choices.append((distance, receive, receiver))
     if not choices:

@@ -59,6 +59,7 @@ def reductions(placement: Sequence[int], buckets: Sequence[int], rank: int) -> t
     else, so replicas agree whatever their numbers of micro-batches; one that has none of a small
     batch runs these actions alone, with gradients of zero.
     """
+    # The last stage is through its backward passes first.
     counts = list(enumerate(buckets))[::-1]
     return tuple(
         Reduce(stage, bucket)
@@ -166,6 +167,7 @@ class Replay:
                 return
             self.position[rank] += 1
             if isinstance(action, Compute):
+                # In the runtime a receive is waited for here, not where it was posted.
                 for receive in self._expected.pop(_key(action), ()):
                     self.receive(rank, receive)
                 self.compute(rank, action)
@@ -189,6 +191,7 @@ class Replay:
                 if receive.message not in self._sent:
                     return receive.message
         elif isinstance(action, Transfer) and self.blocking:
+            # A blocking send ends when its receive is posted, a receive when its send is reached.
             ready = self._posted if action.operation == "S" else self._sent
             if action.message not in ready:
                 return action.message

@@ -166,6 +166,7 @@ def pipeline_step(
 ) -> PipelineStep:
     """Plays one step of a pipeline; a very large one is calculated from closed forms."""
     searched = spec.name == SEARCHED and spec.custom is None
+    # A search plays hundreds of schedules.
     most = MOST_SEARCHED if searched else MOST_PLAYED
     if spec.num_stages * num_micro_batches > most and spec.custom is None:
         return _calculated(spec, costs, num_micro_batches)
@@ -252,6 +253,8 @@ def _calculated(spec: ScheduleSpec, costs: Costs, num_micro_batches: int) -> Pip
         busy[rank] += m * (cost.seconds("F") + cost.seconds("BW"))
         peak[rank] += cost.static_bytes + in_flight[stage] * cost.activation_bytes
     messages = [costs.link(*pair) for s in range(stages - 1) for pair in ((s, s + 1), (s + 1, s))]
+    # Messages of the first micro-batch down and of the last gradient up have nothing to hide
+    # behind.
     fill = sum(link.seconds + link.latency for link in messages)
     seconds = max(busy) / (1.0 - bubble) + fill
     return PipelineStep(

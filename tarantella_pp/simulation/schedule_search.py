@@ -124,6 +124,8 @@ def _check_limits(
 
 def _policies(num_micro_batches: int, bounds: Sequence[float], num_ranks: int) -> Iterator[_Policy]:
     """Yields the policies to be tried, each once."""
+    # Runs ahead as 1F1B, eager 1F1B and all that memory allows; without stages to share a rank also
+    # twice 1F1B and in between.
     limits = tuple(min(bound, num_micro_batches) for bound in bounds)
     left = range(len(bounds), 0, -1)
     several = num_ranks < len(bounds)  # stages on a rank; only then they can be in each other's way
@@ -240,6 +242,7 @@ class _PolicyScheduler(ListScheduler):
             if index < self._begun["B"][stage]:
                 action = Compute(stage, "W", index)
                 wait = self._policy.patience * self.seconds(action)
+                # A W fills a gap; patience says which part of it must fit before the next F or B.
                 return None if soonest < now + wait else action
         return None
 
@@ -250,6 +253,7 @@ class _PolicyScheduler(ListScheduler):
         if kind == "F":
             ahead = held - self._begun["B"][stage]
             waiting = self._begun["B"][stage] - self._begun["W"][stage]
+            # What waits for its W alone holds only a share of its memory.
             after = ahead + 1 + self._shares[stage] * waiting
             if after > self._policy.limits[stage] + _ROUNDING or ahead >= self._policy.ahead[stage]:
                 return math.inf

@@ -306,6 +306,7 @@ class _TimedReplay(Replay):
     def receive(self, rank: int, action: Transfer) -> None:
         """Waits until a message has arrived."""
         start = self._clock[rank] + self._costs.before.get(action, 0.0)
+        # Taking a message costs the rank time even if it has been there for long.
         end = max(start, self._arrival[action.message]) + self._costs.receive_seconds
         self._note(rank, start, end, action)
 

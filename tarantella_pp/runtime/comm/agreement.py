@@ -126,6 +126,7 @@ class Agreement:
 
         The others hear of it at once, for they wait for what will not come.
         """
+        # The first error is the cause; those that follow come of it.
         if not self._broken:
             self._broken = f"{describe(error)}{self.where()} on rank {self._rank}"
             self.number += 1
@@ -221,6 +222,8 @@ class Agreement:
 
     def _go_round(self, digest: bytes) -> Iterator[bool | None]:
         """Sends digests round; yields whether all ranks' are this one, or None till it is known."""
+        # Each round doubles how many ranks a digest speaks for, so all are known after log2(ranks)
+        # rounds.
         distance, number = 1, self.number
         if not digest:  # this rank tells in words why it takes no part
             distance = self._size

@@ -156,6 +156,7 @@ class BufferPool:
         if nbytes < SMALLEST_POOLED:
             return aligned_memory(nbytes)
         self._collect()
+        # Whole pages, so that tensors of nearly the same size share free blocks.
         size = -(-nbytes // _PAGE) * _PAGE
         blocks = self._free.get(size)
         if blocks:
@@ -174,6 +175,7 @@ class BufferPool:
             self._used_bytes -= block.size
             self._free_bytes += block.size
             self._free.setdefault(block.size, []).append(block)
+        # More was never in use at once, so more is never needed.
         while self._free_bytes > self._peak_bytes:
             size = next(iter(self._free))
             blocks = self._free[size]

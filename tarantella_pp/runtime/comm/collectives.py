@@ -219,6 +219,7 @@ def _with_rows(
 
         rank 1 of 3:   | of 0 | own | of 2 |
     """
+    # Segments differ by one element at most, so the longest times the ranks has room for all rows.
     longest = -(-length // channel.size)
     out = channel.empty((channel.size * longest,), dtype)
     size = own.stop - own.start
@@ -254,6 +255,8 @@ def _combine_segments(
     if not mine.size:
         return channel.empty(mine.shape, mine.dtype)
     parts = [receives[r].wait()[0] if r in receives else mine for r in range(channel.size)]
+    # Rank 0 must not overwrite its own part, which is the memory of the caller; that of rank 1 has
+    # been received.
     out = parts[channel.rank == 0] if rows is None else rows[channel.rank]
     _combine(parts, combine, out)
     return out

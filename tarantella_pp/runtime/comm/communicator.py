@@ -73,6 +73,8 @@ class MpiCommunicator(Communicator):
         waiter = Waiter(mpi.COMM_WORLD.Get_rank(), limits, tuple, wakeup, str)
         copies = []
         everyone = range(mpi.COMM_WORLD.Get_size())
+        # One copy for tensors, one for announcements: their tags cannot mix, nor with those of a
+        # user who calls MPI.
         for _ in range(2):
             copy, request = mpi.COMM_WORLD.Idup()
             waiter.until(request.Test, lambda: "all ranks to start", everyone)
@@ -114,6 +116,7 @@ class MpiCommunicator(Communicator):
 
     def broadcast(self, array: NDArray[Any], root: int = 0) -> None:
         buffer = np.ascontiguousarray(array)
+        # Counts of MPI have 32 bits.
         for piece in pieces(as_bytes(buffer)):
             request = self._comm.Ibcast((piece, self._process.mpi.BYTE), root)
             self._run(f"broadcast from rank {root}", request)
@@ -198,6 +201,8 @@ class MpiCommunicator(Communicator):
         # MPI has no non-blocking split: let all ranks come here first.
         self.barrier()
         self._splits += 1
+        # All members must give the group the same number, and no two groups of a rank may share
+        # one.
         group = zlib.crc32(repr((self._group, self._splits, color)).encode())
         comm = self._comm.Split(color)
         return MpiCommunicator(self._process, comm, group)
@@ -236,6 +241,7 @@ class MpiCommunicator(Communicator):
         """Waits for a collective."""
         self.recorder.add("entered", name)
         self._process.agreement.entered[self._group] += 1
+        # Peers may sleep in a wait of their own; MPI moves this collective only while they poll.
         for peer in self.world_ranks:
             self._process.wakeup.ring(peer)
         waiter, peers = self._waiter, self.world_ranks

@@ -62,6 +62,8 @@ class SendRequest:
 
     def done(self) -> bool:
         """Whether the memory may change again."""
+        # MPI finishes messages to one rank in order, nearly always: if the last piece has gone, all
+        # have.
         while self._requests:
             if not self._requests[-1].Test():
                 return False
@@ -149,6 +151,7 @@ class RecvRequest:
         return self.nbytes if self._channel.is_announced(self) else 0
 
     def _check(self, memory: Bytes, got: int) -> None:
+        # The description is shorter than its memory, so its own length says nothing.
         if memory is self._description:
             expected = describe(self._specs)
             if memory[:got].tobytes() != expected.tobytes():
@@ -233,6 +236,8 @@ class Channel:
         tensors = [as_array(array) for array in arrays]
         world_rank = self._world_ranks[dest]
         sending = SendRequest(label, dest, tag, world_rank)
+        # The count goes along in rings and announcements: a message is known by its place among
+        # those with its tag.
         key = self._group, world_rank, tag
         number = self._agreement.sent[key]
         self._agreement.sent[key] += 1
@@ -274,6 +279,7 @@ class Channel:
             ]
             request.add_tensor(memory.view(numpy_dtype(spec.dtype)).reshape(spec.shape), parts)
         self._recorder.add("expecting", label, self._world_ranks[source], tag, request.nbytes)
+        # A message without tensors is nothing at all, but for the description of the first one.
         if specs or request.number == 0:  # else there is nothing to come
             self._expected[id(request)] = request
             self._progress.expected += 1

@@ -138,6 +138,7 @@ class BackgroundProgress:
             if not self._computes:
                 return False
             try:
+                # One poll takes little out of a socket; see `NETWORK_POLLS`.
                 for _ in range(NETWORK_POLLS):
                     self._poll()
                     if not (self._computes and self._is_open()):

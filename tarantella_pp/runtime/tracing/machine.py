@@ -111,6 +111,7 @@ def measure_link(communicator: Communicator) -> tuple[float, float]:
     call it.
     """
     large, small = (_seconds(communicator, size) for size in (LARGE, SMALL))
+    # Seconds are latency + bytes / speed. Of two sizes both follow, as far as measuring is steady.
     parts = LARGE / SMALL
     latency = min(max(0.0, (parts * small - large) / (parts - 1)), MOST_LATENCY * large)
     return LARGE / (large - latency), latency

@@ -111,6 +111,7 @@ class Recorder:
             self.spans = deque(maxlen=0)  # evaluation and prediction are not recorded
         step.end = time.perf_counter()
         self._count += 1
+        # Two numbers of each step, so that logs need not keep all spans.
         self._begun.append((step.start, step.end, *step.seconds()))
         if self._numbers is None or step.number in self._numbers:
             self._kept.append(step)
@@ -301,6 +302,7 @@ def work_between(steps: Sequence[RecordedStep]) -> dict[Action, float]:
     """Returns how long ranks worked at sums of gradients and updates before they went on."""
     ordered = sorted(steps, key=lambda step: step.timeline.step_seconds)
     seconds: dict[Action, float] = {}
+    # The median step: slow ones had something else in them.
     for spans in ordered[len(ordered) // 2].spans:
         worked = 0.0
         for what, start, end in spans:

@@ -48,6 +48,7 @@ class BatchStatistics:
         calls: Counter[int] = Counter()
 
         def add(part: Any, count: tf.Tensor, mean: tf.Tensor, variance: tf.Tensor) -> bool:
+            # Inside of a loop or a branch: the sums would have to leave its graph.
             if tf.compat.v1.get_default_graph() is not graph:
                 return False
             key = id(part), calls[id(part)]
@@ -159,6 +160,7 @@ class ForwardState:
         metrics = [m for call in calls for m in layer_metrics(call.operation)]
         variables = [v for metric in metrics for v in metric.variables] if peers.size > 1 else []
         self._metrics = {id(v): v for v in variables}
+        # What is neither an average nor a metric counts draws of random numbers.
         known = {*self._statistics, *self._metrics}
         self._seeds = [v for key, v in seeds.items() if key not in known]
         self._drawn: dict[bool, list[Array]] = {}
@@ -211,6 +213,8 @@ class ForwardState:
         """Gives all replicas the averages that take in one micro-batch after the other."""
         factors = {id(variable): factor for variable, factor in self._in_turn}
         for variable, values in _of_all(self._peers, [variable for variable, _ in self._in_turn]):
+            # k micro-batches turn v into a^k v + c. Each replica began at the same v, so its c is
+            # its value less a^k v.
             total = start = self._before[id(variable)]
             factor = factors[id(variable)]
             for theirs, count in zip(values, counts, strict=True):

@@ -125,6 +125,8 @@ class GradientReduction:
         own = enumerate(map(kind_of, gradients))
         kinds = np.array([_FIXED - n if i in fixed and n > 0 else n for i, n in own], np.int64)
         theirs = ranks.start_allgather([kinds], tag=bucket.tag, label=f"kinds of {bucket.label}")
+        # What was dense before is sent at once, beside the kinds; only the first step has to wait
+        # for them.
         sums = self._start_sums(bucket, gradients, sorted(bucket.dense), late=False)
         yield [theirs]
         everywhere = theirs.wait()[0].reshape(ranks.size, -1)
@@ -152,6 +154,8 @@ class GradientReduction:
         for i, owner in enumerate(bucket.owners or ()):
             if owner != ranks.rank:
                 found[i] = None
+        # A weight that got no gradient on any replica has none, as in one process; zeros would let
+        # optimizers move it.
         nothing = (everywhere == NOTHING).all(axis=0)
         return [None if nothing[i] else found[i] for i in range(len(gradients))]
 
@@ -165,12 +169,15 @@ class GradientReduction:
             if not own:
                 continue
             if bucket.owners is not None:
+                # Each owner gets one piece of the packed array.
                 own.sort(key=bucket.owners.__getitem__)
             places = _places([bucket.weights[i] for i in own], dtype)
             arrays = [_dense(gradients[i], bucket.weights[i], dtype) for i in own]
             packed = arrays[0] if len(own) == 1 else self._packed(arrays, places, dtype)
             if packed is None:
                 packed = np.zeros(places[-1].stop, dtype)
+            # Late sums have tags of their own: another replica may still be in the sum that began
+            # at once.
             tag = bucket.tag + 1 + 2 * number + late
             found.append(self._start_sum(bucket, packed, dict(zip(own, places, strict=True)), tag))
         return found
@@ -184,12 +191,14 @@ class GradientReduction:
             request = ranks.start_allreduce(packed, sent_as=wire, tag=tag, label=bucket.label)
             return _Sum(request, places)
         begins = [packed.size] * (ranks.size + 1)
+        # An owner without a weight here gets an empty piece, which begins where the next one does.
         for i, place in reversed(places.items()):
             begins[: bucket.owners[i] + 1] = [place.start] * (bucket.owners[i] + 1)
         counts = [end - begin for begin, end in pairwise(begins)]
         request = ranks.start_reduce_scatter(
             packed, counts, sent_as=wire, tag=tag, label=bucket.label
         )
+        # The result has only the own piece, so places in it begin there.
         base = begins[ranks.rank]
         return _Sum(
             request,

@@ -79,6 +79,8 @@ class OptimizerState:
         share = list(filter(self._table.trains, held)) if held else self._own
         if len(share) != len(held):
             rebuild(self._optimizer, share)
+        # A rank without trained weights needs the scale all the same, for its gradients are scaled,
+        # too.
         elif scales_dynamically(self._optimizer) and not self._optimizer.built:
             self._optimizer.build([])  # other ranks' weights have the same scale
         finalize_only(self._optimizer, self._own, self._finalized)
@@ -169,6 +171,8 @@ class OptimizerState:
                 slots = divide(self._optimizer, weights, [*filter(self._table.trains, held)])
             except UnsupportedModelError as error:
                 problem = str(error)
+        # A rank that raised alone would leave the others waiting: all hear of its problem and raise
+        # together.
         answers = self._communicator.allgather_json([problem, slots, all_slots])
         if len({values for _, _, values in answers if values is not None}) > 1:
             raise ConfigurationError(
@@ -258,6 +262,7 @@ class _StandIn(keras.optimizers.Optimizer):  # type: ignore[misc]
 
     def load_own_variables(self, store: Any) -> None:
         """Takes over the slots of this rank, if there are as many as there should be."""
+        # As Keras does: a file of another optimizer is warned of, and leaves the state alone.
         count = len(store.keys())
         if count != len(self._slots):
             warnings.warn(

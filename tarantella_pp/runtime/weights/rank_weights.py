@@ -176,12 +176,15 @@ class RankWeights:
                 keep_memory(row.variable)
             elif row.ranks:
                 make_remote(row.variable, self.clock)
+        # A weight without a value on every rank is drawn where it is used. Where any rank has one,
+        # that one counts.
         everywhere = self._pipeline.allgather_json(self._stale())
         deferred = set(everywhere[0]).intersection(*everywhere[1:])
         for i in deferred & self.needed().keys():
             initialize_deferred(self.variables[i])
         self._share(everywhere, set(range(len(self.variables))) - deferred, root=0)
         for i, variable in enumerate(self.variables):
+            # Replicas have the same stages, so what none of them uses needs no value.
             if i not in deferred or i in self._used:
                 broadcast_variable(variable, 0, self._peers)
 

@@ -157,6 +157,7 @@ def let_go(variable: Any) -> None:
     """Drops a stale value."""
     if isinstance(variable, _Remote) and not hasattr(variable, "_used_here"):
         variable.drop()
+        # As if it never had a value: no clock can make it look up to date.
         variable._seen = dict.fromkeys(variable._seen, NEVER)
 
 
@@ -193,6 +194,8 @@ class _Remote(keras.Variable):  # type: ignore[misc]
         """Takes over a value, which is the true one from now on."""
         if tuple(np.shape(value)) != tuple(self.shape):
             return super().assign(value)  # which names what does not fit
+        # While a file is loaded on all ranks, each keeps its own part of it; a value for others
+        # would fill the memory.
         if _only_own.get() and not hasattr(self, "_used_here"):
             let_go(self)
             return value

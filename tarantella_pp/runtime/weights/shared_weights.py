@@ -53,6 +53,8 @@ class TiedWeights:
         """Sends the gradients of weights that other ranks train."""
         for rank, variables in self._lenders.items():
             gradients = [gradient_of(variable) for variable in variables]
+            # How many rows of an embedding have gradients is known only to who computed them, so
+            # sizes go ahead.
             sizes = np.array([kind_of(gradient) for gradient in gradients], _INDICES)
             tensors = [to_buffer(t) for gradient in gradients for t in _parts(gradient)]
             self._communicator.send([sizes], rank, _SIZES_TAG, label="sizes of tied gradients")
@@ -122,6 +124,7 @@ def _specs(variable: Any, rows: int) -> list[TensorSpec]:
         return []
     if rows == DENSE:
         return [TensorSpec(shape, dtype)]
+    # Rows, then their indices: optimizers treat slices one by one, so they are not made dense.
     return [TensorSpec((rows, *shape[1:]), dtype), TensorSpec((rows,), _INDICES)]
 
 
@@ -166,6 +169,7 @@ def check_all_replicas(variables: Sequence[Any], groups: ProcessGroups) -> None:
         check_replicas(variables, groups.peers)
     except ReplicaError as error:
         problem = str(error)
+    # All ranks raise, or those of other stages would wait for the ones that did.
     for theirs in groups.world.allgather_json(problem):
         if theirs:
             raise ReplicaError(theirs)

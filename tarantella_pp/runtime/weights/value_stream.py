@@ -103,6 +103,8 @@ class ValueStream:
         try:
             yield
         finally:
+            # Also if writing has failed: the others wait in `serve` until they hear that it is
+            # over.
             for rank in range(self._ranks.size):
                 if rank != self._reader:
                     self._ranks.send([np.array([_DONE, 0, 0, 0])], rank, _REQUEST_TAG, label="done")

@@ -197,14 +197,14 @@ class MpiCommunicator(Communicator):
         self._run("allgather", self._comm.Iallgatherv((data, self._process.mpi.BYTE), target))
         return [_decode(part) for part in np.split(everything, ends[:-1])]
 
-    def split(self, color: int) -> MpiCommunicator:
+    def split(self, color: int, key: int = 0) -> MpiCommunicator:
         # MPI has no non-blocking split: let all ranks come here first.
         self.barrier()
         self._splits += 1
         # All members must give the group the same number, and no two groups of a rank may share
         # one.
         group = zlib.crc32(repr((self._group, self._splits, color)).encode())
-        comm = self._comm.Split(color)
+        comm = self._comm.Split(color, key)
         return MpiCommunicator(self._process, comm, group)
 
     def call(self, method: str, **facts: Any) -> contextlib.AbstractContextManager[None]:

@@ -149,7 +149,7 @@ class Communicator:
     def breaks(self, error: BaseException) -> None:
         """Notes that an error ended a call in the middle of messages; none may follow."""
 
-    def split(self, color: int) -> Communicator:
+    def split(self, color: int, key: int = 0) -> Communicator:
         """Returns the group of the ranks that pass the same `color`."""
         return self
 

@@ -64,7 +64,8 @@ def train_cases(cases: Sequence[tuple[str, dict[str, Any]]]) -> list[list[Any]]:
     forward = Stage.forward
 
     def counted(self: Stage, key: int, inputs: Sequence[Any], *rest: Any, **options: Any) -> Any:
-        ran.append([self.boundary.index, int(inputs[0].shape[0])])
+        rows = next(int(tensor.shape[0]) for tensor in inputs if len(tensor.shape))
+        ran.append([self.boundary.index, rows])
         return forward(self, key, inputs, *rest, **options)
 
     Stage.forward = counted

@@ -307,8 +307,8 @@ class StageMemory:
         users = self._stages_of_weights(nodes, begin, end, stage)
         received, sent = self._messages(nodes, begin, end, stage)
         priced = costs.stage(
-            nodes, stage, last, options.in_flight[stage], (*received, *sent), users,
-            options.repeats.get(stage, 0), self._replicas,
+            nodes, stage, last, (options.in_flight[stage], options.repeats.get(stage, 0)),
+            (*received, *sent), users, self._replicas,
         )  # fmt: skip
         size = priced.memory_bytes + sum(self._summed[w] for w in users if users[w][0] == stage)
         wire = costs.sent_as

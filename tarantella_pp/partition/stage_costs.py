@@ -181,7 +181,7 @@ class StageCostModel:
             nodes[stage].append(node)
         found = tuple(
             self.stage(
-                nodes[stage], stage, last, held, cuts, users, repeats.get(stage, 0), replicas
+                nodes[stage], stage, last, (held, repeats.get(stage, 0)), cuts, users, replicas
             )
             for stage, held in enumerate(in_flight)
         )
@@ -211,13 +211,16 @@ class StageCostModel:
         ids: Sequence[int],
         stage: int,
         last: int,
-        in_flight: int,
+        held: tuple[int, int],
         cuts: Sequence[CutEdge],
         users: Users,
-        repeats: int,
         replicas: Sequence[int],
     ) -> StagePlan:
-        """Returns what one stage costs, but for what gradients travel in between replicas."""
+        """Returns what one stage costs, but for what gradients travel in between replicas.
+
+        `held` counts its micro-batches, and those of them that it holds all of to run them again.
+        """
+        in_flight, repeats = held
         nodes = [self.graph.nodes[i] for i in ids]
         used = {w for node in nodes for w in node.weights}
         weights = [self.graph.weights[w] for w in used]
@@ -236,8 +239,8 @@ class StageCostModel:
         made = OutputBytes()
         if self.outputs is not None and stage == last:
             rows, count = self.micro_batch_size, self.micro_batches
-            held = self._kept(nodes, again=repeats > 0)
-            made = output_bytes(self.graph, rows, count, in_flight, self.outputs, held)
+            tensors = self._kept(nodes, again=repeats > 0)
+            made = output_bytes(self.graph, rows, count, in_flight, self.outputs, tensors)
         end = made.end - in_flight * kept - repeats * repeated
         times = None if self.seconds is None else [self.seconds[i] for i in ids]
         return StagePlan(

@@ -30,7 +30,7 @@ from tarantella_pp.runtime.modules.stage_boundary import (
 )
 from tarantella_pp.runtime.stage_messages import Conversion, StageMessages
 from tarantella_pp.runtime.tracing.recorder import REDUCTIONS, Recorder
-from tarantella_pp.schedule import SEARCHED, Schedule, lower, make_schedule, send_window, validate
+from tarantella_pp.schedule import SEARCHED, Schedule, lower, make_schedule, validate
 from tarantella_pp.simulation import Costs, search_schedule
 
 ROWS = 4
@@ -114,11 +114,13 @@ class StubStep:
     def __init__(
         self,
         training: bool,
+        rows: Mapping[int, int],
         array: np.ndarray,
         results: Sequence[BoundaryTensor],
         sums: StubSums | None = None,
     ) -> None:
         self.training = training
+        self.rows = rows
         self._sums = sums
         self.finished: list[int] = []
         self._array = array
@@ -199,27 +201,25 @@ class StubPipeline:
         validate(self.schedule)
         own = self.schedule.stages_of(communicator.rank)
         stages: Any = {stage: SleepingStage(boundaries[stage], seconds) for stage in own}
-        exchange = StageMessages(
+        messages = StageMessages(
             communicator,
             graph,
             stage_edges(boundaries),
             self.schedule.placement,
             Conversion(lambda tensor: tensor, lambda array: array, lambda tensor, dtype: tensor),
         )
-        self._program = self.schedule.actions[communicator.rank]
-        self._window = send_window(name, num_stages, communicator.size)
         self._recorder = recorder or Recorder(1)
         self._results = boundaries[-1].model_outputs
         self._array = np.zeros((ROWS, width), np.float32)
-        self._execution = Executor(stages, exchange, self._recorder)
+        self._execution = Executor(stages, messages, self._recorder)
 
     def step(self) -> StubStep:
         """Runs one step."""
-        step = StubStep(self.schedule.has_backward, self._array, self._results, self._sums)
         rows = dict.fromkeys(range(self.schedule.num_micro_batches), ROWS)
+        step = StubStep(self.schedule.has_backward, rows, self._array, self._results, self._sums)
         with self._recorder.step():
             self._recorder.runs(self.schedule, sum(rows.values()))
-            self._execution.run(self._program, rows, step, self._window)
+            self._execution.run(self.schedule, step)
             if self._sums is not None:
                 with self._recorder.span(REDUCTIONS):
                     self._sums.finish()

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tarantella_pp.runtime.compilation import Compilation
 from tarantella_pp.runtime.data.batch import Batch
-from tarantella_pp.runtime.loss import LossValue
+from tarantella_pp.runtime.loss import LossArguments, LossValue
 from tarantella_pp.runtime.modules.stage_boundary import BoundaryTensor
 from tarantella_pp.runtime.probes.stage_probe import Pieces
 from tarantella_pp.runtime.weights.process_groups import ReplicaExchange
@@ -22,6 +22,7 @@ class BatchStep:
     """The data and the results of one step on one rank.
 
     Attributes:
+        batch: Its data.
         training: Whether it trains.
         pieces: The micro-batches of this rank's replica.
         results: The model's outputs for each micro-batch, on the rank of the last stage.
@@ -42,7 +43,7 @@ class BatchStep:
         self.training = training
         self.pieces = pieces
         self.results: list[Sequence[tf.Tensor]] = [()] * len(pieces.sizes)
-        self._batch = batch
+        self.batch = batch
         self._exchange = exchange
         self._sizes = pieces.sizes
         self._data = data
@@ -80,7 +81,7 @@ class BatchStep:
 
     def share(self, micro_batch: int) -> float:
         """The share of a micro-batch in the batch."""
-        return self._sizes[micro_batch] / self._batch.rows
+        return self._sizes[micro_batch] / self.batch.rows
 
     def scaled(self, factors: tf.Tensor) -> tf.Tensor:
         """Scales factors of gradients like the loss."""
@@ -88,7 +89,7 @@ class BatchStep:
 
     def add(self, losses: tf.Tensor) -> None:
         """Takes what a stage's layers add to the loss of the whole batch."""
-        if not self._batch.share.is_spare:
+        if not self.batch.share.is_spare:
             self.added += tf.reduce_sum(losses)
 
     def finish(self, micro_batch: int, results: Sequence[tf.Tensor]) -> None:
@@ -96,11 +97,11 @@ class BatchStep:
         self.results[micro_batch] = results
         if self._loss_and_metrics is None:
             return
-        if self._by_parts and not self._batch.share.is_spare:
+        if self._by_parts and not self.batch.share.is_spare:
             y, weight = self._targets_of(micro_batch)
-            self._loss_and_metrics.metrics.add(y, results, weight, self._batch.signature)
+            self._loss_and_metrics.metrics.add(y, results, weight, self.batch.signature)
         if not (self.training or self._at_once):
-            self._contribution(micro_batch)
+            self._take_loss(micro_batch)
 
     def run_pending(self) -> bool:
         """Updates metrics while this rank waits; returns whether there was anything to do."""
@@ -119,7 +120,7 @@ class BatchStep:
         """Starts to add up the gradients of a bucket over the replicas."""
         # Before that it is not known which weights have gradients.
         if self._compiled is not None and self._compiled.reach_known:
-            self._compiled.update.reduce(stage, bucket, not self._batch.share.is_spare)
+            self._compiled.update.reduce(stage, bucket, not self.batch.share.is_spare)
 
     def progress(self) -> None:
         """Moves on the sums over the replicas that have been started."""
@@ -132,54 +133,51 @@ class BatchStep:
             if self._gradients is None:
                 self._gradients = self._gradients_of_whole()
             return self._gradients[micro_batch]
-        return self._contribution(micro_batch)
+        return self._take_loss(micro_batch)
 
     def compile_loss(self) -> None:
         """Compiles the loss for the shapes of this step before it runs, where they are known."""
         if self._loss is None:
             return
-        batch, scale = self._batch, self._scale
-        if self._at_once:
-            if outputs := self._loss.outputs(batch.rows):
-                key = (batch.signature, batch.rows)
-                self._loss.compile_of_batch(
-                    batch.y, outputs, batch.sample_weight, key, self.training, scale
-                )
-            return
-        for rows, micro_batch in {rows: i for i, rows in enumerate(self._sizes)}.items():
-            key, outputs = (batch.signature, rows), self._loss.outputs(rows)
+        by_rows = {rows: i for i, rows in enumerate(self._sizes)}
+        kinds = {self.batch.rows: None} if self._at_once else by_rows
+        for rows, micro_batch in kinds.items():
+            outputs = self._loss.outputs(rows)
             if outputs is None:
                 return
-            if self._coefficients is None:
-                self._coefficients = self._split_coefficients(outputs)
-            self._loss.compile_contribution(
-                self._targets_of(micro_batch)[0], outputs, self._coefficients[micro_batch],
-                key, self.training, scale,
-            )  # fmt: skip
+            arguments = self._loss_arguments(micro_batch, outputs)
+            self._loss.compile(arguments, (self.batch.signature, rows), self.training)
 
-    def _contribution(self, micro_batch: int) -> Mapping[BoundaryTensor, tf.Tensor]:
-        """Adds what a micro-batch contributes to the loss; returns its gradient."""
-        results = self.results[micro_batch]
+    def _loss_arguments(self, micro_batch: int | None, outputs: Sequence[Any]) -> LossArguments:
+        """What the loss of a micro-batch, or of the whole batch, is computed from."""
+        batch = self.batch
+        if micro_batch is None:
+            return LossArguments(False, batch.y, [*outputs], batch.sample_weight, self._scale)
         if self._coefficients is None:
-            self._coefficients = self._split_coefficients(results)
-        loss = _required(self._loss).contribution(
-            self._targets_of(micro_batch)[0],
-            results,
-            self._coefficients[micro_batch],
-            (self._batch.signature, self._sizes[micro_batch]),
-            differentiate=self.training,
-            scale=self._scale,
-        )
+            self._coefficients = self._split_coefficients(outputs)
+        y, coefficients = self._targets_of(micro_batch)[0], self._coefficients[micro_batch]
+        return LossArguments(True, y, [*outputs], coefficients, self._scale)
+
+    def _take_loss(self, micro_batch: int | None) -> Mapping[BoundaryTensor, tf.Tensor]:
+        """Adds the loss of a micro-batch, or takes the whole batch's; returns its gradient."""
+        if micro_batch is None:
+            outputs, rows = self.whole_results(), self.batch.rows
+        else:
+            outputs, rows = [*self.results[micro_batch]], self._sizes[micro_batch]
+        arguments = self._loss_arguments(micro_batch, outputs)
+        loss = _required(self._loss).value(arguments, (self.batch.signature, rows), self.training)
         self._losses.append(loss._replace(gradients={}))  # of the size of the outputs
         if not self._keeps_outputs:
-            self.results[micro_batch] = ()
+            taken = range(len(self._sizes)) if micro_batch is None else [micro_batch]
+            for i in taken:
+                self.results[i] = ()
         return loss.gradients
 
     def logs(self, elsewhere: float) -> Mapping[str, Any]:
         """Loss and metrics after the step, on the rank of the last stage."""
-        loss_and_metrics, batch = _required(self._loss_and_metrics), self._batch
+        loss_and_metrics, batch = _required(self._loss_and_metrics), self.batch
         if not self.training and self._at_once:
-            self._loss_of_whole()
+            self._take_loss(None)
         if not self._by_parts:
             results = self.whole_results()
             loss_and_metrics.metrics.add(batch.y, results, batch.sample_weight, batch.signature)
@@ -197,38 +195,21 @@ class BatchStep:
     @property
     def _counts(self) -> bool:
         """Whether this replica's losses count: its share, or of the first one the whole."""
-        return self._exchange.replica == 0 if self._at_once else not self._batch.share.is_spare
+        return self._exchange.replica == 0 if self._at_once else not self.batch.share.is_spare
 
     def whole_results(self) -> list[tf.Tensor]:
         """The model's outputs for all samples of the batch, of all replicas."""
         own = [_joined(parts) for parts in zip(*self.results, strict=True)]
-        return self._exchange.joined(own, [share.counted_rows for share in self._batch.shares])
-
-    def _loss_of_whole(self) -> Mapping[BoundaryTensor, tf.Tensor]:
-        """Takes the loss of the whole batch; returns its gradient."""
-        batch = self._batch
-        whole = self.whole_results()
-        loss = _required(self._loss).of_batch(
-            batch.y,
-            whole,
-            batch.sample_weight,
-            (batch.signature, batch.rows),
-            differentiate=self.training,
-            scale=self._scale,
-        )
-        self._losses.append(loss._replace(gradients={}))  # of the size of the outputs
-        if not self._keeps_outputs:
-            self.results = [()] * len(self._sizes)
-        return loss.gradients
+        return self._exchange.joined(own, [share.counted_rows for share in self.batch.shares])
 
     def _gradients_of_whole(self) -> list[Mapping[BoundaryTensor, tf.Tensor]]:
-        gradients = self._loss_of_whole()
+        gradients = self._take_loss(None)
         pieces = {port: self._split_whole(gradient) for port, gradient in gradients.items()}
         return [{port: parts[i] for port, parts in pieces.items()} for i in range(len(self._sizes))]
 
     def _split_coefficients(self, outputs: Sequence[tf.Tensor]) -> list[list[tf.Tensor]]:
         """What the values of each loss are multiplied with, for each micro-batch."""
-        batch = self._batch
+        batch = self.batch
         found = _required(self._loss).coefficients(
             batch.y, outputs, batch.sample_weight, batch.rows, batch.signature
         )
@@ -242,7 +223,7 @@ class BatchStep:
         return self._targets[micro_batch]
 
     def _split_targets(self) -> list[tuple[Any, Any]]:
-        whole = (self._batch.y, self._batch.sample_weight)
+        whole = (self.batch.y, self.batch.sample_weight)
         count = len(self._sizes)
         pieces = [
             [None] * count if leaf is None else self._split_whole(leaf)
@@ -254,7 +235,7 @@ class BatchStep:
 
     def _split_whole(self, tensor: tf.Tensor) -> list[tf.Tensor]:
         """This replica's micro-batches of what has rows for the samples of all replicas."""
-        share = self._batch.share
+        share = self.batch.share
         if share.is_spare:
             return [tensor[:1]]
         if len(share.sizes) == 1:

@@ -124,7 +124,7 @@ class Engine:
         """Trains one batch; returns Keras' logs, the same on all ranks."""
         compiled = self._compiled_for(batch)
         self.memory.refuse_batch(batch.rows, compiled.outputs(batch))
-        recorder, update = self.stages.recorder, compiled.update
+        recorder, update = self.stages.executor.recorder, compiled.update
         with self._whole_or_nothing():
             # What can fail does so before any message of the step is under way.
             self._rehearse(batch, training=True)
@@ -138,7 +138,8 @@ class Engine:
             schedule = self.schedules.training(len(step.pieces.sizes), compiled.coupling)
             recorder.runs(schedule, batch.rows)
             self._exchanges = True
-            self.stages.run(schedule, batch, step)
+            with self.stages.begun(step) as executor:
+                executor.run(schedule, step)
             compiled.check_losses(training=True)
             if not compiled.reach_known:  # and so no reduction has started yet
                 self._learn_of_gradients(compiled)
@@ -167,7 +168,8 @@ class Engine:
             step = self._step(batch, compiled, training=False)
             schedule = self.schedules.inference(len(step.pieces.sizes))
             self._exchanges = True
-            self.stages.run(schedule, batch, step)
+            with self.stages.begun(step) as executor:
+                executor.run(schedule, step)
             compiled.check_losses(training=False)
             self.logs = self.shared_logs.share("test", step)
         return self.logs
@@ -181,7 +183,8 @@ class Engine:
                 self.shared_logs.metrics_change()
             schedule = self.schedules.inference(len(step.pieces.sizes))
             self._exchanges = True
-            self.stages.run(schedule, batch, step)
+            with self.stages.begun(step) as executor:
+                executor.run(schedule, step)
             exchange = self.shared_logs.exchange
             results = exchange.share_tensors(step.whole_results() if exchange.is_source else ())
         last = self.stages.boundaries[-1]
@@ -224,7 +227,7 @@ class Engine:
 
     def record(self, recorder: Recorder | None) -> None:
         """Makes training steps tell when they do what."""
-        self.stages.recorder = recorder or Recorder(1)
+        self.stages.executor.recorder = recorder or Recorder(1)
 
     def _rehearse(self, batch: Batch, training: bool) -> None:
         """Tries the stages out before the first step of a kind.
@@ -297,7 +300,7 @@ class Engine:
 
     def _exchange(self, what: str, happens: bool) -> contextlib.AbstractContextManager[None]:
         """Records what ranks exchange, if they do."""
-        return self.stages.recorder.span(what) if happens else contextlib.nullcontext()
+        return self.stages.executor.recorder.span(what) if happens else contextlib.nullcontext()
 
     def _learn_of_gradients(self, compiled: Compilation) -> None:
         """Learns in the first step which weights have gradients, and which stages are not cut."""

@@ -20,8 +20,10 @@ from tarantella_pp.schedule import (
     Direction,
     Message,
     Reduce,
+    Schedule,
     Transfer,
     kept_whole,
+    send_window,
 )
 
 if TYPE_CHECKING:
@@ -81,16 +83,16 @@ class Executor:
 
     def run(
         self,
-        program: Sequence[Action],
-        rows: Mapping[int, int],
+        schedule: Schedule,
         step: BatchStep,
-        window: int | None = None,
     ) -> None:
-        """Runs one step."""
+        """Runs this rank's part of one step."""
         self.clear()
+        program = schedule.actions[self._messages.rank]
+        window = send_window(schedule.name, schedule.num_stages, schedule.num_ranks)
         if program is not self._program:
             self._program, self._totals = program, _Totals.of(program, self._except_last)
-        self._messages.begin(self._totals.receives, rows, window)
+        self._messages.begin(self._totals.receives, step.rows, window)
         self._step = step
         forwards_left = self._totals.forwards
         reduces = False

@@ -40,6 +40,24 @@ class LossValue(NamedTuple):
     gradients: Mapping[BoundaryTensor, tf.Tensor]
 
 
+class LossArguments(NamedTuple):
+    """What a loss is computed from.
+
+    Attributes:
+        of_samples: Whether it is what some samples contribute to the loss of their batch.
+        y: The targets.
+        results: The model's outputs; to compile the loss, specs will do.
+        weights: Sample weights of a batch; or the coefficients of samples, loss by loss.
+        scale: Gradients are multiplied with it, if given.
+    """
+
+    of_samples: bool
+    y: Any
+    results: list[Any]
+    weights: Any
+    scale: tf.Tensor | None
+
+
 class BatchLoss:
     """The compiled loss of a model, applied to the outputs of a pipeline.
 
@@ -80,18 +98,35 @@ class BatchLoss:
         self._functions: dict[Hashable, Callable[..., Any]] = {}
         self.reached: set[int] = set()
 
-    def of_batch(
-        self,
-        y: Any,
-        results: Sequence[tf.Tensor],
-        sample_weight: Any,
-        signature: Hashable,
-        differentiate: bool,
-        scale: tf.Tensor | None = None,
+    def value(
+        self, arguments: LossArguments, signature: Hashable, differentiate: bool
     ) -> LossValue:
-        """Loss of a whole batch, and its gradient."""
-        arguments = (y, list(results), sample_weight, scale)
-        return self._call(self._of_batch, arguments, signature, differentiate)
+        """The loss, compiled for these shapes, or for any once there were too many."""
+        compiled = self.compile(arguments, signature, differentiate)
+        if compiled is not None:
+            total, *rest = compiled(*dense_tensors(arguments[1:]))
+        else:
+            kind = (arguments.of_samples, differentiate)
+            if kind not in self._functions:
+                run = functools.partial(self._valued, *kind)
+                self._functions[kind] = tf.function(run, autograph=False, reduce_retracing=True)
+            total, *rest = self._functions[kind](*arguments[1:])
+        tensors = [self._results[i] for i in self._sources] if differentiate else []
+        gradients = rest[len(rest) - len(tensors) :]
+        each = rest[: len(rest) - len(tensors)]
+        return LossValue(total, each, dict(zip(tensors, gradients, strict=True)))
+
+    def compile(
+        self, arguments: LossArguments, signature: Hashable, differentiate: bool
+    ) -> CompiledFunction | None:
+        """A function compiled for outputs, or their specs; `None` once there were too many."""
+        results = tuple((tensor.shape, tensor.dtype) for tensor in arguments.results)
+        key = (arguments.of_samples, differentiate, signature, results)
+        compiled = self._compiled.get(key)
+        if compiled is None and len(self._compiled) < _COMPILED_SIGNATURES:
+            run = functools.partial(self._valued, arguments.of_samples, differentiate)
+            compiled = self._compiled[key] = CompiledFunction.like(run, arguments[1:])
+        return compiled
 
     def coefficients(
         self, y: Any, outputs: Sequence[tf.Tensor], sample_weight: Any, rows: int, signature: Any
@@ -107,122 +142,32 @@ class BatchLoss:
             self._compiled[key] = CompiledFunction.like(measure, (y, sample_weight))
         return self._compiled[key](*dense_tensors((y, sample_weight)))
 
-    def contribution(
-        self,
-        y: Any,
-        results: Sequence[tf.Tensor],
-        coefficients: Sequence[tf.Tensor],
-        signature: Hashable,
-        differentiate: bool,
-        scale: tf.Tensor | None = None,
-    ) -> LossValue:
-        """What some samples contribute to the loss of their batch, and its gradient."""
-        arguments = (y, list(results), list(coefficients), scale)
-        return self._call(self._of_samples, arguments, signature, differentiate)
-
-    def compile_of_batch(
-        self,
-        y: Any,
-        results: Sequence[tf.TensorSpec],
-        sample_weight: Any,
-        signature: Hashable,
-        differentiate: bool,
-        scale: tf.Tensor | None = None,
-    ) -> None:
-        """Compiles what `of_batch` runs for outputs that are only described."""
-        arguments = (y, list(results), sample_weight, scale)
-        self._compile(self._of_batch, arguments, signature, differentiate)
-
-    def compile_contribution(
-        self,
-        y: Any,
-        results: Sequence[tf.TensorSpec],
-        coefficients: Sequence[tf.Tensor],
-        signature: Hashable,
-        differentiate: bool,
-        scale: tf.Tensor | None = None,
-    ) -> None:
-        """Compiles what `contribution` runs for outputs that are only described."""
-        arguments = (y, list(results), list(coefficients), scale)
-        self._compile(self._of_samples, arguments, signature, differentiate)
-
     def outputs(self, rows: int) -> list[tf.TensorSpec] | None:
         """What the model's outputs with their masks look like; `None` if the model does not say."""
         specs = [output_spec(self._extracted, tensor, rows) for tensor in self._results]
         known = (s.shape.is_fully_defined() and s.shape.rank and s.shape[0] == rows for s in specs)
         return specs if all(known) else None
 
-    def _compile(
-        self,
-        function: Callable[..., Any],
-        arguments: tuple[Any, ...],
-        signature: Hashable,
-        differentiate: bool,
-    ) -> CompiledFunction | None:
-        """A function compiled for these shapes; `None` once there were too many."""
-        results = tuple((tensor.shape, tensor.dtype) for tensor in arguments[1])
-        key = (function, differentiate, signature, results)
-        compiled = self._compiled.get(key)
-        if compiled is None and len(self._compiled) < _COMPILED_SIGNATURES:
-            run = functools.partial(function, differentiate)
-            compiled = self._compiled[key] = CompiledFunction.like(run, arguments)
-        return compiled
-
-    def _call(
-        self,
-        function: Callable[..., Any],
-        arguments: tuple[Any, ...],
-        signature: Hashable,
-        differentiate: bool,
-    ) -> LossValue:
-        """Calls a function compiled for these shapes, or for any once there were too many."""
-        compiled = self._compile(function, arguments, signature, differentiate)
-        if compiled is not None:
-            total, *rest = compiled(*dense_tensors(arguments))
-        else:
-            kind = (function, differentiate)
-            if kind not in self._functions:
-                run = functools.partial(function, differentiate)
-                self._functions[kind] = tf.function(run, autograph=False, reduce_retracing=True)
-            total, *rest = self._functions[kind](*arguments)
-        tensors = [self._results[i] for i in self._sources] if differentiate else []
-        gradients = rest[len(rest) - len(tensors) :]
-        each = rest[: len(rest) - len(tensors)]
-        return LossValue(total, each, dict(zip(tensors, gradients, strict=True)))
-
-    def _of_batch(
-        self, differentiate: bool, y: Any, results: list[tf.Tensor], sample_weight: Any, scale: Any
-    ) -> list[tf.Tensor]:
-        return self._valued(self._whole, y, results, sample_weight, differentiate, scale)
-
-    def _of_samples(
-        self,
-        differentiate: bool,
-        y: Any,
-        results: list[tf.Tensor],
-        coefficients: list[tf.Tensor],
-        scale: Any,
-    ) -> list[tf.Tensor]:
-        self._given = iter(zip(self._kinds, coefficients, strict=True))
-        return self._valued(self._add_up, y, results, None, differentiate, scale)
-
     def _valued(
         self,
-        loss: Any,
+        of_samples: bool,
+        differentiate: bool,
         y: Any,
         results: list[tf.Tensor],
-        sample_weight: Any,
-        differentiate: bool,
+        weights: Any,
         scale: tf.Tensor | None,
     ) -> list[tf.Tensor]:
-        """The loss, that of each output, and the gradients, multiplied, if they are needed."""
+        """The loss, the loss of each output, and the gradients, multiplied, if they are needed."""
+        loss = self._add_up if of_samples else self._whole
+        if of_samples:
+            self._given = iter(zip(self._kinds, weights, strict=True))
         sources = [results[i] for i in self._sources] if differentiate else []
         if loss is None:
             return [tf.zeros((), keras.config.floatx()), *map(tf.zeros_like, sources)]
         self._each = []
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(sources)
-            value = loss(y, self._pack(results), sample_weight)
+            value = loss(y, self._pack(results), None if of_samples else weights)
         values = [
             tf.cast(value, keras.config.floatx()),
             *(self._each if self._tracks_each else ()),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -14,7 +15,6 @@ from tarantella_pp.partition.graph.keras_reader import ExtractedModel
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.runtime.batch_step import BatchStep
 from tarantella_pp.runtime.comm.communicator import Communicator
-from tarantella_pp.runtime.data.batch import Batch
 from tarantella_pp.runtime.executor import Executor
 from tarantella_pp.runtime.modules.model_outputs import find_activations
 from tarantella_pp.runtime.modules.stage_boundary import (
@@ -29,7 +29,7 @@ from tarantella_pp.runtime.stage_messages import StageMessages
 from tarantella_pp.runtime.tracing.recorder import Recorder
 from tarantella_pp.runtime.weights.forward_state import ForwardState
 from tarantella_pp.runtime.weights.process_groups import ProcessGroups
-from tarantella_pp.schedule import Schedule, Transfer, send_window
+from tarantella_pp.schedule import Transfer
 
 
 class Rehearsal:
@@ -156,6 +156,7 @@ class RankStages(Mapping[int, Stage]):
         boundaries: The borders of all stages of the model.
         edges: What crosses from stage to stage, of all ranks.
         modules: What each stage of this rank computes with.
+        executor: Runs them.
         rehearsal: Tries the stages out before they first run.
         have_run: Whether stages have been traced, with their layers as they were.
     """
@@ -187,7 +188,7 @@ class RankStages(Mapping[int, Stage]):
         }
         self.modules = {index: stage.module for index, stage in self._own.items()}
         messages = StageMessages(ranks, graph, self.edges, placement, sent_as=plan.wire_dtype)
-        self._executor = Executor(self._own, messages, Recorder(1), plan.except_last)
+        self.executor = Executor(self._own, messages, Recorder(1), plan.except_last)
         self._forward_state = ForwardState(
             [call for module in self.modules.values() for call in module.layer.calls],
             [module.statistics for module in self.modules.values()],
@@ -207,34 +208,23 @@ class RankStages(Mapping[int, Stage]):
     def __len__(self) -> int:
         return len(self._own)
 
-    @property
-    def recorder(self) -> Recorder:
-        """Where it is noted what they do when."""
-        return self._executor.recorder
-
-    @recorder.setter
-    def recorder(self, recorder: Recorder) -> None:
-        """Has it noted elsewhere."""
-        self._executor.recorder = recorder
-
     def rehearse(self, step: BatchStep) -> Exception | None:
         """Tries the stages of all ranks out; see `Rehearsal.run`."""
         self.have_run = True
         return self.rehearsal.run(step)
 
-    def run(self, schedule: Schedule, batch: Batch, step: BatchStep) -> None:
-        """Runs this rank's actions of a schedule."""
+    @contextlib.contextmanager
+    def begun(self, step: BatchStep) -> Iterator[Executor]:
+        """Surrounds a step: what layers and metrics keep is the batch's before it and after it."""
         self.have_run = True
         step.begin()
-        self._forward_state.begin(batch.share, step.training)
-        window = send_window(schedule.name, schedule.num_stages, schedule.num_ranks)
-        program = schedule.actions[self._groups.pipeline.rank]
-        self._executor.run(program, step.rows, step, window)
-        self._forward_state.end(batch.shares, step.training)
+        self._forward_state.begin(step.batch.share, step.training)
+        yield self.executor  # not called from here: deep stacks are hard to read
+        self._forward_state.end(step.batch.shares, step.training)
 
     def clear(self) -> None:
         """Drops the rest of a step that an error has ended."""
-        self._executor.clear()
+        self.executor.clear()
         for stage in self._own.values():
             stage.clear()
 

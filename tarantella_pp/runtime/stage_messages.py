@@ -103,6 +103,11 @@ class StageMessages:
         self._window: int | None = None
         self._sent: dict[Link, deque[SendRequest]] = {}
 
+    @property
+    def rank(self) -> int:
+        """The rank whose messages these are."""
+        return self._communicator.rank
+
     def computing(self) -> contextlib.AbstractContextManager[None]:
         """Surrounds a computation; see `Communicator.computing`."""
         return self._communicator.computing()

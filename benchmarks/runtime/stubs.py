@@ -248,7 +248,7 @@ def chain(num_stages: int, width: int) -> LayerGraph:
 
 
 class _Sleeper:
-    """Sleeps as long as it is told, on the whole: the system wakes everybody up a little late."""
+    """Sleeps as long as it should, on the whole: the system wakes everybody up a little late."""
 
     def __init__(self) -> None:
         self._late: deque[float] = deque([0.0], maxlen=15)

@@ -19,15 +19,7 @@ _T = TypeVar("_T")
 
 
 class BatchStep:
-    """The data and the results of one step on one rank.
-
-    Attributes:
-        batch: Its data.
-        training: Whether it trains.
-        pieces: The micro-batches of this rank's replica.
-        results: The model's outputs for each micro-batch, on the rank of the last stage.
-        added: What layers and regularizers of this rank add to the loss, so far.
-    """
+    """The data and the results of one step on one rank."""
 
     def __init__(
         self,
@@ -63,7 +55,7 @@ class BatchStep:
         self._report = report
         self._targets: list[tuple[Any, Any]] | None = None
         self._coefficients: list[list[tf.Tensor]] | None = None
-        self._gradients: list[Mapping[BoundaryTensor, tf.Tensor]] | None = None
+        self._gradients: Mapping[BoundaryTensor, list[tf.Tensor]] | None = None
 
     @property
     def rows(self) -> dict[int, int]:
@@ -131,8 +123,9 @@ class BatchStep:
         """Gradient of the loss of the batch with respect to the model's outputs."""
         if self._at_once:
             if self._gradients is None:
-                self._gradients = self._gradients_of_whole()
-            return self._gradients[micro_batch]
+                gradients = self._take_loss(None)
+                self._gradients = {port: self._split_whole(g) for port, g in gradients.items()}
+            return {port: pieces[micro_batch] for port, pieces in self._gradients.items()}
         return self._take_loss(micro_batch)
 
     def compile_loss(self) -> None:
@@ -199,13 +192,9 @@ class BatchStep:
 
     def whole_results(self) -> list[tf.Tensor]:
         """The model's outputs for all samples of the batch, of all replicas."""
-        own = [_joined(parts) for parts in zip(*self.results, strict=True)]
+        whole = zip(*self.results, strict=True)
+        own = [parts[0] if len(parts) == 1 else tf.concat(parts, 0) for parts in whole]
         return self._exchange.joined(own, [share.counted_rows for share in self.batch.shares])
-
-    def _gradients_of_whole(self) -> list[Mapping[BoundaryTensor, tf.Tensor]]:
-        gradients = self._take_loss(None)
-        pieces = {port: self._split_whole(gradient) for port, gradient in gradients.items()}
-        return [{port: parts[i] for port, parts in pieces.items()} for i in range(len(self._sizes))]
 
     def _split_coefficients(self, outputs: Sequence[tf.Tensor]) -> list[list[tf.Tensor]]:
         """What the values of each loss are multiplied with, for each micro-batch."""
@@ -224,9 +213,8 @@ class BatchStep:
 
     def _split_targets(self) -> list[tuple[Any, Any]]:
         whole = (self.batch.y, self.batch.sample_weight)
-        count = len(self._sizes)
         pieces = [
-            [None] * count if leaf is None else self._split_whole(leaf)
+            [None] * len(self._sizes) if leaf is None else self._split_whole(leaf)
             for leaf in keras.tree.flatten(whole)
         ]
         return [
@@ -244,10 +232,6 @@ class BatchStep:
 
     def _split(self, tensor: tf.Tensor) -> list[tf.Tensor]:
         return [tensor] if len(self._sizes) == 1 else list(tf.split(tensor, self._sizes))
-
-
-def _joined(parts: Sequence[tf.Tensor]) -> tf.Tensor:
-    return parts[0] if len(parts) == 1 else tf.concat(parts, 0)
 
 
 def _required(value: _T | None) -> _T:

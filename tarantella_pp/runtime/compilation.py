@@ -44,7 +44,6 @@ class MetricUpdates:
     def __init__(self, metrics: Any, pack: Callable[[Sequence[tf.Tensor]], Any]) -> None:
         self._metrics = metrics
         self._pack = pack
-        self._reasons: dict[Hashable, str | None] = {}
         self._compiled: dict[Hashable, CompiledFunction] = {}
         self._waiting: deque[tuple[Hashable, list[tf.Tensor]]] = deque()
 
@@ -59,11 +58,9 @@ class MetricUpdates:
         """Finds out why the metrics need the outputs of a whole batch."""
         if self._metrics is None:
             return None
-        if batch.signature not in self._reasons:
-            self._reasons[batch.signature] = why_not_by_parts(
-                self._metrics, self._pack, batch.y, outputs, batch.sample_weight, replicas
-            )
-        return self._reasons[batch.signature]
+        return why_not_by_parts(
+            self._metrics, self._pack, batch.y, outputs, batch.sample_weight, replicas
+        )
 
     def add(self, y: Any, results: Sequence[tf.Tensor], weight: Any, signature: Hashable) -> None:
         """Takes samples to update the metrics with, now or later."""
@@ -94,7 +91,7 @@ class MetricUpdates:
             pass
 
     def clear(self) -> None:
-        """Forgets what is left, of a step that does not end."""
+        """Forgets the rest of a step that does not end."""
         self._waiting.clear()
 
     def _update(self, y: Any, results: list[tf.Tensor], weight: Any) -> None:
@@ -102,11 +99,7 @@ class MetricUpdates:
 
 
 class LossAndMetrics:
-    """The compiled loss and metrics of a model, applied to the outputs of a pipeline.
-
-    Attributes:
-        metrics: Updates the metrics.
-    """
+    """The compiled loss and metrics of a model, applied to the outputs of a pipeline."""
 
     def __init__(self, model: Any, extracted: ExtractedModel, boundary: StageBoundary) -> None:
         self._model = model
@@ -122,7 +115,7 @@ class LossAndMetrics:
         return self.metrics.why_whole(batch, outputs, replicas=len(batch.shares) > 1)
 
     def finish(self, loss: tf.Tensor, each: Sequence[tf.Tensor], rows: int) -> Mapping[str, Any]:
-        """Updates the loss trackers with one batch, and the metrics with what is left of it."""
+        """Updates the loss trackers with one batch, and the metrics with the rest."""
         self.metrics.finish()
         logs: Mapping[str, Any] = self._finish(loss, list(each), tf.constant(rows))
         return logs
@@ -144,17 +137,7 @@ class LossAndMetrics:
 
 
 class Compilation:
-    """Loss, metrics and optimizer of a compiled model; all ranks make it with their first batch.
-
-    Attributes:
-        loss_and_metrics: The metrics, on the rank of the last stage; elsewhere `None`.
-        loss: The loss, likewise.
-        update: The optimizer's step.
-        coupling: Why the loss needs the outputs of the whole batch at once, if it does.
-        reach_known: Whether it is known which weights gradients reach.
-        loss_per_sample: Whether the compiled loss has a value for each sample.
-        tried: The kinds of batches whose steps have been compiled.
-    """
+    """Loss, metrics and optimizer of a compiled model; all ranks make it with their first batch."""
 
     def __init__(
         self,
@@ -178,6 +161,7 @@ class Compilation:
             self.loss_and_metrics = LossAndMetrics(model, extracted, boundary)
             self.loss = BatchLoss(model, extracted, boundary, kinds)
         self.update = OptimizerStep(model.optimizer, modules, model.trainable_variables, weights)
+        # Only a step that has run shows which weights gradients reach.
         self.reach_known = False
         self.tried: set[tuple[bool, bytes, int]] = set()
         self._model = model
@@ -197,12 +181,11 @@ class Compilation:
         """Why metrics need the whole batch at once, if they do; all ranks must call it."""
         if batch.signature not in self._why_whole:
             found = self.loss_and_metrics
-
-            def find() -> str | None:
-                return None if found is None else found.why_whole(batch)
-
             self._why_whole[batch.signature] = on_one_rank(
-                self._communicator, self._last_rank, "update the metrics", find
+                self._communicator,
+                self._last_rank,
+                "update the metrics",
+                lambda: None if found is None else found.why_whole(batch),
             )
         return self._why_whole[batch.signature]
 

@@ -46,21 +46,7 @@ from tarantella_pp.runtime.weights.remote_variables import only_traced
 
 
 class Engine:
-    """Trains, tests and predicts on one rank of a pipeline.
-
-    Attributes:
-        communicator: All ranks of the job.
-        schedules: What steps run.
-        memory: Refuses batches that do not fit.
-        placement: Rank of each stage.
-        stages: This rank's stages, by their numbers.
-        weights: What this rank has of the model's weights.
-        feed: Hands every rank its part of each batch.
-        shared_logs: What its ranks know of losses and metrics.
-        logs: Keras' logs after the last step, the same on all ranks; empty once metrics are reset.
-        fallbacks: Stages of any rank that could not be cut in three, and why, once trained.
-        before_training: Called once, when the metrics of the next training step have variables.
-    """
+    """Trains, tests and predicts on one rank of a pipeline."""
 
     def __init__(
         self,
@@ -77,8 +63,11 @@ class Engine:
         self.groups = groups
         self.communicator = groups.world
         self.placement = plan.schedule_spec(groups.pipeline.size).placement
+        # Keras' logs after the last step; empty once metrics are reset.
         self.logs: dict[str, Any] = {}
+        # Stages of any rank that could not be cut in three, and why, once trained.
         self.fallbacks: dict[int, str] = {}
+        # Called once, when the metrics of the next training step have variables.
         self.before_training: Callable[[], None] | None = None
         self._model = model
         self._plan = plan
@@ -235,7 +224,7 @@ class Engine:
         An error in it, which is the same on all ranks, leaves them able to go on.
         """
         pieces = self._pieces(batch)
-        if not self.stages.rehearsal.is_due(training, pieces):
+        if not self.stages.is_due(training, pieces):
             return
         self._exchanges = True
         step = self._step(batch, None, training=training)
@@ -257,7 +246,7 @@ class Engine:
 
         def compile_step() -> None:
             if not is_first:  # else they have been rehearsed just now
-                self.stages.rehearsal.compile(step)
+                self.stages.compile(step)
             step.compile_loss()
 
         on_all_ranks(self.communicator, "compile the step", compile_step)

@@ -65,9 +65,6 @@ class BatchLoss:
     multiplies each value with a coefficient and adds them up. The coefficients follow from sample
     weights, masked targets and sizes of the *whole* batch, which are known before any output is.
     So the loss of a batch is the sum of what its micro-batches contribute, whatever the reduction.
-
-    Attributes:
-        reached: The output tensors that the loss depends on; known once gradients were computed.
     """
 
     def __init__(
@@ -96,6 +93,7 @@ class BatchLoss:
         self._given: Iterator[tuple[str, tf.Tensor]] = iter(())
         self._compiled: dict[Hashable, CompiledFunction] = {}
         self._functions: dict[Hashable, Callable[..., Any]] = {}
+        # The output tensors that the loss depends on; known once gradients were computed.
         self.reached: set[int] = set()
 
     def value(
@@ -231,12 +229,12 @@ class BatchLoss:
 def _check(
     loss: Any, values: tf.Tensor, kind: str, rows: int | None, sizes: Sequence[int | None] = ()
 ) -> None:
-    """Refuses targets that Keras spreads over other samples, as those of (8, 1, 3) over (8, 3)."""
+    """Refuses targets that Keras spreads over other samples, as (8, 1, 3) over (8, 3)."""
     rank = values.shape.rank
     expected = [rows, *(sizes or values.shape[1:])] if rank else []
     if bool(rank) != (kind == ROWS) or not values.shape.is_compatible_with(expected):
         raise UnsupportedModelError(
             f"Loss '{loss.name}' has values of the shape {tuple(values.shape)}, which is not one "
-            "row for each sample: the shape of the targets does not fit that of the outputs. "
+            "row for each sample: the shape of the targets does not fit the outputs' shape. "
             "Reshape the targets, or use num_micro_batches=1 and num_replicas=1."
         )

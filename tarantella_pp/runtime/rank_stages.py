@@ -14,7 +14,6 @@ from tarantella_pp.errors import TarantellaError, UnsupportedModelError
 from tarantella_pp.partition.graph.keras_reader import ExtractedModel
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.runtime.batch_step import BatchStep
-from tarantella_pp.runtime.comm.communicator import Communicator
 from tarantella_pp.runtime.executor import Executor
 from tarantella_pp.runtime.modules.model_outputs import find_activations
 from tarantella_pp.runtime.modules.stage_boundary import (
@@ -32,110 +31,6 @@ from tarantella_pp.runtime.weights.process_groups import ProcessGroups
 from tarantella_pp.schedule import Transfer
 
 
-class Rehearsal:
-    """Runs the first micro-batch forward, stage after stage, and leaves nothing behind.
-
-    In a step a rank whose stage fails leaves the others waiting for its messages. What can fail
-    before anything is trained, a stage that is refused above all, fails here, on every rank alike,
-    and leaves no message under way: the ranks can go on, with another model for example.
-    """
-
-    def __init__(
-        self,
-        boundaries: Sequence[StageBoundary],
-        stages: Mapping[int, Stage],
-        messages: StageMessages,
-        placement: Sequence[int],
-        groups: ProcessGroups,
-        state: ForwardState,
-    ) -> None:
-        self._boundaries = boundaries
-        self._stages = stages
-        self._messages = messages
-        self._placement = placement
-        self._communicator = groups.pipeline
-        self._groups = groups
-        self._state = state
-        self._measures = False
-        self._tried: set[tuple[bool, bool]] = set()
-        self._arrived: dict[int, list[tf.Tensor]] = defaultdict(list)
-
-    def is_due(self, training: bool, pieces: Pieces) -> bool:
-        """Whether steps of a kind are yet to be tried out."""
-        several = pieces.total > 1
-        return (training, several) not in self._tried and (several or not pieces.is_plain)
-
-    def run(self, step: BatchStep) -> Exception | None:
-        """Runs the first micro-batch; all ranks must call it."""
-        self._arrived.clear()
-        self._measures = self._state.must_measure(step.training)
-        before = self._state.snapshot()
-        errors = (self._try(boundary, step) for boundary in self._boundaries)
-        error = next((error for error in errors if error is not None), None)
-        if self._measures:
-            self._state.measured(before, step.training)
-            self._state.restore(before)
-        error = self._of_all_replicas(error)
-        if error is None:
-            self._tried.add((step.training, step.pieces.total > 1))
-        return error
-
-    def compile(self, step: BatchStep) -> None:
-        """Compiles this rank's stages for the micro-batches of a step, if it knows their shapes."""
-        keys = {rows: key for key, rows in enumerate(step.pieces.sizes)}
-        for index, stage in self._stages.items():
-            for rows, key in keys.items():
-                arrived = [self._messages.shapes(edge, rows) for edge in stage.boundary.receives]
-                known = [specs for specs in arrived if specs is not None]
-                if len(known) == len(arrived):
-                    coming = [spec for specs in known for spec in specs]
-                    inputs = [*step.data(index, key), *coming]
-                    stage.compile([tf.TensorSpec(t.shape, t.dtype) for t in inputs], step.training)
-
-    def _of_all_replicas(self, error: Exception | None) -> Exception | None:
-        """The error of the first replica that has one."""
-        everywhere = self._groups.peers.allgather_json(_described(error))
-        for ranks, theirs in zip(self._groups.world_ranks, everywhere, strict=True):
-            if theirs is not None:
-                return error or _error_of(f"A stage of ranks {list(ranks)} cannot run", *theirs)
-        return None
-
-    def _try(self, boundary: StageBoundary, step: BatchStep) -> Exception | None:
-        """Runs a stage where it is, and passes on what it gives if it can run."""
-        owner = self._placement[boundary.index]
-        error: Exception | None = None
-        outputs: list[tf.Tensor] = []
-        if boundary.index in self._stages:
-            inputs = [*step.data(boundary.index, 0), *self._arrived.pop(boundary.index, ())]
-            try:
-                outputs = self._stages[boundary.index].rehearse(step, inputs)
-                if self._measures:
-                    self._stages[boundary.index].run_once(inputs, step)
-            except Exception as caught:
-                error = caught
-        described = self._communicator.broadcast_json(_described(error), owner)
-        if described is not None:
-            where = f"Stage {boundary.index} cannot run on rank {owner}"
-            return error or _error_of(where, *described)
-        values = dict(zip(boundary.outputs, outputs, strict=False))
-        for edge in boundary.sends:
-            self._pass_on(edge, [values[tensor] for tensor in edge.tensors if values], step)
-        return None
-
-    def _pass_on(self, edge: StageEdge, values: list[tf.Tensor], step: BatchStep) -> None:
-        """Takes what a stage gives to a later one; it is received before anything else can fail."""
-        source, target = self._placement[edge.source], self._placement[edge.target]
-        rank = self._communicator.rank
-        if rank == source != target:
-            self._messages.send(Transfer(edge.source, edge.target, "S", "F", 0), values)
-        elif rank == target != source:
-            receive = Transfer(edge.source, edge.target, "R", "F", 0)
-            self._messages.begin([receive], {0: step.pieces.sizes[0]})
-            values = self._messages.receive(receive)
-        if rank == target:
-            self._arrived[edge.target] += values
-
-
 def _described(error: Exception | None) -> list[str] | None:
     """An error as plain data, for other ranks."""
     return None if error is None else [type(error).__name__, str(error)]
@@ -150,16 +45,7 @@ def _error_of(where: str, name: str, text: str) -> Exception:
 
 
 class RankStages(Mapping[int, Stage]):
-    """This rank's stages, by their numbers.
-
-    Attributes:
-        boundaries: The borders of all stages of the model.
-        edges: What crosses from stage to stage, of all ranks.
-        modules: What each stage of this rank computes with.
-        executor: Runs them.
-        rehearsal: Tries the stages out before they first run.
-        have_run: Whether stages have been traced, with their layers as they were.
-    """
+    """This rank's stages, by their numbers."""
 
     def __init__(
         self,
@@ -194,10 +80,11 @@ class RankStages(Mapping[int, Stage]):
             [module.statistics for module in self.modules.values()],
             groups.peers,
         )
-        self.rehearsal = Rehearsal(
-            self.boundaries, self._own, messages, placement, groups, self._forward_state
-        )
         self.have_run = False
+        self._messages = messages
+        self._measures = False
+        self._tried: set[tuple[bool, bool]] = set()
+        self._arrived: dict[int, list[tf.Tensor]] = defaultdict(list)
 
     def __getitem__(self, index: int) -> Stage:
         return self._own[index]
@@ -208,10 +95,86 @@ class RankStages(Mapping[int, Stage]):
     def __len__(self) -> int:
         return len(self._own)
 
+    def is_due(self, training: bool, pieces: Pieces) -> bool:
+        """Whether steps of a kind are yet to be tried out."""
+        several = pieces.total > 1
+        return (training, several) not in self._tried and (several or not pieces.is_plain)
+
     def rehearse(self, step: BatchStep) -> Exception | None:
-        """Tries the stages of all ranks out; see `Rehearsal.run`."""
+        """Runs the first micro-batch forward, stage after stage; leaves nothing behind.
+
+        In a step a rank whose stage fails leaves the others waiting for its messages. What can
+        fail before anything is trained, a stage that is refused above all, fails here, on every
+        rank alike, and leaves no message under way: the ranks can go on with another model.
+        """
         self.have_run = True
-        return self.rehearsal.run(step)
+        self._arrived.clear()
+        self._measures = self._forward_state.must_measure(step.training)
+        before = self._forward_state.snapshot()
+        errors = (self._try(boundary, step) for boundary in self.boundaries)
+        error = next((error for error in errors if error is not None), None)
+        if self._measures:
+            self._forward_state.measured(before, step.training)
+            self._forward_state.restore(before)
+        error = self._of_all_replicas(error)
+        if error is None:
+            self._tried.add((step.training, step.pieces.total > 1))
+        return error
+
+    def compile(self, step: BatchStep) -> None:
+        """Compiles this rank's stages for the micro-batches of a step, if it knows their shapes."""
+        keys = {rows: key for key, rows in enumerate(step.pieces.sizes)}
+        for index, stage in self._own.items():
+            for rows, key in keys.items():
+                arrived = [self._messages.shapes(edge, rows) for edge in stage.boundary.receives]
+                known = [specs for specs in arrived if specs is not None]
+                if len(known) == len(arrived):
+                    coming = [spec for specs in known for spec in specs]
+                    inputs = [*step.data(index, key), *coming]
+                    stage.compile([tf.TensorSpec(t.shape, t.dtype) for t in inputs], step.training)
+
+    def _of_all_replicas(self, error: Exception | None) -> Exception | None:
+        """The error of the first replica that has one."""
+        everywhere = self._groups.peers.allgather_json(_described(error))
+        for ranks, theirs in zip(self._groups.world_ranks, everywhere, strict=True):
+            if theirs is not None:
+                return error or _error_of(f"A stage of ranks {list(ranks)} cannot run", *theirs)
+        return None
+
+    def _try(self, boundary: StageBoundary, step: BatchStep) -> Exception | None:
+        """Runs a stage where it is, and passes on what it gives if it can run."""
+        owner = self._placement[boundary.index]
+        error: Exception | None = None
+        outputs: list[tf.Tensor] = []
+        if boundary.index in self:
+            inputs = [*step.data(boundary.index, 0), *self._arrived.pop(boundary.index, ())]
+            try:
+                outputs = self._own[boundary.index].rehearse(step, inputs)
+                if self._measures:
+                    self._own[boundary.index].run_once(inputs, step)
+            except Exception as caught:
+                error = caught
+        described = self._groups.pipeline.broadcast_json(_described(error), owner)
+        if described is not None:
+            where = f"Stage {boundary.index} cannot run on rank {owner}"
+            return error or _error_of(where, *described)
+        values = dict(zip(boundary.outputs, outputs, strict=False))
+        for edge in boundary.sends:
+            self._pass_on(edge, [values[tensor] for tensor in edge.tensors if values], step)
+        return None
+
+    def _pass_on(self, edge: StageEdge, values: list[tf.Tensor], step: BatchStep) -> None:
+        """Takes what a stage gives to a later one; it is received before anything else can fail."""
+        source, target = self._placement[edge.source], self._placement[edge.target]
+        rank = self._groups.pipeline.rank
+        if rank == source != target:
+            self._messages.send(Transfer(edge.source, edge.target, "S", "F", 0), values)
+        elif rank == target != source:
+            receive = Transfer(edge.source, edge.target, "R", "F", 0)
+            self._messages.begin([receive], {0: step.pieces.sizes[0]})
+            values = self._messages.receive(receive)
+        if rank == target:
+            self._arrived[edge.target] += values
 
     @contextlib.contextmanager
     def begun(self, step: BatchStep) -> Iterator[Executor]:
@@ -229,10 +192,29 @@ class RankStages(Mapping[int, Stage]):
             stage.clear()
 
     def find_reach(self, scored: Iterable[int]) -> None:
-        """Learns which weights no gradient reaches; collective, after a training step."""
-        find_connected_gradients(
-            self.boundaries, self._own, self._placement, self._groups.pipeline, scored
-        )
+        """Learns, after a training step, which weights no gradient reaches; all must call it.
+
+        Keras leaves a weight alone that no gradient reaches, where a gradient of zero would let it
+        decay. A stage by itself cannot tell the two apart: what comes back over a cut may be zeros
+        only because a later stage, or the loss, does not use it.
+        """
+        ranks = self._groups.pipeline
+        # Pairs of a stage that sends a gradient back, -1 for the loss, and a tensor.
+        connected = {(-1, t) for t in ranks.broadcast_json(list(scored), self._placement[-1])}
+        for boundary in reversed(self.boundaries):
+            coming = [
+                (boundary.model_outputs != () and (-1, tensor.tensor) in connected)
+                or any((edge.target, tensor.tensor) in connected for edge in boundary.sends)
+                for tensor in boundary.outputs_with_gradient
+            ]
+            stage = self._own.get(boundary.index)
+            reached = None if stage is None else stage.reached(coming)
+            reached = ranks.broadcast_json(reached, self._placement[boundary.index])
+            connected |= {
+                (boundary.index, tensor.tensor)
+                for tensor, is_reached in zip(boundary.input_gradients, reached, strict=True)
+                if is_reached
+            }
 
     def find_fallbacks(self) -> dict[int, str]:
         """Returns which stages of any rank could not be cut, and why; all ranks must call it."""
@@ -253,38 +235,6 @@ class RankStages(Mapping[int, Stage]):
             known = shapes.get(f"{self._groups.replica}.{index}")
             if known:
                 stage.begin_with(known)
-
-
-def find_connected_gradients(
-    boundaries: Sequence[StageBoundary],
-    stages: Mapping[int, Stage],
-    placement: Sequence[int],
-    communicator: Communicator,
-    scored: Iterable[int],
-) -> None:
-    """Tells each stage's gradient sums which weights no gradient reaches; once for each loss.
-
-    Keras leaves a weight alone that no gradient reaches, where a gradient of zero would let it
-    decay. A stage by itself cannot tell the two apart: what comes back over a cut may be zeros
-    only because a later stage, or the loss, does not use it.
-    """
-    connected = {
-        (-1, tensor) for tensor in communicator.broadcast_json(list(scored), placement[-1])
-    }
-    for boundary in reversed(boundaries):
-        coming = [
-            (boundary.model_outputs != () and (-1, tensor.tensor) in connected)
-            or any((edge.target, tensor.tensor) in connected for edge in boundary.sends)
-            for tensor in boundary.outputs_with_gradient
-        ]
-        stage = stages.get(boundary.index)
-        reached = None if stage is None else stage.reached(coming)
-        reached = communicator.broadcast_json(reached, placement[boundary.index])
-        connected |= {
-            (boundary.index, tensor.tensor)
-            for tensor, is_reached in zip(boundary.input_gradients, reached, strict=True)
-            if is_reached
-        }
 
 
 def _weights_past(extracted: ExtractedModel, nodes: Sequence[int]) -> list[Any]:

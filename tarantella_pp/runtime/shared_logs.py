@@ -130,12 +130,7 @@ def _difference(known: Sequence[Form], found: Sequence[Form]) -> str:
 
 
 class SharedLogs:
-    """What the ranks of a pipeline know of its losses and metrics.
-
-    Attributes:
-        exchange: The messages.
-        of_layers: The metrics that layers have.
-    """
+    """What the ranks of a pipeline know of its losses and metrics."""
 
     def __init__(
         self,

@@ -211,12 +211,12 @@ class StageMessages:
         # MPI matches equal tags in the order of sending, and a stage may run micro-batches in
         # another order than the stage before: so no two messages of a step have the same tag.
         tag = _FIRST_TAG + channel + 2 * len(self._edges) * action.micro_batch
+        label = f"{'activations' if forward else 'gradients'} {action.source}>{action.target}"
+        label += f", micro-batch {action.micro_batch}"
         dtypes = tuple(map(self._dtype, tensors))
         on_wire = tuple(map(self._on_wire, dtypes))
         is_dynamic = any(map(self._is_dynamic, tensors))
-        return _MessageFormat(
-            tag, _label(action), tensors, dtypes, on_wire, dtypes != on_wire, is_dynamic
-        )
+        return _MessageFormat(tag, label, tensors, dtypes, on_wire, dtypes != on_wire, is_dynamic)
 
     def _is_dynamic(self, tensor: BoundaryTensor) -> bool:
         described, shape = self._graph.tensors[tensor.tensor], self._shape(tensor)
@@ -239,8 +239,3 @@ class StageMessages:
         if wire is not None and dtype.kind == "f" and dtype.itemsize > wire.itemsize:
             return wire
         return dtype
-
-
-def _label(action: Transfer) -> str:
-    what = "activations" if action.direction == "F" else "gradients"
-    return f"{what} {action.source}>{action.target}, micro-batch {action.micro_batch}"

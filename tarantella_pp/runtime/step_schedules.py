@@ -29,12 +29,7 @@ MEASURED = 4
 
 
 class StepSchedules:
-    """Schedules with their messages and reductions; each has passed all laws.
-
-    Attributes:
-        spec: The schedule by now; one that is searched for changes.
-        free: As above.
-    """
+    """Schedules with their messages and reductions; each has passed all laws."""
 
     def __init__(
         self,
@@ -170,11 +165,7 @@ class Autotune:
 
 
 class MemoryCheck:
-    """Holds a plan against the batches that are trained.
-
-    Attributes:
-        largest: The plan with the figures of the largest batch so far; `None` before the first.
-    """
+    """Holds a plan against the batches that are trained."""
 
     def __init__(
         self,
@@ -183,6 +174,7 @@ class MemoryCheck:
         schedules: StepSchedules,
         groups: ProcessGroups,
     ) -> None:
+        # The plan with the figures of the largest batch so far.
         self.largest: Plan | None = None
         self._rows = 0
         self._plan = plan

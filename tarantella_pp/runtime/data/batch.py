@@ -27,12 +27,7 @@ _HEADER_TAG, _STRUCTURE_TAG = 1, 2
 
 
 class BatchAnnouncement:
-    """Tells every rank the size of the next batch, and its structure where that is new.
-
-    Attributes:
-        known: Names the structure of the last batch.
-        signature: The same, decoded: shapes and dtypes of inputs, structures of targets.
-    """
+    """Tells every rank the size of the next batch, and its structure where that is new."""
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator

@@ -25,6 +25,7 @@ from tarantella_pp.internals.data import (
     get_data_adapter,
     order_of,
 )
+from tarantella_pp.runtime.comm.collective import on_all_ranks
 from tarantella_pp.runtime.comm.communicator import Communicator
 from tarantella_pp.runtime.data.batch import READER, ArrayRows, Batch
 from tarantella_pp.runtime.data.data_cursor import DataCursor
@@ -54,12 +55,7 @@ class FedData:
 
 
 class FeedAdapter(DataAdapter):
-    """A data adapter whose data set gives each rank its part of every batch.
-
-    Attributes:
-        cursor: How far a reader has come; `None` elsewhere.
-        start: Where the next epoch begins that Keras' loop runs, if not at its first step.
-    """
+    """A data adapter whose data set gives each rank its part of every batch."""
 
     def __init__(
         self,
@@ -77,6 +73,7 @@ class FeedAdapter(DataAdapter):
         self._adapter = adapter
         self._num_batches = num_batches
         self.description = description
+        # Where the next epoch of Keras' loop begins, if not at its first step.
         self.start: EpochStart | None = None
 
     def get_tf_dataset(self) -> Any:
@@ -131,11 +128,7 @@ def predict_function(engine: BatchEngine) -> Callable[[Sequence[Any]], Any]:
 
 
 class BatchEngine(Protocol):
-    """Trains, tests and predicts one batch after the other, on one rank.
-
-    Attributes:
-        communicator: All ranks of the job.
-    """
+    """Trains, tests and predicts one batch after the other, on one rank."""
 
     communicator: Communicator
 
@@ -233,10 +226,12 @@ def shared_adapters(
             text = _described(given, data.arrays) if known else _NOTHING
             facts.append(data.facts(text, is_given=given is not None))
 
-    everyones = _of_all_ranks(communicator, open_all, facts)
+    on_all_ranks(communicator, "read the data", open_all)
+    everyones: list[list[Any]] = communicator.allgather_json([list(each) for each in facts])
+    by_data = zip(*everyones, strict=True)
     return [
-        _fed(engine, data, facts_of_data)
-        for data, facts_of_data in zip(opened, zip(*everyones, strict=True), strict=True)
+        _fed(engine, data, [DataFacts(*each) for each in theirs])
+        for data, theirs in zip(opened, by_data, strict=True)
     ]
 
 
@@ -289,25 +284,6 @@ def _fed(engine: BatchEngine, data: OpenedData, facts: Sequence[DataFacts]) -> F
     if text != _NOTHING:
         logger.info("rank %d reads %s and sends the other ranks their parts", READER, text)
     return FeedAdapter(engine, data.adapter if reads else None, size, None, text)
-
-
-def _of_all_ranks(
-    communicator: Communicator, open_all: Callable[[], None], facts: list[DataFacts]
-) -> list[list[DataFacts]]:
-    """Opens data on all ranks; returns what each of them knows of its own."""
-    failure: Exception | None = None
-    try:
-        open_all()
-    except Exception as error:
-        failure = error
-    reason = None if failure is None else f"{type(failure).__name__}: {failure}"
-    for rank, theirs in enumerate(communicator.allgather_json(reason)):
-        if theirs is not None:
-            if failure is not None and rank == communicator.rank:
-                raise failure
-            raise ConfigurationError(f"Rank {rank} could not read the data: {theirs}")
-    everyones: list[list[Any]] = communicator.allgather_json([list(each) for each in facts])
-    return [[DataFacts(*each) for each in theirs] for theirs in everyones]
 
 
 def _refuse_others(facts: Sequence[DataFacts], *, everywhere: bool) -> None:

@@ -39,12 +39,7 @@ ARRAYS, PY_DATASET, TF_DATA, OTHER = "arrays", "PyDataset", "tf.data", "generato
 
 
 class DataCursor:
-    """Reads data, and knows how far.
-
-    Attributes:
-        kind: What is read.
-        batches: How many batches of the last pass have been read.
-    """
+    """Reads data, and knows how far."""
 
     def __init__(self, adapter: DataAdapter, numbers: bool) -> None:
         self._adapter = adapter

@@ -47,11 +47,7 @@ class ReadPart(NamedTuple):
 
 
 class DataFeed:
-    """Hands every rank its part of each batch.
-
-    Attributes:
-        readers: First rank of each replica, which reads for it where each of them reads.
-    """
+    """Hands every rank its part of each batch."""
 
     def __init__(
         self,
@@ -65,8 +61,9 @@ class DataFeed:
         self._need = needs[communicator.rank]
         self._standardize = standardize
         self._shares = shares
-        self._news = BatchAnnouncement(communicator)
+        self._announcement = BatchAnnouncement(communicator)
         first = {need.replica: rank for rank, need in reversed(list(enumerate(needs)))}
+        # The first rank of each replica reads for it where each of them reads.
         self.readers = [first[replica] for replica in sorted(first)]
 
     @property
@@ -106,10 +103,10 @@ class DataFeed:
             data = next(source)
             return self._distribute(data) if arrays is None else self._order(data, arrays)
         except (StopIteration, tf.errors.OutOfRangeError):
-            self._news.announce(END)
+            self._announcement.announce(END)
             return None
         except Exception as error:
-            self._news.fail(failure_text(READER, error))
+            self._announcement.fail(failure_text(READER, error))
             raise
 
     def _next_split(self, source: Iterator[Any]) -> Batch | None:
@@ -118,14 +115,14 @@ class DataFeed:
         everyones = self._communicator.allgather_json(
             [part.rows, part.signature.hex(), failure_text(self._communicator.rank, part.failure)]
         )
-        told: list[Any] = [everyones[rank] for rank in self.readers]
-        for _, _, failure in told:
+        heard: list[Any] = [everyones[rank] for rank in self.readers]
+        for _, _, failure in heard:
             if failure:
                 raise part.failure or ConfigurationError(failure)
-        rows = self._agreed([rows for rows, _, _ in told], {signature for _, signature, _ in told})
+        rows = self._agreed([rows for rows, _, _ in heard], {text for _, text, _ in heard})
         if rows == END:
             return None
-        self._news.keep(bytes.fromhex(told[0][1]))
+        self._announcement.keep(bytes.fromhex(heard[0][1]))
         return self._exchange(rows, part)
 
     def _agreed(self, parts: list[int], signatures: set[str]) -> int:
@@ -159,7 +156,7 @@ class DataFeed:
 
     def _exchange(self, rows: int, part: ReadPart) -> Batch:
         """Gets inputs from the replica's reader, and targets from all replicas' readers."""
-        specs, *structures = self._news.signature
+        specs, *structures = self._announcement.signature
         shares, wanted = self._shares(rows), self._wanted(self._need, len(specs))
         leaves = [spec for structure in structures for spec in tensors_in(structure)]
         awaited = [
@@ -202,7 +199,7 @@ class DataFeed:
     def _distribute(self, data: Any) -> Batch:
         inputs, targets, structures = self._opened(_without_optionals(data))
         rows = int(inputs[0].shape[0])
-        self._news.announce(rows, _signature(inputs, *structures))
+        self._announcement.announce(rows, _signature(inputs, *structures))
         shares = self._shares(rows)
         for rank, need in enumerate(self._needs):
             if rank != self._communicator.rank:
@@ -237,7 +234,7 @@ class DataFeed:
         first = order[:1]  # is enough to see what there is, on a rank that does not need it
         inputs = inputs or self._standardize(arrays.inputs(first))
         structures = self._structures(arrays, first)
-        self._news.announce(len(order), _signature(inputs, *structures))
+        self._announcement.announce(len(order), _signature(inputs, *structures))
         for rank, need in enumerate(self._needs):
             if rank != self._communicator.rank and need.any:
                 self._communicator.send([order], rank, _DATA_TAG, label="order of samples")
@@ -269,15 +266,15 @@ class DataFeed:
             count = len(tensors_in(targets[0]))
             y, weight = rebuild(targets[0], leaves[:count]), rebuild(targets[1], leaves[count:])
         share = shares[self._need.replica]
-        return Batch(rows, shares, share, inputs, y, weight, targets, self._news.known)
+        return Batch(rows, shares, share, inputs, y, weight, targets, self._announcement.known)
 
     def _receive(self, arrays: ArrayRows | None) -> Batch | None:
-        rows = self._news.hear()
+        rows = self._announcement.hear()
         if rows == END:
             return None
         if arrays is not None:
             return self._take(rows, arrays)
-        specs, y, weight = self._news.signature
+        specs, y, weight = self._announcement.signature
         need = self._wanted(self._need, len(specs))
         own = sum(self._shares(rows)[self._need.replica].own_sizes)
         buffers = _buffers(own, [specs[i] for i in need])
@@ -296,7 +293,7 @@ class DataFeed:
             order = self._get([TensorSpec((rows,), np.dtype(np.int64))], _DATA_TAG)[0]
             inputs, leaves = self._own_parts(order, arrays)
         mine = {i: inputs[i] for i in self._wanted(self._need, len(inputs))}
-        return self._batch(rows, mine, leaves, self._news.signature[1:])
+        return self._batch(rows, mine, leaves, self._announcement.signature[1:])
 
     def _get(self, specs: Sequence[TensorSpec], tag: int) -> list[np.ndarray[Any, Any]]:
         return self._communicator.post_receive(specs, READER, tag, label="data").wait()

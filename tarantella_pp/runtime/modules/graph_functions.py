@@ -126,7 +126,8 @@ class SubgraphExtractor:
             name = tensor.rsplit(":", 1)[0]
             if name not in nodes:
                 nodes.add(name)
-                todo += [_full(i) for i in self._nodes[name].input if not i.startswith("^")]
+                inputs = (i for i in self._nodes[name].input if not i.startswith("^"))
+                todo += [i if ":" in i else f"{i}:0" for i in inputs]
         return nodes, used
 
     def _part(self, names: set[str], first: Mapping[str, Iterable[str]]) -> Any:
@@ -148,10 +149,6 @@ class SubgraphExtractor:
 
 def _name(tensor: tf.Tensor) -> str:
     return f"{tensor.op.name}:{tensor.value_index}"
-
-
-def _full(name: str) -> str:
-    return name if ":" in name else f"{name}:0"
 
 
 def dependents(seeds: Iterable[tf.Tensor], operations: Iterable[tf.Operation]) -> set[tf.Operation]:

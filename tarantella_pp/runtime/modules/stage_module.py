@@ -32,16 +32,13 @@ class GradientAccumulator:
     change the result. Only slices at places in which no sample has a say, such as positions, are
     one and the same for all of the batch: they add up.
     Weights that no gradient reaches have no sum, as in plain Keras.
-
-    Attributes:
-        reached: For each weight whether the gradient of the loss gets as far as this stage's
-            gradient of the weight; where not, the sum is nothing but zeros.
-        fixed: The weights whose slices are at the same places whatever the samples are.
     """
 
     def __init__(self, weights: Sequence[Any]) -> None:
         self.weights = list(weights)
+        # The weights whose slices are at the same places whatever the samples are.
         self.fixed: frozenset[int] = frozenset()
+        # Where no gradient gets to this stage's weight the sum is nothing but zeros.
         self.reached = [True] * len(self.weights)
         self._known = False
         self._dense: list[tf.Variable | None] = [None] * len(self.weights)
@@ -68,7 +65,7 @@ class GradientAccumulator:
     def add_dense(self, gradients: Sequence[Any], first: tf.Tensor | bool) -> None:
         """Adds the dense ones of a micro-batch's gradients; works inside a `tf.function`.
 
-        The first ones take the place of what is there: their memory becomes the sum's,
+        The first ones replace the old ones: their memory becomes the sum's,
         which need neither be set to zero nor be read.
         """
         pairs = zip(self._dense, gradients, strict=True)
@@ -128,21 +125,16 @@ class GradientAccumulator:
 
 
 class StageModule:
-    """The nodes of one stage, and one gradient sum for each of its trainable weights.
-
-    Attributes:
-        added_by: Names of the layers that add losses, in training and otherwise; known once it
-            has run.
-        statistics: What its batch normalizations have seen of the batch.
-        blocks: Whether some input gets no gradient although it could; set by the passes.
-    """
+    """The nodes of one stage, and one gradient sum for each of its trainable weights."""
 
     def __init__(self, boundary: StageBoundary, calls: Sequence[Call]) -> None:
         self.boundary = boundary
         self.layer = StageLayer(calls, boundary)
         self.accumulator = GradientAccumulator(self.layer.trainable_variables)
         self.statistics = BatchStatistics()
+        # The layers that add losses in training, and otherwise; known once it has run.
         self.added_by: dict[bool, tuple[str, ...]] = {True: (), False: ()}
+        # Whether some input gets no gradient although it could; the passes find out.
         self.blocks = False
 
     @property
@@ -194,9 +186,6 @@ class StageLayer(keras.layers.Layer):
     It tracks the layers of those nodes: a bare loop over them would lose the activity losses of
     a layer that is called twice, because each call outside an enclosing layer starts anew. The
     model itself is neither cloned nor changed.
-
-    Attributes:
-        observe: Called with each call and its results, if it is set.
     """
 
     def __init__(self, calls: Sequence[Call], boundary: StageBoundary) -> None:

@@ -53,7 +53,7 @@ class StageMetrics:
             self._means[training] = self._find_means(inputs, training)
 
     def means(self, share: float, training: bool) -> list[Array]:
-        """The means before a micro-batch of which they take in a share; call `examine` first."""
+        """The means before a micro-batch, whose share they take in; call `examine` first."""
         if not self._owned or share == 1.0:
             return []
         return [variable.numpy() for variable in self._means[training]]

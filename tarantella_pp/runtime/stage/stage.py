@@ -24,18 +24,13 @@ TrainingPass: TypeAlias = "SplitBackward | TapeBackward"
 
 
 class TrainingPasses:
-    """One pass for the first shapes seen, fast for they are static, and one for all others.
-
-    Attributes:
-        general: The pass for any shape seen so far; `None` before the first.
-        specs: What `general` takes.
-        fallback: Why the stage could not be cut in three, if so.
-    """
+    """One pass for the first shapes seen, fast for they are static, and one for all others."""
 
     def __init__(self, module: StageModule, repeats: bool) -> None:
         self._module = module
         self._repeats = repeats
         self._known: dict[Shapes, TrainingPass] = {}
+        # The pass for any shape seen so far, and the inputs that it takes.
         self.general: TrainingPass | None = None
         self.specs: list[tf.TensorSpec] = []
         self.fallback: str | None = None
@@ -158,10 +153,6 @@ class Stage:
 
     The gradients of the stage's trainable weights add up in `module.accumulator`, in the order in
     which the micro-batches run backward.
-
-    Attributes:
-        module: What it computes with.
-        probe: Tries it out before it first runs.
     """
 
     def __init__(

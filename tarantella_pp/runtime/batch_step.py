@@ -64,6 +64,7 @@ class BatchStep:
 
     def begin(self) -> None:
         """Has metrics that add up count from zero on all replicas but the first."""
+        # Each replica counts from zero and the first goes on: their sum is the state after all.
         if self._by_parts and self._loss_and_metrics is not None:
             self._exchange.begin_metrics(self._loss_and_metrics.metrics.variables)
 
@@ -224,7 +225,7 @@ class BatchStep:
     def _split_whole(self, tensor: tf.Tensor) -> list[tf.Tensor]:
         """This replica's micro-batches of what has rows for the samples of all replicas."""
         share = self.batch.share
-        if share.is_spare:
+        if share.is_spare:  # it has no samples, but runs one, for all replicas trace alike
             return [tensor[:1]]
         if len(share.sizes) == 1:
             return [tensor]

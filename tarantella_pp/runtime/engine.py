@@ -118,6 +118,7 @@ class Engine:
             # What can fail does so before any message of the step is under way.
             self._rehearse(batch, training=True)
             self._compile_ahead(batch, compiled, training=True)
+        # Taken before it runs, so that an error in it does not have it run twice.
         prepare, self.before_training = self.before_training, None
         if prepare is not None:
             prepare()
@@ -264,6 +265,7 @@ class Engine:
         return batch_shares(rows, self._micro_batches, self.groups.num_replicas)
 
     def _pieces(self, batch: Batch) -> Pieces:
+        # One stage, one process and one micro-batch: plain Keras, where anything goes.
         is_plain = self.communicator.size == 1 and len(self.stages.boundaries) == 1
         return Pieces(batch.share.own_sizes, is_plain, len(batch.share.sizes))
 

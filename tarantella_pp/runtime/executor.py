@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from tarantella_pp.runtime.modules.stage_boundary import BoundaryTensor, StageBoundary
@@ -35,26 +34,6 @@ if TYPE_CHECKING:
 Values: TypeAlias = "dict[BoundaryTensor, tf.Tensor]"
 
 
-@dataclass(frozen=True, slots=True)
-class _Totals:
-    """What there is in a program, counted once for all steps that run it."""
-
-    receives: Sequence[Transfer]
-    forwards: int
-    kept_whole: frozenset[tuple[int, int]]
-
-    @classmethod
-    def of(cls, program: Sequence[Action], except_last: Container[int] = ()) -> _Totals:
-        """Counts what a rank's program has of each."""
-        transfers = [action for action in program if isinstance(action, Transfer)]
-        computations = [action for action in program if isinstance(action, Compute)]
-        return cls(
-            [action for action in transfers if action.operation == "R"],
-            sum(action.kind == "F" for action in computations),
-            kept_whole(program, except_last),
-        )
-
-
 class Executor:
     """Interprets a schedule's actions on the stages of one rank.
 
@@ -78,7 +57,9 @@ class Executor:
         self._waits_since = 0.0
         self._except_last = except_last
         self._program: Sequence[Action] = ()
-        self._totals = _Totals.of(())
+        self._receives: Sequence[Transfer] = ()
+        self._forwards = 0
+        self._kept_whole: frozenset[tuple[int, int]] = frozenset()
         self._step: BatchStep
 
     def run(
@@ -91,16 +72,16 @@ class Executor:
         program = schedule.actions[self._messages.rank]
         window = send_window(schedule.name, schedule.num_stages, schedule.num_ranks)
         if program is not self._program:
-            self._program, self._totals = program, _Totals.of(program, self._except_last)
-        self._messages.begin(self._totals.receives, step.rows, window)
+            self._count(program)
+        self._messages.begin(self._receives, step.rows, window)
         self._step = step
-        forwards_left = self._totals.forwards
+        forwards_left = self._forwards
         reduces = False
         for action in program:
             if reduces:  # MPI moves messages only inside its calls
                 step.progress()
             if isinstance(action, Transfer):
-                self._transfer(action)
+                self._transfer(action)  # never waits: only a computation waits, for what it needs
                 continue
             if isinstance(action, Reduce):
                 reduces = True
@@ -124,6 +105,14 @@ class Executor:
                 if not forwards_left:
                     step.forwards_done()
 
+    def _count(self, program: Sequence[Action]) -> None:
+        """Counts what there is in a program, once for all steps that run it."""
+        self._program = program
+        transfers = [action for action in program if isinstance(action, Transfer)]
+        self._receives = [action for action in transfers if action.operation == "R"]
+        self._forwards = sum(isinstance(a, Compute) and a.kind == "F" for a in program)
+        self._kept_whole = kept_whole(program, self._except_last)
+
     def clear(self) -> None:
         """Drops the values of a step that did not end."""
         self._activations.clear()
@@ -137,6 +126,7 @@ class Executor:
             self._awaited[action.direction, action.message] = action
             return
         start = time.perf_counter()
+        # Popped: what was sent is the message's, and its memory is free once it has left.
         kept = self._activations if action.direction == "F" else self._gradients
         self._messages.send(action, kept.pop(action.message))
         self.recorder.spans.append(Span(action, start, time.perf_counter()))
@@ -182,7 +172,7 @@ class Executor:
     ) -> None:
         boundary, key = stage.boundary, action.micro_batch
         inputs = [*step.data(boundary.index, key), *arrived]
-        whole = (boundary.index, key) in self._totals.kept_whole
+        whole = (boundary.index, key) in self._kept_whole
         with self._messages.computing():
             if step.training:
                 outputs, added = stage.forward(key, inputs, step.share(key), whole=whole)
@@ -203,6 +193,7 @@ class Executor:
         boundary, key = stage.boundary, action.micro_batch
         sums: Values = dict(step.loss_gradients(key)) if boundary.model_outputs else {}
         tensors = [tensor for edge in boundary.sends for tensor in edge.gradients]
+        # An output that several stages read gets a gradient from each of them.
         for tensor, gradient in zip(tensors, arrived, strict=True):
             sums[tensor] = sums[tensor] + gradient if tensor in sums else gradient
         seeds = [

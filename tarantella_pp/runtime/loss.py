@@ -202,6 +202,7 @@ class BatchLoss:
         rows, kind = tf.nest.flatten(y_pred)[0].shape[0], self._kinds[len(self._found)]
         _check(loss, values, kind, rows)
         zeros = tf.zeros_like(values)
+        # A reduction is linear in the values: its gradient at zero is what each counts.
         with tf.GradientTape() as tape:
             tape.watch(zeros)
             reduced = reduction_of(loss, zeros, sample_weight, mask)

@@ -112,6 +112,7 @@ class OptimizerStep:
     def apply(self, arrived: Arrived, reduced: list[Gradient]) -> None:
         """Updates the weights, and begins new sums."""
         self._applying = True  # from here on an error leaves weights half updated
+        # Without replicas the sums are taken inside the compiled update, which saves a copy.
         sums: Any = reduced
         if not self._buckets:
             sums = self._collected(self._sums), self._far(arrived, self._weights)
@@ -126,7 +127,7 @@ class OptimizerStep:
         self._forget()
         for sums_of_stage in self._sums.values():
             sums_of_stage.reset()
-        self._spread()
+        self._spread()  # updated shards, to the replicas that have the others
         self._ties.publish()
 
     def clear(self, error: BaseException) -> None:

@@ -123,6 +123,7 @@ class RankStages(Mapping[int, Stage]):
 
     def compile(self, step: BatchStep) -> None:
         """Compiles this rank's stages for the micro-batches of a step, if it knows their shapes."""
+        # One micro-batch of each size will do.
         keys = {rows: key for key, rows in enumerate(step.pieces.sizes)}
         for index, stage in self._own.items():
             for rows, key in keys.items():
@@ -159,6 +160,7 @@ class RankStages(Mapping[int, Stage]):
             where = f"Stage {boundary.index} cannot run on rank {owner}"
             return error or _error_of(where, *described)
         values = dict(zip(boundary.outputs, outputs, strict=False))
+        # Messages go only after all ranks know that the stage can run: none is left under way.
         for edge in boundary.sends:
             self._pass_on(edge, [values[tensor] for tensor in edge.tensors if values], step)
         return None

@@ -61,6 +61,7 @@ class LogExchange:
         """Gives every rank the logs of a step."""
         found = {name: np.asarray(value) for name, value in _flatten(logs).items()}
         forms = [[name, list(value.shape), value.dtype.name] for name, value in found.items()]
+        # Names and shapes travel once; after that a step costs one message of numbers.
         if kind not in self._forms:
             self._forms[kind] = self._communicator.broadcast_json(forms, self._source)
         known = self._forms[kind]

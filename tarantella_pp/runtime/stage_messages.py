@@ -119,7 +119,7 @@ class StageMessages:
         self._rows = rows
         self._window = window
         self._sent.clear()
-        self._expected = [*reversed(receives)]
+        self._expected = [*reversed(receives)]  # popped from the end
         self._not_posted = set(receives)
         self._posted.clear()
         self._post_ahead()
@@ -186,6 +186,7 @@ class StageMessages:
         form = self._format(action)
         ranks = [len(self._shape(tensor)) for tensor in form.tensors]
         shapes = [TensorSpec((sum(ranks),), np.dtype(np.int64))]
+        # The receiver waits here, before it can make room for the tensors themselves.
         sizes = self._post(action, shapes, "shapes of ").wait()[0].tolist()
         specs = []
         for dtype, rank in zip(form.on_wire, ranks, strict=True):

@@ -85,6 +85,7 @@ class StepSchedules:
         """Goes on with the schedule that the steps so far lead to, once there are enough."""
         found = None if self._tuning is None else self._tuning.learn(step)
         if found is not None and found.custom is not None:
+            # Each replica measures and searches; all must run the same schedule to sum alike.
             text = self._peers.broadcast_json(found.custom.to_text())
             same = Schedule.from_text(text)
             self.spec = ScheduleSpec.of_custom(same, found.num_stages, found.num_ranks)

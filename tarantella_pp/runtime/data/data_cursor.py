@@ -128,6 +128,7 @@ class DataCursor:
                 self._user_data.on_epoch_end()
             self._next_states = dict(arrays)
         elif self.kind == TF_DATA:
+            # An open pass begins again with `read`, which counts it.
             self._dataset = self._adapter.get_tf_dataset()
             self._passes = position.passes - position.in_pass
             for number in range(self._passes):

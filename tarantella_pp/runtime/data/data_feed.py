@@ -99,6 +99,7 @@ class DataFeed:
             return self._next_split(source)
         if self._communicator.rank != READER:
             return self._receive(arrays)
+        # Others wait for news: whatever happens here, the end and errors too, is announced.
         try:
             data = next(source)
             return self._distribute(data) if arrays is None else self._order(data, arrays)

@@ -102,6 +102,7 @@ class SubgraphExtractor:
 
         def call(*values: tf.Tensor) -> list[tf.Tensor]:
             given = dict(zip(fed, values, strict=True))
+            # Called while a function is traced: weights become captures of that function.
             graph = tf.compat.v1.get_default_graph()
             known = {n: graph.capture(v) for n, v in self._captures.items() if n in used}
             known |= {name: value for name, value in given.items() if name in used}
@@ -117,7 +118,7 @@ class SubgraphExtractor:
         """Names of the nodes above `wanted` and below `given`, and which of `given` they use."""
         nodes: set[str] = set()
         used: set[str] = set()
-        todo = list(wanted)
+        todo = list(wanted)  # no recursion: graphs are deeper than Python's stack
         while todo:
             tensor = todo.pop()
             if tensor in given:

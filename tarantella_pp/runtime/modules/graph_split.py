@@ -97,6 +97,15 @@ def split_graph(trace: Trace, repeats: bool = False) -> GraphSplit:
     nothing else is kept (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016).
     Random numbers come out the same, because the state of their generators is kept.
     """
+    #   inputs -> F -> outputs
+    #             |
+    #             +-- kept_for_b --> B --> input gradients      (B is given the seeds)
+    #             |                  |
+    #             |                b_to_w
+    #             |                  v
+    #             +-- kept_for_w --> W --> weight gradients
+    #
+    # `backward` is B and W in one, for schedules that do not part them: nothing is kept between.
     sides = _Sides.of(trace)
     early, late, between = _kept(trace, sides, repeats)
     for tensor in (*early, *late, *between):
@@ -164,6 +173,7 @@ def _kept(
     }
     used_by_w, _ = frontier(trace.weight_gradients, lambda t: t.op in of_b or is_residual(t))
     late = in_order([t for t in used_by_w if t.op not in of_b], sides.order)
+    # What both need waits for W, and B only looks at it.
     waits = {tensor.ref() for tensor in late}
     return (
         in_order([t for t in residuals if t.ref() not in waits], sides.order),
@@ -175,6 +185,7 @@ def _kept(
 def _quick(trace: Trace, sides: _Sides) -> list[tf.Tensor]:
     """The weight gradients that do not follow from a product of the backward pass."""
     slow: set[tf.Operation] = set()
+    # In the order of the graph: what an operation is given has been judged before it.
     for op in sorted(sides.w_ops, key=sides.order.__getitem__):
         if any(part in op.type for part in _PRODUCTS) or any(t.op in slow for t in op.inputs):
             slow.add(op)
@@ -229,6 +240,7 @@ class DependsOnlyOnWeights:
     def _decide(self, op: tf.Operation) -> bool:
         if op.type == "Placeholder":
             return op not in self._fed
+        # B may run after the next F: a weight that F writes has another value by then.
         if op.type == "ReadVariableOp":
             return op.inputs[0].ref() not in self._written and self(op.inputs[0].op)
         return op.type in _REPEATABLE and all(self(tensor.op) for tensor in op.inputs)

@@ -91,6 +91,7 @@ class SplitBackward:
 
     def backward_input(self, key: int, seeds: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Runs B of `key` and keeps what W needs; with no input gradients, W does it all."""
+        # The first stage sends no gradient back: all its work may wait, and is compiled as one.
         if self._num_back:
             return self._backward_input(_key(key), *seeds)
         self._seeds[key] = seeds
@@ -150,6 +151,7 @@ class SplitBackward:
         def whole(*inputs: tf.Tensor) -> list[tf.Tensor]:
             outputs, added = self._module.run(inputs, training=True)
             targets = self._module.targets(outputs, added)
+            # Placeholders, for gradients come from other stages long after the forward pass.
             seeds = [tf.compat.v1.placeholder(t.dtype, t.shape) for t in targets]
             sources = self._module.sources(inputs)
             wanted = [*sources, *self._module.variables]

@@ -53,6 +53,7 @@ class TrainingPasses:
     ) -> TrainingPass:
         if self.general is None:
             self.general, self.specs = self._make(first), list(first)
+        # A size that differs becomes unknown, and stays so: at most one more trace for each.
         pairs = list(zip(self.specs, inputs, strict=True))
         if not all(spec.is_compatible_with(tensor) for spec, tensor in pairs):
             specs = [tf.TensorSpec(_common(s.shape, t.shape), t.dtype) for s, t in pairs]
@@ -268,6 +269,7 @@ class Stage:
     def reached(self, coming: Sequence[bool]) -> list[bool]:
         """Finds where gradients arrive, and notes which weights they do not reach."""
         sums = self.module.accumulator
+        # The usual case costs no trace: gradients come in everywhere and nothing holds them up.
         if all(coming) and not self.module.blocks:
             sums.reached = [True] * len(sums.weights)
             return [True] * len(self.boundary.input_gradients)

@@ -175,8 +175,8 @@ class Engine:
             self._exchanges = True
             with self.stages.begun(step) as executor:
                 executor.run(schedule, step)
-            exchange = self.shared_logs.exchange
-            results = exchange.share_tensors(step.whole_results() if exchange.is_source else ())
+            messages = self.shared_logs.messages
+            results = messages.share_tensors(step.whole_results() if messages.is_source else ())
         last = self.stages.boundaries[-1]
         values = dict(zip(last.model_outputs, results, strict=True))
         return pack_outputs(self.extracted, values, last.activations)
@@ -194,7 +194,7 @@ class Engine:
         """Makes the next step look at the model's loss, metrics and optimizer anew."""
         self.memory.forget()
         self._compilation = None
-        self.shared_logs.exchange.forget_names()
+        self.shared_logs.messages.forget_names()
 
     def up_to_date(self) -> Engine:
         """Returns this engine, or one like it if its stages have run or weights were frozen.

@@ -141,7 +141,7 @@ class SharedLogs:
         placement: Sequence[int],
         groups: ProcessGroups,
     ) -> None:
-        self.exchange = LogExchange(groups.pipeline, placement[-1])
+        self.messages = LogExchange(groups.pipeline, placement[-1])
         self.of_layers = LayerMetrics(extracted, assignment, placement)
         self._model = model
         self._ranks = groups.pipeline
@@ -157,7 +157,7 @@ class SharedLogs:
 
     def report(self, added: tf.Tensor) -> None:
         """Tells the rank of the last stage what this one adds; see `LogExchange.report`."""
-        self.exchange.report(added, self.of_layers.state(self._ranks.rank))
+        self.messages.report(added, self.of_layers.state(self._ranks.rank))
 
     def share(self, kind: str, step: BatchStep) -> dict[str, Any]:
         """Gives every rank the logs of a step; all must call it."""
@@ -165,11 +165,11 @@ class SharedLogs:
             self.report(step.added)
         self.metrics_change()
         logs: Mapping[str, Any] = {}
-        if self.exchange.is_source:
-            losses, metrics = self.exchange.reports(self.of_layers.size)
+        if self.messages.is_source:
+            losses, metrics = self.messages.reports(self.of_layers.size)
             self.of_layers.take(metrics)
             logs = step.logs(losses)
-        return self.exchange.share_logs(kind, logs)
+        return self.messages.share_logs(kind, logs)
 
     def metrics_change(self) -> None:
         """Notes that metrics are updated, on the ranks that have them."""

@@ -11,7 +11,7 @@ import tensorflow as tf
 from keras import ops
 
 from tarantella_pp.internals import training
-from tarantella_pp.internals.functional import set_mask
+from tarantella_pp.internals.functional import get_mask, set_mask
 from tarantella_pp.partition.peak_memory import WAITING_OUTPUTS
 from tarantella_pp.runtime.compilation import MetricUpdates
 from tarantella_pp.runtime.data.batch import Batch
@@ -49,7 +49,7 @@ def compiled(metrics, y, weighted=None):
     model.compile(None, "mse", metrics=metrics, weighted_metrics=weighted)
     symbol = keras.KerasTensor((None, *y.shape[1:]), str(y.dtype))
     training.build_metrics(model, symbol, keras.KerasTensor((None, 3)), None)
-    return model._compile_metrics
+    return training.compiled_metrics(model)
 
 
 def tried(metrics, y, weight=None, weighted=None):
@@ -146,7 +146,7 @@ def test_what_cannot_be_tried_keeps_its_outputs():
 def test_masks_of_outputs_are_tried():
     class Masked(keras.metrics.Mean):
         def update_state(self, y, p, sample_weight=None):
-            mask = ops.cast(p._keras_mask, "float32")
+            mask = ops.cast(get_mask(p), "float32")
             self.total.assign_add(ops.sum(mask * y[:, 0]) / (1.0 + ops.sum(mask)))
 
     def pack(results):
@@ -157,8 +157,10 @@ def test_masks_of_outputs_are_tried():
     specs = [tf.TensorSpec([None, 3], "float32"), tf.TensorSpec([None], "bool")]
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(3)])
     model.compile(None, "mse", metrics=[Masked()])
-    model._compile_metrics.build(keras.KerasTensor((None, 3)), keras.KerasTensor((None, 3)))
-    reason = why_not_by_parts(model._compile_metrics, pack, tf.constant(Y), specs, None)
+    training.compiled_metrics(model).build(
+        keras.KerasTensor((None, 3)), keras.KerasTensor((None, 3))
+    )
+    reason = why_not_by_parts(training.compiled_metrics(model), pack, tf.constant(Y), specs, None)
     assert "looks at several samples" in reason
 
 

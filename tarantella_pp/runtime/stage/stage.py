@@ -181,10 +181,7 @@ class Stage:
 
     @property
     def residual_bytes(self) -> int | None:
-        """Bytes kept of a micro-batch of the shapes seen first; `None` for loops and on tapes.
-
-        Of one that waits for its backward pass, if there are any.
-        """
+        """Bytes kept of a micro-batch of the shapes seen first; `None` for loops and on tapes."""
         found = self._used[0].general if self._used else None
         return found.residual_bytes if isinstance(found, SplitBackward) else None
 

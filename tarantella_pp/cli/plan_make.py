@@ -209,14 +209,14 @@ def _write(plan: Plan, graph: LayerGraph | None, arguments: argparse.Namespace) 
 
 
 def _write_page(plan: Plan, graph: LayerGraph | None, arguments: argparse.Namespace) -> None:
-    from tarantella_pp.partition.plan.page import drawn_step, render_html
+    from tarantella_pp.partition.plan.page import render_html
 
     path = Path(arguments.html)
     if not arguments.html or path.is_dir():
         name = re.sub(r"[^\w.-]+", "_", plan.model).strip("._")[:80] or "plan"
         path /= f"{name}.html"
     try:
-        path.write_text(render_html(plan, graph, drawn_step(plan)), encoding="utf-8")
+        path.write_text(render_html(plan, graph), encoding="utf-8")
     except OSError as error:
         raise ConfigurationError(
             f"Cannot write '{path}': {error.strerror}. Name a file that can be written."

@@ -276,7 +276,7 @@ def test_the_bubble_is_one_and_the_same_everywhere(options, tmp_path, capsys):
     assert plan.bubble == pytest.approx(simulated.bubble_fraction)
     shown = f"{100 * plan.bubble:.1f} %"
     assert f"bubble {shown}." in str(plan)
-    assert f"<dt>Bubble</dt><dd>{shown}<" in render_html(plan, step=simulated)
+    assert f"<dt>Bubble</dt><dd>{shown}<" in render_html(plan)
     plan.save(tmp_path / "plan.json")
     assert main(["plan", "show", str(tmp_path / "plan.json")]) == 0
     assert main(["simulate", str(tmp_path / "plan.json")]) == 0

@@ -43,18 +43,12 @@ _FORBIDDEN = re.compile(
 )
 
 
-def drawn_step(plan: PlanData) -> PipelineStep | None:
-    """Plays the step that the page shows; `None` where the schedule cannot be played."""
-    try:
-        return planned_step(plan)
-    except ScheduleError:
-        return None
-
-
-def render_html(
-    plan: PlanData, graph: LayerGraph | None = None, step: PipelineStep | None = None
-) -> str:
+def render_html(plan: PlanData, graph: LayerGraph | None = None) -> str:
     """Makes the page: figures, stages, memory, timeline, layer graph and cuts."""
+    try:
+        step = planned_step(plan)
+    except ScheduleError:  # it cannot be played
+        step = None
     owners = plan.ranks or range(plan.num_stages)
     ranks = [[s for s, own in enumerate(owners) if own == rank] for rank in range(plan.num_ranks)]
     return _template().render(

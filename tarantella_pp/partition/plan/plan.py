@@ -87,6 +87,6 @@ class Plan(PlanData, frozen=True):
 
     def _repr_html_(self) -> str:
         """Returns the page of the plan, as a notebook shows it."""
-        from tarantella_pp.partition.plan.page import as_frame, drawn_step, render_html
+        from tarantella_pp.partition.plan.page import as_frame, render_html
 
-        return as_frame(render_html(self, None, drawn_step(self)))
+        return as_frame(render_html(self))

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from tarantella_pp.errors import PlanError
 from tarantella_pp.partition.graph.units import format_bytes
 from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
-from tarantella_pp.partition.plan.page import drawn_step, render_html
+from tarantella_pp.partition.plan.page import render_html
 from tarantella_pp.partition.plan.page_graph import outline
 from tarantella_pp.partition.plan.plan import Tie
+from tarantella_pp.partition.plan.plan_simulation import planned_step
 from tests.helpers.pictured import (
     graph_of,
     graphs,
@@ -29,7 +30,7 @@ EVIL = st.text(min_size=1) | st.sampled_from(
 
 
 def page(graph, plan):
-    return render_html(plan, graph, drawn_step(plan))
+    return render_html(plan, graph)
 
 
 def parsed(text):
@@ -194,7 +195,7 @@ def test_boxes_of_several_operations_say_what_works_in_them():
 
 def test_bubble_is_that_of_the_bars():
     graph, plan = small()
-    step = drawn_step(plan)
+    step = planned_step(plan)
     text = page(graph, plan)
     assert f"Ranks wait {100 * step.bubble_fraction:.1f} % of the time" in text
     for busy in step.busy_seconds:
@@ -229,11 +230,11 @@ def test_stages_without_flops_can_be_drawn():
 def test_replicas_and_their_sums_are_drawn():
     graph, plan = small(num_replicas=2, placement="replicas-together", fusion_threshold=2**20)
     plan = msgspec.structs.replace(plan, machine=HardwareSpec(1e9, bandwidth=1e6))
-    step = drawn_step(plan)
+    step = planned_step(plan)
     assert step.exposed_seconds > 0
     alone = msgspec.structs.replace(plan, num_replicas=1, batch_size=plan.batch_size // 2)
-    assert step.bubble_fraction == drawn_step(alone).bubble_fraction
-    text = render_html(plan, graph, step)
+    assert step.bubble_fraction == planned_step(alone).bubble_fraction
+    text = page(graph, plan)
     share = (
         f"{100 * step.exposed_seconds / step.step_seconds:.1f} % of the step waits for that alone"
     )
@@ -273,9 +274,7 @@ def test_without_a_step_or_cuts_the_page_says_so():
     alone = residual_graph(3)
     for known in (alone, None):
         assert "there is one stage." in page(known, plan_of(alone, 1, micro_batches=1))
-    graph, plan = small()
-    assert "the step was not simulated" in render_html(plan, graph)
-    assert "the step was not simulated" in page(graph, small(schedule="mine")[1])
+    assert "the step was not simulated" in page(*small(schedule="mine"))
 
 
 def test_a_notebook_shows_the_page():

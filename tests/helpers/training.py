@@ -15,7 +15,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from keras import layers, ops
+from keras import ops
 
 from tarantella_pp.models.pipeline_model import PipelineModel
 from tests.zoo import models
@@ -54,7 +54,6 @@ class Case:
     compiled: Callable[[], dict[str, Any]]
     fit: dict[str, Any] = field(default_factory=dict)
     batch_statistics: bool = False  # differs from Keras with several micro-batches, and may
-    schedules: tuple[str | None, ...] = ("1f1b", "gpipe")
 
 
 def squared_of_largest(y_true, y_pred):
@@ -84,10 +83,6 @@ def logits():
 def decaying():
     schedule = keras.optimizers.schedules.ExponentialDecay(0.05, 2, 0.5)
     return keras.optimizers.SGD(schedule, momentum=0.9, nesterov=True, clipnorm=0.05)
-
-
-def accumulating():
-    return keras.optimizers.Adam(1e-2, gradient_accumulation_steps=2, global_clipnorm=0.1)
 
 
 WEIGHTS = np.random.default_rng(5).uniform(0.2, 2, size=SAMPLES)
@@ -135,7 +130,6 @@ CASES = {
         integers(3, 4, seed=4),
         classification(weighted_metrics=["accuracy"]),
         {"sample_weight": np.random.default_rng(6).uniform(0.2, 2, size=(SAMPLES, 4))},
-        schedules=(None, "gpipe"),
     ),
     "regularized": Case(models.regularized, X, Y, regression(), WEIGHTED),
     "nested": Case(models.nested, X, Y, regression()),
@@ -162,31 +156,6 @@ CASES = {
         },
         {"class_weight": {0: 1.0, 1: 3.0, 2: 0.5}},
     ),
-    "area_under_curve": Case(
-        lambda: keras.Sequential([models.mlp(), layers.Dense(1, activation="sigmoid")]),
-        X,
-        integers(2, 1, seed=7),
-        regression("binary_crossentropy", metrics=["AUC"]),
-    ),
-    "sum": Case(
-        models.mlp,
-        X,
-        Y,
-        regression(lambda: keras.losses.MeanSquaredError(reduction="sum"), sgd),
-        WEIGHTED,
-    ),
-    "mean_with_sample_weight": Case(
-        models.mlp,
-        X,
-        Y,
-        regression(lambda: keras.losses.Huber(reduction="mean_with_sample_weight")),
-        WEIGHTED,
-    ),
-    "custom_loss": Case(
-        models.mlp, X, Y, regression(lambda: squared_of_largest), schedules=(None, "gpipe")
-    ),
-    "schedule_clipnorm": Case(models.mlp, X, Y, regression(optimizer=decaying)),
-    "accumulation": Case(models.mlp, X, Y, regression(optimizer=accumulating)),
     "dropout": Case(models.dropout, X, Y, regression(), WEIGHTED, batch_statistics=True),
 }
 

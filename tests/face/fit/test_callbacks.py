@@ -24,10 +24,6 @@ def fast():
     return keras.optimizers.SGD(0.5, momentum=0.9)
 
 
-def halving(epoch, rate):
-    return rate * 0.5
-
-
 def monitors(folder):
     return [
         keras.callbacks.EarlyStopping("val_loss", patience=1, restore_best_weights=True),
@@ -39,20 +35,7 @@ def monitors(folder):
     ]
 
 
-def schedulers(folder):
-    return [
-        keras.callbacks.LearningRateScheduler(halving),
-        keras.callbacks.TerminateOnNaN(),
-        keras.callbacks.ModelCheckpoint(
-            folder / "{epoch}.weights.h5", save_weights_only=True, save_freq=2
-        ),
-    ]
-
-
-@pytest.mark.parametrize(
-    "make_callbacks", [monitors, pytest.param(schedulers, marks=pytest.mark.slow)]
-)
-def test_callbacks_see_and_do_what_they_do_in_keras(tmp_path, make_callbacks):
+def test_callbacks_see_and_do_what_they_do_in_keras(tmp_path):
     case = Case(mlp, X, Y, regression(optimizer=fast, metrics=["mae"]))
     found = []
     held_out = X[:9], Y[9:18]
@@ -61,7 +44,7 @@ def test_callbacks_see_and_do_what_they_do_in_keras(tmp_path, make_callbacks):
         model = make(case, **options)
         told = model.fit(
             X, Y, batch_size=8, epochs=5, shuffle=False, verbose=0, validation_data=held_out,
-            callbacks=make_callbacks(tmp_path / kind),
+            callbacks=monitors(tmp_path / kind),
         ).history  # fmt: skip
         found.append((told, float(model.optimizer.learning_rate), model.get_weights()))
     for first, second in zip(*found, strict=True):
@@ -69,13 +52,12 @@ def test_callbacks_see_and_do_what_they_do_in_keras(tmp_path, make_callbacks):
     names = [sorted(p.name for p in (tmp_path / kind).iterdir()) for kind in ("plain", "piped")]
     assert names[0] == names[1]
     assert found[0][1] < 0.5
-    if make_callbacks is monitors:
-        assert len(told["loss"]) < 5
-        files = [tmp_path / kind / "log.csv" for kind in ("plain", "piped")]
-        assert distance(*(read_csv(file) for file in files)) < ROUNDING
-        for name in names[0][:-1]:
-            loaded = [keras.saving.load_model(file.parent / name) for file in files]
-            assert distance(*(model.get_weights() for model in loaded)) < ROUNDING
+    assert len(told["loss"]) < 5
+    files = [tmp_path / kind / "log.csv" for kind in ("plain", "piped")]
+    assert distance(*(read_csv(file) for file in files)) < ROUNDING
+    for name in names[0][:-1]:
+        loaded = [keras.saving.load_model(file.parent / name) for file in files]
+        assert distance(*(model.get_weights() for model in loaded)) < ROUNDING
 
 
 def read_csv(file):
@@ -142,50 +124,6 @@ def test_what_all_ranks_must_have():
     assert kinds_of_all_ranks(every) == ["EarlyStopping"]
     assert kinds_of_all_ranks(keras.callbacks.CallbackList([loud])) == ["TensorBoard"]
     assert kinds_of_all_ranks(None) == []
-
-
-class Fails(keras.callbacks.Callback):
-    def on_epoch_begin(self, epoch, logs=None):
-        if epoch == 2:
-            raise RuntimeError("the power is gone")
-
-
-@pytest.mark.slow
-def test_one_process_goes_on_from_a_backup(tmp_path):
-    case = Case(mlp, X, Y, regression())
-    found = []
-    for kind, options in (("plain", {}), ("piped", {"num_stages": 2, "num_micro_batches": 2})):
-        quiet = {"batch_size": 8, "epochs": 4, "shuffle": False, "verbose": 0}
-        backup = keras.callbacks.BackupAndRestore(tmp_path / kind)
-        with pytest.raises(RuntimeError):
-            make(case, **options).fit(X, Y, callbacks=[backup, Fails()], **quiet)
-        model = make(case, **options)
-        told = model.fit(X, Y, callbacks=[backup], **quiet)
-        assert told.epoch == [2, 3]
-        found.append((told.history, model.get_weights()))
-    whole = make(case)
-    whole.fit(X, Y, **quiet)
-    for first, second in zip(*found, strict=True):
-        assert distance(first, second) < ROUNDING
-    assert distance(whole.get_weights(), found[1][1]) < ROUNDING
-
-
-def averaging():
-    return keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.5)
-
-
-def test_averaged_weights_are_swapped_in_one_process():
-    case = Case(mlp, X, Y, regression(optimizer=averaging))
-    found = []
-    for options in ({}, {"num_stages": 2, "num_micro_batches": 2}):
-        model = make(case, **options)
-        told = model.fit(
-            X, Y, batch_size=8, epochs=3, shuffle=False, verbose=0, validation_data=(X[:9], Y[:9]),
-            callbacks=[keras.callbacks.SwapEMAWeights(swap_on_epoch=True)],
-        ).history  # fmt: skip
-        found.append((told, model.get_weights()))
-    for first, second in zip(*found, strict=True):
-        assert distance(first, second) < ROUNDING
 
 
 def test_the_progress_bar_is_that_of_keras(capsys):

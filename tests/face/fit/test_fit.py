@@ -15,13 +15,11 @@ from tarantella_pp.models.pipeline_model import PipelineModel
 from tests.helpers.training import (
     CASES,
     LABELS,
-    SAMPLES,
     WEIGHTS,
     Case,
     X,
     Y,
     adamw,
-    classification,
     distance,
     floats,
     make,
@@ -380,44 +378,3 @@ def test_sequences_of_any_length_and_losses_in_training_only():
     first, second = both(use, Case(any_length, None, None, regression()), num_stages=3)
     for a, b in zip(first, second, strict=True):
         assert distance(a, b) < ROUNDING
-
-
-@pytest.mark.slow
-def test_data_that_fails_leaves_a_model_that_trains_on():
-    def broken():
-        yield X[:8], Y[:8]
-        raise RuntimeError("no more rows")
-
-    model, start = pipelined_mlp()
-    model.compile(**MLP.compiled())
-    with pytest.raises(RuntimeError, match="no more rows"):
-        model.fit(broken(), verbose=0)
-    model.set_weights(start)
-    model.compile(**MLP.compiled())
-    first, second = (fitted(m, x=X, y=Y, batch_size=8) for m in (make(MLP), model))
-    assert distance(first, second) < ROUNDING
-
-
-@pytest.mark.slow
-def test_a_step_that_fails_leaves_nothing_behind():
-    labels = LABELS.copy()
-    model = make(CASES["embedding_sgd"], num_stages=2, num_micro_batches=4)
-    start = model.get_weights()
-    bad = CASES["embedding_sgd"].x.copy()
-    bad[-1] = 99  # no such row in the embedding: the last micro-batch fails
-    with pytest.raises(tf.errors.InvalidArgumentError):
-        model.fit(bad, labels, batch_size=22, verbose=0)
-    model.set_weights(start)
-    case = CASES["embedding_sgd"]
-    told = model.fit(case.x, case.y, batch_size=8, epochs=2, shuffle=False, verbose=0).history
-    assert distance(serial("embedding_sgd").history, told) < ROUNDING
-
-
-@pytest.mark.slow
-def test_metrics_are_those_of_the_epoch():
-    case = Case(CASES["residual_cnn"].build, floats(6, 6, 2), LABELS, classification())
-    model = make(case, num_stages=2, num_micro_batches=3)
-    told = model.fit(case.x, case.y, batch_size=8, verbose=0).history
-    assert round(told["accuracy"][0] * SAMPLES, 9) == int(round(told["accuracy"][0] * SAMPLES, 9))
-    assert [m.name for m in model.metrics] == ["loss", "compile_metrics"]
-    assert set(model.get_metrics_result()) == {"loss", "accuracy"}

@@ -343,31 +343,6 @@ def use_on_this_rank():
     return found, read_within_epochs(), see(num_stages=2, num_micro_batches=3)
 
 
-def watch_on_this_rank(stages):
-    use_float64()
-    model = make(CASES["in layers"], num_stages=stages, num_micro_batches=2)
-    found = used(model)["numbers"]
-    model.reset_metrics()
-    return [found, _plain(model.test_on_batch(X[:1], ONE_HOT[:1], return_dict=True))]
-
-
-def watch_the_largest():
-    """What is said of a maximum over samples, which does not add up, with replicas and without."""
-    use_float64()
-    found = []
-    for stages in (1, 2):
-        eye = Watched(Largest, lambda x: x, name="eye")
-        model = PipelineModel(
-            keras.Sequential([keras.Input((6,)), eye, mlp()]), stages, num_micro_batches=2
-        )
-        model.compile("sgd", "mse")
-        try:
-            found.append(model.train_on_batch(X, ONE_HOT, return_dict=True)["largest"])
-        except UnsupportedModelError as error:
-            found.append(str(error))
-    return [*watch_on_this_rank(1), found]
-
-
 class Largest(keras.metrics.Metric):
     """The largest number seen so far, or 1."""
 
@@ -382,30 +357,40 @@ class Largest(keras.metrics.Metric):
         return self.number
 
 
-def check_replicas_in_layers(results):
-    plain = make(CASES["in layers"])
-    expected = used(plain)["numbers"]
-    plain.reset_metrics()
-    one = _plain(plain.test_on_batch(X[:1], ONE_HOT[:1], return_dict=True))
-    for found, of_one, *_ in results:
-        assert distance(expected, found) < ROUNDING
-        assert distance(one, of_one) < ROUNDING
+def watch_on_this_rank():
+    """Metrics in layers on replicas, and a maximum over samples, which does not add up."""
+    use_float64()
+    model = make(CASES["in layers"], num_stages=1, num_micro_batches=2)
+    found = [used(model)["numbers"]]
+    model.reset_metrics()
+    found.append(_plain(model.test_on_batch(X[:1], ONE_HOT[:1], return_dict=True)))
+    for stages in (1, 2):
+        eye = Watched(Largest, lambda x: x, name="eye")
+        model = PipelineModel(
+            keras.Sequential([keras.Input((6,)), eye, mlp()]), stages, num_micro_batches=2
+        )
+        model.compile("sgd", "mse")
+        try:
+            found.append(model.train_on_batch(X, ONE_HOT, return_dict=True)["largest"])
+        except UnsupportedModelError as error:
+            found.append(str(error))
+    return found
 
 
 @pytest.mark.slow
 @pytest.mark.mpi
 def test_replicas_add_up_what_layers_have_measured():
-    results = mpi_run(2, watch_the_largest, timeout=240).check().results
-    check_replicas_in_layers(results)
-    for *_, (refused, largest) in results:
+    plain = make(CASES["in layers"])
+    expected = used(plain)["numbers"]
+    plain.reset_metrics()
+    one = _plain(plain.test_on_batch(X[:1], ONE_HOT[:1], return_dict=True))
+    for found, of_one, refused, largest in (
+        mpi_run(2, watch_on_this_rank, timeout=240).check().results
+    ):
+        assert distance(expected, found) < ROUNDING
+        assert distance(one, of_one) < ROUNDING
         assert re.search("'eye'.*'largest'.*num_replicas=2", refused)
         assert largest == pytest.approx(X.max())
-
-
-@pytest.mark.mpi
-@pytest.mark.slow
-def test_replicas_of_two_stages_add_up_what_layers_have_measured():
-    check_replicas_in_layers(mpi_run(4, watch_on_this_rank, 2, timeout=300).check().results)
 
 
 @pytest.mark.slow

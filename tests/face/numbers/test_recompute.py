@@ -13,7 +13,6 @@ from keras import layers
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.models.pipeline_model import PipelineModel
 from tarantella_pp.runtime.stage.stage import Stage
-from tarantella_pp.schedule import Schedule
 from tests.helpers.training import (
     BATCH,
     CASES,
@@ -21,7 +20,6 @@ from tests.helpers.training import (
     distance,
     finish,
     make,
-    serial,
 )
 
 pytestmark = pytest.mark.keras
@@ -97,25 +95,6 @@ def test_a_step_of_fewer_micro_batches_keeps_its_own_last_one(monkeypatch):
     model.compile("sgd", "mse")
     model.fit(x, x[:, :1], batch_size=4, verbose=0)  # of 4 micro-batches, and of 1
     assert found == {0: 3, 1: 2}  # one rank has both stages, and runs 1BW0 before 0BW0
-
-
-@pytest.mark.parametrize("name", ["dropout", "batch_norm"])
-@pytest.mark.slow
-def test_micro_batches_that_repeat_nothing_and_others_give_the_same(name):
-    order = "0F0 1F0 1BW0 0F1 0F2 1F1 1F2 1BW1 1BW2 0BW0 0BW1 0BW2"
-    given = {"num_stages": 2, "num_micro_batches": 3}
-    free = train(CASES[name], **given, schedule="1f1b")
-    schedule = Schedule.from_text(f"rank 0: {order}")
-    model = make(CASES[name], **given, schedule=schedule, recompute="all")
-    assert distance(free, finish(model, CASES[name])) < 1e-13
-    stages = model._engine.stages
-    assert [len(stages[i]._used) for i in (0, 1)] == [1, 2]
-
-
-@pytest.mark.slow
-def test_one_micro_batch_that_recomputes_equals_plain_keras():
-    found = train(CASES["batch_norm"], num_stages=2, num_micro_batches=1, recompute="all")
-    assert distance(serial("batch_norm"), found) < 1e-10
 
 
 @pytest.mark.slow

@@ -75,11 +75,7 @@ SAMPLES = 2 * BATCH
 
 
 def kinds() -> dict[str, Callable[[Path, Seen], Any]]:
-    """All callbacks that Keras has.
-
-    Raises:
-        KeyError: One is not known here.
-    """
+    """All callbacks that Keras has."""
     found = {name: MADE[name] for name in classes_in(callbacks, NOT_TRIED)}
     return found | {name: MADE[name] for name in MADE if name not in found}
 

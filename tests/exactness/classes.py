@@ -9,12 +9,7 @@ from typing import Any
 
 
 def classes_in(module: ModuleType, left_out: Container[str] = ()) -> dict[str, type]:
-    """Returns the classes that a public module of Keras has, each under one name only.
-
-    Args:
-        module: Such as `keras.layers`.
-        left_out: Names of classes that are not wanted.
-    """
+    """Returns the classes that a public module of Keras has, each under one name only."""
     found: dict[str, type] = {}
     public = {name: kind for name, kind in vars(module).items() if inspect.isclass(kind)}
     for name, kind in sorted(public.items(), key=lambda item: item[1].__name__ != item[0]):
@@ -24,15 +19,7 @@ def classes_in(module: ModuleType, left_out: Container[str] = ()) -> dict[str, t
 
 
 def arguments_of(kind: type, known: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
-    """Values for the arguments that a class cannot be made without.
-
-    Args:
-        kind: The class.
-        known: Makes a value for an argument of each name.
-
-    Raises:
-        KeyError: A name is not known.
-    """
+    """Values for the arguments that a class cannot be made without."""
     return {
         name: known[name]()
         for name, parameter in inspect.signature(kind).parameters.items()

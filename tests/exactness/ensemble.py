@@ -43,9 +43,6 @@ class Ensemble:
     """Models that share the optimizer, the steps and equal trunks, and train as each alone does.
 
     But a trunk gets the gradients of all its heads.
-
-    Args:
-        cases: The models, each with one output, and their data.
     """
 
     def __init__(self, cases: Sequence[Case]) -> None:
@@ -69,11 +66,7 @@ class Ensemble:
         )
 
     def split(self, found: Found) -> list[Found]:
-        """What belongs to each model of the logs, predictions and weights of all.
-
-        Args:
-            found: What training has left behind, as lists.
-        """
+        """What belongs to each model of the logs, predictions and weights of all."""
         return [
             {
                 "logs": [_of_head(log, f"head{i}_") for log in found["logs"]],
@@ -111,12 +104,7 @@ class Ensemble:
 
 
 def plan_across(model: keras.Model, num_micro_batches: int) -> Plan:
-    """Two stages with a part of each model of an ensemble; to find the best ones takes long.
-
-    Args:
-        model: The whole model.
-        num_micro_batches: Number of micro-batches of the plan.
-    """
+    """Two stages with a part of each model of an ensemble; to find the best ones takes long."""
     planner = Planner.of(model)
     graph = planner.graph.digraph
     before, after = _longest_paths(graph), _longest_paths(graph.reverse())

@@ -231,11 +231,7 @@ def ways_of(name: str) -> Iterator[tuple[Sequence[Shape], str, str]]:
 
 
 def middle_of(name: str, make: Callable[[], layers.Layer]) -> Middle:
-    """The first way in which Keras runs a layer.
-
-    Raises:
-        ExceptionGroup: There is none.
-    """
+    """The first way in which Keras runs a layer."""
     errors: list[Exception] = []
     for way, form in itertools.product(ways_of(name), FORMS):
         middle = Middle(make, *way, form)

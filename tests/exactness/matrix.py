@@ -46,13 +46,7 @@ def judge_on_rank(kinds: Sequence[str], pattern: str = "", broken: bool = False)
 def judge_on_two_ranks(
     kinds: Sequence[str], pattern: str = "", broken: bool = False
 ) -> dict[str, list[Verdict]]:
-    """Judges trials on two ranks, which must agree on all verdicts.
-
-    Args:
-        kinds: Which kinds.
-        pattern: Regular expression that names of trials must match from their start on.
-        broken: Whether gradients in pipelines are a little wrong, which must be noticed.
-    """
+    """Judges trials on two ranks, which must agree on all verdicts."""
     # A rank that fails alone leaves the others waiting.
     env = {"TNT_TIMEOUT": "60"}
     run = mpi_run(RANKS, judge_on_rank, kinds, pattern, broken, timeout=SECONDS, env=env).check()

@@ -39,12 +39,7 @@ def row(kind: str, verdicts: Sequence[Verdict]) -> str:
 
 
 def page(text: str, rows: Mapping[str, str]) -> str:
-    """The page with new lines in its table.
-
-    Args:
-        text: The page.
-        rows: The lines, by kind.
-    """
+    """The page with new lines in its table."""
     before, rest = text.split(BEGIN)
     table, after = rest.split(END)
     lines = {line.split(" | ")[0]: line for line in table.splitlines(keepends=True)[2:]}

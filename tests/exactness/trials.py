@@ -125,11 +125,7 @@ class Attempt:
 
 
 class Group:
-    """Trials that are made together.
-
-    Args:
-        trials: One, or several that may be.
-    """
+    """Trials that are made together."""
 
     def __init__(self, trials: Sequence[Trial]) -> None:
         self.trials = trials

@@ -16,11 +16,7 @@ GRAPH = str(ROOT / "tests" / "partition" / "graph" / "diamonds.json")
 
 
 class Command:
-    """Calls `tarantella` in this process.
-
-    Args:
-        capsys: The test's fixture.
-    """
+    """Calls `tarantella` in this process."""
 
     def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
         self._capsys = capsys

@@ -8,12 +8,7 @@ from hypothesis import HealthCheck, settings
 
 
 def examples(count: int) -> settings:
-    """Settings for a property that needs more examples than others, drawn slowly or not.
-
-    Args:
-        count: Number of examples in a session with all tests. In one without the slow ones it
-            shrinks as that of other properties does (see `tests/conftest.py`).
-    """
+    """Settings for a property that needs more examples than others, drawn slowly or not."""
     share = settings().max_examples / 100
     return settings(
         max_examples=max(1, round(count * share)),
@@ -23,12 +18,7 @@ def examples(count: int) -> settings:
 
 
 def asked_for(count: int) -> settings:
-    """Settings for a property whose examples are dear, of which more are drawn on demand.
-
-    Args:
-        count: Number of examples, unless the environment variable `TNT_TEST_EXAMPLES` says
-            another.
-    """
+    """Settings for a property whose examples are dear, of which more are drawn on demand."""
     number = int(os.environ.get("TNT_TEST_EXAMPLES", count))
     return settings(max_examples=number, deadline=None, suppress_health_check=list(HealthCheck))
 

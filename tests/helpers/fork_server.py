@@ -44,15 +44,11 @@ FIRST_FREE = 1000
 
 
 def run_in_fork(sockets: list[str], arguments: list[str]) -> None:
-    """Has a server run a script, and ends as that ends.
-
-    Args:
-        sockets: Of the servers. Neighbouring ranks use different ones, for forks of one server
-            have their sets of strings in the same order, which ranks need not have.
-        arguments: The script and its arguments.
-    """
+    """Has a server run a script, and ends as that ends."""
     rank = next(int(os.environ[name]) for name in RANKS if name in os.environ)
     files = [int(name) for name in os.listdir("/proc/self/fd") if _is_open(int(name))]
+    # Neighbouring ranks use different servers: forks of one have their sets of strings in the same
+    # order, which ranks need not have.
     with socket.socket(socket.AF_UNIX) as server:
         server.connect("\0" + sockets[rank % len(sockets)])
         request = json.dumps([arguments, dict(os.environ), os.getcwd(), files]).encode()

@@ -87,17 +87,7 @@ def mpi_run(
     env: dict[str, str] | None = None,
     python: str = sys.executable,
 ) -> MpiRun:
-    """Runs a program on several ranks and waits for its end.
-
-    Args:
-        ranks: Number of ranks.
-        program: A function at the top level of a module, whose arguments and result JSON can
-            hold, or the path of a script.
-        arguments: Arguments of the function, or of the script (as strings).
-        timeout: Seconds until all processes of the job are killed.
-        env: Environment variables to set, besides those of this process.
-        python: The interpreter, whose environment has an MPI.
-    """
+    """Runs a function at the top of a module (JSON in and out) or a script on several ranks."""
     mpiexec = find_mpiexec(python)
     if mpiexec is None:
         raise FileNotFoundError("no mpiexec beside this Python or on the PATH")

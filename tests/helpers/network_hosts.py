@@ -142,13 +142,7 @@ def obstacle() -> str:
 def network(
     size: int, folder: pathlib.Path, names: Sequence[str] = ("alpha", "beta", "gamma")
 ) -> Iterator[Network]:
-    """Makes hosts and takes them away in the end.
-
-    Args:
-        size: Their number.
-        folder: An empty folder that all of them see.
-        names: Their names, of which the first ones are taken.
-    """
+    """Makes hosts and takes them away in the end."""
     names = names[:size]
     addresses = [f"10.97.0.{number + 1}" for number in range(size)]
     pairs = zip(addresses, names, strict=True)

@@ -51,14 +51,7 @@ def data_of_rank(case: Case) -> Case:
 
 
 def train_cases(cases: Sequence[tuple[str, dict[str, Any]]]) -> list[list[Any]]:
-    """Trains on this rank.
-
-    Args:
-        cases: Name and options of the pipeline of each.
-
-    Returns:
-        The outcome and the facts of each.
-    """
+    """Trains on this rank."""
     use_float64()
     ran: list[list[int]] = []
     forward = Stage.forward
@@ -86,14 +79,7 @@ def facts_of(run: MpiRun, case: int) -> list[Facts]:
 
 
 def check_numbers(run: MpiRun, case: int, name: str, micro_batches: int) -> None:
-    """Compares what each rank has of a case of `train_cases` with one process.
-
-    Args:
-        run: How `train_cases` ended on all ranks.
-        case: Number of the case.
-        name: Its name.
-        micro_batches: Number of micro-batches of a batch, those of all replicas together.
-    """
+    """Compares what each rank has of a case of `train_cases` with one process."""
     outcomes = [result[case][0] for result in run.results]
     assert all(outcome == outcomes[0] for outcome in outcomes), name
     assert set(outcomes[0]) == set(FIELDS)

@@ -69,13 +69,7 @@ def resnet() -> keras.Model:
 def unet(
     size: int, filters: Sequence[int], head: Callable[[keras.KerasTensor], keras.KerasTensor]
 ) -> keras.Model:
-    """Ronneberger et al., "U-Net: convolutional networks for biomedical image segmentation".
-
-    Args:
-        size: Height and width of the images.
-        filters: Of each level, the lowest last.
-        head: Makes the outputs of the features of each pixel.
-    """
+    """Ronneberger et al., "U-Net: convolutional networks for biomedical image segmentation"."""
 
     def block(x: keras.KerasTensor, width: int) -> keras.KerasTensor:
         for _ in range(2):

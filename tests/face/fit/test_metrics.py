@@ -61,16 +61,14 @@ class Extremes(keras.metrics.Metric):
         return {"worst": ops.max(self.most), "each": self.most + 0.0}
 
 
-VECTORS = {
-    "f1 of each class": lambda: keras.metrics.F1Score(average=None, name="m"),
-    "f1": lambda: keras.metrics.F1Score(name="m"),
-    "several thresholds": lambda: keras.metrics.Precision(thresholds=[0.2, 0.5], name="m"),
-    "one threshold in a list": lambda: keras.metrics.Recall(thresholds=[0.4], name="m"),
-    "r2 of each output": lambda: keras.metrics.R2Score(class_aggregation=None, name="m"),
-    "dict": Extremes,
-}
 KINDS = {
-    "vectors": [kind for name, kind in VECTORS.items() if name != "f1"],
+    "vectors": [
+        lambda: keras.metrics.F1Score(average=None, name="m"),
+        lambda: keras.metrics.Precision(thresholds=[0.2, 0.5], name="m"),
+        lambda: keras.metrics.Recall(thresholds=[0.4], name="m"),
+        lambda: keras.metrics.R2Score(class_aggregation=None, name="m"),
+        Extremes,
+    ],
     "additive": [lambda: "accuracy", lambda: keras.metrics.AUC(name="auc")],
     "of the whole batch": [lambda: largest_error, lambda: share_of_first, lambda: "accuracy"],
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 from collections import Counter
@@ -88,6 +89,23 @@ def train(wrap):
     parts = part if wrapped else part(tf.distribute.InputContext())
     found["parts"] = model.fit(parts, epochs=2, validation_data=parts, **QUIET).history
     found["predicted of parts"] = model.predict(parts, **QUIET).tolist()
+    batches = [(X[i : i + 5], LABELS[i : i + 5], WEIGHTS[i : i + 5]) for i in range(0, SAMPLES, 5)]
+    found["generator"] = model.fit(itertools.cycle(batches), steps_per_epoch=3, **QUIET).history
+    found["sequence"] = model.fit(Batches(), shuffle=False, **QUIET).history
+    found["on batch"] = [
+        model.train_on_batch(X[:5], LABELS[:5]),
+        model.test_on_batch(X[5:6], LABELS[5:6]),
+        model.predict_on_batch(X[:3]).tolist(),
+    ]
+    callbacks = [
+        keras.callbacks.EarlyStopping("loss", min_delta=1.0, patience=3, restore_best_weights=True),
+        keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, min_delta=1.0, patience=1),
+    ]
+    stopped = model.fit(
+        X, LABELS, batch_size=8, epochs=9, shuffle=False, callbacks=callbacks, **QUIET
+    ).history
+    found["stopped"] = {name: [float(v) for v in values] for name, values in stopped.items()}
+    found["few"] = [model.predict(X[:n], **QUIET).tolist() for n in (1, 2, 3)]
     found["tiny"] = model.evaluate(mapped(21), **QUIET)
     found["predicted of a data set"] = model.predict(mapped(5), **QUIET).tolist()
     found["evaluated"] = model.evaluate(X[::2], LABELS[::2], batch_size=3, **QUIET)

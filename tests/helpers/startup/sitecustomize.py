@@ -19,11 +19,7 @@ class LightKeras:
     """Finds no module that Keras tries to import, but does not need, while it is loaded itself."""
 
     def find_spec(self, name: str, *unused: object) -> None:
-        """Leaves a module to others.
-
-        Raises:
-            ModuleNotFoundError: Keras tries whether there is one that it does not need.
-        """
+        """Leaves a module to others."""
         spec = getattr(sys.modules.get("keras"), "__spec__", None)
         if name in NOT_NEEDED and getattr(spec, "_initializing", False):
             raise ModuleNotFoundError(f"Keras is loaded without {name} in tests", name=name)

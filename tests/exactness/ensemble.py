@@ -21,12 +21,7 @@ Found = dict[str, Any]
 
 @dataclass(frozen=True)
 class Headed:
-    """Makes a model of two parts; in an ensemble models share equal first parts.
-
-    Attributes:
-        trunk: Makes the first part: the input and what comes of it.
-        head: Makes the output of that.
-    """
+    """Makes a model of two parts; in an ensemble models share equal first parts."""
 
     trunk: Callable[[], tuple[Any, Any]]
     head: Callable[[Any], Any]

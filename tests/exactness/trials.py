@@ -94,14 +94,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a trial.
-
-    Attributes:
-        name: The trial.
-        outcome: One of the constants above.
-        error: Largest relative difference between the pipeline and plain Keras.
-        message: Of a refusal, or of an error.
-    """
+    """What became of a trial."""
 
     name: str
     outcome: str
@@ -111,13 +104,7 @@ class Verdict:
 
 @dataclass
 class Attempt:
-    """How one way of training went on this rank.
-
-    Attributes:
-        outcome: `EXACT` if it went well.
-        found: For each trial what is compared.
-        message: Of a refusal, or of an error.
-    """
+    """How one way of training went on this rank."""
 
     outcome: str
     found: list[Any] = field(default_factory=list)

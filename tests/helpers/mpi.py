@@ -41,17 +41,9 @@ PYTHONS = (sys.executable, *filter(None, os.environ.get("TNT_TEST_PYTHONS", "").
 
 @dataclass
 class MpiRun:
-    """How a job ended.
+    """How a job ended."""
 
-    Attributes:
-        returncode: Exit code of the MPI launcher; -9 if the time was up.
-        stdout: What all ranks printed.
-        stderr: What all ranks wrote to stderr.
-        results: What each rank's function returned; `None` for a rank that did not return.
-        timed_out: Whether the job had to be killed.
-    """
-
-    returncode: int
+    returncode: int  # -9 if the time was up
     stdout: str
     stderr: str
     results: list[Any]
@@ -106,11 +98,7 @@ def mpi_run(
 
 
 class ForkServers:
-    """Two processes that fork ranks.
-
-    Attributes:
-        client: The command that starts a rank, without its script.
-    """
+    """Two processes that fork ranks."""
 
     def __init__(self) -> None:
         file = Path(__file__).with_name("fork_server.py")

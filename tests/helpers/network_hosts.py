@@ -86,13 +86,7 @@ class NetworkHost:
 
 @dataclass
 class Network:
-    """Some hosts with links between all of them.
-
-    Attributes:
-        switch: What joins them.
-        hosts: The hosts; the first one is that of the launcher.
-        remote_shell: The command to reach the others with.
-    """
+    """Some hosts with links between all of them."""
 
     switch: NetworkHost
     hosts: list[NetworkHost]

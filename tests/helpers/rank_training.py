@@ -30,15 +30,9 @@ IN_BITS = ("tied_head", "two_in_two_out")
 
 @dataclass
 class Facts:
-    """What a rank had to do for a case.
+    """What a rank had to do for a case."""
 
-    Attributes:
-        ran: Stage and number of samples of each forward pass.
-        slots: Paths of the optimizer's variables on this rank.
-        replicas: Number of replicas in the plan.
-    """
-
-    ran: list[list[int]]
+    ran: list[list[int]]  # stage and number of samples of each forward pass
     slots: list[str]
     replicas: int
 

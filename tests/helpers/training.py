@@ -17,6 +17,7 @@ import numpy as np
 import tensorflow as tf
 from keras import ops
 
+from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.models.pipeline_model import PipelineModel
 from tests.zoo import models
 
@@ -158,6 +159,15 @@ CASES = {
     ),
     "dropout": Case(models.dropout, X, Y, regression(), WEIGHTED, batch_statistics=True),
 }
+
+
+def refused(call: Callable[[], object]) -> str:
+    """The message with which a call is refused, or nothing."""
+    try:
+        call()
+    except ConfigurationError as error:
+        return str(error)
+    return ""
 
 
 @dataclass(frozen=True)

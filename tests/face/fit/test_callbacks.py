@@ -47,8 +47,7 @@ def test_callbacks_see_and_do_what_they_do_in_keras(tmp_path):
             callbacks=monitors(tmp_path / kind),
         ).history  # fmt: skip
         found.append((told, float(model.optimizer.learning_rate), model.get_weights()))
-    for first, second in zip(*found, strict=True):
-        assert distance(first, second) < ROUNDING
+    assert distance(*found) < ROUNDING
     names = [sorted(p.name for p in (tmp_path / kind).iterdir()) for kind in ("plain", "piped")]
     assert names[0] == names[1]
     assert found[0][1] < 0.5

@@ -10,22 +10,13 @@ import numpy as np
 import pytest
 
 import tarantella_pp as tnt
-from tarantella_pp.errors import ConfigurationError
 from tests.helpers.mpi import mpi_run
-from tests.helpers.training import X, Y, sgd, use_float64
+from tests.helpers.training import X, Y, refused, sgd, use_float64
 from tests.zoo.models import mlp
 
 pytestmark = [pytest.mark.keras, pytest.mark.mpi]
 
 QUIET = {"batch_size": 8, "shuffle": False, "verbose": 0}
-
-
-def refused(call):
-    try:
-        call()
-    except ConfigurationError as error:
-        return str(error)
-    return ""
 
 
 def pipeline(**options):

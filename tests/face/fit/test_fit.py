@@ -129,8 +129,7 @@ QUICK = ("tf.data of unknown length", "generator", "PyDataset", "validation_data
     "kind", [k if k in QUICK else pytest.param(k, marks=pytest.mark.slow) for k in DATA]
 )
 def test_data(kind):
-    first, second = histories(**DATA[kind])
-    assert distance(first, second) < ROUNDING
+    assert distance(*histories(**DATA[kind])) < ROUNDING
 
 
 def test_more_steps_than_data_end_training_as_in_keras():
@@ -185,8 +184,7 @@ def test_data_sets_are_shuffled_as_in_keras_in_all_epochs(name):
         held_out = data.take(2) if name == "shared with validation" else None
         return fitted(model, x=data, validation_data=held_out, epochs=3)
 
-    first, second = both(train)
-    assert distance(first, second) < ROUNDING
+    assert distance(*both(train)) < ROUNDING
 
 
 def dictionaries():
@@ -250,9 +248,7 @@ def test_single_batches():
             model.get_weights(),
         ]
 
-    first, second = both(use)
-    for a, b in zip(first, second, strict=True):
-        assert distance(a, b) < ROUNDING
+    assert distance(*both(use)) < ROUNDING
 
 
 @pytest.mark.slow
@@ -281,9 +277,7 @@ def test_before_and_between_trainings():
         told.append(model.fit(X, Y, batch_size=8, shuffle=False, verbose=0).history)
         return [*told, model.get_weights()]
 
-    first, second = both(use)
-    for a, b in zip(first, second, strict=True):
-        assert distance(a, b) < ROUNDING
+    assert distance(*both(use)) < ROUNDING
 
 
 def test_prediction_without_compilation():
@@ -305,9 +299,7 @@ def test_layers_frozen_and_thawed_between_trainings():
             told.append(model.get_weights())
         return told
 
-    first, second = both(use, num_stages=3)
-    for a, b in zip(first, second, strict=True):
-        assert distance(a, b) < ROUNDING
+    assert distance(*both(use, num_stages=3)) < ROUNDING
 
 
 @pytest.mark.slow
@@ -376,5 +368,4 @@ def test_sequences_of_any_length_and_losses_in_training_only():
         return [*told, model.predict(data(), verbose=0), model.get_weights()]
 
     first, second = both(use, Case(any_length, None, None, regression()), num_stages=3)
-    for a, b in zip(first, second, strict=True):
-        assert distance(a, b) < ROUNDING
+    assert distance(first, second) < ROUNDING

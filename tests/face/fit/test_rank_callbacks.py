@@ -10,9 +10,8 @@ import keras
 import pytest
 
 import tarantella_pp as tnt
-from tarantella_pp.errors import ConfigurationError
 from tests.helpers.mpi import mpi_run
-from tests.helpers.training import X, Y, distance, sgd, use_float64
+from tests.helpers.training import X, Y, distance, refused, sgd, use_float64
 from tests.zoo.models import mlp
 
 pytestmark = [pytest.mark.keras, pytest.mark.mpi]
@@ -34,14 +33,6 @@ def plain(**options):
 def pipeline(**options):
     keras.utils.set_random_seed(1)
     return compiled(tnt.PipelineModel(mlp(), num_stages=2, num_micro_batches=2), **options)
-
-
-def refused(call):
-    try:
-        call()
-    except ConfigurationError as error:
-        return str(error)
-    return ""
 
 
 class Stop(keras.callbacks.Callback):

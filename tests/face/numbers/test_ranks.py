@@ -28,6 +28,7 @@ from tests.helpers.training import (
     distance,
     finish,
     make,
+    refused,
     regression,
     serial,
     sgd,
@@ -38,7 +39,9 @@ from tests.zoo.models import mlp
 pytestmark = [pytest.mark.keras, pytest.mark.mpi]
 
 
-TWO = [
+REPEATED = [("mlp", "gpipe"), ("long_skip", "1f1b"), ("tied_head", "zb-h1")]
+"""Models and schedules of stages that keep only the last micro-batches whole."""
+TWO = [  # model, stages, micro-batches, schedule, what is recomputed
     ("masked_output", 2, 3, None),
     ("embedding_adamw", 2, 3, "1f1b"),
     ("dropout", 4, 3, "gpipe"),
@@ -46,6 +49,7 @@ TWO = [
     ("two_in_two_out", 4, 3, "zb-v"),
     ("looked_up_again", 4, 3, "1f1b"),
     ("merged_windows", 10, 3, "interleaved"),
+    *((name, 2, 4, schedule, "except_last") for name, schedule in REPEATED),
 ]
 FOUR = [
     ("long_skip", 4, 3, "gpipe"),
@@ -56,15 +60,13 @@ FOUR = [
     ("tied_head", 4, 8, "1f1b"),
 ]
 
-REPEATED = [("mlp", "gpipe"), ("long_skip", "1f1b"), ("tied_head", "zb-h1")]
-"""Models and schedules of stages that recompute."""
-
 
 def train_and_check(ranks, cases):
-    options = ("num_stages", "num_micro_batches", "schedule")
-    named = [(name, dict(zip(options, shape, strict=True))) for name, *shape in cases]
-    run = mpi_run(ranks, train_cases, named, timeout=300).check()
-    for i, (name, stages, micro_batches, schedule) in enumerate(cases):
+    options = ("num_stages", "num_micro_batches", "schedule", "recompute")
+    named = [(name, dict(zip(options, shape, strict=False))) for name, *shape in cases]
+    env = {"TNT_PROGRESS": "1"}  # messages move on while ranks compute, as between hosts
+    run = mpi_run(ranks, train_cases, named, timeout=300, env=env).check()
+    for i, (name, stages, micro_batches, schedule, *_) in enumerate(cases):
         check_numbers(run, i, name, micro_batches)
         facts = facts_of(run, i)
         runs = 2 * sum(min(micro_batches, rows) for rows in (8, 8, 6))
@@ -76,16 +78,6 @@ def train_and_check(ranks, cases):
             assert len(ran) == runs * len(own)
         slots = [slot for fact in facts for slot in fact.slots]
         assert len(slots) == len(set(slots)), name
-
-
-@pytest.mark.slow
-def test_ranks_that_keep_only_the_last_micro_batches_whole_train_as_one_process():
-    options = {"num_stages": 2, "num_micro_batches": 4, "recompute": "except_last"}
-    cases = [(name, {**options, "schedule": schedule}) for name, schedule in REPEATED]
-    env = {"TNT_PROGRESS": "1"}  # messages move on while ranks compute, as between hosts
-    run = mpi_run(2, train_cases, cases, timeout=300, env=env).check()
-    for i, (name, _) in enumerate(REPEATED):
-        check_numbers(run, i, name, 4)
 
 
 @pytest.mark.slow
@@ -107,7 +99,6 @@ def search_and_narrow(folder):
     model = make(CASES["mlp"], num_stages=4, num_micro_batches=3, schedule="zb-auto")
     found["planned"] = [stage.in_flight for stage in model.plan.stages]
     found["searched"] = finish(model, CASES["mlp"]).plain()
-    found["placement"] = model._engine.placement
     found["schedule"] = model.plan.schedule_text
     found["held"] = [stage.in_flight for stage in model.plan.stages]
     model.plan.save(Path(folder) / f"{world().rank}.json")
@@ -143,9 +134,9 @@ def test_schedules_that_are_searched_for_and_the_users_own(tmp_path):
         for name in ("searched", "again", "own"):
             assert distance(expected, result[name]) < ROUNDING, name
         assert result["schedule"] == run.results[0]["schedule"]
-        assert result["placement"] == [0, 1, 1, 0]
         schedule = Schedule.from_text(result["schedule"])
         assert (schedule.name, schedule.num_micro_batches) == ("zb-auto", 3)
+        assert schedule.placement == (0, 1, 1, 0)
         assert result["held"] == [schedule.in_flight(stage) for stage in range(4)]
         assert 1e-6 < distance(expected, result["narrow"]) < 0.05
         for name in ("plan's", "beside"):
@@ -155,14 +146,6 @@ def test_schedules_that_are_searched_for_and_the_users_own(tmp_path):
 
 
 QUIET = {"batch_size": 8, "epochs": 1, "shuffle": False, "verbose": 0}
-
-
-def refused(call):
-    try:
-        call()
-    except ConfigurationError as error:
-        return str(error)
-    return ""
 
 
 def use_everything(folder):
@@ -264,9 +247,5 @@ def test_a_session_on_two_ranks(tmp_path):
     assert distance(stock.fit(X, Y, **QUIET).history, first["on"]) < ROUNDING
     assert distance(stock.predict(X, verbose=0).tolist(), first["predicted"]) < ROUNDING
     assert int(stock.optimizer.iterations) == 2 * int(np.ceil(0.6 * SAMPLES / 4)) + 3
-    other = serial_of_other()
+    other = make(Case(mlp, X, Y, regression(optimizer=sgd))).fit(X, Y, **QUIET).history
     assert distance(other, first["other"]) < ROUNDING
-
-
-def serial_of_other():
-    return make(Case(mlp, X, Y, regression(optimizer=sgd))).fit(X, Y, **QUIET).history

@@ -7,7 +7,6 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from tarantella_pp.runtime.batch_step import BatchStep
 from tests.exactness import callbacks, layers, losses, metrics, optimizers
 from tests.exactness.trials import Judge, Trial, Verdict
 from tests.helpers.mpi import mpi_run
@@ -31,36 +30,18 @@ def trials_of(kind: str, pattern: str = "") -> list[Trial]:
     return [make() for name, make in KINDS[kind].trials().items() if re.match(pattern, name)]
 
 
-def judge_on_rank(kinds: Sequence[str], pattern: str = "", broken: bool = False) -> dict[str, Any]:
+def judge_on_rank(kinds: Sequence[str]) -> dict[str, Any]:
     """Judges all trials of some kinds on this rank."""
     use_float64()
-    if broken:
-        weigh_all_losses_wrongly()
     judge = Judge()
-    return {
-        kind: [dataclasses.asdict(v) for v in judge.judge(trials_of(kind, pattern))]
-        for kind in kinds
-    }
+    return {kind: [dataclasses.asdict(v) for v in judge.judge(trials_of(kind))] for kind in kinds}
 
 
-def judge_on_two_ranks(
-    kinds: Sequence[str], pattern: str = "", broken: bool = False
-) -> dict[str, list[Verdict]]:
+def judge_on_two_ranks(kinds: Sequence[str]) -> dict[str, list[Verdict]]:
     """Judges trials on two ranks, which must agree on all verdicts."""
     # A rank that fails alone leaves the others waiting.
     env = {"TNT_TIMEOUT": "60"}
-    run = mpi_run(RANKS, judge_on_rank, kinds, pattern, broken, timeout=SECONDS, env=env).check()
+    run = mpi_run(RANKS, judge_on_rank, kinds, timeout=SECONDS, env=env).check()
     first, second = run.results
     assert first == second
     return {kind: [Verdict(**v) for v in verdicts] for kind, verdicts in first.items()}
-
-
-def weigh_all_losses_wrongly() -> None:
-    """Breaks training a little: gradients are larger than they should be."""
-    honest = BatchStep.loss_gradients
-
-    def wrong(self: BatchStep, micro_batch: int) -> Any:
-        found = honest(self, micro_batch)
-        return {port: 1.001 * gradient for port, gradient in found.items()}
-
-    BatchStep.loss_gradients = wrong

@@ -74,20 +74,14 @@ def test_a_new_row_takes_the_place_of_the_old_one():
 
 @pytest.mark.slow
 def test_a_pipeline_that_is_wrong_is_noticed_in_a_group(monkeypatch):
-    monkeypatch.setattr(BatchStep, "loss_gradients", BatchStep.loss_gradients)
-    matrix.weigh_all_losses_wrongly()
+    honest = BatchStep.loss_gradients
+
+    def wrong(step, micro_batch):
+        return {port: 1.001 * value for port, value in honest(step, micro_batch).items()}
+
+    monkeypatch.setattr(BatchStep, "loss_gradients", wrong)
     found = Judge().judge(matrix.trials_of("losses", QUICK["losses"]))
     assert Counter(v.outcome for v in found) == {DIFFERS: 2}
-
-
-@pytest.mark.slow
-@pytest.mark.mpi
-def test_a_pipeline_that_is_wrong_is_noticed_on_two_ranks():
-    found = matrix.judge_on_two_ranks(
-        ["optimizers"], "SGD(.gradient_accumulation_steps.|.ExponentialDecay.)?$", broken=True
-    )
-    assert Counter(v.outcome for v in found["optimizers"]) == {DIFFERS: 3}
-    assert all(v.error > 1e-6 for v in found["optimizers"])
 
 
 @pytest.mark.parametrize("name", layers.NOT_BUILT)

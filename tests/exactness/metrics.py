@@ -14,13 +14,7 @@ from tests.exactness.classes import arguments_of, classes_in
 from tests.exactness.ensemble import Headed
 from tests.exactness.expected import reason
 from tests.exactness.trials import NOT_IN_KERAS, ROUNDING, Trial, Verdict
-from tests.helpers.training import (
-    SAMPLES,
-    Case,
-    floats,
-    integers,
-    sgd,
-)
+from tests.helpers.training import SAMPLES, Case, floats, integers, sgd
 
 NOT_TRIED = {"Metric": "the base class of all metrics"}
 

@@ -14,11 +14,7 @@ from keras import layers, optimizers
 from tests.exactness.classes import arguments_of, classes_in
 from tests.exactness.trials import EVENLY, Trial, training
 from tests.helpers.draws import more_asked_for
-from tests.helpers.training import (
-    SAMPLES,
-    Case,
-    integers,
-)
+from tests.helpers.training import SAMPLES, Case, integers
 
 NOT_TRIED = {
     "Optimizer": "the base class of all optimizers",

@@ -10,11 +10,7 @@ import numpy as np
 
 from tarantella_pp.errors import CommunicationError
 from tarantella_pp.runtime.comm import buffers, collectives
-from tarantella_pp.runtime.comm.communicator import (
-    Communicator,
-    TensorSpec,
-    world,
-)
+from tarantella_pp.runtime.comm.communicator import Communicator, TensorSpec, world
 
 DTYPES = (
     *("bool", "int8", "uint8", "int16", "int32", "int64", "uint64"),

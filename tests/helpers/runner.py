@@ -7,12 +7,7 @@ import random
 import numpy as np
 import tensorflow as tf
 
-from tarantella_pp.internals.functional import (
-    get_mask,
-    operation_fn,
-    set_mask,
-    tree,
-)
+from tarantella_pp.internals.functional import get_mask, operation_fn, set_mask, tree
 
 
 def random_stages(graph, num_stages, seed):

@@ -16,11 +16,7 @@ from keras import layers
 import tarantella_pp
 from tarantella_pp.models.pipeline_model import PipelineModel
 from tarantella_pp.runtime import step_schedules
-from tests.helpers.training import (
-    distance,
-    floats,
-    integers,
-)
+from tests.helpers.training import distance, floats, integers
 
 pytestmark = pytest.mark.keras
 

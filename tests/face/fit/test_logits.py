@@ -12,16 +12,7 @@ from keras import layers, ops
 
 from tarantella_pp.partition.graph.keras_reader import extract
 from tarantella_pp.runtime.modules.model_outputs import find_activations
-from tests.helpers.training import (
-    SAMPLES,
-    Case,
-    distance,
-    finish,
-    floats,
-    integers,
-    make,
-    sgd,
-)
+from tests.helpers.training import SAMPLES, Case, distance, finish, floats, integers, make, sgd
 
 pytestmark = pytest.mark.keras
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import json
 
 import keras
@@ -11,7 +10,6 @@ import numpy as np
 import pytest
 from keras import layers, ops
 
-from tests.helpers.draws import more_asked_for
 from tests.helpers.mpi import mpi_run
 from tests.helpers.rank_training import data_of_rank
 from tests.helpers.training import (
@@ -109,7 +107,6 @@ def test_in_one_process(name):
 TWO = [("adam", {"num_stages": 2}), ("fixed", {"num_stages": 1})]
 STAGES, REPLICAS = {"num_stages": 4}, {"num_stages": 2}  # of four, the last have nothing to train
 SHARDED = {**REPLICAS, "shard_optimizer": True}
-ALL = list(itertools.product(OPTIMIZERS, (STAGES, REPLICAS, SHARDED)))
 FOUR = [
     ("momentum", STAGES),
     ("several", STAGES),
@@ -135,7 +132,7 @@ def train(trials):
 
 @pytest.mark.mpi
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "trials"), [(2, TWO), (4, ALL if more_asked_for() else FOUR)])
+@pytest.mark.parametrize(("ranks", "trials"), [(2, TWO), (4, FOUR)])
 def test_all_ranks_make_the_same_steps(ranks, trials):
     run = mpi_run(ranks, train, trials, timeout=500).check()
     for results in zip(*run.results, strict=True):

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import functools
-import itertools
 
 import keras
 import pytest
 
 from tarantella_pp.runtime.batch_step import BatchStep
 from tarantella_pp.schedule import TRAINING_NAMES, ScheduleSpec
-from tests.helpers.draws import more_asked_for
 from tests.helpers.training import (
     CASES,
     WEIGHTED,
@@ -34,16 +32,11 @@ ROUNDING = 1e-10
 BITS = 1e-13
 """For the same sums elsewhere: one micro-batch, or another number of stages."""
 
-# Those that are trained over ranks in this room are tried in one process on demand only.
-ELSEWHERE = (
-    "mlp", "long_skip", "merged_windows", "embedding_adamw", "regularized", "tied_head",
-    "looked_up_again", "tied_blocks", "frozen", "unreached", "class_weight", "sequential",
+# The others are trained over ranks in this room, and by the matrix of tests/exactness.
+EXACT = (
+    "wide", "residual_cnn", "two_in_two_out", "causal_attention", "embedding_sgd", "recurrent",
+    "masked_output", "nested", "shared",
 )  # fmt: skip
-EXACT = [
-    name
-    for name, case in CASES.items()
-    if not case.batch_statistics and (more_asked_for() or name not in ELSEWHERE)
-]
 
 
 def quick(names, *first):
@@ -72,8 +65,7 @@ def test_the_number_of_stages_and_the_schedule_change_no_bits(name):
 
 
 OPTIMIZERS = {"sgd": sgd, "adamw": adamw}
-ALL = list(itertools.product((1, 2, 3, 4), (1, 2, 3, 8)))
-MATRIX = ALL if more_asked_for() else [(2, 1), (2, 8), (3, 2), (4, 3)]
+MATRIX = [(2, 1), (2, 8), (3, 2), (4, 3)]
 
 
 def fitted(model):

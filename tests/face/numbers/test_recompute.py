@@ -13,14 +13,7 @@ from keras import layers
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.models.pipeline_model import PipelineModel
 from tarantella_pp.runtime.stage.stage import Stage
-from tests.helpers.training import (
-    BATCH,
-    CASES,
-    EPOCHS,
-    distance,
-    finish,
-    make,
-)
+from tests.helpers.training import BATCH, CASES, EPOCHS, distance, finish, make
 
 pytestmark = pytest.mark.keras
 

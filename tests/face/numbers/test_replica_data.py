@@ -89,7 +89,8 @@ def train(wrap):
     found["parts"] = model.fit(parts, epochs=2, validation_data=parts, **QUIET).history
     found["predicted of parts"] = model.predict(parts, **QUIET).tolist()
     batches = [(X[i : i + 5], LABELS[i : i + 5], WEIGHTS[i : i + 5]) for i in range(0, SAMPLES, 5)]
-    found["generator"] = model.fit(itertools.cycle(batches), steps_per_epoch=3, **QUIET).history
+    endless = (batch for batch in itertools.cycle(batches))  # Keras takes generators only
+    found["generator"] = model.fit(endless, steps_per_epoch=3, **QUIET).history
     found["sequence"] = model.fit(Batches(), shuffle=False, **QUIET).history
     found["on batch"] = [
         model.train_on_batch(X[:5], LABELS[:5]),

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 from tarantella_pp.errors import MissingDependencyError
 
+# How to install what the package can be used without.
 INSTALL = {
     "tensorflow": "`pip install tensorflow-cpu`, or `pip install 'tensorflow[and-cuda]'` for GPUs",
     "keras": "`pip install keras`",
 }
-"""How to install what the package can be used without."""
 
 
 @contextlib.contextmanager

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 HELP = "the directory that a Checkpoint callback was given, or one checkpoint in it"
 _ENDINGS = (".keras", ".weights.h5")
+# What the keys of tensors begin with.
 _KINDS = {
     "model": "weights",
     "optimizer": "optimizer",
@@ -32,7 +33,6 @@ _KINDS = {
     "data": "order",
     "best": "best",
 }
-"""What the keys of tensors begin with."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

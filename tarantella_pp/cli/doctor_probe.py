@@ -22,15 +22,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from tarantella_pp.runtime.comm.communicator import Communicator
 
+# Bytes of messages: one for the latency, one of the size of an activation.
 SMALL, LARGE = 8, 4 << 20
-"""Bytes of messages: one for the latency, one of the size of an activation."""
 _MOST = {SMALL: 200, LARGE: 20}
+# How long one size is tried: over a slow link, only a few times.
 _ENOUGH_SECONDS = 0.4
-"""How long one size is tried: over a slow link, only a few times."""
+# How long a rank may wait for a message: no link is so slow.
 WAIT_SECONDS = 20.0
-"""How long a rank may wait for a message: no link is so slow."""
+# What the launcher may take besides the job.
 MORE_SECONDS = 100.0
-"""What the launcher may take besides the job."""
 
 
 class Messages(NamedTuple):

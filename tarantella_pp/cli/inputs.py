@@ -39,21 +39,21 @@ if TYPE_CHECKING:
 
 FORMS = "a .keras file, module:function, script.py:function, a keras.applications name"
 HELP = f"{FORMS}, or a graph as .json, in networkx's node-link form"
+# Planning computes nothing: it must not take an accelerator from a job, and the variable of oneDNN
+# saves a line on stderr.
 _VARIABLES = {
     "CUDA_VISIBLE_DEVICES": "-1",
     "KERAS_BACKEND": "tensorflow",
     "TF_CPP_MIN_LOG_LEVEL": "3",
     "TF_ENABLE_ONEDNN_OPTS": "0",
 }
-"""Planning computes nothing: it must not take an accelerator from a job, and the variable of
-oneDNN saves a line on stderr."""
 
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
 _FLOPS = {"": 1e12, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
+# Help of an option that names a machine.
 MACHINE = "core, p40, v100, a100, h100, h200, or a file that `HardwareSpec.save` wrote"
-"""Help of an option that names a machine."""
+# Bandwidth below which a unit has been forgotten: `--nic 10` is hardly meant for 10 bytes.
 _SLOWEST = 1e3
-"""Bandwidth below which a unit has been forgotten: `--nic 10` is hardly meant for 10 bytes."""
 _NUMBER = r"(\d+(?:\.\d*)?(?:e[+-]?\d+)?)"
 
 

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from tarantella_pp.cli.output import FAILURE, USAGE_ERROR, Parser
 from tarantella_pp.errors import ConfigurationError, TarantellaError
 
+# Subcommands and their help. Each is a module of this package, `NAME_command`, with
+# `add_arguments(parser)` and `run(arguments) -> exit code`.
 COMMANDS = {
     "run": "start a script on several ranks (the default)",
     "plan": "make, show and compare plans",
@@ -17,8 +19,6 @@ COMMANDS = {
     "checkpoint": "show, verify and convert the checkpoints of a run",
     "doctor": "check versions, MPI, cores and links, of this host or of all in a hostfile",
 }
-"""Subcommands and their help. Each is a module of this package, `NAME_command`, with
-`add_arguments(parser)` and `run(arguments) -> exit code`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -18,10 +18,10 @@ from tarantella_pp.errors import (
 )
 
 FAILURE, USAGE_ERROR = 1, 2
+# What options and files that make no sense raise; everything else is a failure.
 WRONG_INPUT = (ConfigurationError, GraphError, ScheduleError)
-"""What options and files that make no sense raise; everything else is a failure."""
+# As a shell says that SIGPIPE ended a command.
 BROKEN_PIPE = 141
-"""As a shell says that SIGPIPE ended a command."""
 
 
 class Parser(argparse.ArgumentParser):

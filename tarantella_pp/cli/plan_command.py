@@ -28,10 +28,10 @@ Prices four plans by their largest stage: ours; equal numbers of layers; paramet
 DeepSpeed's partition_method="parameters"; block partition, as torchgpipe balances. The other rules
 cut the order of the graph; ours chooses among all orders. With --balance also the stages that it
 gives."""
+# What stages cost, and what `plan diff` calls it.
 _FIGURES = {"memory_bytes": "memory", "flops": "FLOPs"}
-"""What stages cost, and what `plan diff` calls it."""
+# More moves than this are counted, not listed; --json has them all.
 _MOST_LINES = 40
-"""More moves than this are counted, not listed; --json has them all."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from tarantella_pp.partition.options import Recompute
     from tarantella_pp.partition.plan.plan import Plan
 
+# Options that are read here; all others are handed on as they are.
 _NAMED = ("num_stages", "balance", "memory_limit")
-"""Options that are read here; all others are handed on as they are."""
 
+# What stands behind `--recompute`, for all stages or behind the number of one.
 _RECOMPUTATIONS = ("all", "except_last", "none")
-"""What stands behind `--recompute`, for all stages or behind the number of one."""
 
 
 def add_make(parser: argparse.ArgumentParser) -> None:

@@ -21,8 +21,8 @@ from tarantella_pp.runtime.weights.forward_state import BatchStatistics
 from tarantella_pp.runtime.weights.process_groups import BatchShare, batch_shares
 from tarantella_pp.runtime.weights.shared_weights import broadcast_variable, check_replicas
 
+# The rank that tries a step: that of the first samples of each batch.
 _TRIES = 0
-"""The rank that tries a step: that of the first samples of each batch."""
 
 
 class ReplicaSteps:

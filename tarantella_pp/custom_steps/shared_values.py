@@ -15,8 +15,8 @@ from tarantella_pp.runtime.comm.communicator import Communicator
 from tarantella_pp.runtime.comm.tensor_buffers import value_of
 from tarantella_pp.runtime.probes.parts import SAME, SUM
 
+# How far apart sums over a variable may be on two replicas that have the same.
 _APART = 1e-6
-"""How far apart sums over a variable may be on two replicas that have the same."""
 
 Array = np.ndarray[Any, Any]
 

@@ -39,13 +39,13 @@ from tarantella_pp.runtime.probes.parts import (
     thirds,
 )
 
+# Thirds in the parts of each trial: as they are, changed, and changed in another way.
 PARTS = ((1, 2), (2, 1), (1, 2))
-"""Thirds in the parts of each trial: as they are, changed, and changed in another way."""
+# Samples of a trial. Those of a batch, as far as there are so many: a step may treat some samples
+# in another way, such as those of a rare class.
 LEAST_ROWS, MOST_ROWS = 6, 48
-"""Samples of a trial. Those of a batch, as far as there are so many: a step may treat some samples
-in another way, such as those of a rare class."""
+# Of scaled losses: the first with which all gradients are finite is tried.
 _WEIGHTS = (1.0, 2.0**-8, 2.0**-16)
-"""Of scaled losses: the first with which all gradients are finite is tried."""
 
 Array = np.ndarray[Any, Any]
 
@@ -58,24 +58,19 @@ _OTHERWISE = (
 
 @dataclass(frozen=True)
 class StepKinds:
-    """The kind of each value, as all replicas know it.
+    """The kind of each value, as all replicas know it."""
 
-    Attributes:
-        gradients: By update and by variable.
-        results: By position among what the step returns; what metrics give is not among them.
-        state: By `id` of a variable that the step writes.
-        drawn: What a step adds to a variable that counts random numbers, by its `id`.
-        weighted: Whether scaled losses are weighted with a replica's share of the samples. Their
-            gradients are then sums over the replicas.
-        fixed: The gradients, by update and by variable, with slices at the same places whatever
-            the samples are.
-    """
-
-    gradients: dict[tuple[int, int], str]
+    gradients: dict[tuple[int, int], str]  # by update and by variable
+    # By position among what the step returns; what metrics give is not among them
     results: dict[int, str]
-    state: dict[int, str]
+    state: dict[int, str]  # by `id` of a variable that the step writes
+    # What a step adds to a variable that counts random numbers, by its `id`
     drawn: dict[int, Array]
+    # Whether scaled losses are weighted with a replica's share of the samples. Their gradients are
+    # then sums over the replicas
     weighted: bool
+    # The gradients, by update and by variable, with slices at the same places whatever the samples
+    # are
     fixed: frozenset[tuple[int, int]]
 
     @classmethod

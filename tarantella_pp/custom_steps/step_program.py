@@ -30,17 +30,11 @@ from tarantella_pp.runtime.modules.graph_split import has_effect
 
 @dataclass(frozen=True)
 class _Part:
-    """What runs between two updates.
+    """What runs between two updates."""
 
-    Attributes:
-        call: The compiled part.
-        needs: What it is given, of the batch and of earlier parts.
-        gives: What it returns.
-    """
-
-    call: CompiledFunction
-    needs: list[tf.Tensor]
-    gives: list[tf.Tensor]
+    call: CompiledFunction  # the compiled part
+    needs: list[tf.Tensor]  # what it is given, of the batch and of earlier parts
+    gives: list[tf.Tensor]  # what it returns
 
 
 class StepProgram:

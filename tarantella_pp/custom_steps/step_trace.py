@@ -22,26 +22,20 @@ from tarantella_pp.internals.training import (
 )
 from tarantella_pp.runtime.modules.side_effects import effects_of
 
+# What is traced: given tensors of a batch, it returns logs or predictions.
 Step = Callable[..., Any]
-"""What is traced: given tensors of a batch, it returns logs or predictions."""
 
 
 @dataclass(frozen=True)
 class Update:
-    """A call of an optimizer's `apply`.
+    """A call of an optimizer's `apply`."""
 
-    Attributes:
-        optimizer: The optimizer.
-        variables: What it is to update.
-        gradients: For each of them the tensors of its gradient: one, values and indices of slices,
-            or none where there is no gradient.
-        place: How many operations there were before.
-    """
-
-    optimizer: Any
-    variables: list[Any]
+    optimizer: Any  # the optimizer
+    variables: list[Any]  # what it is to update
+    # For each of them the tensors of its gradient: one, values and indices of slices, or none
+    # where there is no gradient
     gradients: list[list[tf.Tensor]]
-    place: int
+    place: int  # how many operations there were before
 
     @property
     def tensors(self) -> list[tf.Tensor]:
@@ -63,17 +57,11 @@ class Update:
 
 @dataclass(frozen=True)
 class MetricLog:
-    """A value of the logs that is what a metric gives as its result.
+    """A value of the logs that is what a metric gives as its result."""
 
-    Attributes:
-        metric: The metric.
-        position: Which of the values in its result.
-        place: How many operations there were when it was asked.
-    """
-
-    metric: Any
-    position: int
-    place: int
+    metric: Any  # the metric
+    position: int  # which of the values in its result
+    place: int  # how many operations there were when it was asked
 
 
 class StepTrace:

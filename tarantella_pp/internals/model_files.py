@@ -22,12 +22,12 @@ from keras.src.legacy.saving import json_utils, legacy_h5_format, saving_utils
 from keras.src.saving import saving_lib
 from keras.src.saving.serialization_lib import ObjectSharingScope
 
+# What is what in a `.keras` file.
 CONFIG, METADATA, WEIGHTS, ASSETS = "config.json", "metadata.json", "model.weights.h5", "assets"
-"""What is what in a `.keras` file."""
 
 
+# About how much of a large value is in memory at a time, on its way to a file.
 PIECE_BYTES = 2**23
-"""About how much of a large value is in memory at a time, on its way to a file."""
 
 
 class Rows(Protocol):
@@ -45,10 +45,10 @@ class Rows(Protocol):
         """Some of its rows."""
 
 
+# What writes a value row by row; `None` for one that is small or no variable.
 RowsOf = Callable[[Any], "Rows | None"]
-"""What writes a value row by row; `None` for one that is small or no variable."""
+# What reads a value of an HDF5 file; `None` for one that is read as Keras does.
 ArrayOf = Callable[[Any], "np.ndarray[Any, Any] | None"]
-"""What reads a value of an HDF5 file; `None` for one that is read as Keras does."""
 
 
 def row_ranges(shape: Sequence[int], dtype: Any) -> Iterator[tuple[int, int]]:

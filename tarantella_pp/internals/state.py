@@ -22,8 +22,8 @@ from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 from tarantella_pp.errors import UnsupportedModelError
 from tarantella_pp.internals.optimizers import parts_of, scales_dynamically, wrapped_in
 
+# Kind of a slot, and `id` of a weight that it serves; `None` if it serves the optimizer.
 Key: TypeAlias = tuple[str, int | None]
-"""Kind of a slot, and `id` of a weight that it serves; `None` if it serves the optimizer."""
 # What optimizers keep their books with.
 _BOOKS = ("_variables", "_trainable_variables", "_inner_optimizers")
 

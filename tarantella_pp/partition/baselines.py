@@ -13,8 +13,8 @@ from tarantella_pp.partition.cut import Prices
 from tarantella_pp.partition.graph.ideals import Array, Blocks, summed
 from tarantella_pp.partition.plan.plan_parts import Certificate
 
+# Stage of each operation.
 Assignment = tuple[int, ...]
-"""Stage of each operation."""
 
 
 def by_rules(blocks: Blocks, prices: Prices, state: Array) -> dict[str, Assignment]:
@@ -103,17 +103,11 @@ OURS = "tarantella"
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What the largest stage is under each rule, for one objective.
+    """What the largest stage is under each rule, for one objective."""
 
-    Attributes:
-        objective: The figure: `"memory"`, `"time"` or `"flops"`.
-        certificate: How good our plan is known to be.
-        values: The largest stage under each rule, ours first.
-    """
-
-    objective: str
-    certificate: Certificate
-    values: dict[str, float]
+    objective: str  # the figure: `"memory"`, `"time"` or `"flops"`
+    certificate: Certificate  # how good our plan is known to be
+    values: dict[str, float]  # the largest stage under each rule, ours first
 
     def ratio(self, rule: str) -> float | None:
         """Returns how many times larger the largest stage is than in our plan."""

@@ -21,26 +21,22 @@ from tarantella_pp.partition.plan.plan_parts import TOLERANCE, Certificate, CutE
 from tarantella_pp.partition.rank_balancing import balance_ranks, rank_totals
 from tarantella_pp.partition.stage_costs import StageCostModel
 
+# Stage of each operation.
 Assignment = tuple[int, ...]
-"""Stage of each operation."""
+# Share by which measured seconds of stages differ that count as equal: nobody measures them more
+# exactly, and a tensor more that crosses a network costs more than that.
 ALIKE = 0.02
-"""Share by which measured seconds of stages differ that count as equal: nobody measures them more
-exactly, and a tensor more that crosses a network costs more than that."""
+# How often less memory is allowed, where messages to several stages come on top.
 MOST_ATTEMPTS = 3
-"""How often less memory is allowed, where messages to several stages come on top."""
 
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """A plan in numbers.
+    """A plan in numbers."""
 
-    Attributes:
-        assignment: Stage of each node, in node order; stages count from 0 in pipeline order.
-        certificate: How good the plan is known to be.
-    """
-
+    # Stage of each node, in node order; stages count from 0 in pipeline order
     assignment: tuple[int, ...]
-    certificate: Certificate
+    certificate: Certificate  # how good the plan is known to be
 
 
 def sums_of(costs: StageCostModel, options: Settings) -> Prices:

@@ -27,17 +27,17 @@ import numpy.typing as npt
 from tarantella_pp.partition.graph.ideals import Array, Blocks, Ideals
 from tarantella_pp.partition.plan.plan_parts import TOLERANCE
 
+# How far above what it is at the least the dearest stage is looked for, one after the other.
 SLACKS = (0.0, 0.01, 0.05, 0.2, 1.0, math.inf)
-"""How far above what it is at the least the dearest stage is looked for, one after the other."""
+# Relative distance from the most that can be said of a bound at which that is good enough.
 CLOSE = 1e-3
-"""Relative distance from the most that can be said of a bound at which that is good enough."""
+# How often plans around the best are looked for without finding a better one, by sums and by
+# prices, and the orders that are drawn for each time.
 ROUNDS, PRICED_ROUNDS, DRAWS = 12, 1, 3
-"""How often plans around the best are looked for without finding a better one, by sums and by
-prices, and the orders that are drawn for each time."""
+# Paths of equal value that are tried where their stages have to be priced.
 TIES = 8
-"""Paths of equal value that are tried where their stages have to be priced."""
+# Prices a stage between two down-sets, whose operations are bits; infinite where it cannot be.
 Price = Callable[[int, int, int], float]
-"""Prices a stage between two down-sets, whose operations are bits; infinite where it cannot be."""
 Indices = npt.NDArray[np.intp]
 
 
@@ -46,26 +46,19 @@ class Prices:
     """What stages cost.
 
     A stage costs `once + times[stage] * each` at the least, summed over its operations.
-
-    Attributes:
-        once: Part of each operation's cost that is the same on all stages.
-        each: Part that counts a number of times.
-        times: How many times on each stage.
-        price: Prices a stage, which costs its sum if that is more; `None` where it always does.
-        least: What a stage costs at the least whatever the others are; the price if `None`.
-        wires: Operations, the first makes a tensor and others read it, and bytes cut if they part.
-        alike: Relative distance of values that count as equal.
-        most: What the dearest stage may cost at the most.
     """
 
-    once: Array
-    each: Array
-    times: Array
+    once: Array  # part of each operation's cost that is the same on all stages
+    each: Array  # part that counts a number of times
+    times: Array  # how many times on each stage
+    # Prices a stage, which costs its sum if that is more; `None` where it always does
     price: Price | None = None
+    # What a stage costs at the least whatever the others are; the price if `None`
     least: Price | None = None
+    # Operations, the first makes a tensor and others read it, and bytes cut if they part
     wires: Sequence[tuple[tuple[int, ...], float]] = ()
-    alike: float = TOLERANCE / 4
-    most: float = math.inf
+    alike: float = TOLERANCE / 4  # relative distance of values that count as equal
+    most: float = math.inf  # what the dearest stage may cost at the most
 
     @property
     def num_stages(self) -> int:
@@ -125,17 +118,12 @@ class Prices:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """What was found.
+    """What was found."""
 
-    Attributes:
-        assignments: Stage of each operation; the best first, then one that may be as good.
-        bound: What the dearest stage costs at the least in all plans.
-        method: How it was found, in words.
-    """
-
+    # Stage of each operation; the best first, then one that may be as good
     assignments: tuple[tuple[int, ...], ...]
-    bound: float
-    method: str
+    bound: float  # what the dearest stage costs at the least in all plans
+    method: str  # how it was found, in words
 
 
 def best_cut(blocks: Blocks, prices: Prices) -> Cut | None:

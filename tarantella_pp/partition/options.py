@@ -28,27 +28,23 @@ from tarantella_pp.partition.plan.plan_parts import (
 from tarantella_pp.schedule import Schedule, ScheduleSpec, bubble_fraction, send_window
 
 BALANCES = ("memory", "time", "flops")
+# The balance of a plan whose stages were given.
 GIVEN = "given"
-"""The balance of a plan whose stages were given."""
+# Which micro-batches a stage may repeat.
 RECOMPUTATIONS = ("all", "except_last", "none")
-"""Which micro-batches a stage may repeat."""
+# What the option `recompute` may be.
 Recompute = str | Sequence[int] | Mapping[int, str]
-"""What the option `recompute` may be."""
 PLACEMENTS: tuple[str, ...] = get_args(Placement)
 
 
 class Settings(PlanConfig, frozen=True, kw_only=True):
-    """Options of a plan, checked, with what its schedule says of them.
+    """Options of a plan, checked, with what its schedule says of them."""
 
-    Attributes:
-        in_flight: Most micro-batches that each stage holds at a time.
-        held_whole: Most micro-batches that each stage, if it recomputes, holds all of at a time.
-        repeated: Share of the micro-batches whose forward pass each stage repeats; empty unless
-            time is balanced.
-    """
-
-    in_flight: tuple[int, ...]
+    in_flight: tuple[int, ...]  # most micro-batches that each stage holds at a time
+    # Most micro-batches that each stage, if it recomputes, holds all of at a time
     held_whole: tuple[int, ...]
+    # Share of the micro-batches whose forward pass each stage repeats; empty unless time is
+    # balanced
     repeated: tuple[float, ...] = ()
 
     @property

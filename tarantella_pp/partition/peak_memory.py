@@ -16,44 +16,37 @@ from tarantella_pp.partition.graph.layer_graph import (
 from tarantella_pp.partition.graph.units import item_bytes, wire_bytes
 from tarantella_pp.partition.plan.plan_parts import FUSION_THRESHOLD, CutEdge, OutputUse, PlanConfig
 
+# Variables whose update TensorFlow has begun and not ended at a time, at the most: it goes on with
+# one of the operations that are ready and leaves the others for later.
 AT_ONCE = 5
-"""Variables whose update TensorFlow has begun and not ended at a time, at the most: it goes on
-with one of the operations that are ready and leaves the others for later."""
+# Gradients of micro-batches that the last stage has sent and the one before not yet fetched.
 ON_THEIR_WAY = 2
-"""Gradients of micro-batches that the last stage has sent and the one before not yet fetched."""
+# Tensors of a variable's size that Keras makes for each slot where the gradient is sparse: three
+# or four for the two of Adam, as it happens.
 DENSE_COPIES = 1.75
-"""Tensors of a variable's size that Keras makes for each slot where the gradient is sparse: three
-or four for the two of Adam, as it happens."""
+# Share of what an operation keeps inside that its gradients there need at a time: operations that
+# keep something there, such as attention and loops, keep about eight tensors, and kept ones go as
+# gradients come, so that there are two of these at most.
 INSIDE = 0.25
-"""Share of what an operation keeps inside that its gradients there need at a time: operations that
-keep something there, such as attention and loops, keep about eight tensors, and kept ones go
-as gradients come, so that there are two of these at most."""
 
+# Micro-batches whose outputs wait for metrics to be updated with them, at the most.
 WAITING_OUTPUTS = 1
-"""Micro-batches whose outputs wait for metrics to be updated with them, at the most."""
+# Tensors of the outputs' size that a loss and its gradient make for a moment.
 LOSS_COPIES = 2
-"""Tensors of the outputs' size that a loss and its gradient make for a moment."""
 
 
+# The stages that use each variable, ascending.
 Users = Sequence[tuple[int, ...]] | Mapping[int, tuple[int, ...]]
-"""The stages that use each variable, ascending."""
 
 
 @dataclass(frozen=True, slots=True)
 class OutputBytes:
-    """Memory of a model's outputs on the last stage.
+    """Memory of a model's outputs on the last stage."""
 
-    Attributes:
-        held: Outputs of micro-batches that wait for their backward pass or for metrics.
-        loss: What the loss makes of them for a moment.
-        gradients: Gradients of the whole batch, which are made at once.
-        end: What metrics make of them at the end of a step, when activations are gone.
-    """
-
-    held: int = 0
-    loss: int = 0
-    gradients: int = 0
-    end: int = 0
+    held: int = 0  # outputs of micro-batches that wait for their backward pass or for metrics
+    loss: int = 0  # what the loss makes of them for a moment
+    gradients: int = 0  # gradients of the whole batch, which are made at once
+    end: int = 0  # what metrics make of them at the end of a step, when activations are gone
 
 
 def output_bytes(
@@ -161,8 +154,8 @@ def message_bytes(
     return received, backlog * waiting + narrowed, 0 if back else ON_THEIR_WAY * returned
 
 
+# Bytes of the number of a row that travels with it.
 INDEX_BYTES = 8
-"""Bytes of the number of a row that travels with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,18 +171,12 @@ class GradientSums:
 
     A weight alone in its bucket is not copied, so that this counts at most its size too much.
     The gradient of an embedding table travels as the rows that all replicas look up.
-
-    Attributes:
-        replicas: Number of replicas.
-        sharded: Whether each weight is updated by one of them, for all.
-        fusion_threshold: Most bytes of a bucket.
-        gradient_dtype: Dtype in which gradients travel; `None` for their own.
     """
 
-    replicas: int = 1
-    sharded: bool = False
-    fusion_threshold: int = FUSION_THRESHOLD
-    gradient_dtype: str | None = None
+    replicas: int = 1  # number of replicas
+    sharded: bool = False  # whether each weight is updated by one of them, for all
+    fusion_threshold: int = FUSION_THRESHOLD  # most bytes of a bucket
+    gradient_dtype: str | None = None  # dtype in which gradients travel; `None` for their own
 
     @classmethod
     def of(cls, config: PlanConfig) -> GradientSums:

@@ -27,8 +27,8 @@ from tarantella_pp.partition.plan_search import (
 from tarantella_pp.partition.planner import Planner
 from tarantella_pp.partition.rank_balancing import rank_totals
 
+# Share of a step, or of memory, that a plan has to save to be advised, or to be a further one.
 WORTHWHILE = 0.05
-"""Share of a step, or of memory, that a plan has to save to be advised, or to be a further one."""
 
 
 def choose_plan(
@@ -147,10 +147,10 @@ def _order(timed: Timed) -> tuple[float, int]:
     return (timed[0], largest_stage(timed[1]))
 
 
+# How many times the mean a rank may have of the work before a limit is not worth keeping.
 USELESS = 1.5
-"""How many times the mean a rank may have of the work before a limit is not worth keeping."""
+# How many times as many stages are tried.
 MORE_STAGES = (2, 4)
-"""How many times as many stages are tried."""
 
 
 def infeasible(plan_search: PlanSearch) -> str:

@@ -26,37 +26,29 @@ from tarantella_pp.partition.stage_costs import StageCostModel
 from tarantella_pp.schedule import BEFORE_SEARCH, SEARCHED, ScheduleSpec
 from tarantella_pp.schedule.actions import Compute
 
+# Stages up to which every set of recomputing ones is tried; of more, the first stages.
 MOST_SUBSETS = 4
-"""Stages up to which every set of recomputing ones is tried; of more, the first stages."""
+# Seconds of the processor after which no more is tried.
 PATIENCE = 60.0
-"""Seconds of the processor after which no more is tried."""
+# Effort of all solutions (see `Planner.effort`) after which stages are only found for what is
+# likely to be best: half a second or so. A plan must not depend on how fast it was made.
 QUICK = 11_000
-"""Effort of all solutions (see `Planner.effort`) after which stages are only found for what is
-likely to be best: half a second or so. A plan must not depend on how fast it was made."""
+# Effort of one solution beyond which no more is tried once something is found.
 SLOW = 4_000
-"""Effort of one solution beyond which no more is tried once something is found."""
 
+# Simulated seconds of a step, and the plan.
 Timed = tuple[float, Plan]
-"""Simulated seconds of a step, and the plan."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A number of micro-batches of a search.
+    """A number of micro-batches of a search."""
 
-    Attributes:
-        search: The search.
-        options: What its plan is for.
-        solution: The stages that are simulated.
-        limited: Whether there is a memory limit, which they may not keep.
-        final: Whether they are the best for this number, within the limit.
-    """
-
-    search: PlanSearch
-    options: Settings
-    solution: Solution
-    limited: bool
-    final: bool
+    search: PlanSearch  # the search
+    options: Settings  # what its plan is for
+    solution: Solution  # the stages that are simulated
+    limited: bool  # whether there is a memory limit, which they may not keep
+    final: bool  # whether they are the best for this number, within the limit
 
     @cached_property
     def least_seconds(self) -> float:
@@ -79,19 +71,13 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class PlanSearch:
-    """Makes plans of a model, with some options left open.
+    """Makes plans of a model, with some options left open."""
 
-    Attributes:
-        planner: The model, and the machine that its steps are simulated on.
-        given: The options; `num_micro_batches` and `recompute` may be open, to be chosen.
-        spec: The schedule.
-        roughly: Whether to balance memory it is enough to count what adds up: where that is one of
-            several ways to find a fast plan.
-    """
-
-    planner: Planner
-    given: PlanOptions
-    spec: ScheduleSpec
+    planner: Planner  # the model, and the machine that its steps are simulated on
+    given: PlanOptions  # the options; `num_micro_batches` and `recompute` may be open, to be chosen
+    spec: ScheduleSpec  # the schedule
+    # Whether to balance memory it is enough to count what adds up: where that is one of several
+    # ways to find a fast plan
     roughly: bool = False
 
     def options(self, *, alone: bool = False, **changes: Any) -> Settings:

@@ -41,28 +41,18 @@ LEAST_ROWS = 4
 
 @dataclass(frozen=True, slots=True)
 class Planner:
-    """Makes plans of one model, for any options.
+    """Makes plans of one model, for any options."""
 
-    Attributes:
-        model: Name of the model.
-        graph: Its layer graph.
-        optimizer: Name of the optimizer whose slots count.
-        slots: Bytes of its slots for each variable of the graph.
-        profile: What was measured of the operations, if anything.
-        machine: What computes; `None` where arithmetic alone counts.
-        assignment: Stage of each node where that is given, for `balance="given"`.
-        work: What each node does.
-        blocks: Its operations, joined where they must share a stage.
-    """
-
-    model: str
-    graph: LayerGraph
-    optimizer: str
-    slots: Sequence[int]
-    profile: Profile | None = None
-    machine: HardwareSpec | None = None
+    model: str  # name of the model
+    graph: LayerGraph  # its layer graph
+    optimizer: str  # name of the optimizer whose slots count
+    slots: Sequence[int]  # bytes of its slots for each variable of the graph
+    profile: Profile | None = None  # what was measured of the operations, if anything
+    machine: HardwareSpec | None = None  # what computes; `None` where arithmetic alone counts
+    # Stage of each node where that is given, for `balance="given"`
     assignment: tuple[int, ...] | None = None
-    work: tuple[NodeWork, ...] = field(init=False, compare=False)
+    work: tuple[NodeWork, ...] = field(init=False, compare=False)  # what each node does
+    # Its operations, joined where they must share a stage
     blocks: Blocks = field(init=False, compare=False)
     _solved: dict[Hashable, Solution] = field(default_factory=dict, init=False, compare=False)
 

@@ -13,15 +13,15 @@ from tarantella_pp.partition.cut import Prices
 from tarantella_pp.partition.graph.ideals import Array, summed
 
 IntArray = npt.NDArray[np.int64]
+# The memory of stages, and what each may have.
 Limits = tuple[Prices, Sequence[float]]
-"""The memory of stages, and what each may have."""
 
+# Positions of a boundary that are tried at a time: those around it, and some of all others.
 MOST_POSITIONS = 300
-"""Positions of a boundary that are tried at a time: those around it, and some of all others."""
+# Sets of boundaries up to which all of them are tried.
 MOST_CHOICES = 200_000
-"""Sets of boundaries up to which all of them are tried."""
+# How much the largest stage, at least, and then cut bytes count besides the largest rank.
 LEAST_BUBBLE_WEIGHT, LAST = 1e-2, 1e-4
-"""How much the largest stage, at least, and then cut bytes count besides the largest rank."""
 
 
 def rank_totals(values: Sequence[float] | Array, ranks: Sequence[int]) -> Array:

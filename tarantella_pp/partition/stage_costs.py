@@ -43,10 +43,10 @@ from tarantella_pp.partition.plan.plan_parts import (
     Tie,
 )
 
+# No stage repeats its forward pass.
 NOTHING: Mapping[int, int] = MappingProxyType({})
-"""No stage repeats its forward pass."""
+# One replica.
 ALONE = GradientSums()
-"""One replica."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,38 +55,27 @@ class StageCostModel:
 
     The figures of the nodes are the figures of the graph: to plan with measured ones, put them into
     its nodes (`keeps`, `residual_bytes`, `flops`) and mark them as measured.
-
-    Attributes:
-        graph: The layer graph.
-        slots: Bytes of optimizer state for each variable of the graph.
-        micro_batch_size: Samples of one micro-batch.
-        seconds: Seconds of each node's forward and backward pass for one micro-batch; `None`
-            where nothing was measured.
-        micro_batches: Micro-batches of a step.
-        outputs: What loss and metrics need of the model's outputs; `None` where that is not known
-            yet, and not counted.
-        shards: Replicas that share out the optimizer state; 1 where each has all of it.
-        ranks: Rank of each stage in its pipeline; empty where each has its own.
-        machine: What computes; `None` where arithmetic alone counts.
-        window: Most micro-batches that a stage has sent and that are not taken; `None` for any.
-        sums: How gradients are summed over replicas.
-        work: What each node does; `None` to have that counted when it is asked for.
-        sent_as: The type that messages travel in, as a plan has it.
     """
 
-    graph: LayerGraph
-    slots: Sequence[int]
-    micro_batch_size: int
+    graph: LayerGraph  # the layer graph
+    slots: Sequence[int]  # bytes of optimizer state for each variable of the graph
+    micro_batch_size: int  # samples of one micro-batch
+    # Seconds of each node's forward and backward pass for one micro-batch; `None` where nothing
+    # was measured
     seconds: Sequence[tuple[float, float]] | None = None
-    micro_batches: int = 1
+    micro_batches: int = 1  # micro-batches of a step
+    # What loss and metrics need of the model's outputs; `None` where that is not known yet, and
+    # not counted
     outputs: OutputUse | None = None
-    shards: int = 1
-    ranks: Sequence[int] = ()
-    machine: HardwareSpec | None = None
+    shards: int = 1  # replicas that share out the optimizer state; 1 where each has all of it
+    ranks: Sequence[int] = ()  # rank of each stage in its pipeline; empty where each has its own
+    machine: HardwareSpec | None = None  # what computes; `None` where arithmetic alone counts
+    # Most micro-batches that a stage has sent and that are not taken; `None` for any
     window: int | None = None
-    sums: GradientSums = ALONE
+    sums: GradientSums = ALONE  # how gradients are summed over replicas
+    # What each node does; `None` to have that counted when it is asked for
     work: Sequence[NodeWork] | None = None
-    sent_as: str | None = None
+    sent_as: str | None = None  # the type that messages travel in, as a plan has it
 
     def roofline_seconds(self, samples: float, machine: HardwareSpec) -> list[tuple[float, float]]:
         """Returns the seconds of each node, forward and backward, by arithmetic and traffic."""

@@ -26,36 +26,24 @@ _COMPILED_SIGNATURES = 16
 
 
 class LossValue(NamedTuple):
-    """A loss, or what some samples contribute to it.
+    """A loss, or what some samples contribute to it."""
 
-    Attributes:
-        total: The loss, in Keras' default float type.
-        each: The loss of each output that has one, before it is weighted; none if Keras does not
-            track them, as for a single loss.
-        gradients: Gradient of the total with respect to each output; empty if not asked for.
-    """
-
-    total: tf.Tensor
+    total: tf.Tensor  # the loss, in Keras' default float type
+    # The loss of each output that has one, before it is weighted; none if Keras does not track
+    # them, as for a single loss
     each: Sequence[tf.Tensor]
+    # Gradient of the total with respect to each output; empty if not asked for
     gradients: Mapping[BoundaryTensor, tf.Tensor]
 
 
 class LossArguments(NamedTuple):
-    """What a loss is computed from.
+    """What a loss is computed from."""
 
-    Attributes:
-        of_samples: Whether it is what some samples contribute to the loss of their batch.
-        y: The targets.
-        results: The model's outputs; to compile the loss, specs will do.
-        weights: Sample weights of a batch; or the coefficients of samples, loss by loss.
-        scale: Gradients are multiplied with it, if given.
-    """
-
-    of_samples: bool
-    y: Any
-    results: list[Any]
-    weights: Any
-    scale: tf.Tensor | None
+    of_samples: bool  # whether it is what some samples contribute to the loss of their batch
+    y: Any  # the targets
+    results: list[Any]  # the model's outputs; to compile the loss, specs will do
+    weights: Any  # sample weights of a batch; or the coefficients of samples, loss by loss
+    scale: tf.Tensor | None  # gradients are multiplied with it, if given
 
 
 class BatchLoss:

@@ -26,10 +26,10 @@ from tarantella_pp.runtime.weights.gradient_reduction import Gradient
 from tarantella_pp.runtime.weights.rank_weights import Bucket, RankWeights
 from tarantella_pp.runtime.weights.shared_weights import total
 
+# What is sparse of the gradients, by stage and by the weight's place in it.
 Collected: TypeAlias = dict[int, dict[int, Slices]]
-"""What is sparse of the gradients, by stage and by the weight's place in it."""
+# Gradients that other ranks have sent of weights that this one trains, by their id.
 Arrived: TypeAlias = dict[int, list[Gradient]]
-"""Gradients that other ranks have sent of weights that this one trains, by their id."""
 
 
 class OptimizerStep:

@@ -23,8 +23,8 @@ _LOSS_TAG, _LOGS_TAG = 4, 5
 _FLOAT = np.dtype(np.float64)
 
 Array = np.ndarray[Any, Any]
+# Name, shape and dtype of a value in the logs.
 Form = list[Any]
-"""Name, shape and dtype of a value in the logs."""
 
 
 class LogExchange:

@@ -26,17 +26,13 @@ _AHEAD = 2
 
 
 class Conversion(NamedTuple):
-    """How the tensors of a message become arrays and arrays become tensors.
+    """How the tensors of a message become arrays and arrays become tensors."""
 
-    Attributes:
-        to_buffer: Returns an array on the memory of a tensor, for sending.
-        to_tensor: Returns a tensor on the memory of an array that was received.
-        cast: Returns a tensor in another dtype.
-    """
-
+    # Returns an array on the memory of a tensor, for sending
     to_buffer: Callable[[Any], NDArray[Any]]
+    # Returns a tensor on the memory of an array that was received
     to_tensor: Callable[[NDArray[Any]], Any]
-    cast: Callable[[Any, np.dtype[Any]], Any]
+    cast: Callable[[Any, np.dtype[Any]], Any]  # returns a tensor in another dtype
 
     @classmethod
     def of_tensorflow(cls) -> Conversion:
@@ -48,25 +44,15 @@ class Conversion(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _MessageFormat:
-    """What there is to know of a message before it is sent, found once for each.
+    """What there is to know of a message before it is sent, found once for each."""
 
-    Attributes:
-        tag: Tag of its MPI messages.
-        label: What it is, for people.
-        tensors: What it holds.
-        dtypes: The dtype of each tensor.
-        on_wire: The dtype in which each travels.
-        narrows: Whether these differ.
-        is_dynamic: Whether its shapes are not known from the model.
-    """
-
-    tag: int
-    label: str
-    tensors: tuple[BoundaryTensor, ...]
-    dtypes: tuple[np.dtype[Any], ...]
-    on_wire: tuple[np.dtype[Any], ...]
-    narrows: bool
-    is_dynamic: bool
+    tag: int  # tag of its MPI messages
+    label: str  # what it is, for people
+    tensors: tuple[BoundaryTensor, ...]  # what it holds
+    dtypes: tuple[np.dtype[Any], ...]  # the dtype of each tensor
+    on_wire: tuple[np.dtype[Any], ...]  # the dtype in which each travels
+    narrows: bool  # whether these differ
+    is_dynamic: bool  # whether its shapes are not known from the model
 
 
 class StageMessages:

@@ -22,10 +22,10 @@ from tarantella_pp.runtime.weights.process_groups import ProcessGroups
 from tarantella_pp.schedule import SEARCHED, Schedule, ScheduleSpec, lower, make_schedule, validate
 from tarantella_pp.simulation import Costs, search_schedule
 
+# Steps of each kind that are not measured, for TensorFlow compiles in them.
 WARM_UP = 1
-"""Steps of each kind that are not measured, for TensorFlow compiles in them."""
+# Steps of each kind that are measured.
 MEASURED = 4
-"""Steps of each kind that are measured."""
 
 
 class StepSchedules:

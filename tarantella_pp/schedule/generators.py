@@ -17,8 +17,8 @@ from tarantella_pp.schedule.schedule import Schedule
 
 Backward: TypeAlias = Literal["fused", "split"]
 
+# The schedules that `make_schedule` makes.
 SCHEDULE_NAMES = ("gpipe", "1f1b", "eager-1f1b", "interleaved", "zb-h1", "zb-v", "forward")
-"""The schedules that `make_schedule` makes."""
 
 
 def forward(stage: int, num_stages: int, num_micro_batches: int) -> list[Compute]:

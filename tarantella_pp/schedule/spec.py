@@ -70,8 +70,8 @@ def bubble_fraction(
     return Fraction(idle, work + idle)
 
 
+# The schedules whose memory `in_flight_bounds` and `held_whole_bounds` know.
 MEMORY_FORMULAS = ("gpipe", "1f1b", "eager-1f1b", "zb-h1", "forward")
-"""The schedules whose memory `in_flight_bounds` and `held_whole_bounds` know."""
 
 
 def in_flight_bounds(name: str, num_stages: int, num_micro_batches: int) -> tuple[int, ...]:
@@ -119,11 +119,11 @@ def send_window(name: str, num_stages: int, num_ranks: int) -> int | None:
     return num_stages + 2 if name in ("gpipe", "forward") and num_ranks == num_stages else None
 
 
+# The schedule that is searched for with measured costs, and that is `BEFORE_SEARCH` till then.
 SEARCHED = "zb-auto"
-"""The schedule that is searched for with measured costs, and that is `BEFORE_SEARCH` till then."""
 BEFORE_SEARCH = "zb-h1"
+# The named schedules that train.
 TRAINING_NAMES = (*(name for name in SCHEDULE_NAMES if name != "forward"), SEARCHED)
-"""The named schedules that train."""
 
 
 @dataclass(frozen=True)

@@ -23,10 +23,10 @@ from tarantella_pp.simulation.simulator import (
     simulate,
 )
 
+# Stages x micro-batches up to which a step is played event by event, in about a second.
 MOST_PLAYED = 20_000
-"""Stages x micro-batches up to which a step is played event by event, in about a second."""
+# The same for `zb-auto`, which plays many schedules.
 MOST_SEARCHED = 1_000
-"""The same for `zb-auto`, which plays many schedules."""
 
 
 @dataclass(frozen=True)

@@ -24,10 +24,10 @@ from tarantella_pp.schedule.schedule import Schedule
 from tarantella_pp.schedule.spec import SEARCHED
 from tarantella_pp.simulation.simulator import Costs, simulate
 
+# Found schedules that are simulated with all that playing leaves out.
 _FINALISTS = 4
-"""Found schedules that are simulated with all that playing leaves out."""
+# Micro-batches by which a limit may seem to be exceeded, where shares of them are added up.
 _ROUNDING = 1e-9
-"""Micro-batches by which a limit may seem to be exceeded, where shares of them are added up."""
 
 
 def search_schedule(

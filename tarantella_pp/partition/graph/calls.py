@@ -33,24 +33,17 @@ class Call:
     `result = operation_fn(call.operation, training=training)(*args, **kwargs)`, and
     `keras.tree.flatten(result)` are the values of `call.outputs`. `training` must be a bool:
     the one in the arguments is from the day when the model was built.
-
-    Attributes:
-        name: Unique name of the node.
-        operation: The layer or other Keras operation to call; the user's own object.
-        arguments: The symbolic arguments it was called with (`Node.arguments` of Keras).
-        bindings: From `id` of each symbolic tensor in `arguments` to the id of a graph's tensor.
-        outputs: Ids of the tensors it makes, in the order of the flattened result.
-        variables: The Keras variables it uses, seeds of random layers included.
-        unmasked: Ids of the inputs that it must see without the mask they were made with: an
-            earlier call has deleted it, in place.
     """
 
-    name: str
-    operation: Any
-    arguments: Any
+    name: str  # unique name of the node
+    operation: Any  # the layer or other Keras operation to call; the user's own object
+    arguments: Any  # the symbolic arguments it was called with (`Node.arguments` of Keras)
+    # From `id` of each symbolic tensor in `arguments` to the id of a graph's tensor
     bindings: dict[int, int]
-    outputs: tuple[int, ...]
-    variables: tuple[Any, ...]
+    outputs: tuple[int, ...]  # ids of the tensors it makes, in the order of the flattened result
+    variables: tuple[Any, ...]  # the Keras variables it uses, seeds of random layers included
+    # Ids of the inputs that it must see without the mask they were made with: an earlier call has
+    # deleted it, in place
     unmasked: frozenset[int] = frozenset()
 
     @property

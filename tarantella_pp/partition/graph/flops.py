@@ -44,19 +44,12 @@ ACTIVATION_KINDS = by_name(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SizedTensor:
-    """One sample of a tensor that a call reads or makes.
+    """One sample of a tensor that a call reads or makes."""
 
-    Attributes:
-        id: Id of the tensor in the graph.
-        shape: Shape of one sample, without the batch, all sizes known.
-        itemsize: Bytes of one element.
-        has_gradient: Whether the backward pass sends a gradient over it.
-    """
-
-    id: int
-    shape: tuple[int, ...]
-    itemsize: int
-    has_gradient: bool
+    id: int  # id of the tensor in the graph
+    shape: tuple[int, ...]  # shape of one sample, without the batch, all sizes known
+    itemsize: int  # bytes of one element
+    has_gradient: bool  # whether the backward pass sends a gradient over it
 
     @property
     def size(self) -> int:
@@ -71,24 +64,16 @@ class SizedTensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SizedCall:
-    """A call with the sizes of one sample.
+    """A call with the sizes of one sample."""
 
-    Attributes:
-        operation: The layer or other Keras operation called.
-        kind: Name of the class of Keras whose rules hold for it; empty where there is none: it
-            is not Keras' own, or overrides `call`.
-        arguments: Its arguments by name, with a `SizedTensor` in place of each tensor.
-        inputs: The tensors among them, each once.
-        outputs: The tensors it makes.
-        weights: Shapes of its trainable variables.
-    """
-
-    operation: Any
+    operation: Any  # the layer or other Keras operation called
+    # Name of the class of Keras whose rules hold for it; empty where there is none: it is not
+    # Keras' own, or overrides `call`
     kind: str
-    arguments: dict[str, Any]
-    inputs: tuple[SizedTensor, ...]
-    outputs: tuple[SizedTensor, ...]
-    weights: tuple[tuple[int, ...], ...]
+    arguments: dict[str, Any]  # its arguments by name, with a `SizedTensor` in place of each tensor
+    inputs: tuple[SizedTensor, ...]  # the tensors among them, each once
+    outputs: tuple[SizedTensor, ...]  # the tensors it makes
+    weights: tuple[tuple[int, ...], ...]  # shapes of its trainable variables
 
     @property
     def output(self) -> SizedTensor:
@@ -383,6 +368,7 @@ _RULES: dict[str, Rule] = {
     "TimeDistributed": _time_distributed,
     "Activation": lambda call: _activation(call.operation, call.output.size),
 }
+# Rules of layers that apply an activation function to what they make.
 _WITH_FUNCTION = (
     _dense,
     _einsum_dense,
@@ -391,4 +377,3 @@ _WITH_FUNCTION = (
     _separable_conv,
     _transposed_conv,
 )
-"""Rules of layers that apply an activation function to what they make."""

@@ -25,11 +25,11 @@ from tarantella_pp.partition.graph.layer_graph import LayerGraph, Tensor
 if TYPE_CHECKING:
     import networkx as nx
 
+# Sets up to which all of them are listed.
 MOST_IDEALS = 4_000
-"""Sets up to which all of them are listed."""
 Array = npt.NDArray[np.float64]
+# Blocks that may come next.
 Free = tuple[int, ...]
-"""Blocks that may come next."""
 
 
 def summed(
@@ -44,20 +44,13 @@ class Blocks:
     """Operations that can be told apart, in a topological order.
 
     Operations that must share a stage are one block, with all that lies between them.
-
-    Attributes:
-        nodes: The operations of each block, as bits.
-        before: All operations that come directly before a block, as bits.
-        after: Blocks that come directly after each block.
-        owner: Block of each operation.
-        graph: The blocks as a graph.
     """
 
-    nodes: tuple[int, ...]
-    before: tuple[int, ...]
-    after: tuple[tuple[int, ...], ...]
-    owner: npt.NDArray[np.int64]
-    graph: nx.DiGraph
+    nodes: tuple[int, ...]  # the operations of each block, as bits
+    before: tuple[int, ...]  # all operations that come directly before a block, as bits
+    after: tuple[tuple[int, ...], ...]  # blocks that come directly after each block
+    owner: npt.NDArray[np.int64]  # block of each operation
+    graph: nx.DiGraph  # the blocks as a graph
 
     @classmethod
     def of(cls, graph: LayerGraph) -> Blocks:
@@ -190,19 +183,12 @@ def comes_before(graph: LayerGraph) -> Iterator[tuple[int, int]]:
 
 @dataclass(frozen=True, eq=False)
 class Ideals:
-    """A family of down-sets, the smallest first: none of the operations, ..., all of them.
+    """A family of down-sets, the smallest first: none of the operations, ..., all of them."""
 
-    Attributes:
-        blocks: What they are sets of.
-        sets: The sets, as bits of the operations.
-        free: Blocks that may come next behind each.
-        complete: Whether these are all there are.
-    """
-
-    blocks: Blocks
-    sets: Sequence[int]
-    free: Sequence[Free]
-    complete: bool
+    blocks: Blocks  # what they are sets of
+    sets: Sequence[int]  # the sets, as bits of the operations
+    free: Sequence[Free]  # blocks that may come next behind each
+    complete: bool  # whether these are all there are
 
     @classmethod
     def of(cls, blocks: Blocks, found: dict[int, Free], *, complete: bool) -> Ideals:
@@ -248,17 +234,11 @@ class Ideals:
 
 
 class Crossing(NamedTuple):
-    """A tensor that is sent from one stage to later ones.
+    """A tensor that is sent from one stage to later ones."""
 
-    Attributes:
-        tensor: The tensor.
-        source: Stage that makes it.
-        targets: Stages that read it, ascending.
-    """
-
-    tensor: Tensor
-    source: int
-    targets: tuple[int, ...]
+    tensor: Tensor  # the tensor
+    source: int  # stage that makes it
+    targets: tuple[int, ...]  # stages that read it, ascending
 
 
 def crossings(graph: LayerGraph, assignment: Sequence[int]) -> list[Crossing]:

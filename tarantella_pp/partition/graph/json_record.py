@@ -21,13 +21,9 @@ _Kind = TypeVar("_Kind")
 
 
 class JsonRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A struct that is kept as JSON; one that cannot be right raises `PlanError` when made.
+    """A struct that is kept as JSON; one that cannot be right raises `PlanError` when made."""
 
-    Attributes:
-        noun: What messages call it.
-    """
-
-    noun: ClassVar[str]
+    noun: ClassVar[str]  # what messages call it
 
     def to_json(self) -> str:
         """Returns the JSON text."""

@@ -40,24 +40,16 @@ _REMEDY = "Build it with keras.Model(inputs, outputs) or keras.Sequential([keras
 
 @dataclass(frozen=True, slots=True)
 class ExtractedModel:
-    """A model's graph, and all that running its nodes needs.
+    """A model's graph, and all that running its nodes needs."""
 
-    Attributes:
-        model: The model it was read from; nothing in it was changed or copied.
-        graph: The layer graph.
-        calls: One call per node of the graph, in the same order.
-        variables: The Keras variable of each `graph.weights`, in the same order.
-        inputs_struct: The model's symbolic inputs in its own structure; flattened with
-            `keras.tree` they are `graph.inputs`.
-        outputs_struct: Likewise for `graph.outputs`.
-    """
-
-    model: Any
-    graph: LayerGraph
-    calls: tuple[Call, ...]
-    variables: tuple[Any, ...]
+    model: Any  # the model it was read from; nothing in it was changed or copied
+    graph: LayerGraph  # the layer graph
+    calls: tuple[Call, ...]  # one call per node of the graph, in the same order
+    variables: tuple[Any, ...]  # the Keras variable of each `graph.weights`, in the same order
+    # The model's symbolic inputs in its own structure; flattened with `keras.tree` they are
+    # `graph.inputs`
     inputs_struct: Any
-    outputs_struct: Any
+    outputs_struct: Any  # likewise for `graph.outputs`
 
 
 def extract(model: keras.Model | ExtractedModel, *, assumed_size: int = 256) -> ExtractedModel:

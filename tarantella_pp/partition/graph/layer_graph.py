@@ -17,140 +17,94 @@ from tarantella_pp.errors import GraphError
 if TYPE_CHECKING:
     import networkx as nx
 
+# Where a figure comes from: a rule for that layer, a general guess, or a measurement.
 Source = Literal["analytic", "estimated", "measured"]
-"""Where a figure comes from: a rule for that layer, a general guess, or a measurement."""
+# Kinds of operations whose gradients are some rows of their weights.
 LOOKUPS = frozenset({"Embedding"})
-"""Kinds of operations whose gradients are some rows of their weights."""
 
 
 class Weight(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One variable of the model; several nodes may use it.
+    """One variable of the model; several nodes may use it."""
 
-    Attributes:
-        id: Position in `LayerGraph.weights`.
-        name: Path of the variable, e.g. `"dense/kernel"`; for messages only.
-        shape: Shape of the variable.
-        dtype: Dtype of the variable, e.g. `"float32"`.
-        trainable: Whether it gets a gradient and optimizer state.
-        bytes: Size of its value in bytes.
-        stateful: Whether the nodes that use it change it when they run: statistics, seeds.
-    """
-
-    id: int
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    trainable: bool
-    bytes: int
+    id: int  # position in `LayerGraph.weights`
+    name: str  # path of the variable, e.g. `"dense/kernel"`; for messages only
+    shape: tuple[int, ...]  # shape of the variable
+    dtype: str  # dtype of the variable, e.g. `"float32"`
+    trainable: bool  # whether it gets a gradient and optimizer state
+    bytes: int  # size of its value in bytes
+    # Whether the nodes that use it change it when they run: statistics, seeds
     stateful: bool = False
 
 
 class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One call of one operation.
+    """One call of one operation."""
 
-    Attributes:
-        id: Position in `LayerGraph.nodes`, which is a topological order.
-        name: Unique name: path through nested models, `":1"` for a second call.
-        kind: Class name of the operation, e.g. `"Dense"`.
-        inputs: Ids of the tensors it reads, each once.
-        outputs: Ids of the tensors it makes, in the order of its flattened result.
-        weights: Ids of the variables it uses.
-        parameters: Bytes of its trainable variables (shared ones count in each of their nodes).
-        constants: Bytes of its other variables.
-        flops: Floating point operations of the forward pass, per sample.
-        function_flops: How many of them are steps of an activation function.
-        flops_source: Whether `flops` follows a rule for this layer or is a guess.
-        keeps: Ids of those inputs and outputs that its backward pass needs again.
-        residual_bytes: Bytes per sample kept for its backward pass that are no tensor of the graph.
-        residual_source: Where `keeps` and `residual_bytes` come from.
-    """
-
-    id: int
-    name: str
-    kind: str
-    inputs: tuple[int, ...] = ()
+    id: int  # position in `LayerGraph.nodes`, which is a topological order
+    name: str  # unique name: path through nested models, `":1"` for a second call
+    kind: str  # class name of the operation, e.g. `"Dense"`
+    inputs: tuple[int, ...] = ()  # ids of the tensors it reads, each once
+    # Ids of the tensors it makes, in the order of its flattened result
     outputs: tuple[int, ...] = ()
-    weights: tuple[int, ...] = ()
+    weights: tuple[int, ...] = ()  # ids of the variables it uses
+    # Bytes of its trainable variables (shared ones count in each of their nodes)
     parameters: int = 0
-    constants: int = 0
-    flops: float = 0.0
-    function_flops: float = 0.0
+    constants: int = 0  # bytes of its other variables
+    flops: float = 0.0  # floating point operations of the forward pass, per sample
+    function_flops: float = 0.0  # how many of them are steps of an activation function
+    # Whether `flops` follows a rule for this layer or is a guess
     flops_source: Source = "estimated"
+    # Ids of those inputs and outputs that its backward pass needs again
     keeps: tuple[int, ...] = ()
+    # Bytes per sample kept for its backward pass that are no tensor of the graph
     residual_bytes: float = 0.0
-    residual_source: Source = "estimated"
+    residual_source: Source = "estimated"  # where `keeps` and `residual_bytes` come from
 
 
 class Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A value that one node makes, or the model is given, and nodes read.
+    """A value that one node makes, or the model is given, and nodes read."""
 
-    Attributes:
-        id: Position in `LayerGraph.tensors`.
-        name: Name of its producer, with `"[i]"` where that makes several.
-        shape: Shape with the batch first; `None` where it is not fixed.
-        dtype: Dtype, e.g. `"float32"`.
-        producer: Id of the node that makes it; `None` for an input of the model.
-        consumers: Ids of the nodes that read it, ascending.
-        bytes_per_sample: Size of one sample of it.
-        has_gradient: Whether the backward pass sends a gradient over it: it is floating point
-            and some trainable variable is upstream.
-        mask_shape: Shape of the Keras mask that travels with the value; `None` without one.
-        kept: Whether the backward pass of a node needs it again.
-        alias_of: Id of the tensor whose memory it shares, e.g. the one it is a reshape of.
-        rows_per_sample: How many rows each sample adds: more than 1 where samples are merged with
-            windows or frames, 0 for a table or a scalar; `None` where it cannot be told.
-        sample_axis: Dimension that its samples are along; `None` for a table or a scalar.
-    """
-
-    id: int
-    name: str
-    shape: tuple[int | None, ...]
-    dtype: str
-    producer: int | None = None
-    consumers: tuple[int, ...] = ()
-    bytes_per_sample: int = 0
+    id: int  # position in `LayerGraph.tensors`
+    name: str  # name of its producer, with `"[i]"` where that makes several
+    shape: tuple[int | None, ...]  # shape with the batch first; `None` where it is not fixed
+    dtype: str  # dtype, e.g. `"float32"`
+    producer: int | None = None  # id of the node that makes it; `None` for an input of the model
+    consumers: tuple[int, ...] = ()  # ids of the nodes that read it, ascending
+    bytes_per_sample: int = 0  # size of one sample of it
+    # Whether the backward pass sends a gradient over it: it is floating point and some trainable
+    # variable is upstream
     has_gradient: bool = False
+    # Shape of the Keras mask that travels with the value; `None` without one
     mask_shape: tuple[int | None, ...] | None = None
-    kept: bool = False
+    kept: bool = False  # whether the backward pass of a node needs it again
+    # Id of the tensor whose memory it shares, e.g. the one it is a reshape of
     alias_of: int | None = None
+    # How many rows each sample adds: more than 1 where samples are merged with windows or frames,
+    # 0 for a table or a scalar; `None` where it cannot be told
     rows_per_sample: int | None = 1
+    # Dimension that its samples are along; `None` for a table or a scalar
     sample_axis: int | None = 0
 
 
 class BackwardFlow(NamedTuple):
-    """What comes and goes in the backward pass of a node, by tensors, views resolved.
+    """What comes and goes in the backward pass of a node, by tensors, views resolved."""
 
-    Attributes:
-        kept: Tensors that the node needs again, and their bytes per sample.
-        made: Tensors of its outputs that have gradients, and bytes of these.
-        given: The same of its inputs.
-        results: Tensors of its outputs.
-    """
-
-    kept: dict[int, int]
-    made: dict[int, int]
-    given: dict[int, int]
-    results: frozenset[int]
+    kept: dict[int, int]  # tensors that the node needs again, and their bytes per sample
+    made: dict[int, int]  # tensors of its outputs that have gradients, and bytes of these
+    given: dict[int, int]  # the same of its inputs
+    results: frozenset[int]  # tensors of its outputs
 
 
 class LayerGraph(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
-    """A model as an acyclic graph of operations; pure data.
+    """A model as an acyclic graph of operations; pure data."""
 
-    Attributes:
-        nodes: All operations, in a topological order. Inputs of the model are no nodes.
-        tensors: All tensors between them, inputs of the model first.
-        inputs: Ids of the model's inputs, in its order.
-        outputs: Ids of the model's outputs, in its order; an id may occur twice.
-        weights: All variables of all nodes, each once.
-        assumed_size: Size that unknown dimensions other than the batch were counted with;
-            `None` where there are none.
-    """
-
+    # All operations, in a topological order. Inputs of the model are no nodes
     nodes: tuple[Node, ...]
-    tensors: tuple[Tensor, ...]
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-    weights: tuple[Weight, ...] = ()
+    tensors: tuple[Tensor, ...]  # all tensors between them, inputs of the model first
+    inputs: tuple[int, ...]  # ids of the model's inputs, in its order
+    outputs: tuple[int, ...]  # ids of the model's outputs, in its order; an id may occur twice
+    weights: tuple[Weight, ...] = ()  # all variables of all nodes, each once
+    # Size that unknown dimensions other than the batch were counted with; `None` where there are
+    # none
     assumed_size: int | None = None
 
     def __post_init__(self) -> None:

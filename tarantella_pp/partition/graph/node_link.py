@@ -16,29 +16,23 @@ from tarantella_pp.partition.graph.profile import NodeProfile, Profile
 if TYPE_CHECKING:
     import networkx as nx
 
+# Files larger than this are refused before they are read.
 MAX_FILE_BYTES = 512 * 2**20
-"""Files larger than this are refused before they are read."""
+# Numbers whose sums are finite.
 MOST = 1e200
-"""Numbers whose sums are finite."""
+# What operations take, per sample.
 SECONDS = ("forward_seconds", "backward_seconds")
-"""What operations take, per sample."""
+# What a node may say of itself; bytes but for the first, of samples but for variables.
 FIGURES = ("flops", "parameters", "constants", "activations", *SECONDS)
-"""What a node may say of itself; bytes but for the first, of samples but for variables."""
 
 
 @dataclass(frozen=True, slots=True)
 class NamedGraph:
-    """A layer graph that no Keras model stands behind.
+    """A layer graph that no Keras model stands behind."""
 
-    Attributes:
-        name: Its name.
-        graph: The graph.
-        profile: Seconds of its operations, if its file says them.
-    """
-
-    name: str
-    graph: LayerGraph
-    profile: Profile | None = None
+    name: str  # its name
+    graph: LayerGraph  # the graph
+    profile: Profile | None = None  # seconds of its operations, if its file says them
 
 
 def load_graph(path: str | Path) -> NamedGraph:

@@ -31,15 +31,11 @@ from tarantella_pp.partition.graph.units import Shape
 
 @dataclass(frozen=True, slots=True)
 class MaskFlow:
-    """What a call does to masks.
+    """What a call does to masks."""
 
-    Attributes:
-        outputs: Shape of the mask on each of its results; `None` for no mask.
-        removed: `id` of the symbolic arguments whose masks it deletes.
-    """
-
+    # Shape of the mask on each of its results; `None` for no mask
     outputs: tuple[Shape | None, ...]
-    removed: frozenset[int] = frozenset()
+    removed: frozenset[int] = frozenset()  # `id` of the symbolic arguments whose masks it deletes
 
 
 def symbolic(shape: Shape, dtype: str, mask_shape: Shape | None = None) -> Any:
@@ -126,8 +122,8 @@ def _observed(operation: Any, args: Any, kwargs: dict[str, Any], tensors: list[A
 # Dimensions that differ hold samples. Neither number is 1, which broadcasting would hide, and
 # neither divides the other, so that samples merged with windows are not taken for samples alone.
 _SAMPLES = (4, 6)
+# The shapes of a tensor for 4 and for 6 samples; `None` where they are unknown.
 Probe = tuple[Shape, ...] | None
-"""The shapes of a tensor for 4 and for 6 samples; `None` where they are unknown."""
 
 
 def probe_of(shape: Shape) -> Probe:

@@ -24,17 +24,11 @@ from tarantella_pp.partition.graph.layer_graph import Source
 
 @dataclass(frozen=True, slots=True)
 class SavedActivations:
-    """What is kept from the forward to the backward pass of one call.
+    """What is kept from the forward to the backward pass of one call."""
 
-    Attributes:
-        tensors: Ids of the tensors among its inputs and outputs that are kept.
-        bytes: Bytes per sample of everything else that is kept.
-        source: Whether a rule for this layer says so, or a guess.
-    """
-
-    tensors: tuple[int, ...] = ()
-    bytes: float = 0.0
-    source: Source = "analytic"
+    tensors: tuple[int, ...] = ()  # ids of the tensors among its inputs and outputs that are kept
+    bytes: float = 0.0  # bytes per sample of everything else that is kept
+    source: Source = "analytic"  # whether a rule for this layer says so, or a guess
 
 
 Rule = Callable[[SizedCall], SavedActivations]

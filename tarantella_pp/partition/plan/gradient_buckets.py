@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from tarantella_pp.partition.graph.layer_graph import LOOKUPS, LayerGraph
 from tarantella_pp.partition.graph.units import wire_bytes
 
+# The buckets of a stage: ids of variables in `LayerGraph.weights`.
 Buckets = tuple[tuple[int, ...], ...]
-"""The buckets of a stage: ids of variables in `LayerGraph.weights`."""
 
 
 def gradient_buckets(

@@ -35,8 +35,8 @@ from tarantella_pp.partition.plan.plan_simulation import planned_step
 from tarantella_pp.partition.plan.report import choice_lines
 from tarantella_pp.simulation.pipelines import PipelineStep
 
+# Most rows of tables; who needs more reads the plan itself.
 MOST_ROWS, MOST_REPLICAS = 5000, 64
-"""Most rows of tables; who needs more reads the plan itself."""
 # XML does not allow these, or they turn around the direction of the text behind them.
 _FORBIDDEN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]|[\u202a-\u202e\u2066-\u2069]"

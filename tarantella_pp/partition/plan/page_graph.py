@@ -25,14 +25,14 @@ from tarantella_pp.partition.plan.page_pictures import Box, coordinate, ends_box
 from tarantella_pp.partition.plan.plan_data import PlanData
 from tarantella_pp.partition.plan.plan_parts import CutEdge
 
+# Most boxes of a stage; more operations share boxes.
 MOST_BOXES = 24
-"""Most boxes of a stage; more operations share boxes."""
 BOX_WIDTH, BOX_HEIGHT, PITCH = 186, 36, 48
 HEAD, PAD, LANE, MARGIN = 50, 10, 7, 6
 LABEL_WIDTH, LABEL_HEIGHT = 70, 20
 
+# Stage and row; row -1 is the head of the stage.
 Place = tuple[int, int]
-"""Stage and row; row -1 is the head of the stage."""
 Points = list[tuple[float, float]]
 Span = tuple[float, float]
 

@@ -22,10 +22,10 @@ from tarantella_pp.schedule import Compute
 from tarantella_pp.simulation.pipelines import PipelineStep
 from tarantella_pp.simulation.simulator import Event, idle_fraction
 
+# Bars of a timeline; with more than the second they have no texts, so the file stays small.
 MOST_BARS, MOST_DETAILS = 100_000, 4000
-"""Bars of a timeline; with more than the second they have no texts, so the file stays small."""
+# What fits in a box.
 TITLE_CHARACTERS, NOTE_CHARACTERS = 23, 27
-"""What fits in a box."""
 KINDS = {
     "F": "forward",
     "B": "input gradient",

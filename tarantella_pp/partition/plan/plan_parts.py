@@ -9,29 +9,22 @@ import msgspec
 
 from tarantella_pp.partition.graph.units import wire_bytes
 
+# Two values this close (relative) count as equal: the rounding of long float sums, no more.
 TOLERANCE = 1e-9
-"""Two values this close (relative) count as equal: the rounding of long float sums, no more."""
 
 
 class Certificate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How good a plan is known to be.
+    """How good a plan is known to be."""
 
-    Attributes:
-        value: Bottleneck of the plan, in bytes, seconds or FLOPs: the largest stage, or the
-            largest rank where ranks have several.
-        lower_bound: No acyclic plan within the same limits has a smaller bottleneck.
-        gap: `value / lower_bound - 1`; 0.0 when proven optimal, `None` where the bound is 0.
-        optimal: Whether the value is proven optimal (to 1e-9, relative).
-        method: Which solver found and proved it, in words.
-        seconds: Wall-clock time that the solver took.
-    """
-
+    # Bottleneck of the plan, in bytes, seconds or FLOPs: the largest stage, or the largest rank
+    # where ranks have several
     value: float
-    lower_bound: float
+    lower_bound: float  # no acyclic plan within the same limits has a smaller bottleneck
+    # `value / lower_bound - 1`; 0.0 when proven optimal, `None` where the bound is 0
     gap: float | None
-    optimal: bool
-    method: str
-    seconds: float
+    optimal: bool  # whether the value is proven optimal (to 1e-9, relative)
+    method: str  # which solver found and proved it, in words
+    seconds: float  # wall-clock time that the solver took
 
     @classmethod
     def of(cls, value: float, lower_bound: float, method: str, seconds: float) -> Certificate:
@@ -60,53 +53,38 @@ class Certificate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class StagePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One stage and what it costs.
+    """One stage and what it costs."""
 
-    Attributes:
-        first: Name of its first node.
-        last: Name of its last node.
-        nodes: Number of its nodes.
-        parameter_bytes: Trainable variables.
-        constant_bytes: Other variables.
-        gradient_bytes: Gradients of the trainable variables.
-        optimizer_bytes: Slots of the optimizer.
-        activation_bytes: What is kept of one micro-batch until its backward pass is done.
-        in_flight: Most micro-batches that the schedule holds on this stage at a time.
-        buffer_bytes: What messages are received into.
-        flops: Floating point operations of the forward pass, per sample.
-        recomputed_bytes: What a stage that repeats its forward pass makes again, of all the
-            micro-batches that run backward at a time, which is one but for split backward passes;
-            and of the last micro-batch, where that is not repeated but waits with all of it.
-        working_bytes: What there is besides for a moment, at the most: gradients on their way back
-            through the stage, messages sent that nobody has received yet, or temporaries of the
-            optimizer that need more than `activation_bytes_total`. On the last stage of a compiled
-            model what loss and metrics hold and make of its outputs, too.
-        forward_seconds: Seconds of the forward pass of one micro-batch, where measured.
-        backward_seconds: Seconds of its backward pass, without a repeated forward pass.
-        bucket_bytes: Bytes of each bucket in which its gradients are summed over replicas; `None`
-            in files from before there were any.
-        deferred_bytes: In files of versions that made products of several micro-batches at once.
-        reduction_bytes: What gradients and new values travel in between replicas, which is kept
-            from step to step.
-    """
-
-    first: str
-    last: str
-    nodes: int
-    parameter_bytes: int
-    constant_bytes: int
-    gradient_bytes: int
-    optimizer_bytes: int
-    activation_bytes: int
-    in_flight: int
-    buffer_bytes: int
-    flops: float
+    first: str  # name of its first node
+    last: str  # name of its last node
+    nodes: int  # number of its nodes
+    parameter_bytes: int  # trainable variables
+    constant_bytes: int  # other variables
+    gradient_bytes: int  # gradients of the trainable variables
+    optimizer_bytes: int  # slots of the optimizer
+    activation_bytes: int  # what is kept of one micro-batch until its backward pass is done
+    in_flight: int  # most micro-batches that the schedule holds on this stage at a time
+    buffer_bytes: int  # what messages are received into
+    flops: float  # floating point operations of the forward pass, per sample
+    # What a stage that repeats its forward pass makes again, of all the micro-batches that run
+    # backward at a time, which is one but for split backward passes; and of the last micro-batch,
+    # where that is not repeated but waits with all of it
     recomputed_bytes: int = 0
+    # What there is besides for a moment, at the most: gradients on their way back through the
+    # stage, messages sent that nobody has received yet, or temporaries of the optimizer that need
+    # more than `activation_bytes_total`. On the last stage of a compiled model what loss and
+    # metrics hold and make of its outputs, too
     working_bytes: int = 0
+    # Seconds of the forward pass of one micro-batch, where measured
     forward_seconds: float | None = None
+    # Seconds of its backward pass, without a repeated forward pass
     backward_seconds: float | None = None
+    # Bytes of each bucket in which its gradients are summed over replicas; `None` in files from
+    # before there were any
     bucket_bytes: tuple[int, ...] | None = None
+    # In files of versions that made products of several micro-batches at once
     deferred_bytes: int = 0
+    # What gradients and new values travel in between replicas, which is kept from step to step
     reduction_bytes: int = 0
 
     @property
@@ -144,26 +122,16 @@ class StagePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CutEdge(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A tensor that is sent from one stage to later ones.
+    """A tensor that is sent from one stage to later ones."""
 
-    Attributes:
-        tensor: Name of the tensor.
-        source: Stage that makes it.
-        targets: Stages that read it, ascending; the last stage also where it is an output of
-            the model.
-        dtype: Dtype of the tensor.
-        bytes: Bytes of one micro-batch of it.
-        has_gradient: Whether a gradient of the same size comes back from each target.
-        mask_bytes: Bytes of the mask that travels with it, 0 without one.
-    """
-
-    tensor: str
-    source: int
+    tensor: str  # name of the tensor
+    source: int  # stage that makes it
+    # Stages that read it, ascending; the last stage also where it is an output of the model
     targets: tuple[int, ...]
-    dtype: str
-    bytes: int
-    has_gradient: bool
-    mask_bytes: int = 0
+    dtype: str  # dtype of the tensor
+    bytes: int  # bytes of one micro-batch of it
+    has_gradient: bool  # whether a gradient of the same size comes back from each target
+    mask_bytes: int = 0  # bytes of the mask that travels with it, 0 without one
 
     def sent_bytes(self, narrow: str | None) -> int:
         """Returns the bytes of one micro-batch of it as they are sent, without the mask."""
@@ -175,30 +143,20 @@ class Tie(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Once a step its gradients go to the first of them, which trains it, and the new value comes
     back.
-
-    Attributes:
-        weight: Name of the variable.
-        stages: The stages, ascending.
-        bytes: Size of the variable.
     """
 
-    weight: str
-    stages: tuple[int, ...]
-    bytes: int
+    weight: str  # name of the variable
+    stages: tuple[int, ...]  # the stages, ascending
+    bytes: int  # size of the variable
 
 
 class OutputUse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What loss and metrics of a compiled model need of its outputs.
+    """What loss and metrics of a compiled model need of its outputs."""
 
-    Attributes:
-        loss_at_once: Why the loss needs the outputs of a whole batch at once, if it does.
-        metrics_at_once: Why the metrics do, if they do.
-        metrics: Whether there are metrics.
-    """
-
+    # Why the loss needs the outputs of a whole batch at once, if it does
     loss_at_once: str | None = None
-    metrics_at_once: str | None = None
-    metrics: bool = False
+    metrics_at_once: str | None = None  # why the metrics do, if they do
+    metrics: bool = False  # whether there are metrics
 
     @property
     def at_once(self) -> str | None:
@@ -207,36 +165,26 @@ class OutputUse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Alternative(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Another plan of the same model, for comparison.
+    """Another plan of the same model, for comparison."""
 
-    Attributes:
-        num_stages: Number of pipeline stages.
-        num_replicas: Number of pipelines side by side.
-        num_micro_batches: Number of micro-batches of a step.
-        schedule: Name of its schedule.
-        balance: What its stages are balanced by.
-        step_seconds: Simulated seconds of a step.
-        memory_bytes: Memory of its largest stage.
-    """
-
-    num_stages: int
-    num_replicas: int
-    num_micro_batches: int
-    schedule: str
-    balance: str
-    step_seconds: float
-    memory_bytes: int
+    num_stages: int  # number of pipeline stages
+    num_replicas: int  # number of pipelines side by side
+    num_micro_batches: int  # number of micro-batches of a step
+    schedule: str  # name of its schedule
+    balance: str  # what its stages are balanced by
+    step_seconds: float  # simulated seconds of a step
+    memory_bytes: int  # memory of its largest stage
 
 
+# Bytes that each stage may have, or one number for each.
 MemoryLimit = int | tuple[int, ...]
-"""Bytes that each stage may have, or one number for each."""
 
+# Whether a pipeline's ranks are neighbours, or a stage's.
 Placement = Literal["pipelines-together", "replicas-together"]
-"""Whether a pipeline's ranks are neighbours, or a stage's."""
+# In what numbers travel, from stage to stage or between replicas, if not as they are.
 NarrowDtype = Literal["bfloat16"]
-"""In what numbers travel, from stage to stage or between replicas, if not as they are."""
+# Bytes of a bucket of gradients, where no other is asked for.
 FUSION_THRESHOLD = 32 * 2**20
-"""Bytes of a bucket of gradients, where no other is asked for."""
 
 
 class Coordinates(NamedTuple):

@@ -27,10 +27,10 @@ from tarantella_pp.simulation.pipelines import (
 from tarantella_pp.simulation.simulator import Costs, LinkCosts, StageCosts
 
 AnyPlan = TypeVar("AnyPlan", bound=PlanData)
+# Where the scaling curve ends.
 MOST_RANKS = 4096
-"""Where the scaling curve ends."""
+# How often the bytes of a weight's gradient move besides, to be added to a sum.
 SUMMING = 2.0
-"""How often the bytes of a weight's gradient move besides, to be added to a sum."""
 
 
 def planned_step(plan: PlanData, num_ranks: int | None = None) -> PipelineStep:

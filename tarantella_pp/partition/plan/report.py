@@ -16,8 +16,8 @@ from tarantella_pp.partition.plan.plan_data import PlanData
 from tarantella_pp.partition.plan.plan_parts import Alternative, StagePlan, common_limit
 from tarantella_pp.partition.plan.plan_simulation import stage_seconds
 
+# Share of a step that nobody minds.
 EQUAL = 5e-4
-"""Share of a step that nobody minds."""
 _WORK = "Work = time by arithmetic or by memory traffic, whichever takes longer."
 
 

@@ -33,12 +33,12 @@ from tarantella_pp.launch.cause import calling_line, describe
 from tarantella_pp.runtime.comm.waiting import Waiter
 
 _TAG = 0
+# Seconds that a round may take until ranks say their calls in words.
 _HURRY = 0.25
-"""Seconds that a round may take until ranks say their calls in words."""
+# Seconds for the others to come, too, once it is known that the calls differ.
 _PATIENCE = 5.0
-"""Seconds for the others to come, too, once it is known that the calls differ."""
+# Calls in which callbacks make calls of their own.
 _RUN_USER_CODE = ("fit", "evaluate", "predict")
-"""Calls in which callbacks make calls of their own."""
 
 
 class CollectiveCall(msgspec.Struct, frozen=True, array_like=True):

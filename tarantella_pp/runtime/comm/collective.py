@@ -20,8 +20,8 @@ from tarantella_pp.runtime.comm.communicator import Communicator
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
+# With this, Keras' own `fit` calls `evaluate`: a part of `fit`, not a call of the user's.
 _OF_KERAS_FIT = "_use_cached_eval_dataset"
-"""With this, Keras' own `fit` calls `evaluate`: a part of `fit`, not a call of the user's."""
 _COMPILED = ("loss", "loss_weights", "metrics", "weighted_metrics", "steps_per_execution")
 
 

@@ -22,11 +22,11 @@ from tarantella_pp.runtime.comm.messages import Channel, RecvRequest
 
 _Result = TypeVar("_Result")
 Array: TypeAlias = NDArray[Any]
+# What of a flat array each rank combines.
 Segments: TypeAlias = Sequence[slice]
-"""What of a flat array each rank combines."""
 Awaited: TypeAlias = "Sequence[RecvRequest | CollectiveRequest[Any]]"
+# The steps of a collective: each returns what has to be here before the next.
 Steps: TypeAlias = Generator[Awaited, None, _Result]
-"""The steps of a collective: each returns what has to be here before the next."""
 
 _OPERATIONS: dict[str, Callable[..., Array]] = {
     "sum": np.add,

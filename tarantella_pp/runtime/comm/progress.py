@@ -14,8 +14,8 @@ from tarantella_pp.runtime.comm.waiting import NETWORK_POLLS, Outgoing
 # Between two rounds of polls a socket takes what the network brings meanwhile: at 10 Gbit/s
 # 1.25 MB. A round takes some 20 us from the rank, also while nothing comes.
 _PERIOD_SECONDS = 1e-3
+# How long the thread stays awake while the rank does something else than to compute.
 _PATIENCE_SECONDS = 20e-3
-"""How long the thread stays awake while the rank does something else than to compute."""
 
 
 class Progress:

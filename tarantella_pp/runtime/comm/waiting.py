@@ -163,8 +163,8 @@ LARGE = 16 << 10
 _HEAD_START = 10e-3
 _ASK_SECONDS = 1e-3
 
+# Receiver and bytes of messages that are not sent yet.
 Outgoing = Sequence[tuple[int, int]]
-"""Receiver and bytes of messages that are not sent yet."""
 _KEPT = 256
 
 

@@ -125,43 +125,27 @@ def tensors_in(description: Any) -> list[tuple[list[int | None], str]]:
 
 @dataclass(frozen=True)
 class Batch:
-    """One rank's part of a batch.
+    """One rank's part of a batch."""
 
-    Attributes:
-        rows: Number of samples, of all replicas.
-        shares: The share of each replica.
-        share: The share of this rank's replica.
-        inputs: The model inputs that this rank's stages use, by position among all inputs: the
-            samples of its replica.
-        y: The targets of all samples, on the last rank of each pipeline; elsewhere `None`.
-        sample_weight: The weights of the samples likewise.
-        targets: Description of `y` and of `sample_weight`, on every rank.
-        signature: Names the structure, shapes and dtypes of the batch, but for its rows.
-    """
-
-    rows: int
-    shares: Sequence[BatchShare]
-    share: BatchShare
+    rows: int  # number of samples, of all replicas
+    shares: Sequence[BatchShare]  # the share of each replica
+    share: BatchShare  # the share of this rank's replica
+    # The model inputs that this rank's stages use, by position among all inputs: the samples of
+    # its replica
     inputs: Mapping[int, tf.Tensor]
-    y: Any
-    sample_weight: Any
-    targets: tuple[Any, Any]
-    signature: bytes
+    y: Any  # the targets of all samples, on the last rank of each pipeline; elsewhere `None`
+    sample_weight: Any  # the weights of the samples likewise
+    targets: tuple[Any, Any]  # description of `y` and of `sample_weight`, on every rank
+    signature: bytes  # names the structure, shapes and dtypes of the batch, but for its rows
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What a rank gets of each batch.
+    """What a rank gets of each batch."""
 
-    Attributes:
-        inputs: The positions of the model inputs that it uses.
-        replica: Its replica, whose samples it gets.
-        targets: Whether it gets targets and sample weights.
-    """
-
-    inputs: tuple[int, ...]
-    replica: int = 0
-    targets: bool = False
+    inputs: tuple[int, ...]  # the positions of the model inputs that it uses
+    replica: int = 0  # its replica, whose samples it gets
+    targets: bool = False  # whether it gets targets and sample weights
 
     @property
     def any(self) -> bool:

@@ -67,8 +67,8 @@ def unoptimized() -> Iterator[None]:
         tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": before})
 
 
+# No operation waits for one that it is given nothing by.
 NOTHING: Mapping[str, Iterable[str]] = MappingProxyType({})
-"""No operation waits for one that it is given nothing by."""
 
 
 class SubgraphExtractor:

@@ -18,8 +18,8 @@ from tarantella_pp.runtime.modules.graph_functions import (
 )
 
 _READS = ("ReadVariableOp", "Placeholder", "ResourceGather", "ResourceGatherNd")
+# Parts of the types of operations that take long; whatever a function calls counts as one.
 _PRODUCTS = ("MatMul", "Conv", "Einsum", "While", "Call")
-"""Parts of the types of operations that take long; whatever a function calls counts as one."""
 
 
 _WRITES = ("AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp")
@@ -36,45 +36,28 @@ class CutError(TarantellaError):
 
 @dataclass(frozen=True)
 class Trace:
-    """One micro-batch of a stage, forward and backward, as one TensorFlow graph.
+    """One micro-batch of a stage, forward and backward, as one TensorFlow graph."""
 
-    Attributes:
-        function: The concrete function that holds the graph.
-        inputs: Placeholders of the stage's inputs.
-        seeds: Placeholders of the gradients that come in.
-        outputs: What the forward pass hands on.
-        input_gradients: Gradients to hand back.
-        weight_gradients: Components of the gradients of the weights, flattened.
-    """
-
-    function: Any
-    inputs: Sequence[tf.Tensor]
-    seeds: Sequence[tf.Tensor]
-    outputs: Sequence[tf.Tensor]
-    input_gradients: Sequence[tf.Tensor]
-    weight_gradients: Sequence[tf.Tensor]
+    function: Any  # the concrete function that holds the graph
+    inputs: Sequence[tf.Tensor]  # placeholders of the stage's inputs
+    seeds: Sequence[tf.Tensor]  # placeholders of the gradients that come in
+    outputs: Sequence[tf.Tensor]  # what the forward pass hands on
+    input_gradients: Sequence[tf.Tensor]  # gradients to hand back
+    weight_gradients: Sequence[tf.Tensor]  # components of the gradients of the weights, flattened
 
 
 @dataclass(frozen=True)
 class GraphSplit:
-    """The parts of a traced stage.
+    """The parts of a traced stage."""
 
-    Attributes:
-        forward: inputs -> outputs + residuals.
-        backward_input: seeds + residuals -> input gradients + b_to_w.
-        backward_weight: kept_for_w + b_to_w -> weight gradients.
-        backward: seeds + residuals -> input gradients + weight gradients.
-        kept_for_b: Residuals that the input-gradient pass alone needs.
-        kept_for_w: Residuals that the weight-gradient pass needs.
-        b_to_w: What the weight-gradient pass needs of the input-gradient pass and its seeds.
-    """
-
-    forward: Callable[..., list[tf.Tensor]]
-    backward_input: Callable[..., list[tf.Tensor]]
-    backward_weight: Callable[..., list[tf.Tensor]]
+    forward: Callable[..., list[tf.Tensor]]  # inputs -> outputs + residuals
+    backward_input: Callable[..., list[tf.Tensor]]  # seeds + residuals -> input gradients + b_to_w
+    backward_weight: Callable[..., list[tf.Tensor]]  # kept_for_w + b_to_w -> weight gradients
+    # seeds + residuals -> input gradients + weight gradients
     backward: Callable[..., list[tf.Tensor]]
-    kept_for_b: tuple[tf.Tensor, ...]
-    kept_for_w: tuple[tf.Tensor, ...]
+    kept_for_b: tuple[tf.Tensor, ...]  # residuals that the input-gradient pass alone needs
+    kept_for_w: tuple[tf.Tensor, ...]  # residuals that the weight-gradient pass needs
+    # What the weight-gradient pass needs of the input-gradient pass and its seeds
     b_to_w: tuple[tf.Tensor, ...]
 
     @property
@@ -127,19 +110,13 @@ def split_graph(trace: Trace, repeats: bool = False) -> GraphSplit:
 
 @dataclass(frozen=True)
 class _Sides:
-    """The operations of the backward pass.
+    """The operations of the backward pass."""
 
-    Attributes:
-        order: Place of each operation of the graph, after all that it is given.
-        after: All operations that depend on the seeds.
-        b_ops: What input gradients need.
-        w_ops: What weight gradients need besides.
-    """
-
+    # Place of each operation of the graph, after all that it is given
     order: Mapping[tf.Operation, int]
-    after: set[tf.Operation]
-    b_ops: set[tf.Operation]
-    w_ops: set[tf.Operation]
+    after: set[tf.Operation]  # all operations that depend on the seeds
+    b_ops: set[tf.Operation]  # what input gradients need
+    w_ops: set[tf.Operation]  # what weight gradients need besides
 
     @classmethod
     def of(cls, trace: Trace) -> _Sides:

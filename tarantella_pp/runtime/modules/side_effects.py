@@ -19,21 +19,17 @@ from tarantella_pp.internals.training import (
 )
 
 _WRITES = ("Assign", "ResourceScatter", "ResourceApply", "ResourceStridedSliceAssign", "Rng")
+# Operations that call functions with all inputs but the first.
 _BRANCHES = ("If", "StatelessIf", "Case", "StatelessCase")
-"""Operations that call functions with all inputs but the first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """Something that an operation does to what lasts.
+    """Something that an operation does to what lasts."""
 
-    Attributes:
-        operation: Name of the operation.
-        argument: Name of the resource that it writes; `None` if it draws random numbers from
-            TensorFlow's own generators.
-    """
-
-    operation: str
+    operation: str  # name of the operation
+    # Name of the resource that it writes; `None` if it draws random numbers from TensorFlow's own
+    # generators
     argument: str | None
 
 

@@ -12,59 +12,39 @@ from tarantella_pp.partition.graph.layer_graph import LayerGraph
 
 
 class BoundaryTensor(NamedTuple):
-    """One value at the border of a stage: a tensor, or the Keras mask that belongs to it.
+    """One value at the border of a stage: a tensor, or the Keras mask that belongs to it."""
 
-    Attributes:
-        tensor: Id of the tensor in the layer graph.
-        mask: Whether this is the tensor's mask rather than the tensor itself.
-    """
-
-    tensor: int
-    mask: bool = False
+    tensor: int  # id of the tensor in the layer graph
+    mask: bool = False  # whether this is the tensor's mask rather than the tensor itself
 
 
 @dataclass(frozen=True, slots=True)
 class StageEdge:
-    """Everything one stage sends to another for each micro-batch, in one message.
+    """Everything one stage sends to another for each micro-batch, in one message."""
 
-    Attributes:
-        source: Stage that makes the values.
-        target: Later stage that uses them.
-        tensors: The values, in the order of the message.
-        gradients: The `tensors` whose gradient travels back, in order.
-    """
-
-    source: int
-    target: int
-    tensors: tuple[BoundaryTensor, ...]
-    gradients: tuple[BoundaryTensor, ...]
+    source: int  # stage that makes the values
+    target: int  # later stage that uses them
+    tensors: tuple[BoundaryTensor, ...]  # the values, in the order of the message
+    gradients: tuple[BoundaryTensor, ...]  # the `tensors` whose gradient travels back, in order
 
 
 @dataclass(frozen=True)
 class StageBoundary:
-    """The border of one stage.
+    """The border of one stage."""
 
-    Attributes:
-        index: The stage.
-        nodes: Ids of its nodes, in topological order.
-        model_inputs: Model inputs that it uses, read from the data set.
-        receives: Links that end here, by source.
-        sends: Links that begin here, by target.
-        model_outputs: The model's outputs with their masks, on the last stage; empty elsewhere.
-        outputs_with_gradient: Outputs that receive a gradient from a later stage.
-        activations: Tensors that travel as their logits, and what makes them of these.
-        sample_axes: The dimension along which tensors of the model have their samples; `None` for
-            those that have none. Default: the first.
-    """
-
-    index: int
-    nodes: tuple[int, ...]
-    model_inputs: tuple[BoundaryTensor, ...]
-    receives: tuple[StageEdge, ...]
-    sends: tuple[StageEdge, ...]
+    index: int  # the stage
+    nodes: tuple[int, ...]  # ids of its nodes, in topological order
+    model_inputs: tuple[BoundaryTensor, ...]  # model inputs that it uses, read from the data set
+    receives: tuple[StageEdge, ...]  # links that end here, by source
+    sends: tuple[StageEdge, ...]  # links that begin here, by target
+    # The model's outputs with their masks, on the last stage; empty elsewhere
     model_outputs: tuple[BoundaryTensor, ...]
+    # Outputs that receive a gradient from a later stage
     outputs_with_gradient: tuple[BoundaryTensor, ...]
+    # Tensors that travel as their logits, and what makes them of these
     activations: Mapping[int, Callable[[Any], Any]] = field(default_factory=dict, hash=False)
+    # The dimension along which tensors of the model have their samples; `None` for those that have
+    # none. Default: the first
     sample_axes: Mapping[int, int | None] = field(default_factory=dict, hash=False)
 
     def axes_of(self, tensors: Iterable[int]) -> list[int | None]:

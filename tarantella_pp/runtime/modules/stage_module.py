@@ -20,8 +20,8 @@ from tarantella_pp.runtime.modules.model_outputs import as_logits, as_made
 from tarantella_pp.runtime.modules.stage_boundary import BoundaryTensor, StageBoundary
 from tarantella_pp.runtime.weights.forward_state import BatchStatistics
 
+# Values and indices of a sparse gradient.
 Slices: TypeAlias = tuple[tf.Tensor, tf.Tensor]
-"""Values and indices of a sparse gradient."""
 
 
 class GradientAccumulator:

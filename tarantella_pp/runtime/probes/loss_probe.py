@@ -36,22 +36,18 @@ from tarantella_pp.runtime.probes.parts import (
 Array = NDArray[Any]
 Shape = Sequence[int | None]
 
+# Another number of samples than any size, so that no axis is taken for the batch by mistake.
 _ROWS, _LARGEST = 5, 3
-"""Another number of samples than any size, so that no axis is taken for the batch by mistake."""
+# Numbers of a sample's output beyond which fewer are tried.
 _MANY = 100_000
-"""Numbers of a sample's output beyond which fewer are tried."""
 _TOLERANCE = 1e-5
 
 
 class LossKinds(NamedTuple):
-    """How the loss of a batch follows from its micro-batches.
+    """How the loss of a batch follows from its micro-batches."""
 
-    Attributes:
-        reason: Why it does not, if so.
-        kinds: For each loss, how its values follow: rows, or a mean or a sum over samples.
-    """
-
-    reason: str | None
+    reason: str | None  # why it does not, if so
+    # For each loss, how its values follow: rows, or a mean or a sum over samples
     kinds: Sequence[str]
 
 

@@ -12,12 +12,12 @@ import tensorflow as tf
 from tarantella_pp.runtime.modules.graph_functions import dense_tensors
 from tarantella_pp.runtime.probes.parts import some_rows
 
+# Samples of each part of the batch that is tried; few, for those of some models are large.
 PARTS = (1, 2)
-"""Samples of each part of the batch that is tried; few, for those of some models are large."""
+# Which of the samples are not set to zero the second time: of each part another share.
 KEPT = (True, False, True)
-"""Which of the samples are not set to zero the second time: of each part another share."""
+# Units of rounding, of the largest number of a variable, that count as no difference.
 ROUNDING = 64
-"""Units of rounding, of the largest number of a variable, that count as no difference."""
 
 State = list[tf.Tensor]
 Update = Callable[[State, Sequence[tf.Tensor]], State]

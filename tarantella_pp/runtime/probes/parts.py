@@ -34,14 +34,14 @@ from tarantella_pp.runtime.modules.graph_functions import (
 ROWS, SAME, MEAN, SUM = "rows", "same", "mean", "sum"
 ALL = frozenset((ROWS, SAME, MEAN, SUM))
 
+# How far numbers may be apart, relative to the largest, that are computed in the same way.
 TOLERANCES = {tf.float64: 1e-10, tf.float32: 1e-5, tf.bfloat16: 2e-2, tf.float16: 2e-2}
-"""How far numbers may be apart, relative to the largest, that are computed in the same way."""
+# How much farther apart numbers may be that were computed in other shapes, and how far at most.
 _SHAPES, _COARSEST = 30, 0.1
-"""How much farther apart numbers may be that were computed in other shapes, and how far at most."""
+# Units of rounding of the value itself that count as no difference.
 _ROUNDING = 64
-"""Units of rounding of the value itself that count as no difference."""
+# What of the tolerance for the largest of several values counts for all of them.
 FLOOR = 1e-2
-"""What of the tolerance for the largest of several values counts for all of them."""
 _DRAWS = re.compile(
     r"(Stateless|Stateful)?(Random(Uniform|Normal|StandardNormal|Gamma|Poisson|Binomial)"
     r"|StandardNormal|Uniform|(Parameterized)?TruncatedNormal|Multinomial)(Int|Full|Int64)*(V\d)?$"

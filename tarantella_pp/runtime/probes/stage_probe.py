@@ -26,28 +26,20 @@ from tarantella_pp.runtime.probes.parts import MEAN, SUM, opposite
 from tarantella_pp.runtime.probes.probe_trace import ProbeTrace, Samples, samples_first
 from tarantella_pp.runtime.weights.remote_variables import is_stale
 
+# Samples to try a stage out with, of following micro-batches too; else the same ones once more.
+# Parts of these must have other samples each: two of [a b] would have the same mean as the whole.
 _WANTED, _ENOUGH = 6, 4
-"""Samples to try a stage out with, of following micro-batches too; else the same ones once more.
-
-Parts of these must have other samples each: two of [a b] would have the same mean as the whole.
-"""
 
 Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """How a batch is run.
+    """How a batch is run."""
 
-    Attributes:
-        sizes: Size of each micro-batch of this replica.
-        is_plain: Whether all of the model is one stage of one process.
-        total: Number of micro-batches of the batch, of all replicas.
-    """
-
-    sizes: tuple[int, ...]
-    is_plain: bool
-    total: int
+    sizes: tuple[int, ...]  # size of each micro-batch of this replica
+    is_plain: bool  # whether all of the model is one stage of one process
+    total: int  # number of micro-batches of the batch, of all replicas
 
 
 class StageProbe:

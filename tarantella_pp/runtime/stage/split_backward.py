@@ -18,8 +18,8 @@ from tarantella_pp.runtime.modules.graph_split import (
 from tarantella_pp.runtime.modules.stage_module import Slices, StageModule
 
 _KEY, _FLAG = tf.TensorSpec([], tf.int64), tf.TensorSpec([], tf.bool)
+# Operations whose result is in the memory of what they are given.
 _VIEWS = ("Reshape", "Identity", "ExpandDims", "Squeeze")
-"""Operations whose result is in the memory of what they are given."""
 
 
 class SplitBackward:

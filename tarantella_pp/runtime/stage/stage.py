@@ -19,8 +19,8 @@ from tarantella_pp.runtime.stage.split_backward import SplitBackward
 logger = logging.getLogger(__name__)
 
 Shapes: TypeAlias = tuple[tf.TensorShape, ...]
+# Forward and backward of one stage, for micro-batches of one size or of any size.
 TrainingPass: TypeAlias = "SplitBackward | TapeBackward"
-"""Forward and backward of one stage, for micro-batches of one size or of any size."""
 
 
 class TrainingPasses:

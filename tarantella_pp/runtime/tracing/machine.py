@@ -63,12 +63,12 @@ def _read(path: Path) -> str:
 
 _TAG = 6
 _CLOCK_ROUNDS = 20
+# Bytes of messages, both so large that a network asks the receiver for room first.
 LARGE, SMALL = 1 << 20, 1 << 18
-"""Bytes of messages, both so large that a network asks the receiver for room first."""
+# How often each is sent: other work may disturb some rounds.
 ROUNDS = 6
-"""How often each is sent: other work may disturb some rounds."""
+# Most of the time of a large message that counts as latency.
 MOST_LATENCY = 0.9
-"""Most of the time of a large message that counts as latency."""
 
 
 def clock_offset(communicator: Communicator) -> float:

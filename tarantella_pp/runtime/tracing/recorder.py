@@ -34,10 +34,10 @@ from tarantella_pp.simulation import (
 
 UPDATE, LOGS, TIES = "update", "logs", "tied weights"
 METRICS, REDUCTIONS = "metrics", "sums over replicas"
+# Names of the spans of a step that are no actions of its schedule.
 SPAN_NAMES = (UPDATE, LOGS, TIES, METRICS, REDUCTIONS)
-"""Names of the spans of a step that are no actions of its schedule."""
+# Of how many of the last steps it is known how long the rank computed and waited.
 MOST_SHARES = 1000
-"""Of how many of the last steps it is known how long the rank computed and waited."""
 
 
 class Span(NamedTuple):

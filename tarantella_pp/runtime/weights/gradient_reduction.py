@@ -31,10 +31,10 @@ Gradient: TypeAlias = "tf.Tensor | tf.IndexedSlices | None"
 Gradients: TypeAlias = "list[Gradient]"
 _Array: TypeAlias = "np.ndarray[Any, Any]"
 
+# In place of the number of rows of a gradient that is not sparse.
 NOTHING, DENSE = -2, -1
-"""In place of the number of rows of a gradient that is not sparse."""
+# Less the number of rows, of a gradient whose rows are at the same places on all replicas.
 _FIXED = -3
-"""Less the number of rows, of a gradient whose rows are at the same places on all replicas."""
 
 
 @dataclass

@@ -113,12 +113,12 @@ class VariableTable:
         return self[variable].trainer == self.ranks.rank
 
 
+# A variable of another model.
 _UNKNOWN = VariableRow(None, False, (), 0, 0)
-"""A variable of another model."""
 
 
+# A stage, and the number of one of its buckets of gradients.
 Bucket: TypeAlias = tuple[int, int]
-"""A stage, and the number of one of its buckets of gradients."""
 
 
 class RankWeights:

@@ -52,8 +52,8 @@ OF_DEFERRED = (
     "Weight '{path}' was made under `deferred_init()` and has no value. Wrap its model in a "
     "PipelineModel: that gives each rank the values of its own stages."
 )
+# When a variable had its true value, if it has not had it yet.
 NEVER = -1
-"""When a variable had its true value, if it has not had it yet."""
 
 
 class StepCounter:

@@ -65,8 +65,8 @@ class ValuePieces:
         return np.array(self.whole(), dtype)
 
 
+# Finds a value: takes the rank that has it, its number, and its shape and dtype.
 Read: TypeAlias = Callable[[int, int, TensorSpec], ValuePieces]
-"""Finds a value: takes the rank that has it, its number, and its shape and dtype."""
 
 
 class ValueStream:

@@ -92,7 +92,7 @@ def averages_gradients(optimizer: Any) -> bool:
 
 
 class _Distributed:
-    """Puts the gradients of all ranks in place of those of one."""
+    """Replaces one rank's gradients by the sums of all ranks."""
 
     _gradient_exchange: _GradientExchange
     _trainable_variables: Any
@@ -126,8 +126,8 @@ class _GradientExchange:
         ranks = world()
         if ranks.size == 1:
             return gradients
-        told = [f"{variable.dtype}{[*variable.shape]}" for variable in variables]
-        with ranks.call("DistributedOptimizer.apply", op=self._op, variables=told):
+        specs = [f"{variable.dtype}{[*variable.shape]}" for variable in variables]
+        with ranks.call("DistributedOptimizer.apply", op=self._op, variables=specs):
             self._prepare(variables, ranks)
             # Those of the last layers come first, as they do from a tape.
             for key, own in self._buckets.items():
@@ -139,7 +139,7 @@ class _GradientExchange:
         return [_scaled(found[i], scale) for i in range(len(variables))]
 
     def _prepare(self, variables: Sequence[Any], ranks: Communicator) -> None:
-        """Makes the buckets, unless they are those of these variables."""
+        """Makes the buckets, unless these variables have them already."""
         if [*map(id, variables)] == [*map(id, self._variables)]:
             return
         buckets = in_buckets(variables, self._threshold)

@@ -2,31 +2,70 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tarantella_pp.custom_steps.prepared_step import PreparedStep
-from tarantella_pp.custom_steps.step_feed import StepFeed, data_of
 from tarantella_pp.custom_steps.step_probe import StepKinds, found_kinds
 from tarantella_pp.custom_steps.step_trace import StepTrace
 from tarantella_pp.errors import ConfigurationError, UnsupportedModelError
 from tarantella_pp.internals.training import layers_in, moments_known
 from tarantella_pp.runtime.comm.collective import on_all_ranks, on_one_rank
 from tarantella_pp.runtime.comm.communicator import Communicator
-from tarantella_pp.runtime.data.batch import Batch
+from tarantella_pp.runtime.data.batch import ArrayRows, Batch, Need, describe, rebuild
+from tarantella_pp.runtime.data.data_feed import DataFeed, dense
 from tarantella_pp.runtime.tracing.recorder import Recorder
 from tarantella_pp.runtime.weights.forward_state import BatchStatistics
 from tarantella_pp.runtime.weights.process_groups import BatchShare, batch_shares
 from tarantella_pp.runtime.weights.shared_weights import broadcast_variable, check_replicas
 
-# The rank that tries a step: that of the first samples of each batch.
+_NOTHING = ["none"]
+
+
+class StepFeed(DataFeed):
+    """Hands every rank its samples of all that a batch has: a step gets what Keras gives."""
+
+    def __init__(
+        self, communicator: Communicator, shares: Callable[[int], Sequence[BatchShare]]
+    ) -> None:
+        needs = [Need((0,), replica) for replica in range(communicator.size)]
+        super().__init__(communicator, needs, list, shares)
+
+    def _opened(self, data: Any) -> tuple[list[tf.Tensor], list[tf.Tensor], tuple[Any, Any]]:
+        structure, leaves = describe(data)
+        tensors = [tf.convert_to_tensor(dense(leaf, "data")) for leaf in leaves]
+        if len({int(tensor.shape[0]) for tensor in tensors}) != 1:
+            raise ConfigurationError(
+                "Each replica takes its samples of a batch, which are along the first dimension of "
+                f"all tensors in it. Received: shapes {[list(t.shape) for t in tensors]}"
+            )
+        return tensors, [], (structure, _NOTHING)
+
+    def _wanted(self, need: Need, count: int) -> Sequence[int]:
+        return range(count)
+
+    def _structures(self, arrays: ArrayRows, rows: Any) -> tuple[Any, Any]:
+        return describe(arrays.whole(rows))[0], _NOTHING
+
+    def _own_parts(self, order: Any, arrays: ArrayRows) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+        own = self._shares(len(order))[self._need.replica].own_rows
+        return describe(arrays.whole(order[own]))[1], []
+
+
+def data_of(batch: Batch, leaves: Sequence[Any]) -> Any:
+    """What a step of Keras is given."""
+    return rebuild(batch.targets[0], leaves)
+
+
+# The rank that tries a step: it has the first samples of each batch.
 _TRIES = 0
 
 
 class ReplicaSteps:
-    """Runs the steps of a model on all ranks, each of which has all of it.
+    """Runs the steps of a model on all ranks; each has the whole model.
 
     Attributes:
         communicator: The replicas.
@@ -167,10 +206,10 @@ class ReplicaSteps:
         held += [v.value for update in trace.updates for v in update.optimizer.variables]
         held += [v for v in trace.variables if id(v) not in own]
         new = {id(v): v for v in held if id(v) not in self._alike}
-        told = trace.description()
-        told["weights and slots"] = [f"{v.dtype.name}{[*v.shape]}" for v in new.values()]
-        for rank, theirs in enumerate(self.communicator.allgather_json(told)):
-            for what in (part for part in told if theirs[part] != told[part]):
+        mine = trace.description()
+        mine["weights and slots"] = [f"{v.dtype.name}{[*v.shape]}" for v in new.values()]
+        for rank, theirs in enumerate(self.communicator.allgather_json(mine)):
+            for what in (part for part in mine if theirs[part] != mine[part]):
                 raise ConfigurationError(
                     "All ranks must run the same step of the same model, in which nothing follows "
                     "from the rank or from random numbers of Python or NumPy. Received: other "

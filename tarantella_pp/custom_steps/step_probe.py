@@ -223,7 +223,7 @@ class StepProbe:
 def found_kinds(
     trace: StepTrace, tensors: Sequence[tf.Tensor], what: str, by_rows: bool = False
 ) -> list[Any]:
-    """Tries a step, and chooses what is to be done with its values."""
+    """Tries a step, and chooses how to combine its values."""
     probe = StepProbe(trace)
     probe.run(tensors)
     gradients: dict[tuple[int, int], str | None] = {}
@@ -273,7 +273,7 @@ def _results(trace: StepTrace, probe: StepProbe, what: str) -> list[list[Any]]:
 
 
 def _check_rows(trace: StepTrace, probe: StepProbe, what: str) -> None:
-    """Refuses predictions that those of some samples do not make up."""
+    """Refuses predictions that do not consist of the predictions of some samples."""
     for i, kinds in probe.results.items():
         if ROWS not in kinds:
             raise UnsupportedModelError(

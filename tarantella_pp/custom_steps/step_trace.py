@@ -131,7 +131,7 @@ class StepTrace:
 
     @functools.cached_property
     def variables(self) -> list[tf.Variable]:
-        """All variables that the step reads or writes, in an order that is that of all ranks."""
+        """All variables that the step reads or writes, in the same order on all ranks."""
         every = (v for v in self.graph.variables if v is not self.weight)  # a set
         known = {id(variable.handle): variable for variable in every}
         handles = (id(outer) for outer, _ in self.graph.captures)

@@ -51,8 +51,8 @@ def allreduce(tensors: Any, op: str = "sum") -> Any:
     ranks = world()
     leaves = keras.tree.flatten(tensors)
     arrays = [_array(leaf) for leaf in leaves]
-    told = keras.tree.pack_sequence_as(tensors, [f"{a.dtype}{[*a.shape]}" for a in arrays])
-    with ranks.call("tnt.allreduce", op=op, tensors=told):
+    specs = keras.tree.pack_sequence_as(tensors, [f"{a.dtype}{[*a.shape]}" for a in arrays])
+    with ranks.call("tnt.allreduce", op=op, tensors=specs):
         combined = _combined(arrays, "sum" if op == "mean" else op, ranks)
     if op == "mean":
         combined = [
@@ -89,8 +89,8 @@ def broadcast_variables(variables: Iterable[Any], root: int = 0) -> None:
         raise ConfigurationError(
             f"root is a rank from 0 to {ranks.size - 1}. Received: root={root!r}"
         )
-    told = [f"{variable.dtype}{[*variable.shape]}" for variable in variables]
-    with ranks.call("tnt.broadcast_variables", root=root, variables=told):
+    specs = [f"{variable.dtype}{[*variable.shape]}" for variable in variables]
+    with ranks.call("tnt.broadcast_variables", root=root, variables=specs):
         for variable in variables:
             broadcast_variable(variable, root, ranks)
 
@@ -124,7 +124,7 @@ def _array(value: Any) -> np.ndarray[Any, Any]:
 def _combined(
     arrays: list[np.ndarray[Any, Any]], op: str, ranks: Communicator
 ) -> list[np.ndarray[Any, Any]]:
-    """Combines arrays over the ranks, all those of a dtype in one go."""
+    """Combines arrays over the ranks, all of one dtype in one go."""
     found: dict[int, np.ndarray[Any, Any]] = {}
     for dtype in dict.fromkeys(array.dtype for array in arrays):
         own = [i for i, array in enumerate(arrays) if array.dtype == dtype]

@@ -12,7 +12,7 @@ import tensorflow as tf
 from tarantella_pp.runtime.modules.graph_functions import dense_tensors
 from tarantella_pp.runtime.probes.parts import some_rows
 
-# Samples of each part of the batch that is tried; few, for those of some models are large.
+# Samples of each part of the batch that is tried; few, for some models have large ones.
 PARTS = (1, 2)
 # Which of the samples are not set to zero the second time: of each part another share.
 KEPT = (True, False, True)

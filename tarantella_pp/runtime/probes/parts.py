@@ -58,7 +58,7 @@ def kinds_of(
     tolerance: float,
     largest: float = 0.0,
 ) -> frozenset[str]:
-    """Tells how a value follows from those of parts."""
+    """Says how a value follows from the values of parts."""
     before, after, *each = [np.asarray(v, np.float64) for v in (start, whole, *parts)]
     if not all(np.isfinite(value).all() for value in (before, after, *each)):
         return ALL
@@ -103,8 +103,8 @@ def chosen(kinds: frozenset[str], order: Sequence[str]) -> str | None:
 
 def chosen_together(found: Mapping[int, frozenset[str]]) -> dict[int, str | None]:
     """Chooses the kinds of gradients of one update: what shows nothing is as the others are."""
-    told = {MEAN if MEAN in kinds else SUM for kinds in found.values() if SUM not in kinds}
-    order = (MEAN, SUM) if told else (SUM, MEAN)
+    sure = {MEAN if MEAN in kinds else SUM for kinds in found.values() if SUM not in kinds}
+    order = (MEAN, SUM) if sure else (SUM, MEAN)
     if all(kinds >= {MEAN, SUM} for kinds in found.values()):  # nothing is known of any of them
         order = (MEAN, SUM)
     return {i: chosen(kinds, order) for i, kinds in found.items()}

@@ -145,7 +145,7 @@ class StageProbe:
             self._kinds[training] = _added_kinds(trace, samples)
 
     def _forget(self, training: bool) -> None:
-        """Drops a trace that has told all."""
+        """Drops a trace that is of no more use."""
         if not np.isnan(self._kinds.get(training, 0.0)).any():
             del self._traces[training]
 

@@ -42,6 +42,7 @@ def recorder(seen: Seen) -> keras.callbacks.Callback:
 
 # Each makes callbacks that write into a folder and note in a list what they see.
 MADE: dict[str, Callable[[Path, Seen], Any]] = {
+    "BackupAndRestore": lambda folder, seen: callbacks.BackupAndRestore(folder / "backup"),
     "CSVLogger": lambda folder, seen: callbacks.CSVLogger(folder / "log.csv"),
     "EarlyStopping": lambda folder, seen: callbacks.EarlyStopping(
         "loss", min_delta=10.0, restore_best_weights=True

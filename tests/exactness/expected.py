@@ -44,6 +44,7 @@ NOT_EXACT: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
     },
     "optimizers": {},
     "callbacks": {
+        REFUSED: {"writes one folder from several ranks": ("BackupAndRestore",)},
         NOT_IN_KERAS: {"needs a package that is not installed": ("OrbaxCheckpoint", "TensorBoard")},
     },
 }

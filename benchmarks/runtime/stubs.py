@@ -22,7 +22,7 @@ from tarantella_pp.partition.graph.layer_graph import (
 )
 from tarantella_pp.runtime.comm.communicator import Communicator
 from tarantella_pp.runtime.executor import Executor
-from tarantella_pp.runtime.modules.stage_boundary import (
+from tarantella_pp.runtime.stage.stage_boundary import (
     BoundaryTensor,
     StageBoundary,
     stage_boundaries,
@@ -67,9 +67,6 @@ class SleepingStage:
     def evaluate(self, inputs: Sequence[Any], share: float = 1.0) -> tuple[list[Any], None]:
         _SLEEPER.sleep(self._seconds.forward)
         return [inputs[0] for _ in self.boundary.outputs], None
-
-    def loss_factors(self, step: Any, key: int) -> Any:
-        return step.share(key)
 
     def backward(self, key: int, seeds: Sequence[Any]) -> list[Any]:
         found = self.backward_input(key, seeds)
@@ -132,10 +129,10 @@ class StubStep:
     def share(self, micro_batch: int) -> float:
         return 1.0
 
-    def scaled(self, factors: Any) -> Any:
-        return factors
+    def added_factors(self, stage: int, micro_batch: int) -> Any:
+        return 1.0
 
-    def add(self, losses: Any) -> None:
+    def add(self, *_: Any) -> None:
         """Stages without layers add no losses."""
 
     def finish(self, micro_batch: int, results: Sequence[Any]) -> None:

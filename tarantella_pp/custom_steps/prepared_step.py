@@ -18,13 +18,13 @@ from tarantella_pp.partition.options import fusion_threshold_of
 from tarantella_pp.runtime.comm.communicator import Communicator
 from tarantella_pp.runtime.comm.tensor_buffers import value_of
 from tarantella_pp.runtime.data.batch import Batch
-from tarantella_pp.runtime.modules.graph_functions import (
+from tarantella_pp.runtime.probes.parts import MEAN, SAME, SUM
+from tarantella_pp.runtime.stage.graph_functions import (
     CompiledFunction,
     SubgraphExtractor,
     frontier,
 )
-from tarantella_pp.runtime.modules.graph_split import has_effect
-from tarantella_pp.runtime.probes.parts import MEAN, SAME, SUM
+from tarantella_pp.runtime.stage.graph_split import has_effect
 from tarantella_pp.runtime.weights.forward_state import BatchStatistics
 from tarantella_pp.runtime.weights.gradient_reduction import (
     Gradient,

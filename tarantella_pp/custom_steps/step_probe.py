@@ -20,7 +20,6 @@ import tensorflow as tf
 
 from tarantella_pp.custom_steps.step_trace import StepTrace
 from tarantella_pp.errors import UnsupportedModelError
-from tarantella_pp.runtime.modules.graph_split import has_effect
 from tarantella_pp.runtime.probes.parts import (
     ALL,
     MEAN,
@@ -38,6 +37,7 @@ from tarantella_pp.runtime.probes.parts import (
     some_rows,
     thirds,
 )
+from tarantella_pp.runtime.stage.graph_split import has_effect
 
 # Thirds in the parts of each trial: as they are, changed, and changed in another way.
 PARTS = ((1, 2), (2, 1), (1, 2))

@@ -20,7 +20,7 @@ from tarantella_pp.internals.training import (
     updates_taken,
     variables_for,
 )
-from tarantella_pp.runtime.modules.side_effects import effects_of
+from tarantella_pp.runtime.stage.side_effects import effects_of
 
 # What is traced: given tensors of a batch, it returns logs or predictions.
 Step = Callable[..., Any]

@@ -24,13 +24,13 @@ from tarantella_pp.partition.graph.keras_reader import ExtractedModel, extract
 from tarantella_pp.partition.graph.profile import NodeProfile, Profile
 from tarantella_pp.partition.graph.units import sample_shape
 from tarantella_pp.partition.options import checked_count
-from tarantella_pp.runtime.modules.stage_boundary import (
+from tarantella_pp.runtime.stage.stage import Stage
+from tarantella_pp.runtime.stage.stage_boundary import (
     BoundaryTensor,
     StageBoundary,
     stage_boundaries,
 )
-from tarantella_pp.runtime.modules.stage_module import StageLayer
-from tarantella_pp.runtime.stage.stage import Stage
+from tarantella_pp.runtime.stage.stage_module import StageLayer
 
 CALL_SECONDS = 1.5e-4
 """What calling a stage takes that does nothing."""
@@ -202,7 +202,7 @@ def _seconds(stage: Stage, inputs: Sequence[tf.Tensor], repeats: int) -> Measure
             continue
         values = dict(zip(stage.boundary.outputs, outputs, strict=True))
         seeds = [
-            stage.probe.factors(True, share=1.0),
+            tf.ones([len(stage.module.added_by[True])], keras.config.floatx()),
             *(tf.ones_like(values[tensor]) for tensor in stage.boundary.outputs_with_gradient),
         ]
         start = time.perf_counter()

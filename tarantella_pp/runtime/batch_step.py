@@ -11,8 +11,8 @@ import tensorflow as tf
 from tarantella_pp.runtime.compilation import Compilation
 from tarantella_pp.runtime.data.batch import Batch
 from tarantella_pp.runtime.loss import LossArguments, LossValue
-from tarantella_pp.runtime.modules.stage_boundary import BoundaryTensor
-from tarantella_pp.runtime.probes.stage_probe import Pieces
+from tarantella_pp.runtime.probes.stage_probe import Pieces, StageProbe
+from tarantella_pp.runtime.stage.stage_boundary import BoundaryTensor
 from tarantella_pp.runtime.weights.process_groups import ReplicaExchange
 
 _T = TypeVar("_T")
@@ -26,6 +26,7 @@ class BatchStep:
         batch: Batch,
         pieces: Pieces,
         data: Sequence[Sequence[int]],
+        probes: Mapping[int, StageProbe],
         exchange: ReplicaExchange,
         compiled: Compilation | None = None,
         *,
@@ -36,6 +37,7 @@ class BatchStep:
         self.pieces = pieces
         self.results: list[Sequence[tf.Tensor]] = [()] * len(pieces.sizes)
         self.batch = batch
+        self._probes = probes
         self._exchange = exchange
         self._sizes = pieces.sizes
         self._data = data
@@ -76,14 +78,20 @@ class BatchStep:
         """The share of a micro-batch in the batch."""
         return self._sizes[micro_batch] / self.batch.rows
 
-    def scaled(self, factors: tf.Tensor) -> tf.Tensor:
-        """Scales factors of gradients like the loss."""
-        return factors if self._scale is None else factors * self._scale
-
-    def add(self, losses: tf.Tensor) -> None:
-        """Takes what a stage's layers add to the loss of the whole batch."""
+    def add(
+        self, stage: int, micro_batch: int, inputs: Sequence[tf.Tensor], losses: tf.Tensor
+    ) -> None:
+        """Takes the losses that a stage's layers add for a micro-batch."""
+        probe = self._probes[stage]
+        probe.settle(self._sizes[micro_batch], inputs, losses, self.training)
         if not self.batch.share.is_spare:
-            self.added += tf.reduce_sum(losses)
+            factors = probe.factors(self.training, self.share(micro_batch))
+            self.added += tf.reduce_sum(losses * factors)
+
+    def added_factors(self, stage: int, micro_batch: int) -> tf.Tensor:
+        """The gradient of the loss of the batch by each added loss, scaled like the loss."""
+        factors = self._probes[stage].factors(self.training, self.share(micro_batch))
+        return factors if self._scale is None else factors * self._scale
 
     def finish(self, micro_batch: int, results: Sequence[tf.Tensor]) -> None:
         """Takes the model's outputs, on the rank of the last stage."""

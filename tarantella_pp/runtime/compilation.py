@@ -22,13 +22,13 @@ from tarantella_pp.partition.plan.plan_parts import OutputUse
 from tarantella_pp.runtime.comm.collective import on_one_rank
 from tarantella_pp.runtime.data.batch import Batch, rebuild, tensors_in
 from tarantella_pp.runtime.loss import BatchLoss
-from tarantella_pp.runtime.modules.graph_functions import CompiledFunction, dense_tensors
-from tarantella_pp.runtime.modules.model_outputs import output_spec, pack_outputs, unpacked
-from tarantella_pp.runtime.modules.stage_boundary import StageBoundary
-from tarantella_pp.runtime.modules.stage_module import StageModule
 from tarantella_pp.runtime.optimizer_step import OptimizerStep
 from tarantella_pp.runtime.probes.loss_probe import loss_kinds, whole_batch_reason
 from tarantella_pp.runtime.probes.metric_probe import why_not_by_parts
+from tarantella_pp.runtime.stage.graph_functions import CompiledFunction, dense_tensors
+from tarantella_pp.runtime.stage.model_outputs import output_spec, pack_outputs, unpacked
+from tarantella_pp.runtime.stage.stage_boundary import StageBoundary
+from tarantella_pp.runtime.stage.stage_module import StageModule
 from tarantella_pp.runtime.weights.rank_weights import RankWeights
 
 

@@ -23,10 +23,10 @@ from tarantella_pp.runtime.comm.collective import on_all_ranks
 from tarantella_pp.runtime.compilation import Compilation
 from tarantella_pp.runtime.data.batch import Batch, inputs_of_stages, needs_of_ranks
 from tarantella_pp.runtime.data.data_feed import DataFeed
-from tarantella_pp.runtime.modules.model_outputs import pack_outputs
 from tarantella_pp.runtime.probes.stage_probe import Pieces
 from tarantella_pp.runtime.rank_stages import RankStages
 from tarantella_pp.runtime.shared_logs import SharedLogs
+from tarantella_pp.runtime.stage.model_outputs import pack_outputs
 from tarantella_pp.runtime.step_schedules import MemoryCheck, StepSchedules
 from tarantella_pp.runtime.tracing.recorder import (
     LOGS,
@@ -257,8 +257,8 @@ class Engine:
         """A step, with loss and metrics if compiled."""
         reports = compiled is not None and not self.shared_logs.reports_late
         return BatchStep(
-            batch, self._pieces(batch), self._data, self._replica_exchange, compiled,
-            training=training, report=self.shared_logs.report if reports else None,
+            batch, self._pieces(batch), self._data, self.stages.probes, self._replica_exchange,
+            compiled, training=training, report=self.shared_logs.report if reports else None,
         )  # fmt: skip
 
     def _shares(self, rows: int) -> list[BatchShare]:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
-from tarantella_pp.runtime.modules.stage_boundary import BoundaryTensor, StageBoundary
+from tarantella_pp.runtime.stage.stage_boundary import BoundaryTensor, StageBoundary
 from tarantella_pp.runtime.stage_messages import StageMessages
 from tarantella_pp.runtime.tracing.recorder import (
     METRICS,
@@ -182,8 +182,7 @@ class Executor:
         for edge in boundary.sends:
             self._activations[edge.source, edge.target, key] = _pick(values, edge.tensors)
         if added is not None:
-            stage.settle(step, key, inputs, added)
-            step.add(added * stage.loss_factors(step, key))
+            step.add(boundary.index, key, inputs, added)
         if boundary.model_outputs:
             step.finish(key, _pick(values, boundary.model_outputs))
 
@@ -197,7 +196,7 @@ class Executor:
         for tensor, gradient in zip(tensors, arrived, strict=True):
             sums[tensor] = sums[tensor] + gradient if tensor in sums else gradient
         seeds = [
-            step.scaled(stage.loss_factors(step, key)),
+            step.added_factors(boundary.index, key),
             *(sums[tensor] for tensor in boundary.outputs_with_gradient),
         ]
         run = stage.backward if action.kind == "BW" else stage.backward_input

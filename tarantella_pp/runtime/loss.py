@@ -17,10 +17,10 @@ from tarantella_pp.internals.training import (
     second_loss,
 )
 from tarantella_pp.partition.graph.keras_reader import ExtractedModel
-from tarantella_pp.runtime.modules.graph_functions import CompiledFunction, dense_tensors
-from tarantella_pp.runtime.modules.model_outputs import output_spec, pack_outputs
-from tarantella_pp.runtime.modules.stage_boundary import BoundaryTensor, StageBoundary
 from tarantella_pp.runtime.probes.parts import MEAN, ROWS, SUM
+from tarantella_pp.runtime.stage.graph_functions import CompiledFunction, dense_tensors
+from tarantella_pp.runtime.stage.model_outputs import output_spec, pack_outputs
+from tarantella_pp.runtime.stage.stage_boundary import BoundaryTensor, StageBoundary
 
 _COMPILED_SIGNATURES = 16
 

@@ -21,7 +21,7 @@ from tarantella_pp.internals.optimizers import (
     summands,
     with_global_norm,
 )
-from tarantella_pp.runtime.modules.stage_module import Slices, StageModule
+from tarantella_pp.runtime.stage.stage_module import Slices, StageModule
 from tarantella_pp.runtime.weights.gradient_reduction import Gradient
 from tarantella_pp.runtime.weights.rank_weights import Bucket, RankWeights
 from tarantella_pp.runtime.weights.shared_weights import total

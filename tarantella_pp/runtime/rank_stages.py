@@ -15,15 +15,16 @@ from tarantella_pp.partition.graph.keras_reader import ExtractedModel
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.runtime.batch_step import BatchStep
 from tarantella_pp.runtime.executor import Executor
-from tarantella_pp.runtime.modules.model_outputs import find_activations
-from tarantella_pp.runtime.modules.stage_boundary import (
+from tarantella_pp.runtime.layer_metrics import StageMetrics
+from tarantella_pp.runtime.probes.stage_probe import Pieces, StageProbe
+from tarantella_pp.runtime.stage.model_outputs import find_activations
+from tarantella_pp.runtime.stage.stage import Stage
+from tarantella_pp.runtime.stage.stage_boundary import (
     StageBoundary,
     StageEdge,
     stage_boundaries,
     stage_edges,
 )
-from tarantella_pp.runtime.probes.stage_probe import Pieces
-from tarantella_pp.runtime.stage.stage import Stage
 from tarantella_pp.runtime.stage_messages import StageMessages
 from tarantella_pp.runtime.tracing.recorder import Recorder
 from tarantella_pp.runtime.weights.forward_state import ForwardState
@@ -66,13 +67,16 @@ class RankStages(Mapping[int, Stage]):
                 boundary,
                 [extracted.calls[node] for node in boundary.nodes],
                 repeats=boundary.index in plan.recompute,
-                num_replicas=groups.num_replicas,
-                others=_weights_past(extracted, boundary.nodes),
             )
             for boundary in self.boundaries
             if placement[boundary.index] == ranks.rank
         }
         self.modules = {index: stage.module for index, stage in self._own.items()}
+        self.probes = {
+            i: StageProbe(module, _weights_past(extracted, module.boundary.nodes))
+            for i, module in self.modules.items()
+        }
+        self._num_replicas = groups.num_replicas
         messages = StageMessages(ranks, graph, self.edges, placement, sent_as=plan.wire_dtype)
         self.executor = Executor(self._own, messages, Recorder(1), plan.except_last)
         self._forward_state = ForwardState(
@@ -150,9 +154,9 @@ class RankStages(Mapping[int, Stage]):
         if boundary.index in self:
             inputs = [*step.data(boundary.index, 0), *self._arrived.pop(boundary.index, ())]
             try:
-                outputs = self._own[boundary.index].rehearse(step, inputs)
+                outputs = self._examine(boundary.index, step, inputs)
                 if self._measures:
-                    self._own[boundary.index].run_once(inputs, step)
+                    self._own[boundary.index].run_once(inputs, step.share(0), step.training)
             except Exception as caught:
                 error = caught
         described = self._groups.pipeline.broadcast_json(_described(error), owner)
@@ -164,6 +168,15 @@ class RankStages(Mapping[int, Stage]):
         for edge in boundary.sends:
             self._pass_on(edge, [values[tensor] for tensor in edge.tensors if values], step)
         return None
+
+    def _examine(self, index: int, step: BatchStep, inputs: list[tf.Tensor]) -> list[tf.Tensor]:
+        stage, later = self._own[index], range(1, len(step.pieces.sizes))
+        if step.share(0) < 1.0:
+            metrics = StageMetrics(stage.module, self._num_replicas)
+            stage.means[step.training] = metrics.find_means(inputs, step.training)
+        return self.probes[index].examine(
+            step.pieces, inputs, step.training, lambda: (step.data(index, key) for key in later)
+        )
 
     def _pass_on(self, edge: StageEdge, values: list[tf.Tensor], step: BatchStep) -> None:
         """Takes what a stage gives to a later one; it is received before anything else can fail."""

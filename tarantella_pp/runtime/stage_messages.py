@@ -15,7 +15,7 @@ from tarantella_pp.partition.graph.layer_graph import LayerGraph
 from tarantella_pp.runtime.comm.buffers import numpy_dtype
 from tarantella_pp.runtime.comm.communicator import Communicator, TensorSpec
 from tarantella_pp.runtime.comm.messages import RecvRequest, SendRequest
-from tarantella_pp.runtime.modules.stage_boundary import BoundaryTensor, StageEdge
+from tarantella_pp.runtime.stage.stage_boundary import BoundaryTensor, StageEdge
 from tarantella_pp.schedule import Direction, Link, Message, Transfer
 
 if TYPE_CHECKING:

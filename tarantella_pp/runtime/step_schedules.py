@@ -15,7 +15,7 @@ from tarantella_pp.partition.plan.plan_simulation import search_limits
 from tarantella_pp.partition.with_batch import ways_to_less_memory, with_batch
 from tarantella_pp.runtime.comm.communicator import Communicator
 from tarantella_pp.runtime.compilation import expected_outputs
-from tarantella_pp.runtime.modules.stage_boundary import StageEdge
+from tarantella_pp.runtime.stage.stage_boundary import StageEdge
 from tarantella_pp.runtime.tracing.machine import clock_offset, memory_of_each_rank
 from tarantella_pp.runtime.tracing.recorder import StepRecord, gather_steps, measured_costs
 from tarantella_pp.runtime.weights.process_groups import ProcessGroups

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from tarantella_pp.runtime.modules.stage_boundary import stage_boundaries
 from tarantella_pp.runtime.stage.stage import Stage
+from tarantella_pp.runtime.stage.stage_boundary import stage_boundaries
 
 
 def activation_bytes_total(extracted, rows=1):

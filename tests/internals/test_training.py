@@ -18,7 +18,7 @@ from keras.src.losses.losses import LossFunctionWrapper
 from keras.src.trainers.compile_utils import CompileLoss
 
 from tarantella_pp.internals import training
-from tarantella_pp.runtime.modules.graph_functions import CompiledFunction
+from tarantella_pp.runtime.stage.graph_functions import CompiledFunction
 
 pytestmark = pytest.mark.keras
 
@@ -214,9 +214,7 @@ def test_validation_data_are_kept_in_the_model(model):
 
 
 def test_compiled_functions_are_called_directly():
-    advice = (
-        f"TensorFlow {tf.__version__} has changed what runtime/modules/compiled_function.py uses: "
-    )
+    advice = f"TensorFlow {tf.__version__} has changed what runtime/stage/graph_functions.py uses: "
     variable = tf.Variable(2.0)
     compiled = CompiledFunction(
         lambda x: [x * variable, x + 1.0], [tf.TensorSpec([None], tf.float32)]

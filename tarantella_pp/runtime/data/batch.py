@@ -17,7 +17,7 @@ from tarantella_pp.internals.data import arrays_of, as_sliced
 from tarantella_pp.partition.graph.layer_graph import LayerGraph
 from tarantella_pp.runtime.comm.communicator import Communicator, TensorSpec
 from tarantella_pp.runtime.comm.tensor_buffers import to_buffer, to_tensor
-from tarantella_pp.runtime.modules.stage_boundary import StageBoundary
+from tarantella_pp.runtime.stage.stage_boundary import StageBoundary
 from tarantella_pp.runtime.weights.process_groups import BatchShare, ProcessGroups
 
 READER = 0

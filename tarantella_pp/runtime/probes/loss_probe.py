@@ -20,8 +20,6 @@ from tarantella_pp.internals.training import (
     second_loss,
 )
 from tarantella_pp.partition.graph.keras_reader import ExtractedModel
-from tarantella_pp.runtime.modules.model_outputs import unpacked
-from tarantella_pp.runtime.modules.side_effects import effects_of
 from tarantella_pp.runtime.probes.parts import (
     ALL,
     MEAN,
@@ -32,6 +30,8 @@ from tarantella_pp.runtime.probes.parts import (
     kinds_of,
     thirds,
 )
+from tarantella_pp.runtime.stage.model_outputs import unpacked
+from tarantella_pp.runtime.stage.side_effects import effects_of
 
 Array = NDArray[Any]
 Shape = Sequence[int | None]

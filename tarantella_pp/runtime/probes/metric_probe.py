@@ -9,8 +9,8 @@ import ml_dtypes
 import numpy as np
 import tensorflow as tf
 
-from tarantella_pp.runtime.modules.graph_functions import dense_tensors
 from tarantella_pp.runtime.probes.parts import some_rows
+from tarantella_pp.runtime.stage.graph_functions import dense_tensors
 
 # Samples of each part of the batch that is tried; few, for some models have large ones.
 PARTS = (1, 2)

@@ -24,7 +24,7 @@ import numpy as np
 import tensorflow as tf
 
 from tarantella_pp.runtime.comm.tensor_buffers import value_of
-from tarantella_pp.runtime.modules.graph_functions import (
+from tarantella_pp.runtime.stage.graph_functions import (
     CompiledFunction,
     SubgraphExtractor,
     ancestors,

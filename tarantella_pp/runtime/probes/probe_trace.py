@@ -15,12 +15,6 @@ from numpy.typing import NDArray
 
 from tarantella_pp.internals.training import moving_statistics
 from tarantella_pp.partition.graph.calls import Call
-from tarantella_pp.runtime.modules.graph_functions import (
-    CompiledFunction,
-    SubgraphExtractor,
-    unoptimized,
-)
-from tarantella_pp.runtime.modules.stage_module import StageModule
 from tarantella_pp.runtime.probes.parts import (
     FLOOR,
     ROWS,
@@ -30,6 +24,12 @@ from tarantella_pp.runtime.probes.parts import (
     PartsProbe,
     thirds,
 )
+from tarantella_pp.runtime.stage.graph_functions import (
+    CompiledFunction,
+    SubgraphExtractor,
+    unoptimized,
+)
+from tarantella_pp.runtime.stage.stage_module import StageModule
 
 Array = NDArray[Any]
 

@@ -20,10 +20,10 @@ import numpy as np
 import tensorflow as tf
 
 from tarantella_pp.errors import UnsupportedModelError
-from tarantella_pp.runtime.modules.side_effects import refuse_effects
-from tarantella_pp.runtime.modules.stage_module import StageModule
 from tarantella_pp.runtime.probes.parts import MEAN, SUM, opposite
 from tarantella_pp.runtime.probes.probe_trace import ProbeTrace, Samples, samples_first
+from tarantella_pp.runtime.stage.side_effects import refuse_effects
+from tarantella_pp.runtime.stage.stage_module import StageModule
 from tarantella_pp.runtime.weights.remote_variables import is_stale
 
 # Samples to try a stage out with, of following micro-batches too; else the same ones once more.

@@ -1,1 +1,1 @@
-"""One stage of the pipeline, compiled; the only room that differentiates."""
+"""One stage of the pipeline: its layers, its traced graph cut in parts, compiled and run."""

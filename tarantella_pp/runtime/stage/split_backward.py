@@ -9,13 +9,13 @@ from typing import Any
 
 import tensorflow as tf
 
-from tarantella_pp.runtime.modules.graph_functions import CompiledFunction
-from tarantella_pp.runtime.modules.graph_split import (
+from tarantella_pp.runtime.stage.graph_functions import CompiledFunction
+from tarantella_pp.runtime.stage.graph_split import (
     CutError,
     Trace,
     split_graph,
 )
-from tarantella_pp.runtime.modules.stage_module import Slices, StageModule
+from tarantella_pp.runtime.stage.stage_module import Slices, StageModule
 
 _KEY, _FLAG = tf.TensorSpec([], tf.int64), tf.TensorSpec([], tf.bool)
 # Operations whose result is in the memory of what they are given.

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import tensorflow as tf
 
 from tarantella_pp.partition.graph.calls import Call
-from tarantella_pp.runtime.modules.graph_split import CutError
-from tarantella_pp.runtime.modules.stage_boundary import StageBoundary
-from tarantella_pp.runtime.modules.stage_module import StageModule
-from tarantella_pp.runtime.probes.stage_probe import Pieces, StageProbe
-from tarantella_pp.runtime.stage.layer_metrics import StageMetrics
+from tarantella_pp.runtime.stage.graph_split import CutError
 from tarantella_pp.runtime.stage.split_backward import SplitBackward
+from tarantella_pp.runtime.stage.stage_boundary import StageBoundary
+from tarantella_pp.runtime.stage.stage_module import StageModule
 
 logger = logging.getLogger(__name__)
 
@@ -136,19 +135,6 @@ class TapeBackward:
         return self._module.run(inputs, training=True)
 
 
-class Step(Protocol):
-    """A step as a stage sees it."""
-
-    training: bool
-    pieces: Pieces
-
-    def data(self, stage: int, micro_batch: int) -> Sequence[tf.Tensor]:
-        """The model inputs of a stage."""
-
-    def share(self, micro_batch: int) -> float:
-        """The share of a micro-batch in the batch."""
-
-
 class Stage:
     """Runs one stage's nodes forward and backward, one micro-batch at a time.
 
@@ -161,13 +147,12 @@ class Stage:
         boundary: StageBoundary,
         calls: Sequence[Call],
         repeats: bool = False,
-        num_replicas: int = 1,
-        others: Sequence[Any] = (),
     ) -> None:
         self.boundary = boundary
         self.module = StageModule(boundary, calls)
-        self._metrics = StageMetrics(self.module, num_replicas)
-        self.probe = StageProbe(self.module, others)
+        # Variables of layers' metrics that are means, in training and otherwise: a micro-batch
+        # counts in them by its share. Trying the stage out shows which.
+        self.means: dict[bool, list[Any]] = {True: [], False: []}
         self._first: list[tf.TensorSpec] = []
         self._keeping = TrainingPasses(self.module, repeats=False)
         self._repeating = TrainingPasses(self.module, repeats=True) if repeats else None
@@ -197,17 +182,6 @@ class Stage:
         kinds = (self._repeating, self._keeping)
         return [kind for kind in kinds if kind is not None and kind.general is not None]
 
-    def rehearse(self, step: Step, inputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Tries the stage out before it first runs; changes nothing."""
-        self._metrics.examine(step.share(0), inputs, step.training)
-        later = range(1, len(step.pieces.sizes))
-        return self.probe.examine(
-            step.pieces,
-            inputs,
-            step.training,
-            lambda: (step.data(self.boundary.index, key) for key in later),
-        )
-
     def compile(self, specs: Sequence[tf.TensorSpec], training: bool) -> None:
         """Compiles what runs for inputs that are only described; see `forward` and `evaluate`."""
         if training:
@@ -216,31 +190,21 @@ class Stage:
         else:
             self._evaluate.get_concrete_function(list(specs))
 
-    def run_once(self, inputs: Sequence[tf.Tensor], step: Step) -> None:
+    def run_once(self, inputs: Sequence[tf.Tensor], share: float, training: bool) -> None:
         """Runs a micro-batch forward; only what layers write stays."""
-        if step.training:
-            self.forward(0, inputs, step.share(0))
+        if training:
+            self.forward(0, inputs, share)
             self.clear()
         else:
-            self.evaluate(inputs, step.share(0))
-
-    def settle(self, step: Step, key: int, inputs: Sequence[tf.Tensor], added: tf.Tensor) -> None:
-        """Looks again at added losses that were zero so far; see `StageProbe`."""
-        self.probe.settle(step.pieces.sizes[key], inputs, added, step.training)
-
-    def loss_factors(self, step: Step, key: int) -> tf.Tensor:
-        """What each added loss of a micro-batch counts in the loss of the batch."""
-        return self.probe.factors(step.training, step.share(key))
+            self.evaluate(inputs, share)
 
     def forward(
         self, key: int, inputs: Sequence[tf.Tensor], share: float = 1.0, *, whole: bool = False
     ) -> tuple[list[tf.Tensor], tf.Tensor | None]:
         """Runs one micro-batch forward in training mode and keeps what backward needs."""
         work = self._running[key] = self._pass_for(inputs, self._kind(whole))
-        before = self._metrics.means(share, training=True)
-        results = work.forward(key, inputs)
-        self._metrics.weigh(before, share, training=True)
-        return results
+        with self._weighed(share, training=True):
+            return work.forward(key, inputs)
 
     def backward(self, key: int, seeds: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Runs one micro-batch backward (action BW)."""
@@ -258,9 +222,8 @@ class Stage:
         self, inputs: Sequence[tf.Tensor], share: float = 1.0
     ) -> tuple[list[tf.Tensor], tf.Tensor | None]:
         """Runs one micro-batch forward in inference mode; takes and returns what `forward` does."""
-        before = self._metrics.means(share, training=False)
-        outputs, added = self._evaluate(list(inputs))
-        self._metrics.weigh(before, share, training=False)
+        with self._weighed(share, training=False):
+            outputs, added = self._evaluate(list(inputs))
         return outputs, added if self.module.added_by[False] else None
 
     def reached(self, coming: Sequence[bool]) -> list[bool]:
@@ -294,6 +257,14 @@ class Stage:
                 work.clear()
         self.module.accumulator.reset()
         self.module.statistics.clear()
+
+    @contextlib.contextmanager
+    def _weighed(self, share: float, training: bool) -> Iterator[None]:
+        """Has means of layers' metrics take in no more than the share of the micro-batch."""
+        before = [variable.numpy() for variable in self.means[training] if share < 1.0]
+        yield
+        for variable, old in zip(self.means[training], before, strict=False):
+            variable.assign(old + share * (variable.numpy() - old))
 
     def _run_inference(self, inputs: list[tf.Tensor]) -> tuple[list[tf.Tensor], tf.Tensor]:
         return self.module.run(inputs, training=False)

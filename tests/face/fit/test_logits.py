@@ -11,7 +11,7 @@ import pytest
 from keras import layers, ops
 
 from tarantella_pp.partition.graph.keras_reader import extract
-from tarantella_pp.runtime.modules.model_outputs import find_activations
+from tarantella_pp.runtime.stage.model_outputs import find_activations
 from tests.helpers.training import SAMPLES, Case, distance, finish, floats, integers, make, sgd
 
 pytestmark = pytest.mark.keras

@@ -185,6 +185,6 @@ def test_losses_of_known_kinds_are_not_read_in_each_micro_batch():
 
     model = PipelineModel(model_of(Adds(total, average)), 2, num_micro_batches=3)
     outcome(model)
-    for stage in model._engine.stages.values():
+    for probe in model._engine.stages.probes.values():
         for training in (True, False):
-            stage.probe.settle(2, [], Unread(), training)
+            probe.settle(2, [], Unread(), training)

@@ -16,8 +16,8 @@ from tarantella_pp.runtime.data.batch import (
     rebuild,
     tensors_in,
 )
-from tarantella_pp.runtime.modules.stage_module import GradientAccumulator
 from tarantella_pp.runtime.stage.split_backward import ActivationStash
+from tarantella_pp.runtime.stage.stage_module import GradientAccumulator
 from tarantella_pp.runtime.weights.process_groups import micro_batch_sizes
 
 pytestmark = pytest.mark.keras

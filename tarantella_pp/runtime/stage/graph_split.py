@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from tarantella_pp.errors import TarantellaError
-from tarantella_pp.runtime.modules.graph_functions import (
+from tarantella_pp.runtime.stage.graph_functions import (
     SubgraphExtractor,
     ancestors,
     dependents,

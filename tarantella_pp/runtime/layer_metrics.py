@@ -13,10 +13,10 @@ import tensorflow as tf
 from tarantella_pp.errors import UnsupportedModelError
 from tarantella_pp.internals.functional import layer_metrics
 from tarantella_pp.partition.graph.keras_reader import ExtractedModel
-from tarantella_pp.runtime.modules.stage_module import StageModule
 from tarantella_pp.runtime.probes.metric_probe import PARTS, same
 from tarantella_pp.runtime.probes.parts import some_rows
 from tarantella_pp.runtime.probes.probe_trace import samples_back, samples_first
+from tarantella_pp.runtime.stage.stage_module import StageModule
 
 Array = np.ndarray[Any, Any]
 
@@ -45,30 +45,14 @@ class StageMetrics:
         self._axes = module.boundary.axes_of(tensor.tensor for tensor in module.boundary.inputs)
         metrics = [owned for call in module.layer.calls for owned in _metrics_of(call.operation)]
         self._owned = list({id(owned.variable): owned for owned in metrics}.values())
-        self._means: dict[bool, list[Any]] = {}
 
-    def examine(self, share: float, inputs: Sequence[tf.Tensor], training: bool) -> None:
-        """Tries how the metrics count, before the first forward pass; changes nothing."""
-        if self._owned and share < 1.0 and training not in self._means:
-            self._means[training] = self._find_means(inputs, training)
-
-    def means(self, share: float, training: bool) -> list[Array]:
-        """The means before a micro-batch, whose share they take in; call `examine` first."""
-        if not self._owned or share == 1.0:
-            return []
-        return [variable.numpy() for variable in self._means[training]]
-
-    def weigh(self, before: Sequence[Array], share: float, training: bool) -> None:
-        """Has means take in no more than the share of a micro-batch that has run."""
-        if before:
-            for variable, old in zip(self._means[training], before, strict=True):
-                variable.assign(old + share * (variable.numpy() - old))
-
-    def _find_means(self, inputs: Sequence[tf.Tensor], training: bool) -> list[Any]:
+    def find_means(self, inputs: Sequence[tf.Tensor], training: bool) -> list[Any]:
         """Tries which variables move by the share of a micro-batch; changes nothing.
 
         In inference mode, where nothing is random, unless nothing moves there.
         """
+        if not self._owned:
+            return []
         first = zip(samples_first(inputs, self._axes), self._axes, strict=True)
         rows = [x if axis is None else some_rows(x, sum(PARTS)) for x, axis in first]
         try:

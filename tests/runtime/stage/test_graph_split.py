@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tarantella_pp.runtime.modules.graph_split import Trace, split_graph
+from tarantella_pp.runtime.stage.graph_split import Trace, split_graph
 
 
 def traced(weights, biases=()):

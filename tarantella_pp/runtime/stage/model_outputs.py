@@ -18,7 +18,7 @@ from tarantella_pp.internals.functional import operation_fn, set_mask
 from tarantella_pp.internals.training import logits_of
 from tarantella_pp.partition.graph.calls import Call
 from tarantella_pp.partition.graph.keras_reader import ExtractedModel
-from tarantella_pp.runtime.modules.stage_boundary import BoundaryTensor
+from tarantella_pp.runtime.stage.stage_boundary import BoundaryTensor
 from tarantella_pp.runtime.weights.remote_variables import only_traced
 
 Activation = Callable[[tf.Tensor], tf.Tensor]

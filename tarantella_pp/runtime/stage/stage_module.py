@@ -16,8 +16,8 @@ from tarantella_pp.internals.functional import (
 )
 from tarantella_pp.internals.training import added_losses
 from tarantella_pp.partition.graph.calls import Call
-from tarantella_pp.runtime.modules.model_outputs import as_logits, as_made
-from tarantella_pp.runtime.modules.stage_boundary import BoundaryTensor, StageBoundary
+from tarantella_pp.runtime.stage.model_outputs import as_logits, as_made
+from tarantella_pp.runtime.stage.stage_boundary import BoundaryTensor, StageBoundary
 from tarantella_pp.runtime.weights.forward_state import BatchStatistics
 
 # Values and indices of a sparse gradient.

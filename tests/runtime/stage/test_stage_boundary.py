@@ -13,7 +13,7 @@ from tarantella_pp.partition.graph.layer_graph import (
     Tensor,
 )
 from tarantella_pp.partition.stage_costs import StageCostModel
-from tarantella_pp.runtime.modules.stage_boundary import (
+from tarantella_pp.runtime.stage.stage_boundary import (
     BoundaryTensor,
     StageEdge,
     stage_boundaries,
@@ -165,7 +165,7 @@ def test_what_is_sent_is_what_the_plan_counts():
 
 def test_layouts_need_no_tensorflow():
     code = (
-        "import sys, tarantella_pp.runtime.modules.stage_boundary;"
+        "import sys, tarantella_pp.runtime.stage.stage_boundary;"
         "print([m for m in ('tensorflow', 'keras', 'mpi4py') if m in sys.modules])"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

@@ -1,1 +1,0 @@
-"""What a stage computes with: layers, inputs and outputs, gradient accumulators."""

@@ -18,7 +18,7 @@ from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.internals.optimizers import settable_learning_rate
 from tarantella_pp.runtime.comm.communicator import Communicator, TensorSpec
 
-_VOTE_TAG, _DECISION_TAG = 10, 11
+_FIRST_TAG, _TAGS = 64, 256
 _FLOAT = np.dtype(np.float64)
 
 
@@ -59,6 +59,8 @@ class Lockstep(keras.callbacks.Callback):
         self._preemption = preemption
         self._communicator = communicator
         self._call = communicator.call_number
+        # Of its own: a callback that evaluates must not take the votes of the `fit` around it.
+        self._tag = _FIRST_TAG + self._call % _TAGS
         self._step = 0
         self._awaited = False
         self._rate = math.nan
@@ -105,10 +107,10 @@ class Lockstep(keras.callbacks.Callback):
         if self._communicator.rank == 0:
             decision = self._decide(vote)
             for rank in range(1, self._communicator.size):
-                self._send(decision, rank, _DECISION_TAG)
+                self._send(decision, rank)
         else:
-            self._send(vote, 0, _VOTE_TAG)
-            decision = _Decision(*self._receive(0, _DECISION_TAG, len(_Decision._fields)))
+            self._send(vote, 0)
+            decision = _Decision(*self._receive(0, len(_Decision._fields)))
         self._step += 1
         if decision.odd >= 0:
             raise _refusal(decision.first, int(decision.odd), decision.rate)
@@ -132,19 +134,23 @@ class Lockstep(keras.callbacks.Callback):
             return []
         self._awaited = False
         return [
-            _Vote(*self._receive(rank, _VOTE_TAG, len(_Vote._fields), self._step - 1))
+            _Vote(*self._receive(rank, len(_Vote._fields), self._step - 1))
             for rank in range(1, self._communicator.size)
         ]
 
-    def _send(self, values: tuple[float, ...], rank: int, tag: int) -> None:
-        self._communicator.send([np.array(values, _FLOAT)], rank, tag, label="whether to stop")
+    def _send(self, values: tuple[float, ...], rank: int) -> None:
+        self._communicator.send(
+            [np.array(values, _FLOAT)], rank, self._tag, label="whether to stop"
+        )
 
-    def _receive(self, rank: int, tag: int, size: int, step: int | None = None) -> list[float]:
+    def _receive(self, rank: int, size: int, step: int | None = None) -> list[float]:
         """Receives a step's values; drops older ones, left by calls that an error ended."""
         spec = [TensorSpec((size,), _FLOAT)]
         about = [self._call, self._step if step is None else step]
         while True:
-            request = self._communicator.post_receive(spec, rank, tag, label="whether to stop")
+            request = self._communicator.post_receive(
+                spec, rank, self._tag, label="whether to stop"
+            )
             values: list[float] = request.wait()[0].tolist()
             if values[:2] == about:
                 return values

@@ -16,7 +16,7 @@ with needed_for("tarantella_pp.PipelineModel"):
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.internals.optimizers import with_loss_scaling
 from tarantella_pp.internals.state import compiled_with, forget_functions
-from tarantella_pp.internals.training import compile_loss
+from tarantella_pp.internals.training import compile_loss, layers_in
 from tarantella_pp.models import model_validation
 from tarantella_pp.models.agreed_plan import agreed_plan
 from tarantella_pp.models.collective_model import CollectiveModel
@@ -158,6 +158,8 @@ class PipelineModel(TrainingLoops, CollectiveModel):
             groups = ProcessGroups.of(communicator, replicas, agreed.placement)
             super().__init__(extracted.inputs_struct, extracted.outputs_struct, name=model.name)
             self.dtype_policy = model.dtype_policy
+            if not model.trainable:
+                self._freeze_whole(model)
             free = plan is None and schedule is None
             self._engine = Engine(
                 self, extracted, agreed, groups, free_schedule=free,
@@ -168,6 +170,13 @@ class PipelineModel(TrainingLoops, CollectiveModel):
             model_validation.warn_of_batch_statistics(extracted.calls, micro_batches)
         if model.compiled:
             self._compile_as(model)
+
+    def _freeze_whole(self, model: keras.Model) -> None:
+        """Takes over the flag of a model that is frozen as a whole; its layers keep their own."""
+        flags = [(layer, layer.trainable) for layer in layers_in(model)]
+        self.trainable = False
+        for layer, flag in flags:
+            layer.trainable = flag
 
     def _compile_as(self, model: keras.Model) -> None:
         """Takes over optimizer, loss and metrics of the wrapped model."""
@@ -237,6 +246,9 @@ class PipelineModel(TrainingLoops, CollectiveModel):
         if given.arguments["auto_scale_loss"]:
             optimizer = with_loss_scaling(optimizer, self.dtype_policy.name)
         given.arguments["optimizer"] = optimizer
+        if not self.trainable:  # Keras trains nothing then, of layers that were set free again, too
+            for variable in self.variables:
+                variable.trainable = False
         ranks = self._engine.weights.table.ranks.size
         model_validation.check_division(optimizer, self.trainable_variables, ranks)
         compiled = compile_loss(self, given.arguments["loss"], given.arguments["loss_weights"])

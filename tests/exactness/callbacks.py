@@ -40,6 +40,16 @@ def recorder(seen: Seen) -> keras.callbacks.Callback:
     )
 
 
+class Loops(callbacks.Callback):
+    """Evaluates and predicts several batches of other data in the midst of `fit`."""
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any]) -> None:
+        logs["predicted"] = self.model.predict(X, batch_size=BATCH, verbose=0).sum()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
+        logs["evaluated"] = self.model.evaluate(X, Y, batch_size=BATCH, verbose=0)
+
+
 # Each makes callbacks that write into a folder and note in a list what they see.
 MADE: dict[str, Callable[[Path, Seen], Any]] = {
     "BackupAndRestore": lambda folder, seen: callbacks.BackupAndRestore(folder / "backup"),
@@ -69,6 +79,7 @@ MADE: dict[str, Callable[[Path, Seen], Any]] = {
     "ModelCheckpoint(save_weights_only)": lambda folder, seen: callbacks.ModelCheckpoint(
         folder / "{epoch}.weights.h5", save_weights_only=True, save_freq=2
     ),
+    "Callback(evaluate, predict)": lambda folder, seen: [Loops(), recorder(seen)],
 }
 IN_FLOAT32 = ("TensorBoard",)
 BATCH = EVENLY

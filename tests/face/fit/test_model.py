@@ -134,6 +134,7 @@ def without_weights():
 def frozen():
     model = mlp()
     model.trainable = False
+    model.layers[-1].trainable = True  # Keras trains nothing of a model frozen as a whole
     return model
 
 

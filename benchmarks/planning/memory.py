@@ -21,7 +21,7 @@ What is measured, on each rank:
   flight, plus the planned buffers of messages. No figure for loops, whose graph does not say.
 * peak: most bytes at a time that TensorFlow had asked its allocator for, as the allocator tells
   TensorFlow's profiler (it is made to count small tensors, too), less weights of other ranks'
-  stages as far as they are still there, plus the memory that is kept for messages. Everything
+  stages as far as they are still there, plus the most that messages had at a time. Everything
   counts: temporaries of all operations and of the optimizer, the batch, the loss. It is the median
   of the steps: when the system lets a rank wait, the messages to it wait in memory, too.
 * resident: how far the resident memory of the process (VmHWM) rises above where it was before
@@ -33,7 +33,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import gc
 import json
 import os
 import subprocess
@@ -53,7 +52,7 @@ from rich.console import Console
 from rich.table import Table
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
-from tarantella_pp.runtime.comm.buffers import BufferPool
+from tests.zoo.message_memory import MessageMemory
 from tests.zoo.sized_models import gpt, lstm, mlp, plain_cnn, resnet, transformer, unet
 
 STEP = "training step"
@@ -156,6 +155,7 @@ def train(name: str, shape: Shape) -> dict[str, Any]:
         recompute=shape.recompute, num_replicas=shape.replicas, balance=shape.balance,
         shard_optimizer=shape.replicas > 1,
     )  # fmt: skip
+    memory = MessageMemory()
     steps(piped, batch, shape.metrics)
     stage = piped.plan.coordinates(tnt.get_rank()).position
     own = piped._engine.stages[stage]
@@ -174,12 +174,11 @@ def train(name: str, shape: Shape) -> dict[str, Any]:
         again = plan.recomputed_bytes if repeats else 0
         kept = nbytes(weights) + dense + slots + held * residual + again
         kept += plan.buffer_bytes + plan.reduction_bytes
-    pools = [each for each in gc.get_objects() if isinstance(each, BufferPool)]
     return {
         "planned": plan.memory_bytes,
         "kept": kept,
         "others": others,
-        "messages": sum(pool.held_bytes for pool in pools),
+        "messages": memory.most,
         "resident": status("VmHWM") - before - others,
         "state": (plan.state_bytes - plan.reduction_bytes, nbytes(weights) + dense + slots),
         "activations": (plan.activation_bytes, residual),

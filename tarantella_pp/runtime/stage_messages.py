@@ -126,7 +126,7 @@ class StageMessages:
             waiting = self._sent.setdefault((action.source, action.target), deque())
             waiting.append(sending)
             if len(waiting) > self._window:
-                self._communicator.wait_sent(waiting.popleft())
+                waiting.popleft().wait()
 
     def shapes(self, edge: StageEdge, rows: int) -> list[TensorSpec] | None:
         """What crosses an edge for some number of samples; `None` where the model does not say."""

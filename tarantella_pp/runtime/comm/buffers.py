@@ -1,9 +1,11 @@
-"""Tensors as bytes, in pieces that every MPI takes, and memory that they are received into."""
+"""Tensors as bytes, in pieces that every MPI takes, and memory that they are received into.
+
+The C library hands large blocks out again, and need not map fresh pages: see `allocator_variables`.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -18,10 +20,6 @@ Bytes = NDArray[np.uint8]
 
 # TensorFlow takes over a foreign buffer without a copy only if it starts at such an address.
 ALIGNMENT = 64
-# Below this size the C library hands freed memory out again by itself; above, it maps fresh pages
-# for every buffer, and faulting them in costs as much as the message itself.
-SMALLEST_POOLED = 128 << 10
-_PAGE = 4096
 # MPI counts are 32-bit, and Open MPI refuses messages of 2 GiB and more.
 LARGEST_PIECE = 1 << 30
 # The description that goes ahead of the first message with a tag.
@@ -114,73 +112,7 @@ def aligned_memory(nbytes: int) -> Bytes:
     return block[offset : offset + nbytes]
 
 
-class _Lease:
-    """Owner of a block while arrays alias it; dies with the last of them, in whatever thread."""
-
-    __slots__ = ("__array_interface__", "_block", "_returned")
-
-    def __init__(self, block: Bytes, returned: deque[Bytes], nbytes: int) -> None:
-        self._block = block
-        self._returned = returned
-        interface: dict[str, Any] = dict(block.__array_interface__)
-        interface["shape"] = (nbytes,)
-        self.__array_interface__ = interface
-
-    def __del__(self) -> None:
-        self._returned.append(self._block)
-
-
-class BufferPool:
-    """Hands out aligned memory and takes it back when the last array or tensor on it is gone.
-
-    Memory is never handed out again while anything aliases it, a NumPy view or a TensorFlow
-    tensor made through DLPack alike. The pool keeps no more free memory than was in use at once.
-    """
-
-    def __init__(self) -> None:
-        # Blocks come home in the thread that dropped the last reference, at any moment: an append
-        # to a deque is the one thing that is safe there. All else happens in `take`.
-        self._returned: deque[Bytes] = deque()
-        self._free: dict[int, list[Bytes]] = {}
-        self._free_bytes = 0
-        self._used_bytes = 0
-        self._peak_bytes = 0
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes that the pool keeps: in use, and to be used again."""
-        return self._used_bytes + self._free_bytes
-
-    def take(self, nbytes: int) -> Bytes:
-        """Returns an array of `nbytes` bytes with any content; call it from one thread only."""
-        if nbytes < SMALLEST_POOLED:
-            return aligned_memory(nbytes)
-        self._collect()
-        # Whole pages, so that tensors of nearly the same size share free blocks.
-        size = -(-nbytes // _PAGE) * _PAGE
-        blocks = self._free.get(size)
-        if blocks:
-            block = blocks.pop()
-            self._free_bytes -= size
-        else:
-            block = aligned_memory(size)
-        self._used_bytes += size
-        self._peak_bytes = max(self._peak_bytes, self._used_bytes)
-        return np.asarray(_Lease(block, self._returned, nbytes))
-
-    def _collect(self) -> None:
-        """Moves what came home to the free lists, and lets go of any more than the peak."""
-        while self._returned:
-            block = self._returned.popleft()
-            self._used_bytes -= block.size
-            self._free_bytes += block.size
-            self._free.setdefault(block.size, []).append(block)
-        # More was never in use at once, so more is never needed.
-        while self._free_bytes > self._peak_bytes:
-            size = next(iter(self._free))
-            blocks = self._free[size]
-            if blocks:
-                blocks.pop()
-                self._free_bytes -= size
-            if not blocks:
-                del self._free[size]
+def empty(shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
+    """Returns an array with any content on memory as messages are received into."""
+    spec = TensorSpec(shape, dtype)
+    return aligned_memory(spec.nbytes).view(numpy_dtype(dtype)).reshape(shape)

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tarantella_pp.errors import CommunicationError
-from tarantella_pp.runtime.comm.buffers import TensorSpec, numpy_dtype
+from tarantella_pp.runtime.comm.buffers import TensorSpec, empty, numpy_dtype
 from tarantella_pp.runtime.comm.messages import Channel, RecvRequest
 
 _Result = TypeVar("_Result")
@@ -39,21 +39,17 @@ LARGEST_IN_ONE_ROUND = 256 << 10
 
 
 class CollectiveRequest(Generic[_Result]):
-    """A collective that has been started."""
+    """A collective that has been started, over a channel or, in a group of one rank, over none."""
 
-    def __init__(
-        self,
-        steps: Steps[_Result],
-        label: str,
-        wait: Callable[[CollectiveRequest[Any], Callable[[], bool] | None], None],
-    ) -> None:
+    def __init__(self, channel: Channel | None, steps: Steps[_Result], label: str) -> None:
         self.label = label
+        self._channel = channel
         self._steps = steps
-        self._wait = wait
         self._awaited: Awaited | None = ()
         self._error: BaseException | None = None
         self._result: _Result
-        self.ready()
+        if not self.ready() and channel is not None:
+            channel.process.progress.add_collective(self.has_ended)
 
     def ready(self) -> bool:
         """Whether the result is here; does what can be done for it, and never waits."""
@@ -77,12 +73,20 @@ class CollectiveRequest(Generic[_Result]):
 
     def wait(self, meanwhile: Callable[[], bool] | None = None) -> _Result:
         """Waits for the result."""
-        self._wait(self, meanwhile)
+        channel = self._channel
+        if not self.ready() and channel is not None:
+            channel.waiter.until(
+                self.ready,
+                self.__str__,
+                [r for r in channel.world_ranks if r != channel.world_ranks[channel.rank]],
+                coming=lambda: sum(message.coming() for message in self.missing()),
+                meanwhile=meanwhile,
+                check=self.check,
+            )
+        if channel is not None:
+            # Or its result would live until the next poll.
+            channel.process.progress.drop_collective(self.has_ended)
         return self._result
-
-    def coming(self) -> int:
-        """Returns how many bytes are known to be on their way."""
-        return sum(message.coming() for message in self.missing())
 
     def check(self) -> None:
         """Refuses to wait for messages that will not come."""
@@ -110,7 +114,7 @@ def finished(result: _Result) -> CollectiveRequest[_Result]:
         yield ()
         return result
 
-    return CollectiveRequest(steps(), "", lambda request, meanwhile: None)
+    return CollectiveRequest(None, steps(), "")
 
 
 def segments_of(counts: Sequence[int]) -> list[slice]:
@@ -142,7 +146,7 @@ def allreduce(
     at_once = size * length * wire.itemsize <= LARGEST_IN_ONE_ROUND
     # What has come from all others says that they have got what this rank has sent, but not in
     # one round. There the caller could change data still on its way.
-    sent = _rounded(channel, flat, wire, copy=at_once)
+    sent = _rounded(flat, wire, copy=at_once)
     if at_once:
         whole = [slice(0, length)] * size
         out = yield from _combine_segments(channel, sent, whole, combine, tags[0], label)
@@ -151,7 +155,7 @@ def allreduce(
         out, rows = _with_rows(channel, length, segments[channel.rank], wire)
         yield from _combine_segments(channel, sent, segments, combine, tags[0], label, rows)
         yield from _spread(channel, [out], [segments], tags[1], label)
-    return _as_dtype(channel, out, array.dtype).reshape(array.shape)
+    return _as_dtype(out, array.dtype).reshape(array.shape)
 
 
 def reduce_scatter(
@@ -171,10 +175,10 @@ def reduce_scatter(
             f"{array.size} elements of the array. Received: counts={list(counts)}"
         )
     wire = dtype_on_wire(array.dtype, sent_as)
-    sent = _rounded(channel, np.ascontiguousarray(array).reshape(-1), wire)
+    sent = _rounded(np.ascontiguousarray(array).reshape(-1), wire)
     segments = segments_of(counts)
     own = yield from _combine_segments(channel, sent, segments, combine, tag, label)
-    return _as_dtype(channel, own, array.dtype)
+    return _as_dtype(own, array.dtype)
 
 
 def allgather(
@@ -191,7 +195,7 @@ def allgather(
             f"rows are {channel.size} numbers, one for each rank, this one's as its arrays "
             f"have. Received: rows={counts} and arrays of {[len(a) for a in arrays]} rows"
         )
-    outs = [channel.empty((sum(counts), *array.shape[1:]), array.dtype) for array in arrays]
+    outs = [empty((sum(counts), *array.shape[1:]), array.dtype) for array in arrays]
     segments = segments_of(counts)
     for out, array in zip(outs, arrays, strict=True):
         out[segments[channel.rank]] = array
@@ -221,7 +225,7 @@ def _with_rows(
     """
     # Segments differ by one element at most, so the longest times the ranks has room for all rows.
     longest = -(-length // channel.size)
-    out = channel.empty((channel.size * longest,), dtype)
+    out = empty((channel.size * longest,), dtype)
     size = own.stop - own.start
     begin = own.start - channel.rank * size
     return out[:length], out[begin : begin + channel.size * size].reshape(channel.size, size)
@@ -253,7 +257,7 @@ def _combine_segments(
             channel.send([sent[segments[rank]]], rank, tag, label)
     yield [*receives.values()]
     if not mine.size:
-        return channel.empty(mine.shape, mine.dtype)
+        return empty(mine.shape, mine.dtype)
     parts = [receives[r].wait()[0] if r in receives else mine for r in range(channel.size)]
     # Rank 0 must not overwrite its own part, which is the memory of the caller; that of rank 1 has
     # been received.
@@ -306,14 +310,14 @@ def _spread(
     yield receives
 
 
-def _rounded(channel: Channel, array: Array, dtype: np.dtype[Any], copy: bool = False) -> Array:
+def _rounded(array: Array, dtype: np.dtype[Any], copy: bool = False) -> Array:
     with np.errstate(all="ignore"):
-        return array.copy() if copy and array.dtype == dtype else _as_dtype(channel, array, dtype)
+        return array.copy() if copy and array.dtype == dtype else _as_dtype(array, dtype)
 
 
-def _as_dtype(channel: Channel, array: Array, dtype: np.dtype[Any]) -> Array:
+def _as_dtype(array: Array, dtype: np.dtype[Any]) -> Array:
     if array.dtype == dtype:
         return array
-    out = channel.empty(array.shape, dtype)
+    out = empty(array.shape, dtype)
     out[...] = array
     return out

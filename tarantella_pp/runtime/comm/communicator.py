@@ -1,4 +1,4 @@
-"""The group of several ranks over MPI, and how a job begins; the one file that imports mpi4py."""
+"""The ranks of a job, what they tell each other, and how a job begins; alone imports mpi4py."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import contextlib
 import logging
 import os
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -22,251 +22,219 @@ from tarantella_pp.launch.resources import take_gpu
 from tarantella_pp.runtime.comm import collectives
 from tarantella_pp.runtime.comm.agreement import Agreement
 from tarantella_pp.runtime.comm.buffers import TensorSpec, as_bytes, pieces
-from tarantella_pp.runtime.comm.collectives import CollectiveRequest, Steps
-from tarantella_pp.runtime.comm.group import Communicator
+from tarantella_pp.runtime.comm.collectives import CollectiveRequest, Steps, finished
 from tarantella_pp.runtime.comm.messages import Channel, Process, RecvRequest, SendRequest
 from tarantella_pp.runtime.comm.progress import BackgroundProgress, Progress, is_wanted
-from tarantella_pp.runtime.comm.waiting import FlightRecorder, Limits, Waiter, Wakeup
+from tarantella_pp.runtime.comm.waiting import Limits, Waiter, Wakeup
 
 __all__ = ["Communicator", "TensorSpec", "world"]
 
 _LOG = logging.getLogger(__name__)
 _Json = TypeVar("_Json")
 _Result = TypeVar("_Result")
-_EVENTS_REPORTED = 20
+_Array = NDArray[Any]
 
 
-class MpiCommunicator(Communicator):
-    """A group of several ranks, seen from one of them.
+class Communicator:
+    """A group of ranks, seen from one of them; without a channel, one process that needs no MPI.
 
-    The collectives are MPI's non-blocking ones: its blocking calls would keep the core busy.
+    What waits for all ranks uses MPI's non-blocking collectives: its blocking ones would keep the
+    core busy. Sums are our own, for MPI's may have other bits on each rank or in each run.
     """
 
-    def __init__(self, process: Process, comm: Any, group: int = 0) -> None:
-        mpi = process.mpi
-        self.rank = comm.Get_rank()
-        self.size = comm.Get_size()
-        # The upper half of the tags is for collectives, two for each of theirs.
-        self.largest_tag = int(mpi.COMM_WORLD.Get_attr(mpi.TAG_UB)) // 2
-        self.recorder = FlightRecorder()
-        self._process = process
-        self._comm = comm
-        self._group = group
-        self._splits = 0
-        everyone = mpi.COMM_WORLD.Get_group()
-        self.world_ranks = tuple(comm.Get_group().Translate_ranks(range(self.size), everyone))
-        self._waiter = Waiter(
-            self.world_ranks[self.rank],
-            process.limits,
-            process.progress.poll,
-            process.wakeup,
-            self._report,
-            process.agreement.where,
-        )
-        self._channel = Channel(process, comm, group, self.world_ranks, self.recorder, self._waiter)
+    rank: int = 0
+    size: int = 1
+    several_hosts: bool = False  # whether the job has; the same on all ranks
+    world_ranks: tuple[int, ...] = (0,)  # number in the job of each process of the group
+    largest_tag: int = 2**31 - 1
+    _channel: Channel | None = None
+    _splits: int = 0
 
     @classmethod
-    def of_world(cls, mpi: Any) -> MpiCommunicator:
-        """Returns the group of all ranks of the job; all of them must call this."""
-        limits = Limits.from_environment()
-        wakeup = Wakeup()
-        waiter = Waiter(mpi.COMM_WORLD.Get_rank(), limits, tuple, wakeup, str)
-        copies = []
-        everyone = range(mpi.COMM_WORLD.Get_size())
-        # One copy for tensors, one for announcements: their tags cannot mix, nor with those of a
-        # user who calls MPI.
-        for _ in range(2):
-            copy, request = mpi.COMM_WORLD.Idup()
-            waiter.until(request.Test, lambda: "all ranks to start", everyone)
-            copies.append(copy)
-        agreement, progress = Agreement(mpi, copies[1], wakeup.ring), Progress()
-        process = Process(mpi, wakeup, limits, agreement, progress)
-        ranks = cls(process, copies[0])
-        wakeup.connect(ranks.allgather_json(wakeup.address))
-        ranks.several_hosts = wakeup.neighbours < ranks.size
-        wanted = is_wanted(several_hosts=ranks.several_hosts)
-        if wanted and mpi.Query_thread() >= mpi.THREAD_SERIALIZED:
-            process.background = BackgroundProgress(progress.is_open, ranks._move_on)
-        return ranks
+    def of_channel(cls, channel: Channel, largest_tag: int) -> Communicator:
+        """Returns the group of the ranks that a channel connects."""
+        group = cls()
+        group.rank, group.size, group.world_ranks = channel.rank, channel.size, channel.world_ranks
+        group.largest_tag = largest_tag
+        group._channel = channel
+        return group
 
     def send(self, arrays: Sequence[Any], dest: int, tag: int, *, label: str = "") -> SendRequest:
-        self._check_peer("dest", dest, tag, label)
-        return self._channel.send(arrays, dest, tag, label)
+        """Starts to send tensors to another rank and returns at once.
 
-    def wait_sent(self, sending: SendRequest) -> None:
-        self._channel.wait(sending)
+        No tensor is copied, unless its memory is not contiguous: do not change them before they
+        have arrived. References to them are kept until then.
+        """
+        return self._channel_to("dest", dest, tag, label).send(arrays, dest, tag, label)
 
     def post_receive(
         self, specs: Sequence[TensorSpec], source: int, tag: int, *, label: str = ""
     ) -> RecvRequest:
-        self._check_peer("source", source, tag, label)
-        return self._channel.receive(specs, source, tag, label)
+        """Makes ready to receive the tensors of one message, and returns at once."""
+        return self._channel_to("source", source, tag, label).receive(specs, source, tag, label)
 
     def progress(self) -> None:
-        self._process.progress.poll()
+        """Moves on all messages and collectives that this rank has begun; never waits.
+
+        Those of all groups: whoever computes for long calls this now and then.
+        """
+        if self._channel is not None:
+            self._channel.process.progress.poll()
 
     def computing(self) -> contextlib.AbstractContextManager[None]:
-        return self._process.background or contextlib.nullcontext()
+        """Surrounds a computation of this rank, while which messages may move on.
+
+        Inside, no method of any group may be called, nor of what they have returned.
+        """
+        background = None if self._channel is None else self._channel.process.background
+        return background or contextlib.nullcontext()
 
     def flush(self) -> None:
-        self._channel.flush()
+        """Waits until everything that was sent has left this rank."""
+        if self._channel is not None:
+            self._channel.flush()
 
     def barrier(self) -> None:
-        self._run("barrier", self._comm.Ibarrier())
+        """Waits until every rank of the group has come here."""
+        if self._channel is not None:
+            self._channel.join("barrier", self._channel.comm.Ibarrier())
 
-    def broadcast(self, array: NDArray[Any], root: int = 0) -> None:
+    def broadcast(self, array: _Array, root: int = 0) -> None:
+        """Overwrites an array with another rank's."""
+        channel = self._channel
+        if channel is None:
+            return
         buffer = np.ascontiguousarray(array)
         # Counts of MPI have 32 bits.
         for piece in pieces(as_bytes(buffer)):
-            request = self._comm.Ibcast((piece, self._process.mpi.BYTE), root)
-            self._run(f"broadcast from rank {root}", request)
+            request = channel.comm.Ibcast((piece, channel.byte), root)
+            channel.join(f"broadcast from rank {root}", request)
         if self.rank != root and not np.may_share_memory(buffer, array):
             array[...] = buffer
 
-    def allreduce(self, array: NDArray[Any], op: str = "sum") -> None:
+    def allreduce(self, array: _Array, op: str = "sum") -> None:
+        """Overwrites an array with the combination of the arrays of all ranks."""
         array[...] = self.start_allreduce(array, op, label=f"allreduce ({op})").wait()
 
     def start_allreduce(
-        self,
-        array: NDArray[Any],
-        op: str = "sum",
-        *,
-        sent_as: Any = None,
-        tag: int = 0,
-        label: str = "",
-    ) -> CollectiveRequest[NDArray[Any]]:
-        if self.size == 1:
-            return super().start_allreduce(array, op)
+        self, array: _Array, op: str = "sum", *, sent_as: Any = None, tag: int = 0, label: str = ""
+    ) -> CollectiveRequest[_Array]:
+        """Starts to combine the arrays of all ranks, and returns at once.
+
+        Values are combined in the order of the ranks, whatever the size of the array: the result
+        has the same bits on every rank, in each run, with each MPI library. Floats of 16 bits or
+        fewer are combined in float32, and the result is rounded to them. Of n bytes, each rank
+        sends 2 n (size - 1) / size, and receives as many. It goes on in `progress` and in the
+        waits of this rank, in other groups, too.
+        """
+        if self._channel is None or self.size == 1:
+            return finished(array)
         tags = self._tags(tag, label)
         steps = collectives.allreduce(self._channel, array, op, sent_as, tags, label)
         return self.start(steps, label)
 
     def start_reduce_scatter(
         self,
-        array: NDArray[Any],
+        array: _Array,
         counts: Sequence[int],
         op: str = "sum",
         *,
         sent_as: Any = None,
         tag: int = 0,
         label: str = "",
-    ) -> CollectiveRequest[NDArray[Any]]:
-        if self.size == 1:
-            return super().start_reduce_scatter(array, counts, op)
+    ) -> CollectiveRequest[_Array]:
+        """Starts to combine arrays, leaves each rank its part, and returns at once.
+
+        The parts have the bits that `start_allreduce` gives.
+        """
+        if self._channel is None or self.size == 1:
+            return finished(array.reshape(-1))
         first, _ = self._tags(tag, label)
         steps = collectives.reduce_scatter(self._channel, array, counts, op, sent_as, first, label)
         return self.start(steps, label)
 
     def start_allgather(
         self,
-        arrays: Sequence[NDArray[Any]],
+        arrays: Sequence[_Array],
         rows: Sequence[int] | None = None,
         *,
         tag: int = 0,
         label: str = "",
-    ) -> CollectiveRequest[list[NDArray[Any]]]:
-        if self.size == 1:
-            return super().start_allgather(arrays, rows)
+    ) -> CollectiveRequest[list[_Array]]:
+        """Starts to gather the rows of all ranks, and returns at once."""
+        if self._channel is None or self.size == 1:
+            return finished([*arrays])
         first, _ = self._tags(tag, label)
         return self.start(collectives.allgather(self._channel, arrays, rows, first, label), label)
 
     def start(self, steps: Steps[_Result], label: str) -> CollectiveRequest[_Result]:
-        request = CollectiveRequest(steps, label, self._wait_for_collective)
-        if not request.ready():
-            self._process.progress.add_collective(request.has_ended)
-        return request
+        """Starts a collective that is made of others, and returns at once."""
+        return CollectiveRequest(self._channel, steps, label)
 
     def broadcast_json(self, value: _Json | None, root: int = 0) -> _Json:
+        """Returns the value that rank `root` passes, on every rank."""
+        if self._channel is None:
+            return value  # type: ignore[return-value]
         data = _encode(value) if self.rank == root else np.empty(0, np.uint8)
         size = np.array([data.size], np.int64)
         self.broadcast(size, root)
         if self.rank != root:
             data = np.empty(int(size[0]), np.uint8)
         self.broadcast(data, root)
-        decoded: _Json = _decode(data)
+        decoded: _Json = msgspec.msgpack.decode(data.data)
         return decoded
 
     def allgather_json(self, value: _Json) -> list[_Json]:
+        """Returns the list of the values that all ranks pass, on every rank."""
+        channel = self._channel
+        if channel is None:
+            return [value]
         data = _encode(value)
         sizes = np.zeros(self.size, np.int64)
         own = np.array([data.size], np.int64)
-        self._run("allgather of sizes", self._comm.Iallgather(own, sizes))
+        channel.join("allgather of sizes", channel.comm.Iallgather(own, sizes))
         ends = np.cumsum(sizes)
         everything = np.empty(int(ends[-1]), np.uint8)
-        target = (everything, (sizes, ends - sizes), self._process.mpi.BYTE)
-        self._run("allgather", self._comm.Iallgatherv((data, self._process.mpi.BYTE), target))
-        return [_decode(part) for part in np.split(everything, ends[:-1])]
+        target = (everything, (sizes, ends - sizes), channel.byte)
+        channel.join("allgather", channel.comm.Iallgatherv((data, channel.byte), target))
+        return [msgspec.msgpack.decode(part.data) for part in np.split(everything, ends[:-1])]
 
-    def split(self, color: int, key: int = 0) -> MpiCommunicator:
+    def call(self, method: str, **facts: Any) -> contextlib.AbstractContextManager[None]:
+        """Surrounds a call of the user's script that all ranks must make, and waits for them."""
+        if self._channel is None:
+            return contextlib.nullcontext()
+        return self._channel.process.agreement.call(self._channel.waiter, method, facts)
+
+    @property
+    def call_number(self) -> int:
+        """How many calls all ranks have made together; the same on all ranks."""
+        return 0 if self._channel is None else self._channel.process.agreement.number
+
+    def breaks(self, error: BaseException) -> None:
+        """Notes that an error ended a call in the middle of messages; none may follow."""
+        if self._channel is not None:
+            self._channel.process.end_background()
+            self._channel.process.agreement.breaks(error)
+
+    def split(self, color: int, key: int = 0) -> Communicator:
+        """Returns the group of the ranks that pass the same `color`."""
+        channel = self._channel
+        if channel is None:
+            return self
         # MPI has no non-blocking split: let all ranks come here first.
         self.barrier()
         self._splits += 1
         # All members must give the group the same number, and no two groups of a rank may share
         # one.
-        group = zlib.crc32(repr((self._group, self._splits, color)).encode())
-        comm = self._comm.Split(color, key)
-        return MpiCommunicator(self._process, comm, group)
-
-    def call(self, method: str, **facts: Any) -> contextlib.AbstractContextManager[None]:
-        return self._process.agreement.call(self._waiter, method, facts)
-
-    @property
-    def call_number(self) -> int:
-        return self._process.agreement.number
-
-    def breaks(self, error: BaseException) -> None:
-        self._end_background()
-        self._process.agreement.breaks(error)
+        group = zlib.crc32(repr((channel.group, self._splits, color)).encode())
+        part = Channel(channel.process, channel.comm.Split(color, key), group)
+        return self.of_channel(part, self.largest_tag)
 
     def abort(self, code: int = 1) -> None:
-        self._comm.Abort(code)
-
-    def meet_before_exit(self) -> None:
-        """Waits, as long as it takes, until every rank has come to the end of its script."""
-        self._end_background()
-        self._process.agreement.end(self._waiter)
-
-    def _move_on(self) -> None:
-        """Moves on all that this rank has begun or expects; for the background."""
-        self._process.progress.poll()
-        # Has MPI look at its sockets; takes no message.
-        self._comm.Iprobe(self._process.mpi.ANY_SOURCE, 0)
-
-    def _end_background(self) -> None:
-        """Makes sure that this thread alone uses MPI, also if Ctrl-C ended a computation."""
-        if self._process.background is not None:
-            self._process.background.stop()
-
-    def _run(self, name: str, request: Any) -> None:
-        """Waits for a collective."""
-        self.recorder.add("entered", name)
-        self._process.agreement.entered[self._group] += 1
-        # Peers may sleep in a wait of their own; MPI moves this collective only while they poll.
-        for peer in self.world_ranks:
-            self._process.wakeup.ring(peer)
-        waiter, peers = self._waiter, self.world_ranks
-        waiter.until(
-            request.Test,
-            lambda: f"the other ranks in {name}",
-            peers,
-            check=lambda: self._process.agreement.check_collective(waiter, peers, self._group),
-        )
-        self.recorder.add("left", name)
-
-    def _wait_for_collective(
-        self, request: CollectiveRequest[Any], meanwhile: Callable[[], bool] | None
-    ) -> None:
-        if not request.ready():
-            self._waiter.until(
-                request.ready,
-                request.__str__,
-                [rank for rank in self.world_ranks if rank != self.world_ranks[self.rank]],
-                coming=request.coming,
-                meanwhile=meanwhile,
-                check=request.check,
-            )
-        # Or its result would live until the next poll.
-        self._process.progress.drop_collective(request.has_ended)
+        """Ends all ranks of the job at once, with an exit code other than 0."""
+        if self._channel is None:
+            os._exit(code)
+        self._channel.comm.Abort(code)
 
     def _tags(self, tag: int, label: str) -> tuple[int, int]:
         """The tags of the messages of a collective."""
@@ -278,27 +246,24 @@ class MpiCommunicator(Communicator):
         first = self.largest_tag + 1 + 2 * tag
         return first, first + 1
 
-    def _report(self) -> str:
-        lines = self._channel.outstanding() or ["nothing else"]
-        events = self.recorder.lines(_EVENTS_REPORTED)
-        return "\n  ".join(["On its way:", *lines]) + "\n  ".join(["\nLast events:", *events])
-
-    def _check_peer(self, name: str, peer: int, tag: int, label: str) -> None:
+    def _channel_to(self, name: str, peer: int, tag: int, label: str) -> Channel:
+        """The channel for messages to or from another rank."""
+        received = f"Received: {name}={peer}, tag={tag} for {label or 'a message'}"
+        if self._channel is None:
+            raise CommunicationError(
+                "This job has one process, which cannot exchange messages with itself. "
+                f"{received}. Start it with `tarantella -n <ranks> -- <script>` to have more."
+            )
         if peer == self.rank:
             raise CommunicationError(
-                f"Rank {peer} cannot exchange messages with itself. "
-                f"Received: {name}={peer} for {label or 'a message'}"
+                f"Rank {peer} cannot exchange messages with itself. {received}"
             )
-        if not 0 <= peer < self.size:
+        if not (0 <= peer < self.size and 0 <= tag <= self.largest_tag):
             raise CommunicationError(
-                f"{name} is a rank from 0 to {self.size - 1}. "
-                f"Received: {name}={peer} for {label or 'a message'}"
+                f"{name} is a rank from 0 to {self.size - 1}, and a tag a number from 0 to "
+                f"{self.largest_tag}, the limit of this MPI. {received}"
             )
-        if not 0 <= tag <= self.largest_tag:
-            raise CommunicationError(
-                f"A tag is a number from 0 to {self.largest_tag}, the limit of this MPI. "
-                f"Received: tag={tag} for {label or 'a message'}"
-            )
+        return self._channel
 
 
 _world: Communicator | None = None
@@ -332,10 +297,14 @@ def _join(launch: Launch) -> Communicator:
             "with `srun --mpi=pmix` (Open MPI) or `srun --mpi=pmi2` (MPICH, Intel MPI). If this is "
             f"one process, {launch.variable} is left over from another job: unset it."
         )
-    ranks = MpiCommunicator.of_world(mpi)
+    channel = _channel_of_all(mpi)
+    # The upper half of the tags is for collectives, two for each of theirs.
+    largest_tag = int(mpi.COMM_WORLD.Get_attr(mpi.TAG_UB)) // 2
+    ranks = Communicator.of_channel(channel, largest_tag)
+    _connect(ranks, channel)
     # Functions registered later are called earlier: the guard must first put on record that this
     # rank's script has ended, for a rank that waits for it would otherwise never learn it.
-    atexit.register(_leave, ranks, os.getpid())
+    atexit.register(_leave, ranks, channel, os.getpid())
     guard.install(ranks.rank, ranks.size, ranks.abort)
     if launch.variable != SIZE_VARIABLE:  # else the launcher has done so before the script began
         take_gpu(os.environ, mpi.COMM_WORLD.Split_type(mpi.COMM_TYPE_SHARED).Get_rank())
@@ -355,12 +324,45 @@ def _import_mpi(launch: Launch) -> Any:
     return MPI
 
 
-def _leave(ranks: MpiCommunicator, pid: int) -> None:
+def _channel_of_all(mpi: Any) -> Channel:
+    """Connects all ranks of the job; all of them must call this."""
+    limits, wakeup = Limits.from_environment(), Wakeup()
+    waiter = Waiter(mpi.COMM_WORLD.Get_rank(), limits, tuple, wakeup, str)
+    copies = []
+    everyone = range(mpi.COMM_WORLD.Get_size())
+    # One copy for tensors, one for announcements: their tags cannot mix, nor with those of a
+    # user who calls MPI.
+    for _ in range(2):
+        copy, request = mpi.COMM_WORLD.Idup()
+        waiter.until(request.Test, lambda: "all ranks to start", everyone)
+        copies.append(copy)
+    agreement = Agreement(mpi, copies[1], wakeup.ring)
+    return Channel(Process(mpi, wakeup, limits, agreement, Progress()), copies[0], group=0)
+
+
+def _connect(ranks: Communicator, channel: Channel) -> None:
+    """Tells the ranks of a host how to wake each other, and has messages between hosts move on."""
+    process, comm, mpi = channel.process, channel.comm, channel.process.mpi
+    process.wakeup.connect(ranks.allgather_json(process.wakeup.address))
+    ranks.several_hosts = process.wakeup.neighbours < ranks.size
+
+    def move_on() -> None:
+        process.progress.poll()
+        comm.Iprobe(mpi.ANY_SOURCE, 0)  # has MPI look at its sockets; takes no message
+
+    if is_wanted(several_hosts=ranks.several_hosts) and (
+        mpi.Query_thread() >= mpi.THREAD_SERIALIZED
+    ):
+        process.background = BackgroundProgress(process.progress.is_open, move_on)
+
+
+def _leave(ranks: Communicator, channel: Channel, pid: int) -> None:
     """Waits for the other ranks before MPI is finalized, which would take the core meanwhile."""
     if os.getpid() != pid:
         return
     try:
-        ranks.meet_before_exit()
+        channel.process.end_background()
+        channel.process.agreement.end(channel.waiter)
     except CommunicationError as error:
         _LOG.error("rank %d ends the job: %s", ranks.rank, error)
         ranks.abort(1)
@@ -369,10 +371,6 @@ def _leave(ranks: MpiCommunicator, pid: int) -> None:
 def _encode(value: Any) -> NDArray[np.uint8]:
     """Returns a value as bytes; MessagePack rather than JSON, which has no NaN and no bytes."""
     return np.frombuffer(msgspec.msgpack.encode(value, enc_hook=_plain), np.uint8)
-
-
-def _decode(data: NDArray[np.uint8]) -> Any:
-    return msgspec.msgpack.decode(data.data)
 
 
 def _plain(value: Any) -> Any:

@@ -13,7 +13,6 @@ from tarantella_pp.errors import CommunicationError
 from tarantella_pp.runtime.comm.agreement import Agreement
 from tarantella_pp.runtime.comm.buffers import (
     DESCRIPTION_BYTES,
-    BufferPool,
     Bytes,
     TensorSpec,
     aligned_memory,
@@ -25,7 +24,7 @@ from tarantella_pp.runtime.comm.buffers import (
     pieces,
 )
 from tarantella_pp.runtime.comm.progress import BackgroundProgress, Progress
-from tarantella_pp.runtime.comm.waiting import FlightRecorder, Limits, Outgoing, Waiter, Wakeup
+from tarantella_pp.runtime.comm.waiting import Limits, Outgoing, Waiter, Wakeup
 
 
 @dataclass
@@ -39,18 +38,24 @@ class Process:
     progress: Progress
     background: BackgroundProgress | None = None
 
+    def end_background(self) -> None:
+        """Makes sure that this thread alone uses MPI, also if Ctrl-C ended a computation."""
+        if self.background is not None:
+            self.background.stop()
+
 
 class SendRequest:
     """A message on its way out; keeps its memory alive until MPI has read all of it."""
 
-    __slots__ = ("_memory", "_requests", "dest", "label", "nbytes", "tag", "world_rank")
+    __slots__ = ("_channel", "_memory", "_requests", "dest", "label", "nbytes", "tag", "world_rank")
 
-    def __init__(self, label: str, dest: int, tag: int, world_rank: int) -> None:
+    def __init__(self, channel: Channel, label: str, dest: int, tag: int, world_rank: int) -> None:
         self.label = label
         self.dest = dest
         self.tag = tag
         self.world_rank = world_rank
         self.nbytes = 0
+        self._channel = channel
         self._memory: list[Bytes] = []
         self._requests: list[Any] = []
 
@@ -71,6 +76,15 @@ class SendRequest:
         self._memory.clear()
         return True
 
+    def wait(self) -> None:
+        """Waits until MPI has read all of it.
+
+        The receiver expects a large one by then; a small one may wait in memory of its MPI.
+        """
+        if not self.done():
+            self._channel.wait_sent(self)
+        self._channel.progress()
+
     def __str__(self) -> str:
         return f"{self.label or 'a message'} to rank {self.world_rank} (tag {self.tag})"
 
@@ -80,7 +94,7 @@ class RecvRequest:
 
     __slots__ = (
         "_arrays", "_channel", "_description", "_next", "_parts", "_specs",
-        "label", "nbytes", "number", "source", "tag",
+        "label", "nbytes", "number", "source", "tag", "world_rank",
     )  # fmt: skip
 
     def __init__(
@@ -95,6 +109,7 @@ class RecvRequest:
         self.label = label
         self.source = source  # by its number in the group
         self.tag = tag
+        self.world_rank = channel.world_ranks[source]
         self.nbytes = 0
         self.number = number  # of messages with this tag that were expected from it before
         self._channel = channel
@@ -135,7 +150,7 @@ class RecvRequest:
         self._channel.waiter.until(
             self.ready,
             self.__str__,
-            self._channel.peers(self.source),
+            (self.world_rank,),
             coming=self.coming,
             meanwhile=meanwhile,
             check=self.check,
@@ -143,7 +158,7 @@ class RecvRequest:
         return self._arrays
 
     def check(self) -> None:
-        """Refuses to wait for the message if it will not come."""
+        """Refuses to wait for the message if it will not come; see `Agreement.check_message`."""
         self._channel.check(self)
 
     def coming(self) -> int:
@@ -161,101 +176,88 @@ class RecvRequest:
 
     def _mismatch(self, got: str) -> CommunicationError:
         expected = " ".join(map(str, self._specs)) or "no tensors"
+        own = self._channel.world_ranks[self._channel.rank]
         return CommunicationError(
-            f"Rank {self._world_rank(self._channel.rank)} expects {self} to hold {expected} "
-            f"({self.nbytes} bytes), but rank {self._world_rank(self.source)} sent {got}."
+            f"Rank {own} expects {self} to hold {expected} ({self.nbytes} bytes), "
+            f"but rank {self.world_rank} sent {got}."
         )
 
     def __str__(self) -> str:
-        rank = self._world_rank(self.source)
-        return f"{self.label or 'a message'} from rank {rank} (tag {self.tag})"
-
-    def _world_rank(self, rank: int) -> int:
-        return self._channel.peers(rank)[0]
+        return f"{self.label or 'a message'} from rank {self.world_rank} (tag {self.tag})"
 
 
 class Channel:
-    """Sends and receives the tensors of one rank.
+    """Sends and receives the tensors of one rank, among the ranks of a group.
 
     Every tensor is an MPI message of its own, larger ones several: MPI keeps messages with the
     same tag in order. A datatype over all of them would make MPI copy them; packing them would
     copy them here. The first message with a tag says what it holds, and the receiver compares.
     """
 
-    def __init__(
-        self,
-        process: Process,
-        comm: Any,
-        group: int,
-        world_ranks: Sequence[int],
-        recorder: FlightRecorder,
-        waiter: Waiter,
-    ) -> None:
+    def __init__(self, process: Process, comm: Any, group: int) -> None:
+        mpi = process.mpi
+        self.process = process
+        self.comm = comm
+        self.group = group
         self.rank: int = comm.Get_rank()
         self.size: int = comm.Get_size()
-        self.mpi_error: type[Exception] = process.mpi.Exception
-        self.status: Any = process.mpi.Status()
-        self.waiter = waiter
-        self._progress = process.progress
-        self._world_ranks = world_ranks
-        self._comm = comm
-        self._byte = process.mpi.BYTE
-        self._recorder = recorder
-        self._wakeup = process.wakeup
-        self._group = group
-        self._agreement = process.agreement
-        self._pool = BufferPool()
+        everyone = mpi.COMM_WORLD.Get_group()
+        self.world_ranks = tuple(comm.Get_group().Translate_ranks(range(self.size), everyone))
+        self.byte = mpi.BYTE
+        self.mpi_error: type[Exception] = mpi.Exception
+        self.status: Any = mpi.Status()
+        self.waiter = Waiter(
+            self.world_ranks[self.rank],
+            process.limits,
+            process.progress.poll,
+            process.wakeup,
+            self._report,
+            process.agreement.where,
+        )
         self._outgoing: list[SendRequest] = []
         self._expected: dict[int, RecvRequest] = {}
         self._posted: Counter[tuple[int, int]] = Counter()
 
-    def peers(self, rank: int) -> tuple[int]:
-        """Returns who a wait for a message from or to `rank` depends on, for the guard."""
-        return (self._world_ranks[rank],)
-
     def is_announced(self, request: RecvRequest) -> bool:
         """Whether a message is known to be on its way."""
-        return self._wakeup.is_announced(self._group, request.source, request.tag, request.number)
+        return self.process.wakeup.is_announced(
+            self.group, request.source, request.tag, request.number
+        )
 
     def check(self, request: RecvRequest) -> None:
-        """Refuses to wait for a message that will not come; see `Agreement.check_message`."""
-        source = self._world_ranks[request.source]
-        self._agreement.check_message(self.waiter, source, self._group, request.tag, request.number)
+        """Refuses to wait for a message that will not come."""
+        self.process.agreement.check_message(
+            self.waiter, request.world_rank, self.group, request.tag, request.number
+        )
 
     def bytes_received(self) -> int:
         """Returns the size in bytes of the message that `status` is about."""
-        return int(self.status.Get_count(self._byte))
-
-    def empty(self, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
-        """Returns an array with any content on memory as messages are received into."""
-        spec = TensorSpec(shape, dtype)
-        return self._pool.take(spec.nbytes).view(numpy_dtype(dtype)).reshape(shape)
+        return int(self.status.Get_count(self.byte))
 
     def send(self, arrays: Sequence[Any], dest: int, tag: int, label: str) -> SendRequest:
         """Starts to send a message."""
         tensors = [as_array(array) for array in arrays]
-        world_rank = self._world_ranks[dest]
-        sending = SendRequest(label, dest, tag, world_rank)
+        world_rank = self.world_ranks[dest]
+        sending = SendRequest(self, label, dest, tag, world_rank)
         # The count goes along in rings and announcements: a message is known by its place among
         # those with its tag.
-        key = self._group, world_rank, tag
-        number = self._agreement.sent[key]
-        self._agreement.sent[key] += 1
+        key, counts = (self.group, world_rank, tag), self.process.agreement.sent
+        number = counts[key]
+        counts[key] += 1
         if number == 0:
             self._send_piece(sending, describe(tensors))
         for tensor in tensors:
             for piece in pieces(as_bytes(tensor)):
                 self._send_piece(sending, piece)
-        self._wakeup.announce(world_rank, self._group, self.rank, tag, number)
+        self.process.wakeup.announce(world_rank, self.group, self.rank, tag, number)
         # The receiver is on its way; what follows is not waited for.
-        self._recorder.add("sending", label, world_rank, tag, sending.nbytes)
         self.progress()  # or a rank that never waits keeps all that it has sent
         self._outgoing.append(sending)
-        self._progress.add_sender(self.progress)
+        self.process.progress.add_sender(self.progress)
         return sending
 
     def _send_piece(self, sending: SendRequest, piece: Bytes) -> None:
-        sending.add(piece, self._comm.Isend((piece, self._byte), sending.dest, sending.tag))
+        sending.add(piece, self.comm.Isend((piece, self.byte), sending.dest, sending.tag))
 
     def receive(
         self,
@@ -270,61 +272,65 @@ class Channel:
         self._posted[source, tag] += 1
         if request.number == 0:
             memory = aligned_memory(DESCRIPTION_BYTES)
-            request.add_description(memory, self._comm.Irecv((memory, self._byte), source, tag))
+            request.add_description(memory, self.comm.Irecv((memory, self.byte), source, tag))
         for i, spec in enumerate(specs):
-            memory = self._pool.take(spec.nbytes) if into is None else as_bytes(into[i])
+            memory = aligned_memory(spec.nbytes) if into is None else as_bytes(into[i])
             parts = [
-                (piece, self._comm.Irecv((piece, self._byte), source, tag))
+                (piece, self.comm.Irecv((piece, self.byte), source, tag))
                 for piece in pieces(memory)
             ]
             request.add_tensor(memory.view(numpy_dtype(spec.dtype)).reshape(spec.shape), parts)
-        self._recorder.add("expecting", label, self._world_ranks[source], tag, request.nbytes)
         # A message without tensors is nothing at all, but for the description of the first one.
         if specs or request.number == 0:  # else there is nothing to come
             self._expected[id(request)] = request
-            self._progress.expected += 1
+            self.process.progress.expected += 1
         return request
 
     def received(self, request: RecvRequest) -> None:
         """Notes that a message is here."""
-        world_rank = self._world_ranks[request.source]
-        self._recorder.add("received", request.label, world_rank, request.tag, request.nbytes)
         del self._expected[id(request)]
-        self._progress.expected -= 1
+        self.process.progress.expected -= 1
 
     def progress(self) -> Outgoing:
         """Lets go of what has been sent; returns receiver and bytes of each message that is not."""
-        if not self._outgoing:
-            return ()
-        remaining = []
-        for sending in self._outgoing:
-            if sending.done():
-                dest = sending.world_rank
-                self._recorder.add("sent", sending.label, dest, sending.tag, sending.nbytes)
-            else:
-                remaining.append(sending)
-        self._outgoing = remaining
-        return [(sending.world_rank, sending.nbytes) for sending in remaining]
+        if self._outgoing:
+            self._outgoing = [sending for sending in self._outgoing if not sending.done()]
+        return [(sending.world_rank, sending.nbytes) for sending in self._outgoing]
 
-    def wait(self, sending: SendRequest) -> None:
+    def wait_sent(self, sending: SendRequest) -> None:
         """Waits until a message has been sent."""
-        if not sending.done():
-            peers, check = self.peers(sending.dest), self._agreement.check_arrival
-            self.waiter.until(
-                sending.done,
-                lambda: f"the arrival of {sending}",
-                peers,
-                check=lambda: check(self.waiter, *peers, sending.done),
-            )
-        self.progress()
+        check, peer = self.process.agreement.check_arrival, sending.world_rank
+        self.waiter.until(
+            sending.done,
+            lambda: f"the arrival of {sending}",
+            (peer,),
+            check=lambda: check(self.waiter, peer, sending.done),
+        )
 
     def flush(self) -> None:
         """Waits until everything has been sent."""
         while self._outgoing:
-            self.wait(self._outgoing[0])
+            self._outgoing[0].wait()
+
+    def join(self, name: str, request: Any) -> None:
+        """Waits for a collective of MPI."""
+        agreement, peers = self.process.agreement, self.world_ranks
+        agreement.entered[self.group] += 1
+        # Peers may sleep in a wait of their own; MPI moves this collective only while they poll.
+        for peer in peers:
+            self.process.wakeup.ring(peer)
+        self.waiter.until(
+            request.Test,
+            lambda: f"the other ranks in {name}",
+            peers,
+            check=lambda: agreement.check_collective(self.waiter, peers, self.group),
+        )
 
     def outstanding(self) -> list[str]:
         """Returns the messages on their way, one line each."""
         return [f"expected: {request}" for request in self._expected.values()] + [
             f"not yet taken: {sending}" for sending in self._outgoing
         ]
+
+    def _report(self) -> str:
+        return "\n  ".join(["On its way:", *(self.outstanding() or ["nothing else"])])

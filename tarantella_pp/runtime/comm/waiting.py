@@ -10,7 +10,6 @@ import select
 import socket
 import struct
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -165,7 +164,6 @@ _ASK_SECONDS = 1e-3
 
 # Receiver and bytes of messages that are not sent yet.
 Outgoing = Sequence[tuple[int, int]]
-_KEPT = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,30 +313,3 @@ class _Sleep:
             pause = min(waited * self.pace.share, self.pace.longest)
         if self._wakeup.sleep(pause):
             self._since = time.perf_counter()
-
-
-Event = tuple[float, str, str, int, int, int]
-
-
-class FlightRecorder:
-    """Ring buffer of the last communication events of one rank.
-
-    After the flight recorder of PyTorch's NCCL process group.
-    """
-
-    def __init__(self) -> None:
-        self._events: deque[Event] = deque(maxlen=_KEPT)
-
-    def add(self, state: str, label: str, peer: int = -1, tag: int = -1, nbytes: int = 0) -> None:
-        """Notes an event."""
-        self._events.append((time.monotonic(), state, label, peer, tag, nbytes))
-
-    def lines(self, last: int) -> list[str]:
-        """Returns the last events as text, oldest first, with their age in seconds."""
-        now = time.monotonic()
-        lines = []
-        for moment, state, label, peer, tag, nbytes in tuple(self._events)[-last:]:
-            where = "" if peer < 0 else f" rank {peer}"
-            about = "" if tag < 0 else f" (tag {tag}, {nbytes} bytes)"
-            lines.append(f"{moment - now:9.3f} s  {state:9s}{where} {label}{about}")
-        return lines

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import tensorflow as tf
 
-from tarantella_pp.runtime.comm.buffers import ALIGNMENT, BufferPool
+from tarantella_pp.runtime.comm.buffers import ALIGNMENT, empty
 from tarantella_pp.runtime.comm.collectives import (
     CollectiveRequest,
     Steps,
@@ -84,7 +84,6 @@ class GradientReduction:
     ) -> None:
         self._communicator = communicator
         self._sent_as = sent_as
-        self._pool = BufferPool()
         self._open: dict[Hashable, CollectiveRequest[Gradients]] = {}
         self._buckets: dict[Hashable, _Bucket] = {}
         tag = 0
@@ -173,7 +172,7 @@ class GradientReduction:
                 own.sort(key=bucket.owners.__getitem__)
             places = _places([bucket.weights[i] for i in own], dtype)
             arrays = [_dense(gradients[i], bucket.weights[i], dtype) for i in own]
-            packed = arrays[0] if len(own) == 1 else self._packed(arrays, places, dtype)
+            packed = arrays[0] if len(own) == 1 else _packed(arrays, places, dtype)
             if packed is None:
                 packed = np.zeros(places[-1].stop, dtype)
             # Late sums have tags of their own: another replica may still be in the sum that began
@@ -208,18 +207,6 @@ class GradientReduction:
                 if bucket.owners[i] == ranks.rank
             },
         )
-
-    def _packed(
-        self, arrays: Sequence[_Array | None], places: Sequence[slice], dtype: np.dtype[Any]
-    ) -> _Array:
-        """Gradients one behind the other, with zeros between them, and where there are none."""
-        flat: _Array = self._pool.take(places[-1].stop * dtype.itemsize).view(dtype)
-        end = 0
-        for array, place in zip(arrays, places, strict=True):
-            flat[end : place.start] = 0
-            flat[place] = 0 if array is None else array.reshape(-1)
-            end = place.stop
-        return flat
 
     def _start_slices(
         self, bucket: _Bucket, i: int, gradient: Gradient, rows: list[int]
@@ -270,6 +257,19 @@ def _dense(gradient: Gradient, weight: Any, dtype: np.dtype[Any]) -> _Array | No
         shape = tf.constant(list(weight.shape))
         gradient = tf.IndexedSlices(gradient.values, gradient.indices, shape)
     return to_buffer(cast(tf.convert_to_tensor(gradient), dtype))
+
+
+def _packed(
+    arrays: Sequence[_Array | None], places: Sequence[slice], dtype: np.dtype[Any]
+) -> _Array:
+    """Gradients one behind the other, with zeros between them, and where there are none."""
+    flat: _Array = empty((places[-1].stop,), dtype)
+    end = 0
+    for array, place in zip(arrays, places, strict=True):
+        flat[end : place.start] = 0
+        flat[place] = 0 if array is None else array.reshape(-1)
+        end = place.stop
+    return flat
 
 
 def _places(weights: Sequence[Any], dtype: np.dtype[Any]) -> list[slice]:

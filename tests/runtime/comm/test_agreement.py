@@ -223,7 +223,7 @@ def wait_for_what_does_not_come(kind):
 
 WAITS = {
     "message": lambda: world().post_receive(_ONE, world().size - 1, 7, label="logs").wait(),
-    "arrival": lambda: world().wait_sent(world().send([np.zeros(1 << 20)], world().size - 1, 8)),
+    "arrival": lambda: world().send([np.zeros(1 << 20)], world().size - 1, 8).wait(),
     "broadcast": lambda: world().broadcast_json(None, world().size - 1),
     "allgather": lambda: world().allgather_json(None),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 from collections.abc import Mapping, Sequence
@@ -164,13 +165,18 @@ def parse_exports(options: Sequence[str], given: Mapping[str, str]) -> dict[str,
 
 def heartbeat_seconds() -> float:
     """Returns how long a host may be silent before it counts as dead; 0 for ever."""
-    text = os.environ.get(HEARTBEAT_VARIABLE) or str(_HEARTBEAT_SECONDS)
+    return seconds_from(os.environ, HEARTBEAT_VARIABLE, _HEARTBEAT_SECONDS)
+
+
+def seconds_from(environ: Mapping[str, str], name: str, default: float) -> float:
+    """Returns a limit in seconds that a variable sets; 0 is for ever."""
+    text = environ.get(name, "").strip()
     try:
-        seconds = float(text)
+        seconds = float(text) if text else default
     except ValueError:
         seconds = -1.0
-    if not 0 <= seconds < 1e6:
+    if not 0 <= seconds < math.inf:
         raise ConfigurationError(
-            f"{HEARTBEAT_VARIABLE} is a number of seconds, 0 for ever. Received: {text!r}"
+            f"{name} is a number of seconds, 0 for no limit. Received: {name}={text!r}"
         )
     return seconds

@@ -11,16 +11,17 @@ import atexit
 import contextlib
 import faulthandler
 import os
+import socket
 import sys
 import threading
 import time
 import traceback
 import types
 from collections.abc import Callable, Iterator
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from tarantella_pp.launch.cause import calling_line, describe
-from tarantella_pp.launch.records import FAILED, RETURNED, STARTED, Record, headline
+from tarantella_pp.launch.records import FAILED, RETURNED, STARTED, headline
 
 # How long mpiexec gets to pass a rank's last words on before the job is aborted.
 _FORWARD_SECONDS = 0.3
@@ -31,17 +32,14 @@ _guard: Guard | None = None
 
 
 class Guard:
-    """Watches over one rank of a job.
+    """Watches over one rank of a job, and reports changes of its record."""
 
-    Attributes:
-        hidden_lines: Returns the number of lines that this rank has printed and nobody saw.
-    """
-
-    def __init__(self, rank: int, size: int, report: Callable[[Record], object]) -> None:
+    def __init__(self, rank: int, size: int, report: Callable[..., object]) -> None:
         self.rank = rank
         self.size = size
-        self.record = Record(rank)
-        self.hidden_lines: Callable[[], int] = int
+        self.state = STARTED
+        self.exit_code = 0
+        self.hidden: Any = None  # counts the lines that this rank has printed and nobody saw
         self._report = report
         self._pid = os.getpid()
         self._lock = threading.Lock()
@@ -56,30 +54,29 @@ class Guard:
     def fail(self, error: BaseException | None, cause: str, exit_code: int) -> None:
         """Reports that this rank has failed."""
         details = "" if error is None else "".join(traceback.format_exception(error))
-        self._end(FAILED, cause=cause, details=details, exit_code=exit_code & 0xFF or 1)
+        self._end(FAILED, exit_code & 0xFF or 1, cause=cause, details=details)
 
     def leave(self, cause: str) -> None:
         """Reports that the script of this rank has ended normally."""
-        self._end(RETURNED, cause=cause, met="mpi4py.MPI" in sys.modules)
+        self._end(RETURNED, 0, cause=cause, met="mpi4py.MPI" in sys.modules)
 
     def waits_for_mpi(self, place: str) -> None:
         """Reports where this rank waits until all others start MPI; nowhere once they have."""
         if self._is_alive():
-            self.record = self.record.becomes(STARTED, starts_mpi=place)
-            self._report(self.record)
+            self._report(starts_mpi=place)
 
-    def _end(self, state: str, **changes: object) -> None:
+    def _end(self, state: str, exit_code: int, **fields: object) -> None:
         with self._lock:
             if self._is_alive():
-                lines = self.hidden_lines()
-                self.record = self.record.becomes(
-                    state, starts_mpi="", hidden_lines=lines, **changes
+                self.state, self.exit_code = state, exit_code
+                lines = self.hidden.lines if self.hidden is not None else 0
+                self._report(
+                    state=state, exit_code=exit_code, starts_mpi="", hidden_lines=lines, **fields
                 )
-                self._report(self.record)
 
     def _is_alive(self) -> bool:
         """Whether this is the rank itself, not a process it forked, and it has not ended."""
-        return self._pid == os.getpid() and self.record.state == STARTED
+        return self._pid == os.getpid() and self.state == STARTED
 
     def _on_exception(
         self, kind: type[BaseException], error: BaseException, trace: types.TracebackType | None
@@ -106,19 +103,20 @@ def install(rank: int, size: int, abort: Callable[[int], object]) -> None:
     if _guard is not None or size == 1:
         return
 
-    def end_job(record: Record) -> None:
-        if record.state != FAILED:
+    def end_job(**record: Any) -> None:
+        if record.get("state") != FAILED:
             return
         # Where all ranks have failed together, as for an option that none of them takes, the first
         # one ends the job before the others have their turn.
         time.sleep(_TURN_SECONDS * min(rank, _MOST_TURNS))
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()
-            sys.stderr.write(f"{record.details}{headline(record, size)}\n")
+            who = headline(rank, size, socket.gethostname(), record["cause"])
+            sys.stderr.write(f"{record['details']}{who}\n")
             sys.stderr.flush()
         time.sleep(_FORWARD_SECONDS)
-        abort(record.exit_code)
-        os._exit(record.exit_code)
+        abort(record["exit_code"])
+        os._exit(record["exit_code"])
 
     guard = Guard(rank, size, end_job)
     guard.start()

@@ -8,7 +8,6 @@ import glob
 import os
 import pathlib
 import signal
-import sys
 import time
 
 import psutil
@@ -17,14 +16,15 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _FOLDER = "/dev/shm/"  # noqa: S108 (files are only removed here)
 # What the names of the files begin with, in which MPI libraries share memory between ranks.
+_UNUSED_SECONDS = 0.2
 _SHARED_MEMORY = ("mpich_shm_", "sm_segment.", "vader_segment.", "ucx_shm_")
 
 
-def die_with_parent(parent: int) -> None:
-    """Has the system kill the calling process as soon as its parent is gone."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if sys.platform == "linux" and os.getppid() != parent:
-        os.kill(os.getpid(), signal.SIGKILL)
+def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
+    """Has the system kill the calling process, or send it a signal, once its parent is gone."""
+    _prctl(_PR_SET_PDEATHSIG, number)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), number)
 
 
 def adopt_orphans() -> None:
@@ -37,42 +37,29 @@ def adopt_orphans() -> None:
 
 def describe_exit(status: int) -> str:
     """Returns in words how a process ended, from `subprocess`'s return code."""
-    if status < 0:
-        return f"killed by {signal_name(-status)}"
-    return f"ended with exit code {status}"
-
-
-def signal_name(number: int) -> str:
-    """Returns `"SIGKILL"` for 9, and so on."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
+    if status >= 0:
+        return f"ended with exit code {status}"
+    names = {number.value: number.name for number in signal.Signals}
+    return f"killed by {names.get(-status, f'signal {-status}')}"
 
 
 def _prctl(option: int, value: int) -> None:
-    """Calls prctl where there is one; elsewhere the job is supervised without it."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+    ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
-def shared_memory_of_descendants() -> set[str]:
-    """Returns the shared-memory files of MPI that processes of the job have mapped.
+def remove_unused_shared_memory(since: float) -> None:
+    """Removes the shared-memory files of MPI that no process has mapped any more.
 
     A killed rank does not remove its own, and the memory stays taken until a reboot.
     """
-    found = set()
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(OSError):
-            for line in pathlib.Path(f"/proc/{process.pid}/maps").read_text().splitlines():
-                path = line.partition(_FOLDER)[2]
-                if path.startswith(_SHARED_MEMORY):
-                    found.add(_FOLDER + path.removesuffix(" (deleted)"))
-    return found
+    if unused := _unused_shared_memory(since):
+        time.sleep(_UNUSED_SECONDS)  # another job makes a file first, and then maps it
+        for path in unused & _unused_shared_memory(since):
+            with contextlib.suppress(OSError):
+                os.unlink(path)
 
 
-def unused_shared_memory(since: float) -> set[str]:
-    """Returns the shared-memory files of MPI that no process has mapped any more."""
+def _unused_shared_memory(since: float) -> set[str]:
     files = {}
     for path in pathlib.Path(_FOLDER).glob("*"):
         with contextlib.suppress(OSError):
@@ -88,16 +75,6 @@ def unused_shared_memory(since: float) -> set[str]:
                     _, _, _, device, inode, _ = line.split(maxsplit=5)
                     files.pop((device, inode), None)
     return set(files.values())
-
-
-def remove_shared_memory(paths: set[str]) -> None:
-    """Removes shared-memory files, with those of ranks of the same job that were dead already."""
-    for path in paths:
-        stem, dot, rank = path.rpartition(".")
-        siblings = glob.glob(f"{glob.escape(stem)}.*") if dot and rank.isdigit() else []
-        for name in {path, *siblings}:
-            with contextlib.suppress(OSError):
-                os.unlink(name)
 
 
 def kill_descendants(patience: float = 0.0, seconds: float = 3.0) -> list[int]:

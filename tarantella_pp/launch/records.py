@@ -2,10 +2,10 @@
 
 Every MPI brings what ranks write there to the launcher, from all hosts::
 
-    rank  --pipe-->  its keeper  --standard error, through MPI-->  launcher, which takes it out
+    rank, its keeper  --standard error, through MPI-->  launcher, which takes records out
 
-A record is a line with a tag. None is longer than a pipe takes at once, so that none is cut by what
-others write: a traceback goes ahead of its record, in pieces.
+Such a line has a tag, and what has changed in the record. None is longer than a pipe takes at once,
+so that none is cut by what others write: a traceback goes ahead of its record, in pieces.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import json
 import os
 import re
 import select
-import socket
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 # What a record begins with: ASCII's separator of records, twice.
 RECORD = b"\x1e\x1e"
@@ -127,48 +127,40 @@ _MOST_CHARACTERS = 600
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Record:
-    """The state of one rank."""
+    """The state of one rank, as far as it is known."""
 
     rank: int
     state: str = STARTED
-    host: str = dataclasses.field(default_factory=socket.gethostname)
+    host: str = ""
     cause: str = ""
-    details: str = ""
+    details: str = ""  # its traceback
     exit_code: int = 0
-    starts_mpi: str = ""
-    met: bool = False
-    hidden_lines: int = 0
-    unexplained: bool = False
-    stopped: bool = False
-    order: int = 0
-    time: float = 0.0
+    starts_mpi: str = ""  # where it waits for all others to start MPI
+    met: bool = False  # whether it had started MPI when its script ended
+    hidden_lines: int = 0  # that it has printed and nobody saw
+    unexplained: bool = False  # whether MPI may have ended it, for another one
+    stopped: bool = False  # whether it was told to end
+    order: int = 0  # of its last state among those of all ranks
 
     @property
     def is_over(self) -> bool:
         """Whether nothing more comes of this rank."""
         return self.state in (FINISHED, FAILED)
 
-    def becomes(self, state: str, **changes: object) -> Record:
-        """Returns this record in another `state`, with other fields changed."""
-        return dataclasses.replace(self, state=state, **changes)  # type: ignore[arg-type]
 
-    def to_json(self) -> str:
-        """Returns all of it in one line."""
-        return json.dumps(dataclasses.asdict(self))
-
-
-def write(record: Record, file: int) -> None:
-    """Writes a record for the launcher to read."""
-    text = record.details
+def write(file: int, rank: int, **fields: Any) -> None:
+    """Writes what has changed in the record of a rank, for the launcher to read."""
+    text = fields.pop("details", "")
     starts = range(0, len(text), _MOST_CHARACTERS)
-    lines = [{"rank": record.rank, "piece": text[i : i + _MOST_CHARACTERS]} for i in starts]
-    short = dataclasses.replace(record, details="", cause=record.cause[:_MOST_CHARACTERS])
-    for line in [*lines, dataclasses.asdict(short)]:
+    lines = [{"rank": rank, "piece": text[i : i + _MOST_CHARACTERS]} for i in starts]
+    if "cause" in fields:
+        fields["cause"] = fields["cause"][:_MOST_CHARACTERS]
+    for line in [*lines, {"rank": rank, **fields}]:
         write_all(file, RECORD + json.dumps(line).encode() + b"\n")
 
 
 class Records(dict[int, Record]):
-    """The last record of each rank that has one, numbered as they come.
+    """What is known of each rank that has said anything, numbered as states come.
 
     No clock of another host has to do with the order.
     """
@@ -176,25 +168,23 @@ class Records(dict[int, Record]):
     def __init__(self, num_ranks: int) -> None:
         super().__init__()
         self.num_ranks = num_ranks
-        self._pieces: dict[int, str] = {}
         self._count = 0
+        self._last = time.monotonic()
 
     def take(self, line: bytes) -> None:
         """Takes a line that `write` has written; one that was garbled on its way is left out."""
         try:
             fields = json.loads(line)
-            rank = int(fields["rank"])
+            rank = int(fields.pop("rank"))
+            known = self.get(rank, Record(rank))
             if "piece" in fields:
-                self._pieces[rank] = self._pieces.get(rank, "") + fields["piece"]
-                return
-            record = Record(**fields)
-        except (ValueError, TypeError, KeyError):
+                fields["details"] = known.details + fields.pop("piece")
+            if "state" in fields:
+                fields["order"] = self._count = self._count + 1
+            self[rank] = dataclasses.replace(known, **fields)
+        except (ValueError, TypeError, KeyError, AttributeError):
             return
-        self._count += 1
-        details = self._pieces.pop(rank, "") or (self[rank].details if rank in self else "")
-        self[rank] = dataclasses.replace(
-            record, details=details, order=self._count, time=time.monotonic()
-        )
+        self._last = time.monotonic()
 
     def all_in(self, *states: str) -> bool:
         """Whether every rank is in one of `states`."""
@@ -206,7 +196,7 @@ class Records(dict[int, Record]):
 
     def age(self) -> float:
         """Returns the seconds since the last record came."""
-        return time.monotonic() - max(record.time for record in self.values())
+        return time.monotonic() - self._last
 
     def first_failure(self) -> Record | None:
         """Returns the record of the rank that failed first.
@@ -228,15 +218,12 @@ class Records(dict[int, Record]):
         first = min(ended, key=lambda record: record.order)
         places = "; ".join(f"rank {r.rank} at {r.starts_mpi}" for r in waiting[:4])
         cause = f"{first.cause or 'its script ended'} while other ranks wait for it ({places})"
-        return first.becomes(FAILED, cause=cause, exit_code=1)
+        return dataclasses.replace(first, state=FAILED, cause=cause, exit_code=1)
 
 
-def headline(record: Record, size: int) -> str:
+def headline(rank: int, size: int, host: str, cause: str) -> str:
     """Returns the line that names the rank that failed first, and why."""
-    return (
-        f"tarantella: rank {record.rank} of {size} on host {record.host} failed first: "
-        f"{record.cause}"
-    )
+    return f"tarantella: rank {rank} of {size} on host {host} failed first: {cause}"
 
 
 def number_from(pointer: str) -> int | None:

@@ -51,11 +51,12 @@ def take_share(environ: MutableMapping[str, str], siblings: Collection[int] | No
     It counts the cores of the host it is on, which may have others than the launcher's host.
     """
     rank, ranks = _local_place(environ)
+    own = os.sched_getaffinity(0)
     way = environ.get(BIND_VARIABLE, "")
     cores = cores_of_node(environ)
     if way in (TO_SOCKET, TO_MEMORY):
         threads = pin_to_socket(rank, ranks, memory=way == TO_MEMORY)
-    elif siblings is not None and set(siblings) != _affinity():
+    elif siblings is not None and set(siblings) != own:
         threads, way = cores, ""
     else:
         threads = max(1, cores // ranks)
@@ -66,9 +67,9 @@ def take_share(environ: MutableMapping[str, str], siblings: Collection[int] | No
     # A bound rank finds in its caches what it left there. But where threads leave cores free, jobs
     # must be free to move to them, or two of them would share a core beside idle ones.
     fills = ranks > 1 and threads == cores // ranks
-    if way == TO_CORES and not chosen and fills and len(_affinity()) == cores and rank < ranks:
-        with contextlib.suppress(OSError, AttributeError):  # some containers and systems forbid it
-            os.sched_setaffinity(0, share(_affinity(), rank, ranks))
+    if way == TO_CORES and fills and not chosen and len(own) == cores and rank < ranks:
+        with contextlib.suppress(OSError):  # some containers forbid it
+            os.sched_setaffinity(0, share(own, rank, ranks))
     for name in THREAD_VARIABLES:
         if wanted or name not in environ:
             environ[name] = str(threads)
@@ -81,9 +82,7 @@ def cores_of_starter(process: int) -> set[int] | None:
     the other then, and on its own again some milliseconds later. A rank that had more cores than
     that would think it had been bound.
     """
-    if not hasattr(os, "sched_getaffinity"):
-        return None
-    own, deadline = _affinity(), time.monotonic() + _VISIT_SECONDS
+    own, deadline = os.sched_getaffinity(0), time.monotonic() + _VISIT_SECONDS
     try:
         while not own <= (cores := os.sched_getaffinity(process)) and len(cores) == 1:
             if time.monotonic() > deadline:
@@ -96,7 +95,7 @@ def cores_of_starter(process: int) -> set[int] | None:
 
 def cores_of_node(environ: Mapping[str, str] = os.environ) -> int:
     """Returns the number of cores this process may run on, and its job, where that is Slurm's."""
-    return min(len(_affinity()), number_of(environ, "SLURM_CPUS_ON_NODE") or 1 << 20)
+    return min(len(os.sched_getaffinity(0)), number_of(environ, "SLURM_CPUS_ON_NODE") or 1 << 20)
 
 
 def cores_of_task(environ: Mapping[str, str], ranks: int) -> int | None:
@@ -128,13 +127,6 @@ def _local_place(environ: Mapping[str, str]) -> tuple[int, int]:
     local, most = environ.get("SLURM_LOCALID", ""), environ.get(RANKS_VARIABLE, "")
     number = int(local) if local.isdecimal() else 0
     return number, max(1, int(most)) if most.isdecimal() else 1
-
-
-def _affinity() -> set[int]:
-    """Returns the cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return os.sched_getaffinity(0)
-    return set(range(os.cpu_count() or 1))
 
 
 def _place(core: int) -> tuple[int, int, int]:
@@ -170,8 +162,6 @@ def pin_to_socket(rank: int, ranks: int, *, memory: bool) -> int:
 
 def sockets_of_this_host() -> dict[int, set[int]]:
     """Returns the cores of each NUMA node, as far as this process may run on them."""
-    if not hasattr(os, "sched_getaffinity"):
-        return {}
     usable, found = os.sched_getaffinity(0), {}
     for path in _NODES.glob("node[0-9]*/cpulist"):
         cores = _cores(path.read_text(encoding="ascii")) & usable

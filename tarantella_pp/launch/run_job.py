@@ -28,8 +28,7 @@ from tarantella_pp.launch.processes import (
     die_with_parent,
     is_alive,
     kill_descendants,
-    remove_shared_memory,
-    shared_memory_of_descendants,
+    remove_unused_shared_memory,
 )
 from tarantella_pp.launch.records import (
     ENDED,
@@ -108,6 +107,7 @@ class JobRun:
         self._stopped_by: signal.Signals | None = None
         self._passed_on = False
         self._deadline = 0.0
+        self._begin = time.time() - 1.0
 
     def __enter__(self) -> JobRun:
         return self
@@ -220,7 +220,7 @@ class JobRun:
                 record = self._records.get(left[0]) or Record(left[0], host=host.name)
                 cause = f"the remote shell of its host has ended: {host.name} or the link to it is "
                 cause += "dead (ssh notices after TNT_HEARTBEAT seconds), or MPI cannot start there"
-                return record.becomes(FAILED, cause=cause, exit_code=1)
+                return dataclasses.replace(record, state=FAILED, cause=cause, exit_code=1)
             self._suspects.add(host)
         with contextlib.suppress(psutil.Error):
             for child in psutil.Process(mpi).children():
@@ -252,7 +252,7 @@ class JobRun:
         if failure.stopped and failure.exit_code == Exit.PREEMPTED:  # and not by this process
             return _report_stop(signal.SIGTERM)
         _write(failure.details)
-        _tell(headline(failure, self._num_ranks))
+        _tell(headline(failure.rank, self._num_ranks, failure.host, failure.cause))
         return failure.exit_code or Exit.FAILED
 
     def _end(self, mpi: subprocess.Popen[bytes]) -> None:
@@ -260,11 +260,11 @@ class JobRun:
         if mpi.poll() is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._launcher.end(mpi, END_SECONDS)
-        leftovers = shared_memory_of_descendants()
         kill_descendants(END_SECONDS)
         self._stderr.finish(CLOSING_SECONDS)
         self._take(0.0)
-        remove_shared_memory(leftovers)
+        if mpi.returncode != 0:
+            remove_unused_shared_memory(self._begin)
 
     def _on_signal(self, number: int, frame: types.FrameType | None) -> None:
         """Notes the first signal; the second one ends the patience with the ranks."""

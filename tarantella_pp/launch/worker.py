@@ -3,29 +3,29 @@
 ::
 
     mpiexec  --  what stands for the rank  --  keeper  --  rank
+
+MPI may kill the process that it takes for the rank at any time, so that this could not clean up. It
+only stands for the rank: its keeper, in a session of its own, is told by the system and cleans up.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import faulthandler
 import functools
 import io
-import json
 import logging
+import mmap
 import os
 import runpy
-import select
 import shutil
 import signal
+import socket
 import sys
 import time
 import types
 from collections.abc import Callable, Mapping
-from typing import Any
-
-import psutil
+from typing import Any, NoReturn
 
 from tarantella_pp.errors import LaunchError
 from tarantella_pp.launch import records
@@ -38,12 +38,10 @@ from tarantella_pp.launch.environment import (
 from tarantella_pp.launch.guard import Guard, exit_code_of
 from tarantella_pp.launch.processes import (
     adopt_orphans,
+    describe_exit,
     die_with_parent,
     kill_descendants,
-    remove_shared_memory,
-    shared_memory_of_descendants,
-    signal_name,
-    unused_shared_memory,
+    remove_unused_shared_memory,
 )
 from tarantella_pp.launch.records import (
     FAILED,
@@ -52,197 +50,133 @@ from tarantella_pp.launch.records import (
     RANK_VARIABLE,
     RETURNED,
     SIZE_VARIABLE,
-    Record,
+    STARTED,
     number_from,
-    write_all,
 )
 from tarantella_pp.launch.resources import cores_of_starter, take_gpu, take_share
 
-PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
-WATCHED = (signal.SIGCHLD, *PASSED_ON)
+_PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+# Tells the keeper that MPI has killed what stands for the rank.
+_ALONE = signal.SIGRTMIN
+_WATCHED = (signal.SIGCHLD, _ALONE, *_PASSED_ON)
 # How long the launcher may take to end the job after a rank has failed.
 LINGER_SECONDS = 8.0
 # Its launcher follows SIGTERM and SIGINT with a kill, so ours sends others; see `OpenMpi`.
 _OF_OPEN_MPI = {signal.SIGUSR1: signal.SIGTERM, signal.SIGUSR2: signal.SIGINT}
 # Where Open MPI's daemon on this host keeps files, which it leaves behind when it is cut off.
 _SESSION_VARIABLE = "PMIX_SERVER_TMPDIR"
-_UNUSED_SECONDS = 0.2
-_STANDARD_ERROR = 2
-
-
-class Keeper:
-    """Looks after one rank: process `child`, which says on the pipe `reports` what becomes of it.
-
-    The pipe `stands` closes when MPI kills the process that it takes for the rank.
-    """
-
-    def __init__(self, rank: int, child: int, reports: int, stands: int) -> None:
-        self._child = child
-        self._reports = reports
-        self._stands = stands
-        self._record = Record(rank)
-        self._heard = b""
-        self._stopped = False
-        self._status: int | None = None
-        self._start = psutil.Process().create_time() - 1.0
-        of_open_mpi = os.environ.get(RANK_VARIABLE, "").startswith("OMPI")
-        self._meant = _OF_OPEN_MPI if of_open_mpi else {}
-        self._waking, waking = os.pipe()
-        for file in (self._waking, waking, reports):
-            os.set_blocking(file, False)
-        adopt_orphans()
-        signal.set_wakeup_fd(waking, warn_on_full_buffer=False)
-        for number in WATCHED:
-            signal.signal(number, lambda *_: None)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, WATCHED)
-
-    def run(self) -> int:
-        """Returns the exit code of the rank, once the launcher has had time to end the job."""
-        self._tell(self._record)
-        while self._status is None:
-            self._wait(None)
-        self._hear()
-        self._conclude(self._status)
-        # MPI need not notice by itself: then it has nothing to add to what the launcher says.
-        deadline = time.monotonic() + (LINGER_SECONDS if self._record.state == FAILED else 0.0)
-        while (left := deadline - time.monotonic()) > 0:
-            self._wait(left)
-        return self._record.exit_code
-
-    def _wait(self, seconds: float | None) -> None:
-        """Waits for a signal, a report or the end of MPI, and does what has to be done."""
-        ready = select.select([self._waking, self._reports, self._stands], [], [], seconds)[0]
-        for number in _read(self._waking):
-            if number in PASSED_ON and self._status is None:
-                meant = self._meant.get(signal.Signals(number), number)
-                self._stopped |= meant == signal.SIGTERM
-                os.kill(self._child, meant)
-        self._hear()
-        self._reap()
-        if self._stands in ready:
-            self._end_alone()
-
-    def _hear(self) -> None:
-        """Passes on what the rank says of itself."""
-        *lines, self._heard = (self._heard + _read(self._reports)).split(b"\n")
-        for line in lines:
-            self._tell(Record(**json.loads(line)))
-
-    def _tell(self, record: Record) -> None:
-        self._record = dataclasses.replace(record, stopped=self._stopped)
-        with contextlib.suppress(OSError):  # the launcher is gone
-            records.write(self._record, _STANDARD_ERROR)
-
-    def _reap(self) -> None:
-        """Takes the exit codes of ended children, adopted ones included."""
-        with contextlib.suppress(ChildProcessError):
-            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-                if ended[0] == self._child:
-                    self._status = os.waitstatus_to_exitcode(ended[1])
-
-    def _conclude(self, status: int) -> None:
-        """Tells how the process of the rank ended, unless it has said so itself."""
-        if self._record.state == FAILED:
-            return
-        if status == 0 and self._record.state == RETURNED:
-            self._tell(self._record.becomes(FINISHED))
-            return
-        if status < 0:
-            cause = f"killed by {signal_name(-status)}"
-        elif status == 0:
-            cause = "its process ended with exit code 0 before its script did (os._exit?)"
-        else:
-            cause = f"its process ended with exit code {status}"
-        code = 128 - status if status < 0 else status or 1
-        # So it may have been MPI that ended it, since another rank has failed.
-        unexplained = status > 0 or status == -signal.SIGTERM
-        self._tell(
-            self._record.becomes(FAILED, cause=cause, exit_code=code, unexplained=unexplained)
-        )
-
-    def _end_alone(self) -> None:
-        """Ends the rank, for MPI has killed what it knows of it, and leaves nothing behind."""
-        shared = shared_memory_of_descendants()
-        kill_descendants()
-        remove_shared_memory(shared)
-        if unused := unused_shared_memory(self._start):  # of a rank that has gone before
-            time.sleep(_UNUSED_SECONDS)  # another job makes a file first, and then maps it
-            remove_shared_memory(unused & unused_shared_memory(self._start))
-        if folder := os.environ.get(_SESSION_VARIABLE):
-            shutil.rmtree(folder, ignore_errors=True)
-        os._exit(1)
-
-
-def _read(file: int) -> bytes:
-    """Reads all that has come, without waiting."""
-    found = b""
-    with contextlib.suppress(BlockingIOError):
-        while piece := os.read(file, 1 << 16):
-            found += piece
-    return found
-
-
+_STANDARD_OUTPUT, _STANDARD_ERROR = 1, 2
 _LIBRARY = "tarantella_pp"
-_STANDARD_OUTPUT = 1
 
 
 def main() -> int:
-    """Runs `worker.py SCRIPT ARGUMENTS...` as one rank of the job described by the environment.
-
-    MPI may kill this process at any time, so that it could not clean up. It only stands for the
-    rank: its keeper, in a session of its own, notices that and cleans up.
-    """
-    die_with_parent(os.getppid())
-    # Blocked before the fork: a signal in between waits until its reader is there.
-    signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
-    launcher = os.getppid()
-    stands, standing = os.pipe()
+    """Runs `worker.py SCRIPT ARGUMENTS...` as one rank of the job described by the environment."""
+    launcher, own = os.getppid(), os.getpid()
+    die_with_parent(launcher)
+    # Blocked before the forks: a signal in between waits until its reader is there.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
     keeper = os.fork()
     if keeper:
-        os.close(stands)
         return _stand_for(keeper)
     os.setsid()
-    os.close(standing)
-    return _keep(stands, launcher)
+    die_with_parent(own, _ALONE)
+    return _start_rank(launcher)
 
 
 def _stand_for(keeper: int) -> int:
     """Passes signals on to the keeper, and ends as it does."""
     while True:
-        number = signal.sigwait(WATCHED)
+        number = signal.sigwait(_WATCHED)
         if number != signal.SIGCHLD:
             os.kill(keeper, number)
-        elif (ended := os.waitpid(keeper, os.WNOHANG))[0]:
-            status = os.waitstatus_to_exitcode(ended[1])
+        elif (status := _status_of(keeper)) is not None:
             if status < 0:  # not every MPI ends a job for an exit code
-                signal.pthread_sigmask(signal.SIG_UNBLOCK, WATCHED)
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, _WATCHED)
                 os.kill(os.getpid(), signal.SIGKILL)
             return status
 
 
-def _keep(stands: int, launcher: int) -> int:
+def _start_rank(launcher: int) -> int:
     """Starts the rank and looks after it."""
     size = int(os.environ[SIZE_VARIABLE])
     rank = 0 if size == 1 else number_from(RANK_VARIABLE)
     if rank is None:
         sys.exit(f"tarantella: {os.environ[RANK_VARIABLE]} is not set; is --mpi the MPI in use?")
-    keeper, siblings = os.getpid(), cores_of_starter(launcher)
-    reports, reporting = os.pipe()
+    keeper, siblings, begin = os.getpid(), cores_of_starter(launcher), time.time() - 1.0
+    said = mmap.mmap(-1, len(RETURNED))  # the last state that the rank has told, for its keeper
+    records.write(_STANDARD_ERROR, rank, state=STARTED, host=socket.gethostname())
     child = os.fork()
     if child:
-        os.close(reporting)
-        return Keeper(rank, child, reports, stands).run()
+        return _keep(rank, child, said, begin)
     die_with_parent(keeper)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, WATCHED)
-    os.close(reports)
-    os.close(stands)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _WATCHED)
+    told = os.dup(_STANDARD_ERROR)  # which the script may close or redirect
 
-    def report(record: Record) -> None:
-        with contextlib.suppress(OSError):
-            write_all(reporting, f"{record.to_json()}\n".encode())
+    def report(**fields: Any) -> None:
+        state = fields.get("state", STARTED)
+        said[: len(state)] = state.encode()
+        with contextlib.suppress(OSError):  # the launcher is gone
+            records.write(told, rank, **fields)
 
     guard = Guard(rank, size, report)
     return run_script(sys.argv[1:], guard, functools.partial(_take_share, size, siblings))
+
+
+def _keep(rank: int, child: int, said: mmap.mmap, begin: float) -> int:
+    """Looks after a rank; returns its exit code once the launcher has had time to end the job."""
+
+    def tell(**fields: Any) -> None:
+        with contextlib.suppress(OSError):
+            records.write(_STANDARD_ERROR, rank, **fields)
+
+    adopt_orphans()
+    of_open_mpi = os.environ.get(RANK_VARIABLE, "").startswith("OMPI")
+    status = None
+    while status is None:
+        number = signal.sigwait(_WATCHED)
+        if number == _ALONE:
+            _end_alone(begin)
+        elif number == signal.SIGCHLD:
+            status = _status_of(child)
+        else:
+            meant = _OF_OPEN_MPI.get(signal.Signals(number), number) if of_open_mpi else number
+            if meant == signal.SIGTERM:
+                tell(stopped=True)
+            os.kill(child, meant)
+    state = said[:].rstrip(b"\0").decode()
+    if status == 0 and state == RETURNED:
+        tell(state=FINISHED)
+        return 0
+    code = 128 - status if status < 0 else status or 1
+    if state != FAILED:
+        # So it may have been MPI that ended it, since another rank has failed.
+        unexplained = status > 0 or status == -signal.SIGTERM
+        cause = describe_exit(status) if status < 0 else f"its process {describe_exit(status)}"
+        cause += "" if status else " before its script did (os._exit?)"
+        tell(state=FAILED, cause=cause, exit_code=code, unexplained=unexplained)
+    # MPI need not notice by itself: then it has nothing to add to what the launcher says.
+    if signal.sigtimedwait([_ALONE], LINGER_SECONDS) is not None:
+        _end_alone(begin)
+    return code
+
+
+def _status_of(child: int) -> int | None:
+    """Takes the exit codes of ended children, adopted ones included; returns that of one."""
+    found = None
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            if ended[0] == child:
+                found = os.waitstatus_to_exitcode(ended[1])
+    return found
+
+
+def _end_alone(begin: float) -> NoReturn:
+    """Ends the rank, for MPI has killed what it knows of it, and leaves nothing behind."""
+    kill_descendants()
+    remove_unused_shared_memory(begin)
+    if folder := os.environ.get(_SESSION_VARIABLE):
+        shutil.rmtree(folder, ignore_errors=True)
+    os._exit(1)
 
 
 def run_script(command: list[str], guard: Guard, prepare: Callable[[], None]) -> int:
@@ -250,7 +184,7 @@ def run_script(command: list[str], guard: Guard, prepare: Callable[[], None]) ->
     faulthandler.enable()
     guard.start()
     if guard.rank != guard.size - 1 and os.environ.get(OUTPUT_VARIABLE) != "1":
-        guard.hidden_lines = _hide_output().count
+        guard.hidden = _hide_output()
     # Whole lines, at once: not held back until the buffer is full, and not in pieces either.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
@@ -271,10 +205,10 @@ def run_script(command: list[str], guard: Guard, prepare: Callable[[], None]) ->
         guard.fail(error, describe(error), exit_code_of(error))
     else:
         guard.leave("its script ended")
-    if guard.record.state == FAILED:
+    if guard.state == FAILED:
         _flush()
         time.sleep(LINGER_SECONDS)  # its keeper ends it as soon as the launcher says so
-        os._exit(guard.record.exit_code)
+        os._exit(guard.exit_code)
     return 0
 
 
@@ -325,37 +259,21 @@ def _show_log(environ: Mapping[str, str], rank: int) -> None:
         logger.setLevel(level)
 
 
-class _HiddenOutput(io.RawIOBase):
-    """What counts the lines that are written to it, and keeps none."""
+class _HiddenOutput(io.FileIO):
+    """Leads nowhere, and counts the lines that are written to it."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._lines = 0
-
-    def count(self) -> int:
-        """Returns the number of lines so far."""
-        return self._lines
-
-    def writable(self) -> bool:
-        """Whether it can be written to."""
-        return True
-
-    def fileno(self) -> int:
-        """Returns a descriptor for children of the process, whose lines are not counted."""
-        return _STANDARD_OUTPUT
+    lines = 0
 
     def write(self, data: Any, /) -> int:
         """Counts the ends of lines."""
-        text = bytes(data)
-        self._lines += text.count(b"\n")
-        return len(text)
+        self.lines += bytes(data).count(b"\n")
+        return len(data)
 
 
 def _hide_output() -> _HiddenOutput:
     """Sends what this process and its children write to standard output nowhere."""
-    with open(os.devnull, "wb") as nowhere:
-        os.dup2(nowhere.fileno(), _STANDARD_OUTPUT)
-    hidden = _HiddenOutput()
+    hidden = _HiddenOutput(os.devnull, "wb")
+    os.dup2(hidden.fileno(), _STANDARD_OUTPUT)
     sys.stdout = io.TextIOWrapper(io.BufferedWriter(hidden), "utf-8", "replace")
     return hidden
 

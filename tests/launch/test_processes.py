@@ -50,44 +50,25 @@ def test_orphans_in_sessions_of_their_own_are_killed():
     assert not any(psutil.pid_exists(pid) for pid in before)
 
 
-def test_shared_memory_is_removed_also_that_of_dead_ranks():
-    stem = f"/dev/shm/sm_segment.test{uuid.uuid4().hex}.0.ab"
-    mapped, dead, foreign = (pathlib.Path(f"{stem}.{name}") for name in ("0", "1", "x"))
-    other = pathlib.Path(f"/dev/shm/tarantella-test-{uuid.uuid4().hex}")
-    for path in (mapped, dead, foreign, other):
-        path.write_bytes(bytes(4096))
-    program = """
-        import mmap, subprocess, sys, time
-        from tarantella_pp.launch import processes
-        hold = "import mmap, sys, time; o = [open(p, 'r+b') for p in sys.argv[1:]]; "
-        hold += "m = [mmap.mmap(f.fileno(), 0) for f in o]; "
-        hold += "print('ready', flush=True); time.sleep(60)"
-        child = subprocess.Popen([sys.executable, "-c", hold, *sys.argv[1:]], stdout=-1)
-        child.stdout.readline()
-        found = processes.shared_memory_of_descendants()
-        processes.kill_descendants()
-        processes.remove_shared_memory(found)
-    """
-    try:
-        run(program, str(mapped), str(other))
-        assert [p.exists() for p in (mapped, dead, other)] == [False, False, True]
-    finally:
-        for path in (mapped, dead, foreign, other):
-            path.unlink(missing_ok=True)
-
-
-def test_shared_memory_is_unused_once_nobody_has_mapped_it():
-    path = pathlib.Path(f"/dev/shm/mpich_shm_test{uuid.uuid4().hex}_0")
+def test_shared_memory_is_removed_once_nobody_has_mapped_it():
+    stem = f"/dev/shm/mpich_shm_test{uuid.uuid4().hex}"
+    path, other = pathlib.Path(f"{stem}_0"), pathlib.Path(f"/dev/shm/test-{uuid.uuid4().hex}")
     start = time.time() - 1.0
     try:
+        other.touch()
         with path.open("w+b") as file:
             file.truncate(4096)
             with mmap.mmap(file.fileno(), 0):
-                assert str(path) not in processes.unused_shared_memory(start)
-        assert str(path) in processes.unused_shared_memory(start)
-        assert str(path) not in processes.unused_shared_memory(time.time() + 60)
+                processes.remove_unused_shared_memory(start)
+                assert path.exists()
+        processes.remove_unused_shared_memory(time.time() + 60)
+        assert path.exists()
+        processes.remove_unused_shared_memory(start)
+        assert not path.exists()
+        assert other.exists()
     finally:
-        path.unlink()
+        for file in (path, other):
+            file.unlink(missing_ok=True)
 
 
 def test_a_process_dies_with_its_parent():
@@ -116,7 +97,7 @@ def test_a_process_dies_with_its_parent():
 def test_an_exit_is_described():
     assert processes.describe_exit(-signal.SIGKILL) == "killed by SIGKILL"
     assert processes.describe_exit(3) == "ended with exit code 3"
-    assert processes.signal_name(63) == "signal 63"
+    assert processes.describe_exit(-63) == "killed by signal 63"
 
 
 def _runs(pid: int) -> bool:

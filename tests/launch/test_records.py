@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from tarantella_pp.launch.records import FAILED, Record, Records, pass_on, write, write_all
+from tarantella_pp.launch.records import FAILED, Records, pass_on, write, write_all
 
 INFO = b"I0000 00:00:1795359673.039961   13910 port.cc:153] oneDNN custom operations are on.\n"
 FLOAT64 = b"W0000 00:00:1795364491.109910   31503 util.cc:163] Not handling type DT_DOUBLE\n"
@@ -54,9 +54,9 @@ def test_noise_of_one_rank_after_the_progress_bar_of_another():
 @pytest.mark.parametrize("label", [b"", b"[1] ", b"1: ", b"[prterun-vm-1@1,0]<stderr>: "])
 @pytest.mark.parametrize("size", [1, 100, 1 << 16])
 def test_records_are_taken_out_with_long_tracebacks(label, size):
-    record = Record(1, FAILED, "host", "ü: nö", "long\n" * 2000 + "ü\n", exit_code=3)
+    details = "long\n" * 2000 + "ü\n"
     source, target = os.pipe()
-    write(record, target)
+    write(target, 1, state=FAILED, cause="ü: nö", details=details, exit_code=3)
     os.close(target)
     lines = [label + line for line in os.read(source, 1 << 16).splitlines(True)]
     assert max(map(len, lines)) < 4096  # what a pipe takes at once
@@ -66,7 +66,7 @@ def test_records_are_taken_out_with_long_tracebacks(label, size):
     shown = passed(*pieces, records=found)
     if not label or size > 100:  # in pieces a label may be there before its record
         assert shown == b"\rbar xmine\nend\n"
-    assert found[1].details == record.details
+    assert found[1].details == details
     assert (found[1].cause, found[1].exit_code) == ("ü: nö", 3)
 
 

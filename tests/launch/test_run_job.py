@@ -25,9 +25,9 @@ PROGRAM = """
 """
 ACTOR = """
 import os, sys, time
-from tarantella_pp.launch.records import Record, write
+from tarantella_pp.launch.records import write
 def say(rank, state, **changes):
-    write(Record(rank).becomes(state, **changes), 2)
+    write(2, rank, state=state, **changes)
 """
 FAILS = "say(0, 'failed', cause='c', details='text\\n', exit_code=9)"
 

@@ -6,7 +6,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from types import TracebackType
 
 from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.runtime.comm.waiting import NETWORK_POLLS, Outgoing
@@ -94,12 +93,7 @@ class BackgroundProgress:
                 self._thread.start()
             self._awake.set()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         """Ends a computation; raises what a poll has raised meanwhile."""
         if self._computes:
             self.stop()
@@ -108,16 +102,9 @@ class BackgroundProgress:
             raise found
 
     def stop(self) -> None:
-        """Returns once this thread alone uses MPI."""
+        """Returns once this thread alone uses MPI; to be called again after Ctrl-C."""
         self._computes = False
-        try:
-            self._wait_for_poll()
-        except BaseException:  # Ctrl-C
-            self._wait_for_poll()
-            raise
-
-    def _wait_for_poll(self) -> None:
-        with self._lock:
+        with self._lock:  # of a poll that has begun
             pass
 
     def _run(self) -> None:
@@ -126,27 +113,25 @@ class BackgroundProgress:
             last = time.monotonic()
             while time.monotonic() - last < _PATIENCE_SECONDS:
                 time.sleep(_PERIOD_SECONDS)
-                if self._computes and self._move_on():
+                if self._move_on():
                     last = time.monotonic()
             self._awake.clear()
             if self._computes and self._is_open():  # it began before `clear`
                 self._awake.set()
 
     def _move_on(self) -> bool:
-        """Polls if the rank still computes; returns whether anything is left."""
+        """Polls as long as the rank computes and something is open; returns whether it is."""
         with self._lock:
-            if not self._computes:
-                return False
             try:
                 # One poll takes little out of a socket; see `NETWORK_POLLS`.
                 for _ in range(NETWORK_POLLS):
-                    self._poll()
                     if not (self._computes and self._is_open()):
-                        break
+                        return False
+                    self._poll()
             except BaseException as error:  # whoever computes raises it
                 self._error = error
                 self._computes = False
-            return self._is_open()
+            return self._computes
 
 
 def is_wanted(several_hosts: bool, environ: Mapping[str, str] | None = None) -> bool:

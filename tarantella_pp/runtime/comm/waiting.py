@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
 import select
 import socket
@@ -14,7 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tarantella_pp.errors import CommunicationError, ConfigurationError
+from tarantella_pp.errors import CommunicationError
+from tarantella_pp.launch.environment import seconds_from
 
 # The largest file number that `select` takes, and one.
 _SELECTABLE = 1024
@@ -101,9 +101,7 @@ class Wakeup:
 
 def _cores() -> int:
     """Returns a bit for each core that this process may use; a job may have few of a host's."""
-    if hasattr(os, "sched_getaffinity"):
-        return sum(1 << core for core in os.sched_getaffinity(0))
-    return (1 << (os.cpu_count() or 1)) - 1
+    return sum(1 << core for core in os.sched_getaffinity(0))
 
 
 def _place() -> str:
@@ -177,20 +175,9 @@ class Limits:
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Limits:
         """Reads the limits from `TNT_WARN` and `TNT_TIMEOUT`."""
         environ = os.environ if environ is None else environ
-        return cls(_seconds(environ, "TNT_WARN", 60.0), _seconds(environ, "TNT_TIMEOUT", 1800.0))
-
-
-def _seconds(environ: Mapping[str, str], name: str, default: float) -> float:
-    text = environ.get(name, "").strip()
-    try:
-        value = float(text) if text else default
-    except ValueError:
-        value = math.nan
-    if not (math.isfinite(value) and value >= 0):
-        raise ConfigurationError(
-            f"{name} is a number of seconds, 0 for no limit. Received: {name}={text!r}"
+        return cls(
+            seconds_from(environ, "TNT_WARN", 60.0), seconds_from(environ, "TNT_TIMEOUT", 1800.0)
         )
-    return value
 
 
 class Waiter:

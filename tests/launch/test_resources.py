@@ -172,25 +172,21 @@ def test_memory_is_bound_where_that_is_possible(machine, monkeypatch):
 GROWTH = {"TF_FORCE_GPU_ALLOW_GROWTH": "true"}
 
 
-class TensorFlow:
+def tensorflow(gpus: list[str], in_use: bool = False) -> SimpleNamespace:
     """What is asked of `tf.config`, and what it gets."""
+    taken = SimpleNamespace(visible=gpus, growing=[])
 
-    def __init__(self, count: int, initialized: bool = False) -> None:
-        self.visible = self.all = [f"GPU:{i}" for i in range(count)]
-        self.growing: list[str] = []
-        self.initialized = initialized
-        self.config = SimpleNamespace(
-            list_physical_devices=lambda kind: self.all,
-            set_visible_devices=self.set_visible_devices,
-            experimental=SimpleNamespace(
-                set_memory_growth=lambda gpu, on: self.growing.append(gpu)
-            ),
-        )
-
-    def set_visible_devices(self, devices: list[str], kind: str) -> None:
-        if self.initialized and devices != self.visible:
+    def set_visible_devices(devices: list[str], kind: str) -> None:
+        if in_use and devices != gpus:
             raise RuntimeError("Visible devices cannot be modified after being initialized")
-        self.visible = devices
+        taken.visible = devices
+
+    taken.config = SimpleNamespace(
+        list_physical_devices=lambda kind: gpus,
+        set_visible_devices=set_visible_devices,
+        experimental=SimpleNamespace(set_memory_growth=lambda gpu, on: taken.growing.append(gpu)),
+    )
+    return taken
 
 
 @pytest.fixture
@@ -237,38 +233,32 @@ def test_more_ranks_than_gpus_are_refused(given):
 
 
 @pytest.mark.usefixtures("two_gpus")
-@pytest.mark.parametrize("given", ["", "-1", "-1,0"])
-def test_without_gpus_nothing_changes(given):
-    environ = {"CUDA_VISIBLE_DEVICES": given}
+@pytest.mark.parametrize("given", ["", "-1", "-1,0", None])
+def test_without_gpus_nothing_changes(given, tmp_path, monkeypatch):
+    environ = {} if given is None else {"CUDA_VISIBLE_DEVICES": given}
+    if given is None:
+        monkeypatch.setattr(resources, "_DEVICES", tmp_path / "missing")
+    before = dict(environ)
     resources.take_gpu(environ, 3)
-    assert environ == {"CUDA_VISIBLE_DEVICES": given}
-    assert "tensorflow" not in sys.modules
-
-
-@pytest.mark.usefixtures("two_gpus")
-def test_without_devices_nothing_changes(tmp_path, monkeypatch):
-    monkeypatch.setattr(resources, "_DEVICES", tmp_path / "missing")
-    environ: dict[str, str] = {}
-    resources.take_gpu(environ, 3)
-    assert environ == {}
+    assert environ == before
 
 
 @pytest.mark.usefixtures("two_gpus")
 def test_a_loaded_tensorflow_is_told(monkeypatch):
-    tensorflow = TensorFlow(2)
-    monkeypatch.setitem(sys.modules, "tensorflow", tensorflow)
+    loaded = tensorflow(["GPU:0", "GPU:1"])
+    monkeypatch.setitem(sys.modules, "tensorflow", loaded)
     resources.take_gpu({}, 1)
-    assert tensorflow.visible == tensorflow.growing == ["GPU:1"]
+    assert loaded.visible == loaded.growing == ["GPU:1"]
     with pytest.raises(LaunchError, match="at least 3 ranks"):
         resources.take_gpu({}, 2)
 
 
 @pytest.mark.usefixtures("two_gpus")
 def test_gpus_that_are_in_use_are_not_shared_silently(monkeypatch):
-    monkeypatch.setitem(sys.modules, "tensorflow", TensorFlow(2, initialized=True))
+    monkeypatch.setitem(sys.modules, "tensorflow", tensorflow(["GPU:0", "GPU:1"], in_use=True))
     with pytest.raises(LaunchError, match=r"Call tarantella_pp\.init\(\) before"):
         resources.take_gpu({}, 0)
-    none = TensorFlow(0, initialized=True)
+    none = tensorflow([], in_use=True)
     monkeypatch.setitem(sys.modules, "tensorflow", none)
     resources.take_gpu({}, 0)
-    assert none.visible == none.growing == []
+    assert none.growing == []

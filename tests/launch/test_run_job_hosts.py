@@ -5,17 +5,17 @@ from __future__ import annotations
 import itertools
 import os
 import pathlib
-import re
 import shutil
 import signal
+import sys
 import time
-from collections.abc import Iterator
 
 import pytest
 
 from tests.helpers import network_hosts
 from tests.helpers.draws import more_asked_for
 from tests.helpers.jobs import PYTHONS, ROOT, SCRIPTS
+from tests.helpers.mpi import mpi_run
 from tests.helpers.network_hosts import Network
 
 pytestmark = [
@@ -162,65 +162,67 @@ def test_every_fault_is_named_in_every_kind_of_job(python, hosts, private, clock
     assert not wrong, wrong
 
 
-def kinds_of_jobs(hosts: Network, private: pathlib.Path) -> Iterator[tuple[pathlib.Path, str]]:
-    """Yields folders and hostfiles; one of each, or on demand all of them."""
-    kinds = [(SCRIPTS, 1), (private, 2), (SCRIPTS, 2), (private, 1)]
-    for folder, per_host in kinds if more_asked_for() else kinds[:1]:
-        yield folder, hosts.hostfile(*(f"{host.name}:{per_host}" for host in hosts.hosts))
-
-
-@pytest.mark.parametrize("per_host", [1, 2] if more_asked_for() else [1])
-def test_a_script_that_is_missing_on_another_host_is_named(python, per_host, hosts, private):
+def test_a_script_that_is_missing_on_another_host_is_named(python, hosts, private):
     (hosts.hosts[1].seen(private) / "hello.py").unlink()
-    hostfile = hosts.hostfile(*(f"{host.name}:{per_host}" for host in hosts.hosts))
-    with hosts.tarantella(python, "--hostfile", hostfile, "hello.py", folder=private) as job:
+    with hosts.tarantella(python, "hello.py", folder=private) as job:
         result = job.result()
     assert result.code == 1
-    ranks = f"rank {per_host}" if per_host == 1 else "rank [23]"
-    told = rf"{ranks} of {2 * per_host} on host beta failed first: FileNotFoundError"
-    assert re.search(told, result.stderr), result.stderr
+    assert "rank 1 of 2 on host beta failed first: FileNotFoundError" in result.stderr
     check_clean(hosts)
 
 
-def test_an_interpreter_that_is_missing_on_another_host_ends_the_job(python, hosts, private):
+def test_an_interpreter_that_is_missing_on_another_host_ends_the_job(python, hosts):
     own = hosts.hosts[0].seen(hosts.hosts[0].tmp) / "python"
     own.symlink_to(python)
-    for folder, hostfile in kinds_of_jobs(hosts, private):
-        interpreter = str(hosts.hosts[0].tmp / "python")
-        options = ["--hostfile", hostfile, "--python-interpreter", interpreter, "hello.py"]
-        with hosts.tarantella(python, *options, folder=folder) as job:
-            result = job.result(LONG_SECONDS)
-        assert result.code != 0
-        assert interpreter in result.stderr
+    interpreter = str(hosts.hosts[0].tmp / "python")
+    with hosts.tarantella(python, "--python-interpreter", interpreter, "hello.py") as job:
+        result = job.result(LONG_SECONDS)
+    assert result.code != 0
+    assert interpreter in result.stderr
     own.unlink()
     check_clean(hosts)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 @pytest.mark.slow
-def test_a_launcher_that_ends_leaves_nothing_on_other_hosts(python, number, hosts, private):
-    for folder, hostfile in kinds_of_jobs(hosts, private):
-        options = ["--hostfile", hostfile, "fault.py", "none", "recv"]
-        with hosts.tarantella(python, *options, folder=folder) as job:
-            job.wait_until_ready()
-            job.send(number)
-            result = job.result()
-            assert hosts.hosts[1].leftovers() == []
-        assert result.code == (130 if number == signal.SIGINT else -number), result.stderr
-        for path in hosts.hosts[0].seen(hosts.hosts[0].tmp).iterdir():  # one that is killed leaves
-            shutil.rmtree(path)
-        check_clean(hosts)
+def test_a_launcher_that_ends_leaves_nothing_on_other_hosts(python, number, hosts):
+    with hosts.tarantella(python, "fault.py", "none", "recv") as job:
+        job.wait_until_ready()
+        job.send(number)
+        result = job.result()
+        assert hosts.hosts[1].leftovers() == []
+    assert result.code == (130 if number == signal.SIGINT else -number), result.stderr
+    for path in hosts.hosts[0].seen(hosts.hosts[0].tmp).iterdir():  # one that is killed leaves
+        shutil.rmtree(path)
+    check_clean(hosts)
 
 
 @pytest.mark.slow
-def test_an_outage_is_survived(python, hosts, private):
-    for folder, hostfile in kinds_of_jobs(hosts, private):
-        options = ["--hostfile", hostfile, "fault.py", "return", "work"]
-        with hosts.tarantella(python, *options, folder=folder) as job:
-            job.wait_until_ready()
-            hosts.link(1, "down")
-            time.sleep(2)
-            hosts.link(1, "up")
-            result = job.result()
-        assert result.code == 0, result.stderr
-        check_clean(hosts)
+def test_an_outage_is_survived(python, hosts):
+    with hosts.tarantella(python, "fault.py", "return", "work") as job:
+        job.wait_until_ready()
+        hosts.link(1, "down")
+        time.sleep(2)
+        hosts.link(1, "up")
+        result = job.result()
+    assert result.code == 0, result.stderr
+    check_clean(hosts)
+
+
+def losses_in(text: str) -> list[float]:
+    """Returns the losses that the script has printed."""
+    (line,) = [line for line in text.splitlines() if line.startswith("losses ")]
+    return [float.fromhex(loss) for loss in line.split()[1:]]
+
+
+@pytest.mark.slow
+def test_losses_are_those_of_one_host(python, hosts):
+    hostfile = hosts.hostfile("alpha:2", "beta:1")
+    options = ["--hostfile", hostfile, "--threads", "1", "--", "losses.py"]
+    with hosts.tarantella(python, *options) as job:
+        result = job.result(LONG_SECONDS)
+    assert result.code == 0, result.stderr
+    here = mpi_run(3, SCRIPTS / "losses.py", python=sys.executable).check()
+    expected = losses_in(here.stdout)
+    assert expected[3] < expected[0]
+    assert losses_in(result.stdout) == pytest.approx(expected, rel=1e-13, abs=0)

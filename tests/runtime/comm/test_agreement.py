@@ -21,11 +21,7 @@ from tarantella_pp.runtime.comm.agreement import (
     CollectiveCall,
     disagreement,
 )
-from tarantella_pp.runtime.comm.communicator import (
-    Communicator,
-    TensorSpec,
-    world,
-)
+from tarantella_pp.runtime.comm.communicator import TensorSpec, world
 from tarantella_pp.runtime.comm.waiting import Limits, Waiter, Wakeup
 from tests.helpers.mpi import find_mpiexec, mpi_run
 
@@ -37,27 +33,6 @@ def said(number=1, call=END, unfinished=False, broken=""):
     return Announcement(number, call, unfinished, broken)
 
 
-def test_equal_calls_agree_wherever_they_are_made():
-    assert not disagreement(
-        {0: said(call=CollectiveCall("fit", "a:1")), 1: said(call=CollectiveCall("fit", "a:2"))}
-    )
-
-
-def test_ranks_with_the_same_call_are_named_together():
-    fit, save = (
-        said(call=CollectiveCall("fit", "a.py:1")),
-        said(call=CollectiveCall("save", "a.py:2")),
-    )
-    text = disagreement({0: fit, 1: save, 2: fit})
-    assert "fit() at a.py:1 on ranks 0, 2; save() at a.py:2 on rank 1" in text
-
-
-def test_a_fact_that_differs_is_named():
-    two, three = (said(call=CollectiveCall("fit", "a.py:1", {"epochs": n, "x": "1"})) for n in "23")
-    text = disagreement({0: two, 1: three})
-    assert "fit(epochs=2) at a.py:1 on rank 0; fit(epochs=3) at a.py:1 on rank 1" in text
-
-
 def test_the_end_of_a_script_and_a_call_that_cannot_go_on_are_no_calls():
     fit = CollectiveCall("fit", "a.py:1")
     text = disagreement({0: said(call=fit, unfinished=True), 1: said()})
@@ -66,11 +41,6 @@ def test_the_end_of_a_script_and_a_call_that_cannot_go_on_are_no_calls():
     assert "KeyboardInterrupt" in disagreement(
         {0: said(call=fit), 1: said(broken="KeyboardInterrupt")}
     )
-
-
-def test_one_process_agrees_with_itself():
-    with Communicator().call("fit", epochs=2):
-        pass
 
 
 class Network:
@@ -274,17 +244,19 @@ def wait_in_vain():
     if ours.rank == 1:
         with ours.call("fit"):
             time.sleep(2.5)
-            ours.send([np.zeros(1)], 0, 7)
+            for tag in (7, 8):
+                ours.send([np.zeros(1)], 0, tag)
         time.sleep(2.5)
         call("save")
         return []
     with ours.call("fit"):
         request = ours.post_receive(_ONE, 1, 7, label="activations 1>0, micro-batch 2")
+        second = ours.post_receive(_ONE, 1, 8, label="activations 1>0, micro-batch 3")
         try:
             request.wait()
         except CommunicationError as error:
             found.append(str(error))
-        while not request.ready():
+        while not (request.ready() and second.ready()):
             time.sleep(0.01)
     try:
         call("save")
@@ -298,6 +270,7 @@ def wait_in_vain():
 def test_the_first_line_of_a_time_out_says_who_waits_for_whom_in_which_call():
     run = mpi_run(2, wait_in_vain, env={"TNT_TIMEOUT": "1", "TNT_WARN": "0.5"}).check()
     message, announcement = (text.splitlines()[0] for text in run.results[0])
+    assert "expected: activations 1>0, micro-batch 3 from rank 1 (tag 8)" in run.results[0][0]
     assert re.match(
         r"Rank 0 waited 1\.\d s in fit\(\) at \S*:\d+ for activations 1>0, micro-batch 2 "
         r"from rank 1 \(tag 7\) and gives up",

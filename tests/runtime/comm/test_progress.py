@@ -49,12 +49,6 @@ def name() -> str:
     return threading.current_thread().name
 
 
-def test_there_is_no_thread_where_nothing_is_open() -> None:
-    before = threading.active_count()
-    with BackgroundProgress(lambda: False, lambda: pytest.fail("polled")):
-        assert threading.active_count() == before
-
-
 def test_a_computation_ends_after_the_poll_that_has_begun() -> None:
     begun, go_on, events = threading.Event(), threading.Event(), []
 

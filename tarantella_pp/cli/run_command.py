@@ -165,6 +165,7 @@ def _variables(
     """Returns the environment of the ranks, as far as it is not the user's."""
     from tarantella_pp.launch import environment, resources
     from tarantella_pp.partition.graph.units import parse_bytes
+    from tarantella_pp.partition.options import FUSION_VARIABLE
 
     variables = environment.rank_environment(
         arguments.log_level, arguments.output_on_all_devices, {**os.environ, **exported}
@@ -186,7 +187,7 @@ def _variables(
         variables[environment.TRACE_VARIABLE] = os.path.abspath(arguments.trace)
     if arguments.fusion_threshold is not None:
         size = parse_bytes(arguments.fusion_threshold, "--fusion-threshold")
-        variables[environment.FUSION_VARIABLE] = str(size)
+        variables[FUSION_VARIABLE] = str(size)
     return variables
 
 

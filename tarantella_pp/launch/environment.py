@@ -19,8 +19,6 @@ HEARTBEAT_VARIABLE = "TNT_HEARTBEAT"
 _HEARTBEAT_SECONDS = 60.0
 # Names the file that training is to be recorded in, whatever the script says.
 TRACE_VARIABLE = "TNT_TRACE"
-# Says how many bytes of gradients replicas sum at a time, where the script does not.
-FUSION_VARIABLE = "TNT_FUSION_THRESHOLD"
 # The second name, where there is one, must be set as well. SLURM_NTASKS alone is no sign of
 # several processes: an interactive allocation (`salloc`) and a batch script have it, with one plain
 # `python` each.

@@ -113,8 +113,7 @@ def _start_rank(launcher: int) -> int:
     told = os.dup(_STANDARD_ERROR)  # which the script may close or redirect
 
     def report(**fields: Any) -> None:
-        state = fields.get("state", STARTED)
-        said[: len(state)] = state.encode()
+        said[:] = fields.get("state", STARTED).encode().ljust(len(said), b"\0")
         with contextlib.suppress(OSError):  # the launcher is gone
             records.write(told, rank, **fields)
 

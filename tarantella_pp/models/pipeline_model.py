@@ -21,11 +21,11 @@ from tarantella_pp.models import model_validation
 from tarantella_pp.models.agreed_plan import agreed_plan
 from tarantella_pp.models.collective_model import CollectiveModel
 from tarantella_pp.models.deferred_init import deferred_init, initial_values
-from tarantella_pp.models.training_loops import TrainingLoops
+from tarantella_pp.models.training_loops import TrainingLoops, learning_rate_of
 from tarantella_pp.partition.graph.keras_reader import extract
 from tarantella_pp.partition.options import PlanOptions, Recompute, checked_count
 from tarantella_pp.partition.plan.plan import Plan
-from tarantella_pp.runtime.comm.collective import collective, compiled_facts, learning_rate_of
+from tarantella_pp.runtime.comm.collective import collective, compiled_facts
 from tarantella_pp.runtime.comm.communicator import world
 from tarantella_pp.runtime.engine import Engine
 from tarantella_pp.runtime.weights.optimizer_state import OptimizerState

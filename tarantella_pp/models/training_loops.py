@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -16,8 +17,9 @@ from tarantella_pp.callbacks.rank_rules import (
     with_trace,
 )
 from tarantella_pp.internals.data import train_validation_split
+from tarantella_pp.internals.optimizers import settable_learning_rate
 from tarantella_pp.internals.training import forget_validation
-from tarantella_pp.runtime.comm.collective import collective, learning_rate_of
+from tarantella_pp.runtime.comm.collective import collective
 from tarantella_pp.runtime.data.data_adapter import (
     BatchEngine,
     GivenData,
@@ -35,6 +37,11 @@ if TYPE_CHECKING:
 
 else:  # it is put before classes of models, Functional or not
     _AnyModel = object
+
+
+def learning_rate_of(given: Mapping[str, Any]) -> float:
+    """The learning rate with which a call begins; NaN where a schedule sets it."""
+    return settable_learning_rate(given["self"])
 
 
 class TrainingLoops(_AnyModel):

@@ -13,7 +13,6 @@ from typing import Any, cast, get_args
 import msgspec
 
 from tarantella_pp.errors import ConfigurationError
-from tarantella_pp.launch.environment import FUSION_VARIABLE
 from tarantella_pp.partition.graph.layer_graph import LayerGraph
 from tarantella_pp.partition.graph.profile import Profile
 from tarantella_pp.partition.graph.units import parse_bytes
@@ -27,6 +26,8 @@ from tarantella_pp.partition.plan.plan_parts import (
 )
 from tarantella_pp.schedule import Schedule, ScheduleSpec, bubble_fraction, send_window
 
+# Says how many bytes of gradients replicas sum at a time, where the script does not.
+FUSION_VARIABLE = "TNT_FUSION_THRESHOLD"
 BALANCES = ("memory", "time", "flops")
 # The balance of a plan whose stages were given.
 GIVEN = "given"

@@ -15,7 +15,6 @@ import msgspec
 import numpy as np
 
 from tarantella_pp.errors import CommunicationError, ConfigurationError
-from tarantella_pp.internals.optimizers import settable_learning_rate
 from tarantella_pp.runtime.comm.communicator import Communicator
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -119,11 +118,6 @@ def hidden_options(value: Any) -> dict[str, Any]:
         for option, value in options.items()
         if isinstance(value, (bool, int, float, str))
     }
-
-
-def learning_rate_of(given: Mapping[str, Any]) -> float:
-    """The learning rate with which a call begins; NaN where a schedule sets it."""
-    return settable_learning_rate(given["self"])
 
 
 def named(value: Any) -> Any:

@@ -59,11 +59,12 @@ class SendRequest:
         self._memory: list[Bytes] = []
         self._requests: list[Any] = []
 
-    def add(self, data: Bytes, request: Any) -> None:
-        """Adds a piece that `request` sends."""
-        self.nbytes += data.size
-        self._memory.append(data)
-        self._requests.append(request)
+    def add(self, piece: Bytes) -> None:
+        """Starts to send a piece."""
+        channel = self._channel
+        self.nbytes += piece.size
+        self._memory.append(piece)
+        self._requests.append(channel.comm.Isend((piece, channel.byte), self.dest, self.tag))
 
     def done(self) -> bool:
         """Whether the memory may change again."""
@@ -115,20 +116,24 @@ class RecvRequest:
         self._channel = channel
         self._specs = specs
         self._arrays: list[NDArray[Any]] = []
-        self._parts: list[tuple[Bytes, Any]] = []
+        self._parts: list[tuple[Bytes, Any]] = []  # pieces of tensors, each with its request
         self._next = 0
         self._description: Bytes | None = None
+        if number == 0:  # a description goes ahead
+            self._description = aligned_memory(DESCRIPTION_BYTES)
+            self._expect(self._description)
 
-    def add_description(self, memory: Bytes, request: Any) -> None:
-        """Adds the description that goes ahead of the first message with a tag."""
-        self._description = memory
-        self._parts.append((memory, request))
+    def add_tensor(self, spec: TensorSpec, memory: Bytes) -> None:
+        """Makes ready to receive a tensor."""
+        for piece in pieces(memory):
+            self._expect(piece)
+        self._arrays.append(memory.view(numpy_dtype(spec.dtype)).reshape(spec.shape))
+        self.nbytes += memory.nbytes
 
-    def add_tensor(self, array: NDArray[Any], parts: Sequence[tuple[Bytes, Any]]) -> None:
-        """Adds a tensor that arrives in the given pieces, each with its request."""
-        self._arrays.append(array)
-        self._parts.extend(parts)
-        self.nbytes += array.nbytes
+    def _expect(self, piece: Bytes) -> None:
+        channel = self._channel
+        request = channel.comm.Irecv((piece, channel.byte), self.source, self.tag)
+        self._parts.append((piece, request))
 
     def ready(self) -> bool:
         """Whether the whole message is here; never waits."""
@@ -139,7 +144,7 @@ class RecvRequest:
                     return False
             except self._channel.mpi_error as error:
                 raise self._mismatch(f"more than {memory.size} bytes at once ({error})") from error
-            self._check(memory, self._channel.bytes_received())
+            self._check(memory, int(self._channel.status.Get_count(self._channel.byte)))
             self._next += 1
             if self._next == len(self._parts):
                 self._channel.received(self)
@@ -159,11 +164,16 @@ class RecvRequest:
 
     def check(self) -> None:
         """Refuses to wait for the message if it will not come; see `Agreement.check_message`."""
-        self._channel.check(self)
+        channel = self._channel
+        channel.process.agreement.check_message(
+            channel.waiter, self.world_rank, channel.group, self.tag, self.number
+        )
 
     def coming(self) -> int:
         """Returns the size in bytes if the message is known to be on its way, else 0."""
-        return self.nbytes if self._channel.is_announced(self) else 0
+        wakeup, group = self._channel.process.wakeup, self._channel.group
+        announced = wakeup.is_announced(group, self.source, self.tag, self.number)
+        return self.nbytes if announced else 0
 
     def _check(self, memory: Bytes, got: int) -> None:
         # The description is shorter than its memory, so its own length says nothing.
@@ -218,22 +228,6 @@ class Channel:
         self._expected: dict[int, RecvRequest] = {}
         self._posted: Counter[tuple[int, int]] = Counter()
 
-    def is_announced(self, request: RecvRequest) -> bool:
-        """Whether a message is known to be on its way."""
-        return self.process.wakeup.is_announced(
-            self.group, request.source, request.tag, request.number
-        )
-
-    def check(self, request: RecvRequest) -> None:
-        """Refuses to wait for a message that will not come."""
-        self.process.agreement.check_message(
-            self.waiter, request.world_rank, self.group, request.tag, request.number
-        )
-
-    def bytes_received(self) -> int:
-        """Returns the size in bytes of the message that `status` is about."""
-        return int(self.status.Get_count(self.byte))
-
     def send(self, arrays: Sequence[Any], dest: int, tag: int, label: str) -> SendRequest:
         """Starts to send a message."""
         tensors = [as_array(array) for array in arrays]
@@ -245,19 +239,16 @@ class Channel:
         number = counts[key]
         counts[key] += 1
         if number == 0:
-            self._send_piece(sending, describe(tensors))
+            sending.add(describe(tensors))
         for tensor in tensors:
             for piece in pieces(as_bytes(tensor)):
-                self._send_piece(sending, piece)
+                sending.add(piece)
         self.process.wakeup.announce(world_rank, self.group, self.rank, tag, number)
         # The receiver is on its way; what follows is not waited for.
         self.progress()  # or a rank that never waits keeps all that it has sent
         self._outgoing.append(sending)
         self.process.progress.add_sender(self.progress)
         return sending
-
-    def _send_piece(self, sending: SendRequest, piece: Bytes) -> None:
-        sending.add(piece, self.comm.Isend((piece, self.byte), sending.dest, sending.tag))
 
     def receive(
         self,
@@ -270,16 +261,9 @@ class Channel:
         """Makes ready to receive a message, into given contiguous memory or into memory of ours."""
         request = RecvRequest(self, specs, source, tag, label, self._posted[source, tag])
         self._posted[source, tag] += 1
-        if request.number == 0:
-            memory = aligned_memory(DESCRIPTION_BYTES)
-            request.add_description(memory, self.comm.Irecv((memory, self.byte), source, tag))
         for i, spec in enumerate(specs):
             memory = aligned_memory(spec.nbytes) if into is None else as_bytes(into[i])
-            parts = [
-                (piece, self.comm.Irecv((piece, self.byte), source, tag))
-                for piece in pieces(memory)
-            ]
-            request.add_tensor(memory.view(numpy_dtype(spec.dtype)).reshape(spec.shape), parts)
+            request.add_tensor(spec, memory)
         # A message without tensors is nothing at all, but for the description of the first one.
         if specs or request.number == 0:  # else there is nothing to come
             self._expected[id(request)] = request

@@ -115,19 +115,6 @@ def a_tag_keeps_its_order(ranks: Communicator) -> None:
 
 
 @case
-def tags_need_no_order(ranks: Communicator) -> None:
-    after, before = ring(ranks)
-    for tag in (41, 42, 43):
-        ranks.send([np.array(tag)], after, tag)
-    for tag in (43, 41, 42):
-        request = ranks.post_receive([TensorSpec((), "int64")], before, tag)
-        assert int(request.wait()[0]) == tag
-        assert request.ready()
-        assert request.wait() is request.wait()
-    ranks.flush()
-
-
-@case
 def a_message_without_tensors(ranks: Communicator) -> None:
     after, before = ring(ranks)
     for _ in range(2):
@@ -335,23 +322,6 @@ def a_collective_goes_on_while_a_rank_waits_for_a_message(ranks: Communicator) -
     if not ranks.rank:
         ranks.post_receive(spec, before, 45).wait()
     assert (request.wait() == ranks.size).all()
-    ranks.flush()
-
-
-@case
-def a_collective_made_of_others(ranks: Communicator) -> None:
-    def steps():
-        count = ranks.start_allgather([np.array([ranks.rank + 1])], tag=1)
-        total = ranks.start_allreduce(np.array([1.0]), tag=2)
-        yield [count, total]
-        rows = count.wait()[0].tolist()
-        parts = ranks.start_allgather([np.full(ranks.rank + 1, ranks.rank)], rows, tag=3)
-        yield [parts]
-        return parts.wait()[0].tolist(), float(total.wait()[0])
-
-    got, total = ranks.start(steps(), "counted rows").wait()
-    assert got == [rank for rank in range(ranks.size) for _ in range(rank + 1)]
-    assert total == ranks.size
     ranks.flush()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tarantella_pp.errors import ConfigurationError
-from tarantella_pp.launch import environment, resources
+from tarantella_pp.launch import environment
 
 
 def variables(given: dict[str, str]) -> dict[str, str]:
@@ -56,13 +56,6 @@ def test_onednn_is_asked_for_where_tensorflow_has_it_for_all_processors(
     for name in ("TF_ENABLE_ONEDNN_OPTS", "TF_ONEDNN_USE_SYSTEM_ALLOCATOR"):
         assert variables({}).get(name) == value
         assert name not in variables({name: "0"})
-
-
-@pytest.mark.parametrize(("ranks", "threads"), [(1, 8), (2, 4), (3, 2), (16, 1)])
-def test_ranks_share_the_cores_of_a_node(ranks, threads, monkeypatch):
-    monkeypatch.setattr(resources, "cores_of_node", lambda: 8)
-    assert resources.threads_per_rank(ranks, {}) == threads
-    assert resources.threads_per_rank(ranks, {"SLURM_CPUS_PER_TASK": "5"}) == 5
 
 
 def test_exports_have_names_and_values():

@@ -45,19 +45,15 @@ def test_a_file_from_windows_is_read(tmp_path):
     ("text", "complaint"),
     [
         ("", "names no host"),
-        ("# nothing\n\n", "names no host"),
         ("a\nb\na:2\n", "Received twice: a"),
         ("a\n-oProxyCommand=x\n", "line 2: expected `host`"),
         ("a:0\n", "Received: 'a:0'"),
-        ("a:00\n", "Received: 'a:00'"),
         ("fd00::1\n", "give the host a name"),
         ("[fd00::1]:4\n", "give the host a name"),  # both MPIs would look for a host `[`
-        ("a slots=\n", "Received: 'a slots='"),
         ("a b\n", "Received: 'a b'"),
         ("a slots=2 max_slots=4\n", "line 1"),
         ("a:2 slots=2\n", "line 1"),
         ("a;reboot\n", "line 1"),
-        ("$(reboot)\n", "line 1"),
     ],
 )
 def test_other_lines_are_refused(tmp_path, text, complaint):
@@ -75,14 +71,11 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
     ("slots", "ranks", "per_node", "counts"),
     [
         ([None, None], None, None, [1, 1]),
-        ([None, None], 4, None, [2, 2]),
         ([None, None, None], 5, None, [2, 2, 1]),
         ([None, None], 1, None, [1]),
-        ([2, 3], None, None, [2, 3]),
         ([2, 3], 3, None, [2, 1]),
         ([None, 3], None, None, [1, 3]),
         ([None, None], None, 4, [4, 4]),
-        ([4, 4], None, 2, [2, 2]),
         ([4, 4], 3, 2, [2, 1]),
     ],
 )

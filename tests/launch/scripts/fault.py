@@ -37,26 +37,14 @@ def fail() -> None:
         subprocess.Popen(["setsid", "sleep", "60"])
     if fault in ("raise", "orphan"):
         raise ValueError("a bad apple")
-    if fault == "exit5":
-        sys.exit(5)
-    if fault == "exit75":
-        sys.exit(75)
-    if fault == "exit0":
-        sys.exit(0)
+    if fault in ("exit0", "exit5", "exit75"):
+        sys.exit(int(fault[4:]))
     if fault == "exit-text":
         sys.exit("no data")
-    if fault == "system-exit":
-        raise SystemExit(4)
-    if fault == "_exit0":
-        os._exit(0)
-    if fault == "_exit5":
-        os._exit(5)
-    if fault == "sigkill":
-        os.kill(os.getpid(), signal.SIGKILL)
-    if fault == "sigsegv":
-        os.kill(os.getpid(), signal.SIGSEGV)
-    if fault == "abort":
-        comm.Abort(6)
+    if fault in ("_exit0", "_exit5"):
+        os._exit(int(fault[5:]))
+    if fault in ("sigkill", "sigsegv"):
+        os.kill(os.getpid(), getattr(signal, fault.upper()))
     if fault == "interrupt":
         raise KeyboardInterrupt
     if fault == "thread":

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tarantella_pp.errors import CommunicationError
 from tarantella_pp.launch.environment import seconds_from
@@ -31,7 +32,9 @@ class Wakeup:
     """
 
     def __init__(self) -> None:
-        self.address = ""  # where others ring; empty where there are no such sockets
+        # Where others ring, of which host, and which cores this process may use, for a job may have
+        # few of a host's; empty where there are no such sockets
+        self.address: list[Any] = []
         self.neighbours = 1  # how many ranks this one reaches, itself included
         self.crowded = False  # whether these have fewer cores than they are
         self.asked = False  # whether another rank wants this one to poll, for a message to go over
@@ -45,19 +48,19 @@ class Wakeup:
             if own.fileno() >= _SELECTABLE:
                 return
             self._socket = own
-            self.address = f"{_place()} {own.getsockname().hex()} {_cores():x}"
+            self.address = [own.getsockname(), _place(), sorted(os.sched_getaffinity(0))]
 
-    def connect(self, addresses: Sequence[str]) -> None:
+    def connect(self, addresses: Sequence[list[Any]]) -> None:
         """Learns where to ring for each rank of the job; those elsewhere cannot be rung for."""
         # Ranks may be bound to cores of their own, or share all that the job has: what counts is
         # how many different ones they have together.
-        place, cores = self.address.partition(" ")[0], 0
+        used: set[int] = set()
         for address in addresses:
-            near = bool(place) and address.startswith(f"{place} ")
-            self._peers.append(bytes.fromhex(address.split(" ")[1]) if near else b"")
-            cores |= int(address.split(" ")[2], 16) if near else 0
+            near = bool(self.address) and address[1:2] == self.address[1:2]
+            self._peers.append(address[0] if near else b"")
+            used.update(address[2] if near else ())
         self.neighbours = max(1, sum(map(bool, self._peers)))
-        self.crowded = self.neighbours > max(1, cores.bit_count())
+        self.crowded = self.neighbours > max(1, len(used))
 
     def reaches(self, rank: int) -> bool:
         """Whether `rank` and this rank can ring for each other."""
@@ -97,11 +100,6 @@ class Wakeup:
             self._announced[group, source, tag] = number
         else:
             self.asked = True
-
-
-def _cores() -> int:
-    """Returns a bit for each core that this process may use; a job may have few of a host's."""
-    return sum(1 << core for core in os.sched_getaffinity(0))
 
 
 def _place() -> str:

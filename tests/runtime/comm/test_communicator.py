@@ -273,7 +273,7 @@ def test_a_wait_is_used_for_other_work_until_it_ends_or_there_is_none() -> None:
 def connected_bells() -> list[Wakeup]:
     bells = [Wakeup(), Wakeup()]
     for bell in bells:
-        bell.connect([one.address for one in bells] + ["elsewhere 00"])
+        bell.connect([one.address for one in bells] + [[b"x", "elsewhere", [0]]])
     return bells
 
 
@@ -319,7 +319,7 @@ def test_a_bell_never_holds_up_who_rings() -> None:
     for number in range(1000):
         here.announce(1, 0, 0, 0, number)
     assert there.sleep(0.0)
-    there._socket.close()
+    del there
     here.ring(1)
 
 
@@ -329,7 +329,7 @@ def test_a_rank_without_a_bell_just_sleeps(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(socket, "socket", refuse)
     bell = Wakeup()
-    bell.connect(["", bell.address])
+    bell.connect([[], bell.address])
     assert not bell.reaches(0)
     bell.ring(0)
     assert not bell.sleep(0.001)

@@ -5,16 +5,9 @@ from __future__ import annotations
 import msgspec
 from hypothesis import strategies as st
 
-from tarantella_pp.partition.graph.layer_graph import (
-    LayerGraph,
-    Node,
-    Tensor,
-    Weight,
-)
-from tarantella_pp.partition.options import PlanOptions
-from tarantella_pp.partition.plan.plan import Plan
-from tarantella_pp.partition.plan.plan_parts import Certificate
-from tarantella_pp.partition.stage_costs import StageCostModel
+from tarantella_pp.partition.graph.layer_graph import LayerGraph, Node, Tensor, Weight
+from tarantella_pp.schedule import ScheduleSpec
+from tests.helpers import plans
 
 KINDS = ("Conv2D", "BatchNormalization", "ReLU", "Conv2D", "Add")
 
@@ -76,42 +69,21 @@ def graphs(draw, names=None, most=40):
     return graph_of(texts or [f"layer_{i}" for i in range(layers)], reads)
 
 
-def plan_of(graph, num_stages, *, schedule="1f1b", micro_batches=8, limit=None, model="net"):
+def plan_of(graph, num_stages, *, schedule="1f1b", micro_batches=8, **changes):
     """A plan with equally many operations on each stage."""
-    options = PlanOptions(
-        num_stages=num_stages,
-        batch_size=64,
-        num_micro_batches=micro_batches,
-        num_replicas=1,
-        schedule=schedule,
-        balance="memory",
-        memory_limit=limit,
-    ).settled()
     total = len(graph.nodes)
-    assignment = tuple(i * num_stages // total for i in range(total))
-    costs = StageCostModel(graph, [2 * w.bytes for w in graph.weights], options.micro_batch_size)
-    stages = costs.stages(assignment, options.in_flight)
-    largest = max(stage.memory_bytes for stage in stages)
-    return Plan(
-        model=model,
-        num_stages=num_stages,
+    return plans.plan_of(
+        graph,
+        [i * num_stages // total for i in range(total)],
+        ScheduleSpec.of(schedule, num_stages).in_flight(micro_batches),
         num_micro_batches=micro_batches,
-        num_replicas=1,
         batch_size=64,
         schedule=schedule,
-        balance="memory",
-        optimizer="adam",
-        memory_limit=options.memory_limit,
-        fingerprint=graph.fingerprint(),
-        node_names=tuple(node.name for node in graph.nodes),
-        assignment=assignment,
-        stages=stages,
-        cuts=costs.cuts(assignment),
-        certificate=Certificate.of(largest, largest * 0.98, "equal counts", 0.01),
+        **{"model": "net", **changes},
     )
 
 
 def small(**changes):
     """A graph of 20 operations and its plan on 4 stages."""
     graph = residual_graph(20, long_skips=1)
-    return graph, msgspec.structs.replace(plan_of(graph, 4, limit="1MiB"), **changes)
+    return graph, msgspec.structs.replace(plan_of(graph, 4, memory_limit=2**20), **changes)

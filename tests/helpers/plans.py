@@ -55,9 +55,10 @@ def chain_graph(length=4, width=8):
     )
 
 
-def plan_of(graph, assignment, **changes):
+def plan_of(graph, assignment, held=None, **changes):
     """The plan of an assignment, with two optimizer slots and 4 micro-batches of 8 samples."""
     num_stages = max(assignment) + 1
+    held = held or [num_stages - stage for stage in range(num_stages)]
     costs = StageCostModel(graph, [2 * weight.bytes for weight in graph.weights], 8)
     plan = Plan(
         model="chain",
@@ -72,7 +73,7 @@ def plan_of(graph, assignment, **changes):
         fingerprint=graph.fingerprint(),
         node_names=tuple(node.name for node in graph.nodes),
         assignment=tuple(assignment),
-        stages=costs.stages(assignment, [num_stages - s for s in range(num_stages)]),
+        stages=costs.stages(assignment, held),
         cuts=costs.cuts(assignment),
         certificate=Certificate(3072.0, 3072.0, 0.0, True, "chain DP, 5 ideals", 0.001),
         bubble=0.2,

@@ -1,7 +1,7 @@
 """The page of a plan: one HTML file, without scripts, that loads nothing.
 
-`page.html.j2` says how it looks, this file computes figures and tables, `page_pictures.py` the
-memory of stages and the timeline, and `page_graph.py` places the layer graph.
+`page.html.j2` says how it looks, this file computes figures, tables and the timeline, and
+`page_graph.py` places the layer graph.
 """
 
 from __future__ import annotations
@@ -24,26 +24,31 @@ from tarantella_pp.partition.graph.units import (
     percent,
 )
 from tarantella_pp.partition.plan.page_graph import graph_drawing
-from tarantella_pp.partition.plan.page_pictures import (
-    coordinate,
-    memory_parts,
-    memory_picture,
-    timeline_picture,
-)
-from tarantella_pp.partition.plan.plan_data import PlanData
+from tarantella_pp.partition.plan.plan import Plan
+from tarantella_pp.partition.plan.plan_parts import StagePlan
 from tarantella_pp.partition.plan.plan_simulation import planned_step
 from tarantella_pp.partition.plan.report import choice_lines
+from tarantella_pp.schedule import Compute
 from tarantella_pp.simulation.pipelines import PipelineStep
 
 # Most rows of tables; who needs more reads the plan itself.
 MOST_ROWS, MOST_REPLICAS = 5000, 64
+# Most computations that a timeline draws, and the width of its bars in pixels.
+MOST_BARS, LEAST_WIDTH, MOST_WIDTH = 20_000, 900, 2400
+KINDS = {
+    "F": "forward",
+    "B": "input gradient",
+    "W": "weight gradient",
+    "BW": "backward (both gradients)",
+    "R": "reduction over replicas",
+}
 # XML does not allow these, or they turn around the direction of the text behind them.
 _FORBIDDEN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]|[\u202a-\u202e\u2066-\u2069]"
 )
 
 
-def render_html(plan: PlanData, graph: LayerGraph | None = None) -> str:
+def render_html(plan: Plan, graph: LayerGraph | None = None) -> str:
     """Makes the page: figures, stages, memory, timeline, layer graph and cuts."""
     try:
         step = planned_step(plan)
@@ -56,10 +61,9 @@ def render_html(plan: PlanData, graph: LayerGraph | None = None) -> str:
         graph=graph,
         step=step,
         choice=" ".join(choice_lines(plan)),
-        tiles=_tiles(plan, step),
-        stages=_stage_table(plan),
-        memory=memory_picture(plan),
-        timeline=step and timeline_picture(plan, step),
+        memory=_memory(plan),
+        timeline=step and _timeline(plan, step),
+        kinds=KINDS,
         drawing=graph_drawing(plan, graph),
         stages_of_ranks=ranks,
         most={"rows": MOST_ROWS, "replicas": MOST_REPLICAS},
@@ -92,92 +96,80 @@ def _template() -> jinja2.Template:
 def _shown(value: Any) -> Any:
     """Writes a value of the template: coordinates with at most one decimal, safe text."""
     if isinstance(value, float):
-        return coordinate(value)
+        return f"{value:.1f}".removesuffix(".0")
     if isinstance(value, str) and not isinstance(value, markupsafe.Markup):
         return _FORBIDDEN.sub("\N{REPLACEMENT CHARACTER}", value)
     return value
 
 
-def _tiles(plan: PlanData, step: PipelineStep | None) -> list[dict[str, Any]]:
-    """The figures that one looks for first."""
-    largest = max(stage.memory_bytes for stage in plan.stages)
-    value, note, over = format_bytes(largest), "no limit", False
-    if plan.limits is not None:
-        # Of unequal devices, the one that is fullest.
-        sizes = [stage.memory_bytes for stage in plan.stages]
-        pairs = zip(sizes, plan.limits, strict=True)
-        size, limit = max(pairs, key=lambda pair: (pair[0] / pair[1], pair[0]))
-        value, over = format_bytes(size), size > limit
-        note = f"{percent(size, limit)} of {format_bytes(limit)}"
-    bubble = plan.bubble if step is None else step.bubble_fraction
-    parts = count(plan.num_micro_batches, "micro-batch")
-    ranks = (plan.num_ranks if step is None else step.num_ranks) * plan.num_replicas
-    narrow = "" if plan.wire_dtype is None else f", as {plan.wire_dtype}"
-    tiles = {
-        "Largest stage": (value, note),
-        f"Balanced by {plan.balance}": _verdict(plan),
-        "Bubble": ("-", "not simulated") if bubble is None else (percent(bubble), "simulated"),
-        "Batch": (f"{plan.batch_size:,}", f"{parts} of {count(plan.micro_batch_size, 'sample')}"),
-        "Ranks": (
-            f"{ranks:,}",
-            f"{count(plan.num_stages, 'stage')} × {count(plan.num_replicas, 'replica')}",
-        ),
-        "Sent forward": (
-            format_bytes(plan.sent_bytes()),
-            f"{count(len(plan.cuts), 'tensor')}, per micro-batch{narrow}",
-        ),
+def _memory_parts(stage: StagePlan) -> dict[str, int]:
+    """The bytes of each part of a stage's memory."""
+    return {
+        "weights": stage.parameter_bytes + stage.constant_bytes,
+        "gradients": stage.gradient_bytes,
+        "optimizer": stage.optimizer_bytes,
+        "activations": stage.in_flight * stage.activation_bytes,
+        "recomputed": stage.recomputed_bytes,
+        "working": stage.working_bytes,
+        "buffers": stage.buffer_bytes + stage.reduction_bytes,
     }
-    return [
-        {"name": name, "value": value, "note": note, "over": over and name == "Largest stage"}
-        for name, (value, note) in tiles.items()
-    ]
 
 
-def _verdict(plan: PlanData) -> tuple[str, str]:
-    """How good the plan is known to be."""
-    proof = plan.certificate
-    value, bound = (
-        f"{format_flops(v)} per sample" if plan.balance == "flops" else format_bytes(v)
-        for v in (proof.value, proof.lower_bound)
-    )
-    if proof.optimal:
-        return "optimal", f"{value}, proven by {proof.method} in {format_seconds(proof.seconds)}"
-    if proof.gap is None:
-        return value, f"no lower bound ({proof.method})"
-    return f"gap ≤ {100 * proof.gap:.2g} %", f"{value}, no plan is below {bound} ({proof.method})"
+def _memory(plan: Plan) -> dict[str, Any]:
+    """The parts of each stage's memory, their sums, and the bytes at the end of the longest bar."""
+    most = max(stage.memory_bytes for stage in plan.stages)
+    # A limit far above the stages would flatten them.
+    ends = [most, *(limit for limit in plan.limits or () if limit <= 4 * most)]
+    parts = [_memory_parts(stage) for stage in plan.stages]
+    sums = {name: sum(sizes[name] for sizes in parts) for name in parts[0]}
+    pairs = zip(plan.stages, plan.limits or (), strict=plan.limits is not None)
+    fullest = max((stage.memory_bytes / limit for stage, limit in pairs), default=0.0)
+    return {"most": most, "end": max(ends) or 1, "parts": parts, "sums": sums, "fullest": fullest}
 
 
-def _stage_table(plan: PlanData) -> dict[str, Any]:
-    """The table of stages, without its first two cells, which have markup."""
-    heads = ["Stage", "Operations", "Number", "Weights", "Gradients", "Optimizer"]
-    heads += ["Activations", "Working", "Buffers", "Memory", "FLOPs", "Sends"]
-    if plan.limits is not None:
-        heads.insert(10, "Of limit")
-    work = sum(stage.flops for stage in plan.stages)
-    rows, sums = [], dict.fromkeys(memory_parts(plan.stages[0]), 0)
-    for i, stage in enumerate(plan.stages):
-        sizes = memory_parts(stage)
-        sums = {part: sums[part] + size for part, size in sizes.items()}
-        again = sizes.pop("recomputed")
-        shown = {part: format_bytes(size) for part, size in sizes.items()}
-        shown["activations"] = f"{stage.in_flight} × {format_bytes(stage.activation_bytes)}"
-        if again:
-            shown["activations"] += f" + {format_bytes(again)}"
-        texts = [f"{stage.nodes:,}", *shown.values(), format_bytes(stage.memory_bytes)]
-        over = False
-        if plan.limits is not None:
-            over = stage.memory_bytes > plan.limits[i]
-            texts.append(percent(stage.memory_bytes, plan.limits[i]))
-        texts += [f"{percent(stage.flops, work)} · {format_flops(stage.flops)}", _sends(plan, i)]
-        rows.append([{"text": text, "over": over and at == 8} for at, text in enumerate(texts)])
-    sums["activations"] += sums.pop("recomputed")
-    memory = sum(stage.memory_bytes for stage in plan.stages)
-    totals = ["All", "", f"{len(plan.node_names):,}", *map(format_bytes, sums.values())]
-    totals += [format_bytes(memory), *([] if plan.limits is None else [""])]
-    return {"heads": heads, "rows": rows, "totals": [*totals, format_flops(work), _sends(plan)]}
-
-
-def _sends(plan: PlanData, stage: int | None = None) -> str:
-    """What a stage, or all of them, send forward for one micro-batch."""
-    sent = plan.sent_bytes(stage)
-    return format_bytes(sent) if sent else "-"
+def _timeline(plan: Plan, step: PipelineStep) -> dict[str, Any]:
+    """What each rank computes when, and where it waits; no ranks where that is too much."""
+    played = () if step.timeline is None else step.timeline.events
+    events = [[e for e in own if isinstance(e.action, Compute)] for own in played]
+    if not 0 < sum(map(len, events)) <= MOST_BARS:
+        return {"ranks": []}
+    for rank, sums in enumerate(step.reductions):
+        events[rank] += sums
+    length, longest = step.step_seconds or 1.0, 0
+    ranks, kinds = [], set()
+    scale = min(max(LEAST_WIDTH, 9.0 * max(map(len, events))), MOST_WIDTH) / length
+    in_seconds = plan.machine is not None
+    for rank, own in enumerate(events):
+        stages = [stage for stage, owner in enumerate(step.placement) if owner == rank]
+        bars: list[dict[str, Any]] = []
+        for event in own:
+            action, label, kind = event.action, str(event.action), "R"
+            if isinstance(action, Compute):
+                kind = action.kind
+                label = label if len(stages) > 1 else f"{kind}{action.micro_batch}"
+            times = [
+                format_seconds(at) if in_seconds else percent(at, length)
+                for at in (event.start, event.end)
+            ]
+            kinds.add(kind)
+            width = (event.end - event.start) * scale
+            fits = kind != "R" and 6.1 * len(label) + 3 <= width
+            bars.append({
+                "kind": kind, "x": event.start * scale, "width": width,
+                "title": f"{label}: {KINDS[kind]}, {times[0]} to {times[1]}",
+                "text": label if fits else "",
+            })  # fmt: skip
+        idle = 1 - step.busy_seconds[rank] / (step.pipeline_seconds or 1.0)
+        name = f"rank {rank} (stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))})"
+        longest = max(longest, len(name))
+        ranks.append({"name": name, "idle": percent(idle), "bars": bars})
+    ticks = [format_seconds(length * i / 4) if in_seconds else f"{25 * i} %" for i in range(5)]
+    return {
+        "ranks": ranks,
+        "text": f"Timeline of {count(len(ranks), 'rank')} with schedule {step.schedule}",
+        "left": 16 + 7.3 * longest,
+        "length": length * scale,
+        "computed": step.pipeline_seconds * scale,
+        "ticks": ticks,
+        "kinds": [kind for kind in KINDS if kind in kinds],
+    }

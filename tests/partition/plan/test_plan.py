@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tarantella_pp.errors import PlanError
-from tarantella_pp.partition.plan.plan import MAX_FILE_BYTES, Plan
+from tarantella_pp.partition.graph.json_record import MAX_FILE_BYTES
+from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.plan.report import as_text
 from tests.helpers.plans import chain_graph, plan_of
 
@@ -30,20 +31,16 @@ def test_json_and_back(tmp_path):
     assert data["assignment"] == [0, 0, 1, 1]
 
 
-def test_weights_of_several_stages_are_named():
-    plan = Plan.from_json(edited(ties=[tie()]))
-    assert "Stages 0, 1 share dense/kernel (256 B): 0 trains it." in str(plan)
-    assert Plan.from_json(plan.to_json()) == plan
-
-
-def test_files_from_before_recomputation_are_read():
-    data = json.loads(PLAN.to_json())
+def test_files_of_versions_before_are_read():
+    data = json.loads(PLAN.to_json()) | {"measured": [{"bytes": 5000, "exact": False}]}
     del data["recompute"], data["except_last"]
     for stage in data["stages"]:
-        del stage["recomputed_bytes"], stage["working_bytes"]
+        del stage["recomputed_bytes"]
+        stage["deferred_bytes"] = 5
     old = Plan.from_json(json.dumps(data))
     assert old.recompute == old.except_last == ()
-    assert [stage.state_bytes for stage in old.stages] == [2048, 2048]
+    assert old.stages == PLAN.stages
+    assert str(old) == str(PLAN)
 
 
 def test_stages_say_what_they_cost():
@@ -62,11 +59,10 @@ def test_stages_say_what_they_cost():
     assert PLAN.micro_batch_size == 8
 
 
-def test_check_takes_the_plan_of_this_model():
-    PLAN.check(GRAPH)
-    renamed = chain_graph()
-    nodes = tuple(msgspec.structs.replace(n, name=f"other_{n.id}") for n in renamed.nodes)
-    PLAN.check(msgspec.structs.replace(renamed, nodes=nodes))
+def test_check_takes_the_plan_of_this_model_whatever_its_names():
+    nodes = tuple(msgspec.structs.replace(n, name=f"other_{n.id}") for n in GRAPH.nodes)
+    for graph in (GRAPH, msgspec.structs.replace(GRAPH, nodes=nodes)):
+        PLAN.check(graph)
 
 
 def test_check_names_what_differs_in_another_model():
@@ -113,52 +109,41 @@ def tie(**changes):
     ("changes", "message"),
     [
         ({"extra": 1}, "unknown field `extra`"),
-        ({"stages__0__extra": 1}, "unknown field `extra`"),
-        ({"version": 2}, "version must be 1. Received: version=2"),
+        ({"version": 2}, "version. Received: 2"),
         ({"format": "other"}, "Invalid value 'other'"),
-        ({"num_stages": 0}, "num_stages must be at least 1"),
+        ({"num_stages": 0}, "Expected `int` >= 1 at num_stages. Received: 0"),
         ({"num_stages": 3}, "must have num_stages=3 stages. Received: 2"),
         ({"num_stages": "2"}, "Expected `int`, got `str`"),
         ({"num_stages": True}, "Expected `int`, got `bool`"),
-        ({"batch_size": 0}, "batch_size must be at least 1"),
-        ({"fingerprint": "abc"}, "64 hexadecimal digits. Received: 'abc'"),
+        ({"fingerprint": "abc"}, "fingerprint. Received: 'abc'"),
         ({"assignment": [0, 0, 1]}, "equally long. Received: 3 and 4"),
-        ({"assignment": [0, 0, 1, 2]}, "node 3 must be on one of the stages. Received: stage 2"),
-        ({"assignment": [0, 0, -1, 1]}, "Received: stage -1"),
-        ({"assignment": [0, 0, 0, 0]}, "stages.0. must name"),
+        ({"assignment": [0, 0, 1, 2]}, r"each node must be on a stage.*Received: stages \[0, 1, 2"),
+        ({"assignment": [0, 0, -1, 1]}, "each node must be on a stage"),
+        ({"assignment": [0, 0, 0, 0]}, "each stage have some"),
         ({"assignment": [0, 0, 1, 1.5]}, "Expected `int`, got `float`"),
         ({"node_names": ["a", "a", "b", "c"]}, "unique. Received: 'a' 2 times"),
         ({"stages__1__first": "dense"}, "stages.1. must name"),
         ({"stages__1__nodes": 3}, "stages.1. must name"),
-        ({"stages__1__flops": -1.0}, "stages.1..flops must be finite and not negative"),
-        ({"stages__1__parameter_bytes": -1}, "parameter_bytes must be finite"),
+        ({"stages__1__flops": -1.0}, "stages.1..flops. Received: -1.0"),
+        ({"stages__1__parameter_bytes": -1}, "parameter_bytes. Received: -1"),
         ({"cuts__0__targets": [0]}, "cuts.0. must run from a stage to later ones"),
         ({"cuts__0__targets": []}, "to later ones"),
-        ({"cuts__0__source": -1}, "cuts.0..source must be finite and not negative"),
+        ({"cuts__0__source": -1}, "to later ones"),
         ({"cuts__0__targets": [2]}, "to later ones"),
-        ({"memory_limit": [5]}, r"one positive number, or one for each stage. Received: \(5,\)"),
-        ({"memory_limit": [5, 0]}, "one for each stage"),
-        ({"memory_limit": 0}, "one positive number"),
+        ({"memory_limit": [5]}, r"one number, or one a stage. Received: \(5,\)"),
+        ({"memory_limit": [5, 0]}, "memory_limit"),
+        ({"memory_limit": 0}, "memory_limit. Received: 0"),
         ({"ties": [tie(stages=[0])]}, "ties.0. must name two stages or more, ascending"),
         ({"ties": [tie(stages=[1, 0])]}, "ties.0. must name two"),
         ({"ties": [tie(stages=[0, 2])]}, "ties.0. must name two"),
-        ({"ties": [tie(bytes=-1)]}, "ties.0..bytes must be finite and not negative"),
-        ({"certificate__value": 4000.0}, "optimal plan has the value of its bound"),
-        ({"bubble": -0.5}, "plan.bubble"),
+        ({"bubble": -0.5}, "bubble. Received: -0.5"),
         ({"recompute": [1, 0]}, r"recompute must name stages, ascending. Received: \[1, 0\]"),
         ({"recompute": [2]}, "recompute must name stages"),
         ({"except_last": [0]}, r"except_last must name stages of those.*Received: \[0\]"),
         ({"recompute": [0, 1], "except_last": [1, 0]}, "except_last must name stages"),
-        ({"stages__0__recomputed_bytes": 8}, "stages.0. recomputes nothing. Received: 8"),
+        ({"ranks": [0, 2]}, "ranks must name one for each stage"),
         ({"placement": "anywhere"}, "placement"),
-        ({"fusion_threshold": 0}, "fusion_threshold must be at least 1"),
-        *(
-            (
-                {"stages__0__bucket_bytes": [size]},
-                r"stages\[0\] must have its 512 bytes of gradients",
-            )
-            for size in (0, -1, 513)
-        ),
+        ({"stages__0__bucket_bytes": [0]}, "bucket_bytes"),
     ],
 )
 def test_a_plan_that_does_not_fit_together_is_refused(changes, message):
@@ -224,20 +209,15 @@ REPLICAS = plan_of(chain_graph(6), [0, 0, 1, 1, 2, 2], num_replicas=2)
 @given(st.integers(1, 5), st.sampled_from(["pipelines-together", "replicas-together"]))
 def test_every_rank_is_one_of_a_pipeline(replicas, placement):
     plan = msgspec.structs.replace(REPLICAS, num_replicas=replicas, placement=placement)
-    pairs = [(r, p) for r in range(replicas) for p in range(3)]
-    ranks = [plan.world_rank(*pair) for pair in pairs]
-    assert sorted(ranks) == list(range(plan.world_size))
-    assert [plan.coordinates(rank) for rank in ranks] == pairs
+    ranks = [plan.world_rank(r, p) for r in range(replicas) for p in range(3)]
+    assert sorted(ranks) == list(range(3 * replicas))
+    neighbours = 1 if placement == "pipelines-together" else replicas
+    assert plan.world_rank(0, 1) - plan.world_rank(0, 0) == neighbours
 
 
-def test_neighbours():
-    apart = msgspec.structs.replace(REPLICAS, placement="replicas-together")
-    assert [REPLICAS.world_rank(0, position) for position in range(3)] == [0, 1, 2]
-    assert [apart.world_rank(0, position) for position in range(3)] == [0, 2, 4]
-    assert [apart.world_rank(replica, 1) for replica in range(2)] == [2, 3]
-
-
-def test_the_table_says_which_ranks_are_which():
+def test_the_table_says_which_stages_share_a_weight_and_which_ranks_are_which():
+    tied = Plan.from_json(edited(ties=[tie()]))
+    assert "Stages 0, 1 share dense/kernel (256 B): 0 trains it." in str(tied)
     text = " ".join(as_text(REPLICAS, 200).split())
     ranks = "replica 0 is ranks 0, 1, 2; replica 1 is ranks 3, 4, 5"
     assert f"Placement pipelines-together: {ranks}." in text

@@ -13,7 +13,6 @@ from tarantella_pp.cli.output import (
     FAILURE,
     add_subcommands,
     check_target,
-    run_subcommand,
     table,
     write_json,
     write_table,
@@ -25,14 +24,6 @@ if TYPE_CHECKING:
 
 HELP = "the directory that a Checkpoint callback was given, or one checkpoint in it"
 _ENDINGS = (".keras", ".weights.h5")
-# What the keys of tensors begin with.
-_KINDS = {
-    "model": "weights",
-    "optimizer": "optimizer",
-    "metric": "metrics",
-    "data": "order",
-    "best": "best",
-}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,11 +45,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     convert.add_argument("--model", metavar="MODEL", help=model_help)
     convert.epilog = "Of a directory the newest checkpoint that is whole is taken."
     parser.epilog = "exit codes: 0 done; 1 failed, or a checkpoint is damaged; 2 usage."
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Runs the subcommand; returns its exit code."""
-    return run_subcommand("checkpoint", arguments)
 
 
 def _found_in(directory: str) -> list[Path]:
@@ -117,14 +103,16 @@ def _details(manifest: Manifest) -> Iterator[Any]:
     """What is in a checkpoint."""
     from tarantella_pp.partition.graph.units import format_bytes
 
-    rows, used = [], _used(manifest)
-    for number, file in enumerate(manifest.files):
-        sizes = [_bytes(manifest, kind, number) for kind in used.values()]
-        stages = ", ".join(map(str, file.stages))
-        row = [format_bytes(size, short=True) if size else "-" for size in (*sizes, file.size)]
-        rows.append((_short(file), file.rank, stages, *row))
-    heads = ("File", "Rank", "Stages", *(text.capitalize() for text in used), "Size")
-    yield table(heads, rows, left=("File",))
+    rows = [
+        (
+            _short(file),
+            file.rank,
+            ", ".join(map(str, file.stages)),
+            format_bytes(file.size, short=True),
+        )
+        for file in manifest.files
+    ]
+    yield table(("File", "Rank", "Stages", "Size"), rows, left=("File",))
     yield f"Trained: {manifest.where()}, {manifest.step} steps."
     if manifest.learning_rate is not None:
         yield f"Learning rate: {manifest.learning_rate:g}."
@@ -137,22 +125,6 @@ def _details(manifest: Manifest) -> Iterator[Any]:
     yield f"Data: {data.get('contents')}; {manifest.position.batches} batches of this pass read."
     yield f"Optimizer: {manifest.facts.get('optimizer', {}).get('class_name')}."
     yield f"Written with {', '.join(f'{name} {v}' for name, v in manifest.versions.items())}."
-
-
-def _used(manifest: Manifest) -> dict[str, str]:
-    """The kinds of tensors that there are, by what they are called."""
-    begins = {key.partition("/")[0] for key in manifest.tensors}
-    return {text: kind for kind, text in _KINDS.items() if kind in begins}
-
-
-def _bytes(manifest: Manifest, kind: str, file: int) -> int:
-    from tarantella_pp.partition.graph.units import item_bytes
-
-    return sum(
-        tensor.size * item_bytes(tensor.dtype)
-        for key, tensor in manifest.tensors.items()
-        if tensor.file == file and key.startswith(f"{kind}/")
-    )
 
 
 def _tensors(manifest: Manifest) -> Any:
@@ -204,7 +176,7 @@ def _convert(arguments: argparse.Namespace) -> int:
         raise ConfigurationError(
             f"Expected a file that ends in {' or '.join(_ENDINGS)}. Received: {arguments.output!r}"
         )
-    check_target(arguments.output)
+    check_target("OUTPUT", arguments.output)
     folder, manifest = _newest_whole(_found_in(arguments.source))
     model = _restored(folder, manifest, arguments.model)
     if arguments.output.endswith(".keras"):

@@ -17,7 +17,7 @@ import os
 import re
 import sys
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -31,10 +31,8 @@ from tarantella_pp.errors import (
     UnsupportedModelError,
 )
 from tarantella_pp.launch.cause import describe
-from tarantella_pp.partition.graph.units import parse_bytes
 
 if TYPE_CHECKING:
-    from tarantella_pp.partition.graph.node_link import NamedGraph
     from tarantella_pp.partition.plan.plan import Plan
 
 FORMS = "a .keras file, module:function, script.py:function, a keras.applications name"
@@ -48,102 +46,84 @@ _VARIABLES = {
     "TF_ENABLE_ONEDNN_OPTS": "0",
 }
 
-_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
-_FLOPS = {"": 1e12, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
+# Units of numbers, in small letters.
+_SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
+_FLOPS = {"": 1e12} | {
+    f"{prefix}flop{more}": scale
+    for prefix, scale in (("g", 1e9), ("t", 1e12), ("p", 1e15), ("e", 1e18))
+    for more in ("", "s", "/s", "s/s")
+}
+_BANDWIDTHS = {"": 1.0} | {
+    f"{prefix}{unit}{more}": base**power * scale
+    for power, prefix in enumerate(("", "k", "m", "g", "t"))
+    for unit, base, scale in (("b", 1000, 1.0), ("ib", 1024, 1.0), ("bit", 1000, 1 / 8))
+    for more in ("", "/s")
+}
 # Help of an option that names a machine.
 MACHINE = "core, p40, v100, a100, h100, h200, or a file that `HardwareSpec.save` wrote"
-# Bandwidth below which a unit has been forgotten: `--nic 10` is hardly meant for 10 bytes.
-_SLOWEST = 1e3
-_NUMBER = r"(\d+(?:\.\d*)?(?:e[+-]?\d+)?)"
 
 
 def positive_int(text: str) -> int:
     """Reads a positive integer."""
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
+    if not (text.isdecimal() and int(text)):
         raise argparse.ArgumentTypeError(f"Expected a positive integer. Received: {text!r}")
+    return int(text)
+
+
+def some_words(text: str) -> str:
+    """Reads a command."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError(
+            f"Expected a command; leave it out for the usual one. Received: {text!r}"
+        )
+    return text
+
+
+def _number(text: str, units: Mapping[str, float], least: float, expected: str) -> float:
+    """Reads a number with a unit."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?(?:e[+-]?\d+)?)\s*([a-zµ/]*)\s*", text.lower())
+    value = float(match[1]) * units.get(match[2], math.inf) if match else math.inf
+    if not least <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"Expected {expected}. Received: {text!r}")
     return value
 
 
 def bytes_per_second(text: str) -> float:
     """Reads a bandwidth, such as `"10GB"`, `"10GB/s"` or `"100Gbit/s"`, in bytes per second."""
-    amount = re.sub(r"/s\s*$", "", text)
-    bits = re.fullmatch(rf"\s*{_NUMBER}\s*([KMGT]?)bit\s*", amount, re.IGNORECASE)
-    try:
-        if bits:
-            return parse_bytes(f"{bits[1]}{bits[2]}B", "bandwidth") / 8
-        value = float(parse_bytes(amount, "bandwidth"))
-    except ConfigurationError:
-        value = 0.0
-    if value < _SLOWEST:
-        raise argparse.ArgumentTypeError(
-            "Expected a number with its unit, e.g. '10GB', '10GB/s' or '100Gbit/s'. "
-            f"Received: {text!r}"
-        )
-    return value
+    # Below a thousand, a unit has been forgotten: `--nic 10` is hardly meant for 10 bytes.
+    return _number(
+        text, _BANDWIDTHS, 1e3, "a number with its unit, e.g. '10GB', '10GB/s' or '100Gbit/s'"
+    )
 
 
 def seconds(text: str) -> float:
     """Reads a time, such as `"5us"` or `"1.5ms"`; a plain number is seconds."""
-    match = re.fullmatch(rf"\s*{_NUMBER}\s*({'|'.join(_SECONDS)})?\s*", text)
-    value = float(match[1]) * _SECONDS[match[2] or "s"] if match else math.inf
-    if not math.isfinite(value):
-        raise argparse.ArgumentTypeError(
-            f"Expected seconds, or e.g. '5us' or '1ms'. Received: {text!r}"
-        )
-    return value
+    return _number(text, _SECONDS, 0.0, "seconds, or e.g. '5us' or '1ms'")
 
 
 def positive_seconds(text: str) -> float:
     """Reads a time over 0, in seconds or with a unit as for `seconds`."""
-    value = seconds(text)
-    if not value:
-        raise argparse.ArgumentTypeError(f"Expected more than 0 s. Received: {text!r}")
-    return value
+    return _number(text, _SECONDS, 1e-9, "more than 0 seconds, e.g. '90' or '500ms'")
 
 
 def flops_per_second(text: str) -> float:
     """Reads a speed, such as `"500GFLOPs"`; a plain number is TFLOP/s."""
-    match = re.fullmatch(rf"\s*{_NUMBER}\s*(?:([GTPE])FLOPs?(?:/s)?)?\s*", text, re.IGNORECASE)
-    value = float(match[1]) * _FLOPS[(match[2] or "").upper()] if match else 0.0
-    if not (0 < value < math.inf):
-        raise argparse.ArgumentTypeError(
-            f"Expected TFLOP/s of a rank, or e.g. '500GFLOPs'. Received: {text!r}"
-        )
-    return value
+    return _number(text, _FLOPS, 1.0, "TFLOP/s of a rank, or e.g. '500GFLOPs'")
 
 
 def load_plan(path: str) -> Plan:
     """Reads a plan."""
-    from tarantella_pp.partition.graph.json_record import read
     from tarantella_pp.partition.plan.plan import Plan
 
-    file = existing_file(path)
     try:
-        text = read(file, "plan")
-        if b'"tarantella_pp.graph_plan"' in text[:1000]:
-            raise PlanError(
-                "This is the plan of an external graph, as earlier versions wrote them. Write the "
-                "graph as node-link JSON of networkx and make its plan again."
-            )
-        return Plan.from_json(text)
+        return Plan.load(existing_file(path))
     except PlanError as error:
-        raise ConfigurationError(f"{path}: {error}") from None
+        raise ConfigurationError(str(error)) from None
 
 
 def is_graph(source: str) -> bool:
     """Whether a MODEL is a graph that is not Keras' own."""
     return source.endswith(".json")
-
-
-def read_graph(source: str) -> NamedGraph:
-    """Reads a graph that is not Keras' own."""
-    from tarantella_pp.partition.graph.node_link import load_graph
-
-    return load_graph(existing_file(source))
 
 
 def build_model(source: str) -> Any:
@@ -154,11 +134,6 @@ def build_model(source: str) -> Any:
             return keras.models.load_model(path, compile=False)
     if ":" in source:
         return _called(source)
-    if source.endswith(".py"):
-        raise ConfigurationError(
-            f"Expected the function that makes the model as well: {source}:FUNCTION. "
-            f"Received: MODEL={source!r}"
-        )
     if source.isidentifier():
         return _application(source)
     raise ConfigurationError(f"Expected {FORMS}. Received: MODEL={source!r}")
@@ -170,7 +145,9 @@ def build_without_weights(source: str) -> Any:
     A graph comes as it is.
     """
     if is_graph(source):
-        return read_graph(source)
+        from tarantella_pp.partition.graph.node_link import load_graph
+
+        return load_graph(existing_file(source))
     file = source.rpartition(":")[0] or source
     with quiet_keras(f"keras.applications.{file}" if file.isidentifier() else file):
         from tarantella_pp.internals.model_files import deserialized
@@ -178,8 +155,8 @@ def build_without_weights(source: str) -> Any:
     with only_shapes():
         if not source.endswith(".keras") or not zipfile.is_zipfile(existing_file(source)):
             return build_model(source)
-        with quiet_keras(source), zipfile.ZipFile(source) as archive:
-            return deserialized({**json.loads(archive.read("config.json")), "compile_config": None})
+        with quiet_keras(source):
+            return deserialized({**_config(source), "compile_config": None})
 
 
 def optimizer_of(source: str, model: Any) -> Any:
@@ -188,25 +165,35 @@ def optimizer_of(source: str, model: Any) -> Any:
         return getattr(model, "optimizer", None)
     with quiet_keras(source) as keras:
         # Not by compiling: that would need the custom losses and metrics of the file as well.
-        with zipfile.ZipFile(source) as archive:
-            config = json.loads(archive.read("config.json"))  # where Keras may write Infinity
-        optimizer = (config.get("compile_config") or {}).get("optimizer")
+        optimizer = (_config(source).get("compile_config") or {}).get("optimizer")
         return None if optimizer is None else keras.optimizers.get(optimizer)
+
+
+def _config(file: str) -> dict[str, Any]:
+    """What a `.keras` file says of its model."""
+    with zipfile.ZipFile(file) as archive:
+        config: dict[str, Any] = json.loads(archive.read("config.json"))  # may have Infinity
+    return config
 
 
 def _application(name: str) -> Any:
     """Makes a model of `keras.applications`, without downloading weights."""
     with quiet_keras(f"keras.applications.{name}") as keras:
-        known = {
-            key.lower(): key
-            for key, value in vars(keras.applications).items()
-            if key[0].isupper() and callable(value)
-        }
+        found = vars(keras.applications).items()
+        known = {key.lower(): made for key, made in found if key[0].isupper() and callable(made)}
         if name.lower() in known:
-            return getattr(keras.applications, known[name.lower()])(weights=None)
+            return known[name.lower()](weights=None)
+    names = [made.__name__ for made in known.values()]
+    raise ConfigurationError(
+        f"keras.applications has no {name}.{_alike(name, names)} Received: MODEL={name!r}"
+    )
+
+
+def _alike(name: str, names: Iterable[str]) -> str:
+    """Suggests names that are there."""
+    known = {one.lower(): one for one in names}
     close = difflib.get_close_matches(name.lower(), known, n=3)
-    hint = f"Is it {' or '.join(known[key] for key in close)}?" if close else f"Expected {FORMS}."
-    raise ConfigurationError(f"keras.applications has no {name}. {hint} Received: MODEL={name!r}")
+    return f" Is it {' or '.join(known[one] for one in close)}?" if close else ""
 
 
 def _called(source: str) -> Any:
@@ -222,11 +209,18 @@ def _called(source: str) -> Any:
         module = _imported(place) if script is None else _loaded(script)
         made = getattr(module, name, None)
     if not callable(made):
-        raise ConfigurationError(
-            f"There is no function {name!r} in {place}.{_others(module, name)}"
-        )
+        names = [key for key, value in vars(module).items() if callable(value) and key[0] != "_"]
+        raise ConfigurationError(f"There is no function {name!r} in {place}.{_alike(name, names)}")
     if not isinstance(made, keras.Model):
-        _check_signature(source, made)
+        try:
+            inspect.signature(made).bind()
+        except TypeError as error:
+            raise ConfigurationError(
+                f"Expected a function without arguments. Received: {source}, {error}; give it a "
+                "default, or name a function that calls it."
+            ) from None
+        except ValueError:  # some built-in functions have no signature
+            pass
         with quiet_keras(f"{name}() of {place}"):
             made = made()
     if not isinstance(made, keras.Model):
@@ -259,32 +253,6 @@ def _loaded(script: Path) -> ModuleType:
     sys.modules.setdefault(script.stem, module)
     spec.loader.exec_module(module)
     return module
-
-
-def _check_signature(source: str, function: Any) -> None:
-    """Refuses a function that needs arguments."""
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):
-        return
-    needed = [
-        name
-        for name, parameter in signature.parameters.items()
-        if parameter.default is parameter.empty
-        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-    ]
-    if needed:
-        raise ConfigurationError(
-            f"Expected a function that needs no arguments. Received: {source}, which needs "
-            f"{', '.join(needed)}; give it defaults, or name a function that calls it."
-        )
-
-
-def _others(module: ModuleType, name: str) -> str:
-    """Suggests names that are there."""
-    names = [key for key, value in vars(module).items() if callable(value) and key[0] != "_"]
-    close = difflib.get_close_matches(name, names, n=3)
-    return f" Is it {' or '.join(close)}?" if close else ""
 
 
 @contextlib.contextmanager

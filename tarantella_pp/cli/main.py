@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
-from tarantella_pp.cli.output import FAILURE, USAGE_ERROR, Parser
-from tarantella_pp.errors import ConfigurationError, TarantellaError
+from tarantella_pp.cli.output import FAILURE, USAGE_ERROR, Parser, one_line
+from tarantella_pp.errors import ConfigurationError, GraphError, ScheduleError, TarantellaError
 
-# Subcommands and their help. Each is a module of this package, `NAME_command`, with
-# `add_arguments(parser)` and `run(arguments) -> exit code`.
+# Subcommands and their help. Each is a module of this package, `NAME_command`, whose
+# `add_arguments(parser)` says what is called with the arguments and returns the exit code.
 COMMANDS = {
     "run": "start a script on several ranks (the default)",
     "plan": "make, show and compare plans",
@@ -19,33 +20,46 @@ COMMANDS = {
     "checkpoint": "show, verify and convert the checkpoints of a run",
     "doctor": "check versions, MPI, cores and links, of this host or of all in a hostfile",
 }
+# What options and files that make no sense raise; everything else is a failure.
+WRONG_INPUT = (ConfigurationError, GraphError, ScheduleError)
+# As a shell says that SIGPIPE ended a command.
+BROKEN_PIPE = 141
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line."""
+    """Runs the command line; errors are one line on stderr."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     explicit = bool(arguments) and arguments[0] in COMMANDS
     name = arguments.pop(0) if explicit else "run"
     # Only the module of this command: others load what takes seconds.
     module = importlib.import_module(f"tarantella_pp.cli.{name}_command")
-    parser = _parser(name if explicit else "")
+    parser = _parser(name) if explicit else _whole_parser(arguments)
     module.add_arguments(parser)
     if not explicit and not arguments:
         parser.print_help(sys.stderr)
         return USAGE_ERROR
     try:
-        return int(module.run(parser.parse_args(arguments)))
+        parsed = parser.parse_args(arguments)
+        code = int(parsed.run(parsed))
+        sys.stdout.flush()
     except TarantellaError as error:
-        sys.stderr.write(f"tarantella: {error}\n")
-        return USAGE_ERROR if isinstance(error, ConfigurationError) else FAILURE
+        sys.stderr.write(f"{parser.prog}: {one_line(error)}\n")
+        return USAGE_ERROR if isinstance(error, WRONG_INPUT) else FAILURE
+    except BrokenPipeError:
+        # The reader is gone, e.g. `| head`: there is nobody left to tell, now or at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
     except KeyboardInterrupt:
         return 130
+    return code
 
 
 def _parser(name: str) -> argparse.ArgumentParser:
-    """Returns the parser of a subcommand; the empty name is `tarantella` without one."""
-    if name:
-        return Parser(f"tarantella {name}", description=COMMANDS[name], allow_abbrev=False)
+    return Parser(f"tarantella {name}", description=COMMANDS[name], allow_abbrev=False)
+
+
+def _whole_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
+    """The parser of `tarantella` without a subcommand."""
     lines = "\n".join(f"  {key:10s} {text}" for key, text in COMMANDS.items())
     parser = argparse.ArgumentParser(
         "tarantella",
@@ -54,21 +68,15 @@ def _parser(name: str) -> argparse.ArgumentParser:
         f"commands (`tarantella COMMAND --help` explains each):\n{lines}",
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action=_Version, help="print the version and leave")
-    return parser
-
-
-class _Version(argparse.Action):
-    """Looks the version up only when it is asked for: that takes longer than all else here."""
-
-    def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None) -> None:
-        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, help=help)
-
-    def __call__(self, parser: argparse.ArgumentParser, *unused: object) -> None:
+    version = ""
+    if "--version" in arguments:  # looking it up takes longer than all else here
         from tarantella_pp.dependencies import version_of
 
-        sys.stdout.write(f"tarantella-pp {version_of('tarantella-pp') or '(not installed)'}\n")
-        parser.exit(0)
+        version = f"tarantella-pp {version_of('tarantella-pp') or '(not installed)'}"
+    parser.add_argument(
+        "--version", action="version", version=version, help="print the version and leave"
+    )
+    return parser
 
 
 if __name__ == "__main__":

@@ -4,24 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tarantella_pp.errors import (
-    ConfigurationError,
-    GraphError,
-    ScheduleError,
-    TarantellaError,
-)
+from tarantella_pp.errors import ConfigurationError
 
 FAILURE, USAGE_ERROR = 1, 2
-# What options and files that make no sense raise; everything else is a failure.
-WRONG_INPUT = (ConfigurationError, GraphError, ScheduleError)
-# As a shell says that SIGPIPE ended a command.
-BROKEN_PIPE = 141
 
 
 class Parser(argparse.ArgumentParser):
@@ -31,49 +21,17 @@ class Parser(argparse.ArgumentParser):
         """Ends the process with the message."""
         self.exit(USAGE_ERROR, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Reads arguments, and refuses those it does not know itself."""
-        # Otherwise the parser of the whole command would, in several lines.
-        parsed, unknown = super().parse_known_args(args, namespace)
-        if unknown:
-            self.error(f"unrecognized arguments: {' '.join(unknown)}")
-        return parsed, unknown
-
 
 def add_subcommands(
     parser: argparse.ArgumentParser, **commands: tuple[Callable[[argparse.Namespace], int], str]
 ) -> list[Parser]:
     """Adds commands, each with what it runs and its help; returns their parsers."""
-    chosen = parser.add_subparsers(metavar="COMMAND", parser_class=Parser)
-    parser.set_defaults(subcommand=None, subcommands=", ".join(commands))
+    chosen = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
     parsers = []
     for name, (run, text) in commands.items():
         parsers.append(chosen.add_parser(name, help=text, description=f"{text.capitalize()}."))
-        parsers[-1].set_defaults(subcommand=run)
+        parsers[-1].set_defaults(run=run)
     return parsers
-
-
-def run_subcommand(command: str, arguments: argparse.Namespace) -> int:
-    """Runs the one that was chosen; returns its exit code."""
-    if arguments.subcommand is None:
-        sys.stderr.write(f"tarantella {command}: name one of {arguments.subcommands}.\n")
-        return USAGE_ERROR
-    return guarded(f"tarantella {command}", lambda: int(arguments.subcommand(arguments)))
-
-
-def guarded(command: str, run: Callable[[], int]) -> int:
-    """Runs a command, with its errors as one line on stderr."""
-    try:
-        code = run()
-        sys.stdout.flush()
-    except TarantellaError as error:
-        sys.stderr.write(f"{command}: {one_line(error)}\n")
-        return USAGE_ERROR if isinstance(error, WRONG_INPUT) else FAILURE
-    except BrokenPipeError:
-        # The reader is gone, e.g. `| head`: there is nobody left to tell, now or at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return BROKEN_PIPE
-    return code
 
 
 def one_line(error: BaseException, limit: int = 1000) -> str:
@@ -130,18 +88,13 @@ def existing_file(path: str) -> Path:
     return Path(path)
 
 
-def check_target(path: str | None) -> None:
-    """Checks, before the work is done, that a file can be written."""
+def check_target(option: str, path: str | None) -> None:
+    """Checks, before the work is done, that a file has a place."""
     if path is None:
         return
-    target = Path(path)
-    if target.is_dir():
-        raise ConfigurationError(f"{path!r} is a folder. Received: --output={path}")
-    if not target.parent.is_dir():
+    if Path(path).is_dir():
+        raise ConfigurationError(f"{path!r} is a folder. Received: {option}={path}")
+    if not Path(path).parent.is_dir():
         raise ConfigurationError(
-            f"There is no folder {str(target.parent)!r}. Received: --output={path}"
-        )
-    if not os.access(target.parent, os.W_OK):
-        raise ConfigurationError(
-            f"The folder {str(target.parent)!r} cannot be written. Received: --output={path}"
+            f"There is no folder {str(Path(path).parent)!r}. Received: {option}={path}"
         )

@@ -21,9 +21,6 @@ if TYPE_CHECKING:
 # Options that are read here; all others are handed on as they are.
 _NAMED = ("num_stages", "balance", "memory_limit")
 
-# What stands behind `--recompute`, for all stages or behind the number of one.
-_RECOMPUTATIONS = ("all", "except_last", "none")
-
 
 def add_make(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `tarantella plan make`."""
@@ -55,7 +52,7 @@ def add_make(parser: argparse.ArgumentParser) -> None:
     add("--wire-dtype", choices=("bfloat16",),
         help="in what activations and their gradients travel (default: as they are)")  # fmt: skip
     add("-o", "--output", metavar="FILE", help="write the plan to this JSON file")
-    _add_page(parser)
+    add_page(parser)
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -93,7 +90,7 @@ def model_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def make(arguments: argparse.Namespace) -> int:
     """Makes the plan, writes it to its file, draws and prints it."""
-    check_target(arguments.output)
+    check_target("--output", arguments.output)
     _check_page(arguments)
     plan, graph = _planned(arguments)
     if arguments.output is not None:
@@ -144,28 +141,12 @@ def given_balance(text: str | None) -> list[int] | None:
 
 
 def _stages(text: str) -> Recompute:
-    """Reads `all`, `except_last`, `none` or stages, each with one of these or without."""
-    if text in _RECOMPUTATIONS:
-        return text
+    """Reads stages, each with what it repeats or without; all else is for the planner to judge."""
     pairs = [part.partition(":") for part in text.split(",")]
-    named = all(how in _RECOMPUTATIONS if colon else not how for _, colon, how in pairs)
-    try:
-        hows = {int(stage): how or "all" for stage, _, how in pairs}
-    except ValueError:
-        named, hows = False, {}
-    if named and len(hows) == len(pairs):
-        return hows
-    raise ConfigurationError(
-        "Expected all, except_last, none, or different stages such as 0,1 or 0:except_last,1. "
-        f"Received: --recompute={text}"
-    )
-
-
-def add_show(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `tarantella plan show`."""
-    parser.usage = "%(prog)s PLAN [options]"
-    parser.add_argument("plan", metavar="PLAN", help="the plan's JSON file")
-    _add_page(parser)
+    stages = {stage for stage, *_ in pairs if stage.isdecimal()}
+    if len(stages) < len(pairs):
+        return text
+    return {int(stage): how if colon else "all" for stage, colon, how in pairs}
 
 
 def show(arguments: argparse.Namespace) -> int:
@@ -175,7 +156,7 @@ def show(arguments: argparse.Namespace) -> int:
     return _write(plan, None, arguments)
 
 
-def _add_page(parser: argparse.ArgumentParser) -> None:
+def add_page(parser: argparse.ArgumentParser) -> None:
     """Adds the option that writes a plan's page."""
     parser.add_argument("--html", nargs="?", const="", metavar="FILE",
         help="write a page with stages, memory, timeline and layer graph, which needs no network: "
@@ -183,18 +164,15 @@ def _add_page(parser: argparse.ArgumentParser) -> None:
 
 
 def _check_page(arguments: argparse.Namespace) -> None:
-    """Checks, before the work is done, that a page can be written."""
+    """Checks, before the work is done, that a page has a place."""
     given = arguments.html
-    if not given:
+    if not given or Path(given).is_dir():
         return
-    is_folder = given.endswith("/") or Path(given).is_dir()
-    if not is_folder and Path(given).suffix.lower() != ".html":
+    if not given.endswith(".html"):
         raise ConfigurationError(
             f"Expected a file that ends in .html, or a folder. Received: --html={given}"
         )
-    folder = Path(given) if is_folder else Path(given).parent
-    if not folder.is_dir():
-        raise ConfigurationError(f"There is no folder '{folder}'. Received: --html={given}")
+    check_target("--html", given)
 
 
 def _write(plan: Plan, graph: LayerGraph | None, arguments: argparse.Namespace) -> int:
@@ -223,12 +201,6 @@ def _write_page(plan: Plan, graph: LayerGraph | None, arguments: argparse.Namesp
         ) from error
     if not arguments.json:
         write_table(f"Wrote {path}.")
-
-
-def add_check(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `tarantella plan check`."""
-    parser.add_argument("plan", metavar="PLAN", help="the plan's JSON file")
-    parser.add_argument("model", metavar="MODEL", help=inputs.HELP)
 
 
 def check(arguments: argparse.Namespace) -> int:

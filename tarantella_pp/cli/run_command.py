@@ -10,7 +10,7 @@ import shlex
 import sys
 from typing import TYPE_CHECKING
 
-from tarantella_pp.cli.inputs import positive_int, positive_seconds
+from tarantella_pp.cli.inputs import positive_int, positive_seconds, some_words
 from tarantella_pp.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ _EXPORT = re.compile(r"[A-Za-z_]\w*=")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `tarantella run`."""
+    parser.set_defaults(run=run)
     _add_hosts(parser)
     _add_shares(parser)
     add = parser.add_argument
@@ -68,10 +69,10 @@ def add_reach(parser: argparse.ArgumentParser) -> None:
         help="hosts to run on, one per line: `host`, `host:4` or `host slots=4`")  # fmt: skip
     add("--mpi", default="auto", choices=("auto", "mpich", "openmpi", "slurm"),
         help="MPI that starts the ranks (default: the one mpi4py loads)")  # fmt: skip
-    add("--remote-shell", metavar="CMD",
+    add("--remote-shell", type=some_words, metavar="CMD",
         help="what reaches other hosts, e.g. 'ssh -p 2222' (default: ssh)")  # fmt: skip
     add("--mpi-args", metavar="ARGS", help="further options for the MPI's own launcher")
-    add("--python-interpreter", metavar="CMD",
+    add("--python-interpreter", type=some_words, metavar="CMD",
         help="what runs the script on each rank (default: this Python)")  # fmt: skip
 
 
@@ -99,7 +100,12 @@ def run(arguments: argparse.Namespace) -> int:
     from tarantella_pp.launch.environment import LOG_VARIABLE, parse_exports
 
     arguments = _with_all_exports(arguments)
-    _check(arguments)
+    pinned = arguments.pin_to_socket or arguments.pin_memory_to_socket
+    if pinned and arguments.bind is not None:
+        raise ConfigurationError(
+            "A rank is bound to a socket, or to its share of all cores. "
+            f"Received: --pin-to-socket or --pin-memory-to-socket, and --bind={arguments.bind}"
+        )
     script = _script(arguments.command)
     exported = parse_exports(arguments.exports, os.environ)
     hosts, num_ranks = _placement(arguments)
@@ -265,28 +271,3 @@ def _with_all_exports(arguments: argparse.Namespace) -> argparse.Namespace:
             arguments.command = []
             arguments = arguments.parse(following, arguments)
     return arguments
-
-
-def _check(arguments: argparse.Namespace) -> None:
-    """Refuses options that do not go together."""
-    pinned = [
-        option
-        for option in ("--pin-to-socket", "--pin-memory-to-socket")
-        if getattr(arguments, option[2:].replace("-", "_"))
-    ]
-    if pinned and arguments.bind is not None:
-        raise ConfigurationError(
-            "A rank is bound to a socket, or to its share of all cores. "
-            f"Received: {pinned[0]} and --bind={arguments.bind}"
-        )
-    check_reach(arguments)
-
-
-def check_reach(arguments: argparse.Namespace) -> None:
-    """Refuses commands without a word."""
-    for name in ("python_interpreter", "remote_shell"):
-        if (value := getattr(arguments, name)) is not None and not value.strip():
-            raise ConfigurationError(
-                f"--{name.replace('_', '-')} is a command, which starts Python scripts or reaches "
-                f"hosts; leave it out for the usual one. Received: {value!r}"
-            )

@@ -6,13 +6,13 @@ import argparse
 import math
 import shutil
 from collections.abc import Iterable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from tarantella_pp.cli import inputs
-from tarantella_pp.cli.output import guarded, table, write_json, write_table
+from tarantella_pp.cli.output import table, write_json, write_table
 from tarantella_pp.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ their arithmetic at --speed."""
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `tarantella simulate`."""
+    parser.set_defaults(run=run)
     parser.usage = "%(prog)s PLAN [options]"
     parser.description = DESCRIPTION
     add = parser.add_argument
@@ -71,11 +72,7 @@ def _add_hosts(group: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the simulation; returns the exit code."""
-    return guarded("tarantella simulate", lambda: _simulate(arguments))
-
-
-def _simulate(arguments: argparse.Namespace) -> int:
+    """Prints the simulation."""
     from tarantella_pp.cli.inputs import load_plan
     from tarantella_pp.partition.plan.plan_simulation import PlanSimulation
 
@@ -125,13 +122,15 @@ def _machine(arguments: argparse.Namespace, planned: HardwareSpec | None) -> Har
     machine = planned or HardwareSpec()
     if arguments.machine is not None:
         machine = machine_of(arguments.machine)
-        if arguments.speed is not None:
-            machine = msgspec.structs.replace(machine, flops_per_second=arguments.speed)
     elif arguments.speed is not None:  # another machine: all else is unknown
-        machine = HardwareSpec(arguments.speed)
-    links = {"bandwidth": arguments.link_bandwidth, "latency": arguments.link_latency}
-    given = {name: value for name, value in links.items() if value is not None}
-    return msgspec.structs.replace(machine, **given)
+        machine = HardwareSpec()
+    given = {
+        "flops_per_second": arguments.speed,
+        "bandwidth": arguments.link_bandwidth,
+        "latency": arguments.link_latency,
+    }
+    known = {name: value for name, value in given.items() if value is not None}
+    return msgspec.structs.replace(machine, **known)
 
 
 def _nodes(arguments: argparse.Namespace, machine: HardwareSpec) -> Nodes | None:
@@ -170,19 +169,16 @@ def _summary(
     from rich.text import Text
 
     from tarantella_pp.partition.graph.units import count, format_bytes, format_seconds, percent
-    from tarantella_pp.partition.plan.plan_parts import common_limit
 
     plan = simulation.plan
     sums = point.exposed_seconds
     summed = f", of which {format_seconds(sums)} wait for sums of gradients" if sums else ""
     over = ""
     if (limits := plan.limits) is not None:
-        limit = common_limit(limits)
-        size = "each stage" if limit is None else format_bytes(limit)
         if len(limits) != len(step.peak_bytes):  # limits are of stages, not of ranks with several
             limits = (min(limits),) * len(step.peak_bytes)
-        fits = all(peak <= own for peak, own in zip(step.peak_bytes, limits, strict=True))
-        over = f", {'within' if fits else 'ABOVE'} the plan's limit of {size}"
+        fits = all(peak <= limit for peak, limit in zip(step.peak_bytes, limits, strict=True))
+        over = f", {'within' if fits else 'ABOVE'} the plan's limit of {format_bytes(min(limits))}"
     bubble = f"{percent(step.bubble_fraction)}, {percent(balance)} without messages"
     title = (
         f"A step of '{plan.model}': {plan.num_stages} stages on {point.num_ranks} ranks, "
@@ -245,95 +241,62 @@ def _as_dict(
         "pipeline_seconds": step.pipeline_seconds,
         "peak_bytes": max(step.peak_bytes),
         "memory_limit": plan.memory_limit,
-        **_point(point),
+        **point._asdict(),
         "ranks": [{"busy_seconds": busy, "peak_bytes": peak} for busy, peak in ranks],
-        "scaling": [_point(one) for one in curve],
+        "scaling": [one._asdict() for one in curve],
         "assumptions": _assumptions(simulation, step),
-    }
-
-
-def _point(point: ScalePoint) -> dict[str, Any]:
-    return {
-        **asdict(point),
-        "samples_per_second": point.samples_per_second,
-        "efficiency": point.efficiency,
     }
 
 
 def _assumptions(simulation: PlanSimulation, step: PipelineStep) -> list[str]:
     """Says what the figures rest on."""
-    machine = simulation.machine
-    bandwidth, latency = (machine.bandwidth or math.inf) / 1e9, machine.latency * 1e6
-    stages = simulation.plan.stages
-    measured = [i for i, stage in enumerate(stages) if stage.forward_seconds is not None]
-    lines = []
-    if len(measured) < len(stages):
-        lines += [
-            _speed(machine),
-            "a backward pass takes twice its forward pass, half for inputs and half for weights.",
-        ]
-    if measured:
-        which = "stages" if len(measured) == len(stages) else f"stages {_list(measured)}"
+    plan, machine, nodes = simulation.plan, simulation.machine, simulation.nodes
+    measured = [i for i, stage in enumerate(plan.stages) if stage.forward_seconds is not None]
+    lines, latency, ring = [], f"{machine.latency * 1e6:g} us", "in a ring"
+    if len(measured) < plan.num_stages:
         lines.append(
-            f"{which} take the seconds that the plan has of them, measured on one machine and in "
-            "proportion to the samples of a micro-batch; half of a backward pass is for weights."
+            f"{_speed(machine)}; a backward pass takes twice its forward pass, half for inputs and "
+            "half for weights."
         )
-    if simulation.nodes is None:
+    if measured:
+        lines.append(f"stages {_list(measured)} take the seconds that the plan has of them.")
+    if nodes is None:
+        lines.append(f"links do {_gigabytes(machine.bandwidth)} each way after {latency}.")
+    else:
+        ring = "inside each host, then in a ring of hosts"
         lines.append(
-            f"links do {bandwidth:g} GB/s in each direction after {latency:g} us, while ranks "
-            "compute."
+            f"hosts have {nodes.ranks_per_node} ranks, which do {_gigabytes(nodes.inside)} between "
+            f"two of them and share a card of {_gigabytes(nodes.card)} each way; {latency} each."
         )
     lines += [
-        *_scale_lines(simulation),
+        f"each replica has the plan's samples; they sum gradients {ring}, while ranks compute.",
         "updates of weights, reading data and the framework's own time are left out.",
     ]
-    if repeated := simulation.plan.recompute:
-        lines.append(
-            f"stages that recompute ({_list(repeated)}) repeat their forward pass once, but not of "
-            "a micro-batch before whose backward pass their rank runs no other one."
-        )
-    if kept := simulation.plan.except_last:
-        lines.append(f"stages {_list(kept)} keep all of the last micro-batch and do not repeat it.")
+    if plan.recompute:
+        lines.append(f"stages {_list(plan.recompute)} repeat their forward pass.")
+    if plan.except_last:
+        lines.append(f"stages {_list(plan.except_last)} keep all of the last micro-batch instead.")
     if step.timeline is None:
-        lines.append(
-            "the pipeline is too large to be played: closed forms, as if every rank took as long "
-            "as the slowest."
-        )
+        lines.append("the pipeline is too large to be played: closed forms for its slowest rank.")
     return lines
-
-
-def _scale_lines(simulation: PlanSimulation) -> list[str]:
-    """Says what we assume of many ranks."""
-    from tarantella_pp.partition.graph.units import count
-
-    lines, ring, nodes = [], "in a ring", simulation.nodes
-    if nodes is not None:
-        card, inside = ((speed or math.inf) / 1e9 for speed in (nodes.card, nodes.inside))
-        lines.append(
-            f"hosts have {count(nodes.ranks_per_node, 'rank')}, do {inside:g} GB/s between two of "
-            f"them and have a card of {card:g} GB/s in each direction, which all ranks that "
-            f"send to other hosts share alike; {simulation.machine.latency * 1e6:g} us each."
-        )
-        ring = "inside each host, then in a ring of hosts"
-    return [
-        *lines,
-        "the batch grows with the replicas: each has the plan's samples.",
-        f"replicas sum a stage's gradients {ring} once all are there, while others compute.",
-    ]
 
 
 def _speed(machine: HardwareSpec) -> str:
     """What takes time on a rank."""
     text = f"a rank does {machine.flops_per_second / 1e12:g} TFLOP/s on every layer"
     if machine.memory_bandwidth is not None:
-        text += f" or moves {machine.memory_bandwidth / 1e9:g} GB/s, whichever takes longer"
+        text += f", or moves {_gigabytes(machine.memory_bandwidth)} if that takes longer"
     if machine.weight_bandwidth is not None:
-        text += f", lays out weights at {machine.weight_bandwidth / 1e9:g} GB/s"
+        text += f", lays out weights at {_gigabytes(machine.weight_bandwidth)}"
     if machine.layers:
         text += f", is as fast as was measured with layers ({', '.join(machine.layers)})"
     if machine.action_seconds:
         text += f", takes {machine.action_seconds * 1e6:g} us to start a computation"
-    return f"{text}."
+    return text
+
+
+def _gigabytes(speed: float | None) -> str:
+    return f"{(speed or math.inf) / 1e9:g} GB/s"
 
 
 def _list(numbers: Iterable[int]) -> str:

@@ -72,23 +72,6 @@ def test_check_says_what_differs(command, tmp_path) -> None:
     assert command.stderr == ""
 
 
-def test_memory_limit_of_a_graph(command) -> None:
-    made = command.json("plan", "make", GRAPH, "--stages", 3, "--balance", "memory")
-    least, fixed = made["certificate"]["value"], ("--micro-batches", made["num_micro_batches"])
-    make = ("plan", "make", GRAPH, "--stages", 3, "--balance", "time", *fixed, "--memory-limit")
-    made = command.json(*make, least)
-    assert made["certificate"]["value"]
-    assert "memory limit" in command.fails(1, *make, 100)
-
-
-def test_show_a_plan_of_a_model(command, plan_file) -> None:
-    path = plan_file([0, 0, 1, 1])
-    assert command("plan", "show", path) == 0
-    assert "Plan of 'chain': 4 operations on 2 stages" in command.stdout
-    assert "\x1b" not in command.stdout
-    assert command.json("plan", "show", path)["assignment"] == [0, 0, 1, 1]
-
-
 def test_show_writes_the_page(command, plan_file, tmp_path, monkeypatch) -> None:
     path, page = plan_file([0, 0, 1, 1]), tmp_path / "a.html"
     assert command("plan", "show", path, "--html", page) == 0
@@ -106,20 +89,12 @@ def test_show_writes_the_page(command, plan_file, tmp_path, monkeypatch) -> None
 def test_a_page_that_cannot_be_written_is_told(command, plan_file, tmp_path) -> None:
     path = plan_file([0, 1])
     assert "ends in .html" in command.fails(2, "plan", "show", path, "--html", path)
-    for file in ("none/a.html", "none/"):
+    for file, complaint in (("none/a.html", "There is no folder"), ("none/", "or a folder")):
         told = command.fails(2, "plan", "show", path, "--html", f"{tmp_path}/{file}")
-        assert "There is no folder" in told
+        assert complaint in told
     (tmp_path / "a.html").symlink_to(tmp_path / "none" / "b.html")
     told = command.fails(2, "plan", "show", path, "--html", tmp_path / "a.html")
     assert f"Cannot write '{tmp_path}/a.html'" in told
-
-
-def test_a_graph_is_drawn_like_a_model(command, tmp_path) -> None:
-    page, wrong = tmp_path / "a.html", tmp_path / "a.txt"
-    assert command("plan", "make", GRAPH, "--stages", 2, "--html", page) == 0
-    assert "left_1" in page.read_text()
-    make = ("plan", "make", GRAPH, "--stages", 2, "--html", wrong)
-    assert "ends in .html" in command.fails(2, *make)
 
 
 def test_diff(command, plan_file) -> None:
@@ -136,24 +111,21 @@ def test_diff(command, plan_file) -> None:
     assert found["stages"][1]["memory_bytes"][0] < found["stages"][1]["memory_bytes"][1]
     assert command("plan", "diff", before, after) == 0
     assert "0 -> 1  dense_1 .. dense_2 (2)" in command.stdout
-    assert "-66.7 %" in command.stdout
+    assert "384 FLOP   128 FLOP" in command.stdout
     assert command.json("plan", "diff", before, before)["same"]
     assert command("plan", "diff", before, before) == 0
     assert command.stdout == "The plans are the same.\n"
 
 
-def test_diff_tells_what_stages_repeat_and_which_ranks_have_them(command, plan_file) -> None:
+def test_diff_tells_what_stages_repeat_and_of_another_schedule_of_the_same_name(
+    command, plan_file
+) -> None:
     before = plan_file([0, 0, 1, 1], "a.json")
     data, after = json.loads(before.read_text()), before.with_name("b.json")
     for changed in ({"recompute": [1]}, {"recompute": [1], "except_last": [1]}, {"ranks": [0, 0]}):
         after.write_text(json.dumps(data | changed))
         told = {name: [[], value] for name, value in changed.items()}
         assert command.json("plan", "diff", before, after)["options"] == told
-
-
-def test_diff_tells_of_another_schedule_of_the_same_name(command, plan_file) -> None:
-    before = plan_file([0, 0, 1, 1], "a.json")
-    data, after = json.loads(before.read_text()), before.with_name("b.json")
     text = make_schedule("zb-h1", 2, data["num_micro_batches"]).to_text()
     after.write_text(json.dumps(data | {"program": text}))
     assert command.json("plan", "diff", before, after)["options"]["schedule_text"] == [None, text]
@@ -192,18 +164,15 @@ def test_compare(command) -> None:
         assert all(rule["ratio"] >= 1 - 1e-9 for rule in rules.values())
     assert found["flops"]["optimal"]
     assert command("plan", "compare", GRAPH, "--stages", 4) == 0
-    assert "FLOPs: ours is optimal" in command.stdout
+    assert "FLOPs of ours: optimal" in command.stdout
 
 
-GOOD_GRAPH = {
-    "directed": True,
-    "nodes": [{"id": "a", "flops": 1, "parameters": 4}, {"id": "b", "flops": 1}],
-    "edges": [{"source": "a", "target": "b"}],
-}
+EDGE = {"source": "a", "target": "b"}
 
 
-def broken(**changes):
-    return json.dumps({**GOOD_GRAPH, **changes})
+def graph_text(**changes):
+    nodes = [{"id": "a", "flops": 1, "parameters": 4}, {"id": "b", "flops": 1}]
+    return json.dumps({"directed": True, "nodes": nodes, "edges": [EDGE], **changes})
 
 
 @pytest.mark.parametrize(
@@ -211,10 +180,10 @@ def broken(**changes):
     [
         ("{", "node-link JSON"),
         ("", "node_link_data"),
-        (broken(edges=[*GOOD_GRAPH["edges"], {"source": "b", "target": "a"}]), "cycle"),
-        (broken(edges=[{"source": "a"}]), "target"),
-        (broken(nodes=[], edges=[]), "at least one node"),
-        (broken(nodes=[{"id": "a", "flops": -1}, {"id": "b"}]), "node a: expected flops"),
+        (graph_text(edges=[EDGE, {"source": "b", "target": "a"}]), "cycle"),
+        (graph_text(edges=[{"source": "a"}]), "target"),
+        (graph_text(nodes=[], edges=[]), "at least one node"),
+        (graph_text(nodes=[{"id": "a", "flops": -1}, {"id": "b"}]), "node a: expected flops"),
         ('{"nodes": [{"id": 0, "flops": NaN}], "edges": []}', "expected flops"),
         (b"\xff\xfe\x00", "node_link_data"),
     ],
@@ -223,16 +192,15 @@ def test_broken_graphs_are_refused_in_one_line(command, tmp_path, text, complain
     path = tmp_path / "graph.json"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     assert complaint in command.fails(2, "plan", "make", path, "--stages", 2)
-    assert complaint in command.fails(2, "plan", "compare", path, "--stages", 2)
 
 
 def test_names_cannot_steer_a_terminal(command, tmp_path) -> None:
     path = tmp_path / "graph.json"
-    path.write_text(broken(graph={"name": "\x1b[31mred"}))
+    path.write_text(graph_text(graph={"name": "\x1b[31mred"}))
     assert command("plan", "make", path, "--stages", 2) == 0
     assert "\\x1b[31mred" in command.stdout
     assert "\x1b" not in command.stdout
-    path.write_text(broken(nodes=[{"id": "\x1b[2J", "flops": -1}]))
+    path.write_text(graph_text(nodes=[{"id": "\x1b[2J", "flops": -1}]))
     complaint = command.fails(2, "plan", "make", path, "--stages", 2)
     assert "\\x1b[2J" in complaint
     assert "\x1b" not in complaint
@@ -260,10 +228,8 @@ def test_broken_plans_are_refused_in_one_line(command, tmp_path, change, complai
     ("arguments", "complaint"),
     [
         (["make", "missing.json", "--stages", "2"], "'missing.json' does not exist"),
-        (["make", "missing.py:f", "--stages", "2"], "'missing.py' does not exist"),
-        (["make", "train.py", "--stages", "2"], "train.py:FUNCTION"),
+        (["make", "train.py", "--stages", "2"], "script.py:function"),
         (["make", "what/is/this", "--stages", "2"], "module:function"),
-        (["make", "a b:c", "--stages", "2"], "module:function"),
         (["make", GRAPH], "--stages"),
         (["make", "ResNet50"], "--stages, or --ranks"),
         (["make", GRAPH, "--stages", "0"], "positive integer. Received: '0'"),
@@ -271,31 +237,26 @@ def test_broken_plans_are_refused_in_one_line(command, tmp_path, change, complai
         (["compare", GRAPH, "--stages", "9" * 30], "14 operations"),
         (["make", GRAPH, "--stages", "2", "--balance", "fun"], "fun"),
         (["make", GRAPH, "--stages", "2", "--memory-limit", "much"], "'much'"),
-        (["make", GRAPH, "--stages", "2", "--memory-limit=-1"], "number of bytes"),
         (["make", GRAPH, "--stages", "2", "--memory-limit", "1,2,3"], "2 stages"),
         (["make", GRAPH, "--stages", "2", "-o", "/no/such/folder/p.json"], "There is no folder"),
         (["make", GRAPH, "--stages", "2", "-o", str(ROOT)], "is a folder"),
+        (["make", GRAPH, "--stages", "2", "--html", "a.txt"], "ends in .html"),
         (["make", GRAPH, "--stages", "2", "--unknown"], "--unknown"),
         (["show", "missing.json"], "'missing.json' does not exist"),
         (["show", str(ROOT)], "is no file"),
-        (["compare", "missing.json", "--stages", "2"], "does not exist"),
-        (["check", "missing.json", GRAPH], "does not exist"),
         (["diff", "missing.json", "missing.json"], "does not exist"),
-        ([], "name one of make, show"),
+        ([], "required: COMMAND"),
     ],
 )
 def test_wrong_usage_is_told_in_one_line(command, arguments, complaint) -> None:
     assert complaint in command.fails(2, "plan", *arguments)
 
 
-def test_a_graph_is_no_plan_and_a_plan_no_graph(command, plan_file, tmp_path) -> None:
+def test_a_graph_is_no_plan_and_a_plan_no_graph(command, plan_file) -> None:
     assert "no valid plan" in command.fails(2, "plan", "show", GRAPH)
     path = plan_file([0, 1])
     assert "node_link_data" in command.fails(2, "plan", "make", path, "--stages", "2")
     assert "another model" in command.fails(1, "plan", "check", path, GRAPH)
-    old = tmp_path / "old.json"
-    old.write_text('{"format":"tarantella_pp.graph_plan"}')
-    assert "make its plan again" in command.fails(2, "plan", "show", old)
 
 
 @pytest.mark.parametrize(
@@ -319,24 +280,25 @@ def test_nothing_heavy_is_loaded_where_it_is_not_needed(command, plan_file, argu
     assert ("rich" in loaded) == ("--json" not in arguments)
 
 
-def test_colours_only_in_a_terminal_and_not_against_the_user(plan_file) -> None:
+def test_colours_only_in_a_terminal_and_as_wide_as_it_is(plan_file, monkeypatch) -> None:
     path = plan_file([0, 0, 1, 1])
-    base = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR")}
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
 
     def show(**variables):
         return subprocess.run(
             [sys.executable, "-m", "tarantella_pp", "plan", "show", path],
             cwd=ROOT,
-            env={**base, "TERM": "xterm-256color", **variables},
+            env={**os.environ, "TERM": "xterm-256color", **variables},
             capture_output=True,
             text=True,
             check=True,
         ).stdout
 
-    assert "\x1b" not in show()
+    narrow = show(COLUMNS="50")
+    assert "\x1b" not in narrow
+    assert max(map(len, narrow.splitlines()[:6])) <= 50
     assert "\x1b[1m" in show(FORCE_COLOR="1")
-    wide, narrow = show(COLUMNS="150"), show(COLUMNS="50")
-    assert len(narrow.splitlines()[2].rstrip()) <= 50 < len(wide.splitlines()[2].rstrip())
 
 
 def test_a_reader_that_leaves_early_is_no_error(plan_file) -> None:

@@ -56,7 +56,7 @@ def test_measured_seconds_take_the_place_of_arithmetic(command, tmp_path, measur
     half = command.json("simulate", path, *fast_links("--micro-batches", 2 * MICRO_BATCHES))
     assert half["ranks"][1]["busy_seconds"] == pytest.approx(busy[1], rel=1e-9)
     text = " ".join(found["assumptions"])
-    assert ("stages 1 take" if len(measured) == 1 else "stages take") in text
+    assert ("stages 1 take" if len(measured) == 1 else "stages 0, 1, 2, 3 take") in text
     assert ("TFLOP/s" in text) == (len(measured) < STAGES)
 
 
@@ -65,24 +65,6 @@ def test_memory_is_that_of_the_plan(command, plan) -> None:
     stages = plan_of(chain_graph(STAGES), [0, 1, 2, 3]).stages
     assert [rank["peak_bytes"] for rank in found["ranks"]] == [s.memory_bytes for s in stages]
     assert found["peak_bytes"] == max(stage.memory_bytes for stage in stages)
-
-
-def test_gpipe_keeps_every_micro_batch(command, plan) -> None:
-    ours, theirs = (
-        command.json("simulate", plan, "--schedule", name)["ranks"] for name in ("1f1b", "gpipe")
-    )
-    kept = plan_of(chain_graph(STAGES), [0, 1, 2, 3]).stages[3].activation_bytes
-    assert theirs[3]["peak_bytes"] - ours[3]["peak_bytes"] == (MICRO_BATCHES - 1) * kept
-
-
-def test_fewer_micro_batches_are_larger(command, plan) -> None:
-    four = command.json("simulate", plan, *fast_links())
-    two = command.json("simulate", plan, *fast_links("--micro-batches", 2))
-    assert two["micro_batch_size"] == 2 * four["micro_batch_size"]
-    assert two["bubble"] == pytest.approx(3 / 5, rel=1e-6)
-    assert sum(rank["busy_seconds"] for rank in two["ranks"]) == pytest.approx(
-        sum(rank["busy_seconds"] for rank in four["ranks"])
-    )
 
 
 def test_messages_take_their_time(command, plan) -> None:
@@ -143,22 +125,11 @@ def test_hosts_share_a_card(command, plan) -> None:
     assert many["exposed_seconds"] == pytest.approx(ring)
 
 
-def test_replicas_of_a_host_sum_inside_first(command, plan) -> None:
-    speed = ("--speed", "1GFLOPs", "--link-latency", "0s")
-    hosts = ("--ranks-per-node", 8, "--nodes", 3, "--nic", "1MB", "--inside", "8MB")
-    found = command.json("simulate", plan, *speed, *hosts)
-    size = 8 * 8 * 4
-    # Two replicas on each of three hosts; four stages have a quarter of the card each.
-    assert found["num_replicas"] == 6
-    sums = 2 * size / 2 / 8e6 + 4 * size / 3 / 0.25e6
-    assert found["exposed_seconds"] == pytest.approx(sums)
-
-
 def test_the_curve_leaves_out_what_does_not_lie_alike(command, plan) -> None:
     found = command.json("simulate", plan, "--ranks-per-node", 3)
     assert [point["num_replicas"] for point in found["scaling"]] == [1, 1]
     whole = command.json("simulate", plan, "--ranks-per-node", 8)
-    assert [point["num_replicas"] for point in whole["scaling"]][-1] == 1024
+    assert whole["scaling"][-1]["num_replicas"] == 1024
 
 
 def test_tables(command, plan) -> None:
@@ -208,9 +179,3 @@ def test_malformed_numbers_are_usage_errors(command, plan, option, value) -> Non
     assert command("simulate", plan, option, value) == 2
     assert option in command.stderr
     assert f"Received: {value!r}" in command.stderr
-
-
-def test_the_plan_of_a_graph_has_a_step(command, tmp_path) -> None:
-    path = tmp_path / "plan.json"
-    assert command("plan", "make", GRAPH, "--stages", 2, "-o", path) == 0
-    assert command.json("simulate", path)["step_seconds"] > 0

@@ -25,12 +25,12 @@ import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, ClassVar, Literal, get_args
 
 import msgspec
 
 from tarantella_pp.errors import ConfigurationError, PlanError
-from tarantella_pp.partition.graph.json_record import decoded, read
+from tarantella_pp.partition.graph.json_record import JsonRecord
 from tarantella_pp.partition.graph.layer_graph import LayerGraph, Node
 from tarantella_pp.partition.graph.units import item_bytes
 
@@ -70,7 +70,7 @@ class LayerSpeed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     backward: PassSpeed
 
 
-class HardwareSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class HardwareSpec(JsonRecord, frozen=True):
     """The ranks and what connects them.
 
     Attributes:
@@ -97,6 +97,8 @@ class HardwareSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             start like these.
     """
 
+    noun: ClassVar[str] = "machine"
+
     flops_per_second: Positive = 1e12
     bandwidth: Positive | None = 10e9
     latency: NotNegative = 5e-6
@@ -119,17 +121,6 @@ class HardwareSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         given["pointwise"] = self.pointwise or self.convolution
         given["large_depthwise"] = self.large_depthwise or self.depthwise
         return {name: speed for name, speed in given.items() if speed is not None}
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes a JSON file, which `machine=` and `--machine` read."""
-        text = msgspec.json.format(msgspec.json.encode(self), indent=1).decode()
-        try:
-            Path(path).write_text(f"{text}\n", encoding="utf-8")
-        except OSError as error:
-            raise ConfigurationError(
-                f"Cannot write the machine '{path}': {error.strerror or error}. "
-                "Name a file that can be written."
-            ) from error
 
 
 CORE = HardwareSpec(
@@ -179,9 +170,9 @@ def machine_of(given: HardwareSpec | str | os.PathLike[str]) -> HardwareSpec:
             f"`HardwareSpec.save` wrote. Received: machine={str(given)!r}"
         )
     try:
-        return decoded(read(given, "machine"), HardwareSpec)
-    except (ValueError, PlanError) as error:
-        raise ConfigurationError(f"{given} has no machine: {error}") from None
+        return HardwareSpec.load(given)
+    except PlanError as error:
+        raise ConfigurationError(str(error)) from None
 
 
 BOTH_GRADIENTS = 2.0

@@ -12,7 +12,7 @@ Operations stand below each other in the order in which they run. Nothing ever c
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -212,22 +212,17 @@ def _sent(tensor: CutEdge) -> str:
 
 def _layer_box(names: Sequence[str], nodes: Sequence[Node], index: int) -> Box:
     """The box of an operation, or of a run of them; nodes are known with the graph only."""
-    size = sum(node.parameters + node.constants for node in nodes)
-    sizes = [format_bytes(size)] if size else []
-    weights = [f"weights {text}" for text in sizes]
-    # The kind of layer that does most of the arithmetic says what the run is.
-    flops, kinds = Counter[str](), Counter(node.kind for node in nodes)
-    for node in nodes:
-        flops[node.kind] += int(node.flops)
-    kind = next((kind for kind, _ in flops.most_common(1)), f"operation {index}")
-    if len(names) == 1:
-        note = shorten(kind, NOTE_CHARACTERS - sum(3 + len(text) for text in sizes))
-        work = [f"{format_flops(node.flops)} per sample" for node in nodes if node.flops]
-        hover = "\n".join([names[0], kind, *weights, *work])
-        return Box(shorten(names[0], TITLE_CHARACTERS), " · ".join([note, *sizes]), hover)
-    busiest = [f"{kinds[kind]} {kind}"] if nodes else []
-    note = shorten(" · ".join([f"{len(names)} ops", *busiest]), NOTE_CHARACTERS)
-    return Box(_title(names), note, _lines([*weights, *names]), "run")
+    # The layer that does most of the arithmetic says what a run is.
+    busiest = max(nodes, key=lambda node: node.flops, default=None)
+    kind = f"operation {index}" if busiest is None else busiest.kind
+    size, flops = (sum(n.parameters + n.constants for n in nodes), sum(n.flops for n in nodes))
+    facts = [f"weights {format_bytes(size)}"] if size else []
+    facts += [f"{format_flops(flops)} per sample"] if flops else []
+    hover, many = _lines([kind, *facts, *names]), len(names) > 1
+    before = f"{len(names)} ops · " if many else ""
+    behind = f" · {format_bytes(size)}" if size and not many else ""
+    note = before + shorten(kind, NOTE_CHARACTERS - len(before + behind)) + behind
+    return Box(_title(names), note, hover, "run" if many else "layer")
 
 
 def _ends_box(names: Sequence[str], role: str) -> Box:

@@ -279,7 +279,7 @@ def test_machines_by_name_and_file(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("{", "has no machine"),
+        ("{", "machine.json: This is no valid machine"),
         ('{"speed": 1}', "speed"),
         ('{"flops_per_second": 0}', "flops_per_second"),
         ('{"latency": -1}', "latency"),

@@ -47,8 +47,8 @@ def test_many_operations_share_boxes_and_skips_run_above_the_columns():
     shown, drawn = outline(plan, graph), graph_drawing(plan, graph)
     assert all(len(boxes) <= MOST_BOXES + 1 for boxes in shown.columns)
     assert shown.columns[1][0].title == "block20_0_conv2d …"
-    assert shown.columns[1][0].note == "5 ops · 2 Conv2D"
-    assert shown.columns[1][0].hover.count("\n") == 5  # weights, and all names
+    assert shown.columns[1][0].note == "5 ops · Conv2D"
+    assert shown.columns[1][0].hover.count("\n") == 7  # kind, weights, FLOPs and all names
     assert drawn["top"] > graph_drawing(plan_of(residual_graph(10), 2), None)["top"]
     assert drawn["height"] < 1500
     for column in drawn["columns"]:

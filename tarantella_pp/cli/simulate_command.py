@@ -89,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"Each micro-batch needs a sample, and a replica has {simulation.samples}. "
             f"Received: --micro-batches={micro_batches}"
         )
-    replicas = _replicas(arguments, simulation.num_ranks(arguments.ranks), plan.num_replicas)
+    replicas = _replicas(arguments, simulation.spec(arguments.ranks).num_ranks, plan.num_replicas)
     simulation = replace(simulation, num_replicas=replicas)
     step = simulation.step(arguments.ranks)
     point = simulation.point(step, replicas)

@@ -147,7 +147,8 @@ class PlanSimulation:
         # Memory must hold the largest micro-batch; time adds up over all of them.
         mean = self.samples / self.micro_batches
         seconds = stage_seconds(self.plan, self.machine, mean)
-        again = self._held_again(num_ranks)
+        spec = self.spec(num_ranks)
+        again = self._held_again(spec)
         stages = [self._stage(i, mean, both, again.get(i)) for i, both in enumerate(seconds)]
         sizes: Counter[Link] = Counter()
         for cut in self.plan.cuts:
@@ -155,19 +156,18 @@ class PlanSimulation:
             for target in cut.targets:
                 sizes[cut.source, target] += sent + cut.mask_bytes
                 sizes[target, cut.source] += sent if cut.has_gradient else 0
-        speeds = self._link_speeds(sizes, num_ranks)
+        speeds = self._link_speeds(sizes, spec)
         links = {
             pair: LinkCosts(size * mean / planned / speeds[pair], self.machine.latency)
             for pair, size in sizes.items()
         }
         return Costs(tuple(stages), links)
 
-    def _link_speeds(self, pairs: Iterable[Link], num_ranks: int | None) -> dict[Link, float]:
+    def _link_speeds(self, pairs: Iterable[Link], spec: ScheduleSpec) -> dict[Link, float]:
         """Bytes per second between the ranks of stages."""
         if self.nodes is None:
             return dict.fromkeys(pairs, self.machine.bandwidth or math.inf)
-        where = self._spec(num_ranks).placement
-        layout = self._layout(self.nodes, 1 + max(where))
+        where, layout = spec.placement, self._layout(self.nodes, spec.num_ranks)
         return layout.link_speeds({pair: (where[pair[0]], where[pair[1]]) for pair in pairs})
 
     def _layout(self, nodes: Nodes, num_ranks: int) -> NodeLayout:
@@ -179,15 +179,14 @@ class PlanSimulation:
 
         return nodes.layout(num_ranks, replicas, rank_of)
 
-    def _held_again(self, num_ranks: int | None) -> dict[int, float]:
+    def _held_again(self, spec: ScheduleSpec) -> dict[int, float]:
         """Stages that recompute, with what they make again and hold, over what was planned."""
         plan = self.plan
         if not plan.recompute:
             return {}
         # Bytes of one plan's micro-batches, scaled by how many another schedule holds at a time.
-        spec, last = self._spec(num_ranks), plan.except_last
-        planned = plan.schedule_spec().held_whole(plan.num_micro_batches, last)
-        now = spec.held_whole(self.micro_batches, last)
+        planned = plan.schedule_spec().held_whole(plan.num_micro_batches, plan.except_last)
+        now = spec.held_whole(self.micro_batches, plan.except_last)
         return {stage: now[stage] / planned[stage] for stage in plan.recompute}
 
     def _stage(
@@ -227,7 +226,7 @@ class PlanSimulation:
         # A schedule that is searched for holds no more than was planned.
         limit = [stage.in_flight for stage in self.plan.stages] if self._runs_own else None
         return pipeline_step(
-            self._spec(num_ranks),
+            self.spec(num_ranks),
             self.costs(num_ranks),
             self.micro_batches,
             links=self.plan.links,
@@ -236,12 +235,8 @@ class PlanSimulation:
             blocking=blocking,
         )
 
-    def num_ranks(self, given: int | None = None) -> int:
-        """Returns the ranks of one replica."""
-        return 1 + max(self._spec(given).placement)
-
-    def _spec(self, num_ranks: int | None) -> ScheduleSpec:
-        """The schedule on a number of ranks."""
+    def spec(self, num_ranks: int | None = None) -> ScheduleSpec:
+        """Returns the schedule on a number of ranks, by default those of the plan."""
         if self._runs_own:
             return self.plan.schedule_spec(num_ranks)
         if num_ranks is None and self.plan.ranks:

@@ -34,7 +34,7 @@ from tarantella_pp.simulation.pipelines import PipelineStep
 # Most rows of tables; who needs more reads the plan itself.
 MOST_ROWS, MOST_REPLICAS = 5000, 64
 # Most computations that a timeline draws, and the width of its bars in pixels.
-MOST_BARS, LEAST_WIDTH, MOST_WIDTH = 20_000, 900, 2400
+MOST_BARS, LEAST_WIDTH, MOST_WIDTH = 10_000, 900, 2400
 KINDS = {
     "F": "forward",
     "B": "input gradient",

@@ -202,27 +202,22 @@ def _json_objects(text: str) -> list[dict[str, Any]]:
 def host_findings(found: Sequence[HostFacts]) -> list[str]:
     """Returns a sentence for each thing that is wrong, with its host and what to do."""
     answered = [host for host in found if not host.silence]
-    return [
-        *(host.silence for host in found if host.silence),
-        *(finding for host in answered for finding in _of_one(host)),
-        *(finding for package in VERSIONS for finding in _of_versions(package, answered)),
-        *_of_gpus(answered),
+    findings = [host.silence for host in found if host.silence]
+    findings += [
+        f"Host {host.host} has {count(host.cores, 'core')} for {host.slots} ranks: give its line "
+        f"fewer, as in `{host.host}:{host.cores}`."
+        for host in answered
+        if (host.slots or 0) > host.cores
     ]
-
-
-def _of_one(host: HostFacts) -> Iterator[str]:
-    """Yields the faults of a host, whatever the others are."""
-    slots = host.slots or 0
-    if slots > host.cores:
-        yield (
-            f"Host {host.host} has {count(host.cores, 'core')} for {slots} ranks: give its line "
-            f"fewer, as in `{host.host}:{host.cores}`."
+    for package in VERSIONS:
+        findings += _of_versions(package, answered)
+    without = [host.host for host in answered if not host.gpus]
+    if without and any(host.gpus for host in answered):
+        findings.append(
+            f"No GPU on {', '.join(without)}, but on other hosts: all would wait for ranks without "
+            "one. Leave these hosts out, or train on CPUs with --no-gpu."
         )
-    if host.gpus and slots > host.gpus:
-        yield (
-            f"Host {host.host} has {count(host.gpus, 'GPU')} for {slots} ranks, which need "
-            f"--share-gpus or --no-gpu: or give its line fewer, as in `{host.host}:{host.gpus}`."
-        )
+    return findings
 
 
 def _of_versions(package: str, found: Sequence[HostFacts]) -> Iterator[str]:
@@ -243,16 +238,6 @@ def _of_versions(package: str, found: Sequence[HostFacts]) -> Iterator[str]:
                 f"{first.versions[package]}: install the same on all hosts, load the same module, "
                 "or name one Python with --python-interpreter."
             )
-
-
-def _of_gpus(found: Sequence[HostFacts]) -> Iterator[str]:
-    """Yields the hosts without a GPU if others have some."""
-    without = [host.host for host in found if not host.gpus]
-    if without and any(host.gpus for host in found):
-        yield (
-            f"No GPU on {', '.join(without)}, but on other hosts: all would wait for ranks without "
-            "one. Leave these hosts out, or train on CPUs with --no-gpu."
-        )
 
 
 def measure_links(names: Sequence[str], arguments: argparse.Namespace) -> tuple[Links, str]:

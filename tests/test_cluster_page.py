@@ -73,13 +73,7 @@ def check(title: str, run: Run) -> dict[str, Result]:
 
 @contextlib.contextmanager
 def two_hosts(python: str, folder: Path, hosts: str) -> Iterator[Run]:
-    """What runs a command on the first of two hosts, which reaches the other with `ssh`.
-
-    Args:
-        python: The interpreter.
-        folder: An empty one.
-        hosts: The hostfile.
-    """
+    """What runs a command on the first of two hosts, which reaches the other with `ssh`."""
     own, shared = folder / "network", folder / "shared"
     own.mkdir()
     shared.mkdir()

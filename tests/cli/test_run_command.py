@@ -72,13 +72,6 @@ def test_all_ranks_print_when_asked(python: str) -> None:
     assert not [line for line in lines if line.startswith("hello")]  # the rank comes first
 
 
-def test_one_rank_is_a_job_like_any_other(python: str) -> None:
-    with tarantella(python, "hello.py") as job:
-        result = job.result()
-    assert result.code == 0, result.stderr
-    assert result.stdout.startswith("hello 0 1\n")
-
-
 def test_options_reach_the_ranks(python: str) -> None:
     options = ["-x", "A=1", "GREETING=hi there", "B=", "--threads", "3", "-n", "2", "--no-gpu"]
     interpreter = f"env C=4 {python} -O"
@@ -129,15 +122,6 @@ def test_each_rank_takes_a_gpu(
     assert result.code == 0, result.stderr
     for rank, gpu in enumerate(taken):
         assert f"rank {rank} takes {gpu}, growth {growth}\n" in result.stdout
-
-
-def test_more_ranks_than_gpus_are_refused(python: str) -> None:
-    with tarantella(python, "-n", "2", "gpu.py", CUDA_VISIBLE_DEVICES="5") as job:
-        result = job.result()
-    assert result.code == 1
-    assert "rank 1 of 2 on host" in result.stderr
-    assert "failed first: This host has 1 GPU, and at least 2 ranks." in result.stderr
-    assert "Traceback" not in result.stderr
 
 
 def test_without_the_launcher_a_gpu_is_taken_when_ranks_meet(

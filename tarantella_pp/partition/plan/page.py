@@ -30,6 +30,7 @@ from tarantella_pp.partition.plan.plan_simulation import planned_step
 from tarantella_pp.partition.plan.report import choice_lines
 from tarantella_pp.schedule import Compute
 from tarantella_pp.simulation.pipelines import PipelineStep
+from tarantella_pp.simulation.simulator import idle_fraction
 
 # Most rows of tables; who needs more reads the plan itself.
 MOST_ROWS, MOST_REPLICAS = 5000, 64
@@ -159,7 +160,7 @@ def _timeline(plan: Plan, step: PipelineStep) -> dict[str, Any]:
                 "title": f"{label}: {KINDS[kind]}, {times[0]} to {times[1]}",
                 "text": label if fits else "",
             })  # fmt: skip
-        idle = 1 - step.busy_seconds[rank] / (step.pipeline_seconds or 1.0)
+        idle = idle_fraction([step.busy_seconds[rank]], step.pipeline_seconds)
         name = f"rank {rank} (stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))})"
         longest = max(longest, len(name))
         ranks.append({"name": name, "idle": percent(idle), "bars": bars})

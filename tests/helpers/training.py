@@ -45,6 +45,14 @@ def adamw():
     return keras.optimizers.AdamW(1e-2)
 
 
+class WarmUp(keras.optimizers.schedules.LearningRateSchedule):
+    """A schedule as tutorials write it: it cannot be saved, for it has no `get_config`."""
+
+    def __call__(self, step):
+        step = ops.cast(step + 1, keras.config.floatx())
+        return 1e-2 * ops.minimum(1 / ops.sqrt(step), step / 4)
+
+
 @dataclass(frozen=True)
 class Case:
     """A model, its data and how it is trained; `compiled` makes new objects at every call."""
@@ -122,7 +130,13 @@ CASES = {
     "causal_attention": Case(models.causal_attention, floats(5, 8), Y, regression(), WEIGHTED),
     "merged_windows": Case(models.merged_windows, floats(4, 6), Y, regression(), WEIGHTED),
     "embedding_adamw": Case(models.embedding_with_mask, IDS, LABELS, classification(), WEIGHTED),
-    "positions": Case(models.positions, IDS, LABELS, classification(), WEIGHTED),
+    "positions": Case(
+        models.positions,
+        IDS,
+        LABELS,
+        classification(lambda: keras.optimizers.AdamW(WarmUp())),
+        WEIGHTED | {"validation_data": (IDS[:9], LABELS[:9])},
+    ),
     "embedding_sgd": Case(models.embedding_with_mask, IDS, LABELS, classification(sgd)),
     "recurrent": Case(models.recurrent, IDS[:, 1:], LABELS, classification(), WEIGHTED),
     "masked_output": Case(

@@ -103,8 +103,7 @@ def compiled_facts(given: Mapping[str, Any]) -> dict[str, Any]:
     optimizer = given["optimizer"]
     facts["optimizer"] = named(optimizer)
     if isinstance(optimizer, keras.optimizers.Optimizer):
-        options = _nameless(optimizer.get_config())
-        facts |= {f"optimizer.{k}": v for k, v in options.items() if _is_plain(v)}
+        facts |= {f"optimizer.{name}": value for name, value in _options_of(optimizer).items()}
     return facts
 
 
@@ -131,13 +130,17 @@ def _told(value: Any) -> Any:
     """What a loss or a metric is, and its options."""
     if not isinstance(value, (keras.losses.Loss, keras.metrics.Metric)):
         return named(value)
+    options = {**_options_of(value), **hidden_options(value)}
+    return f"{named(value)} {options}" if options else named(value)
+
+
+def _options_of(value: Any) -> dict[str, Any]:
+    """Options that look alike everywhere; none of a user's own that has no `get_config`."""
     try:
         config = _nameless(value.get_config())
-    except Exception:  # whatever a user's own raises that cannot be saved
-        config = {}
-    plain = {name: option for name, option in config.items() if _is_plain(option)}
-    options = {**plain, **hidden_options(value)}
-    return f"{named(value)} {options}" if options else named(value)
+    except Exception:  # of a learning rate's schedule in it, too: plain Keras never asks
+        return {}
+    return {name: option for name, option in config.items() if _is_plain(option)}
 
 
 def _nameless(value: Any) -> Any:

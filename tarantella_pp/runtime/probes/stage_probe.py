@@ -77,7 +77,7 @@ class StageProbe:
             self._refuse_captured(trace)
         if pieces.total > 1:
             samples = self._enough(rows, first, following())
-            self._refuse_mixing(trace, samples)
+            self._refuse_mixing(trace, samples, training)
             self._find_kinds(trace, training, samples)
         self._forget(training)
         return trace.outputs(first) if self._module.boundary.sends else []
@@ -118,10 +118,11 @@ class StageProbe:
                     "or use num_stages=1."
                 )
 
-    def _refuse_mixing(self, trace: ProbeTrace, samples: Samples) -> None:
+    def _refuse_mixing(self, trace: ProbeTrace, samples: Samples, training: bool) -> None:
         for found in trace.both_ways(samples):
             strange = found.strange_weights()
-            self._module.accumulator.fixed = found.fixed
+            if training:
+                self._module.accumulator.fixed = found.fixed
             if found.mixes or strange:
                 break
         else:

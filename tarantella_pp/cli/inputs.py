@@ -150,13 +150,12 @@ def build_without_weights(source: str) -> Any:
         return load_graph(existing_file(source))
     file = source.rpartition(":")[0] or source
     with quiet_keras(f"keras.applications.{file}" if file.isidentifier() else file):
-        from tarantella_pp.internals.model_files import deserialized
-        from tarantella_pp.models.deferred_init import only_shapes
+        from tarantella_pp.models.deferred_init import described_model, only_shapes
     with only_shapes():
         if not source.endswith(".keras") or not zipfile.is_zipfile(existing_file(source)):
             return build_model(source)
         with quiet_keras(source):
-            return deserialized({**_config(source), "compile_config": None})
+            return described_model(_config(source))
 
 
 def optimizer_of(source: str, model: Any) -> Any:

@@ -108,9 +108,8 @@ def run(arguments: argparse.Namespace) -> int:
         )
     script = _script(arguments.command)
     exported = parse_exports(arguments.exports, os.environ)
-    hosts, num_ranks = _placement(arguments)
+    hosts, num_ranks, per_node = _placement(arguments)
     launcher = mpi_launchers.find_launcher(arguments.mpi)
-    per_node = _most_of_node(arguments, num_ranks, hosts)
     variables = _variables(arguments, per_node, exported)
     # Started inside another job (salloc, mpiexec), ranks would take its variables for their own.
     inherited = mpi_launchers.without_other_jobs(mpi_launchers.beside_own_step(os.environ))
@@ -130,16 +129,17 @@ def run(arguments: argparse.Namespace) -> int:
         return job_run.run(command, environment)
 
 
-def _placement(arguments: argparse.Namespace) -> tuple[tuple[HostRanks, ...], int]:
-    """Returns the hosts with their ranks, if they are given, and the number of all ranks."""
+def _placement(arguments: argparse.Namespace) -> tuple[tuple[HostRanks, ...], int, int]:
+    """Returns the hosts with their ranks, if they are given, all ranks, and the most of a host."""
     from tarantella_pp.launch import hosts
-    from tarantella_pp.launch.mpi_launchers import slurm_hosts, slurm_tasks
+    from tarantella_pp.launch.mpi_launchers import most_tasks_of_host, slurm_hosts, slurm_tasks
 
     per_node = arguments.n_per_node
     if arguments.hostfile is not None:
         found = hosts.read_hostfile(arguments.hostfile)
         placed = hosts.place(found, arguments.num_ranks, per_node)
-        return placed, sum(host.count for host in placed)
+        counts = [host.count for host in placed]
+        return placed, sum(counts), max(counts)
     nodes = slurm_hosts(os.environ)
     default = slurm_tasks(os.environ) or 1
     ranks = arguments.num_ranks or (default if per_node is None else nodes * per_node)
@@ -148,21 +148,8 @@ def _placement(arguments: argparse.Namespace) -> tuple[tuple[HostRanks, ...], in
             f"There is room for {nodes * per_node} ranks. "
             f"Received: -n {ranks} with --n-per-node={per_node} on {nodes} hosts"
         )
-    return (), ranks
-
-
-def _most_of_node(
-    arguments: argparse.Namespace, num_ranks: int, hosts: tuple[HostRanks, ...]
-) -> int:
-    """Returns the most ranks of a host."""
-    from tarantella_pp.launch.mpi_launchers import most_tasks_of_host, slurm_hosts
-
-    if hosts:
-        return max(host.count for host in hosts)
-    if arguments.n_per_node is not None:
-        return int(arguments.n_per_node)
-    known = most_tasks_of_host(os.environ, num_ranks)
-    return known or -(-num_ranks // slurm_hosts(os.environ))
+    most = per_node or most_tasks_of_host(os.environ, ranks) or -(-ranks // nodes)
+    return (), ranks, most
 
 
 def _variables(

@@ -97,6 +97,13 @@ def only_shapes() -> Iterator[None]:
             make_deferred(variable)
 
 
+def described_model(config: dict[str, Any]) -> Any:
+    """Makes the model that the configuration in a `.keras` file describes, not compiled."""
+    from tarantella_pp.internals.model_files import deserialized
+
+    return deserialized({**config, "compile_config": None})
+
+
 def initial_values(model: keras.Model) -> str:
     """Describes what the weights without values begin with, the same if they begin alike."""
     found = (_described(initializer_of(variable)) for variable in model.variables)

@@ -256,5 +256,5 @@ def _gradients(
         upstream = any(weights[w].trainable for w in used) or any(flows[t] for t in call.inputs)
         if upstream and type(call.operation).__name__ != "StopGradient":
             for t in call.outputs:  # integers and booleans have no gradients
-                flows[t] = "float" in draft.tensors[t].dtype
+                flows[t] = any(kind in draft.tensors[t].dtype for kind in ("float", "complex"))
     return flows

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import keras
@@ -77,12 +77,14 @@ def DistributedOptimizer(  # noqa: N802 - the name that it has in Horovod
     if averages_gradients(optimizer):
         raise ConfigurationError("optimizer is a DistributedOptimizer already.")
     own = type(optimizer)
-    exchange = _GradientExchange(op, fusion_threshold_of(fusion_threshold), wire_dtype)
+    combines = {
+        "_op": op,
+        "_threshold": fusion_threshold_of(fusion_threshold),
+        "_wire_dtype": wire_dtype,
+    }
     # Under its own name and module, so that Keras writes and finds it as what it was.
     names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
-    optimizer.__class__ = type(
-        own.__name__, (_Distributed, own), {**names, "_gradient_exchange": exchange}
-    )
+    optimizer.__class__ = type(own.__name__, (_Distributed, own), {**names, **combines})
     return optimizer
 
 
@@ -94,7 +96,10 @@ def averages_gradients(optimizer: Any) -> bool:
 class _Distributed:
     """Replaces one rank's gradients by the sums of all ranks."""
 
-    _gradient_exchange: _GradientExchange
+    _op: str
+    _threshold: int
+    _wire_dtype: str | None
+    _exchange: GradientExchange | None = None
     _trainable_variables: Any
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
@@ -103,55 +108,58 @@ class _Distributed:
         gradients: Sequence[Gradient] = list(grads)
         known = self._trainable_variables if trainable_variables is None else trainable_variables
         variables = list(known)
-        if len(variables) == len(gradients):  # else Keras says so
-            gradients = self._gradient_exchange.combined(gradients, variables)
+        ranks = world()
+        if ranks.size > 1 and len(variables) == len(gradients):  # else Keras says so
+            specs = [f"{variable.dtype}{[*variable.shape]}" for variable in variables]
+            with ranks.call("DistributedOptimizer.apply", op=self._op, variables=specs):
+                gradients = self._exchange_for(variables, ranks).added_up(gradients)
+            if self._op == "mean":
+                gradients = [scaled(gradient, 1 / ranks.size) for gradient in gradients]
         super().apply(gradients, trainable_variables)  # type: ignore[misc]
 
+    def _exchange_for(self, variables: Sequence[Any], ranks: Communicator) -> GradientExchange:
+        found = self._exchange
+        if found is None or [*map(id, variables)] != [*map(id, found.variables)]:
+            found = GradientExchange(variables, ranks, self._wire_dtype, self._threshold)
+            type(self)._exchange = found  # the class is this optimizer's alone
+        return found
 
-class _GradientExchange:
-    """Combines gradients over all ranks of the job."""
 
-    def __init__(self, op: str, fusion_threshold: int, wire_dtype: str | None) -> None:
-        self._op = op
-        self._threshold = fusion_threshold
-        self._wire_dtype = wire_dtype
-        self._variables: list[Any] = []
-        self._buckets: dict[int, list[int]] = {}
-        self._reduction: GradientReduction
+class GradientExchange:
+    """Adds up the gradients of some variables over ranks, bucket by bucket."""
 
-    def combined(
-        self, gradients: Sequence[Gradient], variables: Sequence[Any]
-    ) -> Sequence[Gradient]:
-        """Returns the gradients of all ranks, combined; takes all ranks."""
-        ranks = world()
-        if ranks.size == 1:
-            return gradients
-        specs = [f"{variable.dtype}{[*variable.shape]}" for variable in variables]
-        with ranks.call("DistributedOptimizer.apply", op=self._op, variables=specs):
-            self._prepare(variables, ranks)
-            # Those of the last layers come first, as they do from a tape.
-            for key, own in self._buckets.items():
-                self._reduction.start(key, [gradients[i] for i in own])
-            found: dict[int, Gradient] = {}
-            for key, own in self._buckets.items():
-                found.update(zip(own, self._reduction.finish(key), strict=True))
-        scale = 1 / ranks.size if self._op == "mean" else None
-        return [_scaled(found[i], scale) for i in range(len(variables))]
-
-    def _prepare(self, variables: Sequence[Any], ranks: Communicator) -> None:
-        """Makes the buckets, unless these variables have them already."""
-        if [*map(id, variables)] == [*map(id, self._variables)]:
-            return
-        buckets = in_buckets(variables, self._threshold)
+    def __init__(
+        self,
+        variables: Sequence[Any],
+        ranks: Communicator,
+        wire_dtype: str | None,
+        fusion_threshold: int | float | str | None = None,
+    ) -> None:
+        self.variables = list(variables)
+        buckets = in_buckets(self.variables, fusion_threshold_of(fusion_threshold))
         self._buckets = dict(enumerate(buckets))
-        weights = {key: [variables[i] for i in own] for key, own in self._buckets.items()}
-        self._reduction = GradientReduction(ranks, weights, self._wire_dtype)
-        self._variables = list(variables)
+        weights = {key: [self.variables[i] for i in own] for key, own in self._buckets.items()}
+        self._reduction = GradientReduction(ranks, weights, wire_dtype)
+
+    def added_up(
+        self, gradients: Sequence[Gradient], fixed: Collection[int] = ()
+    ) -> list[Gradient]:
+        """The sums over all ranks; `fixed` have slices at the same places on all of them."""
+        # The last layers come first, as they do from a tape.
+        for key, own in self._buckets.items():
+            places = [place for place, i in enumerate(own) if i in fixed]
+            self._reduction.start(key, [gradients[i] for i in own], places)
+        found: dict[int, Gradient] = {}
+        for key, own in self._buckets.items():
+            found.update(zip(own, self._reduction.finish(key), strict=True))
+        return [found[i] for i in range(len(gradients))]
 
 
-def _scaled(gradient: Gradient, scale: float | None) -> Gradient:
-    if gradient is None or scale is None:
-        return gradient
+def scaled(gradient: Gradient, factor: float) -> Gradient:
+    """A gradient multiplied with a number."""
+    if gradient is None:
+        return None
+    factor = tf.constant(factor, gradient.dtype)
     if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(gradient.values * scale, gradient.indices, gradient.dense_shape)
-    return gradient * scale
+        return tf.IndexedSlices(gradient.values * factor, gradient.indices, gradient.dense_shape)
+    return gradient * factor

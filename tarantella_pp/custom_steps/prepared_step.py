@@ -7,14 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 
+from tarantella_pp.custom_steps.distributed_optimizer import GradientExchange, scaled
 from tarantella_pp.custom_steps.step_probe import StepKinds
 from tarantella_pp.custom_steps.step_trace import StepTrace, Update
-from tarantella_pp.errors import ReplicaError, UnsupportedModelError
-from tarantella_pp.partition.options import fusion_threshold_of
+from tarantella_pp.errors import UnsupportedModelError
 from tarantella_pp.runtime.comm.communicator import Communicator
 from tarantella_pp.runtime.comm.tensor_buffers import value_of
 from tarantella_pp.runtime.data.batch import Batch
@@ -26,11 +25,7 @@ from tarantella_pp.runtime.stage.graph_functions import (
 )
 from tarantella_pp.runtime.stage.graph_split import has_effect
 from tarantella_pp.runtime.weights.forward_state import BatchStatistics
-from tarantella_pp.runtime.weights.gradient_reduction import (
-    Gradient,
-    GradientReduction,
-    in_buckets,
-)
+from tarantella_pp.runtime.weights.gradient_reduction import Gradient
 from tarantella_pp.runtime.weights.process_groups import ReplicaExchange
 
 
@@ -110,90 +105,71 @@ class StepProgram:
         return tensor.op.type != "Const" and self._number(tensor.op) < number
 
 
-# How far apart sums over a variable may be on two replicas that have the same.
-_APART = 1e-6
-
 Array = np.ndarray[Any, Any]
 
 
 class SharedValues:
     """Combines values that each replica writes and returns into values of the whole batch."""
 
-    def __init__(self, trace: StepTrace, kinds: StepKinds, ranks: Communicator) -> None:
-        known = [(v, kinds.state[id(v)]) for v in trace.written if id(v) in kinds.state]
-        self._same = [v for v, kind in known if kind == SAME and id(v) not in kinds.drawn]
-        self._added = [(v, kind == SUM) for v, kind in known if kind != SAME]
-        self._counters = [(v, kinds.drawn[id(v)]) for v in trace.written if id(v) in kinds.drawn]
+    def __init__(
+        self, written: Sequence[tf.Variable], kinds: StepKinds, ranks: Communicator
+    ) -> None:
+        self._drawn = [
+            (written[i], np.reshape(steps, tuple(written[i].shape))) for i, steps in kinds.drawn
+        ]
+        pairs = zip(written, kinds.state, strict=True)
+        self._added = [(variable, kind) for variable, kind in pairs if kind != SAME]
         self._results = kinds.results
         self._ranks = ranks
         self._before: list[Array] = []
         self._counted: list[Array] = []
-        self._checksum = tf.function(self._sums, autograph=False)
 
     def begin(self) -> None:
         """Notes where the state begins, and lets each replica draw random numbers of its own."""
         self._before = [value_of(variable) for variable, _ in self._added]
-        self._counted = [value_of(variable) for variable, _ in self._counters]
+        self._counted = [value_of(variable) for variable, _ in self._drawn]
         self._count(self._ranks.rank)
 
-    def finish(self, values: Sequence[tf.Tensor], share: float) -> dict[int, Array]:
+    def finish(self, values: Sequence[tf.Tensor], share: float) -> list[Array]:
         """Brings together what one step has made; all replicas must call it."""
-        states = [value_of(variable).astype(np.float64) for variable, _ in self._added]
         mine = [
-            self._part(state, before, share, is_sum)
-            for state, before, (_, is_sum) in zip(states, self._before, self._added, strict=True)
+            _part(value_of(variable), before, share, kind)
+            for (variable, kind), before in zip(self._added, self._before, strict=True)
         ]
-        shown = [
-            self._part(values[i].numpy().astype(np.float64), 0.0, share, kind == SUM)
-            for i, kind in self._results.items()
+        mine += [
+            _part(value.numpy(), 0.0, share, kind)
+            for value, kind in zip(values, self._results, strict=False)
         ]
-        checks = np.zeros((self._ranks.size, len(self._same)))
-        if self._same:
-            checks[self._ranks.rank] = self._checksum().numpy()
-        parts = [*mine, *shown, checks]
-        flat = np.concatenate([np.zeros(0), *(np.ravel(part) for part in parts)])
+        flat = np.concatenate([np.zeros(0), *map(np.ravel, mine)])
         total = self._ranks.start_allreduce(flat, label="state and logs of the step").wait()
-        ends = np.cumsum([np.size(part) for part in parts])[:-1]
-        found = iter(np.split(total, ends))
-        for (variable, is_sum), before in zip(self._added, self._before, strict=True):
-            whole = next(found).reshape(before.shape) + (before if is_sum else 0)
+        ends = np.cumsum([0, *map(np.size, mine)])
+        found = [
+            total[begin:end].reshape(np.shape(part))
+            for begin, end, part in zip(ends, ends[1:], mine, strict=False)
+        ]
+        for (variable, kind), before, whole in zip(self._added, self._before, found, strict=False):
+            whole = whole + before if kind == SUM else whole
             whole = np.rint(whole) if before.dtype.kind in "iub" else whole
             variable.assign(whole.astype(before.dtype))
-        logs = {i: np.reshape(next(found), tuple(values[i].shape)) for i in self._results}
-        self._check(next(found).reshape(checks.shape))
         self._count(self._ranks.size)
-        return logs
+        return found[len(self._added) :]
 
     def clear(self) -> None:
         """Goes back to where the last step that did not end began."""
-        for (variable, _), before in zip(self._counters, self._counted, strict=False):
+        for (variable, _), before in zip(self._drawn, self._counted, strict=False):
             variable.assign(before)
 
-    def _part(self, value: Any, before: Any, share: float, is_sum: bool) -> Any:
-        """What this replica adds to a value of the whole batch."""
-        if not share:
-            return np.zeros_like(value)
-        return value - before if is_sum else share * value
-
     def _count(self, times: int) -> None:
-        for (variable, steps), start in zip(self._counters, self._counted, strict=True):
+        for (variable, steps), start in zip(self._drawn, self._counted, strict=True):
             variable.assign(start + (times * steps).astype(start.dtype))
 
-    def _sums(self) -> tf.Tensor:
-        return tf.stack([tf.reduce_sum(tf.cast(v, tf.float64)) for v in self._same])
 
-    def _check(self, everyones: Array) -> None:
-        """Compares sums over what must be the same on all replicas."""
-        first = everyones[0]
-        apart = np.abs(everyones - first) > _APART * np.maximum(np.abs(first), 1.0)
-        for variable, differs in zip(self._same, apart.any(axis=0), strict=True):
-            if differs:
-                raise ReplicaError(
-                    f"The step writes '{variable.name}', which is not the same on all replicas any "
-                    "more. When the step was tried, before training, it did not follow from the "
-                    "samples. Keep what follows from them in metrics, or as a mean or a sum over "
-                    "the samples in every step."
-                )
+def _part(value: Any, before: Any, share: float, kind: str) -> Array:
+    """What a replica adds to a value of the whole batch."""
+    found: Array = np.asarray(value, np.float64)
+    if not share:
+        return np.zeros_like(found)
+    return found - before if kind == SUM else share * found
 
 
 class PreparedStep:
@@ -202,38 +178,40 @@ class PreparedStep:
     def __init__(
         self,
         trace: StepTrace,
+        written: Sequence[tf.Variable],
         kinds: StepKinds,
         statistics: BatchStatistics,
         ranks: Communicator,
         gradient_dtype: str | None,
     ) -> None:
         self._trace = trace
+        self._kinds = kinds
         self._ranks = ranks
-        self._weighted = kinds.weighted
         self._statistics = statistics
         self._program = StepProgram(trace)
-        self._updates = ReplicaUpdates(trace.updates, kinds, ranks, gradient_dtype)
-        self._values = SharedValues(trace, kinds, ranks)
-        self._metrics = tf.function(self._results_of_metrics, autograph=False)
+        self._exchanges = [
+            GradientExchange(update.variables, ranks, gradient_dtype) for update in trace.updates
+        ]
+        self._apply = [_compiled(update) for update in trace.updates]
+        self._values = SharedValues(written, kinds, ranks)
+        of_variables = [trace.outputs[i] for i in trace.of_variables]
+        read = SubgraphExtractor(trace.function).extract([], of_variables)
+        self._read = CompiledFunction(read, [])
 
     def run(self, batch: Batch) -> Any:
         """Runs a training or a test step; all replicas must call it."""
-        share = batch.share.counted_rows / batch.rows
-        found = self._on_own(batch, share)
-        shared = self._values.finish(found, share)
+        found, share = self._on_own(batch)
+        values: list[Any] = list(self._values.finish(found, share))
         self._statistics.merge(self._ranks, [each.count for each in batch.shares])
         self._statistics.finish()
-        of_metrics = iter(self._metrics())
-        values = [
-            next(of_metrics) if i in self._trace.metric_logs else shared[i]
-            for i in range(len(found))
-        ]
-        return self._trace.results_with([_plain(value) for value in values])
+        for i, value in zip(self._trace.of_variables, self._read(), strict=True):
+            values[i] = value.numpy()
+        logs = [value if value.ndim else float(value) for value in values]
+        return self._trace.results_with(logs)
 
     def predict(self, batch: Batch) -> Any:
         """Runs a prediction step; as `run`, but puts the samples of all replicas together."""
-        share = batch.share.counted_rows / batch.rows
-        found = self._on_own(batch, share)
+        found, share = self._on_own(batch)
         self._values.finish(found, share)
         rows = [each.counted_rows for each in batch.shares]
         return self._trace.results_with(ReplicaExchange(self._ranks).joined(found, rows))
@@ -243,78 +221,25 @@ class PreparedStep:
         self._values.clear()
         self._statistics.clear()
 
-    def _on_own(self, batch: Batch, share: float) -> list[tf.Tensor]:
+    def _on_own(self, batch: Batch) -> tuple[list[tf.Tensor], float]:
+        """What the step makes of this replica's samples, and their share of the batch."""
+        share = batch.share.counted_rows / batch.rows
         self._values.begin()
-        if self._weighted:
-            self._trace.weight.assign(share)
         tensors = [batch.inputs[i] for i in range(len(batch.inputs))]
-        return self._program.run(
-            tensors, lambda number, gradients: self._updates.make(number, gradients, share)
-        )
+        return self._program.run(tensors, lambda *made: self._update(share, *made)), share
 
-    def _results_of_metrics(self) -> list[tf.Tensor]:
-        logs = [log for _, log in sorted(self._trace.metric_logs.items())]
-        found = {id(log.metric): keras.tree.flatten(log.metric.result()) for log in logs}
-        return [tf.convert_to_tensor(found[id(log.metric)][log.position]) for log in logs]
-
-
-def _plain(value: Any) -> Any:
-    """A value of the logs as callbacks of Keras get it."""
-    array = value.numpy() if isinstance(value, tf.Tensor) else value
-    return array if array.ndim else float(array)
-
-
-class ReplicaUpdates:
-    """Updates weights by the gradients of the whole batch."""
-
-    def __init__(
-        self,
-        updates: Sequence[Update],
-        kinds: StepKinds,
-        ranks: Communicator,
-        gradient_dtype: str | None,
-    ) -> None:
-        self._updates = list(updates)
-        self._kinds = kinds
-        self._buckets: dict[tuple[int, int], list[int]] = {}
-        threshold = fusion_threshold_of(None)
-        for number, update in enumerate(updates):
-            for place, bucket in enumerate(in_buckets(update.variables, threshold)):
-                self._buckets[number, place] = bucket
-        weights = {
-            key: [updates[key[0]].variables[i] for i in bucket]
-            for key, bucket in self._buckets.items()
-        }
-        self._reduction = GradientReduction(ranks, weights, gradient_dtype)
-        self._apply = [_compiled(update) for update in updates]
-
-    def make(self, number: int, tensors: Sequence[tf.Tensor], share: float) -> None:
-        """Makes an update; all replicas must call it."""
-        gradients = self._updates[number].rebuilt(tensors)
-        keys = [key for key in self._buckets if key[0] == number]
-        for key in keys:
-            own = [(i, gradients[i]) for i in self._buckets[key]]
-            fixed = [place for place, (i, _) in enumerate(own) if (number, i) in self._kinds.fixed]
-            weighted = [self._weighted(number, i, g, share) for i, g in own]
-            self._reduction.start(key, weighted, fixed)
-        for key in keys:
-            found = zip(self._buckets[key], self._reduction.finish(key), strict=True)
-            for i, gradient in found:
-                gradients[i] = gradient
-        self._apply[number](gradients)
-
-    def _weighted(self, number: int, i: int, gradient: Gradient, share: float) -> Gradient:
-        """What a replica adds to a gradient of the whole batch."""
-        if gradient is None or not share:
-            return None
-        if self._kinds.gradients[number, i] != MEAN:
-            return gradient
-        factor = tf.constant(share, gradient.dtype)
-        if isinstance(gradient, tf.IndexedSlices):
-            return tf.IndexedSlices(
-                gradient.values * factor, gradient.indices, gradient.dense_shape
+    def _update(self, share: float, number: int, tensors: Sequence[tf.Tensor]) -> None:
+        """Makes an update by the gradients of the whole batch."""
+        mine = [
+            None if not share else scaled(gradient, share) if kind == MEAN else gradient
+            for gradient, kind in zip(
+                self._trace.updates[number].rebuilt(tensors),
+                self._kinds.gradients[number],
+                strict=True,
             )
-        return gradient * factor
+        ]
+        whole = self._exchanges[number].added_up(mine, self._kinds.fixed[number])
+        self._apply[number](whole)
 
 
 def _compiled(update: Update) -> Callable[[list[Gradient]], Any]:

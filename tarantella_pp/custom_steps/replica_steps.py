@@ -155,8 +155,8 @@ class ReplicaSteps:
             lambda: found_kinds(tried, tensors, what, by_rows=name == "predict_step"),
             UnsupportedModelError,
         )  # fmt: skip
-        kinds = StepKinds.told(tried, found)
-        return PreparedStep(run, kinds, statistics, ranks, self._gradient_dtype)
+        kinds = StepKinds(*found)
+        return PreparedStep(run, tried.written, kinds, statistics, ranks, self._gradient_dtype)
 
     def _trace(self, name: str, batch: Batch, around: Any) -> StepTrace:
         """Traces a step; once more if that has made variables, which are there then."""
@@ -185,13 +185,11 @@ class ReplicaSteps:
         slots = 0 if optimizer is None else len(optimizer.variables)
         return slots, len(self._model.variables)
 
-    def _norms(self) -> list[Any]:
-        kind = keras.layers.BatchNormalization
-        return [p for p in layers_in(self._model) if isinstance(p, kind) and p.trainable]
-
     def _check_norms(self) -> None:
         """Refuses batch statistics that replicas do not share."""
-        names = [layer.name for layer in self._norms() if layer.synchronized]
+        kind = keras.layers.BatchNormalization
+        norms = [p for p in layers_in(self._model) if isinstance(p, kind) and p.trainable]
+        names = [layer.name for layer in norms if layer.synchronized]
         if names:
             raise UnsupportedModelError(
                 f"BatchNormalization layers {', '.join(names)} have synchronized=True, but each of "
@@ -206,10 +204,10 @@ class ReplicaSteps:
         held += [v.value for update in trace.updates for v in update.optimizer.variables]
         held += [v for v in trace.variables if id(v) not in own]
         new = {id(v): v for v in held if id(v) not in self._alike}
-        mine = trace.description()
-        mine["weights and slots"] = [f"{v.dtype.name}{[*v.shape]}" for v in new.values()]
+        mine = [trace.digest(), *(f"{v.dtype.name}{[*v.shape]}" for v in new.values())]
         for rank, theirs in enumerate(self.communicator.allgather_json(mine)):
-            for what in (part for part in mine if theirs[part] != mine[part]):
+            if theirs != mine:
+                what = "variables" if theirs[1:] != mine[1:] else "operations or constants"
                 raise ConfigurationError(
                     "All ranks must run the same step of the same model, in which nothing follows "
                     "from the rank or from random numbers of Python or NumPy. Received: other "

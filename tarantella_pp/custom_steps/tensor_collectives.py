@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from tarantella_pp.errors import ConfigurationError
-from tarantella_pp.runtime.comm.communicator import Communicator, world
+from tarantella_pp.runtime.comm.communicator import world
 from tarantella_pp.runtime.comm.tensor_buffers import to_buffer, to_tensor
 from tarantella_pp.runtime.weights.shared_weights import broadcast_variable
 
@@ -53,7 +53,12 @@ def allreduce(tensors: Any, op: str = "sum") -> Any:
     arrays = [_array(leaf) for leaf in leaves]
     specs = keras.tree.pack_sequence_as(tensors, [f"{a.dtype}{[*a.shape]}" for a in arrays])
     with ranks.call("tnt.allreduce", op=op, tensors=specs):
-        combined = _combined(arrays, "sum" if op == "mean" else op, ranks)
+        reduction, label = "sum" if op == "mean" else op, f"tnt.allreduce ({op})"
+        started = [
+            ranks.start_allreduce(array, reduction, tag=tag, label=label)
+            for tag, array in enumerate(arrays)
+        ]
+        combined = [request.wait() for request in started]
     if op == "mean":
         combined = [
             (array / ranks.size).astype(array.dtype if array.dtype.kind not in "iub" else float)
@@ -119,21 +124,6 @@ def _array(value: Any) -> np.ndarray[Any, Any]:
             f"Received: {type(value).__name__} {value!r}"
         )
     return array
-
-
-def _combined(
-    arrays: list[np.ndarray[Any, Any]], op: str, ranks: Communicator
-) -> list[np.ndarray[Any, Any]]:
-    """Combines arrays over the ranks, all of one dtype in one go."""
-    found: dict[int, np.ndarray[Any, Any]] = {}
-    for dtype in dict.fromkeys(array.dtype for array in arrays):
-        own = [i for i, array in enumerate(arrays) if array.dtype == dtype]
-        flat = np.concatenate([arrays[i].reshape(-1) for i in own])
-        total = ranks.start_allreduce(flat, op, label=f"tnt.allreduce ({op})").wait()
-        ends = np.cumsum([arrays[i].size for i in own])
-        for i, part in zip(own, np.split(total, ends[:-1]), strict=True):
-            found[i] = part.reshape(arrays[i].shape)
-    return [found[i] for i in range(len(arrays))]
 
 
 def _like(value: Any, array: np.ndarray[Any, Any]) -> Any:

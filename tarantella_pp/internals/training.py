@@ -19,6 +19,7 @@ from keras.src.losses.loss import reduce_weighted_values
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.trainers.compile_utils import CompileLoss as CompileLoss
 from tensorflow.python.client import device_lib
+from tensorflow.python.eager import context
 
 
 def added_losses(layer: Any) -> list[tuple[str, Any]]:
@@ -237,57 +238,6 @@ def updates_taken(take: Callable[[Any, Any, Any], None]) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def reported_results(report: Callable[[Any, Any], None]) -> Iterator[None]:
-    """Tells what metrics give as their results."""
-    depth = 0
-
-    def instead(kind: type) -> Any:
-        original = kind.__dict__["result"]
-
-        @functools.wraps(original)
-        def result(metric: Any) -> Any:
-            nonlocal depth
-            depth += 1
-            try:
-                value = original(metric)
-            finally:
-                depth -= 1
-            if not depth:
-                report(metric, value)
-            return value
-
-        return result
-
-    with _replaced(keras.metrics.Metric, "result", instead):
-        yield
-
-
-@contextlib.contextmanager
-def scaled_losses_weighted(weighted: Callable[[Any], Any]) -> Iterator[None]:
-    """Weights losses that optimizers scale, and leaves those that they do not scale."""
-    depth = 0
-
-    def instead(kind: type) -> Any:
-        original = kind.__dict__["scale_loss"]
-
-        @functools.wraps(original)
-        def scale_loss(optimizer: Any, loss: Any) -> Any:
-            nonlocal depth
-            depth += 1
-            try:
-                scaled = original(optimizer, loss)
-            finally:
-                depth -= 1
-            return scaled if depth or scaled is loss else weighted(scaled)
-
-        return scale_loss
-
-    # An optimizer may wrap another, or a class call the one above: only the outermost call counts.
-    with _replaced(BaseOptimizer, "scale_loss", instead):
-        yield
-
-
 def variables_for(optimizer: Any, trainable_variables: Any) -> list[Any]:
     """The variables of gradients that an optimizer is given; it is built for them if it is not."""
     if trainable_variables is None:
@@ -320,6 +270,11 @@ def _below(base: type) -> Iterator[type]:
     for kind in below:
         yield kind
         yield from _below(kind)
+
+
+def register_function(definition: Any) -> None:
+    """Lets imported graphs call a function; TensorFlow crashes where it does not know one."""
+    context.context().add_function_def(definition)
 
 
 class Gpu(NamedTuple):

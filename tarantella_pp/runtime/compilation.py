@@ -35,8 +35,8 @@ from tarantella_pp.runtime.weights.rank_weights import RankWeights
 class MetricUpdates:
     """Updates a model's compiled metrics, on the rank of the last stage.
 
-    A metric is additive if it ends in the same state whether it is updated with a batch or with
-    its parts, as all of Keras' own are but for means of something that looks at several samples.
+    A metric is additive if parts of a batch add to its state what the batch adds, as with all of
+    Keras' own but means of something that looks at several samples.
     Where all are, they are updated while the rank waits, and outputs are let go. Otherwise all
     outputs of a batch are kept, and the metrics updated with all of it at once.
     """
@@ -52,15 +52,11 @@ class MetricUpdates:
         """The state of the metrics."""
         return [] if self._metrics is None else list(self._metrics.variables)
 
-    def why_whole(
-        self, batch: Batch, outputs: Sequence[tf.TensorSpec], replicas: bool = False
-    ) -> str | None:
+    def why_whole(self, batch: Batch, outputs: Sequence[tf.TensorSpec]) -> str | None:
         """Finds out why the metrics need the outputs of a whole batch."""
         if self._metrics is None:
             return None
-        return why_not_by_parts(
-            self._metrics, self._pack, batch.y, outputs, batch.sample_weight, replicas
-        )
+        return why_not_by_parts(self._metrics, self._pack, batch.y, outputs, batch.sample_weight)
 
     def add(self, y: Any, results: Sequence[tf.Tensor], weight: Any, signature: Hashable) -> None:
         """Takes samples to update the metrics with, now or later."""
@@ -112,7 +108,7 @@ class LossAndMetrics:
     def why_whole(self, batch: Batch) -> str | None:
         """Finds out why the metrics need all outputs of a batch at once; `None` if they do not."""
         outputs = [output_spec(self._extracted, tensor) for tensor in self._results]
-        return self.metrics.why_whole(batch, outputs, replicas=len(batch.shares) > 1)
+        return self.metrics.why_whole(batch, outputs)
 
     def finish(self, loss: tf.Tensor, each: Sequence[tf.Tensor], rows: int) -> Mapping[str, Any]:
         """Updates the loss trackers with one batch, and the metrics with the rest."""

@@ -8,10 +8,10 @@ import pytest
 import tensorflow as tf
 
 import tarantella_pp as tnt
-from tarantella_pp.custom_steps.step_probe import StepKinds, found_kinds
+from tarantella_pp.custom_steps.step_probe import found_kinds
 from tarantella_pp.custom_steps.step_trace import StepTrace
 from tarantella_pp.errors import UnsupportedModelError
-from tests.helpers.own_steps import CASES, Regression, X, Y, scaling
+from tests.helpers.own_steps import CASES, Regression, X, Y
 
 pytestmark = [pytest.mark.keras, pytest.mark.usefixtures("float64")]
 
@@ -28,7 +28,7 @@ def traced(model, *optimizers, name="train_step"):
 def kinds(model, *optimizers, rows=4, **options):
     trace = traced(model, *optimizers, **options)
     given = [tf.constant(X[:rows]), tf.constant(Y[:rows])]
-    return trace, StepKinds.told(trace, found_kinds(trace, given, "train_step"))
+    return trace, found_kinds(trace, given, "train_step")
 
 
 class Noisy(Regression):
@@ -51,44 +51,20 @@ class Noisy(Regression):
 @pytest.mark.parametrize("rows", [1, 4])
 def test_means_sums_and_what_is_the_same(rows):
     trace, found = kinds(Regression(), rows=rows)
-    assert set(found.gradients.values()) == {"mean"}
-    assert [found.results[i] for i, name in enumerate(trace.names) if name in ("raw", "steps")] == [
-        "mean", "mean",
-    ]  # fmt: skip
-    assert sorted(found.state.values()) == ["mean", "same", "sum", "sum"]
+    assert {*found.gradients[0]} == {"mean"}
+    assert dict(zip(trace.names, found.results, strict=True)) == {
+        "raw": "mean", "steps": "same", "loss": "same", "mae": "same",
+    }  # fmt: skip
+    assert sorted(found.state) == ["mean", "same", "sum", "sum"]
     _, sums = kinds(CASES["sum"][0](), rows=rows)
-    assert set(sums.gradients.values()) == {"sum"}
-
-
-class LogsScaled(Regression):
-    def logs(self, loss, y, predicted):
-        return {"scaled": self.optimizer.scale_loss(loss)}
-
-
-def test_scaled_losses_that_are_means_get_a_share_of_the_scale():
-    _, found = kinds(Regression(), scaling(keras.optimizers.SGD()))
-    assert found.weighted
-    assert set(found.gradients.values()) == {"sum"}
-    _, sums = kinds(CASES["sum"][0](), scaling(keras.optimizers.SGD()))
-    assert not sums.weighted
-    assert set(sums.gradients.values()) == {"sum"}
-    _, logged = kinds(LogsScaled(), scaling(keras.optimizers.SGD()))
-    assert not logged.weighted
-    assert set(logged.gradients.values()) == {"mean"}
-
-
-def test_losses_scaled_out_of_all_numbers_are_tried_smaller():
-    _, found = kinds(CASES["sum"][0](), keras.optimizers.SGD(loss_scale_factor=2.0**1020))
-    assert set(found.gradients.values()) == {"sum"}
+    assert {*sums.gradients[0]} == {"sum"}
 
 
 def test_random_numbers_are_those_of_the_samples():
     model = Noisy()
-    trace, found = kinds(model)
-    assert set(found.gradients.values()) == {"mean"}
-    drawn = [v for v in trace.written if id(v) in found.drawn]
-    assert len(drawn) == 2
-    assert [found.drawn[id(v)].tolist() for v in drawn] == [[0, 2], [0, 1]]
+    _, found = kinds(model)
+    assert {*found.gradients[0]} == {"mean"}
+    assert [steps for _, steps in found.drawn] == [[0, 2], [0, 1]]
 
 
 class Rare(Regression):
@@ -118,6 +94,32 @@ def test_trying_changes_nothing():
     assert all(np.array_equal(a, v) for a, v in zip(before, variables, strict=True))
 
 
+class Reparametrized(Regression):
+    """Weights that follow from others, and a term that counts in some steps only."""
+
+    def build(self, shape):
+        self.form = self.add_weight((shape[-1], 8), name="shape")
+        self.noise = self.add_weight((), "zeros", name="noise")
+        self.steps = self.add_weight((), "zeros", trainable=False, name="steps")
+
+    def call(self, x):
+        kernel = tf.tanh(self.form) / tf.norm(self.form)
+        return self.last(x @ (tf.nn.softplus(kernel) + self.first.bias))
+
+    def loss_of(self, x, y):
+        self.first(x)
+        predicted = self(x)
+        error = tf.reduce_mean(tf.square(predicted - y))
+        loss = tf.exp(-self.noise) * error + self.noise
+        self.steps.assign_add(1.0)
+        return tf.where(self.steps > 3.0, 2.0 * loss, loss), predicted
+
+
+def test_what_follows_from_weights_alone_may_do_so_in_any_way():
+    _, found = kinds(Reparametrized())
+    assert {*found.gradients[0]} == {"mean", None}
+
+
 def contrastive(x, y):
     apart = tf.matmul(x, y, transpose_b=True)
     return tf.reduce_mean(tf.reduce_logsumexp(apart, axis=1) - tf.linalg.diag_part(apart))
@@ -138,10 +140,47 @@ class MixedLog(Regression):
         return {"spread": tf.math.reduce_std(predicted)}
 
 
-class TwiceTheMetric(Regression):
+class MetricBefore(Regression):
+    """Reads a metric that is updated once more afterwards."""
+
     def logs(self, loss, y, predicted):
         self.error.update_state(y, predicted)
-        return {"twice": 2 * self.error.result()}
+        before = self.error.result()
+        self.error.update_state(y, predicted)
+        return {"before": before}
+
+
+class Clips(Regression):
+    """Clips by a norm that no gradient of the first batch has."""
+
+    def train_step(self, data):
+        with tf.GradientTape() as tape:
+            loss, _ = self.loss_of(*data)
+        gradients = tape.gradient(loss, self.trainable_weights)
+        self.optimizer.apply(self.clipped(gradients), self.trainable_weights)
+        return {"loss": loss}
+
+    def clipped(self, gradients):
+        return tf.clip_by_global_norm(gradients, 1e6)[0]
+
+
+class ClipsValues(Clips):
+    def clipped(self, gradients):
+        return [tf.clip_by_value(gradient, -1e6, 1e6) for gradient in gradients]
+
+
+class SkipsSome(Clips):
+    def clipped(self, gradients):
+        small = tf.linalg.global_norm(gradients) < 1e6
+        return [tf.where(small, gradient, tf.zeros_like(gradient)) for gradient in gradients]
+
+
+class FreeBits(Regression):
+    """The mean over the samples counts as far as it is above some value, as it is at first."""
+
+    def loss_of(self, x, y):
+        loss, predicted = super().loss_of(x, y)
+        return tf.maximum(loss, 1e-6), predicted
 
 
 class LargestSeen(Regression):
@@ -176,8 +215,13 @@ def distributed():
         (Contrasts, keras.optimizers.SGD, "gradients that train_step applies .* mix samples"),
         (SumAndPenalty, keras.optimizers.SGD, "gradients that train_step applies .* mix samples"),
         (MixedLog, keras.optimizers.SGD, "returns as 'spread' mixes samples"),
-        (TwiceTheMetric, keras.optimizers.SGD, "returns as 'twice' mixes samples"),
+        (MetricBefore, keras.optimizers.SGD, "returns as 'before' mixes samples"),
         (LargestSeen, keras.optimizers.SGD, "writes '.*largest.*' with what mixes samples"),
+        (Clips, keras.optimizers.SGD, r"not follow linearly .*L2Loss.*global_clipnorm"),
+        (ClipsValues, keras.optimizers.SGD, r"not follow linearly .*Minimum.*clipvalue"),
+        (SkipsSome, keras.optimizers.SGD, r"not follow linearly .*L2Loss"),
+        (FreeBits, keras.optimizers.SGD, r"not follow linearly"),
+        (CASES["sum"][0], lambda: keras.optimizers.SGD(loss_scale_factor=2.0**1023), "not finite"),
         (OwnNumbers, keras.optimizers.SGD, r"TensorFlow's own generator .*SeedGenerator"),
         (Sometimes, keras.optimizers.SGD, "within a condition"),
         (Regression, distributed, "is a tnt.DistributedOptimizer"),

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 from keras import layers, losses, ops
 
-from tarantella_pp.runtime.probes.loss_probe import treats_samples_apart
+from tarantella_pp.runtime.probes.loss_probe import value_kinds
 from tests.exactness.classes import classes_in
 from tests.exactness.ensemble import Headed
 from tests.exactness.expected import reason
@@ -160,7 +160,7 @@ def _is_apart(loss: losses.Loss) -> bool:
     """Whether a loss is computed micro-batch by micro-batch, not of the whole batch."""
     if loss.reduction == "none":
         return False
-    return treats_samples_apart(loss, (None, TIMES, CLASSES))
+    return "rows" in (value_kinds(loss, (None, TIMES, CLASSES)) or ())
 
 
 def _shape_of_values(make: Callable[..., losses.Loss], y: Any) -> tuple[int, ...]:

@@ -266,32 +266,12 @@ def test_updates_are_taken_once_and_only_for_a_while(optimizer):
     assert int(optimizer.iterations) == 1
 
 
-def test_scaled_losses_are_weighted_once_and_only_for_a_while():
-    bare, scaled = optimizers()[:2]
-    with training.scaled_losses_weighted(lambda loss: loss / 4):
-        assert bare.scale_loss(3.0) == 3.0, ADVICE + "BaseOptimizer.scale_loss"
-        assert float(scaled.scale_loss(3.0)) == 3.0 * 2**13, ADVICE + "scale_loss"
-    assert float(scaled.scale_loss(3.0)) == 3.0 * 2**15
-
-
-class Both(keras.metrics.Metric):
-    def __init__(self):
-        super().__init__()
-        self.inner = keras.metrics.Mean()
-
-    def result(self):
-        return {"inner": self.inner.result()}
-
-
-def test_results_are_told_of_the_metric_that_is_asked():
-    told = []
-    alone, both = keras.metrics.Mean(), Both()
-    with training.reported_results(lambda *given: told.append(given)):
-        found = [alone.result(), both.result()]
-    assert [metric for metric, _ in told] == [alone, both], ADVICE + "Metric.result"
-    assert all(value is one for (_, value), one in zip(told, found, strict=True))
-    alone.result()
-    assert len(told) == 2
+def test_functions_of_graphs_can_be_registered():
+    add = tf.function(lambda x: x + 1.0).get_concrete_function(tf.TensorSpec([])).function_def
+    add.signature.name = "added_by_a_test"
+    training.register_function(add)
+    training.register_function(add)
+    assert training.context.context().has_function("added_by_a_test"), ADVICE + "add_function_def"
 
 
 def test_devices_say_what_memory_they_have():

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 import tensorflow as tf
-from numpy.typing import NDArray
 
 from tarantella_pp.internals.functional import compute_output_spec
 from tarantella_pp.internals.training import (
@@ -20,27 +19,28 @@ from tarantella_pp.internals.training import (
     second_loss,
 )
 from tarantella_pp.partition.graph.keras_reader import ExtractedModel
+from tarantella_pp.runtime.probes.linearity import following, nonlinear, uses_of_sums
 from tarantella_pp.runtime.probes.parts import (
     ALL,
     MEAN,
     ROWS,
     SUM,
-    array_of,
+    Array,
+    Compared,
+    PartsProbe,
     chosen,
-    kinds_of,
+    rows_of,
     thirds,
 )
 from tarantella_pp.runtime.stage.model_outputs import unpacked
 from tarantella_pp.runtime.stage.side_effects import effects_of
 
-Array = NDArray[Any]
 Shape = Sequence[int | None]
 
 # Another number of samples than any size, so that no axis is taken for the batch by mistake.
 _ROWS, _LARGEST = 5, 3
 # Numbers of a sample's output beyond which fewer are tried.
 _MANY = 100_000
-_TOLERANCE = 1e-5
 
 
 class LossKinds(NamedTuple):
@@ -98,12 +98,6 @@ def _tried(loss: Any, y: Any, shapes: Sequence[Shape]) -> tuple[str | None, str]
     return None, kind
 
 
-def treats_samples_apart(loss: Any, shape: Shape) -> bool:
-    """Whether each value of a loss, and its mask, depends on one sample only."""
-    found = value_kinds(loss, shape)
-    return found is not None and ROWS in found
-
-
 def value_kinds(loss: Any, shape: Shape, y: Any = None) -> frozenset[str] | None:
     """Tells how the values of a loss follow from those of parts; `None` if it takes no targets.
 
@@ -150,11 +144,9 @@ def _data(sizes: Sequence[int], y: Any) -> Iterator[tuple[Array, Array]]:
 
 def _kinds(loss: Any, y: Array, y_pred: Array) -> frozenset[str] | None:
     """The kinds that its values may be of with such data; `None` if it does not take them."""
-    masked: list[bool] = []
 
     def values(y: tf.Tensor, y_pred: tf.Tensor) -> list[tf.Tensor]:
         found, mask = sample_values(loss, y, y_pred)
-        masked[:] = [mask is not None]
         return [found] if mask is None else [found, tf.cast(mask, found.dtype)]
 
     specs = [tf.TensorSpec([None, *data.shape[1:]], keras.config.floatx()) for data in (y, y_pred)]
@@ -165,34 +157,33 @@ def _kinds(loss: Any, y: Array, y_pred: Array) -> frozenset[str] | None:
         function = traced.get_concrete_function()
         if any(effects_of(function.graph.as_graph_def())):
             return frozenset()  # it draws random numbers, or counts how often it is called
+        value, follows = function.outputs[0], following(function.graph, function.inputs[:2])
+        if any(
+            uses_of_sums([value], follows) if value.shape.rank else [nonlinear([value], follows)]
+        ):
+            return frozenset()  # samples may see each other, if only with other data
+        probe = PartsProbe(function, function.inputs[:2], function.outputs)
 
-        def run(rows: slice, outputs: Array = y_pred) -> list[Array]:
-            given = [
-                tf.constant(d[rows], s.dtype) for d, s in zip((y, outputs), specs, strict=True)
-            ]
-            return [array_of(tensor) for tensor in function(*given)]
+        def tried(*data: Array) -> Compared:
+            given = [tf.constant(d, s.dtype) for d, s in zip(data, specs, strict=True)]
+            return probe.compare(_ROWS, thirds(_ROWS), functools.partial(rows_of, given))
 
-        first = thirds(_ROWS)[0]
-        halves = [slice(0, first), slice(first, _ROWS)]
-        whole, parts = run(slice(0, _ROWS)), [run(rows) for rows in halves]
-        if masked[0] and not np.array_equal(whole[1], run(slice(0, _ROWS), y_pred[::-1])[1]):
+        found = tried(y, y_pred)
+        whole, *mask = found.whole.values
+        if mask and not np.array_equal(mask[0], tried(y, y_pred[::-1]).whole.values[1]):
             return frozenset()  # a mask must follow from the targets
     except Exception:  # whatever a loss says to targets of another kind
         return None
-    if not all(np.isfinite(part).all() for part in (*whole, *parts[0], *parts[1])):
+    parts = [part.values for part in found.parts]
+    if not all(np.isfinite(value).all() for values in ([whole], *parts) for value in values):
         return None
-    shares = [first / _ROWS, 1 - first / _ROWS]
-    found = [
-        kinds_of(0.0, w, each, shares, _TOLERANCE) for w, *each in zip(whole, *parts, strict=True)
-    ]
-    if whole[0].ndim and whole[0].shape[0] != _ROWS:
+    if whole.ndim and whole.shape[0] != _ROWS:
         return frozenset()
-    if any(part[0].shape[1:] != whole[0].shape[1:] for part in parts) and list(y.shape) != list(
-        y_pred.shape
-    ):
+    fits = all(part[0].shape[1:] == whole.shape[1:] for part in parts)
+    if not fits and y.shape != y_pred.shape:
         return None  # Keras spreads such targets over other samples: refused with the batch itself
-    wanted = {ROWS} if whole[0].ndim else {MEAN, SUM}
-    return frozenset.intersection(*found) & wanted
+    kinds = [found.kinds(place) for place in range(1 + len(mask))]
+    return frozenset.intersection(*kinds) & ({ROWS} if whole.ndim else {MEAN, SUM})
 
 
 def _spec(data: Array) -> keras.KerasTensor:

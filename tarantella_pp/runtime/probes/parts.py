@@ -14,7 +14,6 @@ What may be of several kinds in one trial is of the kind that it may be of in al
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,9 +23,9 @@ import numpy as np
 import tensorflow as tf
 
 from tarantella_pp.runtime.comm.tensor_buffers import value_of
+from tarantella_pp.runtime.probes.trial_graph import DRAWS, FLOAT32, FLOAT64, TrialGraph
 from tarantella_pp.runtime.stage.graph_functions import (
     CompiledFunction,
-    SubgraphExtractor,
     ancestors,
     unoptimized,
 )
@@ -36,17 +35,14 @@ ALL = frozenset((ROWS, SAME, MEAN, SUM))
 
 # How far numbers may be apart, relative to the largest, that are computed in the same way.
 TOLERANCES = {tf.float64: 1e-10, tf.float32: 1e-5, tf.bfloat16: 2e-2, tf.float16: 2e-2}
+# Bytes of weights up to which there are copies of them in float64.
+_MOST_COPIED = 64 << 20
 # How much farther apart numbers may be that were computed in other shapes, and how far at most.
 _SHAPES, _COARSEST = 30, 0.1
 # Units of rounding of the value itself that count as no difference.
 _ROUNDING = 64
 # What of the tolerance for the largest of several values counts for all of them.
 FLOOR = 1e-2
-_DRAWS = re.compile(
-    r"(Stateless|Stateful)?(Random(Uniform|Normal|StandardNormal|Gamma|Poisson|Binomial)"
-    r"|StandardNormal|Uniform|(Parameterized)?TruncatedNormal|Multinomial)(Int|Full|Int64)*(V\d)?$"
-)
-
 Array = np.ndarray[Any, Any]
 
 
@@ -155,15 +151,13 @@ class Compared:
 
 
 class PartsProbe:
-    """Runs a traced function on samples and on parts of them.
+    """Runs a traced function on samples and on parts of them, in numbers as wide as can be.
 
     Random numbers are drawn for the whole, and each part is given those of its samples: it would
-    draw others by itself. Nothing changes: what the function writes is put back.
+    draw others by itself. Nothing changes: the function writes copies of its variables.
 
     Attributes:
-        draws: The random numbers that it draws.
         tolerance: How far numbers may be apart that count as the same.
-        drawn_inside: Whether loops or branches draw numbers, which cannot be given to them.
     """
 
     def __init__(
@@ -175,73 +169,102 @@ class PartsProbe:
         written: Sequence[tf.Variable] = (),
     ) -> None:
         operations = function.graph.get_operations()
-        self.draws = [op.outputs[0] for op in operations if _DRAWS.match(op.type)]
-        dtypes = {tensor.dtype for op in operations for tensor in op.outputs}
+        self._function, self._inputs, self._effects = function, list(inputs), effects
+        self._draws = [op.outputs[0] for op in operations if DRAWS.match(op.type)]
+        self._wanted, self._count = [*fetches, *self._draws], len(fetches)
+        self._variables = list(written)
+        self._dtypes = {tensor.dtype for op in operations for tensor in op.outputs}
+        weights = sum(v.shape.num_elements() * v.dtype.size for v in function.graph.variables)
+        found = {dtype.as_datatype_enum for dtype in self._dtypes}
+        wider = (FLOAT64, FLOAT32) if weights <= _MOST_COPIED else (FLOAT32,)
+        self._ways: list[Mapping[int, int]] = [*(way for way in wider if found & set(way)), {}]
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Goes on to the widest numbers that are left and for which all operations are there."""
+        way = self._ways.pop(0)
+        try:
+            self._compile(TrialGraph(self._function, self._variables, way))
+        except Exception:
+            if not self._ways:
+                raise
+            self._prepare()
+
+    def _compile(self, graph: TrialGraph) -> None:
+        self._graph = graph
+        dtypes = {graph.dtype(dtype) for dtype in self._dtypes}
         self.tolerance = min(_COARSEST, _SHAPES * max(TOLERANCES.get(d, 0.0) for d in dtypes))
-        library = function.graph.as_graph_def().library.function
-        self.drawn_inside = any(_DRAWS.match(n.op) for body in library for n in body.node_def)
-        self._count = len(fetches)
-        self._written = list(written)
-        self._graph = function.graph
-        extractor = SubgraphExtractor(function)
-        wanted = [*fetches, *self.draws]
 
         def compiled(given: Sequence[tf.Tensor]) -> Callable[..., list[tf.Tensor]]:
-            carved = extractor.extract(given, wanted, effects)
-            specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in given]
+            carved = graph.extract(given, self._wanted, self._effects)
+            specs = [tf.TensorSpec(tensor.shape, graph.dtype(tensor.dtype)) for tensor in given]
             return unoptimized()(CompiledFunction(lambda *v: carved(*v), specs).__call__)
 
-        self._run = compiled(inputs)
-        self._run_with = compiled([*inputs, *self.draws]) if self.draws else self._run
+        self._run = compiled(self._inputs)
+        self._run_with = compiled([*self._inputs, *self._draws]) if self._draws else self._run
 
     def compare(
         self, rows: int, sizes: Sequence[int], given: Callable[[slice], Sequence[tf.Tensor]]
     ) -> Compared:
-        """Runs the whole and its parts; leaves the state as the whole does."""
-        start = self.state()
-        whole = self.trial(given(slice(0, rows)))
+        """Runs the whole and its parts; a next comparison begins where the whole ends."""
+        while self._ways:
+            try:
+                return self._compare(rows, sizes, given)
+            except Exception:  # an operation that is not there, or content that it does not take
+                self._prepare()
+        return self._compare(rows, sizes, given)
+
+    def _compare(
+        self, rows: int, sizes: Sequence[int], given: Callable[[slice], Sequence[tf.Tensor]]
+    ) -> Compared:
+        start = self._state()
+        whole = self._trial(given(slice(0, rows)))
         axes = self._axes_of_draws(given(slice(0, sizes[0])), whole, start)
         parts = []
         for end, size in zip(itertools.accumulate(sizes), sizes, strict=True):
             own = slice(end - size, end)
             drawn = [_of_rows(d, a, rows, own) for d, a in zip(whole.draws, axes, strict=True)]
-            self.restore(start)
-            parts.append(self.trial(given(own), drawn))
-        self.restore(whole.state)
+            self._restore(start)
+            parts.append(self._trial(given(own), drawn))
+        self._restore(whole.state)
         shares = [size / rows for size in sizes]
         return Compared(start, whole, parts, shares, self.tolerance)
 
-    def trial(self, inputs: Sequence[tf.Tensor], draws: Sequence[tf.Tensor] = ()) -> Outcome:
-        """Runs the function on some samples."""
-        found = (self._run_with if draws else self._run)(*inputs, *draws)
-        values = [array_of(tensor) for tensor in found[: self._count]]
-        return Outcome(values, self.state(), found[self._count :])
-
-    def state(self) -> list[Array]:
-        """The values of the variables that the function writes."""
-        return [value_of(variable) for variable in self._written]
-
-    def restore(self, values: Sequence[Array]) -> None:
-        """Puts them back."""
-        for variable, value in zip(self._written, values, strict=True):
-            variable.assign(value)
-
     def counters(self) -> list[int]:
         """Which of the variables that the function writes say what random numbers are drawn."""
-        sources = [tensor for draw in self.draws for tensor in draw.op.inputs[1:]]
+        sources = [tensor for draw in self._draws for tensor in draw.op.inputs[1:]]
         names = {op.name for op in ancestors(sources) if op.type == "Placeholder"}
-        captures = self._graph.captures
+        captures = self._function.graph.captures
         handles = {id(outer) for outer, inner in captures if inner.op.name in names}
-        return [i for i, v in enumerate(self._written) if id(v.handle) in handles]
+        return [i for i, v in enumerate(self._variables) if id(v.handle) in handles]
+
+    @property
+    def draws(self) -> bool:
+        """Whether the function draws random numbers."""
+        return bool(self._draws)
+
+    def _trial(self, inputs: Sequence[tf.Tensor], draws: Sequence[tf.Tensor] = ()) -> Outcome:
+        """Runs the function on some samples."""
+        run = self._run_with if draws else self._run
+        found = run(*map(self._graph.taken, inputs), *draws)
+        values = [array_of(tensor) for tensor in found[: self._count]]
+        return Outcome(values, self._state(), found[self._count :])
+
+    def _state(self) -> list[Array]:
+        return [value_of(variable) for variable in self._graph.written]
+
+    def _restore(self, values: Sequence[Array]) -> None:
+        for variable, value in zip(self._graph.written, values, strict=True):
+            variable.assign(tf.cast(value, variable.dtype))
 
     def _axes_of_draws(
         self, fewer: Sequence[tf.Tensor], whole: Outcome, start: list[Array]
     ) -> list[int | None]:
         """Along which dimension random numbers are those of samples, if along any."""
-        if not self.draws:
+        if not self._draws:
             return []
-        self.restore(start)
-        pairs = zip(whole.draws, self.trial(fewer).draws, strict=True)
+        self._restore(start)
+        pairs = zip(whole.draws, self._trial(fewer).draws, strict=True)
         return [next((i for i, n in enumerate(a.shape) if n != b.shape[i]), None) for a, b in pairs]
 
 
@@ -255,7 +278,9 @@ def _of_rows(draw: tf.Tensor, axis: int | None, count: int, rows: slice) -> tf.T
 
 
 def array_of(tensor: tf.Tensor) -> Array:
-    """A tensor as an array, in double precision."""
+    """A tensor as an array, in double precision; complex numbers as pairs."""
+    if tensor.dtype.is_complex:
+        tensor = tf.stack([tf.math.real(tensor), tf.math.imag(tensor)], axis=-1)
     if tensor.dtype.is_floating:
         tensor = tf.cast(tensor, tf.float64)
     array: Array = tensor.numpy()
@@ -265,6 +290,11 @@ def array_of(tensor: tf.Tensor) -> Array:
 def some_rows(tensor: Any, rows: int) -> Any:
     """Makes as many samples as are needed, of those that there are."""
     return None if tensor is None else tf.gather(tensor, np.arange(rows) % int(tensor.shape[0]))
+
+
+def rows_of(tensors: Sequence[tf.Tensor], rows: slice) -> list[tf.Tensor]:
+    """Some samples of tensors."""
+    return [tensor[rows] for tensor in tensors]
 
 
 def smaller(tensor: tf.Tensor) -> tf.Tensor:

@@ -6,7 +6,7 @@ import functools
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from tarantella_pp.internals.training import moving_statistics
 from tarantella_pp.partition.graph.calls import Call
+from tarantella_pp.runtime.probes.linearity import following, nonlinear
 from tarantella_pp.runtime.probes.parts import (
     FLOOR,
     ROWS,
@@ -104,6 +105,7 @@ class ProbeTrace:
         traced = tf.function(self._trace, input_signature=[place, factors, *specs], autograph=False)
         self.function = traced.get_concrete_function()
         self._feeds = self.function.inputs[: len(specs) + 2]
+        self._samples = [t for t in self._feeds[2:] if t.shape.rank and t.shape[0] is None]
 
     @functools.cached_property
     def _probe(self) -> PartsProbe:
@@ -112,37 +114,34 @@ class ProbeTrace:
     def compare(
         self,
         samples: Samples,
-        factors: Array | None = None,
-        of_parts: Callable[[float], Array] | None = None,
+        factors: Array | float = 0.0,
+        sums: Array | float = 0.0,
         sizes: Sequence[int] = (1, 2),
-    ) -> StageKinds | None:
-        """Runs the stage on samples and on parts of them; `None` if that cannot be compared.
+    ) -> StageKinds:
+        """Runs the stage on samples and on parts of them.
 
-        `factors` is what added losses count in the loss, of parts with other shares `of_parts`.
-        Random numbers in loops cannot be given to parts, which would draw others.
+        `factors` is what added losses count in the loss. In that of a part those that are means
+        count by its share of the samples, and those that are `sums`, 1 each, as they are.
         """
-        if self._probe.drawn_inside:
-            return None
-        factors = np.zeros(len(self.added_by)) if factors is None else factors
 
         def given(rows: slice) -> list[tf.Tensor]:
             size = rows.stop - rows.start
-            whole = size == samples.rows or of_parts is None
-            counted = factors if whole or of_parts is None else of_parts(size / samples.rows)
+            counted = factors * np.maximum(sums, np.full(len(self.added_by), size / samples.rows))
             place = tf.constant([rows.start, size], tf.int32)
             return [place, tf.constant(counted, keras.config.floatx()), *samples.of(rows)]
 
         found = self._probe.compare(samples.rows, thirds(samples.rows, sizes), given)
-        return StageKinds(
-            found, [len(part) for part in self._parts], len(self.weights), self._sparse
-        )
+        return _stage_kinds(found, [len(part) for part in self._parts], self._sparse)
 
     def both_ways(self, samples: Samples) -> Iterator[StageKinds]:
         """Compares, with random numbers twice: these may pair samples of one part by chance."""
         for sizes in ((1, 2), (2, 1))[: 2 if self._probe.draws else 1]:
-            found = self.compare(samples, sizes=sizes)
-            if found is not None:
-                yield found
+            yield self.compare(samples, sizes=sizes)
+
+    def bends(self, loss: int) -> bool:
+        """Whether an added loss is made of sums over samples in a way that is not linear."""
+        follows = following(self.function.graph, self._samples)
+        return nonlinear([self._parts[1][0].op.inputs[loss]], follows) is not None
 
     def outputs(self, inputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """The stage's outputs for some inputs, as it hands them on."""
@@ -219,43 +218,35 @@ class ProbeTrace:
         return given, found[len(sources) :]
 
 
-class StageKinds:
-    """How what a stage makes of some samples follows from what it makes of parts of them.
+class StageKinds(NamedTuple):
+    """How what a stage makes of some samples follows from what it makes of parts of them."""
 
-    Attributes:
-        mixes: Whether its outputs, or the gradients of its inputs, do not.
-        added: The kinds that each added loss may be of.
-        fixed: The weights, by place, that are read at the same rows whatever the samples are.
-    """
+    mixes: bool  # whether its outputs, or the gradients of its inputs, do not
+    added: list[frozenset[str]]  # the kinds that each added loss may be of
+    strange: list[int]  # the weights whose gradients do not add up over the parts
+    fixed: frozenset[int]  # the weights that are read at the same rows whatever the samples are
 
-    def __init__(
-        self, found: Compared, counts: Sequence[int], weights: int, sparse: Sequence[int]
-    ) -> None:
-        outputs, _, gradients, shortened, _ = counts
-        self._found = found
-        self._begin = outputs + 1 + gradients
-        values = [found.kinds(i) & {ROWS, SAME} for i in range(outputs)]
-        values += [found.kinds(i) & {ROWS, SUM} for i in range(outputs + 1, self._begin)]
-        self.mixes = not all(values)
-        self.added = [found.kinds_in(outputs, i) for i in range(len(found.whole.values[outputs]))]
-        self._weights = weights
-        # One row or more for each sample are never the same: parts have fewer of them.
-        rows = enumerate(sparse, self._begin + shortened)
-        self.fixed = frozenset(i for place, i in rows if SAME in found.kinds(place))
 
-    def strange_weights(self) -> list[int]:
-        """The weights whose gradients do not add up over the parts."""
-        if not self._weights:
-            return []
-        found, products = self._found, self._begin
-        lengths = [trial.values[products + 1] for trial in (found.whole, *found.parts)]
+def _stage_kinds(found: Compared, counts: Sequence[int], sparse: Sequence[int]) -> StageKinds:
+    outputs, _, gradients, shortened, _ = counts
+    begin = outputs + 1 + gradients
+    values = [found.kinds(i) & {ROWS, SAME} for i in range(outputs)]
+    values += [found.kinds(i) & {ROWS, SUM} for i in range(outputs + 1, begin)]
+    strange: list[int] = []
+    if shortened:
+        lengths = [trial.values[begin + 1] for trial in (found.whole, *found.parts)]
         longest = np.max(lengths, axis=0)
         longest = np.maximum(longest, FLOOR * longest.max())  # beside which others are rounding
-        return [
-            i
-            for i in range(self._weights)
-            if SUM not in found.kinds_in(products, i, float(longest[i]))
-        ]
+        pairs = enumerate(longest)
+        strange = [i for i, size in pairs if SUM not in found.kinds_in(begin, i, float(size))]
+    # One row or more for each sample are never the same: parts have fewer of them.
+    rows = enumerate(sparse, begin + shortened)
+    return StageKinds(
+        not all(values),
+        [found.kinds_in(outputs, i) for i in range(len(found.whole.values[outputs]))],
+        strange,
+        frozenset(i for place, i in rows if SAME in found.kinds(place)),
+    )
 
 
 def _random_numbers() -> Any:

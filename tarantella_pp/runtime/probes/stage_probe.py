@@ -120,18 +120,17 @@ class StageProbe:
 
     def _refuse_mixing(self, trace: ProbeTrace, samples: Samples, training: bool) -> None:
         for found in trace.both_ways(samples):
-            strange = found.strange_weights()
             if training:
                 self._module.accumulator.fixed = found.fixed
-            if found.mixes or strange:
+            if found.mixes or found.strange:
                 break
         else:
             return
         call, what, how = trace.first_call(samples), "One of the layers", "gradient"
         if call is not None:
             what, how = f"'{call.name}' ({type(call.operation).__name__})", "result"
-        elif strange:
-            what = f"The layer of weight '{trace.weights[strange[0]].path}'"
+        elif found.strange:
+            what = f"The layer of weight '{trace.weights[found.strange[0]].path}'"
         raise UnsupportedModelError(
             f"{what} mixes samples, or looks at the number of samples or at the place of one: its "
             f"{how} for some samples of a batch changes when they are alone, so in micro-batches "
@@ -190,36 +189,32 @@ def _added_kinds(trace: ProbeTrace, samples: Samples) -> Array:
 
     Not a number for those that are zero for these samples, and their gradients, too.
     """
-    found = trace.compare(samples)
-    if found is None:
-        raise _not_additive(trace.added_by[0])
-    kinds = [each & {SUM, MEAN} for each in found.added]
+    kinds = [each & {SUM, MEAN} for each in trace.compare(samples).added]
     with contextlib.suppress(tf.errors.OpError):  # made-up content that a layer does not take
-        again = trace.compare(samples.changed(opposite))
-        kinds = [one & two for one, two in zip(kinds, again.added if again else kinds, strict=True)]
+        again = trace.compare(samples.changed(opposite)).added
+        kinds = [one & two for one, two in zip(kinds, again, strict=True)]
     names, count = trace.added_by, len(kinds)
-    for name, each in zip(names, kinds, strict=True):
-        if not each:
+    for place, (name, each) in enumerate(zip(names, kinds, strict=True)):
+        if not each or trace.bends(place):  # which may show with other samples only
             raise _not_additive(name)
     known = np.array([np.nan if len(each) > 1 else float(SUM in each) for each in kinds])
     for i in np.flatnonzero(np.isnan(known)):  # what shows in the gradients alone
         one = np.eye(count)[i]
-        fits = [kind for kind in (0.0, 1.0) if _gradients_add_up(trace, samples, one, one * kind)]
+        fits = [kind for kind in (0.0, 1.0) if _gradients_add_up(trace, samples, one, kind * one)]
         if not fits:
             raise _not_additive(names[i])
         known[i] = np.nan if len(fits) > 1 else fits[0]
-    every = np.where(np.isnan(known), 0.0, 1 + np.arange(count) / 7)
-    if not _gradients_add_up(trace, samples, every, np.nan_to_num(known)):
-        each_alone = (np.eye(count)[i] * every for i in range(count))
-        fits = [_gradients_add_up(trace, samples, one, np.nan_to_num(known)) for one in each_alone]
-        raise _not_additive(names[fits.index(False) if False in fits else 0])
+    every, sums = np.where(np.isnan(known), 0.0, 1 + np.arange(count) / 7), np.nan_to_num(known)
+    if not _gradients_add_up(trace, samples, every, sums):
+        each_alone = [_gradients_add_up(trace, samples, one, sums) for one in np.diag(every)]
+        raise _not_additive(names[each_alone.index(False) if False in each_alone else 0])
     return known
 
 
 def _gradients_add_up(trace: ProbeTrace, samples: Samples, factors: Array, sums: Array) -> bool:
     """Whether losses, of which some are sums and the others means, have such gradients, too."""
-    found = trace.compare(samples, factors, lambda share: factors * np.maximum(sums, share))
-    return found is None or not (found.mixes or found.strange_weights())
+    found = trace.compare(samples, factors, sums)
+    return not (found.mixes or found.strange)
 
 
 def _has_rows(tensor: Any, rows: int) -> bool:

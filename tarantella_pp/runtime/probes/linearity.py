@@ -1,0 +1,72 @@
+"""What a trial may not reach: what becomes of sums over samples, read off the traced graph.
+
+samples    x   [None, 3]      what has no dimension of unknown size, and follows from samples,
+sum        s   [3]            is a sum over them: with more operations that are linear it is
+largest    max(s, 1)   [3]    the sum of what parts give, with others only sometimes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import tensorflow as tf
+
+from tarantella_pp.runtime.stage.graph_functions import frontier
+from tarantella_pp.runtime.stage.graph_split import has_effect
+
+# Operations that make of a sum what they make of its terms, added up.
+_LINEAR = {
+    *("AddN", "AddV2", "Add", "Sub", "Neg", "Identity", "IdentityN", "Cast", "Real", "Imag"),
+    *("Sum", "Mean", "Cumsum", "Reshape", "Transpose", "ExpandDims", "Squeeze", "Pack", "Unpack"),
+    *("ConcatV2", "Slice", "StridedSlice", "Split", "SplitV", "Tile", "BroadcastTo", "Fill"),
+    *("Pad", "PadV2", "GatherV2", "UnsortedSegmentSum", "ScatterNd", "StopGradient", "Conj"),
+    *("PreventGradient", "CheckNumerics", "MatrixBandPart", "DiagPart", "Complex", "Roll"),
+    *("DynamicStitch", "ReverseV2"),
+}
+# They do if one thing that they are given follows from samples; so do gradients of what follows
+# from weights, quotients of what is divided, and choices by what does not follow from samples.
+_PRODUCTS = {"Mul", "MulNoNan", "MatMul", "BatchMatMulV2", "Einsum"}
+_QUOTIENTS = {"RealDiv", "Div", "DivNoNan"}
+_CHOICES = {"Select", "SelectV2"}
+_SIZES = {"Shape", "ShapeN", "Size", "Rank", "ZerosLike", "OnesLike"}
+
+
+def following(graph: tf.Graph, inputs: Iterable[tf.Tensor]) -> set[tf.Operation]:
+    """The operations whose results follow from what samples contain, variables among them."""
+    found = {tensor.op for tensor in inputs}
+    for op in graph.get_operations():
+        if op.type not in _SIZES and any(tensor.op in found for tensor in op.inputs):
+            found.add(op)
+            if has_effect(op):  # what reads the variable later follows from them, too
+                found |= {tensor.op for tensor in op.inputs if tensor.dtype == tf.resource}
+    return found
+
+
+def uses_of_sums(
+    tensors: Sequence[tf.Tensor], follows: set[tf.Operation]
+) -> Iterator[tf.Operation]:
+    """The operations above some tensors that are given a sum over samples, in their order."""
+    _, above = frontier(tensors, lambda tensor: tensor.op not in follows)
+    for op in tensors[0].graph.get_operations() if tensors else ():
+        given = (t for t in op.inputs if t.op in follows and t.dtype.is_floating)
+        if op in above and any(tensor.shape.is_fully_defined() for tensor in given):
+            yield op
+
+
+def nonlinear(tensors: Sequence[tf.Tensor], follows: set[tf.Operation]) -> tf.Operation | None:
+    """An operation that makes of a sum over samples what those of parts do not add up to.
+
+    What functions do that are called, such as branches and loops, is not looked at.
+    """
+    return next((op for op in uses_of_sums(tensors, follows) if not _is_linear(op, follows)), None)
+
+
+def _is_linear(op: tf.Operation, follows: set[tf.Operation]) -> bool:
+    given = [i for i, tensor in enumerate(op.inputs) if tensor.op in follows]
+    return (
+        op.type in _LINEAR
+        or ((op.type in _PRODUCTS or op.type.endswith("Grad")) and len(given) == 1)
+        or (op.type in _QUOTIENTS and given == [0])
+        or (op.type in _CHOICES and 0 not in given)
+        or any(value.HasField("func") for value in op.node_def.attr.values())
+    )

@@ -205,7 +205,7 @@ def _called(source: str) -> Any:
             f"Expected module:function or script.py:function. Received: MODEL={source!r}"
         )
     with quiet_keras(place) as keras:
-        module = _imported(place) if script is None else _loaded(script)
+        module = _imported(place) if script is None else _loaded(script, name)
         made = getattr(module, name, None)
     if not callable(made):
         names = [key for key, value in vars(module).items() if callable(value) and key[0] != "_"]
@@ -241,8 +241,11 @@ def _imported(name: str) -> ModuleType:
         raise
 
 
-def _loaded(script: Path) -> ModuleType:
-    """Runs a script as a module, without its `if __name__ == "__main__"`."""
+def _loaded(script: Path, name: str) -> ModuleType:
+    """Runs a script as a module, at least until it has defined a name.
+
+    Its `if __name__ == "__main__"` is left out. What it trains fails, for there are no weights.
+    """
     spec = importlib.util.spec_from_file_location(script.stem, script)
     if spec is None or spec.loader is None:
         raise ConfigurationError(f"{str(script)!r} cannot be imported.")
@@ -250,7 +253,11 @@ def _loaded(script: Path) -> ModuleType:
     # As `python script.py` would: what it imports may lie beside it.
     sys.path.insert(0, str(script.parent.resolve()))
     sys.modules.setdefault(script.stem, module)
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit):
+        if not hasattr(module, name):
+            raise
     return module
 
 

@@ -77,6 +77,12 @@ def test_a_model_of_a_script(command, script, source) -> None:
     assert "a script may print what it likes" in command.stderr
 
 
+def test_a_script_that_trains_is_planned(command, script) -> None:
+    with open("training.py", "w") as file:
+        file.write(f"{SCRIPT}\nmodel = compiled()\nmodel.fit([[1.0] * 8], [[1.0] * 8])\n")
+    assert make(command, "training.py:small")["assignment"] == [0, 0, 1, 1]
+
+
 def test_options_reach_the_plan(command, script) -> None:
     made = make(
         command, f"{script}:small", "--batch-size", 48, "--micro-batches", 6, "--replicas", 2,

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """\
 Prices four plans by their largest stage: ours; equal numbers of layers; parameter balance, as
-DeepSpeed's partition_method="parameters"; block partition, as torchgpipe balances. The other rules
-cut the order of the graph; ours chooses among all orders. With --balance also the stages that it
-gives."""
+DeepSpeed's partition_method="parameters"; cost balance, close to how torchgpipe balances. The
+other rules cut the order of the graph; ours chooses among all orders. With --balance also the
+stages that it gives."""
 # What `plan diff` compares of stages.
 _FIGURES = ("memory_bytes", "flops")
 
@@ -110,7 +110,7 @@ def _compared(planner: Planner, options: Settings, own: dict[str, tuple[int, ...
     """Prices the largest stage of our plan, of the rules' and of what is given."""
     import numpy as np
 
-    from tarantella_pp.partition.baselines import by_rules, compare
+    from tarantella_pp.partition.baselines import OURS, Comparison, by_rules
     from tarantella_pp.partition.best_stages import state_sums, sums_of
 
     costs = planner.costs(options)
@@ -121,8 +121,10 @@ def _compared(planner: Planner, options: Settings, own: dict[str, tuple[int, ...
         stages = costs.stages(assignment, options.in_flight, options.repeats)
         return float(max(stage.memory_bytes for stage in stages))
 
-    others = by_rules(planner.blocks, sums_of(costs, options), state_sums(costs))
-    return compare(options.balance, planner.solve(options), value, {**others, **own})
+    ours = planner.solve(options)
+    rules = by_rules(planner.blocks, sums_of(costs, options), state_sums(costs))
+    values = {name: value(a) for name, a in {OURS: ours.assignment, **rules, **own}.items()}
+    return Comparison(options.balance, ours.certificate, values)
 
 
 def _tables(name: str, num_stages: int, comparisons: Sequence[Comparison]) -> list[Any]:

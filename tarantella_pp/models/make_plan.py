@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +31,7 @@ from tarantella_pp.partition.options import (
 )
 from tarantella_pp.partition.plan.hardware_spec import CORE, HardwareSpec, machine_of, machines
 from tarantella_pp.partition.plan.plan import Plan
-from tarantella_pp.partition.plan_choice import choose_plan, infeasible, useless
+from tarantella_pp.partition.plan_choice import choose_plan, infeasible
 from tarantella_pp.partition.plan_search import PlanSearch
 from tarantella_pp.partition.planner import LOOPS, Planner
 from tarantella_pp.schedule import Schedule, ScheduleSpec, read_schedule
@@ -127,7 +126,7 @@ def make_plan(
         ScheduleError: There is no such schedule, or it does not fit these stages and ranks.
         UnsupportedModelError: The model cannot be cut into stages.
         PlanError: No plan keeps the limit, or has an operation for each stage. The message names
-            the smallest limit that works, and what else would.
+            the smallest limit that works, and what needs less.
     """
     return best_plan(
         model,
@@ -151,10 +150,10 @@ def best_plan(model: Any, options: PlanOptions) -> Plan:
     shapes = _shapes(options, _stages_per_rank(options, custom))
     if options.balance == "time" and options.profile is None:
         options = replace(options, profile=_measured(extracted, options, shapes[0][1]))
-    planner = Planner.of(extracted, options.optimizer, options.profile, machine)
+    planner = Planner.of(extracted, options.optimizer, options.profile, machine, assignment)
     if len(shapes) == 1:
         planner.check_stages(shapes[0][0])
-    searches = _Searches(replace(planner, assignment=assignment), options, custom)
+    searches = _Searches(planner, options, custom)
     shapes = _possible(shapes, planner, options)
     wanted, others = searches.of(shapes)
     further: list[PlanSearch] = []
@@ -165,9 +164,6 @@ def best_plan(model: Any, options: PlanOptions) -> Plan:
     chosen = choose_plan(wanted, others, further)
     if chosen is None:
         raise PlanError(infeasible(replace(wanted[-1], roughly=False)))
-    balance = options.balance if isinstance(options.balance, str) else None
-    if (complaint := useless(chosen, planner, balance)) is not None:
-        warnings.warn(complaint, stacklevel=3)
     return chosen
 
 

@@ -67,6 +67,7 @@ class Planner:
         optimizer: Any = None,
         profile: Profile | None = None,
         machine: HardwareSpec | None = None,
+        assignment: tuple[int, ...] | None = None,
     ) -> Planner:
         """Reads a model, if that has not been done."""
         if isinstance(model, NamedGraph):
@@ -78,7 +79,7 @@ class Planner:
             profile.check(graph)
             graph = profile.apply(graph)
         slots = optimizer_state_bytes(optimizer, graph.weights)
-        return cls(name, graph, optimizer_name(optimizer), slots, profile, machine)
+        return cls(name, graph, optimizer_name(optimizer), slots, profile, machine, assignment)
 
     @property
     def least_rows(self) -> int:

@@ -160,7 +160,7 @@ def test_compare(command) -> None:
     assert set(found) == {"memory", "flops"}
     for one in found.values():
         rules = one["rules"]
-        assert list(rules) == ["tarantella", "equal layers", "parameter balance", "block partition"]
+        assert list(rules) == ["tarantella", "equal layers", "parameter balance", "cost balance"]
         assert all(rule["ratio"] >= 1 - 1e-9 for rule in rules.values())
     assert found["flops"]["optimal"]
     assert command("plan", "compare", GRAPH, "--stages", 4) == 0

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 
 import keras
 import msgspec
@@ -9,7 +8,6 @@ import numpy as np
 import pytest
 from keras import layers
 
-import tarantella_pp as tnt
 from tarantella_pp.errors import (
     ConfigurationError,
     PlanError,
@@ -21,7 +19,6 @@ from tarantella_pp.partition.graph.keras_reader import extract
 from tarantella_pp.partition.optimizer_slots import optimizer_state_bytes
 from tarantella_pp.partition.options import PlanOptions
 from tarantella_pp.partition.peak_memory import GradientSums
-from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.planner import Planner
 from tarantella_pp.partition.stage_costs import NOTHING, StageCostModel
@@ -406,21 +403,3 @@ def test_the_optimizer_counts():
 def test_models_that_cannot_be_cut_are_refused():
     with pytest.raises(UnsupportedModelError):
         make_plan(keras.Sequential([layers.Dense(2)]), 1)
-
-
-def test_a_limit_that_leaves_one_rank_most_of_the_work_is_told():
-    """What is large is no work, and all on one side."""
-    x = inputs = keras.Input((4,), dtype="int32")
-    x = layers.Embedding(4000, 64)(x)
-    for _ in range(8):
-        x = layers.Dense(64)(x)
-    model = keras.Model(inputs, x)
-    given = {"num_micro_batches": 2, "batch_size": 2, "machine": HardwareSpec(1e9)}
-    alone = tnt.make_plan(model, balance=[1, 8], **given).stages[0].memory_bytes
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        tnt.make_plan(model, 2, balance="flops", memory_limit=10 * alone, **given)
-        tnt.make_plan(model, 2, balance="memory", memory_limit=alone, **given)  # asked for
-        tnt.make_plan(model, balance=[1, 8], memory_limit=alone, **given)
-    with pytest.warns(UserWarning, match=r"One rank has 2.0 times as much work as the mean of"):
-        tnt.make_plan(model, 2, memory_limit=alone, **given)

@@ -1,6 +1,6 @@
 """What the backward pass of a call needs again, by rules for TensorFlow's gradients.
 
-The rules were read off traced gradient graphs; `tests/partition/costs/test_stage_costs.py` traces
+The rules were read off traced gradient graphs; `tests/partition/test_stage_costs.py` traces
 layers and holds the rules to them.
 """
 
@@ -160,11 +160,6 @@ def _quotient(call: SizedCall) -> SavedActivations:
     if not isinstance(divisor, SizedTensor):
         return SavedActivations()
     return SavedActivations((divisor.id,), call.output.bytes if divisor.has_gradient else 0.0)
-
-
-def _choice(call: SizedCall) -> SavedActivations:
-    condition = call.arguments.get("condition")
-    return SavedActivations(_ids(t for t in call.inputs if t is condition))
 
 
 def _reversible_embedding(call: SizedCall) -> SavedActivations:

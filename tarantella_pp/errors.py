@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class TarantellaError(Exception):
     """Base class of every exception that this library raises on its own account."""
@@ -49,3 +51,10 @@ class StaleWeightError(TarantellaError, RuntimeError):
 
 class ReplicaError(TarantellaError, RuntimeError):
     """Replicas of a model, which must have the same weights, have not."""
+
+
+def checked_count(name: str, value: Any) -> int:
+    """Reads an option that is a positive integer."""
+    if isinstance(value, bool) or not hasattr(value, "__index__") or value.__index__() < 1:
+        raise ConfigurationError(f"Expected a positive integer. Received: {name}={value!r}")
+    return int(value.__index__())

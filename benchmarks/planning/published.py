@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import keras
+import msgspec
 
 import tarantella_pp as tnt
 from tarantella_pp.models.deferred_init import only_shapes
@@ -210,7 +211,8 @@ class Unbounded(Planner):
 
     def costs(self, options: Settings) -> StageCostModel:
         """Describes stages whose messages wait for the next one, all of a step if need be."""
-        return replace(super().costs(options), window=None)
+        # The window is one of gpipe alone; all else is the same for any schedule.
+        return super().costs(msgspec.structs.replace(options, schedule="1f1b"))
 
 
 def planned_memory(row: Memory, balance: Any, kind: type[Planner] = Planner) -> tnt.Plan:

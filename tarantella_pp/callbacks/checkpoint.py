@@ -9,8 +9,7 @@ from typing import Any
 
 import keras
 
-from tarantella_pp.errors import ConfigurationError
-from tarantella_pp.partition.options import checked_count
+from tarantella_pp.errors import ConfigurationError, checked_count
 
 
 class Checkpoint(keras.callbacks.Callback):

@@ -10,12 +10,12 @@ from typing import Any
 
 import msgspec
 
-from tarantella_pp.errors import ConfigurationError, PlanError
+from tarantella_pp.errors import ConfigurationError, PlanError, checked_count
 from tarantella_pp.models.make_plan import best_plan, default_machine
 from tarantella_pp.models.model_validation import needs_one_replica, replicas_of
 from tarantella_pp.partition.graph.keras_reader import ExtractedModel
 from tarantella_pp.partition.graph.units import format_bytes
-from tarantella_pp.partition.options import PlanOptions, checked_count, narrow_dtype
+from tarantella_pp.partition.options import PlanOptions, narrow_dtype
 from tarantella_pp.partition.plan.hardware_spec import HardwareSpec
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.partition.with_batch import sent_as

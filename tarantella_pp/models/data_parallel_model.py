@@ -14,7 +14,7 @@ import keras
 from tarantella_pp.callbacks.checkpoint import Checkpoint
 from tarantella_pp.callbacks.rank_rules import listed
 from tarantella_pp.custom_steps.replica_steps import ReplicaSteps
-from tarantella_pp.errors import ConfigurationError, UnsupportedModelError
+from tarantella_pp.errors import ConfigurationError, UnsupportedModelError, checked_count
 from tarantella_pp.files.file_replacement import replace_file, replace_shards
 from tarantella_pp.internals.functional import (
     hides_its_graph,
@@ -25,7 +25,7 @@ from tarantella_pp.internals.functional import (
 from tarantella_pp.models import model_validation
 from tarantella_pp.models.pipeline_model import PipelineModel
 from tarantella_pp.models.training_loops import TrainingLoops
-from tarantella_pp.partition.options import Recompute, checked_count
+from tarantella_pp.partition.options import Recompute
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.runtime.comm.collective import collective, contents_of, named, on_one_rank
 from tarantella_pp.runtime.comm.communicator import world

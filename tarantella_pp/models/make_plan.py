@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast
 import keras
 import tensorflow as tf
 
-from tarantella_pp.errors import ConfigurationError, PlanError
+from tarantella_pp.errors import ConfigurationError, PlanError, checked_count
 from tarantella_pp.models.deferred_init import only_shapes
 from tarantella_pp.models.profiler import profile as measure
 from tarantella_pp.partition.graph.keras_reader import ExtractedModel, extract
@@ -25,7 +25,6 @@ from tarantella_pp.partition.options import (
     PlanOptions,
     Recompute,
     assignment_of,
-    checked_count,
     is_given,
     stages_to_recompute,
 )

@@ -10,14 +10,13 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tarantella_pp.errors import ConfigurationError, UnsupportedModelError
+from tarantella_pp.errors import ConfigurationError, UnsupportedModelError, checked_count
 from tarantella_pp.internals.optimizers import delegates_of, is_keras_optimizer, wrapped_in
 from tarantella_pp.internals.training import layers_in, strategy_of
 from tarantella_pp.models.training_loops import TrainingLoops
 from tarantella_pp.partition.graph.keras_reader import ExtractedModel
 from tarantella_pp.partition.graph.layer_graph import LayerGraph
 from tarantella_pp.partition.graph.units import format_bytes
-from tarantella_pp.partition.options import checked_count
 from tarantella_pp.runtime.engine import Engine
 from tarantella_pp.runtime.probes.loss_probe import whole_batch_reason
 from tarantella_pp.runtime.probes.optimizer_probe import treats_weights_apart

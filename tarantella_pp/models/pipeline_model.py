@@ -13,7 +13,7 @@ from tarantella_pp.dependencies import needed_for
 with needed_for("tarantella_pp.PipelineModel"):
     import keras
 
-from tarantella_pp.errors import ConfigurationError
+from tarantella_pp.errors import ConfigurationError, checked_count
 from tarantella_pp.internals.optimizers import with_loss_scaling
 from tarantella_pp.internals.state import compiled_with, forget_functions
 from tarantella_pp.internals.training import compile_loss, layers_in
@@ -23,7 +23,7 @@ from tarantella_pp.models.collective_model import CollectiveModel
 from tarantella_pp.models.deferred_init import deferred_init, initial_values
 from tarantella_pp.models.training_loops import TrainingLoops, learning_rate_of
 from tarantella_pp.partition.graph.keras_reader import extract
-from tarantella_pp.partition.options import PlanOptions, Recompute, checked_count
+from tarantella_pp.partition.options import PlanOptions, Recompute
 from tarantella_pp.partition.plan.plan import Plan
 from tarantella_pp.runtime.comm.collective import collective, compiled_facts
 from tarantella_pp.runtime.comm.communicator import world

@@ -17,13 +17,12 @@ import tensorflow as tf
 from rich.console import Console
 from rich.progress import track
 
-from tarantella_pp.errors import ConfigurationError
+from tarantella_pp.errors import ConfigurationError, checked_count
 from tarantella_pp.internals.training import standardize_inputs
 from tarantella_pp.partition.graph.calls import Call
 from tarantella_pp.partition.graph.keras_reader import ExtractedModel, extract
 from tarantella_pp.partition.graph.profile import NodeProfile, Profile
 from tarantella_pp.partition.graph.units import sample_shape
-from tarantella_pp.partition.options import checked_count
 from tarantella_pp.runtime.stage.stage import Stage
 from tarantella_pp.runtime.stage.stage_boundary import (
     BoundaryTensor,

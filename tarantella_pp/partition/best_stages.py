@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import msgspec
 import numpy as np
@@ -14,10 +14,11 @@ import numpy as np
 from tarantella_pp.errors import PlanError
 from tarantella_pp.partition.cut import Cut, Price, Prices, best_cut
 from tarantella_pp.partition.graph.ideals import Array, Blocks
-from tarantella_pp.partition.graph.layer_graph import LayerGraph
+from tarantella_pp.partition.graph.layer_graph import LayerGraph, Weight
 from tarantella_pp.partition.graph.units import wire_bytes
 from tarantella_pp.partition.options import Settings
-from tarantella_pp.partition.plan.plan_parts import TOLERANCE, Certificate, CutEdge
+from tarantella_pp.partition.peak_memory import reduction_bytes
+from tarantella_pp.partition.plan.plan_parts import TOLERANCE, Certificate, CutEdge, StagePlan
 from tarantella_pp.partition.rank_balancing import balance_ranks, rank_totals
 from tarantella_pp.partition.stage_costs import StageCostModel
 
@@ -69,135 +70,138 @@ def best_solution(
             f"of nodes can be told apart. Ask for fewer stages.{_shared(costs.graph)}"
         )
     whole = options.weighs_stages and (whole or bool(options.repeats))
-    best, cut = _within_limits(costs, options, blocks, whole=whole)
+    problem = _Problem(costs, options, whole)
+    best, cut = problem.within_limits(blocks)
     bound, method = cut.bound, cut.method
     if options.ranks:
-        best = _over_ranks(costs, options, best)
-        sums = sums_of(costs, options)
+        best = problem.over_ranks(best)
+        sums = problem.sums
         share = (sums.once + sums.times.min() * sums.each).sum() / (1 + max(options.ranks))
         bound, method = max(bound, float(share)), f"{method}, then over ranks"
     elif options.balance == "memory":
         method += ", stages priced whole" if whole else " of state and activations"
-    value, seconds = value_of(costs, options, best, whole=whole), time.perf_counter() - begun
+    value, seconds = problem.value(best), time.perf_counter() - begun
     return Solution(best, Certificate.of(value, bound, method, seconds))
-
-
-def _within_limits(
-    costs: StageCostModel, options: Settings, blocks: Blocks, *, whole: bool
-) -> tuple[Assignment, Cut]:
-    """Finds the best stages that keep the memory limits, and how they were found."""
-    sums, limits = sums_of(costs, options), limits_of(options)
-    if not whole and options.memory_limit is None:
-        cut = best_cut(blocks, sums)
-        if cut is not None:
-            return cut.assignments[0], cut
-    known: Assignment | None = None
-    bound: float | None = None
-    first = best_cut(blocks, sums) if costs.shards > 1 else None
-    if first is not None:  # the replicas' shares depend on the stages, and are no bound
-        known, bound = first.assignments[0], first.bound
-    if not whole:  # nothing to look for, slowly, if not even the stages of least memory are small
-        memory = sums_of(costs, msgspec.structs.replace(options, balance="memory"))
-        small = _priced(memory, StageMemory(costs, options, limits, known), whole=True)
-        limits = limits if best_cut(blocks, small) is not None or blocks.ideals is None else ()
-    for _ in range(MOST_ATTEMPTS if limits else 0):
-        cut = best_cut(
-            blocks, _priced(sums, StageMemory(costs, options, limits, known), whole=whole)
-        )
-        if cut is None:
-            break
-        bound = cut.bound if bound is None else bound
-        found = [one for one in cut.assignments if excess(costs, options, one) <= 0]
-        if found:
-            best = min(found, key=functools.partial(value_of, costs, options, whole=whole))
-            return best, replace(cut, bound=bound)
-        above = excess(costs, options, cut.assignments[0])
-        limits = [max(1.0, most - above) for most in limits]
-    if not whole and blocks.ideals is None:  # what needs the least memory may lie on no such line
-        smallest = msgspec.structs.replace(options, balance="memory")
-        best, cut = _within_limits(costs, smallest, blocks, whole=True)
-        return best, replace(cut, bound=sums.bound(blocks))
-    raise PlanError(
-        f"No plan of {options.num_stages} stages keeps the memory limit. Received: memory_limit="
-        f"{options.memory_limit}. More stages, more micro-batches of a smaller size or "
-        f"recomputation need less.{_shared(costs.graph)}"
-    )
-
-
-def _priced(sums: Prices, memory: StageMemory, *, whole: bool) -> Prices:
-    """Prices stages by their memory, or by their sums if that keeps the limits."""
-    if whole:
-        return replace(sums, price=memory.usual, least=memory.least, most=max(memory.limits))
-
-    def kept(price: Price) -> Price:
-        return lambda *stage: 0.0 if price(*stage) < math.inf else math.inf
-
-    return replace(sums, price=kept(memory.usual), least=kept(memory.least))
 
 
 def given_solution(costs: StageCostModel, options: Settings, assignment: Sequence[int]) -> Solution:
     """Prices stages that are given; raises `PlanError` where they do not keep the limit."""
-    above = excess(costs, options, assignment)
+    problem = _Problem(costs, options, whole=True)
+    above = problem.excess(assignment)
     if above > 0:
         raise PlanError(
             f"A stage of those that are given needs {above:.0f} bytes more than it may have. "
             f"Received: memory_limit={options.memory_limit}"
         )
-    value = value_of(costs, options, assignment, whole=True)
-    return Solution(tuple(assignment), Certificate.of(value, 0.0, "as given", 0.0))
+    proof = Certificate.of(problem.value(assignment), 0.0, "as given", 0.0)
+    return Solution(tuple(assignment), proof)
 
 
-def _over_ranks(costs: StageCostModel, options: Settings, best: Assignment) -> Assignment:
-    """Makes the largest rank smaller where ranks have several stages, within the limits."""
-    memory = sums_of(costs, msgspec.structs.replace(options, balance="memory"))
-    limits = None if options.limits is None else (memory, options.limits)
-    moved = balance_ranks(
-        sums_of(costs, options), best, options.ranks, options.bubble_weight,
-        groups=costs.graph.groups, limits=limits,
-    )  # fmt: skip
+@dataclass(frozen=True)
+class _Problem:
+    """What stages cost, and what is asked of them."""
 
-    def step(assignment: Assignment) -> float:
-        values = _values(costs, options, assignment, whole=False)
-        most = float(max(rank_totals(values, options.ranks)))
-        return most + options.bubble_weight * max(values)
+    costs: StageCostModel
+    options: Settings
+    whole: bool  # whether memory counts stage by stage, with what there is for a moment
 
-    return moved if step(moved) < step(best) and excess(costs, options, moved) <= 0 else best
+    @cached_property
+    def sums(self) -> Prices:
+        """What adds up over operations."""
+        return sums_of(self.costs, self.options)
 
+    @cached_property
+    def memory(self) -> _Problem:
+        """The same with memory to be balanced."""
+        smallest = msgspec.structs.replace(self.options, balance="memory")
+        return replace(self, options=smallest, whole=True)
 
-def excess(costs: StageCostModel, options: Settings, assignment: Sequence[int]) -> float:
-    """Bytes of the stage that is most above its limit; 0 or less where all keep it."""
-    if options.limits is None:
-        return 0.0
-    stages = costs.stages(assignment, options.in_flight, options.repeats)
-    pairs = zip(stages, options.limits, strict=True)
-    return max(stage.memory_bytes - most for stage, most in pairs)
+    def within_limits(self, blocks: Blocks) -> tuple[Assignment, Cut]:
+        """Finds the best stages that keep the memory limits, and how they were found."""
+        options = self.options
+        bound: float | None = None
+        limits: Sequence[float] | None = options.limits
+        for _ in range(MOST_ATTEMPTS):
+            cut = best_cut(blocks, self._prices(limits))
+            if cut is None:
+                break
+            bound = cut.bound if bound is None else bound
+            found = [one for one in cut.assignments if self.excess(one) <= 0]
+            if found:
+                best = found[0] if len(found) == 1 else min(found, key=self.value)
+                return best, replace(cut, bound=bound)
+            above = self.excess(cut.assignments[0])
+            limits = tuple(max(1.0, most - above) for most in limits or ())
+        if not self.whole and blocks.ideals is None:
+            # What needs the least memory may lie on none of the lines that were tried.
+            best, cut = self.memory.within_limits(blocks)
+            return best, replace(cut, bound=self.sums.bound(blocks))
+        raise PlanError(
+            f"No plan of {options.num_stages} stages keeps the memory limit. Received: "
+            f"memory_limit={options.memory_limit}. More stages, more micro-batches of a smaller "
+            f"size or recomputation need less.{_shared(self.costs.graph)}"
+        )
 
+    def _prices(self, limits: Sequence[float] | None) -> Prices:
+        """Prices stages by their memory, or by their sums if that keeps the limits."""
+        sums = self.sums
+        if limits is not None:
+            sums = replace(sums, limits=(self.memory.sums, limits))
+        elif not self.whole:
+            return sums
+        memory = StageMemory(self.costs, self.options, limits)
+        if self.whole:
+            return replace(sums, price=memory.usual, least=memory.least)
 
-def limits_of(options: Settings) -> Sequence[float]:
-    """What each stage may have, infinitely much where nothing is said."""
-    return options.limits or (math.inf,) * options.num_stages
+        def kept(price: Price) -> Price:
+            return lambda *stage: 0.0 if price(*stage) < math.inf else math.inf
 
+        return replace(sums, price=kept(memory.usual), least=kept(memory.least))
 
-def value_of(
-    costs: StageCostModel, options: Settings, assignment: Sequence[int], *, whole: bool
-) -> float:
-    """The largest stage, or rank where ranks have several."""
-    return float(max(rank_totals(_values(costs, options, assignment, whole=whole), options.ranks)))
+    def over_ranks(self, best: Assignment) -> Assignment:
+        """Makes the largest rank smaller where ranks have several stages, within the limits."""
+        options, limits = self.options, self.options.limits
+        moved = balance_ranks(
+            self.sums,
+            best,
+            options.ranks,
+            options.bubble_weight,
+            groups=self.costs.graph.groups,
+            limits=None if limits is None else (self.memory.sums, limits),
+        )
 
+        def step(assignment: Assignment) -> float:
+            return self.value(assignment) + options.bubble_weight * max(self._values(assignment))
 
-def _values(
-    costs: StageCostModel, options: Settings, assignment: Sequence[int], *, whole: bool
-) -> list[float]:
-    """FLOPs, seconds or bytes of each stage."""
-    if options.balance == "flops":
-        return list(np.bincount(assignment, costs.flops(), options.num_stages))
-    stages = costs.stages(assignment, options.in_flight, options.repeats)
-    if options.balance == "time":
-        return [
-            (stage.seconds or 0.0) + (stage.forward_seconds or 0.0) * again
-            for stage, again in zip(stages, options.repeated, strict=True)
-        ]
-    return [float(stage.memory_bytes if whole else stage.lasting_bytes) for stage in stages]
+        return moved if step(moved) < step(best) and self.excess(moved) <= 0 else best
+
+    def excess(self, assignment: Sequence[int]) -> float:
+        """Bytes of the stage that is most above its limit; 0 or less where all keep it."""
+        limits = self.options.limits
+        if limits is None:
+            return 0.0
+        stages = self._stages(assignment)
+        return max(stage.memory_bytes - most for stage, most in zip(stages, limits, strict=True))
+
+    def value(self, assignment: Sequence[int]) -> float:
+        """The largest stage, or rank where ranks have several."""
+        return float(max(rank_totals(self._values(assignment), self.options.ranks)))
+
+    def _values(self, assignment: Sequence[int]) -> list[float]:
+        """FLOPs, seconds or bytes of each stage."""
+        options = self.options
+        if options.balance == "flops":
+            return list(np.bincount(assignment, self.costs.flops(), options.num_stages))
+        stages = self._stages(assignment)
+        if options.balance == "time":
+            return [
+                (stage.seconds or 0.0) + (stage.forward_seconds or 0.0) * again
+                for stage, again in zip(stages, options.repeated, strict=True)
+            ]
+        return [float(one.memory_bytes if self.whole else one.lasting_bytes) for one in stages]
+
+    def _stages(self, assignment: Sequence[int]) -> tuple[StagePlan, ...]:
+        return self.costs.stages(assignment, self.options.in_flight, self.options.repeats)
 
 
 def _shared(graph: LayerGraph) -> str:
@@ -213,23 +217,35 @@ def _shared(graph: LayerGraph) -> str:
 
 
 def state_sums(costs: StageCostModel) -> Array:
-    """Bytes of variables, gradients and optimizer state, each for the first node that uses it."""
-    state, summed = np.zeros(len(costs.graph.nodes)), costs.reduction_bytes()
-    counted: set[int] = set()
-    for node in costs.graph.nodes:
-        own = [w for w in node.weights if w not in counted]
-        state[node.id] = sum(costs.state_bytes(w) + summed[w] for w in own)
+    """Bytes of variables, gradients and optimizer state, each for the first node that uses it.
+
+    State that is shared out over replicas counts as its mean, no more than the largest share has.
+    """
+    graph, shards = costs.graph, costs.config.shards
+    summed = reduction_bytes(graph, costs.config, 1 / costs.config.num_replicas)
+    state, counted = np.zeros(len(graph.nodes)), set[int]()
+    for node in graph.nodes:
+        for w in set(node.weights) - counted:
+            own = _copy_bytes(graph.weights[w]) + costs.slots[w] / shards + summed[w]
+            state[node.id] += own
         counted.update(node.weights)
     return state
 
 
+def _copy_bytes(weight: Weight) -> int:
+    """Bytes of a variable and its gradient, on a stage that does not train it."""
+    return weight.bytes * (2 if weight.trainable else 1)
+
+
 def activation_sums(costs: StageCostModel) -> Array:
     """Bytes of a micro-batch that each node keeps; what several keep counts for the first."""
-    graph, rows = costs.graph, costs.micro_batch_size
-    kept = np.array([rows * node.residual_bytes for node in graph.nodes])
-    for tensor, nodes in costs.keepers().items():
-        kept[nodes[0]] += rows * graph.tensors[tensor].bytes_per_sample
-    return kept
+    graph, counted = costs.graph, set[int]()
+    kept = np.array([node.residual_bytes for node in graph.nodes])
+    for node in graph.nodes:
+        tensors = {graph.storage(tensor) for tensor in node.keeps} - counted
+        kept[node.id] += sum(graph.tensors[tensor].bytes_per_sample for tensor in tensors)
+        counted |= tensors
+    return costs.rows * kept
 
 
 def wires(costs: StageCostModel) -> list[tuple[tuple[int, ...], float]]:
@@ -240,12 +256,12 @@ def wires(costs: StageCostModel) -> list[tuple[tuple[int, ...], float]]:
     graph, found = costs.graph, []
     for tensor in graph.tensors:
         if tensor.producer is not None and tensor.consumers:
-            sent = wire_bytes(tensor.bytes_per_sample, tensor.dtype, costs.sent_as)
-            size = costs.micro_batch_size * sent * (1 + tensor.has_gradient)
+            sent = wire_bytes(tensor.bytes_per_sample, tensor.dtype, costs.config.wire_dtype)
+            size = costs.rows * sent * (1 + tensor.has_gradient)
             nodes = (tensor.producer, *tensor.consumers)
             found.append((nodes, float(size + costs.mask_bytes(tensor))))
     for nodes, weights in graph.ties.items():
-        found.append((nodes, float(sum(map(costs.copy_bytes, weights)))))
+        found.append((nodes, float(sum(_copy_bytes(graph.weights[w]) for w in weights))))
     return found
 
 
@@ -254,22 +270,14 @@ class StageMemory:
 
     A stage does not know from how many others its messages come, and waits for the largest of each:
     `usual` is the price as if they were from one, `least` as if each were from another.
-    Optimizers that are shared out over replicas are taken as a known plan has them.
     """
 
     def __init__(
-        self,
-        costs: StageCostModel,
-        options: Settings,
-        limits: Sequence[float],
-        known: Sequence[int] | None = None,
+        self, costs: StageCostModel, options: Settings, limits: Sequence[float] | None
     ) -> None:
         self._costs, self._options = costs, options
+        self._limits = limits or (math.inf,) * options.num_stages
         graph = costs.graph
-        users = [()] * len(graph.weights) if known is None else graph.users(known)
-        self._replicas = costs.replicas(users)
-        self._summed = costs.reduction_bytes(1.0 if costs.shards == 1 else None)
-        self.limits = limits
         self._outputs = set(graph.outputs)
         self._known: dict[tuple[int, int, int], tuple[float, float]] = {}
         self._readers = [sum(1 << node for node in set(t.consumers)) for t in graph.tensors]
@@ -290,7 +298,7 @@ class StageMemory:
         """Prices a stage both ways, once; a stage above its limit is infinitely dear."""
         if (begin, end, stage) not in self._known:
             prices = self._price(begin, end, stage)
-            most = self.limits[stage]
+            most = self._limits[stage]
             self._known[begin, end, stage] = (
                 prices[0] if prices[0] <= most else math.inf,
                 prices[1] if prices[1] <= most else math.inf,
@@ -302,12 +310,10 @@ class StageMemory:
         nodes = _members(end & ~begin)
         users = self._stages_of_weights(nodes, begin, end, stage)
         received, sent = self._messages(nodes, begin, end, stage)
-        priced = costs.stage(
-            nodes, stage, last, (options.in_flight[stage], options.repeats.get(stage, 0)),
-            (*received, *sent), users, self._replicas,
-        )  # fmt: skip
-        size = priced.memory_bytes + sum(self._summed[w] for w in users if users[w][0] == stage)
-        wire = costs.sent_as
+        held, again = options.in_flight[stage], options.repeats.get(stage, 0)
+        edges = (*received, *sent)
+        size = costs.stage(nodes, stage, last, held, again, edges, users).memory_bytes
+        wire = options.wire_dtype
         arriving = [[cut.sent_bytes(wire) + cut.mask_bytes for cut in received]]
         arriving += [[cut.sent_bytes(wire) for cut in sent if cut.has_gradient]]
         together = [sum(sizes) for sizes in arriving]

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from tarantella_pp.partition.graph.ideals import Array, Blocks, Ideals
+from tarantella_pp.partition.graph.ideals import Array, Blocks, Ideals, summed
 from tarantella_pp.partition.plan.plan_parts import TOLERANCE
 
 # How far above what it is at the least the dearest stage is looked for, one after the other.
@@ -39,6 +39,12 @@ TIES = 8
 # Prices a stage between two down-sets, whose operations are bits; infinite where it cannot be.
 Price = Callable[[int, int, int], float]
 Indices = npt.NDArray[np.intp]
+
+
+# Sums that are no more than the memory of stages, and the bytes that each stage may have.
+Limits = tuple["Prices", Sequence[float]]
+# Bytes by which rounding may put a sum above what a stage has.
+ROUNDING = 100
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +64,8 @@ class Prices:
     # Operations, the first makes a tensor and others read it, and bytes cut if they part
     wires: Sequence[tuple[tuple[int, ...], float]] = ()
     alike: float = TOLERANCE / 4  # relative distance of values that count as equal
-    most: float = math.inf  # what the dearest stage may cost at the most
+    # What stages have of memory at the least, and what each may have; `None` for any
+    limits: Limits | None = None
 
     @property
     def num_stages(self) -> int:
@@ -67,19 +74,17 @@ class Prices:
 
     def bound(self, blocks: Blocks) -> float:
         """Returns what the dearest stage costs at the least: its share, or the heaviest block."""
-        low = float(np.bincount(blocks.owner, self.once + self.times.min() * self.each).max())
-        once, each = float(self.once.sum()), float(self.each.sum())
-        low = max(low, (once + float(self.times.min()) * each) / self.num_stages)
-        if not each or self.times.min() == self.times.max():
+        heaviest = summed(blocks.owner, self.once + self.times.min() * self.each).max()
+        shares = self._shares(self.times, self.once.sum(), self.each.sum())
+        low = float(max(heaviest, *shares))
+        if self.times.min() == self.times.max():
             return low
-        high = low + once + float(self.times.max()) * each
-        parts = [np.bincount(blocks.segments, part).tolist() for part in (self.once, self.each)]
+        parts = [summed(blocks.segments, part).tolist() for part in (self.once, self.each)]
+        segments = list(zip(*parts, strict=True))
+        high = low + float((self.once + self.times.max() * self.each).sum())
         while high - low > CLOSE * high:
             middle = (low + high) / 2
-            if self._holds(middle, list(zip(*parts, strict=True))):
-                high = middle
-            else:
-                low = middle
+            low, high = (low, middle) if self._holds(middle, segments) else (middle, high)
         return low
 
     def _holds(self, cap: float, segments: list[tuple[float, float]]) -> bool:
@@ -102,18 +107,24 @@ class Prices:
         return True
 
     def fits(self, stages: slice, cap: float, once: Array, each: Array) -> npt.NDArray[np.bool_]:
-        """Whether sums of both parts may fit on some stages that cost a cap each, at most.
+        """Whether sums of both parts may fit on some stages that cost a cap each, at most."""
+        times = self.times[stages]
+        fits: npt.NDArray[np.bool_] = np.ones(len(once), bool)
+        for share in self._shares(times, once, each) if len(times) else ():
+            fits &= share <= cap
+        return fits
+
+    @staticmethod
+    def _shares(times: Array, once: Array, each: Array) -> list[Array]:
+        """Returns what the dearest of some stages costs at the least, that have such sums.
 
         Added up, stages that have a_s and b_s of them cost at least `a + times_min b`; weighted by
         1 / times_s, so that b counts in full, at least `a / times_max + b`.
         """
-        times = self.times[stages]
-        if not len(times):
-            return np.ones(len(once), bool)
-        fits: npt.NDArray[np.bool_] = once + times.min() * each <= cap * len(times)
+        shares = [(once + times.min() * each) / len(times)]
         if times.min() > 0:
-            fits &= once / times.max() + each <= cap * float((1 / times).sum())
-        return fits
+            shares.append((once / times.max() + each) / (1 / times).sum())
+        return shares
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +158,7 @@ def cheapest(
     ideals: Ideals, prices: Prices, below: float = math.inf
 ) -> tuple[float, list[int]] | None:
     """Finds the best path over a family of down-sets, if that is not above a value."""
-    paths, below = _Paths(ideals, prices, None), min(below, prices.most)
+    paths = _Paths(ideals, prices, None)
     found = paths.growing(prices.bound(ideals.blocks), below)
     if found is not None and prices.price is not None:
         least, path = found
@@ -179,10 +190,10 @@ def _improved(
 ) -> tuple[int, ...] | None:
     """Finds the best path along some orders, then along drawn ones in line with it."""
     draw, best, value, since = random.Random(0), None, math.inf, 0
-    while since < rounds:
+    while since < rounds and value > 0:
         family = Ideals.of(blocks, blocks.along(orders), complete=False)
-        found, since = cheapest(family, prices, value), since + 1
-        if found is not None and (best is None or found[0] < value * (1 - CLOSE)):
+        found, since = cheapest(family, prices, value * (1 - CLOSE)), since + 1
+        if found is not None:
             value, best, since = found[0], family.assignment(found[1]), 0
         if best is None:
             return None
@@ -220,6 +231,11 @@ class _Paths:
     def __init__(self, ideals: Ideals, prices: Prices, price: Price | None) -> None:
         self._ideals, self._prices, self._price = ideals, prices, price
         self._once, self._each = ideals.sums(prices.once), ideals.sums(prices.each)
+        self._memory: Array | None = None
+        if prices.limits is not None:
+            memory = prices.limits[0]
+            parts = ideals.sums(memory.once), ideals.sums(memory.each)
+            self._memory = parts[0] + memory.times[:, None] * parts[1]
         self._known: dict[tuple[int, int, int], float] = {}
 
     def growing(self, least: float, below: float) -> tuple[float, list[int]] | None:
@@ -254,6 +270,10 @@ class _Paths:
         running = self._once + self._prices.times[stage] * self._each
         sums: Array = running[None, ends] - running[begins, None]
         sums[~self._ideals.inside[np.ix_(begins, ends)]] = np.inf
+        if self._prices.limits is not None and self._memory is not None:
+            memory = self._memory[stage]
+            most = self._prices.limits[1][stage] + ROUNDING
+            sums[memory[None, ends] - memory[begins, None] > most] = np.inf
         return sums
 
     def _windows(self, cap: float) -> list[Indices]:

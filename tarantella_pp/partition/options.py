@@ -12,7 +12,7 @@ from typing import Any, cast, get_args
 
 import msgspec
 
-from tarantella_pp.errors import ConfigurationError
+from tarantella_pp.errors import ConfigurationError, checked_count
 from tarantella_pp.partition.graph.layer_graph import LayerGraph
 from tarantella_pp.partition.graph.profile import Profile
 from tarantella_pp.partition.graph.units import parse_bytes
@@ -212,13 +212,6 @@ def stages_to_recompute(recompute: Any, num_stages: int) -> dict[int, str]:
     )
 
 
-def checked_count(name: str, value: Any) -> int:
-    """Reads an option that is a positive integer."""
-    if isinstance(value, bool) or not hasattr(value, "__index__") or value.__index__() < 1:
-        raise ConfigurationError(f"Expected a positive integer. Received: {name}={value!r}")
-    return int(value.__index__())
-
-
 def _memory_limit(given: Any, stages: int) -> MemoryLimit | None:
     if given is None:
         return None
@@ -287,7 +280,7 @@ def _check(graph: LayerGraph, stages: Sequence[int], counts: Sequence[int]) -> N
         raise ConfigurationError(
             f"Stages {empty} would have no operations. Received: balance={list(counts)}"
         )
-    for before, after in graph.digraph.edges:
+    for before, after in graph.edges:
         if stages[before] > stages[after]:
             raise ConfigurationError(
                 f"'{graph.nodes[after].name}' on stage {stages[after]} needs "

@@ -5,16 +5,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
-from tarantella_pp.partition.graph.layer_graph import (
-    LOOKUPS,
-    LayerGraph,
-    Node,
-    Weight,
-)
+from tarantella_pp.partition.graph.layer_graph import LOOKUPS, LayerGraph, Node, Weight
 from tarantella_pp.partition.graph.units import item_bytes, wire_bytes
-from tarantella_pp.partition.plan.plan_parts import FUSION_THRESHOLD, CutEdge, OutputUse, PlanConfig
+from tarantella_pp.partition.plan.plan_parts import CutEdge, OutputUse, PlanConfig
 
 # Variables whose update TensorFlow has begun and not ended at a time, at the most: it goes on with
 # one of the operations that are ready and leaves the others for later.
@@ -39,8 +34,7 @@ LOSS_COPIES = 2
 Users = Sequence[tuple[int, ...]] | Mapping[int, tuple[int, ...]]
 
 
-@dataclass(frozen=True, slots=True)
-class OutputBytes:
+class OutputBytes(NamedTuple):
     """Memory of a model's outputs on the last stage."""
 
     held: int = 0  # outputs of micro-batches that wait for their backward pass or for metrics
@@ -158,11 +152,11 @@ def message_bytes(
 INDEX_BYTES = 8
 
 
-@dataclass(frozen=True, slots=True)
-class GradientSums:
-    """How gradients are summed over replicas, as far as memory depends on it.
+def reduction_bytes(graph: LayerGraph, config: PlanConfig, share: float) -> list[float]:
+    """Counts what each weight's gradient travels in between replicas, on a rank that trains it.
 
-    The runtime uses the memory again in the next step, so it is there all the time. Of a weight::
+    The runtime uses the memory again in the next step, so it is there all the time. `share` is the
+    part of the weight that the replica updates, 1 or 0, or its mean. Of a weight::
 
                   packed       as sent       parts of others    sum      new values
         plain     its size                                      its size
@@ -172,60 +166,35 @@ class GradientSums:
     A weight alone in its bucket is not copied, so that this counts at most its size too much.
     The gradient of an embedding table travels as the rows that all replicas look up.
     """
-
-    replicas: int = 1  # number of replicas
-    sharded: bool = False  # whether each weight is updated by one of them, for all
-    fusion_threshold: int = FUSION_THRESHOLD  # most bytes of a bucket
-    gradient_dtype: str | None = None  # dtype in which gradients travel; `None` for their own
-
-    @classmethod
-    def of(cls, config: PlanConfig) -> GradientSums:
-        """Returns the sums of a plan, or of its options."""
-        return cls(
-            config.num_replicas, config.shards > 1, config.fusion_threshold, config.gradient_dtype
-        )
-
-    def weight_bytes(self, graph: LayerGraph, rows: int, share: float) -> Sequence[float]:
-        """Counts the memory of each weight on the rank that trains it."""
-        if self.replicas == 1:
-            return [0.0] * len(graph.weights)
-        ids, dense, tables = _lookups(graph)
-        return [
-            self._bytes(weight, share, weight.id in tables, None if weight.id in dense else seen)
-            if weight.trainable
-            else 0.0
-            for weight in graph.weights
-            for seen in [rows * ids[weight.id]]
-        ]
-
-    def _bytes(self, weight: Weight, share: float, is_table: bool, seen: float | None) -> float:
-        """Bytes of one weight and the rows of it that are looked up; `None` if all are used."""
-        size = weight.bytes
-        sent = wire_bytes(size, weight.dtype, self.gradient_dtype)
+    if config.num_replicas == 1:
+        return [0.0] * len(graph.weights)
+    ids, tables, sharded = _looked_up_rows(graph), graph.tables, config.shards > 1
+    rows = config.micro_batch_size * config.num_micro_batches
+    found = []
+    for weight in graph.weights:
+        size = weight.bytes if weight.trainable else 0
+        sent = wire_bytes(size, weight.dtype, config.gradient_dtype)
         rounded = sent < size
-        values = (1 - share) * size if self.sharded else 0.0
-        if seen is not None:
-            row = sent // weight.shape[0] + INDEX_BYTES
-            return self.replicas * seen * row + values
-        packed = size if size <= self.fusion_threshold and not is_table else 0
-        if not self.sharded:
-            return packed + sent + rounded * (sent + size)
-        parts = (self.replicas - 1) * share * sent
-        return packed + parts + rounded * (sent + share * size) + values
-
-
-def _lookups(graph: LayerGraph) -> tuple[Counter[int], set[int], set[int]]:
-    """Rows of a sample that are looked up in each weight, weights used otherwise, and tables."""
-    ids: Counter[int] = Counter()
-    dense: set[int] = set()
-    tables: set[int] = set()
-    for node in graph.nodes:
-        if node.kind not in LOOKUPS:
-            dense.update(node.weights)
+        values = (1 - share) * size if sharded else 0.0
+        if weight.id in graph.looked_up:
+            row = sent // weight.shape[0] + INDEX_BYTES * weight.trainable
+            found.append(config.num_replicas * rows * ids[weight.id] * row + values)
             continue
-        tables.update(node.weights)
-        made = graph.tensors[node.outputs[0]]
-        for weight in node.weights:
+        packed = size * (size <= config.fusion_threshold and weight.id not in tables)
+        if sharded:
+            parts = (config.num_replicas - 1) * share * sent
+            found.append(packed + parts + rounded * (sent + share * size) + values)
+        else:
+            found.append(packed + sent + rounded * (sent + size))
+    return found
+
+
+def _looked_up_rows(graph: LayerGraph) -> Counter[int]:
+    """Rows of a sample that are looked up in each table."""
+    ids: Counter[int] = Counter()
+    for node in graph.nodes:
+        for weight in node.weights if node.kind in LOOKUPS else ():
+            made = graph.tensors[node.outputs[0]]
             row = graph.weights[weight].shape[-1] * item_bytes(made.dtype)
             ids[weight] += made.bytes_per_sample // row
-    return ids, dense, tables
+    return ids

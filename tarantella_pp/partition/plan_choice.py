@@ -83,7 +83,7 @@ def _fastest(
             break
         made = candidate.search.within_limit(candidate, deadline)
         found += [timed for timed in made if but is None or _differs(timed[1], but)]
-        if found and not candidate.limited:
+        if found and not candidate.search.limited:
             break
     return min(found, key=_order, default=None)
 

@@ -47,7 +47,6 @@ class Candidate:
     search: PlanSearch  # the search
     options: Settings  # what its plan is for
     solution: Solution  # the stages that are simulated
-    limited: bool  # whether there is a memory limit, which they may not keep
     final: bool  # whether they are the best for this number, within the limit
 
     @cached_property
@@ -94,25 +93,30 @@ class PlanSearch:
         Memory limits are left out. Where solving takes its time, those that are far from the usual
         number are played with its stages; so are all where the number is nothing to the balance.
         """
-        limited = self.given.memory_limit is not None
         usual = self.options(memory_limit=None)
         solution, near = self.planner.solve(usual, roughly=self.roughly), usual.num_micro_batches
         found = []
-        for count in sorted(self._counts(limited=limited), key=lambda n: abs(math.log(n / near))):
+        for count in sorted(
+            self._counts(limited=self.limited), key=lambda n: abs(math.log(n / near))
+        ):
             options = self.options(num_micro_batches=count, memory_limit=None)
             own, alike = solution, count == near or self._independent(options)
             # By FLOPs only weights come anew for each micro-batch: that is left for the best.
             differs = options.balance != "flops" or bool(options.ranks)
             if not alike and differs and self.planner.spent < QUICK:
                 own, alike = self.planner.solve(options, roughly=self.roughly), True
-            found.append(Candidate(self, options, own, limited, alike and not limited))
+            found.append(Candidate(self, options, own, alike and not self.limited))
         return found
+
+    @property
+    def limited(self) -> bool:
+        """Whether there is a memory limit."""
+        return self.given.memory_limit is not None
 
     @property
     def _is_slow(self) -> bool:
         """Whether one solution takes long enough to be content with few."""
-        found = self.given.balance != GIVEN
-        return found and self.planner.effort(self.spec.num_stages) > SLOW
+        return self.given.balance != GIVEN and self.planner.effort > SLOW
 
     def _independent(self, options: Settings) -> bool:
         """Whether the number of micro-batches is nothing to the balance."""
@@ -128,9 +132,7 @@ class PlanSearch:
         """Makes the plans of a candidate that keep the memory limit."""
         if candidate.final:
             return [candidate.timed]
-        count = candidate.options.num_micro_batches
-        limited = candidate.limited
-        made = self._fitting(count, deadline) if limited else self._try(num_micro_batches=count)
+        made = self._fitting(candidate.options.num_micro_batches, deadline)
         return [self._timed(plan) for plan in made]
 
     def timed(self, solution: Solution, options: Settings) -> Timed:
@@ -140,21 +142,18 @@ class PlanSearch:
     def smallest_memory_plan(self) -> Plan:
         """Makes the plan whose largest stage needs the least memory, whatever the limit."""
         smallest = max(self._counts(limited=True))  # micro-batches, which need the least of all
-        return min(self._least_of(smallest), key=largest_stage)
-
-    def _least_of(self, count: int) -> list[Plan]:
-        """Makes plans with little memory, for a number of micro-batches."""
         balance = GIVEN if self.given.balance == GIVEN else "memory"
         free: dict[str, Any] = {
-            "balance": balance, "memory_limit": None, "num_micro_batches": count, "alone": True,
+            "balance": balance, "memory_limit": None, "num_micro_batches": smallest, "alone": True,
         }  # fmt: skip
         options = self.options(**free)
-        found = [self._written(self.planner.solve(options), options)]
+        least = self._written(self.planner.solve(options), options)
         for stages in self._sets():
-            if len(found) > 1 and self._is_slow:
+            if least.recompute and self._is_slow:
                 break
-            found += self._try(**free, recompute=stages)
-        return found
+            below = {**free, "memory_limit": largest_stage(least) - 1, "recompute": stages}
+            least = next(iter(self._try(**below)), least)
+        return least
 
     def _written(self, solution: Solution, options: Settings) -> Plan:
         """Writes down a plan, with what only the schedule itself can say."""
@@ -195,9 +194,7 @@ class PlanSearch:
             return found
         needed = 0
         for stages in self._sets():
-            if needed and len(stages) > needed and self._is_slow:
-                break
-            if time.thread_time() > deadline:
+            if time.thread_time() > deadline or (self._is_slow and 0 < needed < len(stages)):
                 break
             found += self._try(num_micro_batches=count, recompute=stages)
             needed = needed or (len(stages) if found else 0)
@@ -247,11 +244,11 @@ def least_step_seconds(
     Messages, and what ranks wait for each other in between, come on top. Where no message goes,
     nobody waits: a stage before whose weights train nothing gets no gradient.
     """
-    machine, count = costs.machine or HardwareSpec(), costs.micro_batches
+    machine, count = costs.machine or HardwareSpec(), costs.config.num_micro_batches
     if costs.seconds is None:
         ahead, back = np.array(costs.roofline_seconds(samples, machine)).T
     else:
-        ahead, back = samples / costs.micro_batch_size * np.array(costs.seconds, float).T
+        ahead, back = samples / costs.rows * np.array(costs.seconds, float).T
     forward = summed(assignment, ahead, spec.num_stages)
     backward = summed(assignment, back, spec.num_stages)
     kinds = {one.kind for own in spec.make(1).actions for one in own if isinstance(one, Compute)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import keras
@@ -20,7 +21,6 @@ from tarantella_pp.partition.graph.node_link import NamedGraph
 from tarantella_pp.partition.graph.profile import Profile
 from tarantella_pp.partition.optimizer_slots import optimizer_name, optimizer_state_bytes
 from tarantella_pp.partition.options import GIVEN, Settings
-from tarantella_pp.partition.peak_memory import GradientSums
 from tarantella_pp.partition.plan.gradient_buckets import bucket_bytes, gradient_buckets
 from tarantella_pp.partition.plan.hardware_spec import HardwareSpec, NodeWork, node_work
 from tarantella_pp.partition.plan.plan import Plan
@@ -32,14 +32,13 @@ LOOPS = (
     *("LSTM", "GRU", "SimpleRNN", "RNN", "Bidirectional"),
     *("ConvLSTM1D", "ConvLSTM2D", "ConvLSTM3D"),
 )
-#: What finding stages takes besides listing what may come before a cut, in such sets of operations:
-#: for each problem, and for each stage.
-PROBLEM_EFFORT, STAGE_EFFORT = 1_000, 80
+#: What finding stages takes besides listing what may come before a cut, in such sets of operations.
+PROBLEM_EFFORT = 1_500
 #: Samples that batch normalization gets to see, where the number of its calls is open.
 LEAST_ROWS = 4
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Planner:
     """Makes plans of one model, for any options."""
 
@@ -51,14 +50,17 @@ class Planner:
     machine: HardwareSpec | None = None  # what computes; `None` where arithmetic alone counts
     # Stage of each node where that is given, for `balance="given"`
     assignment: tuple[int, ...] | None = None
-    work: tuple[NodeWork, ...] = field(init=False, compare=False)  # what each node does
-    # Its operations, joined where they must share a stage
-    blocks: Blocks = field(init=False, compare=False)
     _solved: dict[Hashable, Solution] = field(default_factory=dict, init=False, compare=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "work", node_work(self.graph))
-        object.__setattr__(self, "blocks", Blocks.of(self.graph))
+    @cached_property
+    def work(self) -> tuple[NodeWork, ...]:
+        """What each node does."""
+        return node_work(self.graph)
+
+    @cached_property
+    def blocks(self) -> Blocks:
+        """Its operations, joined where they must share a stage."""
+        return Blocks.of(self.graph)
 
     @classmethod
     def of(
@@ -100,25 +102,21 @@ class Planner:
         """Returns the costs of the nodes for micro-batches of these options."""
         seconds = None if self.profile is None else self.profile.seconds(options.micro_batch_size)
         return StageCostModel(
-            self.graph, self.slots, options.micro_batch_size, seconds, options.num_micro_batches,
-            shards=options.shards, ranks=options.ranks, machine=self.machine,
-            window=options.send_window, sums=GradientSums.of(options), work=self.work,
-            sent_as=options.wire_dtype,
-        )  # fmt: skip
+            self.graph, self.slots, options, seconds, machine=self.machine, work=self.work
+        )
 
     @property
-    def sets(self) -> float:
-        """Sets of nodes that may come before a cut; infinitely many where they are not listed."""
-        return math.inf if self.blocks.ideals is None else len(self.blocks.ideals)
+    def effort(self) -> float:
+        """About what finding stages once takes: the sets of nodes that may come before a cut.
 
-    def effort(self, num_stages: int) -> float:
-        """Returns about what finding stages takes, the same on every machine."""
-        return self.sets + PROBLEM_EFFORT + STAGE_EFFORT * num_stages
+        Infinite where these are not listed; the same on every machine.
+        """
+        return math.inf if self.blocks.ideals is None else len(self.blocks.ideals) + PROBLEM_EFFORT
 
     @property
     def spent(self) -> float:
         """The effort of all problems that have been solved so far."""
-        return sum(self.effort(1 + max(one.assignment)) for one in self._solved.values())
+        return len(self._solved) * self.effort if self._solved else 0.0
 
     def plan(self, options: Settings) -> Plan:
         """Makes the plan that is best for these options, or comes with a bound of the best."""
@@ -131,7 +129,12 @@ class Planner:
                 "Time is balanced with a profile. Received: balance='time', profile=None"
             )
         if options.balance == GIVEN:
-            return self._as_given(options)
+            if self.assignment is None or max(self.assignment) + 1 != options.num_stages:
+                raise ConfigurationError(
+                    "A given balance has a number of layers for each stage. Received: "
+                    f"balance='given', num_stages={options.num_stages}"
+                )
+            return given_solution(self.costs(options), options, self.assignment)
         self.check_stages(options.num_stages)
         whole = options.weighs_stages and not roughly
         key = (*options.problem_key, whole)
@@ -139,15 +142,6 @@ class Planner:
             costs = self.costs(options)
             self._solved[key] = best_solution(costs, options, self.blocks, whole=whole)
         return self._solved[key]
-
-    def _as_given(self, options: Settings) -> Solution:
-        """Prices the stages that are given."""
-        if self.assignment is None or max(self.assignment) + 1 != options.num_stages:
-            raise ConfigurationError(
-                "A given balance has a number of layers for each stage. Received: "
-                f"balance='given', num_stages={options.num_stages}"
-            )
-        return given_solution(self.costs(options), options, self.assignment)
 
     def least_memory(self, options: Settings) -> float:
         """Returns bytes that some stage of every plan needs, whichever stages recompute."""

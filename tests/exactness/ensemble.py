@@ -101,7 +101,8 @@ class Ensemble:
 def plan_across(model: keras.Model, num_micro_batches: int) -> Plan:
     """Two stages with a part of each model of an ensemble; to find the best ones takes long."""
     planner = Planner.of(model)
-    graph = planner.graph.digraph
+    graph = nx.DiGraph(planner.graph.edges)
+    graph.add_nodes_from(node.id for node in planner.graph.nodes)
     before, after = _longest_paths(graph), _longest_paths(graph.reverse())
     assignment = tuple(int(before[node.id] > after[node.id]) for node in planner.graph.nodes)
     certificate = Certificate.of(1.0, 0.0, "half of each model", 0.0)

@@ -11,7 +11,7 @@ from tarantella_pp.partition.graph.layer_graph import (
     Weight,
 )
 from tarantella_pp.partition.plan.plan import Plan
-from tarantella_pp.partition.plan.plan_parts import Certificate
+from tarantella_pp.partition.plan.plan_parts import Certificate, PlanConfig
 from tarantella_pp.partition.stage_costs import StageCostModel
 
 
@@ -39,13 +39,11 @@ def chain_graph(length=4, width=8):
         )
         for i, name in enumerate(names)
     ]
-    tensors = [Tensor(0, "x", (None, width), "float32", None, (0,), size, kept=True)]
+    tensors = [Tensor(0, "x", (None, width), "float32", None, (0,), size)]
     for i, name in enumerate(names):
         readers = (i + 1,) if i + 1 < length else ()
         shape = (None, width)
-        tensors.append(
-            Tensor(i + 1, name, shape, "float32", i, readers, size, True, kept=bool(readers))
-        )
+        tensors.append(Tensor(i + 1, name, shape, "float32", i, readers, size, True))
     return LayerGraph(
         nodes=tuple(nodes),
         tensors=tuple(tensors),
@@ -55,11 +53,30 @@ def chain_graph(length=4, width=8):
     )
 
 
+def costs_of(graph, rows, *, micro_batches=1, replicas=1, slots=None, seconds=None, **changes):
+    """The costs of a graph for micro-batches of some rows, with two optimizer slots."""
+    config = PlanConfig(
+        **{
+            "num_stages": 1,
+            "num_micro_batches": micro_batches,
+            "num_replicas": replicas,
+            "batch_size": rows * micro_batches * replicas,
+            "schedule": "1f1b",
+            "balance": "memory",
+            "memory_limit": None,
+            **changes,
+        }
+    )
+    if slots is None:
+        slots = [2 * weight.bytes * weight.trainable for weight in graph.weights]
+    return StageCostModel(graph, slots, config, seconds)
+
+
 def plan_of(graph, assignment, held=None, **changes):
     """The plan of an assignment, with two optimizer slots and 4 micro-batches of 8 samples."""
     num_stages = max(assignment) + 1
     held = held or [num_stages - stage for stage in range(num_stages)]
-    costs = StageCostModel(graph, [2 * weight.bytes for weight in graph.weights], 8)
+    costs = costs_of(graph, 8)
     plan = Plan(
         model="chain",
         num_stages=num_stages,

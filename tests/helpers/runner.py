@@ -16,7 +16,7 @@ def random_stages(graph, num_stages, seed):
     stages = [0] * len(graph.nodes)
     weights = [rng.random() for _ in graph.nodes]
     for node in graph.nodes:
-        least = max((stages[p] for p in graph.digraph.predecessors(node.id)), default=0)
+        least = max((stages[a] for a, b in graph.edges if b == node.id), default=0)
         step = 0 if weights[node.id] < 0.6 else rng.randrange(num_stages)
         stages[node.id] = min(num_stages - 1, least + step)
     return stages

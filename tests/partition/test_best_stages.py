@@ -49,11 +49,12 @@ def problems(draw):
         num_stages=stages,
         batch_size=8,
         num_micro_batches=draw(st.sampled_from([1, 4])),
-        num_replicas=1,
+        num_replicas=draw(st.sampled_from([1, 1, 2])),
         schedule=draw(st.sampled_from(["1f1b", "gpipe", "zb-h1"])),
         balance="memory",
         memory_limit=None,
-        recompute=draw(st.sampled_from(["none", "all"])),
+        recompute=draw(st.sampled_from(["none", "all", "except_last", (0,), {1: "all"}])),
+        shard_optimizer=draw(st.booleans()),
         wire_dtype=draw(st.sampled_from([None, "bfloat16"])),
     ).settled()
     integers = draw(st.sets(st.integers(0, len(graph.tensors) - 1), max_size=3))
@@ -61,17 +62,13 @@ def problems(draw):
 
 
 def costs_of(graph, options):
-    return StageCostModel(
-        graph, [2 * weight.bytes for weight in graph.weights], options.micro_batch_size,
-        micro_batches=options.num_micro_batches, window=options.send_window,
-        sent_as=options.wire_dtype,
-    )  # fmt: skip
+    return StageCostModel(graph, [2 * weight.bytes for weight in graph.weights], options)
 
 
 def all_assignments(graph, num_stages):
     for assignment in itertools.product(range(num_stages), repeat=len(graph.nodes)):
         if len(set(assignment)) == num_stages and all(
-            assignment[a] <= assignment[b] for a, b in graph.digraph.edges
+            assignment[a] <= assignment[b] for a, b in graph.edges
         ):
             yield assignment
 

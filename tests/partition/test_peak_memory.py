@@ -11,13 +11,13 @@ from tarantella_pp.partition.graph.keras_reader import extract
 from tarantella_pp.partition.graph.units import wire_bytes
 from tarantella_pp.partition.optimizer_slots import optimizer_state_bytes
 from tarantella_pp.partition.peak_memory import (
-    GradientSums,
     backward_bytes,
     message_bytes,
+    reduction_bytes,
     update_bytes,
 )
 from tarantella_pp.partition.plan.plan_parts import CutEdge
-from tarantella_pp.partition.stage_costs import StageCostModel
+from tests.helpers.plans import costs_of
 from tests.helpers.runner import random_stages
 from tests.zoo import models
 
@@ -94,7 +94,7 @@ def test_sparse_gradients_become_dense_for_each_slot(optimizer, copies):
 
 def test_the_update_counts_where_it_needs_more_than_activations():
     graph = graph_of(*[dense() for _ in range(4)])
-    costs = StageCostModel(graph, optimizer_state_bytes("adam", graph.weights), micro_batch_size=2)
+    costs = costs_of(graph, 2)
     (stage,) = costs.stages([0] * 4, [1])
     assert stage.activation_bytes_total == 4 * 2 * 16 * 4
     assert stage.working_bytes == 4 * KERNEL - stage.activation_bytes_total
@@ -110,41 +110,33 @@ CHAIN = [cut(0, 1, name="a"), cut(1, 2, name="b")]
 
 
 @pytest.mark.parametrize(
-    ("cuts", "stage", "kept", "received", "sent", "returned"),
+    ("sent_as", "cuts", "stage", "kept", "received", "sent", "returned"),
     [
-        (CHAIN, 0, "", 100 + 100, 3 * 100, 0),  # one gradient ahead, one in use
-        (CHAIN, 0, "a", 100 + 100, 0, 0),  # what is kept anyway waits at no cost
-        (CHAIN, 1, "", 100 + 100 + 100, 3 * 100, 0),  # one ahead, one of each in use
-        (CHAIN, 1, "a", 100 + 100, 3 * 100, 0),
-        (CHAIN, 2, "b", 100, 0, 2 * 100),  # one activation ahead, two gradients on their way
-        (CHAIN, 3, "", 0, 0, 0),
-        ([cut(0, 1, 2)], 0, "x", 100 + 200, 0, 0),  # a gradient of each reader
-        ([cut(0, 1, has_gradient=False)], 0, "x", 0, 0, 0),
-        ([cut(0, 1, has_gradient=False)], 1, "x", 100, 0, 0),
-        ([cut(0, 1, mask_bytes=5)], 1, "x", 105 + 5, 0, 200),
+        (None, CHAIN, 0, "", 100 + 100, 3 * 100, 0),  # one gradient ahead, one in use
+        (None, CHAIN, 0, "a", 100 + 100, 0, 0),  # what is kept anyway waits at no cost
+        (None, CHAIN, 1, "", 100 + 100 + 100, 3 * 100, 0),  # one ahead, one of each in use
+        (None, CHAIN, 1, "a", 100 + 100, 3 * 100, 0),
+        (None, CHAIN, 2, "b", 100, 0, 2 * 100),  # one activation ahead, two gradients on their way
+        (None, CHAIN, 3, "", 0, 0, 0),
+        (None, [cut(0, 1, 2)], 0, "x", 100 + 200, 0, 0),  # a gradient of each reader
+        (None, [cut(0, 1, has_gradient=False)], 0, "x", 0, 0, 0),
+        (None, [cut(0, 1, has_gradient=False)], 1, "x", 100, 0, 0),
+        (None, [cut(0, 1, mask_bytes=5)], 1, "x", 105 + 5, 0, 200),
+        ("bfloat16", CHAIN, 0, "", 50 + 100, 3 * 50 + 100, 0),  # as wide as before where made
+        ("bfloat16", CHAIN, 0, "a", 50 + 100, 3 * 50, 0),  # what is sent is not what is kept
+        ("bfloat16", CHAIN, 1, "", 50 + 100 + 100, 3 * 50 + 100, 0),
+        ("bfloat16", CHAIN, 2, "b", 50, 0, 2 * 50),
+        ("bfloat16", [cut(0, 1, 2, mask_bytes=5)], 0, "x", 50 + 200, 3 * 105, 0),  # for each
+        ("bfloat16", [cut(0, 1, 2, mask_bytes=5)], 0, "", 50 + 200, 3 * 105 + 100, 0),
+        ("bfloat16", [cut(0, 1, mask_bytes=5)], 1, "x", 55 + 5, 0, 100),
     ],
 )
-def test_messages_are_there_until_used_and_received(cuts, stage, kept, received, sent, returned):
-    assert message_bytes(cuts, stage, 3, set(kept)) == (received, sent, returned)
-    assert message_bytes(cuts, stage, 3, set(kept), window=2) == (received, sent, returned)
-    assert message_bytes(cuts, stage, 1667, set(kept), window=2) == (received, sent, returned)
-
-
-@pytest.mark.parametrize(
-    ("cuts", "stage", "kept", "received", "sent", "returned"),
-    [
-        (CHAIN, 0, "", 50 + 100, 3 * 50 + 100, 0),  # as wide as before where it is made and used
-        (CHAIN, 0, "a", 50 + 100, 3 * 50, 0),  # what is sent is not what is kept
-        (CHAIN, 1, "", 50 + 100 + 100, 3 * 50 + 100, 0),
-        (CHAIN, 2, "b", 50, 0, 2 * 50),
-        ([cut(0, 1, 2, mask_bytes=5)], 0, "x", 50 + 200, 3 * 105, 0),  # narrower for each
-        ([cut(0, 1, 2, mask_bytes=5)], 0, "", 50 + 200, 3 * 105 + 100, 0),
-        ([cut(0, 1, mask_bytes=5)], 1, "x", 55 + 5, 0, 100),
-    ],
-)
-def test_messages_may_be_narrower(cuts, stage, kept, received, sent, returned):
-    found = message_bytes(cuts, stage, 3, set(kept), sent_as="bfloat16")
-    assert found == (received, sent, returned)
+def test_messages_are_there_until_used_and_received(
+    sent_as, cuts, stage, kept, received, sent, returned
+):
+    for count, window in ((3, None), (3, 2), (1667, 2)):
+        found = message_bytes(cuts, stage, count, set(kept), window, sent_as)
+        assert found == (received, sent, returned)
 
 
 @pytest.mark.parametrize("dtype", ["int32", "float16", "bfloat16", "bool"])
@@ -170,19 +162,17 @@ def test_stages_that_send_shapes_first_have_no_window():
     tensors = tuple(msgspec.structs.replace(t, rows_per_sample=None) for t in graph.tensors)
     unsure = msgspec.structs.replace(graph, tensors=tensors)
 
-    def sends(graph, window):
-        slots = [0] * len(graph.weights)
-        costs = StageCostModel(graph, slots, micro_batch_size=2, window=window)
+    def sends(graph, schedule):
+        costs = costs_of(graph, 2, slots=[0] * len(graph.weights), num_stages=2, schedule=schedule)
         return costs.stages([0, 0, 1, 1], [500, 500])[0].working_bytes
 
-    assert sends(graph, 4) < sends(graph, None) == sends(unsure, None) == sends(unsure, 4)
+    window, none = "gpipe", "1f1b"
+    assert sends(graph, window) < sends(graph, none) == sends(unsure, none) == sends(unsure, window)
 
 
 def test_stages_that_recompute_keep_what_they_receive():
     graph = graph_of(dense(), dense(), dense())
-    costs = StageCostModel(
-        graph, optimizer_state_bytes("sgd", graph.weights), micro_batch_size=1000
-    )
+    costs = costs_of(graph, 1000, slots=[0] * len(graph.weights))
     plain, again = (costs.stages([0, 1, 2], [3, 2, 1], repeats)[1] for repeats in ({}, {1: 1}))
     assert plain.buffer_bytes == again.buffer_bytes == 2 * 1000 * 16 * 4
     assert again.activation_bytes_total == plain.activation_bytes_total == 2 * 1000 * 16 * 4
@@ -190,34 +180,45 @@ def test_stages_that_recompute_keep_what_they_receive():
 
 ROWS = 6
 WAYS = [
-    GradientSums(2),
-    GradientSums(3, gradient_dtype="bfloat16"),
-    GradientSums(2, sharded=True),
-    GradientSums(3, sharded=True),
-    GradientSums(3, sharded=True, gradient_dtype="bfloat16", fusion_threshold=100),
+    {"replicas": 2},
+    {"replicas": 3, "gradient_dtype": "bfloat16"},
+    {"replicas": 2, "shard_optimizer": True},
+    {
+        "replicas": 3,
+        "shard_optimizer": True,
+        "gradient_dtype": "bfloat16",
+        "fusion_threshold": 100,
+    },
 ]
 READ = {build.__name__: extract(build()).graph for build in models.READ}
 
 
+def reduced(graph, share, **options):
+    return reduction_bytes(graph, costs_of(graph, ROWS, **options).config, share)
+
+
 @pytest.mark.parametrize(
-    ("sums", "share", "copies"),
+    ("replicas", "sharded", "threshold", "dtype", "share", "copies"),
     [
-        (GradientSums(1), 1.0, 0),
-        (GradientSums(2), 1.0, 1 + 1),  # packed, and the sum
-        (GradientSums(5), 1.0, 1 + 1),
-        (GradientSums(5, fusion_threshold=1), 1.0, 1),  # each alone in its bucket
-        (GradientSums(5, gradient_dtype="bfloat16"), 1.0, 1 + 0.5 + 0.5 + 1),
-        (GradientSums(3, sharded=True), 1.0, 1 + 2),  # packed, and what two others send
-        (GradientSums(3, sharded=True), 0.0, 1 + 1),  # packed, and the new value
-        (GradientSums(3, sharded=True, fusion_threshold=1), 0.5, 2 * 0.5 + 0.5),
-        (GradientSums(3, True, 1, "bfloat16"), 1.0, 2 * 0.5 + 0.5 + 1),
-        (GradientSums(3, True, 1, "bfloat16"), 0.0, 0.5 + 1),
-        (GradientSums(3, gradient_dtype="float32"), 1.0, 1 + 1),  # as it is
+        (1, False, 999, None, 1.0, 0),
+        (2, False, 999, None, 1.0, 1 + 1),  # packed, and the sum
+        (5, False, 999, None, 1.0, 1 + 1),
+        (5, False, 1, None, 1.0, 1),  # each alone in its bucket
+        (5, False, 999, "bfloat16", 1.0, 1 + 0.5 + 0.5 + 1),
+        (3, True, 999, None, 1.0, 1 + 2),  # packed, and what two others send
+        (3, True, 999, None, 0.0, 1 + 1),  # packed, and the new value
+        (3, True, 1, None, 0.5, 2 * 0.5 + 0.5),
+        (3, True, 1, "bfloat16", 1.0, 2 * 0.5 + 0.5 + 1),
+        (3, True, 1, "bfloat16", 0.0, 0.5 + 1),
+        (3, False, 999, "float32", 1.0, 1 + 1),  # as it is
     ],
 )
-def test_copies_of_a_weight(sums, share, copies):
-    graph = extract(models.mlp()).graph
-    found = sums.weight_bytes(graph, ROWS, share)
+def test_copies_of_a_weight(replicas, sharded, threshold, dtype, share, copies):
+    graph = READ["mlp"]
+    found = reduced(
+        graph, share, replicas=replicas, shard_optimizer=sharded,
+        fusion_threshold=threshold, gradient_dtype=dtype,
+    )  # fmt: skip
     assert found == [copies * weight.bytes for weight in graph.weights]
 
 
@@ -227,12 +228,12 @@ def test_the_gradient_of_a_table_is_the_rows_that_all_replicas_look_up():
     ids = 5
     assert table.shape == (6, 4)
     plain, shared_out = (
-        GradientSums(2, sharded).weight_bytes(graph, ROWS, 0.25) for sharded in (False, True)
+        reduced(graph, 0.25, replicas=2, shard_optimizer=sharded) for sharded in (False, True)
     )
     rows = 2 * ROWS * ids
     assert plain[0] == rows * (4 * 4 + 8)
     assert shared_out[0] == plain[0] + 0.75 * table.bytes
-    narrow = GradientSums(2, gradient_dtype="bfloat16").weight_bytes(graph, ROWS, 1.0)
+    narrow = reduced(graph, 1.0, replicas=2, gradient_dtype="bfloat16")
     assert narrow[0] == rows * (4 * 2 + 8)
     assert plain[1:] == [2 * weight.bytes for weight in rest]
 
@@ -240,41 +241,40 @@ def test_the_gradient_of_a_table_is_the_rows_that_all_replicas_look_up():
 @pytest.mark.parametrize("build", [models.tied_variable, models.tied_head])
 def test_a_table_that_is_multiplied_has_a_dense_gradient(build):
     graph = extract(build()).graph
-    dense = GradientSums(2, fusion_threshold=1).weight_bytes(graph, ROWS, 1.0)
+    dense = reduced(graph, 1.0, replicas=2, fusion_threshold=1)
     assert dense == [weight.bytes for weight in graph.weights]
 
 
 def test_frozen_weights_stay_where_they_are():
-    graph = extract(models.frozen_start()).graph
-    for sums in WAYS:
-        for size, weight in zip(sums.weight_bytes(graph, ROWS, 0.5), graph.weights, strict=True):
+    graph = READ["frozen_start"]
+    for options in WAYS:
+        for size, weight in zip(reduced(graph, 0.5, **options), graph.weights, strict=True):
             assert (size > 0) == weight.trainable
 
 
 @pytest.mark.parametrize("name", READ)
-@pytest.mark.parametrize("sums", WAYS, ids=str)
-def test_stages_have_what_the_weights_that_they_train_have(name, sums):
-    """Of the replica with most of it, added up weight by weight; all else is as without."""
+@pytest.mark.parametrize("options", WAYS, ids=str)
+def test_stages_have_what_the_weights_that_they_train_have(name, options):
+    """Of the replica with most of it, no less than the mean; all else is as for one replica."""
     graph = READ[name]
-    slots = optimizer_state_bytes(None, graph.weights)
-    shards = sums.replicas if sums.sharded else 1
-    costs = StageCostModel(graph, slots, 3, None, ROWS // 3, shards=shards, sums=sums)
-    alone = StageCostModel(graph, slots, 3, None, ROWS // 3, shards=shards)
+    costs = costs_of(graph, ROWS // 3, micro_batches=3, **options)
+    mean, most = (
+        reduction_bytes(graph, costs.config, share) for share in (1 / options["replicas"], 1.0)
+    )
     for seed in range(4):
         assignment = random_stages(graph, 3, seed)
         if set(assignment) != {0, 1, 2}:
             continue
         users, held = graph.users(assignment), [3, 2, 1]
-        owners = costs.replicas(users)
-        mean = costs.reduction_bytes()
-        stages, before = costs.stages(assignment, held), alone.stages(assignment, held)
-        for number, (stage, without) in enumerate(zip(stages, before, strict=True)):
+        alone = costs_of(graph, ROWS // 3, micro_batches=3).stages(assignment, held)
+        for number, (stage, without) in enumerate(
+            zip(costs.stages(assignment, held), alone, strict=True)
+        ):
             own = [w.id for w in graph.weights if users[w.id] and users[w.id][0] == number]
-            each = []
-            for replica in range(shards):
-                sizes = [sums.weight_bytes(graph, ROWS, share) for share in (0.0, 1.0)]
-                each.append(sum(sizes[owners[w] == replica][w] for w in own))
-            assert max(each) <= stage.reduction_bytes < max(each) + 1
-            assert stage.reduction_bytes >= sum(mean[w] for w in own) - 1e-6
-            assert msgspec.structs.replace(stage, reduction_bytes=0) == without
-            assert stage.memory_bytes == without.memory_bytes + stage.reduction_bytes
+            assert sum(mean[w] for w in own) <= stage.reduction_bytes + 1e-6
+            assert stage.reduction_bytes <= sum(most[w] for w in own) + 2 * sum(
+                graph.weights[w].bytes for w in own
+            )
+            if not options.get("shard_optimizer"):
+                assert stage.reduction_bytes == sum(most[w] for w in own)
+                assert msgspec.structs.replace(stage, reduction_bytes=0) == without

@@ -61,7 +61,6 @@ def test_where_too_many_to_list_boundaries_are_moved(monkeypatch):
     start = balanced(problem)
     listed = largest(problem, balance_ranks(problem, start, ranks), ranks)
     monkeypatch.setattr(rank_balancing, "MOST_CHOICES", 0)
-    monkeypatch.setattr(rank_balancing, "MOST_POSITIONS", 20)
     moved = largest(problem, balance_ranks(problem, start, ranks), ranks)
     assert listed <= moved < largest(problem, start, ranks)
 

@@ -11,7 +11,7 @@ from tarantella_pp.errors import ConfigurationError
 from tarantella_pp.partition.graph.keras_reader import extract
 from tarantella_pp.partition.graph.layer_graph import Weight
 from tarantella_pp.partition.optimizer_slots import optimizer_name, optimizer_state_bytes
-from tarantella_pp.partition.stage_costs import StageCostModel
+from tests.helpers.plans import costs_of
 from tests.helpers.traced import activation_bytes_total
 from tests.zoo import models
 
@@ -92,7 +92,7 @@ RULES = {
 def test_rules_say_what_a_traced_backward_pass_keeps(name):
     extracted = extract(RULES[name]())
     graph, rows = extracted.graph, 4
-    costs = StageCostModel(graph, optimizer_state_bytes(None, graph.weights), rows)
+    costs = costs_of(graph, rows)
     (stage,) = costs.stages([0] * len(graph.nodes), [1])
     assert {node.residual_source for node in graph.nodes} == {"analytic"}
     assert stage.activation_bytes == pytest.approx(
@@ -169,7 +169,7 @@ def test_stages_count_shared_weights_and_kept_memory_once():
     graph = extract(models.shared_layer()).graph
     shared, _, again, _ = graph.nodes
     assert shared.weights == again.weights
-    costs = StageCostModel(graph, optimizer_state_bytes("sgd", graph.weights), micro_batch_size=3)
+    costs = costs_of(graph, 3)
     (one,) = costs.stages([0, 0, 0, 0], [1])
     assert one.parameter_bytes == sum(w.bytes for w in graph.weights)
     kept = {t for node in graph.nodes for t in node.keeps}
@@ -180,21 +180,18 @@ def test_stages_count_shared_weights_and_kept_memory_once():
 @pytest.mark.parametrize("name", ["mlp", "tied head", "residual cnn"])
 def test_shared_optimizer_state_is_that_of_the_fullest_replica(name):
     graph = extract(RULES[name]()).graph
-    slots = optimizer_state_bytes(None, graph.weights)
     cut = [int(node.id >= len(graph.nodes) // 2) for node in graph.nodes]
     for assignment, held in (([0] * len(cut), [1]), (cut, [2, 1])):
-        whole = StageCostModel(graph, slots, 2).stages(assignment, held)
-        costs = StageCostModel(graph, slots, 2, shards=2)
-        largest = max(costs.slots, default=0)
+        whole = costs_of(graph, 2).stages(assignment, held)
+        costs = costs_of(graph, 2, replicas=2, shard_optimizer=True)
         for stage, before in zip(costs.stages(assignment, held), whole, strict=True):
             half = before.optimizer_bytes / 2
-            assert half <= stage.optimizer_bytes <= max(4 / 3 * half, largest)
-        assert costs.state_bytes(0) <= StageCostModel(graph, slots, 2).state_bytes(0)
+            assert half <= stage.optimizer_bytes <= max(4 / 3 * half, max(costs.slots, default=0))
 
 
 def test_cuts_carry_skips_masks_and_outputs():
     graph = extract(models.one_skip()).graph
-    costs = StageCostModel(graph, optimizer_state_bytes(None, graph.weights), micro_batch_size=2)
+    costs = costs_of(graph, 2)
     cuts = costs.cuts([0, 1, 1, 2, 2])
     assert [(cut.source, cut.targets) for cut in cuts] == [(0, (1, 2)), (1, (2,))]
     assert cuts[0].bytes == 2 * 6 * 4
@@ -203,12 +200,12 @@ def test_cuts_carry_skips_masks_and_outputs():
     # One message ahead, the gradients in use, and the skip, which the last stage does not keep.
     assert [stage.buffer_bytes for stage in stages] == [48 + 96, 48 + 48, 48 + 48]
     graph = extract(models.multi_output_lstm()).graph
-    costs = StageCostModel(graph, optimizer_state_bytes(None, graph.weights), micro_batch_size=2)
+    costs = costs_of(graph, 2)
     targets = {cut.tensor: cut.targets for cut in costs.cuts([0, 1, 2])}
     state = graph.tensors[graph.outputs[1]].name
     assert targets[state] == (1, 2)  # read on stage 1, an output of the model
     graph = extract(models.masked_recurrent()).graph
-    costs = StageCostModel(graph, optimizer_state_bytes(None, graph.weights), micro_batch_size=2)
+    costs = costs_of(graph, 2)
     first = [int(node.kind not in ("Embedding", "NotEqual")) for node in graph.nodes]
     masked = {cut.tensor.split("_")[0]: cut.mask_bytes for cut in costs.cuts(first)}
     assert masked == {"embedding": 2 * 6, "not": 0}
@@ -221,5 +218,5 @@ def test_measured_figures_take_the_place_of_the_rules():
         for n in graph.nodes
     )
     measured = msgspec.structs.replace(graph, nodes=nodes)
-    costs = StageCostModel(measured, optimizer_state_bytes(None, graph.weights), micro_batch_size=2)
+    costs = costs_of(measured, 2)
     assert costs.stages([0] * len(nodes), [1])[0].activation_bytes == 20 * len(nodes)

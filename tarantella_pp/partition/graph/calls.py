@@ -53,21 +53,16 @@ class Call:
 
 
 class GraphBuilder:
-    """Collects the tensors and calls of a model in the order in which Keras runs them.
-
-    Attributes:
-        tensors: The tensors found so far; an id is a position. What follows from all calls
-            together, such as who reads them, is filled in by `graph_of`.
-        probes: The shapes of each for two numbers of samples; `None` where they cannot be told.
-        calls: The calls found so far.
-        unmasked: Ids of the tensors whose masks a call has deleted.
-    """
+    """Collects the tensors and calls of a model in the order in which Keras runs them."""
 
     def __init__(self) -> None:
+        # An id is a position. What follows from all calls together, such as who reads a tensor, is
+        # filled in by `graph_of`.
         self.tensors: list[Tensor] = []
+        # The shapes of each for two numbers of samples; `None` where they cannot be told
         self.probes: list[Probe] = []
         self.calls: list[Call] = []
-        self.unmasked: set[int] = set()
+        self.unmasked: set[int] = set()  # ids of the tensors whose masks a call has deleted
         self._names: Counter[str] = Counter()
 
     def add_tensor(
@@ -188,7 +183,6 @@ def _tensors(
             consumers[t].append(node.id)
         if node.kind in _ALIASES and len(node.inputs) == len(node.outputs) == 1:
             aliases[node.outputs[0]] = node.inputs[0]
-    kept = {t for node in nodes for t in node.keeps}
     return tuple(
         msgspec.structs.replace(
             tensor,
@@ -196,7 +190,6 @@ def _tensors(
             consumers=tuple(consumers[t]),
             bytes_per_sample=sized[t].bytes * rows[t],
             has_gradient=sized[t].has_gradient,
-            kept=t in kept,
             alias_of=aliases.get(t),
         )
         for t, tensor in enumerate(draft.tensors)

@@ -123,14 +123,18 @@ def activation_name(activation: Any) -> str:
     return name if getattr(keras.activations, name, None) is activation else ""
 
 
+#: Layers and operations that move numbers, and neither compute nor keep any.
+MOVES = (
+    "Reshape Flatten Permute RepeatVector Identity Concatenate ZeroPadding1D ZeroPadding2D"
+    " ZeroPadding3D Cropping1D Cropping2D Cropping3D UpSampling1D UpSampling3D"
+    " ActivityRegularization GetItem Transpose Squeeze ExpandDims Stack Split Pad Take Cast"
+    " StopGradient BroadcastTo Repeat Tile Slice Moveaxis Swapaxes Ravel Roll Flip Copy"
+    " ConvertToTensor Unstack"
+)
 _PER_OUTPUT = by_name(
     {
-        0: "Reshape Flatten Permute RepeatVector Identity Embedding Concatenate InputLayer"
-        " Masking ZeroPadding1D ZeroPadding2D ZeroPadding3D Cropping1D Cropping2D"
-        " Cropping3D UpSampling1D UpSampling3D ActivityRegularization GetItem Transpose"
-        " Squeeze ExpandDims Stack Split Pad Take Cast StopGradient BroadcastTo Repeat"
-        " Tile Slice Moveaxis Swapaxes Ravel Roll Flip Copy ConvertToTensor OneHot"
-        " ZerosLike OnesLike FullLike TakeAlongAxis Unstack Vstack Hstack",
+        0: f"{MOVES} Embedding InputLayer Masking OneHot ZerosLike OnesLike FullLike TakeAlongAxis"
+        " Vstack Hstack",
         1: "Add Subtract Multiply Maximum Minimum Negative Where Greater GreaterEqual Less"
         " LessEqual Equal NotEqual LogicalAnd LogicalOr LogicalNot Absolute Abs Square Sign"
         " Floor Ceil Round",

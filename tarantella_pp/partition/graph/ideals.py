@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -102,24 +102,20 @@ class Blocks:
     def segments(self) -> npt.NDArray[np.int64]:
         """Segment of each operation: a set with anything of one has all of those before.
 
-        They part at blocks that all others come before or behind.
+        They part at blocks that all others come before or behind: the only ends of what is before
+        them, and the only beginnings of what is behind.
         """
-        count, before = len(self), [0] * len(self)
-        behind = [0] * count
-        for block in range(count):
-            for one in self.after[block]:
-                before[one] |= before[block] | self.nodes[block]
-        for block in reversed(range(count)):
-            for one in self.after[block]:
-                behind[block] |= behind[one] | self.nodes[one]
-        everything = (1 << len(self.owner)) - 1
-        numbers, number = np.zeros(count, np.int64), 0
-        for block in range(count):
-            alone = before[block] | behind[block] | self.nodes[block] == everything
-            number += alone
-            numbers[block] = number
-            number += alone
-        return numbers[self.owner]
+        count = len(self)
+        first = [min(after, default=count) for after in self.after]
+        last = [-1] * count
+        for block, after in enumerate(self.after):
+            for one in after:
+                last[one] = block
+        ends = np.cumsum(1 - np.bincount(first, minlength=count + 1)[:count])
+        begins = np.cumsum(1 - np.bincount([count - 1 - one for one in last])[:count])[::-1]
+        alone = (ends == 1) & (begins == 1)
+        numbers: npt.NDArray[np.int64] = (2 * np.cumsum(alone) - alone)[self.owner]
+        return numbers
 
     @cached_property
     def ideals(self) -> Ideals | None:
@@ -233,16 +229,10 @@ class Ideals:
         return tuple((len(path) - 1 - self.before[list(path[1:])].sum(axis=0)).tolist())
 
 
-class Crossing(NamedTuple):
-    """A tensor that is sent from one stage to later ones."""
-
-    tensor: Tensor  # the tensor
-    source: int  # stage that makes it
-    targets: tuple[int, ...]  # stages that read it, ascending
-
-
-def crossings(graph: LayerGraph, assignment: Sequence[int]) -> list[Crossing]:
-    r"""Returns the tensors that cross from stage to stage, in the order of the graph.
+def crossings(
+    graph: LayerGraph, assignment: Sequence[int]
+) -> list[tuple[Tensor, int, tuple[int, ...]]]:
+    r"""Returns tensors that cross stages, in the order of the graph: who makes and who reads each.
 
     stage 0            stage 1            stage 2
     a ---- x ------->  b ---- y ------->  c          x crosses from 0 to 1 and 2, y from 1 to 2
@@ -258,7 +248,7 @@ def crossings(graph: LayerGraph, assignment: Sequence[int]) -> list[Crossing]:
             source = assignment[tensor.producer]
             targets = tuple(stage for stage in stages if stage != source)
             if targets:
-                crossed.append(Crossing(tensor, source, targets))
+                crossed.append((tensor, source, targets))
     return crossed
 
 

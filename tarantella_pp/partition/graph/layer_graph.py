@@ -6,12 +6,9 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
-
-if TYPE_CHECKING:
-    import networkx as nx
 
 # Where a figure comes from: a rule for that layer, a general guess, or a measurement.
 Source = Literal["analytic", "estimated", "measured"]
@@ -71,7 +68,6 @@ class Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     has_gradient: bool = False
     # Shape of the Keras mask that travels with the value; `None` without one
     mask_shape: tuple[int | None, ...] | None = None
-    kept: bool = False  # whether the backward pass of a node needs it again
     # Id of the tensor whose memory it shares, e.g. the one it is a reshape of
     alias_of: int | None = None
     # How many rows each sample adds: more than 1 where samples are merged with windows or frames,
@@ -168,12 +164,15 @@ class LayerGraph(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
         )
 
     @cached_property
+    def tables(self) -> frozenset[int]:
+        """Variables that some operation reads rows of."""
+        return frozenset(w for node in self.nodes if node.kind in LOOKUPS for w in node.weights)
+
+    @cached_property
     def looked_up(self) -> frozenset[int]:
         """Variables that are read by rows only, so that their gradients are sparse."""
-        tables = {w for node in self.nodes if node.kind in LOOKUPS for w in node.weights}
-        return frozenset(tables) - {
-            w for node in self.nodes if node.kind not in LOOKUPS for w in node.weights
-        }
+        others = (node.weights for node in self.nodes if node.kind not in LOOKUPS)
+        return self.tables.difference(*others)
 
     def users(self, assignment: Sequence[int]) -> list[tuple[int, ...]]:
         """Returns the stages that use each variable, ascending: the first one trains it."""
@@ -184,27 +183,10 @@ class LayerGraph(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
         return [tuple(sorted(found)) for found in stages]
 
     @cached_property
-    def digraph(self) -> nx.DiGraph:
-        """The nodes as a frozen directed graph.
-
-        Node attributes are `name` and `kind`; edge attributes are `tensors`, the ids that run
-        along it, and `bytes`, their size per sample.
-        """
-        import networkx as nx
-
-        graph = nx.DiGraph()
-        for node in self.nodes:
-            graph.add_node(node.id, name=node.name, kind=node.kind)
-        for tensor in self.tensors:
-            for consumer in tensor.consumers if tensor.producer is not None else ():
-                before = graph.get_edge_data(tensor.producer, consumer, {"tensors": (), "bytes": 0})
-                graph.add_edge(
-                    tensor.producer,
-                    consumer,
-                    tensors=(*before["tensors"], tensor.id),
-                    bytes=before["bytes"] + tensor.bytes_per_sample,
-                )
-        return nx.freeze(graph)
+    def edges(self) -> tuple[tuple[int, int], ...]:
+        """Pairs of nodes, maker first, between which tensors run."""
+        made = ((t.producer, t.consumers) for t in self.tensors if t.producer is not None)
+        return tuple(dict.fromkeys((maker, reader) for maker, all_ in made for reader in all_))
 
     def storage(self, tensor: int) -> int:
         """Returns the id of the tensor whose memory a tensor shares, or its own."""

@@ -15,19 +15,13 @@ from tarantella_pp.partition.graph.layer_graph import LayerGraph
 
 
 class NodeProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What one operation takes, for each of the profile's numbers of rows.
+    """What one operation takes, for each of the profile's numbers of rows."""
 
-    Attributes:
-        name: Name of the node.
-        forward: Seconds of its forward pass.
-        backward: Seconds of its backward pass, both gradients.
-        residual_bytes: Bytes that it keeps for its backward pass if it is alone on a stage;
-            `None` where TensorFlow cannot say.
-    """
-
-    name: str
-    forward: tuple[float, ...]
-    backward: tuple[float, ...]
+    name: str  # name of the node
+    forward: tuple[float, ...]  # seconds of its forward pass
+    backward: tuple[float, ...]  # seconds of its backward pass, both gradients
+    # Bytes that it keeps for its backward pass if it is alone on a stage; `None` where TensorFlow
+    # cannot say
     residual_bytes: tuple[int, ...] | None = None
 
 
@@ -60,11 +54,8 @@ class Profile(JsonRecord, frozen=True, tag_field="format", tag="tarantella_pp.pr
     def seconds(self, rows: int) -> tuple[tuple[float, float], ...]:
         """Returns seconds of the forward and the backward pass of each operation.
 
-        Between and beyond the sizes that were measured seconds grow linearly; with one size they
-        are in proportion to the rows.
-
-        Args:
-            rows: Samples of a micro-batch.
+        `rows` are the samples of a micro-batch. Between and beyond the sizes that were measured
+        seconds grow linearly; with one size they are in proportion to the rows.
         """
         return tuple(
             (_at(rows, self.rows, node.forward), _at(rows, self.rows, node.backward))
@@ -72,14 +63,7 @@ class Profile(JsonRecord, frozen=True, tag_field="format", tag="tarantella_pp.pr
         )
 
     def check(self, graph: LayerGraph) -> None:
-        """Checks that the profile is one of this model.
-
-        Args:
-            graph: The model's layer graph.
-
-        Raises:
-            PlanError: It is one of another model.
-        """
+        """Raises a `PlanError` if the profile is one of another model than this layer graph's."""
         if self.fingerprint != graph.fingerprint():
             raise PlanError(
                 f"This is a profile of another model, '{self.model}' with {len(self.nodes)} "
@@ -87,11 +71,7 @@ class Profile(JsonRecord, frozen=True, tag_field="format", tag="tarantella_pp.pr
             )
 
     def apply(self, graph: LayerGraph) -> LayerGraph:
-        """Puts measured bytes into those operations of a graph whose bytes are guesses.
-
-        Args:
-            graph: The layer graph.
-        """
+        """Puts measured bytes into those operations of a graph whose bytes are guesses."""
         nodes = [
             msgspec.structs.replace(
                 node,

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from tarantella_pp.internals.functional import tree
 from tarantella_pp.partition.graph.flops import (
     ACTIVATION_KINDS,
+    MOVES,
     SizedCall,
     SizedTensor,
     activation_name,
@@ -55,20 +56,11 @@ _LIKE_ACTIVATIONS = {
         }
     ),
 }
-#: Layers that keep nothing; layers that keep what they are given, for their kernel's gradient.
-_SORTS = by_name(
-    {
-        "nothing": "Add Subtract Average Concatenate Negative Rescaling Normalization Reshape"
-        " Flatten Permute RepeatVector Identity Transpose Squeeze ExpandDims Stack Split"
-        " Pad Cast StopGradient BroadcastTo Repeat Tile Slice GetItem Take Moveaxis"
-        " Swapaxes Ravel Roll Flip Copy Unstack ZeroPadding1D ZeroPadding2D ZeroPadding3D"
-        " Cropping1D Cropping2D Cropping3D UpSampling1D UpSampling3D AveragePooling1D"
-        " AveragePooling2D AveragePooling3D GlobalAveragePooling1D GlobalAveragePooling2D"
-        " GlobalAveragePooling3D GaussianNoise Mean Sum Cumsum ActivityRegularization"
-        " ConvertToTensor",
-        "kernel": "Dense EinsumDense Conv1D Conv2D Conv3D DepthwiseConv1D DepthwiseConv2D"
-        " Conv1DTranspose Conv2DTranspose Conv3DTranspose",
-    }
+#: Layers that keep nothing.
+_NOTHING = set(
+    f"{MOVES} Add Subtract Average Negative Rescaling Normalization GaussianNoise Mean Sum Cumsum"
+    " AveragePooling1D AveragePooling2D AveragePooling3D GlobalAveragePooling1D"
+    " GlobalAveragePooling2D GlobalAveragePooling3D".split()
 )
 #: Layers that keep their input and this number of tensors of its size.
 _NORMALIZATIONS = by_name(
@@ -86,12 +78,10 @@ def saved_activations(call: SizedCall) -> SavedActivations:
     rule = _RULES.get(call.kind)
     if rule is not None:
         return rule(call)
-    if _SORTS.get(call.kind) == "nothing":
+    if call.kind in _NOTHING:
         return SavedActivations()
     if call.kind in _LIKE_ACTIVATIONS:
         return _activation(_LIKE_ACTIVATIONS[call.kind], call)
-    if _SORTS.get(call.kind) == "kernel":
-        return _kernel(call)
     if call.kind in _NORMALIZATIONS:
         return _normalization(call)
     return _guess(call)
@@ -210,6 +200,22 @@ def _bidirectional(call: SizedCall) -> SavedActivations:
 _OF_INPUT = ("Max", "Min", "Var", "Std", "Logsumexp", "Embedding")
 _RULES: dict[str, Rule] = {
     "Activation": lambda call: _activation(activation_name(call.operation), call),
+    # What they are given is kept for the gradient of their kernel.
+    **dict.fromkeys(
+        [
+            "Dense",
+            "EinsumDense",
+            "Conv1D",
+            "Conv2D",
+            "Conv3D",
+            "DepthwiseConv1D",
+            "DepthwiseConv2D",
+            "Conv1DTranspose",
+            "Conv2DTranspose",
+            "Conv3DTranspose",
+        ],
+        _kernel,
+    ),
     **dict.fromkeys(("SeparableConv1D", "SeparableConv2D"), _separable),
     # Dropout keeps which entries stay, a byte each; noise keeps itself.
     "Dropout": lambda call: _bytes(call.output.size if call.operation.rate else 0),

@@ -176,7 +176,7 @@ class Plan(
                     "whenever one of them runs, so they must be on one stage. The plan puts them "
                     f"on stages {list(stages)}."
                 )
-        for before, after in graph.digraph.edges:
+        for before, after in graph.edges:
             if self.assignment[before] > self.assignment[after]:
                 raise PlanError(
                     f"Node '{self.node_names[after]}' on stage {self.assignment[after]} needs node "

@@ -6,7 +6,6 @@ from keras import layers, ops
 
 from tarantella_pp.partition.graph.flops import einsum_flops
 from tarantella_pp.partition.graph.keras_reader import extract
-from tests.zoo import models
 
 pytestmark = pytest.mark.keras
 
@@ -66,10 +65,6 @@ def test_attention_counts_projections_scores_and_softmax():
     assert (found, source) == (projections + scores * (4 * size + 5), "analytic")
 
 
-def test_embedding_is_free():
-    assert flops_of(layers.Embedding(9, 4), (5,), dtype="int32") == (0, "analytic")
-
-
 def test_operations():
     assert flops_of(ops.add, (5, 4), (5, 4)) == (20, "analytic")
     transposed = flops_of(lambda a, b: ops.matmul(a, b), (5, 4), (4, 3))
@@ -116,9 +111,3 @@ def test_a_known_network():
     model = keras.applications.ResNet50(weights=None)
     flops = sum(node.flops for node in extract(model).graph.nodes)
     assert flops == pytest.approx(7.75e9, rel=0.03)  # 3.87 G multiply-adds are published
-
-
-def test_every_model_has_finite_costs():
-    for build in models.READ:
-        for node in extract(build()).graph.nodes:
-            assert node.flops >= 0

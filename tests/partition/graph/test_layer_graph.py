@@ -4,8 +4,6 @@ import subprocess
 import sys
 
 import msgspec
-import networkx as nx
-import pytest
 
 from tarantella_pp.partition.graph.layer_graph import (
     LayerGraph,
@@ -36,16 +34,6 @@ def diamond(**changes):
     )
     graph = LayerGraph(nodes=nodes, tensors=tensors, inputs=(0,), outputs=(4,), weights=weights)
     return msgspec.structs.replace(graph, **changes)
-
-
-def test_digraph_has_an_edge_where_a_tensor_runs():
-    digraph = diamond().digraph
-    assert set(digraph.edges) == {(0, 1), (0, 2), (1, 3), (2, 3)}
-    assert nx.is_directed_acyclic_graph(digraph)
-    assert digraph.edges[0, 1] == {"tensors": (1,), "bytes": 12}
-    assert digraph.nodes[3] == {"name": "b:1", "kind": "Dense"}
-    with pytest.raises(nx.NetworkXError):
-        digraph.add_edge(3, 0)
 
 
 def test_variables_that_change_in_a_call_keep_their_nodes_together():

@@ -21,14 +21,14 @@ from tests.helpers.pictured import graphs, plan_of, residual_graph
 def test_every_edge_is_drawn(graph, stages):
     plan = plan_of(graph, min(stages, len(graph.nodes)))
     shown = outline(plan, graph)
-    crossing = {e for e in graph.digraph.edges if plan.assignment[e[0]] != plan.assignment[e[1]]}
+    crossing = {e for e in graph.edges if plan.assignment[e[0]] != plan.assignment[e[1]]}
     drawn = {(source[0], place[0]) for source, cut in shown.cuts.items() for place in cut.targets}
     assert {(plan.assignment[a], plan.assignment[b]) for a, b in crossing} <= drawn
     assert sum(len(cut.tensors) for cut in shown.cuts.values()) == len(plan.cuts)
     if len(graph.nodes) <= MOST_BOXES:
         inner = sum(len(own) for own in shown.links)
         ends = len({plan.assignment[i] for i in graph.tensors[0].consumers})
-        assert inner >= len(graph.digraph.edges) - len(crossing) + ends
+        assert inner >= len(graph.edges) - len(crossing) + ends
 
 
 @given(graphs(names=st.text(min_size=1)), st.integers(1, 4))

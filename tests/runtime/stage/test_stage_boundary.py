@@ -12,13 +12,13 @@ from tarantella_pp.partition.graph.layer_graph import (
     Node,
     Tensor,
 )
-from tarantella_pp.partition.stage_costs import StageCostModel
 from tarantella_pp.runtime.stage.stage_boundary import (
     BoundaryTensor,
     StageEdge,
     stage_boundaries,
     stage_edges,
 )
+from tests.helpers.plans import costs_of
 
 
 def graph(edges, inputs=1, outputs=None, masks=(), without=()):
@@ -149,7 +149,7 @@ def test_what_is_sent_is_what_the_plan_counts():
         stages = {stage: i for i, stage in enumerate(sorted(set(assignment)))}
         assignment = [stages[stage] for stage in assignment]
         links = stage_edges(stage_boundaries(made, assignment, len(stages)))
-        cuts = StageCostModel(made, (), 1).cuts(assignment)
+        cuts = costs_of(made, 1).cuts(assignment)
         for link in links:
             between = [c for c in cuts if c.source == link.source and link.target in c.targets]
             values = [port for port in link.tensors if not port.mask]

@@ -17,6 +17,7 @@ from tarantella_pp.partition.plan_search import (
     Candidate,
     PlanSearch,
     Timed,
+    in_order,
     largest_stage,
 )
 from tarantella_pp.partition.with_batch import ways_to_less_memory
@@ -61,7 +62,7 @@ def _candidates(searches: Sequence[PlanSearch], deadline: float) -> list[Candida
     return found
 
 
-def _in_order(candidates: Iterable[Candidate]) -> Iterator[Candidate]:
+def _played(candidates: Iterable[Candidate]) -> Iterator[Candidate]:
     """Yields the fastest first; steps that cannot be the next are not played yet."""
     waiting = [((one.least_seconds, -1), place, one) for place, one in enumerate(candidates)]
     heapq.heapify(waiting)
@@ -78,14 +79,14 @@ def _fastest(
 ) -> Timed | None:
     """Returns the best of some candidates but one; a memory limit makes none of them faster."""
     found: list[Timed] = []
-    for candidate in _in_order(candidates):
-        if found and candidate.timed[0] >= min(found, key=_order)[0]:
+    for candidate in _played(candidates):
+        if found and candidate.timed[0] >= min(found, key=in_order)[0]:
             break
         made = candidate.search.within_limit(candidate, deadline)
         found += [timed for timed in made if but is None or _differs(timed[1], but)]
         if found and not candidate.search.limited:
             break
-    return min(found, key=_order, default=None)
+    return min(found, key=in_order, default=None)
 
 
 def _advice(
@@ -102,7 +103,7 @@ def _advice(
         if shape == (chosen.num_stages, chosen.num_replicas, chosen.schedule):
             faster += search.of_count(chosen.num_micro_batches)
     faster = [timed for timed in faster if timed[0] < (1 - WORTHWHILE) * seconds]
-    return min(faster or smaller, key=_order, default=None)
+    return min(faster or smaller, key=in_order, default=None)
 
 
 def _alternative(timed: Timed) -> Alternative:
@@ -135,10 +136,6 @@ def _differs(one: Plan, other: Plan) -> bool:
 
 def _but_balance(plan: PlanConfig) -> tuple[object, ...]:
     return (plan.num_stages, plan.num_replicas, plan.schedule, plan.num_micro_batches)
-
-
-def _order(timed: Timed) -> tuple[float, int]:
-    return (timed[0], largest_stage(timed[1]))
 
 
 def infeasible(plan_search: PlanSearch) -> str:

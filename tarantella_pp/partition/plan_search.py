@@ -60,12 +60,12 @@ class Candidate:
     @cached_property
     def timed(self) -> Timed:
         """Simulated seconds of a step, or a guess, and the plan that was simulated."""
-        return self.search.timed(self.solution, self.options)
+        return self.search.timed(self.search.written(self.solution, self.options))
 
     @property
     def order(self) -> tuple[float, int]:
-        """What candidates are tried by: the fastest first, of equal ones the smallest."""
-        return (self.timed[0], largest_stage(self.timed[1]))
+        """What candidates are tried by."""
+        return in_order(self.timed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class PlanSearch:
         """Returns the numbers of micro-batches to choose from.
 
         Memory limits are left out. Where solving takes its time, those that are far from the usual
-        number are played with its stages; so are all where the number is nothing to the balance.
+        number are played with its stages.
         """
         usual = self.options(memory_limit=None)
         solution, near = self.planner.solve(usual, roughly=self.roughly), usual.num_micro_batches
@@ -100,7 +100,7 @@ class PlanSearch:
             self._counts(limited=self.limited), key=lambda n: abs(math.log(n / near))
         ):
             options = self.options(num_micro_batches=count, memory_limit=None)
-            own, alike = solution, count == near or self._independent(options)
+            own, alike = solution, count == near
             # By FLOPs only weights come anew for each micro-batch: that is left for the best.
             differs = options.balance != "flops" or bool(options.ranks)
             if not alike and differs and self.planner.spent < QUICK:
@@ -118,26 +118,25 @@ class PlanSearch:
         """Whether one solution takes long enough to be content with few."""
         return self.given.balance != GIVEN and self.planner.effort > SLOW
 
-    def _independent(self, options: Settings) -> bool:
-        """Whether the number of micro-batches is nothing to the balance."""
-        machine = self.planner.machine
-        arithmetic = machine is None or machine.memory_bandwidth is None
-        return options.balance == "flops" and arithmetic and not options.ranks
-
-    def of_count(self, count: int) -> list[Timed]:
+    def of_count(self, count: int, **changes: Any) -> list[Timed]:
         """Returns the plans for a number of micro-batches, if any keeps the limit."""
-        return [self._timed(plan) for plan in self._try(num_micro_batches=count)]
+        return [self.timed(plan) for plan in self._try(num_micro_batches=count, **changes)]
 
     def within_limit(self, candidate: Candidate, deadline: float) -> list[Timed]:
-        """Makes the plans of a candidate that keep the memory limit."""
+        """Makes plans of a candidate within the limit; few stages recompute, if any."""
         if candidate.final:
             return [candidate.timed]
-        made = self._fitting(candidate.options.num_micro_batches, deadline)
-        return [self._timed(plan) for plan in made]
-
-    def timed(self, solution: Solution, options: Settings) -> Timed:
-        """Writes down a plan and plays its step."""
-        return self._timed(self._written(solution, options))
+        count = candidate.options.num_micro_batches
+        found, options = self.of_count(count), self.options(num_micro_batches=count)
+        if found or self.planner.least_memory(options) > max(options.limits or (0,)):
+            return found
+        needed = 0
+        for stages in self._sets():
+            if time.thread_time() > deadline or (self._is_slow and 0 < needed < len(stages)):
+                break
+            found += self.of_count(count, recompute=stages)
+            needed = needed or (len(stages) if found else 0)
+        return found
 
     def smallest_memory_plan(self) -> Plan:
         """Makes the plan whose largest stage needs the least memory, whatever the limit."""
@@ -147,7 +146,7 @@ class PlanSearch:
             "balance": balance, "memory_limit": None, "num_micro_batches": smallest, "alone": True,
         }  # fmt: skip
         options = self.options(**free)
-        least = self._written(self.planner.solve(options), options)
+        least = self.written(self.planner.solve(options), options)
         for stages in self._sets():
             if least.recompute and self._is_slow:
                 break
@@ -155,14 +154,14 @@ class PlanSearch:
             least = next(iter(self._try(**below)), least)
         return least
 
-    def _written(self, solution: Solution, options: Settings) -> Plan:
+    def written(self, solution: Solution, options: Settings) -> Plan:
         """Writes down a plan, with what only the schedule itself can say."""
         plan, custom = self.planner.write(solution, options), self.spec.custom
         if custom is None:
             return plan
         return msgspec.structs.replace(plan, schedule_text=custom.to_text())
 
-    def _timed(self, plan: Plan) -> Timed:
+    def timed(self, plan: Plan) -> Timed:
         """Plays a step of a plan; a schedule that is searched for counts as it is before."""
         name = BEFORE_SEARCH if plan.schedule == SEARCHED else plan.schedule
         machine = plan.machine or HardwareSpec()
@@ -186,25 +185,11 @@ class PlanSearch:
             counts += [2**k for k in range(most.bit_length()) if samples % 2**k]
         return counts
 
-    def _fitting(self, count: int, deadline: float) -> list[Plan]:
-        """Returns plans that keep the limit, with as few recomputing stages as that needs."""
-        found = self._try(num_micro_batches=count)
-        options = self.options(num_micro_batches=count)
-        if found or self.planner.least_memory(options) > max(options.limits or (0,)):
-            return found
-        needed = 0
-        for stages in self._sets():
-            if time.thread_time() > deadline or (self._is_slow and 0 < needed < len(stages)):
-                break
-            found += self._try(num_micro_batches=count, recompute=stages)
-            needed = needed or (len(stages) if found else 0)
-        return found
-
     def _try(self, **changes: Any) -> list[Plan]:
         """Makes a plan, if there is one: a limit, or what cannot recompute, may be in the way."""
         options = self.options(**changes)
         try:
-            return [self._written(self.planner.solve(options, roughly=self.roughly), options)]
+            return [self.written(self.planner.solve(options, roughly=self.roughly), options)]
         except PlanError:
             if options.memory_limit is None:
                 raise
@@ -224,6 +209,11 @@ class PlanSearch:
                 yield from itertools.combinations(stages, size)
             else:
                 yield tuple(stages[:size])
+
+
+def in_order(timed: Timed) -> tuple[float, int]:
+    """Orders plans: the fastest first, of equal ones the smallest."""
+    return (timed[0], largest_stage(timed[1]))
 
 
 def largest_stage(plan: Plan) -> int:

@@ -110,4 +110,4 @@ def test_given_stages_are_compared(capsys, tmp_path, monkeypatch):
     assert tnt.Plan.load(tmp_path / "plan.json").stages[0].nodes == 2
     assert "add up to" in command.fails(2, "plan", "compare", source, "--balance", "1,1")
     assert "--balance=flops" in command.fails(2, "plan", "compare", source, "--balance", "flops")
-    assert "neither" in command.fails(2, "plan", "compare", source)
+    assert "Expected --stages, --balance" in command.fails(2, "plan", "compare", source)
